@@ -1,6 +1,6 @@
-"""The main job on a CPU, end to end: a tokenizer, a 10 M-parameter model trained on real text, a
-loss curve, a checkpoint that transformers loads, and a sample from it. `make demo` runs it; exit
-code 1 if the loss misses its bound.
+"""The main path on a CPU, end to end: a tokenizer, a 10 M-parameter model trained on real text, a
+loss curve, a checkpoint that transformers loads, and a sample from it. `make demo` runs it;
+exits with 1 if the loss misses its bound.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TEXT = ROOT / "examples/data/shakespeare"
 OUT = ROOT / "outputs/demo"
 VOCAB = 2048
-# Nats a token on the held-out play. Guessing uniformly is ln 2048 = 7.62; the frequencies of single
-# tokens alone give about 6.2. A run that does not learn context stays above this.
+# Nats per token on the held-out play. Guessing uniformly is ln 2048 = 7.62; unigram frequencies
+# alone give about 6.2. A run that does not learn context stays above this.
 BOUND = 5.1
 
 

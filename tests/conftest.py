@@ -1,5 +1,5 @@
-"""Set-up that every test shares. Triton's interpreter must be chosen before any kernel module
-is imported.
+"""Fixtures shared by all tests. Triton's interpreter must be selected before any kernel module is
+imported.
 """
 
 import contextlib
@@ -18,8 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
         interpreter.install()
 
-# Files that take longest, which may have few tests. A file begun last that takes minutes would
-# leave the other processes of a run without work.
+# The slowest files start first. If one started last, the other workers would idle for minutes.
 LONG = (
     "test_triton_ptx",
     "test_contract",

@@ -1,8 +1,8 @@
-"""Counts the memory that a computation would hold, without holding it.
+"""Counts the memory that a computation would allocate, without allocating it.
 
-Tensors are fake: they have shapes, dtypes and storages without bytes. What decides how a
-computation goes on, routing, offsets and targets, is small and is computed as well, so that a look
-at values (`tolist`, `item`) finds them.
+Tensors are fake: they have shapes, dtypes and storages without bytes. Small tensors that determine
+control flow (routing, offsets, targets) are computed as well, so that `tolist` and `item` return
+their values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 SMALL = {
     True: 2**22,
     False: 2**23,
-}  # elements of a tensor whose values are known: floating point, or not
+}  # largest tensors whose values are computed: floating point, or not
 LOOKS = (
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.nonzero.default,
@@ -30,13 +30,13 @@ ARITHMETIC = (
     "bmm",
     "addmm",
     "baddbmm",
-)  # too slow to repeat, and never what a look at values is for
+)  # too slow to repeat, and never read on the host
 
 
 class Footprint(TorchDispatchMode):
-    """now, peak: bytes of the fake storages alive, and the most of them there were; temporaries
-    inside one operator are not seen. A floating-point number that is read from a tensor without
-    values is 1: `contract.error` reads such.
+    """now, peak: bytes of the fake storages alive, and their maximum; temporaries inside an
+    operator are not counted. Reading a floating-point number from a tensor without values gives 1,
+    as `contract.error` needs.
     """
 
     def __init__(self):
@@ -47,8 +47,8 @@ class Footprint(TorchDispatchMode):
         self._values: dict[int, torch.Tensor] = {}
 
     def restart(self) -> None:
-        """From here on the peak is counted, and of new floating-point numbers none is known:
-        none decides anything.
+        """Counts the peak from here on. New floating-point tensors have no known values: none
+        affects control flow.
         """
         self.peak = self.now
         self.small[True] = 0
@@ -88,7 +88,7 @@ class Footprint(TorchDispatchMode):
                     **tree_map_only(torch.Tensor, self._value, kwargs),
                 )
 
-        if func in LOOKS:  # at values, on which what comes next depends
+        if func in LOOKS:  # reads of values, which control flow depends on
             if (
                 not known
                 and func is torch.ops.aten._local_scalar_dense.default
@@ -107,7 +107,7 @@ class Footprint(TorchDispatchMode):
                 made, filter(torch.is_tensor, tree_leaves(computed())), strict=True
             ):
                 self._remember(fake, value)
-        else:  # what is written over has no known values any more
+        else:  # an overwritten tensor's values are unknown
             for i, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     for t in tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name)):
@@ -123,6 +123,6 @@ class Footprint(TorchDispatchMode):
 
 @contextlib.contextmanager
 def counting() -> Iterator[Footprint]:
-    """Inside the block every tensor that is made is fake, and counted."""
+    """Inside the block every new tensor is fake, and counted."""
     with FakeTensorMode(allow_non_fake_inputs=True), Footprint() as found:
         yield found

@@ -1,4 +1,4 @@
-"""What several test modules use."""
+"""Helpers shared by several test modules."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ def skip_unless_usable(op, name, dtype):
 
 @contextlib.contextmanager
 def skip_if_refused():
-    """An implementation that refuses a variant by a sentence has kept its word."""
+    """Skips a variant that the implementation rejects with a reason."""
     try:
         yield
     except ImplementationUnavailable as error:
@@ -42,7 +42,7 @@ def skip_if_refused():
 
 
 class OperatorNames(TorchDispatchMode):
-    """names: of the operators that ran within it."""
+    """names: of the operators that ran inside the block."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class OperatorNames(TorchDispatchMode):
 
 
 def operators_of(fn):
-    """How often each of this package's operators runs in fn(), those within others too, by name."""
+    """Counts calls of this package's operators in fn() by name, nested ones included."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         fn()
@@ -66,16 +66,16 @@ def operators_of(fn):
 
 
 def join_group(rank, world, folder):
-    """Called in each process of `processes`: the gloo group of all of them."""
+    """Joins the gloo group of all ranks. Called in each process of `processes`."""
     store = torch.distributed.FileStore(f"{folder}/store", world)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
     return torch.distributed.group.WORLD
 
 
 def leave():
-    """Ends this process with exit code 0, past the interpreter's end. A thread of gloo may still
-    hold the tensors of the last exchange; it takes the lock of an interpreter that ends to release
-    them, and the process aborts ("terminate called without an active exception").
+    """Ends this process with exit code 0, without finalizing the interpreter. A gloo thread may
+    still hold tensors of the last collective; it takes the GIL of the finalizing interpreter to
+    release them, and the process aborts ("terminate called without an active exception").
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -88,8 +88,8 @@ def _and_leave(rank, fn, *arguments):
 
 
 def processes(number, fn, *arguments):
-    """fn(rank, number, *arguments) in that many processes, which end with the test if it fails. How
-    long they may take is the test's own limit.
+    """Runs fn(rank, number, *arguments) in that many processes, which are terminated if the test
+    fails. The test's own time limit applies.
     """
     context = torch.multiprocessing.spawn(
         _and_leave, (fn, number, *arguments), nprocs=number, join=False
@@ -99,7 +99,7 @@ def processes(number, fn, *arguments):
             pass
     finally:
         for process in context.processes:
-            process.kill()  # of one that has ended, nothing
+            process.kill()  # no effect if it has exited
 
 
 def two_processes(fn, *arguments):
@@ -110,13 +110,13 @@ def two_processes(fn, *arguments):
 
 
 def as_on_a_gpu(monkeypatch):
-    """Targets are not looked at, as those of CUDA tensors are not, and products are PyTorch's."""
+    """Skips checks of targets, as for CUDA tensors, and uses PyTorch's products."""
     monkeypatch.setattr("tilewright.ops._targets._may_read", lambda target: False)
     monkeypatch.setattr("tilewright.ops._products.takes", lambda dtype: False)
 
 
-# What PyTorch does without a launch: memory and views, and names of what would be followed by a
-# copy if one were made.
+# PyTorch operators without a launch: allocations and views, and wrappers whose copy, if any, is an
+# operator of its own.
 WITHOUT_A_LAUNCH = {
     f"aten::{name}"
     for name in (
@@ -148,7 +148,7 @@ WITHOUT_A_LAUNCH = {
 
 def launches(monkeypatch, run):
     """What run() would launch on a GPU, in order: kernels of softmax_stats_triton by name, which
-    are not run, and PyTorch's operators that compute something, or wait for a value.
+    are not run, and PyTorch's operators that compute something or synchronize.
     """
     from tilewright.kernels import softmax_stats_triton as kernels
 
@@ -179,5 +179,5 @@ def launches(monkeypatch, run):
             and event.time_range.start >= end
         ):
             found.append(event.name)
-            end = event.time_range.end  # what an operator is made of is part of it
+            end = event.time_range.end  # nested operators are part of it
     return found

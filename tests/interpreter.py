@@ -1,9 +1,9 @@
-"""Triton's interpreter, made faster and more exact for tests.
+"""A faster and more exact Triton interpreter for tests.
 
-It reduces by a function that it does not know (by xor, of which tl.flip is made, or by a kernel's
+Triton's own reduces with functions it does not special-case (xor, which tl.flip uses, or a kernel's
 own) element by element. Here each step combines neighbors in all rows at once: a tree, as in
-compiled kernels. It puts its own functions into triton.language again in each call of a device
-function, which was a fourth of its time. Before Triton 3.9 its fma rounds twice.
+compiled kernels. Triton's also patches triton.language again in each call of a device function,
+which took a fourth of its time. Before Triton 3.9 its fma rounds twice.
 """
 
 import functools
@@ -42,7 +42,7 @@ def create_fma(self, x, y, z):
 
 @functools.cache
 def builtins(package):
-    """Asked before the first of them is replaced."""
+    """Must be called before the first of them is replaced."""
     return [
         (n, getattr(package, n)) for n in dir(package) if tl.core.is_builtin(getattr(package, n))
     ]
@@ -55,9 +55,7 @@ def patch_builtin(package, builder, scope):
 
 
 patch = interpreter._patch_lang
-patched = (
-    set()
-)  # modules, while a launch runs; and from a device function on, whose scope nobody restores
+patched = set()  # modules patched during a launch; device functions' scopes are never restored
 modules = {}  # by the globals of a function
 
 
@@ -84,5 +82,6 @@ def install():
     interpreter.ReduceOps.generic_reduce = generic_reduce
     third = np.array([1 / 3], np.float32)
     x, z = (interpreter.TensorHandle(v, tl.float32) for v in (third, -(third * third)))
-    if not interpreter.interpreter_builder.create_fma(x, x, z).data.any():  # what the product lost
+    # An exact fma returns the product's rounding error.
+    if not interpreter.interpreter_builder.create_fma(x, x, z).data.any():
         interpreter.InterpreterBuilder.create_fma = create_fma

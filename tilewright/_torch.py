@@ -1,6 +1,6 @@
-"""Undocumented parts of PyTorch, in one place for the day that a version changes them
-(bench/pretend.py, which simulates a GPU, has its own). Seen in torch 2.11.0 and 2.13.0, with which
-the tests of the operators, of the contract and of torch.compile pass.
+"""Undocumented parts of PyTorch, in one place in case a version changes them (bench/pretend.py,
+which simulates a GPU, has its own). They exist in torch 2.11.0 and 2.13.0, with which the tests of
+the operators, the contract and torch.compile pass.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Info", "SingleLevelFunction", "TorchDispatchMode", "make_autograd_impl", "pytree"]
 
-# ---- observers of an operator's call
+# ---- observers of operator calls
 
 torch_dispatch_modes, torch_function_modes = (
     _C._len_torch_dispatch_stack,
     _C._len_torch_function_stack,
 )
 profiled, traced_by_jit = _C._autograd._profiler_enabled, _C._is_tracing
-# Whether transforms of torch.func (grad, vjp, vmap) are active.
+# Whether torch.func transforms (grad, vjp, vmap) are active.
 in_transform = _C._are_functorch_transforms_active
 any_requires_grad = _C._any_requires_grad
 
 
 def in_forward_mode() -> bool:
-    """Whether a level of forward-mode derivatives is active."""
+    """Whether a level of forward-mode AD is active."""
     return forward_ad._current_level >= 0
 
 
@@ -43,11 +43,10 @@ BELOW_AUTOGRAD = _C._after_autograd_keyset
 CPU_KERNELS = _C.DispatchKeySet(_C.DispatchKey.CPU)
 DelayedError = _C._functions.DelayedError
 is_wrapped, unwrapped = _C._functorch.is_functorch_wrapped_tensor, _C._functorch.get_unwrapped
-# Within torch.func's transforms, a Function that is the same at every level raises unless this is
-# set.
+# Within torch.func transforms, a single-level Function raises unless this is set.
 single_level_allowed = _C._functorch.get_single_level_autograd_function_allowed
 allow_single_level = _C._functorch.set_single_level_autograd_function_allowed
-# Whether the running backward may be repeated; yes where PyTorch cannot tell.
+# Whether the running backward may be repeated; True where PyTorch cannot tell.
 keeps_graph: Callable[[], bool] = getattr(
     _C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
@@ -63,7 +62,7 @@ def of_view(t: torch.Tensor) -> torch.Tensor:
 
 
 def may_be_changed(view: torch.Tensor) -> bool:
-    """Whether autograd allows changing a view in place; not those of split, chunk and unbind."""
+    """Whether autograd allows in-place changes of a view; not for views of split, chunk, unbind."""
     return _C._autograd._get_creation_meta(view) == _C._autograd.CreationMeta.DEFAULT
 
 
@@ -73,7 +72,7 @@ def device_asked_for(*arguments: Any, **options: Any) -> torch.device | None:
 
 
 def group_by_name(name: str) -> torch.distributed.ProcessGroup:
-    """The process group of a name, as PyTorch's collectives find it under torch.compile."""
+    """The process group of this name, as PyTorch's collectives resolve it under torch.compile."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(name)
@@ -83,8 +82,8 @@ def group_by_name(name: str) -> torch.distributed.ProcessGroup:
 
 
 def constant(fn: Callable) -> Callable:
-    """torch.compiler.assume_constant_result, without importing Dynamo and Triton: that would add
-    1.5 seconds to every `import tilewright`. Arguments must be constants in torch 2.11, not in
+    """torch.compiler.assume_constant_result without importing Dynamo and Triton, which would add
+    1.5 seconds to every `import tilewright`. Arguments must be constants in torch 2.11, but not in
     2.13.
     """
     fn._dynamo_marked_constant = True
@@ -92,7 +91,7 @@ def constant(fn: Callable) -> Callable:
 
 
 def dynamo() -> ModuleType:
-    """torch._dynamo. Used: maybe_mark_dynamic, config.recompile_limit, and the exceptions
+    """torch._dynamo, for maybe_mark_dynamic, config.recompile_limit, and the exceptions
     FailOnRecompileLimitHit and Unsupported.
     """
     import torch._dynamo
@@ -101,5 +100,5 @@ def dynamo() -> ModuleType:
 
 
 def scale_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiplies tensors in place by a number on their device, in few launches."""
+    """Multiplies tensors in place by a scalar tensor on their device, in few launches."""
     torch._foreach_mul_(tensors, factor)

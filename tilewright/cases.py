@@ -1,4 +1,4 @@
-"""Inputs of an op for tests, benchmarks and tuning, their cost, and the speed that is aimed at."""
+"""An op's inputs for tests, benchmarks and tuning, their cost, and performance goals."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 @dataclass(frozen=True)
 class Cost:
-    """Least traffic and arithmetic of one call, for rooflines. Bytes and floating-point
-    operations.
+    """Least memory traffic (bytes) and arithmetic (floating-point operations) of one call, for
+    rooflines.
     """
 
     forward_bytes: int = 0
@@ -23,14 +23,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class Case:
-    """One set of inputs, used by tests, benchmarks and tuning alike.
+    """One set of inputs, used by tests, benchmarks and tuning.
 
-    make: (device, dtype, seed) -> keyword arguments of the op's public function. Tensors to
-        differentiate have requires_grad set.
+    make: (device, dtype, seed) -> keyword arguments of the op's public function. Differentiable
+        inputs have requires_grad set.
     cost: bytes per element of the dtype -> Cost.
     tags: "contract" (small, for parity tests), "cpu" and "cuda" (timed there), "big" (more than
-        2^31 elements), "host" (values are read on the host by some
-        implementations: `Implementation.reads_host`).
+        2^31 elements), "host" (some implementations read values on the host:
+        `Implementation.reads_host`).
     """
 
     name: str
@@ -41,17 +41,19 @@ class Case:
 
 @dataclass(frozen=True)
 class Goal:
-    """What `auto` is meant to reach in the timed cases of an op on a kind of devices; `bench
-    report` checks it.
+    """A performance goal of `auto` in an op's timed cases on a class of devices; `bench report`
+    checks it.
 
     device: part of a device's name; or classes of CUDA devices by compute capability, such as
-        ("sm_90", "sm_100"): the goal is judged on every device of them that has results.   which:
-        "forward", "backward" or "forward_backward".
+        ("sm_90", "sm_100"): the goal is judged on each such device that has results.
+    which: "forward", "backward" or "forward_backward".
     metric: "roofline_percent" of that device's measured roof, "matmul_percent" of its measured
-        matrix product in this dtype, "peak_mib", or "over " and another provider's name: how many
-        times its time is ours. Of a device that is named also "tflop_per_s" and "median_ms".
-    at_least, at_most: the bound (one of them).   cases, dtypes: the names it holds for; empty: all.
-    Raises ValueError for an absolute speed of a class of devices.
+        matmul in this dtype, "peak_mib", or "over " and another provider's name: its time divided
+        by ours. For a named device also "tflop_per_s" and "median_ms".
+    at_least, at_most: the bound; set one of them.
+    cases, dtypes: the names it applies to; empty: all.
+
+    Raises ValueError for an absolute speed on a class of devices.
     """
 
     device: str | tuple[str, ...]
@@ -71,8 +73,8 @@ class Goal:
             )
 
     def holds_for(self, name: str, capability: str | None) -> bool:
-        """Whether it speaks of a device of this name and compute capability ("9.0"; None: no
-        CUDA device).
+        """Whether the goal applies to a device of this name and compute capability ("9.0"; None:
+        no CUDA device).
         """
         if isinstance(self.device, tuple):
             return capability is not None and f"sm_{capability.replace('.', '')}" in self.device
@@ -80,5 +82,5 @@ class Goal:
 
     @property
     def other(self) -> str:
-        """The provider that it compares with, if any."""
+        """The provider that the goal compares with, or ""."""
         return self.metric.removeprefix("over ") if self.metric.startswith("over ") else ""

@@ -1,4 +1,4 @@
-"""Publishes folders atomically, and reads files with errors that name them."""
+"""Publishes folders atomically, and reads files with errors that name the file."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def target_folder(folder: str | pathlib.Path) -> pathlib.Path:
 
 @contextlib.contextmanager
 def written_aside(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """An empty folder within `target`, which is made if need be, for files that `publish` moves
-    into it.
+    """An empty temporary folder within `target` (created if needed) for files that `publish` moves
+    into `target`.
     """
     aside = target / ".saving"
-    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(aside, ignore_errors=True)  # left by a killed process
     aside.mkdir(parents=True)
     try:
         yield aside
@@ -46,19 +46,19 @@ def publish(
     superseded: str | None = None,
     stale: Iterable[str] = (),
 ) -> None:
-    """Moves the files of `aside` into `target`, each by one rename. Other files there stay.
+    """Moves the files of `aside` into `target`, each by one rename, and leaves other files there.
 
-    A process that is killed leaves what a reader takes for the old files or for the new ones, or,
-    between two settings that differ, weights without settings.
+    If the process is killed, a reader finds the old files, the new ones, or, if the settings
+    differ, weights without settings.
 
     Args:
         aside: The folder of the new files.
         target: The folder that readers open.
         weights: The file by which readers find the weights.
-        settings: The file that says what the weights are; it is moved last.
-        fits: Whether the old settings fit the new weights too. If not, they are removed first: a
-            reader then fails where it would mix the two.
-        first: Files that `weights` names; no file of these names is in `target`.
+        settings: The file that describes the weights; it is moved last.
+        fits: Whether the old settings also fit the new weights. If not, they are removed first, so
+            that a reader fails instead of mixing the two.
+        first: Files that `weights` refers to; `target` has no files of these names.
         superseded: A file to remove when `weights` arrives, because readers may prefer it.
         stale: Files to remove at the end.
     """
@@ -77,9 +77,9 @@ def publish(
 
 
 def replace_folder(aside: pathlib.Path, target: pathlib.Path) -> None:
-    """Gives the folder `aside` the name `target`, beside it.
+    """Renames the folder `aside` to `target`, in the same parent folder.
 
-    A folder of that name is kept until the new one has it, and removed then.
+    An existing `target` is removed only after the rename.
     """
     old = target.with_name(f".{target.name}.old")
     if target.exists():
@@ -90,7 +90,7 @@ def replace_folder(aside: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
-    """The JSON object that a file holds. Raises ValueError, naming the file, if it holds none."""
+    """The JSON object in a file. Raises ValueError, naming the file, if it holds none."""
     try:
         found = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:
@@ -101,7 +101,7 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
 
 
 def open_tensors(file: pathlib.Path) -> safe_open:
-    """Raises ValueError, naming the file, if it is no safetensors."""
+    """Opens a safetensors file. Raises ValueError, naming the file, if it is not one."""
     try:
         return safe_open(file, "pt")
     except SafetensorError as error:

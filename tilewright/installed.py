@@ -1,5 +1,5 @@
-"""Entry points of the group `tilewright.implementations`: implementations that other packages
-install.
+"""Entry points of the group `tilewright.implementations`: implementations provided by other
+packages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ GROUP = "tilewright.implementations"
 
 @dataclass(frozen=True)
 class Installed:
-    """An entry point. Its name is OP.NAME, its object a `tilewright.Implementation` called NAME."""
+    """An entry point, named OP.NAME, whose object is a `tilewright.Implementation` named NAME."""
 
     point: importlib.metadata.EntryPoint
 
@@ -42,7 +42,7 @@ class Installed:
 
 @functools.cache
 def installed() -> dict[str, list[Installed]]:
-    """The entry points by the name of their op, in the order of their names; none is imported."""
+    """The entry points by op name, sorted by name; none is imported."""
     by_op: dict[str, list[Installed]] = {}
     points = importlib.metadata.entry_points(group=GROUP)
     for entry in map(Installed, sorted(points, key=lambda point: point.name)):

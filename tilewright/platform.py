@@ -1,9 +1,8 @@
-"""What this machine, and the current CUDA device, can run. The only module that reads environment
-variables.
+"""Probes what this machine and the current CUDA device can run. The only module that reads
+environment variables.
 
-Every probe returns None when the thing is usable, or a sentence that says why it is not. That
-sentence is shown unchanged by the exception, by `tilewright explain`, by a skipped test and by a
-benchmark listing.
+Each probe returns None if the feature is usable, else a sentence that gives the reason. Exceptions,
+`tilewright explain`, skipped tests and benchmark listings show that sentence unchanged.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from collections.abc import Callable
 
 import torch
 
-# The packages of pyproject.toml's extras that are imported. A package of several extras is named as
-# one of the first.
+# Imported packages of pyproject.toml's extras. A package of several extras is attributed to the
+# first.
 EXTRAS = {
     "transformers": ("transformers",),
     "trainer": ("datasets", "pydantic", "tqdm", "transformers", "yaml"),
@@ -35,7 +34,7 @@ EXTRAS = {
     "abfs": ("adlfs",),
     "http": ("aiohttp",),
 }
-# How to install what is in no extra.
+# How to install packages that are in no extra.
 INSTALL = {
     "triton": "pip install triton",
     "wandb": "pip install wandb",
@@ -44,7 +43,7 @@ INSTALL = {
     "bitsandbytes": "pip install bitsandbytes",
     "torchao": "pip install torchao",
     "flash-attn-4": "pip install --pre flash-attn-4",
-    # Not at the package index, or something else under the same name.
+    # Not on the package index, or another package under the same name.
     "flash-attn-3": "built from hopper/ of github.com/Dao-AILab/flash-attention",
     "deep_ep": "built from github.com/deepseek-ai/DeepEP",
 }
@@ -60,9 +59,9 @@ def interpreting() -> bool:
 
 
 def not_installed(*names: str, extra: str | None = None) -> str:
-    """The sentence that packages are not installed, and how to install them.
+    """A sentence that says that packages are not installed, and how to install them.
 
-    extra: the one to name; default: the first that has them.
+    extra: the extra to name; default: the first that has the packages.
     """
     extra = extra or next((e for e, packages in EXTRAS.items() if {*names} <= {*packages}), None)
     how = INSTALL.get(names[0]) if extra is None else f"pip install 'tilewright[{extra}]'"
@@ -72,21 +71,21 @@ def not_installed(*names: str, extra: str | None = None) -> str:
 
 
 def no_module(name: str) -> str | None:
-    """None if `name` can be imported, else the reason. Does not import it."""
+    """None if `name` can be imported, else the reason, without importing it."""
     return None if importlib.util.find_spec(name) else not_installed(name)
 
 
 def require(extra: str) -> None:
-    """Exits with one sentence if packages of an extra are missing. For commands that import them
-    right away: they call it before those imports.
+    """Exits with one sentence if packages of an extra are missing. Commands call it before they
+    import those packages.
     """
     if missing := [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]:
         sys.exit(f"error: {not_installed(*missing, extra=extra)}")
 
 
 def command(main: Callable[..., int]) -> Callable[..., int]:
-    """Decorates the main function of a command. If the reader of its output has gone (`| head`), it
-    returns 141 without a traceback: 128 + SIGPIPE, as a shell reports it for other programs.
+    """Decorates the main function of a command. If its output pipe is closed (`| head`), it returns
+    141 without a traceback: 128 + SIGPIPE, as a shell reports it for other programs.
     """
 
     @functools.wraps(main)
@@ -95,13 +94,13 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
             try:
                 return main(*args, **kwargs)
             finally:
-                sys.stdout.flush()  # at the interpreter's end the error could not be caught
+                sys.stdout.flush()  # at interpreter exit the error could not be caught
         except BrokenPipeError:
             output = select.poll()
-            output.register(sys.stdout.fileno(), 0)  # reports errors all the same
+            output.register(sys.stdout.fileno(), 0)  # errors are reported even with mask 0
             if not output.poll(0):  # another pipe
                 raise
-            # The interpreter flushes as it ends.
+            # The interpreter flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
 
@@ -110,7 +109,7 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
 
 def no_distribution(name: str, oldest: str | None = None) -> str | None:
     """None if the distribution is installed and not older than `oldest`, else the reason. For
-    packages that share a module's name with others.
+    packages whose module name others use too.
     """
     try:
         version = importlib.metadata.version(name)
@@ -129,10 +128,10 @@ def _order(version: str) -> list[float]:
 
 
 def no_cuda(min_capability: int = 0) -> str | None:
-    """None if the current CUDA device has at least `min_capability` (80, 90, 100, ...).
+    """None if the current CUDA device has at least `min_capability` (80, 90, 100, ...), else the
+    reason.
 
-    Probes ask the current device, which `Op.pick` sets to the tensor's. So no answer may be cached
-    here.
+    Not cached: probes query the current device, which `Op.pick` sets to the tensor's.
     """
     if not torch.cuda.is_available():
         return "no CUDA device"
@@ -145,8 +144,8 @@ def no_cuda(min_capability: int = 0) -> str | None:
 
 
 def no_triton(device_type: str) -> str | None:
-    """None if Triton kernels take tensors of that type, else the reason. CPU tensors run only in
-    Triton's interpreter (slow: for tests).
+    """None if Triton kernels support this device type, else the reason. CPU tensors run only in
+    Triton's interpreter (slow; for tests).
     """
     if reason := no_module("triton"):
         return reason
@@ -158,16 +157,16 @@ def no_triton(device_type: str) -> str | None:
 
 
 def no_cutlass() -> str | None:
-    """None if CuTe DSL can be imported, else the reason. Other packages too have a module
-    `cutlass`.
+    """None if CuTe DSL can be imported, else the reason. Other packages have a module `cutlass`
+    too.
     """
     name = "nvidia-cutlass-dsl"
     return None if importlib.util.find_spec(name.replace("-", "_")) else not_installed(name)
 
 
 def no_cute(device_type: str) -> str | None:
-    """None if the CuTe DSL kernels take tensors of that type, else the reason. They use clusters of
-    thread blocks, and are compiled for two architectures.
+    """None if the CuTe DSL kernels support this device type, else the reason. They use thread block
+    clusters and are compiled for two architectures.
     """
     if reason := no_cutlass():
         return reason
@@ -183,8 +182,8 @@ def no_cute(device_type: str) -> str | None:
 
 @functools.cache
 def no_extension() -> str | None:
-    """Loads tilewright._C once, in the variant for this processor. None if it loads, else the
-    reason.
+    """Loads tilewright._C once, in the variant for this processor. Returns None if it loads, else
+    the reason.
     """
     variants = {"AVX512": ("_C_avx512", "_C_avx2", "_C"), "AVX2": ("_C_avx2", "_C")}
     names = variants.get(torch.backends.cpu.get_cpu_capability(), ("_C",))
@@ -207,7 +206,7 @@ def no_extension() -> str | None:
 
 
 def no_cpp(device_type: str) -> str | None:
-    """None if the C++ kernels take tensors of that type, else the reason."""
+    """None if the C++ kernels support this device type, else the reason."""
     if device_type != "cpu":
         return f"the C++ kernels take CPU tensors, not {device_type}"
     return no_extension()
@@ -246,12 +245,12 @@ def cpu_name() -> str:
 
 
 def device_name(device_type: str) -> str:
-    """The device's name, under which results and tables are filed."""
+    """The device's name, by which results and tables are filed."""
     return torch.cuda.get_device_name() if device_type == "cuda" else cpu_name()
 
 
 def slug(name: str) -> str:
-    """A name as a folder's: lower case, letters and digits, single hyphens.
+    """A name as a folder name: lower-case letters and digits, single hyphens.
 
     Example:
         >>> from tilewright import platform
@@ -262,8 +261,8 @@ def slug(name: str) -> str:
 
 
 def launched() -> tuple[int, int, int] | None:
-    """(rank, world size, local rank) if torchrun, or another launcher of its kind, started this
-    process.
+    """(rank, world size, local rank) if torchrun or a similar launcher started this process, else
+    None.
     """
     try:
         rank, size, local = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -273,10 +272,10 @@ def launched() -> tuple[int, int, int] | None:
 
 
 def report_failure(message: str, *, later: bool) -> None:
-    """Tells torchrun, if it started this process, why it fails.
+    """Reports to torchrun, if it started this process, why the process fails.
 
-    torchrun names the earliest failure as the cause, of those of one second any of them. later:
-    another process failed before, and made this one fail.
+    torchrun names the earliest failure as the cause; among failures within one second, any of them.
+    later: another process failed first and caused this failure.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         told = {"message": message, "extraInfo": {"timestamp": str(int(time.time()) + later)}}

@@ -1,12 +1,12 @@
-"""The one table: operations, their implementations, and what can run where.
+"""The registry: operations, their implementations, and which of them can run where.
 
 An `Op` is a public function, its eager twin (the definition) and a tuple of `Implementation`s, best
 first. Tests, benchmarks, the compile gate, `tilewright explain` and the trainer all read these
 objects; nothing else lists implementation names.
 
-Selection depends on the name asked for, the device, the dtype and, of ops whose implementations
-differ in what they can compute, on the options of the call (`request`); on nothing else. It is made
-once for each such key and kept, so a call pays one dictionary look-up.
+Selection depends only on the requested name, the device, the dtype and, for ops whose
+implementations support different options, the options of the call (`request`). It is cached per
+key, so a call costs one dictionary look-up.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class ImplementationUnavailable(RuntimeError):
-    """The implementation exists and was asked for by name, but cannot run here; the message
-    says why.
+    """The implementation exists and was requested by name, but cannot run here. The message says
+    why.
     """
 
 
@@ -67,25 +67,25 @@ def no_kernels() -> tuple:
 class Implementation:
     """One way to compute an op.
 
-    name: what a user writes in `implementation=`.
-    load: imports what it needs and returns the callable, which takes what the op's public function
-        passes on.
+    name: the value of `implementation=`.
+    load: imports its dependencies and returns the callable, which takes the arguments that the
+        op's public function passes on.
     missing: device type -> None, or a sentence that says why it cannot run on that device type
         here.
     devices: device types on which `auto` may choose it.
     dtypes: supported dtypes of the op's first tensor.
-    batch_invariant: device types on which a row's bits depend neither on the other rows of a call
-        nor on their number.
-    refuses: the request of a call (see `Op.pick`) -> None, or what of it is unsupported.
-    reads_host: the tag of the cases in which it reads values of its inputs on the host, which a
-        CUDA graph cannot capture: "host", or "contract" for all; "" for none.
+    batch_invariant: device types on which a row's bits depend on neither the values nor the number
+        of the other rows of a call.
+    refuses: the request of a call (see `Op.pick`) -> None, or the unsupported option.
+    reads_host: the tag of the cases in which it reads input values on the host, which a CUDA graph
+        cannot capture: "host", or "contract" for all; "" for none.
     gate: for compiled GPU kernels, returns the `KernelSpec`s that the compile gate compiles.
-    tunables: returns the launches whose constants `bench tune` may search (kernels.tuning.Tunable).
-    aliases: further names that a user may write; nothing lists or returns them.
-    rounds_between: rounds to the dtype between steps that the eager twin takes in a wider one. It
-        holds its own op's contract, but `auto` does not take it as a part of a composed op.
-    does: device type on which it is usable -> a sentence on what it does there, which `tilewright
-        explain` prints.
+    tunables: returns the launches whose configurations `bench tune` searches
+        (kernels.tuning.Tunable).
+    aliases: further accepted names; nothing lists or returns them.
+    rounds_between: rounds to the dtype between steps that the eager twin computes in a wider one.
+        It holds its own op's contract, but `auto` does not use it as a part of a composed op.
+    does: usable device type -> a sentence on how it computes there, for `tilewright explain`.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Implementation:
     def why_not(
         self, device_type: str, dtype: torch.dtype | None = None, request: Any = None
     ) -> str | None:
-        """None if usable for such tensors here, else the reason."""
+        """None if it supports this device type, dtype and request here, else the reason."""
         if reason := self.missing(device_type):
             return reason
         if dtype is not None and dtype not in self.dtypes:
@@ -125,22 +125,22 @@ PINS: dict[str, str] = {}
 
 @dataclass(eq=False)
 class Op:
-    """An operation. See the module's docstring; `public` is the function that users call."""
+    """An operation (see the module's docstring). `public` is the function that users call."""
 
     name: str
     public: Callable
     eager: Callable
     built_in: tuple[Implementation, ...]
     cases: tuple[Case, ...] = ()
-    # Slack of the numerics contract, in the units of bench.contract.error, beside the 2x of eager's
-    # own error. Each op that needs more than the default writes the reason there. A function takes
-    # (dtype, keyword arguments).
+    # Absolute slack of the numerics contract, in the units of bench.contract.error, added to twice
+    # the eager twin's error. An op that needs more than the default states the reason. A function
+    # takes (dtype, keyword arguments).
     atol: Mapping[torch.dtype, float] | Callable[[torch.dtype, dict[str, Any]], float] = field(
         default_factory=dict
     )
     goals: tuple[Goal, ...] = ()
     eager_reads_host: str = ""  # `Implementation.reads_host` of the eager twin
-    requests: tuple[Any, ...] = ()  # those that some implementation refuses, for `explain`
+    requests: tuple[Any, ...] = ()  # unsupported by some implementation; for `explain`
 
     def __post_init__(self):
         twin = Implementation(
@@ -159,8 +159,8 @@ class Op:
 
     @property
     def implementations(self) -> tuple[Implementation, ...]:
-        """All of them, best first and the eager twin last. Installed ones are added on the first
-        read.
+        """All implementations, best first, the eager twin last. Installed ones are added on first
+        access.
         """
         if not self._complete:
             self._complete = True
@@ -173,8 +173,8 @@ class Op:
         self._implementations = implementations
         self._table.clear()
         self._unpinned.clear()
-        # Callables for Dynamo, which does not see what is added to a dictionary while it traces. It
-        # guards them, so that compiled code recompiles when they are gone.
+        # Callables for Dynamo, as attributes: it does not see entries added to a dictionary during
+        # tracing. It guards them, so compiled code recompiles when they are replaced.
         self._by_key = types.SimpleNamespace()
 
     def add(self, implementation: Implementation, *, before: str | None = None) -> None:
@@ -202,7 +202,7 @@ class Op:
 
     @contextlib.contextmanager
     def fresh_choices(self) -> Iterator[None]:
-        """Sets the remembered choices aside for a block, and forgets those made in it."""
+        """Caches choices separately within a block; the previous caches return after it."""
         before = self._table, self._unpinned
         self._table, self._unpinned = {}, {}
         try:
@@ -212,8 +212,8 @@ class Op:
 
     @property
     def autocast(self) -> Any:
-        """What torch.autocast does to the op (ops._checks.Autocast), as its public function
-        declares; None if it declares nothing.
+        """The op's behavior under torch.autocast (ops._checks.Autocast), as its public function
+        declares it; None if it declares none.
         """
         return getattr(self.public, "autocast", None)
 
@@ -221,9 +221,9 @@ class Op:
         return [impl.name for impl in self.implementations]
 
     def implementation(self, name: str) -> Implementation:
-        """The implementation of that name or alias, usable or not.
+        """The implementation with this name or alias, usable or not.
 
-        Raises ValueError if there is none, TypeError if the name is no str.
+        Raises ValueError if there is none, TypeError if the name is not a str.
         """
         if not isinstance(name, str):
             raise TypeError(
@@ -245,8 +245,8 @@ class Op:
         ]
 
     def choose(self, device_type: str, dtype: torch.dtype, request: Any = None) -> str:
-        """The name that `auto` stands for: the first usable implementation that is meant for
-        this device type.
+        """The name that `auto` resolves to: the first usable implementation that lists this device
+        type in `devices`.
         """
         for impl in self.implementations:
             if device_type in impl.devices and impl.why_not(device_type, dtype, request) is None:
@@ -269,10 +269,10 @@ class Op:
         )
 
     def unpinned(self, tensor: torch.Tensor | DispatchOn) -> str:
-        """The name that `auto` stands for as a part of a composed op, whatever `use` pins.
+        """The name that `auto` resolves to for a part of a composed op, regardless of `use`.
 
-        A named implementation fixes its parts too, and parts that round where the twin does not
-        would break the contract of the whole. The answer is remembered.
+        Naming an implementation fixes its parts too. Parts that round where the twin does not would
+        break the contract of the whole, so they are skipped. The answer is cached.
         """
         key = (tensor.device, tensor.dtype)
         name = self._unpinned.get(key)
@@ -292,7 +292,7 @@ class Op:
         return name
 
     def part(self, tensor: torch.Tensor | DispatchOn) -> Callable:
-        """The callable of the `unpinned` name."""
+        """The callable of the `unpinned` implementation."""
         return self.pick(self.unpinned(tensor), tensor)
 
     def resolve(
@@ -302,17 +302,18 @@ class Op:
         dtype: torch.dtype = torch.float32,
         request: Any = None,
     ) -> Callable:
-        """The callable of an implementation. Only "auto" chooses; a name never falls back.
+        """The callable of an implementation. Only "auto" chooses; a given name never falls back.
 
         Args:
-            name: Of an implementation, an alias, or "auto".
-            device_type: Of the tensors; default: CUDA if present.
-            dtype: Of the op's first tensor.
-            request: The options of the call (see `pick`); None: none that may be unsupported.
+            name: An implementation's name or alias, or "auto".
+            device_type: Device type of the tensors; default: CUDA if present.
+            dtype: Dtype of the op's first tensor.
+            request: The options of the call (see `pick`); None if every implementation supports
+                them.
 
         Raises:
-            ValueError: The name does not exist.
-            ImplementationUnavailable: It cannot run here; with the reason.
+            ValueError: There is no implementation of this name.
+            ImplementationUnavailable: It cannot run here; the message gives the reason.
 
         Example:
             >>> from tilewright.ops import OPS
@@ -337,15 +338,15 @@ class Op:
             ) from error
 
     def pick(self, name: str, tensor: torch.Tensor | DispatchOn, request: Any = None) -> Callable:
-        """`resolve` for a call, by the tensor's device and dtype; remembered.
+        """`resolve` for a call, by the tensor's device and dtype; cached.
 
-        request: the options of the call that some implementations do not support: a NamedTuple of
-        constants, of the op's own class.
+        request: the options of the call that some implementations do not support, as a NamedTuple
+        of constants of the op's own class.
         """
         if name == "auto" and PINS:
             name = PINS.get(self.name, name)
         if torch.compiler.is_dynamo_compiling():
-            # In parts: Dynamo hands a NamedTuple over without its values.
+            # Split up, since Dynamo passes a NamedTuple without its values.
             asked = () if request is None else (type(request), tuple(request))
             return getattr(
                 self._by_key, _resolve_constant(self._id, name, tensor.device, tensor.dtype, *asked)
@@ -353,7 +354,7 @@ class Op:
         key = (name, tensor.device, tensor.dtype, request)
         try:
             function = self._table.get(key)
-        except TypeError:  # a name that cannot be a key
+        except TypeError:  # an unhashable name
             self.implementation(name)
             raise
         if function is None:
@@ -364,12 +365,12 @@ class Op:
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager:
-    """Makes the device the current one, which probes read."""
+    """Makes the device the current one, which the probes query."""
     cuda = device.type == "cuda" and torch.cuda.is_available()
     return torch.cuda.device(device) if cuda else contextlib.nullcontext()
 
 
-# For `_resolve_constant`: before torch 2.13, Dynamo takes constants as arguments, and no Op.
+# For `_resolve_constant`: before torch 2.13, Dynamo accepts only constants as arguments, not an Op.
 _by_id: weakref.WeakValueDictionary[str, Op] = weakref.WeakValueDictionary()
 
 
@@ -382,8 +383,8 @@ def _resolve_constant(
     kind: type | None = None,
     values: tuple = (),
 ) -> str:
-    # torch.compile runs this once while tracing, instead of tracing imports and probes. It must
-    # return a constant, so the callable goes to a namespace, under a key that is written once.
+    # torch.compile runs this once during tracing, instead of tracing imports and probes. It must
+    # return a constant, so the callable is stored in a namespace under a key that is written once.
     op = _by_id[op_id]
     request = None if kind is None else kind(*values)
     key = f"{name} {device} {short(dtype)} {request}"
@@ -394,8 +395,8 @@ def _resolve_constant(
 
 
 def _installed_implementation(entry: Installed, taken: set[str]) -> Implementation:
-    """The implementation of an entry point; an unavailable one, with the reason, if it has none or
-    its name is taken.
+    """The implementation of an entry point; if it provides none or its name is taken, an
+    unavailable one that gives the reason.
     """
     name = entry.name
     try:
@@ -410,7 +411,7 @@ def _installed_implementation(entry: Installed, taken: set[str]) -> Implementati
             reason = f"the name {min(clash)!r} is taken"
         else:
             return loaded
-    except Exception as error:  # the other package's, so of any class
+    except Exception as error:  # another package's code may raise any class
         reason = f"does not import: {type(error).__name__}: {error}"
     while not name or name in taken:
         name = f"{entry.module}:{name}"
@@ -426,7 +427,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def instead_of(name: Any, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, and all of them."""
+    """The end of a message about an unknown name: the closest known name, and all of them."""
     known = list(known)
     nearest = [f" did you mean {n!r}?" for n in difflib.get_close_matches(str(name), known, 1)]
     return f";{''.join(nearest)} have {known}"

@@ -1,6 +1,4 @@
-"""Timings are collected only when this folder is named: `pytest tests/benchmark`, not by a bare
-`pytest`.
-"""
+"""Timings are collected only by `pytest tests/benchmark`, not by a bare `pytest`."""
 
 import pathlib
 

@@ -2,7 +2,7 @@
 
 The contract gates each timing: a baseline that breaks it is skipped with the reason, an
 implementation of this library fails. Providers are timed one after the other here; `python -m
-tilewright.bench run` interleaves them, which is what published numbers come from.
+tilewright.bench run`, the source of published results, interleaves them.
 """
 
 import pytest
@@ -39,7 +39,7 @@ def test_speed(op, case, dtype, name, benchmark):
         broken = gate(op, provider, kwargs, contract.reference(op, kwargs, dtype))
     except Unsupported as reason:
         pytest.skip(str(reason))
-    if broken and name in BASELINES:  # not this library's fault, and a wrong answer is not timed
+    if broken and name in BASELINES:  # a wrong baseline is skipped, not timed
         pytest.skip(f"breaks the contract: {'; '.join(map(str, broken))}")
     assert not broken, "; ".join(map(str, broken))
     timed = run.passes(provider, kwargs)

@@ -1,5 +1,5 @@
-"""tilewright.integrations: transformers' models compute the same with our experts as with
-theirs.
+"""tilewright.integrations: transformers' models compute the same with tilewright's attention and
+experts as with their own.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ SAME = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
 
 @pytest.fixture
 def hf(monkeypatch):
-    """transformers with our names registered, and its table as it was when the test is over."""
+    """transformers with tilewright's names registered; its tables are restored after the test."""
     transformers = pytest.importorskip(
         "transformers", minversion="5.7", reason="needs transformers 5.7 or later"
     )
@@ -75,8 +75,8 @@ def hf(monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The implementations that moe_mlp is called with: an experts_implementation that nobody
-    reads changes nothing.
+    """Records the implementations that moe_mlp is called with: an ignored experts_implementation
+    would change nothing.
     """
     seen, compute = [], integration.experts.moe_mlp
 
@@ -89,9 +89,7 @@ def calls(monkeypatch):
 
 
 def tiny(hf, kind, layers=2, dtype=torch.float32, experts="eager", **changes):
-    """A random model whose experts matter: transformers draws weights so small that they hardly
-    would.
-    """
+    """A random model whose experts matter: transformers initializes weights too small to matter."""
     settings = {**COMMON, **MODELS.get(kind, {}), "num_hidden_layers": layers, **changes}
     config = hf.AutoConfig.for_model(kind, **settings)
     model = hf.AutoModelForCausalLM.from_config(config, experts_implementation=experts).to(DEVICE)
@@ -116,7 +114,7 @@ def step(model, experts=None):
 
 
 def close(found, expected, tolerance):
-    """In every tensor, the length of the difference against that of the expected."""
+    """Compares the norm of each tensor's difference with the norm of the expected tensor."""
     (loss, grads), (expected_loss, expected_grads) = found, expected
     assert abs(loss - expected_loss) <= tolerance * expected_loss
     assert grads.keys() == expected_grads.keys()
@@ -174,7 +172,7 @@ def test_loss_and_every_gradient_are_those_of_transformers(hf, calls, kind, name
     model = tiny(hf, kind)
     expected = step(model)
     assert not calls
-    # 1e-5: some hundred roundings of float32, in another order.
+    # 1e-5: about a hundred float32 roundings, in another order.
     close(step(model, f"tilewright:{name}"), expected, 1e-5)
     assert calls == [name] * (1 if kind == "deepseek_v3" else 2)  # DeepSeek's first layer is dense
     router = [n for n in expected[1] if n.endswith(("mlp.gate.weight", "router.weight"))]
@@ -184,9 +182,9 @@ def test_loss_and_every_gradient_are_those_of_transformers(hf, calls, kind, name
 @pytest.mark.parametrize("kind", SAME)
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_is_as_near_as_its_roundings(hf, kind, name):
-    """One layer of experts, so that the router sees the same bits. Each gradient is behind a dozen
-    roundings of at most 2^-9 of an element, and transformers rounds the sum over experts after each
-    of them.
+    """One layer of experts, so that the router sees the same bits. Each gradient accumulates a
+    dozen roundings of at most 2^-9 per element, and transformers rounds the sum over experts after
+    each expert.
     """
     skip_unless_usable(MOE_MLP, name, torch.bfloat16)
     model = tiny(hf, kind, layers=2 if kind == "deepseek_v3" else 1, dtype=torch.bfloat16)
@@ -269,7 +267,7 @@ def test_gradient_checkpointing_changes_nothing(hf, calls):
 
 
 def test_autocast_computes_in_its_dtype(hf, monkeypatch):
-    """float32 weights under autocast, as transformers' Trainer has them with bf16=True."""
+    """float32 weights under autocast, as in transformers' Trainer with bf16=True."""
     seen, results, compute = [], [], integration.experts.moe_mlp
     monkeypatch.setattr(
         integration.experts,
@@ -288,7 +286,7 @@ def test_autocast_computes_in_its_dtype(hf, monkeypatch):
     assert found[1]["model.layers.0.mlp.experts.down_proj"].dtype == torch.float32
 
 
-# Where transformers' own rotary embedding is not traced whole either (it asks whether a device has
+# Skipped where transformers' own rotary embedding breaks the graph too (it checks a device for
 # autocast).
 WHOLE_GRAPHS = pytest.mark.skipif(
     torch.__version__ < "2.12",
@@ -324,9 +322,9 @@ def test_compiled_experts_are_one_graph(hf, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_of_expert_parallelism_add_up(hf, name):
-    """As under transformers' AllReduceEP: a rank has half of them, and num_experts stands for one
-    of the other half. Here also larger indices, as its functions take, and weights that are not 0,
-    which they are there.
+    """As under transformers' AllReduceEP: each rank has half of the experts, and num_experts
+    denotes one of the other half. Also larger indices, which its functions accept, and nonzero
+    weights, which are 0 there.
     """
     skip_unless_usable(MOE_MLP, name, torch.float32)
     whole = tiny(hf, "mixtral", layers=1).model.layers[0].mlp.experts
@@ -361,9 +359,7 @@ def test_two_ranks_of_expert_parallelism_add_up(hf, name):
 
 
 def expert_parallel_rank(rank, world, folder):
-    """A rank of the model in `folder`, with each of transformers' ways to bring tokens to
-    experts.
-    """
+    """One rank of the model in `folder`, with each of transformers' expert dispatchers."""
     import transformers as hf
     from transformers.distributed import DistributedConfig
 
@@ -465,7 +461,7 @@ def test_an_implementation_of_attention_has_its_names_everywhere(hf, attentions,
                 ask(given)
             except ImplementationUnavailable as error:
                 said.append(str(error))
-    # Either all compute, or all say why this one cannot.
+    # Either all compute, or all give the reason.
     assert len(said) in (0, 6) and all(
         sentence.startswith(f"attention[{name}]: ") for sentence in said
     ), said
@@ -491,7 +487,7 @@ def test_a_named_implementation_that_cannot_run_says_why(hf):
 
 
 def test_the_pages_python_runs_as_it_stands(hf, attentions, calls, tmp_path):
-    """Each block by itself, with a small model in the place of the hub's."""
+    """Runs each block by itself, with a small local model instead of the hub's."""
     tiny(hf, "qwen3_moe", layers=1).save_pretrained(tmp_path)
     page = pathlib.Path(__file__).parents[2] / "docs" / "integrations.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
@@ -607,15 +603,15 @@ DENSE = {
     },
     "gpt_oss": {**MODELS["gpt_oss"], "num_key_value_heads": 1, "sliding_window": 4},
     "deepseek_v3": MODELS["deepseek_v3"],
-    "persimmon": {},  # its layers are given no position ids
+    "persimmon": {},  # its layers get no position ids
 }
 ATTENTIONS = [i.name for i in ATTENTION.implementations]
 
 
 @pytest.fixture
 def attentions(hf, monkeypatch):
-    """The boundaries that attention is called with; and transformers' tables as they were when
-    the test is over.
+    """Records the cu_seqlens that attention is called with; transformers' tables are restored after
+    the test.
     """
     seen, compute = [], integration.attention.attention
 
@@ -702,7 +698,7 @@ def test_attention_on_a_left_padded_batch_is_eagers(hf, attentions, kind, name):
 @pytest.mark.parametrize("name", ATTENTIONS)
 @pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens"])
 def test_attention_on_packed_input_is_eagers(hf, attentions, kind, name, told):
-    """Two documents in a row; perturbing the first leaves the second's logits the same bits."""
+    """Two documents per row; perturbing the first does not change a bit of the second's logits."""
     skip_unless_usable(ATTENTION, name, torch.float32)
     model = dense(hf, kind)
     tokens = torch.randint(
@@ -729,7 +725,7 @@ def test_attention_on_packed_input_is_eagers(hf, attentions, kind, name, told):
 
 
 def test_boundaries_are_of_all_rows_of_a_batch(hf, attentions):
-    """They are enough: what rotary embeddings turn by is relative."""
+    """cu_seqlens is enough, since rotary embeddings are relative."""
     model = dense(hf, "llama").eval()
     tokens = torch.randint(1, 50, (2, 13), device=DEVICE)
     positions = torch.stack(
@@ -761,7 +757,7 @@ def test_generation_with_a_cache_and_padding_gives_eagers_tokens(hf, attentions)
     model.set_attn_implementation("tilewright")
     found = model.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False)
     assert torch.equal(found, expected) and len(attentions) > 2 * 6
-    # Padding that is not on the left of what is cached.
+    # Padding that is not to the left of the cached keys.
     out = model(tokens, use_cache=True)
     with pytest.raises(
         ImplementationUnavailable, match="takes padding on the left of cached keys only"
@@ -825,7 +821,7 @@ def test_what_attention_cannot_be_is_refused(hf, attentions):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_static_cache_shows_what_it_holds_alone(hf, attentions, padded):
-    """It is longer: keys that are not written yet are not seen, with a mask and without."""
+    """The cache is longer than its contents: unwritten keys are masked, with a mask and without."""
     model = dense(hf, "llama").eval()
     tokens = torch.randint(
         1, 50, (2, 7), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(5)
@@ -859,9 +855,7 @@ def test_a_hole_in_a_mask_is_left_out_and_no_boundary(hf, attentions):
 
 
 def test_documents_stay_apart_with_a_mask_and_with_a_cache(hf, attentions):
-    """Whatever padding lies before, between and behind them, and whether position ids count it
-    or not.
-    """
+    """With padding before, between and after them, whether position ids count it or not."""
     model = dense(hf, "llama").eval()
     model.set_attn_implementation("tilewright")
     first, second = (torch.randint(1, 50, (1, n), device=DEVICE) for n in (5, 8))
@@ -904,7 +898,7 @@ def test_position_ids_that_go_on_over_a_hole_are_of_one_document(hf, attentions,
 
 
 def test_a_window_takes_no_hole_in_a_document(hf, attentions):
-    """Without the padding in it, it would reach further than the layer's."""
+    """With the padding removed, the window would reach further than the layer's."""
     model = dense(hf, "gemma2").eval()
     tokens = torch.randint(1, 50, (1, 8), device=DEVICE)
     hole = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1]], device=DEVICE)
@@ -916,13 +910,13 @@ def test_a_window_takes_no_hole_in_a_document(hf, attentions):
         model(tokens, attention_mask=hole)
     apart = torch.tensor(
         [[0, 1, 2, 0, 0, 0, 1, 2]], device=DEVICE
-    )  # between two documents it is none
+    )  # padding between documents is no hole
     model(tokens, attention_mask=hole, position_ids=apart)
     for cached, mask, refused in (
         (6, [1, 1, 1, 1, 1, 0, 1, 1], True),
         (6, [0, 1, 1, 1, 1, 1, 1, 1], False),
         (7, [1, 1, 1, 1, 1, 0, 1, 1], False),
-    ):  # no more keys than the window is wide
+    ):  # no more keys than the window holds
         found = []
         for name in ("eager", "tilewright"):
             model.set_attn_implementation(name)
@@ -940,7 +934,7 @@ def test_a_window_takes_no_hole_in_a_document(hf, attentions):
 
 
 def test_a_tensor_of_inference_is_read_in_each_call(hf, attentions):
-    """Nothing counts what is written into it."""
+    """Inference tensors have no version counter."""
     model = dense(hf, "llama").eval()
     model.set_attn_implementation("tilewright")
     with torch.inference_mode():
@@ -955,7 +949,7 @@ def test_a_tensor_of_inference_is_read_in_each_call(hf, attentions):
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="numpy shares the memory of a CPU's tensors")
 def test_position_ids_that_change_behind_torchs_back_are_seen(hf, attentions):
-    """gpt-oss hands its layers the caller's tensor."""
+    """gpt-oss passes the caller's tensor to its layers."""
     model = dense(hf, "gpt_oss").eval()
     model.set_attn_implementation("tilewright")
     tokens, positions = torch.randint(1, 50, (1, 13)), torch.arange(13)[None].clone()
@@ -973,11 +967,11 @@ def test_position_ids_that_change_behind_torchs_back_are_seen(hf, attentions):
 
 
 def compiled(model, fullgraph, **inputs):
-    """What `attend` gives."""
+    """The result of `attend`."""
     torch._dynamo.reset()
     forward = torch.compile(
         model.forward, fullgraph=fullgraph, backend="eager"
-    )  # tracing is all that is asked here
+    )  # only tracing is tested
     try:
         return attend(model, "tilewright", forward, **inputs)
     finally:
@@ -1008,7 +1002,7 @@ def test_a_compiled_model_is_one_graph(hf, attentions, kind, told):
 
 
 def test_what_a_graph_cannot_hold_is_computed_beside_it_or_refused(hf, attentions):
-    """Whether there is a hole in a document is a look at values."""
+    """Whether a document has a hole depends on the mask's values."""
     from transformers.masking_utils import sliding_window_causal_mask_function
 
     layer = dense(hf, "llama", layers=1).model.layers[0].self_attn
@@ -1057,7 +1051,7 @@ def test_the_layout_of_one_call_is_not_anothers(hf, attentions):
 
 
 def test_encoders_and_cross_attention_are_eagers(hf, attentions):
-    """Padding of an encoder is no padding of the decoder that reads it, however long either is."""
+    """An encoder's padding does not apply to the decoder that reads it, however long either is."""
     config = hf.AutoConfig.for_model(
         "bart",
         vocab_size=50,
@@ -1110,7 +1104,7 @@ def test_masks_and_arguments_that_would_be_lost_are_refused(hf, attentions):
 
 @pytest.fixture
 def dtypes(hf, monkeypatch):
-    """Those of q, k and v in each call of attention."""
+    """Records the dtypes of q, k and v in each call of attention."""
     seen, compute = [], integration.attention.attention
     monkeypatch.setattr(
         integration.attention,
@@ -1126,7 +1120,7 @@ UNDER_AUTOCAST = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "qwen3_moe")
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("kind", UNDER_AUTOCAST)
 def test_autocast_is_attentions_dtype(hf, dtypes, kind, use_cache):
-    """float32 weights: rotations and norms leave queries and keys in float32, beside values in
+    """float32 weights: rotations and norms leave queries and keys in float32, with values in
     bfloat16.
     """
     model = tiny(hf, kind, **DENSE.get(kind, {}))
@@ -1143,8 +1137,8 @@ def test_autocast_is_attentions_dtype(hf, dtypes, kind, use_cache):
         found[name] = out.loss.detach(), model.model.layers[0].self_attn.q_proj.weight.grad
     (loss, grad), (expected, expected_grad) = found.pop("tilewright"), *found.values()
     assert dtypes == [{torch.bfloat16}] * 2
-    # A loss is a mean over 18 tokens behind a dozen roundings of 2^-9; a gradient of the first
-    # layer is behind more.
+    # A loss is a mean over 18 tokens after a dozen roundings of 2^-9; a gradient of the first layer
+    # accumulates more.
     assert abs(loss - expected) <= 2**-9 * expected
     assert (
         grad.dtype == torch.float32
@@ -1193,7 +1187,7 @@ def test_a_step_of_transformers_trainer_in_bfloat16(hf, dtypes, tmp_path):
 
 
 def functions(masks):
-    """Functions of transformers' masks of 9 keys, and what is refused of each, or None."""
+    """Mask functions of transformers for 9 keys, with the reason for rejection, or None."""
     causal, full = masks.causal_mask_function, masks.bidirectional_mask_function
     positions = torch.tensor(
         [[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7, 8]], device=DEVICE
@@ -1239,7 +1233,7 @@ def functions(masks):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("queries", [9, 4, 1])  # with a cache of the other keys
+@pytest.mark.parametrize("queries", [9, 4, 1])  # the other keys are cached
 @pytest.mark.parametrize(
     "kind",
     [
@@ -1259,7 +1253,7 @@ def functions(masks):
     ],
 )
 def test_a_mask_alone_says_who_sees_whom(hf, attentions, kind, queries, padded):
-    """Whatever the layer says of itself."""
+    """The layer's own attributes do not matter."""
     from transformers import masking_utils as masks
 
     function, refused = functions(masks)[kind]
@@ -1297,8 +1291,8 @@ def test_a_mask_alone_says_who_sees_whom(hf, attentions, kind, queries, padded):
 
 
 def test_a_mask_is_handed_on_and_nothing_else(hf):
-    """As transformers and accelerate do: moved, with its last keys cut off where nothing is to
-    be seen there.
+    """As in transformers and accelerate: moved between devices, with fully masked last keys cut
+    off.
     """
     from transformers import masking_utils as masks
 
@@ -1342,7 +1336,7 @@ def test_a_mask_is_handed_on_and_nothing_else(hf):
     "kind", ["llama", "gpt2", "opt", "stablelm", "nemotron", "persimmon", "gpt_bigcode"]
 )
 def test_attention_weights_are_refused(hf, kind):
-    """By models, too, that do not tell their layers of them."""
+    """Also for models that do not pass the option to their layers."""
     sizes = {
         "n_embd": 32,
         "n_head": 2,
@@ -1364,7 +1358,7 @@ def test_attention_weights_are_refused(hf, kind):
 
 
 def test_lengths_that_a_mask_is_not_of_are_refused(hf):
-    """More keys than a mask is of are no cache: DeepSeek-V4 adds keys of its own."""
+    """Keys beyond the mask are not a cache: DeepSeek-V4 adds its own."""
     from transformers import masking_utils as masks
 
     layer, call = (

@@ -1,5 +1,5 @@
 """Adapters on linear layers, dense and quantized: against plain products, against peft, and
-what checkpoints hold.
+checkpoints.
 """
 
 import copy
@@ -50,7 +50,7 @@ formats = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 
 
 def bits(q):
-    """Of a quantized tensor's parts, whose bytes can be compared; torch.equal knows no FP8."""
+    """The parts of a quantized tensor as comparable bytes; torch.equal does not support FP8."""
     return [t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for t in q.tensors()]
 
 
@@ -74,7 +74,7 @@ def make(merge_qkv=True, shape=QWEN3, seed=1):
 
 
 def learn(model, seed=3, std=0.3):
-    """Adapters as training would leave them."""
+    """Randomizes adapters, as training would."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, module in adapt.adapted(model):
@@ -97,7 +97,7 @@ def layer(quantized=False, bias=True, targets=None, parts=PARTS, rslora=False, d
 
 
 def plain(module, x):
-    """What the layer is defined as, part by part."""
+    """The layer's definition, part by part."""
     base = module.base
     weight = base.dense() if isinstance(base, QuantizedLinear) else base.weight
     y = F.linear(x, weight.to(x.dtype), None if base.bias is None else base.bias)
@@ -367,7 +367,7 @@ def test_group_sizes_that_a_format_does_not_have(name, size):
 
 @pytest.mark.parametrize("name", lora.FORMATS)
 def test_every_group_size_that_is_accepted_works(name):
-    """Forward, backward and quantizing again, of a matrix that no block divides."""
+    """Forward, backward and requantizing of a matrix that is not a multiple of any block."""
     sizes = lora.FORMATS[name][1]
     for size in sizes if len(sizes) < 20 else (1, 2, 3, 7, 16, 33, 64, 100, 127, 128):
         format = QuantFormat(name, size)
@@ -537,8 +537,8 @@ def ours(folder, merge_qkv=True):
 
 
 def read_by_bitsandbytes(folder):
-    """A saved model; its Linear4bit multiply in float32. In eval mode, where a CPU has AVX-512
-    BF16, they would in bfloat16.
+    """A saved model whose Linear4bit layers multiply in float32. In eval mode, on a CPU with
+    AVX-512 BF16, they would multiply in bfloat16.
     """
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     linears = {n: m.train() for n, m in model.named_modules() if type(m).__name__ == "Linear4bit"}
@@ -622,7 +622,7 @@ def test_what_peft_saves_is_loaded(options, merge_qkv, tmp_path):
     model = ours(tmp_path / "base", merge_qkv)
     adapt.load_adapter(model, tmp_path / "adapter")
     close(model(IDS), want)
-    filled = ours(tmp_path / "base", merge_qkv)  # into adapters that are there
+    filled = ours(tmp_path / "base", merge_qkv)  # into existing adapters
     add_lora(
         filled,
         options.get("target_modules"),
@@ -748,7 +748,7 @@ def deepseek(weight):
     return q, lambda stem: q.to_safetensors(f"{stem}.weight")
 
 
-STORED = {  # how each projection is stored, the configuration beside it, and the format that fits
+STORED = {  # storage of each projection, its configuration, and the matching format
     "bitsandbytes": (
         bitsandbytes,
         {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head"]},
@@ -778,8 +778,8 @@ STORED = {  # how each projection is stored, the configuration beside it, and th
 
 
 def store(folder, name, dense=()):
-    """A checkpoint with quantized projections, but those that `dense` names; and one of what
-    they stand for.
+    """A checkpoint with quantized projections, except those in `dense`; and its dequantized
+    counterpart.
     """
     quantize, config, _ = STORED[name]
     theirs(folder / "dense")
@@ -835,7 +835,7 @@ def test_a_quantised_checkpoint_is_loaded_as_it_is(name, merge_qkv, tmp_path):
 
 @pytest.mark.parametrize("name", STORED)
 def test_what_a_quantised_checkpoint_leaves_dense_or_the_user_excludes(name, tmp_path):
-    """Dense in the file: quantized, unless excluded. Excluded, and quantized in the file:
+    """Dense in the file: quantized, unless excluded. Quantized in the file and excluded:
     dequantized.
     """
     store(tmp_path, name, dense=["layers.0.mlp"])
@@ -845,7 +845,7 @@ def test_what_a_quantised_checkpoint_leaves_dense_or_the_user_excludes(name, tmp
     hf.load_weights(model, folder)
     close(
         model(IDS), want(IDS), 3e-2 if name.startswith("b") else 1e-2
-    )  # what is dequantized is rounded to bfloat16
+    )  # dequantized weights are rounded to bfloat16
     stored = dict(adapt.base_weights(model))
     for path in ("layers.0.mlp.down_proj", "layers.1.self_attn.o_proj"):
         assert isinstance(stored[f"model.{path}.weight"], torch.nn.Parameter)
@@ -886,7 +886,7 @@ def test_a_quantised_checkpoint_that_does_not_fit_is_refused_by_name(tmp_path):
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of the storages that operators have seen and that are still there."""
+    """Counts the bytes of live storages that operators have seen."""
 
     def __init__(self):
         super().__init__()
@@ -1065,7 +1065,7 @@ def test_experts_that_are_stored_quantised_are_loaded_where_one_tensor_can_hold_
     quantize, config, format = STORED[name]
     hf.save_weights(
         ours(tmp_path / "base"), tmp_path / "dense"
-    )  # a file with each expert's projections
+    )  # a file with separate projections per expert
     tensors = load_file(tmp_path / "dense/model.safetensors")
     stood = {}
     for key in list(tensors):
@@ -1082,7 +1082,7 @@ def test_experts_that_are_stored_quantised_are_loaded_where_one_tensor_can_hold_
     )
     save_file(tensors, tmp_path / "dense/model.safetensors")
     model = empty(tmp_path / "dense", format, True)
-    if name == "compressed-tensors":  # a global scale for each projection of each expert
+    if name == "compressed-tensors":  # one global scale per projection and expert
         with pytest.raises(
             ValueError, match=r"experts\.gate_up_proj: the experts are stored in nvfp4 in a way"
         ):
@@ -1315,7 +1315,7 @@ def test_settings_of_another_type_are_refused(key, value, message, tmp_path):
         adapt.save_adapter(model, tmp_path / "a")
         file = tmp_path / "a" / adapt.ADAPTER_CONFIG
         config = json.loads(file.read_text())
-        for null in (None, ...):  # PEFT's null is its default
+        for null in (None, ...):  # in PEFT, null means the default
             own = {k: v for k, v in {**config, "use_rslora": null}.items() if v is not ...}
             file.write_text(json.dumps(own))
             adapt.load_adapter(model, tmp_path / "a")
@@ -1471,7 +1471,9 @@ class Killed(BaseException):
 
 
 def killed_at(step, monkeypatch, save):
-    """Calls save, which dies at its step-th change of a name in the folder. Whether it lived."""
+    """Calls save, which dies at its step-th change of a name in the folder. Returns whether it
+    survived.
+    """
     left = [step]
 
     def dying(change):
@@ -1495,7 +1497,7 @@ def killed_at(step, monkeypatch, save):
 
 
 def logits_of(folder):
-    """As transformers reads it, and as the trainer does; they agree."""
+    """The logits read by transformers and by the trainer, which must agree."""
     with torch.no_grad():
         theirs = (
             transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -1508,7 +1510,7 @@ def logits_of(folder):
 
 @pytest.mark.parametrize("first, second", [(1, 1), (1, 3), (3, 1), (3, 3), (3, 2)])
 def test_weights_survive_a_save_that_is_killed(first, second, tmp_path, monkeypatch):
-    """After each change of a name the folder holds the model of before or the new one, whole.
+    """After each change of a name the folder holds either the old model or the new one, complete.
     first, second: files.
     """
     shape, folder = {**QWEN3, "num_hidden_layers": 1}, tmp_path / "out"
@@ -1545,7 +1547,7 @@ def test_weights_survive_a_save_that_is_killed(first, second, tmp_path, monkeypa
 
 @SAVES
 def test_a_save_of_another_shape_that_is_killed_mixes_nothing(save, tmp_path, monkeypatch):
-    """The new settings beside the old weights, or the reverse, would be read without a word."""
+    """New settings with old weights, or the reverse, would load silently."""
 
     def settings_and_weights(folder):
         found = {}
@@ -1656,7 +1658,7 @@ def test_save_pretrained_refuses_what_from_pretrained_would_begin_at_random(chan
             what.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()
     again = copy.deepcopy(model)
-    again.load_state_dict(model.state_dict())  # checkpoints of other kinds are as they were
+    again.load_state_dict(model.state_dict())  # other checkpoints still load
     assert get_model_state_dict(model).keys() == model.state_dict().keys()
     torch.save(model, tmp_path / "whole.pt")
     again = torch.load(tmp_path / "whole.pt", weights_only=False)
@@ -1676,7 +1678,7 @@ def test_what_is_merged_and_unloaded_is_a_plain_model(change, kind, tmp_path):
         want = model(IDS).logits
         assert change == "merged" or (want - plain_(IDS).logits).abs().max() > 1e-2
         assert adapt.merge_and_unload(model) is model
-        close(model(IDS).logits, want, 1e-4)  # one sum for two
+        close(model(IDS).logits, want, 1e-4)  # one sum instead of two
     assert {n: type(m) for n, m in model.named_modules()} == types
     assert {n: (p.shape, p.dtype) for n, p in model.named_parameters()} == {
         n: (p.shape, p.dtype) for n, p in plain_.named_parameters()
@@ -1689,7 +1691,7 @@ def test_what_is_merged_and_unloaded_is_a_plain_model(change, kind, tmp_path):
             want,
             1e-4,
         )
-    add_lora(model, rank=2)  # and begins anew
+    add_lora(model, rank=2)  # starts over
     with torch.no_grad():
         close(model(IDS).logits, want, 1e-4)
 
@@ -1714,7 +1716,7 @@ def test_what_cannot_be_unloaded_is_refused(tmp_path):
     model = make(shape=MOE)
     add_lora(model, rank=2)
     experts = model.get_submodule("model.layers.0.mlp.experts")
-    assert not list(experts.replaced.parameters())  # kept without its weights
+    assert not list(experts.replaced.parameters())  # retained without its weights
     before = {n: type(m) for n, m in model.named_modules()}
     experts.group = object()
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Modules of tilewright.nn: they hold options and weights, and are otherwise the functions of
+"""Modules of tilewright.nn hold options and weights; otherwise they equal the functions of
 tilewright.ops.
 """
 
@@ -15,7 +15,7 @@ DTYPE = torch.float64
 
 
 def same(found, expected, *leaves):
-    """Equal bits, of the result and of the gradients of a weighted sum of it."""
+    """Bitwise equality of the result and of the gradients of a weighted sum of it."""
     assert torch.equal(found, expected)
     if leaves:
         g = torch.randn_like(found)
@@ -174,8 +174,8 @@ def test_linear_loss_passes_on_how_to_sum_and_to_chunk(monkeypatch):
     ],
 )
 def test_losses_have_the_options_of_their_functions(module, function, not_options):
-    """With the same defaults. inplace is left out: who writes over the logits should say so
-    where they are.
+    """With the same defaults. inplace is excluded: overwriting logits should be explicit at the
+    call.
     """
 
     def options(f):
@@ -349,6 +349,6 @@ def test_what_they_print(name, expected):
     ],
 )
 def test_a_bad_argument_is_refused_when_the_module_is_made(make, error, message):
-    """And not hours later, at the first step."""
+    """Not hours later, at the first step."""
     with pytest.raises(error, match=message):
         make()

@@ -1,6 +1,6 @@
-"""Every language model of transformers that builds small, its attention computed by tilewright: the
-logits of transformers' eager attention, or a refusal in one sentence. And every class of fused
-experts, likewise.
+"""Every small-buildable language model of transformers, with attention by tilewright: it has the
+logits of transformers' eager attention or is rejected in one sentence. Likewise for every class of
+fused experts.
 """
 
 import collections
@@ -20,10 +20,10 @@ AUTO = {
     "masked": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
     "seq2seq": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
 }
-TESTED = "5.23"  # the version of transformers that the numbers and names below are of
-# How many families at least have eager's logits, computed here (there are 140, 22 and 22); the
-# others are refused (13, 6 and 8), or have an attention of their own, or none, and never ask (24,
-# 22 and 4).
+TESTED = "5.23"  # the version of transformers for the numbers and names below
+# Least number of families with eager's logits, computed here (there are 140, 22 and 22). Others are
+# rejected (13, 6 and 8), or have their own attention, or none, and never request one (24, 22 and
+# 4).
 COMPUTED = {"causal": 120, "masked": 18, "seq2seq": 18}
 # whose masks alone say who sees whom, and those that compute with their mask or add keys of their
 # own
@@ -57,7 +57,7 @@ LEFT_OUT = {
 
 # ---- small models
 
-# What a number of a configuration becomes, at most, by its whole name; the first that fits.
+# Upper bounds of a configuration's numbers, matched by full name; the first match applies.
 SIZES = {
     re.compile(names): size
     for names, size in {
@@ -78,7 +78,7 @@ SIZES = {
         r"rotary_dim": 8,
     }.items()
 }
-OWN = {  # fields that these rules alone make no model of, or none with attention
+OWN = {  # models that need fields beyond these rules to build, or to have attention
     "bamba": {"mamba_d_head": 32, "attn_layer_indices": [1]},
     "codegen": {"n_head": 4},
     "cohere_compass_text": {
@@ -132,12 +132,12 @@ def smaller(fields: dict) -> dict:
                 [value, *(size for names, size in SIZES.items() if names.fullmatch(name))][:2]
             )
         found[name] = value
-    if "sliding_window" in found:  # so narrow that it matters, and in use
+    if "sliding_window" in found:  # narrow enough to matter, and enabled
         found["sliding_window"] = 4
     if "use_sliding_window" in found:
         found["use_sliding_window"] = True
     layers = found.get("num_hidden_layers", 2)
-    for name in ("layer_types", "layers_block_type"):  # one of each kind
+    for name in ("layer_types", "layers_block_type"):  # one layer of each kind
         kinds = list(dict.fromkeys(found.get(name) or ()))
         if found.get("sliding_window") and kinds == ["full_attention"]:
             kinds.insert(0, "sliding_attention")
@@ -170,7 +170,7 @@ def build(transformers, kind: str, head: str):
         .from_config(type(default).from_dict(fields), attn_implementation="eager")
         .eval()
     )
-    with torch.no_grad():  # transformers draws weights so small that attention would hardly matter
+    with torch.no_grad():  # transformers initializes weights too small for attention to matter
         for p in model.parameters():
             if p.dim() > 1 and p.is_floating_point():
                 p.normal_(std=p.shape[-1] ** -0.5)
@@ -186,9 +186,9 @@ KEPT = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9])
 
 
 def logits(model, padded):
-    """Of rows that differ in the last token, without a mask or, padded, each with padding on the
-    left and without it: [rows, 9, vocabulary], 0 at padding; and how far the last token moves the
-    logits of those before it.
+    """The logits of rows that differ in the last token, without a mask or, if padded, each with
+    padding on the left and without: [rows, 9, vocabulary], 0 at padding; and how far the last token
+    moves the earlier logits.
     """
     tokens, mask = (TOKENS.repeat_interleave(2, 0), KEPT.repeat(2, 1)) if padded else (TOKENS, None)
     inputs = {"input_ids": tokens, "attention_mask": mask}
@@ -209,7 +209,7 @@ def logits(model, padded):
 
 @pytest.fixture
 def attentions(monkeypatch):
-    """Calls of attention; and transformers' tables as they were when the test is over."""
+    """Records calls of attention; transformers' tables are restored after the test."""
     transformers = pytest.importorskip(
         "transformers", minversion="5.7", reason="needs transformers 5.7 or later"
     )
@@ -230,8 +230,8 @@ def attentions(monkeypatch):
 
 
 def check(model, attentions):
-    """ "computed", "refused" or "not asked"; fails where logits are not eager's, or a token sees
-    a later one.
+    """Returns "computed", "refused" or "not asked". Fails where logits differ from eager's, or a
+    token sees a later one.
     """
     expected = [logits(model, padded) for padded in (False, True)]
     model.set_attn_implementation("tilewright")
@@ -246,8 +246,8 @@ def check(model, attentions):
             )
             outcome = "refused"
             continue
-        # 1e-4 of the largest: some hundred roundings of float32 in another order, behind two to
-        # four layers.
+        # 1e-4 of the largest: about a hundred float32 roundings in another order, after two to four
+        # layers.
         error = ((found - truth).abs().max() / truth.abs().max()).item()
         assert error <= 1e-4, (
             f"padded {bool(padded)}: logits differ from eager's by {error:.1e} of the largest"
@@ -288,7 +288,7 @@ def test_every_family_has_eagers_logits_or_is_refused(attentions, head):
 
 # ---- experts
 
-# What a field of a configuration that experts read is, by its name; limits so low that they matter.
+# Values of configuration fields that experts read, by name; limits low enough to matter.
 EXPERTS = {
     re.compile(names): value
     for names, value in {
@@ -302,12 +302,14 @@ EXPERTS = {
         r".*eps": 1e-6,
     }.items()
 }
-# What they do is no activation of a gate and an up.
+# Not of the form activation(gate) * up.
 REFUSED = {"nemotron_h": "have no gate", "muse_spark": "normalize what each of them gives"}
 
 
 def experts_of(module):
-    """The experts that a module of transformers' models defines, drawn large enough for limits."""
+    """The experts that a module of transformers' models defines, with weights large enough to reach
+    the limits.
+    """
     from transformers import PreTrainedConfig
 
     settings = next(
@@ -315,7 +317,7 @@ def experts_of(module):
         for v in vars(module).values()
         if isinstance(v, type) and issubclass(v, PreTrainedConfig) and v is not PreTrainedConfig
     )
-    # The activation is that of the family's default.
+    # The activation is the family's default.
     activations = {
         n: v
         for c in vars(module).values()
@@ -380,7 +382,7 @@ def test_every_familys_experts_are_computed_whatever_their_activation_and_biases
                 found[path.parent.name] = str(error)
                 continue
             found[path.parent.name] = None
-            # 1e-5 of a tensor's length: some dozen roundings of float32 in another order.
+            # 1e-5 of a tensor's norm: a few dozen float32 roundings in another order.
             for i, (a, b) in enumerate(zip(ours, truth, strict=True)):
                 if not (a - b).norm() <= 1e-5 * b.norm():
                     wrong.append(f"{name}, tensor {i}: {(a - b).norm() / b.norm():.1e}")

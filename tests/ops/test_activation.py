@@ -1,4 +1,4 @@
-"""What is special to silu_mul and gelu_mul; parity with the eager twin is in test_contract.py."""
+"""Tests specific to silu_mul and gelu_mul; parity with the eager twin is in test_contract.py."""
 
 import math
 
@@ -29,7 +29,7 @@ def call(kind, name, gate, up=None):
 
 
 def reference(kind, gate, up):
-    """PyTorch's own, in float64."""
+    """PyTorch's functions, in float64."""
     gate, up = gate.double(), up.double()
     return (F.silu(gate) if kind == "silu" else F.gelu(gate, approximate=kind)) * up
 
@@ -50,9 +50,9 @@ def test_equals_torch_in_float64(name, kind, dtype):
     grad = torch.randn_like(gate)
     found = call(kind, name, gate, up)
     assert found.dtype == dtype and found.is_contiguous()
-    # In eps. 16 bits: one rounding; PyTorch's own, in two steps, has two. float32: an exponential
-    # and a quotient of a few eps each (5.6 measured over 30 draws); F.gelu cancels in 1 + tanh and
-    # 1 + erf (40).
+    # In eps. 16 bits: one rounding; PyTorch's two steps have two. float32: an exponential and a
+    # quotient of a few eps each (5.6 measured over 30 draws); F.gelu cancels in 1 + tanh and 1 +
+    # erf (40).
     if dtype == torch.float32:
         limit = 8 if name in FUSED or kind == "silu" else 64
     else:
@@ -84,8 +84,8 @@ def test_float64_is_exact():
 
 
 def tail(kind, x):
-    """The activation and its derivative for negative x in float64, with nothing that cancels,
-    unlike 1 + erf.
+    """The activation and its derivative for negative x in float64, without cancellation, unlike 1 +
+    erf.
     """
     x = x.double()
     if kind == "silu":
@@ -99,13 +99,13 @@ def tail(kind, x):
 @DTYPES
 @pytest.mark.parametrize("kind, last", [("silu", 86.0), ("none", 13.0)])
 def test_relative_accuracy_in_the_negative_tail(name, dtype, kind, last):
-    """Down to results of the smallest normal number. F.gelu loses it: it takes 1 + erf(x / sqrt
-    2), which cancels.
+    """Down to results of the smallest normal number. F.gelu loses it: it uses 1 + erf(x / sqrt 2),
+    which cancels.
     """
     skip_unless_usable(SILU_MUL, name, dtype)
     x = -torch.linspace(2.0, last, 3000, device=DEVICE).to(
         dtype
-    )  # from 2 on: the derivatives' zeros are behind
+    )  # from 2 on, past the zeros of the derivatives
     gate = x.clone().requires_grad_()
     y = call(kind, name, gate, torch.ones_like(x))
     (dx,) = torch.autograd.grad(y.sum(), gate)
@@ -115,7 +115,7 @@ def test_relative_accuracy_in_the_negative_tail(name, dtype, kind, last):
         assert normal.sum() > 300
         wrong = (found.double() - truth).abs()[normal]
         if kind == "none" and name not in FUSED:
-            assert (wrong <= 8 * eps).all()  # what is left of accuracy: absolute
+            assert (wrong <= 8 * eps).all()  # the remaining accuracy is absolute
         else:
             # 16 bits: the rounding on store. float32: an exponential (1 eps), a quotient and a few
             # products.
@@ -159,7 +159,7 @@ EXTREME = [
 @EVERY_KIND
 @DTYPES
 def test_extreme_arguments(name, kind, dtype):
-    """No NaN where eager has none, the same infinities, and right limits; NaN stays NaN."""
+    """No NaN where eager has none, the same infinities, and correct limits; NaN stays NaN."""
     skip_unless_usable(SILU_MUL, name, dtype)
     values = torch.tensor(EXTREME, device=DEVICE).to(dtype)
 
@@ -196,7 +196,7 @@ def test_infinite_gate(name, kind):
 
 
 def same(name, found, expected):
-    """Bit for bit; but F.gelu and F.silu compute strided elements in another way than
+    """Bitwise equality, except that F.gelu and F.silu compute strided elements differently from
     contiguous ones.
     """
     if name in FUSED:
@@ -239,7 +239,7 @@ class Operators(TorchDispatchMode):
 @pytest.mark.parametrize("name", FUSED)
 @EVERY_KIND
 def test_packed_gradient_is_one_tensor(name, kind):
-    """One operator writes it whole: no gradient of a slice is padded, and none are added."""
+    """One operator writes the whole gradient: no slice gradients are padded or added."""
     skip_unless_usable(SILU_MUL, name, torch.float32)
     packed = torch.randn(4, 3, 20, device=DEVICE, requires_grad=True)
     y = call(kind, name, packed)
@@ -274,7 +274,7 @@ def test_without_elements(name, kind, shape):
 @EVERY
 @EVERY_KIND
 def test_any_strides(name, kind):
-    """Columns taken apart, transposed, expanded: the same bits as contiguous inputs give."""
+    """Sliced, transposed, expanded columns give the same bits as contiguous inputs."""
     skip_unless_usable(SILU_MUL, name, torch.float32)
     wide = torch.randn(6, 40, device=DEVICE)
     for gate, up in (
@@ -309,7 +309,7 @@ G, U = torch.randn(3, 8), torch.randn(3, 8)
 
 
 def test_cpp_operators_themselves_check_every_tensor():
-    """Below the public functions' checks."""
+    """Called below the public functions' checks."""
     skip_unless_usable(SILU_MUL, "cpp", torch.float32)
     SILU_MUL.resolve("cpp", "cpu")
     forward, backward = (
@@ -323,9 +323,7 @@ def test_cpp_operators_themselves_check_every_tensor():
         (backward, ("dy", "gate", "up", "dgate", "dup"), right),
     ):
         for i, name in enumerate(names):
-            wants = (
-                "up" if name == "gate" else name
-            )  # a gate of another shape is one that up does not fit
+            wants = "up" if name == "gate" else name  # a mismatch of gate is reported as one of up
             for wrong, message in (
                 (torch.ones(8, 3).t(), f"{name} must be a CPU matrix with contiguous rows"),
                 (torch.ones(3), f"{name} must be a CPU matrix"),

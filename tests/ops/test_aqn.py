@@ -1,4 +1,4 @@
-"""Adaptive quantization noise: the bits, the distribution, what is added to weights, forward and
+"""Adaptive quantization noise: the bits, the distribution, addition to weights, forward and
 backward, compiled code, the schedule. Parity of every implementation is in test_contract.py.
 """
 
@@ -39,7 +39,7 @@ from tilewright.registry import FLOATS, short
 
 NOISE = AQN(0.5, seed=2**40 + 7, step=12, layer=3)
 EVERY = pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
-# Elements for statistics; Triton's interpreter makes some thousands a second.
+# Elements for statistics; Triton's interpreter computes some thousands per second.
 MANY = {"eager": 2**18, "cpp": 2**18, "triton": 2**14 if DEVICE == "cpu" else 2**18}
 
 
@@ -48,8 +48,8 @@ def randn(*shape, dtype=torch.float32, seed=0):
 
 
 def implementation(name, dtype=torch.float32):
-    """The callable (like, first, n, seed, step, layer, dtype) -> elements first to first + n -
-    1.
+    """The callable (like, first, n, seed, step, layer, dtype) -> elements first to first
+    + n - 1.
     """
     skip_unless_usable(aqn.AQN_NOISE, name, dtype)
     return aqn.AQN_NOISE.resolve(name, DEVICE, dtype)
@@ -65,7 +65,7 @@ def draw(name, n, first=0, noise=NOISE):
 
 
 def signed(word):
-    """A 64-bit counter as torch has it."""
+    """A 64-bit counter as a signed integer, for torch."""
     return word - 2**64 if word >= 2**63 else word
 
 
@@ -82,7 +82,7 @@ def signed(word):
     ],
 )
 def test_philox_gives_the_words_of_random123(counter, key, expected):
-    """kat_vectors, philox4x32 10."""
+    """Random123's kat_vectors, philox4x32 10."""
     found = quantize.philox(
         key[0] | key[1] << 32, 4, "cpu", counter[2:], signed(counter[0] | counter[1] << 32)
     )
@@ -122,8 +122,8 @@ def numpys(seed, words, first, blocks):
     "noise", [NOISE, AQN(1, 2**63 - 1, 2**31 - 1, 2**32 - 1), AQN(1, 0)], ids=["a", "last", "0"]
 )
 def test_values_are_those_of_the_definition(name, noise):
-    """Alike to float32's precision, so every bit of every u that shows is right: another bit is
-    another value.
+    """Equal to float32's precision, so every visible bit of every u is right: another bit would
+    change the value.
     """
     _, expected = numpys(noise.seed, (noise.layer, 2**31 + noise.step), 0, 64)
     torch.testing.assert_close(
@@ -134,7 +134,7 @@ def test_values_are_those_of_the_definition(name, noise):
 @EVERY
 @pytest.mark.parametrize("first", [1, 2**33 - 6, 2**34 - 5, 2**34, 2**40 + 3])
 def test_elements_far_on(name, first):
-    """Beyond 32 bits of the element's index, and of the counter, which has its word for that."""
+    """Beyond 32 bits of the element's index and of the counter, which has a word for it."""
     _, expected = numpys(NOISE.seed, (NOISE.layer, 2**31 + NOISE.step), first // 4, 16)
     torch.testing.assert_close(
         draw(name, 48, first).double(), expected[first % 4 :][:48], rtol=5e-7, atol=5e-7
@@ -150,8 +150,8 @@ def test_an_element_does_not_depend_on_where_a_call_begins(name):
 
 @EVERY
 def test_noise_is_not_made_of_the_words_of_random_rounding(name):
-    """Rounding has zeros in the counter's upper words, noise its highest bit: also in step 0 of
-    layer 0.
+    """Stochastic rounding has zeros in the counter's upper words, noise its highest bit: also in
+    step 0 of layer 0.
     """
     words, same = numpys(5, (0, 0), 0, 1000)
     assert quantize.philox(5, 4000, "cpu").tolist() == words.reshape(-1).tolist()
@@ -160,8 +160,8 @@ def test_noise_is_not_made_of_the_words_of_random_rounding(name):
 
 @EVERY
 def test_the_largest_and_smallest_u(name, monkeypatch):
-    """What one block in 2^24 has: next to 0 and 1, where float32 has no room for the half,
-    nothing is lost.
+    """As in one block of 2^24: near 0 and 1, where float32 has no room for the half, nothing is
+    lost.
     """
     if name != "eager":
         pytest.skip("words cannot be put into a kernel; its error was measured over 10^8 values")
@@ -179,7 +179,7 @@ def test_the_largest_and_smallest_u(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["triton", "cpp"])
 def test_errors_are_some_units_in_the_last_place(name):
-    """Of a float32, in the tails as well."""
+    """Units of float32, also in the tails."""
     n = MANY[name]
     truth = implementation("eager", torch.float64)(
         torch.empty(0, device=DEVICE), 0, n, 9, 1, 2, torch.float64
@@ -197,11 +197,11 @@ def test_other_dtypes_are_rounded_once(name, dtype):
     skip_unless_usable(aqn.AQN_NOISE, name, dtype)
     found = aqn_noise((7, 41), NOISE, device=DEVICE, dtype=dtype, implementation=name)
     expected = aqn_noise((7, 41), NOISE, device=DEVICE, implementation=name).to(dtype)
-    # The twin rounds its float64, of which float32 may lie on the other side of a tie.
+    # The twin rounds its float64 result; float32 may fall on the other side of a tie.
     assert found.dtype == dtype and (found == expected).double().mean() > 0.99
 
 
-# ---- the distribution; seeds are fixed, so that a test passes always or never
+# ---- the distribution; fixed seeds make these tests deterministic
 
 
 @functools.cache
@@ -211,7 +211,7 @@ def sample(name):
 
 @EVERY
 def test_moments_are_those_of_a_normal_distribution(name):
-    """Each within four standard deviations of its own."""
+    """Each within four of its standard deviations."""
     x = sample(name)
     n = x.numel()
     for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96), (6, 15, 10170)):
@@ -220,7 +220,7 @@ def test_moments_are_those_of_a_normal_distribution(name):
 
 @EVERY
 def test_the_shares_beyond_bounds_are_those_of_a_normal_distribution(name):
-    """Tails included; and Kolmogorov's distance, whose 0.1 % point is 1.95 / sqrt(n)."""
+    """Including tails; and Kolmogorov's distance, whose 0.1 % point is 1.95 / sqrt(n)."""
     x = sample(name)
     n = x.numel()
     for bound in (-3, -2, -1, -0.1, 0, 0.5, 1, 2, 3, 3.5):
@@ -234,7 +234,7 @@ def test_the_shares_beyond_bounds_are_those_of_a_normal_distribution(name):
 
 
 def correlated(a, b):
-    """Correlation of two samples, and of their squares, in its standard deviations."""
+    """Correlation of two samples, and of their squares, in standard deviations."""
     n = a.numel()
     squares = (a.square() - 1) * (b.square() - 1) / 2
     return max(abs(float((a * b).mean())), abs(float(squares.mean()))) * math.sqrt(n)
@@ -304,7 +304,7 @@ SHAPES = pytest.mark.parametrize(
 
 
 def steps(format, q):
-    """The local quantization step of each element, from what is stored."""
+    """The local quantization step of each element, from the stored scales."""
     if format.startswith("nf4"):
         scale = q.absmax
         if q.offset is not None:
@@ -341,7 +341,7 @@ def test_what_is_added_is_alpha_times_noise_times_the_step(name, format, shape):
     plain, noisy = (down(q, noise=n, implementation=name) for n in (None, NOISE))
     unit = NOISE.alpha * steps(format, q)
     n = aqn_noise(shape, NOISE, device=DEVICE, implementation="eager")
-    # Of the sum's rounding, a unit of the larger of its terms is seen in the difference.
+    # The sum's rounding shows in the difference as one unit of the larger term.
     room = 4 * 2.0**-24 * (plain.abs() + noisy.abs()) / unit + 1e-6 * n.abs() + 1e-6
     assert (((noisy - plain) / unit - n).abs() <= room).all()
 
@@ -353,7 +353,7 @@ def test_no_noise_is_no_noise_bit_for_bit(name, format, dtype):
     op, down, up = FORMATS[format]
     skip_unless_usable(op, name, dtype)
     x = randn(4, 70, dtype=dtype)
-    x[1, 3:9] = -0.0  # which a noise of 0 could make 0
+    x[1, 3:9] = -0.0  # a noise of 0 could turn it into 0
     q = up(x)
     expected = down(q, implementation="eager")
     for noise in (None, AQN(0, 5, 6, 7), AQN(0.0, 5)):
@@ -398,7 +398,7 @@ def test_experts_have_noise_of_their_own():
 )
 @pytest.mark.parametrize("add", [False, True])
 def test_a_norm_with_noise_is_a_norm_with_another_weight(name, shape, weight_shape, add):
-    """Values and gradients; no weight changes; and more rows than programs share."""
+    """Values and gradients; weights are unchanged; also with more rows than programs."""
     op = ADD_RMSNORM if add else RMSNORM
     if name not in op.names():
         pytest.skip(f"{op.name} has no such implementation")
@@ -427,13 +427,13 @@ def test_a_norm_with_noise_is_a_norm_with_another_weight(name, shape, weight_sha
         torch.equal(*pair)
         for pair in zip(run(w, noise=AQN(0, 3), implementation=name), plain, strict=True)
     )
-    if shape[-1] > 1:  # one column is normalized to 1 or -1
+    if shape[-1] > 1:  # a single column normalizes to 1 or -1
         assert not torch.equal(plain[0], found[0])
 
 
 @pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
 def test_forward_and_backward_multiply_by_the_same_bits(name):
-    """With rows of +-1, rstd is 1, y is the weight itself, and dx shows it again: of y = x w and a
+    """With rows of +-1, rstd is 1, y is the weight itself, and dx shows it again: for y = x w and a
     gradient in one column, dx there is w (1 - 1 / D), the same operations on the same bits.
     """
     skip_unless_usable(RMSNORM, name, torch.float32)
@@ -442,14 +442,14 @@ def test_forward_and_backward_multiply_by_the_same_bits(name):
     w = randn(D).requires_grad_()
     y = rmsnorm(x, w, 0.0, noise=NOISE, implementation=name)
     (dx,) = torch.autograd.grad(y, x, torch.eye(D, device=DEVICE))
-    # In the columns without a gradient, -w_i / D, a division by a power of two: exact.
+    # In the columns without a gradient dx is -w_i / D, an exact division by a power of two.
     for i in range(D):
         assert torch.equal(-dx[i, (i + 1) % D] * D, y[0, i]), i
 
 
 @pytest.mark.parametrize("name", ["triton", "cpp"])
 def test_a_noisy_weight_is_saved_once_and_in_float32(name):
-    """The forward's own weight is what the backward reads; 16 bits would round the noise away."""
+    """The backward reads the forward's own weight; 16 bits would round the noise away."""
     skip_unless_usable(RMSNORM, name, torch.float32)
     saved = []
 
@@ -558,8 +558,8 @@ def test_steps_and_layers_do_not_recompile(name, made):
 
 @EVERY
 def test_other_numbers_in_compiled_code(name):
-    """seed and layer become symbols when they first change. A fused operator's alpha is a constant
-    of its graph, and so is that there is no noise.
+    """seed and layer become symbols when they first change. A fused operator's alpha, and the
+    absence of noise, are constants of its graph.
     """
     skip_unless_usable(RMSNORM, name, torch.float32)
     x, w = randn(5, 64), randn(64)
@@ -592,9 +592,9 @@ def test_other_numbers_in_compiled_code(name):
 
 @pytest.mark.parametrize("name", ["cpp", "eager"])
 def test_inductor_recomputes_the_same_noise(name):
-    """The twin's noise is an operator: fused with other arithmetic it would be another one in
-    backward. That it stays one in both graphs is seen there, since what a compiler made of it may
-    differ in the last bits only.
+    """The twin's noise is an operator: fused with other arithmetic it could differ in backward. The
+    test checks that it stays one in both graphs, since a compiler's result might differ in the last
+    bits only.
     """
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -639,7 +639,7 @@ def test_the_schedule_has_a_quiet_stage_and_then_equal_factors():
     stages = sorted(set(found), key=found.index)
     assert [found.count(s) for s in stages] == [25] * 4
     assert stages == [0.0, 1e-2, pytest.approx(1e-3), pytest.approx(1e-4)]
-    # As published: ten stages, of which nine have noise.
+    # As published: ten stages, nine of them with noise.
     ten = sorted(
         {aqn_schedule(step, 1000, start=5e-2, end=5e-4, stages=10) for step in range(1000)},
         reverse=True,

@@ -1,4 +1,4 @@
-"""What is special to attention; parity with the eager twin is in test_contract.py."""
+"""Tests specific to attention; parity with the eager twin is in test_contract.py."""
 
 import importlib.metadata
 import itertools
@@ -29,7 +29,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # float32 sums of a few dozen terms of siz
 
 
 def heads(n, seq, *, batch=1, dtype=torch.float32):
-    """[B, n, S, D] as a projection gives it: [B, S, n, D] transposed."""
+    """[B, n, S, D] with a projection's strides: [B, S, n, D] transposed."""
     return torch.randn(batch, seq, n, D, device=DEVICE).to(dtype).transpose(1, 2)
 
 
@@ -42,7 +42,7 @@ def ends(*values):
 
 
 def step(tensors, grad, name, **options):
-    """Output and gradients, of fresh leaves."""
+    """Output and gradients, with fresh leaves."""
     tensors = [t.detach().clone().requires_grad_() for t in tensors]
     out = attention(*tensors, implementation=name, **options)
     return [out.detach(), *torch.autograd.grad(out, tensors, grad)]
@@ -68,9 +68,7 @@ def test_equals_the_formula_in_float64(name, causal):
 @DTYPES
 @pytest.mark.parametrize("causal", [True, False])
 def test_documents_are_isolated(name, dtype, causal):
-    """Whatever document A holds, B's outputs and gradients are the same bits; the other way
-    round too.
-    """
+    """The bits of B's outputs and gradients do not depend on document A, and vice versa."""
     skip_unless_usable(ATTENTION, name, dtype)
     S, cut = 23, 9
     tensors, grad = qkv(S, dtype=dtype), heads(HQ, S, dtype=dtype)
@@ -103,7 +101,9 @@ def test_packed_equals_each_document_alone(name):
 @EVERY
 @pytest.mark.parametrize("packed", [False, True])
 def test_causal_sees_nothing_later(name, packed):
-    """Changing position 6 changes no output before it, and without `causal` all of its document."""
+    """Changing position 6 changes no output before it; without `causal` it changes all of its
+    document.
+    """
     skip_unless_usable(ATTENTION, name, torch.float32)
     q, k, v = qkv(12)
     options = {"cu_seqlens": ends(0, 4, 12)} if packed else {}
@@ -124,8 +124,8 @@ def test_causal_sees_nothing_later(name, packed):
 
 @EVERY
 def test_grouped_queries_equal_repeated_heads(name):
-    """Query heads 0, 1 read key head 0 and so on; and a key head's gradient is the sum over its
-    group.
+    """Query heads 0, 1 read key head 0 and so on; a key head's gradient is the sum over
+    its group.
     """
     skip_unless_usable(ATTENTION, name, torch.float32)
     (q, k, v), grad = qkv(9, batch=2), heads(HQ, 9, batch=2)
@@ -151,7 +151,7 @@ def test_scale(name, cu):
         attention(2 * q, k, v, scale=0.5 * D**-0.5, **options), default, **CLOSE
     )
     assert not torch.allclose(attention(q, k, v, scale=1.0, **options), default, atol=1e-2)
-    # A scale of next to nothing: every allowed position weighs the same.
+    # A tiny scale: every visible position has the same weight.
     for causal, seen in ((False, 3 if cu else 10), (True, 1)):
         flat = attention(q, k, v, scale=1e-30, causal=causal, **options)
         torch.testing.assert_close(
@@ -165,7 +165,7 @@ def test_scale(name, cu):
 def options_of(
     q, k, v, *, cu=(), causal=True, window=None, softcap=None, sinks=None, scale=D**-0.5
 ):
-    """The definition, spelled out for each query by itself, in float64."""
+    """The definition, spelled out per query, in float64."""
     q, k, v = (t.double() for t in (q, k, v))
     B, H, S, _ = q.shape
     Sk, out = k.shape[2], torch.zeros_like(q)
@@ -203,8 +203,8 @@ VARIANTS = {
 @EVERY
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_options_are_what_they_say(name, variant):
-    """Outputs and gradients, the sinks' too, against the formula spelled out; S and blocks do
-    not divide.
+    """Outputs and gradients, including the sinks', against the definition; S is not a multiple of a
+    block.
     """
     skip_unless_usable(ATTENTION, name, torch.float32)
     options = dict(VARIANTS[variant])
@@ -256,8 +256,8 @@ def test_many_tiles(name, variant):
 
 @pytest.mark.parametrize("window", [0, 72], ids=["causal", "window"])
 def test_triton_masks_blocks_at_the_edge_alone(monkeypatch, window):
-    """Not all blocks of logits that forward and backward make have a mask, and each mask that is
-    made hides something. (That no loop divides is looked for by the compile gate.)
+    """Some blocks of logits in forward and backward have no mask, and every mask hides something.
+    (The compile gate checks that no loop divides.)
     """
     if not platform.interpreting():
         pytest.skip("counts in Triton's interpreter, which TRITON_INTERPRET asks for")
@@ -278,7 +278,7 @@ def test_triton_masks_blocks_at_the_edge_alone(monkeypatch, window):
 @pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize("causal", [True, False])
 def test_fewer_queries_are_the_last_ones(name, queries, causal):
-    """As with a cache of keys: the same rows as of a call with all queries."""
+    """As with cached keys: the same rows as in a call with all queries."""
     skip_unless_usable(ATTENTION, name, torch.float32)
     q, k, v = qkv(13, batch=2)
     with skip_if_refused():
@@ -303,9 +303,7 @@ def test_fewer_queries_are_the_last_ones(name, queries, causal):
     ],
 )
 def test_what_another_document_holds_is_not_read(name, options):
-    """NaN in one document stays there, whatever blocks it shares with others, forward and
-    backward.
-    """
+    """NaN in one document stays there, also in blocks shared with others, forward and backward."""
     if name != "auto":
         skip_unless_usable(ATTENTION, name, torch.float32)
     tensors, grad = qkv(40), heads(HQ, 40)
@@ -351,7 +349,9 @@ def test_compiled_code_takes_other_lengths(name):
 
 
 def test_documents_are_one_graph_of_the_eager_twin():
-    """Whose values, other boundaries of the same number too, are not read on the host."""
+    """The values of cu_seqlens are not read on the host; other values of the same length reuse the
+    graph.
+    """
     torch._dynamo.reset()
     options = {"window": 4, "softcap": 3.0, "sinks": heads(1, 1).flatten()[0].expand(HQ)}
     tensors, grad = qkv(17), heads(HQ, 17)
@@ -372,9 +372,7 @@ def test_documents_are_one_graph_of_the_eager_twin():
 @pytest.mark.parametrize("name", ["eager", "sdpa", "triton", "auto"])
 @pytest.mark.parametrize("how", ["dynamic", "marked"])
 def test_one_graph_serves_other_batches_and_lengths(name, how):
-    """Also where the compiler takes the head width for a symbol, which may become a constant of
-    the graph.
-    """
+    """Also where the compiler makes the head width symbolic; it may be specialized."""
     torch._dynamo.reset()
     graphs = []
 
@@ -417,7 +415,7 @@ PARTS = [n for n in ATTENTION.names() if n in ("eager", "triton")]
     ids=["plain", "softcap", "window", "full"],
 )
 def test_parts_make_the_whole(name, options):
-    """Keys in three parts, put together by their log-sum-exps, and their gradients: those of one
+    """Keys in three parts, merged by their log-sum-exps, and their gradients equal those of one
     call. The queries before a part see none of its keys.
     """
     skip_unless_usable(ATTENTION, name, torch.float32)
@@ -491,7 +489,7 @@ def test_parts_of_documents():
     ],
 )
 def test_a_request_outside_is_refused_with_the_reason(name, options, reason):
-    """Also says what does compute it; and `auto` takes that."""
+    """The reason names implementations that support it, and `auto` takes one of them."""
     tensors = [t.cpu() for t in qkv(6)]
     with pytest.raises(ImplementationUnavailable, match=reason + r".*usable here: \[.*'eager'"):
         attention(*tensors, implementation=name, **options)
@@ -500,7 +498,7 @@ def test_a_request_outside_is_refused_with_the_reason(name, options, reason):
 
 
 def test_every_implementation_declares_what_it_lacks():
-    """By name: which of the things that a call may ask for are refused."""
+    """The unsupported options, by implementation."""
     asks = {
         "window": Request(head_dim=64, window=True),
         "softcap": Request(head_dim=64, softcap=True),
@@ -557,7 +555,7 @@ def test_every_implementation_declares_what_it_lacks():
     ],
 )
 def test_what_auto_takes_on_cuda(installed, capability, expected, monkeypatch):
-    """FlashAttention, then PyTorch's, then ours for what those refuse."""
+    """FlashAttention, then PyTorch's, then tilewright's for requests those do not support."""
     monkeypatch.setattr(platform, "no_cuda", lambda least=0: None)
     monkeypatch.setattr(
         platform, "no_distribution", lambda name, *oldest: None if name in installed else "not here"
@@ -574,7 +572,8 @@ def test_what_auto_takes_on_cuda(installed, capability, expected, monkeypatch):
     }
     for ask, name in expected.items():
         assert ATTENTION.choose("cuda", torch.bfloat16, asks[ask]) == name, ask
-    # A ring's parts, odd widths and a cache's queries; float32; and what none of them takes.
+    # A ring's parts, odd widths and queries with a cache; float32; and requests none of them
+    # supports.
     for request in (
         Request(head_dim=128, part=True),
         Request(head_dim=100),
@@ -597,13 +596,13 @@ def test_what_auto_takes_on_cuda(installed, capability, expected, monkeypatch):
 def test_flash_attention_is_called_as_it_is_laid_out(
     version, packed, longest, options, monkeypatch
 ):
-    """With a module that computes by the definition, and takes and gives what theirs do."""
+    """A stand-in module computes by the definition, with flash-attn's arguments and results."""
     options = dict(options)
     if options.pop("sinks", False):
         if version.endswith("3"):
             pytest.skip("flash-attn 3 has no sinks, and refuses them")
         options["sinks"] = torch.randn(HQ, device=DEVICE, dtype=torch.float64)
-    strict = "sinks" in options  # whether deterministic algorithms are asked for, and passed on
+    strict = "sinks" in options  # deterministic algorithms are requested, and passed on
 
     def stand_in(
         q,
@@ -647,7 +646,7 @@ def test_flash_attention_is_called_as_it_is_laid_out(
         ).transpose(1, 2)
         assert (
             learnable_sink is None or learnable_sink.dtype == torch.float32
-        )  # they take no float64
+        )  # they do not support float64
         out = out.squeeze(0) if packed else out
         return (out, None) if version.endswith("4") else out
 
@@ -681,7 +680,7 @@ def test_flash_attention_is_called_as_it_is_laid_out(
     ids=["batch", "batch_window", "packed", "packed_window", "packed_full"],
 )
 def test_native_calls_varlen_attn_as_it_is_laid_out(grouped, cu, options, longest, monkeypatch):
-    """With a varlen_attn that computes by the definition, with and without grouped heads, as
+    """A stand-in varlen_attn computes by the definition, with and without grouped heads, as
     PyTorch's versions.
     """
     seen = []
@@ -737,7 +736,7 @@ def test_flash_attention_that_is_not_here_says_so(monkeypatch):
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operator returns."""
+    """Number of elements of the largest tensor that any operator returns."""
 
     def __init__(self):
         super().__init__()
@@ -760,8 +759,8 @@ def largest(name, tensors, **options):
 @pytest.mark.parametrize("name", [n for n in ATTENTION.names() if n != "eager"])
 @DTYPES
 def test_no_mask_is_built_for_packed_documents(name, dtype):
-    """Forward and backward make nothing larger than the operands themselves; [T, T] would be
-    eight times that.
+    """Forward and backward allocate nothing larger than the operands; [T, T] would be eight times
+    larger.
     """
     skip_unless_usable(ATTENTION, name, dtype)
     T = 256
@@ -859,7 +858,7 @@ def packed(*values, dtype=torch.int32):
             "max_seqlen must be an int of at least 0, got -1",
         ),
         (lambda n: call(n, Q[:, :3], K, V), ValueError, r"a divisor of 3.*got \[1, 2, 6, 8\]$"),
-        # [B, S, H, D], as flash-attn takes them.
+        # [B, S, H, D], flash-attn's layout.
         *(
             (
                 lambda n, s=s: call(

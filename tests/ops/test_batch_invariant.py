@@ -1,6 +1,4 @@
-"""What is called batch-invariant: a row's bits depend neither on the other rows of a call nor
-on their number.
-"""
+"""Batch invariance: a row's bits depend neither on the other rows of a call nor on their number."""
 
 import pytest
 import torch
@@ -16,8 +14,7 @@ from tilewright.trainer.model_config import ModelConfig
 from tilewright.trainer.ops_choice import INVARIANT, Numerics, Ops
 
 FLOAT, HALF = torch.float32, torch.bfloat16
-# Numbers of rows, some of which a kernel may treat in another way, and where the two rows are that
-# must not care.
+# Numbers of rows, which kernels may treat differently, and the positions of the two compared rows.
 SIZES = ((2, 0), (3, 1), (17, 9), (64, 62), (200, 131))
 WIDTH = 96
 
@@ -45,7 +42,7 @@ def add_rmsnorm(x, name):
     return torch.cat((y, total), -1)
 
 
-def rope(x, name):  # every token at one position, so that a row can move
+def rope(x, name):  # all tokens at one position, so that rows can move
     q = x.view(1, -1, 6, 16).transpose(1, 2)
     turned, _ = tw.rope(
         q,
@@ -125,7 +122,7 @@ def test_a_row_does_not_depend_on_the_others(op, name, dtype):
 @pytest.mark.parametrize("dtype", [FLOAT, HALF], ids=short)
 @pytest.mark.parametrize("name", [n for op, n in claims() if op == "attention"])
 def test_a_document_does_not_depend_on_the_others(name, dtype):
-    """Nor on where it lies; backward too."""
+    """Nor on its position; also in backward."""
     skip_unless_usable(operations()["attention"], name, dtype)
     torch.manual_seed(0)
     length = 37
@@ -225,8 +222,8 @@ SHAPE = {
 @pytest.mark.parametrize("merge_qkv", [True, False], ids=["merged", "apart"])
 @pytest.mark.parametrize("length", [1, 2, 23])
 def test_logits_and_losses_do_not_depend_on_the_batch(dtype, merge_qkv, length):
-    """A document alone, and packed behind and before others: the same bits, all the way up. One
-    token alone is where matrix products take another path than for many.
+    """A document alone, and packed after and before others: the same bits throughout the model.
+    Matrix products treat one token differently from many.
     """
     config = ModelConfig.from_hf(SHAPE)
     ops = Ops.resolve(
@@ -250,7 +247,7 @@ def test_logits_and_losses_do_not_depend_on_the_batch(dtype, merge_qkv, length):
             sorted({0, before, before + length, before + length + after}), device=DEVICE
         )
         labels = torch.full_like(tokens, -100)
-        labels[0, before + length // 2] = 3  # one: a sum's order follows where its terms lie
+        labels[0, before + length // 2] = 3  # one: a sum's order depends on its terms' positions
         return (
             model(tokens, cu_seqlens=ends)[0, before : before + length],
             model(tokens, cu_seqlens=ends, labels=labels, num_tokens=1.0),

@@ -1,5 +1,5 @@
-"""Attention over a sequence in pieces (gloo processes) against all of it in one: layout, results,
-gradients, and what travels.
+"""Attention over a sharded sequence (gloo processes) against the whole sequence in one: layout,
+results, gradients, and communication.
 """
 
 import itertools
@@ -23,9 +23,9 @@ from tilewright.ops.context_parallel import (
 from tilewright.registry import ImplementationUnavailable
 
 S, D = 48, 8
-CROSSING = (0, 5, 5, 20, 21, 21, 40, 48)  # boundaries of chunks are at multiples of 6 or 12
+CROSSING = (0, 5, 5, 20, 21, 21, 40, 48)  # chunks begin at multiples of 6 or 12
 
-# name -> batch, query and key heads, boundaries of documents (or None), options
+# name -> batch, query and key heads, cu_seqlens (or None), options
 CASES = {
     "sequences": (2, 4, 2, None, {}),
     "one_document": (1, 4, 2, (0, S), {}),
@@ -169,7 +169,7 @@ def test_a_plan_computes_each_pair_once_and_sends_what_is_seen_alone(ring, causa
 
 
 def problem(name, dtype=torch.float32):
-    """Whole q, k, v and, if there are any, sinks; the output's gradient, boundaries and options."""
+    """Whole q, k, v and sinks, if any; the output's gradient, cu_seqlens and options."""
     B, H, Hk, ends, options = CASES[name]
     options = dict(options)
     g = torch.Generator().manual_seed(len(name))
@@ -224,11 +224,11 @@ def close(found, want, what, tolerance=1e-5):
     assert error <= tolerance * max(want.abs().max(), 0.1), (
         what,
         float(error),
-    )  # of keys seen alone, dq is 0
+    )  # with only one visible key, dq is 0
 
 
 class Count:
-    """Shapes of all-to-alls and of messages that are sent."""
+    """Records the shapes of all-to-alls and of sent messages."""
 
     def __enter__(self):
         self.real = dist.all_to_all_single, dist.batch_isend_irecv
@@ -254,7 +254,7 @@ class Count:
 def of_this(ring, ulysses):
     """The groups of rank = ring rank * ulysses + Ulysses rank."""
     world, rank, mine = dist.get_world_size(), dist.get_rank(), []
-    for by_row in (True, False):  # every rank makes every group
+    for by_row in (True, False):  # every rank creates every group
         table = torch.arange(world).view(ring, ulysses)
         for members in (table if by_row else table.t()).tolist():
             group = dist.new_group(members)
@@ -288,14 +288,14 @@ def _equals_one_process(name, where):
     tensors, dout, ends, options = problem(name)
     want = one_process(tensors, dout, ends, options)
     found = call(where, tensors, dout, ends, options)
-    if name in ("crossing", "all_of_it"):  # the same bits again
+    if name in ("crossing", "all_of_it"):  # deterministic
         again = call(where, tensors, dout, ends, options, host=True)
         assert all(a.equal(b) for a, b in zip(found, again, strict=True)), name
     if found[4:]:
         assert where.ulysses_size == 1 or (found[4] == 0).sum() == len(found[4]) * (
             1 - 1 / where.ulysses_size
         )
-        dist.all_reduce(found[4])  # of its own queries and heads
+        dist.all_reduce(found[4])  # each rank has those of its queries and heads
     for what, a, b in zip(
         ("out", "dq", "dk", "dv", "dsinks"), found, of_rank(want, where), strict=False
     ):
@@ -323,7 +323,7 @@ def _other_dtypes(where):
 
 
 def _isolation(where):
-    """What one document holds changes no bit of another one's."""
+    """The bits of a document do not depend on other documents."""
     tensors, dout, ends, options = problem("crossing")
     changed = [t.clone() for t in (*tensors, dout)]
     for t in changed:
@@ -350,7 +350,7 @@ def _what_travels(where):
     R, U, r = where.ring_size, where.ulysses_size, where.ring_rank
     chunk, s = S // (2 * R), S // (R * U)
     forward, backward = count("one_document")
-    keys = 2 // U if U <= 2 else 1  # heads of keys on a Ulysses rank
+    keys = 2 // U if U <= 2 else 1  # key heads per Ulysses rank
     if U == 1:
         assert forward.all_to_alls == backward.all_to_alls == []
     else:
@@ -359,24 +359,24 @@ def _what_travels(where):
             gather,
             scatter,
         ]
-    # A later ring rank needs the early chunk alone, an earlier one both.
+    # A later ring rank needs only the early chunk, an earlier one both.
     rows = [chunk if r + t < R else 2 * chunk for t in range(1, R)]
     sent = [((2, n, 1, keys, D), torch.float32) for n in rows]
     assert forward.sent == sent and len(forward.received) == R - 1
     assert sorted(backward.received) == sorted([*forward.received, *sent])
     assert len(backward.sent) == 2 * (R - 1)
-    if R == 2:  # documents that end with the chunks
+    if R == 2:  # documents end where chunks end
         for found in count("ends_with_chunks"):
             assert found.sent == found.received == []
         for found in count("window_of_one"):
             assert found.sent == found.received == []
-        # Of document 5 .. 20 what lies before 12, and of 21 .. 40 what lies before 36.
+        # The part of document 5 .. 20 before 12, and of 21 .. 40 before 36.
         forward, _ = count("crossing")
         assert [shape[1] for shape, _ in forward.sent] == ([12 - 5] if r == 0 else [36 - 21])
         forward, _ = count("window")
         assert [shape[1] for shape, _ in forward.sent] == [
             4
-        ]  # of each boundary, as far back as the window
+        ]  # at each boundary, as far back as the window
 
 
 def _no_second_derivative(where):
@@ -388,7 +388,7 @@ def _no_second_derivative(where):
 
 
 def _refusals(where):
-    """A ring of two. All of these are before anything is sent."""
+    """A ring of two. All errors are raised before communication."""
     tensors, _, ends, _ = problem("crossing")
     q, k, v = of_rank(tensors, where)
     cu = torch.tensor(ends)

@@ -1,5 +1,5 @@
-"""The numerics contract over the whole registry: a new implementation is tested here with no
-edit.
+"""The numerics contract over the whole registry: new implementations are tested without an edit
+here.
 """
 
 import functools
@@ -14,15 +14,12 @@ from tilewright.registry import FLOATS, Implementation, Op, short
 
 
 def grid(tag):
-    """The implementations of a case follow one another, since they are judged by the same
-    reference.
-    """
+    """Orders a case's implementations together, since they share a reference."""
     for op in OPS.values():
         for i, case in enumerate(c for c in op.cases if tag in c.tags):
             for dtype in FLOATS:
                 for impl in op.implementations:
-                    # In Triton's interpreter float16 is float32's arithmetic between another load
-                    # and store.
+                    # In Triton's interpreter float16 differs from float32 only in loads and stores.
                     again = (
                         impl.name == "triton"
                         and DEVICE == "cpu"
@@ -46,7 +43,7 @@ def grid(tag):
 
 @functools.lru_cache(len(contract.LAYOUTS))
 def judged_by(op, case, dtype, seed, layout):
-    """Arguments of the op of this name, and the reference for them."""
+    """Arguments of the named op, and their reference."""
     kwargs = next(c for c in OPS[op].cases if c.name == case).make(DEVICE, dtype, seed)
     return kwargs, contract.reference(OPS[op], kwargs, dtype, layout)
 
@@ -57,7 +54,7 @@ def test_matches_eager(op, name, case, dtype, i, poisoned):
     layouts = list(enumerate(contract.LAYOUTS))
     if (
         name == "triton" and DEVICE == "cpu"
-    ):  # the interpreter is slow: an op's cases take turns at the layouts
+    ):  # the interpreter is slow: an op's cases alternate between layouts
         layouts = [layouts[i % len(layouts)]]
     for seed, layout in layouts:
         kwargs, by = judged_by(op.name, case.name, dtype, seed, layout)
@@ -104,7 +101,7 @@ def test_cuda_graph_capture(op, name, case):
 
 @pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
 def test_eager_twin_gradcheck(op):
-    """The definition differentiates rightly, in float64, against finite differences."""
+    """The definition's gradients are right, in float64, against finite differences."""
     checked = differentiable = 0
     for case in op.cases:
         if "contract" not in case.tags:
@@ -114,7 +111,7 @@ def test_eager_twin_gradcheck(op):
         differentiable += len(names)
         if (
             not 0 < sum(kwargs[n].numel() for n in names) <= 2500
-        ):  # finite differences cost a call an element
+        ):  # finite differences take one call per element
             continue
 
         def call(*tensors, kwargs=kwargs, names=names):

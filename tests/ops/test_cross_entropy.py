@@ -1,4 +1,4 @@
-"""What is special to cross_entropy; parity with the eager twin is in test_contract.py."""
+"""Tests specific to cross_entropy; parity with the eager twin is in test_contract.py."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from tilewright.ops._softmax_stats import StatsGradients
 from tilewright.ops.cross_entropy import CROSS_ENTROPY
 from tilewright.registry import ImplementationUnavailable
 
-# Not `from tilewright.ops import`, where the name is the function's.
+# In `tilewright.ops` the name is the function.
 module = importlib.import_module("tilewright.ops.cross_entropy")
 
 FUSED = ("triton", "cpp")
@@ -50,7 +50,7 @@ def fused(name):
     return _softmax_stats.LOADERS[name]()
 
 
-# ---- against other people's definitions, in float64
+# ---- against independent definitions, in float64
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -113,14 +113,14 @@ def test_entropy_and_lse_equal_categorical_and_argmax_is_the_first():
         assert found.tolist() == [1, 0], name
 
 
-# ---- how much is lost, whatever the logits' magnitude
+# ---- precision at any magnitude of the logits
 
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_constant_added_to_the_logits_costs_no_precision(name, smoothing):
-    """Against float64 and a formula of its own, since the twin is what is tested too: no more is
-    lost than twice what F.cross_entropy loses, and a rounding or two of each result.
+    """Against an independent float64 formula, since the twin is tested too: the error is at most
+    twice that of F.cross_entropy, plus a rounding or two of each result.
     """
     skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
     eps = torch.finfo(torch.float32).eps
@@ -165,7 +165,9 @@ def test_a_constant_added_to_the_logits_costs_no_precision(name, smoothing):
 
 @pytest.mark.parametrize("name", ALL)
 def test_the_z_loss_of_large_logits_has_the_gradient_of_its_lse(name):
-    """lse is rounded at the logits' size, here to 1/128, but no probability may be made of it."""
+    """lse is rounded at the logits' size, here to 1/128, but no probability may be computed from
+    it.
+    """
     skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
     x, y = problem(T=8, V=1000)
     y, x = y.clamp_min(0), (x.detach() + 1e5).requires_grad_()
@@ -181,8 +183,8 @@ def test_the_z_loss_of_large_logits_has_the_gradient_of_its_lse(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_logit_of_infinity_shows(name):
-    """As the docstring says: lse is infinite, the gradient NaN there, the loss infinite or NaN.
-    A cap bounds it.
+    """As documented: lse is infinite, the gradient NaN there, the loss infinite or NaN. A cap
+    bounds it.
     """
     skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
     x, _ = problem(T=3)
@@ -227,7 +229,7 @@ def test_a_saturated_cap_costs_no_precision(name, scale):
     torch.testing.assert_close(found.double(), truth, rtol=2e-6 + 4e-7 * scale, atol=0)
 
 
-# ---- rows and values that kernels may trip over
+# ---- rows and values that are difficult for kernels
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -241,7 +243,7 @@ def test_rows_further_apart_than_their_length(name, V, stride, poisoned):
         broken = contract.compare(
             CROSS_ENTROPY, name, {"logits": x, "target": y, **EVERYTHING}, torch.float32
         )
-        assert not broken, broken  # compare copies x to contiguous rows; the padded ones are next
+        assert not broken, broken  # compare makes x contiguous; padded rows are next
         outs = [
             cross_entropy(x, y, **EVERYTHING, inplace=inplace and n == name, implementation=n)
             for n in ("eager", name)
@@ -265,7 +267,7 @@ def test_masked_out_classes_and_large_logits(name):
     x[:, 8990:] = float("-inf")
     y = torch.tensor([4500, 8000, -100], device=DEVICE)
     a, b = x.requires_grad_(), x.detach()[:, 4500:8990].clone().requires_grad_()
-    # where float32 has steps of 2^-9, to which the sum is rounded: hence the tolerance below
+    # float32 has steps of 2^-9 there, hence the tolerance below
     shift = 3e4
     outs = [
         cross_entropy(
@@ -303,7 +305,7 @@ def test_ignored_rows_get_zeros_whatever_they_hold(name, options):
         and not x.grad[[1, 4]].any()
         and x.grad[0].any()
     )
-    z = x.detach()[7]  # ignored too, and its lse is right nevertheless
+    z = x.detach()[7]  # ignored too, but its lse is right
     z = 5 * torch.tanh(z / 5) if "softcap" in options else z
     torch.testing.assert_close(out.lse[7], z.logsumexp(-1))
 
@@ -323,8 +325,7 @@ def test_num_tokens_gets_no_gradient(name):
 @pytest.mark.parametrize("name", FUSED)
 def test_gradient_of_every_statistic(name):
     """The public op never differentiates the mean; other users of the statistics may. Upstream
-    gradients are one number, or one a row, and one that is infinite leaves a row without gradients
-    0.
+    gradients are one number, or one per row, and an infinite one leaves a row without gradients 0.
     """
     kernels = fused(name)
     x, y = problem(T=4, V=300)
@@ -384,8 +385,8 @@ OPTIONS["everything"] = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_losses_in_one_kernel_equal_those_in_torch(options):
-    """More rows than a block holds, in one piece and in several; ignored rows whose statistics are
-    what they like, and targets that are out of range.
+    """More rows than a block holds, in one part and in several; ignored rows with arbitrary
+    statistics, and out-of-range targets.
     """
     kernels = fused("triton")
     options = {
@@ -466,8 +467,8 @@ def test_losses_in_one_kernel_equal_those_in_torch(options):
     ids=str,
 )
 def test_three_launches_and_no_wait(options, monkeypatch):
-    """Forward and backward, as on a GPU, where each computation of PyTorch's own would be a launch,
-    and a look at a value a wait.
+    """Forward and backward as on a GPU, where each PyTorch computation would be a launch, and
+    reading a value a synchronization.
     """
     fused("triton")
     x, y = problem()
@@ -528,7 +529,7 @@ def test_a_bad_target_makes_its_row_nan_where_there_is_no_look(name, options, mo
 
 
 def test_targets_on_a_gpu_are_looked_at_only_when_they_are_to_be(monkeypatch):
-    """Code that was compiled outside follows too: the look is made when it runs."""
+    """Also in code compiled outside the context: the check is made when it runs."""
     on_a_gpu = SimpleNamespace(is_cuda=True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert not _targets._may_read(on_a_gpu) and _targets._may_read(torch.zeros(1))
@@ -605,7 +606,7 @@ def test_inplace_is_noticed_by_an_op_that_saved_the_logits(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_inplace_over_rows_that_share_memory_is_refused(name):
-    """One row's gradient would overwrite another row that is still to be read."""
+    """One row's gradient would overwrite another row before it is read."""
     skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
     y = torch.tensor([0, 8, -100, 3], device=DEVICE)
     flat = torch.randn(90, device=DEVICE)
@@ -810,9 +811,7 @@ def test_two_shards_of_the_vocabulary_equal_one(name):
     x, y = problem(T=8, V=62)
     x = x.detach()
     x[0] = 1.0  # a tie across the shards
-    x[2, 31:] = float(
-        "-inf"
-    )  # a shard without probability, in a row whose target is in the other one
+    x[2, 31:] = float("-inf")  # a shard without probability; the row's target is in the other
     y[2] = 3
     everything = {
         "label_smoothing": 0.1,
@@ -838,7 +837,7 @@ def test_two_shards_of_the_vocabulary_equal_one(name):
             **everything,
             "reduction": "none",
         },
-        # Shards whose peaks lie apart, and a sum of terms that float32 holds to 1/16 only.
+        # Shards with distant peaks, and a sum of terms that float32 resolves to 1/16 only.
         {
             "logits": x.clamp_min(-9) + 1e6 - 3 * (torch.arange(62) < 31),
             "target": y,

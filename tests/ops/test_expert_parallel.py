@@ -1,5 +1,5 @@
-"""Experts spread over processes (gloo) against all of them in one: results, gradients, and what
-travels.
+"""Experts sharded over processes (gloo) against all of them in one: results, gradients, and
+communication.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from tilewright.selection import use
 
 E, H, I = 8, 12, 10
 
-# name -> tokens on each of the ranks (repeated as needed), experts a token, and who is chosen
+# name -> tokens per rank (repeated as needed), experts per token, and the routing
 CASES = {
     "uniform": ((9, 7), 3, "uniform"),
     "one_token_a_rank": ((1, 1), 2, "uniform"),
@@ -29,7 +29,7 @@ CASES = {
         (8, 5),
         2,
         "idle",
-    ),  # half of the experts, all of the first rank's, get nothing
+    ),  # half of the experts, all of the first rank's, get no tokens
     "overloaded": ((6, 11), 2, "overloaded"),  # every token chooses expert 5
     "one_expert_has_all": ((7, 6), 1, "one"),
     "no_tokens_on_a_rank": ((0, 9), 2, "uniform"),
@@ -97,7 +97,7 @@ WAYS = {
 
 
 class Count:
-    """Counts all-to-alls, rows sent, and the times that a tensor is read on the host."""
+    """Counts all-to-alls, rows sent, and host reads of tensors."""
 
     def __init__(self):
         self.calls, self.rows, self.reads = [], [], 0
@@ -133,7 +133,7 @@ def _everything(rank, world, folder):
             torch.save([y.detach(), *grads], f"{folder}/{name}-{way}-{rank}")
     _what_travels(rank, world, group)
     _through_deepep(rank, world, group)
-    if rank == 0:  # before anything is sent, or the others would wait
+    if rank == 0:  # before any communication, or the others would wait
         _refusals(group)
     dist.barrier()
     dist.destroy_process_group()
@@ -147,15 +147,15 @@ def _what_travels(rank, world, group):
         wanted = leaves(parts)
         with Count() as forward:
             y = ep.ep_moe_mlp(*parts.values(), group, recompute=recompute)
-        # Every rank has experts for every token, and each row travels once to it, not once for each
-        # of the experts.
+        # Every rank has experts for every token; each row is sent once per rank, not once per
+        # expert.
         assert forward.calls == [(world, 2), (T * world, H), (T * world, 2 * K), (sum(sizes), H)]
         assert forward.reads == 1
         with Count() as backward:
             torch.autograd.grad(y, wanted, dy)
         assert backward.calls == [(T * world, H), (sum(sizes), H), (sum(sizes), K)]
         assert backward.reads == 0
-    for reentrant in (False, True):  # rows travel again, sizes do not
+    for reentrant in (False, True):  # rows are sent again, sizes are not
         y = checkpoint(
             lambda *a: ep.ep_moe_mlp(*a[:-1], group, kept=a[-1]),
             *parts.values(),
@@ -183,8 +183,8 @@ def _what_travels(rank, world, group):
         kept(lambda again=again: ep.ep_moe_mlp(*parts.values(), group, recompute=again))
         for again in (False, True)
     )
-    # Recomputed: one row for each token that came, not one for each of its experts; the rest is 4
-    # and 8 bytes a slot.
+    # Recomputed: one row per received token, not one per expert; the rest is 4 and 8 bytes per
+    # slot.
     M, slots = sum(sizes), sum(sizes) * K
     parameters = sum(parts[n].numel() * 4 for n in ("gate_up_proj", "down_proj"))
     assert alone - parameters <= 4 * M * H + 64 * slots + 64 * T * K, (alone, parameters)
@@ -203,7 +203,7 @@ def _what_travels(rank, world, group):
 
 
 def kept(call):
-    """Bytes of what a call keeps for its backward."""
+    """Bytes that a call saves for backward."""
     seen = {}
 
     def pack(t):
@@ -256,8 +256,8 @@ def _refusals(group):
 
 
 class StandIn:
-    """DeepEP's Buffer as its documentation describes it, over all_gather: shows that the calls fit
-    together, and nothing about DeepEP itself.
+    """DeepEP's Buffer as documented, over all_gather: checks that the calls fit together, not
+    DeepEP itself.
     """
 
     made, num_sms = [], None
@@ -397,7 +397,7 @@ def test_spread_experts_equal_one_process(world):
 
 @pytest.fixture
 def alone():
-    """A group of this process, on the device that the tests have."""
+    """A group of this process, on the tests' device."""
     dist.init_process_group(
         "nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
     )
@@ -407,9 +407,7 @@ def alone():
 
 @pytest.mark.parametrize("name", [n for n in CASES if CASES[n][0] != (0, 0)])
 def test_a_group_of_one_equals_the_layer(name, alone):
-    """What travels goes to itself. On a GPU, the one place where the forward waits for it, and
-    none in the backward.
-    """
+    """The rank sends to itself. On a GPU, forward synchronizes once and backward never."""
     _, whole, dy = problem(name, 2)
     whole, dy = {k: v.to(DEVICE) for k, v in whole.items()}, dy.to(DEVICE)
     wanted = leaves(whole)
@@ -429,7 +427,7 @@ def test_a_group_of_one_equals_the_layer(name, alone):
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="C++ is for the CPU")
 def test_a_name_fixes_its_parts_whatever_is_pinned(alone):
-    """Those of the experts, and the sort and the sums of the exchange."""
+    """The experts' parts, and the sort and sums of the exchange."""
     _, whole, _ = problem("uniform", 2)
     leaves(whole)
 
@@ -457,7 +455,7 @@ def test_a_name_fixes_its_parts_whatever_is_pinned(alone):
 
 @contextlib.contextmanager
 def waiting():
-    """The operations inside that wait for a CUDA device."""
+    """The operations inside that synchronize with a CUDA device."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = []

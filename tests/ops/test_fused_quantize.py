@@ -1,7 +1,7 @@
-"""Quantisation with something else in the same pass: the Hadamard transform, the transpose,
-silu(gate) * up, RMSNorm, add + RMSNorm. The bytes are those of the ops one after the other, in the
-interpreter and in what Triton compiles (as in test_triton_ptx.py, by another process that prints a
-line of JSON for each test).
+"""Quantization fused with other operations: the Hadamard transform, the transpose, silu(gate) * up,
+RMSNorm, add + RMSNorm. The bytes equal those of the separate ops, in the interpreter and in
+compiled Triton kernels (as in test_triton_ptx.py, by another process that prints a line of JSON per
+test).
 """
 
 import itertools
@@ -90,7 +90,7 @@ def assert_same(found, expected):
 @EVERY_DTYPE
 @pytest.mark.parametrize("size, signs", [(16, None), (16, 5), (32, 2**40 + 1)])
 def test_nvfp4_of_the_transform(name, dtype, size, signs, poisoned):
-    """The transform in float32: no rounding to x's dtype on the way."""
+    """The transform in float32, without rounding to x's dtype."""
     skip_unless_usable(OPS["nvfp4"], name, dtype)
     x = drawn(2, 19, 3 * size, dtype=dtype)
     transform = hadamard(x.float(), size, seed=signs, implementation="eager")
@@ -107,12 +107,12 @@ def test_nvfp4_of_the_transform(name, dtype, size, signs, poisoned):
 
 def test_nvfp4_of_the_transform_comes_back():
     x = randn(8, 256)
-    x[:, 7] *= 50  # an outlier, which takes the codes of its block
+    x[:, 7] *= 50  # an outlier, which uses up its block's codes
     q = quantize_nvfp4(x, hadamard=16, hadamard_seed=3)
     back = hadamard(dequantize_nvfp4(q), 16, seed=3, inverse=True)
     assert (back - x).norm() / x.norm() < 0.15
-    # The transform spreads an error over its block: what is large is no further off than what is
-    # not.
+    # The transform distributes an error over its block: large elements are no less accurate than
+    # others.
     assert (back - x)[:, 7].abs().max() < 0.05 * x[:, 7].abs().max()
 
 
@@ -126,7 +126,7 @@ def test_a_transform_that_is_not_finite_is_refused(name, bad):
     x[2, 40] = bad
     with pytest.raises(ValueError, match="x must be finite"):
         quantize_nvfp4(x, hadamard=16, implementation=name)
-    with pytest.raises(ValueError, match="x must be finite"):  # each element is, the sum is not
+    with pytest.raises(ValueError, match="x must be finite"):  # the sum is infinite
         quantize_nvfp4(torch.full((1, 16), 3e38, device=DEVICE), hadamard=16, implementation=name)
 
 
@@ -145,7 +145,7 @@ def grid(options):
 
 
 def equals_two_calls(format, name, shape, **options):
-    """What one call gives of both ways is what two give, byte for byte."""
+    """One call for both orientations gives the bytes of two calls."""
     skip_unless_usable(OPS[format], name, torch.float32)
     quantize, x = OPS[format].public, drawn(*shape)
     found = quantize(x, transpose=True, **options, implementation=name)
@@ -198,7 +198,7 @@ def test_both_ways_of_other_dtypes_and_strides(name):
                 name == "triton"
                 and DEVICE == "cpu"
                 and (dtype == torch.bfloat16 or op is OPS["mxfp8"])
-            ):  # which has block FP8's loads
+            ):  # shares block FP8's loads
                 continue
             skip_unless_usable(op, name, dtype)
             x = drawn(70, 150, dtype=dtype)
@@ -302,7 +302,7 @@ def test_silu_mul_gives_the_bytes_of_the_two_ops(
 ):
     skip_unless_usable(OPS["silu_mul"], name, dtype)
     skip_more_halves(name, dtype, shape)
-    # Wide in the interpreter: a second for each more.
+    # Wide in the interpreter: one more second each.
     silu_mul_both(
         name, dtype, shape, packed, strided, seed, transpose=name != "triton" or shape[-1] < 1000
     )
@@ -350,7 +350,7 @@ def test_what_is_not_finite_is_refused_by_name(name, bad):
     x[1, 200] = bad
     with pytest.raises(
         ValueError, match=r"silu\(gate\) \* up must be finite"
-    ):  # the product alone is not
+    ):  # the product alone does not support it
         silu_mul_quantize(
             torch.full((1, 8), 1e30, device=DEVICE),
             torch.full((1, 8), 1e30, device=DEVICE),
@@ -401,7 +401,7 @@ def test_nothing_is_differentiable():
 
 @FUSED
 def test_operators_pass_opcheck(name):
-    """Also those that the registry's test of small cases does not reach."""
+    """Including those that the registry's test of small cases does not reach."""
     for op in OPS.values():
         skip_unless_usable(op, name, torch.float32)
 
@@ -553,10 +553,10 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
             call()
 
 
-# ---- what Triton compiles
+# ---- compiled by Triton
 
-# bfloat16, which the interpreter truncates; and widths of rows in one warp, in several, and walked
-# in blocks.
+# bfloat16, which the interpreter truncates; and row widths for one warp, for several, and in
+# blocks.
 COMPILED = {
     "silu_mul": (
         90,
@@ -656,7 +656,7 @@ def main():
 
     platform.interpreting = lambda: (
         True
-    )  # Triton takes tensors of a CPU, and this is not the interpreter
+    )  # Triton accepts CPU tensors, and this is not the interpreter
     driver = Driver()
     triton_driver.set_active(driver)
     for case, (driver.arch, test, *arguments) in COMPILED.items():
@@ -664,7 +664,7 @@ def main():
         try:
             test("triton", *arguments)
             wrong = ""
-        except Exception:  # of any kind: each is a verdict
+        except Exception:  # any exception is a verdict
             wrong = traceback.format_exc()
         print(json.dumps({"name": case, "wrong": wrong}), flush=True)
 

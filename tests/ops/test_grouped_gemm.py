@@ -1,5 +1,5 @@
-"""What is special to grouped_gemm, and the fused launches that a mixture-of-experts MLP is made of;
-parity with the eager twin is in test_contract.py.
+"""Tests specific to grouped_gemm, and the fused launches of a mixture-of-experts MLP; parity with
+the eager twin is in test_contract.py.
 """
 
 import pathlib
@@ -42,7 +42,7 @@ def step(name, x, weight, offsets, dy):
 
 
 def truth(x, weight, offsets, dy):
-    """In float64, by masks and not by slices: nothing in common with the eager twin."""
+    """In float64, by masks rather than slices: independent of the eager twin."""
     row = torch.arange(x.shape[0], device=x.device)
     expert = torch.searchsorted(offsets, row.to(torch.int32), right=True)
     live = (expert < len(offsets))[:, None]
@@ -67,7 +67,7 @@ def close(found, expected, eps):
 def test_equals_a_definition_by_masks(name, dtype):
     skip_unless_usable(GROUPED_GEMM, name, dtype)
     inputs = made((5, 0, 40, 1), 6, 20, 36, dtype)
-    # One rounding, of half an eps of the element; float32: sums of 40 products.
+    # One rounding, half an eps of the element; float32: sums of 40 products.
     close(
         step(name, *inputs),
         truth(*inputs),
@@ -98,7 +98,7 @@ def test_infinite_weights_stay_with_their_expert(name):
     "layout", ["row-strided", "column-strided", "transposed weight", "expanded x"]
 )
 def test_strides(name, layout):
-    """The same bits as contiguous inputs give; but torch may take another kernel for them."""
+    """The same bits as contiguous inputs, except that torch may choose another kernel for them."""
     skip_unless_usable(GROUPED_GEMM, name, torch.float32)
     x, weight, offsets, dy = made((5, 0, 12), 2, 8, 12, fill=1.0)
     if layout == "row-strided":
@@ -136,8 +136,8 @@ def test_one_of_the_two_gradients(name):
 
 @EVERY
 def test_same_bits_again_and_whatever_the_neighbors(name):
-    """An expert's results do not depend on how many rows the others have, nor, where the products
-    are this library's own, on the number of threads.
+    """An expert's results do not depend on the other experts' rows, nor, with this library's own
+    products, on the number of threads.
     """
     skip_unless_usable(GROUPED_GEMM, name, torch.float32)
     x, weight, offsets, dy = made((7, 60, 3), 0, 12, 20)
@@ -161,8 +161,8 @@ def test_same_bits_again_and_whatever_the_neighbors(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 @pytest.mark.parametrize("n, k", [(200, 70), (65, 300), (130, 1101), (1102, 33)])
 def test_cpp_in_every_regime(dtype, n, k):
-    """Experts of 1 to 250 rows take each of its kernels; sizes divide no block, and some sums
-    are of many panels.
+    """Experts of 1 to 250 rows cover each of its kernels; sizes are not multiples of blocks, and
+    some sums span many panels.
     """
     skip_unless_usable(GROUPED_GEMM, "cpp", dtype)
     counts = (1, 2, 3, 4, 5, 23, 31, 32, 47, 48, 50, 0, 130, 250)
@@ -292,7 +292,7 @@ def expert_rows(index, offsets, slots, k):
 @TYPES
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_up_swiglu(hidden, inner, dtype, interleaved):
-    """With biases, and transposed weights, where gates and ups are interleaved."""
+    """With biases, and transposed weights with interleaved gates and ups."""
     kernel, (index, offsets, slots, _) = kernels(), routed(25, 3, 4)
     x = torch.randn(25, hidden, device=DEVICE).to(dtype)
     weight = (torch.randn(4, 2 * inner, hidden, device=DEVICE) * hidden**-0.5).to(dtype)
@@ -312,7 +312,7 @@ def test_up_swiglu(hidden, inner, dtype, interleaved):
     assert none is None and torch.equal(h, same)
     eps = torch.finfo(dtype).eps
     close([pre], [expected], 8 * eps)
-    # h is that of the rounded pre-activation
+    # h is computed from the rounded pre-activation
     gate, up = (
         (pre.double()[:, ::2], pre.double()[:, 1::2]) if interleaved else pre.double().chunk(2, -1)
     )
@@ -325,8 +325,8 @@ def test_up_swiglu(hidden, inner, dtype, interleaved):
 @TYPES
 @pytest.mark.parametrize("split, interleaved", [(None, False), (4, False), (4, True)])
 def test_down_dswiglu(hidden, inner, dtype, split, interleaved):
-    """split: the pieces that the epilogue takes a tile in; tiles of 16 columns make several partial
-    sums a row. With a bias where gates and ups are interleaved.
+    """split: the number of parts of a tile in the epilogue; tiles of 16 columns give several
+    partial sums per row. With a bias where gates and ups are interleaved.
     """
     kernel, (index, offsets, slots, position) = kernels(), routed(25, 3, 4, seed=1)
     if split is not None:
@@ -335,7 +335,7 @@ def test_down_dswiglu(hidden, inner, dtype, split, interleaved):
     dy = torch.randn(25, hidden, device=DEVICE).to(dtype)
     down = (torch.randn(4, hidden, inner, device=DEVICE) * inner**-0.5).to(dtype)
     pre = torch.randn(rows, 2 * inner, device=DEVICE).to(dtype)
-    pre[tail:] = float("nan")  # is not read
+    pre[tail:] = float("nan")  # not read
     weight = torch.rand(25, 3, device=DEVICE)
     bias = torch.randn(4, hidden, device=DEVICE).to(dtype) if interleaved else None
     leaf = pre.double().requires_grad_()
@@ -367,13 +367,13 @@ def test_down_dswiglu(hidden, inner, dtype, split, interleaved):
         if split is None:
             (dpre, drouter, hw), (_, _, none) = call(True), call(False)
         else:
-            # The launch asks by this key: the same constants for both of its look-ups.
+            # The launch's key: the same launch configuration for both of its look-ups.
             key = kernel._key(inner, hidden, dy, rows, 4, kernel._fits(dy, down, inner))
             with kernel.DOWN_DSWIGLU.override(dy.device, key, config):
                 (dpre, drouter, hw), (_, _, none) = call(True), call(False)
     assert none is None
     eps = torch.finfo(dtype).eps
-    # A dozen roundings: of a sum of products, of the sigmoid, and of six factors.
+    # A dozen roundings: a sum of products, the sigmoid, and six factors.
     close(
         [dpre[:tail], drouter, hw[:tail]],
         [dpre_true[:tail], drouter_true, hw_true[:tail]],
@@ -428,8 +428,8 @@ def test_tiles_cover_every_row_once(counts, tail, block):
 
 
 def test_bad_offsets_stay_inside_the_tensors():
-    """On a GPU nobody looks at their values: whatever they are, every access is inside, and
-    each row gets a number.
+    """On a GPU the values are not checked: whatever they are, every access is in bounds, and each
+    row is written.
     """
     kernel = kernels()
     for wrong in ([40, 0, 40], [-5, 90, 20], [2**31 - 1] * 3, [-(2**31)] * 3, [40, 0, 40, 0, 40]):
@@ -445,9 +445,7 @@ def test_bad_offsets_stay_inside_the_tensors():
 
 
 def test_more_tiles_than_32_bits_can_count_stay_inside_the_table():
-    """What offsets that break the rules can ask for: here 2^31 tiles of one row, where there is
-    room for ten.
-    """
+    """Invalid offsets can request this: here 2^31 tiles of one row, with room for ten."""
     kernel = kernels()
     R, room = 2**30, 10
     offsets = torch.tensor([R, 0, R], dtype=torch.int32, device=DEVICE)
@@ -457,7 +455,7 @@ def test_more_tiles_than_32_bits_can_count_stay_inside_the_table():
 
 
 def test_what_a_descriptor_cannot_take_is_seen():
-    """Memory that is off 16 bytes, rows at other multiples, experts that share memory."""
+    """Unaligned memory (16 bytes), rows at other multiples, experts that share memory."""
     kernel = kernels()
     flat = torch.empty(4 * 64 + 1, dtype=torch.bfloat16, device=DEVICE)
     assert kernel._aligned(flat[:-1].view(4, 64))

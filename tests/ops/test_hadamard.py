@@ -1,5 +1,5 @@
-"""The block Hadamard transform: the matrix, its inverse and gradient, the signs, the bits of
-every implementation.
+"""The block Hadamard transform: the matrix, its inverse and gradient, the signs, the bits of every
+implementation.
 """
 
 import math
@@ -22,7 +22,7 @@ def randn(*shape, dtype=torch.float32, seed=0):
 
 
 def sylvester(size):
-    """By its recursion, where the op's definition is butterflies."""
+    """By the recursion, where the op's definition uses butterflies."""
     h = torch.ones(1, 1, dtype=torch.float64)
     while len(h) < size:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
@@ -81,7 +81,7 @@ def test_inverse_undoes_it_and_lengths_stay(name, size, seed):
     back = hadamard(y, size, seed=seed, inverse=True, implementation=name)
     torch.testing.assert_close(back, x, rtol=0, atol=2e-6)
     torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
-    w = randn(5, 4 * size, seed=1)  # a product along the last dimension stays
+    w = randn(5, 4 * size, seed=1)  # products along the last dimension are preserved
     torch.testing.assert_close(
         y @ hadamard(w, size, seed=seed, implementation=name).T, x @ w.T, rtol=0, atol=5e-5
     )
@@ -95,7 +95,7 @@ def test_one_large_element_is_spread():
 
 def test_signs_are_those_of_the_seed():
     x = torch.zeros(3, 32, device=DEVICE)
-    x[0, 0] = x[1, 1] = x[2, 5] = 4.0  # each row shows one position's sign in its first element
+    x[0, 0] = x[1, 1] = x[2, 5] = 4.0  # each row's first element shows one position's sign
     seen = {tuple(hadamard(x, 32, seed=seed)[:, 0].sign().tolist()) for seed in range(40)}
     assert len(seen) == 8
     ones = torch.ones(2, 64, device=DEVICE)

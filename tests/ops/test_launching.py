@@ -1,5 +1,5 @@
-"""What the host does for a launch of a Triton kernel: how often it has one compiled, and how long
-it takes. No GPU is needed, but a process without Triton's interpreter is.
+"""Host-side launching of Triton kernels: the number of compilations and the launch time. Needs no
+GPU, but a process without Triton's interpreter.
 """
 
 import json
@@ -22,14 +22,13 @@ from tilewright.selection import operations
 pytest.importorskip("triton")
 
 ROOT = pathlib.Path(__file__).parents[2]
-# compilations of a kernel with one set of constants: numbers that are multiples of 16 gain from it
+# compilations per kernel and set of constants: Triton specializes integers that are multiples of 16
 MOST = 2
 
 
 def steps(tokens, dtype=torch.bfloat16):
-    """One launch of each kernel whose integers follow the number of tokens of a step: packed
-    documents, so that there is one sequence. Nothing is launched, so that tensors hold what was in
-    memory.
+    """One launch of each kernel whose integers depend on a step's number of tokens: packed
+    documents, so one sequence. Nothing is launched, so tensors are uninitialized.
     """
     from tilewright.kernels import (
         attention_triton,
@@ -87,7 +86,7 @@ def steps(tokens, dtype=torch.bfloat16):
         new(T, H).requires_grad_(), torch.zeros(T, dtype=i64), implementation="triton"
     )
     loss.backward()
-    one, square = torch.ones(()), T // 128 * 128  # of rows, which blocks of 128 divide
+    one, square = torch.ones(()), T // 128 * 128  # rows in whole blocks of 128
     low = quantize_triton.nvfp4_quantize(x[None], one, False, None, 0, None)
     quantize_triton.nvfp4_quantize(x[None, :square], one, True, T, 16, None)
     quantize_triton.nvfp4_dequantize(low[0][0], low[1][0], one, H, torch.bfloat16, 0.0, 0, 0, 0)
@@ -132,8 +131,8 @@ def steps(tokens, dtype=torch.bfloat16):
 
 
 def main():
-    """How many compilations of each kernel, with one set of constants, 200 random lengths ask
-    for; and what follows.
+    """Counts the compilations of each kernel, with one set of constants, for 200 random lengths;
+    and prints the other results.
     """
     from triton.runtime.jit import JITFunction
 
@@ -174,9 +173,8 @@ def main():
 
 
 def kept():
-    """Launches made from what is kept and by Triton, with the same arguments: how many were, of how
-    many kernels, and which of them differ in the kernel that runs, in its grid or in what it is
-    given.
+    """Compares cached launches with Triton's own, for the same arguments: the number of launches
+    and kernels, and those that differ in kernel, grid or arguments.
     """
     from triton.runtime.jit import JITFunction
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -229,7 +227,7 @@ def kept():
             for dtype in (torch.bfloat16, torch.float16):
                 steps(max(tokens, 128), dtype)
         rmsnorm = sys.modules["tilewright.kernels.rmsnorm_triton"]
-        for shift in (0, 0, 1, 0):  # the first element after a boundary of 16 bytes
+        for shift in (0, 0, 1, 0):  # the first element after a 16-byte boundary
             x = torch.empty(8 * 64 + shift)[shift:].view(8, 64)
             rmsnorm.forward(x, x[0], None, 1e-6, 0.0, True)
         rmsnorm.launch, watched = launch, []
@@ -259,9 +257,7 @@ def test_packed_lengths_ask_for_few_compilations(ran):
 
 
 def test_a_kept_launch_is_the_one_that_triton_would_make(ran):
-    """The same compiled kernel, grid and arguments, whatever changes: numbers, dtypes,
-    alignment.
-    """
+    """The same compiled kernel, grid and arguments for any integers, dtypes and alignment."""
     assert ran["kept"]["different"] == []
     kept = {name for name, n in ran["kept"]["counts"].items() if n}
     assert (

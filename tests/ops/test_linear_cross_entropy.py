@@ -1,4 +1,4 @@
-"""What is special to linear_cross_entropy and linear_logprob; parity with the eager twin is in
+"""Tests specific to linear_cross_entropy and linear_logprob; parity with the eager twin is in
 test_contract.py.
 """
 
@@ -76,7 +76,7 @@ def by_hand(x, w, b, y, class_weight=None, **options):
 @pytest.mark.parametrize("case", OPTIONS)
 @pytest.mark.parametrize("name", ALL)
 def test_equals_linear_and_cross_entropy_of_torch(name, case, dtype):
-    """Against float64, it may lose at most twice what PyTorch's two steps lose in this dtype."""
+    """Against float64, the error may be at most twice that of PyTorch's two steps in this dtype."""
     skip_unless_usable(LINEAR, name, dtype)
     options = dict(OPTIONS[case])
     if "class_weight" in options:
@@ -98,7 +98,7 @@ def test_equals_linear_and_cross_entropy_of_torch(name, case, dtype):
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_constant_added_to_the_logits_costs_no_precision(name):
-    """The logits are sums of few bits, exact in any order, so that float64 has the same."""
+    """The logits are sums of few bits, exact in any order, so float64 has the same."""
     skip_unless_usable(LINEAR, name, torch.float32)
     eps = torch.finfo(torch.float32).eps
     x, w, b, _ = problem(T=8, H=8, V=300)
@@ -116,7 +116,7 @@ def test_a_constant_added_to_the_logits_costs_no_precision(name):
         for options in (
             {"reduction": "none"},
             {"reduction": "sum"},
-        ):  # which differ in where gradients are made
+        ):  # they differ in where gradients are computed
             loss = linear_cross_entropy(
                 x, w, y, bias=b, chunk_size=4, implementation=name, **options
             )
@@ -184,7 +184,7 @@ def test_chunks_change_nothing(name, reduction):
 
 @pytest.mark.parametrize("name", CHUNKED)
 def test_a_vocabulary_of_262144(name):
-    """Sums over the vocabulary lose the most there, PyTorch's too."""
+    """Sums over such a vocabulary lose the most precision, also PyTorch's."""
     skip_unless_usable(LINEAR, name, torch.float32)
     V = 2**18
     x, w, _, _ = problem(T=3, H=4, V=V)
@@ -198,14 +198,14 @@ def test_a_vocabulary_of_262144(name):
         assert contract.error(f, e)[0] < 2 * contract.error(o, e)[0]
 
 
-# ---- what backward may rely on
+# ---- backward's assumptions
 
 
 @pytest.mark.parametrize("name", ["eager", *CHUNKED])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_backward_twice_gives_the_same(name, reduction):
-    """Forward holds the gradients; backward must not scale them in place while the graph is
-    kept.
+    """Forward computes the gradients; backward must not scale them in place while the graph is
+    retained.
     """
     skip_unless_usable(LINEAR, name, torch.float32)
     x, w, b, y = problem()
@@ -287,7 +287,7 @@ print((peak() - before) / 1024)
             ["mean"],
             256,
             math.inf,
-        ),  # what is measured is what is meant: all logits are 256 MiB
+        ),  # checks the measurement: all logits are 256 MiB
         ("cpp", ["mean", "none", "logprob"], 0, 100),  # a chunk is 64 MiB
     ],
     ids=["eager", "cpp"],
@@ -325,8 +325,8 @@ def test_logits_are_never_whole_in_gpu_memory():
 
 @pytest.mark.parametrize("chunk_size, reduction", [(None, "mean"), (None, "sum"), (4, "mean")])
 def test_launches_of_forward_and_backward(chunk_size, reduction, monkeypatch):
-    """As on a GPU: of each chunk its three kernels and three products, and what the upstream
-    gradient costs.
+    """As on a GPU: three kernels and three products per chunk, and the cost of the upstream
+    gradient.
     """
     skip_unless_usable(LINEAR, "triton", torch.float32)
     x, w, _, y = problem()
@@ -350,7 +350,7 @@ def test_launches_of_forward_and_backward(chunk_size, reduction, monkeypatch):
 
 
 def test_an_upstream_gradient_of_one_reads_and_writes_nothing():
-    """And any other multiplies whole blocks and what is left of one."""
+    """Any other multiplies whole blocks and the remainder of one."""
     skip_unless_usable(LINEAR, "triton", torch.float32)
     from tilewright.kernels import softmax_stats_triton as kernels
 
@@ -440,8 +440,8 @@ LLAMA = {"H": 4096, "V": 128256, **GPU}
     ],
 )
 def test_chunks_follow_from_shapes(T, options, chunks, monkeypatch):
-    """The least memory of the two: all logits at once, or chunks of the budget and a float32 sum.
-    Nothing else is asked, so it is the same while a graph is recorded and on every rank.
+    """The lesser memory of two plans: all logits at once, or chunks of the budget and a float32
+    sum. It depends on nothing else, so it is the same during CUDA graph capture and on every rank.
     """
     for name in (
         "mem_get_info",
@@ -463,7 +463,7 @@ def test_chunks_follow_from_shapes(T, options, chunks, monkeypatch):
 
 @pytest.mark.parametrize("name", CHUNKED)
 def test_forward_and_backward_choose_the_same_chunks(name, monkeypatch):
-    """The logits that backward makes again are those of the statistics."""
+    """The logits that backward recomputes are those of the statistics."""
     skip_unless_usable(LINEAR, name, torch.float32)
     seen, real = [], _linear_chunks.chunk_rows
     monkeypatch.setattr(
@@ -479,7 +479,7 @@ def test_forward_and_backward_choose_the_same_chunks(name, monkeypatch):
     assert seen == [(None, SUMMED)] * 4 + [(None, Precision(fp32_sums=True))] * 4
 
 
-# ---- targets that are out of range, where there is no look
+# ---- out-of-range targets, unchecked
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -505,7 +505,7 @@ def test_a_bad_target_makes_its_row_nan_where_there_is_no_look(name, fn, options
     )
     y[2], y[6] = 37, -1
     found = contract.leaves(fn(x, w, y, bias=b, chunk_size=4, implementation=name, **options))
-    for f, e in zip(found, first, strict=True):  # e: what the twin finds with those rows ignored
+    for f, e in zip(found, first, strict=True):  # e: the twin's result with those rows ignored
         assert f.isnan().any()
         if f.dim():
             e = e.detach().index_fill(0, rows, math.nan)
@@ -513,7 +513,7 @@ def test_a_bad_target_makes_its_row_nan_where_there_is_no_look(name, fn, options
     dx, dw = grads(sum(f.sum() for f in found), x, w)
     wanted, _ = grads(sum(f.sum() for f in first), x, w)
     assert dw.isnan().all()
-    if name == "torch":  # whose sum is of all rows
+    if name == "torch":  # it sums over all rows
         assert dx[rows].isnan().all()
     else:
         torch.testing.assert_close(
@@ -521,14 +521,14 @@ def test_a_bad_target_makes_its_row_nan_where_there_is_no_look(name, fn, options
         )
 
 
-# ---- in what logits are kept
+# ---- the dtype of logits
 
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("chunk_size", [4, None])
 @torch.no_grad()
 def test_logits_in_fp32_are_not_rounded(name, chunk_size):
-    """Every result of both ops is then as good as float32; with logits in bfloat16 none is."""
+    """Every result of both ops is then as accurate as float32; with logits in bfloat16 none is."""
     skip_unless_usable(LINEAR, name, torch.bfloat16)
     x, w, b, y = problem(T=64, H=32, V=96, dtype=torch.bfloat16)
     y = y.where(y >= 0, 5)
@@ -551,12 +551,12 @@ def test_logits_in_fp32_are_not_rounded(name, chunk_size):
     assert min(errors()) > 1e-4
 
 
-# ---- in what the weight's gradient is summed
+# ---- the dtype in which the weight's gradient is summed
 
 
 def dw_errors(name, accumulate, chunk_size):
     """Root mean square errors of the gradients of weight and bias, and these gradients. All rows
-    have one target, so that sums over chunks grow, which is when a narrow sum loses.
+    have one target, so that sums over chunks grow, where a narrow sum loses precision.
     """
     x, w, b, y = problem(T=256, H=16, V=24, dtype=torch.bfloat16)
     y.fill_(3)
@@ -586,7 +586,7 @@ def test_fp32_sums_beat_bf16_sums(name):
 
 @pytest.mark.parametrize("name", CHUNKED)
 def test_one_chunk_needs_no_sum(name):
-    """Its GEMM sums in float32 by itself, whatever `accumulate` says."""
+    """Its GEMM accumulates in float32 whatever `accumulate` is."""
     skip_unless_usable(LINEAR, name, torch.bfloat16)
     (_, wide), (_, narrow) = dw_errors(name, "fp32", 256), dw_errors(name, "bf16", 256)
     assert torch.equal(wide[0], narrow[0])
@@ -628,7 +628,7 @@ def test_logprob_and_entropy_equal_log_softmax(name, temperature, softcap):
         assert contract.error(f.detach(), t.detach())[0] < 2e-6
     assert not found[0][~learn].any() and not found[1][~learn].any()
     # 1e-5: in the entropy's gradient, p (z - mean), the difference loses digits.
-    for which in (0, 1):  # each alone, too: a missing gradient stands for zeros
+    for which in (0, 1):  # also each alone: a missing gradient means zeros
         for f, t in zip(
             torch.autograd.grad(found[which], (x, w, b), g[which], retain_graph=True),
             torch.autograd.grad(truth[which], exact, g[which].double(), retain_graph=True),
@@ -645,7 +645,7 @@ def test_logprob_and_entropy_equal_log_softmax(name, temperature, softcap):
 
 @pytest.mark.parametrize("name", LOGPROB.names())
 def test_a_certain_token_has_logprob_0_and_hardly_any_entropy(name):
-    """Never the wrong side of 0, where exp(new - old) and a clipped ratio would go astray."""
+    """Never on the wrong side of 0, where exp(new - old) and a clipped ratio would be wrong."""
     skip_unless_usable(LOGPROB, name, torch.float32)
     w = 100 * torch.eye(8, device=DEVICE)
     logprob, entropy = linear_logprob(
@@ -658,7 +658,7 @@ def test_a_certain_token_has_logprob_0_and_hardly_any_entropy(name):
 
 @pytest.mark.parametrize("name", LOGPROB.names())
 def test_a_class_that_is_masked_out_leaves_the_gradient_of_the_entropy_finite(name):
-    """Whatever is fed back: 0 times the distance of a logit of -inf must be 0."""
+    """For any upstream gradient: 0 times the distance of a logit of -inf must be 0."""
     skip_unless_usable(LOGPROB, name, torch.float32)
     x, w, b, y = problem()
     y = y.clamp_min(0)
@@ -701,7 +701,7 @@ def _rank(rank, world, folder, name, problems):
         assert f"0 to {world * len(w) - 1}" in str(error)
     else:
         raise AssertionError("no IndexError for a target beyond the whole vocabulary")
-    torch.compiler.is_compiling = lambda: True  # compiling would take ten seconds to say the same
+    torch.compiler.is_compiling = lambda: True  # compiling would take ten seconds
     try:
         call()
     except ValueError as error:
@@ -738,7 +738,7 @@ def test_two_shards_of_the_vocabulary_equal_one(name):
         {**shared, **everything},
         {**shared, **everything, "reduction": "none"},
         {**shared, **everything, "num_tokens": 20},
-        # Exact sums, which float32 holds to 1/16 only once they have an offset.
+        # Exact sums, which float32 resolves to 1/16 only after an offset is added.
         {
             **shared,
             "x": (4 * shared["x"]).round() / 4,
@@ -759,7 +759,7 @@ def test_two_shards_of_the_vocabulary_equal_one(name):
             out = linear_cross_entropy(**whole, implementation="eager")
             expected = [*(t.detach() for t in out), *grads(out.loss.sum(), *leaves)]
             ranks = [torch.load(f"{folder}/out-{i}-{r}") for r in range(2)]
-            for found in ranks:  # whole on every rank, and equal there
+            for found in ranks:  # complete and equal on every rank
                 for f, e, other in zip(found[:5], expected[:5], ranks[0][:5], strict=True):
                     assert contract.error(f, e)[0] < 1e-5, i
                     assert torch.equal(f, other)
@@ -773,7 +773,7 @@ def test_two_shards_of_the_vocabulary_equal_one(name):
 @pytest.mark.parametrize("name", ["eager", *CHUNKED])
 @pytest.mark.parametrize("fn", [linear_cross_entropy, linear_logprob])
 def test_ignored_rows_of_x_get_zeros_whatever_they_hold(name, fn):
-    """With all of the weight's gradient to pay for it, as the docstring says."""
+    """The weight's gradient gets NaN instead, as documented."""
     skip_unless_usable(LINEAR, name, torch.float32)
     x, w, _, y = problem()
     with torch.no_grad():
@@ -795,12 +795,12 @@ def test_num_tokens_gets_no_gradient(name):
     assert n.grad is None
 
 
-# ---- what a module returns
+# ---- results of a module
 
 
 @pytest.mark.filterwarnings("error")
 def test_fsdp2_warns_of_no_view(tmp_path):
-    """It warns of a module that returns a view, on which an in-place operation would lose its
+    """FSDP2 warns of a module that returns a view, since an in-place operation on it would drop its
     hook.
     """
     from torch.distributed.fsdp import fully_shard

@@ -1,5 +1,5 @@
-"""moe_mlp beyond the numerics contract, which tests/ops/test_contract.py holds it to: what it
-keeps, what it refuses.
+"""moe_mlp beyond the numerics contract (tests/ops/test_contract.py): saved tensors and rejected
+arguments.
 """
 
 import re
@@ -56,8 +56,8 @@ def test_the_definition_is_what_a_reader_would_write():
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the parts of the CPU's implementations")
 def test_parts_that_are_no_kernels_round_as_the_twin_does(monkeypatch):
-    """Without the extension, F.silu(gate) * up as a part, rounded twice, took the whole beyond
-    the contract.
+    """Without the extension, F.silu(gate) * up as a part rounded twice, which broke the contract
+    for the whole.
     """
     for op in OPS.values():
         monkeypatch.setattr(op, "_unpinned", {})
@@ -70,8 +70,8 @@ def test_parts_that_are_no_kernels_round_as_the_twin_does(monkeypatch):
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_what_is_kept_is_what_the_formula_says(name, dtype):
-    """Parameters aside: x, gate and up, and the routing. No copy of x in the order of rows, no
-    h, no rows of y.
+    """Apart from parameters: x, gate and up, and the routing. No permuted copy of x, no h, no rows
+    of y.
     """
     skip_unless_usable(MOE_MLP, name, dtype)
     arguments = inputs(dtype)
@@ -186,8 +186,8 @@ def test_quantised_experts_refuse_biases_and_other_gates(name, value):
 
 @pytest.mark.parametrize("name", FUSED)
 def test_each_bias_alone_and_its_gradient_alone(name):
-    """One bias is that with zeros in the place of the other; a gradient is the same whichever
-    are wanted.
+    """One bias alone equals both with the other zero; a gradient does not depend on which others
+    are requested.
     """
     skip_unless_usable(MOE_MLP, name, torch.float32)
     arguments = [t.detach() for t in inputs()]

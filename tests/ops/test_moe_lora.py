@@ -1,5 +1,5 @@
-"""moe_lora beyond the numerics contract, which tests/ops/test_contract.py holds it to; LoRAExperts,
-and PEFT's files.
+"""moe_lora beyond the numerics contract (tests/ops/test_contract.py); LoRAExperts, and PEFT's
+files.
 """
 
 import re
@@ -22,7 +22,7 @@ from tilewright.selection import use
 
 NAMES = [i.name for i in MOE_LORA.implementations]
 FUSED = [n for n in NAMES if n != "eager"]
-# All fused ones are one composition, of products that Triton's interpreter takes seconds for.
+# All fused ones are the same composition of products, which take seconds in Triton's interpreter.
 QUICK = [n for n in NAMES if n != "triton" or DEVICE != "cpu"]
 T, K, E, H, I, SCALE = 11, 2, 4, 20, 16, 0.75
 RANKS = (3, 5, 2)  # of gate, up, down
@@ -34,7 +34,7 @@ FORMATS = {
 
 
 def inputs(mode="per_expert", dtype=torch.float32, away=True, ranks=RANKS):
-    """Arguments by name. away: some slots have no expert here, and the second expert has no
+    """Arguments by name. away: some slots have no expert on this rank, and the second expert has no
     slot.
     """
     g = torch.Generator(device=DEVICE).manual_seed(0)
@@ -71,7 +71,7 @@ def grads(y, arguments, dy):
 
 
 def merged(a, scale=SCALE):
-    """The two dense weights that the adapters make of the base."""
+    """The two dense weights after merging the adapters into the base."""
     gate, up, down = (
         (scale * (a[f"{n}_B"] @ a[f"{n}_A"])).expand(E, -1, -1) for n in ("gate", "up", "down")
     )
@@ -79,8 +79,8 @@ def merged(a, scale=SCALE):
 
 
 def plain(a, scale=SCALE):
-    """What a reader would write: a loop over slots, each expert's weight with its adapters
-    added.
+    """A straightforward reference: a loop over slots, each expert's weight with its
+    adapters added.
     """
     gate_up, down = merged(a, scale)
     rows = []
@@ -122,7 +122,7 @@ def test_results_and_gradients_are_those_of_a_plain_loop(name, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "name", [n for n in NAMES if n != "triton"]
-)  # whose moe_mlp has products of its own
+)  # its moe_mlp has products of its own
 def test_a_B_of_zeros_changes_no_bit(name, mode):
     for dtype in (torch.float32, torch.bfloat16):
         skip_unless_usable(MOE_LORA, name, dtype)
@@ -136,7 +136,7 @@ def test_a_B_of_zeros_changes_no_bit(name, mode):
 
 
 def kept(fn):
-    """Bytes of each storage that autograd keeps, by its address."""
+    """Bytes of each storage that autograd saves, by address."""
     seen = {}
 
     def pack(t):
@@ -153,8 +153,8 @@ def kept(fn):
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("format", [None, *FORMATS], ids=str)
 def test_what_is_kept_is_what_the_formula_says(name, mode, format):
-    """Base and adapters aside: x, gate and up, A's results and the routing. Of a quantized base
-    nothing but itself.
+    """Apart from base and adapters: x, gate and up, A's results and the routing. Of a quantized
+    base only the base itself.
     """
     if format and name not in QUICK:
         pytest.skip("the same for all")
@@ -184,8 +184,8 @@ def test_what_is_kept_is_what_the_formula_says(name, mode, format):
 
 @pytest.mark.parametrize("name", [n for n in QUICK if n != "eager"])
 def test_each_base_weight_is_multiplied_once_and_no_factor_is_expanded(name):
-    """In either pass: two grouped products of the base, none for its gradient; and with shared
-    factors no tensor of all experts is made.
+    """Per pass: two grouped products of the base, none for its gradient; shared factors are never
+    expanded to all experts.
     """
     skip_unless_usable(MOE_LORA, name, torch.float32)
     launches = _moe_lora_fused.Composed(name)
@@ -418,7 +418,7 @@ def test_bad_input_is_named(which, make, error, message):
 
 
 def experts(mode="per_expert", quantized=None, **options):
-    """With adapters that are not the first ones."""
+    """With trained-like adapters rather than initial ones."""
     a = inputs(mode, away=False)
     base = [a["gate_up_proj"], a["down_proj"]]
     if quantized:
@@ -484,7 +484,7 @@ def test_a_quantised_base_is_merged_and_quantised_again(format):
     expected = merged(
         {"gate_up_proj": dequantize(q[0]), "down_proj": dequantize(q[1]), **a}, module.scale
     )
-    module.to(torch.bfloat16).float()  # what it is made of keeps its dtypes
+    module.to(torch.bfloat16).float()  # its tensors keep their dtypes
     found = moe_lora(
         routing[0],
         *q,
@@ -650,14 +650,14 @@ def qwen(layers=1):
     )
     torch.manual_seed(0)
     model = transformers.Qwen3MoeForCausalLM(config).eval()
-    with torch.no_grad():  # transformers begins experts close to 0
+    with torch.no_grad():  # transformers initializes experts close to 0
         for p in model.get_submodule(PATH).parameters():
             p.normal_(0, 0.2)
     return model
 
 
 def with_experts(model, modules):
-    """The same model with these in place of its experts."""
+    """The same model with these experts instead of its own."""
     for path, module in modules.items():
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, module)
@@ -671,7 +671,7 @@ def logits(model):
 
 @pytest.mark.filterwarnings(
     "ignore:The following (rank|alpha)_pattern keys did not match"
-)  # PEFT looks at modules
+)  # PEFT matches modules
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_peft_reads_what_was_trained_here(mode, rslora):
@@ -712,7 +712,7 @@ def test_peft_reads_what_was_trained_here(mode, rslora):
 
 
 def from_peft(mode="per_expert", rank_pattern=None, change=lambda tensors: None, **options):
-    """PEFT's model with random adapters, and a module with what PEFT would save."""
+    """PEFT's model with random adapters, and a module loaded with what PEFT would save."""
     peft = pytest.importorskip("peft")
     model = qwen()
     config = peft.LoraConfig(

@@ -1,5 +1,5 @@
-"""moe_mlp on QuACK's GEMMs: how it calls them. Kernels need a GPU; here functions stand for them
-that take what those take, leave unwritten what those leave, and compute in float32.
+"""moe_mlp on QuACK's GEMMs: how it calls them. The kernels need a GPU; here stand-in functions take
+the same arguments, leave the same parts unwritten, and compute in float32.
 """
 
 import importlib.util
@@ -28,9 +28,7 @@ def _operand(t, index=None):
 
 
 def _paired(t, names, name):
-    """Of a tensor whose dimension that is not contiguous has gates before ups: gate, up, gate,
-    up, ...
-    """
+    """Splits the non-contiguous dimension, gates before ups, into pairs: gate, up, gate, up, ..."""
     if names is None or name not in names:
         return t
     dim = t.dim() - 1 if t.stride(-1) != 1 else t.dim() - 2
@@ -54,7 +52,7 @@ def _rows(A, B, ends, index, bias=None):
 
 
 class Fake:
-    """quack.gemm_interface. calls: names of functions that were called."""
+    """A stand-in for quack.gemm_interface. calls: names of the functions called."""
 
     def __init__(self):
         self.calls = []
@@ -89,13 +87,11 @@ class Fake:
         left = left if A_idx is None else left[:, A_idx]
         found = torch.full((len(ends) - 1, A.shape[0], B.shape[1]), float("nan"))
         for e, (a, b) in enumerate(zip(ends.tolist(), ends[1:].tolist(), strict=False)):
-            if b > a:  # what is a sum over no rows is left as it was
+            if b > a:  # a sum over no rows is not written
                 found[e] = left[:, a:b] @ B[a:b].float()
         out = torch.empty(found.shape, dtype=A.dtype) if out is None else out
         _operand(out)
-        if (
-            concat_layout
-        ):  # of what is written the pairs are taken apart, in the dimension that is not contiguous
+        if concat_layout:  # pairs are split again in the non-contiguous dimension of the output
             assert out.stride(-2) == 1
             found = torch.cat((found[..., ::2], found[..., 1::2]), -1)
         return out.copy_(found)
@@ -154,7 +150,7 @@ class Fake:
 
 @pytest.fixture(scope="module")
 def quack():
-    """In place of quack, and its implementation usable on a CPU."""
+    """Replaces quack, and makes its implementation usable on a CPU."""
     if importlib.util.find_spec("quack") is not None:
         pytest.skip("quack itself is installed")
     fake, package = Fake(), ModuleType("quack")
@@ -173,7 +169,7 @@ def quack():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_contract(quack, case, dtype):
-    """Also where QuACK's epilogues do not compute it: products, then."""
+    """Including cases that QuACK's epilogues do not support, which use separate products."""
     quack.calls.clear()
     assert not contract.check(MOE_MLP, "quack", case, "cpu", dtype)
     kwargs = case.make("cpu", dtype, 0)

@@ -1,5 +1,5 @@
-"""moe_mlp over quantized experts: the bits of dequantized ones, what it keeps, noise, what it
-refuses.
+"""moe_mlp over quantized experts: the bits of dequantized ones, saved tensors, noise, rejected
+arguments.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ T, K, E, H, I = (
 
 
 def inputs(format="nvfp4", dtype=torch.float32, T=T, down=None):
-    """x, gate_up_proj, down_proj (of the format `down`), expert_index with slots that have no
-    expert, expert_weight.
+    """x, gate_up_proj, down_proj (of the format `down`), expert_index with slots without an expert,
+    expert_weight.
     """
     g = torch.Generator().manual_seed(0)
 
@@ -137,7 +137,7 @@ def test_what_is_kept_is_what_the_formula_says(name, format):
 
 @EVERY_FUSED
 def test_each_weight_is_dequantised_once_a_product(name, monkeypatch):
-    """All experts at once; and not for a gradient that is not asked for."""
+    """All experts at once; and not for a gradient that is not requested."""
     skip_unless_usable(MOE_MLP, name, torch.float32)
     shapes = []
     monkeypatch.setattr(
@@ -162,7 +162,7 @@ def test_noise_is_of_one_layer_and_the_next_in_both_passes(name):
     noise = AQN(0.5, 3, step=9, layer=4)
     noises = (noise, dataclasses.replace(noise, layer=5))
     found = results(arguments, noise=noise, implementation=name)
-    by = name if name in ("triton", "cpp", "eager") else "auto"  # noise has other last bits in each
+    by = name if name in ("triton", "cpp", "eager") else "auto"  # noise differs in last bits
     assert_equal(found, results(with_tensors(arguments, noises, by), implementation=name))
     plain = results(arguments, implementation=name)
     assert not torch.equal(found[0], plain[0])

@@ -1,4 +1,4 @@
-"""The model's numerics switches: what each changes, and that it changes nothing else."""
+"""The model's numerics switches: the effect of each, and that it has no other."""
 
 import dataclasses
 
@@ -83,8 +83,8 @@ def test_every_switch_is_a_field_that_reaches_the_model(switch, tmp_path):
 
 
 def test_router_fp32():
-    """Two experts whose logits differ by less than a bfloat16 can tell: rounded, the first of
-    them is taken.
+    """Two experts whose logits differ by less than bfloat16 resolves: rounded, the first
+    is chosen.
     """
     x = torch.zeros(1, 1, 32, dtype=BF16)
     x[..., 0], x[..., 1] = 1.0, 2.0**-10
@@ -101,7 +101,7 @@ def test_router_fp32():
     for fp32 in (
         True,
         False,
-    ):  # autocast, which DDP and single processes train in, does not undo it
+    ):  # autocast, used with DDP and single processes, does not undo it
         layer = next(m for m in build(EXPERTS, router_fp32=fp32).modules() if isinstance(m, MoE))
         with torch.autocast("cpu", BF16):
             assert layer.gate(torch.randn(3, 32)).dtype == (torch.float32 if fp32 else BF16)
@@ -109,7 +109,7 @@ def test_router_fp32():
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_lm_head_fp32(batch_invariant):
-    """Logits, and the loss that is made of them, are those of the unrounded products."""
+    """Logits, and the loss computed from them, are those of the unrounded products."""
     found = {}
     for fp32 in (True, False):
         made = build(dtype=BF16, lm_head_fp32=fp32, batch_invariant=batch_invariant)
@@ -166,7 +166,7 @@ def test_native_switches_take_the_fused_operators_out(switch, gone, merge_qkv):
 
 
 def test_native_norm_and_activation_are_pytorchs_bit_for_bit():
-    """In bfloat16, where they round in other places than the fused kernels."""
+    """In bfloat16, where they round at other points than the fused kernels."""
     torch.manual_seed(0)
     made = build(dtype=BF16, rmsnorm_native=True, activation_native=True)
     block, x, residual = (
@@ -185,9 +185,7 @@ def test_native_norm_and_activation_are_pytorchs_bit_for_bit():
 
 
 def test_attention_cast_bf16(monkeypatch):
-    """What attention is given, in float32 training: rounded queries and keys, values as they
-    were.
-    """
+    """The inputs of attention in float32 training: rounded queries and keys, unrounded values."""
     seen, attention = [], tw.attention
 
     def spy(q, k, v, **options):

@@ -1,5 +1,6 @@
 """Every op and implementation of the registry under torch.compile, activation checkpointing and
-torch.library.opcheck."""
+torch.library.opcheck.
+"""
 
 import contextlib
 import functools
@@ -40,7 +41,7 @@ OPCHECKS = (
     "test_faketensor",
     "test_aot_dispatch_dynamic",
 )
-LARGE = 5000  # elements; more add nothing here, and Triton's interpreter takes seconds for them
+LARGE = 5000  # elements; larger cases take seconds in Triton's interpreter and add no coverage
 
 
 def differentiable(op):
@@ -54,9 +55,7 @@ def skip_unless_differentiable(op):
 
 @functools.cache
 def small_cases(op):
-    """Contract cases by the number of their elements, smallest first; those without elements
-    last.
-    """
+    """Contract cases by number of elements, smallest first; empty ones last."""
     sizes = {}
     for case in op.cases:
         if "contract" in case.tags:
@@ -98,14 +97,14 @@ def assert_same(found, expected):
 
 @EVERY_IMPLEMENTATION
 def test_compiles_as_one_graph_and_gives_the_same(op, name):
-    """The graph is traced whole and split into forward and backward, then run as it is: equal
-    bits.
+    """The graph is traced whole, split into forward and backward, and run uncompiled:
+    equal bits.
     """
     skip_unless_usable(op, name, torch.float32)
     fn = functools.partial(op.public, implementation=name)
     for case in small_cases(op)[
         : 1 if name == "eager" else 2
-    ]:  # what Dynamo traces of a twin is PyTorch's
+    ]:  # a twin is traced into PyTorch's operators
         torch._dynamo.reset()
         compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
         assert_same(differentiate(compiled, inputs(case)), differentiate(fn, inputs(case)))
@@ -113,7 +112,7 @@ def test_compiles_as_one_graph_and_gives_the_same(op, name):
 
 @pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
 def test_auto_compiles_through_inductor(op):
-    """Inductor may reorder eager arithmetic; an operator it calls as it is, in its fake's
+    """Inductor may reorder eager arithmetic; it calls an operator unchanged, with its fake's
     strides.
     """
     torch._dynamo.reset()
@@ -125,7 +124,7 @@ def test_auto_compiles_through_inductor(op):
 
 
 def test_a_pin_reaches_compiled_code(monkeypatch):
-    """Changing the pin recompiles; going back does not."""
+    """Changing the pin recompiles; changing it back does not."""
 
     def times(name, factor):
         return Implementation(name, lambda: lambda x: x * factor, devices=(DEVICE,))
@@ -151,8 +150,8 @@ def test_a_pin_reaches_compiled_code(monkeypatch):
 
 # ---- torch.autocast
 
-# What PyTorch has for the same, on what the op's smallest case holds. Of a quantized or fused one,
-# its products.
+# PyTorch's equivalent, on the inputs of the op's smallest case; for a quantized or fused op, its
+# products.
 COUNTERPARTS = {
     "rmsnorm": lambda x, weight, **_: F.rms_norm(x, x.shape[-1:], weight),
     "add_rmsnorm": lambda x, residual, weight, **_: F.rms_norm(x + residual, x.shape[-1:], weight),
@@ -189,7 +188,7 @@ def autocast(device):
 
 
 def cast_by_hand(op, kwargs, device=DEVICE):
-    """What the op's convention makes of arguments under bfloat16 autocast."""
+    """Casts arguments by the op's convention under bfloat16 autocast."""
     convention, arguments = op.autocast
     dtype = {"products": torch.bfloat16, "norm": None if device == "cpu" else torch.float32}.get(
         convention
@@ -218,9 +217,7 @@ def test_every_op_declares_what_autocast_does_to_it(op):
 
 @EVERY_IMPLEMENTATION
 def test_autocast_does_what_the_op_declares(op, name):
-    """Bit for bit what inputs that were cast by hand give; gradients in the dtypes of the
-    leaves.
-    """
+    """Bitwise equal to inputs cast by hand; gradients have the dtypes of the leaves."""
     skip_unless_usable(
         op, name, torch.bfloat16 if op.autocast.convention == "products" else torch.float32
     )
@@ -246,7 +243,7 @@ def test_autocast_does_what_the_op_declares(op, name):
     "name, device",
     [
         *((name, "cpu") for name in COUNTERPARTS),
-        # Those that need no device to be traced, which is where the lists differ.
+        # Ops that can be traced without a device, where the device types' lists differ.
         *((name, "cuda") for name in ("rmsnorm", "add_rmsnorm", "silu_mul", "gelu_mul")),
     ],
 )
@@ -307,15 +304,15 @@ def test_without_autocast_a_call_costs_one_question(monkeypatch):
 
 
 def test_autocast_makes_one_dtype_of_several():
-    """As FSDP2, LoRA and Hugging Face mix them; without it the error says what to cast."""
+    """Mixed dtypes as from FSDP2, LoRA and Hugging Face; without autocast the error names what to
+    cast.
+    """
     x, weight = torch.randn(4, 8, device=DEVICE).bfloat16(), torch.randn(6, 8, device=DEVICE)
     target = torch.arange(4, device=DEVICE)
     loss = OPS["linear_cross_entropy"].public
     with autocast(DEVICE):
         found = loss(x, weight, target=target)
-        with pytest.raises(
-            TypeError, match=r"takes \d+ positional"
-        ):  # no argument is lost on the way
+        with pytest.raises(TypeError, match=r"takes \d+ positional"):  # no argument is lost
             loss(x, weight, target, *range(30))
     assert found.dtype == torch.float32 and torch.equal(found, loss(x, weight.bfloat16(), target))
     with pytest.raises(
@@ -338,8 +335,8 @@ def module(op):
 
 
 class OfDevice(torch.Tensor):
-    """Stands for a tensor on a CUDA device that need not be there. Operators get it as that
-    device's tensors.
+    """A stand-in for a tensor on a CUDA device that need not exist. Operators see it as a tensor of
+    that device.
     """
 
     @staticmethod
@@ -355,8 +352,8 @@ class OfDevice(torch.Tensor):
 
 @pytest.fixture
 def devices(monkeypatch):
-    """Two CUDA devices, of which the first, an H100, is current and the second is an A100. entered:
-    the devices that were made current.
+    """Two CUDA devices: the first, an H100, is current, the second is an A100. entered: the devices
+    that were made current.
     """
     state = SimpleNamespace(current=0, entered=[])
 
@@ -380,7 +377,7 @@ def devices(monkeypatch):
 
 @pytest.fixture
 def own_library(monkeypatch):
-    """Operators that a test defines go with it."""
+    """Operators that a test defines are removed after it."""
     with torch.library._scoped_library("tilewright", "FRAGMENT") as library:
         monkeypatch.setattr(_library, "_LIBRARY", library)
         yield
@@ -388,7 +385,7 @@ def own_library(monkeypatch):
 
 @pytest.mark.parametrize("past", [False, True], ids=["dispatched", "past_the_dispatcher"])
 def test_launchers_run_with_their_tensors_device_current(devices, own_library, monkeypatch, past):
-    """Every operator is made by `define`. The first argument may be absent."""
+    """Every operator is defined by `define`. The first argument may be absent."""
     ran = []
     if past:
         monkeypatch.setattr(_library, "_PLAIN", (OfDevice, torch.Tensor))
@@ -404,7 +401,7 @@ def test_launchers_run_with_their_tensors_device_current(devices, own_library, m
         op(None, OfDevice(torch.ones(3), index))
     assert ran == [0, 1, 0] and devices.current == 0
     assert devices.entered == [1], "a device that was current already was entered"
-    op(None, torch.ones(3))  # on a CPU, which has no current device
+    op(None, torch.ones(3))  # a CPU has no current device
     assert ran.pop() == 0 and devices.entered == [1]
 
 
@@ -454,8 +451,8 @@ def test_an_implementation_is_chosen_by_what_the_tensors_device_can_do(devices):
 
 
 def recorded(fn, kwargs):
-    """Names of the operators that ran for results and gradients. The profiler sees into an
-    operator, which a dispatch mode does not.
+    """Names of the operators that ran for results and gradients. The profiler sees inside an
+    operator, unlike a dispatch mode.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         differentiate(fn, kwargs)
@@ -463,9 +460,7 @@ def recorded(fn, kwargs):
 
 
 def cases_of_every_kind(op):
-    """The smallest case of each set of types of arguments: of tensors, and of each quantized
-    format.
-    """
+    """The smallest case of each set of argument types: tensors, and each quantized format."""
     found = {}
     for case in small_cases(op):
         kwargs = inputs(case)
@@ -476,7 +471,7 @@ def cases_of_every_kind(op):
 
 @EVERY_IMPLEMENTATION
 def test_a_named_implementation_runs_the_same_operators_whatever_is_pinned(op, name, monkeypatch):
-    """Its parts too, forward and backward, in compiled code as well."""
+    """Including its parts, forward and backward, also in compiled code."""
     skip_unless_usable(op, name, torch.float32)
     if name == "triton" and DEVICE == "cpu":
         pytest.skip("the interpreter takes minutes, and the parts are those of the others")
@@ -485,17 +480,15 @@ def test_a_named_implementation_runs_the_same_operators_whatever_is_pinned(op, n
     pick = Op.pick
     monkeypatch.setattr(Op, "pick", lambda self, *a: (picked.add(self.name), pick(self, *a))[1])
     for case, kwargs in cases_of_every_kind(op):
-        with contextlib.suppress(
-            ImplementationUnavailable
-        ):  # a variant that it refuses by a sentence
-            differentiate(fn, kwargs)  # and fills tables that are made once
+        with contextlib.suppress(ImplementationUnavailable):  # an unsupported variant
+            differentiate(fn, kwargs)  # also fills cached tables
             made.append((case, kwargs))
     monkeypatch.undo()
     if picked == {op.name}:
-        return  # it has no parts that the registry could choose
+        return  # it has no parts from the registry
     for case, kwargs in made:
         calls = [fn]
-        if name != "eager":  # a twin is no operator: its graph holds what was traced
+        if name != "eager":  # a twin is no operator: its graph contains its trace
             torch._dynamo.reset()
             calls.append(torch.compile(fn, fullgraph=True, backend="aot_eager"))
             differentiate(calls[1], kwargs)
@@ -528,11 +521,11 @@ def test_recomputes_the_same_under_checkpointing(op, name):
         assert_same(differentiate(checkpointed, inputs(case)), differentiate(twice, inputs(case)))
 
 
-# ---- derivatives that kernels do not have
+# ---- derivatives without kernels
 
 
 def right_or_refused(derivative, name, refusal):
-    """PyTorch's own fused kernels refuse in words of their own."""
+    """PyTorch's own fused kernels have their own error messages."""
     expected = derivative("eager")
     try:
         found = derivative(name)
@@ -559,7 +552,7 @@ def whole_case(op):
 @EVERY_IMPLEMENTATION
 @pytest.mark.parametrize(
     "power", [1, 3]
-)  # whether what arrives at the op's backward depends on its inputs
+)  # whether the gradient reaching the op's backward depends on its inputs
 def test_a_second_derivative_is_right_or_refused(op, name, power):
     skip_unless_usable(op, name, torch.float32)
     skip_unless_differentiable(op)
@@ -613,10 +606,10 @@ def test_a_forward_mode_derivative_is_right_or_refused(op, name):
 
 @pytest.mark.filterwarnings(
     "ignore:There is a performance drop"
-)  # vmap calls operators once for each element
+)  # vmap calls operators once per element
 @EVERY_IMPLEMENTATION
 def test_derivatives_by_torch_func_are_right_or_refused(op, name):
-    """grad, vmap of grad, grad of grad, and grad below what autograd records."""
+    """grad, vmap of grad, grad of grad, and grad below autograd."""
     skip_unless_usable(op, name, torch.float32)
     skip_unless_differentiable(op)
     if name == "triton" and DEVICE == "cpu":
@@ -656,7 +649,7 @@ def test_derivatives_by_torch_func_are_right_or_refused(op, name):
     if op.name == "linear_cross_entropy" and name != "eager":
         del of[
             "vmap of grad"
-        ]  # chunks and sums are decided by values, which vmap refuses in words of PyTorch's
+        ]  # chunks and sums depend on values, which vmap rejects with PyTorch's own error
     right = {
         how: right_or_refused(lambda n, f=f: f(loss(n)), name, refusal) for how, f in of.items()
     }
@@ -669,7 +662,7 @@ def test_derivatives_by_torch_func_are_right_or_refused(op, name):
 
 @pytest.mark.parametrize("name", ["triton", "cpp"])
 def test_a_loss_that_makes_its_gradients_in_forward_refuses_too(name):
-    """What it saves is constant to autograd, so that no second derivative could be tied to its
+    """Its saved gradients are constants to autograd, so a second derivative could not depend on its
     inputs.
     """
     op = OPS["linear_cross_entropy"]
@@ -691,7 +684,7 @@ def test_a_tangent_elsewhere_is_not_refused():
 
 
 def test_create_graph_under_checkpointing_gives_the_same_first_derivative():
-    """Saved tensors come out of a checkpoint once."""
+    """A checkpoint's saved tensors can be unpacked only once."""
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     fn = OPS["rmsnorm"].public
     expected = torch.autograd.grad(fn(x, w).pow(2).sum(), (x, w))
@@ -706,7 +699,7 @@ def test_create_graph_under_checkpointing_gives_the_same_first_derivative():
 
 @EVERY_IMPLEMENTATION
 def test_a_tensor_without_elements_may_have_any_strides(op, name):
-    """`contiguous()` leaves them as they are."""
+    """`contiguous()` does not change them."""
     skip_unless_usable(op, name, torch.float32)
 
     def strided(t):
@@ -723,12 +716,12 @@ def test_a_tensor_without_elements_may_have_any_strides(op, name):
             assert_same(differentiate(fn, odd), differentiate(fn, kwargs))
 
 
-# ---- past the dispatcher
+# ---- calls without the dispatcher
 
 
 @pytest.fixture
 def probe(own_library):
-    """y = x * factor. ran: what each launch was given.   overload: counts its calls."""
+    """y = x * factor. ran: the arguments of each launch.   overload: counts its calls."""
 
     def launcher(
         x: torch.Tensor,
@@ -770,8 +763,8 @@ def test_an_operator_is_called_past_the_dispatcher_where_nothing_needs_it(probe)
 
 
 def test_what_looks_at_operators_sees_them(probe):
-    """Modes, transforms, subclasses, fakes, tangents, the profiler, torch.jit.trace; and what
-    has to be converted.
+    """Modes, transforms, subclasses, fakes, tangents, the profiler, torch.jit.trace; and arguments
+    that need conversion.
     """
     x, rest = torch.ones(3, requires_grad=True), (2.0, None, torch.float32, [1])
 
@@ -800,7 +793,7 @@ def test_what_looks_at_operators_sees_them(probe):
     )
     with pytest.raises(RuntimeError, match="no forward-mode derivative"):
         torch.func.jvp(lambda t: probe(t, *rest), (x.detach(),), (x.detach(),))
-    # An int for a float, and a tuple for a list: a kernel would be specialized for them.
+    # An int for a float, and a tuple for a list: a kernel would be specialized for these.
     ((factor, sizes),) = through(lambda: probe(x, 2, None, torch.float32, (1,)))
     assert type(factor) is float and type(sizes) is list
 
@@ -818,9 +811,7 @@ def test_an_operator_without_a_derivative_says_so(own_library):
 
 
 class Calls(dict):
-    """One call of each of this package's operators, for each set of options that it was called
-    with.
-    """
+    """One call of each of this package's operators per set of options."""
 
     def keep(self, func, args, kwargs):
         if getattr(func, "namespace", None) == "tilewright":
@@ -841,7 +832,7 @@ class Calls(dict):
 
 
 class AboveAutograd(TorchFunctionMode):
-    """Sees which arguments of a forward operator require a gradient, so that opcheck checks its
+    """Records which arguments of a forward operator require a gradient, so that opcheck checks its
     formula.
     """
 
@@ -855,7 +846,7 @@ class AboveAutograd(TorchFunctionMode):
 
 
 class BelowAutograd(TorchDispatchMode):
-    """Sees backward operators too, which a formula calls."""
+    """Also records backward operators, which a formula calls."""
 
     def __init__(self, calls):
         super().__init__()
@@ -874,12 +865,10 @@ def record(op, name):
     calls = Calls()
     made = [
         inputs(case) for case in small_cases(op)
-    ]  # before: some quantize, which is another op's work
+    ]  # before recording: some inputs are quantized, by another op
     with BelowAutograd(calls), AboveAutograd(calls):
         for kwargs in made:
-            with contextlib.suppress(
-                ImplementationUnavailable
-            ):  # a variant that it refuses by a sentence
+            with contextlib.suppress(ImplementationUnavailable):  # an unsupported variant
                 differentiate(functools.partial(op.public, implementation=name), kwargs)
     return calls
 
@@ -891,15 +880,15 @@ def test_operators_pass_opcheck(op, name):
     if not calls:
         pytest.skip("made of PyTorch's own operators")
     given = [a for args, _ in calls.values() for a in args if isinstance(a, torch.Tensor)]
-    # An operator that takes integers only, such as the check of targets, needs no formula. What
-    # PyTorch's own operators are made of has others only for what is constant: codes, noise.
+    # An operator of integers only, such as the check of targets, needs no formula. Implementations
+    # made of PyTorch's operators use others only for constants: codes, noise.
     needed = (
         name not in ("eager", "torch")
         and differentiable(op)
         and any(a.is_floating_point() for a in given)
     )
     assert not needed or any(a.requires_grad for a in given), "no formula would be checked"
-    # The interpreter is slow; test_compiles_as_one_graph_and_gives_the_same compiles these, too.
+    # The interpreter is slow; test_compiles_as_one_graph_and_gives_the_same also compiles these.
     slow = name == "triton" and DEVICE == "cpu"
     for (func, _), (args, kwargs) in calls.items():
         torch.library.opcheck(
@@ -913,10 +902,10 @@ def test_operators_pass_opcheck(op, name):
 
 
 def test_no_operator_escapes_opcheck():
-    """Every operator that can stand in a graph (it has a fake) is called by some case."""
+    """Some case calls every operator that can be in a graph (it has a fake)."""
     called = set()
-    # Of layers, not of an op (test_products.py); and implementations that cannot run here, although
-    # another test may have loaded them.
+    # Except those of layers (test_products.py) and of implementations that cannot run here but may
+    # have been loaded by another test.
     elsewhere = {"product_cpp"}
     for op in OPS.values():
         for impl in op.implementations:

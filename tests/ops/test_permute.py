@@ -1,4 +1,4 @@
-"""What is special to sort_by_expert, permute and unpermute; parity with the eager twins is in
+"""Tests specific to sort_by_expert, permute and unpermute; parity with the eager twins is in
 test_contract.py.
 """
 
@@ -46,9 +46,7 @@ def test_order_is_the_one_by_hand(name, dtype, T, E, K):
 
 @FUSED
 def test_runs_of_several_tiles(name, monkeypatch):
-    """More slots than one tile for each program: its later tiles start where its earlier ones
-    ended.
-    """
+    """More slots than one tile per program: its later tiles continue its earlier ones."""
     skip_unless_usable(PERMUTE, name, torch.float32)
     if name == "triton":
         from tilewright.kernels import permute_triton
@@ -90,7 +88,7 @@ def test_sort_compiles_and_is_checked_when_it_runs():
 
 @FUSED
 def test_kernels_take_an_index_outside_for_a_sentinel(name):
-    """What happens on CUDA, where nobody looks."""
+    """As on CUDA, where values are not checked."""
     skip_unless_usable(PERMUTE, name, torch.float32)
     index = torch.tensor([[0, 2**40], [-1, 1], [3, -(2**31)], [2, 0]], device=DEVICE)
     x = torch.randn(4, 5, device=DEVICE)
@@ -105,7 +103,7 @@ def test_kernels_take_an_index_outside_for_a_sentinel(name):
 
 @EVERY
 def test_rows_at_any_stride(name):
-    """A width that is a multiple of 16 bytes, in rows that are not."""
+    """The width is a multiple of 16 bytes, the row stride is not."""
     skip_unless_usable(PERMUTE, name, torch.float32)
     index, weight = indices(12, 5, 2), torch.rand(12, 2, device=DEVICE)
     x = torch.randn(12, 19, device=DEVICE)[:, 1:17]
@@ -189,7 +187,7 @@ def test_gradient_of_x_is_rounded_once(name, dtype):
 
 
 def test_what_the_backward_keeps():
-    """permute: the positions alone. unpermute: rows only where the weights need a gradient."""
+    """permute: only the positions. unpermute: rows only where the weights need a gradient."""
     skip_unless_usable(PERMUTE, "cpp", torch.float32)
     kept = []
 

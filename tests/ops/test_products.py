@@ -1,5 +1,5 @@
-"""Products of CPU matrices into float32: every order of memory, their derivative, and who takes
-them.
+"""CPU matrix products into float32: every memory layout, their derivatives, and where they are
+used.
 """
 
 import itertools
@@ -13,8 +13,8 @@ from tilewright import nn as twnn
 from tilewright.ops import _products, linear_cross_entropy
 
 DTYPES = [torch.float32, torch.bfloat16]
-# Single elements; odd sums (a bfloat16 without a partner); ends of tiles; several panels, and
-# blocks of both sides.
+# Single elements; odd sums (an unpaired bfloat16); tile remainders; several panels, and blocks of
+# both operands.
 SHAPES = [(1, 1, 1), (7, 5, 3), (64, 2, 70), (257, 1025, 193), (5, 0, 4)]
 
 
@@ -31,7 +31,7 @@ def matrix(rows, columns, transposed, dtype, g):
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("M, S, N", SHAPES)
 def test_every_order_of_memory(dtype, M, S, N):
-    """Against float64: the error of float32 sums, and nothing of 16 bits."""
+    """Against float64: only the error of float32 sums, no 16-bit rounding."""
     needs(dtype)
     g = torch.Generator().manual_seed(0)
     for left, right, add in itertools.product((False, True), repeat=3):
@@ -76,9 +76,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_linear_and_its_derivatives():
-    """Both of the first order and one of the second; the weight's gradient lies in memory as
-    the weight does.
-    """
+    """Both first derivatives and one second; the weight's gradient has the weight's strides."""
     needs(torch.float32)
     g = torch.Generator().manual_seed(0)
     x, w, dy = (torch.randn(shape, generator=g) for shape in ((3, 20, 33), (70, 33), (3, 20, 70)))
@@ -100,7 +98,7 @@ def test_linear_and_its_derivatives():
 
 
 def test_what_a_layer_takes():
-    """Own products where they are faster, PyTorch's elsewhere."""
+    """tilewright's products where they are faster, PyTorch's elsewhere."""
     needs(torch.float32)
     layer = twnn.Linear(8, 6, bias=False)
 
@@ -118,7 +116,7 @@ def test_what_a_layer_takes():
 
 
 def test_a_bfloat16_head_with_float32_logits(monkeypatch):
-    """Loss and gradient over several chunks, of bfloat16 factors as they are."""
+    """Loss and gradient over several chunks, with unconverted bfloat16 operands."""
     needs(torch.bfloat16)
     taken, product_ = [], _products.product_
 
@@ -143,7 +141,7 @@ def test_a_bfloat16_head_with_float32_logits(monkeypatch):
     ]
     truth, exact = step(torch.float64, implementation="eager")
     assert abs(loss - truth) < 1e-6 * truth
-    # The gradient is rounded once to bfloat16, and its logits' gradient before that.
+    # The gradient is rounded once to bfloat16, as is its logits' gradient before.
     assert (dw - exact).norm() < 2**-8 * exact.norm()
 
 

@@ -1,4 +1,4 @@
-"""What is special to qk_norm_rope; parity with the eager twin is in test_contract.py."""
+"""Tests specific to qk_norm_rope; parity with the eager twin is in test_contract.py."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tilewright.ops.qk_norm_rope import QK_NORM_ROPE
 EVERY = pytest.mark.parametrize("name", QK_NORM_ROPE.names())
 FUSED = pytest.mark.parametrize("name", [n for n in QK_NORM_ROPE.names() if n != "eager"])
 COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-# A sum of 16 squares and half a dozen operations on each element, of values up to about 4.
+# A sum of 16 squares and half a dozen operations per element, of values up to about 4.
 CLOSE = {"rtol": 16 * torch.finfo(torch.float32).eps, "atol": 16 * torch.finfo(torch.float32).eps}
 B, HQ, HK, S, D, P = 2, 4, 2, 6, 16, 24
 W = (HQ + 2 * HK) * D
@@ -44,7 +44,7 @@ def inputs(dtype=torch.float32, batch=B, seq=S):
 def separately(
     qkv, q_weight, k_weight, cos=COS, sin=SIN, *, eps=1e-6, offset=0.0, cast="gemma", **options
 ):
-    """Three ops one after another, on a projection taken apart."""
+    """Three separate ops on the split projection."""
     q, k, v = (t.unflatten(-1, (-1, D)) for t in qkv.split((HQ * D, HK * D, HK * D), -1))
     if q_weight is not None:
         q, k = (
@@ -141,8 +141,8 @@ def test_equals_transformers_qwen3(name):
     positions = torch.randint(0, 64, (B, S), device=DEVICE)
     cos, sin = qwen3.Qwen3RotaryEmbedding(config).to(DEVICE)(
         x, positions
-    )  # [B, S, D]: a row for each token
-    # What Qwen3Attention.forward does before attention.
+    )  # [B, S, D]: one row per token
+    # As Qwen3Attention.forward before attention.
     shape = (B, S, -1, D)
     q = attention.q_norm(attention.q_proj(x).view(shape)).transpose(1, 2)
     k = attention.k_norm(attention.k_proj(x).view(shape)).transpose(1, 2)
@@ -165,7 +165,7 @@ def test_equals_transformers_qwen3(name):
 
 @pytest.mark.parametrize("name", ["cpp", "eager"])
 def test_rounds_once(name):
-    """What float32 gives, rounded; two ops in a row are further from it."""
+    """The float32 result, rounded; two separate ops are further from it."""
     skip_unless_usable(QK_NORM_ROPE, name, torch.bfloat16)
     given = inputs(torch.bfloat16)
     cos, sin = (t.bfloat16() for t in (COS, SIN))
@@ -201,7 +201,7 @@ def test_positions_restart_in_each_packed_document(name):
 @COMPILED
 @pytest.mark.skipif(DEVICE != "cpu", reason="positions on a CUDA device are not looked at")
 def test_position_outside_the_tables(name, compiled):
-    """In the words of rope."""
+    """The same error as rope's."""
     skip_unless_usable(QK_NORM_ROPE, name, torch.float32)
     torch._dynamo.reset()
 
@@ -226,11 +226,11 @@ def test_position_outside_the_tables(name, compiled):
 @pytest.mark.parametrize("name", ["triton", "eager"])
 @pytest.mark.parametrize("norm", [True, False], ids=["norm", "no_norm"])
 def test_unchecked_positions_become_nan(name, norm):
-    """What is left of the check on a device that is not waited for."""
+    """The fallback for a device without synchronization."""
     skip_unless_usable(QK_NORM_ROPE, name, torch.float32)
     qkv, *weights = inputs()
     ids = torch.tensor([[0, P, 2, -1, 4, 2**40]] * B, device=DEVICE)
-    cos, sin = tables(width=10)  # 5 pairs: no power of two
+    cos, sin = tables(width=10)  # 5 pairs: not a power of two
     fn = QK_NORM_ROPE.resolve(name, DEVICE)
     q, k, v = fn(
         qkv, Heads(HQ, HK), HeadNorm(*weights) if norm else HeadNorm(), Rotation(cos, sin, ids)
@@ -247,9 +247,9 @@ def test_unchecked_positions_become_nan(name, norm):
 @EVERY
 @pytest.mark.parametrize("inplace, grad", [(False, False), (False, True), (True, False)])
 def test_results_lie_as_attention_reads_them(name, inplace, grad):
-    """q and k in the order [B, S, H, D], v where it was; in place all three."""
+    """q and k in the layout [B, S, H, D], v as a view of the projection; in place all three."""
     skip_unless_usable(QK_NORM_ROPE, name, torch.float32)
-    for width in (W, W + 8):  # a part of wider rows is read where it is, too
+    for width in (W, W + 8):  # a slice of wider rows is not copied either
         qkv = torch.randn(B, S, width, device=DEVICE)[..., :W].requires_grad_(grad)
         q, k, v = qk_norm_rope(qkv, COS, SIN, inplace=inplace, implementation=name, **HEADS)
         assert v.data_ptr() == qkv[..., (HQ + HK) * D :].data_ptr()
@@ -283,7 +283,7 @@ def test_what_is_kept_for_the_backward(name, norm):
 @FUSED
 @pytest.mark.parametrize("norm", [True, False], ids=["norm", "no_norm"])
 def test_one_operator_is_the_whole_backward(name, norm):
-    """v's gradient comes with it, and is not padded and added to it; in compiled code as well."""
+    """It writes v's gradient too, without padding and adding; also in compiled code."""
     skip_unless_usable(QK_NORM_ROPE, name, torch.float32)
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -322,7 +322,7 @@ def test_one_operator_is_the_whole_backward(name, norm):
 
 
 def test_backward_is_two_launches_and_no_other_kernel(monkeypatch):
-    """The second sums what programs found for both weights, and casts it."""
+    """The second sums the partial sums of both weights, and casts them."""
     if reason := platform.no_triton(DEVICE):
         pytest.skip(reason)
     from tilewright.kernels import qk_norm_rope_triton as k
@@ -449,7 +449,7 @@ class Projection(torch.nn.Module):
         q, k, v = qk_norm_rope(
             qkv, COS, SIN, position_ids=ids, inplace=inplace, implementation=self.name, **HEADS
         )
-        # What is used of qkv itself afterwards is what now lies in it.
+        # Later uses of qkv see the overwritten values.
         rest = qkv[..., : HQ * D].unflatten(-1, (HQ, D)).transpose(1, 2) if inplace else q
         return q, k, v, rest.square().sum() if again else q.new_zeros(())
 

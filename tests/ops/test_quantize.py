@@ -1,5 +1,6 @@
 """NF4, NVFP4, block-scaled FP8 and MXFP8: the bytes, against the projects that defined them; every
-implementation against the eager twins; rounding, odd sizes, checkpoints, torch.compile, refusals.
+implementation against the eager twins; rounding, odd sizes, checkpoints, torch.compile, rejected
+arguments.
 """
 
 import dataclasses
@@ -46,7 +47,7 @@ SIZES = [(300, 256), (7, 33), (1,), (64,), (65,), (127,), (2, 3, 96)]
 
 @functools.cache
 def oracle(module):
-    """A module of another project, or a skip with the reason why it is not there."""
+    """A module of another project, or a skip with the reason why it is missing."""
     logging.getLogger().setLevel(logging.ERROR)
     try:
         return importlib.import_module(module)
@@ -55,7 +56,7 @@ def oracle(module):
 
 
 def raw(t):
-    """A tensor's bytes: -0.0 is not 0.0, and NaN is itself."""
+    """A tensor's bytes: -0.0 differs from 0.0, and NaN equals itself."""
     return (
         t.contiguous().reshape(-1).view(torch.uint8)
         if t.numel()
@@ -78,7 +79,7 @@ def randn(*shape, dtype=torch.float32, seed=0):
 
 
 def both(format, **options):
-    """quantize_* and dequantize_* of a format, of which block FP8 takes its small blocks."""
+    """quantize_* and dequantize_* of a format; block FP8 uses its small blocks."""
     up, down = FORMATS[format]
     if format == "block_fp8":
         options = {"block": (1, 16), **options}
@@ -92,7 +93,7 @@ def grid():
     for op in OPS:
         for impl in op.implementations:
             for case in op.cases:
-                # Noise is not the twin's to the last bit: see test_aqn.py.
+                # Noise differs from the twin's in the last bits: see test_aqn.py.
                 if (
                     impl.name != "eager"
                     and "contract" in case.tags
@@ -104,7 +105,7 @@ def grid():
                             and dtype == torch.float16
                             and "ragged" not in case.name
                         ):
-                            # a second in the interpreter, for the same kernel after its load
+                            # a second in the interpreter, for the same kernel after loading
                             continue
                         yield pytest.param(
                             op,
@@ -130,7 +131,7 @@ def test_dequantising_keeps_the_contract(op, dtype, poisoned):
     """Truth is the twin in float64, on the same codes."""
     for name in op.usable(DEVICE, dtype):
         if name == "triton" and DEVICE == "cpu":
-            continue  # slow in the interpreter, and the bytes are the twin's: see above
+            continue  # slow in the interpreter; the bytes equal the twin's: see above
         for case in op.cases:
             if "contract" in case.tags:
                 kwargs = case.make(DEVICE, dtype, 0)
@@ -145,7 +146,7 @@ def test_dequantising_keeps_the_contract(op, dtype, poisoned):
 @EVERY_FORMAT
 @EVERY_DTYPE
 def test_results_are_near_what_was_quantized(format, dtype):
-    """Half the widest gap of each code, against the block's largest magnitude."""
+    """Within half the widest gap of each code, relative to the block's largest magnitude."""
     up, down = both(format)
     x = randn(40, 96, dtype=dtype)
     y = down(up(x))
@@ -179,10 +180,10 @@ def test_nf4_is_what_bitsandbytes_writes_and_reads(shape, double, dtype):
     assert found.keys() == expected.keys()
     for name in expected:
         assert_same_bytes(found[name], expected[name])
-    # As one row: where a row is no multiple of a block, its kernel for AVX-512 takes the wrong
-    # blocks' scales.
+    # As one row: if a row is not a multiple of a block, its AVX-512 kernel uses the wrong blocks'
+    # scales.
     state.shape = torch.Size([x.numel()])
-    # Two operations in float32 against one that may be fused: a unit in the last place, before the
+    # Two float32 operations against one that may be fused: a unit in the last place, before
     # rounding.
     torch.testing.assert_close(
         dequantize_nf4(q),
@@ -208,9 +209,7 @@ def test_nf4_block_sizes_and_zero_blocks_are_those_of_bitsandbytes(block):
 
 
 def test_nf4_scales_in_8_bits_are_those_of_bitsandbytes():
-    """More blocks than one of 256 scales, and one that is shorter; all of one size in the last
-    tensor.
-    """
+    """More blocks than one of 256 scales, and a shorter one; all of one size in the last tensor."""
     bnb = oracle("bitsandbytes.functional")
     for x in (
         randn(600, 64),
@@ -254,7 +253,7 @@ def nf4_state(**changes):
 
 
 def first(name, value, dtype=None):
-    """Another value in the first place of a tensor; a dtype: the tensor in that."""
+    """Replaces the first element of a tensor; or, given a dtype, casts the tensor."""
 
     def change(tensors):
         t = tensors[name].clone() if dtype is None else tensors[name].to(dtype)
@@ -274,7 +273,7 @@ def instead(name, make):
 
 
 MODELOPT = {"layout": "modelopt"}
-BROKEN = [  # format, options of to_safetensors, what is changed, and the sentence
+BROKEN = [  # format, options of to_safetensors, the change, and the error
     ("nf4", {}, nf4_state(dtype=...), "has no dtype"),
     ("nf4", {}, nf4_state(quant_type=...), "has no quant_type"),
     ("nf4", {}, nf4_state(shape=...), "has no shape"),
@@ -496,8 +495,8 @@ def test_nf4_differs_from_bitsandbytes_as_documented():
 
 
 def test_nvfp4_checkpoints_are_those_of_compressed_tensors():
-    """Its own packing and reading. Its scale of the tensor is an inverse, so that products round
-    otherwise: codes may differ where x is at a tie, to float32's precision.
+    """Its own packing and reading. Its tensor scale is an inverse, so products round differently:
+    codes may differ where x is at a tie, to float32's precision.
     """
     helpers = oracle("compressed_tensors.compressors.nvfp4.helpers")
     gparam = oracle("compressed_tensors.quantization.utils.helpers").generate_gparam
@@ -561,7 +560,7 @@ def test_block_fp8_is_what_transformers_writes(dtype):
     )
     assert found.keys() == expected.keys()
     assert_same_bytes(found["a.weight"], expected["a.weight"])
-    # It inverts 448 / m, where this divides m by 448.
+    # It inverts 448 / m; tilewright divides m by 448.
     torch.testing.assert_close(
         found["a.weight_scale_inv"], expected["a.weight_scale_inv"], rtol=3e-7, atol=0
     )
@@ -594,7 +593,7 @@ def test_mxfp8_is_what_torchao_writes_and_reads(dtype):
     x = randn(64, 256, dtype=dtype)
     x[:4] *= 1e-30
     x[4:8] *= 1e30
-    x[8, :32] = 448 * 2.0**-5  # the largest of its scale, and what is next to it
+    x[8, :32] = 448 * 2.0**-5  # the largest value of its scale, and its neighbors
     x[9, :32] = 450 * 2.0**-5
     x[10, :64] = 0
     q = quantize_mxfp8(x)
@@ -634,8 +633,8 @@ def test_mxfp8_has_the_keys_of_compressed_tensors():
 
 @pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
 def test_mxfp8_scales_are_the_least_that_saturate_nothing(name, poisoned):
-    """Every exponent, with what is largest for a scale, and what is next above; subnormal
-    numbers too.
+    """Every exponent, with the largest value for a scale, and the next one above; also subnormal
+    numbers.
     """
     skip_unless_usable(mxfp8.QUANTIZE_MXFP8, name, torch.float32)
     exponents = torch.arange(-149, 120, device=DEVICE, dtype=torch.float64)
@@ -643,10 +642,10 @@ def test_mxfp8_scales_are_the_least_that_saturate_nothing(name, poisoned):
         most = factor * 2.0**exponents
         x = torch.zeros(len(most), 40, device=DEVICE)
         x[:, 3] = -most.float()
-        x[:, 35] = 2.0  # of the short block
+        x[:, 35] = 2.0  # in the short block
         q = quantize_mxfp8(x, implementation=name)
         expected = (exponents + byte).clamp_min(0)
-        fits = exponents >= -127  # below, the scale is the least one
+        fits = exponents >= -127  # below, the scale is the smallest one
         assert torch.equal(raw(q.scale[:, 0]).double()[fits], expected[fits])
         assert (raw(q.scale[:, 0])[exponents < -128] == 0).all()
         assert (raw(q.scale[:, 1]) == 127 - 7).all()
@@ -660,7 +659,7 @@ def test_mxfp8_scales_are_the_least_that_saturate_nothing(name, poisoned):
 
 @pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
 def test_mxfp8_values_of_every_code_and_scale(name):
-    """Exact in float32, subnormal results and the two ends of the scales included."""
+    """Exact in float32, including subnormal results and the extreme scales."""
     skip_unless_usable(mxfp8.DEQUANTIZE_MXFP8, name, torch.float32)
     data = torch.arange(256, dtype=torch.uint8).repeat(32, 1).view(torch.float8_e4m3fn).to(DEVICE)
     scale = torch.arange(256, dtype=torch.uint8).view(32, 8).view(torch.float8_e8m0fnu).to(DEVICE)
@@ -701,7 +700,7 @@ def test_e2m1_is_rounded_to_the_nearest_and_ties_to_even():
 
 
 def test_codes_are_converted_by_gpus_that_can(monkeypatch):
-    """What they give is tested in test_triton_ptx.py."""
+    """The results are tested in test_triton_ptx.py."""
     pytest.importorskip("triton")
     from tilewright.kernels import quantize_triton
 
@@ -720,9 +719,7 @@ def test_codes_are_converted_by_gpus_that_can(monkeypatch):
 
 
 def test_nvfp4_codes_make_up_for_the_rounding_of_the_scale():
-    """The block's scale, 1.0625 before it is rounded, becomes 1: codes of x / 1.0625 would be
-    others.
-    """
+    """The block's scale rounds from 1.0625 to 1: codes of x / 1.0625 would be different."""
     x = torch.zeros(1, 32, device=DEVICE)
     x[0, 0], x[0, 16], x[0, 17] = 2688.0, 6 * 1.0625, 2.6  # 2.6 / 1.0625 is nearer to 2
     q = quantize_nvfp4(x)
@@ -731,9 +728,7 @@ def test_nvfp4_codes_make_up_for_the_rounding_of_the_scale():
 
 
 def test_philox_gives_the_published_words():
-    """The known answer of Random123 for zeros; and that more elements, or other high bits of a key,
-    are as they should be.
-    """
+    """Random123's known answer for zeros; also more elements, and other high bits of a key."""
     assert quantize.philox(0, 4, "cpu").tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     assert torch.equal(quantize.philox(7, 50, "cpu"), quantize.philox(7, 60, "cpu")[:50])
     assert not torch.equal(quantize.philox(7, 50, "cpu"), quantize.philox(7 + 2**32, 50, "cpu"))
@@ -778,7 +773,7 @@ def test_any_shape(format, shape):
     x = randn(*shape)
     y = down(up(x))
     assert y.shape == x.shape
-    # Elements do not depend on what lies behind the end: as if x were longer by zeros.
+    # Elements do not depend on memory past the end: as if x were padded with zeros.
     if x.numel() and format != "nf4":
         longer = torch.nn.functional.pad(x, (0, 11))
         assert torch.equal(down(up(longer))[..., : shape[-1]], y)
@@ -789,7 +784,7 @@ def test_zeros_stay_zeros_and_keep_their_sign(format):
     up, down = both(format)
     x = torch.zeros(2, 64, device=DEVICE)
     assert_same_bytes(down(up(x)), x)
-    if format != "nf4":  # whose code has one zero
+    if format != "nf4":  # its code has only one zero
         assert_same_bytes(down(up(-x)), -x)
     x[0, 0] = 1.0
     assert torch.equal(down(up(x)), x)
@@ -802,14 +797,17 @@ def test_powers_of_two_at_the_ends_of_float32(format, power):
     up, down = both(format)
     found = down(up(x))
     assert found.isfinite().all()
-    if power >= -100 or (format == "nf4" and power >= -126):  # below, a floor makes them smaller
+    # Below, a floor on the scale makes them smaller.
+    if power >= -100 or (format == "nf4" and power >= -126):
         torch.testing.assert_close(found, x, rtol=1e-6, atol=0)
     else:
         assert (found.abs() <= x * 1.5).all()
 
 
 def test_nvfp4_block_scales_are_subnormal_before_they_are_nothing():
-    """A block far below the tensor's largest keeps what the smallest scale can hold."""
+    """A block far below the tensor's largest magnitude keeps the precision of the
+    smallest scale.
+    """
     x = torch.zeros(1, 48, device=DEVICE)
     x[0, 0] = 2688.0  # the tensor's scale is 1
     x[0, 16] = 6 * 3 * 2.0**-9

@@ -1,6 +1,5 @@
-"""quantized_linear and fp8_linear beyond the numerics contract, which tests/ops/test_contract.py
-holds
-them to: what they keep, which way they take, noise, what they refuse.
+"""quantized_linear and fp8_linear beyond the numerics contract (tests/ops/test_contract.py): saved
+tensors, chosen kernels, noise, rejected arguments.
 """
 
 import dataclasses
@@ -47,7 +46,7 @@ def randn(*shape, dtype=torch.float32, seed=0, scale=1.0):
 
 
 def inputs(format, dtype=torch.float32, T=T, N=N, K=K):
-    """x, q and bias, of which x and bias want gradients."""
+    """x, q and bias; x and bias require gradients."""
     return (
         randn(T, K, dtype=dtype).requires_grad_(),
         FORMATS[format](randn(N, K, seed=1, scale=K**-0.5)),
@@ -69,7 +68,7 @@ def close(found, expected):
     )
 
 
-# ---- what it is
+# ---- definition
 
 
 @EVERY_FORMAT
@@ -99,7 +98,7 @@ def test_nothing_is_kept_but_the_codes_and_scales(format, name):
 
 
 def test_eager_keeps_autograds_own_copy():
-    """The definition is plain PyTorch; that the count above sees a weight that is kept."""
+    """The definition is plain PyTorch; also checks that the count above sees a saved weight."""
     x, q, bias = inputs("nf4")
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -107,14 +106,14 @@ def test_eager_keeps_autograds_own_copy():
     assert sum(t.nbytes for t in kept) >= 4 * N * K
 
 
-# ---- the ways that a product is made
+# ---- kernels for a product
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="C++ is for the CPU")
 @pytest.mark.parametrize("format", ["nf4", "nvfp4", "block_fp8", "mxfp8"])
 def test_a_name_fixes_what_dequantizes_whatever_is_pinned(format):
     skip_unless_usable(QUANTIZED_LINEAR, "cpp", torch.float32)
-    x = torch.randn(128, K, requires_grad=True)  # more rows than are multiplied without a copy
+    x = torch.randn(128, K, requires_grad=True)  # more rows than the fused kernels take
     quantize = {"nf4": quantize_nf4, "nvfp4": quantize_nvfp4, "block_fp8": quantize_block_fp8}
     q = quantize.get(format, quantize_mxfp8)(torch.randn(N, K))
     with use("eager"):
@@ -139,13 +138,13 @@ def test_cpp_few_rows_are_as_many(format, name, dtype, K, monkeypatch):
     for T, N in ((1, 1), (2, 6), (3, 13), (4, 5), (9, 20)):
         x, q, bias = inputs(format, dtype, T, N, K)
         with monkeypatch.context() as patch:
-            patch.setattr(MODULE, "dense", None)  # the dequantized weight is not asked for
+            patch.setattr(MODULE, "dense", None)  # the weight is never dequantized
             few = quantized_linear(x, q, bias, implementation=name)
         with monkeypatch.context() as patch:
             patch.setattr(MODULE, "_CPP_ROWS", {dtype: 0})
             many = quantized_linear(x, q, bias, implementation=name)
         close(few, many)
-        # Of very few elements eager's own error, which is the measure, may happen to be nothing.
+        # With very few elements eager's own error, the reference, may be zero.
         assert T * N < 100 or not broken(name, x, q, bias, dtype)
 
 
@@ -175,13 +174,13 @@ def test_which_way_triton_takes(format, T, K, few):
     assert (k.constants(x, format, 24, block) is not None) == few
     assert (
         format != "block_fp8" or k.constants(x, format, 24, [128, 16]) is None
-    )  # narrower than what is read at once
+    )  # narrower than one read
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @EVERY_FORMAT
 def test_triton_is_right_with_any_constants(format, dtype):
-    """Pieces of the sum, tiles wider than a scale and narrower, none fused."""
+    """Split sums, tiles wider and narrower than a scale, none fused."""
     skip_unless_usable(QUANTIZED_LINEAR, "triton", dtype)
     from tilewright.kernels import quantized_linear_triton as k
 
@@ -205,7 +204,7 @@ def test_triton_is_right_with_any_constants(format, dtype):
 
 @EVERY_NAME
 def test_a_format_that_no_kernel_takes_whole(name):
-    """Blocks of NF4 that run over the ends of rows, an odd number of columns, other blocks."""
+    """Blocks of NF4 that span rows, an odd number of columns, other blocks."""
     skip_unless_usable(QUANTIZED_LINEAR, name, torch.float32)
     for q in (
         quantize_nf4(randn(N, 40, scale=0.1)),
@@ -238,7 +237,7 @@ def test_shapes_and_strides_change_nothing(name, dtype):
     assert torch.equal(
         quantized_linear(x.view(2, 1, 3, K), q, bias, implementation=name).view(6, N), expected
     )
-    # One row: PyTorch's own products of matrices and vectors may sum in another order.
+    # One row: PyTorch's matrix-vector products may sum in another order.
     close(quantized_linear(x[0], q, bias, implementation=name), expected[0])
     assert quantized_linear(x[:0].view(0, 3, K), q, implementation=name).shape == (0, 3, N)
 
@@ -358,8 +357,8 @@ def test_compiled_with_noise_whose_step_changes(name):
 
 @pytest.mark.parametrize("name", ["eager", "triton"])
 def test_fp8_rounds_x_as_quantising_it_does(name):
-    """And so differs from quantized_linear, by a few per cent; each 128 columns have their own
-    scale.
+    """So it differs from quantized_linear by a few percent; every 128 columns have their
+    own scale.
     """
     skip_unless_usable(FP8_LINEAR, name, torch.float32)
     x = randn(9, 300)
@@ -415,7 +414,7 @@ def test_fp8_is_never_chosen_for_quantized_linear():
 @EVERY_FUSED
 @pytest.mark.parametrize("rows, K", [(3, 80), (70, 64), (3, 33)])
 def test_mxfp8_is_read_as_the_others(name, rows, K, monkeypatch):
-    """Of few rows C++ asks for no dequantized weight."""
+    """For few rows C++ does not dequantize the weight."""
     skip_unless_usable(QUANTIZED_LINEAR, name, torch.float32)
     x, q, bias = (
         randn(rows, K).requires_grad_(),

@@ -1,6 +1,4 @@
-"""Selection, over the whole registry: what a name means, what `auto` chooses, what a refusal
-says.
-"""
+"""Selection, over the whole registry: names, `auto`, and the reasons for rejections."""
 
 import functools
 import pathlib
@@ -30,8 +28,8 @@ EVERY_IMPLEMENTATION = pytest.mark.parametrize(
 
 
 def probe(*implementations, name="probe"):
-    """An op that multiplies: by 1 as the eager twin, else by what the implementation's `load`
-    says.
+    """An op that multiplies: by 1 as the eager twin, else by the number from the implementation's
+    `load`.
     """
     op = Op(name, None, lambda x: x * 1, implementations)
     op.public = lambda x, implementation="auto": op.pick(implementation, x)(x)
@@ -44,7 +42,7 @@ def times(name, factor, **options):
 
 @pytest.fixture
 def listed(monkeypatch):
-    """Puts an op into the registry for one test."""
+    """Adds an op to the registry for one test."""
 
     def put(op):
         monkeypatch.setitem(OPS, op.name, op)
@@ -66,7 +64,7 @@ def test_an_unknown_implementation_is_refused_with_the_names_there_are(op):
 @EVERY_OP
 @pytest.mark.parametrize("name", [[], {}, 3, None], ids=repr)
 def test_an_implementation_that_is_no_name_is_refused_with_the_names_there_are(op, name):
-    op.unpinned(torch.ones(1))  # what a call that named nothing leaves behind is no name either
+    op.unpinned(torch.ones(1))  # the cache entry of an unnamed call is no name either
     for ask in (lambda: op.resolve(name, "cpu"), lambda: op.pick(name, torch.ones(1))):
         with pytest.raises(
             TypeError, match=r"implementation must be one of \['auto', .*, got"
@@ -106,7 +104,7 @@ def test_a_name_gives_that_implementation_or_its_reason(op, impl, device_type, d
     reason = impl.why_not(device_type, dtype)
     if reason is None:
         found = op.resolve(impl.name, device_type, dtype)
-        assert found.__qualname__ == impl.load().__qualname__  # `load` may make its closure anew
+        assert found.__qualname__ == impl.load().__qualname__  # `load` may return a new closure
         return
     with pytest.raises(ImplementationUnavailable) as caught:
         op.resolve(impl.name, device_type, dtype)
@@ -114,7 +112,7 @@ def test_a_name_gives_that_implementation_or_its_reason(op, impl, device_type, d
 
 
 def smallest(op):
-    """The op on the smallest inputs, no tensor empty, that its cases offer."""
+    """The op on the smallest non-empty inputs of its cases."""
     sizes = {}
     for case in op.cases:
         if "contract" in case.tags:
@@ -131,9 +129,7 @@ def called(op, implementation):
 
 @EVERY_IMPLEMENTATION
 def test_a_call_refuses_as_resolve_does(op, impl, monkeypatch):
-    for (
-        every
-    ) in OPS.values():  # what earlier calls remembered, and later ones must not: cases call ops
+    for every in OPS.values():  # clear caches before and after: cases call ops
         monkeypatch.setattr(every, "_table", {})
         monkeypatch.setattr(every, "_unpinned", {})
     monkeypatch.setattr(platform, "interpreting", lambda: False)
@@ -160,7 +156,7 @@ def test_a_broken_import_is_unavailable_with_its_reason_and_does_not_fall_back()
     for name in (
         "broken",
         "auto",
-    ):  # auto chose it: to take the next one silently would hide the damage
+    ):  # auto chose it: silently taking the next one would hide the failure
         with pytest.raises(
             ImplementationUnavailable, match=r"probe\[broken\].*libbroken.so"
         ) as caught:
@@ -259,8 +255,8 @@ def in_context_parallel():
     return functools.partial(context_parallel_attention, q, q, q, ContextParallel())
 
 
-# What is composed of other ops: the call, without its implementation. test_operators.py looks at
-# those of the table in compiled code and for gradients too.
+# Calls of composed ops, without the implementation. test_operators.py also tests those of the
+# registry in compiled code and for gradients.
 COMPOSED = {
     **{
         name: functools.partial(smallest, OPS[name])
@@ -280,7 +276,7 @@ COMPOSED = {
 
 @pytest.mark.parametrize("name", COMPOSED)
 def test_a_named_implementation_asks_no_part_by_auto(name, monkeypatch):
-    """`auto` would follow `use`; a name that was given fixes the parts too."""
+    """`auto` would follow `use`; a name fixes the parts too."""
     call, asked, pick = COMPOSED[name](), [], Op.pick
     monkeypatch.setattr(
         Op, "pick", lambda op, part, *a: (asked.append((op.name, part)), pick(op, part, *a))[1]
@@ -288,7 +284,7 @@ def test_a_named_implementation_asks_no_part_by_auto(name, monkeypatch):
     op = OPS.get(name, OPS["attention"])
     for impl in op.implementations:
         if impl.name == "triton" or impl.why_not("cpu", torch.float32):
-            continue  # Triton's interpreter takes minutes, and its parts are chosen as the others'
+            continue  # minutes in Triton's interpreter; its parts are chosen the same way
         with use("eager"):
             call(implementation=impl.name)
         assert (op.name, impl.name) in asked

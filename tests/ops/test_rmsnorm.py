@@ -1,4 +1,4 @@
-"""What is special to rmsnorm and add_rmsnorm; parity with the eager twin is in test_contract.py."""
+"""Tests specific to rmsnorm and add_rmsnorm; parity with the eager twin is in test_contract.py."""
 
 from types import SimpleNamespace
 
@@ -84,9 +84,7 @@ def test_only_the_sum_is_used():
 @pytest.mark.parametrize("name", ["auto", *RMSNORM.names()])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_weight_and_bias_of_any_float_dtype(name, dtype):
-    """The gradient comes back in the parameter's dtype. Triton's interpreter cannot round to
-    bfloat16.
-    """
+    """Gradients have the parameter's dtype. Triton's interpreter cannot round to bfloat16."""
     if name != "auto":
         skip_unless_usable(RMSNORM, name, torch.float32)
     if name == "triton" and DEVICE == "cpu" and dtype == torch.bfloat16:
@@ -293,8 +291,8 @@ def test_bad_input_is_one_clear_error(call, error, message):
 
 
 def test_backward_programs_are_as_many_as_the_device_holds(monkeypatch):
-    """Of one head, so that all heads together make one wave; compiled once to ask, and not
-    again.
+    """Per head, so that all heads together make one wave; compiled once to find out, and
+    not again.
     """
     if reason := platform.no_triton(DEVICE):
         pytest.skip(reason)
@@ -306,7 +304,7 @@ def test_backward_programs_are_as_many_as_the_device_holds(monkeypatch):
         shared_memory_per_multiprocessor=228 * 1024,
         max_threads_per_multi_processor=2048,
     )
-    # By registers, by shared memory, by threads, and one block where none would be counted.
+    # Limited by registers, by shared memory, by threads; at least one block.
     found = [
         kernel.resident(*n, h100)
         for n in ((104, 49192, 8), (32, 98376, 4), (16, 0, 16), (255, 0, 16), (0, 0, 1))

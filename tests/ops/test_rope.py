@@ -1,4 +1,4 @@
-"""What is special to rope; parity with the eager twin is in test_contract.py."""
+"""Tests specific to rope; parity with the eager twin is in test_contract.py."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tilewright.ops import _checks, _layout, rope
 from tilewright.ops._rope_fused import Rotation
 from tilewright.ops.rope import ROPE, document_positions
 
-# Not `from tilewright.ops import`, where the name is the function's.
+# In `tilewright.ops` the name is the function.
 
 EVERY = pytest.mark.parametrize("name", ROPE.names())
 # A rotation is two products and a sum, each rounded once, of values up to about 4.
@@ -24,7 +24,7 @@ def tables(rows=P, width=D):
 
 
 def heads(n, *, batch=B, seq=S, width=D):
-    """[B, n, S, D] as a projection gives it: [B, S, n, D] transposed."""
+    """[B, n, S, D] with a projection's strides: [B, S, n, D] transposed."""
     return torch.randn(batch, seq, n, width, device=DEVICE).transpose(1, 2)
 
 
@@ -35,8 +35,8 @@ COS, SIN = tables()
 
 
 def complex_rotation(x, cos, sin, positions, interleaved):
-    """Pairs as complex numbers, times exp(i angle), in float64; features beyond the tables'
-    pass through.
+    """Pairs as complex numbers, times exp(i angle), in float64; features beyond the tables' width
+    are unchanged.
     """
     R = 2 * cos.shape[1]
     turn, rest = x[..., :R].double(), x[..., R:].double()
@@ -59,7 +59,7 @@ def test_equals_transformers_llama(name):
     positions = torch.randint(0, 64, (B, S), device=DEVICE)
     cos, sin = llama.LlamaRotaryEmbedding(config).to(DEVICE)(
         q, positions
-    )  # [B, S, D]: a row for each token
+    )  # [B, S, D]: one row per token
     expected = llama.apply_rotary_pos_emb(q, k, cos, sin)
     for found, wanted in zip(rope(q, k, cos, sin, implementation=name), expected, strict=True):
         torch.testing.assert_close(found, wanted, **CLOSE)
@@ -93,7 +93,7 @@ def test_equals_complex_multiplication(name, interleaved, R, ids):
         expected = complex_rotation(x, cos, sin, positions, interleaved)
         torch.testing.assert_close(y.double(), expected, **CLOSE)
         assert torch.equal(y[..., R:], x[..., R:])
-        assert y.stride() == x.stride() or name == "eager"  # [B, S, H, D] in memory stays so
+        assert y.stride() == x.stride() or name == "eager"  # the layout [B, S, H, D] is preserved
 
 
 @EVERY
@@ -128,7 +128,7 @@ def test_documents_run_on_over_rows_of_a_batch(name):
 
 @EVERY
 def test_keys_are_rotated_as_queries_are(name):
-    """With fewer key than query heads, and with none asked for."""
+    """With fewer key than query heads, and with no key heads requested."""
     skip_unless_usable(ROPE, name, torch.float32)
     q, k = heads(HQ), heads(HK)
     q_out, k_out = rope(q, k, COS, SIN, implementation=name)
@@ -144,8 +144,8 @@ def test_norms_and_relative_angles_are_kept(name, interleaved):
     q = heads(HQ)
     turned = rope(q, None, COS, SIN, interleaved=interleaved, implementation=name)[0]
     torch.testing.assert_close(turned.norm(dim=-1), q.norm(dim=-1), rtol=1e-6, atol=0)
-    assert not torch.allclose(turned[:, :, 1:], q[:, :, 1:], atol=0.1)  # it does turn
-    # A product of a query and a key depends on the distance of their positions alone.
+    assert not torch.allclose(turned[:, :, 1:], q[:, :, 1:], atol=0.1)  # the rotation has an effect
+    # The product of a query and a key depends only on their distance.
     a, b = torch.randn(2, 1, 1, 1, D, device=DEVICE)
 
     def product(i, j):
@@ -205,7 +205,7 @@ def test_no_tokens(name):
             assert all(f.shape == q.shape for f in found)
             product = (
                 q.new_zeros(batch, seq, n, D).transpose(1, 2) * 1
-            )  # has strides of 0 where it has no elements
+            )  # strides are 0 where it has no elements
             assert (
                 rope(product, None, COS, SIN, inplace=inplace, implementation=name)[0].shape
                 == q.shape
@@ -223,8 +223,8 @@ def test_no_tokens(name):
 
 
 class Projection(torch.nn.Module):
-    """What stands before attention: one projection, its slices seen as heads, some
-    position-wise work, and rope.
+    """The steps before attention: one projection, its slices viewed as heads, some pointwise work,
+    and rope.
     """
 
     def __init__(self, name, how="slice"):
@@ -261,9 +261,7 @@ def step(model, fn, *args):
 @EVERY
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_in_place_on_slices_of_a_projection(name, compiled):
-    """Equal to not in place, in results and gradients, and also in those of the slice that is
-    left alone.
-    """
+    """Equal to out of place, in results and gradients, including those of the untouched slice."""
     skip_unless_usable(ROPE, name, torch.float32)
     model, x = Projection(name), torch.randn(B, S, 12, device=DEVICE)
     ids = torch.randint(0, P, (B, S), device=DEVICE)
@@ -294,7 +292,7 @@ def test_in_place_overwrites_and_returns_its_arguments(name, compiled):
         assert f.data_ptr() == x.data_ptr() and f.stride() == x.stride()
         assert torch.equal(x, e)
         assert compiled or f is x
-    assert torch.equal(qkv[:, :, HQ + HK :], before[:, :, HQ + HK :])  # the values lie in between
+    assert torch.equal(qkv[:, :, HQ + HK :], before[:, :, HQ + HK :])  # the values
     assert qkv._version > version  # so that autograd notices, as in the next test
 
 
@@ -384,9 +382,7 @@ def test_in_place_where_it_is_not_possible(name, make, message):
 
 
 def at(shape, strides, offset=0):
-    """A view of a new buffer, made anew at each call, but of one and the same for the views of
-    a pair.
-    """
+    """A view of a new buffer per call, but of the same buffer for the views of a pair."""
     return lambda buffer: buffer.as_strided(shape, strides, offset)
 
 
@@ -510,7 +506,7 @@ def test_in_place_where_it_is_not_possible_compiled(how):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.skipif(DEVICE != "cpu", reason="positions on a CUDA device are not looked at")
 def test_position_outside_the_tables(name, compiled):
-    """The same words compiled or not; and no row before or behind the tables is read."""
+    """The same error compiled or not; and no row outside the tables is read."""
     skip_unless_usable(ROPE, name, torch.float32)
     torch._dynamo.reset()
 
@@ -549,7 +545,7 @@ def test_position_outside_the_tables(name, compiled):
 
 
 def test_cpp_operator_itself_reads_nothing_outside_the_tables():
-    """Below the public function's checks, with the same words."""
+    """Below the public function's checks, with the same error."""
     skip_unless_usable(ROPE, "cpp", torch.float32)
     ROPE.resolve("cpp")
     q = torch.zeros(1, 1, 3, D)
@@ -576,7 +572,7 @@ def test_cpp_operator_itself_reads_nothing_outside_the_tables():
 
 @pytest.mark.parametrize("name", ["triton", "eager"])
 def test_unchecked_positions_become_nan(name):
-    """What is left of the check on a device that is not waited for."""
+    """The fallback for a device without synchronization."""
     skip_unless_usable(ROPE, name, torch.float32)
     ids = torch.tensor([[0, P, 2, -1, 4, 2**40, 6]] * B, device=DEVICE)
     q, _ = ROPE.resolve(name, DEVICE)(heads(HQ), None, Rotation(COS, SIN, ids))

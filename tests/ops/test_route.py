@@ -1,4 +1,4 @@
-"""What is special to route; parity with the eager twin is in test_contract.py."""
+"""Tests specific to route; parity with the eager twin is in test_contract.py."""
 
 import contextlib
 
@@ -19,7 +19,7 @@ def logits(T, E, **new):
     return torch.randn(T, E, device=DEVICE, **new)
 
 
-# ---- others' routers
+# ---- routers of other libraries
 
 
 @EVERY
@@ -84,7 +84,7 @@ def test_equals_transformers_deepseek_v3(name):
     router.e_score_correction_bias.copy_(0.1 * torch.randn(24))
     x, weight, index = router(torch.randn(50, 16, device=DEVICE))
     found = route(x, 4, bias=router.e_score_correction_bias, implementation=name, **DEEPSEEK)
-    order = found.expert_index.argsort(1)  # theirs is in no order
+    order = found.expert_index.argsort(1)  # theirs is unordered
     assert torch.equal(found.expert_index.gather(1, order), index.sort(1).values)
     torch.testing.assert_close(
         found.expert_weight.gather(1, order), weight.gather(1, index.argsort(1))
@@ -104,10 +104,7 @@ def test_ties_go_to_the_lower_index(name):
     assert index == [[0, 1, 2, 3, 4, 5], [17, 22, 27, 32, 37, 0], [0, 1, 2, 3, 4, 5]]
     x = torch.zeros(1, 12, device=DEVICE)
     x[0, 5], x[0, 8] = 1, 1
-    for score in (
-        "softmax",
-        "sigmoid",
-    ):  # of groups, too: 0 and 3 have what 1 and 2 have less, or as much
+    for score in ("softmax", "sigmoid"):  # tied groups, too: 0 and 3
         found = route(x, 4, score=score, groups=4, topk_groups=3, implementation=name)
         assert found.expert_index.tolist() == [[5, 8, 0, 1]]
 
@@ -126,7 +123,7 @@ def test_a_bias_moves_the_choice_and_not_the_weights(name):
 
 @EVERY
 def test_excluded_groups_lose_even_to_minus_infinity(name):
-    """-inf inside a chosen group comes before anything outside of it."""
+    """-inf inside a chosen group ranks above anything outside of it."""
     skip_unless_usable(ROUTE, name, torch.float32)
     x = torch.tensor([[1.0, 2.0, 3.0, 4.0, 9.0, float("-inf")]], device=DEVICE)
     found = route(x, 2, groups=3, topk_groups=1, implementation=name)
@@ -181,7 +178,7 @@ def test_weights_of_logits_that_are_not_finite(name):
     "options", [{}, {"renormalize": True, "scale": 3.0}, {"score": "sigmoid"}, DEEPSEEK], ids=str
 )
 def test_gradients_equal_autograd_in_float64(name, options):
-    """Of each differentiable result alone, written out with torch's own functions."""
+    """Each differentiable result by itself, written out with torch functions."""
     skip_unless_usable(ROUTE, name, torch.float32)
     x = logits(33, 16, requires_grad=True)
     found = route(x, 3, implementation=name, **options)
@@ -294,7 +291,7 @@ def rounded_by_hand(index, weight, E, M):
 @pytest.mark.parametrize("M", [1, 4, 16, 1000])
 def test_rounding_keeps_each_experts_best_tokens(name, M):
     skip_unless_usable(ROUTE, name, torch.float32)
-    x = logits(60, 5).mul(2).round().requires_grad_()  # few values: equal weights
+    x = logits(60, 5).mul(2).round().requires_grad_()  # few distinct values give equal weights
     plain, found = route(x, 2, implementation=name), route(x, 2, round_to=M, implementation=name)
     index, weight = rounded_by_hand(plain.expert_index, plain.expert_weight.detach(), 5, M)
     assert torch.equal(found.expert_index, index) and torch.equal(found.expert_weight, weight)

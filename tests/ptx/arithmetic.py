@@ -25,7 +25,7 @@ class Arithmetic:
             )
             width = self.k.widths[
                 args[0].rstrip("0123456789")
-            ]  # ld.param.s32 fills one of 64 bits, too
+            ]  # ld.param.s32 may also fill a 64-bit register
             if op[-1][0] == "s" and raw >> bits - 1:
                 raw |= (1 << width) - (1 << bits)
             return self.put(args[0], np.full(self.n, raw, U[width]), who)
@@ -42,7 +42,7 @@ class Arithmetic:
                 ]
                 if op[-1][0] == "s":
                     value = value.view(I[bits])
-                # A register may be wider than what is loaded.
+                # A register may be wider than the load.
                 width = U[self.k.widths[part.rstrip("0123456789")]]
                 self.put(part, value.astype(width), who)
             return None
@@ -59,7 +59,7 @@ class Arithmetic:
         lane, me = self.thread % 32, np.arange(self.n)
         given = self.get(args[2], 32).astype(np.int64)
         other = lane ^ given if op[2] == "bfly" else given
-        if op[2] == "up":  # the lowest keep their own
+        if op[2] == "up":  # the lowest lanes keep their own value
             other = np.where(lane < given, lane, lane - given)
         self.put(args[0], value[me - lane + other], who)
 
@@ -117,9 +117,7 @@ class Arithmetic:
             return high.astype(np.uint32) << 16 | low
         if extra := set(op[1:-2]) - {"rn", "rz", "rzi", "ftz"}:
             raise KeyError(f"{'.'.join(op)}: {extra}")
-        if (
-            "rzi" in op
-        ):  # to a whole number, toward zero; what does not fit becomes the nearest that does, NaN 0
+        if "rzi" in op:  # to an integer, toward zero, saturating; NaN becomes 0
             if source != "f32" or to not in ("s32", "u32"):
                 raise KeyError(".".join(op))
             limit = np.iinfo(I[32] if to == "s32" else U[32])
@@ -226,7 +224,7 @@ class Arithmetic:
             if op[-1][0] == "s":  # toward zero
                 q = q + ((q < 0) & (q * b != a))
             return (q if name == "div" else a - q * b).astype(given[0].dtype).view(U[bits])
-        if name == "bfe":  # bits of a number, the signed one's highest repeated
+        if name == "bfe":  # a bit field, sign-extended if signed
             at, count = (self.get(a, 32).astype(np.int64) for a in args[2:])
             up = bits - count
             return (
@@ -235,7 +233,7 @@ class Arithmetic:
             ).view(U[bits])
         if (
             name == "prmt"
-        ):  # bytes of two numbers, chosen by four digits; one of 8 or more repeats the byte's sign
+        ):  # bytes of two numbers, selected by four digits; 8 or more repeats the byte's sign
             both = given[0].astype(np.uint64) | given[1].astype(np.uint64) << np.uint64(32)
             out = np.zeros(self.n, np.uint32)
             for i in range(4):
@@ -246,7 +244,7 @@ class Arithmetic:
             return out
         if (
             name == "shf"
-        ):  # of two numbers as one of 64 bits, the first below: its upper half, or its lower
+        ):  # two numbers as one of 64 bits, the first the low half: its upper or lower half
             both = given[0].astype(np.uint64) | given[1].astype(np.uint64) << np.uint64(32)
             by = given[2] & 31 if "wrap" in op else np.minimum(given[2], 32)
             shifted = (

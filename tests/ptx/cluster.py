@@ -32,28 +32,28 @@ class Cluster(Transfers, TensorCores, Arithmetic):
             "%cluster_ctarank": self.block,
         }
         self.shared = np.full((cluster, kernel.shared_size), 0xFF, np.uint8)
-        # Since the last barrier: by which thread + 1 a byte was written, and read (-1: by several;
-        # -2 - w: by one of warp w, which has met at a barrier of its own).
+        # Since the last barrier: thread + 1 that wrote a byte, and that read it (-1: several; -2 -
+        # w: one of warp w, which has synchronized at its own barrier).
         self.written = np.zeros((cluster, kernel.shared_size), np.int64)
         self.read = np.zeros((cluster, kernel.shared_size), np.int64)
-        # Copies of cp.async on their way: (threads, their groups, where to, bytes). Nobody may
-        # touch the places.
+        # cp.async copies in flight: (threads, their groups, indices, bytes). No thread may access
+        # those indices.
         self.copies, self.groups = [], np.zeros(n, np.int64)
         self.flying = np.zeros((cluster, kernel.shared_size), bool)
-        # Shared memory that the other proxy (TMA, wgmma) may not have seen yet, and that wgmma may
-        # still be reading.
+        # Shared memory not yet visible to the async proxy (TMA, wgmma), and still being read by
+        # wgmma.
         self.unfenced = np.zeros((cluster, kernel.shared_size), bool)
         self.pinned = np.zeros((cluster, kernel.shared_size), bool)
         self.barriers = {}  # (block, address) -> an mbarrier
         self.awaited = {}  # thread -> (its mbarrier, parity)
-        # Of wgmma: those that were issued, by group of 128 threads: what comes into which
-        # registers, what it reads.
+        # Issued wgmma per group of 128 threads: the values for each register, and the memory it
+        # reads.
         self.products = [[] for _ in range(-(-n // 128))]
         self.abroad = np.full(
             n, -1
         )  # barrier.cluster.arrive's that a thread had made when it wrote to another block
         self.regs, self.constants = {}, {}
-        self.whole = None  # the threads at this instruction, if it is all of them
+        self.whole = None  # the threads at this instruction, if all are
         self.pc = np.zeros(n, np.int64)
         self.waits = np.zeros(
             n, np.int8
@@ -76,7 +76,7 @@ class Cluster(Transfers, TensorCores, Arithmetic):
             pc = int(self.pc[ready].min())
             here = ready & (self.pc == pc)
             others = self.pc[ready & ~here]
-            until = int(others.min()) if len(others) else end  # where they meet again
+            until = int(others.min()) if len(others) else end  # where they reconverge
             self.whole = here if here.all() else None
             going = True
             while going and pc < until:
@@ -130,7 +130,7 @@ class Cluster(Transfers, TensorCores, Arithmetic):
             return self.regs[name]
         if name in self.special:
             return self.special[name].astype(U[bits])
-        if name in self.k.parameters:  # the address of one
+        if name in self.k.parameters:  # the address of a parameter
             return np.full(self.n, 4096 * (1 + self.k.parameters.index(name)), U[bits])
         if name in self.k.shared:
             return np.full(self.n, self.k.shared[name], U[bits])
@@ -139,7 +139,7 @@ class Cluster(Transfers, TensorCores, Arithmetic):
                 number, bits = int(name[2:], 16), 32
             elif (
                 name.rstrip("0123456789") in self.k.widths
-            ):  # never written: of a pair, the half that does not matter
+            ):  # never written: the unused half of a pair
                 number = -1
             else:
                 number = int(name.rstrip("U"), 0)
@@ -174,8 +174,8 @@ class Cluster(Transfers, TensorCores, Arithmetic):
         if space == "global":
             if (each >= len(self.memory.data)).any():
                 raise RuntimeError(f"{name}: outside every tensor")
-            # The compiler may read up to 16 aligned bytes of which some are in the tensor, and drop
-            # the others: no page ends between them. They hold 0xFF here, so that using one shows.
+            # The compiler may read up to 16 aligned bytes partly outside the tensor and drop the
+            # rest: no page ends between them. They are 0xFF here, so that using one shows.
             inside = self.memory.inside[each]
             if not (inside.any(1) if name.startswith("ld") else inside.all(1)).all():
                 raise RuntimeError(f"{name}: outside every tensor")
@@ -192,13 +192,13 @@ class Cluster(Transfers, TensorCores, Arithmetic):
         return block, each
 
     def of_others(self, before, thread):
-        """Whether what `written` or `read` says is of a thread that this one (from 1) has not
-        met since.
+        """Whether the entry in `written` or `read` belongs to a thread that this one (from 1) has
+        not synchronized with since.
         """
         return (before != 0) & (before != thread) & (before != -2 - (thread - 1) // 32)
 
     def count(self, kind, at, lanes):
-        """Sectors of global memory, of accesses that lie in one each."""
+        """Counts sectors of global memory, for accesses that each lie in one."""
         self.counts.requested[kind] += len(np.unique(lanes // 32 * (1 << 48) + at // 32))
         self.touched[kind].append(np.unique(at // 32))
 
@@ -218,7 +218,7 @@ class Cluster(Transfers, TensorCores, Arithmetic):
             self.pc[who] = self.k.labels[args[0]]
         elif name == "bar" and (
             op[1] == "sync" or self.k.threads == 32
-        ):  # of a warp, where that is all
+        ):  # of a warp, if it is complete
             self.waits[who] = 1
         elif text == "bar.warp.sync":
             self.whole_warps(who, text)
@@ -237,7 +237,7 @@ class Cluster(Transfers, TensorCores, Arithmetic):
             self.mbarrier(op, args, who, text, pc)
         elif name == "wgmma":
             self.wgmma(op, args, who, text)
-        elif text == "fence.proxy.async.shared::cta":  # of the writes that these threads see
+        elif text == "fence.proxy.async.shared::cta":  # for the writes that these threads see
             threads = np.flatnonzero(who) + 1
             seen = (self.written == 0) | np.isin(self.written, threads)
             self.unfenced &= ~seen

@@ -1,4 +1,4 @@
-"""What a launch costs, in counts: instructions by class, sectors, bank conflicts."""
+"""The cost of a launch in counts: instructions by class, sectors, bank conflicts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CONTROL = {"bra", "ret", "bar", "barrier", "mbarrier", "fence", "elect"}
 
 
 def instruction_class(op):
-    """Of an instruction, by what of a multiprocessor it is for."""
+    """Classifies an instruction by the unit of a multiprocessor that executes it."""
     name = op[0]
     if name in ("ld", "st", "cp", "ldmatrix", "stmatrix"):
         return "parameter" if "param" in op else "memory"
@@ -34,16 +34,16 @@ def instruction_class(op):
 
 
 class Counts:
-    """What launches of a kernel did.
+    """Counts over the launches of a kernel.
 
     requested: sectors of 32 bytes of global memory that warps' instructions read and wrote, each
-    instruction's once.
-        least: those that programs touch, each program's once: all of it comes from memory or from
-        the L2 at least once.
-    wavefronts: passes that instructions made over shared memory; of these, conflicts are those that
-    a bank had to make
-        for several of its words.   issued: instructions of PTX by class, a warp's as one.
-        products: multiply-adds of the tensor cores.
+    once per instruction.   least: those that programs touch, each once per program: all of it comes
+    from memory or from the L2 at least once.
+
+    wavefronts: passes of instructions over shared memory.   conflicts: those that a bank needed for
+    several of its words.
+
+    issued: PTX instructions by class, one per warp.   products: multiply-adds of the tensor cores.
     """
 
     def __init__(self):
@@ -52,7 +52,7 @@ class Counts:
         self.issued = collections.Counter()
 
     def shared(self, address, size, lanes):
-        """An access of `size` bytes a thread: a pass is for 128 bytes, so for 32, 16 or 8
+        """Counts an access of `size` bytes per thread: a pass covers 128 bytes, so 32, 16 or 8
         threads.
         """
         groups = lanes // (32 if size <= 4 else 128 // size)

@@ -1,4 +1,4 @@
-"""Triton's driver of a GPU that this package is: kernels are launched as on a GPU."""
+"""A Triton driver for the emulated GPU: kernels are launched as on a GPU."""
 
 import pathlib
 from types import SimpleNamespace
@@ -12,20 +12,21 @@ from ptx.tma import TensorMap
 
 
 class Driver:
-    """Triton's driver of a GPU that is this package. So Triton itself binds and specializes
-    arguments, as for a GPU. A device's number is its architecture, since Triton keeps by device
-    what it compiled.
+    """A Triton driver for this package's emulated GPU, so that Triton itself binds and specializes
+    arguments. A device's number is its architecture, since Triton caches compiled kernels per
+    device.
     """
 
     def __init__(self):
         from tilewright.kernels import launch as kept_launches
 
-        kept_launches._keeping = False  # Triton's way, which tells tensors, not addresses
+        # Triton's own launches pass tensors instead of addresses.
+        kept_launches._keeping = False
         self.arch = 90
-        self.memories = []  # of each launch
-        self.names = []  # of what each launch ran
-        self.change = None  # of PTX, to plant faults
-        self.counts = None  # name of a kernel -> Counts, where they are wanted
+        self.memories = []  # one per launch
+        self.names = []  # the kernel of each launch
+        self.change = None  # transforms PTX, to plant faults
+        self.counts = None  # kernel name -> Counts, if requested
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
             load_binary=lambda name, cubin, shared, device: (name, name, 0, 0, 1024),
@@ -59,7 +60,7 @@ class Driver:
             kernel = kernels[self.change]
             assert metadata.num_ctas == 1 and kernel.threads == 32 * metadata.num_warps
             assert metadata.global_scratch_size == metadata.profile_scratch_size == 0
-            memory, values = Memory(), [0, 0]  # at the end, the pointers to those two
+            memory, values = Memory(), [0, 0]  # the two pointers at the end
             described = list(metadata.tensordesc_meta or ())
             for a, kind in reversed(list(zip(arguments, source.signature.values(), strict=True))):
                 if kind.startswith("tensordesc"):

@@ -1,4 +1,4 @@
-"""Conversions between float32 and narrower formats, by the bits."""
+"""Bit-level conversions between float32 and narrower formats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def f32(bits):
 
 
 def widen(bits, kind):
-    """Numbers of 16 bits as float32."""
+    """16-bit numbers as float32."""
     if kind == "bf16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
     return bits.view(np.float16).astype(np.float32)
@@ -27,12 +27,12 @@ def narrow(x, kind, truncate=False):
     return t.view(torch.int16).numpy().view(np.uint16)
 
 
-# Of each code: the sign is its highest bit.
+# Per code: the sign is its highest bit.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
 def to_e2m1(x):
-    """Codes of the nearest numbers; of two that are equally near, the even code; NaN becomes 6."""
+    """Codes of the nearest numbers, ties to the even code; NaN becomes 6."""
     order = np.array([0, 2, 4, 6, 1, 3, 5, 7], np.uint8)  # the first of equals is taken
     size = np.minimum(np.abs(x.astype(np.float64)), 6.0)
     code = order[np.abs(size[:, None] - E2M1[order].astype(np.float64)).argmin(1)]
@@ -40,9 +40,7 @@ def to_e2m1(x):
 
 
 def to_e4m3(x):
-    """Codes of the nearest numbers, ties to even; what is too large becomes the largest; NaN
-    127.
-    """
+    """Codes of the nearest numbers, ties to even; saturates; NaN becomes 127."""
     t = torch.from_numpy(np.clip(x, -448, 448)).to(torch.float8_e4m3fn)
     return np.where(np.isnan(x), 127, t.view(torch.uint8).numpy()).astype(np.uint8)
 

@@ -14,7 +14,9 @@ from ptx.memory import Memory
 
 class Kernel:
     def __init__(self, ptx: str, dynamic_shared: int = 0):
-        """dynamic_shared: bytes of the shared memory whose size the launch says, not the PTX."""
+        """dynamic_shared: bytes of the shared memory whose size is set by the launch, not
+        the PTX.
+        """
         body = re.sub(r"//[^\n]*|^\s*\.loc\s[^\n]*", "", ptx, flags=re.MULTILINE)
         outer = re.findall(r"\.extern \.shared \.align \d+ \.b8 (\S+)\[\];", body)
         head, body = body[body.index(".entry") :].split("{", 1)

@@ -1,4 +1,4 @@
-"""Memory of a launch, checked: every access is inside a tensor and aligned."""
+"""Checked memory of a launch: every access must be inside a tensor and aligned."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ I = {16: np.int16, 32: np.int32, 64: np.int64}
 
 class Memory:
     """Global memory: tensors at 256-byte boundaries, with nothing readable between them. `shift`
-    bytes are put before each, to misalign it.
+    bytes precede each, to misalign it.
     """
 
     def __init__(self):
@@ -20,14 +20,14 @@ class Memory:
         self.inside = np.zeros(4096, bool)
         self.written = np.zeros(4096, np.uint8)
         self.read = np.zeros(4096, bool)
-        # In this launch, by which thread + 1 of all a byte was written, and read (-1: by several).
+        # In this launch, thread + 1 that wrote a byte, and that read it (-1: several).
         self.writer = np.zeros(4096, np.int64)
         self.reader = np.zeros(4096, np.int64)
         self.tensors = []
 
     def put(self, t: torch.Tensor | None, shift: int = 0) -> int:
-        """Its address. The whole storage travels, so that strides keep their meaning; only t's
-        elements can be read.
+        """Returns its address. The whole storage is copied, so strides stay valid; only t's
+        elements are readable.
         """
         if t is None:
             return 0
@@ -63,7 +63,7 @@ class Memory:
         return start
 
     def take_back(self) -> None:
-        """Writes what the kernel wrote into the tensors."""
+        """Copies the kernel's output into the tensors."""
         for t, start in self.tensors:
             span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
             if t.numel() and self.written[start : start + span * t.element_size()].any():

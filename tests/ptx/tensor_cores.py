@@ -14,9 +14,9 @@ class TensorCores:
     # ---- wgmma
 
     def operand(self, described, rows, transposed, block, text):
-        """Places of a [rows, 16] operand of 16-bit elements in shared memory, from its matrix
-        descriptor. A row is of a's M or of b's N. transposed: neighbors in memory are of
-        neighboring rows, not of the sum.
+        """Byte indices of a [rows, 16] operand of 16-bit elements in shared memory, from its matrix
+        descriptor. A row is one of a's M or b's N. transposed: adjacent elements in memory belong
+        to adjacent rows, not to the summed dimension.
         """
         start, leading, stride = ((described >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
         span = {0: 0, 1: 128, 2: 64, 3: 32}[described >> 62]
@@ -65,7 +65,7 @@ class TensorCores:
                 for p in self.products[g][: len(self.products[g]) - len(left)]:
                     done |= p["results"]
                     for places in p["read"]:
-                        self.read[places] = -1  # by all four warps
+                        self.read[places] = -1  # read by all four warps
                 self.products[g] = left
                 here = np.arange(self.n) // 128 == g
                 for r in done.keys() - {r for p in left for r in p["results"]}:
@@ -102,7 +102,7 @@ class TensorCores:
                         )[g]
                         for p in args[1].strip("{}").split(",")
                     ]
-                )  # register, warp, row, thread of it, half
+                )  # register, warp, row, thread in row, half
                 a = a.reshape(2, 2, 4, 8, 4, 2).transpose(2, 1, 3, 0, 4, 5).reshape(64, 16)
                 read = []
             else:
@@ -113,7 +113,7 @@ class TensorCores:
             places = self.operand(int(described[128 * g]), columns, turned[-1], block, text)
             b = widen(self.shared[places].view(np.uint16)[:, :, 0], kind)
             read.append(places)
-            waiting = {}  # what products on their way leave in registers
+            waiting = {}  # pending results per register
             for p in self.products[g]:
                 waiting |= p["results"]
             c = np.zeros((64, columns))
@@ -137,7 +137,7 @@ class TensorCores:
             self.products[g].append(
                 {"group": 0, "results": dict(zip(names, d, strict=True)), "read": read}
             )
-            for r in names:  # until it is waited for, NaN
+            for r in names:  # NaN until the wait
                 self.put(
                     r, np.full(self.n, 0x7FFFFFFF, np.uint32), who & (np.arange(self.n) // 128 == g)
                 )
@@ -156,20 +156,20 @@ class TensorCores:
             raise RuntimeError(f"{text}: part of a warp")
 
     def matrix(self, name, op, args, who, text):
-        """Matrices of 8 x 8 elements of 16 bits: thread i of a warp has two of row i / 4, or with
-        trans of column i / 4, and says where row i is.
+        """Matrices of 8 x 8 16-bit elements: thread i of a warp has two of row i / 4, or with trans
+        of column i / 4, and provides the address of row i.
         """
         self.whole_warps(who, text)
         data, where = (args[0], args[1]) if name == "ldmatrix" else (args[1], args[0])
         rows, lane = self.address(where), self.thread % 32
         for i, part in enumerate(p.strip() for p in data.strip("{}").split(",")):
-            first = np.arange(self.n) - lane + 8 * i  # the thread that says where row 0 is
+            first = np.arange(self.n) - lane + 8 * i  # the thread with row 0's address
             if (rows[first + lane % 8][who] % 16).any():
                 raise RuntimeError(f"{text}: address not a multiple of 16")
             if self.counts:
                 at = rows[first + lane // 4] + lane % 4 * 4
                 self.counts.shared(at[who], 4, np.flatnonzero(who))
-            # Where the two elements are: beside each other, or below.
+            # The two elements: adjacent in a row or a column.
             pieces = (
                 [rows[first + lane // 4] + lane % 4 * 4]
                 if "trans" not in op
@@ -187,9 +187,8 @@ class TensorCores:
                 self.put(part, value, who)
 
     def multiply(self, op, args, who, text):
-        """mma.m16n8k16: d [16, 8] = a [16, 16] b [16, 8] + c by each warp, with a row (of b, a
-        column) in a group of four threads, which have two neighbors each. Summed in float64 and
-        rounded once.
+        """mma.m16n8k16: d [16, 8] = a [16, 16] b [16, 8] + c per warp; a group of four threads has
+        one row (of b, column), two adjacent elements each. Summed in float64 and rounded once.
         """
         if (
             op[1:6] != ["sync", "aligned", "m16n8k16", "row", "col"]

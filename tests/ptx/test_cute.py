@@ -1,6 +1,6 @@
-"""The CuTe DSL kernels. No GPU is needed: they are compiled for sm_90 and sm_100, and their PTX is
-run on the CPU (tests/ptx), where it must hold the numerics contract, keep inside tensors and write
-every element once.
+"""The CuTe DSL kernels. Without a GPU, they are compiled for sm_90 and sm_100, and their PTX is
+emulated on the CPU (tests/ptx), where it must satisfy the numerics contract, stay inside tensors
+and write every element once.
 """
 
 import contextlib
@@ -44,9 +44,7 @@ def compiled(function, types, arch):
 
 
 class Emulator:
-    """Stands in for `kernels.cute.launch`. calls: (host function, arguments, memory) of each
-    launch.
-    """
+    """Stands in for `kernels.cute.launch`. calls: (host function, arguments, memory) per launch."""
 
     def __init__(self, arch):
         self.arch, self.calls = arch, []
@@ -87,8 +85,7 @@ def emulator(request, monkeypatch):
 CASES = [(op, case) for op in OPS for case in operations()[op].cases if "contract" in case.tags]
 
 
-# All in bf16 for sm_90; for sm_100, and in the other dtypes, those that between them have every
-# path.
+# All in bf16 for sm_90; for sm_100, and in the other dtypes, a subset that covers every path.
 MORE = (
     "ragged",
     "gemma",
@@ -114,18 +111,18 @@ def test_the_contract_holds(op, case, emulator):
     for dtype in (BF16,) if emulator.arch == 90 else (F32, F16):
         with contract.poisoned():
             assert contract.check(operations()[op], "cute", case, "cpu", dtype) == [], dtype
-    for _, _, memory in emulator.calls:  # nothing is left out or done twice
+    for _, _, memory in emulator.calls:  # every element is written exactly once
         for t, _ in memory.tensors:
             written = memory.times(t, "written")
             assert written.max() == written.min() <= 1, (t.shape, written)
 
 
-# ---- what the public functions' cases do not reach
+# ---- beyond the public functions' cases
 
 
 def test_wide_rows_in_clusters(emulator):
-    """Both kernels of a row that 2 to 8 blocks share, several rows a cluster, and a row that
-    does not fill them.
+    """Both kernels for a row shared by 2 to 8 blocks, several rows per cluster, and a row that does
+    not fill them.
     """
     for D, dtype, bias in ((16512, BF16, False), (24576, F32, True), (65536, BF16, True)):
         g = torch.Generator().manual_seed(0)
@@ -144,8 +141,8 @@ def test_wide_rows_in_clusters(emulator):
     "V, stride, offset", [(50257, 50257, 0), (33000, 33001, 0), (20011, 20480, 3), (16, 24, 1)]
 )
 def test_any_row_of_logits(V, stride, offset, emulator):
-    """Odd widths, strides, and a first element off 16 bytes; rows of -inf, +inf and NaN;
-    ignored targets.
+    """Odd widths, strides, and a first element off 16 bytes; rows of -inf, +inf and NaN; ignored
+    targets.
     """
     if V > 2**15 and emulator.arch == 100:
         pytest.skip("the architectures differ in instructions, which narrower rows have too")
@@ -161,18 +158,18 @@ def test_any_row_of_logits(V, stride, offset, emulator):
         truth = _softmax_stats.stats_eager(x.double(), target, None, *options)
         inside = (target >= 0) & (target < V)
         for name, a, t in zip(truth._fields, found, truth, strict=True):
-            # Of a row with a NaN any number is a peak.
+            # A row with a NaN may report any number as its peak.
             rows = {
                 "log_sum": range(8),
                 "peak": [0, 1, 2, 4, 5, 6, 7],
                 "target": [0, 1, 2, 4, 5, 6, 7],
             }.get(name, [0, 4, 5, 6, 7])
-            # error takes a NaN for right where truth is one, and infinities where they are equal
+            # error accepts NaN where truth is NaN, and equal infinities
             for i in rows:
                 assert contract.error(a[i : i + 1], t[i : i + 1])[0] < 2e-5, (name, i, a[i], t[i])
-        assert (found[5] >= 0).all() and (found[5] < V).all()  # an index, also of a row with a NaN
+        assert (found[5] >= 0).all() and (found[5] < V).all()  # an index, also with a NaN
         g_lse, g_target = torch.randn(8, generator=g), torch.randn(8, generator=g)
-        g_lse[[1, 2, 3, 5]] = 0  # rows 1 to 3 have a target to learn from, row 5 has not
+        g_lse[[1, 2, 3, 5]] = 0  # rows 1 to 3 have a target, row 5 has none
         g_target[[1, 2, 3]] = 0
         before, peak, log_sum = x.clone(), *found[:2]
         args = x, target, None, 0.0, peak, log_sum, None, g_lse, g_target, None, None, None
@@ -192,7 +189,7 @@ def test_any_row_of_logits(V, stride, offset, emulator):
 
 
 def test_the_emulator_sees_a_missing_barrier(monkeypatch):
-    """Else the tests above would pass without any."""
+    """Otherwise the tests above would pass without any."""
     monkeypatch.setattr(tw, "launch", Emulator(90))
     real = ptx.Kernel.__init__
 
@@ -256,7 +253,7 @@ def test_every_column_is_dealt_out_once():
                     assert not p.whole(k) or last <= D, p
 
 
-# ---- compilation, and choice
+# ---- compilation and selection
 
 
 @pytest.mark.parametrize(
@@ -327,9 +324,7 @@ def test_the_gate_without_the_compiler(monkeypatch, capsys):
 
 
 def test_arguments_reach_a_compiled_function(monkeypatch):
-    """All that a launch does before the driver: the arguments are those that the compiled
-    function takes.
-    """
+    """A launch up to the driver: the arguments are those that the compiled function takes."""
     seen = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -348,7 +343,7 @@ def test_arguments_reach_a_compiled_function(monkeypatch):
 
 
 def test_rows_off_16_bytes(emulator):
-    """A view into the middle of something: narrower accesses, as wide as all addresses allow."""
+    """An unaligned view: narrower accesses, as wide as all addresses allow."""
     for dtype, offset in ((F32, 1), (BF16, 4)):
         x, w = (torch.randn(n + offset).to(dtype)[offset:] for n in (3 * 1024, 1024))
         x = x.view(3, 1024)

@@ -1,12 +1,12 @@
-"""What Triton compiles of its kernels for sm_90 and sm_100, run on the CPU (tests/ptx), where it
-must hold the numerics contract, keep inside tensors, write every element once and have no races. No
-GPU is needed. Those that use tensor cores run as compiled for sm_80 (mma, cp.async) and sm_90
+"""The PTX of Triton kernels for sm_90 and sm_100, emulated on the CPU (tests/ptx), where it must
+satisfy the numerics contract, stay inside tensors, write every element once and have no races. No
+GPU is needed. Kernels that use tensor cores run as compiled for sm_80 (mma, cp.async) and sm_90
 (wgmma, TMA).
 
 Triton's interpreter truncates on a cast to bfloat16 and runs a kernel's Python on whole blocks. So
-bfloat16 is tested here, and what the compiler makes of a kernel: vectors, layouts, exchanges
-through shared memory, copies ahead of use. Two other processes do it, since this one may be running
-the interpreter; they print a line of JSON for each test.
+bfloat16 is tested here, and so is the compiler's output: vectorization, layouts, exchanges through
+shared memory, prefetching. Two other processes run these tests, since this one may be running the
+interpreter; they print a line of JSON per test.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
 def multiplies(op):
-    """Whether its kernels use tensor cores, of which the emulator has those of sm_80 and sm_90."""
+    """Whether its kernels use tensor cores; the emulator has those of sm_80 and sm_90."""
     impl = op.implementation("triton")
     searched = (
         s
@@ -62,7 +62,7 @@ def multiplies(op):
 
 
 OPS = [op for op in operations().values() if "triton" in op.names() and not multiplies(op)]
-# What the emulator does not run: tensor cores' products of FP8.
+# Not emulated: FP8 products of tensor cores.
 OTHERS = ("fp8_linear",)
 PRODUCTS = [
     op
@@ -70,8 +70,8 @@ PRODUCTS = [
     if "triton" in op.names() and multiplies(op) and op.name not in OTHERS
 ]
 
-# For sm_100 and in float32, those that between them have every kernel and most of their branches;
-# the first ones in float16, too. (These two are tested in the interpreter with all cases.)
+# For sm_100 and in float32, a subset that covers every kernel and most branches; the first ones in
+# float16, too. (Both dtypes are tested in the interpreter with all cases.)
 MORE = {
     "rmsnorm": ("gemma", "bias_none_cast", "wide"),
     "add_rmsnorm": ("qk_norm", "fp32_weight"),
@@ -88,7 +88,7 @@ MORE = {
     "quantize_nvfp4": ("ragged", "square", "random", "hadamard_signs", "transpose"),
     "dequantize_nvfp4": ("ragged", "noise"),
 }
-# Cases of ops that share their kernels with others, which have all of theirs.
+# Cases of ops that share kernels with others, whose cases all run.
 SOME = {
     "quantize_mxfp8": ("random", "transpose"),
     "dequantize_mxfp8": ("ragged",),
@@ -100,7 +100,7 @@ LONG = {
     "grouped_gemm": (3, 370, 144, 272, (300, 0, 60)),
     "moe_mlp": ((104, 3, 2, 272, 80), "sentinels"),
     "quantized_linear": ("nvfp4", 40, 144, 1040, True),
-}  # arguments of what makes the ops' own cases
+}  # arguments of the ops' own case makers
 CASES_OF = {
     "grouped_gemm": ("tilewright.ops._grouped_gemm_cases", "case"),
     "moe_mlp": ("tilewright.ops._moe_cases", "case"),
@@ -117,12 +117,10 @@ def contract_holds(driver, op, case, dtype):
     assert not broken, "; ".join(map(str, broken))
     for name, memory in zip(
         driver.names, driver.memories, strict=True
-    ):  # nothing is left out or done twice
+    ):  # every element is written exactly once
         for t, _ in memory.tensors:
             times = memory.times(t, "written")
-            if (
-                name == "_map_tiles" and times.any()
-            ):  # a table with room for more tiles than there are
+            if name == "_map_tiles" and times.any():  # a table with room for extra tiles
                 count = int(t[-1])
                 parts = times[:-1].view(3, -1)
                 assert times[-1] == 1 and not parts[:, count:].any(), (t, times)
@@ -130,7 +128,7 @@ def contract_holds(driver, op, case, dtype):
             assert not times.numel() or times.max() == times.min() <= 1, (name, t.shape, times)
 
 
-# ---- what they cost, in counts
+# ---- costs, in counts
 
 
 def of(*shape, dtype=BF16, seed=0):
@@ -153,14 +151,13 @@ def quantized(quantize, **options):
 
 
 def moved():
-    """Rows as a mixture of experts moves them."""
+    """Rows moved as by a mixture of experts."""
     index, weight = routing(16, 8, 2)
     rows, _, _, position = permute(of(16, 2048).detach(), index, 8, implementation="eager")
     return {"rows": rows.requires_grad_(), "expert_weight": weight, "position": position}
 
 
-# Aligned inputs, large enough that edges do not count: op, or op and variant -> its keyword
-# arguments.
+# Aligned inputs, large enough that edges do not matter: op, or op and variant -> keyword arguments.
 COUNTED = {
     "rmsnorm": lambda: {"x": of(16, 4096), "weight": of(4096)},
     "add_rmsnorm": lambda: {"x": of(16, 4096), "residual": of(16, 4096), "weight": of(4096)},
@@ -204,7 +201,7 @@ COUNTS = counts_of(triton.__version__)
 
 
 def count(driver, name):
-    """kernel -> counts, of a call and its derivative."""
+    """kernel -> counts, for a call and its derivative."""
     driver.counts = {}
     op = operations()[name.split()[0]]
     contract.run(op, "triton", COUNTED[name]())
@@ -242,7 +239,7 @@ UNCOALESCED = {
 
 
 def counted(driver, name):
-    """No more than the budget, which this file, run with `--counts [names]`, writes."""
+    """No more than the budget, which this file writes when run with `--counts [names]`."""
     found, budgets = count(driver, name), json.loads(COUNTS.read_text())[name]
     assert found.keys() == budgets.keys()
     for kernel, counts in found.items():
@@ -267,9 +264,7 @@ def flat(counts):
 
 
 def long_sums(driver, name, dtype):
-    """Enough steps in a sum for stages of copies to be used again, and the large tiles of many
-    rows.
-    """
+    """Sums long enough to reuse pipeline stages, and the large tiles for many rows."""
     module, make = CASES_OF[name]
     case = getattr(importlib.import_module(module), make)("long_sums", *LONG[name])
     contract_holds(driver, operations()[name], case, dtype)
@@ -292,7 +287,7 @@ def any_row_of_logits(driver, V, stride, offset, dtype):
     found = kernels.forward(x, target, None, *options)
     truth = _softmax_stats.stats_eager(x.double(), target, None, *options)
     for name, a, t in zip(truth._fields, found, truth, strict=True):
-        # Of a row with a NaN any number is a peak.
+        # A row with a NaN may report any number as its peak.
         for i in {
             "log_sum": range(8),
             "peak": [0, 1, 2, 4, 5, 6, 7],
@@ -301,7 +296,7 @@ def any_row_of_logits(driver, V, stride, offset, dtype):
             assert contract.error(a[i : i + 1], t[i : i + 1])[0] < 2e-5, (name, i, a[i], t[i])
     inside = (target >= 0) & (target < V)
     g_lse, g_target = torch.randn(8, generator=g), torch.randn(8, generator=g)
-    g_lse[[1, 2, 3, 5]] = 0  # rows 1 to 3 have a target to learn from, row 5 has not
+    g_lse[[1, 2, 3, 5]] = 0  # rows 1 to 3 have a target, row 5 has none
     g_target[[1, 2, 3]] = 0
     peak, log_sum = found[:2]
     expected = (
@@ -320,11 +315,11 @@ def any_row_of_logits(driver, V, stride, offset, dtype):
     for result in (out, x):
         assert contract.error(result, expected)[0] < 8 * torch.finfo(dtype).eps
     torch.as_strided(before, (8, V), (stride, 1), offset).copy_(x)
-    assert torch.equal(before, memory)  # what lies between rows is as it was
+    assert torch.equal(before, memory)  # memory between rows is unchanged
 
 
 def losses_of_rows(driver):
-    """In pieces of more and of fewer rows than a block of the kernel has, with all options."""
+    """In parts of more and fewer rows than a block of the kernel, with all options."""
     from tilewright.kernels import softmax_stats_triton as kernels
     from tilewright.kernels.launchers import Asked, Found, Stats
     from tilewright.ops import _softmax_stats
@@ -364,7 +359,7 @@ def losses_of_rows(driver):
 
 
 def scales(driver, dtype):
-    """A gradient by an upstream one: whole blocks, and what is left of one; nothing at all by 1."""
+    """A gradient times an upstream one: whole blocks and a remainder; no access at all for 1."""
     from tilewright.kernels import softmax_stats_triton as kernels
 
     for n in (5, 3 * 4096 + 6):
@@ -382,8 +377,8 @@ def scales(driver, dtype):
 
 
 def narrow_rows_on_four_warps(driver):
-    """Two threads find a sum over rows by an exchange and both write it: it must have the same
-    bits in both.
+    """Two threads exchange partial sums over rows and both write the result, which must have the
+    same bits in both.
     """
     from tilewright.kernels.rmsnorm_triton import BACKWARD
 
@@ -394,7 +389,7 @@ def narrow_rows_on_four_warps(driver):
 
 
 def rounds_to_nearest(driver):
-    """The contract's slack has room for a truncation."""
+    """The contract's tolerance would allow a truncation."""
     rmsnorm, silu_mul = (operations()[name].public for name in ("rmsnorm", "silu_mul"))
     for dtype in (BF16, F16):
         g = torch.Generator().manual_seed(0)
@@ -415,11 +410,11 @@ def rounds_to_nearest(driver):
         ):
             assert (
                 found == truth.to(dtype)
-            ).double().mean() > 0.99  # float32 may lie on the other side of a tie
+            ).double().mean() > 0.99  # float32 may fall on the other side of a tie
 
 
 def converts(driver, hardware, run, instruction="e2m1x2"):
-    """What run() returns, made with or without an instruction."""
+    """The result of run(), with or without a hardware instruction."""
     texts, change = [], driver.change
     driver.change = lambda text: texts.append(text) or (change(text) if change else text)
     found = run()
@@ -429,9 +424,8 @@ def converts(driver, hardware, run, instruction="e2m1x2"):
 
 
 def to_e2m1(driver, hardware):
-    """Ties, what is next to them and to numbers that have codes, and the ends, of both signs and in
-    both halves of a
-    byte: the codes that the twin and C++ give.
+    """Ties, their neighbors and those of representable numbers, and the extremes, of both signs and
+    in both halves of a byte: the codes of the twin and C++.
     """
     from tilewright.ops import nvfp4
 
@@ -449,8 +443,7 @@ def to_e2m1(driver, hardware):
     )
     v = torch.cat([v, -v])
     v = torch.nn.functional.pad(v, (0, -len(v) % 15)).view(-1, 15)
-    # The largest of a block is where e4m3 has a tie of its own: the scale is 1, and v is what is
-    # rounded.
+    # 6.375 / 6, each block's largest, is a tie of e4m3: the scale is 1, and v itself is rounded.
     v = torch.nn.functional.pad(v, (0, 1), value=6.375)
     v = torch.cat([v, v.flip(1)])
     one = torch.ones(())
@@ -465,7 +458,7 @@ def to_e2m1(driver, hardware):
             assert (expected.scale.float() == 1).all() and torch.equal(found.data, expected.data), (
                 name
             )
-    # Random rounding is never the GPU's.
+    # Stochastic rounding never uses the GPU's instruction.
     found = converts(
         driver, False, lambda: quantize_nvfp4(v, global_scale=one, seed=3, implementation="triton")
     )
@@ -475,8 +468,8 @@ def to_e2m1(driver, hardware):
 
 
 def from_e2m1(driver, hardware):
-    """Each byte there is, in products whose last bits show: the bits that the twin gives, of
-    zeros too.
+    """All bytes, in products whose last bits matter: the bits of the twin, including
+    signed zeros.
     """
     from tilewright.ops import NVFP4
 
@@ -495,8 +488,8 @@ def from_e2m1(driver, hardware):
 
 
 def to_e4m3(driver, hardware):
-    """Numbers that have codes, ties, what is next to both, and the ends, of both signs: codes
-    of the twin and C++.
+    """Representable numbers, ties, the neighbors of both, and the extremes, of both signs: codes of
+    the twin and C++.
     """
     every = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     marks = torch.cat([every, (every[1:] + every[:-1]) / 2])
@@ -525,7 +518,7 @@ def to_e4m3(driver, hardware):
 
 
 def from_e4m3(driver, hardware):
-    """Each byte there is, in products whose last bits show."""
+    """All bytes, in products whose last bits matter."""
     data = torch.arange(256, dtype=torch.uint8).repeat(3, 1).view(torch.float8_e4m3fn)
     q = BlockFP8(data, torch.tensor([[1.0, 0.1], [3e-30, 1e30], [-0.7, 0.3]]), (1, 128), F32)
     found = converts(
@@ -558,7 +551,7 @@ def planted(driver, old, new, test, *arguments):
 
 
 def runs():
-    """Name of a test -> architecture and what to call."""
+    """Name of a test -> architecture and function."""
     found = {}
     for op in OPS:
         for case in op.cases:
@@ -588,7 +581,7 @@ def runs():
                 )
                 half = case.name.endswith("aligned") and not op.name.startswith(
                     "moe_"
-                )  # made of grouped_gemm's tiles
+                )  # composed of grouped_gemm's tiles
                 for arch, dtype in (
                     (80, BF16),
                     *(((90, BF16),) if more else ()),
@@ -639,7 +632,7 @@ def runs():
     for arch in (80, 90, 100):
         found[f"sm_{arch}-to_e4m3"] = arch, to_e4m3, arch >= 90
         found[f"sm_{arch}-from_e4m3"] = arch, from_e4m3, arch >= 90
-    # Without tensor cores, and with those of sm_120, which are sm_80's.
+    # Without tensor cores, and with those of sm_120, which equal sm_80's.
     nvfp4_linear = {
         c.name: c for c in operations()["quantized_linear"].cases if "contract" in c.tags
     }
@@ -709,8 +702,8 @@ def runs():
 
 
 def without_machine_code(backend=None, stages=None, options=None, language=None, capability=None):
-    """Triton's hook into its stages: it ends with PTX, which is what is run here. Without
-    arguments, what tells such a kernel from others in Triton's cache.
+    """Triton's hook into its stages: it ends with PTX, which is run here. Without arguments, the
+    key that distinguishes such kernels in Triton's cache.
     """
     if stages is None:
         return "without machine code", "without machine code"
@@ -719,7 +712,7 @@ def without_machine_code(backend=None, stages=None, options=None, language=None,
 
 
 def started():
-    """The driver, in place of Triton's own."""
+    """Installs the emulator's driver in place of Triton's own."""
     from triton import knobs
     from triton.runtime import driver as triton_driver
 
@@ -733,14 +726,14 @@ def started():
 
     knobs.runtime.add_stages_inspection_hook = without_machine_code
     knobs.compilation.disable_line_info = (
-        True  # nobody debugs them: a fifth of the time of compiling
+        True  # without debug information, a fifth less compile time
     )
     platform.interpreting = lambda: (
         True
-    )  # Triton takes tensors of a CPU, and this is not the interpreter
+    )  # Triton accepts CPU tensors, and this is not the interpreter
     driver = Driver()
     triton_driver.set_active(driver)
-    # Tensors are of the CPU here, so the launchers are told what the device has.
+    # Tensors are on the CPU, so the launchers get the device's properties here.
     grouped_gemm_triton.has_tma = lambda device: driver.arch >= 90
     grouped_gemm_triton.large_shared_memory = lambda device: driver.arch // 10 in (9, 10)
     for module in (
@@ -762,7 +755,7 @@ def main(names):
         try:
             test(driver, *arguments)
             wrong = ""
-        except Exception:  # of any kind: each is a verdict
+        except Exception:  # any exception is a verdict
             wrong = traceback.format_exc()
         print(json.dumps({"name": name, "wrong": wrong}), flush=True)
 
@@ -771,9 +764,8 @@ def main(names):
 
 
 class Verdicts:
-    """What is wrong with each of these tests, as two processes find it out: each has every second
-    one, in order. They run ahead of whoever asks, so that asking for one waits for no more than the
-    work on it.
+    """The failures of each of these tests, from two processes that each run every second one, in
+    order. They run ahead, so that asking for one waits only for its own work.
     """
 
     def __init__(self, names, command, **options):
@@ -800,7 +792,7 @@ class Verdicts:
         with (
             process,
             contextlib.suppress(BrokenPipeError),
-        ):  # it died: its verdicts are missing, which is told below
+        ):  # it died: its missing verdicts are reported below
             process.stdin.write(json.dumps(names))
             process.stdin.close()
             for line in process.stdout:
@@ -829,7 +821,7 @@ class Verdicts:
 
 @pytest.fixture(scope="module")
 def verdicts(request):
-    """Of all tests that are selected."""
+    """Those of all selected tests."""
     names = [
         item.callspec.params["name"]
         for item in request.session.items
@@ -897,7 +889,7 @@ def test_an_access_is_counted_as_the_sectors_and_passes_that_it_takes(stride, se
 
 @pytest.mark.skipif(not COUNTS.exists(), reason=f"no counts for Triton {triton.__version__}")
 def test_more_than_the_budget_of_counts_is_told(monkeypatch):
-    """What a load that is not coalesced, a bank conflict and a kernel that is new would add."""
+    """An uncoalesced load, a bank conflict and a new kernel exceed the budget."""
     budgets = json.loads(COUNTS.read_text())
     for plant in (
         {"requested": {"read": 1}},
@@ -932,8 +924,8 @@ for name in json.load(sys.stdin):
 
 
 def test_a_verdict_waits_for_no_work_but_its_own():
-    """The first ones are known while a later one is still at work, and a process that ends says
-    so for what is left.
+    """The first verdicts are available while a later test runs, and a process that ends reports the
+    rest.
     """
     verdicts = Verdicts(
         ["right", "wrong", "hangs", "dies", "never", "after"], [sys.executable, "-c", ANSWERS]

@@ -1,4 +1,4 @@
-"""Tensor maps, which bulk copies read, and the swizzle of shared memory."""
+"""Tensor maps for bulk copies, and the swizzle of shared memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 
 
 class TensorMap:
-    """What a TMA descriptor says: of a matrix or more dimensions, the last one contiguous. swizzle:
-    within how many bytes, or 0.
+    """A TMA descriptor: two or more dimensions, the last one contiguous. swizzle: span in bytes, or
+    0.
     """
 
     def __init__(self, address, itemsize, shape, strides, box, swizzle):
@@ -17,8 +17,8 @@ class TensorMap:
         self.shape, self.strides = shape, strides
 
     def places(self, corner):
-        """Of the box at `corner`, in the order of memory: the addresses of its bytes, and which
-        are in the tensor.
+        """For the box at `corner`, in memory order: the addresses of its bytes, and which are in
+        the tensor.
         """
         at = np.indices(self.box).reshape(len(self.box), -1) + np.array(corner)[:, None]
         inside = ((at >= 0) & (at < np.array(self.shape)[:, None])).all(0)
@@ -28,7 +28,7 @@ class TensorMap:
 
 
 def swizzled(address, span):
-    """Units of 16 bytes change places within `span` bytes (32, 64 or 128; or 0) by the lines of
-    128 above.
+    """Permutes 16-byte units within `span` bytes (32, 64 or 128; or 0) by the index of the 128-byte
+    line.
     """
     return address ^ (address >> 3 & (span - 16)) if span else address

@@ -23,7 +23,7 @@ class Transfers:
             m.read[places] = True
             before = m.reader[places]
             m.reader[places] = np.where((before == 0) | (before == me), me, -1)
-            m.reader[places[m.reader[places] != me]] = -1  # two threads of this very instruction
+            m.reader[places[m.reader[places] != me]] = -1  # two threads of this instruction
             return m.data[places]
         if self.flying[places].any():
             raise RuntimeError(
@@ -35,7 +35,7 @@ class Transfers:
                 f"{name}: reads what another thread wrote, without a barrier between"
             )
         self.read[places] = np.where(self.of_others(self.read[places], thread), -1, thread)
-        again = self.read[places] != thread  # two lanes of this very instruction
+        again = self.read[places] != thread  # two lanes of this instruction
         if again.any():
             block, each = (np.broadcast_to(p, again.shape)[again] for p in places)
             self.read[block, each] = -1
@@ -59,8 +59,8 @@ class Transfers:
             self.shared[places] = raw
 
     def claim(self, places, raw, who, name):
-        """That these threads may write this to shared memory, where until a barrier nobody else
-        may. Threads with copies of one value may all write it.
+        """Checks that these threads may write this to shared memory, exclusively until a barrier.
+        Threads with copies of one value may all write it.
         """
         thread = (np.flatnonzero(who) + 1)[:, None]
         if self.flying[places].any():
@@ -85,8 +85,8 @@ class Transfers:
             self.written[block, each] = -1
 
     def copy(self, op, args, who, text):
-        """cp.async: what it brings is in shared memory once the thread has waited for the group
-        it was committed in.
+        """cp.async: its data is in shared memory once the thread has waited for the group it was
+        committed in.
         """
         if op[2] == "commit_group":
             self.groups[who] += 1
@@ -100,7 +100,8 @@ class Transfers:
                 self.flying[landed] = False
                 self.shared[landed] = raw[here]
                 self.unfenced[landed] = True
-                self.written[landed] = (threads[here] + 1)[:, None]  # others see it after a barrier
+                # Visible to others after a barrier.
+                self.written[landed] = (threads[here] + 1)[:, None]
                 if not here.all():
                     self.copies.append(
                         (threads[~here], group[~here], (block[~here], each[~here]), raw[~here])
@@ -114,7 +115,7 @@ class Transfers:
         raw, full = (
             np.zeros((len(threads), size), np.uint8),
             who & (given == size),
-        )  # the others get zeros
+        )  # the rest is zero-filled
         if full.any():
             raw[full[who]] = self.load("global", self.address(args[1]), size, full, text)
         places = self.places("shared", self.address(args[0]), size, who, text)
@@ -127,7 +128,7 @@ class Transfers:
     # ---- mbarriers and TMA
 
     def barrier(self, operand, thread, text):
-        """The mbarrier that a thread names. Its init must be seen by it."""
+        """The mbarrier named by a thread, whose init must be visible to it."""
         place = int(self.block[thread]), int(self.address(operand)[thread])
         if place not in self.barriers:
             raise RuntimeError(f"{text}: no mbarrier there")
@@ -138,7 +139,7 @@ class Transfers:
         return self.barriers[place]
 
     def turn(self, barrier):
-        """Ends a phase if all have arrived and all bytes have."""
+        """Completes a phase if all arrivals and bytes are in."""
         if barrier["missing"] == 0 and barrier["bytes"] == 0:
             barrier["phase"] += 1
             barrier["missing"] = barrier["count"]
@@ -176,16 +177,14 @@ class Transfers:
             parity = self.get(args[2], 32) & 1
             for thread in threads:
                 barrier = self.barrier(args[1], thread, text)
-                for places, raw in barrier["copies"]:  # what was on its way lands as late as can be
+                for places, raw in barrier["copies"]:  # copies in flight land as late as possible
                     self.shared[places] = raw
                     self.flying[places] = False
                     barrier["bytes"] -= len(raw)
                 if barrier["copies"]:
                     barrier["copies"] = []
                     self.turn(barrier)
-                if (
-                    barrier["phase"] % 2 == parity[thread]
-                ):  # it tries again when the others can go no further
+                if barrier["phase"] % 2 == parity[thread]:  # retried when the others cannot proceed
                     self.waits[thread], self.pc[thread] = 3, pc
                     self.awaited[thread] = barrier, parity[thread]
             self.put(args[0], np.ones(self.n, bool), who & (self.waits == 0))
@@ -193,7 +192,7 @@ class Transfers:
             raise KeyError(text)
 
     def bulk_copy(self, op, args, who, text):
-        """cp.async.bulk.tensor: a box into shared memory; there once a thread has waited at the
+        """cp.async.bulk.tensor: a box into shared memory; visible once a thread has waited at the
         mbarrier.
         """
         if op[5:] != ["shared::cta", "global", "mbarrier::complete_tx::bytes"]:
@@ -207,7 +206,7 @@ class Transfers:
             ]
             each, inside = described.places(
                 [int(c[thread]) for c in reversed(corner)]
-            )  # the innermost comes first
+            )  # innermost first
             m, raw = self.memory, np.zeros(len(each), np.uint8)
             from_ = each[inside]
             if not m.inside[from_].all():
@@ -226,8 +225,8 @@ class Transfers:
             if at.max() >= self.k.shared_size:
                 raise RuntimeError(f"{text}: outside shared memory")
             places = np.full(len(at), self.block[thread]), at
-            # It may not overtake what threads do there: they must have met at a barrier. (A
-            # thread's own writes need more than that, a fence.)
+            # It must be ordered after the threads' accesses by a barrier. (A thread's own writes
+            # also need a fence.)
             if self.flying[places].any() or self.pinned[places].any():
                 raise RuntimeError(f"{text}: writes where others may still be reading or writing")
             for before in (self.written[places], self.read[places]):

@@ -1,4 +1,6 @@
-"""The benchmark itself: statistics, the gate before the clock, files, comparison, commands."""
+"""The benchmark itself: statistics, the contract gate before timing, files, comparison,
+commands.
+"""
 
 import importlib.util
 import json
@@ -70,7 +72,7 @@ def test_quantiles_and_means():
 
 @pytest.fixture
 def pass_time(monkeypatch):
-    """A function that makes time pass, and nothing else does: a loaded machine changes no test."""
+    """A fake clock that only this function advances: a loaded machine changes no test."""
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     return lambda seconds: now.__setitem__(0, now[0] + seconds)
@@ -82,11 +84,11 @@ def test_a_cpu_sample_lasts_as_long_as_asked(pass_time):
     assert calls == 10
     assert clock.sample(lambda: pass_time(0.001), calls) == pytest.approx(0.001)
     assert clock.prepare(lambda: pass_time(1.0)) == 1
-    assert clock.prepare(int) == timing.CALLS_AT_MOST  # faster than the timer can tell
+    assert clock.prepare(int) == timing.CALLS_AT_MOST  # faster than the timer resolves
 
 
 class Recorder:
-    """A clock that notes which task was sampled, and gives it a time of its own choice."""
+    """A clock that records which task was sampled, and returns times of its own."""
 
     def __init__(self):
         self.seen = []
@@ -256,8 +258,7 @@ def test_a_provider_that_overwrites_its_inputs_has_its_own(monkeypatch):
             providers.Provider("liger", greedy, consumes=True),
         ],
     )
-    # The gate is not what is tested here: the backward of the eager twin reads the x that was
-    # overwritten.
+    # The gate is off: the backward of the eager twin reads the overwritten x.
     monkeypatch.setattr(run, "gate", lambda *a: [])
     run.measure(op, case, "cpu", torch.float32, ROOF, timing.CpuClock(0.0), QUICK)
     assert seen[0]["x"].abs().sum() > 0
@@ -290,7 +291,7 @@ def test_metadata_say_what_was_measured_with():
 
 
 def test_run_is_a_short_form_of_suite(monkeypatch):
-    """Its defaults come first, so that what is asked for overrides them."""
+    """Its defaults come first, so that given options override them."""
     given = []
     monkeypatch.setattr(suite, "main", lambda argv, begun: given.append(argv) or 3)
     assert main(["run", "--op", "rmsnorm", "--rounds", "2"]) == 3
@@ -304,7 +305,7 @@ def test_packed_units_are_one_line_each_and_come_back(tmp_path):
     documents = {"time/b": {"rows": [1.5, "x"]}, "time/a": {"rows": []}, "roofline": {"r": 1e-30}}
     for name, document in documents.items():
         store.write_json(units / f"{name}.json", document)
-    (units / "postponed.json").write_text("{}")  # is no unit, and stays
+    (units / "postponed.json").write_text("{}")  # not a unit: kept
     store.pack(tmp_path, {"complete": True})
     text = (tmp_path / store.FILE).read_text()
     lines = [json.loads(line)["unit"] for line in text.splitlines()]
@@ -313,7 +314,7 @@ def test_packed_units_are_one_line_each_and_come_back(tmp_path):
     store.unpack(tmp_path)
     newer = {"rows": ["newer"]}
     store.write_json(units / "time/a.json", newer)
-    store.unpack(tmp_path)  # after a call that was killed: what it has made counts
+    store.unpack(tmp_path)  # after a killed call: its results count
     found = {name: document for name, _, document in store.read(tmp_path)}
     assert found == {**documents, "time/a": newer, "suite": {"complete": True}}
     store.pack(tmp_path, {"complete": True})
@@ -523,8 +524,8 @@ def test_overhead_calls_the_operator_with_what_the_op_passes():
 
 
 def test_the_roof_is_a_copy_of_as_many_bytes(monkeypatch):
-    """Beside the large one: a short copy's start and end count, and so do those of what is
-    compared with it.
+    """Beside the large copy: a short copy includes its start and end, as do the calls compared with
+    it.
     """
     roof = timing.Roofline(1e9, {"float32": 1e12})
     cost = Cost(1000, 3000, 0, 0)
@@ -579,7 +580,7 @@ def test_the_flush_leaves_no_dirty_lines():
 def test_a_slow_call_on_a_gpu_is_sampled_once_and_prepared_in_few(
     monkeypatch, seconds, calls, made
 ):
-    """Minutes of the device go into calls of a second, if each is made thirty times."""
+    """Calls of a second would take minutes of the device at thirty repetitions each."""
     monkeypatch.setattr(
         torch.cuda, "synchronize", lambda: time.sleep(seconds if queued else 0) or queued.clear()
     )

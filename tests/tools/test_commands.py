@@ -1,6 +1,4 @@
-"""What the commands say where a package, a file, an address or a name is not there: one
-sentence, and no traceback.
-"""
+"""Commands report a missing package, file, address or name in one sentence, without a traceback."""
 
 import contextlib
 import json
@@ -45,7 +43,7 @@ OPTIONAL = (
     "flash-attn-3",
     "deep_ep",
 )
-# Runs commands, one after the other, in a process that has none of these packages.
+# Runs commands, one after the other, in a process without these packages.
 WITHOUT = """
 import contextlib, io, json, runpy, sys
 
@@ -159,7 +157,7 @@ def test_every_optional_package_is_named_with_what_installs_it(name):
 
 
 def unread(main, *arguments):
-    """The exit code of a command whose output goes into a pipe that nobody reads any more."""
+    """The exit code of a command whose output goes into a closed pipe."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as out, contextlib.redirect_stdout(out):
@@ -231,9 +229,7 @@ def test_without_a_device_nothing_is_usable_on_it(capsys):
 
 @pytest.fixture
 def train(tmp_path, capsys, monkeypatch):
-    """Runs the trainer on a tiny model; returns its exit code and what it says on standard
-    error.
-    """
+    """Runs the trainer on a tiny model; returns its exit code and its standard error."""
     pytest.importorskip("pydantic")
     pytest.importorskip("datasets")
     from tilewright.trainer import data, hf
@@ -287,9 +283,7 @@ def train(tmp_path, capsys, monkeypatch):
 
 
 def refuse(train, monkeypatch, *arguments):
-    """What the trainer says before it has read a file of the model or asked the network for
-    anything.
-    """
+    """The trainer's error, raised before it reads model files or uses the network."""
     import datasets
 
     def asked(*arguments, **options):
@@ -323,7 +317,7 @@ def test_an_address_without_the_package_that_reads_it(
         assert refuse(train, monkeypatch, f"{key}{address}" + '"}]' * key.endswith('"')) == sentence
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, package, None)
-    (tmp_path / "prepared").mkdir()  # the set may be there: told once it is looked for
+    (tmp_path / "prepared").mkdir()  # the set may exist: reported once it is searched for
     assert train(f"--data.datasets.0.path={address}")[1] == f"error: {sentence}\n"
 
 
@@ -364,5 +358,5 @@ def test_a_tokenizer_that_is_not_there_is_found_before_the_first_step(train, mon
         "error: nobody/nothing: no such file or folder, and the Hub does not give it "
         "(there is no network)\n"
     )
-    with pytest.raises(AssertionError, match="the first step"):  # it is not needed
+    with pytest.raises(AssertionError, match="the first step"):  # not needed
         train("--model.tokenizer_path=nobody/nothing", "--train.save_hf_weights=false")

@@ -1,5 +1,5 @@
-"""The compile gate goes red for what it is there for. Kernels are compiled in a process of their
-own, since this one may be running Triton's interpreter.
+"""The compile gate fails for the faults it detects. Kernels are compiled in a separate process,
+since this one may be running Triton's interpreter.
 """
 
 import json
@@ -176,7 +176,7 @@ def without_interpreter(**variables):
 
 
 def python(*args, **variables):
-    """A run of Python at the root, without the interpreter unless `variables` sets it."""
+    """Runs Python at the root, without the interpreter unless `variables` sets it."""
     return subprocess.run(
         [sys.executable, *map(str, args)],
         env=without_interpreter(**variables),
@@ -209,7 +209,7 @@ def test_update_writes_what_was_compiled_and_is_then_green(planted):
     assert 8 <= budget.pop("registers") <= 64
     assert (
         2 < budget.pop("per_element") < 8
-    )  # eight elements a thread: addresses, a load, a mask, a store
+    )  # eight elements per thread: addresses, a load, a mask, a store
     assert budget == {
         "shared": 0,
         "load": 128,
@@ -225,9 +225,7 @@ def test_update_writes_what_was_compiled_and_is_then_green(planted):
 
 
 def test_what_did_not_change_is_compiled_by_a_draw(planted):
-    """Of six kernels with budgets that none can meet, the one that is drawn fails; with --all
-    each does.
-    """
+    """Of six kernels with unsatisfiable budgets, the drawn one fails; with --all each does."""
     drawn = [json.loads(run["out"]) for run in planted["drawn"]]
     assert all(len(run["results"]) == len(run["failures"]) == 1 for run in drawn)
     names = [run["results"][0]["name"] for run in drawn]
@@ -386,11 +384,11 @@ def test_a_need_is_looked_for_in_ptx_and_in_machine_code():
         return gate_verdict.unmet(gate_compilers.Result("op/kernel", 90, facts(**changes)), need)
 
     plain = KernelSpec(None, "kernel", {}, {})
-    assert unmet(plain) == []  # machine code that was not read fails nothing
+    assert unmet(plain) == []  # unread machine code fails nothing
     assert unmet(plain, sass_load=128, sass_store=128, sass_uses=()) == []
     (said,) = unmet(
         plain, sass_load=32, sass_store=128, sass_uses=()
-    )  # ptxas split a load that PTX asked for
+    )  # ptxas split a load of the PTX
     assert said == "needs a global load of 128 bits, the widest has 128 in PTX and 32 in SASS"
     copies = replace(plain, uses={90: ("tma",)})
     (said,) = unmet(copies, uses=("tma",), sass_load=128, sass_store=128, sass_uses=("mma",))
@@ -401,8 +399,8 @@ def test_a_need_is_looked_for_in_ptx_and_in_machine_code():
 
 
 def test_divisions_in_loops_are_read_from_ptx():
-    """Of a loop in a loop each counts once; what is before, between or behind, and comments,
-    not at all.
+    """In nested loops each division counts once; those before, between or after loops, and
+    comments, do not count.
     """
     ptx = """
         div.s32 %r1, %r2, %r3;
@@ -478,7 +476,7 @@ def test_families_of_instructions_are_read_from_ptx(ptx, uses):
     assert set(machine_code.ptx_facts(ptx)["uses"]) == uses
 
 
-# As nvdisasm prints them: a copy; and what it prints for single lines of PTX of each family.
+# nvdisasm output: a copy; and its output for single lines of PTX of each family.
 COPY = """
         /*00e0*/                   LDG.E.128 R4, desc[UR6][R2.64] ;
         /*00f0*/              @!P1 LDG.E.64 R8, desc[UR6][R2.64+0x10] ;
@@ -590,13 +588,13 @@ def test_every_triton_module_is_in_the_gate_and_every_kernel_has_a_budget():
         f"tilewright.kernels.{p.stem}"
         for p in (ROOT / "tilewright/kernels").glob("*_triton.py")
         if p.stem != "math_triton"
-    }  # functions for kernels, and no kernel
+    }  # device functions, not kernels
     assert set(modules) == written, "no op's gate= compiles these modules"
     path = gate_compilers.BUDGETS / name
     if not path.exists():
         pytest.skip(f"no budgets for {path.stem}")
     budgets = json.loads(path.read_text())
-    archs = tuple({key.split()[-1] for key in budgets})  # all, of the pinned Triton
+    archs = tuple({key.split()[-1] for key in budgets})  # all architectures, for the pinned Triton
     differ = set(budgets) ^ {key for key in keys if key.endswith(archs)}
     assert not differ, f"run `python -m tilewright.bench compile-gate --update`: {sorted(differ)}"
 
@@ -638,7 +636,7 @@ def test_every_entry_of_every_table_is_compiled_for_every_architecture(tmp_path)
     assert all(
         "some-gpu: D=128 itemsize=4 add=False; BLOCK_D=128 BLOCK_T=8 num_warps=8" in k for k in keys
     )
-    _, failures = verdict({"BLOCK_D": 128, "BLOCK_T": 64, "num_warps": 1})  # 256 elements a thread
+    _, failures = verdict({"BLOCK_D": 128, "BLOCK_T": 64, "num_warps": 1})  # 256 per thread
     assert any("spills" in f for f in failures)
 
 

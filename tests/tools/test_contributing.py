@@ -1,4 +1,4 @@
-"""The op that CONTRIBUTING.md is a template of, in a copy of the package."""
+"""CONTRIBUTING.md's template of an op, in a copy of the package."""
 
 import json
 import os

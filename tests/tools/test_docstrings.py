@@ -1,4 +1,4 @@
-"""Public docstrings: their sections, and the examples of all modules, which doctest runs."""
+"""Public docstrings: their sections, and the examples of all modules, run by doctest."""
 
 import doctest
 import importlib
@@ -36,7 +36,7 @@ def test_examples_run(name):
 
 
 def missing(function):
-    """Sections that its docstring lacks, and parameters that no line of it describes."""
+    """Sections missing from its docstring, and undocumented parameters."""
     text = inspect.getdoc(function) or ""
     heads = re.findall(r"^ {4}([\w*, ]+)(?: \([^)]*\))?:", text, re.MULTILINE)
     described = {name.strip("* ") for head in heads for name in head.split(",")}

@@ -1,5 +1,5 @@
-"""Triton's cache made without a GPU: the same keys again and in another folder, others for
-another constant.
+"""Triton's cache, filled without a GPU: the same keys again and in another folder, different ones
+for another constant.
 """
 
 import json
@@ -17,9 +17,9 @@ COMPUTE_CAPABILITY = 90
 
 
 def measured(folder):
-    """In a process of its own, where Triton compiles. What `fill` says of: a call; it again; with
+    """Results of `fill` in its own process, where Triton compiles: for a call; for it again; with
     another constant; as for another Triton; from its packed cache in another folder, whose lists
-    `scripts/gpu.sh` mends.
+    `scripts/gpu.sh` fixes.
     """
     from triton import knobs
 

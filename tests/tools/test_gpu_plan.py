@@ -1,5 +1,5 @@
 """A dry run of scripts/gpu.sh on the CPU: its real stages, over three ops with tiny cases, in
-calls that are cut.
+interrupted calls.
 """
 
 import collections
@@ -40,7 +40,7 @@ def _scaled_down(op, *, reaches):
 OPS = {n: _scaled_down(OPS[n], reaches=n != "linear_cross_entropy")
        for n in ("linear_cross_entropy", "rmsnorm", "rope")}
 """
-# Samples are short and few: the numbers are not looked at.
+# Samples are short and few: the numbers are not checked.
 TIMING = """
 measure_roofline = functools.partial(measure_roofline, copy_bytes=2**22, matmul=64, samples=2)
 
@@ -55,8 +55,7 @@ OVERHEAD = """
 import functools
 overhead = functools.partial(overhead, sample_seconds=0.0)
 """
-# Workers are forked from the call, which has imported what they need: a second or two of processor
-# time each.
+# Workers are forked from the call, after its imports: this saves a second or two of CPU time each.
 FORKS = """
 from types import SimpleNamespace
 
@@ -118,8 +117,8 @@ def tree(tmp_path_factory):
 
 
 def call(tree, minutes, *stages):
-    """A call of the script: its exit code, and of each stage its code, seconds and those left
-    when it began.
+    """Calls the script: its exit code, and per stage its code, seconds and those left when it
+    began.
     """
     env = {
         **os.environ,
@@ -154,11 +153,11 @@ def call(tree, minutes, *stages):
 
 
 def made(tree):
-    """How often each unit of the suite was made, by the stream."""
+    """How often each unit of the suite was run, by the stream."""
     stream = tree / "out/results.jsonl"
     lines = (
         stream.read_text().splitlines() if stream.exists() else []
-    )  # a busy machine may have made nothing yet
+    )  # a busy machine may have finished nothing yet
     return collections.Counter(json.loads(line)["unit"] for line in lines)
 
 
@@ -179,7 +178,7 @@ def test_every_stage_ends_in_time_and_is_resumed(tree):
         0
     ] == 3, said
     first, tested = made(tree), found["tests"][0] == 0
-    for _ in range(4):  # a machine that others use may need more than one
+    for _ in range(4):  # a shared machine may need more than one
         code, found, said = call(tree, 3, *STAGES)
         assert list(found) == STAGES and not beyond_their_shares(found), said
         assert ("passed before" in said) == tested, "what has passed is not tested again"
@@ -195,8 +194,7 @@ def test_every_stage_ends_in_time_and_is_resumed(tree):
         "parity/rmsnorm.tiny",
         "overhead/rope",
     } <= set(times)
-    # The goals' cases are timed again where the search has found other constants for them, and
-    # nothing else is.
+    # Only the goals' cases for which the search found other constants are timed again.
     assert {
         unit for unit, n in times.items() if n > 1 and "linear_cross_entropy" not in unit
     } == set(), times

@@ -1,4 +1,4 @@
-"""Implementations from outside: registered by a program, or installed as entry points."""
+"""External implementations: registered by a program, or installed as entry points."""
 
 import inspect
 import json
@@ -32,7 +32,7 @@ def op(monkeypatch):
 
 @pytest.fixture
 def table():
-    """hadamard's implementations as they were when the test is over."""
+    """hadamard's implementations, restored after the test."""
     before = HADAMARD.implementations
     yield
     HADAMARD.implementations = before
@@ -104,7 +104,7 @@ def test_what_cannot_be_added_is_refused(op, name, implementation, before, error
 
 
 def product(x, size, seed, inverse, factor=1.0):
-    """The transform as a product by a matrix, wrong by `factor` in the first element."""
+    """The transform as a matrix product, wrong by `factor` in the first element."""
     if seed is not None:
         raise ImplementationUnavailable("acme: takes no signs")
     h = torch.ones(1, 1, device=x.device)
@@ -205,7 +205,9 @@ print(json.dumps(codes))
 
 
 def test_a_distribution_adds_implementations_by_entry_points(tmp_path):
-    """One good, the others shown with what is wrong: never hidden, and never in the way."""
+    """One is good; the others are listed with their faults, never hidden, and never break
+    the rest.
+    """
     site, out = tmp_path / "site", tmp_path / "out"
     info = site / "acme_kernels-1.2.dist-info"
     info.mkdir(parents=True)

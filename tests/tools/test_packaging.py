@@ -1,4 +1,4 @@
-"""What is installed, what importing it costs, and what works without the optional parts."""
+"""The installed files, the cost of importing them, and operation without the optional parts."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def run(*args, cwd, code=0, **variables):
-    """Runs Python; returns what it printed."""
+    """Runs Python; returns its output."""
     environment = {
         k: v
         for k, v in os.environ.items()
@@ -84,8 +84,8 @@ def test_everything_else_works_without_triton():
 
 @pytest.mark.parametrize("name", ["kernels", "ops", "bench", "trainer", "triton", "quack"])
 def test_the_repository_hides_no_package_of_that_name(name):
-    """transformers imports a package `kernels`: a folder of that name at the root would stand
-    before it.
+    """transformers imports a package `kernels`: a folder of that name at the root would
+    shadow it.
     """
     code = f"import importlib.util; print(importlib.util.find_spec({name!r}))"
     found = run("-c", code, cwd=ROOT).strip()
@@ -109,7 +109,7 @@ LEFT = shutil.ignore_patterns(
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """The repository, without what earlier builds and runs left."""
+    """The repository, without artifacts of earlier builds and runs."""
     return shutil.copytree(ROOT, tmp_path_factory.mktemp("source") / "tilewright", ignore=LEFT)
 
 
@@ -130,9 +130,7 @@ def build(source, out, *options, **variables):
 
 @pytest.fixture(scope="module")
 def built(source, tmp_path_factory):
-    """The sdist, and the wheel made from what the sdist holds; not optimized, which takes a
-    third of the time.
-    """
+    """The sdist, and the wheel built from it; unoptimized, in a third of the time."""
     out = tmp_path_factory.mktemp("dist")
     compiler = out / "compiler"
     compiler.write_text('#!/bin/sh\nexec c++ "$@" -O0\n')
@@ -163,7 +161,7 @@ def test_the_sdist_holds_the_repository_and_its_tests_are_found(built, source, t
     with tarfile.open(built[0]) as archive:
         archive.extractall(tmp_path, filter="data")
     (root,) = tmp_path.iterdir()
-    # What `source` has beside the repository is of the builds that were made there.
+    # Extra files in `source` come from builds made there.
     missing = [
         p
         for p in source.rglob("*")
@@ -172,8 +170,7 @@ def test_the_sdist_holds_the_repository_and_its_tests_are_found(built, source, t
         and not (root / p.relative_to(source)).exists()
     ]
     assert (root / "csrc").is_dir() and not missing
-    # Of tests that between them import all that lies beside them; to collect them all takes a
-    # minute.
+    # Tests that together import all helper modules; collecting all tests takes a minute.
     some = (
         "tests/ptx/test_cute.py",
         "tests/ops/test_context_parallel.py",
@@ -249,7 +246,7 @@ def test_a_build_without_the_extension_says_so_and_leaves_the_rest_working(
         / "tilewright"
     )
     earlier.mkdir(parents=True, exist_ok=True)
-    (earlier / "_C.so").touch()  # which a compiler made that worked
+    (earlier / "_C.so").touch()  # from an earlier, successful build
     dist = tmp_path / "dist"
     said = run(
         "-m",

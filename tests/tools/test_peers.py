@@ -1,4 +1,4 @@
-"""Peers: what they are called with, and that a wrong, failing or missing one is told from a
+"""Peers: the calls made to them, and that a wrong, failing or missing peer is distinguished from a
 slow one.
 """
 
@@ -37,7 +37,7 @@ def rows(op_name, case="ragged", dtype=torch.float32, only=None):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Puts a peer that runs anywhere into the table, under the name "fake"."""
+    """Adds a peer that runs anywhere to the table, under the name "fake"."""
 
     def put(consumes=(), **ops):
         peer = Peer("fake-kernels", lambda device: None, ops, frozenset(consumes))
@@ -197,7 +197,7 @@ def test_a_peer_that_overwrites_its_inputs_gets_its_own(consumes, fake, monkeypa
         return eager("rmsnorm", **kwargs)
 
     fake(consumes=["rmsnorm"] if consumes else [], rmsnorm=watched)
-    monkeypatch.setattr(run, "gate", lambda *a: [])  # it gives a copy to every provider
+    monkeypatch.setattr(run, "gate", lambda *a: [])  # it copies inputs for every provider
     op, made = OPS["rmsnorm"], []
     case = next(c for c in op.cases if c.name == "ragged")
 
@@ -222,12 +222,12 @@ def test_a_peer_that_overwrites_its_inputs_gets_its_own(consumes, fake, monkeypa
 
 
 class Called(Exception):
-    """What a peer was called with, by its own names."""
+    """The arguments of a peer's call, by the peer's own names."""
 
 
 def spy(real):
-    """Stands in for a peer's function, or autograd function: binds the call to the real
-    signature and ends there.
+    """Stands in for a peer's function, or autograd function: binds the call to the real signature
+    and stops there.
     """
 
     def stand_in(*args, **kwargs):
@@ -400,7 +400,7 @@ def test_a_call_fits_the_peers_own_signature(
 @pytest.mark.parametrize("version", ["flash-attn-4", "flash-attn-3", "flash-attn"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_flash_attention_is_laid_out_as_the_op_is(version, packed, monkeypatch):
-    """With the modules of all three, which differ in what else they return."""
+    """With the modules of all three, which differ in their extra results."""
 
     def stand_in(
         q,
@@ -455,8 +455,8 @@ def test_flash_attention_is_laid_out_as_the_op_is(version, packed, monkeypatch):
 
 
 def hollow(monkeypatch):
-    """Peers that need not be installed, with None for every function: a call is a TypeError or
-    an AttributeError.
+    """Peers that need not be installed, with None for every function: a call is a TypeError or an
+    AttributeError.
     """
     names = (
         "LigerRMSNormFunction",
@@ -595,11 +595,11 @@ def test_transformers_experts_are_what_they_say(name):
     op = OPS["moe_mlp"]
     case = next(
         c for c in op.cases if c.name == "aligned"
-    )  # its grouped_mm wants rows at multiples of 16 bytes
+    )  # its grouped_mm requires rows at multiples of 16 bytes
     kwargs = case.make("cpu", torch.float32, 0)
     by = contract.reference(op, kwargs, torch.float32)
     provider = providers.Provider(name, PEERS[name].ops["moe_mlp"])
-    # Twice the budget: its sums are in another order.
+    # Twice the tolerance: its sums are in another order.
     assert all(f.error <= 2 * f.budget for f in providers.gate(op, provider, kwargs, by))
 
 
@@ -620,7 +620,7 @@ def test_quantised_formats_of_others_are_what_they_say(op, case, dtype):
     pytest.importorskip(name)
     op = OPS[op]
     kwargs = next(c for c in op.cases if c.name == case).make("cpu", dtype, 0)
-    if "x" in kwargs and name == "torchao":  # its scales are no subnormal numbers
+    if "x" in kwargs and name == "torchao":  # its scales are never subnormal
         kwargs["x"] = torch.randn(kwargs["x"].shape, generator=torch.Generator().manual_seed(0)).to(
             dtype
         )

@@ -1,5 +1,5 @@
-"""The generated page of results: which row is shown, what is said where `auto` is behind, and
-that it is up to date.
+"""The generated page of results: which rows are shown, the reasons where `auto` is slower, and that
+the page is up to date.
 """
 
 import json
@@ -123,7 +123,7 @@ def section(text, title):
 
 
 def line(text, *words):
-    """The only line with all these words."""
+    """The only line that contains all these words."""
     [found] = [each for each in text.splitlines() if all(w in each for w in words)]
     return found
 
@@ -142,7 +142,7 @@ def run(root, *more):
     )
 
 
-# ---- what it says
+# ---- contents
 
 
 def test_numbers_have_three_digits():
@@ -202,8 +202,7 @@ def test_the_headline_is_a_mean_over_cases_and_then_over_ops(root):
 
 
 def test_a_row_has_times_rate_roof_and_ratios(root):
-    # Not a peer: another implementation of this library. A peer: a provider that nothing here
-    # knows.
+    # Not a peer: another implementation of this library. A peer: any unknown provider.
     results(root, [*AHEAD, row("liger", 3.5), row("cpp", 2.5), row("newcomer", 3.0)])
     said = section(build(root).text, "#### `rmsnorm`")
     for text in (
@@ -217,9 +216,7 @@ def test_a_row_has_times_rate_roof_and_ratios(root):
         "Measured at aaaaaaaaaa, 2026-11-20.",
     ):
         assert text in said
-    assert (
-        "backward |" in said and "| backward |" not in said
-    )  # a column that is empty throughout is left out
+    assert "backward |" in said and "| backward |" not in said  # entirely empty columns are omitted
 
 
 def test_backward_has_a_column_where_it_was_timed(root):
@@ -233,7 +230,7 @@ def test_the_rate_is_of_what_bounds_the_case(root):
     assert "700 TFLOP/s" in section(build(root).text, "#### `rmsnorm`")
 
 
-# ---- which row is the one
+# ---- choice of the row
 
 
 def test_the_newest_wins_and_the_older_is_listed(root):
@@ -260,8 +257,8 @@ def test_a_newest_row_that_failed_hides_the_older_time(root):
 
 
 def test_a_ratio_is_never_of_two_runs(root):
-    """The newest run lacks the peer: its ratio is the older run's own, not the newest time
-    against the older one.
+    """The newest run has no peer: the ratio is the older run's own, not the newest time against the
+    older one.
     """
     results(
         root, [row("triton", 2.0), row("liger", 6.0)], "older", meta(date="2026-11-19", commit="b")
@@ -290,7 +287,7 @@ def test_an_older_result_that_says_otherwise_is_shown(root):
     assert "In 1 of these comparisons an older result" in page
 
 
-# ---- where it is not ahead
+# ---- where it is slower
 
 REASON = '[[reason]]\nop = "rms*"\nagainst = "compile"\nreason = "The registers spill."\n'
 
@@ -456,7 +453,7 @@ def test_a_class_of_devices_has_no_absolute_speed(metric):
 
 
 def test_every_goal_of_gpus_is_of_a_class_or_beside_one():
-    """So that a run on any of them judges it."""
+    """So that a run on any of them evaluates it."""
     for op in OPS.values():
         classes = {(g.which, g.cases) for g in op.goals if isinstance(g.device, tuple)}
         assert all(
@@ -757,7 +754,7 @@ def test_check_fails_where_the_page_or_a_picture_is_not_what_it_would_be(root, c
     (out.parent / "img/performance/nvidia-h200-ratios.png").unlink()
     assert run(root, "--check") == 1 and run(root) == 0 and run(root, "--check") == 0
 
-    # Other numbers, the page right: the pictures are now of the old ones.
+    # New results and an updated page: the pictures are now outdated.
     _broken(path, lambda d: d["rows"][2]["forward_backward"].update(median_ms=1.0))
     for file, text in build(root).texts.items():
         file.write_text(text)
@@ -814,7 +811,7 @@ def test_many_cases_are_split_over_pictures(root):
 
 
 def test_pictures_hold_what_they_say(root):
-    """No text over the edge, no row without a mark, every peer by its name."""
+    """No clipped text, no row without a mark, every peer by its name."""
     pytest.importorskip("matplotlib")
     for i in range(8):
         about = meta(date=f"2026-11-{10 + i}", commit="abcdef01"[i])
@@ -875,7 +872,7 @@ def test_the_same_inputs_make_the_same_bytes(root, monkeypatch):
     results(root, BEHIND, "run", meta("cpu"))
     results(root, AHEAD, "same-date", meta("cpu"))
     made = []
-    for reverse in (False, True):  # the order of files on disk is an accident
+    for reverse in (False, True):  # the order of files on disk is arbitrary
         with monkeypatch.context() as patched:
             for name in ("glob", "iterdir", "rglob"):
                 real = getattr(pathlib.Path, name)

@@ -1,6 +1,4 @@
-"""Truth by pieces: what the whole gives, within the bound of memory, for every case that is
-timed on a GPU.
-"""
+"""Truth by pieces equals the whole, within the memory bound, for every case timed on a GPU."""
 
 from dataclasses import replace
 
@@ -65,12 +63,12 @@ def test_a_fault_in_the_last_block_is_seen(small):
 
 
 def bytes_of_check(op, case, dtype):
-    """Bytes that the check of a case holds beside its inputs: its first two and its last piece, and
-    what is kept of the others for comparison.
+    """Bytes that the check of a case allocates beside its inputs: its first two and its last piece,
+    and the parts of the others kept for comparison.
     """
     op = contract.Op(
         op.name, op.public, op.eager, ()
-    )  # without a tolerance, for which values would be looked at
+    )  # without a tolerance, which would read values
     with counting() as held:
         kwargs = case.make("cpu", dtype, 0)
         held.restart()
@@ -85,13 +83,13 @@ def bytes_of_check(op, case, dtype):
 
 @pytest.fixture
 def one_chunk(monkeypatch):
-    """Chunks that are compared one after another hold the same memory: one is enough."""
+    """Chunks compared one after another reuse the same memory: one is enough."""
     chunks = tensors.chunks
     monkeypatch.setattr(tensors, "chunks", lambda t: chunks(t)[:1])
 
 
-# Experts in a quantized format are dequantized whole, in float64: a slice of what they are made of
-# is no tensor of it.
+# Quantized experts are dequantized whole, in float64: a slice of their parts is not a quantized
+# tensor.
 QUANTIZED = {f"qwen3-30b-a3b_8192_{f}": 16 * 2**30 for f in ("nf4", "nvfp4", "block_fp8")}
 
 

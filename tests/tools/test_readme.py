@@ -1,4 +1,4 @@
-"""What README promises: its Python runs, its links and its make targets are there."""
+"""README's claims: its Python runs, its links and its make targets exist."""
 
 import os
 import pathlib

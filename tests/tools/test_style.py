@@ -1,4 +1,4 @@
-"""Rules of CONTRIBUTING.md that a linter does not know, by reading the syntax trees."""
+"""Rules of CONTRIBUTING.md that no linter covers, checked on the syntax trees."""
 
 import ast
 import functools
@@ -20,14 +20,14 @@ def parsed(path):
 
 
 def dotted(node):
-    """`a.b.c` as text; the last names of anything else."""
+    """`a.b.c` as text; the last names of any other expression."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def swallowed(tree):
-    """An exception that is caught and forgotten: why a package is missing is then lost."""
+    """A caught and discarded exception: the reason for a missing package is lost."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler):
             caught = ast.dump(node.type) if node.type else "everything"
@@ -50,8 +50,8 @@ def swallowed(tree):
 
 
 def environment(tree):
-    """Environment variables are read by platform.py alone, so that one place says what can
-    change a run.
+    """Only platform.py reads environment variables, so that one place lists all that can change a
+    run.
     """
     for node in ast.walk(tree):
         name = dotted(node) if isinstance(node, ast.Attribute) else ""
@@ -66,14 +66,14 @@ def environment(tree):
 
 
 def generated(tree):
-    """Code that is made from strings cannot be found by reading."""
+    """Code generated from strings cannot be found by reading."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and dotted(node.func) in ("exec", "eval"):
             yield node.lineno, f"{dotted(node.func)}()"
 
 
 def patched(tree):
-    """A module that changes another one when it is imported."""
+    """A module that modifies another one on import."""
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
@@ -109,8 +109,9 @@ UNPORTABLE = ("autotune", "libdevice", "inline_asm_elementwise")
 
 
 def unportable(tree):
-    """What Triton's interpreter cannot run, or searches for a configuration during training. Inline
-    PTX may be what `if HARDWARE:` is for, with the same in software as its `else`.
+    """Code that Triton's interpreter cannot run, or that searches for a configuration during
+    training. Inline PTX may be the body of `if HARDWARE:`, with the software equivalent in its
+    `else`.
     """
     apart = {
         inner
@@ -128,7 +129,7 @@ def unportable(tree):
 
 
 def undocumented(tree):
-    """What PyTorch does not document is named in _torch.py alone."""
+    """Only _torch.py may use undocumented PyTorch APIs."""
     torches = {"torch"} | {
         a.asname or a.name
         for node in ast.walk(tree)
@@ -169,7 +170,7 @@ def called_by_name(tree, *functions):
                     yield dotted(argument).split(".")[-1]
 
 
-# Functions of operators' schemas: launchers and fakes, wherever they are written.
+# Functions that define operators' schemas: launchers and fakes, wherever they are written.
 OPERATORS = {
     name
     for path in LIBRARY
@@ -178,9 +179,9 @@ OPERATORS = {
 
 
 def public(tree):
-    """What a user calls with keywords: names of an `__all__`, constructors, and modules."""
+    """Functions that users call with keywords: names of an `__all__`, constructors, and modules."""
     yield from EXPORTED
-    yield "attention_forward"  # what transformers calls with its own arguments
+    yield "attention_forward"  # transformers calls it with its own arguments
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             yield from (f"{node.name}.{n}" for n in ("__init__", "forward"))
@@ -205,8 +206,8 @@ def functions_of(body, prefix=""):
 
 
 def crowded(tree):
-    """Options that travel together are one value. Public signatures, Triton kernels and functions
-    whose signature is an operator's schema are the exceptions.
+    """Options that belong together are one value. Exempt are public signatures, Triton kernels and
+    functions whose signature is an operator's schema.
     """
     allowed = set(public(tree))
     for name, node in functions_of(tree.body):
@@ -227,7 +228,7 @@ def crowded(tree):
 
 
 def private(tree):
-    """A name with a leading underscore belongs to its module. A module `_name` belongs to its
+    """A name with a leading underscore is private to its module, a module `_name` to its
     package.
     """
     modules = {}
@@ -251,7 +252,7 @@ def private(tree):
 
 
 def positional(tree):
-    """A request is built with keywords: its fields are many, and most are flags."""
+    """A Request is built with keywords: it has many fields, mostly flags."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Call)
@@ -271,21 +272,21 @@ MOST_LINES = 450
 
 
 def long(tree):
-    """A module of more lines has more than one subject."""
+    """A module with more lines has more than one subject."""
     last = max((node.end_lineno for node in tree.body), default=0)
     if last > MOST_LINES:
         yield last, f"{last} lines, more than {MOST_LINES}"
 
 
 def hoarding(tree):
-    """functools.cache is what remembers a loaded module."""
+    """functools.cache must cache loaded modules."""
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if any(dotted(target) == "_loaded" for target in targets if target is not None):
             yield node.lineno, "_loaded: use functools.cache"
 
 
-# A kernel and what launches it are one subject, however long.
+# A kernel and its launcher are one subject, however long.
 HOST = [p for p in LIBRARY if "kernels" not in p.parts]
 
 RULES = [

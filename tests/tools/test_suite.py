@@ -1,4 +1,4 @@
-"""The suite and the search for constants: budgets, crashes, hangs, resuming; and both of them
+"""The suite and the search for launch configurations: budgets, crashes, hangs, resuming; and both
 end to end on a CPU.
 """
 
@@ -108,7 +108,7 @@ def test_what_was_made_with_other_options_is_made_again(tmp_path):
 def test_what_failed_is_tried_again_by_later_calls_and_not_for_ever(tmp_path):
     log = []
     unit = counting("a", log, MemoryError("full"))
-    for _ in range(3):  # of one call, whose worker was started anew twice
+    for _ in range(3):  # one call, whose worker was restarted twice
         runner.work([unit], tmp_path, time.time() + 60, META, since=time.time() - 1)
     assert len(log) == 1
     for _ in range(5):
@@ -186,7 +186,7 @@ def test_a_half_written_file_is_made_again(tmp_path):
     assert log == ["a"] and runner.current(counting("a", log), tmp_path, META)["value"] == "a"
 
 
-# ---- processes that are watched
+# ---- supervised processes
 
 WORKER = """
 import os, pathlib, subprocess, sys, time
@@ -216,8 +216,8 @@ runner.work(units, out, until, {"device": "a cpu", "source": "1", "versions": {}
 
 
 class End(float):
-    """A time that has come, for good, once a function says so: a machine may take a minute to begin
-    a unit, or a moment.
+    """A deadline that has passed for good once a function returns true: a machine may take a minute
+    to begin a unit, or a moment.
     """
 
     def __new__(cls, says_so):
@@ -232,8 +232,8 @@ class End(float):
 
 
 def watch(tmp_path, units, workers=1, late=lambda out: False):
-    """late: whether time is up, by what is in the folder. Returns the folder, what was said and
-    whether it was up.
+    """late: whether time is up, given the folder. Returns the folder, the output and whether time
+    was up.
     """
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(WORKER).replace("{UNITS}", units))
@@ -310,7 +310,7 @@ def test_a_lost_device_is_told_with_its_cause_and_the_rest_goes_on_in_another_pr
 
 
 def test_the_device_is_asked_after_an_exception(monkeypatch):
-    """A sticky error is reported by the next synchronization, and by all that follow."""
+    """A sticky error is reported by the next synchronization, and by all later ones."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -387,7 +387,7 @@ def test_a_worker_whose_supervisor_is_gone_already_does_not_begin():
 
 
 def test_a_hang_with_a_file_of_its_own_does_not_stop_the_rest(tmp_path):
-    """One that failed in an earlier call, or has written a part: the next call does not begin
+    """A unit that failed in an earlier call, or has written a part: the next call does not begin
     with it again.
     """
     units = """[unit("first", {FIRST}), unit("second", lambda: {"rows": [2]})]"""
@@ -431,7 +431,7 @@ def test_the_time_that_imports_took_is_in_the_budget():
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
         ).stdout
     )
-    assert 1.4 < took < time.time() - begun + 0.1  # the system counts in hundredths of a second
+    assert 1.4 < took < time.time() - begun + 0.1  # the system counts in 10 ms
 
 
 def test_an_interrupt_leaves_no_worker(tmp_path):
@@ -522,7 +522,7 @@ def test_parity_sees_a_fault_that_only_strided_gradients_show():
 
         @staticmethod
         def backward(ctx, g):
-            return torch.as_strided(g, g.shape, g.contiguous().stride())  # takes it for contiguous
+            return torch.as_strided(g, g.shape, g.contiguous().stride())  # assumes contiguous
 
     op = fake_op(careless=lambda x, *rest: Careless.apply(rmsnorm_eager(x, *rest)))
     (result,) = plan(op, "parity")[0].make()["results"]
@@ -543,7 +543,7 @@ def test_parity_sees_what_was_never_written():
 
 
 def test_parity_goes_on_through_every_dtype_that_is_taken():
-    """An implementation that is wrong in the last dtype alone."""
+    """An implementation that is wrong only in the last dtype."""
 
     def late(x, *rest):
         return rmsnorm_eager(x, *rest) * (1.02 if x.dtype == torch.float16 else 1)
@@ -720,8 +720,8 @@ def with_goals(*goals, **implementations):
 
 
 def test_the_cases_of_goals_come_before_the_others(tmp_path):
-    """Of this device alone, with what `auto` takes and the peers; each result is a line of the
-    stream as well.
+    """Of this device only, with the implementation of `auto` and the peers; each result is also a
+    line of the stream.
     """
     here = Goal("", "forward", "roofline_percent", at_least=1e-9, dtypes=("float32",))
     op = with_goals(
@@ -802,8 +802,8 @@ echo "{}" >"$TRITON_CACHE_DIR/kernel"
 
 
 def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
-    """A call of three minutes: what decides first comes first, every stage gets less than is left,
-    and what was found, the compiled kernels among it, is there at the end.
+    """A call of three minutes: the most decisive stages come first, every stage gets less than the
+    remaining time, and the results, including compiled kernels, are there at the end.
     """
     root = pathlib.Path(run.__file__).parents[2]
     (tmp_path / "scripts").mkdir()
@@ -829,7 +829,7 @@ def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
         return done.returncode, (tmp_path / "calls").read_text().splitlines(), done.stderr
 
     code, calls, said = call()
-    assert code == 3, said  # the search had no time
+    assert code == 3, said  # no time was left for the search
     bench = [
         c.removeprefix("-m tilewright.bench ") for c in calls if c.startswith("-m tilewright.bench")
     ]
@@ -891,7 +891,7 @@ def test_the_command_end_to_end_and_resumed(tmp_path, capfd):
     assert not whole["complete"], "a part does not stand for the whole"
     assert whole["meta"]["source"] and whole["meta"]["argv"][0] == "suite"
     assert set(first) == {"parity/rmsnorm.ragged", "parity/rmsnorm.gemma"}
-    # A worker is needed for what is new; it must keep the rest, that of another commit too.
+    # A worker runs for new units; it must keep the others, also those of another commit.
     old = {**first["parity/rmsnorm.ragged"]}
     old["meta"] = {**old["meta"], "source": "of another commit"}
     store.write_json(tmp_path / store.UNITS / "parity/rmsnorm.ragged.json", old)
@@ -901,14 +901,14 @@ def test_the_command_end_to_end_and_resumed(tmp_path, capfd):
     assert second["parity/rmsnorm.ragged"] == old and "parity/rmsnorm.one_row" in second
     assert second["parity/rmsnorm.gemma"] == first["parity/rmsnorm.gemma"]
     assert "parity/rmsnorm.ragged" not in capfd.readouterr().out
-    # Other options are another question.
+    # Other options are other units.
     assert suite_command(tmp_path, "--case", "ragged", "--dtype", "bfloat16,float32", "--keep") == 0
     results = stored(tmp_path)["parity/rmsnorm.ragged"]["results"]
     assert {r["dtype"] for r in results} == {"bfloat16", "float32"}
 
 
 def test_suite_json_tells_of_all_there_is_to_do(tmp_path, monkeypatch):
-    """Made with the dtypes that it would have by itself, a result of a narrow call counts there."""
+    """Made with the full call's own dtypes, a result of a narrow call counts there."""
     monkeypatch.setattr(suite, "DTYPES", (torch.float32,))
     monkeypatch.setattr(
         suite.selection, "operations", lambda: {"rmsnorm": OPS["rmsnorm"], "rope": OPS["rope"]}
@@ -1025,8 +1025,8 @@ def test_tables_that_cannot_be_written_are_found_out_first(tmp_path, capsys):
 
 
 def test_what_a_result_depends_on(tables, monkeypatch):
-    """On this op's constants, where they are not the heuristic's; times on settings, what is
-    checked on dtypes.
+    """On this op's constants, where they differ from the heuristic's; times on settings, checks on
+    dtypes.
     """
     op = OPS["linear_cross_entropy"]
 
@@ -1106,9 +1106,7 @@ print(json.dumps(found))
 
 
 def test_an_edit_makes_stale_what_comes_from_it(tmp_path):
-    """And nothing else: neither a comment, nor a docstring, nor a goal, nor a table, nor the
-    trainer.
-    """
+    """And nothing else: comments, docstrings, goals, tables and the trainer invalidate nothing."""
     root = pathlib.Path(run.__file__).parents[2]
     for folder in ("tilewright", "csrc"):
         shutil.copytree(
@@ -1153,7 +1151,7 @@ def test_an_edit_makes_stale_what_comes_from_it(tmp_path):
 
 
 def test_every_source_belongs_to_an_op():
-    """So that no change of a kernel goes by unseen."""
+    """So that every change of a kernel is noticed."""
     seen = {p for op in OPS.values() for p in sources.files(sources._modules_of(op))}
     kernels = {
         p
@@ -1224,7 +1222,7 @@ def test_bad_arguments_are_named(argv, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-# ---- constants and their search
+# ---- launch configurations and their search
 
 
 def tunable(**more):
@@ -1316,7 +1314,7 @@ def test_every_candidate_names_what_the_heuristic_does(op):
 
 
 def waiting(spoil, dtype):
-    """An op that takes as long as its constant says, and is wrong for the constants in `spoil`."""
+    """An op whose time is its constant, and which is wrong for the constants in `spoil`."""
     t = tunable()
 
     def compute(x, weight, bias, eps, offset, cast):
@@ -1394,8 +1392,8 @@ def test_found_constants_reach_the_launchers(tables, tmp_path):
 
 
 def test_a_search_that_ended_in_the_middle_goes_on_where_it_was(tmp_path, monkeypatch):
-    """Each key is written down when it is found; an older search's file, of other sources, is
-    none.
+    """Each key is written when it is found; an older search's file, from other sources,
+    is ignored.
     """
     asked = [
         Tunable("fake", n, ("D",), "forward", lambda D: {"W": 1}, lambda D: [])
@@ -1506,8 +1504,8 @@ def test_the_chunk_of_rows_follows_its_table(monkeypatch):
 
 
 def test_contract_of_an_op_holds_with_every_candidate():
-    """On a CPU the chunk is all there is to tune; Triton's constants are checked by a search
-    itself, on a GPU.
+    """On a CPU only the chunk is tunable; Triton's configurations are checked by a search itself,
+    on a GPU.
     """
     op = OPS["linear_cross_entropy"]
     case = next(c for c in op.cases if "contract" in c.tags)
@@ -1533,9 +1531,7 @@ def test_what_counts_as_faster(ours, theirs, faster):
 
 
 def test_candidates_are_compiled_beforehand_in_half_of_the_time(tmp_path, monkeypatch):
-    """By a process that sees no GPU, for the capability of this one; it and what it has started
-    end in time.
-    """
+    """By a process that sees no GPU, for this one's capability; it and its children end in time."""
     stub = tmp_path / "python"
     stub.write_text(
         f'#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES|$*" >{tmp_path}/said\nsleep 600 & wait\n'
@@ -1575,8 +1571,8 @@ def test_searches_of_another_device_or_with_other_versions_are_none(tmp_path):
 
 
 def test_constants_that_end_the_process_are_not_tried_again(tables, tmp_path, monkeypatch):
-    """What was being tried is on disk before it is called; after a crash it is rejected, and
-    the rest is searched.
+    """A candidate is on disk before it is called; after a crash it is rejected, and the search
+    continues.
     """
     t = tunable()
     op = fake_op(fake=lambda x, *rest: rmsnorm_eager(x, *rest))
@@ -1605,7 +1601,7 @@ def test_constants_that_end_the_process_are_not_tried_again(tables, tmp_path, mo
 
 
 def test_a_lost_device_ends_the_process_whatever_raised(tmp_path):
-    """Of a unit that catches nothing itself, as the roofline."""
+    """For a unit that catches nothing itself, such as the roofline."""
     code = textwrap.dedent(f"""
         import pathlib, time, torch
         from tilewright.bench import runner
@@ -1677,7 +1673,7 @@ def test_a_launch_that_no_pass_starts_is_said():
     ids=["faster", "slower", "wrong"],
 )
 def test_which_of_two_ways_is_faster(tables, monkeypatch, other, spoil, status, better):
-    """Both judged by the contract, timed in the same rounds; one that is wrong has no time, and
+    """Both are checked by the contract and timed in the same rounds; a wrong one has no time, and
     is no failure.
     """
     _, op = waiting(spoil, torch.bfloat16)
@@ -1705,7 +1701,7 @@ def test_which_of_two_ways_is_faster(tables, monkeypatch, other, spoil, status, 
 
 
 def test_luck_is_not_taken_for_speed(tables, monkeypatch):
-    """Constants that were fast among all, and are not in rounds of two, are no gain."""
+    """A configuration that is fast among all, but not in rounds of two, is no gain."""
     measured = []
 
     def interleave(tasks, clock, **options):

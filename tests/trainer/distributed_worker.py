@@ -40,8 +40,8 @@ def full(tensor):
 
 
 def micro_batches(config, ranks, bins):
-    """Each rank takes the micro-batches that trainer/batches.py would give it: (a * world + rank).
-    Or its parts.
+    """The micro-batches that trainer/batches.py would give each rank: (a * world + rank). Or its
+    parts.
     """
     t, step = config.train, []
     multiple = padding(config.data.pad_to_multiple_of, ranks.context)
@@ -66,8 +66,8 @@ def one_step(config, ranks, bins):
 
 
 def several_steps(config, ranks, bins, steps=4):
-    """Losses, norms before clipping, the routers' statistics, all-to-alls of the first step,
-    and the weights.
+    """Losses, norms before clipping, the routers' statistics, all-to-alls of the first step, and
+    the weights.
     """
     engine, t = engine_of(config, ranks), config.train
     found = {"loss": [], "norm": [], "router": []}
@@ -136,7 +136,7 @@ def main(folder):
                 engine.export(folder / "hf")
                 found["moments"] = moments(engine.optimizer)
             if name == "train_after_loading":
-                # what another mode saved, into models that are spread otherwise
+                # load what another mode saved, into models that are sharded differently
                 again = engine_of(config, ranks)
                 again.load([written], {}, {})
                 found["restored"] = {n: full(p.detach()) for n, p in again.model.named_parameters()}

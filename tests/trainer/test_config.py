@@ -1,5 +1,5 @@
-"""Every field is read or refused; every error is found, at once; what is loaded can be written
-and loaded again.
+"""Every field is read or rejected; all errors are reported at once; a loaded configuration can be
+written and reloaded.
 """
 
 import json
@@ -25,7 +25,7 @@ LEAST = (
     "model: {config_path: nowhere}\ndata: {datasets: [{path: dummy}]}\ntrain: {output_dir: out}\n"
 )
 
-# The reference that the configuration follows.
+# The reference for the configuration's fields.
 XORL = {
     "model": """model_path config_path tokenizer_path attn_implementation moe_implementation ep_dispatch
         deepep_buffer_size_gb deepep_num_sms deepep_async_combine merge_qkv basic_modules foundation encoders""",
@@ -72,7 +72,7 @@ def write(tmp_path):
 
 @pytest.fixture
 def least(write):
-    """Loads the smallest configuration, changed by arguments."""
+    """Loads the smallest configuration, modified by arguments."""
     path = write(LEAST)
     return lambda *arguments: load(path, list(arguments))
 
@@ -85,7 +85,7 @@ def errors(call, *arguments):
 
 # ---- the fields
 
-# Fields of the reference's training server, which mean the same here.
+# Fields of the reference's training server, with the same meaning here.
 OF_THE_SERVER = {
     "train.freeze_router",
     *(
@@ -201,8 +201,8 @@ def test_wrong_types_and_broken_rules_are_reported_together(write):
 
 
 def test_what_stands_in_for_a_wrong_value_is_not_judged(write):
-    """A missing path is checked as dummy, which has no text; a wrong lr as the default, which
-    is below lr_min.
+    """A missing path is checked as dummy, which has no text; a wrong lr as the default, which is
+    below lr_min.
     """
     text = "data: {datasets: [{type: text}]}\ntrain: {lr: fast, lr_min: 1, lr_decay_style: linear, output_dir: o}"
     assert errors(load, write(text), ["--model.config_path", "x"]) == [
@@ -233,7 +233,7 @@ def test_what_stands_in_for_a_wrong_value_is_not_judged(write):
     ],
 )
 def test_the_words_of_a_key_are_compared_and_other_libraries_names_are_known(least, given, meant):
-    """Letters alone find train.log_format for learning_rate."""
+    """Letters alone would suggest train.log_format for learning_rate."""
     expected = f"unknown key; did you mean {meant}?" if meant else "unknown key"
     assert errors(least, f"--train.{given}", "1") == [f"--train.{given} = 1: {expected}"]
 
@@ -372,7 +372,7 @@ def test_what_is_near_the_limits_is_read(least, write):
 
 
 def test_integers_that_no_array_could_hold_are_refused(least, write):
-    """Python's have no end."""
+    """Python's integers are unbounded."""
     assert least(f"--train.max_steps={2**63 - 1}").train.max_steps == 2**63 - 1
     for value in (2**63, 10**90):
         sentence = [f"train.max_steps = {value}: does not fit in 64 bits; expected integer | null"]
@@ -569,11 +569,11 @@ def test_configurations_do_not_change(least):
         least().train.lr = 1
 
 
-# ---- what is refused
+# ---- rejected values
 
 
 def other_values(path):
-    """Values that the type allows, other than those that are accepted."""
+    """Values that the type allows, other than the accepted ones."""
     named = kind(LEAVES[path].annotation)
     accepted = ACCEPTED.get(path, (default_of(Config, path),))
     candidates = {
@@ -607,7 +607,7 @@ def test_refused_fields_may_name_their_default(least):
 NONE, DDP = "--train.data_parallel_mode=none", "--train.data_parallel_mode=ddp"
 FIRST = "--data.datasets.0."
 LORA, QLORA, WEIGHTS = "--lora.enable_lora=true", "--lora.enable_qlora=true", "--model.model_path=x"
-# What breaks the rule, the sentence, and a neighbor that does not.
+# A violation of the rule, the error, and a similar value that is accepted.
 RULES = [
     (
         "--model.batch_invariant=true --train.ringattn_parallel_size=2",

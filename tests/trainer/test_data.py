@@ -1,5 +1,5 @@
-"""Every token is trained on once an epoch, wherever it came from, however bins are packed and
-ranks are counted.
+"""Every token is trained on once per epoch, whatever its source, the packing and the number of
+ranks.
 """
 
 import functools
@@ -46,8 +46,8 @@ def _own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def make(tmp_path):
-    """A configuration of small bins; `datasets` are paths or entries, and fields of train are
-    found by their name.
+    """A configuration of small bins; `datasets` are paths or entries, and fields of train are given
+    by name.
     """
 
     def make(*entries, train=None, model=None, test=(), **fields):
@@ -74,7 +74,7 @@ def make(tmp_path):
 
 
 class Characters:
-    """A tokenizer: a character is a token. Counts how often it is asked."""
+    """A tokenizer with one token per character. Counts its calls."""
 
     eos_token_id = 0
 
@@ -86,7 +86,7 @@ class Characters:
         self.calls.append(text)
         return {"input_ids": [ord(c) + self.offset for c in text]}
 
-    def __reduce__(self):  # the package hashes what it maps with: the count is not part of it
+    def __reduce__(self):  # datasets hashes the mapped function: exclude the count
         return Characters, (self.offset,)
 
 
@@ -107,7 +107,7 @@ def jsonl(path, rows):
 
 
 def samples(number, *, longest=14, seed=0):
-    """Rows of tokens that are all different, so that each can be followed."""
+    """Rows of distinct tokens, so that each can be traced."""
     rng = random.Random(seed)
     tokens = iter(rng.sample(range(VOCAB), VOCAB))
     return [
@@ -198,7 +198,7 @@ def test_pack_refuses_what_it_cannot_do():
 def test_method_and_group_are_the_configured_ones(make, fields, same):
     bins, sequential = bins_of(make, **fields), bins_of(make)
     if same is None:
-        assert len(bins) == 50  # a bin for each group of one
+        assert len(bins) == 50  # one bin per group of one
     else:
         assert ([list(b) for b in bins.bins] == [list(b) for b in sequential.bins]) == same
     assert bins.tokens == sum(len(r["input_ids"]) for r in samples(50))
@@ -288,7 +288,7 @@ def test_tokens_are_read_from_every_format(tmp_path, make, suffix, how):
 def test_text_is_read_from_every_format(tmp_path, make, suffix):
     if suffix == "txt":
         (tmp_path / "data").mkdir()
-        (tmp_path / "data/a.txt").write_text("ab\n\ncd")  # a file is a document
+        (tmp_path / "data/a.txt").write_text("ab\n\ncd")  # each file is one document
     else:
         write(tmp_path / "data", suffix, {"text": ["ab\n\ncd"], "other": [3]})
     got = prepared(make({"path": tmp_path / "data", "type": "text"}), Characters)
@@ -406,9 +406,7 @@ def test_what_the_network_is_asked_for(make, monkeypatch, entry, fields, expecte
 
 
 def test_addresses_are_read(tmp_path, make):
-    """From this machine. A file that is not there and a server that does not answer are one
-    sentence.
-    """
+    """From this machine. A missing file and an unresponsive server give one sentence."""
     pytest.importorskip("aiohttp")
     path = jsonl(tmp_path / "served/a.jsonl", [{"input_ids": ids} for ids in TOKENS])
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=path.parent)
@@ -433,9 +431,7 @@ def test_addresses_are_read(tmp_path, make):
 
 
 def test_whatever_a_file_system_raises_is_one_sentence(make, monkeypatch):
-    """s3fs, gcsfs and adlfs let exceptions of their libraries through, which have no base in
-    common.
-    """
+    """s3fs, gcsfs and adlfs pass on their libraries' exceptions, which have no common base."""
 
     class NoCredentialsError(Exception):
         pass
@@ -455,7 +451,7 @@ def test_whatever_a_file_system_raises_is_one_sentence(make, monkeypatch):
             str(caught.value)
             == f"{entry['path']}: cannot be read: NoCredentialsError: Unable to locate credentials"
         )
-    with pytest.raises(NoCredentialsError):  # of a file it would be a fault of ours
+    with pytest.raises(NoCredentialsError):  # for a local file it would be a bug
         prepared(make({"path": __file__, "ds_type": "text"}))
 
 
@@ -513,7 +509,7 @@ def test_text_is_cut_into_pieces_that_join_to_the_documents(tmp_path, make):
         )
     )
     assert max(map(len, got)) == 16 and min(map(len, got)) > 1
-    # The end token of the second-last document stands alone in a piece and is dropped: 16 + 1.
+    # The end token of the second-last document is alone in a piece and dropped: 16 + 1.
     assert "".join("".join("|" if i == 0 else chr(i) for i in r) for r in got) == "".join(
         t + "|" * ((len(t) + 1) % 16 != 1) for t in texts
     )
@@ -539,7 +535,7 @@ def test_shards_part_the_data(tmp_path, make):
         assert sorted(joined(parts)) == [r["input_ids"] for r in all_rows] and all(
             3 <= len(p) <= 4 for p in parts
         )
-    for chunks in (1, 4, 30):  # more chunks than rows too
+    for chunks in (1, 4, 30):  # also more chunks than rows
         assert sorted(rows(prepared(make({"path": path, "preprocess_shards": chunks})))) == sorted(
             joined(by_data)
         )
@@ -714,7 +710,7 @@ def test_cache_is_used_again(make, text):
     before = rows(prepared(make(text), lambda: first))
     assert sorted(first.calls) == ["abc", "defg", "hi"]
     assert rows(prepared(make(text))) == before  # `none` would raise
-    # What is only about batches does not matter.
+    # Batch settings do not matter.
     assert (
         rows(
             prepared(
@@ -769,7 +765,7 @@ def test_cache_is_not_used_when_what_it_depends_on_changed(
     elif change == "tokenizer":
         fields["model"] = {
             "tokenizer_path": "org/other"
-        }  # on the Hub: there is no file to tell it by
+        }  # on the Hub: no local file to identify it
     elif change == "tokenizer's content":
         touch(tmp_path / "tokenizer/tokenizer.json")
     elif change == "max_seq_len":
@@ -803,9 +799,9 @@ def test_a_half_written_cache_is_not_taken_for_a_finished_one(make, text, tmp_pa
     with pytest.raises(KeyboardInterrupt):
         prepared(config, Characters)
     monkeypatch.setattr(datasets.Dataset, "save_to_disk", saved)
-    assert len(list((tmp_path / "prepared").iterdir())) == 1  # the half
+    assert len(list((tmp_path / "prepared").iterdir())) == 1  # the half-written set
     assert sorted(map(len, rows(prepared(config, Characters)))) == [3, 4, 5]
-    [folder] = (tmp_path / "prepared").iterdir()  # and no remains
+    [folder] = (tmp_path / "prepared").iterdir()  # no remains
     assert not folder.name.startswith(".")
 
 
@@ -814,7 +810,7 @@ def test_other_ranks_wait_and_read(make, text):
 
     def barrier():
         events.append("barrier")
-        if len(events) == 1:  # the main process is done
+        if len(events) == 1:  # the main process has finished
             prepared(config, Characters)
 
     assert len(prepared(config, main=False, barrier=barrier)) == 3 and events == ["barrier"]
@@ -858,7 +854,7 @@ def test_what_is_pushed(make, text, monkeypatch):
     prepared(config, Characters, main=False)
     options = {"token": True, "private": True}
     first = [(3, "a/b", {"split": "train"} | options), (512, "a/b", {"split": "test"} | options)]
-    assert pushed == first  # not again at every start
+    assert pushed == first  # no new upload at every start
     config = make(text, push_dataset_to_hub="c/d", hf_use_auth_token=True)
     monkeypatch.setattr(
         datasets.Dataset,
@@ -870,7 +866,7 @@ def test_what_is_pushed(make, text, monkeypatch):
     monkeypatch.setattr(
         datasets.Dataset, "push_to_hub", lambda self, name, **_: pushed.append(name)
     )
-    for _ in range(2):  # from the cache: an upload that failed is made good by the next start
+    for _ in range(2):  # from the cache: the next start retries a failed upload
         prepared(config, Characters)
     assert pushed == [*first, "c/d"]
 
@@ -923,7 +919,7 @@ def test_evaluation_sees_everything_once(make, world, packed):
 
 
 def tokens(batch):
-    """The first token of each document: every one is different."""
+    """The first token of each document: all are distinct."""
     return batch["input_ids"][0][batch["cu_seqlens"][:-1].long()].tolist()
 
 
@@ -952,7 +948,7 @@ def firsts(bins):
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_ranks_share_the_bins(make, world):
-    """Without padding documents, so that every document of an epoch can be counted."""
+    """Without padding documents, so that every document of an epoch is counted."""
     config = make(
         pad_to_multiple_of=1, train={"micro_batch_size": 2, "gradient_accumulation_steps": 2}
     )
@@ -964,7 +960,7 @@ def test_ranks_share_the_bins(make, world):
     assert state["epoch"] == 1
     first, second = joined(epochs[:steps]), joined(epochs[steps:])
     assert sorted(first) == sorted(second) == firsts(bins) and first != second
-    # Whatever the number of ranks, bins are used in one order.
+    # The order of bins does not depend on the number of ranks.
     assert first == joined(taken(bins, config, 1, 12)[0])
 
 
@@ -1031,7 +1027,7 @@ def test_the_last_incomplete_step(make, drop, world):
         train={"micro_batch_size": 2, "gradient_accumulation_steps": 2},
     )
     bins = bins_of(make, 120)
-    bins.bins = bins.bins[:42]  # a step takes 4 or 8
+    bins.bins = bins.bins[:42]  # a step uses 4 or 8
     whole = 42 // (4 * world)
     batches = Batches(bins, config, world_size=world)
     assert batches.steps_per_epoch == whole + (not drop)
@@ -1071,7 +1067,7 @@ def test_too_little_data_for_a_step(make):
 
 
 def test_from_a_file_to_the_tokens_of_a_batch(tmp_path, make):
-    """Every label of the file, once, through all the parts."""
+    """Every label of the file appears once, through the whole pipeline."""
     path = jsonl(tmp_path / "a.jsonl", samples(60))
     config = make(
         path,

@@ -1,4 +1,4 @@
-"""The engine by hand: what it is asked for, step by step, gives the bits of a whole run."""
+"""The engine driven by hand, step by step, gives the bits of a whole run."""
 
 import math
 
@@ -26,7 +26,9 @@ def micro_batches(size=2):
 
 
 def test_an_engine_by_hand_gives_the_bits_of_the_loop(tmp_path):
-    """Five steps of two micro-batches, evaluated, saved after three and loaded by another."""
+    """Five steps of two micro-batches, evaluated, saved after three and loaded by another
+    engine.
+    """
     options = {
         "train__max_steps": 5,
         "train__gradient_accumulation_steps": 2,
@@ -50,7 +52,7 @@ def test_an_engine_by_hand_gives_the_bits_of_the_loop(tmp_path):
         found.append({"step": step, "eval_loss": loss})
 
     def take(engine, step):
-        # One call for each micro-batch: what a step is does not depend on how it is cut up.
+        # One call per micro-batch: a step does not depend on how it is split.
         calls = [engine.forward_backward([batch], language_modeling) for batch in next(steps)]
         norm = engine.optim_step(plan.factor(step), t.max_grad_norm)
         totals = sum(sums.totals for sums in calls)
@@ -64,7 +66,7 @@ def test_an_engine_by_hand_gives_the_bits_of_the_loop(tmp_path):
     folder = first.save(saver, 3, state)
     drawn, again = torch.rand(3), engine_of(config)
     assert again.load([folder], belongs, {})[1]["data"] == data.state_dict()
-    assert torch.equal(torch.rand(3), drawn)  # random states are those of the checkpoint
+    assert torch.equal(torch.rand(3), drawn)  # random states come from the checkpoint
     for step in range(3, 5):
         take(again, step)
     evaluate(again, 5)
@@ -87,7 +89,7 @@ def test_gradients_do_not_depend_on_how_a_step_is_called(tmp_path):
 
 
 def test_a_loss_of_values_is_the_loss_of_the_sum_and_weighs_tokens(tmp_path):
-    """Per-token values, with gradients, and what comes back of them; a denominator of one's own."""
+    """Per-token values, with gradients, and their results; a custom denominator."""
     config = load(write_config(tmp_path))
     fused, plain, halves = (engine_of(config) for _ in range(3))
 

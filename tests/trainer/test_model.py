@@ -64,7 +64,7 @@ def theirs(name, tmp_path):
     model = transformers.AutoModelForCausalLM.from_config(
         kind(**SMALL, **extra), attn_implementation="eager"
     ).eval()
-    with torch.no_grad():  # norms of exactly one would hide a norm that is not applied
+    with torch.no_grad():  # norm weights of one would hide a missing norm
         for p in model.parameters():
             if p.dim() == 1:
                 p.add_(0.3 * torch.randn_like(p))
@@ -139,8 +139,8 @@ def test_packed_documents_equal_separate_ones(name, attn, tmp_path):
 
 
 def test_boundaries_on_the_host_spare_attention_reading_them(monkeypatch):
-    """Each layer gets a bound of the longest document. It is a power of two: compiled code is
-    made for few of them.
+    """Each layer gets a bound of the longest document, a power of two, so that compiled code has
+    few variants.
     """
     given = []
     monkeypatch.setattr(
@@ -209,8 +209,8 @@ def test_recomputed_activations_give_the_same_gradients(name, reentrant, tmp_pat
 
 @pytest.mark.parametrize("modules", [None, ["mlp"], ["self_attn", "mlp"]])
 def test_experts_alone_are_recomputed_without_choosing_again(modules, tmp_path):
-    """The same gradients; each router runs once, each layer's experts twice; and less is kept
-    than without.
+    """The same gradients; each router runs once, each layer's experts twice; and less memory is
+    saved than without.
     """
     theirs("qwen3-moe-mixed", tmp_path)
     ids = torch.randint(0, 211, (1, 20))
@@ -387,7 +387,7 @@ def test_unknown_and_unusable_implementations_are_refused_before_anything_is_bui
 
 
 def rewrite(folder, change):
-    """The tensors of a folder, changed; as one file."""
+    """The tensors of a folder, modified; as one file."""
     tensors = change(load_file(folder / hf.SINGLE))
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / hf.SINGLE)
 
@@ -468,7 +468,7 @@ def test_an_index_names_files_of_its_folder(tmp_path):
     )
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "inner/x.safetensors")}))
     want = ours(folder)(IDS)
-    # A snapshot in the Hub's cache holds links to blobs beside it.
+    # A snapshot in the Hub's cache contains links to blobs beside it.
     cache = tmp_path / "models--a--b"
     (cache / "snapshots/c0ffee").mkdir(parents=True)
     (cache / "blobs").mkdir()

@@ -1,5 +1,5 @@
-"""The training loop: schedules, gradients however they are cut up, checkpoints, what a run
-writes.
+"""The training loop: schedules, gradients under every split of a batch, checkpoints,
+output files.
 """
 
 import contextlib
@@ -201,11 +201,11 @@ def test_clipping_scales_to_the_norm_and_zero_only_measures():
     torch.testing.assert_close(p.grad, torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
 
 
-# ---- the same gradients however the batch is cut up
+# ---- the same gradients under every split of the batch
 
 
 def make_bins():
-    """Eight bins of uneven documents; one has no label that counts, another only one."""
+    """Eight bins of uneven documents; one has no valid label, another only one."""
     rng = np.random.default_rng(7)
     bins = []
     for lengths in ((9, 4), (13,), (3, 3, 3), (16,), (2, 14), (5, 6), (16,), (8, 8)):
@@ -312,7 +312,7 @@ def test_freezing_a_router_that_is_not_there_is_refused(tmp_path):
 
 
 def launch(processes, script, *arguments):
-    """Runs a script under torchrun on gloo; its output is shown if it fails."""
+    """Runs a script under torchrun on gloo; shows its output if it fails."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -352,15 +352,15 @@ SHAPES = {"qwen3": QWEN3, "qwen3-moe": MOE}
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    """Everything that two processes do in `MODES` and `ADAPTERS`, on both shapes, one after the
-    other in the same processes: most of a launch is imports.
+    """All two-process modes in `MODES` and `ADAPTERS`, on both shapes, one after the other in the
+    same processes: imports take most of a launch.
     """
     folder, modes = tmp_path_factory.mktemp("pairs"), {}
     for name, shape in SHAPES.items():
         for kind, chosen in (("gradients", MODES), ("adapters", adapters_of(shape))):
             at, options = folder / name / kind, {}
             at.mkdir(parents=True)
-            if kind == "adapters":  # from weights in a folder, which one process reads and sends
+            if kind == "adapters":  # from weights that one process reads and broadcasts
                 source = Transformer(ModelConfig.from_hf(shape), Ops.resolve())
                 source.init_weights(3)
                 hf.save_weights(source, at / "weights")
@@ -417,10 +417,11 @@ SPREAD = {
 
 @pytest.fixture(scope="module")
 def spread(tmp_path_factory):
-    """Four steps in four processes in each of those ways, and in one process of the whole batch."""
+    """Four steps in four processes in each of those modes, and in one process with the
+    whole batch.
+    """
     folder = tmp_path_factory.mktemp("spread")
-    # SGD, whose steps show a wrong scale of gradients, which AdamW's do not; and gradients that are
-    # clipped.
+    # SGD, whose steps show a wrong gradient scale, unlike AdamW's; gradients are clipped.
     path = write_config(
         folder,
         MOE,
@@ -458,13 +459,13 @@ def spread(tmp_path_factory):
 def test_experts_spread_over_processes_train_as_in_one(mode, spread):
     _, path, found, alone = spread
     found, want = found[mode], alone[mode in ("train_and_save", "train_after_loading")]
-    assert min(want["norm"]) > 0.4  # twice what it is clipped to
+    assert min(want["norm"]) > 0.4  # twice the clipping norm
     if mode == "train_in_bfloat16":
         assert found["loss"] != want["loss"]
         np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-2)
         np.testing.assert_allclose(found["norm"], want["norm"], rtol=2e-2)
         start = distributed_worker.several_steps(load(path, []), Mesh(), [], steps=0)[1]["weights"]
-        for name, weight in want["weights"].items():  # how far each has moved
+        for name, weight in want["weights"].items():  # by its movement
             moved = found["weights"][name] - start[name]
             assert moved.dtype == torch.float32
             want_moved = (
@@ -475,7 +476,7 @@ def test_experts_spread_over_processes_train_as_in_one(mode, spread):
     np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-5)
     np.testing.assert_allclose(found["norm"], want["norm"], rtol=1e-5)
     for name, weight in want["weights"].items():
-        # AdamW divides by the gradient's size, and so makes a rounding error of a small one large.
+        # AdamW divides by the gradient's size, which amplifies rounding errors of small gradients.
         tolerance = 1e-3 if mode in ("train_and_save", "train_after_loading") else 1e-5
         assert (found["weights"][name] - weight).abs().max() <= tolerance * weight.abs().max(), name
     for a, b in zip(found["router"], want["router"], strict=True):
@@ -487,7 +488,7 @@ def test_experts_spread_over_processes_train_as_in_one(mode, spread):
         assert a["expert_load"] == pytest.approx(b["expert_load"], rel=1e-6)
         assert a == pytest.approx(
             b, rel=0.1
-        )  # the losses are means of micro-batches', which differ in their tokens
+        )  # losses are means over micro-batches with different token counts
 
 
 @pytest.mark.parametrize(
@@ -500,9 +501,9 @@ def test_moe_act_sends_no_token_twice_and_nothing_exchanges_sizes_again(mode, ca
 
 
 def check_moves(trained):
-    """What `train_and_save` wrote is what the processes of `train_after_loading`, laid out
-    otherwise, and one process alone read. Returns the latter's model and optimizer, and what was
-    saved.
+    """The checkpoint of `train_and_save` must load in the processes of `train_after_loading`, with
+    another layout, and in one process. Returns the latter's model and optimizer, and the saved
+    state.
     """
     folder, path, found, _ = trained
     want, moved = found["train_and_save"], found["train_after_loading"]
@@ -526,7 +527,7 @@ def test_checkpoints_of_spread_experts_move(spread):
         torch.equal(a, b)
         for a, b in zip(distributed_worker.moments(optimizer), want["moments"], strict=True)
     )
-    for name, weight in want["weights"].items():  # one file of each expert's own tensors
+    for name, weight in want["weights"].items():  # one file with separate tensors per expert
         parts = hf.split(name, weight, model.config)
         for target, part in zip(hf.sources(name, model.config), parts, strict=True):
             assert torch.equal(stored(folder)[target], part), target
@@ -655,8 +656,8 @@ def ten_samples(folder):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Whole runs on two ranks, one after the other in the same processes: the folder, and what
-    they wrote.
+    """Whole runs on two ranks, one after the other in the same processes: the folder, and their
+    results.
     """
     folder = tmp_path_factory.mktemp("runs")
     two, modes = "--train.data_parallel_mode=fsdp2", {}
@@ -679,7 +680,7 @@ def runs(tmp_path_factory):
     run(path, two)
     (folder / "moves/out/metrics.jsonl").rename(folder / "moves/alone.jsonl")
     (folder / "moves/out/checkpoints/global_step_6").rename(folder / "moves/alone")
-    # the same global batch, now one bin a rank, from the second step on
+    # the same global batch, with one bin per rank, from the second step on
     add(
         "moves",
         path,
@@ -761,9 +762,7 @@ def test_an_epoch_is_all_samples_whatever_ranks_and_accumulation_a_run_goes_on_w
     )
     found = rows(tmp_path)
     assert [r["step"] for r in found] == list(range(5, 13)) and found[-1]["tokens"] == tokens
-    plain = schedule(
-        lr=1e-2, lr_decay_style="linear"
-    )  # of ten steps of two samples, of which two were done
+    plain = schedule(lr=1e-2, lr_decay_style="linear")  # ten steps of two samples, two of them done
     assert [r["lr"] for r in found] == [lr_at(i, 10, plain) for i in range(2, 10)]
     ends = [p.name for p in checkpoint.complete(str(tmp_path / "out"))]
     assert ends == ["global_step_12", "global_step_7"]
@@ -790,9 +789,7 @@ def test_no_sample_is_skipped_or_repeated_where_a_run_goes_on_otherwise(then, no
         ], changed.train
 
     def take(all_ranks, count):
-        """The first token, which no two samples share, of what all ranks are given in that many
-        steps.
-        """
+        """The first tokens, distinct for each sample, that all ranks get in that many steps."""
         steps = [b.steps() for b in all_ranks]
         return [
             int(batch["input_ids"][0, 0])
@@ -813,7 +810,7 @@ def test_no_sample_is_skipped_or_repeated_where_a_run_goes_on_otherwise(then, no
         seen += take(after, plan.total - done)
         assert after[0].position == plan.total - plan.shift
         counts = np.bincount(seen, minlength=10)
-        if drop:  # at most what does not fill a step is left out, of each epoch
+        if drop:  # each epoch drops at most an incomplete step
             assert counts.max() <= 2 and counts.sum() >= 20 - 2 * (max(per_step) - 1)
         else:
             assert counts.tolist() == [2] * 10
@@ -855,7 +852,7 @@ def test_a_number_of_processes_that_does_not_fit_is_refused(tmp_path, monkeypatc
 
 
 def test_a_run_learns_and_writes_what_transformers_loads(tmp_path):
-    with open(tmp_path / "count.jsonl", "w") as file:  # each token is followed by the next number
+    with open(tmp_path / "count.jsonl", "w") as file:  # each token's successor is the next number
         for start in range(200):
             file.write(json.dumps({"input_ids": [(start + i) % 97 for i in range(30)]}) + "\n")
     path = write_config(
@@ -985,12 +982,12 @@ def test_a_checkpoint_of_another_run_is_refused(shape, changes, message, tmp_pat
 
 
 class Killed(BaseException):
-    """Nothing handles it, as nothing handles SIGKILL."""
+    """An exception that nothing handles, like SIGKILL."""
 
 
 @contextlib.contextmanager
 def stopped(step, error):
-    """A run ends with that error once the gradients of that step are there."""
+    """Ends a run with that error once the gradients of that step are computed."""
     real, calls = Engine.optim_step, []
 
     def stops(*arguments):
@@ -1006,7 +1003,7 @@ def stopped(step, error):
 
 @contextlib.contextmanager
 def written_at_once():
-    """Asynchronous checkpoints are whole when the next step begins."""
+    """Asynchronous checkpoints are complete when the next step begins."""
     real = checkpoint.dcp.async_save
 
     def save(*arguments, **options):
@@ -1036,13 +1033,13 @@ def test_what_a_killed_run_left_is_put_in_order(tmp_path, caplog):
     folder = tmp_path / "out/checkpoints"
     (folder / "global_step_4").rename(
         folder / ".global_step_4.partial"
-    )  # whole, but killed before it had its name
+    )  # complete, but killed before the rename
     shutil.copytree(folder / "global_step_2", folder / ".global_step_6.partial")
     (folder / ".global_step_6.partial/dcp/.metadata").unlink()
     (folder / "global_step_2/.hf.partial").mkdir()
     shutil.copytree(
         folder / "global_step_2", folder / ".global_step_8.partial"
-    )  # whole, but of another step
+    )  # complete, but of another step
     checkpoint.recover(str(tmp_path / "out"), Mesh(), alone=False)
     assert sum("another run may be writing it" in r.message for r in caplog.records) == 4
     run(path, "--train.load_checkpoint_path=auto")
@@ -1138,7 +1135,7 @@ def test_a_step_that_is_not_finite_reaches_no_weight_and_no_checkpoint(tmp_path)
     with pytest.raises(
         ValueError, match=r"step 1: \S+ or its moments are not finite, so that no checkpoint is"
     ):
-        run(write_config(tmp_path / "c", **options, train__lr=1e39))  # of finite gradients
+        run(write_config(tmp_path / "c", **options, train__lr=1e39))  # with finite gradients
     assert not checkpoint.complete(str(tmp_path / "c/out"))
 
 
@@ -1156,7 +1153,7 @@ def test_moments_that_are_not_finite_reach_no_checkpoint(tmp_path):
 
 
 class Calls:
-    """What is pickled is a call when it is unpickled."""
+    """Unpickling makes a call."""
 
     def __init__(self, function, *arguments):
         self.call = function, arguments
@@ -1166,7 +1163,7 @@ class Calls:
 
 
 class Touch:
-    """What is pickled makes a file when it is unpickled."""
+    """Unpickling creates a file."""
 
     def __init__(self, path):
         self.path = path
@@ -1259,8 +1256,8 @@ def test_other_data_of_the_same_lengths_are_not_gone_on_with(tmp_path):
 
 
 def test_seconds_and_tokens_are_those_of_the_steps(tmp_path, monkeypatch):
-    """Without what writing a checkpoint takes; of every token, trained on or not; through a run
-    in two folders.
+    """Without the time for writing checkpoints; all tokens, trained on or not; through a run in two
+    folders.
     """
     options = ten_samples(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "ten.jsonl").read_text().splitlines()]
@@ -1316,7 +1313,7 @@ def test_determinism_ends_with_the_run_and_the_look_at_targets_with_its_first_st
                 train__max_steps=2,
             )
         )
-    losses = len(seen) // 2  # a step
+    losses = len(seen) // 2  # per step
     assert losses and seen == [(True, True)] * losses + [(True, False)] * losses
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -1500,8 +1497,8 @@ COMPILED = {
 
 @pytest.fixture
 def backend(monkeypatch):
-    """torch.compile without a compiler behind it: what is seen is which code becomes a graph,
-    and how often.
+    """torch.compile without a compiler behind it: records which code becomes a graph, and how
+    often.
     """
     from torch._dynamo.testing import CompileCounter
 
@@ -1540,8 +1537,8 @@ def test_every_layer_is_compiled_and_stays_so(case, tmp_path, backend, capsys):
         in capsys.readouterr().out
     )
     assert len(ran) == len(parts) + (case == "mixed") and all(c.run is not c.plain for c in ran)
-    # With gradients and without, of the first layer and of the others, of one length of documents
-    # and then of any: not for each layer, batch or number of documents.
+    # With gradients and without, for the first layer and the others, for one length of documents
+    # and then any: not per layer, batch or number of documents.
     assert counts[0] > 0 and counts[-1] <= 6 * len(ran)
 
 
@@ -1659,7 +1656,7 @@ def test_weights_and_biases_gets_every_evaluation_and_every_nth_step(tmp_path, m
 
 
 def test_the_defaults_train(tmp_path):
-    """FSDP2, bfloat16 and recomputation, which every other run here switches off."""
+    """FSDP2, bfloat16 and recomputation, which all other runs here disable."""
     options = {"train__micro_batch_size": 2, "train__max_steps": 4}
     run(write_config(tmp_path / "plain", **options))
     run(
@@ -1723,7 +1720,7 @@ def test_what_a_user_can_mend_is_one_sentence(change, message, tmp_path):
 
     with pytest.raises((ValueError, OSError), match=message):
         run(write_config(tmp_path, **{k: real(v) for k, v in change.items()}))
-    assert gc.isenabled()  # as it was before
+    assert gc.isenabled()  # restored
 
 
 @pytest.mark.parametrize(
@@ -1793,7 +1790,7 @@ def test_adapters_alone_learn(shape, kind, tmp_path):
     plain.init_weights(config.train.seed)
     ids = torch.arange(12)[None]
     if kind == "lora":
-        # Experts with adapters are computed by another op than experts without.
+        # Experts with adapters use another op than experts without.
         assert (fresh(ids) - plain(ids)).abs().max() <= (1e-6 if shape is MOE else 0)
     else:
         error = (fresh(ids) - plain(ids)).abs().max() / plain(ids).abs().max()
@@ -1837,7 +1834,7 @@ ALONE = {
 
 
 def adapters_of(shape):
-    """Which of them two processes train."""
+    """The adapters that two processes train."""
     if shape is QWEN3:
         return ADAPTERS
     few = ("train_lora_fsdp2", "train_nf4_ddp", "train_nvfp4_fsdp2", "train_lora_merge")
@@ -1916,7 +1913,7 @@ def test_merging_happens_every_so_many_steps_and_may_forget_moments(kind, reset,
     assert all(
         not torch.equal(t, before[n]) for n, t in model.state_dict().items() if adapt.is_adapter(n)
     )
-    if kind == "lora":  # exactly what it was; quantized weights are rounded again
+    if kind == "lora":  # bitwise equal; quantized weights are rounded again
         assert (model(ids) - want).abs().max() <= 1e-6
     for name, full, _ in adapt.dense_weights(model):
         error = (full - dense[name]).norm() / dense[name].norm()
@@ -1925,7 +1922,7 @@ def test_merging_happens_every_so_many_steps_and_may_forget_moments(kind, reset,
     assert all(
         not v.any() if reset else torch.equal(v, m) for v, m in zip(now, moments, strict=True)
     )
-    again = build(path)[1]  # the new adapters are not those of the start
+    again = build(path)[1]  # the new adapters differ from the initial ones
     name = next(n for n in adapter_names(model) if n.endswith("lora_A"))
     assert not torch.equal(model.state_dict()[name], again.state_dict()[name])
 
@@ -1941,7 +1938,7 @@ def test_a_run_merges_when_it_is_told_to(tmp_path):
     assert a[:2] == b[:2] == c[:2] and b[2] == c[2]
     assert b[2] == pytest.approx(
         a[2], rel=1e-6
-    )  # a merge after step 2 is a rounding error in the loss of step 3
+    )  # the merge after step 2 rounds the weights of step 3
     assert a[3] != b[3] and b[3:] != c[3:]
 
 
@@ -1977,7 +1974,7 @@ def test_adapters_that_are_written_alone_give_what_merging_writes(kind, mode, tm
         want = base(ids).logits
         if kind == "lora":
             on = transformers.AutoModelForCausalLM.from_pretrained(start)
-        else:  # adapters of quantized weights belong on those
+        else:  # adapters of quantized weights need the quantized base
             _, model = build(
                 write_config(tmp_path / "dense", **{**options, "train__data_parallel_mode": "none"})
             )
@@ -1986,14 +1983,14 @@ def test_adapters_that_are_written_alone_give_what_merging_writes(kind, mode, tm
         torch.testing.assert_close(
             peft.PeftModel.from_pretrained(on.eval(), alone)(ids).logits, want, rtol=1e-4, atol=1e-5
         )
-        assert (on(ids).logits - want).abs().max() < 1e-4  # peft put them on this very model
+        assert (on(ids).logits - want).abs().max() < 1e-4  # peft added them to this very model
         plain = transformers.AutoModelForCausalLM.from_pretrained(start).eval()
         assert (plain(ids).logits - want).abs().max() > 1e-2
 
 
 def test_the_export_has_the_dtype_of_the_base(tmp_path):
-    """Of the weights that were read; of random ones what config.json says; float32 if it says
-    nothing.
+    """The dtype of the loaded weights; for random ones that of config.json; float32 if it
+    has none.
     """
 
     def exported(name, *arguments, **changes):
@@ -2159,7 +2156,7 @@ def test_a_checkpoint_with_other_adapters_is_refused(tmp_path):
 
 
 def test_a_run_cannot_come_to_save_adapters_alone(tmp_path):
-    """Weights that were merged before would be lost."""
+    """Previously merged weights would be lost."""
     merged = {**LORA, "lora__merge_lora_interval": 2, "lora__save_lora_only": False}
     alone = {**LORA, "lora__save_lora_only": True}
     then, now = (

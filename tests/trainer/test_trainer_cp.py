@@ -1,5 +1,5 @@
-"""Training on sequences that are spread over processes: the same losses, norms and weights as
-in one process.
+"""Training on sequences sharded over processes: the same losses, norms and weights as in one
+process.
 """
 
 import json
@@ -40,7 +40,9 @@ from tilewright.trainer.model import Ops, Transformer
 
 
 def spread(ring, ulysses, processes=4, **more):
-    """Arguments with which four processes take the eight bins of a step in two micro-batches."""
+    """Arguments with which four processes train on the eight bins of a step in two micro-
+    batches.
+    """
     settings = {
         "data_parallel_mode": "fsdp2",
         "ringattn_parallel_size": ring,
@@ -57,7 +59,7 @@ MODES = {
     "train_and_save": spread(2, 2, **ADAM),
     "train_after_loading": spread(1, 2, **ADAM, expert_parallel_size=2),
     "train_ulysses": spread(1, 2, **RECOMPUTE),
-    "train_ulysses_4": spread(1, 4),  # more ranks than heads of keys
+    "train_ulysses_4": spread(1, 4),  # more ranks than key heads
     "train_ring": spread(2, 1, enable_full_shard="false"),
     "train_ring_4": spread(4, 1, **RECOMPUTE, enable_reentrant="true"),
     "train_replicas": spread(2, 1, data_parallel_replicate_size=2),
@@ -75,9 +77,9 @@ MODES = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Four steps in four processes in each of those ways, and in one process."""
+    """Four steps in four processes in each of those modes, and in one process."""
     folder = tmp_path_factory.mktemp("spread")
-    # SGD shows a wrong scale of gradients, which AdamW hides; they are clipped, too.
+    # SGD shows a wrong gradient scale, which AdamW hides; gradients are clipped, too.
     path = write_config(
         folder,
         MOE,
@@ -115,7 +117,7 @@ def test_spread_sequences_train_as_in_one_process(mode, trained):
     _, _, found, alone = trained
     adam = "optimizer=adamw" in " ".join(MODES[mode])
     found, want = found[mode], alone[adam]
-    assert min(want["norm"]) > 0.4  # twice what it is clipped to
+    assert min(want["norm"]) > 0.4  # twice the clipping norm
     if mode == "train_in_bfloat16":
         assert found["loss"] != want["loss"]
         np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-2)
@@ -124,13 +126,13 @@ def test_spread_sequences_train_as_in_one_process(mode, trained):
     np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-5)
     np.testing.assert_allclose(found["norm"], want["norm"], rtol=1e-5)
     for name, weight in want["weights"].items():
-        # AdamW divides by the gradient's size, and so makes a rounding error of a small one large.
+        # AdamW divides by the gradient's size, which amplifies rounding errors of small gradients.
         assert (found["weights"][name] - weight).abs().max() <= (
             1e-3 if adam else 1e-5
         ) * weight.abs().max(), name
     for a, b in zip(
         found["router"], want["router"], strict=True
-    ):  # which count padding, of which there is more
+    ):  # they count padding, of which there is more
         assert a.keys() == b.keys() and a["expert_load"] == pytest.approx(b["expert_load"], rel=0.3)
 
 
@@ -270,7 +272,7 @@ def test_the_axes_count_in_their_order():
         "ring": 1,
         "ulysses": 0,
     }
-    # The stage and the slice of a rank's own: half of the ranks are of the other stage.
+    # Each rank's stage and slice: half of the ranks are in the other stage.
     assert layout.parameter_ranks(47).flatten().tolist() == list(range(25, 48, 2))
     assert layout.batch_rank(47) == 5 and layout.batch_rank(44) == layout.batch_rank(45) == 5
 
@@ -293,9 +295,7 @@ def test_what_cannot_be_spread_is_one_sentence(tmp_path):
 
 
 def test_positions_that_are_not_given_are_those_of_the_whole_sequence():
-    """Rank by rank in one process: attention is left out, for which there would have to be
-    others.
-    """
+    """Rank by rank in one process: attention, which needs the other ranks, is left out."""
     decoder = Transformer(hf.ModelConfig.from_hf(QWEN3), Ops.resolve())
     seen = []
     decoder.model.layers[0].self_attn.forward = lambda x, sequence: (
@@ -313,7 +313,7 @@ def test_positions_that_are_not_given_are_those_of_the_whole_sequence():
 
 @pytest.fixture
 def no_code_yet():
-    """What dynamo made of a layer's code in other tests counts towards its limit."""
+    """Resets Dynamo: code compiled in other tests counts towards a layer's limit."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -341,7 +341,7 @@ def test_compiled_layers_are_not_made_anew_for_other_documents(monkeypatch, no_c
 
 
 class SeenPositions:
-    """Equal to a tensor of this rank's positions."""
+    """Equals a tensor of this rank's positions."""
 
     def __init__(self, whole, cp):
         self.own = shard(whole, whole.dim() - 1, cp).reshape(-1, 8)

@@ -1,8 +1,8 @@
-"""Every field of the trainer's configuration has the effect that it says, measured on runs.
+"""Every field of the trainer's configuration has its documented effect, measured on runs.
 
-A row names a field, another value, and what must differ between two runs of the public command in
-this process that differ in nothing else. Run as a program, with the page's path as its argument, it
-writes the table of docs/fields.md.
+A row names a field, another value, and the expected difference between two runs of the public
+command in this process that differ in nothing else. Run as a program, with the page's path as its
+argument, it writes the table of docs/fields.md.
 """
 
 import contextlib
@@ -107,7 +107,7 @@ PROFILE = {
 TWO = {"data__datasets": "@two"}
 EIGHT = {"train__data_parallel_mode": "fsdp2"}
 
-# What must differ. Of these, only `plan` is not measured on a run, but computed for eight ranks.
+# Expected differences. Only `plan` is not measured on a run, but computed for eight ranks.
 ROWS = [
     row("model.model_path", "@weights", "losses"),
     row("model.config_path", "@deep", "losses"),
@@ -267,7 +267,7 @@ ROWS = [
     row("lora.enable_aqn", True, "losses", **QLORA),
     row("lora.aqn_alpha", 2.0, "losses", **QLORA, lora__enable_aqn=True),
 ]
-# Fields whose effect needs another machine or the network: the test that holds them.
+# Fields whose effect needs another machine or the network: the test that covers them.
 HELD = {
     "data.datasets.name": "test_data.py::test_what_the_network_is_asked_for",
     "data.datasets.revision": "test_data.py::test_what_the_network_is_asked_for",
@@ -289,7 +289,7 @@ def world(tmp_path_factory):
 
 
 def make_world(root):
-    """Files that values with @ name, and observations of runs that were made."""
+    """Files that values with @ name, and observations of finished runs."""
 
     def rows(name, *samples):
         path = root / name
@@ -411,12 +411,12 @@ def settings_of(world, changes):
     return tree
 
 
-# ---- what is seen of a run
+# ---- observations of a run
 
 
 @contextlib.contextmanager
 def spies(seen):
-    """Counts and keeps what a run does that its files do not tell."""
+    """Counts and records effects of a run that its files do not show."""
     with pytest.MonkeyPatch.context() as patch:
 
         def spy(owner, name, note):
@@ -484,7 +484,9 @@ def recompute_options(function, *args, use_reentrant):
 
 
 def observe(world, changes):
-    """Runs the command; what it did, by name. "sentence": what it said instead."""
+    """Runs the command and returns its observations by name. "sentence": its error
+    message instead.
+    """
     tree, seen = settings_of(world, changes), {}
     path = world.root / "config.yaml"
     path.write_text(yaml.safe_dump(tree))

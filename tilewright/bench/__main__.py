@@ -1,5 +1,5 @@
-"""python -m tilewright.bench: lists what can be timed here, times it, tunes it, reports it, and
-compiles kernels without a GPU.
+"""python -m tilewright.bench: lists ops that can be timed here, times and tunes them, reports the
+results, and compiles kernels without a GPU.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from tilewright import platform, registry, selection
 from tilewright.bench.options import at_least, chosen, has_device, names
 
-# Commands with a parser of their own: name -> (module with main(argv) -> int, help). Imported when
-# called.
+# Commands with their own parsers: name -> (module with main(argv) -> int, help). Imported on
+# demand.
 ELSEWHERE = {
     "compile-gate": (
         "tilewright.bench.compile_gate",
@@ -43,7 +43,7 @@ ELSEWHERE = {
     ),
 }
 BUDGETED = ("suite", "tune")  # their minutes count from the start of the process
-# What `run ARGS` stands for: `suite RUN ARGS`.
+# `run ARGS` stands for `suite RUN ARGS`.
 RUN = [
     *("--stage", "time", "--minutes", "1440", "--rounds", "15", "--case-seconds", "60"),
     *("--baseline-slack", "1", "--dtype", "float32,bfloat16"),
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @platform.command
 def main(argv: list[str] | None = None, begun: float | None = None) -> int:
-    """begun: when the process was started, for commands with a budget of time (default: now)."""
+    """begun: when the process started, for commands with a time budget (default: now)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["run"]:
         argv = ["suite", *RUN, *argv[1:]]

@@ -1,4 +1,4 @@
-"""Holds one implementation to the numerics contract, for `tilewright check`."""
+"""Checks one implementation against the numerics contract, for `tilewright check`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tilewright.registry import Case, ImplementationUnavailable, Op, short
 class Row(NamedTuple):
     """The outcome for one case, dtype and layout of the upstream gradients.
 
-    worst: the tensor that is nearest to its budget, or furthest beyond it.
+    worst: the tensor with the largest error relative to its budget.
     reason: why nothing was compared: the case is unsupported, or the call raised.
     """
 
@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
 
 def rows(op: Op, implementation: str, device: str, dtypes: Iterable[torch.dtype]) -> Iterator[Row]:
-    """Judges an implementation on each small case of an op, in every layout of the gradients."""
+    """Checks an implementation on each small case of an op, in every layout of the gradients."""
     cases = [case for case in op.cases if "contract" in case.tags]
     for dtype in dtypes:
         for case in cases:
@@ -41,9 +41,9 @@ def _judge(op: Op, implementation: str, case: Case, device: str, dtype, seed: in
     try:
         with contract.poisoned():
             findings = contract.judge(op, implementation, kwargs, by)
-    except ImplementationUnavailable as error:  # it says that it does not compute this case
+    except ImplementationUnavailable as error:  # this case is unsupported
         return Row(case.name, dtype, layout, True, reason=str(error))
-    except Exception as error:  # the implementation's, so of any class
+    except Exception as error:  # an implementation may raise any class
         reason = f"raises {type(error).__name__}: {error}"
         return Row(case.name, dtype, layout, False, reason=reason)
     worst = max(findings, key=lambda f: f.error / f.budget if f.budget else f.error)
@@ -51,8 +51,8 @@ def _judge(op: Op, implementation: str, case: Case, device: str, dtype, seed: in
 
 
 def check(op: Op, implementation: str, device: str, dtypes: Iterable[torch.dtype]) -> int:
-    """Prints a table. Returns 0 if the contract holds wherever the implementation computes a case,
-    and it computes one; else 1.
+    """Prints a table. Returns 0 if the implementation supports at least one case and the contract
+    holds on all that it supports, else 1.
     """
     wide = max(len(case.name) for case in op.cases)
     print(f"{op.name}[{implementation}] on {device}: error against float64, and what is allowed\n")

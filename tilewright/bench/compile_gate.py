@@ -1,22 +1,26 @@
-"""The compile gate: every GPU kernel of the registry, compiled for the GPUs it is meant for,
-without one.
+"""The compile gate: compiles every GPU kernel of the registry for its target GPUs, without a GPU.
 
-The launches of each implementation (`tunables`, `gate`) give specs: for their heuristics' constants
-and for all constants in the committed tables. Each spec is compiled for every architecture. Red
-are: a kernel that does not compile; spilled registers or any local memory; more shared memory than
-the GPU has; what a spec needs (wide loads and stores, matrix or copy instructions) and PTX or
-machine code does not have; and anything worse than the committed budget: more registers or shared
-memory, more instructions an element in a streaming kernel, narrower global loads or stores, a
-smaller share of wide ones, a matrix or copy instruction no longer used, a kernel without a budget,
-a budget without a kernel. A budget belongs to one version of one compiler
-(budgets/triton-3.9.0.json); with a version that has no such file, only the rules that need none are
-checked.
+Each implementation's `tunables` and `gate` give specs, for the heuristics' launch configurations
+and for all those in the committed tables. Each spec is compiled for every architecture. The gate
+fails on:
 
-A budget names the digest of the source, constants and needs that it was written for. Kernels whose
-digest is another are compiled, and of the rest a tenth, drawn at random; with --all, everything.
+- a kernel that does not compile
+- spilled registers or any local memory
+- more shared memory than the GPU has
+- a need of the spec (wide loads and stores, matrix or copy instructions) that PTX or machine code
+  does not meet
+- anything worse than the committed budget: more registers or shared memory, more instructions per
+  element in a streaming kernel, narrower global loads or stores, a smaller share of wide ones, a
+  matrix or copy instruction no longer used, a kernel without a budget, a budget without a kernel
+
+A budget belongs to one version of one compiler (budgets/triton-3.9.0.json). For a version without
+such a file, only the rules that need no budget are checked.
+
+A budget records the digest of the source, launch configuration and needs that it was written for.
+Kernels with another digest are compiled, and a random tenth of the rest; with --all, everything.
 
     python -m tilewright.bench compile-gate [--op OP] [--arch 90] [--all] [--update] [--space]
-    [--json]
+        [--json]
 """
 
 from __future__ import annotations
@@ -56,8 +60,11 @@ from tilewright.selection import operations
 
 @dataclass
 class Plan:
-    """What a call compiles.   digests: by name.   known: budgets by compiler, None: it has no file.
-    left_out: tasks that did not change and were not drawn.
+    """The compilations of one run.
+
+    digests: by spec name.
+    known: budgets by compiler name; None: no budget file.
+    left_out: unchanged tasks that were not drawn.
     """
 
     specs: dict[str, Any]
@@ -70,7 +77,7 @@ class Plan:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0: green; 1: a failure; 2: the gate cannot run here, with the reason."""
+    """Exit code. 0: passed; 1: a failure; 2: the gate cannot run here, with the reason."""
     ops = operations()
     parser = _parser(ops)
     args = parser.parse_args(argv)
@@ -122,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
 def _plan(
     args: argparse.Namespace, specs: dict[str, Any], absent: dict[str, str]
 ) -> tuple[Plan, list[str]]:
-    """What is compiled, and what to say of what is not."""
+    """The plan, and notes about everything that is not compiled."""
     archs = tuple(sorted(set(args.arch or ARCHS)))
     notes = [
         f"sm_{a}: {reason}; of its machine code nothing was checked"
@@ -156,8 +163,8 @@ def _plan(
 def _judge(
     args: argparse.Namespace, plan: Plan, compiler: Compiler, mine: list[Result], notes: list[str]
 ) -> list[str]:
-    """The failures of one compiler's kernels; with --update, writes their budgets instead of
-    comparing with them.
+    """Failures of one compiler's kernels. With --update, writes their budgets instead of comparing
+    with them.
     """
     path, budgets = compiler.budget_file(), plan.known[compiler.name]
     present = {key_of(*task) for task in plan.tasks}
@@ -173,7 +180,7 @@ def _judge(
     if args.update:
         budgets = {key: b for key, b in (budgets or {}).items() if key not in stale}
         for r in mine:
-            if r.facts and budgeted(r.name):  # what fails is compiled again next time
+            if r.facts and budgeted(r.name):  # failures are compiled again next time
                 fails = problems(r, plan.specs[r.name]) or unmet(r, plan.specs[r.name])
                 facts = {
                     k: v for k, v in asdict(r.facts).items() if k in BUDGETED and v is not None

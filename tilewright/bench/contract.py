@@ -1,13 +1,13 @@
-"""The numerics contract: an implementation may lose at most twice what eager PyTorch loses in the
+"""The numerics contract: an implementation's error is at most twice that of eager PyTorch in the
 same dtype.
 
-For a case, *truth* is the eager twin in float64 on the same (already rounded) inputs. `error`
-measures a result against it, and the contract is
+For a case, *truth* is the eager twin in float64 on the same (already rounded) inputs. `error` is a
+result's deviation from it, and the contract is
 
     error(implementation) <= 2 * error(eager twin in this dtype) + atol
 
-for every output and every gradient. Tests and benchmarks both call `check`; a benchmark prints no
-time for a case that fails.
+for every output and every gradient. Tests and benchmarks share it; a benchmark reports no time for
+a case that fails.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from tilewright.bench.piece import Index, Pieces
-from tilewright.bench.tensors import (  # noqa: F401  `contract.error` is the name of all callers
+from tilewright.bench.tensors import (  # noqa: F401  callers use `contract.error`
     LAYOUTS,
     convert,
     error,
@@ -31,9 +31,9 @@ from tilewright.bench.tensors import (  # noqa: F401  `contract.error` is the na
 )
 from tilewright.registry import Case, Op
 
-# In the units of `error`. 16-bit: the one rounding on store that is left when the twin happens to
-# be exact. float32: four of them, since there the sums too are in the result's own precision and
-# their order is free.
+# In the units of `error`. 16-bit: one rounding on store, which remains even if the twin happens to
+# be exact. float32: four roundings, since sums also have the result's precision and their order is
+# free.
 ATOL = {
     torch.float32: 2 * torch.finfo(torch.float32).eps,
     torch.bfloat16: torch.finfo(torch.bfloat16).eps / 2,
@@ -49,8 +49,8 @@ def run(
     layout: str = "contiguous",
     grads: list[torch.Tensor] | None = None,
 ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Calls the op and differentiates it. Returns results by name ("out 0", "grad x") and the
-    upstream gradients.
+    """Runs forward and backward. Returns results by name ("out 0", "grad x") and the upstream
+    gradients.
     """
     outs = leaves(op.public(**kwargs, implementation=implementation))
     results = {f"out {i}": out.detach() for i, out in enumerate(outs)}
@@ -73,8 +73,8 @@ def run(
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One compared tensor: its error, eager's own, what is allowed, and where the worst element
-    is.
+    """One compared tensor: its error, the eager twin's error, the budget, and the index of the
+    worst element.
     """
 
     name: str
@@ -95,23 +95,24 @@ class Finding:
 
 
 def broken(found: Iterable[Finding]) -> list[Finding]:
-    """Those that do not hold."""
+    """The findings that exceed their budgets."""
     return [f for f in found if not f.holds]
 
 
-Parts = dict[
-    str, tuple[Index, torch.Tensor]
-]  # of a tensor, by where they are in it (in words); "()": all of it
+# Parts of a tensor by their index in it, as text; "()": the whole tensor.
+Parts = dict[str, tuple[Index, torch.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """What results are judged by on one set of inputs; made once for all implementations.
+    """The reference for results on one set of inputs; computed once for all implementations.
 
-    truth: the eager twin's results in float64, or parts of them.   eager: error of each in the
-    inputs' dtype.
-    dtypes: of each.   grads: the upstream gradients.   atol: the slack.
-    sample: what of the results is looked at, in words; None: all.
+    truth: the eager twin's results in float64, or parts of them.
+    eager: error of each of the twin's results in the inputs' dtype.
+    dtypes: dtype of each result.
+    grads: the upstream gradients.
+    atol: the absolute slack.
+    sample: a description of the compared parts; None: all results.
     """
 
     truth: dict[str, Parts]
@@ -129,12 +130,12 @@ def reference(
     layout: str = "contiguous",
     cut: Pieces | None = None,
 ) -> Reference:
-    """cut: the pieces (see `bench.pieces`) that the twin is computed in; None: as a whole."""
+    """cut: the pieces (see `bench.pieces`) in which the twin is computed; None: as a whole."""
     atol = op.atol(dtype, kwargs) if callable(op.atol) else op.atol.get(dtype, ATOL[dtype])
     if cut is None:
         own, grads = run(op, "eager", convert(kwargs, None), layout)
         if any(t.is_cuda for t in leaves(kwargs)):
-            torch.cuda.empty_cache()  # blocks of one dtype's sizes are too small for the other's
+            torch.cuda.empty_cache()  # blocks cached for one dtype are too small for the other
         truth, _ = run(op, "eager", convert(kwargs, torch.float64), layout, grads)
         found = {n: {"()": ((), t)} for n, t in truth.items()}
         errors = {n: error(own[n], t)[0] for n, t in truth.items()}
@@ -151,8 +152,8 @@ def reference(
 
 
 def _by_pieces(op: Op, kwargs: dict[str, Any], layout: str, cut: Pieces):
-    """Truth and the twin's own results, by name and part; upstream gradients of the whole call;
-    dtypes by name.
+    """Truth and the twin's results in the inputs' dtype, by name and part; upstream gradients of
+    the whole call; dtypes by name.
     """
 
     by_less = cut.eager
@@ -160,7 +161,7 @@ def _by_pieces(op: Op, kwargs: dict[str, Any], layout: str, cut: Pieces):
     if by_less is not None:
         twin = Op(op.name, lambda *, implementation, **given: by_less(**given), op.eager, ())
 
-    def given(piece):  # packed: a copy with the whole's strides would be nearly as large
+    def given(piece):  # contiguous: a copy with the whole's strides would be nearly as large
         return {
             n: v[piece.inputs[n]]
             .detach()
@@ -172,9 +173,8 @@ def _by_pieces(op: Op, kwargs: dict[str, Any], layout: str, cut: Pieces):
             if n not in piece.other
         }
 
-    def regions(
-        piece, names
-    ):  # by result the part of the whole it belongs to, and where it lies in that
+    # For each result: the part of the whole that it belongs to, and its index within that part.
+    def regions(piece, names):
         out = {}
         for name in names:
             kind, _, which = name.partition(" ")
@@ -200,7 +200,7 @@ def _by_pieces(op: Op, kwargs: dict[str, Any], layout: str, cut: Pieces):
         *(f"grad {n}" for n in kwargs if _differentiable(kwargs, n)),
     ]
     counts: collections.Counter = collections.Counter()
-    looked_at = set()  # what all pieces add to, and what is a sampled piece's
+    looked_at = set()  # parts summed over all pieces, and parts of sampled pieces
     for number, piece in enumerate(cut.parts):
         found = [(n, str(at)) for n, (at, _) in regions(piece, names).items()]
         counts.update(found)
@@ -225,15 +225,13 @@ def _by_pieces(op: Op, kwargs: dict[str, Any], layout: str, cut: Pieces):
                     dtypes[name] = value.dtype
                 if (name, str(at)) not in looked_at:
                     continue
-                if (
-                    counts[name, str(at)] == 1 or not value.is_floating_point()
-                ):  # an order is the same in every piece
+                # Integers, such as an order, are equal in every piece.
+                if counts[name, str(at)] == 1 or not value.is_floating_point():
                     parts[str(at)] = at, value
                     continue
                 if str(at) not in parts:
                     shape = kwargs[name.removeprefix("grad ")][at].shape if inside else value.shape
-                    # The twin's own as a sum in a wider dtype would be: in float32, and rounded at
-                    # the end.
+                    # 16-bit results of the twin are accumulated in float32 and rounded at the end.
                     parts[str(at)] = (
                         at,
                         value.new_zeros(
@@ -249,7 +247,7 @@ def _differentiable(kwargs: dict[str, Any], name: str) -> bool:
 
 
 def _inside(at: Index, outer: Index, shape: Sequence[int]) -> Index:
-    """The part `at` of a tensor, seen from its part `outer`."""
+    """The index `at` of a tensor, relative to its part `outer`."""
     starts = [o.indices(n)[0] for o, n in zip(outer, shape, strict=False)]
     starts += [0] * (len(at) - len(starts))
     ends = [(a.indices(n)[0], a.indices(n)[1]) for a, n in zip(at, shape, strict=False)]
@@ -296,8 +294,8 @@ def check(
     seed: int = 0,
     layout: str = "contiguous",
 ) -> list[Finding]:
-    """Compares one implementation on one case; returns every tensor that breaks the contract
-    (none: it holds).
+    """Compares one implementation on one case. Returns every tensor that breaks the contract;
+    empty if it holds.
     """
     return compare(op, implementation, case.make(device, dtype, seed), dtype, layout)
 
@@ -309,20 +307,20 @@ def compare(
     dtype: torch.dtype,
     layout: str = "contiguous",
 ) -> list[Finding]:
-    """`check` on inputs that are at hand."""
+    """`check` on given inputs."""
     return broken(judge(op, implementation, kwargs, reference(op, kwargs, dtype, layout)))
 
 
 def check_big(
     op: Op, implementation: str, case: Case, device: str, dtype: torch.dtype
 ) -> list[Finding]:
-    """For a case of more than 2^31 elements: forward and backward against the eager twin in the
-    same dtype.
+    """Compares forward and backward of a case of more than 2^31 elements with the eager twin in the
+    same dtype. Returns the tensors that exceed the budget.
 
-    Of tensors that large, the last two along the first dimension (all, where there are no more): a
-    wrapped 32-bit offset lands there, and float64 truth would not fit. What both sides round is 1
-    eps of a 16-bit dtype; in float32 they sum in different orders. A wrapped offset is wrong by
-    about 1. Returns what is beyond.
+    Of tensors that large, only the last two slices along the first dimension are compared (all, if
+    there are no more): a wrapped 32-bit offset shows there, and float64 truth would not fit. Both
+    sides' roundings come to 1 eps of a 16-bit dtype; in float32 they sum in different orders. A
+    wrapped offset causes an error of about 1.
     """
     kwargs = case.make(device, dtype, 0)
     expected, grads = run(op, "eager", convert(kwargs, None), "expanded")
@@ -339,17 +337,17 @@ def check_big(
 
 
 def no_capture(op: Op, implementation: str, case: Case) -> str | None:
-    """None if a CUDA graph can capture such a call on this case, else the reason."""
+    """None if a CUDA graph can capture the call on this case, else the reason."""
     reads = op.implementation(implementation).reads_host in case.tags
     return "reads values on the host, which a CUDA graph cannot capture" if reads else None
 
 
 def check_capture(op: Op, implementation: str, case: Case, dtype: torch.dtype) -> list[Finding]:
-    """Records forward and backward in a CUDA graph, replays it on other values, and compares with a
-    direct call.
+    """Captures forward and backward in a CUDA graph, replays it on other values, and compares with
+    a direct call.
 
-    Raises what recording raises: a kernel launch or an allocation is allowed there, waiting for the
-    device is not.
+    Raises what the capture raises: kernel launches and allocations are allowed in it,
+    synchronization with the device is not.
     """
     static = case.make("cuda", dtype, 0)
     _, grads = run(op, implementation, static)
@@ -377,10 +375,10 @@ def check_capture(op: Op, implementation: str, case: Case, dtype: torch.dtype) -
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Fills every fresh tensor with NaN (integers: the largest value), so that an element left
-    unwritten is seen.
+    """Fills every new tensor with NaN (integers: the largest value), so that unwritten elements
+    show.
 
-    PyTorch's own switch does it inside the allocator's callers, C++ included.
+    PyTorch's own switch does this in the allocator's callers, C++ included.
     """
     deterministic: Any = torch.utils.deterministic  # its stub has no attributes
     before = (

@@ -1,4 +1,4 @@
-"""Compiles kernels for GPUs that are not there, and reads what the compilers made of them."""
+"""Compiles kernels without a GPU, and reads facts from the compilers' output."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from tilewright.kernels.tuning import Tunable
 from tilewright.registry import Op
 
 BUDGETS = pathlib.Path(__file__).parent / "budgets"
-# Shared memory that one block may ask for, bytes (CUDA C++ programming guide, technical
-# specifications per compute capability). The compiler does not check it; a launch would.
+# Maximum shared memory per block, in bytes (CUDA C++ programming guide, technical specifications
+# per compute capability). The compiler does not check it; a launch would.
 SHARED_LIMIT = {90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 ARCHS = tuple(SHARED_LIMIT)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What one compilation gave.
+    """Facts about one compilation.
 
-    registers: a thread.   spill, local: bytes a thread spills, and bytes of stack and local memory
-    it has.
-    shared: bytes a block.   load, store, uses: as `machine_code.ptx_facts` reads them from PTX.
-    The rest: as `machine_code.sass_facts` reads it from machine code; None where nothing can
-    disassemble it.
-    per_element: instructions a thread divided by its elements, of specs that say how many elements
-    a program takes.
-    loop_divisions: divisions in loops, as `ptx_loops.divisions` counts them in PTX, of specs that
-    may have none.
+    registers: per thread.
+    spill, local: bytes spilled per thread, and bytes of stack and local memory per thread.
+    shared: bytes per block.
+    load, store, uses: from PTX (`machine_code.ptx_facts`).
+    per_element: instructions per thread divided by elements per thread, for specs that give the
+        elements per program.
+    loop_divisions: divisions in loops of the PTX (`ptx_loops.divisions`), for specs that may have
+        none.
+
+    The rest comes from machine code (`machine_code.sass_facts`); None if there is no disassembler.
     """
 
     registers: int
@@ -83,18 +84,20 @@ def key_of(name: str, arch: int) -> str:
 
 @dataclass(frozen=True)
 class Compiler:
-    """What compiles one type of spec. Another type (CuTe DSL, CUDA C++) is one more entry of
+    """The compiler of one type of spec. Another type (CuTe DSL, CUDA C++) is one more entry of
     COMPILERS.
 
-    missing: None, or the sentence that says why this compiler cannot run.   version: names its
-    budget file.
-    compile: (spec, arch) -> the facts without those of the machine code, and the cubin, which is
-    disassembled later, many at once; raises what the compiler raises.
-    identity: what makes two specs the same compilation and the same needs.   source: the digest of
-    what is compiled.
-    archs: compute capabilities that its kernels are launched on. Its name is also that of the
-    implementations whose kernels it compiles. A spec, of whatever type, has label, min_arch,
-    max_arch, and the needs that KernelSpec describes: load, store, uses.
+    name: also the name of the implementations whose kernels it compiles.
+    missing: None, or a sentence that says why this compiler cannot run.
+    version: part of its budget file's name.
+    compile: (spec, arch) -> the facts without those from machine code, and the cubin, which is
+        disassembled later in a batch; raises what the compiler raises.
+    identity: equal for two specs with the same compilation and the same needs.
+    source: the digest of the compiled source.
+    archs: compute capabilities on which its kernels are launched.
+
+    A spec of any type has label, min_arch, max_arch, and the needs that KernelSpec describes: load,
+    store, uses.
     """
 
     name: str
@@ -109,8 +112,8 @@ class Compiler:
         return BUDGETS / f"{self.name}-{self.version()}.json"
 
     def digest(self, spec: Any) -> str:
-        """Of all that decides about facts and verdict but the compiler: the kernel, its constants
-        and needs, and what reads machine code.
+        """Digest of everything but the compiler that affects facts and verdict: the kernel, its
+        launch configuration and needs, and the code that reads machine code.
         """
         text = (
             f"{self.identity(spec)} {getattr(spec, 'elements', 0)} {self.source(spec)} {_reader()}"
@@ -186,15 +189,14 @@ def compile_triton(spec: KernelSpec, arch: int) -> tuple[Facts, bytes]:
         {(i,): [["tt.divisibility", 16]] for i in aligned},
     )
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
-    # Triton runs `ptxas -v` and prints what it said only if asked, and only when it does compile.
-    # That is preferred to cuobjdump, which not every Triton has and which does not tell spills from
-    # local arrays.
+    # Triton prints the output of `ptxas -v` only with this knob, and only when it compiles. Unlike
+    # cuobjdump, ptxas comes with every Triton and reports spills apart from local arrays.
     knobs.nvidia.dump_ptxas_log = True
     knobs.compilation.always_compile = True
     said = io.StringIO()
     with contextlib.redirect_stdout(said), warnings.catch_warnings():
-        # 3.9 announces another default of fp fusion; the launchers use the default, so the gate
-        # does.
+        # 3.9 announces another default of fp fusion. The launchers use the default, and so does the
+        # gate.
         warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     ptx = compiled.asm["ptx"]
@@ -210,8 +212,8 @@ def compile_triton(spec: KernelSpec, arch: int) -> tuple[Facts, bytes]:
 
 
 def resources(log: str) -> tuple[int, int, int]:
-    """(registers, spilled bytes, bytes of stack and local memory) a thread, from what `ptxas
-    -v` says.
+    """(registers, spilled bytes, bytes of stack and local memory) per thread, from the output of
+    `ptxas -v`.
     """
     registers = re.findall(r"Used (\d+) registers", log)
     if not registers:
@@ -257,11 +259,12 @@ COMPILERS: dict[type, Compiler] = {
 
 
 def collect(ops: Iterable[Op], space: bool = False, without: Iterable[str] = ()) -> dict[str, Any]:
-    """Specs by name, "op/label". What two ops share is compiled once, under the first one's name.
-    without: implementations that are left out.
+    """Specs by name, "op/label". A spec shared by two ops is compiled once, under the first op's
+    name.
 
-    Of a launch that can be tuned: its heuristic's constants for the keys that stand for all, and
-    whatever constants are in a committed table; with `space`, all candidates of a search instead.
+    A tunable launch contributes its heuristic's configurations for representative keys and all
+    entries of the committed tables; with `space`, all candidates of a search instead.
+    without: names of implementations to leave out.
     """
     found, seen = {}, set()
     for op in ops:
@@ -311,7 +314,7 @@ def _key_text(key: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in key.items())
 
 
-_specs: dict[str, Any] = {}  # for the workers, which inherit it: kernels cannot be pickled
+_specs: dict[str, Any] = {}  # inherited by forked workers: kernels cannot be pickled
 
 
 def _work(task: tuple[str, int]) -> tuple[Result, bytes]:
@@ -338,7 +341,7 @@ def _per_element(spec: Any, instructions: int) -> float | None:
 
 
 def launched(specs: dict[str, Any], archs: Sequence[int]) -> list[tuple[str, int]]:
-    """Names of specs, and architectures that launch them."""
+    """(spec name, architecture) for each architecture that launches the spec."""
     return [
         (name, arch)
         for name, spec in specs.items()
@@ -356,7 +359,7 @@ def compile_all(specs: dict[str, Any], tasks: Sequence[tuple[str, int]], jobs: i
     try:
         with pool:
             compiled = list(pool.map(_work, tasks))
-            # One disassembly for each architecture: see machine_code.
+            # One disassembly per architecture: see machine_code.
             by_arch = {
                 a: [i for i, (r, _) in enumerate(compiled) if r.arch == a and r.facts]
                 for a in archs

@@ -1,6 +1,4 @@
-"""The compile gate's entry for CuTe DSL kernels: what one compilation gives, from its PTX and
-its cubin.
-"""
+"""The compile gate's entry for CuTe DSL kernels: facts from a kernel's PTX and cubin."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from tilewright import platform
 from tilewright.bench import kernel_digest, machine_code
 from tilewright.kernels.spec import CuteSpec
 
-ARCHS = (90, 100)  # those that platform.no_cute lets launch them
+ARCHS = (90, 100)  # as in platform.no_cute
 
 
 def missing() -> str | None:
@@ -44,17 +42,18 @@ def identity(spec: CuteSpec) -> str:
 
 @functools.cache
 def source() -> str:
-    """The digest of all modules of kernels in CuTe DSL, which share functions: a change in one
-    counts for all.
+    """The digest of all CuTe DSL kernel modules. They share functions, so a change in one counts
+    for all.
     """
     folder = pathlib.Path(__file__).parents[1] / "kernels"
     return kernel_digest.of_files([folder / "cute.py", *folder.glob("*_cute.py")])
 
 
 def compile(spec: CuteSpec, arch: int) -> tuple[dict[str, Any], bytes]:
-    """(registers, local, shared, and what `machine_code.ptx_facts` reads; the cubin). Spills are
-    part of local, the stack of a thread. The architecture is named to the compiler: CUTE_DSL_ARCH,
-    or a GPU, would name one for all.
+    """Returns (registers, local, shared and `machine_code.ptx_facts`; the cubin).
+
+    Spills are part of local, the stack per thread. The architecture is passed explicitly:
+    CUTE_DSL_ARCH or a present GPU would set one for all.
     """
     from tilewright.kernels import cute
 
@@ -67,8 +66,8 @@ def compile(spec: CuteSpec, arch: int) -> tuple[dict[str, Any], bytes]:
 
 
 def shared(ptx: str) -> int:
-    """Bytes of shared memory that a block has. The kernels declare theirs; what a launch adds
-    is not in PTX.
+    """Bytes of shared memory per block, as the kernel declares them; dynamic shared memory is not
+    in PTX.
     """
     if ".extern .shared" in ptx:
         raise ValueError(
@@ -80,12 +79,12 @@ def shared(ptx: str) -> int:
     return size
 
 
-# Attributes in a section .nv.info: their number, and that each has (symbol, value) as payload.
+# Attribute numbers in a section .nv.info, each with payload (symbol, value).
 REGISTERS, FRAME, STACK = 0x2F, 0x11, 0x12
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """registers and local (the larger of frame and stack, bytes) a thread, from the section
+    """registers and local (the larger of frame and stack, in bytes) per thread, from the section
     .nv.info.
     """
     info = next((data for name, data in machine_code.sections(cubin) if name == b".nv.info"), b"")
@@ -94,9 +93,8 @@ def resources(cubin: bytes) -> dict[str, int]:
     while at + 4 <= len(info):
         form, attribute, size = struct.unpack_from("<BBH", info, at)
         at += 4
-        if (
-            form != 4
-        ):  # only this form has a payload behind it; the others have theirs in place of the size
+        # Only form 4 is followed by a payload; the others store it in place of the size.
+        if form != 4:
             continue
         if attribute in (REGISTERS, FRAME, STACK) and size == 8:
             found[attribute] = max(found.get(attribute, 0), struct.unpack_from("<II", info, at)[1])

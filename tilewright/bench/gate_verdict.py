@@ -1,4 +1,4 @@
-"""Judges compiled kernels: by the rules, by their needs, and by their budgets."""
+"""Judges compiled kernels by the rules, their needs, and their budgets."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ BUDGETED = (
 
 
 def budgeted(name: str) -> bool:
-    """Whether a kernel has budgets: searched constants change with every search, and answer to
-    the rules alone.
+    """Whether a kernel has budgets. Searched configurations change with every search and are judged
+    by the rules alone.
     """
     return "[" not in name
 
 
 def problems(result: Result, spec: Any = None) -> list[str]:
-    """What is wrong with a kernel whatever its budget. spec: may accept bytes of stack."""
+    """Faults of a kernel regardless of its budget. spec: may accept bytes of stack."""
     f = result.facts
     if f is None:
         return [f"does not compile: {result.error}"]
@@ -55,7 +55,7 @@ def problems(result: Result, spec: Any = None) -> list[str]:
 
 
 def unmet(result: Result, spec: Any) -> list[str]:
-    """What the spec needs and the kernel does not have, whatever its budget."""
+    """The spec's needs that the kernel does not meet, regardless of its budget."""
     f = result.facts
     if f is None:
         return []
@@ -89,7 +89,7 @@ def unmet(result: Result, spec: Any) -> list[str]:
 
 
 def over_budget(result: Result, budget: dict[str, Any] | None) -> list[str]:
-    """What is worse than the budget."""
+    """Facts that are worse than the budget."""
     f = result.facts
     if f is None:
         return []
@@ -125,7 +125,7 @@ def over_budget(result: Result, budget: dict[str, Any] | None) -> list[str]:
 
 
 def _known(facts: Facts, budget: dict[str, Any], key: str) -> bool:
-    """False for machine code that could not be read here, or where the budget was written."""
+    """False if machine code could not be read here, or where the budget was written."""
     return getattr(facts, key) is not None and key in budget
 
 
@@ -135,8 +135,10 @@ def judge(
     budgets: dict[str, Any] | None,
     stale: Iterable[str],
 ) -> list[str]:
-    """One sentence a failure. budgets None: there are none for this compiler, and nothing is
-    compared.   stale: keys of budgets whose kernels are gone.
+    """One sentence per failure.
+
+    budgets: None if this compiler has none; then nothing is compared.
+    stale: keys of budgets whose kernels no longer exist.
     """
     found = [
         f"{r.key}: {p}"
@@ -157,11 +159,11 @@ def judge(
 def write_budgets(path: pathlib.Path, budgets: dict[str, Any]) -> None:
     lines = [f"  {json.dumps(key)}: {json.dumps(budgets[key])}" for key in sorted(budgets)]
     path.parent.mkdir(exist_ok=True)
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")  # a line a kernel, for a readable diff
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")  # one line per kernel, for readable diffs
 
 
 def table(results: Sequence[Result], archs: Sequence[int]) -> str:
-    """A line a kernel. Numbers for the architectures in turn, or one number if they agree."""
+    """One line per kernel: a number per architecture, or one number if they agree."""
     by_name: dict[str, list[Result]] = {}
     for r in results:
         by_name.setdefault(r.name, []).append(r)

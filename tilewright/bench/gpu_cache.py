@@ -1,17 +1,17 @@
-"""Compiles, without a GPU, the kernels that a GPU's first calls launch, into Triton's cache.
+"""Fills Triton's cache, without a GPU, with the kernels that the first calls on a GPU launch.
 
-    python -m tilewright.bench gpu-cache [--arch 90] [--out FILE.tar.gz] [--triton DIR] [--goals
-    DIR] [--what WHAT,..]
+    python -m tilewright.bench gpu-cache [--arch 90] [--out FILE.tar.gz] [--triton DIR]
+        [--goals DIR] [--what WHAT,..]
 
-What the suite's stages `sanitize`, `goals` and `ab` launch on a device of this compute capability,
-and every candidate of the search of constants behind the goals (--goals DIR: those that the results
-in DIR do not show to be met). The ops' own paths are run (see `bench.pretend`), so the keys of what
-is compiled are those that a launch on the GPU asks for, as
-long as these are the same there: the sources, with their line numbers; Triton, which means its
-Python files and its library; ptxas; and the variables that Triton counts (TRITON_PTXAS_PATH and its
-like change the key). The library is built anew for each version of Python; nothing else of a key
-depends on that. --triton DIR names the unpacked build for another version, whose library then
-counts. The packed cache has what a launch needs, machine code and its description, and no text.
+It compiles the kernels of the suite's stages `sanitize`, `goals` and `ab` on a device of this
+compute capability, and every candidate of the configuration search behind the goals (--goals DIR:
+those that the results in DIR do not show to be met). The ops' own code paths run (see
+`bench.pretend`), so the cache keys equal those of a launch on the GPU if these are the same there:
+the sources with their line numbers, Triton's Python files and library, ptxas, and the environment
+variables in the key (such as TRITON_PTXAS_PATH). Triton's library differs for each version of
+Python; nothing else in a key depends on it. --triton DIR names the unpacked build for another
+version, whose library is used in the keys. The packed cache holds what a launch needs, machine code
+and its description, but no text.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from tilewright.bench.stages import common, questions, timed
 from tilewright.kernels.tuning import Config, Tunable
 
 WHAT = ("goals", "ab", "search")
-DTYPE = torch.bfloat16  # of goals that name none, of variants, and of the search
+DTYPE = torch.bfloat16  # of goals without a dtype, of variants, and of the search
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A forward and backward of one implementation on one case; with constants, of one of its
-    launches, by name.
+    """Forward and backward of one implementation on one case; with `launch`, under this `config`
+    of that launch.
     """
 
     op: str
@@ -62,7 +62,7 @@ class Call:
     config: tuple[tuple[str, Any], ...] = ()
 
     def run(self) -> None:
-        """Inside `pretend.gpu`: asks Triton for all kernels of the call."""
+        """Requests all kernels of the call from Triton; call it inside `pretend.gpu`."""
         op = selection.operations()[self.op]
         impl = op.implementation(self.implementation)
         case = next(c for c in op.cases if c.name == self.case and self.tag in c.tags)
@@ -72,7 +72,7 @@ class Call:
                 tunable = next(t for t in impl.tunables() if t.name == self.launch)
                 stack.enter_context(tunable.override(pretend.CUDA, self.key, dict(self.config)))
             contract.run(op, impl.name, kwargs)
-            if not self.launch:  # what `run.passes` calls forward
+            if not self.launch:  # the "forward" of `run.passes`
                 with torch.no_grad():
                     op.public(
                         **{
@@ -86,13 +86,12 @@ class Call:
 def calls(
     what: Sequence[str], ops: Iterable[registry.Op], goals: pathlib.Path | None = None
 ) -> list[Call]:
-    """All that a device launches in these parts of the plan; inside `pretend.gpu`."""
+    """All calls of these parts of the plan on a device; call it inside `pretend.gpu`."""
     found: dict[Call, None] = {}
     ops = list(ops)
     by_name = {op.name: op for op in ops}
-    asked: dict[
-        tuple, tuple[Call, Tunable, tuple]
-    ] = {}  # the launches behind goals, each of the first case that asks
+    # The launches behind goals, each with the first case that requests it.
+    asked: dict[tuple, tuple[Call, Tunable, tuple]] = {}
 
     for op in ops:
         aims = {(case.name, dtype): case for _, case, dtype in timed.goals_here(op, "cuda")}
@@ -116,9 +115,10 @@ def calls(
                 found[Call(op.name, op.choose("cuda", dtype), name, "cuda", short)] = None
             if "search" in what and (name, dtype) in unmet and dtype == DTYPE:
                 for impl in launches.usable(op, "cuda", dtype):
+                    # NotImplementedError: it reads values, which meta tensors do not have.
                     with contextlib.suppress(
                         NotImplementedError, registry.ImplementationUnavailable
-                    ):  # reads values
+                    ):
                         for t, key in launches.asked_for(op, impl, case.make("cuda", dtype, 0)):
                             asked.setdefault(
                                 (t.name, key),
@@ -133,7 +133,7 @@ def calls(
                     continue
                 for way in v.ways.values():
                     impl = questions.implementation(v, op, way, "cuda")
-                    if impl.name == "cute":  # another compiler's
+                    if impl.name == "cute":  # not compiled by Triton
                         continue
                     call = Call(op.name, impl.name, case.name, "cuda", registry.short(DTYPE))
                     found[call] = None
@@ -162,11 +162,10 @@ def _with(call: Call, tunable: Tunable, key: tuple, config: Config) -> Call:
 
 
 def key_of_build(triton: pathlib.Path | None) -> str:
-    """What stands for Triton in its cache's keys, with the library of the build that lies unpacked
-    in this folder.
+    """Triton's part of its cache keys, computed with the library of the build unpacked in this
+    folder.
 
-    Raises ValueError for a folder that holds no such build, or one of which more than the libraries
-    differs.
+    Raises ValueError if the folder holds no such build, or if more than the library differs.
     """
     import triton as here
     from triton.runtime import cache
@@ -196,8 +195,8 @@ def key_of_build(triton: pathlib.Path | None) -> str:
 
 @contextlib.contextmanager
 def _compiling(arch: int, key: str, found: dict[str, bool]) -> Iterator[None]:
-    """Inside, calls compile into Triton's cache under this key; found: hash -> whether it was
-    there already.
+    """Inside, calls compile into Triton's cache under this key. found: hash -> whether it was
+    cached already.
     """
     from triton import knobs
     from triton.runtime import cache
@@ -214,18 +213,19 @@ def _compiling(arch: int, key: str, found: dict[str, bool]) -> Iterator[None]:
 
 
 _FOUND: dict[str, bool] = {}
-_PROCESS = contextlib.ExitStack()  # what a process of the pool is within, to its end
+_PROCESS = contextlib.ExitStack()  # contexts that a pool process keeps open until it ends
 
 
 def _begin(arch: int, key: str) -> None:
-    sys.stdout = sys.stderr = io.StringIO()  # compilers say much of candidates that do not fit
+    # Compilers are verbose about candidates that do not fit.
+    sys.stdout = sys.stderr = io.StringIO()
     torch.set_num_threads(1)
     _PROCESS.enter_context(_compiling(arch, key, _FOUND))
 
 
 def _compile(call: Call) -> tuple[dict[str, bool], str]:
-    """What the call asked for, and what it raised: constants that do not fit raise on a GPU,
-    too.
+    """The kernels that the call requested, and its exception as a line; configurations that do not
+    fit raise on a GPU, too.
     """
     _FOUND.clear()
     try:
@@ -238,7 +238,7 @@ def _compile(call: Call) -> tuple[dict[str, bool], str]:
 def fill(
     todo: Sequence[Call], arch: int, key: str, jobs: int, until: float = float("inf")
 ) -> tuple[dict, list[str]]:
-    """Compiles what calls ask for, in so many processes. Returns hash -> whether it was there
+    """Compiles the kernels of calls in `jobs` processes. Returns hash -> whether it was cached
     already, and a line for each call that raised or was not reached.
     """
     found: dict[str, bool] = {}
@@ -258,7 +258,7 @@ def fill(
         said += [f"{_text(call)}: no time" for done, call in running.items() if not done.done()]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in list((pool._processes or {}).values()):  # what is in the middle of something
+        for process in list((pool._processes or {}).values()):  # those still compiling
             process.kill()
     return found, said
 
@@ -274,17 +274,17 @@ def _text(call: Call) -> str:
 
 
 def folder(name: str) -> str:
-    """Where Triton's cache keeps what has this hash."""
+    """The folder of this hash in Triton's cache."""
     return base64.b32encode(bytes.fromhex(name)).decode().rstrip("=")
 
 
-NEEDED = (".cubin", ".json")  # of a kernel; the rest is text, which a launch does not read
+NEEDED = (".cubin", ".json")  # a kernel's other files are text, which a launch does not read
 
 
 def pack(cache: pathlib.Path, hashes: Iterable[str], path: pathlib.Path) -> int:
-    """Writes what a launch of these kernels reads into an archive; returns its size. The lists
-    among it name all files that were made, by their places here; `scripts/gpu.sh` puts its own in
-    place of these.
+    """Writes the files that launches of these kernels read into an archive; returns its size. The
+    file lists among them have absolute paths of this machine, which `scripts/gpu.sh` replaces with
+    its own.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w:gz", compresslevel=9) as archive:
@@ -299,8 +299,8 @@ def pack(cache: pathlib.Path, hashes: Iterable[str], path: pathlib.Path) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: all that compiles is in the cache; 3: time ran out first; 2: nothing can be compiled
-    here, with the reason.
+    """Exit code. 0: everything that compiles is cached; 3: time ran out first; 2: nothing can be
+    compiled here, with the reason.
     """
     p = argparse.ArgumentParser(
         prog="python -m tilewright.bench gpu-cache",

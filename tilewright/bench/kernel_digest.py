@@ -1,6 +1,5 @@
-"""What a kernel computes, as a digest: of its syntax tree and of all that it calls. Comments,
-documentation, line breaks and names of files change nothing; a constant, a decorated function that
-it calls, or one that this calls, does.
+"""Digests of kernels: of a kernel's syntax tree and of everything that it reaches, constants and
+functions included. Comments, docstrings, line breaks and file names do not change them.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from tilewright.bench.sources import meaning
 
 
 def of_files(paths: Iterable[pathlib.Path]) -> str:
-    """Of whole modules."""
+    """The digest of whole modules."""
     return _hash("\n".join(meaning(path.read_text()) for path in sorted(paths)))
 
 
 def of_kernel(kernel: Callable) -> str:
-    """Of a function of Triton's, or any function of this package, and of what it reaches by names
-    of its module.
+    """The digest of a Triton kernel, or any function of this package, and of everything that it
+    reaches by names of its module.
 
-    What belongs to Triton itself counts as its version, which the caller has. Raises TypeError for
-    a value whose change could not be noticed.
+    Triton's own functions are left out: the caller has its version. Raises TypeError for a value
+    that cannot be digested.
     """
     found: dict[str, str] = {}
     _add(kernel, found)
@@ -64,11 +63,10 @@ def _of_triton(module: str) -> bool:
 
 
 def _value(name: str, value: Any, user: str, found: dict[str, str]) -> None:
-    value = getattr(value, "value", value)  # of a tl.constexpr
+    value = getattr(value, "value", value)  # unwraps a tl.constexpr
     if isinstance(value, types.ModuleType) or _of_triton(getattr(value, "__module__", None) or ""):
-        if hasattr(value, "fn") and not _of_triton(
-            value.fn.__module__
-        ):  # ours, decorated by Triton
+        # This package's function, decorated by Triton.
+        if hasattr(value, "fn") and not _of_triton(value.fn.__module__):
             _add(value, found)
         return
     if isinstance(value, bool | int | float | str | tuple | None):

@@ -1,5 +1,5 @@
-"""A launch by itself: the kernels that one `Tunable` starts in a pass of an op, as a callable
-that starts them again.
+"""Isolates a launch: the kernels that one `Tunable` launches in a pass of an op, as a callable that
+launches them again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LARGE = 2**20  # bytes
 
 
 def usable(op: Op, device: str, dtype: torch.dtype) -> list[Implementation]:
-    """Implementations with something to tune that can be timed here."""
+    """Tunable implementations that can be timed here."""
     return [
         i
         for i in op.implementations
@@ -32,8 +32,8 @@ def usable(op: Op, device: str, dtype: torch.dtype) -> list[Implementation]:
 
 
 def asked_for(op: Op, impl: Implementation, kwargs: dict[str, Any]) -> list[tuple[Tunable, tuple]]:
-    """The launches of one forward and backward, with their keys, that this implementation
-    declares.
+    """The (launch, key) pairs of one forward and backward, restricted to launches that this
+    implementation declares.
     """
     mine = set(impl.tunables())
     with tuning.recording() as seen:
@@ -42,8 +42,8 @@ def asked_for(op: Op, impl: Implementation, kwargs: dict[str, Any]) -> list[tupl
 
 
 def kernels(tunable: Tunable, key: tuple, config: Config) -> list[Any]:
-    """The Triton kernels that a launch starts; none for constants of something else, such as
-    rows of a chunk.
+    """The Triton kernels of a launch; empty for constants of something else, such as rows per
+    chunk.
     """
     found = [
         spec.kernel for spec in tunable.specs(tunable.named(key), config) if hasattr(spec, "kernel")
@@ -55,8 +55,8 @@ def kernels(tunable: Tunable, key: tuple, config: Config) -> list[Any]:
 def _watched(
     seen: Callable[[Tunable, tuple], object], started: Callable[..., object]
 ) -> Iterator[None]:
-    """Inside, `seen` is told of each (tunable, key) whose constants are asked for, and
-    `started` of each launch.
+    """Inside, `seen` is called for each (tunable, key) whose configuration is requested, and
+    `started` for each launch.
     """
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
@@ -90,18 +90,16 @@ def alone(
     call: Callable[[], object],
     shared: dict[tuple, torch.Tensor] | None = None,
 ) -> Callable[[], object] | None:
-    """Runs `call` with these constants, and returns what starts the launch's kernels again, with
-    the same arguments; None if it started none.
+    """Runs `call` with this configuration. Returns a callable that launches the kernels again with
+    the same arguments; None if none was launched.
 
-    What the call returns is not looked at, and what kernels write into their inputs they find there
-    the next time: this
-    is for timing. shared: large results of the launch with other constants, which take the place of
-    this one's.
+    This is for timing only: results are ignored, and in-place changes of inputs persist between
+    launches.
+    shared: large results of the launch with other configurations, reused in place of this one's.
     """
     mine = kernels(tunable, key, config)
-    last: dict[
-        int, bool
-    ] = {}  # of a kernel: whether this launch was the last to ask for constants that start it
+    # By kernel id: whether this launch was the last to request a configuration for the kernel.
+    last: dict[int, bool] = {}
     found = []
 
     def seen(other, other_key):
@@ -141,11 +139,11 @@ def timed(
     first: Callable[[], object] = lambda: None,
     shared: dict[tuple, torch.Tensor] | None = None,
 ) -> Callable[[], object]:
-    """What a clock times for these constants: a launch of kernels by itself, its first call in the
-    pass of the op that starts it; constants of something else in that pass.
+    """The callable that a clock times for this configuration: a launch of kernels in isolation, its
+    first call within the op's pass; constants of something else always within that pass.
 
-    passes: of the op (see `run.passes`).   first: called before the constants are used for the
-    first time.
+    passes: of the op (see `run.passes`).
+    first: called before the configuration is first used.
     """
     one = passes.get(tunable.which, passes["forward"])
 
@@ -169,9 +167,8 @@ def timed(
         if start:
             return start[0]()
         first()
-        for call in dict.fromkeys(
-            (one, passes.get("forward_backward", one))
-        ):  # some start it only for a graph
+        # Some ops launch it only if an autograd graph is recorded.
+        for call in dict.fromkeys((one, passes.get("forward_backward", one))):
             if found := alone(tunable, key, config, place, call, shared):
                 start.append(found)
                 return None
@@ -183,8 +180,8 @@ def timed(
 
 
 def _first(shared: dict[tuple, torch.Tensor], at: tuple, value: Any) -> Any:
-    """The first large tensor of numbers that stood in this place, in this layout: candidates need
-    not keep one each. Integers are places in others' results, which differ from tile to tile.
+    """The first large floating-point tensor at this argument position with this layout, so that
+    candidates share one. Integers are indices into other results and differ between tile sizes.
     """
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.nbytes < LARGE:
         return value

@@ -1,9 +1,8 @@
-"""What a compiled kernel does, read from its PTX and from its machine code (SASS), as text.
+"""Reads facts about a compiled kernel from the text of its PTX and its machine code (SASS).
 
-PTX is what the compiler asked for; SASS is what the GPU will run, after ptxas split, merged or
-spilled. The disassembler is the one that Triton brings. It takes 0.2 s to start, whatever it is
-given, so `disassemble` takes many
-kernels at once: their code back to back as one raw binary.
+PTX is what the compiler requested; SASS is what the GPU runs, after ptxas split, merged or spilled.
+The disassembler is Triton's nvdisasm. It takes 0.2 s to start, so `disassemble` passes it many
+kernels at once, concatenated into one raw binary.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-# What a kernel may be written for: how its instructions begin in PTX, and in SASS.
-#   cluster: one block waits for, or writes into, others of its cluster. Reads of another block's
-#   shared memory are generic loads (LD) in SASS, which name no memory; no kernel can make them
-#   without the barrier.
+# Instruction families: how their instructions begin in PTX and in SASS.
+#   cluster: a block waits for, or writes into, other blocks of its cluster. Reads of another
+#   block's shared memory are generic loads (LD) in SASS, which name no memory space, but no kernel
+#   can use them without the barrier.
 FAMILIES = {
     "wgmma": (r"wgmma\.mma_async\.", r"[HQIB]GMMA\b"),
     "tcgen05": (r"tcgen05\.mma\.", r"UTC[A-Z]*MMA\b"),
@@ -36,8 +35,8 @@ FAMILIES = {
     "e2m1": (r"cvt\.rn\.(?:satfinite\.e2m1x2\.f32|f16x2\.e2m1x2)\b", r"F2FP\.[\w.]*\bE2M1\b"),
 }
 
-# A bulk copy moves whole multiples of 16 bytes, and is no thread's work: it counts as the widest
-# that a thread needs.
+# A bulk copy moves multiples of 16 bytes and is not issued per thread: it counts as the widest
+# access of a thread.
 BULK = 128
 PTX_BULK = {
     "ld": r"cp\.async\.bulk\.(?:tensor\.\w+\.)?shared::\w+\.global\b",
@@ -66,8 +65,8 @@ def ptx_facts(ptx: str) -> dict[str, Any]:
 
 
 def widest(ptx: str, op: str) -> int:
-    """Bits of the widest `ld.global` or `st.global` in PTX; asynchronous copies are loads or
-    stores too.
+    """Bits of the widest `ld.global` or `st.global` in PTX; asynchronous copies count as loads or
+    stores.
     """
     found = [0]
     for modifiers in re.findall(rf"{START}{op}\.(?:\w+\.)*global([.\w:]*)", ptx):
@@ -84,7 +83,7 @@ def widest(ptx: str, op: str) -> int:
 
 # ---- SASS
 
-# `/*02e0*/  @!P0 LDG.E.128 R4, ... ;` as cuobjdump and nvdisasm print it; the offset is in bytes.
+# `/*02e0*/  @!P0 LDG.E.128 R4, ... ;` as printed by cuobjdump and nvdisasm; the offset is in bytes.
 INSTRUCTION = re.compile(
     r"^[ \t]*/\*[0-9a-f]{4,}\*/[ \t]+(?:@!?U?P\w+[ \t]+)?([A-Z][\w.]*)", re.MULTILINE
 )
@@ -92,14 +91,16 @@ GLOBAL = {"load": re.compile(r"(?:LDG|LDGSTS)\."), "store": re.compile(r"STG\.")
 
 
 def sass_facts(text: str) -> dict[str, Any]:
-    """sass_load, sass_store: bits of the widest access to global memory.   sass_uses: keys of
-    FAMILIES.
-    wide_loads, wide_stores: of the bytes that the listing loads or stores once through, per cent by
-    instructions of 128 bits or more; 100 if threads load or store none. A budget for it: one stray
-    wide access hides no narrow loop.
-    local_instructions: loads and stores of local memory.   instructions: up to the last EXIT,
-    behind which are the slow
-    paths of division and the like: what a thread runs where nothing loops.
+    """Facts from a listing.
+
+    sass_load, sass_store: bits of the widest access to global memory.
+    sass_uses: keys of FAMILIES.
+    wide_loads, wide_stores: percent of loaded or stored bytes, each instruction counted once, that
+        instructions of 128 bits or more move; 100 if threads load or store none. With a budget for
+        it, one stray wide access cannot hide a narrow loop.
+    local_instructions: loads and stores of local memory.
+    instructions: up to the last EXIT, which the slow paths of division and the like follow: those
+        that a thread executes if nothing loops.
     """
     names = INSTRUCTION.findall(text)
     found: dict[str, Any] = {
@@ -121,8 +122,8 @@ def sass_facts(text: str) -> dict[str, Any]:
 
 
 def _width(name: str) -> int:
-    """Bits, of LDG.E.U16, LDG.E, LDG.E.LTC128B.64 (a hint to the cache, then the width),
-    STG.E.ENL2.256.
+    """Bits of an access, such as LDG.E.U16, LDG.E, LDG.E.LTC128B.64 (a cache hint, then the width)
+    or STG.E.ENL2.256.
     """
     parts = name.split(".")
     for part, bits in (
@@ -141,7 +142,7 @@ def _width(name: str) -> int:
 
 @functools.cache
 def cannot_disassemble(arch: int) -> str | None:
-    """None, or why there is no disassembler for this architecture."""
+    """None if there is a disassembler for this architecture, else the reason."""
     tool = _nvdisasm()
     if tool is None:
         return "no nvdisasm (Triton brings one)"
@@ -152,11 +153,11 @@ def cannot_disassemble(arch: int) -> str | None:
 
 
 def disassemble(cubins: Sequence[bytes], arch: int) -> list[str]:
-    """The SASS of each cubin, which are all for this architecture."""
+    """The SASS of each cubin; all must be for this architecture."""
     if reason := cannot_disassemble(arch):
         raise RuntimeError(f"cannot disassemble: {reason}")
     codes = [_code(c) for c in cubins]
-    if not any(codes):  # nvdisasm refuses an empty file
+    if not any(codes):  # nvdisasm rejects an empty file
         return [""] * len(codes)
     with tempfile.NamedTemporaryFile(suffix=".bin") as file:
         file.write(b"".join(codes))
@@ -178,9 +179,8 @@ def disassemble(cubins: Sequence[bytes], arch: int) -> list[str]:
 
 
 def _machine(arch: int) -> str:
-    return (
-        f"SM{arch}a" if arch >= 90 else f"SM{arch}"
-    )  # kernels use the instructions of that very architecture
+    # "a": kernels use architecture-specific instructions.
+    return f"SM{arch}a" if arch >= 90 else f"SM{arch}"
 
 
 def _nvdisasm() -> str | None:

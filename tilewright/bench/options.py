@@ -1,6 +1,4 @@
-"""What the parsers of the bench's commands share: values that are checked, and one error for
-one that is not.
-"""
+"""Argument types and checks shared by the parsers of the bench's commands."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from tilewright.registry import instead_of
 
 
 def at_least(least: float, kind: type) -> Callable[[str], int | float]:
-    """An argparse type: a number of this kind, not below `least`."""
+    """An argparse type: a number of this kind, at least `least`."""
 
     def parse(text: str):
         try:
@@ -29,9 +27,7 @@ def at_least(least: float, kind: type) -> Callable[[str], int | float]:
 
 
 def names(known: Collection[str] | None = None) -> Callable[[str], list[str]]:
-    """An argparse type: names with commas between, each of them known (None: known later, see
-    `chosen`).
-    """
+    """An argparse type: comma-separated known names (None: checked later, see `chosen`)."""
 
     def parse(text: str) -> list[str]:
         found = [n.strip() for n in text.split(",") if n.strip()]
@@ -46,7 +42,7 @@ def names(known: Collection[str] | None = None) -> Callable[[str], list[str]]:
 def chosen(
     parser: argparse.ArgumentParser, option: str, given: list[str] | None, known: Collection[str]
 ) -> list[str]:
-    """The names given, or all that are known; ends the program with an error for another."""
+    """The given names, or all known ones; exits with an error for an unknown name."""
     for name in given or ():
         if name not in known:
             parser.error(f"argument {option}: unknown {name!r}{instead_of(name, known)}")
@@ -54,6 +50,6 @@ def chosen(
 
 
 def has_device(parser: argparse.ArgumentParser, device: str) -> None:
-    """Ends the program with an error where CUDA was asked for and is not there."""
+    """Exits with an error if CUDA was requested and is unavailable."""
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: 'cuda' was asked for, but there is no CUDA device")

@@ -1,15 +1,15 @@
-"""What the dispatch above a kernel costs: the same tiny call at several depths, in microseconds.
+"""Measures dispatch overhead: the same tiny call at several depths, in microseconds.
 
 public: the op's function, with its argument checks.
-launch: Triton's own launch of the first kernel, where it is Triton that runs: `kernel[grid](...)`.
-kept: the same launch as launchers make it, from what `kernels.launch` keeps; the floor of any such
-call.
-resolved: what `Op.resolve` returns, with the arguments that the public function passes on.
+launch: Triton's own launch of the first kernel, `kernel[grid](...)`, for Triton's implementations.
+kept: the same launch through the cache of `kernels.launch`, as launchers do it; the lower bound of
+    any such call.
+resolved: the callable from `Op.resolve`, with the arguments that the public function passes on.
 operator: the first registered torch operator that it calls, alone.
 pick: `Op.pick` alone, the look-up between public and resolved.
 
-`not_launched` measures Triton's implementations without a GPU: all that the host does but the
-driver's call.
+`not_launched` measures Triton's implementations without a GPU: all host work except the driver's
+call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEVELS = ("public", "resolved", "operator", "launch", "kept", "pick")
 
 
 class _FirstOperator(TorchDispatchMode):
-    """Remembers the first operator of tilewright that is called, and its arguments."""
+    """Records the first call of an operator of tilewright, with its arguments."""
 
     found: tuple | None = None
 
@@ -43,24 +43,24 @@ class _FirstOperator(TorchDispatchMode):
 
 @contextlib.contextmanager
 def not_launched(arch: int = 90) -> Iterator[None]:
-    """Inside, Triton's implementations take tensors of a CPU. Kernels are compiled for compute
+    """Inside, Triton's implementations accept CPU tensors. Kernels are compiled for compute
     capability `arch` (90: 9.0), and each call binds and specializes its arguments as for a GPU, but
-    launches nothing: results are what was in memory.
+    launches nothing: results are uninitialized memory.
     """
     from triton.runtime import driver
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(driver, "_active", pretend.NoDriver(arch)))
         stack.enter_context(mock.patch.object(platform, "interpreting", lambda: True))
-        for op in operations().values():  # what is chosen inside may not be chosen outside
+        for op in operations().values():  # choices made inside must not remain outside
             stack.enter_context(op.fresh_choices())
         yield
 
 
 @contextlib.contextmanager
 def _first_launch() -> Iterator[dict[str, Callable[[], object]]]:
-    """Collects the first launch of a Triton kernel inside the block, as callables that repeat it:
-    Triton's way, and from what is kept.
+    """Collects the first launch of a Triton kernel inside the block, as callables that repeat it
+    through Triton and through the launch cache.
     """
     found: dict[str, Callable[[], object]] = {}
     if platform.no_module("triton"):
@@ -71,7 +71,7 @@ def _first_launch() -> Iterator[dict[str, Callable[[], object]]]:
 
     from tilewright.kernels import launch as kept_launches
 
-    kept_launches.forget()  # so that it is Triton who launches
+    kept_launches.forget()  # so that Triton launches
     with contextlib.ExitStack() as stack:
         for kind in (JITFunction, InterpretedFunction):
             run = kind.run
@@ -94,10 +94,10 @@ def _first_launch() -> Iterator[dict[str, Callable[[], object]]]:
 
 
 def levels(op: Op, name: str, kwargs: dict[str, Any]) -> dict[str, Callable[[], object]]:
-    """A callable for each depth; "operator" is absent if the implementation calls none of
-    tilewright's.
+    """A callable for each depth; "operator" is absent if the implementation calls no operator of
+    tilewright.
 
-    The arguments at each depth are those that the public call passes down, recorded from one call.
+    The arguments at each depth are those of one recorded public call.
     """
     passed: list[tuple] = []
     recorder = _FirstOperator()
@@ -108,9 +108,8 @@ def levels(op: Op, name: str, kwargs: dict[str, Any]) -> dict[str, Callable[[], 
 
         def spy(*args, **options):
             passed.append((resolved, asked, args, options))
-            with (
-                recorder
-            ):  # not around the public call, which checks its arguments by operators too
+            # Not around the public call, which checks its arguments by operators too.
+            with recorder:
                 return resolved(*args, **options)
 
         return spy
@@ -138,14 +137,13 @@ def overhead(
     sample_seconds: float = 0.004,
     implementation: str | None = None,
 ) -> list[dict[str, Any]]:
-    """A row for each op, with and without a graph being recorded: interleaved medians in
-    microseconds, and the least.
+    """A row for each op, with and without recording an autograd graph: interleaved medians and
+    minima in microseconds.
 
-    implementation: of ops that have it; default what `auto` takes.
+    implementation: measured for ops that have it; default: what `auto` resolves to.
 
-    The input is the op's first contract case, tiny, so that the kernel itself takes next to
-    nothing. This is
-    host time on both device types: on CUDA the calls are queued and not waited for.
+    The input is the op's first contract case, so tiny that the kernel itself takes next to nothing.
+    This is host time on both device types: on CUDA the calls are queued without synchronization.
     """
     rows = []
     timer = timing.CpuClock(sample_seconds)
@@ -187,7 +185,7 @@ def overhead(
             row["over_launch_us"] = (
                 public["median"] - launch["median"] if public and launch else None
             )
-            # What is left where other processes take the CPU away.
+            # Minima are the most robust to other processes on the CPU.
             row["least_over_launch_us"] = (
                 public["least"] - launch["least"] if public and launch else None
             )

@@ -1,4 +1,4 @@
-"""What a peer is, and what its adapters share."""
+"""The class of peers, and helpers shared by their adapters."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tilewright.ops.activation import Gate
 
 
 class Unsupported(Exception):
-    """The peer has no such variant of the op; the message says what it lacks."""
+    """The peer does not support this variant of the op; the message names the missing feature."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A library that has some of the ops.
+    """Another library that implements some of the ops.
 
-    distribution: its name at the package index, whose version goes into a result.
-    missing: device type -> None, or the sentence that says why it cannot run on that device type
-    here.
-    ops: op name -> a function with the arguments of the op's public function, or fewer that it
-    raises Unsupported for.
-    consumes: names of the ops whose inputs it overwrites; it is then given its own.
-    elsewhere: other distributions that are the same peer, taken if `distribution` is not installed.
+    distribution: its name on the package index; results record its version.
+    missing: device type -> None, or a sentence that says why it cannot run on that device type
+        here.
+    ops: op name -> a function with the arguments of the op's public function, which raises
+        Unsupported for those that the peer does not support.
+    consumes: names of the ops whose inputs it overwrites; those run on copies.
+    elsewhere: other distributions of the same peer, used if `distribution` is not installed.
     """
 
     distribution: str
@@ -37,13 +37,13 @@ class Peer:
     elsewhere: tuple[str, ...] = ()
 
     def why_not(self, op_name: str, device: str) -> str | None:
-        """None if the peer can run the op on such a device here, else the reason."""
+        """None if the peer can run the op on this device type here, else the reason."""
         if op_name not in self.ops:
             return f"{self.distribution} has no such op, or none with this meaning"
         return self.missing(device)
 
     def installed(self) -> tuple[str, str] | None:
-        """The distribution that is installed, and its version."""
+        """The installed distribution and its version."""
         for name in (self.distribution, *self.elsewhere):
             if found := version_of(name):
                 return name, found
@@ -69,9 +69,7 @@ def on_cuda(peer: str, module: str, capability: int) -> Callable[[str], str | No
 
 
 def only(peer: str, given: dict[str, Any], **defaults) -> None:
-    """Raises Unsupported if an option is set to something else than the only value that the
-    peer has.
-    """
+    """Raises Unsupported if an option differs from the only value that the peer supports."""
     for name, value in given.items():
         tensor = isinstance(value, torch.Tensor)
         if tensor or name not in defaults or value != defaults[name]:

@@ -1,8 +1,8 @@
-"""Other libraries' kernels, called with an op's arguments: what tilewright is measured against.
+"""Other libraries' kernels, called with an op's arguments, for comparison with tilewright.
 
-`PEERS` is the only list of them. A peer is imported when one of its ops is called, and not before:
-importing quack changes CuTe's tensor classes for the whole process, importing flash-attn 2 loads
-its CUDA extension.
+`PEERS` is the only list of them. A peer is imported only when one of its ops is called: importing
+quack changes CuTe's tensor classes for the whole process, and importing flash-attn 2 loads its CUDA
+extension.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tilewright.bench.peer import Peer, on_cuda
 
 
 def versions() -> dict[str, str]:
-    """Distribution and version of every peer, or "not installed". (torch's is told beside them.)"""
+    """Distribution and version of every peer, or "not installed", except torch's."""
     return dict(
         peer.installed() or (peer.distribution, "not installed")
         for peer in PEERS.values()
@@ -35,8 +35,8 @@ PEERS: dict[str, Peer] = {
             "linear_cross_entropy": peers_liger.linear_cross_entropy,
             "moe_mlp": peers_liger.moe_mlp,
         },
-        consumes=frozenset({"cross_entropy", "rope"}),
-    ),  # by the gradient, and the rotated rows
+        consumes=frozenset({"cross_entropy", "rope"}),  # by the gradient, and the rotated rows
+    ),
     "quack": Peer(
         "quack-kernels",
         on_cuda("quack-kernels", "quack", 90),

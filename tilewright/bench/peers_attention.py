@@ -13,7 +13,7 @@ from tilewright.bench import peer
 from tilewright.bench.peer import Unsupported, on_cuda, only
 
 # Distribution, module, least compute capability of forward and backward. The modules of 2 and 4
-# share a package name, so that what is installed is told by the distribution.
+# share a package name, so the distribution decides which is installed.
 FLASH = (
     ("flash-attn-4", "flash_attn.cute", 90),
     ("flash-attn-3", "flash_attn_interface", 90),
@@ -36,8 +36,8 @@ def no_flash(device: str) -> str | None:
     return on_cuda(distribution, module.partition(".")[0], capability)(device)
 
 
-# Longest document of a cu_seqlens: a training loop knows it from its loader. To read it from the
-# device at each call would be timed as if it were the peer's.
+# Longest document of a cu_seqlens, cached: a training loop gets it from its loader. Reading it from
+# the device at each call would be timed as part of the peer.
 _longest: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 

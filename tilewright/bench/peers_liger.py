@@ -17,7 +17,7 @@ def rmsnorm(x, weight, eps=1e-6, *, bias=None, offset=0.0, cast="llama", noise=N
 
     _vector(weight)
     only("liger-kernel", {"bias": bias, "noise": noise}, bias=None, noise=None)
-    # Not in place: it would overwrite the upstream gradient, which every provider is given.
+    # Not in place: that would overwrite the upstream gradient, which all providers share.
     return LigerRMSNormFunction.apply(x, weight, eps, offset, cast, False)
 
 
@@ -34,9 +34,8 @@ def silu_mul(gate, up=None):
 
     if up is not None:
         return LigerSiLUMulFunction.apply(gate, up)
-    rows = LigerFusedGateUpSiLUMulFunction.apply(
-        gate.reshape(-1, gate.shape[-1])
-    )  # it takes two dimensions
+    # It takes two dimensions.
+    rows = LigerFusedGateUpSiLUMulFunction.apply(gate.reshape(-1, gate.shape[-1]))
     return rows.reshape(*gate.shape[:-1], -1)
 
 

@@ -20,7 +20,7 @@ def experts_of_transformers(name):
     def moe_mlp(x, gate_up_proj, down_proj, expert_index, expert_weight, **more):
         dense("transformers", gate_up_proj, more)
         qwen = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
-        # What its functions read of a module; to make one would draw weights.
+        # The attributes of a module that its functions read; constructing one would draw weights.
         experts = SimpleNamespace(
             gate_up_proj=gate_up_proj,
             down_proj=down_proj,
@@ -64,12 +64,12 @@ def bitsandbytes_dequantize_nf4(q, *, dtype=None, **more):
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     only("bitsandbytes", more, noise=None)
-    if q.data not in _states:  # a layer keeps it
+    if q.data not in _states:  # cached, as a layer does
         stored = q.to_safetensors("w")
         _states[q.data] = QuantState.from_dict(
             {k.removeprefix("w."): t for k, t in stored.items() if k != "w"}, device=q.data.device
         )
-        # As one row: where a row is no multiple of a block, its kernel for AVX-512 takes the wrong
+        # As one row: if a row is not a multiple of a block, its AVX-512 kernel reads the wrong
         # blocks' scales.
         _states[q.data].shape = torch.Size([math.prod(q.shape)])
     state = _states[q.data]

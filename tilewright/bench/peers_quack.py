@@ -88,7 +88,7 @@ def linear_cross_entropy(
         ("classes", weight.shape[0]),
         *(("rows a chunk", c) for c in chunk.values()),
     ):
-        if length % 8:  # its copies are of 16 bytes; it does not look everywhere
+        if length % 8:  # it copies 16 bytes at a time and does not check this everywhere
             raise Unsupported(
                 f"quack-kernels' chunked loss takes {name} in multiples of 8, not {length}"
             )

@@ -1,4 +1,4 @@
-"""What a piece of a call is, and how many of them are compared."""
+"""Pieces of a call, and how many of them are compared."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-MEMORY = 8 * 2**30  # bytes that a check may take on a device beside a call's inputs and results
-WORK = (
-    2**26
-)  # elements of the widest tensor of a piece: half a GiB in float64, and there are about 8 such
-KEPT = (
-    2**26
-)  # elements of results that are kept for comparison, in float64 and in the twin's own dtype
+MEMORY = 8 * 2**30  # bytes that a check may use on a device besides a call's inputs and results
+# Elements of the widest tensor of a piece: half a GiB in float64, and there are about 8 such.
+WORK = 2**26
+# Elements of results that are kept for comparison, in float64 and in the twin's own dtype.
+KEPT = 2**26
 Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What can be computed by itself.
+    """A part of a call that can be computed separately.
 
     inputs: argument -> the part of it that the piece reads; others are read whole.
-    outputs: number of an output -> the part of it that this piece is; to others it adds.
-    within: argument -> the part of it whose gradient is summed over pieces, if `inputs` is not
-    that.
-    other: arguments in place of the call's.
+    outputs: index of an output -> the part of it that this piece computes; other outputs are
+        summed over pieces.
+    within: argument -> the part of it whose gradient is summed over pieces, if it differs from
+        `inputs`.
+    other: arguments that replace those of the call.
     """
 
     inputs: Mapping[str, Index] = field(default_factory=dict)
@@ -35,10 +34,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Pieces:
-    """shapes: of the outputs that pieces are parts of.   parts: all of them, in order.   what:
-    names them in a result.
-    sample: which of the parts' own results are compared; None: all.   eager: in place of the op's
-    twin, the same function with less memory.
+    """All pieces of a call.
+
+    shapes: of the outputs that pieces compute parts of.
+    parts: all pieces, in order.
+    what: their description in a result.
+    sample: indices of the parts whose own results are compared; None: all.
+    eager: replaces the op's twin, with the same result and less memory.
     """
 
     shapes: Mapping[int, Sequence[int]]
@@ -48,15 +50,16 @@ class Pieces:
     eager: Callable[..., Any] | None = None
 
     def note(self) -> str | None:
-        """What a result says of a contract that was not looked at everywhere."""
+        """The note in a result whose contract was checked on a sample only; else None."""
         return (
             None if self.sample is None else f"{len(self.sample)} of {len(self.parts)} {self.what}"
         )
 
 
 def sample_of(parts: Sequence[Piece], own: int) -> frozenset[int] | None:
-    """own: elements that belong to one piece each, of all together. Even steps, the first and
-    the last among them.
+    """Evenly spaced pieces, including the first and the last; None: all.
+
+    own: total number of result elements that belong to one piece each.
     """
     count = len(parts)
     keep = max(2, int(count * KEPT / max(own, 1)))

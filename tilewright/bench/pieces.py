@@ -1,11 +1,11 @@
-"""How the numerics contract of a large case is computed within a bound of memory: by blocks of
-rows, heads or experts.
+"""Computes the numerics contract of a large case within bounded memory: by blocks of rows, heads or
+experts.
 
-The eager twin in float64 holds many times what an implementation does (S x S scores of attention,
-float64 copies of logits or of every expert). `of` cuts a call into pieces that the twin computes
-one after another. What every piece adds to (the gradient of a weight, a loss) is summed over all of
-them, in float64 and of the twin's own in float32. What belongs to one piece is compared for all
-pieces if it is small enough, else for a fixed sample of them, which the result then names.
+The eager twin in float64 needs many times an implementation's memory (S x S attention scores,
+float64 copies of logits or of every expert). `of` cuts a call into pieces that the twin computes in
+sequence. Results shared by all pieces (a weight's gradient, a loss) are summed over all of them: in
+float64 for truth, in float32 for the twin in the inputs' dtype. Results of one piece are compared
+for all pieces if small enough, else for a fixed sample of them, which the result then names.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from tilewright.registry import Op
 
 
 def of(op: Op, kwargs: dict[str, Any]) -> Pieces | None:
-    """The pieces of a call; None if the twin can have it whole."""
+    """The pieces of a call; None if the twin can compute it whole."""
     cut = TABLE.get(op.name)
     return cut(kwargs) if cut else None
 
 
-# ---- ops whose rows, or columns, have nothing to do with each other
+# ---- ops with independent rows or columns
 
 
 def _along(
     dim: int, *names: str, outputs: Sequence[str], what: str = "blocks of rows", placed: bool = True
 ) -> Callable:
-    """names: arguments that are cut along `dim`.   outputs: the arguments that have the outputs'
-    shapes (of one
-    that is not differentiable any).   placed: what a seed gives an element depends on its place.
+    """Cuts arguments along a dimension.
+
+    names: arguments that are cut along `dim`.
+    outputs: arguments with the outputs' shapes; any for an output that is not differentiable.
+    placed: random values from a seed depend on an element's index.
     """
 
     def cut(kwargs):
@@ -84,7 +86,7 @@ def _rope(kwargs):
 
 
 def _heads_of(names, q, k):
-    """Blocks of heads of two tensors [B, H, S, D]: as many blocks of each."""
+    """Blocks of heads of two tensors [B, H, S, D]: equally many of each."""
     total = q.numel() + k.numel()
     if 2 * total <= piece.KEPT:
         return None
@@ -105,8 +107,8 @@ def _even(size: int, count: int) -> list[slice]:
 
 
 def _columns(argument):
-    """Columns of rows that are only moved, or weighted and summed; orders of slots every piece
-    finds whole.
+    """Columns of rows that are only moved, or weighted and summed; every piece computes the whole
+    order of slots.
     """
 
     def cut(kwargs):
@@ -127,7 +129,7 @@ def _columns(argument):
     return cut
 
 
-# ---- attention: a key's head with the queries' heads that read it, and blocks of rows
+# ---- attention: a key head with its group of query heads, and blocks of rows
 
 
 def _attention(kwargs):
@@ -138,16 +140,15 @@ def _attention(kwargs):
     if B * Hq * S * Sk <= piece.KEPT // 4:
         return None
     ends = [0, S] if cu is None else cu.tolist()
-    heads = (
-        [Hk - 1] if S > 2**14 else sorted({0, Hk - 1})
-    )  # a pass over all heads of 32k rows takes a minute
+    # A pass over all heads of 32k rows takes a minute.
+    heads = [Hk - 1] if S > 2**14 else sorted({0, Hk - 1})
     parts = []
     for h in heads:
         mine, theirs = slice(h * group, (h + 1) * group), slice(h, h + 1)
         for a, b in itertools.pairwise(ends):
             longest = b - a if cu is not None else Sk
             for rows in blocks(b - a, max(1, piece.WORK // (B * group * max(longest, 1)))):
-                # The twin takes the last of these keys for the last row's own.
+                # The twin aligns the last of these keys with the last row.
                 last = Sk - S + rows.stop if kwargs.get("causal", True) and cu is None else longest
                 last = rows.stop if kwargs.get("causal", True) and cu is not None else last
                 queries = (slice(None), mine, slice(a + rows.start, a + rows.stop))
@@ -168,7 +169,7 @@ def _attention(kwargs):
     )
 
 
-# ---- experts: a group of them after another; what tokens get of each is summed
+# ---- experts: in groups; a token's contributions are summed over them
 
 
 def _experts(*adapters):
@@ -228,7 +229,7 @@ def _grouped_gemm(kwargs):
                     {"x": mine, "weight": (slice(e, e + 1),)}, {0: mine}, other={"offsets": count}
                 )
             )
-    if ends[-1] < x.shape[0]:  # rows without an expert, which are 0
+    if ends[-1] < x.shape[0]:  # rows without an expert have output 0
         tail = (slice(ends[-1], x.shape[0]),)
         parts.append(
             Piece(
@@ -249,7 +250,7 @@ TABLE: dict[str, Callable[[dict[str, Any]], Pieces | None]] = {
     "silu_mul": _along(0, "gate", "up", outputs=("gate",)),
     "gelu_mul": _along(0, "gate", "up", outputs=("gate",)),
     "silu_mul_quantize": _along(0, "gate", "up", outputs=("gate", "gate")),
-    "hadamard": _along(0, "x", outputs=("x",), placed=False),  # signs are of columns
+    "hadamard": _along(0, "x", outputs=("x",), placed=False),  # signs are per column
     "rope": _rope,
     "attention": _attention,
     "cross_entropy": cross_entropy,

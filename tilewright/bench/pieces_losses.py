@@ -1,4 +1,4 @@
-"""Pieces of losses: blocks of rows; the mean is over the rows of all."""
+"""Pieces of losses: blocks of rows; means are over the rows of all blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tilewright.bench.piece import Piece, Pieces, blocks, sample_of
 
 
 def _counted(kwargs, target):
-    """num_tokens of the whole call, which a piece does not know by itself."""
+    """num_tokens of the whole call, which a piece alone cannot count."""
     if kwargs.get("reduction", "mean") != "mean" or kwargs.get("num_tokens") is not None:
         return {}
     return {"num_tokens": max(1, int((target != kwargs.get("ignore_index", -100)).sum()))}
@@ -20,9 +20,7 @@ def _per_row(kwargs):
 
 
 def _loss_rows(kwargs, argument, V, eager=None, outputs=1):
-    """One row of logits after another; what is summed over rows is a loss, unless it is not
-    reduced.
-    """
+    """Blocks of rows of logits; the loss is summed over blocks unless it is not reduced."""
     target = kwargs["target"]
     if (
         kwargs.get("class_weight") is not None
@@ -56,8 +54,8 @@ def cross_entropy(kwargs):
 
 
 class _Head(torch.autograd.Function):
-    """x @ weight.t() in x's dtype with a weight that stays in its own, by blocks of the vocabulary;
-    the weight's gradient in x's dtype, of some of its rows.
+    """x @ weight.t() in x's dtype, by blocks of the vocabulary, with the weight stored in its own
+    dtype; the weight's gradient in x's dtype, for some of its rows.
     """
 
     @staticmethod
@@ -83,16 +81,16 @@ class _Head(torch.autograd.Function):
         return dx, g[:, ctx.rows].t() @ x, None, None
 
 
-HEAD = 2**14  # rows of the weight that are widened at a time
+HEAD = 2**14  # rows of the weight that are cast at a time
 
 
 def _of_rows(V):
-    """Which rows of a head's weight are looked at for their gradient: the last, where a tail is."""
+    """The rows of a head's weight whose gradient is compared: the last, which include a tail."""
     return slice(max(0, V - HEAD // 4), V)
 
 
 def linear(loss):
-    """The loss of rows after rows, with one sample of the weight's rows for its gradient."""
+    """The loss by blocks of rows, with the weight's gradient compared on a sample of its rows."""
 
     def cut(kwargs):
         weight = kwargs["weight"]

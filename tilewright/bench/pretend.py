@@ -1,11 +1,11 @@
-"""A GPU that is not there: ops run as on one, their kernels are compiled for it, nothing is
-launched or computed.
+"""A simulated GPU: ops take their GPU paths and compile their kernels, but nothing is launched or
+computed.
 
-Inside `gpu`, tensors on "cuda" are PyTorch's meta tensors, which have shapes, strides and offsets
-but no memory, and say that they are on a GPU. So everything that the host does with a call it does
-here: choices of implementations and constants, backward passes, and Triton's `JITFunction.run`,
-which specializes arguments and looks up what it has compiled before it asks for the driver's
-launch. The key of a compiled kernel is made by the code that makes it on a GPU.
+Inside `gpu`, tensors on "cuda" are PyTorch's meta tensors, with shapes, strides and offsets but no
+memory, which report a CUDA device. All host work of a call runs: the choice of implementations and
+launch configurations, backward passes, and Triton's `JITFunction.run`, which specializes arguments
+and looks up compiled kernels before it calls the driver's launcher. So the key of a compiled kernel
+is computed by the same code as on a GPU.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tilewright import _torch, platform, selection
 from tilewright.ops import _library
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
-# By compute capability, of the devices that are most often found: multiprocessors (H100 and H200
-# SXM, B200, RTX PRO 6000), bytes of shared memory a block and a multiprocessor. (CUDA C++
-# Programming Guide, "Technical Specifications".)
+# By compute capability, for the most common devices (H100 and H200 SXM, B200, RTX PRO 6000): number
+# of SMs, bytes of shared memory per block and per SM. (CUDA C++ Programming Guide, "Technical
+# Specifications".)
 DEVICES = {
     90: (132, 227 * 1024, 228 * 1024),
     100: (148, 227 * 1024, 228 * 1024),
@@ -36,15 +36,15 @@ DEVICES = {
 
 
 def no_compiling() -> str | None:
-    """None if `not_launched` can be used in this process, else the reason."""
+    """None if Triton can compile kernels in this process, else the reason."""
     if platform.interpreting():
         return "Triton's interpreter, which TRITON_INTERPRET asks for, compiles nothing"
     return platform.no_module("triton")
 
 
 def registers(cubin: bytes) -> int:
-    """A thread's, of the first kernel: the attribute REGCOUNT (0x2f) in section .nv.info of the
-    ELF file.
+    """Registers per thread of the first kernel: the attribute REGCOUNT (0x2f) in section .nv.info
+    of the ELF file.
     """
     (at,) = struct.unpack_from("<Q", cubin, 40)
     size, count, names = struct.unpack_from("<3H", cubin, 58)
@@ -62,12 +62,12 @@ def registers(cubin: bytes) -> int:
 
 
 class NoDriver:
-    """Triton's driver of a GPU that is not there: it loads and launches nothing."""
+    """A Triton driver for a simulated GPU: it loads and launches nothing."""
 
     def __init__(self, arch: int, device: int = -1):
         from triton.backends.compiler import GPUTarget
 
-        self._device = device  # Triton keeps by device what it compiled
+        self._device = device  # Triton caches compiled kernels by device
         self._target = GPUTarget("cuda", arch, 32)
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": DEVICES[arch][1]},
@@ -89,7 +89,7 @@ class NoDriver:
 
 
 def _on_meta(value: object) -> object:
-    """What names a CUDA device names the meta device instead."""
+    """Replaces a CUDA device, or its name, with the meta device."""
     if isinstance(value, str) and value.partition(":")[0] == "cuda":
         return META
     return META if isinstance(value, torch.device) and value.type == "cuda" else value
@@ -104,7 +104,7 @@ _Real = torch.Generator
 
 
 def _made(fn: Callable) -> Callable:
-    """A function that makes or moves tensors, on the device asked for."""
+    """Wraps a function that creates or moves tensors: CUDA devices become the meta device."""
 
     @functools.wraps(fn)
     def make(*args, **options):
@@ -115,7 +115,7 @@ def _made(fn: Callable) -> Callable:
 
 
 def _drawn(fn: Callable) -> Callable:
-    """A function of random values: of meta tensors, which have none, only the shape."""
+    """Wraps a random factory: meta tensors, which have no values, are only allocated."""
 
     @functools.wraps(fn)
     def make(*shape, dtype=None, device=None, **options):
@@ -145,7 +145,7 @@ class _Generator:
 
 
 def _call(operator: _library.Operator, *args) -> Any:
-    """An operator's launcher, whatever the arguments: for meta tensors the dispatcher has none."""
+    """Calls an operator's launcher directly: the dispatcher has none for meta tensors."""
     if not operator._cuda:
         return operator.overload(*args)
     if torch.is_grad_enabled() and _torch.any_requires_grad(*args) and operator._apply:
@@ -154,7 +154,7 @@ def _call(operator: _library.Operator, *args) -> Any:
 
 
 def _not_compiled(kernel, key, signature, device, *_):
-    """Takes the place of a compiled kernel, of which it keeps nothing."""
+    """Caches a dummy in place of a compiled kernel."""
     found = kernel.device_caches[device][0][key] = SimpleNamespace(
         run=lambda *_: None,
         launch_metadata=lambda *_: None,
@@ -172,8 +172,8 @@ def gpu(
 ) -> Iterator[None]:
     """Inside, "cuda" is a device of compute capability `arch` (90: 9.0) without memory.
 
-    compiles: whether Triton's kernels are compiled; else they are nothing, for what wants to see
-    calls alone.
+    compiles: whether Triton's kernels are compiled; False replaces them with dummies, for callers
+    that only record calls.
     """
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -228,10 +228,8 @@ def gpu(
             if getattr(torch, fn.__name__, None) is fn:
                 put(torch, fn.__name__, _made(fn))
         put(_library.Operator, "__call__", _call)
-        for name_ in (
-            "randn",
-            "rand",
-        ):  # PyTorch's own for meta tensors believe what these say of their device
+        # PyTorch's own versions for meta tensors read the reported CUDA device.
+        for name_ in ("randn", "rand"):
             put(torch, name_, _drawn(getattr(torch, name_)))
         for name_ in ("normal_", "uniform_", "random_", "bernoulli_", "exponential_"):
             put(torch.Tensor, name_, _drawn_into(getattr(torch.Tensor, name_)))
@@ -247,7 +245,7 @@ def gpu(
             "randint_like",
         ):
             put(torch, name_, _made(getattr(torch, name_)))
-        put(rmsnorm_triton, "_resident", {})  # it is asked of what was compiled
+        put(rmsnorm_triton, "_resident", {})  # a cache that depends on the compiled kernels
         for op in selection.operations().values():
             stack.enter_context(op.fresh_choices())
         for name_, value in tensors.items():

@@ -1,5 +1,5 @@
-"""What is timed: an op's implementations, its eager twin compiled, other libraries; and the
-gate before it.
+"""The timed providers (an op's implementations, its compiled eager twin, other libraries) and the
+correctness gate before the clock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tilewright.bench import contract
 from tilewright.bench.peers import PEERS
 from tilewright.registry import Op
 
-# What tilewright's own implementations are measured against.
+# Tilewright's own implementations are compared with these.
 BASELINES = ("eager", "compile", "torch", *PEERS)
 
 
@@ -25,7 +25,7 @@ class Provider:
 
     call: takes the case's keyword arguments; None if the provider has no such op.
     reason: why it cannot run here, or None.
-    consumes: overwrites its inputs, and so is timed on a copy of its own.
+    consumes: it overwrites its inputs and is timed on its own copy.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Provider:
 
 
 def providers(op: Op, device: str, dtype: torch.dtype) -> list[Provider]:
-    """Every provider of an op, usable for such tensors here or not; the baselines first."""
+    """Every provider of an op, usable here or not; baselines first."""
     found = []
     for impl in op.implementations:
         reason = impl.why_not(device, dtype)
@@ -61,10 +61,10 @@ def providers(op: Op, device: str, dtype: torch.dtype) -> list[Provider]:
 def gate(
     op: Op, provider: Provider, kwargs: dict[str, Any], by: contract.Reference
 ) -> list[contract.Finding]:
-    """The numerics contract for a provider on the inputs that will be timed; what breaks it (none:
-    it holds).
+    """Checks a provider's numerics contract on the inputs that will be timed. Returns the findings
+    that break it; empty if it holds.
 
-    The eager twin is the definition, and holds.
+    The eager twin is the definition and always holds.
     """
     if provider.name == "eager":
         return []

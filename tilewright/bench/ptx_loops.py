@@ -1,6 +1,4 @@
-"""Loops of a compiled kernel, read from its PTX: what is between a label and a branch back to
-it.
-"""
+"""Reads the loops of a compiled kernel from its PTX: lines between a label and a branch back."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ DIVISION = re.compile(r"(?<![\w.%$])(?:div|rem|rcp)\.[\w.]+")
 
 
 def divisions(ptx: str) -> int:
-    """How many instructions in loops divide, take a remainder or a reciprocal: each is dozens of
-    machine instructions of integers, and several of floats.
+    """Counts divisions, remainders and reciprocals in loops: each is dozens of machine instructions
+    for integers, and several for floats.
     """
     lines = ptx.splitlines()
     labels = {m[1]: i for i, line in enumerate(lines) if (m := LABEL.match(line))}

@@ -1,4 +1,4 @@
-"""Rows of a benchmark: what they hold, how they are printed, and how two runs compare."""
+"""Rows of a benchmark: their fields, printing them, and comparing two runs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ def row(
 ) -> dict[str, Any]:
     """A row without times.
 
-    status: "ok"; "failed", the contract is broken; "unavailable"; "error", it raised.   reason: why
-    not "ok".
-    contract: "definition", "holds", or what broke it (also of a baseline that is timed within the
-    slack).
-    looked_at: the parts of the results that the contract was judged on, in words; None: all of
-    them.
+    status: "ok"; "failed" if the contract is broken; "unavailable"; "error" if it raised.
+    reason: why the status is not "ok".
+    contract: "definition", "holds", or the findings that break it (also for a baseline that is
+        timed within the slack).
+    looked_at: a description of the parts of the results that were checked; None: all.
     """
     return {
         "op": op,
@@ -50,11 +49,11 @@ def row(
 def figures(
     timing: Timing, bytes_: int, flops: int, floor: float | None, large: float | None = None
 ) -> dict[str, Any]:
-    """One pass of a row.
+    """The figures of one pass of a row.
 
-    floor: the least seconds that the device allows: a copy of as many bytes, timed in the same
-    rounds, or the matmul of
-    the roofline.   large: with the roofline's large copy in its place.
+    floor: the roofline bound in seconds: a copy with the same traffic, timed in the same rounds, or
+        the roofline's matmul.
+    large: the bound with the roofline's large copy instead.
     """
     t = timing.median
     return {
@@ -74,7 +73,7 @@ def figures(
 
 
 def compare_with_baselines(rows: list[dict]) -> None:
-    """Fills in the speed-up of each row of one case over eager and over compile, in both passes."""
+    """Adds the speed-up of each row of one case over eager and over compile, in both passes."""
     by_name = {r["provider"]: r for r in rows}
     for r in rows:
         for base in ("eager", "compile"):
@@ -93,7 +92,7 @@ def speedup(r: dict, base: str) -> float | None:
 
 
 def beyond(r: dict) -> bool:
-    """Timed although it breaks the contract: a baseline within the slack that was allowed."""
+    """Whether a row was timed although it breaks the contract: a baseline within the slack."""
     return r["status"] == "ok" and r["contract"] not in ("definition", "holds")
 
 
@@ -102,7 +101,7 @@ def key(r: dict) -> tuple[str, str, str, str]:
 
 
 def check(rows: list[dict[str, Any]]) -> None:
-    """Raises ValueError for a row that is none."""
+    """Raises ValueError for an invalid row."""
     template = row("", "", "", "")
     for i, r in enumerate(rows):
         if missing := set(template) - set(r):
@@ -158,8 +157,8 @@ def compare(before: Run, after: Run, threshold: float = 0.05) -> tuple[str, list
     """Compares two runs row by row.
 
     A change is significant if the ranges p20 to p80 do not overlap. A regression is a significant
-    slow-down of more than `threshold`, or a row that had a time and now fails. Baselines are shown,
-    but a slower one is no regression of tilewright's.
+    slow-down of more than `threshold`, or a row that had a time and now fails. Slower baselines are
+    shown but are no regressions.
 
     Returns:
         The text, and the regressions among its lines.

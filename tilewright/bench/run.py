@@ -1,5 +1,5 @@
-"""Times every provider of every op on its timed cases. A row has a time only if its contract
-held.
+"""Times every provider of every op on its timed cases. A row has a time only if the contract
+holds.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from tilewright.bench.providers import BASELINES, Provider, gate, providers
 from tilewright.registry import Case, ImplementationUnavailable, Op, short
 
 SEED = 0
-COPY = "copy of as many bytes"  # timed beside the providers; no provider is called so
+COPY = "copy of as many bytes"  # key of copies timed beside the providers; not a provider's name
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure.
+    """Settings of a measurement.
 
-    rounds, max_seconds: of one case (see timing.interleave).
+    rounds, max_seconds: per case (see timing.interleave).
     sample_seconds: shortest sample on a CPU.
-    baseline_slack: a baseline within so many times the contract's budget is timed, and marked. At 1
-        the contract is the same for all. Never applied to tilewright's own implementations.
+    baseline_slack: a baseline within this multiple of the contract's budget is timed, and marked.
+        At 1 the contract is the same for all. Never applied to tilewright's implementations.
     """
 
     rounds: int = 15
@@ -46,11 +46,10 @@ class Settings:
 
 
 def passes(provider: Provider, kwargs: dict[str, Any]) -> dict[str, Callable[[], object]]:
-    """The timed callables: "forward" records no graph; "forward_backward" is a training step's use
-    of the op; "backward" is the second half of that, its forward untimed.
+    """The timed callables: "forward" records no autograd graph; "forward_backward" is a training
+    step's use of the op; "backward" is the second half of that, with its forward untimed.
 
-    The upstream gradient is drawn here, and only an op with something to differentiate has a
-    backward.
+    The upstream gradient is drawn here. Only ops with differentiable outputs have a backward.
     """
     plain = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     inputs = [v for v in kwargs.values() if isinstance(v, torch.Tensor) and v.requires_grad]
@@ -77,7 +76,7 @@ def passes(provider: Provider, kwargs: dict[str, Any]) -> dict[str, Callable[[],
 
     def backward():
         torch.autograd.backward(graph, grads)
-        graph.clear()  # memory that it holds would stay taken through other providers' rounds
+        graph.clear()  # else its memory would stay allocated in other providers' rounds
 
     def forward_backward():
         record()
@@ -100,11 +99,11 @@ def measure(
     settings: Settings,
     only: Iterable[str] | None = None,
 ) -> list[dict]:
-    """The rows of one (op, case, dtype): the gate, then interleaved rounds over the providers that
-    passed, and over copies of as many bytes as each pass moves at least, which the shares of the
-    roof are against.
+    """Measures the rows of one (op, case, dtype): the gate, then interleaved rounds.
 
-    only: names of providers; default all.
+    The rounds time the providers that passed, and copies with the least traffic of each pass, which
+    shares of the roof refer to.
+    only: names of providers; default: all.
     """
     kwargs = case.make(device, dtype, SEED)
     auto = op.choose(device, dtype)
@@ -143,7 +142,7 @@ def measure(
         except Exception as error:  # one provider's failure must not lose the others
             timing.still_there(error, provider.name)
             row.update(status="error", reason=timing.first_line(error))
-    del reference  # float64 copies of every result
+    del reference  # holds float64 copies of every result
     free(device, compiled=False)
     cost = case.cost(dtype.itemsize)
     for bytes_ in {cost.forward_bytes, cost.backward_bytes}:
@@ -158,9 +157,9 @@ def measure(
         apart=True,
     )
     for (name, _), reason in errors.items():
-        if name != COPY:  # then the roofline's stands in
+        if name != COPY:  # the roofline's large copy replaces a failed one
             rows[name].update(status="error", reason=reason)
-    # What is left in `timings` is of providers.
+    # Leaves only providers in `timings`.
     copies = {
         bytes_: timings.pop((name, bytes_)).median for name, bytes_ in list(timings) if name == COPY
     }
@@ -179,9 +178,8 @@ def measure(
     if device == "cuda":
         for (name, which), fn in tasks.items():
             if which == "forward_backward" and rows[name]["status"] == "ok":
-                for t in contract.leaves(
-                    inputs[name]
-                ):  # gradients of earlier calls would count as held already
+                # Gradients of earlier calls would count as allocated before.
+                for t in contract.leaves(inputs[name]):
                     t.grad = None
                 rows[name]["peak_mib"] = _peak_mib(fn)
     report.compare_with_baselines(list(rows.values()))
@@ -189,8 +187,8 @@ def measure(
 
 
 def _peak_mib(fn) -> float:
-    """Memory that a call takes beside what is held already, inputs and upstream gradients among
-    it.
+    """Peak memory of a call beyond what is allocated before, which includes inputs and upstream
+    gradients.
     """
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -201,9 +199,7 @@ def _peak_mib(fn) -> float:
 
 
 def free(device: str, compiled: bool = True) -> None:
-    """Gives back what a case held: cached memory, and compiled graphs, whose number dynamo
-    limits.
-    """
+    """Releases a case's cached memory and its compiled graphs, whose number Dynamo limits."""
     if compiled:
         torch.compiler.reset()
     gc.collect()
@@ -218,7 +214,7 @@ def _git(*args: str) -> str | None:
     """Output of git in the checkout that tracks this file; None if there is none."""
     here = pathlib.Path(__file__)
     try:
-        # An installed package may lie inside somebody else's checkout.
+        # An installed package may be inside an unrelated checkout.
         tracked = subprocess.run(
             ["git", "ls-files", "--error-unmatch", here.name], cwd=here.parent, capture_output=True
         )
@@ -231,7 +227,7 @@ def _git(*args: str) -> str | None:
 
 
 def clocks() -> dict[str, float | None] | None:
-    """What the first CUDA device runs at just now, by nvidia-smi; None where that cannot tell."""
+    """Current clocks of the first CUDA device, by nvidia-smi; None if unavailable."""
     names = ("sm_mhz", "memory_mhz", "power_w", "temperature_c")
     try:
         said = subprocess.run(
@@ -250,13 +246,13 @@ def clocks() -> dict[str, float | None] | None:
         return None
     found = {}
     for name, text in zip(names, said.stdout.split(","), strict=False):
-        with contextlib.suppress(ValueError):  # "[N/A]": a figure that this device does not give
+        with contextlib.suppress(ValueError):  # "[N/A]": not reported by this device
             found[name] = float(text)
     return found or None
 
 
 def moment(device: str) -> dict[str, Any]:
-    """What changes while results are made: the date and the clocks."""
+    """Metadata that changes between results: the date and the clocks."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "clocks": clocks() if device == "cuda" else None,
@@ -271,13 +267,14 @@ def metadata(
     *,
     trainer: bool = False,
 ) -> dict[str, Any]:
-    """Device, versions, commit, date and settings: what a number means nothing without.
+    """The metadata of a measurement: device, versions, commit, date and settings.
 
-    commit: of the sources, where git cannot tell.   trainer: whether it is measured too.
+    commit: of the sources, if git is unavailable.
+    trainer: whether the trainer is measured too.
     """
     versions = {**platform.describe(), **peers.versions()}
     known = _git("rev-parse", "HEAD")
-    # A report or a table that an earlier call has written is no change of what is measured.
+    # Reports and tables written by earlier calls do not change what is measured.
     changed = known and _git(
         "status",
         "--porcelain",
@@ -318,9 +315,7 @@ def timed(op: Op, device: str, names: Iterable[str] | None = None) -> list[Case]
 
 
 def listing(ops: Iterable[Op], device: str, dtypes: list[torch.dtype]) -> str:
-    """Ops, their cases that are timed on the device, and providers: usable, or the reason why
-    not.
-    """
+    """Lists ops, their cases timed on the device, and providers: usable, or the reason why not."""
     lines = []
     for op in ops:
         cases = ", ".join(c.name for c in timed(op, device)) or "none"

@@ -1,12 +1,11 @@
-"""Runs many small pieces of work within a budget of time, each in a file of its own, whatever they
-do.
+"""Runs many small units of work within a time budget, robust to crashes and hangs, with one result
+file per unit.
 
-A `Unit` makes one JSON document. `work` makes those of one process, one after another, and skips
-what is on disk from the same sources, with the same options, on the same device. `supervise` runs
-such processes and watches them: it ends one that hangs or that time has run out for, writes down
-what it was at, and starts another for the rest. So a call always ends in time, a crash costs one
-unit, and the next call goes on where this one stopped: first with what it did not reach, then with
-what it had no time to finish, and it tries anew what failed.
+A `Unit` produces one JSON document. `work` runs the units of one process in sequence and skips
+those whose documents are on disk from the same sources, options and device. `supervise` runs such
+processes: it kills one that hangs or runs out of time, records the unit it was running, and starts
+another process for the rest. So a call always ends in time, a crash costs one unit, and the next
+call resumes: first units that were not reached, then failed ones, last those out of time.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from tilewright.bench import timing
 from tilewright.bench.store import write_json
 
 SCHEMA = 1
-FINISH = 5.0  # seconds at the end of a budget that are kept for writing what was found
-# seconds that a worker may be at no unit: it imports, compiles its plan, or hangs as it ends
+FINISH = 5.0  # seconds reserved at the end of a budget for writing results
+# seconds that a worker may spend outside of units: importing, planning, or hanging at exit
 SILENT = 120.0
-DYING = 10.0  # seconds that a killed process may take; one that is stuck in a driver takes for ever
-ATTEMPTS = 3  # at what failed: a GPU may have been out of memory because somebody else was there
-LOST = 70  # exit code of a process whose CUDA context is gone
+DYING = 10.0  # seconds to wait for a killed process; one stuck in a driver never ends
+ATTEMPTS = 3  # per failing unit: another process may have used up the GPU's memory
+LOST = 70  # exit code of a process that lost its CUDA context
 POSTPONED = "postponed.json"
 
 
@@ -44,17 +43,16 @@ def _has_error(document: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Unit:
-    """One piece of work.
+    """One unit of work.
 
-    name: "kind/rest", and the path of its file below the folder.   make: returns the document,
-    without "meta".
-    limit: seconds after which it is given up, from its begin or from when its file was last
-    written.
-    blank: the document to write, with an "error", if it cannot be made; a unit that writes its file
-        itself while it is made, marked "unfinished", keeps what it wrote.
-    options: what the result depends on beside sources, versions and device.
-    failed: whether a document says that something raised, so that it is worth another attempt.
-    source: digest of the sources that the result comes from; None: that of the call's "meta".
+    name: "kind/rest", also the path of its file below the folder.
+    make: returns the document, without "meta".
+    limit: seconds after which it is killed, counted from its start or its file's last write.
+    blank: the document to write, with an "error", if `make` fails; a unit that writes its own file
+        during `make`, marked "unfinished", keeps what it wrote.
+    options: what the result depends on besides sources, versions and device.
+    failed: whether a document records an exception and is worth another attempt.
+    source: digest of the result's sources; None: that of the call's "meta".
     """
 
     name: str
@@ -66,7 +64,7 @@ class Unit:
     source: str | None = None
 
     def about(self, meta: dict[str, Any]) -> dict[str, Any]:
-        """ "meta" of the call, as it is of this unit."""
+        """The call's "meta", with this unit's source."""
         return meta if self.source is None else {**meta, "source": self.source}
 
     def path(self, out: pathlib.Path) -> pathlib.Path:
@@ -74,7 +72,7 @@ class Unit:
 
 
 def same(document: dict[str, Any], meta: dict[str, Any], keep: bool = False) -> bool:
-    """Whether a document was made on this device and (but with keep) by these sources and
+    """Whether a document comes from this device and, unless `keep`, from these sources and
     versions.
     """
     names = ("device",) if keep else ("device", "source", "versions")
@@ -88,11 +86,11 @@ def current(
     keep: bool = False,
     since: float = float("inf"),
 ) -> dict[str, Any] | None:
-    """The unit's document, if it need not be made: it is on disk, whole, with these options and on
-    this device.
+    """The unit's document if it is on disk, complete, and from these options and this device; else
+    None.
 
-    keep: made by any sources and versions.   since: when this call began; what failed before then
-    is made again, until it has failed ATTEMPTS times.
+    keep: accept any sources and versions.
+    since: when this call began; units that failed before are run again, up to ATTEMPTS times.
     """
     try:
         document = json.loads(unit.path(out).read_text())
@@ -109,7 +107,7 @@ def current(
 
 
 def _attempts(unit: Unit, out: pathlib.Path, meta: dict[str, Any], keep: bool) -> int:
-    """Which attempt this is since the unit could last be made with these sources and options."""
+    """The number of this attempt with these sources and options."""
     before = current(unit, out, meta, keep)
     return before.get("attempts", 1) + 1 if before is not None and unit.failed(before) else 1
 
@@ -127,16 +125,17 @@ def work(
     now: Callable[[], dict[str, Any]] = dict,
     stream: pathlib.Path | None = None,
 ) -> None:
-    """Makes what is missing. Begins no unit after `until` (seconds since the epoch).
+    """Runs the units whose documents are missing. Starts none after `until` (seconds since the
+    epoch).
 
-    stream: a file to which each document is appended when it is made, in one line, under "unit" its
-        name: what is kept of a machine that is taken away.
-    now: fields of "meta" that are taken after each unit anew, such as the date and the clocks.
+    stream: a file to which each finished document is appended as one line, with its name under
+        "unit", so that results survive the loss of the machine.
+    now: returns fields of "meta" that are read after each unit, such as the date and the clocks.
     """
     state = out / f"running-{slot}.json"
     postponed = _read(out / POSTPONED) or {}
 
-    def last(unit):  # what was never tried comes first
+    def last(unit):  # units that were never tried come first
         found = current(unit, out, meta, keep)
         return unit.name in postponed, found is not None and unit.failed(found)
 
@@ -164,7 +163,7 @@ def work(
                 try:
                     document = unit.make()
                     problem = None
-                except Exception as error:  # what one unit raises must not lose the others
+                except Exception as error:  # one unit's failure must not lose the others
                     document = {
                         **_so_far(unit.path(out), unit.blank, list(unit.blank)),
                         "error": timing.first_line(error),
@@ -173,9 +172,8 @@ def work(
                 if problem is not None:
                     timing.still_there(problem)
             except timing.DeviceLost as lost:
-                write_json(
-                    state, {**running, "lost": str(lost)}
-                )  # the supervisor writes it down and starts another
+                # The supervisor records it and starts another process.
+                write_json(state, {**running, "lost": str(lost)})
                 sys.stdout.flush()
                 os._exit(LOST)
             document = {
@@ -187,13 +185,13 @@ def work(
             }
             try:
                 write_json(unit.path(out), document)
-            except ValueError as error:  # a number that JSON does not have
+            except ValueError as error:  # infinity or NaN
                 document = {**document, **unit.blank, "error": timing.first_line(error)}
                 write_json(unit.path(out), document)
             if stream is not None:
-                with stream.open("a") as file:  # one write: lines of several workers do not mix
+                with stream.open("a") as file:  # one write, so workers' lines do not mix
                     file.write(json.dumps({"unit": unit.name, **document}, allow_nan=False) + "\n")
-            state.unlink()  # a process that dies now dies between units
+            state.unlink()  # a process that dies from here on dies between units
             print(
                 f"{unit.name} ({document['seconds']:.1f} s) "
                 f"{document.get('error') or describe(document)}",
@@ -204,7 +202,7 @@ def work(
 
 
 def _so_far(path: pathlib.Path, blank: dict[str, Any], parts: Sequence[str]) -> dict[str, Any]:
-    """`blank`, with these parts of what a unit has written before it ended in the middle."""
+    """`blank`, updated with these parts of a document that an interrupted unit has written."""
     before = _read(path)
     return (
         {**blank, **{n: before[n] for n in parts if n in before}}
@@ -214,20 +212,20 @@ def _so_far(path: pathlib.Path, blank: dict[str, Any], parts: Sequence[str]) -> 
 
 
 def end_with_parent(parent: int) -> None:
-    """A worker whose supervisor, this process, is killed is killed too (Linux)."""
+    """Makes the kernel kill this worker when its supervisor `parent` dies (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it was gone before the kernel was told
+    if os.getppid() != parent:  # it died before prctl
         os._exit(1)
 
 
 class Unusable(Exception):
-    """A folder for results that cannot be written, or that another call is at work in."""
+    """A results folder that cannot be written, or that another call is using."""
 
 
 @contextlib.contextmanager
 def alone(out: pathlib.Path) -> Iterator[None]:
-    """Makes the folder and holds it for this call. Raises Unusable where that cannot be."""
+    """Creates the folder and locks it for this call. Raises Unusable if that is impossible."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / ".lock").open("w")
@@ -250,16 +248,17 @@ def supervise(
     poll: float = 0.1,
     silent: float = SILENT,
 ) -> bool:
-    """Runs the commands side by side, each a process that calls `work` with its index as slot,
-    until all have ended.
+    """Runs the commands in parallel until all have ended, each a process that calls `work` with its
+    index as slot.
 
-    One that dies, or is at a unit for longer than its limit, is started again after that unit was
-    written down as failed. At `until` what still runs is killed, and the unit it was at is left for
-    the next call, which takes it last.
-    Returns whether no worker was given up: one that twice died, or was silent, at no unit.
+    If one dies, or exceeds a unit's limit, that unit is recorded as failed and the process is
+    started again. At `until` all running processes are killed; their units are left for the next
+    call, which runs them last.
+
+    Returns False if a worker was abandoned because it twice died or was silent between units.
     """
     running: dict[int, subprocess.Popen] = {}
-    heard: dict[int, float] = {}  # when a worker was last seen at a unit
+    heard: dict[int, float] = {}  # when a worker was last seen running a unit
     failures = dict.fromkeys(range(len(commands)), 0)
 
     def start(i):
@@ -296,7 +295,7 @@ def supervise(
                 heard[i] = time.time() if state else heard[i]
                 reason = None
                 if code is not None:
-                    stop(i)  # compilers that it had started are still there
+                    stop(i)  # compilers that it started may still run
                     if code == 0 or late:
                         continue
                     reason = (state or {}).get("lost") or f"its process died: {_died(code)}"
@@ -329,7 +328,7 @@ def supervise(
                         },
                     )
                     say(f"{state['unit']}: {reason}")
-                else:  # died between units, as when it cannot even start: not for ever
+                else:  # died between units, perhaps unable to start: restarts are limited
                     failures[i] += 1
                     say(f"worker {i}: {reason}")
                 if failures[i] < 2:
@@ -349,7 +348,7 @@ def supervise(
 
 
 def _begun(state: dict[str, Any], out: pathlib.Path) -> float:
-    """When the unit was begun, or has last written down a part of what it finds."""
+    """When the unit started or last wrote a partial result, whichever is later."""
     try:
         return max(state["since"], (out / f"{state['unit']}.json").stat().st_mtime)
     except OSError:
@@ -374,7 +373,7 @@ def _died(code: int) -> str:
 
 
 def kill(process: subprocess.Popen) -> None:
-    """Ends a process that was started in a session of its own, and all that it has started."""
+    """Kills a process that has a session of its own, with all its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -387,7 +386,7 @@ def _read(path: pathlib.Path) -> Any:
 
 
 def has_failed(path: pathlib.Path) -> bool:
-    """Whether a unit's file says that it could not be made."""
+    """Whether a unit's file records an error."""
     try:
         return bool(json.loads(path.read_text()).get("error"))
     except OSError:
@@ -397,15 +396,15 @@ def has_failed(path: pathlib.Path) -> bool:
 
 
 def done() -> None:
-    """Ends a worker, at once: what Python and CUDA do at their end can hang."""
+    """Ends a worker immediately, since Python's and CUDA's exit handlers can hang."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def started() -> float:
-    """When this process was started, before it imported anything; now, where the system does
-    not tell.
+    """When this process started, before any import; the current time if the system does not
+    report it.
     """
     try:
         ticks = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
@@ -416,12 +415,12 @@ def started() -> float:
 
 
 def split(units: Sequence[Unit], worker: int, of: int) -> Iterator[Unit]:
-    """The share of one of several workers."""
+    """The units of one of several workers."""
     return (u for i, u in enumerate(units) if i % of == worker)
 
 
 def again(arguments: Sequence[str], **task: Any) -> list[str]:
-    """This command in another process, as a worker with this task (see `a_task`)."""
+    """The command line of this command as a worker with this task (see `a_task`)."""
     return [
         sys.executable,
         "-m",
@@ -433,7 +432,7 @@ def again(arguments: Sequence[str], **task: Any) -> list[str]:
 
 
 def a_task(argv: Sequence[str]) -> tuple[list[str], dict[str, Any] | None]:
-    """A command's arguments, and what `again` told its process to do (None: it is no worker)."""
+    """A command's arguments, and its task from `again`; None if it is not a worker."""
     argv = list(argv)
     return (
         (argv[:-2], json.loads(argv[-1]))

@@ -1,9 +1,9 @@
-"""Names the sources that a number comes from: one digest for each op, from what its code means.
+"""Identifies the sources of a measurement: one digest per op, from the syntax of its code.
 
-An op's sources are its module, the kernels and all that these import within the package, the C++
-files whose operators
-they name, and what measures: the core of the bench. Comments, docstrings and goals are not in the
-digest, nor is how a file is laid out; nor are packages' __init__ files, which list what there is.
+An op's sources are its module, its kernels and everything that these import within the package, the
+C++ files whose operators they name, and the measuring core of the bench. The digest ignores
+comments, docstrings, goals and formatting, and packages' __init__ files, which only list their
+contents.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tilewright.registry import Op
 
 PACKAGE = pathlib.Path(platform.__file__).parent
 CSRC = PACKAGE.parent / "csrc"
-# What decides a number beside the op itself, and not what it imports: that is an op's, or runs
-# units, tells of them or searches constants.
+# The modules, besides the op itself, that affect a measurement. Their imports are left out: those
+# belong to an op, or run units, report them or search configurations.
 CORE = [
     path
     for name in (
@@ -41,8 +41,8 @@ OPERATOR = re.compile(r"\w*_cpp\w*")
 
 @functools.cache
 def digest(op: Op | None = None) -> str:
-    """Of an op; None: of what measures alone, for results that belong to no op, such as the
-    roofline.
+    """The digest of an op; None: of the measuring core alone, for results without an op such as
+    the roofline.
     """
     found = hashlib.sha256()
     for path in [*CORE, *files([] if op is None else _modules_of(op))]:
@@ -53,15 +53,15 @@ def digest(op: Op | None = None) -> str:
 
 
 def everything() -> str:
-    """Of all ops together."""
+    """The digest of all ops together."""
     from tilewright.ops import OPS
 
     return hashlib.sha256(" ".join(map(digest, [None, *OPS.values()])).encode()).hexdigest()[:16]
 
 
 def _modules_of(op: Op) -> list[str]:
-    """The modules in which an op, its twin and its implementations are written; a peer's have
-    no part in it.
+    """The modules that define an op, its twin and its implementations, without other packages'
+    modules.
     """
     functions = [
         op.public,
@@ -81,7 +81,7 @@ def _modules_of(op: Op) -> list[str]:
 
 
 def files(roots: Iterable[str]) -> list[pathlib.Path]:
-    """The files of these modules and of all that they import, in the order of their paths."""
+    """The files of these modules and of everything they import, sorted by path."""
     todo, done = [p for n in roots if (p := _path(n))], set()
     while todo:
         path = todo.pop()
@@ -93,7 +93,7 @@ def files(roots: Iterable[str]) -> list[pathlib.Path]:
 
 @functools.cache
 def _needs(path: pathlib.Path, changed: int) -> tuple[pathlib.Path, ...]:
-    """What a file imports, anywhere in it, or includes, or calls by an operator's name."""
+    """The files that a file imports (anywhere in it), includes, or uses by an operator's name."""
     if path.suffix != ".py":
         names = re.findall(r'#include "([^"]+)"', path.read_text())
         return tuple(p for n in names if (p := CSRC / n).exists())
@@ -112,7 +112,7 @@ def _imported(node: ast.AST) -> Iterator[str]:
 
 def _path(module: str) -> pathlib.Path | None:
     """The file of a module of this package; None for a package, for a name in a module, and for
-    others' modules.
+    other packages' modules.
     """
     if not module.startswith("tilewright."):
         return None
@@ -131,7 +131,7 @@ def _written_in_cpp(tree: ast.AST) -> list[pathlib.Path]:
             else ""
         )
         named.update(OPERATOR.findall(text))
-    named = {n for n in named if n.strip("_") != "cpp"}  # an f-string leaves the end of a name
+    named = {n for n in named if n.strip("_") != "cpp"}  # f-strings contain only a name's end
     return [
         p
         for p, operators in _operators()
@@ -149,7 +149,7 @@ def _meaning(path: pathlib.Path, changed: int) -> str:
     text = path.read_text()
     if path.suffix == ".py":
         return hashlib.sha256(meaning(text).encode()).hexdigest()
-    # A string, a character and a comment each begin where none of the others is open.
+    # Strings are matched first, so that `//` and `/*` inside them are no comments.
     text = re.sub(
         r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')|//[^\n]*|/\*.*?\*/',
         lambda m: m[1] or " ",
@@ -165,7 +165,7 @@ def meaning(source: str) -> str:
 
 
 class _Meaning(ast.NodeTransformer):
-    """Without docstrings, and without goals, which are what is hoped for."""
+    """Removes docstrings and goals, which do not affect results."""
 
     def _body(self, node):
         self.generic_visit(node)

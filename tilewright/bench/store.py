@@ -1,8 +1,8 @@
-"""Stores a suite's documents: one file a unit under `units/` while it works, one line a unit in
-`suite.jsonl` after.
+"""Stores a suite's documents: one file per unit under `units/` while it runs, then one line per
+unit in `suite.jsonl`.
 
 The first line is the suite's own document, under "unit": "suite"; the others follow by name. A
-folder that a killed call has left holds both; then the files, which are newer, count.
+killed call may leave both; then the files, which are newer, take precedence.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SUMMARY = "suite"  # the name of the suite's own document
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a temporary file and renames it: a reader, or an interrupt, never sees half of it."""
+    """Writes a temporary file and renames it, so that no reader or interrupt leaves half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -37,13 +37,13 @@ def write_text(path: pathlib.Path, text: str) -> None:
 def write_json(path: pathlib.Path, document: Any) -> None:
     """Writes a document with each of its rows on one line.
 
-    Raises ValueError for infinity and NaN, which JSON lacks.
+    Raises ValueError for infinity and NaN, which JSON does not have.
     """
     write_text(path, _layout(document, "\n") + "\n")
 
 
 def _layout(value: Any, newline: str) -> str:
-    """JSON in which each object of a list has a line, and each field above such a list."""
+    """JSON with one line for each object of a list and for each field above such a list."""
     deeper = newline + " "
     if _is_table(value):
         inside = [json.dumps(row, allow_nan=False) for row in value]
@@ -72,7 +72,7 @@ def parse(text: str) -> Any:
 
 
 def read(folder: pathlib.Path) -> Iterator[tuple[str, pathlib.Path, Any]]:
-    """Each document with its name and the file that it is in: the suite's own first, then by name.
+    """Each document with its name and file: the suite's own first, then by name.
 
     Raises ValueError, naming the file, for one that cannot be read.
     """
@@ -97,7 +97,7 @@ def read(folder: pathlib.Path) -> Iterator[tuple[str, pathlib.Path, Any]]:
 
 
 def files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """The files of units that were not packed, by name."""
+    """The files of units that are not packed, by name."""
     units = folder / UNITS
     return {
         p.relative_to(units).with_suffix("").as_posix(): p
@@ -107,9 +107,9 @@ def files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
 
 
 def unpack(folder: pathlib.Path) -> pathlib.Path:
-    """Puts the packed units into files again, but for those that are there. Returns their folder.
+    """Writes packed units to files again, except those that exist. Returns their folder.
 
-    A packed file that cannot be read is one that is made again.
+    Unreadable lines are skipped; their units are run again.
     """
     units = folder / UNITS
     units.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def pack(folder: pathlib.Path, summary: Mapping[str, Any]) -> None:
     """Writes all units and the suite's own document into one file, and removes the units' files."""
     lines, packed = [_line(SUMMARY, summary)], []
     for name, path in sorted(files(folder).items()):
-        with contextlib.suppress(OSError, ValueError):  # half of a file: it is made again
+        with contextlib.suppress(OSError, ValueError):  # half a file: its unit is run again
             lines.append(_line(name, json.loads(path.read_text())))
         packed.append(path)
     write_text(folder / FILE, "".join(lines))
@@ -145,8 +145,8 @@ def _line(name: str, document: Mapping[str, Any]) -> str:
 
 
 def rows(path: pathlib.Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The suite's metadata and its timed rows, of a folder or its file: those of the stage `time`,
-    and of `goals` where that has none.
+    """The metadata and timed rows of a suite, given its folder or file: rows of the stage `time`,
+    or of `goals` where that has none.
 
     Raises ValueError if it holds no result.
     """

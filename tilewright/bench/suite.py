@@ -1,29 +1,30 @@
-"""Everything that a device can say about the registry: does it hold, how fast is it, what does a
-call cost.
+"""Runs all checks and measurements of the registry on a device: correctness, speed, and dispatch
+overhead.
 
     python -m tilewright.bench suite --minutes 9 --out DIR [--goals] [--op OP,..] ...
 
 Stages, in this order, over every op, implementation and case of the registry:
 
-    roofline   copy bandwidth and dense matmul: what the device can do at all
+    roofline   copy bandwidth and dense matmul: the device's peaks
     sanitize   a small launch of each op with a goal under compute-sanitizer's memcheck and
                racecheck (CUDA)
-    goals      the cases that a goal of this device speaks of: `auto` and the peers that have the op
+    goals      the cases of this device's goals: `auto` and the peers that have the op
     ab         the open questions of `bench.variants`: two ways each, interleaved, on the case that
                decides
     parity     the numerics contract of every implementation, on every small case and dtype
     graph      CUDA-graph capture and replay of every implementation that runs on CUDA tensors
     big        cases of more than 2^31 elements (CUDA)
     time       every timed case: implementations and peers, correctness-gated, interleaved
-    overhead   what the dispatch above a kernel costs
+    overhead   cost of the dispatch above a kernel
 
---goals is short for the first three and the overhead of ops with a goal: what decides most, in the
-first minutes. Results are one file a case. A call ends within its minutes, and the next one with
-the same DIR goes on where it stopped. What was made by other sources, with other options or
-versions, or on another device is made again (--keep: whatever the sources and versions), as is what
-was given other tuned constants, and what raised an error, up to three times.
-Exit code: 0, all is there and holds; 1, an implementation broke the contract or failed; 3, time ran
-out first.
+--goals stands for the first three and the overhead of ops with a goal: the most decisive results,
+in the first minutes. Each case has one result file. A call ends within its minutes, and the next
+one with the same DIR resumes. Results from other sources, versions, options, tuned launch
+configurations or devices are measured again (--keep accepts other sources and versions), and so
+are errors, up to three times in all.
+
+Exit code: 0, everything is present and holds; 1, an implementation broke the contract or failed; 3,
+time ran out first.
 """
 
 from __future__ import annotations
@@ -66,8 +67,7 @@ from tilewright.registry import Op, short
 
 STAGES = ("roofline", "sanitize", "goals", "ab", "parity", "graph", "big", "time", "overhead")
 FIRST = ("roofline", "sanitize", "goals", "overhead")  # of --goals
-# Stages that share processes. Those of the second group can run side by side: nothing is timed
-# there.
+# Stages that share processes. The group with `parity` can run in parallel: nothing is timed there.
 GROUPS = (
     ("roofline",),
     ("sanitize",),
@@ -89,10 +89,11 @@ def units(
     only: Sequence[str] | None = None,
     not_launched: bool = False,
 ) -> list[Unit]:
-    """The work of a stage, most telling first.
+    """The units of a stage, most decisive first.
 
-    out: where the units' files are.   only: providers of the stage `time`, default all.
-    not_launched: of the stage `overhead`, see `overhead.not_launched`.
+    out: the folder of the units' files.
+    only: providers of the stage `time`; default: all.
+    not_launched: for the stage `overhead`, see `overhead.not_launched`.
     """
     ops = list(ops)
 
@@ -123,7 +124,7 @@ def units(
         return goal_units(ops, device, settings, out, cases)
     if stage == "ab" and torch.bfloat16 in dtypes:
         deciding = {}
-        for v in variants.VARIANTS:  # in their order, and not the registry's
+        for v in variants.VARIANTS:  # in the variants' order, not the registry's
             for op, case in tagged(device):
                 if (op.name, case.name) == (v.op, v.case) and implementation(
                     v, op, v.now, device
@@ -180,7 +181,7 @@ def units(
 
 
 def describe(document: dict[str, Any]) -> str:
-    """A document in a few words, for the terminal."""
+    """A short description of a document, for the terminal."""
     if "roofline" in document and "rows" not in document:
         return report.roofline_text(document["roofline"])
     if "results" in document:
@@ -209,7 +210,7 @@ def describe(document: dict[str, Any]) -> str:
 def conclude(
     all_units: Sequence[Unit], out: pathlib.Path, meta: dict[str, Any], keep: bool
 ) -> tuple[dict, list[str]]:
-    """The suite's own document, and one line for each failure."""
+    """The suite's own document, and one line per failure."""
     found, broken = {}, []
     for unit in all_units:
         document = runner.current(unit, out, meta, keep)
@@ -323,7 +324,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str], begun: float | None = None) -> int:
-    """begun: when the process was started, from which the minutes count (default: now)."""
+    """begun: when the process started, from which the minutes count (default: now)."""
     begun = begun or time.time()
     argv, task = runner.a_task(argv)
     p = parser()
@@ -343,7 +344,7 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
     folder = f"{platform.slug(meta['device'])}-{meta['date'][:10]}"
     if args.out is None:
         args.out = pathlib.Path("bench_results") / folder
-        argv += ["--out", str(args.out)]  # of the workers too
+        argv += ["--out", str(args.out)]  # for the workers too
     plan = functools.partial(
         units,
         device=args.device,
@@ -360,8 +361,7 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
         )
     if task is not None:
         _work(args, groups, task, meta)
-    # The suite's own document tells of everything there is to do here, whatever part of it this
-    # call was asked for.
+    # The suite's own document covers the device's whole plan, whichever part this call runs.
     whole = [u for stage in STAGES for u in plan(stage, table.values(), dtypes=DTYPES)]
     try:
         with runner.alone(args.out):
@@ -371,12 +371,12 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
 
 
 def _groups(args: argparse.Namespace, plan: Callable[..., list[Unit]]) -> list[list[Unit]]:
-    """What a call was asked for, by `GROUPS`."""
+    """The units that a call was asked for, by `GROUPS`."""
     table = selection.operations()
     ops = [table[n] for n in args.op if not args.goals or any(goals_here(table[n], args.device))]
     dtypes = [d for n, d in BY_NAME.items() if n in args.dtype]
     asked = [s for s in args.stage if s in FIRST] if args.goals else args.stage
-    # The roofline is measured whatever was asked for: times mean nothing without it.
+    # Times mean nothing without the roofline, so timed stages always include it.
     timed = {"time", "goals"} & set(asked)
     stages = [s for s in STAGES if s in asked or (s == "roofline" and timed)]
     return [
@@ -386,7 +386,7 @@ def _groups(args: argparse.Namespace, plan: Callable[..., list[Unit]]) -> list[l
 
 
 def _work(args: argparse.Namespace, groups, task: Mapping[str, Any], meta: dict[str, Any]) -> None:
-    """Does a worker's share, and ends the process."""
+    """Runs a worker's units and ends the process."""
     runner.end_with_parent(task["parent"])
     runner.work(
         runner.split(groups[task["group"]], task["worker"], task["of"]),
@@ -408,9 +408,8 @@ def _supervise(args, argv, groups, whole, meta, begun) -> int:
     jobs = args.jobs or (min(8, max(1, (os.cpu_count() or 1) // 2)) if args.device == "cuda" else 1)
     out = store.unpack(args.out)
     roof = out / "roofline.json"
-    if groups[0] and runner.has_failed(
-        roof
-    ):  # nothing is timed without it, however often it failed
+    # Nothing is timed without the roofline, so it is tried again however often it failed.
+    if groups[0] and runner.has_failed(roof):
         roof.unlink()
     print(
         f"{meta['device']}, {', '.join(f'{k} {v}' for k, v in meta['versions'].items())}, commit "

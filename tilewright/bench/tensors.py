@@ -1,4 +1,4 @@
-"""Tensors of a call: their deviation from truth, copies in another dtype, upstream gradients."""
+"""Tensors of a call: their error against truth, casts to another dtype, upstream gradients."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from tilewright._torch import pytree
 from tilewright.bench.piece import Index
 from tilewright.ops.quantize import Quantized
 
-CHUNK = (
-    2**24
-)  # elements compared at a time: float64 temporaries of 128 MiB each, for tensors of any size
+# Elements compared at a time: float64 temporaries of 128 MiB each, for tensors of any size.
+CHUNK = 2**24
 
 
 def error(result: torch.Tensor, truth: torch.Tensor) -> tuple[float, tuple[int, ...]]:
-    """Largest deviation, relative to the element or to the tensor's root mean square if that is
-    larger; and where.
+    """Largest deviation, relative to the element or to the tensor's root mean square, whichever is
+    larger; and its index.
 
-    Relative to the element, so that a wrong value is not hidden by a larger one elsewhere; but not
-    below the root mean square, because an element that is small by cancellation carries the
-    rounding of its large terms. Infinities must be equal; a NaN where truth has none is an infinite
-    error, so an element that was never written is one too.
+    It is relative to the element, so that a larger value elsewhere does not hide a wrong one; but
+    not below the root mean square, because an element that is small by cancellation carries the
+    rounding of its large terms. Infinities must be equal. A NaN where truth has none is an infinite
+    error, and so is an element that was never written.
     """
     if result.shape != truth.shape:
         return float("inf"), tuple(result.shape)
@@ -34,20 +33,20 @@ def error(result: torch.Tensor, truth: torch.Tensor) -> tuple[float, tuple[int, 
 def error_of_parts(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor, Index]],
 ) -> tuple[float, tuple[int, ...]]:
-    """`error` of a tensor of which parts are at hand: (result, truth, where that part is)."""
+    """`error` of a tensor given in parts: (result, truth, index of the part)."""
     flat = [(r.reshape(-1), t.reshape(-1)) for r, t, _ in pairs]
     scale, worst, at = 0.0, -1.0, (0, 0)
     if pairs[0][1].dtype.is_floating_point:
         squares, count = 0.0, 0
         for values in (t[piece].double() for _, t in flat for piece in chunks(t)):
-            finite = values.isfinite()  # no index by it: its size would be a wait for the device
+            finite = values.isfinite()  # no boolean indexing: it would synchronize with the device
             squares += float(values.where(finite, 0.0).square().sum())
             count += int(finite.sum(dtype=torch.float64))
         scale = (squares / max(count, 1)) ** 0.5
     for i, (r, t) in enumerate(flat):
         for piece in chunks(t):
             value, place = _deviation(r[piece], t[piece], scale).max(0)
-            value, place = torch.stack((value, place.double())).tolist()  # one wait for the device
+            value, place = torch.stack((value, place.double())).tolist()  # one synchronization
             if value > worst:
                 worst, at = value, (i, piece.start + int(place))
     if worst < 0:
@@ -74,8 +73,8 @@ def _deviation(r: torch.Tensor, t: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def leaves(value: Any) -> list[torch.Tensor]:
-    """Tensors in a result or in arguments: a tensor, or a tuple, dictionary or quantized tensor
-    of tensors and else.
+    """The tensors in a result or in arguments: of a tensor, tuple, dictionary or quantized tensor
+    with tensors and other values.
     """
     if isinstance(value, torch.Tensor):
         return [value]
@@ -83,14 +82,14 @@ def leaves(value: Any) -> list[torch.Tensor]:
 
 
 def convert(kwargs: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    """Fresh leaves with the same values: in `dtype`, or (None) in their own. Integers and options
-    are passed on, and so is what a quantized tensor holds; `dtype` is then that in which it is
-    read.
+    """New leaves with the same values, in `dtype` or (None) in their own dtypes. Integers, options
+    and the contents of quantized tensors are passed on; `dtype` is then the dtype that a quantized
+    tensor dequantizes to.
     """
     new = {}
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            # Strides are part of a case, and `to` would pack a row-strided tensor.
+            # Strides are part of a case, and `to` would make a row-strided tensor contiguous.
             fresh = torch.empty_strided(
                 value.shape, value.stride(), dtype=dtype or value.dtype, device=value.device
             )
@@ -110,13 +109,13 @@ LAYOUTS = ("contiguous", "strided", "expanded")
 
 
 def upstream(outs: list[torch.Tensor], layout: str, seed: int = 1) -> list[torch.Tensor]:
-    """Gradients to feed back, drawn in float64 and rounded to each output's dtype, in a memory
-    layout of choice.
+    """Upstream gradients, drawn in float64 and rounded to each output's dtype, in the given memory
+    layout.
     """
     found = []
     for i, out in enumerate(outs):
         g = torch.Generator(device=out.device).manual_seed(seed + 1000 * i)
-        if layout == "expanded":  # one value for all, stride 0: what .sum().backward() sends
+        if layout == "expanded":  # one value with strides 0, as from .sum().backward()
             found.append(
                 torch.randn((), device=out.device, dtype=torch.float64, generator=g)
                 .to(out.dtype)
@@ -125,7 +124,7 @@ def upstream(outs: list[torch.Tensor], layout: str, seed: int = 1) -> list[torch
             continue
         grad = torch.empty(out.shape, dtype=out.dtype, device=out.device)
         flat = grad.view(-1)
-        for piece in chunks(flat):  # float64 of all of it would be four times as much
+        for piece in chunks(flat):  # all of it in float64 would be four times as large
             flat[piece] = torch.randn(
                 flat[piece].shape, device=out.device, dtype=torch.float64, generator=g
             )

@@ -1,7 +1,7 @@
 """Timing: samples on a CPU or CUDA clock, interleaved rounds, quantiles, and the device's measured
 roofline.
 
-docs/benchmarking.md has the protocol and the reasons for it.
+docs/benchmarking.md describes the protocol and its reasons.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from tilewright.registry import Cost, short
 
 CALLS_AT_MOST = 20_000  # in one sample
-CUDA_CALLS = 5  # each flushed and timed by itself; a sample is their median
-SLOW_CALL = 0.05  # seconds; longer calls vary less than the clock does, and a sample is one of them
+CUDA_CALLS = 5  # per sample, which is their median; each is flushed and timed separately
+SLOW_CALL = 0.05  # seconds; longer calls vary less than the clock, so a sample is one call
 
 
 def quantile(values: Iterable[float], q: float) -> float:
-    """The q-quantile, linear between neighbors. Raises ValueError for no values or q outside
+    """The q-quantile with linear interpolation. Raises ValueError for no values or q outside
     [0, 1].
     """
     ordered = sorted(values)
@@ -46,12 +46,12 @@ def geomean(values: Iterable[float]) -> float | None:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a call: quantiles over rounds.
+    """Seconds per call: quantiles over rounds.
 
-    calls: in each sample.   host: seconds until a call returns (CUDA only).
-    kernels: seconds that its kernels run on the device, without what lies between them; alone:
-        seconds of a call on a device that has nothing else to do, the host's gaps and every small
-        kernel in them (both CUDA only).
+    calls: per sample.
+    host: seconds until a call returns (CUDA only).
+    kernels: seconds of its kernels on the device, without gaps between them (CUDA only).
+    alone: seconds of a call on an idle device, including host gaps and small kernels (CUDA only).
     """
 
     median: float
@@ -77,17 +77,17 @@ class Timing:
         return cls(median, p20, p80, samples, calls, host, kernels, alone)
 
 
-LEAST_GAIN = 1.01  # below that, a difference would not outlive the next compiler
+LEAST_GAIN = 1.01  # a smaller difference would not outlive the next compiler version
 
 
 def faster(a: Timing, b: Timing) -> bool:
-    """Whether a is, by more than the spread and by a percent."""
+    """Whether a is faster than b by more than the spread and by more than 1 %."""
     return a.p80 < b.p20 and a.median * LEAST_GAIN < b.median
 
 
 @dataclass(frozen=True)
 class After:
-    """A timed callable with something that must happen before each call of it, and is not timed."""
+    """A timed callable with an untimed step before each call."""
 
     before: Callable[[], object]
     fn: Callable[[], object]
@@ -102,7 +102,7 @@ def _parts(fn: Callable[[], object]) -> tuple[Callable[[], object] | None, Calla
 
 
 class CpuClock:
-    """Wall-clock time of a loop of calls, long enough that the timer's grain does not show."""
+    """Wall-clock time of a loop of calls, long enough for the timer's resolution."""
 
     def __init__(self, sample_seconds: float = 0.008):
         self.sample_seconds = sample_seconds
@@ -142,12 +142,11 @@ class CpuClock:
 class CudaClock:
     """Device time between two events, with a cold L2 cache and the host ahead of the device.
 
-    Before each timed call a buffer larger than L2 is read, so often that the device is busy for
-    longer than the host needs to launch the call. (Overwritten, it would leave a cache full of
-    lines that the timed kernels have to write
-    back: traffic that is not theirs, a fifth or more of what a case of 200 MB moves.) So the events
-    measure the kernels and not the gaps between launches, as in a training step whose queue is
-    full; the host's own time is a figure of its own.
+    Before each timed call a buffer larger than L2 is read repeatedly, so that the device is busy
+    for longer than the host needs to launch the call. (Writing it would leave dirty lines for the
+    timed kernels to write back: a fifth or more of the traffic of a case of 200 MB.) So the events
+    measure the kernels and not the gaps between launches, as in a training step with a full queue.
+    The host's time is reported separately.
     """
 
     def __init__(self):
@@ -162,8 +161,8 @@ class CudaClock:
         self._flush_seconds = quantile((self._events(self._flush) for _ in range(5)), 0.5)
 
     def _flush(self) -> None:
-        """What L2 held is written back if it was dirty, and clean lines of the buffer take its
-        place.
+        """Replaces the contents of L2 with clean lines of the buffer; dirty lines are written
+        back.
         """
         torch.sum(self._buffer, dim=0, out=self._sum)
 
@@ -185,7 +184,7 @@ class CudaClock:
             torch.cuda.synchronize()
             calls.append(time.perf_counter() - start)
         self._host[id(fn)] = min(hosts)
-        # 1.5: room for a launch that takes longer than the fastest one seen.
+        # 1.5: margin for launches slower than the fastest one measured.
         self._flushes[id(fn)] = min(50, 1 + math.ceil(1.5 * min(hosts) / self._flush_seconds))
         return 1 if min(calls) > SLOW_CALL else CUDA_CALLS
 
@@ -206,12 +205,12 @@ class CudaClock:
         return quantile((s.elapsed_time(e) / 1e3 for s, e in pairs), 0.5)
 
     def host_seconds(self, fn: Callable[[], object]) -> float:
-        """Until a call returned, as `prepare` saw it."""
+        """Seconds until a call returned, as measured by `prepare`."""
         return self._host[id(fn)]
 
     def apart(self, fn: Callable[[], object]) -> tuple[float | None, float]:
-        """Seconds in kernels, as the profiler of the device counts them (None where it cannot),
-        and of a call alone.
+        """Seconds in kernels by the device profiler (None if unavailable), and of a call on an
+        idle device.
         """
         before, timed = _parts(fn)
 
@@ -252,21 +251,20 @@ def clock(device: str, sample_seconds: float = 0.008) -> CpuClock | CudaClock:
 
 
 def first_line(error: BaseException) -> str:
-    """An exception in one line, for a row."""
+    """An exception as one line, for a row."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
 class DeviceLost(BaseException):
-    """The CUDA context is gone: nothing that this process does on the device from here on can be
-    believed.
+    """The CUDA context is lost: no later result of this process on the device is valid.
 
-    No Exception, so that what goes on after one failure does not go on after this.
+    Not an Exception, so that handlers that continue after a failure do not catch it.
     """
 
 
 def still_there(error: BaseException, who: str = "") -> None:
-    """After an exception: raises DeviceLost, with its text, if the device no longer answers."""
+    """After an exception: raises DeviceLost, with its text, if the device no longer responds."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return
     try:
@@ -284,12 +282,13 @@ def interleave(
     seed: int = 0,
     apart: bool = False,
 ) -> tuple[dict[Hashable, Timing], dict[Hashable, str]]:
-    """Times every task once a round, in an order drawn anew each round: drift of the machine hits
-    all alike.
+    """Times every task once per round, in a new random order each round, so that drift of the
+    machine affects all alike.
 
-    rounds: how many. None is begun after `max_seconds`, but three are always done (if so many are
-        asked for), since quantiles of fewer say nothing.
-    apart: on CUDA also the kernels' own time, and that of a call on an idle device.
+    rounds: number of rounds. None starts after `max_seconds`, but at least three are done (or
+        `rounds`, if fewer), since quantiles of fewer say nothing.
+    apart: on CUDA, also measures kernel time and a call on an idle device.
+
     Returns the timings, and the first line of the exception for each task that raised one.
     Raises ValueError if rounds < 1.
     """
@@ -347,8 +346,8 @@ def interleave(
 
 @dataclass(frozen=True)
 class Roofline:
-    """What the device was measured to do: bytes a second of a copy, read + written; FLOP/s of a
-    matmul.
+    """Measured peaks of the device: bytes per second of a copy (read + written), FLOP/s of a
+    matmul by dtype.
     """
 
     copy_bytes_per_second: float
@@ -357,10 +356,10 @@ class Roofline:
     def seconds(
         self, bytes_: float, flops: float, dtype: str, copies: Mapping[int, float] | None = None
     ) -> float | None:
-        """The least time for so much traffic and arithmetic; None if neither is known.
+        """The least time for this traffic and arithmetic; None if neither is known.
 
-        copies: number of bytes -> seconds that a copy which reads and writes as many took; else as
-        the large one.
+        copies: number of bytes -> seconds of a copy with that traffic; sizes that it lacks use the
+        large copy's bandwidth.
         """
         bound = (copies or {}).get(bytes_) or bytes_ / self.copy_bytes_per_second
         if dtype in self.flops_per_second:
@@ -370,7 +369,7 @@ class Roofline:
     def floors(
         self, cost: Cost, dtype: str, copies: Mapping[int, float] | None = None
     ) -> dict[str, float | None]:
-        """Least seconds of each pass. Forward and backward follow each other, so their bounds
+        """Least seconds of each pass. Forward and backward run in sequence, so their bounds
         add.
         """
         forward = self.seconds(cost.forward_bytes, cost.forward_flops, dtype, copies)
@@ -385,12 +384,12 @@ class Roofline:
         return asdict(self)
 
 
-LARGEST_COPY = 2**31  # bytes; beyond them a copy is as fast as the roofline's
+LARGEST_COPY = 2**31  # bytes; larger copies have the roofline's bandwidth
 
 
 def copy_of(bytes_: int, device: str) -> Callable[[], object] | None:
-    """A copy that reads and writes so many bytes together; None for none, and where it would be
-    the roofline's.
+    """A copy with this many bytes of traffic (read + written); None for 0 bytes and above
+    LARGEST_COPY.
     """
     if not 0 < bytes_ <= LARGEST_COPY:
         return None
@@ -406,17 +405,16 @@ def measure_roofline(
     matmul: int | None = None,
     samples: int = 12,
 ) -> Roofline:
-    """The fastest of several samples of each: a roof is what the device can do, not what it did on
-    average.
+    """Measures copy and matmul peaks: the fastest of several samples, since a roof is what the
+    device can do, not its average.
 
-    copy_bytes: of the tensor that is copied; beyond any cache, and on a GPU so long (2 GiB) that a
-    copy's start and end
-    do not count (default). matmul: side of the square matrices.
+    copy_bytes: size of the copied tensor. The default exceeds any cache; on a GPU it is 2 GiB, so
+        that a copy's start and end do not count.
+    matmul: side of the square matrices.
     """
     copy_bytes = copy_bytes or (2**31 if device == "cuda" else 2**28)
     timer = clock(device, 0.02)
-    # Large enough for full speed on a GPU; small enough that two CPU cores do it in tens of
-    # milliseconds.
+    # Large enough for full speed on a GPU; on two CPU cores, tens of milliseconds.
     side = matmul or (8192 if device == "cuda" else 1024)
 
     def fastest(fn):

@@ -1,16 +1,16 @@
-"""Searches launch constants, within a budget of time, and writes them where the launchers look them
-up.
+"""Searches launch configurations within a time budget, and writes the tables that the launchers
+read.
 
     python -m tilewright.bench tune --minutes 9 [--op OP,..] [--case CASE,..] [--dtype DTYPE,..]
-    [--tables DIR]
+        [--tables DIR]
 
-For every timed case of every op, every implementation with tunable launches is called once, to see
-which constants it asks for; each such launch is then timed with every candidate of its space,
-interleaved: a kernel's launch by itself, constants of something else in the pass of the op that
-they belong to. The fastest with which the op holds the numerics contract is kept, if it is faster
-than the heuristic by more than the spread; else the heuristic stands, and that is written down too.
-Constants of a launch are searched once, in the first case that asks for them with the same key. As
-`suite`: a call ends in time, the next one goes on.
+For every timed case of every op, each implementation with tunable launches is called once to record
+the requested (launch, key) pairs. Each launch is then timed with all candidates, interleaved: a
+kernel's launch in isolation, other constants in the pass of the op that uses them. The fastest
+candidate that holds the op's numerics contract is chosen if it is faster than the heuristic by more
+than the spread; else the heuristic is, and that is recorded too. Each (launch, key) is searched
+once, in the first case that requests it. As with `suite`, a call ends in time and the next one
+resumes.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def search(
     """The entry for one key: {"key", "config", "heuristic", "median_us", "heuristic_us", "tried",
     "rejected"}.
 
-    attempts: the configurations that must not be tried again, and what is told of each that is
-        called for the first time.
+    attempts: the configurations that must not be tried again, and a function that is called with
+        each configuration before its first use.
     """
     crashed, trying = attempts
     kwargs = case.make(device, dtype, run.SEED)
@@ -98,9 +98,8 @@ def search(
         **errors,
         **{i: "ended its process" for i, c in enumerate(candidates) if c in crashed},
     }
-    for t in contract.leaves(
-        mine
-    ):  # gradients of the timed calls: truth takes all the memory there is
+    # Frees the timed calls' gradients: truth needs all the memory there is.
+    for t in contract.leaves(mine):
         t.grad = None
     by = contract.reference(op, kwargs, dtype, cut=pieces.of(op, kwargs))
     best = 0
@@ -115,8 +114,8 @@ def search(
             rejected[i] = "; ".join(map(str, broken))
             continue
         if 0 in timings:
-            # The fastest of many is also the luckiest: it must be faster again, in rounds of the
-            # two alone.
+            # The fastest of many may only be the luckiest: it must be faster again in rounds of
+            # the two alone.
             pair, _ = measure({k: tasks[k] for k in (0, i)}, seed=run.SEED + 1)
             if set(pair) != {0, i} or not timing.faster(pair[i], pair[0]):
                 continue
@@ -150,7 +149,7 @@ def unit(
     out: pathlib.Path,
     meta: dict[str, Any],
 ) -> Unit:
-    """The searches of one case. What one has found is written before the next begins."""
+    """The searches of one case. Each one's result is written before the next starts."""
     name = f"{op.name}.{impl.name}.{case.name}.{short(dtype)}"
 
     def make():
@@ -199,22 +198,22 @@ def unit(
             run.free(device, compiled=False)
         return {"entries": entries, "trying": None, "crashed": crashed}
 
-    # From one candidate to the next: a compiler may take seconds for each.
+    # The limit counts from candidate to candidate: compiling each may take seconds.
     return Unit(
         name, make, {"entries": [], "trying": None, "crashed": []}, 150.0, source=sources.digest(op)
     )
 
 
 def compile_beforehand(ops: Sequence[str], goals: pathlib.Path | None, until: float) -> None:
-    """Compiles the candidates behind goals on all cores but one, so that the process that times
-    them finds them in Triton's cache; within half of the time that is left.
+    """Compiles the candidates behind goals into Triton's cache, on all cores but one, before they
+    are timed; within half of the remaining time.
     """
     major, minor = torch.cuda.get_device_capability()
     arch = 10 * major + minor
     if pretend.no_compiling() or arch not in pretend.DEVICES:
         return
     seconds = (until - time.time()) / 2
-    # It asks no GPU: with one in sight, PyTorch would start it in each process.
+    # It needs no GPU; if one were visible, PyTorch would initialize it in each process.
     command = [
         "env",
         "CUDA_VISIBLE_DEVICES=",
@@ -347,14 +346,13 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
     until = begun + 60 * args.minutes - runner.FINISH
     going = True
     try:
-        args.tables.mkdir(parents=True, exist_ok=True)  # not found out when the search is over
+        args.tables.mkdir(parents=True, exist_ok=True)  # fails now rather than after the search
     except OSError as error:
         p.error(f"argument --tables: {error}")
     try:
         with runner.alone(out):
-            with contextlib.suppress(
-                KeyboardInterrupt
-            ):  # what was found is written down all the same
+            # After an interrupt, the results so far are still written.
+            with contextlib.suppress(KeyboardInterrupt):
                 if args.device == "cuda" and not all(runner.current(u, out, meta) for u in plan):
                     compile_beforehand(args.op, args.goals, until)
                 going = runner.supervise(

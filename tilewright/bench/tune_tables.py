@@ -1,4 +1,4 @@
-"""Reads searches, and writes the tables of tuned constants from them."""
+"""Reads results of searches, and writes the tables of tuned launch configurations."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tilewright.kernels import tuning
 
 
 def crashed(path: pathlib.Path, meta: dict[str, Any]) -> list[list]:
-    """[launch, key, constants] of those that an earlier attempt with these sources did not
-    survive.
+    """[launch, key, configuration] of those that ended the process in an earlier attempt with
+    these sources.
     """
     try:
         before = json.loads(path.read_text())
@@ -32,8 +32,8 @@ def key_of(entry: dict[str, Any]) -> tuple[str, str]:
 
 
 def entries_in(out: pathlib.Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every entry found on this device with these sources and versions, oldest first, with when
-    and in which unit.
+    """Every entry found on this device with these sources and versions, oldest first, with its
+    time and unit.
     """
     found, ops = [], selection.operations()
     for path in out.glob("*.json"):
@@ -43,7 +43,7 @@ def entries_in(out: pathlib.Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
             ours = runner.same(
                 document, meta if op is None else {**meta, "source": sources.digest(op)}
             )
-        except (OSError, ValueError, KeyError, TypeError):  # postponed.json, or half of a file
+        except (OSError, ValueError, KeyError, TypeError):  # postponed.json, or half a file
             continue
         if ours:
             made = document["meta"]
@@ -65,8 +65,8 @@ def entries_in(out: pathlib.Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
 def write_tables(
     out: pathlib.Path, tables: pathlib.Path, meta: dict[str, Any]
 ) -> list[pathlib.Path]:
-    """Puts what was found into tables/<device>/<op>.json, beside entries for other keys that
-    are there.
+    """Writes the entries into tables/<device>/<op>.json, and keeps existing entries for other
+    keys.
     """
     device = meta["device"]
     by_op: dict[str, dict[tuple[str, str], dict]] = {}
@@ -101,7 +101,7 @@ def write_tables(
 
 
 def table(entries: Sequence[dict[str, Any]]) -> str:
-    """What was found, a line a key: the gain over the heuristic, and the constants."""
+    """One line per key: the gain over the heuristic, and the configuration."""
     lines = []
     for e in entries:
         key = " ".join(f"{k}={v}" for k, v in e["key"].items())

@@ -1,10 +1,10 @@
-"""Questions about the kernels that only a measurement can answer: two ways each, which exist in the
-code side by side.
+"""Open questions about the kernels that only a measurement can answer: two alternatives each, both
+present in the code.
 
-The stage `ab` of the suite times the two of each, interleaved, on the case that decides. A way is
-constants in place of the heuristic's, of one launch, which is then timed by itself; or an
-implementation, of which the op's passes are timed.
-What has been answered goes: the better way becomes the heuristic, or `auto`.
+The stage `ab` of the suite times both, interleaved, on the case that decides. An alternative is a
+launch configuration that replaces the heuristic's, timed in isolation, or an implementation, timed
+in each of the op's passes. Answered questions are removed: the better alternative becomes the
+heuristic, or what `auto` takes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Variant:
-    """name: the question.   op, case: what decides, in bfloat16.   launch: "op/launch" of a
-    Tunable, or None where the
-    ways are implementations.   now: what is done today; other: the alternative.
+    """One open question.
+
+    name: the question.
+    op, case: the deciding case, in bfloat16.
+    launch: "op/launch" of a Tunable; None if the alternatives are implementations.
+    now: the current choice.
+    other: the alternative.
     """
 
     name: str
@@ -35,7 +39,7 @@ class Variant:
 
 _MOE, _UP = "qwen3-30b-a3b_32768", "qwen3-30b-a3b_up_32768"
 VARIANTS = (
-    # Products, which take most of a step, first.
+    # Matmuls, which take most of a step, first.
     Variant(
         "up_swiglu: one block an SM with five stages, for two with three",
         "moe_mlp",
@@ -103,7 +107,7 @@ VARIANTS = (
         {"BLOCK_T": 2, "num_warps": 8},
     ),
     Variant("rmsnorm: cute, for triton", "rmsnorm", "qwen3-8b", None, "cute", "triton"),
-    # Three blocks an SM instead of two, without a spill (128 registers spill under Triton 3.9).
+    # Three blocks per SM instead of two, without a spill (128 registers spill under Triton 3.9).
     Variant(
         "unpermute: at most 160 registers a thread in the backward",
         "unpermute",

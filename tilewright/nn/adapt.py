@@ -6,7 +6,8 @@
     save_adapter(model, "adapter")  # what `peft` loads
     merge_and_unload(model)  # plain layers again
 
-Only the adapters learn. `projections.py` finds the layers, `peft.py` writes and reads PEFT's files.
+Only the adapters are trained. `projections.py` finds the layers; `peft.py` writes and reads PEFT's
+files.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from tilewright.ops.quantized_linear import dequantize
 
 
 def _entries(name: str, value: Iterable[str]) -> list[str]:
-    if isinstance(value, str):  # a list of its letters otherwise
+    if isinstance(value, str):  # else it would be split into letters
         raise TypeError(f"{name} must be a list of names, got the text {value!r}")
     return list(value)
 
@@ -62,27 +63,27 @@ def quantize_model(
     exclude: Iterable[str] = (),
     strict: bool = True,
 ) -> list[str]:
-    """Quantizes the projections of the decoder layers, those of experts too, one at a time.
+    """Quantizes the projections of the decoder layers, experts included, one at a time.
 
-    Linear layers become QuantizedLinear, tensors of experts QuantizedExperts. A model on the meta
-    device becomes one to fill later. `save_pretrained` of a transformers model then writes NF4 as
-    bitsandbytes does, and refuses what from_pretrained could not read.
+    Linear layers become QuantizedLinear, expert tensors QuantizedExperts. A model on the meta
+    device is converted without values, to be filled later. `save_pretrained` of a transformers
+    model then writes NF4 as bitsandbytes does, and raises for formats that from_pretrained cannot
+    read.
 
     Args:
-        model: Changed in place. It has no adapters yet.
-        format: A QuantFormat, the name of one, or a function from a dense weight to a quantized
-            one.
-        exclude: Modules that stay as they are (see `matches`).
-        strict: Whether an entry of `exclude` that matches no module is an error.
+        model: Modified in place. Must have no adapters yet.
+        format: A QuantFormat, its name, or a function from a dense weight to a quantized one.
+        exclude: Modules to leave unchanged (see `matches`).
+        strict: Raise if an entry of `exclude` matches no module.
 
     Returns:
-        The paths of what was quantized.
+        The paths of the quantized modules.
 
     Raises:
         TypeError: `format` or `exclude` has a wrong type.
-        ValueError: The model has adapters; `exclude` names some of what is fused; or a module of
-            experts does not compute with quantized ones: one without `set_noise`, as those of other
-            libraries are. Nothing has been changed then.
+        ValueError: The model has adapters; `exclude` names only some parts of a fused module; or an
+            experts module cannot compute with quantized weights: it has no `set_noise`, as those of
+            other libraries. The model is then unchanged.
 
     Example:
         >>> from torch import nn
@@ -115,7 +116,7 @@ def quantize_model(
 
 
 def _to_quantize(model: nn.Module, exclude: list[str]) -> list[str]:
-    """The paths of the modules to quantize. Raises ValueError for those that cannot be."""
+    """The paths of the modules to quantize. Raises ValueError for unsupported ones."""
     paths = []
     for path, module, parts in itertools.chain(projections(model), experts(model)):
         excluded = chosen_parts(exclude, path, parts)
@@ -140,7 +141,7 @@ def _to_quantize(model: nn.Module, exclude: list[str]) -> list[str]:
 
 
 def _quantize(model: nn.Module, path: str, format: Callable) -> list[str]:
-    """Quantizes one module, and returns the paths of what it held."""
+    """Quantizes one module, and returns the paths of its projections."""
     module = model.get_submodule(path)
     if isinstance(module, nn.Linear):
         quantized = QuantizedLinear(format(module.weight.detach()), module.bias)
@@ -170,31 +171,31 @@ def add_lora(
     rslora: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> list[str]:
-    """Puts adapters on projections and freezes all else.
+    """Adds adapters to projections and freezes all other parameters.
 
-    `save_pretrained` of a transformers model then refuses to write what from_pretrained could not
-    read.
+    `save_pretrained` of a transformers model then raises instead of writing files that
+    from_pretrained cannot read.
 
     Args:
-        model: Changed in place. It has no adapters yet.
+        model: Modified in place. Must have no adapters yet.
         targets: The projections (see `matches`), by their own names also where several are fused;
-            None: all of PROJECTIONS. In a transformers model a layer that fuses several, as those
-            of Phi-3 do, is one and has one adapter.
-        rank: As LoRALinear and LoRAExperts have it, as `alpha`, `rslora` and `dtype`. Each expert
-            has adapters of its own.
+            None: all of PROJECTIONS. In a transformers model a layer that fuses several, as in
+            Phi-3, counts as one and gets one adapter.
+        rank: As in LoRALinear and LoRAExperts, as are `alpha`, `rslora` and `dtype`. Each expert
+            has its own adapters.
         alpha: The adapters' scale times `rank`, or with `rslora` times its square root.
         rslora: See `alpha`.
         dtype: Of the adapters.
 
     Returns:
-        The paths of what has adapters now.
+        The paths of the adapted modules.
 
     Raises:
-        TypeError: `targets` is a text.
+        TypeError: `targets` is a str.
         ValueError: There are no targets; some match no projection (heads, embeddings and routers
-            are none) or only some of what experts have; experts are not SiLU(gate) * up without
-            biases; the rows of a fused layer's parts are not known; or the model has adapters. The
-            message names them, and nothing has been changed.
+            are none) or only part of an experts module's; experts are not SiLU(gate) * up without
+            biases; the split of a fused layer's rows is unknown; or the model has adapters. The
+            message names them, and the model is unchanged.
 
     Example:
         >>> from torch import nn
@@ -236,7 +237,7 @@ def add_lora(
         weights = (getattr(module, name) for name in ("gate_up_proj", "down_proj"))
         gate_up, down = (w.weight() if isinstance(w, QuantizedExperts) else w for w in weights)
         wrapped[path] = LoRAExperts(gate_up, down, rank, alpha, **options)
-    model.requires_grad_(False)  # before the adapters are in it
+    model.requires_grad_(False)  # before the adapters are added
     for path, module in wrapped.items():
         if isinstance(module, LoRAExperts):
             module.take_the_place_of(model.get_submodule(path))
@@ -246,7 +247,7 @@ def add_lora(
 
 
 def _targets(targets: Iterable[str] | None, paths: list[str]) -> list[str]:
-    """The entries that are asked for, each of which means one of the paths."""
+    """The requested entries, each of which matches at least one of the paths."""
     if not paths:
         raise ValueError(
             f"the model has no linear layers called {', '.join((*PROJECTIONS, *FUSED))}"
@@ -266,7 +267,7 @@ def _targets(targets: Iterable[str] | None, paths: list[str]) -> list[str]:
 
 
 def _check_experts(path: str, module: nn.Module, chosen: list[str], parts: list[str]) -> None:
-    """Raises ValueError for experts that cannot have the adapters that are asked for."""
+    """Raises ValueError for experts that cannot have the requested adapters."""
     if not path:
         raise ValueError(
             "the model is itself a module of experts; call add_lora on the module that holds it"
@@ -295,9 +296,9 @@ def reset_adapters(model: nn.Module, generator: torch.Generator | None = None) -
 
 
 def set_noise(model: nn.Module, noise: AQN | None) -> None:
-    """Sets noise on every quantized weight for the forward passes to come, in training mode only.
+    """Sets noise on every quantized weight for future forward passes, in training mode only.
 
-    Each weight has noise of its own. None: no noise.
+    Each weight gets its own noise. None: no noise.
     """
     layer = 0
     module: Any
@@ -318,23 +319,23 @@ def merge_adapters(model: nn.Module, generator: torch.Generator | None = None) -
 
 @torch.no_grad()
 def merge_and_unload(model: nn.Module) -> nn.Module:
-    """Undoes `quantize_model` and `add_lora`: makes plain layers again, adapters merged.
+    """Undoes `quantize_model` and `add_lora`: restores plain layers, with adapters merged.
 
-    Linear layers become nn.Linear, experts the modules that they were, with tensors.
-    `save_pretrained` then works as ever. Adapters are added in float32, and the sum is rounded
-    once, to the dtype of the weight. What is quantized is dequantized, to the dtype that it was
-    quantized from, and not quantized again. Weights stay frozen.
+    Linear layers become nn.Linear, experts their original modules, with tensors. `save_pretrained`
+    then works as usual. Adapters are added in float32, and the sum is rounded once, to the weight's
+    dtype. Quantized weights are dequantized, to the dtype that they were quantized from, and stay
+    so. Weights stay frozen.
 
     Args:
-        model: Changed in place.
+        model: Modified in place.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: Parameters are sharded or spread over ranks (the trainer's `hf.save_weights`
-            writes those), or `add_lora` did not put the adapters on some experts. Nothing has been
-            changed then.
+        ValueError: Parameters are sharded or distributed over ranks (the trainer's
+            `hf.save_weights` writes those), or some experts' adapters were not added by `add_lora`.
+            The model is then unchanged.
 
     Example:
         >>> import torch
@@ -377,7 +378,7 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
 
 
 def _plain(module: LoRALinear | LoRAExperts | QuantizedLinear) -> nn.Module:
-    """The layer with its adapters added to its weight, and not quantized."""
+    """The dense layer, with its adapters added to its weight."""
     if isinstance(module, LoRAExperts):
         return _plain_experts(module)
     if isinstance(module, LoRALinear) and isinstance(module.base, nn.Linear):

@@ -1,7 +1,7 @@
-"""What a module of experts computes, as far as that shows.
+"""Detects what an experts module computes, from its attributes and outputs.
 
-Adapters and quantized weights take SiLU(gate) * up; `ops.moe_mlp` takes every gate that `ops.Gate`
-describes.
+Adapters and quantized weights require SiLU(gate) * up; `ops.moe_mlp` supports every gate that
+`ops.Gate` describes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from tilewright.nn.weights import shape_of
 from tilewright.ops import _checks
 from tilewright.ops.activation import Gate, gate_eager
 
-# The module of the `_apply_gate` that transformers gives to classes without one.
+# The module of the default `_apply_gate`, which transformers adds to classes without one.
 _DEFAULT_GATE = "transformers.integrations.moe"
 
 
 def why_not(experts: nn.Module, *, adapters: bool = False) -> str | None:
-    """None if `ops.moe_mlp` computes what a module of experts does, else the reasons, in words.
+    """None if `ops.moe_mlp` computes the same as an experts module, else the reasons, in words.
 
-    adapters: asks for `ops.moe_lora` instead: SiLU(gate) * up without biases, with gate_up_proj
+    adapters: for `ops.moe_lora` instead: SiLU(gate) * up without biases, with gate_up_proj
         [E, 2 I, H], gates before ups, and down_proj [E, H, I].
     """
     reasons = _other_layout(experts) if adapters else []
-    # A version of transformers without a flag has no experts that it would tell apart.
+    # A version of transformers without one of these flags has no experts to which it would apply.
     if not getattr(experts, "has_gate", True):
         reasons.append("have no gate")
     elif not adapters and isinstance(gate := gate_of(experts), str):
@@ -83,19 +83,19 @@ def _gate_in_words(experts: nn.Module) -> str:
 
 @torch.no_grad()
 def is_silu(act: Any) -> bool:
-    """Whether a function is SiLU, on a few numbers."""
+    """Whether a function is SiLU, tested on a few values."""
     x = torch.linspace(-4, 4, 9, device="cpu")
     try:
         return torch.allclose(act(x.clone()), nn.functional.silu(x))
-    except Exception:  # whatever it takes, it is not what SiLU takes
+    except Exception:  # a function that cannot take this input is not SiLU
         return False
 
 
-# Gates and ups, each with each: dense where functions bend, and as far as limits may reach.
+# All pairs of these gates and ups: dense where functions bend, and up to the range of limits.
 _PROBE = torch.cat(
     [torch.linspace(-10, 10, 81), torch.logspace(1, 4, 10), -torch.logspace(1, 4, 10)]
 )
-# Names of constants in the classes of transformers.
+# Attribute names of these constants in transformers' classes.
 _LIMITS, _SLOPES = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
 
 _gates: weakref.WeakKeyDictionary[nn.Module, tuple] = weakref.WeakKeyDictionary()
@@ -104,8 +104,8 @@ _gates: weakref.WeakKeyDictionary[nn.Module, tuple] = weakref.WeakKeyDictionary(
 def gate_attributes(experts: nn.Module) -> tuple:
     """Hashes of the attributes that a module's gate may depend on.
 
-    Dynamo guards what is read here: hashes, because a float that differs between two modules would
-    become a symbol.
+    Dynamo guards the values read here. They are hashes because a float that differs between modules
+    would become a symbol.
     """
     return tuple(
         hash(getattr(experts, name, None)) for name in ("is_concatenated", *_LIMITS, *_SLOPES)
@@ -113,10 +113,10 @@ def gate_attributes(experts: nn.Module) -> tuple:
 
 
 def gate_of(experts: nn.Module, attributes: tuple | None = None) -> Gate | str:
-    """The `Gate` that equals the module's `_apply_gate` on a grid, or a reason why there is none.
+    """The `Gate` that equals the module's `_apply_gate` on a grid, or the reason why none does.
 
-    attributes: the module's `gate_attributes`; None: they are read. The module is asked once, and
-    again when an attribute has changed.
+    attributes: the module's `gate_attributes`; None: read here. The result is cached per module
+    until an attribute changes.
     """
     if attributes is None:
         attributes = gate_attributes(experts)
@@ -137,7 +137,7 @@ def _find_gate(experts: Any) -> Gate | str:
             expected = experts._apply_gate(pre)
     except Exception as error:
         return f"{reason}, which fails for float32 on a CPU ({type(error).__name__}: {error})"
-    # 1e-5: some roundings of float32.
+    # 1e-5: a few roundings in float32.
     return next(
         (
             gate
@@ -150,7 +150,7 @@ def _find_gate(experts: Any) -> Gate | str:
 
 
 def _candidates(experts: nn.Module, interleaved: bool) -> Iterator[Gate]:
-    """The gates that a module may have, by its attributes."""
+    """The gates that a module with these attributes may have."""
     quick_gelu = Gate(alpha=1.702)
     for gate in (Gate("silu"), Gate("gelu_tanh"), Gate("gelu"), quick_gelu):
         yield replace(gate, interleaved=interleaved)

@@ -1,8 +1,7 @@
-"""Linear layers that are frozen, dense or quantized, with low-rank adapters: LoRA (arXiv
-2106.09685) and QLoRA (arXiv 2305.14314). `adapt.py` puts them into models, `lora_experts.py` has
-those for experts.
+"""Frozen linear layers, dense or quantized, with low-rank adapters: LoRA (arXiv 2106.09685) and
+QLoRA (arXiv 2305.14314). `adapt.py` adds them to models; `lora_experts.py` has those for experts.
 
-In `base.*` a layer keeps what it was; its adapters are `lora_A` and `lora_B`.
+`base.*` is the original layer; its adapters are `lora_A` and `lora_B`.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from tilewright.ops.quantized_linear import dequantize
 class _AddProducts(torch.autograd.Function):
     """y[:, rows] += low[:, part] @ B[rows]^T for each part, in place.
 
-    In place, because adding to a part of y would otherwise write all of y again, forward and
-    backward: a third of a layer's time, measured on a CPU with Llama 3 8B's qkv_proj. y is the
-    product of a layer that saves only its input for backward, so nothing needs y's old values.
+    In place, because adding to a slice of y would otherwise rewrite all of y, forward and backward:
+    a third of a layer's time, measured on a CPU with Llama 3 8B's qkv_proj. Safe, because y is the
+    output of a layer that saves only its input for backward.
     """
 
     @staticmethod
@@ -58,7 +57,7 @@ class _AddProducts(torch.autograd.Function):
 
 
 def adapter_scale(rank: int, alpha: float, rslora: bool) -> float:
-    """The scale of adapters of that rank. Raises ValueError for a wrong rank or alpha."""
+    """The scale of adapters of this rank. Raises ValueError for an invalid rank or alpha."""
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ValueError(f"rank must be an int >= 1, got {rank!r}")
     if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
@@ -75,23 +74,23 @@ def init_A(A: torch.Tensor, generator: torch.Generator | None) -> None:
 class LoRALinear(nn.Module):
     """A frozen linear layer with an adapter: base(x) + scale * (x A^T) B^T.
 
-    lora_A [parts * r, K] is initialized uniformly in +- 1 / sqrt(K), as PEFT's and nn.Linear's.
-    lora_B [rows, r], of the parts with adapters, is initialized with zeros, so that the first
-    output is the base's.
+    lora_A [parts * r, K] is initialized uniformly in +- 1 / sqrt(K), as in PEFT and nn.Linear;
+    lora_B [rows, r], for the parts with adapters, with zeros, so that the initial output is the
+    base's.
 
     Args:
         base: nn.Linear or QuantizedLinear; it is frozen.
         rank: r.
         alpha: The scale is alpha / rank, or with `rslora` alpha / sqrt(rank) (arXiv 2312.03732).
         rslora: See `alpha`.
-        parts: Names and rows of the projections that the layer fuses, in order. Each has an adapter
-            of its own, as if it stood alone; the products with A are one.
+        parts: Names and rows of the projections that the layer fuses, in order. Each has its own
+            adapter, as if it were separate; the products with A are fused.
         targets: The parts that have an adapter; default: all.
-        dtype: Of the adapters. They are computed in it, or in autocast's.
+        dtype: Of the adapters. They compute in it, or in autocast's dtype.
 
     Raises:
         TypeError: `base` is another kind of module.
-        ValueError: The rank, alpha, parts or targets do not fit.
+        ValueError: The rank, alpha, parts or targets are invalid.
 
     Example:
         >>> import torch
@@ -148,7 +147,7 @@ class LoRALinear(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Initializes the adapters again.
 
-        generator: a CPU one, for values that depend neither on the device nor on sharding.
+        generator: on the CPU, for values that depend neither on the device nor on sharding.
         """
         if not self.lora_A.is_meta:
             init_A(self.lora_A, generator)
@@ -156,14 +155,14 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         lead = x.shape[:-1]
-        # A matrix: its product is no view, and can be added to.
+        # As a matrix: its product is not a view, and can be added to in place.
         x = x.reshape(math.prod(lead), x.shape[-1])
         y = self.base(x)
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else self.lora_A.dtype
-        # Adapters of fewer bits than the base take none from it.
+        # Adapters in a narrower dtype must not reduce the base's precision.
         wide = torch.promote_types(y.dtype, dtype)
-        # Saved for backward: x and this.
+        # Saved for backward: x and low.
         low = F.linear(x.to(dtype), self.lora_A.to(dtype)) * self.scale
         low, B, out = low.to(wide), self.lora_B.to(wide), y.to(wide)
         slices = tuple(self.slices.values())
@@ -176,7 +175,7 @@ class LoRALinear(nn.Module):
         return out.to(y.dtype).view(*lead, self.out_features)
 
     def _separately(self, y, low, B):
-        """The same out of place, which a compiler fuses."""
+        """Out of place, which a compiler fuses."""
         outputs, at, i = [], 0, 0
         for name, rows in zip(self.parts, y.split(list(self.parts.values()), 1), strict=True):
             if name in self.slices:
@@ -187,8 +186,8 @@ class LoRALinear(nn.Module):
         return torch.cat(outputs, 1)
 
     def delta(self) -> torch.Tensor:
-        """What the adapters add to the weight, float32 [N, K]. Every rank of a sharded layer must
-        call it.
+        """The adapters' contribution to the weight, float32 [N, K]. Every rank of a sharded layer
+        must call it.
         """
         A, B = whole(self.lora_A).float(), whole(self.lora_B).float()
         delta, at = A.new_zeros(self.out_features, self.in_features), 0
@@ -203,8 +202,8 @@ class LoRALinear(nn.Module):
 
     @torch.no_grad()
     def merged_weight(self) -> torch.Tensor:
-        """The weight with its adapters, float32 [N, K]; changes nothing. Every rank of a sharded
-        layer must call it.
+        """The weight with its adapters, float32 [N, K]; a copy. Every rank of a sharded layer must
+        call it.
         """
         weight = (
             self.base.dense()
@@ -248,7 +247,7 @@ class LoRALinear(nn.Module):
 
     @torch.no_grad()
     def load_adapters(self, pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Takes A and B of every part, as `adapters` yields them."""
+        """Loads A and B of every part, as yielded by `adapters`."""
         for p, i in ((self.lora_A, 0), (self.lora_B, 1)):
             assign(p, torch.cat([pairs[name][i].to(p.dtype) for name in self.slices]))
 

@@ -41,8 +41,8 @@ class LoRAExperts(nn.Module):
     (`ops.moe_lora`).
 
     lora_gate_A, lora_up_A [E or 1, r, H] and lora_down_A [E or 1, r, I] are initialized uniformly
-    in +- 1 / sqrt(columns), as those of PEFT and nn.Linear; lora_gate_B, lora_up_B [E or 1, I, r]
-    and lora_down_B [E or 1, H, r] with zeros, so that the first output is the base's.
+    in +- 1 / sqrt(columns), as in PEFT and nn.Linear; lora_gate_B, lora_up_B [E or 1, I, r] and
+    lora_down_B [E or 1, H, r] with zeros, so that the initial output is the base's.
 
     Args:
         gate_up_proj: [E, 2 I, H], gates before ups: a tensor, which is frozen and not copied, or
@@ -52,13 +52,13 @@ class LoRAExperts(nn.Module):
         alpha: The scale is alpha / rank, or with `rslora` alpha / sqrt(rank) (arXiv 2312.03732).
         rslora: See `alpha`.
         mode: The factors that experts share. "per_expert": none. "shared": all. "hybrid_shared": A
-            of gate and up and B of down, the factors at the width of the model.
-        dtype: Of the adapters. They are computed in x's dtype, or in autocast's.
+            of gate and up and B of down, the factors of model width.
+        dtype: Of the adapters. They compute in x's dtype, or in autocast's.
         implementation: Of `ops.moe_lora`.
 
     Raises:
         TypeError: A weight is neither a tensor nor quantized, or only one is quantized.
-        ValueError: Shapes do not fit, or an option does not exist.
+        ValueError: Shapes do not match, or an option does not exist.
 
     Example:
         >>> import torch
@@ -69,7 +69,7 @@ class LoRAExperts(nn.Module):
         torch.Size([1, 32])
     """
 
-    noise_layers = 2  # how many values of `AQN.layer` it takes
+    noise_layers = 2  # number of `AQN.layer` values that it uses
     gate_up_proj: nn.Parameter | QuantizedExperts
     down_proj: nn.Parameter | QuantizedExperts
     lora_gate_A: nn.Parameter
@@ -112,13 +112,13 @@ class LoRAExperts(nn.Module):
             if isinstance(w, Quantized):
                 setattr(self, name, QuantizedExperts(w))
             else:
-                # A parameter stays the object that it is: it may be a DTensor, or tied.
+                # A parameter is kept as the same object: it may be a DTensor, or tied.
                 p = w if isinstance(w, nn.Parameter) else nn.Parameter(w, False)
                 p.requires_grad = False
                 self.register_parameter(name, p)
         self.rank, self.alpha, self.rslora, self.scale = rank, alpha, rslora, scale
         self.mode, self.implementation = mode, implementation
-        # Of this module; of all ranks while a model is built, before its experts are sharded.
+        # Of this module; before its experts are sharded, of all ranks.
         self.num_experts = E
         first, second, down_A, down_B = (n or E for n in MODES[mode])
         shapes = ((first, rank, H), (second, I, rank)) * 2 + ((down_A, rank, I), (down_B, H, rank))
@@ -135,7 +135,7 @@ class LoRAExperts(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Initializes the adapters again.
 
-        generator: a CPU one, for values that depend neither on the device nor on sharding.
+        generator: on the CPU, for values that depend neither on the device nor on sharding.
         """
         for name, p in self.adapters().items():
             if p.is_meta:
@@ -147,20 +147,20 @@ class LoRAExperts(nn.Module):
 
     def take_the_place_of(self, module: nn.Module) -> None:
         """Stores the module that it replaces, without the two weights, for
-        `adapt.merge_and_unload` to put back.
+        `adapt.merge_and_unload` to restore.
         """
         for name in ("gate_up_proj", "down_proj"):
             delattr(module, name)
-        self.__dict__["replaced"] = module  # no submodule: it is not part of the model meanwhile
+        self.__dict__["replaced"] = module  # not a submodule: it is not part of the model meanwhile
 
     def adapters(self) -> dict[str, nn.Parameter]:
-        """The six factors, by their names in `ops.moe_lora`."""
+        """The six factors, by their argument names in `ops.moe_lora`."""
         return {name: getattr(self, f"lora_{name}") for name in ADAPTERS}
 
     def set_noise(self, noise: AQN | None) -> None:
-        """Sets noise on a quantized base for the forward passes to come, in training mode only.
+        """Sets noise on a quantized base for future forward passes, in training mode only.
 
-        It takes noise.layer and the one after it. A dense base takes none.
+        It uses noise.layer and the one after it. Ignored by a dense base.
         """
         self.noise = noise if isinstance(self.down_proj, QuantizedExperts) else None
 
@@ -168,8 +168,8 @@ class LoRAExperts(nn.Module):
         self, group: dist.ProcessGroup, dispatch: str = "alltoall", deepep: DeepEP | None = None
     ) -> None:
         """Shards the experts over the ranks of `group`: tokens are sent to the rank of their
-        experts. Each rank holds the base and the adapters of its own, as tensors or as DTensors
-        that are sharded along the first dimension.
+        experts. Each rank holds the base and adapters of its own experts, as tensors or as DTensors
+        sharded along the first dimension.
 
         Raises ValueError for a mode that shares factors, for a quantized base, and for DeepEP.
         """
@@ -194,7 +194,7 @@ class LoRAExperts(nn.Module):
         weight_TK: torch.Tensor,
         kept: list | None = None,
     ) -> torch.Tensor:
-        """kept: as in `ep_moe_mlp`; not read: a recomputed layer exchanges sizes again."""
+        """kept: as in `ep_moe_mlp`; ignored: a recomputed layer sends sizes again."""
         if self.group is not None:
             rows, index, weight, plan = dispatch(
                 x_TH,
@@ -214,7 +214,7 @@ class LoRAExperts(nn.Module):
         return self._compute(*arguments)
 
     def _compute(self, x, index, weight):
-        # As moe_lora would, before the weights are cast to x's dtype.
+        # As in moe_lora, before the weights are cast to x's dtype.
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         base = [
@@ -240,7 +240,7 @@ class LoRAExperts(nn.Module):
         """Adds the adapters to the base and initializes new ones.
 
         The sum is in float32, then rounded to the base's dtype, in place, or quantized again in its
-        format (NVFP4 with a scale for each row's block, whatever it had). Every rank of sharded
+        format (NVFP4 with one scale per row's block, whatever it had). Every rank of sharded
         experts must call it.
         """
         gate_A, gate_B, up_A, up_B, down_A, down_B = (
@@ -266,26 +266,26 @@ class LoRAExperts(nn.Module):
         self.reset_parameters(generator)
 
     def add_adapters(self, weight, pairs):
-        """Adds the products B A, one below the other, to a weight [E, out, in], in place."""
-        for e, expert in enumerate(weight):  # one at a time: a sum of all in float32 would be large
+        """Adds the products B A, concatenated along rows, to a weight [E, out, in], in place."""
+        for e, expert in enumerate(weight):  # one at a time: a float32 sum of all would be large
             delta = torch.cat([_of_expert(B, e) @ _of_expert(A, e) for A, B in pairs])
             expert.copy_(expert.float().add_(delta, alpha=self.scale))
 
     # ---- PEFT
 
     def to_peft(self, path: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """The adapters in PEFT's layout. Every rank of sharded ones must call it.
+        """The adapters in PEFT's layout. Every rank of sharded experts must call it.
 
-        Gate and up with one A are written as such; if theirs differ, as after training, they become
-        rank 2 r (`rank_pattern`, `alpha_pattern`). Factors that experts share become a copy for
+        Gate and up with the same A are written with it; if theirs differ, as after training, they
+        become rank 2 r (`rank_pattern`, `alpha_pattern`). Factors that experts share are copied for
         each.
 
         Args:
-            path: Of these experts in the transformers model: "model.layers.0.mlp.experts".
+            path: The experts' path in the transformers model, e.g. "model.layers.0.mlp.experts".
 
         Returns:
-            The tensors by key, and entries of adapter_config.json. Layers of one model have one
-            config: join their target_parameters and their patterns.
+            The tensors by key, and entries of adapter_config.json. A model's layers share one
+            config: merge their target_parameters and their patterns.
 
         Raises:
             ValueError: The experts are sharded as plain tensors.
@@ -332,18 +332,18 @@ class LoRAExperts(nn.Module):
     ) -> None:
         """Loads the adapters that PEFT wrote for the experts at `path`.
 
-        PEFT's A of gate_up_proj, of rank r, becomes that of gate and that of up, which then learn
-        separately.
+        PEFT's A of gate_up_proj, of rank r, becomes the A of gate and the A of up, which then train
+        independently.
 
         Args:
-            tensors: Of the file; those of other modules are ignored.
+            tensors: The file's; those of other modules are ignored.
             config: adapter_config.json.
-            path: Of the experts in the file.
+            path: The experts' path in the file.
 
         Raises:
-            ValueError: They cannot be represented: one projection has no adapters; ranks or scales
-                differ from this module's; DoRA and the like; or experts differ in a factor that
-                this module's share.
+            ValueError: They are unsupported: one projection has no adapters; ranks or scales differ
+                from this module's; DoRA and the like; or experts differ in a factor that this
+                module's share.
         """
         for name, t in self.peft_values(tensors, config, path).items():
             p = getattr(self, f"lora_{name}")
@@ -352,8 +352,8 @@ class LoRAExperts(nn.Module):
     def peft_values(
         self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], path: str
     ) -> dict[str, torch.Tensor]:
-        """What `load_peft_` loads, by the names of `adapters()`; raises the same errors and changes
-        nothing.
+        """The values that `load_peft_` would load, by the names of `adapters()`; raises the same
+        errors and changes nothing.
         """
         values = read_peft(tensors, config, path, self._sizes(), self.rank, self.scale)
         for name, t in values.items():
@@ -377,7 +377,7 @@ class LoRAExperts(nn.Module):
         path: str,
         **options: Any,
     ) -> LoRAExperts:
-        """Makes a module with the rank and alpha of a file, and loads it.
+        """Makes a module with a file's rank and alpha, and loads the file.
 
         options: mode, dtype, implementation.
         """

@@ -1,6 +1,6 @@
 """Norms, an MLP and losses over `tilewright.ops`: modules that hold an op's options and weights.
 
-Wrong options raise when a module is made, wrong inputs when it is called.
+Invalid options raise at construction, invalid inputs in the call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RMSNorm(nn.Module):
 
     Args:
         dim: D, or (heads, D) for a weight per head (QK norm; x is then [..., heads, D]).
-        eps: As in `ops.rmsnorm`, as `offset` and `cast`.
+        eps: As in `ops.rmsnorm`, as are `offset` and `cast`.
         offset: Added to the weight.
         cast: Where the normalized row is rounded.
         bias: Adds a bias [D].
@@ -109,9 +109,9 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """torch.nn.Linear with float32 products of this library on a CPU with AVX-512.
+    """torch.nn.Linear that uses this library's float32 GEMM on a CPU with AVX-512.
 
-    They accumulate in float32, in an order that depends on shapes alone. On other devices, in other
+    It accumulates in float32, in an order that depends on shapes alone. On other devices, in other
     dtypes, with a bias, with fewer than 48 rows, and under torch.autocast or torch.compile it is
     torch.nn.Linear.
 
@@ -123,7 +123,7 @@ class Linear(nn.Linear):
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Compiled code would recompile on either side of the least number of rows.
+        # Compiled code would recompile on either side of the minimum number of rows.
         if (
             not torch.compiler.is_compiling()
             and x.is_cpu
@@ -140,19 +140,19 @@ class SwiGLU(nn.Module):
     """The MLP of Llama and Qwen: down(silu(gate(x)) * up(x)), with gate and up in one projection.
 
     gate_up_proj.weight is [2 I, H], gate's rows first: torch.cat((gate_proj.weight,
-    up_proj.weight)) of a checkpoint that has them separately. down_proj.weight is [H, I]. Both are
-    initialized as torch.nn.Linear.
+    up_proj.weight)) of a checkpoint with separate weights. down_proj.weight is [H, I]. Both are
+    initialized as in torch.nn.Linear.
 
     Args:
         hidden: H, width of x [..., H] and of the result.
-        inner: I, width between.
+        inner: I, the inner width.
         bias: On both projections.
         implementation: Of `ops.silu_mul`.
         device: Of the parameters.
         dtype: Of the parameters.
 
     Raises:
-        ValueError: A width is no int >= 1, or the implementation does not exist.
+        ValueError: A width is not an int >= 1, or the implementation does not exist.
 
     Example:
         >>> import torch
@@ -226,7 +226,7 @@ class _Loss(nn.Module):
 
 
 class CrossEntropyLoss(_Loss):
-    """`ops.cross_entropy` with its options fixed; see there for them and the result.
+    """`ops.cross_entropy` with its options fixed; see there for the options and the result.
 
     forward(logits [..., V], target [...], token_weight=None, num_tokens=None).
 
@@ -287,11 +287,11 @@ class CrossEntropyLoss(_Loss):
 
 
 class LinearCrossEntropyLoss(_Loss):
-    """`ops.linear_cross_entropy` with its options fixed; see there for them and the result.
+    """`ops.linear_cross_entropy` with its options fixed; see there for the options and the result.
 
     forward(x [..., H], weight [V, H], target [...], bias=None, token_weight=None, num_tokens=None).
-    The weight is an argument, no parameter: the model's head owns it, and it is often tied to the
-    embedding.
+    The weight is an argument, not a parameter: it belongs to the model's head, and is often tied to
+    the embedding.
 
     Example:
         >>> import torch

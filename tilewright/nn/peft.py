@@ -1,4 +1,4 @@
-"""Adapters in PEFT's files: written for `peft`, and read from it."""
+"""Writes and reads adapters in PEFT's files."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ def save_adapter(
     base_model: str | None = None,
     files: Iterable[str | pathlib.Path] = (),
 ) -> None:
-    """Writes the folder that `peft` loads onto the transformers model of the same weights.
+    """Writes a folder that `peft` loads onto the transformers model with the same weights.
 
-    Files of the same names are replaced, once all are written (see `publish`); whatever else the
-    folder holds stays. Where training is distributed, every rank must call it.
+    Files of the same names are replaced once all are written (see `publish`); other files in the
+    folder are kept. In distributed training every rank must call it.
 
     Args:
         model: With adapters.
-        folder: Made if need be.
+        folder: Created if necessary.
         base_model: The base model's path or Hub id, for adapter_config.json.
         files: Further files to copy into the folder.
 
     Raises:
-        ValueError: The model has no adapters, or adapters that one file cannot hold; or the folder
-            is a file.
+        ValueError: The model has no adapters, or adapters that do not fit into one file; or the
+            folder is a file.
 
     Example:
         >>> import pathlib, tempfile, torch
@@ -116,8 +116,8 @@ def _to_files(
             for kind, t in (("lora_A", A), ("lora_B", B)):
                 key = f"base_model.model.{paths[-1]}.{kind}.weight"
                 tensors[key] = t.to("cpu", copy=True).contiguous()
-    # In a mixture of experts PEFT takes modules of these names for experts, so their weights are
-    # named instead.
+    # In mixture-of-experts models PEFT takes modules of these names for experts, so their weights
+    # are named instead.
     mixture = any(isinstance(m, LoRAExperts) for _, m in modules)
     mixture = mixture or any(True for _ in experts(model))
     weights = [p for p in paths if mixture and last_name(p) in OF_EXPERTS]
@@ -144,14 +144,14 @@ def _to_files(
 
 
 def part_path(path: str, name: str) -> str:
-    """The path of a part of a fused layer ("": of the layer itself)."""
+    """The path of a fused layer's part ("": of the layer itself)."""
     stem, dot, _ = path.rpartition(".")
     return f"{stem}{dot}{name}" if name else path
 
 
 def _target_names(model: nn.Module, paths: list[str]) -> list[str]:
-    """Last names if all modules of those names have adapters, which is what they mean to `peft`;
-    else whole paths.
+    """Last names if all modules with those names have adapters, which is how `peft` reads them;
+    else full paths.
     """
     names = set(map(last_name, paths))
     linear = (nn.Linear, QuantizedLinear, LoRALinear)
@@ -164,10 +164,9 @@ def _target_names(model: nn.Module, paths: list[str]) -> list[str]:
 
 
 class _File(NamedTuple):
-    """What a folder in PEFT's format holds.
+    """The content of a folder in PEFT's format.
 
-    mixtures: the paths of the model's experts.   with_adapters: those for which the file has
-    adapters.
+    mixtures: the paths of the model's experts.   with_adapters: those with adapters in the file.
     pairs: lora_A and lora_B by the paths of all other modules.
     """
 
@@ -183,17 +182,16 @@ class _File(NamedTuple):
 
 
 def load_adapter(model: nn.Module, folder: str | pathlib.Path) -> None:
-    """Puts the adapters of a folder in PEFT's format on a model.
+    """Loads adapters from a folder in PEFT's format, adding them to the model if needed.
 
     Args:
-        model: Changed in place. If it has adapters, they must be the same ones, and are filled.
-        folder: Holds adapter_config.json and adapter_model.safetensors.
+        model: Modified in place. Existing adapters must match the file's, and are filled.
+        folder: With adapter_config.json and adapter_model.safetensors.
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: A file cannot be read, does not fit the model, or uses what is unsupported here
-            (DoRA, a rank for each module, ...). The message names the file, and nothing has been
-            changed.
+        ValueError: A file cannot be read, does not match the model, or uses an unsupported feature
+            (DoRA, per-module ranks, ...). The message names the file, and the model is unchanged.
     """
     file = _read(model, pathlib.Path(folder))
     new = not any(True for _ in adapted(model))
@@ -212,7 +210,7 @@ def load_adapter(model: nn.Module, folder: str | pathlib.Path) -> None:
 
 
 def _read(model: nn.Module, folder: pathlib.Path) -> _File:
-    """Reads the two files. Raises for those that are no adapters of this library's kind."""
+    """Reads the two files. Raises for adapters of an unsupported kind."""
     for name in (ADAPTER_CONFIG, ADAPTER_FILE):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder}: no {name} there")
@@ -260,7 +258,7 @@ _Sizes = dict[str, tuple[int, int | None]]  # columns and rows by the path of a 
 
 
 def _sizes_of_projections(model: nn.Module, file: _File) -> _Sizes:
-    """The sizes of a model without adapters."""
+    """The sizes for a model without adapters."""
     sizes: _Sizes = {
         path: (module.in_features, rows)
         for _, module, parts in projections(model)
@@ -272,7 +270,7 @@ def _sizes_of_projections(model: nn.Module, file: _File) -> _Sizes:
 
 
 def _sizes(model: nn.Module, file: _File) -> _Sizes:
-    """The sizes of a model with adapters, which are those of the file."""
+    """The sizes for a model with adapters, which must be the file's."""
     sizes: _Sizes = {}
     for path, module in adapted(model):
         if not isinstance(module, LoRALinear):
@@ -306,10 +304,10 @@ def _check_sizes(file: _File, sizes: _Sizes) -> None:
 
 
 def _check_experts(file: _File, path: str, module: Any) -> None:
-    """Raises ValueError for adapters on experts that cannot be represented."""
+    """Raises ValueError for unsupported adapters on experts."""
     if isinstance(module, LoRAExperts):
         module.peft_values(file.tensors, file.config, path)
-    elif why_not(module, adapters=True) is None:  # else add_lora says why
+    elif why_not(module, adapters=True) is None:  # otherwise add_lora gives the reason
         E, H, I = shape_of(module.down_proj)
         scale = file.alpha / (math.sqrt(file.rank) if file.rslora else file.rank)
         read_peft(file.tensors, file.config, path, (E, H, I), file.rank, scale)

@@ -1,6 +1,6 @@
 """PEFT's files: the settings of their configs, and the layout of adapters on experts.
 
-PEFT adapts a parameter of three dimensions as one matrix per expert (`target_parameters`, PEFT 0.18
+PEFT adapts a three-dimensional parameter as one matrix per expert (`target_parameters`, PEFT 0.18
 and later), and transformers 5 fuses gate and up of all experts in one, so that PEFT's A of rank r'
 serves both. In its files, for experts at `path` (where the wrapper of down_proj encloses that of
 gate_up_proj):
@@ -9,7 +9,7 @@ gate_up_proj):
     path.base_layer.lora_B.weight [2 I, r' E]  column j E + e: column j of expert e's B, gate first
     path.lora_A.weight, path.lora_B.weight     the same for down_proj
 
-Gate and up with an A of their own, of rank r, are rank 2 r there:
+Gate and up with separate A, of rank r, are stored as rank 2 r:
 
     A = [A_gate; A_up],  B = [[B_gate, 0], [0, B_up]]
 """
@@ -28,7 +28,7 @@ from tilewright.ops import _checks
 from tilewright.ops.moe_lora import ADAPTERS
 from tilewright.registry import short
 
-# Settings of PEFT's config that do not change what its tensors compute, or that are followed here.
+# Settings of PEFT's config that do not affect what its tensors compute, or that are supported here.
 _FREE = {
     "peft_type",
     "task_type",
@@ -51,7 +51,7 @@ _FREE = {
     "megatron_core",
     "qalora_group_size",
     "ensure_weight_tying",
-    # read by init_lora_weights
+    # used by init_lora_weights
     "eva_config",
     "loftq_config",
     "corda_config",
@@ -59,13 +59,13 @@ _FREE = {
 }
 
 
-# Values of others that are supported, beside null, false and what is empty. PiSSA and other
+# Supported values of other settings, beside null, false and empty ones. PiSSA and other
 # initializations change the base weights, which are not in the file.
 _NEUTRAL = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica")}
 
 
 def unsupported(config: Mapping[str, Any]) -> str | None:
-    """The name of a setting that is unsupported, or unknown; None if there is none."""
+    """The name of an unsupported or unknown setting; None if there is none."""
     return next(
         (
             key
@@ -78,7 +78,7 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
 
 def settings(config: Mapping[str, Any], where: object) -> tuple[int, float, bool]:
     """r, lora_alpha and use_rslora of PEFT's config. Raises ValueError, naming the setting, if one
-    of them or of the two patterns is wrong.
+    of them or of the two patterns is invalid.
     """
 
     def check(name, value, kinds, accepted):
@@ -111,7 +111,7 @@ def settings(config: Mapping[str, Any], where: object) -> tuple[int, float, bool
 
 
 def check_dtype(name: str, t: torch.Tensor) -> None:
-    """Raises ValueError for a dtype that adapters cannot have."""
+    """Raises ValueError for a dtype that is unsupported for adapters."""
     if t.dtype not in _checks.ACCEPTED:
         raise ValueError(
             f"{name} must be one of {', '.join(map(short, _checks.ACCEPTED))}, got {short(t.dtype)}"
@@ -134,8 +134,8 @@ def peft_layout(t: torch.Tensor, key: str) -> torch.Tensor:
 
 
 def rank_and_alpha(config: Mapping[str, Any], path: str, name: str) -> tuple[int, float]:
-    """Rank and alpha of a parameter. A pattern is a regular expression that the end of a path
-    matches, as in PEFT.
+    """Rank and alpha of a parameter. As in PEFT, a pattern is a regular expression for the end of a
+    path.
     """
 
     def of(patterns, default):
@@ -222,7 +222,7 @@ def _check_config(config: Mapping[str, Any], path: str) -> None:
 
 
 def _rank(config: Mapping[str, Any], path: str, name: str, scale: float) -> int:
-    """The rank of a parameter's adapter, whose scale must be this one."""
+    """The rank of a parameter's adapter. Raises ValueError if its scale differs from `scale`."""
     _, _, rslora = settings(config, path)
     r, alpha = rank_and_alpha(config, path, name)
     own = alpha / (math.sqrt(r) if rslora else r)

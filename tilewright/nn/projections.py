@@ -1,5 +1,5 @@
-"""Finds the projections and experts of a model, by the names that Hugging Face's models give them,
-also where several are fused; and matches lists of names with them.
+"""Finds the projections and experts of a model by Hugging Face's module names, fused ones included,
+and matches lists of names with them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def matches(entry: str, path: str) -> bool:
-    """Whether an entry of a list of modules means this path.
+    """Whether an entry of a list of modules matches this path.
 
-    An entry is some consecutive names of the path ("q_proj", "layers.0.mlp"); with * or ? a pattern
-    of the whole path; after "re:" a regular expression that its beginning matches.
-
+    An entry is a run of consecutive names of the path ("q_proj", "layers.0.mlp"); with * or ? a
+    pattern of the whole path; after "re:" a regular expression that matches its beginning.
     Example:
         >>> from tilewright.adapt import matches
         >>> [matches(e, "layers.0.mlp.up_proj") for e in ("up_proj", "0.mlp", "proj", "*_proj")]
@@ -45,8 +44,8 @@ def matches(entry: str, path: str) -> bool:
 def projections(
     model: nn.Module,
 ) -> Iterator[tuple[str, nn.Linear | QuantizedLinear, dict[str, int | None]]]:
-    """Yields the linear projections without adapters: path, module, and the rows of those that it
-    fuses by their paths; None where they are not known.
+    """Yields the linear projections without adapters: path, module, and the rows of the projections
+    that it fuses, by their paths; None if the split is unknown.
     """
     known = {*PROJECTIONS, *FUSED}
     for path, module in model.named_modules():
@@ -64,14 +63,14 @@ def projections(
 
 
 def fused_projections(model: nn.Module, name: str) -> tuple[str, ...]:
-    """The projections that a layer of that name fuses. () in a transformers model: one layer there,
+    """The projections that a layer of this name fuses. () in a transformers model: there one layer,
     as in Phi-3, has one adapter in PEFT's files.
     """
     return () if hasattr(model, "save_pretrained") else FUSED.get(name, ())
 
 
 def rows_unknown(path: str, module: nn.Linear | QuantizedLinear) -> str:
-    """The message for a fused layer whose rows do not divide."""
+    """The message for a fused layer whose rows cannot be divided."""
     name = last_name(path)
     if name == "qkv_proj":
         return (
@@ -82,8 +81,8 @@ def rows_unknown(path: str, module: nn.Linear | QuantizedLinear) -> str:
 
 
 def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """Yields the modules that hold experts as tensors [E, ...], without adapters: path, module, and
-    the paths of the projections that they fuse.
+    """Yields the modules with expert tensors [E, ...], without adapters: path, module, and the
+    paths of the projections that they fuse.
     """
     for path, module in model.named_modules():
         weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
@@ -95,13 +94,13 @@ def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
 
 
 def unmatched(entries: Iterable[str], paths: Iterable[str]) -> list[str]:
-    """The entries that mean none of the paths."""
+    """The entries that match none of the paths."""
     paths = list(paths)
     return [e for e in entries if not any(matches(e, p) for p in paths)]
 
 
 def chosen_parts(entries: list[str], path: str, parts: Iterable[str]) -> list[str]:
-    """The parts that an entry means, by themselves or by the module's path."""
+    """The parts that an entry matches, by their own paths or the module's."""
     return [p for p in parts if any(matches(e, p) or matches(e, path) for e in entries)]
 
 
@@ -114,7 +113,7 @@ def join_path(path: str, name: str) -> str:
 
 
 def all_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields every module, and for fused ones the paths of their parts too."""
+    """Yields every module, and the paths of fused modules' parts."""
     for path, module in model.named_modules():
         yield path, module
         stem, _, name = path.rpartition(".")

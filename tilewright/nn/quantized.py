@@ -1,7 +1,7 @@
 """Quantized weights: their formats, and the modules that hold them frozen.
 
-A module keeps a quantized tensor as buffers of bytes, which casting a module, broadcasting buffers
-and checkpoints leave as they are.
+A module stores a quantized tensor as byte buffers, which casting a module, broadcasting buffers
+and checkpoints leave unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tilewright.ops.quantized_linear import dequantize, quantized_linear
 
 @dataclasses.dataclass(frozen=True)
 class QuantFormat:
-    """A format of quantized weights. Called with a dense weight, it returns it quantized.
+    """A format of quantized weights. Called with a dense weight, it returns the quantized one.
 
     Args:
         name: nvfp4 | block_fp8 | nf4.
@@ -66,7 +66,7 @@ class QuantFormat:
         return quantize_nvfp4(weight)
 
 
-# By name: the class, the group sizes that exist, and those in words.
+# By name: the class, the supported group sizes, and these in words.
 FORMATS = {
     "nvfp4": (NVFP4, (16,), "16"),
     "block_fp8": (BlockFP8, range(1, 129), "1 to 128"),
@@ -78,7 +78,7 @@ DEFAULT_GROUPS = {"nvfp4": 16, "block_fp8": 128, "nf4": 64}  # of published chec
 
 
 def wrong_group_size(name: str, size: int | None) -> str | None:
-    """None if the format has such groups, else a sentence that says what it has."""
+    """None if the format supports the group size, else a sentence with the supported ones."""
     _, sizes, shown = FORMATS[name]
     return (
         None
@@ -88,7 +88,7 @@ def wrong_group_size(name: str, size: int | None) -> str | None:
 
 
 def format_of(q: Quantized) -> QuantFormat | str:
-    """The format of q; a description, if `QuantFormat` does not make it."""
+    """The format of q; a description if no `QuantFormat` has q's options."""
     if isinstance(q, NF4):
         return QuantFormat("nf4", q.block_size)
     if isinstance(q, NVFP4):
@@ -115,11 +115,11 @@ def quantize_as(q: Quantized, weight: torch.Tensor) -> Quantized:
 def join(parts: Sequence[Quantized]) -> list[Quantized]:
     """Concatenates matrices along their rows, if the bytes stay those of the parts.
 
-    They do not where a block would begin within another, or where a number per tensor differs:
-    NVFP4's global scale, or the offset of NF4's double quantization.
+    They change where a block would span two parts, or where a per-tensor value differs: NVFP4's
+    global scale, or the offset of NF4's double quantization.
 
     Returns:
-        One matrix, or else the parts.
+        A list of one matrix, or else the parts.
     """
     first, *rest = parts
     if not rest or any(
@@ -132,7 +132,7 @@ def join(parts: Sequence[Quantized]) -> list[Quantized]:
         return torch.cat([getattr(q, field) for q in parts])
 
     shape = (sum(q.shape[0] for q in parts), first.shape[1])
-    same: list[Any] = list(parts)  # all are of first's class
+    same: list[Any] = list(parts)  # all have the class of the first
     if isinstance(first, NF4):
         if all(q.offset is None and q.block_size == first.block_size for q in same) and all(
             math.prod(q.shape) % q.block_size == 0 for q in same[:-1]
@@ -152,16 +152,16 @@ def join(parts: Sequence[Quantized]) -> list[Quantized]:
 
 
 class _Bytes(nn.Module):
-    """Holds quantized tensors as buffers of bytes."""
+    """Stores quantized tensors as byte buffers."""
 
-    # Of each tensor: its class; by field the buffer's name, the dtype and the shape; other fields.
+    # Per tensor: its class; by field the buffer's name, the dtype and the shape; other fields.
     _layout: list[tuple[type[Quantized], dict[str, tuple], dict[str, Any]]] = []  # noqa: RUF012
 
     def _store(self, weights: Mapping[str, Quantized], *, flat: bool) -> None:
         """Replaces the buffers.
 
-        weights: the tensors by the ending of their buffers' names.   flat: whether buffers have one
-        dimension; else those of the tensors, whose last one counts bytes.
+        weights: the tensors by the suffix of their buffers' names.   flat: store one-dimensional
+        buffers; else with the tensors' dimensions, whose last one counts bytes.
         """
         layout, buffers = [], {}
         for ending, q in weights.items():
@@ -182,7 +182,7 @@ class _Bytes(nn.Module):
             del self._buffers[name]
         for name, t in buffers.items():
             self.register_buffer(name, t)
-        if layout != self._layout:  # an equal one stays the same object: no recompile
+        if layout != self._layout:  # keep the same object if equal: no recompile
             self._layout = layout
 
     def _stored(self) -> list[Quantized]:
@@ -203,12 +203,12 @@ class QuantizedLinear(_Bytes):
     """A frozen linear layer with a quantized weight: `ops.quantized_linear`.
 
     Args:
-        weight: A quantized [N, K], or several, concatenated along rows, that cannot be one (see
-            `join`). On the meta device: the layer is filled later, by `fill` or by a state dict.
+        weight: A quantized [N, K], or several, concatenated along rows, that cannot be joined (see
+            `join`). On the meta device: filled later, by `fill` or by a state dict.
         bias: [N] or None; frozen.
 
     Raises:
-        ValueError: Shapes do not fit, or there are more than four weights.
+        ValueError: Shapes do not match, or there are more than four weights.
 
     Example:
         >>> import torch
@@ -218,8 +218,8 @@ class QuantizedLinear(_Bytes):
         torch.Size([2, 16])
     """
 
-    noise_layers = 4  # how many values of `AQN.layer` it may take
-    dense_class: type[nn.Linear] = nn.Linear  # what `merge_and_unload` makes of it
+    noise_layers = 4  # upper bound of the `AQN.layer` values that it uses
+    dense_class: type[nn.Linear] = nn.Linear  # restored by `merge_and_unload`
 
     def __init__(self, weight: Quantized | Sequence[Quantized], bias: torch.Tensor | None = None):
         super().__init__()
@@ -262,8 +262,8 @@ class QuantizedLinear(_Bytes):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def set_noise(self, noise: AQN | None) -> None:
-        """Sets noise for the forward passes to come, in training mode only. It takes noise.layer
-        and those after it, one per weight.
+        """Sets noise for future forward passes, in training mode only. It uses noise.layer and
+        those after it, one per weight.
         """
         self.noise = None
         if noise is not None:
@@ -271,7 +271,7 @@ class QuantizedLinear(_Bytes):
             self.noise = tuple(dataclasses.replace(noise, layer=layer) for layer in layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # As quantized_linear would, so that the bias is cast too.
+        # As in quantized_linear, so that the bias is cast too.
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         noise = self.noise if self.training else None
@@ -303,7 +303,7 @@ class QuantizedExperts(_Bytes):
         self.fill(q)
 
     def fill(self, q: Quantized) -> None:
-        """Takes another tensor."""
+        """Replaces the tensor."""
         self._store({"": q}, flat=True)
 
     def weight(self) -> Quantized:

@@ -1,4 +1,4 @@
-"""A linear layer whose rows have the same bits whatever else is in the batch."""
+"""A batch-invariant linear layer: a row's bits do not depend on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def linear_in_row_blocks(
 ) -> torch.Tensor:
     """F.linear in products of 128 rows each, the last padded with zeros: batch-invariant.
 
-    A BLAS library chooses its kernel, and with it the order of a sum, by the number of rows; here
-    that is always the same. So a row's result, and its gradient, have the same bits whatever else
-    is in x, as far as the library's kernel treats the rows of one shape alike, which tests check.
-    It is slower.
+    A BLAS library chooses its kernel, and so the order of its sums, by the number of rows, which is
+    constant here. A row's result and gradient therefore have the same bits whatever else is in x,
+    as far as the library's kernel treats all rows of one shape alike, which tests check. Slower
+    than F.linear.
 
     Args:
-        x: [..., K], any dtype that F.linear takes; under autocast its dtype.
+        x: [..., K], any dtype that F.linear supports; under autocast cast to its dtype.
         weight: [N, K].
         bias: [N] or None.
 
@@ -50,8 +50,8 @@ class RowBlockLinear(nn.Linear):
 
 
 def in_row_blocks(model: nn.Module) -> None:
-    """Makes every torch.nn.Linear and `Linear` of a model a `RowBlockLinear`, in place, with its
-    parameters.
+    """Converts every torch.nn.Linear and `Linear` of a model to `RowBlockLinear`, in place, with
+    its parameters.
     """
     for module in model.modules():
         if type(module) in (nn.Linear, Linear):

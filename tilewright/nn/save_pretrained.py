@@ -1,6 +1,4 @@
-"""What `save_pretrained` of a transformers model does once the model has adapters or quantized
-weights.
-"""
+"""`save_pretrained` for transformers models with adapters or quantized weights."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ from tilewright.registry import short
 
 
 def guard_save_pretrained(model: nn.Module) -> None:
-    """Gives transformers models `_save_pretrained` in place of their own.
+    """Replaces `save_pretrained` of transformers models by `_save_pretrained`.
 
-    Their own would write the names of adapters and of quantized bytes, which from_pretrained does
-    not know: it would initialize such layers at random.
+    The original would write names of adapters and of quantized bytes that from_pretrained does not
+    recognize: it would initialize such layers at random.
     """
     for module in model.modules():
         if hasattr(type(module), "save_pretrained") and not is_guarded(module):
@@ -28,7 +26,7 @@ def guard_save_pretrained(model: nn.Module) -> None:
 
 
 def is_guarded(module: nn.Module) -> bool:
-    """Whether `guard_save_pretrained` has changed the module."""
+    """Whether `guard_save_pretrained` has been applied to the module."""
     return getattr(module.__dict__.get("save_pretrained"), "func", None) is _save_pretrained
 
 

@@ -1,4 +1,4 @@
-"""Tensors that may be sharded (FSDP2): the whole of them, and this rank's shard."""
+"""Helpers for tensors that may be sharded (FSDP2): gather them, or take this rank's shard."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
-if TYPE_CHECKING:  # it takes long to import
+if TYPE_CHECKING:  # slow to import
     from torch.distributed.tensor import DTensor
 
 
@@ -17,17 +17,17 @@ def is_sharded(t: torch.Tensor) -> TypeGuard[DTensor]:
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, on every rank; each must call it."""
+    """The full tensor, on every rank; every rank must call it."""
     return t.full_tensor() if is_sharded(t) else t
 
 
 def local(t: torch.Tensor) -> torch.Tensor:
-    """This rank's shard, on the same memory."""
+    """This rank's shard, sharing its memory."""
     return t.to_local() if is_sharded(t) else t
 
 
 def share(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a tensor that every rank has whole, sharded as `like` is."""
+    """This rank's shard of a full tensor (the same on every rank), sharded as `like` is."""
     if not is_sharded(like):
         return full
     from torch.distributed.tensor import distribute_tensor
@@ -36,5 +36,5 @@ def share(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def assign(t: torch.Tensor, full: torch.Tensor) -> None:
-    """Copies a tensor that every rank has whole into one that may be sharded."""
+    """Copies a full tensor (the same on every rank) into one that may be sharded."""
     local(t).copy_(share(full.to(t.device), t))

@@ -1,4 +1,4 @@
-"""The weights of a model with adapters or quantized weights, by the names that they had before."""
+"""The weights of a model with adapters or quantized weights, by their original names."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of that name is an adapter's."""
+    """Whether a parameter of that name belongs to an adapter."""
     return name.rpartition(".")[2].startswith("lora_")
 
 
 def base_weights(model: nn.Module) -> Iterator[tuple[str, Stored]]:
     """Yields the parameters that the model had before `quantize_model` and `add_lora`, by their
-    names then: each as a parameter, or as the module that holds it quantized.
+    original names: each as a parameter, or as the module that holds it quantized.
     """
     for name, p in model.named_parameters():
         if not is_adapter(name):
@@ -69,10 +69,10 @@ def fill(stored: QuantizedLinear | QuantizedExperts, weights: list[Quantized]) -
 
 @torch.no_grad()
 def dense_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.dtype]]:
-    """Yields `base_weights`, whole and dense, with the adapters added in float32; and the dtype of
-    each, for quantized ones that of the model's other weights.
+    """Yields `base_weights`, full and dense, with the adapters added in float32; and the dtype of
+    each, which for quantized ones is that of the model's other weights.
 
-    Changes nothing. Every rank of a sharded model must exhaust it.
+    Does not modify the model. Every rank of a sharded model must exhaust it.
     """
     owners = dict(adapted(model))
     other = next(model.parameters()).dtype
@@ -91,7 +91,7 @@ def dense_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.d
 
 
 def merged_experts(module: LoRAExperts, name: str) -> torch.Tensor:
-    """A weight of experts with its adapters added, whole, in float32; a copy."""
+    """An experts weight with its adapters added, full, in float32; a copy."""
     stored = getattr(module, name)
     full = (
         dequantize(stored.weight(), dtype=torch.float32)

@@ -1,7 +1,7 @@
 """Gated activations: silu(gate) * up (SwiGLU, Shazeer 2020, arXiv:2002.05202) and gelu(gate) * up
 (GeGLU).
 
-Shapes: I = inner width, the last dimension. float32 math, one rounding, on store.
+Shapes: I = inner width, the last dimension. Computed in float32, rounded once, on store.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ def silu_mul(
 ) -> torch.Tensor:
     """silu(gate) * up, where silu(g) = g / (1 + exp(-g)).
 
-    Computed in float32, rounded once, on store. Differentiable once in both: the backward
-    recomputes the activation from the inputs, which are all that is saved, and for a packed input
+    Computed in float32, rounded once, on store. Differentiable once in both. Saved for backward:
+    the inputs alone, from which the backward recomputes the activation; for a packed input it
     writes one packed gradient.
 
     Args:
         gate: [..., I] fp32 | bf16 | fp16 (fp64 with eager and torch), any strides. Rows of a wider
             tensor (contiguous last dimension, leading dimensions that merge into one stride) are
-            read in place, others are copied.
-        up: as gate, in its dtype. None: gate is packed, [..., 2 I] = [gate; up].
+            read in place; other layouts are copied.
+        up: same shape and dtype as gate. None: gate is packed, [..., 2 I] = [gate; up].
         implementation: "auto", or one of triton, cpp, torch, eager.
 
     Returns:
         [..., I], contiguous, in gate's dtype.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit.
+        TypeError, ValueError: invalid arguments.
         ImplementationUnavailable: a named implementation that cannot run here.
 
     Example:
@@ -82,9 +82,9 @@ def gelu_mul(
 
     Args:
         gate, up, implementation: as in `silu_mul`.
-        approximate: "tanh" for 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))), "none" for g
-            Phi(g) with the normal distribution function Phi. The fused kernels keep the relative
-            accuracy of Phi in the negative tail too.
+        approximate: "tanh" for 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))), "none" for
+            g Phi(g), where Phi is the normal CDF. The fused kernels keep the relative accuracy of
+            Phi in the negative tail too.
 
     Returns:
         As `silu_mul`.
@@ -137,7 +137,7 @@ def act_mul_eager(gate, up=None, kind=SILU):
     return (a * up.to(acc)).to(gate.dtype)
 
 
-# ---- PyTorch's own: its activation, then a product, each rounded
+# ---- PyTorch's own operators: activation, then product, each rounded
 
 
 def act_mul_torch(gate, up, kind):
@@ -152,19 +152,17 @@ def act_mul_torch(gate, up, kind):
 
 
 def as_rows(t: torch.Tensor) -> torch.Tensor:
-    """[..., I] as [rows, I]: a view if the last dimension is contiguous and the others merge,
-    else a copy.
+    """Reshapes [..., I] to [rows, I]: a view if the last dimension is contiguous and the leading
+    ones merge, else a copy.
     """
     if t.dim() != 2:
-        # -1 fails where there are no elements.
+        # reshape(-1, ...) fails for a tensor without elements.
         t = t.reshape(t.numel() // max(1, t.shape[-1]), t.shape[-1])
     return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
 
 
 def _rows_or_dense(t: torch.Tensor) -> torch.Tensor:
-    """The same, but a contiguous tensor is left as it is: a view takes longer than half of a
-    launch.
-    """
+    """`as_rows`, but a contiguous tensor is returned as is: a view costs half a launch and more."""
     return t if t.is_contiguous() else as_rows(t)
 
 
@@ -200,7 +198,7 @@ def _packed_backward(ctx, dy):
 class _Fused:
     """Two operators, split and packed: slicing a packed input would pad and add two gradients.
 
-    forward, backward: launchers.   rows: makes of [..., I] what they take.
+    forward, backward: launchers.   rows: converts [..., I] to the layout that they take.
     """
 
     def __init__(self, name: str, forward: Callable, backward: Callable, rows: Callable = as_rows):
@@ -304,13 +302,13 @@ def _all_cases(models, **options):
         case("one_row", (1,), 17, **options),
         case("no_columns", (3,), 0, **options),
         case("wide", (2,), 2500, packed=True, **options),
-        # Rows aligned to 16 bytes and no more.
+        # Rows aligned to 16 bytes only.
         case("by_eight", (3,), 1048, packed=True, **options),
     ]
     timed = []
     for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU)):
         for name in models:
-            experts = 8 if name == "qwen3-30b-a3b" else 1  # for each token
+            experts = 8 if name == "qwen3-30b-a3b" else 1  # per token
             tokens = cases.TOKENS[device] * experts
             timed.append(
                 case(name, (tokens,), cases.MODELS[name].inner, packed=True, tags=tags, **options)

@@ -1,11 +1,11 @@
-"""Adaptive quantization noise (AQN): normal values that are a function of (seed, step, layer,
-element) alone.
+"""Adaptive quantization noise (AQN): normal values that depend on (seed, step, layer, element)
+alone.
 
-Counter-based, so that nothing is stored: forward, recompute and backward make the same values
-again, wherever they run. In compiled code, step, seed and layer become symbols when they first
-change, so that a training step is not compiled again; alpha is a constant of the graph of a fused
-operator, which is compiled once for each.
-`dequantize_*` adds them in registers, in units of the local quantization step; norms add them to
+The generator is counter-based, so nothing is stored: forward, recomputation and backward draw the
+same values, on any device. Compiled code turns step, seed and layer into symbols when they first
+change, so a training step does not recompile; alpha is a constant of the graph of a fused operator,
+which is compiled once per value.
+`dequantize_*` adds the noise in registers, in units of the local quantization step; norms add it to
 their weight before the kernel reads it (QeRL, arXiv 2510.11696).
 """
 
@@ -26,12 +26,12 @@ from tilewright.registry import Case, Cost, DispatchOn, Implementation, Op
 
 @dataclass(frozen=True)
 class AQN:
-    """Which noise, and how much of it.
+    """Describes the noise: its scale, and what it is drawn from.
 
-    alpha: its scale, >= 0. On a quantized weight, in units of the local quantization step; on the
-        weight of a norm, its standard deviation. 0 is no noise, bit for bit.
-    seed: 0 to 2^63 - 1.   step: of training, 0 to 2^31 - 1.   layer: which weight, 0 to 2^32 - 1;
-        two weights with one number get the same noise.
+    alpha: scale, >= 0. On a quantized weight, in units of the local quantization step; on a norm's
+        weight, the standard deviation. 0 is no noise, bit for bit.
+    seed: 0 to 2^63 - 1.   step: training step, 0 to 2^31 - 1.   layer: the weight's index, 0 to
+        2^32 - 1; weights with the same index get the same noise.
     """
 
     alpha: float
@@ -59,20 +59,20 @@ def aqn_noise(
     dtype: torch.dtype = torch.float32,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """The normal values of a noise, mean 0 and variance 1: what others add alpha times.
+    """Draws the noise, mean 0 and variance 1, before it is multiplied by alpha.
 
-    Element i (row-major) is of block i // 4 of Philox4x32-10 (Salmon et al., SC 2011) with key seed
-    and the counter words (block, block >> 32, layer, 2^31 + step): of its words w come u = ((w >>
-    8) + 1/2) / 2^24, and of those sqrt(-2 ln u0) times cos and sin of 2 pi u1, and sqrt(-2 ln u2)
-    times cos and sin of 2 pi u3 (Box and Muller, 1958). So no value is beyond 5.89. Computed in
-    float32 (the eager twin: float64) and rounded once. Not differentiable. Deterministic: equal
-    bits from equal arguments, in one implementation on one kind of device; others agree to some
-    units in the last place.
+    Element i (row-major) belongs to block i // 4 of Philox4x32-10 (Salmon et al., SC 2011) with key
+    seed and counter words (block, block >> 32, layer, 2^31 + step). Its words w give
+    u = ((w >> 8) + 1/2) / 2^24, and these sqrt(-2 ln u0) times cos and sin of 2 pi u1, and
+    sqrt(-2 ln u2) times cos and sin of 2 pi u3 (Box and Muller, 1958). So no magnitude exceeds
+    5.89. Computed in float32 (the eager twin: float64) and rounded once. Not differentiable.
+    Deterministic: same arguments, same bits, per implementation and kind of device; implementations
+    agree to a few units in the last place.
 
     Args:
-        size: of the result, an int or several.
-        noise: its alpha is not used.
-        device: of the result; torch's default device by default.
+        size: shape of the result, an int or several.
+        noise: the noise; its alpha is not used.
+        device: of the result; default: torch's default device.
         dtype: fp32 | bf16 | fp16 (fp64 with eager).
         implementation: "auto", or one of triton, cpp, eager.
 
@@ -80,7 +80,7 @@ def aqn_noise(
         A contiguous tensor of that size and dtype.
 
     Raises:
-        TypeError, ValueError: Arguments that do not fit.
+        TypeError, ValueError: Invalid arguments.
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:
@@ -104,20 +104,20 @@ def aqn_noise(
 
 
 def aqn_schedule(step: int, total_steps: int, *, start: float, end: float, stages: int) -> float:
-    """QeRL's standard deviation for a step of training: none in the first of the stages, then from
-    `start` in the second to `end` in the last by equal factors.
+    """QeRL's standard deviation for a training step: 0 in the first stage, then from `start` in the
+    second to `end` in the last by equal factors.
 
     Args:
-        step: from 0; those from total_steps on have the last stage's.
+        step: counted from 0; steps from total_steps on get the last stage's value.
         total_steps: >= 1, divided into `stages` equal stages (to within a step).
         start, end: > 0 and finite.
-        stages: >= 2; two have noise `start` in the second.
+        stages: >= 2; with two, the second has `start`.
 
     Returns:
         The alpha of that step's noise.
 
     Raises:
-        TypeError, ValueError: Arguments that do not fit.
+        TypeError, ValueError: Invalid arguments.
 
     Example:
         >>> from tilewright.ops import aqn_schedule
@@ -152,23 +152,24 @@ NONE = (0.0, 0, 0, 0)
 
 
 def arguments(noise: AQN | None) -> tuple[float, int, int, int]:
-    """alpha, seed, step and layer, as operators take them; alpha 0 is none. Raises TypeError
-    for what is no AQN.
+    """alpha, seed, step and layer, as operators take them; alpha 0 for None. Raises TypeError for
+    anything but an AQN.
     """
     if noise is None:
         return NONE
     if not isinstance(noise, AQN):
         raise TypeError(f"noise must be an AQN or None, got {type(noise).__name__}")
-    if noise.alpha == 0:  # whatever else it says: compiled code has one graph for no noise
+    if noise.alpha == 0:  # compiled code then has one graph for no noise, whatever the other fields
         return NONE
     return float(noise.alpha), noise.seed, noise.step, noise.layer
 
 
 def add(values: torch.Tensor, noise: AQN, implementation: str = "auto") -> torch.Tensor:
-    """values + noise.alpha * the noise of their shape, in values' dtype. Differentiable in values.
+    """values + noise.alpha * noise, in values' dtype. Differentiable in values.
 
-    implementation: of an op that adds noise to its weight. The noise is `aqn_noise`'s of that name
-    if there is one, else what "auto" takes, which no `use` changes for a named implementation.
+    implementation: of the op that adds noise to its weight. The noise comes from `aqn_noise`'s
+    implementation of that name if it exists, else from "auto", which for a named implementation
+    ignores `use`.
     """
     named = implementation in ("auto", *_NAMES)
     run = AQN_NOISE.pick(implementation, values) if named else AQN_NOISE.part(values)
@@ -181,7 +182,7 @@ def add(values: torch.Tensor, noise: AQN, implementation: str = "auto") -> torch
 def add_eager(
     values: torch.Tensor, amount: torch.Tensor | float, seed: int, step: int, layer: int
 ) -> torch.Tensor:
-    """values + amount * the noise of their shape, in values' dtype."""
+    """values + amount * noise, in values' dtype."""
     n = noise_eager(values.new_empty(0), 0, values.numel(), seed, step, layer, values.dtype).view(
         values.shape
     )
@@ -209,9 +210,8 @@ def _fake(like, first, n, seed, step, layer, dtype):
     return like.new_empty(n, dtype=dtype)
 
 
-# An operator, so that a compiler cannot round it one way in forward and another way where it is
-# recomputed. In float64, since float32 has no room for the last bit of u: near 1 that is half of
-# what ln u is.
+# An operator, so that a compiler cannot round it one way in forward and another way in the
+# recomputation. In float64: float32 cannot hold the last bit of u, which near 1 is half of ln u.
 noise_eager = define("aqn_eager_noise", _noise_eager, _fake)
 
 
@@ -242,7 +242,7 @@ def _cpp():
 
 # ---- cases
 
-SOME = AQN(0.75, seed=2**40 + 11, step=70, layer=3)  # of other ops' cases
+SOME = AQN(0.75, seed=2**40 + 11, step=70, layer=3)  # for other ops' cases
 
 
 def _case(name, size, noise=SOME, tags=cases.CONTRACT):
@@ -257,10 +257,10 @@ def _case(name, size, noise=SOME, tags=cases.CONTRACT):
     return Case(name, make, lambda itemsize: Cost(math.prod(size) * itemsize, 0, 0, 0), tags)
 
 
-# A case has no tensor that could be of another dtype, so truth is the twin in the result's own.
-# float32: three units in the last place, of the logarithm, its root, the polynomials and their
+# A case has no tensor whose dtype could be raised, so truth is the twin in the result's own dtype.
+# float32: three units in the last place, from the logarithm, its root, the polynomials and their
 # product (measured: 2.1 at most in 10^8 values).
-# 16 bits: where the twin's value lies next to a tie, float32's may lie on the other side: one unit.
+# 16 bits: one unit, because values on the two sides of a tie round apart.
 ATOL = {
     torch.float32: 3 * torch.finfo(torch.float32).eps,
     torch.bfloat16: torch.finfo(torch.bfloat16).eps,

@@ -2,11 +2,11 @@
 
     softmax(mask(cap(scale q k^T))) v
 
-Shapes: B = batch, Hq / Hk = query / key heads (Hq a multiple of Hk), S = positions of queries, Sk =
-of keys (S, unless said otherwise), D = head width.
+Shapes: B = batch, Hq / Hk = query / key heads (Hq a multiple of Hk), S = query positions, Sk = key
+positions (S unless stated otherwise), D = head width.
 
-Implementations differ in what they can compute. A call asks for a `Request`; each implementation
-says by a sentence what of it is unsupported. If its name was given, the call raises
+Implementations support different subsets. A call makes a `Request`, and each implementation returns
+one sentence if the request is unsupported. A named implementation then raises
 ImplementationUnavailable with that sentence; `auto` takes the next implementation.
 """
 
@@ -51,35 +51,34 @@ def attention(
 ) -> torch.Tensor:
     """Attention with grouped queries.
 
-    The softmax is in float32. Only eager allocates a tensor of S x Sk. Differentiable in q, k, v
-    and sinks. Under torch.autocast q, k and v are cast to its dtype. Deterministic, forward and
-    backward, but for PyTorch's and flash-attn's backward on CUDA, which are where
-    torch.use_deterministic_algorithms asks for it.
+    The softmax is computed in float32. Only eager allocates an S x Sk tensor. Differentiable in q,
+    k, v and sinks. Under torch.autocast q, k and v are cast to its dtype. Deterministic, forward
+    and backward, except for the backward of PyTorch and flash-attn on CUDA, which are deterministic
+    under torch.use_deterministic_algorithms.
 
-    NaN and infinity in one document change nothing in another one, nor in its gradients, with eager
-    (but where it is compiled), sdpa and triton (native and flash-attn: as their kernels have it).
-    Within a document, or a sequence, they may spread to positions that do not see them, since
-    masked positions are multiplied by 0: with eager and sdpa to all, with triton to those that
-    share a block of keys.
+    With eager (not compiled), sdpa and triton, NaN and infinity in one document do not reach other
+    documents or their gradients (native and flash-attn: as their kernels do). Within a document, or
+    a sequence, they may reach positions that do not see them, since masked positions are multiplied
+    by 0: with eager and sdpa all positions, with triton those that share a block of keys.
 
     Args:
         q: [B, Hq, S, D] fp32 | bf16 | fp16 (fp64 too).
-        k, v: [B, Hk, Sk, D] in q's dtype. Sk >= S with `causal`: the queries are then the last S of
-            Sk positions, as with a cache of keys.
-        cu_seqlens: int32 or int64 [n + 1], 0 .. S, not decreasing: packed documents of a sequence
-            with B = 1 and Sk = S, which never see each other. Its values are checked on a CPU, and
-            on CUDA by implementations that read them on the host (all but triton), which waits for
-            the device. `max_seqlen` spares flash-attn and native that.
+        k, v: [B, Hk, Sk, D] in q's dtype. With `causal` Sk >= S: the queries are the last S of the
+            Sk positions, as with a key cache.
+        cu_seqlens: int32 or int64 [n + 1], 0 .. S, non-decreasing: packed documents of a sequence
+            with B = 1 and Sk = S, which never see each other. Values are checked on a CPU, and on
+            CUDA by implementations that read them on the host (all but triton), which synchronizes.
+            `max_seqlen` spares flash-attn and native the synchronization.
         causal: position i sees positions up to i of its own document.
-        window: an int >= 1: position i sees the last `window` positions up to itself; needs
+        window: an int >= 1: position i sees the last `window` positions up to itself; requires
             `causal`. None: all.
         softcap: a number > 0 (in float32): logits become softcap tanh(logit / softcap). None: no
             cap.
         sinks: [Hq], any floating dtype, used in float32: one more logit per head, which takes its
             share of the softmax and has no value (gpt-oss).
         scale: a finite number > 0 (in float32); default D ** -0.5.
-        max_seqlen: the longest document, or a bound of it, where the host knows it; used with
-            cu_seqlens only.
+        max_seqlen: length of the longest document, or an upper bound, where it is known on the
+            host; used with cu_seqlens only.
         implementation: "auto", or one of flash_attention_4, flash_attention_3, native, triton,
             sdpa, eager.
 
@@ -87,7 +86,7 @@ def attention(
         [B, Hq, S, D] in q's dtype.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit.
+        TypeError, ValueError: invalid arguments.
         ImplementationUnavailable: a named implementation that cannot run here, or for which the
             request is unsupported.
 
@@ -124,7 +123,7 @@ def attention(
     gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (q, k, v, sinks)
     )
-    # Compiled code with dynamic lengths makes this a constant, as a Request needs it.
+    # Under dynamic shapes this makes it a constant, which a Request requires.
     shorter = False
     if Sk != S:
         shorter = True
@@ -156,13 +155,13 @@ def attention_part(
     offset: int = 0,
     implementation: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to a part of the keys, as ring attention combines them. Not differentiable; its
+    """Attention to a part of the keys, for ring attention to combine. Not differentiable; the
     gradient is `attention_part_backward`.
 
     Args:
         q, k, v, cu_seqlens, causal, window, softcap, scale, implementation: as in `attention`.
-        offset: the position of the first query minus that of the first key, in one document; 0 with
-            cu_seqlens. A query may see no key at all: its output is 0 then.
+        offset: position of the first query minus that of the first key, within one document; 0 with
+            cu_seqlens. A query may see no key at all: its output is then 0.
 
     Returns:
         out [B, Hq, S, D] in q's dtype and the natural log-sum-exp of the logits, [B, Hq, S] in
@@ -170,7 +169,7 @@ def attention_part(
 
     Raises:
         TypeError, ValueError: as `attention`.
-        ImplementationUnavailable: also a named implementation that gives no log-sum-exp.
+        ImplementationUnavailable: also for a named implementation that returns no log-sum-exp.
 
     Example:
         >>> q = torch.zeros(1, 1, 2, 8)
@@ -210,12 +209,12 @@ def attention_part_backward(
     offset: int = 0,
     implementation: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a part of the keys contributes to the gradients of the whole.
+    """The contribution of a part of the keys to the gradients of the whole attention.
 
     Args:
-        dout, out: [B, Hq, S, D], of the whole softmax, over all its parts (and a sink, if there is
+        dout, out: [B, Hq, S, D], of the whole softmax, over all parts (and a sink, if there is
             one).
-        lse: [B, Hq, S], of the same.
+        lse: [B, Hq, S], of the whole softmax.
         q, k, v, cu_seqlens, causal, window, softcap, scale, offset: as in `attention_part`.
         implementation: as in `attention_part`.
 
@@ -328,8 +327,8 @@ def _atol(dtype, kwargs):
     eps in float32 (160 draws), where the probabilities too are recomputed from a rounded
     log-sum-exp.
 
-    In longer sequences most rows average over many keys, so that the root mean square that errors
-    are measured against falls as 1 / sqrt(S), while the first rows, with few keys, keep theirs.
+    Rows of longer sequences mostly average over many keys, so the root mean square that errors are
+    measured against falls as 1 / sqrt(S), while the first rows, with few keys, keep their errors.
     """
     eps = torch.finfo(dtype).eps
     return (
@@ -355,8 +354,8 @@ ATTENTION = Op(
             )
             for name, flash in _attention_vendors.FLASH.items()
         ),
-        # PyTorch's before ours, which computes what it and flash-attn refuse, until ours has been
-        # measured to be faster.
+        # PyTorch's before Triton's, which supports what PyTorch's and flash-attn do not, until
+        # Triton's has been measured to be faster.
         Implementation(
             "native",
             _attention_vendors.native,
@@ -373,8 +372,8 @@ ATTENTION = Op(
             refuses=_attention_triton.triton_refuses,
             tunables=from_kernels("attention_triton", "TUNABLES"),
         ),
-        # On a CPU each head of a document is computed by itself; on CUDA a kernel may split by the
-        # load of the device.
+        # A CPU computes each head of a document by itself; a CUDA kernel may split by the device's
+        # load.
         Implementation(
             "sdpa",
             lambda: _attention_vendors.attention_sdpa,
@@ -412,7 +411,7 @@ ATTENTION = Op(
         ),
         _case("gpt-oss-20b_8k", 1, 64, 8, 8192, 64, tags=cases.CUDA, sinks=True, window=128),
         _case("qwen3-8b", 1, 32, 8, 512, 128, tags=cases.CPU),
-        # Short rows: the twin holds every score.
+        # Short rows: the twin allocates every score.
         _case("big", 2**12 + 1, 64, 8, 64, 128, tags=cases.BIG),
     ),
     atol=_atol,

@@ -1,5 +1,5 @@
-"""float8_e4m3fn with a float32 scale for each block of a matrix: 128 x 128 for weights and 1 x 128
-for activations, as DeepSeek-V3's checkpoints have them.
+"""Block-scaled FP8: float8_e4m3fn with one float32 scale per block of a matrix, 128 x 128 for
+weights and 1 x 128 for activations, as in DeepSeek-V3's checkpoints.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.ops.aqn import AQN
 from tilewright.registry import Case, DispatchOn, Implementation, Op
 
-STEP = 0.125  # of noise, in scales
-LEAST = 2.0**-100  # what a smaller largest magnitude counts as: the inverse of its scale is finite
-MOST_ELEMENTS = 2**14  # of a block: the Triton kernel holds one in registers
+STEP = 0.125  # of noise, in units of the scale
+LEAST = 2.0**-100  # lower bound of a block's largest magnitude: its scale's inverse is finite
+MOST_ELEMENTS = 2**14  # per block: the Triton kernel holds one in registers
 
 
 @dataclass(frozen=True)
 class BlockFP8(quantize.Quantized):
     """A tensor in block-scaled FP8. Made by `quantize_block_fp8` or `BlockFP8.from_safetensors`.
 
-    data: float8_e4m3fn [..., R, C].   scale_inv: float32 [..., ceil(R / block[0]), ceil(C /
-        block[1])]; an element is its value times its block's.   block: rows and columns.   dtype:
-        of the tensor that was quantized.
+    data: float8_e4m3fn [..., R, C].   scale_inv: float32 [..., ceil(R / block[0]),
+        ceil(C / block[1])]; an element is its code's value times its block's scale_inv.
+    block: rows and columns.   dtype: of the tensor that was quantized.
     """
 
     data: torch.Tensor
@@ -53,9 +53,9 @@ class BlockFP8(quantize.Quantized):
         block: tuple[int, int] = (128, 128),
         dtype: torch.dtype = torch.bfloat16,
     ) -> BlockFP8:
-        """The reverse. block: the configuration's weight_block_size. Raises KeyError for what is
-        missing, and TypeError or ValueError, naming the tensor, for what does not fit together.
-        Reads scales on the host.
+        """The inverse of `to_safetensors`. block: the configuration's weight_block_size. Raises
+        KeyError for a missing tensor, and TypeError or ValueError, naming the tensor, for
+        inconsistent ones. Reads scales on the host.
         """
         data = quantize.key(tensors, prefix)
         scale, name = quantize.float_scales(tensors, f"{prefix}_scale_inv"), f"{prefix}_scale_inv"
@@ -77,32 +77,32 @@ def quantize_block_fp8(
     transpose: bool = False,
     implementation: str = "auto",
 ) -> BlockFP8 | tuple[BlockFP8, BlockFP8]:
-    """x in block-scaled FP8, or x and its transpose.
+    """Quantizes x to block-scaled FP8; with `transpose` its transpose too.
 
-    In float32, with m a block's largest magnitude (2^-100 if smaller, but not 0): scale_inv = m /
-    448 and the codes are of x * (1 / m * 448); scale_inv is 1 for a block of zeros. Not
-    differentiable: x is detached. Deterministic, and the same in every implementation.
+    Computed in float32. With m a block's largest magnitude (at least 2^-100 unless 0):
+    scale_inv = m / 448 and the codes are those of x * (1 / m * 448); scale_inv is 1 for a block of
+    zeros. Not differentiable: x is detached. Deterministic, and the same in every implementation.
 
     Args:
         x: [..., R, C], or [C] for blocks of one row; fp32 | bf16 | fp16 (fp64 with eager, through
-            fp32); finite. R and C need not divide.
+            fp32); finite. R and C need not be multiples of the block.
         block: rows and columns of a block of the last two dimensions, 16,384 elements at most:
             (128, 128) for weights, (1, 128) for activations.
-        seed: None rounds to nearest, ties to even. A number rounds up or down at random, as in
+        seed: None rounds to nearest, ties to even. An int selects stochastic rounding, as in
             `quantize_nvfp4`.
-        transpose: returns (q, that of x.mT) with the same options, bit for bit what two calls give:
-            in blocks of 1 x 128, what a layer's forward multiplies by and what its weight gradient
-            does. x has 2 dimensions or more. Triton reads x once for blocks whose sides are powers
-            of two up to 128 and no seed, C++ for blocks of which one side divides by the other.
+        transpose: returns (q, that of x.mT) with the same options, bit for bit as two calls would:
+            in blocks of 1 x 128, the operands of a layer's forward and of its weight gradient. x
+            has 2 dimensions or more. Triton reads x once for blocks whose sides are powers of two
+            up to 128 and no seed, C++ for blocks one side of which divides the other.
         implementation: "auto", or one of triton, cpp, eager.
 
     Returns:
-        A BlockFP8 of x's shape and dtype; with transpose two.
+        A BlockFP8 of x's shape and dtype; with `transpose` a pair.
 
     Raises:
-        TypeError, ValueError: Arguments that do not fit.
-        ValueError: An x that is not finite (on CUDA, where looking would wait for the device, such
-            a block's scale_inv is not finite and its codes are unspecified).
+        TypeError, ValueError: Invalid arguments.
+        ValueError: x is not finite (not checked on CUDA, which would synchronize: such a block's
+            scale_inv is not finite, and its codes are unspecified).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:
@@ -130,9 +130,10 @@ def quantize_block_fp8(
 
 
 def blocks_of(data, inverse, shape, block, dtype, what="x", *, looked=False) -> BlockFP8:
-    """Of what an implementation returns: codes [..] and inverse scales [matrices, bands, across].
-    what: the name of
-    what must be finite.   looked: at another tensor that holds the same values.
+    """Wraps an implementation's codes and inverse scales [matrices, bands, across].
+
+    what: the name of the tensor that must be finite.   looked: another tensor with the same values
+    has been checked.
     """
     inverse = inverse if looked else quantize.finite(inverse, what)
     lead = (*shape[:-2], *inverse.shape[1:2]) if len(shape) > 1 else ()
@@ -152,17 +153,16 @@ def dequantize_block_fp8(
     noise: AQN | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """The tensor that q stands for: value * scale_inv in float32, then rounded to the result's
-    dtype.
+    """Dequantizes q: value * scale_inv in float32, rounded to the result's dtype.
 
     Not differentiable. Deterministic.
 
     Args:
-        q: what `quantize_block_fp8` or `BlockFP8.from_safetensors` returns.
-        dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantized tensor by
-            default.
-        noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of
-            q.shape and step = 0.125 * scale_inv, the gap from 1 on. None, or an alpha of 0, adds
+        q: the result of `quantize_block_fp8` or `BlockFP8.from_safetensors`.
+        dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); default: that of the tensor that
+            was quantized.
+        noise: adds alpha * n * step in float32, before the rounding, where n is the `aqn_noise` of
+            q.shape and step = 0.125 * scale_inv, the gap above 1. None, or an alpha of 0, adds
             nothing.
         implementation: "auto", or one that `tilewright explain dequantize_block_fp8` lists.
 
@@ -170,7 +170,7 @@ def dequantize_block_fp8(
         A contiguous tensor of q.shape.
 
     Raises:
-        TypeError, ValueError: A q that does not fit together.
+        TypeError, ValueError: q is inconsistent, or an argument invalid.
         ImplementationUnavailable: as `quantize_block_fp8`.
 
     Example:

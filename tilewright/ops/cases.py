@@ -1,5 +1,5 @@
-"""Model shapes that cases are named after, and how inputs are drawn. Configurations are the
-models' published ones.
+"""Model shapes that cases are named after, from the models' published configurations, and random
+inputs.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ CPU = frozenset({"cpu"})
 CUDA = frozenset({"cuda"})
 BIG = frozenset({"big"})
 HOST = frozenset({"contract", "host"})
-# Where Triton's kernels of rows are batch-invariant: their constants depend on the width of a row,
-# not on how many there are, and a program's rows do not meet. (Of rows at aligned addresses; others
-# compile to other loads.)
+# Where Triton's row kernels are batch-invariant: their launch configuration depends on the width of
+# a row, not on the number of rows, and rows within a program are independent. (For rows at aligned
+# addresses; others compile to other loads.)
 ANYWHERE = ("cuda", "cpu")
 
 
@@ -43,24 +43,24 @@ MODELS = {
     "deepseek-v3": Model(7168, 2048, 128, 128, 192, 129280),
 }
 
-# Tokens in a timed case: enough on a GPU to fill it (64 MiB and more), few enough on a CPU to time
-# in a minute.
+# Tokens in a timed case: enough to fill a GPU (64 MiB and more), few enough for a CPU to time in a
+# minute.
 TOKENS = {"cuda": 16384, "cpu": 1024}
 
 
-# Hopper and Blackwell: H100, H200, B200. Goals of them are shares of what each device has measured.
+# Hopper and Blackwell: H100, H200, B200. Their goals are shares of each device's measured rates.
 DATACENTER = ("sm_90", "sm_100")
 
 
 def near_copy(percent: float, *which: str) -> tuple[Goal, ...]:
-    """Goals of ops that only move memory: that share of the measured copy bandwidth, in each
+    """Goals of ops that only move memory: this percentage of the measured copy bandwidth, in each
     pass.
     """
     return tuple(Goal(DATACENTER, w, "roofline_percent", at_least=percent) for w in which)
 
 
 def held(value: float, dtype: torch.dtype) -> float:
-    """value, or half of the largest number of a dtype that holds less."""
+    """value, or half of the dtype's largest finite value if that is smaller."""
     return min(value, torch.finfo(dtype).max / 2)
 
 
@@ -77,8 +77,8 @@ def randn(
     shift: float = 0.0,
     requires_grad: bool = True,
 ) -> torch.Tensor:
-    """Normal values, drawn in float32 and rounded to `dtype`, so that every dtype sees the same
-    numbers.
+    """Normal values, drawn in float32 and rounded to `dtype`, so that all dtypes get the same
+    values.
     """
     t = torch.randn(*shape, device=device, generator=gen) * scale + shift
     return t.to(dtype).requires_grad_(requires_grad)

@@ -1,33 +1,33 @@
 """Attention over a sequence that is sharded over ranks: all-to-all over heads (Ulysses), a ring, or
 both.
 
-R x U ranks, a ring of R times U for Ulysses, and S tokens, a multiple of 2 R U. The sequence is cut
-in 2 R chunks. Ring rank r has chunks r and 2 R - 1 - r, an early and a late one, so that causal
-attention is as much work for each rank. Concatenated, each of its U Ulysses ranks has a U-th of
-the two. With R = 2 and U = 2:
+There are R x U ranks (ring size R, Ulysses size U) and S tokens, a multiple of 2 R U. The sequence
+is split into 2 R chunks. Ring rank r has chunks r and 2 R - 1 - r, an early and a late one, which
+balances causal attention. The two are concatenated, and each of the U Ulysses ranks has a U-th of
+them. With R = 2 and U = 2:
 
     chunk           0     1     2     3
     parts          0 1   2 3   4 5   6 7
     ring rank       0     1     1     0
     Ulysses rank    0     0     1     1        ring 0: 0 1 | 6 7     ring 1: 2 3 | 4 5
 
-Ulysses: each rank trades heads for tokens, so that it has a U-th of the query heads and all tokens
-of its ring rank, and the key heads that those read; afterwards the reverse.
+Ulysses: an all-to-all gives each rank a U-th of the query heads, the key heads that those read, and
+all tokens of its ring rank; a second one does the reverse.
 
-Ring: a chunk and a document are intervals, so that two chunks share at most one document, and what
-one chunk's queries see of another's keys is a rectangle: the beginning of the later chunk by the
-end of the earlier one. Only keys and values of such rectangles travel: in step t = 1 .. R - 1
-straight from ring rank r to r + t, while the rectangles of the step before are computed. The
-results are combined by their log-sum-exps, in float32. In the backward the keys and values travel
-again, and their gradients return in float32.
+Ring: chunks and documents are intervals, so two chunks share at most one document, and one chunk's
+queries see a rectangle of another's keys: the beginning of the later chunk by the end of the
+earlier one. Only keys and values of such rectangles are sent: in step t = 1 .. R - 1 directly from
+ring rank r to r + t, overlapped with the rectangles of the previous step. Results are combined by
+their log-sum-exps, in float32. The backward sends keys and values again, and their gradients return
+in float32.
 
-                        Ulysses, all-to-alls           ring, messages that a rank sends, at most
+                        Ulysses, all-to-alls           ring, messages sent per rank, at most
     forward     2: queries, keys and values; results    R - 1: keys with values
     backward    2: gradients, in reverse                2 (R - 1): keys with values; their gradients
 
-Documents that end with a chunk send nothing, and nothing is sent that no query sees. All is
-deterministic: sums have a fixed order. It is not in the table of ops: the implementations are
-`attention`'s, and a test needs several processes.
+Documents that end with a chunk send nothing, and nothing is sent that no query sees. Deterministic:
+sums have a fixed order. Not in the table of ops: the implementations are `attention`'s, and a test
+needs several processes.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ __all__ = ["ContextParallel", "context_parallel_attention", "positions", "shard"
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """How a sequence is sharded over ranks, and which shard this rank has. `of` makes one; without
-    groups it is a layout alone.
+    """Describes how a sequence is sharded over ranks, and this rank's shard. `of` makes one from
+    process groups; without groups it is a layout alone.
 
     Args:
-        ulysses_size, ring_size: how many ranks.
-        ulysses_rank, ring_rank: this one's.
-        ulysses, ring: the process groups, None where the size is 1 (or unknown, in a layout).
+        ulysses_size, ring_size: number of ranks.
+        ulysses_rank, ring_rank: this process's ranks.
+        ulysses, ring: the process groups; None for size 1 (or in a layout).
 
     Raises:
-        ValueError: a rank outside its group.
+        ValueError: a rank is out of range.
 
     Example:
         >>> ContextParallel(ring_size=2, ring_rank=0).intervals(8)
@@ -102,15 +102,15 @@ class ContextParallel:
 
     @property
     def multiple(self) -> int:
-        """The number that divides the length of a sequence."""
+        """The number of which a sequence's length must be a multiple."""
         return 2 * self.size if self.size > 1 else 1
 
     def layout(self) -> ContextParallel:
-        """Without the groups, so that it can be sent to another process."""
+        """A copy without the groups, which can be pickled."""
         return ContextParallel(self.ulysses_size, self.ring_size, self.ulysses_rank, self.ring_rank)
 
     def intervals(self, S: int) -> list[tuple[int, int]]:
-        """This rank's tokens in the sequence, in order: one interval [a, b), or two."""
+        """This rank's tokens within the sequence, in order: one interval [a, b), or two."""
         if S % self.multiple:
             raise ValueError(
                 f"the sequence must have a multiple of {self.multiple} tokens (2 x "
@@ -128,13 +128,13 @@ class ContextParallel:
 
 
 def shard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
-    """This rank's shard of a whole sequence's tensor, along `dim`. Differentiable.
+    """This rank's shard along `dim` of a whole sequence's tensor. Differentiable.
 
     Returns:
-        A view where it is one interval, else a copy.
+        A view if the shard is one interval, else a copy.
 
     Raises:
-        ValueError: a sequence that is not a multiple of 2 x ring x Ulysses ranks.
+        ValueError: the length is not a multiple of 2 x ring x Ulysses ranks.
 
     Example:
         >>> shard(torch.arange(8), 0, ContextParallel(ring_size=2, ring_rank=1)).tolist()
@@ -149,7 +149,7 @@ def shard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
 def positions(
     S: int, cp: ContextParallel, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """The position in the sequence of S of each of this rank's tokens: int64 [S / ranks].
+    """The position within the sequence of each of this rank's tokens: int64 [S / ranks].
 
     Example:
         >>> positions(8, ContextParallel(ring_size=2, ring_rank=0)).tolist()
@@ -159,8 +159,8 @@ def positions(
 
 
 def unshard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
-    """The whole sequence's tensor from all ranks' shards. Every rank of `cp` must call it. Not
-    differentiable.
+    """Gathers the whole sequence's tensor from all ranks' shards. Every rank of `cp` must call it.
+    Not differentiable.
 
     Example:
         >>> unshard(torch.arange(4), 0, ContextParallel()).tolist()  # one rank
@@ -175,13 +175,13 @@ def unshard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
             dist.all_gather(parts, t.contiguous(), group=group)
             t = torch.cat(parts, dim)
     n = 2 * cp.ring_size
-    chunks = t.tensor_split(n, dim)  # of ring ranks, each an early and a late one
+    chunks = t.tensor_split(n, dim)  # per ring rank, an early and a late one
     return torch.cat(
         [chunks[2 * c if c < cp.ring_size else 2 * (n - 1 - c) + 1] for c in range(n)], dim
     )
 
 
-@torch.compiler.disable  # where documents end is known at run time only
+@torch.compiler.disable  # document lengths are known at run time only
 @_checks.autocast("products", "q", "k", "v")
 def context_parallel_attention(
     q: torch.Tensor,
@@ -198,35 +198,34 @@ def context_parallel_attention(
     scale: float | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """`attention` over a sequence of which this rank has the part that `shard` gives. Every rank of
-    `cp` must call it.
+    """`attention` over a sharded sequence, of which this rank has the part given by `shard`. Every
+    rank of `cp` must call it.
 
-    With a ring each block's result is rounded to q's dtype before they are summed in float32, and
-    rounded again. Differentiable once in q, k, v and sinks. The gradient of sinks is this rank's
-    share, of the queries and heads that it computed; the shares of all ranks sum to the whole.
-    Gradients of keys are summed over blocks, and over Ulysses ranks that had the same head, in
-    float32.
+    With a ring, each block's result is rounded to q's dtype, they are summed in float32, and the
+    sum is rounded again. Differentiable once in q, k, v and sinks. The gradient of sinks is this
+    rank's share, of the queries and heads that it computed; the ranks' shares sum to the whole.
+    Gradients of keys are summed in float32 over blocks, and over Ulysses ranks that share a head.
 
     Args:
-        q: [B, Hq, S / n, D] of this rank's tokens, n = R U ranks, with Hq a multiple of U.
-        k, v: [B, Hk, S / n, D], with Hk a divisor of Hq, also smaller than U: heads of keys then go
-            to each rank that has queries for them.
+        q: [B, Hq, S / n, D], this rank's tokens, with n = R U ranks and Hq a multiple of U.
+        k, v: [B, Hk, S / n, D], Hk a divisor of Hq. If Hk < U, key heads are sent to every rank
+            with queries for them.
         cp: the layout, with its process groups.
-        cu_seqlens: as in `attention`, on every rank of the whole sequence: 0 .. S. B = 1 with it.
-        ends: the same on the host, where the caller has it (once per step, say). A ring reads it;
-            without it a call on CUDA waits for the device. Must be cu_seqlens' values, which is
-            checked on a CPU only.
+        cu_seqlens: as in `attention`, for the whole sequence, on every rank: 0 .. S. Requires B =
+            1.
+        ends: the values of cu_seqlens on the host, if the caller has them (once per step, say). A
+            ring reads them; without them a call on CUDA synchronizes. Checked against cu_seqlens on
+            a CPU only.
         causal, window, softcap, sinks, scale: as in `attention`; sinks [Hq].
-        implementation: of attention. A ring takes those that give a part's log-sum-exp, and no
-            others.
+        implementation: of attention. A ring requires one that returns a part's log-sum-exp.
 
     Returns:
-        [B, Hq, S / n, D] in q's dtype: `attention` of the whole sequence, for this rank's tokens.
+        [B, Hq, S / n, D] in q's dtype: `attention` of the whole sequence for this rank's tokens.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit.
+        TypeError, ValueError: invalid arguments.
         ImplementationUnavailable: a named implementation for which the request is unsupported. All
-            are raised before anything is sent.
+            errors are raised before any communication.
 
     Example:
         >>> q = torch.zeros(1, 2, 4, 8)
@@ -244,7 +243,7 @@ def context_parallel_attention(
     gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (q, k, v, sinks)
     )
-    # An unsupported request is refused here, before other ranks wait for this one.
+    # Unsupported requests raise here, before other ranks wait for this one.
     request = request_of(
         D,
         causal,
@@ -301,7 +300,7 @@ def context_parallel_attention(
 
 
 def _check_shards(q, k, v, cp, sinks):
-    """B, Hq, this rank's tokens and D."""
+    """Checks the shards and returns B, Hq, this rank's tokens and D."""
     B, H, s, D = check_qkv(q, k, v)
     if k.shape[2] != s:
         raise ValueError(f"k must have as many tokens as q, {s}, got {k.shape[2]}")
@@ -330,7 +329,7 @@ def _check_shards(q, k, v, cp, sinks):
 def check_boundaries(
     cu_seqlens: torch.Tensor | None, ends: Sequence[int] | None, B: int, S: int
 ) -> tuple[torch.Tensor | None, tuple[int, ...] | None]:
-    """cu_seqlens of packed documents in B sequences of S tokens, and the same on the host."""
+    """cu_seqlens of packed documents in B sequences of S tokens, on the device and on the host."""
     if cu_seqlens is None:
         if ends is not None:
             raise ValueError("ends are cu_seqlens on the host: give both, or cu_seqlens alone")

@@ -1,4 +1,4 @@
-"""Cross-entropy of a language model's logits, with all that training needs, in one pass:
+"""Cross-entropy of a language model's logits, with its training options, in one pass:
 
     z      = softcap * tanh(logits / softcap), or logits without a softcap
     lse    = log sum_c exp z_c
@@ -7,9 +7,9 @@
 
 V = vocabulary, T = tokens, y = target, e = label_smoothing, w = class weights, u = token weights.
 The eager twin is `losses_eager` of `_losses.py`, on `stats_eager` and `combine` of
-`_softmax_stats.py`. The fused implementations are three kernels, forward and backward together:
-statistics of the rows, the losses and their derivatives in the statistics, and the gradient of the
-logits, which takes the upstream gradient as it goes.
+`_softmax_stats.py`. The fused implementations are three kernels, forward and backward together: the
+statistics of the rows; the losses and their derivatives with respect to the statistics; and the
+gradient of the logits, which multiplies by the upstream gradient.
 """
 
 from __future__ import annotations
@@ -60,35 +60,35 @@ def cross_entropy(
 ) -> torch.Tensor | CrossEntropyOutput:
     """Cross-entropy between logits and target, per token or reduced; natural logarithm.
 
-    The module's docstring has the formula. Statistics and loss are computed in float32, relative to
-    the largest logit of a row, so that a constant added to all logits costs no precision. The
-    gradient is rounded once, on store. Differentiable once in logits and token_weight.
+    See the module's docstring for the formula. Statistics and loss are computed in float32,
+    relative to the largest logit of a row, so a constant added to all logits costs no precision.
+    The gradient is rounded once, on store. Differentiable once in logits and token_weight.
 
-    A target that is neither in [0, V) nor ignore_index: on CUDA tensors, where no loss waits for
-    the device, the loss of its token and the gradient of its row are NaN (so the sum and the mean
-    are, too), whatever its token_weight, and the divisor does not count it. On CPU tensors, and
-    within `checked_targets()`, it is an IndexError.
+    A target neither in [0, V) nor equal to ignore_index: on CUDA tensors, where no loss
+    synchronizes, its token's loss and its row's gradient are NaN (and so are the sum and the mean),
+    whatever its token_weight, and the divisor does not count it. On CPU tensors, and within
+    `checked_targets()`, it raises IndexError.
 
     A row that holds +inf has lse inf and a gradient that is NaN there. Its loss is inf, or NaN if
-    inf is its target's logit or the options make one of it. (F.cross_entropy, and the torch
-    implementation: NaN.) With a softcap it is a row like any other.
+    the target's logit is inf or an option makes it one. (F.cross_entropy and the torch
+    implementation: NaN.) With a softcap it is an ordinary row.
 
     Args:
         logits: [..., V] fp32 | bf16 | fp16 (fp64 with eager and torch). The stride of rows may be
             larger than V.
         target: [...] int64, each in [0, V) or ignore_index. Ignored tokens have loss and gradient
             0 whatever their logits hold.
-        ignore_index: the target of tokens to ignore.
+        ignore_index: the target that marks ignored tokens.
         label_smoothing: e in [0, 1].
-        z_loss: factor of lse^2, >= 0 and finite in float32.
-        softcap: > 0 and finite in float32, or None for none.
-        class_weight: [V] float, or None. Gets no gradient.
+        z_loss: coefficient of lse^2, >= 0 and finite in float32.
+        softcap: > 0 and finite in float32; None: no softcap.
+        class_weight: [V] float, or None. Not differentiable.
         token_weight: [...] float, multiplies each token's loss, or None.
         reduction: "none" gives [...]; "sum" the sum; "mean" the sum divided by num_tokens if given,
             else by the sum of w_y over tokens that are not ignored (PyTorch's rule). token_weight
             is not in that divisor: weights may have any sign, and the scale of a batch should not
-            depend on them. A divisor of 0 (all tokens ignored) counts as 1: loss 0 and gradients 0,
-            where PyTorch gives NaN.
+            depend on them. A divisor of 0 (all tokens ignored) counts as 1: loss and gradients are
+            0, where PyTorch gives NaN.
         num_tokens: a real number >= 0 or a 0-d tensor. With gradient accumulation or data
             parallelism, the count over all of them. Not differentiable; a tensor's value is not
             read on the host.
@@ -96,24 +96,24 @@ def cross_entropy(
             token (also ignored ones), lse, the entropy of softmax z, and the index of the largest
             logit (the first, on ties; undefined in a row with a NaN). Detached.
         inplace: lets backward overwrite the logits with the gradient, which saves T * V * itemsize
-            bytes at the peak. The logits, and all that shares their memory, then hold the gradient
+            bytes at the peak. The logits, and all that share their memory, then hold the gradient
             (unless they had to be copied because their last dimension is strided). A second
-            backward through them, and backward of another op that saved them, raise RuntimeError.
-            The eager and torch implementations ignore it. Unsupported for logits whose elements
-            share memory, as expanded ones do, and under torch.compile, which plans memory itself.
+            backward through them, and the backward of another op that saved them, raise
+            RuntimeError. Ignored by eager and torch. Unsupported for logits whose elements share
+            memory, as expanded ones do, and under torch.compile, which plans memory itself.
         group: logits are [..., V / world], this rank's shard of the vocabulary in rank order, all
-            of one size; target and class_weight are of the whole vocabulary and the same on every
-            rank. Every rank returns the same loss, and its backward gives the gradient of its own
-            shard, without communication. Costs two all-reduces of at most [4, T] (four with
-            return_argmax). torch takes none.
+            shards of one size; target and class_weight are those of the whole vocabulary and the
+            same on every rank. Every rank returns the same loss, and its backward gives the
+            gradient of its own shard, without communication. Costs two all-reduces of at most
+            [4, T] (four with return_argmax). Unsupported by torch.
         implementation: "auto", or one of triton, cute, cpp, torch, eager.
 
     Returns:
         The loss in fp32 (fp64 for fp64), or a CrossEntropyOutput.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit.
-        IndexError: a target out of range, as said above.
+        TypeError, ValueError: invalid arguments.
+        IndexError: a target out of range, as stated above.
         ImplementationUnavailable: a named implementation that cannot run here, or not with these
             options.
 
@@ -153,7 +153,7 @@ def _check_inplace(logits):
             "inplace must be False under torch.compile, which plans memory itself, got True; or "
             "keep the loss outside the compiled region"
         )
-    # Gradients would overwrite logits that are still to be read.
+    # Gradients would overwrite logits that are yet to be read.
     if _checks.overlaps_itself(logits):
         raise ValueError(
             "inplace=True cannot overwrite logits whose elements share memory, got shape "
@@ -183,7 +183,7 @@ def _case(
     saturated=False,
     **options,
 ):
-    """offset: added to all logits, as far as the dtype holds it.   saturated: logits of 3.5 to
+    """offset: added to all logits, as far as the dtype represents it.   saturated: logits of 3.5 to
     5 softcaps.
     """
     V, T = shape[-1], math.prod(shape[:-1])
@@ -239,7 +239,7 @@ def _all_cases():
     small = [
         _case("ragged", (3, 7, 1003)),
         _case("tiny", (5, 7)),
-        _case("by_eight", (3, 4408)),  # rows aligned to 16 bytes and no more
+        _case("by_eight", (3, 4408)),  # rows aligned to 16 bytes only
         _case("none_ignored", (6, 100), ignored="none"),
         _case("all_ignored", (4, 100), ignored="all", **returns),
         _case("no_rows", (0, 64)),
@@ -296,7 +296,7 @@ CROSS_ENTROPY = Op(
             gate=from_kernels("softmax_stats_triton", "gate"),
             tunables=from_kernels("softmax_stats_triton", "TUNABLES"),
         ),
-        # Never the choice of `auto` until it has been measured to beat Triton on a GPU.
+        # Not chosen by `auto` until measured to be faster than Triton on a GPU.
         Implementation(
             "cute",
             lambda: fused("cute").cross_entropy,

@@ -1,23 +1,22 @@
-"""The experts of a mixture-of-experts layer sharded over a process group: tokens travel to their
+"""The experts of a mixture-of-experts layer, sharded over a process group: tokens are sent to their
 experts and back.
 
-n ranks, E experts, and L = E / n of them on each: rank r holds the experts r L to (r + 1) L - 1.
-T tokens on this rank (any number, also another one on each rank), K experts per token, H columns.
+n ranks, E experts, and L = E / n of them on each: rank r has the experts r L to (r + 1) L - 1.
+T = tokens on this rank (any number, may differ between ranks), K = experts per token, H = columns.
+A token's row is sent once to each rank that has experts for it, with its K indices and weights; the
+result returns as one row per rank, already the weighted sum over that rank's experts. In between, a
+rank computes one row per pair of a token and one of its experts, sorted by expert, without padding.
+The host needs the number of rows only:
 
-A token's row travels once to each rank that has experts for it, with its K indices and weights; the
-result comes back as one row from each, already the weighted sum over that rank's experts. Between
-the two a rank works on one row for each pair of a token and one of its experts, in the order of its
-experts, so that nothing is padded. The number of rows is all that the host has to know:
+                all-to-alls                                              synchronizations
+    forward     4: sizes, rows, indices with weights, results            one, for the sizes
+    backward    3: gradients of results, of rows, of weights             none
+    recomputed  2: rows, indices with weights (reentrant: also results)  none, with `kept`
 
-                all-to-alls                                              the host waits
-    forward     4: sizes, rows, indices with weights, results            once, for the sizes
-    backward    3: gradients of results, of rows, of weights             never
-    repeated    2: rows, indices with weights (reentrant: also results)  never, with `kept`
-
-The gradient of x or of the weights is not sent where nothing asks for it. All is deterministic:
-sums are in a fixed order, in float32. (With DeepEP: its own kernels, two calls forward and two
-backward, and its own wait for sizes.) Not in the table of ops: the implementations of what is
-computed are `moe_mlp`'s, and a test needs several processes.
+Gradients of x and of the weights are sent only where required. Deterministic: sums have a fixed
+order, in float32. (DeepEP has its own kernels, two calls forward and two backward, and its own
+synchronization for sizes.) Not in the table of ops: the implementations of the computation are
+`moe_mlp`'s, and a test needs several processes.
 """
 
 from __future__ import annotations
@@ -51,12 +50,11 @@ DISPATCHES = ("alltoall", "deepep", "eager")
 
 
 class Plan(NamedTuple):
-    """Where the rows of one call travel; made by `dispatch`, read by `combine`, and by the backward
-    of both.
+    """Where the rows of one call are sent; made by `dispatch`, read by `combine` and by both
+    backwards.
 
-    route: what the transport keeps.   slots [P]: of each pair's row, the slot (received row * K +
-    k) that it is.
-    position [M, K] int32: of each slot of the M received rows its pair's row, or -1.   group: the
+    route: state of the transport.   slots [P]: the slot (received row * K + k) of each pair's row.
+    position [M, K] int32: the pair's row of each slot of the M received rows, or -1.   group: the
     process group.
     """
 
@@ -66,7 +64,7 @@ class Plan(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """What a rank's experts work on, P pairs of a token and an expert, sorted by expert: rows [P,
+    """The input of a rank's experts: P pairs of a token and an expert, sorted by expert. rows [P,
     H], their experts [P, 1] int32 from 0 to L - 1, their weights [P, 1], and the plan for
     `combine`.
     """
@@ -93,38 +91,38 @@ def ep_moe_mlp(
     kept: list | None = None,
     deepep: DeepEP | None = None,
 ) -> torch.Tensor:
-    """`moe_mlp` with the experts spread over a process group. Every rank of it must call this, with
-    its own tokens.
+    """`moe_mlp` with the experts sharded over a process group. Every rank of it must call this,
+    with its own tokens.
 
-    Rounding is moe_mlp's, and two more: each rank's sum over its experts of a token, and each of
-    those experts' weighted result, are rounded to x's dtype. Sums over ranks are in float32.
-    Differentiable in x, gate_up_proj, down_proj and expert_weight, once; a parameter's gradient is
-    of all ranks' tokens, summed. Saved for backward beside the plan: a row [H] for each pair of
-    a token and an expert that came here, and what moe_mlp keeps of it; with `recompute` the
-    received rows alone, one for each token that came.
+    Rounds as moe_mlp does, and twice more, to x's dtype: each rank's sum over a token's experts,
+    and each of those experts' weighted results. Sums over ranks are in float32. Differentiable once
+    in x, gate_up_proj, down_proj and expert_weight; a parameter's gradient is summed over all
+    ranks' tokens. Saved for backward beside the plan: a row [H] per pair of a token and an expert
+    here, and what moe_mlp saves of it; with `recompute` only the received rows, one per token.
 
     Args:
         x: [T, H] fp32 | bf16 | fp16 (fp64 with eager); T may differ between ranks, and be 0.
         gate_up_proj, down_proj: [L, 2 I, H] and [L, H, I], this rank's experts, in x's dtype, or
             both quantized, as moe_mlp takes them.
-        expert_index: [T, K] int32 or int64, of all E = n L experts; E for a slot without an expert.
+        expert_index: [T, K] int32 or int64, among all E = n L experts; E for a slot without an
+            expert.
         expert_weight: [T, K], any floating dtype, used in float32.
-        dispatch: "alltoall"; "deepep", DeepEP's kernels (set up by `deepep`), with x in bf16;
-            "eager", the definition: every rank gathers all tokens, computes its experts for all,
+        dispatch: "alltoall"; "deepep", DeepEP's kernels (configured by `deepep`), with x in bf16;
+            "eager", the definition: every rank gathers all tokens, computes its experts for them,
             and the results are summed.
         implementation: of moe_mlp.
-        recompute: keep only the rows that were received, not what the experts computed of them, and
-            compute that again in the backward. No row travels a second time.
-        kept: for a call within `torch.utils.checkpoint`: a list that the first call fills and its
-            repetition reads, so that rows go where they went, no sizes are exchanged again, and the
-            host does not wait. (DeepEP does not read it.)
+        recompute: save only the received rows, and recompute the experts in the backward. No row is
+            sent a second time.
+        kept: for a call within `torch.utils.checkpoint`: a list that the first call fills and the
+            recomputation reads, so that the routing is the same, no sizes are sent again, and the
+            host does not wait. (Ignored by DeepEP.)
 
     Returns:
         [T, H] in x's dtype.
 
     Raises:
-        TypeError, ValueError: Arguments that do not fit.
-        IndexError: An index outside (CPU only; on CUDA it counts as E).
+        TypeError, ValueError: Invalid arguments.
+        IndexError: An index out of range (CPU only; on CUDA it counts as E).
         ImplementationUnavailable: An implementation, or DeepEP, that cannot run here.
     """
     _checks.choice("dispatch", dispatch, DISPATCHES)
@@ -170,12 +168,12 @@ def dispatch(
 ) -> Dispatched:
     """Sends tokens to their experts: the first half of `ep_moe_mlp`.
 
-    Differentiable in x (dx[t] is the sum of its rows' gradients, over the experts of a rank and
-    then over ranks, both in float32, rounded after each) and in expert_weight.
+    Differentiable in x (dx[t] is the sum of its rows' gradients, over a rank's experts and then
+    over ranks, both in float32, rounded after each) and in expert_weight.
 
     Args:
         x, expert_index, expert_weight: as in `ep_moe_mlp`.
-        num_experts: E, of all ranks; a multiple of the group's size.
+        num_experts: E, over all ranks; a multiple of the group's size.
         group: the process group.
 
     Returns:
@@ -195,14 +193,14 @@ def dispatch(
 
 
 def combine(rows: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """Sends the experts' results back to where their tokens came from and sums them.
+    """Returns the experts' results to their tokens' ranks and sums them.
 
-    Weights have been applied already. Sums over the experts of a rank, then over ranks, both in
-    float32, rounded after each. Differentiable in rows.
+    Weights have been applied already. Sums over a rank's experts, then over ranks, both in float32,
+    rounded after each. Differentiable in rows.
 
     Args:
         rows: [P, H], in the order of `Dispatched`.
-        plan: of `dispatch`.
+        plan: from `dispatch`.
 
     Returns:
         [T, H] in rows' dtype.
@@ -223,7 +221,7 @@ def _validate(x, expert_index, expert_weight, E):
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' rows, one rank after the other. Its gradient is summed over ranks."""
+    """All ranks' rows, concatenated in rank order. The gradient is summed over ranks."""
 
     @staticmethod
     def forward(ctx, x, sizes, group):
@@ -237,7 +235,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks, of which each takes its own rows."""
+    """The sum over ranks; each takes its own rows."""
 
     @staticmethod
     def forward(ctx, x, sizes, group):
@@ -282,15 +280,15 @@ def ep_moe_mlp_eager(x, gate_up_proj, down_proj, expert_index, expert_weight, gr
     return _Sum.apply(y, sizes, group)
 
 
-# ---- from rows, one for each token and rank, to pairs, one for each token and expert, and back
+# ---- from rows, one per (token, rank), to pairs, one per (token, expert), and back
 
 
 def _pairs(own, pairs, L):
-    """Of received rows with the experts `own` [M, K]: the expert [P, 1] and the slot [P] of each
-    pair, sorted by expert, and each slot's pair.
+    """Lists the pairs of received rows with the experts `own` [M, K]: expert [P, 1] and slot [P] of
+    each pair, sorted by expert, and each slot's pair.
     """
     _, slots, position = sort_slots(own, L)
-    slots = slots[:pairs]  # those that have an expert here come first
+    slots = slots[:pairs]  # slots whose expert is on this rank come first
     return own.flatten()[slots][:, None], slots, position
 
 

@@ -1,9 +1,9 @@
-"""A linear layer over a frozen block-scaled FP8 weight, of which both factors are in FP8.
+"""A linear layer over a frozen block-scaled FP8 weight that multiplies in FP8.
 
     y = dequant(fp8(x)) @ dequant(q)^T + bias
 
-T = rows of x, K = its columns, N = rows of q. Saved for backward are q's own tensors: the gradient
-is that of `quantized_linear`.
+T = rows of x, K = its columns, N = rows of q. Saved for backward: q's own tensors. The gradient is
+that of `quantized_linear`.
 """
 
 from __future__ import annotations
@@ -35,20 +35,19 @@ BLOCK = (128, 128)
 def fp8_linear(
     x: torch.Tensor, q: BlockFP8, bias: torch.Tensor | None = None, *, implementation: str = "auto"
 ) -> torch.Tensor:
-    """y = dequant(fp8(x)) @ dequant(q)^T + bias: x too is rounded to FP8, and FP8 is what is
-    multiplied.
+    """y = dequant(fp8(x)) @ dequant(q)^T + bias: x is rounded to FP8 too, and the product is in
+    FP8.
 
-    Under torch.autocast as `quantized_linear`. Its own op, and never what `quantized_linear`
-    chooses, because a result differs by what x loses: half a unit in the last of three bits of
-    mantissa, 3 % of a product on average. Differentiable in x and bias, with the rounding of x left
-    out of the gradient: that of `quantized_linear`, dx = dy @ dequant(q) with the weight in x's
-    dtype. Saved for backward: q's tensors. Deterministic. Products within 128 columns are summed by
-    the tensor cores, in their precision; they are scaled and added up in float32, and rounded once,
-    with bias.
+    Autocast as in `quantized_linear`. A separate op that `quantized_linear` never chooses, because
+    rounding x changes the result: half a unit in the last of three mantissa bits, 3 % of a product
+    on average. Differentiable in x and bias, ignoring the rounding of x: the gradient is that of
+    `quantized_linear`, dx = dy @ dequant(q) with the weight in x's dtype. Saved for backward: q's
+    tensors. Deterministic. Products within 128 columns are summed by the tensor cores, in their
+    precision; they are scaled and accumulated in float32, and rounded once, with bias.
 
     Args:
-        x: [..., K] fp32 | bf16 | fp16 (fp64 with eager), any strides; finite. It is quantized as
-            `quantize_block_fp8(x, block=(1, 128))` does: a scale for each 128 columns of a row.
+        x: [..., K] fp32 | bf16 | fp16 (fp64 with eager), any strides; finite. Quantized as by
+            `quantize_block_fp8(x, block=(1, 128))`: one scale per 128 columns of a row.
         q: BlockFP8 of shape [N, K] with blocks of 128 x 128.
         bias: [N] in x's dtype, or None.
         implementation: "auto", or one that `tilewright explain fp8_linear` lists.
@@ -57,7 +56,7 @@ def fp8_linear(
         [..., N] in x's dtype.
 
     Raises:
-        TypeError, ValueError: As `quantized_linear`, and for other blocks.
+        TypeError, ValueError: As `quantized_linear`, and for other block sizes.
         ImplementationUnavailable: As `quantized_linear`.
 
     Example:
@@ -79,7 +78,7 @@ def fp8_linear(
 
 
 class _Straight(torch.autograd.Function):
-    """The second of two tensors, with its gradient for the first."""
+    """Returns the second tensor, and passes its gradient to the first (straight-through)."""
 
     @staticmethod
     def forward(ctx, x, rounded):

@@ -1,11 +1,10 @@
-"""Three ops with their results in FP8, as the product behind them takes its inputs: block-scaled in
-blocks of 1 x 128, or MXFP8. The bfloat16 result is never written to memory, or written in the same
+"""Three ops whose results are in FP8, as the following product takes its inputs: block-scaled in
+blocks of 1 x 128, or MXFP8. The bfloat16 result is not written to memory, or written in the same
 pass.
 
-Each gives, byte for byte, what the op and `quantize_block_fp8(..., block=(1, 128))` or
-`quantize_mxfp8` give one after
-the other in the same implementation: the result is rounded to the input's dtype before it is
-quantized.
+Each gives, byte for byte, the result of the op followed by `quantize_mxfp8` or
+`quantize_block_fp8(..., block=(1, 128))` in the same implementation: the op's result is rounded to
+the input's dtype before it is quantized.
 """
 
 from __future__ import annotations
@@ -38,9 +37,7 @@ class Norm(NamedTuple):
 
 
 class Into(NamedTuple):
-    """What a norm's kernel writes. keep: also the normalized rows.   mx: MXFP8, not blocks of
-    1 x 128.
-    """
+    """A norm kernel's output. keep: also the normalized rows.   mx: MXFP8, not 1 x 128 blocks."""
 
     seed: int | None
     keep: bool
@@ -57,32 +54,32 @@ def silu_mul_quantize(
     transpose: bool = False,
     implementation: str = "auto",
 ) -> BlockFP8 | MXFP8 | tuple[MXFP8, MXFP8]:
-    """silu(gate) * up in FP8: what a down projection in FP8 multiplies.
+    """silu(gate) * up in FP8, the input of a down projection in FP8.
 
-    In float32; the product is rounded to gate's dtype, then quantized as by `quantize_block_fp8` or
-    `quantize_mxfp8`: byte for byte what the two give in the same implementation. Not
-    differentiable: for inference, and for a forward whose backward recomputes `silu_mul`.
-    Deterministic.
+    Computed in float32; the product is rounded to gate's dtype, then quantized as by
+    `quantize_block_fp8` or `quantize_mxfp8`: byte for byte as the two ops in sequence, in the same
+    implementation. Not differentiable: for inference, and for a forward whose backward recomputes
+    `silu_mul`. Deterministic.
 
     Args:
-        gate, up: [..., I] as in `silu_mul`, or gate [..., 2 I] = [gate; up] alone. Finite, and so
-            must the product be.
+        gate, up: [..., I] as in `silu_mul`, or gate [..., 2 I] = [gate; up] alone. They and their
+            result must be finite.
         seed: as in `quantize_block_fp8`.
-        format: "block_fp8", with a float32 scale for each 1 x 128 block, or "mxfp8", with a power
-            of two for each 32 elements of a row.
+        format: "block_fp8", with a float32 scale per 1 x 128 block, or "mxfp8", with a power of two
+            per 32 elements of a row.
         transpose: returns (q, that of the product's transpose), bit for bit as `quantize_mxfp8`
-            does, from one read of gate and up (eager: two of the product): what the gradient of the
-            projection's weight multiplies. Only in MXFP8, of whose transpose a program holds the
-            blocks, 32 rows; the result has 2 dimensions or more.
+            does, from one read of gate and up (eager: two of the product): an operand of the
+            gradient of the projection's weight. MXFP8 only, whose transposed blocks, 32 rows, a
+            program holds; the result has 2 dimensions or more.
         implementation: "auto", or one of triton, cpp, eager.
 
     Returns:
         A BlockFP8 or MXFP8 of shape [..., I], of gate's dtype.
 
     Raises:
-        TypeError, ValueError: Arguments that do not fit.
-        ValueError: A product that is not finite (on CUDA, where looking would wait for the device,
-            such a block's scale is not finite).
+        TypeError, ValueError: Invalid arguments.
+        ValueError: The product is not finite (not checked on CUDA, which would synchronize: such a
+            block's scale is not finite).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:
@@ -132,30 +129,30 @@ def rmsnorm_quantize(
     format: str = "block_fp8",
     implementation: str = "auto",
 ) -> BlockFP8 | MXFP8 | tuple[BlockFP8 | MXFP8, torch.Tensor]:
-    """rmsnorm(x, weight) in FP8: what a projection in FP8 multiplies.
+    """rmsnorm(x, weight) in FP8, the input of a projection in FP8.
 
     Sums in float32 or wider; the normalized row is rounded to x's dtype, then quantized as by
-    `quantize_block_fp8` or `quantize_mxfp8`: byte for byte what the two give in the same
-    implementation (Triton: with the launch constants of rmsnorm's, which decide the order of sums).
-    There is no transpose of it in the same pass: a program holds a row, and a block of the
-    transpose 32 of them; `quantize_mxfp8` of the normalized rows, returned or made again, gives
-    one. Not differentiable, normalized neither: for inference, and for a forward whose backward is
+    `quantize_block_fp8` or `quantize_mxfp8`: byte for byte as the two ops in sequence, in the same
+    implementation (Triton: with rmsnorm's launch configuration, which decides the order of sums).
+    It cannot return the transpose in the same pass: a program holds one row, and a block of the
+    transpose 32; `quantize_mxfp8` of the normalized rows, returned or recomputed, gives it. Not
+    differentiable, the normalized rows neither: for inference, and for a forward whose backward is
     `rmsnorm`'s. Deterministic.
 
     Args:
         x, weight, eps, bias, offset, cast: as in `rmsnorm`; the normalized rows must be finite.
         seed: as in `quantize_block_fp8`.
         format: as in `silu_mul_quantize`.
-        return_normalized: also return the normalized rows in x's dtype, for what is not in FP8.
+        return_normalized: also return the normalized rows in x's dtype, for consumers not in FP8.
         implementation: "auto", or one of triton, cpp, eager.
 
     Returns:
         A BlockFP8 or MXFP8 of x's shape and dtype, or (it, normalized [..., D]).
 
     Raises:
-        TypeError, ValueError: Arguments that do not fit.
-        ValueError: Normalized rows that are not finite (on CUDA, where looking would wait for the
-            device, such a block's scale is not finite).
+        TypeError, ValueError: Invalid arguments.
+        ValueError: Normalized rows are not finite (not checked on CUDA, which would synchronize:
+            such a block's scale is not finite).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:
@@ -190,15 +187,15 @@ def add_rmsnorm_quantize(
     format: str = "block_fp8",
     implementation: str = "auto",
 ) -> tuple[BlockFP8 | MXFP8 | torch.Tensor, ...]:
-    """(rmsnorm(x + residual) in FP8, x + residual) in one pass over memory: the pre-norm
-    transformer's residual step before a projection in FP8.
+    """(rmsnorm(x + residual) in FP8, x + residual) in one pass over memory: the residual step of a
+    pre-norm transformer before a projection in FP8.
 
-    Byte for byte what `add_rmsnorm` and the quantization give one after the other in the same
-    implementation. Not differentiable, the sum neither. Deterministic.
+    Byte for byte as `add_rmsnorm` followed by the quantization, in the same implementation. Not
+    differentiable, the sum neither. Deterministic.
 
     Args:
         residual: as in `add_rmsnorm`: x's shape, x's dtype or float32; the sum is rounded to its
-            dtype and returned in it.
+            dtype.
         x, weight, eps, bias, offset, cast, seed, return_normalized, format: as in
             `rmsnorm_quantize`.
         implementation: "auto", or one that `tilewright explain add_rmsnorm_quantize` lists.
@@ -241,7 +238,7 @@ def _check_options(x, seed, return_normalized, format):
 
 
 def _made(data, inverse, shape, dtype, what, format):
-    """Of codes [rows, columns] and inverse scales [rows, blocks]."""
+    """Wraps codes [rows, columns] and inverse scales [rows, blocks]."""
     rows = shape[-2] if len(shape) > 1 else 1
     inverse = inverse.view(math.prod(shape[:-2]), rows, inverse.shape[-1])
     if format == "mxfp8":
@@ -249,7 +246,7 @@ def _made(data, inverse, shape, dtype, what, format):
     return block_fp8.blocks_of(data, inverse, tuple(shape), BLOCK, dtype, what)
 
 
-# ---- the definitions: the two, one after the other
+# ---- the definitions: the two ops in sequence
 
 
 def _quantized(y, seed, mx):
@@ -280,11 +277,10 @@ def _flat(t):
     return t.reshape(math.prod(t.shape[:-1]), t.shape[-1]).contiguous()
 
 
-# A code of e4m3 has 3 bits of mantissa: where the twin's value and another's, a rounding apart, lie
-# on two sides of a tie, the codes are neighbors, 1/8 of the smaller apart. In MXFP8 a block's
-# largest magnitude may lie so on two sides
-# of 448 times a power of two: the scale is then twice the other, and codes are halves. Tests
-# compare bytes with the two ops of one implementation.
+# e4m3 has 3 bits of mantissa: where the twin's value and another's, one rounding apart, are on two
+# sides of a tie, the codes are neighbors, 1/8 of the smaller apart. In MXFP8 a block's largest
+# magnitude may be on two sides of 448 times a power of two: one scale is then twice the other, and
+# codes are halved. Tests compare bytes with the two ops of one implementation.
 def _atol(dtype, kwargs):
     return 1.25 if kwargs.get("format") == "mxfp8" else 0.125
 

@@ -1,4 +1,4 @@
-"""Gates of experts: how `moe_mlp` combines a gate and an up projection, with derivatives."""
+"""Gates of experts: how `moe_mlp` combines gate and up projections, with derivatives."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import torch.nn.functional as F
 
 from tilewright.ops import _checks
 
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "softcapped")  # each is its index in kernels
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "softcapped")  # the index is that in kernels
 
 
 @dataclass(frozen=True)
 class Gate:
-    """How the experts of a mixture combine a gate g and an up u: a(g) * (u + up_offset), as
-    `moe_mlp` takes it.
+    """Describes how `moe_mlp`'s experts combine gate g and up u: a(g) * (u + up_offset).
 
     gpt-oss, arXiv:2508.10925: Gate(alpha=1.702, limit=7.0, up_limit=7.0, up_offset=1.0,
     interleaved=True).
@@ -24,16 +23,16 @@ class Gate:
     Args:
         activation: a. "silu": g sigmoid(alpha g); "gelu_tanh", "gelu": as `gelu_mul`'s "tanh" and
             "none"; "softcapped": limit tanh(g / limit) sigmoid(alpha g).
-        alpha: a finite number, 1 unless the activation has a sigmoid.
-        limit: > 0; gates are clamped to at most it, None for no limit.
+        alpha: a finite number; must be 1 unless the activation has a sigmoid.
+        limit: > 0, an upper bound to which gates are clamped; None: no bound.
         up_limit: > 0; ups are clamped to [-up_limit, up_limit]. Gradients beyond the limits are 0.
             "softcapped" needs both limits, and u becomes up_limit tanh(u / up_limit).
         up_offset: a finite number.
-        interleaved: gate_up_proj's rows are gate, up, gate, up, ..., and so are its bias's
-            elements; False: all gates come before all ups.
+        interleaved: gate_up_proj's rows, and its bias's elements, are gate, up, gate, up, ...;
+            False: all gates, then all ups.
 
     Raises:
-        TypeError, ValueError: values that do not fit.
+        TypeError, ValueError: invalid values.
 
     Example:
         >>> gates, ups = tilewright.ops.Gate(interleaved=True).split(torch.tensor([1.0, 2.0]))
@@ -76,12 +75,12 @@ class Gate:
             )
 
     def split(self, pre: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gates and ups of pre [..., 2 I]: views."""
+        """Views of the gates and the ups of pre [..., 2 I]."""
         return (pre[..., ::2], pre[..., 1::2]) if self.interleaved else pre.chunk(2, -1)
 
 
 def gate_eager(pre: torch.Tensor, gate: Gate) -> torch.Tensor:
-    """[..., I] of [..., 2 I]; rounded once."""
+    """Maps [..., 2 I] to [..., I]; rounded once."""
     g, u = (t.to(torch.promote_types(pre.dtype, torch.float32)) for t in gate.split(pre))
     if gate.activation == "softcapped":
         a = gate.limit * torch.tanh(g / gate.limit) * torch.sigmoid(gate.alpha * g)
@@ -117,7 +116,7 @@ def gate_parts(
         s = 0.5 * torch.erfc(g * -math.sqrt(0.5))
         a, da = g * s, s + g * torch.exp(-0.5 * g.square()) * (1 / math.sqrt(2 * math.pi))
     elif gate.activation == "gelu_tanh":  # (1 + tanh z) / 2 is sigmoid(2 z)
-        # Beyond 20, s or 1 - s is 0, and a cube may overflow.
+        # Beyond 20, s or 1 - s is 0, and the cube could overflow.
         c, z = math.sqrt(8 / math.pi), g.clamp(-20, 20)
         s = torch.sigmoid(c * (z + 0.044715 * z * z * z))
         a = g * s

@@ -1,11 +1,11 @@
-"""One product an expert: y[r] = weight[e(r)] x[r], where e(r) is the expert whose rows r is among.
+"""One matrix product per expert: y[r] = weight[e(r)] x[r], where e(r) is the expert of row r.
 
-R = rows, E = experts, K = columns of x, N = columns of y. Rows are sorted by expert; those of
-expert e end at offsets[e], and the rows from offsets[-1] on, the tail, belong to none:
+R = rows, E = experts, K = columns of x, N = columns of y. Rows are sorted by expert; expert e's
+rows end at offsets[e]. The rows from offsets[-1] on, the tail, belong to no expert:
 
     dx[r] = weight[e(r)]^T dy[r]        dweight[e] = the sum over e's rows of dy[r] x[r]^T
 
-The tail of y and dx is 0, and x and dy are not read there: NaN in it goes nowhere.
+The tail of y and dx is 0; the tail of x and dy is not read, so NaN in it does not propagate.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ def grouped_gemm(
 ) -> torch.Tensor:
     """y[r] = weight[e] @ x[r] for offsets[e - 1] <= r < offsets[e], and 0 from offsets[-1] on.
 
-    Summed in float32, rounded once. float32 is multiplied in full precision. Under torch.autocast x
-    and weight are cast to its dtype, as by F.linear (not by grouped_mm). Differentiable in x and
-    weight, once; the gradient of an expert without rows is 0. Saved for backward: x,
-    weight, offsets. Deterministic: no atomics.
+    Accumulated in float32, rounded once. float32 is multiplied in full precision. Under
+    torch.autocast x and weight are cast to its dtype, as by F.linear (not by grouped_mm).
+    Differentiable once in x and weight; the gradient of an expert without rows is 0. Saved for
+    backward: x, weight, offsets. Deterministic: no atomics.
 
     Args:
         x: [R, K] fp32 | bf16 | fp16 (fp64 with eager), any strides; rows of a wider tensor are read
             in place.
-        weight: [E, N, K] in x's dtype, E not 0; also the transpose of a contiguous [E, K, N], which
-            is read in place.
-        offsets: [E] int32 on x's device: the end of each expert's rows. They do not decrease, and
-            lie within 0 and R.
+        weight: [E, N, K] in x's dtype, E > 0; the transpose of a contiguous [E, K, N] is read in
+            place too.
+        offsets: [E] int32 on x's device: the end of each expert's rows, non-decreasing, within 0
+            and R.
         implementation: "auto", or one that `tilewright explain grouped_gemm` lists.
 
     Returns:
         [R, N], contiguous, in x's dtype.
 
     Raises:
-        TypeError, ValueError: Arguments that do not fit (on CUDA, where looking would wait for the
-            device, the values of offsets are not checked: they are cut to the rules).
+        TypeError, ValueError: Invalid arguments (the values of offsets are not checked on CUDA,
+            which would synchronize: they are clamped to the rules).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:
@@ -101,7 +101,7 @@ def _look_at_offsets(offsets: torch.Tensor, rows: int) -> torch.Tensor:
     return offsets.clone(memory_format=torch.contiguous_format)
 
 
-# An operator, so that compiled code checks when it runs; the caller uses its result.
+# An operator, so that compiled code checks at run time; the caller uses its result.
 _checked_offsets = define(
     "checked_offsets",
     _look_at_offsets,
@@ -158,7 +158,7 @@ class Fused(NamedTuple):
 
     @classmethod
     def of(cls, *operators: Operator) -> Fused:
-        """With autograd."""
+        """Makes them differentiable."""
         fused = cls(*operators)
         differentiate(fused.forward, _backward, _setup, backward_op=fused[1:])
         return fused
@@ -175,12 +175,12 @@ class Fused(NamedTuple):
 
 
 def operators(name: str) -> Fused:
-    """Those of an implementation, for ops that are composed of them."""
+    """The operators of an implementation, for ops that are composed of them."""
     return _LOADERS[name]()
 
 
 class _Triton:
-    """The launchers without what only `moe_mlp` asks of them."""
+    """The launchers, without the options that only `moe_mlp` uses."""
 
     def __init__(self, kernels):
         self.kernels = kernels
@@ -216,12 +216,12 @@ def _cpp():
 
 
 # ---- kernels of other libraries: rows times one matrix per expert, and a sum over rows. They need
-# rows at multiples of 16 bytes, and may leave the tail and the experts without rows unwritten.
+# rows aligned to 16 bytes, and may leave the tail and experts without rows unwritten.
 
 
 def _padded(t: torch.Tensor) -> torch.Tensor:
-    """t, contiguous, with zeros up to a multiple of 16 bytes in its last dimension, and in the
-    last but one of 3.
+    """A contiguous t, zero-padded to a multiple of 16 bytes in its last dimension, and in the last
+    but one of 3.
     """
     step = 16 // t.element_size()
     missing = [-n % step for n in reversed(t.shape[1:])]
@@ -234,7 +234,7 @@ def _without_tail(y: torch.Tensor, columns: int, offsets: torch.Tensor) -> torch
 
 
 class _Library:
-    """The launchers over another library's two products, both of padded sizes.
+    """The launchers over another library's two products, both with padded sizes.
 
     rows_by_matrix: (x [R, K], w [E, K, N], offsets) -> [R, N].
     sum_over_rows: (a [N, R], b [R, K], offsets) -> [E, N, K].
@@ -303,8 +303,8 @@ def _not_hopper_or_blackwell(what: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Native(Implementation):
-    """On CUDA torch's kernels are for bfloat16; it takes other dtypes in a loop that waits for
-    the device.
+    """On CUDA torch's kernels support bfloat16 only; other dtypes run in a loop that
+    synchronizes.
     """
 
     def why_not(
@@ -324,7 +324,7 @@ def _cu_seqlens(offsets):
 def _quack():
     from quack.gemm_interface import gemm
 
-    # tuned=False: quack would search for constants at the first call of every number of rows.
+    # tuned=False: quack would tune at the first call for every number of rows.
     library = _Library(
         lambda a, b, offsets: gemm(a, b, cu_seqlens_m=_cu_seqlens(offsets), tuned=False),
         lambda a, b, offsets: gemm(a, b, cu_seqlens_k=_cu_seqlens(offsets), tuned=False),
@@ -365,7 +365,7 @@ GROUPED_GEMM = Op(
             (torch.float32, torch.bfloat16),
         ),
         _Native("native", lambda: _native().forward, _no_native, devices=("cuda", "cpu")),
-        # Never chosen by auto: here to be asked for and compared with.
+        # Never chosen by auto: for explicit use and comparison.
         Implementation(
             "quack",
             lambda: _quack().forward,

@@ -1,11 +1,11 @@
-"""The block Hadamard transform, with random signs or without, in each block of 16 or 32:
+"""The block Hadamard transform, optionally with random signs, of each block of 16 or 32:
 
     y = H (s * x) / sqrt(size)
 
-H is Sylvester's matrix of +-1: H[i, j] = (-1)^(number of bits that i and j share). H / sqrt(size)
-is symmetric and its own inverse. It spreads one large element over its block, so that a block's
-scale in FP4 fits the other ones, and in a product of two tensors that are transformed along the
-summed dimension it cancels: (H a) . (H b) = a . b.
+H is Sylvester's matrix of +-1: H[i, j] = (-1)^(number of set bits in i & j). H / sqrt(size) is
+symmetric and its own inverse. It distributes one large element over its block, so that the block's
+FP4 scale fits the other elements too. In a product of two tensors that are both transformed along
+the summed dimension it cancels: (H a) . (H b) = a . b.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ def hadamard(
     Computed in float32 (fp64 for fp64), in a fixed order: log2(size) stages of sums and differences
     with the element 1, 2, 4, ... positions away, then one product by size^-1/2, then one rounding.
     Every implementation gives the same bits. Differentiable any number of times: the gradient is
-    the other direction.
+    the transform in the other direction.
 
     Args:
-        x: [..., C] fp32 | bf16 | fp16 (fp64 with eager), any strides (others than contiguous are
-            copied). C must divide by size.
+        x: [..., C] fp32 | bf16 | fp16 (fp64 with eager), any strides (non-contiguous tensors are
+            copied). C must be a multiple of size.
         size: 16 or 32.
-        seed: None for no signs. A number, 0 to 2^63 - 1, multiplies position i of every block by a
-            random sign s_i first: negative where the lowest bit of word i % 4 of Philox4x32-10 with
+        seed: None: no signs. An int, 0 to 2^63 - 1, first multiplies position i of every block by a
+            random sign s_i: negative where the lowest bit of word i % 4 of Philox4x32-10 with
             counter i // 4 and key seed is 1. The signs are the same for all blocks and tensors, so
-            that they cancel in a product.
-        inverse: x = s * (H y / sqrt(size)), which undoes the transform with this size and seed.
+            they cancel in a product.
+        inverse: x = s * (H y / sqrt(size)), which undoes the transform of this size and seed.
         implementation: "auto", or one of triton, cpp, eager.
 
     Returns:
         [..., C], contiguous, in x's dtype.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit.
+        TypeError, ValueError: invalid arguments.
         ImplementationUnavailable: a named implementation that cannot run here.
 
     Example:
@@ -63,8 +63,8 @@ def hadamard(
         True
 
     Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, which
-    transforms the inputs of the weight gradient in blocks of 16 with one vector of signs for all of
-    a run, as Transformer Engine's NVFP4 recipe does.
+    transforms the inputs of the weight gradient in blocks of 16 with one vector of signs per run,
+    as does Transformer Engine's NVFP4 recipe.
     """
     _checks.floating("x", x)
     if x.dim() == 0:
@@ -78,7 +78,7 @@ def hadamard(
 def check_options(
     columns: int, size: object, seed: int | None, name: str = "size", seed_name: str = "seed"
 ) -> None:
-    """Raises for a size, or a seed, that does not fit rows of so many elements."""
+    """Raises for a size or seed that is invalid for rows of this many elements."""
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"{name} must be one of {list(SIZES)}, got {size!r}")
     _checks.choice(name, size, SIZES)

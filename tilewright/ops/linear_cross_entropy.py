@@ -1,17 +1,17 @@
-"""Cross-entropy of a language model's head, without its logits in memory:
+"""Cross-entropy of a language model's head, without materializing its logits:
 
     logits = x weight^T + bias
     loss   = cross_entropy(logits, target, ...)
 
-T = tokens, H = hidden width, V = vocabulary, y = target, z = logits, soft-capped where a cap is
-given. The eager twin holds the logits [T, V], rounded to x's dtype, and does the rest as
-`cross_entropy` does. The chunked implementations hold those of some rows at a time: GEMM,
-statistics kernel, gradient over the logits in place, two GEMMs, next rows. `_linear_chunks.py` says
-how many rows a chunk has.
+T = tokens, H = hidden width, V = vocabulary, y = target, z = logits, soft-capped if a cap is given.
+The eager twin allocates the logits [T, V], rounded to x's dtype, and continues as `cross_entropy`.
+The chunked implementations allocate the logits of some rows at a time: GEMM, statistics kernel,
+gradient over the logits in place, two GEMMs, next rows. `_linear_chunks.py` has the rule for the
+number of rows per chunk.
 
 With reduction "mean" and "sum" forward computes the gradients too, and backward scales them by the
-upstream gradient: 6 T H V flops in total. For "none" the upstream gradient differs by row: forward
-saves [T] statistics only, and backward computes the logits again, 8 T H V.
+upstream gradient: 6 T H V flops in total. For "none" the upstream gradient differs per row: forward
+saves [T] statistics only, and backward recomputes the logits, 8 T H V.
 """
 
 from __future__ import annotations
@@ -77,17 +77,17 @@ def linear_cross_entropy(
 ) -> torch.Tensor | CrossEntropyOutput:
     """`cross_entropy(x @ weight.T + bias, target, ...)`, a chunk of rows at a time.
 
-    GEMMs run as torch.mm does them in x's dtype (on a CPU with AVX-512, those into float32 by
-    tilewright's own, summed in float32). Logits are rounded to x's dtype (but for fp32_logits),
-    statistics and loss are float32, and the gradient of the logits is rounded to x's dtype. No
-    atomics: the same bits every run with the same chunks. Under torch.autocast x, weight and bias
+    GEMMs run as torch.mm does in x's dtype (on a CPU with AVX-512, those into float32 by
+    tilewright's own, accumulated in float32). Logits are rounded to x's dtype (except with
+    fp32_logits), statistics and loss are float32, and the gradient of the logits is rounded to x's
+    dtype. Deterministic for the same chunks: no atomics. Under torch.autocast x, weight and bias
     are cast to its dtype; the loss is float32.
 
     Memory beside inputs and gradients: one chunk of logits in x's dtype (see fp32_logits), and
     float32 sums for a 16-bit weight.
 
-    Differentiable once in x, weight, bias and token_weight. What does not require a gradient costs
-    none: with a frozen weight (LoRA), its GEMM and its sums are left out.
+    Differentiable once in x, weight, bias and token_weight. Gradients that are not required cost
+    nothing: with a frozen weight (LoRA), its GEMM and its sums are skipped.
 
     Args:
         x: [..., H] fp32 | bf16 | fp16 (fp64 with eager), any strides.
@@ -102,20 +102,19 @@ def linear_cross_entropy(
         class_weight, token_weight, reduction, num_tokens: as in `cross_entropy`.
         return_lse, return_entropy, return_argmax: as in `cross_entropy`.
         group: weight and bias are this rank's shard of the vocabulary, [V / world, H] and
-            [V / world], in rank order, all of one size; x, target and the rest are whole and the
-            same on every rank. Each chunk costs the all-reduces of `cross_entropy`; backward
-            all-reduces the gradient of x, [T, H], in x's dtype. Unsupported under torch.compile
-            and by torch.
+            [V / world], in rank order, all shards of one size; x, target and the rest are
+            replicated. Each chunk costs the all-reduces of `cross_entropy`; backward all-reduces
+            the gradient of x, [T, H], in x's dtype. Unsupported under torch.compile and by torch.
         accumulate: the dtype in which the gradients of weight and bias are summed over chunks.
             "fp32"; or "bf16", their own dtype (so fp16 for fp16), which saves 4 bytes per element
             of a 16-bit head and loses precision with every chunk. In fp16 it can overflow, because
-            the sums are not yet divided by the number of tokens. Makes no difference to a float32
-            weight. A single chunk needs no sum, so "fp32" costs it nothing (but for fp16, whose sum
-            stays in float32 for the same reason).
-        fp32_logits: keep logits as the GEMM sums them, in float32, instead of rounding them to a
-            16-bit x's dtype. A chunk then holds float32 logits and, where there are gradients, a
-            copy in x's dtype for the GEMMs. On a CPU without AVX-512's bfloat16 instructions, and
-            in float16, operands are converted first: no such GEMM there.
+            the sums are not yet divided by the number of tokens. No effect on a float32 weight. A
+            single chunk needs no sum, so "fp32" costs it nothing (except for fp16, whose sum stays
+            in float32 for the same reason).
+        fp32_logits: keep the GEMM's float32 sums as logits instead of rounding them to a 16-bit x's
+            dtype. A chunk then holds float32 logits and, if gradients are required, a copy in x's
+            dtype for the GEMMs. On a CPU without AVX-512's bfloat16 instructions, and in float16,
+            operands are cast first, since such a GEMM does not exist there.
         chunk_size: rows per chunk, or None for the rule of `_linear_chunks.py`. The eager twin has
             one chunk.
         implementation: "auto", or one of triton, cpp, torch, eager.
@@ -124,7 +123,7 @@ def linear_cross_entropy(
         As `cross_entropy`.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit.
+        TypeError, ValueError: invalid arguments.
         IndexError: a target out of range (as `cross_entropy`).
         ImplementationUnavailable: a named implementation that cannot run here, or not with these
             options.
@@ -168,7 +167,7 @@ def linear_cross_entropy(
 
 
 class _Replicated(torch.autograd.Function):
-    """x, which every rank of the group holds: its gradient is the sum over the ranks."""
+    """x, replicated over the group: its gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -229,8 +228,8 @@ def linear_cross_entropy_torch(x, weight, bias, labels, options, precision, chun
         ignore_index=-100,
         options=chunks,
     )
-    # Targets out of range were ignored above, and make the loss and the gradient NaN here: of all
-    # rows, if summed.
+    # Targets out of range were ignored above; here they make the loss and the gradient NaN, of all
+    # rows if summed.
     losses = losses * (1 + 0 * (here if losses.dim() else here.sum()))
     y_weight = weight_of(target, floats(class_weight))
     return reduced(losses, here, y_weight, token_weight, reduction, num_tokens), None, None, None
@@ -303,9 +302,9 @@ LINEAR_CROSS_ENTROPY = Op(
     ),
     _all_cases(),
     atol,
-    # 42 ms is 78 % of what its 6 T H V flops take at an H200's 790 TFLOP/s. One chunk of logits,
-    # 2,004 MiB, beside the gradients of x and weight, 64 and 1,002 MiB; and a tenth for what the
-    # allocator rounds.
+    # 42 ms is 78 % of the time for 6 T H V flops at an H200's 790 TFLOP/s. One chunk of logits,
+    # 2,004 MiB, beside the gradients of x and weight, 64 and 1,002 MiB; and a tenth for the
+    # allocator's rounding.
     goals=(
         Goal(
             "H200",

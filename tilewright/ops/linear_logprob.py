@@ -1,9 +1,9 @@
-"""Log-probability and entropy of a language model's head, without its logits in memory:
+"""Log-probability and entropy of a language model's head, without materializing its logits:
 
     logprob = log softmax(z / temperature)_y
 
-Symbols and chunks as in linear_cross_entropy. The upstream gradient differs by row: forward saves
-[T] statistics only, and backward computes the logits again, 8 T H V flops in total.
+Symbols and chunks as in linear_cross_entropy. The upstream gradient differs per row: forward saves
+[T] statistics only, and backward recomputes the logits, 8 T H V flops in total.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tilewright.registry import Implementation, Op
 
 
 class Scaling(NamedTuple):
-    """How logits are scaled: softcap (0.0 for none) first, then division by the temperature."""
+    """How logits are scaled: softcap (0.0: none) first, then division by the temperature."""
 
     temperature: float
     softcap: float
@@ -55,15 +55,15 @@ def linear_logprob(
     """Log-probability of each target, and the entropy of its distribution, for reinforcement
     learning.
 
-    Both results are differentiable once in x, weight and bias; backward computes the logits again.
-    The gradients of weight and bias are summed over chunks in float32. Under torch.autocast as
+    Both results are differentiable once in x, weight and bias; backward recomputes the logits. The
+    gradients of weight and bias are summed over chunks in float32. Autocast as in
     `linear_cross_entropy`.
 
     Args:
         x, weight, target, bias, ignore_index: as in `linear_cross_entropy`.
         temperature: > 0, divides the (capped) logits.
-        softcap: > 0, or None for none. temperature, softcap and softcap / temperature are finite in
-            float32.
+        softcap: > 0, or None: no softcap. temperature, softcap and softcap / temperature must be
+            finite in float32.
         fp32_logits, chunk_size: as in `linear_cross_entropy`.
         implementation: "auto", or one of triton, cpp, eager.
 
@@ -120,9 +120,9 @@ def linear_logprob_eager(x, weight, bias, target, here, scaling, precision, chun
 
 
 def _logprob_atol(dtype, kwargs):
-    """In float32 the entropy's gradient has the factor z - mean, which loses digits where the two
-    are close, and in a case of five rows the twin may be lucky: the others exceed twice its error
-    by up to 13 eps (AVX2).
+    """In float32 the entropy's gradient has the factor z - mean, which cancels where the two are
+    close, and in a case of five rows the twin's error may be small by chance: the others exceed
+    twice it by up to 13 eps (AVX2).
     """
     return 16 * torch.finfo(dtype).eps if dtype == torch.float32 else atol(dtype, kwargs)
 

@@ -1,28 +1,28 @@
 """The experts of a mixture-of-experts layer as one op: gather, up-projection, SwiGLU,
 down-projection, weighted sum.
 
-T = tokens, K = experts per token, R = T K rows, E = experts, H = width of the model, I = inner
-width of an expert. With rows in the order of their experts (`sort_by_expert`), and token(r), e(r),
-w(r) of a row r:
+T = tokens, K = experts per token, R = T K rows, E = experts, H = model width, I = inner width of an
+expert. Rows are sorted by expert (`sort_by_expert`); token(r), e(r) and w(r) are a row's token,
+expert and weight:
 
     pre[r] = gate_up_proj[e(r)] x[token(r)] + gate_up_bias[e(r)]
-    h[r]   = silu(gate) * up, where pre[r] = [gate; up], or what another `Gate` makes of them
+    h[r]   = silu(gate) * up, where pre[r] = [gate; up], or another `Gate` of them
     y[t]   = the sum over t's rows of w(r) (down_proj[e(r)] h[r] + down_bias[e(r)])
 
-Saved for backward are x, pre and the routing (`saved_bytes`), because the backward needs neither
-the result of the down-projection nor its gradient. With dh[r] = down_proj[e(r)]^T dy[token(r)],
+Saved for backward: x, pre and the routing (`saved_bytes`); the backward needs neither the result of
+the down-projection nor its gradient. With dh[r] = down_proj[e(r)]^T dy[token(r)],
 
     dw(r)         = <dh[r], h[r]> + <dy[token(r)], down_bias[e(r)]>
     dpre[r]       = dSwiGLU(pre[r], w(r) dh[r])
     ddown_proj[e] = the sum over e's rows of dy[token(r)] (w(r) h[r])^T
     ddown_bias[e] = the sum over e's rows of w(r) dy[token(r)]
 
-as in SonicMoE, arXiv:2512.14080. x is gathered in the products, so no copy of it in the order of
-the experts is saved.
+as in SonicMoE, arXiv:2512.14080. The products gather x themselves, so no copy of it sorted by
+expert is saved.
 
-Quantized weights are frozen. Each is dequantized, all experts in one launch, for the one product
-that it is in, and again in the backward. Saved are their codes and scales, pre and the routing; x
-is not, since only gradients of weights need it.
+Quantized weights are frozen. Each is dequantized, all experts in one launch, for its one product,
+and again in the backward. Saved for backward: their codes and scales, pre and the routing; not x,
+which only gradients of weights need.
 """
 
 from __future__ import annotations
@@ -62,40 +62,39 @@ def moe_mlp(
     """y[t] = sum_k expert_weight[t, k] * (down_proj[e] (silu(gate) * up) + down_bias[e]),
     [gate; up] = gate_up_proj[e] x[t] + gate_up_bias[e], e = expert_index[t, k].
 
-    Products are summed in float32; gate, up, silu(gate) * up and the rows of the down-projection
-    are each rounded to x's dtype (products once more where a bias is added after that), the sum
-    over k (in its order) is in float32, rounded once. Under torch.autocast x, biases and weights
-    that are tensors are cast to its dtype. Differentiable in x, gate_up_proj, down_proj,
-    expert_weight and biases, once; the gradient of an expert without tokens is 0. Kept for the
-    backward: the arguments (but gate_up_bias), gate and up, and the order of rows (`saved_bytes`);
-    with quantized weights their own tensors, not a dequantized one, and not x. Deterministic.
+    Products accumulate in float32; gate, up, silu(gate) * up and the rows of the down-projection
+    are each rounded to x's dtype (products once more where a bias is added afterwards), the sum
+    over k (in its order) is in float32, rounded once. Under torch.autocast x, biases and dense
+    weights are cast to its dtype. Differentiable once in x, gate_up_proj, down_proj, expert_weight
+    and biases; the gradient of an expert without tokens is 0. Saved for backward: the arguments
+    (except gate_up_bias), gate and up, and the order of rows (`saved_bytes`); with quantized
+    weights their own tensors, no dequantized copy, and not x. Deterministic.
 
     Args:
         x: [T, H] fp32 | bf16 | fp16 (fp64 with eager), any strides.
         gate_up_proj: [E, 2 I, H], gates before ups, in x's dtype; or quantized (NF4, NVFP4,
-            BlockFP8), and then frozen, and read in x's dtype.
+            BlockFP8), then frozen and dequantized to x's dtype.
         down_proj: [E, H, I], in x's dtype; quantized if gate_up_proj is.
-        expert_index: [T, K] int32 or int64, 0 to E - 1; E for a slot whose expert is not here: it
-            adds nothing and gets no gradient.
+        expert_index: [T, K] int32 or int64, 0 to E - 1; E for a slot whose expert is not on this
+            rank, which adds nothing and gets no gradient.
         expert_weight: [T, K], any floating dtype, used in float32.
-        gate_up_bias: [E, 2 I], in the order of gate_up_proj's rows, in x's dtype; None for none.
-            Not with quantized weights.
-        down_bias: [E, H]; everything else as gate_up_bias.
-        gate: what stands in the place of silu(gate) * up, and whether gates and ups are interleaved
-            (see `Gate`). Only the default with quantized weights.
-        noise: of quantized weights, what `dequantize_*` adds: to gate_up_proj noise, to down_proj
-            noise of the next layer (noise.layer + 1); the same in forward and backward. None for
-            nothing.
+        gate_up_bias: [E, 2 I], in the order of gate_up_proj's rows, in x's dtype; None: no bias.
+            Unsupported with quantized weights.
+        down_bias: [E, H]; otherwise as gate_up_bias.
+        gate: replaces silu(gate) * up, and says whether gates and ups are interleaved (see `Gate`).
+            With quantized weights only the default.
+        noise: added to quantized weights as by `dequantize_*`: gate_up_proj gets noise.layer,
+            down_proj noise.layer + 1; the same in forward and backward. None: no noise.
         implementation: "auto", or one that `tilewright explain moe_mlp` lists.
 
     Returns:
-        [T, H], contiguous, in x's dtype; of quantized weights, bit for bit what dequantized ones
-        give.
+        [T, H], contiguous, in x's dtype; with quantized weights bit for bit as with the dequantized
+        ones.
 
     Raises:
-        TypeError, ValueError: Arguments that do not fit.
-        IndexError: An index outside (on CUDA, where looking would wait for the device, it counts as
-            E).
+        TypeError, ValueError: Invalid arguments.
+        IndexError: An index out of range (not checked on CUDA, which would synchronize: it counts
+            as E).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:
@@ -135,9 +134,9 @@ def saved_bytes(
     quantized: bool = False,
     triton: bool = False,
 ) -> int:
-    """Bytes that one call of a fused implementation saves for its backward, beside weights and
-    biases: x (not if those are quantized), gate and up, the weights of the routing, slots,
-    positions and offsets, and of Triton the map of tiles.
+    """Bytes that one call of a fused implementation saves for backward, beside weights and biases:
+    x (not with quantized weights), gate and up, the weights of the routing, slots, positions and
+    offsets, and with Triton the map of tiles.
     """
     tiles = map_size(T * K, E) if triton else 0
     return (
@@ -258,10 +257,10 @@ MOE_MLP = Op(
         ),
     ),
     CASES,
-    # The gradient of a weight is <dh, h> in the fused ones and <dy, row> in the twin: one number by
-    # two ways, each of which cancels where the other does not. Over 12 seeds and all cases the
-    # excess beyond twice the twin's own error reached 5 eps in float32; in 16 bits roundings of the
-    # operands are larger than that.
+    # The gradient of an expert weight is <dh, h> in the fused implementations and <dy, row> in the
+    # twin, and each cancels where the other does not. Over 12 seeds and all cases the excess beyond
+    # twice the twin's own error reached 5 eps in float32; in 16 bits the operands' rounding errors
+    # are larger than that.
     atol={torch.float32: 8 * torch.finfo(torch.float32).eps},
     goals=(
         *(

@@ -1,26 +1,25 @@
-"""Experts with a frozen base, each with low-rank adapters: `moe_mlp` with W + scale B A in place of
-every W.
+"""Experts with a frozen base and low-rank adapters: `moe_mlp` with W + scale B A in place of every
+W.
 
-Letters are those of moe.py, and r = rank. For each expert's three projections, with W frozen,
+Symbols are those of moe.py, and r = rank. For each expert's three projections, with W frozen,
 A [E, r, in] and B [E, out, r]:
 
     pre[r] = [gate; up], where p = W_p x[token] + scale B_p (A_p x[token]) for p = gate, up
     h[r]   = silu(gate) * up
     y[t]   = the sum over t's rows of w(r) (W_down h[r] + scale B_down (A_down h[r]))
 
-Each base weight is multiplied once, as in `moe_mlp`, and is never added to, copied or joined; the
-rest are products of rank r. A factor that all experts share has a leading size of 1 and stays so:
-on the side of tokens (A of gate and up, B of down), it is one product over the T tokens, not over
-their T K rows.
+Each base weight is multiplied once, as in `moe_mlp`, and is never added to, copied or concatenated;
+the rest are products of rank r. A factor that all experts share has a leading size of 1 and is not
+expanded: on the token side (A of gate and up, B of down) it is one product over the T tokens, not
+over their T K rows.
 
-Saved for backward are x, pre, the routing and A's results (`saved_bytes`). With u = scale B^T dy,
+Saved for backward: x, pre, the routing and A's results (`saved_bytes`). With u = scale B^T dy,
 
     dA     = the sum over rows of u input^T
     dB     = scale times the sum over rows of dy (A input)^T
     dinput = W^T dy + A^T u
 
-and no gradient of a base weight is computed. A quantized one is dequantized in each of the two
-passes.
+and no gradient of a base weight is computed. A quantized base is dequantized in both passes.
 """
 
 from __future__ import annotations
@@ -77,40 +76,39 @@ def moe_lora(
     """`moe_mlp` with W + scale * B A in place of each W: of gate and up (the halves of
     gate_up_proj) and of down_proj.
 
-    Products are summed in float32 and rounded to x's dtype, and so are sums of base and adapter,
-    gate, up, and silu(gate) * up; the sum over k is in float32, rounded once. Under torch.autocast
-    x, adapters and base weights that are tensors are cast to its dtype. Differentiable in x,
-    expert_weight and the adapters, once. A factor's gradient is 0 for an expert without tokens; a
-    shared one's is the sum over experts. x of a token without experts here is read, and must be
-    finite. Saved for backward: the arguments, gate and up, A's results, and the order of rows
-    (`saved_bytes`). Of a quantized weight that is what it is made of: it is dequantized again.
+    Products accumulate in float32 and are rounded to x's dtype, and so are sums of base and
+    adapter, gate, up, and silu(gate) * up; the sum over k is in float32, rounded once. Under
+    torch.autocast x, adapters and dense base weights are cast to its dtype. Differentiable once in
+    x, expert_weight and the adapters. A factor's gradient is 0 for an expert without tokens; a
+    shared factor's is the sum over experts. Rows of x without experts on this rank are read, and
+    must be finite. Saved for backward: the arguments, gate and up, A's results, and the order of
+    rows (`saved_bytes`). A quantized weight is saved as its own tensors and dequantized again.
     Deterministic.
 
     Args:
         x: [T, H] fp32 | bf16 | fp16 (fp64 with eager), any strides.
         gate_up_proj: [E, 2 I, H], gates before ups, frozen: in x's dtype, or quantized.
         down_proj: [E, H, I], likewise.
-        expert_index: [T, K] int32 or int64, 0 to E - 1; E for a slot whose expert is not here: it
-            adds nothing and gets no gradient.
+        expert_index: [T, K] int32 or int64, 0 to E - 1; E for a slot whose expert is not on this
+            rank, which adds nothing and gets no gradient.
         expert_weight: [T, K], any floating dtype, used in float32.
-        gate_A, up_A: [E, r, H] in x's dtype; each projection may have an r of its own. A leading
-            size of 1 is a factor that all experts share; gate and up share alike.
+        gate_A, up_A: [E, r, H] in x's dtype; r may differ per projection. A leading size of 1 is a
+            factor that all experts share; gate and up must agree in this.
         gate_B, up_B: [E, I, r], likewise.
         down_A: [E, r, I], likewise.
         down_B: [E, H, r], likewise.
         scale: of the adapters, a number.
-        noise: of quantized weights, as in `dequantize_nf4`: gate_up_proj takes noise.layer,
-            down_proj the one after it.
+        noise: added to quantized weights as in `dequantize_nf4`: gate_up_proj gets noise.layer,
+            down_proj noise.layer + 1.
         implementation: "auto", or one that `tilewright explain moe_lora` lists.
 
     Returns:
         [T, H], contiguous, in x's dtype.
 
     Raises:
-        TypeError, ValueError: Arguments that do not fit, also for a base weight that requires a
-            gradient.
-        IndexError: An index outside (on CUDA, where looking would wait for the device, it counts as
-            E).
+        TypeError, ValueError: Invalid arguments, or a base weight that requires a gradient.
+        IndexError: An index out of range (not checked on CUDA, which would synchronize: it counts
+            as E).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:
@@ -146,13 +144,11 @@ def saved_bytes(
     shared_A: bool = False,
     shared_B: bool = False,
 ) -> int:
-    """Bytes that one call of a fused implementation saves for its backward, beside base and
-    adapters: x, gate and up, A's results, the weights of the routing, and slots, positions and
-    offsets.
+    """Bytes that one call of a fused implementation saves for backward, beside base and adapters:
+    x, gate and up, A's results, the weights of the routing, and slots, positions and offsets.
 
-    ranks: of gate, up and down.   shared_A: of gate and up; then their results are of tokens, not
-    of rows.
-    shared_B: of down, likewise.
+    ranks: of gate, up and down.   shared_A: of gate and up, whose results are then per token, not
+    per row.   shared_B: of down, likewise.
     """
     R, (gate, up, down) = T * K, ranks
     low = (T if shared_A else R) * (gate + up) + (T if shared_B else R) * down
@@ -261,10 +257,10 @@ MOE_LORA = Op(
     ),
     CASES,
     # Root mean squares of errors are the twin's (0.9 to 1.1 times, by tensor, over 6 seeds and all
-    # cases). But a factor's gradient is a sum over few rows of what has been rounded nine times or
-    # so, in another order here, and its
-    # largest error is that of a few rows: beyond twice the twin's it reached 5 eps in float32, 6 in
-    # bfloat16 with AVX-512, and 8.1 in float32 with AVX2 (12 seeds, every layout of gradients).
+    # cases). But a factor's gradient is a sum over few rows of values rounded nine times or so, in
+    # another order here, and its largest error is that of a few rows: beyond twice the twin's it
+    # reached 5 eps in float32, 6 in bfloat16 with AVX-512, and 8.1 in float32 with AVX2 (12 seeds,
+    # every layout of gradients).
     atol={t: (16 if t == torch.float32 else 8) * torch.finfo(t).eps for t in FLOATS},
     eager_reads_host="contract",
 )

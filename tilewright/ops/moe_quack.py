@@ -1,17 +1,16 @@
-"""The products of `moe_mlp` in QuACK's GEMMs, with the gather of rows and SwiGLU in them, where its
-version has those.
+"""The products of `moe_mlp` as QuACK's GEMMs, with the gather of rows and SwiGLU fused where its
+version supports them.
 
     up          gemm_gated: gathers x; stores pre, and h = silu(gate) * up
     down        gemm
-    back to h   gemm_dgated: gathers dy; makes dh, and of it, without storing it, dpre, w h and
-                <dh, h>
+    back to h   gemm_dgated: gathers dy; computes dh, and from it, without storing it, dpre, w h
+                and <dh, h>
     weights     gemm over the rows of each expert, which gathers dy, and x
     back to x   gemm
 
-pre and dpre are [gate, up, gate, up, ...] in memory, which is how its epilogues hold the two of a
-pair in one thread. Weights stay as they are, gates before ups: QuACK reads and writes those in its
-order (`concat_layout`), so there is no copy of a weight. Written by quack-kernels 0.6.5, of whose
-functions `lacking` looks for the parameters.
+pre and dpre are [gate, up, gate, up, ...] in memory, which is how its epilogues hold a pair in one
+thread. Weights keep gates before ups: QuACK reads and writes them in its order (`concat_layout`),
+so no weight is copied. Written for quack-kernels 0.6.5; `lacking` checks its functions' parameters.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from tilewright.ops._moe_fused import (
 from tilewright.ops.activation import Gate
 from tilewright.ops.permute import PERMUTE, UNPERMUTE
 
-# What is asked of each function of quack.gemm_interface.
+# Parameters that are used of each function of quack.gemm_interface.
 PARAMETERS = {
     "gemm": (
         "A",
@@ -82,7 +81,7 @@ NOT_FUSED = "fused: nothing, each product is one by itself"
 
 
 def lacking(interface: ModuleType) -> str | None:
-    """None if quack.gemm_interface has all that `launchers` asks of it, else what it lacks."""
+    """None if quack.gemm_interface has all that `launchers` uses, else what is missing."""
     for name, wanted in PARAMETERS.items():
         if not hasattr(interface, name):
             return f"this version of quack has no {name}"
@@ -93,7 +92,7 @@ def lacking(interface: ModuleType) -> str | None:
 
 
 def explain(device_type: str) -> str:
-    """What is fused in one sentence; of the version that is installed."""
+    """One sentence on what is fused with the installed version."""
     from quack import gemm_interface
 
     reason = lacking(gemm_interface)
@@ -101,23 +100,21 @@ def explain(device_type: str) -> str:
 
 
 def fits(gate_up_proj: torch.Tensor, itemsize: int, gate: Gate) -> bool:
-    """Whether its epilogues compute this: SwiGLU as it is, of rows that are multiples of 16
-    bytes.
-    """
+    """Whether its epilogues support this: plain SwiGLU, of rows that are multiples of 16 bytes."""
     _, N, H = gate_up_proj.shape
     step = 16 // itemsize
     return gate == Gate(interleaved=gate.interleaved) and N // 2 % step == 0 and H % step == 0
 
 
 class Epilogues:
-    """forward and backward, as `_moe_fused.Launches` has them, for what `fits`."""
+    """forward and backward, as in `_moe_fused.Launches`, for what `fits` accepts."""
 
     def __init__(self, interface: ModuleType):
         self.gemm, self.gemm_gated, self.gemm_dgated = (
             getattr(interface, name) for name in PARAMETERS
         )
 
-    # tuned=False: QuACK would search for constants at the first call of every number of rows.
+    # tuned=False: QuACK would tune at the first call for every number of rows.
     def forward(self, x, experts, index, weight, keep):
         gate_up, down, gate_up_bias, down_bias, gate = experts
         _, offsets, slots, position = PERMUTE.part(x)(None, index, gate_up.shape[0])
@@ -142,8 +139,8 @@ class Epilogues:
         return y, Saved(pre, offsets, slots, position, offsets.new_empty(0))
 
     def backward(self, dy, x, experts, weight, of, needs):
-        """The gradients of x and both weights, None where not needed; <dh, h> of each row; and
-        dpre, in the order of the bias of the up-projection if that needs its gradient.
+        """The gradients of x and both weights, None where not needed; <dh, h> per row; and dpre, in
+        the order of the up-projection's bias, if that needs its gradient.
         """
         gate_up, down, _, _, gate = experts
         (E, N, H), dy = gate_up.shape, dy.contiguous()
@@ -159,13 +156,13 @@ class Epilogues:
             A_idx=token,
             tuned=False,
         )
-        idle = (torch.diff(ends) == 0)[:, None, None]  # QuACK may leave what is a sum over no rows
+        idle = (torch.diff(ends) == 0)[:, None, None]  # QuACK may leave empty sums unwritten
         dx = dgate_up = ddown = None
         if needs.down:
             ddown = self.gemm(dy.t(), weighted, cu_seqlens_k=ends, A_idx=token, tuned=False)
             ddown.masked_fill_(idle, 0)
         del weighted
-        if needs.gate_up:  # x^T dpre, since it gathers the first: it is written as its transpose
+        if needs.gate_up:  # x^T dpre, written as its transpose: the first operand is gathered
             dgate_up = x.new_empty(E, N, H)
             self.gemm(
                 x.contiguous().t(),
@@ -192,12 +189,12 @@ class Epilogues:
 
 
 def _layout(gate, *names):
-    """Names the tensors with gates before ups, for QuACK."""
+    """Names for QuACK the tensors with gates before ups."""
     return {} if gate.interleaved else {"concat_layout": names}
 
 
 class _Quack(Composed):
-    """What QuACK's epilogues have is fused; other gates and widths are composed."""
+    """Fuses what QuACK's epilogues support; other gates and widths are composed."""
 
     def __init__(self, interface):
         super().__init__("quack")
@@ -226,7 +223,7 @@ class _Quack(Composed):
 
 @functools.cache
 def load() -> Fused:
-    """Composed for versions that lack these epilogues."""
+    """The fused implementation; `Composed` for versions without these epilogues."""
     from quack import gemm_interface
 
     if lacking(gemm_interface):

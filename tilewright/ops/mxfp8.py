@@ -1,5 +1,5 @@
-"""MXFP8: float8_e4m3fn with a power of two for each 32 consecutive elements of a row, an E8M0 byte
-b for 2^(b - 127), as tensor cores of compute capability 10 take their inputs (OCP Microscaling
+"""MXFP8: float8_e4m3fn with one power-of-two scale per 32 consecutive elements of a row, an E8M0
+byte b for 2^(b - 127), the input format of tensor cores of compute capability 10 (OCP Microscaling
 Formats 1.0).
 """
 
@@ -22,16 +22,16 @@ from tilewright.registry import Case, DispatchOn, Implementation, Op
 
 BLOCK = 32
 E8M0 = torch.float8_e8m0fnu
-NAN = 255  # the byte
+NAN = 255  # its byte
 
 
 @dataclass(frozen=True)
 class MXFP8(quantize.Quantized):
     """A tensor in MXFP8. Made by `quantize_mxfp8` or `MXFP8.from_safetensors`.
 
-    data: float8_e4m3fn [..., C].   scale: float8_e8m0fnu [..., ceil(C / 32)], of each block, in
-        rows (a product that wants them in tiles reorders them); an element is its value times its
-        block's.   dtype: of the tensor that was quantized.
+    data: float8_e4m3fn [..., C].   scale: float8_e8m0fnu [..., ceil(C / 32)], one per block, in
+        rows (a product that needs them in tiles reorders them); an element is its code's value
+        times its block's scale.   dtype: of the tensor that was quantized.
     """
 
     data: torch.Tensor
@@ -43,8 +43,8 @@ class MXFP8(quantize.Quantized):
         return tuple(self.data.shape)
 
     def to_safetensors(self, prefix: str = "weight") -> dict[str, torch.Tensor]:
-        """The tensors of a checkpoint, as compressed-tensors has them: `prefix`, and
-        `prefix_scale` as bytes.
+        """The tensors of a checkpoint in compressed-tensors' layout: `prefix`, and `prefix_scale`
+        as bytes.
         """
         return {prefix: self.data, f"{prefix}_scale": self.scale.view(torch.uint8)}
 
@@ -56,9 +56,9 @@ class MXFP8(quantize.Quantized):
         *,
         dtype: torch.dtype = torch.bfloat16,
     ) -> MXFP8:
-        """The reverse; scales may also be float8_e8m0fnu. Raises KeyError for what is missing, and
-        TypeError or ValueError, naming the tensor, for what does not fit together. Reads scales on
-        the host.
+        """The inverse of `to_safetensors`; scales may also be float8_e8m0fnu. Raises KeyError for a
+        missing tensor, and TypeError or ValueError, naming the tensor, for inconsistent ones. Reads
+        scales on the host.
         """
         name = f"{prefix}_scale"
         data, scale = quantize.key(tensors, prefix), quantize.key(tensors, name)
@@ -79,31 +79,32 @@ def quantize_mxfp8(
     transpose: bool = False,
     implementation: str = "auto",
 ) -> MXFP8 | tuple[MXFP8, MXFP8]:
-    """x in MXFP8, or x and its transpose.
+    """Quantizes x to MXFP8; with `transpose` its transpose too.
 
     A block's scale is the least power of two s with (largest magnitude) / s <= 448, so that nothing
-    saturates, and 2^-127 if that is smaller or all is 0; codes are of x / s in float32. The scale
-    comes from the bits of the largest magnitude by integer operations. 1 / s is a normal number (s
-    is at most 2^120), so x / s is exact, or below 2^-126, where its code is 0 however it is
-    rounded. Not differentiable: x is detached. Deterministic, and the same in every implementation.
+    saturates, but at least 2^-127, also for a block of zeros; codes are those of x / s in float32.
+    The scale comes from the bits of the largest magnitude by integer operations. 1 / s is a normal
+    number (s is at most 2^120), so x / s is exact, or below 2^-126, where its code is 0 however it
+    is rounded. Not differentiable: x is detached. Deterministic, and the same in every
+    implementation.
 
     Args:
-        x: [..., C] fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite. C need not divide by
-            32.
-        seed: None rounds to nearest, ties to even. A number rounds up or down at random, as in
+        x: [..., C] fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite. C need not be a
+            multiple of 32.
+        seed: None rounds to nearest, ties to even. An int selects stochastic rounding, as in
             `quantize_nvfp4`.
-        transpose: returns (q, that of x.mT) with the same seed, bit for bit what two calls give,
-            from one read of x (eager: two): what a layer's forward multiplies by and what its
-            backward does. x has 2 dimensions or more.
+        transpose: returns (q, that of x.mT) with the same seed, bit for bit as two calls would,
+            from one read of x (eager: two): the operands of a layer's forward and of its backward.
+            x has 2 dimensions or more.
         implementation: "auto", or one of triton, cpp, eager.
 
     Returns:
-        An MXFP8 of x's shape and dtype; with transpose two.
+        An MXFP8 of x's shape and dtype; with `transpose` a pair.
 
     Raises:
-        TypeError, ValueError: Arguments that do not fit.
-        ValueError: An x that is not finite (on CUDA, where looking would wait for the device, such
-            a block's scale is NaN, byte 255, and its codes are unspecified).
+        TypeError, ValueError: Invalid arguments.
+        ValueError: x is not finite (not checked on CUDA, which would synchronize: such a block's
+            scale is NaN, byte 255, and its codes are unspecified).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:
@@ -111,8 +112,8 @@ def quantize_mxfp8(
         >>> quantize_mxfp8(torch.tensor([448.0, 1.0])).scale.float()
         tensor([1.])
 
-    Source: OCP Microscaling Formats (MX) Specification 1.0, section 5, with the exponent rounded up
-    where section 6.3 rounds it down.
+    Source: OCP Microscaling Formats (MX) Specification 1.0, section 5, but the exponent is rounded
+    up, where section 6.3 rounds it down.
     """
     quantize.source(x)
     quantize.seed(seed)
@@ -127,9 +128,10 @@ def quantize_mxfp8(
 
 
 def blocks_of(data, scale, shape, dtype, what="x", *, looked=False) -> MXFP8:
-    """Of what an implementation returns: codes [..] and bytes of scales [matrices, rows, blocks].
-    what: the name of
-    what must be finite.   looked: at another tensor that holds the same values.
+    """Wraps an implementation's codes and scale bytes [matrices, rows, blocks].
+
+    what: the name of the tensor that must be finite.   looked: another tensor with the same values
+    has been checked.
     """
     scale = scale if looked else quantize.finite(scale, what)
     return MXFP8(
@@ -145,24 +147,23 @@ def dequantize_mxfp8(
     noise: AQN | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """The tensor that q stands for: value * scale in float32, then rounded to the result's dtype.
+    """Dequantizes q: value * scale in float32, rounded to the result's dtype.
 
     Not differentiable. Deterministic.
 
     Args:
-        q: what `quantize_mxfp8` or `MXFP8.from_safetensors` returns.
-        dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantized tensor by
-            default.
-        noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of
-            q.shape and step = 0.125 * scale, the gap from 1 on. None, or an alpha of 0, adds
-            nothing.
+        q: the result of `quantize_mxfp8` or `MXFP8.from_safetensors`.
+        dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); default: that of the tensor that
+            was quantized.
+        noise: adds alpha * n * step in float32, before the rounding, where n is the `aqn_noise` of
+            q.shape and step = 0.125 * scale, the gap above 1. None, or an alpha of 0, adds nothing.
         implementation: "auto", or one that `tilewright explain dequantize_mxfp8` lists.
 
     Returns:
         A contiguous tensor of q.shape.
 
     Raises:
-        TypeError, ValueError: A q that does not fit together.
+        TypeError, ValueError: q is inconsistent, or an argument invalid.
         ImplementationUnavailable: as `quantize_mxfp8`.
 
     Example:
@@ -198,11 +199,10 @@ def quantize_eager(x, seed, transpose=False):
     B, R, C = x.shape
     v = quantize.pad_to(x.float(), -1, BLOCK)
     blocks = v.view(B, R, v.shape[2] // BLOCK, BLOCK)
-    most = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(
-        -1
-    )  # bits, among which a NaN is the largest
-    # Of m 2^e with 1 <= m < 2 the exponent e - 8, one more where m > 1.75: then the sum carries
-    # into the exponent.
+    # As bits, of which a NaN has the largest.
+    most = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(-1)
+    # For m 2^e with 1 <= m < 2 the scale's exponent is e - 8, plus one where m > 1.75: then the sum
+    # carries into the exponent.
     e = ((most + 0x1FFFFF >> 23) - 8).clamp_min(0).masked_fill(most >= 0x7F800000, NAN)
     scaled = (
         (blocks * (254 - e << 23).view(torch.float32)[..., None])

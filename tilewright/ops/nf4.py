@@ -1,7 +1,7 @@
-"""NF4: 4-bit codes of a normal distribution's quantiles with a scale for each block, as
-bitsandbytes stores them.
+"""NF4: 4-bit codes for the quantiles of a normal distribution, with one scale per block, in
+bitsandbytes' storage.
 
-QLoRA, arXiv 2305.14314. Blocks run over the row-major elements of the whole tensor, whatever its
+QLoRA, arXiv 2305.14314. Blocks are runs of the whole tensor's row-major elements, whatever its
 shape.
 """
 
@@ -29,9 +29,9 @@ from tilewright.ops.nf4_format import (
 )
 from tilewright.registry import Case, Cost, DispatchOn, Goal, Implementation, Op
 
-STEP = CODES[8] / 2  # of noise, in scales: half the narrowest gap
+STEP = CODES[8] / 2  # of noise, in units of the scale: half the narrowest gap
 ZERO = 7  # the code of 0, which pads an odd number of elements
-LEAST = 1e-38  # what a smaller scale counts as where it divides
+LEAST = 1e-38  # lower bound of a scale as a divisor
 
 
 @_checks.autocast("inputs")
@@ -42,18 +42,19 @@ def quantize_nf4(
     block_size: int = 64,
     implementation: str = "auto",
 ) -> NF4:
-    """x in NF4, the bytes that bitsandbytes gives.
+    """Quantizes x to NF4, with the same bytes as bitsandbytes.
 
     A scale is the block's largest magnitude m; a code is that of the value nearest to x * (1 / m),
-    or x / m in a last block that is shorter, ties to the lower, all in float32. The scales' 8-bit
-    codes are the nearest on a CUDA device; on a CPU those of the nearest of 65,536 even steps,
-    since bitsandbytes looks them up in a table there. Not differentiable: x is detached.
-    Deterministic, and the same in every implementation.
+    or to x / m in a shorter last block, ties to the lower, all in float32. The scales' 8-bit codes
+    are the nearest on a CUDA device; on a CPU those of the nearest of 65,536 even steps, since
+    bitsandbytes uses a lookup table there. Not differentiable: x is detached. Deterministic, and
+    the same in every implementation.
 
     Args:
-        x: any shape, fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite. Blocks are of its
-            row-major elements; the last may be shorter.
-        double_quant: scales in 8 bits, in blocks of 256, less their mean.
+        x: any shape, fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite. Its row-major
+            elements are split into blocks; the last may be shorter.
+        double_quant: scales are quantized to 8 bits, in blocks of 256, after subtracting their
+            mean.
         block_size: 32 to 4096, a power of two.
         implementation: "auto", or one of triton, cpp, eager.
 
@@ -61,9 +62,9 @@ def quantize_nf4(
         An NF4 of x's shape and dtype.
 
     Raises:
-        TypeError, ValueError: Arguments that do not fit.
-        ValueError: An x that is not finite (on CUDA, where looking would wait for the device, such
-            a block's scale is not finite).
+        TypeError, ValueError: Invalid arguments.
+        ValueError: x is not finite (not checked on CUDA, which would synchronize: such a block's
+            scale is not finite).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:
@@ -90,16 +91,15 @@ def dequantize_nf4(
     noise: AQN | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """The tensor that q stands for: code values times scales in float32, then rounded to the
-    result's dtype.
+    """Dequantizes q: code values times scales in float32, rounded to the result's dtype.
 
     Not differentiable. Deterministic.
 
     Args:
-        q: what `quantize_nf4` or `NF4.from_safetensors` returns.
-        dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantized tensor by
-            default.
-        noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of
+        q: the result of `quantize_nf4` or `NF4.from_safetensors`.
+        dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); default: that of the tensor that
+            was quantized.
+        noise: adds alpha * n * step in float32, before the rounding, where n is the `aqn_noise` of
             q.shape and step = 0.5 * 0.0795803 * scale, half the gap next to 0. None, or an alpha of
             0, adds nothing.
         implementation: "auto", or one that `tilewright explain dequantize_nf4` lists.
@@ -108,7 +108,7 @@ def dequantize_nf4(
         A contiguous tensor of q.shape.
 
     Raises:
-        TypeError, ValueError: A q that does not fit together.
+        TypeError, ValueError: q is inconsistent, or an argument invalid.
         ImplementationUnavailable: as `quantize_nf4`.
 
     Example:
@@ -174,8 +174,8 @@ def dequantize_eager(data, absmax, nested_absmax, table, offset, n, block, dtype
 
 
 def _nest_scales(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Double quantization: codes, scales of blocks of codes, and the mean. A 64th of the work:
-    torch for all.
+    """Double quantization: codes, scales of blocks of codes, and the mean. A 64th of the work, so
+    all implementations use torch.
     """
     n = absmax.shape[0]
     if n == 0:
@@ -195,7 +195,7 @@ def _nest_scales(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
     return codes.to(torch.uint8).view(-1)[:n].clone(), most, offset
 
 
-# An operator: a compiler that takes the mean in another order would change bytes.
+# An operator: a compiler that computes the mean in another order would change bytes.
 _nest = define(
     "nf4_nest",
     _nest_scales,
@@ -252,7 +252,7 @@ def _cpp():
 
 
 def _draw(device, dtype, seed, shape):
-    """Normal values with blocks of zeros and blocks of very small numbers."""
+    """Normal values with blocks of zeros and blocks of very small values."""
     x = torch.randn(shape, device=device, generator=cases.generator(device, seed))
     flat = x.view(-1)
     flat[:96] = 0

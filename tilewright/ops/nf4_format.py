@@ -1,5 +1,5 @@
-"""A tensor in NF4 and its files: 4-bit codes of a normal distribution's quantiles with a scale for
-each block, as bitsandbytes stores them. QLoRA, arXiv 2305.14314.
+"""The NF4 tensor class and its files: 4-bit codes for the quantiles of a normal distribution, with
+one scale per block, in bitsandbytes' storage. QLoRA, arXiv 2305.14314.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def bounds_of() -> torch.Tensor:
 def dynamic_map() -> torch.Tensor:
     """The 256 float32 values of the 8-bit code for scales: signed, in seven decades below 1 with 1,
     2, 4, ... 64 values each at the middles of even steps (dynamic tree quantization, arXiv
-    1511.04561), with 0 and 1.
+    1511.04561), and 0 and 1.
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -61,7 +61,7 @@ def dynamic_map() -> torch.Tensor:
 
 
 def pairs_of() -> torch.Tensor:
-    """float32 [512]: the two numbers of each byte, the even element's first."""
+    """float32 [512]: the two values of each byte, the even element's first."""
     codes = codes_of()
     return torch.stack((codes.repeat_interleave(16), codes.repeat(16)), -1).view(-1)
 
@@ -83,10 +83,10 @@ class NF4(quantize.Quantized):
 
     data: uint8 [ceil(n / 2)] of n elements, the even one in the high nibble.
     absmax: float32 [ceil(n / block_size)], each block's largest magnitude; with double quantization
-    its uint8 codes.
+        its uint8 codes.
     nested_absmax, offset: float32 [ceil(blocks / 256)] and [], of double quantization: a block's
-        scale is map[absmax] * nested_absmax + offset. None without it.
-    shape, dtype: of the tensor that was quantized.   block_size: elements a block.
+        scale is map[absmax] * nested_absmax + offset. Otherwise None.
+    shape, dtype: of the tensor that was quantized.   block_size: elements per block.
     """
 
     data: torch.Tensor
@@ -130,9 +130,9 @@ class NF4(quantize.Quantized):
 
     @classmethod
     def from_safetensors(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "weight") -> NF4:
-        """The reverse. Raises KeyError for a tensor that is missing, and TypeError or ValueError,
-        naming the tensor, for another code or block size and for what does not fit together. Reads
-        scales on the host.
+        """The inverse of `to_safetensors`. Raises KeyError for a missing tensor, and TypeError or
+        ValueError, naming the tensor, for another code or block size and for inconsistent tensors.
+        Reads scales on the host.
         """
         data = quantize.key(tensors, prefix)
         name = f"{prefix}.quant_state.bitsandbytes__nf4"
@@ -143,9 +143,8 @@ class NF4(quantize.Quantized):
         n, nested, offset = math.prod(state["shape"]), None, None
         blocks = -(-n // state["blocksize"])
         absmax = quantize.key(tensors, f"{prefix}.absmax")
-        packed = data.reshape(-1).view(
-            torch.uint8
-        )  # bitsandbytes may store the bytes as another dtype
+        # bitsandbytes may store the bytes as another dtype.
+        packed = data.reshape(-1).view(torch.uint8)
         quantize.part(prefix, packed, torch.uint8, (-(-n // 2),), data)
         if "nested_offset" in state:
             _same_map(
@@ -183,8 +182,8 @@ class NF4(quantize.Quantized):
 
 
 def read_state(name: str, packed: torch.Tensor, prefix: str) -> dict:
-    """What bitsandbytes' quant_state says, JSON in bytes. Raises TypeError or ValueError,
-    naming what is wrong.
+    """Parses bitsandbytes' quant_state, JSON in bytes. Raises TypeError or ValueError, naming the
+    fault.
     """
     if packed.dtype != torch.uint8:
         raise TypeError(f"{name} must be a uint8 tensor, got {short(packed.dtype)}")
@@ -230,7 +229,7 @@ def _same_map(name, table, expected):
 def check_parts(
     data: torch.Tensor, scales: Sequence[torch.Tensor], elements: int, block_size: int
 ) -> None:
-    """Raises TypeError or ValueError for tensors that are not those of so many elements.
+    """Raises TypeError or ValueError for tensors that do not fit that number of elements.
 
     scales: absmax; with double quantization also nested_absmax and offset.
     """

@@ -1,5 +1,5 @@
-"""NVFP4: 4-bit floats (e2m1), a float8_e4m3fn scale for each block of 16 along the last dimension,
-and one float32 scale for the tensor.
+"""NVFP4: 4-bit floats (e2m1), one float8_e4m3fn scale per block of 16 along the last dimension, and
+one float32 scale per tensor.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tilewright.ops.nvfp4_format import BLOCK, NVFP4
 from tilewright.registry import Case, DispatchOn, Goal, Implementation, Op
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Of scales, so that their inverses and the inverses of products with block scales are finite in
-# float32.
+# Lower bounds of scales, so that their inverses and the inverses of products with block scales are
+# finite in float32.
 LEAST, LEAST_BLOCK = 2.0**-112, 2.0**-9  # the latter is e4m3's smallest number
-STEP = 0.5  # of noise, in scales
+STEP = 0.5  # of noise, in units of the scale
 
 
 _values = quantize.constant(
@@ -42,41 +42,42 @@ def quantize_nvfp4(
     transpose: bool = False,
     implementation: str = "auto",
 ) -> NVFP4 | tuple[NVFP4, NVFP4]:
-    """x in NVFP4; or its Hadamard transform, or x and its transpose.
+    """Quantizes x, or its Hadamard transform, to NVFP4; with `transpose` its transpose too.
 
-    In float32, with m a block's largest magnitude: scale = e4m3(m / 6 / global_scale), at least
-    e4m3's smallest number where m is not 0, and 0 where it is; codes are of x * (1 / global_scale /
-    scale), so that they make up for the rounding of the scale. Magnitudes above 6 become 6. Not
-    differentiable: x is detached. Deterministic, and the same in every implementation.
+    Computed in float32. With m a block's largest magnitude: scale = e4m3(m / 6 / global_scale), at
+    least e4m3's smallest positive number unless m is 0, and then 0; codes are those of
+    x * (1 / global_scale / scale), which compensates for the rounding of the scale. Magnitudes
+    above 6 saturate at 6. Not differentiable: x is detached. Deterministic, and the same in every
+    implementation.
 
     Args:
-        x: [..., C] fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite, and its transform
-            too. C need not divide by 16.
-        square: one scale for each 16 x 16 block of the last two dimensions, so that a transpose has
+        x: [..., C] fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite, as is its transform.
+            C need not be a multiple of 16.
+        square: one scale per 16 x 16 block of the last two dimensions, so that the transpose has
             the same values; it is stored for each of the block's rows.
-        global_scale: float32 [], to share among tensors; by default (largest magnitude of x) /
-            2688, 1 if that is 0.
-        seed: None rounds to nearest, ties to even. A number rounds up or down at random, the mean
-            being x / scale: with word i % 4 of Philox4x32-10 for element i (row-major), counter i
-            // 4 and key seed. Block scales are always rounded to nearest.
-        hadamard: 16 or 32 puts `hadamard(x.float(), hadamard, seed=hadamard_seed)` in x's place: in
-            float32, so that nothing is rounded to x's dtype on the way, and never written to
-            memory. C must divide by it. `dequantize_nvfp4` then gives the transform;
+        global_scale: float32 [], to share among tensors; default: (largest magnitude of x) / 2688,
+            or 1 if that is 0.
+        seed: None rounds to nearest, ties to even. An int selects stochastic rounding, unbiased for
+            x / scale: element i (row-major) takes word i % 4 of Philox4x32-10 with counter i // 4
+            and key seed. Block scales are always rounded to nearest.
+        hadamard: 16 or 32 quantizes `hadamard(x.float(), hadamard, seed=hadamard_seed)` instead of
+            x: in float32, not rounded to x's dtype in between, and never written to memory. C must
+            be a multiple of it. `dequantize_nvfp4` then gives the transform;
             tilewright.ops.hadamard with inverse=True undoes it.
-        hadamard_seed: of the transform's signs, as in `hadamard`; None without one.
-        transpose: returns (q, that of x.mT) with the same options, bit for bit what two calls give,
+        hadamard_seed: of the transform's signs, as in `hadamard`; None without a transform.
+        transpose: returns (q, that of x.mT) with the same options, bit for bit as two calls would,
             from one read of x after that for the largest magnitude: a layer's forward needs one,
             its backward the other. x has 2 dimensions or more. Not with hadamard, since the
             transforms of the two differ.
         implementation: "auto", or one of triton, cpp, eager.
 
     Returns:
-        An NVFP4 of x's shape and dtype; with transpose two.
+        An NVFP4 of x's shape and dtype; with `transpose` a pair.
 
     Raises:
-        TypeError, ValueError: Arguments that do not fit.
-        ValueError: An x that is not finite (on CUDA, where looking would wait for the device,
-            global_scale is then not finite).
+        TypeError, ValueError: Invalid arguments.
+        ValueError: x is not finite (not checked on CUDA, which would synchronize: global_scale is
+            then not finite).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:
@@ -128,16 +129,15 @@ def dequantize_nvfp4(
     noise: AQN | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """The tensor that q stands for: value * (scale * global_scale) in float32, then rounded to the
-    result's dtype.
+    """Dequantizes q: value * (scale * global_scale) in float32, rounded to the result's dtype.
 
     Not differentiable. Deterministic.
 
     Args:
-        q: what `quantize_nvfp4` or `NVFP4.from_safetensors` returns.
-        dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); that of the quantized tensor by
-            default.
-        noise: adds alpha * n * step in float32, before the rounding, with n the `aqn_noise` of
+        q: the result of `quantize_nvfp4` or `NVFP4.from_safetensors`.
+        dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); default: that of the tensor that
+            was quantized.
+        noise: adds alpha * n * step in float32, before the rounding, where n is the `aqn_noise` of
             q.shape and step = 0.5 * scale * global_scale, the gap next to 0. None, or an alpha of
             0, adds nothing.
         implementation: "auto", or one that `tilewright explain dequantize_nvfp4` lists.
@@ -146,7 +146,7 @@ def dequantize_nvfp4(
         A contiguous tensor of q.shape.
 
     Raises:
-        TypeError, ValueError: A q that does not fit together.
+        TypeError, ValueError: q is inconsistent, or an argument invalid.
         ImplementationUnavailable: as `quantize_nvfp4`.
 
     Example:
@@ -224,7 +224,7 @@ def largest_eager(x, hadamard, hadamard_seed):
 
 
 def _whole(one, both, largest):
-    """What the public function calls: the tensor's scale first, then codes and block scales,
+    """Composes the public function's two steps: the tensor's scale, then codes and block scales,
     once or twice.
     """
 
@@ -234,7 +234,7 @@ def _whole(one, both, largest):
         )
         if global_scale is None:
             global_scale = torch.where(most > 0, (most / 2688.0).clamp_min(LEAST), 1.0)
-        else:  # an x that is not finite still shows
+        else:  # keeps a non-finite x visible
             global_scale = global_scale * torch.where(most.isfinite(), 1.0, most)
         if transpose:
             return global_scale, *both(x, global_scale, square, seed)

@@ -1,4 +1,4 @@
-"""A tensor in NVFP4 and its files, in the layouts of compressed-tensors and of modelopt."""
+"""The NVFP4 tensor class and its files, in the layouts of compressed-tensors and modelopt."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class NVFP4(quantize.Quantized):
     """A tensor in NVFP4. Made by `quantize_nvfp4` or `NVFP4.from_safetensors`.
 
     data: uint8 [..., ceil(C / 2)] of rows of C elements, the even one in the low nibble.
-    scale: float8_e4m3fn [..., ceil(C / 16)], of each block.   global_scale: float32 [], of the
-        tensor. An element is its value times scale * global_scale.
+    scale: float8_e4m3fn [..., ceil(C / 16)], one per block.   global_scale: float32 [], one per
+        tensor. An element is its code's value times scale * global_scale.
     shape, dtype: of the tensor that was quantized.
     """
 
@@ -59,10 +59,10 @@ class NVFP4(quantize.Quantized):
         dtype: torch.dtype = torch.bfloat16,
         shape: tuple[int, ...] | None = None,
     ) -> NVFP4:
-        """The reverse, of the layout whose keys there are. shape: needed for rows of an odd number
-        of elements; the checkpoints do not hold it. An inverse's inverse may differ in the last
-        bit. Raises KeyError for what is missing, and TypeError or ValueError, naming the tensor,
-        for what does not fit together. Reads scales on the host.
+        """The inverse of `to_safetensors`, for the layout whose keys are present. shape: required
+        for rows of an odd number of elements, since checkpoints do not store it. An inverse's
+        inverse may differ in the last bit. Raises KeyError for a missing tensor, and TypeError or
+        ValueError, naming the tensor, for inconsistent ones. Reads scales on the host.
         """
         modelopt = f"{prefix}_scale_2" in tensors
         name, name_of_total = (

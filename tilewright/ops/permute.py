@@ -1,10 +1,9 @@
-"""Rows of tokens in the order of their experts, and back: what stands before and after a grouped
-product.
+"""Sorting tokens' rows by expert, and back: the steps before and after a grouped product.
 
 T = tokens, K = experts per token, R = T * K token slots (slot t * K + k is token t's k-th expert)
-and rows, E = experts, H = columns. An expert index equal to E is a sentinel: the slot has no expert
-here, as under expert parallelism. Result shapes depend on shapes alone, and on CUDA nothing is read
-on the host.
+and rows, E = experts, H = columns. An expert index equal to E is a sentinel: the slot's expert is
+not on this rank, as under expert parallelism. Result shapes depend on input shapes only, and on
+CUDA nothing is read on the host.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from tilewright.registry import Case, Cost, DispatchOn, Implementation, Op, shor
 
 
 class Order(NamedTuple):
-    """Slots sorted by expert. offsets [E]: the end of each expert's rows, so that offsets[-1] rows
-    are in use;
-    slots [R]: the slot of each row; position [T, K]: the row of each slot, -1 for a sentinel. All
-    int32.
+    """Slots sorted by expert, all int32.
+
+    offsets [E]: the end of each expert's rows; offsets[-1] rows are in use.   slots [R]: the slot
+    of each row.   position [T, K]: the row of each slot, -1 for a sentinel.
     """
 
     offsets: torch.Tensor
@@ -36,7 +35,7 @@ class Order(NamedTuple):
 
 
 class Permuted(NamedTuple):
-    """rows [R, H] in the order of the three others, which are Order's."""
+    """rows [R, H] in the order that the other three fields, `Order`'s, describe."""
 
     rows: torch.Tensor
     offsets: torch.Tensor
@@ -47,7 +46,7 @@ class Permuted(NamedTuple):
 def sort_by_expert(
     expert_index: torch.Tensor, num_experts: int, *, implementation: str = "auto"
 ) -> Order:
-    """A stable counting sort of slots by expert; within an expert by slot, sentinels last.
+    """Sorts slots by expert with a stable counting sort: by slot within an expert, sentinels last.
 
     Deterministic, and the same in every implementation. Not differentiable.
 
@@ -60,9 +59,9 @@ def sort_by_expert(
         Order.
 
     Raises:
-        TypeError, ValueError: Arguments that do not fit.
-        IndexError: An index outside; on CUDA, where looking would wait for the device, such an
-            index counts as a sentinel.
+        TypeError, ValueError: Invalid arguments.
+        IndexError: An index out of range (not checked on CUDA, which would synchronize: it counts
+            as a sentinel).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:
@@ -80,10 +79,10 @@ def sort_by_expert(
 def permute(
     x: torch.Tensor, expert_index: torch.Tensor, num_experts: int, *, implementation: str = "auto"
 ) -> Permuted:
-    """A copy of x's row for each of its experts, in the order of `sort_by_expert`.
+    """Copies x's row for each of its experts, in the order of `sort_by_expert`.
 
-    Differentiable in x: dx[t] is the sum over k of drows[position[t, k]] for those that are not
-    sentinels, in float32, in the order of k, rounded once. Saved for backward: `position` alone.
+    Differentiable in x: dx[t] is the sum over k, sentinels excluded, of drows[position[t, k]], in
+    float32, in the order of k, rounded once. Saved for backward: `position` alone.
 
     Args:
         x: [T, H] fp32 | bf16 | fp16 (fp64 with eager), any strides; rows of a wider tensor are read
@@ -124,27 +123,28 @@ def unpermute(
     *,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """The weighted sum of each token's rows: y[t] = sum_k expert_weight[t, k] * rows[position[t,
-    k]].
+    """Sums each token's rows with weights:
 
-    Differentiable in rows (0 for those that no slot has) and expert_weight (<dy[t],
+        y[t] = sum_k expert_weight[t, k] * rows[position[t, k]]
+
+    Differentiable in rows (0 for rows without a slot) and expert_weight (<dy[t],
     rows[position[t, k]]> in float32, 0 for a sentinel). Saved for backward: expert_weight and
-    position, and rows if expert_weight needs a gradient.
+    position, and rows if expert_weight requires a gradient.
 
     Args:
         rows: [T * K, H] fp32 | bf16 | fp16 (fp64 with eager), any strides.
-        expert_weight: [T, K], any floating dtype, used in float32; None for ones.
-        position: [T, K] int32, as `permute` gives it: the slots that are not -1 have the rows 0, 1,
-            ... between them, each once. Rows that no slot has are not read: NaN there does no harm.
+        expert_weight: [T, K], any floating dtype, used in float32; None: ones.
+        position: [T, K] int32, from `permute`: the slots that are not -1 have the rows 0, 1, ... in
+            some order, each once. Rows without a slot are not read, so NaN in them is harmless.
         implementation: "auto", or one that `tilewright explain unpermute` lists.
 
     Returns:
         [T, H], contiguous, in rows' dtype: summed in float32 in the order of k, rounded once.
 
     Raises:
-        TypeError, ValueError: Arguments that do not fit.
-        IndexError: Positions other than those above (on CUDA, where looking would wait for the
-            device, one outside rows counts as -1, and the gradient of rows that share a position is
+        TypeError, ValueError: Invalid arguments.
+        IndexError: Positions other than those above (not checked on CUDA, which would synchronize:
+            one outside rows counts as -1, and the gradient of rows that share a position is
             undefined).
         ImplementationUnavailable: A named implementation that cannot run here.
 
@@ -176,7 +176,7 @@ def unpermute(
     return UNPERMUTE.pick(implementation, rows)(rows, expert_weight, position)
 
 
-# ---- fused implementations. PyTorch has no other way than the twins': a sort, an index, a sum.
+# ---- fused implementations. PyTorch has no alternative to the twins': a sort, an index, a sum.
 
 
 def _rows(t):
@@ -228,9 +228,9 @@ def _backward_collect(ctx, dy):
 
 
 class _Fused:
-    """The calls of one implementation and its four operators: `spread` writes a token's row to its
-    experts' rows, `collect` sums them, and each is the other's backward; with weights, `backward`
-    is the second's.
+    """The calls of one implementation and its four operators: `spread` copies a token's row to its
+    experts' rows, `collect` sums them, and each is the other's backward; `backward` is that of
+    `collect` with weights.
     """
 
     def __init__(self, sort: Callable, spread: Operator, collect: Operator, backward: Callable):
@@ -276,8 +276,8 @@ def _tunables(op):
 
 # ---- cases
 
-# E, K, H, and tokens of timed cases: on a GPU as many as make the rows large, half of them where
-# rows are wide, so that float64 truth fits beside them.
+# E, K, H, and tokens of timed cases: on a GPU enough to make the tensors large, half as many where
+# rows are wide, so that the float64 truth fits too.
 MODELS = {
     "qwen3-30b-a3b": (128, 8, 2048, 1),
     "mixtral-8x7b": (8, 2, 4096, 1),
@@ -286,8 +286,8 @@ MODELS = {
 
 
 def _index(device, gen, T, E, K, kind):
-    """A token's experts, all different. kind: "sentinels" for some slots without one, "none" for
-    none at all, "empty" for experts that nobody chose, "one" for the last expert only (K is 1).
+    """Distinct experts per token. kind: "sentinels" for some slots without one, "none" for none at
+    all, "empty" for experts without tokens, "one" for the last expert only (K is 1).
     """
     if kind == "none":
         return torch.full((T, K), E, device=device)
@@ -318,9 +318,8 @@ def _permute_case(
             "num_experts": E,
         }
 
-    def cost(
-        itemsize,
-    ):  # a row in, K out, an index in, two tables out; backward: K rows in, one out, one table in
+    # A row in, K out, an index in, two tables out; backward: K rows in, one out, one table in.
+    def cost(itemsize):
         n = T * (K + 1) * H * itemsize
         return Cost(n + T * K * 16, n + T * K * 4, 0, T * K * H)
 
@@ -344,9 +343,8 @@ def _unpermute_case(
         position = sort_eager(_index(device, g, T, E, K, kind), E)[2]
         return {"rows": rows.requires_grad_(), "expert_weight": weight, "position": position}
 
-    def cost(
-        itemsize,
-    ):  # K rows in, one out; backward: one in, K out, and K in for the weights' gradient
+    # K rows in, one out; backward: one in, K out, and K in for the weights' gradient.
+    def cost(itemsize):
         n = T * (K + 1) * H * itemsize
         return Cost(n + T * K * 8, n + T * K * (H * itemsize + 12), 2 * T * K * H, 3 * T * K * H)
 
@@ -366,7 +364,7 @@ def _all_cases(case, more):
         case("k_is_all", 5, 6, 6, 18),
         case("more_than_eight", 3, 20, 11, 10, kind="sentinels"),
         case("strided", 6, 4, 2, 36, strided=True),
-        case("by_eight", 3, 5, 2, 1048),  # rows aligned to 16 bytes and no more
+        case("by_eight", 3, 5, 2, 1048),  # rows aligned to 16 bytes only
         case("wide", 2, 4, 2, 2500),
         case("no_columns", 3, 4, 2, 0),
         case("many_slots", 70, 130, 4, 1, kind="sentinels"),  # several tiles, and blocks of experts

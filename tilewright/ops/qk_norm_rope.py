@@ -1,9 +1,9 @@
-"""From a merged projection to attention: RMSNorm over each head of q and k (QK norm, as in Qwen3),
-then rotary position embedding of both. v stays in place.
+"""The step from a merged projection to attention: RMSNorm over each head of q and k (QK norm, as in
+Qwen3), then rotary position embedding of both. v stays in place.
 
 Shapes: B = batch, S = sequence, D = head width, Hq and Hk = query and key heads, R = rotated
-features (the first R of D), P = table rows. qkv [B, S, (Hq + 2 Hk) D] holds the heads of a
-token: those of q, k and v.
+features (the first R of D), P = table rows. qkv [B, S, (Hq + 2 Hk) D] holds a token's heads: those
+of q, k and v.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def qk_norm_rope(
     inplace: bool = False,
     implementation: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(q, k, v) for attention from the result of a merged projection: `rmsnorm` over each head of q
-    and of k, `rope` of both, in one pass over memory.
+    """Computes (q, k, v) for attention from a merged projection: `rmsnorm` over each head of q and
+    k, and `rope` of both, in one pass over memory.
 
     Norm and rotation are computed in float32 and rounded once, at the end; `rmsnorm` and `rope` in
     sequence round twice (three times with cast="llama"). Differentiable once in qkv and the weights
@@ -57,24 +57,24 @@ def qk_norm_rope(
 
     Args:
         qkv: [B, S, (Hq + 2 Hk) D] fp32 | bf16 | fp16 (fp64 with eager), D <= 1,024; any strides;
-            the fused kernels read a contiguous last dimension in place.
+            the fused kernels read it in place if its last dimension is contiguous.
         cos, sin: as in `rope`.
         num_heads, num_kv_heads: Hq and Hk.
-        q_weight, k_weight: [D] each, of any float dtype, or both None: then there is no norm.
+        q_weight, k_weight: [D] each, of any float dtype, or both None: no norm.
         eps, offset: as in `rmsnorm`.
         position_ids, cu_seqlens, interleaved, rotary_dim: as in `rope`.
-        inplace: write q and k over their part of qkv; the backward of what produced qkv must not
-            need it.
+        inplace: write q and k over their part of qkv; the backward of the op that produced qkv must
+            not need it.
         implementation: "auto", or one of triton, cpp, eager.
 
     Returns:
-        q [B, Hq, S, D], k and v [B, Hk, S, D] in qkv's dtype, in the order [B, S, H, D] in memory.
-        v is a view of qkv, and so are q and k with inplace=True.
+        q [B, Hq, S, D], k and v [B, Hk, S, D] in qkv's dtype, [B, S, H, D] in memory. v is a view
+        of qkv, and so are q and k with inplace=True.
 
     Raises:
-        TypeError, ValueError, IndexError: as `rmsnorm` and `rope`. A ValueError also for inplace
-            with weights where anything requires a gradient, which is computed from what would be
-            overwritten. A token outside the tables that is not checked becomes NaN in q and k.
+        TypeError, ValueError, IndexError: as `rmsnorm` and `rope`. Also ValueError for inplace with
+            weights if a gradient is required: it is computed from the overwritten values. A token
+            outside the tables, where that is not checked, becomes NaN in q and k.
 
     Example:
         >>> qkv, angle = torch.ones(1, 3, 4 * 8), torch.zeros(3, 4)
@@ -113,7 +113,7 @@ def qk_norm_rope(
 
 
 def _check_heads(qkv, num_heads, num_kv_heads):
-    """D. Raises TypeError or ValueError for a projection that does not hold such heads."""
+    """Returns D. Raises TypeError or ValueError for a projection that cannot hold such heads."""
     _checks.floating("qkv", qkv)
     for name, n in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
         if not isinstance(n, int) or isinstance(n, bool):
@@ -183,9 +183,7 @@ def _case(
     tags=cases.CONTRACT,
     **options,
 ):
-    """weight: dtype of the weights where it is not that of qkv.   strided: qkv is a part of
-    wider rows.
-    """
+    """weight: dtype of the weights if not qkv's.   strided: qkv is a slice of wider rows."""
     B, hq, hk, S, D = shape
     R = R or D
     if R != D:
@@ -288,8 +286,8 @@ QK_NORM_ROPE = Op(
     _all_cases(),
     # A gradient is a rotation (two products and a sum) and then a difference of two terms, which a
     # head of small values makes large: eager's error is 2.5e-7 in the mean of small cases and
-    # 5.6e-7 in the worst of 80, Triton's 2.5e-7 and 8.2e-7. Where eager is lucky, 2 eps of slack
-    # are too few.
+    # 5.6e-7 in the worst of 80, Triton's 2.5e-7 and 8.2e-7. Where eager's error is small by chance,
+    # 2 eps of slack are too few.
     atol={torch.float32: 4 * torch.finfo(torch.float32).eps},
     goals=cases.near_copy(85, "forward", "backward"),
 )

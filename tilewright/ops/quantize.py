@@ -1,10 +1,9 @@
-"""What the quantized formats share: rounding to few bits, random bits, checks. The formats are in
-nf4.py, nvfp4.py, block_fp8.py and mxfp8.py.
+"""Shared parts of the quantized formats: rounding to few bits, random bits, checks. The formats are
+in nf4.py, nvfp4.py, block_fp8.py and mxfp8.py.
 
-Every implementation of a `quantize_*` gives the same bytes: each step is one correctly rounded
-float32 operation or an integer one, and the eager twins write the steps down. Nothing here is
-differentiable: weights are frozen, and a gradient through rounding would be a matter of the
-training recipe.
+All implementations of a `quantize_*` give the same bytes: each step is one correctly rounded
+float32 operation or an integer one, and the eager twins define the steps. Nothing here is
+differentiable: weights are frozen, and a gradient through rounding depends on the training recipe.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ E4M3 = torch.float8_e4m3fn
 LARGEST_E4M3, LARGEST_E2M1 = 448.0, 6.0
 OUTPUTS = _checks.ACCEPTED
 
-# Of projections in timed cases: Llama 3 8B's down, DeepSeek V3's output.
+# Projections of timed cases: Llama 3 8B's down, DeepSeek V3's output.
 SHAPES = {"llama-3-8b-down": (4096, 14336), "deepseek-v3-o": (7168, 16384)}
 
 
 class Quantized:
-    """What quantized tensors share: NF4, NVFP4, BlockFP8 and MXFP8. Each is a frozen dataclass and
-    a node of pytrees.
+    """Base class of the quantized tensors NF4, NVFP4, BlockFP8 and MXFP8, each a frozen dataclass
+    and a pytree node.
 
     shape, dtype: of the tensor that was quantized.
     """
@@ -51,7 +50,7 @@ class Quantized:
 
 
 def register(cls, tensors: tuple[str, ...]):
-    """Makes a dataclass a node of pytrees: its tensors are the children, all else is the
+    """Registers a dataclass as a pytree node: its tensors are the children, all else is the
     context, which is compared.
     """
     rest = tuple(n for n in cls.__dataclass_fields__ if n not in tensors)
@@ -83,8 +82,8 @@ def register(cls, tensors: tuple[str, ...]):
 def of_extension(
     name: str, fake_quantize: Callable, fake_dequantize: Callable
 ) -> tuple[Callable, Callable]:
-    """A format's two operators in C++, whose dequantize is told of a dtype only whether it is
-    bfloat16. What follows it are the noise's four numbers.
+    """A format's two C++ operators. The dequantize operator takes its dtype as a flag for bfloat16,
+    followed by the noise's four numbers.
     """
     low = adopt(
         f"{name}_cpp_dequantize",
@@ -100,7 +99,7 @@ def of_extension(
 
 
 def gates(format: str) -> Callable[[], list]:
-    """What the compile gate compiles of `quantize_<format>`: one result, and what is fused."""
+    """Compile-gate entries of `quantize_<format>`: one result, and the fused ones."""
 
     def specs():
         one = from_kernels("quantize_triton", f"{format}_quantize_gate")
@@ -144,7 +143,7 @@ def instance(q, cls) -> None:
 def part(
     name: str, t: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], like: torch.Tensor
 ) -> None:
-    """One tensor of a quantized one."""
+    """One tensor of a quantized tensor."""
     if not isinstance(t, torch.Tensor) or t.dtype != dtype:
         got = short(t.dtype) if isinstance(t, torch.Tensor) else type(t).__name__
         raise TypeError(f"{name} must be a {short(dtype)} tensor, got {got}")
@@ -159,8 +158,8 @@ def key(tensors, name: str) -> torch.Tensor:
 
 
 def scales(name: str, t: torch.Tensor) -> torch.Tensor:
-    """Scales of a file, whose values are looked at on any device: ValueError for an infinity or
-    a NaN.
+    """Scales from a file. Their values are checked on any device: ValueError for an infinity or a
+    NaN.
     """
     if not t.is_meta and not t.float().isfinite().all():
         raise ValueError(f"{name} must be finite, got an infinity or a NaN")
@@ -168,7 +167,7 @@ def scales(name: str, t: torch.Tensor) -> torch.Tensor:
 
 
 def float_scales(tensors, name: str) -> torch.Tensor:
-    """Scales of a file that may be of any floating-point dtype, in float32."""
+    """Scales from a file, of any floating-point dtype, in float32."""
     t = key(tensors, name)
     if not t.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, got {short(t.dtype)}")
@@ -176,8 +175,8 @@ def float_scales(tensors, name: str) -> torch.Tensor:
 
 
 def _look(scales: torch.Tensor, what: str) -> torch.Tensor:
-    """A copy of the scales of the blocks of x (or what else), which are not finite where x is not:
-    as bytes of E8M0 255.
+    """Checks the scales of x's blocks (x is named by `what`), which are not finite (255 as E8M0
+    bytes) where x is not. Returns a copy.
     """
     if (
         not scales.is_cuda
@@ -191,22 +190,19 @@ def _look(scales: torch.Tensor, what: str) -> torch.Tensor:
     return scales.clone()
 
 
-# An operator, so that torch.compile leaves the look at values for run time; the caller uses its
-# result.
+# An operator, so that torch.compile checks values at run time; the caller uses its result.
 _checked_scales = define("checked_scales", _look, lambda scales, what: torch.empty_like(scales))
 
 
 def finite(scales: torch.Tensor, what: str = "x") -> torch.Tensor:
-    """The scales; on a CPU after a look at them, on CUDA, where that would wait for the device,
-    as they are.
-    """
+    """The scales, checked on a CPU; unchecked on CUDA, where a check would synchronize."""
     return scales if scales.is_cuda else _checked_scales(scales, what)
 
 
 def constant(name: str, make: Callable[[], torch.Tensor], size: int) -> Callable:
-    """An operator: like -> a copy of make()'s float32 table on like's device, where it is made
-    once. A compiler calls it as it is; without one it would trace the cache away, and copy the
-    table from the host in each call.
+    """An operator, like -> a copy of make()'s float32 table on like's device, cached per device. It
+    is opaque to a compiler, which would otherwise trace the cache away and copy the table from the
+    host in each call.
     """
     made: dict[torch.device, torch.Tensor] = {}
 
@@ -224,19 +220,18 @@ def constant(name: str, make: Callable[[], torch.Tensor], size: int) -> Callable
 def encode(
     v: torch.Tensor, mantissa: int, lowest: int, largest: float, random: torch.Tensor | None
 ) -> torch.Tensor:
-    """Codes (int32, without signs) of |v| in a format with that many bits of mantissa, whose
-    smallest normal number is 2^lowest. Larger values become the largest. To nearest, ties to even;
-    or, with 32 random bits an element, up with the probability that is the distance from the lower
-    neighbor in units of the last place.
+    """Codes (int32, without signs) of |v| in a format with this many mantissa bits, whose smallest
+    normal number is 2^lowest. Larger values saturate. Rounds to nearest, ties to even; or, given 32
+    random bits per element, stochastically: up with probability equal to the distance from the
+    lower neighbor in units in the last place.
 
     Neighboring numbers have neighboring codes, across exponents too, so a code is a count of
     units in the last place.
     """
     v = v.abs().clamp_max(largest)
     e = ((v.view(torch.int32) >> 23) - 127).clamp_min(lowest)
-    units = v * ((mantissa - e + 127) << 23).view(
-        torch.float32
-    )  # v / 2^(e - mantissa), exactly; at most 16
+    # v / 2^(e - mantissa), exactly; at most 16.
+    units = v * ((mantissa - e + 127) << 23).view(torch.float32)
     if random is None:
         n = units.round().int()
     else:
@@ -251,7 +246,7 @@ def to_e4m3(v: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor
 
 
 def to_e2m1(v: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
-    """Codes 0 to 15: sign, two bits of exponent, one of mantissa."""
+    """Codes 0 to 15: a sign bit, two exponent bits, one mantissa bit."""
     sign = v.view(torch.int32) >> 28 & 8
     return (encode(v, 1, 0, LARGEST_E2M1, random) | sign).to(torch.uint8)
 
@@ -266,11 +261,11 @@ def philox(
     whole: bool = False,
 ) -> torch.Tensor:
     """32 random bits (int64) for each element i < count: word i % 4 of Philox4x32-10 (Salmon et
-    al., SC 2011) with counter first + i // 4 and a 64-bit key. A function of (key, words, first, i)
-    alone.
+    al., SC 2011) with counter first + i // 4 and a 64-bit key. Depends on (key, words, first, i)
+    only.
 
-    words: the upper half of the counter, 32 bits each; other ones are another stream.
-    whole: the four words of each block instead, [ceil(count / 4), 4].
+    words: the upper half of the counter, 32 bits each, which select a stream.
+    whole: return the four words of each block instead, [ceil(count / 4), 4].
     """
     low = 0xFFFFFFFF
     block = torch.arange(-(-count // 4), device=device) + first
@@ -283,7 +278,7 @@ def philox(
     k0, k1 = key & low, key >> 32
     for _ in range(10):
         # A product of two 32-bit numbers may wrap to a negative int64; its bits are right, and the
-        # mask keeps 32.
+        # mask selects the low 32.
         a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
         c = [(b >> 32 & low) ^ c[1] ^ k0, b & low, (a >> 32 & low) ^ c[3] ^ k1, a & low]
         k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
@@ -292,13 +287,13 @@ def philox(
 
 
 def pad_to(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
-    """x with zeros after its end along a dimension counted from the last (-1, -2)."""
+    """Zero-pads x at the end of a dimension given from the last (-1, -2)."""
     missing = -x.shape[dim] % multiple
     return torch.nn.functional.pad(x, (0, 0) * (-dim - 1) + (0, missing)) if missing else x
 
 
 def as_3d(t: torch.Tensor, name: str = "x", least: int = 1) -> torch.Tensor:
-    """[matrices, rows, columns] of a tensor of any shape: contiguous."""
+    """Reshapes a tensor of any shape to a contiguous [matrices, rows, columns]."""
     if t.dim() < least:
         raise ValueError(
             f"{name} must have at least {least} dimension{'s' * (least > 1)} for such blocks, got "

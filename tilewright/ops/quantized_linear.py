@@ -2,14 +2,13 @@
 
     y = x @ dequant(q)^T + bias
 
-T = rows of x, K = its columns, N = rows of q. Saved for backward are q's own tensors: the backward
+T = rows of x, K = its columns, N = rows of q. Saved for backward: q's own tensors. The backward
 dequantizes again, and does not need x, since no gradient of the weight is computed.
 
 With many rows the weight is dequantized once, into x's dtype, and multiplied by PyTorch's GEMM; the
-copy lives as long as that product. With few rows, where reading and writing a copy would take
-longest, the kernel dequantizes as it multiplies. The gradient of x always takes the first way: few
-rows are what generation has, which needs no gradients, and a training step with that few is bound
-elsewhere.
+copy is freed after that product. With few rows, where writing and reading a copy would dominate,
+the kernel dequantizes as it multiplies. The gradient of x always takes the first way: few rows
+occur in generation, which needs no gradients, and a training step with so few is bound elsewhere.
 """
 
 from __future__ import annotations
@@ -55,26 +54,26 @@ def quantized_linear(
 ) -> torch.Tensor:
     """y = x @ dequant(q)^T + bias.
 
-    The weight is dequantized in float32 and rounded to x's dtype; products are summed in float32
-    and rounded once, with bias (in float32, PyTorch's GEMM follows
+    The weight is dequantized in float32 and rounded to x's dtype; products accumulate in float32
+    and are rounded once, with bias (in float32, PyTorch's GEMM follows
     torch.backends.cuda.matmul.allow_tf32). Under torch.autocast x and bias are cast to its dtype.
     Differentiable in x and bias, any number of times: dx = dy @ dequant(q). Saved for backward:
     q's tensors, not a copy of them, and not x. Deterministic.
 
     Args:
         x: [..., K] fp32 | bf16 | fp16 (fp64 with eager), any strides.
-        q: NF4, NVFP4, BlockFP8 or MXFP8 of shape [N, K]; frozen. It is read in x's dtype, whatever
-            dtype it was quantized from.
+        q: NF4, NVFP4, BlockFP8 or MXFP8 of shape [N, K]; frozen. It is dequantized to x's dtype,
+            whatever dtype it was quantized from.
         bias: [N] in x's dtype, or None.
-        noise: what `dequantize_*` adds to the weight, the same in forward and backward; None for
-            nothing.
+        noise: added to the weight as by `dequantize_*`, the same in forward and backward; None: no
+            noise.
         implementation: "auto", or one that `tilewright explain quantized_linear` lists.
 
     Returns:
         [..., N] in x's dtype.
 
     Raises:
-        TypeError, ValueError: Arguments that do not fit.
+        TypeError, ValueError: Invalid arguments.
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:
@@ -91,7 +90,7 @@ def quantized_linear(
 
 
 def check_linear(x: torch.Tensor, q: Quantized, bias: torch.Tensor | None) -> None:
-    """Raises TypeError or ValueError for arguments of a linear layer that do not fit together."""
+    """Raises TypeError or ValueError for inconsistent arguments of a linear layer."""
     quantize.source(x)
     check_quantized(q)
     if len(q.shape) != 2:
@@ -133,7 +132,7 @@ def _fake_backward(dy, *weight):
 
 
 def _mm(x, w, bias):
-    """x @ w + bias by PyTorch, whatever autocast would make of it."""
+    """x @ w + bias by PyTorch, with autocast disabled."""
     with _checks.no_autocast(x):
         return torch.mm(x, w) if bias is None else torch.addmm(bias, x, w)
 
@@ -163,14 +162,14 @@ def _backward_transposed(ctx, ddx):
 
 
 def bias_gradient(dy: torch.Tensor) -> torch.Tensor:
-    """That of a bias that is added to every row."""
+    """The gradient of a bias that is added to every row."""
     return dy.sum(0, dtype=torch.float32).to(dy.dtype)
 
 
 class _Fused:
-    """One implementation: an operator, the one of its gradient, and what calls them.
+    """One implementation: its operator, the operator of the gradient, and their caller.
 
-    few_rows: (x, bias, packed) -> y, or None where the weight should be dequantized.
+    few_rows: (x, bias, packed) -> y, or None if the weight should be dequantized.
     """
 
     def __init__(self, name: str, few_rows: Callable):
@@ -220,15 +219,15 @@ class _Fused:
 
 @functools.cache
 def _nf4_tables(device):
-    """The values of NF4's codes and those of the codes of scales, made once a device. Within an
-    operator, where no compiler looks.
+    """The values of NF4's codes and those of the scales' codes, cached per device. Called within an
+    operator, which compilers do not trace.
     """
     return nf4_format.codes_of().to(device), nf4_format.dynamic_map().to(device)
 
 
 def _read_by_kernel(x, bias, weight):
     """Arguments that the fused kernels share: bias, data, scale, nested scales, their codes'
-    values, the number that goes with all scales, the codes' values.
+    values, the factor of all scales, the codes' values.
     """
     check_parts(weight)
     scale, *more = weight.scales
@@ -250,7 +249,7 @@ def _read_by_kernel(x, bias, weight):
 
 
 def _few_rows_triton(kernels, x, bias, weight):
-    if weight.format == "mxfp8":  # a step of the kernel takes more columns than share a scale
+    if weight.format == "mxfp8":  # a step of the kernel covers more columns than share a scale
         return None
     format, N, block = weight.format, weight.shape[0], weight.block
     config = kernels.constants(x, format, N, block)
@@ -271,7 +270,7 @@ def _few_rows_cpp(x, bias, weight):
     N, K = weight.shape
     block = {"nvfp4": [16], "mxfp8": [MX_BLOCK]}.get(weight.format, weight.block)
     rows, span = block if len(block) == 2 else (1, *block)
-    # Codes are taken 16 at a time, of one scale.
+    # Codes are read 16 at a time, with one scale.
     if (
         not 0 < x.shape[0] <= _CPP_ROWS[x.dtype]
         or N * K == 0
@@ -281,7 +280,7 @@ def _few_rows_cpp(x, bias, weight):
     ):
         return None
     if weight.format == "mxfp8":
-        # With float32 scales, an eighth of the weight's bytes; values are the same.
+        # As float32 scales, an eighth of the weight's bytes; values are unchanged.
         q, _ = unpack(weight, x.dtype)
         quantize.part("q.scale", q.scale, E8M0, (N, -(-K // MX_BLOCK)), q.data)
         weight = pack(BlockFP8(q.data, q.scale.float(), (rows, span), x.dtype))
@@ -344,8 +343,9 @@ def linear_case(
 
 
 def timed_cases(formats, differentiable=True):
-    """The down projection of Llama 3 8B, whose rows are longest: with one token, with small batches
-    of them, and with those of a training step. On a CPU only what has a fused implementation there.
+    """The down projection of Llama 3 8B, whose rows are longest: with one token, with small
+    batches, and with the tokens of a training step. On a CPU only formats with a fused
+    implementation there.
     """
     model = cases.MODELS["llama-3-8b"]
     timed = []

@@ -53,18 +53,18 @@ def rmsnorm(
         cast: "llama" rounds the normalized row to x's dtype before the weight; "gemma" stays in
             float32 to the end; "none" lets the eager twin compute in x's dtype throughout (the
             fused kernels then compute as for "gemma").
-        noise: alpha times the `aqn_noise` of weight's shape is added to offset + weight for this
-            call, in float32, and the gradient reads the same sum (QeRL); weight does not change.
-            None, or an alpha of 0, adds nothing. It comes from `aqn_noise`'s implementation of the
-            same name, if there is one, else from its "auto".
+        noise: adds alpha times the `aqn_noise` of weight's shape to offset + weight for this call,
+            in float32, and the gradient uses the same sum (QeRL); weight itself is unchanged. None,
+            or an alpha of 0, adds nothing. Drawn by `aqn_noise`'s implementation of the same name
+            if it exists, else by its "auto".
         implementation: "auto", or a name that `tilewright explain` lists.
 
     Returns:
         [..., D] in x's dtype; under torch.autocast in float32 (not on a CPU), as F.rms_norm does.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit.
-        ImplementationUnavailable: for a named implementation that cannot run here.
+        TypeError, ValueError: invalid arguments.
+        ImplementationUnavailable: a named implementation that cannot run here.
 
     Example:
         >>> rmsnorm(torch.tensor([[3.0, 4.0]]), torch.ones(2), eps=0.0)
@@ -107,8 +107,8 @@ def add_rmsnorm(
         (rmsnorm(x + residual) in x's dtype, x + residual in residual's).
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit.
-        ImplementationUnavailable: for a named implementation that cannot run here.
+        TypeError, ValueError: invalid arguments.
+        ImplementationUnavailable: a named implementation that cannot run here.
 
     Example:
         >>> y, total = add_rmsnorm(torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 3.0]]),
@@ -124,8 +124,8 @@ def add_rmsnorm(
 
 
 def check_options(eps, offset, cast):
-    """Raises TypeError or ValueError for an option that no tensor could make right."""
-    if not (type(eps) is float is type(offset)):  # what nearly every call has, and at once decided
+    """Raises TypeError or ValueError for an option that is invalid whatever the tensors."""
+    if not (type(eps) is float is type(offset)):  # the fast path of nearly every call
         for name, value in (("eps", eps), ("offset", offset)):
             if not isinstance(value, (int, float, torch.SymFloat)):
                 raise TypeError(f"{name} must be a number, got {value!r}")
@@ -301,8 +301,8 @@ class _Fused:
         return self.forward(x.contiguous(), weight, bias, eps, offset, cast == "llama")[0]
 
     def add_rmsnorm(self, x, residual, weight, bias, eps, offset, cast):
-        # The llama cast rounds to the dtype that is normalized, which for a float32 residual stream
-        # is no rounding.
+        # The llama cast rounds to x's dtype only if the sum that is normalized has it: with a
+        # float32 residual stream there is no rounding.
         round_xhat = cast == "llama" and residual.dtype == x.dtype
         weight, bias = self._parameters(weight, bias)
         tensors = x.contiguous(), residual.contiguous(), weight, bias
@@ -351,7 +351,7 @@ RMSNORM = Op(
             tunables=from_kernels("rmsnorm_triton", "TUNABLES"),
             gate=from_kernels("rmsnorm_triton", "gate"),
         ),
-        # Never the choice of `auto` until it has been measured to beat Triton on a GPU.
+        # Not chosen by `auto` until measured to be faster than Triton on a GPU.
         Implementation(
             "cute",
             lambda: _cute().rmsnorm,

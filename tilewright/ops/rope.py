@@ -34,29 +34,28 @@ def rope(
     inplace: bool = False,
     implementation: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rotates q and k, in one launch.
+    """Applies rotary position embedding to q and k, in one launch.
 
     Computed in float32, rounded once. Differentiable in q and k: the backward is the rotation by
     the opposite angle.
 
     Args:
-        q: [B, Hq, S, D] fp32 | bf16 | fp16 (fp64 with eager). Any strides; the fused kernels read a
-            contiguous last dimension in place, and their result has q's own strides, so that a
-            transposed view of [B, S, H, D] stays one.
+        q: [B, Hq, S, D] fp32 | bf16 | fp16 (fp64 with eager). Any strides; the fused kernels read
+            it in place if its last dimension is contiguous, and their result has q's strides, so
+            that a transposed view of [B, S, H, D] stays one.
         k: [B, Hk, S, D], as q, or None (then None is returned for it).
-        cos, sin: [P, R / 2], or [P, R] with the same values in both halves, as transformers has
-            them; also [B, S, ...] with a row per token (then without position_ids). Any float
+        cos, sin: [P, R / 2], or [P, R] with the same values in both halves, as in transformers;
+            also [B, S, ...] with a row per token (then without position_ids). Any float
             dtype. Not differentiable.
         interleaved: pairs are neighbors (2 i, 2 i + 1), as in GPT-J; default (i, R / 2 + i), as in
             NeoX and Llama.
         rotary_dim: R; default D. Features from R on pass through.
         position_ids: integers [S] or [B, S], rows of the tables; default 0 .. S - 1.
-        cu_seqlens: int32 or int64 [n + 1], 0 .. B * S, not decreasing: where packed documents begin
-            (and the last ends) in the B * S tokens; positions restart at each. Not together with
-            position_ids.
+        cu_seqlens: int32 or int64 [n + 1], 0 .. B * S, non-decreasing: cumulative lengths of the
+            packed documents in the B * S tokens; positions restart at each. Excludes position_ids.
         inplace: overwrite q and k (a contiguous last dimension, any other strides) and return them.
-            The backward of what produced them must not need them. Slices of one projection are
-            fine: their elements may interleave in memory if both repeat by a common stride.
+            The backward of the op that produced them must not need them. Slices of one projection
+            are fine: their elements may interleave in memory if both repeat by a common stride.
             Compiled code checks for expanded tensors only.
         implementation: "auto", or one of triton, cpp, eager.
 
@@ -64,12 +63,12 @@ def rope(
         (q, k) in the inputs' dtypes.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit; with inplace also where autograd cannot
-            follow (a leaf that requires grad, or a view made by split, chunk or unbind) and where
-            elements share memory: of one tensor, as when expanded, or of q and k.
+        TypeError, ValueError: invalid arguments; with inplace also where autograd cannot track it
+            (a leaf that requires grad, or a view made by split, chunk or unbind) and where elements
+            share memory: within a tensor, as when expanded, or between q and k.
         IndexError: a position outside the tables, compiled or not. On a CUDA device values of
-            position_ids and cu_seqlens are not read on the host, which would wait for it: a token
-            outside the tables, and every token of wrong cu_seqlens, becomes NaN, and nothing is
+            position_ids and cu_seqlens are not read on the host, which would synchronize: a token
+            outside the tables, and every token of invalid cu_seqlens, becomes NaN, and nothing is
             read out of bounds.
 
     Example:
@@ -99,13 +98,13 @@ def prepare_tables(
     position_ids: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Tables and positions that `check_tables` has passed, as implementations take them: cos and
-    sin [P, R / 2] without gradients, and the row of each token, int64 [B, S], or None where token s
-    of a sequence has row s.
+    """Converts tables and positions that `check_tables` has passed to the form that implementations
+    take: cos and sin [P, R / 2] without gradients, and the table row of each token, int64 [B, S],
+    or None if token s of a sequence has row s.
 
     Raises ValueError and IndexError as `rope`.
     """
-    if cos.requires_grad or sin.requires_grad:  # so that no implementation differentiates them
+    if cos.requires_grad or sin.requires_grad:  # no implementation differentiates them
         cos, sin = cos.detach(), sin.detach()
     if cos.dim() == 3:
         if position_ids is not None or cu_seqlens is not None:
@@ -132,8 +131,8 @@ def prepare_tables(
 def document_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     """Position within its document of each of `tokens` packed tokens, int64 [tokens].
 
-    Wrong boundaries are a ValueError; on a CUDA device, which is not waited for, they make every
-    position -1.
+    Invalid boundaries raise ValueError; on a CUDA device, where a check would synchronize, they
+    make every position -1.
     """
     cu = _checks.cu_seqlens(cu_seqlens, tokens, wait=False)
     index = torch.arange(tokens, device=cu.device)
@@ -149,7 +148,7 @@ def _outside(what, value, rows):
 
 
 def _positions(ids: torch.Tensor, rows: int) -> torch.Tensor:
-    """ids as contiguous int64, checked unless that would wait for a GPU."""
+    """ids as contiguous int64, checked unless that would synchronize with a GPU."""
     if not ids.is_cuda:
         wrong = ((ids < 0) | (ids >= rows)).nonzero()
         if len(wrong):
@@ -158,7 +157,7 @@ def _positions(ids: torch.Tensor, rows: int) -> torch.Tensor:
     return ids.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
 
 
-# An operator, so that compiled code checks too, when it runs, and with the same words.
+# An operator, so that compiled code checks too, at run time, with the same message.
 _checked_positions = define(
     "rope_checked_positions",
     _positions,
@@ -205,8 +204,8 @@ def check_tables(
     position_ids: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
 ) -> int:
-    """R, for heads of width D >= 2. Raises TypeError or ValueError, as `rope`, for tables (tensors
-    of floats) and positions that do not fit; their devices are left to the caller.
+    """Returns R, for heads of width D >= 2. Raises TypeError or ValueError, as `rope`, for invalid
+    tables (tensors of floats) or positions; the caller checks their devices.
     """
     if rotary_dim is not None and (not isinstance(rotary_dim, int) or isinstance(rotary_dim, bool)):
         raise TypeError(f"rotary_dim must be an int or None, got {rotary_dim!r}")
@@ -298,7 +297,7 @@ def _case(
     def make(device, dtype, seed):
         g = cases.generator(device, seed)
         new = {"device": device, "dtype": dtype, "gen": g, "requires_grad": False}
-        # As projections give them: [B, S, H, D] seen as [B, H, S, D].
+        # The layout of projections: [B, S, H, D] viewed as [B, H, S, D].
         q, k = (
             cases.randn(B, S, h, D, **new).transpose(1, 2)
             if transposed

@@ -1,6 +1,5 @@
-"""Choosing experts for tokens: scores, the best k of each token, their weights, and the losses that
-keep a router balanced. Switch (arXiv:2101.03961), ST-MoE (arXiv:2202.08906), DeepSeek-V3
-(arXiv:2412.19437).
+"""Routing of tokens to experts: scores, top-k choice, weights, and the losses that balance a
+router. Switch (arXiv:2101.03961), ST-MoE (arXiv:2202.08906), DeepSeek-V3 (arXiv:2412.19437).
 
 T = tokens, E = experts, K = experts per token.
 """
@@ -26,7 +25,7 @@ TINY = 1e-20  # added to sums of scores before a division, as published
 
 
 class Routing(NamedTuple):
-    """What `route` returns."""
+    """The result of `route`."""
 
     expert_index: torch.Tensor
     expert_weight: torch.Tensor
@@ -49,38 +48,36 @@ def route(
     round_to: int = 0,
     implementation: str = "auto",
 ) -> Routing:
-    """The k best experts of each token, their weights, and two losses.
+    """Chooses the k best experts of each token, with their weights and two losses.
 
-    Differentiable in logits, once, through expert_weight, load_balance_loss (through P; f is a
+    Differentiable once in logits, through expert_weight, load_balance_loss (through P; f is a
     count) and z_loss; all sums in float32. Saved for backward: logits, expert_index and the counts.
     Logits may be -inf. With softmax scores, NaN or +inf (or a row of -inf alone) makes all weights
-    of the row NaN. With sigmoid scores each logit is by itself: +inf has score 1, -inf 0, and NaN
-    makes its own weight NaN where it is chosen, with renormalize all of its row. Indices exist in
-    any case. Such a row's gradient, and both losses, need not be finite.
+    of the row NaN. With sigmoid scores logits are independent: +inf has score 1, -inf 0, and NaN
+    makes its own weight NaN where it is chosen, and with renormalize its whole row's. Indices are
+    valid in any case. Such a row's gradient, and both losses, need not be finite.
 
     Args:
         logits: [T, E] fp32 | bf16 | fp16 (fp64 with eager), any strides (columns that are not
             contiguous are copied); E is at most 4,096.
         k: experts per token, 1 to topk_groups * E / groups. The choice is the k largest of s +
-            bias, best first; without a bias, of the logits, in whose order s is, so that no
-            rounding makes a tie. Equal ones: the lower index first, of experts and of groups.
+            bias, best first; without a bias, of the logits, which have the order of s, so that
+            rounding makes no ties. Ties: the lower index first, of experts and of groups.
         score: "softmax" for s = softmax(logits) over experts, "sigmoid" for s = sigmoid(logits); in
             float32.
         renormalize: divide the k weights by their sum + 1e-20.
-        bias: [E] fp32 (fp64 with fp64 logits), added to s for the choice only; no gradient flows to
-            it.
+        bias: [E] fp32 (fp64 with fp64 logits), added to s for the choice only; not differentiable.
         groups, topk_groups: the E experts are `groups` equal runs, and only those of the
             `topk_groups` best runs can be chosen. A group's value is its largest score
             (DeepSeek-V2's softmax router); with a bias or with sigmoid scores it is the sum of its
-            two largest s + bias (DeepSeek-V3's; of one, where a group is a single expert).
-        scale: multiplies the weights, after that.
-        round_to: M > 0 for token rounding, which is `round_tokens` after everything else: every
-            expert keeps a multiple of M tokens, its best ones. 0: off.
+            two largest s + bias (DeepSeek-V3's; of one, if a group is a single expert).
+        scale: multiplies the weights, after renormalizing.
+        round_to: M > 0 for token rounding, by `round_tokens` after everything else: every expert
+            keeps a multiple of M tokens, its best ones. 0: off.
         implementation: "auto", or one that `tilewright explain route` lists.
-
     Returns:
         Routing. Neither loss is multiplied by a coefficient; both are of the choice before
-        rounding, and 0 for T = 0. (fp64 logits: fp64 where fp32 stands here.)
+        rounding, and 0 for T = 0. (fp32 below is fp64 for fp64 logits.)
             expert_index [T, K] int64; with round_to, E where a slot was dropped.
             expert_weight [T, K] fp32: the chosen s (without bias), renormalized, times scale; with
                 round_to, 0 where a slot was dropped.
@@ -92,7 +89,7 @@ def route(
             z_loss [] fp32: mean over tokens of logsumexp(logits)^2.
 
     Raises:
-        TypeError, ValueError: Arguments that do not fit.
+        TypeError, ValueError: Invalid arguments.
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:
@@ -179,9 +176,8 @@ def route_eager(
 
 def _choose(x, s, bias, k, sigmoid, groups, topk_groups):
     value = x if bias is None else s + bias
-    order = value.sort(
-        dim=-1, descending=True, stable=True
-    ).indices  # stable: of equal ones the lower index first
+    # Stable: ties by the lower index.
+    order = value.sort(dim=-1, descending=True, stable=True).indices
     if topk_groups < groups:
         runs = (s if bias is None and sigmoid else value).unflatten(-1, (groups, -1))
         two = min(2, runs.shape[-1]) if sigmoid or bias is not None else 1
@@ -189,8 +185,7 @@ def _choose(x, s, bias, k, sigmoid, groups, topk_groups):
             runs.topk(two, dim=-1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices
         )
         out = torch.ones_like(best, dtype=torch.bool).scatter(-1, best[:, :topk_groups], False)
-        # Whoever is in a chosen group comes first, in the order there was; even where a value is
-        # -inf.
+        # Experts of chosen groups come first, in their previous order, even where a value is -inf.
         out = out.repeat_interleave(runs.shape[-1], dim=-1).gather(-1, order)
         order = order.gather(-1, out.to(torch.uint8).sort(dim=-1, stable=True).indices)
     return order[:, :k].contiguous()
@@ -203,23 +198,22 @@ def round_tokens(
     multiple: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Token rounding: every expert keeps the largest multiple of `multiple` tokens that it has,
-    those of the highest
-    weight (equal ones: the lower token index), so that a grouped product computes no padding.
+    those with the highest weights (ties: the lower token index), so that a grouped product computes
+    no padding.
 
-    expert_index [T, K] int64, a token's all different; expert_weight [T, K]; tokens_per_expert [E]:
-    how often each expert occurs, as `route` gives them. Returns the three of what is kept. A
-    dropped slot has index E, weight 0 and no gradient; the other weights of its token are as they
-    were, not renormalized. Made of PyTorch's own operators for every implementation, two stable
-    sorts of T * K elements; nothing is read on the host.
+    expert_index [T, K] int64, distinct per token; expert_weight [T, K]; tokens_per_expert [E]: how
+    often each expert occurs, as in `route`'s result. Returns the three after rounding. A dropped
+    slot has index E, weight 0 and no gradient; the other weights of its token are unchanged, not
+    renormalized. Composed of PyTorch's own operators for every implementation, two stable sorts of
+    T * K elements; nothing is read on the host.
     Source: after arXiv:2512.14080, which rounds to the nearest multiple; this one never adds a
     token.
     """
     E = tokens_per_expert.shape[0]
     expert = expert_index.flatten()
     best_first = expert_weight.detach().flatten().argsort(descending=True, stable=True)
-    order = best_first[
-        expert[best_first].argsort(stable=True)
-    ]  # by expert, best first, equal ones by slot
+    # By expert, best first, ties by slot.
+    order = best_first[expert[best_first].argsort(stable=True)]
     kept = tokens_per_expert - tokens_per_expert % multiple
     first = tokens_per_expert.cumsum(0) - tokens_per_expert
     own = expert[order]
@@ -232,7 +226,7 @@ def round_tokens(
     return torch.where(keep, expert_index, E), torch.where(keep, expert_weight, 0), kept
 
 
-# ---- fused implementations. torch.topk promises nothing about ties; the twin is the nearest.
+# ---- fused implementations. torch.topk guarantees nothing about ties; the twin is the nearest.
 
 
 def _fake_forward(logits, bias, k, sigmoid, renormalize, groups, topk_groups, scale):
@@ -303,11 +297,10 @@ def _cpp():
 
 
 def _atol(dtype, kwargs):
-    """A logit's gradient is a difference of sums over a row that nearly cancel, so that in float32
-    either side may lose 12 eps; in the smallest cases the twin is lucky at times, and the other
-    beyond twice its error by up to 4.3 (40
-    seeds). With ties whole rows cancel: C++ is beyond it by up to 39 there (12 seeds, every layout
-    of gradients, AVX2).
+    """A logit's gradient is a difference of sums over a row that nearly cancel, so in float32
+    either side may lose 12 eps; in the smallest cases the twin's error may be small by chance, and
+    the other's exceeds twice it by up to 4.3 (40 seeds). With ties whole rows cancel: C++ exceeds
+    it by up to 39 there (12 seeds, every layout of gradients, AVX2).
     """
     if dtype != torch.float32:
         return 0.5 * torch.finfo(dtype).eps

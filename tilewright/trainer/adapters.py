@@ -1,6 +1,4 @@
-"""What the section `lora` of a configuration asks for: adapters, quantized weights, noise on
-them, merging.
-"""
+"""The configuration's section `lora`: adapters, quantized weights, noise on them, merging."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ from tilewright.trainer.model import Transformer
 
 
 def add(model: Transformer, wanted: Lora, names: Model) -> None:
-    """Quantizes the layers of a model without weights yet, if that is asked for, and adds
-    adapters.
-    """
+    """Quantizes the layers of a model without values yet, if configured, and adds adapters."""
     path = names.model_path
     if wanted.enable_qlora:
         exclude = wanted.exclude_modules
@@ -44,9 +40,7 @@ def add(model: Transformer, wanted: Lora, names: Model) -> None:
         )
     except ValueError as error:
         raise ValueError(f"lora.lora_target_modules: {error}") from error
-    for module in mixtures(
-        model
-    ):  # the name that the user gave, or none: raises for one that cannot run here
+    for module in mixtures(model):  # the configured name, or none: raises if it cannot run here
         module.implementation = names.moe_implementation or "auto"
         MOE_LORA.resolve(module.implementation)
 
@@ -57,7 +51,7 @@ def mixtures(model: Transformer) -> list[LoRAExperts]:
 
 
 def operations(model: Transformer, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """Which implementation experts with adapters take, of what `Ops` does not name."""
+    """The implementations of experts with adapters, which `Ops` does not list."""
     experts = mixtures(model)
     name = experts[0].implementation if experts else ""
     return (
@@ -68,7 +62,7 @@ def operations(model: Transformer, device: torch.device, dtype: torch.dtype) -> 
 
 
 def generator(seed: int, step: int) -> torch.Generator:
-    """For adapters that begin after that many optimizer steps."""
+    """The generator of adapters initialized after that many optimizer steps."""
     return torch.Generator().manual_seed(seed << 31 | step)
 
 
@@ -87,23 +81,23 @@ def after_step(
         return
     adapt.merge_adapters(model, generator(seed, done))
     if wanted.reset_optimizer_on_merge:
-        # Zeros, of step counts too, are what an optimizer begins with.
+        # Zeros are an optimizer's initial state, step counts included.
         for state in optimizer.state.values():
             for value in state.values():
                 value.zero_()
 
 
 def identity(wanted: Lora) -> dict[str, Any] | None:
-    """What a checkpoint with adapters belongs to."""
+    """The compatibility key of a checkpoint with adapters."""
     if not wanted.enable_lora:
         return None
-    # Not save_lora_only: a run that merged has weights that adapters alone would lose.
+    # Not save_lora_only: a merged run's weights are lost in a checkpoint of adapters alone.
     free = ("merge_lora_interval", "reset_optimizer_on_merge", "enable_aqn", "aqn_alpha")
     return {k: v for k, v in wanted.model_dump(mode="json").items() if k not in free}
 
 
 def size(model: Transformer) -> str:
-    """How many parameters, and how many of them are trained."""
+    """The number of parameters, and of trainable ones."""
     quantized = sum(
         math.prod(adapt.shape_of(p)) for _, p in adapt.base_weights(model) if adapt.quantized(p)
     )

@@ -1,9 +1,9 @@
-"""Packed bins into micro-batches, handed out by rank, resumable anywhere.
+"""Packed bins as micro-batches, per rank, resumable at any step.
 
 A batch is one packed row:
     input_ids [1, T], labels [1, T] (shifted: labels[t] follows token t of the same document; the
     last is -100), position_ids [1, T] (from 0 in every document), cu_seqlens int32 [documents + 1].
-With context parallelism the first three are this rank's part of the row, and the ranks of one row
+With context parallelism the first three are this rank's shard of the row, and the ranks of one row
 read the same bins.
 """
 
@@ -42,12 +42,12 @@ class Bins(torch.utils.data.Dataset):
         self.sizes = np.array([lengths[b].sum() for b in self.bins], dtype=np.int64)  # tokens
 
     def identity(self) -> dict[str, int | str]:
-        """What a position in these bins belongs to."""
+        """The compatibility key of a position in these bins."""
         return {"bins": len(self), "tokens": self.tokens, "contents": self.fingerprint()}
 
     def fingerprint(self) -> str:
-        """A hash of every sample's length, and of the contents of samples from all over the data:
-        all of them, or as many as make four million tokens.
+        """A hash of every sample's length, and of the contents of samples spread over the data: all
+        of them, or as many as have four million tokens in total.
         """
         few = max(2, min(len(self.lengths), (1 << 22) * len(self.lengths) // max(1, self.tokens)))
         rows = self.dataset[np.unique(np.linspace(0, len(self.lengths) - 1, few).astype(np.int64))]
@@ -77,8 +77,8 @@ def collate(
     multiple: int,
     cp: ContextParallel | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Bins into one packed row, or a rank's part of it. Padding is a document of its own, with
-    every label ignored.
+    """Concatenates bins into one packed row, or a rank's shard of it. Padding is a document of its
+    own, with every label ignored.
     """
     documents = [d for b in bins for d in b]
     lengths = [len(ids) for ids, _ in documents]
@@ -100,11 +100,11 @@ def collate(
 
 
 class Batches:
-    """Micro-batches of one rank, optimizer step by optimizer step, resumable anywhere.
+    """One rank's micro-batches, grouped by optimizer step, resumable at any step.
 
     rank, world_size: of data parallelism; ranks of one `cp` have the same. A step takes world_size
-    * micro_batch_size * accumulation bins. Where training stands is an epoch and the number of its
-    bins that are used up, whatever the number of ranks, so a run may go on with another one.
+    * micro_batch_size * accumulation bins. The position is an epoch and the number of its bins that
+    are used up, whatever the number of ranks, so a run can resume with another one.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Batches:
 
     @property
     def position(self) -> int:
-        """Optimizer steps of this size that would have come as far in the data."""
+        """The number of optimizer steps of this size up to the present position in the data."""
         return (self.epoch + 1) * self.steps_per_epoch - self._steps_in(len(self.bins) - self.used)
 
     def state_dict(self) -> dict[str, int]:
@@ -157,7 +157,9 @@ class Batches:
         return np.random.default_rng((self.seed, self.epoch)).permutation(len(self.bins))
 
     def _mine(self) -> Iterator[list[int | None]]:
-        """Indices of this rank's micro-batches from here to the end of the epoch."""
+        """Indices of this rank's micro-batches from the present position to the end of the
+        epoch.
+        """
         order = self._order()
         for first in range(self.used, len(order), self.per_step):
             step = list(map(int, order[first : first + self.per_step]))
@@ -170,15 +172,15 @@ class Batches:
                 yield step[start : start + self.micro]
 
     def steps(self) -> Iterator[list[dict[str, torch.Tensor]]]:
-        """The micro-batches of each following step, epoch after epoch, for ever."""
+        """Yields the micro-batches of each following step, epoch after epoch, without end."""
         while True:
             loader = _loader(self.bins, list(self._mine()), self.data, self.pin, self.cp)
             step, sizes = [], self.bins.sizes[self._order()]
             for batch in loader:
                 step.append(batch)
                 if len(step) == self.accumulation:
-                    # Where training stands once this step is done: set before it is handed out,
-                    # since a checkpoint is written after the step, before the next is asked for.
+                    # The position after this step, set before yielding: a checkpoint is written
+                    # after the step, before the next one is requested.
                     self.tokens += int(sizes[self.used : self.used + self.per_step].sum())
                     self.used = min(self.used + self.per_step, len(self.bins))
                     yield step
@@ -209,8 +211,8 @@ def evaluation_batches(
     pin: bool = False,
     cp: ContextParallel | None = None,
 ) -> torch.utils.data.DataLoader:
-    """Every bin once over all ranks, `size` in a micro-batch; each rank gets the same number of
-    batches, filled up with empty ones. Read and padded as the bins' own settings say.
+    """Every bin once over all ranks, `size` per micro-batch; ranks get the same number of batches,
+    filled up with empty ones. Bins are read and padded by their own settings.
     """
     groups: list[list[int | None]] = [
         list(range(i, min(i + size, len(bins)))) for i in range(0, len(bins), size)

@@ -1,4 +1,4 @@
-"""What a configuration asks for, built: ops, model, data, and the engine that holds them."""
+"""Builds a configuration's parts: ops, model, data, and the engine that holds them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def compute_dtype(train: Train) -> torch.dtype:
 
 
 def choose_ops(model: Model, shape: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> Ops:
-    """dtype: of matrix products. Raises ValueError or ImplementationUnavailable before any weight
-    is allocated.
+    """Chooses implementations. dtype: of matrix products. Raises ValueError or
+    ImplementationUnavailable before any weight is allocated.
     """
     wanted = Request(
         head_dim=shape.head_dim, packed=True, gradient=True, part=mesh.context.ring_size > 1
@@ -55,7 +55,7 @@ def choose_ops(model: Model, shape: ModelConfig, mesh: Mesh, dtype: torch.dtype)
 def build_model(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> torch.nn.Module:
     """The model with its weights and adapters, sharded over the mesh."""
     m, t = config.model, config.train
-    # Quantized, it is never there in full precision: layers are filled one at a time.
+    # A quantized model is never in full precision: its layers are filled one at a time.
     meta = t.data_parallel_mode == "fsdp2" or config.lora.enable_qlora
     with torch.device("meta" if meta else t.init_device):
         model = Transformer(shape, ops, m.merge_qkv)
@@ -79,7 +79,8 @@ def build_model(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> tor
 
 def build_engine(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> Engine:
     model = build_model(config, shape, mesh, ops)
-    # FSDP2 casts by itself; the others keep float32 weights and run matrix products in bfloat16.
+    # FSDP2 casts by itself; the other modes keep float32 weights and run matrix products in
+    # bfloat16.
     half = config.train.enable_mixed_precision and config.train.data_parallel_mode != "fsdp2"
     optimizer = build_optimizer(getattr(model, "module", model), config.train)
     return Engine(model, optimizer, mesh, autocast=torch.bfloat16 if half else None)
@@ -89,7 +90,7 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     folder = pathlib.Path(hf.local_folder(path))
-    # transformers would make an empty one.
+    # Otherwise transformers would make an empty one.
     if not any((folder / name).is_file() for name in hf.TOKENIZER_FILES):
         raise FileNotFoundError(
             f"model.tokenizer_path = {folder}: holds no tokenizer, that is none of "
@@ -99,7 +100,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def build_data(config: Config, mesh: Mesh, vocab: int) -> tuple[Batches, Bins | None]:
-    """Training batches, and the evaluation bins if there is anything to evaluate on."""
+    """Training batches, and the evaluation bins if evaluation is configured."""
     d = config.data
 
     def tokenizer():
@@ -128,8 +129,8 @@ def build_data(config: Config, mesh: Mesh, vocab: int) -> tuple[Batches, Bins | 
 
 
 def identity(config: Config, shape: ModelConfig, batches: Batches) -> dict[str, dict[str, Any]]:
-    """What a checkpoint belongs to, by kind: its position counts bins of these data, its moments
-    are of these parameter groups.
+    """A checkpoint's compatibility keys, by kind: its position counts bins of these data, its
+    moments are of these parameter groups.
     """
     t = config.train
     return {

@@ -1,9 +1,9 @@
-"""Training checkpoints: PyTorch's distributed format, written aside and renamed, found again, and
-resumed from.
+"""Training checkpoints in PyTorch's distributed format (DCP): written under a temporary name and
+renamed; found and resumed from.
 
 {output_dir}/checkpoints/global_step_N/ holds the model and optimizer (DCP, resharded on load as
-needed), state.json (step, samples used, what the checkpoint belongs to, op choices), each rank's
-random state, and, in the last one, hf/.
+needed), state.json (step, samples used, compatibility keys, op choices), each rank's random state,
+and, in the last one, hf/.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ log = logging.getLogger("tilewright")
 
 @contextlib.contextmanager
 def _first_failure(kind: type[Exception], what: str) -> Iterator[None]:
-    """DCP's exception holds the failures of all ranks, with their traces, and is no Exception:
-    makes one sentence.
+    """DCP's exception collects the failures of all ranks, with their traces, and is not an
+    Exception: reduces it to one sentence.
     """
     try:
         yield
@@ -64,7 +64,7 @@ def _first_failure(kind: type[Exception], what: str) -> Iterator[None]:
 
 
 def _not_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
-    """The name of a parameter that is not finite, or whose moments are not, on this rank."""
+    """The name of a parameter on this rank that is not finite or has non-finite moments."""
     names, finite = [], []
     for name, p in model.named_parameters():
         for t in (p, *optimizer.state.get(p, {}).values()):
@@ -73,14 +73,14 @@ def _not_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | Non
                 finite.append(
                     (t.to_local() if isinstance(t, DTensor) else t).isfinite().all().to(p.device)
                 )
-    good = torch.stack(finite).tolist()  # waits for the device once
+    good = torch.stack(finite).tolist()  # the only synchronization
     return None if all(good) else names[good.index(False)]
 
 
 class Saver:
-    """Writes checkpoints; with save_async, one may still be under way while training goes on.
+    """Writes checkpoints; with save_async, one may be in progress while training continues.
 
-    Every rank must make one, and call its methods at the same steps.   last: the newest whole
+    Every rank must create one, and call its methods at the same steps.   last: the newest complete
     checkpoint.
     """
 
@@ -100,7 +100,7 @@ class Saver:
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
     ) -> pathlib.Path:
-        """state: JSON. The folder has its final name only once it is complete.
+        """state: JSON. The folder gets its final name only when it is complete.
 
         Raises ValueError, and writes nothing, if a weight or a moment is not finite.
         """
@@ -143,7 +143,7 @@ class Saver:
     def _published_by_itself(
         self, written: Future[None], aside: pathlib.Path, target: pathlib.Path
     ) -> Future[None]:
-        """Once all ranks have written their parts, a thread gives the checkpoint its name."""
+        """Once all ranks have written their parts, a thread renames the checkpoint."""
         published: Future[None] = Future()
 
         def wait_and_publish() -> None:
@@ -152,7 +152,7 @@ class Saver:
                 dist.barrier(group=self.group)
                 if self.mesh.main:
                     publish(aside, target)
-            except BaseException as error:  # of whatever kind: it is raised where it is waited for
+            except BaseException as error:  # of any kind: `finish` raises it
                 published.set_exception(error)
             else:
                 published.set_result(None)
@@ -161,7 +161,7 @@ class Saver:
         return published
 
     def finish(self) -> None:
-        """Waits for a checkpoint under way."""
+        """Waits for a checkpoint in progress."""
         if self.pending is not None:
             (published, target), self.pending = self.pending, None
             with _first_failure(OSError, f"{target}: cannot be written"):
@@ -169,7 +169,7 @@ class Saver:
             self.last = target
 
     def go_on(self) -> str:
-        """What a run that cannot go on says about how to."""
+        """How to continue, for the message of a run that must stop."""
         last = (
             f"and resume from {self.last}"
             if self.last
@@ -178,9 +178,9 @@ class Saver:
         return f"lower train.lr or look at the data, {last}"
 
     def interrupted(self) -> str:
-        """The newest whole checkpoint, for the last words of a run.
+        """The newest complete checkpoint, for the last message of a run.
 
-        Waits for one under way; to interrupt that gives it up. The other processes may be gone: no
+        Waits for one in progress; an interrupt abandons it. The other processes may be gone: no
         message is sent.
         """
         lost = ""
@@ -212,8 +212,8 @@ def resume(
     run: dict[str, dict[str, Any]],
     ops: dict[str, str],
 ) -> tuple[pathlib.Path, dict[str, Any]]:
-    """`restore` of the first of the folders that is not damaged, and which that is. Raises
-    Damaged if all are.
+    """`restore` of the first folder that is not damaged; also returns which one. Raises Damaged if
+    all are.
     """
     for folder, following in zip(folders, [*folders[1:], None], strict=True):
         try:
@@ -237,8 +237,8 @@ def restore(
 ) -> dict[str, Any]:
     """Fills model and optimizer and returns the saved state. Every rank must call it.
 
-    run: what must be as it was when the checkpoint was written, by kind (model, optimizer, data).
-    Raises ValueError if it is not, and Damaged, on all ranks, if the checkpoint cannot be read;
+    run: compatibility keys that must equal the checkpoint's, by kind (model, optimizer, data).
+    Raises ValueError if one differs, and Damaged, on all ranks, if the checkpoint cannot be read;
     warns if ops were computed by other implementations.
     """
     problem = state = metadata = None
@@ -248,7 +248,7 @@ def restore(
         _check(folder, state, run)
         metadata = read_metadata(folder / "dcp")
         file = folder / f"random_{mesh.rank}.safetensors"
-        if file.is_file():  # a rank that did not exist then starts from its seed
+        if file.is_file():  # a new rank starts from its seed
             random = load_file(file)
     except SafetensorError as error:
         problem = Damaged(f"{file}: cannot be read as safetensors: {error}")

@@ -1,5 +1,5 @@
-"""What a checkpoint's folder holds, read without running any code that it names: what is pickled
-goes through unpicklers that know a list of types.
+"""Reads a checkpoint's folder without running code that it names: pickles go through unpicklers
+with a list of allowed types.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tilewright.files import read_json
 
 
 class Damaged(ValueError):
-    """A checkpoint that is not whole, or not what a checkpoint is."""
+    """A checkpoint that is incomplete or has invalid contents."""
 
 
 class Incomplete(Damaged, FileNotFoundError):
-    """A checkpoint that lacks a file."""
+    """A checkpoint with a missing file."""
 
 
 def read_state(folder: pathlib.Path) -> dict[str, Any]:
@@ -58,7 +58,7 @@ _KNOWN = {
 
 class _Unpickler(pickle.Unpickler):
     """Reads DCP's metadata. A pickle may name any function of any module, to be called: this one
-    knows what belongs.
+    allows only what belongs there.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -70,9 +70,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: pathlib.Path) -> Metadata:
-    """Reads what a DCP folder holds, and in which of its files.
+    """Reads the metadata of a DCP folder: its contents, and their files.
 
-    Raises Damaged if it is not that, or if a file is absent or too short.
+    Raises Damaged if they are not metadata, or if a file is missing or too short.
     """
     path = folder / ".metadata"
     if not path.is_file():
@@ -90,7 +90,7 @@ def read_metadata(folder: pathlib.Path) -> Metadata:
             needed[piece.relative_path] = max(
                 needed[piece.relative_path], piece.offset + piece.length
             )
-    except Exception as error:  # bytes at random make the unpickler raise anything
+    except Exception as error:  # random bytes can make the unpickler raise anything
         raise Damaged(f"{path}: is not the metadata of a checkpoint: {error}") from error
     for name, size in needed.items():
         file = folder / name
@@ -114,7 +114,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class Planner(dcp.DefaultLoadPlanner):
-    """DCP unpickles tensors by a list of types, but not numbers and names."""
+    """DCP unpickles tensors by a list of allowed types, but not numbers and names."""
 
     def load_bytes(self, read_item: dcp.planner.ReadItem, value: Any) -> None:
         torch.save(torch.load(value, weights_only=True), safe := io.BytesIO())

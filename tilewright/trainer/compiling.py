@@ -1,4 +1,4 @@
-"""torch.compile of layers: whole, or the parts around what cannot be in a graph."""
+"""torch.compile of layers: whole, or the parts around code that cannot be in a graph."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ log = logging.getLogger("tilewright")
 
 
 def compile_layers(model: Transformer, train: Train, basic_modules: list[str]) -> None:
-    """Compiles whole layers, each as one graph, or, where attention or experts cannot be part of
-    one, what surrounds them.
+    """Compiles whole layers, each as one graph, or, where attention or experts cannot be in a
+    graph, the code around them.
 
     Call it before `recompute_activations`: a graph break within a checkpointed function would leave
     all of it uncompiled.
 
-    Raises ValueError for a module that FSDP2 would gather in the midst of a graph.
+    Raises ValueError for a module that FSDP2 would gather within a graph.
     """
     names = {
         name
@@ -47,8 +47,8 @@ def compile_layers(model: Transformer, train: Train, basic_modules: list[str]) -
     compiled: dict[tuple[type, str], Compiled] = {}
     for block in model.model.layers:
         attention, mlp = block.self_attn, block.mlp
-        # Tokens that travel wait for other ranks, and experts that are recomputed alone have a
-        # checkpoint of their own.
+        # Tokens sent to other ranks wait for them, and experts that are recomputed alone have their
+        # own checkpoint.
         apart = isinstance(mlp, MoE) and (train.expert_parallel_size > 1 or experts_alone)
         if attention.breaks or apart or in_parts:
             parts = [
@@ -68,10 +68,10 @@ def compile_layers(model: Transformer, train: Train, basic_modules: list[str]) -
 
 
 class Compiled:
-    """A method that is compiled for all modules of a kind together.
+    """A method that is compiled once for all modules of a kind.
 
-    Dynamo keeps compiled code with the function's code object, up to a limit for all that share it:
-    this one has a copy of the code to itself.
+    Dynamo caches compiled code per code object, up to a limit for all that share it: this method
+    gets its own copy of the code.
     """
 
     def __init__(self, method: Callable):
@@ -83,7 +83,7 @@ class Compiled:
 
     def __call__(self, *args: Any) -> Any:
         dynamo = _torch.dynamo()
-        # No two batches have the same length: a static size would recompile at once.
+        # Batches have different lengths: a static size would recompile at once.
         for t in _tensors(args):  # x [B, S, H], cos [S, D], attended [B, heads, S, D]; ids [B, S]
             dynamo.maybe_mark_dynamic(t, t.dim() - (2 if t.is_floating_point() else 1))
         try:
@@ -111,7 +111,7 @@ def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def compiled_parts(model: Transformer) -> dict[str, int]:
-    """Which methods are compiled, and of how many modules."""
+    """The compiled methods, and the number of their modules."""
     methods = (inner(v) for m in model.model.layers.modules() for v in vars(m).values())
     return dict(
         Counter(

@@ -65,7 +65,7 @@ class Config(Section):
 
 
 def load(path: str | None, overrides: list[str] | None = None) -> Config:
-    """The configuration in a YAML file, changed by `--section.field value` (or `=value`) arguments.
+    """The configuration in a YAML file, with `--section.field value` (or `=value`) overrides.
 
     Raises ConfigError with every misspelled key, wrong type, refused value and contradiction, one
     line each.
@@ -81,8 +81,8 @@ def resolved(config: Config) -> str:
 def from_command_line(
     argv: list[str] | None = None, program: str = "python -m tilewright.trainer.train"
 ) -> Config:
-    """`config.yaml [--section.field value ...]`. Prints all errors and exits with 2, or prints
-    the help and exits.
+    """Parses `config.yaml [--section.field value ...]`. Prints all errors and exits with 2, or
+    prints the help and exits.
     """
     argv = sys.argv[1:] if argv is None else argv
     if not argv or {"-h", "--help"} & set(argv):
@@ -115,12 +115,12 @@ field means and needs, and `--schema` prints the JSON schema. [fields.md](fields
 """
 
 
-# A valid configuration, of which rules tell their sentences.
+# A minimal valid configuration, from which rules state their sentences.
 LEAST = {"model": {"config_path": "-"}, "data": {"datasets": [{"path": "dummy"}]}}
 
 
 def explain(name: str) -> str:
-    """What `reference.explain` says of a field, by its path with or without the section.
+    """`reference.explain` of a field, by its path with or without the section.
 
     Raises ConfigError for a name that no field has.
     """

@@ -1,7 +1,7 @@
 """From files or the Hub to prepared samples: load, tokenize, cache, split.
 
-A sample has input_ids and labels (default: the same; -100 is not trained on). `batches.py` packs
-samples into batches.
+A sample has input_ids and labels (default: the same; -100 is ignored). `batches.py` packs samples
+into batches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tilewright.trainer.loss import IGNORE
 from tilewright.trainer.sources import check_sources, dummy, read_raw
 
 log = logging.getLogger("tilewright")
-# Raise it when the same settings prepare other data: an earlier cache is then not used.
+# Increment when the same settings prepare other data, to invalidate earlier caches.
 PREPARATION = 1
 
 
@@ -33,7 +33,7 @@ def _longest(entry: Dataset, data: Data) -> int:
 
 
 def _columns():
-    """The columns of every prepared set: sets that are merged must agree."""
+    """The columns of every prepared set: merged sets must agree."""
     import datasets
 
     return datasets.Features(
@@ -50,8 +50,8 @@ def _check_range(path: str, ids: list[int], vocab: int, *also: int) -> None:
 
 
 def _tokenize(raw, entry: Dataset, data: Data, tokenizer, vocab: int) -> Any:
-    """Text to pieces of at most max_seq_len (default: a bin), with the end token after each
-    document.
+    """Splits text into samples of at most max_seq_len tokens (default: a bin), with the end token
+    after each document.
     """
     if "text" not in raw.column_names:
         other = (
@@ -76,7 +76,7 @@ def _tokenize(raw, entry: Dataset, data: Data, tokenizer, vocab: int) -> Any:
             ids = tokenizer(text, add_special_tokens=False)["input_ids"] + end
             _check_range(entry.path, ids, vocab)
             out += [ids[i : i + longest] for i in range(0, len(ids), longest)]
-        out = [p for p in out if len(p) > 1]  # one token predicts nothing
+        out = [p for p in out if len(p) > 1]  # a single token has no target
         return {"input_ids": out, "labels": out}
 
     return raw.map(
@@ -89,7 +89,7 @@ def _tokenize(raw, entry: Dataset, data: Data, tokenizer, vocab: int) -> Any:
 
 
 def _check_tokenized(raw, entry: Dataset, data: Data, vocab: int) -> Any:
-    """Checks and cuts samples that are tokens already."""
+    """Checks and cuts samples that are already tokenized."""
     if "input_ids" not in raw.column_names:
         other = "; for samples that are text set type to text" if "text" in raw.column_names else ""
         raise ValueError(
@@ -149,7 +149,7 @@ def _build(
     check_sources(entries)
     data, seed, parts = config.data, config.train.seed, []
     for i, entry in enumerate(entries):
-        # Not the same documents to train and to evaluate on.
+        # Training and evaluation must not share documents.
         raw = (
             dummy(data, vocab, (seed, i, int(shuffle)))
             if entry.path == "dummy"
@@ -184,8 +184,8 @@ def _build(
 
 
 def _fingerprint(entries: list[Dataset], config: Config, vocab: int, shuffle: bool) -> str:
-    """Changes whenever the prepared data would: the settings, and size and time of every local
-    file.
+    """Changes whenever the prepared data would: hashes the settings, and size and time of every
+    local file.
     """
     keys = (
         "select_columns",
@@ -199,9 +199,8 @@ def _fingerprint(entries: list[Dataset], config: Config, vocab: int, shuffle: bo
     read: list[pathlib.Path] = []
     for path in (pathlib.Path(entry.path) for entry in entries):
         read += [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
-    if any(
-        entry.type == "text" for entry in entries
-    ):  # not its subfolders: a model's checkpoints may be there
+    # Not its subfolders: a model's checkpoints may be there.
+    if any(entry.type == "text" for entry in entries):
         read += sorted(
             p for p in pathlib.Path(tokenizer).glob("*") if p.suffix in (".json", ".model", ".txt")
         )
@@ -229,11 +228,9 @@ def prepare(
     main: bool = True,
     barrier: Callable[[], None] = lambda: None,
 ):
-    """The merged, tokenized data set with columns input_ids and labels, from the cache if it is
-    there.
+    """The merged, tokenized data set with columns input_ids and labels, from the cache if present.
 
-    main: this process builds and saves (rank 0); the others wait at `barrier` and read what it
-    saved.
+    main: this process builds and saves (rank 0); the others wait at `barrier` and read its result.
     """
     import datasets
 
@@ -259,7 +256,7 @@ def prepare(
                 str(aside), num_shards=min(data.num_dataset_shards_to_save or 1, len(built))
             )
             aside.rename(folder)
-        told = folder / "pushed.txt"  # where to: it is the same at every start
+        told = folder / "pushed.txt"  # the target folder: the same at every start
         pushed = told.read_text().splitlines() if told.is_file() else []
         if data.push_dataset_to_hub and data.push_dataset_to_hub not in pushed:
             split = "test" if entries is data.test_datasets else "train"
@@ -293,8 +290,8 @@ def _as_it_is(root: pathlib.Path, folder: pathlib.Path, test: bool):
 
 
 def split_validation(dataset, size: int | float | None, seed: int):
-    """(training, validation or None), both in the order they had. size: a count, or a fraction
-    below 1.
+    """Returns (training, validation or None), both in the original order. size: a count, or a
+    fraction below 1.
     """
     if size is None:
         return dataset, None

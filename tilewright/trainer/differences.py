@@ -1,11 +1,9 @@
-"""Where the configuration differs from what its users may know: xorl's documentation, and names of
-other libraries.
-"""
+"""Where the configuration differs from xorl's documentation, and field names of other libraries."""
 
 from __future__ import annotations
 
-# field -> the default or meaning in xorl's documentation, and why it is different here. `docs`
-# prints it.
+# field -> the default or meaning in xorl's documentation, and the reason for the difference.
+# Printed by `docs`.
 DIFFERENCES: dict[str, tuple[str, str]] = {
     "model.attn_implementation": (
         "flash_attention_3",
@@ -113,7 +111,7 @@ DIFFERENCES: dict[str, tuple[str, str]] = {
     "train.wandb_project": ("Xorl", "the project's own name"),
 }
 
-# Names of transformers' TrainingArguments, TRL and peft that are too unlike the field's -> the
+# Names in transformers' TrainingArguments, TRL and peft that are too unlike the field's -> the
 # field.
 ELSEWHERE = {
     "learning_rate": "train.lr",

@@ -1,14 +1,13 @@
-"""A training step's forward and backward on a CPU: the trainer's model beside that of transformers.
+"""A training step's forward and backward on a CPU: the trainer's model compared to transformers'.
 
-Both have the same weights, drawn at random, and the same tokens. transformers' runs with its
-defaults and sdpa and makes the loss itself; the trainer's is called as the trainer calls it, with
-its default numerics. The optimizer is left out, being PyTorch's in both.
+Both have the same random weights and the same tokens. transformers' runs with its defaults and sdpa
+and computes the loss itself; the trainer's is called as in training, with its default numerics. The
+optimizer is left out, being PyTorch's in both.
 
-Times are wall clock, in interleaved rounds of one process. Memory: each model in a process of its
-own, the most that the process held during a step (the kernel's high-water mark) above what it held
-before, so gradients count and weights do not. Errors are relative to transformers' model in
-float64: of the loss, and |g - truth| / |truth| over all gradients (Frobenius), and of the parameter
-where that is largest.
+Times are wall clock, in interleaved rounds of one process. Memory: each model in its own process,
+the peak during a step (the kernel's high-water mark) above the level before it, so gradients count
+and weights do not. Errors are relative to transformers' model in float64: of the loss, and
+|g - truth| / |truth| over all gradients (Frobenius), and for the parameter where that is largest.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ SEED = 0
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A Llama's, by default that of SmolLM2-135M with 8 of its 30 layers."""
+    """The shape of a Llama, by default that of SmolLM2-135M with 8 of its 30 layers."""
 
     tokens: int = 1024
     layers: int = 8
@@ -78,7 +77,7 @@ def of_transformers(shape: Shape) -> torch.nn.Module:
 
 
 def of_trainer(like: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """The trainer's model with the weights of one of transformers'."""
+    """The trainer's model with the weights of a transformers model."""
     from tilewright.trainer import hf
     from tilewright.trainer.model import ModelConfig, Ops, Transformer
 
@@ -100,7 +99,7 @@ def tokens_of(shape: Shape) -> torch.Tensor:
 
 
 def step(model: torch.nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The loss of predicting each next token; the parameters have its gradients."""
+    """The next-token loss; the parameters get its gradients."""
     for p in model.parameters():
         p.grad = None
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -121,7 +120,7 @@ def step(model: torch.nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch
 
 
 def gradients(model: torch.nn.Module, like: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """By the names of the trainer's parameters.   like: the trainer's model."""
+    """By the trainer's parameter names.   like: the trainer's model."""
     from tilewright.trainer import hf
 
     own = {name: p.grad for name, p in model.named_parameters()}
@@ -139,7 +138,7 @@ def errors(
     found: dict[str, torch.Tensor],
     truth: tuple[torch.Tensor, dict[str, torch.Tensor]],
 ) -> dict[str, float]:
-    """Of a loss and gradients against those in float64."""
+    """Errors of a loss and gradients relative to float64."""
     exact, grads = truth
     apart = {
         name: ((found[name].double() - g).square().sum(), g.square().sum())
@@ -157,8 +156,8 @@ def errors(
 
 
 def peak_mib(fn: Callable[[], object]) -> float | None:
-    """The most memory that this process held during fn, above what it held before, in MiB; None
-    where the kernel does not tell. What the allocator keeps of freed memory is given back first.
+    """Peak memory of this process during fn, above the level before it, in MiB; None if the kernel
+    does not report it. The allocator's cached free memory is released first.
     """
 
     def status(field):
@@ -173,7 +172,7 @@ def peak_mib(fn: Callable[[], object]) -> float | None:
 
     try:
         ctypes.CDLL(None).malloc_trim(0)
-        pathlib.Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+        pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
         before = status("VmRSS")
     except (OSError, AttributeError):
         return None
@@ -182,8 +181,8 @@ def peak_mib(fn: Callable[[], object]) -> float | None:
 
 
 def peak_in_child(provider: str, shape: Shape, dtype: str) -> float | None:
-    """`peak_mib` of a step in a process that holds this model alone. A step of 64 tokens comes
-    before, so that the libraries' own memory is not counted.
+    """`peak_mib` of a step in a process with this model alone. A step of 64 tokens runs first, so
+    that the libraries' own memory is not counted.
     """
     asked = json.dumps(
         {
@@ -224,7 +223,7 @@ def measure(
     rounds: int,
     memory: Callable[[str, Shape, str], float | None] = peak_in_child,
 ) -> list[dict[str, Any]]:
-    """A row for each dtype and provider."""
+    """One row per dtype and provider."""
     ids, rows = tokens_of(shape), []
     memory_of = {
         (name, dtype): memory(name, shape, dtype) for dtype in dtypes for name in PROVIDERS

@@ -1,11 +1,11 @@
-"""What can be asked of a model that is prepared for training: gradients, steps, evaluation,
-checkpoints, exports. The loop, the tests and whatever else trains call it alike.
+"""Operations on a model prepared for training: gradients, steps, evaluation, checkpoints, exports.
+The training loop, the tests and other callers share them.
 
-    sums = engine.forward_backward(batches, language_modeling)      # as often as needed
+    sums = engine.forward_backward(batches, language_modeling)      # any number of times
     norm = engine.optim_step(lr_factor, max_norm)                   # divides by the denominators
 
-Backward passes are of sums. Gradients are divided once, at the step, by the denominators of all
-calls since the last: what a step's gradient is does not depend on how it was cut into calls.
+Backward passes are of sums. The step divides gradients once, by the denominators of all calls since
+the previous step, so a step's gradient does not depend on how it was split into calls.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class NotFinite(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """The sums of one call over all ranks. Reading a number waits for the device.
+    """The sums of one call over all ranks. Reading a number synchronizes.
 
-    totals: [loss, denominator], float64.   per_token: of this rank, one entry per micro-batch.
-    reports: of the routers, summed over micro-batches and ranks, and how many those were.
+    totals: [loss, denominator], float64.   per_token: this rank's, one entry per micro-batch.
+    reports: the routers', summed over micro-batches and ranks, and their number.
     """
 
     totals: torch.Tensor
@@ -59,8 +59,8 @@ class Sums:
         return total / max(1.0, denominator)
 
     def router(self) -> dict[str, float]:
-        """{} without experts. How many times the mean the busiest expert's tokens are, for the mean
-        layer and the worst, and the two router losses, which are not trained on.
+        """{} without experts. The busiest expert's tokens relative to the mean, for the mean layer
+        and the worst, and the two router losses, which are not trained on.
 
         Padding counts as tokens here: experts compute it.
         """
@@ -94,13 +94,13 @@ class Engine:
 
     @property
     def model(self) -> Transformer:
-        """Without DDP's wrapper."""
+        """The model without DDP's wrapper."""
         return unwrap(self.wrapped)
 
     # ---- forward and backward
 
     def forward_backward(self, batches: Iterable[Batch], loss: Loss) -> Sums:
-        """Adds the gradients of a loss's sum over the micro-batches to those that are there."""
+        """Accumulates the gradients of a loss's sum over the micro-batches."""
         batches, outcomes = list(batches), []
         for i, batch in enumerate(batches):
             with synchronize(self.wrapped, last=i == len(batches) - 1):
@@ -127,7 +127,7 @@ class Engine:
     def _outcome(self, batch: Batch, loss: Loss) -> Outcome:
         device = self.mesh.device
         moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in batch.items()}
-        # Read here, on the host: each layer would wait for the device otherwise.
+        # Read here, on the host: otherwise each layer would synchronize.
         moved["ends"] = tuple(batch["cu_seqlens"].tolist())
         with torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
             return self.wrapped(**moved, loss=loss)
@@ -151,7 +151,7 @@ class Engine:
         self, denominator: float | torch.Tensor | None = None, max_norm: float = 0.0
     ) -> torch.Tensor:
         """Divides the gradients of sums by a number (default: the denominators of all calls since
-        the last step), and clips them to a global norm (0: does not).
+        the last step), and clips them to a global norm (0: no clipping).
 
         Returns their norm before clipping, on the device.
         """
@@ -178,14 +178,14 @@ class Engine:
 
         Args:
             factor: of each group's peak learning rate.
-            max_norm: gradients are clipped to this global norm; 0: not clipped.
+            max_norm: gradients are clipped to this global norm; 0: no clipping.
             denominator: default: the sum of those of all calls since the last step.
 
         Raises:
             NotFinite: the loss or the norm is infinite or NaN, on every rank; no weight has
                 changed.
         """
-        norm = float(self.divide(denominator, max_norm))  # the one wait for the device in a step
+        norm = float(self.divide(denominator, max_norm))  # the only synchronization in a step
         if self._totals is not None and not math.isfinite(total := float(self._totals[0])):
             raise NotFinite(f"loss is {total}")
         if not math.isfinite(norm):
@@ -196,7 +196,7 @@ class Engine:
         return norm
 
     def zero(self) -> None:
-        """Forgets gradients, and the denominators that belong to them."""
+        """Drops gradients, and their denominators."""
         self.optimizer.zero_grad(set_to_none=True)
         self._totals = None
 
@@ -235,8 +235,8 @@ class Engine:
 
 @contextlib.contextmanager
 def reproducible(seed: int, deterministic: bool) -> Iterator[None]:
-    """Seeds this rank; with `deterministic` lets only deterministic algorithms run, until the end
-    of the block.
+    """Seeds this rank; with `deterministic` allows only deterministic algorithms until the end of
+    the block.
     """
     torch.manual_seed(seed)
     if not deterministic:

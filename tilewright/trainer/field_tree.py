@@ -1,6 +1,4 @@
-"""The tree of a pydantic model's fields by dotted path, and what to say about a path that is not in
-it.
-"""
+"""The tree of a pydantic model's fields by dotted path, and hints for a path that is not in it."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from pydantic import BaseModel
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration; `problems` holds a line each."""
+    """All errors of a configuration; `problems` holds one line each."""
 
     def __init__(self, lines: list[str]):
         super().__init__("\n".join(lines))
@@ -37,8 +35,8 @@ def submodel(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 
 def leaves(model: type[BaseModel], at: str = "") -> dict[str, Any]:
-    """Dotted path -> FieldInfo of every field that is not a section, in order. Entries of a
-    list have no index.
+    """Dotted path -> FieldInfo of every field that is not a section, in order. List entries have no
+    index.
     """
     out = {}
     for name, field in model.model_fields.items():
@@ -66,7 +64,7 @@ def show(value: Any) -> str:
 
 
 def kind(annotation: Any) -> str:
-    """An annotation as a reader of YAML would say it."""
+    """An annotation in a YAML reader's words."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return " | ".join(map(show, inner))
@@ -92,8 +90,7 @@ def without_index(path: str) -> str:
 
 def _likeness(a: str, b: str) -> float:
     """Similarity of two names, from 0 to 1: the share of words that agree, or of letters if nearly
-    all do. Letters
-    alone agree too easily: learning_rate has half of log_format's, in their order.
+    all do. Letters alone agree too easily: learning_rate has half of log_format's, in their order.
     """
     letters = difflib.SequenceMatcher(None, a, b).ratio()
     words, left, agree = a.split("_"), b.split("_"), 0.0
@@ -108,8 +105,7 @@ def _likeness(a: str, b: str) -> float:
 
 
 def unknown(model: type[BaseModel], path: str, elsewhere: Mapping[str, str]) -> str:
-    """What to say about a key that does not exist: where it belongs, what it is called here, or
-    what it resembles
+    """The hint for a key that does not exist: where it belongs, its name here, or similar keys
     anywhere in the tree. elsewhere: name in other libraries -> path here.
     """
     at, _, name = without_index(path).rpartition(".")
@@ -122,7 +118,7 @@ def unknown(model: type[BaseModel], path: str, elsewhere: Mapping[str, str]) -> 
         by_name.setdefault(p.rpartition(".")[2], []).append(p)
     if name in by_name:
         return f"unknown key; {name} belongs under {' or '.join(p.rpartition('.')[0] for p in by_name[name])}"
-    # Of names that are alike, those of the section that was named.
+    # Among similar names, those of the named section.
     likeness = {
         p: _likeness(name, p.rpartition(".")[2]) + 0.1 * _likeness(at, p.rpartition(".")[0])
         for p in known

@@ -1,4 +1,4 @@
-"""The norm of sharded gradients, and scaling them, in one pass."""
+"""The global norm of sharded gradients, and scaling them, in one pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tilewright.trainer.mesh import Group
 
 
 def _by_sharding(parameters: list[nn.Parameter]) -> dict[tuple, list[torch.Tensor]]:
-    """This rank's part of each gradient, by (mesh, placements), or () for one that is whole."""
+    """This rank's shard of each gradient, by (mesh, placements), or () for a replicated one."""
     alike: dict[tuple, list[torch.Tensor]] = {}
     for p in parameters:
         if isinstance(p.grad, DTensor):
@@ -28,7 +28,7 @@ def _by_sharding(parameters: list[nn.Parameter]) -> dict[tuple, list[torch.Tenso
 def global_norm(parameters: list[nn.Parameter], ranks: Group) -> torch.Tensor:
     """The norm of all gradients, float64, on their device. Every rank of `ranks` must call it.
 
-    Ranks that hold the same part of a gradient count it once together.
+    Ranks that hold the same shard of a gradient count it once.
     """
     square, sharded = torch.zeros((), dtype=torch.float64), False
     for key, gradients in _by_sharding(parameters).items():

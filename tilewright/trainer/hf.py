@@ -1,6 +1,6 @@
 """Hugging Face folders: config.json and safetensors, read into a model and written from one.
 
-One parameter at a time is held in full, whatever the model's size: sharded parameters (FSDP2's
+One parameter at a time is in memory in full, whatever the model's size: sharded parameters (FSDP2's
 DTensors) are filled and gathered in place.
 """
 
@@ -66,15 +66,14 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-SHARD = re.compile(
-    r"model(-g\d+)?-\d{5}-of-\d{5}\.safetensors"
-)  # transformers removes stale ones of such names too
+# transformers removes stale files of such names too.
+SHARD = re.compile(r"model(-g\d+)?-\d{5}-of-\d{5}\.safetensors")
 
 
 def _full_tensors(
     model: Transformer, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Hugging Face names and whole tensors on the CPU. Every rank must run it to the end:
+    """Yields Hugging Face names and full tensors on the CPU. Every rank must exhaust it:
     gathering is collective.
     """
     for name, full, own in adapt.dense_weights(model):
@@ -95,16 +94,16 @@ def save_weights(
     """Writes a folder that transformers' from_pretrained reads: safetensors, config.json, the
     tokenizer's files.
 
-    Weights are dense: adapters are added, and what is quantized is dequantized. Files of these
-    names, and the files of weights that a former model had there, are replaced, once all are
-    written (see `files.publish`); whatever else the folder holds stays. Every rank must call it.
+    Weights are dense: adapters are merged and quantized weights dequantized. Files of these names,
+    and the weight files of a former model there, are replaced once all are written (see
+    `files.publish`); other files in the folder are kept. Every rank must call it.
 
     Args:
         model: its parameters may be sharded; one at a time is gathered.
         path: the folder, which may exist.
         tokenizer_path: a folder whose tokenizer's files are copied; None: none.
         dtype: of the stored tensors; default: the parameters' own.
-        max_shard_bytes: the size of one file; a tensor is in one.
+        max_shard_bytes: maximum size of a file; tensors are not split.
 
     Raises:
         ValueError: the folder is a file, or holds an adapter.
@@ -154,7 +153,7 @@ def save_weights(
 
 
 def _fits(folder: pathlib.Path, config: ModelConfig) -> bool:
-    """Whether the config.json there describes dense weights of this shape."""
+    """Whether the folder's config.json describes dense weights of this shape."""
     try:
         there = read_config(folder)
         return there.get("quantization_config") is None and (ModelConfig.from_hf(there) == config)
@@ -163,8 +162,8 @@ def _fits(folder: pathlib.Path, config: ModelConfig) -> bool:
 
 
 def _name_shards(folder: pathlib.Path, shards: list[dict[str, int]], taken: set[str]) -> list[str]:
-    """Gives `part-*` their names, and the index, if there are several; names of several that
-    are not taken.
+    """Gives `part-*` their final names; several get names that are not taken, and an index.
+    Returns the names of several.
     """
     if len(shards) == 1:
         (folder / "part-0.safetensors").rename(folder / SINGLE)
@@ -192,15 +191,14 @@ def _write_config(
     dtype: torch.dtype,
     tokenizer_path: str | pathlib.Path | None,
 ) -> None:
-    """With the tokenizer's files."""
+    """Writes config.json and the tokenizer's files."""
     config = {**model.config.to_hf(), "dtype": short(dtype)}
     source = pathlib.Path(tokenizer_path) if tokenizer_path is not None else None
     if source is not None and source.is_dir():
         for file in tokenizer_files(source):
             shutil.copy(file, folder)
-        if (
-            source / "config.json"
-        ).is_file():  # token ids belong to the tokenizer, not to the model's shape
+        # Token ids depend on the tokenizer, not on the model's shape.
+        if (source / "config.json").is_file():
             theirs = read_config(source)
             config |= {
                 k: theirs[k]

@@ -1,5 +1,5 @@
-"""Reading a Hugging Face folder: its tensors by name, dense or quantized, and what its
-configuration says of them.
+"""Reading a Hugging Face folder: its tensors by name, dense or quantized, and their description in
+its configuration.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tilewright.ops.quantized_linear import dequantize
 from tilewright.registry import short
 from tilewright.trainer.hf_names import INDEX, SINGLE, read_config
 
-# Beside a quantized weight: what belongs to it, by format, and what only inference with quantized
-# activations needs.
+# Tensors beside a quantized weight: those that belong to it, by format, and those that only
+# inference with quantized activations needs.
 BESIDE = {
     "nf4": (
         ".absmax",
@@ -32,7 +32,7 @@ BESIDE = {
     "nvfp4": ("_packed", "_scale", "_global_scale", "_scale_2"),
     "block_fp8": ("_scale_inv",),
 }
-# What weights may be that are not quantized, by safetensors' names.
+# Dtypes of dense weights, by safetensors' names.
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 ACTIVATIONS = (
     ".input_scale",
@@ -46,7 +46,7 @@ ACTIVATIONS = (
 
 
 class Folder:
-    """Tensors of a folder, by name."""
+    """A folder's tensors, by name."""
 
     def __init__(self, path: str | pathlib.Path):
         folder = pathlib.Path(path)
@@ -61,7 +61,7 @@ class Folder:
                 f"{folder / 'config.json'}: weight_block_size must be two integers of at least 1, "
                 f"got {block!r}"
             )
-        self.block = (128, 128) if block is None else tuple(block)  # of block FP8
+        self.block = (128, 128) if block is None else tuple(block)  # block size of block FP8
         single, index = folder / SINGLE, folder / INDEX
         if single.is_file():  # before the index, as transformers does
             self.file_of = dict.fromkeys(self._opened(single).keys(), single)
@@ -87,7 +87,7 @@ class Folder:
         return self.open[file]
 
     def _at(self, name):
-        """The file of a tensor, which holds it."""
+        """The open file that holds a tensor."""
         file = self._opened(self.file_of[name])
         try:
             file.get_slice(name)
@@ -98,11 +98,11 @@ class Folder:
         return file
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """The stored dtype of a tensor; None for one that is no weight by itself."""
+        """The stored dtype of a tensor; None for one that is not a weight by itself."""
         return DTYPES.get(self._at(name).get_slice(name).get_dtype())
 
     def refused(self, name: str) -> str | None:
-        """Why a tensor that is not quantized cannot be read; None if it can."""
+        """Why a dense tensor cannot be read; None if it can."""
         if self.format(name) is not None or self.dtype(name) is not None:
             return None
         kind = self._at(name).get_slice(name).get_dtype()
@@ -112,7 +112,7 @@ class Folder:
         )
 
     def format(self, name: str) -> str | None:
-        """How a weight is quantized; None: it is not."""
+        """A weight's quantization format; None if it is dense."""
         for key, format in (
             (".quant_state.bitsandbytes__nf4", "nf4"),
             ("_packed", "nvfp4"),
@@ -148,8 +148,8 @@ class Folder:
             raise ValueError(f"{self.file_of[key]}: {error}") from error
 
     def group(self, name: str) -> int | str:
-        """Elements that share a scale of a quantized weight; of BlockFP8 a square block's edge,
-        or what it is.
+        """Elements per scale of a quantized weight; for BlockFP8 a square block's edge, or else the
+        block in words.
         """
         format = self.format(name)
         if format == "nf4":
@@ -161,8 +161,8 @@ class Folder:
         return self._at(name).get_tensor(name)
 
     def quantized(self, name: str) -> Quantized:
-        """Raises ValueError, naming the weight, for one that is quantized as these formats are
-        not.
+        """A quantized weight. Raises ValueError, naming it, if its quantization is not one of these
+        formats'.
         """
         format, stem = self.format(name), name.removesuffix(".weight")
         tensors = {
@@ -185,12 +185,12 @@ class Folder:
 
 
 def excluded(path: str | pathlib.Path) -> list[str]:
-    """The modules that a quantized checkpoint's configuration says are not quantized; none of a
-    dense one's.
+    """The modules that a quantized checkpoint's configuration excludes from quantization; none for
+    a dense one.
     """
     folder, names_left_out = pathlib.Path(path), []
     config = _quantization(folder)
-    if (folder / "hf_quant_config.json").is_file():  # modelopt's own
+    if (folder / "hf_quant_config.json").is_file():  # modelopt's own file
         config = {**_section(folder / "hf_quant_config.json", "quantization"), **config}
     for key in ("modules_to_not_convert", "llm_int8_skip_modules", "ignore", "exclude_modules"):
         names = [] if config.get(key) is None else config[key]
@@ -204,13 +204,13 @@ def excluded(path: str | pathlib.Path) -> list[str]:
 
 
 def _quantization(folder: pathlib.Path) -> dict[str, Any]:
-    """The quantization_config of config.json; {} of a folder without one."""
+    """The quantization_config of config.json; {} if there is none."""
     file = folder / "config.json"
     return _section(file, "quantization_config") if file.is_file() else {}
 
 
 def _section(file: pathlib.Path, key: str) -> dict[str, Any]:
-    """An object within a file's; {} if it is not there or null."""
+    """An object within a file's JSON; {} if it is missing or null."""
     section = read_json(file).get(key)
     if section is not None and not isinstance(section, dict):
         raise ValueError(f"{file}: {key} must be an object, got {type(section).__name__}")
@@ -218,13 +218,11 @@ def _section(file: pathlib.Path, key: str) -> dict[str, Any]:
 
 
 def _inside(folder: pathlib.Path, name: Any, index: pathlib.Path) -> pathlib.Path:
-    """The file of a folder that its index names. Raises ValueError for one that is not in the
-    folder.
-    """
+    """The path of a file that the index names. Raises ValueError for a file outside the folder."""
     if not isinstance(name, str):
         raise ValueError(f"{index}: weight_map must name files, got {name!r}")
     root, relative = folder.resolve(), pathlib.PurePath(name)
-    # In the Hub's cache the files of a snapshot are links to blobs.
+    # In the Hub's cache a snapshot's files are links to blobs.
     roots = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
     if (
         relative.is_absolute()
@@ -236,9 +234,9 @@ def _inside(folder: pathlib.Path, name: Any, index: pathlib.Path) -> pathlib.Pat
 
 
 def stored_dtype(path: str | pathlib.Path, *, weights: bool = True) -> torch.dtype:
-    """The dtype of a folder's dense weights: the embedding's. With weights = False, what
-    config.json says, which may be the path, and float32 if it says nothing. Raises ValueError for a
-    dtype that is none of DTYPES.
+    """The dtype of a folder's dense weights: the embedding's. With weights = False, the dtype in
+    config.json (`path` may be that file), or float32 if it has none. Raises ValueError for a dtype
+    that is not in DTYPES.
     """
     folder = pathlib.Path(path)
     if weights:

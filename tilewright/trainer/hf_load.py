@@ -1,5 +1,5 @@
-"""Filling a model from a Hugging Face folder. One parameter at a time is held in full, whatever the
-model's size, and sharded parameters (FSDP2's DTensors) are filled in place.
+"""Fills a model from a Hugging Face folder. One parameter at a time is in memory in full, whatever
+the model's size; sharded parameters (FSDP2's DTensors) are filled in place.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _check_fits(model: Transformer, folder: Folder) -> None:
                         f"{n} is {have[0]} in groups of {have[1]}; lora.quant_format and "
                         f"lora.quant_group_size say {want.name} and {want.group_size}"
                     )
-    # A tied head may be stored all the same; older files hold the rotary frequencies.
+    # A tied head may be stored nevertheless; older files contain the rotary frequencies.
     spare = {
         n
         for n in folder.file_of
@@ -78,8 +78,8 @@ def _check_fits(model: Transformer, folder: Folder) -> None:
 def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "broadcast") -> None:
     """Fills every parameter, in the parameter's dtype, and every quantized weight, in its format.
 
-    A quantized weight is filled with what a quantized checkpoint holds, or by quantizing, one layer
-    at a time. Adapters are left alone. Every rank must call it.
+    A quantized weight is copied from a quantized checkpoint, or quantized from a dense one, one
+    layer at a time. Adapters are unchanged. Every rank must call it.
 
     Args:
         model: to be filled; its parameters may be sharded.
@@ -87,9 +87,9 @@ def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "b
         mode: "broadcast": rank 0 reads and sends; "all_ranks": every rank reads.
 
     Raises:
-        ValueError: the folder does not fit the model; the message holds every missing, unexpected
-            and mis-shaped tensor. Every rank raises it.
-        FileNotFoundError: the folder holds no weights.
+        ValueError: the folder does not match the model; the message lists every missing,
+            unexpected and mis-shaped tensor. Every rank raises it.
+        FileNotFoundError: the folder contains no weights.
     """
     if mode not in LOAD_MODES:
         raise ValueError(f"mode must be one of {list(LOAD_MODES)}, got {mode!r}")
@@ -102,7 +102,7 @@ def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "b
             _check_fits(model, folder)
         except (OSError, ValueError) as error:
             problem = error
-    if many:  # all ranks fail together, or the others would wait for rank 0 forever
+    if many:  # all ranks fail together; otherwise they would wait for rank 0 forever
         verdict = [None if problem is None else str(problem)]
         dist.broadcast_object_list(verdict, src=0)
         if verdict[0] is not None and problem is None:
@@ -128,7 +128,9 @@ def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "b
 
 
 def _read(name: str, config: ModelConfig, folder: Folder) -> torch.Tensor:
-    """`fuse` of the tensors that make one parameter, never all of them and it at once."""
+    """`fuse` of the tensors of one parameter, without holding all of them and the result at
+    once.
+    """
     first, *rest = sources(name, config)
     if not rest:
         return folder.read(first)
@@ -142,14 +144,14 @@ def _read(name: str, config: ModelConfig, folder: Folder) -> torch.Tensor:
 def _fill(
     name: str, stored: adapt.Stored, config: ModelConfig, folder: Folder | None, broadcast: bool
 ) -> None:
-    """folder: None on the ranks that do not read."""
+    """folder: None on ranks that do not read."""
     like, error, weights = adapt.quantized(stored)[0], None, None
     if folder is not None:
         try:
             weights = _quantized(name, like, config, folder)
         except ValueError as problem:
             error = problem
-    if broadcast:  # what the weights look like, or why there are none
+    if broadcast:  # the weights' description, or why there are none
         meta = weights and _on(torch.device("meta"), weights)
         told = [(meta, None if error is None else str(error))]
         dist.broadcast_object_list(told, src=0)
@@ -168,9 +170,10 @@ def _fill(
 
 
 def _quantized(name: str, like: Quantized, config: ModelConfig, folder: Folder) -> list[Quantized]:
-    """What fills a weight. Projections that are stored quantized stay so, bit for bit; they become
-    one matrix if that is possible (`lora.join`). Dense ones that are fused are quantized as one.
-    Raises ValueError for experts that are stored quantized, and cannot become one tensor.
+    """The contents of a quantized weight. Projections that are stored quantized stay so, bit for
+    bit; they are joined into one matrix if possible (`lora.join`). Dense ones that are fused are
+    quantized as one. Raises ValueError for experts that are stored quantized and cannot become one
+    tensor.
     """
     names = sources(name, config)
     if all(folder.format(n) is None for n in names):

@@ -1,6 +1,6 @@
 """config.json, and the names of tensors in a Hugging Face folder.
 
-Fused parameters are put together on reading and taken apart on writing, bit for bit.
+Reading fuses parameters, and writing splits them again, bit for bit.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def load_config(path: str | pathlib.Path) -> ModelConfig:
-    """From a folder with config.json, or the file. Raises ValueError for a model that is not
-    supported.
+    """Reads a folder with config.json, or the file itself. Raises ValueError for an unsupported
+    model.
     """
     return ModelConfig.from_hf(read_config(path))
 
 
 def local_folder(path: str) -> str:
-    """A folder as it is; a Hugging Face Hub id downloaded. Raises FileNotFoundError, naming it,
-    if it is neither.
+    """The path of a local folder, or of a Hugging Face Hub id after downloading it. Raises
+    FileNotFoundError, naming it, if it is neither.
     """
     if pathlib.Path(path).exists():
         return path
@@ -34,7 +34,7 @@ def local_folder(path: str) -> str:
         return snapshot_download(
             path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
         )
-    except (OSError, ValueError) as error:  # no network, no such repository, not the form of an id
+    except (OSError, ValueError) as error:  # no network, no such repository, or not a valid id
         raise FileNotFoundError(
             f"{path}: no such file or folder, and the Hub does not give it "
             f"({' '.join(str(error).split())[:200]})"
@@ -50,7 +50,7 @@ def read_config(path: str | pathlib.Path) -> dict:
 
 
 def sources(name: str, config: ModelConfig) -> list[str]:
-    """The tensors on disk that make one parameter, in order."""
+    """The tensors on disk that are fused into one parameter, in order."""
     stem, _, last = name.rpartition(".experts.")
     if stem:
         parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)

@@ -1,4 +1,4 @@
-"""What is done beside training: the profiler, garbage collection, the allocator's cache."""
+"""Tasks beside training: the profiler, garbage collection, the allocator's cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def profiler(t: Train, mesh: Mesh) -> torch.profiler.profile | None:
     if not t.enable_profiling or (t.profile_rank0_only and not mesh.main):
         return None
     return torch.profiler.profile(
-        # The step before the first one recorded starts the tracer: its start-up is not recorded.
+        # The step before the first recorded one starts the tracer, whose start-up is then not
+        # recorded.
         schedule=torch.profiler.schedule(
             wait=max(0, t.profile_start_step - 1),
             warmup=min(1, t.profile_start_step),
@@ -41,7 +42,7 @@ class Housekeeping:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Housekeeping]:
-        """Puts Python's garbage collection back as it was at the end."""
+        """Restores the state of Python's garbage collection at the end."""
         was_on = gc.isenabled()
         try:
             if self.train.gc_steps:

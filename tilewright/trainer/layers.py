@@ -14,7 +14,7 @@ from tilewright.trainer.positions import Sequence
 
 
 class AddRMSNorm(RMSNorm):
-    """Adds to the residual stream and normalizes the sum: (normalized, sum).
+    """Adds to the residual stream and normalizes the sum. Returns (normalized, sum).
 
     A residual of None is zero.
     """
@@ -48,9 +48,8 @@ class Attention(nn.Module):
         )
         widths = (self.heads * D, self.kv_heads * D, self.kv_heads * D)
         self.widths, self.merge_qkv = widths, merge_qkv
-        self.apart = (
-            ops.numerics.rmsnorm_native or ops.numerics.rope_native
-        )  # no pass does both as PyTorch would
+        # No fused pass computes as PyTorch does.
+        self.apart = ops.numerics.rmsnorm_native or ops.numerics.rope_native
         if merge_qkv:
             self.qkv_proj = Linear(H, sum(widths), bias=False)
         else:
@@ -69,7 +68,7 @@ class Attention(nn.Module):
 
     @property
     def breaks(self) -> bool:
-        """Whether attention to packed documents stays outside a compiled graph.
+        """Whether attention over packed documents stays outside a compiled graph.
 
         A loop over documents would recompile for each number of them, and ranks that share a
         sequence wait for each other.
@@ -79,7 +78,7 @@ class Attention(nn.Module):
     def project(
         self, x: torch.Tensor, sequence: Sequence
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v of x [B, S, H]: [B, heads, S, D]."""
+        """Projects x [B, S, H] to q, k and v, [B, heads, S, D]."""
         if self.merge_qkv and not self.apart:
             q, k, v = self._heads_of_merged(self.qkv_proj(x), sequence)
         elif self.merge_qkv:
@@ -91,7 +90,7 @@ class Attention(nn.Module):
         return q, k, v
 
     def output(self, attended):
-        """[B, S, H] of attention's [B, heads, S, D]."""
+        """Projects attention's result [B, heads, S, D] to [B, S, H]."""
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
     def _attend(self, q, k, v, sequence):
@@ -119,7 +118,7 @@ class Attention(nn.Module):
         return self._attend(*args)
 
     def _heads(self, q, k, v, sequence):
-        """What attention takes of the three projections: [B, heads, S, D]."""
+        """Attention's inputs [B, heads, S, D] from the three projections."""
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -135,7 +134,9 @@ class Attention(nn.Module):
         return *rotated, v
 
     def _heads_of_merged(self, qkv, sequence):
-        """The same of the merged projection, in one pass; the norms' modules hold weights only."""
+        """The same from the merged projection, in one pass; the norms' modules hold weights
+        only.
+        """
         norms = {}
         if self.qk_norm:
             norms = {

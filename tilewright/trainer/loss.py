@@ -1,9 +1,9 @@
-"""Losses apart from the model: the head's value for each token, and what is made of them.
+"""Losses, separate from the model: functions of the head's per-token values.
 
 A loss is a function `(per_token, batch) -> (sum, denominator)`. `per_token` is a `TokenLosses`;
-`batch` holds the micro-batch's tensors by name. Sums and denominators are added up over
-micro-batches and ranks, and gradients are divided by the denominator once, at the optimizer's step:
-each token weighs the same however a step is cut into micro-batches.
+`batch` holds the micro-batch's tensors by name. Sums and denominators are added over micro-batches
+and ranks, and the optimizer's step divides gradients by the denominator once: each token has the
+same weight however a step is split into micro-batches.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tilewright import ops as tw
 from tilewright.nn import linear_in_row_blocks
 from tilewright.trainer.ops_choice import Ops
 
-IGNORE = -100  # a label that is not trained on
+IGNORE = -100  # the label of ignored tokens
 
 
 class TokenLosses:
     """Negative log-probabilities of labels [B, S], 0 where a label is IGNORE.
 
     Either `sum()`, whose gradient the head computes in its forward pass, or `values()`, whose
-    upstream gradient may differ by token: the backward pass then computes the logits again.
+    upstream gradient may differ per token: the backward pass then recomputes the logits.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ Loss = Callable[[TokenLosses, Mapping[str, Any]], tuple[torch.Tensor, torch.Tens
 def language_modeling(
     per_token: TokenLosses, batch: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy, for each label that is not IGNORE."""
+    """Cross-entropy over the labels that are not IGNORE."""
     return per_token.sum(), count_labels(batch)
 
 
 def count_labels(batch: Mapping[str, Any]) -> torch.Tensor:
-    """The tokens of a batch that are trained on."""
+    """The number of a batch's tokens that are not ignored."""
     return (batch["labels"] != IGNORE).sum()
 
 
@@ -88,7 +88,7 @@ def logits(hidden: torch.Tensor, weight: torch.Tensor, ops: Ops) -> torch.Tensor
 
 
 def in_autocast(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Operands of the head's product in autocast's dtype; autocast is off around the product."""
+    """Casts the head's operands to autocast's dtype; autocast is off around the product."""
     device = operands[0].device.type
     if not torch.is_autocast_enabled(device):
         return operands

@@ -1,19 +1,19 @@
-"""One named mesh of all ranks: its sizes, checked once, and the groups of ranks by purpose.
+"""One named mesh of all ranks: its sizes, checked once, and the process groups by purpose.
 
 A rank's number counts through the axes in this order, the last one fastest:
 
     pp, replicate, shard, ring, ulysses, tp
 
-So ranks that share a sequence (ring, Ulysses) are neighbors. Experts have a view of their own on
-the ranks that shard parameters. Pipeline and tensor parallelism have size 1 in this version.
+So ranks that share a sequence (ring, Ulysses) are neighbors. Experts have their own view of the
+ranks that shard parameters. Pipeline and tensor parallelism have size 1 in this version.
 
-Purposes, and the ranks that each one joins:
+Purposes, and the ranks of each group:
 
-    batch     ranks with the same batch rank read the same bins (the parts of one sequence)
+    batch     ranks with the same batch rank read the same bins (the shards of one sequence)
     loss      ranks over whose tokens a loss is summed
     params    ranks that shard or replicate one set of parameters; norms of gradients are summed
     experts   the same ranks as (replicate, expert_shard, expert)
-    control   all ranks, on gloo: agreement, barriers; waits as long as preparing data may take
+    control   all ranks, on gloo: agreement, barriers; its timeout allows for preparing data
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from tilewright.ops.context_parallel import ContextParallel
 from tilewright.trainer.config import ConfigError, Train
 
 AXES = ("pp", "replicate", "shard", "ring", "ulysses", "tp")
-# Collectives of a step wait for the slowest rank: a step and a checkpoint take minutes.
+# A step's collectives wait for the slowest rank: a step and a checkpoint take minutes.
 STEP_TIMEOUT = datetime.timedelta(minutes=30)
 # Rank 0 downloads, tokenizes and packs while the others wait.
 CONTROL_TIMEOUT = datetime.timedelta(hours=24)
-# A checkpoint is written beside training, to file systems that may be slow.
+# A checkpoint is written in parallel to training, to file systems that may be slow.
 CHECKPOINT_TIMEOUT = datetime.timedelta(hours=2)
 # Axes of [replicate, shard, ring, ulysses] in the order (replicas ..., shards ...) of parameters.
 _PARAMETER_ORDER = {
@@ -48,7 +48,7 @@ _PARAMETER_ORDER = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes, and what of them shards parameters and experts."""
+    """Sizes of the axes, and which of them shard parameters and experts."""
 
     pp: int = 1
     replicate: int = 1
@@ -70,17 +70,17 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Ranks, or groups of ranks that share a sequence, that read batches of their own."""
+        """Number of ranks, or groups of ranks that share a sequence, with their own batches."""
         return self.replicate * self.shard
 
     @property
     def context(self) -> int:
-        """Ranks that share a sequence."""
+        """Number of ranks that share a sequence."""
         return self.ring * self.ulysses
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """(replicas, shards) of parameters: `cp_fsdp_mode` says which ring and Ulysses are."""
+        """(replicas, shards) of parameters; `cp_fsdp_mode` assigns ring and Ulysses to them."""
         replicas, shards = self.replicate, self.shard
         for mode, size in (("ulysses_only", self.ulysses), ("ring_only", self.ring)):
             if self.cp_fsdp_mode in ("all", mode):
@@ -119,7 +119,9 @@ class Layout:
 
 
 def layout_of(train: Train, world_size: int) -> Layout:
-    """Raises ConfigError for configured sizes that do not make up that many ranks."""
+    """The layout of a configuration. Raises ConfigError if its sizes do not multiply to
+    world_size.
+    """
     mode, ring, ulysses = (
         train.data_parallel_mode,
         train.ringattn_parallel_size,
@@ -181,7 +183,7 @@ class Group:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def total(self, t: torch.Tensor) -> torch.Tensor:
-        """t, which becomes its sum over the ranks."""
+        """Sums t over the ranks, in place, and returns it."""
         if self.group is not None:
             dist.all_reduce(t, group=self.group)
         return t
@@ -195,8 +197,8 @@ class Group:
             dist.barrier(group=self.group)
 
     def agree(self, problem: BaseException | None) -> None:
-        """Raises, on every rank, the first problem that any of them has: the others would wait for
-        it for ever.
+        """Raises, on every rank, the first exception that any of them has; otherwise the others
+        would wait for it forever.
         """
         problems = [problem]
         if self.group is not None:
@@ -237,8 +239,8 @@ class Mesh:
 def join(train: Train) -> Mesh:
     """Joins the group that torchrun describes (NCCL on CUDA, gloo on CPU), or makes a group of one.
 
-    Raises ConfigError, before any communication, if the configured sizes do not make up that number
-    of processes.
+    Raises ConfigError, before any communication, if the configured sizes do not multiply to that
+    number of processes.
     """
     launched = platform.launched()
     rank, size, local = launched or (0, 1, 0)
@@ -246,8 +248,8 @@ def join(train: Train) -> Mesh:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(local)
-    # One process is a group too: FSDP2 and asynchronous checkpoints need one, and there is one path
-    # for all.
+    # One process is a group too: FSDP2 and asynchronous checkpoints need one, and all runs take the
+    # same path.
     alone = {"store": dist.HashStore()} if launched is None else {}
     # The CPU backend beside NCCL carries asynchronous checkpoints.
     dist.init_process_group(
@@ -264,7 +266,7 @@ def join(train: Train) -> Mesh:
 def build(
     train: Train, rank: int, size: int, device: torch.device, control_backend: str = "gloo"
 ) -> Mesh:
-    """The mesh of a process group that has been joined. Every rank must call it."""
+    """The mesh of an initialized process group. Every rank must call it."""
     layout = layout_of(train, size)
     everyone = Group(dist.group.WORLD, size, device)
     control = dist.new_group(backend=control_backend, timeout=CONTROL_TIMEOUT)
@@ -297,14 +299,14 @@ def context_parallel(layout: Layout, device: torch.device) -> ContextParallel:
 
 
 def checkpoint_group() -> dist.ProcessGroup:
-    """A group for the thread that writes checkpoints: in one group with training, their messages
-    would be mixed up. Every rank must call it.
+    """A group for the thread that writes checkpoints: in training's group their messages would
+    interleave. Every rank must call it.
     """
     return dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT)
 
 
 def _device_mesh(device: torch.device, ranks: torch.Tensor, *names: str) -> DeviceMesh:
-    """A mesh of ranks [replicas, ...]; without that dimension where there is one replica."""
+    """A mesh of ranks [replicas, ...]; without that dimension if there is one replica."""
     if len(ranks) == 1:
         return DeviceMesh(device.type, ranks[0], mesh_dim_names=names)
     return DeviceMesh(device.type, ranks, mesh_dim_names=("replicate", *names))

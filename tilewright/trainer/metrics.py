@@ -1,5 +1,5 @@
-"""What a run says about itself: a progress bar or key=value lines, metrics.jsonl always,
-Weights & Biases if asked.
+"""Reports of a run: a progress bar or key=value lines, metrics.jsonl always, Weights & Biases if
+configured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from tilewright.trainer.config import Train
 
-# Dense bf16 peak, FLOP/s, of NVIDIA's data sheets (without sparsity): what MFU is a fraction of.
+# Dense bf16 peak, FLOP/s, from NVIDIA's data sheets (without sparsity): the denominator of MFU.
 PEAK = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
 
 
@@ -25,7 +25,7 @@ def _show(value: Any) -> str:
 
 
 def _rows(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a file whose last line a killed run may have left half written."""
+    """The rows of a file whose last line may be incomplete after a killed run."""
     rows = []
     for line in path.read_text().splitlines():
         with contextlib.suppress(ValueError):
@@ -46,7 +46,7 @@ class Metrics:
         work: tuple[float, int],
         settings: dict[str, Any],
     ):
-        """steps: (done, in all).   tokens: of the steps done.   work: FLOPs per token, and devices.
+        """steps: (done, total).   tokens: of the steps done.   work: FLOPs per token, and devices.
         settings: of the run, for Weights & Biases.
         """
         (start, total), (self.flops, self.devices) = steps, work
@@ -58,18 +58,16 @@ class Metrics:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
         rows = _rows(path) if start and path.is_file() else []
-        kept = [
-            r for r in rows if r["step"] <= start
-        ]  # what a resumed run will do again is not told twice
+        # Steps that a resumed run repeats are not reported twice.
+        kept = [r for r in rows if r["step"] <= start]
         path.write_text("".join(json.dumps(r) + "\n" for r in kept))
         self.file = path.open("a", buffering=1)
         bar = self.train.log_format == "progress_bar"
         self.bar = tqdm(
             total=total, initial=start, unit="step", disable=not (bar and sys.stderr.isatty())
         )
-        self.every = (
-            1 if not bar else max(1, total // 20)
-        )  # without a terminal a bar becomes some twenty lines
+        # Without a terminal a bar becomes some twenty lines.
+        self.every = 1 if not bar else max(1, total // 20)
         self.wandb = None
         if self.train.use_wandb:
             import wandb
@@ -82,7 +80,7 @@ class Metrics:
             )
 
     def step(self, step: int, tokens: int, **values: float) -> None:
-        """After optimizer step `step` (from 1), for which all ranks together took in `tokens`,
+        """Reports optimizer step `step` (from 1), in which all ranks together processed `tokens`,
         trained on or not.
         """
         if not self.main:
@@ -114,9 +112,7 @@ class Metrics:
             self.say(" ".join(f"{k}={_show(v)}" for k, v in row.items()))
 
     def restart_clock(self) -> None:
-        """The next step is not charged with what was done since the last: evaluation, a
-        checkpoint.
-        """
+        """Excludes the time since the last step (evaluation, a checkpoint) from the next one."""
         self.last = time.perf_counter()
 
     def evaluation(self, step: int, loss: float) -> None:

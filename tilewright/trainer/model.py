@@ -30,9 +30,7 @@ from tilewright.trainer.recompute import recompute
 
 
 class Block(nn.Module):
-    """Returns the layer's output, the residual stream and, of a layer with experts, the
-    router's report.
-    """
+    """Returns the layer's output, the residual stream and, with experts, the router's report."""
 
     def __init__(self, config: ModelConfig, ops: Ops, layer: int, merge_qkv: bool):
         super().__init__()
@@ -63,7 +61,7 @@ class Decoder(nn.Module):
             Block(config, ops, i, merge_qkv) for i in range(config.num_hidden_layers)
         )
         self.norm = AddRMSNorm(config.hidden_size, config.rms_norm_eps, ops)
-        # Reentrant recomputation gives gradients only to what has an input with one.
+        # Reentrant checkpointing computes gradients only if an input requires them.
         self.inputs_need_gradients = False
 
     def forward(
@@ -86,8 +84,8 @@ def _is_spread(experts: Experts | LoRAExperts) -> bool:
 class Outcome(NamedTuple):
     """A loss on one micro-batch. Its tensors are this rank's.
 
-    total: the summed loss.   per_token: [B, S], detached; None where the loss took the sum alone.
-    reports: of the routers, see `MoE.forward`.
+    total: the summed loss.   per_token: [B, S], detached; None if the loss used the sum alone.
+    reports: the routers', see `MoE.forward`.
     """
 
     total: torch.Tensor
@@ -123,10 +121,10 @@ class Transformer(nn.Module):
     def init_weights(self, seed: int, std: float = 0.02) -> None:
         """Draws normal weights; sets norms to one.
 
-        Each parameter has a generator of its own, so that its values depend on the seed and its
-        name only, not on how the model is sharded. Adapters are left alone.
+        Each parameter has its own generator, so its values depend on the seed and its name only,
+        not on how the model is sharded. Adapters are unchanged.
         """
-        with torch.device("meta"):  # without adapters, whose values are their own matter
+        with torch.device("meta"):  # without adapters, which are initialized separately
             bare = Transformer(self.config, self.ops, self.merge_qkv)
         order = [name for name, _ in bare.named_parameters()]
         for name, p in adapt.base_weights(self):
@@ -149,9 +147,9 @@ class Transformer(nn.Module):
     ) -> None:
         """Recomputes whole layers (None), or only "self_attn" and/or "mlp" of each.
 
-        experts_alone: in layers with experts, recomputes what precedes the router as usual, and of
-        the rest only what the experts compute: the routing is saved, and no token travels to its
-        experts a second time. Call it after compilation, which wraps what is inside.
+        experts_alone: in layers with experts, recomputes the part before the router as usual, and
+        after it only the experts' computation: the routing is saved, and no token is sent to its
+        experts a second time. Call it after compilation, which wraps the inner functions.
         """
         if unknown := set(modules or ()) - {"self_attn", "mlp"}:
             raise ValueError(f"recompute_modules accepts self_attn and mlp, got {sorted(unknown)}")
@@ -174,9 +172,9 @@ class Transformer(nn.Module):
                     recompute(module, method, reentrant=reentrant, keeps=wrap)
 
     def spread_sequence(self, cp: ContextParallel) -> None:
-        """Each rank of `cp` is called with its shard of a sequence.
+        """Shards sequences: each rank of `cp` is called with its own shard.
 
-        Raises ValueError if heads cannot be sharded so.
+        Raises ValueError if the heads cannot be sharded accordingly.
         """
         if self.config.num_attention_heads % cp.ulysses_size:
             raise ValueError(
@@ -188,7 +186,7 @@ class Transformer(nn.Module):
             block.self_attn.cp = cp
 
     def freeze_router(self) -> None:
-        """Keeps the routers' weights as they are. Raises ValueError without experts."""
+        """Freezes the routers' weights. Raises ValueError without experts."""
         gates = [block.mlp.gate for block in self.model.layers if isinstance(block.mlp, MoE)]
         if not gates:
             raise ValueError("train.freeze_router = True: the model has no experts")
@@ -207,8 +205,8 @@ class Transformer(nn.Module):
         loss: Loss | None = None,
         **more: Any,
     ) -> torch.Tensor | Outcome:
-        """Logits [B, S, V] (float32 with `lm_head_fp32`); with labels the mean loss of a token;
-        with a loss its `Outcome`.
+        """Logits [B, S, V] (float32 with `lm_head_fp32`); with labels the mean loss per token; with
+        a loss its `Outcome`.
 
         Args:
             input_ids: [B, S]; with cu_seqlens [n + 1], packed documents and B = 1.
@@ -216,8 +214,9 @@ class Transformer(nn.Module):
             position_ids: [B, S]; default: from 0 in every document.
             cu_seqlens, ends: see `Sequence`. After `spread_sequence` they describe the whole
                 sequence, and all other tensors are this rank's shard.
-            num_tokens: what the summed token losses are divided by; default: the labels that count.
-            loss: see `loss.py`; it is called with the head's values and all of these tensors.
+            num_tokens: the divisor of the summed token losses; default: the number of labels that
+                are not ignored.
+            loss: see `loss.py`; called with the head's values and all of these tensors.
             more: further tensors of the batch, for the loss.
         """
         sequence = Sequence.of(
@@ -243,14 +242,13 @@ class Transformer(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, sequence: int) -> float:
-        """Floating-point operations of forward and backward for one token, experts counted as
-        routed.
+        """Floating-point operations per token, forward and backward, counting the experts that a
+        token is routed to.
         """
         c = self.config
         attention = c.hidden_size * c.head_dim * 2 * (c.num_attention_heads + c.num_key_value_heads)
-        score = (
-            c.num_attention_heads * c.head_dim * sequence
-        )  # causal: half of 2 S for each of two products
+        # Causal: half of 2 S for each of two products.
+        score = c.num_attention_heads * c.head_dim * sequence
         dense = 3 * c.hidden_size * c.intermediate_size
         sparse = (
             3 * c.hidden_size * c.moe_intermediate_size * c.num_experts_per_tok
@@ -258,8 +256,8 @@ class Transformer(nn.Module):
         )
         mlp = sum(sparse if c.is_moe(i) else dense for i in range(c.num_hidden_layers))
         matrix = c.num_hidden_layers * attention + mlp + c.hidden_size * c.vocab_size
-        # Twice a product forward, and twice again for each factor's gradient; a frozen matrix has
-        # none.
+        # Two per multiply-add in the forward, and two again for each factor's gradient; a frozen
+        # matrix has none.
         routed = c.num_experts_per_tok / max(1, c.num_experts)
         adapters = sum(
             p.numel() * (routed if isinstance(module, LoRAExperts) else 1.0)

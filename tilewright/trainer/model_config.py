@@ -10,9 +10,9 @@ from tilewright.trainer.positions import ROPE_TYPES
 
 ARCHITECTURES = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
 MODEL_TYPES = tuple(ARCHITECTURES)
-# Of a size in config.json: no model has so wide a layer, and no machine holds its square.
+# Limit of sizes in config.json: no model has so wide a layer, and no machine holds its square.
 LARGEST = 2**24
-# Fields of config.json that are accepted at one value alone.
+# Fields of config.json that are accepted at one value only.
 NEUTRAL = {
     "attention_bias": False,
     "mlp_bias": False,
@@ -57,7 +57,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> ModelConfig:
-        """Raises ValueError, naming the field, for a model or feature that is not built here."""
+        """Raises ValueError, naming the field, for an unsupported model or feature."""
         if hf.get("model_type") not in MODEL_TYPES:
             raise ValueError(
                 f"model_type must be one of {list(MODEL_TYPES)}, got {hf.get('model_type')!r}"
@@ -111,7 +111,7 @@ class ModelConfig:
 
 
 def _number(source: dict[str, Any], name: str, default: Any, kind: type = int) -> Any:
-    """A number that is there must be one; absent and null mean the default."""
+    """A field that must be a number if present; absent and null mean the default."""
     value = default if source.get(name) is None else source[name]
     if kind is int:
         good = type(value) is int and 1 <= value <= LARGEST

@@ -1,4 +1,4 @@
-"""Layers with experts: the router, the experts, and what the router reports."""
+"""Layers with experts: the router, the experts, and the router's report."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tilewright.trainer.recompute import Recomputed
 
 
 class Experts(nn.Module):
-    """All experts, or with `spread` those of this rank; then its parameters are DTensors, sharded
-    by expert.
+    """All experts, or after `spread` this rank's; its parameters are then DTensors, sharded by
+    expert.
 
-    `adapt.quantize_model` makes modules of the two tensors, `adapt.add_lora` LoRAExperts of the
-    whole.
+    `adapt.quantize_model` replaces the two tensors by modules, `adapt.add_lora` the whole by
+    LoRAExperts.
     """
 
-    noise_layers = 2  # numbers of `AQN.layer` that it may need
+    noise_layers = 2  # number of `AQN.layer` values that it may use
 
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__()
@@ -37,7 +37,7 @@ class Experts(nn.Module):
         self.group: dist.ProcessGroup | None = None
 
     def spread(self, group: dist.ProcessGroup, dispatch: str, deepep: DeepEP) -> None:
-        """Tokens travel to the rank of `group` that has their experts."""
+        """Sends tokens to the rank of `group` that has their experts."""
         self.group, self.dispatch, self.deepep = group, dispatch, deepep
 
     def forward(self, x_TH, index_TK, weight_TK, kept=None):
@@ -63,7 +63,7 @@ class Experts(nn.Module):
         return compute(x_TH, index_TK, weight_TK)
 
     def set_noise(self, noise: AQN | None) -> None:
-        """Noise on quantized experts for the forward passes to come, in training only."""
+        """Sets noise on quantized experts for future forward passes, in training only."""
         self.noise = noise if isinstance(self.down_proj, QuantizedExperts) else None
 
     def _compute(self, x_TH, index_TK, weight_TK):
@@ -82,7 +82,7 @@ class Experts(nn.Module):
 
 
 class Router(nn.Linear):
-    """Logits of experts. fp32: in float32, of x and weight as they are where it is called."""
+    """Logits of experts. fp32: in float32, from x and weight in the dtypes of the call."""
 
     def __init__(self, hidden: int, experts: int, fp32: bool):
         super().__init__(hidden, experts, bias=False)
@@ -107,10 +107,10 @@ class MoE(nn.Module):
         )
 
     def forward(self, x, kept=None):
-        """The layer's output, and what the router did: tokens of each expert, load-balance loss,
-        z-loss, [E + 2].
+        """The layer's output, and the router's report [E + 2]: tokens per expert, load-balance
+        loss, z-loss.
 
-        kept: as in `ep_moe_mlp`, for a call that will be repeated in the backward.
+        kept: as in `ep_moe_mlp`, for a call that the backward repeats.
         """
         x_TH = x.reshape(-1, x.shape[-1])
         routing = tw.route(
@@ -118,8 +118,8 @@ class MoE(nn.Module):
         )
         index_TK, weight_TK, tokens_E, *losses = routing
         report = torch.cat((tokens_E.float(), torch.stack(losses))).detach()
-        # As F.linear's result is no view either: FSDP2 warns of one, since operations in place
-        # would pass its hooks by.
+        # Like F.linear's, the result must not be a view: FSDP2 warns of views, since operations in
+        # place would bypass its hooks.
         return torch.ops.aten._unsafe_view(
             self.experts(x_TH, index_TK, weight_TK, kept), x.shape
         ), report

@@ -1,4 +1,4 @@
-"""Which implementation of each op a model calls, and the arithmetic that it is asked for."""
+"""The implementation of each op that a model calls, and the model's numerics."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tilewright.selection import operations
 
 @dataclass(frozen=True)
 class Numerics:
-    """Arithmetic of the model, chosen to agree with what serves it rather than to be fast."""
+    """Numerics of the model, chosen to agree with its serving engine rather than for speed."""
 
     router_fp32: bool = True  # the router's logits are the product's float32 sums, not rounded
     lm_head_fp32: bool = True  # the head's logits, too
-    rmsnorm_native: bool = False  # PyTorch's F.rms_norm, and x + residual by itself
+    rmsnorm_native: bool = False  # PyTorch's F.rms_norm, and x + residual separately
     activation_native: bool = False  # F.silu(gate) * up, rounded in between
     rope_native: bool = False  # rotated by PyTorch's operators
     attention_cast_bf16: bool = False  # queries and keys are rounded to bfloat16 after the rotation
     batch_invariant: bool = False  # a token's logits have the same bits whatever the batch
 
     def implementations(self) -> dict[str, str]:
-        """The implementations that the switches name, by op."""
+        """The implementations that the switches select, by op."""
         asked = {"rmsnorm": "torch"} if self.rmsnorm_native else {}
         return (
             asked
@@ -70,16 +70,16 @@ class Ops:
         Args:
             attn_implementation, moe_implementation: names, or auto (None).
             device_type, dtype: of the tensors of calls.
-            attention_request: what calls of attention will ask for.
-            numerics: the switches; those that name an implementation choose it.
-            experts: whether the model has any; only then must what routes and computes them be
+            attention_request: the request that calls of attention will make.
+            numerics: the switches; those that select an implementation have precedence.
+            experts: whether the model has any; only then must routing and experts be
                 batch-invariant.
-            names: of further ops' implementations, by op.
+            names: further ops' implementations, by op.
 
         Raises:
             ValueError: an unknown name.
-            ImplementationUnavailable: one that cannot run here, or that does not claim what
-                `numerics.batch_invariant` asks for.
+            ImplementationUnavailable: one that cannot run here, or that is not batch-invariant
+                where `numerics.batch_invariant` requires it.
 
         Example:
             >>> Ops.resolve("eager").attention
@@ -124,7 +124,7 @@ class Ops:
 
 
 EXPERTS = ("route", "moe_mlp")
-# What a token's logits go through; the fused loss is not called then.
+# The ops that compute a token's logits; the fused loss is not called then.
 INVARIANT = (
     "attention",
     "rmsnorm",

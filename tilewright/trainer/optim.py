@@ -10,8 +10,8 @@ from torch import nn
 
 from tilewright.trainer.config import Train
 
-# How it is built from groups: an optimizer is a line here. Each group has a learning rate of its
-# own. States are float32, as the parameters are; AdamW is one fused kernel.
+# Constructors from groups: an optimizer is a line here. Each group has its own learning rate.
+# States are float32, as the parameters are; AdamW is one fused kernel.
 OPTIMIZERS: dict[str, Callable[[list[dict]], torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True),
     "sgd": torch.optim.SGD,
@@ -65,13 +65,15 @@ def parameter_groups(model: nn.Module, train: Train) -> list[dict]:
 
 
 def build_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
-    """Each group begins with its peak learning rate."""
+    """Each group starts at its peak learning rate."""
     groups = [g for g in parameter_groups(model, train) if g["params"]]
     return OPTIMIZERS[train.optimizer](groups)
 
 
 def peaks(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The peaks of a new optimizer's groups. Checkpoints hold learning rates, not peaks."""
+    """The peak learning rates of a new optimizer's groups. Checkpoints hold current rates
+    instead.
+    """
     return [group["lr"] for group in optimizer.param_groups]
 
 

@@ -1,6 +1,6 @@
 """YAML and `--section.field value` into a pydantic model, with every error reported at once.
 
-Knows nothing of what the fields mean: `config.py` and `rules.py` do.
+Independent of the fields' meanings, which are in `config.py` and `rules.py`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,15 @@ MOST_VALUES, DEEPEST, LONGEST_NUMBER = 100_000, 50, 100
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, since YAML would keep the last one silently, and files
-    that take more memory or a deeper stack to read than any configuration: a few lines of aliases
-    of aliases stand for billions of values.
+    """Rejects duplicate keys, of which YAML would silently keep the last one, and files that take
+    more memory or a deeper stack to read than any configuration: a few lines of nested aliases can
+    stand for billions of values.
     """
 
     def __init__(self, stream: Any):
         super().__init__(stream)
-        self.values = self.depth = (
-            0  # of what is composed, each alias counted as what it stands for
-        )
-        self.sizes: dict[str, int] = {}  # anchor -> the same of what it names, once that is whole
+        self.values = self.depth = 0  # composed nodes, with aliases expanded
+        self.sizes: dict[str, int] = {}  # anchor -> expanded size of its node, once complete
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
@@ -69,8 +67,8 @@ class _Loader(yaml.SafeLoader):
         else:
             try:
                 return super().construct_object(node, deep)
-            # Of Python's int, float and date (2020-02-31); the others are PyYAML's for `!!bool x`
-            # and the like.
+            # From Python's int, float and date (2020-02-31); the others are PyYAML's, for
+            # `!!bool x` and the like.
             except (ValueError, KeyError, AttributeError):
                 problem = f"{node.value!r} is no {kind}"
         raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
@@ -107,8 +105,8 @@ def read_yaml(path: str) -> dict:
 
 
 def _underscored(data: Any, model: type[BaseModel]) -> Any:
-    """Keys with hyphens as keys with underscores, where the model has such a field; empty
-    sections as {}.
+    """Replaces hyphens in keys by underscores, where the model has such a field, and empty sections
+    by {}.
     """
     if isinstance(data, list):
         return [_underscored(item, model) for item in data]
@@ -126,8 +124,8 @@ def _underscored(data: Any, model: type[BaseModel]) -> Any:
 
 
 def _value(text: str) -> Any:
-    """null, lists, mappings and quoted strings are parsed; the field's type decides on the
-    rest, such as 1e-5.
+    """Parses null, lists, mappings and quoted strings; other values, such as 1e-5, are left to the
+    field's type.
     """
     if text == "null":
         return None
@@ -137,7 +135,7 @@ def _value(text: str) -> Any:
 def apply(
     data: dict, model: type[BaseModel], arguments: list[str], elsewhere: Mapping[str, str]
 ) -> list[str]:
-    """Writes `--a.b value` and `--a.b=value` into `data`. Returns what is wrong with them."""
+    """Applies `--a.b value` and `--a.b=value` to `data`. Returns the errors."""
     errors, rest = [], list(arguments)
     while rest:
         word = rest.pop(0)
@@ -183,7 +181,7 @@ def _write(data: Any, parts: list[str], value: Any) -> bool:
         elif parts[i + 1].isdigit() and not isinstance(
             data[key] if isinstance(data, list) else data.get(key), list
         ):
-            # there is no list to change, and a mapping in its place would be one more error
+            # there is no list to change, and a mapping in its place would cause a second error
             return False
         elif isinstance(data, dict):
             data = data.setdefault(key, {})
@@ -194,16 +192,14 @@ def _write(data: Any, parts: list[str], value: Any) -> bool:
 
 # ---- validation
 
-# Stand in for what is missing or wrong, so that the rules can look at the rest in the same run.
+# Replacements for missing or invalid values, so that the rules can check the rest in the same run.
 _STAND_INS = {"data.datasets": [{"path": "dummy"}], "train.output_dir": "-", "path": "dummy"}
 
 
 def build(
     model: type[BaseModel], path: str | None, arguments: list[str], elsewhere: Mapping[str, str]
 ) -> Any:
-    """The validated model. Raises ConfigError with everything that is wrong. elsewhere: see
-    `unknown`.
-    """
+    """The validated model. Raises ConfigError with all errors. elsewhere: see `unknown`."""
     data = _underscored(read_yaml(path) if path is not None else {}, model)
     for section in model.model_fields:
         data.setdefault(section, {})
@@ -217,7 +213,7 @@ def build(
         except ValidationError as error:
             known = len(invalid)
             errors += _explain(model, data, error, invalid, elsewhere)
-            if len(invalid) == known:  # what is wrong could not be taken out
+            if len(invalid) == known:  # no invalid part could be removed
                 raise ConfigError(list(dict.fromkeys(errors))) from error
     errors += [p.line(config) for p in broken if not invalid & set(p.paths)]
     if errors:
@@ -232,17 +228,17 @@ def _explain(
     invalid: set[str],
     elsewhere: Mapping[str, str],
 ) -> list[str]:
-    """One line for each place that is wrong; takes that place out of `data`."""
+    """One line per invalid location, which is also removed from `data`."""
     messages: dict[tuple, list[str]] = {}
     for e in error.errors():
         at = _existing(data, e["loc"], e["type"] == "missing")
         messages.setdefault(at, []).append((e["type"], e["msg"], e["input"]))
     lines = []
-    # Later list entries first, so that taking one out does not move the others.
+    # Later list entries first, so that removing one does not move the others.
     for at in sorted(messages, key=lambda at: [(isinstance(p, int), p) for p in at], reverse=True):
         path, (reason, message, value) = ".".join(map(str, at)), messages[at][0]
         if any(place.startswith(f"{path}.") for place in invalid):
-            pass  # a list that lacks the entry that was taken out
+            pass  # a list whose entry has been removed
         elif reason == "missing":
             lines.append(f"{path}: required")
         elif reason == "extra_forbidden":
@@ -282,9 +278,9 @@ def _take_out(data: Any, at: tuple) -> None:
         data = data[part]
     path = without_index(".".join(map(str, at)))
     stand_in = _STAND_INS.get(path, _STAND_INS.get(str(last)) if path.startswith("data.") else None)
-    if path == "data.datasets" and isinstance(last, int):  # the only entry, perhaps
+    if path == "data.datasets" and isinstance(last, int):  # may be the only entry
         data[last] = {"path": "dummy"}
     elif stand_in is not None:
-        data[last] = copy.deepcopy(stand_in)  # it may be taken out of in its turn
+        data[last] = copy.deepcopy(stand_in)  # it may be removed later in its turn
     elif isinstance(data, list) or last in data:
         del data[last]

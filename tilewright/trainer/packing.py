@@ -1,4 +1,4 @@
-"""Documents into bins of a fixed number of tokens. Deterministic, so that every rank computes
+"""Packs documents into bins of a fixed number of tokens. Deterministic, so that every rank computes
 the same bins.
 """
 
@@ -46,10 +46,10 @@ def multipack(lengths: np.ndarray, capacity: int, group_size: int) -> list[np.nd
 def pack(
     lengths: np.ndarray, capacity: int, method: str = "sequential", group_size: int = 100_000
 ) -> list[np.ndarray]:
-    """Indices of the documents of each bin. Every document is in exactly one bin, and no bin holds
-    over `capacity`.
+    """Indices of the documents of each bin. Every document is in exactly one bin, and no bin
+    exceeds `capacity`.
 
-    Raises ValueError for a document longer than a bin (the caller splits or cuts them) or an
+    Raises ValueError for a document longer than a bin (the caller splits or truncates them) or an
     unknown method.
     """
     lengths = np.asarray(lengths, dtype=np.int64)

@@ -1,5 +1,6 @@
-"""How a model is spread over a mesh: alone, DDP, or FSDP2 with optional replication (HSDP), experts
-over some of the ranks that shard the rest, and sequences over a ring, Ulysses ranks, or both.
+"""Parallelism of a model over a mesh: one rank, DDP, or FSDP2 with optional replication (HSDP);
+experts sharded over some of the ranks that shard the rest; and sequences over a ring, Ulysses
+ranks, or both.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from tilewright.trainer.moe import Experts, MoE
 
 
 def parallelize(model: Transformer, train: Train, names: Model, mesh: Mesh) -> nn.Module:
-    """Context parallelism, compilation, recomputation and sharding, in this order: each wraps what
-    the one before it made.
+    """Applies context parallelism, compilation, recomputation and sharding, in this order: each
+    wraps the result of the previous one.
     """
     if mesh.context.size > 1:
         model.spread_sequence(mesh.context)
@@ -85,11 +86,11 @@ def _shard_experts(
         mp_policy=policy,
         shard_placement_fn=lambda p: Shard(1),
     )
-    # An expert's gradient is already summed over the ranks whose tokens came to it. Dividing by all
+    # An expert's gradient is already summed over the ranks that sent tokens to it. Dividing by all
     # ranks, as for every other parameter, makes it the average over ranks too.
     experts.set_gradient_divide_factor(float(mesh.params.size))
-    # gloo cannot divide while it sums, so FSDP2 has to divide afterwards; of a shard group of one
-    # it always does, and being told to would divide twice.
+    # gloo cannot divide while it sums, so FSDP2 has to divide afterwards; in a shard group of one
+    # it always does, and setting this would divide twice.
     if mesh.device.type == "cpu" and shards > 1:
         experts.set_force_sum_reduction_for_comms(True)
 
@@ -97,9 +98,8 @@ def _shard_experts(
 def _fsdp2(model: Transformer, train: Train, names: Model, mesh: Mesh) -> Transformer:
     half = torch.bfloat16 if train.enable_mixed_precision else None
     reshard = train.reshard
-    # Activations have the weights' dtype from the embedding on. What comes beside them is float32
-    # and stays so: cos and sin, the weights of the routing, the number of tokens that the loss is
-    # divided by.
+    # Activations have the weights' dtype from the embedding on. Other inputs are float32 and stay
+    # so: cos and sin, the weights of the routing, the divisor of the loss.
     policy = MixedPrecisionPolicy(
         param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
     )
@@ -135,7 +135,7 @@ def _shard_basic_modules(
     model: Transformer, names: Model, reshard: bool, options: dict[str, Any]
 ) -> None:
     """Makes each module that `basic_modules` names a unit of FSDP2. Raises ValueError for a name
-    that no module has, and for a module whose weight another module's kernel reads.
+    that matches no module, and for a module whose weight another module's kernel reads.
     """
     extra, matched = set(names.basic_modules), set()
     for path, module in model.named_modules():
@@ -159,7 +159,7 @@ def wrap_ddp(model: nn.Module, mode: str, mesh: Mesh) -> nn.Module:
     """mode: train.data_parallel_mode. DDP needs real weights, so it comes after they are loaded."""
     if mode != "ddp" or mesh.size == 1:
         return model
-    # The buffers are frozen weights, the same everywhere.
+    # The buffers are frozen weights, the same on all ranks.
     return DistributedDataParallel(
         model,
         device_ids=[mesh.device.index] if mesh.device.type == "cuda" else None,
@@ -173,7 +173,7 @@ def unwrap(model: nn.Module) -> Transformer:
 
 @contextlib.contextmanager
 def synchronize(model: nn.Module, last: bool):
-    """Gradients are averaged over ranks in the last micro-batch's backward only."""
+    """Averages gradients over ranks in the last micro-batch's backward only."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         yield

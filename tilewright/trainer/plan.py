@@ -1,4 +1,4 @@
-"""Which optimizer steps a run takes, and what is due after which."""
+"""The optimizer steps of a run, and the actions due after each."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tilewright.trainer.optim import schedule
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which optimizer steps a run takes, and what is due after which.
+    """The optimizer steps of a run, and the actions due after each.
 
-    Steps are numbered through a run, but the samples of a step depend on the ranks and on what each
-    accumulates, which may change when a run resumes. Epochs, and with them the learning rate of a
-    run that is counted in epochs, follow the data: `shift` is how many more steps were taken than
-    steps of the present size would have been.
+    Steps are numbered through a run, but a step's samples depend on the number of ranks and on
+    accumulation, which may change when a run resumes. Epochs, and with them the learning rate of a
+    run that is counted in epochs, follow the data: `shift` is the number of steps taken minus the
+    number of steps of the present size for the same data.
     """
 
     train: Train

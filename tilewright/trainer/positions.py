@@ -1,4 +1,4 @@
-"""Where the tokens of a batch stand: rotary angles, positions and boundaries of documents."""
+"""Positions of a batch's tokens: rotary angles, position ids and document boundaries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _linear(inv_freq, scaling):
 
 
 def _llama3(inv_freq, scaling):
-    """Llama 3.1: stretches long wavelengths, keeps short ones, blends those between."""
+    """Llama 3.1: stretches long wavelengths, keeps short ones, interpolates between."""
     factor, low, high = (scaling[k] for k in ("factor", "low_freq_factor", "high_freq_factor"))
     context = scaling["original_max_position_embeddings"]
     wavelength = 2 * math.pi / inv_freq
@@ -32,7 +32,7 @@ def _llama3(inv_freq, scaling):
     return (1 - smooth) * inv_freq / factor + smooth * inv_freq
 
 
-# type -> (inverse frequencies, the settings that it reads)
+# type -> (inverse frequencies, the settings that it uses)
 ROPE_TYPES = {
     "default": (_default, ()),
     "linear": (_linear, ("factor",)),
@@ -60,12 +60,12 @@ def rope_tables(
 
 
 class Sequence:
-    """What every layer reads beside the hidden states, built once for a batch.
+    """The inputs of every layer beside the hidden states, built once per batch.
 
     cos, sin: rotary angles by position.   position_ids: [B, S], this rank's, or None: from 0.
     cu_seqlens: of packed documents, of the whole sequence.   ends: its values on the host, which
-    spare attention waiting for the device in every layer.   longest: a power of two that bounds
-    the documents' lengths, so that code is compiled for few values of it; None without ends.
+    spare attention a synchronization in every layer.   longest: a power of two that bounds the
+    documents' lengths, so that few values of it are compiled; None without ends.
 
     A plain class, not a frozen dataclass: Dynamo guards every field of those, and would recompile
     for each tuple of ends.
@@ -101,13 +101,13 @@ class Sequence:
 
         Positions default to those within each document.
 
-        Raises ValueError for ends that are not the values of cu_seqlens.
+        Raises ValueError for ends that differ from the values of cu_seqlens.
         """
         S, device = input_ids.shape[1] * cp.size, input_ids.device
-        # The angles are computed for each call: a buffer would have to survive construction on
-        # the meta device, and this costs less than one row of one matrix product. Positions that
-        # restart in each document are below S; positions from outside may be any that the model
-        # knows.
+        # The angles are computed in each call: a buffer would have to survive construction on the
+        # meta device, and this costs less than one row of one matrix product. Positions that
+        # restart in each document are below S; positions from outside may be up to the model's
+        # maximum.
         length = S
         if position_ids is not None and cu_seqlens is None:
             length = max(S, config.max_position_embeddings)

@@ -1,5 +1,5 @@
-"""Activation checkpointing by wrapping: a method computes again in the backward pass what it would
-otherwise save for it.
+"""Activation checkpointing by wrapping: the backward pass recomputes a method's activations instead
+of saving them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 class Recomputed:
     """A function whose activations are recomputed in the backward pass.
 
-    keeps: whether it takes, at the time of the call, a keyword `kept`: a list that its first call
-    fills and its repetition reads.
+    keeps: whether it takes, at the time of the call, a keyword `kept`: a list that the first call
+    fills and the recomputation reads.
     """
 
     def __init__(

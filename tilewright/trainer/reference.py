@@ -16,7 +16,7 @@ def _default(field: Any) -> str:
 
 
 def help_text(model: type[BaseModel], refused: dict[str, tuple[str, str]]) -> str:
-    """refused: path -> (the values that are accepted, why)."""
+    """refused: path -> (the accepted values, why)."""
     lines = []
     for path, field in leaves(model).items():
         note = " [only {}: {}]".format(*refused[path]) if path in refused else ""
@@ -32,7 +32,7 @@ def markdown(
     refused: dict[str, tuple[str, str]],
     differences: dict[str, tuple[str, str]],
 ) -> str:
-    """The reference: a table for each section, and what differs from the documentation that it
+    """The reference: a table per section, and the differences from the documentation that it
     follows.
     """
 
@@ -74,8 +74,8 @@ def schema(model: type[BaseModel]) -> str:
 
 
 def explain(model: type[BaseModel], path: str, needs: list[str]) -> str:
-    """Type, default and meaning of one field, and what its values need. Raises KeyError for a path
-    that is not there.
+    """Type, default and meaning of one field, and the requirements of its values. Raises KeyError
+    for an unknown path.
     """
     field = leaves(model)[path]
     lines = [

@@ -1,4 +1,4 @@
-"""What this version refuses, and fields that only another field makes something read."""
+"""Values that this version refuses, and fields that are used only if another field is set."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ACCEPTED = {
     "train.optimizer": ("adamw", "sgd"),
     "train.init_device": ("auto", "cpu", "cuda", "meta"),
 }
-# Fields that only FSDP2 reads, with the values that ask for nothing.
+# Fields that only FSDP2 uses, with their neutral values.
 FSDP2_ONLY = {
     "train.data_parallel_shard_size": (-1, 1),
     "train.data_parallel_replicate_size": (-1, 1),
@@ -64,7 +64,7 @@ FSDP2_ONLY = {
 }
 
 
-# Fields of lora that only another one makes something read.
+# Fields of lora that are used only if another one is set.
 LORA_ONLY = {
     **dict.fromkeys(
         ("lora_rank", "lora_alpha", "lora_target_modules", "save_lora_only", "merge_lora_interval"),

@@ -1,8 +1,6 @@
-"""Which configurations are refused although each value is valid on its own, and why: one sentence
-each.
+"""Configurations that are refused although each value is valid on its own, with one sentence why.
 
-No field is read in vain: what this version cannot do is refused at any other value than the
-default.
+No field is ignored: an unsupported field is refused at any value but its default.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Problem(NamedTuple):
-    """The fields that it is about, the first of them at fault, and one sentence."""
+    """The fields concerned, the one at fault first, and one sentence."""
 
     paths: tuple[str, ...]
     message: str
@@ -47,7 +45,7 @@ def problems(config: Config) -> Iterator[Problem]:
 
 
 def _relations(config: Config) -> Iterator[tuple[bool, str, str]]:
-    """(whether it is broken, the fields, the sentence) of every rule between fields."""
+    """(whether it is violated, the fields, the sentence) of every rule between fields."""
     yield from _model_and_data(config)
     yield from _numerics(config)
     yield from _experts(config)
@@ -56,7 +54,7 @@ def _relations(config: Config) -> Iterator[tuple[bool, str, str]]:
 
 
 def needs(path: str, config: Config) -> Iterator[str]:
-    """What values of a field need. config: any valid one."""
+    """The requirements of a field's values. config: any valid one."""
     if path in REFUSED:
         accepted = ACCEPTED.get(path, (default_of(type(config), path),))
         yield f"only {' or '.join(map(show, accepted))}: {REFUSED[path]}"
@@ -67,7 +65,7 @@ def needs(path: str, config: Config) -> Iterator[str]:
     if section == "lora" and name in LORA_ONLY:
         yield f"lora.{LORA_ONLY[name]} = true"
     for _, paths, sentence in _relations(config):
-        # A sentence about this machine is None where there is nothing to say.
+        # A sentence about this machine is None if there is nothing to say.
         if path in paths.split() and sentence != "None":
             others = [p for p in paths.split() if p != path]
             yield f"with {', '.join(others)}: {sentence}" if others else sentence

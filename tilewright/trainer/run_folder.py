@@ -1,5 +1,5 @@
-"""The folder of a run: one live run in it, its checkpoints found, and what a killed run left put in
-order.
+"""The folder of a run: locks it for one live run, finds its checkpoints, and cleans up after a
+killed run.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ log = logging.getLogger("tilewright")
 
 
 def find(output_dir: str, wanted: str | None) -> pathlib.Path | None:
-    """The first of `candidates`, if there is any."""
+    """The first of `candidates`, if any."""
     return next(iter(candidates(output_dir, wanted)), None)
 
 
 def candidates(output_dir: str, wanted: str | None) -> list[pathlib.Path]:
     """The folders to resume from: the second only if the first is damaged, and so on. "auto": those
-    of output_dir, the one that was written last first.
+    of output_dir, most recently written first.
 
     Raises FileNotFoundError for a path without a checkpoint.
     """
     if not wanted:
         return []
     if wanted == "auto":
-        # Not the largest step: a run that was resumed from an earlier one leaves larger steps of
-        # the former run behind.
+        # Not by step: a run that was resumed from an earlier step leaves larger steps of the former
+        # run behind.
         return sorted(complete(output_dir), key=_written, reverse=True)
     folder = pathlib.Path(wanted)
     if not (folder / "state.json").is_file():
@@ -44,24 +44,23 @@ def candidates(output_dir: str, wanted: str | None) -> list[pathlib.Path]:
 
 
 def _written(folder: pathlib.Path) -> float:
-    """When, in seconds since 1970."""
+    """Time of writing, in seconds since 1970."""
     try:
         return read_state(folder)["written"]
-    except Damaged:  # `resume` says so when its turn comes
+    except Damaged:  # `resume` reports it when it gets there
         return (folder / "state.json").stat().st_mtime
 
 
 def complete(output_dir: str) -> list[pathlib.Path]:
-    """Checkpoints of a run's folder."""
+    """The complete checkpoints in a run's folder."""
     folders = sorted(pathlib.Path(output_dir, "checkpoints").glob("global_step_*"))
     return [p for p in folders if (p / "state.json").is_file()]
 
 
 @contextlib.contextmanager
 def claim(output_dir: str, mesh: Mesh) -> Iterator[None]:
-    """Makes the folder, and holds it for this run: a second live one is refused. What a run that
-    was killed left there is put in order. Every rank must call it. Raises ValueError or OSError on
-    all of them.
+    """Creates the folder, and locks it for this run: a second live run is refused. Cleans up what a
+    killed run left there. Every rank must call it. Raises ValueError or OSError on all of them.
     """
     with contextlib.ExitStack() as stack:
         problem = None
@@ -77,10 +76,10 @@ def claim(output_dir: str, mesh: Mesh) -> Iterator[None]:
 
 
 def _lock(folder: pathlib.Path, stack: contextlib.ExitStack) -> bool:
-    """Whether no other process can be writing there, which some file systems do not tell. Raises
+    """Whether no other process can be writing there, which some file systems cannot tell. Raises
     ValueError if one is.
 
-    The lock is the process's own, not its children's, and ends with it however it ends.
+    The lock belongs to the process, not to its children, and ends with it however it ends.
     """
     file = stack.enter_context((folder / ".lock").open("w"))
     try:
@@ -101,15 +100,14 @@ def _lock(folder: pathlib.Path, stack: contextlib.ExitStack) -> bool:
 
 
 def recover(output_dir: str, mesh: Mesh, *, alone: bool = True) -> None:
-    """Puts in order what a killed run left: gives whole checkpoints their name, and removes what
-    was not finished.
+    """Cleans up after a killed run: renames complete checkpoints, and removes unfinished ones.
 
-    alone: no other run is writing here; otherwise what is not finished is only named.
+    alone: no other run is writing here; otherwise unfinished ones are only reported.
     """
     if not mesh.main:
         return
     root = pathlib.Path(output_dir, "checkpoints")
-    for old in root.glob(".global_step_*.old"):  # killed while a new one was about to take its name
+    for old in root.glob(".global_step_*.old"):  # killed before a new one took its name
         target = old.with_name(old.name[1 : -len(".old")])
         if target.exists():
             shutil.rmtree(old)
@@ -123,7 +121,7 @@ def recover(output_dir: str, mesh: Mesh, *, alone: bool = True) -> None:
                 raise Damaged("another run may be writing it")
             if aside.name != f".global_step_{(step := read_state(aside)['step'])}.partial":
                 raise Damaged(f"its state is of step {step}")
-            read_metadata(aside / "dcp")  # which is written when all else is
+            read_metadata(aside / "dcp")  # which is written last
         except (OSError, Damaged) as problem:
             if alone:
                 shutil.rmtree(aside)

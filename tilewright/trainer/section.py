@@ -1,4 +1,4 @@
-"""What every section of the configuration is: a frozen pydantic model without unknown keys."""
+"""The base class of the configuration's sections: a frozen pydantic model without unknown keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _fits(cls, value: Any) -> Any:
-        """Python's integers have no end; those of arrays and files do."""
+        """Python's integers are unbounded; those of arrays and files are not."""
         if isinstance(value, int) and abs(value) >= 2**63:
             raise ValueError("does not fit in 64 bits")
         return value

@@ -1,4 +1,4 @@
-"""Where data come from: local files and folders, addresses, the Hub, or random tokens."""
+"""Sources of data: local files and folders, URLs, the Hub, or random tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMATS = {
     ".txt": "text",
 }
 COMPRESSED = (".gz", ".bz2", ".xz", ".zip", ".zst")
-# Scheme of an address -> the package that reads it, for those that the configuration names.
+# URL scheme -> the package that reads it, for those that the configuration names.
 READERS = {
     **dict.fromkeys(("s3", "s3a"), "s3fs"),
     **dict.fromkeys(("gs", "gcs"), "gcsfs"),
@@ -31,7 +31,7 @@ DUMMY_SAMPLES = 512
 
 
 def _files(path: pathlib.Path, kind: str | None) -> tuple[str, list[str]]:
-    """(format, files) of a local file or folder. kind: the configured format; of a folder, only
+    """(format, files) of a local file or folder. kind: the configured format; in a folder, only
     such files.
     """
     if path.is_file():
@@ -50,7 +50,7 @@ def _files(path: pathlib.Path, kind: str | None) -> tuple[str, list[str]]:
 
 
 def _saved(path: pathlib.Path) -> bool:
-    """Written by the package datasets itself, as one set or as a mapping of splits."""
+    """Whether the datasets package wrote it, as one set or as a mapping of splits."""
     return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
@@ -70,11 +70,11 @@ def _only(loaded, entry: Dataset):
 
 
 def check_sources(entries: list[Dataset], *, cached: bool = False) -> None:
-    """Raises FileNotFoundError for a path that is neither here nor can be a Hub id (a data file's
-    name cannot), and ImplementationUnavailable for an address whose scheme needs a package that is
-    not installed. Reads nothing.
+    """Raises FileNotFoundError for a path that does not exist and cannot be a Hub id (a data file's
+    name cannot), and ImplementationUnavailable for a URL whose scheme needs a package that is not
+    installed. Reads nothing.
 
-    cached: an address may have been prepared before, which needs no package.
+    cached: a URL may have been prepared before, which needs no package.
     """
     for entry in entries:
         scheme, address, _ = entry.path.partition("://")
@@ -124,7 +124,7 @@ def read_raw(entry: Dataset, data: Data):
         return _only(datasets.load_from_disk(entry.path), entry)
     else:
         kind, files = _files(path, kind)
-    if kind == "text":  # a file is a document; the library's default would make every line one
+    if kind == "text":  # one document per file; the library's default is one per line
         options["sample_by"] = "document"
     try:
         return datasets.load_dataset(
@@ -136,9 +136,7 @@ def read_raw(entry: Dataset, data: Data):
     ) as error:  # the latter for empty files
         reason = " ".join(str(error.__cause__ or error).split()) or "there is nothing in it"
         raise ValueError(f"{entry.path}: cannot be read as {kind}: {reason}") from error
-    except (
-        Exception
-    ) as error:  # what reads addresses raises what its libraries do, which have no base in common
+    except Exception as error:  # readers of URLs raise exceptions without a common base
         if "://" not in files[0]:
             raise
         reason = " ".join(str(error).split())[:300]

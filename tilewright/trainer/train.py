@@ -43,7 +43,7 @@ log = logging.getLogger("tilewright")
 
 
 def train(config: Config, mesh: Mesh) -> None:
-    """Raises KeyboardInterrupt with a sentence where the run is interrupted."""
+    """Trains. Raises KeyboardInterrupt with a sentence if the run is interrupted."""
     t = config.train
     with (
         reproducible(t.seed + mesh.rank, t.enable_full_determinism),
@@ -65,8 +65,8 @@ def loop(run: Run) -> None:
         for step in range(run.done, plan.total):
             adapters.before_step(engine.model, lora, t.seed, step)
             before, batches = run.batches.tokens, next(steps)
-            # An error that names the target is worth a wait, once: later, one that is out of range
-            # makes the loss NaN.
+            # An error that names the target is worth one synchronization, in the first step: later,
+            # a target out of range makes the loss NaN.
             with checked_targets() if step == run.start else contextlib.nullcontext():
                 sums = engine.forward_backward(batches, language_modeling)
             with run.refusing(step + 1):
@@ -83,7 +83,7 @@ def loop(run: Run) -> None:
 
 @dataclasses.dataclass
 class Run:
-    """What a run is made of, and where it is. done: optimizer steps."""
+    """The parts of a run, and its position. done: optimizer steps."""
 
     config: Config
     mesh: Mesh
@@ -134,7 +134,7 @@ class Run:
 
     @contextlib.contextmanager
     def refusing(self, step: int) -> Iterator[None]:
-        """Says of a step that is not finite how to go on."""
+        """Adds to the error of a step that is not finite how to continue."""
         try:
             yield
         except NotFinite as error:
@@ -154,13 +154,13 @@ class Run:
 
 
 def prepare(config: Config, mesh: Mesh) -> Run:
-    """Builds everything, and resumes where the configuration says so. What can fail for a user's
-    mistake comes first.
+    """Builds everything, and resumes if configured. Steps that can fail by a user's mistake come
+    first.
     """
     m, t = config.model, config.train
     folders = earlier(config)
     shape = hf.load_config(hf.local_folder(m.config_path))
-    # Not after the last step: a tokenizer or a dtype that cannot be had is an error now.
+    # Checked now, not after the last step: a missing tokenizer or an unsupported dtype.
     export_as = exported(config)
     dtype = compute_dtype(t)
     ops = choose_ops(m, shape, mesh, dtype)
@@ -216,7 +216,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
 
 
 def earlier(config: Config) -> list[pathlib.Path]:
-    """The checkpoints to resume from, and what can be said of the data before a model is
+    """The checkpoints to resume from. Checks the data as far as possible before a model is
     downloaded.
     """
     t = config.train
@@ -235,7 +235,7 @@ def earlier(config: Config) -> list[pathlib.Path]:
 
 
 def exported(config: Config) -> dict[str, Any]:
-    """How the last checkpoint is exported: the arguments of `Engine.export`."""
+    """How to export the last checkpoint: the arguments of `Engine.export`."""
     m, save = config.model, config.train.save_hf_weights
     base = m.model_path
     dtype = hf.stored_dtype(hf.local_folder(base or m.config_path), weights=base is not None)
@@ -249,7 +249,7 @@ def exported(config: Config) -> dict[str, Any]:
 def summary(
     config: Config, mesh: Mesh, engine: Engine, batches: Batches, plan: Plan
 ) -> Iterator[str]:
-    """What a run says of itself before its first step."""
+    """The report of a run before its first step."""
     yield (
         f"{adapters.size(engine.model)} on {mesh.size} x {mesh.device.type}, {plan.total} steps, "
         f"{batches.steps_per_epoch} an epoch, {batches.bins.tokens} tokens of data"
@@ -265,14 +265,14 @@ def summary(
         yield "compiled: " + ", ".join(f"{n} x {part}" for part, n in parts)
 
 
-# What backends say of a process that is no longer there; they have no exception for it.
+# Backends' messages about a process that has ended, for which they have no exception.
 GONE = re.compile("(closed|reset) by peer|likely closed|remote process exited")
 
 
 @platform.command
 def main(argv: list[str] | None = None) -> int:
-    """The exit code: 0; 1 and one sentence for what a user can mend; 2 for the configuration;
-    130 if interrupted.
+    """Returns the exit code: 0; 1 and one sentence for errors that a user can fix; 2 for the
+    configuration; 130 if interrupted.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     config = from_command_line(argv)  # exits with 2 and every error, or with 0 after --help
@@ -280,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         mesh = join(config.train)
         train(config, mesh)
-    except ConfigError as error:  # sizes that do not fit the number of processes
+    except ConfigError as error:  # sizes that do not match the number of processes
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
@@ -294,7 +294,7 @@ def main(argv: list[str] | None = None) -> int:
             )
         return 130
     except Exception as error:
-        # What a user can mend is one sentence; anything else keeps its traceback.
+        # Errors that a user can fix are one sentence; others keep their traceback.
         mendable = isinstance(error, ImplementationUnavailable | OSError | ValueError)
         if victim := isinstance(error, RuntimeError) and GONE.search(str(error)) is not None:
             error = f"rank {mesh.rank}: another process has ended, and says why: {error}"
@@ -307,8 +307,8 @@ def main(argv: list[str] | None = None) -> int:
         log.debug("", exc_info=True)
         return 1
     finally:
-        # Not after an interrupt: other processes, and a thread that writes a checkpoint, may be in
-        # its midst.
+        # Not after an interrupt: other processes, and a thread that writes a checkpoint, may be
+        # using the group.
         if dist.is_initialized() and not interrupted:
             dist.destroy_process_group()
     return 0
@@ -318,8 +318,7 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # All is written. Threads of communication and data libraries can outlive the interpreter's end,
-    # and the process then aborts ("terminate called without an active exception"): torchrun takes
-    # that for a failed run. After an error or an interrupt they may wait for processes that are
-    # gone.
+    # All is written. Threads of communication and data libraries can outlive the interpreter, and
+    # the process then aborts ("terminate called without an active exception"), which torchrun takes
+    # for a failed run. After an error or an interrupt they may wait for processes that are gone.
     os._exit(code)

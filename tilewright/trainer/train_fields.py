@@ -186,5 +186,5 @@ class Train(Section):
 
     @property
     def context_parallel_size(self) -> int:
-        """Processes that share a sequence."""
+        """Number of processes that share a sequence."""
         return self.ringattn_parallel_size * self.ulysses_parallel_size

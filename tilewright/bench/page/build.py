@@ -2,13 +2,13 @@
 
     python -m tilewright.bench report [--results DIR] [--out docs/performance.md] [--check]
 
-The pages depend on the raw results, bench_results/reasons.toml, the tables of tuned constants, the
-counts of kernels, and the registry (ops, cases, goals). They depend on nothing else: neither day,
-machine nor checkout. Of several results for the same device, op, case, dtype and provider the
-newest is shown. A ratio compares two rows of the same interleaved rounds, never of two runs.
+The pages depend only on the raw results, bench_results/reasons.toml, the tables of tuned constants,
+the counts of kernels, and the registry (ops, cases, goals), not on the day, machine or checkout.
+Of several results for the same device, op, case, dtype and provider, the newest is shown. A ratio
+compares two rows of the same interleaved rounds, never of two runs.
 
-Exit code: 0; 1 with --check if a page or a picture is not what would be written, or a case in which
-`auto` is behind has no reason; 2 if a file cannot be read.
+Exit code: 0; 1 with --check if a page or a picture is out of date, or a case in which `auto` is
+behind has no reason; 2 if a file cannot be read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tilewright.bench.page.text import COMMAND, number
 def device_section(
     device: Device, found: Raw, reasons: Sequence[Reason], plots: list[Picture]
 ) -> list[str]:
-    """The main page's part about one device."""
+    """The main page's section about one device."""
     return [
         f"## {device.title}",
         "",
@@ -49,7 +49,7 @@ def device_section(
 
 
 def device_details(device: Device, found: Raw, reasons: Sequence[Reason]) -> list[str]:
-    """The second page's part about one device."""
+    """The second page's section about one device."""
     return [
         f"## {device.title}",
         "",
@@ -63,10 +63,11 @@ def device_details(device: Device, found: Raw, reasons: Sequence[Reason]) -> lis
 
 @dataclass(frozen=True)
 class Page:
-    """What a report writes.
+    """The contents of a report.
 
-    texts: by path, the main page first.   pictures: those of the main page.   unexplained: cases in
-    which `auto` is behind without a reason.
+    texts: by path, the main page first.
+    pictures: those of the main page.
+    unexplained: cases in which `auto` is behind without a reason.
     """
 
     texts: dict[pathlib.Path, str]
@@ -75,12 +76,12 @@ class Page:
 
     @property
     def text(self) -> str:
-        """Both pages, one after the other."""
+        """Both pages, concatenated."""
         return "\n".join(self.texts.values())
 
 
 def build(results: pathlib.Path, out: pathlib.Path, tables: pathlib.Path | None = None) -> Page:
-    """The pages that `out` and its neighbor should hold.
+    """The contents of `out` and of the second page beside it.
 
     Raises:
         ValueError: A raw result cannot be read; the message names the file.
@@ -114,7 +115,7 @@ def build(results: pathlib.Path, out: pathlib.Path, tables: pathlib.Path | None 
 
 
 def stale(page: Page, out: pathlib.Path) -> Iterator[str]:
-    """What on disk is not what would be written."""
+    """The files on disk that are out of date."""
     for path, text in page.texts.items():
         if not path.exists():
             yield f"{path}: is not there; run `{COMMAND}`"
@@ -128,7 +129,7 @@ def stale(page: Page, out: pathlib.Path) -> Iterator[str]:
 
 
 def draw(page: Page, out: pathlib.Path) -> None:
-    """Draws what has changed, and removes pictures of this page that it no longer shows."""
+    """Draws pictures that changed, and removes those that the page no longer shows."""
     folder = out.parent / "img" / out.stem
     shown = {out.parent / p.link for p in page.pictures}
     for left in {

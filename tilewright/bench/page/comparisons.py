@@ -14,8 +14,8 @@ from tilewright.bench.providers import BASELINES
 
 @dataclass(frozen=True)
 class Pair:
-    """`auto` and another provider in the same rounds; `which` is the pass: forward + backward,
-    else forward.
+    """`auto` and another provider in the same rounds. `which`: the pass, forward + backward if the
+    op has a backward, else forward.
     """
 
     group: Group
@@ -28,7 +28,7 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """The other's time over that of `auto`: above 1, `auto` is ahead."""
+        """The other provider's time divided by that of `auto`; above 1, `auto` is ahead."""
         return self.other[self.which]["median_ms"] / self.auto[self.which]["median_ms"]
 
     @property
@@ -38,7 +38,7 @@ class Pair:
 
 
 def pair(group: Group, provider: str) -> Pair | None:
-    """None unless both have a time."""
+    """The comparison of two rows; None unless both have a time."""
     auto, other = group.auto, group.rows[provider]
     if auto["status"] != "ok" or other["status"] != "ok":
         return None
@@ -54,11 +54,11 @@ def is_tried(row: dict[str, Any] | None) -> bool:
 
 @dataclass
 class Device:
-    """What one device has measured: the newest of each, and how `auto` compares.
+    """The newest measurements of one device, and how `auto` compares.
 
-    auto: the newest row of `auto` for each (op, case, dtype), with its group, whatever came of it.
-    pairs: against each provider, in the newest rounds that had both, with `auto` the same
-        implementation as in its newest row; none where that has no time.
+    auto: the newest row of `auto` for each (op, case, dtype), with its group, whatever its status.
+    pairs: `auto` against each provider, in the newest rounds that had both and in which `auto` was
+        the same implementation as in its newest row; none if that row has no time.
     """
 
     kind: str
@@ -100,15 +100,15 @@ class Device:
 
     @property
     def capability(self) -> str | None:
-        """The compute capability, as its results say."""
+        """The compute capability, from its results."""
         return next(
             (g.source.meta["capability"] for g in self.groups if g.source.meta.get("capability")),
             None,
         )
 
     def best_peer(self, name: tuple[str, str, str]) -> Pair | None:
-        """The fastest provider that is neither eager, nor its compilation, nor one of
-        tilewright's own.
+        """The fastest provider other than eager, compiled eager and tilewright's
+        implementations.
         """
         found = [
             p for provider, p in self.pairs.get(name, {}).items() if _is_peer(name[0], provider)
@@ -131,7 +131,7 @@ def provider_order(name: str) -> tuple[int, str]:
 
 
 def _registry_order(group: Group) -> tuple:
-    """The registry's order of ops and cases; what it no longer has comes last, by name."""
+    """The registry's order of ops and cases; those that it no longer has come last, by name."""
     ops = selection.operations()
     op = ops.get(group.op)
     cases = [c.name for c in op.cases] if op else []
@@ -144,14 +144,14 @@ def _registry_order(group: Group) -> tuple:
 
 
 def behind(device: Device) -> list[Pair]:
-    """Every provider that is faster than `auto`, the furthest ahead first."""
+    """Every provider that is faster than `auto`, the largest lead first."""
     found = [p for pairs in device.pairs.values() for p in pairs.values() if p.ratio < 1]
     return sorted(found, key=lambda p: (p.ratio, report.key(p.other)))
 
 
 def taken_back(device: Device) -> list[Pair]:
-    """Older rounds in which `auto` was behind where the newest have it ahead: the newest may be
-    the lucky ones.
+    """Older rounds in which `auto` was behind, for pairs in which it is now ahead: the newest may
+    be luck.
     """
     found = []
     for group in device.groups:
@@ -164,7 +164,7 @@ def taken_back(device: Device) -> list[Pair]:
 
 
 def newest_rows(device: Device) -> dict[tuple[str, str, str, str], Group]:
-    """The group of the newest row that was tried, for each (op, case, dtype, provider)."""
+    """The group of the newest attempted row, for each (op, case, dtype, provider)."""
     chosen: dict[tuple[str, str, str, str], Group] = {}
     for group in device.groups:
         for provider, row in group.rows.items():

@@ -1,4 +1,4 @@
-"""Writes the sections of the page about ops: what `auto` takes, checks, host times, versions."""
+"""Writes the sections of the page by op: `auto`'s choices, checks, host times, versions."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _auto_cells(device: Device, name: tuple[str, str, str]) -> list[str]:
 
 
 def _rate(figures: dict[str, Any], roof: dict[str, Any], dtype: str) -> str:
-    """In GB/s or TFLOP/s, whichever is nearer to its roof."""
+    """The rate in GB/s or TFLOP/s, whichever is closer to its roof."""
     gb, tflop = figures.get("gb_per_s"), figures.get("tflop_per_s")
     peak = roof["flops_per_second"].get(dtype)
     if tflop and (
@@ -160,8 +160,8 @@ def all_checks(device: Device, found: Raw) -> list[str]:
 
 
 def checks(device: Device, found: Raw, kind: str, title: str, intro: str) -> list[str]:
-    """A table of one stage of a suite: (op, implementation) by dtype, then what does not hold,
-    then what cannot run.
+    """A table of one stage of a suite: (op, implementation) by dtype, then failures, then
+    unavailable implementations.
     """
     entries = found.of(kind, (device.kind, device.name))
     entries = list(
@@ -226,7 +226,7 @@ def _unavailable(entries: list[Entry]) -> list[str]:
 
 
 def gate(device: Device) -> list[str]:
-    """What the contract said on the very inputs that were timed."""
+    """Results of the contract on the timed inputs."""
     found: dict[tuple[str, str], dict[str, list[tuple[bool, Source]]]] = {}
     broken: dict[str, list[str]] = {}
     for (op, case, dtype, provider), g in newest_rows(device).items():

@@ -1,4 +1,4 @@
-"""Lists what stands behind the pages: counts, tuned constants, training runs, raw files."""
+"""Lists the sources of the pages: counts, tuned constants, training runs, raw files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ BUDGETS = pathlib.Path(__file__).parents[1] / "budgets"
 
 
 def counts_of(triton: str) -> pathlib.Path:
-    """The file of counts of the kernels as this version of Triton compiles them."""
+    """The file of counts of kernels compiled by this version of Triton."""
     return BUDGETS / f"counts-triton-{triton}.json"
 
 
 def counted() -> list[str]:
-    """What kernels ask of a GPU, as their PTX was run on a CPU."""
+    """The memory traffic and work of kernels, counted by running their PTX on a CPU."""
 
     def times(counts, kind):
         asked, least = counts["requested"][kind], counts["least"][kind]
@@ -171,8 +171,8 @@ def files(found: Raw, results: str) -> list[str]:
 
 
 def _starts(sources: list[Source]) -> list[Source]:
-    """Those whose command is the one that was given: of a suite the summary's, for its files
-    are its workers'.
+    """Sources whose command is the user's: for a suite that of its summary, since its units record
+    the workers' commands.
     """
     return [s for s in sources if s.path.endswith("/suite")] or sources
 

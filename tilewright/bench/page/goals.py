@@ -14,7 +14,7 @@ from tilewright.registry import Goal, Op
 
 @dataclass(frozen=True)
 class Measured:
-    """One case that a goal speaks of."""
+    """One case of a goal."""
 
     name: str
     value: float
@@ -87,8 +87,10 @@ def _goal_cases(op: Op, goal: Goal, device: Device) -> tuple[list[Measured], lis
 
 
 def goal_value(goal: Goal, row: dict, rows: Mapping[str, dict], peak: float | None) -> float | None:
-    """What a row of `auto` says of a goal.   rows: of the same rounds, by provider.   peak:
-    measured FLOP/s.
+    """The value of a goal's metric in a row of `auto`.
+
+    rows: of the same rounds, by provider.
+    peak: measured FLOP/s.
     """
     if goal.metric == "peak_mib":
         return row.get("peak_mib")

@@ -1,7 +1,7 @@
-"""The pictures of docs/performance.md: drawn from plain data, and marked with its digest.
+"""The pictures of docs/performance.md, drawn from plain data and marked with its digest.
 
-The digest lies in the PNG as text, so whether a picture shows the present numbers can be told
-without drawing it again: the bytes of a drawing differ between versions of matplotlib and FreeType.
+The PNG contains the digest as text, so a picture can be checked against the current numbers without
+drawing it: its bytes differ between versions of matplotlib and FreeType.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any
 
-STYLE = 2  # raise when the drawing changes, so that pictures of the same numbers are drawn again
+STYLE = 2  # increment when the drawing changes, so that unchanged numbers are drawn again
 COMPILE = "#8c8c8c"
 COLOURS = ("#2a6f97", "#e0a458", "#468f6b", "#b5534c", "#8a5a9e", "#5c6b73")
 MARKERS = "osD^vP"
@@ -21,7 +21,7 @@ MARKERS = "osD^vP"
 
 @dataclass(frozen=True)
 class Picture:
-    """kind: which drawing.   link: path from the page.   data: all that is drawn, as JSON."""
+    """kind: the type of drawing. link: path from the page. data: everything drawn, as JSON."""
 
     kind: str
     link: str
@@ -35,20 +35,20 @@ class Picture:
         return "tilewright " + hashlib.sha256(text.encode()).hexdigest()
 
     def figure(self):
-        """As matplotlib's."""
+        """Draws the picture with matplotlib."""
         return {"roofline": _roofline, "ratios": _ratios}[self.kind](self.data)
 
     def draw(self, beside: pathlib.Path) -> None:
         path = beside / self.link
         path.parent.mkdir(parents=True, exist_ok=True)
-        # No Software: the version of matplotlib is not a property of the numbers.
+        # No Software entry: it would record matplotlib's version.
         self.figure().savefig(
             path, dpi=130, metadata={"Description": self.digest, "Software": None}
         )
 
 
 def is_drawn(picture: Picture, beside: pathlib.Path) -> bool:
-    """The file is there and shows these numbers."""
+    """Whether the file exists and shows these numbers."""
     path = beside / picture.link
     return path.exists() and picture.digest.encode() in path.read_bytes()
 
@@ -61,9 +61,8 @@ def _panels(data: dict[str, Any], width: float, height: float, **shared):
     for axes in panels:
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    days = sorted(
-        {origin.rpartition(", ")[2] for origin in data["from"]}
-    )  # the page names the commits
+    # Only days: the page names the commits.
+    days = sorted({origin.rpartition(", ")[2] for origin in data["from"]})
     figure.suptitle(
         f"{data['title']}\nmeasured {' to '.join(dict.fromkeys((days[0], days[-1])))}", fontsize=9
     )
@@ -76,7 +75,7 @@ def _style(op: str, ops: list[str]) -> dict[str, str]:
 
 
 def _roofline(data: dict[str, Any]):
-    """Intensity against achieved rate, under the measured roofs: a panel a dtype."""
+    """Achieved rate by arithmetic intensity, under the measured roofs: one panel per dtype."""
     figure, panels = _panels(data, max(5.5, 4.2 * len(data["panels"])), 4.4, sharex=True)
     ops = list(dict.fromkeys(p[0] for panel in data["panels"] for p in panel["points"]))
     x = [p[1] for panel in data["panels"] for p in panel["points"]]
@@ -127,8 +126,8 @@ def _roofline(data: dict[str, Any]):
 
 
 def _ratios(data: dict[str, Any]):
-    """`auto` over torch.compile and over the best peer, which has a color: a row a case, a panel a
-    dtype, a line at 1.
+    """`auto` over torch.compile and over the best peer, shown by color: one row per case, one panel
+    per dtype, a line at 1.
     """
     rows = data["rows"]
     figure, panels = _panels(data, 2.6 + 3.4 * len(data["panels"]), 1.7 + 0.19 * len(rows))
@@ -142,9 +141,8 @@ def _ratios(data: dict[str, Any]):
     left, right = math.log2(min(0.8, *found)) - 0.2, math.log2(max(1.25, *found)) + 0.2
     for axes, panel in zip(panels, data["panels"], strict=True):
         for i, (op, _) in enumerate(rows):
-            if (
-                list(dict.fromkeys(o for o, _ in rows)).index(op) % 2
-            ):  # every other op, so that blocks are seen
+            # Every other op, to separate the blocks.
+            if list(dict.fromkeys(o for o, _ in rows)).index(op) % 2:
                 axes.axhspan(i - 0.5, i + 0.5, color="#f3f6f8", linewidth=0, zorder=0)
         for other, style in styles.items():
             mine = [p for p in panel["points"] if p[1] == other]

@@ -1,4 +1,4 @@
-"""Chooses what the pictures show: rooflines, and ratios to the other providers."""
+"""Selects the data of the pictures: rooflines, and ratios to the other providers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pictures_of(plots: Iterable[Picture], kind: str) -> list[str]:
 
 
 def plots_of(device: Device, found: Raw, folder: str) -> list[Picture]:
-    """The pictures of a device, as data."""
+    """The data of a device's pictures."""
     made = [*_roofline_picture(device, found, folder), *_ratio_pictures(device, folder)]
     return [p for p in made if p.data["panels"]]
 
@@ -74,7 +74,7 @@ def _roofline_picture(device: Device, found: Raw, folder: str) -> list[Picture]:
     ]
 
 
-ROWS_A_PICTURE = 45  # more are not legible at the width of a page
+ROWS_A_PICTURE = 45  # more are illegible at the width of a page
 
 
 def _ratio_pictures(device: Device, folder: str) -> list[Picture]:

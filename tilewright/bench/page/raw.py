@@ -1,8 +1,7 @@
 """Reads committed raw results: every folder of bench_results, and the tables of tuned constants.
 
-What a number means nothing without, its device, date and commit, stays with it as its `Source`.
-Nothing is dropped
-here: which of several results is the one to show is for the reader of `Raw` to say, with `newest`.
+Each number keeps its device, date and commit as its `Source`. Nothing is dropped here: the user of
+`Raw` selects among several results with `newest`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 from tilewright.bench import report, store
 from tilewright.kernels import tuning
 
-CHECKS = ("parity", "graph", "big", "sanitize")  # stages whose documents hold results, not rows
+CHECKS = ("parity", "graph", "big", "sanitize")  # stages whose documents have results, not rows
 FIELDS = {
     **dict.fromkeys(CHECKS, ("op", "case", "results")),
     **dict.fromkeys(("time", "goals"), ("rows", "roofline")),
@@ -32,8 +31,10 @@ CHECK_STATUSES = ("holds", "broken", "unavailable", "error")
 
 @dataclass(frozen=True)
 class Source:
-    """Where a number comes from.   folder: below the results.   path: of the file, for errors
-    and for ties.
+    """The origin of a number.
+
+    folder: name below the results folder.
+    path: path of the file, for errors and to break ties.
     """
 
     folder: str
@@ -51,7 +52,7 @@ class Source:
 
     @property
     def age(self) -> tuple[datetime, str]:
-        """Sorts the newest last; equal dates by path, so that the order never depends on the
+        """A sort key, newest last; equal dates by path, so that the order does not depend on the
         file system.
         """
         return self.when, self.path
@@ -62,7 +63,7 @@ class Source:
 
     @property
     def commit(self) -> str:
-        """The commit, short; where there was no git, the digest of the sources."""
+        """The short commit; without git, the digest of the sources."""
         if self.meta.get("commit"):
             return self.meta["commit"][:10] + (" + local changes" if self.meta.get("dirty") else "")
         return f"sources {self.meta['source'][:10]}" if self.meta.get("source") else "unknown"
@@ -88,8 +89,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Entry:
-    """One record of another kind: a check's result, a row of overhead, a model's step, a measured
-    roof, a table of constants.
+    """One record that is not a timed row: a check's result, a row of overhead, a model's step, a
+    measured roof, a table of constants.
     """
 
     source: Source
@@ -101,8 +102,10 @@ class Entry:
 
 @dataclass
 class Folder:
-    """A folder of results.   complete: None where its files do not say.   units: of a suite, by
-    name.
+    """A folder of results.
+
+    complete: None if its files do not record it.
+    units: of a suite, by name.
     """
 
     name: str
@@ -115,7 +118,7 @@ class Folder:
 
 @dataclass
 class Raw:
-    """Everything that was found."""
+    """All raw results."""
 
     groups: list[Group] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
@@ -125,8 +128,8 @@ class Raw:
         return [e for e in self.entries if e.kind == kind and device in (None, e.source.device)]
 
     def devices(self) -> list[tuple[str, str]]:
-        """(device type, name), that with the newest result first. Tables of constants are not
-        results.
+        """(device type, name) of each device, the one with the newest result first. Tables of
+        constants are not results.
         """
         found: dict[tuple[str, str], tuple] = {}
         for source in [s for f in self.folders for s in f.sources]:
@@ -138,7 +141,7 @@ T = TypeVar("T", Group, Entry)
 
 
 def newest(found: Iterable[T], key: Callable[[T], Hashable]) -> dict[Hashable, T]:
-    """By key the one with the newest date, in the order in which the keys are first met."""
+    """The item with the newest date for each key, in order of the keys' first occurrence."""
     chosen: dict[Hashable, T] = {}
     for each in found:
         k = key(each)
@@ -165,7 +168,7 @@ def _source(meta: dict[str, Any], path: str, folder: str) -> Source:
     for name in ("device_type", "device", "date"):
         if not isinstance(meta.get(name), str):
             raise ValueError(f"meta has no {name!r}")
-    _ = source.when  # a date that is none is this file's fault, not the page's
+    _ = source.when  # an invalid date must raise here, where the file is named
     return source
 
 
@@ -199,7 +202,7 @@ def _check_result(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _share(error: float | None, budget: float) -> float:
-    """Error over its budget. JSON has no infinity: an infinite error is written as null."""
+    """Error divided by budget. JSON has no infinity: an infinite error is null."""
     if error is None:
         return math.inf
     return error / budget if budget else (math.inf if error else 0.0)
@@ -247,7 +250,7 @@ def _read_folder(raw: Raw, path: pathlib.Path) -> None:
         with _naming(file, name):
             folder.sources.append(_read_document(raw, folder, name, document))
     if documents:
-        # A suite that was killed before it could sum up has no document of its own.
+        # A suite that was killed before its end has no summary document.
         folder.kind = next(
             (
                 a
@@ -272,7 +275,7 @@ def _read_folder(raw: Raw, path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _naming(file: pathlib.Path, unit: str | None = None) -> Iterator[None]:
-    """Names the file, and the unit, in what its content raises."""
+    """Adds the file and the unit to errors raised by its content."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -282,7 +285,7 @@ def _naming(file: pathlib.Path, unit: str | None = None) -> Iterator[None]:
 
 
 def _read_document(raw: Raw, folder: Folder, name: str, document: Any) -> Source:
-    """Takes one document of a suite into `raw`; returns where it comes from."""
+    """Adds one document of a suite to `raw`; returns its source."""
     stage = name.partition("/")[0]
     _check(document, "meta", *FIELDS.get(stage, ()))
     source = _source(document["meta"], f"{folder.name}/{name}", folder.name)
@@ -293,7 +296,7 @@ def _read_document(raw: Raw, folder: Folder, name: str, document: Any) -> Source
             n: {"status": u["status"], "reason": u.get("reason")} for n, u in units.items()
         }
         return source
-    # A unit that could not be made says why; a newer one that could be made takes that back.
+    # A failed unit records the reason; a newer successful one replaces it.
     raw.entries.append(Entry(source, "unit", "", name, {"error": document.get("error")}))
     if stage in ("time", "goals"):
         raw.groups += _groups(document, source)
@@ -317,9 +320,8 @@ def _read_tuned(raw: Raw, path: pathlib.Path) -> None:
     document = tuning.read(path)
     with _naming(path):
         for launch, entries in document["launches"].items():
-            for e in (
-                entries
-            ):  # a table is written to again and again: each entry says when and from what
+            # A table is written by many runs: each entry has its own date and sources.
+            for e in entries:
                 meta = {
                     "threads": None,
                     "argv": [],
@@ -340,7 +342,7 @@ def _read_tuned(raw: Raw, path: pathlib.Path) -> None:
 
 
 def read(results: pathlib.Path, tuned: pathlib.Path | None = None) -> Raw:
-    """Every folder of `results`, and every table of `tuned`. Raises ValueError, naming the
+    """Reads every folder of `results` and every table of `tuned`. Raises ValueError, naming the
     file, for a broken one.
     """
     if not results.is_dir():

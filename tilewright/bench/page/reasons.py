@@ -1,4 +1,4 @@
-"""Says why `auto` is behind in a case: by the measurement and bench_results/reasons.toml."""
+"""Reasons why `auto` is behind in a case, from the measurement and bench_results/reasons.toml."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ NO_REASON = "no reason known yet"
 
 @dataclass(frozen=True)
 class Reason:
-    """One entry of reasons.toml: glob patterns, and the sentence. A pattern that is not given
-    fits all.
+    """One entry of reasons.toml: glob patterns, and the sentence. A missing pattern matches
+    everything.
     """
 
     reason: str
@@ -41,8 +41,8 @@ class Reason:
 
 
 def read_reasons(path: pathlib.Path) -> list[Reason]:
-    """The entries, the first that fits counts; [] without a file. Raises ValueError for a
-    malformed one.
+    """The entries, of which the first match counts; [] without a file. Raises ValueError for a
+    malformed entry.
     """
     if not path.exists():
         return []
@@ -60,7 +60,7 @@ def read_reasons(path: pathlib.Path) -> list[Reason]:
 
 
 def why(p: Pair, reasons: Sequence[Reason]) -> str:
-    """What was measured to be so, then what is known."""
+    """The measured reasons, then the known ones."""
     said = []
     if p.overlap:
         ranges = " and ".join(_range(r[p.which]) for r in (p.auto, p.other))

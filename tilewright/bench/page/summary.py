@@ -57,7 +57,7 @@ def opening(devices: Sequence[Device], found: Raw, details: str) -> list[str]:
 
 
 def untimed(devices: Sequence[Device]) -> list[str]:
-    """A sentence about the implementations that no row of any device has timed."""
+    """A sentence on implementations without a time on any device."""
     timed = {
         (g.op, r["provider"])
         for d in devices
@@ -211,7 +211,7 @@ def not_ahead(device: Device, reasons: Sequence[Reason]) -> list[str]:
 
 
 def roofs(device: Device, found: Raw, plots: list[Picture]) -> list[str]:
-    # Every file of a suite repeats its roof; the oldest is that of the measurement.
+    # Every file of a suite repeats its roof; the oldest is the measurement itself.
     once: dict[tuple[str, str], Entry] = {}
     for e in sorted(found.of("roofline", (device.kind, device.name)), key=lambda e: e.source.age):
         once.setdefault((e.source.folder, str(sorted(e.data.items()))), e)
@@ -252,7 +252,7 @@ def _clocks(meta: dict[str, Any]) -> str:
 
 
 def end_to_end(device: Device, found: Raw) -> list[str]:
-    """A model's step beside transformers', where both come from the same rounds."""
+    """A model's step beside transformers' from the same rounds."""
     steps: dict[tuple, dict[str, Entry]] = {}
     for e in found.of("end_to_end", (device.kind, device.name)):
         steps.setdefault((e.case, e.data["dtype"], e.source), {})[e.data["provider"]] = e
@@ -312,7 +312,7 @@ def end_to_end(device: Device, found: Raw) -> list[str]:
 
 
 def missing(device: Device, found: Raw) -> list[str]:
-    """What the registry has and this device did not time, and what was tried and failed."""
+    """Cases of the registry not timed on this device, and failed ones."""
     lines = []
     for op in selection.operations().values():
         cases = [c.name for c in op.cases if device.kind in c.tags]

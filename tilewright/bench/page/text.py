@@ -12,7 +12,7 @@ from tilewright.bench.page.raw import Source
 
 COMMAND = "python -m tilewright.bench report"
 TITLES = dict(zip(report.PASSES, ("forward", "backward", "forward + backward"), strict=False))
-# The order of columns, whatever order results come in.
+# The order of columns, independent of the order of results.
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float64")
 UNITS = {
     "roofline_percent": "% of roof",
@@ -30,7 +30,7 @@ def in_order(dtypes: Iterable[str]) -> list[str]:
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, without an exponent where that can be read."""
+    """Three significant digits, without an exponent where that is legible."""
     if value is None:
         return ""
     if not math.isfinite(value):
@@ -58,9 +58,7 @@ def origins(sources: Iterable[Source]) -> list[str]:
 def table(
     head: Sequence[str], rows: Sequence[tuple[Sequence[object], Iterable[Source]]]
 ) -> list[str]:
-    """A table whose every row says from which commit and date it is: below it if all agree,
-    else in a column.
-    """
+    """A table with each row's commit and date: below the table if all agree, else in a column."""
     named = [(list(cells), "; ".join(origins(sources))) for cells, sources in rows]
     empty = [i for i in range(len(head)) if all(cells[i] in ("", None) for cells, _ in named)]
     agree = len({origin for _, origin in named}) == 1
@@ -75,7 +73,7 @@ def table(
 
 
 def listed(by_reason: dict[str, list[str]]) -> list[str]:
-    """Reasons with what they hold for."""
+    """A list of reasons, each with the cases that it applies to."""
     lines = [
         f"- {cell(reason)}: {', '.join(dict.fromkeys(where))}"
         for reason, where in by_reason.items()
@@ -83,11 +81,11 @@ def listed(by_reason: dict[str, list[str]]) -> list[str]:
     return [*lines, ""] if lines else []
 
 
-WORKERS = ("--until", "--group", "--worker", "--of")  # what `suite` tells its own processes
+WORKERS = ("--until", "--group", "--worker", "--of")  # options of `suite`'s own processes
 
 
 def command(meta: dict[str, Any]) -> str:
-    """The command line as it was given, without the folders of the machine that it ran on."""
+    """The user's command line, without the folders of its machine."""
     argv = meta.get("argv") or []
     given = [
         a

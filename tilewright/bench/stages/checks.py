@@ -28,7 +28,7 @@ def checks(
     make,
     limit: float = 180.0,
 ) -> Unit:
-    """A unit whose document has "results": a status for each implementation and dtype."""
+    """A unit whose document has "results": a status per implementation and dtype."""
     return Unit(
         f"{kind}/{op.name}.{case.name}",
         make,
@@ -69,12 +69,12 @@ def result(implementation, dtype, status, reason=None, tensors=()):
 
 
 def parity_results(op, case, device, dtype, names) -> list[dict[str, Any]]:
-    """A result for each implementation: of each tensor the layout of upstream gradients with
-    the worst error.
+    """A result per implementation, with the worst error of each tensor over the layouts of
+    upstream gradients.
     """
     worst: dict[str, dict[str, contract.Finding]] = {n: {} for n in names}
     raised: dict[str, str] = {}
-    refused: dict[str, str] = {}  # variants that an implementation does not have, and says so
+    refused: dict[str, str] = {}  # reasons of implementations that do not support the case
     with contract.poisoned():
         for seed, layout in enumerate(contract.LAYOUTS):
             kwargs = case.make(device, dtype, seed)
@@ -115,7 +115,7 @@ def _share(f: contract.Finding) -> float:
 
 
 def tensor_entry(f: contract.Finding) -> dict[str, Any]:
-    # JSON has no infinity; a tensor that is missing or NaN is None.
+    # JSON has no infinity: the error of a missing or NaN tensor is None.
     def finite(x):
         return x if math.isfinite(x) else None
 
@@ -137,10 +137,10 @@ def check_unit(
     skip,
     limit: float = 180.0,
 ) -> Unit:
-    """A unit of findings without a reference: check(op, implementation, case, dtype) -> what is
-    beyond.
+    """A unit of findings without a reference: check(op, implementation, case, dtype) -> broken
+    findings.
 
-    skip: (op, implementation, case) -> None, or why this one is not checked.
+    skip: (op, implementation, case) -> None, or why it is not checked.
     """
 
     def make():
@@ -154,19 +154,16 @@ def check_unit(
                     continue
                 try:
                     broken = check(op, impl.name, case, dtype)
-                except (
-                    registry.ImplementationUnavailable
-                ) as error:  # a variant that it does not have
+                # The case is unsupported.
+                except registry.ImplementationUnavailable as error:
                     results.append(result(impl.name, dtype, "unavailable", str(error)))
                     continue
                 except Exception as error:
-                    timing.still_there(
-                        error, f"{impl.name} {short(dtype)}"
-                    )  # must not be blamed on the next
+                    # A lost device must not be blamed on the next implementation.
+                    timing.still_there(error, f"{impl.name} {short(dtype)}")
                     reason = timing.first_line(error)
-                    if (
-                        error.__context__ is not None
-                    ):  # a capture that fails ends with an error about its end
+                    # A failed capture raises an error about its end, with the cause as context.
+                    if error.__context__ is not None:
                         reason += f" (after {timing.first_line(error.__context__)})"
                     results.append(result(impl.name, dtype, "error", reason))
                     continue
@@ -188,9 +185,7 @@ SANITIZERS = ("memcheck", "racecheck")
 
 
 def sanitize_unit(op: Op, case: registry.Case, device: str, dtype: torch.dtype) -> Unit:
-    """A call and its backward in a process of their own, under each of compute-sanitizer's
-    tools.
-    """
+    """Forward and backward in a separate process under each of compute-sanitizer's tools."""
     code = (
         f"import torch; from tilewright.bench import contract; from tilewright.ops import OPS; "
         f"op = OPS[{op.name!r}]; "
@@ -221,8 +216,8 @@ def sanitize_unit(op: Op, case: registry.Case, device: str, dtype: torch.dtype) 
 
 
 def _ours(document: dict[str, Any], kinds: Sequence[str]) -> Iterator[str]:
-    """What became of this library's implementations: not a peer that fails, nor what cannot run
-    here.
+    """Outcomes of this library's implementations: failures of peers and unavailable
+    implementations are left out.
     """
     for r in document.get("results", ()):
         if r["status"] in kinds and r["implementation"] not in BASELINES:
@@ -233,7 +228,7 @@ def _ours(document: dict[str, Any], kinds: Sequence[str]) -> Iterator[str]:
 
 
 def failures(document: dict[str, Any]) -> list[str]:
-    """What is this library's fault."""
+    """Failures of this library's implementations."""
     return (
         [document["error"]]
         if document.get("error")

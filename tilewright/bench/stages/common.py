@@ -1,4 +1,4 @@
-"""What the stages of a suite share: dtypes, clocks, and what a result depends on."""
+"""Shared by the stages of a suite: dtypes, clocks, and the options that a result depends on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def threads(device: str) -> dict[str, Any]:
 
 
 def constants(op: Op, device: str) -> list[list[Any]]:
-    """The tuned constants that this op's launches may be given on this device in place of the
+    """The tuned configurations of this op's launches on this device, which replace the
     heuristic's.
     """
     found = []
@@ -38,6 +38,6 @@ def constants(op: Op, device: str) -> list[list[Any]]:
     return found
 
 
-@functools.cache  # a CUDA clock measures its own flush first
+@functools.cache  # creating a CUDA clock measures its flush
 def clock(device: str, sample_seconds: float) -> timing.CpuClock | timing.CudaClock:
     return timing.clock(device, sample_seconds)

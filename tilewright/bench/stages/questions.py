@@ -1,4 +1,4 @@
-"""The stage `ab`: open questions that two ways each can answer."""
+"""The stage `ab`: open questions between two alternatives each."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tilewright.registry import Op
 def ab_unit(
     asked: Sequence[Variant], op: Op, case: registry.Case, device: str, settings: run.Settings
 ) -> Unit:
-    """The variants that this case decides, all interleaved: of both ways, each only if its contract
-    holds, the times, and which is faster beyond the spread.
+    """A unit of the variants that this case decides, all interleaved: times of both alternatives,
+    each only if its contract holds, and which is faster by more than the spread.
     """
     dtype = torch.bfloat16
 
@@ -37,10 +37,8 @@ def ab_unit(
             for way, what in variant.ways.items():
                 impl = implementation(variant, op, what, device)
                 status, reason, timed = _judged(variant, op, impl, kwargs, what, shared, reference)
-                if way == "other" and status in (
-                    "broken",
-                    "error",
-                ):  # an answer, and no fault: nothing goes this way
+                # An answer rather than a failure: no call takes this alternative.
+                if way == "other" and status in ("broken", "error"):
                     status = "rejected"
                 results.append(
                     result(impl.name, dtype, status, reason and f"{variant.name}: {way}: {reason}")
@@ -84,7 +82,7 @@ def _judged(
     shared: dict,
     reference: contract.Reference,
 ) -> tuple[str, str | None, dict[str, Any]]:
-    """A way's status, the reason, and what is timed of it, by pass."""
+    """An alternative's status, the reason, and its timed callables by pass."""
     device, dtype = contract.leaves(kwargs)[0].device, torch.bfloat16
     if reason := impl.why_not(device.type, dtype):
         return "unavailable", reason, {}
@@ -116,7 +114,7 @@ def _judged(
 def implementation(
     variant: Variant, op: Op, what: Mapping[str, Any] | str, device: str
 ) -> registry.Implementation:
-    """The one that a way names; or of those that have the launch the first that is usable here."""
+    """The implementation that is named, or the first usable one here that has the launch."""
     if isinstance(what, str):
         return op.implementation(what)
     having = [i for i in op.implementations if any(t.name == variant.launch for t in i.tunables())]
@@ -126,8 +124,8 @@ def implementation(
 def _verdicts(
     variant: Variant, timings: Mapping[tuple[str, ...], timing.Timing]
 ) -> list[dict[str, Any]]:
-    """Of each pass that was timed both ways: microseconds, by how much the other way is faster (in
-    percent of its time), and which is faster by more than the spread: None if neither is.
+    """For each pass with both times: microseconds, by how much the other alternative is faster (in
+    percent of its time), and which one is faster by more than the spread, or None.
     """
     found = []
     for which in report.PASSES:

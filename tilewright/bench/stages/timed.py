@@ -75,11 +75,10 @@ def goal_units(
     out: pathlib.Path,
     cases: Sequence[str] | None,
 ) -> list[Unit]:
-    """A unit for each case that a goal of this device speaks of, with what `auto` takes and the
-    peers alone.
+    """A unit for each case of this device's goals, with only the implementation that `auto` takes
+    and the peers.
 
-    Cases that are all about something else than bandwidth come first: they are of products, which
-    take most of a step.
+    Cases without bandwidth goals come first: they are matmuls, which take most of a step.
     """
     about: dict[tuple[Op, registry.Case, torch.dtype], set[str]] = {}
     for op in ops:
@@ -105,8 +104,8 @@ def goal_units(
 
 
 def goals_here(op: Op, device: str) -> Iterator[tuple[registry.Goal, registry.Case, torch.dtype]]:
-    """The goals of an op that speak of this device, with each of their cases and its dtype
-    (bfloat16, if not named).
+    """The goals of an op for this device, with each of their cases and its dtype (default:
+    bfloat16).
     """
     capability = "{}.{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else None
     for goal in op.goals:
@@ -118,8 +117,8 @@ def goals_here(op: Op, device: str) -> Iterator[tuple[registry.Goal, registry.Ca
 
 
 def unmet(op: Op, device: str, out: pathlib.Path) -> set[tuple[str, torch.dtype]]:
-    """(case, dtype) of the goals of this device that the results in a folder do not show to be met:
-    also what was not measured, has no time, or lacks the provider that the goal compares with.
+    """(case, dtype) of this device's goals that the results in a folder do not show to be met,
+    including those not measured, without a time, or without the provider to compare with.
     """
     documents = {name: document for name, _, document in store.read(out)}
     found = set()
@@ -130,7 +129,7 @@ def unmet(op: Op, device: str, out: pathlib.Path) -> set[tuple[str, torch.dtype]
             auto = next(r for r in rows.values() if r["auto"])
             peak = document["roofline"]["flops_per_second"].get(short(dtype))
             value = goals.goal_value(goal, auto, rows, peak)
-        except (KeyError, TypeError, StopIteration):  # not there, not whole, no time of `auto`
+        except (KeyError, TypeError, StopIteration):  # missing, incomplete, no time of `auto`
             value = None
         if value is None or not goals.met(goal, value):
             found.add((case.name, dtype))

@@ -1,4 +1,4 @@
-"""Attention and the experts of Hugging Face transformers' models, computed by `ops.attention` and
+"""Attention and experts of Hugging Face transformers' models, computed by `ops.attention` and
 `ops.moe_mlp`.
 
     from tilewright.integrations.transformers import register
@@ -8,9 +8,9 @@
         name, attn_implementation="tilewright", experts_implementation="tilewright"
     )
 
-transformers (5.7 and later) has tables of functions for attention, for its masks, and for a layer's
-experts. `register` adds entries to them and changes nothing else: projections, norms and the router
-stay transformers'. Importing this module does not import transformers.
+transformers (5.7 and later) has tables of functions for attention, attention masks, and experts.
+`register` adds entries to them and changes nothing else: projections, norms and the router stay
+transformers'. Importing this module does not import transformers.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ def register(implementation: str = "auto", attn_implementation: str = "auto") ->
     """Adds "tilewright" to transformers' values of `experts_implementation` and
     `attn_implementation`.
 
-    They hold in `from_pretrained`, `from_config`, `set_experts_implementation` and
+    They are valid in `from_pretrained`, `from_config`, `set_experts_implementation` and
     `set_attn_implementation`, for the whole process; registering again replaces them.
 
-    Attention follows the mask that transformers makes, whatever a layer says of itself: causal or
-    not, a window, packed documents, padding. It runs on the packed tokens that are not padding, so
-    no mask of S x S is built, padding is never read, and its own output is 0. A layer without a
-    mask follows `is_causal` and `sliding_window`. Packed documents are given by `cu_seq_lens_q`, or
-    by position ids that are not consecutive (with padding between tokens, counted or not), as for
+    Attention follows the mask that transformers makes, whatever the layer's own attributes: causal
+    or not, a window, packed documents, padding. It runs on the packed tokens that are not padding:
+    no S x S mask is built, padding is never read, and padding's output is 0. A layer without a mask
+    follows `is_causal` and `sliding_window`. Packed documents come from `cu_seq_lens_q`, or from
+    position ids that are not consecutive (with padding between tokens, counted or not), as in
     transformers' flash attention; its eager attention reads them without a mask and without a cache
-    only, and so do layers here that are given none (Persimmon). Softcaps and sinks are those of the
-    layer. The dtype is autocast's where that is on.
+    only, and so do layers here that get no mask (Persimmon). Softcaps and sinks are the layer's.
+    Under autocast the dtype is autocast's.
 
-    Experts compute in the weights' dtype, or in autocast's (which copies the weights at each call,
+    Experts compute in the weights' dtype, or in autocast's (which copies the weights in each call,
     as for a linear layer); the result has the dtype of the hidden states. Under transformers'
     expert parallelism, token slots of experts on other ranks add nothing.
 
-    A call raises ImplementationUnavailable for what is unsupported, because transformers asks no
-    sooner: a layer that moe_mlp cannot compute (`why_not`) and a named implementation that cannot
-    run here; dropout, attention weights as a result, masks of four dimensions, custom mask
-    functions, a model that computes with its mask, more keys than the mask has, chunks and windows
-    that are not causal where keys reach beyond one, and a window where a mask has holes within a
+    A call raises ImplementationUnavailable for unsupported requests, which transformers does not
+    check earlier: a layer that moe_mlp cannot compute (`why_not`) and a named implementation that
+    cannot run here; dropout, returned attention weights, four-dimensional masks, custom mask
+    functions, a model that computes with its mask, more keys than the mask has, chunks and
+    non-causal windows where keys reach beyond one, and a window where a mask has holes within a
     document.
 
     Args:
-        implementation: What "tilewright" stands for as experts: a name of moe_mlp's
-            implementations or "auto". Each name also gets an entry of its own: "tilewright:triton",
-            "tilewright:cpp", "tilewright:eager" and so on.
+        implementation: The experts' implementation for "tilewright": one of moe_mlp's, or "auto".
+            Each also gets its own entry: "tilewright:triton", "tilewright:cpp", "tilewright:eager"
+            and so on.
         attn_implementation: The same for attention. Its entries are "tilewright:triton",
             "tilewright:eager", "tilewright:native", "tilewright:sdpa", "tilewright:fa3" and
-            "tilewright:fa4": transformers reserves "flash" anywhere in a name, so that there is no
-            "tilewright:flash_attention_3". It refuses "sdpa" to models without an sdpa attention;
-            "tilewright:torch" is the same for all.
+            "tilewright:fa4": transformers reserves "flash" anywhere in a name, so there is no
+            "tilewright:flash_attention_3". transformers rejects "sdpa" for models without an sdpa
+            attention; "tilewright:torch" is the same for all.
 
     Returns:
         The names added for experts, "tilewright" first.
@@ -73,7 +73,7 @@ def register(implementation: str = "auto", attn_implementation: str = "auto") ->
     Raises:
         ImplementationUnavailable: transformers is missing or too old.
         ValueError: A name does not exist.
-        TypeError: A name is no str.
+        TypeError: A name is not a str.
 
     Example:
         >>> from tilewright.integrations.transformers import register
@@ -89,7 +89,7 @@ def register(implementation: str = "auto", attn_implementation: str = "auto") ->
     entries = {NAME: implementation, **{f"{NAME}:{name}": name for name in MOE_MLP.names()}}
     for name, chosen in entries.items():
         interface.register(name, experts_entry(name, chosen))
-    # transformers reserves "flash" anywhere in a name: fa3 and fa4 stand for these.
+    # transformers reserves "flash" anywhere in a name: fa3 and fa4 abbreviate it.
     attention_entries = {
         f"{NAME}:{name}": i.name
         for i in ATTENTION.implementations
@@ -107,7 +107,7 @@ def _experts_interface():
         raise ImplementationUnavailable(reason)
     import transformers
 
-    # Earlier versions may have the table, but from_pretrained takes their own names only.
+    # Earlier versions may have the table, but from_pretrained accepts their own names only.
     if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
         raise ImplementationUnavailable(
             f"transformers {transformers.__version__} takes no experts_implementation but "

@@ -17,7 +17,7 @@ from tilewright.registry import ImplementationUnavailable
 
 
 def attention_entry(name: str, implementation: str) -> Callable:
-    """The function that transformers calls for a layer's attention under the name `name`."""
+    """Returns the function that transformers calls for a layer's attention under this name."""
 
     def attention_forward(
         module: torch.nn.Module,
@@ -38,8 +38,8 @@ def attention_entry(name: str, implementation: str) -> Callable:
     ) -> tuple[torch.Tensor, None]:
         """query [B, Hq, S, D], key and value [B, Hk, Sk, D]; returns [B, S, Hq, D], contiguous.
 
-        A mask alone decides which keys a query sees, as for transformers' eager attention. Without
-        one, `is_causal` (or the module's) and `sliding_window` do, as for its flash attention.
+        A mask alone decides which keys a query sees, as in transformers' eager attention. Without
+        one, `is_causal` (or the module's) and `sliding_window` do, as in its flash attention.
         """
         S, keys = query.shape[2], key.shape[2]
         mask = attention_mask
@@ -70,7 +70,7 @@ def attention_entry(name: str, implementation: str) -> Callable:
             "implementation": implementation,
         }
         with _checks.no_autocast(query):
-            if S > 1 and cu_seq_lens_q is not None:  # of all rows, one after the other
+            if S > 1 and cu_seq_lens_q is not None:  # of all rows, concatenated
                 if torch.compiler.is_compiling():
                     options["implementation"] = _off_host(
                         implementation, query.device.type, query.dtype
@@ -86,7 +86,7 @@ def attention_entry(name: str, implementation: str) -> Callable:
 
 
 def _mask_of_layer(shape, query: torch.Tensor, causal: bool, window: int | None) -> Mask:
-    """The mask of a layer that is given none."""
+    """The mask for a layer without one."""
     S, keys = shape[2:]
     refused = []
     if window is not None and not causal:
@@ -97,7 +97,7 @@ def _mask_of_layer(shape, query: torch.Tensor, causal: bool, window: int | None)
 
 
 def _refused(mask: Mask, sizes: tuple[int, int], dropout, packed_beside_mask, kwargs) -> list[str]:
-    """What of a call `ops.attention` does not compute, in words."""
+    """The parts of a call that `ops.attention` does not support, in words."""
     padded = mask.kept is not None and not is_numbered(mask.kept)
     asked = (
         (f"dropout = {dropout}", dropout > 0),
@@ -123,7 +123,7 @@ def _refused(mask: Mask, sizes: tuple[int, int], dropout, packed_beside_mask, kw
 
 def cast_together(q, k, v):
     """Casts to autocast's dtype, as F.scaled_dot_product_attention does. Without autocast, to that
-    of v, a product with weights: norms or a rotation in float32 may have left q or k another.
+    of v, a product with weights: a norm or rotation in float32 may have promoted q or k.
     """
     device = q.device.type
     dtype = v.dtype
@@ -133,14 +133,14 @@ def cast_together(q, k, v):
 
 
 def _attentions_are_collected() -> bool:
-    """Whether output_attentions is set for the model. Not all models tell their layers:
-    transformers collects what layers return by hooks, and leaves out None.
+    """Whether output_attentions is set for the model. Not all models pass it to their layers:
+    transformers collects layers' outputs by hooks, and drops None.
     """
     from transformers.utils import output_capturing
 
     collector = getattr(output_capturing, "_active_collector", None)
     if torch.compiler.is_compiling():
-        # A ContextVar cannot be traced; transformers has a global variable beside it.
+        # A ContextVar cannot be traced; transformers also has a global variable.
         collected = getattr(collector, "global_var", None)
     else:
         collected = None if collector is None else collector.get()
@@ -156,16 +156,16 @@ def attend_rows(q, k, v, mask, position_ids, name, options):
         return attention(q, k, v, **options)
     if layout.holes and options["window"] is not None:
         raise hole_in_window(name)
-    if layout.cu_seqlens.numel() == 1:  # nothing but padding
+    if layout.cu_seqlens.numel() == 1:  # only padding
         return q * 0
     return attend_packed(q, k, v, layout.index, layout.cu_seqlens, layout.longest, options)
 
 
 def attend_traced_rows(q, k, v, kept, position_ids, options):
-    """`attend_rows` where no length may depend on values.
+    """`attend_rows` with shapes that do not depend on values.
 
-    Padding is moved behind all other tokens, each a document of its own. cu_seqlens has as many
-    entries as there are tokens, the last of which all equal the end.
+    Padding moves behind all other tokens, each a document of its own. cu_seqlens has as many
+    entries as there are tokens; the last ones equal the end.
     """
     B, _, S, _ = q.shape
     if position_ids is not None and position_ids.dim() != 2:
@@ -200,7 +200,7 @@ def attend_traced_rows(q, k, v, kept, position_ids, options):
 
 @_torch.constant
 def _off_host(implementation: str, device_type: str, dtype: torch.dtype) -> str:
-    """The implementation for cu_seqlens that is not read on the host; compiled eager does not."""
+    """An implementation that does not read cu_seqlens on the host; compiled eager does not."""
     if implementation != "auto":
         return implementation
     usable = ATTENTION.usable(device_type, dtype)
@@ -212,8 +212,8 @@ def _off_host(implementation: str, device_type: str, dtype: torch.dtype) -> str:
 
 
 def attend_packed(q, k, v, index, cu, longest, options):
-    """Attention of the tokens `index` (None: all) of the concatenated rows, in documents between
-    `cu`. The output of other tokens is 0.
+    """Attention of the tokens `index` (None: all) of the concatenated rows, in the documents of
+    `cu`. Other tokens' output is 0.
     """
     B, H, S, D = q.shape
     rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
@@ -231,8 +231,8 @@ def attend_packed(q, k, v, index, cu, longest, options):
 
 
 def attend_cache(q, k, v, kept, name, options):
-    """Attention with cached keys, or of queries that see all keys; one row at a time where some
-    keys are padding.
+    """Attention with cached keys, or of queries that see all keys; one row at a time if some keys
+    are padding.
     """
     if kept is None:
         return attention(q, k, v, **options)

@@ -1,4 +1,4 @@
-"""The name of this library in transformers' tables, and errors for what is unsupported."""
+"""This library's name in transformers' tables, and errors for unsupported requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NAME = "tilewright"
 
 
 def computed_mask(what: str) -> ImplementationUnavailable:
-    """For a model that computes with its mask."""
+    """The error for a model that computes with its mask."""
     return ImplementationUnavailable(
         f'attn_implementation="{NAME}" builds no mask of queries x keys, and this model '
         f'computes with its mask ({what}) (others: "sdpa", "eager")'
@@ -16,7 +16,9 @@ def computed_mask(what: str) -> ImplementationUnavailable:
 
 
 def not_traced(what: str) -> ImplementationUnavailable:
-    """For what is supported without torch.compile only; `what` is supported with it."""
+    """The error for a feature that is supported without torch.compile only; `what` works with
+    it.
+    """
     return ImplementationUnavailable(
         f'attn_implementation="{NAME}" under torch.compile(fullgraph=True) takes {what}, '
         "and lengths that are no tensors; without fullgraph it takes more"
@@ -24,7 +26,7 @@ def not_traced(what: str) -> ImplementationUnavailable:
 
 
 def hole_in_window(name: str) -> ImplementationUnavailable:
-    """For padding within a document where there is a window."""
+    """The error for padding within a document together with a window."""
     return ImplementationUnavailable(
         f'attn_implementation="{name}" takes no mask with holes in a document where there '
         'is a window, which would reach over them (others: "sdpa", "eager")'

@@ -1,4 +1,4 @@
-"""Layers of experts of transformers' models, computed by `ops.moe_mlp`."""
+"""Expert layers of transformers' models, computed by `ops.moe_mlp`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ACCEPTED = (
 
 
 def _reason_and_gate(experts: torch.nn.Module, attributes: tuple) -> tuple[str | None, tuple]:
-    """`why_not`, and the fields of the module's gate where it is None. Constants: traced code calls
-    it once.
+    """`why_not`, and if it is None the fields of the module's gate. Constants for Dynamo, which
+    calls it once while tracing.
     """
     reason = why_not(experts)
     return reason, () if reason else astuple(gate_of(experts, attributes))
 
 
-# Before torch 2.12 Dynamo takes no module as an argument of a constant: a graph break.
+# Before torch 2.12 Dynamo accepts no module as an argument of such a function: a graph break.
 if torch.__version__ < "2.12":
     _reason_and_gate = torch.compiler.disable(_reason_and_gate)
 else:
@@ -36,7 +36,7 @@ else:
 
 
 def experts_entry(name: str, implementation: str) -> Callable:
-    """The function that transformers calls for a layer's experts under the name `name`."""
+    """Returns the function that transformers calls for a layer's experts under this name."""
 
     def experts_forward(
         self: torch.nn.Module,
@@ -52,7 +52,7 @@ def experts_entry(name: str, implementation: str) -> Callable:
             )
         gate_up, down = self.gate_up_proj, self.down_proj
         if getattr(self, "is_transposed", False):
-            gate_up, down = gate_up.mT, down.mT  # some implementations read strided weights
+            gate_up, down = gate_up.mT, down.mT  # some implementations support strided weights
         device = hidden_states.device.type
         autocast = _checks.autocasts(device)
         dtype = torch.get_autocast_dtype(device) if autocast else gate_up.dtype
@@ -64,8 +64,8 @@ def experts_entry(name: str, implementation: str) -> Callable:
                 "down_bias": self.down_proj_bias.to(dtype),
             }
         if getattr(self, "_is_expert_parallel", False):
-            # Any index from num_experts on is that of an expert on another rank; moe_mlp has one
-            # index for all of them.
+            # Indices from num_experts on are experts on other ranks; moe_mlp has one index for all
+            # of them.
             top_k_index = top_k_index.clamp(max=gate_up.shape[0])
         # Autocast must not change the dtype of moe_mlp's products.
         with _checks.no_autocast(hidden_states):

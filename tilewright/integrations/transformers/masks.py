@@ -1,4 +1,4 @@
-"""Masks of transformers' models, described and not built."""
+"""Attention masks of transformers, as descriptions instead of tensors."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tilewright.integrations.transformers.packing import Layout, layout_of
 
 
 class Mask:
-    """A description of transformers' mask, in place of the tensor [batch, 1, queries, keys], which
-    is not built.
+    """Describes a transformers mask, in place of the tensor [batch, 1, queries, keys], which is
+    never built.
 
     A model may pass it on, move it and slice off its last keys. Any other use raises
     ImplementationUnavailable, because there are no values to compute with.
 
     causal, window: as in `ops.attention`; the queries are the last of the first `filled` keys.
-    kept: bool [batch, filled], which keys are not padding, or the number of each key's document,
-        from 1; None: no padding, and one document per row.
-    refused: what of it `ops.attention` does not support, in words, or None.
+    kept: bool [batch, filled], False for padding, or each key's document number, from 1; None: no
+        padding, and one document per row.
+    refused: the features that `ops.attention` does not support, in words, or None.
     """
 
     requires_grad = False
@@ -99,8 +99,8 @@ class Mask:
         raise computed_mask(f"calls {getattr(function, '__name__', function)} with it")
 
     def layout(self, position_ids: torch.Tensor | None, B: int, S: int) -> Layout | None:
-        """`layout_of` of `kept`. The last answer is remembered for the mask's lifetime, one forward
-        pass: all layers ask for the same, and computing it synchronizes with the device.
+        """`layout_of` of `kept`, cached for the mask's lifetime, one forward pass: all layers need
+        the same layout, and computing it synchronizes with the device.
         """
         version = (
             None if position_ids is None or position_ids.is_inference() else position_ids._version
@@ -157,10 +157,10 @@ def make_mask(
     device=None,
     **kwargs,
 ) -> Mask:
-    """The mask that a layer is given: what transformers' function of a query's and a key's position
-    means, and which keys are padding.
+    """The mask for a layer, from transformers' function of query and key positions and its padding
+    mask.
     """
-    if isinstance(attention_mask, Mask):  # made before, as generate does
+    if isinstance(attention_mask, Mask):  # made earlier, as by generate
         return attention_mask
     shape = (batch_size, 1, q_length, kv_length)
     if torch.compiler.is_compiling():
@@ -180,7 +180,7 @@ def make_mask(
             f"queries at {q_offset} to {q_offset + q_length - 1} of keys at {kv_offset} to "
             f"{kv_offset + kv_length - 1}"
         )
-    # Where all keys are in one chunk, or as near as a window reaches, it is as if there were none.
+    # If all keys are in one chunk, or within reach of a window, it has no effect.
     if said.chunk is not None and kv_offset + filled > said.chunk:
         said.refused.append("chunked attention")
     if said.around is not None and max(q_offset + q_length, kv_offset + filled) - min(
@@ -208,12 +208,12 @@ def make_mask(
 
 
 class _MaskFunction:
-    """The meaning of a function of transformers.masking_utils, read from its name and its closure.
+    """The meaning of a mask function of transformers.masking_utils, from its name and closure.
 
     causal: whether a position sees no later ones.
     window, around: how many positions up to itself, or on each side, a position sees.
     chunk: the width of chunks that do not see each other.
-    padding: masks [B, keys].   documents: [B, keys] numbers of documents.
+    padding: masks [B, keys].   documents: document numbers [B, keys].
     refused: anything else, in words.
     """
 
@@ -243,15 +243,15 @@ class _MaskFunction:
         ):
             self.documents = held["packed_sequence_mask"]
         elif short == "remap_positions_for_packed_sequence.<locals>.inner_mask":
-            # Positions within a document are consecutive: distances stay.
+            # Positions within a document are consecutive, so distances are unchanged.
             self.read(held["mask_function"])
         elif short != "bidirectional_mask_function":
             self.refused.append(f"the mask function {name}")
 
 
 def _make_traced_mask(shape, q_offset, kv_offset, function, attention_mask, device, said):
-    """`make_mask` traced by torch.compile: closures cannot be read, so the other arguments tell
-    what transformers' function means.
+    """`make_mask` traced by torch.compile: closures cannot be read, so the meaning of transformers'
+    function is inferred from the other arguments.
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -278,7 +278,7 @@ def _make_traced_mask(shape, q_offset, kv_offset, function, attention_mask, devi
         kept = attention_mask[:, kv_offset : kv_offset + filled].bool()
         kept = F.pad(kept, (0, filled - kept.shape[1]))
     elif not plain and queries == keys:
-        # Documents end where a position does not see the one before it.
+        # A document ends where a position does not see the previous one.
         at = torch.arange(1, keys, device=device)[None, None, :, None]
         rows = torch.arange(batch, device=device)[:, None, None, None]
         apart = ~function(rows, torch.zeros_like(rows[:1]), at, at - 1).expand(batch, 1, -1, 1)[

@@ -1,4 +1,4 @@
-"""Rows of a batch as packed documents: which tokens are not padding, and where documents end."""
+"""Packs a batch's rows: which tokens are not padding, and where documents end."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 
 class Layout(NamedTuple):
-    """index: which of the B S tokens are not padding; None: all.   cu_seqlens: of their documents.
-    longest: of these.   holes: whether there is padding within a document.
+    """index: the tokens that are not padding, among B S; None: all.   cu_seqlens: of their
+    documents. longest: the longest document.   holes: whether there is padding within a document.
     """
 
     index: torch.Tensor | None
@@ -19,18 +19,18 @@ class Layout(NamedTuple):
 
 
 def is_numbered(kept: torch.Tensor | None) -> bool:
-    """Whether `Mask.kept` holds numbers of documents."""
+    """Whether `Mask.kept` holds document numbers."""
     return kept is not None and kept.dtype != torch.bool
 
 
 def layout_of(kept, position_ids, B, S) -> Layout | None:
     """The layout of a batch; None for whole rows of one document each.
 
-    A token continues the document of the last token of its row that is not padding, if position
-    ids, where given, increase by one or by the distance (they count padding or not, as the caller
-    likes), and both have the same document number, where transformers gives these.
+    A token continues the document of its row's last token that is not padding, if their position
+    ids, if given, increase by one or by their distance (callers may count padding or not), and if
+    both have the same document number, if transformers gives these.
     """
-    if position_ids is not None and position_ids.dim() != 2:  # of several axes, as for images
+    if position_ids is not None and position_ids.dim() != 2:  # several axes, as for images
         position_ids = None
     if kept is None and position_ids is None:
         return None
