@@ -35,7 +35,7 @@ def resolve(
         dtype: That of the op's first tensor.
 
     Returns:
-        The op's public function, with the implementation fixed.
+        The implementation's function, which takes the arguments of the op's public function.
 
     Raises:
         ValueError: The op or the implementation does not exist.
@@ -140,10 +140,9 @@ def use(implementation: str | None = None, /, **by_op: str) -> Iterator[None]:
             f"no op has an implementation {implementation!r}{instead_of(implementation, names)}"
         )
     for name, choice in by_op.items():
-        if name not in ops:
-            raise ValueError(f"unknown op {name!r}{instead_of(name, ops)}")
+        op = known(name)
         if choice != "auto":
-            ops[name].implementation(choice)
+            op.implementation(choice)
         pins[name] = choice
     before = dict(PINS)
     PINS.update(pins)

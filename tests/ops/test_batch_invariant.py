@@ -250,7 +250,7 @@ def test_logits_and_losses_do_not_depend_on_the_batch(dtype, merge_qkv, length):
         labels[0, before + length // 2] = 3  # one: a sum's order depends on its terms' positions
         return (
             model(tokens, cu_seqlens=ends)[0, before : before + length],
-            model(tokens, cu_seqlens=ends, labels=labels, num_tokens=1.0),
+            model(tokens, cu_seqlens=ends, labels=labels),
         )
 
     expected = run(0, 0)

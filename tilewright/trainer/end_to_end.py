@@ -105,18 +105,23 @@ def step(model: torch.nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         if hasattr(model, "generation_config"):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        else:  # as `train_step`: a bin of one document
-            n = ids.shape[1]
-            labels = torch.cat((ids[:, 1:], ids.new_full((1, 1), -100)), 1)
-            loss = model(
-                ids,
-                labels=labels,
-                cu_seqlens=torch.tensor((0, n), dtype=torch.int32),
-                ends=(0, n),
-                num_tokens=torch.tensor(float(n - 1)),
-            )
-    loss.backward()
-    return loss.detach()
+            loss.backward()
+            return loss.detach()
+        # As the engine: a bin of one document, the backward of a sum, and gradients divided once.
+        from tilewright.trainer.gradients import scale
+        from tilewright.trainer.loss import language_modeling
+
+        n = ids.shape[1]
+        outcome = model(
+            ids,
+            labels=torch.cat((ids[:, 1:], ids.new_full((1, 1), -100)), 1),
+            cu_seqlens=torch.tensor((0, n), dtype=torch.int32),
+            ends=(0, n),
+            loss=language_modeling,
+        )
+    outcome.total.backward()
+    scale(list(model.parameters()), 1.0 / outcome.denominator.double())
+    return outcome.total.detach() / outcome.denominator
 
 
 def gradients(model: torch.nn.Module, like: torch.nn.Module) -> dict[str, torch.Tensor]:

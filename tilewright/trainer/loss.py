@@ -43,22 +43,23 @@ class TokenLosses:
             self.computed = self.reduced("none")
         return self.computed
 
-    def reduced(
-        self, reduction: str, num_tokens: torch.Tensor | float | None = None
-    ) -> torch.Tensor:
-        """reduction, num_tokens: as in `ops.cross_entropy`."""
-        numerics, options = self._ops.numerics, {"reduction": reduction, "num_tokens": num_tokens}
+    def reduced(self, reduction: str) -> torch.Tensor:
+        """reduction: as in `ops.cross_entropy`."""
+        numerics = self._ops.numerics
         if numerics.batch_invariant:
             name = self._ops.cross_entropy
             return tw.cross_entropy(
-                logits(*self._operands, self._ops), self._labels, implementation=name, **options
+                logits(*self._operands, self._ops),
+                self._labels,
+                reduction=reduction,
+                implementation=name,
             )
         return tw.linear_cross_entropy(
             *in_autocast(*self._operands),
             self._labels,
+            reduction=reduction,
             fp32_logits=numerics.lm_head_fp32,
             implementation=self._ops.linear_cross_entropy,
-            **options,
         )
 
 

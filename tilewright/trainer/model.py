@@ -201,7 +201,6 @@ class Transformer(nn.Module):
         position_ids: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         ends: tuple[int, ...] | None = None,
-        num_tokens: torch.Tensor | float | None = None,
         loss: Loss | None = None,
         **more: Any,
     ) -> torch.Tensor | Outcome:
@@ -214,8 +213,6 @@ class Transformer(nn.Module):
             position_ids: [B, S]; default: from 0 in every document.
             cu_seqlens, ends: see `Sequence`. After `spread_sequence` they describe the whole
                 sequence, and all other tensors are this rank's shard.
-            num_tokens: the divisor of the summed token losses; default: the number of labels that
-                are not ignored.
             loss: see `loss.py`; called with the head's values and all of these tensors.
             more: further tensors of the batch, for the loss.
         """
@@ -232,14 +229,11 @@ class Transformer(nn.Module):
             return logits(hidden, self.lm_head.weight, self.ops)
         per_token = TokenLosses(hidden, self.lm_head.weight, labels, self.ops)
         if loss is None:
-            return per_token.reduced("mean", num_tokens)
+            return per_token.reduced("mean")
         batch: Mapping[str, Any] = {"input_ids": input_ids, "labels": labels, **more}
         total, denominator = loss(per_token, batch)
         values = None if per_token.computed is None else per_token.computed.detach()
         return Outcome(total, denominator, values, reports)
-
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, sequence: int) -> float:
         """Floating-point operations per token, forward and backward, counting the experts that a

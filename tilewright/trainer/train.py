@@ -252,7 +252,7 @@ def summary(
     """The report of a run before its first step."""
     yield (
         f"{adapters.size(engine.model)} on {mesh.size} x {mesh.device.type}, {plan.total} steps, "
-        f"{batches.steps_per_epoch} an epoch, {batches.bins.tokens} tokens of data"
+        f"{batches.steps_per_epoch} per epoch, {batches.bins.tokens} tokens of data"
     )
     if mesh.context.size > 1:
         multiple = padding(config.data.pad_to_multiple_of, mesh.context)
