@@ -12,6 +12,8 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 # OpenMP threads that sleep while they wait: spinning made a training step eight times slower on a shared machine.
 export OMP_WAIT_POLICY ?= PASSIVE
+# READY: what `make demo` needs. STAMP: and what everything else needs.
+READY := $(VENV)/.ready
 STAMP := $(VENV)/.installed
 
 .PHONY: setup build demo test lint gate gate-all gpu-cache bench report wheel clean
@@ -20,12 +22,22 @@ setup: $(STAMP)
 
 # torch is named with its version: a bare `torch` would bring gigabytes of CUDA packages to a CPU machine.
 # pip would build the C++ extension in a folder that it removes; built in place, `make build` finds the objects.
-$(STAMP): pyproject.toml
+$(READY): pyproject.toml
+	@echo "set-up: Python packages into $(VENV)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip "setuptools>=77" wheel ninja
-	$(BIN)/python -m pip install -q "$(TORCH)" "triton==$(TRITON)" "nvidia-cutlass-dsl[cu13]==$(CUTE)" numpy safetensors
-	TILEWRIGHT_SKIP_CPP=1 $(BIN)/python -m pip install -q --no-build-isolation -e ".[dev]"
+	@echo "set-up: torch and Triton (a download of about 400 MB)"
+	$(BIN)/python -m pip install -q "$(TORCH)" "triton==$(TRITON)" numpy safetensors
+	@echo "set-up: the trainer and what plots its loss"
+	TILEWRIGHT_SKIP_CPP=1 $(BIN)/python -m pip install -q --no-build-isolation -e ".[trainer]" matplotlib
+	@echo "set-up: the C++ kernels (one to two minutes on two cores)"
 	$(BIN)/python setup.py -q build_ext --inplace
+	touch $@
+
+$(STAMP): $(READY)
+	@echo "set-up: what the tests need: linters, the CuTe DSL, and the libraries that formats are compared with"
+	$(BIN)/python -m pip install -q "nvidia-cutlass-dsl[cu13]==$(CUTE)"
+	TILEWRIGHT_SKIP_CPP=1 $(BIN)/python -m pip install -q --no-build-isolation -e ".[dev]"
 	touch $@
 
 # Rebuilds the C++ extension in place.
@@ -33,7 +45,7 @@ build: $(STAMP)
 	TILEWRIGHT_REQUIRE_CPP=1 $(BIN)/python setup.py -q build_ext --inplace
 
 # The main job on two CPU cores: what can run here, then train, plot, save, sample.
-demo: $(STAMP)
+demo: $(READY)
 	$(BIN)/tilewright explain
 	$(BIN)/python examples/demo.py
 

@@ -85,9 +85,16 @@ def curve(rows: list[dict], target: pathlib.Path) -> None:
 
 
 def sample(folder: pathlib.Path) -> str:
+    import logging
+
     import torch
+    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    transformers.utils.logging.disable_progress_bar()
+    # transformers imports torchao where it is installed, whose import warns of its own binaries.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch.manual_seed(0)

@@ -8,35 +8,31 @@ import sys
 import torch
 
 from tilewright import __version__, platform, registry, selection
-from tilewright.registry import Op, short
+from tilewright import explain as explanation
+from tilewright.registry import Op
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def explain(op: Op | None, device_type: str, dtype: torch.dtype) -> int:
-    """Prints every implementation: usable here, or the reason why not; and what `auto` takes."""
-    ops = selection.operations()
-    print("  ".join(f"{k} {v}" for k, v in platform.describe().items()))
-    print(f"for {short(dtype)} tensors on {device_type}; `auto` takes the row marked *\n")
-    wide, narrow = max(map(len, ops)), max(len(name) for op in ops.values() for name in op.names())
-    # eager and sdpa need no more than a device
-    no_device = platform.no_cuda() if device_type == "cuda" else None
-    for each in ops.values() if op is None else [op]:
-        chosen = None if no_device else each.choose(device_type, dtype)
-        for impl in each.implementations:
-            reason = impl.why_not(device_type, dtype) or no_device
-            if reason is None:
-                does = impl.does(device_type)
-                reason = f"usable; {does}" if does else "usable"
-            mark = "*" if impl.name == chosen else " "
-            print(f"{each.name:<{wide}} {mark} {impl.name:<{narrow}}  {reason}")
+def explain(args: argparse.Namespace, op: Op | None) -> int:
+    """Prints what `auto` takes for every op and why implementations are unusable; of one op, its
+    documentation too.
+    """
+    device, dtype = args.device, getattr(torch, args.dtype)
+    rows = explanation.rows(selection.operations().values() if op is None else [op], device, dtype)
+    if args.json:
+        print(explanation.as_json(rows, device, dtype))
+        return 0
+    print(explanation.heading(device, dtype))
+    if op is not None or args.all:
+        print(f"`auto` takes the row marked *\n\n{explanation.table(rows)}")
+    else:
+        print(f"\n{explanation.summary(rows)}\n")
+        print(
+            "`tilewright explain --all` lists every implementation, `tilewright explain OP` one op"
+        )
     if op is not None:
-        if op.requests:
-            print("\nunsupported:")
-        for impl in op.implementations:
-            if unsupported := dict.fromkeys(filter(None, map(impl.refuses, op.requests))):
-                print(f"{impl.name:<{narrow}}  {'; '.join(unsupported)}")
-        print("\n" + (op.public.__doc__ or "").strip())
+        print(f"\n{explanation.contract(op)}")
     elif misplaced := selection.misplaced():
         print("\n" + "\n".join(misplaced))
     return 0
@@ -71,9 +67,11 @@ def _parser() -> argparse.ArgumentParser:
         p.add_argument("--device", default="cuda" if cuda else "cpu", choices=["cpu", "cuda"])
         return p
 
-    p = command("explain", "every op and implementation: usable here, or why not; what auto picks")
-    p.add_argument("op", nargs="?")
+    p = command("explain", "what `auto` takes for every op here, and why others are unusable")
+    p.add_argument("op", nargs="?", help="one op: all its implementations and its documentation")
     p.add_argument("--dtype", default="float32", choices=DTYPES)
+    p.add_argument("--all", action="store_true", help="a line for every implementation")
+    p.add_argument("--json", action="store_true", help="print one JSON object")
     p = command("check", "hold an implementation to the numerics contract, on an op's small cases")
     p.add_argument("op")
     p.add_argument("--implementation", required=True, metavar="NAME")
@@ -97,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.command == "check":
         return check(op, args.implementation, args.device, args.dtype)
-    return explain(op, args.device, getattr(torch, args.dtype))
+    return explain(args, op)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Selection, over the whole registry: names, `auto`, and the reasons for rejections."""
 
 import functools
+import json
 import pathlib
 import subprocess
 import sys
@@ -314,8 +315,8 @@ def test_use_refuses_unknown_names(args, kwargs, sentence):
 
 
 def test_explain_shows_every_row_with_its_reason_and_marks_the_choice(capsys):
-    assert cli.main(["explain", "--device", "cpu", "--dtype", "bfloat16"]) == 0
-    rows = capsys.readouterr().out.splitlines()[3:]
+    assert cli.main(["explain", "--all", "--device", "cpu", "--dtype", "bfloat16"]) == 0
+    rows = capsys.readouterr().out.splitlines()[4:]
     states = set()
     for op in OPS.values():
         for impl in op.implementations:
@@ -329,6 +330,46 @@ def test_explain_shows_every_row_with_its_reason_and_marks_the_choice(capsys):
             ], row
             states.add(len(row) - len(state))
     assert not rows and len(states) == 1, "a column of states"
+
+
+def test_explain_opens_with_the_choice_for_every_op(capsys):
+    assert cli.main(["explain", "--device", "cpu", "--dtype", "bfloat16"]) == 0
+    head, *rows = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert head.split() == ["op", "auto", "also", "usable"] and len(rows) == len(OPS)
+    for op, row in zip(OPS.values(), rows, strict=True):
+        name, auto, *others = row.replace(",", "").split()
+        assert (name, auto) == (op.name, op.choose("cpu", torch.bfloat16))
+        assert {auto, *others} == set(op.usable("cpu", torch.bfloat16))
+
+
+def test_explain_groups_the_unusable_by_reason(capsys):
+    assert cli.main(["explain", "--device", "cpu"]) == 0
+    [*_, unusable, _] = capsys.readouterr().out.split("\n\n")
+    reasons = {
+        (i.name, reason)
+        for op in OPS.values()
+        for i in op.implementations
+        if (reason := i.why_not("cpu", torch.float32))
+    }
+    assert unusable.startswith("not usable here:\n") == bool(reasons)
+    lines = unusable.splitlines()[1:]
+    assert len(lines) == len(reasons)
+    for name, reason in reasons:
+        assert any(line.split()[0] == name and reason in line for line in lines), (name, reason)
+
+
+def test_explain_prints_json(capsys):
+    assert cli.main(["explain", "--json", "--device", "cpu"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["device"], told["dtype"]) == ("cpu", "float32") and told["environment"]["torch"]
+    assert list(told["ops"]) == list(OPS)
+    for op in OPS.values():
+        row = told["ops"][op.name]
+        assert row["auto"] == op.choose("cpu", torch.float32)
+        for impl in op.implementations:
+            reason = impl.why_not("cpu", torch.float32)
+            assert row["implementations"][impl.name]["reason"] == reason
+            assert row["implementations"][impl.name]["usable"] == (reason is None)
 
 
 @EVERY_OP

@@ -193,7 +193,7 @@ assert "acme" not in sys.modules, "nothing is imported before it is looked at"
 from tilewright import __main__ as cli
 from tilewright.bench import __main__ as bench
 codes = [
-    cli.main(["explain", "--device", "cpu"]),
+    cli.main(["explain", "--all", "--device", "cpu"]),
     cli.main(["check", "hadamard", "--implementation", "matrix", "--device", "cpu",
               "--dtype", "float32"]),
     bench.main(["run", "--op", "hadamard", "--provider", "matrix", "--case", CASE,

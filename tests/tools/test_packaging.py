@@ -70,7 +70,7 @@ try:
     rmsnorm(x, w, implementation="triton")
 except tilewright.ImplementationUnavailable as error:
     print("refused:", error)
-raise SystemExit(cli.main(["explain"]))
+raise SystemExit(cli.main(["explain", "--all"]))
 """
 
 
@@ -221,7 +221,9 @@ def test_an_installed_wheel_works_away_from_the_repository(built, tmp_path):
     file, reasons, finite = json.loads(run("-c", SMOKE, cwd=tmp_path, PYTHONPATH=str(target)))
     assert pathlib.Path(file).is_relative_to(target), "another copy was imported"
     assert reasons and not any(reasons.values()) and finite
-    out = run(target / "bin" / "tilewright", "explain", cwd=tmp_path, PYTHONPATH=str(target))
+    out = run(
+        target / "bin" / "tilewright", "explain", "--all", cwd=tmp_path, PYTHONPATH=str(target)
+    )
     assert any("* cpp " in line and line.endswith("usable") for line in out.splitlines())
 
 
@@ -269,7 +271,9 @@ def test_a_build_without_the_extension_says_so_and_leaves_the_rest_working(
     installed(wheel, target)
     file, reasons, finite = json.loads(run("-c", SMOKE, cwd=tmp_path, PYTHONPATH=str(target)))
     assert pathlib.Path(file).is_relative_to(target) and finite
-    out = run(target / "bin" / "tilewright", "explain", cwd=tmp_path, PYTHONPATH=str(target))
+    out = run(
+        target / "bin" / "tilewright", "explain", "--all", cwd=tmp_path, PYTHONPATH=str(target)
+    )
     for reason in reasons.values():
         assert "is not built" + why in reason and reason in out
 
