@@ -44,6 +44,7 @@ INSTALL = {
     "torchao": "pip install torchao",
     "flash-attn-4": "pip install --pre flash-attn-4",
     # Not on the package index, or another package under the same name.
+    "flash-attn": "pip install --no-build-isolation flash-attn",
     "flash-attn-3": "built from hopper/ of github.com/Dao-AILab/flash-attention",
     "deep_ep": "built from github.com/deepseek-ai/DeepEP",
 }

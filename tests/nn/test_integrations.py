@@ -440,7 +440,8 @@ def test_what_the_name_stands_for(hf, calls):
 
 
 @pytest.mark.parametrize(
-    "name, alias", [("sdpa", "torch"), ("flash_attention_3", "fa3"), ("flash_attention_4", "fa4")]
+    "name, alias",
+    [("sdpa", "torch"), *((f"flash_attention_{n}", f"fa{n}") for n in (2, 3, 4))],
 )
 def test_an_implementation_of_attention_has_its_names_everywhere(hf, attentions, name, alias):
     q = torch.randn(1, 2, 5, 16, device=DEVICE)

@@ -518,6 +518,7 @@ def test_every_implementation_declares_what_it_lacks():
         "triton": {"wide"},
         "sdpa": {"window", "softcap", "sinks", "shorter", "part"},
         "native": {"softcap", "sinks", "shorter", "part", "wide", "odd"},
+        "flash_attention_2": {"sinks", "part", "wide", "odd"},
         "flash_attention_3": {"sinks", "part", "wide", "odd"},
         "flash_attention_4": {"part", "wide", "odd"},
     }
@@ -547,6 +548,11 @@ def test_every_implementation_declares_what_it_lacks():
             {"plain": "flash_attention_3", "softcap": "flash_attention_3", "sinks": "triton"},
         ),
         (("flash-attn-3",), (10, 0), {"plain": "native", "softcap": "triton", "sinks": "triton"}),
+        (
+            ("flash-attn",),
+            (8, 0),
+            {"plain": "native", "softcap": "flash_attention_2", "sinks": "triton"},
+        ),
         (
             (),
             (9, 0),
@@ -585,7 +591,7 @@ def test_what_auto_takes_on_cuda(installed, capability, expected, monkeypatch):
     assert ATTENTION.choose("cuda", torch.bfloat16, Request(head_dim=512, sinks=True)) == "eager"
 
 
-@pytest.mark.parametrize("version", ["flash_attention_3", "flash_attention_4"])
+@pytest.mark.parametrize("version", _attention_vendors.FLASH)
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("longest", [None, 7], ids=["read", "told"])
 @pytest.mark.parametrize(
@@ -599,8 +605,8 @@ def test_flash_attention_is_called_as_it_is_laid_out(
     """A stand-in module computes by the definition, with flash-attn's arguments and results."""
     options = dict(options)
     if options.pop("sinks", False):
-        if version.endswith("3"):
-            pytest.skip("flash-attn 3 has no sinks, and refuses them")
+        if version != "flash_attention_4":
+            pytest.skip("only flash-attn 4 has sinks; the others refuse them")
         options["sinks"] = torch.randn(HQ, device=DEVICE, dtype=torch.float64)
     strict = "sinks" in options  # deterministic algorithms are requested, and passed on
 

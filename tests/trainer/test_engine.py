@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
@@ -16,7 +18,7 @@ from tilewright.trainer.build import build_data, identity
 from tilewright.trainer.config import load
 from tilewright.trainer.engine import NotFinite
 from tilewright.trainer.loss import IGNORE, count_labels, language_modeling
-from tilewright.trainer.mesh import Mesh
+from tilewright.trainer.mesh import Mesh, join
 from tilewright.trainer.plan import Plan
 
 
@@ -169,3 +171,34 @@ def test_what_is_not_finite_changes_no_weight(what, tmp_path):
         engine.optim_step(max_norm=1.0)
     assert all(torch.equal(p, b) for p, b in zip(engine.parameters, before, strict=True))
     assert not engine.optimizer.state
+
+
+def test_gradients_are_exchanged_in_the_last_micro_batch_alone(tmp_path, monkeypatch):
+    calls = []
+    real = FSDPModule.set_requires_gradient_sync
+
+    def recorded(self, exchange, **more):
+        calls.append(exchange)
+        real(self, exchange, **more)
+
+    monkeypatch.setattr(FSDPModule, "set_requires_gradient_sync", recorded)
+    config = load(write_config(tmp_path, train__data_parallel_mode="fsdp2"))
+    ranks = join(config.train)
+    try:
+        engine_of(config, ranks).forward_backward(micro_batches(4), language_modeling)
+    finally:
+        dist.destroy_process_group()
+    assert calls == [False, True]
+
+
+def test_weights_and_adapters_start_from_the_seed(tmp_path):
+    """Of runs with different seeds all weights differ; of equal ones none does."""
+    path = write_config(tmp_path, lora__enable_lora=True)
+    first, again, other = (
+        dict(engine_of(load(path, [f"--train.seed={seed}"])).model.named_parameters())
+        for seed in (1, 1, 2)
+    )
+    drawn = {n for n, p in first.items() if not n.endswith(("norm.weight", "lora_B"))}
+    assert {n for n in drawn if "lora_A" in n} and len(drawn) > len(first) / 3
+    for name, p in first.items():
+        assert torch.equal(p, again[name]) and torch.equal(p, other[name]) == (name not in drawn)

@@ -1256,15 +1256,15 @@ def test_other_data_of_the_same_lengths_are_not_gone_on_with(tmp_path):
 
 
 def test_seconds_and_tokens_are_those_of_the_steps(tmp_path, monkeypatch):
-    """Without the time for writing checkpoints; all tokens, trained on or not; through a run in two
-    folders.
+    """Without the time for checkpoints and evaluations; all tokens, trained on or not; through a
+    run in two folders. The learning rate is that of the step, too.
     """
     options = ten_samples(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "ten.jsonl").read_text().splitlines()]
     for line in lines:
         line["labels"] = [-100] * 8 + line["input_ids"][8:]
     (tmp_path / "ten.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    clock, save = [0.0], checkpoint.Saver.save
+    clock, save, evaluate = [0.0], checkpoint.Saver.save, Engine.evaluate
 
     def now():
         clock[0] += 1
@@ -1274,11 +1274,21 @@ def test_seconds_and_tokens_are_those_of_the_steps(tmp_path, monkeypatch):
         clock[0] += 1000
         return save(*arguments)
 
+    def evaluates(*arguments):
+        clock[0] += 1000
+        return evaluate(*arguments)
+
     monkeypatch.setattr(train.Metrics.__init__.__globals__["time"], "perf_counter", now)
     monkeypatch.setattr(checkpoint.Saver, "save", slow)
-    run(write_config(tmp_path / "a", train__save_steps=4, **options))
-    found = rows(tmp_path / "a")
+    monkeypatch.setattr(Engine, "evaluate", evaluates)
+    options |= {"train__lr_decay_style": "linear", "data__test_datasets": [{"path": "dummy"}]}
+    path = write_config(tmp_path / "a", train__save_steps=4, **options)
+    run(path)
+    found = [r for r in rows(tmp_path / "a") if "loss" in r]
+    assert len(rows(tmp_path / "a")) > len(found) + 5, "an epoch ends where nothing is saved"
     assert max(r["seconds"] for r in found) < 1000
+    settings = load(path).train
+    assert [r["lr"] for r in found] == [lr_at(i, len(found), settings) for i in range(len(found))]
     lengths = [
         r["tokens"] - before["tokens"]
         for before, r in zip([{"tokens": 0}, *found], found, strict=False)
@@ -1291,7 +1301,8 @@ def test_seconds_and_tokens_are_those_of_the_steps(tmp_path, monkeypatch):
         write_config(tmp_path / "b", **options),
         f"--train.load_checkpoint_path={tmp_path}/a/out/checkpoints/global_step_8",
     )
-    assert [r["tokens"] for r in rows(tmp_path / "b")] == [r["tokens"] for r in found[8:]]
+    resumed = [r for r in rows(tmp_path / "b") if "loss" in r]
+    assert [(r["tokens"], r["lr"]) for r in resumed] == [(r["tokens"], r["lr"]) for r in found[8:]]
 
 
 def test_determinism_ends_with_the_run_and_the_look_at_targets_with_its_first_step(tmp_path):
@@ -1411,7 +1422,7 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(tmp_path
 
 @pytest.mark.parametrize("mode", ["none", "fsdp2"])
 @pytest.mark.parametrize("merge_qkv", [True, False])
-def test_mixed_precision_rounds_no_angle_and_no_count_of_tokens(
+def test_mixed_precision_rounds_no_angle_no_count_and_no_sum_of_gradients(
     mode, merge_qkv, tmp_path, monkeypatch
 ):
     found = {}
@@ -1434,15 +1445,17 @@ def test_mixed_precision_rounds_no_angle_and_no_count_of_tokens(
     )
     ranks = join(config.train)
     try:
-        ids = np.arange(260) % 97
-        sums = engine_of(config, ranks).forward_backward(
-            [batches.collate([[(ids, ids)]], 1)], language_modeling
-        )
+        ids, engine = np.arange(260) % 97, engine_of(config, ranks)
+        micro_batches = [batches.collate([[(ids[i:], ids[i:])]], 1) for i in (0, 100)]
+        sums = engine.forward_backward(micro_batches, language_modeling)
+        grads = [distributed_worker.full(p.grad) for p in engine.parameters]
     finally:
         dist.destroy_process_group()
     half = torch.bfloat16
     assert found.pop("linear_cross_entropy") == half
-    assert sums.denominator == 259  # in bfloat16 it would be 260
+    assert sums.denominator == 259 + 159  # in bfloat16 the first would be 260
+    # Gradients are summed in float32: a sum of two in bfloat16 would be one of its numbers.
+    assert all(g.dtype == torch.float32 and not torch.equal(g, g.to(half).float()) for g in grads)
     assert found == {"qk_norm_rope" if merge_qkv else "rope": (half, torch.float32, torch.float32)}
 
 

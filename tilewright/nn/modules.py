@@ -54,6 +54,10 @@ class RMSNorm(nn.Module):
         torch.Size([2, 64])
     """
 
+    @_checks.torch_names(
+        normalized_shape="dim",
+        elementwise_affine="the norm always has a weight; weight.requires_grad_(False) freezes it",
+    )
     def __init__(
         self,
         dim: int | tuple[int, int],
@@ -237,6 +241,7 @@ class CrossEntropyLoss(_Loss):
         tensor(2.7726)
     """
 
+    @_checks.torch_names(weight="class_weight")
     def __init__(
         self,
         *,

@@ -1,4 +1,4 @@
-"""Attention by third-party kernels: PyTorch's, and FlashAttention 3 and 4."""
+"""Attention by third-party kernels: PyTorch's, and FlashAttention 2, 3 and 4."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ from tilewright.ops._attention_options import (
     lacking,
 )
 from tilewright.ops._layout import last_contiguous
+from tilewright.registry import Implementation
+
+HALVES = (torch.bfloat16, torch.float16)
 
 # ---- PyTorch's fused attention: one call per document, so no mask is built
 
@@ -138,7 +141,7 @@ def _boundaries(q, cu_seqlens, max_seqlen):
     return cu_seqlens.to(torch.int32), min(max_seqlen, S)
 
 
-# ---- FlashAttention 3 and 4
+# ---- FlashAttention 2, 3 and 4
 
 
 class Flash(NamedTuple):
@@ -232,4 +235,28 @@ FLASH = {
         {9: 256},
         -1,
     ),
+    # Earlier ones have no softcap.
+    "flash_attention_2": Flash(
+        "flash-attn",
+        "2.6.0",
+        "flash_attn",
+        (8, 9, 10, 12),
+        lacking(sinks=SINKS, part=PART),
+        {8: 256, 9: 256, 10: 256, 12: 256},
+        -1,
+    ),
 }
+
+
+def flash(name: str) -> Implementation:
+    """An implementation of `FLASH`."""
+    package = FLASH[name]
+    return Implementation(
+        name,
+        package.load,
+        package.missing,
+        dtypes=HALVES,
+        refuses=package.refuses,
+        reads_host="host",
+        aliases=(f"fa{name[-1]}",),
+    )

@@ -6,6 +6,7 @@ value.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import inspect
 import itertools
@@ -145,6 +146,40 @@ def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]
         return following
 
     return decorate
+
+
+def torch_names(**ours: str) -> Callable[[Callable], Callable]:
+    """A decorator whose function answers an unknown keyword with the name it has here.
+
+    ours: PyTorch's name of an argument -> the one of the function, or a sentence that says what to
+        use instead.
+    """
+
+    def decorate(fn):
+        known = tuple(inspect.signature(fn).parameters)
+        assert not set(ours) & set(known)  # a name that exists needs no answer
+
+        @functools.wraps(fn)
+        def named(*args, **kwargs):
+            for name in kwargs:
+                if name not in known:
+                    raise TypeError(_unknown_keyword(fn, name, known, ours))
+            return fn(*args, **kwargs)
+
+        return named
+
+    return decorate
+
+
+def _unknown_keyword(fn: Callable, name: str, known: tuple[str, ...], ours: dict[str, str]) -> str:
+    what = fn.__qualname__.removesuffix(".__init__")
+    hint = ours.get(name)
+    if hint is None:
+        nearest = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {nearest[0]}?" if nearest else "see help() for its arguments"
+    elif hint in known:
+        hint = f"it is {hint} here"
+    return f"{what}() has no argument {name}: {hint}"
 
 
 def no_autocast(t: torch.Tensor) -> contextlib.AbstractContextManager:

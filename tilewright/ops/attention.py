@@ -30,11 +30,22 @@ from tilewright.ops._attention_options import (
 from tilewright.ops._library import from_kernels
 from tilewright.registry import Case, Cost, Goal, Implementation, Op
 
-HALVES = (torch.bfloat16, torch.float16)
 __all__ = ["ATTENTION", "Request", "attention", "attention_part", "attention_part_backward"]
 
 
 @_checks.autocast("products", "q", "k", "v")
+@_checks.torch_names(
+    query="q",
+    key="k",
+    value="v",
+    is_causal="causal (default: True)",
+    softmax_scale="scale",
+    window_size="window, the number of keys that a query sees, itself included",
+    attn_mask="packed documents are cu_seqlens, windows are window; for other masks use "
+    "torch.nn.functional.scaled_dot_product_attention",
+    dropout_p="attention has no dropout",
+    enable_gqa="k and v may always have fewer heads than q",
+)
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -79,8 +90,8 @@ def attention(
         scale: a finite number > 0 (in float32); default D ** -0.5.
         max_seqlen: length of the longest document, or an upper bound, where it is known on the
             host; used with cu_seqlens only.
-        implementation: "auto", or one of flash_attention_4, flash_attention_3, native, triton,
-            sdpa, eager.
+        implementation: "auto", or one of flash_attention_4, flash_attention_3, native,
+            flash_attention_2, triton, sdpa, eager.
 
     Returns:
         [B, Hq, S, D] in q's dtype.
@@ -342,28 +353,20 @@ ATTENTION = Op(
     attention,
     attention_eager,
     (
-        *(
-            Implementation(
-                name,
-                flash.load,
-                flash.missing,
-                dtypes=HALVES,
-                refuses=flash.refuses,
-                reads_host="host",
-                aliases=(f"fa{name[-1]}",),
-            )
-            for name, flash in _attention_vendors.FLASH.items()
-        ),
+        _attention_vendors.flash("flash_attention_4"),
+        _attention_vendors.flash("flash_attention_3"),
         # PyTorch's before Triton's, which supports what PyTorch's and flash-attn do not, until
         # Triton's has been measured to be faster.
         Implementation(
             "native",
             _attention_vendors.native,
             _attention_vendors.no_native,
-            dtypes=HALVES,
+            dtypes=_attention_vendors.HALVES,
             refuses=_attention_vendors.native_refuses,
             reads_host="host",
         ),
+        # After PyTorch's, whose cuDNN kernels are newer than it on Hopper and later.
+        _attention_vendors.flash("flash_attention_2"),
         Implementation(
             "triton",
             _attention_triton.triton,

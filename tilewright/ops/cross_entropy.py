@@ -39,6 +39,7 @@ from tilewright.registry import Case, Cost, Implementation, Op
 
 
 @_checks.autocast("float32")
+@_checks.torch_names(input="logits", weight="class_weight")
 def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,

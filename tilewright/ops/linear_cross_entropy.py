@@ -52,6 +52,7 @@ from tilewright.registry import Goal, Implementation, Op
 
 
 @_checks.autocast("products", "x", "weight", "bias")
+@_checks.torch_names(input="x", linear_weight="weight", linear_bias="bias")
 def linear_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,

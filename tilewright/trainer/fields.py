@@ -17,7 +17,7 @@ class Model(Section):
     tokenizer_path: str | None = field(None, "Folder with the tokenizer; null: as config_path.")
     attn_implementation: str = field(
         "auto",
-        "Attention: auto, eager, sdpa, native, triton, flash_attention_3 or flash_attention_4.",
+        "Attention: auto, eager, sdpa, native, triton or flash_attention_2 to _4 (fa2 to fa4).",
     )
     moe_implementation: str | None = field(
         None, "Experts: null (automatic), or a name of `tilewright explain moe_mlp`."

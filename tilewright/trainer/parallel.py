@@ -98,8 +98,8 @@ def _shard_experts(
 def _fsdp2(model: Transformer, train: Train, names: Model, mesh: Mesh) -> Transformer:
     half = torch.bfloat16 if train.enable_mixed_precision else None
     reshard = train.reshard
-    # Activations have the weights' dtype from the embedding on. Other inputs are float32 and stay
-    # so: cos and sin, the weights of the routing, the divisor of the loss.
+    # Activations have the weights' dtype from the embedding on. Any other floating-point input
+    # would be float32 and stay so.
     policy = MixedPrecisionPolicy(
         param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
     )
