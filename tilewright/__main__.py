@@ -71,10 +71,13 @@ def _parser() -> argparse.ArgumentParser:
         p.add_argument("--device", default="cuda" if cuda else "cpu", choices=["cpu", "cuda"])
         return p
 
-    p = command("explain", "every op and implementation: usable here, or why not; what auto picks")
+    p = command(
+        "explain",
+        "list every op and implementation, the reason if it is unavailable, and the choice of auto",
+    )
     p.add_argument("op", nargs="?")
     p.add_argument("--dtype", default="float32", choices=DTYPES)
-    p = command("check", "hold an implementation to the numerics contract, on an op's small cases")
+    p = command("check", "check the numerics contract of an implementation on an op's small cases")
     p.add_argument("op")
     p.add_argument("--implementation", required=True, metavar="NAME")
     p.add_argument("--dtype", choices=DTYPES, help="default: float32, bfloat16 and float16")

@@ -33,7 +33,11 @@ def of(op: Op, kwargs: dict[str, Any]) -> Pieces | None:
 
 
 def _along(
-    dim: int, *names: str, outputs: Sequence[str], what: str = "blocks of rows", placed: bool = True
+    dim: int,
+    *names: str,
+    outputs: Sequence[str],
+    description: str = "blocks of rows",
+    placed: bool = True,
 ) -> Callable:
     """Cuts arguments along a dimension.
 
@@ -43,30 +47,31 @@ def _along(
     """
 
     def cut(kwargs):
-        given = [n for n in names if kwargs.get(n) is not None]
+        tensor_names = [n for n in names if kwargs.get(n) is not None]
         shapes = {i: kwargs[n].shape for i, n in enumerate(outputs)}
-        if "up" in names and "up" not in given:  # packed
+        if "up" in names and "up" not in tensor_names:  # packed
             shapes = dict.fromkeys(
                 shapes, (*kwargs["gate"].shape[:-1], kwargs["gate"].shape[-1] // 2)
             )
         if (
-            kwargs[given[0]].dim() < 2
+            kwargs[tensor_names[0]].dim() < 2
             or kwargs.get("transpose")
             or (placed and kwargs.get("seed") is not None)
         ):
             return None
-        size = kwargs[given[0]].shape[dim]
-        widest = sum(kwargs[n].numel() for n in given)
+        size = kwargs[tensor_names[0]].shape[dim]
+        widest = sum(kwargs[n].numel() for n in tensor_names)
         if 2 * widest <= piece.KEPT:
             return None
         step = max(1, size * piece.WORK // (2 * widest))
         parts = [
             Piece(
-                {n: at_dim(dim, b) for n in given}, {i: at_dim(dim, b) for i in range(len(shapes))}
+                {n: at_dim(dim, b) for n in tensor_names},
+                {i: at_dim(dim, b) for i in range(len(shapes))},
             )
             for b in blocks(size, step)
         ]
-        return Pieces(shapes, parts, what, sample_of(parts, 2 * widest))
+        return Pieces(shapes, parts, description, sample_of(parts, 2 * widest))
 
     return cut
 
@@ -79,7 +84,7 @@ def _rope(kwargs):
     ):
         return None
     return (
-        _along(1, "q", outputs=("q",), what="blocks of heads")(kwargs)
+        _along(1, "q", outputs=("q",), description="blocks of heads")(kwargs)
         if k is None
         else (_heads_of(("q", "k"), q, k))
     )
@@ -114,8 +119,8 @@ def _columns(argument):
     def cut(kwargs):
         wide, index = kwargs[argument], kwargs.get("expert_index", kwargs.get("position"))
         T, K = index.shape
-        own = wide.shape[1] * T * (K + 1)
-        if 4 * own <= piece.KEPT:
+        num_elements = wide.shape[1] * T * (K + 1)
+        if 4 * num_elements <= piece.KEPT:
             return None
         out = T * K + int(argument == "rows") * (T - T * K)
         parts = [
@@ -123,7 +128,10 @@ def _columns(argument):
             for b in blocks(wide.shape[1], max(1, piece.WORK // (2 * T * (K + 1))))
         ]
         return Pieces(
-            {0: torch.Size((out, wide.shape[1]))}, parts, "blocks of columns", sample_of(parts, own)
+            {0: torch.Size((out, wide.shape[1]))},
+            parts,
+            "blocks of columns",
+            sample_of(parts, num_elements),
         )
 
     return cut
@@ -193,20 +201,20 @@ def _experts(*adapters):
             blocks(E, max(1, piece.WORK // (4 * each))), blocks(T, tokens)
         ):
             mine = (index[b] >= g.start) & (index[b] < g.stop)
-            here = (index[b] - g.start).where(mine, g.stop - g.start)
+            local_index = (index[b] - g.start).where(mine, g.stop - g.start)
             parts.append(
                 Piece(
                     {"x": (b,), "expert_weight": (b,), **dict.fromkeys(names, (g,))},
                     {0: (b,)},
-                    other={"expert_index": here},
+                    other={"expert_index": local_index},
                 )
             )
-        own = T * H + sum(kwargs[n].numel() for n in names if kwargs[n].requires_grad)
+        num_elements = T * H + sum(kwargs[n].numel() for n in names if kwargs[n].requires_grad)
         return Pieces(
             {0: kwargs["x"].shape},
             parts,
             "blocks of tokens and groups of experts",
-            sample_of(parts, own),
+            sample_of(parts, num_elements),
         )
 
     return cut
@@ -238,9 +246,12 @@ def _grouped_gemm(kwargs):
                 other={"offsets": torch.zeros(1, dtype=torch.int32, device=x.device)},
             )
         )
-    own = x.shape[0] * (N + K) + weight.numel()
+    num_elements = x.shape[0] * (N + K) + weight.numel()
     return Pieces(
-        {0: torch.Size((x.shape[0], N))}, parts, "blocks of rows of experts", sample_of(parts, own)
+        {0: torch.Size((x.shape[0], N))},
+        parts,
+        "blocks of rows of experts",
+        sample_of(parts, num_elements),
     )
 
 

@@ -33,7 +33,7 @@ from tilewright.bench.page.text import COMMAND, number
 
 
 def device_section(
-    device: Device, found: Raw, reasons: Sequence[Reason], plots: list[Picture]
+    device: Device, results: Raw, reasons: Sequence[Reason], plots: list[Picture]
 ) -> list[str]:
     """The main page's section about one device."""
     return [
@@ -42,22 +42,22 @@ def device_section(
         *summary.headline(device),
         *summary.ratios(device, plots),
         *summary.not_ahead(device, reasons),
-        *summary.end_to_end(device, found),
-        *summary.roofs(device, found, plots),
-        *summary.missing(device, found),
+        *summary.end_to_end(device, results),
+        *summary.roofs(device, results, plots),
+        *summary.missing(device, results),
     ]
 
 
-def device_details(device: Device, found: Raw, reasons: Sequence[Reason]) -> list[str]:
+def device_details(device: Device, results: Raw, reasons: Sequence[Reason]) -> list[str]:
     """The second page's section about one device."""
     return [
         f"## {device.title}",
         "",
         *(detail.auto_rows(device) if device.timed else []),
         *detail.older(device, reasons),
-        *detail.all_checks(device, found),
-        *detail.overheads(device, found),
-        *detail.versions(device, found),
+        *detail.all_checks(device, results),
+        *detail.overheads(device, results),
+        *detail.versions(device, results),
     ]
 
 
@@ -155,27 +155,27 @@ def main(argv: Sequence[str]) -> int:
         type=pathlib.Path,
         default=pathlib.Path("bench_results"),
         metavar="DIR",
-        help="raw results (default %(default)s)",
+        help="folder of raw results (default %(default)s)",
     )
     parser.add_argument(
         "--out",
         type=pathlib.Path,
         default=pathlib.Path("docs/performance.md"),
         metavar="FILE",
-        help="the page; beside it go <its name>_ops.md and img/<its name> (default %(default)s)",
+        help="the page; <name>_ops.md and img/<name> are written beside it (default %(default)s)",
     )
     parser.add_argument(
         "--tuned",
         type=pathlib.Path,
         default=TABLES,
         metavar="DIR",
-        help="tables of tuned constants (default: those of the package)",
+        help="tables of tuned launch configurations (default: those of the package)",
     )
     parser.add_argument(
         "--check",
         action="store_true",
-        help="write nothing; exit code 1 if the page is not up to date "
-        "or a case that is behind has no reason",
+        help="write nothing; exit code 1 if a page or picture is out of date "
+        "or a case in which `auto` is behind has no reason",
     )
     args = parser.parse_args(argv)
     try:
