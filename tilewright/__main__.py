@@ -49,10 +49,10 @@ def check(op: Op, implementation: str, device_type: str, dtype: str | None) -> i
     if implementation == "auto":
         implementation = op.choose(device_type, getattr(torch, dtype or "float32"))
     impl = op.implementation(implementation)
-    wanted = registry.FLOATS if dtype is None else (getattr(torch, dtype),)
-    reasons = {d: impl.why_not(device_type, d) for d in wanted}
+    candidates = registry.FLOATS if dtype is None else (getattr(torch, dtype),)
+    reasons = {d: impl.why_not(device_type, d) for d in candidates}
     if device_type == "cuda" and (no_device := platform.no_cuda()):
-        reasons = dict.fromkeys(wanted, no_device)
+        reasons = dict.fromkeys(candidates, no_device)
     dtypes = [d for d, reason in reasons.items() if reason is None]
     if not dtypes:
         print(f"{op.name}[{impl.name}]: {next(iter(reasons.values()))}", file=sys.stderr)

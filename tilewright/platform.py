@@ -278,5 +278,5 @@ def report_failure(message: str, *, later: bool) -> None:
     later: another process failed first and caused this failure.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        told = {"message": message, "extraInfo": {"timestamp": str(int(time.time()) + later)}}
-        pathlib.Path(file).write_text(json.dumps({"message": told}))
+        error = {"message": message, "extraInfo": {"timestamp": str(int(time.time()) + later)}}
+        pathlib.Path(file).write_text(json.dumps({"message": error}))
