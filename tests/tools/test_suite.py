@@ -1135,7 +1135,14 @@ def test_an_edit_makes_stale_what_comes_from_it(tmp_path):
         ),
         (("tilewright/ops/_checks.py", "", "another = 1\n"), set(OPS)),
         (("tilewright/bench/timing.py", "", "another = 1\n"), {"", *OPS}),
-        (("tilewright/bench/contract.py", "2 * own + by.atol", "3 * own + by.atol"), {"", *OPS}),
+        (
+            (
+                "tilewright/bench/contract.py",
+                "2 * twin_error + by.atol",
+                "3 * twin_error + by.atol",
+            ),
+            {"", *OPS},
+        ),
     ]
     done = subprocess.run(
         [sys.executable, "-c", EDITS],

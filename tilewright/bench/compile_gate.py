@@ -161,7 +161,11 @@ def _plan(
 
 
 def _judge(
-    args: argparse.Namespace, plan: Plan, compiler: Compiler, mine: list[Result], notes: list[str]
+    args: argparse.Namespace,
+    plan: Plan,
+    compiler: Compiler,
+    results: list[Result],
+    notes: list[str],
 ) -> list[str]:
     """Failures of one compiler's kernels. With --update, writes their budgets instead of comparing
     with them.
@@ -179,7 +183,7 @@ def _judge(
     stale = [key for key in budgets or () if key not in present and in_scope(key)]
     if args.update:
         budgets = {key: b for key, b in (budgets or {}).items() if key not in stale}
-        for r in mine:
+        for r in results:
             if r.facts and budgeted(r.name):  # failures are compiled again next time
                 fails = problems(r, plan.specs[r.name]) or unmet(r, plan.specs[r.name])
                 facts = {
@@ -197,7 +201,7 @@ def _judge(
             f"no budgets for {compiler.name} {compiler.version()} (there are: {have}): only "
             "compilation, spills, local memory, needs and the GPUs' limits were checked"
         )
-    return judge(mine, plan.specs, budgets, stale)
+    return judge(results, plan.specs, budgets, stale)
 
 
 def _parser(ops: dict[str, Op]) -> argparse.ArgumentParser:

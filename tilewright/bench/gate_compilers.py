@@ -266,7 +266,7 @@ def collect(ops: Iterable[Op], space: bool = False, without: Iterable[str] = ())
     entries of the committed tables; with `space`, all candidates of a search instead.
     without: names of implementations to leave out.
     """
-    specs, seen = {}, set()
+    specs, identities = {}, set()
     for op in ops:
         for impl in op.implementations:
             if impl.name in without:
@@ -278,9 +278,9 @@ def collect(ops: Iterable[Op], space: bool = False, without: Iterable[str] = ())
                         f"{[t.__name__ for t in COMPILERS]}, got {type(spec).__name__}"
                     )
                 identity = COMPILERS[type(spec)].identity(spec)
-                if identity in seen:
+                if identity in identities:
                     continue
-                seen.add(identity)
+                identities.add(identity)
                 name = f"{op.name}/{spec.label}"
                 if name in specs:
                     raise ValueError(
@@ -366,11 +366,11 @@ def compile_all(specs: dict[str, Any], tasks: Sequence[tuple[str, int]], jobs: i
                 if machine_code.cannot_disassemble(a) is None
             }
             listings = pool.map(
-                _read, [(a, [compiled[i][1] for i in mine]) for a, mine in by_arch.items()]
+                _read, [(a, [compiled[i][1] for i in indices]) for a, indices in by_arch.items()]
             )
             results = [r for r, _ in compiled]
-            for mine, read in zip(by_arch.values(), listings, strict=True):
-                for i, sass in zip(mine, read, strict=True):
+            for indices, read in zip(by_arch.values(), listings, strict=True):
+                for i, sass in zip(indices, read, strict=True):
                     count = _per_element(specs[results[i].name], sass["instructions"])
                     results[i] = replace(
                         results[i], facts=replace(results[i].facts, **sass, per_element=count)

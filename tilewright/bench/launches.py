@@ -37,10 +37,10 @@ def requested_keys(
     """The (launch, key) pairs of one forward and backward, restricted to launches that this
     implementation declares.
     """
-    mine = set(impl.tunables())
-    with tuning.recording() as seen:
+    own_tunables = set(impl.tunables())
+    with tuning.recording() as lookups:
         contract.run(op, impl.name, contract.convert(kwargs, None))
-    return [(tunable, key) for tunable, key in seen if tunable in mine]
+    return [(tunable, key) for tunable, key in lookups if tunable in own_tunables]
 
 
 def kernels(tunable: Tunable, key: tuple, config: Config) -> list[Any]:

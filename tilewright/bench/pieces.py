@@ -152,19 +152,19 @@ def _attention(kwargs):
     heads = [Hk - 1] if S > 2**14 else sorted({0, Hk - 1})
     parts = []
     for h in heads:
-        mine, theirs = slice(h * group, (h + 1) * group), slice(h, h + 1)
+        query_heads, key_head = slice(h * group, (h + 1) * group), slice(h, h + 1)
         for a, b in itertools.pairwise(ends):
             longest = b - a if cu is not None else Sk
             for rows in blocks(b - a, max(1, piece.WORK // (B * group * max(longest, 1)))):
                 # The twin aligns the last of these keys with the last row.
                 last = Sk - S + rows.stop if kwargs.get("causal", True) and cu is None else longest
                 last = rows.stop if kwargs.get("causal", True) and cu is not None else last
-                queries = (slice(None), mine, slice(a + rows.start, a + rows.stop))
-                keys = (slice(None), theirs, slice(a, a + last))
+                queries = (slice(None), query_heads, slice(a + rows.start, a + rows.stop))
+                keys = (slice(None), key_head, slice(a, a + last))
                 inputs = {"q": queries, "k": keys, "v": keys}
                 if kwargs.get("sinks") is not None:
-                    inputs["sinks"] = (mine,)
-                of_head = (slice(None), theirs)
+                    inputs["sinks"] = (query_heads,)
+                of_head = (slice(None), key_head)
                 parts.append(
                     Piece(inputs, {0: queries}, {"k": of_head, "v": of_head}, {"cu_seqlens": None})
                 )
@@ -200,8 +200,8 @@ def _experts(*adapters):
         for g, b in itertools.product(
             blocks(E, max(1, piece.WORK // (4 * each))), blocks(T, tokens)
         ):
-            mine = (index[b] >= g.start) & (index[b] < g.stop)
-            local_index = (index[b] - g.start).where(mine, g.stop - g.start)
+            in_group = (index[b] >= g.start) & (index[b] < g.stop)
+            local_index = (index[b] - g.start).where(in_group, g.stop - g.start)
             parts.append(
                 Piece(
                     {"x": (b,), "expert_weight": (b,), **dict.fromkeys(names, (g,))},
@@ -225,16 +225,18 @@ def _grouped_gemm(kwargs):
     E, N, K = weight.shape
     if weight.numel() + x.shape[0] * (N + K) <= piece.KEPT:
         return None
-    parts, most = [], max(1, piece.WORK // (2 * (N + K)))
+    parts, max_rows = [], max(1, piece.WORK // (2 * (N + K)))
     for e, (a, b) in enumerate(itertools.pairwise([0, *ends])):
-        for rows in blocks(max(1, b - a), most):
-            mine = (slice(a + rows.start, a + min(rows.stop, b - a)),)
+        for rows in blocks(max(1, b - a), max_rows):
+            row_slice = (slice(a + rows.start, a + min(rows.stop, b - a)),)
             count = torch.full(
-                (1,), mine[0].stop - mine[0].start, dtype=torch.int32, device=x.device
+                (1,), row_slice[0].stop - row_slice[0].start, dtype=torch.int32, device=x.device
             )
             parts.append(
                 Piece(
-                    {"x": mine, "weight": (slice(e, e + 1),)}, {0: mine}, other={"offsets": count}
+                    {"x": row_slice, "weight": (slice(e, e + 1),)},
+                    {0: row_slice},
+                    other={"offsets": count},
                 )
             )
     if ends[-1] < x.shape[0]:  # rows without an expert have output 0

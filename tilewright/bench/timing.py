@@ -225,10 +225,10 @@ class CudaClock:
             prepared()
             samples.append(self._events(timed))
         prepared()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             timed()
             torch.cuda.synchronize()
-        busy = sum(e.self_device_time_total for e in seen.key_averages()) / 1e6
+        busy = sum(e.self_device_time_total for e in profile.key_averages()) / 1e6
         return busy or None, quantile(samples, 0.5)
 
     @staticmethod

@@ -86,10 +86,12 @@ def _backward(ctx, g_total, g_losses, *others):
             # Writes by a custom operator do not bump versions; with the bump, a second backward is
             # an error.
             torch.autograd.graph.increment_version(logits)
-        _, mine, weight = shard(logits.shape[-1], target.view(-1), class_weight, group_of(group))
+        _, local_target, weight = shard(
+            logits.shape[-1], target.view(-1), class_weight, group_of(group)
+        )
         dlogits = ctx.backward_op(
             logits,
-            mine,
+            local_target,
             weight,
             softcap,
             Stats(peak, log_sum, None),

@@ -379,13 +379,13 @@ GROUPED_GEMM = Op(
     goals=tuple(
         Goal(
             cases.DATACENTER,
-            which,
+            pass_name,
             "matmul_percent",
             at_least=least,
             cases=_QWEN_32768,
             dtypes=("bfloat16",),
         )
-        for which, least in (("forward", 63), ("backward", 53))
+        for pass_name, least in (("forward", 63), ("backward", 53))
     ),
     eager_reads_host="contract",
 )

@@ -268,13 +268,13 @@ MOE_MLP = Op(
         *(
             Goal(
                 cases.DATACENTER,
-                which,
+                pass_name,
                 "matmul_percent",
                 at_least=least,
                 cases=("qwen3-30b-a3b_32768",),
                 dtypes=("bfloat16",),
             )
-            for which, least in (("forward", 63), ("backward", 53))
+            for pass_name, least in (("forward", 63), ("backward", 53))
         ),
         *(
             Goal(

@@ -86,30 +86,31 @@ def build(results: pathlib.Path, out: pathlib.Path, tables: pathlib.Path | None 
     Raises:
         ValueError: A raw result cannot be read; the message names the file.
     """
-    found = raw.read(results, tables)
+    raw_results = raw.read(results, tables)
     reasons = read_reasons(results / "reasons.toml")
     link = pathlib.Path(os.path.relpath(results, out.parent)).as_posix()
     details = out.with_name(f"{out.stem}_ops{out.suffix}")
     devices = [
-        Device(kind, name, [g for g in found.groups if g.source.device == (kind, name)])
-        for kind, name in found.devices()
+        Device(kind, name, [g for g in raw_results.groups if g.source.device == (kind, name)])
+        for kind, name in raw_results.devices()
     ]
-    lines, pictures, unexplained = summary.opening(devices, found, details.name), [], []
-    more = detail.opening(out.name)
+    lines, pictures, unexplained = summary.opening(devices, raw_results, details.name), [], []
+    details_lines = detail.opening(out.name)
     for device in devices:
-        plots = plots_of(device, found, f"img/{out.stem}")
+        plots = plots_of(device, raw_results, f"img/{out.stem}")
         pictures += plots
-        lines += device_section(device, found, reasons, plots)
-        more += device_details(device, found, reasons)
+        lines += device_section(device, raw_results, reasons, plots)
+        details_lines += device_details(device, raw_results, reasons)
         unexplained += [
             f"{device.title}: {' '.join(report.key(p.other))}: {number(p.ratio)}"
             for p in behind(device)
             if NO_REASON in why(p, reasons)
         ]
-    lines += [*goals(devices), *files.training(found, link), *files.files(found, link)]
-    more += [*files.counted(), *files.tuned(found)]
+    lines += [*goals(devices), *files.training(raw_results, link), *files.files(raw_results, link)]
+    details_lines += [*files.counted(), *files.tuned(raw_results)]
     texts = {
-        path: "\n".join(each).rstrip("\n") + "\n" for path, each in ((out, lines), (details, more))
+        path: "\n".join(section).rstrip("\n") + "\n"
+        for path, section in ((out, lines), (details, details_lines))
     }
     return Page(texts, pictures, unexplained)
 

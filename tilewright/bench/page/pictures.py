@@ -107,10 +107,10 @@ def _roofline(data: dict[str, Any]):
             fontsize=7.5,
         )
         for op in ops:
-            mine = [p for p in panel["points"] if p[0] == op]
+            op_points = [p for p in panel["points"] if p[0] == op]
             axes.scatter(
-                [p[1] for p in mine],
-                [p[2] for p in mine],
+                [p[1] for p in op_points],
+                [p[2] for p in op_points],
                 s=22,
                 linewidth=0,
                 alpha=0.85,

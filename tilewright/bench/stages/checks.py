@@ -44,11 +44,11 @@ def parity_unit(op: Op, case: registry.Case, device: str, dtypes: Sequence[torch
     def make():
         results = []
         for dtype in dtypes:
-            mine = [i for i in op.implementations if i.name != "eager" and dtype in i.dtypes]
-            usable = [i for i in mine if i.why_not(device, dtype) is None]
+            candidates = [i for i in op.implementations if i.name != "eager" and dtype in i.dtypes]
+            usable = [i for i in candidates if i.why_not(device, dtype) is None]
             results += [
                 result(i.name, dtype, "unavailable", i.why_not(device, dtype))
-                for i in mine
+                for i in candidates
                 if i not in usable
             ]
             if usable:
