@@ -105,7 +105,7 @@ def units(
             if tag in case.tags and (cases is None or case.name in cases)
         ]
 
-    supported_dtypes = {
+    supported = {
         op.name: [
             d for d in dtypes if any(d in i.dtypes for i in op.implementations if i.name != "eager")
         ]
@@ -120,7 +120,7 @@ def units(
             for op in ops
             if op.name in small
             and any(goals_on(op, device))
-            and torch.bfloat16 in supported_dtypes[op.name]
+            and torch.bfloat16 in supported[op.name]
         ]
     if stage == "goals":
         return goal_units(ops, device, settings, out, cases)
@@ -132,15 +132,12 @@ def units(
                     v, op, v.now, device
                 ).why_not(device, torch.bfloat16) is None:
                     deciding.setdefault((op.name, case.name), (op, case, []))[2].append(v)
-        return [
-            ab_unit(deciding_variants, op, case, device, settings)
-            for op, case, deciding_variants in deciding.values()
-        ]
+        return [ab_unit(vs, op, case, device, settings) for op, case, vs in deciding.values()]
     if stage == "parity":
         return [
-            parity_unit(op, case, device, supported_dtypes[op.name])
+            parity_unit(op, case, device, supported[op.name])
             for op, case in tagged("contract")
-            if supported_dtypes[op.name]
+            if supported[op.name]
         ]
     if stage == "graph" and device == "cuda":
         return [
@@ -149,12 +146,12 @@ def units(
                 op,
                 case,
                 device,
-                supported_dtypes[op.name][:1],
+                supported[op.name][:1],
                 contract.check_capture,
                 contract.no_capture,
             )
             for op, case in tagged("contract")
-            if supported_dtypes[op.name]
+            if supported[op.name]
         ]
     if stage == "big" and device == "cuda":
 
@@ -163,33 +160,24 @@ def units(
 
         return [
             check_unit(
-                "big",
-                op,
-                case,
-                device,
-                supported_dtypes[op.name],
-                check,
-                lambda *_: None,
-                limit=300.0,
+                "big", op, case, device, supported[op.name], check, lambda *_: None, limit=300.0
             )
             for op, case in tagged("big")
-            if supported_dtypes[op.name]
+            if supported[op.name]
         ]
     if stage == "time":
         return [
             time_unit(op, case, device, dtype, settings, out, only)
             for dtype in TIMED
             for op, case in tagged(device)
-            if dtype in supported_dtypes[op.name]
+            if dtype in supported[op.name]
         ]
     if stage == "overhead":
-        timed_dtypes = {
-            op.name: [d for d in TIMED if d in supported_dtypes[op.name]][:1] for op in ops
-        }
+        dtypes_of = {op.name: [d for d in TIMED if d in supported[op.name]][:1] for op in ops}
         return [
-            overhead_unit(op, device, timed_dtypes[op.name], settings, not_launched)
+            overhead_unit(op, device, dtypes_of[op.name], settings, not_launched)
             for op in ops
-            if timed_dtypes[op.name] and not (not_launched and "triton" not in op.names())
+            if dtypes_of[op.name] and not (not_launched and "triton" not in op.names())
         ]
     if stage in STAGES:
         return []
@@ -304,24 +292,9 @@ def parser() -> argparse.ArgumentParser:
         help="worker processes of the stages without timing (default: half the "
         "cores, at most 8; 1 on a CPU)",
     )
-    add(
-        "--provider",
-        type=names(),
-        metavar="NAME,..",
-        help="providers of the stage `time` (default: all)",
-    )
-    add(
-        "--threads",
-        type=at_least(1, int),
-        metavar="N",
-        help="number of CPU threads (default: torch's)",
-    )
-    add(
-        "--rounds",
-        type=at_least(1, int),
-        default=9,
-        help="rounds per timed case (default %(default)s)",
-    )
+    add("--provider", type=names(), metavar="NAME,..", help="for stage `time` (default: all)")
+    add("--threads", type=at_least(1, int), metavar="N", help="CPU threads (default: torch's)")
+    add("--rounds", type=at_least(1, int), default=9, help="per timed case (default %(default)s)")
     add(
         "--case-seconds",
         type=at_least(0, float),
