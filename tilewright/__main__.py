@@ -45,10 +45,10 @@ def check(op: Op, implementation: str, device_type: str, dtype: str | None) -> i
     if implementation == "auto":
         implementation = op.choose(device_type, getattr(torch, dtype or "float32"))
     impl = op.implementation(implementation)
-    wanted = registry.FLOATS if dtype is None else (getattr(torch, dtype),)
-    reasons = {d: impl.why_not(device_type, d) for d in wanted}
+    candidates = registry.FLOATS if dtype is None else (getattr(torch, dtype),)
+    reasons = {d: impl.why_not(device_type, d) for d in candidates}
     if device_type == "cuda" and (no_device := platform.no_cuda()):
-        reasons = dict.fromkeys(wanted, no_device)
+        reasons = dict.fromkeys(candidates, no_device)
     dtypes = [d for d, reason in reasons.items() if reason is None]
     if not dtypes:
         print(f"{op.name}[{impl.name}]: {next(iter(reasons.values()))}", file=sys.stderr)
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", default="float32", choices=DTYPES)
     p.add_argument("--all", action="store_true", help="a line for every implementation")
     p.add_argument("--json", action="store_true", help="print one JSON object")
-    p = command("check", "hold an implementation to the numerics contract, on an op's small cases")
+    p = command("check", "check the numerics contract of an implementation on an op's small cases")
     p.add_argument("op")
     p.add_argument("--implementation", required=True, metavar="NAME")
     p.add_argument("--dtype", choices=DTYPES, help="default: float32, bfloat16 and float16")

@@ -92,12 +92,12 @@ def replace_folder(aside: pathlib.Path, target: pathlib.Path) -> None:
 def read_json(file: pathlib.Path) -> dict[str, Any]:
     """The JSON object in a file. Raises ValueError, naming the file, if it holds none."""
     try:
-        found = json.loads(file.read_text())
+        document = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: is not valid JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: must hold a JSON object, got {type(found).__name__}")
-    return found
+    if not isinstance(document, dict):
+        raise ValueError(f"{file}: must hold a JSON object, got {type(document).__name__}")
+    return document
 
 
 def open_tensors(file: pathlib.Path) -> safe_open:

@@ -65,10 +65,13 @@ def not_installed(*names: str, extra: str | None = None) -> str:
     extra: the extra to name; default: the first that has the packages.
     """
     extra = extra or next((e for e, packages in EXTRAS.items() if {*names} <= {*packages}), None)
-    how = INSTALL.get(names[0]) if extra is None else f"pip install 'tilewright[{extra}]'"
-    one = len(names) == 1
-    text = f"the package{'' if one else 's'} {', '.join(map(repr, names))} {'is' if one else 'are'} not installed"
-    return f"{text} ({how})" if how else text
+    command = INSTALL.get(names[0]) if extra is None else f"pip install 'tilewright[{extra}]'"
+    singular = len(names) == 1
+    text = (
+        f"the package{'' if singular else 's'} {', '.join(map(repr, names))} "
+        f"{'is' if singular else 'are'} not installed"
+    )
+    return f"{text} ({command})" if command else text
 
 
 def no_module(name: str) -> str | None:
@@ -279,5 +282,5 @@ def report_failure(message: str, *, later: bool) -> None:
     later: another process failed first and caused this failure.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        told = {"message": message, "extraInfo": {"timestamp": str(int(time.time()) + later)}}
-        pathlib.Path(file).write_text(json.dumps({"message": told}))
+        error = {"message": message, "extraInfo": {"timestamp": str(int(time.time()) + later)}}
+        pathlib.Path(file).write_text(json.dumps({"message": error}))

@@ -165,7 +165,7 @@ class Op:
         if not self._complete:
             self._complete = True
             for entry in installed().get(self.name, ()):
-                self.add(_installed_implementation(entry, self._taken()))
+                self.add(_installed_implementation(entry, self._used_names()))
         return self._implementations
 
     @implementations.setter
@@ -184,20 +184,20 @@ class Op:
                 f"{self.name}: implementation must be a tilewright.Implementation, got "
                 f"{implementation!r}"
             )
-        every, taken = list(self.implementations), self._taken()
+        every, used_names = list(self.implementations), self._used_names()
         for name in (implementation.name, *implementation.aliases):
             if not isinstance(name, str) or not name:
                 raise TypeError(
                     f"{self.name}: an implementation's name must be a str, got {name!r}"
                 )
-            if name in taken:
+            if name in used_names:
                 raise ValueError(
                     f"{self.name}: the name {name!r} is taken; have {['auto', *self.names()]}"
                 )
         at = len(every) - 1 if before is None else every.index(self.implementation(before))
         self.implementations = (*every[:at], implementation, *every[at:])
 
-    def _taken(self) -> set[str]:
+    def _used_names(self) -> set[str]:
         return {"auto", *(name for i in self.implementations for name in (i.name, *i.aliases))}
 
     @contextlib.contextmanager
@@ -347,9 +347,10 @@ class Op:
             name = PINS.get(self.name, name)
         if torch.compiler.is_dynamo_compiling():
             # Split up, since Dynamo passes a NamedTuple without its values.
-            asked = () if request is None else (type(request), tuple(request))
+            request_args = () if request is None else (type(request), tuple(request))
             return getattr(
-                self._by_key, _resolve_constant(self._id, name, tensor.device, tensor.dtype, *asked)
+                self._by_key,
+                _resolve_constant(self._id, name, tensor.device, tensor.dtype, *request_args),
             )
         key = (name, tensor.device, tensor.dtype, request)
         try:
@@ -394,7 +395,7 @@ def _resolve_constant(
     return key
 
 
-def _installed_implementation(entry: Installed, taken: set[str]) -> Implementation:
+def _installed_implementation(entry: Installed, used_names: set[str]) -> Implementation:
     """The implementation of an entry point; if it provides none or its name is taken, an
     unavailable one that gives the reason.
     """
@@ -407,13 +408,13 @@ def _installed_implementation(entry: Installed, taken: set[str]) -> Implementati
             reason = f"is no tilewright.Implementation, but {loaded!r}"
         elif loaded.name != name:
             reason = f"holds an implementation called {loaded.name!r}"
-        elif clash := taken & {name, *loaded.aliases}:
+        elif clash := used_names & {name, *loaded.aliases}:
             reason = f"the name {min(clash)!r} is taken"
         else:
             return loaded
     except Exception as error:  # another package's code may raise any class
         reason = f"does not import: {type(error).__name__}: {error}"
-    while not name or name in taken:
+    while not name or name in used_names:
         name = f"{entry.module}:{name}"
 
     def load():

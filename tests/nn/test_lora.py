@@ -1720,7 +1720,7 @@ def test_what_cannot_be_unloaded_is_refused(tmp_path):
     before = {n: type(m) for n, m in model.named_modules()}
     experts.group = object()
     with pytest.raises(
-        ValueError, match=r"^model\.layers\.0\.mlp\.experts: its weights are spread over processes"
+        ValueError, match=r"^model\.layers\.0\.mlp\.experts: its weights are sharded over ranks"
     ):
         adapt.merge_and_unload(model)
     experts.group = experts.__dict__["replaced"] = None

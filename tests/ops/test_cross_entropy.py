@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from helpers import DEVICE, as_on_a_gpu, join_group, launches, skip_unless_usable, two_processes
 
 from tilewright.bench import contract
-from tilewright.kernels.launchers import Asked, Found, Stats
+from tilewright.kernels.launchers import LossInputs, LossOutputs, Stats
 from tilewright.ops import OPS, _softmax_stats, _targets, checked_targets, cross_entropy
 from tilewright.ops._losses import Request
 from tilewright.ops._softmax_stats import StatsGradients
@@ -403,7 +403,7 @@ def test_losses_in_one_kernel_equal_those_in_torch(options):
     for bad in (False, True):
         if bad:
             y[[1, 4097]] = torch.tensor([V, -1], device=DEVICE)
-        asked = Asked(
+        asked = LossInputs(
             y,
             V,
             -100,
@@ -416,7 +416,7 @@ def test_losses_in_one_kernel_equal_those_in_torch(options):
             (kernels.losses, (T,)),
             (kernels.losses, (128, 4096, T)),
         ):
-            found = Found(
+            found = LossOutputs(
                 torch.full((T,), 7.0, device=DEVICE),
                 torch.full((), 7.0, device=DEVICE) if wide else None,
             )

@@ -180,7 +180,7 @@ def kept():
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from tilewright.bench import launches
-    from tilewright.kernels import launch as kept_launches
+    from tilewright.kernels import launch as launch_cache
 
     ran, other = [], set()
     counts = Counter()
@@ -214,13 +214,13 @@ def kept():
         if first != second:
             other.add(f"{kernel.fn.__name__}: {first} is not {second}")
 
-    launch, JITFunction._do_compile = kept_launches.launch, compiled
+    launch, JITFunction._do_compile = launch_cache.launch, compiled
     for module in [m for name, m in sys.modules.items() if name.startswith("tilewright.kernels.")]:
-        if getattr(module, "launch", None) is launch and module is not kept_launches:
+        if getattr(module, "launch", None) is launch and module is not launch_cache:
             module.launch = checked
         for kernel in [k for k in vars(module).values() if isinstance(k, JITFunction)]:
             kernel.device_caches.clear()
-    kept_launches.forget()
+    launch_cache.clear_launch_cache()
     sys.modules["tilewright.kernels.grouped_gemm_triton"].has_tma = lambda device: True
     with overhead.not_launched():
         for tokens in (1024, 1024, 1040, 1041, 16, 1):
@@ -231,7 +231,7 @@ def kept():
             x = torch.empty(8 * 64 + shift)[shift:].view(8, 64)
             rmsnorm.forward(x, x[0], None, 1e-6, 0.0, True)
         rmsnorm.launch, watched = launch, []
-        with launches._watched(
+        with launches._launch_hooks(
             lambda *a: None, lambda kernel, *a: watched.append(kernel.fn.__name__)
         ):
             for _ in range(2):

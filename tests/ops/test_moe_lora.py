@@ -617,7 +617,7 @@ def test_experts_and_their_adapters_spread_over_processes(tmp_path):
 def test_what_cannot_be_spread_is_refused():
     module, _ = experts("shared")
     with pytest.raises(
-        ValueError, match="mode = 'shared' does not go with experts that are spread over processes"
+        ValueError, match="mode = 'shared' is unsupported for experts sharded over ranks"
     ):
         module.spread(None)
     module, _ = experts()

@@ -212,20 +212,20 @@ def test_both_orders_of_gates_and_ups_with_and_without_biases(quack, interleaved
 
 
 def test_a_version_without_these_epilogues_is_said_and_composed(quack, monkeypatch, capsys):
-    assert moe_quack.lacking(quack.module) is None
+    assert moe_quack.missing_from(quack.module) is None
     monkeypatch.setattr(platform, "no_cuda", lambda *a: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: (9, 0))
     assert cli.main(["explain", "moe_mlp", "--device", "cuda", "--dtype", "bfloat16"]) == 0
     assert f"usable; {moe_quack.FUSED}" in capsys.readouterr().out
     monkeypatch.setattr(quack.module, "gemm_gated", lambda A, B, activation=None: None)
-    reason = moe_quack.lacking(quack.module)
+    reason = moe_quack.missing_from(quack.module)
     assert "gemm_gated of this version of quack takes no bias, cu_seqlens_m" in reason
     assert moe_quack.explain("cuda") == f"{moe_quack.NOT_FUSED} ({reason})"
     monkeypatch.delattr(quack.module, "gemm_dgated")
     monkeypatch.setattr(quack.module, "gemm_gated", quack.gemm_gated)
-    assert moe_quack.lacking(quack.module) == "this version of quack has no gemm_dgated"
+    assert moe_quack.missing_from(quack.module) == "this version of quack has no gemm_dgated"
 
 
 def test_the_version_that_is_installed_has_them():
     interface = pytest.importorskip("quack.gemm_interface")
-    assert moe_quack.lacking(interface) is None
+    assert moe_quack.missing_from(interface) is None

@@ -18,10 +18,10 @@ class Driver:
     """
 
     def __init__(self):
-        from tilewright.kernels import launch as kept_launches
+        from tilewright.kernels import launch as launch_cache
 
         # Triton's own launches pass tensors instead of addresses.
-        kept_launches._keeping = False
+        launch_cache._caching = False
         self.arch = 90
         self.memories = []  # one per launch
         self.names = []  # the kernel of each launch

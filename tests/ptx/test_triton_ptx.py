@@ -321,7 +321,7 @@ def any_row_of_logits(driver, V, stride, offset, dtype):
 def losses_of_rows(driver):
     """In parts of more and fewer rows than a block of the kernel, with all options."""
     from tilewright.kernels import softmax_stats_triton as kernels
-    from tilewright.kernels.launchers import Asked, Found, Stats
+    from tilewright.kernels.launchers import LossInputs, LossOutputs, Stats
     from tilewright.ops import _softmax_stats
 
     g = torch.Generator().manual_seed(0)
@@ -330,7 +330,7 @@ def losses_of_rows(driver):
     y[::3], y[[1, 4201]] = -100, torch.tensor([V, -1])
     stats = Stats(*(torch.randn(T, generator=g) for _ in range(4)))
     weight = torch.rand(V, generator=g)
-    asked = Asked(
+    asked = LossInputs(
         y,
         V,
         -100,
@@ -344,7 +344,7 @@ def losses_of_rows(driver):
     )
     results = []
     for losses, ends in ((_softmax_stats.losses_in_torch, (T,)), (kernels.losses, (4200, 4203, T))):
-        found, parts, start, total = Found(torch.empty(T), torch.empty(())), [], 0, None
+        found, parts, start, total = LossOutputs(torch.empty(T), torch.empty(())), [], 0, None
         for end in ends:
             rows = slice(start, end)
             total, *part = losses(

@@ -293,7 +293,7 @@ def test_metadata_say_what_was_measured_with():
 def test_run_is_a_short_form_of_suite(monkeypatch):
     """Its defaults come first, so that given options override them."""
     given = []
-    monkeypatch.setattr(suite, "main", lambda argv, begun: given.append(argv) or 3)
+    monkeypatch.setattr(suite, "main", lambda argv, start_time: given.append(argv) or 3)
     assert main(["run", "--op", "rmsnorm", "--rounds", "2"]) == 3
     args = suite.parser().parse_args(given[0])
     assert args.stage == ["time"] and args.op == ["rmsnorm"] and args.rounds == 2

@@ -75,7 +75,7 @@ def measured(folder):
                 kwargs = case.make("cuda", torch.bfloat16, 0)
                 t, k = next(
                     (t, k)
-                    for t, k in launches.asked_for(
+                    for t, k in launches.requested_keys(
                         OPS[v.op], OPS[v.op].implementation("triton"), kwargs
                     )
                     if t.name == v.launch

@@ -160,15 +160,15 @@ def test_each_document_has_its_own_moment(tmp_path):
 
 def test_a_folder_is_for_one_call_at_a_time(tmp_path):
     with (
-        runner.alone(tmp_path / "new"),
+        runner.locked(tmp_path / "new"),
         pytest.raises(runner.Unusable, match=r"another call is at work in .*new"),
-        runner.alone(tmp_path / "new"),
+        runner.locked(tmp_path / "new"),
     ):
         pass
     (tmp_path / "file").touch()
     with (
         pytest.raises(runner.Unusable, match=r"cannot write into .*file"),
-        runner.alone(tmp_path / "file"),
+        runner.locked(tmp_path / "file"),
     ):
         pass
 
@@ -963,7 +963,7 @@ def test_only_what_times_nothing_runs_side_by_side(tmp_path, monkeypatch):
         )
         == 3
     )
-    tasks = [[runner.a_task(c)[1] for c in commands] for commands in started]
+    tasks = [[runner.parse_task(c)[1] for c in commands] for commands in started]
     assert [(t[0]["group"], len(t), {x["of"] for x in t}) for t in tasks] == [
         (0, 1, {1}),
         (4, 4, {4}),
@@ -979,7 +979,7 @@ def test_only_what_times_nothing_runs_side_by_side(tmp_path, monkeypatch):
     [["suite", "--op", "rope", "--out"], ["tune", "--op", "linear_cross_entropy", "--work"]],
 )
 def test_two_calls_do_not_share_a_folder(command, tmp_path, capsys):
-    with runner.alone(tmp_path), pytest.raises(SystemExit) as ended:
+    with runner.locked(tmp_path), pytest.raises(SystemExit) as ended:
         main([*command, str(tmp_path), "--minutes", "1", "--device", "cpu"])
     assert ended.value.code == 2 and "another call is at work" in capsys.readouterr().err
 
@@ -1135,7 +1135,14 @@ def test_an_edit_makes_stale_what_comes_from_it(tmp_path):
         ),
         (("tilewright/ops/_checks.py", "", "another = 1\n"), set(OPS)),
         (("tilewright/bench/timing.py", "", "another = 1\n"), {"", *OPS}),
-        (("tilewright/bench/contract.py", "2 * own + by.atol", "3 * own + by.atol"), {"", *OPS}),
+        (
+            (
+                "tilewright/bench/contract.py",
+                "2 * twin_error + by.atol",
+                "3 * twin_error + by.atol",
+            ),
+            {"", *OPS},
+        ),
     ]
     done = subprocess.run(
         [sys.executable, "-c", EDITS],
@@ -1305,7 +1312,7 @@ def test_the_committed_tables_can_be_used():
 def test_every_candidate_names_what_the_heuristic_does(op):
     for impl in op.implementations:
         for t in impl.tunables():
-            assert {t.op, op.name} <= set(OPS) and t.which in PASSES
+            assert {t.op, op.name} <= set(OPS) and t.pass_name in PASSES
             for key in t.keys:
                 assert t.candidates(**t.named(key))[0] == t.heuristic(**t.named(key))
             assert not t.keys or any(len(t.candidates(**t.named(key))) > 1 for key in t.keys), (
@@ -1334,7 +1341,7 @@ def waiting(spoil, dtype):
 def searched(monkeypatch, spoil=()):
     t, op = waiting(spoil, torch.float32)
     impl, case = op.implementations[0], op.cases[0]
-    ((asked, key),) = launches.asked_for(op, impl, case.make("cpu", torch.float32, 0))
+    ((asked, key),) = launches.requested_keys(op, impl, case.make("cpu", torch.float32, 0))
     assert asked is t and key == (100, 4)
     return tune.search(op, impl, case, torch.float32, t, key, "cpu", rounds=5)
 
@@ -1414,7 +1421,7 @@ def test_a_search_that_ended_in_the_middle_goes_on_where_it_was(tmp_path, monkey
         }
 
     monkeypatch.setattr(tune, "search", search)
-    monkeypatch.setattr(launches, "asked_for", lambda *_: [(t, (8,)) for t in asked])
+    monkeypatch.setattr(launches, "requested_keys", lambda *_: [(t, (8,)) for t in asked])
     op = fake_op(right=rmsnorm_eager)
     meta = {**META, "date": "2026-01-01T00:00:00", "commit": None, "dirty": None}
 
@@ -1511,7 +1518,7 @@ def test_contract_of_an_op_holds_with_every_candidate():
     case = next(c for c in op.cases if "contract" in c.tags)
     kwargs = case.make("cpu", torch.float32, 0)
     by = contract.reference(op, kwargs, torch.float32)
-    for t, key in launches.asked_for(op, op.implementation("cpp"), kwargs):
+    for t, key in launches.requested_keys(op, op.implementation("cpp"), kwargs):
         for config in t.candidates(**t.named(key)):
             with t.override(CPU, key, config):
                 assert all(f.holds for f in contract.judge(op, "cpp", kwargs, by))
@@ -1576,7 +1583,7 @@ def test_constants_that_end_the_process_are_not_tried_again(tables, tmp_path, mo
     """
     t = tunable()
     op = fake_op(fake=lambda x, *rest: rmsnorm_eager(x, *rest))
-    monkeypatch.setattr(launches, "asked_for", lambda *_: [(t, (100, 4))])
+    monkeypatch.setattr(launches, "requested_keys", lambda *_: [(t, (100, 4))])
     monkeypatch.setattr(tune, "search", functools.partial(tune.search, rounds=1, seconds=0.0))
     meta = {**META, "date": "2026-01-01T00:00:00", "commit": None, "dirty": None}
     unit = tune.unit(op, op.implementations[0], op.cases[1], "cpu", torch.float32, tmp_path, meta)
@@ -1626,7 +1633,7 @@ def test_a_launch_is_timed_by_itself(monkeypatch):
     )
     asked = [
         (t, k)
-        for t, k in launches.asked_for(op, impl, kwargs)
+        for t, k in launches.requested_keys(op, impl, kwargs)
         if t.op in ("moe_mlp", "grouped_gemm")
     ]
     assert len(asked) >= 6

@@ -19,23 +19,23 @@ from tilewright.bench.options import at_least, chosen, has_device, names
 ELSEWHERE = {
     "compile-gate": (
         "tilewright.bench.compile_gate",
-        "compile every GPU kernel without a GPU, against its budgets",
+        "compile every GPU kernel without a GPU and check its budgets",
     ),
     "suite": (
         "tilewright.bench.suite",
-        "check and time every op here within a budget of minutes, resumably",
+        "check and time every op on this device within a time budget; resumable",
     ),
     "tune": (
         "tilewright.bench.tune",
-        "search launch constants within a budget of minutes, and write them down",
+        "search launch configurations within a time budget and write the tables",
     ),
     "gpu-cache": (
         "tilewright.bench.gpu_cache",
-        "compile what a GPU launches first into Triton's cache, without a GPU",
+        "fill Triton's cache with the kernels that a GPU launches first, without a GPU",
     ),
     "end-to-end": (
         "tilewright.trainer.end_to_end",
-        "a training step of the trainer's model beside transformers', on a CPU",
+        "time a training step of the trainer's model and of transformers' on a CPU",
     ),
     "report": (
         "tilewright.bench.page.build",
@@ -54,7 +54,7 @@ DTYPES = {registry.short(d): d for d in (*registry.FLOATS, torch.float64)}
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tilewright.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command")
-    help_ = "ops, their cases and providers: usable here, or the reason why not"
+    help_ = "list ops with their cases and providers, and the reason if a provider is unavailable"
     p = commands.add_parser("list", help=help_, description=help_)
     p.add_argument("--op", type=names(), metavar="OP,..", help="default: every op")
     p.add_argument(
@@ -70,15 +70,16 @@ def _parser() -> argparse.ArgumentParser:
         help="default: float32,bfloat16",
     )
     c = commands.add_parser(
-        "compare", help="two suites' timed rows, one by one; exit code 1 on a regression"
+        "compare", help="compare the timed rows of two suites; exit code 1 on a regression"
     )
-    c.add_argument("before", type=pathlib.Path, help="suite.jsonl, or its folder")
+    c.add_argument("before", type=pathlib.Path, help="suite.jsonl or its folder")
     c.add_argument("after", type=pathlib.Path)
     c.add_argument(
         "--threshold",
         type=at_least(0, float),
         default=0.05,
-        help="a significant slow-down beyond this share is a regression (default %(default)s)",
+        help="a significant slowdown by more than this fraction is a regression (default "
+        "%(default)s)",
     )
     commands.add_parser("run", help=f"time every provider: suite {' '.join(RUN)}", add_help=False)
     for name, (_, about) in ELSEWHERE.items():
@@ -87,14 +88,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 @platform.command
-def main(argv: list[str] | None = None, begun: float | None = None) -> int:
-    """begun: when the process started, for commands with a time budget (default: now)."""
+def main(argv: list[str] | None = None, start_time: float | None = None) -> int:
+    """start_time: when the process started, for commands with a time budget (default: now)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["run"]:
         argv = ["suite", *RUN, *argv[1:]]
     if argv and argv[0] in ELSEWHERE:
         command = importlib.import_module(ELSEWHERE[argv[0]][0]).main
-        more = (begun,) if argv[0] in BUDGETED else ()
+        more = (start_time,) if argv[0] in BUDGETED else ()
         return command(argv[1:], *more) or 0
     parser = _parser()
     args = parser.parse_args(argv)
@@ -133,4 +134,4 @@ def _list(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 if __name__ == "__main__":
     from tilewright.bench.runner import started
 
-    sys.exit(main(begun=started()))
+    sys.exit(main(start_time=started()))

@@ -108,12 +108,12 @@ def main(argv: list[str] | None = None) -> int:
     results = compile_all(specs, tasks, args.jobs)
     failures = []
     for kind, compiler in plan.compilers.items():
-        mine = [r for r in results if type(specs[r.name]) is kind]
-        failures += _judge(args, plan, compiler, mine, notes)
+        compiler_results = [r for r in results if type(specs[r.name]) is kind]
+        failures += _judge(args, plan, compiler, compiler_results, notes)
     versions = {c.name: c.version() for c in plan.compilers.values()}
     if args.json:
-        found = {"compilers": versions, "results": [asdict(r) for r in results]}
-        print(json.dumps({**found, "failures": failures, "notes": notes}, indent=1))
+        report = {"compilers": versions, "results": [asdict(r) for r in results]}
+        print(json.dumps({**report, "failures": failures, "notes": notes}, indent=1))
         return 1 if failures else 0
     print(table(results, plan.archs))
     for line in (*notes, *(f"FAILED {line}" for line in failures)):
@@ -161,7 +161,11 @@ def _plan(
 
 
 def _judge(
-    args: argparse.Namespace, plan: Plan, compiler: Compiler, mine: list[Result], notes: list[str]
+    args: argparse.Namespace,
+    plan: Plan,
+    compiler: Compiler,
+    results: list[Result],
+    notes: list[str],
 ) -> list[str]:
     """Failures of one compiler's kernels. With --update, writes their budgets instead of comparing
     with them.
@@ -179,7 +183,7 @@ def _judge(
     stale = [key for key in budgets or () if key not in present and in_scope(key)]
     if args.update:
         budgets = {key: b for key, b in (budgets or {}).items() if key not in stale}
-        for r in mine:
+        for r in results:
             if r.facts and budgeted(r.name):  # failures are compiled again next time
                 fails = problems(r, plan.specs[r.name]) or unmet(r, plan.specs[r.name])
                 facts = {
@@ -197,47 +201,53 @@ def _judge(
             f"no budgets for {compiler.name} {compiler.version()} (there are: {have}): only "
             "compilation, spills, local memory, needs and the GPUs' limits were checked"
         )
-    return judge(mine, plan.specs, budgets, stale)
+    return judge(results, plan.specs, budgets, stale)
 
 
 def _parser(ops: dict[str, Op]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="compile-gate", description=__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("--op", action="append", choices=list(ops), help="only this op's kernels (may be repeated)")
-    add("--arch", action="append", type=int, choices=ARCHS, help="only this one (may be repeated)")
+    add("--op", action="append", choices=list(ops), help="only this op's kernels (repeatable)")
+    add(
+        "--arch",
+        action="append",
+        type=int,
+        choices=ARCHS,
+        help="only this compute capability (repeatable)",
+    )
     add(
         "--all",
         action="store_true",
-        help="compile what did not change since its budget was written, too, and not "
-        "only a tenth of it",
+        help="compile all kernels that did not change since their budget was written, instead "
+        "of a random tenth of them",
     )
     add(
         "--seed",
         type=int,
         default=random.randrange(2**31),
-        help="of that draw (default: another each time)",
+        help="random seed of that sample (default: a new one per call)",
     )
-    add("--update", action="store_true", help="write the budgets instead of comparing with them")
+    add("--update", action="store_true", help="write the budgets instead of checking them")
     add(
         "--space",
         action="store_true",
-        help="compile every candidate of every search instead: none may spill, "
-        "need more shared memory than there is, or have narrower accesses than its kernel needs",
+        help="compile every candidate configuration of every search instead: none may spill, "
+        "exceed the shared memory, or have narrower accesses than its kernel requires",
     )
     add(
         "--require",
         type=lambda names: names.split(","),
         default=["triton"],
         metavar="COMPILERS",
-        help="compilers that must be here, by commas; others' kernels are skipped, with the "
-        "reason (default: triton)",
+        help="comma-separated compilers that must be available; kernels of unavailable ones are "
+        "skipped, with the reason (default: triton)",
     )
     add("--json", action="store_true", help="print one JSON object instead of the table")
     add(
         "--jobs",
         type=int,
         default=len(os.sched_getaffinity(0)),
-        help="processes (default: one a core)",
+        help="number of processes (default: one per core)",
     )
     return parser
 

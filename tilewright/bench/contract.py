@@ -60,12 +60,14 @@ def run(
         return results, []
     if grads is None:
         grads = upstream(differentiable, layout)
-    given = [
+    upstream_grads = [
         g.to(o.dtype) if g.dtype != o.dtype else g
         for g, o in zip(grads, differentiable, strict=True)
     ]
-    found = torch.autograd.grad(differentiable, list(inputs.values()), given, allow_unused=True)
-    for name, grad in zip(inputs, found, strict=True):
+    input_grads = torch.autograd.grad(
+        differentiable, list(inputs.values()), upstream_grads, allow_unused=True
+    )
+    for name, grad in zip(inputs, input_grads, strict=True):
         if grad is not None:
             results[f"grad {name}"] = grad
     return results, grads
@@ -94,9 +96,9 @@ class Finding:
         )
 
 
-def broken(found: Iterable[Finding]) -> list[Finding]:
+def broken(findings: Iterable[Finding]) -> list[Finding]:
     """The findings that exceed their budgets."""
-    return [f for f in found if not f.holds]
+    return [f for f in findings if not f.holds]
 
 
 # Parts of a tensor by their index in it, as text; "()": the whole tensor.
@@ -133,22 +135,25 @@ def reference(
     """cut: the pieces (see `bench.pieces`) in which the twin is computed; None: as a whole."""
     atol = op.atol(dtype, kwargs) if callable(op.atol) else op.atol.get(dtype, ATOL[dtype])
     if cut is None:
-        own, grads = run(op, "eager", convert(kwargs, None), layout)
+        twin_results, grads = run(op, "eager", convert(kwargs, None), layout)
         if any(t.is_cuda for t in leaves(kwargs)):
             torch.cuda.empty_cache()  # blocks cached for one dtype are too small for the other
         truth, _ = run(op, "eager", convert(kwargs, torch.float64), layout, grads)
-        found = {n: {"()": ((), t)} for n, t in truth.items()}
-        errors = {n: error(own[n], t)[0] for n, t in truth.items()}
-        dtypes = {n: own[n].dtype for n in truth}
+        truth_parts = {n: {"()": ((), t)} for n, t in truth.items()}
+        errors = {n: error(twin_results[n], t)[0] for n, t in truth.items()}
+        dtypes = {n: twin_results[n].dtype for n in truth}
     else:
-        found, own, grads, dtypes = _by_pieces(op, kwargs, layout, cut)
+        truth_parts, twin_results, grads, dtypes = _by_pieces(op, kwargs, layout, cut)
         errors = {
             n: error_of_parts(
-                [(own[n][where][1].to(dtypes[n]), t, at) for where, (at, t) in parts.items()]
+                [
+                    (twin_results[n][where][1].to(dtypes[n]), t, at)
+                    for where, (at, t) in parts.items()
+                ]
             )[0]
-            for n, parts in found.items()
+            for n, parts in truth_parts.items()
         }
-    return Reference(found, errors, dtypes, grads, atol, cut and cut.note())
+    return Reference(truth_parts, errors, dtypes, grads, atol, cut and cut.note())
 
 
 def _by_pieces(op: Op, kwargs: dict[str, Any], layout: str, cut: Pieces):
@@ -156,12 +161,17 @@ def _by_pieces(op: Op, kwargs: dict[str, Any], layout: str, cut: Pieces):
     the whole call; dtypes by name.
     """
 
-    by_less = cut.eager
+    reduced_twin = cut.eager
     twin = op
-    if by_less is not None:
-        twin = Op(op.name, lambda *, implementation, **given: by_less(**given), op.eager, ())
+    if reduced_twin is not None:
+        twin = Op(
+            op.name,
+            lambda *, implementation, **piece_kwargs: reduced_twin(**piece_kwargs),
+            op.eager,
+            (),
+        )
 
-    def given(piece):  # contiguous: a copy with the whole's strides would be nearly as large
+    def piece_kwargs(piece):  # contiguous: a copy with the whole's strides would be nearly as large
         return {
             n: v[piece.inputs[n]]
             .detach()
@@ -177,53 +187,57 @@ def _by_pieces(op: Op, kwargs: dict[str, Any], layout: str, cut: Pieces):
     def regions(piece, names):
         out = {}
         for name in names:
-            kind, _, which = name.partition(" ")
+            kind, _, tensor_name = name.partition(" ")
             if kind == "out":
-                at, to = piece.outputs.get(int(which), ()), None
+                at, to = piece.outputs.get(int(tensor_name), ()), None
             else:
-                at, to = piece.inputs.get(which, ()), piece.within.get(which)
-            out[name] = (at, ()) if to is None else (to, _inside(at, to, kwargs[which].shape))
+                at, to = piece.inputs.get(tensor_name, ()), piece.within.get(tensor_name)
+            out[name] = (at, ()) if to is None else (to, _inside(at, to, kwargs[tensor_name].shape))
         return out
 
     first = twin.public(
-        **convert(given(cut.parts[0]), None), **cut.parts[0].other, implementation="eager"
+        **convert(piece_kwargs(cut.parts[0]), None), **cut.parts[0].other, implementation="eager"
     )
-    like = [
+    out_shapes = [
         (leaf.new_empty(()).expand(cut.shapes.get(i, leaf.shape)), leaf.requires_grad)
         for i, leaf in enumerate(leaves(first))
     ]
-    places = [i for i, (_, wanted) in enumerate(like) if wanted]
+    places = [i for i, (_, differentiable) in enumerate(out_shapes) if differentiable]
     del first
-    grads = upstream([like[i][0] for i in places], layout) if places else []
+    grads = upstream([out_shapes[i][0] for i in places], layout) if places else []
     names = [
-        *(f"out {i}" for i in range(len(like))),
+        *(f"out {i}" for i in range(len(out_shapes))),
         *(f"grad {n}" for n in kwargs if _differentiable(kwargs, n)),
     ]
     counts: collections.Counter = collections.Counter()
-    looked_at = set()  # parts summed over all pieces, and parts of sampled pieces
+    checked = set()  # parts summed over all pieces, and parts of sampled pieces
     for number, piece in enumerate(cut.parts):
-        found = [(n, str(at)) for n, (at, _) in regions(piece, names).items()]
-        counts.update(found)
-        looked_at.update(
-            r for r in found if r[1] == "()" or cut.sample is None or number in cut.sample
+        part_keys = [(n, str(at)) for n, (at, _) in regions(piece, names).items()]
+        counts.update(part_keys)
+        checked.update(
+            r for r in part_keys if r[1] == "()" or cut.sample is None or number in cut.sample
         )
     sums: tuple[dict[str, Parts], dict[str, Parts]] = ({}, {})
     dtypes: dict[str, torch.dtype] = {}
     for piece in cut.parts:
         where = regions(piece, names)
-        if not any((n, str(at)) in looked_at for n, (at, _) in where.items()):
+        if not any((n, str(at)) in checked for n, (at, _) in where.items()):
             continue
-        mine = [g[piece.outputs.get(i, ())] for i, g in zip(places, grads, strict=True)]
-        for dtype, held in ((None, sums[1]), (torch.float64, sums[0])):
+        piece_grads = [g[piece.outputs.get(i, ())] for i, g in zip(places, grads, strict=True)]
+        for dtype, sums_by_name in ((None, sums[1]), (torch.float64, sums[0])):
             results, _ = run(
-                twin, "eager", {**convert(given(piece), dtype), **piece.other}, layout, mine
+                twin,
+                "eager",
+                {**convert(piece_kwargs(piece), dtype), **piece.other},
+                layout,
+                piece_grads,
             )
             for name in list(results):
                 value, (at, inside) = results.pop(name), where[name]
-                parts = held.setdefault(name, {})
+                parts = sums_by_name.setdefault(name, {})
                 if dtype is None:
                     dtypes[name] = value.dtype
-                if (name, str(at)) not in looked_at:
+                if (name, str(at)) not in checked:
                     continue
                 # Integers, such as an order, are equal in every piece.
                 if counts[name, str(at)] == 1 or not value.is_floating_point():
@@ -257,12 +271,12 @@ def _inside(at: Index, outer: Index, shape: Sequence[int]) -> Index:
 def judge(op: Op, implementation: str, kwargs: dict[str, Any], by: Reference) -> list[Finding]:
     """A finding for every output and every gradient."""
     result, _ = run(op, implementation, convert(kwargs, None), grads=by.grads)
-    found = []
+    findings = []
     for name, parts in by.truth.items():
-        own = by.eager[name]
-        budget = 2 * own + by.atol
+        twin_error = by.eager[name]
+        budget = 2 * twin_error + by.atol
         if name not in result:
-            found.append(Finding(f"{name} (missing)", float("inf"), own, budget, ()))
+            findings.append(Finding(f"{name} (missing)", float("inf"), twin_error, budget, ()))
             continue
         pairs = [(result[name][at], t, at) for at, t in parts.values()]
         wrong = [r for r, t, _ in pairs if r.shape != t.shape]
@@ -270,18 +284,18 @@ def judge(op: Op, implementation: str, kwargs: dict[str, Any], by: Reference) ->
             e, where = float("inf"), tuple(wrong[0].shape)
         else:
             e, where = error_of_parts(pairs)
-        found.append(Finding(name, e, own, budget, where))
+        findings.append(Finding(name, e, twin_error, budget, where))
         if result[name].dtype != by.dtypes[name]:
-            found.append(
+            findings.append(
                 Finding(
                     f"{name} (dtype {result[name].dtype}, not {by.dtypes[name]})",
                     float("inf"),
-                    own,
+                    twin_error,
                     budget,
                     (),
                 )
             )
-    return found
+    return findings
 
 
 def check(
@@ -326,14 +340,14 @@ def check_big(
     expected, grads = run(op, "eager", convert(kwargs, None), "expanded")
     result, _ = run(op, implementation, kwargs, grads=grads)
     budget = (64 if dtype == torch.float32 else 8) * torch.finfo(dtype).eps
-    found = []
+    findings = []
     for name, e in expected.items():
         r = result[name]
         if e.numel() > 2**31:
             r, e = r[-2:], e[-2:]
         worst, where = error(r, e)
-        found.append(Finding(name, worst, 0.0, budget, where))
-    return broken(found)
+        findings.append(Finding(name, worst, 0.0, budget, where))
+    return broken(findings)
 
 
 def no_capture(op: Op, implementation: str, case: Case) -> str | None:
@@ -362,15 +376,15 @@ def check_capture(op: Op, implementation: str, case: Case, dtype: torch.dtype) -
     fresh = case.make("cuda", dtype, 1)
     direct, _ = run(op, implementation, convert(fresh, None), grads=grads)
     with torch.no_grad():
-        for held, value in zip(leaves(static), leaves(fresh), strict=True):
-            held.copy_(value)
+        for static_tensor, value in zip(leaves(static), leaves(fresh), strict=True):
+            static_tensor.copy_(value)
     graph.replay()
     torch.cuda.synchronize()
-    found = []
+    findings = []
     for name, t in direct.items():
         worst, where = error(recorded[name], t)
-        found.append(Finding(name, worst, 0.0, ATOL[dtype], where))
-    return broken(found)
+        findings.append(Finding(name, worst, 0.0, ATOL[dtype], where))
+    return broken(findings)
 
 
 @contextlib.contextmanager

@@ -193,8 +193,8 @@ def compile_triton(spec: KernelSpec, arch: int) -> tuple[Facts, bytes]:
     # cuobjdump, ptxas comes with every Triton and reports spills apart from local arrays.
     knobs.nvidia.dump_ptxas_log = True
     knobs.compilation.always_compile = True
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), warnings.catch_warnings():
+    ptxas_log = io.StringIO()
+    with contextlib.redirect_stdout(ptxas_log), warnings.catch_warnings():
         # 3.9 announces another default of fp fusion. The launchers use the default, and so does the
         # gate.
         warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
@@ -202,7 +202,7 @@ def compile_triton(spec: KernelSpec, arch: int) -> tuple[Facts, bytes]:
     ptx = compiled.asm["ptx"]
     return (
         Facts(
-            *resources(said.getvalue()),
+            *resources(ptxas_log.getvalue()),
             compiled.metadata.shared,
             **machine_code.ptx_facts(ptx),
             loop_divisions=ptx_loops.divisions(ptx) if spec.undivided else None,
@@ -266,7 +266,7 @@ def collect(ops: Iterable[Op], space: bool = False, without: Iterable[str] = ())
     entries of the committed tables; with `space`, all candidates of a search instead.
     without: names of implementations to leave out.
     """
-    found, seen = {}, set()
+    specs, identities = {}, set()
     for op in ops:
         for impl in op.implementations:
             if impl.name in without:
@@ -278,16 +278,16 @@ def collect(ops: Iterable[Op], space: bool = False, without: Iterable[str] = ())
                         f"{[t.__name__ for t in COMPILERS]}, got {type(spec).__name__}"
                     )
                 identity = COMPILERS[type(spec)].identity(spec)
-                if identity in seen:
+                if identity in identities:
                     continue
-                seen.add(identity)
+                identities.add(identity)
                 name = f"{op.name}/{spec.label}"
-                if name in found:
+                if name in specs:
                     raise ValueError(
                         f"{op.name}[{impl.name}]: two specs have the label {spec.label!r}"
                     )
-                found[name] = spec
-    return found
+                specs[name] = spec
+    return specs
 
 
 def _tunable_specs(tunables: Iterable[Tunable], space: bool) -> Iterator[Any]:
@@ -324,10 +324,10 @@ def _work(task: tuple[str, int]) -> tuple[Result, bytes]:
         facts, cubin = COMPILERS[type(spec)].compile(spec, arch)
         return Result(name, arch, facts), cubin
     except Exception as error:  # compilers' failures have no common base class; each is a verdict
-        said = str(error).strip()
-        if len(said) > 1000:  # Triton puts the reason last, ptxas first
-            said = f"{said[:500]} [...] {said[-500:]}"
-        return Result(name, arch, None, f"{type(error).__name__}: {said}"), b""
+        message = str(error).strip()
+        if len(message) > 1000:  # Triton puts the reason last, ptxas first
+            message = f"{message[:500]} [...] {message[-500:]}"
+        return Result(name, arch, None, f"{type(error).__name__}: {message}"), b""
 
 
 def _read(task: tuple[int, list[bytes]]) -> list[dict[str, Any]]:
@@ -366,11 +366,11 @@ def compile_all(specs: dict[str, Any], tasks: Sequence[tuple[str, int]], jobs: i
                 if machine_code.cannot_disassemble(a) is None
             }
             listings = pool.map(
-                _read, [(a, [compiled[i][1] for i in mine]) for a, mine in by_arch.items()]
+                _read, [(a, [compiled[i][1] for i in indices]) for a, indices in by_arch.items()]
             )
             results = [r for r, _ in compiled]
-            for mine, read in zip(by_arch.values(), listings, strict=True):
-                for i, sass in zip(mine, read, strict=True):
+            for indices, read in zip(by_arch.values(), listings, strict=True):
+                for i, sass in zip(indices, read, strict=True):
                     count = _per_element(specs[results[i].name], sass["instructions"])
                     results[i] = replace(
                         results[i], facts=replace(results[i].facts, **sass, per_element=count)

@@ -88,7 +88,7 @@ def resources(cubin: bytes) -> dict[str, int]:
     .nv.info.
     """
     info = next((data for name, data in machine_code.sections(cubin) if name == b".nv.info"), b"")
-    found: dict[int, int] = {}
+    values: dict[int, int] = {}
     at = 0
     while at + 4 <= len(info):
         form, attribute, size = struct.unpack_from("<BBH", info, at)
@@ -97,8 +97,13 @@ def resources(cubin: bytes) -> dict[str, int]:
         if form != 4:
             continue
         if attribute in (REGISTERS, FRAME, STACK) and size == 8:
-            found[attribute] = max(found.get(attribute, 0), struct.unpack_from("<II", info, at)[1])
+            values[attribute] = max(
+                values.get(attribute, 0), struct.unpack_from("<II", info, at)[1]
+            )
         at += size
-    if REGISTERS not in found:
+    if REGISTERS not in values:
         raise RuntimeError("the cubin names no register count")
-    return {"registers": found[REGISTERS], "local": max(found.get(FRAME, 0), found.get(STACK, 0))}
+    return {
+        "registers": values[REGISTERS],
+        "local": max(values.get(FRAME, 0), values.get(STACK, 0)),
+    }

@@ -36,22 +36,22 @@ def problems(result: Result, spec: Any = None) -> list[str]:
     f = result.facts
     if f is None:
         return [f"does not compile: {result.error}"]
-    found = []
+    faults = []
     stack = getattr(spec, "stack", {}).get(result.arch, 0)
     accepted = not f.spill and f.local <= stack
     if not accepted:
-        found.append(
+        faults.append(
             f"spills {f.spill} bytes a thread, has {f.local} bytes of stack and local memory; "
             "accepted: 0"
         )
     if f.local_instructions and not (accepted and f.local):
-        found.append(
+        faults.append(
             f"has {f.local_instructions} loads and stores of local memory (LDL, STL); accepted: 0"
         )
     limit = SHARED_LIMIT[result.arch]
     if f.shared > limit:
-        found.append(f"needs {f.shared} bytes of shared memory, sm_{result.arch} has {limit}")
-    return found
+        faults.append(f"needs {f.shared} bytes of shared memory, sm_{result.arch} has {limit}")
+    return faults
 
 
 def unmet(result: Result, spec: Any) -> list[str]:
@@ -59,16 +59,16 @@ def unmet(result: Result, spec: Any) -> list[str]:
     f = result.facts
     if f is None:
         return []
-    found = []
+    faults = []
     if f.loop_divisions:
-        found.append(f"has {f.loop_divisions} divisions in loops; accepted: 0")
+        faults.append(f"has {f.loop_divisions} divisions in loops; accepted: 0")
     for kind in ("load", "store"):
         need, have = (
             getattr(spec, kind),
             {"PTX": getattr(f, kind), "SASS": getattr(f, f"sass_{kind}")},
         )
         if any(bits is not None and bits < need for bits in have.values()):
-            found.append(
+            faults.append(
                 f"needs a global {kind} of {need} bits, the widest has "
                 + " and ".join(
                     f"{bits} in {where}" for where, bits in have.items() if bits is not None
@@ -77,7 +77,7 @@ def unmet(result: Result, spec: Any) -> list[str]:
     for name in spec.uses.get(result.arch, ()):
         have = {"PTX": f.uses, "SASS": f.sass_uses}
         if any(uses is not None and name not in uses for uses in have.values()):
-            found.append(
+            faults.append(
                 f"needs {name}, uses "
                 + " and ".join(
                     f"{'+'.join(uses) or 'none such'} in {where}"
@@ -85,7 +85,7 @@ def unmet(result: Result, spec: Any) -> list[str]:
                     if uses is not None
                 )
             )
-    return found
+    return faults
 
 
 def over_budget(result: Result, budget: dict[str, Any] | None) -> list[str]:
@@ -95,13 +95,16 @@ def over_budget(result: Result, budget: dict[str, Any] | None) -> list[str]:
         return []
     if budget is None:
         return ["has no budget; --update writes one"]
-    found = [
-        f"{what}: {getattr(f, key)}, budget {budget[key]}"
-        for key, what in (("registers", "registers a thread"), ("shared", "bytes of shared memory"))
+    faults = [
+        f"{description}: {getattr(f, key)}, budget {budget[key]}"
+        for key, description in (
+            ("registers", "registers a thread"),
+            ("shared", "bytes of shared memory"),
+        )
         if getattr(f, key) > budget[key]
     ]
     if _known(f, budget, "per_element") and f.per_element > budget["per_element"]:
-        found.append(f"instructions an element: {f.per_element}, budget {budget['per_element']}")
+        faults.append(f"instructions an element: {f.per_element}, budget {budget['per_element']}")
     least = (
         ("load", "widest global load", " bits"),
         ("store", "widest global store", " bits"),
@@ -110,12 +113,12 @@ def over_budget(result: Result, budget: dict[str, Any] | None) -> list[str]:
         ("wide_loads", "loaded by 128 bits or more", "%"),
         ("wide_stores", "stored by 128 bits or more", "%"),
     )
-    found += [
-        f"{what}: {getattr(f, key)}{unit}, budget {budget[key]}"
-        for key, what, unit in least
+    faults += [
+        f"{description}: {getattr(f, key)}{unit}, budget {budget[key]}"
+        for key, description, unit in least
         if _known(f, budget, key) and getattr(f, key) < budget[key]
     ]
-    return found + [
+    return faults + [
         f"no longer uses {name}{where}"
         for key, where in (("uses", ""), ("sass_uses", " in SASS"))
         if _known(f, budget, key)
@@ -140,7 +143,7 @@ def judge(
     budgets: None if this compiler has none; then nothing is compared.
     stale: keys of budgets whose kernels no longer exist.
     """
-    found = [
+    failures = [
         f"{r.key}: {p}"
         for r in results
         for p in [
@@ -153,7 +156,7 @@ def judge(
             ),
         ]
     ]
-    return found + [f"{key}: has a budget but no kernel; --update removes it" for key in stale]
+    return failures + [f"{key}: has a budget but no kernel; --update removes it" for key in stale]
 
 
 def write_budgets(path: pathlib.Path, budgets: dict[str, Any]) -> None:
@@ -183,23 +186,23 @@ def table(results: Sequence[Result], archs: Sequence[int]) -> str:
             "uses",
         )
     ]
-    for name, found in by_name.items():
+    for name, kernel_results in by_name.items():
 
-        def each(show, found=found):
-            values = [show(r.facts) if r.facts else "-" for r in found]
+        def column(show, kernel_results=kernel_results):
+            values = [show(r.facts) if r.facts else "-" for r in kernel_results]
             return values[0] if len(set(values)) == 1 else " ".join(values)
 
         lines.append(
             row.format(
                 name,
-                each(lambda f: str(f.registers)),
-                each(lambda f: str(f.spill + f.local)),
-                each(lambda f: str(f.shared)),
-                each(lambda f: f"{f.load}/{f.store}"),
-                each(lambda f: "-" if f.sass_load is None else f"{f.sass_load}/{f.sass_store}"),
-                each(lambda f: "-" if f.sass_load is None else f"{f.wide_loads}/{f.wide_stores}"),
-                each(lambda f: "-" if f.per_element is None else str(f.per_element)),
-                each(lambda f: "+".join(f.uses) or "-"),
+                column(lambda f: str(f.registers)),
+                column(lambda f: str(f.spill + f.local)),
+                column(lambda f: str(f.shared)),
+                column(lambda f: f"{f.load}/{f.store}"),
+                column(lambda f: "-" if f.sass_load is None else f"{f.sass_load}/{f.sass_store}"),
+                column(lambda f: "-" if f.sass_load is None else f"{f.wide_loads}/{f.wide_stores}"),
+                column(lambda f: "-" if f.per_element is None else str(f.per_element)),
+                column(lambda f: "+".join(f.uses) or "-"),
             )
         )
     return "\n".join(lines)

@@ -84,23 +84,23 @@ class Call:
 
 
 def calls(
-    what: Sequence[str], ops: Iterable[registry.Op], goals: pathlib.Path | None = None
+    parts: Sequence[str], ops: Iterable[registry.Op], goals: pathlib.Path | None = None
 ) -> list[Call]:
     """All calls of these parts of the plan on a device; call it inside `pretend.gpu`."""
-    found: dict[Call, None] = {}
+    planned: dict[Call, None] = {}
     ops = list(ops)
     by_name = {op.name: op for op in ops}
     # The launches behind goals, each with the first case that requests it.
-    asked: dict[tuple, tuple[Call, Tunable, tuple]] = {}
+    requested: dict[tuple, tuple[Call, Tunable, tuple]] = {}
 
     for op in ops:
-        aims = {(case.name, dtype): case for _, case, dtype in timed.goals_here(op, "cuda")}
+        aims = {(case.name, dtype): case for _, case, dtype in timed.goals_on(op, "cuda")}
         unmet = aims if goals is None else timed.unmet(op, "cuda", goals)
-        if "goals" in what and aims:
+        if "goals" in parts and aims:
             small = next((c for c in op.cases if "contract" in c.tags), None)
             with contextlib.suppress(registry.ImplementationUnavailable):
                 if small is not None:
-                    found[
+                    planned[
                         Call(
                             op.name,
                             op.choose("cuda", DTYPE),
@@ -111,20 +111,22 @@ def calls(
                     ] = None
         for (name, dtype), case in aims.items():
             short = registry.short(dtype)
-            if "goals" in what:
-                found[Call(op.name, op.choose("cuda", dtype), name, "cuda", short)] = None
-            if "search" in what and (name, dtype) in unmet and dtype == DTYPE:
+            if "goals" in parts:
+                planned[Call(op.name, op.choose("cuda", dtype), name, "cuda", short)] = None
+            if "search" in parts and (name, dtype) in unmet and dtype == DTYPE:
                 for impl in launches.usable(op, "cuda", dtype):
                     # NotImplementedError: it reads values, which meta tensors do not have.
                     with contextlib.suppress(
                         NotImplementedError, registry.ImplementationUnavailable
                     ):
-                        for t, key in launches.asked_for(op, impl, case.make("cuda", dtype, 0)):
-                            asked.setdefault(
+                        for t, key in launches.requested_keys(
+                            op, impl, case.make("cuda", dtype, 0)
+                        ):
+                            requested.setdefault(
                                 (t.name, key),
                                 (Call(op.name, impl.name, name, "cuda", short), t, key),
                             )
-    if "ab" in what:
+    if "ab" in parts:
         for v in variants.VARIANTS:
             for op, case in (
                 [(by_name[v.op], c) for c in by_name[v.op].cases] if v.op in by_name else ()
@@ -136,22 +138,24 @@ def calls(
                     if impl.name == "cute":  # not compiled by Triton
                         continue
                     call = Call(op.name, impl.name, case.name, "cuda", registry.short(DTYPE))
-                    found[call] = None
+                    planned[call] = None
                     if not isinstance(way, str):
                         t, key = next(
                             (t, key)
-                            for t, key in launches.asked_for(op, impl, case.make("cuda", DTYPE, 0))
+                            for t, key in launches.requested_keys(
+                                op, impl, case.make("cuda", DTYPE, 0)
+                            )
                             if t.name == v.launch
                         )
-                        found[_with(call, t, key, {**t.heuristic(**t.named(key)), **way})] = None
-    for call, t, key in asked.values():
+                        planned[_with(call, t, key, {**t.heuristic(**t.named(key)), **way})] = None
+    for call, t, key in requested.values():
         for config in (
             t.candidates(**t.named(key))
             if launches.kernels(t, key, t.heuristic(**t.named(key)))
             else ()
         ):
-            found[_with(call, t, key, config)] = None
-    return list(found)
+            planned[_with(call, t, key, config)] = None
+    return list(planned)
 
 
 def _with(call: Call, tunable: Tunable, key: tuple, config: Config) -> Call:
@@ -194,7 +198,7 @@ def key_of_build(triton: pathlib.Path | None) -> str:
 
 
 @contextlib.contextmanager
-def _compiling(arch: int, key: str, found: dict[str, bool]) -> Iterator[None]:
+def _compiling(arch: int, key: str, cached: dict[str, bool]) -> Iterator[None]:
     """Inside, calls compile into Triton's cache under this key. found: hash -> whether it was
     cached already.
     """
@@ -202,7 +206,7 @@ def _compiling(arch: int, key: str, found: dict[str, bool]) -> Iterator[None]:
     from triton.runtime import cache
 
     def listen(*, metadata, cache_hit, **_):
-        found.setdefault(metadata["hash"], cache_hit)
+        cached.setdefault(metadata["hash"], cache_hit)
 
     with (
         mock.patch.object(cache, "triton_key", lambda: key),
@@ -241,8 +245,8 @@ def fill(
     """Compiles the kernels of calls in `jobs` processes. Returns hash -> whether it was cached
     already, and a line for each call that raised or was not reached.
     """
-    found: dict[str, bool] = {}
-    said: list[str] = []
+    cached: dict[str, bool] = {}
+    messages: list[str] = []
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), _begin, (arch, key))
     try:
         running = {pool.submit(_compile, call): call for call in todo}
@@ -250,17 +254,17 @@ def fill(
             for done in as_completed(
                 running, timeout=max(0.0, until - time.time()) if until < 1e12 else None
             ):
-                made, error = done.result()
-                for name, there in made.items():
-                    found[name] = found.get(name, True) and there
+                kernels, error = done.result()
+                for name, hit in kernels.items():
+                    cached[name] = cached.get(name, True) and hit
                 if error:
-                    said.append(f"{_text(running[done])}: {error}")
-        said += [f"{_text(call)}: no time" for done, call in running.items() if not done.done()]
+                    messages.append(f"{_text(running[done])}: {error}")
+        messages += [f"{_text(call)}: no time" for done, call in running.items() if not done.done()]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in list((pool._processes or {}).values()):  # those still compiling
             process.kill()
-    return found, said
+    return cached, messages
 
 
 def _text(call: Call) -> str:
@@ -317,36 +321,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="compute capability (default %(default)s)",
     )
     add(
-        "--out", type=pathlib.Path, metavar="FILE", help="pack what was asked for into this archive"
+        "--out",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="pack the requested kernels into this archive",
     )
     add(
         "--triton",
         type=pathlib.Path,
         metavar="DIR",
-        help="this Triton, unpacked, as built for the Python on the GPU's machine",
+        help="an unpacked Triton build for the Python version of the GPU's machine",
     )
     add(
         "--goals",
         type=pathlib.Path,
         metavar="DIR",
-        help="search only behind goals that results there leave unmet",
+        help="include searches only for goals that the results in DIR do not meet",
     )
     add(
         "--what",
         type=names(WHAT),
         default=list(WHAT),
         metavar="WHAT,..",
-        help=f"default: {','.join(WHAT)}",
+        help=f"parts of the plan (default: {','.join(WHAT)})",
     )
     add("--op", type=names(ops), default=list(ops), metavar="OP,..", help="default: every op")
     add(
         "--jobs",
         type=int,
         default=len(os.sched_getaffinity(0)),
-        help="processes (default: one a core)",
+        help="number of processes (default: one per core)",
     )
-    add("--minutes", type=float, default=float("inf"), help="stop after so many (default: never)")
-    add("--verbose", action="store_true", help="also what raised, as constants that do not fit do")
+    add("--minutes", type=float, default=float("inf"), help="time budget (default: none)")
+    add(
+        "--verbose",
+        action="store_true",
+        help="also print the errors, such as configurations that exceed resources",
+    )
     args = p.parse_args(argv)
     began = time.time()
     if reason := pretend.no_compiling():
@@ -360,19 +371,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         p.error(f"argument --triton: {error}")
     with pretend.gpu(args.arch, compiles=False):
         todo = calls(args.what, [ops[n] for n in args.op], args.goals)
-    found, said = fill(todo, args.arch, key, args.jobs, began + 60 * args.minutes)
-    kinds = collections.Counter("no time" if s.endswith(": no time") else "raised" for s in said)
-    for line in said if args.verbose else ():
+    cached, messages = fill(todo, args.arch, key, args.jobs, began + 60 * args.minutes)
+    kinds = collections.Counter(
+        "no time" if s.endswith(": no time") else "raised" for s in messages
+    )
+    for line in messages if args.verbose else ():
         print(line)
     print(
-        f"{len(todo)} calls, {kinds['raised']} of which raised; {len(found)} kernels for "
+        f"{len(todo)} calls, {kinds['raised']} of which raised; {len(cached)} kernels for "
         f"sm_{args.arch} by Triton "
-        f"{platform.describe()['triton']}, {sum(not there for there in found.values())} compiled "
+        f"{platform.describe()['triton']}, {sum(not hit for hit in cached.values())} compiled "
         f"now, "
         f"{time.time() - began:.0f} s"
     )
     if args.out:
-        size = pack(pathlib.Path(knobs.cache.dir), found, args.out)
+        size = pack(pathlib.Path(knobs.cache.dir), cached, args.out)
         print(f"{args.out}: {size / 2**20:.1f} MiB")
     if kinds["no time"]:
         print(f"no time for {kinds['no time']} calls")

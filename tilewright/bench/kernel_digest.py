@@ -28,50 +28,50 @@ def of_kernel(kernel: Callable) -> str:
     Triton's own functions are left out: the caller has its version. Raises TypeError for a value
     that cannot be digested.
     """
-    found: dict[str, str] = {}
-    _add(kernel, found)
-    return _hash("\n".join(f"{name}: {found[name]}" for name in sorted(found)))
+    parts: dict[str, str] = {}
+    _add(kernel, parts)
+    return _hash("\n".join(f"{name}: {parts[name]}" for name in sorted(parts)))
 
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _add(kernel: Any, found: dict[str, str]) -> None:
+def _add(kernel: Any, parts: dict[str, str]) -> None:
     function = inspect.unwrap(getattr(kernel, "fn", kernel))
     name = f"{function.__module__}.{function.__qualname__}"
-    if name in found:
+    if name in parts:
         return
     source = textwrap.dedent(inspect.getsource(function))
-    found[name] = meaning(source)
+    parts[name] = meaning(source)
     reached = inspect.getclosurevars(function)
     known = {**reached.globals, **reached.nonlocals}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name) and node.id in known:
-            _value(node.id, known[node.id], name, found)
+            _value(node.id, known[node.id], name, parts)
         elif (
             isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
             and isinstance(module := known.get(node.value.id), types.ModuleType)
             and not _of_triton(module.__name__)
         ):
-            _value(node.attr, getattr(module, node.attr), name, found)
+            _value(node.attr, getattr(module, node.attr), name, parts)
 
 
 def _of_triton(module: str) -> bool:
     return module.partition(".")[0] == "triton"
 
 
-def _value(name: str, value: Any, user: str, found: dict[str, str]) -> None:
+def _value(name: str, value: Any, user: str, parts: dict[str, str]) -> None:
     value = getattr(value, "value", value)  # unwraps a tl.constexpr
     if isinstance(value, types.ModuleType) or _of_triton(getattr(value, "__module__", None) or ""):
         # This package's function, decorated by Triton.
         if hasattr(value, "fn") and not _of_triton(value.fn.__module__):
-            _add(value, found)
+            _add(value, parts)
         return
     if isinstance(value, bool | int | float | str | tuple | None):
-        found[f"{user} {name}"] = repr(value)
+        parts[f"{user} {name}"] = repr(value)
     elif callable(value) and hasattr(value, "__qualname__"):
-        _add(value, found)
+        _add(value, parts)
     else:
         raise TypeError(f"{user}: {name} is {value!r}, of which no digest can be made")

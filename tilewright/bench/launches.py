@@ -31,29 +31,31 @@ def usable(op: Op, device: str, dtype: torch.dtype) -> list[Implementation]:
     ]
 
 
-def asked_for(op: Op, impl: Implementation, kwargs: dict[str, Any]) -> list[tuple[Tunable, tuple]]:
+def requested_keys(
+    op: Op, impl: Implementation, kwargs: dict[str, Any]
+) -> list[tuple[Tunable, tuple]]:
     """The (launch, key) pairs of one forward and backward, restricted to launches that this
     implementation declares.
     """
-    mine = set(impl.tunables())
-    with tuning.recording() as seen:
+    own_tunables = set(impl.tunables())
+    with tuning.recording() as lookups:
         contract.run(op, impl.name, contract.convert(kwargs, None))
-    return [(tunable, key) for tunable, key in seen if tunable in mine]
+    return [(tunable, key) for tunable, key in lookups if tunable in own_tunables]
 
 
 def kernels(tunable: Tunable, key: tuple, config: Config) -> list[Any]:
     """The Triton kernels of a launch; empty for constants of something else, such as rows per
     chunk.
     """
-    found = [
+    jit_functions = [
         spec.kernel for spec in tunable.specs(tunable.named(key), config) if hasattr(spec, "kernel")
     ]
-    return list({id(k): k for k in found}.values())
+    return list({id(k): k for k in jit_functions}.values())
 
 
 @contextlib.contextmanager
-def _watched(
-    seen: Callable[[Tunable, tuple], object], started: Callable[..., object]
+def _launch_hooks(
+    on_config: Callable[[Tunable, tuple], object], on_launch: Callable[..., object]
 ) -> Iterator[None]:
     """Inside, `seen` is called for each (tunable, key) whose configuration is requested, and
     `started` for each launch.
@@ -61,28 +63,28 @@ def _watched(
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    from tilewright.kernels.launch import none_kept
+    from tilewright.kernels.launch import no_launch_cache
 
-    asked = Tunable.config
+    original_config = Tunable.config
 
     def config(self, device, *key):
-        seen(self, key)
-        return asked(self, device, *key)
+        on_config(self, key)
+        return original_config(self, device, *key)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(none_kept())
+        stack.enter_context(no_launch_cache())
         stack.enter_context(mock.patch.object(Tunable, "config", config))
         for kind in (JITFunction, InterpretedFunction):
 
             def spy(kernel, *args, run=kind.run, **options):
-                started(kernel, functools.partial(run, kernel), args, options)
+                on_launch(kernel, functools.partial(run, kernel), args, options)
                 return run(kernel, *args, **options)
 
             stack.enter_context(mock.patch.object(kind, "run", spy))
         yield
 
 
-def alone(
+def record_launches(
     tunable: Tunable,
     key: tuple,
     config: Config,
@@ -97,37 +99,39 @@ def alone(
     launches.
     shared: large results of the launch with other configurations, reused in place of this one's.
     """
-    mine = kernels(tunable, key, config)
+    own_kernels = kernels(tunable, key, config)
     # By kernel id: whether this launch was the last to request a configuration for the kernel.
-    last: dict[int, bool] = {}
-    found = []
+    is_last: dict[int, bool] = {}
+    launched = []
 
-    def seen(other, other_key):
+    def on_config(other, other_key):
         if other is tunable and other_key == key:
-            last.update((id(k), True) for k in mine)
-        elif last:
-            usual = other.heuristic(**other.named(other_key))
-            last.update((id(k), False) for k in kernels(other, other_key, usual) if id(k) in last)
+            is_last.update((id(k), True) for k in own_kernels)
+        elif is_last:
+            other_config = other.heuristic(**other.named(other_key))
+            is_last.update(
+                (id(k), False) for k in kernels(other, other_key, other_config) if id(k) in is_last
+            )
 
-    def started(kernel, run, args, options):
-        if last.get(id(kernel)) and not options.get("warmup"):
-            found.append((run, args, options))
+    def on_launch(kernel, run, args, options):
+        if is_last.get(id(kernel)) and not options.get("warmup"):
+            launched.append((run, args, options))
 
-    with tunable.override(place, key, config), _watched(seen, started):
+    with tunable.override(place, key, config), _launch_hooks(on_config, on_launch):
         call()
-    if not found:
+    if not launched:
         return None
     if shared is not None:
-        found = [
+        launched = [
             (run, [_first(shared, (n, i), a) for i, a in enumerate(args)], options)
-            for n, (run, args, options) in enumerate(found)
+            for n, (run, args, options) in enumerate(launched)
         ]
 
-    def again():
-        for run, args, options in found:
+    def relaunch():
+        for run, args, options in launched:
             run(*args, **options)
 
-    return again
+    return relaunch
 
 
 def timed(
@@ -145,9 +149,9 @@ def timed(
     passes: of the op (see `run.passes`).
     first: called before the configuration is first used.
     """
-    one = passes.get(tunable.which, passes["forward"])
+    pass_fn = passes.get(tunable.pass_name, passes["forward"])
 
-    def within(call):
+    def with_config(call):
         def called():
             first()
             with tunable.override(place, key, config):
@@ -157,20 +161,20 @@ def timed(
 
     if not kernels(tunable, key, config):
         return (
-            timing.After(within(one.before), within(one.fn))
-            if isinstance(one, timing.After)
-            else within(one)
+            timing.After(with_config(pass_fn.before), with_config(pass_fn.fn))
+            if isinstance(pass_fn, timing.After)
+            else with_config(pass_fn)
         )
-    start = []
+    relaunches = []
 
     def called():
-        if start:
-            return start[0]()
+        if relaunches:
+            return relaunches[0]()
         first()
         # Some ops launch it only if an autograd graph is recorded.
-        for call in dict.fromkeys((one, passes.get("forward_backward", one))):
-            if found := alone(tunable, key, config, place, call, shared):
-                start.append(found)
+        for call in dict.fromkeys((pass_fn, passes.get("forward_backward", pass_fn))):
+            if relaunch := record_launches(tunable, key, config, place, call, shared):
+                relaunches.append(relaunch)
                 return None
         raise RuntimeError(
             f"no pass of the op starts a kernel of {tunable.name} for {tunable.named(key)}"

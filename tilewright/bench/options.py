@@ -19,8 +19,10 @@ def at_least(least: float, kind: type) -> Callable[[str], int | float]:
         except ValueError:
             value = None
         if value is None or not value >= least:
-            what = "an integer" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"must be {what} of at least {least}, got {text!r}")
+            expected = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(
+                f"must be {expected} of at least {least}, got {text!r}"
+            )
         return value
 
     return parse
@@ -30,23 +32,23 @@ def names(known: Collection[str] | None = None) -> Callable[[str], list[str]]:
     """An argparse type: comma-separated known names (None: checked later, see `chosen`)."""
 
     def parse(text: str) -> list[str]:
-        found = [n.strip() for n in text.split(",") if n.strip()]
-        for name in found:
+        parsed = [n.strip() for n in text.split(",") if n.strip()]
+        for name in parsed:
             if known is not None and name not in known:
                 raise argparse.ArgumentTypeError(f"unknown {name!r}{instead_of(name, known)}")
-        return found
+        return parsed
 
     return parse
 
 
 def chosen(
-    parser: argparse.ArgumentParser, option: str, given: list[str] | None, known: Collection[str]
+    parser: argparse.ArgumentParser, option: str, values: list[str] | None, known: Collection[str]
 ) -> list[str]:
     """The given names, or all known ones; exits with an error for an unknown name."""
-    for name in given or ():
+    for name in values or ():
         if name not in known:
             parser.error(f"argument {option}: unknown {name!r}{instead_of(name, known)}")
-    return list(known) if given is None else given
+    return list(known) if values is None else values
 
 
 def has_device(parser: argparse.ArgumentParser, device: str) -> None:

@@ -33,11 +33,11 @@ LEVELS = ("public", "resolved", "operator", "launch", "kept", "pick")
 class _FirstOperator(TorchDispatchMode):
     """Records the first call of an operator of tilewright, with its arguments."""
 
-    found: tuple | None = None
+    first_call: tuple | None = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.found is None and func.namespace == "tilewright":
-            self.found = func, args, kwargs or {}
+        if self.first_call is None and func.namespace == "tilewright":
+            self.first_call = func, args, kwargs or {}
         return func(*args, **(kwargs or {}))
 
 
@@ -62,35 +62,35 @@ def _first_launch() -> Iterator[dict[str, Callable[[], object]]]:
     """Collects the first launch of a Triton kernel inside the block, as callables that repeat it
     through Triton and through the launch cache.
     """
-    found: dict[str, Callable[[], object]] = {}
+    callables: dict[str, Callable[[], object]] = {}
     if platform.no_module("triton"):
-        yield found
+        yield callables
         return
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    from tilewright.kernels import launch as kept_launches
+    from tilewright.kernels import launch as launch_cache
 
-    kept_launches.forget()  # so that Triton launches
+    launch_cache.clear_launch_cache()  # so that Triton launches
     with contextlib.ExitStack() as stack:
         for kind in (JITFunction, InterpretedFunction):
             run = kind.run
 
             def spy(kernel, *args, run=run, **options):
-                if not found:
+                if not callables:
                     constants = {
                         name: value
                         for name, value in options.items()
                         if name not in ("grid", "warmup")
                     }
-                    found["launch"] = lambda: run(kernel, *args, **options)
-                    found["kept"] = lambda: kept_launches.launch(
+                    callables["launch"] = lambda: run(kernel, *args, **options)
+                    callables["kept"] = lambda: launch_cache.launch(
                         kernel, options["grid"], *args, **constants
                     )
                 return run(kernel, *args, **options)
 
             stack.enter_context(mock.patch.object(kind, "run", spy))
-        yield found
+        yield callables
 
 
 def levels(op: Op, name: str, kwargs: dict[str, Any]) -> dict[str, Callable[[], object]]:
@@ -103,29 +103,29 @@ def levels(op: Op, name: str, kwargs: dict[str, Any]) -> dict[str, Callable[[], 
     recorder = _FirstOperator()
     pick = op.pick
 
-    def spying(name, *asked):
-        resolved = pick(name, *asked)
+    def recording_pick(name, *pick_args):
+        resolved = pick(name, *pick_args)
 
-        def spy(*args, **options):
-            passed.append((resolved, asked, args, options))
+        def record(*args, **options):
+            passed.append((resolved, pick_args, args, options))
             # Not around the public call, which checks its arguments by operators too.
             with recorder:
                 return resolved(*args, **options)
 
-        return spy
+        return record
 
-    with mock.patch.object(op, "pick", spying), _first_launch() as launches:
+    with mock.patch.object(op, "pick", recording_pick), _first_launch() as launches:
         op.public(**kwargs, implementation=name)
-    resolved, asked, args, options = passed[0]
-    found = {
+    resolved, pick_args, args, options = passed[0]
+    callables = {
         "public": lambda: op.public(**kwargs, implementation=name),
         "resolved": lambda: resolved(*args, **options),
-        "pick": lambda: op.pick(name, *asked),
+        "pick": lambda: op.pick(name, *pick_args),
     }
-    if recorder.found is not None:
-        operator, inner, inner_options = recorder.found
-        found["operator"] = lambda: operator(*inner, **inner_options)
-    return {**found, **launches}
+    if recorder.first_call is not None:
+        operator, inner, inner_options = recorder.first_call
+        callables["operator"] = lambda: operator(*inner, **inner_options)
+    return {**callables, **launches}
 
 
 def overhead(
@@ -152,13 +152,13 @@ def overhead(
         if case is None or (implementation is not None and implementation not in op.names()):
             continue
         name = implementation or op.choose(device, dtype)
-        made = case.make(device, dtype, 0)
+        inputs = case.make(device, dtype, 0)
         for grad in (False, True):
             kwargs = {
                 k: v.detach().requires_grad_(grad and v.requires_grad)
                 if isinstance(v, torch.Tensor)
                 else v
-                for k, v in made.items()
+                for k, v in inputs.items()
             }
             timings, errors = timing.interleave(levels(op, name, kwargs), timer, rounds=rounds)
             row = {

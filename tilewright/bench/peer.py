@@ -45,8 +45,8 @@ class Peer:
     def installed(self) -> tuple[str, str] | None:
         """The installed distribution and its version."""
         for name in (self.distribution, *self.elsewhere):
-            if found := version_of(name):
-                return name, found
+            if version := version_of(name):
+                return name, version
         return None
 
 
@@ -68,9 +68,9 @@ def on_cuda(peer: str, module: str, capability: int) -> Callable[[str], str | No
     return missing
 
 
-def only(peer: str, given: dict[str, Any], **defaults) -> None:
+def only(peer: str, options: dict[str, Any], **defaults) -> None:
     """Raises Unsupported if an option differs from the only value that the peer supports."""
-    for name, value in given.items():
+    for name, value in options.items():
         tensor = isinstance(value, torch.Tensor)
         if tensor or name not in defaults or value != defaults[name]:
             raise Unsupported(f"{peer} does not take {name}" + ("" if tensor else f"={value!r}"))

@@ -22,17 +22,17 @@ FLASH = (
 
 
 def _flash_installed() -> tuple[str, str, int] | None:
-    return next((found for found in FLASH if peer.version_of(found[0])), None)
+    return next((candidate for candidate in FLASH if peer.version_of(candidate[0])), None)
 
 
 def no_flash(device: str) -> str | None:
-    found = _flash_installed()
-    if found is None:
+    package = _flash_installed()
+    if package is None:
         return (
             f"none of the packages {', '.join(name for name, *_ in FLASH)} is installed "
             f"({platform.INSTALL[FLASH[0][0]]})"
         )
-    distribution, module, capability = found
+    distribution, module, capability = package
     return on_cuda(distribution, module.partition(".")[0], capability)(device)
 
 

@@ -38,31 +38,33 @@ class Pieces:
 
     shapes: of the outputs that pieces compute parts of.
     parts: all pieces, in order.
-    what: their description in a result.
+    description: their description in a result.
     sample: indices of the parts whose own results are compared; None: all.
     eager: replaces the op's twin, with the same result and less memory.
     """
 
     shapes: Mapping[int, Sequence[int]]
     parts: Sequence[Piece]
-    what: str
+    description: str
     sample: frozenset[int] | None = None
     eager: Callable[..., Any] | None = None
 
     def note(self) -> str | None:
         """The note in a result whose contract was checked on a sample only; else None."""
         return (
-            None if self.sample is None else f"{len(self.sample)} of {len(self.parts)} {self.what}"
+            None
+            if self.sample is None
+            else f"{len(self.sample)} of {len(self.parts)} {self.description}"
         )
 
 
-def sample_of(parts: Sequence[Piece], own: int) -> frozenset[int] | None:
+def sample_of(parts: Sequence[Piece], num_elements: int) -> frozenset[int] | None:
     """Evenly spaced pieces, including the first and the last; None: all.
 
-    own: total number of result elements that belong to one piece each.
+    num_elements: total number of result elements that belong to one piece each.
     """
     count = len(parts)
-    keep = max(2, int(count * KEPT / max(own, 1)))
+    keep = max(2, int(count * KEPT / max(num_elements, 1)))
     if keep >= count:
         return None
     return frozenset(round(i * (count - 1) / (keep - 1)) for i in range(keep))

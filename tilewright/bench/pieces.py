@@ -33,7 +33,11 @@ def of(op: Op, kwargs: dict[str, Any]) -> Pieces | None:
 
 
 def _along(
-    dim: int, *names: str, outputs: Sequence[str], what: str = "blocks of rows", placed: bool = True
+    dim: int,
+    *names: str,
+    outputs: Sequence[str],
+    description: str = "blocks of rows",
+    placed: bool = True,
 ) -> Callable:
     """Cuts arguments along a dimension.
 
@@ -43,30 +47,31 @@ def _along(
     """
 
     def cut(kwargs):
-        given = [n for n in names if kwargs.get(n) is not None]
+        tensor_names = [n for n in names if kwargs.get(n) is not None]
         shapes = {i: kwargs[n].shape for i, n in enumerate(outputs)}
-        if "up" in names and "up" not in given:  # packed
+        if "up" in names and "up" not in tensor_names:  # packed
             shapes = dict.fromkeys(
                 shapes, (*kwargs["gate"].shape[:-1], kwargs["gate"].shape[-1] // 2)
             )
         if (
-            kwargs[given[0]].dim() < 2
+            kwargs[tensor_names[0]].dim() < 2
             or kwargs.get("transpose")
             or (placed and kwargs.get("seed") is not None)
         ):
             return None
-        size = kwargs[given[0]].shape[dim]
-        widest = sum(kwargs[n].numel() for n in given)
+        size = kwargs[tensor_names[0]].shape[dim]
+        widest = sum(kwargs[n].numel() for n in tensor_names)
         if 2 * widest <= piece.KEPT:
             return None
         step = max(1, size * piece.WORK // (2 * widest))
         parts = [
             Piece(
-                {n: at_dim(dim, b) for n in given}, {i: at_dim(dim, b) for i in range(len(shapes))}
+                {n: at_dim(dim, b) for n in tensor_names},
+                {i: at_dim(dim, b) for i in range(len(shapes))},
             )
             for b in blocks(size, step)
         ]
-        return Pieces(shapes, parts, what, sample_of(parts, 2 * widest))
+        return Pieces(shapes, parts, description, sample_of(parts, 2 * widest))
 
     return cut
 
@@ -79,7 +84,7 @@ def _rope(kwargs):
     ):
         return None
     return (
-        _along(1, "q", outputs=("q",), what="blocks of heads")(kwargs)
+        _along(1, "q", outputs=("q",), description="blocks of heads")(kwargs)
         if k is None
         else (_heads_of(("q", "k"), q, k))
     )
@@ -114,8 +119,8 @@ def _columns(argument):
     def cut(kwargs):
         wide, index = kwargs[argument], kwargs.get("expert_index", kwargs.get("position"))
         T, K = index.shape
-        own = wide.shape[1] * T * (K + 1)
-        if 4 * own <= piece.KEPT:
+        num_elements = wide.shape[1] * T * (K + 1)
+        if 4 * num_elements <= piece.KEPT:
             return None
         out = T * K + int(argument == "rows") * (T - T * K)
         parts = [
@@ -123,7 +128,10 @@ def _columns(argument):
             for b in blocks(wide.shape[1], max(1, piece.WORK // (2 * T * (K + 1))))
         ]
         return Pieces(
-            {0: torch.Size((out, wide.shape[1]))}, parts, "blocks of columns", sample_of(parts, own)
+            {0: torch.Size((out, wide.shape[1]))},
+            parts,
+            "blocks of columns",
+            sample_of(parts, num_elements),
         )
 
     return cut
@@ -144,19 +152,19 @@ def _attention(kwargs):
     heads = [Hk - 1] if S > 2**14 else sorted({0, Hk - 1})
     parts = []
     for h in heads:
-        mine, theirs = slice(h * group, (h + 1) * group), slice(h, h + 1)
+        query_heads, key_head = slice(h * group, (h + 1) * group), slice(h, h + 1)
         for a, b in itertools.pairwise(ends):
             longest = b - a if cu is not None else Sk
             for rows in blocks(b - a, max(1, piece.WORK // (B * group * max(longest, 1)))):
                 # The twin aligns the last of these keys with the last row.
                 last = Sk - S + rows.stop if kwargs.get("causal", True) and cu is None else longest
                 last = rows.stop if kwargs.get("causal", True) and cu is not None else last
-                queries = (slice(None), mine, slice(a + rows.start, a + rows.stop))
-                keys = (slice(None), theirs, slice(a, a + last))
+                queries = (slice(None), query_heads, slice(a + rows.start, a + rows.stop))
+                keys = (slice(None), key_head, slice(a, a + last))
                 inputs = {"q": queries, "k": keys, "v": keys}
                 if kwargs.get("sinks") is not None:
-                    inputs["sinks"] = (mine,)
-                of_head = (slice(None), theirs)
+                    inputs["sinks"] = (query_heads,)
+                of_head = (slice(None), key_head)
                 parts.append(
                     Piece(inputs, {0: queries}, {"k": of_head, "v": of_head}, {"cu_seqlens": None})
                 )
@@ -192,21 +200,21 @@ def _experts(*adapters):
         for g, b in itertools.product(
             blocks(E, max(1, piece.WORK // (4 * each))), blocks(T, tokens)
         ):
-            mine = (index[b] >= g.start) & (index[b] < g.stop)
-            here = (index[b] - g.start).where(mine, g.stop - g.start)
+            in_group = (index[b] >= g.start) & (index[b] < g.stop)
+            local_index = (index[b] - g.start).where(in_group, g.stop - g.start)
             parts.append(
                 Piece(
                     {"x": (b,), "expert_weight": (b,), **dict.fromkeys(names, (g,))},
                     {0: (b,)},
-                    other={"expert_index": here},
+                    other={"expert_index": local_index},
                 )
             )
-        own = T * H + sum(kwargs[n].numel() for n in names if kwargs[n].requires_grad)
+        num_elements = T * H + sum(kwargs[n].numel() for n in names if kwargs[n].requires_grad)
         return Pieces(
             {0: kwargs["x"].shape},
             parts,
             "blocks of tokens and groups of experts",
-            sample_of(parts, own),
+            sample_of(parts, num_elements),
         )
 
     return cut
@@ -217,16 +225,18 @@ def _grouped_gemm(kwargs):
     E, N, K = weight.shape
     if weight.numel() + x.shape[0] * (N + K) <= piece.KEPT:
         return None
-    parts, most = [], max(1, piece.WORK // (2 * (N + K)))
+    parts, max_rows = [], max(1, piece.WORK // (2 * (N + K)))
     for e, (a, b) in enumerate(itertools.pairwise([0, *ends])):
-        for rows in blocks(max(1, b - a), most):
-            mine = (slice(a + rows.start, a + min(rows.stop, b - a)),)
+        for rows in blocks(max(1, b - a), max_rows):
+            row_slice = (slice(a + rows.start, a + min(rows.stop, b - a)),)
             count = torch.full(
-                (1,), mine[0].stop - mine[0].start, dtype=torch.int32, device=x.device
+                (1,), row_slice[0].stop - row_slice[0].start, dtype=torch.int32, device=x.device
             )
             parts.append(
                 Piece(
-                    {"x": mine, "weight": (slice(e, e + 1),)}, {0: mine}, other={"offsets": count}
+                    {"x": row_slice, "weight": (slice(e, e + 1),)},
+                    {0: row_slice},
+                    other={"offsets": count},
                 )
             )
     if ends[-1] < x.shape[0]:  # rows without an expert have output 0
@@ -238,9 +248,12 @@ def _grouped_gemm(kwargs):
                 other={"offsets": torch.zeros(1, dtype=torch.int32, device=x.device)},
             )
         )
-    own = x.shape[0] * (N + K) + weight.numel()
+    num_elements = x.shape[0] * (N + K) + weight.numel()
     return Pieces(
-        {0: torch.Size((x.shape[0], N))}, parts, "blocks of rows of experts", sample_of(parts, own)
+        {0: torch.Size((x.shape[0], N))},
+        parts,
+        "blocks of rows of experts",
+        sample_of(parts, num_elements),
     )
 
 

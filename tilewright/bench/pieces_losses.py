@@ -59,7 +59,7 @@ class _Head(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, some, weight, rows):
+    def forward(ctx, x, weight_part, weight, rows):
         ctx.save_for_backward(x, weight)
         ctx.rows = rows
         if weight.dtype == x.dtype:
@@ -111,29 +111,39 @@ def linear(loss):
         }
         if kwargs.keys() - plain or not weight.requires_grad or kwargs["x"].dim() != 2:
             return None
-        found = _loss_rows(kwargs, "x", V, loss, 2 if loss is logprob else 1)
-        if found is None:
+        row_pieces = _loss_rows(kwargs, "x", V, loss, 2 if loss is logprob else 1)
+        if row_pieces is None:
             return None
-        some = _of_rows(V)
+        weight_rows = _of_rows(V)
         parts = [
             Piece(
-                {**p.inputs, "weight": (some,)},
+                {**p.inputs, "weight": (weight_rows,)},
                 p.outputs,
-                other={**p.other, "whole": weight.detach(), "some": some},
+                other={**p.other, "full_weight": weight.detach(), "weight_rows": weight_rows},
             )
-            for p in found.parts
+            for p in row_pieces.parts
         ]
-        what = f"blocks of rows, and the weight's gradient for its rows from {some.start} on"
-        return Pieces(found.shapes, parts, what, found.sample or frozenset(range(len(parts))), loss)
+        description = (
+            f"blocks of rows, and the weight's gradient for its rows from {weight_rows.start} on"
+        )
+        return Pieces(
+            row_pieces.shapes,
+            parts,
+            description,
+            row_pieces.sample or frozenset(range(len(parts))),
+            loss,
+        )
 
     return cut
 
 
-def linear_cross_entropy(x, weight, target, *, whole, some, chunk_size=None, **options):
+def linear_cross_entropy(
+    x, weight, target, *, full_weight, weight_rows, chunk_size=None, **options
+):
     from tilewright.ops.cross_entropy import cross_entropy
 
     return cross_entropy(
-        _Head.apply(x, weight, whole, some), target, **options, implementation="eager"
+        _Head.apply(x, weight, full_weight, weight_rows), target, **options, implementation="eager"
     )
 
 
@@ -142,17 +152,17 @@ def logprob(
     weight,
     target,
     *,
-    whole,
-    some,
+    full_weight,
+    weight_rows,
     chunk_size=None,
     softcap=None,
     temperature=1.0,
     ignore_index=-100,
 ):
-    z = _Head.apply(x, weight, whole, some)
+    z = _Head.apply(x, weight, full_weight, weight_rows)
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     z = (softcap * torch.tanh(z / softcap) if softcap else z) / temperature
     log_p = z.log_softmax(-1)
-    kept = target != ignore_index
-    logprob = log_p.gather(1, target.where(kept, 0)[:, None])[:, 0]
-    return logprob.where(kept, 0.0), -(log_p.exp() * log_p).sum(-1).where(kept, 0.0)
+    valid = target != ignore_index
+    logprob = log_p.gather(1, target.where(valid, 0)[:, None])[:, 0]
+    return logprob.where(valid, 0.0), -(log_p.exp() * log_p).sum(-1).where(valid, 0.0)

@@ -103,7 +103,7 @@ _is_meta, _device_of, _where = (
 _Real = torch.Generator
 
 
-def _made(fn: Callable) -> Callable:
+def _on_meta_device(fn: Callable) -> Callable:
     """Wraps a function that creates or moves tensors: CUDA devices become the meta device."""
 
     @functools.wraps(fn)
@@ -155,7 +155,7 @@ def _call(operator: _library.Operator, *args) -> Any:
 
 def _not_compiled(kernel, key, signature, device, *_):
     """Caches a dummy in place of a compiled kernel."""
-    found = kernel.device_caches[device][0][key] = SimpleNamespace(
+    dummy = kernel.device_caches[device][0][key] = SimpleNamespace(
         run=lambda *_: None,
         launch_metadata=lambda *_: None,
         function=None,
@@ -163,7 +163,7 @@ def _not_compiled(kernel, key, signature, device, *_):
         n_regs=0,
         metadata=SimpleNamespace(shared=0),
     )
-    return found
+    return dummy
 
 
 @contextlib.contextmanager
@@ -179,7 +179,7 @@ def gpu(
     from triton.runtime.jit import JITFunction
 
     from tilewright.kernels import rmsnorm_triton
-    from tilewright.kernels.launch import none_kept
+    from tilewright.kernels.launch import no_launch_cache
 
     processors, _, shared = DEVICES[arch]
     properties = SimpleNamespace(
@@ -217,7 +217,7 @@ def gpu(
         def put(where, name, value):
             stack.enter_context(mock.patch.object(where, name, value, create=True))
 
-        stack.enter_context(none_kept())
+        stack.enter_context(no_launch_cache())
         put(driver, "_active", NoDriver(arch, -1 if compiles else -2))
         if not compiles:
             put(JITFunction, "_do_compile", _not_compiled)
@@ -226,7 +226,7 @@ def gpu(
         put(torch, "Generator", _Generator)
         for fn in _device._device_constructors():
             if getattr(torch, fn.__name__, None) is fn:
-                put(torch, fn.__name__, _made(fn))
+                put(torch, fn.__name__, _on_meta_device(fn))
         put(_library.Operator, "__call__", _call)
         # PyTorch's own versions for meta tensors read the reported CUDA device.
         for name_ in ("randn", "rand"):
@@ -234,7 +234,7 @@ def gpu(
         for name_ in ("normal_", "uniform_", "random_", "bernoulli_", "exponential_"):
             put(torch.Tensor, name_, _drawn_into(getattr(torch.Tensor, name_)))
         for name_ in ("to", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"):
-            put(torch.Tensor, name_, _made(getattr(torch.Tensor, name_)))
+            put(torch.Tensor, name_, _on_meta_device(getattr(torch.Tensor, name_)))
         for name_ in (
             "rand_like",
             "randn_like",
@@ -244,7 +244,7 @@ def gpu(
             "full_like",
             "randint_like",
         ):
-            put(torch, name_, _made(getattr(torch, name_)))
+            put(torch, name_, _on_meta_device(getattr(torch, name_)))
         put(rmsnorm_triton, "_resident", {})  # a cache that depends on the compiled kernels
         for op in selection.operations().values():
             stack.enter_context(op.fresh_choices())

@@ -36,18 +36,18 @@ class Provider:
 
 def providers(op: Op, device: str, dtype: torch.dtype) -> list[Provider]:
     """Every provider of an op, usable here or not; baselines first."""
-    found = []
+    result = []
     for impl in op.implementations:
         reason = impl.why_not(device, dtype)
         if reason is None and impl.name == "triton" and device == "cpu":
             reason = "Triton's interpreter is for tests, its times mean nothing"
-        found.append(
+        result.append(
             Provider(impl.name, functools.partial(op.public, implementation=impl.name), reason)
         )
     eager = functools.partial(op.public, implementation="eager")
-    found.append(Provider("compile", torch.compile(eager, fullgraph=True, dynamic=False)))
+    result.append(Provider("compile", torch.compile(eager, fullgraph=True, dynamic=False)))
     for name, peer in PEERS.items():
-        found.append(
+        result.append(
             Provider(
                 name,
                 peer.ops.get(op.name),
@@ -55,7 +55,7 @@ def providers(op: Op, device: str, dtype: torch.dtype) -> list[Provider]:
                 consumes=op.name in peer.consumes,
             )
         )
-    return sorted(found, key=lambda p: BASELINES.index(p.name) if p.name in BASELINES[:3] else 3)
+    return sorted(result, key=lambda p: BASELINES.index(p.name) if p.name in BASELINES[:3] else 3)
 
 
 def gate(

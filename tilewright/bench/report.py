@@ -64,7 +64,7 @@ def figures(
         "calls_per_sample": timing.calls,
         "host_us": None if timing.host is None else timing.host * 1e6,
         "kernel_ms": None if timing.kernels is None else timing.kernels * 1e3,
-        "op_ms": None if timing.alone is None else timing.alone * 1e3,
+        "op_ms": None if timing.idle is None else timing.idle * 1e3,
         "gb_per_s": bytes_ / t / 1e9 if bytes_ else None,
         "tflop_per_s": flops / t / 1e12 if flops else None,
         "roofline_percent": None if floor is None else 100 * floor / t,
@@ -87,8 +87,8 @@ def compare_with_baselines(rows: list[dict]) -> None:
 
 def speedup(r: dict, base: str) -> float | None:
     """Forward + backward if the op has a backward, else forward."""
-    found = r["speedup"][base] or {}
-    return found.get("forward_backward", found.get("forward"))
+    ratios = r["speedup"][base] or {}
+    return ratios.get("forward_backward", ratios.get("forward"))
 
 
 def beyond(r: dict) -> bool:
@@ -126,9 +126,9 @@ def line(r: dict) -> str:
     if r["status"] != "ok":
         return f"{name:<13} {r['status']}: {r['reason']}"
     parts = [f"{name:<13}"]
-    for which, label in zip(PASSES, ("fwd", "bwd", "fwd+bwd"), strict=True):
-        if r[which]:
-            f = r[which]
+    for pass_name, label in zip(PASSES, ("fwd", "bwd", "fwd+bwd"), strict=True):
+        if r[pass_name]:
+            f = r[pass_name]
             roof = (
                 ""
                 if f["roofline_percent"] is None
@@ -188,17 +188,17 @@ def compare(before: Run, after: Run, threshold: float = 0.05) -> tuple[str, list
 
 
 def _changed_status(name: str, a: dict, b: dict) -> tuple[list[str], list[str]]:
-    said = f"{name}: {a['status']} before, {b['status']} after: {b['reason'] or a['reason']}"
+    change = f"{name}: {a['status']} before, {b['status']} after: {b['reason'] or a['reason']}"
     ours = b["provider"] not in BASELINES
-    return [said] if a["status"] != b["status"] else [], (
+    return [change] if a["status"] != b["status"] else [], (
         [f"{name}: {b['status']}: {b['reason']}"] if a["status"] == "ok" and ours else []
     )
 
 
 def _changed_times(name: str, a: dict, b: dict, threshold: float) -> tuple[list[str], list[str]]:
     lines, regressions = [], []
-    for which in PASSES:
-        x, y = a[which], b[which]
+    for pass_name in PASSES:
+        x, y = a[pass_name], b[pass_name]
         if x is None or y is None:
             continue
         ratio = y["median_ms"] / x["median_ms"]
@@ -212,7 +212,7 @@ def _changed_times(name: str, a: dict, b: dict, threshold: float) -> tuple[list[
         else:
             mark = "  not significant"
         times = f"{x['median_ms']:.4g} -> {y['median_ms']:.4g} ms"
-        lines.append(f"{name} {which}: {times}, ratio {ratio:.3f}{mark}")
+        lines.append(f"{name} {pass_name}: {times}, ratio {ratio:.3f}{mark}")
         if worse and ours:
             regressions.append(lines[-1])
     return lines, regressions

@@ -60,10 +60,10 @@ def passes(provider: Provider, kwargs: dict[str, Any]) -> dict[str, Callable[[],
             return call(**plain)
 
     outs = contract.leaves(call(**kwargs)) if inputs else []
-    which = [i for i, o in enumerate(outs) if o.requires_grad]
-    if not which:
+    differentiable = [i for i, o in enumerate(outs) if o.requires_grad]
+    if not differentiable:
         return {"forward": forward}
-    grads = contract.upstream([outs[i] for i in which], "contiguous")
+    grads = contract.upstream([outs[i] for i in differentiable], "contiguous")
     del outs  # it would keep its graph alive
 
     graph: list[torch.Tensor] = []
@@ -71,8 +71,8 @@ def passes(provider: Provider, kwargs: dict[str, Any]) -> dict[str, Callable[[],
     def record():
         for t in inputs:
             t.grad = None
-        found = contract.leaves(call(**kwargs))
-        graph[:] = [found[i] for i in which]
+        outputs = contract.leaves(call(**kwargs))
+        graph[:] = [outputs[i] for i in differentiable]
 
     def backward():
         torch.autograd.backward(graph, grads)
@@ -128,19 +128,19 @@ def measure(
             if any(not finding.error <= slack * finding.budget for finding in broken):
                 row.update(status="failed", reason=row["contract"])
                 continue
-            mine = (
+            call_kwargs = (
                 contract.convert(kwargs, None)
                 if provider.consumes or kwargs.get("inplace")
                 else kwargs
             )
-            inputs[provider.name] = mine
-            for name, fn in passes(provider, mine).items():
+            inputs[provider.name] = call_kwargs
+            for name, fn in passes(provider, call_kwargs).items():
                 tasks[provider.name, name] = fn
             row["status"] = "ok"
         except (Unsupported, ImplementationUnavailable) as error:
             row.update(status="unavailable", reason=str(error))
         except Exception as error:  # one provider's failure must not lose the others
-            timing.still_there(error, provider.name)
+            timing.raise_if_lost(error, provider.name)
             row.update(status="error", reason=timing.first_line(error))
     del reference  # holds float64 copies of every result
     free(device, compiled=False)
@@ -154,7 +154,7 @@ def measure(
         rounds=settings.rounds,
         max_seconds=settings.max_seconds,
         seed=SEED,
-        apart=True,
+        isolated=True,
     )
     for (name, _), reason in errors.items():
         if name != COPY:  # the roofline's large copy replaces a failed one
@@ -172,12 +172,14 @@ def measure(
             cost.forward_flops + cost.backward_flops,
         ),
     }
-    for (name, which), found in timings.items():
+    for (name, pass_name), pass_timing in timings.items():
         if rows[name]["status"] == "ok":
-            rows[name][which] = report.figures(found, *work[which], floors[which], large[which])
+            rows[name][pass_name] = report.figures(
+                pass_timing, *work[pass_name], floors[pass_name], large[pass_name]
+            )
     if device == "cuda":
-        for (name, which), fn in tasks.items():
-            if which == "forward_backward" and rows[name]["status"] == "ok":
+        for (name, pass_name), fn in tasks.items():
+            if pass_name == "forward_backward" and rows[name]["status"] == "ok":
                 # Gradients of earlier calls would count as allocated before.
                 for t in contract.leaves(inputs[name]):
                     t.grad = None
@@ -212,15 +214,19 @@ def free(device: str, compiled: bool = True) -> None:
 
 def _git(*args: str) -> str | None:
     """Output of git in the checkout that tracks this file; None if there is none."""
-    here = pathlib.Path(__file__)
+    source_file = pathlib.Path(__file__)
     try:
         # An installed package may be inside an unrelated checkout.
         tracked = subprocess.run(
-            ["git", "ls-files", "--error-unmatch", here.name], cwd=here.parent, capture_output=True
+            ["git", "ls-files", "--error-unmatch", source_file.name],
+            cwd=source_file.parent,
+            capture_output=True,
         )
         if tracked.returncode:
             return None
-        done = subprocess.run(["git", *args], cwd=here.parent, capture_output=True, text=True)
+        done = subprocess.run(
+            ["git", *args], cwd=source_file.parent, capture_output=True, text=True
+        )
     except OSError:  # git is not installed
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -230,7 +236,7 @@ def clocks() -> dict[str, float | None] | None:
     """Current clocks of the first CUDA device, by nvidia-smi; None if unavailable."""
     names = ("sm_mhz", "memory_mhz", "power_w", "temperature_c")
     try:
-        said = subprocess.run(
+        process = subprocess.run(
             [
                 "nvidia-smi",
                 "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu",
@@ -244,11 +250,11 @@ def clocks() -> dict[str, float | None] | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    found = {}
-    for name, text in zip(names, said.stdout.split(","), strict=False):
+    values = {}
+    for name, text in zip(names, process.stdout.split(","), strict=False):
         with contextlib.suppress(ValueError):  # "[N/A]": not reported by this device
-            found[name] = float(text)
-    return found or None
+            values[name] = float(text)
+    return values or None
 
 
 def moment(device: str) -> dict[str, Any]:

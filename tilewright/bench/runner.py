@@ -136,8 +136,8 @@ def work(
     postponed = _read(out / POSTPONED) or {}
 
     def last(unit):  # units that were never tried come first
-        found = current(unit, out, meta, keep)
-        return unit.name in postponed, found is not None and unit.failed(found)
+        previous = current(unit, out, meta, keep)
+        return unit.name in postponed, previous is not None and unit.failed(previous)
 
     try:
         for unit in sorted(units, key=last):
@@ -158,19 +158,19 @@ def work(
                 "blank": {**common, **unit.blank, "meta": unit.about(meta)},
             }
             write_json(state, running)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             try:
                 try:
                     document = unit.make()
                     problem = None
                 except Exception as error:  # one unit's failure must not lose the others
                     document = {
-                        **_so_far(unit.path(out), unit.blank, list(unit.blank)),
+                        **_partial_document(unit.path(out), unit.blank, list(unit.blank)),
                         "error": timing.first_line(error),
                     }
                     problem = error
                 if problem is not None:
-                    timing.still_there(problem)
+                    timing.raise_if_lost(problem)
             except timing.DeviceLost as lost:
                 # The supervisor records it and starts another process.
                 write_json(state, {**running, "lost": str(lost)})
@@ -179,7 +179,7 @@ def work(
             document = {
                 **common,
                 "meta": {**unit.about(meta), **now()},
-                "seconds": time.perf_counter() - begun,
+                "seconds": time.perf_counter() - start,
                 "at": time.time(),
                 **document,
             }
@@ -201,7 +201,9 @@ def work(
         state.unlink(missing_ok=True)
 
 
-def _so_far(path: pathlib.Path, blank: dict[str, Any], parts: Sequence[str]) -> dict[str, Any]:
+def _partial_document(
+    path: pathlib.Path, blank: dict[str, Any], parts: Sequence[str]
+) -> dict[str, Any]:
     """`blank`, updated with these parts of a document that an interrupted unit has written."""
     before = _read(path)
     return (
@@ -224,7 +226,7 @@ class Unusable(Exception):
 
 
 @contextlib.contextmanager
-def alone(out: pathlib.Path) -> Iterator[None]:
+def locked(out: pathlib.Path) -> Iterator[None]:
     """Creates the folder and locks it for this call. Raises Unusable if that is impossible."""
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -268,8 +270,8 @@ def supervise(
             time.time(),
         )
 
-    def stop(*which):
-        processes = [running.pop(i) for i in which]
+    def stop(*indices):
+        processes = [running.pop(i) for i in indices]
         for process in processes:
             kill(process)
         deadline = time.time() + DYING
@@ -298,7 +300,7 @@ def supervise(
                     stop(i)  # compilers that it started may still run
                     if code == 0 or late:
                         continue
-                    reason = (state or {}).get("lost") or f"its process died: {_died(code)}"
+                    reason = (state or {}).get("lost") or f"its process died: {_exit_text(code)}"
                 elif late:
                     stop(i)
                     if state:
@@ -308,7 +310,7 @@ def supervise(
                         )
                         say(f"{state['unit']}: out of time, left for the next call")
                     continue
-                elif state and time.time() - _begun(state, out) > state["limit"]:
+                elif state and time.time() - _unit_start(state, out) > state["limit"]:
                     stop(i)
                     reason = f"did not end within {state['limit']:g} s"
                 elif not state and time.time() - heard[i] > silent:
@@ -321,7 +323,7 @@ def supervise(
                     write_json(
                         path,
                         {
-                            **_so_far(path, state["blank"], state["parts"]),
+                            **_partial_document(path, state["blank"], state["parts"]),
                             "at": now,
                             "seconds": now - state["since"],
                             "error": reason,
@@ -339,7 +341,7 @@ def supervise(
         for i in range(len(commands)):
             (out / f"running-{i}.json").unlink(missing_ok=True)
         late_units = (_read(out / POSTPONED) or {}).items()
-        if waiting := {n: t for n, t in late_units if not _made_since(out / f"{n}.json", t)}:
+        if waiting := {n: t for n, t in late_units if not _finished_since(out / f"{n}.json", t)}:
             write_json(out / POSTPONED, waiting)
         else:
             (out / POSTPONED).unlink(missing_ok=True)
@@ -347,7 +349,7 @@ def supervise(
             signal.signal(signal.SIGTERM, before)
 
 
-def _begun(state: dict[str, Any], out: pathlib.Path) -> float:
+def _unit_start(state: dict[str, Any], out: pathlib.Path) -> float:
     """When the unit started or last wrote a partial result, whichever is later."""
     try:
         return max(state["since"], (out / f"{state['unit']}.json").stat().st_mtime)
@@ -355,17 +357,17 @@ def _begun(state: dict[str, Any], out: pathlib.Path) -> float:
         return state["since"]
 
 
-def _made_since(path: pathlib.Path, when: float) -> bool:
-    found = _read(path)
+def _finished_since(path: pathlib.Path, when: float) -> bool:
+    document = _read(path)
     return (
-        bool(found)
-        and not found.get("unfinished")
-        and not found.get("error")
-        and found.get("at", 0.0) > when
+        bool(document)
+        and not document.get("unfinished")
+        and not document.get("error")
+        and document.get("at", 0.0) > when
     )
 
 
-def _died(code: int) -> str:
+def _exit_text(code: int) -> str:
     if code < 0:
         with contextlib.suppress(ValueError):
             return signal.Signals(-code).name
@@ -419,8 +421,8 @@ def split(units: Sequence[Unit], worker: int, of: int) -> Iterator[Unit]:
     return (u for i, u in enumerate(units) if i % of == worker)
 
 
-def again(arguments: Sequence[str], **task: Any) -> list[str]:
-    """The command line of this command as a worker with this task (see `a_task`)."""
+def worker_command(arguments: Sequence[str], **task: Any) -> list[str]:
+    """The command line of this command as a worker with this task (see `parse_task`)."""
     return [
         sys.executable,
         "-m",
@@ -431,8 +433,8 @@ def again(arguments: Sequence[str], **task: Any) -> list[str]:
     ]
 
 
-def a_task(argv: Sequence[str]) -> tuple[list[str], dict[str, Any] | None]:
-    """A command's arguments, and its task from `again`; None if it is not a worker."""
+def parse_task(argv: Sequence[str]) -> tuple[list[str], dict[str, Any] | None]:
+    """A command's arguments, and its task from `worker_command`; None if it is not a worker."""
     argv = list(argv)
     return (
         (argv[:-2], json.loads(argv[-1]))

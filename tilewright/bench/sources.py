@@ -44,12 +44,12 @@ def digest(op: Op | None = None) -> str:
     """The digest of an op; None: of the measuring core alone, for results without an op such as
     the roofline.
     """
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for path in [*CORE, *files([] if op is None else _modules_of(op))]:
-        found.update(
+        hasher.update(
             f"{path.relative_to(PACKAGE.parent)}\0{_meaning(path, path.stat().st_mtime_ns)}\0".encode()
         )
-    return found.hexdigest()[:16]
+    return hasher.hexdigest()[:16]
 
 
 def everything() -> str:

@@ -76,24 +76,24 @@ def read(folder: pathlib.Path) -> Iterator[tuple[str, pathlib.Path, Any]]:
 
     Raises ValueError, naming the file, for one that cannot be read.
     """
-    found: dict[str, tuple[pathlib.Path, Any]] = {}
+    documents: dict[str, tuple[pathlib.Path, Any]] = {}
     path = folder / FILE
     if path.exists():
         lines = path.read_text().splitlines()
         for i, line in enumerate(lines, 1):
             try:
                 document = parse(line)
-                found[document.pop("unit")] = path, document
+                documents[document.pop("unit")] = path, document
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                said = "it has no 'unit'" if isinstance(error, KeyError) else str(error)
-                raise ValueError(f"{path}: line {i}: not readable as a unit: {said}") from error
+                reason = "it has no 'unit'" if isinstance(error, KeyError) else str(error)
+                raise ValueError(f"{path}: line {i}: not readable as a unit: {reason}") from error
     for name, each in files(folder).items():
         try:
-            found[name] = each, parse(each.read_text())
+            documents[name] = each, parse(each.read_text())
         except (OSError, ValueError) as error:
             raise ValueError(f"{each}: not readable as JSON: {error}") from error
-    for name in sorted(found, key=lambda n: (n != SUMMARY, n)):
-        yield name, *found[name]
+    for name in sorted(documents, key=lambda n: (n != SUMMARY, n)):
+        yield name, *documents[name]
 
 
 def files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -154,10 +154,10 @@ def rows(path: pathlib.Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     documents = {name: document for name, _, document in read(folder)}
     if SUMMARY not in documents:
         raise ValueError(f"{path}: holds no finished suite ({FILE})")
-    found: dict[tuple, dict[str, Any]] = {}
+    timed_rows: dict[tuple, dict[str, Any]] = {}
     for stage in ("time/", "goals/"):
         for name, document in documents.items():
             if name.startswith(stage):
                 for r in document["rows"]:
-                    found.setdefault((r["op"], r["case"], r["dtype"], r["provider"]), r)
-    return documents[SUMMARY]["meta"], list(found.values())
+                    timed_rows.setdefault((r["op"], r["case"], r["dtype"], r["provider"]), r)
+    return documents[SUMMARY]["meta"], list(timed_rows.values())

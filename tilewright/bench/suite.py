@@ -58,7 +58,7 @@ from tilewright.bench.stages.common import BY_NAME, DTYPES, TIMED
 from tilewright.bench.stages.questions import ab_unit, implementation
 from tilewright.bench.stages.timed import (
     goal_units,
-    goals_here,
+    goals_on,
     overhead_unit,
     roofline_unit,
     time_unit,
@@ -105,7 +105,7 @@ def units(
             if tag in case.tags and (cases is None or case.name in cases)
         ]
 
-    taken = {
+    supported = {
         op.name: [
             d for d in dtypes if any(d in i.dtypes for i in op.implementations if i.name != "eager")
         ]
@@ -118,7 +118,9 @@ def units(
         return [
             sanitize_unit(op, small[op.name], device, torch.bfloat16)
             for op in ops
-            if op.name in small and any(goals_here(op, device)) and torch.bfloat16 in taken[op.name]
+            if op.name in small
+            and any(goals_on(op, device))
+            and torch.bfloat16 in supported[op.name]
         ]
     if stage == "goals":
         return goal_units(ops, device, settings, out, cases)
@@ -130,12 +132,12 @@ def units(
                     v, op, v.now, device
                 ).why_not(device, torch.bfloat16) is None:
                     deciding.setdefault((op.name, case.name), (op, case, []))[2].append(v)
-        return [ab_unit(asked, op, case, device, settings) for op, case, asked in deciding.values()]
+        return [ab_unit(vs, op, case, device, settings) for op, case, vs in deciding.values()]
     if stage == "parity":
         return [
-            parity_unit(op, case, device, taken[op.name])
+            parity_unit(op, case, device, supported[op.name])
             for op, case in tagged("contract")
-            if taken[op.name]
+            if supported[op.name]
         ]
     if stage == "graph" and device == "cuda":
         return [
@@ -144,12 +146,12 @@ def units(
                 op,
                 case,
                 device,
-                taken[op.name][:1],
+                supported[op.name][:1],
                 contract.check_capture,
                 contract.no_capture,
             )
             for op, case in tagged("contract")
-            if taken[op.name]
+            if supported[op.name]
         ]
     if stage == "big" and device == "cuda":
 
@@ -157,23 +159,25 @@ def units(
             return contract.check_big(op, name, case, device, dtype)
 
         return [
-            check_unit("big", op, case, device, taken[op.name], check, lambda *_: None, limit=300.0)
+            check_unit(
+                "big", op, case, device, supported[op.name], check, lambda *_: None, limit=300.0
+            )
             for op, case in tagged("big")
-            if taken[op.name]
+            if supported[op.name]
         ]
     if stage == "time":
         return [
             time_unit(op, case, device, dtype, settings, out, only)
             for dtype in TIMED
             for op, case in tagged(device)
-            if dtype in taken[op.name]
+            if dtype in supported[op.name]
         ]
     if stage == "overhead":
-        found = {op.name: [d for d in TIMED if d in taken[op.name]][:1] for op in ops}
+        dtypes_of = {op.name: [d for d in TIMED if d in supported[op.name]][:1] for op in ops}
         return [
-            overhead_unit(op, device, found[op.name], settings, not_launched)
+            overhead_unit(op, device, dtypes_of[op.name], settings, not_launched)
             for op in ops
-            if found[op.name] and not (not_launched and "triton" not in op.names())
+            if dtypes_of[op.name] and not (not_launched and "triton" not in op.names())
         ]
     if stage in STAGES:
         return []
@@ -211,26 +215,26 @@ def conclude(
     all_units: Sequence[Unit], out: pathlib.Path, meta: dict[str, Any], keep: bool
 ) -> tuple[dict, list[str]]:
     """The suite's own document, and one line per failure."""
-    found, broken = {}, []
+    unit_states, broken = {}, []
     for unit in all_units:
         document = runner.current(unit, out, meta, keep)
         if document is None:
-            found[unit.name] = {"status": "not reached", "seconds": None, "reason": None}
+            unit_states[unit.name] = {"status": "not reached", "seconds": None, "reason": None}
             continue
         bad = failures(document)
         broken += [f"{unit.name}: {b}" for b in bad]
-        found[unit.name] = {
+        unit_states[unit.name] = {
             "status": "error" if bad else "done",
             "seconds": document.get("seconds"),
             "reason": "; ".join(bad) or None,
         }
-    complete = all(u["status"] != "not reached" for u in found.values())
+    complete = all(u["status"] != "not reached" for u in unit_states.values())
     return {
         "schema": runner.SCHEMA,
         "kind": "suite",
         "meta": meta,
         "complete": complete,
-        "units": found,
+        "units": unit_states,
     }, broken
 
 
@@ -242,12 +246,12 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = p.add_argument
-    add("--minutes", type=at_least(0.05, float), required=True, help="the call ends within so many")
+    add("--minutes", type=at_least(0.05, float), required=True, help="time budget of this call")
     add(
         "--out",
         type=pathlib.Path,
         metavar="DIR",
-        help="where results are, and go (default: bench_results/<device>-<date>)",
+        help="folder of the results, read and written (default: bench_results/<device>-<date>)",
     )
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     add("--op", type=names(ops), default=list(ops), metavar="OP,..", help="default: every op")
@@ -261,13 +265,13 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--goals",
         action="store_true",
-        help=f"only what decides first: {', '.join(FIRST)}, of ops with a goal here",
+        help=f"only the stages {', '.join(FIRST)}, of ops with a goal on this device",
     )
     add(
         "--stream",
         type=pathlib.Path,
         metavar="FILE",
-        help="append each document to FILE when it is made, a line each",
+        help="append each finished document to FILE, one per line",
     )
     add(
         "--case",
@@ -285,48 +289,46 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--jobs",
         type=at_least(1, int),
-        help="processes of the stages in which nothing is timed (default: half the "
-        "cores, 8 at most; on a CPU 1)",
+        help="worker processes of the stages without timing (default: half the "
+        "cores, at most 8; 1 on a CPU)",
     )
-    add("--provider", type=names(), metavar="NAME,..", help="of the stage `time` (default: all)")
-    add("--threads", type=at_least(1, int), metavar="N", help="on a CPU (default: torch's)")
-    add("--rounds", type=at_least(1, int), default=9, help="of a timed case (default %(default)s)")
+    add("--provider", type=names(), metavar="NAME,..", help="for stage `time` (default: all)")
+    add("--threads", type=at_least(1, int), metavar="N", help="CPU threads (default: torch's)")
+    add("--rounds", type=at_least(1, int), default=9, help="per timed case (default %(default)s)")
     add(
         "--case-seconds",
         type=at_least(0, float),
         default=6.0,
-        help="begin no further round of a timed case after so long (default %(default)s)",
+        help="start no further round of a timed case after this time (default %(default)s)",
     )
     add(
         "--baseline-slack",
         type=at_least(1, float),
         default=8.0,
-        help="time a baseline whose error is within so many times the contract's budget, and mark "
-        "it (default %(default)s; 1 is the contract itself)",
+        help="time and mark a baseline whose error is at most this multiple of the contract's "
+        "budget (default %(default)s; 1 is the contract itself)",
     )
-    add(
-        "--keep", action="store_true", help="take results of other sources and versions as they are"
-    )
+    add("--keep", action="store_true", help="accept results of other sources and versions")
     add(
         "--sample-ms",
         type=at_least(0, float),
         default=8.0,
-        help="a sample on a CPU is as many calls in a row as take so long (default %(default)s)",
+        help="on a CPU, the duration of one sample of repeated calls (default %(default)s)",
     )
     add(
         "--not-launched",
         action="store_true",
-        help="host time of Triton's implementations on CPU tensors: compiled, bound and "
-        "specialized as for a GPU of compute capability 9.0, but not launched",
+        help="measure the host time of Triton implementations on CPU tensors: kernels are "
+        "compiled and specialized for compute capability 9.0, but not launched",
     )
-    add("--commit", help="the commit of these sources, where git cannot tell")
+    add("--commit", help="the commit of these sources, if git cannot determine it")
     return p
 
 
-def main(argv: Sequence[str], begun: float | None = None) -> int:
-    """begun: when the process started, from which the minutes count (default: now)."""
-    begun = begun or time.time()
-    argv, task = runner.a_task(argv)
+def main(argv: Sequence[str], start_time: float | None = None) -> int:
+    """start_time: when the process started, from which the minutes count (default: now)."""
+    start_time = start_time or time.time()
+    argv, task = runner.parse_task(argv)
     p = parser()
     args = p.parse_args(argv)
     has_device(p, args.device)
@@ -364,8 +366,8 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
     # The suite's own document covers the device's whole plan, whichever part this call runs.
     whole = [u for stage in STAGES for u in plan(stage, table.values(), dtypes=DTYPES)]
     try:
-        with runner.alone(args.out):
-            return _supervise(args, argv, groups, whole, meta, begun)
+        with runner.locked(args.out):
+            return _supervise(args, argv, groups, whole, meta, start_time)
     except (runner.Unusable, OSError) as error:
         p.error(f"argument --out: {error}")
 
@@ -373,12 +375,12 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
 def _groups(args: argparse.Namespace, plan: Callable[..., list[Unit]]) -> list[list[Unit]]:
     """The units that a call was asked for, by `GROUPS`."""
     table = selection.operations()
-    ops = [table[n] for n in args.op if not args.goals or any(goals_here(table[n], args.device))]
+    ops = [table[n] for n in args.op if not args.goals or any(goals_on(table[n], args.device))]
     dtypes = [d for n, d in BY_NAME.items() if n in args.dtype]
-    asked = [s for s in args.stage if s in FIRST] if args.goals else args.stage
+    requested = [s for s in args.stage if s in FIRST] if args.goals else args.stage
     # Times mean nothing without the roofline, so timed stages always include it.
-    timed = {"time", "goals"} & set(asked)
-    stages = [s for s in STAGES if s in asked or (s == "roofline" and timed)]
+    timed = {"time", "goals"} & set(requested)
+    stages = [s for s in STAGES if s in requested or (s == "roofline" and timed)]
     return [
         [u for s in group if s in stages for u in plan(s, ops, dtypes=dtypes, cases=args.case)]
         for group in GROUPS
@@ -403,8 +405,8 @@ def _work(args: argparse.Namespace, groups, task: Mapping[str, Any], meta: dict[
     runner.done()
 
 
-def _supervise(args, argv, groups, whole, meta, begun) -> int:
-    until = begun + 60 * args.minutes - runner.FINISH
+def _supervise(args, argv, groups, whole, meta, start_time) -> int:
+    until = start_time + 60 * args.minutes - runner.FINISH
     jobs = args.jobs or (min(8, max(1, (os.cpu_count() or 1) // 2)) if args.device == "cuda" else 1)
     out = store.unpack(args.out)
     roof = out / "roofline.json"
@@ -420,23 +422,25 @@ def _supervise(args, argv, groups, whole, meta, begun) -> int:
     try:
         for i, (group, units_) in enumerate(zip(GROUPS, groups, strict=True)):
             if time.time() >= until or all(
-                runner.current(u, out, meta, args.keep, begun) for u in units_
+                runner.current(u, out, meta, args.keep, start_time) for u in units_
             ):
                 continue
             if {"time", "goals"} & set(group) and groups[0] and runner.has_failed(roof):
                 print("no roofline: nothing is timed")
                 break
             of = jobs if "parity" in group else 1
-            task = {"until": until, "since": begun, "group": i, "of": of}
-            commands = [runner.again(["suite", *argv], worker=k, **task) for k in range(of)]
+            task = {"until": until, "since": start_time, "group": i, "of": of}
+            commands = [
+                runner.worker_command(["suite", *argv], worker=k, **task) for k in range(of)
+            ]
             going &= runner.supervise(commands, out, until)
     except KeyboardInterrupt:
         print("interrupted: what was found is kept")
-    wanted = [u for units_ in groups for u in units_]
-    document, broken = conclude(wanted, out, meta, args.keep)
+    requested = [u for units_ in groups for u in units_]
+    document, broken = conclude(requested, out, meta, args.keep)
     store.pack(args.out, conclude(whole, out, meta, args.keep)[0])
     reached = sum(u["status"] != "not reached" for u in document["units"].values())
-    print(f"\n{reached} of {len(wanted)} units in {args.out}, {time.time() - begun:.0f} s")
+    print(f"\n{reached} of {len(requested)} units in {args.out}, {time.time() - start_time:.0f} s")
     if not going:
         broken.append("workers ended twice between units; what they said is above")
     for line in broken:

@@ -112,11 +112,11 @@ def upstream(outs: list[torch.Tensor], layout: str, seed: int = 1) -> list[torch
     """Upstream gradients, drawn in float64 and rounded to each output's dtype, in the given memory
     layout.
     """
-    found = []
+    grads = []
     for i, out in enumerate(outs):
         g = torch.Generator(device=out.device).manual_seed(seed + 1000 * i)
         if layout == "expanded":  # one value with strides 0, as from .sum().backward()
-            found.append(
+            grads.append(
                 torch.randn((), device=out.device, dtype=torch.float64, generator=g)
                 .to(out.dtype)
                 .expand(out.shape)
@@ -134,5 +134,5 @@ def upstream(outs: list[torch.Tensor], layout: str, seed: int = 1) -> list[torch
             )
             wide[..., ::2] = grad
             grad = wide[..., ::2]
-        found.append(grad)
-    return found
+        grads.append(grad)
+    return grads

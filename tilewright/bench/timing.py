@@ -51,7 +51,7 @@ class Timing:
     calls: per sample.
     host: seconds until a call returns (CUDA only).
     kernels: seconds of its kernels on the device, without gaps between them (CUDA only).
-    alone: seconds of a call on an idle device, including host gaps and small kernels (CUDA only).
+    idle: seconds of a call on an idle device, including host gaps and small kernels (CUDA only).
     """
 
     median: float
@@ -61,7 +61,7 @@ class Timing:
     calls: int
     host: float | None = None
     kernels: float | None = None
-    alone: float | None = None
+    idle: float | None = None
 
     @classmethod
     def of(
@@ -70,11 +70,11 @@ class Timing:
         calls: int = 1,
         host: float | None = None,
         kernels: float | None = None,
-        alone: float | None = None,
+        idle: float | None = None,
     ) -> Timing:
         samples = tuple(samples)
         p20, median, p80 = (quantile(samples, q) for q in (0.2, 0.5, 0.8))
-        return cls(median, p20, p80, samples, calls, host, kernels, alone)
+        return cls(median, p20, p80, samples, calls, host, kernels, idle)
 
 
 LEAST_GAIN = 1.01  # a smaller difference would not outlive the next compiler version
@@ -119,7 +119,7 @@ class CpuClock:
     def host_seconds(self, fn: Callable[[], object]) -> None:
         return None
 
-    def apart(self, fn: Callable[[], object]) -> tuple[None, None]:
+    def isolated_times(self, fn: Callable[[], object]) -> tuple[None, None]:
         return None, None
 
     @staticmethod
@@ -171,9 +171,9 @@ class CudaClock:
         fn()  # compiles, fills caches
         torch.cuda.synchronize()
         hosts, calls = [], []
-        begun = time.perf_counter()
+        first_start = time.perf_counter()
         while len(hosts) < CUDA_CALLS and (
-            not hosts or time.perf_counter() - begun < 4 * SLOW_CALL
+            not hosts or time.perf_counter() - first_start < 4 * SLOW_CALL
         ):
             if before is not None:
                 before()
@@ -208,7 +208,7 @@ class CudaClock:
         """Seconds until a call returned, as measured by `prepare`."""
         return self._host[id(fn)]
 
-    def apart(self, fn: Callable[[], object]) -> tuple[float | None, float]:
+    def isolated_times(self, fn: Callable[[], object]) -> tuple[float | None, float]:
         """Seconds in kernels by the device profiler (None if unavailable), and of a call on an
         idle device.
         """
@@ -220,16 +220,16 @@ class CudaClock:
             self._flush()
             torch.cuda.synchronize()
 
-        alone = []
+        samples = []
         for _ in range(CUDA_CALLS):
             prepared()
-            alone.append(self._events(timed))
+            samples.append(self._events(timed))
         prepared()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             timed()
             torch.cuda.synchronize()
-        busy = sum(e.self_device_time_total for e in seen.key_averages()) / 1e6
-        return busy or None, quantile(alone, 0.5)
+        busy = sum(e.self_device_time_total for e in profile.key_averages()) / 1e6
+        return busy or None, quantile(samples, 0.5)
 
     @staticmethod
     def _events(fn) -> float:
@@ -263,7 +263,7 @@ class DeviceLost(BaseException):
     """
 
 
-def still_there(error: BaseException, who: str = "") -> None:
+def raise_if_lost(error: BaseException, who: str = "") -> None:
     """After an exception: raises DeviceLost, with its text, if the device no longer responds."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return
@@ -280,14 +280,14 @@ def interleave(
     rounds: int,
     max_seconds: float = math.inf,
     seed: int = 0,
-    apart: bool = False,
+    isolated: bool = False,
 ) -> tuple[dict[Hashable, Timing], dict[Hashable, str]]:
     """Times every task once per round, in a new random order each round, so that drift of the
     machine affects all alike.
 
     rounds: number of rounds. None starts after `max_seconds`, but at least three are done (or
         `rounds`, if fewer), since quantiles of fewer say nothing.
-    apart: on CUDA, also measures kernel time and a call on an idle device.
+    isolated: on CUDA, also measures kernel time and a call on an idle device.
 
     Returns the timings, and the first line of the exception for each task that raised one.
     Raises ValueError if rounds < 1.
@@ -302,16 +302,16 @@ def interleave(
         try:
             return step()
         except Exception as error:  # one provider's failure must not lose the others
-            still_there(error, str(key))
+            raise_if_lost(error, str(key))
             errors[key] = first_line(error)
             return None
 
     for key, fn in tasks.items():
-        found = attempt(key, lambda fn=fn: clock.prepare(fn))
-        if found is not None:
-            calls[key], samples[key] = found, []
+        prepared = attempt(key, lambda fn=fn: clock.prepare(fn))
+        if prepared is not None:
+            calls[key], samples[key] = prepared, []
     order = random.Random(seed)
-    begun, done = time.perf_counter(), 0
+    start, done = time.perf_counter(), 0
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -323,7 +323,7 @@ def interleave(
                 if value is not None:
                     samples[key].append(value)
             done += 1
-            passed = time.perf_counter() - begun
+            passed = time.perf_counter() - start
             if done >= rounds:
                 break
             if done >= min(3, rounds) and passed >= max_seconds:
@@ -333,10 +333,12 @@ def interleave(
             gc.enable()
     timings = {}
     for key in [k for k in calls if k not in errors]:
-        found = attempt(key, lambda key=key: clock.apart(tasks[key])) if apart else ()
-        if found is not None:
+        isolated_seconds = (
+            attempt(key, lambda key=key: clock.isolated_times(tasks[key])) if isolated else ()
+        )
+        if isolated_seconds is not None:
             timings[key] = Timing.of(
-                samples[key], calls[key], clock.host_seconds(tasks[key]), *found
+                samples[key], calls[key], clock.host_seconds(tasks[key]), *isolated_seconds
             )
     return timings, errors
 

@@ -77,15 +77,15 @@ def search(
     named = tunable.named(key)
     candidates = tunable.candidates(**named)
     provider = Provider(impl.name, functools.partial(op.public, implementation=impl.name))
-    mine = contract.convert(kwargs, None) if kwargs.get("inplace") else kwargs
-    passes = run.passes(provider, mine)
+    call_kwargs = contract.convert(kwargs, None) if kwargs.get("inplace") else kwargs
+    passes = run.passes(provider, call_kwargs)
     clock = timing.clock(device)
-    told: list[Config] = []
+    announced: list[Config] = []
 
     def task(config):
         def first():
-            if config not in told:
-                told.append(config)
+            if config not in announced:
+                announced.append(config)
                 trying(config)
 
         return launches.timed(tunable, key, config, place, passes, first, shared)
@@ -99,7 +99,7 @@ def search(
         **{i: "ended its process" for i, c in enumerate(candidates) if c in crashed},
     }
     # Frees the timed calls' gradients: truth needs all the memory there is.
-    for t in contract.leaves(mine):
+    for t in contract.leaves(call_kwargs):
         t.grad = None
     by = contract.reference(op, kwargs, dtype, cut=pieces.of(op, kwargs))
     best = 0
@@ -153,19 +153,19 @@ def unit(
     name = f"{op.name}.{impl.name}.{case.name}.{short(dtype)}"
 
     def make():
-        found = tune_tables.entries_in(out, meta)
-        entries = [{n: e[n] for n in e["own"]} for e in found if e["unit"] == name]
-        done = {tune_tables.key_of(e) for e in found}
+        previous = tune_tables.entries_in(out, meta)
+        entries = [{n: e[n] for n in e["own"]} for e in previous if e["unit"] == name]
+        done = {tune_tables.key_of(e) for e in previous}
         about = {**meta, "source": sources.digest(op)}
         crashed = tune_tables.crashed(out / f"{name}.json", about)
 
         def write(trying=None):
-            made = {**about, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+            stamped = {**about, "date": datetime.now(UTC).isoformat(timespec="seconds")}
             store.write_json(
                 out / f"{name}.json",
                 {
                     "schema": runner.SCHEMA,
-                    "meta": made,
+                    "meta": stamped,
                     "entries": entries,
                     "trying": trying,
                     "crashed": crashed,
@@ -173,7 +173,7 @@ def unit(
                 },
             )
 
-        for tunable, key in launches.asked_for(op, impl, case.make(device, dtype, run.SEED)):
+        for tunable, key in launches.requested_keys(op, impl, case.make(device, dtype, run.SEED)):
             of = tune_tables.key_of({"launch": tunable.name, "key": tunable.named(key)})
             if of not in done:
                 entries.append(
@@ -259,9 +259,9 @@ def units(
     ]
 
 
-def main(argv: Sequence[str], begun: float | None = None) -> int:
-    begun = begun or time.time()
-    argv, task = runner.a_task(argv)
+def main(argv: Sequence[str], start_time: float | None = None) -> int:
+    start_time = start_time or time.time()
+    argv, task = runner.parse_task(argv)
     ops = selection.operations()
     p = argparse.ArgumentParser(
         prog="python -m tilewright.bench tune",
@@ -269,7 +269,7 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = p.add_argument
-    add("--minutes", type=at_least(0.05, float), required=True, help="the call ends within so many")
+    add("--minutes", type=at_least(0.05, float), required=True, help="time budget of this call")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     add("--op", type=names(ops), default=list(ops), metavar="OP,..", help="default: every op")
     add(
@@ -289,23 +289,23 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
         "--goals",
         type=pathlib.Path,
         metavar="DIR",
-        help="only cases whose goals the suite's results in DIR do not "
-        "show to be met (default: every timed case)",
+        help="only cases with a goal that the suite's results in DIR do not "
+        "meet (default: every timed case)",
     )
     add(
         "--tables",
         type=pathlib.Path,
         default=tuning.TABLES,
         metavar="DIR",
-        help="default: where launchers look",
+        help="folder of the tables (default: the one that launchers read)",
     )
     add(
         "--work",
         type=pathlib.Path,
         metavar="DIR",
-        help="where searches are kept (default: build/tune/<device>)",
+        help="folder of the searches' state (default: build/tune/<device>)",
     )
-    add("--commit", help="the commit of these sources, where git cannot tell")
+    add("--commit", help="the commit of these sources, if git cannot determine it")
     args = p.parse_args(argv)
     has_device(p, args.device)
     meta = run.metadata(args.device, run.Settings(), ["tune", *argv], commit=args.commit)
@@ -343,20 +343,22 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
             now=functools.partial(run.moment, args.device),
         )
         runner.done()
-    until = begun + 60 * args.minutes - runner.FINISH
+    until = start_time + 60 * args.minutes - runner.FINISH
     going = True
     try:
         args.tables.mkdir(parents=True, exist_ok=True)  # fails now rather than after the search
     except OSError as error:
         p.error(f"argument --tables: {error}")
     try:
-        with runner.alone(out):
+        with runner.locked(out):
             # After an interrupt, the results so far are still written.
             with contextlib.suppress(KeyboardInterrupt):
                 if args.device == "cuda" and not all(runner.current(u, out, meta) for u in plan):
                     compile_beforehand(args.op, args.goals, until)
                 going = runner.supervise(
-                    [runner.again(["tune", *argv], until=until, since=begun)], out, until
+                    [runner.worker_command(["tune", *argv], until=until, since=start_time)],
+                    out,
+                    until,
                 )
             for path in tune_tables.write_tables(out, args.tables, meta):
                 print(f"wrote {path}")
@@ -368,7 +370,7 @@ def main(argv: Sequence[str], begun: float | None = None) -> int:
     ]
     print(
         f"{sum(d is not None for d in done)} of {len(plan)} searches done, "
-        f"{time.time() - begun:.0f} s"
+        f"{time.time() - start_time:.0f} s"
     )
     if not going:
         failed.append("the worker ended twice between units; what it said is above")

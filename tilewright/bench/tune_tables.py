@@ -35,7 +35,7 @@ def entries_in(out: pathlib.Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
     """Every entry found on this device with these sources and versions, oldest first, with its
     time and unit.
     """
-    found, ops = [], selection.operations()
+    entries, ops = [], selection.operations()
     for path in out.glob("*.json"):
         try:
             document = json.loads(path.read_text())
@@ -46,20 +46,20 @@ def entries_in(out: pathlib.Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
         except (OSError, ValueError, KeyError, TypeError):  # postponed.json, or half a file
             continue
         if ours:
-            made = document["meta"]
-            found += [
+            meta_of_file = document["meta"]
+            entries += [
                 {
                     **e,
                     "unit": path.stem,
                     "own": list(e),
-                    "date": made["date"],
-                    "commit": made.get("commit"),
-                    "dirty": made.get("dirty"),
-                    "versions": made["versions"],
+                    "date": meta_of_file["date"],
+                    "commit": meta_of_file.get("commit"),
+                    "dirty": meta_of_file.get("dirty"),
+                    "versions": meta_of_file["versions"],
                 }
                 for e in document.get("entries", ())
             ]
-    return sorted(found, key=lambda e: e["date"])
+    return sorted(entries, key=lambda e: e["date"])
 
 
 def write_tables(
@@ -78,14 +78,14 @@ def write_tables(
         path = tables / platform.slug(device) / f"{op}.json"
         launches = tuning.read(path)["launches"] if path.exists() else {}
         for (launch, _), entry in entries.items():
-            kept = [e for e in launches.get(launch, ()) if e["key"] != entry["key"]]
+            other_entries = [e for e in launches.get(launch, ()) if e["key"] != entry["key"]]
             slim = {
                 k: v
                 for k, v in entry.items()
                 if k not in ("launch", "tried", "rejected", "unit", "own")
             }
             launches[launch] = sorted(
-                [*kept, slim], key=lambda e: json.dumps(e["key"], sort_keys=True)
+                [*other_entries, slim], key=lambda e: json.dumps(e["key"], sort_keys=True)
             )
         store.write_json(
             path,

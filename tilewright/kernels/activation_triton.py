@@ -199,7 +199,7 @@ def _specs(kernel, kind: int):
     strides = ("dy_stride", "gate_stride", "up_stride", "y_stride", "dgate_stride", "dup_stride")
 
     def specs(key: dict, config: dict) -> list[KernelSpec]:
-        found = []
+        kernel_specs = []
         for data, tail in (
             (("bf16", ""), ("bf16", " odd")) if key["itemsize"] == 2 else (("fp32", ""),)
         ):
@@ -213,7 +213,7 @@ def _specs(kernel, kind: int):
             # Rows with odd strides start at any element, differently in each tensor: no access
             # wider than one element is aligned.
             need = 0 if tail else 128
-            found.append(
+            kernel_specs.append(
                 KernelSpec(
                     kernel,
                     f"{label} {data}{tail}",
@@ -229,19 +229,19 @@ def _specs(kernel, kind: int):
                     elements=config["BLOCK"],
                 )
             )
-        return found
+        return kernel_specs
 
     return specs
 
 
-def _tunables(kernel, which: str) -> tuple[Tunable, ...]:
+def _tunables(kernel, pass_name: str) -> tuple[Tunable, ...]:
     """One per KIND."""
     return tuple(
         Tunable(
             "silu_mul" if kind == 0 else "gelu_mul",
-            f"{which}{name.removeprefix('silu')[4:]}",
+            f"{pass_name}{name.removeprefix('silu')[4:]}",
             ("columns", "itemsize"),
-            which,
+            pass_name,
             _heuristic,
             _space,
             [(4096, 2), (4096, 4)],

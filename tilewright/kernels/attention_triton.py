@@ -1025,7 +1025,7 @@ def _space(heuristic, tiled, walked):
     def space(width: int, itemsize: int, large: bool, capped: bool) -> list[dict]:
         if itemsize == 4:
             return [heuristic(width, itemsize, large, capped)]
-        found = []
+        configs = []
         for block, step in ((128, 128), (128, 64), (64, 64), (64, 32), (128, 32)):
             for warps in (4, 8):
                 for stages in (1, 2, 3):
@@ -1034,10 +1034,10 @@ def _space(heuristic, tiled, walked):
                     shared = 2 * width * itemsize * (step * stages + block)
                     elements = block * width // (32 * warps)  # per sum and thread
                     if shared <= (220 if large else 96) * 1024 and elements <= 64:
-                        found.append(
+                        configs.append(
                             {tiled: block, walked: step, "num_warps": warps, "num_stages": stages}
                         )
-        return found
+        return configs
 
     return space
 
@@ -1072,7 +1072,7 @@ def _specs_of(kernel, name, pointers, strides, sinks, tiled):
         if "delta_ptr" in kernel.arg_names:
             types["delta_ptr"] = "*fp32"
         constants = {n: v for n, v in config.items() if n.startswith("BLOCK")}
-        found = []
+        kernel_specs = []
         variants = {
             "causal": {},
             "full": {"CAUSAL": False},
@@ -1103,22 +1103,22 @@ def _specs_of(kernel, name, pointers, strides, sinks, tiled):
                 **options,
                 **constants,
             }
-            own = dict(types)
+            signature = dict(types)
             if sinks:
                 if constexprs["SINKS"]:
-                    own["sinks_ptr"] = "*fp32"
+                    signature["sinks_ptr"] = "*fp32"
                 else:
                     constexprs["sinks_ptr"] = None
             else:
                 del constexprs["SINKS"]
             if not constexprs["PACKED"]:
                 constexprs |= {"tiles_ptr": None, "cu_ptr": None}
-                del own["tiles_ptr"], own["cu_ptr"]
-            found.append(
+                del signature["tiles_ptr"], signature["cu_ptr"]
+            kernel_specs.append(
                 KernelSpec(
                     kernel,
                     f"{name} {label} D={width} {data}{'' if key['large'] else ' small'}",
-                    own,
+                    signature,
                     constexprs,
                     config["num_warps"],
                     config["num_stages"],
@@ -1130,7 +1130,7 @@ def _specs_of(kernel, name, pointers, strides, sinks, tiled):
                     else {},
                 )
             )
-        return found
+        return kernel_specs
 
     return specs
 

@@ -204,8 +204,8 @@ def nvfp4_quantize_both(
     B, R, C = x.shape
     data = x.new_empty((B, R, (C + 1) // 2), dtype=torch.uint8)
     scale = x.new_empty((B, R, cdiv(C, 16)), dtype=torch.uint8)
-    turned = x.new_empty((B, C, (R + 1) // 2), dtype=torch.uint8)
-    turned_scale = x.new_empty((B, C, cdiv(R, 16)), dtype=torch.uint8)
+    data_t = x.new_empty((B, C, (R + 1) // 2), dtype=torch.uint8)
+    scale_t = x.new_empty((B, C, cdiv(R, 16)), dtype=torch.uint8)
     if x.numel():
         most, warps = _nvfp4_tile(x.element_size(), seed is not None)
         high = min(HIGH, max(16, next_power_of_2(R)))
@@ -218,12 +218,12 @@ def nvfp4_quantize_both(
             global_scale,
             data,
             scale,
-            turned,
-            turned_scale,
+            data_t,
+            scale_t,
             R,
             C,
             data.shape[2],
-            turned.shape[2],
+            data_t.shape[2],
             bands,
             tiles,
             seed or 0,
@@ -234,7 +234,7 @@ def nvfp4_quantize_both(
             HARDWARE=conversions(x.device),
             num_warps=warps,
         )
-    return data, scale, turned, turned_scale
+    return data, scale, data_t, scale_t
 
 
 # ---- block-scaled FP8
@@ -390,12 +390,12 @@ def block_fp8_quantize_both(
         return *block_fp8_quantize(x, rows, columns, seed), *block_fp8_quantize(
             x.mT.contiguous(), rows, columns, seed
         )
-    data, turned = (
+    data, data_t = (
         x.new_empty(x.shape, dtype=torch.uint8),
         x.new_empty((B, C, R), dtype=torch.uint8),
     )
     inverse = x.new_empty((B, cdiv(R, rows), cdiv(C, columns)), dtype=torch.float32)
-    turned_inverse = x.new_empty((B, cdiv(C, rows), cdiv(R, columns)), dtype=torch.float32)
+    inverse_t = x.new_empty((B, cdiv(C, rows), cdiv(R, columns)), dtype=torch.float32)
     bands, tiles = cdiv(R, side), cdiv(C, side)
     launch(
         _block_fp8_both,
@@ -403,8 +403,8 @@ def block_fp8_quantize_both(
         x,
         data,
         inverse,
-        turned,
-        turned_inverse,
+        data_t,
+        inverse_t,
         R,
         C,
         bands,
@@ -412,7 +412,7 @@ def block_fp8_quantize_both(
         HARDWARE=conversions(x.device),
         **_strips(rows, columns),
     )
-    return data, inverse, turned, turned_inverse
+    return data, inverse, data_t, inverse_t
 
 
 # ---- MXFP8 of a matrix, or of silu(gate) * up, and of its transpose
@@ -493,12 +493,12 @@ def _mxfp8_warps(random: bool) -> int:
 
 def _both(x, up, B, R, C, seed):
     """x and up [B * R, C] with contiguous columns."""
-    data, turned = (
+    data, data_t = (
         x.new_empty((B, R, C), dtype=torch.uint8),
         x.new_empty((B, C, R), dtype=torch.uint8),
     )
     scale = x.new_empty((B, R, cdiv(C, MX_BLOCK)), dtype=torch.uint8)
-    turned_scale = x.new_empty((B, C, cdiv(R, MX_BLOCK)), dtype=torch.uint8)
+    scale_t = x.new_empty((B, C, cdiv(R, MX_BLOCK)), dtype=torch.uint8)
     if x.numel():
         bands, tiles = cdiv(R, HIGH), cdiv(C, WIDE)
         by = unit(x.element_size(), C, x.stride(0), 0 if up is None else up.stride(0))
@@ -510,8 +510,8 @@ def _both(x, up, B, R, C, seed):
             up,
             data,
             scale,
-            turned,
-            turned_scale,
+            data_t,
+            scale_t,
             R // row_unit,
             C // by,
             bands,
@@ -527,7 +527,7 @@ def _both(x, up, B, R, C, seed):
             HARDWARE=conversions(x.device),
             num_warps=_mxfp8_warps(seed is not None),
         )
-    return data, scale, turned, turned_scale
+    return data, scale, data_t, scale_t
 
 
 def mxfp8_quantize_both(
@@ -916,7 +916,7 @@ def _spec(kernel, label, types, constexprs, num_warps, **need):
 
 
 def nvfp4_gate() -> list[KernelSpec]:
-    found = []
+    specs = []
     for d in ("bf16", "fp32"):
         types = {
             "x_ptr": f"*{d}",
@@ -941,7 +941,7 @@ def nvfp4_gate() -> list[KernelSpec]:
                 wide, warps = _nvfp4_tile(2 if d == "bf16" else 4, random)
                 label = f"nvfp4 quantize both {d}{' square' if tall == 16 else ''}{' random' if random else ''}"
                 for hardware, (name, archs) in ((1, ("", E4M3)),) if random else E2M1.items():
-                    found.append(
+                    specs.append(
                         _spec(
                             _nvfp4_both,
                             f"{label}{name}",
@@ -961,7 +961,7 @@ def nvfp4_gate() -> list[KernelSpec]:
                         )
                     )
         for size in (16, 32):  # a program writes one number
-            found.append(
+            specs.append(
                 _spec(
                     _largest_transformed,
                     f"nvfp4 largest {d} hadamard {size}",
@@ -972,16 +972,16 @@ def nvfp4_gate() -> list[KernelSpec]:
                     divisible=("n",),
                 )
             )
-    return found
+    return specs
 
 
 def block_fp8_gate() -> list[KernelSpec]:
-    found = []
+    specs = []
     for d in ("bf16", "fp32"):
         for rows in (1, 128):
             constexprs = {"HARDWARE": 1, **_strips(rows, 128)}
             num_warps = constexprs.pop("num_warps")
-            found.append(
+            specs.append(
                 _spec(
                     _block_fp8_both,
                     f"block_fp8 quantize both {d} {rows}x128",
@@ -1003,14 +1003,14 @@ def block_fp8_gate() -> list[KernelSpec]:
                     **E4M3,
                 )
             )
-    return found
+    return specs
 
 
 def mxfp8_gate(silu: bool = False) -> list[KernelSpec]:
     """Matrices whose sides are multiples of 16; and silu(gate) * up with an odd number of rows,
     whose transpose is stored byte by byte.
     """
-    found = []
+    specs = []
     for d, row_unit, random in (
         ("bf16", 16, False),
         ("bf16", 16, True),
@@ -1035,7 +1035,7 @@ def mxfp8_gate(silu: bool = False) -> list[KernelSpec]:
             **({"up_ptr": f"*{d}"} if silu else {}),
         }
         label = f"{'silu_mul mxfp8' if silu else 'mxfp8 quantize'} both {d}{' random' if random else ''}"
-        found.append(
+        specs.append(
             _spec(
                 _mxfp8_both,
                 f"{label}{' odd' if row_unit == 1 else ''}",
@@ -1054,14 +1054,14 @@ def mxfp8_gate(silu: bool = False) -> list[KernelSpec]:
                 **{} if random else E4M3,
             )
         )
-    return found
+    return specs
 
 
 def silu_mul_gate() -> list[KernelSpec]:
     """Rows aligned to 16 bytes, and an odd width, whose rows are read element by element. The codes
     of a thread's 8 elements are 8 bytes.
     """
-    found = []
+    specs = []
     for d, by, random, mx in (
         ("bf16", 8, False, False),
         ("bf16", 8, True, False),
@@ -1083,7 +1083,7 @@ def silu_mul_gate() -> list[KernelSpec]:
             "key": "i64",
         }
         label = f"silu_mul quantize {'mxfp8 ' if mx else ''}{d}{' random' if random else ''}"
-        found.append(
+        specs.append(
             _spec(
                 _silu_mul_quantize,
                 f"{label}{' odd' if by == 1 else ''}",
@@ -1102,7 +1102,7 @@ def silu_mul_gate() -> list[KernelSpec]:
                 **{} if random else E4M3,
             )
         )
-    return [*found, *mxfp8_gate(silu=True)]
+    return [*specs, *mxfp8_gate(silu=True)]
 
 
 _WIDTHS = (

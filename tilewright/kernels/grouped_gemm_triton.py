@@ -877,9 +877,9 @@ def _product(tunable, x, weight, offsets, transposed, bias=None, tiles=None):
         return out.zero_()
     if out.numel():
         bias = None if bias is None else bias.contiguous()
-        w, turned = _weights(weight, transposed)
+        w, w_transposed = _weights(weight, transposed)
         tokens = _Tokens(offsets, tiles=tiles)
-        _launch(tunable, _rows(x), w, turned, tokens, _Outputs(out), bias=bias)
+        _launch(tunable, _rows(x), w, w_transposed, tokens, _Outputs(out), bias=bias)
     return out
 
 
@@ -986,12 +986,12 @@ def up_swiglu(
     rows, N = slots.shape[0], gate_up_proj.shape[1] // 2
     pre = torch.empty((rows, 2 * N), dtype=x.dtype, device=x.device) if keep_pre else None
     h = torch.empty((rows, N), dtype=x.dtype, device=x.device)
-    w, turned = _weights(gate_up_proj, False)
+    w, w_transposed = _weights(gate_up_proj, False)
     _launch(
         UP_SWIGLU,
         _rows(x),
         w,
-        turned,
+        w_transposed,
         _Tokens(offsets, slots, top_k, tiles),
         _Outputs(h, pre),
         SWIGLU,
@@ -1034,7 +1034,7 @@ def down_dswiglu(
     dpre = torch.empty_like(pre)
     hw = torch.empty((rows, N), dtype=dy.dtype, device=dy.device) if keep_h else None
     dy = _rows(dy)
-    w, turned = _weights(down_proj, True)
+    w, w_transposed = _weights(down_proj, True)
     tile = DOWN_DSWIGLU.config(dy.device, *_key(N, K, dy, rows, offsets.shape[0], _fits(dy, w, N)))[
         "BLOCK_N"
     ]
@@ -1044,7 +1044,7 @@ def down_dswiglu(
         DOWN_DSWIGLU,
         dy,
         w,
-        turned,
+        w_transposed,
         _Tokens(offsets, slots, top_k, tiles),
         _Outputs(dpre, pre, hw, partial),
         DSWIGLU,
@@ -1308,7 +1308,7 @@ def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
         block = [2, n // 2, k] if halves else [k, n] if transposed else [n, k]
         tma = key["itemsize"] == 2 and key["aligned"]
         tma_x = tma and not gather
-        used = {
+        signature = {
             "x": f"tensordesc<{t}[{m},{k}]>" if tma_x else f"*{t}",
             "w": f"tensordesc<{t}[{','.join(map(str, (1, *block)))}]>" if tma else f"*{t}",
             "out_ptr": f"*{t}",
@@ -1319,17 +1319,17 @@ def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
             ),
         }
         if gather:
-            used["slots_ptr"] = "*i32"
+            signature["slots_ptr"] = "*i32"
         if epilogue != PLAIN:
-            used["pre_ptr"] = f"*{t}"
+            signature["pre_ptr"] = f"*{t}"
         if epilogue == DSWIGLU:
-            used |= {"hw_ptr": f"*{t}", "partial_ptr": "*fp32", "weight_ptr": "*fp32"}
+            signature |= {"hw_ptr": f"*{t}", "partial_ptr": "*fp32", "weight_ptr": "*fp32"}
         if bias:
-            used["bias_ptr"] = f"*{t}"
+            signature["bias_ptr"] = f"*{t}"
         absent = dict.fromkeys(
             n
             for n in ("pre_ptr", "hw_ptr", "partial_ptr", "slots_ptr", "weight_ptr", "bias_ptr")
-            if n not in used
+            if n not in signature
         )
         constexprs = {
             **absent,
@@ -1349,7 +1349,7 @@ def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
         return KernelSpec(
             _gemm,
             f"{label}{kind} {_about(key)}",
-            used,
+            signature,
             constexprs,
             config["num_warps"],
             config["num_stages"],
@@ -1357,13 +1357,13 @@ def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
         )
 
     def specs(key: dict, config: dict) -> list[KernelSpec]:
-        found = [spec(key, config, "", transposed, SILU_MUL)]
+        kernel_specs = [spec(key, config, "", transposed, SILU_MUL)]
         if epilogue != PLAIN:
             # down_proj [E, I, H] is read with the opposite layout of [E, H, I].
-            found.append(spec(key, config, " gpt-oss", epilogue == SWIGLU, _CLAMPED))
+            kernel_specs.append(spec(key, config, " gpt-oss", epilogue == SWIGLU, _CLAMPED))
         elif not transposed:
-            found.append(spec(key, config, " biased", True, SILU_MUL))
-        return found
+            kernel_specs.append(spec(key, config, " biased", True, SILU_MUL))
+        return kernel_specs
 
     return specs
 
@@ -1373,11 +1373,11 @@ def _dweight_specs(key: dict, config: dict) -> list[KernelSpec]:
     c = {n: v for n, v in config.items() if n not in ("num_warps", "num_stages")}
     n, k, r = c["BLOCK_N"], c["BLOCK_K"], c["BLOCK_R"]
     tma = key["itemsize"] == 2 and key["aligned"]
-    found = []
+    specs = []
     for name, gather in (("", ""), (" gathered x", "x"), (" gathered dy", "dy")):
         stages = (_gathered(config) if gather else config)["num_stages"]
         tma_dy, tma_x = tma and gather != "dy", tma and gather != "x"
-        used = {
+        signature = {
             "dy": f"tensordesc<{t}[{r},{n}]>" if tma_dy else f"*{t}",
             "x": f"tensordesc<{t}[{r},{k}]>" if tma_x else f"*{t}",
             "out_ptr": f"*{t}",
@@ -1385,7 +1385,7 @@ def _dweight_specs(key: dict, config: dict) -> list[KernelSpec]:
             **dict.fromkeys(("R", "N", "K", "dy_stride", "x_stride", "TOP_K"), "i32"),
         }
         if gather:
-            used["slots_ptr"] = "*i32"
+            signature["slots_ptr"] = "*i32"
         constexprs = {
             **({} if gather else {"slots_ptr": None}),
             **c,
@@ -1395,18 +1395,18 @@ def _dweight_specs(key: dict, config: dict) -> list[KernelSpec]:
             "TMA_X": tma_x,
             "PRECISION": "ieee" if key["itemsize"] == 4 else None,
         }
-        found.append(
+        specs.append(
             KernelSpec(
                 _dweight,
                 f"backward weight{name} {_about(key)}",
-                used,
+                signature,
                 constexprs,
                 config["num_warps"],
                 stages,
                 **_needs(key, tma),
             )
         )
-    return found
+    return specs
 
 
 def gate() -> tuple[KernelSpec, ...]:

@@ -24,13 +24,13 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Cached launches per kernel and argument types; when it is full, the cache is cleared.
-MOST = 1024
+MAX_ENTRIES = 1024
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _CHAINS = "launch_enter_hook", "launch_exit_hook"
 _INT32 = 2**31  # an integer that is not specialized is 32 or 64 bits wide
 
-_kept: dict[tuple, _Kept] = {}
-_keeping = True
+_cache: dict[tuple, _CachedLaunch] = {}
+_caching = True
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -43,41 +43,44 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     constants: constexprs, num_warps and the like.
     """
     types = id(kernel), *map(type, arguments)
-    kept = _kept.get(types)
-    if kept is None:
-        # _Kept references the kernel, so that its id is not reused.
-        kept = _kept[types] = _Kept(kernel, types[1:])
-    if not (kept.possible and _keeping and kept.launch(grid, arguments, constants)):
+    cached = _cache.get(types)
+    if cached is None:
+        # _CachedLaunch references the kernel, so that its id is not reused.
+        cached = _cache[types] = _CachedLaunch(kernel, types[1:])
+    if not (cached.cacheable and _caching and cached.launch(grid, arguments, constants)):
         kernel[grid](*arguments, **constants)
 
 
-def forget() -> None:
+def clear_launch_cache() -> None:
     """Clears the cache; the next launch of each kernel goes through Triton."""
-    _kept.clear()
+    _cache.clear()
 
 
 @contextlib.contextmanager
-def none_kept() -> Iterator[None]:
+def no_launch_cache() -> Iterator[None]:
     """Sends every launch inside the block through Triton, for callers that observe
     `JITFunction.run`.
     """
-    global _keeping
-    before, _keeping = _keeping, False
+    global _caching
+    before, _caching = _caching, False
     try:
         yield
     finally:
-        _keeping = before
+        _caching = before
 
 
-class _Kept:
-    """Cached launches of a kernel with these argument types. possible: whether it can be cached."""
+class _CachedLaunch:
+    """The cached launches of a kernel with these argument types.
+
+    cacheable: whether its launches can be cached.
+    """
 
     def __init__(self, kernel: Any, types: tuple[type, ...]):
-        self.kernel, self.found = kernel, {}
+        self.kernel, self.entries = kernel, {}
         places: dict[str, list[int]] = {"tensor": [], "descriptor": [], "number": [], "wide": []}
-        self.possible = isinstance(kernel, JITFunction)
+        self.cacheable = isinstance(kernel, JITFunction)
         for i, (kind, p) in enumerate(
-            zip(types, kernel.params if self.possible else (), strict=False)
+            zip(types, kernel.params if self.cacheable else (), strict=False)
         ):
             if kind in _TENSORS:
                 places["tensor"].append(i)
@@ -89,10 +92,10 @@ class _Kept:
                 elif not p.annotation_type:
                     places["wide"].append(i)
             elif kind not in (float, type(None)):
-                self.possible = False
-            self.possible = self.possible and not p.is_constexpr
+                self.cacheable = False
+            self.cacheable = self.cacheable and not p.is_constexpr
         self.tensors, self.descriptors, self.numbers, self.wide = map(tuple, places.values())
-        self.possible = self.possible and bool(self.tensors)
+        self.cacheable = self.cacheable and bool(self.tensors)
         self.hooks = [getattr(knobs.runtime, name) for name in _CHAINS]
 
     def launch(self, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> bool:
@@ -127,16 +130,16 @@ class _Kept:
         if device < 0:  # a CPU tensor that stands in for a GPU's
             device = active.get_current_device()
         key = device, *key
-        found = self.found.get(key)
-        if found is None:
+        entry = self.entries.get(key)
+        if entry is None:
             compiled = self.kernel[grid](*arguments, **constants)
             if hasattr(compiled, "packed_metadata"):
-                if len(self.found) >= MOST:
-                    self.found.clear()
+                if len(self.entries) >= MAX_ENTRIES:
+                    self.entries.clear()
                 rest = [
                     constants.get(p.name, p.default) for p in self.kernel.params[len(arguments) :]
                 ]
-                self.found[key] = (
+                self.entries[key] = (
                     compiled.run,
                     compiled.function,
                     compiled.packed_metadata,
@@ -144,7 +147,7 @@ class _Kept:
                     compiled,
                 )
             return True
-        run, function, metadata, rest, _ = found
+        run, function, metadata, rest, _ = entry
         x, y, z = (*grid, 1, 1)[:3]
         run(
             x,

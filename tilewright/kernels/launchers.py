@@ -104,7 +104,7 @@ class Stats(NamedTuple):
         return self.peak + self.log_sum
 
 
-class Asked(NamedTuple):
+class LossInputs(NamedTuple):
     """The inputs of a loss besides the statistics. Tensors are contiguous, on one device, and cover
     all rows.
 
@@ -129,7 +129,7 @@ class Asked(NamedTuple):
     divide: bool = False
 
 
-class Found(NamedTuple):
+class LossOutputs(NamedTuple):
     """Output buffers of the losses of rows, float32.
 
     losses: [T], before token weights.
@@ -147,8 +147,8 @@ def statistics(
     requested.
     """
 
-    def new(wanted, dtype=torch.float32):
-        return logits.new_empty(logits.shape[0] if wanted else 0, dtype=dtype)
+    def new(nonempty, dtype=torch.float32):
+        return logits.new_empty(logits.shape[0] if nonempty else 0, dtype=dtype)
 
     return new(True), new(True), new(True), new(smooth), new(entropy), new(argmax, torch.int64)
 
@@ -192,7 +192,7 @@ def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
         scale: torch.Tensor | None,
     ) -> torch.Tensor:
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        given = StatsGradient(
+        gradient = StatsGradient(
             target,
             class_weight,
             softcap,
@@ -205,7 +205,7 @@ def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
             g_mean,
             scale,
         )
-        launch(dlogits, logits, given)
+        launch(dlogits, logits, gradient)
         return dlogits
 
     def backward_(
@@ -222,7 +222,7 @@ def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
         g_mean: torch.Tensor | None,
         scale: torch.Tensor | None,
     ) -> None:
-        given = StatsGradient(
+        gradient = StatsGradient(
             target,
             class_weight,
             softcap,
@@ -235,6 +235,6 @@ def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
             g_mean,
             scale,
         )
-        launch(logits, logits, given)
+        launch(logits, logits, gradient)
 
     return backward, backward_

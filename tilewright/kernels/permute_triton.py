@@ -464,7 +464,7 @@ def _specs(kernel):
     name = kernel.fn.__name__[1:]
 
     def specs(key: dict, config: dict) -> list[KernelSpec]:
-        found = []
+        kernel_specs = []
         for data, tail in (
             (("bf16", ""), ("bf16", " odd")) if key["itemsize"] == 2 else (("fp32", ""),)
         ):
@@ -483,7 +483,7 @@ def _specs(kernel):
                 "BLOCK": config["BLOCK"],
             }
             need = 0 if tail else 128  # rows of odd strides start at any element
-            found.append(
+            kernel_specs.append(
                 KernelSpec(
                     kernel,
                     f"{name} {data}{tail} H={key['columns']}",
@@ -495,7 +495,7 @@ def _specs(kernel):
                     elements=config["BLOCK"],
                 )
             )
-        return found
+        return kernel_specs
 
     return specs
 

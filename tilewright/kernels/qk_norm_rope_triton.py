@@ -692,7 +692,7 @@ def _specs(
 ) -> list[KernelSpec]:
     data = "bf16" if key["itemsize"] == 2 else "fp32"
     D, half, norm = key["D"], key["half"], key["norm"]
-    found = []
+    specs = []
     for interleaved in (False, True) if 2 * half == D else (True,):
         types = {
             **{f"{n}_ptr": f"*{kind or data}" for n, kind in pointers.items()},
@@ -727,7 +727,7 @@ def _specs(
             constexprs |= dict.fromkeys(set(types) & {"rstd_ptr", "qw_ptr", "kw_ptr"})
             constexprs |= {"x_ptr": None, "dw_ptr": None} if kernel is _backward else {}
         signature = {n: types[n] for n in kernel.arg_names if n in types and n not in constexprs}
-        found.append(
+        specs.append(
             KernelSpec(
                 kernel,
                 label,
@@ -739,7 +739,7 @@ def _specs(
                 elements=config["BLOCK_H"] * D,
             )
         )
-    return found
+    return specs
 
 
 def _forward_specs(key: dict, config: dict) -> list[KernelSpec]:
@@ -757,7 +757,7 @@ def _forward_specs(key: dict, config: dict) -> list[KernelSpec]:
 
 def _backward_specs(key: dict, config: dict) -> list[KernelSpec]:
     strides = (*(f"{t}_{d}" for t in ("dq", "dk", "dv") for d in "bhs"), "x_b", "x_s")
-    found = _specs(
+    specs = _specs(
         _backward,
         "backward",
         key,
@@ -776,9 +776,9 @@ def _backward_specs(key: dict, config: dict) -> list[KernelSpec]:
         strides,
         {"BLOCK_V": next_power_of_2(key["D"]), "DQ": True, "DK": True, "DV": True},
     )
-    for spec in found:
+    for spec in specs:
         spec.signature["tokens"] = "i32"
-    return found
+    return specs
 
 
 _FIELDS = ("D", "half", "itemsize", "HQ", "HK", "norm")

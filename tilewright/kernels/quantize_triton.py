@@ -1046,10 +1046,10 @@ def nf4_dequantize_gate() -> list[KernelSpec]:
         "map_ptr": "*fp32",
         "offset_ptr": "*fp32",
     }
-    found = []
+    specs = []
     for d in ("bf16", "fp32"):
         for nested in (False, True):
-            own = {
+            signature = {
                 **types,
                 "absmax_ptr": "*u8" if nested else "*fp32",
                 "out_ptr": f"*{d}",
@@ -1057,11 +1057,11 @@ def nf4_dequantize_gate() -> list[KernelSpec]:
                 **aqn_triton.TYPES,
             }
             for noise, kind in NOISES:
-                found.append(
+                specs.append(
                     _spec(
                         _nf4_dequantize,
                         f"nf4 dequantize {d}{' nested' if nested else ''}{kind}",
-                        {n: own[n] for n in _nf4_dequantize.arg_names if n in own},
+                        {n: signature[n] for n in _nf4_dequantize.arg_names if n in signature},
                         {"BLOCK": 64, "NESTED": nested, "OUT": OUT, "PARTS": PARTS, "NOISE": noise},
                         OUT // 256,
                         load=0,
@@ -1069,7 +1069,7 @@ def nf4_dequantize_gate() -> list[KernelSpec]:
                         elements=OUT * PARTS,
                     )
                 )
-    return found
+    return specs
 
 
 def nvfp4_quantize_gate() -> list[KernelSpec]:
@@ -1085,7 +1085,7 @@ def nvfp4_quantize_gate() -> list[KernelSpec]:
         "key": "i64",
         "signs": "i32",
     }
-    found = []
+    specs = []
     for d in ("bf16", "fp32"):
         for tall, random, size in (
             (1, False, 0),
@@ -1101,11 +1101,11 @@ def nvfp4_quantize_gate() -> list[KernelSpec]:
                 f"nvfp4 quantize {d}{' square' if tall == 16 else ''}{' random' if random else ''}"
             )
             groups = TILE // 16 // tall
-            kernel, warps, own = _nvfp4_rows, _nvfp4_warps(groups, random), {}
+            kernel, warps, options = _nvfp4_rows, _nvfp4_warps(groups, random), {}
             if tall == 16 or size:
-                kernel, warps, own = _nvfp4_quantize, 4, {"TALL": tall, "HADAMARD": size}
+                kernel, warps, options = _nvfp4_quantize, 4, {"TALL": tall, "HADAMARD": size}
             for hardware, (name, archs) in ((1, ("", E4M3)),) if random else E2M1.items():
-                found.append(
+                specs.append(
                     _spec(
                         kernel,
                         f"{label}{f' hadamard {size}' if size else ''}{name}",
@@ -1114,7 +1114,7 @@ def nvfp4_quantize_gate() -> list[KernelSpec]:
                             for n, t in {"x_ptr": f"*{d}", **types}.items()
                             if n in kernel.arg_names
                         },
-                        {"GROUPS": groups, "RANDOM": 2 * random, "HARDWARE": hardware, **own},
+                        {"GROUPS": groups, "RANDOM": 2 * random, "HARDWARE": hardware, **options},
                         warps,
                         divisible=("C", "width"),
                         store=0,
@@ -1122,7 +1122,7 @@ def nvfp4_quantize_gate() -> list[KernelSpec]:
                         **archs,
                     )
                 )
-    return found
+    return specs
 
 
 def nvfp4_dequantize_gate() -> list[KernelSpec]:
@@ -1155,11 +1155,11 @@ def nvfp4_dequantize_gate() -> list[KernelSpec]:
 
 def _fp8_quantize_specs(name: str, scales: str, blocks) -> list[KernelSpec]:
     """blocks: label, rows, columns, and blocks per tile."""
-    found = []
+    specs = []
     for d in ("bf16", "fp32"):
         for label, rows, columns, groups in blocks:
             for random in (False, True):
-                found.append(
+                specs.append(
                     _spec(
                         _block_fp8_quantize,
                         f"{name} quantize {d}{label}{' random' if random else ''}",
@@ -1188,7 +1188,7 @@ def _fp8_quantize_specs(name: str, scales: str, blocks) -> list[KernelSpec]:
                         **{} if random else E4M3,
                     )
                 )
-    return found
+    return specs
 
 
 def block_fp8_quantize_gate() -> list[KernelSpec]:

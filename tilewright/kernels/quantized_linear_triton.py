@@ -319,16 +319,16 @@ def _heuristic(format: int, N: int, K: int, itemsize: int, rows: int) -> dict:
 
 
 def _space(format: int, N: int, K: int, itemsize: int, rows: int) -> list[dict]:
-    usual = _heuristic(format, N, K, itemsize, rows)
-    found = [{**usual, "fused": fused} for fused in (False, True)]
+    default = _heuristic(format, N, K, itemsize, rows)
+    configs = [{**default, "fused": fused} for fused in (False, True)]
     if rows <= 256:
         n, k = (64, 64) if itemsize == 2 else (32, 32)  # wider tiles spill, on sm_120 or in float32
-        found += [
+        configs += [
             dict(zip(_NAMES, (True, n, k, split, 4, stages), strict=True))
             for split in (1, 2, 4, 8)
             for stages in (2, 3)
         ]
-    return found
+    return configs
 
 
 def _few_rows_specs(key: dict, config: dict) -> list[KernelSpec]:
@@ -340,14 +340,14 @@ def _few_rows_specs(key: dict, config: dict) -> list[KernelSpec]:
     c = {n: v for n, v in config.items() if n not in ("fused", "SPLIT", "num_warps", "num_stages")}
     span = {NF4: 64, NVFP4: 16, BLOCK_FP8: 128}[kind]
     tall, split = min(MOST_ROWS, max(16, key["rows"])), config["SPLIT"] > 1
-    found = []
+    specs = []
     variants = {
         NF4: ((False, 0), (True, 0)),
         NVFP4: ((False, 1), (False, 2)),
         BLOCK_FP8: ((False, 1),),
     }[kind]
     for nested, hardware in variants:
-        used = {
+        signature = {
             "x_ptr": f"*{t}",
             "data_ptr": "*u8",
             "scale_ptr": "*u8" if nested or kind == NVFP4 else "*fp32",
@@ -356,13 +356,13 @@ def _few_rows_specs(key: dict, config: dict) -> list[KernelSpec]:
             **dict.fromkeys(("T", "N", "K", "x_stride", "width", "across", "piece"), "i32"),
         }
         if kind == NF4:
-            used["value_ptr"] = "*fp32"
+            signature["value_ptr"] = "*fp32"
         if nested:
-            used |= {"nested_ptr": "*fp32", "map_ptr": "*fp32"}
+            signature |= {"nested_ptr": "*fp32", "map_ptr": "*fp32"}
         if nested or kind == NVFP4:
-            used["extra_ptr"] = "*fp32"
+            signature["extra_ptr"] = "*fp32"
         absent = dict.fromkeys(
-            n for n in ("nested_ptr", "map_ptr", "extra_ptr", "value_ptr") if n not in used
+            n for n in ("nested_ptr", "map_ptr", "extra_ptr", "value_ptr") if n not in signature
         )
         suffix, archs = E2M1[hardware] if kind == NVFP4 else ("", E4M3 if kind == BLOCK_FP8 else {})
         matrix = {} if t == "fp32" else {90: ("wgmma",), 100: ("tcgen05",)}
@@ -370,12 +370,12 @@ def _few_rows_specs(key: dict, config: dict) -> list[KernelSpec]:
             arch: (*matrix.get(arch, ()), *archs.get("uses", {}).get(arch, ()))
             for arch in (90, 100, 120)
         }
-        found.append(
+        specs.append(
             KernelSpec(
                 _few_rows,
                 f"{name}{' nested' if nested else ''} {t} {tall} "
                 f"rows{' split' if split else ''}{suffix}",
-                {n: used[n] for n in _few_rows.arg_names if n in used},
+                {n: signature[n] for n in _few_rows.arg_names if n in signature},
                 {
                     **absent,
                     **c,
@@ -397,7 +397,7 @@ def _few_rows_specs(key: dict, config: dict) -> list[KernelSpec]:
                 **{**archs, "uses": uses},
             )
         )
-    return found
+    return specs
 
 
 _FIELDS = ("format", "N", "K", "itemsize", "rows")

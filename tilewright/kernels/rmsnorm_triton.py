@@ -55,12 +55,12 @@ def _blocks(D: int, backward: bool, least: int, most: int) -> list[dict]:
     elements per thread.
     """
     base = _heuristic(D, backward)
-    found = []
+    configs = []
     for block_t in (base["BLOCK_T"] // 2, base["BLOCK_T"], 2 * base["BLOCK_T"]):
         for warps in (1, 2, 4, 8, 16):
             if block_t and least <= base["BLOCK_D"] * block_t // (32 * warps) <= most:
-                found.append({**base, "BLOCK_T": block_t, "num_warps": warps})
-    return found
+                configs.append({**base, "BLOCK_T": block_t, "num_warps": warps})
+    return configs
 
 
 def _forward_heuristic(D: int, itemsize: int, add: bool) -> dict:
@@ -568,7 +568,7 @@ _TYPES = {
 
 
 def _specs(D: int, itemsize: int, launches) -> list[KernelSpec]:
-    found = []
+    specs = []
     shape = {"H": 8 if D == 128 else 1, "D": D}
     for data, weight, bias, cast in _TYPES[itemsize]:
         types = {
@@ -585,7 +585,7 @@ def _specs(D: int, itemsize: int, launches) -> list[KernelSpec]:
         tail = f"{data} weight={weight}{' bias' if bias else ''} D={D}"
         for kernel, label, constexprs, warps in launches({"BIAS": bias, "ROUND_XHAT": cast}):
             signature = {n: types[n] for n in kernel.arg_names if n in types}
-            found.append(
+            specs.append(
                 KernelSpec(
                     kernel,
                     f"{label} {tail}",
@@ -595,7 +595,7 @@ def _specs(D: int, itemsize: int, launches) -> list[KernelSpec]:
                     elements=constexprs.get("BLOCK_T", 1) * constexprs["BLOCK_D"],
                 )
             )
-    return found
+    return specs
 
 
 def _forward_specs(key: dict, config: dict) -> list[KernelSpec]:

@@ -241,7 +241,7 @@ def _specs(key: dict, config: dict) -> list[KernelSpec]:
         "P": "i32",
         **dict.fromkeys(strides, "i32"),
     }
-    found = []
+    specs = []
     for d, interleaved in ((2 * half, False), (2 * half, True)) if half != 32 else ((192, True),):
         rest = d - 2 * half
         label = f"{'interleaved' if interleaved else 'half-split'} D={d}{f' R={2 * half}' if rest else ''}"
@@ -258,7 +258,7 @@ def _specs(key: dict, config: dict) -> list[KernelSpec]:
             "HAS_POS": True,
             "COPY": rest > 0,
         }
-        found.append(
+        specs.append(
             KernelSpec(
                 _rotate,
                 f"rotate {label} {data}",
@@ -269,7 +269,7 @@ def _specs(key: dict, config: dict) -> list[KernelSpec]:
                 elements=config["BLOCK_H"] * d,
             )
         )
-    return found
+    return specs
 
 
 ROTATE = Tunable(

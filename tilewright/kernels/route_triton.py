@@ -324,7 +324,7 @@ def forward(
     loss, z loss.
     """
     T, E = logits.shape
-    weight, index, counts, balance, z = found = results(logits, k)
+    weight, index, counts, balance, z = outputs = results(logits, k)
     size = E // groups
     GP, SP = next_power_of_2(groups), next_power_of_2(size)
     c = FORWARD.config(logits.device, GP * SP)
@@ -380,7 +380,7 @@ def forward(
         ROWS=max(1, 4096 // width),
         num_warps=8,
     )
-    return found
+    return outputs
 
 
 def backward(
@@ -497,11 +497,11 @@ def _spec(kernel, label, constexprs, warps, data, **more):
 def _specs(kernel):
     def specs(key: dict, config: dict) -> list[KernelSpec]:
         name = kernel.fn.__name__[1:]
-        found = []
+        kernel_specs = []
         for model, shape in (("qwen", _QWEN), ("deepseek", _DEEPSEEK)):
             if shape["WIDTH"] == key["width"]:
                 for data in ("bf16", "fp32"):
-                    found.append(
+                    kernel_specs.append(
                         _spec(
                             kernel,
                             f"{name} {model} {data}",
@@ -510,7 +510,7 @@ def _specs(kernel):
                             data,
                         )
                     )
-        return found
+        return kernel_specs
 
     return specs
 

@@ -593,8 +593,8 @@ def _losses(
 def losses(
     stats: launchers.Stats,
     rows: slice,
-    asked: launchers.Asked,
-    found: launchers.Found,
+    inputs: launchers.LossInputs,
+    outputs: launchers.LossOutputs,
     before: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Writes the losses of some rows, in one launch. Returns the total, which is the sum of the
@@ -604,24 +604,24 @@ def losses(
     stats: of these rows.   before: the total of the preceding rows; None for the first call, which
     computes the divisor.
     """
-    first, smooth = before is None, asked.label_smoothing != 0
+    first, smooth = before is None, inputs.label_smoothing != 0
     number, tensor = 1.0, None
-    if found.divisor is None:
-        how = ""
+    if outputs.divisor is None:
+        divisor_mode = ""
     elif not first:
-        how = "known"
-    elif asked.num_tokens is None:
-        how = "count"
+        divisor_mode = "known"
+    elif inputs.num_tokens is None:
+        divisor_mode = "count"
     elif (
-        isinstance(asked.num_tokens, torch.Tensor)
-        and asked.num_tokens.device == asked.target.device
+        isinstance(inputs.num_tokens, torch.Tensor)
+        and inputs.num_tokens.device == inputs.target.device
     ):
-        how, tensor = "tensor", asked.num_tokens
+        divisor_mode, tensor = "tensor", inputs.num_tokens
     else:  # also for a CPU tensor, which needs no synchronization
-        how, number = "number", float(asked.num_tokens)
-    target = asked.target[rows]
-    n, T = target.shape[0], asked.target.shape[0]
-    weights = asked.class_weight
+        divisor_mode, number = "number", float(inputs.num_tokens)
+    target = inputs.target[rows]
+    n, T = target.shape[0], inputs.target.shape[0]
+    weights = inputs.class_weight
     g = [torch.empty_like(stats.log_sum) for _ in range(3 if smooth else 2)]
     total = stats.log_sum.new_empty(())
     launch(
@@ -632,31 +632,31 @@ def losses(
         stats.target,
         stats.weighted,
         target,
-        asked.target if how == "count" else None,
+        inputs.target if divisor_mode == "count" else None,
         weights,
-        asked.weight_sum,
-        None if asked.token_weight is None else asked.token_weight[rows],
+        inputs.weight_sum,
+        None if inputs.token_weight is None else inputs.token_weight[rows],
         tensor,
         before,
-        found.losses[rows],
+        outputs.losses[rows],
         total,
-        found.divisor,
+        outputs.divisor,
         g[0],
         g[1],
         g[2] if smooth else None,
         n,
         T,
-        asked.V,
-        asked.ignore_index,
+        inputs.V,
+        inputs.ignore_index,
         number,
-        asked.label_smoothing,
-        asked.z_loss,
+        inputs.label_smoothing,
+        inputs.z_loss,
         SMOOTH=smooth,
         WEIGHTS=weights is not None,
-        Z_LOSS=asked.z_loss != 0,
-        TOKENS=asked.token_weight is not None,
-        DIVISOR=how,
-        DIVIDE=asked.divide,
+        Z_LOSS=inputs.z_loss != 0,
+        TOKENS=inputs.token_weight is not None,
+        DIVISOR=divisor_mode,
+        DIVIDE=inputs.divide,
         FIRST=first,
         num_warps=LOSS_WARPS,
     )
@@ -776,12 +776,12 @@ def forward(
 
 
 def _launch_backward(
-    out: torch.Tensor, logits: torch.Tensor, given: launchers.StatsGradient
+    out: torch.Tensor, logits: torch.Tensor, gradient: launchers.StatsGradient
 ) -> None:
     T, V = logits.shape
     if T == 0:
         return
-    target, class_weight, softcap, peak, log_sum, mean, *gradients, scale = given
+    target, class_weight, softcap, peak, log_sum, mean, *gradients, scale = gradient
     g_log_sum, g_target, g_weighted, g_mean = gradients
     peel = peels(V, logits, out)
     plain = not (softcap or g_weighted is not None or g_mean is not None)
@@ -855,10 +855,10 @@ def _specs(kernel):
     }
 
     def specs(key: dict, config: dict) -> list[KernelSpec]:
-        found = []
+        kernel_specs = []
         data, options = "bf16" if key["itemsize"] == 2 else "fp32", not key["plain"]
-        known = {**types, "logits_ptr": f"*{data}", "out_ptr": f"*{data}"}
-        signature = {n: known[n] for n in kernel.arg_names if n in known}
+        types_of_args = {**types, "logits_ptr": f"*{data}", "out_ptr": f"*{data}"}
+        signature = {n: types_of_args[n] for n in kernel.arg_names if n in types_of_args}
         for peel in (False, True):
             flags = dict.fromkeys(("CAPPED", "SMOOTH", "WEIGHTS", "MEAN", "ARGMAX"), options)
             size = 16 // key["itemsize"]
@@ -873,7 +873,7 @@ def _specs(kernel):
                 **config,
             }
             label = f"{data}{' all options' if options else ''}{' odd' if peel else ''}"
-            found.append(
+            kernel_specs.append(
                 KernelSpec(
                     kernel,
                     f"{kernel.fn.__name__[1:]} {label}",
@@ -884,7 +884,7 @@ def _specs(kernel):
                     store=0 if kernel is _forward else 128,
                 )
             )
-        return found
+        return kernel_specs
 
     return specs
 
@@ -934,7 +934,7 @@ def gate() -> list[KernelSpec]:
             "g_weighted",
         )
     }
-    known = {
+    types = {
         **pointers,
         "target_ptr": "*i64",
         "every_target_ptr": "*i64",
@@ -947,16 +947,16 @@ def gate() -> list[KernelSpec]:
         "label_smoothing": "fp32",
         "z_loss": "fp32",
     }
-    found = []
+    specs = []
     for options in (False, True):
         flags = dict.fromkeys(("SMOOTH", "WEIGHTS", "Z_LOSS", "TOKENS"), options)
-        for how, first in (("count", True), ("known", False)):
-            constexprs = {**flags, "DIVISOR": how, "DIVIDE": True, "FIRST": first}
-            found.append(
+        for divisor_mode, first in (("count", True), ("known", False)):
+            constexprs = {**flags, "DIVISOR": divisor_mode, "DIVIDE": True, "FIRST": first}
+            specs.append(
                 KernelSpec(
                     _losses,
-                    f"losses {how}{' all options' if options else ''}",
-                    {n: known[n] for n in _losses.arg_names if n in known},
+                    f"losses {divisor_mode}{' all options' if options else ''}",
+                    {n: types[n] for n in _losses.arg_names if n in types},
                     constexprs,
                     LOSS_WARPS,
                     # Any number of rows, a few numbers each: masks are not constant over 16 bytes.
@@ -964,7 +964,7 @@ def gate() -> list[KernelSpec]:
                     store=0,
                 )
             )
-    found.extend(
+    specs.extend(
         KernelSpec(
             _scale,
             f"scale {data}",
@@ -974,4 +974,4 @@ def gate() -> list[KernelSpec]:
         )
         for data in ("bf16", "fp32")
     )
-    return found
+    return specs

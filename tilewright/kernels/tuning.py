@@ -34,7 +34,7 @@ class Tunable:
     op, launch: locate its tuned entries: `launches[launch]` of tuned/<device>/<op>.json. Ops that
         share a launch share its entries.
     fields: names of the key's parts, which are ints, bools or strings.
-    which: the pass of the op that a search times: "forward", "backward" or "forward_backward".
+    pass_name: the pass of the op that a search times: "forward", "backward" or "forward_backward".
     heuristic: (**key) -> configuration. It defines the set of names.
     space: (**key) -> candidate configurations; the heuristic's need not be among them.
     keys: representative keys, for which the compile gate compiles the whole space.
@@ -46,13 +46,13 @@ class Tunable:
         op: str,
         launch: str,
         fields: tuple[str, ...],
-        which: str,
+        pass_name: str,
         heuristic: Callable[..., Config],
         space: Callable[..., Iterable[Config]],
         keys: Iterable[tuple] = (),
         specs: Callable[[dict[str, Any], Config], list] = _no_specs,
     ):
-        self.op, self.launch, self.fields, self.which = op, launch, fields, which
+        self.op, self.launch, self.fields, self.pass_name = op, launch, fields, pass_name
         self.heuristic, self.specs, self.keys = heuristic, specs, tuple(keys)
         self._space = space
         self._chosen: dict[tuple, Config] = {}
@@ -63,41 +63,41 @@ class Tunable:
 
     def config(self, device: torch.device, *key) -> Config:
         """The configuration of a launch on `device`; the caller must not modify it."""
-        if _asked is not None:
-            _asked[self, key] = None
-        found = self._chosen.get((device, key))
-        if found is None:
-            found = self._chosen[device, key] = self._look_up(device, key)
-        return found
+        if _lookups is not None:
+            _lookups[self, key] = None
+        config = self._chosen.get((device, key))
+        if config is None:
+            config = self._chosen[device, key] = self._look_up(device, key)
+        return config
 
     def _look_up(self, device: torch.device, key: tuple) -> Config:
-        named = self.named(key)
-        usual = self.heuristic(**named)
+        key_fields = self.named(key)
+        default = self.heuristic(**key_fields)
         for entry in table(device_folder(device), self.op).get(self.launch, ()):
-            if entry["key"] == named:
-                if set(entry["config"]) != set(usual):
+            if entry["key"] == key_fields:
+                if set(entry["config"]) != set(default):
                     raise ValueError(
                         f"{_path(device_folder(device), self.op)}: {self.launch}: the config of "
-                        f"{named} "
-                        f"must name {sorted(usual)}, got {sorted(entry['config'])}"
+                        f"{key_fields} "
+                        f"must name {sorted(default)}, got {sorted(entry['config'])}"
                     )
                 return entry["config"]
-        return usual
+        return default
 
     def named(self, key: tuple) -> dict[str, Any]:
         return dict(zip(self.fields, key, strict=True))
 
     def candidates(self, **key) -> list[Config]:
         """The heuristic's configuration first, then the rest of the space, without duplicates."""
-        found = [self.heuristic(**key)]
+        configs = [self.heuristic(**key)]
         for config in self._space(**key):
-            if set(config) != set(found[0]):
+            if set(config) != set(configs[0]):
                 raise ValueError(
-                    f"{self.name}: a candidate must name {sorted(found[0])}, got {sorted(config)}"
+                    f"{self.name}: a candidate must name {sorted(configs[0])}, got {sorted(config)}"
                 )
-            if config not in found:
-                found.append(config)
-        return found
+            if config not in configs:
+                configs.append(config)
+        return configs
 
     @contextlib.contextmanager
     def override(self, device: torch.device, key: tuple, config: Config) -> Iterator[None]:
@@ -112,18 +112,18 @@ class Tunable:
                 self._chosen[device, key] = before
 
 
-_asked: dict[tuple[Tunable, tuple], None] | None = None
+_lookups: dict[tuple[Tunable, tuple], None] | None = None
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[dict[tuple[Tunable, tuple], None]]:
     """Collects the (tunable, key) pairs that launches look up inside the block, in order."""
-    global _asked
-    before, _asked = _asked, {}
+    global _lookups
+    before, _lookups = _lookups, {}
     try:
-        yield _asked
+        yield _lookups
     finally:
-        _asked = before
+        _lookups = before
 
 
 def device_folder(device: torch.device) -> str:

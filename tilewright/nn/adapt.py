@@ -352,8 +352,8 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
     for path, module in modules.items():
         if any(map(is_sharded, module.parameters())) or getattr(module, "group", None) is not None:
             raise ValueError(
-                f"{path}: its weights are spread over processes; merge_and_unload takes a model "
-                "that each process has whole (trainer.hf.save_weights writes spread ones)"
+                f"{path}: its weights are sharded over ranks; merge_and_unload requires a model "
+                "that is not sharded (trainer.hf.save_weights writes sharded ones)"
             )
         if isinstance(module, LoRAExperts) and module.replaced is None:
             raise ValueError(

@@ -125,10 +125,10 @@ class LoRALinear(nn.Module):
             raise ValueError(
                 f"parts must have the base's {base.out_features} rows between them, got {parts}"
             )
-        asked = set(parts if targets is None else targets)
-        if not asked or asked - set(parts):
-            raise ValueError(f"targets must be some of {list(parts)}, got {sorted(asked)}")
-        targets = [name for name in parts if name in asked]
+        requested = set(parts if targets is None else targets)
+        if not requested or requested - set(parts):
+            raise ValueError(f"targets must be some of {list(parts)}, got {sorted(requested)}")
+        targets = [name for name in parts if name in requested]
         self.base = base.requires_grad_(False)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.rank, self.alpha, self.rslora, self.parts = rank, alpha, rslora, parts
@@ -223,17 +223,17 @@ class LoRALinear(nn.Module):
             new, at = [], 0
             for q in base.weights():
                 stop = at + q.shape[0]
-                touched = any(a < stop and at < b for a, b in self.slices.values())
+                has_adapter = any(a < stop and at < b for a, b in self.slices.values())
                 new.append(
                     quantize_as(q, dequantize(q, dtype=torch.float32) + delta[at:stop])
-                    if touched
+                    if has_adapter
                     else q
                 )
                 at = stop
             base.fill(new)
         else:
-            own = local(base.weight)
-            own.copy_(own.float() + share(delta, base.weight))
+            weight = local(base.weight)
+            weight.copy_(weight.float() + share(delta, base.weight))
         self.reset_parameters(generator)
 
     def adapters(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:

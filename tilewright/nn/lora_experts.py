@@ -175,7 +175,7 @@ class LoRAExperts(nn.Module):
         """
         if self.mode != "per_expert":
             raise ValueError(
-                f"mode = {self.mode!r} does not go with experts that are spread over processes: "
+                f"mode = {self.mode!r} is unsupported for experts sharded over ranks: "
                 "the gradient of a shared factor would have to be summed over them; accepted: "
                 "'per_expert'"
             )
@@ -184,7 +184,7 @@ class LoRAExperts(nn.Module):
                 f"dispatch must be 'alltoall' for experts with adapters, got {dispatch!r}"
             )
         if isinstance(self.down_proj, QuantizedExperts):
-            raise ValueError("quantized experts cannot be spread over processes")
+            raise ValueError("quantized experts cannot be sharded over ranks")
         self.group = group
 
     def forward(
@@ -259,8 +259,8 @@ class LoRAExperts(nn.Module):
                 delta = torch.cat([(B @ A).expand(w.shape[0], -1, -1) for A, B in pairs], 1).mul_(
                     self.scale
                 )
-                own = w.to_local()
-                own.copy_(own.float() + share(delta, w))
+                local_shard = w.to_local()
+                local_shard.copy_(local_shard.float() + share(delta, w))
             else:
                 self.add_adapters(w, pairs)
         self.reset_parameters(generator)
@@ -292,8 +292,8 @@ class LoRAExperts(nn.Module):
         """
         if self.group is not None and not is_sharded(self.lora_gate_A):
             raise ValueError(
-                "adapters of experts that are spread over processes as plain tensors cannot be "
-                "written: no process knows the others'"
+                "adapters of experts sharded over ranks as plain tensors cannot be written: no rank "
+                "has the adapters of the others"
             )
         full = {name: whole(p).detach() for name, p in self.adapters().items()}
         E = self.num_experts if self.group is None else full["gate_A"].shape[0]

@@ -275,10 +275,13 @@ def _sizes(model: nn.Module, file: _File) -> _Sizes:
     for path, module in adapted(model):
         if not isinstance(module, LoRALinear):
             continue
-        own, read = (module.rank, module.alpha, module.rslora), (file.rank, file.alpha, file.rslora)
-        if own != read:
+        expected, actual = (
+            (module.rank, module.alpha, module.rslora),
+            (file.rank, file.alpha, file.rslora),
+        )
+        if expected != actual:
             raise ValueError(
-                f"{file.folder}: (r, lora_alpha, use_rslora) is {read}, the model's {own}"
+                f"{file.folder}: (r, lora_alpha, use_rslora) is {actual}, the model's {expected}"
             )
         for name, (start, stop) in module.slices.items():
             sizes[part_path(path, name)] = (module.in_features, stop - start)

@@ -121,9 +121,9 @@ def check_dtype(name: str, t: torch.Tensor) -> None:
 def keys_of_experts(path: str) -> list[str]:
     """The keys of A and B of gate_up_proj, then of down_proj."""
     return [
-        f"base_model.model.{path}.{layer}lora_{which}.weight"
+        f"base_model.model.{path}.{layer}lora_{factor}.weight"
         for layer in ("base_layer.", "")
-        for which in "AB"
+        for factor in "AB"
     ]
 
 
@@ -215,9 +215,9 @@ def _check_config(config: Mapping[str, Any], path: str) -> None:
     """Raises ValueError for settings that LoRAExperts cannot represent."""
     if config.get("peft_type", "LORA") != "LORA":
         raise ValueError(f"{path}: peft_type must be LORA, got {config['peft_type']!r}")
-    elsewhere = ("bias", "modules_to_save", "trainable_token_indices")
-    own = {k: v for k, v in config.items() if k not in elsewhere}
-    if key := unsupported(own) or ("lora_dropout" if config.get("lora_dropout") else None):
+    separate_keys = ("bias", "modules_to_save", "trainable_token_indices")
+    relevant = {k: v for k, v in config.items() if k not in separate_keys}
+    if key := unsupported(relevant) or ("lora_dropout" if config.get("lora_dropout") else None):
         raise ValueError(f"{path}: {key} = {config[key]!r} cannot be represented in LoRAExperts")
 
 
@@ -225,10 +225,10 @@ def _rank(config: Mapping[str, Any], path: str, name: str, scale: float) -> int:
     """The rank of a parameter's adapter. Raises ValueError if its scale differs from `scale`."""
     _, _, rslora = settings(config, path)
     r, alpha = rank_and_alpha(config, path, name)
-    own = alpha / (math.sqrt(r) if rslora else r)
-    if not math.isclose(own, scale, rel_tol=1e-6):
+    file_scale = alpha / (math.sqrt(r) if rslora else r)
+    if not math.isclose(file_scale, scale, rel_tol=1e-6):
         raise ValueError(
-            f"{path}.{name}: the adapter's scale is {own:.6g} (lora_alpha {alpha}, r {r}), "
+            f"{path}.{name}: the adapter's scale is {file_scale:.6g} (lora_alpha {alpha}, r {r}), "
             f"this module's {scale:.6g}"
         )
     return r

@@ -42,7 +42,7 @@ def _save_pretrained(
     Writes linear layers in NF4 as bitsandbytes does; from_pretrained reads the same bytes. Raises
     ValueError, and writes nothing, for adapters and for other formats.
     """
-    own, stored = type(model).save_pretrained, dict(base_weights(model))
+    original, stored = type(model).save_pretrained, dict(base_weights(model))
     if any(True for _ in adapted(model)):
         raise ValueError(
             "save_pretrained cannot write adapters of tilewright: "
@@ -53,7 +53,7 @@ def _save_pretrained(
         name: q for name, module in stored.items() for q in quantized(module)
     }
     if not weights:
-        return own(
+        return original(
             model, save_directory, is_main_process=is_main_process, state_dict=state_dict, **options
         )
     other = next(
@@ -61,13 +61,13 @@ def _save_pretrained(
         None,
     )
     if other is not None or state_dict is not None:
-        what = (
+        contents = (
             "a state_dict of quantized weights"
             if other is None
             else f"{other} as {type(weights[other]).__name__}"
         )
         raise ValueError(
-            f"save_pretrained cannot write {what}; it writes matrices in NF4, without a "
+            f"save_pretrained cannot write {contents}; it writes matrices in NF4, without a "
             "state_dict. tilewright.adapt.merge_and_unload(model) dequantizes the weights, which "
             "save_pretrained then writes"
         )
@@ -91,7 +91,7 @@ def _save_pretrained(
         ],
     }
     try:
-        return own(
+        return original(
             model, save_directory, is_main_process=is_main_process, state_dict=state, **options
         )
     finally:

@@ -9,7 +9,7 @@ import torch
 from tilewright.ops import _checks
 
 
-def _logits(q, k, together, variant, offset):
+def _logits(q, k, cu_seqlens, variant, offset):
     """[B, Hq, S, Sk], -inf where a query does not see a key.   together: cu_seqlens of documents
     that are masked in whole rows; None: one document.
     """
@@ -25,13 +25,13 @@ def _logits(q, k, together, variant, offset):
         s = softcap * torch.tanh(s / softcap)
     row = torch.arange(S, device=q.device)[:, None] + offset
     column = torch.arange(Sk, device=q.device)[None, :]
-    seen = row >= column if causal else torch.ones(S, Sk, dtype=torch.bool, device=q.device)
+    mask = row >= column if causal else torch.ones(S, Sk, dtype=torch.bool, device=q.device)
     if window:
-        seen = seen & (row - column < window)
-    if together is not None:
-        document = torch.searchsorted(together.to(torch.int64), column[0], right=True)
-        seen = seen & (document[:, None] == document[None, :])
-    return s.masked_fill(~seen, float("-inf"))
+        mask = mask & (row - column < window)
+    if cu_seqlens is not None:
+        document = torch.searchsorted(cu_seqlens.to(torch.int64), column[0], right=True)
+        mask = mask & (document[:, None] == document[None, :])
+    return s.masked_fill(~mask, float("-inf"))
 
 
 def host_seqlens(cu_seqlens, tokens):

@@ -141,12 +141,12 @@ WINDOW, SOFTCAP, SINKS = "a sliding window", "a softcap", "sinks"
 PART = "a part of the keys with its log-sum-exp"
 
 
-def lacking(**features: str) -> Callable[[Request], str | None]:
+def unsupported_features(**features: str) -> Callable[[Request], str | None]:
     """`refuses` for requests with `features`: fields of a Request, each with its name in words."""
 
     def refuses(request: Request) -> str | None:
-        absent = [words for name, words in features.items() if getattr(request, name)]
-        return f"does not compute {', '.join(absent)}" if absent else None
+        unsupported = [words for name, words in features.items() if getattr(request, name)]
+        return f"does not compute {', '.join(unsupported)}" if unsupported else None
 
     return refuses
 

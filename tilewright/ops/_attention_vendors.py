@@ -21,7 +21,7 @@ from tilewright.ops._attention_options import (
     WINDOW,
     Request,
     head_widths,
-    lacking,
+    unsupported_features,
 )
 from tilewright.ops._layout import last_contiguous
 from tilewright.registry import Implementation
@@ -59,7 +59,9 @@ def _aligned_at_the_first_key(
 
 
 sdpa_refuses = _aligned_at_the_first_key(
-    lacking(window=f"{WINDOW} without a mask of S x S", softcap=SOFTCAP, sinks=SINKS, part=PART)
+    unsupported_features(
+        window=f"{WINDOW} without a mask of S x S", softcap=SOFTCAP, sinks=SINKS, part=PART
+    )
 )
 
 
@@ -89,7 +91,9 @@ def no_native(device_type: str) -> str | None:
     return varlen() if isinstance(varlen(), str) else None
 
 
-_native_lacks = _aligned_at_the_first_key(lacking(softcap=SOFTCAP, sinks=SINKS, part=PART))
+_native_lacks = _aligned_at_the_first_key(
+    unsupported_features(softcap=SOFTCAP, sinks=SINKS, part=PART)
+)
 
 
 def native_refuses(request: Request) -> str | None:
@@ -222,7 +226,7 @@ FLASH = {
         "4.0.0b36",
         "flash_attn.cute",
         (9, 10, 11),
-        lacking(part=PART),
+        unsupported_features(part=PART),
         {9: 256, 10: 128, 11: 128},
         None,
     ),
@@ -231,7 +235,7 @@ FLASH = {
         None,
         "flash_attn_interface",
         (9,),
-        lacking(sinks=SINKS, part=PART),
+        unsupported_features(sinks=SINKS, part=PART),
         {9: 256},
         -1,
     ),

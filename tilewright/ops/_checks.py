@@ -108,8 +108,8 @@ def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]
             return fn
         names = tuple(inspect.signature(fn).parameters)
         assert names[0] == arguments[0] and set(arguments) <= set(names)
-        wanted = frozenset(arguments)
-        places = frozenset(i for i, name in enumerate(names) if name in wanted)
+        cast_names = frozenset(arguments)
+        places = frozenset(i for i, name in enumerate(names) if name in cast_names)
 
         @functools.wraps(fn)
         def following(*args, **kwargs):
@@ -130,7 +130,7 @@ def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]
                 return t.to(dtype) if fits else t
 
             args = [cast(t) if i in places else t for i, t in enumerate(args)]
-            kwargs = {name: cast(t) if name in wanted else t for name, t in kwargs.items()}
+            kwargs = {name: cast(t) if name in cast_names else t for name, t in kwargs.items()}
             if not products:
                 return fn(*args, **kwargs)
             try:

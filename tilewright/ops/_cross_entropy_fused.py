@@ -8,7 +8,7 @@ import functools
 
 import torch
 
-from tilewright.kernels.launchers import Asked, Found, Stats
+from tilewright.kernels.launchers import LossInputs, LossOutputs, Stats
 from tilewright.ops import _softmax_stats, _targets
 from tilewright.ops._library import define, differentiate
 from tilewright.ops._losses import floats, number_or_tensor
@@ -33,8 +33,8 @@ def _fake(
     overwrite,
     group,
 ):
-    def vector(wanted=True, dtype=torch.float32):
-        return logits.new_empty(logits.shape[0] if wanted else 0, dtype=dtype)
+    def vector(nonempty=True, dtype=torch.float32):
+        return logits.new_empty(logits.shape[0] if nonempty else 0, dtype=dtype)
 
     return (
         logits.new_empty((), dtype=torch.float32),
@@ -86,10 +86,12 @@ def _backward(ctx, g_total, g_losses, *others):
             # Writes by a custom operator do not bump versions; with the bump, a second backward is
             # an error.
             torch.autograd.graph.increment_version(logits)
-        _, mine, weight = shard(logits.shape[-1], target.view(-1), class_weight, group_of(group))
+        _, local_target, weight = shard(
+            logits.shape[-1], target.view(-1), class_weight, group_of(group)
+        )
         dlogits = ctx.backward_op(
             logits,
-            mine,
+            local_target,
             weight,
             softcap,
             Stats(peak, log_sum, None),
@@ -180,12 +182,12 @@ class Fused:
         T, columns = logits.shape
         smooth, flat = label_smoothing != 0, target.view(-1)
         process_group = group_of(group)
-        V, mine, weight = shard(columns, flat, class_weight, process_group)
+        V, local_target, weight = shard(columns, flat, class_weight, process_group)
         _targets.check(target, V, ignore_index)
-        stats = self.kernels.forward(logits, mine, weight, softcap, smooth, entropy, argmax)
+        stats = self.kernels.forward(logits, local_target, weight, softcap, smooth, entropy, argmax)
         if process_group is not None:
-            stats = across(stats, logits, mine, weight, process_group)
-        asked = Asked(
+            stats = across(stats, logits, local_target, weight, process_group)
+        inputs = LossInputs(
             flat,
             V,
             ignore_index,
@@ -197,9 +199,9 @@ class Fused:
             z_loss,
             divide=mean,
         )
-        results = Found(stats.peak.new_empty(T), stats.peak.new_empty(()) if mean else None)
+        outputs = LossOutputs(stats.peak.new_empty(T), stats.peak.new_empty(()) if mean else None)
         total, g_log_sum, g_target, g_weighted = self.kernels.losses(
-            stats, slice(0, T), asked, results, None
+            stats, slice(0, T), inputs, outputs, None
         )
 
         def or_empty(t, dtype=torch.float32):
@@ -207,7 +209,7 @@ class Fused:
 
         return (
             total,
-            results.losses,
+            outputs.losses,
             stats.peak,
             stats.log_sum,
             or_empty(stats.mean),
@@ -215,7 +217,7 @@ class Fused:
             g_log_sum,
             g_target,
             or_empty(g_weighted),
-            or_empty(results.divisor),
+            or_empty(outputs.divisor),
         )
 
 

@@ -80,11 +80,11 @@ class AllToAll:
     def __init__(self, group):
         self.group, self.size = group, dist.get_world_size(group)
 
-    def send(self, x, index, weight, E, kept):
-        route, own, pairs = kept[0] if kept else self.plan(index, E)
-        if kept is not None and not kept:
-            kept.append((route, own, pairs))
-        return *Send.apply(x, weight, own, route), pairs, route
+    def send(self, x, index, weight, E, saved_plan):
+        route, local_index, pairs = saved_plan[0] if saved_plan else self.plan(index, E)
+        if saved_plan is not None and not saved_plan:
+            saved_plan.append((route, local_index, pairs))
+        return *Send.apply(x, weight, local_index, route), pairs, route
 
     def plan(self, index, E):
         """The route, the indices [S, K] that are sent with rows, and the number of (row, expert)
@@ -108,10 +108,10 @@ class AllToAll:
         rows_out, rows_in = ([row for row, _ in part] for part in (sizes[:n], sizes[n:]))
         sent = slots[: sum(rows_out)].long()
         token, to = sent // K, rank.flatten()[sent]
-        own = torch.where(rank[token] == to[:, None], index[token] % L, L).int()
+        local_index = torch.where(rank[token] == to[:, None], index[token] % L, L).int()
         return (
             _Route(self, token, position, position.gather(1, first), rows_out, rows_in),
-            own,
+            local_index,
             sum(pair for _, pair in sizes[n:]),
         )
 
@@ -124,7 +124,7 @@ class _Route(NamedTuple):
     sent: list[int]
     received: list[int]
 
-    def there(self, rows):
+    def send_to_experts(self, rows):
         """Sends rows to the ranks of their experts."""
         into = rows.new_empty((sum(self.received), *rows.shape[1:]))
         dist.all_to_all_single(
@@ -139,12 +139,12 @@ class _Route(NamedTuple):
         )
         return into
 
-    def forward(self, x, weight, own):
-        rows = self.there(x.index_select(0, self.token))
+    def forward(self, x, weight, local_index):
+        rows = self.send_to_experts(x.index_select(0, self.token))
         # Indices and weights in one message of 32-bit words.
         words = weight.index_select(0, self.token).view(torch.int32)
-        words = self.there(torch.cat((own, words), 1))
-        K = own.shape[1]
+        words = self.send_to_experts(torch.cat((local_index, words), 1))
+        K = local_index.shape[1]
         return rows, words[:, :K].contiguous(), words[:, K:].contiguous().view(weight.dtype)
 
     def forward_backward(self, drows, dweight, needs):
@@ -161,16 +161,16 @@ class _Route(NamedTuple):
         return sum_rows(self.back(rows), self.position)
 
     def result_backward(self, dy):
-        return self.there(dy.index_select(0, self.token))
+        return self.send_to_experts(dy.index_select(0, self.token))
 
 
 class Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, own, route):
+    def forward(ctx, x, weight, local_index, route):
         ctx.route = route
-        rows, own, weight = route.forward(x, weight, own)
-        ctx.mark_non_differentiable(own)
-        return rows, own, weight
+        rows, local_index, weight = route.forward(x, weight, local_index)
+        ctx.mark_non_differentiable(local_index)
+        return rows, local_index, weight
 
     @staticmethod
     @once
@@ -225,14 +225,14 @@ class DeepEPTransport:
             _buffers[key] = Buffer(self.group, size, between_nodes)
         return _buffers[key]
 
-    def send(self, x, index, weight, E, kept):
+    def send(self, x, index, weight, E, saved_plan):
         if x.dtype != torch.bfloat16:
             raise TypeError(f"x must be bfloat16 for DeepEP, got {short(x.dtype)}")
         index = torch.where((index < 0) | (index >= E), -1, index.long())  # -1: no expert
         route = _DeepEPRoute(self.buffer(x), E)
-        rows, own, weight = Send.apply(x.contiguous(), weight, index, route)
-        own = torch.where(own < 0, E // self.size, own).int()
-        return rows, own, weight, route.pairs, route
+        rows, local_index, weight = Send.apply(x.contiguous(), weight, index, route)
+        local_index = torch.where(local_index < 0, E // self.size, local_index).int()
+        return rows, local_index, weight, route.pairs, route
 
 
 class _DeepEPRoute:
@@ -241,7 +241,7 @@ class _DeepEPRoute:
 
     def forward(self, x, weight, index):
         per_rank, per_node, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(index, self.E)
-        rows, own, weight, counts, self.handle, _ = self.buffer.dispatch(
+        rows, local_index, weight, counts, self.handle, _ = self.buffer.dispatch(
             x,
             topk_idx=index,
             topk_weights=weight,
@@ -251,7 +251,7 @@ class _DeepEPRoute:
             num_tokens_per_expert=per_expert,
         )
         self.pairs = sum(counts)  # on the host: DeepEP itself waits for them
-        return rows, own, weight
+        return rows, local_index, weight
 
     def forward_backward(self, drows, dweight, needs):
         # One kernel moves both; if only weights are needed the rows are sent all the same.

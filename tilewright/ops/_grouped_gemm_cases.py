@@ -63,13 +63,13 @@ def case(name, experts, rows, n, k, counts=None, shares=_uniform, tags=cases.CON
 
 def _timed():
     qwen, hidden, inner = "qwen3-30b-a3b", 2048, 768
-    found = []
+    timed = []
     for tokens in (8192, 32768):
-        found += [
+        timed += [
             case(f"{qwen}_up_{tokens}", 128, 8 * tokens, 2 * inner, hidden, tags=cases.CUDA),
             case(f"{qwen}_down_{tokens}", 128, 8 * tokens, hidden, inner, tags=cases.CUDA),
         ]
-    found += [
+    timed += [
         case(
             f"{qwen}_up_32768_skewed",
             128,
@@ -104,7 +104,7 @@ def _timed():
             tags=cases.CPU,
         ),
     ]
-    return found
+    return timed
 
 
 CASES = (

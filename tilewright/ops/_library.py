@@ -116,13 +116,13 @@ class Operator:
             return -1
         for given_type, argument in zip(types, schema.arguments, strict=True):
             kind = str(argument.real_type)
-            wanted = (
+            base_kind = (
                 kind.removeprefix("Optional[").removesuffix("]")
                 if kind.startswith("Optional[")
                 else kind
             )
-            if given_type not in _TYPES.get(wanted, ()) and not (
-                wanted != kind and given_type is type(None)
+            if given_type not in _TYPES.get(base_kind, ()) and not (
+                base_kind != kind and given_type is type(None)
             ):
                 return -1
         return next((i for i, given_type in enumerate(types) if given_type in _PLAIN), -1)

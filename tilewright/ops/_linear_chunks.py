@@ -114,7 +114,7 @@ class Gradients:
         acc = torch.float32 if fp32_sums and chunks > 1 else summed_dtype(weight.dtype, fp32_sums)
         self.x, self.weight, self.scale, self.chunks = x, weight, scale, chunks
         self.need_x, self.need_w, self.need_b = need_x, need_w, need_b = need
-        self.wanted = any(need)
+        self.needed = any(need)
         self.fp32_sums = fp32_sums
         self.dx = x.new_empty(x.shape if need_x else (0,))
         self.dw = weight.new_empty((V, H) if need_w else (0,), dtype=acc)

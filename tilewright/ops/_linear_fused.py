@@ -62,7 +62,7 @@ class Fused:
         """The loss per row. labels.class_weight: as returned by `floats`."""
         target, weights, token_weight, _, group = labels
         V = weight.shape[0] * (1 if group is None else torch.distributed.get_world_size(group))
-        here, target = presence(target, V, options.ignore_index).reshape(-1), target.reshape(-1)
+        valid, target = presence(target, V, options.ignore_index).reshape(-1), target.reshape(-1)
         smooth = options.label_smoothing != 0
         stats = Stats(
             *self.operators.statistics(
@@ -83,7 +83,7 @@ class Fused:
         )
         losses = combine(
             stats,
-            here,
+            valid,
             weight_of(target, weights),
             V=V,
             label_smoothing=options.label_smoothing,
@@ -91,13 +91,13 @@ class Fused:
             weight_sum=None if weights is None else weights.sum(),
         )
         return (
-            reduced(losses, here, None, token_weight, "none", None),
+            reduced(losses, valid, None, token_weight, "none", None),
             stats.lse if options.lse else None,
             entropy(stats) if options.entropy else None,
             stats.argmax if options.argmax else None,
         )
 
-    def logprob(self, x, weight, bias, target, here, scaling, precision, chunk_size):
+    def logprob(self, x, weight, bias, target, valid, scaling, precision, chunk_size):
         # z / t = (c / t) tanh((logits / t) / (c / t)): a temperature divides the logits and the
         # cap.
         stats = self.operators.statistics(
@@ -117,16 +117,16 @@ class Fused:
             chunk_size,
             "",
         )
-        return logprob_of(Stats(*stats), here)
+        return logprob_of(Stats(*stats), valid)
 
 
-def logprob_of(stats: Stats, here: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy per row, 0 where `here` is 0."""
+def logprob_of(stats: Stats, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability and entropy per row, 0 where `valid` is 0."""
     # A capped logit is rounded: z_y may be an ulp above the peak, and lse an ulp below z_y, where
     # p = 1 and the gradient is 0.
     return (
-        torch.where(here == 0, 0.0, (stats.target - stats.log_sum).clamp_max(0.0) * here),
-        torch.where(here == 0, 0.0, entropy(stats).clamp_min(0.0) * here),
+        torch.where(valid == 0, 0.0, (stats.target - stats.log_sum).clamp_max(0.0) * valid),
+        torch.where(valid == 0, 0.0, entropy(stats).clamp_min(0.0) * valid),
     )
 
 

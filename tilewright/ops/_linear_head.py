@@ -119,7 +119,11 @@ def case(
             for t, steps in ((kw["x"], 4), (kw["weight"], 2)):
                 t.detach().mul_(steps).round_().div_(steps)
             kw["bias"] = torch.full(
-                (V,), cases.held(offset, dtype), device=device, dtype=dtype, requires_grad=True
+                (V,),
+                cases.representable(offset, dtype),
+                device=device,
+                dtype=dtype,
+                requires_grad=True,
             )
         if bias:
             kw["bias"] = cases.randn(V, requires_grad=not frozen, **new)

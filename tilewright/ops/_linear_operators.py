@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from tilewright import _torch
-from tilewright.kernels.launchers import Asked, Found, Stats
+from tilewright.kernels.launchers import LossInputs, LossOutputs, Stats
 from tilewright.ops import _linear_chunks, _softmax_stats, _targets
 from tilewright.ops._library import define, differentiate
 from tilewright.ops._linear_chunks import Precision, divides_later, logits_chunks, summed_dtype
@@ -19,8 +19,8 @@ from tilewright.ops._vocabulary import across, group_of, shard
 # ---- the logits' statistics, with a gradient for each of them
 
 
-def _vector(x, wanted=True, dtype=torch.float32):
-    return x.new_empty(x.shape[0] if wanted else 0, dtype=dtype)
+def _vector(x, nonempty=True, dtype=torch.float32):
+    return x.new_empty(x.shape[0] if nonempty else 0, dtype=dtype)
 
 
 def _fake_statistics(
@@ -179,15 +179,13 @@ def _times_upstream(
     return acc.to(dtype)
 
 
-def _joined(
-    parts: list[Stats], like: torch.Tensor, wanted: tuple[str, ...] = Stats._fields
-) -> Stats:
+def _joined(parts: list[Stats], x: torch.Tensor, fields: tuple[str, ...] = Stats._fields) -> Stats:
     """Statistics of all rows; an empty tensor represents one that is not computed."""
     joined = []
     for name in Stats._fields:
-        pieces = [p for part in parts if name in wanted and (p := getattr(part, name)) is not None]
+        pieces = [p for part in parts if name in fields and (p := getattr(part, name)) is not None]
         dtype = torch.int64 if name == "argmax" else torch.float32
-        pieces = pieces or [like.new_empty(0, dtype=dtype)]
+        pieces = pieces or [x.new_empty(0, dtype=dtype)]
         joined.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
     return Stats(*joined)
 
@@ -339,13 +337,13 @@ class Operators:
         """
         smooth, flat = label_smoothing != 0, target.view(-1)
         process_group = group_of(group)
-        V, mine, shard_weight = shard(weight.shape[0], flat, class_weight, process_group)
+        V, local_target, shard_weight = shard(weight.shape[0], flat, class_weight, process_group)
         _targets.check(target, V, ignore_index)
         chunk = _linear_chunks.chunk_rows(
             x, weight, chunk_size, Precision(fp32_sums, fp32_logits, need_w)
         )
         grads = _linear_chunks.Gradients(x, weight, chunk, fp32_sums, 1.0, (need_x, need_w, need_b))
-        asked = Asked(
+        inputs = LossInputs(
             flat,
             V,
             ignore_index,
@@ -358,24 +356,24 @@ class Operators:
             divide=mean and not divides_later(x),
         )
         divisor, total = x.new_empty((), dtype=torch.float32), None
-        result = Found(_vector(x), divisor if mean else None)
+        outputs = LossOutputs(_vector(x), divisor if mean else None)
         if x.shape[0] == 0:
             total, *_ = self.kernels.losses(
-                Stats(*(_vector(x) for _ in range(4))), slice(0, 0), asked, result, None
+                Stats(*(_vector(x) for _ in range(4))), slice(0, 0), inputs, outputs, None
             )
         parts = []
         for rows, logits in logits_chunks(x, weight, bias, chunk, 1.0, fp32_logits):
             part = self.kernels.forward(
-                logits, mine[rows], shard_weight, softcap, smooth, want_entropy, argmax
+                logits, local_target[rows], shard_weight, softcap, smooth, want_entropy, argmax
             )
             if process_group is not None:
-                part = across(part, logits, mine[rows], shard_weight, process_group)
+                part = across(part, logits, local_target[rows], shard_weight, process_group)
             parts.append(part)
-            total, *of_stats = self.kernels.losses(part, rows, asked, result, total)
-            if grads.wanted:
+            total, *of_stats = self.kernels.losses(part, rows, inputs, outputs, total)
+            if grads.needed:
                 dlogits = self.kernels.backward(
                     logits,
-                    mine[rows],
+                    local_target[rows],
                     shard_weight,
                     softcap,
                     part,
@@ -386,7 +384,7 @@ class Operators:
         stats = _joined(parts, x, Stats._fields if want_lse or want_entropy else ("argmax",))
         return (
             total,
-            result.losses,
+            outputs.losses,
             stats.lse if want_lse else _vector(x, False),
             entropy(stats) if want_entropy else _vector(x, False),
             stats.argmax,

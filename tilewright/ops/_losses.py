@@ -176,7 +176,7 @@ def output(
     )
 
 
-def reduced(losses, here, y_weight, token_weight, reduction, num_tokens):
+def reduced(losses, valid, y_weight, token_weight, reduction, num_tokens):
     """Losses [T] times token weights, or their sum or mean."""
     if token_weight is not None:
         losses = losses * token_weight.reshape(-1).to(losses.dtype)
@@ -185,7 +185,7 @@ def reduced(losses, here, y_weight, token_weight, reduction, num_tokens):
     total = losses.sum()
     if reduction == "sum":
         return total
-    by = divisor(here, y_weight, num_tokens)
+    by = divisor(valid, y_weight, num_tokens)
     return total / (by.to(losses.dtype) if isinstance(by, torch.Tensor) else by)
 
 
@@ -193,38 +193,40 @@ def reduced(losses, here, y_weight, token_weight, reduction, num_tokens):
 
 
 def in_torch(losses_of: Callable) -> Callable:
-    """An implementation of cross_entropy from losses_of(rows, target [T], here, class_weight,
+    """An implementation of cross_entropy from losses_of(rows, target [T], valid, class_weight,
     y_weight, options, group) -> [T] losses before token weights, lse, entropy, argmax.
     """
 
     def cross_entropy_in_torch(rows, labels, options, inplace=False):
         target, class_weight, token_weight, num_tokens, group = labels
         V = rows.shape[-1] * (1 if group is None else torch.distributed.get_world_size(group))
-        here, flat = presence(target, V, options.ignore_index).reshape(-1), target.reshape(-1)
+        valid, flat = presence(target, V, options.ignore_index).reshape(-1), target.reshape(-1)
         class_weight = (
             None
             if class_weight is None
             else class_weight.to(torch.promote_types(rows.dtype, torch.float32))
         )
         y_weight = weight_of(flat, class_weight)
-        losses, *extra = losses_of(rows, flat, here, class_weight, y_weight, options, group)
-        loss = reduced(losses, here, y_weight, token_weight, options.reduction, num_tokens)
+        losses, *extra = losses_of(rows, flat, valid, class_weight, y_weight, options, group)
+        loss = reduced(losses, valid, y_weight, token_weight, options.reduction, num_tokens)
         return loss, *extra
 
     return cross_entropy_in_torch
 
 
-def losses_eager(rows, target, here, class_weight, y_weight, options, group):
+def losses_eager(rows, target, valid, class_weight, y_weight, options, group):
     statistics = stats_eager if group is None else shard_stats_eager
-    V, mine, weight = shard(rows.shape[-1], target, class_weight, group)
-    rows = without_gradient(rows, here == 0)
+    V, local_target, weight = shard(rows.shape[-1], target, class_weight, group)
+    rows = without_gradient(rows, valid == 0)
     smooth = options.label_smoothing != 0
-    stats = statistics(rows, mine, weight, options.softcap, smooth, options.entropy, options.argmax)
+    stats = statistics(
+        rows, local_target, weight, options.softcap, smooth, options.entropy, options.argmax
+    )
     if group is not None:
-        stats = across(stats, rows, mine, weight, group)
+        stats = across(stats, rows, local_target, weight, group)
     losses = combine(
         stats,
-        here,
+        valid,
         y_weight,
         V=V,
         label_smoothing=options.label_smoothing,
@@ -239,21 +241,21 @@ def losses_eager(rows, target, here, class_weight, y_weight, options, group):
     )
 
 
-def losses_of_torch(rows, target, here, class_weight, y_weight, options, group):
+def losses_of_torch(rows, target, valid, class_weight, y_weight, options, group):
     """F.cross_entropy on float32 logits (in bf16 it would round its log-probabilities), with the
     missing parts around it: softcap before, z-loss after, lse and entropy beside it. It supports no
     sharded vocabulary.
     """
     # A pass over the logits, skipped if there is nothing to ignore and the host may check that.
-    if here.is_cuda or torch.compiler.is_compiling() or not here.all():
-        rows = without_gradient(rows, here == 0)
+    if valid.is_cuda or torch.compiler.is_compiling() or not valid.all():
+        rows = without_gradient(rows, valid == 0)
     z = capped(rows.to(torch.promote_types(rows.dtype, torch.float32)), options.softcap)
-    # A target out of range is replaced by some class, and `here` makes it NaN: ignored, it would
+    # A target out of range is replaced by some class, and `valid` makes it NaN: ignored, it would
     # have no gradient.
-    kept = torch.where(here == 0, -100, target.clamp(0, rows.shape[-1] - 1))
+    safe_target = torch.where(valid == 0, -100, target.clamp(0, rows.shape[-1] - 1))
     losses = torch.nn.functional.cross_entropy(
         z,
-        kept,
+        safe_target,
         class_weight,
         ignore_index=-100,
         reduction="none",
@@ -266,7 +268,7 @@ def losses_of_torch(rows, target, here, class_weight, y_weight, options, group):
         lse = peak + (z - peak[:, None]).logsumexp(-1)
     if options.z_loss:
         losses = losses + options.z_loss * lse.square()
-    losses = torch.where(here == 0, 0.0, losses * here)
+    losses = torch.where(valid == 0, 0.0, losses * valid)
     log_p = z.detach().log_softmax(-1) if options.entropy else None
     # A masked-out class has p = 0 and log p = -inf, and contributes 0.
     H = (

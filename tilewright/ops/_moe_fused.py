@@ -87,8 +87,8 @@ def _setup(ctx, inputs, output):
     gate_up, down = Packed(*inputs[1:5]), Packed(*inputs[5:9])
     tensors, ctx.projections = to_save(gate_up, down)
     # x is for the gradient of gate_up_proj, which a quantized one does not have.
-    own = x if gate_up.is_dense else None
-    ctx.save_for_backward(own, weight, down_bias, *output[1:], *tensors)
+    saved_x = x if gate_up.is_dense else None
+    ctx.save_for_backward(saved_x, weight, down_bias, *output[1:], *tensors)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 

@@ -67,8 +67,8 @@ def _fake_forward(x, index, weight, *rest):
 
 
 def _fake_backward(dy, x, weight, *rest):
-    like, needs = (x, weight, *rest[:6]), rest[7]
-    return tuple(t.new_empty(t.shape if need else 0) for t, need in zip(like, needs, strict=True))
+    inputs, needs = (x, weight, *rest[:6]), rest[7]
+    return tuple(t.new_empty(t.shape if need else 0) for t, need in zip(inputs, needs, strict=True))
 
 
 def _setup(ctx, inputs, output):
@@ -191,8 +191,10 @@ class _Fused:
     def moe_lora(self, x, gate_up_proj, down_proj, index, weight, adapters, scale, noise):
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, *adapters))
         base, last = (
-            pack(w, own)
-            for w, own in zip((gate_up_proj, down_proj), projection_noises(noise), strict=True)
+            pack(w, weight_noise)
+            for w, weight_noise in zip(
+                (gate_up_proj, down_proj), projection_noises(noise), strict=True
+            )
         )
         return self.forward_op(x, index, weight.contiguous(), *adapters, scale, keep, *base, *last)[
             0

@@ -33,9 +33,9 @@ def permute_eager(x, expert_index, num_experts):
 def unpermute_eager(rows, expert_weight, position):
     (T, K), H = position.shape, rows.shape[1]
     acc = torch.promote_types(rows.dtype, torch.float32)
-    there = position >= 0
+    present = position >= 0
     picked = rows.to(acc).index_select(0, position.flatten().clamp_min(0)).view(T, K, H)
-    picked = torch.where(there[..., None], picked, 0)  # before the product: 0 times NaN is NaN
+    picked = torch.where(present[..., None], picked, 0)  # before the product: 0 times NaN is NaN
     if expert_weight is not None:
-        picked = picked * torch.where(there, expert_weight.to(acc), 0)[..., None]
+        picked = picked * torch.where(present, expert_weight.to(acc), 0)[..., None]
     return picked.sum(1).to(rows.dtype)

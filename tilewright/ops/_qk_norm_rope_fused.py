@@ -338,25 +338,25 @@ def in_place(
     fn: Callable, qkv: torch.Tensor, heads: Heads, norm: HeadNorm, rotation: Rotation
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """fn(qkv, ...) with q and k written over their part of qkv."""
-    learning = [
+    differentiable = [
         name
         for name, t in (("qkv", qkv), ("q_weight", norm.q_weight), ("k_weight", norm.k_weight))
         if t is not None and t.requires_grad
     ]
-    if norm.q_weight is not None and learning and torch.is_grad_enabled():
+    if norm.q_weight is not None and differentiable and torch.is_grad_enabled():
         raise ValueError(
             "inplace=True with weights overwrites qkv, which the gradient is made from, and "
-            f"{' and '.join(learning)} would get one; pass inplace=False, or call it under "
+            f"{' and '.join(differentiable)} would get one; pass inplace=False, or call it under "
             "torch.no_grad()"
         )
     compiling = torch.compiler.is_compiling()
     check_overwritable("qkv", qkv, compiling)
     if compiling:
         # The compiler decides where results are stored; the copies allow it to store them here.
-        new, own = fn(qkv, heads, norm, rotation), slices(qkv, heads)
-        for x, y in zip(own[:2], new[:2], strict=True):
+        new, parts = fn(qkv, heads, norm, rotation), slices(qkv, heads)
+        for x, y in zip(parts[:2], new[:2], strict=True):
             x.copy_(y)
-        return own
+        return parts
     # Before anything is written, so that a tensor that autograd refuses is unchanged.
     _Overwritten.apply(qkv, *rotation, heads, fn)
     with torch.no_grad():

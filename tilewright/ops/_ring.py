@@ -98,7 +98,7 @@ class Ring(torch.autograd.Function):
         out = torch.empty(B, n, H, D, dtype=acc, device=q.device).transpose(1, 2)
         lse = torch.empty(B, H, n, dtype=acc, device=q.device)
         _meet(cp, q.device)
-        coming = _post(plan.steps[1], 1, k, v, cp)
+        incoming = _post(plan.steps[1], 1, k, v, cp)
         for i, (begin, packed) in enumerate(plan.chunks):
             rows = (i * plan.rows, (i + 1) * plan.rows)
             part, part_lse = attention_part(
@@ -111,10 +111,10 @@ class Ring(torch.autograd.Function):
         keys, values = k, v
         for t, step in enumerate(plan.steps):
             if t:
-                received = coming.wait()
+                received = incoming.wait()
                 keys, values = (None, None) if received is None else _as_heads(received)
                 if t + 1 < len(plan.steps):
-                    coming = _post(plan.steps[t + 1], t + 1, k, v, cp)
+                    incoming = _post(plan.steps[t + 1], t + 1, k, v, cp)
             for block in step.blocks:
                 part, part_lse = attention_part(
                     _rows(q, block.queries),
@@ -173,7 +173,7 @@ def _ring_backward(dout, q, k, v, out, lse, cu_seqlens, cp, plan, options):
         B, heads, n, D = t.shape
         return torch.zeros(B, n, heads, D, dtype=acc, device=t.device).transpose(1, 2)
 
-    coming, returning = _post(plan.steps[1], 1, k, v, cp), None
+    incoming, returning = _post(plan.steps[1], 1, k, v, cp), None
     dq, dk, dv = map(zeros, (q, k, v))
 
     def take(returned, step):
@@ -188,21 +188,23 @@ def _ring_backward(dout, q, k, v, out, lse, cu_seqlens, cp, plan, options):
 
     for i, (begin, packed) in enumerate(plan.chunks):
         rows = (i * plan.rows, (i + 1) * plan.rows)
-        own = _own_documents(cu_seqlens, begin, packed, plan.rows)
-        parts = gradients(rows, _rows(k, rows), _rows(v, rows), {**options, "cu_seqlens": own})
+        documents = _own_documents(cu_seqlens, begin, packed, plan.rows)
+        parts = gradients(
+            rows, _rows(k, rows), _rows(v, rows), {**options, "cu_seqlens": documents}
+        )
         for total, part in zip((dq, dk, dv), parts, strict=True):
             _rows(total, rows).add_(part)
     keys, values, totals = k, v, (dk, dv)
     for t, step in enumerate(plan.steps):
         message = None
         if t:
-            received = coming.wait()
+            received = incoming.wait()
             if received is not None:
                 keys, values = _as_heads(received)
                 message = torch.zeros_like(received, dtype=acc)
                 totals = _as_heads(message)
             if t + 1 < len(plan.steps):
-                coming = _post(plan.steps[t + 1], t + 1, k, v, cp)
+                incoming = _post(plan.steps[t + 1], t + 1, k, v, cp)
         for block in step.blocks:
             part_q, *parts = gradients(
                 block.queries,

@@ -8,7 +8,7 @@ from tilewright.ops import cases
 from tilewright.registry import Case, Cost
 
 
-def _apart(logits, bias, groups):
+def _separate_near_ties(logits, bias, groups):
     """Replaces rows in which two choices differ only by rounding: there any implementation may
     choose by its own rounding. A thousandth of a score's spacing is far more than the float32
     error.
@@ -52,7 +52,7 @@ def case(
         if biased:
             bias = cases.randn(E, **{**new, "dtype": torch.float32}, scale=0.1)
         if sigmoid or biased:
-            x.copy_(_apart(x, bias, groups)) if T else None
+            x.copy_(_separate_near_ties(x, bias, groups)) if T else None
         if ties:  # a few values only
             x.mul_(1.5).round_()
         if skew:  # the last expert gets all tokens and some get none

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilewright.kernels.launchers import Asked, Found, Stats
+from tilewright.kernels.launchers import LossInputs, LossOutputs, Stats
 from tilewright.ops._library import Operator, adopt, define
 from tilewright.ops._targets import divisor, present, weight_of, within
 
@@ -157,50 +157,53 @@ def entropy(stats: Stats) -> torch.Tensor:
 
 
 def losses_in_torch(
-    stats: Stats, rows: slice, asked: Asked, found: Found, before: torch.Tensor | None
+    stats: Stats, rows: slice, inputs: LossInputs, outputs: LossOutputs, before: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """`softmax_stats_triton.losses` in plain PyTorch."""
-    target = asked.target[rows]
-    here = present(target, asked.V, asked.ignore_index)
-    y_weight = weight_of(target, asked.class_weight)
-    if before is None and found.divisor is not None:
-        whole = asked.target
+    target = inputs.target[rows]
+    valid = present(target, inputs.V, inputs.ignore_index)
+    y_weight = weight_of(target, inputs.class_weight)
+    if before is None and outputs.divisor is not None:
+        full_target = inputs.target
         by = divisor(
-            present(whole, asked.V, asked.ignore_index),
-            weight_of(whole, asked.class_weight),
-            asked.num_tokens,
+            present(full_target, inputs.V, inputs.ignore_index),
+            weight_of(full_target, inputs.class_weight),
+            inputs.num_tokens,
         )
-        found.divisor.copy_(by) if isinstance(by, torch.Tensor) else found.divisor.fill_(by)
-    losses = found.losses[rows]
+        outputs.divisor.copy_(by) if isinstance(by, torch.Tensor) else outputs.divisor.fill_(by)
+    losses = outputs.losses[rows]
     losses.copy_(
         combine(
             stats,
-            here,
+            valid,
             y_weight,
-            V=asked.V,
-            label_smoothing=asked.label_smoothing,
-            z_loss=asked.z_loss,
-            weight_sum=asked.weight_sum,
+            V=inputs.V,
+            label_smoothing=inputs.label_smoothing,
+            z_loss=inputs.z_loss,
+            weight_sum=inputs.weight_sum,
         )
     )
-    row = here
-    if asked.token_weight is not None:
-        u = asked.token_weight[rows].to(torch.float32)
-        row, losses = torch.where(here == 0, 0.0, here * u), torch.where(here == 0, 0.0, losses * u)
+    row = valid
+    if inputs.token_weight is not None:
+        u = inputs.token_weight[rows].to(torch.float32)
+        row, losses = (
+            torch.where(valid == 0, 0.0, valid * u),
+            torch.where(valid == 0, 0.0, losses * u),
+        )
     total = losses.sum()
-    if asked.divide:
-        row, total = row / found.divisor, total / found.divisor
+    if inputs.divide:
+        row, total = row / outputs.divisor, total / outputs.divisor
     total = total if before is None else before + total
-    hard = (row if y_weight is None else row * y_weight) * (1 - asked.label_smoothing)
+    hard = (row if y_weight is None else row * y_weight) * (1 - inputs.label_smoothing)
     g_log_sum, g_weighted = hard, None
-    if asked.label_smoothing:
-        soft = row * (asked.label_smoothing / asked.V)
+    if inputs.label_smoothing:
+        soft = row * (inputs.label_smoothing / inputs.V)
         g_log_sum, g_weighted = (
-            hard + soft * (asked.V if asked.weight_sum is None else asked.weight_sum),
+            hard + soft * (inputs.V if inputs.weight_sum is None else inputs.weight_sum),
             -soft,
         )
-    if asked.z_loss:  # where: lse of an ignored row may be infinite
-        g_log_sum = g_log_sum + torch.where(row == 0, 0.0, 2 * asked.z_loss * row * stats.lse)
+    if inputs.z_loss:  # where: lse of an ignored row may be infinite
+        g_log_sum = g_log_sum + torch.where(row == 0, 0.0, 2 * inputs.z_loss * row * stats.lse)
     return total, g_log_sum, -hard, g_weighted
 
 
@@ -255,7 +258,8 @@ class Kernels:
 
     statistics: the launcher of the statistics.
     dlogits, dlogits_: the operators of the logits' gradient, out of place and in place.
-    losses: (stats, rows, asked, found, before) -> the total and its derivatives in the statistics.
+    losses: (stats, rows, inputs, outputs, before) -> the total and its derivatives in the
+        statistics.
     scale_: acc *= factor, for an upstream gradient.
     """
 

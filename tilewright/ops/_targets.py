@@ -91,13 +91,13 @@ it."""
 
 
 def divisor(
-    here: torch.Tensor, y_weight: torch.Tensor | None, num_tokens: torch.Tensor | float | None
+    valid: torch.Tensor, y_weight: torch.Tensor | None, num_tokens: torch.Tensor | float | None
 ) -> torch.Tensor | float:
     """The divisor of "mean": num_tokens, or the sum of the non-ignored targets'
     weights; 1 for 0.
     """
     if num_tokens is None:
-        num_tokens = (here == 1).to(here.dtype)
+        num_tokens = (valid == 1).to(valid.dtype)
         num_tokens = (num_tokens if y_weight is None else num_tokens * y_weight).sum()
     if isinstance(num_tokens, torch.Tensor):
         num_tokens = num_tokens.detach()

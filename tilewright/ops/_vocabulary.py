@@ -111,8 +111,8 @@ def shard(
     if group is None:
         return columns, target, class_weight
     start = torch.distributed.get_rank(group) * columns
-    mine = None if class_weight is None else class_weight[start : start + columns]
-    return torch.distributed.get_world_size(group) * columns, target - start, mine
+    shard_weight = None if class_weight is None else class_weight[start : start + columns]
+    return torch.distributed.get_world_size(group) * columns, target - start, shard_weight
 
 
 def shard_stats_eager(

@@ -126,16 +126,16 @@ def quantize_block_fp8(
     q = blocks_of(*parts[:2], x.shape, (rows, columns), x.dtype)
     if not transpose:
         return q
-    return q, blocks_of(*parts[2:], x.mT.shape, (rows, columns), x.dtype, looked=True)
+    return q, blocks_of(*parts[2:], x.mT.shape, (rows, columns), x.dtype, checked=True)
 
 
-def blocks_of(data, inverse, shape, block, dtype, what="x", *, looked=False) -> BlockFP8:
+def blocks_of(data, inverse, shape, block, dtype, name="x", *, checked=False) -> BlockFP8:
     """Wraps an implementation's codes and inverse scales [matrices, bands, across].
 
-    what: the name of the tensor that must be finite.   looked: another tensor with the same values
-    has been checked.
+    name: of the tensor that must be finite.
+    checked: another tensor with the same values has been checked.
     """
-    inverse = inverse if looked else quantize.finite(inverse, what)
+    inverse = inverse if checked else quantize.finite(inverse, name)
     lead = (*shape[:-2], *inverse.shape[1:2]) if len(shape) > 1 else ()
     return BlockFP8(
         data.view(quantize.E4M3).view(shape),

@@ -52,14 +52,16 @@ TOKENS = {"cuda": 16384, "cpu": 1024}
 DATACENTER = ("sm_90", "sm_100")
 
 
-def near_copy(percent: float, *which: str) -> tuple[Goal, ...]:
+def near_copy(percent: float, *passes: str) -> tuple[Goal, ...]:
     """Goals of ops that only move memory: this percentage of the measured copy bandwidth, in each
     pass.
     """
-    return tuple(Goal(DATACENTER, w, "roofline_percent", at_least=percent) for w in which)
+    return tuple(
+        Goal(DATACENTER, pass_name, "roofline_percent", at_least=percent) for pass_name in passes
+    )
 
 
-def held(value: float, dtype: torch.dtype) -> float:
+def representable(value: float, dtype: torch.dtype) -> float:
     """value, or half of the dtype's largest finite value if that is smaller."""
     return min(value, torch.finfo(dtype).max / 2)
 

@@ -118,10 +118,12 @@ class ContextParallel:
             )
         if self.size == 1:
             return [(0, S)]
-        chunk, own = S // (2 * self.ring_size), S // self.size
+        chunk, shard_length = S // (2 * self.ring_size), S // self.size
         parts: list[tuple[int, int]] = []
         for at, number in ((0, self.ring_rank), (chunk, 2 * self.ring_size - 1 - self.ring_rank)):
-            first, end = (max(at, min(at + chunk, own * (self.ulysses_rank + i))) for i in (0, 1))
+            first, end = (
+                max(at, min(at + chunk, shard_length * (self.ulysses_rank + i))) for i in (0, 1)
+            )
             if first < end:
                 parts.append((first - at + number * chunk, end - at + number * chunk))
         return united(parts)
@@ -258,8 +260,10 @@ def context_parallel_attention(
     ATTENTION.pick(implementation, q, request)
     if cp.ulysses_size > 1:
         q, k, v = Scatter.apply(q, k, v, cp)
-        own = H // cp.ulysses_size
-        sinks = None if sinks is None else sinks.narrow(0, cp.ulysses_rank * own, own)
+        local_heads = H // cp.ulysses_size
+        sinks = (
+            None if sinks is None else sinks.narrow(0, cp.ulysses_rank * local_heads, local_heads)
+        )
     options = {
         "window": window,
         "softcap": softcap,

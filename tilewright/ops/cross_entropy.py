@@ -197,7 +197,7 @@ def _case(
         }
         logits = kw["logits"].detach()
         if offset:
-            logits += cases.held(offset, dtype)
+            logits += cases.representable(offset, dtype)
         if saturated:
             logits.copy_(
                 options["softcap"] * (3.5 + logits.abs() / 4).clamp_max(5.0).copysign(logits)

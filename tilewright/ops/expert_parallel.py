@@ -138,25 +138,25 @@ def ep_moe_mlp(
     if dispatch == "eager":
         return ep_moe_mlp_eager(x, gate_up_proj, down_proj, index, weight, group)
 
-    received, own, own_weight, pairs, route = transport_of(dispatch, group, deepep).send(
+    received, local_index, local_weight, pairs, route = transport_of(dispatch, group, deepep).send(
         x, index, weight, E, kept
     )
-    own_expert, slots, position = _pairs(own, pairs, gate_up_proj.shape[0])
+    pair_expert, slots, position = _pairs(local_index, pairs, gate_up_proj.shape[0])
 
-    def experts(received, own_weight):
-        rows, of_pairs = _Spread.apply(received, own_weight, slots, position)
+    def experts(received, local_weight):
+        rows, of_pairs = _Spread.apply(received, local_weight, slots, position)
         rows = moe_mlp(
-            rows, gate_up_proj, down_proj, own_expert, of_pairs, implementation=implementation
+            rows, gate_up_proj, down_proj, pair_expert, of_pairs, implementation=implementation
         )
         return _Collect.apply(rows, slots, position)
 
     if recompute and torch.is_grad_enabled():
-        back = checkpoint(
-            experts, received, own_weight, use_reentrant=False, preserve_rng_state=False
+        results = checkpoint(
+            experts, received, local_weight, use_reentrant=False, preserve_rng_state=False
         )
     else:
-        back = experts(received, own_weight)
-    return Return.apply(back, route)
+        results = experts(received, local_weight)
+    return Return.apply(results, route)
 
 
 def dispatch(
@@ -268,13 +268,13 @@ def ep_moe_mlp_eager(x, gate_up_proj, down_proj, expert_index, expert_weight, gr
     dist.all_reduce(sizes, group=group)
     sizes = sizes.tolist()
     L = gate_up_proj.shape[0]
-    own = _gathered(expert_index, sizes, group) - dist.get_rank(group) * L
-    own = torch.where((own < 0) | (own > L), L, own)
+    local_index = _gathered(expert_index, sizes, group) - dist.get_rank(group) * L
+    local_index = torch.where((local_index < 0) | (local_index > L), L, local_index)
     y = moe_mlp_eager(
         _Gather.apply(x, sizes, group),
         gate_up_proj,
         down_proj,
-        own,
+        local_index,
         _Gather.apply(expert_weight, sizes, group),
     )
     return _Sum.apply(y, sizes, group)
@@ -283,20 +283,20 @@ def ep_moe_mlp_eager(x, gate_up_proj, down_proj, expert_index, expert_weight, gr
 # ---- from rows, one per (token, rank), to pairs, one per (token, expert), and back
 
 
-def _pairs(own, pairs, L):
-    """Lists the pairs of received rows with the experts `own` [M, K]: expert [P, 1] and slot [P] of
-    each pair, sorted by expert, and each slot's pair.
+def _pairs(local_index, pairs, L):
+    """Lists the pairs of received rows with the experts `local_index` [M, K]: expert [P, 1] and
+    slot [P] of each pair, sorted by expert, and each slot's pair.
     """
-    _, slots, position = sort_slots(own, L)
+    _, slots, position = sort_slots(local_index, L)
     slots = slots[:pairs]  # slots whose expert is on this rank come first
-    return own.flatten()[slots][:, None], slots, position
+    return local_index.flatten()[slots][:, None], slots, position
 
 
 def _dispatch(x, index, weight, E, transport):
-    rows, own, own_weight, pairs, route = transport.send(x, index, weight, E, None)
-    own_expert, slots, position = _pairs(own, pairs, E // transport.size)
-    rows, own_weight = _Spread.apply(rows, own_weight, slots, position)
-    return Dispatched(rows, own_expert, own_weight, Plan(route, slots, position))
+    rows, local_index, local_weight, pairs, route = transport.send(x, index, weight, E, None)
+    pair_expert, slots, position = _pairs(local_index, pairs, E // transport.size)
+    rows, local_weight = _Spread.apply(rows, local_weight, slots, position)
+    return Dispatched(rows, pair_expert, local_weight, Plan(route, slots, position))
 
 
 class _Spread(torch.autograd.Function):

@@ -107,11 +107,11 @@ def silu_mul_quantize(
     parts = SILU_MUL_QUANTIZE.pick(implementation, gate)(
         gate, up, seed, format == "mxfp8", transpose
     )
-    q = _made(*parts[:2], shape, gate.dtype, "silu(gate) * up", format)
+    q = _wrap(*parts[:2], shape, gate.dtype, "silu(gate) * up", format)
     if not transpose:
         return q
     return q, mxfp8.blocks_of(
-        *parts[2:], (*shape[:-2], shape[-1], shape[-2]), gate.dtype, looked=True
+        *parts[2:], (*shape[:-2], shape[-1], shape[-2]), gate.dtype, checked=True
     )
 
 
@@ -168,7 +168,7 @@ def rmsnorm_quantize(
     data, inverse, y, _ = run(
         x, None, weight, bias, norm, Into(seed, return_normalized, format == "mxfp8")
     )
-    q = _made(data, inverse, x.shape, x.dtype, "the normalized x", format)
+    q = _wrap(data, inverse, x.shape, x.dtype, "the normalized x", format)
     return (q, y.view(x.shape)) if return_normalized else q
 
 
@@ -223,7 +223,7 @@ def add_rmsnorm_quantize(
     data, inverse, y, total = run(
         x, residual, weight, bias, norm, Into(seed, return_normalized, format == "mxfp8")
     )
-    q = _made(data, inverse, x.shape, x.dtype, "the normalized x + residual", format)
+    q = _wrap(data, inverse, x.shape, x.dtype, "the normalized x + residual", format)
     return (
         (q, total.view(x.shape), y.view(x.shape)) if return_normalized else (q, total.view(x.shape))
     )
@@ -237,13 +237,13 @@ def _check_options(x, seed, return_normalized, format):
     _checks.choice("format", format, FORMATS)
 
 
-def _made(data, inverse, shape, dtype, what, format):
+def _wrap(data, inverse, shape, dtype, name, format):
     """Wraps codes [rows, columns] and inverse scales [rows, blocks]."""
     rows = shape[-2] if len(shape) > 1 else 1
     inverse = inverse.view(math.prod(shape[:-2]), rows, inverse.shape[-1])
     if format == "mxfp8":
-        return mxfp8.blocks_of(data, inverse, tuple(shape), dtype, what)
-    return block_fp8.blocks_of(data, inverse, tuple(shape), BLOCK, dtype, what)
+        return mxfp8.blocks_of(data, inverse, tuple(shape), dtype, name)
+    return block_fp8.blocks_of(data, inverse, tuple(shape), BLOCK, dtype, name)
 
 
 # ---- the definitions: the two ops in sequence

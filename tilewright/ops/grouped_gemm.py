@@ -289,7 +289,7 @@ def _no_native(device_type: str) -> str | None:
     return _not_hopper_or_blackwell("torch's grouped_mm") if device_type == "cuda" else None
 
 
-def _not_hopper_or_blackwell(what: str) -> str | None:
+def _not_hopper_or_blackwell(library: str) -> str | None:
     if reason := platform.no_cuda():
         return reason
     major, minor = torch.cuda.get_device_capability()
@@ -297,7 +297,7 @@ def _not_hopper_or_blackwell(what: str) -> str | None:
     return (
         None
         if fits
-        else f"{what} has kernels for compute capability 9.0 and 10.x, this device has {major}.{minor}"
+        else f"{library} has kernels for compute capability 9.0 and 10.x, this device has {major}.{minor}"
     )
 
 
@@ -379,13 +379,13 @@ GROUPED_GEMM = Op(
     goals=tuple(
         Goal(
             cases.DATACENTER,
-            which,
+            pass_name,
             "matmul_percent",
             at_least=least,
             cases=_QWEN_32768,
             dtypes=("bfloat16",),
         )
-        for which, least in (("forward", 63), ("backward", 53))
+        for pass_name, least in (("forward", 63), ("backward", 53))
     ),
     eager_reads_host="contract",
 )

@@ -208,7 +208,7 @@ def linear_cross_entropy_torch(x, weight, bias, labels, options, precision, chun
     refuse_tangents("linear_cross_entropy[torch]", x, weight, bias)
     target, class_weight, token_weight, num_tokens, _ = labels
     reduction = options.reduction
-    here, target = (
+    valid, target = (
         presence(target, weight.shape[0], options.ignore_index).reshape(-1),
         target.reshape(-1),
     )
@@ -222,7 +222,7 @@ def linear_cross_entropy_torch(x, weight, bias, labels, options, precision, chun
     losses = F.linear_cross_entropy(
         x,
         weight,
-        torch.where(here == 1, target, -100),
+        torch.where(valid == 1, target, -100),
         linear_bias=bias,
         weight=None if class_weight is None else class_weight.to(x.dtype),
         reduction="sum" if reduction != "none" and token_weight is None else "none",
@@ -231,9 +231,9 @@ def linear_cross_entropy_torch(x, weight, bias, labels, options, precision, chun
     )
     # Targets out of range were ignored above; here they make the loss and the gradient NaN, of all
     # rows if summed.
-    losses = losses * (1 + 0 * (here if losses.dim() else here.sum()))
+    losses = losses * (1 + 0 * (valid if losses.dim() else valid.sum()))
     y_weight = weight_of(target, floats(class_weight))
-    return reduced(losses, here, y_weight, token_weight, reduction, num_tokens), None, None, None
+    return reduced(losses, valid, y_weight, token_weight, reduction, num_tokens), None, None, None
 
 
 # ---- cases

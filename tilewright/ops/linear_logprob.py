@@ -98,22 +98,22 @@ def linear_logprob(
         )
     scaling = Scaling(float(temperature), 0.0 if softcap is None else float(softcap))
     precision = Precision(fp32_sums=True, fp32_logits=fp32_logits)
-    here = presence(target, weight.shape[0], ignore_index).reshape(-1)
+    valid = presence(target, weight.shape[0], ignore_index).reshape(-1)
     fn = LINEAR_LOGPROB.pick(implementation, x)
     rows, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     with _checks.no_autocast(x):
-        results = fn(rows, weight, bias, target, here, scaling, precision, chunk_size)
+        results = fn(rows, weight, bias, target, valid, scaling, precision, chunk_size)
     return tuple(reshaped(t, x.shape[:-1]) for t in results)
 
 
 # ---- the definition
 
 
-def linear_logprob_eager(x, weight, bias, target, here, scaling, precision, chunk_size):
-    logits = without_gradient(logits_of(x, weight, bias, precision.fp32_logits), here == 0)
+def linear_logprob_eager(x, weight, bias, target, valid, scaling, precision, chunk_size):
+    logits = without_gradient(logits_of(x, weight, bias, precision.fp32_logits), valid == 0)
     z = capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), scaling.softcap)
     z = z / scaling.temperature
-    return logprob_of(stats_eager(z, target, None, 0.0, False, True, False), here)
+    return logprob_of(stats_eager(z, target, None, 0.0, False, True, False), valid)
 
 
 # ---- cases

@@ -171,9 +171,9 @@ def _validate(
     }.items():
         if is_set and frozen:
             raise ValueError(f"{name} is for weights that are tensors, got it with quantized ones")
-    held = {name: t.tensors()[0] if frozen else t for name, t in weights.items()}
+    tensors = {name: t.tensors()[0] if frozen else t for name, t in weights.items()}
     _checks.same_device(
-        x=x, **held, expert_index=expert_index, expert_weight=expert_weight, **biases
+        x=x, **tensors, expert_index=expert_index, expert_weight=expert_weight, **biases
     )
     if x.dim() != 2:
         raise ValueError(f"x must have shape [T, H], got {list(x.shape)}")
@@ -218,8 +218,10 @@ def moe_mlp_eager(
 ):
     if isinstance(gate_up_proj, Quantized):
         gate_up_proj, down_proj = (
-            dequantize(q, dtype=x.dtype, noise=own, implementation="eager")
-            for q, own in zip((gate_up_proj, down_proj), projection_noises(noise), strict=True)
+            dequantize(q, dtype=x.dtype, noise=weight_noise, implementation="eager")
+            for q, weight_noise in zip(
+                (gate_up_proj, down_proj), projection_noises(noise), strict=True
+            )
         )
     gate_up_bias, down_bias = biases
     rows, offsets, _, position = permute_eager(x, expert_index, gate_up_proj.shape[0])
@@ -266,13 +268,13 @@ MOE_MLP = Op(
         *(
             Goal(
                 cases.DATACENTER,
-                which,
+                pass_name,
                 "matmul_percent",
                 at_least=least,
                 cases=("qwen3-30b-a3b_32768",),
                 dtypes=("bfloat16",),
             )
-            for which, least in (("forward", 63), ("backward", 53))
+            for pass_name, least in (("forward", 63), ("backward", 53))
         ),
         *(
             Goal(

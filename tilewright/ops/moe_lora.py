@@ -224,10 +224,10 @@ def _pair(name_A, name_B, A, B, E, inner, outer, dtype):
 def moe_lora_eager(x, gate_up_proj, down_proj, expert_index, expert_weight, adapters, scale, noise):
     gate_A, gate_B, up_A, up_B, down_A, down_B = adapters
     gate_up, down = (
-        dequantize(w, dtype=x.dtype, noise=own, implementation="eager")
+        dequantize(w, dtype=x.dtype, noise=weight_noise, implementation="eager")
         if isinstance(w, Quantized)
         else w.detach()
-        for w, own in zip((gate_up_proj, down_proj), projection_noises(noise), strict=True)
+        for w, weight_noise in zip((gate_up_proj, down_proj), projection_noises(noise), strict=True)
     )
     rows, offsets, _, position = permute_eager(x, expert_index, gate_up.shape[0])
     gate, up = grouped_gemm_eager(rows, gate_up, offsets).chunk(2, -1)

@@ -10,7 +10,8 @@ version supports them.
 
 pre and dpre are [gate, up, gate, up, ...] in memory, which is how its epilogues hold a pair in one
 thread. Weights keep gates before ups: QuACK reads and writes them in its order (`concat_layout`),
-so no weight is copied. Written for quack-kernels 0.6.5; `lacking` checks its functions' parameters.
+so no weight is copied. Written for quack-kernels 0.6.5; `missing_from` checks its functions'
+parameters.
 """
 
 from __future__ import annotations
@@ -80,13 +81,13 @@ FUSED = (
 NOT_FUSED = "fused: nothing, each product is one by itself"
 
 
-def lacking(interface: ModuleType) -> str | None:
+def missing_from(interface: ModuleType) -> str | None:
     """None if quack.gemm_interface has all that `launchers` uses, else what is missing."""
-    for name, wanted in PARAMETERS.items():
+    for name, required in PARAMETERS.items():
         if not hasattr(interface, name):
             return f"this version of quack has no {name}"
-        has = inspect.signature(getattr(interface, name)).parameters
-        if missing := [p for p in wanted if p not in has]:
+        parameters = inspect.signature(getattr(interface, name)).parameters
+        if missing := [p for p in required if p not in parameters]:
             return f"{name} of this version of quack takes no {', '.join(missing)}"
     return None
 
@@ -95,7 +96,7 @@ def explain(device_type: str) -> str:
     """One sentence on what is fused with the installed version."""
     from quack import gemm_interface
 
-    reason = lacking(gemm_interface)
+    reason = missing_from(gemm_interface)
     return FUSED if reason is None else f"{NOT_FUSED} ({reason})"
 
 
@@ -226,6 +227,6 @@ def load() -> Fused:
     """The fused implementation; `Composed` for versions without these epilogues."""
     from quack import gemm_interface
 
-    if lacking(gemm_interface):
+    if missing_from(gemm_interface):
         return load_composed("quack")
     return Fused("quack", _Quack(gemm_interface))

@@ -124,16 +124,16 @@ def quantize_mxfp8(
     matrices = quantize.as_3d(x.detach(), least=1 + transpose)
     parts = QUANTIZE_MXFP8.pick(implementation, matrices)(matrices, seed, transpose)
     q = blocks_of(*parts[:2], x.shape, x.dtype)
-    return (q, blocks_of(*parts[2:], x.mT.shape, x.dtype, looked=True)) if transpose else q
+    return (q, blocks_of(*parts[2:], x.mT.shape, x.dtype, checked=True)) if transpose else q
 
 
-def blocks_of(data, scale, shape, dtype, what="x", *, looked=False) -> MXFP8:
+def blocks_of(data, scale, shape, dtype, name="x", *, checked=False) -> MXFP8:
     """Wraps an implementation's codes and scale bytes [matrices, rows, blocks].
 
-    what: the name of the tensor that must be finite.   looked: another tensor with the same values
-    has been checked.
+    name: of the tensor that must be finite.
+    checked: another tensor with the same values has been checked.
     """
-    scale = scale if looked else quantize.finite(scale, what)
+    scale = scale if checked else quantize.finite(scale, name)
     return MXFP8(
         data.view(quantize.E4M3).view(shape), scale.view(E8M0).view(_scales_shape(shape)), dtype
     )

@@ -108,7 +108,7 @@ def quantize_nvfp4(
     run = QUANTIZE_NVFP4.pick(implementation, matrices)
     total, *parts = run(matrices, global_scale, square, seed, hadamard, hadamard_seed, transpose)
 
-    def made(data, scale, shape):
+    def wrap(data, scale, shape):
         return NVFP4(
             data.view(*shape[:-1], data.shape[-1]),
             scale.view(quantize.E4M3).view(*shape[:-1], scale.shape[-1]),
@@ -117,8 +117,8 @@ def quantize_nvfp4(
             x.dtype,
         )
 
-    q = made(*parts[:2], x.shape)
-    return (q, made(*parts[2:], x.mT.shape)) if transpose else q
+    q = wrap(*parts[:2], x.shape)
+    return (q, wrap(*parts[2:], x.mT.shape)) if transpose else q
 
 
 @_checks.autocast("inputs")
@@ -199,8 +199,8 @@ def quantize_eager(x, global_scale, square, seed, hadamard=None, hadamard_seed=N
         tall = quantize.pad_to(most, -2, BLOCK)
         tall = tall.view(B, tall.shape[1] // BLOCK, BLOCK, most.shape[2]).amax(2)
         most = tall.repeat_interleave(BLOCK, 1)[:, :R]
-    wanted = (most / 6.0 / global_scale).clamp_min(LEAST_BLOCK)
-    scale = torch.where(most > 0, quantize.to_e4m3(wanted), 0).to(torch.uint8)
+    exact_scale = (most / 6.0 / global_scale).clamp_min(LEAST_BLOCK)
+    scale = torch.where(most > 0, quantize.to_e4m3(exact_scale), 0).to(torch.uint8)
     stored = scale.view(quantize.E4M3).float()
     inverse = torch.where(stored > 0, (1.0 / global_scale) / stored, 0.0)
     random = None

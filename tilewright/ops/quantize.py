@@ -141,14 +141,14 @@ def instance(q, cls) -> None:
 
 
 def part(
-    name: str, t: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], like: torch.Tensor
+    name: str, t: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], data: torch.Tensor
 ) -> None:
     """One tensor of a quantized tensor."""
     if not isinstance(t, torch.Tensor) or t.dtype != dtype:
         got = short(t.dtype) if isinstance(t, torch.Tensor) else type(t).__name__
         raise TypeError(f"{name} must be a {short(dtype)} tensor, got {got}")
     _checks.shape(name, t, shape, "that of the quantized tensor")
-    _checks.same_device(**{name: t, "the data": like})
+    _checks.same_device(**{name: t, "the data": data})
 
 
 def key(tensors, name: str) -> torch.Tensor:
@@ -174,7 +174,7 @@ def float_scales(tensors, name: str) -> torch.Tensor:
     return t.float()
 
 
-def _look(scales: torch.Tensor, what: str) -> torch.Tensor:
+def _check_finite(scales: torch.Tensor, what: str) -> torch.Tensor:
     """Checks the scales of x's blocks (x is named by `what`), which are not finite (255 as E8M0
     bytes) where x is not. Returns a copy.
     """
@@ -191,12 +191,14 @@ def _look(scales: torch.Tensor, what: str) -> torch.Tensor:
 
 
 # An operator, so that torch.compile checks values at run time; the caller uses its result.
-_checked_scales = define("checked_scales", _look, lambda scales, what: torch.empty_like(scales))
+_checked_scales = define(
+    "checked_scales", _check_finite, lambda scales, what: torch.empty_like(scales)
+)
 
 
-def finite(scales: torch.Tensor, what: str = "x") -> torch.Tensor:
+def finite(scales: torch.Tensor, name: str = "x") -> torch.Tensor:
     """The scales, checked on a CPU; unchecked on CUDA, where a check would synchronize."""
-    return scales if scales.is_cuda else _checked_scales(scales, what)
+    return scales if scales.is_cuda else _checked_scales(scales, name)
 
 
 def constant(name: str, make: Callable[[], torch.Tensor], size: int) -> Callable:
@@ -204,12 +206,12 @@ def constant(name: str, make: Callable[[], torch.Tensor], size: int) -> Callable
     is opaque to a compiler, which would otherwise trace the cache away and copy the table from the
     host in each call.
     """
-    made: dict[torch.device, torch.Tensor] = {}
+    tables: dict[torch.device, torch.Tensor] = {}
 
     def table(like: torch.Tensor) -> torch.Tensor:
-        if like.device not in made:
-            made[like.device] = make().to(like.device)
-        return made[like.device].clone()
+        if like.device not in tables:
+            tables[like.device] = make().to(like.device)
+        return tables[like.device].clone()
 
     return define(name, table, lambda like: like.new_empty(size, dtype=torch.float32))
 

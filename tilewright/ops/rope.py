@@ -143,8 +143,8 @@ def document_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     return positions
 
 
-def _outside(what, value, rows):
-    return f"{what} {value} is outside the tables, which have rows 0 to {rows - 1}"
+def _outside(name, value, rows):
+    return f"{name} {value} is outside the tables, which have rows 0 to {rows - 1}"
 
 
 def _positions(ids: torch.Tensor, rows: int) -> torch.Tensor:
@@ -262,11 +262,11 @@ def rope_eager(q, k, rotation):
     def rotate(x):
         if x is None:
             return None
-        turn, rest = x[..., :R].to(acc), x[..., R:]
-        a, b = (turn[..., ::2], turn[..., 1::2]) if interleaved else turn.chunk(2, -1)
+        rotary, rest = x[..., :R].to(acc), x[..., R:]
+        a, b = (rotary[..., ::2], rotary[..., 1::2]) if interleaved else rotary.chunk(2, -1)
         pair = (a * c - b * s, b * c + a * s)
-        turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-        return torch.cat((turned.to(x.dtype), rest), -1)
+        rotated = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+        return torch.cat((rotated.to(x.dtype), rest), -1)
 
     return rotate(q), rotate(k)
 

@@ -144,10 +144,10 @@ def _validate(logits, k, score, bias, groups, topk_groups, scale, round_to):
     if bias is not None:
         _checks.same_device(logits=logits, bias=bias)
         _checks.shape("bias", bias, (E,), "one for each expert")
-        wanted = torch.promote_types(logits.dtype, torch.float32)
-        if bias.dtype != wanted:
+        bias_dtype = torch.promote_types(logits.dtype, torch.float32)
+        if bias.dtype != bias_dtype:
             raise TypeError(
-                f"bias must be {short(wanted)} for {short(logits.dtype)} logits, got "
+                f"bias must be {short(bias_dtype)} for {short(logits.dtype)} logits, got "
                 f"{short(bias.dtype)}"
             )
 
@@ -214,16 +214,16 @@ def round_tokens(
     best_first = expert_weight.detach().flatten().argsort(descending=True, stable=True)
     # By expert, best first, ties by slot.
     order = best_first[expert[best_first].argsort(stable=True)]
-    kept = tokens_per_expert - tokens_per_expert % multiple
+    rounded = tokens_per_expert - tokens_per_expert % multiple
     first = tokens_per_expert.cumsum(0) - tokens_per_expert
-    own = expert[order]
-    rank = torch.arange(order.shape[0], device=order.device) - first[own]
+    expert_of_slot = expert[order]
+    rank = torch.arange(order.shape[0], device=order.device) - first[expert_of_slot]
     keep = (
-        torch.zeros_like(own, dtype=torch.bool)
-        .scatter(0, order, rank < kept[own])
+        torch.zeros_like(expert_of_slot, dtype=torch.bool)
+        .scatter(0, order, rank < rounded[expert_of_slot])
         .view(expert_index.shape)
     )
-    return torch.where(keep, expert_index, E), torch.where(keep, expert_weight, 0), kept
+    return torch.where(keep, expert_index, E), torch.where(keep, expert_weight, 0), rounded
 
 
 # ---- fused implementations. torch.topk guarantees nothing about ties; the twin is the nearest.

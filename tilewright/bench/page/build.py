@@ -33,7 +33,7 @@ from tilewright.bench.page.text import COMMAND, number
 
 
 def device_section(
-    device: Device, found: Raw, reasons: Sequence[Reason], plots: list[Picture]
+    device: Device, results: Raw, reasons: Sequence[Reason], plots: list[Picture]
 ) -> list[str]:
     """The main page's section about one device."""
     return [
@@ -42,22 +42,22 @@ def device_section(
         *summary.headline(device),
         *summary.ratios(device, plots),
         *summary.not_ahead(device, reasons),
-        *summary.end_to_end(device, found),
-        *summary.roofs(device, found, plots),
-        *summary.missing(device, found),
+        *summary.end_to_end(device, results),
+        *summary.roofs(device, results, plots),
+        *summary.missing(device, results),
     ]
 
 
-def device_details(device: Device, found: Raw, reasons: Sequence[Reason]) -> list[str]:
+def device_details(device: Device, results: Raw, reasons: Sequence[Reason]) -> list[str]:
     """The second page's section about one device."""
     return [
         f"## {device.title}",
         "",
         *(detail.auto_rows(device) if device.timed else []),
         *detail.older(device, reasons),
-        *detail.all_checks(device, found),
-        *detail.overheads(device, found),
-        *detail.versions(device, found),
+        *detail.all_checks(device, results),
+        *detail.overheads(device, results),
+        *detail.versions(device, results),
     ]
 
 
@@ -86,30 +86,31 @@ def build(results: pathlib.Path, out: pathlib.Path, tables: pathlib.Path | None 
     Raises:
         ValueError: A raw result cannot be read; the message names the file.
     """
-    found = raw.read(results, tables)
+    raw_results = raw.read(results, tables)
     reasons = read_reasons(results / "reasons.toml")
     link = pathlib.Path(os.path.relpath(results, out.parent)).as_posix()
     details = out.with_name(f"{out.stem}_ops{out.suffix}")
     devices = [
-        Device(kind, name, [g for g in found.groups if g.source.device == (kind, name)])
-        for kind, name in found.devices()
+        Device(kind, name, [g for g in raw_results.groups if g.source.device == (kind, name)])
+        for kind, name in raw_results.devices()
     ]
-    lines, pictures, unexplained = summary.opening(devices, found, details.name), [], []
-    more = detail.opening(out.name)
+    lines, pictures, unexplained = summary.opening(devices, raw_results, details.name), [], []
+    details_lines = detail.opening(out.name)
     for device in devices:
-        plots = plots_of(device, found, f"img/{out.stem}")
+        plots = plots_of(device, raw_results, f"img/{out.stem}")
         pictures += plots
-        lines += device_section(device, found, reasons, plots)
-        more += device_details(device, found, reasons)
+        lines += device_section(device, raw_results, reasons, plots)
+        details_lines += device_details(device, raw_results, reasons)
         unexplained += [
             f"{device.title}: {' '.join(report.key(p.other))}: {number(p.ratio)}"
             for p in behind(device)
             if NO_REASON in why(p, reasons)
         ]
-    lines += [*goals(devices), *files.training(found, link), *files.files(found, link)]
-    more += [*files.counted(), *files.tuned(found)]
+    lines += [*goals(devices), *files.training(raw_results, link), *files.files(raw_results, link)]
+    details_lines += [*files.counted(), *files.tuned(raw_results)]
     texts = {
-        path: "\n".join(each).rstrip("\n") + "\n" for path, each in ((out, lines), (details, more))
+        path: "\n".join(section).rstrip("\n") + "\n"
+        for path, section in ((out, lines), (details, details_lines))
     }
     return Page(texts, pictures, unexplained)
 
@@ -155,27 +156,27 @@ def main(argv: Sequence[str]) -> int:
         type=pathlib.Path,
         default=pathlib.Path("bench_results"),
         metavar="DIR",
-        help="raw results (default %(default)s)",
+        help="folder of raw results (default %(default)s)",
     )
     parser.add_argument(
         "--out",
         type=pathlib.Path,
         default=pathlib.Path("docs/performance.md"),
         metavar="FILE",
-        help="the page; beside it go <its name>_ops.md and img/<its name> (default %(default)s)",
+        help="the page; <name>_ops.md and img/<name> are written beside it (default %(default)s)",
     )
     parser.add_argument(
         "--tuned",
         type=pathlib.Path,
         default=TABLES,
         metavar="DIR",
-        help="tables of tuned constants (default: those of the package)",
+        help="tables of tuned launch configurations (default: those of the package)",
     )
     parser.add_argument(
         "--check",
         action="store_true",
-        help="write nothing; exit code 1 if the page is not up to date "
-        "or a case that is behind has no reason",
+        help="write nothing; exit code 1 if a page or picture is out of date "
+        "or a case in which `auto` is behind has no reason",
     )
     args = parser.parse_args(argv)
     try:

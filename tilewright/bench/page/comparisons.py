@@ -20,7 +20,7 @@ class Pair:
 
     group: Group
     other: dict[str, Any]
-    which: str
+    pass_name: str
 
     @property
     def auto(self) -> dict[str, Any]:
@@ -29,11 +29,11 @@ class Pair:
     @property
     def ratio(self) -> float:
         """The other provider's time divided by that of `auto`; above 1, `auto` is ahead."""
-        return self.other[self.which]["median_ms"] / self.auto[self.which]["median_ms"]
+        return self.other[self.pass_name]["median_ms"] / self.auto[self.pass_name]["median_ms"]
 
     @property
     def overlap(self) -> bool:
-        a, b = self.auto[self.which], self.other[self.which]
+        a, b = self.auto[self.pass_name], self.other[self.pass_name]
         return b["p80_ms"] >= a["p20_ms"] and a["p80_ms"] >= b["p20_ms"]
 
 
@@ -42,9 +42,9 @@ def pair(group: Group, provider: str) -> Pair | None:
     auto, other = group.auto, group.rows[provider]
     if auto["status"] != "ok" or other["status"] != "ok":
         return None
-    for which in ("forward_backward", "forward"):
-        if auto[which] and other[which]:
-            return Pair(group, other, which)
+    for pass_name in ("forward_backward", "forward"):
+        if auto[pass_name] and other[pass_name]:
+            return Pair(group, other, pass_name)
     return None
 
 
@@ -78,8 +78,10 @@ class Device:
         }
 
     def _pairs(self, name: tuple[str, str, str], tried: list[Group]) -> dict[str, Pair]:
-        taken = self.auto[name].auto["provider"]
-        same = [g for g in tried if (g.op, g.case, g.dtype) == name and g.auto["provider"] == taken]
+        provider = self.auto[name].auto["provider"]
+        same = [
+            g for g in tried if (g.op, g.case, g.dtype) == name and g.auto["provider"] == provider
+        ]
         known = dict.fromkeys(p for g in same for p in g.rows)
         chosen = {
             p: newest(
@@ -87,8 +89,8 @@ class Device:
             )
             for p in known
         }
-        found = {p: pair(g[0], p) for p, g in chosen.items() if g}
-        return {p: found[p] for p in sorted(found, key=provider_order) if found[p]}
+        pairs = {p: pair(g[0], p) for p, g in chosen.items() if g}
+        return {p: pairs[p] for p in sorted(pairs, key=provider_order) if pairs[p]}
 
     @property
     def timed(self) -> dict[tuple[str, str, str], Group]:
@@ -110,10 +112,10 @@ class Device:
         """The fastest provider other than eager, compiled eager and tilewright's
         implementations.
         """
-        found = [
+        peers = [
             p for provider, p in self.pairs.get(name, {}).items() if _is_peer(name[0], provider)
         ]
-        return min(found, key=lambda p: p.ratio, default=None)
+        return min(peers, key=lambda p: p.ratio, default=None)
 
     def dtypes(self) -> list[str]:
         return in_order(dtype for _, _, dtype in self.auto)
@@ -145,22 +147,22 @@ def _registry_order(group: Group) -> tuple:
 
 def behind(device: Device) -> list[Pair]:
     """Every provider that is faster than `auto`, the largest lead first."""
-    found = [p for pairs in device.pairs.values() for p in pairs.values() if p.ratio < 1]
-    return sorted(found, key=lambda p: (p.ratio, report.key(p.other)))
+    slower = [p for pairs in device.pairs.values() for p in pairs.values() if p.ratio < 1]
+    return sorted(slower, key=lambda p: (p.ratio, report.key(p.other)))
 
 
-def taken_back(device: Device) -> list[Pair]:
+def recovered(device: Device) -> list[Pair]:
     """Older rounds in which `auto` was behind, for pairs in which it is now ahead: the newest may
     be luck.
     """
-    found = []
+    pairs = []
     for group in device.groups:
         for provider, now in device.pairs.get((group.op, group.case, group.dtype), {}).items():
             same = group.auto is not None and group.auto["provider"] == now.auto["provider"]
             then = pair(group, provider) if same and provider in group.rows else None
             if then and now.ratio >= 1 > then.ratio:
-                found.append(then)
-    return found
+                pairs.append(then)
+    return pairs
 
 
 def newest_rows(device: Device) -> dict[tuple[str, str, str, str], Group]:

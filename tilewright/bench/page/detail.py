@@ -8,7 +8,7 @@ from typing import Any
 from tilewright import selection
 from tilewright.bench import report
 from tilewright.bench.overhead import LEVELS
-from tilewright.bench.page.comparisons import Device, newest_rows, taken_back
+from tilewright.bench.page.comparisons import Device, newest_rows, recovered
 from tilewright.bench.page.raw import Entry, Raw, Source, newest
 from tilewright.bench.page.reasons import Reason, why
 from tilewright.bench.page.text import COMMAND, TITLES, cell, in_order, listed, number, table
@@ -26,16 +26,16 @@ def opening(main: str) -> list[str]:
 
 def auto_rows(device: Device) -> list[str]:
     out = [
-        "### What `auto` takes",
+        "### Implementations chosen by `auto`",
         "",
         "Medians [p20, p80] in ms. Rate and share of the measured roof are of forward + backward "
         "(forward, where "
-        "there is no backward); the rate is in the unit that bounds the case. Kernels are the "
-        "time on the device "
-        "without what lies between them, alone is a call on an idle device, the host's gaps in "
-        "it. The last "
-        "columns are how many times "
-        "as fast as the other `auto` is, in older rounds where the newest had no such row.",
+        "there is no backward); the rate is in the unit that bounds the case. Kernels: device "
+        "time of the kernels, "
+        "without the gaps between them. Idle device: a call on an idle device, including host "
+        "gaps. The last columns "
+        "are the speedups of `auto` over the other providers, from older rounds if the newest "
+        "have no such row.",
         "",
     ]
     for op in dict.fromkeys(op for op, _, _ in device.timed):
@@ -47,7 +47,7 @@ def auto_rows(device: Device) -> list[str]:
             "`auto` is",
             *(TITLES.get(p, p) for p in report.PASSES),
             "kernels, ms",
-            "alone, ms",
+            "idle device, ms",
             "rate",
             "% of roof",
             "% of roof, large copy",
@@ -98,7 +98,7 @@ def _rate(figures: dict[str, Any], roof: dict[str, Any], dtype: str) -> str:
 
 def older(device: Device, reasons: Sequence[Reason]) -> list[str]:
     rows = []
-    for p in taken_back(device):
+    for p in recovered(device):
         now = device.pairs[p.group.op, p.group.case, p.group.dtype][p.other["provider"]].ratio
         rows.append(
             (
@@ -117,10 +117,10 @@ def older(device: Device, reasons: Sequence[Reason]) -> list[str]:
     if not rows:
         return []
     return [
-        "### Older results in which it was not ahead",
+        "### Older results in which `auto` was slower",
         "",
-        "The newest results of these say otherwise; where the two differ much, take either with "
-        "care.",
+        "The newest results of these comparisons say otherwise; where the two differ much, "
+        "neither is reliable.",
         "",
         *table(
             ["op", "case", "dtype", "against", "ratio then", "ratio in the newest", "why"], rows
@@ -128,42 +128,42 @@ def older(device: Device, reasons: Sequence[Reason]) -> list[str]:
     ]
 
 
-def all_checks(device: Device, found: Raw) -> list[str]:
+def all_checks(device: Device, results: Raw) -> list[str]:
     return [
         *checks(
             device,
-            found,
+            results,
             "parity",
             "Numerics",
-            "In how many cases the [numerics contract](numerics.md) holds, on small inputs of "
-            "every kind; then the worst error as a share of its budget (1 is all of it), with "
+            "The number of cases in which the [numerics contract](numerics.md) holds, on small "
+            "inputs; then the worst error as a fraction of its budget, with "
             "tensor and case.",
         ),
         *gate(device),
         *checks(
             device,
-            found,
+            results,
             "graph",
             "CUDA graphs",
-            "In how many cases forward and backward can be captured in a CUDA graph and replayed "
-            "on other values with the result of a direct call.",
+            "The number of cases in which forward and backward can be captured in a CUDA graph "
+            "and replayed on other values with the result of a direct call.",
         ),
         *checks(
             device,
-            found,
+            results,
             "big",
             "More than 2^31 elements",
-            "In how many such cases forward and backward agree with the eager twin in the last "
-            "rows.",
+            "The number of such cases in which forward and backward agree with the eager twin in "
+            "the last rows.",
         ),
     ]
 
 
-def checks(device: Device, found: Raw, kind: str, title: str, intro: str) -> list[str]:
+def checks(device: Device, results: Raw, kind: str, title: str, intro: str) -> list[str]:
     """A table of one stage of a suite: (op, implementation) by dtype, then failures, then
     unavailable implementations.
     """
-    entries = found.of(kind, (device.kind, device.name))
+    entries = results.of(kind, (device.kind, device.name))
     entries = list(
         newest(
             entries, lambda e: (e.op, e.case, e.data["implementation"], e.data["dtype"])
@@ -175,9 +175,9 @@ def checks(device: Device, found: Raw, kind: str, title: str, intro: str) -> lis
     for op, implementation in dict.fromkeys(
         (e.op, e.data["implementation"]) for e in sorted(tried, key=_entry_order)
     ):
-        mine = [e for e in tried if (e.op, e.data["implementation"]) == (op, implementation)]
-        cells = [_held([e for e in mine if e.data["dtype"] == d]) for d in dtypes]
-        rows.append(([f"`{op}`", implementation, *cells], [e.source for e in mine]))
+        row_entries = [e for e in tried if (e.op, e.data["implementation"]) == (op, implementation)]
+        cells = [_count_holding([e for e in row_entries if e.data["dtype"] == d]) for d in dtypes]
+        rows.append(([f"`{op}`", implementation, *cells], [e.source for e in row_entries]))
     if not entries:
         return []
     return [
@@ -196,13 +196,13 @@ def _entry_order(entry: Entry) -> tuple:
     return (names.index(entry.op) if entry.op in names else len(names)), entry.op
 
 
-def _held(entries: list[Entry]) -> str:
+def _count_holding(entries: list[Entry]) -> str:
     if not entries:
         return ""
-    held = sum(e.data["status"] == "holds" for e in entries)
+    num_holding = sum(e.data["status"] == "holds" for e in entries)
     shares = [(t["share"], t["name"], e.case) for e in entries for t in e.data["tensors"]]
     worst = max(shares, default=None)
-    return f"{held} of {len(entries)}" + (
+    return f"{num_holding} of {len(entries)}" + (
         f"; {number(worst[0])} ({worst[1]}, {worst[2]})" if worst else ""
     )
 
@@ -227,46 +227,46 @@ def _unavailable(entries: list[Entry]) -> list[str]:
 
 def gate(device: Device) -> list[str]:
     """Results of the contract on the timed inputs."""
-    found: dict[tuple[str, str], dict[str, list[tuple[bool, Source]]]] = {}
+    outcomes: dict[tuple[str, str], dict[str, list[tuple[bool, Source]]]] = {}
     broken: dict[str, list[str]] = {}
     for (op, case, dtype, provider), g in newest_rows(device).items():
         row = g.rows[provider]
         if row["contract"] in (None, "definition"):
             continue
         holds = row["contract"] == "holds"
-        found.setdefault((op, provider), {}).setdefault(dtype, []).append((holds, g.source))
+        outcomes.setdefault((op, provider), {}).setdefault(dtype, []).append((holds, g.source))
         if not holds:
             broken.setdefault(f"`{op}` {provider}", []).append(f"{case} {dtype}: {row['contract']}")
-    if not found:
+    if not outcomes:
         return []
     dtypes = device.dtypes()
     rows = [
         (
-            [f"`{op}`", provider, *(_of(by.get(d, [])) for d in dtypes)],
+            [f"`{op}`", provider, *(_fraction(by.get(d, [])) for d in dtypes)],
             [source for each in by.values() for _, source in each],
         )
-        for (op, provider), by in found.items()
+        for (op, provider), by in outcomes.items()
     ]
-    lines = [f"- {name}: {cell('; '.join(what))}" for name, what in broken.items()]
+    lines = [f"- {name}: {cell('; '.join(cases))}" for name, cases in broken.items()]
     return [
-        "### The gate before the clock",
+        "### Numerics of the timed inputs",
         "",
-        "In how many timed cases the numerics contract held on the inputs that were timed. One "
-        "that breaks it has "
-        "no time, but for baselines within the slack that the run allowed.",
+        "The number of timed cases in which the numerics contract held on the timed inputs. A "
+        "provider that "
+        "breaks it is not timed, except baselines within the slack that the run allowed.",
         "",
         *table(["op", "provider", *dtypes], rows),
         *(["Broken:", "", *lines, ""] if lines else []),
     ]
 
 
-def _of(found: list[tuple[bool, Source]]) -> str:
-    return f"{sum(h for h, _ in found)} of {len(found)}" if found else ""
+def _fraction(outcomes: list[tuple[bool, Source]]) -> str:
+    return f"{sum(h for h, _ in outcomes)} of {len(outcomes)}" if outcomes else ""
 
 
-def overheads(device: Device, found: Raw) -> list[str]:
+def overheads(device: Device, results: Raw) -> list[str]:
     entries = newest(
-        found.of("overhead", (device.kind, device.name)),
+        results.of("overhead", (device.kind, device.name)),
         lambda e: (e.op, e.data["implementation"], e.data["dtype"], e.data["grad"]),
     ).values()
     if not entries:
@@ -288,16 +288,15 @@ def overheads(device: Device, found: Raw) -> list[str]:
         for e in sorted(entries, key=_entry_order)
     ]
     errors = [
-        f"- `{e.op}` {level}: {cell(said)}"
+        f"- `{e.op}` {level}: {cell(reason)}"
         for e in entries
-        for level, said in e.data["errors"].items()
+        for level, reason in e.data["errors"].items()
     ]
     return [
         "### Host time of a call",
         "",
-        "Medians in microseconds on each op's smallest case, at depths that "
-        "[benchmarking](benchmarking.md) "
-        "describes.",
+        "Medians in microseconds on each op's smallest case, at the depths described in "
+        "[benchmarking](benchmarking.md).",
         "",
         *table(
             ["op", "implementation", "case", "dtype", "gradients", *levels, "public - operator"],
@@ -307,9 +306,9 @@ def overheads(device: Device, found: Raw) -> list[str]:
     ]
 
 
-def versions(device: Device, found: Raw) -> list[str]:
+def versions(device: Device, results: Raw) -> list[str]:
     sets: dict[str, list[Source]] = {}
-    for folder in found.folders:
+    for folder in results.folders:
         for source in folder.sources:
             if source.device == (device.kind, device.name):
                 text = ", ".join(f"{k} {v}" for k, v in source.meta.get("versions", {}).items())

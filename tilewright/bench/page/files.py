@@ -25,8 +25,8 @@ def counted() -> list[str]:
     """The memory traffic and work of kernels, counted by running their PTX on a CPU."""
 
     def times(counts, kind):
-        asked, least = counts["requested"][kind], counts["least"][kind]
-        return f"{asked:,} ({asked / least:.2f})" if least else "0"
+        requested, least = counts["requested"][kind], counts["least"][kind]
+        return f"{requested:,} ({requested / least:.2f})" if least else "0"
 
     latest = max(
         BUDGETS.glob(counts_of("*").name),
@@ -59,17 +59,17 @@ def counted() -> list[str]:
     return [
         "## Counts",
         "",
-        "What the Triton kernels ask of a GPU on aligned inputs in bfloat16, counted where their "
-        "PTX for sm_90 is "
-        "run on a CPU (tests/test_triton_ptx.py); these are no times. A sector is 32 bytes of "
+        "Memory traffic and work of the Triton kernels on aligned bfloat16 inputs, counted by "
+        "running their PTX for "
+        "sm_90 on a CPU (tests/ptx/test_triton_ptx.py); these are not times. A sector is 32 bytes of "
         "global memory, "
-        "counted once for each instruction of a warp that touches it; in parentheses, over the "
-        "sectors that the "
-        "programs touch, each program's once. Above 1, several instructions of a program touch "
-        "one sector, which "
-        "its L1 serves: scales and tables that many threads read, and wide rows of which a thread "
-        "takes more than "
-        "16 bytes. Instructions are those of PTX, one for a warp.",
+        "counted once per warp instruction that accesses it; in parentheses, relative to the "
+        "distinct sectors that "
+        "each program accesses. A ratio above 1 means that several instructions of a program "
+        "access the same sector, "
+        "which L1 serves: scales and tables that many threads read, and rows of which a thread "
+        "loads more than "
+        "16 bytes. Instructions are PTX instructions per warp.",
         "",
         f"| {' | '.join(head)} |",
         f"|{'---|' * len(head)}",
@@ -78,10 +78,10 @@ def counted() -> list[str]:
     ]
 
 
-def tuned(found: Raw) -> list[str]:
-    out = ["## Tuned constants", ""]
+def tuned(results: Raw) -> list[str]:
+    out = ["## Tuned launch configurations", ""]
     launches: dict[tuple, list[Entry]] = {}
-    for e in found.of("tuned"):
+    for e in results.of("tuned"):
         launches.setdefault((e.source.device[1], e.op, e.case), []).append(e)
     rows = []
     for (device, op, launch), entries in sorted(launches.items()):
@@ -110,45 +110,45 @@ def tuned(found: Raw) -> list[str]:
         return [*out, "None are committed: every launch uses its heuristic.", ""]
     return [
         *out,
-        "How many times as fast as with the heuristic's constants a launch is with the tuned ones.",
+        "The speedup of each launch with its tuned configuration over the heuristic's.",
         "",
         *table(
-            ["device", "op", "launch", "keys", "not the heuristic's", "mean", "least", "most"], rows
+            ["device", "op", "launch", "keys", "not the heuristic's", "mean", "min", "max"], rows
         ),
     ]
 
 
-def training(found: Raw, results: str) -> list[str]:
+def training(raw_results: Raw, results: str) -> list[str]:
     lines = []
-    for folder in found.folders:
+    for folder in raw_results.folders:
         if folder.kind == "training":
-            kept = ", ".join(f"[{f}]({results}/{folder.name}/{f})" for f in folder.files)
-            lines.append(f"- {folder.name}: {kept}")
+            links = ", ".join(f"[{f}]({results}/{folder.name}/{f})" for f in folder.files)
+            lines.append(f"- {folder.name}: {links}")
     if not lines:
         return []
     return [
         "## Training runs",
         "",
-        "Whole runs, not single ops; commands, commits and dates are in their README.",
+        "Complete training runs; commands, commits and dates are in their README.",
         "",
         *lines,
         "",
     ]
 
 
-def files(found: Raw, results: str) -> list[str]:
+def files(raw_results: Raw, results: str) -> list[str]:
     out = [
         "## Raw files",
         "",
         "Every result, shown above or not. Where several cover the same row, the newest is shown. "
         "Load is the "
-        "machine's, the highest average over a minute at a start or an end; what measures counts "
-        "too.",
+        "machine's highest one-minute load average at the start or end, including the benchmark "
+        "itself.",
         "",
         "| folder | kind | device | command | date | commit | complete | local changes | load |",
         "|" + "---|" * 9,
     ]
-    for folder in sorted(found.folders, key=_folder_order, reverse=True):
+    for folder in sorted(raw_results.folders, key=_folder_order, reverse=True):
         if folder.kind == "training":
             continue
         sources = sorted(folder.sources, key=lambda s: s.age)
@@ -178,10 +178,10 @@ def _starts(sources: list[Source]) -> list[Source]:
 
 
 def _load(meta: dict[str, Any]) -> float | None:
-    found = [
+    loads = [
         averages[0] for n in ("load_average", "load_average_at_end") if (averages := meta.get(n))
     ]
-    return max(found, default=None)
+    return max(loads, default=None)
 
 
 def _folder_order(folder: raw.Folder) -> tuple:
@@ -193,8 +193,10 @@ def _each(texts: Iterable[str]) -> str:
 
 
 def _complete(folder: raw.Folder) -> str:
-    left = [n for n, u in folder.units.items() if u["status"] == "not reached"]
-    said = {True: "yes", False: "no", None: ""}[folder.complete]
+    unreached = [n for n, u in folder.units.items() if u["status"] == "not reached"]
+    answer = {True: "yes", False: "no", None: ""}[folder.complete]
     return (
-        f"{said}: {len(left)} of {count(len(folder.units), 'unit')} not reached" if left else said
+        f"{answer}: {len(unreached)} of {count(len(folder.units), 'unit')} not reached"
+        if unreached
+        else answer
     )

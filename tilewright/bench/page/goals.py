@@ -116,7 +116,7 @@ def goals(devices: Sequence[Device]) -> list[str]:
         return [*out, "No op has a goal yet.", ""]
     return [
         *out,
-        "What the registry asks of `auto`, and the newest measurements of it.",
+        "Performance goals of `auto` in the registry, and its newest measurements.",
         "",
         *table(
             ["op", "device", "goal", "worst", "best", "verdict"],

@@ -38,8 +38,8 @@ class Picture:
         """Draws the picture with matplotlib."""
         return {"roofline": _roofline, "ratios": _ratios}[self.kind](self.data)
 
-    def draw(self, beside: pathlib.Path) -> None:
-        path = beside / self.link
+    def draw(self, folder: pathlib.Path) -> None:
+        path = folder / self.link
         path.parent.mkdir(parents=True, exist_ok=True)
         # No Software entry: it would record matplotlib's version.
         self.figure().savefig(
@@ -47,9 +47,9 @@ class Picture:
         )
 
 
-def is_drawn(picture: Picture, beside: pathlib.Path) -> bool:
+def is_drawn(picture: Picture, folder: pathlib.Path) -> bool:
     """Whether the file exists and shows these numbers."""
-    path = beside / picture.link
+    path = folder / picture.link
     return path.exists() and picture.digest.encode() in path.read_bytes()
 
 
@@ -107,10 +107,10 @@ def _roofline(data: dict[str, Any]):
             fontsize=7.5,
         )
         for op in ops:
-            mine = [p for p in panel["points"] if p[0] == op]
+            op_points = [p for p in panel["points"] if p[0] == op]
             axes.scatter(
-                [p[1] for p in mine],
-                [p[2] for p in mine],
+                [p[1] for p in op_points],
+                [p[2] for p in op_points],
                 s=22,
                 linewidth=0,
                 alpha=0.85,
@@ -132,23 +132,23 @@ def _ratios(data: dict[str, Any]):
     rows = data["rows"]
     figure, panels = _panels(data, 2.6 + 3.4 * len(data["panels"]), 1.7 + 0.19 * len(rows))
     points = [p for panel in data["panels"] for p in panel["points"]]
-    found = [ratio for _, _, ratio in points]
+    ratios = [ratio for _, _, ratio in points]
     peers = sorted({other for _, other, _ in points} - {"compile"})
     styles = {
         "compile": {"color": COMPILE, "marker": "o"},
         **{p: {"color": COLOURS[i % len(COLOURS)], "marker": "D"} for i, p in enumerate(peers)},
     }
-    left, right = math.log2(min(0.8, *found)) - 0.2, math.log2(max(1.25, *found)) + 0.2
+    left, right = math.log2(min(0.8, *ratios)) - 0.2, math.log2(max(1.25, *ratios)) + 0.2
     for axes, panel in zip(panels, data["panels"], strict=True):
         for i, (op, _) in enumerate(rows):
             # Every other op, to separate the blocks.
             if list(dict.fromkeys(o for o, _ in rows)).index(op) % 2:
                 axes.axhspan(i - 0.5, i + 0.5, color="#f3f6f8", linewidth=0, zorder=0)
         for other, style in styles.items():
-            mine = [p for p in panel["points"] if p[1] == other]
+            provider_points = [p for p in panel["points"] if p[1] == other]
             axes.scatter(
-                [math.log2(p[2]) for p in mine],
-                [p[0] for p in mine],
+                [math.log2(p[2]) for p in provider_points],
+                [p[0] for p in provider_points],
                 s=26 if other == "compile" else 18,
                 linewidth=0,
                 zorder=3,

@@ -20,20 +20,20 @@ def pictures_of(plots: Iterable[Picture], kind: str) -> list[str]:
     ]
 
 
-def plots_of(device: Device, found: Raw, folder: str) -> list[Picture]:
+def plots_of(device: Device, results: Raw, folder: str) -> list[Picture]:
     """The data of a device's pictures."""
-    made = [*_roofline_picture(device, found, folder), *_ratio_pictures(device, folder)]
-    return [p for p in made if p.data["panels"]]
+    pictures = [*_roofline_picture(device, results, folder), *_ratio_pictures(device, folder)]
+    return [p for p in pictures if p.data["panels"]]
 
 
 def _slug(device: Device) -> str:
     return platform.slug(device.name)
 
 
-def _roofline_picture(device: Device, found: Raw, folder: str) -> list[Picture]:
-    panels, used, left = [], [], []
+def _roofline_picture(device: Device, results: Raw, folder: str) -> list[Picture]:
+    panels, used, without_rate = [], [], []
     entries = sorted(
-        found.of("roofline", (device.kind, device.name)), key=lambda e: e.source.age, reverse=True
+        results.of("roofline", (device.kind, device.name)), key=lambda e: e.source.age, reverse=True
     )
     for dtype in device.dtypes():
         roof = next((e for e in entries if dtype in e.data["flops"]), None)
@@ -44,7 +44,7 @@ def _roofline_picture(device: Device, found: Raw, folder: str) -> list[Picture]:
                 points.append([op, f["tflop_per_s"] * 1e3 / f["gb_per_s"], f["tflop_per_s"] * 1e12])
                 used.append(group.source)
             elif d == dtype:
-                left.append(op)
+                without_rate.append(op)
         if roof and points:
             panels.append(
                 {
@@ -57,12 +57,13 @@ def _roofline_picture(device: Device, found: Raw, folder: str) -> list[Picture]:
     if not panels:
         return []
     caption = (
-        "Arithmetic intensity and achieved rate of `auto`, by the least bytes and operations that "
-        "a case needs; "
+        "Arithmetic intensity and achieved rate of `auto`, from the minimum bytes and operations "
+        "of each case; "
         f"the lines are the measured copy and matmul. Measured at {'; '.join(origins(used))}."
     )
-    if left:
-        caption += f" Not shown, for their cases count no operations or no bytes: {', '.join(dict.fromkeys(left))}."
+    if without_rate:
+        ops = ", ".join(dict.fromkeys(without_rate))
+        caption += f" Not shown, because their cases count no operations or no bytes: {ops}."
     return [
         Picture(
             "roofline",
@@ -83,14 +84,14 @@ def _ratio_pictures(device: Device, folder: str) -> list[Picture]:
         for name, pairs in device.pairs.items()
     }
     rows = dict.fromkeys((op, case) for (op, case, _), pairs in over.items() if any(pairs.values()))
-    bare = dict.fromkeys(op for op, case, _ in over if (op, case) not in rows)
+    unmeasured = dict.fromkeys(op for op, case, _ in over if (op, case) not in rows)
     pages: list[list[tuple[str, str]]] = [[]]
     for op in dict.fromkeys(op for op, _ in rows):
-        mine = [r for r in rows if r[0] == op]
-        if pages[-1] and len(pages[-1]) + len(mine) > ROWS_A_PICTURE:
+        op_rows = [r for r in rows if r[0] == op]
+        if pages[-1] and len(pages[-1]) + len(op_rows) > ROWS_A_PICTURE:
             pages.append([])
-        pages[-1] += mine
-    made = []
+        pages[-1] += op_rows
+    pictures = []
     for i, page in enumerate(pages, 1):
         panels, used = [], []
         for dtype in device.dtypes():
@@ -103,18 +104,18 @@ def _ratio_pictures(device: Device, folder: str) -> list[Picture]:
                 panels.append({"dtype": dtype, "points": points})
         number_ = f"-{i}" if len(pages) > 1 else ""
         caption = (
-            f"How many times as fast as each `auto` is; left of 1 it is slower. "
+            f"Speedup of `auto` over each other provider; left of 1, `auto` is slower. "
             f"Measured at {'; '.join(origins(used))}."
         )
-        if bare and i == len(pages):
-            caption += f" Not shown, for neither has a time there, are cases of: {', '.join(bare)}."
-        made.append(
+        if unmeasured and i == len(pages):
+            caption += f" Not shown, because neither has a time: cases of {', '.join(unmeasured)}."
+        pictures.append(
             Picture(
                 "ratios",
                 f"{folder}/{_slug(device)}-ratios{number_}.png",
-                f"How many times as fast as others auto is, {device.name}",
+                f"Speedup of auto over other providers, {device.name}",
                 caption,
                 {"title": device.title, "from": origins(used), "rows": page, "panels": panels},
             )
         )
-    return made
+    return pictures

@@ -47,8 +47,8 @@ class Source:
 
     @property
     def when(self) -> datetime:
-        found = datetime.fromisoformat(self.meta["date"])
-        return found if found.tzinfo else found.replace(tzinfo=UTC)
+        date = datetime.fromisoformat(self.meta["date"])
+        return date if date.tzinfo else date.replace(tzinfo=UTC)
 
     @property
     def age(self) -> tuple[datetime, str]:
@@ -131,22 +131,22 @@ class Raw:
         """(device type, name) of each device, the one with the newest result first. Tables of
         constants are not results.
         """
-        found: dict[tuple[str, str], tuple] = {}
+        newest_age: dict[tuple[str, str], tuple] = {}
         for source in [s for f in self.folders for s in f.sources]:
-            found[source.device] = max(found.get(source.device, source.age), source.age)
-        return sorted(found, key=lambda d: (found[d], d), reverse=True)
+            newest_age[source.device] = max(newest_age.get(source.device, source.age), source.age)
+        return sorted(newest_age, key=lambda d: (newest_age[d], d), reverse=True)
 
 
 T = TypeVar("T", Group, Entry)
 
 
-def newest(found: Iterable[T], key: Callable[[T], Hashable]) -> dict[Hashable, T]:
+def newest(items: Iterable[T], key: Callable[[T], Hashable]) -> dict[Hashable, T]:
     """The item with the newest date for each key, in order of the keys' first occurrence."""
     chosen: dict[Hashable, T] = {}
-    for each in found:
-        k = key(each)
-        if k not in chosen or each.source.age > chosen[k].source.age:
-            chosen[k] = each
+    for item in items:
+        k = key(item)
+        if k not in chosen or item.source.age > chosen[k].source.age:
+            chosen[k] = item
     return chosen
 
 
@@ -156,8 +156,8 @@ def newest(found: Iterable[T], key: Callable[[T], Hashable]) -> dict[Hashable, T
 def _check(document: Any, *fields: str) -> None:
     """Raises ValueError unless it is an object of this schema with these fields."""
     if not isinstance(document, dict) or document.get("schema") != report.SCHEMA:
-        found = document.get("schema") if isinstance(document, dict) else type(document).__name__
-        raise ValueError(f"schema must be {report.SCHEMA}, got {found!r}")
+        schema = document.get("schema") if isinstance(document, dict) else type(document).__name__
+        raise ValueError(f"schema must be {report.SCHEMA}, got {schema!r}")
     for name in fields:
         if name not in document:
             raise ValueError(f"has no {name!r}")
@@ -174,13 +174,13 @@ def _source(meta: dict[str, Any], path: str, folder: str) -> Source:
 
 def _groups(document: dict[str, Any], source: Source) -> Iterator[Group]:
     report.check(document["rows"])
-    found: dict[tuple[str, str, str], dict[str, dict]] = {}
+    rows_by_case: dict[tuple[str, str, str], dict[str, dict]] = {}
     for r in document["rows"]:
         for figures in filter(None, (r[p] for p in report.PASSES)):
             if not all(figures[f"{q}_ms"] > 0 for q in ("median", "p20", "p80")):
                 raise ValueError(f"{' '.join(report.key(r))}: a time must be positive")
-        found.setdefault((r["op"], r["case"], r["dtype"]), {})[r["provider"]] = r
-    for name, rows in found.items():
+        rows_by_case.setdefault((r["op"], r["case"], r["dtype"]), {})[r["provider"]] = r
+    for name, rows in rows_by_case.items():
         yield Group(source, *name, rows, document["roofline"])
 
 
@@ -279,9 +279,9 @@ def _naming(file: pathlib.Path, unit: str | None = None) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        said = f"has no {error}" if isinstance(error, KeyError) else str(error)
+        reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
         where = f"{file}: {unit}" if unit else str(file)
-        raise ValueError(f"{where}: {said}") from error
+        raise ValueError(f"{where}: {reason}") from error
 
 
 def _read_document(raw: Raw, folder: Folder, name: str, document: Any) -> Source:

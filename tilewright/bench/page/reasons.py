@@ -50,26 +50,32 @@ def read_reasons(path: pathlib.Path) -> list[Reason]:
         document = tomllib.loads(path.read_text())
         if unknown := set(document) - {"reason"}:
             raise ValueError(f"unknown {sorted(unknown)}; it holds [[reason]] entries")
-        found = [Reason(**entry) for entry in document.get("reason", [])]
-        for entry in found:
+        entries = [Reason(**entry) for entry in document.get("reason", [])]
+        for entry in entries:
             if not all(isinstance(v, str) and v.strip() for v in vars(entry).values()):
                 raise ValueError(f"every value must be a string, got {vars(entry)}")
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
-    return found
+    return entries
 
 
 def why(p: Pair, reasons: Sequence[Reason]) -> str:
     """The measured reasons, then the known ones."""
-    said = []
+    sentences = []
     if p.overlap:
-        ranges = " and ".join(_range(r[p.which]) for r in (p.auto, p.other))
-        said.append(f"Within spread: p20 to p80 overlap ({ranges} ms).")
+        ranges = " and ".join(_range(r[p.pass_name]) for r in (p.auto, p.other))
+        sentences.append(f"Within spread: p20 to p80 overlap ({ranges} ms).")
     if report.beyond(p.other):
-        said.append("It breaks the numerics contract, and is timed within the slack for baselines.")
-    if found := next((r.reason for r in reasons if r.fits(p)), None):
-        said.append(found)
-    return " ".join(said) if said and (p.overlap or found) else " ".join([*said, NO_REASON])
+        sentences.append(
+            "It breaks the numerics contract and was timed within the slack for baselines."
+        )
+    if known_reason := next((r.reason for r in reasons if r.fits(p)), None):
+        sentences.append(known_reason)
+    return (
+        " ".join(sentences)
+        if sentences and (p.overlap or known_reason)
+        else " ".join([*sentences, NO_REASON])
+    )
 
 
 def _range(figures: dict[str, Any]) -> str:

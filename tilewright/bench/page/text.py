@@ -41,8 +41,8 @@ def number(value: float | None) -> str:
     return f"{rounded:.{max(0, 2 - math.floor(math.log10(abs(rounded))))}f}"
 
 
-def count(n: int, what: str) -> str:
-    return f"{n} {what}{'' if n == 1 else 's'}"
+def count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
 def cell(text: object) -> str:
@@ -87,10 +87,10 @@ WORKERS = ("--until", "--group", "--worker", "--of")  # options of `suite`'s own
 def command(meta: dict[str, Any]) -> str:
     """The user's command line, without the folders of its machine."""
     argv = meta.get("argv") or []
-    given = [
+    shown = [
         a
         for before, a in zip(["", *argv], argv, strict=False)
         if a not in WORKERS and before not in WORKERS
     ]
-    given = [f".../{pathlib.PurePath(a).name}" if a.startswith("/") else a for a in given]
-    return " ".join(["python -m tilewright.bench", *given]) if given else ""
+    shown = [f".../{pathlib.PurePath(a).name}" if a.startswith("/") else a for a in shown]
+    return " ".join(["python -m tilewright.bench", *shown]) if shown else ""

@@ -44,11 +44,11 @@ def parity_unit(op: Op, case: registry.Case, device: str, dtypes: Sequence[torch
     def make():
         results = []
         for dtype in dtypes:
-            mine = [i for i in op.implementations if i.name != "eager" and dtype in i.dtypes]
-            usable = [i for i in mine if i.why_not(device, dtype) is None]
+            candidates = [i for i in op.implementations if i.name != "eager" and dtype in i.dtypes]
+            usable = [i for i in candidates if i.why_not(device, dtype) is None]
             results += [
                 result(i.name, dtype, "unavailable", i.why_not(device, dtype))
-                for i in mine
+                for i in candidates
                 if i not in usable
             ]
             if usable:
@@ -81,17 +81,17 @@ def parity_results(op, case, device, dtype, names) -> list[dict[str, Any]]:
             by = contract.reference(op, kwargs, dtype, layout)
             for name in names:
                 try:
-                    found = contract.judge(op, name, kwargs, by)
+                    findings = contract.judge(op, name, kwargs, by)
                 except registry.ImplementationUnavailable as error:
                     refused[name] = str(error)
                     continue
                 except Exception as error:
-                    timing.still_there(error, f"{name} {short(dtype)}")
+                    timing.raise_if_lost(error, f"{name} {short(dtype)}")
                     raised[name] = f"{layout} gradients: {timing.first_line(error)}"
                     continue
-                for f in found:
-                    before = worst[name].get(f.name)
-                    if before is None or _share(f) > _share(before):
+                for f in findings:
+                    previous = worst[name].get(f.name)
+                    if previous is None or _share(f) > _share(previous):
                         worst[name][f.name] = f
     results = []
     for name in names:
@@ -160,7 +160,7 @@ def check_unit(
                     continue
                 except Exception as error:
                     # A lost device must not be blamed on the next implementation.
-                    timing.still_there(error, f"{impl.name} {short(dtype)}")
+                    timing.raise_if_lost(error, f"{impl.name} {short(dtype)}")
                     reason = timing.first_line(error)
                     # A failed capture raises an error about its end, with the cause as context.
                     if error.__context__ is not None:
@@ -202,14 +202,16 @@ def sanitize_unit(op: Op, case: registry.Case, device: str, dtype: torch.dtype) 
                     result(tool, dtype, "unavailable", "compute-sanitizer is not installed")
                 )
                 continue
-            said = subprocess.run(
+            process = subprocess.run(
                 [program, "--tool", tool, "--error-exitcode", "77", sys.executable, "-c", code],
                 capture_output=True,
                 text=True,
             )
-            text = (said.stdout + said.stderr).strip()
-            status = {0: "holds", 77: "broken"}.get(said.returncode, "error")
-            results.append(result(tool, dtype, status, text[-2000:] if said.returncode else None))
+            text = (process.stdout + process.stderr).strip()
+            status = {0: "holds", 77: "broken"}.get(process.returncode, "error")
+            results.append(
+                result(tool, dtype, status, text[-2000:] if process.returncode else None)
+            )
         return {"op": op.name, "case": case.name, "results": results}
 
     return checks("sanitize", op, case, device, [dtype], make, limit=120.0)

@@ -25,17 +25,17 @@ def constants(op: Op, device: str) -> list[list[Any]]:
     """The tuned configurations of this op's launches on this device, which replace the
     heuristic's.
     """
-    found = []
+    configs = []
     for t in dict.fromkeys(
         t for i in op.implementations if i.why_not(device) is None for t in i.tunables()
     ):
         folder = platform.slug(platform.device_name(device))
-        found += [
+        configs += [
             [t.name, e["key"], e["config"]]
             for e in tuning.table(folder, t.op).get(t.launch, ())
             if set(e["key"]) == set(t.fields) and e["config"] != t.heuristic(**e["key"])
         ]
-    return found
+    return configs
 
 
 @functools.cache  # creating a CUDA clock measures its flush

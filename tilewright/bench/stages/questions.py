@@ -21,7 +21,11 @@ from tilewright.registry import Op
 
 
 def ab_unit(
-    asked: Sequence[Variant], op: Op, case: registry.Case, device: str, settings: run.Settings
+    case_variants: Sequence[Variant],
+    op: Op,
+    case: registry.Case,
+    device: str,
+    settings: run.Settings,
 ) -> Unit:
     """A unit of the variants that this case decides, all interleaved: times of both alternatives,
     each only if its contract holds, and which is faster by more than the spread.
@@ -32,18 +36,20 @@ def ab_unit(
         kwargs = case.make(device, dtype, run.SEED)
         reference = contract.reference(op, kwargs, dtype, cut=pieces.of(op, kwargs))
         results, tasks = [], {}
-        for variant in asked:
+        for variant in case_variants:
             shared = {}
-            for way, what in variant.ways.items():
-                impl = implementation(variant, op, what, device)
-                status, reason, timed = _judged(variant, op, impl, kwargs, what, shared, reference)
+            for way, alternative in variant.ways.items():
+                impl = implementation(variant, op, alternative, device)
+                status, reason, timed = _judged(
+                    variant, op, impl, kwargs, alternative, shared, reference
+                )
                 # An answer rather than a failure: no call takes this alternative.
                 if way == "other" and status in ("broken", "error"):
                     status = "rejected"
                 results.append(
                     result(impl.name, dtype, status, reason and f"{variant.name}: {way}: {reason}")
                 )
-                tasks |= {(variant.name, way, which): fn for which, fn in timed.items()}
+                tasks |= {(variant.name, way, pass_name): fn for pass_name, fn in timed.items()}
         del reference
         run.free(device, compiled=False)
         timings, errors = timing.interleave(
@@ -59,14 +65,16 @@ def ab_unit(
             "op": op.name,
             "case": case.name,
             "results": results,
-            "timed": [found for variant in asked for found in _verdicts(variant, timings)],
+            "timed": [
+                verdict for variant in case_variants for verdict in _verdicts(variant, timings)
+            ],
             "not_timed": [f"{' '.join(key)}: {reason}" for key, reason in errors.items()],
         }
 
     unit = checks("ab", op, case, device, [dtype], make, 300.0)
     options = {
         **unit.options,
-        "ways": {v.name: v.ways for v in asked},
+        "ways": {v.name: v.ways for v in case_variants},
         "settings": vars(settings),
         **threads(device),
     }
@@ -78,7 +86,7 @@ def _judged(
     op: Op,
     impl: registry.Implementation,
     kwargs: dict[str, Any],
-    what: Mapping[str, Any] | str,
+    alternative: Mapping[str, Any] | str,
     shared: dict,
     reference: contract.Reference,
 ) -> tuple[str, str | None, dict[str, Any]]:
@@ -91,34 +99,40 @@ def _judged(
             Provider(impl.name, functools.partial(op.public, implementation=impl.name)),
             contract.convert(kwargs, None) if kwargs.get("inplace") else kwargs,
         )
-        goes: contextlib.AbstractContextManager = contextlib.nullcontext()
-        if not isinstance(what, str):
+        override: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if not isinstance(alternative, str):
             tunable, key = next(
-                (t, k) for t, k in launches.asked_for(op, impl, kwargs) if t.name == variant.launch
+                (t, k)
+                for t, k in launches.requested_keys(op, impl, kwargs)
+                if t.name == variant.launch
             )
-            config = {**tunable.heuristic(**tunable.named(key)), **what}
-            goes = tunable.override(device, key, config)
+            config = {**tunable.heuristic(**tunable.named(key)), **alternative}
+            override = tunable.override(device, key, config)
             passes = {
-                tunable.which: launches.timed(tunable, key, config, device, passes, shared=shared)
+                tunable.pass_name: launches.timed(
+                    tunable, key, config, device, passes, shared=shared
+                )
             }
-        with goes:
+        with override:
             broken = contract.broken(contract.judge(op, impl.name, kwargs, reference))
     except registry.ImplementationUnavailable as error:
         return "unavailable", str(error), {}
     except Exception as error:
-        timing.still_there(error, variant.name)
+        timing.raise_if_lost(error, variant.name)
         return "error", timing.first_line(error), {}
     return ("broken", "; ".join(map(str, broken)), {}) if broken else ("holds", None, passes)
 
 
 def implementation(
-    variant: Variant, op: Op, what: Mapping[str, Any] | str, device: str
+    variant: Variant, op: Op, alternative: Mapping[str, Any] | str, device: str
 ) -> registry.Implementation:
     """The implementation that is named, or the first usable one here that has the launch."""
-    if isinstance(what, str):
-        return op.implementation(what)
-    having = [i for i in op.implementations if any(t.name == variant.launch for t in i.tunables())]
-    return min(having, key=lambda i: i.why_not(device, torch.bfloat16) is not None)
+    if isinstance(alternative, str):
+        return op.implementation(alternative)
+    candidates = [
+        i for i in op.implementations if any(t.name == variant.launch for t in i.tunables())
+    ]
+    return min(candidates, key=lambda i: i.why_not(device, torch.bfloat16) is not None)
 
 
 def _verdicts(
@@ -127,9 +141,9 @@ def _verdicts(
     """For each pass with both times: microseconds, by how much the other alternative is faster (in
     percent of its time), and which one is faster by more than the spread, or None.
     """
-    found = []
-    for which in report.PASSES:
-        now, other = (timings.get((variant.name, way, which)) for way in variant.ways)
+    verdicts = []
+    for pass_name in report.PASSES:
+        now, other = (timings.get((variant.name, way, pass_name)) for way in variant.ways)
         if now and other:
             better = (
                 "other"
@@ -142,13 +156,13 @@ def _verdicts(
                 way: {n: getattr(t, n) * 1e6 for n in ("median", "p20", "p80")}
                 for way, t in zip(variant.ways, (now, other), strict=True)
             }
-            found.append(
+            verdicts.append(
                 {
                     "question": variant.name,
-                    "pass": which,
+                    "pass": pass_name,
                     **us,
                     "faster_percent": 100 * (now.median / other.median - 1),
                     "better": better,
                 }
             )
-    return found
+    return verdicts

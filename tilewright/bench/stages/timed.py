@@ -82,7 +82,7 @@ def goal_units(
     """
     about: dict[tuple[Op, registry.Case, torch.dtype], set[str]] = {}
     for op in ops:
-        for goal, case, dtype in goals_here(op, device):
+        for goal, case, dtype in goals_on(op, device):
             if cases is None or case.name in cases:
                 about.setdefault((op, case, dtype), set()).add(goal.metric)
     ordered = sorted(about, key=lambda aim: "roofline_percent" in about[aim])
@@ -103,7 +103,7 @@ def goal_units(
     ]
 
 
-def goals_here(op: Op, device: str) -> Iterator[tuple[registry.Goal, registry.Case, torch.dtype]]:
+def goals_on(op: Op, device: str) -> Iterator[tuple[registry.Goal, registry.Case, torch.dtype]]:
     """The goals of an op for this device, with each of their cases and its dtype (default:
     bfloat16).
     """
@@ -121,8 +121,8 @@ def unmet(op: Op, device: str, out: pathlib.Path) -> set[tuple[str, torch.dtype]
     including those not measured, without a time, or without the provider to compare with.
     """
     documents = {name: document for name, _, document in store.read(out)}
-    found = set()
-    for goal, case, dtype in goals_here(op, device):
+    unmet_goals = set()
+    for goal, case, dtype in goals_on(op, device):
         try:
             document = documents[f"goals/{op.name}.{case.name}.{short(dtype)}"]
             rows = {r["provider"]: r for r in document["rows"]}
@@ -132,8 +132,8 @@ def unmet(op: Op, device: str, out: pathlib.Path) -> set[tuple[str, torch.dtype]
         except (KeyError, TypeError, StopIteration):  # missing, incomplete, no time of `auto`
             value = None
         if value is None or not goals.met(goal, value):
-            found.add((case.name, dtype))
-    return found
+            unmet_goals.add((case.name, dtype))
+    return unmet_goals
 
 
 def overhead_unit(
