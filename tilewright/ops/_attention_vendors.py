@@ -245,7 +245,7 @@ FLASH = {
         "2.6.0",
         "flash_attn",
         (8, 9, 10, 12),
-        lacking(sinks=SINKS, part=PART),
+        unsupported_features(sinks=SINKS, part=PART),
         {8: 256, 9: 256, 10: 256, 12: 256},
         -1,
     ),
