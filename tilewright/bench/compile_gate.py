@@ -34,7 +34,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tilewright.bench import machine_code
+from tilewright.bench import gate_space, machine_code
 from tilewright.bench.gate_compilers import (
     ARCHS,
     COMPILERS,
@@ -54,6 +54,7 @@ from tilewright.bench.gate_verdict import (
     unmet,
     write_budgets,
 )
+from tilewright.kernels import tuning
 from tilewright.registry import Op
 from tilewright.selection import operations
 
@@ -88,8 +89,6 @@ def main(argv: list[str] | None = None) -> int:
             f"argument --require: no compiler {', '.join(sorted(unknown))}; have "
             f"{', '.join(c.name for c in COMPILERS.values())}"
         )
-    if args.space and args.update:
-        parser.error("argument --update: candidates of a search have no budgets")
     absent = {c.name: reason for c in COMPILERS.values() if (reason := c.missing())}
     for name, reason in absent.items():
         if name in args.require:
@@ -105,6 +104,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     plan, notes = _plan(args, specs, absent)
     tasks = [task for task in plan.tasks if task not in plan.left_out]
+    if args.space and not args.update:
+        rejected = gate_space.known(ops.values(), tasks)
+        tasks = [task for task in tasks if task not in rejected]
+        notes.append(f"{len(rejected)} candidates left the spaces already ({tuning.REJECTED.name})")
     results = compile_all(specs, tasks, args.jobs)
     failures = []
     for kind, compiler in plan.compilers.items():
@@ -168,8 +171,13 @@ def _judge(
     notes: list[str],
 ) -> list[str]:
     """Failures of one compiler's kernels. With --update, writes their budgets instead of comparing
-    with them.
+    with them, or, with --space, the candidates that leave the spaces.
     """
+    if args.space and args.update:
+        ops, version = operations().values(), compiler.version()
+        number = gate_space.write(ops, version, results, plan.specs)
+        notes.append(f"wrote {tuning.REJECTED.name}: {number} candidates")
+        return []
     path, budgets = compiler.budget_file(), plan.known[compiler.name]
     present = {key_of(*task) for task in plan.tasks}
 
@@ -227,7 +235,12 @@ def _parser(ops: dict[str, Op]) -> argparse.ArgumentParser:
         default=random.randrange(2**31),
         help="random seed of that sample (default: a new one per call)",
     )
-    add("--update", action="store_true", help="write the budgets instead of checking them")
+    add(
+        "--update",
+        action="store_true",
+        help="write the budgets instead of checking them; with --space, the list of candidates "
+        "that spill",
+    )
     add(
         "--space",
         action="store_true",

@@ -295,14 +295,14 @@ def _tunable_specs(tunables: Iterable[Tunable], space: bool) -> Iterator[Any]:
         for key in map(tunable.named, tunable.keys):
             if space:
                 for config in tunable.candidates(**key):
-                    yield from _labeled(tunable, key, config, "")
+                    yield from labeled(tunable, key, config, "")
             else:
                 yield from tunable.specs(key, tunable.heuristic(**key))
         for folder, key, config in () if space else tuning.tuned(tunable):
-            yield from _labeled(tunable, key, config, f"{folder}: ")
+            yield from labeled(tunable, key, config, f"{folder}: ")
 
 
-def _labeled(
+def labeled(
     tunable: Tunable, key: dict[str, Any], config: dict[str, Any], where: str
 ) -> Iterator[Any]:
     constants = " ".join(f"{name}={value}" for name, value in config.items())

@@ -40,6 +40,7 @@ from tilewright import platform, registry, selection
 from tilewright.bench import contract, launches, pretend, variants
 from tilewright.bench.options import names
 from tilewright.bench.stages import common, questions, timed
+from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Config, Tunable
 
 WHAT = ("goals", "ab", "search")
@@ -150,7 +151,7 @@ def calls(
                         planned[_with(call, t, key, {**t.heuristic(**t.named(key)), **way})] = None
     for call, t, key in requested.values():
         for config in (
-            t.candidates(**t.named(key))
+            t.candidates(tuning.arch_of_device(), **t.named(key))
             if launches.kernels(t, key, t.heuristic(**t.named(key)))
             else ()
         ):

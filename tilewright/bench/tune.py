@@ -75,7 +75,8 @@ def search(
     kwargs = case.make(device, dtype, run.SEED)
     place = contract.leaves(kwargs)[0].device
     named = tunable.named(key)
-    candidates = tunable.candidates(**named)
+    arch = tuning.arch_of_device() if device == "cuda" else None
+    candidates = tunable.candidates(arch, **named)
     provider = Provider(impl.name, functools.partial(op.public, implementation=impl.name))
     call_kwargs = contract.convert(kwargs, None) if kwargs.get("inplace") else kwargs
     passes = run.passes(provider, call_kwargs)

@@ -20,8 +20,30 @@ import torch
 from tilewright import platform
 
 TABLES = pathlib.Path(__file__).with_name("tuned")
+# Written by `compile-gate --space --update`: {launch, arch, triton, key, config}, one a line.
+REJECTED = pathlib.Path(__file__).with_name("rejected.json")
 SCHEMA = 1
 Config = dict[str, Any]
+
+
+def arch_of_device() -> int | None:
+    """The compute capability of the current CUDA device, as 90; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def identity(launch: str, arch: int | None, key: dict[str, Any], config: Config) -> str:
+    """Of a candidate on a compute capability."""
+    return json.dumps([launch, arch, key, config], sort_keys=True)
+
+
+@functools.cache
+def rejected() -> frozenset[str]:
+    """The candidates that spill registers, or do not compile, with a Triton that the gate ran."""
+    rows = json.loads(REJECTED.read_text())
+    return frozenset(identity(r["launch"], r["arch"], r["key"], r["config"]) for r in rows)
 
 
 def _no_specs(key: dict[str, Any], config: Config) -> list:
@@ -87,8 +109,11 @@ class Tunable:
     def named(self, key: tuple) -> dict[str, Any]:
         return dict(zip(self.fields, key, strict=True))
 
-    def candidates(self, **key) -> list[Config]:
-        """The heuristic's configuration first, then the rest of the space, without duplicates."""
+    def candidates(self, arch: int | None = None, /, **key) -> list[Config]:
+        """The heuristic's configuration first, then the rest of the space, without duplicates.
+
+        arch: leaves out what the compile gate rejected for this compute capability; None: nothing.
+        """
         configs = [self.heuristic(**key)]
         for config in self._space(**key):
             if set(config) != set(configs[0]):
@@ -97,7 +122,8 @@ class Tunable:
                 )
             if config not in configs:
                 configs.append(config)
-        return configs
+        first, *rest = configs
+        return [first, *(c for c in rest if identity(self.name, arch, key, c) not in rejected())]
 
     @contextlib.contextmanager
     def override(self, device: torch.device, key: tuple, config: Config) -> Iterator[None]:
