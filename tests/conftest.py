@@ -25,16 +25,24 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 # The slowest files start first. If one started last, the other workers would idle for minutes.
 LONG = (
     "test_triton_ptx",
-    "test_contract",
+    "test_operators",
     "test_trainer",
-    "test_packaging",
+    "test_contract",
+    "test_suite",
+    "test_cross_entropy",
     "test_integrations",
+    "test_aqn",
+    "test_gpu_plan",
+    "test_compile_gate",
+    "test_packaging",
+    "test_grouped_gemm",
+    "test_pieces",
+    "test_quantize",
     "test_trainer_cp",
+    "test_trainer_fields",
     "test_expert_parallel",
     "test_context_parallel",
-    "test_operators",
     "test_cute",
-    "test_suite",
 )
 
 
