@@ -12,11 +12,13 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 # OpenMP threads that sleep while they wait: spinning made a training step eight times slower on a shared machine.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Tests start many processes, which would each compile what they import.
+unexport PYTHONDONTWRITEBYTECODE
 # READY: what `make demo` needs. STAMP: and what everything else needs.
 READY := $(VENV)/.ready
 STAMP := $(VENV)/.installed
 
-.PHONY: setup build demo test lint gate gate-all gpu-cache bench report wheel clean
+.PHONY: setup build demo test pytest lint gates gate gate-all gpu-cache bench report wheel clean
 
 setup: $(STAMP)
 
@@ -60,10 +62,17 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
-test: $(STAMP) build lint .cache/smollm2/config.json
+# What comes before the tests, and the gates beside them, take what processors are idle.
+test: $(STAMP)
+	$(MAKE) -j $(JOBS) build lint .cache/smollm2/config.json .venv-gate-$(GPU_TRITON)/.installed
+	$(MAKE) -j 2 pytest gates
+
+pytest: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
-	$(MAKE) gate
-	$(MAKE) gate TRITON=$(GPU_TRITON)
+
+gates:
+	nice $(MAKE) gate
+	nice $(MAKE) gate TRITON=$(GPU_TRITON)
 
 # Every Triton kernel, compiled for sm_90, sm_100 and sm_120 without a GPU, against the committed budgets; and every
 # kernel in CuTe DSL, for sm_90 and sm_100. What did not change since its budget was written is compiled by a draw of one

@@ -82,7 +82,14 @@ def leave():
     os._exit(0)
 
 
-def _and_leave(rank, fn, *arguments):
+# Processes are forked from one that has imported these, which takes a process some seconds.
+torch.multiprocessing.set_forkserver_preload(
+    ["pytest", "triton", "tilewright.bench.contract", "tilewright.nn", "tilewright.trainer.train"]
+)
+
+
+def _and_leave(rank, fn, environment, *arguments):
+    os.environ.update(environment)  # the process forked from has that of its start
     fn(rank, *arguments)
     leave()
 
@@ -91,8 +98,12 @@ def processes(number, fn, *arguments):
     """Runs fn(rank, number, *arguments) in that many processes, which are terminated if the test
     fails. The test's own time limit applies.
     """
-    context = torch.multiprocessing.spawn(
-        _and_leave, (fn, number, *arguments), nprocs=number, join=False
+    context = torch.multiprocessing.start_processes(
+        _and_leave,
+        (fn, dict(os.environ), number, *arguments),
+        nprocs=number,
+        join=False,
+        start_method="forkserver",
     )
     try:
         while not context.join():

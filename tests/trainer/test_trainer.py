@@ -7,7 +7,6 @@ import dataclasses
 import gc
 import json
 import math
-import os
 import pathlib
 import pickle
 import re
@@ -26,6 +25,7 @@ pytest.importorskip("pydantic")
 transformers = pytest.importorskip("transformers")
 
 import distributed_worker  # noqa: E402
+from ranks import launch, run_modes, together_and_alone  # noqa: E402
 
 from tilewright import adapt  # noqa: E402
 from tilewright import ops as tw  # noqa: E402
@@ -311,30 +311,6 @@ def test_freezing_a_router_that_is_not_there_is_refused(tmp_path):
         run(write_config(tmp_path, train__freeze_router=True))
 
 
-def launch(processes, script, *arguments):
-    """Runs a script under torchrun on gloo; shows its output if it fails."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
-    }
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(processes),
-            *script,
-            *arguments,
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-
-
 MODES = {
     "ddp": ["--train.data_parallel_mode=ddp"],
     "fsdp2": ["--train.data_parallel_mode=fsdp2"],
@@ -373,9 +349,7 @@ def pairs(tmp_path_factory):
             write_config(at, shape, **cut, **options)
             torch.save(make_bins(), at / "bins.pt")
             modes |= {f"{name}/{kind}/{mode}": arguments for mode, arguments in chosen.items()}
-    (folder / "modes.json").write_text(json.dumps(modes))
-    done = launch(2, [str(pathlib.Path(__file__).with_name("distributed_worker.py"))], str(folder))
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_modes(2, folder, modes)
     return folder
 
 
@@ -432,26 +406,8 @@ def spread(tmp_path_factory):
         train__max_grad_norm=0.2,
         data__pad_to_multiple_of=1,
     )
-    bins = make_bins()
-    torch.save(bins, folder / "bins.pt")
-    (folder / "modes.json").write_text(json.dumps(SPREAD))
-    done = launch(4, [str(pathlib.Path(__file__).with_name("distributed_worker.py"))], str(folder))
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = {mode: torch.load(folder / f"{mode}.pt") for mode in SPREAD}
-    alone = {
-        adam: distributed_worker.several_steps(
-            load(
-                path,
-                [
-                    "--train.micro_batch_size=4",
-                    *(["--train.optimizer=adamw", "--train.lr=1e-3"] if adam else []),
-                ],
-            ),
-            Mesh(),
-            bins,
-        )[1]
-        for adam in (False, True)
-    }
+    adam = ["--train.optimizer=adamw", "--train.lr=1e-3"]
+    found, alone = together_and_alone(folder, path, make_bins(), SPREAD, adam)
     return folder, path, found, alone
 
 
@@ -704,10 +660,7 @@ def runs(tmp_path_factory):
             write_config(folder / f"from_{step}", **options),
             f"--train.load_checkpoint_path={folder}/ten/out/checkpoints/global_step_{step}",
         )
-    (folder / "modes.json").write_text(json.dumps(modes))
-    done = launch(2, [str(pathlib.Path(__file__).with_name("distributed_worker.py"))], str(folder))
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder, done.stdout
+    return folder, run_modes(2, folder, modes)
 
 
 def test_fsdp2_trains_in_one_process_and_a_checkpoint_moves_to_two(runs):

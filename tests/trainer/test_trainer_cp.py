@@ -2,8 +2,6 @@
 process.
 """
 
-import json
-import pathlib
 import re
 
 import numpy as np
@@ -13,13 +11,12 @@ import torch
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
-import distributed_worker
+from ranks import launch, together_and_alone
 from test_trainer import (
     MOE,
     QWEN3,
     check_moves,
     fake_group,
-    launch,
     make_bins,
     rows,
     run,
@@ -89,26 +86,8 @@ def trained(tmp_path_factory):
         train__max_grad_norm=0.2,
         data__pad_to_multiple_of=1,
     )
-    bins = make_bins()
-    torch.save(bins, folder / "bins.pt")
-    (folder / "modes.json").write_text(json.dumps(MODES))
-    done = launch(4, [str(pathlib.Path(distributed_worker.__file__))], str(folder))
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = {mode: torch.load(folder / f"{mode}.pt") for mode in MODES}
-    alone = {
-        adam: distributed_worker.several_steps(
-            load(
-                path,
-                [
-                    "--train.micro_batch_size=4",
-                    *(f"--train.{k}={v}" for k, v in (ADAM if adam else {}).items()),
-                ],
-            ),
-            Mesh(),
-            bins,
-        )[1]
-        for adam in (False, True)
-    }
+    adam = [f"--train.{name}={value}" for name, value in ADAM.items()]
+    found, alone = together_and_alone(folder, path, make_bins(), MODES, adam)
     return folder, path, found, alone
 
 

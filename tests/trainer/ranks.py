@@ -1,0 +1,83 @@
+"""Runs ranks: under torchrun, as a user does, or forked from a process that has imported what they
+need, which takes most of a launch.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import distributed_worker
+import torch
+import torch.distributed as dist
+from helpers import processes
+
+from tilewright.trainer.config import load
+from tilewright.trainer.mesh import Mesh
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def launch(number, script, *arguments):
+    """Runs a script under torchrun on gloo; shows its output if it fails."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
+    }
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(number),
+            *script,
+            *arguments,
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def _rank(rank, number, folder, port):
+    """What torchrun gives a rank, whose store is its agent's."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(number),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    with pathlib.Path(folder, "said.txt").open("a") as said:
+        os.dup2(said.fileno(), 1)
+    torch.set_num_threads(1)
+    distributed_worker.main(folder)
+
+
+def run_modes(number, folder, modes):
+    """Runs distributed_worker.py on these modes in that many ranks; returns what they print."""
+    (folder / "modes.json").write_text(json.dumps(modes))
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    processes(number, _rank, str(folder), store.port)
+    return (folder / "said.txt").read_text()
+
+
+def together_and_alone(folder, path, bins, modes, adam):
+    """Several steps in four ranks in each of these modes, and in one process, by SGD and with these
+    arguments by AdamW: `found[mode]`, `alone[whether by AdamW]`.
+    """
+    torch.save(bins, folder / "bins.pt")
+    run_modes(4, folder, modes)
+    found = {mode: torch.load(folder / f"{mode}.pt") for mode in modes}
+    alone = {
+        chosen: distributed_worker.several_steps(
+            load(path, ["--train.micro_batch_size=4", *(adam if chosen else [])]), Mesh(), bins
+        )[1]
+        for chosen in (False, True)
+    }
+    return found, alone
