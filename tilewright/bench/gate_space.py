@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tilewright.bench.gate_compilers import Result, labeled
-from tilewright.bench.gate_verdict import problems
+from tilewright.bench.gate_verdict import problems, unmet
 from tilewright.kernels import tuning
 from tilewright.registry import Op
 
@@ -56,7 +56,7 @@ def write(ops: Iterable[Op], version: str, results: Sequence[Result], specs: dic
         if (row["launch"], row["arch"]) not in scope or row["triton"] != version
     ]
     for r in results:
-        if problems(r, specs[r.name]):
+        if problems(r, specs[r.name]) or unmet(r, specs[r.name]):
             launch, key, config = by_spec[r.name]
             row = {"launch": launch, "arch": r.arch, "triton": version, "key": key}
             rows.append(row | {"config": config})
