@@ -41,8 +41,8 @@ def identity(launch: str, arch: int | None, key: dict[str, Any], config: Config)
 
 @functools.cache
 def rejected() -> frozenset[str]:
-    """The candidates that spill registers, lose wide accesses, or do not compile, with a Triton that
-    the gate ran.
+    """The candidates that spill registers, lose wide accesses or do not compile, under any Triton
+    that the gate ran.
     """
     rows = json.loads(REJECTED.read_text())
     return frozenset(identity(r["launch"], r["arch"], r["key"], r["config"]) for r in rows)
