@@ -864,14 +864,26 @@ class BelowAutograd(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def different_cases(op):
+    """Inputs of the smallest case of each set of options."""
+    made = {}
+    for case in small_cases(op):
+        kwargs = inputs(case)
+        leaves, tree = pytree.tree_flatten(kwargs)
+        options = [
+            (a.dtype, a.requires_grad, a.dim()) if torch.is_tensor(a) else Calls.option(a)
+            for a in leaves
+        ]
+        made.setdefault(repr((tree, options)), kwargs)
+    return made.values()
+
+
 NAMES = {}  # of the operators that an op's implementation calls, once it has been recorded
 
 
 def record(op, name):
     calls = Calls()
-    made = [
-        inputs(case) for case in small_cases(op)
-    ]  # before recording: some inputs are quantized, by another op
+    made = different_cases(op)  # before recording: some inputs are quantized, by another op
     with BelowAutograd(calls), AboveAutograd(calls):
         for kwargs in made:
             with contextlib.suppress(ImplementationUnavailable):  # an unsupported variant

@@ -141,7 +141,7 @@ done
 plain=$(printf %s "$object" | sed 's/[.]_C_avx[0-9]*/._C/')
 built="ROOT/build/${object##*/build/}"
 if [ -f "$built" ] && [ -z "$(find "ROOT/csrc" -newer "$built")" ]; then
-    [ "$plain" != "$object" ] || c++ "$@" -E -o /dev/null || exit
+    [ "$plain" != "$object" ] || c++ "$@" -E || exit
     exec cp "$built" "$object"
 elif [ "$plain" != "$object" ] && [ -f "$plain" ]; then
     exec cp "$plain" "$object"

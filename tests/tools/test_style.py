@@ -170,12 +170,16 @@ def called_by_name(tree, *functions):
                     yield dotted(argument).split(".")[-1]
 
 
-# Functions that define operators' schemas: launchers and fakes, wherever they are written.
-OPERATORS = {
-    name
-    for path in LIBRARY
-    for name in called_by_name(parsed(path), "define", "adopt", "differentiate", "register_fake")
-}
+@functools.cache
+def operators():
+    """Functions that define operators' schemas: launchers and fakes, wherever they are written."""
+    return {
+        name
+        for path in LIBRARY
+        for name in called_by_name(
+            parsed(path), "define", "adopt", "differentiate", "register_fake"
+        )
+    }
 
 
 def public(tree):
@@ -213,7 +217,7 @@ def crowded(tree):
     for name, node in functions_of(tree.body):
         own = name.split(".")[-1]
         jitted = any("jit" in ast.dump(d) for d in node.decorator_list)
-        if jitted or name in allowed or own in OPERATORS:
+        if jitted or name in allowed or own in operators():
             continue
         a = node.args
         count = len([p for p in (*a.posonlyargs, *a.args) if p.arg not in ("self", "cls")])
