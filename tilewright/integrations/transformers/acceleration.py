@@ -14,7 +14,7 @@ from torch import nn
 
 from tilewright.integrations.transformers import causal_lm, layers
 from tilewright.integrations.transformers.errors import NAME
-from tilewright.integrations.transformers.instance import base_of, put_back, replace_forward
+from tilewright.integrations.transformers.instance import put_back, replace_forward
 from tilewright.integrations.transformers.tables import register_once, require_transformers
 from tilewright.nn.experts import why_not
 from tilewright.ops import OPS, _checks
@@ -250,7 +250,10 @@ class _Work:
         self.device = "cuda" if cuda else "cpu" if device == "meta" else device
 
     def norm(self) -> None:
-        self._replace("norm", layers.is_norm, lambda m: ("rmsnorm", layers.norm_options(m), layers.norm_forward))  # fmt: skip
+        def options(module):
+            return "rmsnorm", layers.norm_options(module), layers.norm_forward
+
+        self._replace("norm", layers.is_norm, options)
 
     def rope(self) -> None:
         def options(module):
@@ -346,10 +349,10 @@ class _Work:
         """Sets the model's attention or experts to this library's entry."""
         register_once()
         _own_config(model)
-        before = getattr(model, f"get_{table}_implementation")() if table == "experts" else None
-        before = before or getattr(model.config, f"_{table}_implementation")
-        if before == NAME or isinstance(before, dict) and set(before.values()) == {NAME}:
-            return
+        before = {"": getattr(model.config, f"_{table}_implementation")}
+        for key in model.config.sub_configs:
+            if (config := getattr(model.config, key, None)) is not None:
+                before[key] = getattr(config, f"_{table}_implementation")
         model.__dict__.setdefault(BEFORE, {})[table] = before
         getattr(model, f"set_{table}_implementation")(NAME)
         op = "attention" if table == "attn" else "moe_mlp"

@@ -53,8 +53,8 @@ def norm_options(module: nn.Module) -> tuple | str:
             promotes = own(x.bfloat16(), w).dtype == torch.float32
     except Exception as error:
         return f"cannot be evaluated ({type(error).__name__}: {error})"
-    eps = next((e for n in ("variance_epsilon", "eps") if isinstance(e := getattr(module, n, None), float)), None)  # fmt: skip
-    if eps is None:
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(eps, float):
         return "has no eps"
     for offset in (0.0, 1.0):
         if torch.allclose(expected, rmsnorm_eager(x, w, None, eps, offset), **CLOSE):
@@ -110,7 +110,8 @@ def mlp_options(module: nn.Module) -> tuple | str:
     try:
         with torch.no_grad(), _checks.no_autocast(x):
             expected = type(module).forward(probe(module, modules=linears), x)
-            halves = linears["gate_up_proj"](x).chunk(2, -1) if merged else (linears["gate_proj"](x), linears["up_proj"](x))  # fmt: skip
+            inputs = [linear(x) for linear in list(linears.values())[:-1]]
+            halves = inputs[0].chunk(2, -1) if merged else inputs
             for kind in (SILU, GELU_TANH, GELU_ERF):
                 if torch.allclose(expected, down(act_mul_eager(*halves, kind)), **CLOSE):
                     return kind, merged
