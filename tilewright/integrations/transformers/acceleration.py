@@ -14,7 +14,11 @@ from torch import nn
 
 from tilewright.integrations.transformers import causal_lm, layers
 from tilewright.integrations.transformers.errors import NAME
-from tilewright.integrations.transformers.instance import put_back, replace_forward
+from tilewright.integrations.transformers.instance import (
+    on_plain_numbers,
+    put_back,
+    replace_forward,
+)
 from tilewright.integrations.transformers.tables import register_once, require_transformers
 from tilewright.nn.experts import why_not
 from tilewright.ops import OPS, _checks
@@ -130,8 +134,9 @@ def accelerate(
     _checks.choice("logits", logits, causal_lm.LOGITS)
     restore(model)
     work = _Work(model, parts, logits)
-    for part in PARTS:
-        getattr(work, part)()
+    with on_plain_numbers():
+        for part in PARTS:
+            getattr(work, part)()
     left = {p: reason for p in PARTS if (reason := work.left.get(p))}
     report = Report(type(model).__name__, tuple(work.changed), left)
     if not quiet and _is_first_rank():

@@ -7,8 +7,9 @@ configurations, reports and lists of class names read as before.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -84,6 +85,18 @@ def probe(module: nn.Module, *, parameters=None, modules=None) -> nn.Module:
     copied.__dict__["_parameters"] = dict(module._parameters) | (parameters or {})
     copied.__dict__["_modules"] = dict(module._modules) | (modules or {})
     return copied
+
+
+@contextlib.contextmanager
+def on_plain_numbers() -> Iterator[None]:
+    """float32 on the CPU, for probes: `from_pretrained` builds models on meta, in their dtype."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def generator() -> torch.Generator:

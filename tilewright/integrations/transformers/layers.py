@@ -48,9 +48,8 @@ def norm_options(module: nn.Module) -> tuple | str:
         return type(module).forward(probe(module, parameters={"weight": w}), x)
 
     try:
-        with torch.no_grad(), _checks.no_autocast(x):
-            expected, rounded = own(x, w), own(x.bfloat16(), w.bfloat16())
-            promotes = own(x.bfloat16(), w).dtype == torch.float32
+        expected, rounded = own(x, w), own(x.bfloat16(), w.bfloat16())
+        promotes = own(x.bfloat16(), w).dtype == torch.float32
     except Exception as error:
         return f"cannot be evaluated ({type(error).__name__}: {error})"
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -102,19 +101,18 @@ def mlp_options(module: nn.Module) -> tuple | str:
     widths = {"gate_up_proj": (4, 12)} if merged else {"gate_proj": (4, 6), "up_proj": (4, 6)}
     linears = {}
     for name, (n, m) in {**widths, "down_proj": (6, 4)}.items():
-        linears[name] = nn.Linear(n, m, bias=False, device="cpu", dtype=torch.float32)
+        linears[name] = nn.Linear(n, m, bias=False)
         linears[name].weight.data.normal_(generator=g)
     # Large values, which a limit would clamp.
     x = torch.randn(1, 12, 4, generator=g) * torch.logspace(-1, 3, 12)[:, None]
     down = linears["down_proj"]
     try:
-        with torch.no_grad(), _checks.no_autocast(x):
-            expected = type(module).forward(probe(module, modules=linears), x)
-            inputs = [linear(x) for linear in list(linears.values())[:-1]]
-            halves = inputs[0].chunk(2, -1) if merged else inputs
-            for kind in (SILU, GELU_TANH, GELU_ERF):
-                if torch.allclose(expected, down(act_mul_eager(*halves, kind)), **CLOSE):
-                    return kind, merged
+        expected = type(module).forward(probe(module, modules=linears), x)
+        inputs = [linear(x) for linear in list(linears.values())[:-1]]
+        halves = inputs[0].chunk(2, -1) if merged else inputs
+        for kind in (SILU, GELU_TANH, GELU_ERF):
+            if torch.allclose(expected, down(act_mul_eager(*halves, kind)), **CLOSE):
+                return kind, merged
     except Exception as error:
         return f"cannot be evaluated ({type(error).__name__}: {error})"
     return "does not compute down_proj(silu(gate) * up), nor with GELU"
