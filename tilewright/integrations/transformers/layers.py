@@ -119,11 +119,10 @@ def mlp_options(module: nn.Module) -> tuple | str:
 
 
 def mlp_forward(base: type, kind: int, merged: bool) -> Callable:
-    act_mul = {
-        SILU: ops.silu_mul,
-        GELU_TANH: ops.gelu_mul,
-        GELU_ERF: functools.partial(ops.gelu_mul, approximate="none"),
-    }[kind]
+    def act_mul(gate, up=None):
+        if kind == SILU:
+            return ops.silu_mul(gate, up)
+        return ops.gelu_mul(gate, up, approximate="tanh" if kind == GELU_TANH else "none")
 
     @functools.wraps(base.forward)
     def forward(self, hidden_states):
@@ -216,7 +215,9 @@ def _rotation(own: Callable) -> tuple[bool, bool, bool] | None:
         cos, sin = tables.cos(), tables.sin()
         try:
             expected = own(q, k, cos, sin)
-        except Exception:  # tables of the other width
+        except Exception:
+            expected = None  # takes tables of the other width
+        if expected is None:
             continue
         for interleaved, apart in ((False, False), (True, False), (True, True)):
             found = _rotate_eager(q, k, cos, sin, interleaved, apart)
