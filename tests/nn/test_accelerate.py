@@ -109,9 +109,11 @@ def batch(padding=None, rows=2, length=9):
 
 
 def gradients(model, ids, mask, **options):
-    """The loss and all gradients, of a part of a larger batch."""
+    """The loss and all gradients, of a part of a larger batch. No token is predicted from padding,
+    where attention is arbitrary.
+    """
     model.zero_grad()
-    labels = ids.masked_fill(mask == 0, -100)
+    labels = ids.masked_fill((mask == 0) | (mask.roll(1, 1) == 0), -100)
     count = torch.tensor(37, device=ids.device)
     options = {"num_items_in_batch": count, "use_cache": False, **options}
     out = model(input_ids=ids, attention_mask=mask, labels=labels, **options)
@@ -291,7 +293,7 @@ def test_the_report_is_printed_and_says_why(capsys):
     model.model.layers[0].input_layernorm.register_parameter(
         "extra", torch.nn.Parameter(torch.ones(1))
     )
-    model.model.layers[1].mlp.act_fn = lambda x: x.clamp(max=7)
+    model.model.layers[1].mlp.act_fn = torch.nn.Hardtanh()
     model.model.norm.forward = model.model.norm.forward
     model.lm_head.register_forward_hook(lambda *a: None)
     report = accelerate(model, parts=PARTS)
@@ -409,6 +411,7 @@ def test_auxiliary_losses_and_hidden_states_stay():
         (lambda z: z * torch.arange(48), False),
         (lambda z: torch.where(z > 0, z, -z), False),
         (lambda z: z[..., :] * 2, False),
+        (lambda z: torch.cat((z, z), 1), False),
     ],
 )
 def test_whatever_a_forward_does_with_its_logits(change, fused):
@@ -500,7 +503,7 @@ def test_trainer_peft_and_checkpointing(tmp_path):
         losses.append([r["loss"] for r in trainer.state.log_history if "loss" in r])
         adapters.append(peft.get_peft_model_state_dict(model))
     assert [out.logits is None for out in calls] == [True, True, False]
-    assert losses[2][0] > losses[2][2] + 0.1
+    assert abs(losses[2][0] - losses[2][2]) > 0.1, "the model does not change"
     for mine in losses[:2]:
         assert mine == pytest.approx(losses[2], rel=1e-4)
     for mine in adapters[:2]:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tilewright import ops
+from tilewright import _torch, ops
 from tilewright.integrations.transformers.instance import own_code
 
 LOGITS = ("eval", "never", "always")
@@ -152,8 +152,11 @@ class Logits:
     def __torch_function__(cls, function, types, arguments=(), options=None):
         if function in (torch.tanh, torch.Tensor.tanh) and len(arguments) == 1 and not options:
             return arguments[0].tanh()
-        arguments = tuple(a.tensor() if type(a) is Logits else a for a in arguments)
-        return function(*arguments, **(options or {}))
+        arguments, options = _torch.pytree.tree_map(
+            lambda value: value.tensor() if type(value) is Logits else value,
+            (tuple(arguments), options or {}),
+        )
+        return function(*arguments, **options)
 
     def loss(
         self,
@@ -184,6 +187,22 @@ class Logits:
             softcap=cap,
             num_tokens=num_items_in_batch,
         )
+
+
+def _define_operators():
+    def of(name):
+        def operator(self, *others):
+            return getattr(self.tensor(), name)(*others)
+
+        return operator
+
+    names = "add radd sub rsub rtruediv matmul pow neg abs eq ne lt le gt ge len iter bool"
+    for name in (f"__{name}__" for name in names.split()):
+        setattr(Logits, name, of(name))
+    Logits.__hash__ = object.__hash__  # which goes with __eq__
+
+
+_define_operators()
 
 
 def _scale_and_cap(steps: tuple) -> tuple[float, float | None] | None:
