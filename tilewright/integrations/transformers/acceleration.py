@@ -354,7 +354,7 @@ class _Work:
     def _set(self, model, part: str, table: str, name: str, number: int = 1) -> None:
         """Sets the model's attention or experts to this library's entry."""
         register_once()
-        _own_config(model)
+        _own_config(model, self.modules)
         before = {"": getattr(model.config, f"_{table}_implementation")}
         for key in model.config.sub_configs:
             if (config := getattr(model.config, key, None)) is not None:
@@ -404,7 +404,7 @@ def _is_experts(module: nn.Module) -> bool:
     return all(name in module._parameters for name in ("gate_up_proj", "down_proj"))
 
 
-def _own_config(model) -> None:
+def _own_config(model, modules: list[nn.Module]) -> None:
     """Gives a model a copy of its configuration, which may be shared with others: transformers
     keeps the names of implementations there.
     """
@@ -412,7 +412,7 @@ def _own_config(model) -> None:
         return
     memo: dict[int, Any] = {}
     copy.deepcopy(model.config, memo)
-    for module in model.modules():
+    for module in modules:
         config = module.__dict__.get("config")
         if config is not None and id(config) in memo:
             module.config = memo[id(config)]

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tilewright import _torch, ops
-from tilewright.integrations.transformers.instance import own_code
+from tilewright.integrations.transformers.instance import own_function
 
 LOGITS = ("eval", "never", "always")
 
@@ -27,11 +27,11 @@ LOGITS = ("eval", "never", "always")
 def loss_reason(model: nn.Module) -> str | None:
     """Why `loss_forward` cannot be made for this model, or None."""
     cls = type(model)
-    code = own_code(cls.forward)
-    names = () if code is None else code.co_names
-    if "lm_head" not in names or "loss_function" not in names:
+    own = own_function(cls.forward)
+    names = () if own is None else own.__code__.co_names
+    if own is None or "lm_head" not in names or "loss_function" not in names:
         return "does not compute a loss from lm_head by loss_function"
-    if "__class__" in code.co_freevars:  # super() needs the model itself
+    if "__class__" in own.__code__.co_freevars:  # super() needs the model itself
         return "calls a forward of its superclass"
     if "labels" not in inspect.signature(cls.forward).parameters:
         return "takes no labels"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -69,11 +70,11 @@ def _new(base: type, make: Callable, options: tuple) -> nn.Module:
     return cls.__new__(cls)
 
 
-def own_code(function: Callable) -> Any:
-    """The code object of a function below its decorators."""
+def own_function(function: Callable) -> FunctionType | None:
+    """The Python function below its decorators, or None."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
-    return getattr(function, "__code__", None)
+    return function if isinstance(function, FunctionType) else None
 
 
 def probe(module: nn.Module, *, parameters=None, modules=None) -> nn.Module:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tilewright import ops
-from tilewright.integrations.transformers.instance import generator, own_code, probe
+from tilewright.integrations.transformers.instance import generator, own_function, probe
 from tilewright.ops import _checks
 from tilewright.ops.activation import GELU_ERF, GELU_TANH, SILU, act_mul_eager
 from tilewright.ops.rmsnorm import rmsnorm_eager
@@ -144,15 +144,16 @@ ROTATIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
 
 def rotations_of(cls: type) -> dict[str, Callable]:
     """The functions of these names that the class's forward calls."""
-    code = own_code(cls.forward)
-    names = code.co_names if code else ()
-    space = sys.modules[cls.__module__].__dict__ if cls.__module__ in sys.modules else {}
+    own = own_function(cls.forward)
+    if own is None:
+        return {}
+    space, names = own.__globals__, own.__code__.co_names
     return {n: space[n] for n in ROTATIONS if n in names and callable(space.get(n))}
 
 
 def rope_reason(cls: type) -> str | None:
     """Why `rope_forward` cannot be made for this class of attention, or None."""
-    if hasattr(cls.forward, "__wrapped__") or not isinstance(cls.forward, FunctionType):
+    if own_function(cls.forward) is not cls.forward:
         return "has a decorated forward"
     if not any(_rotation(f) for f in rotations_of(cls).values()):
         return "does not rotate pairs of features as ops.rope does"
@@ -162,7 +163,7 @@ def rope_reason(cls: type) -> str | None:
 def rope_forward(base: type) -> Callable:
     """The class's own forward, in a namespace where the rotations are this library's."""
     own = base.forward
-    space = _namespace(base.__module__).__dict__
+    space = _namespace(own.__globals__["__name__"]).__dict__
     forward = FunctionType(own.__code__, space, own.__name__, own.__defaults__, own.__closure__)
     forward.__kwdefaults__ = own.__kwdefaults__
     return functools.wraps(own)(forward)
