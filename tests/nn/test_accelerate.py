@@ -616,7 +616,13 @@ def test_accelerated_finds_models_however_they_are_built(tmp_path, capsys):
 def test_trl_builds_an_accelerated_model(tmp_path):
     trl = pytest.importorskip("trl")
     from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
 
+    words = models.WordLevel({str(n): n for n in range(48)}, unk_token="0")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(words), unk_token="0", pad_token="0", eos_token="2"
+    )
     tiny().save_pretrained(tmp_path / "model")
     data = Dataset.from_list([{"input_ids": row.tolist()} for row in batch(rows=4)[0]])
     losses = []
@@ -635,7 +641,7 @@ def test_trl_builds_an_accelerated_model(tmp_path):
                 dataset_kwargs={"skip_prepare_dataset": True},
             )
             trainer = trl.SFTTrainer(
-                str(tmp_path / "model"), arguments, train_dataset=data, processing_class=None
+                str(tmp_path / "model"), arguments, train_dataset=data, processing_class=tokenizer
             )
             trainer.train()
         assert len(reports) == 1
