@@ -124,6 +124,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", choices=list(DTYPES), nargs="+", default=list(DTYPES))
     args = parser.parse_args(argv)
     layers = args.layers or {"step": 8, "parts": 2, "loss": 1}[args.what]
     shape = Shape(tokens=args.tokens, layers=layers)
@@ -131,9 +132,9 @@ def main(argv: list[str]) -> int:
         shape = Shape(tokens=args.tokens, layers=layers, vocabulary=VOCABULARY)
     variants = list(VARIANTS) if args.what == "parts" else ["before", "after"]
     rows = []
-    for dtype in DTYPES:
+    for dtype in args.dtype:
         run = Run(shape, dtype, optimize=args.what != "loss")
-        seconds = timed(run, variants, args.rounds if args.what != "loss" else 2)
+        seconds = timed(run, variants, args.rounds)
         run.become("after")
         report = str(accelerate(run.model, quiet=True))
         del run
