@@ -81,7 +81,7 @@ def _tables(monkeypatch):
 def config_of(kind, **changes):
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(kind, **{**COMMON, **FAMILIES[kind], **changes})
+    return AutoConfig.for_model(kind, **{**COMMON, **FAMILIES.get(kind, {}), **changes})
 
 
 def tiny(kind="llama", **changes):
@@ -385,6 +385,18 @@ def test_logits_are_there_where_they_are_wanted():
     assert torch.equal(out.loss, out.logits.mean())
 
 
+def test_a_head_whose_weight_is_read():
+    """Mamba casts its hidden states to the head's dtype."""
+    theirs = tiny("mamba", state_size=4)
+    ours = copy.deepcopy(theirs)
+    report = accelerate(ours, parts=PARTS, quiet=True)
+    assert [change.part for change in report.changed] == ["loss"]
+    ids, _ = batch()
+    out, expected = (m(ids, labels=ids) for m in (ours, theirs))
+    assert out.logits is None
+    torch.testing.assert_close(out.loss, expected.loss)
+
+
 def test_auxiliary_losses_and_hidden_states_stay():
     theirs = tiny("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
     ours = copy.deepcopy(theirs)
@@ -404,7 +416,7 @@ def test_auxiliary_losses_and_hidden_states_stay():
         (lambda z: torch.tanh(z / 3) * 3, True),
         (lambda z: torch.tanh(z / 3) * 2, True),
         (lambda z: (z / 3).tanh() * 3, True),
-        (lambda z: z.float(), True),
+        (lambda z: z.float().contiguous(), True),
         (lambda z: torch.tanh(torch.tanh(z)), False),
         (lambda z: z + 1, False),
         (lambda z: z.clamp(max=0.5), False),

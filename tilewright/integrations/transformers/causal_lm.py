@@ -88,8 +88,9 @@ class _View:
     def __setattr__(self, name, value):
         setattr(self.__dict__["_model"], name, value)
 
-    def lm_head(self, hidden_states):
-        return Logits(self.__dict__["_model"].lm_head, hidden_states, ())
+    @property
+    def lm_head(self):
+        return _Head(self.__dict__["_model"].lm_head)
 
     def loss_function(self, logits, labels, *args, **kwargs):
         if type(logits) is Logits:
@@ -98,6 +99,19 @@ class _View:
                 return loss
             logits = logits.tensor()
         return self.__dict__["_model"].loss_function(logits, labels, *args, **kwargs)
+
+
+class _Head:
+    """A head that describes its logits."""
+
+    def __init__(self, head):
+        self.__dict__["_head"] = head
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["_head"], name)
+
+    def __call__(self, hidden_states):
+        return Logits(self.__dict__["_head"], hidden_states, ())
 
 
 class Logits:
@@ -139,6 +153,9 @@ class Logits:
 
     def float(self) -> Logits:
         return self  # the loss is computed in float32
+
+    def contiguous(self) -> Logits:
+        return self
 
     def __getitem__(self, index):
         return self.tensor()[index]
