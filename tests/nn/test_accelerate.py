@@ -324,11 +324,12 @@ def test_refusals():
         accelerate(model, logits="no")
     with pytest.raises(ValueError, match="parts must be among"), accelerated(parts=("norms",)):
         pass
-    accelerate(model, parts=("norm",), quiet=True)
+    accelerate(model, parts=PARTS, quiet=True)
     norm = model.model.norm
     norm.__class__ = type("FSDPNorm", (type(norm),), {})
     with pytest.raises(RuntimeError, match="FSDPNorm was given a class of its own after"):
         restore(model)
+    assert integration.acceleration.BEFORE in model.__dict__, "half undone"
 
 
 # ---- the loss
@@ -390,7 +391,7 @@ def test_a_head_whose_weight_is_read():
     theirs = tiny("mamba", state_size=4)
     ours = copy.deepcopy(theirs)
     report = accelerate(ours, parts=PARTS, quiet=True)
-    assert [change.part for change in report.changed] == ["loss"]
+    assert [change.part for change in report.changed] == ["norm", "loss"]
     ids, _ = batch()
     out, expected = (m(ids, labels=ids) for m in (ours, theirs))
     assert out.logits is None

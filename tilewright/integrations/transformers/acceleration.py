@@ -15,6 +15,7 @@ from torch import nn
 from tilewright.integrations.transformers import causal_lm, layers
 from tilewright.integrations.transformers.errors import NAME
 from tilewright.integrations.transformers.instance import (
+    check_restorable,
     on_plain_numbers,
     put_back,
     replace_forward,
@@ -155,13 +156,16 @@ def restore(model: nn.Module) -> None:
         None. The model keeps its own copy of its configuration, with the former values.
 
     Raises:
-        RuntimeError: Another tool has derived a class from an accelerated module's, as FSDP does.
+        RuntimeError: Another tool has derived a class from an accelerated module's, as FSDP does;
+            nothing is undone then.
 
     Example:
         >>> import torch
         >>> from tilewright.integrations.transformers import restore
         >>> restore(torch.nn.Linear(2, 2))
     """
+    for module in model.modules():
+        check_restorable(module)
     for module in model.modules():
         before = module.__dict__.pop(BEFORE, None)
         if before is not None:

@@ -27,24 +27,20 @@ def replace_forward(module: nn.Module, make: Callable, *options: Any) -> None:
     module.__class__ = _subclass(type(module), make, options)
 
 
-def base_of(module: nn.Module) -> type | None:
-    """The class that `replace_forward` replaced, or None."""
-    return type(module).__dict__.get(BASE)
-
-
-def put_back(module: nn.Module) -> None:
-    """Gives the module its own class again.
-
-    Raises RuntimeError if another tool has derived a class from the replacement.
-    """
-    base = base_of(module)
-    if base is not None:
-        module.__class__ = base
-    elif getattr(type(module), BASE, None) is not None:
+def check_restorable(module: nn.Module) -> None:
+    """Raises RuntimeError if another tool has derived a class from the replacement."""
+    if getattr(type(module), BASE, None) is not None and BASE not in type(module).__dict__:
         raise RuntimeError(
             f"{type(module).__name__} was given a class of its own after accelerate (as by "
             "fully_shard); restore a model before that"
         )
+
+
+def put_back(module: nn.Module) -> None:
+    """Gives the module its own class again."""
+    base = type(module).__dict__.get(BASE)
+    if base is not None:
+        module.__class__ = base
 
 
 @functools.cache
