@@ -319,8 +319,9 @@ class _Work:
             self.left[part] = "; ".join(f"{n} x {reason}" for reason, n in reasons.items())
 
     def attention(self) -> None:
+        found = [m for m in self.modules if "Attention" in type(m).__name__]
         tops = [m for m in self.tops if _asks_for(m, "attn")]
-        if not tops:
+        if not found or not tops:
             self.left["attention"] = "the model has none that can be set"
         elif not self._is_left("attention"):
             for model in tops:
