@@ -488,16 +488,30 @@ def test_a_named_implementation_that_cannot_run_says_why(hf):
 
 
 def test_the_pages_python_runs_as_it_stands(hf, attentions, calls, tmp_path):
-    """Runs each block by itself, with a small local model instead of the hub's."""
+    """Runs each block by itself, with a small local model instead of the hub's, and a trainer that
+    only builds its model.
+    """
+
+    class Trainer:
+        def __init__(self, name, train_dataset):
+            self.model = hf.AutoModelForCausalLM.from_pretrained(name)
+
+        def train(self):
+            tokens = torch.arange(1, 6)[None]
+            assert self.model.train()(tokens, labels=tokens).logits is None
+
     tiny(hf, "qwen3_moe", layers=1).save_pretrained(tmp_path)
     page = pathlib.Path(__file__).parents[2] / "docs" / "integrations.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
-    assert len(blocks) == 2
-    for block, asked in zip(blocks, ("attn", "experts"), strict=True):
-        code, hubs = re.subn(r'"Qwen/[\w.-]+"', repr(str(tmp_path)), block)
+    assert len(blocks) == 4
+    for block, asked in zip(blocks, (None, None, "attn", "experts"), strict=True):
+        code, hubs = re.subn(r'"(Qwen|HuggingFaceTB)/[\w.-]+"', repr(str(tmp_path)), block)
         assert hubs == 1
-        found = {}
+        found = {"SFTTrainer": Trainer, "dataset": None}
         exec(code, found)
+        if asked is None:
+            attentions.clear(), calls.clear()
+            continue
         found["model"](torch.arange(1, 6)[None])
         assert getattr(found["model"].config, f"_{asked}_implementation") == "tilewright"
     assert len(attentions) == 1 and len(calls) == 1

@@ -1,118 +1,37 @@
-"""Attention and experts of Hugging Face transformers' models, computed by `ops.attention` and
-`ops.moe_mlp`.
+"""Hugging Face transformers' models (5.7 and later), computed by this library's ops.
 
-    from tilewright.integrations.transformers import register
+    from tilewright.integrations.transformers import accelerate
 
-    register()
-    model = AutoModelForCausalLM.from_pretrained(
-        name, attn_implementation="tilewright", experts_implementation="tilewright"
-    )
+    model = AutoModelForCausalLM.from_pretrained(name)
+    accelerate(model)
 
-transformers (5.7 and later) has tables of functions for attention, attention masks, and experts.
-`register` adds entries to them and changes nothing else: projections, norms and the router stay
-transformers'. Importing this module does not import transformers.
+`accelerate` changes one model: norms, rotary embedding, MLP, attention, experts and the loss;
+`restore` undoes it, and `accelerated` does it for models that other code builds. `register` only
+adds names to transformers' tables of attention and experts functions. Importing this module does
+not import transformers.
 """
 
 from __future__ import annotations
 
-from tilewright import platform
-from tilewright.integrations.transformers.attention import attention_entry
-from tilewright.integrations.transformers.errors import NAME
-from tilewright.integrations.transformers.experts import experts_entry
-from tilewright.integrations.transformers.masks import make_mask
+from tilewright.integrations.transformers import attention, experts
+from tilewright.integrations.transformers.acceleration import (
+    PARTS,
+    Report,
+    accelerate,
+    accelerated,
+    restore,
+)
+from tilewright.integrations.transformers.tables import register
 from tilewright.nn.experts import why_not
-from tilewright.ops.attention import ATTENTION
-from tilewright.ops.moe import MOE_MLP
-from tilewright.registry import ImplementationUnavailable
 
-__all__ = ["register", "why_not"]
-
-OLDEST = (5, 7)  # of transformers
-
-
-def register(implementation: str = "auto", attn_implementation: str = "auto") -> tuple[str, ...]:
-    """Adds "tilewright" to transformers' values of `experts_implementation` and
-    `attn_implementation`.
-
-    They are valid in `from_pretrained`, `from_config`, `set_experts_implementation` and
-    `set_attn_implementation`, for the whole process; registering again replaces them.
-
-    Attention follows the mask that transformers makes, whatever the layer's own attributes: causal
-    or not, a window, packed documents, padding. It runs on the packed tokens that are not padding:
-    no S x S mask is built, padding is never read, and padding's output is 0. A layer without a mask
-    follows `is_causal` and `sliding_window`. Packed documents come from `cu_seq_lens_q`, or from
-    position ids that are not consecutive (with padding between tokens, counted or not), as in
-    transformers' flash attention; its eager attention reads them without a mask and without a cache
-    only, and so do layers here that get no mask (Persimmon). Softcaps and sinks are the layer's.
-    Under autocast the dtype is autocast's.
-
-    Experts compute in the weights' dtype, or in autocast's (which copies the weights in each call,
-    as for a linear layer); the result has the dtype of the hidden states. Under transformers'
-    expert parallelism, token slots of experts on other ranks add nothing.
-
-    A call raises ImplementationUnavailable for unsupported requests, which transformers does not
-    check earlier: a layer that moe_mlp cannot compute (`why_not`) and a named implementation that
-    cannot run here; dropout, returned attention weights, four-dimensional masks, custom mask
-    functions, a model that computes with its mask, more keys than the mask has, chunks and
-    non-causal windows where keys reach beyond one, and a window where a mask has holes within a
-    document.
-
-    Args:
-        implementation: The experts' implementation for "tilewright": one of moe_mlp's, or "auto".
-            Each also gets its own entry: "tilewright:triton", "tilewright:cpp", "tilewright:eager"
-            and so on.
-        attn_implementation: The same for attention. Its entries are "tilewright:triton",
-            "tilewright:eager", "tilewright:native", "tilewright:sdpa", "tilewright:fa3" and
-            "tilewright:fa4": transformers reserves "flash" anywhere in a name, so there is no
-            "tilewright:flash_attention_3". transformers rejects "sdpa" for models without an sdpa
-            attention; "tilewright:torch" is the same for all.
-
-    Returns:
-        The names added for experts, "tilewright" first.
-
-    Raises:
-        ImplementationUnavailable: transformers is missing or too old.
-        ValueError: A name does not exist.
-        TypeError: A name is not a str.
-
-    Example:
-        >>> from tilewright.integrations.transformers import register
-        >>> register()[:2]
-        ('tilewright', 'tilewright:triton')
-    """
-    for op, name in ((MOE_MLP, implementation), (ATTENTION, attn_implementation)):
-        if name != "auto":
-            op.implementation(name)
-    interface = _experts_interface()
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    entries = {NAME: implementation, **{f"{NAME}:{name}": name for name in MOE_MLP.names()}}
-    for name, chosen in entries.items():
-        interface.register(name, experts_entry(name, chosen))
-    # transformers reserves "flash" anywhere in a name: fa3 and fa4 abbreviate it.
-    attention_entries = {
-        f"{NAME}:{name}": i.name
-        for i in ATTENTION.implementations
-        for name in (i.name, *i.aliases)
-        if "flash" not in name
-    }
-    for name, chosen in {NAME: attn_implementation, **attention_entries}.items():
-        AttentionInterface.register(name, attention_entry(name, chosen))
-        AttentionMaskInterface.register(name, make_mask)
-    return tuple(entries)
-
-
-def _experts_interface():
-    if reason := platform.no_module("transformers"):
-        raise ImplementationUnavailable(reason)
-    import transformers
-
-    # Earlier versions may have the table, but from_pretrained accepts their own names only.
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
-        raise ImplementationUnavailable(
-            f"transformers {transformers.__version__} takes no experts_implementation but "
-            f"its own; {OLDEST[0]}.{OLDEST[1]} and later do"
-        )
-    from transformers.integrations.moe import ExpertsInterface
-
-    return ExpertsInterface
+__all__ = [
+    "PARTS",
+    "Report",
+    "accelerate",
+    "accelerated",
+    "attention",
+    "experts",
+    "register",
+    "restore",
+    "why_not",
+]

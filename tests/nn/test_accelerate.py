@@ -1,0 +1,673 @@
+"""tilewright.integrations.transformers.accelerate: a model computes the same as transformers', on
+this instance alone, until it is restored.
+"""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from helpers import DEVICE
+
+from tilewright import ops
+from tilewright.integrations import transformers as integration
+from tilewright.integrations.transformers import PARTS, accelerate, accelerated, restore
+
+COMMON = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,  # so that every layer matters
+}
+# All experts are chosen: a router's rounding may not decide which.
+FAMILIES = {
+    "llama": {},
+    "mistral": {"sliding_window": 4},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "qwen3": {},
+    "qwen3_moe": {
+        "moe_intermediate_size": 24,
+        "num_experts": 3,
+        "num_experts_per_tok": 3,
+        "mlp_only_layers": [1],
+    },
+    "gemma2": {"sliding_window": 4, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 3.0},
+    "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 3},
+    "olmoe": {"num_experts": 3, "num_experts_per_tok": 3},
+    "glm4": {},
+    "gpt_oss": {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 4},
+    "deepseek_v3": {
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 3,
+        "num_experts_per_tok": 3,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+        "num_key_value_heads": 4,
+        "num_mtp_layers": 0,
+    },
+}
+EXPERTS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3")
+NO_MLP = ("mixtral", "olmoe", "gpt_oss")  # but for their experts
+
+
+@pytest.fixture(autouse=True)
+def _tables(monkeypatch):
+    """transformers; its tables are restored after the test."""
+    pytest.importorskip("transformers", minversion="5.7", reason="needs transformers 5.7 or later")
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ExpertsInterface
+
+    for table in (AttentionInterface, AttentionMaskInterface, ExpertsInterface):
+        monkeypatch.setattr(table, "_global_mapping", dict(table._global_mapping))
+
+
+def config_of(kind, **changes):
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(kind, **{**COMMON, **FAMILIES.get(kind, {}), **changes})
+
+
+def tiny(kind="llama", **changes):
+    """A random model with transformers' eager attention and experts."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        config_of(kind, **changes), attn_implementation="eager", experts_implementation="eager"
+    )
+    with torch.no_grad():  # norms' weights and biases, which are new ones' constants
+        for p in model.parameters():
+            if p.dim() == 1:
+                p.add_(torch.randn_like(p) * 0.1)
+    return model.to(DEVICE).train()
+
+
+def batch(padding=None, rows=2, length=9):
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 48, (rows, length), generator=g)
+    mask = torch.ones_like(ids)
+    if padding:
+        mask[0, slice(0, 3) if padding == "left" else slice(length - 3, length)] = 0
+    return ids.masked_fill(mask == 0, 0).to(DEVICE), mask.to(DEVICE)
+
+
+def gradients(model, ids, mask, **options):
+    """The loss and all gradients, of a part of a larger batch. No token is predicted from padding,
+    where attention is arbitrary.
+    """
+    model.zero_grad()
+    labels = ids.masked_fill((mask == 0) | (mask.roll(1, 1) == 0), -100)
+    count = torch.tensor(37, device=ids.device)
+    options = {"num_items_in_batch": count, "use_cache": False, **options}
+    out = model(input_ids=ids, attention_mask=mask, labels=labels, **options)
+    out.loss.backward()
+    return {"loss": out.loss.detach(), **{n: p.grad for n, p in model.named_parameters()}}
+
+
+def outputs(model, padding):
+    """Logits of real tokens, without a cache, with one, and token by token from it."""
+    ids, mask = batch(padding)
+    with torch.no_grad():
+        plain = model(ids, attention_mask=mask, use_cache=False).logits
+        found = {"plain": plain[mask == 1]}
+        first = model(ids[:, :-2], attention_mask=mask[:, :-2], use_cache=True)
+        found["cache"] = first.logits[mask[:, :-2] == 1]
+        if padding != "right":  # tokens after padding have no defined positions
+            cache = first.past_key_values
+            for n in (8, 9):
+                step = model(ids[:, n - 1 : n], attention_mask=mask[:, :n], past_key_values=cache)
+                found[f"step {n}"] = step.logits
+    return found
+
+
+def errors(found, truth):
+    """The norm of each difference, relative to the tensor's norm; gradients that are 0 but for
+    rounding (of biases of keys) relative to a hundredth of the largest.
+    """
+    least = 0.01 * max(float(t.float().norm()) for t in truth.values() if t is not None)
+    assert found.keys() == truth.keys()
+    return {
+        n: float((found[n].float() - t.float()).norm()) / max(float(t.float().norm()), least)
+        for n, t in truth.items()
+        if t is not None
+    }
+
+
+def assert_within(ours, theirs, truth, slack):
+    """The numerics contract, for the norms of errors."""
+    mine, eager = errors(ours, truth), errors(theirs, truth)
+    for name, error in mine.items():
+        assert error <= 2 * eager[name] + slack, f"{name}: {error:.2e}, eager {eager[name]:.2e}"
+
+
+# ---- every family
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_family_computes_as_before(kind):
+    """Logits and gradients in float32 and bfloat16, padded on both sides, with and without a
+    cache.
+    """
+    theirs = tiny(kind)
+    ours = copy.deepcopy(theirs)
+    report = accelerate(ours, parts=PARTS, quiet=True)
+    done = {change.part for change in report.changed}
+    absent = {"experts"} - ({"experts"} if kind in EXPERTS else set())
+    absent |= {"mlp"} if kind in NO_MLP else set()
+    assert done == set(PARTS) - absent, str(report)
+    assert all(report.left[part] == "the model has none" for part in absent)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+
+    # bfloat16 second: its truth is the rounded weights' in float32.
+    for dtype in (torch.float32, torch.bfloat16):
+        theirs, ours = theirs.to(dtype), ours.to(dtype)
+        exact = copy.deepcopy(theirs).float() if dtype == torch.bfloat16 else theirs
+        # 1e-5: a hundred roundings in float32; 2^-9: one in bfloat16.
+        slack = 1e-5 if dtype == torch.float32 else 2**-9
+        for padding in (None, "left", "right"):
+            for model in (exact, theirs, ours):
+                model.train()
+            found = [gradients(m, *batch(padding)) for m in (ours, theirs, exact)]
+            assert_within(*found, slack)
+            for model in (exact, theirs, ours):
+                model.eval()
+            assert_within(*(outputs(m, padding) for m in (ours, theirs, exact)), slack)
+
+
+def test_every_part_calls_its_op(monkeypatch):
+    """Each part, alone, calls its op in every layer, and no other part's."""
+    calls = []
+    modules = {
+        "norm": (integration.layers.ops, "rmsnorm"),
+        "rope": (integration.layers.ops, "rope"),
+        "mlp": (integration.layers.ops, "silu_mul"),
+        "attention": (integration.attention, "attention"),
+        "experts": (integration.experts, "moe_mlp"),
+        "loss": (integration.causal_lm.ops, "linear_cross_entropy"),
+    }
+
+    def counted(part, own):
+        return lambda *a, **k: (calls.append(part), own(*a, **k))[1]
+
+    for part, (module, name) in modules.items():
+        monkeypatch.setattr(module, name, counted(part, getattr(module, name)))
+    model = tiny("qwen3_moe")
+    expected = {"norm": 9, "rope": 2, "mlp": 1, "attention": 2, "experts": 1, "loss": 1}
+    for part in PARTS:
+        calls.clear()
+        accelerate(model, parts=(part,), quiet=True)
+        gradients(model, *batch())
+        assert calls == [part] * expected[part]
+    calls.clear()
+    restore(model)
+    gradients(model, *batch())
+    assert not calls
+
+
+# ---- one instance, and back
+
+
+def test_restore_is_to_the_bit_and_other_models_never_change():
+    from transformers import LlamaForCausalLM
+
+    config = config_of("llama", attn_implementation="eager")
+    model, other = LlamaForCausalLM(config).train(), LlamaForCausalLM(config).train()
+    classes = {name: type(m) for name, m in model.named_modules()}
+    forwards = {cls: cls.forward for cls in classes.values()}
+    attributes = {name: dict(m.__dict__) for name, m in model.named_modules()}
+    before = gradients(model, *batch())
+    untouched = gradients(other, *batch())
+    accelerate(model, parts=PARTS, quiet=True)
+    assert model.config._attn_implementation == "tilewright"
+    assert other.config._attn_implementation == config._attn_implementation == "eager"
+    again = gradients(other, *batch())
+    assert all(torch.equal(untouched[n], again[n]) for n in untouched)
+    changed = gradients(model, *batch())
+    assert not all(torch.equal(before[n], changed[n]) for n in before), "nothing was computed anew"
+    restore(model)
+    after = gradients(model, *batch())
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    assert {name: type(m) for name, m in model.named_modules()} == classes
+    assert all(cls.forward is forward for cls, forward in forwards.items())
+    assert {name: m.__dict__.keys() for name, m in model.named_modules()} == {
+        name: d.keys() for name, d in attributes.items()
+    }
+    assert model.config.to_dict() == config.to_dict()
+
+
+def test_accelerating_twice_is_once():
+    model = tiny("qwen3_moe")
+    first = accelerate(model, parts=PARTS, quiet=True)
+    classes = [type(m) for m in model.modules()]
+    assert accelerate(model, parts=PARTS, quiet=True) == first
+    assert [type(m) for m in model.modules()] == classes
+    report = accelerate(model, parts=("norm",), quiet=True)
+    assert [c.part for c in report.changed] == ["norm"]
+    restore(model)
+    assert model.config._attn_implementation == model.config._experts_implementation == "eager"
+    restore(model)
+
+
+def test_copies_and_checkpoints(tmp_path):
+    """deepcopy and pickle stay accelerated; a checkpoint is transformers' own."""
+    from transformers import AutoModelForCausalLM
+
+    model = tiny("qwen3_moe")
+    saved = model.state_dict()
+    accelerate(model, parts=PARTS, quiet=True)
+    expected = gradients(model, *batch())
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        found = gradients(copied, *batch())
+        assert all(torch.equal(expected[n], found[n]) for n in expected)
+        assert type(copied) is type(model) and type(copied.model.norm) is type(model.model.norm)
+        restore(copied)
+        assert copied.config._attn_implementation == "eager"
+    model.save_pretrained(tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert loaded.config.architectures == ["Qwen3MoeForCausalLM"]
+    assert loaded.config._attn_implementation == "sdpa"
+    assert all(torch.equal(saved[n], t) for n, t in loaded.state_dict().items())
+    model.load_state_dict(loaded.state_dict())
+
+
+def test_the_report_is_printed_and_says_why(capsys):
+    model = tiny("llama", attention_dropout=0.5)
+    model.model.layers[0].input_layernorm.register_parameter(
+        "extra", torch.nn.Parameter(torch.ones(1))
+    )
+    model.model.layers[1].mlp.act_fn = torch.nn.Hardtanh()
+    model.model.norm.forward = model.model.norm.forward
+    model.lm_head.register_forward_hook(lambda *a: None)
+    report = accelerate(model, parts=PARTS)
+    assert capsys.readouterr().out == f"{report}\n"
+    assert report.left == {
+        "norm": "1 x LlamaRMSNorm has no weight [D] of its own, or further parameters; "
+        "1 x LlamaRMSNorm has a forward of its own instance",
+        "mlp": "1 x LlamaMLP does not compute down_proj(silu(gate) * up), nor with GELU",
+        "attention": "dropout of attention is not computed (['0.5'])",
+        "experts": "the model has none",
+        "loss": "1 x LlamaForCausalLM has hooks on its lm_head",
+    }
+    assert "changed  rope       2 LlamaAttention: rope[" in str(report)
+    accelerate(model, quiet=True)
+    assert not capsys.readouterr().out
+    gradients(model, *batch())  # the others still compute
+
+
+def test_refusals():
+    model = tiny()
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str"):
+        accelerate("llama")
+    with pytest.raises(TypeError, match="parts must be a collection of names, got 'norm'"):
+        accelerate(model, parts="norm")
+    with pytest.raises(ValueError, match=r"parts must be among .*, got 'norms'"):
+        accelerate(model, parts=("norms",))
+    with pytest.raises(ValueError, match=r"logits must be one of \['eval', 'never', 'always'\]"):
+        accelerate(model, logits="no")
+    with pytest.raises(ValueError, match="parts must be among"), accelerated(parts=("norms",)):
+        pass
+    accelerate(model, parts=PARTS, quiet=True)
+    norm = model.model.norm
+    norm.__class__ = type("FSDPNorm", (type(norm),), {})
+    with pytest.raises(RuntimeError, match="FSDPNorm was given a class of its own after"):
+        restore(model)
+    assert integration.acceleration.BEFORE in model.__dict__, "half undone"
+
+
+# ---- the loss
+
+
+def test_the_loss_follows_its_arguments():
+    theirs = tiny("gemma2")  # with a softcap
+    ours = copy.deepcopy(theirs)
+    accelerate(ours, parts=("loss",), quiet=True)
+    ids, _ = batch()
+    labels = ids.clone()
+    labels[0, :4] = 7
+    for options in (
+        {},
+        {"num_items_in_batch": 5},
+        {"ignore_index": 7},
+        {"shift_labels": labels.roll(3, 1)},
+        {"logits_to_keep": 4, "labels": labels[:, -4:]},
+        {"logits_to_keep": torch.tensor([2, 5]), "labels": labels[:, :2]},
+    ):
+        found = []
+        for model in (ours, theirs):
+            model.zero_grad()
+            loss = model(**{"input_ids": ids, "labels": labels, **options}).loss
+            loss.backward()
+            grads = {n: p.grad for n, p in model.named_parameters()}
+            found.append({"loss": loss.detach(), **grads})
+        assert max(errors(*found).values()) < 1e-5, options
+    # A tuple has no place for logits.
+    loss, cache = ours(ids, labels=labels, return_dict=False)
+    assert loss.dim() == 0 and not isinstance(cache, torch.Tensor)
+    nothing = torch.full_like(ids, -100)
+    assert theirs(ids, labels=nothing).loss.isnan() and ours(ids, labels=nothing).loss == 0
+
+
+def test_logits_are_there_where_they_are_wanted():
+    model = tiny()
+    ids, _ = batch()
+
+    def has_logits(labels=ids):
+        return model(ids, labels=labels).logits is not None
+
+    for logits, expected in {
+        "eval": (False, True),
+        "never": (False, False),
+        "always": (True, True),
+    }.items():
+        accelerate(model, parts=PARTS, logits=logits, quiet=True)
+        assert (has_logits(model.train() and ids), has_logits(model.eval() and ids)) == expected
+        assert has_logits(None)
+    accelerate(model, parts=PARTS, logits="never", quiet=True)
+    model.loss_function = lambda logits, labels, vocab_size, **k: logits.mean()
+    out = model(ids, labels=ids)
+    assert torch.equal(out.loss, out.logits.mean())
+
+
+def test_a_head_whose_weight_is_read():
+    """Mamba casts its hidden states to the head's dtype."""
+    theirs = tiny("mamba", state_size=4)
+    ours = copy.deepcopy(theirs)
+    report = accelerate(ours, parts=PARTS, quiet=True)
+    assert [change.part for change in report.changed] == ["norm", "loss"]
+    ids, _ = batch()
+    out, expected = (m(ids, labels=ids) for m in (ours, theirs))
+    assert out.logits is None
+    torch.testing.assert_close(out.loss, expected.loss)
+
+
+def test_auxiliary_losses_and_hidden_states_stay():
+    theirs = tiny("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
+    ours = copy.deepcopy(theirs)
+    accelerate(ours, parts=("loss",), quiet=True)
+    ids, _ = batch()
+    a, b = (m(ids, labels=ids, output_hidden_states=True) for m in (ours, theirs))
+    torch.testing.assert_close(a.loss, b.loss)
+    assert torch.equal(a.aux_loss, b.aux_loss) and len(a.hidden_states) == 3
+    assert a.logits is None and len(a.router_logits) == 1
+
+
+@pytest.mark.parametrize(
+    "change, fused",
+    [
+        (lambda z: z * 0.25, True),
+        (lambda z: 0.25 * z / 2, True),
+        (lambda z: torch.tanh(z / 3) * 3, True),
+        (lambda z: torch.tanh(z / 3) * 2, True),
+        (lambda z: (z / 3).tanh() * 3, True),
+        (lambda z: z.float().contiguous(), True),
+        (lambda z: torch.tanh(torch.tanh(z)), False),
+        (lambda z: z + 1, False),
+        (lambda z: z.clamp(max=0.5), False),
+        (lambda z: z * torch.arange(48), False),
+        (lambda z: torch.where(z > 0, z, -z), False),
+        (lambda z: z[..., :] * 2, False),
+        (lambda z: torch.cat((z, z), 1), False),
+    ],
+)
+def test_whatever_a_forward_does_with_its_logits(change, fused):
+    g = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(16, 48, bias=False)
+    x, labels = torch.randn(2, 5, 16, generator=g), torch.randint(48, (2, 5), generator=g)
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    described = change(integration.causal_lm.Logits(head, x, ()))
+    expected = change(head(x))
+    loss = None
+    if isinstance(described, integration.causal_lm.Logits):
+        loss = described.loss(labels)
+        described = described.tensor()
+    assert (loss is not None) == fused
+    torch.testing.assert_close(described, expected, rtol=0, atol=0)
+    if fused:
+        torch.testing.assert_close(loss, ForCausalLMLoss(expected, labels, 48))
+
+
+def test_a_vocabulary_of_logits_is_never_there():
+    """Peak memory of forward and backward through the head, whose logits would take 128 MiB."""
+    peak = pytest.importorskip("tilewright.trainer.end_to_end").peak_mib
+    theirs = tiny(vocab_size=32768, num_hidden_layers=1, tie_word_embeddings=True)
+    ours = copy.deepcopy(theirs)
+    accelerate(ours, parts=("loss",), quiet=True)
+    ids = torch.randint(3, 32768, (1, 1024))
+    found = []
+    for model in (ours, theirs):
+        gc.collect()
+        found.append(peak(lambda model=model: model(ids, labels=ids, use_cache=False).loss.backward()))  # fmt: skip
+        model.zero_grad()
+    if None in found:
+        pytest.skip("the kernel reports no peak memory")
+    # One chunk of 64 MiB, and the attention's 8; transformers holds the logits two to three times.
+    assert found[0] < 128 < 256 < found[1], found
+
+
+# ---- as it is used
+
+
+def test_autocast():
+    """float32 weights under autocast, as in Trainer with bf16=True."""
+    theirs = tiny("qwen3")
+    ours = copy.deepcopy(theirs)
+    accelerate(ours, parts=PARTS, quiet=True)
+    exact = gradients(theirs, *batch("left"))
+    exact = {n: t.clone() for n, t in exact.items()}
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = [gradients(m, *batch("left")) for m in (ours, theirs)]
+    assert_within(*found, exact, 2**-9)
+    assert found[0]["lm_head.weight"].dtype == found[0]["loss"].dtype == torch.float32
+
+
+def test_trainer_peft_and_checkpointing(tmp_path):
+    """Losses of three steps of Trainer with gradient accumulation, checkpointing and LoRA."""
+    pytest.importorskip("accelerate")
+    peft = pytest.importorskip("peft")
+    from transformers import Trainer, TrainingArguments
+
+    data = [{"input_ids": row, "labels": row} for row in batch(rows=12)[0].cpu()]
+    arguments = TrainingArguments(
+        output_dir=tmp_path,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=True,
+        max_steps=3,
+        logging_steps=1,
+        learning_rate=0.05,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=DEVICE == "cpu",
+        disable_tqdm=True,
+    )
+    calls, losses, adapters = [], [], []
+    for first in ("accelerate", "peft", None):
+        model = tiny()
+        if first == "accelerate":
+            accelerate(model, parts=PARTS, quiet=True)
+        lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        torch.manual_seed(0)
+        model = peft.get_peft_model(model, lora)
+        if first == "peft":
+            report = accelerate(model, parts=PARTS, quiet=True)
+            assert {c.part for c in report.changed} == set(PARTS) - {"experts"}
+        trainer = Trainer(model, arguments, train_dataset=data)
+        trainer.train()
+        calls.append(model.base_model.model(**{k: v[None].to(DEVICE) for k, v in data[0].items()}))
+        losses.append([r["loss"] for r in trainer.state.log_history if "loss" in r])
+        adapters.append(peft.get_peft_model_state_dict(model))
+    assert [out.logits is None for out in calls] == [True, True, False]
+    assert abs(losses[2][0] - losses[2][2]) > 0.1, "the model does not change"
+    for mine in losses[:2]:
+        assert mine == pytest.approx(losses[2], rel=1e-4)
+    for mine in adapters[:2]:
+        assert mine.keys() == adapters[2].keys()
+    merged = model.merge_and_unload()
+    assert merged.state_dict().keys() == tiny().state_dict().keys()
+
+
+def test_adapters_of_the_head_are_not_passed_over():
+    """LoRA on lm_head, added after accelerate: the loss is computed with it."""
+    peft = pytest.importorskip("peft")
+    model = tiny()
+    accelerate(model, parts=PARTS, quiet=True)
+    lora = peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
+    model = peft.get_peft_model(model, lora)
+    found = gradients(model, *batch())
+    assert found["base_model.model.lm_head.lora_B.default.weight"].norm() > 0
+    restore(model)
+    expected = gradients(model, *batch())
+    torch.testing.assert_close(found["loss"], expected["loss"])
+
+
+def test_quantized_layers():
+    """QLoRA: linear layers of bitsandbytes in 4 bits, adapters, and a float32 head."""
+    bnb = pytest.importorskip("bitsandbytes")
+    peft = pytest.importorskip("peft")
+    theirs = tiny("phi3", hidden_size=64, head_dim=16)
+    for layer in theirs.model.layers:
+        for block, name in (
+            (layer.self_attn, "qkv_proj"),
+            (layer.mlp, "gate_up_proj"),
+            (layer.mlp, "down_proj"),
+        ):
+            dense = getattr(block, name)
+            n, m = dense.in_features, dense.out_features
+            quantized = bnb.nn.Linear4bit(n, m, bias=False, quant_type="nf4")
+            quantized.weight = bnb.nn.Params4bit(dense.weight.data, False, quant_type="nf4")
+            setattr(block, name, quantized.to(DEVICE))
+    ours = copy.deepcopy(theirs)
+    report = accelerate(ours, parts=PARTS, quiet=True)
+    assert {c.part for c in report.changed} == set(PARTS) - {"experts"}
+    lora = peft.LoraConfig(r=4, target_modules=["qkv_proj", "gate_up_proj"], init_lora_weights=False)  # fmt: skip
+    found = []
+    for model in (ours, theirs):
+        torch.manual_seed(0)
+        grads = gradients(peft.get_peft_model(model, lora), *batch("right"))
+        found.append({n: t for n, t in grads.items() if t is not None})
+    assert len(found[0]) == 9 and max(errors(*found).values()) < 1e-5
+
+
+def test_compiled_models_are_one_graph():
+    model = tiny("gemma2", sliding_window=64)
+    accelerate(model, parts=PARTS, quiet=True)
+    expected = gradients(model, *batch())
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    ids, _ = batch()
+    model.zero_grad()
+    out = compiled(ids, labels=ids, num_items_in_batch=torch.tensor(37), use_cache=False)
+    out.loss.backward()
+    assert out.logits is None
+    found = {"loss": out.loss.detach(), **{n: p.grad for n, p in model.named_parameters()}}
+    assert max(errors(found, expected).values()) < 1e-5
+    restore(model)
+    assert compiled(ids, labels=ids, use_cache=False).logits is not None, "compiled code is stale"
+    torch._dynamo.reset()
+
+
+def test_generate():
+    theirs = tiny().eval()
+    ours = copy.deepcopy(theirs)
+    accelerate(ours, parts=PARTS, quiet=True)
+    ids, mask = batch("left")
+    tokens = [
+        m.generate(ids, attention_mask=mask, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        for m in (ours, theirs)
+    ]
+    assert torch.equal(*tokens) and tokens[0].shape == (2, 17)
+
+
+# ---- models that other code builds
+
+
+def test_accelerated_finds_models_however_they_are_built(tmp_path, capsys):
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+
+    own = PreTrainedModel.post_init
+    tiny().save_pretrained(tmp_path)
+    with accelerated(parts=("norm", "loss")) as reports:
+        built = [
+            LlamaForCausalLM(config_of("llama")),
+            AutoModelForCausalLM.from_config(config_of("qwen3")),
+            AutoModelForCausalLM.from_pretrained(tmp_path),
+        ]
+    names = [f"{kind}ForCausalLM" for kind in ("Llama", "Qwen3", "Llama")]
+    assert [r.model for r in reports] == names
+    assert capsys.readouterr().out == "".join(f"{r}\n" for r in reports)
+    ids, _ = batch()
+    for model in built:
+        assert model.train()(ids, labels=ids).logits is None
+    assert PreTrainedModel.post_init is own
+    after = LlamaForCausalLM(config_of("llama"))
+    assert after(ids, labels=ids).logits is not None
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path).train()(ids, labels=ids).loss
+    torch.testing.assert_close(built[2](ids, labels=ids).loss, expected)
+    with pytest.raises(RuntimeError, match="inside"), accelerated():
+        raise RuntimeError("inside")
+    assert PreTrainedModel.post_init is own
+
+
+def test_trl_builds_an_accelerated_model(tmp_path):
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = models.WordLevel({str(n): n for n in range(48)}, unk_token="0")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(words), unk_token="0", pad_token="0", eos_token="2"
+    )
+    tiny().save_pretrained(tmp_path / "model")
+    data = Dataset.from_list([{"input_ids": row.tolist()} for row in batch(rows=4)[0]])
+    losses = []
+    for context in (accelerated(parts=PARTS, quiet=True), accelerated(parts=(), quiet=True)):
+        with context as reports:
+            arguments = trl.SFTConfig(
+                output_dir=tmp_path,
+                max_steps=2,
+                logging_steps=1,
+                report_to=[],
+                save_strategy="no",
+                use_cpu=DEVICE == "cpu",
+                bf16=False,
+                disable_tqdm=True,
+                gradient_checkpointing=False,
+                dataset_kwargs={"skip_prepare_dataset": True},
+            )
+            trainer = trl.SFTTrainer(
+                str(tmp_path / "model"), arguments, train_dataset=data, processing_class=tokenizer
+            )
+            trainer.train()
+        assert len(reports) == 1
+        losses.append([r["loss"] for r in trainer.state.log_history if "loss" in r])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(losses[0]) == 2
+
+
+def test_ops_follow_use():
+    """A pin of `tilewright.use` holds inside a model, too."""
+    from tilewright import use
+
+    model = tiny()
+    with use("eager"):
+        report = accelerate(model, parts=("norm",), quiet=True)
+    assert report.changed[0].by == "rmsnorm[eager]"
+    assert ops.rmsnorm is integration.layers.ops.rmsnorm

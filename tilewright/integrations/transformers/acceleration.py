@@ -1,0 +1,423 @@
+"""One call for a whole model: `accelerate`, its report, and `restore`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tilewright.integrations.transformers import causal_lm, layers
+from tilewright.integrations.transformers.errors import NAME
+from tilewright.integrations.transformers.instance import (
+    check_restorable,
+    on_plain_numbers,
+    put_back,
+    replace_forward,
+)
+from tilewright.integrations.transformers.tables import register_once, require_transformers
+from tilewright.nn.experts import why_not
+from tilewright.ops import OPS, _checks
+from tilewright.registry import PINS
+
+PARTS = ("norm", "rope", "mlp", "attention", "experts", "loss")
+# Parts without which a CPU is not slower. Both attentions are sdpa there, and a call through
+# `ops.attention` costs more host time, which shows where one token is generated at a time.
+LEFT_ON_CPU = {"attention": "on a CPU it is PyTorch's scaled_dot_product_attention either way"}
+BEFORE = "_tilewright_before"  # a model's attention and experts implementations before
+# They compute with the mask, which is not built here.
+COMPUTE_WITH_MASKS = (
+    "axk2", "bigbird_pegasus", "deepseek_v32", "deepseek_v4", "doge", "glm_moe_dsa", "hy_v4",
+)  # fmt: skip
+
+
+class Change(NamedTuple):
+    """part: one of PARTS.   modules: how many, by class name.   by: what computes them now."""
+
+    part: str
+    modules: dict[str, int]
+    by: str
+
+
+class Report(NamedTuple):
+    """What `accelerate` did to a model.
+
+    model: its class name.
+    changed: the parts that this library computes now.
+    left: the parts that it does not, and why, by part.
+    """
+
+    model: str
+    changed: tuple[Change, ...]
+    left: dict[str, str]
+
+    def __str__(self) -> str:
+        rows = [f"accelerate: {self.model}"]
+        for part, modules, by in self.changed:
+            names = ", ".join(f"{n} {name}" for name, n in modules.items())
+            rows.append(f"  changed  {part:<9}  {names}: {by}")
+        rows += [f"  left     {part:<9}  {reason}" for part, reason in self.left.items()]
+        return "\n".join(rows)
+
+
+def accelerate(
+    model: nn.Module,
+    *,
+    parts: Collection[str] | None = None,
+    logits: str = "eval",
+    quiet: bool = False,
+) -> Report:
+    """Computes a transformers model's norms, rotary embedding, MLPs, attention, experts and loss by
+    this library's ops.
+
+    Changes this instance alone: no class and no module of transformers is patched, parameters and
+    the keys of `state_dict` stay, and so do `save_pretrained`, `copy.deepcopy`, pickle, adapters
+    and quantized layers (projections are called as before). What a class computes is found by
+    evaluating its forward on a few numbers; what no op computes is left, with the reason. A second
+    call first undoes the first. Numerics are those of the ops: float32 inside, rounded once.
+
+    - norm: every RMSNorm, QK norms and Gemma's 1 + weight included, by `ops.rmsnorm`.
+    - rope: `apply_rotary_pos_emb` of each attention layer, by `ops.rope`.
+    - mlp: the gate of SwiGLU and GeGLU MLPs, merged or not, by `ops.silu_mul` and `ops.gelu_mul`.
+    - attention, experts: `attn_implementation` and `experts_implementation` "tilewright"; see
+      `register`. The model gets a copy of its configuration, which may belong to other models too.
+    - loss: where labels are given, `ops.linear_cross_entropy` of hidden states and head, honoring
+      num_items_in_batch, ignore_index, shift_labels, logits_to_keep and softcaps. Logits are not
+      built, and `output.logits` is None. Where all labels are ignored the loss is 0, not NaN. A
+      head with adapters, quantized weights or hooks, and a model with a loss_function of its own,
+      compute logits and loss as before, decided at each call.
+
+    Args:
+        model: A transformers model, or a module that contains one (as of PEFT), before FSDP or
+            another wrapper derives classes from its modules. Weights may be on the meta device.
+        parts: Of PARTS; None: all, but attention on a CPU, where nothing is gained. Named ones are
+            changed wherever an op can compute them.
+        logits: "eval": calls with labels return no logits in training mode, but do in evaluation
+            mode, for metrics; "never": not there either; "always": the loss is left alone.
+        quiet: Prints no report. Only rank 0 prints.
+
+    Returns:
+        The report, which is also printed.
+
+    Raises:
+        ImplementationUnavailable: transformers is missing or too old.
+        TypeError: The model is no torch.nn.Module, or parts is a str.
+        ValueError: An unknown part or value of logits.
+
+    Example:
+        >>> from transformers import AutoConfig, AutoModelForCausalLM
+        >>> from tilewright.integrations.transformers import accelerate, restore
+        >>> config = AutoConfig.for_model("llama", vocab_size=64, hidden_size=32,
+        ...     intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+        >>> model = AutoModelForCausalLM.from_config(config)
+        >>> print(accelerate(model, parts=("norm",), quiet=True))
+        accelerate: LlamaForCausalLM
+          changed  norm       5 LlamaRMSNorm: rmsnorm[cpp]
+          left     rope       not among the parts asked for
+          left     mlp        not among the parts asked for
+          left     attention  not among the parts asked for
+          left     experts    the model has none
+          left     loss       not among the parts asked for
+        >>> restore(model)
+    """
+    require_transformers()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(parts, str):
+        raise TypeError(f"parts must be a collection of names, got {parts!r}; write ({parts!r},)")
+    for part in parts or ():
+        if part not in PARTS:
+            raise ValueError(f"parts must be among {list(PARTS)}, got {part!r}")
+    _checks.choice("logits", logits, causal_lm.LOGITS)
+    restore(model)
+    work = _Work(model, parts, logits)
+    with on_plain_numbers():
+        for part in PARTS:
+            getattr(work, part)()
+    left = {p: reason for p in PARTS if (reason := work.left.get(p))}
+    report = Report(type(model).__name__, tuple(work.changed), left)
+    if not quiet and _is_first_rank():
+        print(report)
+    return report
+
+
+def restore(model: nn.Module) -> None:
+    """Undoes `accelerate`: the model computes the same bits as before.
+
+    Args:
+        model: Any module; one that was not accelerated is left as it is.
+
+    Returns:
+        None. The model keeps its own copy of its configuration, with the former values.
+
+    Raises:
+        RuntimeError: Another tool has derived a class from an accelerated module's, as FSDP does;
+            nothing is undone then.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.integrations.transformers import restore
+        >>> restore(torch.nn.Linear(2, 2))
+    """
+    for module in model.modules():
+        check_restorable(module)
+    for module in model.modules():
+        before = module.__dict__.pop(BEFORE, None)
+        if before is not None:
+            for name, value in before.items():
+                getattr(module, f"set_{name}_implementation")(value)
+        put_back(module)
+
+
+@contextlib.contextmanager
+def accelerated(
+    *, parts: Collection[str] | None = None, logits: str = "eval", quiet: bool = False
+) -> Iterator[list[Report]]:
+    """Accelerates the transformers models that are built inside the block, by whatever code: from
+    a constructor, `from_config` or `from_pretrained`.
+
+    For trainers and recipes that build their model themselves, as of TRL, axolotl and
+    LLaMA-Factory. transformers has no hook for that; inside the block `PreTrainedModel.post_init`,
+    which every model calls when it is built, calls `accelerate`, in all threads. Leaving the block
+    undoes that; models built inside stay accelerated until `restore`.
+
+    Args:
+        parts: As in `accelerate`, as are logits and quiet.
+        logits: See there.
+        quiet: See there.
+
+    Returns:
+        A context manager whose value is a list, to which each model adds its report.
+
+    Raises:
+        As `accelerate`.
+
+    Example:
+        >>> from transformers import AutoConfig, AutoModelForCausalLM
+        >>> from tilewright.integrations.transformers import accelerated
+        >>> config = AutoConfig.for_model("llama", vocab_size=64, hidden_size=32,
+        ...     intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+        >>> with accelerated(quiet=True) as reports:
+        ...     model = AutoModelForCausalLM.from_config(config)
+        >>> [report.model for report in reports]
+        ['LlamaForCausalLM']
+    """
+    require_transformers()
+    from transformers import PreTrainedModel
+
+    options = {"parts": parts, "logits": logits, "quiet": quiet}
+    accelerate(nn.Identity(), parts=parts, logits=logits, quiet=True)  # checks the arguments
+    own, reports = PreTrainedModel.post_init, []
+
+    def post_init(self, *args, **kwargs):
+        own(self, *args, **kwargs)
+        if not _is_part_of_a_model(self, sys._getframe(1)):
+            reports.append(accelerate(self, **options))
+
+    PreTrainedModel.post_init = post_init
+    try:
+        yield reports
+    finally:
+        PreTrainedModel.post_init = own
+
+
+def _is_part_of_a_model(model, frame) -> bool:
+    """Whether the constructor of another model is building this one."""
+    from transformers import PreTrainedModel
+
+    while frame is not None:
+        other = frame.f_locals.get("self") if frame.f_code.co_name == "__init__" else None
+        if isinstance(other, PreTrainedModel) and other is not model:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_first_rank() -> bool:
+    distributed = torch.distributed
+    joined = distributed.is_available() and distributed.is_initialized()
+    return not joined or distributed.get_rank() == 0
+
+
+class _Work:
+    """One call of `accelerate`. Each method does one part."""
+
+    def __init__(self, model: nn.Module, parts: Collection[str] | None, logits: str):
+        self.changed: list[Change] = []
+        self.left: dict[str, str] = {}
+        self.parts, self.logits = parts, logits
+        self.modules = list(model.modules())
+        self.tops = _models(model)
+        kinds = [(p.device.type, p.dtype) for p in model.parameters() if p.is_floating_point()]
+        device, self.dtype = kinds[0] if kinds else ("cpu", torch.float32)
+        # Models are often built on a CPU or on meta, and moved later.
+        cuda = torch.cuda.is_available() and device in ("cpu", "meta")
+        self.device = "cuda" if cuda else "cpu" if device == "meta" else device
+
+    def norm(self) -> None:
+        def options(module):
+            return "rmsnorm", layers.norm_options(module), layers.norm_forward
+
+        self._replace("norm", layers.is_norm, options)
+
+    def rope(self) -> None:
+        def options(module):
+            return "rope", layers.rope_reason(type(module)) or (), layers.rope_forward
+
+        self._replace("rope", lambda m: layers.rotations_of(type(m)), options)
+
+    def mlp(self) -> None:
+        def options(module):
+            found = layers.mlp_options(module)
+            silu = isinstance(found, str) or found[0] == layers.SILU
+            return "silu_mul" if silu else "gelu_mul", found, layers.mlp_forward
+
+        self._replace("mlp", layers.is_mlp, options)
+
+    def loss(self) -> None:
+        if self.logits == "always":
+            self.left["loss"] = 'its logits were asked for (logits="always")'
+            return
+
+        def options(model):
+            found = causal_lm.loss_reason(model) or (self.logits,)
+            return "linear_cross_entropy", found, causal_lm.loss_forward
+
+        tops = set(map(id, self.tops))
+        self._replace("loss", lambda m: id(m) in tops, options)
+
+    def _replace(self, part: str, is_one, options) -> None:
+        """Replaces the forward of the modules that are one, by `options(module)`: an op, the
+        arguments of what makes its forward or the reason why there is none, and that function.
+        """
+        found = [m for m in self.modules if is_one(m)]
+        if not found:
+            self.left[part] = "the model has none"
+        if not found or self._is_left(part):
+            return
+        changed: dict[str, Counter] = {}
+        reasons: Counter = Counter()
+        for module in found:
+            name = type(module).__name__
+            op, arguments, make = options(module)
+            if isinstance(arguments, str):
+                reasons[f"{name} {arguments}"] += 1
+            elif "forward" in module.__dict__:
+                reasons[f"{name} has a forward of its own instance"] += 1
+            elif (by := self._by(op)) is None:
+                reasons[self._no_fused(op)] += 1
+            else:
+                replace_forward(module, make, *arguments)
+                changed.setdefault(by, Counter())[name] += 1
+        self.changed += (Change(part, dict(names), by) for by, names in changed.items())
+        if reasons:
+            self.left[part] = "; ".join(f"{n} x {reason}" for reason, n in reasons.items())
+
+    def attention(self) -> None:
+        found = [m for m in self.modules if "Attention" in type(m).__name__]
+        tops = [m for m in self.tops if _asks_for(m, "attn")]
+        if not found or not tops:
+            self.left["attention"] = "the model has none that can be set"
+        elif not self._is_left("attention"):
+            for model in tops:
+                reason = self._attention_reason(model)
+                if reason:
+                    self.left["attention"] = reason
+                else:
+                    self._set(model, "attention", "attn", type(model).__name__)
+
+    def _attention_reason(self, model) -> str | None:
+        config = model.config
+        if config.is_encoder_decoder:
+            return "encoder-decoder models have position biases and masks of their own"
+        if config.model_type in COMPUTE_WITH_MASKS:
+            return f"{config.model_type} computes with its attention mask, which is not built"
+        if rates := {p for m in self.modules if (p := getattr(m, "attention_dropout", 0.0))}:
+            return f"dropout of attention is not computed ({sorted(map(str, rates))})"
+        if getattr(config, "output_attentions", False):
+            return "output_attentions is set"
+        return None if self._by("attention") else self._no_fused("attention")
+
+    def experts(self) -> None:
+        tables = [m for m in self.modules if _is_experts(m)]
+        tops = [m for m in self.tops if _asks_for(m, "experts")]
+        if not tables or not tops:
+            self.left["experts"] = "the model has none"
+        elif not self._is_left("experts"):
+            reasons = {f"{type(m).__name__} {reason}" for m in tables if (reason := why_not(m))}
+            if reasons or self._by("moe_mlp") is None:
+                self.left["experts"] = "; ".join(sorted(reasons)) or self._no_fused("moe_mlp")
+                return
+            for model in tops:
+                self._set(model, "experts", "experts", type(tables[0]).__name__, len(tables))
+
+    def _set(self, model, part: str, table: str, name: str, number: int = 1) -> None:
+        """Sets the model's attention or experts to this library's entry."""
+        register_once()
+        _own_config(model, self.modules)
+        before = {"": getattr(model.config, f"_{table}_implementation")}
+        for key in model.config.sub_configs:
+            if (config := getattr(model.config, key, None)) is not None:
+                before[key] = getattr(config, f"_{table}_implementation")
+        model.__dict__.setdefault(BEFORE, {})[table] = before
+        getattr(model, f"set_{table}_implementation")(NAME)
+        op = "attention" if table == "attn" else "moe_mlp"
+        self.changed.append(Change(part, {name: number}, self._by(op) or ""))
+
+    def _is_left(self, part: str) -> bool:
+        """Notes the reason if this part was not asked for."""
+        if self.parts is not None and part not in self.parts:
+            self.left[part] = "not among the parts asked for"
+        elif self.parts is None and self.device == "cpu" and part in LEFT_ON_CPU:
+            self.left[part] = f"{LEFT_ON_CPU[part]}; parts=({part!r}, ...) changes it"
+        return part in self.left
+
+    def _by(self, op: str) -> str | None:
+        """op[implementation] that `auto` takes; None if that is the eager twin."""
+        name = PINS.get(op, "auto")
+        if name == "auto":
+            name = OPS[op].choose(self.device, self.dtype)
+            if name == "eager":
+                return None
+        return f"{op}[{name}]"
+
+    def _no_fused(self, op: str) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{op} has no fused implementation here ({dtype} on {self.device})"
+
+
+def _models(model: nn.Module) -> list[Any]:
+    """The outermost transformers models in a module."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        return [model]
+    return [found for child in model.children() for found in _models(child)]
+
+
+def _asks_for(model, table: str) -> bool:
+    can_set = getattr(type(model), f"_can_set_{table}_implementation", None)
+    return can_set is not None and can_set()
+
+
+def _is_experts(module: nn.Module) -> bool:
+    return all(name in module._parameters for name in ("gate_up_proj", "down_proj"))
+
+
+def _own_config(model, modules: list[nn.Module]) -> None:
+    """Gives a model a copy of its configuration, which may be shared with others: transformers
+    keeps the names of implementations there.
+    """
+    if BEFORE in model.__dict__:
+        return
+    memo: dict[int, Any] = {}
+    copy.deepcopy(model.config, memo)
+    for module in modules:
+        config = module.__dict__.get("config")
+        if config is not None and id(config) in memo:
+            module.config = memo[id(config)]

@@ -1,0 +1,100 @@
+"""Replaces the forward of one module instance, and takes the replacement back.
+
+The instance gets a subclass of its own class, as from `torch.distributed.fsdp.fully_shard`. The
+class itself, and all other instances, are unchanged; the subclass has the class's name, so that
+configurations, reports and lists of class names read as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+BASE = "_tilewright_base"
+
+
+def replace_forward(module: nn.Module, make: Callable, *options: Any) -> None:
+    """Gives the module the forward `make(its class, *options)`.
+
+    make: a function of a module, which pickle finds by name; options: picklable and hashable.
+    """
+    module.__class__ = _subclass(type(module), make, options)
+
+
+def check_restorable(module: nn.Module) -> None:
+    """Raises RuntimeError if another tool has derived a class from the replacement."""
+    if getattr(type(module), BASE, None) is not None and BASE not in type(module).__dict__:
+        raise RuntimeError(
+            f"{type(module).__name__} was given a class of its own after accelerate (as by "
+            "fully_shard); restore a model before that"
+        )
+
+
+def put_back(module: nn.Module) -> None:
+    """Gives the module its own class again."""
+    base = type(module).__dict__.get(BASE)
+    if base is not None:
+        module.__class__ = base
+
+
+@functools.cache
+def _subclass(base: type, make: Callable, options: tuple) -> type:
+    def reduce(self, protocol):
+        # pickle and copy find classes by name, and would find the base.
+        _, _, *state = base.__reduce_ex__(self, protocol)
+        return _new, (base, make, options), *state
+
+    names = ("__module__", "__qualname__", "__doc__")
+    body = {name: getattr(base, name) for name in names}
+    body |= {BASE: base, "forward": make(base, *options), "__reduce_ex__": reduce}
+    return type(base)(base.__name__, (base,), body)
+
+
+def _new(base: type, make: Callable, options: tuple) -> nn.Module:
+    """An instance without state, for pickle and copy."""
+    cls = _subclass(base, make, options)
+    if hasattr(cls, "set_attn_implementation"):  # its configuration may name the registered entries
+        from tilewright.integrations.transformers.tables import register_once
+
+        register_once()
+    return cls.__new__(cls)
+
+
+def own_function(function: Callable) -> FunctionType | None:
+    """The Python function below its decorators, or None."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function if isinstance(function, FunctionType) else None
+
+
+def probe(module: nn.Module, *, parameters=None, modules=None) -> nn.Module:
+    """A shallow copy without hooks whose parameters or children are replaced, on which the class's
+    own forward can be evaluated without touching the module.
+    """
+    copied = type(module).__new__(type(module))
+    copied.__dict__.update(module.__dict__)
+    copied.__dict__["_parameters"] = dict(module._parameters) | (parameters or {})
+    copied.__dict__["_modules"] = dict(module._modules) | (modules or {})
+    return copied
+
+
+@contextlib.contextmanager
+def on_plain_numbers() -> Iterator[None]:
+    """float32 on the CPU, for probes: `from_pretrained` builds models on meta, in their dtype."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(0)

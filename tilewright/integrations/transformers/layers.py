@@ -1,0 +1,237 @@
+"""Norms, MLPs and rotary embeddings of transformers' models, computed by this library's ops.
+
+What a class computes is found by evaluating it: its own forward, on a few numbers on the CPU, must
+agree with an op. A class that does not agree is left as it is, with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewright import ops
+from tilewright.integrations.transformers.instance import generator, own_function, probe
+from tilewright.ops import _checks
+from tilewright.ops.activation import GELU_ERF, GELU_TANH, SILU, act_mul_eager
+from tilewright.ops.rmsnorm import rmsnorm_eager
+from tilewright.ops.rope import prepare_tables, rope_eager
+
+# 1e-5: a few roundings in float32.
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+# ---- norms
+
+
+def is_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.RMSNorm) or "RMSNorm" in type(module).__name__
+
+
+def norm_options(module: nn.Module) -> tuple | str:
+    """(eps, offset, cast, promotes) for `norm_forward`, or the reason why `ops.rmsnorm` does not
+    compute the same.
+    """
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 1 or len(list(module.parameters())) != 1:
+        return "has no weight [D] of its own, or further parameters"
+    g, D = generator(), weight.shape[0]
+    x = torch.randn(3, D, generator=g) * torch.tensor([[0.01], [1.0], [30.0]])
+    w = torch.rand(D, generator=g) + 0.5
+
+    def own(x, w):
+        return type(module).forward(probe(module, parameters={"weight": w}), x)
+
+    try:
+        expected, rounded = own(x, w), own(x.bfloat16(), w.bfloat16())
+        promotes = own(x.bfloat16(), w).dtype == torch.float32
+    except Exception as error:
+        return f"cannot be evaluated ({type(error).__name__}: {error})"
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(eps, float):
+        return "has no eps"
+    for offset in (0.0, 1.0):
+        if torch.allclose(expected, rmsnorm_eager(x, w, None, eps, offset), **CLOSE):
+            casts = {
+                cast: (rmsnorm_eager(x.bfloat16(), w.bfloat16(), None, eps, offset, cast) - rounded)
+                .float()
+                .norm()
+                for cast in ("llama", "gemma")
+            }
+            return eps, offset, min(casts, key=lambda cast: float(casts[cast])), promotes
+    return "does not compute x / rms(x) * (offset + weight)"
+
+
+def norm_forward(base: type, eps: float, offset: float, cast: str, promotes: bool) -> Callable:
+    @functools.wraps(base.forward)
+    def forward(self, hidden_states):
+        weight = self.weight
+        if promotes and weight.dtype != hidden_states.dtype:
+            # A float32 weight makes a 16-bit row float32.
+            dtype = torch.promote_types(weight.dtype, hidden_states.dtype)
+            hidden_states = hidden_states.to(dtype)
+        with _checks.no_autocast(hidden_states):
+            return ops.rmsnorm(hidden_states, weight, eps, offset=offset, cast=cast)
+
+    return forward
+
+
+# ---- MLPs
+
+SPLIT, MERGED = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
+
+
+def is_mlp(module: nn.Module) -> bool:
+    return any(
+        all(isinstance(module._modules.get(name), nn.Module) for name in names)
+        for names in (SPLIT, MERGED)
+    )
+
+
+def mlp_options(module: nn.Module) -> tuple | str:
+    """(kind of activation, whether gate and up are merged) for `mlp_forward`, or the reason why
+    `ops.silu_mul` and `ops.gelu_mul` do not compute the same.
+    """
+    merged, g = "up_proj" not in module._modules, generator()
+    widths = {"gate_up_proj": (4, 12)} if merged else {"gate_proj": (4, 6), "up_proj": (4, 6)}
+    linears = {}
+    for name, (n, m) in {**widths, "down_proj": (6, 4)}.items():
+        linears[name] = nn.Linear(n, m, bias=False)
+        linears[name].weight.data.normal_(generator=g)
+    # Large values, which a limit would clamp.
+    x = torch.randn(1, 12, 4, generator=g) * torch.logspace(-1, 3, 12)[:, None]
+    down = linears["down_proj"]
+    try:
+        expected = type(module).forward(probe(module, modules=linears), x)
+        inputs = [linear(x) for linear in list(linears.values())[:-1]]
+        halves = inputs[0].chunk(2, -1) if merged else inputs
+        for kind in (SILU, GELU_TANH, GELU_ERF):
+            if torch.allclose(expected, down(act_mul_eager(*halves, kind)), **CLOSE):
+                return kind, merged
+    except Exception as error:
+        return f"cannot be evaluated ({type(error).__name__}: {error})"
+    return "does not compute down_proj(silu(gate) * up), nor with GELU"
+
+
+def mlp_forward(base: type, kind: int, merged: bool) -> Callable:
+    def act_mul(gate, up=None):
+        if kind == SILU:
+            return ops.silu_mul(gate, up)
+        return ops.gelu_mul(gate, up, approximate="tanh" if kind == GELU_TANH else "none")
+
+    @functools.wraps(base.forward)
+    def forward(self, hidden_states):
+        if merged:
+            return self.down_proj(act_mul(self.gate_up_proj(hidden_states)))
+        gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
+        if gate.dtype != up.dtype:  # one of them adapted or quantized
+            dtype = torch.promote_types(gate.dtype, up.dtype)
+            gate, up = gate.to(dtype), up.to(dtype)
+        return self.down_proj(act_mul(gate, up))
+
+    return forward
+
+
+# ---- rotary embedding
+
+ROTATIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
+
+
+def rotations_of(cls: type) -> dict[str, Callable]:
+    """The functions of these names that the class's forward calls."""
+    own = own_function(cls.forward)
+    if own is None:
+        return {}
+    space, names = own.__globals__, own.__code__.co_names
+    return {n: space[n] for n in ROTATIONS if n in names and callable(space.get(n))}
+
+
+def rope_reason(cls: type) -> str | None:
+    """Why `rope_forward` cannot be made for this class of attention, or None."""
+    if own_function(cls.forward) is not cls.forward:
+        return "has a decorated forward"
+    if not any(_rotation(f) for f in rotations_of(cls).values()):
+        return "does not rotate pairs of features as ops.rope does"
+    return None
+
+
+def rope_forward(base: type) -> Callable:
+    """The class's own forward, in a namespace where the rotations are this library's."""
+    own = base.forward
+    space = _namespace(own.__globals__["__name__"]).__dict__
+    forward = FunctionType(own.__code__, space, own.__name__, own.__defaults__, own.__closure__)
+    forward.__kwdefaults__ = own.__kwdefaults__
+    return functools.wraps(own)(forward)
+
+
+@functools.cache
+def _namespace(name: str) -> ModuleType:
+    """A copy of a module's namespace whose rotations are this library's.
+
+    It is a module that can be imported, where torch.compile looks the names of its functions up.
+    """
+    module = sys.modules[name]
+    copied = ModuleType(f"{__name__}.{name.replace('.', '_')}")
+    copied.__dict__.update({k: v for k, v in module.__dict__.items() if k != "__name__"})
+    for function in ROTATIONS:
+        own = module.__dict__.get(function)
+        if own is not None and (found := _rotation(own)):
+            copied.__dict__[function] = _rotate(own, *found)
+    sys.modules[copied.__name__] = copied
+    return copied
+
+
+def _rotate(own: Callable, interleaved: bool, apart: bool, whole: bool) -> Callable:
+    """own(q, k, cos, sin) by `ops.rope`.
+
+    interleaved: pairs are neighbors.   apart: and the result has them half a width apart.
+    whole: the tables are as wide as the rotated features, with the same values in both halves.
+    """
+
+    def apply_rotary_pos_emb(q, k, cos, sin, *args, **kwargs):
+        other = any(a is not None and a != 1 for a in (*args, *kwargs.values()))
+        if other or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or q.dtype != k.dtype:
+            return own(q, k, cos, sin, *args, **kwargs)
+        width = cos.shape[-1] * (1 if whole else 2)
+        if apart:
+            q, k = (t.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for t in (q, k))
+        return ops.rope(q, k, cos, sin, interleaved=interleaved and not apart, rotary_dim=width)
+
+    return apply_rotary_pos_emb
+
+
+@functools.cache
+def _rotation(own: Callable) -> tuple[bool, bool, bool] | None:
+    """(interleaved, apart, whole) of the rotation that a function computes, if it is one."""
+    g = generator()
+    q, k = (torch.randn(2, n, 3, 8, generator=g) for n in (4, 2))
+    angle = torch.randn(2, 3, 4, generator=g)
+    for whole in (True, False):
+        tables = torch.cat((angle, angle), -1) if whole else angle
+        cos, sin = tables.cos(), tables.sin()
+        try:
+            expected = own(q, k, cos, sin)
+        except Exception:
+            expected = None  # takes tables of the other width
+        if expected is None:
+            continue
+        for interleaved, apart in ((False, False), (True, False), (True, True)):
+            found = _rotate_eager(q, k, cos, sin, interleaved, apart)
+            if all(torch.allclose(a, b, **CLOSE) for a, b in zip(expected, found, strict=True)):
+                return interleaved, apart, whole
+    return None
+
+
+def _rotate_eager(q, k, cos, sin, interleaved: bool, apart: bool) -> Any:
+    from tilewright.ops._rope_fused import Rotation
+
+    cos, sin, ids = prepare_tables(2, 3, 8, cos, sin, None, None)
+    found = rope_eager(q, k, Rotation(cos, sin, ids, interleaved))
+    if apart:
+        return tuple(t.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for t in found)
+    return found

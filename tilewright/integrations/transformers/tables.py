@@ -1,0 +1,109 @@
+"""This library's entries in transformers' tables of attention, masks and experts."""
+
+from __future__ import annotations
+
+from tilewright import platform
+from tilewright.integrations.transformers.attention import attention_entry
+from tilewright.integrations.transformers.errors import NAME
+from tilewright.integrations.transformers.experts import experts_entry
+from tilewright.integrations.transformers.masks import make_mask
+from tilewright.ops.attention import ATTENTION
+from tilewright.ops.moe import MOE_MLP
+from tilewright.registry import ImplementationUnavailable
+
+OLDEST = (5, 7)  # of transformers
+
+
+def register(implementation: str = "auto", attn_implementation: str = "auto") -> tuple[str, ...]:
+    """Adds "tilewright" to transformers' values of `experts_implementation` and
+    `attn_implementation`.
+
+    They are valid in `from_pretrained`, `from_config`, `set_experts_implementation` and
+    `set_attn_implementation`, for the whole process; registering again replaces them.
+
+    Attention follows the mask that transformers makes, whatever the layer's own attributes: causal
+    or not, a window, packed documents, padding. It runs on the packed tokens that are not padding:
+    no S x S mask is built, padding is never read, and padding's output is 0. A layer without a mask
+    follows `is_causal` and `sliding_window`. Packed documents come from `cu_seq_lens_q`, or from
+    position ids that are not consecutive (with padding between tokens, counted or not), as in
+    transformers' flash attention; its eager attention reads them without a mask and without a cache
+    only, and so do layers here that get no mask (Persimmon). Softcaps and sinks are the layer's.
+    Under autocast the dtype is autocast's.
+
+    Experts compute in the weights' dtype, or in autocast's (which copies the weights in each call,
+    as for a linear layer); the result has the dtype of the hidden states. Under transformers'
+    expert parallelism, token slots of experts on other ranks add nothing.
+
+    A call raises ImplementationUnavailable for unsupported requests, which transformers does not
+    check earlier: a layer that moe_mlp cannot compute (`why_not`) and a named implementation that
+    cannot run here; dropout, returned attention weights, four-dimensional masks, custom mask
+    functions, a model that computes with its mask, more keys than the mask has, chunks and
+    non-causal windows where keys reach beyond one, and a window where a mask has holes within a
+    document.
+
+    Args:
+        implementation: The experts' implementation for "tilewright": one of moe_mlp's, or "auto".
+            Each also gets its own entry: "tilewright:triton", "tilewright:cpp", "tilewright:eager"
+            and so on.
+        attn_implementation: The same for attention. Its entries are "tilewright:triton",
+            "tilewright:eager", "tilewright:native", "tilewright:sdpa", "tilewright:fa3" and
+            "tilewright:fa4": transformers reserves "flash" anywhere in a name, so there is no
+            "tilewright:flash_attention_3". transformers rejects "sdpa" for models without an sdpa
+            attention; "tilewright:torch" is the same for all.
+
+    Returns:
+        The names added for experts, "tilewright" first.
+
+    Raises:
+        ImplementationUnavailable: transformers is missing or too old.
+        ValueError: A name does not exist.
+        TypeError: A name is not a str.
+
+    Example:
+        >>> from tilewright.integrations.transformers import register
+        >>> register()[:2]
+        ('tilewright', 'tilewright:triton')
+    """
+    for op, name in ((MOE_MLP, implementation), (ATTENTION, attn_implementation)):
+        if name != "auto":
+            op.implementation(name)
+    require_transformers()
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ExpertsInterface
+
+    entries = {NAME: implementation, **{f"{NAME}:{name}": name for name in MOE_MLP.names()}}
+    for name, chosen in entries.items():
+        ExpertsInterface.register(name, experts_entry(name, chosen))
+    # transformers reserves "flash" anywhere in a name: fa3 and fa4 abbreviate it.
+    attention_entries = {
+        f"{NAME}:{name}": i.name
+        for i in ATTENTION.implementations
+        for name in (i.name, *i.aliases)
+        if "flash" not in name
+    }
+    for name, chosen in {NAME: attn_implementation, **attention_entries}.items():
+        AttentionInterface.register(name, attention_entry(name, chosen))
+        AttentionMaskInterface.register(name, make_mask)
+    return tuple(entries)
+
+
+def require_transformers() -> None:
+    """Raises ImplementationUnavailable if transformers is missing or too old."""
+    if reason := platform.no_module("transformers"):
+        raise ImplementationUnavailable(reason)
+    import transformers
+
+    # Earlier versions may have the table, but from_pretrained accepts their own names only.
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+        raise ImplementationUnavailable(
+            f"transformers {transformers.__version__} takes no experts_implementation but "
+            f"its own; {OLDEST[0]}.{OLDEST[1]} and later do"
+        )
+
+
+def register_once() -> None:
+    """`register`, unless that happened before, perhaps with other arguments."""
+    from transformers import AttentionInterface
+
+    if NAME not in AttentionInterface().valid_keys():
+        register()
