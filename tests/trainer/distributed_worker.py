@@ -137,7 +137,7 @@ def main(folder):
             train.train(config, ranks)
             continue
         if name.startswith("train"):
-            engine, found = several_steps(config, ranks, bins)
+            engine, found = several_steps(config, ranks, bins, min(4, config.train.max_steps))
             if name == "train_and_save":
                 written = save(folder, engine, STATE)
                 engine.export(folder / "hf")

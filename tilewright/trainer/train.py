@@ -255,8 +255,13 @@ def summary(
         f"{adapters.size(engine.model)} on {mesh.size} x {mesh.device.type}, {plan.total} steps, "
         f"{batches.steps_per_epoch} an epoch, {batches.bins.tokens} tokens of data"
     )
+    multiple = padding(config.data.pad_to_multiple_of, mesh.context, mesh.layout.tp)
+    if mesh.layout.tp > 1:
+        yield (
+            f"matrices on {mesh.layout.tp} tensor-parallel ranks, micro-batches padded to a "
+            f"multiple of {multiple} tokens"
+        )
     if mesh.context.size > 1:
-        multiple = padding(config.data.pad_to_multiple_of, mesh.context, mesh.layout.tp)
         yield (
             f"a sequence on {mesh.context.ring_size} ring x {mesh.context.ulysses_size} Ulysses "
             f"ranks, padded to a multiple of {multiple} tokens"
