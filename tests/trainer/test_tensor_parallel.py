@@ -69,8 +69,10 @@ MODES = {
     "tied/train_after_loading": arguments(4, **ADAM),
     "experts/train_and_save": arguments(1, **ADAM, train__expert_parallel_size=2),
     "experts/train_after_loading": arguments(2, **ADAM, train__expert_parallel_size=4),
-    "tied/train_tp": arguments(4, train__enable_full_shard="false"),
-    "tied/train_fsdp_tp": arguments(2, model__basic_modules="[mlp]"),
+    "tied/train_tp": arguments(4),
+    "tied/train_fsdp_tp": arguments(
+        2, model__basic_modules="[mlp]", train__enable_full_shard="false"
+    ),
     "apart/train_hsdp_tp": arguments(2, train__data_parallel_shard_size=1, **RECOMPUTE),
     "apart/train_ring": arguments(2, 1, train__ringattn_parallel_size=2),
     "apart/train_ulysses": arguments(
@@ -86,7 +88,12 @@ MODES = {
         2, 1, train__ringattn_parallel_size=2, train__expert_parallel_size=4
     ),
     "adapters/train_tp": arguments(
-        4, **LORA, lora__lora_target_modules="[q_proj,up_proj,down_proj]"
+        4,
+        **LORA,
+        **RECOMPUTE,
+        train__enable_reentrant="true",
+        lora__lora_target_modules="[q_proj,up_proj,down_proj]",
+        lora__merge_lora_interval=2,
     ),
     "adapted_experts/train_tp": arguments(2, **LORA, train__expert_parallel_size=2),
 }

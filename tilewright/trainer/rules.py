@@ -356,7 +356,7 @@ def _lora(config: Config) -> Iterator[tuple[bool, str, str]]:
     yield (
         lora.enable_qlora and t.expert_parallel_size > 1,
         "lora.enable_qlora train.expert_parallel_size",
-        "quantized experts are not spread over processes",
+        "quantized experts are buffers, the same on every process, and a checkpoint holds one copy",
     )
     yield (
         lora.enable_lora and config.model.ep_dispatch == "deepep",
