@@ -2,6 +2,7 @@
 in one process.
 """
 
+import copy
 import functools
 import json
 import pathlib
@@ -28,6 +29,8 @@ from test_trainer import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
+from tilewright.lora import LoRALinear
+from tilewright.nn import Linear
 from tilewright.ops.context_parallel import ContextParallel
 from tilewright.trainer import tensor_parallel
 from tilewright.trainer.batches import padding
@@ -253,7 +256,7 @@ def test_heads_are_divided_among_tensor_parallel_and_ulysses_ranks():
 
 
 def test_sequences_are_padded_to_a_multiple_of_all_ranks():
-    assert padding(6, ContextParallel(2, 2), 3) == 24 and padding(1, ContextParallel(), 4) == 4
+    assert padding(6, ContextParallel(2, 2), 2) == 48 and padding(1, ContextParallel(), 4) == 4
     embedding = tensor_parallel.VocabularyEmbedding(4, 2)
     embedding.tp = TensorParallel(size=4)
     with pytest.raises(ValueError, match="tensor_parallel_size = 4: 6 tokens of a sequence"):
@@ -279,3 +282,20 @@ def test_collectives_are_in_the_graph_of_a_layer():
             out, residual = layer(x, None, Sequence(*tables))
             assert out.shape == residual.shape == x.shape
         assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Linear, Linear])
+@pytest.mark.parametrize("targets", [["gate_proj", "up_proj"], ["up_proj"]])
+def test_adapters_of_a_shard_are_those_of_its_rows(kind, targets):
+    parts = {"gate_proj": 8, "up_proj": 8}
+    layer = LoRALinear(kind(8, 16, bias=False), rank=2, alpha=4, parts=parts, targets=targets)
+    x = torch.randn(50, 8)
+    torch.nn.init.normal_(layer.lora_B)
+    want = layer(x)
+    for rank in range(2):
+        rows = torch.arange(16).view(2, 2, 4)[:, rank].flatten()  # of each part
+        own = copy.deepcopy(layer)
+        own.base.weight = torch.nn.Parameter(layer.base.weight[rows])
+        B = layer.lora_B.unflatten(0, (len(targets), 2, 4))[:, rank].flatten(0, 1)
+        own.lora_B = torch.nn.Parameter(B)
+        torch.testing.assert_close(own(x), want[:, rows])
