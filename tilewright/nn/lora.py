@@ -166,20 +166,26 @@ class LoRALinear(nn.Module):
         # Saved for backward: x and low.
         low = F.linear(x.to(dtype), A.to(dtype)) * self.scale
         low, B, out = low.to(wide), B.to(wide), y.to(wide)
-        # Of a base sharded by rows this rank has the same fraction of each part.
-        ranks = self.out_features // y.shape[1]
         if len(self.parts) == 1:
             out = torch.addmm(out, low, B.t())
         elif torch.compiler.is_compiling() or _torch.is_view(out) or not out.is_contiguous():
-            out = self._separately(out, low, B, ranks)
+            out = self._separately(out, low, B)
         else:
+            ranks = self._ranks(y)
             slices = tuple((a // ranks, b // ranks) for a, b in self.slices.values())
             out = _AddProducts.apply(out, low, B, slices, self.rank)
         return out.to(y.dtype).view(*lead, y.shape[1])
 
-    def _separately(self, y, low, B, ranks):
+    def _ranks(self, y):
+        """Ranks over which the base's rows are sharded: each has the same fraction of every
+        part.
+        """
+        return self.out_features // y.shape[1]
+
+    def _separately(self, y, low, B):
         """Out of place, which a compiler fuses."""
         outputs, at, i = [], 0, 0
+        ranks = self._ranks(y)
         widths = [n // ranks for n in self.parts.values()]
         for name, rows in zip(self.parts, y.split(widths, 1), strict=True):
             if name in self.slices:
