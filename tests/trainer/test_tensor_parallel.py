@@ -34,7 +34,8 @@ from tilewright.nn import Linear
 from tilewright.ops.context_parallel import ContextParallel
 from tilewright.trainer import tensor_parallel
 from tilewright.trainer.batches import padding
-from tilewright.trainer.config import load
+from tilewright.trainer.compiling import compile_layers, compiled_parts
+from tilewright.trainer.config import Train, load
 from tilewright.trainer.mesh import Mesh
 from tilewright.trainer.model import Ops, Transformer
 from tilewright.trainer.model_config import ModelConfig
@@ -283,6 +284,15 @@ def test_collectives_are_in_the_graph_of_a_layer():
             out, residual = layer(x, None, Sequence(*tables))
             assert out.shape == residual.shape == x.shape
         assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_experts_that_fsdp2_gathers_by_themselves_are_not_compiled(tp):
+    model = model_of(EXPERTS)
+    t = Train(output_dir="o", tensor_parallel_size=tp, enable_compile=True)
+    compile_layers(model, t, [])
+    whole = any(part in ("MoE.forward", "Block.forward") for part in compiled_parts(model))
+    assert whole == (tp == 1)
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Linear, Linear])
