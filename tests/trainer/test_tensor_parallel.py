@@ -73,18 +73,15 @@ MODES = {
     "tied/train_after_loading": arguments(4, **ADAM),
     "experts/train_and_save": arguments(1, **ADAM, train__expert_parallel_size=2),
     "experts/train_after_loading": arguments(2, **ADAM, train__expert_parallel_size=4),
-    "tied/train_tp": arguments(4),
     "tied/train_fsdp_tp": arguments(
         2, model__basic_modules="[mlp]", train__enable_full_shard="false"
     ),
     "apart/train_hsdp_tp": arguments(2, train__data_parallel_shard_size=1, **RECOMPUTE),
-    "apart/train_ring": arguments(2, 1, train__ringattn_parallel_size=2),
     "apart/train_ulysses": arguments(
         2, 1, train__ulysses_parallel_size=2, train__cp_fsdp_mode="none", **RECOMPUTE
     ),
     "apart/train_in_bfloat16": arguments(2, train__enable_mixed_precision="true", **RECOMPUTE),
-    "experts/train_whole": arguments(2, **RECOMPUTE),
-    "experts/train_replicas": arguments(2, train__data_parallel_shard_size=1),
+    "experts/train_whole": arguments(2, train__data_parallel_shard_size=1, **RECOMPUTE),
     "experts/train_spread": arguments(
         2, train__expert_parallel_size=2, train__moe_checkpoint_method="moe_act", **RECOMPUTE
     ),
