@@ -44,7 +44,7 @@ def micro_batches(config, ranks, bins):
     parts.
     """
     t, step = config.train, []
-    multiple = padding(config.data.pad_to_multiple_of, ranks.context)
+    multiple = padding(config.data.pad_to_multiple_of, ranks.context, ranks.layout.tp)
     for a in range(t.gradient_accumulation_steps):
         start = (a * ranks.layout.data + ranks.batch_rank) * t.micro_batch_size
         step.append(collate(bins[start : start + t.micro_batch_size], multiple, ranks.context))
@@ -66,11 +66,17 @@ def one_step(config, ranks, bins):
 
 
 def several_steps(config, ranks, bins, steps=4):
-    """Losses, norms before clipping, the routers' statistics, all-to-alls of the first step, and
-    the weights.
+    """Losses, norms before clipping, the routers' statistics, all-to-alls and clipped gradients of
+    the first step, and the weights.
     """
     engine, t = engine_of(config, ranks), config.train
     found = {"loss": [], "norm": [], "router": []}
+    parameters = dict(engine.model.named_parameters())
+
+    def keep_gradients(*_):
+        found["grads"] = {n: full(p.grad) for n, p in parameters.items() if p.grad is not None}
+
+    hook = engine.optimizer.register_step_pre_hook(keep_gradients)
     for i in range(steps):
         adapters.before_step(engine.model, config.lora, t.seed, i)
         batches = micro_batches(config, ranks, bins[i:] + bins[:i])
@@ -78,6 +84,7 @@ def several_steps(config, ranks, bins, steps=4):
             sums = engine.forward_backward(batches, language_modeling)
         found.setdefault("all_to_alls", count.calls)
         norm = engine.optim_step(max_norm=t.max_grad_norm)
+        hook.remove()
         adapters.after_step(engine.model, engine.optimizer, config.lora, t.seed, i + 1)
         for key, value in (("loss", sums.mean), ("norm", norm), ("router", sums.router())):
             found[key].append(value)
@@ -130,7 +137,7 @@ def main(folder):
             train.train(config, ranks)
             continue
         if name.startswith("train"):
-            engine, found = several_steps(config, ranks, bins)
+            engine, found = several_steps(config, ranks, bins, min(4, config.train.max_steps))
             if name == "train_and_save":
                 written = save(folder, engine, STATE)
                 engine.export(folder / "hf")

@@ -456,7 +456,7 @@ def test_moe_act_sends_no_token_twice_and_nothing_exchanges_sizes_again(mode, ca
     assert spread[2][mode]["all_to_alls"] == layers * micro_batches * calls
 
 
-def check_moves(trained):
+def check_moves(trained, *arguments):
     """The checkpoint of `train_and_save` must load in the processes of `train_after_loading`, with
     another layout, and in one process. Returns the latter's model and optimizer, and the saved
     state.
@@ -466,8 +466,8 @@ def check_moves(trained):
     for kind in ("restored", *hf.LOAD_MODES):
         assert all(torch.equal(moved[kind][name], w) for name, w in want["weights"].items()), kind
     assert all(torch.equal(a, b) for a, b in zip(moved["moments"], want["moments"], strict=True))
-    config = load(path, ["--train.optimizer=adamw"])
-    model = Transformer(shape_of(config), Ops.resolve())
+    config = load(path, ["--train.optimizer=adamw", *arguments])
+    model = Transformer(shape_of(config), Ops.resolve(), config.model.merge_qkv)
     optimizer = optim.build_optimizer(model, config.train)
     checkpoint.restore(
         folder / "checkpoints/global_step_1", model, optimizer, Mesh(), run={}, ops={}

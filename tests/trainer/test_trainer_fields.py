@@ -176,6 +176,7 @@ ROWS = [
     row("train.data_parallel_mode", "fsdp2", "units"),
     row("train.data_parallel_shard_size", 4, "plan", **EIGHT),
     row("train.data_parallel_replicate_size", 2, "plan", **EIGHT),
+    row("train.tensor_parallel_size", 2, "plan", **EIGHT, model__merge_qkv=False),
     row("train.expert_parallel_size", 2, "plan", **EIGHT),
     row("train.ulysses_parallel_size", 2, "plan", **EIGHT),
     row("train.ringattn_parallel_size", 2, "plan", **EIGHT),

@@ -47,6 +47,7 @@ def choose_ops(model: Model, shape: ModelConfig, mesh: Mesh, dtype: torch.dtype)
         device_type=mesh.device.type,
         dtype=dtype,
         attention_request=wanted,
+        sharded_head=mesh.layout.tp > 1,
         numerics=numerics,
         experts=any(layers),
     )
@@ -123,6 +124,7 @@ def build_data(config: Config, mesh: Mesh, vocab: int) -> tuple[Batches, Bins | 
         world_size=mesh.layout.data,
         pin=mesh.device.type == "cuda",
         cp=mesh.context,
+        tp=mesh.layout.tp,
     )
     packed = d.eval_sample_packing is not False
     return batches, None if held is None else Bins(held, d, packed=packed)

@@ -48,8 +48,10 @@ def compile_layers(model: Transformer, train: Train, basic_modules: list[str]) -
     for block in model.model.layers:
         attention, mlp = block.self_attn, block.mlp
         # Tokens sent to other ranks wait for them, and experts that are recomputed alone have their
-        # own checkpoint.
-        apart = isinstance(mlp, MoE) and (train.expert_parallel_size > 1 or experts_alone)
+        # own checkpoint. With ranks that share experts, or matrices, FSDP2
+        # gathers them by themselves.
+        own_unit = train.expert_parallel_size > 1 or train.tensor_parallel_size > 1
+        apart = isinstance(mlp, MoE) and (own_unit or experts_alone)
         if attention.breaks or apart or in_parts:
             parts = [
                 (block.input_layernorm, "forward"),

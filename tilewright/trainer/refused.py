@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-_TP, _PP, _MUON, _OFFLOAD = (
+_PP, _MUON, _OFFLOAD = (
     f"{what} not in this version"
     for what in (
-        "tensor parallelism is",
         "pipeline parallelism is",
         "muon and anyprecision_adamw are",
         "activation offload is",
@@ -19,7 +18,6 @@ REFUSED: dict[str, str] = {
     "model.encoders": "only text models are in this version",
     "data.sample_packing_mp_start_method": "packing runs in the main process, so nothing would "
     "use it",
-    "train.tensor_parallel_size": _TP,
     **{
         f"train.{name}": _PP
         for name in (

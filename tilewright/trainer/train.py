@@ -109,6 +109,7 @@ class Run:
             self.mesh.layout.data,
             pin=self.mesh.device.type == "cuda",
             cp=self.mesh.context,
+            tp=self.mesh.layout.tp,
         )
         self.metrics.evaluation(self.done, self.engine.evaluate(batches, language_modeling))
 
@@ -254,8 +255,13 @@ def summary(
         f"{adapters.size(engine.model)} on {mesh.size} x {mesh.device.type}, {plan.total} steps, "
         f"{batches.steps_per_epoch} per epoch, {batches.bins.tokens} tokens of data"
     )
+    multiple = padding(config.data.pad_to_multiple_of, mesh.context, mesh.layout.tp)
+    if mesh.layout.tp > 1:
+        yield (
+            f"matrices on {mesh.layout.tp} tensor-parallel ranks, micro-batches padded to a "
+            f"multiple of {multiple} tokens"
+        )
     if mesh.context.size > 1:
-        multiple = padding(config.data.pad_to_multiple_of, mesh.context)
         yield (
             f"a sequence on {mesh.context.ring_size} ring x {mesh.context.ulysses_size} Ulysses "
             f"ranks, padded to a multiple of {multiple} tokens"
