@@ -82,9 +82,9 @@ def leaves(value: Any) -> list[torch.Tensor]:
 
 
 def convert(kwargs: dict[Any, Any], dtype: torch.dtype | None) -> dict[Any, Any]:
-    """New leaves with the same values, in `dtype` or (None) in their own dtypes, also
-    in lists. Integers, options and the contents of quantized tensors are passed on; `dtype` is then the dtype that a quantized
-    tensor dequantizes to.
+    """New leaves with the same values, in `dtype` or (None) in their own dtypes, also in lists.
+    Integers, options and the contents of quantized tensors are passed on; `dtype` is then the dtype
+    that a quantized tensor dequantizes to.
     """
     new = {}
     for name, value in kwargs.items():

@@ -59,10 +59,8 @@ def _update(
 @triton.jit
 def _address(table_ptr, like_ptr, ALIGNED: tl.constexpr):
     """A pointer of like_ptr's type from the table."""
-    found = tl.load(table_ptr)
-    if ALIGNED:
-        found = tl.multiple_of(found, 16)
-    return found.to(like_ptr.dtype)
+    found = tl.load(table_ptr).to(like_ptr.dtype)
+    return tl.multiple_of(found, 16) if ALIGNED else found
 
 
 @triton.jit

@@ -59,7 +59,7 @@ def newton_schulz(
         steps: >= 1.
         coefficients: "quintic": Keller Jordan's, the same in each step; singular values of x / |x|
             of 0.01 and more become 0.68 to 1.14, those of 0.001, 0.47. "polar_express": another
-            polynomial in each step, which converges: those of 0.001 and more become 0.85 to 1.13
+            polynomial in each step, which converges: those of 0.001 and more become 0.84 to 1.13
             in 5 steps, 0.99 to 1.01 in 6. Or (a, b, c) of each step, the last of which repeats.
         eps: > 0; the least norm by which x is divided, so that zeros stay zeros.
         implementation: "auto", or one of triton, cpp, eager.

@@ -1,0 +1,154 @@
+"""The matrices that Muon orthogonalizes: which parameters, in which parts, and in which shards.
+
+A shard says nothing of the whole matrix's singular values, so matrices are gathered: of K equal
+ones, each rank gets K / ranks whole ones, computes those, and sends every rank its shard back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from tilewright import adapt
+from tilewright.nn import SwiGLU
+from tilewright.trainer.layers import Attention
+from tilewright.trainer.moe import Experts, Router
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """How the rows of a merged projection belong to its parts.
+
+    rows: of each part; () for a matrix that is not merged.
+    blocks: the rows are this many blocks, each with an equal share of every part.
+    """
+
+    rows: tuple[int, ...] = ()
+    blocks: int = 1
+
+    def split(self, matrix: torch.Tensor) -> list[torch.Tensor]:
+        """matrix: [..., rows, columns]."""
+        if not self.rows:
+            return [matrix]
+        blocked = matrix.unflatten(-2, (self.blocks, -1))
+        parts = blocked.split([n // self.blocks for n in self.rows], -2)
+        return [part.flatten(-3, -2) for part in parts]
+
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        if not self.rows:
+            return parts[0]
+        blocked = [part.unflatten(-2, (self.blocks, -1)) for part in parts]
+        return torch.cat(blocked, -2).flatten(-3, -2)
+
+
+def matrices(model: nn.Module) -> dict[nn.Parameter, Parts]:
+    """The trainable hidden matrices [rows, columns], and stacked experts' [E, rows, columns].
+
+    Not among them: embeddings, the head, routers, norms, and adapters.
+    """
+    merged: dict[nn.Parameter, Parts] = {}
+    found: dict[nn.Parameter, Parts] = {}
+    head = getattr(model, "lm_head", None)
+    for module in model.modules():
+        if isinstance(module, Attention) and module.merge_qkv:
+            merged[module.qkv_proj.weight] = Parts(module.widths)
+        elif isinstance(module, SwiGLU):
+            merged[module.gate_up_proj.weight] = Parts((module.inner,) * 2)
+        elif isinstance(module, Experts) and isinstance(module.gate_up_proj, nn.Parameter):
+            merged[module.gate_up_proj] = Parts((module.gate_up_proj.shape[1] // 2,) * 2)
+        elif isinstance(module, nn.Embedding | Router) or module is head:
+            continue
+        for name, p in module.named_parameters(recurse=False):
+            if p.requires_grad and p.dim() in (2, 3) and not adapt.is_adapter(name):
+                found[p] = Parts()
+    # A tied head's weight is the embedding's.
+    return {p: merged.get(p, parts) for p, parts in found.items()}
+
+
+Compute = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+
+
+def alike(matrices: Mapping[nn.Parameter, Parts]) -> list[list[nn.Parameter]]:
+    """Parameters of one shape, one sharding and the same parts together."""
+    found: dict[tuple, list[nn.Parameter]] = {}
+    for p, parts in matrices.items():
+        key: tuple = (tuple(p.shape), parts)
+        if isinstance(p, DTensor):
+            key = (*key, p.device_mesh, p.placements)
+        found.setdefault(key, []).append(p)
+    return list(found.values())
+
+
+def compute_whole(
+    kinds: list[list[nn.Parameter]], shards: Mapping[nn.Parameter, torch.Tensor], compute: Compute
+) -> None:
+    """Replaces this rank's shards by those of the computed whole matrices, in place.
+
+    kinds: from `alike`. Every rank must pass the same parameters in the same order.
+    shards: of each parameter, contiguous, in any dtype.
+    compute: takes and returns a stack of whole matrices [..., rows, columns] per kind; some may be
+        empty.
+    """
+    stacks = [_gathered([shards[p] for p in same], same[0]) for same in kinds]
+    results = compute([stack.local for stack in stacks])
+    for same, stack, result in zip(kinds, stacks, results, strict=True):
+        for p, shard in zip(same, stack.sent_back(result), strict=True):
+            shards[p].copy_(shard)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stack:
+    """Whole matrices on this rank, and how their shards return to the ranks they came from."""
+
+    local: torch.Tensor
+    moved: DTensor | None = None
+    shards: tuple[Placement, ...] = ()
+
+    def sent_back(self, result: torch.Tensor) -> torch.Tensor:
+        if self.moved is None:
+            return result
+        whole = DTensor.from_local(
+            result,
+            self.moved.device_mesh,
+            self.moved.placements,
+            run_check=False,
+            shape=self.moved.shape,
+            stride=self.moved.stride(),
+        )
+        return whole.redistribute(placements=self.shards).to_local()
+
+
+def _gathered(shards: list[torch.Tensor], like: nn.Parameter) -> _Stack:
+    """Stacks K shards, and redistributes the stack from shards of all to K / ranks whole ones.
+
+    Ranks with different experts of a stack keep them; replicas share the work.
+    """
+    stack = torch.stack(shards)
+    if not isinstance(like, DTensor):
+        return _Stack(stack)
+    experts = like.dim() == 3
+    placed, wanted = [], []
+    for placement in like.placements:
+        at = placement.dim % like.dim() + 1 if placement.is_shard() else 0
+        placed.append(_moved(placement, at) if at else Replicate())
+        wanted.append(Shard(1) if experts and at == 1 else Shard(0))
+    shape = torch.Size((len(shards), *like.shape))
+    whole = DTensor.from_local(
+        stack,
+        like.device_mesh,
+        placed,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+    moved = whole.redistribute(placements=wanted)
+    return _Stack(moved.to_local(), moved, tuple(placed))
+
+
+def _moved(placement: Placement, dim: int) -> Placement:
+    """The same sharding, of another dimension."""
+    return dataclasses.replace(placement, dim=dim) if type(placement) is not Shard else Shard(dim)
