@@ -83,16 +83,19 @@ def _adamw(
     eps,
     ALIGNED: tl.constexpr,
     KAHAN: tl.constexpr,
+    VECTOR: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """table [6, count]: elements of each tensor, and the addresses of p, g, m, v and c.
     tiles [2, tiles]: the tensor of each program, and its tile in it.
     p, g, m, v, c: of any of the tensors, for their types.
+    VECTOR: neighboring elements of a thread, the same in all accesses: values need not move between
+        threads, and a thread writes the elements that it has read.
     """
     row = table_ptr + tl.load(tiles_ptr + tl.program_id(0))
     first = tl.load(tiles_ptr + tiles + tl.program_id(0)).to(tl.int64) * TILE
     n = tl.load(row)
-    at = first + tl.arange(0, TILE)
+    at = tl.max_contiguous(first + tl.arange(0, TILE), VECTOR)
     p_at = _address(row + count, p_ptr, ALIGNED) + at
     g_at = _address(row + 2 * count, g_ptr, ALIGNED) + at
     m_at = _address(row + 3 * count, m_ptr, ALIGNED) + at
@@ -172,6 +175,7 @@ def adamw_(
         eps,
         ALIGNED=not any(t.data_ptr() % 16 for tensors in lists for t in tensors),
         KAHAN=bool(compensations),
+        VECTOR=16 // max(t.element_size() for t in examples if t is not None),
         TILE=TILE,
         num_warps=WARPS,
     )
@@ -204,6 +208,7 @@ def gate() -> list[KernelSpec]:
                     **({} if kahan else {"c_ptr": None}),
                     "ALIGNED": aligned,
                     "KAHAN": kahan,
+                    "VECTOR": 4 if "fp32" in (p, state) else 8,
                     "TILE": TILE,
                 },
                 WARPS,
