@@ -109,6 +109,10 @@ def test_tensors_off_sixteen_bytes(name):
     assert torch.equal(*results)
 
 
+def test_no_tensors():
+    assert adamw_([], [], [], [], step=1, lr=0.1) == ([], [], [])
+
+
 GOOD = {"step": 1, "lr": 0.1}
 
 

@@ -128,7 +128,7 @@ def placements():
         return [distribute_tensor(torch.randn(rows, columns), both, placed) for _ in range(3)]
 
     torch.manual_seed(5)
-    model = torch.nn.Sequential(*(torch.nn.Linear(6, 10, bias=False) for _ in range(3)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(6, 12, bias=False) for _ in range(3)))
     whole = [layer.weight.detach().clone() for layer in model]
     for layer, style in zip(
         model, (ColwiseParallel, RowwiseParallel, ColwiseParallel), strict=True

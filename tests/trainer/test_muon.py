@@ -1,22 +1,25 @@
 """Muon and AdamW with states in float32 or bfloat16, in one process: torch's optimizers, the parts
-of merged projections, experts, bfloat16. (Under every layout: test_trainer.py.)
+of merged projections, experts, bfloat16; schedules. (Under every layout: test_trainer.py.)
 """
+
+import math
+import shutil
 
 import pytest
 import torch
 
 pytest.importorskip("pydantic")
-
 pytest.importorskip("datasets")
 
-from test_trainer import MOE, QWEN3, schedule
+from test_trainer import MOE, QWEN3, rows, run, schedule, write_config
 
-from tilewright.trainer import optim
+from tilewright.trainer import engine, optim
 from tilewright.trainer.matrices import Parts, matrices
 from tilewright.trainer.model import Transformer
 from tilewright.trainer.model_config import ModelConfig
 from tilewright.trainer.muon import Muon, Settings, adjustment
 from tilewright.trainer.ops_choice import Ops
+from tilewright.trainer.plan import Plan
 
 
 def parameters(*shapes, dtype=torch.float32, seed=0):
@@ -197,3 +200,63 @@ def test_a_closure_is_refused():
     [p] = parameters((2, 2))
     with pytest.raises(ValueError, match="closure must be None"):
         Muon(group([p]), Settings()).step(lambda: None)
+
+
+# ---- schedules
+
+# The factor in each of twelve steps: three of warmup from 0.1, then to 0.2 in the ninth step.
+COSINE = [0.5 * (1 + math.cos(math.radians(degrees))) for degrees in (0, 36, 72, 108, 144, 180)]
+TABLES = {
+    "constant": [0.1, 0.4, 0.7] + [1.0] * 9,
+    "linear": [0.1, 0.4, 0.7, 1.0, 0.84, 0.68, 0.52, 0.36, 0.2, 0.2, 0.2, 0.2],
+    "cosine": [0.1, 0.4, 0.7, *(0.2 + 0.8 * c for c in COSINE), 0.2, 0.2, 0.2],
+}
+SCHEDULE = {
+    "lr": 1e-3,
+    "lr_start": 1e-4,
+    "lr_min": 2e-4,
+    "lr_warmup_ratio": 0.25,
+    "lr_decay_ratio": 0.75,
+}
+
+
+@pytest.mark.parametrize("style", TABLES)
+def test_schedules_follow_their_tables(style):
+    train = schedule(lr_decay_style=style, max_steps=12, **SCHEDULE)
+    plan = Plan(train, steps_per_epoch=5)
+    assert [plan.factor(step) for step in range(12)] == pytest.approx(TABLES[style], rel=1e-12)
+    # In epochs, with four steps more so far than the same data would have taken now.
+    train = schedule(lr_decay_style=style, num_train_epochs=2, **SCHEDULE)
+    plan = Plan(train, steps_per_epoch=6, shift=4)
+    found = [plan.factor(step) for step in range(4, plan.total)]
+    assert found == pytest.approx(TABLES[style], rel=1e-12)
+
+
+def test_every_group_follows_its_own_peak_and_a_resumed_run_goes_on(tmp_path, monkeypatch):
+    seen, real = [], engine.set_lr
+
+    def spy(optimizer, *arguments):
+        real(optimizer, *arguments)
+        seen.append([group["lr"] for group in optimizer.param_groups])
+
+    monkeypatch.setattr(engine, "set_lr", spy)
+    options = {f"train__{k}": v for k, v in SCHEDULE.items()} | {
+        "train__optimizer": "muon",
+        "train__lr_decay_style": "cosine",
+        "train__max_steps": 12,
+        "train__muon_lr": 0.05,
+        "train__save_steps": 5,
+        "train__save_hf_weights": False,
+    }
+    path = write_config(tmp_path, **options)
+    run(path)
+    table = torch.tensor([[f * 1e-3, f * 0.05] for f in TABLES["cosine"]], dtype=torch.float64)
+    torch.testing.assert_close(torch.tensor(seen, dtype=torch.float64), table)
+    assert [r["lr"] for r in rows(tmp_path)] == pytest.approx(table[:, 0].tolist())
+    weights = [r["loss"] for r in rows(tmp_path)]
+    seen.clear()
+    for step in (10, 12):
+        shutil.rmtree(tmp_path / f"out/checkpoints/global_step_{step}")
+    run(path, "--train.load_checkpoint_path=auto")
+    torch.testing.assert_close(torch.tensor(seen, dtype=torch.float64), table[5:])
+    assert [r["loss"] for r in rows(tmp_path)][-7:] == weights[5:]

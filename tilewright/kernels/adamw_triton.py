@@ -152,6 +152,8 @@ def adamw_(
     """
     lr, beta1, beta2, eps, weight_decay = numbers
     device, sizes = params[0].device, tuple(p.numel() for p in params)
+    if not any(sizes):
+        return
     lists = params, grads, exp_avgs, exp_avg_sqs, *([compensations] if compensations else [])
     tiles = _tiles(device, sizes)
     addresses = table(device, sizes, lists)

@@ -66,6 +66,13 @@ class Muon(torch.optim.Optimizer):
         self._adamw([(p, group) for p, group in trained if p not in self.matrices])
         self._muon([(p, group) for p, group in trained if p in self.matrices])
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch casts states to the parameters' dtype; here they have their own."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            for name in state.keys() & {"exp_avg", "exp_avg_sq", "momentum_buffer"}:
+                state[name] = state[name].to(self.settings.states)
+
     def _adamw(self, trained: list[tuple[nn.Parameter, dict[str, Any]]]) -> None:
         together: dict[tuple, list[list[torch.Tensor]]] = {}
         for p, group in trained:
