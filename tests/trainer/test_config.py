@@ -234,7 +234,7 @@ def test_what_stands_in_for_a_wrong_value_is_not_judged(write):
         ("steps", "train.max_steps or train.gc_steps or train.save_steps"),
         ("sead", "train.seed"),
         ("logging_steps", None),
-        ("adam_beta3", None),
+        ("adam_betas", "train.adam_beta1 or train.adam_beta2"),
         ("adam_eps", "train.adam_epsilon"),
         ("beta2", "train.adam_beta2"),
         ("zzz", None),

@@ -118,8 +118,6 @@ ELSEWHERE = {
     "lr_scheduler_type": "train.lr_decay_style",
     "warmup_steps": "train.lr_warmup_ratio",
     "optim": "train.optimizer",
-    "beta1": "train.adam_beta1",
-    "beta2": "train.adam_beta2",
     "adam_eps": "train.adam_epsilon",
     "per_device_train_batch_size": "train.micro_batch_size",
     "epochs": "train.num_train_epochs",
