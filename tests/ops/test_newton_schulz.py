@@ -132,6 +132,16 @@ def test_both_forms_agree(steps, monkeypatch):
     torch.testing.assert_close(gram, plain, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(40, 44), (2, 40, 100)], ids=str)
+def test_blocks_below_the_diagonal_are_mirrored(shape, monkeypatch):
+    if "cpp" not in NEWTON_SCHULZ.usable("cpu", F32):
+        pytest.skip("cpp")
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+    monkeypatch.setitem(NEWTON_SCHULZ.public.__globals__, "BLOCK", 16)
+    found, expected = (newton_schulz(x, 3, implementation=n) for n in ("cpp", "eager"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=short)
 def test_in_bfloat16_singular_values_stay_bounded(dtype):
     """From 1e-5 of the largest, where rounding makes eigenvalues of the Gram matrix negative."""

@@ -111,7 +111,7 @@ def torch_adamw(**how):
         if params and exp_avgs[0].dtype != params[0].dtype:
             raise Unsupported("torch.optim.AdamW's states have the parameters' dtype")
         device = params[0].device if params and "fused" in how else None
-        torch.optim.adamw.adamw(
+        importlib.import_module("torch.optim.adamw").adamw(
             params,
             grads,
             exp_avgs,

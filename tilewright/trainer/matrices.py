@@ -102,11 +102,14 @@ def compute_whole(
 
 @dataclasses.dataclass(frozen=True)
 class _Stack:
-    """Whole matrices on this rank, and how their shards return to the ranks they came from."""
+    """Whole matrices on this rank, and the placements that they went through, the last one theirs.
+
+    path: () if nothing was sharded.
+    """
 
     local: torch.Tensor
     moved: DTensor | None = None
-    shards: tuple[Placement, ...] = ()
+    path: tuple[tuple[Placement, ...], ...] = ()
 
     def sent_back(self, result: torch.Tensor) -> torch.Tensor:
         if self.moved is None:
@@ -119,36 +122,47 @@ class _Stack:
             shape=self.moved.shape,
             stride=self.moved.stride(),
         )
-        return whole.redistribute(placements=self.shards).to_local()
+        for placements in reversed(self.path[:-1]):
+            whole = whole.redistribute(placements=placements)
+        return whole.to_local()
 
 
 def _gathered(shards: list[torch.Tensor], like: nn.Parameter) -> _Stack:
     """Stacks K shards, and redistributes the stack from shards of all to K / ranks whole ones.
 
-    Ranks with different experts of a stack keep them; replicas share the work.
+    Ranks with different experts of a stack keep them; replicas compute the same.
     """
     stack = torch.stack(shards)
     if not isinstance(like, DTensor):
         return _Stack(stack)
-    experts = like.dim() == 3
-    placed, wanted = [], []
-    for placement in like.placements:
-        at = placement.dim % like.dim() + 1 if placement.is_shard() else 0
-        placed.append(_moved(placement, at) if at else Replicate())
-        wanted.append(Shard(1) if experts and at == 1 else Shard(0))
+    placed = [_along_stack(placement, like.dim()) for placement in like.placements]
+    # Dimensions of the mesh that shard rows or columns, undone from the last to the first, as they
+    # are nested. Along the first one, ranks get different matrices, if it shards in one piece each.
+    split = [i for i, p in enumerate(placed) if p.is_shard() and p.dim > like.dim() - 2]
+    path = [tuple(placed)]
+    for i in reversed(split):
+        placed[i] = Shard(0) if i == split[0] and type(placed[i]) is Shard else Replicate()
+        path.append(tuple(placed))
     shape = torch.Size((len(shards), *like.shape))
     whole = DTensor.from_local(
         stack,
         like.device_mesh,
-        placed,
+        path[0],
         run_check=False,
         shape=shape,
         stride=torch.empty(shape, device="meta").stride(),
     )
-    moved = whole.redistribute(placements=wanted)
-    return _Stack(moved.to_local(), moved, tuple(placed))
+    for placements in path[1:]:
+        whole = whole.redistribute(placements=placements)
+    return _Stack(whole.to_local(), whole, tuple(path))
 
 
-def _moved(placement: Placement, dim: int) -> Placement:
-    """The same sharding, of another dimension."""
-    return dataclasses.replace(placement, dim=dim) if type(placement) is not Shard else Shard(dim)
+def _along_stack(placement: Placement, dims: int) -> Placement:
+    """The same sharding of a tensor behind one more dimension."""
+    if not placement.is_shard():
+        return placement
+    dim = placement.dim % dims + 1
+    if type(placement) is Shard:
+        return Shard(dim)
+    # FSDP2 over tensor parallelism of the same dimension
+    return type(placement)(dim, split_factor=placement.split_factor)
