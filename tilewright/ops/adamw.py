@@ -254,6 +254,7 @@ ADAMW = Op(
         _case("bf16_states", _RAGGED, half=True, betas=(0.8, 0.9), weight_decay=0.1),
         _case("kahan", _RAGGED, half=True, kahan=True, betas=(0.9, 0.95)),
         _case("chunks", [(1100,), (5,), (2, 700)], kahan=True, step=1, eps=1e-3),
+        _case("small", [(3,), (2, 2)]),
         _case("nothing", [(0,), (2, 0)]),
         *(
             _case(f"{name}{suffix}", _layers(name, n), tags, **options)

@@ -105,18 +105,27 @@ class _Stack:
     """Whole matrices on this rank, and the placements that they went through, the last one theirs.
 
     path: () if nothing was sharded.
+    nested: dimensions of the mesh that shard one dimension together, the last one outermost, as
+        FSDP2 over tensor parallelism does.
     """
 
     local: torch.Tensor
     moved: DTensor | None = None
     path: tuple[tuple[Placement, ...], ...] = ()
+    nested: tuple[int, ...] = ()
 
     def sent_back(self, result: torch.Tensor) -> torch.Tensor:
         if self.moved is None:
             return result
+        mesh = self.moved.device_mesh
+        if self.nested:  # whole on every rank, which keeps its own part
+            for i in reversed(self.nested):
+                dim = _dim_of(self.path[0][i])
+                result = result.chunk(mesh.size(i), dim)[mesh.get_local_rank(i)]
+            return result
         whole = DTensor.from_local(
             result,
-            self.moved.device_mesh,
+            mesh,
             self.moved.placements,
             run_check=False,
             shape=self.moved.shape,
@@ -135,14 +144,16 @@ def _gathered(shards: list[torch.Tensor], like: nn.Parameter) -> _Stack:
     stack = torch.stack(shards)
     if not isinstance(like, DTensor):
         return _Stack(stack)
-    placed = [_along_stack(placement, like.dim()) for placement in like.placements]
-    # Dimensions of the mesh that shard rows or columns, undone from the last to the first, as they
-    # are nested. Along the first one, ranks get different matrices, if it shards in one piece each.
-    split = [i for i, p in enumerate(placed) if p.is_shard() and p.dim > like.dim() - 2]
+    placed = [_along_stack(placement) for placement in like.placements]
+    # Dimensions of the mesh that shard rows or columns.
+    split = [i for i, p in enumerate(placed) if _dim_of(p) > like.dim() - 2]
+    nested = any(type(placed[i]) is not Shard for i in split)
     path = [tuple(placed)]
+    # Undone from the last to the first. Along the first one, ranks get different matrices.
     for i in reversed(split):
-        placed[i] = Shard(0) if i == split[0] and type(placed[i]) is Shard else Replicate()
+        placed[i] = Shard(0) if i == split[0] and not nested else Replicate()
         path.append(tuple(placed))
+    path = [path[0], path[-1]] if nested else path
     shape = torch.Size((len(shards), *like.shape))
     whole = DTensor.from_local(
         stack,
@@ -154,15 +165,22 @@ def _gathered(shards: list[torch.Tensor], like: nn.Parameter) -> _Stack:
     )
     for placements in path[1:]:
         whole = whole.redistribute(placements=placements)
-    return _Stack(whole.to_local(), whole, tuple(path))
+    return _Stack(whole.to_local(), whole, tuple(path), tuple(split) if nested else ())
 
 
-def _along_stack(placement: Placement, dims: int) -> Placement:
+def _along_stack(placement: Placement) -> Placement:
     """The same sharding of a tensor behind one more dimension."""
-    if not placement.is_shard():
+    if _dim_of(placement) < 0:
         return placement
-    dim = placement.dim % dims + 1
+    dim = _dim_of(placement) + 1
     if type(placement) is Shard:
         return Shard(dim)
     # FSDP2 over tensor parallelism of the same dimension
     return type(placement)(dim, split_factor=placement.split_factor)
+
+
+def _dim_of(placement: Placement) -> int:
+    """The sharded dimension, or -1. `is_shard` is false where FSDP2 and tensor parallelism share
+    one.
+    """
+    return getattr(placement, "dim", -1)
