@@ -27,11 +27,20 @@ class Driver:
         self.names = []  # the kernel of each launch
         self.change = None  # transforms PTX, to plant faults
         self.counts = None  # kernel name -> Counts, if requested
+        self.pointed = {}  # address of a table of addresses -> the tensors, at its end
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
             load_binary=lambda name, cubin, shared, device: (name, name, 0, 0, 1024),
             unload_module=lambda name: None,
         )
+
+    def translated(self, a, memory):
+        """An argument; if it is a table of addresses, a copy with those in `memory`."""
+        tensors = self.pointed.get(a.data_ptr()) if isinstance(a, torch.Tensor) else None
+        if tensors is None:
+            return a
+        held = [memory.put(t, t.data_ptr() % 16) if t.numel() else 0 for t in tensors]
+        return torch.cat((a[: -len(held)], torch.tensor(held)))
 
     def get_current_device(self):
         return self.arch
@@ -79,6 +88,7 @@ class Driver:
                         *a.strides,
                     ]
                 elif kind != "constexpr":
+                    a = self.translated(a, memory)
                     values.insert(
                         0,
                         memory.put(a, a.data_ptr() % 16)

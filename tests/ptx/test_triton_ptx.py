@@ -29,6 +29,7 @@ from tilewright.bench import contract
 from tilewright.bench.page.files import counts_of
 from tilewright.ops import (
     BlockFP8,
+    adamw_,
     dequantize_block_fp8,
     dequantize_nvfp4,
     permute,
@@ -87,6 +88,7 @@ MORE = {
     "unpermute": ("ragged", "sentinels", "unweighted"),
     "quantize_nvfp4": ("ragged", "square", "random", "hadamard_signs", "transpose"),
     "dequantize_nvfp4": ("ragged", "noise"),
+    "adamw_": ("ragged", "chunks"),
 }
 # Cases of ops that share kernels with others, whose cases all run.
 SOME = {
@@ -376,6 +378,27 @@ def scales(driver, dtype):
         assert (driver.memories[-1].times(x, "written") == 1).all()
 
 
+def states_in_bfloat16(driver):
+    """Beside parameters in float32, which no contract case has; and tensors off 16 bytes."""
+    case = next(c for c in operations()["adamw_"].cases if c.name == "chunks")
+    for offset in (0, 1):
+        results = []
+        for name in ("triton", "eager"):
+            given = case.make("cpu", F32, 0)
+            for state in ("exp_avgs", "exp_avg_sqs"):
+                held = [torch.zeros(t.numel() + offset, dtype=BF16) for t in given[state]]
+                given[state] = [
+                    h[offset:].view(t.shape).copy_(t)
+                    for h, t in zip(held, given[state], strict=True)
+                ]
+            results.append(contract.leaves(adamw_(**given, implementation=name)))
+        for a, b in zip(*results, strict=True):
+            tolerance = 1e-2 if a.dtype == BF16 else 2e-6  # a tie falls to the other side
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=1e-6)
+            if a.dtype == BF16:
+                assert (a == b).double().mean() > 0.98
+
+
 def narrow_rows_on_four_warps(driver):
     """Two threads exchange partial sums over rows and both write the result, which must have the
     same bits in both.
@@ -621,6 +644,7 @@ def runs():
             dtype,
         )
     found["sm_90-nearest"] = 90, rounds_to_nearest
+    found["sm_90-adamw_-states_in_bfloat16"] = 90, states_in_bfloat16
     found["sm_90-rmsnorm-narrow_rows_on_four_warps"] = 90, narrow_rows_on_four_warps
     found["sm_90-cross_entropy-losses"] = 90, losses_of_rows
     found["sm_90-cross_entropy-scale"] = 90, scales, BF16
@@ -718,6 +742,7 @@ def started():
 
     from ptx.driver import Driver
     from tilewright.kernels import (
+        adamw_triton,
         fused_quantize_triton,
         grouped_gemm_triton,
         quantize_triton,
@@ -733,6 +758,14 @@ def started():
     )  # Triton accepts CPU tensors, and this is not the interpreter
     driver = Driver()
     triton_driver.set_active(driver)
+    real_table = adamw_triton.table
+
+    def table(device, sizes, lists):
+        found = real_table(device, sizes, lists)
+        driver.pointed = {found.data_ptr(): [t for tensors in lists for t in tensors]}
+        return found
+
+    adamw_triton.table = table
     # Tensors are on the CPU, so the launchers get the device's properties here.
     grouped_gemm_triton.has_tma = lambda device: driver.arch >= 90
     grouped_gemm_triton.large_shared_memory = lambda device: driver.arch // 10 in (9, 10)

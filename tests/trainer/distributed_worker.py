@@ -16,9 +16,12 @@ import sys
 import torch
 import torch.distributed as dist
 from helpers import leave
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tilewright.trainer import adapters, checkpoint, hf, mesh, train
+from tilewright.trainer import adapters, checkpoint, hf, matrices, mesh, train
 from tilewright.trainer.batches import collate, padding
 from tilewright.trainer.build import build_engine, build_model, choose_ops, compute_dtype
 from tilewright.trainer.config import load
@@ -118,6 +121,49 @@ def save(folder, engine, state):
     return engine.save(saver, 1, state)
 
 
+def placements():
+    """Results of `compute_whole` on shards, and on whole matrices, by placements of a 2 x 2 mesh.
+
+    The computation mixes all elements of a matrix, so that a shard alone would give another result.
+    """
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+    def mixed(stacks):
+        return [(s.double() * s.double().sum((-2, -1), keepdim=True)).float() for s in stacks]
+
+    def sharded(rows, columns, *placed):
+        return [distribute_tensor(torch.randn(rows, columns), both, placed) for _ in range(3)]
+
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(*(torch.nn.Linear(6, 12, bias=False) for _ in range(3)))
+    whole = [layer.weight.detach().clone() for layer in model]
+    for layer, style in zip(
+        model, (ColwiseParallel, RowwiseParallel, ColwiseParallel), strict=True
+    ):
+        parallelize_module(layer, both["tensor"], style())
+    fully_shard(model, mesh=both["data"])
+    kinds = {"fsdp2 x tp": (list(model.parameters()), whole)}
+    for placed in ((Shard(0), Shard(1)), (Shard(1), Replicate()), (Replicate(), Shard(0))):
+        tensors = sharded(5, 7, *placed)
+        kinds[str(placed)] = tensors, [full(t) for t in tensors]
+    experts = [distribute_tensor(torch.randn(4, 6, 3), both, (Shard(1), Shard(0)))]
+    kinds["experts"] = experts, [full(t) for t in experts]
+    found = {}
+    for name, (tensors, values) in kinds.items():
+        same = matrices.alike(dict.fromkeys(tensors, matrices.Parts()))
+        shards = {p: p.to_local().detach().clone().contiguous() for p in tensors}
+        matrices.compute_whole(same, shards, mixed)
+        results = [
+            full(
+                DTensor.from_local(s, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+            )
+            for p, s in shards.items()
+        ]
+        for i, (a, b) in enumerate(zip(results, mixed(values), strict=True)):
+            found[f"{name} {i}"] = a, b
+    return found
+
+
 STATE = {"run": {}, "ops": {}}
 
 
@@ -136,7 +182,9 @@ def main(folder):
         if whole:
             train.train(config, ranks)
             continue
-        if name.startswith("train"):
+        if name == "placements":
+            found = placements()
+        elif name.startswith("train"):
             engine, found = several_steps(config, ranks, bins, min(4, config.train.max_steps))
             if name == "train_and_save":
                 written = save(folder, engine, STATE)

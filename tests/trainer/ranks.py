@@ -67,17 +67,16 @@ def run_modes(number, folder, modes):
     return (folder / "said.txt").read_text()
 
 
-def together_and_alone(folder, path, bins, modes, adam):
-    """Several steps in four ranks in each of these modes, and in one process, by SGD and with these
-    arguments by AdamW: `found[mode]`, `alone[whether by AdamW]`.
+def together_and_alone(folder, path, bins, modes, alone):
+    """Several steps in four ranks in each of these modes, and in one process with each of the
+    arguments in `alone`: `found[mode]`, `alone[key]`.
     """
     torch.save(bins, folder / "bins.pt")
     run_modes(4, folder, modes)
     found = {mode: torch.load(folder / f"{mode}.pt") for mode in modes}
-    alone = {
-        chosen: distributed_worker.several_steps(
-            load(path, ["--train.micro_batch_size=4", *(adam if chosen else [])]), Mesh(), bins
+    return found, {
+        key: distributed_worker.several_steps(
+            load(path, ["--train.micro_batch_size=4", *options]), Mesh(), bins
         )[1]
-        for chosen in (False, True)
+        for key, options in alone.items()
     }
-    return found, alone

@@ -100,7 +100,13 @@ OF_THE_SERVER = {
         )
     ),
 }
-OURS = {"model.batch_invariant"}
+OURS = {
+    "model.batch_invariant",
+    "train.adam_beta1",
+    "train.adam_beta2",
+    "train.adam_epsilon",
+    "train.muon_ns_coefficients",
+}
 
 
 def test_every_field_of_the_reference_exists_and_no_other():
@@ -138,7 +144,7 @@ def test_one_field_is_explained(capsys):
     said = capsys.readouterr().out
     assert "  needs:   lora.enable_aqn = true\n" in said
     assert f"  needs:   only {{}}: {REFUSED['model.foundation']}" in said
-    assert "  needs:   only adamw or sgd: " in said
+    assert "  needs:   with lora.enable_lora: only adapters are trained" in said
     assert module.main(["--explain", "train.weight_decai"]) == 2
     assert capsys.readouterr().err == (
         "train.weight_decai: unknown key; did you mean train.weight_decay?\n"
@@ -228,7 +234,9 @@ def test_what_stands_in_for_a_wrong_value_is_not_judged(write):
         ("steps", "train.max_steps or train.gc_steps or train.save_steps"),
         ("sead", "train.seed"),
         ("logging_steps", None),
-        ("adam_beta1", None),
+        ("adam_betas", "train.adam_beta1 or train.adam_beta2"),
+        ("adam_eps", "train.adam_epsilon"),
+        ("beta2", "train.adam_beta2"),
         ("zzz", None),
     ],
 )
@@ -347,6 +355,9 @@ def test_merge_keys_of_yaml_work(write):
         ("data.val_set_size", ["true", ".nan"]),
         ("train.save_async", ["3", "[]"]),
         ("train.optimizer", ["adam"]),
+        ("train.adam_beta2", ["1", "-0.1", "true"]),
+        ("train.adam_epsilon", ["0", "none"]),
+        ("train.muon_ns_coefficients", ["cubic"]),
         ("train.recompute_modules", ["[]", "[norm]"]),
         ("train.no_decay_params", ["bias", "[[a]]"]),
         ("data.select_columns", ["3"]),
@@ -606,6 +617,7 @@ def test_refused_fields_may_name_their_default(least):
 
 NONE, DDP = "--train.data_parallel_mode=none", "--train.data_parallel_mode=ddp"
 FIRST = "--data.datasets.0."
+MUON = "--train.optimizer=muon"
 LORA, QLORA, WEIGHTS = "--lora.enable_lora=true", "--lora.enable_qlora=true", "--model.model_path=x"
 TP = "--train.tensor_parallel_size=2 --model.merge_qkv=false"
 # A violation of the rule, the error, and a similar value that is accepted.
@@ -678,6 +690,41 @@ RULES = [
         "--train.enable_forward_prefetch=false",
     ),
     (f'{NONE} --model.basic_modules=["x"]', "only fsdp2 reads this", '--model.basic_modules=["x"]'),
+    *(
+        (f"{other} --train.{field}", sentence, f"{one} --train.{field}")
+        for one, other, sentence, fields in (
+            (
+                MUON,
+                "--train.optimizer=anyprecision_adamw",
+                "only muon reads this",
+                "muon_lr=1 muon_momentum=0 muon_nesterov=false muon_ns_steps=1 "
+                "muon_ns_coefficients=polar_express muon_adjust_lr_fn=original",
+            ),
+            (
+                "--train.optimizer=anyprecision_adamw",
+                "--train.optimizer=sgd",
+                "only anyprecision_adamw and muon read this",
+                "optimizer_dtype=fp32",
+            ),
+            (
+                MUON,
+                "--train.optimizer=sgd",
+                "only adamw and anyprecision_adamw and muon read this",
+                "adam_beta1=0.5 adam_beta2=0.9 adam_epsilon=1",
+            ),
+        )
+        for field in fields.split()
+    ),
+    *(
+        (
+            f"{MUON} --train.{name}=0.997",
+            "must be at most 0.996: a state in bfloat16",
+            f"{MUON} --train.{name}=0.997 --train.optimizer_dtype=fp32",
+        )
+        for name in ("adam_beta1", "adam_beta2", "muon_momentum")
+    ),
+    ("--train.adam_beta2=0.999 --train.optimizer=anyprecision_adamw", "must be at most 0.996", ""),
+    (f"{MUON} {LORA}", "muon would have no matrix", LORA),
     (f"{FIRST}trust_remote_code=true", "no longer runs", f"{FIRST}trust_remote_code=false"),
     (
         f"{FIRST}path=a/b {FIRST}data_files=f",

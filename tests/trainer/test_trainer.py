@@ -387,6 +387,24 @@ SPREAD = {
         '--train.recompute_modules=["mlp"]',
     ],
 }
+# Matrices whose update shows every difference; all else moves little, since AdamW's division
+# amplifies rounding errors of small gradients.
+MUON = [
+    "--train.data_parallel_mode=fsdp2",
+    "--train.optimizer=muon",
+    "--train.optimizer_dtype=fp32",
+    "--train.lr=1e-6",
+    "--train.muon_lr=0.01",
+    "--train.weight_decay=0.1",
+]
+MUONS = {
+    "muon/train_and_save": [*MUON, "--train.expert_parallel_size=2"],
+    "muon/train_after_loading": [*MUON],
+    "muon/train_replicas": [*MUON, "--train.data_parallel_replicate_size=2"],
+    "muon/train_outside": [*MUON, "--train.expert_parallel_size=2", "--train.ep_outside=true"],
+    "muon/train_ddp": [*MUON[1:], "--train.data_parallel_mode=ddp"],
+    "muon/placements": [*MUON],
+}
 
 
 @pytest.fixture(scope="module")
@@ -406,8 +424,14 @@ def spread(tmp_path_factory):
         train__max_grad_norm=0.2,
         data__pad_to_multiple_of=1,
     )
+    bins = make_bins()
+    (folder / "muon").mkdir()
+    torch.save(bins, folder / "muon/bins.pt")
+    shutil.copy(path, folder / "muon/config.yaml")
     adam = ["--train.optimizer=adamw", "--train.lr=1e-3"]
-    found, alone = together_and_alone(folder, path, make_bins(), SPREAD, adam)
+    found, alone = together_and_alone(
+        folder, path, bins, SPREAD | MUONS, {False: [], True: adam, "muon": MUON[1:]}
+    )
     return folder, path, found, alone
 
 
@@ -447,6 +471,30 @@ def test_experts_spread_over_processes_train_as_in_one(mode, spread):
         )  # losses are means over micro-batches with different token counts
 
 
+@pytest.mark.parametrize("mode", [mode for mode in MUONS if mode != "muon/placements"])
+def test_muon_orthogonalizes_whole_matrices_under_every_layout(mode, spread):
+    _, path, found, alone = spread
+    found, want = found[mode], alone["muon"]
+    np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-5)
+    start = distributed_worker.several_steps(load(path, []), Mesh(), [], steps=0)[1]["weights"]
+    for name, weight in want["weights"].items():
+        away = (found["weights"][name] - weight).abs().max()
+        assert away <= 1e-5 * weight.abs().max(), (name, away)
+        if "proj" in name:  # in four steps
+            assert (weight - start[name]).norm() > 0.01 * weight.norm()
+
+
+def test_matrices_are_whole_under_every_placement(spread):
+    """Parameters sharded by FSDP2 and tensor parallelism, on a mesh of 2 x 2."""
+    for name, (found, want) in spread[2]["muon/placements"].items():
+        assert torch.equal(found, want), name
+
+
+def test_checkpoints_of_muon_move(spread):
+    folder, path, found, _ = spread
+    check_moves((folder / "muon", path, {k[5:]: v for k, v in found.items()}, None), MUON)
+
+
 @pytest.mark.parametrize(
     "mode, calls",
     [("train", 7), ("train_moe_act", 7), ("train_moe_act_mlp", 7), ("train_recompute", 9)],
@@ -456,7 +504,7 @@ def test_moe_act_sends_no_token_twice_and_nothing_exchanges_sizes_again(mode, ca
     assert spread[2][mode]["all_to_alls"] == layers * micro_batches * calls
 
 
-def check_moves(trained, *arguments):
+def check_moves(trained, options=("--train.optimizer=adamw",)):
     """The checkpoint of `train_and_save` must load in the processes of `train_after_loading`, with
     another layout, and in one process. Returns the latter's model and optimizer, and the saved
     state.
@@ -466,23 +514,23 @@ def check_moves(trained, *arguments):
     for kind in ("restored", *hf.LOAD_MODES):
         assert all(torch.equal(moved[kind][name], w) for name, w in want["weights"].items()), kind
     assert all(torch.equal(a, b) for a, b in zip(moved["moments"], want["moments"], strict=True))
-    config = load(path, ["--train.optimizer=adamw", *arguments])
+    config = load(path, [*options])
     model = Transformer(shape_of(config), Ops.resolve(), config.model.merge_qkv)
     optimizer = optim.build_optimizer(model, config.train)
     checkpoint.restore(
         folder / "checkpoints/global_step_1", model, optimizer, Mesh(), run={}, ops={}
     )
     assert all(torch.equal(p, want["weights"][name]) for name, p in model.named_parameters())
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(distributed_worker.moments(optimizer), want["moments"], strict=True)
+    )
     return model, optimizer, want
 
 
 def test_checkpoints_of_spread_experts_move(spread):
     folder, *_ = spread
-    model, optimizer, want = check_moves(spread)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(distributed_worker.moments(optimizer), want["moments"], strict=True)
-    )
+    model, _, want = check_moves(spread)
     for name, weight in want["weights"].items():  # one file with separate tensors per expert
         parts = hf.split(name, weight, model.config)
         for target, part in zip(hf.sources(name, model.config), parts, strict=True):

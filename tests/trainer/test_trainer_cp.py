@@ -87,7 +87,7 @@ def trained(tmp_path_factory):
         data__pad_to_multiple_of=1,
     )
     adam = [f"--train.{name}={value}" for name, value in ADAM.items()]
-    found, alone = together_and_alone(folder, path, make_bins(), MODES, adam)
+    found, alone = together_and_alone(folder, path, make_bins(), MODES, {False: [], True: adam})
     return folder, path, found, alone
 
 

@@ -96,6 +96,7 @@ TEXT = {"data__datasets": "@text", "model__tokenizer_path": "@tokenizer"}
 EVAL = {"data__val_set_size": 4}
 DECAY = {"train__lr_decay_style": "linear"}
 WARM = {"train__lr_warmup_ratio": 0.6}
+MUON = {"train__optimizer": "muon"}
 WANDB = {"train__use_wandb": True}
 PROFILE = {
     "train__enable_profiling": True,
@@ -185,7 +186,17 @@ ROWS = [
     row("train.reshard_after_forward", False, "resharded", **FSDP2),
     row("train.enable_full_shard", False, "resharded", **FSDP2),
     row("train.enable_forward_prefetch", False, "prefetched", **FSDP2),
-    row("train.optimizer", "sgd", "weights"),
+    row("train.optimizer", "muon", "weights"),
+    row("train.optimizer_dtype", "fp32", "weights", train__optimizer="anyprecision_adamw"),
+    row("train.adam_beta1", 0.5, "weights"),
+    row("train.adam_beta2", 0.5, "weights"),
+    row("train.adam_epsilon", 1.0, "weights"),
+    row("train.muon_lr", 0.1, "weights", **MUON),
+    row("train.muon_momentum", 0.5, "weights", **MUON),
+    row("train.muon_nesterov", False, "weights", **MUON),
+    row("train.muon_ns_steps", 3, "weights", **MUON),
+    row("train.muon_ns_coefficients", "polar_express", "weights", **MUON),
+    row("train.muon_adjust_lr_fn", "match_rms_adamw", "weights", **MUON),
     row("train.lr", 2e-2, "weights"),
     row("train.lr_min", 5e-3, "weights", **DECAY),
     row("train.lr_start", 5e-3, "weights", **WARM),
@@ -665,11 +676,11 @@ def test_every_field_is_in_the_table():
         file, _, name = test.partition("::")
         [found] = (ROOT / "tests").rglob(file)
         assert f"def {name}(" in found.read_text(), f"{path}: there is no {test}"
-    assert not proven & HELD.keys() and not proven & REFUSED.keys() - {"train.optimizer"}
+    assert not proven & HELD.keys() and not proven & REFUSED.keys()
     assert fields == proven | HELD.keys() | REFUSED.keys()
 
 
-@pytest.mark.parametrize("path", sorted(REFUSED.keys() - {"train.optimizer", "train.init_device"}))
+@pytest.mark.parametrize("path", sorted(REFUSED.keys() - {"train.init_device"}))
 def test_what_is_refused_is_refused(path, world):
     field = leaves(Config)[path]
     other = {"boolean": not field.default, "integer": 2, "number": 0.5, "mapping": {"a": 1}}

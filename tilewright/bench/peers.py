@@ -72,6 +72,12 @@ PEERS: dict[str, Peer] = {
         peers_packages.no_transformers,
         {"moe_mlp": peers_packages.experts_of_transformers("grouped_mm")},
     ),
+    "torch-fused": Peer(
+        "torch", lambda device: None, {"adamw_": peers_packages.torch_adamw(fused=True)}
+    ),
+    "torch-foreach": Peer(
+        "torch", lambda device: None, {"adamw_": peers_packages.torch_adamw(foreach=True)}
+    ),
     "bitsandbytes": Peer(
         "bitsandbytes",
         lambda device: platform.no_module("bitsandbytes"),

@@ -1,5 +1,5 @@
-"""Experts of transformers, NF4 of bitsandbytes and NVFP4 of torchao, called with the arguments of
-tilewright's.
+"""Experts of transformers, NF4 of bitsandbytes, NVFP4 of torchao and torch's AdamW, called with the
+arguments of tilewright's.
 """
 
 from __future__ import annotations
@@ -100,3 +100,34 @@ def torchao_dequantize_nvfp4(q, *, dtype=None, **more):
     return module.NVFP4Tensor(
         q.data, q.scale, 16, q.dtype if dtype is None else dtype, q.global_scale
     ).dequantize()
+
+
+def torch_adamw(**how):
+    """torch.optim's AdamW. how: fused=True or foreach=True."""
+
+    def adamw_(params, grads, exp_avgs, exp_avg_sqs, compensations=None, *, step, betas=(0.9, 0.999),
+               eps=1e-8, weight_decay=0.01, lr):  # fmt: skip
+        only("torch", {"compensations": compensations}, compensations=None)
+        if params and exp_avgs[0].dtype != params[0].dtype:
+            raise Unsupported("torch.optim.AdamW's states have the parameters' dtype")
+        device = params[0].device if params and "fused" in how else None
+        importlib.import_module("torch.optim.adamw").adamw(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            # It counts the step itself.
+            [*torch.full((len(params),), step - 1.0, device=device).unbind()],
+            amsgrad=False,
+            beta1=betas[0],
+            beta2=betas[1],
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=False,
+            **how,
+        )
+        return params, exp_avgs, exp_avg_sqs
+
+    return adamw_

@@ -81,10 +81,10 @@ def leaves(value: Any) -> list[torch.Tensor]:
     return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
-def convert(kwargs: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    """New leaves with the same values, in `dtype` or (None) in their own dtypes. Integers, options
-    and the contents of quantized tensors are passed on; `dtype` is then the dtype that a quantized
-    tensor dequantizes to.
+def convert(kwargs: dict[Any, Any], dtype: torch.dtype | None) -> dict[Any, Any]:
+    """New leaves with the same values, in `dtype` or (None) in their own dtypes, also in lists.
+    Integers, options and the contents of quantized tensors are passed on; `dtype` is then the dtype
+    that a quantized tensor dequantizes to.
     """
     new = {}
     for name, value in kwargs.items():
@@ -96,6 +96,9 @@ def convert(kwargs: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]
             new[name] = fresh.copy_(value.detach()).requires_grad_(value.requires_grad)
         elif isinstance(value, torch.Tensor):
             new[name] = value.clone()
+        elif isinstance(value, list):
+            numbered = convert(dict(enumerate(value)), dtype)
+            new[name] = [numbered[i] for i in range(len(value))]
         elif isinstance(value, Quantized):
             new[name] = dataclasses.replace(
                 pytree.tree_map_only(torch.Tensor, torch.clone, value), dtype=dtype or value.dtype

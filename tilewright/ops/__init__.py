@@ -2,6 +2,7 @@
 
 from tilewright.ops._targets import checked_targets
 from tilewright.ops.activation import GELU_MUL, SILU_MUL, Gate, gelu_mul, silu_mul
+from tilewright.ops.adamw import ADAMW, adamw_
 from tilewright.ops.aqn import AQN, AQN_NOISE, aqn_noise, aqn_schedule
 from tilewright.ops.attention import ATTENTION, attention
 from tilewright.ops.block_fp8 import (
@@ -34,6 +35,7 @@ from tilewright.ops.mxfp8 import (
     dequantize_mxfp8,
     quantize_mxfp8,
 )
+from tilewright.ops.newton_schulz import NEWTON_SCHULZ, newton_schulz
 from tilewright.ops.nf4 import DEQUANTIZE_NF4, QUANTIZE_NF4, dequantize_nf4, quantize_nf4
 from tilewright.ops.nf4_format import NF4
 from tilewright.ops.nvfp4 import (
@@ -84,6 +86,8 @@ OPS = {
         QUANTIZED_LINEAR,
         FP8_LINEAR,
         AQN_NOISE,
+        NEWTON_SCHULZ,
+        ADAMW,
     )
 }
 
@@ -95,6 +99,7 @@ __all__ = [
     "OPS",
     "BlockFP8",
     "Gate",
+    "adamw_",
     "add_rmsnorm",
     "add_rmsnorm_quantize",
     "aqn_noise",
@@ -114,6 +119,7 @@ __all__ = [
     "linear_logprob",
     "moe_lora",
     "moe_mlp",
+    "newton_schulz",
     "permute",
     "qk_norm_rope",
     "quantize_block_fp8",

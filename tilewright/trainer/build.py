@@ -143,7 +143,14 @@ def identity(config: Config, shape: ModelConfig, batches: Batches) -> dict[str, 
         },
         "optimizer": {
             k: getattr(t, k)
-            for k in ("optimizer", "no_decay_modules", "no_decay_params", "freeze_router")
+            for k in (
+                "optimizer",
+                "no_decay_modules",
+                "no_decay_params",
+                "freeze_router",
+                # States in another dtype are other states.
+                *(["optimizer_dtype"] if t.optimizer in ("anyprecision_adamw", "muon") else []),
+            )
         },
         "data": {
             **batches.bins.identity(),

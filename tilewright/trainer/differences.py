@@ -118,6 +118,7 @@ ELSEWHERE = {
     "lr_scheduler_type": "train.lr_decay_style",
     "warmup_steps": "train.lr_warmup_ratio",
     "optim": "train.optimizer",
+    "adam_eps": "train.adam_epsilon",
     "per_device_train_batch_size": "train.micro_batch_size",
     "epochs": "train.num_train_epochs",
     "bf16": "train.enable_mixed_precision",

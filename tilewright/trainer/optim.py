@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Collection
 
 import torch
 from torch import nn
 
 from tilewright.trainer.config import Train
-
-# Constructors from groups: an optimizer is a line here. Each group has its own learning rate.
-# States are float32, as the parameters are; AdamW is one fused kernel.
-OPTIMIZERS: dict[str, Callable[[list[dict]], torch.optim.Optimizer]] = {
-    "adamw": lambda groups: torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True),
-    "sgd": torch.optim.SGD,
-}
+from tilewright.trainer.matrices import matrices
+from tilewright.trainer.muon import Muon, Settings
 
 
 def schedule(step: int, total: int, train: Train) -> float:
@@ -38,18 +33,25 @@ def schedule(step: int, total: int, train: Train) -> float:
     return least + (1 - least) * share
 
 
-def parameter_groups(model: nn.Module, train: Train) -> list[dict]:
-    """Two groups, with weight decay and without; every trainable parameter is in exactly one.
+def parameter_groups(
+    model: nn.Module, train: Train, matrices: Collection[nn.Parameter] = ()
+) -> list[dict]:
+    """Two groups, with weight decay and without, and two of matrices, whose learning rate is
+    muon_lr; every trainable parameter is in exactly one.
 
     no_decay_modules match the module's path, no_decay_params the parameter's own name, both as
     substrings. Raises ValueError for one that matches nothing.
     """
-    decay, no_decay = [], []
     names = [n.rpartition(".") for n, _ in model.named_parameters()]
     for field, part in (("no_decay_modules", 0), ("no_decay_params", 2)):
         for text in getattr(train, field):
             if not any(text in name[part] for name in names):
                 raise ValueError(f"train.{field}: {text!r} matches no name in the model")
+    groups = [
+        {"params": [], "lr": lr, "weight_decay": weight_decay}
+        for lr in (train.lr, train.muon_lr)
+        for weight_decay in (train.weight_decay, 0.0)
+    ]
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
@@ -57,17 +59,36 @@ def parameter_groups(model: nn.Module, train: Train) -> list[dict]:
         exempt = any(s in module for s in train.no_decay_modules) or any(
             s in own for s in train.no_decay_params
         )
-        (no_decay if exempt else decay).append(p)
-    return [
-        {"params": decay, "lr": train.lr, "weight_decay": train.weight_decay},
-        {"params": no_decay, "lr": train.lr, "weight_decay": 0.0},
-    ]
+        groups[2 * (p in matrices) + exempt]["params"].append(p)
+    return groups if matrices else groups[:2]
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
     """Each group starts at its peak learning rate."""
-    groups = [g for g in parameter_groups(model, train) if g["params"]]
-    return OPTIMIZERS[train.optimizer](groups)
+    chosen = matrices(model) if train.optimizer == "muon" else {}
+    if train.optimizer == "muon" and not chosen:
+        raise ValueError("train.optimizer = muon: the model has no trainable matrix")
+    groups = [g for g in parameter_groups(model, train, set(chosen)) if g["params"]]
+    betas = (train.adam_beta1, train.adam_beta2)
+    if train.optimizer == "sgd":
+        return torch.optim.SGD(groups)
+    if train.optimizer == "adamw":  # states in the parameters' dtype, float32; one fused kernel
+        return torch.optim.AdamW(groups, betas=betas, eps=train.adam_epsilon, fused=True)
+    settings = Settings(
+        betas=betas,
+        eps=train.adam_epsilon,
+        states=DTYPES[train.optimizer_dtype],
+        products=torch.bfloat16 if train.enable_mixed_precision else torch.float32,
+        momentum=train.muon_momentum,
+        nesterov=train.muon_nesterov,
+        steps=train.muon_ns_steps,
+        coefficients=train.muon_ns_coefficients,
+        adjust=train.muon_adjust_lr_fn or "original",
+    )
+    return Muon(groups, settings, chosen)
 
 
 def peaks(optimizer: torch.optim.Optimizer) -> list[float]:

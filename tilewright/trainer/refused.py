@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-_PP, _MUON, _OFFLOAD = (
+_PP, _OFFLOAD = (
     f"{what} not in this version"
     for what in (
         "pipeline parallelism is",
-        "muon and anyprecision_adamw are",
         "activation offload is",
     )
 )
@@ -26,24 +25,11 @@ REFUSED: dict[str, str] = {
             "pp_variable_seq_lengths",
         )
     },
-    **{
-        f"train.{name}": _MUON
-        for name in (
-            "optimizer",
-            "optimizer_dtype",
-            "muon_lr",
-            "muon_momentum",
-            "muon_nesterov",
-            "muon_ns_steps",
-            "muon_adjust_lr_fn",
-        )
-    },
     "train.enable_activation_offload": _OFFLOAD,
     "train.activation_gpu_limit": _OFFLOAD,
     "train.init_device": "NPU devices are not supported",
 }
 ACCEPTED = {
-    "train.optimizer": ("adamw", "sgd"),
     "train.init_device": ("auto", "cpu", "cuda", "meta"),
 }
 # Fields that only FSDP2 uses, with their neutral values.
@@ -72,4 +58,21 @@ LORA_ONLY = {
         ("quant_format", "quant_group_size", "exclude_modules", "enable_aqn"), "enable_qlora"
     ),
     "aqn_alpha": "enable_aqn",
+}
+
+# Fields of train that only some optimizers read.
+MUON_ONLY = (
+    "muon_lr",
+    "muon_momentum",
+    "muon_nesterov",
+    "muon_ns_steps",
+    "muon_ns_coefficients",
+    "muon_adjust_lr_fn",
+)
+OPTIMIZERS_ONLY = {
+    **dict.fromkeys(MUON_ONLY, ("muon",)),
+    "optimizer_dtype": ("anyprecision_adamw", "muon"),
+    **dict.fromkeys(
+        ("adam_beta1", "adam_beta2", "adam_epsilon"), ("adamw", "anyprecision_adamw", "muon")
+    ),
 }

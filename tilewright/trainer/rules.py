@@ -13,7 +13,7 @@ from tilewright import platform
 from tilewright.nn.quantized import wrong_group_size
 from tilewright.ops.expert_parallel import no_deepep
 from tilewright.trainer.field_tree import default_of, get, show
-from tilewright.trainer.refused import ACCEPTED, FSDP2_ONLY, LORA_ONLY, REFUSED
+from tilewright.trainer.refused import ACCEPTED, FSDP2_ONLY, LORA_ONLY, OPTIMIZERS_ONLY, REFUSED
 
 if TYPE_CHECKING:
     from tilewright.trainer.config import Config, Dataset
@@ -51,6 +51,7 @@ def _relations(config: Config) -> Iterator[tuple[bool, str, str]]:
     yield from _experts(config)
     yield from _tensor_parallel(config)
     yield from _train(config)
+    yield from _optimizers(config)
     yield from _lora(config)
 
 
@@ -299,6 +300,32 @@ def _train(config: Config) -> Iterator[tuple[bool, str, str]]:
         t.profile_end_step <= t.profile_start_step,
         "train.profile_end_step train.profile_start_step",
         "profiling must end after it starts",
+    )
+
+
+def _optimizers(config: Config) -> Iterator[tuple[bool, str, str]]:
+    t = config.train
+    for name, readers in OPTIMIZERS_ONLY.items():
+        yield (
+            t.optimizer not in readers
+            and getattr(t, name) != default_of(type(config), f"train.{name}"),
+            f"train.{name} train.optimizer",
+            f"only {' and '.join(readers)} read{'s' * (len(readers) == 1)} this",
+        )
+    half = t.optimizer_dtype == "bf16" and t.optimizer in OPTIMIZERS_ONLY["optimizer_dtype"]
+    for name in ("adam_beta1", "adam_beta2", "muon_momentum"):
+        yield (
+            half
+            and getattr(t, name) > 1 - 2**-8
+            and (name != "muon_momentum" or t.optimizer == "muon"),
+            f"train.{name} train.optimizer_dtype",
+            "must be at most 0.996: a state in bfloat16 that loses less than 1 / 256 in a step "
+            "rounds to where it was; fp32 keeps it",
+        )
+    yield (
+        t.optimizer == "muon" and config.lora.enable_lora,
+        "train.optimizer lora.enable_lora",
+        "only adapters are trained, and those by AdamW: muon would have no matrix",
     )
 
 

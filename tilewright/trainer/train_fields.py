@@ -66,6 +66,9 @@ class Train(Section):
         "bf16",
         "Dtype of the states of anyprecision_adamw and muon; adamw's are of the parameters' dtype.",
     )
+    adam_beta1: float = field(0.9, "AdamW: decay of the first moment.", ge=0, lt=1)
+    adam_beta2: float = field(0.95, "AdamW: decay of the second moment.", ge=0, lt=1)
+    adam_epsilon: float = field(1e-8, "AdamW: added to the root of the second moment.", gt=0)
     lr: float = field(5e-5, "Peak learning rate.", gt=0)
     lr_min: float = field(1e-7, "Learning rate at the end of the decay.", ge=0)
     lr_start: float = field(0.0, "Learning rate at the start of the warmup.", ge=0)
@@ -84,12 +87,19 @@ class Train(Section):
     max_grad_norm: float = field(
         1.0, "Gradients are clipped to this global norm; 0: not clipped.", ge=0
     )
-    muon_lr: float = field(0.02, "Muon: learning rate of matrices.", gt=0)
+    muon_lr: float = field(
+        0.02, "Muon: peak learning rate of hidden matrices; all else is trained by AdamW.", gt=0
+    )
     muon_momentum: float = field(0.95, "Muon: momentum.", ge=0, lt=1)
     muon_nesterov: bool = field(True, "Muon: Nesterov momentum.")
     muon_ns_steps: int = field(5, "Muon: Newton-Schulz iterations.", ge=1)
+    muon_ns_coefficients: Literal["quintic", "polar_express"] = field(
+        "quintic", "Muon: polynomials of the iterations; see newton_schulz."
+    )
     muon_adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = field(
-        None, "Muon: scaling of lr."
+        None,
+        "Muon: scaling of lr for an A x B matrix. original, or null: sqrt(max(1, A / B)); "
+        "match_rms_adamw: 0.2 sqrt(max(A, B)), for lr and weight decay as AdamW's.",
     )
     # batches
     micro_batch_size: int = field(

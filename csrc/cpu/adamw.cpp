@@ -1,0 +1,116 @@
+// AdamW over many tensors on the CPU, in place. The definition is tilewright/ops/adamw.py.
+//
+// Each element is read once and written once. A task is a piece of one tensor.
+#include <algorithm>
+
+#include "cpu/common.h"
+
+namespace tw {
+namespace {
+
+constexpr int64_t PIECE = 16384;
+
+struct Numbers {
+  float decay, rise1, beta2, rise2, size, root, eps;
+};
+
+template <class P, class G, class S>
+void update(const Numbers& f, P* p, const G* g, S* m, S* v, P* c, int64_t n) {
+  if (c == nullptr) {
+    TW_SIMD
+    for (int64_t i = 0; i < n; ++i) {
+      const float grad = load(g[i]), old = load(p[i]);
+      const float a = load(m[i]) + f.rise1 * (grad - load(m[i])), b = f.beta2 * load(v[i]) + f.rise2 * grad * grad;
+      store(m + i, a);
+      store(v + i, b);
+      store(p + i, old + (f.decay * old - f.size * a / (std::sqrt(b) * f.root + f.eps)));
+    }
+    return;
+  }
+  TW_SIMD
+  for (int64_t i = 0; i < n; ++i) {
+    const float grad = load(g[i]), old = load(p[i]);
+    const float a = load(m[i]) + f.rise1 * (grad - load(m[i])), b = f.beta2 * load(v[i]) + f.rise2 * grad * grad;
+    store(m + i, a);
+    store(v + i, b);
+    const float change = f.decay * old - f.size * a / (std::sqrt(b) * f.root + f.eps) + load(c[i]);
+    const float next = round_to(old + change, p);
+    store(p + i, next);
+    store(c + i, old - next + change);
+  }
+}
+
+using Tensors = std::vector<Tensor>;
+
+void adamw_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors compensations,
+            std::vector<double> numbers, int64_t step) {
+  STD_TORCH_CHECK(numbers.size() == 5 && step >= 1, "tilewright: numbers must be lr, beta1, beta2, eps, weight_decay");
+  STD_TORCH_CHECK(grads.size() == params.size() && exp_avgs.size() == params.size() &&
+                      exp_avg_sqs.size() == params.size() &&
+                      (compensations.empty() || compensations.size() == params.size()),
+                  "tilewright: adamw_ takes as many tensors in each list");
+  const double lr = numbers[0], beta1 = numbers[1], beta2 = numbers[2];
+  const Numbers f{float(-lr * numbers[4]),
+                  float(1 - beta1),
+                  float(beta2),
+                  float(1 - beta2),
+                  float(lr / (1 - std::pow(beta1, double(step)))),
+                  float(1 / std::sqrt(1 - std::pow(beta2, double(step)))),
+                  float(numbers[3])};
+  std::vector<int64_t> starts{0};  // pieces before each tensor
+  for (size_t i = 0; i < params.size(); ++i) {
+    const Tensor* all[] = {&params[i], &grads[i], &exp_avgs[i], &exp_avg_sqs[i],
+                           compensations.empty() ? &params[i] : &compensations[i]};
+    for (const Tensor* t : all) {
+      check_row_major("adamw_'s tensors", *t);
+      STD_TORCH_CHECK(t->numel() == params[i].numel(), "tilewright: adamw_'s tensors must have their parameter's size");
+    }
+    STD_TORCH_CHECK(all[0]->scalar_type() == params[0].scalar_type() &&
+                        all[1]->scalar_type() == grads[0].scalar_type() &&
+                        all[2]->scalar_type() == exp_avgs[0].scalar_type() &&
+                        all[3]->scalar_type() == exp_avgs[0].scalar_type() &&
+                        all[4]->scalar_type() == params[0].scalar_type(),
+                    "tilewright: adamw_'s lists must have a dtype each, compensations that of params");
+    starts.push_back(starts.back() + (params[i].numel() + PIECE - 1) / PIECE);
+  }
+  if (starts.back() == 0) return;
+  dispatch(params[0], [&](auto one) {
+    dispatch(grads[0], [&](auto two) {
+      dispatch(exp_avgs[0], [&](auto three) {
+        using P = decltype(one);
+        using G = decltype(two);
+        using S = decltype(three);
+        // Found once: a tensor's address costs a call.
+        std::vector<P*> p, c;
+        std::vector<const G*> g;
+        std::vector<S*> m, v;
+        for (size_t i = 0; i < params.size(); ++i) {
+          p.push_back(out<P>(params[i]));
+          g.push_back(in<G>(grads[i]));
+          m.push_back(out<S>(exp_avgs[i]));
+          v.push_back(out<S>(exp_avg_sqs[i]));
+          c.push_back(compensations.empty() ? nullptr : out<P>(compensations[i]));
+        }
+        torch::stable::parallel_for(0, starts.back(), grain(PIECE), [&](int64_t begin, int64_t end) {
+          size_t i = size_t(std::upper_bound(starts.begin(), starts.end(), begin) - starts.begin()) - 1;
+          for (int64_t piece = begin; piece < end; ++piece) {
+            while (starts[i + 1] <= piece) ++i;
+            const int64_t at = (piece - starts[i]) * PIECE, n = std::min(PIECE, params[i].numel() - at);
+            update(f, p[i] + at, g[i] + at, m[i] + at, v[i] + at, c[i] == nullptr ? nullptr : c[i] + at, n);
+          }
+        });
+      });
+    });
+  });
+}
+
+}  // namespace
+}  // namespace tw
+
+STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
+  m.def(
+      "adamw_cpp_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+      "Tensor(d!)[] compensations, float[] numbers, int step) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) { m.impl("adamw_cpp_", TORCH_BOX(&tw::adamw_)); }

@@ -1,0 +1,157 @@
+"""AdamW over many tensors: torch's numbers, states in bfloat16, compensation, bad input."""
+
+import pytest
+import torch
+from helpers import DEVICE, skip_unless_usable
+
+from tilewright.ops import adamw_
+from tilewright.ops.adamw import ADAMW
+from tilewright.registry import short
+
+IMPLEMENTATIONS = pytest.mark.parametrize("name", ADAMW.names())
+F32, BF16 = torch.float32, torch.bfloat16
+SHAPES = [(33, 5), (7,), (), (0, 3), (2, 3, 4), (5000,)]
+
+
+def draw(dtype=F32, seed=0, scale=1.0, shapes=SHAPES):
+    g = torch.Generator().manual_seed(seed)
+    return [(torch.randn(s or (), generator=g) * scale).to(dtype).to(DEVICE) for s in shapes]
+
+
+def zeros(like, dtype):
+    return [torch.zeros_like(t, dtype=dtype) for t in like]
+
+
+@IMPLEMENTATIONS
+def test_is_torchs_adamw(name):
+    skip_unless_usable(ADAMW, name, F32)
+    options = {"lr": 1e-2, "betas": (0.8, 0.97), "eps": 1e-6, "weight_decay": 0.1}
+    ours, theirs = draw(), [torch.nn.Parameter(p) for p in draw()]
+    m, v = zeros(ours, F32), zeros(ours, F32)
+    torchs = torch.optim.AdamW(theirs, **options)
+    for step in range(1, 6):
+        grads = draw(seed=step, scale=10.0**-step)
+        for p, g in zip(theirs, grads, strict=True):
+            p.grad = g
+        torchs.step()
+        found = adamw_(ours, grads, m, v, step=step, implementation=name, **options)
+    for mine, passed in zip(found, (ours, m, v), strict=True):
+        assert all(a is b for a, b in zip(mine, passed, strict=True))  # in place
+    for i, p in enumerate(theirs):
+        torch.testing.assert_close(ours[i], p.detach(), rtol=2e-6, atol=2e-7)
+        for mine, key in ((m, "exp_avg"), (v, "exp_avg_sq")):
+            torch.testing.assert_close(mine[i], torchs.state[p][key], rtol=2e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["eager", "cpp"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=short)
+def test_states_in_bfloat16_are_rounded_once(name, dtype):
+    """The update uses the moments before that: one step is that of states in float32."""
+    skip_unless_usable(ADAMW, name, dtype)
+    p, g, m, v = draw(dtype), draw(dtype, 1), draw(BF16, 2, 0.1), draw(BF16, 3, 0.1)
+    v = [t.abs() for t in v]
+    wide = [[t.clone() for t in p], [t.float() for t in m], [t.float() for t in v]]
+    adamw_(wide[0], g, wide[1], wide[2], step=4, lr=0.1, implementation=name)
+    adamw_(p, g, m, v, step=4, lr=0.1, implementation=name)
+    for a, b in zip(p, wide[0], strict=True):
+        assert torch.equal(a, b)
+    for states, wanted in ((m, wide[1]), (v, wide[2])):
+        for a, b in zip(states, wanted, strict=True):
+            assert a.dtype == BF16 and torch.equal(a, b.to(BF16))
+
+
+@IMPLEMENTATIONS
+def test_compensation_keeps_what_rounding_cuts_off(name):
+    """Steps of a twentieth of the last place: alone they are lost, summed they are not."""
+    dtype = F32 if name == "triton" and DEVICE == "cpu" else BF16
+    skip_unless_usable(ADAMW, name, dtype)
+    lr = 1e-9 if dtype == F32 else 1e-4
+    options = {"lr": lr, "betas": (0.0, 0.0), "eps": 1e-12, "weight_decay": 0.0}
+    options |= {"implementation": name}
+    n = 50
+    p, kahan = (
+        torch.ones(40, dtype=dtype, device=DEVICE),
+        torch.ones(40, dtype=dtype, device=DEVICE),
+    )
+    g, c = torch.ones_like(p), torch.zeros_like(p)
+    for step in range(1, n + 1):
+        for q, rest in ((p, None), (kahan, [c])):
+            m, v = ([torch.zeros_like(q, dtype=F32)] for _ in range(2))
+            adamw_([q], [g], m, v, rest, step=step, **options)
+    assert (p == 1).all()
+    total = kahan.double() + c.double()
+    torch.testing.assert_close(total, torch.full_like(total, 1 - n * lr), rtol=0, atol=n * lr / 20)
+
+
+@IMPLEMENTATIONS
+def test_gradients_of_any_strides_and_dtype(name):
+    skip_unless_usable(ADAMW, name, F32)
+    g = torch.randn(40, 30, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    results = []
+    for grad in (g, g.mT.contiguous().mT, g.to(BF16) if name != "triton" else g):
+        p, m, v = (torch.ones(40, 30, device=DEVICE) for _ in range(3))
+        results.append(adamw_([p], [grad], [m], [v], step=2, lr=0.1, implementation=name)[0][0])
+    assert torch.equal(results[0], results[1])
+    torch.testing.assert_close(results[0], results[2], rtol=1e-2, atol=1e-3)
+
+
+@IMPLEMENTATIONS
+def test_tensors_off_sixteen_bytes(name):
+    skip_unless_usable(ADAMW, name, F32)
+    results = []
+    for offset in (0, 1):
+        memory = [torch.zeros(2060, device=DEVICE)[offset : offset + 2055] for _ in range(4)]
+        for t, value in zip(memory, draw(shapes=[(2055,)] * 4), strict=True):
+            t.copy_(value.abs())
+        p, g, m, v = ([t] for t in memory)
+        adamw_(p, g, m, v, step=2, lr=0.1, implementation=name)
+        results.append(p[0])
+    assert torch.equal(*results)
+
+
+def test_no_tensors():
+    assert adamw_([], [], [], [], step=1, lr=0.1) == ([], [], [])
+
+
+GOOD = {"step": 1, "lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    "changes, error, sentence",
+    [
+        ({"grads": []}, ValueError, "grads must have as many tensors as params, 1, got 0"),
+        ({"exp_avgs": [torch.ones(3)]}, ValueError, r"exp_avgs\[0\] must have shape \[2, 3\]"),
+        (
+            {"exp_avgs": [torch.ones(2, 3).half()], "exp_avg_sqs": [torch.ones(2, 3).half()]},
+            TypeError,
+            "must be float32 or bfloat16, both of one dtype, got torch.float16",
+        ),
+        (
+            {"exp_avg_sqs": [torch.ones(2, 3).bfloat16()]},
+            TypeError,
+            "both of one dtype, got torch.float32 and torch.bfloat16",
+        ),
+        (
+            {"params": [torch.ones(3, 2).mT]},
+            ValueError,
+            r"params\[0\] must be contiguous, got strides \[1, 2\]",
+        ),
+        (
+            {"compensations": [torch.ones(2, 3).double()]},
+            TypeError,
+            r"compensations\[0\] must be torch.float32",
+        ),
+        ({"params": [torch.ones(2, 3).int()]}, TypeError, r"params\[0\] must be one of"),
+        ({"step": 0}, ValueError, "step must be >= 1, got 0"),
+        ({"step": 1.0}, TypeError, "step must be an int, got 1.0"),
+        ({"lr": -1.0}, ValueError, "lr must be a finite number >= 0, got -1.0"),
+        ({"betas": (0.9, 1.0)}, ValueError, r"betas\[1\] must be at least 0 and below 1, got 1.0"),
+        ({"eps": 0.0}, ValueError, "eps must be a number > 0, got 0.0"),
+        ({"weight_decay": -1}, ValueError, "weight_decay must be a finite number >= 0, got -1"),
+    ],
+)
+def test_bad_input(changes, error, sentence):
+    names = ("params", "grads", "exp_avgs", "exp_avg_sqs")
+    given = {n: [torch.ones(2, 3)] for n in names} | GOOD | changes
+    with pytest.raises(error, match=sentence):
+        adamw_(**given)
