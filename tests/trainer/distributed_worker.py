@@ -146,6 +146,16 @@ def placements():
     for placed in ((Shard(0), Shard(1)), (Shard(1), Replicate()), (Replicate(), Shard(0))):
         tensors = sharded(5, 7, *placed)
         kinds[str(placed)] = tensors, [full(t) for t in tensors]
+    # Each rank of "tensor" has rows of both halves, as of gate and up; "data" shards columns.
+    strided = type(next(model.parameters()).placements[0])(0, split_factor=2)
+    values = [torch.randn(8, 6) for _ in range(3)]
+    i, j = both.get_coordinate()
+    parts = [v.view(2, 2, 2, 6)[:, j].reshape(4, 6).chunk(2, 1)[i].contiguous() for v in values]
+    halves = [
+        DTensor.from_local(part, both, (Shard(1), strided), shape=(8, 6), stride=(6, 1))
+        for part in parts
+    ]
+    kinds["halves"] = halves, values
     experts = [distribute_tensor(torch.randn(4, 6, 3), both, (Shard(1), Shard(0)))]
     kinds["experts"] = experts, [full(t) for t in experts]
     found = {}

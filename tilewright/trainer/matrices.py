@@ -105,8 +105,9 @@ class _Stack:
     """Whole matrices on this rank, and the placements that they went through, the last one theirs.
 
     path: () if nothing was sharded.
-    nested: dimensions of the mesh that shard one dimension together, the last one outermost, as
-        FSDP2 over tensor parallelism does.
+    nested: dimensions of the mesh that shard rows or columns, if one of them shards blocks, as
+        FSDP2 does over tensor parallelism of the same dimension, and tensor parallelism the parts
+        of a merged projection.
     """
 
     local: torch.Tensor
@@ -119,9 +120,13 @@ class _Stack:
             return result
         mesh = self.moved.device_mesh
         if self.nested:  # whole on every rank, which keeps its own part
-            for i in reversed(self.nested):
-                dim = _dim_of(self.path[0][i])
-                result = result.chunk(mesh.size(i), dim)[mesh.get_local_rank(i)]
+            for i in self.nested:
+                at = self.path[0][i]
+                blocks = 1 if type(at) is Shard else at.split_factor
+                # Of each block, this rank's share.
+                cut = result.unflatten(_dim_of(at), (blocks, mesh.size(i), -1))
+                own = cut.select(_dim_of(at) + 1, mesh.get_local_rank(i))
+                result = own.flatten(_dim_of(at), _dim_of(at) + 1)
             return result
         whole = DTensor.from_local(
             result,
@@ -175,7 +180,6 @@ def _along_stack(placement: Placement) -> Placement:
     dim = _dim_of(placement) + 1
     if type(placement) is Shard:
         return Shard(dim)
-    # FSDP2 over tensor parallelism of the same dimension
     return type(placement)(dim, split_factor=placement.split_factor)
 
 
