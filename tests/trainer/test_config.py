@@ -987,7 +987,7 @@ RULES = [
     ),
     (
         f"{QLORA} --train.expert_parallel_size=2",
-        "quantized experts are not spread",
+        "quantized experts are buffers",
         f"{LORA} --train.expert_parallel_size=2",
     ),
 ]
