@@ -1009,14 +1009,25 @@ BOTH = {"ringattn_parallel_size": 2, "ulysses_parallel_size": 2}
         ),
         ({**BOTH}, 2, "2 processes do not divide by 4"),
         (
+            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+            6,
+            "train.pipeline_parallel_size = 2, train.tensor_parallel_size = 2: 6 processes do not "
+            "divide by 4",
+        ),
+        (
+            {"data_parallel_mode": "none", "pipeline_parallel_size": 2},
+            4,
+            "none: trains 2 processes, but 4 were started",
+        ),
+        (
             {**BOTH, "data_parallel_shard_size": 4},
             8,
-            "do not make 8 processes of 4 for each sequence",
+            "do not make 8 processes of 4 for each batch",
         ),
         (
             {**BOTH, "data_parallel_replicate_size": 3},
             8,
-            "do not make 8 processes of 4 for each sequence",
+            "do not make 8 processes of 4 for each batch",
         ),
         (
             {**BOTH, "cp_fsdp_mode": "none", "expert_parallel_size": 4},

@@ -33,7 +33,7 @@ from tilewright.registry import ImplementationUnavailable
 from tilewright.trainer import batches as data
 from tilewright.trainer import hf, layers, mesh, parallel
 from tilewright.trainer.build import build_data, choose_ops
-from tilewright.trainer.config import load
+from tilewright.trainer.config import Train, load
 from tilewright.trainer.loss import count_labels
 from tilewright.trainer.mesh import Layout, Mesh, layout_of
 from tilewright.trainer.model import Ops, Transformer
@@ -275,6 +275,50 @@ def test_the_axes_count_in_their_order():
     # Each rank's stage and slice: half of the ranks are in the other stage.
     assert layout.parameter_ranks(47).flatten().tolist() == list(range(25, 48, 2))
     assert layout.batch_rank(47) == 5 and layout.batch_rank(44) == layout.batch_rank(45) == 5
+
+
+def ranks_of(group):
+    return torch.distributed.get_process_group_ranks(group)
+
+
+def test_groups_of_a_mesh_of_all_axes():
+    """Rank 0 of 16: two stages of two replicas of two shards of two tensor-parallel ranks."""
+    t = Train(
+        output_dir="nowhere",
+        pipeline_parallel_size=2,
+        tensor_parallel_size=2,
+        expert_parallel_size=2,
+        data_parallel_replicate_size=2,
+    )
+    with fake_group(16):
+        found = mesh.build(t, 0, 16, torch.device("cpu"), control_backend="fake")
+        assert found.layout.sizes == (2, 2, 2, 1, 1, 2) and found.layout.averaged == 4
+        assert ranks_of(found.loss.group) == list(range(0, 16, 2)) and found.loss.size == 8
+        assert ranks_of(found.stage.group) == list(range(8)) and found.stage.size == 8
+        assert ranks_of(found.params.group) == list(range(16)) and found.params.size == 16
+        assert ranks_of(found.pipeline.group) == [0, 8] and found.pipeline.size == 2
+        assert ranks_of(found.tensor.get_group()) == [0, 1]
+        assert found.shards.mesh.tolist() == [[0, 2], [4, 6]]
+        assert found.experts.mesh.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+        assert found.shards.mesh_dim_names == ("replicate", "shard")
+        assert found.layout.batch_rank(5) == found.layout.batch_rank(12) == 2
+    with fake_group(4):  # replicas, for DDP
+        t = Train(output_dir="nowhere", data_parallel_mode="ddp", pipeline_parallel_size=2)
+        found = mesh.build(t, 0, 4, torch.device("cpu"), control_backend="fake")
+        assert found.layout.sizes == (2, 2, 1, 1, 1, 1) and found.shards is None
+        assert ranks_of(found.pipeline.group) == [0, 2] and ranks_of(found.loss.group) == [
+            0,
+            1,
+            2,
+            3,
+        ]
+
+
+def test_tensor_parallel_ranks_share_a_shard_of_a_sequence():
+    with fake_group(16):
+        layout = Layout(pp=2, ring=2, ulysses=2, tp=2)
+        cp = mesh.context_parallel(layout, torch.device("cpu"))
+        assert ranks_of(cp.ulysses) == [0, 2] and ranks_of(cp.ring) == [0, 4]
 
 
 def test_what_cannot_be_spread_is_one_sentence(tmp_path):

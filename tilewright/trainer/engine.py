@@ -141,8 +141,8 @@ class Engine:
         return Sums(
             self.mesh.loss.total(totals),
             [outcome.per_token for outcome in outcomes],
-            None if router is None else self.mesh.loss.total(router),
-            len(reports) * self.mesh.size,
+            None if router is None else self.mesh.stage.total(router),
+            len(reports) * self.mesh.stage.size,
         )
 
     # ---- the optimizer
@@ -161,8 +161,8 @@ class Engine:
             denominator = self._totals[1]
         divisor = torch.as_tensor(denominator, dtype=torch.float64, device=self.mesh.device)
         # DDP and FSDP2 average over ranks.
-        factor = self.mesh.params.size / divisor.clamp_min(1.0)
-        norm = global_norm(self.parameters, self.mesh.params).to(factor.device) * factor
+        factor = self.mesh.layout.averaged / divisor.clamp_min(1.0)
+        norm = global_norm(self.parameters, self.mesh).to(factor.device) * factor
         if max_norm > 0:
             factor = factor * (max_norm / (norm + 1e-6)).clamp_max(1.0)
         scale(self.parameters, factor)

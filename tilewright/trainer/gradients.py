@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tilewright._torch import scale_all_
-from tilewright.trainer.mesh import Group
+from tilewright.trainer.mesh import Mesh
 
 
 def _by_sharding(parameters: list[nn.Parameter]) -> dict[tuple, list[torch.Tensor]]:
@@ -25,21 +25,27 @@ def _by_sharding(parameters: list[nn.Parameter]) -> dict[tuple, list[torch.Tenso
 
 
 @torch.no_grad()
-def global_norm(parameters: list[nn.Parameter], ranks: Group) -> torch.Tensor:
-    """The norm of all gradients, float64, on their device. Every rank of `ranks` must call it.
+def global_norm(parameters: list[nn.Parameter], ranks: Mesh) -> torch.Tensor:
+    """The norm of all gradients, float64, on their device. Every rank must call it.
 
-    Ranks that hold the same shard of a gradient count it once.
+    Ranks that hold the same shard of a gradient count it once: along its mesh those where it is
+    replicated, and of a gradient that is no DTensor all that average it.
     """
-    square, sharded = torch.zeros((), dtype=torch.float64), False
-    for key, gradients in _by_sharding(parameters).items():
+    square, split = torch.zeros((), dtype=torch.float64), ranks.layout.pp > 1
+    by_sharding = _by_sharding(parameters)
+    split |= any(by_sharding)
+    for key, gradients in by_sharding.items():
         own = torch.nn.utils.get_total_norm(gradients).double().square()
         if key:
-            sharded, (mesh, placements) = True, key
+            mesh, placements = key
             own = own / math.prod(
                 mesh.size(i) for i, placement in enumerate(placements) if placement.is_replicate()
             )
+        elif split:
+            own = own / ranks.layout.averaged
         square = square.to(own.device) + own
-    return (ranks.total(square) if sharded else square).sqrt()
+    # A stage without a gradient has its sum on the CPU.
+    return (ranks.params.total(square.to(ranks.device)) if split else square).sqrt()
 
 
 @torch.no_grad()

@@ -4,16 +4,25 @@ A rank's number counts through the axes in this order, the last one fastest:
 
     pp, replicate, shard, ring, ulysses, tp
 
-So ranks that share a sequence (ring, Ulysses) are neighbors. Experts have their own view of the
-ranks that shard parameters. Pipeline and tensor parallelism have size 1 in this version.
+So the ranks of a tensor-parallel group are neighbors, then those that share a sequence (ring,
+Ulysses). Experts have their own view of the ranks of a pipeline stage.
 
 Purposes, and the ranks of each group:
 
-    batch     ranks with the same batch rank read the same bins (the shards of one sequence)
-    loss      ranks over whose tokens a loss is summed
-    params    ranks that shard or replicate one set of parameters; norms of gradients are summed
-    experts   the same ranks as (replicate, expert_shard, expert)
+    batch     ranks with the same batch rank read the same bins: the shards of one sequence, the
+              shards of one matrix, and the stages
+    loss      ranks whose losses are added: those with the same tp coordinate. Tensor-parallel
+              ranks compute the same loss; of the stages only the last has one
+    params    ranks that hold the model's parameters, shards and stages of them: all ranks. Norms
+              of gradients are summed over them
+    stage     ranks of the same pipeline stage: statistics of its layers are summed
+    tensor    ranks that shard matrices (tp);   pipeline: the stages of one model, in order
+    experts   the ranks of a stage as (replicate, expert_shard, expert)
     control   all ranks, on gloo: agreement, barriers; its timeout allows for preparing data
+
+Device meshes are slices of one mesh of all ranks, (pp, replicate, shard, tp) without the axes of
+size 1 except shard: FSDP2 takes (replicate, shard), and a parameter that is a DTensor on tp becomes
+one on (replicate, shard, tp).
 """
 
 from __future__ import annotations
@@ -80,7 +89,9 @@ class Layout:
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """(replicas, shards) of parameters; `cp_fsdp_mode` assigns ring and Ulysses to them."""
+        """(replicas, shards) of parameters over which FSDP2 and DDP average gradients;
+        `cp_fsdp_mode` assigns ring and Ulysses to them.
+        """
         replicas, shards = self.replicate, self.shard
         for mode, size in (("ulysses_only", self.ulysses), ("ring_only", self.ring)):
             if self.cp_fsdp_mode in ("all", mode):
@@ -100,54 +111,74 @@ class Layout:
         place = self.coordinates(rank)
         return place["replicate"] * self.shard + place["shard"]
 
+    @property
+    def averaged(self) -> int:
+        """Number of ranks over which FSDP2 and DDP average gradients."""
+        return math.prod(self.parameters)
+
+    def stages(self) -> torch.Tensor:
+        """[pp, replicas, shards, tp]: all ranks."""
+        order = [1 + axis for axis in _PARAMETER_ORDER[self.cp_fsdp_mode]]
+        ranks = torch.arange(self.size).view(self.sizes).permute(0, *order, 5)
+        return ranks.reshape(self.pp, *self.parameters, self.tp)
+
     def parameter_ranks(self, rank: int = 0) -> torch.Tensor:
         """[replicas, shards]: the ranks that hold the same parameters as this one."""
         place = self.coordinates(rank)
-        ranks = torch.arange(self.size).view(self.sizes)[place["pp"], ..., place["tp"]]
-        return ranks.permute(_PARAMETER_ORDER[self.cp_fsdp_mode]).reshape(self.parameters)
+        return self.stages()[place["pp"], ..., place["tp"]]
+
+    def stages_of_experts(self) -> torch.Tensor:
+        """[pp, replicas, shards of an expert, ranks that share a layer's experts]: all ranks.
+
+        Tensor-parallel ranks have tokens of their own in a layer with experts, so experts are
+        sharded over them too. With ep_outside the shards of an expert are neighbors.
+        """
+        ranks, n = self.stages().flatten(2), self.expert
+        if self.ep_outside:
+            return ranks.unflatten(2, (n, -1)).transpose(2, 3)
+        return ranks.unflatten(2, (-1, n))
 
     def expert_ranks(self, rank: int = 0) -> torch.Tensor:
-        """[replicas, shards of an expert, ranks that share a layer's experts].
-
-        With ep_outside the shards of an expert are neighbors.
-        """
-        replicas, shards = self.parameters
-        ranks, n = self.parameter_ranks(rank), self.expert
-        if self.ep_outside:
-            return ranks.view(replicas, n, shards // n).transpose(1, 2)
-        return ranks.view(replicas, shards // n, n)
+        """[replicas, shards of an expert, ranks that share a layer's experts] of a rank's stage."""
+        return self.stages_of_experts()[self.coordinates(rank)["pp"]]
 
 
 def layout_of(train: Train, world_size: int) -> Layout:
     """The layout of a configuration. Raises ConfigError if its sizes do not multiply to
     world_size.
     """
-    mode, ring, ulysses = (
+    mode, ring, ulysses, pp, tp = (
         train.data_parallel_mode,
         train.ringattn_parallel_size,
         train.ulysses_parallel_size,
+        train.pipeline_parallel_size,
+        train.tensor_parallel_size,
     )
-    if mode == "none" and world_size > 1:
+    fields = {
+        "pipeline_parallel_size": pp,
+        "ringattn_parallel_size": ring,
+        "ulysses_parallel_size": ulysses,
+        "tensor_parallel_size": tp,
+    }
+    model = math.prod(fields.values())  # ranks that work on one batch
+    data, rest = divmod(world_size, model)
+    if rest:
+        shown = ", ".join(f"train.{name} = {n}" for name, n in fields.items() if n > 1)
+        raise ConfigError([f"{shown}: {world_size} processes do not divide by {model}"])
+    if mode == "none" and data > 1:
+        trained = "one process" if model == 1 else f"{model} processes"
         raise ConfigError(
-            [f"train.data_parallel_mode = none: trains one process, but {world_size} were started"]
+            [f"train.data_parallel_mode = none: trains {trained}, but {world_size} were started"]
         )
     if mode != "fsdp2":
-        return Layout(replicate=world_size)
+        return Layout(pp=pp, replicate=data, tp=tp)
     replicas, shards = train.data_parallel_replicate_size, train.data_parallel_shard_size
-    data, rest = divmod(world_size, ring * ulysses)
-    if rest:
-        raise ConfigError(
-            [
-                f"train.ringattn_parallel_size = {ring}, train.ulysses_parallel_size = {ulysses}: "
-                f"{world_size} processes do not divide by {ring * ulysses}"
-            ]
-        )
     if shards == -1:
         shards = data // max(1, replicas)
     if replicas == -1:
         replicas = data // max(1, shards)
     if replicas * shards != data:
-        spread = f" of {ring * ulysses} for each sequence" if ring * ulysses > 1 else ""
+        spread = f" of {model} for each batch" if model > 1 else ""
         raise ConfigError(
             [
                 f"train.data_parallel_shard_size = {train.data_parallel_shard_size}, "
@@ -156,19 +187,22 @@ def layout_of(train: Train, world_size: int) -> Layout:
             ]
         )
     layout = Layout(
+        pp=pp,
         replicate=replicas,
         shard=shards,
         ring=ring,
         ulysses=ulysses,
+        tp=tp,
         expert=train.expert_parallel_size,
         cp_fsdp_mode=train.cp_fsdp_mode,
         ep_outside=train.ep_outside,
     )
-    if layout.parameters[1] % layout.expert:
+    group = layout.parameters[1] * tp
+    if group % layout.expert:
         raise ConfigError(
             [
                 f"train.expert_parallel_size = {layout.expert}: does not divide the "
-                f"{layout.parameters[1]} processes of a shard group"
+                f"{group} processes of a shard group"
             ]
         )
     return layout
@@ -219,8 +253,11 @@ class Mesh:
     context: ContextParallel = field(default_factory=ContextParallel)
     loss: Group = field(default_factory=Group)
     params: Group = field(default_factory=Group)
+    stage: Group = field(default_factory=Group)
+    pipeline: Group = field(default_factory=Group)
     control: Group = field(default_factory=Group)
     shards: DeviceMesh | None = None  # of parameters: ([replicate,] shard)
+    tensor: DeviceMesh | None = None  # (tp,); None if its size is 1
     experts: DeviceMesh | None = None  # ([replicate,] expert_shard, expert)
 
     @property
@@ -270,21 +307,34 @@ def build(
     layout = layout_of(train, size)
     everyone = Group(dist.group.WORLD, size, device)
     control = dist.new_group(backend=control_backend, timeout=CONTROL_TIMEOUT)
-    shards = experts = None
-    if train.data_parallel_mode == "fsdp2":
-        shards = _device_mesh(device, layout.parameter_ranks(rank), "shard")
-        if layout.expert > 1:
-            experts = _device_mesh(device, layout.expert_ranks(rank), "expert_shard", "expert")
+    shards = tensor = experts = None
+    pipeline = Group()
+    fsdp2 = train.data_parallel_mode == "fsdp2"
+    if fsdp2 or layout.pp * layout.tp > 1:
+        root = _device_mesh(device, layout.stages(), "shard", "tp")
+        if fsdp2:
+            shards = _slice(root, "replicate", "shard")
+        if layout.tp > 1:
+            tensor = root["tp"]
+        if layout.pp > 1:
+            pipeline = Group(root.get_group("pp"), layout.pp, device)
+    # Beside tensor parallelism a rank has tokens of its own in every layer with experts.
+    if fsdp2 and (layout.expert > 1 or layout.tp > 1):
+        names = ("expert_shard", "expert")
+        root = _device_mesh(device, layout.stages_of_experts(), *names)
+        experts = _slice(root, "replicate", *names)
     return Mesh(
         layout,
         rank,
         device,
         context_parallel(layout, device),
-        # With tensor and pipeline parallelism of size 1 every rank has tokens and parameters.
-        loss=everyone,
+        loss=_subgroup(everyone, layout.stages().flatten(0, 2).T),
         params=everyone,
+        stage=_subgroup(everyone, layout.stages().flatten(1)),
+        pipeline=pipeline,
         control=Group(control, size),
         shards=shards,
+        tensor=tensor,
         experts=experts,
     )
 
@@ -293,8 +343,8 @@ def context_parallel(layout: Layout, device: torch.device) -> ContextParallel:
     """The ranks with which this one shares sequences. Every rank must call it."""
     if layout.context == 1:
         return ContextParallel()
-    sizes = (layout.data, layout.ring, layout.ulysses)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("data", "ring", "ulysses"))
+    sizes = (layout.pp * layout.data, layout.ring, layout.ulysses, layout.tp)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("data", "ring", "ulysses", "tp"))
     return ContextParallel.of(mesh.get_group("ulysses"), mesh.get_group("ring"))
 
 
@@ -306,7 +356,23 @@ def checkpoint_group() -> dist.ProcessGroup:
 
 
 def _device_mesh(device: torch.device, ranks: torch.Tensor, *names: str) -> DeviceMesh:
-    """A mesh of ranks [replicas, ...]; without that dimension if there is one replica."""
+    """A mesh of ranks [pp, replicas, *names], without the axes pp, replicate and tp of size 1."""
+    kept = {
+        name: size
+        for name, size in zip(("pp", "replicate", *names), ranks.shape, strict=True)
+        if size > 1 or name not in ("pp", "replicate", "tp")
+    }
+    return DeviceMesh(device.type, ranks.reshape(tuple(kept.values())), mesh_dim_names=tuple(kept))
+
+
+def _slice(mesh: DeviceMesh, *names: str) -> DeviceMesh:
+    """This rank's part of a mesh along the axes that it has of these."""
+    return mesh[tuple(name for name in names if name in mesh.mesh_dim_names)]
+
+
+def _subgroup(everyone: Group, ranks: torch.Tensor) -> Group:
+    """This rank's row of ranks [groups, size]. Every rank must call it."""
     if len(ranks) == 1:
-        return DeviceMesh(device.type, ranks[0], mesh_dim_names=names)
-    return DeviceMesh(device.type, ranks, mesh_dim_names=("replicate", *names))
+        return everyone
+    own, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+    return Group(own, ranks.shape[1], everyone.device)

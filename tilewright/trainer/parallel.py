@@ -88,7 +88,7 @@ def _shard_experts(
     )
     # An expert's gradient is already summed over the ranks that sent tokens to it. Dividing by all
     # ranks, as for every other parameter, makes it the average over ranks too.
-    experts.set_gradient_divide_factor(float(mesh.params.size))
+    experts.set_gradient_divide_factor(float(mesh.layout.averaged))
     # gloo cannot divide while it sums, so FSDP2 has to divide afterwards; in a shard group of one
     # it always does, and setting this would divide twice.
     if mesh.device.type == "cpu" and shards > 1:
