@@ -39,6 +39,19 @@ def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def whole(engine, tensors):
+    """The same of all stages of a pipeline, by name."""
+    tensors, group = {name: full(t) for name, t in tensors.items()}, engine.mesh.pipeline.group
+    if group is None:
+        return tensors
+    parts = [None] * engine.mesh.pipeline.size
+    dist.all_gather_object(parts, tensors, group=group)
+    for name in {n for i, p in enumerate(parts) for n in p if any(n in q for q in parts[:i])}:
+        first, second = (p[name] for p in parts if name in p)  # of a tied weight
+        assert torch.equal(first, second), name
+    return {name: t for part in parts for name, t in part.items()}
+
+
 def micro_batches(config, ranks, bins):
     """The micro-batches that trainer/batches.py would give each rank: (a * world + rank). Or its
     parts.
@@ -59,18 +72,31 @@ def one_step(config, ranks, bins):
         "loss": sums.mean,
         "tokens": sums.denominator,
         "norm": norm,
-        "grads": {
-            name: full(p.grad) for name, p in engine.model.named_parameters() if p.requires_grad
-        },
+        "grads": gradients(engine),
     }
 
 
+def gradients(engine):
+    named = engine.model.named_parameters()
+    return whole(engine, {name: p.grad for name, p in named if p.requires_grad})
+
+
+def weights(engine):
+    return whole(engine, {name: p.detach() for name, p in engine.model.named_parameters()})
+
+
 def several_steps(config, ranks, bins, steps=4):
-    """Losses, norms before clipping, the routers' statistics, all-to-alls of the first step, and
-    the weights.
+    """Losses, norms before clipping, the routers' statistics, all-to-alls and clipped gradients of
+    the first step, and the weights.
     """
     engine, t = engine_of(config, ranks), config.train
     found = {"loss": [], "norm": [], "router": []}
+
+    def note(*_):
+        if "grads" not in found:
+            found["grads"] = gradients(engine)
+
+    engine.optimizer.register_step_pre_hook(note)
     for i in range(steps):
         adapters.before_step(engine.model, config.lora, t.seed, i)
         batches = micro_batches(config, ranks, bins[i:] + bins[:i])
@@ -81,7 +107,7 @@ def several_steps(config, ranks, bins, steps=4):
         adapters.after_step(engine.model, engine.optimizer, config.lora, t.seed, i + 1)
         for key, value in (("loss", sums.mean), ("norm", norm), ("router", sums.router())):
             found[key].append(value)
-    found["weights"] = {name: full(p.detach()) for name, p in engine.model.named_parameters()}
+    found["weights"] = weights(engine)
     return engine, found
 
 
@@ -102,8 +128,17 @@ class Count:
         dist.all_to_all_single = self.real
 
 
-def moments(optimizer):
-    return [full(value) for state in optimizer.state.values() for value in state.values()]
+def moments(engine):
+    """By the name of the parameter and of the moment."""
+    state = engine.optimizer.state
+    return whole(
+        engine,
+        {
+            f"{name}.{key}": value
+            for name, p in engine.model.named_parameters()
+            for key, value in state[p].items()
+        },
+    )
 
 
 def save(folder, engine, state):
@@ -134,13 +169,13 @@ def main(folder):
             if name == "train_and_save":
                 written = save(folder, engine, STATE)
                 engine.export(folder / "hf")
-                found["moments"] = moments(engine.optimizer)
+                found["moments"] = moments(engine)
             if name == "train_after_loading":
                 # load what another mode saved, into models that are sharded differently
                 again = engine_of(config, ranks)
                 again.load([written], {}, {})
-                found["restored"] = {n: full(p.detach()) for n, p in again.model.named_parameters()}
-                found["moments"] = moments(again.optimizer)
+                found["restored"] = weights(again)
+                found["moments"] = moments(again)
                 for mode in hf.LOAD_MODES:
                     read = build_model(config, again.model.config, ranks, again.model.ops)
                     hf.load_weights(read, folder / "hf", mode=mode)

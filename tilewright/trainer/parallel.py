@@ -20,7 +20,7 @@ from tilewright.ops.expert_parallel import DeepEP
 from tilewright.trainer.compiling import compile_layers
 from tilewright.trainer.config import Model, Train
 from tilewright.trainer.mesh import Mesh
-from tilewright.trainer.model import Transformer
+from tilewright.trainer.model import Block, Transformer
 from tilewright.trainer.moe import Experts, MoE
 
 
@@ -107,7 +107,7 @@ def _fsdp2(model: Transformer, train: Train, names: Model, mesh: Mesh) -> Transf
     blocks, spread = list(model.model.layers), []
     if mesh.layout.expert > 1:
         spread = [block.mlp.experts for block in blocks if isinstance(block.mlp, MoE)]
-        if not spread:
+        if not any(map(model.config.is_moe, range(model.config.num_hidden_layers))):
             raise ValueError(
                 f"train.expert_parallel_size = {mesh.layout.expert}: the model has no experts"
             )
@@ -116,19 +116,23 @@ def _fsdp2(model: Transformer, train: Train, names: Model, mesh: Mesh) -> Transf
     _shard_basic_modules(model, names, reshard, options)
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard, **options)
-    # The root's weights (embedding, head) are needed again at once, in the backward: keep them
-    # gathered.
-    fully_shard(model, reshard_after_forward=False, **options)
-    if train.enable_forward_prefetch:
-        for block, following in itertools.zip_longest(blocks, blocks[1:]):
-            own = (
-                [block.mlp.experts]
-                if isinstance(block.mlp, MoE) and block.mlp.experts in spread
-                else []
-            )
-            if ahead := [*own, *([] if following is None else [following])]:
-                block.set_modules_to_forward_prefetch(ahead)
+    for root in [model] if model.pipeline is None else model.pipeline.stages:
+        # The root's weights (embedding, head) are needed again at once, in the backward: keep them
+        # gathered.
+        fully_shard(root, reshard_after_forward=False, **options)
+        if train.enable_forward_prefetch:
+            inside = {id(module) for module in root.modules()}
+            _prefetch([block for block in blocks if id(block) in inside], spread)
     return model
+
+
+def _prefetch(blocks: list[Block], spread: list[nn.Module]) -> None:
+    """Gathers a layer's sharded experts, and the next layer, while the layer runs."""
+    for block, following in itertools.zip_longest(blocks, blocks[1:]):
+        own = [block.mlp.experts] if isinstance(block.mlp, MoE) else []
+        own = [experts for experts in own if experts in spread]
+        if ahead := [*own, *([] if following is None else [following])]:
+            block.set_modules_to_forward_prefetch(ahead)
 
 
 def _shard_basic_modules(
@@ -151,6 +155,8 @@ def _shard_basic_modules(
             if isinstance(module, FSDPModule):  # experts are units of their own already
                 continue
             fully_shard(module, reshard_after_forward=reshard, **options)
+    if model.pipeline is not None:
+        matched |= model.pipeline.elsewhere
     if extra - matched:
         raise ValueError(f"model.basic_modules: no module is called {sorted(extra - matched)}")
 

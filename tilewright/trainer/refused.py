@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-_TP, _PP, _MUON, _OFFLOAD = (
+_TP, _MUON, _OFFLOAD = (
     f"{what} not in this version"
     for what in (
         "tensor parallelism is",
-        "pipeline parallelism is",
         "muon and anyprecision_adamw are",
         "activation offload is",
     )
@@ -20,14 +19,6 @@ REFUSED: dict[str, str] = {
     "data.sample_packing_mp_start_method": "packing runs in the main process, so nothing would "
     "use it",
     "train.tensor_parallel_size": _TP,
-    **{
-        f"train.{name}": _PP
-        for name in (
-            "pipeline_parallel_size",
-            "pipeline_parallel_schedule",
-            "pp_variable_seq_lengths",
-        )
-    },
     **{
         f"train.{name}": _MUON
         for name in (
@@ -56,6 +47,7 @@ FSDP2_ONLY = {
     "train.enable_full_shard": (True,),
     "train.enable_forward_prefetch": (True,),
     "model.basic_modules": ([],),
+    "train.pipeline_parallel_size": (1,),
     "train.expert_parallel_size": (1,),
     "train.ep_outside": (False,),
     "train.ulysses_parallel_size": (1,),
