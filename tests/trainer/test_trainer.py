@@ -1189,13 +1189,15 @@ def test_reading_a_checkpoint_runs_no_code_of_its(tmp_path):
     touched = tmp_path / "touched"
     whole = save(1)
     assert load(whole)["step"] == 1
-    optimizer.param_groups[0]["eps"] = Touch(touched)
+    state = optimizer.state[model.weight]
+    state["more"] = Touch(touched)
     crafted = save(2)
-    optimizer.param_groups[0]["eps"] = 1e-8
+    state["more"] = 0
     with pytest.raises(
         checkpoint.Damaged, match=r"global_step_2: cannot be read .*Weights only load failed"
     ):
         load(crafted)
+    del state["more"]
     metadata = pickle.loads((whole / "dcp/.metadata").read_bytes())
     piece = next(iter(metadata.storage_data.values()))
     for changed, message in (

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from tilewright import adapt
 from tilewright.ops.attention import Request
 from tilewright.trainer import adapters, hf
 from tilewright.trainer.batches import Batches, Bins, padding
@@ -78,7 +77,7 @@ def build_model(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> tor
         model.init_weights(t.seed)
     else:
         hf.load_weights(model, hf.local_folder(m.model_path), mode=t.load_weights_mode)
-    adapt.reset_adapters(model, adapters.generator(t.seed, 0))
+    adapters.reset(model, adapters.generator(t.seed, 0))
     return wrap_ddp(model, t.data_parallel_mode, mesh)
 
 

@@ -27,7 +27,7 @@ from tilewright.trainer.loss import Loss
 from tilewright.trainer.mesh import Mesh
 from tilewright.trainer.model import Outcome, Transformer
 from tilewright.trainer.optim import peaks, set_lr
-from tilewright.trainer.parallel import synchronize, unwrap
+from tilewright.trainer.parallel import reshard, synchronize, unwrap
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -128,6 +128,8 @@ class Engine:
                 return self._sums(self.model.pipeline.forward(map(self._moved, batches), loss))
             return self._sums([self._outcome(batch, loss) for batch in batches])
         finally:
+            # No backward pass does it; gathered weights would outlive a step of the optimizer.
+            reshard(self.model)
             self.wrapped.train()
 
     def evaluate(self, batches: Iterable[Batch], loss: Loss) -> float:
@@ -244,7 +246,9 @@ class Engine:
         """Writes Hugging Face's files: dense weights, or, with adapter_of, the adapters alone."""
         if adapter_of is not None:
             files = hf.tokenizer_files(tokenizer) if tokenizer is not None else []
-            adapt.save_adapter(self.model, target, base_model=adapter_of, files=files)
+            pipeline = self.model.pipeline
+            model = self.model if pipeline is None else pipeline.with_all_adapters()
+            adapt.save_adapter(model, target, base_model=adapter_of, files=files)
         else:
             hf.save_weights(self.model, target, tokenizer_path=tokenizer, dtype=dtype)
 

@@ -127,6 +127,11 @@ class Transformer(nn.Module):
             in_row_blocks(self)
         self.tie()
 
+    @property
+    def whole(self) -> Transformer:
+        """The model; of a pipeline's stages, one with all layers, on meta."""
+        return self if self.pipeline is None else self.pipeline.whole
+
     def tie(self) -> None:
         """Shares the embedding with the head again; call it after `to_empty`, which separates
         them.

@@ -141,8 +141,8 @@ def _shard_basic_modules(
     """Makes each module that `basic_modules` names a unit of FSDP2. Raises ValueError for a name
     that matches no module, and for a module whose weight another module's kernel reads.
     """
-    extra, matched = set(names.basic_modules), set()
-    for path, module in model.named_modules():
+    extra, matched, found = set(names.basic_modules), set(), dict(model.named_modules())
+    for path, module in model.whole.named_modules():
         last = path.rpartition(".")[2]
         hits = extra & {type(module).__name__, last}
         if hits and (last == "lm_head" or (last in ("q_norm", "k_norm") and names.merge_qkv)):
@@ -152,11 +152,10 @@ def _shard_basic_modules(
             )
         if hits and any(True for _ in module.parameters()):
             matched |= hits
-            if isinstance(module, FSDPModule):  # experts are units of their own already
+            own = found.get(path)  # None: on another stage
+            if own is None or isinstance(own, FSDPModule):  # experts are units of their own already
                 continue
-            fully_shard(module, reshard_after_forward=reshard, **options)
-    if model.pipeline is not None:
-        matched |= model.pipeline.elsewhere
+            fully_shard(own, reshard_after_forward=reshard, **options)
     if extra - matched:
         raise ValueError(f"model.basic_modules: no module is called {sorted(extra - matched)}")
 
@@ -175,6 +174,14 @@ def wrap_ddp(model: nn.Module, mode: str, mesh: Mesh) -> nn.Module:
 
 def unwrap(model: nn.Module) -> Transformer:
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def reshard(model: Transformer) -> None:
+    """Frees gathered parameters."""
+    for root in [model] if model.pipeline is None else model.pipeline.stages:
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 @contextlib.contextmanager

@@ -11,15 +11,13 @@ stage and on the last; their gradients are added (see `Pipeline.sum_tied`).
 
 from __future__ import annotations
 
-import itertools
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -30,12 +28,21 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 
+from tilewright import adapt
+from tilewright._torch import known_stage
+from tilewright.nn.sharded import whole
 from tilewright.trainer.config import Train
 from tilewright.trainer.loss import Loss
 from tilewright.trainer.mesh import Mesh
 from tilewright.trainer.model import Outcome, Transformer
 from tilewright.trainer.pipeline_rules import too_few
-from tilewright.trainer.positions import Sequence
+from tilewright.trainer.stages import (
+    Stage,
+    keep,
+    layers_of_stages,
+    length_of_hidden,
+    ranks_of_stages,
+)
 
 SINGLE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}  # one stage per rank
 SEVERAL = {
@@ -43,132 +50,15 @@ SEVERAL = {
     "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
     "ZBVZeroBubble": ScheduleZBVZeroBubble,
 }
-# Of a batch, what positions are made of, and no loss reads.
-_OF_SEQUENCE = ("position_ids", "cu_seqlens", "ends", "num_tokens")
 
 
-def ranks_of_stages(train: Train) -> list[int]:
-    """The pipeline rank of each stage: in turns, or there and back (a V)."""
-    ranks = list(range(train.pipeline_parallel_size))
-    if train.pipeline_parallel_schedule == "ZBVZeroBubble":
-        return ranks + ranks[::-1]
-    return ranks * train.virtual_pipeline_size
-
-
-def split_layers(weights: list[int], ends: tuple[int, int], stages: int) -> list[int]:
-    """The numbers of consecutive layers per stage, at least one each, with the least largest stage.
-
-    weights: parameters of each layer.   ends: those of the embedding, and of norm and head.
-    """
-    before = list(itertools.accumulate(weights, initial=ends[0]))
-    before[0] = 0
-    before[-1] += ends[1]
-    n = len(weights)
-    # least[i]: of the first i layers on the stages so far, (largest stage, their numbers).
-    least: list[tuple[int, list[int]] | None] = [(0, [])] + [None] * n
-    for stage in range(1, stages + 1):
-        least = [None] + [
-            min(
-                (max(done[0], before[i] - before[j]), [*done[1], i - j])
-                for j in range(i)
-                if (done := least[j]) is not None
-            )
-            if i >= stage
-            else None
-            for i in range(1, n + 1)
-        ]
-    assert least[n] is not None
-    return least[n][1]
-
-
-def layers_of_stages(model: Transformer, train: Train) -> list[range]:
-    """The layers of each stage. Raises ValueError if they cannot be split as configured."""
-    blocks, stages = list(model.model.layers), len(ranks_of_stages(train))
-    if len(blocks) < stages:
-        raise ValueError(
-            f"train.pipeline_parallel_size = {train.pipeline_parallel_size}, "
-            f"train.virtual_pipeline_size = {train.virtual_pipeline_size}: the model's "
-            f"{len(blocks)} layers do not make {stages} stages"
-        )
-    sizes = train.pipeline_split
-    if sizes is None:
-        embedding = model.model.embed_tokens.weight.numel()
-        # A tied head is a copy on the last stage, and costs as much time as one of its own.
-        head = embedding + model.config.hidden_size
-        sizes = split_layers([_size(block) for block in blocks], (embedding, head), stages)
-    elif sum(sizes) != len(blocks):
-        raise ValueError(
-            f"train.pipeline_split = {sizes}: makes {sum(sizes)} layers, and the model has "
-            f"{len(blocks)}"
-        )
-    return [range(end - n, end) for n, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
-
-
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
-class Stage(nn.Module):
-    """Consecutive layers; on the first stage the embedding, on the last the norm, the head and the
-    loss.
-
-    Takes and returns hidden states [1, length, H], of which each micro-batch fills its part; the
-    last stage returns the loss's sum. Micro-batches come from `queue`, in order: every schedule
-    calls a stage with them in order.
-    """
-
-    def __init__(self, model: Transformer, layers: range, number: int, stages: int):
-        super().__init__()
-        self.number, self.layer_numbers = number, layers
-        self.first, self.last = number == 0, number == stages - 1
-        # In a tuple, not a submodule: the model's other weights are not this stage's.
-        self.of = (model,)
-        self.layers = nn.ModuleList(model.model.layers[i] for i in layers)
-        if self.first or (self.last and model.config.tie_word_embeddings):
-            self.embed_tokens = model.model.embed_tokens
-        if self.last:
-            self.norm, self.lm_head = model.model.norm, model.lm_head
-        self.queue: Iterator[Mapping[str, Any]] = iter(())
-        self.loss: Loss | None = None
-        self.length: int | None = None  # None: as long as the micro-batch
-        self.outcomes: list[Outcome] = []
-
-    def start(self, batches: Iterable[Mapping[str, Any]], loss: Loss, length: int | None) -> None:
-        self.queue, self.loss, self.length, self.outcomes = iter(batches), loss, length, []
-
-    def forward(self, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        [model], batch = self.of, next(self.queue)
-        ids, decoder = batch["input_ids"], model.model
-        sequence = Sequence.of(
-            ids,
-            model.config,
-            model.cp,
-            **{name: batch.get(name) for name in ("position_ids", "cu_seqlens", "ends")},
-        )
-        T = ids.shape[1]
-        x = decoder.embed(ids) if hidden is None else hidden
-        if x.shape[1] > T:
-            x = x[:, :T]
-        x, residual, reports = decoder.through(self.layers, x, sequence)
-        if self.last:
-            seen = {name: t for name, t in batch.items() if name not in _OF_SEQUENCE}
-            assert self.loss is not None
-            outcome = model.outcome(decoder.norm(x, residual)[0], self.loss, seen)
-            self.outcomes.append(outcome._replace(total=outcome.total.detach(), reports=reports))
-            return outcome.total
-        zero = torch.zeros((), device=x.device)
-        self.outcomes.append(Outcome(zero, zero, None, reports))
-        x = x + residual
-        return (
-            x if self.length is None or self.length == T else F.pad(x, (0, 0, 0, self.length - T))
-        )
-
-
-class _Link(PipelineStage):
-    """A stage for torch's schedules, with shapes that are known."""
-
-    def _post_metadata_inference_cleanup(self) -> None:
-        """Drops nothing: no shapes were tried out, and earlier calls have left gradients."""
+def make_schedule(train: Train, stages: list[PipelineStage], micro_batches: int) -> Any:
+    """A rank's schedule. The last stage's output is the loss."""
+    name = train.pipeline_parallel_schedule
+    options = {"loss_fn": lambda output, _: output, "scale_grads": False}
+    if name in SEVERAL:
+        return SEVERAL[name](stages, micro_batches, **options)
+    return SINGLE[name](stages[0], micro_batches, **options)
 
 
 class Pipeline:
@@ -189,14 +79,14 @@ class Pipeline:
                 "tied, would be one parameter in two stages; use InterleavedZeroBubble"
             )
         self.stages = [
-            Stage(model, parts[i], i, len(parts))
+            Stage(model, parts[i], i, len(parts), mesh.layout.tp)
             for i, rank in enumerate(self.ranks)
             if rank == self.rank
         ]
         self.with_experts = [i for i in range(config.num_hidden_layers) if config.is_moe(i)]
-        self.model, whole = model, _names(model)
-        _keep(model, self.stages)
-        self.elsewhere = whole - _names(model)  # names of modules that other ranks have
+        # On meta: the names, shapes and order of what other ranks have.
+        self.model, self.whole = model, copy.deepcopy(model)
+        keep(model, self.stages)
         self.holds_tied = tied and self.rank in (self.ranks[0], self.ranks[-1])
         self.ends = _ends(mesh) if tied else None
         self._schedule: Any = None
@@ -208,33 +98,32 @@ class Pipeline:
         """Runs the schedule; gradients are averaged over the ranks of a stage at its end. Returns
         an outcome per micro-batch, in which the parts of other stages are zero.
         """
-        length = self._length(batches)
+        lengths = [batch["input_ids"].shape[1] for batch in batches]
+        length = length_of_hidden(self.train, lengths, self.longest) // self.mesh.layout.tp
+        if self.train.pp_variable_seq_lengths:
+            self._agree(lengths)
         schedule = self._scheduled(len(batches), length)
         for stage in self.stages:
             stage.start(batches, loss, length)
         # The target counts micro-batches: the loss is the last stage's output already.
         target = {"target": torch.arange(len(batches))} if self._holds_last else {}
-        schedule.step(return_outputs=False, **target)
+        try:
+            schedule.step(return_outputs=False, **target)
+        except RuntimeError as error:  # torch's, around those of the model
+            if isinstance(error.__cause__, ValueError):
+                raise error.__cause__ from None
+            raise
         return self._outcomes()
 
-    def _length(self, batches: list[Mapping[str, Any]]) -> int:
-        """The length of the hidden states that travel: one for all micro-batches of a step."""
-        lengths = [batch["input_ids"].shape[1] for batch in batches]
-        if not self.train.pp_variable_seq_lengths:
-            if max(lengths) > self.longest:
-                raise ValueError(
-                    f"train.pp_variable_seq_lengths = False: a micro-batch has {max(lengths)} "
-                    f"tokens, more than the {self.longest} of full bins"
-                )
-            return self.longest
-        # On the host: the device need not be waited for. A rank with other micro-batches than its
-        # neighbors' would wait for them forever.
+    def _agree(self, lengths: list[int]) -> None:
+        """Raises ValueError if the ranks of the pipeline have other micro-batches, for which they
+        would wait forever. On the host: the device need not be waited for.
+        """
         seen = torch.tensor([len(lengths), max(lengths), sum(lengths)])
         most = torch.cat((seen, -seen))
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.mesh.pipeline.group)
         if not torch.equal(most[:3], -most[3:]):
             raise ValueError("the stages of a pipeline must be given the same micro-batches")
-        return max(lengths)
 
     @property
     def _holds_last(self) -> bool:
@@ -249,8 +138,9 @@ class Pipeline:
             raise ValueError(f"{micro_batches} micro-batches: {problem}")
         like = torch.empty(1, length, H, dtype=self.dtype, device="meta", requires_grad=True)
         total = torch.empty((), device="meta", requires_grad=True)
+        link = known_stage()
         links = [
-            _Link(
+            link(
                 stage,
                 stage.number,
                 len(self.ranks),
@@ -261,12 +151,8 @@ class Pipeline:
             )
             for stage in self.stages
         ]
-        options = {"loss_fn": lambda output, _: output, "scale_grads": False}
         self._schedule = None  # frees its buffers first
-        if name in SINGLE:
-            self._schedule = SINGLE[name](links[0], micro_batches, **options)
-        else:
-            self._schedule = SEVERAL[name](links, micro_batches, **options)
+        self._schedule = make_schedule(self.train, links, micro_batches)
         self._made_for = (micro_batches, length)
         return self._schedule
 
@@ -277,21 +163,19 @@ class Pipeline:
         outcomes = []
         for parts in zip(*(stage.outcomes for stage in self.stages), strict=True):
             reports = None
+            if self.with_experts:
+                rows = len(self.with_experts), self.whole.config.num_experts + 2
+                reports = torch.zeros(rows, device=self.mesh.device)
             for stage, part in zip(self.stages, parts, strict=True):
                 if part.reports is not None:
-                    if reports is None:
-                        rows = len(self.with_experts), part.reports.shape[1]
-                        reports = part.reports.new_zeros(rows)
-                    own = [
-                        self.with_experts.index(i)
-                        for i in stage.layer_numbers
-                        if i in self.with_experts
-                    ]
+                    own = [n for n, i in enumerate(self.with_experts) if i in stage.layer_numbers]
                     reports[own] = part.reports
             outcomes.append(parts[-1]._replace(reports=reports))
         for stage in self.stages:
             stage.outcomes = []
         return outcomes
+
+    # ---- weights
 
     def sum_tied(self) -> None:
         """Adds the gradients of the two copies of a tied weight; both then have the same bits."""
@@ -307,6 +191,55 @@ class Pipeline:
     def copy(self) -> nn.Parameter | None:
         """The tied weight of the last stage, which counts and is written once, on the first."""
         return self.tied if self.holds_tied and self._holds_last else None
+
+    @property
+    def reader(self) -> int:
+        """The first rank of this rank's stage, which reads its weights for the others."""
+        return int(self.mesh.layout.stages()[self.rank].flatten()[0])
+
+    def of_all_stages(
+        self, weights: Iterator[tuple[str, torch.Tensor, torch.dtype]]
+    ) -> Iterator[tuple[str, torch.Tensor, torch.dtype]]:
+        """This rank's weights, by name, and on rank 0 then those of the other stages, one at a
+        time, on the CPU. Every rank must exhaust it.
+        """
+        last, group = self.copy, self.mesh.pipeline.group
+        tied = {name for name, p in self.model.named_parameters() if p is last}
+        own = (entry for entry in weights if entry[0] not in tied)
+        if self.rank == 0:
+            yield from own
+        # The ranks of other pipelines take part in gathering only.
+        sends = self.rank > 0 and self.mesh.rank == self.reader
+        for name, full, dtype in own if self.rank else ():
+            if sends:
+                about = (name, full.shape, full.dtype, dtype)
+                dist.send_object_list([about], group=group, group_dst=0)
+                dist.send(full.cpu().contiguous(), group=group, group_dst=0)
+        if sends:
+            dist.send_object_list([None], group=group, group_dst=0)
+        for rank in range(1, self.mesh.pipeline.size) if self.mesh.main else ():
+            while (about := _received_object(group, rank)) is not None:
+                name, shape, stored, dtype = about
+                full = torch.empty(shape, dtype=stored)
+                dist.recv(full, group=group, group_src=rank)
+                yield name, full, dtype
+
+    def with_all_adapters(self) -> Transformer:
+        """The whole model with every stage's adapters, full; its other weights are on meta. Every
+        rank must call it.
+        """
+        own = {
+            name: whole(p.detach()).cpu()
+            for name, p in self.model.named_parameters()
+            if adapt.is_adapter(name)
+        }
+        parts: list[Any] = [None] * self.mesh.pipeline.size
+        dist.all_gather_object(parts, own, group=self.mesh.pipeline.group)
+        model = copy.deepcopy(self.whole)
+        for name, full in (item for part in parts for item in part.items()):
+            path, _, last = name.rpartition(".")
+            setattr(model.get_submodule(path), last, nn.Parameter(full, requires_grad=False))
+        return model
 
     # ---- evaluation
 
@@ -329,43 +262,23 @@ class Pipeline:
             outcomes += self._outcomes()
         for work, _ in sent:
             work.wait()
-        for stage in self.stages:
-            for module in stage.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # as after a backward pass: checkpoints read the shards
         return outcomes
 
     def _peer(self, stage: int) -> int:
         return self.ranks[stage]
 
     def _received(self, stage: int, batch: Mapping[str, Any]) -> torch.Tensor:
-        shape = 1, batch["input_ids"].shape[1], self.model.config.hidden_size
+        length = batch["input_ids"].shape[1] // self.mesh.layout.tp
+        shape = 1, length, self.model.config.hidden_size
         hidden = torch.empty(shape, dtype=self.dtype, device=self.mesh.device)
         dist.recv(hidden, group=self.mesh.pipeline.group, group_src=self._peer(stage))
         return hidden
 
 
-def _names(model: Transformer) -> set[str]:
-    """What `basic_modules` may call modules: classes, and the last parts of paths."""
-    return {
-        name
-        for path, module in model.named_modules()
-        for name in (type(module).__name__, path.rpartition(".")[2])
-    }
-
-
-def _keep(model: Transformer, stages: list[Stage]) -> None:
-    """Drops the weights of other stages; the others keep their names."""
-    kept = {i for stage in stages for i in stage.layer_numbers}
-    layers: Any = model.model.layers
-    for i in range(model.config.num_hidden_layers):
-        if i not in kept:
-            delattr(layers, str(i))
-    held = {name for stage in stages for name, _ in stage.named_children()}
-    if "embed_tokens" not in held:
-        model.model.embed_tokens = None
-    if "lm_head" not in held:
-        model.model.norm = model.lm_head = None
+def _received_object(group: Any, rank: int) -> Any:
+    held = [None]
+    dist.recv_object_list(held, group=group, group_src=rank)
+    return held[0]
 
 
 def _ends(mesh: Mesh) -> Any:

@@ -66,6 +66,11 @@ def pipeline_relations(config: Config) -> Iterator[tuple[bool, str, str]]:
         "needs a number for each stage, of which there are pipeline_parallel_size x "
         "virtual_pipeline_size",
     )
+    yield (
+        t.pipeline_split is not None and min(t.pipeline_split) < 1,
+        "train.pipeline_split",
+        "a stage has one layer or more",
+    )
     few = too_few(name, t.gradient_accumulation_steps, size)
     yield (
         size > 1 and few is not None,

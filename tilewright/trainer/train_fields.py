@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from tilewright import platform
 from tilewright.trainer.section import Section, field
@@ -33,7 +33,7 @@ class Train(Section):
         "gradient_accumulation_steps.",
     )
     virtual_pipeline_size: int = field(1, "Stages of each process.", ge=1)
-    pipeline_split: list[Annotated[int, Field(ge=1)]] | None = field(
+    pipeline_split: list[int] | None = field(
         None,
         "Numbers of layers of the stages, in order; null: such that the stage with the most "
         "parameters has the fewest, with embedding and head.",
