@@ -104,6 +104,7 @@ def trained(tmp_path_factory):
             train__lr=0.5,
             train__max_grad_norm=0.2,
             data__pad_to_multiple_of=1,
+            data__sample_packing_sequence_len=16,
         )
         torch.save(make_bins(), folder / kind / "bins.pt")
         config = load(path, ["--train.micro_batch_size=8", *arguments])
@@ -254,11 +255,18 @@ def test_what_a_model_cannot_be_cut_into_is_refused(shape, arguments, sentence, 
         Pipeline(model, train, Mesh(Layout(pp=train.pipeline_parallel_size)), 32)
 
 
+def test_gathered_weights_are_kept_between_micro_batches_unless_told(tmp_path):
+    assert not settings_of(tmp_path, DENSE)[1].reshard
+    assert settings_of(tmp_path, DENSE, "--train.reshard_after_forward=true")[1].reshard
+
+
 def test_micro_batches_that_a_schedule_cannot_run_are_refused(tmp_path, monkeypatch):
     _, train = settings_of(tmp_path, DENSE, "--train.pp_variable_seq_lengths=false")
     with pytest.raises(ValueError, match=r"pp_variable_seq_lengths = False: a micro-batch has 33"):
         length_of_hidden(train, [3, 33], 32)
     assert length_of_hidden(train, [3, 31], 32) == 32
+    varying = train.model_copy(update={"pp_variable_seq_lengths": True})
+    assert [length_of_hidden(varying, [3, n], 32) for n in (8, 9, 32, 33)] == [8, 12, 32, 36]
     pipeline = object.__new__(Pipeline)
     pipeline.train, pipeline.mesh, pipeline._made_for = train, Mesh(Layout(pp=2)), None
     pipeline.model = types.SimpleNamespace(config=types.SimpleNamespace(hidden_size=8))

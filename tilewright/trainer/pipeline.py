@@ -12,6 +12,7 @@ stage and on the last; their gradients are added (see `Pipeline.sum_tied`).
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -99,9 +100,10 @@ class Pipeline:
         an outcome per micro-batch, in which the parts of other stages are zero.
         """
         lengths = [batch["input_ids"].shape[1] for batch in batches]
-        length = length_of_hidden(self.train, lengths, self.longest) // self.mesh.layout.tp
+        length = length_of_hidden(self.train, lengths, self.longest)
         if self.train.pp_variable_seq_lengths:
             self._agree(lengths)
+        length = math.ceil(length / self.mesh.layout.tp)
         schedule = self._scheduled(len(batches), length)
         for stage in self.stages:
             stage.start(batches, loss, length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -79,10 +80,12 @@ def layers_of_stages(model: Transformer, train: Train) -> list[range]:
 def length_of_hidden(train: Train, lengths: list[int], longest: int) -> int:
     """The length of the hidden states that travel in a step with micro-batches of these lengths.
 
-    torch's schedules exchange one shape. longest: tokens of a micro-batch of full bins.
+    torch's schedules exchange one shape, for which they set up buffers and synchronize: a few
+    different ones, in eighths of the longest.   longest: tokens of a micro-batch of full bins.
     """
     if train.pp_variable_seq_lengths:
-        return max(lengths)
+        part = math.ceil(longest / 8)
+        return math.ceil(max(lengths) / part) * part
     if max(lengths) > longest:
         raise ValueError(
             f"train.pp_variable_seq_lengths = False: a micro-batch has {max(lengths)} tokens, more "

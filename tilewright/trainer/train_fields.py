@@ -41,8 +41,8 @@ class Train(Section):
     )
     pp_variable_seq_lengths: bool = field(
         True,
-        "Stages exchange hidden states of the longest micro-batch of each step; false: of a full "
-        "one, always.",
+        "Stages exchange hidden states as long as the longest micro-batch of each step, rounded up "
+        "to an eighth of a full one; false: always as long as a full one.",
     )
     expert_parallel_size: int = field(
         1,
