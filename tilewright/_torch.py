@@ -99,6 +99,35 @@ def dynamo() -> ModuleType:
     return torch._dynamo
 
 
+# ---- collectives
+
+
+def all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """x of all ranks, concatenated along the first dimension. These operators, unlike
+    torch.distributed's functions, can be in a compiled graph.
+    """
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_gather_into_tensor(x, size, group))
+
+
+def reduce_scatter(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """This rank's part, along the first dimension, of the sum of x over ranks."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", size, group))
+
+
+def strided_shard(dim: int, parts: int) -> torch.distributed.tensor.Placement:
+    """The placement of a tensor of some parts along a dimension, each of which is sharded."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=parts)
+
+
+def parts_of_shard(placement: torch.distributed.tensor.Placement) -> int:
+    """The parts of a `strided_shard`; 1 for other placements."""
+    return getattr(placement, "split_factor", 1)
+
+
 def scale_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiplies tensors in place by a scalar tensor on their device, in few launches."""
     torch._foreach_mul_(tensors, factor)

@@ -57,7 +57,7 @@ def micro_batches(config, ranks, bins):
     parts.
     """
     t, step = config.train, []
-    multiple = padding(config.data.pad_to_multiple_of, ranks.context)
+    multiple = padding(config.data.pad_to_multiple_of, ranks.context, ranks.layout.tp)
     for a in range(t.gradient_accumulation_steps):
         start = (a * ranks.layout.data + ranks.batch_rank) * t.micro_batch_size
         step.append(collate(bins[start : start + t.micro_batch_size], multiple, ranks.context))
@@ -94,11 +94,7 @@ def several_steps(config, ranks, bins, steps=4, calls=1):
     engine, t = engine_of(config, ranks), config.train
     found = {"loss": [], "norm": [], "router": []}
 
-    def note(*_):
-        if "grads" not in found:
-            found["grads"] = gradients(engine)
-
-    engine.optimizer.register_step_pre_hook(note)
+    hook = engine.optimizer.register_step_pre_hook(lambda *_: found.update(grads=gradients(engine)))
     for i in range(steps):
         adapters.before_step(engine.model, config.lora, t.seed, i)
         batches = micro_batches(config, ranks, bins[i:] + bins[:i])
@@ -110,6 +106,7 @@ def several_steps(config, ranks, bins, steps=4, calls=1):
         if i == 1:  # between gradients and the step, both of which it must leave alone
             found["evaluated"] = engine.evaluate(batches, language_modeling)
         norm = engine.optim_step(max_norm=t.max_grad_norm)
+        hook.remove()
         adapters.after_step(engine.model, engine.optimizer, config.lora, t.seed, i + 1)
         loss, tokens = sum(part.totals for part in sums).tolist()
         router = sums[0].router() if calls == 1 else {}
@@ -136,17 +133,14 @@ class Count:
         dist.all_to_all_single = self.real
 
 
-def moments(engine):
+def moments(model, optimizer, ranks):
     """By the name of the parameter and of the moment."""
-    state = engine.optimizer.state
-    return whole(
-        engine.mesh,
-        {
-            f"{name}.{key}": value
-            for name, p in engine.model.named_parameters()
-            for key, value in state[p].items()
-        },
-    )
+    named = {
+        f"{name}.{key}": value
+        for name, p in model.named_parameters()
+        for key, value in optimizer.state[p].items()
+    }
+    return whole(ranks, named)
 
 
 def save(folder, engine, state):
@@ -179,13 +173,13 @@ def main(folder):
                 engine.export(folder / "hf")
                 if config.lora.enable_lora:
                     engine.export(folder / "adapter", adapter_of="base")
-                found["moments"] = moments(engine)
+                found["moments"] = moments(engine.model, engine.optimizer, ranks)
             if name == "train_after_loading":
                 # load what another mode saved, into models that are sharded differently
                 again = engine_of(config, ranks)
                 again.load([written], {}, {})
                 found["restored"] = weights(again.model, ranks)
-                found["moments"] = moments(again)
+                found["moments"] = moments(again.model, again.optimizer, ranks)
                 for mode in hf.LOAD_MODES:
                     read = build_model(config, again.model.config, ranks, again.model.ops)
                     hf.load_weights(read, folder / "hf", mode=mode)

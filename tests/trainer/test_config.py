@@ -609,6 +609,7 @@ FIRST = "--data.datasets.0."
 LORA, QLORA, WEIGHTS = "--lora.enable_lora=true", "--lora.enable_qlora=true", "--model.model_path=x"
 PP, STEPS = "--train.pipeline_parallel_size=2", "--train.gradient_accumulation_steps"
 SCHEDULE, STAGES = "--train.pipeline_parallel_schedule", "--train.virtual_pipeline_size"
+TP = "--train.tensor_parallel_size=2 --model.merge_qkv=false"
 # A violation of the rule, the error, and a similar value that is accepted.
 RULES = [
     *(
@@ -621,7 +622,11 @@ RULES = [
         )
     ),
     *(
-        (f"{mode} {PP} {STEPS}=2", "only fsdp2 reads this", f"{PP} {STEPS}=2")
+        (
+            f"{mode} {PP} {STEPS}=2",
+            "data_parallel_shard_size: 1 makes replicas of pipelines",
+            f"{PP} {STEPS}=2 --train.data_parallel_shard_size=1",
+        )
         for mode in (NONE, DDP)
     ),
     *(
@@ -669,6 +674,30 @@ RULES = [
         f"{PP} {STEPS}=2 {SCHEDULE}=ZBVZeroBubble {STAGES}=2 --train.enable_compile=true",
         "compiled code computes the gradients of inputs and weights at once",
         f"{PP} {STEPS}=2 --train.enable_compile=true",
+    ),
+    (
+        "--train.tensor_parallel_size=2",
+        "not one shard of a merged matrix; set merge_qkv: false",
+        TP,
+    ),
+    (
+        f"{TP} --model.batch_invariant=true",
+        "in which order the ranks' sums are added depends on where",
+        f"{TP} --model.router_fp32=false",
+    ),
+    *(
+        (
+            f"{TP} {mode}",
+            "only fsdp2 takes parameters that are sharded already; with it, "
+            "data_parallel_shard_size: 1 makes replicas of tensor-parallel groups",
+            f"{TP} --train.data_parallel_shard_size=1",
+        )
+        for mode in (NONE, DDP)
+    ),
+    (
+        f"{TP} {QLORA}",
+        "every process has all of a quantized matrix",
+        f"{TP} {LORA}",
     ),
     (
         "--model.batch_invariant=true --train.ringattn_parallel_size=2",
@@ -1016,8 +1045,8 @@ def test_rules_of_the_machine(least, monkeypatch):
 def test_building_without_a_file_follows_the_rules_too():
     parts = {"model": {"config_path": "x"}, "data": {"datasets": [{"path": "dummy"}]}}
     assert Config(**parts, train={"output_dir": "o"})
-    with pytest.raises(ValueError, match="tensor parallelism"):
-        Config(**parts, train={"output_dir": "o", "tensor_parallel_size": 2})
+    with pytest.raises(ValueError, match="1F1B needs at least as many micro-batches"):
+        Config(**parts, train={"output_dir": "o", "pipeline_parallel_size": 2})
 
 
 # ---- the mesh
@@ -1069,6 +1098,20 @@ BOTH = {"ringattn_parallel_size": 2, "ulysses_parallel_size": 2}
             "divide by 4",
         ),
         ({**BOTH}, 2, "2 processes do not divide by 4"),
+        ({"tensor_parallel_size": 2}, 8, (1, 4)),
+        ({"tensor_parallel_size": 2, "ringattn_parallel_size": 2}, 8, (1, 4)),
+        ({"tensor_parallel_size": 2, "data_parallel_shard_size": 1}, 8, (4, 1)),
+        ({"tensor_parallel_size": 2, "expert_parallel_size": 8}, 8, (1, 4)),
+        (
+            {"tensor_parallel_size": 2},
+            3,
+            "train.tensor_parallel_size = 2: 3 processes do not divide by 2",
+        ),
+        (
+            {"tensor_parallel_size": 2, "expert_parallel_size": 3},
+            8,
+            "expert_parallel_size = 3: does not divide the 8 processes of a shard group",
+        ),
         (
             {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
             6,

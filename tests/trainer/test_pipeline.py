@@ -1,6 +1,7 @@
 """Pipelines of stages train as one process does."""
 
 import json
+import math
 import pathlib
 import types
 
@@ -40,7 +41,8 @@ SPARSE = {**MOE, "num_hidden_layers": 4}
 
 def pipelined(stages, schedule="1F1B", **more):
     """Arguments with which four processes train on the eight bins of a step."""
-    data = 4 // stages // more.get("ringattn_parallel_size", 1)
+    sizes = (more.get(f"{axis}_parallel_size", 1) for axis in ("ringattn", "tensor"))
+    data = 4 // stages // math.prod(sizes)
     settings = {
         "data_parallel_mode": "fsdp2",
         "pipeline_parallel_size": stages,
@@ -62,6 +64,7 @@ NOISE = ["--lora.enable_aqn=true", "--lora.aqn_alpha=0.5", "--lora.merge_lora_in
 ALONE = {
     "dense": (DENSE, []),
     "sparse": (SPARSE, []),
+    "apart": (DENSE, ["--model.merge_qkv=false"]),
     "lora": (SPARSE, [*LORA, "--lora.merge_lora_interval=3"]),
     "noisy": (DENSE, [*LORA, *QUANTIZED, *NOISE]),
     "there": (DENSE, ADAM),
@@ -81,6 +84,7 @@ MODES = {
     "sparse/train_v": pipelined(2, "ZBVZeroBubble", **TWICE, **RECOMPUTE),
     "sparse/train_experts": pipelined(2, expert_parallel_size=2, **RECOMPUTE),
     "sparse/train_ring": pipelined(2, ringattn_parallel_size=2),
+    "apart/train_tensors": pipelined(2, "Interleaved1F1B", tensor_parallel_size=2, **TWICE),
     "lora/train_and_save": pipelined(2, "Interleaved1F1B", **TWICE),
     "noisy/train_fsdp": pipelined(4),
     "there/train_and_save": pipelined(2),

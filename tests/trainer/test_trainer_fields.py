@@ -26,7 +26,6 @@ pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
 
 import datasets  # noqa: E402
-from test_trainer import fake_group  # noqa: E402
 from torch.distributed.pipelining import PipelineStage  # noqa: E402
 
 from tilewright import ops as tw  # noqa: E402
@@ -196,6 +195,7 @@ ROWS = [
     ),
     row("train.pipeline_split", [1, 2], "plan", **PIPELINE, model__config_path="@deep"),
     row("train.pp_variable_seq_lengths", False, "plan", **PIPELINE),
+    row("train.tensor_parallel_size", 2, "plan", **EIGHT, model__merge_qkv=False),
     row("train.expert_parallel_size", 2, "plan", **EIGHT),
     row("train.ulysses_parallel_size", 2, "plan", **EIGHT),
     row("train.ringattn_parallel_size", 2, "plan", **EIGHT),
@@ -680,6 +680,8 @@ def pipeline_plan(config):
     t = config.train
     if t.pipeline_parallel_size == 1:
         return None
+    from test_trainer import fake_group  # not when this is run as a program
+
     with torch.device("meta"):
         model = build.Transformer(
             hf.load_config(config.model.config_path), ops_choice.Ops.resolve()

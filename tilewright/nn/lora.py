@@ -159,25 +159,29 @@ class LoRALinear(nn.Module):
         x = x.reshape(math.prod(lead), x.shape[-1])
         y = self.base(x)
         autocast = torch.is_autocast_enabled(x.device.type)
-        dtype = torch.get_autocast_dtype(x.device.type) if autocast else self.lora_A.dtype
+        A, B = local(self.lora_A), local(self.lora_B)
+        dtype = torch.get_autocast_dtype(x.device.type) if autocast else A.dtype
         # Adapters in a narrower dtype must not reduce the base's precision.
         wide = torch.promote_types(y.dtype, dtype)
         # Saved for backward: x and low.
-        low = F.linear(x.to(dtype), self.lora_A.to(dtype)) * self.scale
-        low, B, out = low.to(wide), self.lora_B.to(wide), y.to(wide)
-        slices = tuple(self.slices.values())
+        low = F.linear(x.to(dtype), A.to(dtype)) * self.scale
+        low, B, out = low.to(wide), B.to(wide), y.to(wide)
+        # Of a base sharded by rows this rank has the same fraction of each part.
+        ranks = self.out_features // y.shape[1]
         if len(self.parts) == 1:
             out = torch.addmm(out, low, B.t())
         elif torch.compiler.is_compiling() or _torch.is_view(out) or not out.is_contiguous():
-            out = self._separately(out, low, B)
+            out = self._separately(out, low, B, ranks)
         else:
+            slices = tuple((a // ranks, b // ranks) for a, b in self.slices.values())
             out = _AddProducts.apply(out, low, B, slices, self.rank)
-        return out.to(y.dtype).view(*lead, self.out_features)
+        return out.to(y.dtype).view(*lead, y.shape[1])
 
-    def _separately(self, y, low, B):
+    def _separately(self, y, low, B, ranks):
         """Out of place, which a compiler fuses."""
         outputs, at, i = [], 0, 0
-        for name, rows in zip(self.parts, y.split(list(self.parts.values()), 1), strict=True):
+        widths = [n // ranks for n in self.parts.values()]
+        for name, rows in zip(self.parts, y.split(widths, 1), strict=True):
             if name in self.slices:
                 r, n = self.rank, rows.shape[1]
                 rows = torch.addmm(rows, low[:, i * r : (i + 1) * r], B[at : at + n].t())

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tilewright import ops
+from tilewright.nn.sharded import local
 from tilewright.ops import _checks, _products
 from tilewright.ops.cross_entropy import check_options
 from tilewright.ops.linear_cross_entropy import check_chunks
@@ -89,9 +90,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ops.rmsnorm(
             x,
-            self.weight,
+            local(self.weight),
             self.eps,
-            bias=self.bias,
+            bias=None if self.bias is None else local(self.bias),
             offset=self.offset,
             cast=self.cast,
             implementation=self.implementation,
@@ -123,17 +124,18 @@ class Linear(nn.Linear):
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
         # Compiled code would recompile on either side of the minimum number of rows.
         if (
             not torch.compiler.is_compiling()
             and x.is_cpu
-            and x.dtype == torch.float32 == self.weight.dtype
-            and self.bias is None
+            and x.dtype == torch.float32 == weight.dtype
+            and bias is None
             and _products.takes(torch.float32)
             and not torch.is_autocast_enabled("cpu")
         ):
-            return _products.linear(x, self.weight)
-        return super().forward(x)
+            return _products.linear(x, weight)
+        return nn.functional.linear(x, weight, bias)
 
 
 class SwiGLU(nn.Module):

@@ -22,8 +22,17 @@ def whole(t: torch.Tensor) -> torch.Tensor:
 
 
 def local(t: torch.Tensor) -> torch.Tensor:
-    """This rank's shard, sharing its memory."""
-    return t.to_local() if is_sharded(t) else t
+    """This rank's shard, sharing its memory, for computation with this rank's part of the data.
+
+    So the gradient of a replicated tensor is a sum over ranks, of which each computes a part.
+    """
+    if type(t) in (torch.Tensor, torch.nn.Parameter) or not is_sharded(t):
+        return t
+    from torch.distributed.tensor import Partial
+
+    return t.to_local(
+        grad_placements=[Partial() if at.is_replicate() else at for at in t.placements]
+    )
 
 
 def share(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -67,9 +67,13 @@ class Bins(torch.utils.data.Dataset):
         return list(zip(rows["input_ids"], rows["labels"], strict=True))
 
 
-def padding(multiple: int, cp: ContextParallel) -> int:
-    """The multiple to which a micro-batch is padded.   multiple: pad_to_multiple_of."""
-    return math.lcm(multiple, cp.multiple)
+def padding(multiple: int, cp: ContextParallel, tp: int = 1) -> int:
+    """The multiple to which a micro-batch is padded.   multiple: pad_to_multiple_of.
+
+    Each of the ranks that share a sequence has the same number of tokens, and each tensor-parallel
+    rank the same number of those.
+    """
+    return math.lcm(multiple, cp.multiple * tp)
 
 
 def collate(
@@ -117,8 +121,9 @@ class Batches:
         world_size: int = 1,
         pin: bool = False,
         cp: ContextParallel | None = None,
+        tp: int = 1,
     ):
-        self.data, self.cp = data, cp or ContextParallel()
+        self.data, self.cp, self.tp = data, cp or ContextParallel(), tp
         self.bins, self.rank, self.world, self.pin = bins, rank, world_size, pin
         self.micro, self.accumulation, self.seed = (
             train.micro_batch_size,
@@ -174,7 +179,7 @@ class Batches:
     def steps(self) -> Iterator[list[dict[str, torch.Tensor]]]:
         """Yields the micro-batches of each following step, epoch after epoch, without end."""
         while True:
-            loader = _loader(self.bins, list(self._mine()), self.data, self.pin, self.cp)
+            loader = _loader(self.bins, list(self._mine()), self.data, self.pin, self.cp, self.tp)
             step, sizes = [], self.bins.sizes[self._order()]
             for batch in loader:
                 step.append(batch)
@@ -189,13 +194,18 @@ class Batches:
 
 
 def _loader(
-    bins: Bins, indices: list[list[int | None]], data: Data, pin: bool, cp: ContextParallel
+    bins: Bins,
+    indices: list[list[int | None]],
+    data: Data,
+    pin: bool,
+    cp: ContextParallel,
+    tp: int,
 ) -> torch.utils.data.DataLoader:
     return torch.utils.data.DataLoader(
         bins,
         batch_sampler=indices,
         collate_fn=functools.partial(
-            collate, multiple=padding(data.pad_to_multiple_of, cp), cp=cp.layout()
+            collate, multiple=padding(data.pad_to_multiple_of, cp, tp), cp=cp.layout()
         ),
         num_workers=data.dataloader_num_workers,
         prefetch_factor=data.dataloader_prefetch_factor,
@@ -210,6 +220,7 @@ def evaluation_batches(
     world_size: int,
     pin: bool = False,
     cp: ContextParallel | None = None,
+    tp: int = 1,
 ) -> torch.utils.data.DataLoader:
     """Every bin once over all ranks, `size` per micro-batch; ranks get the same number of batches,
     filled up with empty ones. Bins are read and padded by their own settings.
@@ -218,4 +229,5 @@ def evaluation_batches(
         list(range(i, min(i + size, len(bins)))) for i in range(0, len(bins), size)
     ]
     groups += [[None]] * (-len(groups) % world_size)
-    return _loader(bins, groups[rank::world_size], bins.data, pin, cp or ContextParallel())
+    own = groups[rank::world_size]
+    return _loader(bins, own, bins.data, pin, cp or ContextParallel(), tp)

@@ -48,6 +48,7 @@ def choose_ops(model: Model, shape: ModelConfig, mesh: Mesh, dtype: torch.dtype)
         device_type=mesh.device.type,
         dtype=dtype,
         attention_request=wanted,
+        sharded_head=mesh.layout.tp > 1,
         numerics=numerics,
         experts=any(layers),
     )
@@ -84,7 +85,7 @@ def build_model(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> tor
 def longest_micro_batch(config: Config, mesh: Mesh) -> int:
     """Tokens of a rank in a micro-batch of full bins."""
     tokens = config.train.micro_batch_size * config.data.sample_packing_sequence_len
-    multiple = padding(config.data.pad_to_multiple_of, mesh.context)
+    multiple = padding(config.data.pad_to_multiple_of, mesh.context, mesh.layout.tp)
     return math.ceil(tokens / multiple) * multiple // mesh.context.size
 
 
@@ -134,6 +135,7 @@ def build_data(config: Config, mesh: Mesh, vocab: int) -> tuple[Batches, Bins | 
         world_size=mesh.layout.data,
         pin=mesh.device.type == "cuda",
         cp=mesh.context,
+        tp=mesh.layout.tp,
     )
     packed = d.eval_sample_packing is not False
     return batches, None if held is None else Bins(held, d, packed=packed)

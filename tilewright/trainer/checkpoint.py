@@ -29,7 +29,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from tilewright.trainer.checkpoint_files import Damaged, Planner, Reader, read_metadata, read_state
+from tilewright.trainer.checkpoint_files import (
+    Damaged,
+    Planner,
+    Reader,
+    SavePlanner,
+    read_metadata,
+    read_state,
+)
 from tilewright.trainer.mesh import Mesh, checkpoint_group
 from tilewright.trainer.run_folder import candidates, claim, complete, find, publish, recover
 
@@ -128,11 +135,16 @@ class Saver:
             text = json.dumps({"step": step, "written": time.time(), **state}, indent=1)
             (aside / "state.json").write_text(text + "\n")
         if self.group is not None:
-            written = dcp.async_save(tensors, checkpoint_id=aside / "dcp", process_group=self.group)
+            written = dcp.async_save(
+                tensors,
+                checkpoint_id=aside / "dcp",
+                planner=SavePlanner(),
+                process_group=self.group,
+            )
             self.pending = self._published_by_itself(written, aside, target), target
         else:
             with _first_failure(OSError, f"{aside}: cannot be written"):
-                dcp.save(tensors, checkpoint_id=aside / "dcp")
+                dcp.save(tensors, checkpoint_id=aside / "dcp", planner=SavePlanner())
             self.mesh.control.barrier()
             if self.mesh.main:
                 publish(aside, target)

@@ -4,6 +4,7 @@ with a list of allowed types.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import pathlib
 import pickle
@@ -11,9 +12,17 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor, Shard
 
+from tilewright._torch import parts_of_shard
 from tilewright.files import read_json
+from tilewright.nn.sharded import is_sharded
 
 
 class Damaged(ValueError):
@@ -113,8 +122,92 @@ class Reader(dcp.FileSystemReader):
         return self.metadata
 
 
+class Parts:
+    """A DTensor whose shard has rows of each of several parts of the whole (see
+    `_torch.strided_shard`), for DCP: one chunk per part. DCP takes a shard for one chunk.
+    """
+
+    def __init__(self, tensor: DTensor):
+        self.whole = tensor.size()
+        [axis] = [i for i, at in enumerate(tensor.placements) if parts_of_shard(at) > 1]
+        self.number, dim = parts_of_shard(tensor.placements[axis]), tensor.placements[axis].dim
+        if dim != 0:
+            raise ValueError(f"parts must be of rows, got dimension {dim}")
+        shape = torch.Size([self.whole[0] // self.number, *self.whole[1:]])
+        placements = list(tensor.placements)
+        placements[axis] = Shard(0)
+        self.parts = [
+            DTensor.from_local(
+                part,
+                tensor.device_mesh,
+                placements,
+                run_check=False,
+                shape=shape,
+                stride=tensor.stride(),
+            )
+            for part in tensor.to_local().chunk(self.number)
+        ]
+
+    def size(self) -> torch.Size:
+        return self.whole
+
+    def _offset(self, i: int, offsets: torch.Size) -> torch.Size:
+        return torch.Size([offsets[0] + i * self.parts[i].shape[0], *offsets[1:]])
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        chunks = [part.__create_chunk_list__()[0] for part in self.parts]
+        return [
+            dataclasses.replace(chunk, offsets=self._offset(i, chunk.offsets))
+            for i, chunk in enumerate(chunks)
+        ]
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        items = []
+        for part, chunk in zip(self.parts, self.__create_chunk_list__(), strict=True):
+            [item] = part.__create_write_items__(fqn, part)
+            data = dataclasses.replace(item.tensor_data, chunk=chunk, size=self.whole)
+            index = dataclasses.replace(item.index, offset=chunk.offsets)
+            items.append(dataclasses.replace(item, index=index, tensor_data=data))
+        return items
+
+    def shard(self, index: MetadataIndex) -> torch.Tensor:
+        offsets = [chunk.offsets for chunk in self.__create_chunk_list__()]
+        return self.parts[offsets.index(index.offset)].to_local()
+
+
+def _in_parts(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: Parts(t) if is_sharded(t) and max(map(parts_of_shard, t.placements)) > 1 else t
+        for name, t in tensors.items()
+    }
+
+
+class SavePlanner(dcp.DefaultSavePlanner):
+    """Writes such tensors as `Parts`."""
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self.state_dict = _in_parts(self.state_dict)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return found.shard(index) if isinstance(found, Parts) else super().lookup_object(index)
+
+
 class Planner(dcp.DefaultLoadPlanner):
     """DCP unpickles tensors by a list of allowed types, but not numbers and names."""
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.state_dict = _in_parts(self.state_dict)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        found = self.state_dict[index.fqn]
+        return found.shard(index) if isinstance(found, Parts) else super().lookup_tensor(index)
 
     def load_bytes(self, read_item: dcp.planner.ReadItem, value: Any) -> None:
         torch.save(torch.load(value, weights_only=True), safe := io.BytesIO())

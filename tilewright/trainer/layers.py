@@ -7,10 +7,12 @@ from torch import nn
 
 from tilewright import ops as tw
 from tilewright.nn import Linear, RMSNorm, SwiGLU
+from tilewright.nn.sharded import local
 from tilewright.ops.context_parallel import ContextParallel, context_parallel_attention
 from tilewright.trainer.model_config import ModelConfig
 from tilewright.trainer.ops_choice import Ops
 from tilewright.trainer.positions import Sequence
+from tilewright.trainer.tensor_parallel import TensorParallel
 
 
 class AddRMSNorm(RMSNorm):
@@ -32,7 +34,7 @@ class AddRMSNorm(RMSNorm):
             total = x + residual
             return super().forward(total), total
         return tw.add_rmsnorm(
-            x, residual, self.weight, self.eps, implementation=self.add_implementation
+            x, residual, local(self.weight), self.eps, implementation=self.add_implementation
         )
 
 
@@ -59,7 +61,7 @@ class Attention(nn.Module):
         if self.qk_norm:
             self.q_norm = RMSNorm(D, config.rms_norm_eps, implementation=ops.rmsnorm)
             self.k_norm = RMSNorm(D, config.rms_norm_eps, implementation=ops.rmsnorm)
-        self.cp = ContextParallel()
+        self.cp, self.tp = ContextParallel(), TensorParallel()
 
     def forward(self, x: torch.Tensor, sequence: Sequence) -> torch.Tensor:
         apart = self.breaks and sequence.cu_seqlens is not None
@@ -78,7 +80,8 @@ class Attention(nn.Module):
     def project(
         self, x: torch.Tensor, sequence: Sequence
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Projects x [B, S, H] to q, k and v, [B, heads, S, D]."""
+        """Projects x [B, S, H] to q, k and v, [B, heads, S, D]: this rank's heads."""
+        x = self.tp.gather(x)
         if self.merge_qkv and not self.apart:
             q, k, v = self._heads_of_merged(self.qkv_proj(x), sequence)
         elif self.merge_qkv:
@@ -91,7 +94,7 @@ class Attention(nn.Module):
 
     def output(self, attended):
         """Projects attention's result [B, heads, S, D] to [B, S, H]."""
-        return self.o_proj(attended.transpose(1, 2).flatten(2))
+        return self.tp.reduce_scatter(self.o_proj(attended.transpose(1, 2).flatten(2)))
 
     def _attend(self, q, k, v, sequence):
         if self.cp.size > 1:
@@ -159,3 +162,7 @@ class Attention(nn.Module):
 class MLP(SwiGLU):
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__(config.hidden_size, config.intermediate_size, implementation=ops.silu_mul)
+        self.tp = TensorParallel()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tp.reduce_scatter(super().forward(self.tp.gather(x)))

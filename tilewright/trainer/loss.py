@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from tilewright import ops as tw
@@ -29,9 +30,16 @@ class TokenLosses:
     """
 
     def __init__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, ops: Ops
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        ops: Ops,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
+        """group: of the ranks that have the weight's rows, if it is this rank's shard of them."""
         self._operands, self._labels, self._ops = (hidden, weight), labels, ops
+        self._group = group
         self.computed: torch.Tensor | None = None
 
     def sum(self) -> torch.Tensor:
@@ -57,6 +65,7 @@ class TokenLosses:
             *in_autocast(*self._operands),
             self._labels,
             fp32_logits=numerics.lm_head_fp32,
+            group=self._group,
             implementation=self._ops.linear_cross_entropy,
             **options,
         )

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tilewright import adapt, lora
 from tilewright.nn import in_row_blocks
 from tilewright.nn.lora_experts import LoRAExperts
+from tilewright.nn.sharded import local
 from tilewright.ops.context_parallel import ContextParallel
 from tilewright.trainer.layers import MLP, AddRMSNorm, Attention
 from tilewright.trainer.loss import Loss, TokenLosses, logits
@@ -27,6 +28,7 @@ from tilewright.trainer.moe import Experts, MoE
 from tilewright.trainer.ops_choice import Ops
 from tilewright.trainer.positions import Sequence
 from tilewright.trainer.recompute import recompute
+from tilewright.trainer.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
     from tilewright.trainer.pipeline import Pipeline
@@ -121,7 +123,7 @@ class Transformer(nn.Module):
         self.config, self.ops, self.merge_qkv = config, ops, merge_qkv
         self.model = Decoder(config, ops, merge_qkv)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.cp = ContextParallel()
+        self.cp, self.tp = ContextParallel(), TensorParallel()
         self.pipeline: Pipeline | None = None  # this rank's stages, if it has not all layers
         if ops.numerics.batch_invariant:
             in_row_blocks(self)
@@ -198,10 +200,12 @@ class Transformer(nn.Module):
 
         Raises ValueError if the heads cannot be sharded accordingly.
         """
-        if self.config.num_attention_heads % cp.ulysses_size:
+        heads, rest = divmod(self.config.num_attention_heads, self.tp.size)
+        if rest or heads % cp.ulysses_size:
+            of = f" of a tensor-parallel rank (of {self.tp.size})" if self.tp.size > 1 else ""
             raise ValueError(
-                f"train.ulysses_parallel_size = {cp.ulysses_size}: the model's "
-                f"{self.config.num_attention_heads} query heads do not divide by {cp.ulysses_size}"
+                f"train.ulysses_parallel_size = {cp.ulysses_size}: the model's {heads} query "
+                f"heads{of} do not divide by {cp.ulysses_size}"
             )
         self.cp = cp
         for block in self.model.layers:
@@ -251,21 +255,24 @@ class Transformer(nn.Module):
         )
         hidden, reports = self.model(input_ids, sequence)
         if labels is None:
-            return logits(hidden, self.lm_head.weight, self.ops)
+            own = logits(self.tp.gather(hidden), local(self.lm_head.weight), self.ops)
+            return self.tp.gather_for_all(own.transpose(1, 2)).transpose(1, 2)
         batch = {"input_ids": input_ids, "labels": labels, **more}
         if loss is not None:
             return self.outcome(hidden, loss, batch)._replace(reports=reports)
         return self.token_losses(hidden, labels).reduced("mean", num_tokens)
 
-    def token_losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> TokenLosses:
-        return TokenLosses(hidden, self.lm_head.weight, labels, self.ops)
-
     def outcome(self, hidden: torch.Tensor, loss: Loss, batch: Mapping[str, Any]) -> Outcome:
-        """A loss of the final hidden states [B, S, H], without reports."""
+        """A loss of the final hidden states, this rank's shard; without reports."""
         per_token = self.token_losses(hidden, batch["labels"])
         total, denominator = loss(per_token, batch)
         values = None if per_token.computed is None else per_token.computed.detach()
         return Outcome(total, denominator, values, None)
+
+    def token_losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> TokenLosses:
+        """hidden: this rank's shard of the final hidden states."""
+        weight, group = local(self.lm_head.weight), self.tp.group
+        return TokenLosses(self.tp.gather_for_all(hidden), weight, labels, self.ops, group)
 
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())

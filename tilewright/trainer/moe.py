@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from tilewright import ops as tw
 from tilewright.nn.quantized import QuantizedExperts
+from tilewright.nn.sharded import local
 from tilewright.ops.aqn import AQN
 from tilewright.ops.expert_parallel import DeepEP, ep_moe_mlp
 from tilewright.trainer.model_config import ModelConfig
@@ -42,14 +42,10 @@ class Experts(nn.Module):
 
     def forward(self, x_TH, index_TK, weight_TK, kept=None):
         if self.group is not None:
-            gate_up, down = (
-                p.to_local() if isinstance(p, DTensor) else p
-                for p in (self.gate_up_proj, self.down_proj)
-            )
             return ep_moe_mlp(
                 x_TH,
-                gate_up,
-                down,
+                local(self.gate_up_proj),
+                local(self.down_proj),
                 index_TK,
                 weight_TK,
                 self.group,
@@ -89,10 +85,11 @@ class Router(nn.Linear):
         self.fp32 = fp32
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = local(self.weight)
         if not self.fp32:
-            return super().forward(x)
+            return F.linear(x, weight)
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.float(), self.weight.float())
+            return F.linear(x.float(), weight.float())
 
 
 class MoE(nn.Module):

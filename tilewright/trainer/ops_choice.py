@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from tilewright.ops._losses import Request as LossRequest
 from tilewright.ops.attention import Request
 from tilewright.registry import ImplementationUnavailable
 from tilewright.selection import operations
@@ -61,6 +62,7 @@ class Ops:
         device_type: str = "cpu",
         dtype: torch.dtype = torch.float32,
         attention_request: Request | None = None,
+        sharded_head: bool = False,
         numerics: Numerics = Numerics(),
         experts: bool = True,
         **names: str,
@@ -71,6 +73,7 @@ class Ops:
             attn_implementation, moe_implementation: names, or auto (None).
             device_type, dtype: of the tensors of calls.
             attention_request: the request that calls of attention will make.
+            sharded_head: whether the head's rows are sharded over ranks.
             numerics: the switches; those that select an implementation have precedence.
             experts: whether the model has any; only then must routing and experts be
                 batch-invariant.
@@ -86,6 +89,10 @@ class Ops:
             'eager'
         """
         table, chosen = operations(), {}
+        requests = {
+            "attention": attention_request,
+            "linear_cross_entropy": LossRequest(sharded=True) if sharded_head else None,
+        }
         asked = {
             "attention": attn_implementation,
             "moe_mlp": moe_implementation or "auto",
@@ -94,7 +101,7 @@ class Ops:
         }
         for field in fields(cls)[:-1]:
             op, name = table[field.name], asked.pop(field.name, "auto")
-            what = (device_type, dtype, attention_request if field.name == "attention" else None)
+            what = (device_type, dtype, requests.get(field.name))
             op.resolve(name, *what)
             if (
                 numerics.batch_invariant

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tilewright.nn.lora_experts import LoRAExperts
@@ -22,12 +22,20 @@ from tilewright.trainer.config import Model, Train
 from tilewright.trainer.mesh import Mesh
 from tilewright.trainer.model import Block, Transformer
 from tilewright.trainer.moe import Experts, MoE
+from tilewright.trainer.tensor_parallel import (
+    check_shards,
+    fsdp_placement,
+    register,
+    shard_matrices,
+)
 
 
 def parallelize(model: Transformer, train: Train, names: Model, mesh: Mesh) -> nn.Module:
-    """Applies context parallelism, compilation, recomputation and sharding, in this order: each
-    wraps the result of the previous one.
+    """Applies tensor parallelism, context parallelism, compilation, recomputation and sharding, in
+    this order: each wraps the result of the previous one.
     """
+    if mesh.tensor is not None:
+        shard_matrices(model, mesh.tensor)
     if mesh.context.size > 1:
         model.spread_sequence(mesh.context)
     if train.enable_compile:
@@ -53,9 +61,14 @@ def _shard_experts(
     """Shards the experts of a layer that is built on meta: whole experts along the mesh's last
     dimension, and FSDP2 over the others, along rows, so that an expert's shards need not be a whole
     number of experts.
+
+    Beside tensor parallelism that is done for one rank per layer's experts too: each rank has
+    tokens of its own there, as with data parallelism, so FSDP2 shards over the tp ranks too.
     """
     over = mesh.experts
     own, shards = over["expert"], over["expert_shard"].size()
+    sizes = {"expert": own.size()} | ({} if mesh.tensor is None else {"tensor": mesh.layout.tp})
+    shown = ", ".join(f"train.{axis}_parallel_size = {n}" for axis, n in sizes.items())
     for name, p in list(experts.named_parameters()):
         E, rows = p.shape[:2]
         for what, size, parts in (
@@ -63,22 +76,15 @@ def _shard_experts(
             (f"rows of {name}", rows, shards),
         ):
             if size % parts:
-                raise ValueError(
-                    f"train.expert_parallel_size = {own.size()}: {size} {what} do not divide by "
-                    f"{parts}"
-                )
-        local = torch.empty(E // own.size(), *p.shape[1:], dtype=p.dtype, device=p.device)
-        experts.register_parameter(
-            name,
-            nn.Parameter(
-                DTensor.from_local(local, own, [Shard(0)], run_check=False), p.requires_grad
-            ),
+                raise ValueError(f"{shown}: {size} {what} do not divide by {parts}")
+        if own.size() > 1:
+            register(experts, name, p, own, Shard(0))
+    if own.size() > 1:
+        experts.spread(
+            own.get_group(),
+            names.ep_dispatch,
+            DeepEP(names.deepep_buffer_size_gb, names.deepep_num_sms),
         )
-    experts.spread(
-        own.get_group(),
-        names.ep_dispatch,
-        DeepEP(names.deepep_buffer_size_gb, names.deepep_num_sms),
-    )
     fully_shard(
         experts,
         mesh=over[over.mesh_dim_names[:-1]],
@@ -104,10 +110,14 @@ def _fsdp2(model: Transformer, train: Train, names: Model, mesh: Mesh) -> Transf
         param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
     )
     options = {"mesh": mesh.shards, "mp_policy": policy}
+    if mesh.tensor is not None:
+        options["shard_placement_fn"] = fsdp_placement
+        check_shards(model, mesh.layout.parameters[1])
     blocks, spread = list(model.model.layers), []
-    if mesh.layout.expert > 1:
+    if mesh.experts is not None:
         spread = [block.mlp.experts for block in blocks if isinstance(block.mlp, MoE)]
-        if not any(map(model.config.is_moe, range(model.config.num_hidden_layers))):
+        wanted = mesh.layout.expert > 1
+        if wanted and not any(map(model.config.is_moe, range(model.config.num_hidden_layers))):
             raise ValueError(
                 f"train.expert_parallel_size = {mesh.layout.expert}: the model has no experts"
             )

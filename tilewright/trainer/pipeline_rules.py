@@ -43,6 +43,12 @@ def pipeline_relations(config: Config) -> Iterator[tuple[bool, str, str]]:
             f"train.{field} train.pipeline_parallel_size",
             "there is one stage",
         )
+    yield (
+        size > 1 and t.data_parallel_mode != "fsdp2",
+        "train.data_parallel_mode train.pipeline_parallel_size",
+        "the schedules accumulate gradients of fsdp2's parameters; with it, "
+        "data_parallel_shard_size: 1 makes replicas of pipelines",
+    )
     schedule = "train.pipeline_parallel_schedule"
     single = name in ("1F1B", "GPipe")
     yield (

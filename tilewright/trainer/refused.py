@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-_TP, _MUON, _OFFLOAD = (
+_MUON, _OFFLOAD = (
     f"{what} not in this version"
     for what in (
-        "tensor parallelism is",
         "muon and anyprecision_adamw are",
         "activation offload is",
     )
@@ -18,7 +17,6 @@ REFUSED: dict[str, str] = {
     "model.encoders": "only text models are in this version",
     "data.sample_packing_mp_start_method": "packing runs in the main process, so nothing would "
     "use it",
-    "train.tensor_parallel_size": _TP,
     **{
         f"train.{name}": _MUON
         for name in (
@@ -47,7 +45,6 @@ FSDP2_ONLY = {
     "train.enable_full_shard": (True,),
     "train.enable_forward_prefetch": (True,),
     "model.basic_modules": ([],),
-    "train.pipeline_parallel_size": (1,),
     "train.expert_parallel_size": (1,),
     "train.ep_outside": (False,),
     "train.ulysses_parallel_size": (1,),

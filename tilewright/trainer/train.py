@@ -109,6 +109,7 @@ class Run:
             self.mesh.layout.data,
             pin=self.mesh.device.type == "cuda",
             cp=self.mesh.context,
+            tp=self.mesh.layout.tp,
         )
         self.metrics.evaluation(self.done, self.engine.evaluate(batches, language_modeling))
 
@@ -255,7 +256,7 @@ def summary(
         f"{batches.steps_per_epoch} an epoch, {batches.bins.tokens} tokens of data"
     )
     if mesh.context.size > 1:
-        multiple = padding(config.data.pad_to_multiple_of, mesh.context)
+        multiple = padding(config.data.pad_to_multiple_of, mesh.context, mesh.layout.tp)
         yield (
             f"a sequence on {mesh.context.ring_size} ring x {mesh.context.ulysses_size} Ulysses "
             f"ranks, padded to a multiple of {multiple} tokens"

@@ -18,10 +18,15 @@ class Train(Section):
     data_parallel_shard_size: int = field(
         -1,
         "Processes of a shard group that read batches of their own; -1: all that remain. All "
-        "processes are replicas x shards x ring x Ulysses.",
+        "processes are stages x replicas x shards x ring x Ulysses x tensor-parallel.",
     )
     data_parallel_replicate_size: int = field(-1, "Replicas of shard groups (HSDP); -1: automatic.")
-    tensor_parallel_size: int = field(1, "Tensor parallelism.", ge=1)
+    tensor_parallel_size: int = field(
+        1,
+        "Neighboring processes that share the matrices of each layer, and between layers each "
+        "sequence; divides the heads, the MLP's width and the vocabulary.",
+        ge=1,
+    )
     pipeline_parallel_size: int = field(
         1, "Processes over which the layers are spread, as stages of a pipeline.", ge=1
     )
