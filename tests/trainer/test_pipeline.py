@@ -64,7 +64,7 @@ NOISE = ["--lora.enable_aqn=true", "--lora.aqn_alpha=0.5", "--lora.merge_lora_in
 ALONE = {
     "dense": (DENSE, []),
     "sparse": (SPARSE, []),
-    "apart": (DENSE, ["--model.merge_qkv=false"]),
+    "apart": ({**DENSE, "vocab_size": 98}, ["--model.merge_qkv=false"]),
     "lora": (SPARSE, [*LORA, "--lora.merge_lora_interval=3"]),
     "noisy": (DENSE, [*LORA, *QUANTIZED, *NOISE]),
     "there": (DENSE, ADAM),
