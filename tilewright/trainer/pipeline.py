@@ -252,28 +252,24 @@ class Pipeline:
             hidden = None
             for stage in self.stages:
                 stage.start([batch], loss, None)
-                if not stage.first and self.ranks[stage.number - 1] != self.rank:
-                    hidden = self._received(stage.number - 1, batch)
+                if not stage.first and (before := self.ranks[stage.number - 1]) != self.rank:
+                    hidden = self._received(before, batch)
                 hidden = stage(None if stage.first else hidden)
-                if not stage.last and self.ranks[stage.number + 1] != self.rank:
+                if not stage.last and (after := self.ranks[stage.number + 1]) != self.rank:
                     for work, _ in sent:
                         work.wait()
-                    to = self._peer(stage.number + 1)
-                    group = self.mesh.pipeline.group
-                    sent = [(dist.isend(hidden, group=group, group_dst=to), hidden)]
+                    work = dist.isend(hidden, group=self.mesh.pipeline.group, group_dst=after)
+                    sent = [(work, hidden)]  # the message must outlive its sending
             outcomes += self._outcomes()
         for work, _ in sent:
             work.wait()
         return outcomes
 
-    def _peer(self, stage: int) -> int:
-        return self.ranks[stage]
-
-    def _received(self, stage: int, batch: Mapping[str, Any]) -> torch.Tensor:
+    def _received(self, rank: int, batch: Mapping[str, Any]) -> torch.Tensor:
         length = batch["input_ids"].shape[1] // self.mesh.layout.tp
         shape = 1, length, self.model.config.hidden_size
         hidden = torch.empty(shape, dtype=self.dtype, device=self.mesh.device)
-        dist.recv(hidden, group=self.mesh.pipeline.group, group_src=self._peer(stage))
+        dist.recv(hidden, group=self.mesh.pipeline.group, group_src=rank)
         return hidden
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tilewright import adapt
 from tilewright.trainer.config import Train
 from tilewright.trainer.loss import Loss
 from tilewright.trainer.model import Outcome, Transformer
@@ -95,7 +96,7 @@ def length_of_hidden(train: Train, lengths: list[int], longest: int) -> int:
 
 
 def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+    return sum(math.prod(adapt.shape_of(stored)) for _, stored in adapt.base_weights(module))
 
 
 class Stage(nn.Module):
@@ -150,10 +151,8 @@ class Stage(nn.Module):
             return outcome.total
         zero = torch.zeros((), device=x.device)
         self.outcomes.append(Outcome(zero, zero, None, reports))
-        x = x + residual
-        return (
-            x if self.length is None or self.length == T else F.pad(x, (0, 0, 0, self.length - T))
-        )
+        x, rest = x + residual, 0 if self.length is None else self.length - T
+        return F.pad(x, (0, 0, 0, rest)) if rest else x
 
 
 def keep(model: Transformer, stages: list[Stage]) -> None:
