@@ -85,7 +85,7 @@ def weights(model, ranks):
     return whole(ranks, {name: p.detach() for name, p in model.named_parameters()})
 
 
-def several_steps(config, ranks, bins, calls=1):
+def several_steps(config, ranks, bins, steps=None, calls=1):
     """Losses, norms before clipping, the routers' statistics, all-to-alls and clipped gradients of
     the first step, the loss of the second step's batches before it, and the weights.
 
@@ -95,7 +95,7 @@ def several_steps(config, ranks, bins, calls=1):
     found = {"loss": [], "norm": [], "router": []}
 
     hook = engine.optimizer.register_step_pre_hook(lambda *_: found.update(grads=gradients(engine)))
-    for i in range(min(4, t.max_steps)):
+    for i in range(min(4, t.max_steps) if steps is None else steps):
         adapters.before_step(engine.model, config.lora, t.seed, i)
         batches = micro_batches(config, ranks, bins[i:] + bins[:i])
         with Count() as count:
