@@ -131,3 +131,21 @@ def parts_of_shard(placement: torch.distributed.tensor.Placement) -> int:
 def scale_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiplies tensors in place by a scalar tensor on their device, in few launches."""
     torch._foreach_mul_(tensors, factor)
+
+
+# ---- pipelines
+
+
+def known_stage() -> type:
+    """PipelineStage for stages whose shapes are given, not tried out.
+
+    The schedule then has nothing to clean up, and must not: gradients of an earlier schedule may
+    still be accumulating in the parameters, and it would drop those of FSDP2's.
+    """
+    from torch.distributed.pipelining import PipelineStage
+
+    class KnownStage(PipelineStage):
+        def _post_metadata_inference_cleanup(self) -> None:
+            pass
+
+    return KnownStage

@@ -42,6 +42,19 @@ def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def whole(ranks, tensors):
+    """Full tensors by name, of all stages of a pipeline."""
+    tensors, group = {name: full(t) for name, t in tensors.items()}, ranks.pipeline.group
+    if group is None:
+        return tensors
+    parts = [None] * ranks.pipeline.size
+    dist.all_gather_object(parts, tensors, group=group)
+    for name in {n for i, p in enumerate(parts) for n in p if any(n in q for q in parts[:i])}:
+        first, second = (p[name] for p in parts if name in p)  # of a tied weight
+        assert torch.equal(first, second), name
+    return {name: t for part in parts for name, t in part.items()}
+
+
 def micro_batches(config, ranks, bins):
     """The micro-batches that trainer/batches.py would give each rank: (a * world + rank). Or its
     parts.
@@ -62,36 +75,47 @@ def one_step(config, ranks, bins):
         "loss": sums.mean,
         "tokens": sums.denominator,
         "norm": norm,
-        "grads": {
-            name: full(p.grad) for name, p in engine.model.named_parameters() if p.requires_grad
-        },
+        "grads": gradients(engine),
     }
 
 
-def several_steps(config, ranks, bins, steps=4):
+def gradients(engine):
+    named = engine.model.named_parameters()
+    return whole(engine.mesh, {name: p.grad for name, p in named if p.requires_grad})
+
+
+def weights(model, ranks):
+    return whole(ranks, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def several_steps(config, ranks, bins, steps=None, calls=1):
     """Losses, norms before clipping, the routers' statistics, all-to-alls and clipped gradients of
-    the first step, and the weights.
+    the first step, the loss of the second step's batches before it, and the weights.
+
+    calls: by which each step's micro-batches are accumulated.
     """
     engine, t = engine_of(config, ranks), config.train
     found = {"loss": [], "norm": [], "router": []}
-    parameters = dict(engine.model.named_parameters())
 
-    def keep_gradients(*_):
-        found["grads"] = {n: full(p.grad) for n, p in parameters.items() if p.grad is not None}
-
-    hook = engine.optimizer.register_step_pre_hook(keep_gradients)
-    for i in range(steps):
+    hook = engine.optimizer.register_step_pre_hook(lambda *_: found.update(grads=gradients(engine)))
+    for i in range(min(4, t.max_steps) if steps is None else steps):
         adapters.before_step(engine.model, config.lora, t.seed, i)
         batches = micro_batches(config, ranks, bins[i:] + bins[:i])
         with Count() as count:
-            sums = engine.forward_backward(batches, language_modeling)
+            size = len(batches) // calls
+            parts = [batches[k : k + size] for k in range(0, len(batches), size)]
+            sums = [engine.forward_backward(part, language_modeling) for part in parts]
         found.setdefault("all_to_alls", count.calls)
+        if i == 1:  # between gradients and the step, both of which it must leave alone
+            found["evaluated"] = engine.evaluate(batches, language_modeling)
         norm = engine.optim_step(max_norm=t.max_grad_norm)
         hook.remove()
         adapters.after_step(engine.model, engine.optimizer, config.lora, t.seed, i + 1)
-        for key, value in (("loss", sums.mean), ("norm", norm), ("router", sums.router())):
+        loss, tokens = sum(part.totals for part in sums).tolist()
+        router = sums[0].router() if calls == 1 else {}
+        for key, value in (("loss", loss / tokens), ("norm", norm), ("router", router)):
             found[key].append(value)
-    found["weights"] = {name: full(p.detach()) for name, p in engine.model.named_parameters()}
+    found["weights"] = weights(engine.model, ranks)
     return engine, found
 
 
@@ -112,8 +136,14 @@ class Count:
         dist.all_to_all_single = self.real
 
 
-def moments(optimizer):
-    return [full(value) for state in optimizer.state.values() for value in state.values()]
+def moments(model, optimizer, ranks):
+    """By the name of the parameter and of the moment."""
+    named = {
+        f"{name}.{key}": value
+        for name, p in model.named_parameters()
+        for key, value in optimizer.state[p].items()
+    }
+    return whole(ranks, named)
 
 
 def save(folder, engine, state):
@@ -195,21 +225,23 @@ def main(folder):
         if name == "placements":
             found = placements()
         elif name.startswith("train"):
-            engine, found = several_steps(config, ranks, bins, min(4, config.train.max_steps))
+            engine, found = several_steps(config, ranks, bins, calls=1 + name.endswith("_calls"))
             if name == "train_and_save":
                 written = save(folder, engine, STATE)
                 engine.export(folder / "hf")
-                found["moments"] = moments(engine.optimizer)
+                if config.lora.enable_lora:
+                    engine.export(folder / "adapter", adapter_of="base")
+                found["moments"] = moments(engine.model, engine.optimizer, ranks)
             if name == "train_after_loading":
                 # load what another mode saved, into models that are sharded differently
                 again = engine_of(config, ranks)
                 again.load([written], {}, {})
-                found["restored"] = {n: full(p.detach()) for n, p in again.model.named_parameters()}
-                found["moments"] = moments(again.optimizer)
+                found["restored"] = weights(again.model, ranks)
+                found["moments"] = moments(again.model, again.optimizer, ranks)
                 for mode in hf.LOAD_MODES:
                     read = build_model(config, again.model.config, ranks, again.model.ops)
                     hf.load_weights(read, folder / "hf", mode=mode)
-                    found[mode] = {n: full(p.detach()) for n, p in read.named_parameters()}
+                    found[mode] = weights(read, ranks)
         else:
             found = one_step(config, ranks, bins)
         if ranks.main:

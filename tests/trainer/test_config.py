@@ -106,6 +106,8 @@ OURS = {
     "train.adam_beta2",
     "train.adam_epsilon",
     "train.muon_ns_coefficients",
+    "train.pipeline_split",
+    "train.virtual_pipeline_size",
 }
 
 
@@ -619,9 +621,74 @@ NONE, DDP = "--train.data_parallel_mode=none", "--train.data_parallel_mode=ddp"
 FIRST = "--data.datasets.0."
 MUON = "--train.optimizer=muon"
 LORA, QLORA, WEIGHTS = "--lora.enable_lora=true", "--lora.enable_qlora=true", "--model.model_path=x"
+PP, STEPS = "--train.pipeline_parallel_size=2", "--train.gradient_accumulation_steps"
+SCHEDULE, STAGES = "--train.pipeline_parallel_schedule", "--train.virtual_pipeline_size"
 TP = "--train.tensor_parallel_size=2 --model.merge_qkv=false"
 # A violation of the rule, the error, and a similar value that is accepted.
 RULES = [
+    *(
+        (f"{NONE} {value}", "there is one stage", f"{PP} {STEPS}=2 {value} {more}")
+        for value, more in (
+            (f"{SCHEDULE}=GPipe", ""),
+            (f"{STAGES}=2", f"{SCHEDULE}=Interleaved1F1B"),
+            ("--train.pipeline_split=[2,3]", ""),
+            ("--train.pp_variable_seq_lengths=false", ""),
+        )
+    ),
+    *(
+        (
+            f"{mode} {PP} {STEPS}=2",
+            "data_parallel_shard_size: 1 makes replicas of pipelines",
+            f"{PP} {STEPS}=2 --train.data_parallel_shard_size=1",
+        )
+        for mode in (NONE, DDP)
+    ),
+    *(
+        (
+            f"{PP} {STEPS}=2 {SCHEDULE}={name} {STAGES}=2",
+            "1F1B and GPipe run one stage on each process",
+            f"{PP} {STEPS}=2 {SCHEDULE}={name} {STAGES}=1",
+        )
+        for name in ("1F1B", "GPipe")
+    ),
+    *(
+        (
+            f"{PP} {STEPS}=2 {SCHEDULE}={name}",
+            "an interleaved schedule needs two or more stages on each process",
+            f"{PP} {STEPS}=2 {SCHEDULE}={name} {STAGES}=3",
+        )
+        for name in ("Interleaved1F1B", "InterleavedZeroBubble")
+    ),
+    (
+        f"{PP} {STEPS}=2 {SCHEDULE}=ZBVZeroBubble {STAGES}=3",
+        "ZBVZeroBubble needs two stages on each process",
+        f"{PP} {STEPS}=2 {SCHEDULE}=ZBVZeroBubble {STAGES}=2",
+    ),
+    (
+        f"{PP} {STEPS}=2 --train.pipeline_split=[1,2,3]",
+        "needs a number for each stage, of which there are",
+        f"{PP} {STEPS}=2 {SCHEDULE}=Interleaved1F1B {STAGES}=2 --train.pipeline_split=[1,2,3,1]",
+    ),
+    (
+        f"{PP} {STEPS}=2 --train.pipeline_split=[2,0]",
+        "a stage has one layer or more",
+        f"{PP} {STEPS}=2 --train.pipeline_split=[2,1]",
+    ),
+    (
+        f"{PP} {STEPS}=1",
+        "1F1B needs at least as many micro-batches as the 2 stages; GPipe takes any",
+        f"{PP} {STEPS}=1 {SCHEDULE}=GPipe",
+    ),
+    (
+        f"{PP} {STEPS}=5 {SCHEDULE}=Interleaved1F1B {STAGES}=2",
+        "Interleaved1F1B runs them in 2 rounds of equal size, so their number must divide by 2",
+        f"{PP} {STEPS}=3 {SCHEDULE}=Interleaved1F1B {STAGES}=2",
+    ),
+    (
+        f"{PP} {STEPS}=2 {SCHEDULE}=ZBVZeroBubble {STAGES}=2 --train.enable_compile=true",
+        "compiled code computes the gradients of inputs and weights at once",
+        f"{PP} {STEPS}=2 --train.enable_compile=true",
+    ),
     (
         "--train.tensor_parallel_size=2",
         "not one shard of a merged matrix; set merge_qkv: false",
@@ -1027,7 +1094,7 @@ def test_rules_of_the_machine(least, monkeypatch):
 def test_building_without_a_file_follows_the_rules_too():
     parts = {"model": {"config_path": "x"}, "data": {"datasets": [{"path": "dummy"}]}}
     assert Config(**parts, train={"output_dir": "o"})
-    with pytest.raises(ValueError, match="pipeline parallelism"):
+    with pytest.raises(ValueError, match="1F1B needs at least as many micro-batches"):
         Config(**parts, train={"output_dir": "o", "pipeline_parallel_size": 2})
 
 

@@ -26,6 +26,7 @@ pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
 
 import datasets  # noqa: E402
+from torch.distributed.pipelining import PipelineStage  # noqa: E402
 
 from tilewright import ops as tw  # noqa: E402
 from tilewright.trainer import (  # noqa: E402
@@ -34,7 +35,10 @@ from tilewright.trainer import (  # noqa: E402
     checkpoint,
     hf,
     housekeeping,
+    ops_choice,
+    pipeline,
     recompute,
+    stages,
     train,
 )
 from tilewright.trainer.config import Config, ConfigError, load  # noqa: E402
@@ -108,6 +112,9 @@ PROFILE = {
 TWO = {"data__datasets": "@two"}
 EIGHT = {"train__data_parallel_mode": "fsdp2"}
 
+STEPS = {"train__gradient_accumulation_steps": 4}
+PIPELINE = {**EIGHT, **STEPS, "train__pipeline_parallel_size": 2}
+
 # Expected differences. Only `plan` is not measured on a run, but computed for eight ranks.
 ROWS = [
     row("model.model_path", "@weights", "losses"),
@@ -177,6 +184,18 @@ ROWS = [
     row("train.data_parallel_mode", "fsdp2", "units"),
     row("train.data_parallel_shard_size", 4, "plan", **EIGHT),
     row("train.data_parallel_replicate_size", 2, "plan", **EIGHT),
+    row("train.pipeline_parallel_size", 2, "plan", **EIGHT, **STEPS),
+    row("train.pipeline_parallel_schedule", "GPipe", "plan", **PIPELINE),
+    row(
+        "train.virtual_pipeline_size",
+        3,
+        "plan",
+        **PIPELINE | {"model__config_path": "@deeper"},
+        train__pipeline_parallel_schedule="Interleaved1F1B",
+        train__virtual_pipeline_size=2,
+    ),
+    row("train.pipeline_split", [1, 2], "plan", **PIPELINE, model__config_path="@deep"),
+    row("train.pp_variable_seq_lengths", False, "plan", **PIPELINE),
     row("train.tensor_parallel_size", 2, "plan", **EIGHT, model__merge_qkv=False),
     row("train.expert_parallel_size", 2, "plan", **EIGHT),
     row("train.ulysses_parallel_size", 2, "plan", **EIGHT),
@@ -355,6 +374,7 @@ def make_world(root):
         "other": other,
         "dense": model("dense", DENSE),
         "deep": model("deep", {**DENSE, "num_hidden_layers": 3}),
+        "deeper": model("deeper", {**DENSE, "num_hidden_layers": 6}),
         "moe": model("moe", EXPERTS),
         "tokenizer": tokenizer("tokenizer", WORDS),
         "tokenizer2": tokenizer("tokenizer2", WORDS[::-1]),
@@ -653,13 +673,40 @@ def plan(world, changes):
     tree = settings_of(world, changes)
     path = world.root / "config.yaml"
     path.write_text(yaml.safe_dump(tree))
-    layout = layout_of(load(str(path)).train, 8)
+    config = load(str(path))
+    layout = layout_of(config.train, 8)
     return (
+        pipeline_plan(config),
         layout.sizes,
         layout.parameter_ranks().tolist(),
         layout.expert_ranks().tolist(),
         [layout.batch_rank(r) for r in range(8)],
     )
+
+
+def pipeline_plan(config):
+    """The ranks of stages, their layers, who computes what when, and the length of the hidden
+    states that travel in a step with micro-batches of 5 and 9 tokens.
+    """
+    t = config.train
+    if t.pipeline_parallel_size == 1:
+        return None
+    from test_trainer import fake_group  # not when this is run as a program
+
+    with torch.device("meta"):
+        model = build.Transformer(
+            hf.load_config(config.model.config_path), ops_choice.Ops.resolve()
+        )
+    ranks = stages.ranks_of_stages(t)
+    with fake_group(t.pipeline_parallel_size):
+        own = [
+            PipelineStage(torch.nn.Identity(), i, len(ranks), torch.device("cpu"))
+            for i, rank in enumerate(ranks)
+            if rank == 0
+        ]
+        schedule = pipeline.make_schedule(t, own, t.gradient_accumulation_steps)
+    length = stages.length_of_hidden(t, [5, 9], build.longest_micro_batch(config, Mesh()))
+    return ranks, stages.layers_of_stages(model, t), str(schedule.pipeline_order), length
 
 
 def test_two_runs_alike_are_alike(world):

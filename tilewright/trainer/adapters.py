@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -66,10 +68,41 @@ def generator(seed: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed << 31 | step)
 
 
+def reset(model: Transformer, draw: torch.Generator) -> None:
+    """Initializes all adapters."""
+    for module in _in_order(model, draw):
+        module.reset_parameters(draw)
+
+
+def _in_order(model: Transformer, draw: torch.Generator) -> Iterator[adapt.Adapted]:
+    """The modules with adapters. Where other stages of a pipeline have some, the generator skips
+    their values, so that each module has those of one process.
+    """
+    own = dict(adapt.adapted(model))
+    for path, module in adapt.adapted(model.whole):
+        if path in own:
+            yield own[path]
+            continue
+        for name, p in module.named_parameters():
+            if adapt.is_adapter(name) and name.endswith("A"):
+                torch.empty(p.shape).uniform_(generator=draw)
+
+
+def _set_noise(model: Transformer, noise: AQN) -> None:
+    """As `adapt.set_noise`, with the layers numbered as in the whole model."""
+    own, layer = dict(model.named_modules()), noise.layer
+    for path, module in model.whole.named_modules():
+        if not hasattr(module, "set_noise"):
+            continue
+        if path in own:
+            own[path].set_noise(dataclasses.replace(noise, layer=layer))
+        layer += module.noise_layers
+
+
 def before_step(model: Transformer, wanted: Lora, seed: int, step: int) -> None:
     """step: optimizer steps done."""
     if wanted.enable_aqn:
-        adapt.set_noise(model, AQN(wanted.aqn_alpha, seed, step))
+        _set_noise(model, AQN(wanted.aqn_alpha, seed, step))
 
 
 def after_step(
@@ -79,7 +112,9 @@ def after_step(
     interval = wanted.merge_lora_interval
     if not interval or done % interval:
         return
-    adapt.merge_adapters(model, generator(seed, done))
+    draw = generator(seed, done)
+    for module in _in_order(model, draw):
+        module.merge_(draw)
     if wanted.reset_optimizer_on_merge:
         # Zeros are an optimizer's initial state, step counts included.
         for state in optimizer.state.values():

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 from typing import Any
 
 import torch
 
-from tilewright import adapt
 from tilewright.ops.attention import Request
 from tilewright.trainer import adapters, hf
-from tilewright.trainer.batches import Batches, Bins
+from tilewright.trainer.batches import Batches, Bins, padding
 from tilewright.trainer.config import Config, Model, Train
 from tilewright.trainer.data import prepare, split_validation
 from tilewright.trainer.engine import Engine
@@ -21,6 +21,7 @@ from tilewright.trainer.model_config import ModelConfig
 from tilewright.trainer.ops_choice import Numerics, Ops
 from tilewright.trainer.optim import build_optimizer
 from tilewright.trainer.parallel import parallelize, wrap_ddp
+from tilewright.trainer.pipeline import Pipeline
 
 
 def compute_dtype(train: Train) -> torch.dtype:
@@ -66,16 +67,26 @@ def build_model(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> tor
         adapters.add(model, config.lora, m)
     if not meta:
         model.to(mesh.device)
+    if mesh.layout.pp > 1:
+        model.pipeline = Pipeline(model, t, mesh, longest_micro_batch(config, mesh))
     model = parallelize(model, t, m, mesh)
     if meta:
-        model.to_empty(device=mesh.device)
+        for part in model.pipeline.stages if model.pipeline else [model]:
+            part.to_empty(device=mesh.device)
         model.tie()
     if m.model_path is None:
         model.init_weights(t.seed)
     else:
         hf.load_weights(model, hf.local_folder(m.model_path), mode=t.load_weights_mode)
-    adapt.reset_adapters(model, adapters.generator(t.seed, 0))
+    adapters.reset(model, adapters.generator(t.seed, 0))
     return wrap_ddp(model, t.data_parallel_mode, mesh)
+
+
+def longest_micro_batch(config: Config, mesh: Mesh) -> int:
+    """Tokens of a rank in a micro-batch of full bins."""
+    tokens = config.train.micro_batch_size * config.data.sample_packing_sequence_len
+    multiple = padding(config.data.pad_to_multiple_of, mesh.context, mesh.layout.tp)
+    return math.ceil(tokens / multiple) * multiple // mesh.context.size
 
 
 def build_engine(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> Engine:

@@ -126,7 +126,7 @@ class Saver:
             aside.mkdir(parents=True)
         self.mesh.control.barrier()
         weights, moments = get_state_dict(model, optimizer)
-        tensors = {"model": weights, "optimizer": moments}
+        tensors = {"model": weights, "optimizer": {"state": moments["state"]}}
         random = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             random["cuda"] = torch.cuda.get_rng_state()
@@ -274,11 +274,16 @@ def restore(
             "ops are computed differently from when %s was written: %s (then, now)", folder, changed
         )
     weights, moments = get_state_dict(model, optimizer)
-    tensors = {"model": weights, "optimizer": moments}
+    # Without the groups: their settings are the configuration's, and a pipeline's stages have
+    # different parameters in them.
+    tensors = {"model": weights, "optimizer": {"state": moments["state"]}}
     with _first_failure(Damaged, f"{folder}: cannot be read"):
         dcp.load(tensors, storage_reader=Reader(folder / "dcp", metadata), planner=Planner())
     set_state_dict(
-        model, optimizer, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"]
+        model,
+        optimizer,
+        model_state_dict=tensors["model"],
+        optim_state_dict={**moments, **tensors["optimizer"]},
     )
     if random:
         torch.set_rng_state(random["cpu"])

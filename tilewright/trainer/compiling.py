@@ -32,7 +32,7 @@ def compile_layers(model: Transformer, train: Train, basic_modules: list[str]) -
     """
     names = {
         name
-        for path, module in model.model.layers[0].named_modules()
+        for path, module in next(iter(model.model.layers)).named_modules()
         if path
         for name in (path.rpartition(".")[2], type(module).__name__)
     }

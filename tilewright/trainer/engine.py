@@ -27,7 +27,7 @@ from tilewright.trainer.loss import Loss
 from tilewright.trainer.mesh import Mesh
 from tilewright.trainer.model import Outcome, Transformer
 from tilewright.trainer.optim import peaks, set_lr
-from tilewright.trainer.parallel import synchronize, unwrap
+from tilewright.trainer.parallel import reshard, synchronize, unwrap
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -101,36 +101,50 @@ class Engine:
 
     def forward_backward(self, batches: Iterable[Batch], loss: Loss) -> Sums:
         """Accumulates the gradients of a loss's sum over the micro-batches."""
-        batches, outcomes = list(batches), []
+        batches = list(batches)
+        if self.model.pipeline is not None:
+            moved = [self._moved(batch) for batch in batches]
+            sums = self._sums(self.model.pipeline.forward_backward(moved, loss))
+        else:
+            sums = self._sums(self._one_by_one(batches, loss))
+        self._totals = sums.totals if self._totals is None else self._totals + sums.totals
+        return sums
+
+    def _one_by_one(self, batches: list[Batch], loss: Loss) -> list[Outcome]:
+        outcomes = []
         for i, batch in enumerate(batches):
             with synchronize(self.wrapped, last=i == len(batches) - 1):
                 outcome = self._outcome(batch, loss)
                 outcome.total.backward()
                 outcomes.append(outcome._replace(total=outcome.total.detach()))
-        sums = self._sums(outcomes)
-        self._totals = sums.totals if self._totals is None else self._totals + sums.totals
-        return sums
+        return outcomes
 
     @torch.no_grad()
     def forward(self, batches: Iterable[Batch], loss: Loss) -> Sums:
         """The same without gradients and without noise."""
         self.wrapped.eval()
         try:
+            if self.model.pipeline is not None:
+                return self._sums(self.model.pipeline.forward(map(self._moved, batches), loss))
             return self._sums([self._outcome(batch, loss) for batch in batches])
         finally:
+            # No backward pass does it; gathered weights would outlive a step of the optimizer.
+            reshard(self.model)
             self.wrapped.train()
 
     def evaluate(self, batches: Iterable[Batch], loss: Loss) -> float:
         """The mean of a loss."""
         return self.forward(batches, loss).mean
 
-    def _outcome(self, batch: Batch, loss: Loss) -> Outcome:
-        device = self.mesh.device
-        moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in batch.items()}
+    def _moved(self, batch: Batch) -> dict[str, Any]:
+        moved = {k: v.to(self.mesh.device, non_blocking=True) for k, v in batch.items()}
         # Read here, on the host: otherwise each layer would synchronize.
-        moved["ends"] = tuple(batch["cu_seqlens"].tolist())
-        with torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
-            return self.wrapped(**moved, loss=loss)
+        return {**moved, "ends": tuple(batch["cu_seqlens"].tolist())}
+
+    def _outcome(self, batch: Batch, loss: Loss) -> Outcome:
+        half = self.autocast
+        with torch.autocast(self.mesh.device.type, half, enabled=half is not None):
+            return self.wrapped(**self._moved(batch), loss=loss)
 
     def _sums(self, outcomes: list[Outcome]) -> Sums:
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
@@ -141,7 +155,7 @@ class Engine:
         return Sums(
             self.mesh.loss.total(totals),
             [outcome.per_token for outcome in outcomes],
-            None if router is None else self.mesh.stage.total(router),
+            None if router is None else self.mesh.pipeline.total(self.mesh.stage.total(router)),
             len(reports) * self.mesh.stage.size,
         )
 
@@ -159,10 +173,14 @@ class Engine:
             if self._totals is None:
                 raise ValueError("there is no gradient: call forward_backward first")
             denominator = self._totals[1]
+        counted = self.parameters
+        if (pipeline := self.model.pipeline) is not None:
+            pipeline.sum_tied()
+            counted = [p for p in counted if p is not pipeline.copy]
         divisor = torch.as_tensor(denominator, dtype=torch.float64, device=self.mesh.device)
         # DDP and FSDP2 average over ranks.
         factor = self.mesh.layout.averaged / divisor.clamp_min(1.0)
-        norm = global_norm(self.parameters, self.mesh).to(factor.device) * factor
+        norm = global_norm(counted, self.mesh).to(factor.device) * factor
         if max_norm > 0:
             factor = factor * (max_norm / (norm + 1e-6)).clamp_max(1.0)
         scale(self.parameters, factor)
@@ -230,7 +248,9 @@ class Engine:
         """Writes Hugging Face's files: dense weights, or, with adapter_of, the adapters alone."""
         if adapter_of is not None:
             files = hf.tokenizer_files(tokenizer) if tokenizer is not None else []
-            adapt.save_adapter(self.model, target, base_model=adapter_of, files=files)
+            pipeline = self.model.pipeline
+            model = self.model if pipeline is None else pipeline.with_all_adapters()
+            adapt.save_adapter(model, target, base_model=adapter_of, files=files)
         else:
             hf.save_weights(self.model, target, tokenizer_path=tokenizer, dtype=dtype)
 

@@ -76,7 +76,10 @@ def _full_tensors(
     """Yields Hugging Face names and full tensors on the CPU. Every rank must exhaust it:
     gathering is collective.
     """
-    for name, full, own in adapt.dense_weights(model):
+    weights = adapt.dense_weights(model)
+    if model.pipeline is not None:
+        weights = model.pipeline.of_all_stages(weights)
+    for name, full, own in weights:
         for target, part in zip(
             sources(name, model.config), split(name, full, model.config), strict=True
         ):

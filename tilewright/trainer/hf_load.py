@@ -94,15 +94,20 @@ def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "b
     if mode not in LOAD_MODES:
         raise ValueError(f"mode must be one of {list(LOAD_MODES)}, got {mode!r}")
     many = dist.is_initialized() and dist.get_world_size() > 1
-    reads = not many or mode == "all_ranks" or dist.get_rank() == 0
+    stages = model.pipeline
+    # Of each stage one rank reads for the others.
+    source, group = (0, None) if stages is None else (stages.reader, stages.mesh.stage.group)
+    reads = not many or mode == "all_ranks" or dist.get_rank() == source
     folder = problem = None
     if reads:
         try:
             folder = Folder(path)
-            _check_fits(model, folder)
+            _check_fits(model.whole, folder)
         except (OSError, ValueError) as error:
             problem = error
-    if many:  # all ranks fail together; otherwise they would wait for rank 0 forever
+    if stages is not None:
+        stages.mesh.control.agree(problem)
+    elif many:  # all ranks fail together; otherwise they would wait for rank 0 forever
         verdict = [None if problem is None else str(problem)]
         dist.broadcast_object_list(verdict, src=0)
         if verdict[0] is not None and problem is None:
@@ -111,7 +116,8 @@ def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "b
         raise problem
     for name, p in adapt.base_weights(model):
         if adapt.quantized(p):
-            _fill(name, p, model.config, folder, many and mode == "broadcast")
+            sends = (source, group) if many and mode == "broadcast" else None
+            _fill(name, p, model.config, folder, sends)
             continue
         full = (
             _read(name, model.config, folder).to(p.device, p.dtype)
@@ -123,7 +129,7 @@ def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "b
             p.copy_(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=source))
         else:
             if many and mode == "broadcast":
-                dist.broadcast(full, src=0)
+                dist.broadcast(full, src=source, group=group)
             p.copy_(full)
 
 
@@ -142,19 +148,24 @@ def _read(name: str, config: ModelConfig, folder: Folder) -> torch.Tensor:
 
 
 def _fill(
-    name: str, stored: adapt.Stored, config: ModelConfig, folder: Folder | None, broadcast: bool
+    name: str,
+    stored: adapt.Stored,
+    config: ModelConfig,
+    folder: Folder | None,
+    sends: tuple[int, dist.ProcessGroup | None] | None,
 ) -> None:
-    """folder: None on ranks that do not read."""
+    """folder: None on ranks that do not read.   sends: which rank sends, and to whom."""
     like, error, weights = adapt.quantized(stored)[0], None, None
     if folder is not None:
         try:
             weights = _quantized(name, like, config, folder)
         except ValueError as problem:
             error = problem
-    if broadcast:  # the weights' description, or why there are none
+    if sends is not None:  # the weights' description, or why there are none
+        source, group = sends
         meta = weights and _on(torch.device("meta"), weights)
         told = [(meta, None if error is None else str(error))]
-        dist.broadcast_object_list(told, src=0)
+        dist.broadcast_object_list(told, src=source, group=group)
         [(meta, problem)] = told
         error = error or (problem and ValueError(problem))
         if not weights:
@@ -164,9 +175,9 @@ def _fill(
     if error:
         raise error
     adapt.fill(stored, weights)
-    if broadcast:
+    if sends is not None:
         for buffer in stored.buffers():
-            dist.broadcast(buffer, src=0)
+            dist.broadcast(buffer, src=source, group=group)
 
 
 def _quantized(name: str, like: Quantized, config: ModelConfig, folder: Folder) -> list[Quantized]:

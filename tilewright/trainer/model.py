@@ -8,9 +8,9 @@ token, I inner width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from tilewright.trainer.ops_choice import Ops
 from tilewright.trainer.positions import Sequence
 from tilewright.trainer.recompute import recompute
 from tilewright.trainer.tensor_parallel import TensorParallel
+
+if TYPE_CHECKING:
+    from tilewright.trainer.pipeline import Pipeline
 
 
 class Block(nn.Module):
@@ -70,13 +73,26 @@ class Decoder(nn.Module):
         self, input_ids: torch.Tensor, sequence: Sequence
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states [B, S, H], and the routers' reports [layers with experts, E + 2]."""
-        x, residual, reports = self.embed_tokens(input_ids), None, []
+        x, residual, reports = self.through(self.layers, self.embed(input_ids), sequence)
+        return self.norm(x, residual)[0], reports
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed_tokens(input_ids)
         if self.inputs_need_gradients and torch.is_grad_enabled() and not x.requires_grad:
             x.requires_grad_()
-        for layer in self.layers:
+        return x
+
+    def through(
+        self, layers: Iterable[nn.Module], x: torch.Tensor, sequence: Sequence
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The last layer's output and residual stream, whose sum is the input of a further layer;
+        and the routers' reports.
+        """
+        residual, reports = None, []
+        for layer in layers:
             x, residual, *report = layer(x, residual, sequence)
             reports += report
-        return self.norm(x, residual)[0], torch.stack(reports) if reports else None
+        return x, residual, torch.stack(reports) if reports else None
 
 
 def _is_spread(experts: Experts | LoRAExperts) -> bool:
@@ -108,15 +124,21 @@ class Transformer(nn.Module):
         self.model = Decoder(config, ops, merge_qkv)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.cp, self.tp = ContextParallel(), TensorParallel()
+        self.pipeline: Pipeline | None = None  # this rank's stages, if it has not all layers
         if ops.numerics.batch_invariant:
             in_row_blocks(self)
         self.tie()
+
+    @property
+    def whole(self) -> Transformer:
+        """The model; of a pipeline's stages, one with all layers, on meta."""
+        return self if self.pipeline is None else self.pipeline.whole
 
     def tie(self) -> None:
         """Shares the embedding with the head again; call it after `to_empty`, which separates
         them.
         """
-        if self.config.tie_word_embeddings:
+        if self.config.tie_word_embeddings and self.lm_head is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     @torch.no_grad()
@@ -232,13 +254,17 @@ class Transformer(nn.Module):
         if labels is None:
             own = logits(self.tp.gather(hidden), local(self.lm_head.weight), self.ops)
             return self.tp.gather_for_all(own.transpose(1, 2)).transpose(1, 2)
-        per_token = self.token_losses(hidden, labels)
-        if loss is None:
-            return per_token.reduced("mean")
-        batch: Mapping[str, Any] = {"input_ids": input_ids, "labels": labels, **more}
+        batch = {"input_ids": input_ids, "labels": labels, **more}
+        if loss is not None:
+            return self.outcome(hidden, loss, batch)._replace(reports=reports)
+        return self.token_losses(hidden, labels).reduced("mean")
+
+    def outcome(self, hidden: torch.Tensor, loss: Loss, batch: Mapping[str, Any]) -> Outcome:
+        """A loss of the final hidden states, this rank's shard; without reports."""
+        per_token = self.token_losses(hidden, batch["labels"])
         total, denominator = loss(per_token, batch)
         values = None if per_token.computed is None else per_token.computed.detach()
-        return Outcome(total, denominator, values, reports)
+        return Outcome(total, denominator, values, None)
 
     def token_losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> TokenLosses:
         """hidden: this rank's shard of the final hidden states."""

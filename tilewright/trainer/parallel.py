@@ -20,7 +20,7 @@ from tilewright.ops.expert_parallel import DeepEP
 from tilewright.trainer.compiling import compile_layers
 from tilewright.trainer.config import Model, Train
 from tilewright.trainer.mesh import Mesh
-from tilewright.trainer.model import Transformer
+from tilewright.trainer.model import Block, Transformer
 from tilewright.trainer.moe import Experts, MoE
 from tilewright.trainer.tensor_parallel import (
     check_shards,
@@ -116,7 +116,8 @@ def _fsdp2(model: Transformer, train: Train, names: Model, mesh: Mesh) -> Transf
     blocks, spread = list(model.model.layers), []
     if mesh.experts is not None:
         spread = [block.mlp.experts for block in blocks if isinstance(block.mlp, MoE)]
-        if not spread and mesh.layout.expert > 1:
+        wanted = mesh.layout.expert > 1
+        if wanted and not any(map(model.config.is_moe, range(model.config.num_hidden_layers))):
             raise ValueError(
                 f"train.expert_parallel_size = {mesh.layout.expert}: the model has no experts"
             )
@@ -125,19 +126,23 @@ def _fsdp2(model: Transformer, train: Train, names: Model, mesh: Mesh) -> Transf
     _shard_basic_modules(model, names, reshard, options)
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard, **options)
-    # The root's weights (embedding, head) are needed again at once, in the backward: keep them
-    # gathered.
-    fully_shard(model, reshard_after_forward=False, **options)
-    if train.enable_forward_prefetch:
-        for block, following in itertools.zip_longest(blocks, blocks[1:]):
-            own = (
-                [block.mlp.experts]
-                if isinstance(block.mlp, MoE) and block.mlp.experts in spread
-                else []
-            )
-            if ahead := [*own, *([] if following is None else [following])]:
-                block.set_modules_to_forward_prefetch(ahead)
+    for root in [model] if model.pipeline is None else model.pipeline.stages:
+        # The root's weights (embedding, head) are needed again at once, in the backward: keep them
+        # gathered.
+        fully_shard(root, reshard_after_forward=False, **options)
+        if train.enable_forward_prefetch:
+            inside = {id(module) for module in root.modules()}
+            _prefetch([block for block in blocks if id(block) in inside], spread)
     return model
+
+
+def _prefetch(blocks: list[Block], spread: list[nn.Module]) -> None:
+    """Gathers a layer's sharded experts, and the next layer, while the layer runs."""
+    for block, following in itertools.zip_longest(blocks, blocks[1:]):
+        own = [block.mlp.experts] if isinstance(block.mlp, MoE) else []
+        own = [experts for experts in own if experts in spread]
+        if ahead := [*own, *([] if following is None else [following])]:
+            block.set_modules_to_forward_prefetch(ahead)
 
 
 def _shard_basic_modules(
@@ -146,8 +151,8 @@ def _shard_basic_modules(
     """Makes each module that `basic_modules` names a unit of FSDP2. Raises ValueError for a name
     that matches no module, and for a module whose weight another module's kernel reads.
     """
-    extra, matched = set(names.basic_modules), set()
-    for path, module in model.named_modules():
+    extra, matched, found = set(names.basic_modules), set(), dict(model.named_modules())
+    for path, module in model.whole.named_modules():
         last = path.rpartition(".")[2]
         hits = extra & {type(module).__name__, last}
         if hits and (last == "lm_head" or (last in ("q_norm", "k_norm") and names.merge_qkv)):
@@ -157,9 +162,10 @@ def _shard_basic_modules(
             )
         if hits and any(True for _ in module.parameters()):
             matched |= hits
-            if isinstance(module, FSDPModule):  # experts are units of their own already
+            own = found.get(path)  # None: on another stage
+            if own is None or isinstance(own, FSDPModule):  # experts are units of their own already
                 continue
-            fully_shard(module, reshard_after_forward=reshard, **options)
+            fully_shard(own, reshard_after_forward=reshard, **options)
     if extra - matched:
         raise ValueError(f"model.basic_modules: no module is called {sorted(extra - matched)}")
 
@@ -178,6 +184,14 @@ def wrap_ddp(model: nn.Module, mode: str, mesh: Mesh) -> nn.Module:
 
 def unwrap(model: nn.Module) -> Transformer:
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def reshard(model: Transformer) -> None:
+    """Frees gathered parameters."""
+    for root in [model] if model.pipeline is None else model.pipeline.stages:
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 @contextlib.contextmanager

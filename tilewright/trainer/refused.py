@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-_PP, _OFFLOAD = (
-    f"{what} not in this version"
-    for what in (
-        "pipeline parallelism is",
-        "activation offload is",
-    )
-)
+_OFFLOAD = "activation offload is not in this version"
 # path -> why only the default, or what ACCEPTED lists, is accepted.
 REFUSED: dict[str, str] = {
     "model.deepep_async_combine": "what combine returns is read at once, so there is nothing to "
@@ -17,14 +11,6 @@ REFUSED: dict[str, str] = {
     "model.encoders": "only text models are in this version",
     "data.sample_packing_mp_start_method": "packing runs in the main process, so nothing would "
     "use it",
-    **{
-        f"train.{name}": _PP
-        for name in (
-            "pipeline_parallel_size",
-            "pipeline_parallel_schedule",
-            "pp_variable_seq_lengths",
-        )
-    },
     "train.enable_activation_offload": _OFFLOAD,
     "train.activation_gpu_limit": _OFFLOAD,
     "train.init_device": "NPU devices are not supported",

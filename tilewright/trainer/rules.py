@@ -13,6 +13,7 @@ from tilewright import platform
 from tilewright.nn.quantized import wrong_group_size
 from tilewright.ops.expert_parallel import no_deepep
 from tilewright.trainer.field_tree import default_of, get, show
+from tilewright.trainer.pipeline_rules import pipeline_relations
 from tilewright.trainer.refused import ACCEPTED, FSDP2_ONLY, LORA_ONLY, OPTIMIZERS_ONLY, REFUSED
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def _relations(config: Config) -> Iterator[tuple[bool, str, str]]:
     yield from _model_and_data(config)
     yield from _numerics(config)
     yield from _experts(config)
+    yield from pipeline_relations(config)
     yield from _tensor_parallel(config)
     yield from _train(config)
     yield from _optimizers(config)

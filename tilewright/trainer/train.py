@@ -168,7 +168,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     batches, held = build_data(config, mesh, shape.vocab_size)
     engine = build_engine(config, shape, mesh, ops)
     belongs = identity(config, shape, batches)
-    chosen = ops.names() | adapters.operations(engine.model, mesh.device, dtype)
+    chosen = ops.names() | adapters.operations(engine.model.whole, mesh.device, dtype)
     start, resumed = 0, None
     if folders:
         resumed, state = engine.load(folders, belongs, chosen)
@@ -184,7 +184,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         )
     if mesh.main:
         pathlib.Path(t.output_dir, "resolved_config.yaml").write_text(resolved(config))
-    flops = engine.model.flops_per_token(config.data.sample_packing_sequence_len)
+    flops = engine.model.whole.flops_per_token(config.data.sample_packing_sequence_len)
     metrics = Metrics(
         t,
         main=mesh.main,
@@ -252,7 +252,7 @@ def summary(
 ) -> Iterator[str]:
     """The report of a run before its first step."""
     yield (
-        f"{adapters.size(engine.model)} on {mesh.size} x {mesh.device.type}, {plan.total} steps, "
+        f"{adapters.size(engine.model.whole)} on {mesh.size} x {mesh.device.type}, {plan.total} steps, "
         f"{batches.steps_per_epoch} per epoch, {batches.bins.tokens} tokens of data"
     )
     multiple = padding(config.data.pad_to_multiple_of, mesh.context, mesh.layout.tp)

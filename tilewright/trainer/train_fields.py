@@ -27,9 +27,28 @@ class Train(Section):
         "sequence; divides the heads, the MLP's width and the vocabulary.",
         ge=1,
     )
-    pipeline_parallel_size: int = field(1, "Pipeline stages.", ge=1)
-    pipeline_parallel_schedule: Literal["1F1B", "GPipe"] = field("1F1B", "Pipeline schedule.")
-    pp_variable_seq_lengths: bool = field(True, "Agree on sequence lengths at each pipeline step.")
+    pipeline_parallel_size: int = field(
+        1, "Processes over which the layers are spread, as stages of a pipeline.", ge=1
+    )
+    pipeline_parallel_schedule: Literal[
+        "1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"
+    ] = field(
+        "1F1B",
+        "The order in which stages run micro-batches, of which there are "
+        "gradient_accumulation_steps.",
+    )
+    virtual_pipeline_size: int = field(1, "Stages of each process.", ge=1)
+    pipeline_split: list[int] | None = field(
+        None,
+        "Numbers of layers of the stages, in order; null: such that the stage with the most "
+        "parameters has the fewest, with embedding and head.",
+        min_length=2,
+    )
+    pp_variable_seq_lengths: bool = field(
+        True,
+        "Stages exchange hidden states as long as the longest micro-batch of each step, rounded up "
+        "to an eighth of a full one; false: always as long as a full one.",
+    )
     expert_parallel_size: int = field(
         1,
         "Processes over which the experts of a layer are spread; divides those of a shard group.",
@@ -53,7 +72,9 @@ class Train(Section):
         "(HSDP).",
     )
     reshard_after_forward: bool | None = field(
-        None, "Free gathered parameters after the forward pass; null: as enable_full_shard."
+        None,
+        "Free gathered parameters after the forward pass; null: as enable_full_shard, and false "
+        "with pipeline stages.",
     )
     ep_outside: bool = field(
         False,
@@ -194,7 +215,8 @@ class Train(Section):
     def reshard(self) -> bool:
         """FSDP2's reshard_after_forward: ZeRO-3 if true, ZeRO-2 if false."""
         return (
-            self.enable_full_shard
+            # The schedule keeps parameters gathered from micro-batch to micro-batch.
+            self.enable_full_shard and self.pipeline_parallel_size == 1
             if self.reshard_after_forward is None
             else self.reshard_after_forward
         )

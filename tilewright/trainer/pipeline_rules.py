@@ -1,0 +1,91 @@
+"""Rules between the fields of pipeline parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from tilewright.trainer.field_tree import default_of
+
+if TYPE_CHECKING:
+    from tilewright.trainer.config import Config
+
+
+def too_few(schedule: str, micro_batches: int, ranks: int) -> str | None:
+    """Why a schedule cannot run so many micro-batches."""
+    if schedule == "1F1B" and micro_batches < ranks:
+        return f"1F1B needs at least as many micro-batches as the {ranks} stages; GPipe takes any"
+    rounds = max(1, micro_batches // ranks)
+    if schedule.startswith("Interleaved") and micro_batches % rounds:
+        return (
+            f"{schedule} runs them in {rounds} rounds of equal size, so their number must divide "
+            f"by {rounds}"
+        )
+    return None
+
+
+def pipeline_relations(config: Config) -> Iterator[tuple[bool, str, str]]:
+    """(whether it is violated, the fields, the sentence) of every rule about pipelines."""
+    t = config.train
+    size, name, virtual = (
+        t.pipeline_parallel_size,
+        t.pipeline_parallel_schedule,
+        t.virtual_pipeline_size,
+    )
+    for field in (
+        "pipeline_parallel_schedule",
+        "virtual_pipeline_size",
+        "pipeline_split",
+        "pp_variable_seq_lengths",
+    ):
+        yield (
+            size == 1 and getattr(t, field) != default_of(type(config), f"train.{field}"),
+            f"train.{field} train.pipeline_parallel_size",
+            "there is one stage",
+        )
+    yield (
+        size > 1 and t.data_parallel_mode != "fsdp2",
+        "train.data_parallel_mode train.pipeline_parallel_size",
+        "the schedules accumulate gradients of fsdp2's parameters; with it, "
+        "data_parallel_shard_size: 1 makes replicas of pipelines",
+    )
+    schedule = "train.pipeline_parallel_schedule"
+    single = name in ("1F1B", "GPipe")
+    yield (
+        single and virtual > 1,
+        f"train.virtual_pipeline_size {schedule}",
+        "1F1B and GPipe run one stage on each process",
+    )
+    yield (
+        size > 1 and name.startswith("Interleaved") and virtual == 1,
+        f"train.virtual_pipeline_size {schedule}",
+        "an interleaved schedule needs two or more stages on each process",
+    )
+    yield (
+        size > 1 and name == "ZBVZeroBubble" and virtual != 2,
+        f"train.virtual_pipeline_size {schedule}",
+        "ZBVZeroBubble needs two stages on each process",
+    )
+    yield (
+        t.pipeline_split is not None and len(t.pipeline_split) != size * virtual,
+        "train.pipeline_split train.pipeline_parallel_size train.virtual_pipeline_size",
+        "needs a number for each stage, of which there are pipeline_parallel_size x "
+        "virtual_pipeline_size",
+    )
+    yield (
+        t.pipeline_split is not None and min(t.pipeline_split) < 1,
+        "train.pipeline_split",
+        "a stage has one layer or more",
+    )
+    few = too_few(name, t.gradient_accumulation_steps, size)
+    yield (
+        size > 1 and few is not None,
+        f"train.gradient_accumulation_steps {schedule} train.pipeline_parallel_size",
+        str(few),
+    )
+    zero = name.endswith("ZeroBubble")
+    yield (
+        zero and t.enable_compile,
+        f"{schedule} train.enable_compile",
+        "compiled code computes the gradients of inputs and weights at once, and cannot be split",
+    )
