@@ -12,6 +12,7 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 import distributed_worker
+from ranks import run_modes
 from safetensors.torch import load_file
 from test_trainer import (
     MOE,
