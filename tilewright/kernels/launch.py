@@ -23,6 +23,8 @@ from triton import JITFunction, knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tilewright._torch import FakeTensor
+
 # Cached launches per kernel and argument types; when it is full, the cache is cleared.
 MOST = 1024
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -39,7 +41,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
     kernel: a @triton.jit function that lives as long as the process, whose constexpr parameters
         come last.
-    arguments: for all other parameters; tensors are on the current device.
+    arguments: for all other parameters; tensors are on the current device. Nothing is launched on
+        FakeTensors.
     constants: constexprs, num_warps and the like.
     """
     types = id(kernel), *map(type, arguments)
@@ -48,7 +51,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         # _Kept references the kernel, so that its id is not reused.
         kept = _kept[types] = _Kept(kernel, types[1:])
     if not (kept.possible and _keeping and kept.launch(grid, arguments, constants)):
-        kernel[grid](*arguments, **constants)
+        if not kept.pretended:
+            kernel[grid](*arguments, **constants)
 
 
 def forget() -> None:
@@ -70,7 +74,10 @@ def none_kept() -> Iterator[None]:
 
 
 class _Kept:
-    """Cached launches of a kernel with these argument types. possible: whether it can be cached."""
+    """Cached launches of a kernel with these argument types.
+
+    possible: whether it can be cached.   pretended: whether tensors have no values.
+    """
 
     def __init__(self, kernel: Any, types: tuple[type, ...]):
         self.kernel, self.found = kernel, {}
@@ -93,6 +100,7 @@ class _Kept:
             self.possible = self.possible and not p.is_constexpr
         self.tensors, self.descriptors, self.numbers, self.wide = map(tuple, places.values())
         self.possible = self.possible and bool(self.tensors)
+        self.pretended = any(issubclass(kind, FakeTensor) for kind in types)
         self.hooks = [getattr(knobs.runtime, name) for name in _CHAINS]
 
     def launch(self, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> bool:

@@ -22,11 +22,12 @@ from tilewright.trainer.config import Model, Train
 from tilewright.trainer.mesh import Mesh
 from tilewright.trainer.model import Transformer
 from tilewright.trainer.moe import Experts, MoE
+from tilewright.trainer.offload import StreamCopies, offload_activations
 
 
 def parallelize(model: Transformer, train: Train, names: Model, mesh: Mesh) -> nn.Module:
-    """Applies context parallelism, compilation, recomputation and sharding, in this order: each
-    wraps the result of the previous one.
+    """Applies context parallelism, compilation, recomputation, offload and sharding, in this order:
+    each wraps the result of the previous one.
     """
     if mesh.context.size > 1:
         model.spread_sequence(mesh.context)
@@ -38,6 +39,9 @@ def parallelize(model: Transformer, train: Train, names: Model, mesh: Mesh) -> n
             train.enable_reentrant,
             train.moe_checkpoint_method == "moe_act",
         )
+    if train.enable_activation_offload:
+        copies = StreamCopies(mesh.device)
+        offload_activations(model, train.activation_gpu_limit * 1e9, copies)
     if train.data_parallel_mode == "fsdp2":
         return _fsdp2(model, train, names, mesh)
     return model

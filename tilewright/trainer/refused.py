@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-_TP, _PP, _MUON, _OFFLOAD = (
+_TP, _PP, _MUON = (
     f"{what} not in this version"
     for what in (
         "tensor parallelism is",
         "pipeline parallelism is",
         "muon and anyprecision_adamw are",
-        "activation offload is",
     )
 )
 # path -> why only the default, or what ACCEPTED lists, is accepted.
@@ -40,8 +39,6 @@ REFUSED: dict[str, str] = {
             "muon_adjust_lr_fn",
         )
     },
-    "train.enable_activation_offload": _OFFLOAD,
-    "train.activation_gpu_limit": _OFFLOAD,
     "train.init_device": "NPU devices are not supported",
 }
 ACCEPTED = {

@@ -110,8 +110,12 @@ class Train(Section):
     enable_forward_prefetch: bool = field(
         True, "FSDP2: gather the next unit during the forward pass."
     )
-    enable_activation_offload: bool = field(False, "Keep activations in CPU memory.")
-    activation_gpu_limit: float = field(0.0, "GB of activations that stay on the GPU.", ge=0)
+    enable_activation_offload: bool = field(
+        False, "Keep what layers save for backward in CPU memory until the backward pass."
+    )
+    activation_gpu_limit: float = field(
+        0.0, "GB (10^9 bytes) of it that stay on the GPU: the last layers'.", ge=0
+    )
     enable_compile: bool = field(False, "torch.compile the layers.")
     init_device: Literal["auto", "cpu", "cuda", "meta", "npu"] = field(
         "auto",
@@ -123,6 +127,9 @@ class Train(Section):
     )
     enable_full_determinism: bool = field(False, "Deterministic algorithms only; slow.")
     allow_cuda_launch_blocking: bool = field(False, "Run although CUDA_LAUNCH_BLOCKING is set.")
+    ignore_memory_plan: bool = field(
+        False, "Start although the plan of memory does not fit into the device."
+    )
     empty_cache_steps: int = field(
         500, "torch.cuda.empty_cache() every so many steps; 0: never.", ge=0
     )
