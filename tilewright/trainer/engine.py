@@ -185,8 +185,10 @@ class Engine:
             NotFinite: the loss or the norm is infinite or NaN, on every rank; no weight has
                 changed.
         """
-        norm = float(self.divide(denominator, max_norm))  # the only synchronization in a step
-        if self._totals is not None and not math.isfinite(total := float(self._totals[0])):
+        norm = self.divide(denominator, max_norm)
+        total = norm.new_zeros(()) if self._totals is None else self._totals[0]
+        norm, total = torch.stack((norm, total)).tolist()  # a step's only synchronization
+        if not math.isfinite(total):
             raise NotFinite(f"loss is {total}")
         if not math.isfinite(norm):
             raise NotFinite(f"norm of the gradients is {norm}")

@@ -97,7 +97,7 @@ def _measured(
     # Compiled code saves less or as much; tracing it needs real tensors.
     eager = {"enable_compile": False, "enable_activation_offload": False}
     config = config.model_copy(update={"train": t.model_copy(update=eager)})
-    batch = _batch(config, mesh)
+    batch = full_batch(config, mesh)
     tracker = Tracker(mesh.device)
     with tracker.watching():
         with tracker.owned_by("parameters"):
@@ -154,7 +154,8 @@ def _by_part(sizes: Counter[str]) -> dict[str, int]:
     return parts
 
 
-def _batch(config: Config, mesh: Mesh) -> dict[str, torch.Tensor]:
+def full_batch(config: Config, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """This rank's micro-batch of full bins of one document each."""
     length = config.data.sample_packing_sequence_len
     document = (np.zeros(length, np.int64), np.zeros(length, np.int64))
     multiple = padding(config.data.pad_to_multiple_of, mesh.context)

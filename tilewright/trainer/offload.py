@@ -8,6 +8,7 @@ SMALL stay. Values are copied, so results have the same bits.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -113,18 +114,16 @@ class Offload:
         saved = Saved(t, layer)
         layer.saved.add(saved)
         self.kept += saved.size
-        name, size = id(saved), saved.size
-        self._kept[name] = weakref.ref(saved, lambda _: self._leave(name, size))
-        while self.kept > self.limit and self._kept:
-            name, oldest = next(iter(self._kept.items()))
-            going = oldest()
-            if going is not None:
-                going.host = self.copies.to_host(going.on_device)
-                going.on_device = None
-                self._leave(name, going.size)
+        leave = functools.partial(self._leave, id(saved), saved.size)
+        self._kept[id(saved)] = weakref.ref(saved, leave)
+        while self.kept > self.limit:
+            going = next(iter(self._kept.values()))()
+            going.host = self.copies.to_host(going.on_device)
+            going.on_device = None
+            self._leave(id(going), going.size)
         return saved
 
-    def _leave(self, name: int, size: int) -> None:
+    def _leave(self, name: int, size: int, _: object = None) -> None:
         if self._kept.pop(name, None) is not None:
             self.kept -= size
 

@@ -198,7 +198,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     metrics.say("ops: " + " ".join(f"{k}={v}" for k, v in chosen.items()))
     numerics = dataclasses.asdict(ops.numerics)
     metrics.say("numerics: " + " ".join(f"{k}={v}" for k, v in numerics.items()))
-    saver = checkpoint.Saver(t.output_dir, mesh, t.save_async, last=resumed)
+    saver = checkpoint.Saver(t.output_dir, mesh, t.save_async, resumed, t.save_total_limit or 0)
     return Run(
         config=config,
         mesh=mesh,

@@ -146,9 +146,14 @@ class Train(Section):
         1.0, "Save every so many epochs, fractions too; 0: not by epochs.", ge=0
     )
     save_async: bool = field(False, "Write checkpoints while training goes on.")
+    save_total_limit: int | None = field(
+        None, "Checkpoints that stay in output_dir, the last ones written; null or 0: all.", ge=0
+    )
     save_hf_weights: bool = field(True, "Write Hugging Face safetensors with the last checkpoint.")
     load_checkpoint_path: str | None = field(
-        None, "Checkpoint to resume from; auto: the latest, if any."
+        None,
+        "Checkpoint to resume from: its folder; auto: the last complete one in output_dir, if any; "
+        '"" or null: none.',
     )
     # logging
     log_format: Literal["progress_bar", "structured"] = field(
