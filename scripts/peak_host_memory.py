@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import resource
 import shutil
 import sys
 import tempfile

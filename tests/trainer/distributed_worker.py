@@ -100,12 +100,21 @@ def most_allocated(config, ranks):
             for _ in range(config.train.gradient_accumulation_steps):
                 engine.forward_backward([batch], language_modeling)
             engine.optim_step(max_norm=config.train.max_grad_norm)
-    events, most = profile.profiler.kineto_results.experimental_event_tree(), 0
+    events, changes = profile.profiler.kineto_results.experimental_event_tree(), []
     while events:
         event = events.pop()
         events += event.children
         if event.name == "[memory]":
-            most = max(most, event.extra_fields.total_allocated)
+            what = event.extra_fields
+            changes.append((event.start_time_ns, what.ptr, what.alloc_size))
+    live, total, most = {}, 0, 0  # without what was allocated before
+    for _, address, size in sorted(changes, key=lambda change: change[0]):
+        if size > 0:
+            live[address] = size
+            total += size
+        else:
+            total -= live.pop(address, 0)
+        most = max(most, total)
     return most
 
 

@@ -50,9 +50,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     if kept is None:
         # _Kept references the kernel, so that its id is not reused.
         kept = _kept[types] = _Kept(kernel, types[1:])
-    if not (kept.possible and _keeping and kept.launch(grid, arguments, constants)):
-        if not kept.pretended:
-            kernel[grid](*arguments, **constants)
+    launched = kept.possible and _keeping and kept.launch(grid, arguments, constants)
+    if not (launched or kept.pretended):
+        kernel[grid](*arguments, **constants)
 
 
 def forget() -> None:

@@ -25,7 +25,6 @@ from tilewright.trainer import hf
 from tilewright.trainer.batches import collate, padding
 from tilewright.trainer.build import choose_ops, compute_dtype, engine_around, unfilled
 from tilewright.trainer.config import Config, Train
-from tilewright.trainer.engine import Engine
 from tilewright.trainer.loss import language_modeling
 from tilewright.trainer.memory_tracker import Tracker
 from tilewright.trainer.mesh import AXES, Mesh, build, layout_of
@@ -48,8 +47,8 @@ class RankPlan:
     """The most bytes that a rank needs at one time.
 
     peak: by part, in the order of PARTS; their sum is the largest of two steps.   whole: parts at
-    their own largest.   saved: of each layer, bytes saved for backward by a micro-batch.   otherwise:
-    the same if `train.enable_gradient_checkpointing` were the opposite.
+    their own largest.   saved: bytes of each layer that a micro-batch saves for backward.
+    otherwise: the same if `train.enable_gradient_checkpointing` were the opposite.
     """
 
     rank: int

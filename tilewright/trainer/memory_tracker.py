@@ -114,7 +114,7 @@ class Tracker(TorchDispatchMode):
         if all(t.is_meta for t in given):
             device = torch.device(kwargs.get("device") or (given[0].device if given else "cpu"))
             dtype = kwargs.get("dtype") or (given[0].dtype if given else _default(args))
-            if not device.type == "meta" and dtype.is_floating_point:
+            if device.type != "meta" and dtype.is_floating_point:
                 if given:  # empty_like: the mode must not hold a parameter that is to be replaced
                     func, args = torch.ops.aten.empty.memory_format, (list(given[0].shape),)
                     kwargs = {"dtype": dtype, "device": device}
@@ -134,19 +134,17 @@ class Tracker(TorchDispatchMode):
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         """Logs a storage that is new or has changed its size."""
-        key, size = self._keys.get(storage._cdata), storage.nbytes()
+        address, size = storage._cdata, storage.nbytes()
+        key = self._keys.get(address)
         if key is None:
-            if size == 0 and storage.device.type not in ("meta", self.device.type):
-                return
-            key, self._next = self._next, self._next + 1
-            address = self._keys[storage._cdata] = storage._cdata
-            self._keys[address] = key
+            key = self._keys[address] = self._next
+            self._next += 1
             gone = weakref.ref(storage, lambda _: self._forget(key, address))
-            self._held[key] = (gone, size, self._owner())
-            self.events.append(Event(key, size, self._held[key][2]))
-        elif size != self._held[key][1]:
+            before, owner = 0, self._owner()
+        else:
             gone, before, owner = self._held[key]
-            self._held[key] = (gone, size, owner)
+        self._held[key] = (gone, size, owner)
+        if size != before:
             self.events.append(Event(key, size - before, owner))
 
     def _forget(self, key: int, address: int) -> None:

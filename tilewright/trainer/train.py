@@ -1,7 +1,7 @@
 """The trainer: torchrun -m tilewright.trainer.train config.yaml [--section.field value ...]
 
-Plain `python -m tilewright.trainer.train` trains in one process. With `--plan [--world N]` it prints
-the memory that each rank of N processes will need, and ends.
+Plain `python -m tilewright.trainer.train` trains in one process. With `--plan [--world N]` it
+prints the memory that each rank of N processes will need, and ends.
 """
 
 from __future__ import annotations
