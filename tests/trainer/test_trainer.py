@@ -661,7 +661,7 @@ WIDE = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hid
 FULL = {"train__enable_gradient_checkpointing": True, "data__sample_packing_sequence_len": 768}
 FSDP2 = "--train.data_parallel_mode=fsdp2"
 PLANNED = {
-    "shards": ({**QWEN3, **WIDE}, ["--train.enable_mixed_precision=true"]),
+    "shards": ({**QWEN3, **WIDE}, []),
     "ulysses": ({**QWEN3, **WIDE}, ["--train.ulysses_parallel_size=2", UNRECOMPUTED]),
     "spread": ({**MOE, **WIDE}, ["--train.expert_parallel_size=2"]),
 }
@@ -674,6 +674,9 @@ def runs(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("runs")
     two, modes = "--train.data_parallel_mode=fsdp2", {}
+    for name, (shape, options) in PLANNED.items():  # first: nothing is left from other modes
+        path = write_config(folder / name, shape, **FULL)
+        modes[f"memory_{name}"] = [path, two, *options]
 
     def add(name, path, *arguments):
         modes[f"run_{name}"] = [path, two, *arguments]
@@ -717,9 +720,6 @@ def runs(tmp_path_factory):
             write_config(folder / f"from_{step}", **options),
             f"--train.load_checkpoint_path={folder}/ten/out/checkpoints/global_step_{step}",
         )
-    for name, (shape, options) in PLANNED.items():
-        path = write_config(folder / name, shape, **FULL)
-        modes[f"memory_{name}"] = [path, two, *options]
     (folder / "modes.json").write_text(json.dumps(modes))
     done = launch(2, [str(pathlib.Path(__file__).with_name("distributed_worker.py"))], str(folder))
     assert done.returncode == 0, done.stderr[-3000:]

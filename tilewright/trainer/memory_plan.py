@@ -10,8 +10,10 @@ layout may have more ranks than there are processes.
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import torch
@@ -209,7 +211,7 @@ def check(config: Config, size: int, rank: int, device: torch.device) -> None:
     shape = hf.load_config(hf.local_folder(config.model.config_path))
     if most(config, shape) < there:
         return
-    needed = plan(config, shape, size, rank, device)
+    needed = plan_apart(config, shape, size, rank, device)
     if needed.total > there:
         parts = ", ".join(f"{PARTS[k]} {gib(v)}" for k, v in needed.peak.items() if v)
         raise ValueError(
@@ -217,6 +219,17 @@ def check(config: Config, size: int, rank: int, device: torch.device) -> None:
             "processes, smaller bins or recomputation, or set train.ignore_memory_plan to true to "
             "start nevertheless"
         )
+
+
+def plan_apart(
+    config: Config, shape: ModelConfig, size: int, rank: int, device: torch.device
+) -> RankPlan:
+    """`plan`, in a process of its own: PyTorch caches device meshes by their ranks, and would use
+    those of the plan, whose groups are gone, in the run.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as process:
+        return process.submit(plan, config, shape, size, rank, device).result()
 
 
 def most(config: Config, shape: ModelConfig) -> int:
