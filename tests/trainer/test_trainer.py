@@ -655,16 +655,11 @@ def ten_samples(folder):
     return {**COUNT, "data__datasets": [{"path": str(folder / "ten.jsonl")}]}
 
 
-UNRECOMPUTED = "--train.enable_gradient_checkpointing=false"
 # Shapes and lengths at which activations, and not the head's chunk, are the larger part.
 WIDE = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
 FULL = {"train__enable_gradient_checkpointing": True, "data__sample_packing_sequence_len": 768}
 FSDP2 = "--train.data_parallel_mode=fsdp2"
-PLANNED = {
-    "shards": ({**QWEN3, **WIDE}, []),
-    "ulysses": ({**QWEN3, **WIDE}, ["--train.ulysses_parallel_size=2", UNRECOMPUTED]),
-    "spread": ({**MOE, **WIDE}, ["--train.expert_parallel_size=2"]),
-}
+PLANNED = {"shards": ({**QWEN3, **WIDE}, [])}
 
 
 @pytest.fixture(scope="module")
