@@ -14,7 +14,9 @@ import pathlib
 import shutil
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -23,23 +25,27 @@ from tilewright.trainer.model import Ops, Transformer
 from tilewright.trainer.model_config import ModelConfig
 
 
-def resident(field: str) -> int:
-    """Bytes: VmRSS now, VmHWM the most since it was last reset. Pages of files that are mapped (the
-    safetensors that are read) do not count.
-    """
+def resident() -> int:
+    """Bytes that are resident and of no file: mapped pages of the files that are read are cache."""
     lines = dict(
         line.split(":") for line in pathlib.Path("/proc/self/status").read_text().splitlines()
     )
-    mapped = int(lines["RssFile"].split()[0]) if field == "VmRSS" else 0
-    return (int(lines[field].split()[0]) - mapped) * 1024
+    return int(lines["RssAnon"].split()[0]) * 1024
 
 
-def measured(what: str, run, weights: int) -> None:
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    before, begin = resident("VmHWM"), time.monotonic()
+def measured(what: str, run: Callable[[], None], weights: int) -> None:
+    before, most, ended = resident(), [0], threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(0.001):
+            most[0] = max(most[0], resident())
+
+    sampler, begin = threading.Thread(target=sample), time.monotonic()
+    sampler.start()
     run()
-    above = resident("VmHWM") - before
-    seconds = time.monotonic() - begin
+    ended.set()
+    sampler.join()
+    above, seconds = most[0] - before, time.monotonic() - begin
     print(
         f"{what}: at most {above / 2**20:.0f} MiB above the model's {weights / 2**20:.0f} MiB "
         f"({above / weights:.1%}), {seconds:.1f} s",
