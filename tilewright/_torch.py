@@ -12,12 +12,21 @@ from typing import Any
 import torch
 from torch import _C
 from torch._library.autograd import Info, make_autograd_impl
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Info", "SingleLevelFunction", "TorchDispatchMode", "make_autograd_impl", "pytree"]
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "Info",
+    "SingleLevelFunction",
+    "TorchDispatchMode",
+    "make_autograd_impl",
+    "pytree",
+]
 
 # ---- observers of operator calls
 
@@ -76,6 +85,20 @@ def group_by_name(name: str) -> torch.distributed.ProcessGroup:
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(name)
+
+
+def active_fake_mode() -> FakeTensorMode | None:
+    """The innermost FakeTensorMode around this call."""
+    return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE)
+
+
+def join_pretended_group(rank: int, size: int) -> None:
+    """Makes the default process group one whose collectives do nothing, with this process as a
+    rank of it.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
 
 
 # ---- Dynamo

@@ -275,6 +275,34 @@ def launched() -> tuple[int, int, int] | None:
     return rank, size, local
 
 
+def local_processes() -> int:
+    """The number of processes that the launcher started on this machine; 1 without a launcher."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def available_memory() -> int:
+    """Bytes of host memory that can be allocated without swapping, within the control group's
+    limit.
+    """
+    with open("/proc/meminfo") as file:
+        lines = dict(line.split(":") for line in file)
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    group = pathlib.Path("/sys/fs/cgroup")
+    for limit, used, stat in (
+        ("memory.max", "memory.current", "memory.stat"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+        ),
+    ):
+        if (group / limit).is_file() and (text := (group / limit).read_text().strip()) != "max":
+            counts = dict(line.split() for line in (group / stat).read_text().splitlines())
+            cached = int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
+            free = min(free, int(text) - int((group / used).read_text()) + cached)
+    return free
+
+
 def report_failure(message: str, *, later: bool) -> None:
     """Reports to torchrun, if it started this process, why the process fails.
 

@@ -6,7 +6,8 @@ For every mode that FOLDER/modes.json lists, which may name a folder in FOLDER, 
 the config.yaml of its folder: takes one training step, of which rank 0 writes loss, tokens, norm
 and full gradients to <mode>.pt, or, where the mode starts with "train", several, of which it writes
 what `several_steps` returns. A mode that starts with "run" is a whole run, whose arguments are a
-configuration's path and what changes it.
+configuration's path and what changes it. One that starts with "memory" has such arguments too: each
+rank writes the most bytes that two steps allocate.
 """
 
 import json
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tilewright.trainer import adapters, checkpoint, hf, matrices, mesh, train
+from tilewright.trainer import adapters, checkpoint, hf, matrices, memory_plan, mesh, train
 from tilewright.trainer.batches import collate, padding
 from tilewright.trainer.build import build_engine, build_model, choose_ops, compute_dtype
 from tilewright.trainer.config import load
@@ -119,6 +120,38 @@ def several_steps(config, ranks, bins, steps=None, calls=1):
     return engine, found
 
 
+def most_allocated(config, ranks):
+    """The most bytes of tensors at one time while a model is built and takes two steps."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        engine = engine_of(config, ranks)
+        batch = memory_plan.full_batch(config, ranks)
+        vocabulary = engine.model.config.vocab_size
+        batch["input_ids"] = torch.randint(vocabulary, batch["input_ids"].shape, generator=draw)
+        for _ in range(2):
+            for _ in range(config.train.gradient_accumulation_steps):
+                engine.forward_backward([batch], language_modeling)
+            engine.optim_step(max_norm=config.train.max_grad_norm)
+    events, changes = profile.profiler.kineto_results.experimental_event_tree(), []
+    while events:
+        event = events.pop()
+        events += event.children
+        if event.name == "[memory]":
+            what = event.extra_fields
+            changes.append((event.start_time_ns, what.ptr, what.alloc_size))
+    live, total, most = {}, 0, 0  # without what was allocated before
+    for _, address, size in sorted(changes, key=lambda change: change[0]):
+        if size > 0:
+            live[address] = size
+            total += size
+        else:
+            total -= live.pop(address, 0)
+        most = max(most, total)
+    return most
+
+
 class Count:
     """Counts calls of all_to_all_single."""
 
@@ -211,7 +244,7 @@ def main(folder):
     root, ranks = pathlib.Path(folder), None
     for path, arguments in json.loads((root / "modes.json").read_text()).items():
         folder, name = (root / path).parent, pathlib.PurePath(path).name
-        whole = name.startswith("run")
+        whole = name.startswith(("run", "memory"))
         file, *arguments = arguments if whole else (folder / "config.yaml", *arguments)
         config = load(str(file), arguments)
         bins = None if whole else torch.load(folder / "bins.pt", weights_only=False)
@@ -219,6 +252,9 @@ def main(folder):
             ranks = mesh.join(config.train)
         else:
             ranks = mesh.build(config.train, ranks.rank, ranks.size, ranks.device)
+        if name.startswith("memory"):
+            (folder / f"{name}_{ranks.rank}").write_text(str(most_allocated(config, ranks)))
+            continue
         if whole:
             train.train(config, ranks)
             continue

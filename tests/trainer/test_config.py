@@ -105,8 +105,10 @@ OURS = {
     "train.adam_beta1",
     "train.adam_beta2",
     "train.adam_epsilon",
+    "train.ignore_memory_plan",
     "train.muon_ns_coefficients",
     "train.pipeline_split",
+    "train.save_total_limit",
     "train.virtual_pipeline_size",
 }
 
@@ -952,6 +954,7 @@ RULES = [
         "--train.ep_outside=true --train.expert_parallel_size=2",
     ),
     ("--train.ep_outside=true", "there is nothing to place", ""),
+    ("--train.activation_gpu_limit=1", "nothing is offloaded", ""),
     ("--model.ep_dispatch=deepep", "one process has all experts", "--model.ep_dispatch=alltoall"),
     (
         "--model.deepep_buffer_size_gb=1",
@@ -1076,6 +1079,10 @@ def test_rules_of_the_machine(least, monkeypatch):
     if platform.no_cuda():
         assert errors(least, NONE, "--train.init_device=cuda") == [
             "train.init_device = cuda: no CUDA device"
+        ]
+        assert errors(least, "--train.enable_activation_offload=true") == [
+            "train.enable_activation_offload = true: activations are in CPU memory already: no "
+            "CUDA device"
         ]
     monkeypatch.setattr(platform, "no_module", lambda name: f"no {name} here")
     deep = "--model.ep_dispatch=deepep", "--train.expert_parallel_size=2"

@@ -40,6 +40,7 @@ from tilewright.trainer import (  # noqa: E402
     checkpoint,
     compiling,
     hf,
+    memory_plan,
     mesh,
     optim,
     parallel,
@@ -658,6 +659,13 @@ def ten_samples(folder):
     return {**COUNT, "data__datasets": [{"path": str(folder / "ten.jsonl")}]}
 
 
+# Shapes and lengths at which activations, and not the head's chunk, are the larger part.
+WIDE = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
+FULL = {"train__enable_gradient_checkpointing": True, "data__sample_packing_sequence_len": 768}
+FSDP2 = "--train.data_parallel_mode=fsdp2"
+PLANNED = {"shards": ({**QWEN3, **WIDE}, [])}
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Whole runs on two ranks, one after the other in the same processes: the folder, and their
@@ -665,6 +673,9 @@ def runs(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("runs")
     two, modes = "--train.data_parallel_mode=fsdp2", {}
+    for name, (shape, options) in PLANNED.items():  # first: nothing is left from other modes
+        path = write_config(folder / name, shape, **FULL)
+        modes[f"memory_{name}"] = [path, two, *options]
 
     def add(name, path, *arguments):
         modes[f"run_{name}"] = [path, two, *arguments]
@@ -709,6 +720,16 @@ def runs(tmp_path_factory):
             f"--train.load_checkpoint_path={folder}/ten/out/checkpoints/global_step_{step}",
         )
     return folder, run_modes(2, folder, modes)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_plan_of_two_ranks_is_what_their_allocators_count(name, runs):
+    folder, _ = runs
+    config = load(str(folder / name / "config.yaml"), [FSDP2, *PLANNED[name][1]])
+    for rank in range(2):
+        found = memory_plan.plan(config, shape_of(config), 2, rank, torch.device("cpu"))
+        counted = int((folder / f"memory_{name}_{rank}").read_text())
+        assert found.total == pytest.approx(counted, rel=0.1)
 
 
 def test_fsdp2_trains_in_one_process_and_a_checkpoint_moves_to_two(runs):
@@ -1368,6 +1389,59 @@ def test_a_run_does_not_start_over_an_earlier_one_and_auto_takes_what_was_writte
     assert checkpoint.find(str(out), "auto").name == "global_step_4"
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_last_checkpoints_stay(asynchronous, tmp_path):
+    """The one resumed from too, until newer ones are complete; none is half removed."""
+    options = {"train__save_steps": 1, "train__save_hf_weights": False}
+    path = write_config(tmp_path, **options, train__save_async=asynchronous)
+    folder = tmp_path / "out/checkpoints"
+
+    def there():
+        return sorted(int(p.name.split("_")[-1]) for p in folder.glob("global_step_*"))
+
+    run(path, "--train.max_steps=4")
+    assert there() == [1, 2, 3, 4]
+    seen, real = [], checkpoint.Saver.finish
+
+    def finish(saver):
+        real(saver)
+        seen.append(there())
+
+    gone = folder / ".global_step_9.deleted"  # killed while it was removed
+    gone.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.Saver, "finish", finish)
+        run(
+            path,
+            "--train.save_total_limit=2",
+            f"--train.load_checkpoint_path={folder}/global_step_2",
+        )
+    # Nothing is removed before the first new one is complete.
+    assert seen[0] == [1, 2, 3, 4] and there() == [5, 6]
+    assert not [*folder.glob(".*")]
+
+
+def test_checkpoints_for_a_gpu_are_staged_in_page_locked_memory(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(checkpoint, "DefaultStager", lambda options: given.append(options))
+    monkeypatch.setattr(checkpoint, "checkpoint_group", lambda: None)
+    with fake_group(1):
+        for asynchronous in (False, True):
+            for device in ("cpu", "cuda"):
+                mesh = Mesh(device=torch.device(device))
+                checkpoint.Saver(str(tmp_path), mesh, asynchronous)
+    [options] = given
+    assert options.use_pinned_memory and options.use_non_blocking_copy
+    assert not options.use_async_staging  # weights change in the next step
+
+
+def test_an_incomplete_checkpoint_is_named_and_ignored(tmp_path, caplog):
+    run(write_config(tmp_path, train__max_steps=2, train__save_hf_weights=False))
+    (tmp_path / "out/checkpoints/global_step_3/dcp").mkdir(parents=True)
+    assert checkpoint.find(str(tmp_path / "out"), "auto").name == "global_step_2"
+    assert "global_step_3: is not complete (no state.json), so it is ignored" in caplog.text
+
+
 def test_a_kill_while_a_checkpoint_is_replaced_loses_nothing(tmp_path):
     path = write_config(tmp_path, train__save_steps=2, train__max_steps=4)
     run(path)
@@ -1584,6 +1658,22 @@ def test_what_of_a_layer_is_compiled_is_chosen_by_what_can_be(
         compiling.compile_layers(*arguments)
         model.recompute_activations(config.train.recompute_modules)
         assert compiling.compiled_parts(model) == parts
+
+
+def test_few_recompilations_serve_all_lengths(backend):
+    """500 batches of random packed documents."""
+    model = Transformer(ModelConfig.from_hf({**QWEN3, "hidden_size": 16}), Ops.resolve("eager"))
+    compiling.compile_layers(model, schedule(enable_compile="true"), [])
+    draw, counts, lengths = np.random.default_rng(0), [], set()
+    model.init_weights(0)
+    for _ in range(500):
+        documents = [np.zeros(n, np.int64) for n in draw.integers(1, 14, draw.integers(1, 7))]
+        batch = batches.collate([[(ids, ids) for ids in documents]], 1)
+        ends = tuple(batch["cu_seqlens"].tolist())
+        model(**batch, ends=ends, loss=language_modeling)
+        counts.append(backend.frame_count)
+        lengths.add(ends)
+    assert len(lengths) > 300 and 0 < counts[0] < counts[-1] <= counts[0] + 4
 
 
 def test_what_is_no_longer_compiled_says_so(caplog, backend):

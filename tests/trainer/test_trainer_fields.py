@@ -249,6 +249,7 @@ ROWS = [
     row("train.output_dir", "@elsewhere", "folders"),
     row("train.save_steps", 2, "checkpoints"),
     row("train.save_epochs", 0.125, "checkpoints"),
+    row("train.save_total_limit", 1, "checkpoints", train__save_steps=1),
     row("train.save_async", True, "asynchronous"),
     row("train.save_hf_weights", True, "exported"),
     row("train.load_checkpoint_path", "@checkpoint", "logged_steps"),
@@ -307,6 +308,9 @@ HELD = {
     "data.datasets.trust_remote_code": "test_config.py::test_rule",
     "train.allow_cuda_launch_blocking": "test_config.py::test_rules_of_the_machine",
     "train.init_device": "test_config.py::test_rules_of_the_machine",
+    "train.enable_activation_offload": "test_memory.py::test_offloaded_activations_give_the_same_bits",
+    "train.activation_gpu_limit": "test_memory.py::test_offloaded_activations_give_the_same_bits",
+    "train.ignore_memory_plan": "test_memory.py::test_what_does_not_fit_is_not_started",
     "train.ckpt_manager": "test_config.py::test_every_field_of_the_reference_exists_and_no_other",
 }
 

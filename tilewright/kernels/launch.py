@@ -23,6 +23,8 @@ from triton import JITFunction, knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tilewright._torch import FakeTensor
+
 # Cached launches per kernel and argument types; when it is full, the cache is cleared.
 MAX_ENTRIES = 1024
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -39,7 +41,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
     kernel: a @triton.jit function that lives as long as the process, whose constexpr parameters
         come last.
-    arguments: for all other parameters; tensors are on the current device.
+    arguments: for all other parameters; tensors are on the current device. Nothing is launched on
+        FakeTensors.
     constants: constexprs, num_warps and the like.
     """
     types = id(kernel), *map(type, arguments)
@@ -47,7 +50,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     if cached is None:
         # _CachedLaunch references the kernel, so that its id is not reused.
         cached = _cache[types] = _CachedLaunch(kernel, types[1:])
-    if not (cached.cacheable and _caching and cached.launch(grid, arguments, constants)):
+    launched = cached.cacheable and _caching and cached.launch(grid, arguments, constants)
+    if not (launched or cached.pretended):
         kernel[grid](*arguments, **constants)
 
 
@@ -72,7 +76,7 @@ def no_launch_cache() -> Iterator[None]:
 class _CachedLaunch:
     """The cached launches of a kernel with these argument types.
 
-    cacheable: whether its launches can be cached.
+    cacheable: whether its launches can be cached.   pretended: whether tensors have no values.
     """
 
     def __init__(self, kernel: Any, types: tuple[type, ...]):
@@ -96,6 +100,7 @@ class _CachedLaunch:
             self.cacheable = self.cacheable and not p.is_constexpr
         self.tensors, self.descriptors, self.numbers, self.wide = map(tuple, places.values())
         self.cacheable = self.cacheable and bool(self.tensors)
+        self.pretended = any(issubclass(kind, FakeTensor) for kind in types)
         self.hooks = [getattr(knobs.runtime, name) for name in _CHAINS]
 
     def launch(self, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> bool:

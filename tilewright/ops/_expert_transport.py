@@ -6,6 +6,10 @@ gradients of both, follow. Letters are those of expert_parallel.py.
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -69,6 +73,27 @@ def transport_of(name: str, group: dist.ProcessGroup, deepep: DeepEP | None):
     return AllToAll(group) if name == "alltoall" else DeepEPTransport(group, deepep or DeepEP())
 
 
+_BALANCED: ContextVar[bool] = ContextVar("balanced_routing", default=False)
+
+
+@contextlib.contextmanager
+def balanced_routing() -> Iterator[None]:
+    """Within it `ep_moe_mlp` reads no sizes: tokens are taken to be routed to all experts alike.
+    For tensors without values.
+    """
+    token = _BALANCED.set(True)
+    try:
+        yield
+    finally:
+        _BALANCED.reset(token)
+
+
+def _expected(T: int, K: int, E: int, n: int) -> tuple[int, int]:
+    """The expected numbers of rows and pairs from one rank to another."""
+    missed = math.comb(E - E // n, K) / math.comb(E, K)
+    return math.ceil(T * (1 - missed)), math.ceil(T * K / n)
+
+
 class AllToAll:
     """`torch.distributed.all_to_all_single` with uneven splits.
 
@@ -104,7 +129,10 @@ class AllToAll:
         out = out[:, :n].t().contiguous()  # rows and pairs for each rank
         into = torch.empty_like(out)
         dist.all_to_all_single(into, out, group=self.group)
-        sizes = torch.cat((out, into)).tolist()  # the only synchronization with the host
+        if _BALANCED.get():
+            sizes = [_expected(index.shape[0], K, E, n)] * (2 * n)
+        else:
+            sizes = torch.cat((out, into)).tolist()  # the only synchronization with the host
         rows_out, rows_in = ([row for row, _ in part] for part in (sizes[:n], sizes[n:]))
         sent = slots[: sum(rows_out)].long()
         token, to = sent // K, rank.flatten()[sent]

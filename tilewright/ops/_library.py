@@ -15,6 +15,8 @@ from tilewright import _torch
 from tilewright._torch import in_transform
 
 _LIBRARY = torch.library.Library("tilewright", "FRAGMENT")
+# The launchers of operators that are written in Python, by name.
+LAUNCHERS: dict[str, Callable] = {}
 _ADVICE = "use implementation='eager'"
 
 
@@ -160,6 +162,7 @@ def define(name: str, fn: Callable, fake: Callable, *, mutates: Sequence[str] = 
     _LIBRARY.impl(name, fn, "CPU")
     _LIBRARY.impl(name, on_its_device(fn), "CUDA")
     torch.library.register_fake(f"tilewright::{name}", fake, lib=_LIBRARY)
+    LAUNCHERS[f"tilewright::{name}"] = fn
     op = Operator(getattr(torch.ops.tilewright, name).default, fn, cuda=True)
     if op.has_lists:  # PyTorch's own vmap fallback does not support lists
         rule = functools.partial(_one_by_one, op.overload)

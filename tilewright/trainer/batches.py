@@ -210,6 +210,8 @@ def _loader(
         num_workers=data.dataloader_num_workers,
         prefetch_factor=data.dataloader_prefetch_factor,
         pin_memory=pin and data.dataloader_pin_memory,
+        # Without one it draws from the global generator, whose state a resumed run restores.
+        generator=torch.Generator(),
     )
 
 

@@ -57,23 +57,7 @@ def choose_ops(model: Model, shape: ModelConfig, mesh: Mesh, dtype: torch.dtype)
 def build_model(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> torch.nn.Module:
     """The model with its weights and adapters, sharded over the mesh."""
     m, t = config.model, config.train
-    # A quantized model is never in full precision: its layers are filled one at a time.
-    meta = t.data_parallel_mode == "fsdp2" or config.lora.enable_qlora
-    with torch.device("meta" if meta else t.init_device):
-        model = Transformer(shape, ops, m.merge_qkv)
-    if t.freeze_router:
-        model.freeze_router()
-    if config.lora.enable_lora:
-        adapters.add(model, config.lora, m)
-    if not meta:
-        model.to(mesh.device)
-    if mesh.layout.pp > 1:
-        model.pipeline = Pipeline(model, t, mesh, longest_micro_batch(config, mesh))
-    model = parallelize(model, t, m, mesh)
-    if meta:
-        for part in model.pipeline.stages if model.pipeline else [model]:
-            part.to_empty(device=mesh.device)
-        model.tie()
+    model = unfilled(config, shape, mesh, ops, t.init_device)
     if m.model_path is None:
         model.init_weights(t.seed)
     else:
@@ -89,8 +73,36 @@ def longest_micro_batch(config: Config, mesh: Mesh) -> int:
     return math.ceil(tokens / multiple) * multiple // mesh.context.size
 
 
+def unfilled(
+    config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops, init_device: str | torch.device
+) -> Transformer:
+    """The model, sharded over the mesh, with memory for its weights and without their values."""
+    t = config.train
+    # A quantized model is never in full precision: its layers are filled one at a time.
+    meta = t.data_parallel_mode == "fsdp2" or config.lora.enable_qlora
+    with torch.device("meta" if meta else init_device):
+        model = Transformer(shape, ops, config.model.merge_qkv)
+    if t.freeze_router:
+        model.freeze_router()
+    if config.lora.enable_lora:
+        adapters.add(model, config.lora, config.model)
+    if not meta and torch.device(init_device).type != mesh.device.type:
+        model.to(mesh.device)
+    if mesh.layout.pp > 1:
+        model.pipeline = Pipeline(model, t, mesh, longest_micro_batch(config, mesh))
+    model = parallelize(model, t, config.model, mesh)
+    if meta:
+        for part in model.pipeline.stages if model.pipeline else [model]:
+            part.to_empty(device=mesh.device)
+        model.tie()
+    return model
+
+
 def build_engine(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> Engine:
-    model = build_model(config, shape, mesh, ops)
+    return engine_around(build_model(config, shape, mesh, ops), config, mesh)
+
+
+def engine_around(model: torch.nn.Module, config: Config, mesh: Mesh) -> Engine:
     # FSDP2 casts by itself; the other modes keep float32 weights and run matrix products in
     # bfloat16.
     half = config.train.enable_mixed_precision and config.train.data_parallel_mode != "fsdp2"

@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -88,18 +89,28 @@ class Saver:
     """Writes checkpoints; with save_async, one may be in progress while training continues.
 
     Every rank must create one, and call its methods at the same steps.   last: the newest complete
-    checkpoint.
+    checkpoint.   keep: `run_folder.publish`'s.
     """
 
     def __init__(
-        self, output_dir: str, mesh: Mesh, asynchronous: bool, last: pathlib.Path | None = None
+        self,
+        output_dir: str,
+        mesh: Mesh,
+        asynchronous: bool,
+        last: pathlib.Path | None = None,
+        keep: int = 0,
     ):
         self.root, self.mesh = pathlib.Path(output_dir, "checkpoints"), mesh
-        self.last = last
+        self.last, self.keep = last, keep
         self.pending: tuple[Future[None], pathlib.Path] | None = (
             None  # published, and under what name
         )
         self.group = checkpoint_group() if asynchronous else None
+        # Host memory that is page-locked takes copies at the bus's speed; it is allocated once.
+        self.stager = None
+        if asynchronous and mesh.device.type == "cuda":
+            options = {"use_shared_memory": False, "use_async_staging": False}
+            self.stager = DefaultStager(StagingOptions(use_pinned_memory=True, **options))
 
     def folder(self, step: int) -> pathlib.Path:
         return self.root / f"global_step_{step}"
@@ -140,6 +151,7 @@ class Saver:
                 checkpoint_id=aside / "dcp",
                 planner=SavePlanner(),
                 process_group=self.group,
+                async_stager=self.stager,
             )
             self.pending = self._published_by_itself(written, aside, target), target
         else:
@@ -147,7 +159,7 @@ class Saver:
                 dcp.save(tensors, checkpoint_id=aside / "dcp", planner=SavePlanner())
             self.mesh.control.barrier()
             if self.mesh.main:
-                publish(aside, target)
+                publish(aside, target, self.keep)
             self.mesh.control.barrier()
             self.last = target
         return target
@@ -163,7 +175,7 @@ class Saver:
                 written.result()
                 dist.barrier(group=self.group)
                 if self.mesh.main:
-                    publish(aside, target)
+                    publish(aside, target, self.keep)
             except BaseException as error:  # of any kind: `finish` raises it
                 published.set_exception(error)
             else:

@@ -32,6 +32,12 @@ DIFFERENCES: dict[str, tuple[str, str]] = {
         "false",
         "the next operation reads the result, so nothing could overlap",
     ),
+    "train.ignore_memory_plan": ("none", "ours: a run that cannot fit is not started"),
+    "train.save_total_limit": ("none", "ours, named as in transformers"),
+    "train.enable_activation_offload": (
+        "offload to CPU",
+        "the same; on a CPU it is refused, since nothing would move",
+    ),
     "train.expert_parallel_size": (
         "1",
         "the same; it divides the processes of a shard group, and needs fsdp2",

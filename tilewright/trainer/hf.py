@@ -1,7 +1,7 @@
 """Hugging Face folders: config.json and safetensors, read into a model and written from one.
 
-One parameter at a time is in memory in full, whatever the model's size: sharded parameters (FSDP2's
-DTensors) are filled and gathered in place.
+One parameter at a time is in memory in full, whatever the model's size and the files': sharded
+parameters (FSDP2's DTensors) are filled and gathered in place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
 from tilewright import adapt
 from tilewright.files import publish, read_json, target_folder, written_aside
@@ -33,6 +32,7 @@ from tilewright.trainer.hf_names import (
     sources,
     split,
 )
+from tilewright.trainer.hf_write import Shard
 from tilewright.trainer.model import Transformer
 from tilewright.trainer.model_config import ModelConfig
 
@@ -83,7 +83,7 @@ def _full_tensors(
         for target, part in zip(
             sources(name, model.config), split(name, full, model.config), strict=True
         ):
-            yield target, part.to("cpu", dtype or own, copy=True).contiguous()
+            yield target, part.to("cpu", dtype or own).contiguous()
 
 
 def save_weights(
@@ -119,24 +119,20 @@ def save_weights(
             "on these weights; give another folder, or remove the adapter"
         )
     shards: list[dict[str, int]] = []
-    held: dict[str, torch.Tensor] = {}
     with written_aside(target) if writes else contextlib.nullcontext() as aside:
-
-        def flush():
-            save_file(held, aside / f"part-{len(shards)}.safetensors", metadata={"format": "pt"})
-            shards.append({n: t.numel() * t.element_size() for n, t in held.items()})
-            held.clear()
-
-        stored = None
+        stored = shard = None
         for name, tensor in _full_tensors(model, dtype):
             stored = stored or tensor.dtype
-            if writes:
-                size = sum(t.numel() * t.element_size() for t in held.values())
-                if held and size + tensor.numel() * tensor.element_size() > max_shard_bytes:
-                    flush()
-                held[name] = tensor
+            if not writes:
+                continue
+            if shard is None or shard.full(name, tensor, max_shard_bytes):
+                if shard is not None:
+                    shard.close()
+                shard = Shard(aside / f"part-{len(shards)}.safetensors")
+                shards.append(shard.sizes)
+            shard.add(name, tensor)
         if writes:
-            flush()
+            shard.close()
             there = {p.name for p in target.iterdir()}
             files = _name_shards(aside, shards, there)
             _write_config(model, aside, stored, tokenizer_path)

@@ -296,8 +296,12 @@ def join(train: Train) -> Mesh:
         timeout=STEP_TIMEOUT,
         **alone,
     )
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
-    return build(train, rank, size, device)
+    return build(train, rank, size, device_of(local))
+
+
+def device_of(local: int) -> torch.device:
+    """The device of a local rank."""
+    return torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def build(

@@ -22,6 +22,7 @@ from tilewright.trainer.config import Model, Train
 from tilewright.trainer.mesh import Mesh
 from tilewright.trainer.model import Block, Transformer
 from tilewright.trainer.moe import Experts, MoE
+from tilewright.trainer.offload import StreamCopies, offload_activations
 from tilewright.trainer.tensor_parallel import (
     check_shards,
     fsdp_placement,
@@ -31,8 +32,8 @@ from tilewright.trainer.tensor_parallel import (
 
 
 def parallelize(model: Transformer, train: Train, names: Model, mesh: Mesh) -> nn.Module:
-    """Applies tensor parallelism, context parallelism, compilation, recomputation and sharding, in
-    this order: each wraps the result of the previous one.
+    """Applies tensor parallelism, context parallelism, compilation, recomputation, offload and
+    sharding, in this order: each wraps the result of the previous one.
     """
     if mesh.tensor is not None:
         shard_matrices(model, mesh.tensor)
@@ -46,6 +47,9 @@ def parallelize(model: Transformer, train: Train, names: Model, mesh: Mesh) -> n
             train.enable_reentrant,
             train.moe_checkpoint_method == "moe_act",
         )
+    if train.enable_activation_offload:
+        copies = StreamCopies(mesh.device)
+        offload_activations(model, train.activation_gpu_limit * 1e9, copies)
     if train.data_parallel_mode == "fsdp2":
         return _fsdp2(model, train, names, mesh)
     return model

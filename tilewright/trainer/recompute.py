@@ -13,7 +13,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
-class Recomputed:
+class Wrapped:
+    """A function that does more around another one, `forward`."""
+
+    forward: Callable
+
+
+class Recomputed(Wrapped):
     """A function whose activations are recomputed in the backward pass.
 
     keeps: whether it takes, at the time of the call, a keyword `kept`: a list that the first call
@@ -47,5 +53,7 @@ def recompute(
 
 
 def inner(function: Callable) -> Callable:
-    """The function within a wrapper, or the function itself."""
-    return function.forward if isinstance(function, Recomputed) else function
+    """The function within wrappers, or the function itself."""
+    while isinstance(function, Wrapped):
+        function = function.forward
+    return function

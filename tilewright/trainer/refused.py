@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-_OFFLOAD = "activation offload is not in this version"
 # path -> why only the default, or what ACCEPTED lists, is accepted.
 REFUSED: dict[str, str] = {
     "model.deepep_async_combine": "what combine returns is read at once, so there is nothing to "
@@ -11,8 +10,6 @@ REFUSED: dict[str, str] = {
     "model.encoders": "only text models are in this version",
     "data.sample_packing_mp_start_method": "packing runs in the main process, so nothing would "
     "use it",
-    "train.enable_activation_offload": _OFFLOAD,
-    "train.activation_gpu_limit": _OFFLOAD,
     "train.init_device": "NPU devices are not supported",
 }
 ACCEPTED = {

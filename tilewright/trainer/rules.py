@@ -287,6 +287,16 @@ def _train(config: Config) -> Iterator[tuple[bool, str, str]]:
             "nothing is recomputed",
         )
     yield (
+        t.enable_activation_offload and cuda is not None,
+        "train.enable_activation_offload",
+        f"activations are in CPU memory already: {cuda}",
+    )
+    yield (
+        t.activation_gpu_limit > 0 and not t.enable_activation_offload,
+        "train.activation_gpu_limit train.enable_activation_offload",
+        "nothing is offloaded",
+    )
+    yield (
         t.enable_full_determinism and not t.allow_cuda_launch_blocking,
         "train.enable_full_determinism train.allow_cuda_launch_blocking",
         "full determinism needs allow_cuda_launch_blocking: true",

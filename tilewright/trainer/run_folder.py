@@ -32,6 +32,9 @@ def candidates(output_dir: str, wanted: str | None) -> list[pathlib.Path]:
     if not wanted:
         return []
     if wanted == "auto":
+        for folder in pathlib.Path(output_dir, "checkpoints").glob("global_step_*"):
+            if not (folder / "state.json").is_file():
+                log.warning("%s: is not complete (no state.json), so it is ignored", folder)
         # Not by step: a run that was resumed from an earlier step leaves larger steps of the former
         # run behind.
         return sorted(complete(output_dir), key=_written, reverse=True)
@@ -107,6 +110,8 @@ def recover(output_dir: str, mesh: Mesh, *, alone: bool = True) -> None:
     if not mesh.main:
         return
     root = pathlib.Path(output_dir, "checkpoints")
+    for gone in root.glob(".global_step_*.deleted") if alone else ():
+        shutil.rmtree(gone)
     for old in root.glob(".global_step_*.old"):  # killed before a new one took its name
         target = old.with_name(old.name[1 : -len(".old")])
         if target.exists():
@@ -135,6 +140,16 @@ def recover(output_dir: str, mesh: Mesh, *, alone: bool = True) -> None:
             publish(aside, aside.with_name(aside.name[1 : -len(".partial")]))
 
 
-def publish(aside: pathlib.Path, target: pathlib.Path) -> None:
+def publish(aside: pathlib.Path, target: pathlib.Path, keep: int = 0) -> None:
+    """Gives a complete checkpoint its name.
+
+    keep: how many of the folder's checkpoints stay, the last ones written; 0: all. Removed ones
+    lose their name first, so that none is found half removed.
+    """
     replace_folder(aside, target)
     log.info("checkpoint %s", target)
+    if keep:
+        written = sorted(complete(str(target.parent.parent)), key=_written)
+        for old in written[:-keep]:
+            old.rename(gone := old.with_name(f".{old.name}.deleted"))
+            shutil.rmtree(gone)

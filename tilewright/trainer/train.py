@@ -1,6 +1,7 @@
 """The trainer: torchrun -m tilewright.trainer.train config.yaml [--section.field value ...]
 
-Plain `python -m tilewright.trainer.train` trains in one process.
+Plain `python -m tilewright.trainer.train` trains in one process. With `--plan [--world N]` it
+prints the memory that each rank of N processes will need, and ends.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from tilewright import platform
 from tilewright.ops import checked_targets
 from tilewright.registry import ImplementationUnavailable
-from tilewright.trainer import adapters, checkpoint, hf
+from tilewright.trainer import adapters, checkpoint, hf, memory_plan
 from tilewright.trainer.batches import Batches, Bins, evaluation_batches, padding
 from tilewright.trainer.build import build_data, build_engine, choose_ops, compute_dtype, identity
 from tilewright.trainer.compiling import compiled_parts
@@ -34,7 +35,7 @@ from tilewright.trainer.config import Config, ConfigError, from_command_line, re
 from tilewright.trainer.engine import Engine, NotFinite, Sums, reproducible
 from tilewright.trainer.housekeeping import Housekeeping
 from tilewright.trainer.loss import language_modeling
-from tilewright.trainer.mesh import Mesh, join
+from tilewright.trainer.mesh import Mesh, device_of, join
 from tilewright.trainer.metrics import Metrics
 from tilewright.trainer.plan import Plan
 from tilewright.trainer.sources import check_sources
@@ -198,7 +199,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     metrics.say("ops: " + " ".join(f"{k}={v}" for k, v in chosen.items()))
     numerics = dataclasses.asdict(ops.numerics)
     metrics.say("numerics: " + " ".join(f"{k}={v}" for k, v in numerics.items()))
-    saver = checkpoint.Saver(t.output_dir, mesh, t.save_async, last=resumed)
+    saver = checkpoint.Saver(t.output_dir, mesh, t.save_async, resumed, t.save_total_limit or 0)
     return Run(
         config=config,
         mesh=mesh,
@@ -271,6 +272,22 @@ def summary(
         yield "compiled: " + ", ".join(f"{n} x {part}" for part, n in parts)
 
 
+def asked_plan(argv: list[str]) -> tuple[bool, int | None, list[str]]:
+    """Whether `--plan` is given, the N of `--world N`, and the other arguments. Exits with 2 for an
+    N that is not a number of processes.
+    """
+    rest, world = [a for a in argv if a != "--plan"], None
+    if "--world" in rest and len(rest) < len(argv):
+        at = rest.index("--world")
+        given = "".join(rest[at + 1 : at + 2])
+        if not given.isdecimal() or int(given) < 1:
+            print(f"--world must be a number of processes, got {given!r}", file=sys.stderr)
+            sys.exit(2)
+        world = int(given)
+        del rest[at : at + 2]
+    return len(rest) < len(argv), world, rest
+
+
 # Backends' messages about a process that has ended, for which they have no exception.
 GONE = re.compile("(closed|reset) by peer|likely closed|remote process exited")
 
@@ -281,9 +298,17 @@ def main(argv: list[str] | None = None) -> int:
     configuration; 130 if interrupted.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    only_plan, world, argv = asked_plan(sys.argv[1:] if argv is None else argv)
     config = from_command_line(argv)  # exits with 2 and every error, or with 0 after --help
     mesh, interrupted = Mesh(), False
+    rank, size, local = platform.launched() or (0, 1, 0)
+    device = device_of(local)
     try:
+        if only_plan:
+            if rank == 0:
+                print("\n".join(memory_plan.report(config, world or size, device)))
+            return 0
+        memory_plan.check(config, size, rank, device)
         mesh = join(config.train)
         train(config, mesh)
     except ConfigError as error:  # sizes that do not match the number of processes

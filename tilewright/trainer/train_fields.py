@@ -146,8 +146,12 @@ class Train(Section):
     enable_forward_prefetch: bool = field(
         True, "FSDP2: gather the next unit during the forward pass."
     )
-    enable_activation_offload: bool = field(False, "Keep activations in CPU memory.")
-    activation_gpu_limit: float = field(0.0, "GB of activations that stay on the GPU.", ge=0)
+    enable_activation_offload: bool = field(
+        False, "Keep what layers save for backward in CPU memory until the backward pass."
+    )
+    activation_gpu_limit: float = field(
+        0.0, "GB (10^9 bytes) of it that stay on the GPU: the last layers'.", ge=0
+    )
     enable_compile: bool = field(False, "torch.compile the layers.")
     init_device: Literal["auto", "cpu", "cuda", "meta", "npu"] = field(
         "auto",
@@ -159,6 +163,9 @@ class Train(Section):
     )
     enable_full_determinism: bool = field(False, "Deterministic algorithms only; slow.")
     allow_cuda_launch_blocking: bool = field(False, "Run although CUDA_LAUNCH_BLOCKING is set.")
+    ignore_memory_plan: bool = field(
+        False, "Start although the plan of memory does not fit into the device."
+    )
     empty_cache_steps: int = field(
         500, "torch.cuda.empty_cache() every so many steps; 0: never.", ge=0
     )
@@ -175,9 +182,14 @@ class Train(Section):
         1.0, "Save every so many epochs, fractions too; 0: not by epochs.", ge=0
     )
     save_async: bool = field(False, "Write checkpoints while training goes on.")
+    save_total_limit: int | None = field(
+        None, "Checkpoints that stay in output_dir, the last ones written; null or 0: all.", ge=0
+    )
     save_hf_weights: bool = field(True, "Write Hugging Face safetensors with the last checkpoint.")
     load_checkpoint_path: str | None = field(
-        None, "Checkpoint to resume from; auto: the latest, if any."
+        None,
+        "Checkpoint to resume from: its folder; auto: the last complete one in output_dir, if any; "
+        '"" or null: none.',
     )
     # logging
     log_format: Literal["progress_bar", "structured"] = field(

@@ -1,0 +1,294 @@
+"""What a run needs in memory: the plan, what stays on a device, and what waits in host memory."""
+
+import os
+import pathlib
+import re
+import resource
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("pydantic")
+pytest.importorskip("transformers")
+
+from distributed_worker import most_allocated
+from helpers import as_on_a_gpu
+from test_trainer import MOE, QWEN3, engine_of, make_bins, shape_of, write_config
+
+from tilewright._torch import FakeTensor
+from tilewright.trainer import memory_plan, offload, train
+from tilewright.trainer.batches import collate
+from tilewright.trainer.build import engine_around, unfilled
+from tilewright.trainer.config import load
+from tilewright.trainer.loss import language_modeling
+from tilewright.trainer.memory_tracker import Tracker
+from tilewright.trainer.mesh import join
+from tilewright.trainer.ops_choice import Ops
+
+CPU, ROOT = torch.device("cpu"), pathlib.Path(__file__).parents[2]
+
+
+# ---- activation offload
+
+
+class Host:
+    """A host beside a CPU: copies between two parts of its memory, with what is left overwritten
+    and what is still under way unreadable, as on a GPU's stream.
+    """
+
+    def __init__(self):
+        self.log, self.under_way, self.bytes, self.tensors = [], [], 0, weakref.WeakSet()
+
+    def to_host(self, t):
+        self.log.append("out")
+        host = t.clone()
+        self.bytes += t.numel() * t.element_size()
+        return host
+
+    def to_device(self, host):
+        self.log.append("in")
+        t = torch.full_like(host, torch.nan if host.is_floating_point() else 0)
+        self.under_way.append((t, host))
+        return t
+
+    def wait(self):
+        self.log.append("wait")
+        for t, host in self.under_way:
+            t.copy_(host)
+        self.under_way.clear()
+
+
+RECOMPUTED = {"train__enable_gradient_checkpointing": True}
+OFFLOADED = {
+    "dense": (QWEN3, {}),
+    "autocast": (QWEN3, {"train__enable_mixed_precision": True}),
+    "experts": (MOE, {}),
+    "layers": (QWEN3, RECOMPUTED),
+    "reentrant": (QWEN3, {**RECOMPUTED, "train__enable_reentrant": True}),
+    "attention": (QWEN3, {**RECOMPUTED, "train__recompute_modules": ["self_attn"]}),
+    "sharded": (QWEN3, {"train__data_parallel_mode": "fsdp2"}),
+    "sharded experts": (
+        MOE,
+        {**RECOMPUTED, "train__data_parallel_mode": "fsdp2", "train__enable_mixed_precision": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OFFLOADED)
+def test_offloaded_activations_give_the_same_bits(case, tmp_path, monkeypatch):
+    """Two micro-batches; everything, some and nothing leaves; parameters never do."""
+    monkeypatch.setattr(offload, "SMALL", 0)
+    shape, options = OFFLOADED[case]
+    config = load(write_config(tmp_path, {**shape, "num_hidden_layers": 3}, **options))
+    ranks = join(config.train)
+    batches = [collate(make_bins()[i : i + 4], 8) for i in (0, 4)]
+    left = []
+    try:
+        gradients = []
+        for part in (None, 0, 1 / 8, 1):
+            limit = part and part * left[0]
+            engine, host = engine_of(config, ranks), Host()
+            if limit is not None:
+                keeper = offload.offload_activations(engine.model, limit, host)
+                seen = []
+                monkeypatch.setattr(keeper, "copies", host)
+                real = keeper._pack
+                monkeypatch.setattr(
+                    keeper,
+                    "_pack",
+                    lambda t, layer, real=real, k=keeper, seen=seen: (
+                        real(t, layer),
+                        seen.append(k.kept),
+                    )[0],
+                )
+            engine.forward_backward(batches, language_modeling)
+            gradients.append([p.grad for p in engine.parameters])
+            left += [] if limit is None else [host.bytes]
+            if limit is not None:
+                assert max(seen) <= limit and keeper.kept == 0  # all is freed with the graph
+                assert host.log.count("in") == host.log.count("out")
+    finally:
+        dist.destroy_process_group()
+    everything, some, nothing = left
+    assert everything > some > nothing == 0
+    for other in gradients[1:]:
+        for a, b in zip(gradients[0], other, strict=True):
+            a, b = (g.to_local() if hasattr(g, "to_local") else g for g in (a, b))
+            assert torch.equal(a, b)
+
+
+# ---- the plan
+
+# Activations, and not the head's chunk, are the larger part.
+WIDE = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
+PLANNED = {
+    "float32": (QWEN3, {}),
+    "autocast": (QWEN3, {"train__enable_mixed_precision": True}),
+    "recomputed": (QWEN3, {**RECOMPUTED, "train__gradient_accumulation_steps": 2}),
+    "mlp recomputed": (QWEN3, {**RECOMPUTED, "train__recompute_modules": ["mlp"]}),
+    "experts": (MOE, {"train__optimizer": "sgd"}),
+    "adapters": (QWEN3, {"lora__enable_lora": True, "train__enable_mixed_precision": True}),
+}
+
+
+def full_config(folder, shape=QWEN3, **options):
+    """Of a run whose bins are full."""
+    path = write_config(folder, {**shape, **WIDE}, data__sample_packing_sequence_len=768, **options)
+    return load(path)
+
+
+@pytest.mark.parametrize("case", PLANNED)
+def test_the_plan_is_what_the_allocator_counts(case, tmp_path):
+    """Within 10 %, without having allocated a weight."""
+    shape, options = PLANNED[case]
+    config = full_config(tmp_path, shape, **options)
+    found = memory_plan.plan(config, shape_of(config), 1, 0, CPU)
+    ranks = join(config.train)
+    try:
+        counted = most_allocated(config, ranks)
+        weights = engine_of(config, ranks).parameters
+    finally:
+        dist.destroy_process_group()
+    assert found.total == pytest.approx(counted, rel=0.1)
+    assert found.peak["parameters"] == sum(p.numel() * p.element_size() for p in weights)
+    learning = sum(p.numel() * p.element_size() for p in weights if p.requires_grad)
+    assert found.whole["gradients"] == learning
+    states = 0 if config.train.optimizer == "sgd" else 2 * learning
+    assert found.peak["optimizer"] == pytest.approx(states, rel=0.01)  # and steps
+    layers = [f"layers.{i}" for i in range(3)]
+    assert set(layers) <= found.saved.keys() | found.otherwise.keys()
+    recomputed, kept = sorted((sum(found.saved.values()), sum(found.otherwise.values())))
+    assert recomputed < kept / 2 or options.get("train__recompute_modules")
+
+
+LARGE = {
+    **QWEN3,
+    "vocab_size": 2**17,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
+
+
+def test_a_plan_is_printed_before_any_weight_is_made_and_for_ranks_that_are_not_there(
+    tmp_path, capsys
+):
+    path = write_config(
+        tmp_path,
+        LARGE,
+        train__data_parallel_mode="fsdp2",
+        train__enable_gradient_checkpointing=True,
+        train__enable_mixed_precision=True,
+        data__sample_packing_sequence_len=8192,
+    )
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert train.main([path, "--plan", "--world", "64", "--train.ulysses_parallel_size=8"]) == 0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB: of 15 GiB
+    said = capsys.readouterr().out
+    assert said.startswith("plan of memory, 8 shard x 8 ulysses, on cpu\n")
+    lines = {line[:40].strip(): line[40:].split() for line in said.splitlines()}
+    layer = 8192 * (8192 * 2 + 1024 * 2 + 3 * 28672 + 2) + 2 * 128
+    share = 4 * (2 * layer + 2 * 2**17 * 8192 + 8192) / 64
+    assert lines["ranks 0 to 63, each"] == ["at", "the", "peak", "at", "most"]
+    for name, size in (("parameters", share), ("optimizer states", 2 * share)):
+        value, unit = lines[name][:2]
+        assert float(value) * {"MiB": 2**20, "GiB": 2**30}[unit] == pytest.approx(size, rel=1e-3)
+    for name in ("gradients", "activations", "logits and loss head", "communication buffers"):
+        assert float(lines[name][2]) > 0
+    assert "layers.1" in lines and "this machine has available for each" in said
+    assert not dist.is_initialized()
+
+
+def test_what_does_not_fit_is_not_started(tmp_path, monkeypatch, capsys):
+    path = write_config(tmp_path, train__max_steps=1, train__save_hf_weights=False)
+    there = [10 << 20]
+    monkeypatch.setattr(memory_plan, "available", lambda device: (there[0], "this machine has"))
+    planned = memory_plan.plan(load(path), shape_of(load(path)), 1, 0, CPU).total
+    there[0] = planned - 1
+    assert train.main([path]) == 1
+    said = capsys.readouterr().err
+    assert re.search(
+        r"error: rank 0 needs 0\.\d\d MiB \(parameters 0\.\d\d MiB, .*\) and this machine has "
+        r"0\.\d\d MiB; .* or set train\.ignore_memory_plan to true to start nevertheless\n",
+        said,
+    )
+    assert not (tmp_path / "out").exists()
+    assert not dist.is_initialized()
+    monkeypatch.setattr(memory_plan, "plan_apart", memory_plan.plan)
+    config = load(path)
+    memory_plan.check(load(path, ["--train.ignore_memory_plan=true"]), 1, 0, CPU)
+    there[0] = planned
+    memory_plan.check(config, 1, 0, CPU)
+
+
+@pytest.mark.parametrize("given", ["0", "two", ""])
+def test_a_world_that_is_no_number_is_refused(given, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train.main([write_config(tmp_path), "--plan", "--world", *filter(None, [given])])
+    assert stopped.value.code == 2
+    assert f"--world must be a number of processes, got '{given}'" in capsys.readouterr().err
+
+
+# ---- waiting for the device
+
+
+class Reads(Tracker):
+    """Counts what the host reads of tensors that are on a device: those without values."""
+
+    def __init__(self):
+        super().__init__(CPU)
+        self.reads = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            self.reads.append(args[0].untyped_storage()._cdata)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _launch(self, launch, args):  # what a kernel for a CPU reads, costs nothing
+        pass
+
+
+@pytest.mark.parametrize("mode", ["none", "fsdp2"])
+@pytest.mark.parametrize("shape", [QWEN3, MOE], ids=["dense", "experts"])
+def test_a_step_waits_for_the_device_once(shape, mode, tmp_path, monkeypatch):
+    """Beside the report, which reads the loss. A tensor's elements are one transfer."""
+    as_on_a_gpu(monkeypatch)
+    config = load(write_config(tmp_path, shape, train__data_parallel_mode=mode))
+    ranks = join(config.train)
+    try:
+        with Reads().watching() as tracker:
+            model = unfilled(config, shape_of(config), ranks, Ops.resolve(), CPU)
+            engine = engine_around(model, config, ranks)
+            batches = [collate(make_bins()[i : i + 4], 8) for i in (0, 4)]
+            sums = engine.forward_backward(batches, language_modeling)
+            assert tracker.reads == []
+            engine.optim_step(1.0, max_norm=1.0)
+            step = len(set(tracker.reads))
+            sums.mean  # noqa: B018
+            assert step == 1 and len(set(tracker.reads)) == 2
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- kills
+
+
+def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path):
+    """Two ranks, FSDP2, asynchronous checkpoints: five kills at random moments."""
+    script = str(ROOT / "scripts/kill_test.py")
+    arguments = ["--kills", "5", "--steps", "12", "--folder", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, script, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert done.stdout.startswith("5 kills, 5 resumes, ")

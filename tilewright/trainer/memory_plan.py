@@ -1,0 +1,296 @@
+"""The memory that a run will need, by rank and purpose, before any weight is made.
+
+Two optimizer steps of the run's own code are taken on tensors without values (`memory_tracker.py`),
+in a process group whose collectives do nothing: no weight and no activation is allocated, and the
+layout may have more ranks than there are processes.
+
+    python -m tilewright.trainer.train config.yaml --plan [--world N]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tilewright import platform
+from tilewright._torch import join_pretended_group
+from tilewright.ops._expert_transport import balanced_routing
+from tilewright.trainer import hf
+from tilewright.trainer.batches import collate, padding
+from tilewright.trainer.build import choose_ops, compute_dtype, engine_around, unfilled
+from tilewright.trainer.config import Config, ConfigError, Train
+from tilewright.trainer.loss import language_modeling
+from tilewright.trainer.memory_tracker import Tracker
+from tilewright.trainer.mesh import AXES, Mesh, build, layout_of
+from tilewright.trainer.model_config import ModelConfig
+from tilewright.trainer.offload import offload_activations
+
+PARTS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "activations",
+    "head": "logits and loss head",
+    "communication": "communication buffers",
+    "temporary": "temporaries and inputs",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RankPlan:
+    """The most bytes that a rank needs at one time.
+
+    peak: by part, in the order of PARTS; their sum is the largest of two steps.   whole: parts at
+    their own largest.   saved: bytes of each layer that a micro-batch saves for backward.
+    otherwise: the same if `train.enable_gradient_checkpointing` were the opposite.
+    """
+
+    rank: int
+    peak: dict[str, int]
+    whole: dict[str, int]
+    saved: dict[str, int]
+    otherwise: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.peak.values())
+
+
+def plan(
+    config: Config, shape: ModelConfig, size: int, rank: int, device: torch.device
+) -> RankPlan:
+    """The plan of one rank of a layout of `size` ranks.
+
+    Computed for full bins of one document each, and for tokens that are routed to all experts
+    alike. Must not be called while a process group is initialized. Raises ConfigError or ValueError
+    as the run would.
+    """
+    if config.train.pipeline_parallel_size > 1:
+        raise ConfigError(
+            [
+                f"train.pipeline_parallel_size = {config.train.pipeline_parallel_size}: stages send "
+                "each other the shapes of their tensors, so a pipeline has no plan without its "
+                "processes"
+            ]
+        )
+    layout_of(config.train, size)
+    recomputed = config.train.enable_gradient_checkpointing
+    join_pretended_group(rank, size)
+    try:
+        with balanced_routing():
+            mesh = build(config.train, rank, size, device, control_backend="fake")
+            peak, whole, saved = _measured(config, shape, mesh, steps=2)
+            options = {"enable_gradient_checkpointing": not recomputed, "recompute_modules": None}
+            options |= {"moe_checkpoint_method": None, "enable_reentrant": False}
+            other = config.model_copy(update={"train": config.train.model_copy(update=options)})
+            otherwise = _measured(other, shape, mesh, steps=0)[2]
+    finally:
+        dist.destroy_process_group()
+    return RankPlan(rank, peak, whole, saved, otherwise)
+
+
+def _measured(
+    config: Config, shape: ModelConfig, mesh: Mesh, steps: int
+) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """steps: optimizer steps; 0: one forward and backward pass."""
+    t = config.train
+    ops = choose_ops(config.model, shape, mesh, compute_dtype(t))
+    # Compiled code saves less or as much; tracing it needs real tensors.
+    eager = {"enable_compile": False, "enable_activation_offload": False}
+    config = config.model_copy(update={"train": t.model_copy(update=eager)})
+    batch = full_batch(config, mesh)
+    tracker = Tracker(mesh.device)
+    with tracker.watching():
+        with tracker.owned_by("parameters"):
+            model = unfilled(config, shape, mesh, ops, mesh.device)
+            engine = engine_around(model, config, mesh)
+            if t.enable_activation_offload:
+                limit = t.activation_gpu_limit * 1e9
+                offload_activations(model, limit, NoCopies(mesh.device))
+        saved = _mark(engine.model, tracker)
+        stored = [*engine.model.parameters(), *engine.model.buffers()]
+        owners = tracker.own("parameters", stored)
+        for step in range(max(1, steps)):
+            # More micro-batches than two are like the second.
+            for _ in range(min(2, t.gradient_accumulation_steps)):
+                engine.forward_backward([batch], language_modeling)
+            owners |= tracker.own(
+                "gradients", [p.grad for p in engine.parameters if p.grad is not None]
+            )
+            if step < steps:
+                with tracker.owned_by("temporary"):
+                    engine.optim_step(max_norm=t.max_grad_norm)
+                states = [s for state in engine.optimizer.state.values() for s in state.values()]
+                owners |= tracker.own("optimizer", [s for s in states if torch.is_tensor(s)])
+    peak, whole = tracker.peak(owners)
+    found, largest = _by_part(peak), _by_part(whole)
+    if t.data_parallel_mode == "ddp" and mesh.size > 1:  # its buckets are copies of the gradients
+        buckets = sum(p.numel() * p.element_size() for p in engine.parameters if p.requires_grad)
+        found["communication"] += buckets
+        largest["communication"] += buckets
+    return found, largest, saved
+
+
+class NoCopies:
+    """Offload to a host whose memory is not counted."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def to_host(self, t: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(t, device="meta")
+
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(host, device=self.device)
+
+    def wait(self) -> None:
+        pass
+
+
+def _by_part(sizes: Counter[str]) -> dict[str, int]:
+    """Adds up layers."""
+    parts = dict.fromkeys(PARTS, 0)
+    for owner, size in sizes.items():
+        parts[owner if owner in PARTS else "activations"] += size
+    return parts
+
+
+def full_batch(config: Config, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """This rank's micro-batch of full bins of one document each."""
+    length = config.data.sample_packing_sequence_len
+    document = (np.zeros(length, np.int64), np.zeros(length, np.int64))
+    multiple = padding(config.data.pad_to_multiple_of, mesh.context, mesh.layout.tp)
+    return collate([[document]] * config.train.micro_batch_size, multiple, mesh.context)
+
+
+def _mark(model: nn.Module, tracker: Tracker) -> dict[str, int]:
+    """Tells the tracker which layer is running. Returns the bytes by layer that are there when a
+    forward pass has ended, filled by the first one.
+    """
+    saved: dict[str, int] = {}
+
+    def enter(name):
+        def hook(*_):
+            tracker.phase = name
+
+        return hook
+
+    def leave(*_):
+        if not saved:
+            saved.update({k: v for k, v in tracker.live().items() if k in names and v})
+        tracker.phase = "temporary"
+
+    layers = [(f"layers.{i}", layer) for i, layer in enumerate(model.model.layers)]
+    layers.insert(0, ("embed_tokens", model.model.embed_tokens))
+    names = ["head", *(name for name, _ in layers)]
+    for name, module in layers:
+        module.register_forward_pre_hook(enter(name), prepend=True)
+        module.register_forward_hook(enter("head"))
+    model.register_forward_pre_hook(enter("head"), prepend=True)
+    model.register_forward_hook(leave)
+    return saved
+
+
+# ---- what is there
+
+
+def available(device: torch.device) -> tuple[int, str]:
+    """Bytes that this process may allocate on its device, and where."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0], f"{device} has free"
+    return platform.available_memory() // platform.local_processes(), (
+        "this machine has available for each process"
+    )
+
+
+def check(config: Config, size: int, rank: int, device: torch.device) -> None:
+    """Raises ValueError if the plan of this rank does not fit into its device."""
+    if config.train.ignore_memory_plan or config.train.pipeline_parallel_size > 1:
+        return
+    there, where = available(device)
+    shape = hf.load_config(hf.local_folder(config.model.config_path))
+    if most(config, shape) < there:
+        return
+    needed = plan_apart(config, shape, size, rank, device)
+    if needed.total > there:
+        parts = ", ".join(f"{PARTS[k]} {gib(v)}" for k, v in needed.peak.items() if v)
+        raise ValueError(
+            f"rank {rank} needs {gib(needed.total)} ({parts}) and {where} {gib(there)}; use more "
+            "processes, smaller bins or recomputation, or set train.ignore_memory_plan to true to "
+            "start nevertheless"
+        )
+
+
+def plan_apart(
+    config: Config, shape: ModelConfig, size: int, rank: int, device: torch.device
+) -> RankPlan:
+    """`plan`, in a process of its own: PyTorch caches device meshes by their ranks, and would use
+    those of the plan, whose groups are gone, in the run.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as process:
+        return process.submit(plan, config, shape, size, rank, device).result()
+
+
+def most(config: Config, shape: ModelConfig) -> int:
+    """A bound in bytes, several times what one process would need: smaller runs are not planned."""
+    t, length = config.train, config.data.sample_packing_sequence_len
+    hidden, heads = shape.hidden_size, shape.num_attention_heads + shape.num_key_value_heads
+    experts = shape.moe_intermediate_size * shape.num_experts
+    inner = 3 * hidden * max(shape.intermediate_size, experts)
+    layer = 2 * hidden * heads * shape.head_dim + inner
+    weights = shape.num_hidden_layers * layer + 2 * shape.vocab_size * hidden
+    routed = shape.moe_intermediate_size * shape.num_experts_per_tok
+    row = 20 * hidden + 8 * max(shape.intermediate_size, routed) + 8 * heads * shape.head_dim
+    if config.model.attn_implementation == "eager":
+        row += 4 * shape.num_attention_heads * length
+    tokens = t.micro_batch_size * length
+    values = 24 * weights + tokens * (shape.num_hidden_layers * row + 4 * shape.vocab_size)
+    return 4 * values + (64 << 20)
+
+
+# ---- the report
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.2f} MiB"
+
+
+def report(config: Config, size: int, device: torch.device) -> Iterator[str]:
+    """The lines of `--plan`, of the first rank: all need the same but for the remainder of what does
+    not divide, and its shards are the largest.
+    """
+    shape = hf.load_config(hf.local_folder(config.model.config_path))
+    layout = layout_of(config.train, size)
+    axes = " x ".join(f"{getattr(layout, a)} {a}" for a in AXES if getattr(layout, a) > 1)
+    experts = f", experts over {layout.expert}" if layout.expert > 1 else ""
+    yield f"plan of memory, {axes or 'one process'}{experts}, on {device.type}"
+    ranks = "rank 0" if size == 1 else f"ranks 0 to {size - 1}, each"
+    yield ""
+    yield from table(plan(config, shape, size, 0, device), ranks, config.train)
+    there, where = available(device)
+    yield ""
+    yield f"{where} {gib(there)}"
+
+
+def table(found: RankPlan, ranks: str, train: Train) -> Iterator[str]:
+    yield f"{ranks:40}{'at the peak':>14}{'at most':>14}"
+    for part, name in PARTS.items():
+        yield f"  {name:38}{gib(found.peak[part]):>14}{gib(found.whole[part]):>14}"
+    yield f"  {'sum':38}{gib(found.total):>14}"
+    on = train.enable_gradient_checkpointing
+    yield f"{'  saved for backward by':40}{'recomputed':>14}{'kept':>14}"
+    recomputed, kept = (found.saved, found.otherwise)[:: 1 if on else -1]
+    for name in kept | recomputed:
+        title = "head" if name == "head" else name
+        yield f"    {title:36}{gib(recomputed.get(name, 0)):>14}{gib(kept.get(name, 0)):>14}"
+    sums = (gib(sum(each.values())) for each in (recomputed, kept))
+    yield f"    {'sum':36}{next(sums):>14}{next(sums):>14}"
