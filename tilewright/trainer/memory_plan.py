@@ -10,6 +10,7 @@ layout may have more ranks than there are processes.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import multiprocessing
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from torch import nn
 from tilewright import platform
 from tilewright._torch import join_pretended_group
 from tilewright.ops._expert_transport import balanced_routing
+from tilewright.registry import ImplementationUnavailable
 from tilewright.trainer import hf
 from tilewright.trainer.batches import collate, padding
 from tilewright.trainer.build import choose_ops, compute_dtype, engine_around, unfilled
@@ -33,6 +35,7 @@ from tilewright.trainer.mesh import AXES, Mesh, build, layout_of
 from tilewright.trainer.model_config import ModelConfig
 from tilewright.trainer.offload import offload_activations
 
+log = logging.getLogger("tilewright")
 PARTS = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -219,7 +222,13 @@ def check(config: Config, size: int, rank: int, device: torch.device) -> None:
     shape = hf.load_config(hf.local_folder(config.model.config_path))
     if most(config, shape) < there:
         return
-    needed = plan_apart(config, shape, size, rank, device)
+    try:
+        needed = plan_apart(config, shape, size, rank, device)
+    except (ImplementationUnavailable, OSError, ValueError):
+        raise  # as the run would
+    except Exception as error:  # a plan that cannot be made is no reason not to run
+        log.warning("no plan of memory could be made: %s: %s", type(error).__name__, error)
+        return
     if needed.total > there:
         parts = ", ".join(f"{PARTS[k]} {gib(v)}" for k, v in needed.peak.items() if v)
         raise ValueError(
@@ -265,8 +274,8 @@ def gib(size: int) -> str:
 
 
 def report(config: Config, size: int, device: torch.device) -> Iterator[str]:
-    """The lines of `--plan`, of the first rank: all need the same but for the remainder of what does
-    not divide, and its shards are the largest.
+    """The lines of `--plan`, of the first rank: its shards are the largest, and the others' differ
+    only by the remainder of what does not divide.
     """
     shape = hf.load_config(hf.local_folder(config.model.config_path))
     layout = layout_of(config.train, size)

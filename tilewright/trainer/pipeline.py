@@ -36,7 +36,7 @@ from tilewright.trainer.config import Train
 from tilewright.trainer.loss import Loss
 from tilewright.trainer.mesh import Mesh
 from tilewright.trainer.model import Outcome, Transformer
-from tilewright.trainer.pipeline_rules import too_few
+from tilewright.trainer.parallel_rules import too_few
 from tilewright.trainer.stages import (
     Stage,
     keep,

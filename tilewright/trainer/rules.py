@@ -13,7 +13,7 @@ from tilewright import platform
 from tilewright.nn.quantized import wrong_group_size
 from tilewright.ops.expert_parallel import no_deepep
 from tilewright.trainer.field_tree import default_of, get, show
-from tilewright.trainer.pipeline_rules import pipeline_relations
+from tilewright.trainer.parallel_rules import pipeline_relations, tensor_relations
 from tilewright.trainer.refused import ACCEPTED, FSDP2_ONLY, LORA_ONLY, OPTIMIZERS_ONLY, REFUSED
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def _relations(config: Config) -> Iterator[tuple[bool, str, str]]:
     yield from _numerics(config)
     yield from _experts(config)
     yield from pipeline_relations(config)
-    yield from _tensor_parallel(config)
+    yield from tensor_relations(config)
     yield from _train(config)
     yield from _optimizers(config)
     yield from _lora(config)
@@ -168,33 +168,6 @@ def _numerics(config: Config) -> Iterator[tuple[bool, str, str]]:
             f"model.batch_invariant model.{native}",
             "PyTorch's own operators do not claim that a row's bits do not depend on the batch",
         )
-
-
-def _tensor_parallel(config: Config) -> Iterator[tuple[bool, str, str]]:
-    many = config.train.tensor_parallel_size > 1
-    yield (
-        many and config.train.data_parallel_mode != "fsdp2",
-        "train.tensor_parallel_size train.data_parallel_mode",
-        "of these only fsdp2 takes parameters that are sharded already; with it, "
-        "data_parallel_shard_size: 1 makes replicas of tensor-parallel groups",
-    )
-    yield (
-        many and config.lora.enable_qlora,
-        "train.tensor_parallel_size lora.enable_qlora",
-        "every process has all of a quantized matrix, whose scales are those of blocks that a "
-        "shard would cut, so it would save neither memory nor time",
-    )
-    yield (
-        many and config.model.merge_qkv,
-        "train.tensor_parallel_size model.merge_qkv",
-        "each rank needs rows of queries, of keys and of values, which are not one shard of a "
-        "merged matrix; set merge_qkv: false",
-    )
-    yield (
-        many and config.model.batch_invariant,
-        "train.tensor_parallel_size model.batch_invariant",
-        "in which order the ranks' sums are added depends on where in the batch a token is",
-    )
 
 
 def _experts(config: Config) -> Iterator[tuple[bool, str, str]]:

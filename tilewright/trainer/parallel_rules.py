@@ -1,4 +1,4 @@
-"""Rules between the fields of pipeline parallelism."""
+"""Rules between the fields of tensor and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -22,6 +22,34 @@ def too_few(schedule: str, micro_batches: int, ranks: int) -> str | None:
             f"by {rounds}"
         )
     return None
+
+
+def tensor_relations(config: Config) -> Iterator[tuple[bool, str, str]]:
+    """(whether it is violated, the fields, the sentence) of every rule about tensor parallelism."""
+    many = config.train.tensor_parallel_size > 1
+    yield (
+        many and config.train.data_parallel_mode != "fsdp2",
+        "train.tensor_parallel_size train.data_parallel_mode",
+        "of these only fsdp2 takes parameters that are sharded already; with it, "
+        "data_parallel_shard_size: 1 makes replicas of tensor-parallel groups",
+    )
+    yield (
+        many and config.lora.enable_qlora,
+        "train.tensor_parallel_size lora.enable_qlora",
+        "every process has all of a quantized matrix, whose scales are those of blocks that a "
+        "shard would cut, so it would save neither memory nor time",
+    )
+    yield (
+        many and config.model.merge_qkv,
+        "train.tensor_parallel_size model.merge_qkv",
+        "each rank needs rows of queries, of keys and of values, which are not one shard of a "
+        "merged matrix; set merge_qkv: false",
+    )
+    yield (
+        many and config.model.batch_invariant,
+        "train.tensor_parallel_size model.batch_invariant",
+        "in which order the ranks' sums are added depends on where in the batch a token is",
+    )
 
 
 def pipeline_relations(config: Config) -> Iterator[tuple[bool, str, str]]:
