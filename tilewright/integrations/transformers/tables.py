@@ -46,8 +46,8 @@ def register(implementation: str = "auto", attn_implementation: str = "auto") ->
             Each also gets its own entry: "tilewright:triton", "tilewright:cpp", "tilewright:eager"
             and so on.
         attn_implementation: The same for attention. Its entries are "tilewright:triton",
-            "tilewright:eager", "tilewright:native", "tilewright:sdpa", "tilewright:fa3" and
-            "tilewright:fa4": transformers reserves "flash" anywhere in a name, so there is no
+            "tilewright:eager", "tilewright:native", "tilewright:sdpa", and
+            "tilewright:fa2" to "tilewright:fa4": transformers reserves "flash" anywhere in a name, so there is no
             "tilewright:flash_attention_3". transformers rejects "sdpa" for models without an sdpa
             attention; "tilewright:torch" is the same for all.
 
@@ -74,7 +74,7 @@ def register(implementation: str = "auto", attn_implementation: str = "auto") ->
     entries = {NAME: implementation, **{f"{NAME}:{name}": name for name in MOE_MLP.names()}}
     for name, chosen in entries.items():
         ExpertsInterface.register(name, experts_entry(name, chosen))
-    # transformers reserves "flash" anywhere in a name: fa3 and fa4 abbreviate it.
+    # transformers reserves "flash" anywhere in a name: fa2 to fa4 abbreviate it.
     attention_entries = {
         f"{NAME}:{name}": i.name
         for i in ATTENTION.implementations
