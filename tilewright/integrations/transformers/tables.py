@@ -47,9 +47,9 @@ def register(implementation: str = "auto", attn_implementation: str = "auto") ->
             and so on.
         attn_implementation: The same for attention. Its entries are "tilewright:triton",
             "tilewright:eager", "tilewright:native", "tilewright:sdpa", and
-            "tilewright:fa2" to "tilewright:fa4": transformers reserves "flash" anywhere in a name, so there is no
-            "tilewright:flash_attention_3". transformers rejects "sdpa" for models without an sdpa
-            attention; "tilewright:torch" is the same for all.
+            "tilewright:fa2" to "tilewright:fa4": transformers reserves "flash" anywhere in a name,
+            so there is no "tilewright:flash_attention_3". transformers rejects "sdpa" for models
+            without an sdpa attention; "tilewright:torch" is the same for all.
 
     Returns:
         The names added for experts, "tilewright" first.
