@@ -190,7 +190,9 @@ def test_every_parameter_is_in_one_group_and_decay_follows_the_names():
 
 def test_clipping_scales_to_the_norm_and_zero_only_measures():
     p = torch.nn.Parameter(torch.zeros(2))
-    held = Engine(torch.nn.ParameterList([p]), torch.optim.SGD([p], lr=1.0), Mesh())
+    model = torch.nn.ParameterList([p])
+    model.pipeline = None
+    held = Engine(model, torch.optim.SGD([p], lr=1.0), Mesh())
 
     def norm(*arguments):
         p.grad = torch.tensor([6.0, 8.0])
@@ -1558,7 +1560,7 @@ PARTS = {
     "AddRMSNorm.forward": 24,
     "Attention.project": 12,
     "Attention.output": 12,
-    "SwiGLU.forward": 12,
+    "MLP.forward": 12,
 }
 MIXED = {**MOE, "mlp_only_layers": [0, 5]}
 COMPILED = {
@@ -1580,7 +1582,7 @@ COMPILED = {
             "train__moe_checkpoint_method": "moe_act",
             "train__data_parallel_mode": "fsdp2",
         },
-        {**PARTS, "SwiGLU.forward": 2},
+        {**PARTS, "MLP.forward": 2},
     ),
 }
 
@@ -1636,7 +1638,7 @@ def test_every_layer_is_compiled_and_stays_so(case, tmp_path, backend, capsys):
     "shape, arguments, parts",
     [
         (QWEN3, [RECOMPUTE, '--train.recompute_modules=["self_attn"]'], PARTS),
-        (MOE, EXPERTS, {k: n for k, n in PARTS.items() if k != "SwiGLU.forward"}),
+        (MOE, EXPERTS, {k: n for k, n in PARTS.items() if k != "MLP.forward"}),
         (
             QWEN3,
             ["--train.data_parallel_mode=fsdp2", '--model.basic_modules=["o_proj"]'],
