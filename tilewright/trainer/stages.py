@@ -18,7 +18,7 @@ from tilewright.trainer.model import Outcome, Transformer
 from tilewright.trainer.positions import Sequence
 
 # Of a batch, what positions are made of, and no loss reads.
-_OF_SEQUENCE = ("position_ids", "cu_seqlens", "ends", "num_tokens")
+_OF_SEQUENCE = ("position_ids", "cu_seqlens", "ends")
 
 
 def ranks_of_stages(train: Train) -> list[int]:
