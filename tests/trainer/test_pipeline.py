@@ -38,10 +38,10 @@ DENSE = {**QWEN3, "num_hidden_layers": 4}  # tied embeddings
 SPARSE = {**MOE, "num_hidden_layers": 4}
 
 
-def pipelined(stages, schedule="1F1B", **more):
-    """Arguments with which four processes train on the eight bins of a step."""
+def pipelined(stages, schedule="1F1B", processes=4, **more):
+    """Arguments with which so many processes train on the eight bins of a step."""
     sizes = (more.get(f"{axis}_parallel_size", 1) for axis in ("ringattn", "tensor"))
-    data = 4 // stages // math.prod(sizes)
+    data = processes // stages // math.prod(sizes)
     settings = {
         "data_parallel_mode": "fsdp2",
         "pipeline_parallel_size": stages,
@@ -96,24 +96,29 @@ MODES = {
 }
 
 
+def in_one_process(folder, shape, arguments):
+    """Writes what `run_modes` reads, and trains."""
+    path = write_config(
+        folder,
+        shape,
+        train__optimizer="sgd",
+        train__lr=0.5,
+        train__max_grad_norm=0.2,
+        train__max_steps=3,
+        data__pad_to_multiple_of=1,
+        data__sample_packing_sequence_len=16,
+    )
+    torch.save(make_bins(), folder / "bins.pt")
+    config = load(path, ["--train.micro_batch_size=8", *arguments])
+    return distributed_worker.several_steps(config, Mesh(), make_bins())
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Three steps in four processes in each of those modes, and in one process."""
     folder, alone = tmp_path_factory.mktemp("pipelines"), {}
     for kind, (shape, arguments) in ALONE.items():
-        path = write_config(
-            folder / kind,
-            shape,
-            train__optimizer="sgd",
-            train__lr=0.5,
-            train__max_grad_norm=0.2,
-            train__max_steps=3,
-            data__pad_to_multiple_of=1,
-            data__sample_packing_sequence_len=16,
-        )
-        torch.save(make_bins(), folder / kind / "bins.pt")
-        config = load(path, ["--train.micro_batch_size=8", *arguments])
-        alone[kind] = distributed_worker.several_steps(config, Mesh(), make_bins())
+        alone[kind] = in_one_process(folder / kind, shape, arguments)
     modes = {mode: [*MODES[mode], *ALONE[mode.partition("/")[0]][1]] for mode in MODES}
     # A whole run, and one that goes on from its second step with other stages.
     path = write_config(
@@ -161,6 +166,21 @@ def test_a_pipeline_trains_as_one_process(mode, trained):
             loads = 0.3 if name == "train_ring" else 1e-5
             assert a["expert_load"] == pytest.approx(b["expert_load"], rel=loads)
             assert a == pytest.approx(b, rel=0.3)
+
+
+def test_four_dimensions_on_eight_ranks_train_as_one_process(tmp_path):
+    """Stages, shards, matrices and experts."""
+    apart = ["--model.merge_qkv=false"]
+    want = in_one_process(tmp_path / "eight", {**SPARSE, "vocab_size": 98}, apart)[1]
+    layout = pipelined(2, processes=8, tensor_parallel_size=2, expert_parallel_size=2)
+    run_modes(8, tmp_path, {"eight/train": [*layout, *apart]})
+    found = torch.load(tmp_path / "eight/train.pt")
+    np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-5)
+    np.testing.assert_allclose(found["norm"], want["norm"], rtol=1e-5)
+    for key in ("grads", "weights"):
+        assert found[key].keys() == want[key].keys()
+        for name, t in want[key].items():
+            assert (found[key][name] - t).abs().max() <= 1e-5 * t.abs().max(), name
 
 
 def test_whole_runs_log_and_export_as_one_process_does(trained):
