@@ -602,9 +602,11 @@ def runs():
                     "sentinels",
                     "two_scales",
                 )
-                half = case.name.endswith("aligned") and not op.name.startswith(
-                    "moe_"
-                )  # composed of grouped_gemm's tiles
+                half = (
+                    case.name.endswith("aligned")
+                    and not op.name.startswith("moe_")  # composed of grouped_gemm's tiles
+                    and F16 in op.implementation("triton").dtypes
+                )
                 for arch, dtype in (
                     (80, BF16),
                     *(((90, BF16),) if more else ()),
