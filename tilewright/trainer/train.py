@@ -308,6 +308,7 @@ def main(argv: list[str] | None = None) -> int:
             if rank == 0:
                 print("\n".join(memory_plan.report(config, world or size, device)))
             return 0
+        earlier(config)  # the data are looked at before a model is downloaded for its plan
         memory_plan.check(config, size, rank, device)
         mesh = join(config.train)
         train(config, mesh)

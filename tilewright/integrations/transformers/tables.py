@@ -104,6 +104,8 @@ def require_transformers() -> None:
 def register_once() -> None:
     """`register`, unless that happened before, perhaps with other arguments."""
     from transformers import AttentionInterface
+    from transformers.integrations.moe import ExpertsInterface
 
-    if NAME not in AttentionInterface().valid_keys():
+    tables = AttentionInterface(), ExpertsInterface()
+    if any(NAME not in table.valid_keys() for table in tables):
         register()
