@@ -172,3 +172,15 @@ def known_stage() -> type:
             pass
 
     return KnownStage
+
+
+def dtensor_of(local, mesh, placements, shape, stride) -> torch.Tensor:
+    """`DTensor.from_local` of a tensor that stays on its device: a checkpoint in pinned memory has
+    the mesh of a GPU.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(shape, stride, local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)

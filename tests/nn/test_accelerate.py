@@ -12,7 +12,14 @@ from helpers import DEVICE
 
 from tilewright import ops
 from tilewright.integrations import transformers as integration
-from tilewright.integrations.transformers import PARTS, accelerate, accelerated, restore
+from tilewright.integrations.transformers import (
+    PARTS,
+    accelerate,
+    accelerated,
+    instance,
+    layers,
+    restore,
+)
 
 COMMON = {
     "vocab_size": 48,
@@ -671,3 +678,37 @@ def test_ops_follow_use():
         report = accelerate(model, parts=("norm",), quiet=True)
     assert report.changed[0].by == "rmsnorm[eager]"
     assert ops.rmsnorm is integration.layers.ops.rmsnorm
+
+
+class GatedRMSNorm(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x, gate=None):
+        return ops.rmsnorm(x if gate is None else x * gate, self.weight, self.eps)
+
+
+class MLPWithDropout(torch.nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.gate_proj, self.up_proj = torch.nn.Linear(4, 6), torch.nn.Linear(4, 6)
+        self.down_proj, self.dropout = torch.nn.Linear(6, 4), torch.nn.Identity()
+        if how == "module":
+            self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, x):
+        y = self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return torch.dropout(y, 0.5, self.training) if self.how == "call" else self.dropout(y)
+
+
+@pytest.mark.parametrize("how", ["module", "call"])
+def test_what_a_norm_or_mlp_computes_besides_is_not_lost(how):
+    gated, mlp = GatedRMSNorm(), MLPWithDropout(how).eval()
+    drawn = torch.get_rng_state()
+    with instance.on_plain_numbers():
+        assert layers.norm_options(gated) == "takes more than the rows to normalize"
+        assert isinstance(layers.mlp_options(mlp), str)
+        assert isinstance(layers.mlp_options(MLPWithDropout("no").eval()), tuple)
+    assert torch.equal(torch.get_rng_state(), drawn)

@@ -155,3 +155,16 @@ def test_bad_input(changes, error, sentence):
     given = {n: [torch.ones(2, 3)] for n in names} | GOOD | changes
     with pytest.raises(error, match=sentence):
         adamw_(**given)
+
+
+def test_gradients_of_other_dtypes_and_betas_that_are_not_two():
+    for dtype in (torch.float16, torch.float64):
+        both = []
+        for name in ("eager", "auto"):
+            p, m, v = torch.ones(5), torch.zeros(5), torch.zeros(5)
+            g = torch.linspace(-1, 1, 5, dtype=dtype)
+            adamw_([p], [g], [m], [v], step=1, lr=0.1, implementation=name)
+            both.append(p)
+        torch.testing.assert_close(*both)
+    with pytest.raises(ValueError, match=r"betas must be two numbers, got \(0.9,\)"):
+        adamw_([p], [p], [m], [v], step=1, lr=0.1, betas=(0.9,))

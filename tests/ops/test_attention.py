@@ -972,3 +972,12 @@ def packed(*values, dtype=torch.int32):
 def test_bad_input_is_one_clear_error(name, bad, error, message):
     with pytest.raises(error, match=message):
         bad(name)
+
+
+@pytest.mark.parametrize("major", [7, 8, 9, 10, 11, 12])
+def test_what_flash_attention_lacks_is_known_on_every_device(major, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (major, 0))
+    for flash in _attention_vendors.FLASH.values():
+        assert flash.refuses(Request(head_dim=64)) is None
+        assert flash.refuses(Request(head_dim=512)) is not None

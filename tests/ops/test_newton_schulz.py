@@ -202,3 +202,13 @@ def test_bad_input(arguments, error, sentence):
         newton_schulz(x, *more[:1], **options)
     with torch.no_grad():  # where no graph is recorded, nothing is lost
         assert newton_schulz(torch.ones(2, 2, requires_grad=True)).shape == (2, 2)
+
+
+def test_more_matrices_than_a_grid_has_rows(monkeypatch):
+    skip_unless_usable(NEWTON_SCHULZ, "triton", F32)
+    from tilewright.kernels import newton_schulz_triton
+
+    x = torch.randn(5, 12, 20, device=DEVICE)
+    whole = newton_schulz(x, steps=2, implementation="triton")
+    monkeypatch.setattr(newton_schulz_triton, "MOST", 2)
+    assert torch.equal(newton_schulz(x, steps=2, implementation="triton"), whole)

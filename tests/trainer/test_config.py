@@ -4,6 +4,7 @@ written and reloaded.
 
 import json
 import pathlib
+import pickle
 import re
 
 import pytest
@@ -626,6 +627,7 @@ LORA, QLORA, WEIGHTS = "--lora.enable_lora=true", "--lora.enable_qlora=true", "-
 PP, STEPS = "--train.pipeline_parallel_size=2", "--train.gradient_accumulation_steps"
 SCHEDULE, STAGES = "--train.pipeline_parallel_schedule", "--train.virtual_pipeline_size"
 TP = "--train.tensor_parallel_size=2 --model.merge_qkv=false"
+REENTRANT = "--train.enable_gradient_checkpointing=true --train.enable_reentrant=true"
 # A violation of the rule, the error, and a similar value that is accepted.
 RULES = [
     *(
@@ -660,6 +662,11 @@ RULES = [
             f"{PP} {STEPS}=2 {SCHEDULE}={name} {STAGES}=3",
         )
         for name in ("Interleaved1F1B", "InterleavedZeroBubble")
+    ),
+    (
+        f"{PP} {STEPS}=2 {SCHEDULE}=ZBVZeroBubble {STAGES}=2 {REENTRANT}",
+        "reentrant recomputation cannot compute",
+        f"{PP} {STEPS}=2 {SCHEDULE}=Interleaved1F1B {STAGES}=2 {REENTRANT}",
     ),
     (
         f"{PP} {STEPS}=2 {SCHEDULE}=ZBVZeroBubble {STAGES}=3",
@@ -1209,3 +1216,8 @@ def test_reshard_follows_full_shard_unless_it_is_given():
         Train(output_dir="o").reshard and not Train(output_dir="o", enable_full_shard=False).reshard
     )
     assert not Train(output_dir="o", reshard_after_forward=False).reshard
+
+
+def test_an_error_comes_whole_from_another_process():
+    error = pickle.loads(pickle.dumps(ConfigError(["one", "two"])))
+    assert str(error) == "one\ntwo" and error.problems == ["one", "two"]

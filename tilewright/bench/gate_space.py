@@ -13,11 +13,15 @@ from tilewright.registry import Op
 
 
 class Candidate(NamedTuple):
-    """A configuration of a search, by the launch and the key that it is for."""
+    """A configuration of a search, by the launch and the key that it is for.
+
+    usual: whether it is the heuristic's, which never leaves the space: the gate must pass it.
+    """
 
     launch: str
     key: dict[str, Any]
     config: dict[str, Any]
+    usual: bool
 
 
 def candidates(ops: Iterable[Op]) -> dict[str, Candidate]:
@@ -26,21 +30,21 @@ def candidates(ops: Iterable[Op]) -> dict[str, Candidate]:
     for op in ops:
         for tunable in (t for impl in op.implementations for t in impl.tunables()):
             for key in map(tunable.named, tunable.keys):
-                for config in tunable.candidates(**key):
+                for i, config in enumerate(tunable.candidates(**key)):
                     for spec in labeled(tunable, key, config, ""):
-                        name = f"{op.name}/{spec.label}"
-                        by_spec.setdefault(name, Candidate(tunable.name, key, config))
+                        candidate = Candidate(tunable.name, key, config, usual=i == 0)
+                        by_spec.setdefault(f"{op.name}/{spec.label}", candidate)
     return by_spec
 
 
 def known(ops: Iterable[Op], tasks: Sequence[tuple[str, int]]) -> set[tuple[str, int]]:
     """The tasks of candidates that are rejected already."""
     by_spec = candidates(ops)
-    return {
-        (name, arch)
-        for name, arch in tasks
-        if tuning.identity(by_spec[name].launch, arch, *by_spec[name][1:]) in tuning.rejected()
-    }
+
+    def is_rejected(c: Candidate, arch: int) -> bool:
+        return tuning.identity(c.launch, arch, c.key, c.config) in tuning.rejected()
+
+    return {(name, arch) for name, arch in tasks if is_rejected(by_spec[name], arch)}
 
 
 def write(ops: Iterable[Op], version: str, results: Sequence[Result], specs: dict[str, Any]) -> int:
@@ -56,8 +60,8 @@ def write(ops: Iterable[Op], version: str, results: Sequence[Result], specs: dic
         if (row["launch"], row["arch"]) not in scope or row["triton"] != version
     ]
     for r in results:
-        if problems(r, specs[r.name]) or unmet(r, specs[r.name]):
-            launch, key, config = by_spec[r.name]
+        launch, key, config, usual = by_spec[r.name]
+        if not usual and (problems(r, specs[r.name]) or unmet(r, specs[r.name])):
             row = {"launch": launch, "arch": r.arch, "triton": version, "key": key}
             rows.append(row | {"config": config})
     lines = sorted({json.dumps(row) for row in rows})

@@ -115,15 +115,17 @@ def _adamw(
 
 
 @functools.lru_cache(maxsize=64)
-def _tiles(device: torch.device, sizes: tuple[int, ...]) -> torch.Tensor:
-    """[2, tiles] int32, in the order of the tensors."""
+def _tiles(device: torch.device, stream: int, sizes: tuple[int, ...]) -> torch.Tensor:
+    """[2, tiles] int32, in the order of the tensors. A stream has its own: it is not waited for."""
     found = [(i, tile) for i, n in enumerate(sizes) for tile in range(cdiv(n, TILE))]
     return _sent(torch.tensor(found, dtype=torch.int32).T.contiguous(), device)
 
 
 @functools.lru_cache(maxsize=64)
-def _table(device: torch.device, numbers: tuple[int, ...]) -> torch.Tensor:
-    """Cached: addresses stay the same in most steps, and in a CUDA graph, which may not copy."""
+def _table(device: torch.device, stream: int, numbers: tuple[int, ...]) -> torch.Tensor:
+    """Cached: addresses stay the same in most steps. A CUDA graph, which may not copy, needs the
+    same contiguous tensors as the call before its capture, and less than 64 other calls after it.
+    """
     return _sent(torch.tensor(numbers, dtype=torch.int64), device)
 
 
@@ -135,7 +137,11 @@ def _sent(t: torch.Tensor, device: torch.device) -> torch.Tensor:
 def table(device: torch.device, sizes: tuple[int, ...], lists: tuple[list, ...]) -> torch.Tensor:
     """The argument of the kernel."""
     addresses = (t.data_ptr() for tensors in lists for t in tensors)
-    return _table(device, tuple(itertools.chain(sizes, addresses)))
+    return _table(device, _stream(device), tuple(itertools.chain(sizes, addresses)))
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def adamw_(
@@ -155,7 +161,7 @@ def adamw_(
     if not any(sizes):
         return
     lists = params, grads, exp_avgs, exp_avg_sqs, *([compensations] if compensations else [])
-    tiles = _tiles(device, sizes)
+    tiles = _tiles(device, _stream(device), sizes)
     addresses = table(device, sizes, lists)
     examples = [tensors[0] for tensors in lists]
     if not compensations:

@@ -17,7 +17,7 @@ import torch
 Symmetric = Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor | None, float], torch.Tensor]
 General = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 # Where rows are this many times longer than columns, two steps are taken on the Gram matrix: with
-# half of each symmetric product, 3 M^2 N + 5 M^3 multiply-adds, not 6 M^2 N + 2 M^3. More than two
+# half of each symmetric product, 3 M^2 N + 5 M^3 FLOPs, not 6 M^2 N + 2 M^3. More than two
 # would save more, but in bfloat16 negative eigenvalues appear by rounding and grow: singular values
 # reach 1.37 after three, and diverge after five.
 WIDE = 2

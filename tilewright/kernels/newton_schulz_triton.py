@@ -65,26 +65,31 @@ def _symmetric(
         tl.store(out_ptr + across, tl.trans(result), mask=tl.trans(both))
 
 
+MOST = 65_535  # programs along the second axis of a grid, of which there is one per matrix
+
+
 def _product(left, right, alpha, addend, beta):
     B, M, K = left.shape
     out = torch.empty((B, M, M), dtype=left.dtype, device=left.device)
     config = SYMMETRIC.config(left.device, M, left.element_size())
     tiles = cdiv(M, config["BLOCK"])
-    launch(
-        _symmetric,
-        (tiles * (tiles + 1) // 2, B),
-        left,
-        right,
-        addend,
-        out,
-        M,
-        K,
-        alpha,
-        beta,
-        ADD=addend is not None,
-        PRECISION=dot_precision(left),
-        **config,
-    )
+    for first in range(0, B, MOST):
+        part = slice(first, first + MOST)
+        launch(
+            _symmetric,
+            (tiles * (tiles + 1) // 2, min(B - first, MOST)),
+            left[part],
+            right[part],
+            None if addend is None else addend[part],
+            out[part],
+            M,
+            K,
+            alpha,
+            beta,
+            ADD=addend is not None,
+            PRECISION=dot_precision(left),
+            **config,
+        )
     return out
 
 

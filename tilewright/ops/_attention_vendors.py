@@ -178,12 +178,10 @@ class Flash(NamedTuple):
         return None
 
     def refuses(self, request: Request) -> str | None:
-        tens = (
-            torch.cuda.get_device_capability()[0]
-            if torch.cuda.is_available()
-            else self.capabilities[0]
-        )
-        return self.lacks(request) or head_widths(request, 8, self.head_dims[tens])
+        tens = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+        # On a device that it does not support `missing` says so.
+        widest = self.head_dims.get(tens, self.head_dims[self.capabilities[0]])
+        return self.lacks(request) or head_widths(request, 8, widest)
 
     def load(self):
         module = importlib.import_module(self.module)

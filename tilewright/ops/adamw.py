@@ -120,6 +120,8 @@ def _checked(params, grads, exp_avgs, exp_avg_sqs, compensations):
             f"{m[0].dtype} and {v[0].dtype}"
         )
     g = [t.contiguous() for t in lists["grads"]]
+    if g and g[0].dtype not in (params[0].dtype, torch.float32, torch.bfloat16):
+        g = [t.to(torch.promote_types(params[0].dtype, torch.float32)) for t in g]
     return params, g, m, v, lists.get("compensations", [])
 
 
@@ -129,6 +131,8 @@ def _check_numbers(step, lr, betas, eps, weight_decay):
     if step < 1:
         raise ValueError(f"step must be >= 1, got {step}")
     _checks.number("lr", lr, 0.0, _checks.LARGEST, "a finite number >= 0")
+    if len(betas) != 2:
+        raise ValueError(f"betas must be two numbers, got {betas!r}")
     for i, beta in enumerate(betas):
         _checks.number(f"betas[{i}]", beta, 0.0, 1 - 2.0**-24, "at least 0 and below 1")
     _checks.number("eps", eps, _checks.SMALLEST, _checks.LARGEST, "a number > 0")

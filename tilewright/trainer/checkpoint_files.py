@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor, Shard
 
-from tilewright._torch import parts_of_shard
+from tilewright._torch import dtensor_of, parts_of_shard
 from tilewright.files import read_json
 from tilewright.nn.sharded import is_sharded
 
@@ -137,14 +137,7 @@ class Parts:
         placements = list(tensor.placements)
         placements[axis] = Shard(0)
         self.parts = [
-            DTensor.from_local(
-                part,
-                tensor.device_mesh,
-                placements,
-                run_check=False,
-                shape=shape,
-                stride=tensor.stride(),
-            )
+            dtensor_of(part, tensor.device_mesh, placements, shape, tensor.stride())
             for part in tensor.to_local().chunk(self.number)
         ]
 

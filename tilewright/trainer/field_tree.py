@@ -19,6 +19,9 @@ class ConfigError(ValueError):
         super().__init__("\n".join(lines))
         self.problems = lines
 
+    def __reduce__(self):  # it may come from another process
+        return type(self), (self.problems,)
+
 
 def submodel(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     """(the model behind an annotation, whether it is a list of them)."""

@@ -125,8 +125,8 @@ def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "b
             else torch.empty(p.shape, dtype=p.dtype, device=p.device)
         )
         if isinstance(p, DTensor):
-            source = None if mode == "all_ranks" else 0
-            p.copy_(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=source))
+            first = None if mode == "all_ranks" else 0
+            p.copy_(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=first))
         else:
             if many and mode == "broadcast":
                 dist.broadcast(full, src=source, group=group)

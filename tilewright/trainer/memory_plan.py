@@ -79,8 +79,8 @@ def plan(
     if config.train.pipeline_parallel_size > 1:
         raise ConfigError(
             [
-                f"train.pipeline_parallel_size = {config.train.pipeline_parallel_size}: stages send "
-                "each other the shapes of their tensors, so a pipeline has no plan without its "
+                f"train.pipeline_parallel_size = {config.train.pipeline_parallel_size}: the stages "
+                "of a pipeline agree by messages that the host reads, so it has no plan without its "
                 "processes"
             ]
         )
@@ -218,15 +218,16 @@ def check(config: Config, size: int, rank: int, device: torch.device) -> None:
     """Raises ValueError if the plan of this rank does not fit into its device."""
     if config.train.ignore_memory_plan or config.train.pipeline_parallel_size > 1:
         return
+    layout_of(config.train, size)
     there, where = available(device)
     shape = hf.load_config(hf.local_folder(config.model.config_path))
     if most(config, shape) < there:
         return
     try:
         needed = plan_apart(config, shape, size, rank, device)
-    except (ImplementationUnavailable, OSError, ValueError):
-        raise  # as the run would
-    except Exception as error:  # a plan that cannot be made is no reason not to run
+    except (ConfigError, ImplementationUnavailable):
+        raise
+    except Exception as error:  # what is the run's own error it raises itself
         log.warning("no plan of memory could be made: %s: %s", type(error).__name__, error)
         return
     if needed.total > there:
@@ -299,7 +300,6 @@ def table(found: RankPlan, ranks: str, train: Train) -> Iterator[str]:
     yield f"{'  saved for backward by':40}{'recomputed':>14}{'kept':>14}"
     recomputed, kept = (found.saved, found.otherwise)[:: 1 if on else -1]
     for name in kept | recomputed:
-        title = "head" if name == "head" else name
-        yield f"    {title:36}{gib(recomputed.get(name, 0)):>14}{gib(kept.get(name, 0)):>14}"
+        yield f"    {name:36}{gib(recomputed.get(name, 0)):>14}{gib(kept.get(name, 0)):>14}"
     sums = (gib(sum(each.values())) for each in (recomputed, kept))
     yield f"    {'sum':36}{next(sums):>14}{next(sums):>14}"

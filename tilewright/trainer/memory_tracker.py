@@ -7,6 +7,7 @@ the host reads them.
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections import Counter
@@ -28,6 +29,7 @@ from tilewright.ops._library import LAUNCHERS
 
 # Code that allocates buffers of communication: FSDP2's gathered parameters and their gradients
 # before they are scattered, and rows and heads that ranks exchange.
+log = logging.getLogger("tilewright")
 COMMUNICATION = (
     "torch/distributed/fsdp/",
     "torch/distributed/_functional_collectives",
@@ -58,7 +60,6 @@ class Tracker(TorchDispatchMode):
         self.device, self.fake = device, FakeTensorMode(allow_non_fake_inputs=True)
         self.events: list[Event] = []
         self.phase = "other"
-        self.skipped: Counter[str] = Counter()  # launchers that need values, by their error
         self._held: dict[int, tuple[weakref.ref, int, str]] = {}  # by key: storage, bytes, owner
         self._keys: dict[int, int] = {}  # a storage's address to its key
         self._next = 0
@@ -130,7 +131,7 @@ class Tracker(TorchDispatchMode):
             with self:
                 launch(*args)
         except Exception as error:
-            self.skipped[type(error).__name__] += 1
+            log.debug("a launcher reads values: %s", error)
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         """Logs a storage that is new or has changed its size."""

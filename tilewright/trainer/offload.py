@@ -137,6 +137,9 @@ class Offload:
             self.copies.wait()
             if layer.before is not None and (before := layer.before()) is not None:
                 self._load(before)
+        elif saved.on_device is None:  # it left after the layer's backward had begun
+            self._load(layer)
+            self.copies.wait()
         return saved.on_device
 
     def _load(self, layer: Layer) -> None:

@@ -42,7 +42,9 @@ def parameter_groups(
     no_decay_modules match the module's path, no_decay_params the parameter's own name, both as
     substrings. Raises ValueError for one that matches nothing.
     """
-    names = [n.rpartition(".") for n, _ in model.named_parameters()]
+    # Of all stages of a pipeline: a name that is another's is no mistake here.
+    whole = getattr(model, "whole", model)
+    names = [n.rpartition(".") for n, _ in whole.named_parameters()]
     for field, part in (("no_decay_modules", 0), ("no_decay_params", 2)):
         for text in getattr(train, field):
             if not any(text in name[part] for name in names):

@@ -117,3 +117,8 @@ def pipeline_relations(config: Config) -> Iterator[tuple[bool, str, str]]:
         f"{schedule} train.enable_compile",
         "compiled code computes the gradients of inputs and weights at once, and cannot be split",
     )
+    yield (
+        zero and t.enable_reentrant,
+        f"{schedule} train.enable_reentrant",
+        "reentrant recomputation cannot compute the gradients of inputs and weights apart",
+    )

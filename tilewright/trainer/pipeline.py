@@ -153,7 +153,7 @@ class Pipeline:
             )
             for stage in self.stages
         ]
-        self._schedule = None  # frees its buffers first
+        self._schedule = self._made_for = None  # frees its buffers first
         self._schedule = make_schedule(self.train, links, micro_batches)
         self._made_for = (micro_batches, length)
         return self._schedule

@@ -131,10 +131,11 @@ class VocabularyEmbedding(nn.Embedding):
 
 def check(config: ModelConfig, size: int) -> None:
     """Raises ValueError for a model that so many ranks cannot shard evenly."""
+    dense = not all(config.is_moe(layer) for layer in range(config.num_hidden_layers))
     for what, n in (
         ("query heads", config.num_attention_heads),
         ("key-value heads", config.num_key_value_heads),
-        ("columns of the MLP", config.intermediate_size),
+        ("columns of the MLP", config.intermediate_size if dense else 0),
         ("tokens of the vocabulary", config.vocab_size),
     ):
         if n % size:

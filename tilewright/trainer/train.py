@@ -161,6 +161,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     """
     m, t = config.model, config.train
     folders = earlier(config)
+    check_data(config)
     shape = hf.load_config(hf.local_folder(m.config_path))
     # Checked now, not after the last step: a missing tokenizer or an unsupported dtype.
     export_as = exported(config)
@@ -218,9 +219,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
 
 
 def earlier(config: Config) -> list[pathlib.Path]:
-    """The checkpoints to resume from. Checks the data as far as possible before a model is
-    downloaded.
-    """
+    """The checkpoints to resume from."""
     t = config.train
     folders = checkpoint.candidates(t.output_dir, t.load_checkpoint_path)
     if t.load_checkpoint_path is None and (there := checkpoint.complete(t.output_dir)):
@@ -228,12 +227,18 @@ def earlier(config: Config) -> list[pathlib.Path]:
             f"train.output_dir = {t.output_dir}: holds {there[-1].name} of an earlier run; set "
             "train.load_checkpoint_path to auto to go on with it, or choose another folder"
         )
+    return folders
+
+
+def check_data(config: Config) -> None:
+    """Raises ValueError or OSError for data that are not there, as far as can be seen without
+    reading them.
+    """
     if not config.data.skip_prepare_dataset:
         check_sources(
             [*config.data.datasets, *config.data.test_datasets],
             cached=pathlib.Path(config.data.dataset_prepared_path).is_dir(),
         )
-    return folders
 
 
 def exported(config: Config) -> dict[str, Any]:
@@ -308,7 +313,7 @@ def main(argv: list[str] | None = None) -> int:
             if rank == 0:
                 print("\n".join(memory_plan.report(config, world or size, device)))
             return 0
-        earlier(config)  # the data are looked at before a model is downloaded for its plan
+        check_data(config)  # before a model is downloaded for its plan
         memory_plan.check(config, size, rank, device)
         mesh = join(config.train)
         train(config, mesh)

@@ -159,7 +159,9 @@ class Train(Section):
         "With lora.enable_qlora always meta.",
     )
     load_weights_mode: Literal["broadcast", "all_ranks"] = field(
-        "broadcast", "broadcast: rank 0 reads the weights and sends them; all_ranks: each reads."
+        "broadcast",
+        "broadcast: rank 0 (of a pipeline, the first of each stage) reads the weights and sends them; "
+        "all_ranks: each reads.",
     )
     enable_full_determinism: bool = field(False, "Deterministic algorithms only; slow.")
     allow_cuda_launch_blocking: bool = field(False, "Run although CUDA_LAUNCH_BLOCKING is set.")

@@ -81,16 +81,24 @@ def probe(module: nn.Module, *, parameters=None, modules=None) -> nn.Module:
     copied.__dict__.update(module.__dict__)
     copied.__dict__["_parameters"] = dict(module._parameters) | (parameters or {})
     copied.__dict__["_modules"] = dict(module._modules) | (modules or {})
+    copied.__dict__["training"] = True  # where dropout of its own shows
     return copied
 
 
 @contextlib.contextmanager
 def on_plain_numbers() -> Iterator[None]:
-    """float32 on the CPU, for probes: `from_pretrained` builds models on meta, in their dtype."""
+    """float32 on the CPU, for probes: `from_pretrained` builds models on meta, in their dtype.
+    Random numbers that a probe draws are drawn again.
+    """
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with (
+            torch.device("cpu"),
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.random.fork_rng(devices=()),
+        ):
             yield
     finally:
         torch.set_default_dtype(dtype)

@@ -7,6 +7,7 @@ agree with an op. A class that does not agree is left as it is, with the reason.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from types import FunctionType, ModuleType
@@ -37,6 +38,8 @@ def norm_options(module: nn.Module) -> tuple | str:
     """(eps, offset, cast, promotes) for `norm_forward`, or the reason why `ops.rmsnorm` does not
     compute the same.
     """
+    if len(inspect.signature(type(module).forward).parameters) != 2:
+        return "takes more than the rows to normalize"
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or len(list(module.parameters())) != 1:
         return "has no weight [D] of its own, or further parameters"
@@ -97,6 +100,8 @@ def mlp_options(module: nn.Module) -> tuple | str:
     """(kind of activation, whether gate and up are merged) for `mlp_forward`, or the reason why
     `ops.silu_mul` and `ops.gelu_mul` do not compute the same.
     """
+    if any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules()):
+        return "has dropout"
     merged, g = "up_proj" not in module._modules, generator()
     widths = {"gate_up_proj": (4, 12)} if merged else {"gate_proj": (4, 6), "up_proj": (4, 6)}
     linears = {}
