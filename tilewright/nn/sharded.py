@@ -21,6 +21,11 @@ def whole(t: torch.Tensor) -> torch.Tensor:
     return t.full_tensor() if is_sharded(t) else t
 
 
+def shard(t: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, or the tensor itself, sharing its memory; without a gradient."""
+    return (t.to_local() if is_sharded(t) else t).detach()
+
+
 def local(t: torch.Tensor) -> torch.Tensor:
     """This rank's shard, sharing its memory, for computation with this rank's part of the data.
 

@@ -28,8 +28,8 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
 
+from tilewright.nn.sharded import shard
 from tilewright.trainer.checkpoint_files import (
     Damaged,
     Planner,
@@ -78,9 +78,7 @@ def _not_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | Non
         for t in (p, *optimizer.state.get(p, {}).values()):
             if torch.is_tensor(t) and t.is_floating_point():
                 names.append(name)
-                finite.append(
-                    (t.to_local() if isinstance(t, DTensor) else t).isfinite().all().to(p.device)
-                )
+                finite.append(shard(t).isfinite().all().to(p.device))
     good = torch.stack(finite).tolist()  # the only synchronization
     return None if all(good) else names[good.index(False)]
 

@@ -25,11 +25,12 @@ from tilewright._torch import (
     active_fake_mode,
     pytree,
 )
+from tilewright.nn.sharded import shard
 from tilewright.ops._library import LAUNCHERS
 
+log = logging.getLogger("tilewright")
 # Code that allocates buffers of communication: FSDP2's gathered parameters and their gradients
 # before they are scattered, and rows and heads that ranks exchange.
-log = logging.getLogger("tilewright")
 COMMUNICATION = (
     "torch/distributed/fsdp/",
     "torch/distributed/_functional_collectives",
@@ -165,8 +166,7 @@ class Tracker(TorchDispatchMode):
 
     def own(self, owner: str, tensors: list[torch.Tensor]) -> dict[int, str]:
         """The keys of these tensors' storages, as a part of `peak`'s argument."""
-        local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-        keys = (self._keys.get(t.untyped_storage()._cdata) for t in local)
+        keys = (self._keys.get(shard(t).untyped_storage()._cdata) for t in tensors)
         return {key: owner for key in keys if key is not None}
 
     def live(self) -> Counter[str]:

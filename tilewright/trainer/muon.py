@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from tilewright import ops as tw
+from tilewright.nn.sharded import shard
 from tilewright.trainer.matrices import Parts, alike, compute_whole
 
 
@@ -86,7 +86,7 @@ class Muon(torch.optim.Optimizer):
             state["step"] += 1
             tensors = [p, p.grad, *(v for name, v in state.items() if name != "step")]
             key = int(state["step"]), group["lr"], group["weight_decay"], p.dtype, p.grad.dtype
-            together.setdefault(key, []).append([_local(t) for t in tensors])
+            together.setdefault(key, []).append([shard(t) for t in tensors])
         for (step, lr, weight_decay, *_), rows in together.items():
             tw.adamw_(
                 *map(list, zip(*rows, strict=True)),
@@ -105,7 +105,7 @@ class Muon(torch.optim.Optimizer):
         parts = [self.matrices[same[0]] for same in kinds]
         compute_whole(kinds, updates, lambda stacks: self._orthogonalized(stacks, parts))
         for p, group in trained:
-            own = _local(p)
+            own = shard(p)
             own.mul_(1 - group["lr"] * group["weight_decay"])
             own.sub_(updates[p].to(own.dtype), alpha=group["lr"])
 
@@ -114,7 +114,7 @@ class Muon(torch.optim.Optimizer):
         s, state = self.settings, self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p, dtype=s.states)
-        kept, g = _local(state["momentum_buffer"]), _local(p.grad).float()
+        kept, g = shard(state["momentum_buffer"]), shard(p.grad).float()
         m = kept.float().lerp(g, 1 - s.momentum)
         kept.copy_(m)
         return (g.lerp(m, s.momentum) if s.nesterov else m).to(s.products).contiguous()
@@ -145,7 +145,3 @@ def adjustment(adjust: str, rows: int, columns: int) -> float:
     if adjust == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns))
-
-
-def _local(t: torch.Tensor) -> torch.Tensor:
-    return t.to_local() if isinstance(t, DTensor) else t.detach()

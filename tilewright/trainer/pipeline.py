@@ -27,11 +27,10 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.tensor import DTensor
 
 from tilewright import adapt
 from tilewright._torch import known_stage
-from tilewright.nn.sharded import whole
+from tilewright.nn.sharded import shard, whole
 from tilewright.trainer.config import Train
 from tilewright.trainer.loss import Loss
 from tilewright.trainer.mesh import Mesh
@@ -182,8 +181,7 @@ class Pipeline:
     def sum_tied(self) -> None:
         """Adds the gradients of the two copies of a tied weight; both then have the same bits."""
         if self.holds_tied and (gradient := self.tied.grad) is not None:
-            own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            dist.all_reduce(own, group=self.ends)
+            dist.all_reduce(shard(gradient), group=self.ends)
 
     @property
     def tied(self) -> nn.Parameter:

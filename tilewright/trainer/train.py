@@ -161,7 +161,6 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     """
     m, t = config.model, config.train
     folders = earlier(config)
-    check_data(config)
     shape = hf.load_config(hf.local_folder(m.config_path))
     # Checked now, not after the last step: a missing tokenizer or an unsupported dtype.
     export_as = exported(config)
