@@ -192,3 +192,12 @@ def launches(monkeypatch, run):
             found.append(event.name)
             end = event.time_range.end  # nested operators are part of it
     return found
+
+
+def keep_tables(monkeypatch):
+    """transformers' tables of attentions, masks and experts are restored after the test."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ExpertsInterface
+
+    for table in (AttentionInterface, AttentionMaskInterface, ExpertsInterface):
+        monkeypatch.setattr(table, "_global_mapping", dict(table._global_mapping))

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from helpers import DEVICE
+from helpers import DEVICE, keep_tables
 
 from tilewright import ops
 from tilewright.integrations import transformers as integration
@@ -78,11 +78,7 @@ NO_MLP = ("mixtral", "olmoe", "gpt_oss")  # but for their experts
 def _tables(monkeypatch):
     """transformers; its tables are restored after the test."""
     pytest.importorskip("transformers", minversion="5.7", reason="needs transformers 5.7 or later")
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.moe import ExpertsInterface
-
-    for table in (AttentionInterface, AttentionMaskInterface, ExpertsInterface):
-        monkeypatch.setattr(table, "_global_mapping", dict(table._global_mapping))
+    keep_tables(monkeypatch)
 
 
 def config_of(kind, **changes):

@@ -13,7 +13,14 @@ import sys
 
 import pytest
 import torch
-from helpers import DEVICE, join_group, skip_if_refused, skip_unless_usable, two_processes
+from helpers import (
+    DEVICE,
+    join_group,
+    keep_tables,
+    skip_if_refused,
+    skip_unless_usable,
+    two_processes,
+)
 
 from tilewright import ImplementationUnavailable, ops
 from tilewright.integrations import transformers as integration
@@ -66,9 +73,7 @@ def hf(monkeypatch):
     transformers = pytest.importorskip(
         "transformers", minversion="5.7", reason="needs transformers 5.7 or later"
     )
-    from transformers.integrations.moe import ExpertsInterface
-
-    monkeypatch.setattr(ExpertsInterface, "_global_mapping", dict(ExpertsInterface._global_mapping))
+    keep_tables(monkeypatch)
     integration.register()
     return transformers
 
@@ -625,9 +630,7 @@ ATTENTIONS = [i.name for i in ATTENTION.implementations]
 
 @pytest.fixture
 def attentions(hf, monkeypatch):
-    """Records the cu_seqlens that attention is called with; transformers' tables are restored after
-    the test.
-    """
+    """Records the cu_seqlens that attention is called with."""
     seen, compute = [], integration.attention.attention
 
     def counted(*arguments, **options):
@@ -635,14 +638,6 @@ def attentions(hf, monkeypatch):
         return compute(*arguments, **options)
 
     monkeypatch.setattr(integration.attention, "attention", counted)
-    monkeypatch.setattr(
-        hf.AttentionInterface, "_global_mapping", dict(hf.AttentionInterface._global_mapping)
-    )
-    monkeypatch.setattr(
-        hf.AttentionMaskInterface,
-        "_global_mapping",
-        dict(hf.AttentionMaskInterface._global_mapping),
-    )
     integration.register()
     return seen
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import distributed_worker
+import numpy as np
 import torch
 import torch.distributed as dist
 from helpers import processes
@@ -80,3 +81,25 @@ def together_and_alone(folder, path, bins, modes, alone):
         )[1]
         for key, options in alone.items()
     }
+
+
+def same_training(found, want, rel=1e-5, weights=None):
+    """Losses, norms before clipping, clipped gradients and weights of two runs of `several_steps`.
+
+    rel: to the largest number of a tensor. weights: that of weights; for AdamW, which divides by
+    the gradient's size and so amplifies rounding errors of small gradients.
+    """
+    np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-5)
+    np.testing.assert_allclose(found["norm"], want["norm"], rtol=rel)
+    for kind, bound in (("grads", rel), ("weights", weights or rel)):
+        assert found[kind].keys() == want[kind].keys()
+        for name, t in want[kind].items():
+            away = (found[kind][name] - t).abs().max()
+            assert away <= bound * t.abs().max(), f"{kind} {name}: {away}"
+
+
+def nearly_same_training(found, want, norm=3e-2):
+    """Losses and norms of a run in bfloat16, which differ from those of float32, but little."""
+    assert found["loss"] != want["loss"]
+    np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-2)
+    np.testing.assert_allclose(found["norm"], want["norm"], rtol=norm)

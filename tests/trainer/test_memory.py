@@ -178,8 +178,8 @@ SPREAD = {
 
 @pytest.mark.parametrize("case", SPREAD)
 def test_the_plan_of_a_layout_is_what_the_allocator_counts(case, tmp_path):
-    """Within 10 %, of one rank. With gloo this would depend on the time at which its threads let a
-    finished message go.
+    """Within 1 %, of one rank; with experts, whose messages depend on the router, within 6 %. With
+    gloo this would depend on the time at which its threads let a finished message go.
     """
     size, shape, options = SPREAD[case]
     options = {f"train__{name}": value for name, value in options.items()}
@@ -187,7 +187,8 @@ def test_the_plan_of_a_layout_is_what_the_allocator_counts(case, tmp_path):
     config = full_config(tmp_path, shape, **fsdp2, **options)
     found = memory_plan.plan(config, shape_of(config), size, 0, CPU)
     with symmetric_ranks(config.train, size) as ranks:
-        assert found.total == pytest.approx(most_allocated(config, ranks), rel=0.1)
+        counted = most_allocated(config, ranks)
+    assert found.total == pytest.approx(counted, rel=0.06 if case == "experts" else 0.01)
 
 
 LARGE = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from typing import Any
 
 import torch
@@ -51,6 +52,9 @@ def parallelize(model: Transformer, train: Train, names: Model, mesh: Mesh) -> n
         copies = StreamCopies(mesh.device)
         offload_activations(model, train.activation_gpu_limit * 1e9, copies)
     if train.data_parallel_mode == "fsdp2":
+        # A block ends in a matrix product, whose result is a view where torch flattens its input.
+        # What follows adds it out of place.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         return _fsdp2(model, train, names, mesh)
     return model
 
