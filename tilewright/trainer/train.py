@@ -312,9 +312,8 @@ def main(argv: list[str] | None = None) -> int:
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     only_plan, world, argv = asked_plan(sys.argv[1:] if argv is None else argv)
-    config = from_command_line(
-        argv, options=OPTIONS
-    )  # exits with 2 and every error, or with 0 after --help
+    # Exits with 2 and every error, or with 0 after --help.
+    config = from_command_line(argv, options=OPTIONS)
     mesh, interrupted = Mesh(), False
     rank, size, local = platform.launched() or (0, 1, 0)
     device = device_of(local)
