@@ -75,7 +75,7 @@ def test_the_template_makes_an_op(tmp_path):
     }
     assert any(re.match(r"scale\s+triton\s+usable", line) for line in lines)
     assert "6 hold, 0 break the contract, 0 are unsupported" in lines
-    [tutorial] = re.findall(r"```console template\n(.*?)```", TUTORIAL, re.S)
+    [tutorial] = re.findall(r"<!-- template -->\n```console\n(.*?)```", TUTORIAL, re.S)
     said = [line for line in tutorial.splitlines() if not line.startswith("$ ")]
     assert len(said) == 3 and {*said} <= {*lines}
     units = [json.loads(u) for u in (tmp_path / "out/suite.jsonl").read_text().splitlines()]

@@ -18,7 +18,9 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
-BLOCK = re.compile(r"^```(\S+) ?([^\n]*)\n(.*?)^```$", re.M | re.S)
+# A comment before it, the language, what follows that, and the text.
+BLOCK = re.compile(r"^(?:<!-- (\w+) -->\n)?```(\S+) ?([^\n]*)\n(.*?)^```$", re.M | re.S)
+HEADING = re.compile(r"^#+ (.*)$", re.M)
 NEEDS = {
     "hugging_face": ("transformers", "accelerate"),
     "qlora": ("transformers", "pydantic"),
@@ -30,7 +32,7 @@ TOLERANCE = 0.05  # losses after 40 steps in float32, whose sums have another or
 
 
 def blocks(page, *kinds):
-    return [m.groups() for m in BLOCK.finditer(page.read_text()) if m[1] in kinds]
+    return [m.groups() for m in BLOCK.finditer(page.read_text()) if m[2] in kinds]
 
 
 def commands(text):
@@ -66,11 +68,21 @@ def missing(output, lines):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_its_code_is_that_of_an_example(page):
-    for language, title, code in blocks(page, "python", "toml", "yaml"):
+    for _, language, title, code in blocks(page, "python", "toml", "yaml"):
         [name] = re.findall(r'title="(.*)"', title) or [None]
         assert name, f"a {language} block of no example"
         source = (ROOT / name).read_text()
         assert code in source or textwrap.dedent(code) in source, (name, code)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_its_links_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\(([^)#]+)(?:#([^)]*))?\)", page.read_text()):
+        text = (page.parent / target).read_text()
+        headings = {
+            re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in HEADING.findall(text)
+        }
+        assert not anchor or anchor in headings, (target, anchor)
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +134,9 @@ def check(command, lines, folder):
 def test_its_commands_print_what_it_says(page, folder):
     for package in NEEDS.get(page.stem, ()):
         pytest.importorskip(package)
-    for _, title, text in blocks(page, "console"):
-        if title != "template":
-            for command, lines in commands(text):
-                check(command, lines, folder)
+    for marked, _, _, text in blocks(page, "console"):
+        for command, lines in commands(text) if marked is None else ():
+            check(command, lines, folder)
 
 
 def test_ops_in_ten_lines(folder):
@@ -158,8 +169,8 @@ def parsed(program, arguments):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_its_other_commands_are_accepted(page):
-    for _, title, text in blocks(page, "bash"):
-        for line in text.splitlines() if title != "template" else ():
+    for marked, _, _, text in blocks(page, "bash"):
+        for line in text.splitlines() if marked is None else ():
             program, *arguments = shlex.split(line, comments=True)
             if program == "make":
                 targets = (ROOT / "Makefile").read_text()
