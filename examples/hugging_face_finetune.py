@@ -66,6 +66,7 @@ def main() -> None:
             per_device_train_batch_size=4,
             learning_rate=5e-5 if args.model else 1e-2,
             bf16=args.bf16,
+            use_cpu=not torch.cuda.is_available(),
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
