@@ -17,7 +17,6 @@ count, and weights and the optimizer's state do not.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import pathlib
 import statistics
@@ -27,34 +26,15 @@ import time
 from typing import Any
 
 import torch
+from measurement import where
 
-from tilewright import platform
 from tilewright.integrations.transformers import accelerate, restore
 from tilewright.trainer.end_to_end import DTYPES, Shape, of_transformers, peak_mib, tokens_of
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 PARTS = ("norm", "rope", "mlp", "attention", "loss")
 # name -> the parts of accelerate; None: its default.
 VARIANTS = {"before": (), "after": None, **{part: (part,) for part in PARTS}, "all": PARTS}
 VOCABULARY = 151936
-
-
-def where(**settings) -> dict[str, Any]:
-    """The context of a measurement, without which its numbers mean nothing."""
-
-    def git(*arguments):
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    return {
-        "device": platform.device_name("cpu"),
-        "versions": platform.describe(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": git("rev-parse", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "--", "tilewright", "csrc")),
-        "command": " ".join(sys.argv),
-        **settings,
-    }
 
 
 class Run:
@@ -126,6 +106,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=list(DTYPES), nargs="+", default=list(DTYPES))
     args = parser.parse_args(argv)
+    args.out.parent.mkdir(parents=True, exist_ok=True)  # not after minutes of measuring
     layers = args.layers or {"step": 8, "parts": 2, "loss": 1}[args.what]
     shape = Shape(tokens=args.tokens, layers=layers)
     if args.what == "loss":

@@ -12,7 +12,6 @@ held-out loss does not fall.
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
 import pathlib
@@ -23,14 +22,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from measurement import ROOT, where
 from torch.nn import functional as F
 
-from tilewright import adapt, ops, platform
+from tilewright import adapt, ops
 from tilewright.lora import QuantFormat
 from tilewright.trainer import hf
 from tilewright.trainer.model import Ops, Transformer
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 WEIGHTS, OUT = ROOT / ".cache/smollm2", ROOT / "outputs/qlora_smollm2"
 WINDOW, EVERY = 256, 30
 ERRORS = {
@@ -40,23 +39,6 @@ ERRORS = {
     "block_fp8, 128": QuantFormat("block_fp8", 128),
 }
 TRAINED = {"nf4": 64, "nvfp4": 16, "block_fp8": 128}
-
-
-def where() -> dict[str, Any]:
-    """The context of a measurement, without which its numbers mean nothing."""
-
-    def git(*arguments):
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    return {
-        "device": platform.device_name("cpu"),
-        "versions": platform.describe(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": git("rev-parse", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "--", "tilewright", "csrc")),
-        "command": " ".join(sys.argv),
-    }
 
 
 def heldout() -> torch.Tensor:

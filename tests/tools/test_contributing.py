@@ -14,6 +14,7 @@ import tilewright
 
 ROOT = pathlib.Path(tilewright.__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+TUTORIAL = (ROOT / "docs/tutorials/your_own_op.md").read_text()
 SCRIPT = """
 import json, sys
 import torch
@@ -74,6 +75,9 @@ def test_the_template_makes_an_op(tmp_path):
     }
     assert any(re.match(r"scale\s+triton\s+usable", line) for line in lines)
     assert "6 hold, 0 break the contract, 0 are unsupported" in lines
+    [tutorial] = re.findall(r"<!-- template -->\n```console\n(.*?)```", TUTORIAL, re.S)
+    said = [line for line in tutorial.splitlines() if not line.startswith("$ ")]
+    assert len(said) == 3 and {*said} <= {*lines}
     units = [json.loads(u) for u in (tmp_path / "out/suite.jsonl").read_text().splitlines()]
     rows = [row for unit in units for row in unit.get("rows", ()) if row.get("provider")]
     assert [(r["op"], r["case"], r["provider"]) for r in rows] == [("scale", "cpu", "eager")]

@@ -425,7 +425,24 @@ def test_help_names_every_field(capsys):
             module.from_command_line(arguments)
         assert stopped.value.code == code
         text = capsys.readouterr().out
-        assert all(f"--{path} (" in text for path in LEAVES)
+        assert all(f"--{path} (" in text for path in LEAVES) and "--plan" not in text
+
+
+def test_help_of_the_trainer_names_its_own_arguments(capsys):
+    from tilewright.trainer import train
+
+    with pytest.raises(SystemExit) as stopped:
+        train.main(["--help"])
+    assert stopped.value.code == 0
+    usage, *lines = capsys.readouterr().out.splitlines()
+    assert usage == (
+        "usage: python -m tilewright.trainer.train config.yaml [--section.field value ...] "
+        "[--plan [--world N]]"
+    )
+    assert (
+        "--plan [--world N]" in lines
+        and "processes" in lines[lines.index("--plan [--world N]") + 1]
+    )
 
 
 def test_check_prints_what_loads_again(write, capsys):

@@ -262,6 +262,13 @@ def test_a_world_that_is_no_number_is_refused(given, tmp_path, capsys):
     assert f"--world must be a number of processes, got '{given}'" in capsys.readouterr().err
 
 
+def test_a_world_without_a_plan_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train.main([write_config(tmp_path), "--world", "2"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "--world N needs --plan; torchrun starts processes\n"
+
+
 # ---- waiting for the device
 
 

@@ -79,17 +79,21 @@ def resolved(config: Config) -> str:
 
 
 def from_command_line(
-    argv: list[str] | None = None, program: str = "python -m tilewright.trainer.train"
+    argv: list[str] | None = None,
+    program: str = "python -m tilewright.trainer.train",
+    options: dict[str, str] | None = None,
 ) -> Config:
     """Parses `config.yaml [--section.field value ...]`. Prints all errors and exits with 2, or
-    prints the help and exits.
+    prints the help and exits. options: further arguments of the program, for the help.
     """
     argv = sys.argv[1:] if argv is None else argv
     if not argv or {"-h", "--help"} & set(argv):
-        print(
-            f"usage: {program} config.yaml [--section.field value "
-            f"...]\n\n{reference.help_text(Config, NOTES)}"
-        )
+        options = options or {}
+        usage = ["config.yaml [--section.field value ...]", *(f"[{name}]" for name in options)]
+        print(f"usage: {program} {' '.join(usage)}\n")
+        for name, meaning in options.items():
+            print(f"{name}\n    {meaning}")
+        print(reference.help_text(Config, NOTES))
         sys.exit(0 if argv else 2)
     path = None if argv[0].startswith("--") else argv[0]
     try:

@@ -276,12 +276,21 @@ def summary(
         yield "compiled: " + ", ".join(f"{n} x {part}" for part, n in parts)
 
 
+OPTIONS = {
+    "--plan [--world N]": "Print the memory that each rank of N processes will need, and end. "
+    "Default: the processes of this launch."
+}
+
+
 def asked_plan(argv: list[str]) -> tuple[bool, int | None, list[str]]:
     """Whether `--plan` is given, the N of `--world N`, and the other arguments. Exits with 2 for an
-    N that is not a number of processes.
+    N that is not a number of processes, or without `--plan`.
     """
     rest, world = [a for a in argv if a != "--plan"], None
-    if "--world" in rest and len(rest) < len(argv):
+    if "--world" in rest:
+        if len(rest) == len(argv):
+            print("--world N needs --plan; torchrun starts processes", file=sys.stderr)
+            sys.exit(2)
         at = rest.index("--world")
         given = "".join(rest[at + 1 : at + 2])
         if not given.isdecimal() or int(given) < 1:
@@ -303,7 +312,8 @@ def main(argv: list[str] | None = None) -> int:
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     only_plan, world, argv = asked_plan(sys.argv[1:] if argv is None else argv)
-    config = from_command_line(argv)  # exits with 2 and every error, or with 0 after --help
+    # Exits with 2 and every error, or with 0 after --help.
+    config = from_command_line(argv, options=OPTIONS)
     mesh, interrupted = Mesh(), False
     rank, size, local = platform.launched() or (0, 1, 0)
     device = device_of(local)

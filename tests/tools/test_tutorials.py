@@ -1,0 +1,214 @@
+"""docs/tutorials: their code is that of the examples, and their commands print what they say.
+
+In a page, a block with a title is a passage of that file. `console` blocks are run, in order, on a
+copy of the examples. `bash` blocks, for real models and other machines, are parsed by the programs
+that they call. What is marked `template` needs the op of CONTRIBUTING.md: see test_contributing.py.
+"""
+
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
+# A comment before it, the language, what follows that, and the text.
+BLOCK = re.compile(r"^(?:<!-- (\w+) -->\n)?```(\S+) ?([^\n]*)\n(.*?)^```$", re.M | re.S)
+HEADING = re.compile(r"^#+ (.*)$", re.M)
+NEEDS = {
+    "hugging_face": ("transformers", "accelerate"),
+    "qlora": ("transformers", "pydantic"),
+    "torchrun": ("transformers", "pydantic", "datasets", "tqdm", "yaml"),
+}
+# Times, and errors such as 4e-07, differ by machine.
+FREE = re.compile(r"\d\.?\d*e-\d\d|\d+\.\d+ s\b")
+TOLERANCE = 0.05  # losses after 40 steps in float32, whose sums have another order elsewhere
+
+
+def blocks(page, *kinds):
+    return [m.groups() for m in BLOCK.finditer(page.read_text()) if m[2] in kinds]
+
+
+def commands(text):
+    """(command, lines of its output) of a console block."""
+    found = []
+    for line in text.splitlines():
+        if line.startswith("$ "):
+            found.append((line[2:], []))
+        else:
+            found[-1][1].append(line)
+    return found
+
+
+def matches(said, line):
+    """Whether a line of output is the page's, where `...` stands for anything. Numbers with a point
+    may differ by TOLERANCE.
+    """
+    said, line = (FREE.sub("~", text) for text in (said, line))
+    pattern = re.escape(line).replace(r"\.\.\.", ".*")
+    found = re.fullmatch(re.sub(r"\d+\\\.\d+", r"(\\d+\\.\\d+)", pattern), said)
+    want = [float(n) for n in re.findall(r"\d+\.\d+", line)]
+    return found is not None and [*map(float, found.groups())] == pytest.approx(want, rel=TOLERANCE)
+
+
+def missing(output, lines):
+    """The first of the page's lines that the output has not, in this order; None if it has all."""
+    rest = iter(output.splitlines())
+    for line in lines:
+        if line != "..." and not any(matches(said, line) for said in rest):
+            return line
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_its_code_is_that_of_an_example(page):
+    for _, language, title, code in blocks(page, "python", "toml", "yaml"):
+        [name] = re.findall(r'title="(.*)"', title) or [None]
+        assert name, f"a {language} block of no example"
+        source = (ROOT / name).read_text()
+        assert code in source or textwrap.dedent(code) in source, (name, code)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_its_links_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\(([^)#]+)(?:#([^)]*))?\)", page.read_text()):
+        text = (page.parent / target).read_text()
+        headings = {
+            re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in HEADING.findall(text)
+        }
+        assert not anchor or anchor in headings, (target, anchor)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    where = tmp_path_factory.mktemp("tutorials")
+    shutil.copytree(ROOT / "examples", where / "examples")
+    return where
+
+
+PROGRAMS = {
+    "python": [],
+    "tilewright": ["-m", "tilewright"],
+    "torchrun": ["-m", "torch.distributed.run"],
+    "pip": ["-m", "pip"],
+}
+
+
+def run(command, folder):
+    """Runs a command of a page as a user would, without a GPU or a network."""
+    program, *arguments = shlex.split(command)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "PYTHONPATH": os.pathsep.join((str(folder / "site"), str(ROOT))),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # pip builds with what is installed, and leaves this environment as it is.
+        "PIP_TARGET": str(folder / "site"),
+        "PIP_NO_BUILD_ISOLATION": "0",
+        "PIP_NO_DEPS": "1",
+        "PIP_NO_INDEX": "1",
+    }
+    return subprocess.run(
+        [sys.executable, *PROGRAMS[program], *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def check(command, lines, folder):
+    done = run(command, folder)
+    assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
+    line = missing(done.stdout, lines)
+    assert line is None, f"{command}\ndoes not print\n{line}\nbut\n{done.stdout}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_its_commands_print_what_it_says(page, folder):
+    for package in NEEDS.get(page.stem, ()):
+        pytest.importorskip(package)
+    for marked, _, _, text in blocks(page, "console"):
+        for command, lines in commands(text) if marked is None else ():
+            check(command, lines, folder)
+
+
+def test_ops_in_ten_lines(folder):
+    said = ["loss 10.3792, by the definitions 10.3792", "logits that were not built: 125 MiB"]
+    check("python examples/ops_in_ten_lines.py", said, folder)
+
+
+# ---- commands that are not run here
+
+
+def parsed(program, arguments):
+    """Has a program of this repository parse its arguments."""
+    if arguments[:2] == ["-m", "tilewright.trainer.train"]:
+        from tilewright.trainer.config import load
+
+        return load(str(ROOT / arguments[2]), arguments[3:])
+    if arguments[:2] == ["-m", "tilewright.bench"]:
+        from tilewright.bench import __main__ as bench
+        from tilewright.bench import suite
+
+        command, rest = arguments[2], arguments[3:]
+        if command in ("run", "suite"):
+            return suite.parser().parse_args([*(bench.RUN if command == "run" else ()), *rest])
+        assert command in (*bench.ELSEWHERE, "compare")
+        return None
+    script = arguments[0] if program == "python" else program
+    assert (ROOT / script).is_file(), script
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_its_other_commands_are_accepted(page):
+    for marked, _, _, text in blocks(page, "bash"):
+        for line in text.splitlines() if marked is None else ():
+            program, *arguments = shlex.split(line, comments=True)
+            if program == "make":
+                targets = (ROOT / "Makefile").read_text()
+                assert all(re.search(rf"^{re.escape(t)}:", targets, re.M) for t in arguments)
+                continue
+            if program == "torchrun":
+                arguments = arguments[arguments.index("-m") :]
+            if "tilewright.trainer.train" in arguments:
+                pytest.importorskip("pydantic")
+            parsed(program, arguments)
+
+
+# ---- what holds the pages
+
+
+def test_all_subjects_are_there():
+    assert [p.stem for p in PAGES] == sorted(
+        (
+            *("hugging_face", "qlora", "mixture_of_experts", "your_own_op"),
+            *("outside_implementation", "torchrun", "benchmark"),
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "said, line, same",
+    [
+        ("loss 3.4302", "loss 3.4302", True),
+        ("loss 3.5", "loss 3.4302", True),
+        ("loss 4.5", "loss 3.4302", False),
+        ("40 steps in 99.1 s; loss 3.43", "40 steps in 1.7 s; loss 3.43", True),
+        ("41 steps in 1.7 s", "40 steps in 1.7 s", False),
+        ("difference 2e-06", "difference 4e-07", True),
+        ("ops: a=sdpa b=cpp c=cpp", "ops: a=sdpa ... c=cpp", True),
+        ("ops: a=sdpa b=cpp c=eager", "ops: a=sdpa ... c=cpp", False),
+        ("rmsnorm[triton]", "rmsnorm[cpp]", False),
+    ],
+)
+def test_how_lines_are_compared(said, line, same):
+    assert matches(said, line) == same
+    assert missing(f"before\n{said}\nafter", ["...", line, "after"]) == (None if same else line)
