@@ -131,7 +131,8 @@ def test_dense_weights_of_a_quantized_folder_have_the_models_dtype(dense, tmp_pa
     model = again(tmp_path, dtype=torch.float32)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     model.bfloat16().save_pretrained(tmp_path / "again")  # casting leaves codes as they are
-    torch.testing.assert_close(logits(again(tmp_path / "again")), logits(model))
+    back = layers(again(tmp_path / "again"))
+    assert all(torch.equal(m.dense(), back[n].dense()) for n, m in layers(model).items())
 
 
 def test_one_dense_weight_is_in_memory_at_a_time(dense, monkeypatch):
@@ -175,7 +176,7 @@ def test_what_is_named_and_experts_stay_dense(tmp_path):
 def test_a_loaded_model_is_dequantized_adapted_and_trained(dense, tmp_path):
     model = load(dense, quantization_config=TilewrightConfig("nf4"), dtype=torch.float32)
     add_lora(model, rank=2)
-    with pytest.raises(ValueError, match="^save_pretrained cannot write adapters of tilewright"):
+    with pytest.raises(ValueError, match=r"^save_pretrained cannot write adapters of tilewright"):
         model.save_pretrained(tmp_path / "out")
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=1, disable_tqdm=True
@@ -252,7 +253,7 @@ def test_folders_that_are_not_read_are_refused(dense, tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     name = next(key for key in tensors if ".experts.0." in key)
     q = ops.quantize_block_fp8(tensors.pop(name), block=(32, 32))
-    tensors |= {key: t for key, t in q.to_safetensors(name).items()}
+    tensors |= q.to_safetensors(name)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"experts\.0\.\w+ is quantized, and transformers stacks"):
         again(tmp_path)

@@ -277,6 +277,7 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
             replace_module(model, path, _plain(module))
     for _, module in saved_modules(model):
         mark(module, False)
+    module: Any
     for module in model.modules():
         if is_guarded(module):
             del module.save_pretrained

@@ -31,7 +31,7 @@ from tilewright.nn.projections import (
 from tilewright.nn.quantized import QuantFormat, QuantizedExperts, QuantizedLinear, as_stored
 from tilewright.nn.save_pretrained import guard_save_pretrained
 from tilewright.nn.sharded import is_sharded
-from tilewright.nn.weights import adapted
+from tilewright.nn.weights import Adapted, adapted
 from tilewright.ops.quantize import Quantized
 
 # Left by `quantize_`, by the last name: few weights that many values depend on.
@@ -159,7 +159,7 @@ def linear_layers(
             f"{last_names(model)}"
         )
     for path, module in modules.items():
-        if any(True for _ in adapted(module)) or hasattr(module, "lora_A"):  # PEFT's
+        if isinstance(module, Adapted) or hasattr(module, "lora_A"):  # PEFT's
             raise ValueError(f"{path or 'the model'} has adapters; quantize the model before")
     output = getattr(model, "get_output_embeddings", lambda: None)()
     shared = Counter(

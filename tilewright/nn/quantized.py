@@ -282,7 +282,7 @@ class QuantizedLinear(_Bytes):
         """The codes of the first weight as bytes: the name by which PEFT and others find where a
         quantized layer is.
         """
-        return self.data_0
+        return self.get_buffer("data_0")
 
     def dense(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The dequantized weight, [N, K]."""

@@ -13,6 +13,7 @@ from torch import nn
 from tilewright.nn.quantized import QuantizedLinear
 from tilewright.nn.weights import adapted, base_weights, quantized
 from tilewright.ops.block_fp8 import BlockFP8
+from tilewright.ops.nf4_format import NF4
 from tilewright.ops.nvfp4_format import BLOCK, NVFP4
 from tilewright.ops.quantize import Quantized
 from tilewright.registry import short
@@ -81,7 +82,7 @@ def stored_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, A
 
     Raises ValueError for weights that these readers cannot read, and for several formats.
     """
-    weights = dict(_quantized(model))
+    weights: dict[str, Any] = dict(_quantized(model))
     for name, parts in weights.items():
         if wrong := _why_not_stored(parts):
             raise ValueError(f"save_pretrained cannot write {name} {wrong}; {_WAY_OUT}")
@@ -185,7 +186,9 @@ def _configuration(weights: list[Quantized], left: list[str]) -> dict[str, Any]:
         "load_in_4bit": True,
         "load_in_8bit": False,
         "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": any(q.offset is not None for q in weights),
+        "bnb_4bit_use_double_quant": any(
+            isinstance(q, NF4) and q.offset is not None for q in weights
+        ),
         "bnb_4bit_quant_storage": "uint8",
         "bnb_4bit_compute_dtype": short(first.dtype),
         "llm_int8_skip_modules": left,

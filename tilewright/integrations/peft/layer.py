@@ -28,6 +28,9 @@ class QuantizedLoraLinear(Linear):
         super().__init__(base_layer, adapter_name, **kwargs)
         self.before: list[list[Quantized]] = []  # per merged adapter, the weights before it
 
+    def _get_in_out_features(self, module: Any) -> tuple[int, int]:
+        return module.in_features, module.out_features
+
     def update_layer(
         self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any
     ) -> None:
