@@ -619,7 +619,7 @@ def test_what_peft_saves_is_loaded(options, merge_qkv, tmp_path):
                 p.normal_(std=0.3)
         want = wrapped(IDS).logits
     wrapped.save_pretrained(tmp_path / "adapter")
-    model = ours(tmp_path / "base", merge_qkv)
+    model = ours(tmp_path / "base", merge_qkv).eval()  # dropout is loaded too
     adapt.load_adapter(model, tmp_path / "adapter")
     close(model(IDS), want)
     filled = ours(tmp_path / "base", merge_qkv)  # into existing adapters
