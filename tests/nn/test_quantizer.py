@@ -5,6 +5,7 @@ PEFT over quantized layers, and the options of add_lora.
 import copy
 import inspect
 import json
+import sys
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ from tilewright.adapt import add_lora, quantize_  # noqa: E402
 from tilewright.integrations.transformers import (  # noqa: E402
     TilewrightConfig,
     accelerate,
+    accelerated,
     quantized_config,
 )
 from tilewright.lora import LoRALinear, QuantFormat, QuantizedLinear  # noqa: E402
 from tilewright.nn import RowBlockLinear  # noqa: E402
+from tilewright.registry import ImplementationUnavailable  # noqa: E402
 
 SHAPE = {
     "vocab_size": 96,
@@ -131,6 +134,12 @@ def test_a_model_comes_back_to_the_bit_and_others_read_it(name, dense, tmp_path)
 
 def test_dense_weights_of_a_quantized_folder_have_the_models_dtype(dense, tmp_path):
     load(dense, quantization_config=TilewrightConfig("nf4")).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="BitsAndBytesConfig but you are passing a TilewrightConf"):
+        load(tmp_path, quantization_config=TilewrightConfig("nf4"))  # transformers' own refusal
+    config = quantized_config(tmp_path)
+    config.intermediate_size = 64
+    with pytest.raises(RuntimeError, match="issues during automatic conversion of the weights"):
+        load(tmp_path, config=config)
     model = again(tmp_path, dtype=torch.float32)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     model.bfloat16().save_pretrained(tmp_path / "again")  # casting leaves codes as they are
@@ -288,6 +297,8 @@ class Tied(nn.Module):
         self.out = nn.Linear(64, 96, bias=False)
         self.out.weight = self.embed.weight
         self.score = nn.Linear(64, 2)
+        self.hooked = nn.Linear(64, 64)
+        self.hooked.register_forward_hook(lambda *_: None)
 
 
 def test_quantize_says_what_it_did(capsys):
@@ -303,6 +314,7 @@ def test_quantize_says_what_it_did(capsys):
         "  left     1 rows: a subclass of Linear (RowBlockLinear), which may compute something else",
         "  left     1 out: shares its weight with another module",
         "  left     1 score: an output layer",
+        "  left     1 hooked: has hooks or a forward of its own, which the new layer would not have",
     ]
     assert report.changed == ("up", "down") and (report.before, report.after) == (65536, 9216)
     assert torch.equal(model.down.dense(), ops.dequantize_nf4(ops.quantize_nf4(dense.down.weight)))
@@ -316,7 +328,7 @@ def test_quantize_says_what_it_did(capsys):
         quantize_(model)
 
 
-def test_what_quantize_cannot_do_is_refused():
+def test_what_quantize_cannot_do_is_refused(monkeypatch):
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str"):
         quantize_("model")
     with pytest.raises(ValueError, match=r"name must be one of .*, got 'int8'"):
@@ -332,6 +344,11 @@ def test_what_quantize_cannot_do_is_refused():
     with pytest.raises(ValueError, match="up_proj has adapters; quantize the model before"):
         quantize_(model)
     assert isinstance(model["up_proj"].base, nn.Linear)
+    monkeypatch.setattr("tilewright.nn.quantize.is_sharded", lambda t: True)
+    with pytest.raises(
+        ValueError, match="up is sharded over ranks; quantize the model before that"
+    ):
+        quantize_(Tied())
 
 
 @pytest.mark.parametrize("format", ["nf4", "nvfp4", QuantFormat("block_fp8", 32)], ids=str)
@@ -351,7 +368,7 @@ def test_a_model_quantized_in_place_is_saved_too(format, tmp_path):
         assert not (tmp_path / "odd").exists()
 
 
-def test_accelerated_models_are_quantized_before_and_after():
+def test_accelerated_models_are_quantized_before_and_after(tmp_path):
     first, second = tiny(), tiny()
     quantize_(first, quiet=True)
     accelerate(first, quiet=True)
@@ -360,6 +377,10 @@ def test_accelerated_models_are_quantized_before_and_after():
     assert torch.equal(logits(first), logits(second))
     assert "changed" in str(accelerate(second, quiet=True))
     assert torch.equal(logits(first), logits(second))
+    first.save_pretrained(tmp_path)
+    with accelerated(quiet=True) as reports:
+        third = again(tmp_path)
+    assert reports[0].changed and torch.equal(logits(third), logits(first))
 
 
 # ---- the options of add_lora
@@ -437,6 +458,17 @@ def test_modules_to_save_are_trained_and_read_by_peft(tmp_path, capsys):
         other = load(tmp_path / "base")
         add_lora(other, ["q_proj"], rank=2, alpha=4, rslora=True)
         adapt.load_adapter(other, tmp_path / "adapter")
+    for found, message in (
+        ("lm_head", "modules_to_save must be a list of names, got 'lm_head'"),
+        (
+            ["lm_head", "norm"],
+            r"modules_to_save has \S*norm with \{\}, the model \{'weight': \(64,\)",
+        ),
+    ):
+        file = tmp_path / "adapter" / adapt.ADAPTER_CONFIG
+        file.write_text(json.dumps({**written, "modules_to_save": found}))
+        with pytest.raises(ValueError, match=message):
+            adapt.load_adapter(load(tmp_path / "base"), tmp_path / "adapter")
     adapt.merge_and_unload(ours)
     assert not list(adapt.saved_modules(ours)) and not ours.lm_head.weight.requires_grad
     torch.testing.assert_close(logits(ours), logits(model), rtol=1e-4, atol=1e-4)
@@ -488,6 +520,11 @@ def test_peft_trains_saves_and_merges_over_quantized_layers(format, dense, tmp_p
     loaded = base()
     adapt.load_adapter(loaded, tmp_path)
     torch.testing.assert_close(logits(loaded), want, rtol=1e-4, atol=1e-4)
+    added = base()
+    added.add_adapter(config)  # transformers' own call
+    added.save_pretrained(tmp_path / "added")
+    names = {file.name for file in (tmp_path / "added").iterdir()}
+    assert "adapter_model.safetensors" in names and "model.safetensors" not in names
     with model.disable_adapter():
         assert torch.equal(logits(model), logits(base()))
     before = {n: m.dense() for n, m in layers(model).items()}
@@ -501,7 +538,7 @@ def test_peft_trains_saves_and_merges_over_quantized_layers(format, dense, tmp_p
     assert torch.equal(logits(again(tmp_path / "merged", dtype=torch.float32)), logits(merged))
 
 
-def test_what_peft_cannot_do_over_quantized_layers_is_refused():
+def test_what_peft_cannot_do_over_quantized_layers_is_refused(monkeypatch):
     peft = pytest.importorskip("peft")
     from tilewright.integrations.peft import register
 
@@ -528,3 +565,6 @@ def test_what_peft_cannot_do_over_quantized_layers_is_refused():
         layer.lora_A["default"].weight.fill_(float("inf"))
     with pytest.raises(ValueError, match="adapter 'default' makes weights that are not finite"):
         layer.merge(safe_merge=True)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImplementationUnavailable, match="the package 'peft' is not installed"):
+        register()

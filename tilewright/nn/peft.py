@@ -18,7 +18,7 @@ from torch import nn
 from tilewright.files import open_tensors, publish, read_json, target_folder, written_aside
 from tilewright.nn.adapt import add_lora
 from tilewright.nn.experts import why_not
-from tilewright.nn.lora import LoRALinear
+from tilewright.nn.lora import LoRALinear, check_dropout
 from tilewright.nn.lora_experts import LoRAExperts
 from tilewright.nn.modules_to_save import is_named, saved_modules
 from tilewright.nn.peft_format import check_dtype, read_peft, settings, unsupported
@@ -192,7 +192,8 @@ class _File(NamedTuple):
 
 
 def load_adapter(model: nn.Module, folder: str | pathlib.Path) -> None:
-    """Loads adapters from a folder in PEFT's format, adding them to the model if needed.
+    """Loads adapters from a folder in PEFT's format, adding them to the model if needed, with the
+    folder's lora_dropout then. Modules that it has whole (`modules_to_save`) are overwritten.
 
     Args:
         model: Modified in place. Existing adapters must match the file's, and are filled.
@@ -236,6 +237,7 @@ def _read(model: nn.Module, folder: pathlib.Path) -> _File:
     if key := unsupported(config):
         raise ValueError(f"{folder}: {key} = {config[key]!r} is not supported")
     rank, alpha, rslora = settings(config, folder / ADAPTER_CONFIG)
+    check_dropout(f"{folder / ADAPTER_CONFIG}: lora_dropout", config.get("lora_dropout") or 0.0)
     with open_tensors(folder / ADAPTER_FILE) as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     for key, t in tensors.items():

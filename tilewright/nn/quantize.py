@@ -88,7 +88,8 @@ def quantize_(
     Each weight is quantized once and frozen, one at a time; products read the quantized weights
     (`ops.quantized_linear`), also in a model that `accelerate` changed, before or after. All other
     parameters stay as they are. Left are output layers, routers, embeddings, layers that share a
-    weight with another module, and subclasses of nn.Linear, which may compute something else.
+    weight with another module or have hooks, and subclasses of nn.Linear, which may compute
+    something else.
     `save_pretrained` of a transformers model then writes what bitsandbytes (nf4),
     compressed-tensors (nvfp4) and fine-grained FP8 (block_fp8) read; `add_lora` adds adapters.
 
@@ -197,6 +198,8 @@ def _why_left(
         return "shares its weight with another module"
     if type(module) not in (nn.Linear, Linear):
         return f"a subclass of Linear ({type(module).__name__}), which may compute something else"
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+        return "has hooks or a forward of its own, which the new layer would not have"
     return None
 
 
