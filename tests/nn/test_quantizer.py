@@ -207,8 +207,8 @@ def test_a_loaded_model_is_dequantized_adapted_and_trained(dense, tmp_path):
     )
     rows = [{"input_ids": IDS[0], "labels": IDS[0]}]
     transformers.Trainer(model=model, args=arguments, train_dataset=rows)  # or raises
-    want = logits(model)
-    for plain in (model.dequantize(), adapt.merge_and_unload(copy.deepcopy(model))):
+    want, twin = logits(model), copy.deepcopy(model)
+    for plain in (model.dequantize(), adapt.merge_and_unload(twin)):
         assert not layers(plain) and not hasattr(plain.config, "quantization_config")
         torch.testing.assert_close(logits(plain), want, rtol=1e-4, atol=1e-4)
     model.save_pretrained(tmp_path / "plain")
@@ -460,6 +460,7 @@ def test_modules_to_save_are_trained_and_read_by_peft(tmp_path, capsys):
         adapt.load_adapter(other, tmp_path / "adapter")
     for found, message in (
         ("lm_head", "modules_to_save must be a list of names, got 'lm_head'"),
+        (["nosuch"], r"base_model\.model\.lm_head\.weight is not supported"),
         (
             ["lm_head", "norm"],
             r"modules_to_save has \S*norm with \{\}, the model \{'weight': \(64,\)",
