@@ -116,7 +116,8 @@ class TilewrightHfQuantizer(HfQuantizer):
     is_qat_trainable = True
 
     def __init__(self, quantization_config: TilewrightConfig, **kwargs: Any):
-        super().__init__(quantization_config, **kwargs)
+        # A copy, because it gets what config.json says of this model.
+        super().__init__(copy.copy(quantization_config), **kwargs)
         self.layers: set[str] = set()
         if platform.no_module("peft") is None:
             from tilewright.integrations.peft import register
