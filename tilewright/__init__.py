@@ -11,7 +11,16 @@ __all__ = [
     "ImplementationUnavailable",
     "Op",
     "__version__",
+    "quantize_",
     "register_implementation",
     "resolve",
     "use",
 ]
+
+
+def __getattr__(name: str):
+    if name == "quantize_":  # imports the ops, which the rest does not need
+        from tilewright.adapt import quantize_
+
+        return quantize_
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

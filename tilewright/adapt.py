@@ -1,6 +1,6 @@
 """Adapters and quantized weights in whole models, and adapters in PEFT's files.
 
-quantize_model(model, "nf4")          # optional: QLoRA; or QuantFormat("nf4", 64)
+quantize_(model, "nf4")               # optional: QLoRA; or QuantFormat("nf4", 64)
 add_lora(model, rank=16, alpha=32)
 ...
 save_adapter(model, "adapter")        # what `peft` loads
@@ -12,10 +12,10 @@ from tilewright.nn.adapt import (
     add_lora,
     merge_adapters,
     merge_and_unload,
-    quantize_model,
     reset_adapters,
     set_noise,
 )
+from tilewright.nn.modules_to_save import saved_modules
 from tilewright.nn.peft import ADAPTER_CONFIG, ADAPTER_FILE, load_adapter, save_adapter
 from tilewright.nn.projections import (
     FUSED,
@@ -24,9 +24,12 @@ from tilewright.nn.projections import (
     experts,
     matches,
     projections,
+    replace_module,
     unmatched,
 )
+from tilewright.nn.quantize import QuantizeReport, linear_layers, quantize_, quantize_model
 from tilewright.nn.quantized import QuantFormat
+from tilewright.nn.save_pretrained import stored_state, why_unreadable
 from tilewright.nn.weights import (
     Adapted,
     Stored,
@@ -35,8 +38,10 @@ from tilewright.nn.weights import (
     dense_weights,
     fill,
     is_adapter,
+    print_trainable_parameters,
     quantized,
     shape_of,
+    trainable_parameters,
 )
 
 __all__ = [
@@ -47,6 +52,7 @@ __all__ = [
     "PROJECTIONS",
     "Adapted",
     "QuantFormat",
+    "QuantizeReport",
     "Stored",
     "adapted",
     "add_lora",
@@ -55,21 +61,29 @@ __all__ = [
     "experts",
     "fill",
     "is_adapter",
+    "linear_layers",
     "load_adapter",
     "matches",
     "merge_adapters",
     "merge_and_unload",
     "open_tensors",
+    "print_trainable_parameters",
     "projections",
     "publish",
+    "quantize_",
     "quantize_model",
     "quantized",
     "read_json",
+    "replace_module",
     "reset_adapters",
     "save_adapter",
+    "saved_modules",
     "set_noise",
     "shape_of",
+    "stored_state",
     "target_folder",
+    "trainable_parameters",
     "unmatched",
+    "why_unreadable",
     "written_aside",
 ]

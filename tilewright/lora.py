@@ -4,10 +4,12 @@
 
 from tilewright.nn.lora import LoRALinear
 from tilewright.nn.quantized import (
+    BESIDE,
     DEFAULT_GROUPS,
     FORMATS,
     QuantFormat,
     QuantizedLinear,
+    as_stored,
     format_of,
     join,
     quantize_as,
@@ -15,11 +17,13 @@ from tilewright.nn.quantized import (
 )
 
 __all__ = [
+    "BESIDE",
     "DEFAULT_GROUPS",
     "FORMATS",
     "LoRALinear",
     "QuantFormat",
     "QuantizedLinear",
+    "as_stored",
     "format_of",
     "join",
     "quantize_as",

@@ -1,8 +1,8 @@
 """Modules over `tilewright.ops`.
 
 `modules.py` has norms, the MLP and losses; `row_blocks.py` a batch-invariant linear layer;
-`quantized.py`, `lora.py` and `lora_experts.py` frozen layers and their adapters; `adapt.py`,
-`weights.py` and `peft.py` apply these to whole models.
+`quantized.py`, `lora.py` and `lora_experts.py` frozen layers and their adapters; `quantize.py`,
+`adapt.py`, `weights.py`, `save_pretrained.py` and `peft.py` apply these to whole models.
 """
 
 from tilewright.nn.modules import CrossEntropyLoss, Linear, LinearCrossEntropyLoss, RMSNorm, SwiGLU

@@ -1,163 +1,47 @@
-"""Adapters and quantized weights in whole models.
+"""Adapters in whole models.
 
-    quantize_model(model, "nf4")  # optional: QLoRA
+    quantize_(model, "nf4")  # optional: QLoRA
     add_lora(model, rank=16, alpha=32)
     ...
     save_adapter(model, "adapter")  # what `peft` loads
     merge_and_unload(model)  # plain layers again
 
-Only the adapters are trained. `projections.py` finds the layers; `peft.py` writes and reads PEFT's
-files.
+Only the adapters are trained. `quantize.py` quantizes models, `projections.py` finds the layers and
+`peft.py` writes and reads PEFT's files.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from tilewright.nn.experts import why_not
-from tilewright.nn.lora import LoRALinear
+from tilewright.nn.lora import LoRALinear, check_dropout
 from tilewright.nn.lora_experts import LoRAExperts
-from tilewright.nn.modules import Linear
+from tilewright.nn.modules_to_save import mark, modules_to_save_of, saved_modules
 from tilewright.nn.projections import (
     FUSED,
     OF_EXPERTS,
     PROJECTIONS,
-    all_paths,
+    as_names,
     chosen_parts,
     experts,
-    join_path,
     last_name,
-    last_names,
     projections,
+    replace_module,
     rows_unknown,
     unmatched,
 )
-from tilewright.nn.quantized import QuantFormat, QuantizedExperts, QuantizedLinear
+from tilewright.nn.quantized import QuantizedExperts, QuantizedLinear
 from tilewright.nn.save_pretrained import guard_save_pretrained, is_guarded
 from tilewright.nn.sharded import is_sharded
 from tilewright.nn.weights import Adapted, adapted, merged_experts
 from tilewright.ops.aqn import AQN
-from tilewright.ops.quantize import Quantized
 from tilewright.ops.quantized_linear import dequantize
-
-
-def _entries(name: str, value: Iterable[str]) -> list[str]:
-    if isinstance(value, str):  # else it would be split into letters
-        raise TypeError(f"{name} must be a list of names, got the text {value!r}")
-    return list(value)
-
-
-# ---- quantizing
-
-
-def quantize_model(
-    model: nn.Module,
-    format: QuantFormat | str | Callable[[torch.Tensor], Quantized],
-    *,
-    exclude: Iterable[str] = (),
-    strict: bool = True,
-) -> list[str]:
-    """Quantizes the projections of the decoder layers, experts included, one at a time.
-
-    Linear layers become QuantizedLinear, expert tensors QuantizedExperts. A model on the meta
-    device is converted without values, to be filled later. `save_pretrained` of a transformers
-    model then writes NF4 as bitsandbytes does, and raises for formats that from_pretrained cannot
-    read.
-
-    Args:
-        model: Modified in place. Must have no adapters yet.
-        format: A QuantFormat, its name, or a function from a dense weight to a quantized one.
-        exclude: Modules to leave unchanged (see `matches`).
-        strict: Raise if an entry of `exclude` matches no module.
-
-    Returns:
-        The paths of the quantized modules.
-
-    Raises:
-        TypeError: `format` or `exclude` has a wrong type.
-        ValueError: The model has adapters; `exclude` names only some parts of a fused module; or an
-            experts module cannot compute with quantized weights: it has no `set_noise`, as those of
-            other libraries. The model is then unchanged.
-
-    Example:
-        >>> from torch import nn
-        >>> from tilewright.adapt import quantize_model
-        >>> model = nn.ModuleDict({"up_proj": nn.Linear(64, 32), "lm_head": nn.Linear(32, 8)})
-        >>> quantize_model(model, "nf4")
-        ['up_proj']
-    """
-    exclude = _entries("exclude", exclude)
-    if isinstance(format, str):
-        format = QuantFormat(format)
-    elif not callable(format):
-        raise TypeError(
-            f"format must be a QuantFormat, the name of one or a function, got {format!r}"
-        )
-    if paths := [path for path, _ in adapted(model)]:
-        raise ValueError(
-            f"{paths[0] or 'the model'} has adapters; call quantize_model before add_lora"
-        )
-    if strict and (wrong := unmatched(exclude, (path for path, _ in all_paths(model)))):
-        raise ValueError(
-            f"exclude: {', '.join(map(repr, wrong))} match no module; there are {last_names(model)}"
-        )
-    done: list[str] = []
-    # Paths, not modules: a reference would keep the dense weights of all of them.
-    for path in _to_quantize(model, exclude):
-        done += _quantize(model, path, format)
-    guard_save_pretrained(model)
-    return done
-
-
-def _to_quantize(model: nn.Module, exclude: list[str]) -> list[str]:
-    """The paths of the modules to quantize. Raises ValueError for unsupported ones."""
-    paths = []
-    for path, module, parts in itertools.chain(projections(model), experts(model)):
-        excluded = chosen_parts(exclude, path, parts)
-        if excluded and len(excluded) < len(parts):
-            raise ValueError(
-                f"exclude names {', '.join(excluded)} and not the rest of {path}; name all of it, "
-                "or keep the projections apart (merge_qkv = False)"
-            )
-        if excluded or isinstance(module, QuantizedLinear):
-            continue
-        if not isinstance(module, nn.Linear):
-            reason = why_not(module, adapters=True)
-            if reason is None and not hasattr(module, "set_noise"):
-                reason = "compute with dense weights only (there is no `set_noise`)"
-            if reason:
-                raise ValueError(
-                    f"{path}: experts of {type(module).__name__} {reason}, so they cannot be "
-                    "quantized; name them in exclude"
-                )
-        paths.append(path)
-    return paths
-
-
-def _quantize(model: nn.Module, path: str, format: Callable) -> list[str]:
-    """Quantizes one module, and returns the paths of its projections."""
-    module = model.get_submodule(path)
-    if isinstance(module, nn.Linear):
-        quantized = QuantizedLinear(format(module.weight.detach()), module.bias)
-        if isinstance(module, Linear):
-            quantized.dense_class = Linear
-        _replace(model, path, quantized)
-        return [path]
-    done = []
-    for name in ("gate_up_proj", "down_proj"):
-        if isinstance(getattr(module, name), nn.Parameter):
-            q = QuantizedExperts(format(getattr(module, name).detach()))
-            delattr(module, name)
-            setattr(module, name, q)
-            done.append(join_path(path, name))
-    return done
-
 
 # ---- adding adapters
 
@@ -170,6 +54,10 @@ def add_lora(
     alpha: float = 16,
     rslora: bool = False,
     dtype: torch.dtype = torch.float32,
+    lora_dropout: float = 0.0,
+    use_rslora: bool = False,
+    use_dora: bool = False,
+    modules_to_save: Iterable[str] = (),
 ) -> list[str]:
     """Adds adapters to projections and freezes all other parameters.
 
@@ -186,6 +74,11 @@ def add_lora(
         alpha: The adapters' scale times `rank`, or with `rslora` times its square root.
         rslora: See `alpha`.
         dtype: Of the adapters.
+        lora_dropout: As `dropout` in LoRALinear; experts have none.
+        use_rslora: PEFT's name of `rslora`.
+        use_dora: Must be False.
+        modules_to_save: Modules that are trained whole beside the adapters, by the ends of their
+            paths ("lm_head"). `save_adapter` writes their weights, as PEFT does.
 
     Returns:
         The paths of the adapted modules.
@@ -194,8 +87,9 @@ def add_lora(
         TypeError: `targets` is a str.
         ValueError: There are no targets; some match no projection (heads, embeddings and routers
             are none) or only part of an experts module's; experts are not SiLU(gate) * up without
-            biases; the split of a fused layer's rows is unknown; or the model has adapters. The
-            message names them, and the model is unchanged.
+            biases; the split of a fused layer's rows is unknown; the model has adapters; `use_dora`
+            is set; or a module to save does not exist, is adapted, quantized or tied. The message
+            names them, and the model is unchanged.
 
     Example:
         >>> from torch import nn
@@ -206,6 +100,13 @@ def add_lora(
         >>> [name for name, p in model.named_parameters() if p.requires_grad]
         ['up_proj.lora_A', 'up_proj.lora_B']
     """
+    if use_dora:
+        raise ValueError(
+            "use_dora must be False, got True: DoRA's magnitudes need a norm of every row of the sum "
+            "of weight and adapter in each step; use_rslora=True is a change of the scale that costs "
+            "nothing, and PEFT computes DoRA over dense layers"
+        )
+    check_dropout("lora_dropout", lora_dropout)
     if paths := [path for path, _ in adapted(model)]:
         raise ValueError(
             f"{paths[0] or 'the model'} has adapters already; name all targets in one call, on a "
@@ -222,7 +123,14 @@ def add_lora(
             raise ValueError(rows_unknown(path, module))
     for path, module, parts in mixtures:
         _check_experts(path, module, chosen[path], parts)
-    options: dict[str, Any] = {"rslora": rslora, "dtype": dtype}
+    if lora_dropout and mixtures:
+        raise ValueError(
+            f"lora_dropout must be 0 for adapters of experts, got {lora_dropout} and "
+            f"{mixtures[0][0]}; name targets without them"
+        )
+    whole = modules_to_save_of(model, modules_to_save, [path for path, _, _ in linear + mixtures])
+    options: dict[str, Any] = {"rslora": rslora or use_rslora, "dtype": dtype}
+    with_dropout = {**options, "dropout": lora_dropout}
     wrapped: dict[str, LoRALinear | LoRAExperts] = {}
     for path, module, parts in linear:
         if len(parts) > 1:
@@ -230,18 +138,20 @@ def add_lora(
                 "parts": {last_name(p): rows for p, rows in parts.items()},
                 "targets": [last_name(p) for p in chosen[path]],
             }
-            wrapped[path] = LoRALinear(module, rank, alpha, **names, **options)
+            wrapped[path] = LoRALinear(module, rank, alpha, **names, **with_dropout)
         else:
-            wrapped[path] = LoRALinear(module, rank, alpha, **options)
+            wrapped[path] = LoRALinear(module, rank, alpha, **with_dropout)
     for path, module, _ in mixtures:
         weights = (getattr(module, name) for name in ("gate_up_proj", "down_proj"))
         gate_up, down = (w.weight() if isinstance(w, QuantizedExperts) else w for w in weights)
         wrapped[path] = LoRAExperts(gate_up, down, rank, alpha, **options)
     model.requires_grad_(False)  # before the adapters are added
+    for module in whole.values():
+        mark(module)
     for path, module in wrapped.items():
         if isinstance(module, LoRAExperts):
             module.take_the_place_of(model.get_submodule(path))
-        _replace(model, path, module)
+        replace_module(model, path, module)
     guard_save_pretrained(model)
     return [part for path in wrapped for part in chosen[path]]
 
@@ -254,7 +164,7 @@ def _targets(targets: Iterable[str] | None, paths: list[str]) -> list[str]:
         )
     if targets is None:
         return [*PROJECTIONS, *FUSED]
-    targets = _entries("targets", targets)
+    targets = as_names("targets", targets)
     if not targets:
         raise ValueError("targets must name projections, got []; None means all of them")
     if wrong := unmatched(targets, paths):
@@ -281,12 +191,6 @@ def _check_experts(path: str, module: nn.Module, chosen: list[str], parts: list[
             f"{path}: experts of {type(module).__name__} {reason}; adapters take SiLU(gate) * up "
             "without biases. Name targets without them"
         )
-
-
-def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
-    stem, _, name = path.rpartition(".")
-    module.train(model.get_submodule(path).training)
-    setattr(model.get_submodule(stem), name, module)
 
 
 def reset_adapters(model: nn.Module, generator: torch.Generator | None = None) -> None:
@@ -370,10 +274,15 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
             dense = dequantize(q, dtype=torch.float32).to(q.dtype)
             setattr(parent, name, nn.Parameter(dense, False))
         else:
-            _replace(model, path, _plain(module))
+            replace_module(model, path, _plain(module))
+    for _, module in saved_modules(model):
+        mark(module, False)
+    module: Any
     for module in model.modules():
         if is_guarded(module):
             del module.save_pretrained
+        if getattr(module, "quantization_method", None) == "tilewright":  # set by from_pretrained
+            module.hf_quantizer.remove_quantization_config(module)
     return model
 
 

@@ -65,6 +65,12 @@ def adapter_scale(rank: int, alpha: float, rslora: bool) -> float:
     return alpha / (math.sqrt(rank) if rslora else rank)
 
 
+def check_dropout(name: str, value: float) -> None:
+    """Raises ValueError for a value that is no probability below 1."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
+        raise ValueError(f"{name} must be a number from 0 to below 1, got {value!r}")
+
+
 def init_A(A: torch.Tensor, generator: torch.Generator | None) -> None:
     """Initializes an A [..., in]: kaiming_uniform with a = sqrt(5)."""
     bound = 1 / math.sqrt(A.shape[-1])
@@ -87,10 +93,12 @@ class LoRALinear(nn.Module):
             adapter, as if it were separate; the products with A are fused.
         targets: The parts that have an adapter; default: all.
         dtype: Of the adapters. They compute in it, or in autocast's dtype.
+        dropout: The probability that an element of the adapter's input is zeroed in training
+            mode; fused parts share a mask.
 
     Raises:
         TypeError: `base` is another kind of module.
-        ValueError: The rank, alpha, parts or targets are invalid.
+        ValueError: The rank, alpha, parts, targets or dropout are invalid.
 
     Example:
         >>> import torch
@@ -113,6 +121,7 @@ class LoRALinear(nn.Module):
         parts: Mapping[str, int] | None = None,
         targets: Iterable[str] | None = None,
         dtype: torch.dtype = torch.float32,
+        dropout: float = 0.0,
     ):
         super().__init__()
         if not isinstance(base, (nn.Linear, QuantizedLinear)):
@@ -120,6 +129,7 @@ class LoRALinear(nn.Module):
                 f"base must be an nn.Linear or a QuantizedLinear, got {type(base).__name__}"
             )
         scale = adapter_scale(rank, alpha, rslora)
+        check_dropout("dropout", dropout)
         parts = dict(parts) if parts else {"": base.out_features}
         if sum(parts.values()) != base.out_features or min(parts.values()) < 1:
             raise ValueError(
@@ -132,7 +142,7 @@ class LoRALinear(nn.Module):
         self.base = base.requires_grad_(False)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.rank, self.alpha, self.rslora, self.parts = rank, alpha, rslora, parts
-        self.scale = scale
+        self.scale, self.dropout = scale, float(dropout)
         starts = dict(zip(parts, _offsets(parts.values()), strict=False))
         self.slices = {name: (starts[name], starts[name] + parts[name]) for name in targets}
         rows = sum(parts[name] for name in targets)
@@ -164,7 +174,8 @@ class LoRALinear(nn.Module):
         # Adapters in a narrower dtype must not reduce the base's precision.
         wide = torch.promote_types(y.dtype, dtype)
         # Saved for backward: x and low.
-        low = F.linear(x.to(dtype), A.to(dtype)) * self.scale
+        kept = F.dropout(x, self.dropout) if self.dropout and self.training else x
+        low = F.linear(kept.to(dtype), A.to(dtype)) * self.scale
         low, B, out = low.to(wide), B.to(wide), y.to(wide)
         if len(self.parts) == 1:
             out = torch.addmm(out, low, B.t())
@@ -262,7 +273,8 @@ class LoRALinear(nn.Module):
             assign(p, torch.cat([pairs[name][i].to(p.dtype) for name in self.slices]))
 
     def extra_repr(self) -> str:
-        return f"rank={self.rank}, scale={self.scale:g}, adapters={list(self.slices)}"
+        dropout = f", dropout={self.dropout:g}" if self.dropout else ""
+        return f"rank={self.rank}, scale={self.scale:g}, adapters={list(self.slices)}{dropout}"
 
 
 def _offsets(sizes: Iterable[int]) -> list[int]:

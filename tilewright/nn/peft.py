@@ -18,8 +18,9 @@ from torch import nn
 from tilewright.files import open_tensors, publish, read_json, target_folder, written_aside
 from tilewright.nn.adapt import add_lora
 from tilewright.nn.experts import why_not
-from tilewright.nn.lora import LoRALinear
+from tilewright.nn.lora import LoRALinear, check_dropout
 from tilewright.nn.lora_experts import LoRAExperts
+from tilewright.nn.modules_to_save import is_named, saved_modules
 from tilewright.nn.peft_format import check_dtype, read_peft, settings, unsupported
 from tilewright.nn.projections import (
     OF_EXPERTS,
@@ -30,6 +31,7 @@ from tilewright.nn.projections import (
     projections,
 )
 from tilewright.nn.quantized import QuantizedLinear
+from tilewright.nn.sharded import assign, whole
 from tilewright.nn.weights import Adapted, adapted, shape_of
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -116,6 +118,11 @@ def _to_files(
             for kind, t in (("lora_A", A), ("lora_B", B)):
                 key = f"base_model.model.{paths[-1]}.{kind}.weight"
                 tensors[key] = t.to("cpu", copy=True).contiguous()
+    saved = list(saved_modules(model))
+    for path, module in saved:
+        for name, t in module.state_dict().items():
+            key = f"base_model.model.{path}.{name}"
+            tensors[key] = whole(t).to("cpu", copy=True).contiguous()
     # In mixture-of-experts models PEFT takes modules of these names for experts, so their weights
     # are named instead.
     mixture = any(isinstance(m, LoRAExperts) for _, m in modules)
@@ -123,6 +130,7 @@ def _to_files(
     weights = [p for p in paths if mixture and last_name(p) in OF_EXPERTS]
     parameters += [f"{p}.weight" for p in weights]
     _, first = modules[0]
+    dropout = next((m.dropout for _, m in modules if isinstance(m, LoRALinear)), 0.0)
     return tensors, {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -131,12 +139,12 @@ def _to_files(
         "lora_alpha": int(first.alpha) if first.alpha == int(first.alpha) else first.alpha,
         "use_rslora": first.rslora,
         "target_modules": _target_names(model, [p for p in paths if p not in weights]),
-        "lora_dropout": 0.0,
+        "lora_dropout": dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
-        "modules_to_save": None,
+        "modules_to_save": [path for path, _ in saved] or None,
         "layers_to_transform": None,
         **patterns,
         "target_parameters": parameters or None,
@@ -167,7 +175,8 @@ class _File(NamedTuple):
     """The content of a folder in PEFT's format.
 
     mixtures: the paths of the model's experts.   with_adapters: those with adapters in the file.
-    pairs: lora_A and lora_B by the paths of all other modules.
+    pairs: lora_A and lora_B by the paths of all other modules.   saved: by path, the state of the
+        modules that are saved whole.
     """
 
     folder: pathlib.Path
@@ -179,10 +188,12 @@ class _File(NamedTuple):
     mixtures: list[str]
     with_adapters: list[str]
     pairs: dict[str, dict[str, torch.Tensor]]
+    saved: dict[str, dict[str, torch.Tensor]]
 
 
 def load_adapter(model: nn.Module, folder: str | pathlib.Path) -> None:
-    """Loads adapters from a folder in PEFT's format, adding them to the model if needed.
+    """Loads adapters from a folder in PEFT's format, adding them to the model if needed, with the
+    folder's lora_dropout then. Modules that it has whole (`modules_to_save`) are overwritten.
 
     Args:
         model: Modified in place. Existing adapters must match the file's, and are filled.
@@ -200,7 +211,13 @@ def load_adapter(model: nn.Module, folder: str | pathlib.Path) -> None:
         _check_experts(file, path, model.get_submodule(path))
     if new:
         targets = [f"re:{re.escape(p)}$" for p in (*file.pairs, *file.with_adapters)]
-        add_lora(model, targets, rank=file.rank, alpha=file.alpha, rslora=file.rslora)
+        dropout = 0.0 if file.with_adapters else file.config.get("lora_dropout") or 0.0
+        options: dict[str, Any] = {"lora_dropout": dropout, "modules_to_save": list(file.saved)}
+        add_lora(model, targets, rank=file.rank, alpha=file.alpha, rslora=file.rslora, **options)
+    for path, tensors in file.saved.items():
+        state = model.get_submodule(path).state_dict()
+        for name, t in tensors.items():
+            assign(state[name], t)
     for path, module in adapted(model):
         if isinstance(module, LoRAExperts):
             module.load_peft_(file.tensors, file.config, path)
@@ -220,6 +237,7 @@ def _read(model: nn.Module, folder: pathlib.Path) -> _File:
     if key := unsupported(config):
         raise ValueError(f"{folder}: {key} = {config[key]!r} is not supported")
     rank, alpha, rslora = settings(config, folder / ADAPTER_CONFIG)
+    check_dropout(f"{folder / ADAPTER_CONFIG}: lora_dropout", config.get("lora_dropout") or 0.0)
     with open_tensors(folder / ADAPTER_FILE) as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     for key, t in tensors.items():
@@ -231,13 +249,40 @@ def _read(model: nn.Module, folder: pathlib.Path) -> _File:
         return key.startswith(f"base_model.model.{path}.")
 
     with_adapters = [path for path in mixtures if any(is_of(key, path) for key in tensors)]
-    others = {k: t for k, t in tensors.items() if not any(is_of(k, p) for p in with_adapters)}
+    saved = _saved(model, folder, config, tensors)
+    apart = [*with_adapters, *saved]
+    others = {k: t for k, t in tensors.items() if not any(is_of(k, p) for p in apart)}
     pairs = _pairs(folder, others)
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in config.get(key) or ():
             if path := next((p for p in pairs if matches(rf"re:(.*\.)?({pattern})$", p)), None):
                 raise ValueError(f"{folder}: {key} = {config[key]} is not supported, as for {path}")
-    return _File(folder, config, tensors, rank, alpha, rslora, mixtures, with_adapters, pairs)
+    return _File(
+        folder, config, tensors, rank, alpha, rslora, mixtures, with_adapters, pairs, saved
+    )
+
+
+def _saved(
+    model: nn.Module, folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The state of the modules that the file has whole, by path."""
+    names = config.get("modules_to_save") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{folder}: modules_to_save must be a list of names, got {names!r}")
+    saved = {}
+    for path, module in model.named_modules():
+        prefix = f"base_model.model.{path}."
+        if not path or not any(is_named(name, path) for name in names):
+            continue
+        found = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
+        expected = {name: tuple(t.shape) for name, t in module.state_dict().items()}
+        actual = {name: tuple(t.shape) for name, t in found.items()}
+        if expected != actual:
+            raise ValueError(
+                f"{folder}: modules_to_save has {path} with {actual}, the model {expected}"
+            )
+        saved[path] = found
+    return saved
 
 
 def _pairs(
@@ -290,6 +335,7 @@ def _sizes(model: nn.Module, file: _File) -> _Sizes:
         for path in file.mixtures
         if path not in file.with_adapters and isinstance(model.get_submodule(path), LoRAExperts)
     }
+    without |= {path for path, _ in saved_modules(model)} ^ set(file.saved)
     if differ := sorted(set(file.pairs) ^ set(sizes) | without):
         names = ", ".join(differ[:4])
         raise ValueError(f"{file.folder}: adapters of the file and of the model differ in {names}")

@@ -43,6 +43,7 @@ _FREE = {
     "rank_pattern",
     "alpha_pattern",
     "lora_dropout",
+    "modules_to_save",
     "target_modules",
     "target_parameters",
     "exclude_modules",

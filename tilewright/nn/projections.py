@@ -93,6 +93,20 @@ def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
             yield path, module, [join_path(path, name) for name in OF_EXPERTS]
 
 
+def as_names(name: str, value: Iterable[str]) -> list[str]:
+    """A list of names. Raises TypeError for a text, which would be split into letters."""
+    if isinstance(value, str):
+        raise TypeError(f"{name} must be a list of names, got the text {value!r}")
+    return list(value)
+
+
+def replace_module(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Puts a module at a path, in the mode of the one before."""
+    stem, _, name = path.rpartition(".")
+    module.train(model.get_submodule(path).training)
+    setattr(model.get_submodule(stem), name, module)
+
+
 def unmatched(entries: Iterable[str], paths: Iterable[str]) -> list[str]:
     """The entries that match none of the paths."""
     paths = list(paths)

@@ -74,6 +74,18 @@ FORMATS = {
 }
 
 
+# The endings of the tensors that files may have beside a weight, by format.
+BESIDE = {
+    "nf4": (
+        ".absmax",
+        ".quant_map",
+        ".nested_absmax",
+        ".nested_quant_map",
+        ".quant_state.bitsandbytes__nf4",
+    ),
+    "nvfp4": ("_packed", "_scale", "_global_scale", "_scale_2"),
+    "block_fp8": ("_scale_inv",),
+}
 DEFAULT_GROUPS = {"nvfp4": 16, "block_fp8": 128, "nf4": 64}  # of published checkpoints
 
 
@@ -110,6 +122,15 @@ def quantize_as(q: Quantized, weight: torch.Tensor) -> Quantized:
     else:
         new = quantize_block_fp8(weight, block=cast(BlockFP8, q).block)
     return dataclasses.replace(new, dtype=q.dtype)
+
+
+def as_stored(q: Quantized) -> Quantized:
+    """q as its file gives it back: NVFP4's files have the inverse of the tensor scale, and an
+    inverse's inverse may differ in the last bit. That of a result is the result's.
+    """
+    if isinstance(q, NVFP4) and not q.global_scale.is_meta:
+        return dataclasses.replace(q, global_scale=1.0 / (1.0 / q.global_scale))
+    return q
 
 
 def join(parts: Sequence[Quantized]) -> list[Quantized]:
@@ -255,6 +276,13 @@ class QuantizedLinear(_Bytes):
     def weights(self) -> list[Quantized]:
         """The quantized weights, as views of the layer's buffers."""
         return self._stored()
+
+    @property
+    def qweight(self) -> torch.Tensor:
+        """The codes of the first weight as bytes: the name by which PEFT and others find where a
+        quantized layer is.
+        """
+        return self.get_buffer("data_0")
 
     def dense(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The dequantized weight, [N, K]."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import functools
 import pathlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from tilewright.nn.quantized import QuantizedLinear
 from tilewright.nn.weights import adapted, base_weights, quantized
+from tilewright.ops.block_fp8 import BlockFP8
 from tilewright.ops.nf4_format import NF4
+from tilewright.ops.nvfp4_format import BLOCK, NVFP4
+from tilewright.ops.quantize import Quantized
 from tilewright.registry import short
 
 
@@ -39,60 +44,152 @@ def _save_pretrained(
 ) -> Any:
     """`save_pretrained` of a transformers model with adapters or quantized weights.
 
-    Writes linear layers in NF4 as bitsandbytes does; from_pretrained reads the same bytes. Raises
-    ValueError, and writes nothing, for adapters and for other formats.
+    Writes linear layers as bitsandbytes (NF4), compressed-tensors (NVFP4) or fine-grained FP8
+    store them, so that from_pretrained reads the same bytes. Raises ValueError, and writes nothing,
+    for adapters and for weights that these cannot read.
     """
-    original, stored = type(model).save_pretrained, dict(base_weights(model))
+    original = type(model).save_pretrained
     if any(True for _ in adapted(model)):
         raise ValueError(
             "save_pretrained cannot write adapters of tilewright: "
             "tilewright.adapt.save_adapter(model, folder) writes them for peft, and "
             "merge_and_unload(model) adds them to the weights, which save_pretrained then writes"
         )
-    weights: dict[str, Any] = {
-        name: q for name, module in stored.items() for q in quantized(module)
-    }
-    if not weights:
+    saved = None
+    if any(True for _ in _quantized(model)):
+        if state_dict is not None:
+            raise ValueError(
+                f"save_pretrained cannot write a state_dict of quantized weights; {_WAY_OUT}"
+            )
+        state_dict, saved = stored_state(model)
+    before = model.config.__dict__.get("quantization_config")
+    if saved is not None:
+        model.config.quantization_config = saved
+    try:
         return original(
             model, save_directory, is_main_process=is_main_process, state_dict=state_dict, **options
         )
-    other = next(
-        (n for n, q in weights.items() if not isinstance(q, NF4) or len(quantized(stored[n])) > 1),
-        None,
-    )
-    if other is not None or state_dict is not None:
-        contents = (
-            "a state_dict of quantized weights"
-            if other is None
-            else f"{other} as {type(weights[other]).__name__}"
-        )
+    finally:
+        if saved is not None and before is None:
+            del model.config.quantization_config
+        elif saved is not None:
+            model.config.quantization_config = before
+
+
+def stored_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The state dict of a model with quantized weights in the layout of its format's checkpoints,
+    and the quantization_config that their readers need.
+
+    Raises ValueError for weights that these readers cannot read, and for several formats.
+    """
+    weights: dict[str, Any] = dict(_quantized(model))
+    for name, parts in weights.items():
+        if wrong := _why_not_stored(parts):
+            raise ValueError(f"save_pretrained cannot write {name} {wrong}; {_WAY_OUT}")
+    kinds = {name: _kind(parts[0]) for name, parts in weights.items()}
+    if len(set(kinds.values())) > 1:
+        several = ", ".join(sorted({str(kind) for kind, *_ in kinds.values()}))
         raise ValueError(
-            f"save_pretrained cannot write {contents}; it writes matrices in NF4, without a "
-            "state_dict. tilewright.adapt.merge_and_unload(model) dequantizes the weights, which "
-            "save_pretrained then writes"
+            f"save_pretrained cannot write weights of several formats ({several}); {_WAY_OUT}"
         )
     state = model.state_dict()
     for path, module in list(model.named_modules()):
         if isinstance(module, QuantizedLinear):
             for name, _ in module.named_buffers():
                 del state[f"{path}.{name}"]
-    for name, q in weights.items():
+    for name, [q] in weights.items():
         state |= {key: t.contiguous() for key, t in q.to_safetensors(name).items()}
-    model.config.quantization_config = {
+    left = [path for path, m in model.named_modules() if isinstance(m, nn.Linear)]
+    return state, _configuration([q for [q] in weights.values()], left)
+
+
+_WAY_OUT = (
+    "it writes matrices of one format, without a state_dict. "
+    "tilewright.adapt.merge_and_unload(model) dequantizes the weights, which save_pretrained then "
+    "writes"
+)
+
+
+def _quantized(model: nn.Module) -> Iterator[tuple[str, list[Quantized]]]:
+    for name, module in base_weights(model):
+        if parts := quantized(module):
+            yield name, parts
+
+
+def _kind(q: Quantized) -> tuple:
+    return type(q).__name__, getattr(q, "block", None)
+
+
+def _why_not_stored(parts: list[Quantized]) -> str | None:
+    """Why readers of its format cannot read a weight."""
+    [q, *more] = parts
+    if more or len(q.shape) != 2:
+        return f"as {type(q).__name__} {'in several parts' if more else 'of experts'}"
+    return why_unreadable(q, q.shape)
+
+
+def why_unreadable(like: Quantized, shape: Sequence[int]) -> str | None:
+    """Why a matrix of this shape in the format of `like` could not be read by the packages that
+    define the checkpoints; None if it can.
+    """
+    if isinstance(like, NVFP4) and shape[1] % BLOCK:
+        return f"{list(shape)} as NVFP4: compressed-tensors reads rows of whole blocks of {BLOCK}"
+    # transformers finds the block by dividing the shape by the number of scales.
+    if isinstance(like, BlockFP8) and any(
+        n > b and n % b for n, b in zip(shape, like.block, strict=True)
+    ):
+        rows, columns = like.block
+        return (
+            f"{list(shape)} as BlockFP8: transformers reads whole blocks, here of {rows} x "
+            f"{columns}; another group_size may divide it"
+        )
+    return None
+
+
+def _configuration(weights: list[Quantized], left: list[str]) -> dict[str, Any]:
+    """The quantization_config.   left: the paths of the dense linear layers."""
+    first = weights[0]
+    if isinstance(first, BlockFP8):
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(first.block),
+            "modules_to_not_convert": left,
+        }
+    if isinstance(first, NVFP4):
+        arguments = {
+            "num_bits": 4,
+            "type": "float",
+            "strategy": "tensor_group",
+            "group_size": BLOCK,
+            "symmetric": True,
+            "dynamic": False,
+            "scale_dtype": "torch.float8_e4m3fn",
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "nvfp4-pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": arguments,
+                    "input_activations": None,
+                    "output_activations": None,
+                    "format": "nvfp4-pack-quantized",
+                }
+            },
+            "ignore": left,
+        }
+    return {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
         "load_in_8bit": False,
         "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": any(q.offset is not None for q in weights.values()),
+        "bnb_4bit_use_double_quant": any(
+            isinstance(q, NF4) and q.offset is not None for q in weights
+        ),
         "bnb_4bit_quant_storage": "uint8",
-        "bnb_4bit_compute_dtype": short(next(iter(weights.values())).dtype),
-        "llm_int8_skip_modules": [
-            path for path, m in model.named_modules() if isinstance(m, nn.Linear)
-        ],
+        "bnb_4bit_compute_dtype": short(first.dtype),
+        "llm_int8_skip_modules": left,
     }
-    try:
-        return original(
-            model, save_directory, is_main_process=is_main_process, state_dict=state, **options
-        )
-    finally:
-        del model.config.quantization_config

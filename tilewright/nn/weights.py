@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -56,6 +57,40 @@ def shape_of(stored: Stored) -> tuple[int, ...]:
     if isinstance(stored, QuantizedLinear):
         return stored.out_features, stored.in_features
     return tuple(stored.weight().shape if isinstance(stored, QuantizedExperts) else stored.shape)
+
+
+def trainable_parameters(model: nn.Module) -> tuple[int, int]:
+    """The number of trainable parameters and of all, adapters and quantized weights included; of
+    sharded ones, over all ranks.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.adapt import add_lora, trainable_parameters
+        >>> model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(64, 32, bias=False)})
+        >>> paths = add_lora(model, rank=4, alpha=8)
+        >>> trainable_parameters(model)
+        (384, 2432)
+    """
+    stored = (m for _, m in base_weights(model) if not isinstance(m, nn.Parameter))
+    dense = sum(math.prod(shape_of(m)) for m in stored)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return trained, sum(p.numel() for p in model.parameters()) + dense
+
+
+def print_trainable_parameters(model: nn.Module) -> None:
+    """Prints `trainable_parameters` and their share, as PEFT's method of this name.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.adapt import add_lora, print_trainable_parameters
+        >>> model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(64, 32, bias=False)})
+        >>> paths = add_lora(model, rank=4, alpha=8)
+        >>> print_trainable_parameters(model)
+        trainable params: 384 || all params: 2,432 || trainable%: 15.7895
+    """
+    trained, every = trainable_parameters(model)
+    share = 100 * trained / every if every else 0.0
+    print(f"trainable params: {trained:,d} || all params: {every:,d} || trainable%: {share:.4f}")
 
 
 def fill(stored: QuantizedLinear | QuantizedExperts, weights: list[Quantized]) -> None:

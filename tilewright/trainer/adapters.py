@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -133,11 +132,7 @@ def identity(wanted: Lora) -> dict[str, Any] | None:
 
 def size(model: Transformer) -> str:
     """The number of parameters, and of trainable ones."""
-    quantized = sum(
-        math.prod(adapt.shape_of(p)) for _, p in adapt.base_weights(model) if adapt.quantized(p)
-    )
-    every = sum(p.numel() for p in model.parameters()) + quantized
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained, every = adapt.trainable_parameters(model)
     adapters = any(True for _ in adapt.adapted(model))
     return f"{every / 1e6:.1f} M parameters" + (
         f", {trained / 1e6:.2f} M of them in adapters," if adapters else ""

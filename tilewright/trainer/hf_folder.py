@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tilewright.files import open_tensors, read_json
+from tilewright.lora import BESIDE
 from tilewright.ops.block_fp8 import BlockFP8
 from tilewright.ops.nf4_format import NF4, read_state
 from tilewright.ops.nvfp4 import NVFP4
@@ -19,21 +20,9 @@ from tilewright.ops.quantized_linear import dequantize
 from tilewright.registry import short
 from tilewright.trainer.hf_names import INDEX, SINGLE, read_config
 
-# Tensors beside a quantized weight: those that belong to it, by format, and those that only
-# inference with quantized activations needs.
-BESIDE = {
-    "nf4": (
-        ".absmax",
-        ".quant_map",
-        ".nested_absmax",
-        ".nested_quant_map",
-        ".quant_state.bitsandbytes__nf4",
-    ),
-    "nvfp4": ("_packed", "_scale", "_global_scale", "_scale_2"),
-    "block_fp8": ("_scale_inv",),
-}
 # Dtypes of dense weights, by safetensors' names.
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+# Tensors beside a quantized weight that only inference with quantized activations needs.
 ACTIVATIONS = (
     ".input_scale",
     ".input_global_scale",

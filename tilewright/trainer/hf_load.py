@@ -17,7 +17,7 @@ from tilewright._torch import pytree
 from tilewright.ops.block_fp8 import BlockFP8
 from tilewright.ops.nf4_format import NF4
 from tilewright.ops.quantize import Quantized
-from tilewright.trainer.hf_folder import ACTIVATIONS, BESIDE, Folder
+from tilewright.trainer.hf_folder import ACTIVATIONS, Folder
 from tilewright.trainer.hf_names import fuse, sources, split
 from tilewright.trainer.model import Transformer
 from tilewright.trainer.model_config import ModelConfig
@@ -35,7 +35,7 @@ def _check_fits(model: Transformer, folder: Folder) -> None:
             n + beside
             for n in names
             for format in [folder.format(n)]
-            for beside in ("", *BESIDE.get(format, ()))
+            for beside in ("", *lora.BESIDE.get(format, ()))
         }
         missing = [n for n in names if n not in folder]
         problems += [f"missing {n}" for n in missing]

@@ -7,11 +7,14 @@
 
 `accelerate` changes one model: norms, rotary embedding, MLP, attention, experts and the loss;
 `restore` undoes it, and `accelerated` does it for models that other code builds. `register` only
-adds names to transformers' tables of attention and experts functions. Importing this module does
-not import transformers.
+adds names to transformers' tables of attention and experts functions. `TilewrightConfig` quantizes
+models while `from_pretrained` loads them; asking for it registers it with transformers. Importing
+this module does not import transformers.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from tilewright.integrations.transformers import attention, experts
 from tilewright.integrations.transformers.acceleration import (
@@ -21,17 +24,28 @@ from tilewright.integrations.transformers.acceleration import (
     accelerated,
     restore,
 )
-from tilewright.integrations.transformers.tables import register
+from tilewright.integrations.transformers.tables import register, require_transformers
 from tilewright.nn.experts import why_not
 
 __all__ = [
     "PARTS",
     "Report",
+    "TilewrightConfig",
     "accelerate",
     "accelerated",
     "attention",
     "experts",
+    "quantized_config",
     "register",
     "restore",
     "why_not",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("TilewrightConfig", "TilewrightHfQuantizer", "quantized_config"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require_transformers()
+    from tilewright.integrations.transformers import quantizer
+
+    return getattr(quantizer, name)

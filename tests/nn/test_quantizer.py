@@ -1,0 +1,571 @@
+"""Quantized and adapted models by standard calls: from_pretrained with TilewrightConfig, quantize_,
+PEFT over quantized layers, and the options of add_lora.
+"""
+
+import copy
+import inspect
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+from tilewright import adapt, ops  # noqa: E402
+from tilewright.adapt import add_lora, quantize_  # noqa: E402
+from tilewright.integrations.transformers import (  # noqa: E402
+    TilewrightConfig,
+    accelerate,
+    accelerated,
+    quantized_config,
+)
+from tilewright.lora import LoRALinear, QuantFormat, QuantizedLinear  # noqa: E402
+from tilewright.nn import RowBlockLinear  # noqa: E402
+from tilewright.registry import ImplementationUnavailable  # noqa: E402
+
+SHAPE = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+}
+IDS = torch.arange(24).view(2, 12) * 7 % 96
+OPTIONS = {
+    "nf4": {},
+    "nf4 nested": {"double_quant": True, "group_size": 32},
+    "nvfp4": {},
+    "block_fp8": {"group_size": 32},
+}
+
+
+def tiny(kind="llama", dtype=torch.float32, **changes):
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(kind, **{**SHAPE, "attention_bias": True, **changes})
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def load(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def again(folder, **options):
+    """What this library reads from a quantized folder."""
+    return load(folder, config=quantized_config(folder), **options)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def layers(model):
+    return {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """A folder with a dense model in bfloat16."""
+    folder = tmp_path_factory.mktemp("dense")
+    tiny(dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+# ---- from_pretrained and save_pretrained
+
+
+def read_by_others(format, folder):
+    """The weights of the format's own reader, dense in bfloat16, by layer."""
+    if format == "nf4":
+        functional = pytest.importorskip("bitsandbytes.functional")
+        model = load(folder)
+        return {
+            name: functional.dequantize_4bit(m.weight.data, m.weight.quant_state)
+            for name, m in model.named_modules()
+            if type(m).__name__ == "Linear4bit"
+        }
+    options = {}
+    if format == "nvfp4":
+        pytest.importorskip("compressed_tensors")
+        if "dequantize" not in inspect.signature(transformers.CompressedTensorsConfig).parameters:
+            pytest.skip("transformers' reader of compressed-tensors does not dequantize on loading")
+        found = transformers.CompressedTensorsConfig(dequantize=True)
+        options["quantization_config"] = found
+    else:
+        pytest.importorskip("accelerate")  # which transformers asks for; it dequantizes on a CPU
+    return {n: m.weight for n, m in load(folder, **options).named_modules() if type(m) is nn.Linear}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_model_comes_back_to_the_bit_and_others_read_it(name, dense, tmp_path):
+    format = name.split()[0]
+    config = TilewrightConfig(format, **OPTIONS[name])
+    model = load(dense, quantization_config=config)
+    expected = {n for n, m in tiny().named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
+    assert layers(model).keys() == expected and model.dtype == torch.bfloat16
+    assert type(model.lm_head) is nn.Linear
+    want = logits(model)
+    assert (want - logits(load(dense))).abs().max() > 1e-2  # of codes, not of the dense weights
+    model.save_pretrained(tmp_path / "a")
+    back = again(tmp_path / "a")
+    assert layers(back).keys() == expected and torch.equal(logits(back), want)
+    back.save_pretrained(tmp_path / "b")
+    files = [load_file(tmp_path / x / "model.safetensors") for x in "ab"]
+    assert files[0].keys() == files[1].keys()
+    for key, t in files[0].items():
+        assert t.dtype == files[1][key].dtype
+        assert torch.equal(t.view(torch.uint8), files[1][key].view(torch.uint8)), key
+    configs = [json.loads((tmp_path / x / "config.json").read_text()) for x in "ab"]
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+    method = {"nf4": "bitsandbytes", "nvfp4": "compressed-tensors", "block_fp8": "fp8"}[format]
+    assert configs[0]["quantization_config"]["quant_method"] == method
+    theirs = read_by_others(format, tmp_path / "a")
+    for path, layer in layers(model).items():
+        assert torch.equal(theirs[path], layer.dense(theirs[path].dtype)), path
+
+
+def test_dense_weights_of_a_quantized_folder_have_the_models_dtype(dense, tmp_path):
+    load(dense, quantization_config=TilewrightConfig("nf4")).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="BitsAndBytesConfig but you are passing a TilewrightConf"):
+        load(tmp_path, quantization_config=TilewrightConfig("nf4"))  # transformers' own refusal
+    config = quantized_config(tmp_path)
+    config.intermediate_size = 64
+    with pytest.raises(RuntimeError, match="issues during automatic conversion of the weights"):
+        load(tmp_path, config=config)
+    model = again(tmp_path, dtype=torch.float32)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    model.bfloat16().save_pretrained(tmp_path / "again")  # casting leaves codes as they are
+    back = layers(again(tmp_path / "again"))
+    assert all(torch.equal(m.dense(), back[n].dense()) for n, m in layers(model).items())
+
+
+def test_a_tensor_scale_comes_back_to_the_bit():
+    """compressed-tensors store its inverse."""
+    changed = 0
+    for seed in range(40):
+        weight = torch.randn(2, 16, generator=torch.Generator().manual_seed(seed))
+        q = TilewrightConfig("nvfp4").quantize(weight)
+        back = type(q).from_safetensors(q.to_safetensors(), dtype=q.dtype)
+        assert torch.equal(back.global_scale, q.global_scale)
+        changed += not torch.equal(ops.quantize_nvfp4(weight).global_scale, q.global_scale)
+    assert 0 < changed < 40
+
+
+def test_one_dense_weight_is_in_memory_at_a_time(dense, monkeypatch):
+    seen = []
+    own = TilewrightConfig.quantize
+
+    def quantize(self, weight):
+        if not weight.is_meta:
+            seen.append(weight.shape)
+            for m in building[-1].modules():  # all others are still on meta, or quantized
+                if type(m) is nn.Linear and m is not building[-1].lm_head:
+                    assert m.weight.is_meta
+        return own(self, weight)
+
+    building = []
+    kind = transformers.LlamaForCausalLM
+    post_init = kind.post_init
+    monkeypatch.setattr(kind, "post_init", lambda m: (building.append(m), post_init(m))[1])
+    monkeypatch.setattr(TilewrightConfig, "quantize", quantize)
+    load(dense, quantization_config=TilewrightConfig("nf4"))
+    assert len(seen) == 14
+
+
+def test_what_is_named_and_experts_stay_dense(tmp_path):
+    model = tiny(
+        "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16
+    )
+    model.save_pretrained(tmp_path / "dense")
+    config = TilewrightConfig("nvfp4", modules_to_not_convert=["o_proj", "layers.1"])
+    model = load(tmp_path / "dense", quantization_config=config)
+    attention = "model.layers.0.self_attn"
+    assert set(layers(model)) == {f"{attention}.{x}_proj" for x in "qkv"}
+    model.save_pretrained(tmp_path / "out")
+    written = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert f"{attention}.o_proj" in written["ignore"] and "lm_head" in written["ignore"]
+    back = again(tmp_path / "out")
+    assert torch.equal(logits(back), logits(model))
+    assert set(layers(copy.deepcopy(back))) == set(layers(model))
+
+
+def test_a_loaded_model_is_dequantized_adapted_and_trained(dense, tmp_path):
+    model = load(dense, quantization_config=TilewrightConfig("nf4"), dtype=torch.float32)
+    add_lora(model, rank=2)
+    with pytest.raises(ValueError, match=r"^save_pretrained cannot write adapters of tilewright"):
+        model.save_pretrained(tmp_path / "out")
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=1, disable_tqdm=True
+    )
+    rows = [{"input_ids": IDS[0], "labels": IDS[0]}]
+    transformers.Trainer(model=model, args=arguments, train_dataset=rows)  # or raises
+    want, twin = logits(model), copy.deepcopy(model)
+    for plain in (model.dequantize(), adapt.merge_and_unload(twin)):
+        assert not layers(plain) and not hasattr(plain.config, "quantization_config")
+        torch.testing.assert_close(logits(plain), want, rtol=1e-4, atol=1e-4)
+    model.save_pretrained(tmp_path / "plain")
+    torch.testing.assert_close(logits(load(tmp_path / "plain")), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"format": "int4"}, ValueError, r"name must be one of \['nvfp4', 'block_fp8', 'nf4'\]"),
+        ({"format": "nf4", "group_size": 7}, ValueError, "nf4 has groups of .*, got 7"),
+        ({"format": "nvfp4", "double_quant": True}, ValueError, "double_quant must be False for"),
+        ({"double_quant": 1}, TypeError, "double_quant must be a bool, got 1"),
+        ({"modules_to_not_convert": "lm_head"}, TypeError, "must be a list of names, got the text"),
+    ],
+)
+def test_a_wrong_configuration_is_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        TilewrightConfig(**arguments)
+
+
+@pytest.mark.parametrize(
+    "config, options, message",
+    [
+        (
+            {"modules_to_not_convert": ["nosuch"]},
+            {},
+            "'nosuch' match no module; there are .*q_proj",
+        ),
+        ({"modules_to_not_convert": ["layers"]}, {}, "LlamaForCausalLM has no layer to quantize"),
+        ({}, {"device_map": {"": "disk"}}, "device_map must not have 'disk' with TilewrightConfig"),
+        (
+            {"format": "block_fp8", "group_size": 48},
+            {},
+            r"q_proj is \[64, 64\] as BlockFP8: transformers reads whole blocks, here of 48 x 48",
+        ),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused(config, options, message, dense):
+    with pytest.raises(ValueError, match=message):
+        load(dense, quantization_config=TilewrightConfig(**config), **options)
+
+
+def test_folders_that_are_not_read_are_refused(dense, tmp_path):
+    with pytest.raises(ValueError, match=r"is not quantized; from_pretrained\(\.\.\., quant"):
+        quantized_config(dense)
+    model = tiny("qwen3_moe", num_experts=4, moe_intermediate_size=32, head_dim=16)
+    model.save_pretrained(tmp_path)
+    file = json.loads((tmp_path / "config.json").read_text())
+    for found, message in (
+        ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq'"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [1, 128]},
+            r"'weight_block_size': \[1, 128\]",
+        ),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+            "fp4",
+        ),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**file, "quantization_config": found}))
+        with pytest.raises(ValueError, match=f"{message}.* is not read; accepted are bitsandbytes"):
+            quantized_config(tmp_path)
+    found = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    (tmp_path / "config.json").write_text(json.dumps({**file, "quantization_config": found}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(key for key in tensors if ".experts.0." in key)
+    q = ops.quantize_block_fp8(tensors.pop(name), block=(32, 32))
+    tensors |= q.to_safetensors(name)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"experts\.0\.\w+ is quantized, and transformers stacks"):
+        again(tmp_path)
+
+
+# ---- quantize_
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(96, 64)
+        self.up = nn.Linear(64, 128)
+        self.gate = nn.Linear(64, 4)
+        self.rows = RowBlockLinear(64, 64)
+        self.down = nn.Linear(128, 64, bias=False)
+        self.out = nn.Linear(64, 96, bias=False)
+        self.out.weight = self.embed.weight
+        self.score = nn.Linear(64, 2)
+        self.hooked = nn.Linear(64, 64)
+        self.hooked.register_forward_hook(lambda *_: None)
+
+
+def test_quantize_says_what_it_did(capsys):
+    model = Tied()
+    x, dense = torch.randn(3, 64), copy.deepcopy(model)
+    report = quantize_(model)
+    assert capsys.readouterr().out == f"{report}\n"
+    assert str(report).splitlines() == [
+        "quantize_: Tied",
+        "  changed  nf4        1 up, 1 down: 0.1 MiB -> 0.0 MiB",
+        "  left     1 embed: an embedding",
+        "  left     1 gate: a router, by its name",
+        "  left     1 rows: a subclass of Linear (RowBlockLinear), which may compute something else",
+        "  left     1 out: shares its weight with another module",
+        "  left     1 score: an output layer",
+        "  left     1 hooked: has hooks or a forward of its own, which the new layer would not have",
+    ]
+    assert report.changed == ("up", "down") and (report.before, report.after) == (65536, 9216)
+    assert torch.equal(model.down.dense(), ops.dequantize_nf4(ops.quantize_nf4(dense.down.weight)))
+    torch.testing.assert_close(model.up(x), x @ model.up.dense().T + dense.up.bias)
+    assert model.gate.weight.requires_grad and not model.up.bias.requires_grad
+    quantize_(copy.deepcopy(dense), modules_to_not_convert=["up"], quiet=True)
+    assert not capsys.readouterr().out
+    with pytest.raises(
+        ValueError, match=r"no layer to quantize \(embed: an embedding; up: quantize"
+    ):
+        quantize_(model)
+
+
+def test_what_quantize_cannot_do_is_refused(monkeypatch):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str"):
+        quantize_("model")
+    with pytest.raises(ValueError, match=r"name must be one of .*, got 'int8'"):
+        quantize_(Tied(), "int8")
+    with pytest.raises(ValueError, match="got a linear layer itself, which has no place to change"):
+        quantize_(nn.Linear(64, 64))
+    with pytest.raises(ValueError, match="modules_to_not_convert: 'nosuch' match no module"):
+        quantize_(Tied(), modules_to_not_convert=["nosuch"])
+    with pytest.raises(ValueError, match=r"no layer to quantize \(no linear layers\)"):
+        quantize_(nn.Sequential(nn.ReLU()))
+    model = nn.ModuleDict({"up_proj": nn.Linear(64, 64)})
+    add_lora(model, rank=2)
+    with pytest.raises(ValueError, match="up_proj has adapters; quantize the model before"):
+        quantize_(model)
+    assert isinstance(model["up_proj"].base, nn.Linear)
+    monkeypatch.setattr("tilewright.nn.quantize.is_sharded", lambda t: True)
+    with pytest.raises(
+        ValueError, match="up is sharded over ranks; quantize the model before that"
+    ):
+        quantize_(Tied())
+
+
+@pytest.mark.parametrize("format", ["nf4", "nvfp4", QuantFormat("block_fp8", 32)], ids=str)
+def test_a_model_quantized_in_place_is_saved_too(format, tmp_path):
+    model = tiny()
+    quantize_(model, format, quiet=True)
+    model.save_pretrained(tmp_path)
+    assert not hasattr(model.config, "quantization_config")
+    assert torch.equal(logits(again(tmp_path)), logits(model))
+    odd = tiny(intermediate_size=72)
+    quantize_(odd, format, quiet=True)
+    if format == "nf4":
+        odd.save_pretrained(tmp_path / "odd")
+    else:
+        with pytest.raises(ValueError, match=r"^save_pretrained cannot write \S+ \[\d+, \d+\] as "):
+            odd.save_pretrained(tmp_path / "odd")
+        assert not (tmp_path / "odd").exists()
+
+
+def test_accelerated_models_are_quantized_before_and_after(tmp_path):
+    first, second = tiny(), tiny()
+    quantize_(first, quiet=True)
+    accelerate(first, quiet=True)
+    accelerate(second, quiet=True)
+    quantize_(second, quiet=True)
+    assert torch.equal(logits(first), logits(second))
+    assert "changed" in str(accelerate(second, quiet=True))
+    assert torch.equal(logits(first), logits(second))
+    first.save_pretrained(tmp_path)
+    with accelerated(quiet=True) as reports:
+        third = again(tmp_path)
+    assert reports[0].changed and torch.equal(logits(third), logits(first))
+
+
+# ---- the options of add_lora
+
+
+def test_dropout_is_of_the_adapters_input():
+    torch.manual_seed(3)
+    layer = LoRALinear(nn.Linear(64, 32), rank=4, alpha=8, dropout=0.5)
+    nn.init.normal_(layer.lora_B)
+    x = torch.randn(5, 64)
+    torch.manual_seed(4)
+    y = layer(x)
+    torch.manual_seed(4)
+    kept = torch.nn.functional.dropout(x, 0.5)
+    torch.testing.assert_close(y, layer.base(x) + kept @ layer.lora_A.T @ layer.lora_B.T * 2)
+    assert (kept == 0).any()
+    layer.eval()
+    torch.testing.assert_close(layer(x), layer.base(x) + x @ layer.lora_A.T @ layer.lora_B.T * 2)
+    assert "dropout=0.5" in repr(layer)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"use_dora": True}, "use_dora must be False, got True: DoRA's magnitudes need"),
+        ({"lora_dropout": 1.0}, "lora_dropout must be a number from 0 to below 1, got 1.0"),
+        ({"modules_to_save": ["nosuch"]}, "modules_to_save: 'nosuch' matches no module"),
+        ({"modules_to_save": ["mlp"]}, r"modules_to_save: .*mlp\.\w+ has an adapter"),
+        ({"modules_to_save": ["self_attn"], "targets": ["up_proj"]}, "self_attn is quantized"),
+        ({"modules_to_save": ["act_fn"]}, "act_fn has no parameters"),
+        ({"modules_to_save": ["lm_head"]}, r"lm_head shares a weight with model\.embed_tokens"),
+    ],
+)
+def test_options_of_adapters_that_cannot_be_are_refused(options, message):
+    model = tiny(tie_word_embeddings=True)
+    quantize_(model, modules_to_not_convert=["mlp"], quiet=True)
+    with pytest.raises(ValueError, match=message):
+        add_lora(model, rank=2, **options)
+    assert not any(True for _ in adapt.adapted(model))
+    with pytest.raises(TypeError, match="modules_to_save must be a list of names, got the text"):
+        add_lora(model, modules_to_save="lm_head")
+
+
+def test_modules_to_save_are_trained_and_read_by_peft(tmp_path, capsys):
+    peft = pytest.importorskip("peft")
+    tiny().save_pretrained(tmp_path / "base")
+    model = load(tmp_path / "base")
+    options = {"lora_dropout": 0.25, "modules_to_save": ["lm_head"]}
+    add_lora(model, ["q_proj"], rank=2, alpha=4, use_rslora=True, **options)
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert "lm_head.weight" in trained and len(trained) == 5
+    adapt.print_trainable_parameters(model)
+    every = sum(p.numel() for p in model.parameters())
+    assert f"trainable params: 6,656 || all params: {every:,} ||" in capsys.readouterr().out
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    for _ in range(2):
+        model.train()(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    adapt.save_adapter(model, tmp_path / "adapter")
+    written = json.loads((tmp_path / "adapter" / adapt.ADAPTER_CONFIG).read_text())
+    assert (written["lora_dropout"], written["modules_to_save"]) == (0.25, ["lm_head"])
+    theirs = peft.PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter")
+    torch.testing.assert_close(logits(theirs), logits(model), rtol=1e-4, atol=1e-4)
+    assert (logits(load(tmp_path / "base")) - logits(model)).abs().max() > 1e-2
+    theirs.save_pretrained(tmp_path / "theirs")
+    for folder in ("adapter", "theirs"):
+        ours = load(tmp_path / "base")
+        adapt.load_adapter(ours, tmp_path / folder)
+        assert torch.equal(logits(ours), logits(model))
+        assert ours.lm_head.weight.requires_grad
+        assert ours.model.layers[0].self_attn.q_proj.dropout == 0.25
+    with pytest.raises(ValueError, match="adapters of the file and of the model differ in lm_head"):
+        other = load(tmp_path / "base")
+        add_lora(other, ["q_proj"], rank=2, alpha=4, rslora=True)
+        adapt.load_adapter(other, tmp_path / "adapter")
+    for found, message in (
+        ("lm_head", "modules_to_save must be a list of names, got 'lm_head'"),
+        (["nosuch"], r"base_model\.model\.lm_head\.weight is not supported"),
+        (
+            ["lm_head", "norm"],
+            r"modules_to_save has \S*norm with \{\}, the model \{'weight': \(64,\)",
+        ),
+    ):
+        file = tmp_path / "adapter" / adapt.ADAPTER_CONFIG
+        file.write_text(json.dumps({**written, "modules_to_save": found}))
+        with pytest.raises(ValueError, match=message):
+            adapt.load_adapter(load(tmp_path / "base"), tmp_path / "adapter")
+    adapt.merge_and_unload(ours)
+    assert not list(adapt.saved_modules(ours)) and not ours.lm_head.weight.requires_grad
+    torch.testing.assert_close(logits(ours), logits(model), rtol=1e-4, atol=1e-4)
+
+
+# ---- PEFT over quantized layers
+
+
+def adapters_of_peft(model):
+    return {
+        n.replace("base_model.model.", "").replace(".default.weight", ""): p
+        for n, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+@pytest.mark.parametrize("format", ["nf4", "nvfp4", "block_fp8"])
+def test_peft_trains_saves_and_merges_over_quantized_layers(format, dense, tmp_path):
+    peft = pytest.importorskip("peft")
+    options = {"group_size": 32} if format == "block_fp8" else {}
+
+    def base():
+        config = TilewrightConfig(format, **options)
+        return load(dense, quantization_config=config, dtype=torch.float32)
+
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"])
+    model, ours = peft.get_peft_model(base(), config), base()
+    add_lora(ours, ["q_proj", "down_proj"], rank=2, alpha=4)
+    factors = adapters_of_peft(model)
+    with torch.no_grad():
+        for name, p in factors.items():
+            p.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+            ours.get_parameter(name).copy_(p)
+    for m in (model, ours):
+        m.train()(IDS, labels=IDS).loss.backward()
+    for name, p in factors.items():
+        torch.testing.assert_close(p.grad, ours.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+    optimizer = torch.optim.Adam(factors.values(), lr=0.02)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        losses.append(model(IDS, labels=IDS).loss)
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.9 * losses[0]
+    want = logits(model.eval())
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(base(), tmp_path).eval()), want)
+    loaded = base()
+    adapt.load_adapter(loaded, tmp_path)
+    torch.testing.assert_close(logits(loaded), want, rtol=1e-4, atol=1e-4)
+    added = base()
+    added.add_adapter(config)  # transformers' own call
+    added.save_pretrained(tmp_path / "added")
+    names = {file.name for file in (tmp_path / "added").iterdir()}
+    assert "adapter_model.safetensors" in names and "model.safetensors" not in names
+    with model.disable_adapter():
+        assert torch.equal(logits(model), logits(base()))
+    before = {n: m.dense() for n, m in layers(model).items()}
+    model.merge_adapter()
+    assert (logits(model) - want).abs().max() < 0.5 * (logits(base()) - want).abs().max()
+    model.unmerge_adapter()
+    assert all(torch.equal(m.dense(), before[n]) for n, m in layers(model).items())
+    assert torch.equal(logits(model), want)
+    merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    assert torch.equal(logits(again(tmp_path / "merged", dtype=torch.float32)), logits(merged))
+
+
+def test_what_peft_cannot_do_over_quantized_layers_is_refused(monkeypatch):
+    peft = pytest.importorskip("peft")
+    from tilewright.integrations.peft import register
+
+    register()
+    register()
+    for options, message in (
+        ({"use_dora": True}, "use_dora must not be set over a quantized layer, got True"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights must be one of .*, got 'pissa'"),
+        ({"lora_bias": True, "bias": "none"}, "lora_bias must be False over a quantized layer"),
+    ):
+        model = tiny()
+        quantize_(model, quiet=True)
+        with pytest.raises(ValueError, match=message):
+            peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], **options))
+    model = peft.get_peft_model(tiny(), peft.LoraConfig(target_modules=["q_proj"]))
+    assert type(model.base_model.model.model.layers[0].self_attn.q_proj).__name__ == "Linear"
+    with pytest.raises(ValueError, match=r"q_proj has adapters; quantize the model before"):
+        quantize_(model)
+    quantized = tiny()
+    quantize_(quantized, quiet=True)
+    model = peft.get_peft_model(quantized, peft.LoraConfig(target_modules=["q_proj"]))
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    with torch.no_grad():
+        layer.lora_A["default"].weight.fill_(float("inf"))
+    with pytest.raises(ValueError, match="adapter 'default' makes weights that are not finite"):
+        layer.merge(safe_merge=True)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImplementationUnavailable, match="the package 'peft' is not installed"):
+        register()

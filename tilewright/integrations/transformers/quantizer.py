@@ -1,0 +1,354 @@
+"""A quantizer of transformers: `from_pretrained(..., quantization_config=TilewrightConfig("nf4"))`.
+
+Importing this module registers it with transformers, by `register_quantization_config` and
+`register_quantizer`, as "tilewright". Saved folders name the format's own `quant_method`, so that
+they load without this library.
+"""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from tilewright import adapt, lora, ops, platform
+from tilewright.files import open_tensors
+from tilewright.integrations.transformers.errors import NAME
+from tilewright.ops.block_fp8 import BlockFP8
+from tilewright.ops.nf4_format import NF4
+from tilewright.ops.nvfp4 import NVFP4
+from tilewright.ops.quantize import Quantized
+
+# Names of the tensors that replace a `weight`, by format; those of activations are ignored.
+STORED = {
+    format: ["weight", *(f"weight{ending}" for ending in endings)]
+    for format, endings in lora.BESIDE.items()
+}
+STORED["nvfp4"].append("input_global_scale")
+
+
+@register_quantization_config(NAME)
+class TilewrightConfig(QuantizationConfigMixin):
+    """The `quantization_config` of `from_pretrained` that quantizes linear layers while they load.
+
+    A layer is quantized as soon as its weight is read, so that one dense weight is in memory at a
+    time. Output layers, embeddings and routers are left (as by `tilewright.adapt.quantize_`), and
+    so are the experts of transformers' mixtures, which are no linear layers. The quantized layers
+    are `tilewright.lora.QuantizedLinear`. `save_pretrained` writes config.json and weights as
+    bitsandbytes (nf4), compressed-tensors (nvfp4) or transformers' fine-grained FP8 (block_fp8)
+    load them; `quantized_config` reads such a folder into this library's layers.
+
+    Args:
+        format: nf4 | nvfp4 | block_fp8.
+        group_size: As in `tilewright.lora.QuantFormat`.
+        double_quant: Of nf4: its scales are quantized too.
+        modules_to_not_convert: Further modules to leave: names, runs of names ("layers.0.mlp"),
+            patterns, or regular expressions after "re:".
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: The format or group size does not exist, or double_quant is set for another.
+
+    Example:
+        >>> from tilewright.integrations.transformers import TilewrightConfig
+        >>> TilewrightConfig("nf4").group_size
+        64
+    """
+
+    def __init__(
+        self,
+        format: str = "nf4",
+        *,
+        group_size: int | None = None,
+        double_quant: bool = False,
+        modules_to_not_convert: Iterable[str] | None = None,
+        quant_method: str = NAME,
+    ):
+        chosen = lora.QuantFormat(format, group_size)
+        if not isinstance(double_quant, bool):
+            raise TypeError(f"double_quant must be a bool, got {double_quant!r}")
+        if double_quant and format != "nf4":
+            raise ValueError(f"double_quant must be False for {format}; only nf4 has it")
+        if isinstance(modules_to_not_convert, str):
+            raise TypeError(
+                "modules_to_not_convert must be a list of names, got the text "
+                f"{modules_to_not_convert!r}"
+            )
+        self.quant_method = quant_method
+        self.format, self.group_size = format, chosen.group_size
+        self.double_quant = double_quant
+        self.modules_to_not_convert = list(modules_to_not_convert or ())
+        self.written: dict[str, Any] | None = None  # what config.json has of a loaded model
+
+    def quantize(self, weight: torch.Tensor) -> Quantized:
+        """The weight as a file of this format gives it back."""
+        if self.format == "nf4":
+            return ops.quantize_nf4(
+                weight, double_quant=self.double_quant, block_size=self.group_size or 64
+            )
+        return lora.as_stored(lora.QuantFormat(self.format, self.group_size)(weight))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Of a loaded model the quantization_config that the format's own readers need."""
+        if self.written is not None:
+            return copy.deepcopy(self.written)
+        return {k: copy.deepcopy(v) for k, v in self.__dict__.items() if k != "written"}
+
+
+@register_quantizer(NAME)
+class TilewrightHfQuantizer(HfQuantizer):
+    """What `TilewrightConfig` names; made by `from_pretrained`."""
+
+    quantization_config: TilewrightConfig
+    is_trainable = True
+    is_compileable = True
+    # The other parameters can be trained, and adapters that transformers does not know of.
+    is_qat_trainable = True
+
+    def __init__(self, quantization_config: TilewrightConfig, **kwargs: Any):
+        # A copy, because it gets what config.json says of this model.
+        super().__init__(copy.copy(quantization_config), **kwargs)
+        self.layers: set[str] = set()
+        if platform.no_module("peft") is None:
+            from tilewright.integrations.peft import register
+
+            register()
+
+    @property
+    def serialized_names(self) -> dict[str, list[str]]:
+        """As transformers' base class."""
+        return {"weight": STORED[self.quantization_config.format]}
+
+    @property
+    def quantized_element_size(self) -> float:
+        """Bytes of an element, for device maps."""
+        return 1.0 if self.quantization_config.format == "block_fp8" else 0.57
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Raises ValueError for weights on disk."""
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError(
+                "device_map must not have 'disk' with TilewrightConfig: quantized layers are not "
+                "offloaded to files; use devices and 'cpu'"
+            )
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether save_pretrained can write the model: yes."""
+        return True
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        """Whether this is the weight of a layer to quantize."""
+        path, _, name = param_name.rpartition(".")
+        return name == "weight" and path in self.layers
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> Any:
+        if self.pre_quantized:
+            _check_files(model, checkpoint_files, self.serialized_names["weight"])
+            return model
+        config = self.quantization_config
+        layers, left = adapt.linear_layers(model, config.modules_to_not_convert)
+        if not layers:
+            raise ValueError(f"{type(model).__name__} has no layer to quantize; left are {left}")
+        for path in layers:
+            weight = model.get_submodule(path).weight
+            if wrong := adapt.why_unreadable(
+                config.quantize(weight.detach().to("meta")), weight.shape
+            ):
+                raise ValueError(
+                    f"{path} is {wrong}; or name it in modules_to_not_convert, so that the saved "
+                    "model can be read"
+                )
+        self.layers = set(layers)
+        return model
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """What quantizes a weight when it has been read."""
+        return _Quantize(self)
+
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        """What collects a layer's tensors from a quantized checkpoint."""
+        if not self.pre_quantized:
+            return []
+        # Longest first: older versions try the patterns in this order.
+        names = sorted(self.serialized_names["weight"], key=len, reverse=True)
+        return [WeightConverter(names, "weight", [_Read(self)])]
+
+    def update_weight_conversions(self, weight_conversions: list, *args: Any) -> list:
+        """Adds `get_weight_conversions` to the model's own."""
+        return weight_conversions + self.get_weight_conversions()
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        # Saving reverts conversions, of which this one is done by get_state_dict_and_metadata.
+        used = getattr(model, "_weight_conversions", None)
+        if used is not None:
+            model._weight_conversions = [
+                c
+                for c in used
+                if not any(isinstance(op, _Read) for op in getattr(c, "operations", ()))
+            ]
+        _, self.quantization_config.written = adapt.stored_state(model)
+        return model
+
+    def get_state_dict_and_metadata(self, model: Any, *args: Any, **kwargs: Any) -> tuple:
+        """The tensors for save_pretrained, in the format's layout. Raises ValueError if the model
+        has adapters of this library, or weights that readers of the format cannot read.
+        """
+        if any(True for _ in adapt.adapted(model)):
+            raise ValueError(
+                "save_pretrained cannot write adapters of tilewright; "
+                "tilewright.adapt.save_adapter(model, folder) writes them for peft"
+            )
+        if getattr(model, "_hf_peft_config_loaded", False):  # only the adapters are saved
+            return None, {}
+        state, self.quantization_config.written = adapt.stored_state(model)
+        return state, {}
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        paths = [p for p, m in model.named_modules() if isinstance(m, lora.QuantizedLinear)]
+        adapt.merge_and_unload(model)
+        for path in paths:
+            model.get_submodule(path.removesuffix(".base")).to(dtype)
+        return model
+
+
+class _Quantize(ConversionOps):
+    """Replaces a linear layer by one with its weight quantized, when the weight has been read."""
+
+    def __init__(self, hf_quantizer: TilewrightHfQuantizer):
+        self.hf_quantizer = hf_quantizer
+
+    def convert(self, input_dict, full_layer_name=None, model=None, missing_keys=None, **kwargs):
+        [weight] = input_dict.values()
+        weight = weight[0] if isinstance(weight, list) else weight
+        _put(model, full_layer_name, self.hf_quantizer.quantization_config.quantize(weight))
+        missing_keys.discard(full_layer_name)
+        return {}
+
+
+class _Read(ConversionOps):
+    """Replaces a linear layer by one with the quantized weight of a checkpoint. Weights that are
+    dense there are passed on.
+    """
+
+    def __init__(self, hf_quantizer: TilewrightHfQuantizer):
+        self.hf_quantizer = hf_quantizer
+
+    def convert(self, input_dict, full_layer_name=None, model=None, missing_keys=None, **kwargs):
+        tensors = {k: t[0] if isinstance(t, list) else t for k, t in input_dict.items()}
+        like = model.get_parameter_or_buffer(full_layer_name)
+        if set(tensors) == {"weight"}:
+            # transformers leaves the dtype of what a quantizer's operation reads to it.
+            full = getattr(model, "_keep_in_fp32_modules", None) or ()
+            keep = tensors["weight"].dtype == torch.float32 and any(
+                name in full_layer_name.split(".") for name in full
+            )
+            return {full_layer_name: tensors["weight"].to(None if keep else like.dtype)}
+        q = _from_tensors(self.hf_quantizer.quantization_config, tensors, like.dtype)
+        if tuple(q.shape) != tuple(like.shape):
+            raise ValueError(
+                f"{full_layer_name} is {list(q.shape)} in the checkpoint, and {list(like.shape)} in "
+                "the model"
+            )
+        _put(model, full_layer_name, q)
+        missing_keys.discard(full_layer_name)
+        return {}
+
+
+def _from_tensors(config: TilewrightConfig, tensors: dict, dtype: torch.dtype) -> Quantized:
+    if config.format == "nf4":
+        return NF4.from_safetensors(tensors)
+    if config.format == "nvfp4":
+        return NVFP4.from_safetensors(tensors, dtype=dtype)
+    size = config.group_size or 128
+    # transformers 5.7 casts codes to the model's dtype, which holds them exactly.
+    codes = {"weight": tensors["weight"].to(torch.float8_e4m3fn)}
+    return BlockFP8.from_safetensors(tensors | codes, block=(size, size), dtype=dtype)
+
+
+def _put(model: nn.Module, name: str, q: Quantized) -> None:
+    path = name.removesuffix(".weight")
+    layer: Any = lora.QuantizedLinear(q, model.get_submodule(path).bias)
+    layer._is_hf_initialized = True  # transformers would initialize it
+    adapt.replace_module(model, path, layer)
+
+
+def _check_files(model: nn.Module, files: list[str] | None, names: list[str]) -> None:
+    """Raises ValueError for checkpoints whose experts are quantized one by one: transformers
+    stacks their weights, and would stack the codes without their scales.
+    """
+    marks = tuple(f".{name}" for name in names if name != "weight")
+    modules = dict(model.named_modules())
+    for file in files or ():
+        with open_tensors(pathlib.Path(file)) as tensors:
+            keys = list(tensors.keys())
+        for key in keys:
+            stem = key.rpartition(".weight")[0]
+            if key.endswith(marks) and re.search(r"\.experts\.\d+\.", key) and stem not in modules:
+                raise ValueError(
+                    f"{file}: {stem} is quantized, and transformers stacks experts; quantized ones "
+                    "are read by the trainer, or by the format's own reader"
+                )
+
+
+def quantized_config(folder: str | pathlib.Path, **kwargs: Any) -> Any:
+    """The configuration of a quantized folder, so that this library reads its weights:
+    `from_pretrained(folder, config=quantized_config(folder))`.
+
+    Without it transformers loads the folder by the package that its configuration names. Reads what
+    `save_pretrained` wrote, and checkpoints that others made: 4-bit NF4 of bitsandbytes, NVFP4 of
+    compressed-tensors (weights alone; scales of activations are ignored), and fine-grained FP8.
+
+    Args:
+        folder: A folder, or a name on the Hub.
+        kwargs: Of `AutoConfig.from_pretrained`.
+
+    Returns:
+        The model's configuration, whose quantization_config names this library.
+
+    Raises:
+        ValueError: The folder is not quantized, or in another way.
+    """
+    config = AutoConfig.from_pretrained(folder, **kwargs)
+    found = getattr(config, "quantization_config", None)
+    if not found:
+        raise ValueError(
+            f"{folder} is not quantized; from_pretrained(..., quantization_config="
+            'TilewrightConfig("nf4")) quantizes it'
+        )
+    found = found if isinstance(found, dict) else found.to_dict()
+    format, size = _format_of(folder, found)
+    config.quantization_config = TilewrightConfig(format, group_size=size).to_dict()
+    return config
+
+
+def _format_of(folder: str | pathlib.Path, found: dict[str, Any]) -> tuple[str, int | None]:
+    """The name and the group size of the format that a quantization_config describes."""
+    method = found.get("quant_method")
+    if found.get("load_in_4bit") and found.get("bnb_4bit_quant_type") == "nf4":
+        return "nf4", None
+    if method == "compressed-tensors" and found.get("format") == "nvfp4-pack-quantized":
+        return "nvfp4", None
+    block = found.get("weight_block_size")
+    square = isinstance(block, (list, tuple)) and len(block) == 2 and block[0] == block[1]
+    if method == "fp8" and square and found.get("scale_fmt", "float") == "float":
+        return "block_fp8", block[0]
+    details = {
+        k: found[k] for k in ("bnb_4bit_quant_type", "format", "weight_block_size") if k in found
+    }
+    raise ValueError(
+        f"{folder}: quant_method {str(method)!r} ({details}) is not read; accepted are bitsandbytes "
+        "with bnb_4bit_quant_type 'nf4', compressed-tensors with format 'nvfp4-pack-quantized', and "
+        "fp8 with square blocks and float scales"
+    )
