@@ -2,6 +2,7 @@
 layers in transformers' models, put there by `kernelize`.
 """
 
+import copy
 import json
 import subprocess
 import sys
@@ -104,8 +105,10 @@ def test_a_model_has_the_same_logits_and_gradients(repository, monkeypatch):
     model = Qwen3MoeForCausalLM(config)
     # As `use_kernel_forward_from_hub` and `use_kernelized_func` do.
     own = modeling.apply_rotary_pos_emb
-    own = own.forward if isinstance(own, torch.nn.Module) else own
-    rotate = kernels.use_kernel_forward_from_hub("RotaryPosEmb")(own)
+    if isinstance(own, torch.nn.Module):
+        rotate = copy.copy(own)
+    else:
+        rotate = kernels.use_kernel_forward_from_hub("RotaryPosEmb")(own)
     monkeypatch.setattr(modeling, "apply_rotary_pos_emb", rotate)
     classes = {
         modeling.Qwen3MoeRMSNorm: "RMSNorm",
