@@ -212,7 +212,8 @@ def no_extension() -> str | None:
     try:
         torch.ops.load_library(str(files[0]))
     except OSError as error:
-        return f"the C++ extension tilewright._C does not load: {str(error).splitlines()[0]}"
+        reason = str(error.__cause__ or error).splitlines()[0]  # torch's own names the file alone
+        return f"the C++ extension tilewright._C does not load: {reason}"
     return None
 
 
