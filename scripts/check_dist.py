@@ -12,7 +12,7 @@ import tarfile
 import tempfile
 import zipfile
 
-# A few ops with C++ kernels, and the registry: half a minute.
+# A few ops with C++ kernels, and the registry.
 TESTS = ("tests/ops/test_rmsnorm.py", "tests/ops/test_activation.py", "tests/ops/test_registry.py")
 KERNELS = """
 import pathlib, sys, torch, tilewright
