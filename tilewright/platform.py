@@ -48,6 +48,8 @@ INSTALL = {
     "flash-attn-3": "built from hopper/ of github.com/Dao-AILab/flash-attention",
     "deep_ep": "built from github.com/deepseek-ai/DeepEP",
 }
+# The oldest torch whose stable ABI holds all that csrc/ calls: STABLE_ABI in setup.py.
+OLDEST_TORCH = "2.10"
 
 
 def env_flag(name: str) -> bool:
@@ -191,6 +193,11 @@ def no_extension() -> str | None:
     """
     variants = {"AVX512": ("_C_avx512", "_C_avx2", "_C"), "AVX2": ("_C_avx2", "_C")}
     names = variants.get(torch.backends.cpu.get_cpu_capability(), ("_C",))
+    if torch.__version__ < OLDEST_TORCH:  # loading could end the process
+        return (
+            f"the C++ extension tilewright._C needs torch {OLDEST_TORCH} or later, this is "
+            f"{torch.__version__}"
+        )
     files = [
         f for f in (pathlib.Path(__file__).with_name(f"{name}.so") for name in names) if f.exists()
     ]
@@ -205,7 +212,8 @@ def no_extension() -> str | None:
     try:
         torch.ops.load_library(str(files[0]))
     except OSError as error:
-        return f"the C++ extension tilewright._C does not load: {str(error).splitlines()[0]}"
+        reason = str(error.__cause__ or error).splitlines()[0]  # torch's own names the file alone
+        return f"the C++ extension tilewright._C does not load: {reason}"
     return None
 
 

@@ -1,8 +1,11 @@
 """The installed files, the cost of importing them, and operation without the optional parts."""
 
+import email
+import importlib.util
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -223,6 +226,26 @@ def test_the_wheel_holds_one_package_with_its_extension_and_data(built):
     assert files <= set(names)
     assert "tilewright/_C.so" in names
     assert "cp311-abi3" in built[1].name, "one wheel for every Python from 3.11"
+    archive = zipfile.ZipFile(built[1])
+    for name in names:
+        if name.endswith(".so"):
+            data = archive.read(name)
+            # What auditwheel and abi3audit look for; csrc/cpu/portable.cpp for the second.
+            assert b"PyInit_" not in data and b"GLIBC_2.32" not in data, name
+
+
+def test_the_metadata_are_complete_and_leave_triton_to_torch(built):
+    archive = zipfile.ZipFile(built[1])
+    [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+    found = email.message_from_bytes(archive.read(name))
+    required = [r for r in found.get_all("Requires-Dist") if "extra ==" not in r]
+    assert {re.match(r"[\w-]+", r)[0] for r in required} == {"torch", "numpy", "safetensors"}
+    assert "Typing :: Typed" in found.get_all("Classifier")
+    assert "tilewright/py.typed" in archive.namelist()
+    assert len(found.get_all("Project-URL")) >= 5
+    table = (ROOT / "docs" / "install.md").read_text()
+    rows = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.M))))
+    assert set(found.get_all("Provides-Extra")) <= rows
 
 
 SMOKE = """
@@ -298,6 +321,61 @@ def test_a_build_without_the_extension_says_so_and_leaves_the_rest_working(
     assert pathlib.Path(file).is_relative_to(target) and finite
     for reason in reasons.values():
         assert "is not built" + why in reason and reason in out
+
+
+ISOLATE = """
+import sys, sysconfig
+sys.path[:] = [p for p in sys.path if p != sysconfig.get_path("platlib")]
+"""
+
+
+@pytest.mark.parametrize("hidden", ["by pip", "and not installed"])
+def test_an_isolated_build_finds_the_torch_of_the_environment(source, tmp_path, hidden):
+    """pip runs an isolated build with this interpreter, and takes its packages off sys.path."""
+    (tmp_path / "sitecustomize.py").write_text(ISOLATE)
+    for name in ("setuptools", "_distutils_hack"):
+        found = pathlib.Path(importlib.util.find_spec(name).origin).parent
+        (tmp_path / name).symlink_to(found)
+    if hidden != "by pip":
+        elsewhere = f"sysconfig.get_path = lambda name: {str(tmp_path / 'empty')!r}\n"
+        (tmp_path / "sitecustomize.py").write_text(ISOLATE + elsewhere)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "setup.py", "-q", "--name"]
+    done = subprocess.run(
+        command, cwd=source, env=environment, capture_output=True, text=True, check=True
+    )
+    without = "building without the C++ extension: No module named 'torch'; install torch first"
+    assert (without in done.stderr) == (hidden != "by pip"), done.stderr
+
+
+LOAD = """
+import sys, torch, tilewright
+from tilewright import platform
+from tilewright.ops import rmsnorm
+x, w = torch.randn(3, 64), torch.ones(64)
+print(platform.no_extension())
+rmsnorm(x, w)
+try:
+    rmsnorm(x, w, implementation="cpp")
+except tilewright.ImplementationUnavailable as error:
+    print(error)
+platform.no_extension.cache_clear()
+torch.__version__ = torch.torch_version.TorchVersion("2.9.1")
+print(platform.no_extension())
+"""
+
+
+def test_an_extension_that_this_torch_cannot_load_leaves_the_rest_working(tmp_path):
+    shutil.copytree(ROOT / "tilewright", tmp_path / "tilewright", ignore=LEFT)
+    source, library = tmp_path / "later.c", tmp_path / "tilewright" / "_C.so"
+    source.write_text("int aoti_torch_of_later(); int call() { return aoti_torch_of_later(); }")
+    subprocess.run(
+        ["c++", "-x", "c", "-shared", "-fPIC", "-o", str(library), str(source)], check=True
+    )
+    out = run("-c", LOAD, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert out.count("the C++ extension tilewright._C does not load: ") == 2
+    assert out.count("undefined symbol: aoti_torch_of_later") == 2
+    assert "the C++ extension tilewright._C needs torch 2.10 or later, this is 2.9.1" in out
 
 
 def test_a_build_that_requires_the_extension_does_not_skip_it(source, tmp_path):

@@ -13,8 +13,9 @@ from torch.autograd import forward_ad
 
 from tilewright import _torch
 from tilewright._torch import in_transform
+from tilewright.installed import PACKAGE
 
-_LIBRARY = torch.library.Library("tilewright", "FRAGMENT")
+_LIBRARY = torch.library.Library(PACKAGE, "FRAGMENT")
 # The launchers of operators that are written in Python, by name.
 LAUNCHERS: dict[str, Callable] = {}
 _ADVICE = "use implementation='eager'"
@@ -139,7 +140,7 @@ def from_kernels(module: str, name: str) -> Callable[[], Any]:
     """
 
     def fetch():
-        given_type = getattr(importlib.import_module(f"tilewright.kernels.{module}"), name)
+        given_type = getattr(importlib.import_module(f"{PACKAGE}.kernels.{module}"), name)
         return given_type() if callable(given_type) else given_type
 
     return fetch
@@ -161,12 +162,12 @@ def define(name: str, fn: Callable, fake: Callable, *, mutates: Sequence[str] = 
     )
     _LIBRARY.impl(name, fn, "CPU")
     _LIBRARY.impl(name, on_its_device(fn), "CUDA")
-    torch.library.register_fake(f"tilewright::{name}", fake, lib=_LIBRARY)
-    LAUNCHERS[f"tilewright::{name}"] = fn
-    op = Operator(getattr(torch.ops.tilewright, name).default, fn, cuda=True)
+    torch.library.register_fake(f"{PACKAGE}::{name}", fake, lib=_LIBRARY)
+    LAUNCHERS[f"{PACKAGE}::{name}"] = fn
+    op = Operator(getattr(getattr(torch.ops, PACKAGE), name).default, fn, cuda=True)
     if op.has_lists:  # PyTorch's own vmap fallback does not support lists
         rule = functools.partial(_one_by_one, op.overload)
-        torch.library.register_vmap(f"tilewright::{name}", rule, lib=_LIBRARY)
+        torch.library.register_vmap(f"{PACKAGE}::{name}", rule, lib=_LIBRARY)
     return op
 
 
@@ -216,8 +217,8 @@ def on_its_device(fn: Callable) -> Callable:
 
 def adopt(name: str, fake: Callable) -> Operator:
     """Adds a fake to an operator that the C++ extension has defined, and returns the operator."""
-    torch.library.register_fake(f"tilewright::{name}", fake, lib=_LIBRARY)
-    overload = getattr(torch.ops.tilewright, name).default
+    torch.library.register_fake(f"{PACKAGE}::{name}", fake, lib=_LIBRARY)
+    overload = getattr(getattr(torch.ops, PACKAGE), name).default
     on_cpu = functools.partial(overload.redispatch, _torch.CPU_KERNELS)
     return Operator(overload, on_cpu, cuda=False)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from tilewright._torch import pytree
+from tilewright.installed import PACKAGE
 from tilewright.ops import _checks
 from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.registry import short
@@ -71,7 +72,7 @@ def register(cls, tensors: tuple[str, ...]):
         flatten,
         unflatten,
         flatten_with_keys_fn=flatten_with_keys,
-        serialized_type_name=f"tilewright.{cls.__name__}",
+        serialized_type_name=f"{PACKAGE}.{cls.__name__}",
     )
     return cls
 
