@@ -48,10 +48,21 @@ def builtins(package):
     ]
 
 
+@functools.cache
+def interpreted(member):
+    inner = getattr(member, "__wrapped__", member)  # without a check of what is given
+
+    def call(*args, **kwargs):
+        kwargs["_semantic"] = semantic
+        return inner(*args, **kwargs)
+
+    return call
+
+
 def patch_builtin(package, builder, scope):
     for name, member in builtins(package):
         if getattr(package, name) is member:
-            interpreter._patch_attr(package, name, member, builder, scope)
+            scope.set_attr(package, name, interpreted(member))
 
 
 patch = interpreter._patch_lang
@@ -116,7 +127,7 @@ def get_np_dtype(type):
 # ---- arithmetic
 
 semantic = interpreter.interpreter_semantic
-broadcast = semantic.broadcast_impl_value
+broadcast, check_types = semantic.broadcast_impl_value, semantic.binary_op_type_checking_impl
 
 
 def broadcast_impl_value(lhs, rhs):
@@ -132,6 +143,15 @@ def broadcast_impl_value(lhs, rhs):
         t if own == shape else semantic.broadcast_impl_shape(t, shape)
         for t, own in zip((lhs, rhs), shapes, strict=True)
     )
+
+
+def binary_op_type_checking_impl(
+    lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False
+):
+    kinds = [t.dtype if isinstance(t, tl.tensor) else None for t in (lhs, rhs)]
+    if kinds[0] is kinds[1] and type(kinds[0]) is tl.dtype and not div_or_mod:
+        return broadcast_impl_value(lhs, rhs)  # nothing is promoted
+    return check_types(lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
 
 WIDE = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
@@ -151,6 +171,7 @@ def install():
     interpreter._get_np_dtype = get_np_dtype
     tl.core.block_type.__init__, tl.core.tensor.__init__ = init_block, init_tensor
     semantic.broadcast_impl_value = broadcast_impl_value
+    semantic.binary_op_type_checking_impl = binary_op_type_checking_impl
     semantic.binary_op_sanitize_overflow_impl = binary_op_sanitize_overflow_impl
     interpreter.ReduceOps.generic_reduce = generic_reduce
     third = np.array([1 / 3], np.float32)
