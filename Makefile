@@ -17,30 +17,48 @@ unexport PYTHONDONTWRITEBYTECODE
 # READY: what `make demo` needs. STAMP: and what everything else needs.
 READY := $(VENV)/.ready
 STAMP := $(VENV)/.installed
+TORCH_STAMP := $(VENV)/.torch
+TRAINER_STAMP := $(VENV)/.trainer
+BUILT_STAMP := $(VENV)/.built
 
 .PHONY: setup build demo test pytest lint gates gate gate-all gpu-cache bench report wheel clean
 
 setup: $(STAMP)
 
 # torch is named with its version: a bare `torch` would bring gigabytes of CUDA packages to a CPU machine.
-# pip would build the C++ extension in a folder that it removes; built in place, `make build` finds the objects.
-$(READY): pyproject.toml
-	@echo "set-up: Python packages into $(VENV)"
+# The package is installed once, without its C++ extension, and what extras need afterwards.
+$(TORCH_STAMP): pyproject.toml
+	@echo "set-up: torch into $(VENV) (a download of 200 MB for a CPU, gigabytes with CUDA)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip "setuptools>=77" wheel ninja
-	@echo "set-up: torch (a download of 200 MB for a CPU, gigabytes with CUDA)"
 	$(BIN)/python -m pip install -q "$(TORCH)" numpy safetensors
-	@echo "set-up: the trainer and what plots its loss"
-	TILEWRIGHT_SKIP_CPP=1 $(BIN)/python -m pip install -q --no-build-isolation -e ".[trainer]" matplotlib
-	@echo "set-up: the C++ kernels (one to two minutes on two cores)"
+	TILEWRIGHT_SKIP_CPP=1 $(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	touch $@
+
+# pip would build the C++ extension in a folder that it removes; built in place, `make build` finds the objects.
+$(BUILT_STAMP): $(TORCH_STAMP)
+	@echo "set-up: the C++ kernels (one to two minutes on two cores), while pip installs the rest"
 	$(BIN)/python setup.py -q build_ext --inplace
 	touch $@
 
-$(STAMP): $(READY)
-	@echo "set-up: what the tests need: linters, Triton, the CuTe DSL, and the libraries that formats are compared with"
-	$(BIN)/python -m pip install -q "triton==$(TRITON)" "nvidia-cutlass-dsl[cu13]==$(CUTE)"
-	TILEWRIGHT_SKIP_CPP=1 $(BIN)/python -m pip install -q --no-build-isolation -e ".[dev]"
+$(TRAINER_STAMP): $(TORCH_STAMP)
+	@echo "set-up: the trainer and what plots its loss"
+	$(BIN)/python -m pip install -q "tilewright[trainer]" matplotlib
 	touch $@
+
+# The two at the same time.
+$(READY): $(TORCH_STAMP)
+	$(MAKE) -j 2 $(BUILT_STAMP) $(TRAINER_STAMP)
+	touch $@
+
+$(VENV)/.dev: $(TRAINER_STAMP)
+	@echo "set-up: what the tests need: linters, Triton, the CuTe DSL, and the libraries that formats are compared with"
+	$(BIN)/python -m pip install -q "triton==$(PINNED_TRITON)" "nvidia-cutlass-dsl[cu13]==$(CUTE)" "tilewright[dev]"
+	touch $@
+
+$(STAMP): $(TORCH_STAMP)
+	$(MAKE) -j 2 $(BUILT_STAMP) $(VENV)/.dev
+	touch $(READY) $@
 
 # Rebuilds the C++ extension in place.
 build: $(STAMP)

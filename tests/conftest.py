@@ -11,6 +11,8 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Inductor would start a process that compiles, and imports torch, for each process of the tests.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 
@@ -27,22 +29,29 @@ LONG = (
     "test_triton_ptx",
     "test_operators",
     "test_trainer",
-    "test_contract",
     "test_suite",
-    "test_cross_entropy",
+    "test_cute",
+    "test_contract",
+    "test_packaging",
+    "test_pieces",
+    "test_memory",
+    "test_tensor_parallel",
+    "test_pipeline",
     "test_integrations",
     "test_aqn",
     "test_gpu_plan",
     "test_compile_gate",
-    "test_packaging",
-    "test_grouped_gemm",
-    "test_pieces",
-    "test_quantize",
-    "test_trainer_cp",
     "test_trainer_fields",
+    "test_cross_entropy",
     "test_expert_parallel",
+    "test_trainer_cp",
     "test_context_parallel",
-    "test_cute",
+    "test_quantize",
+    "test_linear_cross_entropy",
+    "test_lora",
+    "test_grouped_gemm",
+    "test_transformers_families",
+    "test_accelerate",
 )
 
 

@@ -124,6 +124,18 @@ written = json.loads(FILE.read_text())
 (key,) = written
 found["written"] = written
 found["green"] = gate(COPY)
+compile_all, compiled = compile_gate.compile_all, {}
+
+
+def compile_once(specs, tasks, jobs):
+    """From here on, a spec that the real one has compiled is not compiled again."""
+    new = [(name, arch) for name, arch in tasks if (id(specs[name]), arch) not in compiled]
+    for task, result in zip(new, compile_all(specs, new, jobs), strict=True):
+        compiled[id(specs[task[0]]), task[1]] = specs[task[0]], result
+    return [compiled[id(specs[name]), arch][1] for name, arch in tasks]
+
+
+compile_gate.compile_all = compile_once
 for name, value in [("registers", 4), ("shared", -1), ("load", 256), ("store", 256), ("uses", ["wgmma"]),
                     ("sass_load", 256), ("sass_store", 256), ("wide_loads", 101), ("wide_stores", 101),
                     ("sass_uses", ["tma"]), ("per_element", 0.1)]:

@@ -200,8 +200,9 @@ def _experts(*adapters):
         for g, b in itertools.product(
             blocks(E, max(1, piece.WORK // (4 * each))), blocks(T, tokens)
         ):
-            in_group = (index[b] >= g.start) & (index[b] < g.stop)
-            local_index = (index[b] - g.start).where(in_group, g.stop - g.start)
+            local_index = index[b] - g.start
+            in_group = (local_index >= 0) & (local_index < g.stop - g.start)
+            local_index = local_index.where(in_group, g.stop - g.start)
             parts.append(
                 Piece(
                     {"x": (b,), "expert_weight": (b,), **dict.fromkeys(names, (g,))},
