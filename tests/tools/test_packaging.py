@@ -253,7 +253,7 @@ import json, torch, tilewright
 from tilewright.ops import OPS, rmsnorm
 x, w = torch.randn(3, 64, requires_grad=True), torch.ones(64)
 reasons = {op.name: op.implementation("cpp").why_not("cpu") for op in OPS.values() if "cpp" in op.names()}
-if not any(reasons.values()):
+if reasons["rmsnorm"] is None:
     y = rmsnorm(x, w, implementation="cpp")
     y.sum().backward()
     torch.testing.assert_close(y, rmsnorm(x, w, implementation="eager"))
@@ -265,7 +265,9 @@ def test_an_installed_wheel_works_away_from_the_repository(built, tmp_path):
     target = installed(built[1], tmp_path)
     file, reasons, finite = json.loads(run("-c", SMOKE, cwd=tmp_path, PYTHONPATH=str(target)))
     assert pathlib.Path(file).is_relative_to(target), "another copy was imported"
-    assert reasons and not any(reasons.values()) and finite
+    # That of some processors, and of the variant that `COMPILER` packs as all others.
+    assert set(reasons.values()) <= {None, "the processor has no AVX-512"} and finite
+    assert reasons["rmsnorm"] is None
     out = run(
         target / "bin" / "tilewright", "explain", "--all", cwd=tmp_path, PYTHONPATH=str(target)
     )
