@@ -14,11 +14,12 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 # Tests start many processes, which would each compile what they import.
 unexport PYTHONDONTWRITEBYTECODE
-# READY: what `make demo` needs. STAMP: and what everything else needs.
+# READY: what `make demo` needs. DOCS: and `make docs`. STAMP: and everything else.
 READY := $(VENV)/.ready
+DOCS := $(VENV)/.docs
 STAMP := $(VENV)/.installed
 
-.PHONY: setup build demo test pytest lint gates gate gate-all gpu-cache bench report wheel clean
+.PHONY: setup build demo test pytest lint gates gate gate-all gpu-cache bench report docs wheel clean
 
 setup: $(STAMP)
 
@@ -36,7 +37,12 @@ $(READY): pyproject.toml
 	$(BIN)/python setup.py -q build_ext --inplace
 	touch $@
 
-$(STAMP): $(READY)
+$(DOCS): $(READY)
+	@echo "set-up: what writes the documentation's site"
+	TILEWRIGHT_SKIP_CPP=1 $(BIN)/python -m pip install -q --no-build-isolation -e ".[docs]"
+	touch $@
+
+$(STAMP): $(DOCS)
 	@echo "set-up: what the tests need: linters, the CuTe DSL, and the libraries that formats are compared with"
 	$(BIN)/python -m pip install -q "nvidia-cutlass-dsl[cu13]==$(CUTE)"
 	TILEWRIGHT_SKIP_CPP=1 $(BIN)/python -m pip install -q --no-build-isolation -e ".[dev]"
@@ -62,7 +68,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
-# What comes before the tests, and the gates beside them, take what processors are idle.
+# What comes before the tests, and the site and the gates beside them, take what processors are idle.
 test: $(STAMP)
 	$(MAKE) -j $(JOBS) build lint .cache/smollm2/config.json .venv-gate-$(GPU_TRITON)/.installed
 	$(MAKE) -j 2 pytest gates
@@ -71,6 +77,7 @@ pytest: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 gates:
+	nice $(MAKE) docs
 	nice $(MAKE) gate
 	nice $(MAKE) gate TRITON=$(GPU_TRITON)
 
@@ -121,6 +128,10 @@ bench: $(STAMP)
 # docs/performance.md and its pictures, from the results that are committed.
 report: $(STAMP)
 	$(BIN)/python -m tilewright.bench report
+
+# The site, in build/site. Warnings, and links and anchors that lead nowhere, are errors.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q
 
 wheel: $(STAMP)
 	$(BIN)/python -m build --no-isolation

@@ -10,14 +10,16 @@ NAMES = re.compile(r"^( {4})(\*{0,2}\w+(?:, \*{0,2}\w+)+):", re.MULTILINE)
 
 
 class Docstrings(griffe.Extension):
-    """`Example:` becomes the section that griffe calls `Examples:`, and an argument's line that
-    describes several (`k, v: as q`) one line each.
+    """`Example:` becomes the section that griffe calls `Examples:`; an argument's line that describes
+    several (`k, v: as q`) one line each; and the module's docstring, which a page of an op begins
+    with, is not referred to.
     """
 
     def on_object(self, *, obj: griffe.Object, **kwargs) -> None:
         if obj.docstring is None:
             return
         text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+        text = text.replace("See the module's docstring for the formula. ", "")
         head, args, rest = text.partition("\nArgs:\n")
         if args:
             section, end, rest = rest.partition("\n\n")

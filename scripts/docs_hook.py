@@ -82,7 +82,7 @@ def _address(target: pathlib.PurePosixPath, page: str, files: Files, config: MkD
     if not (ROOT / at).exists():
         log.warning(f"{page}: a link leads to {at}, which does not exist")
     kind = "tree" if (ROOT / at).is_dir() else "blob"
-    return f"{config.repo_url}/{kind}/main/{at}"
+    return f"{config.extra['source']}/{kind}/main/{at}"
 
 
 def _with_links_to_ops(text: str) -> str:

@@ -180,7 +180,11 @@ def performance(op: Op, devices: Sequence[Device]) -> list[str]:
             f"[reasons where it is slower](../performance.md#where-auto-is-slower)). Raw: "
             f"{', '.join(raw_files)}.",
             "",
+            '<div class="numbers" markdown>',
+            "",
             *detail.op_table(device, op.name),
+            "</div>",
+            "",
         ]
     if op.goals:
         rows = []
