@@ -10,9 +10,9 @@ NAMES = re.compile(r"^( {4})(\*{0,2}\w+(?:, \*{0,2}\w+)+):", re.MULTILINE)
 
 
 class Docstrings(griffe.Extension):
-    """`Example:` becomes the section that griffe calls `Examples:`; an argument's line that describes
-    several (`k, v: as q`) one line each; and the module's docstring, which a page of an op begins
-    with, is not referred to.
+    """`Example:` becomes the section that griffe calls `Examples:`, a line for several arguments
+    (`k, v: as q`) one line each. The module's docstring is not referred to: an op's page
+    begins with it.
     """
 
     def on_object(self, *, obj: griffe.Object, **kwargs) -> None:

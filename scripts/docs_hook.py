@@ -40,20 +40,21 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     pages |= {f"api/{name}.md": text for name, text in api.pages()}
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
-    order = [*pages, *sorted(f.src_uri for f in files.documentation_pages())]
-    config.nav = [_expanded(entry, order) for entry in config.nav or []]
-    config.nav = [entry for entry in config.nav if list(entry.values()) != [[]]]
+    committed = {f.src_uri for f in files.documentation_pages()} - set(pages)
+    order = [*pages, *sorted(committed)]
+    config.nav = [e for entry in config.nav or [] for e in _expanded(entry, order)]
     return files
 
 
-def _expanded(entry: dict[str, list[str]], paths: list[str]) -> dict[str, list[str]]:
-    """An entry of the navigation with its patterns replaced by the pages that match them."""
+def _expanded(entry: str | dict[str, list], paths: list[str]) -> list:
+    """An entry of the navigation with its patterns replaced by the pages that match them; a section
+    without pages is left out.
+    """
+    if isinstance(entry, str):
+        return [p for p in paths if fnmatch.fnmatch(p, entry)] if "*" in entry else [entry]
     [(title, children)] = entry.items()
-    out: list[str] = []
-    for child in children:
-        found = [p for p in paths if fnmatch.fnmatch(p, child)] if "*" in child else [child]
-        out += dict.fromkeys(found)
-    return {title: out}
+    found = [e for child in children for e in _expanded(child, paths)]
+    return [{title: found}] if found else []
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Iterator
 
-from tilewright import ops
+from tilewright import files, ops
 
-MODULES = {
-    "tilewright": "Choosing implementations, and adding one from outside.",
-    "tilewright.nn": "Modules over the ops.",
-    "tilewright.adapt": "Adapters and quantized weights in whole models.",
-    "tilewright.integrations.transformers": "Hugging Face transformers' models, computed by the ops.",
-    "tilewright.ops": "What `tilewright.ops` has besides the ops of the registry, which have pages "
-    "of their own: tensor classes, schedules, checks.",
-    "tilewright.ops.context_parallel": "Attention over a sequence that is sharded over ranks.",
-    "tilewright.ops.expert_parallel": "Experts that are sharded over a process group.",
-}
+MODULES = (
+    "tilewright",
+    "tilewright.nn",
+    "tilewright.adapt",
+    "tilewright.integrations.transformers",
+    "tilewright.ops",
+    "tilewright.ops.context_parallel",
+    "tilewright.ops.expert_parallel",
+)
 
 
 def pages() -> Iterator[tuple[str, str]]:
     """(name, Markdown) of each page."""
-    for module, about in MODULES.items():
-        names = getattr(importlib.import_module(module), "__all__", None)
-        options = [
+    for name in MODULES:
+        lines = [
+            f"# `{name}`",
+            "",
+            f"::: {name}",
             "    options:",
             "      show_root_heading: false",
             "      show_root_toc_entry: false",
         ]
-        if names is not None:
-            kept = [n for n in names if n not in ops.OPS or module != "tilewright.ops"]
-            options += ["      members:", *(f"        - {n}" for n in kept)]
-        yield module, "\n".join([f"# `{module}`", "", about, "", f"::: {module}", *options, ""])
+        if members := _members(importlib.import_module(name)):
+            lines += ["      members:", *(f"        - {m}" for m in members)]
+        yield name, "\n".join([*lines, ""])
+
+
+def _members(module) -> list[str]:
+    """Its functions and classes, without the ops, which have pages of their own, and file helpers.
+
+    Empty if the module does not list its names: then all public ones are shown.
+    """
+    names = {n: getattr(module, n) for n in getattr(module, "__all__", ())}
+    return [
+        n
+        for n, value in names.items()
+        if (inspect.isroutine(value) or inspect.isclass(value))
+        and not (module is ops and n in ops.OPS)
+        and value.__module__ != files.__name__
+    ]

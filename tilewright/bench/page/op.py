@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pathlib
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from tilewright.bench import contract
@@ -16,21 +17,27 @@ from tilewright.ops import cases
 from tilewright.registry import FLOATS, Implementation, Op, short
 from tilewright.selection import operations
 
-# What each implementation is and needs, by its name.
+# What each implementation is and needs, by its name, or by op and name.
 KINDS = {
-    "triton": "Triton kernels: CUDA devices of compute capability 8.0 or later (`fp8_linear`: 9.0); "
-    "CPU tensors only in Triton's interpreter",
+    "triton": "Triton kernels: compute capability 8.0 or later, or a CPU under Triton's interpreter",
     "cute": "CuTe DSL kernels: compute capability 9.0 and 10.x, the extra `cute`",
-    "cpp": "C++ kernels: CPU tensors (`newton_schulz`: a CPU with AVX-512)",
+    "cpp": "C++ kernels: CPU tensors",
     "torch": "PyTorch's own function",
     "sdpa": "PyTorch's `scaled_dot_product_attention`",
-    "native": "PyTorch's own kernels: `grouped_mm` for experts; cuDNN and `varlen_attn` for attention",
+    "native": "PyTorch's `grouped_mm`: compute capability 9.0 and 10.x, or a CPU",
+    (
+        "attention",
+        "native",
+    ): "cuDNN's attention and `varlen_attn`, both PyTorch's: compute capability 8.0 or later",
     "quack": "QuACK's grouped GEMMs: compute capability 9.0 and 10.x, `pip install quack-kernels`",
     "flash_attention_2": "the package flash-attn",
     "flash_attention_3": "FlashAttention 3: compute capability 9.x, built from its repository",
     "flash_attention_4": "the package flash-attn-4: `pip install --pre flash-attn-4`",
     "eager": "the eager twin: plain PyTorch, any device",
+    ("fp8_linear", "triton"): "Triton kernels: compute capability 9.0 or later",
+    ("newton_schulz", "cpp"): "C++ kernels: a CPU with AVX-512",
 }
+FROM_OUTSIDE = "installed from outside"
 
 
 def pages(results: pathlib.Path) -> Iterator[tuple[str, str]]:
@@ -86,7 +93,7 @@ def implementations(op: Op) -> list[str]:
 def _implementation(op: Op, impl: Implementation) -> list[str]:
     return [
         f"`{impl.name}`" + "".join(f", `{a}`" for a in impl.aliases),
-        KINDS.get(impl.name, "installed from outside"),
+        KINDS.get((op.name, impl.name)) or KINDS.get(impl.name, FROM_OUTSIDE),
         ", ".join(d for d in impl.devices if d != "meta") or "never: by name only",
         ", ".join(map(short, impl.dtypes)),
         ", ".join(impl.batch_invariant),
@@ -113,7 +120,7 @@ def _unsupported(op: Op) -> list[str]:
 def definition(op: Op) -> list[str]:
     """The source of the eager twin."""
     try:
-        source = inspect.getsource(inspect.unwrap(op.eager)).rstrip()
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(op.eager))).rstrip()
     except (OSError, TypeError):  # an operator of torch.library
         return []
     return [
@@ -122,7 +129,7 @@ def definition(op: Op) -> list[str]:
         "The eager twin, which every implementation must equal within the contract:",
         "",
         "```python",
-        inspect.cleandoc(source) if source.startswith(" ") else source,
+        source,
         "```",
         "",
     ]

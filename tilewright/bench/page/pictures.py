@@ -127,8 +127,8 @@ def _roofline(data: dict[str, Any]):
 
 
 def _ratios(data: dict[str, Any]):
-    """`auto` over torch.compile and over the best peer (in the headline: eager), shown by color: one
-    row per case (in the headline: per op), one panel per dtype, a line at 1.
+    """`auto` over torch.compile and over the best peer (headline: over eager), shown by color: one
+    row per case (headline: per op), one panel per dtype, a line at 1.
     """
     rows = data["rows"]
     figure, panels = _panels(data, 2.6 + 3.4 * len(data["panels"]), 1.7 + 0.19 * len(rows))
