@@ -132,6 +132,7 @@ report: $(STAMP)
 # The site, in build/site. Warnings, and links and anchors that lead nowhere, are errors.
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q
+	@echo "build/site/index.html is written; python -m http.server -d build/site serves it, with its search"
 
 wheel: $(STAMP)
 	$(BIN)/python -m build --no-isolation

@@ -7,12 +7,13 @@ import re
 import griffe
 
 NAMES = re.compile(r"^( {4})(\*{0,2}\w+(?:, \*{0,2}\w+)+):", re.MULTILINE)
+QUOTE = re.compile(r"^( *(?:[\w*, ]+: )?)>(?!>)", re.MULTILINE)  # Markdown's, where > is greater
 
 
 class Docstrings(griffe.Extension):
-    """`Example:` becomes the section that griffe calls `Examples:`, a line for several arguments
-    (`k, v: as q`) one line each. The module's docstring is not referred to: an op's page
-    begins with it.
+    """`Example:` becomes the section that griffe calls `Examples:`. A line for several arguments
+    (`k, v: as q`) becomes one line each. The module's docstring is not referred to, since an op's
+    page begins with it.
     """
 
     def on_object(self, *, obj: griffe.Object, **kwargs) -> None:
@@ -20,6 +21,7 @@ class Docstrings(griffe.Extension):
             return
         text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
         text = text.replace("See the module's docstring for the formula. ", "")
+        text = QUOTE.sub(r"\1\>", text)
         head, args, rest = text.partition("\nArgs:\n")
         if args:
             section, end, rest = rest.partition("\n\n")

@@ -53,7 +53,9 @@ def _expanded(entry: str | dict[str, list], paths: list[str]) -> list:
     if isinstance(entry, str):
         return [p for p in paths if fnmatch.fnmatch(p, entry)] if "*" in entry else [entry]
     [(title, children)] = entry.items()
-    found = [e for child in children for e in _expanded(child, paths)]
+    found: list = []
+    for child in children:
+        found += [e for e in _expanded(child, paths) if e not in found]
     return [{title: found}] if found else []
 
 

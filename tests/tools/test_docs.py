@@ -100,7 +100,7 @@ def hook(monkeypatch):
 
 def test_patterns_of_the_navigation(hook):
     paths = ["ops/b.md", "ops/a.md", "x.md"]
-    assert hook._expanded({"T": ["x.md", {"All": ["ops/*.md"]}, "no*.md"]}, paths) == [
+    assert hook._expanded({"T": ["x.md", {"All": ["ops/b*", "ops/*.md"]}, "no*.md"]}, paths) == [
         {"T": ["x.md", {"All": ["ops/b.md", "ops/a.md"]}]}
     ]
     assert hook._expanded({"T": ["no/*.md"]}, paths) == []

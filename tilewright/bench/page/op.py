@@ -58,7 +58,7 @@ def pages(results: pathlib.Path) -> Iterator[tuple[str, str]]:
 def page(op: Op, results: raw.Raw, devices: Sequence[Device]) -> str:
     """The page of one op."""
     public = inspect.unwrap(op.public)
-    about = inspect.getdoc(sys.modules[public.__module__]) or ""
+    about = sys.modules[public.__module__].__doc__ or ""  # not cleaned: formulas are indented
     lines = [
         f"# `{op.name}`",
         "",
