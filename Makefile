@@ -129,9 +129,9 @@ bench: $(STAMP)
 report: $(STAMP)
 	$(BIN)/python -m tilewright.bench report
 
-# The site, in build/site. Warnings, and links and anchors that lead nowhere, are errors.
+# The site, in build/site. Warnings, and links and anchors that lead nowhere, are errors; with -q they would not count.
 docs: $(DOCS)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "build/site/index.html is written; python -m http.server -d build/site serves it, with its search"
 
 wheel: $(STAMP)

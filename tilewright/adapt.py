@@ -1,12 +1,10 @@
 """Adapters and quantized weights in whole models, and adapters in PEFT's files.
 
-In the order of use:
-
-    quantize_model(model, "nf4")          # optional: QLoRA; or QuantFormat("nf4", 64)
-    add_lora(model, rank=16, alpha=32)
-    ...
-    save_adapter(model, "adapter")        # what `peft` loads
-    merge_and_unload(model)               # plain layers again, which `save_pretrained` writes
+quantize_model(model, "nf4")          # optional: QLoRA; or QuantFormat("nf4", 64)
+add_lora(model, rank=16, alpha=32)
+...
+save_adapter(model, "adapter")        # what `peft` loads
+merge_and_unload(model)               # plain layers again, which `save_pretrained` writes
 """
 
 from tilewright.files import open_tensors, publish, read_json, target_folder, written_aside

@@ -2,7 +2,6 @@
 targets exist.
 """
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -23,35 +22,32 @@ def blocks(page):
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
 
 
-def run(code, cwd=ROOT):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=cwd, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_the_python_of_readme_runs(tmp_path):
-    """Both blocks in one process, on a small model in place of the one on the hub."""
+def test_the_python_of_readme_and_guide_runs(tmp_path):
+    """In one process, on a small model in place of the one on the hub."""
     transformers = pytest.importorskip("transformers", minversion="5.7")
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
         num_attention_heads=2,
-    )  # fmt: skip
+    )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     model, op = blocks(ROOT / "README.md")
     assert MODEL in model
-    said = run(f"{model.replace(MODEL, repr('model'))}\n{op}\nprint(x.grad.shape)", tmp_path)
-    assert "rmsnorm[" in said and "linear_cross_entropy[" in said
-    assert "torch.Size([512, 576])" in said
-
-
-def test_the_python_of_the_guide_runs():
-    code = blocks(DOCS / "guide.md")
-    said = run("\n".join(code if importlib.util.find_spec("transformers") else code[:2]))
-    refused = "rmsnorm[triton]: " in said
+    code = [model.replace(MODEL, "'model'"), op, "print(x.grad.shape)", *blocks(DOCS / "guide.md")]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(code)],
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rmsnorm[" in done.stdout and "linear_cross_entropy[" in done.stdout
+    assert "torch.Size([512, 576])" in done.stdout
+    refused = "rmsnorm[triton]: " in done.stdout
     assert refused != torch.cuda.is_available()
 
 
