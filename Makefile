@@ -14,14 +14,15 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 # Tests start many processes, which would each compile what they import.
 unexport PYTHONDONTWRITEBYTECODE
-# READY: what `make demo` needs. STAMP: and what everything else needs.
+# READY: what `make demo` needs. DOCS: and `make docs`. STAMP: and everything else.
 READY := $(VENV)/.ready
+DOCS := $(VENV)/.docs
 STAMP := $(VENV)/.installed
 TORCH_STAMP := $(VENV)/.torch
 TRAINER_STAMP := $(VENV)/.trainer
 BUILT_STAMP := $(VENV)/.built
 
-.PHONY: setup build demo test pytest lint gates gate gate-all gpu-cache bench report wheel clean
+.PHONY: setup build demo test pytest lint gates gate gate-all gpu-cache bench report docs wheel clean
 
 setup: $(STAMP)
 
@@ -51,14 +52,21 @@ $(READY): $(TORCH_STAMP)
 	$(MAKE) -j 2 $(BUILT_STAMP) $(TRAINER_STAMP)
 	touch $@
 
+$(DOCS): $(READY)
+	@echo "set-up: what writes the documentation's site"
+	$(BIN)/python -m pip install -q "tilewright[docs]"
+	touch $@
+
 $(VENV)/.dev: $(TRAINER_STAMP)
 	@echo "set-up: what the tests need: linters, Triton, the CuTe DSL, and the libraries that formats are compared with"
-	$(BIN)/python -m pip install -q "triton==$(PINNED_TRITON)" "nvidia-cutlass-dsl[cu13]==$(CUTE)" "tilewright[dev]"
+	$(BIN)/python -m pip install -q "triton==$(PINNED_TRITON)" "nvidia-cutlass-dsl[cu13]==$(CUTE)" "tilewright[dev,docs]"
 	touch $@
 
 $(STAMP): $(TORCH_STAMP)
 	$(MAKE) -j 2 $(BUILT_STAMP) $(VENV)/.dev
-	touch $(READY) $@
+	touch $(READY)
+	touch $(DOCS)
+	touch $@
 
 # Rebuilds the C++ extension in place.
 build: $(STAMP)
@@ -80,7 +88,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
-# What comes before the tests, and the gates beside them, take what processors are idle.
+# What comes before the tests, and the site and the gates beside them, take what processors are idle.
 test: $(STAMP)
 	$(MAKE) -j $(JOBS) build lint .cache/smollm2/config.json .venv-gate-$(GPU_TRITON)/.installed
 	$(MAKE) -j 2 pytest gates
@@ -89,6 +97,7 @@ pytest: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 gates:
+	nice $(MAKE) docs
 	nice $(MAKE) gate
 	nice $(MAKE) gate TRITON=$(GPU_TRITON)
 
@@ -139,6 +148,11 @@ bench: $(STAMP)
 # docs/performance.md and its pictures, from the results that are committed.
 report: $(STAMP)
 	$(BIN)/python -m tilewright.bench report
+
+# The site, in build/site. Warnings, and links and anchors that lead nowhere, are errors; with -q they would not count.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "build/site/index.html is written; python -m http.server -d build/site serves it, with its search"
 
 # An sdist, and from it a wheel for every Python from 3.11 on, in dist/, both checked. auditwheel names the oldest C
 # library that the wheel runs on, which depends on this machine's compiler. torch's libraries are those of the torch that

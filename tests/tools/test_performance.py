@@ -743,7 +743,11 @@ def test_check_fails_where_the_page_or_a_picture_is_not_what_it_would_be(root, c
     assert not out.exists()
     assert run(root) == 0 and run(root, "--check") == 0
     pictures = sorted(p.name for p in (out.parent / "img/performance").iterdir())
-    assert pictures == ["nvidia-h200-ratios.png", "nvidia-h200-roofline.png"]
+    assert pictures == [
+        "nvidia-h200-headline.png",
+        "nvidia-h200-ratios.png",
+        "nvidia-h200-roofline.png",
+    ]
 
     text = out.read_text()
     out.write_text(text.replace("4.50", "5.50"))
@@ -845,15 +849,27 @@ def test_pictures_hold_what_they_say(root):
     assert {y for y, _, _ in panel["points"]} == set(range(len(ratios["rows"]))) == set(range(8))
     assert {other for _, other, _ in panel["points"]} == {"compile", "liger", "quack"}
     assert "cases of rmsnorm, rope." in shown["ratios"].caption
-    assert set(shown) == {"roofline", "ratios"}
+    headline = shown["headline"].data
+    assert headline["rows"] == [["rmsnorm", ""], ["rope", ""]]
+    assert headline["panels"][0]["points"] == [
+        [0, "compile", pytest.approx(1.5)],
+        [0, "eager", 4.5],
+        [1, "eager", 4.5],
+    ]
+    assert set(shown) == {"headline", "roofline", "ratios"}
     for kind, picture in shown.items():
         figure = picture.figure()
         figure.draw_without_rendering()
         names = [t.get_text() for legend in figure.legends for t in legend.get_texts()]
-        assert kind == "roofline" or names[1:] == [
-            "over the best peer: liger",
-            "over the best peer: quack",
-        ]
+        assert {
+            "roofline": ["rmsnorm", "rope"],
+            "ratios": [
+                "auto over torch.compile",
+                "over the best peer: liger",
+                "over the best peer: quack",
+            ],
+            "headline": ["auto over torch.compile", "auto over eager PyTorch"],
+        }[kind] == names
         assert (
             f"measured 2026-11-10 to 2026-11-{17 if kind == 'ratios' else 20}"
             in figure.get_suptitle()

@@ -68,7 +68,7 @@ def linear_logprob(
         implementation: "auto", or one of triton, cpp, eager.
 
     Returns:
-        (logprob [...], entropy [...]), fp32 (fp64 for fp64), in nats: log softmax(z /
+        (logprob [...], entropy [...]), fp32 (fp64 for fp64), in nats. They are log softmax(z /
         temperature)_y, never above 0, and the entropy of softmax(z / temperature), never below 0.
         Both are 0 where target is ignore_index.
 

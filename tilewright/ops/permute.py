@@ -139,7 +139,7 @@ def unpermute(
         implementation: "auto", or one that `tilewright explain unpermute` lists.
 
     Returns:
-        [T, H], contiguous, in rows' dtype: summed in float32 in the order of k, rounded once.
+        [T, H], contiguous, in rows' dtype, summed in float32 in the order of k, rounded once.
 
     Raises:
         TypeError, ValueError: Invalid arguments.

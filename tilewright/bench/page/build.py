@@ -39,7 +39,7 @@ def device_section(
     return [
         f"## {device.title}",
         "",
-        *summary.headline(device),
+        *summary.headline(device, plots),
         *summary.ratios(device, plots),
         *summary.not_ahead(device, reasons),
         *summary.end_to_end(device, results),
@@ -134,7 +134,9 @@ def draw(page: Page, out: pathlib.Path) -> None:
     folder = out.parent / "img" / out.stem
     shown = {out.parent / p.link for p in page.pictures}
     for left in {
-        p for kind in ("*-roofline.png", "*-ratios*.png") for p in folder.glob(kind)
+        p
+        for kind in ("*-headline.png", "*-roofline.png", "*-ratios*.png")
+        for p in folder.glob(kind)
     } - shown:
         left.unlink()
     todo = [p for p in page.pictures if not is_drawn(p, out.parent)]

@@ -39,25 +39,30 @@ def auto_rows(device: Device) -> list[str]:
         "",
     ]
     for op in dict.fromkeys(op for op, _, _ in device.timed):
-        names = [n for n in device.timed if n[0] == op]
-        rows = [(_auto_cells(device, n), [device.timed[n].source]) for n in names]
-        head = [
-            "case",
-            "dtype",
-            "`auto` is",
-            *(TITLES.get(p, p) for p in report.PASSES),
-            "kernels, ms",
-            "idle device, ms",
-            "rate",
-            "% of roof",
-            "% of roof, large copy",
-            "peak MiB",
-            "eager",
-            "compile",
-            "best peer",
-        ]
-        out += [f"#### `{op}`", "", *table(head, rows)]
+        out += [f"#### `{op}`", "", *op_table(device, op)]
     return out
+
+
+def op_table(device: Device, op: str) -> list[str]:
+    """A row for each timed case of an op."""
+    names = [n for n in device.timed if n[0] == op]
+    rows = [(_auto_cells(device, n), [device.timed[n].source]) for n in names]
+    head = [
+        "case",
+        "dtype",
+        "`auto` is",
+        *(TITLES.get(p, p) for p in report.PASSES),
+        "kernels, ms",
+        "idle device, ms",
+        "rate",
+        "% of roof",
+        "% of roof, large copy",
+        "peak MiB",
+        "eager",
+        "compile",
+        "best peer",
+    ]
+    return table(head, rows)
 
 
 def _auto_cells(device: Device, name: tuple[str, str, str]) -> list[str]:
@@ -163,13 +168,33 @@ def checks(device: Device, results: Raw, kind: str, title: str, intro: str) -> l
     """A table of one stage of a suite: (op, implementation) by dtype, then failures, then
     unavailable implementations.
     """
+    entries = checked(device, results, kind)
+    tried = [e for e in entries if e.data["status"] != "unavailable"]
+    if not entries:
+        return []
+    return [
+        f"### {title}",
+        "",
+        intro,
+        "",
+        *(check_table(tried) if tried else []),
+        *_bad(tried),
+        *_unavailable(entries),
+    ]
+
+
+def checked(device: Device, results: Raw, kind: str) -> list[Entry]:
+    """The newest results of one stage of checks, for each (op, case, implementation, dtype)."""
     entries = results.of(kind, (device.kind, device.name))
-    entries = list(
+    return list(
         newest(
             entries, lambda e: (e.op, e.case, e.data["implementation"], e.data["dtype"])
         ).values()
     )
-    tried = [e for e in entries if e.data["status"] != "unavailable"]
+
+
+def check_table(tried: Sequence[Entry]) -> list[str]:
+    """(op, implementation) by dtype: how many cases hold, and the worst of them."""
     dtypes = in_order(e.data["dtype"] for e in tried)
     rows = []
     for op, implementation in dict.fromkeys(
@@ -178,17 +203,7 @@ def checks(device: Device, results: Raw, kind: str, title: str, intro: str) -> l
         row_entries = [e for e in tried if (e.op, e.data["implementation"]) == (op, implementation)]
         cells = [_count_holding([e for e in row_entries if e.data["dtype"] == d]) for d in dtypes]
         rows.append(([f"`{op}`", implementation, *cells], [e.source for e in row_entries]))
-    if not entries:
-        return []
-    return [
-        f"### {title}",
-        "",
-        intro,
-        "",
-        *(table(["op", "implementation", *dtypes], rows) if rows else []),
-        *_bad(tried),
-        *_unavailable(entries),
-    ]
+    return table(["op", "implementation", *dtypes], rows)
 
 
 def _entry_order(entry: Entry) -> tuple:

@@ -17,6 +17,7 @@ STYLE = 2  # increment when the drawing changes, so that unchanged numbers are d
 COMPILE = "#8c8c8c"
 COLOURS = ("#2a6f97", "#e0a458", "#468f6b", "#b5534c", "#8a5a9e", "#5c6b73")
 MARKERS = "osD^vP"
+BASELINES = {"compile": "auto over torch.compile", "eager": "auto over eager PyTorch"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Picture:
 
     def figure(self):
         """Draws the picture with matplotlib."""
-        return {"roofline": _roofline, "ratios": _ratios}[self.kind](self.data)
+        return (_roofline if self.kind == "roofline" else _ratios)(self.data)
 
     def draw(self, folder: pathlib.Path) -> None:
         path = folder / self.link
@@ -126,8 +127,8 @@ def _roofline(data: dict[str, Any]):
 
 
 def _ratios(data: dict[str, Any]):
-    """`auto` over torch.compile and over the best peer, shown by color: one row per case, one panel
-    per dtype, a line at 1.
+    """`auto` over torch.compile and over the best peer (headline: over eager), shown by color: one
+    row per case (headline: per op), one panel per dtype, a line at 1.
     """
     rows = data["rows"]
     figure, panels = _panels(data, 2.6 + 3.4 * len(data["panels"]), 1.7 + 0.19 * len(rows))
@@ -162,14 +163,13 @@ def _ratios(data: dict[str, Any]):
         axes.set_xlabel("times as fast (log scale)")
         axes.grid(axis="x", color="#e4e4e4", linewidth=0.5, zorder=1)
         axes.tick_params(axis="y", length=0)
-    panels[0].set_yticks(range(len(rows)), [f"{op}  {case}" for op, case in rows], fontsize=7.5)
+    panels[0].set_yticks(
+        range(len(rows)), [f"{op}  {case}".rstrip() for op, case in rows], fontsize=7.5
+    )
     _legend(
         figure,
         [
-            (
-                "auto over torch.compile" if other == "compile" else f"over the best peer: {other}",
-                style,
-            )
+            (BASELINES.get(other, f"over the best peer: {other}"), style)
             for other, style in styles.items()
         ],
         3,

@@ -9,6 +9,7 @@ from tilewright.bench.page.comparisons import Device
 from tilewright.bench.page.pictures import Picture
 from tilewright.bench.page.raw import Raw
 from tilewright.bench.page.text import origins
+from tilewright.bench.timing import geomean
 
 
 def pictures_of(plots: Iterable[Picture], kind: str) -> list[str]:
@@ -22,12 +23,53 @@ def pictures_of(plots: Iterable[Picture], kind: str) -> list[str]:
 
 def plots_of(device: Device, results: Raw, folder: str) -> list[Picture]:
     """The data of a device's pictures."""
-    pictures = [*_roofline_picture(device, results, folder), *_ratio_pictures(device, folder)]
+    pictures = [
+        *_headline_picture(device, folder),
+        *_roofline_picture(device, results, folder),
+        *_ratio_pictures(device, folder),
+    ]
     return [p for p in pictures if p.data["panels"]]
 
 
 def _slug(device: Device) -> str:
     return platform.slug(device.name)
+
+
+def _headline_picture(device: Device, folder: str) -> list[Picture]:
+    """Each op's mean speedup over eager PyTorch and torch.compile."""
+    over = ("compile", "eager")
+    rows = list(dict.fromkeys(op for (op, _, _), p in device.pairs.items() if p.keys() & over))
+    panels, used = [], []
+    for dtype in device.dtypes():
+        points = []
+        for y, op in enumerate(rows):
+            for provider in over:
+                pairs = [
+                    p[provider]
+                    for (o, _, d), p in device.pairs.items()
+                    if (o, d) == (op, dtype) and provider in p
+                ]
+                if pairs:
+                    points.append([y, provider, geomean(p.ratio for p in pairs)])
+                    used += [p.group.source for p in pairs]
+        if points:
+            panels.append({"dtype": dtype, "points": points})
+    if not panels:
+        return []
+    return [
+        Picture(
+            "headline",
+            f"{folder}/{_slug(device)}-headline.png",
+            f"Speedup of auto over eager PyTorch and torch.compile by op, {device.name}",
+            "The means of the table above by op.",
+            {
+                "title": device.title,
+                "from": origins(used),
+                "rows": [[op, ""] for op in rows],
+                "panels": panels,
+            },
+        )
+    ]
 
 
 def _roofline_picture(device: Device, results: Raw, folder: str) -> list[Picture]:

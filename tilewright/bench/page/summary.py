@@ -84,7 +84,7 @@ def untimed(devices: Sequence[Device]) -> list[str]:
     ]
 
 
-def headline(device: Device) -> list[str]:
+def headline(device: Device, plots: list[Picture]) -> list[str]:
     """Geometric means, over an op's cases and then over ops, as in report.summary."""
     dtypes = [*device.dtypes(), "all"]
     rows = []
@@ -129,6 +129,7 @@ def headline(device: Device) -> list[str]:
         "",
         *table(["over", *dtypes], rows),
         *by_op(device),
+        *pictures_of(plots, "headline"),
     ]
 
 

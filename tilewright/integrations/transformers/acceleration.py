@@ -195,7 +195,7 @@ def accelerated(
         A context manager whose value is a list, to which each model adds its report.
 
     Raises:
-        As `accelerate`.
+        TypeError, ValueError: As `accelerate`.
 
     Example:
         >>> from transformers import AutoConfig, AutoModelForCausalLM

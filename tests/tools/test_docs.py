@@ -1,0 +1,200 @@
+"""The site's generated pages. `make docs` builds them, and fails for a warning or a broken link."""
+
+import fnmatch
+import os
+import pathlib
+import re
+
+import pytest
+import torch
+
+from tilewright import ImplementationUnavailable, ops, use
+from tilewright.bench.page import api, op
+from tilewright.ops.rmsnorm import RMSNORM
+from tilewright.registry import Implementation
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def pages():
+    return dict(op.pages(ROOT / "bench_results"))
+
+
+def section(text, title):
+    return text.split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
+
+
+@pytest.mark.parametrize("name", ops.OPS)
+def test_an_op_has_a_page_with_its_implementations_and_numbers(pages, name):
+    text = pages[name]
+    table = section(text, "Implementations")
+    for impl in ops.OPS[name].implementations:
+        assert f"\n| `{impl.name}`" in table
+        for request in ops.OPS[name].requests:
+            assert (impl.refuses(request) or "") in table
+    assert op.FROM_OUTSIDE not in table, "an implementation is missing in KINDS"
+    assert f"::: tilewright.ops.{text.split('::: tilewright.ops.')[1].split('.')[0]}.{name}" in text
+    goals = text.split("### Goals")[1] if ops.OPS[name].goals else ""
+    assert goals.count(f"| `{name}` |") >= len(ops.OPS[name].goals)
+    for target in re.findall(r"\]\(([^)#]+)[)#]", text):
+        assert os.path.exists(os.path.normpath(ROOT / "docs/ops" / target)), target
+
+
+def test_the_table_of_ops_has_every_op():
+    text = (ROOT / "docs/ops.md").read_text()
+    named = {
+        n for row in re.findall(r"^\| (.*?) \|", text, re.M) for n in re.findall(r"`(.*?)`", row)
+    }
+    assert [n for n in ops.OPS if not any(fnmatch.fnmatch(n, pattern) for pattern in named)] == []
+    assert [n for n in named if not fnmatch.filter(ops.OPS, n)] == []
+
+
+def test_numbers_are_those_of_the_report(pages):
+    report = (ROOT / "docs/performance_ops.md").read_text()
+    timed = report.split("#### `rmsnorm`\n\n")[1].split("\n#### ")[0].strip().splitlines()
+    assert len(timed) > 5 and "\n".join(timed[:-2]) in pages["rmsnorm"]
+    assert timed[-1] in pages["rmsnorm"], "commit and date"
+    [checked] = [
+        line for line in pages["rmsnorm"].splitlines() if line.startswith("| `rmsnorm` | cpp")
+    ]
+    assert checked in report
+
+
+def test_an_eager_twin_within_a_function_is_shown_whole(pages):
+    for text in pages.values():
+        if "## Definition" in text:
+            source = re.search(r"```python\n(.*?)\n```", section(text, "Definition"), re.S)[1]
+            compile(source, "eager twin", "exec")
+
+
+def test_an_implementation_from_outside_is_listed(monkeypatch):
+    other = Implementation("acme", lambda: RMSNORM.eager, devices=())
+    monkeypatch.setattr(RMSNORM, "_implementations", (*RMSNORM.implementations, other))
+    monkeypatch.setattr(op, "operations", lambda: {"rmsnorm": RMSNORM})
+    [(_, text)] = op.pages(ROOT / "bench_results")
+    assert f"| `acme` | {op.FROM_OUTSIDE} | never: by name only |" in text
+
+
+def test_the_api_shows_what_is_not_an_op():
+    shown = {name: re.findall(r"^ {8}- (\w+)$", text, re.M) for name, text in api.pages()}
+    assert {"NF4", "checked_targets"} <= set(shown["tilewright.ops"])
+    assert not set(ops.OPS) & set(shown["tilewright.ops"])
+    assert {"add_lora", "quantize_model"} <= set(shown["tilewright.adapt"])
+    assert "read_json" not in shown["tilewright.adapt"]
+
+
+def test_docstrings_are_read_by_griffe():
+    griffe = pytest.importorskip("griffe")
+    package = griffe.load(
+        "tilewright.ops.attention",
+        search_paths=[str(ROOT)],
+        allow_inspection=False,
+        extensions=griffe.load_extensions(str(ROOT / "scripts/docs_griffe.py")),
+    )
+    sections = package["attention"].docstring.parse("google", warn_unknown_params=True)
+    kinds = {s.kind.value: s.value for s in sections}
+    assert {"parameters", "returns", "raises", "examples"} <= set(kinds)
+    assert [p.name for p in kinds["parameters"]] == [
+        p.name for p in package["attention"].parameters
+    ]
+
+
+@pytest.fixture
+def hook(monkeypatch):
+    pytest.importorskip("mkdocs")
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import docs_hook
+
+    return docs_hook
+
+
+def test_patterns_of_the_navigation(hook):
+    paths = ["ops/b.md", "ops/a.md", "x.md"]
+    assert hook._expanded({"T": ["x.md", {"All": ["ops/b*", "ops/*.md"]}, "no*.md"]}, paths) == [
+        {"T": ["x.md", {"All": ["ops/b.md", "ops/a.md"]}]}
+    ]
+    assert hook._expanded({"T": ["no/*.md"]}, paths) == []
+
+
+def test_links_that_leave_the_pages(hook, caplog):
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import File, Files
+
+    config = MkDocsConfig()
+    config.load_dict({"site_name": "x", "extra": {"source": "https://host/x"}})
+    config.validate()
+    names = ("index.md", "contributing.md", "guide.md", "ops/rope.md")
+    files = Files([File(n, "docs", "site", True) for n in names])
+
+    def shown(markdown, page):
+        file = files.get_file_from_path(page)
+        return hook.on_page_markdown(
+            markdown, page=type("P", (), {"file": file}), config=config, files=files
+        )
+
+    assert shown("[a](docs/guide.md#b) [c](CONTRIBUTING.md)", "index.md") == (
+        "[a](guide.md#b) [c](contributing.md)"
+    )
+    assert shown("[a](../guide.md) `[b](c)`", "ops/rope.md") == "[a](../guide.md) `[b](c)`"
+    assert shown("[a](../README.md#b) [c](#d)", "guide.md") == "[a](index.md#b) [c](#d)"
+    assert shown("[a](../Makefile) [b](../docs)", "guide.md") == (
+        "[a](https://host/x/blob/main/Makefile) [b](https://host/x/tree/main/docs)"
+    )
+    assert not caplog.records
+    shown("[a](../nowhere.py)", "guide.md")
+    assert "nowhere.py, which does not exist" in caplog.text
+
+
+# ---- troubleshooting: the messages that it quotes
+
+X, W = torch.ones(4, 8), torch.ones(8)
+LOGITS, TARGET = torch.zeros(4, 64), torch.zeros(4, dtype=torch.int64)
+
+
+def _qkv(*shapes):
+    return [torch.zeros(shape) for shape in shapes]
+
+
+def _twice():
+    x = X.clone().requires_grad_()
+    (g,) = torch.autograd.grad(ops.rmsnorm(x, W, implementation="cpp").sum(), x, create_graph=True)
+    g.sum().backward()
+
+
+SAID = {
+    "no op has an implementation 'trition'; did you mean 'triton'?": lambda: use(
+        "trition"
+    ).__enter__(),
+    "the layout is [B, H, S, D], heads before positions": lambda: ops.attention(
+        *_qkv((1, 16, 4, 8), (1, 16, 2, 8), (1, 16, 2, 8))
+    ),
+    "attention() has no argument is_causal: causal (default: True)": lambda: ops.attention(
+        X, X, X, is_causal=True
+    ),
+    "packed documents are cu_seqlens, windows are window; for other masks use "
+    "torch.nn.functional.scaled_dot_product_attention": lambda: ops.attention(X, X, X, attn_mask=1),
+    "cross_entropy() has no argument weight: it is class_weight here": lambda: ops.cross_entropy(
+        LOGITS, TARGET, weight=W
+    ),
+    "target must have shape [64] (x without its last dimension), got [4]": (
+        lambda: ops.linear_cross_entropy(torch.zeros(64, 8), X, TARGET)
+    ),
+    "target[0] is 110; accepted are 0 to 63 and ignore_index (-100)": lambda: ops.cross_entropy(
+        LOGITS, TARGET + 110
+    ),
+    "x must have shape [T, H], got [2, 4, 8]": lambda: ops.moe_mlp(
+        *_qkv((2, 4, 8), (2, 8, 8), (2, 8, 4)), TARGET.view(2, 2, 1), torch.ones(2, 2, 1)
+    ),
+    "is differentiable once; use implementation='eager' for higher derivatives": _twice,
+}
+
+
+@pytest.mark.parametrize("message", SAID)
+def test_troubleshooting_quotes_what_is_said(message):
+    with pytest.raises((TypeError, ValueError, IndexError, RuntimeError)) as error:
+        SAID[message]()
+    if isinstance(error.value, ImplementationUnavailable):
+        pytest.skip(str(error.value))
+    assert message in str(error.value)
+    assert message in (ROOT / "docs/troubleshooting.md").read_text()
