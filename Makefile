@@ -24,6 +24,10 @@ BUILT_STAMP := $(VENV)/.built
 
 .PHONY: setup build demo test pytest lint gates gate gate-all gpu-cache bench report docs wheel clean
 
+# pip would build the C++ extension in a folder that it removes; built in place, the next build finds the objects.
+BUILD_CPP = mkdir -p build && { $(BIN)/python setup.py -q build_ext --inplace > build/cpp.log 2>&1 \
+	|| { cat build/cpp.log; exit 1; }; }
+
 setup: $(STAMP)
 
 # torch is named with its version: a bare `torch` would bring gigabytes of CUDA packages to a CPU machine.
@@ -36,10 +40,9 @@ $(TORCH_STAMP): pyproject.toml
 	TILEWRIGHT_SKIP_CPP=1 $(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
-# pip would build the C++ extension in a folder that it removes; built in place, `make build` finds the objects.
 $(BUILT_STAMP): $(TORCH_STAMP)
 	@echo "set-up: the C++ kernels (one to two minutes on two cores), while pip installs the rest"
-	$(BIN)/python setup.py -q build_ext --inplace
+	$(BUILD_CPP)
 	touch $@
 
 $(TRAINER_STAMP): $(TORCH_STAMP)
@@ -70,7 +73,7 @@ $(STAMP): $(TORCH_STAMP)
 
 # Rebuilds the C++ extension in place.
 build: $(STAMP)
-	TILEWRIGHT_REQUIRE_CPP=1 $(BIN)/python setup.py -q build_ext --inplace
+	export TILEWRIGHT_REQUIRE_CPP=1; $(BUILD_CPP)
 
 # The main job on two CPU cores: what can run here, then train, plot, save, sample.
 demo: $(READY)

@@ -206,7 +206,7 @@ def no_extension() -> str | None:
         why = f": {reason.read_text()}" if reason.exists() else ""
         return (
             f"the C++ extension tilewright._C is not built{why} "
-            "(reinstall with `pip install -v --no-build-isolation .` where torch and a C++17 "
+            "(reinstall with `pip install -v --force-reinstall --no-deps .` where torch and a C++17 "
             "compiler are present)"
         )
     try:
