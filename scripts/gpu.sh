@@ -6,7 +6,7 @@
 # RESULTS is a folder such as bench_results/nvidia-h200-2026-12-01. The most decisive stages come first: the goals; the
 # open questions; the search of launch configurations behind unmet goals; the goals again. Then come the rest of the
 # suite, the tests and the page. Each stage ends within its share of the minutes and resumes where an earlier call
-# stopped, so a call may be as short as the machine's lease and run some stages only (see docs/benchmarking.md). Tests
+# stopped, so a call may be short and run some stages only (see docs/benchmarking.md). Tests
 # that passed run again only if the sources change. If $OUT is set, each finished result is appended to
 # $OUT/results.jsonl, and all results and Triton's cache are packed into $OUT. A triton-cache.tar.gz in RESULTS, from an
 # earlier call or `make gpu-cache`, is unpacked first. COMMIT names the sources' commit where there is no git. PYTHON is

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip(
+    "transformers", minversion="5.7", reason="needs transformers 5.7 or later"
+)
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
@@ -86,6 +88,7 @@ def read_by_others(format, folder):
     """The weights of the format's own reader, dense in bfloat16, by layer."""
     if format == "nf4":
         functional = pytest.importorskip("bitsandbytes.functional")
+        pytest.importorskip("accelerate")
         model = load(folder)
         return {
             name: functional.dequantize_4bit(m.weight.data, m.weight.quant_state)
@@ -198,6 +201,7 @@ def test_what_is_named_and_experts_stay_dense(tmp_path):
 
 
 def test_a_loaded_model_is_dequantized_adapted_and_trained(dense, tmp_path):
+    pytest.importorskip("accelerate")
     model = load(dense, quantization_config=TilewrightConfig("nf4"), dtype=torch.float32)
     add_lora(model, rank=2)
     with pytest.raises(ValueError, match=r"^save_pretrained cannot write adapters of tilewright"):
