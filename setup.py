@@ -79,7 +79,7 @@ def extension() -> dict:
         return skip(f"only Linux is supported, this is {sys.platform}")
     try:
         torch = cpp_extension()
-    except ImportError as error:
+    except Exception as error:  # that of a torch whose libraries do not load is any
         return skip(f"{error}; install torch first, and build again with pip")
 
     class OptionalBuild(torch.BuildExtension):

@@ -29,7 +29,7 @@ from tilewright.nn.projections import (
 )
 from tilewright.nn.quantize import QuantizeReport, linear_layers, quantize_, quantize_model
 from tilewright.nn.quantized import QuantFormat
-from tilewright.nn.save_pretrained import stored_state, why_unreadable
+from tilewright.nn.save_pretrained import guard_save_pretrained, stored_state, why_unreadable
 from tilewright.nn.weights import (
     Adapted,
     Stored,
@@ -60,6 +60,7 @@ __all__ = [
     "dense_weights",
     "experts",
     "fill",
+    "guard_save_pretrained",
     "is_adapter",
     "linear_layers",
     "load_adapter",

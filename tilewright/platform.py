@@ -34,7 +34,7 @@ EXTRAS = {
     "abfs": ("adlfs",),
     "http": ("aiohttp",),
 }
-# How to install packages that are in no extra.
+# How to install a package alone.
 INSTALL = {
     "triton": "pip install triton",
     "wandb": "pip install wandb",

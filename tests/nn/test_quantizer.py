@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import sys
+import types
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ transformers = pytest.importorskip(
 )
 
 from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
 
 from tilewright import adapt, ops  # noqa: E402
 from tilewright.adapt import add_lora, quantize_  # noqa: E402
@@ -200,6 +201,23 @@ def test_what_is_named_and_experts_stay_dense(tmp_path):
     assert set(layers(copy.deepcopy(back))) == set(layers(model))
 
 
+def test_the_inner_model_is_saved_too_and_another_dtype_is_loaded(dense, tmp_path):
+    model = load(dense, quantization_config=TilewrightConfig("nf4"))
+    model.model.save_pretrained(tmp_path / "inner")
+    found = load_file(tmp_path / "inner/model.safetensors")
+    assert not [name for name in found if "data_0" in name]
+    inner = AutoModel.from_pretrained(
+        tmp_path / "inner", config=quantized_config(tmp_path / "inner")
+    )
+    with torch.no_grad():
+        assert torch.equal(inner(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
+    model.save_pretrained(tmp_path / "whole")
+    half = again(tmp_path / "whole", dtype=torch.float16)
+    assert {p.dtype for p in half.parameters()} == {torch.float16}
+    assert {q.dtype for m in layers(half).values() for q in m.weights()} == {torch.float16}
+    assert logits(adapt.merge_and_unload(half)).dtype == torch.float16
+
+
 def test_a_loaded_model_is_dequantized_adapted_and_trained(dense, tmp_path):
     pytest.importorskip("accelerate")
     model = load(dense, quantization_config=TilewrightConfig("nf4"), dtype=torch.float32)
@@ -225,6 +243,7 @@ def test_a_loaded_model_is_dequantized_adapted_and_trained(dense, tmp_path):
         ({"format": "int4"}, ValueError, r"name must be one of \['nvfp4', 'block_fp8', 'nf4'\]"),
         ({"format": "nf4", "group_size": 7}, ValueError, "nf4 has groups of .*, got 7"),
         ({"format": "nvfp4", "double_quant": True}, ValueError, "double_quant must be False for"),
+        ({"quant_method": "fp8"}, ValueError, "quant_method must be 'tilewright', got 'fp8'"),
         ({"double_quant": 1}, TypeError, "double_quant must be a bool, got 1"),
         ({"modules_to_not_convert": "lm_head"}, TypeError, "must be a list of names, got the text"),
     ],
@@ -330,6 +349,65 @@ def test_quantize_says_what_it_did(capsys):
         ValueError, match=r"no layer to quantize \(embed: an embedding; up: quantize"
     ):
         quantize_(model)
+
+
+def test_quantize_leaves_what_it_would_break():
+    """Shared modules, heads inside a head, hooks of backward; and a weight that is read."""
+
+    class Reads(nn.Linear):
+        pass
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nn.Linear(64, 64)
+            self.two = self.one
+            self.tied = nn.Linear(64, 64)
+            self.bare = self.tied.weight
+            self.hooked = nn.Linear(64, 64)
+            self.hooked.register_full_backward_hook(lambda *_: None)
+            self.classifier = nn.Sequential(nn.Linear(64, 64), Reads(64, 64))
+            self.read = nn.Linear(64, 64)
+
+        def forward(self, x):
+            x = self.read(x.to(self.read.weight.dtype))
+            return x @ self.read.weight.T
+
+    model = Model()
+    report = quantize_(model, quiet=True)
+    assert report.changed == ("read",)
+    assert set(report.left) == {"one", "tied", "hooked", "classifier.0", "classifier.1"}
+    x = torch.randn(2, 64)
+    dense = model.read.dense()
+    want = (x @ dense.T + model.read.bias) @ dense.T
+    torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_that_are_named_stay_dense():
+    moe = pytest.importorskip("tilewright.trainer.moe")
+    sizes = types.SimpleNamespace(num_experts=2, hidden_size=64, moe_intermediate_size=64)
+    experts = moe.Experts(sizes, moe.Ops.resolve())
+    for p in experts.parameters():
+        nn.init.normal_(p)
+    mlp = nn.ModuleDict({"experts": experts, "up": nn.Linear(64, 64)})
+    model = nn.ModuleDict({"mlp": mlp})
+    report = quantize_(model, modules_to_not_convert=["experts"], quiet=True)
+    assert report.changed == ("mlp.up",)
+    assert report.left["mlp.experts"] == "named in modules_to_not_convert"
+    assert quantize_(model, quiet=True).changed == (
+        "mlp.experts.gate_up_proj",
+        "mlp.experts.down_proj",
+    )
+
+
+def test_a_weight_that_is_not_finite_is_named_and_the_model_stays_guarded(tmp_path):
+    model = tiny()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"^model\.layers\.1\.mlp\.up_proj: .*finite"):
+        quantize_(model, quiet=True)
+    model.save_pretrained(tmp_path)  # what was quantized before, in the format's layout
+    assert not [name for name in load_file(tmp_path / "model.safetensors") if "data_0" in name]
 
 
 def test_what_quantize_cannot_do_is_refused(monkeypatch):
@@ -488,6 +566,25 @@ def adapters_of_peft(model):
         for n, p in model.named_parameters()
         if p.requires_grad
     }
+
+
+def test_saved_modules_keep_their_counters_and_errors_name_the_folder(tmp_path):
+    def model():
+        parts = {"norm": nn.BatchNorm1d(64), "up_proj": nn.Linear(64, 64)}
+        return nn.ModuleDict(parts)
+
+    first, second = model(), model()
+    add_lora(first, ["up_proj"], rank=2, modules_to_save=["norm"])
+    first["norm"](torch.randn(4, 64))
+    adapt.save_adapter(first, tmp_path / "a", base_model="base")
+    adapt.load_adapter(second, tmp_path / "a")
+    assert second["norm"].num_batches_tracked == 1
+
+    apart, tied = tiny(), tiny(tie_word_embeddings=True)
+    add_lora(apart, rank=2, modules_to_save=["lm_head"])
+    adapt.save_adapter(apart, tmp_path / "b", base_model="base")
+    with pytest.raises(ValueError, match=rf"^{tmp_path / 'b'}: modules_to_save: lm_head shares"):
+        adapt.load_adapter(tied, tmp_path / "b")
 
 
 @pytest.mark.parametrize("format", ["nf4", "nvfp4", "block_fp8"])

@@ -193,7 +193,8 @@ class _File(NamedTuple):
 
 def load_adapter(model: nn.Module, folder: str | pathlib.Path) -> None:
     """Loads adapters from a folder in PEFT's format, adding them to the model if needed, with the
-    folder's lora_dropout then. Modules that it has whole (`modules_to_save`) are overwritten.
+    folder's lora_dropout then, or without dropout if it has adapters of experts. Modules that it
+    has whole (`modules_to_save`) are overwritten.
 
     Args:
         model: Modified in place. Existing adapters must match the file's, and are filled.
@@ -213,7 +214,11 @@ def load_adapter(model: nn.Module, folder: str | pathlib.Path) -> None:
         targets = [f"re:{re.escape(p)}$" for p in (*file.pairs, *file.with_adapters)]
         dropout = 0.0 if file.with_adapters else file.config.get("lora_dropout") or 0.0
         options: dict[str, Any] = {"lora_dropout": dropout, "modules_to_save": list(file.saved)}
-        add_lora(model, targets, rank=file.rank, alpha=file.alpha, rslora=file.rslora, **options)
+        options |= {"rank": file.rank, "alpha": file.alpha, "rslora": file.rslora}
+        try:
+            add_lora(model, targets, **options)
+        except ValueError as error:
+            raise ValueError(f"{file.folder}: {error}") from error
     for path, tensors in file.saved.items():
         state = model.get_submodule(path).state_dict()
         for name, t in tensors.items():
@@ -240,8 +245,6 @@ def _read(model: nn.Module, folder: pathlib.Path) -> _File:
     check_dropout(f"{folder / ADAPTER_CONFIG}: lora_dropout", config.get("lora_dropout") or 0.0)
     with open_tensors(folder / ADAPTER_FILE) as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    for key, t in tensors.items():
-        check_dtype(f"{folder / ADAPTER_FILE}: {key}", t)
     mixtures = [path for path, m in model.named_modules() if isinstance(m, LoRAExperts)]
     mixtures = mixtures or [path for path, _, _ in experts(model)]
 
@@ -252,6 +255,9 @@ def _read(model: nn.Module, folder: pathlib.Path) -> _File:
     saved = _saved(model, folder, config, tensors)
     apart = [*with_adapters, *saved]
     others = {k: t for k, t in tensors.items() if not any(is_of(k, p) for p in apart)}
+    for key, t in tensors.items():  # of modules that are saved whole, buffers may have any
+        if not any(is_of(key, path) for path in saved):
+            check_dtype(f"{folder / ADAPTER_FILE}: {key}", t)
     pairs = _pairs(folder, others)
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in config.get(key) or ():

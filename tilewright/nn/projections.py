@@ -93,11 +93,13 @@ def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
             yield path, module, [join_path(path, name) for name in OF_EXPERTS]
 
 
-def as_names(name: str, value: Iterable[str]) -> list[str]:
-    """A list of names. Raises TypeError for a text, which would be split into letters."""
+def as_names(name: str, value: Iterable[str] | None) -> list[str]:
+    """A list of names; None is an empty one. Raises TypeError for a text, which would be split into
+    letters.
+    """
     if isinstance(value, str):
         raise TypeError(f"{name} must be a list of names, got the text {value!r}")
-    return list(value)
+    return list(value or ())
 
 
 def replace_module(model: nn.Module, path: str, module: nn.Module) -> None:

@@ -86,10 +86,11 @@ def quantize_(
     """Quantizes the linear layers of any model in place, and the experts that can compute so.
 
     Each weight is quantized once and frozen, one at a time; products read the quantized weights
-    (`ops.quantized_linear`), also in a model that `accelerate` changed, before or after. All other
-    parameters stay as they are. Left are output layers, routers, embeddings, layers that share a
-    weight with another module or have hooks, and subclasses of nn.Linear, which may compute
-    something else.
+    (`ops.quantized_linear`), also in a model that `accelerate` changed, before or after. Biases of
+    quantized layers are frozen, too; all other parameters stay as they are. Left are output layers,
+    routers, embeddings, layers that share a weight with another module or have hooks, and
+    subclasses of nn.Linear, which may compute something else. Code that reads `layer.weight` gets
+    the weight dequantized, at each access.
     `save_pretrained` of a transformers model then writes what bitsandbytes (nf4),
     compressed-tensors (nvfp4) and fine-grained FP8 (block_fp8) read; `add_lora` adds adapters.
 
@@ -97,7 +98,7 @@ def quantize_(
         model: Modified in place. Must have no adapters yet.
         format: nf4 | nvfp4 | block_fp8, a QuantFormat, or a function from a dense weight to a
             quantized one.
-        modules_to_not_convert: Further modules to leave (see `matches`).
+        modules_to_not_convert: Further modules to leave, experts too (see `matches`).
         quiet: Prints no report. Only rank 0 prints.
 
     Returns:
@@ -106,7 +107,8 @@ def quantize_(
     Raises:
         TypeError: `model`, `format` or `modules_to_not_convert` has a wrong type.
         ValueError: The model has adapters or sharded weights, an entry matches no module, or there
-            is no layer to quantize. The model is then unchanged.
+            is no layer to quantize: the model is then unchanged. Or a weight is not finite: the
+            message names it, and layers before it are quantized.
 
     Example:
         >>> from torch import nn
@@ -126,18 +128,19 @@ def quantize_(
             "model must be a module with linear layers inside, got a linear layer itself, which has "
             "no place to change; QuantizedLinear(QuantFormat(...)(layer.weight)) is one"
         )
-    paths = linear + _experts(model, left)
+    skip = as_names("modules_to_not_convert", modules_to_not_convert)
+    paths = linear + _experts(model, left, skip)
     if not paths:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in list(left.items())[:4])
         raise ValueError(f"model has no layer to quantize ({reasons or 'no linear layers'})")
     done: list[str] = []
     before = after = 0
+    guard_save_pretrained(model)
     for path in paths:
         dense = sum(p.nbytes for p in _weights(model.get_submodule(path)))
         done += quantize_at(model, path, lambda weight: as_stored(format(weight)))
         before += dense
         after += sum(b.nbytes for b in model.get_submodule(path).buffers())
-    guard_save_pretrained(model)
     name = format.name if isinstance(format, QuantFormat) else getattr(format, "__name__", "given")
     report = QuantizeReport(type(model).__name__, name, tuple(done), left, before, after)
     if not quiet and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
@@ -163,11 +166,8 @@ def linear_layers(
         if isinstance(module, Adapted) or hasattr(module, "lora_A"):  # PEFT's
             raise ValueError(f"{path or 'the model'} has adapters; quantize the model before")
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    shared = Counter(
-        id(module.weight)
-        for module in modules.values()
-        if isinstance(module, (nn.Linear, nn.Embedding))
-    )
+    # A module at two paths, and a tensor under two names, count twice.
+    shared = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     chosen, left = [], {}
     for path, module in modules.items():
         if isinstance(module, nn.Embedding):
@@ -190,7 +190,7 @@ def _why_left(
 ) -> str | None:
     if any(matches(entry, path) for entry in skip):
         return "named in modules_to_not_convert"
-    if is_output or last_name(path) in HEADS:
+    if is_output or any(name in HEADS for name in path.split(".")):
         return "an output layer"
     if last_name(path) in ROUTERS:
         return "a router, by its name"
@@ -198,17 +198,24 @@ def _why_left(
         return "shares its weight with another module"
     if type(module) not in (nn.Linear, Linear):
         return f"a subclass of Linear ({type(module).__name__}), which may compute something else"
-    if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, kind) for kind in hooks) or "forward" in module.__dict__:
         return "has hooks or a forward of its own, which the new layer would not have"
     return None
 
 
-def _experts(model: nn.Module, left: dict[str, str]) -> list[str]:
-    """The paths of the experts modules to quantize; notes others in `left`."""
+def _experts(model: nn.Module, left: dict[str, str], skip: list[str]) -> list[str]:
+    """The paths of the experts modules to quantize; notes others in `left`. Raises ValueError for
+    sharded ones.
+    """
     chosen = []
     for path, module, _ in experts(model):
+        if any(is_sharded(weight) for weight in _weights(module)):
+            raise ValueError(f"{path} is sharded over ranks; quantize the model before that")
         reason = why_not(module, adapters=True)
-        if isinstance(module.down_proj, QuantizedExperts):
+        if any(matches(entry, path) for entry in skip):
+            reason = "named in modules_to_not_convert"
+        elif isinstance(module.down_proj, QuantizedExperts):
             reason = "quantized already"
         elif reason is None and not hasattr(module, "set_noise"):
             reason = "experts that compute with dense weights only"
@@ -286,9 +293,10 @@ def quantize_model(
         )
     done: list[str] = []
     # Paths, not modules: a reference would keep the dense weights of all of them.
-    for path in _to_quantize(model, exclude):
-        done += quantize_at(model, path, format)
+    paths = _to_quantize(model, exclude)
     guard_save_pretrained(model)
+    for path in paths:
+        done += quantize_at(model, path, format)
     return done
 
 
@@ -317,11 +325,18 @@ def _to_quantize(model: nn.Module, exclude: list[str]) -> list[str]:
     return paths
 
 
+def _quantized(format: Callable, weight: torch.Tensor, path: str) -> Quantized:
+    try:
+        return format(weight.detach())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
 def quantize_at(model: nn.Module, path: str, format: Callable) -> list[str]:
     """Quantizes one module, and returns the paths of its projections."""
     module = model.get_submodule(path)
     if isinstance(module, nn.Linear):
-        quantized = QuantizedLinear(format(module.weight.detach()), module.bias)
+        quantized = QuantizedLinear(_quantized(format, module.weight, path), module.bias)
         if isinstance(module, Linear):
             quantized.dense_class = Linear
         replace_module(model, path, quantized)
@@ -329,7 +344,8 @@ def quantize_at(model: nn.Module, path: str, format: Callable) -> list[str]:
     done = []
     for name in ("gate_up_proj", "down_proj"):
         if isinstance(getattr(module, name), nn.Parameter):
-            q = QuantizedExperts(format(getattr(module, name).detach()))
+            part = getattr(module, name)
+            q = QuantizedExperts(_quantized(format, part, join_path(path, name)))
             delattr(module, name)
             setattr(module, name, q)
             done.append(join_path(path, name))

@@ -278,6 +278,13 @@ class QuantizedLinear(_Bytes):
         return self._stored()
 
     @property
+    def weight(self) -> torch.Tensor:
+        """The dequantized weight in its first dtype, for code that reads `layer.weight`: a new
+        tensor at each access, whose changes are lost.
+        """
+        return self.dense(self.weights()[0].dtype)
+
+    @property
     def qweight(self) -> torch.Tensor:
         """The codes of the first weight as bytes: the name by which PEFT and others find where a
         quantized layer is.

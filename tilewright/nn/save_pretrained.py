@@ -83,6 +83,8 @@ def stored_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, A
     Raises ValueError for weights that these readers cannot read, and for several formats.
     """
     weights: dict[str, Any] = dict(_quantized(model))
+    if not weights:
+        raise ValueError("the model has no quantized weight left to write")
     for name, parts in weights.items():
         if wrong := _why_not_stored(parts):
             raise ValueError(f"save_pretrained cannot write {name} {wrong}; {_WAY_OUT}")
@@ -93,7 +95,7 @@ def stored_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, A
             f"save_pretrained cannot write weights of several formats ({several}); {_WAY_OUT}"
         )
     state = model.state_dict()
-    for path, module in list(model.named_modules()):
+    for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantizedLinear):
             for name, _ in module.named_buffers():
                 del state[f"{path}.{name}"]

@@ -12,7 +12,9 @@ MODULES = (
     "tilewright",
     "tilewright.nn",
     "tilewright.adapt",
+    "tilewright.lora",
     "tilewright.integrations.transformers",
+    "tilewright.integrations.peft",
     "tilewright.ops",
     "tilewright.ops.context_parallel",
     "tilewright.ops.expert_parallel",
@@ -30,8 +32,15 @@ def pages() -> Iterator[tuple[str, str]]:
             "      show_root_heading: false",
             "      show_root_toc_entry: false",
         ]
-        if members := _members(importlib.import_module(name)):
-            lines += ["      members:", *(f"        - {m}" for m in members)]
+        module = importlib.import_module(name)
+        members = _members(module)
+        # Those of a module's __getattr__ are not in its source: shown from where they are defined.
+        late = [n for n in members if n not in vars(module)]
+        if shown := [n for n in members if n not in late]:
+            lines += ["      members:", *(f"        - {n}" for n in shown)]
+        for n in late:
+            lines += ["", f"::: {getattr(module, n).__module__}.{n}"]
+            lines += ["    options:", "      show_root_heading: true", "      heading_level: 2"]
         yield name, "\n".join([*lines, ""])
 
 

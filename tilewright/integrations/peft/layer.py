@@ -42,6 +42,8 @@ class QuantizedLoraLinear(Linear):
                 f"init_lora_weights must be one of {list(INITIALIZATIONS)} over a quantized layer, "
                 f"got {config.init_lora_weights!r}, which computes with a dense weight"
             )
+        if getattr(config, "fan_in_fan_out", False):
+            raise ValueError("fan_in_fan_out must be False over a quantized layer, got True")
         if config.lora_bias:
             raise ValueError("lora_bias must be False over a quantized layer, got True")
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)

@@ -8,6 +8,7 @@ they load without this library.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pathlib
 import re
 from collections.abc import Iterable
@@ -84,6 +85,8 @@ class TilewrightConfig(QuantizationConfigMixin):
                 "modules_to_not_convert must be a list of names, got the text "
                 f"{modules_to_not_convert!r}"
             )
+        if quant_method != NAME:
+            raise ValueError(f"quant_method must be {NAME!r}, got {quant_method!r}")
         self.quant_method = quant_method
         self.format, self.group_size = format, chosen.group_size
         self.double_quant = double_quant
@@ -199,6 +202,8 @@ class TilewrightHfQuantizer(HfQuantizer):
                 if not any(isinstance(op, _Read) for op in getattr(c, "operations", ()))
             ]
         _, self.quantization_config.written = adapt.stored_state(model)
+        for child in model.children():  # transformers saves the whole model by this quantizer alone
+            adapt.guard_save_pretrained(child)
         return model
 
     def get_state_dict_and_metadata(self, model: Any, *args: Any, **kwargs: Any) -> tuple:
@@ -216,6 +221,10 @@ class TilewrightHfQuantizer(HfQuantizer):
         return state, {}
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        if any(hasattr(m, "lora_A") and hasattr(m, "base_layer") for m in model.modules()):
+            raise ValueError(
+                "dequantize needs a model without PEFT's adapters: merge or unload them"
+            )
         paths = [p for p, m in model.named_modules() if isinstance(m, lora.QuantizedLinear)]
         adapt.merge_and_unload(model)
         for path in paths:
@@ -268,7 +277,7 @@ class _Read(ConversionOps):
 
 def _from_tensors(config: TilewrightConfig, tensors: dict, dtype: torch.dtype) -> Quantized:
     if config.format == "nf4":
-        return NF4.from_safetensors(tensors)
+        return dataclasses.replace(NF4.from_safetensors(tensors), dtype=dtype)
     if config.format == "nvfp4":
         return NVFP4.from_safetensors(tensors, dtype=dtype)
     size = config.group_size or 128
