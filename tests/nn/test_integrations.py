@@ -492,10 +492,11 @@ def test_a_named_implementation_that_cannot_run_says_why(hf):
         step(tiny(hf, "mixtral", layers=1), f"tilewright:{name}")
 
 
-def test_the_pages_python_runs_as_it_stands(hf, attentions, calls, tmp_path):
-    """Runs each block by itself, with a small local model instead of the hub's, and a trainer that
-    only builds its model.
+def test_the_pages_python_runs_as_it_stands(hf, attentions, calls, tmp_path, monkeypatch):
+    """Runs the blocks with a small local model instead of the hub's, and a trainer that only builds
+    its model: those that name a model by themselves, the others after the last of them.
     """
+    monkeypatch.chdir(tmp_path)
 
     class Trainer:
         def __init__(self, name, train_dataset):
@@ -508,18 +509,33 @@ def test_the_pages_python_runs_as_it_stands(hf, attentions, calls, tmp_path):
     tiny(hf, "qwen3_moe", layers=1).save_pretrained(tmp_path)
     page = pathlib.Path(__file__).parents[2] / "docs" / "integrations.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
-    assert len(blocks) == 4
-    for block, asked in zip(blocks, (None, None, "attn", "experts"), strict=True):
+    *blocks, kernelized = blocks
+    assert "kernelize" in kernelized  # run in test_hub.py
+    found, ran = {}, []
+    for block in blocks:
         code, hubs = re.subn(r'"(Qwen|HuggingFaceTB)/[\w.-]+"', repr(str(tmp_path)), block)
-        assert hubs == 1
-        found = {"SFTTrainer": Trainer, "dataset": None}
+        if hubs:
+            found = {"SFTTrainer": Trainer, "dataset": None}
+        if "quantize_(" in code:
+            found["model"] = tiny(hf, "qwen3_moe", layers=1)
+        if "peft" in code:
+            pytest.importorskip("peft")
+            from tilewright.integrations.peft import register
+
+            register()
         exec(code, found)
+        asked = re.search(r'(attn|experts)_implementation="', code)
         if asked is None:
             attentions.clear(), calls.clear()
-            continue
-        found["model"](torch.arange(1, 6)[None])
-        assert getattr(found["model"].config, f"_{asked}_implementation") == "tilewright"
-    assert len(attentions) == 1 and len(calls) == 1
+        else:
+            found["model"](torch.arange(1, 6)[None])
+            name = f"_{asked[1]}_implementation"
+            assert getattr(found["model"].config, name) == "tilewright"
+            ran.append((len(attentions), len(calls)))
+            attentions.clear(), calls.clear()
+        if "get_peft_model" in code:
+            assert "QuantizedLoraLinear" in repr(found["model"])
+    assert len(blocks) == 8 and ran == [(1, 0), (0, 1)]
 
 
 # ---- refusals

@@ -18,10 +18,13 @@ def symmetric_ranks(train, size):
     ranks, while nothing is allocated but by this rank's own work.
     """
     join_pretended_group(0, size)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as a rank's; PyTorch's attention has buffers for each thread
     try:
         with _Copies():
             yield mesh.build(train, 0, size, torch.device("cpu"), control_backend="fake")
     finally:
+        torch.set_num_threads(threads)
         dist.destroy_process_group()
 
 
