@@ -509,15 +509,24 @@ def test_override(least, arguments, path, expected):
         (["--train", "{}"], ["--train = {}: a section; give its fields"]),
         (
             ["--data.datasets.1.path", "x"],
-            ["data.datasets.1.path = x: there is nothing at data.datasets.1 to change"],
+            [
+                "data.datasets.1.path = x: there is nothing at data.datasets.1 to change; give the "
+                """whole list, as --data.datasets '[{"path": "x"}]'"""
+            ],
         ),
         (
             ["--data.datasets.path", "x"],
-            ["data.datasets.path = x: there is nothing at data.datasets to change"],
+            [
+                "data.datasets.path = x: there is nothing at data.datasets to change; give the "
+                """whole list, as --data.datasets '[{"path": "x"}]'"""
+            ],
         ),
         (
             ["--data.test_datasets.0.path", "x"],
-            ["data.test_datasets.0.path = x: there is nothing at data.test_datasets.0 to change"],
+            [
+                "data.test_datasets.0.path = x: there is nothing at data.test_datasets.0 to change; give the "
+                """whole list, as --data.test_datasets '[{"path": "x"}]'"""
+            ],
         ),
         (
             ["--train.max_steps", "true"],

@@ -6,6 +6,8 @@ Independent of the fields' meanings, which are in `config.py` and `rules.py`.
 from __future__ import annotations
 
 import copy
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -159,8 +161,12 @@ def apply(
             errors.append(f"{path} = {text}: not JSON: {' '.join(str(error).split())}")
             continue
         if not _write(data, path.split("."), value):
+            indexed = re.fullmatch(r"(.*?)\.\d+\.(.*)", path)
+            whole, name = indexed.groups() if indexed else path.rsplit(".", 1)
+            item = json.dumps([{name: value}])
             errors.append(
-                f"{path} = {text}: there is nothing at {path.rpartition('.')[0]} to change"
+                f"{path} = {text}: there is nothing at {path.rpartition('.')[0]} to change; give the "
+                f"whole list, as --{whole} '{item}'"
             )
     return errors
 
