@@ -30,7 +30,7 @@ BUILD_CPP = mkdir -p build && { $(BIN)/python setup.py -q build_ext --inplace > 
 
 setup: $(STAMP)
 
-# torch is named with its version: a bare `torch` would bring gigabytes of CUDA packages to a CPU machine.
+# The version of torch is pinned; whether its build is for a CPU or for CUDA, gigabytes more, the package index decides.
 # The package is installed once, without its C++ extension, and what extras need afterwards.
 $(TORCH_STAMP): pyproject.toml
 	@echo "set-up: torch into $(VENV) (a download of 200 MB for a CPU, gigabytes with CUDA)"

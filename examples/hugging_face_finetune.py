@@ -1,7 +1,7 @@
 """A Hugging Face Trainer's fine-tune, accelerated by one line.
 
     python examples/hugging_face_finetune.py                            # a tiny model, seconds
-    python examples/hugging_face_finetune.py --model .cache/smollm2     # the real SmolLM2-135M
+    python examples/hugging_face_finetune.py --model .cache/smollm2     # SmolLM2-135M-Instruct
     python examples/hugging_face_finetune.py --model .cache/smollm2 --plain   # without Tilewright
 
 Trains on seven plays, and evaluates on The Tempest before and after. The tiny model reads bytes.

@@ -1,7 +1,7 @@
 """QLoRA: adapters on a Hugging Face model whose weights are NVFP4, trained with noise (AQN).
 
     python examples/qlora_nvfp4_aqn.py                           # a tiny model, seconds
-    python examples/qlora_nvfp4_aqn.py --model .cache/smollm2    # the real SmolLM2-135M
+    python examples/qlora_nvfp4_aqn.py --model .cache/smollm2    # SmolLM2-135M-Instruct
 
 Trains on seven plays, evaluates on The Tempest, saves the adapter as PEFT does, and merges it.
 """

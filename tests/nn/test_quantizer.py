@@ -391,7 +391,7 @@ def test_experts_that_are_named_stay_dense():
         nn.init.normal_(p)
     mlp = nn.ModuleDict({"experts": experts, "up": nn.Linear(64, 64)})
     model = nn.ModuleDict({"mlp": mlp})
-    report = quantize_(model, modules_to_not_convert=["experts"], quiet=True)
+    report = quantize_(model, modules_to_not_convert=iter(["experts"]), quiet=True)
     assert report.changed == ("mlp.up",)
     assert report.left["mlp.experts"] == "named in modules_to_not_convert"
     assert quantize_(model, quiet=True).changed == (

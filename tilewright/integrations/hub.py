@@ -13,8 +13,7 @@ self-contained: it imports neither the installed `tilewright` nor any other pack
 Triton, on CUDA), since a kernel's metadata may name only a short list of packages as dependencies,
 and since several versions of a kernel must be loadable in one process. So the modules are copied
 with relative imports, and the operators are registered under the name that the loader gives the
-kernel. The C++ kernels are left out: CPU tensors take PyTorch's own
-operators and the eager twins.
+kernel. The C++ kernels are left out: CPU tensors take PyTorch's own operators and the eager twins.
 """
 
 from __future__ import annotations

@@ -122,13 +122,13 @@ def quantize_(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     format = _format(format)
-    linear, left = linear_layers(model, modules_to_not_convert)
+    skip = as_names("modules_to_not_convert", modules_to_not_convert)
+    linear, left = linear_layers(model, skip)
     if isinstance(model, nn.Linear):
         raise ValueError(
             "model must be a module with linear layers inside, got a linear layer itself, which has "
             "no place to change; QuantizedLinear(QuantFormat(...)(layer.weight)) is one"
         )
-    skip = as_names("modules_to_not_convert", modules_to_not_convert)
     paths = linear + _experts(model, left, skip)
     if not paths:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in list(left.items())[:4])
@@ -247,7 +247,7 @@ def _format(format: Format) -> Callable[[torch.Tensor], Quantized]:
 
 def quantize_model(
     model: nn.Module,
-    format: QuantFormat | str | Callable[[torch.Tensor], Quantized],
+    format: Format,
     *,
     exclude: Iterable[str] = (),
     strict: bool = True,
@@ -272,7 +272,8 @@ def quantize_model(
         TypeError: `format` or `exclude` has a wrong type.
         ValueError: The model has adapters; `exclude` names only some parts of a fused module; or an
             experts module cannot compute with quantized weights: it has no `set_noise`, as those of
-            other libraries. The model is then unchanged.
+            other libraries: the model is then unchanged. Or a weight is not finite: the message
+            names it, and modules before it are quantized.
 
     Example:
         >>> from torch import nn
