@@ -36,13 +36,23 @@ TW_INLINE Tanh tanh_accurate(float x) {
   return {std::fabs(x) < 0.625f ? near : far, 4.0f * h * (1.0f - h)};
 }
 
+// How z follows from a logit x: x, cap * tanh(x * inverse), or x * inverse.
+enum Scaling : int { PLAIN, CAPPED, SCALED };
+
 struct Cap {
-  float cap, inverse;  // of softcap
+  float cap, inverse;
 };
 
-template <bool CAPPED>
-TW_INLINE float capped(float x, Cap c) {
-  return CAPPED ? c.cap * tanh_accurate(x * c.inverse).value : x;
+template <Scaling S>
+TW_INLINE float scaled(float x, Cap c) {
+  if constexpr (S == CAPPED) return c.cap * tanh_accurate(x * c.inverse).value;
+  return S == SCALED ? x * c.inverse : x;
+}
+
+// z - peak, where v is z, or x if SCALED: a product that is rounded first would lose the digits that a large peak has.
+template <Scaling S>
+TW_INLINE float below_peak(float v, float peak, Cap c) {
+  return S == SCALED ? std::fmaf(v, c.inverse, -peak) : v - peak;
 }
 
 struct Rows {
@@ -57,7 +67,7 @@ struct Outputs {
 TW_INLINE float finite(float x) { return std::isfinite(x) ? x : 0.0f; }
 
 // weight_sum: of w, or V.
-template <class T, bool CAPPED>
+template <class T, Scaling S>
 void forward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* target, const float* w,
                   double weight_sum, Cap cap, Rows n, Outputs o) {
   float z[SUM_BLOCK];
@@ -66,7 +76,7 @@ void forward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* ta
     float largest_logit = -INF, peak = -INF;
     int64_t best = 0;
     double sum = 0, sum_z = 0, weighted = 0;
-    const float origin = finite(capped<CAPPED>(load(x[0]), cap));  // of the weighted sum, until there is a peak
+    const float origin = finite(scaled<S>(load(x[0]), cap));  // of the weighted sum, until there is a peak
     for (int64_t first = 0; first < n.V; first += SUM_BLOCK) {
       const int64_t size = std::min(SUM_BLOCK, n.V - first);
       const T* xb = x + first;
@@ -74,7 +84,7 @@ void forward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* ta
       TW_SIMD_MAX(top)
       for (int64_t i = 0; i < size; ++i) {
         float v = load(xb[i]);
-        z[i] = capped<CAPPED>(v, cap);
+        z[i] = S == SCALED ? v : scaled<S>(v, cap);
         top = v > top ? v : top;
       }
       if (top > largest_logit) {
@@ -85,7 +95,7 @@ void forward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* ta
           best = first + i;
         }
         // The cap is monotone up to rounding, and the peak need not be the exact maximum of z.
-        const float higher = capped<CAPPED>(top, cap);
+        const float higher = scaled<S>(top, cap);
         const double lower = double(peak) - finite(higher), shrink = std::exp(lower);
         sum_z = shrink == 0 ? 0 : (sum_z + sum * lower) * shrink;
         sum *= shrink;
@@ -95,13 +105,13 @@ void forward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* ta
       if (o.mean == nullptr) {
         float s = 0;
         TW_SIMD_SUM(s)
-        for (int64_t i = 0; i < size; ++i) s += exp_(z[i] - shift);
+        for (int64_t i = 0; i < size; ++i) s += exp_(below_peak<S>(z[i], shift, cap));
         sum += s;
       } else {
         float s = 0, sz = 0;
         TW_SIMD_SUM2(s, sz)
         for (int64_t i = 0; i < size; ++i) {
-          float below = z[i] - shift, e = exp_(below);
+          float below = below_peak<S>(z[i], shift, cap), e = exp_(below);
           s += e;
           sz += e * (below < FLOOR ? FLOOR : below);
         }
@@ -125,7 +135,7 @@ void forward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* ta
     peak = finite(peak);
     o.peak[row] = peak;
     o.log_sum[row] = float(std::log(sum));
-    o.target[row] = y >= 0 && y < n.V ? capped<CAPPED>(load(x[y]), cap) - peak : 0.0f;
+    o.target[row] = y >= 0 && y < n.V ? below_peak<S>(S == SCALED ? load(x[y]) : scaled<S>(load(x[y]), cap), peak, cap) : 0.0f;
     if (o.weighted != nullptr) o.weighted[row] = float(weighted + weight_sum * (double(origin) - peak));
     if (o.mean != nullptr) o.mean[row] = float(sum_z / sum);
     if (o.argmax != nullptr) o.argmax[row] = best;
@@ -143,17 +153,17 @@ struct RowGradient {
   float peak, log_sum, in_p, mean, g_mean, g_weighted;
 };
 
-template <bool CAPPED, bool WEIGHTS, bool MEAN>
+template <Scaling S, bool WEIGHTS, bool MEAN>
 TW_INLINE float gradient(float x, float w, float extra, Cap cap, RowGradient r) {
-  Tanh t = CAPPED ? tanh_accurate(x * cap.inverse) : Tanh{};
-  float below = (CAPPED ? cap.cap * t.value : x) - r.peak;
+  Tanh t = S == CAPPED ? tanh_accurate(x * cap.inverse) : Tanh{};
+  float below = below_peak<S>(S == CAPPED ? cap.cap * t.value : x, r.peak, cap);
   float in_p = MEAN ? std::fmaf(r.g_mean, (below < FLOOR ? FLOOR : below) - r.mean, r.in_p) : r.in_p;
   float g = std::fmaf(exp_(below - r.log_sum), in_p, (WEIGHTS ? r.g_weighted * w : r.g_weighted) + extra);
-  return CAPPED ? g * t.slope : g;
+  return S == CAPPED ? g * t.slope : g;
 }
 
 // dlogits may be logits: every element is read before it is written.
-template <class T, bool CAPPED, bool WEIGHTS, bool MEAN>
+template <class T, Scaling S, bool WEIGHTS, bool MEAN>
 void backward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* target, const float* w, Cap cap, Rows n,
                    Gradients g, T* dlogits, int64_t stride) {
   for (int64_t row = begin; row < end; ++row) {
@@ -172,10 +182,10 @@ void backward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* t
     const RowGradient r{g.peak[row], g.log_sum[row], g_log_sum + g_mean, MEAN ? g.mean[row] : 0, g_mean, g_weighted};
     T at_target{};
     if (inside)
-      store(&at_target, gradient<CAPPED, WEIGHTS, MEAN>(load(x[y]), WEIGHTS ? w[y] : 0, g_target, cap, r));
+      store(&at_target, gradient<S, WEIGHTS, MEAN>(load(x[y]), WEIGHTS ? w[y] : 0, g_target, cap, r));
     TW_SIMD
     for (int64_t i = 0; i < n.V; ++i)
-      store(d + i, gradient<CAPPED, WEIGHTS, MEAN>(load(x[i]), WEIGHTS ? w[i] : 0, 0, cap, r));
+      store(d + i, gradient<S, WEIGHTS, MEAN>(load(x[i]), WEIGHTS ? w[i] : 0, 0, cap, r));
     if (inside) d[y] = at_target;
   }
 }
@@ -198,12 +208,25 @@ const float* vector(const char* name, const std::optional<Tensor>& t, int64_t si
   return in<float>(t);
 }
 
-Cap cap_of(double softcap) { return {float(softcap), softcap == 0 ? 0.0f : float(1 / softcap)}; }
+Cap cap_of(double softcap, double inverse_temperature) {
+  return {float(softcap), float(softcap == 0 ? inverse_temperature : inverse_temperature / softcap)};
+}
+
+Scaling scaling_of(double softcap, double inverse_temperature) {
+  return softcap != 0 ? CAPPED : inverse_temperature != 1 ? SCALED : PLAIN;
+}
+
+template <class T>
+auto choose_forward(Scaling scaling) {
+  if (scaling == CAPPED) return &forward_rows<T, CAPPED>;
+  return scaling == SCALED ? &forward_rows<T, SCALED> : &forward_rows<T, PLAIN>;
+}
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> softmax_stats_forward(
     Tensor logits, Tensor target, std::optional<Tensor> class_weight, double softcap, bool smooth, bool entropy,
-    bool argmax) {
+    bool argmax, double inverse_temperature) {
   const Rows n = describe(logits, target);
+  STD_TORCH_CHECK(!smooth || inverse_temperature == 1, "tilewright: smooth needs a temperature of 1");
   auto make = [&](bool wanted, ScalarType type) {
     return torch::stable::new_empty(logits, {wanted ? n.T : 0}, type);
   };
@@ -217,30 +240,32 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> softmax_stats_forward
                   entropy ? out<float>(mean) : nullptr, argmax ? out<int64_t>(best) : nullptr};
   dispatch(logits, [&](auto t) {
     using T = decltype(t);
-    const auto rows = softcap != 0 ? &forward_rows<T, true> : &forward_rows<T, false>;
+    const auto rows = choose_forward<T>(scaling_of(softcap, inverse_temperature));
     torch::stable::parallel_for(0, n.T, grain(n.V), [&](int64_t lo, int64_t hi) {
-      rows(lo, hi, in<T>(logits), in<int64_t>(target), w, weight_sum, cap_of(softcap), n, o);
+      rows(lo, hi, in<T>(logits), in<int64_t>(target), w, weight_sum, cap_of(softcap, inverse_temperature), n, o);
     });
   });
   return {peak, log_sum, picked, weighted, mean, best};
 }
 
-template <class T, bool CAPPED, bool WEIGHTS>
-auto choose_mean(bool mean) {
-  return mean ? &backward_rows<T, CAPPED, WEIGHTS, true> : &backward_rows<T, CAPPED, WEIGHTS, false>;
+template <class T, Scaling S>
+auto choose_backward(bool weights, bool mean) {
+  if (weights) return mean ? &backward_rows<T, S, true, true> : &backward_rows<T, S, true, false>;
+  return mean ? &backward_rows<T, S, false, true> : &backward_rows<T, S, false, false>;
 }
 
 template <class T>
-auto choose(bool is_capped, bool weights, bool mean) {
-  if (is_capped) return weights ? choose_mean<T, true, true>(mean) : choose_mean<T, true, false>(mean);
-  return weights ? choose_mean<T, false, true>(mean) : choose_mean<T, false, false>(mean);
+auto choose(Scaling scaling, bool weights, bool mean) {
+  if (scaling == CAPPED) return choose_backward<T, CAPPED>(weights, mean);
+  return scaling == SCALED ? choose_backward<T, SCALED>(weights, mean) : choose_backward<T, PLAIN>(weights, mean);
 }
 
 void backward_into(const Tensor& dlogits, const Tensor& logits, const Tensor& target,
                    const std::optional<Tensor>& class_weight, double softcap, const Tensor& peak,
                    const Tensor& log_sum, const std::optional<Tensor>& mean, const Tensor& g_log_sum,
                    const Tensor& g_target, const std::optional<Tensor>& g_weighted,
-                   const std::optional<Tensor>& g_mean, const std::optional<Tensor>& scale) {
+                   const std::optional<Tensor>& g_mean, const std::optional<Tensor>& scale,
+                   double inverse_temperature) {
   const Rows n = describe(logits, target);
   const int64_t scales = scale.has_value() ? scale->numel() : 1;
   STD_TORCH_CHECK(scales == 1 || scales == n.T, "tilewright: scale must be one number, or one for each row");
@@ -253,9 +278,10 @@ void backward_into(const Tensor& dlogits, const Tensor& logits, const Tensor& ta
   STD_TORCH_CHECK(g.g_mean == nullptr || g.mean != nullptr, "tilewright: g_mean needs mean");
   dispatch(logits, [&](auto t) {
     using T = decltype(t);
-    const auto rows = choose<T>(softcap != 0, w != nullptr, g.g_mean != nullptr);
+    const auto rows = choose<T>(scaling_of(softcap, inverse_temperature), w != nullptr, g.g_mean != nullptr);
     torch::stable::parallel_for(0, n.T, grain(n.V), [&](int64_t lo, int64_t hi) {
-      rows(lo, hi, in<T>(logits), in<int64_t>(target), w, cap_of(softcap), n, g, out<T>(dlogits), dlogits.stride(0));
+      rows(lo, hi, in<T>(logits), in<int64_t>(target), w, cap_of(softcap, inverse_temperature), n, g, out<T>(dlogits),
+           dlogits.stride(0));
     });
   });
 }
@@ -263,19 +289,19 @@ void backward_into(const Tensor& dlogits, const Tensor& logits, const Tensor& ta
 Tensor softmax_stats_backward(Tensor logits, Tensor target, std::optional<Tensor> class_weight, double softcap,
                               Tensor peak, Tensor log_sum, std::optional<Tensor> mean, Tensor g_log_sum,
                               Tensor g_target, std::optional<Tensor> g_weighted, std::optional<Tensor> g_mean,
-                              std::optional<Tensor> scale) {
+                              std::optional<Tensor> scale, double inverse_temperature) {
   Tensor dlogits = huge(torch::stable::new_empty(logits, {logits.size(0), logits.size(1)}));
   backward_into(dlogits, logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target,
-                g_weighted, g_mean, scale);
+                g_weighted, g_mean, scale, inverse_temperature);
   return dlogits;
 }
 
 void softmax_stats_backward_(Tensor logits, Tensor target, std::optional<Tensor> class_weight, double softcap,
                              Tensor peak, Tensor log_sum, std::optional<Tensor> mean, Tensor g_log_sum,
                              Tensor g_target, std::optional<Tensor> g_weighted, std::optional<Tensor> g_mean,
-                              std::optional<Tensor> scale) {
+                              std::optional<Tensor> scale, double inverse_temperature) {
   backward_into(logits, logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target,
-                g_weighted, g_mean, scale);
+                g_weighted, g_mean, scale, inverse_temperature);
 }
 
 }  // namespace
@@ -283,13 +309,14 @@ void softmax_stats_backward_(Tensor logits, Tensor target, std::optional<Tensor>
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
   m.def("softmax_stats_cpp_forward(Tensor logits, Tensor target, Tensor? class_weight, float softcap, bool smooth,"
-        " bool entropy, bool argmax) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+        " bool entropy, bool argmax, float inverse_temperature=1.0) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("softmax_stats_cpp_backward(Tensor logits, Tensor target, Tensor? class_weight, float softcap, Tensor peak,"
         " Tensor log_sum, Tensor? mean, Tensor g_log_sum, Tensor g_target, Tensor? g_weighted, Tensor? g_mean,"
-        " Tensor? scale) -> Tensor");
+        " Tensor? scale, float inverse_temperature=1.0) -> Tensor");
   m.def("softmax_stats_cpp_backward_(Tensor(a!) logits, Tensor target, Tensor? class_weight, float softcap,"
         " Tensor peak, Tensor log_sum, Tensor? mean, Tensor g_log_sum, Tensor g_target, Tensor? g_weighted,"
-        " Tensor? g_mean, Tensor? scale) -> ()");
+        " Tensor? g_mean, Tensor? scale,"
+        " float inverse_temperature=1.0) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {

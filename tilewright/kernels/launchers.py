@@ -153,9 +153,11 @@ def statistics(
     return new(True), new(True), new(True), new(smooth), new(entropy), new(argmax, torch.int64)
 
 
-def inverse(softcap: float) -> float:
-    """1 / softcap, by which kernels multiply instead of dividing; 0 without a softcap."""
-    return 1.0 / softcap if softcap else 0.0
+def inverse(softcap: float, inverse_temperature: float = 1.0) -> float:
+    """What kernels multiply logits by: inverse_temperature / softcap, or without a softcap
+    inverse_temperature.
+    """
+    return inverse_temperature / softcap if softcap else inverse_temperature
 
 
 class StatsGradient(NamedTuple):
@@ -172,6 +174,7 @@ class StatsGradient(NamedTuple):
     g_weighted: torch.Tensor | None
     g_mean: torch.Tensor | None
     scale: torch.Tensor | None
+    inverse_temperature: float = 1.0
 
 
 def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
@@ -190,6 +193,7 @@ def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
         g_weighted: torch.Tensor | None,
         g_mean: torch.Tensor | None,
         scale: torch.Tensor | None,
+        inverse_temperature: float = 1.0,
     ) -> torch.Tensor:
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         gradient = StatsGradient(
@@ -204,6 +208,7 @@ def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
             g_weighted,
             g_mean,
             scale,
+            inverse_temperature,
         )
         launch(dlogits, logits, gradient)
         return dlogits
@@ -221,6 +226,7 @@ def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
         g_weighted: torch.Tensor | None,
         g_mean: torch.Tensor | None,
         scale: torch.Tensor | None,
+        inverse_temperature: float = 1.0,
     ) -> None:
         gradient = StatsGradient(
             target,
@@ -234,6 +240,7 @@ def statistics_backwards(launch: Callable) -> tuple[Callable, Callable]:
             g_weighted,
             g_mean,
             scale,
+            inverse_temperature,
         )
         launch(logits, logits, gradient)
 

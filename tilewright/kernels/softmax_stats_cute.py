@@ -708,7 +708,8 @@ def _run_backward(out: torch.Tensor, logits: torch.Tensor, given: launchers.Stat
     T, V = logits.shape
     if T == 0:
         return
-    target, class_weight, softcap, peak, log_sum, mean, *gradients, scale = given
+    # No op with a temperature has these kernels.
+    target, class_weight, softcap, peak, log_sum, mean, *gradients, scale, _ = given
     g_log_sum, g_target, g_weighted, g_mean = gradients
     weights = class_weight if g_weighted is not None else None
     o = Options(

@@ -17,6 +17,8 @@ multiples of 16 elements only (32 bytes, in bf16).
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
@@ -69,11 +71,27 @@ LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-1024.0)
 
 
+# How z follows from a logit x: x, softcap * tanh(x * inverse), or x * inverse.
+PLAIN, SOFTCAP, SCALED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _below(x, z, peak, inverse, CAPPED: tl.constexpr):
+    """z - peak. A product that is rounded first would lose the digits that a large peak has."""
+    if CAPPED == SCALED:
+        below = tl.fma(x, inverse, -peak)
+    else:
+        below = z - peak
+    return below
+
+
 @triton.jit
 def _capped(x, softcap, inverse, CAPPED: tl.constexpr):
-    if CAPPED:
+    if CAPPED == SOFTCAP:
         t, _ = tanh_and_derivative(x * inverse)
         x = softcap * t
+    elif CAPPED == SCALED:
+        x = x * inverse
     return x
 
 
@@ -229,7 +247,8 @@ def _forward(
     y = tl.load(target_ptr + row)
     inside = (y >= 0) & (y < V)
     x = tl.load(logits_ptr + row * stride * UNIT + y, mask=inside, other=0.0).to(tl.float32)
-    tl.store(picked_ptr + row, tl.where(inside, _capped(x, softcap, inverse, CAPPED) - peak, 0.0))
+    picked = _below(x, _capped(x, softcap, inverse, CAPPED), peak, inverse, CAPPED)
+    tl.store(picked_ptr + row, tl.where(inside, picked, 0.0))
     if SMOOTH:
         weight_sum = V * 1.0
         if WEIGHTS:
@@ -270,7 +289,7 @@ def _step(
         best = tl.where(here > top, first, best)
     top = tl.maximum(top, here)
     z = _capped(x, softcap, inverse, CAPPED)
-    if CAPPED and MASKED:
+    if CAPPED == SOFTCAP and MASKED:
         z = tl.where(mask, z, float("-inf"))
     # The largest z up to rounding, which does not matter.
     higher = _capped(
@@ -283,7 +302,7 @@ def _step(
     # Above 0 only after an infinite logit, and then 0 times its exponential could be NaN.
     lower = tl.minimum(tl.maximum(peak - shift, FLOOR), 0.0)
     shrink = tl.exp2(lower * LOG2E)
-    below = z - shift
+    below = _below(x, z, shift, inverse, CAPPED)
     e = tl.exp2(below * LOG2E)  # folded into one FMA, a large shift would cost its rounding
     if MEAN:
         sz = (sz + s * lower) * shrink + e * tl.maximum(below, FLOOR)
@@ -446,10 +465,11 @@ def _gradient(
     MEAN: tl.constexpr,
 ):
     slope = x
-    if CAPPED:
+    z = x
+    if CAPPED == SOFTCAP:
         t, slope = tanh_and_derivative(x * inverse)
-        x = softcap * t
-    below = x - peak
+        z = softcap * t
+    below = _below(x, z, peak, inverse, CAPPED)
     p = tl.exp2(below * LOG2E - log_sum * LOG2E)  # one FMA per element, and log_sum is small
     if MEAN:
         d = p * (g_log_sum + g_mean + g_mean * (tl.maximum(below, FLOOR) - mean))
@@ -461,7 +481,7 @@ def _gradient(
         else:
             d += g_weighted
     d += tl.where(c == y, g_target, 0.0)
-    if CAPPED:
+    if CAPPED == SOFTCAP:
         d *= slope
     return d
 
@@ -725,6 +745,12 @@ def peels(V: int, *tensors: torch.Tensor) -> bool:
     return len(strides) == 1 and strides.pop() % vector(tensors[0]) != 0 and V > 0
 
 
+def _scaling(softcap: float, inverse_temperature: float) -> int:
+    if softcap:
+        return SOFTCAP.value
+    return PLAIN.value if inverse_temperature == 1.0 else SCALED.value
+
+
 def forward(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -733,6 +759,7 @@ def forward(
     smooth: bool,
     entropy: bool,
     argmax: bool,
+    inverse_temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Results that were not requested are empty."""
     T, V = logits.shape
@@ -741,8 +768,9 @@ def forward(
     )
     if T:
         weights = class_weight if smooth else None
+        scaled = _scaling(softcap, inverse_temperature)
         c = FORWARD.config(
-            logits.device, V, logits.element_size(), not (softcap or smooth or entropy or argmax)
+            logits.device, V, logits.element_size(), not (scaled or smooth or entropy or argmax)
         )
         by = units(V, logits)
         launch(
@@ -761,11 +789,11 @@ def forward(
             V // by["V_UNIT"],
             logits.stride(0) // by["UNIT"],
             softcap,
-            launchers.inverse(softcap),
+            launchers.inverse(softcap, inverse_temperature),
             **by,
             VECTOR=vector(logits),
             PEEL=peels(V, logits),
-            CAPPED=softcap != 0,
+            CAPPED=scaled,
             SMOOTH=smooth,
             WEIGHTS=weights is not None,
             MEAN=entropy,
@@ -781,10 +809,10 @@ def _launch_backward(
     T, V = logits.shape
     if T == 0:
         return
-    target, class_weight, softcap, peak, log_sum, mean, *gradients, scale = gradient
+    target, class_weight, softcap, peak, log_sum, mean, *gradients, scale, inverse = gradient
     g_log_sum, g_target, g_weighted, g_mean = gradients
-    peel = peels(V, logits, out)
-    plain = not (softcap or g_weighted is not None or g_mean is not None)
+    peel, scaled = peels(V, logits, out), _scaling(softcap, inverse)
+    plain = not (scaled or g_weighted is not None or g_mean is not None)
     c = BACKWARD.config(logits.device, V, logits.element_size(), plain)
     blocks = launchers.cdiv(V + (vector(logits) - 1 if peel else 0), c["BLOCK"])
     by = units(V, logits, out)
@@ -807,11 +835,11 @@ def _launch_backward(
         logits.stride(0) // by["UNIT"],
         out.stride(0) // by["UNIT"],
         softcap,
-        launchers.inverse(softcap),
+        launchers.inverse(softcap, inverse),
         **by,
         VECTOR=vector(logits),
         PEEL=peel,
-        CAPPED=softcap != 0,
+        CAPPED=scaled,
         SMOOTH=g_weighted is not None,
         WEIGHTS=g_weighted is not None and class_weight is not None,
         MEAN=g_mean is not None,
@@ -911,6 +939,25 @@ BACKWARD = Tunable(
     _specs(_backward),
 )
 TUNABLES = (FORWARD, BACKWARD)
+
+
+def gate_scaled() -> list[KernelSpec]:
+    """The statistics of logits that are divided by a temperature, and their gradient."""
+    specs = []
+    for tunable, kernel in ((FORWARD, _forward), (BACKWARD, _backward)):
+        for size in (2, 4):
+            key = {"V": 128256, "itemsize": size, "plain": False}
+            for spec in _specs(kernel)(key, tunable.heuristic(**key)):
+                flags = {"CAPPED": SCALED.value, "SMOOTH": False, "WEIGHTS": False, "SCALE": 1}
+                chosen = {**spec.constexprs, **flags}
+                specs.append(
+                    dataclasses.replace(
+                        spec,
+                        label=f"{spec.label.replace(' all options', '')} scaled",
+                        constexprs={n: v for n, v in chosen.items() if n in kernel.arg_names},
+                    )
+                )
+    return specs
 
 
 def gate() -> list[KernelSpec]:

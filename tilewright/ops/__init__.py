@@ -26,6 +26,7 @@ from tilewright.ops.grouped_gemm import GROUPED_GEMM, grouped_gemm
 from tilewright.ops.hadamard import HADAMARD, hadamard
 from tilewright.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy
 from tilewright.ops.linear_logprob import LINEAR_LOGPROB, linear_logprob
+from tilewright.ops.logprob_entropy import LOGPROB_ENTROPY, logprob_entropy
 from tilewright.ops.moe import MOE_MLP, moe_mlp
 from tilewright.ops.moe_lora import MOE_LORA, moe_lora
 from tilewright.ops.mxfp8 import (
@@ -65,6 +66,7 @@ OPS = {
         CROSS_ENTROPY,
         LINEAR_CROSS_ENTROPY,
         LINEAR_LOGPROB,
+        LOGPROB_ENTROPY,
         ROUTE,
         PERMUTE,
         UNPERMUTE,
@@ -117,6 +119,7 @@ __all__ = [
     "hadamard",
     "linear_cross_entropy",
     "linear_logprob",
+    "logprob_entropy",
     "moe_lora",
     "moe_mlp",
     "newton_schulz",

@@ -65,6 +65,22 @@ def overlaps_itself(t: torch.Tensor) -> bool:
     return False
 
 
+def overwritable(name: str, t: torch.Tensor) -> None:
+    """Raises ValueError for a tensor that backward cannot overwrite with its gradient."""
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "inplace must be False under torch.compile, which plans memory itself, got True; or "
+            "keep the loss outside the compiled region"
+        )
+    # Gradients would overwrite elements that are yet to be read.
+    if overlaps_itself(t):
+        raise ValueError(
+            f"inplace=True cannot overwrite {name} whose elements share memory, got shape "
+            f"{list(t.shape)} with strides {list(t.stride())}; pass {name}.contiguous() "
+            "or inplace=False"
+        )
+
+
 # The behavior of an op under torch.autocast: that of PyTorch's function for it on this device type.
 CONVENTIONS = {
     "products": "as `F.linear` and `F.scaled_dot_product_attention`: computes in autocast's dtype",

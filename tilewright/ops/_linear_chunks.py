@@ -182,16 +182,15 @@ def summed_dtype(dtype: torch.dtype, fp32_sums: bool) -> torch.dtype:
 
 
 def logits_chunks(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    chunk: int,
-    scale: float,
-    fp32_logits: bool,
+    head: tuple[torch.Tensor | None, ...], chunk: int, scale: float, fp32_logits: bool
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yields rows, and scale * (x weight^T + bias) of them in a buffer that the next chunk
-    overwrites.
+    """Yields rows, and scale * (x weight^T + bias + low up^T) of them in a buffer that the next
+    chunk overwrites.
+
+    head: x, weight and bias; and low and up, or not.
     """
+    x, weight, bias, low, up = (*head, None, None)[:5]
+    assert x is not None and weight is not None
     T = x.shape[0]
     wide = fp32_logits and x.dtype != torch.float32
     buffer = x.new_empty((min(chunk, T), weight.shape[0]), dtype=torch.float32 if wide else x.dtype)
@@ -204,6 +203,11 @@ def logits_chunks(
             torch.addmm(bias, x[rows], weight.t(), beta=scale, alpha=scale, out=logits)
         else:
             _gemm(logits, x[rows], weight.t(), False, scale)
+        if low is not None and up is not None:
+            here, by = low[rows], up.t()
+            if wide and not _multiplies_here(here):
+                here, by = here.float(), by.float()
+            _gemm(logits, here, by, True, scale)
         yield rows, logits
 
 

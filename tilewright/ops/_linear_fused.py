@@ -7,6 +7,7 @@ import functools
 import torch
 
 from tilewright.kernels.launchers import Stats
+from tilewright.ops import _logprob
 from tilewright.ops._linear_chunks import Precision, divides_later
 from tilewright.ops._linear_operators import Operators
 from tilewright.ops._losses import floats, number_or_tensor, reduced
@@ -69,6 +70,8 @@ class Fused:
                 x,
                 weight,
                 bias,
+                None,
+                None,
                 target,
                 weights if smooth else None,
                 options.softcap,
@@ -97,37 +100,29 @@ class Fused:
             stats.argmax if options.argmax else None,
         )
 
-    def logprob(self, x, weight, bias, target, valid, scaling, precision, chunk_size):
-        # z / t = (c / t) tanh((logits / t) / (c / t)): a temperature divides the logits and the
-        # cap.
-        stats = self.operators.statistics(
-            x.contiguous(),
-            weight,
-            bias,
-            target,
-            None,
-            scaling.softcap / scaling.temperature,
-            1 / scaling.temperature,
-            False,
-            True,
-            False,
-            precision.fp32_sums,
-            precision.fp32_logits,
-            *_requires_grad(weight),
-            chunk_size,
-            "",
+    def logprob(self, head, target, valid, scaling, precision, chunk_size, argmax, group):
+        x, weight, *rest = head
+        softcap, scale = scaling.of_kernels
+        stats = Stats(
+            *self.operators.statistics(
+                x.contiguous(),
+                weight,
+                *rest,
+                target,
+                None,
+                softcap,
+                scale,
+                False,
+                True,
+                argmax,
+                precision.fp32_sums,
+                precision.fp32_logits,
+                *_requires_grad(weight),
+                chunk_size,
+                named(group),
+            )
         )
-        return logprob_of(Stats(*stats), valid)
-
-
-def logprob_of(stats: Stats, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy per row, 0 where `valid` is 0."""
-    # A capped logit is rounded: z_y may be an ulp above the peak, and lse an ulp below z_y, where
-    # p = 1 and the gradient is 0.
-    return (
-        torch.where(valid == 0, 0.0, (stats.target - stats.log_sum).clamp_max(0.0) * valid),
-        torch.where(valid == 0, 0.0, entropy(stats).clamp_min(0.0) * valid),
-    )
+        return _logprob.results(stats._replace(argmax=stats.argmax if argmax else None), valid)
 
 
 @functools.cache

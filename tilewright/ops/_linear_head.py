@@ -55,6 +55,35 @@ def check_head(x, weight, bias, labels: Labels, fp32_logits: bool) -> None:
     check_labels(x.new_empty(1).expand(*x.shape[:-1], weight.shape[0]), labels)
 
 
+class _Replicated(torch.autograd.Function):
+    """x, replicated over the group: its gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def replicated(x: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:
+    """x, whose gradient is summed over the ranks that shard the vocabulary. Raises ValueError under
+    torch.compile.
+    """
+    if group is None:
+        return x
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "group is refused under torch.compile: a chunk's all-reduce is a step of a loop "
+            "that it cannot see; leave the sharded loss outside the compiled region"
+        )
+    return _Replicated.apply(x, group)
+
+
 def logits_of(x, weight, bias, fp32_logits):
     """x weight^T + bias, in float32 or wider if `fp32_logits`."""
     if fp32_logits:
@@ -94,10 +123,11 @@ def case(
     class_weight=False,
     frozen=False,
     offset=0.0,
+    lora=0,
     **options,
 ):
     """offset: of the bias. x and weight are then small multiples of 1/4 and 1/2: all sums are exact
-    in float32.
+    in float32.   lora: the rank of an adapter.
     """
     T, H, V = sizes
     shape = T if isinstance(T, tuple) else (T,)
@@ -133,6 +163,9 @@ def case(
             )
         if class_weight:
             kw["class_weight"] = torch.rand(V, device=device, generator=g) + 0.5
+        if lora:
+            kw["lora_A"] = cases.randn(lora, H, scale=1 / math.sqrt(H), **new)
+            kw["lora_B"] = cases.randn(V, lora, scale=1 / math.sqrt(lora), **new)
         return {**kw, **options}
 
     def cost(itemsize):

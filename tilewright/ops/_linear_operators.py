@@ -24,7 +24,7 @@ def _vector(x, nonempty=True, dtype=torch.float32):
 
 
 def _fake_statistics(
-    x, weight, bias, target, class_weight, softcap, scale, smooth, entropy, argmax, *chunks
+    x, weight, bias, low, up, target, class_weight, softcap, scale, smooth, entropy, argmax, *chunks
 ):
     return (
         _vector(x),
@@ -36,22 +36,22 @@ def _fake_statistics(
     )
 
 
-def _fake_statistics_backward(x, weight, *rest):
-    need_x, need_w, need_b, _, _ = rest[-5:]
+def _fake_statistics_backward(x, weight, bias, low, up, *rest):
+    need_x, need_w, need_b, need_low, need_up, _, _ = rest[-7:]
     return (
         x.new_empty(x.shape if need_x else (0,)),
         weight.new_empty(weight.shape if need_w else (0,)),
         weight.new_empty(weight.shape[:1] if need_b else (0,)),
+        x.new_empty(low.shape if need_low else (0,)),
+        weight.new_empty(up.shape if need_up else (0,)),
     )
 
 
 def _setup_statistics(ctx, inputs, output):
-    x, weight, bias, target, class_weight, softcap, scale, smooth, want_mean, _, *chunks = inputs
+    *head, target, class_weight, softcap, scale, smooth, want_mean, _ = inputs[:12]
     peak, log_sum, _, _, mean, argmax = output
     ctx.save_for_backward(
-        x,
-        weight,
-        bias,
+        *head,
         target,
         class_weight if smooth else None,
         peak,
@@ -60,7 +60,7 @@ def _setup_statistics(ctx, inputs, output):
     )
     ctx.scales = softcap, scale
     ctx.optional = smooth, want_mean
-    ctx.chunks = chunks
+    ctx.chunks = inputs[12:]
     ctx.mark_non_differentiable(peak, argmax)
     ctx.set_materialize_grads(False)
 
@@ -72,9 +72,9 @@ def _backward_statistics(ctx, g_peak, g_log_sum, g_target, g_weighted, g_mean, g
         g if on else None for g, on in zip((g_weighted, g_mean), ctx.optional, strict=True)
     )
     gradients = g_log_sum, g_target, g_weighted, g_mean
+    need = ctx.needs_input_grad[:5]
     if all(g is None for g in gradients):
-        return (None, None, None, *none)
-    need = ctx.needs_input_grad[:3]
+        return (*(None for _ in need), *none)
     *precision, chunk_size, group = ctx.chunks
     *tensors, peak, log_sum, mean = ctx.saved_tensors
     of_head = ctx.backward_op(
@@ -196,7 +196,8 @@ def _joined(parts: list[Stats], x: torch.Tensor, fields: tuple[str, ...] = Stats
 class Operators:
     """The operators on the statistics kernels of one implementation.
 
-    statistics: differentiable in each statistic.
+    statistics: differentiable in each statistic. Its logits are x weight^T + bias, and low up^T on
+        top if low [T, r] and up [V, r] are given.
     fused: the sum of the losses, whose forward also computes the gradients.
     """
 
@@ -222,6 +223,8 @@ class Operators:
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        low: torch.Tensor | None,
+        up: torch.Tensor | None,
         target: torch.Tensor,
         class_weight: torch.Tensor | None,
         softcap: float,
@@ -240,8 +243,8 @@ class Operators:
         chunk = _linear_chunks.chunk_rows(
             x, weight, chunk_size, Precision(fp32_sums, fp32_logits, learns)
         )
-        parts = []
-        for rows, logits in logits_chunks(x, weight, bias, chunk, scale, fp32_logits):
+        parts, head = [], (x, weight, bias, low, up)
+        for rows, logits in logits_chunks(head, chunk, scale, fp32_logits):
             part = self.kernels.forward(
                 logits, target[rows], class_weight, softcap, smooth, entropy, argmax
             )
@@ -255,6 +258,8 @@ class Operators:
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        low: torch.Tensor | None,
+        up: torch.Tensor | None,
         target: torch.Tensor,
         class_weight: torch.Tensor | None,
         softcap: float,
@@ -272,17 +277,23 @@ class Operators:
         need_x: bool,
         need_w: bool,
         need_b: bool,
+        need_low: bool,
+        need_up: bool,
         chunk_size: int | None,
         group: str,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         _, target, class_weight = shard(weight.shape[0], target, class_weight, group_of(group))
         chunk = _linear_chunks.chunk_rows(
             x, weight, chunk_size, Precision(fp32_sums, fp32_logits, learns)
         )
-        grads = _linear_chunks.Gradients(
-            x, weight, chunk, fp32_sums, scale, (need_x, need_w, need_b)
-        )
-        for rows, logits in logits_chunks(x, weight, bias, chunk, scale, fp32_logits):
+        grads = [
+            _linear_chunks.Gradients(x, weight, chunk, fp32_sums, scale, (need_x, need_w, need_b))
+        ]
+        if low is not None and up is not None:
+            need = need_low, need_up, False
+            grads.append(_linear_chunks.Gradients(low, up, chunk, fp32_sums, scale, need))
+        head = x, weight, bias, low, up
+        for rows, logits in logits_chunks(head, chunk, scale, fp32_logits):
             stats = Stats(
                 peak[rows], log_sum[rows], None, mean=None if mean is None else mean[rows]
             )
@@ -292,8 +303,10 @@ class Operators:
             dlogits = self.kernels.backward(
                 logits, target[rows], class_weight, softcap, stats, of_stats, inplace=True
             )
-            grads.add(rows, dlogits)
-        return grads.done(wide=False)
+            for factor in grads:
+                factor.add(rows, dlogits)
+        base, *adapter = (factor.done(wide=False) for factor in grads)
+        return *base, *(adapter[0][:2] if adapter else (x.new_empty(0), weight.new_empty(0)))
 
     def _launch_fused(
         self,
@@ -362,7 +375,7 @@ class Operators:
                 Stats(*(_vector(x) for _ in range(4))), slice(0, 0), inputs, outputs, None
             )
         parts = []
-        for rows, logits in logits_chunks(x, weight, bias, chunk, 1.0, fp32_logits):
+        for rows, logits in logits_chunks((x, weight, bias), chunk, 1.0, fp32_logits):
             part = self.kernels.forward(
                 logits, local_target[rows], shard_weight, softcap, smooth, want_entropy, argmax
             )

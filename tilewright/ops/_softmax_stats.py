@@ -232,6 +232,7 @@ def _fake_backward(
     g_weighted,
     g_mean,
     scale,
+    inverse_temperature=1.0,
 ):
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
@@ -249,6 +250,7 @@ def _fake_backward_(
     g_weighted,
     g_mean,
     scale,
+    inverse_temperature=1.0,
 ):
     return None
 
@@ -290,10 +292,31 @@ class Kernels:
             scale_,
         )
 
-    def forward(self, logits, target, class_weight, softcap, smooth, entropy, argmax) -> Stats:
-        """`stats_eager` of logits with contiguous rows and float32 class weights."""
+    def forward(
+        self,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        class_weight: torch.Tensor | None,
+        softcap: float,
+        smooth: bool,
+        entropy: bool,
+        argmax: bool,
+        *tempered: float,
+    ) -> Stats:
+        """`stats_eager` of logits with contiguous rows and float32 class weights.
+
+        tempered: 1 / temperature, by which z is multiplied; none for 1. softcap is already divided
+            by the temperature.
+        """
         peak, log_sum, picked, weighted, mean, best = self._statistics(
-            logits, target, class_weight if smooth else None, softcap, smooth, entropy, argmax
+            logits,
+            target,
+            class_weight if smooth else None,
+            softcap,
+            smooth,
+            entropy,
+            argmax,
+            *tempered,
         )
         return Stats(
             peak,
@@ -313,13 +336,14 @@ class Kernels:
         stats: Stats,
         gradients: StatsGradients,
         scale: torch.Tensor | None = None,
-        *,
+        *tempered: float,
         inplace: bool = False,
     ) -> torch.Tensor:
         """The gradient of the logits from the gradients of the statistics, times `scale`.
 
         stats: peak, log_sum and, for a gradient in the mean, mean are read.
         scale: [], [T], or None for 1.
+        tempered: as in `forward`; `scale` must contain this factor of the derivative.
         inplace: overwrites the logits' memory, and returns a view of it.
         """
 
@@ -340,6 +364,7 @@ class Kernels:
             None if g_weighted is None else g_weighted.contiguous(),
             None if g_mean is None else g_mean.contiguous(),
             None if scale is None else scale.contiguous(),
+            *tempered,
         )
         if not inplace:
             return self._dlogits(*args)
@@ -347,7 +372,9 @@ class Kernels:
         return logits.detach()
 
 
-def _fake_statistics(logits, target, class_weight, softcap, smooth, entropy, argmax):
+def _fake_statistics(
+    logits, target, class_weight, softcap, smooth, entropy, argmax, inverse_temperature=1.0
+):
     rows = logits.shape[:1]
     values = [logits.new_empty(rows, dtype=torch.float32) for _ in range(5)]
     return *values, logits.new_empty(rows, dtype=torch.int64)

@@ -132,7 +132,7 @@ def cross_entropy(
     labels = Labels(target, class_weight, token_weight, num_tokens, group)
     check_labels(logits, labels)
     if inplace:
-        _check_inplace(logits)
+        _checks.overwritable("logits", logits)
     options = Options(
         ignore_index=ignore_index,
         label_smoothing=float(label_smoothing),
@@ -146,21 +146,6 @@ def cross_entropy(
     fn = CROSS_ENTROPY.pick(implementation, logits, Request.of(labels))
     loss, *extra = fn(logits.reshape(-1, logits.shape[-1]), labels, options, inplace)
     return output(loss, extra, options, target.shape)
-
-
-def _check_inplace(logits):
-    if torch.compiler.is_compiling():
-        raise ValueError(
-            "inplace must be False under torch.compile, which plans memory itself, got True; or "
-            "keep the loss outside the compiled region"
-        )
-    # Gradients would overwrite logits that are yet to be read.
-    if _checks.overlaps_itself(logits):
-        raise ValueError(
-            "inplace=True cannot overwrite logits whose elements share memory, got shape "
-            f"{list(logits.shape)} with strides {list(logits.stride())}; pass logits.contiguous() "
-            "or inplace=False"
-        )
 
 
 # ---- the definition

@@ -31,6 +31,7 @@ from tilewright.ops._linear_head import (
     check_head,
     logits_of,
     offsets,
+    replicated,
     timed,
 )
 from tilewright.ops._losses import (
@@ -142,13 +143,7 @@ def linear_cross_entropy(
     check_chunks(accumulate, chunk_size)
     labels = Labels(target, class_weight, token_weight, num_tokens, group)
     check_head(x, weight, bias, labels, fp32_logits)
-    if group is not None:
-        if torch.compiler.is_compiling():
-            raise ValueError(
-                "group is refused under torch.compile: a chunk's all-reduce is a step of a loop "
-                "that it cannot see; leave the sharded loss outside the compiled region"
-            )
-        x = _Replicated.apply(x, group)
+    x = replicated(x, group)
     options = Options(
         ignore_index=ignore_index,
         label_smoothing=float(label_smoothing),
@@ -165,21 +160,6 @@ def linear_cross_entropy(
     with _checks.no_autocast(x):
         loss, *extra = fn(rows, weight, bias, labels, options, precision, chunk_size)
     return output(loss, extra, options, target.shape)
-
-
-class _Replicated(torch.autograd.Function):
-    """x, replicated over the group: its gradient is summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        torch.distributed.all_reduce(grad, group=ctx.group)
-        return grad, None
 
 
 # ---- the definition
