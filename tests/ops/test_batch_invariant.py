@@ -75,6 +75,11 @@ def cross_entropy(x, name):
     )[:, None]
 
 
+def logprob_entropy(x, name):
+    target = torch.full((x.shape[0],), 7, device=DEVICE)
+    return torch.stack(tw.logprob_entropy(x, target, temperature=0.7, implementation=name), -1)
+
+
 def route(x, name):
     found = tw.route(x[:, :32].contiguous(), 4, implementation=name)
     return torch.cat([t.double() for t in found[:2]], -1)
@@ -86,6 +91,7 @@ ROW_OPS = {
     "rope": rope,
     "qk_norm_rope": qk_norm_rope,
     "cross_entropy": cross_entropy,
+    "logprob_entropy": logprob_entropy,
     "route": route,
     "silu_mul": lambda x, name: tw.silu_mul(x, implementation=name),
     "gelu_mul": lambda x, name: tw.gelu_mul(x, implementation=name),

@@ -95,6 +95,7 @@ SOME = {
     "quantize_mxfp8": ("random", "transpose"),
     "dequantize_mxfp8": ("ragged",),
     "add_rmsnorm_quantize": ("mxfp8",),
+    "logprob_entropy": ("temperature", "inplace"),
 }
 
 

@@ -51,10 +51,12 @@ def _forward_space(V: int, itemsize: int, plain: bool) -> list[dict]:
 
 def _backward_heuristic(V: int, itemsize: int, plain: bool) -> dict:
     """There are no sums: 32 elements per thread, so 64 bytes of bf16 in flight. (In float32 with
-    16, ptxas spills 32 bytes for sm_120.) The ptxas of older Tritons spills 4 bytes of bf16 there
-    with 32, and so uses 16, which take a fifth more instructions.
+    16, ptxas spills 32 bytes for sm_120.) There ptxas spills 16 bytes of bf16 with the gradient of
+    the entropy and 32, and that of older Tritons 4 bytes without: 16 elements, which take a fifth
+    more instructions.
     """
-    return {"BLOCK": 4096, "num_warps": 8 if old_ptxas() and itemsize == 2 else 4}
+    wide = itemsize == 2 and (old_ptxas() or not plain)
+    return {"BLOCK": 4096, "num_warps": 8 if wide else 4}
 
 
 def _backward_space(V: int, itemsize: int, plain: bool) -> list[dict]:

@@ -64,9 +64,11 @@ def eager(
     """logprob, entropy and argmax of logits [T, V], this rank's shard of the vocabulary."""
     _, target, _ = shard(rows.shape[-1], target, None, group)
     rows = without_gradient(rows, valid == 0)
-    z = capped(rows.to(torch.promote_types(rows.dtype, torch.float32)), scaling.softcap)
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    # Peaks of shards are compared: rounded after the division, large ones would lose digits.
+    z = capped(rows.to(dtype if group is None else torch.float64), scaling.softcap)
     statistics = stats_eager if group is None else shard_stats_eager
-    peak = peak_of(z)  # divided by the temperature, a large one would lose digits
+    peak = peak_of(z)  # subtracted before the division, for the same reason
     z = (z - peak[:, None]) / scaling.temperature
     stats = statistics(z, target, None, 0.0, False, True, False)
     stats = stats._replace(
@@ -75,7 +77,8 @@ def eager(
     )
     if group is not None:
         stats = across(stats, rows, target, None, group)
-    return results(stats, valid)
+    logprob, entropies, best = results(stats, valid)
+    return logprob.to(dtype), entropies.to(dtype), best
 
 
 def results(
