@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from tilewright import ops as tw  # noqa: E402
 from tilewright.trainer import hf  # noqa: E402
 from tilewright.trainer.model import ModelConfig, Ops, Transformer  # noqa: E402
+from tilewright.trainer.ops_choice import attention_request  # noqa: E402
 
 SMOLLM2 = pathlib.Path(__file__).parents[2] / ".cache/smollm2"
 SMALL = {
@@ -42,6 +43,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
+WINDOW = {"sliding_window": 7}
 SHAPES = {
     "llama": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
     "llama3-rope": (transformers.LlamaConfig, {"rope_parameters": LLAMA3}),
@@ -51,6 +59,13 @@ SHAPES = {
     "qwen3-moe-mixed": (
         transformers.Qwen3MoeConfig,
         {**MOE, "mlp_only_layers": [1], "norm_topk_prob": False},
+    ),
+    "mistral": (transformers.MistralConfig, WINDOW),
+    "mistral-without-window": (transformers.MistralConfig, {"sliding_window": None}),
+    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen2-windows": (
+        transformers.Qwen2Config,
+        {**WINDOW, "use_sliding_window": True, "max_window_layers": 1, "rope_parameters": YARN},
     ),
 }
 
@@ -73,7 +88,9 @@ def theirs(name, tmp_path):
 
 
 def ours(folder, merge_qkv=True, **ops):
-    model = Transformer(hf.load_config(folder), Ops.resolve(**ops), merge_qkv)
+    config = hf.load_config(folder)
+    ops = Ops.resolve(attention_request=attention_request(config), **ops)
+    model = Transformer(config, ops, merge_qkv)
     hf.load_weights(model, folder)
     return model
 
@@ -358,7 +375,7 @@ def test_a_number_of_config_json_is_taken_as_it_is_or_refused(change, message):
         ({"model_type": "mamba"}, "model_type must be one of .*'mamba'"),
         ({"attention_bias": True}, "attention_bias = True is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window = True"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope type 'dynamic' is not supported"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(change, message):

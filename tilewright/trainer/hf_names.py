@@ -57,7 +57,7 @@ def sources(name: str, config: ModelConfig) -> list[str]:
         return [
             f"{stem}.experts.{e}.{part}.weight" for e in range(config.num_experts) for part in parts
         ]
-    if name.endswith("qkv_proj.weight"):
+    if name.rpartition(".")[0].endswith("qkv_proj"):
         return [name.replace("qkv_proj", part) for part in ("q_proj", "k_proj", "v_proj")]
     if name.endswith("gate_up_proj.weight"):
         return [name.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")]
@@ -80,7 +80,7 @@ def split(name: str, full: torch.Tensor, config: ModelConfig) -> list[torch.Tens
         return [half for expert in full for half in expert.chunk(2)]
     if name.endswith(".experts.down_proj"):
         return list(full)
-    if name.endswith("qkv_proj.weight"):
+    if name.rpartition(".")[0].endswith("qkv_proj"):
         kv = config.num_key_value_heads * config.head_dim
         return list(full.split((config.num_attention_heads * config.head_dim, kv, kv)))
     return list(full.chunk(2)) if name.endswith("gate_up_proj.weight") else [full]

@@ -5,6 +5,7 @@ residual stream, along the sequence. Attention and MLP gather it, compute with a
 matrices, and reduce-scatter the sum over ranks:
 
     norm            on the shard             weight whole; its gradient is a sum over ranks
+    biases, sinks   of own rows and heads    whole, gradients summed
     q, k, v         [B, S, H] -> own heads   rows (column parallel)
     QK norm, rope,  on own heads             weights whole, gradients summed
     attention
@@ -31,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tilewright import _torch
+from tilewright.nn import Linear
 from tilewright.nn.lora import LoRALinear
 from tilewright.nn.sharded import local
 from tilewright.trainer.model_config import ModelConfig
@@ -68,6 +70,10 @@ class TensorParallel:
     def gather_for_all(self, x: torch.Tensor) -> torch.Tensor:
         """`gather` for a computation that every rank repeats: each has the whole gradient."""
         return x if self.size == 1 else _Gather.apply(x, self.size, self.name, self.rank)
+
+    def own(self, t: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a vector that every rank has whole."""
+        return t if self.size == 1 else t.chunk(self.size)[self.rank]
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """Sums [B, S, ...] over ranks -> this rank's shard [B, S / size, ...]."""
@@ -129,6 +135,28 @@ class VocabularyEmbedding(nn.Embedding):
         return self.tp.reduce_scatter(found * inside.unsqueeze(-1))
 
 
+class BiasOfRows(Linear):
+    """A projection whose matrix is sharded by rows. Its bias is whole on every rank, as norms'
+    weights are, and each adds the part of its rows.
+    """
+
+    tp = TensorParallel()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, local(self.weight), self.tp.own(local(self.bias)))
+
+
+class BiasOfSum(Linear):
+    """A projection whose matrix is sharded by columns: the first rank alone adds the bias to the
+    sum over ranks.
+    """
+
+    tp = TensorParallel()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, local(self.weight), local(self.bias) * float(self.tp.rank == 0))
+
+
 def check(config: ModelConfig, size: int) -> None:
     """Raises ValueError for a model that so many ranks cannot shard evenly."""
     dense = not all(config.is_moe(layer) for layer in range(config.num_hidden_layers))
@@ -154,9 +182,15 @@ def shard_matrices(model: Transformer, mesh: DeviceMesh) -> None:
             for name, p in list(module.named_parameters(recurse=False)):
                 register(module, name, p, mesh, _placement(model, path, name))
     model.tie()
-    for module in model.modules():
+    for path, module in model.named_modules():
+        projection = path.removesuffix(".base").rpartition(".")[2]
+        # Only the forward differs.
         if isinstance(module, nn.Embedding):
-            module.__class__ = VocabularyEmbedding  # only the forward differs
+            module.__class__ = VocabularyEmbedding
+        elif getattr(module, "bias", None) is not None and projection in BY_ROWS:
+            module.__class__ = BiasOfRows
+        elif getattr(module, "bias", None) is not None and projection in BY_COLUMNS:
+            module.__class__ = BiasOfSum
         if hasattr(module, "tp"):
             module.tp = tp
 

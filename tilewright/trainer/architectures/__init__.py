@@ -1,0 +1,12 @@
+"""The families of models, by config.json's model_type."""
+
+from tilewright.trainer.architectures.architecture import Architecture
+from tilewright.trainer.architectures.llama import LLAMA
+from tilewright.trainer.architectures.mistral import MISTRAL
+from tilewright.trainer.architectures.qwen2 import QWEN2
+from tilewright.trainer.architectures.qwen3 import QWEN3
+from tilewright.trainer.architectures.qwen3_moe import QWEN3_MOE
+
+__all__ = ["ARCHITECTURES", "Architecture"]
+
+ARCHITECTURES = {a.model_type: a for a in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE)}
