@@ -67,6 +67,19 @@ SHAPES = {
         transformers.Qwen2Config,
         {**WINDOW, "use_sliding_window": True, "max_window_layers": 1, "rope_parameters": YARN},
     ),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        {
+            **WINDOW,
+            "query_pre_attn_scalar": 24,
+            "pad_token_id": None,  # its embedding would be zero, and without a gradient
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
 }
 
 

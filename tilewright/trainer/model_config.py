@@ -62,6 +62,7 @@ class ModelConfig:
     sliding_window: int | None = None
     layer_types: tuple[str, ...] | None = None
     rope_local_base_freq: float | None = None  # rope_theta of layers with a window
+    query_pre_attn_scalar: int | None = None  # attention's logits are divided by its root
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> ModelConfig:

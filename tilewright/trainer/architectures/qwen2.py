@@ -1,5 +1,5 @@
-"""Qwen2 and Qwen2.5 (arXiv 2407.10671): biases of queries, keys and values, and windows in the later
-layers, if at all.
+"""Qwen2 and Qwen2.5 (arXiv 2407.10671): biases of queries, keys and values, and windows in the
+later layers, if at all.
 """
 
 from __future__ import annotations
