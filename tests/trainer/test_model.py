@@ -80,6 +80,16 @@ SHAPES = {
             },
         },
     ),
+    "gpt-oss": (
+        transformers.GptOssConfig,
+        {
+            **WINDOW,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {**YARN, "truncate": False, "beta_fast": 4.0},
+            "swiglu_limit": 0.5,
+        },
+    ),
 }
 
 
@@ -93,8 +103,8 @@ def theirs(name, tmp_path):
         kind(**SMALL, **extra), attn_implementation="eager"
     ).eval()
     with torch.no_grad():  # norm weights of one would hide a missing norm
-        for p in model.parameters():
-            if p.dim() == 1:
+        for n, p in model.named_parameters():
+            if p.dim() == 1 or n.endswith("_bias"):
                 p.add_(0.3 * torch.randn_like(p))
     model.save_pretrained(tmp_path / "theirs")
     return model
@@ -128,10 +138,12 @@ def test_logits_loss_and_gradients_equal_transformers(name, merge_qkv, tmp_path)
     wanted = dict(reference.named_parameters())
     compared = 0
     for param, p in model.named_parameters():
-        if "experts" in param:
+        names = hf.sources(param, model.config)
+        if ".experts." in param:
             want = wanted[param].grad
+            want = hf.fuse(param, [want]) if names == [param] else want
         else:
-            want = torch.cat([wanted[n].grad for n in hf.sources(param, model.config)])
+            want = torch.cat([wanted[n].grad for n in names])
         assert (p.grad - want).abs().max() <= 1e-4 * want.abs().max(), param
         compared += 1
     assert compared == len(list(model.parameters()))

@@ -139,7 +139,7 @@ def _read(name: str, config: ModelConfig, folder: Folder) -> torch.Tensor:
     """
     first, *rest = sources(name, config)
     if not rest:
-        return folder.read(first)
+        return fuse(name, [folder.read(first)])
     whole = fuse(name, [torch.empty(folder.shape(n), device="meta") for n in (first, *rest)])
     whole = torch.empty_like(whole, dtype=folder.read(first).dtype, device="cpu")
     for n, part in zip((first, *rest), split(name, whole, config), strict=True):

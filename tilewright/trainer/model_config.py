@@ -63,6 +63,8 @@ class ModelConfig:
     layer_types: tuple[str, ...] | None = None
     rope_local_base_freq: float | None = None  # rope_theta of layers with a window
     query_pre_attn_scalar: int | None = None  # attention's logits are divided by its root
+    swiglu_alpha: float | None = None  # of clamped gates: g sigmoid(alpha g) (u + 1)
+    swiglu_limit: float | None = None
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> ModelConfig:

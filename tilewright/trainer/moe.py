@@ -12,6 +12,7 @@ from tilewright.nn.quantized import QuantizedExperts
 from tilewright.nn.sharded import local
 from tilewright.ops.aqn import AQN
 from tilewright.ops.expert_parallel import DeepEP, ep_moe_mlp
+from tilewright.ops.gate import Gate
 from tilewright.trainer.model_config import ModelConfig
 from tilewright.trainer.ops_choice import Ops
 from tilewright.trainer.recompute import Recomputed
@@ -32,6 +33,11 @@ class Experts(nn.Module):
         E, H, I = config.num_experts, config.hidden_size, config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * I, H))
         self.down_proj = nn.Parameter(torch.empty(E, H, I))
+        self.biased = config.architecture.expert_bias
+        if self.biased:
+            self.gate_up_proj_bias = nn.Parameter(torch.empty(E, 2 * I))
+            self.down_proj_bias = nn.Parameter(torch.empty(E, H))
+        self.gate = _gate_of(config)
         self.ops, self.recompute = ops, False
         self.noise: AQN | None = None
         self.group: dist.ProcessGroup | None = None
@@ -49,6 +55,7 @@ class Experts(nn.Module):
                 index_TK,
                 weight_TK,
                 self.group,
+                **self._options(),
                 dispatch=self.dispatch,
                 implementation=self.ops.moe_mlp,
                 recompute=self.recompute,
@@ -62,6 +69,16 @@ class Experts(nn.Module):
         """Sets noise on quantized experts for future forward passes, in training only."""
         self.noise = noise if isinstance(self.down_proj, QuantizedExperts) else None
 
+    def _options(self):
+        """What differs from SiLU(gate) * up without biases."""
+        if not self.biased:
+            return {"gate": self.gate}
+        return {
+            "gate_up_bias": local(self.gate_up_proj_bias),
+            "down_bias": local(self.down_proj_bias),
+            "gate": self.gate,
+        }
+
     def _compute(self, x_TH, index_TK, weight_TK):
         gate_up, down = self.gate_up_proj, self.down_proj
         if isinstance(down, QuantizedExperts):
@@ -74,28 +91,49 @@ class Experts(nn.Module):
                 noise=self.noise if self.training else None,
                 implementation=self.ops.moe_mlp,
             )
-        return tw.moe_mlp(x_TH, gate_up, down, index_TK, weight_TK, implementation=self.ops.moe_mlp)
+        return tw.moe_mlp(
+            x_TH,
+            gate_up,
+            down,
+            index_TK,
+            weight_TK,
+            **self._options(),
+            implementation=self.ops.moe_mlp,
+        )
+
+
+def _gate_of(config: ModelConfig) -> Gate:
+    """What experts make of gates and ups: SwiGLU, or gpt-oss's clamped one."""
+    alpha, limit = config.swiglu_alpha, config.swiglu_limit
+    if alpha is None:
+        return Gate()
+    return Gate(alpha=alpha, limit=limit, up_limit=limit, up_offset=1.0)
 
 
 class Router(nn.Linear):
     """Logits of experts. fp32: in float32, from x and weight in the dtypes of the call."""
 
-    def __init__(self, hidden: int, experts: int, fp32: bool):
-        super().__init__(hidden, experts, bias=False)
+    def __init__(self, hidden: int, experts: int, fp32: bool, bias: bool = False):
+        super().__init__(hidden, experts, bias=bias)
         self.fp32 = fp32
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = local(self.weight)
+        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
         if not self.fp32:
-            return F.linear(x, weight)
+            return F.linear(x, weight, bias)
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.float(), weight.float())
+            return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
 
 class MoE(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__()
-        self.gate = Router(config.hidden_size, config.num_experts, ops.numerics.router_fp32)
+        self.gate = Router(
+            config.hidden_size,
+            config.num_experts,
+            ops.numerics.router_fp32,
+            bias=config.architecture.router_bias,
+        )
         self.experts = Experts(config, ops)
         self.top_k, self.renormalize, self.ops = (
             config.num_experts_per_tok,

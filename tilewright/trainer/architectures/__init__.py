@@ -2,6 +2,7 @@
 
 from tilewright.trainer.architectures.architecture import Architecture
 from tilewright.trainer.architectures.gemma3 import GEMMA3
+from tilewright.trainer.architectures.gpt_oss import GPT_OSS
 from tilewright.trainer.architectures.llama import LLAMA
 from tilewright.trainer.architectures.mistral import MISTRAL
 from tilewright.trainer.architectures.qwen2 import QWEN2
@@ -10,4 +11,4 @@ from tilewright.trainer.architectures.qwen3_moe import QWEN3_MOE
 
 __all__ = ["ARCHITECTURES", "Architecture"]
 
-ARCHITECTURES = {a.model_type: a for a in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA3)}
+ARCHITECTURES = {a.model_type: a for a in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA3, GPT_OSS)}
