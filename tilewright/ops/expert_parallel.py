@@ -100,9 +100,10 @@ def ep_moe_mlp(
 
     Rounds as moe_mlp does, and twice more, to x's dtype: each rank's sum over a token's experts,
     and each of those experts' weighted results. Sums over ranks are in float32. Differentiable once
-    in x, gate_up_proj, down_proj, biases and expert_weight; a parameter's gradient is summed over all
-    ranks' tokens. Saved for backward beside the plan: a row [H] per pair of a token and an expert
-    here, and what moe_mlp saves of it; with `recompute` only the received rows, one per token.
+    in x, gate_up_proj, down_proj, biases and expert_weight; a parameter's gradient is summed over
+    all ranks' tokens. Saved for backward beside the plan: a row [H] per pair of a token and an
+    expert here, and what moe_mlp saves of it; with `recompute` only the received rows, one per
+    token.
 
     Args:
         x: [T, H] fp32 | bf16 | fp16 (fp64 with eager); T may differ between ranks, and be 0.

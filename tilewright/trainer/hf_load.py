@@ -69,6 +69,10 @@ def _check_fits(model: Transformer, folder: Folder) -> None:
         for n in folder.file_of
         if n not in expected and not n.endswith(("rotary_emb.inv_freq", *ACTIVATIONS))
     }
+    if model.config.architecture.further_layers:
+        spare = {
+            n for n in spare if not n.startswith(f"model.layers.{model.config.num_hidden_layers}.")
+        }
     problems += [f"unexpected {n}" for n in sorted(spare - {"lm_head.weight"})]
     if problems:
         raise ValueError("the checkpoint does not fit the model:\n  " + "\n  ".join(problems))

@@ -76,18 +76,27 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, ops: Ops, merge_qkv: bool, layer: int = 0):
         super().__init__()
-        H, D, family = config.hidden_size, config.head_dim, config.architecture
+        family = config.architecture
         self.heads, self.kv_heads, self.head_dim, self.ops = (
             config.num_attention_heads,
             config.num_key_value_heads,
-            D,
+            config.head_dim,
             ops,
         )
+        self.sinks = nn.Parameter(torch.empty(self.heads)) if family.sinks else None
+        self.local = config.is_local(layer)
+        self.window = config.sliding_window if self.local else None
+        self.scale = family.scale(config)
+        self.cp, self.tp = ContextParallel(), TensorParallel()
+        self.add_projections(config, merge_qkv)
+
+    def add_projections(self, config: ModelConfig, merge_qkv: bool) -> None:
+        H, D, family = config.hidden_size, config.head_dim, config.architecture
         widths = (self.heads * D, self.kv_heads * D, self.kv_heads * D)
         self.widths, self.merge_qkv = widths, merge_qkv
         # No fused pass computes as PyTorch does.
-        self.apart = ops.numerics.rmsnorm_native or ops.numerics.rope_native
-        bias = family.qkv_bias
+        numerics, bias = self.ops.numerics, family.qkv_bias
+        self.apart = numerics.rmsnorm_native or numerics.rope_native
         if merge_qkv:
             self.qkv_proj = Linear(H, sum(widths), bias=bias)
         else:
@@ -95,12 +104,7 @@ class Attention(nn.Module):
         self.o_proj = Linear(widths[0], H, bias=family.output_bias)
         self.qk_norm = family.qk_norm
         if self.qk_norm:
-            self.q_norm, self.k_norm = norm(config, ops, D), norm(config, ops, D)
-        self.sinks = nn.Parameter(torch.empty(self.heads)) if family.sinks else None
-        self.local = config.is_local(layer)
-        self.window = config.sliding_window if self.local else None
-        self.scale = family.scale(config)
-        self.cp, self.tp = ContextParallel(), TensorParallel()
+            self.q_norm, self.k_norm = (norm(config, self.ops, D) for _ in "qk")
 
     def forward(self, x: torch.Tensor, sequence: Sequence) -> torch.Tensor:
         apart = self.breaks and sequence.cu_seqlens is not None
@@ -127,9 +131,15 @@ class Attention(nn.Module):
             q, k, v = self._heads(*self.qkv_proj(x).split(self.widths, -1), sequence)
         else:
             q, k, v = self._heads(self.q_proj(x), self.k_proj(x), self.v_proj(x), sequence)
-        if self.ops.numerics.attention_cast_bf16:  # and back: attention takes one dtype
-            q, k = (t.bfloat16().to(t.dtype) for t in (q, k))
-        return q, k, v
+        return *self.rounded(q, k), v
+
+    def rounded(self, q, k):
+        """Queries and keys, in bfloat16 if the numerics say so, and back: attention takes one
+        dtype.
+        """
+        if not self.ops.numerics.attention_cast_bf16:
+            return q, k
+        return q.bfloat16().to(q.dtype), k.bfloat16().to(k.dtype)
 
     def output(self, attended):
         """Projects attention's result [B, heads, S, D] to [B, S, H]."""

@@ -21,6 +21,7 @@ from tilewright.nn import in_row_blocks
 from tilewright.nn.lora_experts import LoRAExperts
 from tilewright.nn.sharded import local
 from tilewright.ops.context_parallel import ContextParallel
+from tilewright.trainer.latent_attention import LatentAttention
 from tilewright.trainer.layers import MLP, Attention, norm, residual_norm
 from tilewright.trainer.loss import Loss, TokenLosses, logits
 from tilewright.trainer.model_config import ModelConfig
@@ -40,7 +41,8 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops, layer: int, merge_qkv: bool):
         super().__init__()
         self.input_layernorm = residual_norm(config, ops)
-        self.self_attn = Attention(config, ops, merge_qkv, layer)
+        attention = Attention if config.latent is None else LatentAttention
+        self.self_attn = attention(config, ops, merge_qkv, layer)
         # Names of Gemma where results are normalized, too: else the norm before the MLP is called
         # after attention.
         self.norms_after = config.architecture.norms_after
@@ -299,16 +301,19 @@ class Transformer(nn.Module):
         token is routed to.
         """
         c = self.config
-        attention = c.hidden_size * c.head_dim * 2 * (c.num_attention_heads + c.num_key_value_heads)
-        # Causal: half of 2 S for each of two products.
-        score = c.num_attention_heads * c.head_dim * sequence
+        layers = range(c.num_hidden_layers)
         dense = 3 * c.hidden_size * c.intermediate_size
         sparse = (
-            3 * c.hidden_size * c.moe_intermediate_size * c.num_experts_per_tok
+            3
+            * c.hidden_size
+            * c.moe_intermediate_size
+            * (c.num_experts_per_tok + (c.n_shared_experts or 0))
             + c.hidden_size * c.num_experts
         )
-        mlp = sum(sparse if c.is_moe(i) else dense for i in range(c.num_hidden_layers))
+        mlp = sum(sparse if c.is_moe(i) else dense for i in layers)
+        attention, per_key = c.attention_work()
         matrix = c.num_hidden_layers * attention + mlp + c.hidden_size * c.vocab_size
+        score = per_key * sum(c.keys_seen(i, sequence) for i in layers)
         # Two per multiply-add in the forward, and two again for each factor's gradient; a frozen
         # matrix has none.
         routed = c.num_experts_per_tok / max(1, c.num_experts)
@@ -318,4 +323,4 @@ class Transformer(nn.Module):
             for name, p in module.named_parameters()
             if adapt.is_adapter(name)
         )
-        return (4.0 if adapters else 6.0) * matrix + 6.0 * (c.num_hidden_layers * score + adapters)
+        return (4.0 if adapters else 6.0) * matrix + 6.0 * (score + adapters)

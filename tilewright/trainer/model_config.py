@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tilewright.trainer.architectures import ARCHITECTURES, Architecture
@@ -28,6 +28,18 @@ WRITTEN_APART = (
     "decoder_sparse_step",
     "mlp_only_layers",
 )
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Fields of `ModelConfig` that latent attention has."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    rope_interleave: bool
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,17 @@ class ModelConfig:
     query_pre_attn_scalar: int | None = None  # attention's logits are divided by its root
     swiglu_alpha: float | None = None  # of clamped gates: g sigmoid(alpha g) (u + 1)
     swiglu_limit: float | None = None
+    # Latent attention; q_lora_rank of None: queries are projected at once.
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
+    rope_interleave: bool | None = None
+    n_group: int | None = None
+    topk_group: int | None = None
+    routed_scaling_factor: float | None = None
+    n_shared_experts: int | None = None
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> ModelConfig:
@@ -114,7 +137,14 @@ class ModelConfig:
     @property
     def rope_dim(self) -> int:
         """Rotated features of a head."""
-        return self.head_dim
+        return self.head_dim if self.qk_rope_head_dim is None else self.qk_rope_head_dim
+
+    @property
+    def latent(self) -> Latent | None:
+        """The sizes of latent attention, if the model has it."""
+        if self.kv_lora_rank is None:
+            return None
+        return Latent(**{f.name: getattr(self, f.name) for f in fields(Latent)})
 
     def is_moe(self, layer: int) -> bool:
         return (
@@ -128,3 +158,23 @@ class ModelConfig:
         if self.sliding_window is None:
             return False
         return self.layer_types is None or self.layer_types[layer] == SLIDING
+
+    def keys_seen(self, layer: int, sequence: int) -> float:
+        """Keys that a query of a layer sees, on average over a sequence of this length."""
+        window = self.sliding_window if self.is_local(layer) else None
+        if window is None or window >= sequence:
+            return sequence / 2
+        return window - window**2 / (2 * sequence)
+
+    def attention_work(self) -> tuple[int, int]:
+        """Multiply-adds of a layer's attention per token: of its projections, and per key."""
+        H, heads, sizes = self.hidden_size, self.num_attention_heads, self.latent
+        if sizes is None:
+            projections = 2 * H * self.head_dim * (heads + self.num_key_value_heads)
+            return projections, 2 * heads * self.head_dim
+        width, rank = heads * self.head_dim, sizes.q_lora_rank
+        queries = H * width if rank is None else rank * (H + width)
+        narrow = H * (sizes.kv_lora_rank + sizes.qk_rope_head_dim)
+        of_heads = heads * (sizes.qk_nope_head_dim + sizes.v_head_dim) * sizes.kv_lora_rank
+        output = heads * sizes.v_head_dim * H
+        return queries + narrow + of_heads + output, heads * (self.head_dim + sizes.v_head_dim)

@@ -13,6 +13,7 @@ from tilewright.nn.sharded import local
 from tilewright.ops.aqn import AQN
 from tilewright.ops.expert_parallel import DeepEP, ep_moe_mlp
 from tilewright.ops.gate import Gate
+from tilewright.trainer.layers import MLP
 from tilewright.trainer.model_config import ModelConfig
 from tilewright.trainer.ops_choice import Ops
 from tilewright.trainer.recompute import Recomputed
@@ -111,11 +112,21 @@ def _gate_of(config: ModelConfig) -> Gate:
 
 
 class Router(nn.Linear):
-    """Logits of experts. fp32: in float32, from x and weight in the dtypes of the call."""
+    """Logits of experts. fp32: in float32, from x and weight in the dtypes of the call.
 
-    def __init__(self, hidden: int, experts: int, fp32: bool, bias: bool = False):
-        super().__init__(hidden, experts, bias=bias)
+    Of a sigmoid router e_score_correction_bias is added to scores for the choice alone. It has no
+    gradient, and stays whole and in float32 on every rank.
+    """
+
+    def __init__(self, config: ModelConfig, fp32: bool):
+        family = config.architecture
+        super().__init__(config.hidden_size, config.num_experts, bias=family.router_bias)
         self.fp32 = fp32
+        self.e_score_correction_bias = (
+            nn.Parameter(torch.empty(config.num_experts), requires_grad=False)
+            if family.score == "sigmoid"
+            else None
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
@@ -128,18 +139,23 @@ class Router(nn.Linear):
 class MoE(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__()
-        self.gate = Router(
-            config.hidden_size,
-            config.num_experts,
-            ops.numerics.router_fp32,
-            bias=config.architecture.router_bias,
-        )
+        self.gate = Router(config, ops.numerics.router_fp32)
         self.experts = Experts(config, ops)
-        self.top_k, self.renormalize, self.ops = (
-            config.num_experts_per_tok,
-            config.norm_topk_prob,
-            ops,
+        self.shared_experts = (
+            MLP(config, ops, config.n_shared_experts * config.moe_intermediate_size)
+            if config.n_shared_experts
+            else None
         )
+        self.top_k, self.ops = config.num_experts_per_tok, ops
+        scale = config.routed_scaling_factor
+        self.options = {
+            "score": config.architecture.score,
+            "renormalize": config.norm_topk_prob,
+            "groups": config.n_group or 1,
+            "topk_groups": config.topk_group or 1,
+            "scale": 1.0 if scale is None else scale,
+            "implementation": ops.route,
+        }
 
     def forward(self, x, kept=None):
         """The layer's output, and the router's report [E + 2]: tokens per expert, load-balance
@@ -148,13 +164,12 @@ class MoE(nn.Module):
         kept: as in `ep_moe_mlp`, for a call that the backward repeats.
         """
         x_TH = x.reshape(-1, x.shape[-1])
-        routing = tw.route(
-            self.gate(x_TH), self.top_k, renormalize=self.renormalize, implementation=self.ops.route
-        )
+        bias = self.gate.e_score_correction_bias
+        bias = None if bias is None else local(bias)
+        routing = tw.route(self.gate(x_TH), self.top_k, bias=bias, **self.options)
         index_TK, weight_TK, tokens_E, *losses = routing
         report = torch.cat((tokens_E.float(), torch.stack(losses))).detach()
         # Like F.linear's, the result must not be a view: FSDP2 warns of views, since operations in
         # place would bypass its hooks.
-        return torch.ops.aten._unsafe_view(
-            self.experts(x_TH, index_TK, weight_TK, kept), x.shape
-        ), report
+        y = torch.ops.aten._unsafe_view(self.experts(x_TH, index_TK, weight_TK, kept), x.shape)
+        return (y if self.shared_experts is None else y + self.shared_experts(x)), report

@@ -117,7 +117,11 @@ def _fsdp2(model: Transformer, train: Train, names: Model, mesh: Mesh) -> Transf
     policy = MixedPrecisionPolicy(
         param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
     )
-    options = {"mesh": mesh.shards, "mp_policy": policy}
+    options: dict[str, Any] = {"mesh": mesh.shards, "mp_policy": policy}
+    # A router's bias for the choice is no weight: in bfloat16 it would choose other experts.
+    options["ignored_params"] = {
+        p for n, p in model.named_parameters() if n.endswith("e_score_correction_bias")
+    }
     if mesh.tensor is not None:
         options["shard_placement_fn"] = fsdp_placement
         check_shards(model, mesh.layout.parameters[1])

@@ -41,7 +41,16 @@ if TYPE_CHECKING:
     from tilewright.trainer.model import Transformer
 
 # Modules whose matrices are sharded by rows, and by columns.
-BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_up_proj", "embed_tokens", "lm_head")
+BY_ROWS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "q_b_proj",
+    "kv_b_proj",
+    "gate_up_proj",
+    "embed_tokens",
+    "lm_head",
+)
 BY_COLUMNS = ("o_proj", "down_proj")
 
 
@@ -164,6 +173,10 @@ def check(config: ModelConfig, size: int) -> None:
         ("query heads", config.num_attention_heads),
         ("key-value heads", config.num_key_value_heads),
         ("columns of the MLP", config.intermediate_size if dense else 0),
+        (
+            "columns of the shared experts",
+            (config.n_shared_experts or 0) * config.moe_intermediate_size,
+        ),
         ("tokens of the vocabulary", config.vocab_size),
     ):
         if n % size:

@@ -1,6 +1,7 @@
 """The families of models, by config.json's model_type."""
 
 from tilewright.trainer.architectures.architecture import Architecture
+from tilewright.trainer.architectures.deepseek_v3 import DEEPSEEK_V3
 from tilewright.trainer.architectures.gemma3 import GEMMA3
 from tilewright.trainer.architectures.gpt_oss import GPT_OSS
 from tilewright.trainer.architectures.llama import LLAMA
@@ -11,4 +12,5 @@ from tilewright.trainer.architectures.qwen3_moe import QWEN3_MOE
 
 __all__ = ["ARCHITECTURES", "Architecture"]
 
-ARCHITECTURES = {a.model_type: a for a in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA3, GPT_OSS)}
+_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA3, GPT_OSS, DEEPSEEK_V3)
+ARCHITECTURES = {family.model_type: family for family in _ALL}

@@ -61,4 +61,5 @@ class Architecture:
     expert_bias: bool = False
     # Experts are stored as [E, inputs, outputs], gates and ups interleaved, and not one by one.
     stacked_experts: bool = False
+    further_layers: bool = False  # are stored, and not read: of multi-token prediction
     renamed: tuple[tuple[str, str], ...] = ()  # parts of parameters' names: (here, on disk)

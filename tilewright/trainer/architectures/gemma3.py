@@ -1,6 +1,6 @@
-"""The text model of Gemma 3 (arXiv 2503.19786): layers with a window and angles of their own between
-layers that see everything; norms before and after attention and MLP, whose weights are offsets from
-one; norms of queries and keys; GEGLU; and an embedding that is scaled, and tied.
+"""The text model of Gemma 3 (arXiv 2503.19786): layers with a window and rotary angles of their own
+between layers that see everything; norms before and after attention and MLP, whose weights are
+offsets from one; norms of queries and keys; GEGLU; and an embedding that is scaled, and tied.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tilewright.trainer.model_config import ModelConfig
 
 GELU = "gelu_pytorch_tanh"
-PATTERN = 6  # every so manieth layer sees everything
+PATTERN = 6  # every sixth layer sees everything
 
 
 def _read(hf: dict[str, Any]) -> dict[str, Any]:

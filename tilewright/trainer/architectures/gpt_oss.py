@@ -13,6 +13,16 @@ if TYPE_CHECKING:
     from tilewright.trainer.model_config import ModelConfig
 
 
+ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
 def _read(hf: dict[str, Any]) -> dict[str, Any]:
     quantization = hf.get("quantization_config")
     if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
@@ -21,7 +31,7 @@ def _read(hf: dict[str, Any]) -> dict[str, Any]:
             "are dense weights, which transformers writes after from_pretrained with "
             "quantization_config=Mxfp4Config(dequantize=True)"
         )
-    found = dense(hf)
+    found = dense(hf if hf.get("rope_parameters") else {"rope_scaling": ROPE, **hf})
     alternating = [FULL if i % 2 else SLIDING for i in range(found["num_hidden_layers"])]
     return {
         **found,
