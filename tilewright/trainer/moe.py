@@ -164,9 +164,12 @@ class MoE(nn.Module):
         kept: as in `ep_moe_mlp`, for a call that the backward repeats.
         """
         x_TH = x.reshape(-1, x.shape[-1])
-        bias = self.gate.e_score_correction_bias
-        bias = None if bias is None else local(bias)
-        routing = tw.route(self.gate(x_TH), self.top_k, bias=bias, **self.options)
+        routing = tw.route(
+            self.gate(x_TH),
+            self.top_k,
+            bias=self.gate.e_score_correction_bias,
+            **self.options,
+        )
         index_TK, weight_TK, tokens_E, *losses = routing
         report = torch.cat((tokens_E.float(), torch.stack(losses))).detach()
         # Like F.linear's, the result must not be a view: FSDP2 warns of views, since operations in

@@ -52,6 +52,9 @@ BY_ROWS = (
     "lm_head",
 )
 BY_COLUMNS = ("o_proj", "down_proj")
+# Parameters that are no DTensors in any layout, and are not cast: a router's bias for the choice is
+# no weight, and in bfloat16 it would choose other experts.
+PLAIN = ("e_score_correction_bias",)
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,8 @@ def shard_matrices(model: Transformer, mesh: DeviceMesh) -> None:
     for path, module in model.named_modules():
         if ".experts" not in path:
             for name, p in list(module.named_parameters(recurse=False)):
-                register(module, name, p, mesh, _placement(model, path, name))
+                if name not in PLAIN:
+                    register(module, name, p, mesh, _placement(model, path, name))
     model.tie()
     for path, module in model.named_modules():
         projection = path.removesuffix(".base").rpartition(".")[2]
