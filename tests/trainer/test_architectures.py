@@ -290,11 +290,9 @@ def test_experts_with_biases_take_neither_adapters_nor_codes(merge_qkv):
     def model():
         return model_of("gpt_oss", merge_qkv)
 
-    with pytest.raises(
-        ValueError, match="experts have biases .*; adapters take SiLU.*Name targets"
-    ):
+    with pytest.raises(ValueError, match=r"experts of Experts have biases .* Name targets without"):
         adapt.add_lora(model(), rank=2)
-    with pytest.raises(ValueError, match="experts have biases .* cannot be quantized; name them"):
+    with pytest.raises(ValueError, match=r"have biases .* cannot be quantized; name them"):
         adapt.quantize_model(model(), "nf4")
     adapted = model()
     paths = adapt.add_lora(adapted, ["q_proj", "o_proj"], rank=2)
@@ -363,8 +361,10 @@ def test_layers_of_multi_token_prediction_are_left(tmp_path):
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "deepseek_v3"])
 def test_switches_of_numerics_and_whole_graphs_compute_the_same(family, tmp_path):
     """In float32 every switch is the same function, in another order."""
-    folder, ids = write_weights(tmp_path, SHAPES[family]), torch.arange(24)[None]
-    shape, found = ModelConfig.from_hf(SHAPES[family]), []
+    torch._dynamo.reset()
+    two = {**SHAPES[family], "num_hidden_layers": 2, "layer_types": ALTERNATING[:2]}
+    folder, ids = write_weights(tmp_path, two), torch.arange(24)[None]
+    shape, found = ModelConfig.from_hf(two), []
     native = {"rmsnorm_native": True, "activation_native": family != "gpt_oss", "rope_native": True}
     for numerics in ({}, {**native, "lm_head_fp32": False, "router_fp32": False}, None):
         ops = Ops.resolve(
