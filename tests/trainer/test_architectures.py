@@ -353,6 +353,10 @@ def test_layers_of_multi_token_prediction_are_left(tmp_path):
     hf.load_weights(model, tmp_path)
     bias = "model.layers.3.mlp.gate.e_score_correction_bias"
     assert torch.equal(dict(model.named_parameters())[bias], stored[bias])
+    hf.save_weights(model, tmp_path / "half", dtype=torch.bfloat16)
+    half = load_file(tmp_path / "half/model.safetensors")
+    assert torch.equal(half.pop(bias), stored[bias])  # it decides between near scores
+    assert half["model.layers.3.mlp.gate.weight"].dtype == torch.bfloat16
     save_file({**stored, "model.layers.5.eh_proj.weight": torch.ones(2, 2)}, file)
     with pytest.raises(ValueError, match=r"unexpected model\.layers\.5"):
         hf.load_weights(model, tmp_path)
