@@ -211,6 +211,108 @@ def test_what_is_written_as_config_json_is_read_again(family):
     assert ModelConfig.from_hf(json.loads(json.dumps(shape.to_hf()))) == shape
 
 
+# What config.json of published models says, and their numbers of parameters.
+PUBLISHED = {
+    7_241_732_096: {  # mistralai/Mistral-7B-v0.1
+        "model_type": "mistral",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+    },
+    494_032_768: {  # Qwen/Qwen2.5-0.5B
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_window_layers": 24,
+        "use_sliding_window": False,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+    },
+    999_885_952: {  # google/gemma-3-1b-it
+        "model_type": "gemma3_text",
+        "vocab_size": 262144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": None,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "rope_local_base_freq": 10000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    },
+    20_914_757_184: {  # openai/gpt-oss-20b, dequantized
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "experts_per_token": 4,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+    },
+    671_026_419_200: {  # deepseek-ai/DeepSeek-V3
+        "model_type": "deepseek_v3",
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("parameters", PUBLISHED)
+def test_published_models_have_their_number_of_parameters(parameters):
+    shape = ModelConfig.from_hf(PUBLISHED[parameters])
+    with torch.device("meta"):
+        model = Transformer(shape, ops_for(shape))
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert ModelConfig.from_hf(json.loads(json.dumps(shape.to_hf()))) == shape
+
+
 @pytest.mark.parametrize(
     "family, change, sentence",
     [
