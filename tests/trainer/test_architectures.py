@@ -120,7 +120,8 @@ MODES = {
     "deepseek_v3/train_after_loading": layout(
         pipeline_parallel_size=2, expert_parallel_size=2, **ADAM
     ),
-    "deepseek_v3/train_ulysses": layout(ulysses_parallel_size=4, ringattn_parallel_size=1),
+    "deepseek_v3/train_ulysses_ring": layout(ulysses_parallel_size=2, ringattn_parallel_size=2),
+    "deepseek_v3/train_lora": [*layout(expert_parallel_size=2), *LORA],
     "deepseek_v3/train_muon": layout(tensor_parallel_size=2, **MUON),
     "deepseek_v3/train_ddp": layout(data_parallel_mode="ddp"),
     "deepseek_v3/train_in_bfloat16": layout(enable_mixed_precision="true"),
@@ -372,7 +373,12 @@ def test_what_a_family_has_not_is_refused_by_name(family, change, sentence):
 
 
 def test_windows_of_older_configurations():
-    """Gemma 3's of transformers 4: one rope_scaling, two bases, and a pattern."""
+    """Without layer_types; and Gemma 3's of transformers 4: one rope_scaling, and two bases."""
+    layers = {"layer_types": None, "num_hidden_layers": 4}
+    late = {**SHAPES["qwen2"], **layers, "use_sliding_window": True, "max_window_layers": 3}
+    assert [ModelConfig.from_hf(late).is_local(i) for i in range(4)] == [False] * 3 + [True]
+    every_second = ModelConfig.from_hf({**SHAPES["gpt_oss"], **layers})
+    assert [every_second.is_local(i) for i in range(4)] == [True, False] * 2
     older = {k: v for k, v in SHAPES["gemma3"].items() if k != "layer_types"}
     older |= {"num_hidden_layers": 7, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     shape = ModelConfig.from_hf(older)
@@ -403,6 +409,33 @@ def test_experts_with_biases_take_neither_adapters_nor_codes(merge_qkv):
     ids = torch.arange(16)[None]
     adapted(ids, labels=ids).backward()
     assert all((p.grad is not None) == p.requires_grad for p in adapted.parameters())
+
+
+@pytest.mark.parametrize("codes", [None, "nf4"])
+def test_adapters_of_latent_attention_and_of_both_kinds_of_experts(codes, tmp_path):
+    """All projections have some by default; with them merged, an export computes the same."""
+    model, ids = model_of("deepseek_v3"), torch.arange(16)[None]
+    model.init_weights(0, std=0.1)
+    if codes:
+        adapt.quantize_model(model, codes)
+    paths = adapt.add_lora(model, rank=2)
+    names = {path.partition(".layers.1.")[2] for path in paths} - {""}
+    attention = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    inner = ("gate_proj", "up_proj", "down_proj")
+    assert names == {
+        *(f"self_attn.{name}" for name in attention),
+        *(f"mlp.{kind}.{name}" for kind in ("experts", "shared_experts") for name in inner),
+    }
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if adapt.is_adapter(name):
+                p.add_(0.1 * torch.randn_like(p))
+    model(ids, labels=ids).backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    hf.save_weights(model, tmp_path)
+    merged = model_of("deepseek_v3")
+    hf.load_weights(merged, tmp_path)
+    torch.testing.assert_close(merged(ids), model(ids), rtol=1e-4, atol=1e-4)
 
 
 def test_an_attention_without_windows_or_sinks_is_refused(tmp_path):

@@ -84,6 +84,10 @@ SHAPES = {
         transformers.Qwen2Config,
         {**WINDOW, "use_sliding_window": True, "max_window_layers": 1, "rope_parameters": YARN},
     ),
+    "qwen3-windows": (
+        transformers.Qwen3Config,
+        {**WINDOW, "use_sliding_window": True, "max_window_layers": 2},
+    ),
     "gemma3": (
         transformers.Gemma3TextConfig,
         {
