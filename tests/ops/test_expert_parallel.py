@@ -15,6 +15,7 @@ from helpers import DEVICE, join_group, operators_of, processes
 from torch.utils.checkpoint import checkpoint
 
 from tilewright.ops import expert_parallel as ep
+from tilewright.ops.gate import Gate
 from tilewright.ops.moe import moe_mlp
 from tilewright.registry import ImplementationUnavailable
 from tilewright.selection import use
@@ -88,7 +89,18 @@ def in_pieces(x, gate_up_proj, down_proj, expert_index, expert_weight, group):
     return ep.combine(moe_mlp(there.rows, gate_up_proj, down_proj, *there[1:3]), there.plan)
 
 
+def with_biases(gate_up_proj, down_proj):
+    """gpt-oss's gate, and biases through which gradients reach the weights."""
+    return {
+        "gate_up_bias": gate_up_proj.sum(-1),
+        "down_bias": down_proj.sum(-1),
+        "gate": Gate(alpha=1.7, limit=0.5, up_limit=0.5, up_offset=1.0),
+    }
+
+
 WAYS = {
+    "biased": lambda *a: ep.ep_moe_mlp(*a, **with_biases(*a[1:3])),
+    "biased_eager": lambda *a: ep.ep_moe_mlp(*a, dispatch="eager", **with_biases(*a[1:3])),
     "alltoall": ep.ep_moe_mlp,
     "eager": lambda *a: ep.ep_moe_mlp(*a, dispatch="eager"),
     "recompute": lambda *a: ep.ep_moe_mlp(*a, recompute=True),
@@ -385,9 +397,14 @@ def test_spread_experts_equal_one_process(world):
             _, whole, dy = problem(name, world)
             double = {k: v.double() if v.is_floating_point() else v for k, v in whole.items()}
             wanted = leaves(double)
-            y = moe_mlp(*double.values(), implementation="eager")
-            expected = [y.detach(), *torch.autograd.grad(y, wanted, dy.double())]
+            biases = with_biases(double["gate_up_proj"], double["down_proj"])
+            expected_of = {}
+            for biased, options in ((False, {}), (True, biases)):
+                y = moe_mlp(*double.values(), **options, implementation="eager")
+                grads = torch.autograd.grad(y, wanted, dy.double())
+                expected_of[biased] = [y.detach(), *grads]
             for way in WAYS:
+                expected = expected_of[way.startswith("biased")]
                 parts = [torch.load(f"{folder}/{name}-{way}-{r}") for r in range(world)]
                 for i, what in enumerate(
                     ("y", "dx", "dgate_up_proj", "ddown_proj", "dexpert_weight")

@@ -1,5 +1,6 @@
 """The trainer's models against transformers, on the same weights, in float32."""
 
+import itertools
 import json
 import pathlib
 import shutil
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from tilewright import ops as tw  # noqa: E402
 from tilewright.trainer import hf  # noqa: E402
 from tilewright.trainer.model import ModelConfig, Ops, Transformer  # noqa: E402
+from tilewright.trainer.ops_choice import attention_request  # noqa: E402
 
 SMOLLM2 = pathlib.Path(__file__).parents[2] / ".cache/smollm2"
 SMALL = {
@@ -42,6 +44,29 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
+WINDOW = {"sliding_window": 7}
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,  # transformers' name of qk_rope_head_dim
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+}
 SHAPES = {
     "llama": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
     "llama3-rope": (transformers.LlamaConfig, {"rope_parameters": LLAMA3}),
@@ -51,6 +76,53 @@ SHAPES = {
     "qwen3-moe-mixed": (
         transformers.Qwen3MoeConfig,
         {**MOE, "mlp_only_layers": [1], "norm_topk_prob": False},
+    ),
+    "mistral": (transformers.MistralConfig, WINDOW),
+    "mistral-without-window": (transformers.MistralConfig, {"sliding_window": None}),
+    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen2-windows": (
+        transformers.Qwen2Config,
+        {**WINDOW, "use_sliding_window": True, "max_window_layers": 1, "rope_parameters": YARN},
+    ),
+    "qwen3-windows": (
+        transformers.Qwen3Config,
+        {**WINDOW, "use_sliding_window": True, "max_window_layers": 2},
+    ),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        {
+            **WINDOW,
+            "query_pre_attn_scalar": 24,
+            "pad_token_id": None,  # its embedding would be zero, and without a gradient
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "gpt-oss": (
+        transformers.GptOssConfig,
+        {
+            **WINDOW,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {**YARN, "truncate": False, "beta_fast": 4.0},
+            "swiglu_limit": 0.5,
+        },
+    ),
+    "deepseek-v3": (transformers.DeepseekV3Config, LATENT),
+    "deepseek-v3-plain": (
+        transformers.DeepseekV3Config,
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
     ),
 }
 
@@ -62,18 +134,23 @@ def theirs(name, tmp_path):
     kind, extra = SHAPES[name]
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(
-        kind(**SMALL, **extra), attn_implementation="eager"
+        kind(**{**SMALL, **extra}), attn_implementation="eager"
     ).eval()
     with torch.no_grad():  # norm weights of one would hide a missing norm
-        for p in model.parameters():
-            if p.dim() == 1:
+        for n, p in model.named_parameters():
+            if p.dim() == 1 or n.endswith("_bias"):
                 p.add_(0.3 * torch.randn_like(p))
+        for n, b in model.named_buffers():
+            if n.endswith("e_score_correction_bias"):
+                b.add_(0.3 * torch.randn_like(b))
     model.save_pretrained(tmp_path / "theirs")
     return model
 
 
 def ours(folder, merge_qkv=True, **ops):
-    model = Transformer(hf.load_config(folder), Ops.resolve(**ops), merge_qkv)
+    config = hf.load_config(folder)
+    ops = Ops.resolve(attention_request=attention_request(config), **ops)
+    model = Transformer(config, ops, merge_qkv)
     hf.load_weights(model, folder)
     return model
 
@@ -98,13 +175,18 @@ def test_logits_loss_and_gradients_equal_transformers(name, merge_qkv, tmp_path)
     wanted = dict(reference.named_parameters())
     compared = 0
     for param, p in model.named_parameters():
-        if "experts" in param:
+        if not p.requires_grad:
+            assert param.endswith("e_score_correction_bias") and p.grad is None
+            continue
+        names = hf.sources(param, model.config)
+        if ".experts." in param:
             want = wanted[param].grad
+            want = hf.fuse(param, [want]) if names == [param] else want
         else:
-            want = torch.cat([wanted[n].grad for n in hf.sources(param, model.config)])
+            want = torch.cat([wanted[n].grad for n in names])
         assert (p.grad - want).abs().max() <= 1e-4 * want.abs().max(), param
         compared += 1
-    assert compared == len(list(model.parameters()))
+    assert compared == sum(p.requires_grad for p in model.parameters())
 
 
 def test_smollm2_logits_equal_transformers_on_the_real_weights():
@@ -125,8 +207,13 @@ def test_smollm2_logits_equal_transformers_on_the_real_weights():
     assert tokenizer.decode(logits[0, after_is].argmax()) == " Paris"
 
 
-@pytest.mark.parametrize("attn", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "name, attn",
+    [
+        *itertools.product(["qwen3", "qwen3-moe", "deepseek-v3"], ["eager", "sdpa"]),
+        *((name, "eager") for name in ("mistral", "qwen2-windows", "gemma3", "gpt-oss")),
+    ],
+)
 def test_packed_documents_equal_separate_ones(name, attn, tmp_path):
     theirs(name, tmp_path)
     model = ours(tmp_path / "theirs", attn_implementation=attn)
@@ -191,7 +278,7 @@ def test_compiled_layers_are_not_made_anew_for_other_documents(attn):
     assert counts[0] > 0 and counts[3:] == counts[2:3] * 4
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe-mixed"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe-mixed", "gemma3", "deepseek-v3"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_activations_give_the_same_gradients(name, reentrant, tmp_path):
     theirs(name, tmp_path)
@@ -202,7 +289,7 @@ def test_recomputed_activations_give_the_same_gradients(name, reentrant, tmp_pat
         if modules != "off":
             model.recompute_activations(modules, reentrant)
         model(ids, labels=ids).backward()
-        found.append([p.grad for p in model.parameters()])
+        found.append([p.grad for p in model.parameters() if p.requires_grad])
     for grads in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], grads, strict=True))
 
@@ -257,8 +344,10 @@ def test_folders_round_trip_bit_for_bit_and_load_in_transformers(name, tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", attn_implementation="eager"
     ).eval()
-    for (n, a), (_, b) in zip(reference.named_parameters(), again.named_parameters(), strict=True):
-        assert torch.equal(a, b), n
+    stored = again.state_dict()
+    for n, t in reference.state_dict().items():
+        assert torch.equal(t, stored.pop(n)), n
+    assert not stored
     ids = torch.randint(0, 211, (1, 12))
     torch.testing.assert_close(again(ids).logits, reference(ids).logits, rtol=0, atol=0)
     assert not list(tmp_path.glob(".*"))
@@ -358,7 +447,7 @@ def test_a_number_of_config_json_is_taken_as_it_is_or_refused(change, message):
         ({"model_type": "mamba"}, "model_type must be one of .*'mamba'"),
         ({"attention_bias": True}, "attention_bias = True is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window = True"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope type 'dynamic' is not supported"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(change, message):

@@ -14,7 +14,16 @@ from tilewright.nn.lora_experts import LoRAExperts
 from tilewright.nn.quantized import QuantizedExperts, QuantizedLinear
 
 # Last names of the projections of a decoder layer. The head, embeddings and routers are none.
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROJECTIONS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # latent attention
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 

@@ -39,7 +39,8 @@ from tilewright.ops._expert_transport import (
     transport_of,
     values_at,
 )
-from tilewright.ops._experts import check_routing
+from tilewright.ops._experts import SWIGLU, check_routing
+from tilewright.ops.gate import Gate
 from tilewright.ops.moe import moe_mlp, moe_mlp_eager
 from tilewright.ops.quantize import Quantized
 from tilewright.registry import ImplementationUnavailable
@@ -76,7 +77,7 @@ class Dispatched(NamedTuple):
 
 
 @torch.compiler.disable  # sizes are known at run time only
-@_checks.autocast("products", "x", "gate_up_proj", "down_proj")
+@_checks.autocast("products", "x", "gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 def ep_moe_mlp(
     x: torch.Tensor,
     gate_up_proj: torch.Tensor | Quantized,
@@ -85,6 +86,9 @@ def ep_moe_mlp(
     expert_weight: torch.Tensor,
     group: dist.ProcessGroup,
     *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    gate: Gate = SWIGLU,
     dispatch: str = "alltoall",
     implementation: str = "auto",
     recompute: bool = False,
@@ -96,9 +100,10 @@ def ep_moe_mlp(
 
     Rounds as moe_mlp does, and twice more, to x's dtype: each rank's sum over a token's experts,
     and each of those experts' weighted results. Sums over ranks are in float32. Differentiable once
-    in x, gate_up_proj, down_proj and expert_weight; a parameter's gradient is summed over all
-    ranks' tokens. Saved for backward beside the plan: a row [H] per pair of a token and an expert
-    here, and what moe_mlp saves of it; with `recompute` only the received rows, one per token.
+    in x, gate_up_proj, down_proj, biases and expert_weight; a parameter's gradient is summed over
+    all ranks' tokens. Saved for backward beside the plan: a row [H] per pair of a token and an
+    expert here, and what moe_mlp saves of it; with `recompute` only the received rows, one per
+    token.
 
     Args:
         x: [T, H] fp32 | bf16 | fp16 (fp64 with eager); T may differ between ranks, and be 0.
@@ -107,6 +112,8 @@ def ep_moe_mlp(
         expert_index: [T, K] int32 or int64, among all E = n L experts; E for a slot without an
             expert.
         expert_weight: [T, K], any floating dtype, used in float32.
+        gate_up_bias, down_bias: [L, 2 I] and [L, H], this rank's experts', as moe_mlp takes them.
+        gate: as in moe_mlp.
         dispatch: "alltoall"; "deepep", DeepEP's kernels (configured by `deepep`), with x in bf16;
             "eager", the definition: every rank gathers all tokens, computes its experts for them,
             and the results are summed.
@@ -136,7 +143,9 @@ def ep_moe_mlp(
     index = _validate(x, expert_index, expert_weight, E)
     weight = expert_weight.to(torch.promote_types(x.dtype, torch.float32))
     if dispatch == "eager":
-        return ep_moe_mlp_eager(x, gate_up_proj, down_proj, index, weight, group)
+        return ep_moe_mlp_eager(
+            x, gate_up_proj, down_proj, index, weight, group, (gate_up_bias, down_bias), gate
+        )
 
     received, local_index, local_weight, pairs, route = transport_of(dispatch, group, deepep).send(
         x, index, weight, E, kept
@@ -146,7 +155,15 @@ def ep_moe_mlp(
     def experts(received, local_weight):
         rows, of_pairs = _Spread.apply(received, local_weight, slots, position)
         rows = moe_mlp(
-            rows, gate_up_proj, down_proj, pair_expert, of_pairs, implementation=implementation
+            rows,
+            gate_up_proj,
+            down_proj,
+            pair_expert,
+            of_pairs,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            gate=gate,
+            implementation=implementation,
         )
         return _Collect.apply(rows, slots, position)
 
@@ -262,7 +279,16 @@ def _own_sum(x, sizes, group):
     return total.to(x.dtype).split(sizes)[dist.get_rank(group)].contiguous()
 
 
-def ep_moe_mlp_eager(x, gate_up_proj, down_proj, expert_index, expert_weight, group):
+def ep_moe_mlp_eager(
+    x,
+    gate_up_proj,
+    down_proj,
+    expert_index,
+    expert_weight,
+    group,
+    biases=(None, None),
+    gate=SWIGLU,
+):
     sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=x.device)
     sizes[dist.get_rank(group)] = x.shape[0]
     dist.all_reduce(sizes, group=group)
@@ -276,6 +302,8 @@ def ep_moe_mlp_eager(x, gate_up_proj, down_proj, expert_index, expert_weight, gr
         down_proj,
         local_index,
         _Gather.apply(expert_weight, sizes, group),
+        biases=biases,
+        gate=gate,
     )
     return _Sum.apply(y, sizes, group)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.attention import Request
 from tilewright.trainer import adapters, hf
 from tilewright.trainer.batches import Batches, Bins, padding
 from tilewright.trainer.config import Config, Model, Train
@@ -18,7 +17,7 @@ from tilewright.trainer.engine import Engine
 from tilewright.trainer.mesh import Mesh
 from tilewright.trainer.model import Transformer
 from tilewright.trainer.model_config import ModelConfig
-from tilewright.trainer.ops_choice import Numerics, Ops
+from tilewright.trainer.ops_choice import Numerics, Ops, attention_request
 from tilewright.trainer.optim import build_optimizer
 from tilewright.trainer.parallel import parallelize, wrap_ddp
 from tilewright.trainer.pipeline import Pipeline
@@ -32,9 +31,7 @@ def choose_ops(model: Model, shape: ModelConfig, mesh: Mesh, dtype: torch.dtype)
     """Chooses implementations. dtype: of matrix products. Raises ValueError or
     ImplementationUnavailable before any weight is allocated.
     """
-    wanted = Request(
-        head_dim=shape.head_dim, packed=True, gradient=True, part=mesh.context.ring_size > 1
-    )
+    wanted = attention_request(shape, ring=mesh.context.ring_size > 1)
     layers = [shape.is_moe(layer) for layer in range(shape.num_hidden_layers)]
     if model.activation_native and all(layers):
         raise ValueError(

@@ -53,11 +53,11 @@ def compile_layers(model: Transformer, train: Train, basic_modules: list[str]) -
         own_unit = train.expert_parallel_size > 1 or train.tensor_parallel_size > 1
         apart = isinstance(mlp, MoE) and (own_unit or experts_alone)
         if attention.breaks or apart or in_parts:
+            norms = (m for name, m in block.named_children() if name.endswith("layernorm"))
             parts = [
-                (block.input_layernorm, "forward"),
+                *((module, "forward") for module in norms),
                 (attention, "project"),
                 (attention, "output"),
-                (block.post_attention_layernorm, "forward"),
                 *([] if apart else [(mlp, "forward")]),
             ]
         else:

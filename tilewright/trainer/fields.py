@@ -32,7 +32,10 @@ class Model(Section):
         20, "Streaming multiprocessors that DeepEP uses; an even number.", gt=0
     )
     deepep_async_combine: bool = field(False, "Overlap DeepEP's combine with the next layer.")
-    merge_qkv: bool = field(True, "Keep the query, key and value projections as one qkv_proj.")
+    merge_qkv: bool = field(
+        True,
+        "Keep the query, key and value projections as one qkv_proj; DeepSeek-V3 has none to merge.",
+    )
     router_fp32: bool = field(
         True, "Keep the router's logits in float32 rather than rounding them to bfloat16."
     )
@@ -44,8 +47,8 @@ class Model(Section):
     )
     activation_native: bool = field(
         False,
-        "F.silu(gate) * up, rounded in between, instead of the fused kernel; in layers without "
-        "experts.",
+        "F.silu(gate) * up (Gemma: F.gelu), rounded in between, instead of the fused kernel; in "
+        "layers without experts.",
     )
     rope_native: bool = field(False, "PyTorch's operators instead of the fused rotation.")
     attention_cast_bf16: bool = field(

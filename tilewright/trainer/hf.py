@@ -35,6 +35,7 @@ from tilewright.trainer.hf_names import (
 from tilewright.trainer.hf_write import Shard
 from tilewright.trainer.model import Transformer
 from tilewright.trainer.model_config import ModelConfig
+from tilewright.trainer.tensor_parallel import PLAIN
 
 __all__ = [
     "INDEX",
@@ -83,7 +84,8 @@ def _full_tensors(
         for target, part in zip(
             sources(name, model.config), split(name, full, model.config), strict=True
         ):
-            yield target, part.to("cpu", dtype or own).contiguous()
+            wanted = own if name.endswith(PLAIN) else dtype or own
+            yield target, part.to("cpu", wanted).contiguous()
 
 
 def save_weights(
@@ -105,7 +107,8 @@ def save_weights(
         model: its parameters may be sharded; one at a time is gathered.
         path: the folder, which may exist.
         tokenizer_path: a folder whose tokenizer's files are copied; None: none.
-        dtype: of the stored tensors; default: the parameters' own.
+        dtype: of the stored tensors, but for a router's bias for the choice; default: the
+            parameters' own.
         max_shard_bytes: maximum size of a file; tensors are not split.
 
     Raises:

@@ -69,6 +69,10 @@ def _check_fits(model: Transformer, folder: Folder) -> None:
         for n in folder.file_of
         if n not in expected and not n.endswith(("rotary_emb.inv_freq", *ACTIVATIONS))
     }
+    if model.config.architecture.further_layers:
+        spare = {
+            n for n in spare if not n.startswith(f"model.layers.{model.config.num_hidden_layers}.")
+        }
     problems += [f"unexpected {n}" for n in sorted(spare - {"lm_head.weight"})]
     if problems:
         raise ValueError("the checkpoint does not fit the model:\n  " + "\n  ".join(problems))
@@ -139,7 +143,7 @@ def _read(name: str, config: ModelConfig, folder: Folder) -> torch.Tensor:
     """
     first, *rest = sources(name, config)
     if not rest:
-        return folder.read(first)
+        return fuse(name, [folder.read(first)])
     whole = fuse(name, [torch.empty(folder.shape(n), device="meta") for n in (first, *rest)])
     whole = torch.empty_like(whole, dtype=folder.read(first).dtype, device="cpu")
     for n, part in zip((first, *rest), split(name, whole, config), strict=True):

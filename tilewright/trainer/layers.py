@@ -21,8 +21,10 @@ class AddRMSNorm(RMSNorm):
     A residual of None is zero.
     """
 
-    def __init__(self, size: int, eps: float, ops: Ops):
-        super().__init__(size, eps, implementation=ops.rmsnorm)
+    def __init__(
+        self, size: int, eps: float, ops: Ops, *, offset: float = 0.0, cast: str = "llama"
+    ):
+        super().__init__(size, eps, offset=offset, cast=cast, implementation=ops.rmsnorm)
         self.add_implementation, self.native = ops.add_rmsnorm, ops.numerics.rmsnorm_native
 
     def forward(
@@ -34,34 +36,75 @@ class AddRMSNorm(RMSNorm):
             total = x + residual
             return super().forward(total), total
         return tw.add_rmsnorm(
-            x, residual, local(self.weight), self.eps, implementation=self.add_implementation
+            x,
+            residual,
+            local(self.weight),
+            self.eps,
+            offset=self.offset,
+            cast=self.cast,
+            implementation=self.add_implementation,
         )
+
+
+def norm(config: ModelConfig, ops: Ops, size: int) -> RMSNorm:
+    """A norm of the model's kind, of another vector than the residual stream."""
+    family = config.architecture
+    return RMSNorm(
+        size,
+        config.rms_norm_eps,
+        offset=family.norm_offset,
+        cast=family.norm_cast,
+        implementation=ops.rmsnorm,
+    )
+
+
+def residual_norm(config: ModelConfig, ops: Ops) -> AddRMSNorm:
+    family = config.architecture
+    return AddRMSNorm(
+        config.hidden_size,
+        config.rms_norm_eps,
+        ops,
+        offset=family.norm_offset,
+        cast=family.norm_cast,
+    )
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, ops: Ops, merge_qkv: bool):
+    """Grouped queries, with what the model's family adds: biases, norms of queries and keys, sinks,
+    a window.
+    """
+
+    def __init__(self, config: ModelConfig, ops: Ops, merge_qkv: bool, layer: int = 0):
         super().__init__()
-        H, D = config.hidden_size, config.head_dim
+        family = config.architecture
         self.heads, self.kv_heads, self.head_dim, self.ops = (
             config.num_attention_heads,
             config.num_key_value_heads,
-            D,
+            config.head_dim,
             ops,
         )
+        self.sinks = nn.Parameter(torch.empty(self.heads)) if family.sinks else None
+        self.local = config.is_local(layer)
+        self.window = config.sliding_window if self.local else None
+        self.scale = family.scale(config)
+        self.cp, self.tp = ContextParallel(), TensorParallel()
+        self.add_projections(config, merge_qkv)
+
+    def add_projections(self, config: ModelConfig, merge_qkv: bool) -> None:
+        H, D, family = config.hidden_size, config.head_dim, config.architecture
         widths = (self.heads * D, self.kv_heads * D, self.kv_heads * D)
         self.widths, self.merge_qkv = widths, merge_qkv
         # No fused pass computes as PyTorch does.
-        self.apart = ops.numerics.rmsnorm_native or ops.numerics.rope_native
+        numerics, bias = self.ops.numerics, family.qkv_bias
+        self.apart = numerics.rmsnorm_native or numerics.rope_native
         if merge_qkv:
-            self.qkv_proj = Linear(H, sum(widths), bias=False)
+            self.qkv_proj = Linear(H, sum(widths), bias=bias)
         else:
-            self.q_proj, self.k_proj, self.v_proj = (Linear(H, n, bias=False) for n in widths)
-        self.o_proj = Linear(widths[0], H, bias=False)
-        self.qk_norm = config.model_type != "llama"
+            self.q_proj, self.k_proj, self.v_proj = (Linear(H, n, bias=bias) for n in widths)
+        self.o_proj = Linear(widths[0], H, bias=family.output_bias)
+        self.qk_norm = family.qk_norm
         if self.qk_norm:
-            self.q_norm = RMSNorm(D, config.rms_norm_eps, implementation=ops.rmsnorm)
-            self.k_norm = RMSNorm(D, config.rms_norm_eps, implementation=ops.rmsnorm)
-        self.cp, self.tp = ContextParallel(), TensorParallel()
+            self.q_norm, self.k_norm = (norm(config, self.ops, D) for _ in "qk")
 
     def forward(self, x: torch.Tensor, sequence: Sequence) -> torch.Tensor:
         apart = self.breaks and sequence.cu_seqlens is not None
@@ -88,33 +131,31 @@ class Attention(nn.Module):
             q, k, v = self._heads(*self.qkv_proj(x).split(self.widths, -1), sequence)
         else:
             q, k, v = self._heads(self.q_proj(x), self.k_proj(x), self.v_proj(x), sequence)
-        if self.ops.numerics.attention_cast_bf16:  # and back: attention takes one dtype
-            q, k = (t.bfloat16().to(t.dtype) for t in (q, k))
-        return q, k, v
+        return *self.rounded(q, k), v
+
+    def rounded(self, q, k):
+        """Queries and keys, in bfloat16 if the numerics say so, and back: attention takes one
+        dtype.
+        """
+        if not self.ops.numerics.attention_cast_bf16:
+            return q, k
+        return q.bfloat16().to(q.dtype), k.bfloat16().to(k.dtype)
 
     def output(self, attended):
         """Projects attention's result [B, heads, S, D] to [B, S, H]."""
         return self.tp.reduce_scatter(self.o_proj(attended.transpose(1, 2).flatten(2)))
 
     def _attend(self, q, k, v, sequence):
+        options = {
+            "cu_seqlens": sequence.cu_seqlens,
+            "window": self.window,
+            "scale": self.scale,
+            "sinks": None if self.sinks is None else self.tp.own(local(self.sinks)),
+            "implementation": self.ops.attention,
+        }
         if self.cp.size > 1:
-            return context_parallel_attention(
-                q,
-                k,
-                v,
-                self.cp,
-                cu_seqlens=sequence.cu_seqlens,
-                ends=sequence.ends,
-                implementation=self.ops.attention,
-            )
-        return tw.attention(
-            q,
-            k,
-            v,
-            cu_seqlens=sequence.cu_seqlens,
-            max_seqlen=sequence.longest,
-            implementation=self.ops.attention,
-        )
+            return context_parallel_attention(q, k, v, self.cp, ends=sequence.ends, **options)
+        return tw.attention(q, k, v, max_seqlen=sequence.longest, **options)
 
     @torch.compiler.disable
     def _attend_uncompiled(self, *args):
@@ -129,8 +170,7 @@ class Attention(nn.Module):
         rotated = tw.rope(
             q,
             k,
-            sequence.cos,
-            sequence.sin,
+            *sequence.angles(self.local),
             position_ids=sequence.position_ids,
             implementation=self.ops.rope,
         )
@@ -146,11 +186,11 @@ class Attention(nn.Module):
                 "q_weight": self.q_norm.weight,
                 "k_weight": self.k_norm.weight,
                 "eps": self.q_norm.eps,
+                "offset": self.q_norm.offset,
             }
         return tw.qk_norm_rope(
             qkv,
-            sequence.cos,
-            sequence.sin,
+            *sequence.angles(self.local),
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
             position_ids=sequence.position_ids,
@@ -160,9 +200,21 @@ class Attention(nn.Module):
 
 
 class MLP(SwiGLU):
-    def __init__(self, config: ModelConfig, ops: Ops):
-        super().__init__(config.hidden_size, config.intermediate_size, implementation=ops.silu_mul)
+    """down(a(gate(x)) * up(x)), where a is SiLU, or GELU approximated by tanh."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, inner: int | None = None):
+        """inner: default: the model's intermediate_size."""
+        super().__init__(
+            config.hidden_size,
+            config.intermediate_size if inner is None else inner,
+            implementation=ops.silu_mul,
+        )
+        self.gelu = ops.gelu_mul if config.architecture.activation == "gelu" else None
         self.tp = TensorParallel()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.tp.reduce_scatter(super().forward(self.tp.gather(x)))
+        x = self.tp.gather(x)
+        if self.gelu is None:
+            return self.tp.reduce_scatter(super().forward(x))
+        gated = tw.gelu_mul(self.gate_up_proj(x), approximate="tanh", implementation=self.gelu)
+        return self.tp.reduce_scatter(self.down_proj(gated))

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tilewright import adapt
 from tilewright.nn import SwiGLU
+from tilewright.trainer.latent_attention import LatentAttention
 from tilewright.trainer.layers import Attention
 from tilewright.trainer.moe import Experts, Router
 
@@ -56,6 +57,8 @@ def matrices(model: nn.Module) -> dict[nn.Parameter, Parts]:
     for module in model.modules():
         if isinstance(module, Attention) and module.merge_qkv:
             merged[module.qkv_proj.weight] = Parts(module.widths)
+        elif isinstance(module, LatentAttention):
+            merged[module.kv_a_proj_with_mqa.weight] = Parts(module.kv_widths)
         elif isinstance(module, SwiGLU):
             merged[module.gate_up_proj.weight] = Parts((module.inner,) * 2)
         elif isinstance(module, Experts) and isinstance(module.gate_up_proj, nn.Parameter):
@@ -63,7 +66,8 @@ def matrices(model: nn.Module) -> dict[nn.Parameter, Parts]:
         elif isinstance(module, nn.Embedding | Router) or module is head:
             continue
         for name, p in module.named_parameters(recurse=False):
-            if p.requires_grad and p.dim() in (2, 3) and not adapt.is_adapter(name):
+            of_matrix = p.dim() in (2, 3) and not name.endswith("_bias")  # of experts
+            if p.requires_grad and of_matrix and not adapt.is_adapter(name):
                 found[p] = Parts()
     # A tied head's weight is the embedding's.
     return {p: merged.get(p, parts) for p, parts in found.items()}

@@ -254,13 +254,14 @@ def most(config: Config, shape: ModelConfig) -> int:
     """A bound in bytes, several times what one process would need: smaller runs are not planned."""
     t, length = config.train, config.data.sample_packing_sequence_len
     hidden, heads = shape.hidden_size, shape.num_attention_heads + shape.num_key_value_heads
-    experts = shape.moe_intermediate_size * shape.num_experts
+    shared = shape.n_shared_experts or 0
+    experts = shape.moe_intermediate_size * (shape.num_experts + shared)
     inner = 3 * hidden * max(shape.intermediate_size, experts)
     layer = 2 * hidden * heads * shape.head_dim + inner
     weights = shape.num_hidden_layers * layer + 2 * shape.vocab_size * hidden
-    routed = shape.moe_intermediate_size * shape.num_experts_per_tok
+    routed = shape.moe_intermediate_size * (shape.num_experts_per_tok + shared)
     row = 20 * hidden + 8 * max(shape.intermediate_size, routed) + 8 * heads * shape.head_dim
-    if config.model.attn_implementation == "eager":
+    if config.model.attn_implementation == "eager" or shape.sliding_window is not None:
         row += 4 * shape.num_attention_heads * length
     tokens = t.micro_batch_size * length
     values = 24 * weights + tokens * (shape.num_hidden_layers * row + 4 * shape.vocab_size)

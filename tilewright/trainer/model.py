@@ -1,4 +1,4 @@
-"""Decoder-only transformers, written on tilewright's ops: Llama, Qwen3 (QK norm) and Qwen3-MoE.
+"""Decoder-only transformers, written on tilewright's ops, of the families in `architectures`.
 
 Parameter names are Hugging Face's, except what is fused: qkv_proj [q; k; v], gate_up_proj [gate;
 up], and the experts' gate_up_proj [E, 2 I, H] and down_proj [E, H, I]; `hf.py` converts. Shape
@@ -21,7 +21,8 @@ from tilewright.nn import in_row_blocks
 from tilewright.nn.lora_experts import LoRAExperts
 from tilewright.nn.sharded import local
 from tilewright.ops.context_parallel import ContextParallel
-from tilewright.trainer.layers import MLP, AddRMSNorm, Attention
+from tilewright.trainer.latent_attention import LatentAttention
+from tilewright.trainer.layers import MLP, Attention, norm, residual_norm
 from tilewright.trainer.loss import Loss, TokenLosses, logits
 from tilewright.trainer.model_config import ModelConfig
 from tilewright.trainer.moe import Experts, MoE
@@ -39,21 +40,33 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, ops: Ops, layer: int, merge_qkv: bool):
         super().__init__()
-        self.input_layernorm = AddRMSNorm(config.hidden_size, config.rms_norm_eps, ops)
-        self.self_attn = Attention(config, ops, merge_qkv)
-        self.post_attention_layernorm = AddRMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.input_layernorm = residual_norm(config, ops)
+        attention = Attention if config.latent is None else LatentAttention
+        self.self_attn = attention(config, ops, merge_qkv, layer)
+        # Names of Gemma where results are normalized, too: else the norm before the MLP is called
+        # after attention.
+        self.norms_after = config.architecture.norms_after
+        if self.norms_after:
+            self.post_attention_layernorm = norm(config, ops, config.hidden_size)
+            self.pre_feedforward_layernorm = residual_norm(config, ops)
+            self.post_feedforward_layernorm = norm(config, ops, config.hidden_size)
+        else:
+            self.post_attention_layernorm = residual_norm(config, ops)
         self.mlp = MoE(config, ops) if config.is_moe(layer) else MLP(config, ops)
 
     def before_mlp(self, x, residual, sequence):
         x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, sequence)
+        if self.norms_after:
+            return self.pre_feedforward_layernorm(self.post_attention_layernorm(x), residual)
         return self.post_attention_layernorm(x, residual)
 
     def forward(self, x, residual, sequence, kept=None):
         """kept: as in `MoE.forward`."""
         x, residual = self.before_mlp(x, residual, sequence)
         if not isinstance(self.mlp, MoE):
-            return self.mlp(x), residual
+            x = self.mlp(x)
+            return (self.post_feedforward_layernorm(x) if self.norms_after else x), residual
         x, report = self.mlp(x) if kept is None else self.mlp(x, kept)
         return x, residual, report
 
@@ -65,7 +78,9 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             Block(config, ops, i, merge_qkv) for i in range(config.num_hidden_layers)
         )
-        self.norm = AddRMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.norm = residual_norm(config, ops)
+        # As transformers rounds it: to the dtype of the embedding.
+        self.scale = config.hidden_size**0.5 if config.architecture.scaled_embedding else None
         # Reentrant checkpointing computes gradients only if an input requires them.
         self.inputs_need_gradients = False
 
@@ -78,6 +93,8 @@ class Decoder(nn.Module):
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed_tokens(input_ids)
+        if self.scale is not None:
+            x = x * torch.tensor(self.scale, dtype=x.dtype).item()
         if self.inputs_need_gradients and torch.is_grad_enabled() and not x.requires_grad:
             x.requires_grad_()
         return x
@@ -93,6 +110,13 @@ class Decoder(nn.Module):
             x, residual, *report = layer(x, residual, sequence)
             reports += report
         return x, residual, torch.stack(reports) if reports else None
+
+
+def _initial(name: str, norm_offset: float) -> float | None:
+    """The constant that a parameter is initialized with; None: a random one."""
+    if name.endswith("norm.weight"):
+        return 1.0 - norm_offset
+    return 0.0 if name.endswith("bias") else None
 
 
 def _is_spread(experts: Experts | LoRAExperts) -> bool:
@@ -143,7 +167,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int, std: float = 0.02) -> None:
-        """Draws normal weights; sets norms to one.
+        """Draws normal weights; norms scale by one, and biases are zero.
 
         Each parameter has its own generator, so its values depend on the seed and its name only,
         not on how the model is sharded. Adapters are unchanged.
@@ -152,8 +176,9 @@ class Transformer(nn.Module):
             bare = Transformer(self.config, self.ops, self.merge_qkv)
         order = [name for name, _ in bare.named_parameters()]
         for name, p in adapt.base_weights(self):
-            if name.endswith("norm.weight"):
-                p.fill_(1.0)
+            constant = _initial(name, self.config.architecture.norm_offset)
+            if constant is not None:
+                p.fill_(constant)
                 continue
             generator = torch.Generator(device="cpu").manual_seed(
                 seed * 1_000_003 + order.index(name)
@@ -276,16 +301,19 @@ class Transformer(nn.Module):
         token is routed to.
         """
         c = self.config
-        attention = c.hidden_size * c.head_dim * 2 * (c.num_attention_heads + c.num_key_value_heads)
-        # Causal: half of 2 S for each of two products.
-        score = c.num_attention_heads * c.head_dim * sequence
+        layers = range(c.num_hidden_layers)
         dense = 3 * c.hidden_size * c.intermediate_size
         sparse = (
-            3 * c.hidden_size * c.moe_intermediate_size * c.num_experts_per_tok
+            3
+            * c.hidden_size
+            * c.moe_intermediate_size
+            * (c.num_experts_per_tok + (c.n_shared_experts or 0))
             + c.hidden_size * c.num_experts
         )
-        mlp = sum(sparse if c.is_moe(i) else dense for i in range(c.num_hidden_layers))
+        mlp = sum(sparse if c.is_moe(i) else dense for i in layers)
+        attention, per_key = c.attention_work()
         matrix = c.num_hidden_layers * attention + mlp + c.hidden_size * c.vocab_size
+        score = per_key * sum(c.keys_seen(i, sequence) for i in layers)
         # Two per multiply-add in the forward, and two again for each factor's gradient; a frozen
         # matrix has none.
         routed = c.num_experts_per_tok / max(1, c.num_experts)
@@ -295,4 +323,4 @@ class Transformer(nn.Module):
             for name, p in module.named_parameters()
             if adapt.is_adapter(name)
         )
-        return (4.0 if adapters else 6.0) * matrix + 6.0 * (c.num_hidden_layers * score + adapters)
+        return (4.0 if adapters else 6.0) * matrix + 6.0 * (score + adapters)

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from tilewright.trainer.positions import ROPE_TYPES
+from tilewright.trainer.architectures import ARCHITECTURES, Architecture
+from tilewright.trainer.architectures.reading import SLIDING, flag, number
 
-ARCHITECTURES = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
 MODEL_TYPES = tuple(ARCHITECTURES)
-# Limit of sizes in config.json: no model has so wide a layer, and no machine holds its square.
-LARGEST = 2**24
 # Fields of config.json that are accepted at one value only.
 NEUTRAL = {
     "attention_bias": False,
     "mlp_bias": False,
-    "use_sliding_window": False,
     "attention_dropout": 0.0,
     "hidden_act": "silu",
+    "partial_rotary_factor": 1.0,
 }
-MOE_FIELDS = (
+# Fields whose items of config.json have other names, or are those of some models only.
+WRITTEN_APART = (
+    "rope_theta",
+    "rope_scaling",
     "num_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
@@ -31,8 +31,24 @@ MOE_FIELDS = (
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Fields of `ModelConfig` that latent attention has."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    rope_interleave: bool
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """A model's shape. `from_hf` reads Hugging Face's config.json."""
+    """A model's shape. `from_hf` reads Hugging Face's config.json.
+
+    Fields have the names of config.json where several models share one. Those that are None do not
+    apply to the model. What all models of a family have in common is its `architecture`.
+    """
 
     model_type: str
     vocab_size: int
@@ -54,53 +70,81 @@ class ModelConfig:
     norm_topk_prob: bool = False
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
+    # The keys that a query sees, itself included, and the layers with this window; None: all.
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    rope_local_base_freq: float | None = None  # rope_theta of layers with a window
+    query_pre_attn_scalar: int | None = None  # attention's logits are divided by its root
+    swiglu_alpha: float | None = None  # of clamped gates: g sigmoid(alpha g) (u + 1)
+    swiglu_limit: float | None = None
+    # Latent attention; q_lora_rank of None: queries are projected at once.
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
+    rope_interleave: bool | None = None
+    n_group: int | None = None
+    topk_group: int | None = None
+    routed_scaling_factor: float | None = None
+    n_shared_experts: int | None = None
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> ModelConfig:
         """Raises ValueError, naming the field, for an unsupported model or feature."""
-        if hf.get("model_type") not in MODEL_TYPES:
+        family = ARCHITECTURES.get(str(hf.get("model_type")))
+        if family is None:
             raise ValueError(
                 f"model_type must be one of {list(MODEL_TYPES)}, got {hf.get('model_type')!r}"
             )
-        for key, neutral in NEUTRAL.items():
+        hf = {**family.defaults, **hf}
+        for key, neutral in {**NEUTRAL, **family.neutral}.items():
             if hf.get(key, neutral) not in (neutral, None):
                 raise ValueError(
                     f"config.json: {key} = {hf[key]!r} is not supported; accepted: {neutral!r}"
                 )
         return cls(
-            hf["model_type"],
-            **_rope(hf),
-            **_sizes(hf),
-            **(_experts(hf) if hf["model_type"] == "qwen3_moe" else {}),
-            rms_norm_eps=_number(hf, "rms_norm_eps", cls.rms_norm_eps, float),
-            tie_word_embeddings=_flag(hf, "tie_word_embeddings"),
+            family.model_type,
+            **family.read(hf),
+            rms_norm_eps=number(hf, "rms_norm_eps", cls.rms_norm_eps, float),
+            tie_word_embeddings=flag(hf, "tie_word_embeddings"),
         )
 
     def to_hf(self) -> dict[str, Any]:
         """config.json as transformers reads it."""
         out = {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if f.name not in ("rope_theta", "rope_scaling")
-            and (self.model_type == "qwen3_moe" or f.name not in MOE_FIELDS)
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+            if name not in WRITTEN_APART and value is not None
         }
-        if self.model_type == "qwen3_moe":
-            out |= {
-                "mlp_only_layers": list(self.mlp_only_layers),
-                "num_local_experts": self.num_experts,
-            }
         rope = dict(self.rope_scaling) or {"rope_type": "default"}
         # transformers 5 reads rope_parameters, 4 the other two.
         out |= {
             "rope_theta": self.rope_theta,
             "rope_parameters": {**rope, "rope_theta": self.rope_theta},
-            "architectures": [f"{ARCHITECTURES[self.model_type]}ForCausalLM"],
+            "architectures": [f"{self.architecture.name}ForCausalLM"],
             "hidden_act": "silu",
             "attention_bias": False,
         }
         if self.rope_scaling:
             out["rope_scaling"] = rope
-        return out
+        return out | self.architecture.write(self)
+
+    @property
+    def architecture(self) -> Architecture:
+        return ARCHITECTURES[self.model_type]
+
+    @property
+    def rope_dim(self) -> int:
+        """Rotated features of a head."""
+        return self.head_dim if self.qk_rope_head_dim is None else self.qk_rope_head_dim
+
+    @property
+    def latent(self) -> Latent | None:
+        """The sizes of latent attention, if the model has it."""
+        if self.kv_lora_rank is None:
+            return None
+        return Latent(**{f.name: getattr(self, f.name) for f in fields(Latent)})
 
     def is_moe(self, layer: int) -> bool:
         return (
@@ -109,91 +153,28 @@ class ModelConfig:
             and (layer + 1) % self.decoder_sparse_step == 0
         )
 
+    def is_local(self, layer: int) -> bool:
+        """Whether attention of the layer has the window."""
+        if self.sliding_window is None:
+            return False
+        return self.layer_types is None or self.layer_types[layer] == SLIDING
 
-def _number(source: dict[str, Any], name: str, default: Any, kind: type = int) -> Any:
-    """A field that must be a number if present; absent and null mean the default."""
-    value = default if source.get(name) is None else source[name]
-    if kind is int:
-        good = type(value) is int and 1 <= value <= LARGEST
-        accepted = f"an integer of at least 1 and at most {LARGEST}"
-    else:
-        good = type(value) in (int, float) and 0 < value < math.inf
-        accepted = "a finite number above 0"
-    if not good:
-        raise ValueError(f"config.json: {name} must be {accepted}, got {value!r}")
-    return kind(value)
+    def keys_seen(self, layer: int, sequence: int) -> float:
+        """Keys that a query of a layer sees, on average over a sequence of this length."""
+        window = self.sliding_window if self.is_local(layer) else None
+        if window is None or window >= sequence:
+            return sequence / 2
+        return window - window**2 / (2 * sequence)
 
-
-def _flag(source: dict[str, Any], name: str) -> bool:
-    if not isinstance(source.get(name), bool | None):
-        raise ValueError(f"config.json: {name} must be true or false, got {source[name]!r}")
-    return bool(source.get(name))
-
-
-def _sizes(hf: dict[str, Any]) -> dict[str, int]:
-    required = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-    )
-    sizes = {name: _number(hf, name, None) for name in required}
-    heads = sizes["num_attention_heads"]
-    defaults = {
-        "num_key_value_heads": heads,
-        "head_dim": sizes["hidden_size"] // heads,
-        "max_position_embeddings": ModelConfig.max_position_embeddings,
-    }
-    sizes |= {name: _number(hf, name, default) for name, default in defaults.items()}
-    if heads % sizes["num_key_value_heads"]:
-        raise ValueError(
-            f"config.json: num_attention_heads = {heads} must divide by num_key_value_heads = "
-            f"{sizes['num_key_value_heads']}"
-        )
-    if sizes["head_dim"] % 2:
-        raise ValueError(f"config.json: head_dim must be even, got {sizes['head_dim']}")
-    return sizes
-
-
-def _rope(hf: dict[str, Any]) -> dict[str, Any]:
-    rope = next((hf[key] for key in ("rope_parameters", "rope_scaling") if hf.get(key)), {})
-    if not isinstance(rope, dict):
-        raise ValueError(f"config.json: rope_parameters must be an object, got {rope!r}")
-    rope = dict(rope)
-    theta = _number(rope, "rope_theta", _number(hf, "rope_theta", 10000.0, float), float)
-    rope.pop("rope_theta", None)
-    kind = rope.setdefault("rope_type", rope.pop("type", "default"))
-    if not isinstance(kind, str) or kind not in ROPE_TYPES:
-        raise ValueError(
-            f"config.json: rope type {kind!r} is not supported; accepted: {list(ROPE_TYPES)}"
-        )
-    settings = ROPE_TYPES[kind][1]
-    if absent := [k for k in settings if k not in rope]:
-        raise ValueError(f"config.json: rope type {kind!r} needs {', '.join(absent)}")
-    for name in settings:
-        _number(rope, name, None, float)
-    scaling = tuple(sorted(rope.items())) if kind != "default" else ()
-    return {"rope_theta": theta, "rope_scaling": scaling}
-
-
-def _experts(hf: dict[str, Any]) -> dict[str, Any]:
-    # transformers 5 writes num_local_experts.
-    name = "num_experts" if hf.get("num_experts") is not None else "num_local_experts"
-    sizes = {
-        "num_experts": _number(hf, name, None),
-        **{n: _number(hf, n, None) for n in ("num_experts_per_tok", "moe_intermediate_size")},
-        "decoder_sparse_step": _number(hf, "decoder_sparse_step", 1),
-    }
-    if sizes["num_experts_per_tok"] > sizes["num_experts"]:
-        raise ValueError(
-            "config.json: num_experts_per_tok must be at most num_experts = "
-            f"{sizes['num_experts']}, got {sizes['num_experts_per_tok']}"
-        )
-    dense = [] if hf.get("mlp_only_layers") is None else hf["mlp_only_layers"]
-    if not isinstance(dense, (list, tuple)) or not all(type(n) is int for n in dense):
-        raise ValueError(f"config.json: mlp_only_layers must be a list of integers, got {dense!r}")
-    return sizes | {
-        "mlp_only_layers": tuple(dense),
-        "norm_topk_prob": _flag(hf, "norm_topk_prob"),
-    }
+    def attention_work(self) -> tuple[int, int]:
+        """Multiply-adds of a layer's attention per token: of its projections, and per key."""
+        H, heads, sizes = self.hidden_size, self.num_attention_heads, self.latent
+        if sizes is None:
+            projections = 2 * H * self.head_dim * (heads + self.num_key_value_heads)
+            return projections, 2 * heads * self.head_dim
+        width, rank = heads * self.head_dim, sizes.q_lora_rank
+        queries = H * width if rank is None else rank * (H + width)
+        narrow = H * (sizes.kv_lora_rank + sizes.qk_rope_head_dim)
+        of_heads = heads * (sizes.qk_nope_head_dim + sizes.v_head_dim) * sizes.kv_lora_rank
+        output = heads * sizes.v_head_dim * H
+        return queries + narrow + of_heads + output, heads * (self.head_dim + sizes.v_head_dim)

@@ -12,6 +12,8 @@ from tilewright.nn.quantized import QuantizedExperts
 from tilewright.nn.sharded import local
 from tilewright.ops.aqn import AQN
 from tilewright.ops.expert_parallel import DeepEP, ep_moe_mlp
+from tilewright.ops.gate import Gate
+from tilewright.trainer.layers import MLP
 from tilewright.trainer.model_config import ModelConfig
 from tilewright.trainer.ops_choice import Ops
 from tilewright.trainer.recompute import Recomputed
@@ -32,6 +34,11 @@ class Experts(nn.Module):
         E, H, I = config.num_experts, config.hidden_size, config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * I, H))
         self.down_proj = nn.Parameter(torch.empty(E, H, I))
+        self.biased = config.architecture.expert_bias
+        if self.biased:
+            self.gate_up_proj_bias = nn.Parameter(torch.empty(E, 2 * I))
+            self.down_proj_bias = nn.Parameter(torch.empty(E, H))
+        self.gate = _gate_of(config)
         self.ops, self.recompute = ops, False
         self.noise: AQN | None = None
         self.group: dist.ProcessGroup | None = None
@@ -49,6 +56,7 @@ class Experts(nn.Module):
                 index_TK,
                 weight_TK,
                 self.group,
+                **self._options(),
                 dispatch=self.dispatch,
                 implementation=self.ops.moe_mlp,
                 recompute=self.recompute,
@@ -62,6 +70,16 @@ class Experts(nn.Module):
         """Sets noise on quantized experts for future forward passes, in training only."""
         self.noise = noise if isinstance(self.down_proj, QuantizedExperts) else None
 
+    def _options(self):
+        """What differs from SiLU(gate) * up without biases."""
+        if not self.biased:
+            return {"gate": self.gate}
+        return {
+            "gate_up_bias": local(self.gate_up_proj_bias),
+            "down_bias": local(self.down_proj_bias),
+            "gate": self.gate,
+        }
+
     def _compute(self, x_TH, index_TK, weight_TK):
         gate_up, down = self.gate_up_proj, self.down_proj
         if isinstance(down, QuantizedExperts):
@@ -74,34 +92,70 @@ class Experts(nn.Module):
                 noise=self.noise if self.training else None,
                 implementation=self.ops.moe_mlp,
             )
-        return tw.moe_mlp(x_TH, gate_up, down, index_TK, weight_TK, implementation=self.ops.moe_mlp)
+        return tw.moe_mlp(
+            x_TH,
+            gate_up,
+            down,
+            index_TK,
+            weight_TK,
+            **self._options(),
+            implementation=self.ops.moe_mlp,
+        )
+
+
+def _gate_of(config: ModelConfig) -> Gate:
+    """What experts make of gates and ups: SwiGLU, or gpt-oss's clamped one."""
+    alpha, limit = config.swiglu_alpha, config.swiglu_limit
+    if alpha is None:
+        return Gate()
+    return Gate(alpha=alpha, limit=limit, up_limit=limit, up_offset=1.0)
 
 
 class Router(nn.Linear):
-    """Logits of experts. fp32: in float32, from x and weight in the dtypes of the call."""
+    """Logits of experts. fp32: in float32, from x and weight in the dtypes of the call.
 
-    def __init__(self, hidden: int, experts: int, fp32: bool):
-        super().__init__(hidden, experts, bias=False)
+    Of a sigmoid router e_score_correction_bias is added to scores for the choice alone. It has no
+    gradient, and stays whole and in float32 on every rank.
+    """
+
+    def __init__(self, config: ModelConfig, fp32: bool):
+        family = config.architecture
+        super().__init__(config.hidden_size, config.num_experts, bias=family.router_bias)
         self.fp32 = fp32
+        self.e_score_correction_bias = (
+            nn.Parameter(torch.empty(config.num_experts), requires_grad=False)
+            if family.score == "sigmoid"
+            else None
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = local(self.weight)
+        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
         if not self.fp32:
-            return F.linear(x, weight)
+            return F.linear(x, weight, bias)
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.float(), weight.float())
+            return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
 
 class MoE(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__()
-        self.gate = Router(config.hidden_size, config.num_experts, ops.numerics.router_fp32)
+        self.gate = Router(config, ops.numerics.router_fp32)
         self.experts = Experts(config, ops)
-        self.top_k, self.renormalize, self.ops = (
-            config.num_experts_per_tok,
-            config.norm_topk_prob,
-            ops,
+        self.shared_experts = (
+            MLP(config, ops, config.n_shared_experts * config.moe_intermediate_size)
+            if config.n_shared_experts
+            else None
         )
+        self.top_k, self.ops = config.num_experts_per_tok, ops
+        scale = config.routed_scaling_factor
+        self.options = {
+            "score": config.architecture.score,
+            "renormalize": config.norm_topk_prob,
+            "groups": config.n_group or 1,
+            "topk_groups": config.topk_group or 1,
+            "scale": 1.0 if scale is None else scale,
+            "implementation": ops.route,
+        }
 
     def forward(self, x, kept=None):
         """The layer's output, and the router's report [E + 2]: tokens per expert, load-balance
@@ -111,12 +165,14 @@ class MoE(nn.Module):
         """
         x_TH = x.reshape(-1, x.shape[-1])
         routing = tw.route(
-            self.gate(x_TH), self.top_k, renormalize=self.renormalize, implementation=self.ops.route
+            self.gate(x_TH),
+            self.top_k,
+            bias=self.gate.e_score_correction_bias,
+            **self.options,
         )
         index_TK, weight_TK, tokens_E, *losses = routing
         report = torch.cat((tokens_E.float(), torch.stack(losses))).detach()
         # Like F.linear's, the result must not be a view: FSDP2 warns of views, since operations in
         # place would bypass its hooks.
-        return torch.ops.aten._unsafe_view(
-            self.experts(x_TH, index_TK, weight_TK, kept), x.shape
-        ), report
+        y = torch.ops.aten._unsafe_view(self.experts(x_TH, index_TK, weight_TK, kept), x.shape)
+        return (y if self.shared_experts is None else y + self.shared_experts(x)), report

@@ -10,6 +10,7 @@ from tilewright.ops._losses import Request as LossRequest
 from tilewright.ops.attention import Request
 from tilewright.registry import ImplementationUnavailable
 from tilewright.selection import operations
+from tilewright.trainer.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Numerics:
     router_fp32: bool = True  # the router's logits are the product's float32 sums, not rounded
     lm_head_fp32: bool = True  # the head's logits, too
     rmsnorm_native: bool = False  # PyTorch's F.rms_norm, and x + residual separately
-    activation_native: bool = False  # F.silu(gate) * up, rounded in between
+    activation_native: bool = False  # PyTorch's F.silu(gate) * up, rounded in between
     rope_native: bool = False  # rotated by PyTorch's operators
     attention_cast_bf16: bool = False  # queries and keys are rounded to bfloat16 after the rotation
     batch_invariant: bool = False  # a token's logits have the same bits whatever the batch
@@ -29,7 +30,7 @@ class Numerics:
         asked = {"rmsnorm": "torch"} if self.rmsnorm_native else {}
         return (
             asked
-            | ({"silu_mul": "torch"} if self.activation_native else {})
+            | (dict.fromkeys(("silu_mul", "gelu_mul"), "torch") if self.activation_native else {})
             | ({"rope": "eager"} if self.rope_native else {})
         )
 
@@ -45,6 +46,7 @@ class Ops:
     rmsnorm: str
     add_rmsnorm: str
     silu_mul: str
+    gelu_mul: str
     rope: str
     qk_norm_rope: str
     linear_cross_entropy: str
@@ -130,6 +132,22 @@ class Ops:
         return {f.name: getattr(self, f.name) for f in fields(self)[:-1]}
 
 
+def attention_request(config: ModelConfig, ring: bool = False) -> Request:
+    """What all layers' attention asks of an implementation, over packed documents.   ring: whether
+    sequences are sharded over one.
+    """
+    window = config.sliding_window is not None
+    return Request(
+        head_dim=config.head_dim,
+        packed=True,
+        window=window,
+        sinks=config.architecture.sinks and not ring,  # a ring adds them to the sum of its parts
+        shorter=ring and window,
+        gradient=True,
+        part=ring,
+    )
+
+
 EXPERTS = ("route", "moe_mlp")
 # The ops that compute a token's logits; the fused loss is not called then.
 INVARIANT = (
@@ -137,6 +155,7 @@ INVARIANT = (
     "rmsnorm",
     "add_rmsnorm",
     "silu_mul",
+    "gelu_mul",
     "rope",
     "qk_norm_rope",
     "cross_entropy",

@@ -25,6 +25,7 @@ from tilewright.trainer.model import Block, Transformer
 from tilewright.trainer.moe import Experts, MoE
 from tilewright.trainer.offload import StreamCopies, offload_activations
 from tilewright.trainer.tensor_parallel import (
+    PLAIN,
     check_shards,
     fsdp_placement,
     register,
@@ -117,7 +118,8 @@ def _fsdp2(model: Transformer, train: Train, names: Model, mesh: Mesh) -> Transf
     policy = MixedPrecisionPolicy(
         param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
     )
-    options = {"mesh": mesh.shards, "mp_policy": policy}
+    options: dict[str, Any] = {"mesh": mesh.shards, "mp_policy": policy}
+    options["ignored_params"] = {p for n, p in model.named_parameters() if n.endswith(PLAIN)}
     if mesh.tensor is not None:
         options["shard_placement_fn"] = fsdp_placement
         check_shards(model, mesh.layout.parameters[1])

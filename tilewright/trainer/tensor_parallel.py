@@ -5,6 +5,7 @@ residual stream, along the sequence. Attention and MLP gather it, compute with a
 matrices, and reduce-scatter the sum over ranks:
 
     norm            on the shard             weight whole; its gradient is a sum over ranks
+    biases, sinks   of own rows and heads    whole, gradients summed
     q, k, v         [B, S, H] -> own heads   rows (column parallel)
     QK norm, rope,  on own heads             weights whole, gradients summed
     attention
@@ -31,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tilewright import _torch
+from tilewright.nn import Linear
 from tilewright.nn.lora import LoRALinear
 from tilewright.nn.sharded import local
 from tilewright.trainer.model_config import ModelConfig
@@ -39,8 +41,20 @@ if TYPE_CHECKING:
     from tilewright.trainer.model import Transformer
 
 # Modules whose matrices are sharded by rows, and by columns.
-BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_up_proj", "embed_tokens", "lm_head")
+BY_ROWS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "q_b_proj",
+    "kv_b_proj",
+    "gate_up_proj",
+    "embed_tokens",
+    "lm_head",
+)
 BY_COLUMNS = ("o_proj", "down_proj")
+# Parameters that are no DTensors in any layout, and are not cast: a router's bias for the choice is
+# no weight, and in bfloat16 it would choose other experts.
+PLAIN = ("e_score_correction_bias",)
 
 
 @dataclass(frozen=True)
@@ -68,6 +82,10 @@ class TensorParallel:
     def gather_for_all(self, x: torch.Tensor) -> torch.Tensor:
         """`gather` for a computation that every rank repeats: each has the whole gradient."""
         return x if self.size == 1 else _Gather.apply(x, self.size, self.name, self.rank)
+
+    def own(self, t: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a vector that every rank has whole."""
+        return t if self.size == 1 else t.chunk(self.size)[self.rank]
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """Sums [B, S, ...] over ranks -> this rank's shard [B, S / size, ...]."""
@@ -129,6 +147,28 @@ class VocabularyEmbedding(nn.Embedding):
         return self.tp.reduce_scatter(found * inside.unsqueeze(-1))
 
 
+class BiasOfRows(Linear):
+    """A projection whose matrix is sharded by rows. Its bias is whole on every rank, as norms'
+    weights are, and each adds the part of its rows.
+    """
+
+    tp = TensorParallel()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, local(self.weight), self.tp.own(local(self.bias)))
+
+
+class BiasOfSum(Linear):
+    """A projection whose matrix is sharded by columns: the first rank alone adds the bias to the
+    sum over ranks.
+    """
+
+    tp = TensorParallel()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, local(self.weight), local(self.bias) * float(self.tp.rank == 0))
+
+
 def check(config: ModelConfig, size: int) -> None:
     """Raises ValueError for a model that so many ranks cannot shard evenly."""
     dense = not all(config.is_moe(layer) for layer in range(config.num_hidden_layers))
@@ -136,6 +176,10 @@ def check(config: ModelConfig, size: int) -> None:
         ("query heads", config.num_attention_heads),
         ("key-value heads", config.num_key_value_heads),
         ("columns of the MLP", config.intermediate_size if dense else 0),
+        (
+            "columns of the shared experts",
+            (config.n_shared_experts or 0) * config.moe_intermediate_size,
+        ),
         ("tokens of the vocabulary", config.vocab_size),
     ):
         if n % size:
@@ -152,11 +196,18 @@ def shard_matrices(model: Transformer, mesh: DeviceMesh) -> None:
     for path, module in model.named_modules():
         if ".experts" not in path:
             for name, p in list(module.named_parameters(recurse=False)):
-                register(module, name, p, mesh, _placement(model, path, name))
+                if name not in PLAIN:
+                    register(module, name, p, mesh, _placement(model, path, name))
     model.tie()
-    for module in model.modules():
+    for path, module in model.named_modules():
+        projection = path.removesuffix(".base").rpartition(".")[2]
+        # Only the forward differs.
         if isinstance(module, nn.Embedding):
-            module.__class__ = VocabularyEmbedding  # only the forward differs
+            module.__class__ = VocabularyEmbedding
+        elif getattr(module, "bias", None) is not None and projection in BY_ROWS:
+            module.__class__ = BiasOfRows
+        elif getattr(module, "bias", None) is not None and projection in BY_COLUMNS:
+            module.__class__ = BiasOfSum
         if hasattr(module, "tp"):
             module.tp = tp
 

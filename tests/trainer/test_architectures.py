@@ -1,0 +1,549 @@
+"""Every family of models in several layouts of ranks: the same training as in one process, from the
+same folder of weights; and what a family cannot do, in a sentence.
+"""
+
+import functools
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("pydantic")
+pytest.importorskip("transformers")
+
+import distributed_worker
+from ranks import nearly_same_training, run_modes, same_training
+from safetensors.torch import load_file, save_file
+from test_trainer import QWEN3, check_moves, make_bins, run, write_config
+
+from tilewright import adapt
+from tilewright.registry import ImplementationUnavailable
+from tilewright.trainer import hf, matrices
+from tilewright.trainer.build import choose_ops
+from tilewright.trainer.config import load
+from tilewright.trainer.mesh import Mesh
+from tilewright.trainer.model import Transformer
+from tilewright.trainer.model_config import ModelConfig
+from tilewright.trainer.ops_choice import Numerics, Ops, attention_request
+
+SMALL = {**QWEN3, "vocab_size": 100, "num_hidden_layers": 4, "head_dim": 16}
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+}
+SHAPES = {
+    "mistral": {**SMALL, "model_type": "mistral", "sliding_window": 5},
+    "qwen2": {**SMALL, "model_type": "qwen2", "tie_word_embeddings": False},
+    "gemma3": {
+        **SMALL,
+        "model_type": "gemma3_text",
+        "sliding_window": 5,
+        "layer_types": ALTERNATING,
+        "query_pre_attn_scalar": 24,
+        "rope_theta": 10000.0,
+        "rope_local_base_freq": 100.0,
+    },
+    "gpt_oss": {
+        **SMALL,
+        "model_type": "gpt_oss",
+        "tie_word_embeddings": False,
+        "sliding_window": 5,
+        "layer_types": ALTERNATING,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 0.5,
+        "rope_parameters": YARN,
+    },
+    "deepseek_v3": {
+        **SMALL,
+        "model_type": "deepseek_v3",
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "rope_parameters": YARN,
+    },
+}
+
+
+def layout(**train):
+    """Four processes that train on the eight bins of a step in two micro-batches."""
+    sizes = [
+        train.get(f"{axis}_parallel_size", 1)
+        for axis in ("tensor", "pipeline", "ringattn", "ulysses")
+    ]
+    data = functools.reduce(int.__floordiv__, sizes, 4)
+    settings = {"data_parallel_mode": "fsdp2", "micro_batch_size": 4 // data, **train}
+    return [f"--train.{name}={value}" for name, value in settings.items()]
+
+
+ADAM = {"optimizer": "adamw", "lr": 1e-3}
+MUON = {"optimizer": "muon", "muon_lr": 0.02, "lr": 1e-3}
+RECOMPUTE = {"enable_gradient_checkpointing": "true"}
+LORA = ["--lora.enable_lora=true", "--lora.lora_rank=2"]
+MODES = {
+    "mistral/train_ring": layout(ringattn_parallel_size=2),
+    "qwen2/train_tp_ulysses": layout(tensor_parallel_size=2, ulysses_parallel_size=2),
+    "qwen2/train_tp_lora": [*layout(tensor_parallel_size=2), *LORA],
+    "gemma3/train_pp_tp": layout(pipeline_parallel_size=2, tensor_parallel_size=2),
+    "gemma3/train_ulysses": layout(
+        ulysses_parallel_size=2, enable_compile="true", recompute_modules="[mlp]", **RECOMPUTE
+    ),
+    "gpt_oss/train_and_save": layout(expert_parallel_size=2, **ADAM),
+    "gpt_oss/train_after_loading": layout(
+        tensor_parallel_size=2, pipeline_parallel_size=2, expert_parallel_size=2, **ADAM
+    ),
+    "gpt_oss/train_ring": layout(
+        ringattn_parallel_size=2,
+        expert_parallel_size=4,
+        moe_checkpoint_method="moe_act",
+        **RECOMPUTE,
+    ),
+    "gpt_oss/train_tp_ulysses": layout(tensor_parallel_size=2, ulysses_parallel_size=2),
+    "deepseek_v3/train_and_save": layout(
+        tensor_parallel_size=2, expert_parallel_size=2, **ADAM, **RECOMPUTE
+    ),
+    "deepseek_v3/train_after_loading": layout(
+        pipeline_parallel_size=2, expert_parallel_size=2, **ADAM
+    ),
+    "deepseek_v3/train_ulysses_ring": layout(ulysses_parallel_size=2, ringattn_parallel_size=2),
+    "deepseek_v3/train_lora": [*layout(expert_parallel_size=2), *LORA],
+    "deepseek_v3/train_muon": layout(tensor_parallel_size=2, **MUON),
+    "deepseek_v3/train_ddp": layout(data_parallel_mode="ddp"),
+    "deepseek_v3/train_in_bfloat16": layout(enable_mixed_precision="true"),
+}
+# What a mode does not change of the training in one process.
+SAME = ("train.optimizer=", "train.lr=", "train.muon_lr=", "lora.")
+
+
+def ops_for(shape):
+    return Ops.resolve(attention_request=attention_request(shape))
+
+
+def write_weights(folder, shape):
+    """A folder of weights none of which is zero or one."""
+    config = ModelConfig.from_hf(shape)
+    model = Transformer(config, ops_for(config))
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(0.1 * torch.randn(p.shape, generator=draw) + name.endswith("norm.weight"))
+    hf.save_weights(model, folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Three steps in four processes in each of those modes."""
+    root = tmp_path_factory.mktemp("families")
+    paths = {}
+    for name, shape in SHAPES.items():
+        paths[name] = write_config(
+            root / name,
+            shape,
+            model__model_path=write_weights(root / name / "model", shape),
+            model__merge_qkv=False,
+            train__gradient_accumulation_steps=2,
+            # SGD shows a wrong gradient scale, which AdamW hides.
+            train__optimizer="sgd",
+            train__lr=0.1,
+            train__max_grad_norm=0.5,
+            train__max_steps=3,
+            data__pad_to_multiple_of=1,
+        )
+        torch.save(make_bins(), root / name / "bins.pt")
+    run_modes(4, root, MODES)
+    return root, paths, {mode: torch.load(root / f"{mode}.pt") for mode in MODES}
+
+
+@functools.cache
+def in_one_process(path, options):
+    return distributed_worker.several_steps(load(path, list(options)), Mesh(), make_bins(), 3)[1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_family_trains_on_ranks_as_in_one_process(mode, trained):
+    _, paths, found = trained
+    options = [a for a in MODES[mode] if a.removeprefix("--").startswith(SAME)]
+    options.append("--train.micro_batch_size=4")
+    found, want = found[mode], in_one_process(paths[mode.partition("/")[0]], tuple(options))
+    if mode.endswith("bfloat16"):
+        nearly_same_training(found, want)
+        bias = "model.layers.2.mlp.gate.e_score_correction_bias"
+        assert torch.equal(found["weights"][bias], want["weights"][bias])
+        return
+    sgd = not any("optimizer" in option for option in options)
+    same_training(found, want, weights=None if sgd else 1e-3)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
+def test_checkpoints_of_a_family_move_between_layouts(family, trained):
+    root, paths, found = trained
+    alike = {mode.partition("/")[2]: f for mode, f in found.items() if mode.startswith(family)}
+    options = ("--train.optimizer=adamw", "--model.merge_qkv=false")
+    check_moves((root / family, paths[family], alike, None), options)
+
+
+# ---- in one process
+
+
+def model_of(family, merge_qkv=False, **change):
+    shape = ModelConfig.from_hf({**SHAPES[family], **change})
+    return Transformer(shape, ops_for(shape), merge_qkv)
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_what_is_written_as_config_json_is_read_again(family):
+    shape = ModelConfig.from_hf(SHAPES[family])
+    assert ModelConfig.from_hf(json.loads(json.dumps(shape.to_hf()))) == shape
+
+
+# What config.json of published models says, and their numbers of parameters.
+PUBLISHED = {
+    7_241_732_096: {  # mistralai/Mistral-7B-v0.1
+        "model_type": "mistral",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+    },
+    494_032_768: {  # Qwen/Qwen2.5-0.5B
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_window_layers": 24,
+        "use_sliding_window": False,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+    },
+    999_885_952: {  # google/gemma-3-1b-it
+        "model_type": "gemma3_text",
+        "vocab_size": 262144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": None,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "rope_local_base_freq": 10000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    },
+    20_914_757_184: {  # openai/gpt-oss-20b, dequantized
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "experts_per_token": 4,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+    },
+    671_026_419_200: {  # deepseek-ai/DeepSeek-V3
+        "model_type": "deepseek_v3",
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("parameters", PUBLISHED)
+def test_published_models_have_their_number_of_parameters(parameters):
+    shape = ModelConfig.from_hf(PUBLISHED[parameters])
+    with torch.device("meta"):
+        model = Transformer(shape, ops_for(shape))
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert ModelConfig.from_hf(json.loads(json.dumps(shape.to_hf()))) == shape
+
+
+@pytest.mark.parametrize(
+    "family, change, sentence",
+    [
+        ("mistral", {"layer_types": ALTERNATING}, "layer_types = .* is not supported"),
+        ("mistral", {"sliding_window": 0}, "sliding_window must be an integer of at least 1"),
+        ("mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+        (
+            "qwen2",
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor = 0.5 is not supported; accepted: 1.0",
+        ),
+        (
+            "qwen2",
+            {"rope_parameters": {**YARN, "beta_fast": "32"}},
+            "beta_fast must be a finite number above 0, got '32'",
+        ),
+        (
+            "qwen2",
+            {"rope_parameters": {**YARN, "truncate": 0}},
+            "truncate must be true or false, got 0",
+        ),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["global"] * 4},
+            "layer_types must name full_attention or sliding_attention for each of the 4 layers",
+        ),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu' is not supported"),
+        ("gemma3", {"sliding_window": None}, "sliding_window must be an integer of .* got None"),
+        (
+            "gemma3",
+            {"rope_parameters": {"sliding_attention": {**YARN}}},
+            "rope_parameters.sliding_attention = .* accepted: rope type 'default'",
+        ),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "quant_method = 'mxfp4' is not supported; accepted are dense weights",
+        ),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias = False is not .* accepted: True"),
+        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit must be a finite number above 0, got 0"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy' is not supported"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads = 2 is not supported"),
+        ("deepseek_v3", {"v_head_dim": 21}, "v_head_dim = 21 at most .* = 20"),
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, "head_dim must be even, got 19"),
+        ("deepseek_v3", {"n_group": 3}, "n_group = 3, topk_group = 2: 8 experts must make equal"),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, "the best of which have 5 experts or more"),
+        ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace must be an integer"),
+    ],
+)
+def test_what_a_family_has_not_is_refused_by_name(family, change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        ModelConfig.from_hf({**SHAPES[family], **change})
+
+
+def test_windows_of_older_configurations():
+    """Without layer_types; and Gemma 3's of transformers 4: one rope_scaling, and two bases."""
+    layers = {"layer_types": None, "num_hidden_layers": 4}
+    late = {**SHAPES["qwen2"], **layers, "use_sliding_window": True, "max_window_layers": 3}
+    assert [ModelConfig.from_hf(late).is_local(i) for i in range(4)] == [False] * 3 + [True]
+    every_second = ModelConfig.from_hf({**SHAPES["gpt_oss"], **layers})
+    assert [every_second.is_local(i) for i in range(4)] == [True, False] * 2
+    older = {k: v for k, v in SHAPES["gemma3"].items() if k != "layer_types"}
+    older |= {"num_hidden_layers": 7, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    shape = ModelConfig.from_hf(older)
+    assert [shape.is_local(i) for i in range(7)] == [True] * 5 + [False, True]
+    assert (shape.rope_theta, shape.rope_local_base_freq) == (10000.0, 100.0)
+    assert dict(shape.rope_scaling)["factor"] == 8.0
+    assert (
+        dict(ModelConfig.from_hf({**SHAPES["gpt_oss"], "rope_parameters": None}).rope_scaling)[
+            "factor"
+        ]
+        == 32.0
+    )
+
+
+@pytest.mark.parametrize("merge_qkv", [False, True])
+def test_experts_with_biases_take_neither_adapters_nor_codes(merge_qkv):
+    def model():
+        return model_of("gpt_oss", merge_qkv)
+
+    with pytest.raises(ValueError, match=r"experts of Experts have biases .* Name targets without"):
+        adapt.add_lora(model(), rank=2)
+    with pytest.raises(ValueError, match=r"have biases .* cannot be quantized; name them"):
+        adapt.quantize_model(model(), "nf4")
+    adapted = model()
+    paths = adapt.add_lora(adapted, ["q_proj", "o_proj"], rank=2)
+    assert len(paths) == 2 * 4
+    adapted.init_weights(0)
+    ids = torch.arange(16)[None]
+    adapted(ids, labels=ids).backward()
+    assert all((p.grad is not None) == p.requires_grad for p in adapted.parameters())
+
+
+@pytest.mark.parametrize("codes", [None, "nf4"])
+def test_adapters_of_latent_attention_and_of_both_kinds_of_experts(codes, tmp_path):
+    """All projections have some by default; with them merged, an export computes the same."""
+    model, ids = model_of("deepseek_v3"), torch.arange(16)[None]
+    model.init_weights(0, std=0.1)
+    if codes:
+        adapt.quantize_model(model, codes)
+    paths = adapt.add_lora(model, rank=2)
+    names = {path.partition(".layers.1.")[2] for path in paths} - {""}
+    attention = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    inner = ("gate_proj", "up_proj", "down_proj")
+    assert names == {
+        *(f"self_attn.{name}" for name in attention),
+        *(f"mlp.{kind}.{name}" for kind in ("experts", "shared_experts") for name in inner),
+    }
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if adapt.is_adapter(name):
+                p.add_(0.1 * torch.randn_like(p))
+    model(ids, labels=ids).backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    hf.save_weights(model, tmp_path)
+    merged = model_of("deepseek_v3")
+    hf.load_weights(merged, tmp_path)
+    torch.testing.assert_close(merged(ids), model(ids), rtol=1e-4, atol=1e-4)
+
+
+def test_an_attention_without_windows_or_sinks_is_refused(tmp_path):
+    path = write_config(tmp_path, SHAPES["gpt_oss"], model__attn_implementation="sdpa")
+    config = load(path, [])
+    shape = ModelConfig.from_hf(SHAPES["gpt_oss"])
+    with pytest.raises(ImplementationUnavailable, match=r"attention\[sdpa\]: does not .* window"):
+        choose_ops(config.model, shape, Mesh(), torch.float32)
+    for name in ("qwen2", "deepseek_v3"):
+        plain = ModelConfig.from_hf(SHAPES[name])
+        assert choose_ops(config.model, plain, Mesh(), torch.float32).attention == "sdpa"
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_operations_are_those_of_the_matrices_and_of_the_keys_that_are_seen(family):
+    model = model_of(family, tie_word_embeddings=False)
+    c, products = model.config, 0.0
+    for name, p in model.named_parameters():
+        if p.dim() < 2 or name.endswith("_bias") or "embed_tokens" in name:
+            continue
+        share = c.num_experts_per_tok / c.num_experts if ".experts." in name else 1.0
+        products += share * p.numel()
+    assert model.flops_per_token(0) == pytest.approx(6 * products)
+    S, widths = 64, c.head_dim + (c.v_head_dim or c.head_dim)
+    seen = 0.0
+    for block in model.model.layers:
+        window = block.self_attn.window or S
+        seen += sum(min(i + 1, window) for i in range(S)) / S
+    work = model.flops_per_token(S) - model.flops_per_token(0)
+    assert work == pytest.approx(6 * c.num_attention_heads * widths * seen, rel=0.1)
+
+
+def test_muon_takes_matrices_without_biases():
+    model = model_of("gpt_oss")
+    names = {p: name.rpartition(".")[2] for name, p in model.named_parameters()}
+    found = matrices.matrices(model)
+    assert {"gate_up_proj", "down_proj"} <= {names[p] for p in found}
+    assert not any(names[p].endswith("bias") for p in found)
+    model = model_of("deepseek_v3")
+    narrow = model.model.layers[0].self_attn.kv_a_proj_with_mqa.weight
+    assert matrices.matrices(model)[narrow].rows == (20, 8)
+
+
+def test_layers_of_multi_token_prediction_are_left(tmp_path):
+    write_weights(tmp_path, SHAPES["deepseek_v3"])
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    save_file({**stored, "model.layers.4.eh_proj.weight": torch.ones(2, 2)}, file)
+    model = model_of("deepseek_v3")
+    hf.load_weights(model, tmp_path)
+    bias = "model.layers.3.mlp.gate.e_score_correction_bias"
+    assert torch.equal(dict(model.named_parameters())[bias], stored[bias])
+    hf.save_weights(model, tmp_path / "half", dtype=torch.bfloat16)
+    half = load_file(tmp_path / "half/model.safetensors")
+    assert torch.equal(half.pop(bias), stored[bias])  # it decides between near scores
+    assert half["model.layers.3.mlp.gate.weight"].dtype == torch.bfloat16
+    save_file({**stored, "model.layers.5.eh_proj.weight": torch.ones(2, 2)}, file)
+    with pytest.raises(ValueError, match=r"unexpected model\.layers\.5"):
+        hf.load_weights(model, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "deepseek_v3"])
+def test_switches_of_numerics_and_whole_graphs_compute_the_same(family, tmp_path):
+    """In float32 every switch is the same function, in another order."""
+    torch._dynamo.reset()
+    two = {**SHAPES[family], "num_hidden_layers": 2, "layer_types": ALTERNATING[:2]}
+    folder, ids = write_weights(tmp_path, two), torch.arange(24)[None]
+    shape, found = ModelConfig.from_hf(two), []
+    native = {"rmsnorm_native": True, "activation_native": family != "gpt_oss", "rope_native": True}
+    for numerics in ({}, {**native, "lm_head_fp32": False, "router_fp32": False}, None):
+        ops = Ops.resolve(
+            attention_request=attention_request(shape), numerics=Numerics(**numerics or {})
+        )
+        model = Transformer(shape, ops)
+        hf.load_weights(model, folder)
+        if numerics is None:
+            for layer in model.model.layers:
+                layer.compile(backend="eager", fullgraph=True)
+        found.append(model(ids).detach())
+    for logits in found[1:]:
+        torch.testing.assert_close(logits, found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_initial_weights_of_a_family():
+    """Norms scale by one, and biases are zero; sinks are drawn."""
+    gemma, oss = model_of("gemma3"), model_of("gpt_oss")
+    for model in (gemma, oss):
+        model.init_weights(0)
+    assert not gemma.model.norm.weight.any() and (oss.model.norm.weight == 1).all()
+    assert not gemma.model.layers[0].post_feedforward_layernorm.weight.any()
+    layer = oss.model.layers[0]
+    assert not layer.self_attn.q_proj.bias.any() and layer.self_attn.sinks.all()
+    assert not layer.mlp.experts.gate_up_proj_bias.any()
+
+
+def test_a_run_of_latent_attention_exports_what_transformers_reads(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    path = write_config(
+        tmp_path,
+        SHAPES["deepseek_v3"],
+        train__max_steps=2,
+        train__save_steps=2,
+        train__save_hf_weights=True,
+    )
+    run(path)
+    folder = tmp_path / "out/checkpoints/global_step_2/hf"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    shape = hf.load_config(folder)
+    own, ids = Transformer(shape, ops_for(shape)), torch.arange(20)[None]
+    hf.load_weights(own, folder)
+    torch.testing.assert_close(own(ids), model(ids).logits, rtol=1e-4, atol=1e-5)

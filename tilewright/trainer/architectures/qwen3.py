@@ -1,0 +1,13 @@
+"""Qwen3 (arXiv 2505.09388): norms of queries and keys; windows as in Qwen2."""
+
+from tilewright.trainer.architectures import qwen2
+from tilewright.trainer.architectures.architecture import Architecture
+
+QWEN3 = Architecture(
+    "qwen3",
+    "Qwen3",
+    read=qwen2.read,
+    write=qwen2.write,
+    defaults={"sliding_window": 4096},
+    qk_norm=True,
+)
