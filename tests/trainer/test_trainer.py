@@ -26,7 +26,6 @@ transformers = pytest.importorskip("transformers")
 
 import distributed_worker  # noqa: E402
 from ranks import (  # noqa: E402
-    launch,
     nearly_same_training,
     run_modes,
     same_training,
@@ -838,27 +837,6 @@ def test_no_sample_is_skipped_or_repeated_where_a_run_goes_on_otherwise(then, no
             assert counts.max() <= 2 and counts.sum() >= 20 - 2 * (max(per_step) - 1)
         else:
             assert counts.tolist() == [2] * 10
-
-
-def test_torchrun_names_the_rank_that_failed_first(tmp_path):
-    path = write_config(tmp_path, train__data_parallel_mode="fsdp2")
-    (tmp_path / "fails.py").write_text(
-        "import os, sys\n"
-        "from tilewright.trainer import train\n"
-        "def fails(*_): raise ValueError('only here')\n"
-        "if os.environ['RANK'] == '1': train.choose_ops = fails\n"
-        "sys.exit(train.main(sys.argv[1:]))\n"
-    )
-    done = launch(2, [str(tmp_path / "fails.py")], path)
-    assert done.returncode == 1
-    cause = done.stderr.partition("Root Cause")[2]
-    assert re.search(r"rank +: 1 ", cause) and re.search(
-        "traceback : only here$", cause, re.MULTILINE
-    )
-    assert (
-        "error: only here" in done.stderr
-        and 'Traceback (most recent call last):\n  File "' + str(tmp_path) not in done.stderr
-    )
 
 
 def test_a_number_of_processes_that_does_not_fit_is_refused(tmp_path, monkeypatch, capsys):
