@@ -29,6 +29,7 @@ EXTRAS = {
     "transformers": ("transformers",),
     "trainer": ("datasets", "pydantic", "tqdm", "transformers", "yaml"),
     "bench": ("matplotlib",),
+    "tensorboard": ("tensorboard",),
     "cute": ("nvidia-cutlass-dsl",),
     "s3": ("s3fs",),
     "gs": ("gcsfs",),

@@ -109,7 +109,9 @@ OURS = {
     "train.ignore_memory_plan",
     "train.muon_ns_coefficients",
     "train.pipeline_split",
+    "train.plot_loss",
     "train.save_total_limit",
+    "train.use_tensorboard",
     "train.virtual_pipeline_size",
 }
 
@@ -1120,7 +1122,13 @@ def test_rules_of_the_machine(least, monkeypatch):
     monkeypatch.setattr(platform, "no_module", lambda name: f"no {name} here")
     deep = "--model.ep_dispatch=deepep", "--train.expert_parallel_size=2"
     assert errors(least, *deep) == ["model.ep_dispatch = deepep: no deep_ep here"]
-    assert errors(least, "--train.use_wandb=true") == ["train.use_wandb = true: no wandb here"]
+    for field, package in (
+        ("use_wandb", "wandb"),
+        ("use_tensorboard", "tensorboard"),
+        ("plot_loss", "matplotlib"),
+    ):
+        sentence = f"train.{field} = true: no {package} here"
+        assert errors(least, f"--train.{field}=true") == [sentence]
     monkeypatch.setattr(platform, "no_module", lambda name: None)
     if platform.no_cuda():
         assert errors(least, *deep) == ["model.ep_dispatch = deepep: no CUDA device"]

@@ -279,8 +279,13 @@ def _train(config: Config) -> Iterator[tuple[bool, str, str]]:
         "train.allow_cuda_launch_blocking",
         "CUDA_LAUNCH_BLOCKING is set, which slows training down; unset it",
     )
-    wandb = platform.no_module("wandb")
-    yield t.use_wandb and wandb is not None, "train.use_wandb", str(wandb)
+    for name, package in (
+        ("use_wandb", "wandb"),
+        ("use_tensorboard", "tensorboard"),
+        ("plot_loss", "matplotlib"),
+    ):
+        missing = platform.no_module(package)
+        yield getattr(t, name) and missing is not None, f"train.{name}", str(missing)
     yield (
         t.profile_end_step <= t.profile_start_step,
         "train.profile_end_step train.profile_start_step",

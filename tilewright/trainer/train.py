@@ -140,6 +140,7 @@ class Run:
         """Saves the step that is done, and ends the run, since some rank has got this signal."""
         self.save()
         self.saver.finish()
+        self.metrics.close()
         raise Stopped(
             signum,
             f"{signal.Signals(signum).name} after step {self.done} of {self.plan.total}: "
@@ -218,6 +219,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     )
     for line in summary(config, mesh, engine, batches, plan):
         metrics.say(line)
+    metrics.say(metrics.basis())
     metrics.say("ops: " + " ".join(f"{k}={v}" for k, v in chosen.items()))
     numerics = dataclasses.asdict(ops.numerics)
     metrics.say("numerics: " + " ".join(f"{k}={v}" for k, v in numerics.items()))
