@@ -1777,6 +1777,19 @@ def test_the_defaults_train(tmp_path):
             "profile_start_step = 50: the run has 6 steps",
         ),
         ({"model__config_path": "no/such/folder"}, "no/such/folder: no such file or folder"),
+        (
+            {"model__foundation": {"hiden_size": 64}},
+            "foundation: hiden_size is no entry that a qwen3 model .* did you mean hidden_size?",
+        ),
+        (
+            {"model__foundation": {"bos_token_id": 3}},
+            "foundation: bos_token_id is no entry that a qwen3 model is made from$",
+        ),
+        (
+            {"model__foundation": {"rope_parameters": {"rope_theta": 5.0}, "rope_theta": 7.0}},
+            r"foundation: rope_theta = 7\.0 would be 5\.0 all the same; give the entry that",
+        ),
+        ({"model__foundation": {"head_dim": 7}}, "config.json: head_dim must be even, got 7"),
         ({"data__datasets": [{"path": "TEXT", "type": "text"}]}, "holds no tokenizer"),
         ({"data__datasets": [{"path": "EMPTY"}]}, "empty.jsonl: cannot be read as json"),
         (

@@ -133,6 +133,7 @@ ROWS = [
     row("model.rope_native", True, "operators"),
     row("model.attention_cast_bf16", True, "losses"),
     row("model.batch_invariant", True, "operators"),
+    row("model.foundation", {"num_hidden_layers": 1}, "names"),
     row("model.basic_modules", ["mlp"], "units", **FSDP2),
     row("data.datasets", "@two", "losses"),
     row("data.datasets.0.path", "@other", "losses"),

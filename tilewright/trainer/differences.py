@@ -28,10 +28,24 @@ DIFFERENCES: dict[str, tuple[str, str]] = {
         "none",
         "ours: for numbers that do not depend on how a batch was made up",
     ),
-    "model.deepep_async_combine": (
-        "false",
-        "the next operation reads the result, so nothing could overlap",
+    "model.foundation": (
+        "extra configuration of a foundation model",
+        "stated in full: entries that replace those of config.json",
     ),
+    **dict.fromkeys(
+        (
+            "train.pipeline_split",
+            "train.virtual_pipeline_size",
+            "train.muon_ns_coefficients",
+            "train.adam_beta1",
+            "train.adam_beta2",
+            "train.adam_epsilon",
+        ),
+        ("none", "ours; the default is what it has without one"),
+    ),
+    "train.freeze_router": ("of its server's configuration", "ours too"),
+    "train.use_tensorboard": ("none", "ours, as use_wandb, without an account"),
+    "train.plot_loss": ("none", "ours: a picture that needs no other program"),
     "train.ignore_memory_plan": ("none", "ours: a run that cannot fit is not started"),
     "train.save_total_limit": ("none", "ours, named as in transformers"),
     "train.enable_activation_offload": (

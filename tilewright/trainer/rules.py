@@ -67,12 +67,13 @@ def needs(path: str, config: Config) -> Iterator[str]:
         yield f"any value but {neutral} needs train.data_parallel_mode = fsdp2"
     section, _, name = path.partition(".")
     if section == "lora" and name in LORA_ONLY:
-        yield f"lora.{LORA_ONLY[name]} = true"
+        yield f"any value but the default needs lora.{LORA_ONLY[name]} = true"
     for _, paths, sentence in _relations(config):
         # A sentence about this machine is None if there is nothing to say.
         if path in paths.split() and sentence != "None":
             others = [p for p in paths.split() if p != path]
-            yield f"with {', '.join(others)}: {sentence}" if others else sentence
+            some = f"refused with some values of {', '.join(others)}: " if others else ""
+            yield some + sentence
 
 
 def _dataset(at: str, entry: Dataset) -> Iterator[Problem]:

@@ -184,7 +184,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     """
     m, t = config.model, config.train
     folders = earlier(config)
-    shape = hf.load_config(hf.local_folder(m.config_path))
+    shape = hf.load_config(hf.local_folder(m.config_path), m.foundation)
     # Checked now, not after the last step: a missing tokenizer or an unsupported dtype.
     export_as = exported(config)
     dtype = compute_dtype(t)
