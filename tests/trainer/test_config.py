@@ -427,16 +427,18 @@ def test_what_stands_in_for_a_wrong_value_is_not_judged(write):
         ("target_modules", "lora.lora_target_modules"),
         ("r", "lora.lora_rank"),
         ("maxsteps", "train.max_steps"),
-        ("steps", "train.max_steps or train.gc_steps or train.save_steps"),
+        ("steps", "train.max_steps"),
         ("sead", "train.seed"),
         ("logging_steps", None),
         ("adam_betas", "train.adam_beta1 or train.adam_beta2"),
         ("adam_eps", "train.adam_epsilon"),
         ("beta2", "train.adam_beta2"),
+        ("tokenizer_name", "model.tokenizer_path"),
+        ("lora_r", "lora.lora_rank"),
         ("zzz", None),
     ],
 )
-def test_the_words_of_a_key_are_compared_and_other_libraries_names_are_known(least, given, meant):
+def test_keys_that_are_alike_and_other_libraries_names_are_known(least, given, meant):
     """Letters alone would suggest train.log_format for learning_rate."""
     expected = f"unknown key; did you mean {meant}?" if meant else "unknown key"
     assert errors(least, f"--train.{given}", "1") == [f"--train.{given} = 1: {expected}"]
