@@ -32,7 +32,7 @@ def torchrun(number, *script):
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
     }
-    start = "-m torch.distributed.run --standalone --nproc-per-node".split()
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     return subprocess.Popen(
         [sys.executable, *start, str(number), *script],
         env=environment,

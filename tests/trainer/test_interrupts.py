@@ -15,13 +15,11 @@ import torch.distributed as dist
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
-from ranks import agents, launch, torchrun  # noqa: E402
-from test_trainer import Engine, rows, run, tensors, write_config  # noqa: E402
+from ranks import agents, launch, torchrun
+from test_trainer import Engine, rows, run, tensors, write_config
 
-from tilewright.trainer import checkpoint, train  # noqa: E402
-from tilewright.trainer.config import load  # noqa: E402
-from tilewright.trainer.interrupts import Interrupts  # noqa: E402
-from tilewright.trainer.mesh import Mesh  # noqa: E402
+from tilewright.trainer import checkpoint, train
+from tilewright.trainer.interrupts import Interrupts
 
 
 def at_step(number, action):
@@ -52,7 +50,7 @@ def numbers(folder):
 
 @pytest.mark.parametrize(
     "signum, asynchronous, workers",
-    [(signal.SIGINT, False, 1), (signal.SIGTERM, True, 0)],
+    [(signal.SIGINT, False, 0), (signal.SIGTERM, True, 1)],
     ids=["ctrl-c", "sigterm"],
 )
 def test_a_signal_ends_a_run_after_its_step_and_a_checkpoint(
@@ -62,14 +60,17 @@ def test_a_signal_ends_a_run_after_its_step_and_a_checkpoint(
     run(write_config(tmp_path / "a", **options))
     path = write_config(tmp_path / "b", **options)
 
-    def interrupt():  # torchrun sends it to the loader's workers too
-        for pid in (os.getpid(), *(p.pid for p in multiprocessing.active_children())):
+    def twice(*pids):  # from a scheduler, and passed on
+        for pid in pids * 2:
             os.kill(pid, signum)
-            os.kill(pid, signum)  # by a scheduler, and passed on
+
+    def workers_first():  # torchrun sends it to a rank and the loader's workers
+        twice(*(p.pid for p in multiprocessing.active_children()))
 
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(Engine, "optim_step", at_step(3, interrupt))
+            patch.setattr(Engine, "optim_step", at_step(1, workers_first))
+            patch.setattr(Engine, "optim_step", at_step(3, lambda: twice(os.getpid())))
             assert train.main([path, "--train.seed", "42"]) == 128 + signum
     finally:
         dist.destroy_process_group()

@@ -332,6 +332,17 @@ MODES = {
 
 
 SHAPES = {"qwen3": QWEN3, "qwen3-moe": MOE}
+OVERFLOWS = {
+    **{mode: MODES[mode] for mode in ("ddp", "fsdp2", "hsdp")},
+    "tensor": [
+        "--train.data_parallel_mode=fsdp2",
+        "--train.tensor_parallel_size=2",
+        "--model.merge_qkv=false",
+        '--model.foundation={"vocab_size": 98}',
+    ],
+    "pipeline": ["--train.data_parallel_mode=fsdp2", "--train.pipeline_parallel_size=2"],
+    "ring": ["--train.data_parallel_mode=fsdp2", "--train.ringattn_parallel_size=2"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -357,8 +368,17 @@ def pairs(tmp_path_factory):
             write_config(at, shape, **cut, **options)
             torch.save(make_bins(), at / "bins.pt")
             modes |= {f"{name}/{kind}/{mode}": arguments for mode, arguments in chosen.items()}
+    modes |= {f"qwen3/gradients/overflow_{mode}": given for mode, given in OVERFLOWS.items()}
     run_modes(2, folder, modes)
     return folder
+
+
+@pytest.mark.parametrize("mode", OVERFLOWS)
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all_before_a_weight_changes(mode, pairs):
+    found = torch.load(pairs / f"qwen3/gradients/overflow_{mode}.pt")
+    # Ranks that share matrices compute one loss, and add up their norms.
+    assert {*found["errors"]} <= {"loss is nan", "norm of the gradients is nan"}
+    assert found["same"]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -1139,6 +1159,38 @@ def test_a_step_that_is_not_finite_reaches_no_weight_and_no_checkpoint(tmp_path)
     ):
         run(write_config(tmp_path / "c", **options, train__lr=1e39))  # with finite gradients
     assert not checkpoint.complete(str(tmp_path / "c/out"))
+
+
+@pytest.mark.parametrize("kind", ["lora", "nvfp4", "nf4", "block_fp8"])
+def test_adapters_that_are_not_finite_are_not_merged(kind, tmp_path):
+    path = write_config(
+        tmp_path,
+        train__lr=1e39,
+        train__save_steps=1,
+        train__save_async=True,
+        lora__merge_lora_interval=1,
+        lora__enable_aqn=kind != "lora",
+        **KINDS[kind],
+    )
+    merged = tmp_path / "merged"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapters, "after_step", lambda *_: merged.touch())
+        message = r"step 1: \S+ or its moments are not finite, so that nothing is merged; .* anew"
+        with pytest.raises(ValueError, match=message):
+            run(path)
+    assert not checkpoint.complete(str(tmp_path / "out")) and not merged.exists()
+
+
+def test_a_loss_of_evaluation_that_is_not_finite_ends_the_run_before_a_checkpoint(tmp_path):
+    path = write_config(tmp_path, train__save_steps=2, data__val_set_size=4)
+    losses = iter([4.0, 3.5, math.nan])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "evaluate", lambda *_: next(losses))
+        message = r"step 4: the loss of evaluation is nan, so it is not saved; .*/global_step_2$"
+        with pytest.raises(ValueError, match=message):
+            run(path)
+    assert [p.name for p in checkpoint.complete(str(tmp_path / "out"))] == ["global_step_2"]
+    assert all(math.isfinite(value) for row in rows(tmp_path) for value in row.values())
 
 
 def test_moments_that_are_not_finite_reach_no_checkpoint(tmp_path):

@@ -76,6 +76,9 @@ def loop(run: Run, interrupts: Interrupts) -> None:
             with run.refusing(step + 1):
                 norm = engine.optim_step(plan.factor(step), t.max_grad_norm)
             run.done = step + 1
+            if adapters.merges(lora, run.done):
+                # Quantized weights do not show that they were merged with what is not finite.
+                run.saver.check(run.done, engine.model, engine.optimizer, "nothing is merged")
             adapters.after_step(engine.model, engine.optimizer, lora, t.seed, run.done)
             run.report(sums, norm, run.batches.tokens - before)
             housekeeping.after(run.done)
