@@ -4,10 +4,10 @@
 
 For every mode that FOLDER/modes.json lists, which may name a folder in FOLDER, on the bins.pt and
 the config.yaml of its folder: takes one training step, of which rank 0 writes loss, tokens, norm
-and full gradients to <mode>.pt, or, where the mode starts with "train", several, of which it writes
-what `several_steps` returns; "overflow": what `overflow` returns. A mode that starts with "run" is a whole run, whose arguments are a
-configuration's path and what changes it. One that starts with "memory" has such arguments too: each
-rank writes the most bytes that two steps allocate.
+and full gradients to <mode>.pt, or, where the mode starts with "train" or "overflow", what
+`several_steps` or `overflow` returns. A mode that starts with "run" is a whole run, whose arguments
+are a configuration's path and what changes it. One that starts with "memory" has such arguments
+too: each rank writes the most bytes that two steps allocate.
 """
 
 import json

@@ -88,15 +88,15 @@ def _agent(_, arguments, nodes, number, port, folder, main):
 
 
 def _of_agent(arguments, folder, main):
-    with pathlib.Path(folder, f"said_{os.environ['RANK']}.txt").open("a") as said:
+    with pathlib.Path(folder, f"said_{os.environ['RANK']}.txt").open("a", buffering=1) as said:
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
-    sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # not pytest's
-    torch.set_num_threads(1)
-    code = (main or train.main)(arguments)
-    if code:  # the agent waits for what a function returns
-        sys.stdout.flush()
-        os._exit(code)
+        sys.stdout = sys.stderr = said
+        torch.set_num_threads(1)
+        code = (main or train.main)(arguments)
+        if code:  # the agent waits for what a function returns
+            said.flush()
+            os._exit(code)
 
 
 @contextlib.contextmanager

@@ -301,7 +301,15 @@ def test_each_block_of_the_page_loads_and_says_what_it_says(block, needs, write,
 def test_the_commands_of_the_page_are_taken(write):
     config = load(
         write(PAGE),
-        ["--train.lr", "2e-5", "--train.output_dir", "outputs/other", "--train.pipeline_parallel_size", "4", "--model.attn_implementation", "flash_attention_4", "--data.sample_packing_sequence_len", "16384", "--lora.enable_lora", "true", "--lora.lora_rank", "32"],
+        [
+            *("--train.lr", "2e-5"),
+            *("--train.output_dir", "outputs/other"),
+            *("--train.pipeline_parallel_size", "4"),
+            *("--model.attn_implementation", "flash_attention_4"),
+            *("--data.sample_packing_sequence_len", "16384"),
+            *("--lora.enable_lora", "true"),
+            *("--lora.lora_rank", "32"),
+        ],
     )
     assert (config.train.lr, config.train.output_dir) == (2e-5, "outputs/other")
     assert config.train.pipeline_parallel_size == 4 and config.lora.lora_rank == 32

@@ -1,4 +1,4 @@
-"""A run that a signal or a failing rank ends: what is saved, what is said, and that all ranks end."""
+"""A run that a signal or a failing rank ends: what is saved, what is said, and that all end."""
 
 import contextlib
 import multiprocessing

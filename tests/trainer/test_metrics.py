@@ -1,4 +1,4 @@
-"""What a run shows of its steps: the bar, the lines, MFU, memory, time left, TensorBoard, a picture."""
+"""What a run shows of its steps: bar, lines, MFU, memory, time left, TensorBoard, a picture."""
 
 import io
 import json

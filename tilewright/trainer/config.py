@@ -115,7 +115,7 @@ Written by `python -m tilewright.trainer.config docs docs/configuration.md` from
 of `--section.field value` or `--section.field=value` (hyphens and underscores are the same; lists and mappings as
 JSON). All errors are reported at once, and the command ends with exit code 2. The resolved configuration is written to
 `train.output_dir`; `python -m tilewright.trainer.config check config.yaml` prints it, `--explain FIELD` says what one
-field means and needs, and `--schema` prints the JSON schema, with which editors complete and check a configuration whose first
+field means and needs, and `--schema` prints the JSON schema, with which editors complete and check a file whose first
 line is `# yaml-language-server: $schema=FILE`. [fields.md](fields.md) shows what each field changes.
 """
 
