@@ -61,29 +61,6 @@ def write_model(folder: pathlib.Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def curve(rows: list[dict], target: pathlib.Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    train = [(r["step"], r["loss"]) for r in rows if "loss" in r]
-    held = [(r["step"], r["eval_loss"]) for r in rows if "eval_loss" in r]
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
-    axes.plot(*zip(*train, strict=True), linewidth=1, label="training (seven plays)")
-    axes.plot(*zip(*held, strict=True), "o-", label="held out (The Tempest)")
-    axes.axhline(BOUND, linestyle="--", linewidth=1, color="gray", label=f"bound {BOUND}")
-    axes.set(
-        xlabel="optimizer step",
-        ylabel="loss (nats per token)",
-        title="Tilewright demo: 10 M parameters on two CPU cores",
-    )
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(target)
-
-
 def sample(folder: pathlib.Path) -> str:
     import logging
 
@@ -117,7 +94,6 @@ def main() -> int:
     rows = [json.loads(line) for line in (OUT / "metrics.jsonl").read_text().splitlines()]
     train = [r["loss"] for r in rows if "loss" in r]
     held = [r["eval_loss"] for r in rows if "eval_loss" in r]
-    curve(rows, OUT / "loss.png")
     saved = sorted(OUT.glob("checkpoints/global_step_*/hf"))[-1]
     print(f"\ntrained {len(train)} steps in {minutes:.1f} minutes")
     print(

@@ -16,6 +16,7 @@ import os
 import pathlib
 import re
 import select
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ EXTRAS = {
     "transformers": ("transformers",),
     "trainer": ("datasets", "pydantic", "tqdm", "transformers", "yaml"),
     "bench": ("matplotlib",),
+    "tensorboard": ("tensorboard",),
     "cute": ("nvidia-cutlass-dsl",),
     "s3": ("s3fs",),
     "gs": ("gcsfs",),
@@ -288,6 +290,18 @@ def local_processes() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def launch_line(module: str, arguments: list[str]) -> str:
+    """The command that starts this process, or all that torchrun has started with it, with these
+    arguments. What torchrun does not tell, such as the address of the first node, is "...".
+    """
+    start = "python"
+    if launched() is not None:
+        nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
+        far = "" if nodes == "1" else f" --nnodes {nodes} ..."
+        start = f"torchrun{far} --nproc-per-node {local_processes()}"
+    return f"{start} -m {module} {shlex.join(arguments)}"
+
+
 def available_memory() -> int:
     """Bytes of host memory that can be allocated without swapping, within the control group's
     limit.
@@ -314,9 +328,10 @@ def available_memory() -> int:
 def report_failure(message: str, *, later: bool) -> None:
     """Reports to torchrun, if it started this process, why the process fails.
 
-    torchrun names the earliest failure as the cause; among failures within one second, any of them.
+    torchrun names the earliest failure as the cause, and takes for the time of a process that was
+    killed that at which it notices, in whole seconds.
     later: another process failed first and caused this failure.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        error = {"message": message, "extraInfo": {"timestamp": str(int(time.time()) + later)}}
+        error = {"message": message, "extraInfo": {"timestamp": str(int(time.time()) + 10 * later)}}
         pathlib.Path(file).write_text(json.dumps({"message": error}))

@@ -28,6 +28,7 @@ OPTIONAL = (
     "transformers",
     "yaml",
     "matplotlib",
+    "tensorboard",
     "nvidia-cutlass-dsl",
     "s3fs",
     "gcsfs",

@@ -4,13 +4,14 @@
 
 For every mode that FOLDER/modes.json lists, which may name a folder in FOLDER, on the bins.pt and
 the config.yaml of its folder: takes one training step, of which rank 0 writes loss, tokens, norm
-and full gradients to <mode>.pt, or, where the mode starts with "train", several, of which it writes
-what `several_steps` returns. A mode that starts with "run" is a whole run, whose arguments are a
-configuration's path and what changes it. One that starts with "memory" has such arguments too: each
-rank writes the most bytes that two steps allocate.
+and full gradients to <mode>.pt, or, where the mode starts with "train" or "overflow", what
+`several_steps` or `overflow` returns. A mode that starts with "run" is a whole run, whose arguments
+are a configuration's path and what changes it. One that starts with "memory" has such arguments
+too: each rank writes the most bytes that two steps allocate.
 """
 
 import json
+import math
 import pathlib
 import sys
 
@@ -26,11 +27,12 @@ from tilewright.trainer import adapters, checkpoint, hf, matrices, memory_plan, 
 from tilewright.trainer.batches import collate, padding
 from tilewright.trainer.build import build_engine, build_model, choose_ops, compute_dtype
 from tilewright.trainer.config import load
+from tilewright.trainer.engine import NotFinite
 from tilewright.trainer.loss import language_modeling
 
 
 def build(config, ranks):
-    shape = hf.load_config(config.model.config_path)
+    shape = hf.load_config(config.model.config_path, config.model.foundation)
     return shape, choose_ops(config.model, shape, ranks, compute_dtype(config.train))
 
 
@@ -118,6 +120,29 @@ def several_steps(config, ranks, bins, steps=None, calls=1):
             found[key].append(value)
     found["weights"] = weights(engine.model, ranks)
     return engine, found
+
+
+def overflow(config, ranks, bins):
+    """What a loss that is NaN on the last rank alone does: the errors of every rank's step, and
+    whether all weights stay.
+    """
+
+    def loss(per_token, batch):
+        total, tokens = language_modeling(per_token, batch)
+        return total * (math.nan if ranks.rank == ranks.size - 1 else 1.0), tokens
+
+    engine = engine_of(config, ranks)
+    before = weights(engine.model, ranks)
+    batches, error = micro_batches(config, ranks, bins), None
+    engine.forward_backward(batches, loss)
+    try:
+        engine.optim_step(max_norm=1.0)
+    except NotFinite as caught:
+        error = str(caught)
+    errors = [None] * ranks.size
+    dist.all_gather_object(errors, error)
+    after = weights(engine.model, ranks)
+    return {"errors": errors, "same": all(torch.equal(t, after[n]) for n, t in before.items())}
 
 
 def most_allocated(config, ranks):
@@ -260,6 +285,8 @@ def main(folder):
             continue
         if name == "placements":
             found = placements()
+        elif name.startswith("overflow"):
+            found = overflow(config, ranks, bins)
         elif name.startswith("train"):
             engine, found = several_steps(config, ranks, bins, calls=1 + name.endswith("_calls"))
             if name == "train_and_save":

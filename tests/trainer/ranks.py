@@ -2,9 +2,11 @@
 need, which takes most of a launch.
 """
 
+import contextlib
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -13,35 +15,39 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from helpers import processes
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher import api as launcher
 
+from tilewright.trainer import train
 from tilewright.trainer.config import load
 from tilewright.trainer.mesh import Mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def launch(number, script, *arguments):
-    """Runs a script under torchrun on gloo; shows its output if it fails."""
+def torchrun(number, *script):
+    """torchrun's process, with that many ranks on gloo."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
     }
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(number),
-            *script,
-            *arguments,
-        ],
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    return subprocess.Popen(
+        [sys.executable, *start, str(number), *script],
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
+
+
+def launch(number, *script):
+    """Runs a script under torchrun: its exit code and what it says."""
+    with torchrun(number, *script) as process:
+        out, err = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def _rank(rank, number, folder, port):
@@ -58,6 +64,61 @@ def _rank(rank, number, folder, port):
         os.dup2(said.fileno(), 1)
     torch.set_num_threads(1)
     distributed_worker.main(folder)
+
+
+def _agent(_, arguments, nodes, number, port, folder, main):
+    """An agent of torchrun, whose ranks are forked."""
+    os.setsid()
+    config = launcher.LaunchConfig(
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=number,
+        run_id="run",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"localhost:{port}",
+        rdzv_configs={"is_host": False},
+        local_addr="localhost",
+        max_restarts=0,
+        start_method="fork",
+    )
+    try:
+        launcher.elastic_launch(config, _of_agent)(arguments, folder, main)
+    except ChildFailedError as error:  # torchrun's last words
+        pathlib.Path(folder, "cause.txt").write_text(str(error))
+
+
+def _of_agent(arguments, folder, main):
+    with pathlib.Path(folder, f"said_{os.environ['RANK']}.txt").open("a", buffering=1) as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+        sys.stdout = sys.stderr = said
+        torch.set_num_threads(1)
+        code = (main or train.main)(arguments)
+        if code:  # the agent waits for what a function returns
+            said.flush()
+            os._exit(code)
+
+
+@contextlib.contextmanager
+def agents(nodes, number, folder, arguments, main=None):
+    """torchrun's agents, one for each node, with that many ranks each, which run the trainer: as
+    its command does, but forked. Yields the agents' processes; what rank N says is in said_N.txt.
+    """
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    context = torch.multiprocessing.start_processes(
+        _agent,
+        (arguments, nodes, number, store.port, str(folder), main),
+        nprocs=nodes,
+        join=False,
+        start_method="forkserver",
+    )
+    try:
+        yield context.processes
+    finally:
+        for process in context.processes:
+            if process.exitcode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 def run_modes(number, folder, modes):

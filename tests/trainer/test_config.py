@@ -8,6 +8,7 @@ import pickle
 import re
 
 import pytest
+import yaml
 
 pytest.importorskip("pydantic")
 
@@ -109,7 +110,9 @@ OURS = {
     "train.ignore_memory_plan",
     "train.muon_ns_coefficients",
     "train.pipeline_split",
+    "train.plot_loss",
     "train.save_total_limit",
+    "train.use_tensorboard",
     "train.virtual_pipeline_size",
 }
 
@@ -141,15 +144,17 @@ def test_one_field_is_explained(capsys):
     said = capsys.readouterr().out.splitlines()
     assert said[:3] == ["train.ep_outside", "  type:    boolean", "  default: false"]
     assert said[4:7] == [
-        "  needs:   any value but false needs train.data_parallel_mode = fsdp2",
-        "  needs:   with train.expert_parallel_size: there is nothing to place",
-        "train.weight_decay",
+        "  rule:    any value but false needs train.data_parallel_mode = fsdp2",
+        "  rule:    refused with some values of train.expert_parallel_size: there is nothing to place",
+        "  in xorl: place it outside the EP-FSDP mesh; here: the same: the outer dimension of a shard "
+        "group",
     ]
-    assert module.main(["--explain", "lora.aqn_alpha", "model.foundation", "train.optimizer"]) == 0
+    assert said[7:9] == ["train.weight_decay", "  type:    number, at least 0"]
+    assert module.main(["--explain", "lora.aqn_alpha", "model.encoders", "train.optimizer"]) == 0
     said = capsys.readouterr().out
-    assert "  needs:   lora.enable_aqn = true\n" in said
-    assert f"  needs:   only {{}}: {REFUSED['model.foundation']}" in said
-    assert "  needs:   with lora.enable_lora: only adapters are trained" in said
+    assert "  rule:    any value but the default needs lora.enable_aqn = true\n" in said
+    assert f"  rule:    only {{}}: {REFUSED['model.encoders']}" in said
+    assert "refused with some values of lora.enable_lora: only adapters are trained" in said
     assert module.main(["--explain", "train.weight_decai"]) == 2
     assert capsys.readouterr().err == (
         "train.weight_decai: unknown key; did you mean train.weight_decay?\n"
@@ -172,6 +177,198 @@ def test_the_schema_has_every_field_with_its_meaning(capsys):
             node = node["properties"][part]
         assert node["description"] == field.description
     assert schema["$defs"]["Train"]["additionalProperties"] is False
+
+
+def test_editors_check_a_file_with_the_schema(capsys):
+    jsonschema = pytest.importorskip("jsonschema")
+    assert module.main(["--schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    check = jsonschema.validators.validator_for(schema, default=None)
+    check.check_schema(schema)
+    good = yaml.safe_load(LEAST)
+    for text in (LEAST, PAGE, resolved(Config(**good))):
+        assert not [*check(schema).iter_errors(yaml.safe_load(text.replace("1e-5", "1.0e-5")))]
+    for wrong in (
+        {"data": {"datasets": []}},
+        {"train": {"output_dir": "o", "lrr": 1}},
+        {"train": {"output_dir": "o", "lr": 0}},
+        {"train": {}},
+        {"train": {"output_dir": "o", "optimizer": "adam"}},
+        {"lora": {"lora_rank": "many"}},
+    ):
+        assert [*check(schema).iter_errors({**good, **wrong})], wrong
+
+
+# ---- the documentation that the fields follow
+
+# The first configuration of its page, as it is there.
+PAGE = """
+model:
+  model_path: Qwen/Qwen3-8B # HF Hub ID or local path
+  attn_implementation: flash_attention_3
+  # moe_implementation: triton # for MoE models
+data:
+  datasets:
+    - path: /data/train.jsonl
+      type: tokenized
+      max_seq_len: 4096
+  select_columns: [input_ids, labels]
+  sample_packing_method: sequential
+  sample_packing_sequence_len: 4096
+train:
+  output_dir: outputs/my_run
+  data_parallel_mode: fsdp2
+  micro_batch_size: 1
+  gradient_accumulation_steps: 4
+  num_train_epochs: 1
+  optimizer: adamw
+  lr: 1e-5
+  lr_warmup_ratio: 0.05
+  lr_decay_style: cosine
+  weight_decay: 0.01
+  max_grad_norm: 1.0
+  enable_mixed_precision: true
+  enable_gradient_checkpointing: true
+  enable_full_shard: true
+  init_device: meta
+  load_weights_mode: broadcast
+  save_steps: 500
+  ckpt_manager: dcp
+"""
+# Its other blocks, each of which changes the first; and what one needs that may not be here.
+BLOCKS = [
+    ("model: {model_path: Qwen/Qwen3-8B}", None),
+    ("train: {init_device: meta, load_weights_mode: broadcast}", None),
+    (
+        "train: {data_parallel_mode: fsdp2, enable_full_shard: true, data_parallel_shard_size: 8, "
+        "data_parallel_replicate_size: 1}",
+        None,
+    ),
+    ("train: {data_parallel_shard_size: 8, data_parallel_replicate_size: 4}", None),
+    ("train: {data_parallel_mode: ddp, init_device: auto}", None),
+    ("train: {data_parallel_mode: none, init_device: cpu}", None),
+    ("data: {sample_packing_method: sequential, sample_packing_sequence_len: 8192}", None),
+    ("data: {datasets: [{path: data.jsonl, type: tokenized, max_seq_len: 4096}]}", None),
+    (
+        "train: {optimizer: adamw, lr: 1e-5, weight_decay: 0.01, lr_warmup_ratio: 0.05, "
+        "lr_decay_style: cosine}",
+        None,
+    ),
+    (
+        "train: {optimizer: muon, lr: 1e-4, muon_lr: 2e-4, muon_momentum: 0.95, muon_ns_steps: 5}",
+        None,
+    ),
+    (
+        "train: {ckpt_manager: dcp, save_steps: 500, save_epochs: 0.5, output_dir: outputs/my_run, "
+        'load_checkpoint_path: "", save_hf_weights: false}',
+        None,
+    ),
+    (
+        "train: {enable_gradient_checkpointing: true, recompute_modules: [self_attn, mlp]}",
+        None,
+    ),
+    ("train: {moe_checkpoint_method: moe_act}", None),
+    (
+        "train: {log_format: structured, use_wandb: true, wandb_project: my_project, "
+        "wandb_name: qwen3_8b_ft, wandb_log_interval: 10}",
+        "wandb",
+    ),
+    ("train: {enable_activation_offload: true, activation_gpu_limit: 4.0}", "CUDA"),
+]
+
+
+@pytest.mark.parametrize("block, needs", BLOCKS, ids=[block for block, _ in BLOCKS])
+def test_each_block_of_the_page_loads_and_says_what_it_says(block, needs, write, monkeypatch):
+    monkeypatch.setattr(platform, "no_module", lambda name: None)
+    if needs == "CUDA":
+        monkeypatch.setattr(platform, "no_cuda", lambda *_: None)
+    changes = yaml.safe_load(block)
+    tree = yaml.safe_load(PAGE)
+    for section, values in changes.items():
+        tree[section] |= values
+    config = load(write(yaml.safe_dump(tree)))
+    for section, values in changes.items():
+        for name, value in values.items():
+            found = getattr(getattr(config, section), name)
+            if name == "datasets":
+                assert found[0].max_seq_len == 4096
+            elif name in ("lr", "muon_lr"):  # a string to YAML 1.1
+                assert found == float(value)
+            else:
+                assert found == (value if value not in ("", "auto") else found)
+
+
+def test_the_commands_of_the_page_are_taken(write):
+    config = load(
+        write(PAGE),
+        [
+            *("--train.lr", "2e-5"),
+            *("--train.output_dir", "outputs/other"),
+            *("--train.pipeline_parallel_size", "4"),
+            *("--model.attn_implementation", "flash_attention_4"),
+            *("--data.sample_packing_sequence_len", "16384"),
+            *("--lora.enable_lora", "true"),
+            *("--lora.lora_rank", "32"),
+        ],
+    )
+    assert (config.train.lr, config.train.output_dir) == (2e-5, "outputs/other")
+    assert config.train.pipeline_parallel_size == 4 and config.lora.lora_rank == 32
+    assert config.data.sample_packing_sequence_len == 16384
+
+
+# Its defaults that are not ours; what is not listed here or in DIFFERENCES has its default.
+THEIRS = {
+    "model.attn_implementation": "flash_attention_3",
+    "data.dataloader_num_workers": 8,
+    "data.dataloader_prefetch_factor": 2,
+    "train.init_device": "cuda",
+    "train.use_wandb": True,
+    "train.wandb_project": "Xorl",
+}
+DEFAULTS = """
+model: {ep_dispatch: alltoall, deepep_buffer_size_gb: 2.0, deepep_num_sms: 20, deepep_async_combine: false,
+  merge_qkv: true, basic_modules: [], foundation: {}, encoders: {}}
+data: {test_datasets: [], dataset_prepared_path: last_prepared_dataset, sample_packing_method: sequential,
+  sample_packing_sequence_len: 32000, sample_packing_group_size: 100000, dataloader_pin_memory: true,
+  dataloader_drop_last: true, pad_to_multiple_of: 128, shuffle_merged_datasets: true,
+  shuffle_before_merging_datasets: true, skip_prepare_dataset: false}
+data.datasets: {type: tokenized, trust_remote_code: false}
+train: {data_parallel_mode: fsdp2, data_parallel_shard_size: -1, data_parallel_replicate_size: -1,
+  tensor_parallel_size: 1, pipeline_parallel_size: 1, pipeline_parallel_schedule: 1F1B,
+  pp_variable_seq_lengths: true, expert_parallel_size: 1, ulysses_parallel_size: 1, ringattn_parallel_size: 1,
+  cp_fsdp_mode: all, ep_outside: false, optimizer: adamw, optimizer_dtype: bf16, lr: 5.0e-5, lr_min: 1.0e-7,
+  lr_start: 0.0, lr_warmup_ratio: 0.0, lr_decay_style: constant, lr_decay_ratio: 1.0, weight_decay: 0.0,
+  no_decay_modules: [], no_decay_params: [], max_grad_norm: 1.0, muon_lr: 0.02, muon_momentum: 0.95,
+  muon_nesterov: true, muon_ns_steps: 5, micro_batch_size: 1, gradient_accumulation_steps: 1,
+  num_train_epochs: 1, enable_mixed_precision: true, enable_gradient_checkpointing: true,
+  enable_reentrant: false, enable_full_shard: true, enable_forward_prefetch: true,
+  enable_activation_offload: false, activation_gpu_limit: 0.0, enable_compile: false,
+  load_weights_mode: broadcast, enable_full_determinism: false, allow_cuda_launch_blocking: false,
+  empty_cache_steps: 500, gc_steps: 500, ckpt_manager: dcp, save_steps: 0, save_epochs: 1, save_async: false,
+  save_hf_weights: true, log_format: progress_bar, wandb_log_interval: 1, enable_profiling: false,
+  profile_start_step: 1, profile_end_step: 2, profile_trace_dir: ./trace, profile_record_shapes: true,
+  profile_profile_memory: true, profile_with_stack: true, profile_rank0_only: true, seed: 42}
+lora: {enable_lora: false, lora_rank: 16, lora_alpha: 16, save_lora_only: false, enable_qlora: false,
+  quant_format: nvfp4, quant_group_size: 16, merge_lora_interval: 0, reset_optimizer_on_merge: false,
+  enable_aqn: false, aqn_alpha: 1.0}
+"""
+
+
+def test_a_default_is_that_of_the_documentation_or_the_difference_is_explained():
+    theirs = {
+        f"{section}.{name}": value
+        for section, values in yaml.safe_load(DEFAULTS).items()
+        for name, value in values.items()
+    }
+    for section, names in XORL.items():
+        for name in names.split():
+            path = f"{section}.{name}"
+            default = LEAVES[path].default
+            if path in THEIRS:
+                assert default != THEIRS[path] and path in module.DIFFERENCES, path
+            elif path not in ("data.datasets", "data.datasets.path", "train.output_dir"):
+                assert default == theirs.get(path), path
+    assert module.DIFFERENCES.keys() >= OURS | OF_THE_SERVER
 
 
 # ---- reading
@@ -236,16 +433,18 @@ def test_what_stands_in_for_a_wrong_value_is_not_judged(write):
         ("target_modules", "lora.lora_target_modules"),
         ("r", "lora.lora_rank"),
         ("maxsteps", "train.max_steps"),
-        ("steps", "train.max_steps or train.gc_steps or train.save_steps"),
+        ("steps", "train.max_steps"),
         ("sead", "train.seed"),
         ("logging_steps", None),
         ("adam_betas", "train.adam_beta1 or train.adam_beta2"),
         ("adam_eps", "train.adam_epsilon"),
         ("beta2", "train.adam_beta2"),
+        ("tokenizer_name", "model.tokenizer_path"),
+        ("lora_r", "lora.lora_rank"),
         ("zzz", None),
     ],
 )
-def test_the_words_of_a_key_are_compared_and_other_libraries_names_are_known(least, given, meant):
+def test_keys_that_are_alike_and_other_libraries_names_are_known(least, given, meant):
     """Letters alone would suggest train.log_format for learning_rate."""
     expected = f"unknown key; did you mean {meant}?" if meant else "unknown key"
     assert errors(least, f"--train.{given}", "1") == [f"--train.{given} = 1: {expected}"]
@@ -1120,7 +1319,13 @@ def test_rules_of_the_machine(least, monkeypatch):
     monkeypatch.setattr(platform, "no_module", lambda name: f"no {name} here")
     deep = "--model.ep_dispatch=deepep", "--train.expert_parallel_size=2"
     assert errors(least, *deep) == ["model.ep_dispatch = deepep: no deep_ep here"]
-    assert errors(least, "--train.use_wandb=true") == ["train.use_wandb = true: no wandb here"]
+    for field, package in (
+        ("use_wandb", "wandb"),
+        ("use_tensorboard", "tensorboard"),
+        ("plot_loss", "matplotlib"),
+    ):
+        sentence = f"train.{field} = true: no {package} here"
+        assert errors(least, f"--train.{field}=true") == [sentence]
     monkeypatch.setattr(platform, "no_module", lambda name: None)
     if platform.no_cuda():
         assert errors(least, *deep) == ["model.ep_dispatch = deepep: no CUDA device"]

@@ -26,7 +26,6 @@ transformers = pytest.importorskip("transformers")
 
 import distributed_worker  # noqa: E402
 from ranks import (  # noqa: E402
-    launch,
     nearly_same_training,
     run_modes,
     same_training,
@@ -333,6 +332,17 @@ MODES = {
 
 
 SHAPES = {"qwen3": QWEN3, "qwen3-moe": MOE}
+OVERFLOWS = {
+    **{mode: MODES[mode] for mode in ("ddp", "fsdp2", "hsdp")},
+    "tensor": [
+        "--train.data_parallel_mode=fsdp2",
+        "--train.tensor_parallel_size=2",
+        "--model.merge_qkv=false",
+        '--model.foundation={"vocab_size": 98}',
+    ],
+    "pipeline": ["--train.data_parallel_mode=fsdp2", "--train.pipeline_parallel_size=2"],
+    "ring": ["--train.data_parallel_mode=fsdp2", "--train.ringattn_parallel_size=2"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -358,8 +368,17 @@ def pairs(tmp_path_factory):
             write_config(at, shape, **cut, **options)
             torch.save(make_bins(), at / "bins.pt")
             modes |= {f"{name}/{kind}/{mode}": arguments for mode, arguments in chosen.items()}
+    modes |= {f"qwen3/gradients/overflow_{mode}": given for mode, given in OVERFLOWS.items()}
     run_modes(2, folder, modes)
     return folder
+
+
+@pytest.mark.parametrize("mode", OVERFLOWS)
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all_before_a_weight_changes(mode, pairs):
+    found = torch.load(pairs / f"qwen3/gradients/overflow_{mode}.pt")
+    # Ranks that share matrices compute one loss, and add up their norms.
+    assert {*found["errors"]} <= {"loss is nan", "norm of the gradients is nan"}
+    assert found["same"]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -840,27 +859,6 @@ def test_no_sample_is_skipped_or_repeated_where_a_run_goes_on_otherwise(then, no
             assert counts.tolist() == [2] * 10
 
 
-def test_torchrun_names_the_rank_that_failed_first(tmp_path):
-    path = write_config(tmp_path, train__data_parallel_mode="fsdp2")
-    (tmp_path / "fails.py").write_text(
-        "import os, sys\n"
-        "from tilewright.trainer import train\n"
-        "def fails(*_): raise ValueError('only here')\n"
-        "if os.environ['RANK'] == '1': train.choose_ops = fails\n"
-        "sys.exit(train.main(sys.argv[1:]))\n"
-    )
-    done = launch(2, [str(tmp_path / "fails.py")], path)
-    assert done.returncode == 1
-    cause = done.stderr.partition("Root Cause")[2]
-    assert re.search(r"rank +: 1 ", cause) and re.search(
-        "traceback : only here$", cause, re.MULTILINE
-    )
-    assert (
-        "error: only here" in done.stderr
-        and 'Traceback (most recent call last):\n  File "' + str(tmp_path) not in done.stderr
-    )
-
-
 def test_a_number_of_processes_that_does_not_fit_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(mesh.platform, "launched", lambda: (0, 2, 0))
     assert train.main([write_config(tmp_path)]) == 2
@@ -1161,6 +1159,38 @@ def test_a_step_that_is_not_finite_reaches_no_weight_and_no_checkpoint(tmp_path)
     ):
         run(write_config(tmp_path / "c", **options, train__lr=1e39))  # with finite gradients
     assert not checkpoint.complete(str(tmp_path / "c/out"))
+
+
+@pytest.mark.parametrize("kind", ["lora", "nvfp4", "nf4", "block_fp8"])
+def test_adapters_that_are_not_finite_are_not_merged(kind, tmp_path):
+    path = write_config(
+        tmp_path,
+        train__lr=1e39,
+        train__save_steps=1,
+        train__save_async=True,
+        lora__merge_lora_interval=1,
+        lora__enable_aqn=kind != "lora",
+        **KINDS[kind],
+    )
+    merged = tmp_path / "merged"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapters, "after_step", lambda *_: merged.touch())
+        message = r"step 1: \S+ or its moments are not finite, so that nothing is merged; .* anew"
+        with pytest.raises(ValueError, match=message):
+            run(path)
+    assert not checkpoint.complete(str(tmp_path / "out")) and not merged.exists()
+
+
+def test_a_loss_of_evaluation_that_is_not_finite_ends_the_run_before_a_checkpoint(tmp_path):
+    path = write_config(tmp_path, train__save_steps=2, data__val_set_size=4)
+    losses = iter([4.0, 3.5, math.nan])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "evaluate", lambda *_: next(losses))
+        message = r"step 4: the loss of evaluation is nan, so it is not saved; .*/global_step_2$"
+        with pytest.raises(ValueError, match=message):
+            run(path)
+    assert [p.name for p in checkpoint.complete(str(tmp_path / "out"))] == ["global_step_2"]
+    assert all(math.isfinite(value) for row in rows(tmp_path) for value in row.values())
 
 
 def test_moments_that_are_not_finite_reach_no_checkpoint(tmp_path):
@@ -1799,6 +1829,19 @@ def test_the_defaults_train(tmp_path):
             "profile_start_step = 50: the run has 6 steps",
         ),
         ({"model__config_path": "no/such/folder"}, "no/such/folder: no such file or folder"),
+        (
+            {"model__foundation": {"hiden_size": 64}},
+            "foundation: hiden_size is no entry that a qwen3 model .* did you mean hidden_size?",
+        ),
+        (
+            {"model__foundation": {"bos_token_id": 3}},
+            "foundation: bos_token_id is no entry that a qwen3 model is made from$",
+        ),
+        (
+            {"model__foundation": {"rope_parameters": {"rope_theta": 5.0}, "rope_theta": 7.0}},
+            r"foundation: rope_theta = 7\.0 would be 5\.0 all the same; give the entry that",
+        ),
+        ({"model__foundation": {"head_dim": 7}}, "config.json: head_dim must be even, got 7"),
         ({"data__datasets": [{"path": "TEXT", "type": "text"}]}, "holds no tokenizer"),
         ({"data__datasets": [{"path": "EMPTY"}]}, "empty.jsonl: cannot be read as json"),
         (

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
-from ranks import launch, nearly_same_training, same_training, together_and_alone
+from ranks import nearly_same_training, run_modes, same_training, together_and_alone
 from test_trainer import (
     MOE,
     QWEN3,
@@ -129,13 +129,9 @@ def test_a_run_goes_on_in_one_process_where_a_ring_left_it(tmp_path):
         train__data_parallel_mode="fsdp2",
         train__save_steps=2,
     )
-    command = ["-m", "tilewright.trainer.train"], path
-    done = launch(2, *command, "--train.ringattn_parallel_size=2")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert (
-        "a sequence on 2 ring x 1 Ulysses ranks, padded to a multiple of 12 tokens" in done.stdout
-    )
-    assert re.search(r"^ops: .*attention=eager\b", done.stdout, re.MULTILINE)
+    said = run_modes(2, tmp_path, {"run": [path, "--train.ringattn_parallel_size=2"]})
+    assert "a sequence on 2 ring x 1 Ulysses ranks, padded to a multiple of 12 tokens" in said
+    assert re.search(r"^ops: .*attention=eager\b", said, re.MULTILINE)
     ring, weights = rows(tmp_path), tensors(tmp_path, 4)
     run(path, "--train.load_checkpoint_path", str(tmp_path / "out/checkpoints/global_step_2"))
     alone = rows(tmp_path)

@@ -133,6 +133,7 @@ ROWS = [
     row("model.rope_native", True, "operators"),
     row("model.attention_cast_bf16", True, "losses"),
     row("model.batch_invariant", True, "operators"),
+    row("model.foundation", {"num_hidden_layers": 1}, "names"),
     row("model.basic_modules", ["mlp"], "units", **FSDP2),
     row("data.datasets", "@two", "losses"),
     row("data.datasets.0.path", "@other", "losses"),
@@ -259,6 +260,8 @@ ROWS = [
     row("train.wandb_name", "n", "wandb", **WANDB),
     row("train.wandb_tags", ["t"], "wandb", **WANDB),
     row("train.wandb_log_interval", 2, "wandb", **WANDB),
+    row("train.use_tensorboard", True, "board"),
+    row("train.plot_loss", True, "pictures"),
     row(
         "train.enable_profiling",
         True,
@@ -395,6 +398,7 @@ def make_world(root):
         "    calls.append(options)\n"
         "    return Run()\n"
     )
+    (root / "wandb_here/tensorboard.py").touch()
     world = types.SimpleNamespace(root=root, names=names, seen={}, count=0)
     saved = observe(world, {"train.save_hf_weights": True})
     world.names["checkpoint"] = str(saved["output"] / "checkpoints/global_step_4")
@@ -519,6 +523,20 @@ def recompute_options(function, *args, use_reentrant):
     return type(getattr(function, "__self__", None)).__name__, use_reentrant
 
 
+class Board:
+    """A SummaryWriter that keeps what it is given."""
+
+    def __init__(self, kept, folder, **_):
+        self.kept = kept
+        kept.append(pathlib.Path(folder).name)
+
+    def add_scalar(self, *given):
+        self.kept.append(given)
+
+    def close(self):
+        self.kept.append("closed")
+
+
 def observe(world, changes):
     """Runs the command and returns its observations by name. "sentence": its error
     message instead.
@@ -529,6 +547,9 @@ def observe(world, changes):
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(world.root / "wandb_here")
+        seen["board"] = []
+        board = types.SimpleNamespace(SummaryWriter=functools.partial(Board, seen["board"]))
+        patch.setitem(sys.modules, "torch.utils.tensorboard", board)
         try:
             config = load(str(path))
         except ConfigError as error:
@@ -571,6 +592,7 @@ def outcome(run, config, out, said, world):
         "resharded": [g.post_forward_mesh_info is not None for g in groups],
         "prefetched": [len(m._get_fsdp_state()._states_to_forward_prefetch) for _, m in units],
         "checkpoints": sorted(p.name for p in checkpoints.glob("global_step_*")),
+        "pictures": sorted(p.name for p in out.glob("*.png")),
         "exported": sorted(p.name for p in checkpoints.glob("*/hf/*")),
         "folders": [
             pathlib.Path(p).is_dir()

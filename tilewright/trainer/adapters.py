@@ -104,12 +104,16 @@ def before_step(model: Transformer, wanted: Lora, seed: int, step: int) -> None:
         _set_noise(model, AQN(wanted.aqn_alpha, seed, step))
 
 
+def merges(wanted: Lora, done: int) -> bool:
+    """Whether adapters are merged after that many optimizer steps."""
+    return wanted.merge_lora_interval > 0 and done % wanted.merge_lora_interval == 0
+
+
 def after_step(
     model: Transformer, optimizer: torch.optim.Optimizer, wanted: Lora, seed: int, done: int
 ) -> None:
     """done: optimizer steps done."""
-    interval = wanted.merge_lora_interval
-    if not interval or done % interval:
+    if not merges(wanted, done):
         return
     draw = generator(seed, done)
     for module in _in_order(model, draw):

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from tilewright.ops.context_parallel import ContextParallel, shard
-from tilewright.trainer import packing
+from tilewright.trainer import interrupts, packing
 from tilewright.trainer.config import Data, Train
 from tilewright.trainer.loss import IGNORE
 
@@ -210,6 +210,7 @@ def _loader(
         num_workers=data.dataloader_num_workers,
         prefetch_factor=data.dataloader_prefetch_factor,
         pin_memory=pin and data.dataloader_pin_memory,
+        worker_init_fn=interrupts.ignored,
         # Without one it draws from the global generator, whose state a resumed run restores.
         generator=torch.Generator(),
     )

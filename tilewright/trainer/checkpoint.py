@@ -121,14 +121,7 @@ class Saver:
         Raises ValueError, and writes nothing, if a weight or a moment is not finite.
         """
         self.finish()
-        wrong = _not_finite(model, optimizer)
-        self.mesh.control.agree(
-            wrong
-            and ValueError(
-                f"step {step}: {wrong} or its moments are not finite, so that no checkpoint is "
-                f"written; {self.go_on()}"
-            )
-        )
+        self.check(step, model, optimizer, "no checkpoint is written")
         target, aside = self.folder(step), self.root / f".global_step_{step}.partial"
         if self.mesh.main:
             shutil.rmtree(aside, ignore_errors=True)
@@ -161,6 +154,22 @@ class Saver:
             self.mesh.control.barrier()
             self.last = target
         return target
+
+    def check(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, spared: str
+    ) -> None:
+        """Raises ValueError, on every rank, if a weight or a moment of any rank is not finite.
+
+        spared: what therefore does not happen.
+        """
+        wrong = _not_finite(model, optimizer)
+        self.mesh.control.agree(
+            wrong
+            and ValueError(
+                f"step {step}: {wrong} or its moments are not finite, so that {spared}; "
+                f"{self.go_on()}"
+            )
+        )
 
     def _published_by_itself(
         self, written: Future[None], aside: pathlib.Path, target: pathlib.Path

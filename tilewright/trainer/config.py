@@ -115,7 +115,8 @@ Written by `python -m tilewright.trainer.config docs docs/configuration.md` from
 of `--section.field value` or `--section.field=value` (hyphens and underscores are the same; lists and mappings as
 JSON). All errors are reported at once, and the command ends with exit code 2. The resolved configuration is written to
 `train.output_dir`; `python -m tilewright.trainer.config check config.yaml` prints it, `--explain FIELD` says what one
-field means and needs, and `--schema` prints the JSON schema. [fields.md](fields.md) shows what each field changes.
+field means and needs, and `--schema` prints the JSON schema, with which editors complete and check a file whose first
+line is `# yaml-language-server: $schema=FILE`. [fields.md](fields.md) shows what each field changes.
 """
 
 
@@ -133,7 +134,7 @@ def explain(name: str) -> str:
     if path is None:
         raise ConfigError([f"{name}: {unknown(Config, name, ELSEWHERE)}"])
     least = Config.model_validate({**LEAST, "train": {"output_dir": "-"}})
-    return reference.explain(Config, path, list(needs(path, least)))
+    return reference.explain(Config, path, list(needs(path, least)), DIFFERENCES.get(path))
 
 
 @platform.command

@@ -28,10 +28,24 @@ DIFFERENCES: dict[str, tuple[str, str]] = {
         "none",
         "ours: for numbers that do not depend on how a batch was made up",
     ),
-    "model.deepep_async_combine": (
-        "false",
-        "the next operation reads the result, so nothing could overlap",
+    "model.foundation": (
+        "extra configuration of a foundation model",
+        "stated in full: entries that replace those of config.json",
     ),
+    **dict.fromkeys(
+        (
+            "train.pipeline_split",
+            "train.virtual_pipeline_size",
+            "train.muon_ns_coefficients",
+            "train.adam_beta1",
+            "train.adam_beta2",
+            "train.adam_epsilon",
+        ),
+        ("none", "ours; the default is what it has without one"),
+    ),
+    "train.freeze_router": ("of its server's configuration", "ours too"),
+    "train.use_tensorboard": ("none", "ours, as use_wandb, without an account"),
+    "train.plot_loss": ("none", "ours: a picture that needs no other program"),
     "train.ignore_memory_plan": ("none", "ours: a run that cannot fit is not started"),
     "train.save_total_limit": ("none", "ours, named as in transformers"),
     "train.enable_activation_offload": (
@@ -124,7 +138,9 @@ ELSEWHERE = {
     "lr_scheduler_type": "train.lr_decay_style",
     "warmup_steps": "train.lr_warmup_ratio",
     "optim": "train.optimizer",
-    "adam_eps": "train.adam_epsilon",
+    "beta1": "train.adam_beta1",
+    "beta2": "train.adam_beta2",
+    "steps": "train.max_steps",
     "per_device_train_batch_size": "train.micro_batch_size",
     "epochs": "train.num_train_epochs",
     "bf16": "train.enable_mixed_precision",
@@ -134,7 +150,6 @@ ELSEWHERE = {
     "resume_from_checkpoint": "train.load_checkpoint_path",
     "report_to": "train.use_wandb",
     "run_name": "train.wandb_name",
-    "tokenizer_name": "model.tokenizer_path",
     "train_file": "data.datasets",
     "validation_file": "data.test_datasets",
     "max_length": "data.sample_packing_sequence_len",
@@ -142,6 +157,5 @@ ELSEWHERE = {
     "packing": "data.sample_packing_method",
     "preprocessing_num_workers": "data.dataset_num_proc",
     "r": "lora.lora_rank",
-    "lora_r": "lora.lora_rank",
     "load_in_4bit": "lora.enable_qlora",
 }

@@ -92,19 +92,11 @@ def without_index(path: str) -> str:
 
 
 def _likeness(a: str, b: str) -> float:
-    """Similarity of two names, from 0 to 1: the share of words that agree, or of letters if nearly
-    all do. Letters alone agree too easily: learning_rate has half of log_format's, in their order.
-    """
-    letters = difflib.SequenceMatcher(None, a, b).ratio()
-    words, left, agree = a.split("_"), b.split("_"), 0.0
-    whole = len(words) + len(left)
-    for word in words:
-        alike = {other: difflib.SequenceMatcher(None, word, other).ratio() for other in left}
-        best = max(alike, key=alike.get, default=None)
-        if best is not None and alike[best] >= 0.75:
-            agree += 2 * alike[best]
-            left.remove(best)
-    return max(agree / whole, letters if letters >= 0.85 else 0.0)
+    return difflib.SequenceMatcher(None, a, b).ratio()
+
+
+# Below it names agree by chance: learning_rate has half of log_format's letters, in their order.
+ALIKE = 0.75
 
 
 def unknown(model: type[BaseModel], path: str, elsewhere: Mapping[str, str]) -> str:
@@ -121,13 +113,14 @@ def unknown(model: type[BaseModel], path: str, elsewhere: Mapping[str, str]) -> 
         by_name.setdefault(p.rpartition(".")[2], []).append(p)
     if name in by_name:
         return f"unknown key; {name} belongs under {' or '.join(p.rpartition('.')[0] for p in by_name[name])}"
+    likeness = {p: _likeness(name, p.rpartition(".")[2]) for p in known}
     # Among similar names, those of the named section.
-    likeness = {
-        p: _likeness(name, p.rpartition(".")[2]) + 0.1 * _likeness(at, p.rpartition(".")[0])
-        for p in known
+    alike = {
+        p: much + 0.1 * _likeness(at, p.rpartition(".")[0])
+        for p, much in likeness.items()
+        if much >= ALIKE
     }
-    best = [p for p in known if likeness[p] == max(likeness.values())]
-    meant = best if likeness[best[0]] > 0.65 else []
+    meant = [p for p in alike if alike[p] == max(alike.values())]
     if name in elsewhere and at not in {p.rpartition(".")[0] for p in meant} - {
         elsewhere[name].rpartition(".")[0]
     }:

@@ -65,7 +65,9 @@ class Model(Section):
     basic_modules: list[str] = field(
         [], "Further module names to shard as FSDP units of their own."
     )
-    foundation: dict[str, Any] = field({}, "Further configuration of a foundation model.")
+    foundation: dict[str, Any] = field(
+        {}, "Entries that replace those of config.json, such as rope_parameters."
+    )
     encoders: dict[str, Any] = field({}, "Multimodal encoders by kind (image, video, audio).")
 
     @model_validator(mode="after")

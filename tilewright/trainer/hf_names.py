@@ -5,7 +5,9 @@ Reading fuses parameters, and writing splits them again, bit for bit.
 
 from __future__ import annotations
 
+import difflib
 import pathlib
+from typing import Any
 
 import torch
 
@@ -15,11 +17,31 @@ from tilewright.trainer.model_config import ModelConfig
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def load_config(path: str | pathlib.Path) -> ModelConfig:
-    """Reads a folder with config.json, or the file itself. Raises ValueError for an unsupported
-    model.
+def load_config(path: str | pathlib.Path, foundation: dict[str, Any] | None = None) -> ModelConfig:
+    """Reads a folder with config.json, or the file itself.
+
+    foundation: entries that replace those of the file. Raises ValueError for an unsupported model,
+    and for an entry that changes nothing.
     """
-    return ModelConfig.from_hf(read_config(path))
+    given = foundation or {}
+    config = ModelConfig.from_hf({**read_config(path), **given})
+    read = config.to_hf()
+    for name, value in given.items():
+        if name not in read:
+            near = difflib.get_close_matches(name, read, 1)
+            raise ValueError(
+                f"model.foundation: {name} is no entry that a {config.model_type} model is made from"
+                + (f"; did you mean {near[0]}?" if near else "")
+            )
+        there = read[name]
+        if isinstance(value, dict) and isinstance(there, dict):
+            there = {k: there.get(k) for k in value}
+        if there != value:
+            raise ValueError(
+                f"model.foundation: {name} = {value!r} would be {there!r} all the same; give the "
+                "entry that config.json has for it"
+            )
+    return config
 
 
 def local_folder(path: str) -> str:

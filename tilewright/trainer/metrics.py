@@ -1,5 +1,5 @@
-"""Reports of a run: a progress bar or key=value lines, metrics.jsonl always, Weights & Biases if
-configured.
+"""Reports of a run: a progress bar or key=value lines, and metrics.jsonl; if configured, Weights &
+Biases, TensorBoard and a picture of the loss.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
+import resource
 import sys
 import time
 from typing import Any
@@ -14,10 +15,35 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from tilewright import platform
 from tilewright.trainer.config import Train
 
-# Dense bf16 peak, FLOP/s, from NVIDIA's data sheets (without sparsity): the denominator of MFU.
-PEAK = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
+# Dense bf16 peak, FLOP/s, from NVIDIA's data sheets (without sparsity): the denominator of MFU. The
+# first name that the device's has in it counts.
+PEAK = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+}
+
+
+def _peak() -> tuple[float | None, str]:
+    """The device's peak, FLOP/s, if it is known, and its name."""
+    name = platform.device_name("cuda" if torch.cuda.is_available() else "cpu")
+    return next((peak for device, peak in PEAK.items() if device in name), None), name
+
+
+def _memory_gb() -> float:
+    """The most memory so far, GB (10^9 bytes): what PyTorch allocated on a GPU, or the resident set
+    of a process on a CPU.
+    """
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def _show(value: Any) -> str:
@@ -49,11 +75,13 @@ class Metrics:
         """steps: (done, total).   tokens: of the steps done.   work: FLOPs per token, and devices.
         settings: of the run, for Weights & Biases.
         """
-        (start, total), (self.flops, self.devices) = steps, work
-        self.train, self.main = train, main
-        self.last, self.tokens = time.perf_counter(), tokens
+        (self.start, self.total), (self.flops, self.devices) = steps, work
+        self.train, self.main, self.tokens = train, main, tokens
+        self.began = self.last = time.perf_counter()
+        self.peak, self.device = _peak()
         if not main:
             return
+        start, total = steps
         folder = pathlib.Path(self.train.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
@@ -78,6 +106,23 @@ class Metrics:
                 tags=self.train.wandb_tags,
                 config=settings,
             )
+        self.board = None
+        if self.train.use_tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # A run that resumes hides what an earlier one logged of the same steps.
+            purge = start + 1 if start else None
+            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=purge, flush_secs=10)
+
+    def basis(self) -> str:
+        """The formula of MFU with its numbers, or why it is not reported."""
+        if self.peak is None:
+            return f"mfu: not reported, since the peak of {self.device} is not known"
+        return (
+            f"mfu: tokens_per_second x {self.flops:.4g} FLOPs per token (forward and backward, "
+            "without recomputation; attention as of one document in a bin) / "
+            f"({self.devices} x {self.peak:.4g} FLOP/s, the dense bf16 peak of {self.device})"
+        )
 
     def step(self, step: int, tokens: int, **values: float) -> None:
         """Reports optimizer step `step` (from 1), in which all ranks together processed `tokens`,
@@ -95,18 +140,22 @@ class Metrics:
             "tokens_per_second": tokens / seconds,
             "seconds": seconds,
         }
-        if torch.cuda.is_available():
-            row["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-            peak = next(
-                (p for name, p in PEAK.items() if name in torch.cuda.get_device_name()), None
-            )
-            if peak:
-                row["mfu"] = tokens * self.flops / seconds / (peak * self.devices)
+        if self.peak is not None:
+            row["mfu"] = tokens * self.flops / seconds / (self.peak * self.devices)
+        row["memory_gb"] = _memory_gb()
+        # With evaluations and checkpoints, as in the steps of this run so far.
+        row["seconds_left"] = (now - self.began) / (step - self.start) * (self.total - step)
         self.write(row)
         if not self.bar.disable:
-            self.bar.set_postfix(
-                {k: _show(row[k]) for k in ("loss", "lr", "grad_norm", "tokens_per_second")}
-            )
+            shown = {
+                "loss": "loss",
+                "lr": "lr",
+                "norm": "grad_norm",
+                "tok/s": "tokens_per_second",
+                "mfu": "mfu",
+                "GB": "memory_gb",
+            }
+            self.bar.set_postfix({k: _show(row[of]) for k, of in shown.items() if of in row})
             self.bar.update()
         elif self.train.log_format == "structured" or step % self.every == 0 or step == 1:
             self.say(" ".join(f"{k}={_show(v)}" for k, v in row.items()))
@@ -127,6 +176,9 @@ class Metrics:
             "eval_loss" in row or row["step"] % self.train.wandb_log_interval == 0
         ):
             self.wandb.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
+        if self.board is not None:
+            for name in row.keys() - {"step"}:
+                self.board.add_scalar(name, row[name], row["step"])
 
     def say(self, line: str) -> None:
         if self.main:
@@ -139,3 +191,25 @@ class Metrics:
             self.file.close()
             if self.wandb is not None:
                 self.wandb.finish()
+            if self.board is not None:
+                self.board.close()
+            if self.train.plot_loss:
+                folder = pathlib.Path(self.train.output_dir)
+                draw(_rows(folder / "metrics.jsonl"), folder / "loss.png")
+
+
+def draw(rows: list[dict[str, Any]], target: pathlib.Path) -> None:
+    """A picture of the loss of training and evaluation by optimizer steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="tight")
+    axes = figure.subplots()
+    for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o-")):
+        points = [(r["step"], r[key]) for r in rows if key in r]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, linewidth=1, label=label)
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    figure.savefig(target)

@@ -1,6 +1,9 @@
 """YAML and `--section.field value` into a pydantic model, with every error reported at once.
 
-Independent of the fields' meanings, which are in `config.py` and `rules.py`.
+Independent of the fields' meanings, which are in `config.py` and `rules.py`. Written here, since
+pydantic-settings and argparse end at the first unknown argument, before any error of the file and
+with no suggestion, and OmegaConf takes an unknown key for a new one; neither changes an entry of a
+list (`--data.datasets.0.path`).
 """
 
 from __future__ import annotations

@@ -69,20 +69,42 @@ def markdown(
 
 
 def schema(model: type[BaseModel]) -> str:
-    """JSON schema, for editors."""
-    return json.dumps(model.model_json_schema(), indent=1)
+    """JSON schema, for editors. What fields need of each other is not in it."""
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return json.dumps(dialect | model.model_json_schema(), indent=1)
 
 
-def explain(model: type[BaseModel], path: str, needs: list[str]) -> str:
-    """Type, default and meaning of one field, and the requirements of its values. Raises KeyError
-    for an unknown path.
+LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def limits(field: Any) -> str:
+    """The range of a number, or the least length of a list; "" without one."""
+    found = [
+        f"{words} {getattr(limit, name)}"
+        for limit in field.metadata
+        for name, words in LIMITS.items()
+        if hasattr(limit, name)
+    ]
+    found += [f"{m.min_length} or more long" for m in field.metadata if hasattr(m, "min_length")]
+    return ", ".join(found)
+
+
+def explain(
+    model: type[BaseModel],
+    path: str,
+    needs: list[str],
+    difference: tuple[str, str] | None = None,
+) -> str:
+    """Type, range, default and meaning of one field, the requirements of its values, and its
+    difference from xorl's documentation. Raises KeyError for an unknown path.
     """
     field = leaves(model)[path]
     lines = [
         path,
-        f"  type:    {kind(field.annotation)}",
+        f"  type:    {kind(field.annotation)}{', ' * bool(limits(field))}{limits(field)}",
         f"  default: {_default(field)}",
         f"  meaning: {field.description}",
-        *(f"  needs:   {sentence}" for sentence in needs),
+        *(f"  rule:    {sentence}" for sentence in needs),
+        *([f"  in xorl: {difference[0]}; here: {difference[1]}"] if difference else []),
     ]
     return "\n".join(lines)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 # path -> why only the default, or what ACCEPTED lists, is accepted.
 REFUSED: dict[str, str] = {
-    "model.deepep_async_combine": "what combine returns is read at once, so there is nothing to "
-    "overlap it with",
-    "model.foundation": "only text models are in this version, configured by config.json alone",
-    "model.encoders": "only text models are in this version",
+    "model.deepep_async_combine": "the next layer's norm reads what combine returns, so nothing "
+    "could be computed meanwhile",
+    "model.encoders": "samples are tokens alone: none has an image, a video or a sound that an "
+    "encoder could read",
     "data.sample_packing_mp_start_method": "packing runs in the main process, so nothing would "
     "use it",
-    "train.init_device": "NPU devices are not supported",
+    "train.init_device": "no op and no process group here runs on NPUs",
 }
 ACCEPTED = {
     "train.init_device": ("auto", "cpu", "cuda", "meta"),

@@ -67,12 +67,13 @@ def needs(path: str, config: Config) -> Iterator[str]:
         yield f"any value but {neutral} needs train.data_parallel_mode = fsdp2"
     section, _, name = path.partition(".")
     if section == "lora" and name in LORA_ONLY:
-        yield f"lora.{LORA_ONLY[name]} = true"
+        yield f"any value but the default needs lora.{LORA_ONLY[name]} = true"
     for _, paths, sentence in _relations(config):
         # A sentence about this machine is None if there is nothing to say.
         if path in paths.split() and sentence != "None":
             others = [p for p in paths.split() if p != path]
-            yield f"with {', '.join(others)}: {sentence}" if others else sentence
+            some = f"refused with some values of {', '.join(others)}: " if others else ""
+            yield some + sentence
 
 
 def _dataset(at: str, entry: Dataset) -> Iterator[Problem]:
@@ -279,8 +280,13 @@ def _train(config: Config) -> Iterator[tuple[bool, str, str]]:
         "train.allow_cuda_launch_blocking",
         "CUDA_LAUNCH_BLOCKING is set, which slows training down; unset it",
     )
-    wandb = platform.no_module("wandb")
-    yield t.use_wandb and wandb is not None, "train.use_wandb", str(wandb)
+    for name, package in (
+        ("use_wandb", "wandb"),
+        ("use_tensorboard", "tensorboard"),
+        ("plot_loss", "matplotlib"),
+    ):
+        missing = platform.no_module(package)
+        yield getattr(t, name) and missing is not None, f"train.{name}", str(missing)
     yield (
         t.profile_end_step <= t.profile_start_step,
         "train.profile_end_step train.profile_start_step",

@@ -14,13 +14,15 @@ if __name__ == "__main__":
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import pathlib
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -34,6 +36,7 @@ from tilewright.trainer.compiling import compiled_parts
 from tilewright.trainer.config import Config, ConfigError, from_command_line, resolved
 from tilewright.trainer.engine import Engine, NotFinite, Sums, reproducible
 from tilewright.trainer.housekeeping import Housekeeping
+from tilewright.trainer.interrupts import Interrupts, Stopped
 from tilewright.trainer.loss import language_modeling
 from tilewright.trainer.mesh import Mesh, device_of, join
 from tilewright.trainer.metrics import Metrics
@@ -45,24 +48,24 @@ log = logging.getLogger("tilewright")
 
 def train(config: Config, mesh: Mesh) -> None:
     """Trains. Raises KeyboardInterrupt with a sentence if the run is interrupted."""
-    t = config.train
+    t, interrupts = config.train, Interrupts(mesh)
     with (
         reproducible(t.seed + mesh.rank, t.enable_full_determinism),
         checkpoint.claim(t.output_dir, mesh),
     ):
         run = prepare(config, mesh)
         with run.interruptible():
-            loop(run)
+            loop(run, interrupts)
             run.export()
         run.metrics.close()
 
 
-def loop(run: Run) -> None:
+def loop(run: Run, interrupts: Interrupts) -> None:
     t, lora, engine, plan = run.config.train, run.config.lora, run.engine, run.plan
     steps = run.batches.steps()
     if run.done == 0:
         run.evaluate()
-    with Housekeeping(t, run.mesh).running() as housekeeping:
+    with interrupts.watched(), Housekeeping(t, run.mesh).running() as housekeeping:
         for step in range(run.done, plan.total):
             adapters.before_step(engine.model, lora, t.seed, step)
             before, batches = run.batches.tokens, next(steps)
@@ -73,9 +76,14 @@ def loop(run: Run) -> None:
             with run.refusing(step + 1):
                 norm = engine.optim_step(plan.factor(step), t.max_grad_norm)
             run.done = step + 1
+            if adapters.merges(lora, run.done):
+                # Quantized weights do not show that they were merged with what is not finite.
+                run.saver.check(run.done, engine.model, engine.optimizer, "nothing is merged")
             adapters.after_step(engine.model, engine.optimizer, lora, t.seed, run.done)
             run.report(sums, norm, run.batches.tokens - before)
             housekeeping.after(run.done)
+            if (signum := interrupts.asked()) and run.done < plan.total:
+                run.stop(signum)
             if plan.saves(run.done) or plan.ends_epoch(run.done):
                 run.evaluate()
             if plan.saves(run.done):
@@ -112,7 +120,10 @@ class Run:
             cp=self.mesh.context,
             tp=self.mesh.layout.tp,
         )
-        self.metrics.evaluation(self.done, self.engine.evaluate(batches, language_modeling))
+        loss = self.engine.evaluate(batches, language_modeling)
+        if not math.isfinite(loss):
+            self.give_up(f"step {self.done}: the loss of evaluation is {loss}, so it is not saved")
+        self.metrics.evaluation(self.done, loss)
 
     def report(self, sums: Sums, norm: float, tokens: int) -> None:
         lr = self.config.train.lr * self.plan.factor(self.done - 1)
@@ -128,6 +139,17 @@ class Run:
         self.engine.save(self.saver, self.done, state)
         self.metrics.restart_clock()
 
+    def stop(self, signum: int) -> NoReturn:
+        """Saves the step that is done, and ends the run, since some rank has got this signal."""
+        self.save()
+        self.saver.finish()
+        self.metrics.close()
+        raise Stopped(
+            signum,
+            f"{signal.Signals(signum).name} after step {self.done} of {self.plan.total}: "
+            f"{self.saver.last} is written",
+        )
+
     def export(self) -> None:
         """Waits for the last checkpoint, and writes Hugging Face's files beside it."""
         self.saver.finish()
@@ -140,15 +162,19 @@ class Run:
         try:
             yield
         except NotFinite as error:
-            self.saver.finish()
-            raise ValueError(
-                f"step {step}: the {error}, so the step was not taken; {self.saver.go_on()}"
-            ) from error
+            self.give_up(f"step {step}: the {error}, so the step was not taken")
+
+    def give_up(self, why: str) -> NoReturn:
+        """Waits for the last checkpoint, and ends the run with how to continue."""
+        self.saver.finish()
+        raise ValueError(f"{why}; {self.saver.go_on()}") from None
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
         try:
             yield
+        except Stopped:
+            raise
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
                 f"interrupted after step {self.done}; {self.saver.interrupted()}"
@@ -161,7 +187,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     """
     m, t = config.model, config.train
     folders = earlier(config)
-    shape = hf.load_config(hf.local_folder(m.config_path))
+    shape = hf.load_config(hf.local_folder(m.config_path), m.foundation)
     # Checked now, not after the last step: a missing tokenizer or an unsupported dtype.
     export_as = exported(config)
     dtype = compute_dtype(t)
@@ -196,6 +222,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     )
     for line in summary(config, mesh, engine, batches, plan):
         metrics.say(line)
+    metrics.say(metrics.basis())
     metrics.say("ops: " + " ".join(f"{k}={v}" for k, v in chosen.items()))
     numerics = dataclasses.asdict(ops.numerics)
     metrics.say("numerics: " + " ".join(f"{k}={v}" for k, v in numerics.items()))
@@ -308,13 +335,13 @@ GONE = re.compile("(closed|reset) by peer|likely closed|remote process exited")
 @platform.command
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0; 1 and one sentence for errors that a user can fix; 2 for the
-    configuration; 130 if interrupted.
+    configuration; 130 for Ctrl-C, 143 for SIGTERM.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     only_plan, world, argv = asked_plan(sys.argv[1:] if argv is None else argv)
     # Exits with 2 and every error, or with 0 after --help.
     config = from_command_line(argv, options=OPTIONS)
-    mesh, interrupted = Mesh(), False
+    mesh, stays = Mesh(), False
     rank, size, local = platform.launched() or (0, 1, 0)
     device = device_of(local)
     try:
@@ -330,16 +357,18 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
-        interrupted = True
-        if mesh.main:
-            last = checkpoint.find(config.train.output_dir, "auto")
-            print(
-                str(interrupt)
-                or f"interrupted; the last whole checkpoint of this folder is {last}",
-                file=sys.stderr,
-            )
-        return 130
+        stays = True
+        said = str(interrupt) or "interrupted before the first step"
+        if isinstance(interrupt, Stopped):
+            again = [*argv, "--train.load_checkpoint_path", "auto"]
+            said += f"; to go on: {platform.launch_line('tilewright.trainer.train', again)}"
+        # torchrun shows it for a rank that no signal has reached, and that ends like the others.
+        platform.report_failure(said, later=False)
+        if rank == 0:
+            print(said, file=sys.stderr)
+        return getattr(interrupt, "code", 130)
     except Exception as error:
+        stays = mesh.size > 1
         # Errors that a user can fix are one sentence; others keep their traceback.
         mendable = isinstance(error, ImplementationUnavailable | OSError | ValueError)
         if victim := isinstance(error, RuntimeError) and GONE.search(str(error)) is not None:
@@ -353,15 +382,18 @@ def main(argv: list[str] | None = None) -> int:
         log.debug("", exc_info=True)
         return 1
     finally:
-        # Not after an interrupt: other processes, and a thread that writes a checkpoint, may be
-        # using the group.
-        if dist.is_initialized() and not interrupted:
+        # Not where other processes, or a thread that writes a checkpoint, may be using the group.
+        if dist.is_initialized() and not stays:
             dist.destroy_process_group()
     return 0
 
 
 if __name__ == "__main__":
-    code = main()
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     # All is written. Threads of communication and data libraries can outlive the interpreter, and

@@ -202,6 +202,12 @@ class Train(Section):
     wandb_name: str | None = field(None, "W&B run name.")
     wandb_tags: list[str] | None = field(None, "W&B tags.")
     wandb_log_interval: int = field(1, "Log to W&B every so many steps.", ge=1)
+    use_tensorboard: bool = field(
+        False, "Log to TensorBoard: event files in output_dir/tensorboard."
+    )
+    plot_loss: bool = field(
+        False, "Draw output_dir/loss.png at the end: the loss of training and evaluation."
+    )
     # profiling
     enable_profiling: bool = field(False, "Run PyTorch's profiler.")
     profile_start_step: int = field(1, "First step that is profiled.", ge=0)
