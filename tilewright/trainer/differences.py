@@ -80,11 +80,12 @@ DIFFERENCES: dict[str, tuple[str, str]] = {
     ),
     "data.dataset_num_proc": (
         "XORL_DATASET_NUM_PROC, or the processors",
-        "starting some takes longer than small data",
+        "TILEWRIGHT_DATASET_NUM_PROC, or the processors, from 64 MiB of data on; starting some "
+        "takes longer than small data",
     ),
     "data.sample_packing_mp_start_method": (
         "a start method",
-        "packing takes seconds in one process",
+        "the same; null packs in one process, which takes seconds for a million samples",
     ),
     "train.init_device": (
         "cuda",

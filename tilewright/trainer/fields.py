@@ -124,7 +124,8 @@ class Data(Section):
     sample_packing_group_size: int = field(100000, "Samples that multipack packs together.", ge=1)
     sample_packing_sequentially: bool | None = field(None, "true: sequential whatever the method.")
     sample_packing_mp_start_method: Literal["fork", "spawn", "forkserver"] | None = field(
-        None, "Start method of packing processes."
+        None,
+        "Pack the groups of multipack in processes that are started so; null: in this process.",
     )
     eval_sample_packing: bool | None = field(None, "false: one document a bin in evaluation.")
     dataloader_num_workers: int = field(0, "Worker processes that read batches; 0: none.", ge=0)
@@ -147,7 +148,10 @@ class Data(Section):
     shuffle_merged_datasets: bool = field(True, "Shuffle all samples, and the bins in every epoch.")
     shuffle_before_merging_datasets: bool = field(True, "Shuffle each dataset before merging.")
     dataset_num_proc: int | None = field(
-        None, "Processes for preparation; null: this one alone.", ge=1
+        None,
+        "Processes for preparation; null: TILEWRIGHT_DATASET_NUM_PROC or the number of CPUs for a "
+        "dataset of more than 64 MiB, this process alone for a smaller one.",
+        ge=1,
     )
     dataset_shard_num: int | None = field(
         None, "Take one of this many parts of every dataset.", ge=1

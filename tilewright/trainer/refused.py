@@ -8,8 +8,6 @@ REFUSED: dict[str, str] = {
     "overlap it with",
     "model.foundation": "only text models are in this version, configured by config.json alone",
     "model.encoders": "only text models are in this version",
-    "data.sample_packing_mp_start_method": "packing runs in the main process, so nothing would "
-    "use it",
     "train.init_device": "NPU devices are not supported",
 }
 ACCEPTED = {

@@ -122,6 +122,12 @@ def _model_and_data(config: Config) -> Iterator[tuple[bool, str, str]]:
         "data.dataloader_prefetch_factor data.dataloader_num_workers",
         "without workers it must be null",
     )
+    yield (
+        data.sample_packing_mp_start_method is not None
+        and (data.sample_packing_method != "multipack" or bool(data.sample_packing_sequentially)),
+        "data.sample_packing_mp_start_method data.sample_packing_method",
+        "only multipack packs groups, in processes or not",
+    )
     size = data.val_set_size
     yield (
         size is not None and not (0 < size < 1 if isinstance(size, float) else size >= 1),
