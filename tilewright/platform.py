@@ -58,6 +58,16 @@ def env_flag(name: str) -> bool:
     return os.environ.get(name, "") not in ("", "0", "false", "False")
 
 
+def dataset_processes() -> int | None:
+    """The number in TILEWRIGHT_DATASET_NUM_PROC, if any. Raises ValueError if it is not one."""
+    given = os.environ.get("TILEWRIGHT_DATASET_NUM_PROC", "")
+    if given and not (given.isdecimal() and int(given) >= 1):
+        raise ValueError(
+            f"TILEWRIGHT_DATASET_NUM_PROC = {given}: must be a number of processes, 1 or more"
+        )
+    return int(given) if given else None
+
+
 def interpreting() -> bool:
     """True when Triton kernels run in Triton's interpreter, on CPU tensors."""
     return env_flag("TRITON_INTERPRET")

@@ -25,7 +25,6 @@ pytest.importorskip("pydantic")
 pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
 
-import datasets  # noqa: E402
 from torch.distributed.pipelining import PipelineStage  # noqa: E402
 
 from tilewright import ops as tw  # noqa: E402
@@ -36,11 +35,13 @@ from tilewright.trainer import (  # noqa: E402
     hf,
     housekeeping,
     ops_choice,
+    packing,
     pipeline,
     recompute,
     stages,
     train,
 )
+from tilewright.trainer import prepare as preparing  # noqa: E402
 from tilewright.trainer.config import Config, ConfigError, load  # noqa: E402
 from tilewright.trainer.field_tree import kind, leaves  # noqa: E402
 from tilewright.trainer.mesh import Mesh, layout_of  # noqa: E402
@@ -153,6 +154,13 @@ ROWS = [
     row("data.sample_packing_group_size", 3, "losses", data__sample_packing_method="multipack"),
     row(
         "data.sample_packing_sequentially", True, "losses", data__sample_packing_method="multipack"
+    ),
+    row(
+        "data.sample_packing_mp_start_method",
+        "fork",
+        "packing_processes",
+        data__sample_packing_method="multipack",
+        data__sample_packing_group_size=3,
     ),
     row("data.eval_sample_packing", False, "loaders", **EVAL),
     row("data.dataloader_num_workers", 1, "loaders"),
@@ -491,7 +499,12 @@ def spies(seen):
             keep("shapes", lambda self, given, loss: [b["input_ids"].shape[1] for b in given]),
         )
         spy(gc, "collect", keep("collected", lambda *a, **k: 1))
-        spy(datasets.Dataset, "map", keep("prepared", lambda *a, num_proc, **k: num_proc))
+        spy(preparing, "encoded", keep("prepared", lambda job, count: count))
+        spy(
+            packing,
+            "ProcessPoolExecutor",
+            keep("packing_processes", lambda n, mp_context: mp_context.get_start_method()),
+        )
         spy(
             train.Engine,
             "optim_step",

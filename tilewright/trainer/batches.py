@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 
 from tilewright.ops.context_parallel import ContextParallel, shard
@@ -23,23 +24,44 @@ from tilewright.trainer.config import Data, Train
 from tilewright.trainer.loss import IGNORE
 
 
+def lengths_of(dataset) -> np.ndarray:
+    """The number of tokens of each sample, int64, from Arrow's offsets: no token is read."""
+    stored = dataset.data.column("input_ids")
+    lengths = np.concatenate(
+        [np.empty(0, np.int64)]
+        + [pc.list_value_length(chunk).to_numpy(zero_copy_only=False) for chunk in stored.chunks]
+    ).astype(np.int64)
+    # The datasets package has no public name for the rows of a selection or shuffle.
+    rows = dataset._indices
+    return lengths if rows is None else lengths[rows.column(0).to_numpy()]
+
+
 class Bins(torch.utils.data.Dataset):
     """A data set packed into bins. bins[i] is a list of (input_ids, labels)."""
 
     def __init__(self, dataset, data: Data, *, packed: bool = True):
         self.dataset, self.data = dataset.with_format("numpy"), data
-        self.lengths = lengths = np.array([len(x) for x in dataset["input_ids"]], dtype=np.int64)
+        self.lengths = lengths = lengths_of(dataset)
         self.tokens = int(lengths.sum())
         if packed:
             method = (
                 "sequential" if data.sample_packing_sequentially else data.sample_packing_method
             )
             self.bins = packing.pack(
-                lengths, data.sample_packing_sequence_len, method, data.sample_packing_group_size
+                lengths,
+                data.sample_packing_sequence_len,
+                method,
+                data.sample_packing_group_size,
+                data.sample_packing_mp_start_method,
             )
         else:
             self.bins = [np.array([i]) for i in range(len(lengths))]
         self.sizes = np.array([lengths[b].sum() for b in self.bins], dtype=np.int64)  # tokens
+
+    @property
+    def full(self) -> float:
+        """The part of the bins that holds tokens."""
+        return self.tokens / max(1, len(self) * self.data.sample_packing_sequence_len)
 
     def identity(self) -> dict[str, int | str]:
         """The compatibility key of a position in these bins."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import pathlib
 from typing import Any
@@ -21,6 +22,8 @@ from tilewright.trainer.ops_choice import Numerics, Ops, attention_request
 from tilewright.trainer.optim import build_optimizer
 from tilewright.trainer.parallel import parallelize, wrap_ddp
 from tilewright.trainer.pipeline import Pipeline
+
+log = logging.getLogger("tilewright")
 
 
 def compute_dtype(train: Train) -> torch.dtype:
@@ -132,12 +135,12 @@ def build_data(config: Config, mesh: Mesh, vocab: int) -> tuple[Batches, Bins | 
         prepare(d.datasets, config, tokenizer, vocab, **options), d.val_set_size, config.train.seed
     )
     if d.test_datasets:
-        import datasets
-
-        test = prepare(d.test_datasets, config, tokenizer, vocab, shuffle=False, **options)
-        held = test if held is None else datasets.concatenate_datasets([held, test])
+        held = prepare(d.test_datasets, config, tokenizer, vocab, shuffle=False, **options)
+    bins = Bins(training, d)
+    if mesh.main:
+        log.info("packing: %d bins, %.1f %% full", len(bins), 100 * bins.full)
     batches = Batches(
-        Bins(training, d),
+        bins,
         d,
         config.train,
         rank=mesh.batch_rank,

@@ -74,7 +74,7 @@ DIFFERENCES: dict[str, tuple[str, str]] = {
     ),
     "data.datasets.type": (
         "tokenized only",
-        "text is ours: raw text, tokenized on preparation with tokenizer_path",
+        "text, chat and prompt_completion are ours: tokenized on preparation with tokenizer_path",
     ),
     "data.datasets.max_seq_len": (
         "truncate and filter",
@@ -94,11 +94,12 @@ DIFFERENCES: dict[str, tuple[str, str]] = {
     ),
     "data.dataset_num_proc": (
         "XORL_DATASET_NUM_PROC, or the processors",
-        "starting some takes longer than small data",
+        "TILEWRIGHT_DATASET_NUM_PROC, or the processors, from 64 MiB of data on; starting some "
+        "takes longer than small data",
     ),
     "data.sample_packing_mp_start_method": (
         "a start method",
-        "packing takes seconds in one process",
+        "the same; null packs in one process, which takes seconds for a million samples",
     ),
     "train.init_device": (
         "cuda",

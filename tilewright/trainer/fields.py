@@ -86,9 +86,12 @@ class Dataset(Section):
         "File, folder, Hub id, s3://, gs://, abfs:// or https:// address (which need the extra s3, "
         "gs, abfs or http), or dummy.",
     )
-    type: Literal["tokenized", "text"] = field(
+    type: Literal["tokenized", "text", "chat", "prompt_completion"] = field(
         "tokenized",
-        "tokenized: rows with input_ids and, if there, labels; text: tokenized on preparation.",
+        "tokenized: rows with input_ids and, if there, labels; text: rows with text, tokenized; "
+        "chat: rows with messages, rendered by the tokenizer's chat template, loss on the "
+        "assistant's answers; prompt_completion: rows with prompt and completion, loss on the "
+        "completion.",
     )
     name: str | None = field(None, "Configuration (subset) of a Hub dataset.")
     split: str | None = field(
@@ -104,7 +107,7 @@ class Dataset(Section):
     )
     max_seq_len: int | None = field(
         None,
-        "Tokens kept of a longer sample (tokenized), or tokens of a piece of a document (text).",
+        "Tokens kept of a longer sample (text: of a piece of a document).",
         ge=2,
     )
     shards: int | None = field(None, "Take one of this many parts of the dataset.", ge=1)
@@ -126,7 +129,8 @@ class Data(Section):
     sample_packing_group_size: int = field(100000, "Samples that multipack packs together.", ge=1)
     sample_packing_sequentially: bool | None = field(None, "true: sequential whatever the method.")
     sample_packing_mp_start_method: Literal["fork", "spawn", "forkserver"] | None = field(
-        None, "Start method of packing processes."
+        None,
+        "Pack the groups of multipack in processes that are started so; null: in this process.",
     )
     eval_sample_packing: bool | None = field(None, "false: one document a bin in evaluation.")
     dataloader_num_workers: int = field(0, "Worker processes that read batches; 0: none.", ge=0)
@@ -149,7 +153,10 @@ class Data(Section):
     shuffle_merged_datasets: bool = field(True, "Shuffle all samples, and the bins in every epoch.")
     shuffle_before_merging_datasets: bool = field(True, "Shuffle each dataset before merging.")
     dataset_num_proc: int | None = field(
-        None, "Processes for preparation; null: this one alone.", ge=1
+        None,
+        "Processes for preparation; null: TILEWRIGHT_DATASET_NUM_PROC or the number of CPUs for a "
+        "dataset of more than 64 MiB, this process alone for a smaller one.",
+        ge=1,
     )
     dataset_shard_num: int | None = field(
         None, "Take one of this many parts of every dataset.", ge=1

@@ -4,6 +4,11 @@ the same bins.
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+
 import numpy as np
 
 
@@ -20,31 +25,60 @@ def sequential(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
     return bins
 
 
-def multipack(lengths: np.ndarray, capacity: int, group_size: int) -> list[np.ndarray]:
+def multipack(
+    lengths: np.ndarray, capacity: int, group_size: int, mp_start_method: str | None = None
+) -> list[np.ndarray]:
     """First-fit decreasing within groups of `group_size` documents (longest first; ties in
     order).
+
+    mp_start_method: pack the groups in as many processes as there are CPUs.
     """
-    bins = []
-    for first in range(0, len(lengths), group_size):
-        group = lengths[first : first + group_size]
-        contents: list[list[int]] = []
-        room = np.empty(len(group), dtype=np.int64)
-        for i in np.argsort(-group, kind="stable"):
-            fits = np.flatnonzero(room[: len(contents)] >= group[i])
-            if len(fits):
-                target = fits[0]
-            else:
-                target = len(contents)
-                contents.append([])
-                room[target] = capacity
-            contents[target].append(first + int(i))
-            room[target] -= group[i]
-        bins += [np.array(sorted(c)) for c in contents]
-    return bins
+    starts = range(0, len(lengths), group_size)
+    groups = [lengths[i : i + group_size] for i in starts]
+    fit = functools.partial(first_fit_decreasing, capacity=capacity)
+    if mp_start_method is None or len(groups) == 1:
+        packed = map(fit, groups)
+    else:
+        context = multiprocessing.get_context(mp_start_method)
+        count = min(len(groups), len(os.sched_getaffinity(0)))
+        with ProcessPoolExecutor(count, mp_context=context) as pool:
+            packed = list(pool.map(fit, groups))
+    return [b + start for start, bins in zip(starts, packed, strict=True) for b in bins]
+
+
+def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
+    """The bins of one group. A tree over the bins holds the most room below each node, so that the
+    first bin with room is found in log2(bins) steps; bins without documents have all their room.
+    """
+    leaves = 1 << max(0, len(lengths) - 1).bit_length()
+    room = [capacity] * (2 * leaves)
+    contents: list[list[int]] = []
+    order = np.argsort(-lengths, kind="stable")
+    for i, n in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        node = 1
+        while node < leaves:
+            node *= 2
+            if room[node] < n:
+                node += 1
+        if node - leaves == len(contents):
+            contents.append([])
+        contents[node - leaves].append(i)
+        room[node] -= n
+        while node > 1:
+            node //= 2
+            most = max(room[2 * node], room[2 * node + 1])
+            if room[node] == most:
+                break
+            room[node] = most
+    return [np.array(sorted(c)) for c in contents]
 
 
 def pack(
-    lengths: np.ndarray, capacity: int, method: str = "sequential", group_size: int = 100_000
+    lengths: np.ndarray,
+    capacity: int,
+    method: str = "sequential",
+    group_size: int = 100_000,
+    mp_start_method: str | None = None,
 ) -> list[np.ndarray]:
     """Indices of the documents of each bin. Every document is in exactly one bin, and no bin
     exceeds `capacity`.
@@ -59,5 +93,5 @@ def pack(
     if method == "sequential":
         return sequential(lengths, capacity)
     if method == "multipack":
-        return multipack(lengths, capacity, group_size)
+        return multipack(lengths, capacity, group_size, mp_start_method)
     raise ValueError(f"method must be sequential or multipack, got {method!r}")

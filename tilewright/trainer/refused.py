@@ -8,8 +8,6 @@ REFUSED: dict[str, str] = {
     "could be computed meanwhile",
     "model.encoders": "samples are tokens alone: none has an image, a video or a sound that an "
     "encoder could read",
-    "data.sample_packing_mp_start_method": "packing runs in the main process, so nothing would "
-    "use it",
     "train.init_device": "no op and no process group here runs on NPUs",
 }
 ACCEPTED = {

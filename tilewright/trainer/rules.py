@@ -95,7 +95,7 @@ def _dataset(at: str, entry: Dataset) -> Iterator[Problem]:
         for name in ("name", "split", "revision", "data_files", "ds_type"):
             if getattr(entry, name) is not None:
                 yield Problem((f"{at}{name}", f"{at}path"), "dummy data is not read from anywhere")
-        if entry.type == "text":
+        if entry.type != "tokenized":
             yield Problem((f"{at}type", f"{at}path"), "dummy data is tokenized already")
     elif "://" in entry.path or pathlib.Path(entry.path).exists():
         for name in ("name", "revision"):
@@ -122,6 +122,12 @@ def _model_and_data(config: Config) -> Iterator[tuple[bool, str, str]]:
         not data.dataloader_num_workers and data.dataloader_prefetch_factor is not None,
         "data.dataloader_prefetch_factor data.dataloader_num_workers",
         "without workers it must be null",
+    )
+    yield (
+        data.sample_packing_mp_start_method is not None
+        and (data.sample_packing_method != "multipack" or bool(data.sample_packing_sequentially)),
+        "data.sample_packing_mp_start_method data.sample_packing_method",
+        "only multipack packs groups, in processes or not",
     )
     size = data.val_set_size
     yield (

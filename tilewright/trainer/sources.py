@@ -10,6 +10,7 @@ import numpy as np
 from tilewright import platform
 from tilewright.registry import ImplementationUnavailable
 from tilewright.trainer.config import Data, Dataset
+from tilewright.trainer.rows import Documents, Rows, in_files
 
 FORMATS = {
     ".json": "json",
@@ -93,43 +94,69 @@ def check_sources(entries: list[Dataset], *, cached: bool = False) -> None:
             raise ImplementationUnavailable(f"{entry.path}: {reason}")
 
 
-def read_raw(entry: Dataset, data: Data):
-    import datasets
-
-    path, kind, options = pathlib.Path(entry.path), entry.ds_type, {"token": data.hf_use_auth_token}
+def located(entry: Dataset) -> tuple[str | None, list[str]]:
+    """(format, files) of what an entry names: local paths in the order in which they are read, or
+    addresses. A set that the datasets package saved, and one on the Hub, has no format.
+    """
+    path, kind = pathlib.Path(entry.path), entry.ds_type
     remote = "://" in entry.path
-    if entry.data_files is None and not remote and not path.exists():  # a Hub id
-        options |= {"name": entry.name, "revision": entry.revision, "split": entry.split}
-        try:
-            loaded = datasets.load_dataset(entry.path, **options)
-        except OSError as error:
-            raise FileNotFoundError(
-                f"{entry.path}: no file here, and the Hub does not give it: {error}"
-            ) from error
-        return loaded if entry.split is not None else _only(loaded, entry)
     if entry.data_files is not None:
         if path.is_file():
             raise ValueError(f"{entry.path}: is a file, so data_files cannot be in it")
-        revision = f"@{entry.revision}" if entry.revision else ""
-        base = entry.path if remote or path.is_dir() else f"hf://datasets/{entry.path}{revision}"
         names = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files
-        files = [f"{base.rstrip('/')}/{name}" for name in names]
-    elif remote:
-        kind, files = kind or FORMATS.get(pathlib.PurePath(entry.path).suffix, "json"), [entry.path]
-    elif _saved(path):
+        if not remote and path.is_dir():
+            return kind, [file for name in names for file in _matching(path, name)]
+        revision = f"@{entry.revision}" if entry.revision else ""
+        base = entry.path if remote else f"hf://datasets/{entry.path}{revision}"
+        return kind, [f"{base.rstrip('/')}/{name}" for name in names]
+    if remote:
+        return kind or FORMATS.get(pathlib.PurePath(entry.path).suffix, "json"), [entry.path]
+    if not path.exists():
+        return None, []
+    if path.is_dir() and _saved(path):
         if kind is not None:
             raise ValueError(
                 f"{entry.path}: a saved data set knows its format; leave out ds_type = {kind}"
             )
-        return _only(datasets.load_from_disk(entry.path), entry)
-    else:
-        kind, files = _files(path, kind)
-    if kind == "text":  # one document per file; the library's default is one per line
-        options["sample_by"] = "document"
+        return None, sorted(str(p) for p in path.rglob("*") if p.is_file())
+    return _files(path, kind)
+
+
+def _matching(folder: pathlib.Path, pattern: str) -> list[str]:
+    from datasets.data_files import resolve_pattern
+
     try:
-        return datasets.load_dataset(
-            kind, data_files={"train": files}, split=entry.split or "train", **options
-        )
+        return resolve_pattern(pattern, str(folder.resolve()))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{folder}: holds no file {pattern} (data_files)") from error
+
+
+def read_raw(entry: Dataset, data: Data) -> Rows | Documents:
+    """The rows of an entry. Raises ValueError or OSError with one sentence."""
+    import datasets
+
+    kind, files = located(entry)
+    token = data.hf_use_auth_token
+
+    def by_row(row: int) -> str:
+        return f"{entry.path}: row {row + 1}"
+
+    if kind is None and files:
+        return Rows(_only(datasets.load_from_disk(entry.path), entry), by_row)
+    if kind is None:  # a Hub id
+        options = {"name": entry.name, "revision": entry.revision, "split": entry.split}
+        try:
+            loaded = datasets.load_dataset(entry.path, **options, token=token)
+        except OSError as error:
+            raise FileNotFoundError(
+                f"{entry.path}: no file here, and the Hub does not give it: {error}"
+            ) from error
+        return Rows(loaded if entry.split is not None else _only(loaded, entry), by_row)
+    split = entry.split or "train"
+    try:
+        if kind == "text":
+            return Documents(_selected(_downloaded(files, token), split))
+        loaded = datasets.load_dataset(kind, data_files={"train": files}, split=split, token=token)
     except (
         datasets.exceptions.DatasetGenerationError,
         StopIteration,
@@ -142,8 +169,46 @@ def read_raw(entry: Dataset, data: Data):
         reason = " ".join(str(error).split())[:300]
         raise OSError(f"{entry.path}: cannot be read: {type(error).__name__}: {reason}") from error
 
+    def by_line(row: int) -> str:
+        plain = not any("://" in f or f.endswith(COMPRESSED) for f in files)
+        whole = loaded.info.splits["train"].num_examples
+        return (plain and in_files(files, kind, _absolute(row, split, whole))) or by_row(row)
 
-def dummy(data: Data, vocab: int, seed: tuple[int, ...]):
+    return Rows(loaded, by_line)
+
+
+def _absolute(row: int, split: str, count: int) -> int:
+    """The row of a split's row among all `count` rows."""
+    import datasets
+
+    for part in datasets.ReadInstruction.from_spec(split).to_absolute({"train": count}):
+        if row < part.to - part.from_:
+            return part.from_ + row
+        row -= part.to - part.from_
+    return row
+
+
+def _selected(files: list[str], split: str) -> list[str]:
+    """The files, each of which is a document, of a split."""
+    import datasets
+
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(files)})
+    return [file for part in parts for file in files[part.from_ : part.to]]
+
+
+def _downloaded(files: list[str], token: bool | None) -> list[str]:
+    """Local, decompressed copies of files that are elsewhere, or compressed."""
+    import datasets
+    from datasets.data_files import DataFilesList
+
+    if not any("://" in f or f.endswith(COMPRESSED) for f in files):
+        return files
+    manager = datasets.DownloadManager(download_config=datasets.DownloadConfig(token=token))
+    found = DataFilesList.from_patterns(files, download_config=manager.download_config)
+    return list(manager.iter_files(manager.download_and_extract(list(found))))
+
+
+def dummy(data: Data, vocab: int, seed: tuple[int, ...]) -> Rows:
     """Random documents of random lengths."""
     import datasets
 
@@ -153,4 +218,5 @@ def dummy(data: Data, vocab: int, seed: tuple[int, ...]):
         rng.integers(0, vocab, rng.integers(max(2, longest // 8), longest + 1))
         for _ in range(DUMMY_SAMPLES)
     ]
-    return datasets.Dataset.from_dict({"input_ids": rows})
+    made = datasets.Dataset.from_dict({"input_ids": rows})
+    return Rows(made, lambda row: f"dummy: row {row + 1}")

@@ -1,0 +1,139 @@
+"""The name of a prepared data set: a hash of what it is made from.
+
+Local files and a tokenizer in a folder are known by their contents, whatever their paths and times.
+What is elsewhere is known by its address and by the ETag or commit that its server tells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import pathlib
+from typing import Any
+
+from tilewright.trainer.config import Config, Dataset
+from tilewright.trainer.encode import longest
+from tilewright.trainer.sources import located
+
+log = logging.getLogger("tilewright")
+# Increment when the same settings prepare other data, to invalidate earlier caches.
+PREPARATION = 3
+# Fields that say where data are, or how they are prepared, and not which samples come out.
+WITHOUT = {"path", "preprocess_shards", "trust_remote_code", "max_seq_len"}
+SETTINGS = (
+    "select_columns",
+    "shuffle_merged_datasets",
+    "shuffle_before_merging_datasets",
+    "dataset_shard_num",
+    "dataset_shard_idx",
+)
+
+
+class Notes:
+    """Hashes of files, and what servers have said, kept beside the prepared sets: a file is read
+    again only if its size or time has changed.
+
+    ask: refresh and save them; else (processes that wait for the one that does) use them.
+    """
+
+    def __init__(self, root: pathlib.Path, ask: bool):
+        self.path, self.ask = root / "hashes.json", ask
+        try:
+            self.known: dict[str, Any] = json.loads(self.path.read_text())
+        except (OSError, ValueError):  # a new folder, or a torn file
+            self.known = {}
+
+    def file(self, path: str) -> str:
+        """The hash of a file's contents."""
+        stat, name = os.stat(path), os.path.realpath(path)
+        state = [stat.st_size, stat.st_mtime_ns]
+        if self.known.get(name, [])[:2] != state:
+            with open(path, "rb") as file:
+                self.known[name] = [*state, hashlib.file_digest(file, "sha256").hexdigest()]
+        return self.known[name][2]
+
+    def remote(self, entry: Dataset, config: Config) -> Any:
+        """What the server of an entry's data says about their version; if it cannot be asked, what
+        it said last.
+        """
+        name = json.dumps([entry.path, entry.name, entry.revision, entry.data_files])
+        if self.ask:
+            try:
+                self.known[name] = version(entry, config.data.hf_use_auth_token)
+            except Exception as error:  # readers of URLs raise exceptions without a common base
+                if name in self.known:
+                    log.warning(
+                        "%s: cannot ask whether it has changed (%s); taking it as it was",
+                        entry.path,
+                        type(error).__name__,
+                    )
+        return self.known.get(name)
+
+    def save(self) -> None:
+        if self.ask:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            aside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            aside.write_text(json.dumps(self.known))
+            aside.replace(self.path)
+
+
+def version(entry: Dataset, token: bool | None) -> Any:
+    """The commit of a set on the Hub, or (address, ETag) of each file."""
+    _, files = located(entry)
+    if not files:
+        from huggingface_hub import HfApi
+
+        return HfApi(token=token).dataset_info(entry.path, revision=entry.revision).sha
+    import datasets
+    from datasets.data_files import DataFilesList
+
+    found = DataFilesList.from_patterns(files, download_config=datasets.DownloadConfig(token=token))
+    return [[f, list(map(str, m))] for f, m in zip(found, found.origin_metadata, strict=True)]
+
+
+def cache_key(
+    entries: list[Dataset], config: Config, vocab: int, shuffle: bool, *, ask: bool = True
+) -> str:
+    """Changes whenever the prepared data would."""
+    data = config.data
+    notes = Notes(pathlib.Path(data.dataset_prepared_path), ask)
+
+    def contents(entry: Dataset) -> Any:
+        if entry.path == "dummy":
+            return ["dummy", data.sample_packing_sequence_len]
+        kind, files = located(entry)
+        if files and "://" not in files[0]:
+            return [kind, [[pathlib.PurePath(f).suffix, notes.file(f)] for f in files]]
+        return [kind, entry.path, notes.remote(entry, config)]
+
+    what = [
+        PREPARATION,
+        [[e.model_dump(exclude=WITHOUT), longest(e, data), contents(e)] for e in entries],
+        {k: getattr(data, k) for k in SETTINGS},
+        vocab,
+        shuffle,
+        config.train.seed,
+        _tokenizer(config.model.tokenizer_path, notes)
+        if any(e.type != "tokenized" for e in entries)
+        else None,
+    ]
+    notes.save()
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _tokenizer(path: str | None, notes: Notes) -> Any:
+    """The tokenizer's files, with its chat template; on the Hub, its id."""
+    folder = pathlib.Path(path or "")
+    if path is None or not folder.is_dir():
+        return path
+    # Not its subfolders: a model's checkpoints may be there.
+    files = sorted(
+        p
+        for p in folder.iterdir()
+        if p.suffix in (".json", ".model", ".txt", ".jinja", ".tiktoken")
+        and p.is_file()
+        and not p.name.endswith(".index.json")
+    )
+    return [[p.name, notes.file(str(p))] for p in files]

@@ -1,0 +1,202 @@
+"""Rows of a data set as samples of tokens, one encoder per `type`.
+
+An encoder takes some rows, as an Arrow table, and returns their samples as a record batch with the
+columns input_ids and labels (lists of int32). What it holds in memory is a few times those rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from tilewright.trainer import chat
+from tilewright.trainer.config import Data, Dataset
+from tilewright.trainer.loss import IGNORE
+
+COLUMNS = ("input_ids", "labels")
+SCHEMA = pa.schema({name: pa.list_(pa.int32()) for name in COLUMNS})
+# Characters that a tokenizer gets at once: its working memory is about a hundred bytes per token.
+PIECE = 1 << 20
+# A tokenizer splits text before the first character of a line, and before a space.
+LINE = re.compile(r".*\n(?=\S)", re.DOTALL)
+WORD = re.compile(r".+(?=\s)", re.DOTALL)
+NEEDED = {
+    "tokenized": (("input_ids",),),
+    "text": (("text",),),
+    "chat": (("messages",), ("conversations",)),
+    "prompt_completion": (("prompt", "completion"),),
+}
+Arrays = tuple[np.ndarray, np.ndarray]  # input_ids and labels of a sample
+
+
+class RefusedRow(ValueError):
+    """A row cannot be used.   row: its index in the data set that was read."""
+
+    def __init__(self, row: int, reason: str):
+        super().__init__(row, reason)
+        self.row, self.reason = row, reason
+
+
+@dataclasses.dataclass
+class Encoded:
+    """Samples, and how many of them were cut or, having no label, left out."""
+
+    batch: pa.RecordBatch
+    cut: int
+    unlabeled: int
+
+
+def longest(entry: Dataset, data: Data) -> int:
+    """Tokens of a sample, at most."""
+    bin_size = data.sample_packing_sequence_len
+    return min(entry.max_seq_len or bin_size, bin_size)
+
+
+def lists(parts: Iterable[np.ndarray]) -> pa.ListArray:
+    """Arrays as an Arrow list array of int32."""
+    parts = [np.asarray(p, np.int32) for p in parts]
+    offsets = np.cumsum([0, *map(len, parts)], dtype=np.int32)
+    values = np.concatenate(parts) if parts else np.empty(0, np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+
+
+def check_columns(entry: Dataset, names: list[str], features: Any) -> None:
+    """Raises ValueError if the columns are not those of `entry.type`."""
+    needed = NEEDED[entry.type]
+    if not any(set(columns) <= set(names) for columns in needed):
+        either = " or ".join(" and ".join(f"`{c}`" for c in columns) for columns in needed)
+        other = next(
+            (kind for kind, ways in NEEDED.items() if any(set(w) <= set(names) for w in ways)), None
+        )
+        kinds = {"tokenized": "tokens", "text": "text", "chat": "conversations"}
+        also = f"; for samples that are {kinds.get(other, 'prompts')} set type to {other}"
+        raise ValueError(
+            f"{entry.path}: type {entry.type} needs a column {either}, has {names}"
+            f"{also if other else ''}"
+        )
+    if entry.type == "text":
+        kind = getattr(features["text"], "dtype", "list")
+        if kind not in ("string", "large_string"):
+            raise ValueError(f"{entry.path}: the column `text` must hold strings, not {kind}")
+    elif entry.type == "tokenized":
+        for name in sorted({*COLUMNS} & {*names}):
+            kind = getattr(getattr(features[name], "feature", None), "dtype", "")
+            if not kind.startswith(("int", "uint")):
+                raise ValueError(
+                    f"{entry.path}: the column `{name}` must hold lists of integers, not "
+                    f"{features[name]}"
+                )
+
+
+class Encoder:
+    """The encoder of a data set. Raises ValueError if the tokenizer cannot serve its type."""
+
+    def __init__(self, entry: Dataset, most: int, vocab: int, tokenizer: Any, messages: bool):
+        self.most, self.vocab, self.tokenizer = most, vocab, tokenizer
+        self.kind = entry.type
+        if entry.type in ("chat", "prompt_completion"):
+            chat.check_tokenizer(entry.path, entry.type, tokenizer, template=messages)
+        elif entry.type == "text":
+            self.start, self.end = _around(tokenizer)
+
+    def __call__(self, rows: Iterable[tuple[int, Any]]) -> Encoded:
+        """rows: (index, row). Raises RefusedRow."""
+        out: tuple[list[np.ndarray], list[np.ndarray]] = [], []
+        cut = unlabeled = 0
+        samples_of = getattr(self, f"_{self.kind}")
+        for index, row in rows:
+            try:
+                samples = [self._checked(*sample) for sample in samples_of(row)]
+            except chat.Refused as refused:
+                raise RefusedRow(index, str(refused)) from refused
+            for ids, labels in samples:
+                if len(ids) < 2:  # a single token has no target
+                    continue
+                cut += len(ids) > self.most
+                ids, labels = ids[: self.most], labels[: self.most]
+                if self.kind != "tokenized" and (labels[1:] == IGNORE).all():
+                    unlabeled += 1
+                    continue
+                out[0].append(ids)
+                out[1].append(labels)
+        batch = pa.RecordBatch.from_arrays(list(map(lists, out)), schema=SCHEMA)
+        return Encoded(batch, cut, unlabeled)
+
+    def _checked(self, ids: Any, labels: Any) -> Arrays:
+        """An index outside the embedding would end a GPU run with an assertion that names no
+        sample.
+        """
+        ids, labels = np.asarray(ids, np.int64), np.asarray(labels, np.int64)
+        for tokens in (ids, labels[labels != IGNORE]):
+            outside = tokens[(tokens < 0) | (tokens >= self.vocab)]
+            if len(outside):
+                raise chat.Refused(
+                    f"token {outside[0]} is not in the model's vocabulary of {self.vocab}"
+                )
+        return ids, labels
+
+    def _tokenized(self, row: dict[str, Any]) -> Iterator[Arrays]:
+        ids, labels = _integers(row["input_ids"]), _integers(row.get("labels"))
+        if ids is None:
+            raise chat.Refused("it has no input_ids")
+        labels = ids if labels is None else labels
+        if len(labels) != len(ids):
+            raise chat.Refused(f"it has {len(ids)} input_ids and {len(labels)} labels")
+        yield ids, labels
+
+    def _text(self, row: dict[str, Any]) -> Iterator[Arrays]:
+        """Samples of at most `most` tokens, which join to the document and its end token."""
+        text = row["text"]
+        if text is None:
+            raise chat.Refused("it has no text")
+        tokens = [self.start] if row.get("first", True) else []
+        for piece in pieces(text):
+            found = self.tokenizer(piece, add_special_tokens=False)["input_ids"]
+            tokens.append(np.array(found, np.int64))
+        tokens += [self.end] if row.get("last", True) else []
+        ids = np.concatenate(tokens)
+        for i in range(0, len(ids), self.most):
+            yield ids[i : i + self.most], ids[i : i + self.most]
+
+    def _chat(self, row: dict[str, Any]) -> list[chat.Sample]:
+        return chat.chat(self.tokenizer, row)
+
+    def _prompt_completion(self, row: dict[str, Any]) -> list[chat.Sample]:
+        return chat.prompt_completion(self.tokenizer, row)
+
+
+def _integers(values: pa.Array | None) -> np.ndarray | None:
+    if values is None:
+        return None
+    if values.null_count:
+        raise chat.Refused("a token in it is null")
+    return values.to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _around(tokenizer: Any) -> Arrays:
+    """The tokens before and after a document: what the tokenizer puts before a text, and the end
+    token.
+    """
+    plain, whole = (
+        list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True)
+    )
+    starts = (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return np.array(whole[: next(starts, 0)], np.int64), np.array(end, np.int64)
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Cuts a long text after line ends, else before spaces, into pieces of bounded size."""
+    start = 0
+    while len(text) - start > PIECE:
+        window = text[start : start + PIECE]
+        found = LINE.match(window) or WORD.match(window)
+        stop = start + (found.end() if found else PIECE)
+        yield text[start:stop]
+        start = stop
+    yield text[start:]

@@ -1,0 +1,196 @@
+"""Tokenizes rows, in worker processes for large data, and writes them part by part: memory does not
+grow with the data.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import logging
+import multiprocessing
+import os
+import pathlib
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+
+import pyarrow as pa
+
+from tilewright import platform
+from tilewright.trainer.config import Config, Dataset
+from tilewright.trainer.encode import (
+    COLUMNS,
+    PIECE,
+    SCHEMA,
+    Encoded,
+    Encoder,
+    RefusedRow,
+    check_columns,
+    longest,
+)
+from tilewright.trainer.rows import Documents, Part, Rows
+
+log = logging.getLogger("tilewright")
+LARGE = 64 << 20  # bytes that are worth processes
+# Parts after which processes are replaced: pages of mapped files stay in a process's memory.
+RENEW = (256 << 20) // PIECE
+
+Source = Rows | Documents
+
+
+class Job:
+    """The encoding of some rows, as processes inherit it."""
+
+    def __init__(self, source: Source, encoder: Encoder):
+        self.source, self.encoder = source, encoder
+
+    def __call__(self, part: Part) -> Encoded:
+        return self.encoder(self.source.read(part))
+
+
+def workers(entry: Dataset, asked: int | None, nbytes: int) -> int:
+    """The number of processes; 0: this one."""
+    if asked is not None or entry.path == "dummy":
+        return asked or 0
+    return (platform.dataset_processes() or len(os.sched_getaffinity(0))) if nbytes > LARGE else 0
+
+
+def encoded(job: Job, count: int) -> Iterator[Encoded]:
+    """The encoded parts of a source, in order. count: of processes, 0 for none."""
+    parts = job.source.parts()
+    if not count:
+        yield from map(job, parts)
+        return
+    for some in iter(lambda: list(itertools.islice(parts, RENEW)), []):
+        # Forked, so that they share the tokenizer and the mapped rows.
+        fork = multiprocessing.get_context("fork")
+        pool = ProcessPoolExecutor(
+            min(count, len(some)), mp_context=fork, initializer=_begin, initargs=(job,)
+        )
+        try:
+            yield from _in_order(pool, some, 2 * count + 1)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _in_order(pool: ProcessPoolExecutor, parts: list[Part], ahead: int) -> Iterator[Encoded]:
+    """Results in order, with at most `ahead` parts begun or waiting to be taken."""
+    running: collections.deque[Future[Encoded]] = collections.deque()
+    for part in parts:
+        running.append(pool.submit(_work, part))
+        if len(running) >= ahead:
+            yield running.popleft().result()
+    while running:
+        yield running.popleft().result()
+
+
+_job: Job | None = None  # of a worker process
+
+
+def _begin(job: Job) -> None:
+    """Runs in a new process."""
+    global _job
+    _job = job
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _work(part: Part) -> Encoded:
+    assert _job is not None
+    return _job(part)
+
+
+class Writer:
+    """Writes samples to a file as they come."""
+
+    def __init__(self, path: pathlib.Path):
+        self.file = pa.OSFile(str(path), "wb")
+        self.stream = pa.ipc.new_stream(self.file, SCHEMA)
+        self.samples = self.tokens = 0
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        self.samples += batch.num_rows
+        self.tokens += len(batch.column("input_ids").flatten())
+        if batch.num_rows:
+            self.stream.write_batch(batch)
+
+    def close(self) -> None:
+        self.stream.close()
+        self.file.close()
+
+
+def prepare_entry(
+    source: Source, entry: Dataset, config: Config, tokenizer, vocab: int, writer: Writer
+) -> int:
+    """Writes the samples of an entry. Returns their number. tokenizer: None if not needed."""
+    data, most = config.data, longest(entry, config.data)
+    names, features = source.column_names, source.features
+    check_columns(entry, list(names), features)
+    if isinstance(source, Rows):
+        source.arrow = entry.type == "tokenized"
+        used = [n for n in names if n in USED[entry.type]]
+        source = source.select_columns(used)
+    messages = "prompt" not in names or getattr(features["prompt"], "dtype", None) != "string"
+    encoder = Encoder(entry, most, vocab, tokenizer, messages)
+    count = workers(entry, data.dataset_num_proc, source.nbytes)
+    chunks = entry.preprocess_shards or 1
+    before, cut, unlabeled = writer.samples, 0, 0
+    try:
+        for j in range(chunks):
+            for part in encoded(Job(source.shard(chunks, j), encoder), count):
+                writer.write(part.batch)
+                cut, unlabeled = cut + part.cut, unlabeled + part.unlabeled
+    except RefusedRow as refused:
+        raise ValueError(f"{source.place(refused.row)}: {refused.reason}") from refused
+    made = writer.samples - before
+    total = made + unlabeled
+    if cut:
+        log.warning(
+            "%s: %d of %d samples were longer than %d tokens and were cut",
+            entry.path, cut, total, most,
+        )  # fmt: skip
+    if unlabeled:
+        log.warning(
+            "%s: %d of %d samples have no answer within %d tokens and were left out",
+            entry.path, unlabeled, total, most,
+        )  # fmt: skip
+    return made
+
+
+USED = {
+    "tokenized": COLUMNS,
+    "text": ("text",),
+    "chat": ("messages", "conversations", "tools"),
+    "prompt_completion": ("prompt", "completion", "tools"),
+}
+
+
+def split_file(path: pathlib.Path, count: int, samples: int) -> None:
+    """Replaces a file of samples by `count` files of about as many samples each."""
+    ends = [samples * (i + 1) // count for i in range(count)]
+    at, done, writer = 0, 0, Writer(_part(path, 0, count))
+    with pa.OSFile(str(path)) as file:
+        for batch in pa.ipc.open_stream(file):
+            taken = 0
+            while taken < batch.num_rows:
+                take = min(batch.num_rows - taken, ends[at] - done)
+                writer.write(batch.slice(taken, take))
+                taken, done = taken + take, done + take
+                if done == ends[at] and at + 1 < count:
+                    writer.close()
+                    at += 1
+                    writer = Writer(_part(path, at, count))
+    writer.close()
+    path.unlink()
+
+
+def _part(path: pathlib.Path, i: int, count: int) -> pathlib.Path:
+    return path.with_name(f"{path.stem}-{i:05d}-of-{count:05d}.arrow")
