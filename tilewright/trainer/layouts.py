@@ -41,7 +41,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "process": (1, 2, {"data_parallel_mode": "none"}),
     "ddp": (2, 1, {"data_parallel_mode": "ddp"}),
     "fsdp2": (2, 1, {"data_parallel_mode": "fsdp2"}),
-    "tensor": (3, 2, {"tensor_parallel_size": 3}),
+    "tensor": (2, 2, {"tensor_parallel_size": 2}),
     "pipeline": (2, 2, {"pipeline_parallel_size": 2}),
     "ulysses": (3, 2, {"ulysses_parallel_size": 3}),
     "ring": (2, 2, {"ringattn_parallel_size": 2}),
@@ -246,7 +246,13 @@ def measure(
     found: dict[Job, list[dict[str, Any]]] = {job: [] for job in jobs}
     for i in range(rounds):
         for job in jobs if i % 2 == 0 else reversed(jobs):
-            found[job].append(launch(job, threads))
+            found[job].append(one := launch(job, threads))
+            print(
+                f"{job.layout} {job.dtype} {job.provider}: seconds "
+                f"{' '.join(f'{s:.1f}' for s in one['seconds'])}, peak {one['peak_mib']:.0f} MiB",
+                file=sys.stderr,
+                flush=True,
+            )
     rows = []
     for job, runs in found.items():
         samples = [s for each in runs for s in each["seconds"][1:]]

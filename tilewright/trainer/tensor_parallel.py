@@ -16,6 +16,9 @@ matrices, and reduce-scatter the sum over ranks:
 
 Parameters are DTensors on the axis tp with the names and shapes of the whole model, so that FSDP2,
 checkpoints, norms and exports treat them as usual; layers compute with their local shards.
+
+Where the heads do not divide by tp, each rank has the weights of attention whole, computes it for
+the whole sequence, and keeps its shard of the result.
 """
 
 from __future__ import annotations
@@ -54,6 +57,11 @@ class TensorParallel:
     rank: int = 0
     name: str = ""
 
+    @property
+    def heads(self) -> int:
+        """Among how many ranks the heads are divided."""
+        return self.size
+
     @classmethod
     def of(cls, mesh: DeviceMesh) -> TensorParallel:
         group = mesh.get_group()
@@ -72,6 +80,18 @@ class TensorParallel:
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """Sums [B, S, ...] over ranks -> this rank's shard [B, S / size, ...]."""
         return x if self.size == 1 else _ReduceScatter.apply(x, self.size, self.name)
+
+
+class RepeatedAttention(TensorParallel):
+    """Of attention that each rank computes whole."""
+
+    @property
+    def heads(self) -> int:
+        return 1
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of what is the same on each."""
+        return x.chunk(self.size, 1)[self.rank]
 
 
 class _Gather(torch.autograd.Function):
@@ -133,8 +153,6 @@ def check(config: ModelConfig, size: int) -> None:
     """Raises ValueError for a model that so many ranks cannot shard evenly."""
     dense = not all(config.is_moe(layer) for layer in range(config.num_hidden_layers))
     for what, n in (
-        ("query heads", config.num_attention_heads),
-        ("key-value heads", config.num_key_value_heads),
         ("columns of the MLP", config.intermediate_size if dense else 0),
         ("tokens of the vocabulary", config.vocab_size),
     ):
@@ -145,20 +163,29 @@ def check(config: ModelConfig, size: int) -> None:
             )
 
 
+def shares_heads(config: ModelConfig, size: int) -> bool:
+    """Whether so many ranks each have as many heads."""
+    return config.num_attention_heads % size == config.num_key_value_heads % size == 0
+
+
 def shard_matrices(model: Transformer, mesh: DeviceMesh) -> None:
     """Shards a model that is built on meta over the ranks of a mesh (tp,)."""
     tp = TensorParallel.of(mesh)
     check(model.config, tp.size)
+    shares = shares_heads(model.config, tp.size)
     for path, module in model.named_modules():
         if ".experts" not in path:
             for name, p in list(module.named_parameters(recurse=False)):
-                register(module, name, p, mesh, _placement(model, path, name))
+                whole = not shares and ".self_attn." in path
+                at = Replicate() if whole else _placement(model, path, name)
+                register(module, name, p, mesh, at)
     model.tie()
-    for module in model.modules():
+    for path, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             module.__class__ = VocabularyEmbedding  # only the forward differs
         if hasattr(module, "tp"):
-            module.tp = tp
+            repeated = not shares and path.endswith(".self_attn")
+            module.tp = RepeatedAttention.of(mesh) if repeated else tp
 
 
 def _placement(model: nn.Module, path: str, name: str) -> Placement:
