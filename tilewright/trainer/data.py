@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from tilewright.trainer import chat
 from tilewright.trainer.config import Config, Data, Dataset
 from tilewright.trainer.loss import IGNORE
 from tilewright.trainer.sources import check_sources, dummy, read_raw
 
 log = logging.getLogger("tilewright")
 # Increment when the same settings prepare other data, to invalidate earlier caches.
-PREPARATION = 1
+PREPARATION = 2
 
 
 def _longest(entry: Dataset, data: Data) -> int:
@@ -131,6 +132,60 @@ def _check_tokenized(raw, entry: Dataset, data: Data, vocab: int) -> Any:
     return raw.filter(lambda row: len(row["input_ids"]) > 1)
 
 
+CHAT = {
+    "chat": (chat.chat, (("messages",), ("conversations",))),
+    "prompt_completion": (chat.prompt_completion, (("prompt", "completion"),)),
+}
+
+
+def _converse(raw, entry: Dataset, data: Data, tokenizer, vocab: int) -> Any:
+    """Samples of rows with messages, or with a prompt and a completion; cut to max_seq_len."""
+    samples_of, needed = CHAT[entry.type]
+    if not any(set(columns) <= set(raw.column_names) for columns in needed):
+        either = " or ".join(" and ".join(f"`{c}`" for c in columns) for columns in needed)
+        raise ValueError(
+            f"{entry.path}: type {entry.type} needs a column {either}, has {raw.column_names}"
+        )
+    messages = not isinstance(getattr(raw.features.get("prompt"), "dtype", None), str)
+    chat.check_tokenizer(entry.path, entry.type, tokenizer, template=messages)
+    longest = _longest(entry, data)
+
+    def samples(row, i):
+        out = {"input_ids": [], "labels": [], "unlabeled": []}
+        try:
+            made = samples_of(tokenizer, {name: row[name][0] for name in row})
+        except chat.Refused as error:
+            raise ValueError(f"{entry.path}: row {i[0] + 1}: {error}") from error
+        for ids, labels in made:
+            _check_range(entry.path, ids, vocab)
+            out["input_ids"].append(ids[:longest])
+            out["labels"].append(labels[:longest])
+            out["unlabeled"].append(set(labels[1:longest]) <= {IGNORE})
+        return out
+
+    import datasets
+
+    made = raw.map(
+        samples,
+        batched=True,
+        batch_size=1,
+        with_indices=True,
+        remove_columns=raw.column_names,
+        num_proc=data.dataset_num_proc,
+        features=datasets.Features({**_columns(), "unlabeled": datasets.Value("bool")}),
+    )
+    kept = made.filter(lambda row: not row["unlabeled"]).remove_columns("unlabeled")
+    if len(kept) < len(made):
+        log.warning(
+            "%s: %d of %d samples have no answer within %d tokens and were left out",
+            entry.path,
+            len(made) - len(kept),
+            len(made),
+            longest,
+        )
+    return kept
+
+
 def _selected(raw, entry: Dataset, data: Data):
     if data.select_columns is None:
         return raw
@@ -160,11 +215,11 @@ def _build(
             raw = raw.shard(entry.shards, entry.shards_idx)
         if data.dataset_shard_num is not None:
             raw = raw.shard(data.dataset_shard_num, data.dataset_shard_idx)
-        make = (
-            functools.partial(_tokenize, tokenizer=tokenizer())
-            if entry.type == "text"
-            else _check_tokenized
-        )
+        make = _check_tokenized
+        if entry.type != "tokenized":
+            make = functools.partial(
+                _tokenize if entry.type == "text" else _converse, tokenizer=tokenizer()
+            )
         count = entry.preprocess_shards or 1
         made = [
             make(raw.shard(count, j, contiguous=True), entry, data, vocab=vocab)
@@ -200,9 +255,11 @@ def _fingerprint(entries: list[Dataset], config: Config, vocab: int, shuffle: bo
     for path in (pathlib.Path(entry.path) for entry in entries):
         read += [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
     # Not its subfolders: a model's checkpoints may be there.
-    if any(entry.type == "text" for entry in entries):
+    if any(entry.type != "tokenized" for entry in entries):
         read += sorted(
-            p for p in pathlib.Path(tokenizer).glob("*") if p.suffix in (".json", ".model", ".txt")
+            p
+            for p in pathlib.Path(tokenizer).glob("*")
+            if p.suffix in (".json", ".model", ".txt", ".jinja")
         )
     local = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in read if f.is_file()]
     what = [

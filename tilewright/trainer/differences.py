@@ -60,7 +60,7 @@ DIFFERENCES: dict[str, tuple[str, str]] = {
     ),
     "data.datasets.type": (
         "tokenized only",
-        "text is ours: raw text, tokenized on preparation with tokenizer_path",
+        "text, chat and prompt_completion are ours: tokenized on preparation with tokenizer_path",
     ),
     "data.datasets.max_seq_len": (
         "truncate and filter",

@@ -81,9 +81,12 @@ class Dataset(Section):
         "File, folder, Hub id, s3://, gs://, abfs:// or https:// address (which need the extra s3, "
         "gs, abfs or http), or dummy.",
     )
-    type: Literal["tokenized", "text"] = field(
+    type: Literal["tokenized", "text", "chat", "prompt_completion"] = field(
         "tokenized",
-        "tokenized: rows with input_ids and, if there, labels; text: tokenized on preparation.",
+        "tokenized: rows with input_ids and, if there, labels; text: rows with text, tokenized; "
+        "chat: rows with messages, rendered by the tokenizer's chat template, loss on the "
+        "assistant's answers; prompt_completion: rows with prompt and completion, loss on the "
+        "completion.",
     )
     name: str | None = field(None, "Configuration (subset) of a Hub dataset.")
     split: str | None = field(
@@ -99,7 +102,7 @@ class Dataset(Section):
     )
     max_seq_len: int | None = field(
         None,
-        "Tokens kept of a longer sample (tokenized), or tokens of a piece of a document (text).",
+        "Tokens kept of a longer sample (text: of a piece of a document).",
         ge=2,
     )
     shards: int | None = field(None, "Take one of this many parts of the dataset.", ge=1)

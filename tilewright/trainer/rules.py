@@ -94,7 +94,7 @@ def _dataset(at: str, entry: Dataset) -> Iterator[Problem]:
         for name in ("name", "split", "revision", "data_files", "ds_type"):
             if getattr(entry, name) is not None:
                 yield Problem((f"{at}{name}", f"{at}path"), "dummy data is not read from anywhere")
-        if entry.type == "text":
+        if entry.type != "tokenized":
             yield Problem((f"{at}type", f"{at}path"), "dummy data is tokenized already")
     elif "://" in entry.path or pathlib.Path(entry.path).exists():
         for name in ("name", "revision"):
