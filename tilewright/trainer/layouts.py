@@ -183,7 +183,7 @@ def rank(folder: pathlib.Path) -> None:
     """Runs one rank of the launch described in `folder`, and writes what it measured there."""
     job = Job(**json.loads((folder / "job.json").read_text()))
     found = (trainer_rank if job.provider == "trainer" else peer_rank)(job, folder)
-    found["peak_mib"] = status_mib("VmHWM")
+    found["peak_mib"], found["cpu_s"] = status_mib("VmHWM"), time.process_time()
     number = os.environ.get("RANK", "0")
     (folder / f"rank{number}.json").write_text(json.dumps(found))
 
@@ -221,6 +221,7 @@ def launch(job: Job, threads: int) -> dict[str, Any]:
         **found[0],
         "peak_mib": max(each["peak_mib"] for each in found),
         "imported_mib": max(each["imported_mib"] for each in found),
+        "cpu_s": sum(each["cpu_s"] for each in found),
     }
 
 
@@ -247,9 +248,10 @@ def measure(
     for i in range(rounds):
         for job in jobs if i % 2 == 0 else reversed(jobs):
             found[job].append(one := launch(job, threads))
+            seconds = " ".join(f"{s:.1f}" for s in one["seconds"])
             print(
-                f"{job.layout} {job.dtype} {job.provider}: seconds "
-                f"{' '.join(f'{s:.1f}' for s in one['seconds'])}, peak {one['peak_mib']:.0f} MiB",
+                f"{job.layout} {job.dtype} {job.provider}: seconds {seconds}, CPU "
+                f"{one['cpu_s']:.0f} s, peak {one['peak_mib']:.0f} MiB",
                 file=sys.stderr,
                 flush=True,
             )
@@ -269,6 +271,7 @@ def measure(
                 "samples_s": samples,
                 "peak_mib": max(each["peak_mib"] for each in runs),
                 "imported_mib": max(each["imported_mib"] for each in runs),
+                "cpu_s": [each["cpu_s"] for each in runs],
                 "losses": runs[0]["losses"],
             }
         )
