@@ -16,12 +16,19 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 import transformers
+from distributed_worker import engine_of
 from ranks import ROOT, run_modes
 from test_trainer import rows
 
+from tilewright.trainer.batches import evaluation_batches
+from tilewright.trainer.build import build_data
+from tilewright.trainer.config import load
+from tilewright.trainer.loss import language_modeling
+from tilewright.trainer.mesh import Mesh
+
 MODEL, CONFIG = ROOT / ".cache/smollm2", ROOT / "examples/chat_smollm2.yaml"
 HELD_OUT = ROOT / "examples/data/chat/heldout.jsonl"
-STEPS, SAVED, KILLED = 6, 3, 5
+STEPS, SAVED, KILLED = 4, 2, 3
 if not (MODEL / "config.json").is_file():
     pytest.skip(
         "no .cache/smollm2; `make .cache/smollm2/config.json` makes it", allow_module_level=True
@@ -98,7 +105,7 @@ def evaluations(folder):
 
 @torch.no_grad()
 def held_out_loss(path):
-    """Of the answers in the held-out conversations, by transformers alone; and their tokens."""
+    """Of the answers in the held-out conversations, by transformers alone."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     tokenizer, total, tokens = transformers.AutoTokenizer.from_pretrained(path), 0.0, 0
     for line in HELD_OUT.read_text().splitlines():
@@ -111,31 +118,42 @@ def held_out_loss(path):
         labels[:, : len(tokenizer(prompt).input_ids)] = -100
         n = int((labels != -100).sum())
         total, tokens = total + float(model(input_ids=ids, labels=labels).loss) * n, tokens + n
-    return total / tokens, tokens
+    return total / tokens
 
 
-def test_a_killed_run_goes_on_and_lowers_the_held_out_perplexity(trained):
+def own_loss(path, folder):
+    """The trainer's evaluation of these weights."""
+    there = [f"--model.model_path={path}", "--train.data_parallel_mode=none"]
+    config, ranks = load(str(CONFIG), [*options(folder), *there]), Mesh()
+    engine = engine_of(config, ranks)
+    _, held = build_data(config, ranks, engine.model.config.vocab_size)
+    return engine.evaluate(evaluation_batches(held, 1, 0, 1), language_modeling)
+
+
+def test_a_killed_run_goes_on_and_lowers_the_held_out_perplexity(trained, monkeypatch):
+    """To less than half."""
+    monkeypatch.chdir(ROOT)
     folder, first, second = trained
     steps = [row["step"] for row in rows(folder) if "loss" in row]
     assert steps == list(range(1, STEPS + 1))
     for step in range(1, STEPS + 1):
         assert (f"step={step} loss" in first) == (step <= KILLED)
         assert (f"step={step} loss" in second) == (step > SAVED)
-    before, tokens = held_out_loss(MODEL)
-    exported = folder / f"out/checkpoints/global_step_{STEPS}/hf"
-    after, _ = held_out_loss(exported)
-    print(math.exp(before), math.exp(after), evaluations(folder), tokens)
-    # Ours are of the same tokens. The exported weights are rounded to bfloat16, as those read are.
-    ours = evaluations(folder)
-    assert ours[0] == pytest.approx(before, rel=1e-5)
-    assert ours[STEPS] == pytest.approx(after, rel=2e-3)
+    ours, exported = evaluations(folder), folder / f"out/checkpoints/global_step_{STEPS}/hf"
+    before, after = held_out_loss(MODEL), held_out_loss(exported)
     assert math.exp(after) < 0.5 * math.exp(before)
+    # The run's evaluations are of the same tokens. Weights are exported in the dtype in which they
+    # were read, bfloat16, which loses a part of so few small steps.
+    assert ours[0] == pytest.approx(before, rel=1e-5)
+    assert ours[STEPS] == pytest.approx(after, rel=0.04)
+    assert own_loss(exported, folder) == pytest.approx(after, rel=1e-5)
 
 
-def test_other_layouts_have_the_same_losses(trained):
+def test_other_layouts_have_the_same_losses(trained, monkeypatch):
     """Two tensor-parallel ranks, each with all of the 9 heads, and two stages. A step's bins are
     the same: those of the two FSDP2 ranks are two micro-batches here.
     """
+    monkeypatch.chdir(ROOT)
     root = trained[0].parent
     alike = {"max_steps": 3, "gradient_accumulation_steps": 2, "save_steps": 0, "save_epochs": 0}
     alike |= {"save_hf_weights": "false"}
@@ -152,5 +170,4 @@ def test_other_layouts_have_the_same_losses(trained):
     want = losses(trained[0])[:3]
     for name in layouts:
         found = losses(root / name)
-        print(name, [a / b - 1 for a, b in zip(found, want, strict=True)])
         assert found == pytest.approx(want, rel=1e-4), name

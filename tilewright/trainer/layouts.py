@@ -3,8 +3,8 @@ layout.
 
 Each run is a launch as a user makes it (torchrun, a configuration, files of weights and tokens), of
 a few steps. Launches of all chosen layouts and of both providers alternate, round by round. All
-train the same: weights of the same values, and in each step the same two rows of random tokens.
-Weights and optimizer states are float32; AdamW is PyTorch's fused one with the same learning rate
+train the same: weights of the same values, and in each step the same rows of random tokens: one in
+one process, two on several. Each process has one thread. Weights and optimizer states are float32; AdamW is PyTorch's fused one with the same learning rate
 and betas; gradients are clipped to norm 1; attention is PyTorch's.
 
 Seconds are those from the end of one step to the end of the next, as each provider counts them,
@@ -34,11 +34,9 @@ from tilewright.bench import report, run, store, timing
 from tilewright.bench.options import at_least, chosen, names
 from tilewright.trainer.end_to_end import SEED, Shape, of_transformers, status_mib
 
-ROWS = 2  # of a step
-# Ranks, how many of the rows each rank takes, one after the other, and the fields of the section
-# train.
+# Ranks, the micro-batches of a step, of one row each, and the fields of the section train.
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "process": (1, 2, {"data_parallel_mode": "none"}),
+    "process": (1, 1, {"data_parallel_mode": "none"}),
     "ddp": (2, 1, {"data_parallel_mode": "ddp"}),
     "fsdp2": (2, 1, {"data_parallel_mode": "fsdp2"}),
     "tensor": (2, 2, {"tensor_parallel_size": 2}),
@@ -55,10 +53,11 @@ PEER: dict[str, dict[str, Any]] = {
     "fsdp2": {"fsdp": True, "fsdp_config": FSDP2},
 }
 DTYPES = ("float32", "bfloat16")  # of products
-RECOMPUTE = {  # whether layers are recomputed, by provider
-    "defaults": {"trainer": True, "transformers": False},
-    "both": {"trainer": True, "transformers": True},
-    "neither": {"trainer": False, "transformers": False},
+RECOMPUTE = {  # what is recomputed in the backward pass, by provider
+    "defaults": {"trainer": "layers", "transformers": "nothing"},
+    "mlp": {"trainer": "mlp", "transformers": "nothing"},
+    "layers": {"trainer": "layers", "transformers": "layers"},
+    "nothing": {"trainer": "nothing", "transformers": "nothing"},
 }
 LR, BETAS = 1e-4, (0.9, 0.999)
 
@@ -70,11 +69,20 @@ class Job:
     provider: str
     layout: str
     dtype: str
-    recompute: bool
+    recompute: str
     tokens: int
     steps: int
     model: str  # its folder
-    rows: str  # a file of rows of tokens
+    data: str  # a file of rows of tokens
+
+    @property
+    def rows(self) -> int:
+        """Of a step, on all ranks."""
+        return self.micro_batches * (2 if self.layout in ("ddp", "fsdp2") else 1)
+
+    @property
+    def micro_batches(self) -> int:
+        return LAYOUTS[self.layout][1]
 
 
 # ---- one rank
@@ -98,11 +106,10 @@ def trainer_rank(job: Job, folder: pathlib.Path) -> dict[str, Any]:
 
 def configuration(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     """The trainer's."""
-    _, rows, layout = LAYOUTS[job.layout]
     return {
         "model": {"model_path": job.model, "merge_qkv": job.layout != "tensor"},
         "data": {
-            "datasets": [{"path": job.rows, "type": "tokenized"}],
+            "datasets": [{"path": job.data, "type": "tokenized"}],
             "dataset_prepared_path": str(folder / "prepared"),
             "sample_packing_sequence_len": job.tokens,
             "shuffle_before_merging_datasets": False,
@@ -110,17 +117,18 @@ def configuration(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         },
         "train": {
             "output_dir": str(folder / "run"),
-            "gradient_accumulation_steps": rows,
+            "gradient_accumulation_steps": job.micro_batches,
             "max_steps": job.steps,
             "lr": LR,
             "adam_beta1": BETAS[0],
             "adam_beta2": BETAS[1],
             "enable_mixed_precision": job.dtype == "bfloat16",
-            "enable_gradient_checkpointing": job.recompute,
+            "enable_gradient_checkpointing": job.recompute != "nothing",
+            "recompute_modules": ["mlp"] if job.recompute == "mlp" else None,
             "save_epochs": 0,
             "save_hf_weights": False,
             "log_format": "structured",
-            **layout,
+            **LAYOUTS[job.layout][2],
         },
     }
 
@@ -146,23 +154,23 @@ def peer_rank(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         output_dir=str(folder / "run"),
         use_cpu=True,
         per_device_train_batch_size=1,
-        gradient_accumulation_steps=LAYOUTS[job.layout][1],
+        gradient_accumulation_steps=job.micro_batches,
         max_steps=job.steps,
         learning_rate=LR,
         adam_beta1=BETAS[0],
         adam_beta2=BETAS[1],
         lr_scheduler_type="constant",
         bf16=job.dtype == "bfloat16",
-        gradient_checkpointing=job.recompute,
         logging_steps=1,
         report_to="none",
         save_strategy="no",
         train_sampling_strategy="sequential",
         disable_tqdm=True,
         **PEER[job.layout],
+        **({"gradient_checkpointing": True} if job.recompute == "layers" else {}),
     )
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
-    lines = pathlib.Path(job.rows).read_text().splitlines()
+    lines = pathlib.Path(job.data).read_text().splitlines()
     rows = [json.loads(line)["input_ids"] for line in lines]
     clock = Clock()
     trainer = Trainer(
@@ -191,10 +199,9 @@ def rank(folder: pathlib.Path) -> None:
 # ---- launches
 
 
-def launch(job: Job, threads: int) -> dict[str, Any]:
-    """Runs a job in processes of its own. Raises RuntimeError with their last lines.
-
-    threads: of all ranks together.
+def launch(job: Job) -> dict[str, Any]:
+    """Runs a job in processes of its own, of one thread each. Raises RuntimeError with their last
+    lines.
     """
     ranks = LAYOUTS[job.layout][0]
     with tempfile.TemporaryDirectory() as name:
@@ -208,7 +215,7 @@ def launch(job: Job, threads: int) -> dict[str, Any]:
                 *(sys.executable, "-m", *(torchrun if ranks > 1 else [])),
                 *("tilewright.trainer.layouts", name),
             ],
-            env={**os.environ, "OMP_NUM_THREADS": str(max(1, threads // ranks))},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -231,7 +238,7 @@ def write_inputs(folder: pathlib.Path, shape: Shape, steps: int, model: str | No
         model = str(folder / "model")
         of_transformers(shape).save_pretrained(model)
     generator = torch.Generator().manual_seed(SEED + 1)
-    rows = torch.randint(shape.vocabulary, (steps * ROWS, shape.tokens), generator=generator)
+    rows = torch.randint(shape.vocabulary, (steps * 2, shape.tokens), generator=generator)
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"input_ids": r}) + "\n" for r in rows.tolist()))
     return [model, str(path)]
@@ -241,13 +248,12 @@ def measure(
     shape: Shape,
     jobs: Sequence[Job],
     rounds: int,
-    threads: int,
 ) -> list[dict[str, Any]]:
     """One row per job, from launches of all jobs in turn; every other round is backwards."""
     found: dict[Job, list[dict[str, Any]]] = {job: [] for job in jobs}
     for i in range(rounds):
         for job in jobs if i % 2 == 0 else reversed(jobs):
-            found[job].append(one := launch(job, threads))
+            found[job].append(one := launch(job))
             seconds = " ".join(f"{s:.1f}" for s in one["seconds"])
             print(
                 f"{job.layout} {job.dtype} {job.provider}: seconds {seconds}, CPU "
@@ -264,7 +270,7 @@ def measure(
                 "case": shape.name,
                 **{k: getattr(job, k) for k in ("layout", "provider", "dtype", "recompute")},
                 "ranks": LAYOUTS[job.layout][0],
-                "tokens_per_second": ROWS * job.tokens / t.median,
+                "tokens_per_second": job.rows * job.tokens / t.median,
                 "median_s": t.median,
                 "p20_s": t.p20,
                 "p80_s": t.p80,
@@ -299,7 +305,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             less = f"{r['peak_mib'] / peer['peak_mib']:.2f}"
         name = "tilewright" if r["provider"] == "trainer" else "Trainer"
         out.append(
-            f"| {r['layout']} | {r['dtype']} | {name} | {'yes' if r['recompute'] else 'no'} "
+            f"| {r['layout']} | {r['dtype']} | {name} | {r['recompute']} "
             f"| {r['tokens_per_second']:.0f} | {faster} "
             f"| {r['peak_mib']:.0f} ({r['imported_mib']:.0f} after imports) | {less} "
             f"| {r['losses'][-1]:.4f} |"
@@ -325,10 +331,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--recompute",
         choices=RECOMPUTE,
-        default="defaults",
-        help="whose layers are recomputed; default: the trainer's, as both have it by default",
+        default="mlp",
+        help="defaults: the trainer's layers; mlp (default): its MLPs; layers, nothing: of both",
     )
-    parser.add_argument("--threads", type=at_least(1, int), metavar="N", help="default: torch's")
     for option, least, default in (
         ("rounds", 1, 2),
         ("steps", 2, 3),
@@ -350,9 +355,8 @@ def main(argv: Sequence[str]) -> int:
     for module in ("transformers", "accelerate", "pydantic"):
         if reason := platform.no_module(module):
             parser.error(reason)
-    threads = args.threads or torch.get_num_threads()
     shape = Shape(tokens=args.tokens, layers=args.layers)
-    settings = SimpleNamespace(**{**vars(args), "out": None, "threads": threads})
+    settings = SimpleNamespace(**{**vars(args), "out": None})
     meta = run.metadata("cpu", settings, ["layouts", *argv], trainer=True)
     with tempfile.TemporaryDirectory() as folder:
         inputs = write_inputs(pathlib.Path(folder), shape, args.steps, args.model)
@@ -366,7 +370,7 @@ def main(argv: Sequence[str]) -> int:
             for provider in asked["provider"]
             if provider == "trainer" or layout in PEER
         ]
-        rows = measure(shape, jobs, args.rounds, threads)
+        rows = measure(shape, jobs, args.rounds)
     print(table(rows))
     if args.out:
         store.write_json(
