@@ -3,19 +3,21 @@ layout.
 
 Each run is a launch as a user makes it (torchrun, a configuration, files of weights and tokens), of
 a few steps. Launches of all chosen layouts and of both providers alternate, round by round. All
-train the same: weights of the same values, and in each step the same rows of random tokens: one in
-one process, two on several. Each process has one thread. Weights and optimizer states are float32; AdamW is PyTorch's fused one with the same learning rate
-and betas; gradients are clipped to norm 1; attention is PyTorch's.
+train the same: weights of the same values, and in each step the same rows of random tokens, one in
+one process and two on several. Each process has one thread. Weights and optimizer states are
+float32; AdamW is PyTorch's fused one with the same learning rate and betas; gradients are clipped
+to norm 1; attention is PyTorch's.
 
-Seconds are those from the end of one step to the end of the next, as each provider counts them,
-without the first step of a launch. Memory is the kernel's high-water mark of each process in its
-whole life; what was resident after imports is beside it.
+Seconds are those from the end of one step of the optimizer to the end of the next, so the first
+step of a launch has none; CPU seconds are those of all processes together. Memory is the kernel's
+high-water mark of each process in its whole life; what was resident after imports is beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -28,6 +30,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tilewright import platform
 from tilewright.bench import report, run, store, timing
@@ -96,12 +99,7 @@ def trainer_rank(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     if code := train.main([str(folder / "config.yaml")]):
         sys.exit(code)
     lines = (folder / "run/metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    return {
-        "imported_mib": imported,
-        "losses": [r["loss"] for r in rows],
-        "seconds": [r["seconds"] for r in rows],
-    }
+    return {"imported_mib": imported, "losses": [json.loads(line)["loss"] for line in lines]}
 
 
 def configuration(job: Job, folder: pathlib.Path) -> dict[str, Any]:
@@ -135,20 +133,9 @@ def configuration(job: Job, folder: pathlib.Path) -> dict[str, Any]:
 
 def peer_rank(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     """Trains with transformers' Trainer."""
-    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
     imported = status_mib("VmRSS")
-
-    class Clock(TrainerCallback):
-        def __init__(self):
-            self.at = []
-
-        def on_step_begin(self, *_, **__):
-            if not self.at:
-                self.at.append(time.perf_counter())
-
-        def on_step_end(self, *_, **__):
-            self.at.append(time.perf_counter())
 
     arguments = TrainingArguments(
         output_dir=str(folder / "run"),
@@ -172,26 +159,24 @@ def peer_rank(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
     lines = pathlib.Path(job.data).read_text().splitlines()
     rows = [json.loads(line)["input_ids"] for line in lines]
-    clock = Clock()
-    trainer = Trainer(
-        model,
-        arguments,
-        train_dataset=[{"input_ids": ids, "labels": ids} for ids in rows],
-        callbacks=[clock],
-    )
+    data = [{"input_ids": ids, "labels": ids} for ids in rows]
+    trainer = Trainer(model, arguments, train_dataset=data)
     trainer.train()
-    return {
-        "imported_mib": imported,
-        "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
-        "seconds": [b - a for a, b in zip(clock.at, clock.at[1:], strict=False)],
-    }
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return {"imported_mib": imported, "losses": losses}
 
 
 def rank(folder: pathlib.Path) -> None:
     """Runs one rank of the launch described in `folder`, and writes what it measured there."""
-    job = Job(**json.loads((folder / "job.json").read_text()))
+    job, clocks = Job(**json.loads((folder / "job.json").read_text())), []
+    hook = register_optimizer_step_post_hook(
+        lambda *_: clocks.append((time.perf_counter(), time.process_time()))
+    )
     found = (trainer_rank if job.provider == "trainer" else peer_rank)(job, folder)
-    found["peak_mib"], found["cpu_s"] = status_mib("VmHWM"), time.process_time()
+    hook.remove()
+    steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(clocks)]
+    found["seconds"], found["cpu_seconds"] = map(list, zip(*steps, strict=True))
+    found["peak_mib"] = status_mib("VmHWM")
     number = os.environ.get("RANK", "0")
     (folder / f"rank{number}.json").write_text(json.dumps(found))
 
@@ -228,7 +213,7 @@ def launch(job: Job) -> dict[str, Any]:
         **found[0],
         "peak_mib": max(each["peak_mib"] for each in found),
         "imported_mib": max(each["imported_mib"] for each in found),
-        "cpu_s": sum(each["cpu_s"] for each in found),
+        "cpu_seconds": [sum(s) for s in zip(*(r["cpu_seconds"] for r in found), strict=True)],
     }
 
 
@@ -254,16 +239,18 @@ def measure(
     for i in range(rounds):
         for job in jobs if i % 2 == 0 else reversed(jobs):
             found[job].append(one := launch(job))
-            seconds = " ".join(f"{s:.1f}" for s in one["seconds"])
+            seconds, cpu = (
+                " ".join(f"{s:.1f}" for s in one[n]) for n in ("seconds", "cpu_seconds")
+            )
             print(
-                f"{job.layout} {job.dtype} {job.provider}: seconds {seconds}, CPU "
-                f"{one['cpu_s']:.0f} s, peak {one['peak_mib']:.0f} MiB",
+                f"{job.layout} {job.dtype} {job.provider}: seconds {seconds}, of CPU {cpu}, "
+                f"peak {one['peak_mib']:.0f} MiB",
                 file=sys.stderr,
                 flush=True,
             )
     rows = []
     for job, runs in found.items():
-        samples = [s for each in runs for s in each["seconds"][1:]]
+        samples = [s for each in runs for s in each["seconds"]]
         t = timing.Timing.of(samples)
         rows.append(
             {
@@ -277,7 +264,7 @@ def measure(
                 "samples_s": samples,
                 "peak_mib": max(each["peak_mib"] for each in runs),
                 "imported_mib": max(each["imported_mib"] for each in runs),
-                "cpu_s": [each["cpu_s"] for each in runs],
+                "cpu_s": timing.quantile((s for each in runs for s in each["cpu_seconds"]), 0.5),
                 "losses": runs[0]["losses"],
             }
         )
@@ -292,21 +279,22 @@ def peers(rows: Iterable[dict[str, Any]]) -> dict[tuple, dict[str, Any]]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown."""
     out = [
-        "| layout | products | | recomputes | tokens/s | times as fast | peak memory of a rank, MiB "
-        "| of Trainer's | last loss |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| layout | products | | recomputed | tokens/s | times as fast | CPU s per step | less by "
+        "| peak memory of a rank, MiB | of Trainer's | last loss |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     known = peers(rows)
     for r in rows:
         peer = known.get((r["layout"], r["dtype"]), r)
-        faster, less = "", ""
+        faster, less, work = "", "", ""
         if peer is not r:
             faster = f"{peer['median_s'] / r['median_s']:.2f}"
+            work = f"{peer['cpu_s'] / r['cpu_s']:.2f}"
             less = f"{r['peak_mib'] / peer['peak_mib']:.2f}"
         name = "tilewright" if r["provider"] == "trainer" else "Trainer"
         out.append(
             f"| {r['layout']} | {r['dtype']} | {name} | {r['recompute']} "
-            f"| {r['tokens_per_second']:.0f} | {faster} "
+            f"| {r['tokens_per_second']:.0f} | {faster} | {r['cpu_s']:.1f} | {work} "
             f"| {r['peak_mib']:.0f} ({r['imported_mib']:.0f} after imports) | {less} "
             f"| {r['losses'][-1]:.4f} |"
         )
