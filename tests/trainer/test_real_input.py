@@ -145,7 +145,7 @@ def test_a_killed_run_goes_on_and_lowers_the_held_out_perplexity(trained, monkey
     # The run's evaluations are of the same tokens. Weights are exported in the dtype in which they
     # were read, bfloat16, which loses a part of so few small steps.
     assert ours[0] == pytest.approx(before, rel=1e-5)
-    assert ours[STEPS] == pytest.approx(after, rel=0.04)
+    assert ours[STEPS] == pytest.approx(after, rel=0.05)
     assert own_loss(exported, folder) == pytest.approx(after, rel=1e-5)
 
 
@@ -170,4 +170,4 @@ def test_other_layouts_have_the_same_losses(trained, monkeypatch):
     want = losses(trained[0])[:3]
     for name in layouts:
         found = losses(root / name)
-        assert found == pytest.approx(want, rel=1e-4), name
+        assert found == pytest.approx(want, rel=1e-5), name
