@@ -37,7 +37,7 @@ from tilewright.trainer.mesh import Mesh
 from tilewright.trainer.model import Ops, Transformer
 from tilewright.trainer.model_config import ModelConfig
 from tilewright.trainer.positions import Sequence, rope_tables
-from tilewright.trainer.tensor_parallel import TensorParallel
+from tilewright.trainer.tensor_parallel import RepeatedAttention, TensorParallel
 
 SHARDED = {
     "vocab_size": 100,
@@ -48,6 +48,8 @@ SHARDED = {
 TIED = {**QWEN3, **SHARDED}
 EXPERTS = {**MOE, **SHARDED, "mlp_only_layers": [0]}
 APART = {**TIED, "model_type": "llama", "tie_word_embeddings": False}
+# Heads that do not divide by 2.
+ODD = {**TIED, "num_attention_heads": 3, "num_key_value_heads": 1}
 
 
 def arguments(tp, data=None, **more):
@@ -94,8 +96,12 @@ MODES = {
         lora__merge_lora_interval=2,
     ),
     "adapted_experts/train_tp": arguments(2, **LORA, train__expert_parallel_size=2),
+    "odd/train_tp": arguments(2, **RECOMPUTE),
+    "odd/train_ring": arguments(2, 1, train__ringattn_parallel_size=2),
+    "odd/train_adapters": arguments(4, **LORA),
 }
 SHAPES = {
+    "odd": ODD,
     "tied": TIED,
     "apart": APART,
     "experts": EXPERTS,
@@ -211,8 +217,6 @@ def model_of(shape):
 @pytest.mark.parametrize(
     "change, sentence",
     [
-        ({"num_attention_heads": 6, "num_key_value_heads": 6}, "6 query heads do not divide by 4"),
-        ({"num_key_value_heads": 2}, "2 key-value heads do not divide by 4"),
         ({"intermediate_size": 50}, "50 columns of the MLP do not divide by 4"),
         ({"vocab_size": 97}, "97 tokens of the vocabulary do not divide by 4"),
     ],
@@ -237,10 +241,14 @@ def test_sizes_that_fsdp2_cannot_shard_are_one_sentence():
 
 def test_heads_are_divided_among_tensor_parallel_and_ulysses_ranks():
     model = model_of(TIED)
-    model.tp = TensorParallel(size=4)
+    for block in model.model.layers:
+        block.self_attn.tp = TensorParallel(size=4)
     with pytest.raises(ValueError, match=r"model's 2 query heads of a tensor-parallel rank \(of 4"):
         model.spread_sequence(ContextParallel(4))
     model.spread_sequence(ContextParallel(2))
+    for block in model.model.layers:
+        block.self_attn.tp = RepeatedAttention(size=4)
+    model.spread_sequence(ContextParallel(8))
 
 
 def test_sequences_are_padded_to_a_multiple_of_all_ranks():

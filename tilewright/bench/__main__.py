@@ -37,6 +37,10 @@ ELSEWHERE = {
         "tilewright.trainer.end_to_end",
         "time a training step of the trainer's model and of transformers' on a CPU",
     ),
+    "layouts": (
+        "tilewright.trainer.layouts",
+        "train with each layout of the trainer, and of transformers' Trainer, on a CPU",
+    ),
     "report": (
         "tilewright.bench.page.build",
         "write docs/performance.md from committed raw results",

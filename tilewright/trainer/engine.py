@@ -143,7 +143,11 @@ class Engine:
 
     def _outcome(self, batch: Batch, loss: Loss) -> Outcome:
         half = self.autocast
-        with torch.autocast(self.mesh.device.type, half, enabled=half is not None):
+        # The cache would hold the casts of all weights until the end of the forward pass. A weight
+        # is used once in it.
+        with torch.autocast(
+            self.mesh.device.type, half, enabled=half is not None, cache_enabled=False
+        ):
             return self.wrapped(**self._moved(batch), loss=loss)
 
     def _sums(self, outcomes: list[Outcome]) -> Sums:

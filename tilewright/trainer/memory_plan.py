@@ -135,10 +135,10 @@ def _measured(
                 owners |= tracker.own("optimizer", [s for s in states if torch.is_tensor(s)])
     peak, whole = tracker.peak(owners)
     found, largest = _by_part(peak), _by_part(whole)
-    if t.data_parallel_mode == "ddp" and mesh.size > 1:  # its buckets are copies of the gradients
+    if t.data_parallel_mode == "ddp" and mesh.size > 1:  # gradients are views of its buckets
         buckets = sum(p.numel() * p.element_size() for p in engine.parameters if p.requires_grad)
-        found["communication"] += buckets
-        largest["communication"] += buckets
+        for sizes in (found, largest):
+            sizes["gradients"] = max(sizes["gradients"], buckets)
     return found, largest, saved
 
 

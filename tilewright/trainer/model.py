@@ -225,9 +225,10 @@ class Transformer(nn.Module):
 
         Raises ValueError if the heads cannot be sharded accordingly.
         """
-        heads, rest = divmod(self.config.num_attention_heads, self.tp.size)
-        if rest or heads % cp.ulysses_size:
-            of = f" of a tensor-parallel rank (of {self.tp.size})" if self.tp.size > 1 else ""
+        sharing = min(block.self_attn.tp.heads for block in self.model.layers)
+        heads = self.config.num_attention_heads // sharing
+        if heads % cp.ulysses_size:
+            of = f" of a tensor-parallel rank (of {sharing})" if sharing > 1 else ""
             raise ValueError(
                 f"train.ulysses_parallel_size = {cp.ulysses_size}: the model's {heads} query "
                 f"heads{of} do not divide by {cp.ulysses_size}"

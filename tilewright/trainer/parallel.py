@@ -189,6 +189,7 @@ def wrap_ddp(model: nn.Module, mode: str, mesh: Mesh) -> nn.Module:
         model,
         device_ids=[mesh.device.index] if mesh.device.type == "cuda" else None,
         broadcast_buffers=False,
+        gradient_as_bucket_view=True,  # else gradients would be in memory twice
     )
 
 

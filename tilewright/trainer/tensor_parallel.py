@@ -17,6 +17,9 @@ matrices, and reduce-scatter the sum over ranks:
 
 Parameters are DTensors on the axis tp with the names and shapes of the whole model, so that FSDP2,
 checkpoints, norms and exports treat them as usual; layers compute with their local shards.
+
+Where the heads do not divide by tp, each rank has the weights of attention whole, computes it for
+the whole sequence, and keeps its shard of the result.
 """
 
 from __future__ import annotations
@@ -68,6 +71,11 @@ class TensorParallel:
     rank: int = 0
     name: str = ""
 
+    @property
+    def heads(self) -> int:
+        """Among how many ranks the heads are divided."""
+        return self.size
+
     @classmethod
     def of(cls, mesh: DeviceMesh) -> TensorParallel:
         group = mesh.get_group()
@@ -90,6 +98,21 @@ class TensorParallel:
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """Sums [B, S, ...] over ranks -> this rank's shard [B, S / size, ...]."""
         return x if self.size == 1 else _ReduceScatter.apply(x, self.size, self.name)
+
+
+class RepeatedAttention(TensorParallel):
+    """Of attention that each rank computes whole."""
+
+    @property
+    def heads(self) -> int:
+        return 1
+
+    def own(self, t: torch.Tensor) -> torch.Tensor:
+        return t
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of what is the same on each."""
+        return x.chunk(self.size, 1)[self.rank]
 
 
 class _Gather(torch.autograd.Function):
@@ -173,8 +196,6 @@ def check(config: ModelConfig, size: int) -> None:
     """Raises ValueError for a model that so many ranks cannot shard evenly."""
     dense = not all(config.is_moe(layer) for layer in range(config.num_hidden_layers))
     for what, n in (
-        ("query heads", config.num_attention_heads),
-        ("key-value heads", config.num_key_value_heads),
         ("columns of the MLP", config.intermediate_size if dense else 0),
         (
             "columns of the shared experts",
@@ -189,27 +210,37 @@ def check(config: ModelConfig, size: int) -> None:
             )
 
 
+def shares_heads(config: ModelConfig, size: int) -> bool:
+    """Whether so many ranks each have as many heads."""
+    return config.num_attention_heads % size == config.num_key_value_heads % size == 0
+
+
 def shard_matrices(model: Transformer, mesh: DeviceMesh) -> None:
     """Shards a model that is built on meta over the ranks of a mesh (tp,)."""
     tp = TensorParallel.of(mesh)
     check(model.config, tp.size)
+    shares = shares_heads(model.config, tp.size)
     for path, module in model.named_modules():
         if ".experts" not in path:
             for name, p in list(module.named_parameters(recurse=False)):
+                whole = not shares and ".self_attn." in path
+                at = Replicate() if whole else _placement(model, path, name)
                 if name not in PLAIN:
-                    register(module, name, p, mesh, _placement(model, path, name))
+                    register(module, name, p, mesh, at)
     model.tie()
     for path, module in model.named_modules():
         projection = path.removesuffix(".base").rpartition(".")[2]
+        whole = not shares and ".self_attn" in path
+        biased = getattr(module, "bias", None) is not None and not whole
         # Only the forward differs.
         if isinstance(module, nn.Embedding):
             module.__class__ = VocabularyEmbedding
-        elif getattr(module, "bias", None) is not None and projection in BY_ROWS:
+        elif biased and projection in BY_ROWS:
             module.__class__ = BiasOfRows
-        elif getattr(module, "bias", None) is not None and projection in BY_COLUMNS:
+        elif biased and projection in BY_COLUMNS:
             module.__class__ = BiasOfSum
         if hasattr(module, "tp"):
-            module.tp = tp
+            module.tp = RepeatedAttention.of(mesh) if whole else tp
 
 
 def _placement(model: nn.Module, path: str, name: str) -> Placement:

@@ -42,6 +42,7 @@ from tilewright.trainer.mesh import Mesh, device_of, join
 from tilewright.trainer.metrics import Metrics
 from tilewright.trainer.plan import Plan
 from tilewright.trainer.sources import check_sources
+from tilewright.trainer.tensor_parallel import shares_heads
 
 log = logging.getLogger("tilewright")
 
@@ -288,10 +289,14 @@ def summary(
         f"{batches.steps_per_epoch} per epoch, {batches.bins.tokens} tokens of data"
     )
     multiple = padding(config.data.pad_to_multiple_of, mesh.context, mesh.layout.tp)
-    if mesh.layout.tp > 1:
+    if (tp := mesh.layout.tp) > 1:
+        shape = engine.model.config
+        heads = f"{shape.num_attention_heads} and {shape.num_key_value_heads}"
+        repeated = f", attention whole on each, as {heads} heads do not divide by {tp}"
         yield (
-            f"matrices on {mesh.layout.tp} tensor-parallel ranks, micro-batches padded to a "
-            f"multiple of {multiple} tokens"
+            f"matrices on {tp} tensor-parallel ranks"
+            f"{'' if shares_heads(shape, tp) else repeated}, micro-batches padded to a multiple of "
+            f"{multiple} tokens"
         )
     if mesh.context.size > 1:
         yield (

@@ -1,0 +1,173 @@
+"""SmolLM2-135M fine-tuned on conversations: the commands of a user, on real weights and text."""
+
+import json
+import math
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("pydantic")
+pytest.importorskip("transformers")
+
+import transformers
+from distributed_worker import engine_of
+from ranks import ROOT, run_modes
+from test_trainer import rows
+
+from tilewright.trainer.batches import evaluation_batches
+from tilewright.trainer.build import build_data
+from tilewright.trainer.config import load
+from tilewright.trainer.loss import language_modeling
+from tilewright.trainer.mesh import Mesh
+
+MODEL, CONFIG = ROOT / ".cache/smollm2", ROOT / "examples/chat_smollm2.yaml"
+HELD_OUT = ROOT / "examples/data/chat/heldout.jsonl"
+STEPS, SAVED, KILLED = 4, 2, 3
+if not (MODEL / "config.json").is_file():
+    pytest.skip(
+        "no .cache/smollm2; `make .cache/smollm2/config.json` makes it", allow_module_level=True
+    )
+
+
+def options(folder, **train):
+    """What the test changes in the example."""
+    changed = {
+        "output_dir": folder / "out",
+        "max_steps": STEPS,
+        "save_steps": SAVED,
+        **train,
+    }
+    return [
+        f"--data.dataset_prepared_path={folder.parent / 'prepared'}",
+        *(f"--train.{name}={value}" for name, value in changed.items()),
+    ]
+
+
+def start(folder):
+    """The command at the top of the example, with its output in a pipe."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", *torchrun, "tilewright.trainer.train"),
+            *(CONFIG, *options(folder)),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def children(pid):
+    stats = [p.read_text() for p in pathlib.Path("/proc").glob("[0-9]*/stat")]
+    parents = [(int(s.split()[0]), int(s.rpartition(")")[2].split()[1])) for s in stats]
+    return sorted(child for child, parent in parents if parent == pid)
+
+
+def killed(folder):
+    """Kills the second rank after a step that no checkpoint has; returns what was printed."""
+    said = []
+    with start(folder) as run:
+        for line in run.stdout:
+            said.append(line)
+            if line.startswith(f"step={KILLED} "):
+                os.kill(children(run.pid)[-1], signal.SIGKILL)
+    assert run.returncode
+    return "".join(said)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run in two FSDP2 ranks that was killed and resumed, and what both printed."""
+    folder = tmp_path_factory.mktemp("real") / "fsdp2"
+    first = killed(folder)
+    with start(folder) as run:
+        second = run.stdout.read()
+    assert run.returncode == 0, second
+    yield folder, first, second
+    shutil.rmtree(folder.parent)
+
+
+def losses(folder):
+    return [row["loss"] for row in rows(folder) if "loss" in row]
+
+
+def evaluations(folder):
+    return {row["step"]: row["eval_loss"] for row in rows(folder) if "eval_loss" in row}
+
+
+@torch.no_grad()
+def held_out_loss(path):
+    """Of the answers in the held-out conversations, by transformers alone."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer, total, tokens = transformers.AutoTokenizer.from_pretrained(path), 0.0, 0
+    for line in HELD_OUT.read_text().splitlines():
+        messages = json.loads(line)["messages"]
+        kind = {"tokenize": False}
+        prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, **kind)
+        whole = tokenizer.apply_chat_template(messages, **kind).removesuffix("\n")
+        ids = tokenizer(whole, return_tensors="pt").input_ids
+        labels = ids.clone()
+        labels[:, : len(tokenizer(prompt).input_ids)] = -100
+        n = int((labels != -100).sum())
+        total, tokens = total + float(model(input_ids=ids, labels=labels).loss) * n, tokens + n
+    return total / tokens
+
+
+def own_loss(path, folder):
+    """The trainer's evaluation of these weights."""
+    there = [f"--model.model_path={path}", "--train.data_parallel_mode=none"]
+    config, ranks = load(str(CONFIG), [*options(folder), *there]), Mesh()
+    engine = engine_of(config, ranks)
+    _, held = build_data(config, ranks, engine.model.config.vocab_size)
+    return engine.evaluate(evaluation_batches(held, 1, 0, 1), language_modeling)
+
+
+def test_a_killed_run_goes_on_and_lowers_the_held_out_perplexity(trained, monkeypatch):
+    """To less than half."""
+    monkeypatch.chdir(ROOT)
+    folder, first, second = trained
+    steps = [row["step"] for row in rows(folder) if "loss" in row]
+    assert steps == list(range(1, STEPS + 1))
+    for step in range(1, STEPS + 1):
+        assert (f"step={step} loss" in first) == (step <= KILLED)
+        assert (f"step={step} loss" in second) == (step > SAVED)
+    ours, exported = evaluations(folder), folder / f"out/checkpoints/global_step_{STEPS}/hf"
+    before, after = held_out_loss(MODEL), held_out_loss(exported)
+    assert math.exp(after) < 0.5 * math.exp(before)
+    # The run's evaluations are of the same tokens. Weights are exported in the dtype in which they
+    # were read, bfloat16, which loses a part of so few small steps.
+    assert ours[0] == pytest.approx(before, rel=1e-5)
+    assert ours[STEPS] == pytest.approx(after, rel=0.05)
+    assert own_loss(exported, folder) == pytest.approx(after, rel=1e-5)
+
+
+def test_other_layouts_have_the_same_losses(trained, monkeypatch):
+    """Two tensor-parallel ranks, each with all of the 9 heads, and two stages. A step's bins are
+    the same: those of the two FSDP2 ranks are two micro-batches here.
+    """
+    monkeypatch.chdir(ROOT)
+    root = trained[0].parent
+    alike = {"max_steps": 3, "gradient_accumulation_steps": 2, "save_steps": 0, "save_epochs": 0}
+    alike |= {"save_hf_weights": "false"}
+    layouts = {
+        "tp": ["--train.tensor_parallel_size=2", "--model.merge_qkv=false"],
+        "pp": ["--train.pipeline_parallel_size=2"],
+    }
+    here = [f"--model.model_path={MODEL}"]
+    runs = {
+        f"{name}/run": [str(CONFIG), *options(root / name, **alike), *here, *layout]
+        for name, layout in layouts.items()
+    }
+    run_modes(2, root, runs)
+    want = losses(trained[0])[:3]
+    for name in layouts:
+        found = losses(root / name)
+        assert found == pytest.approx(want, rel=1e-5), name
