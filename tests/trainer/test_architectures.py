@@ -59,6 +59,19 @@ SHAPES = {
         "swiglu_limit": 0.5,
         "rope_parameters": YARN,
     },
+    # Heads that two ranks cannot share.
+    "odd": {
+        **SMALL,
+        "model_type": "gpt_oss",
+        "tie_word_embeddings": False,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 2,
+        "sliding_window": 5,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": YARN,
+    },
     "deepseek_v3": {
         **SMALL,
         "model_type": "deepseek_v3",
@@ -113,6 +126,7 @@ MODES = {
         moe_checkpoint_method="moe_act",
         **RECOMPUTE,
     ),
+    "odd/train_tp": layout(tensor_parallel_size=2),
     "gpt_oss/train_tp_ulysses": layout(tensor_parallel_size=2, ulysses_parallel_size=2),
     "deepseek_v3/train_and_save": layout(
         tensor_parallel_size=2, expert_parallel_size=2, **ADAM, **RECOMPUTE
