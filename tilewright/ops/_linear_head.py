@@ -123,12 +123,12 @@ def case(
     class_weight=False,
     frozen=False,
     offset=0.0,
-    lora=0,
     **options,
 ):
     """offset: of the bias. x and weight are then small multiples of 1/4 and 1/2: all sums are exact
-    in float32.   lora: the rank of an adapter.
+    in float32.   options: the op's; and lora, the rank of an adapter.
     """
+    lora = options.pop("lora", 0)
     T, H, V = sizes
     shape = T if isinstance(T, tuple) else (T,)
     rows = math.prod(shape)
