@@ -110,28 +110,34 @@ void limit(const float* value, bool two, const Options& o, Row& r) {
     if (!allowed[g]) std::fill_n(r.keys + g * size, size, LOWEST);
 }
 
+// Sets the keys of the experts, in the order in which they are chosen.
+void rank(const float* bias, const Options& o, Row& r) {
+  const int64_t E = o.E;
+  if (bias != nullptr) {
+    TW_SIMD
+    for (int64_t e = 0; e < E; ++e) r.x[e] = r.s[e] + bias[e];
+  }
+  TW_SIMD
+  for (int64_t e = 0; e < E; ++e) r.keys[e] = key(r.x[e]);
+  if (o.topk_groups < o.groups) limit(o.sigmoid && bias == nullptr ? r.s : r.x, o.sigmoid || bias != nullptr, o, r);
+}
+
 template <class T>
-void forward_rows(int64_t begin, int64_t end, const T* logits, int64_t stride, const float* bias, const Options& o,
-                  Row& r, int64_t* index, float* weight, double* probability, int64_t* count, double& square) {
+void forward_rows(int64_t begin, int64_t end, const T* logits, int64_t stride, const float* bias,
+                  const int64_t* recorded, const Options& o, Row& r, int64_t* index, float* weight,
+                  double* probability, int64_t* count, double& square) {
   const int64_t E = o.E, K = o.K;
   float sums[MOST];
   for (int64_t first = begin; first < end; first += CHUNK) {  // in float for a few rows, then in double
     std::fill_n(sums, E, 0.0f);
     for (int64_t t = first; t < std::min(end, first + CHUNK); ++t) {
       scores(logits + t * stride, o, r);
-      if (bias != nullptr) {
-        TW_SIMD
-        for (int64_t e = 0; e < E; ++e) r.x[e] = r.s[e] + bias[e];
-      }
-      TW_SIMD
-      for (int64_t e = 0; e < E; ++e) r.keys[e] = key(r.x[e]);
-      if (o.topk_groups < o.groups)
-        limit(o.sigmoid && bias == nullptr ? r.s : r.x, o.sigmoid || bias != nullptr, o, r);
+      if (recorded == nullptr) rank(bias, o, r);
       int64_t* own = index + t * K;
       float* w = weight + t * K;
       float picked = 0;
       for (int64_t k = 0; k < K; ++k) {
-        const int64_t e = best(r.keys, E);
+        const int64_t e = recorded == nullptr ? best(r.keys, E) : recorded[t * K + k];
         r.keys[e] = LOWEST;
         own[k] = e;
         w[k] = r.s[e];
@@ -169,7 +175,13 @@ void check_vector(const char* name, const Tensor& t, ScalarType type, int64_t el
   STD_TORCH_CHECK(t.scalar_type() == type && t.numel() == elements, "tilewright: ", name, " has the wrong dtype or size");
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> route_forward(Tensor logits, std::optional<Tensor> bias, int64_t k,
+void check_index(const char* name, const int64_t* index, int64_t n, int64_t E) {
+  for (int64_t i = 0; i < n; ++i)
+    STD_TORCH_CHECK(index[i] >= 0 && index[i] < E, "tilewright: ", name, " must be below ", E, ", got ", index[i]);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> route_forward(Tensor logits, std::optional<Tensor> bias,
+                                                                 std::optional<Tensor> recorded, int64_t k,
                                                                  bool sigmoid, bool renormalize, int64_t groups,
                                                                  int64_t topk_groups, double scale) {
   check_logits(logits);
@@ -178,6 +190,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> route_forward(Tensor logits, 
                       k <= topk_groups * (E / groups),
                   "tilewright: k, groups or topk_groups do not fit ", E, " experts");
   if (bias.has_value()) check_vector("bias", *bias, ScalarType::Float, E);
+  if (recorded.has_value()) {
+    check_vector("recorded", *recorded, ScalarType::Long, T * k);
+    check_index("recorded", in<int64_t>(*recorded), T * k, E);
+  }
   auto index = torch::stable::new_empty(logits, {T, k}, ScalarType::Long);
   auto weight = torch::stable::new_empty(logits, {T, k}, ScalarType::Float);
   auto counts = torch::stable::new_empty(logits, {E}, ScalarType::Long);
@@ -190,13 +206,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> route_forward(Tensor logits, 
   int64_t* const to_index = out<int64_t>(index);
   float* const to_weight = out<float>(weight);
   const float* const b = in<float>(bias);
+  const int64_t* const given = recorded.has_value() ? in<int64_t>(*recorded) : nullptr;
   dispatch(logits, [&](auto element) {
     using X = decltype(element);
     const X* const x = in<X>(logits);
     const int64_t stride = logits.stride(0);
     chunks = for_chunks(T, [&](int64_t c, int64_t begin, int64_t end) {
       Row r;
-      forward_rows(begin, end, x, stride, b, o, r, to_index, to_weight, &probability[size_t(c * E)],
+      forward_rows(begin, end, x, stride, b, given, o, r, to_index, to_weight, &probability[size_t(c * E)],
                    &count[size_t(c * E)], square[size_t(c)]);
     });
   });
@@ -232,8 +249,7 @@ Tensor route_backward(Tensor g_weight, Tensor g_balance, Tensor g_z, Tensor logi
   Tensor d = torch::stable::new_empty(logits, {T, E});
   const Options o{T, E, K, 1, 1, sigmoid, renormalize, float(scale)};
   const int64_t* const chosen = in<int64_t>(index);
-  for (int64_t i = 0; i < T * K; ++i)
-    STD_TORCH_CHECK(chosen[i] >= 0 && chosen[i] < E, "tilewright: index must be below ", E, ", got ", chosen[i]);
+  check_index("index", chosen, T * K, E);
   const float* const g = in<float>(g_weight);
   std::vector<float> balance(static_cast<size_t>(E));
   for (int64_t e = 0; e < E; ++e)
@@ -294,7 +310,7 @@ Tensor route_backward(Tensor g_weight, Tensor g_balance, Tensor g_z, Tensor logi
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
   m.def(
-      "route_cpp_forward(Tensor logits, Tensor? bias, int k, bool sigmoid, bool renormalize, int groups, "
+      "route_cpp_forward(Tensor logits, Tensor? bias, Tensor? recorded, int k, bool sigmoid, bool renormalize, int groups, "
       "int topk_groups, float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "route_cpp_backward(Tensor g_weight, Tensor g_balance, Tensor g_z, Tensor logits, Tensor index, Tensor counts, "

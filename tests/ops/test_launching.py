@@ -116,7 +116,7 @@ def steps(tokens, dtype=torch.bfloat16):
     pre, _ = grouped_gemm_triton.up_swiglu(x, up, offsets, slots, K, True)
     grouped_gemm_triton.down_dswiglu(x, down, pre, weight, (offsets, slots, position), True)
     logits = new(T, E, dtype=f32)
-    route_triton.forward(logits, None, K, False, True, 1, 1, 1.0)
+    route_triton.forward(logits, None, None, K, False, True, 1, 1, 1.0)
     route_triton.backward(
         weight,
         new(dtype=f32),

@@ -1,6 +1,7 @@
 """Tests specific to route; parity with the eager twin is in test_contract.py."""
 
 import contextlib
+import sys
 
 import pytest
 import torch
@@ -402,17 +403,31 @@ def test_cpp_operators_themselves_check_every_tensor():
         torch.ops.tilewright.route_cpp_forward,
         torch.ops.tilewright.route_cpp_backward,
     )
-    weight, index, counts, balance, z = forward(X, None, 2, False, False, 1, 1, 1.0)
+    weight, index, counts, balance, z = forward(X, None, None, 2, False, False, 1, 1, 1.0)
     right = [weight, balance, z, X, index, counts]
     for wrong, message in (
-        (lambda: forward(X.t(), None, 2, False, False, 1, 1, 1.0), "logits must be a CPU matrix"),
-        (lambda: forward(X.half(), None, 2, False, False, 1, 1, 1.0), "take float32 and bfloat16"),
         (
-            lambda: forward(X, torch.zeros(7), 2, False, False, 1, 1, 1.0),
+            lambda: forward(X.t(), None, None, 2, False, False, 1, 1, 1.0),
+            "logits must be a CPU matrix",
+        ),
+        (
+            lambda: forward(X.half(), None, None, 2, False, False, 1, 1, 1.0),
+            "take float32 and bfloat16",
+        ),
+        (
+            lambda: forward(X, torch.zeros(7), None, 2, False, False, 1, 1, 1.0),
             "bias has the wrong dtype or size",
         ),
-        (lambda: forward(X, None, 9, False, False, 1, 1, 1.0), "do not fit 8 experts"),
-        (lambda: forward(X, None, 2, False, False, 3, 1, 1.0), "do not fit 8 experts"),
+        (lambda: forward(X, None, None, 9, False, False, 1, 1, 1.0), "do not fit 8 experts"),
+        (lambda: forward(X, None, None, 2, False, False, 3, 1, 1.0), "do not fit 8 experts"),
+        (
+            lambda: forward(X, None, index + 7, 2, False, False, 1, 1, 1.0),
+            "recorded must be below 8, got",
+        ),
+        (
+            lambda: forward(X, None, index[:1], 2, False, False, 1, 1, 1.0),
+            "recorded has the wrong dtype or size",
+        ),
         (
             lambda: backward(*right[:4], index + 7, counts, False, False, 1.0),
             "index must be below 8, got",
@@ -432,3 +447,63 @@ def test_cpp_operators_themselves_check_every_tensor():
     ):
         with pytest.raises(RuntimeError, match=message):
             wrong()
+
+
+# ---- replay of a recorded choice
+
+
+@pytest.mark.parametrize("name", ROUTE.names())
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_the_replay_of_an_own_choice_changes_nothing(name, score):
+    skip_unless_usable(ROUTE, name, torch.float32)
+    g = torch.Generator(DEVICE).manual_seed(0)
+    x = torch.randn(40, 16, device=DEVICE, generator=g, requires_grad=True)
+    options = {"score": score, "renormalize": True, "scale": 2.5, "implementation": name}
+    first = route(x, 3, bias=torch.randn(16, device=DEVICE) / 9, **options)
+    again = route(x, 3, expert_index=first.expert_index.int(), **options)
+    for f, a in zip(first, again, strict=True):
+        assert torch.equal(f, a)
+    upstream = torch.randn(40, 3, device=DEVICE, generator=g)
+    gradients = [
+        torch.autograd.grad((r.expert_weight * upstream).sum() + r.load_balance_loss, x)[0]
+        for r in (first, again)
+    ]
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("name", ROUTE.names())
+def test_a_replayed_choice_has_todays_weights(name):
+    skip_unless_usable(ROUTE, name, torch.float32)
+    x = torch.tensor([[0.0, 3.0, 1.0, 2.0]], device=DEVICE, requires_grad=True)
+    found = route(x, 2, expert_index=torch.tensor([[2, 0]], device=DEVICE), implementation=name)
+    torch.testing.assert_close(found.expert_weight, x.softmax(-1)[:, [2, 0]])
+    assert found.expert_index.tolist() == [[2, 0]]
+    assert found.tokens_per_expert.tolist() == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("name", [n for n in ROUTE.names() if n != "cpp"])
+def test_a_slot_that_cannot_be_replayed_is_nan_where_nothing_is_read(name, monkeypatch):
+    """On a GPU no value is checked."""
+    skip_unless_usable(ROUTE, name, torch.float32)
+    module = sys.modules["tilewright.ops.route"]
+    monkeypatch.setattr(module, "_recorded", lambda index, logits, k: index)
+    x = torch.randn(2, 4, device=DEVICE)
+    index = torch.tensor([[1, 4], [-1, 2]], device=DEVICE)
+    found = route(x, 2, expert_index=index, implementation=name)
+    assert found.expert_weight.isnan().tolist() == [[False, True], [True, False]]
+    assert found.expert_index.tolist() == [[1, 0], [0, 2]]
+
+
+@pytest.mark.parametrize(
+    "index, error, message",
+    [
+        ([[0, 1]], TypeError, "expert_index must be a torch.Tensor or None, got list"),
+        (torch.tensor([[0.0, 1.0]]), TypeError, "must be int32 or int64, got float32"),
+        (torch.tensor([[0]]), ValueError, r"expert_index must have shape \[1, 2\].*got \[1, 1\]"),
+        (torch.tensor([[0, 4]]), IndexError, "expert_index holds 4; accepted are 0 to 3"),
+        (torch.tensor([[1, 1]]), ValueError, "must hold distinct experts in each row"),
+    ],
+)
+def test_a_record_that_does_not_fit_is_refused(index, error, message):
+    with pytest.raises(error, match=message):
+        route(torch.randn(1, 4), 2, expert_index=index)

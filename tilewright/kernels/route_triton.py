@@ -112,6 +112,7 @@ def _allowed(
 def _forward(
     logits_ptr,
     bias_ptr,
+    recorded_ptr,
     index_ptr,
     weight_ptr,
     probability_ptr,
@@ -129,6 +130,7 @@ def _forward(
     BIASED: tl.constexpr,
     SIGMOID: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    REPLAYED: tl.constexpr,
     GP: tl.constexpr,
     SP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -173,7 +175,11 @@ def _forward(
             keys = tl.where(allowed, keys, LOWEST)
         rank = tl.full([ROWS, WIDTH], K, tl.int32)
         for k in range(K):
-            hit = column[None, :] == tl.argmax(keys, axis=1, tie_break_left=True)[:, None]
+            if REPLAYED:
+                own = tl.load(recorded_ptr + t * K + k, mask=inside, other=-1).to(tl.int32)
+                hit = column[None, :] == own[:, None]
+            else:
+                hit = column[None, :] == tl.argmax(keys, axis=1, tie_break_left=True)[:, None]
             rank = tl.where(hit, k, rank)
             keys = tl.where(hit, LOWEST, keys)
         w = s
@@ -313,6 +319,7 @@ def _rows(constants: dict, T: int) -> int:
 def forward(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
+    recorded: torch.Tensor | None,
     k: int,
     sigmoid: bool,
     renormalize: bool,
@@ -322,9 +329,15 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """logits [T, E] with contiguous columns, bias [E] fp32 -> weights, indices, counts, balance
     loss, z loss.
+
+    recorded: [T, k] int64, the choice, of experts that are distinct in each row; or None. A slot
+        with another value has weight NaN and expert 0.
     """
     T, E = logits.shape
     weight, index, counts, balance, z = outputs = results(logits, k)
+    if recorded is not None:
+        weight.fill_(float("nan"))
+        index.zero_()
     size = E // groups
     GP, SP = next_power_of_2(groups), next_power_of_2(size)
     c = FORWARD.config(logits.device, GP * SP)
@@ -341,6 +354,7 @@ def forward(
             (programs,),
             logits,
             bias,
+            recorded,
             index,
             weight,
             probability,
@@ -358,6 +372,7 @@ def forward(
             BIASED=bias is not None,
             SIGMOID=sigmoid,
             RENORMALIZE=renormalize,
+            REPLAYED=recorded is not None,
             GP=GP,
             SP=SP,
             ROWS=rows,
@@ -435,6 +450,7 @@ _QWEN = {
     "BIASED": False,
     "SIGMOID": False,
     "RENORMALIZE": True,
+    "REPLAYED": False,
     "GP": 1,
     "SP": 128,
     "WIDTH": 128,
@@ -448,12 +464,14 @@ _DEEPSEEK = {
     "BIASED": True,
     "SIGMOID": True,
     "RENORMALIZE": True,
+    "REPLAYED": False,
     "GP": 8,
     "SP": 32,
     "WIDTH": 256,
 }
 _TYPES = {
     "bias_ptr": "*fp32",
+    "recorded_ptr": "*i64",
     "index_ptr": "*i64",
     "weight_ptr": "*fp32",
     "probability_ptr": "*fp32",
@@ -516,10 +534,15 @@ def _specs(kernel):
 
 
 def gate() -> list[KernelSpec]:
-    """The kernels without tuned configurations."""
+    """The kernels without tuned configurations, and the replay of a recorded choice."""
+    config = FORWARD.heuristic(128)
+    replay = {**_QWEN, "REPLAYED": True, "ROWS": config["ROWS"]}
     return [
-        _spec(_finish, f"finish E={E}", {"E": E, "WIDTH": E, "ROWS": 4096 // E}, 8, "bf16")
-        for E in (128, 256)
+        *(
+            _spec(_finish, f"finish E={E}", {"E": E, "WIDTH": E, "ROWS": 4096 // E}, 8, "bf16")
+            for E in (128, 256)
+        ),
+        _spec(_forward, "forward replay bf16", replay, config["num_warps"], "bf16"),
     ]
 
 

@@ -38,6 +38,7 @@ def case(
     tags=cases.CONTRACT,
     **options,
 ):
+    replayed = options.pop("replayed", False)
     sigmoid, groups = options.get("score") == "sigmoid", options.get("groups", 1)
 
     def make(device, dtype, seed):
@@ -60,10 +61,15 @@ def case(
             x[:, : E // 2] -= 12
         if masked:
             x[:, 1::3] = float("-inf")
+        recorded = {}
+        if replayed:
+            draw = torch.rand(T, E, device=device, generator=new["gen"])
+            recorded = {"expert_index": draw.topk(k).indices}
         return {
             "logits": x.requires_grad_(),
             "k": k,
             **({"bias": bias} if biased else {}),
+            **recorded,
             **options,
         }
 
@@ -119,6 +125,8 @@ def all_cases():
         # Larger than gradcheck accepts: the op is not differentiable at ties.
         case("ties", 320, 10, 4, ties=True),
         case("rounded", 50, 6, 2, renormalize=True, round_to=4),
+        case("replayed", 19, 12, 3, replayed=True, renormalize=True, scale=0.5),
+        case("replayed_sigmoid", 9, 10, 2, replayed=True, score="sigmoid", biased=True, groups=5),
         case("many_experts", 3, 700, 8, renormalize=True),
     ]
     timed = [

@@ -46,9 +46,11 @@ def route(
     topk_groups: int = 1,
     scale: float = 1.0,
     round_to: int = 0,
+    expert_index: torch.Tensor | None = None,
     implementation: str = "auto",
 ) -> Routing:
-    """Chooses the k best experts of each token, with their weights and two losses.
+    """Chooses the k best experts of each token, with their weights and two losses; or replays a
+    recorded choice with today's weights.
 
     Differentiable once in logits, through expert_weight, load_balance_loss (through P; f is a
     count) and z_loss; all sums in float32. Saved for backward: logits, expert_index and the counts.
@@ -74,6 +76,12 @@ def route(
         scale: multiplies the weights, after renormalizing.
         round_to: M > 0 for token rounding, by `round_tokens` after everything else: every expert
             keeps a multiple of M tokens, its best ones. 0: off.
+        expert_index: [T, k] int32 or int64, the recorded choice, as an inference engine or an
+            earlier call gives it, or None. It replaces the choice, so that bias, groups and
+            topk_groups have no effect; all else is computed from logits as usual, and weights keep
+            their gradients. Experts of a token are distinct and in [0, E). On CUDA tensors that is
+            not checked: a slot that breaks it gets expert 0 (of two equal ones the first) and
+            weight NaN.
         implementation: "auto", or one that `tilewright explain route` lists.
     Returns:
         Routing. Neither loss is multiplied by a coefficient; both are of the choice before
@@ -90,20 +98,27 @@ def route(
 
     Raises:
         TypeError, ValueError: Invalid arguments.
+        IndexError: An expert of expert_index that does not exist (CPU).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:
         >>> from tilewright.ops import route
         >>> route(torch.tensor([[0.0, 3.0, 1.0]]), 2).expert_index
         tensor([[1, 2]])
+
+    Source of the replay: arXiv:2510.11370.
     """
     _validate(logits, k, score, bias, groups, topk_groups, scale, round_to)
+    if expert_index is not None:
+        expert_index = _recorded(expert_index, logits, k)
+        bias, groups, topk_groups = None, 1, 1
     if bias is not None:
         bias = bias.detach()
     routing = Routing(
         *ROUTE.pick(implementation, logits)(
             logits,
             bias,
+            expert_index,
             k,
             score == "sigmoid",
             bool(renormalize),
@@ -152,16 +167,50 @@ def _validate(logits, k, score, bias, groups, topk_groups, scale, round_to):
             )
 
 
+def _recorded(expert_index, logits, k):
+    """expert_index as kernels take it: contiguous int64."""
+    if not isinstance(expert_index, torch.Tensor):
+        raise TypeError(
+            f"expert_index must be a torch.Tensor or None, got {type(expert_index).__name__}"
+        )
+    if expert_index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"expert_index must be int32 or int64, got {short(expert_index.dtype)}")
+    _checks.dense("expert_index", expert_index)
+    shape = logits.shape[0], k
+    _checks.shape("expert_index", expert_index, shape, "k experts for each row of logits")
+    _checks.same_device(logits=logits, expert_index=expert_index)
+    index, E = expert_index.to(torch.int64).contiguous(), logits.shape[1]
+    if not index.is_cuda and not torch.compiler.is_compiling():
+        if outside := index[(index < 0) | (index >= E)].tolist():
+            raise IndexError(f"expert_index holds {outside[0]}; accepted are 0 to {E - 1}")
+        if (index.sort(-1).values.diff(dim=-1) == 0).any():
+            raise ValueError("expert_index must hold distinct experts in each row, got equal ones")
+    return index
+
+
 # ---- the definition
 
 
 def route_eager(
-    logits, bias=None, k=1, sigmoid=False, renormalize=False, groups=1, topk_groups=1, scale=1.0
+    logits,
+    bias=None,
+    recorded=None,
+    k=1,
+    sigmoid=False,
+    renormalize=False,
+    groups=1,
+    topk_groups=1,
+    scale=1.0,
 ):
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     T, E = x.shape
     s = torch.sigmoid(x) if sigmoid else torch.softmax(x, -1)
-    index = _choose(x.detach(), s.detach(), bias, k, sigmoid, groups, topk_groups)
+    wrong = None
+    if recorded is None:
+        index = _choose(x.detach(), s.detach(), bias, k, sigmoid, groups, topk_groups)
+    else:
+        wrong = (recorded < 0) | (recorded >= E)
+        index = recorded.where(~wrong, 0)
     weight = s.gather(-1, index)
     if renormalize:
         weight = weight / (weight.sum(-1, keepdim=True) + TINY)
@@ -171,7 +220,8 @@ def route_eager(
     p = s / (s.sum(-1, keepdim=True) + TINY) if sigmoid else s
     balance = E * (counts.to(x.dtype) / tokens * (p.sum(0) / tokens)).sum()
     z = x.logsumexp(-1).square().sum() / tokens
-    return index, weight * scale, counts, balance, z
+    weight = weight * scale
+    return index, weight if wrong is None else weight.where(~wrong, torch.nan), counts, balance, z
 
 
 def _choose(x, s, bias, k, sigmoid, groups, topk_groups):
@@ -229,7 +279,7 @@ def round_tokens(
 # ---- fused implementations. torch.topk guarantees nothing about ties; the twin is the nearest.
 
 
-def _fake_forward(logits, bias, k, sigmoid, renormalize, groups, topk_groups, scale):
+def _fake_forward(logits, bias, recorded, k, sigmoid, renormalize, groups, topk_groups, scale):
     T, E = logits.shape
     return (
         logits.new_empty((T, k), dtype=torch.float32),
@@ -245,7 +295,7 @@ def _fake_backward(g_weight, g_balance, g_z, logits, index, counts, sigmoid, ren
 
 
 def _setup(ctx, inputs, output):
-    logits, _, _, ctx.sigmoid, ctx.renormalize, _, _, ctx.scale = inputs
+    logits, _, _, _, ctx.sigmoid, ctx.renormalize, _, _, ctx.scale = inputs
     _, index, counts, _, _ = output
     ctx.save_for_backward(logits, index, counts)
     ctx.mark_non_differentiable(index, counts)
@@ -254,7 +304,7 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, g_weight, g_index, g_counts, g_balance, g_z):
     if g_weight is None and g_balance is None and g_z is None:
-        return (None,) * 8
+        return (None,) * 9
     logits, index, counts = ctx.saved_tensors
     gradients = (
         logits.new_zeros(shape, dtype=torch.float32) if g is None else g.contiguous()
@@ -262,18 +312,18 @@ def _backward(ctx, g_weight, g_index, g_counts, g_balance, g_z):
     )
     options = ctx.sigmoid, ctx.renormalize, ctx.scale
     d = ctx.backward_op(*gradients, logits, index, counts, *options)
-    return (d, *(None,) * 7)
+    return (d, *(None,) * 8)
 
 
 def _fused(forward: Operator, backward: Operator) -> Callable:
     """The call of one implementation."""
     differentiate(forward, _backward, _setup, backward_op=backward)
 
-    def route_fused(logits, bias, *options):
+    def route_fused(logits, bias, recorded, *options):
         if logits.stride(1) != 1 and logits.shape[1] > 1:
             logits = logits.contiguous()
         bias = None if bias is None else bias.contiguous()
-        weight, index, *rest = forward(logits, bias, *options)
+        weight, index, *rest = forward(logits, bias, recorded, *options)
         return index, weight, *rest
 
     return route_fused
