@@ -88,6 +88,15 @@ def test_a_signal_ends_a_run_after_its_step_and_a_checkpoint(
     assert all(torch.equal(t, final[n]) for n, t in tensors(tmp_path / "a", 6).items())
 
 
+def test_an_interrupt_before_the_first_step_is_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "prepare", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        assert train.main([write_config(tmp_path)]) == 130
+    finally:
+        dist.destroy_process_group()
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted before the first step"
+
+
 def _blocked(rank, number, path, folder):
     """A process whose first step never returns to Python. Of rank 1 another process has ended."""
     with pathlib.Path(folder, f"said_{rank}.txt").open("w") as said:

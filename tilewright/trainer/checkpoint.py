@@ -39,7 +39,15 @@ from tilewright.trainer.checkpoint_files import (
     read_state,
 )
 from tilewright.trainer.mesh import Mesh, checkpoint_group
-from tilewright.trainer.run_folder import candidates, claim, complete, find, publish, recover
+from tilewright.trainer.run_folder import (
+    candidates,
+    claim,
+    complete,
+    earlier,
+    find,
+    publish,
+    recover,
+)
 
 __all__ = [
     "Damaged",
@@ -47,6 +55,7 @@ __all__ = [
     "candidates",
     "claim",
     "complete",
+    "earlier",
     "find",
     "read_metadata",
     "recover",

@@ -23,6 +23,17 @@ def find(output_dir: str, wanted: str | None) -> pathlib.Path | None:
     return next(iter(candidates(output_dir, wanted)), None)
 
 
+def earlier(output_dir: str, wanted: str | None) -> list[pathlib.Path]:
+    """`candidates` for a new run, which does not start over what an earlier one has written."""
+    folders = candidates(output_dir, wanted)
+    if wanted is None and (there := complete(output_dir)):
+        raise ValueError(
+            f"train.output_dir = {output_dir}: holds {there[-1].name} of an earlier run; set "
+            "train.load_checkpoint_path to auto to go on with it, or choose another folder"
+        )
+    return folders
+
+
 def candidates(output_dir: str, wanted: str | None) -> list[pathlib.Path]:
     """The folders to resume from: the second only if the first is damaged, and so on. "auto": those
     of output_dir, most recently written first.

@@ -187,7 +187,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     first.
     """
     m, t = config.model, config.train
-    folders = earlier(config)
+    folders = checkpoint.earlier(t.output_dir, t.load_checkpoint_path)
     shape = hf.load_config(hf.local_folder(m.config_path), m.foundation)
     # Checked now, not after the last step: a missing tokenizer or an unsupported dtype.
     export_as = exported(config)
@@ -243,18 +243,6 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         start=start,
         done=start,
     )
-
-
-def earlier(config: Config) -> list[pathlib.Path]:
-    """The checkpoints to resume from."""
-    t = config.train
-    folders = checkpoint.candidates(t.output_dir, t.load_checkpoint_path)
-    if t.load_checkpoint_path is None and (there := checkpoint.complete(t.output_dir)):
-        raise ValueError(
-            f"train.output_dir = {t.output_dir}: holds {there[-1].name} of an earlier run; set "
-            "train.load_checkpoint_path to auto to go on with it, or choose another folder"
-        )
-    return folders
 
 
 def check_data(config: Config) -> None:
