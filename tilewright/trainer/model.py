@@ -94,7 +94,7 @@ class Decoder(nn.Module):
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed_tokens(input_ids)
         if self.scale is not None:
-            x = x * torch.tensor(self.scale, dtype=x.dtype).item()
+            x = x * torch.tensor(self.scale, dtype=x.dtype, device="cpu").item()
         if self.inputs_need_gradients and torch.is_grad_enabled() and not x.requires_grad:
             x.requires_grad_()
         return x
