@@ -29,6 +29,7 @@ LONG = (
     "test_triton_ptx",
     "test_operators",
     "test_trainer",
+    "test_real_input",
     "test_suite",
     "test_cute",
     "test_contract",

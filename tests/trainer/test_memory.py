@@ -27,7 +27,7 @@ from tilewright.trainer.build import engine_around, unfilled
 from tilewright.trainer.config import load
 from tilewright.trainer.loss import language_modeling
 from tilewright.trainer.memory_tracker import Tracker
-from tilewright.trainer.mesh import join
+from tilewright.trainer.mesh import Mesh, join
 from tilewright.trainer.ops_choice import Ops
 
 CPU, ROOT = torch.device("cpu"), pathlib.Path(__file__).parents[2]
@@ -191,6 +191,28 @@ def test_the_plan_of_a_layout_is_what_the_allocator_counts(case, tmp_path, recwa
     assert found.total == pytest.approx(counted, rel=0.06 if case == "experts" else 0.01)
     # Of the views that blocks return: nothing works on them in place.
     assert not [w for w in recwarn if "FSDP2-wrapped module" in str(w.message)]
+
+
+def test_gradients_of_replicas_are_in_memory_once(tmp_path):
+    """DDP's buckets hold them, all the time."""
+    config = full_config(tmp_path, train__data_parallel_mode="ddp")
+    found = memory_plan.plan(config, shape_of(config), 2, 0, CPU)
+    assert found.peak["gradients"] == found.peak["parameters"]
+    assert found.peak["communication"] == 0
+    with symmetric_ranks(config.train, 2) as ranks:
+        wrapped = engine_of(config, ranks).wrapped
+        assert wrapped.gradient_as_bucket_view
+
+
+def test_autocast_keeps_no_casts_of_weights(tmp_path):
+    config, seen = full_config(tmp_path, train__enable_mixed_precision=True), []
+
+    def loss(per_token, batch):
+        seen.append((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()))
+        return language_modeling(per_token, batch)
+
+    engine_of(config).forward_backward([memory_plan.full_batch(config, Mesh())], loss)
+    assert seen == [(True, False)]
 
 
 LARGE = {

@@ -19,7 +19,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -177,7 +176,7 @@ def rank(folder: pathlib.Path) -> None:
     steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(clocks)]
     found["seconds"], found["cpu_seconds"] = map(list, zip(*steps, strict=True))
     found["peak_mib"] = status_mib("VmHWM")
-    number = os.environ.get("RANK", "0")
+    number, _, _ = platform.launched() or (0, 1, 0)
     (folder / f"rank{number}.json").write_text(json.dumps(found))
 
 
@@ -200,7 +199,6 @@ def launch(job: Job) -> dict[str, Any]:
                 *(sys.executable, "-m", *(torchrun if ranks > 1 else [])),
                 *("tilewright.trainer.layouts", name),
             ],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -368,4 +366,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     rank(pathlib.Path(sys.argv[1]))

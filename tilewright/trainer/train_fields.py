@@ -24,7 +24,8 @@ class Train(Section):
     tensor_parallel_size: int = field(
         1,
         "Neighboring processes that share the matrices of each layer, and between layers each "
-        "sequence; divides the heads, the MLP's width and the vocabulary.",
+        "sequence; divides the MLP's width and the vocabulary. Where it does not divide the heads, "
+        "each computes attention whole.",
         ge=1,
     )
     pipeline_parallel_size: int = field(
