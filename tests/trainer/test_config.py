@@ -1080,6 +1080,17 @@ RULES = [
         "without workers it must be null",
         "--data.dataloader_prefetch_factor=2 --data.dataloader_num_workers=1",
     ),
+    (
+        "--data.sample_packing_mp_start_method=fork",
+        "only multipack packs groups",
+        "--data.sample_packing_mp_start_method=fork --data.sample_packing_method=multipack",
+    ),
+    (
+        "--data.sample_packing_mp_start_method=fork --data.sample_packing_method=multipack "
+        "--data.sample_packing_sequentially=true",
+        "only multipack packs groups",
+        "--data.sample_packing_sequentially=true",
+    ),
     ("--data.val_set_size=0", "a number of samples", "--data.val_set_size=1"),
     ("--data.val_set_size=1.5", "a number of samples", "--data.val_set_size=0.5"),
     ("--data.val_set_size=-0.5", "a number of samples", "--data.val_set_size=2"),

@@ -145,10 +145,11 @@ def _answers(
         raise Refused("it has no answer: no message of the assistant that follows another message")
     messages = messages[: answers[-1] + 1]
     try:
-        marked = MARKED.search(tokenizer.get_chat_template(tools=tools))
+        # Blocks mark the prompt's answers too.
+        marked = not first and MARKED.search(tokenizer.get_chat_template(tools=tools))
         texts = (
             [_marked(tokenizer, messages, tools)]
-            if marked and not first
+            if marked
             else list(_chains(tokenizer, messages, tools, answers))
         )
     except Refused:

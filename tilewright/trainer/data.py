@@ -136,6 +136,7 @@ def prepare(
                 f"data.dataset_prepared_path = {root}: lies in the data set {entry.path}, and "
                 "would be read as part of it"
             )
+    check_sources(entries, cached=True)
     if not main:  # the main process has noted the hashes of files
         barrier()
     folder = root / cache_key(entries, config, vocab, shuffle, ask=main)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 
 import pyarrow as pa
+from tqdm import tqdm
 
 from tilewright import platform
 from tilewright.trainer.config import Config, Dataset
@@ -144,10 +145,13 @@ def prepare_entry(
     chunks = entry.preprocess_shards or 1
     before, cut, unlabeled = writer.samples, 0, 0
     try:
-        for j in range(chunks):
-            for part in encoded(Job(source.shard(chunks, j), encoder), count):
-                writer.write(part.batch)
-                cut, unlabeled = cut + part.cut, unlabeled + part.unlabeled
+        # A bar on a terminal alone.
+        with tqdm(desc=entry.path, unit=" samples", disable=None) as bar:
+            for j in range(chunks):
+                for part in encoded(Job(source.shard(chunks, j), encoder), count):
+                    writer.write(part.batch)
+                    bar.update(part.batch.num_rows)
+                    cut, unlabeled = cut + part.cut, unlabeled + part.unlabeled
     except RefusedRow as refused:
         raise ValueError(f"{source.place(refused.row)}: {refused.reason}") from refused
     made = writer.samples - before

@@ -1,0 +1,423 @@
+"""Conversations and prompts become the tokens of the tokenizer's template, with labels on the
+answers alone; what cannot be used is refused by file and line.
+"""
+
+import json
+import logging
+import pathlib
+import re
+
+import pytest
+
+pytest.importorskip("datasets")
+pytest.importorskip("pydantic")
+pytest.importorskip("transformers")
+
+import datasets
+import tokenizers
+from tokenizers import models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from tilewright.trainer import chat, encode
+from tilewright.trainer.config import Config
+from tilewright.trainer.data import prepare
+from tilewright.trainer.loss import IGNORE
+
+ROOT = next(p for p in pathlib.Path(__file__).resolve().parents if (p / "pyproject.toml").is_file())
+SMOLLM2 = ROOT / ".cache/smollm2"
+START, END, BOS = "<|im_start|>", "<|im_end|>", "<s>"
+TURNS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{{ m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+)
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+CHATML = TURNS + PROMPT
+TOOLS = "{% if tools %}{{ '<|im_start|>tools\n' + tools | tojson + '\n' }}{% endif %}"
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<|im_end|>' }}"
+    "{% endgeneration %}{{ '\n' }}{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}" + PROMPT
+)
+# As Qwen3 does: only the last answer keeps its reasoning.
+REASONED = (
+    TURNS.replace(
+        "{{ m['content']",
+        "{{ '(so)' if m['role'] == 'assistant' and loop.last }}{{ m['content']",
+    )
+    + PROMPT
+)
+OTHER_PROMPT = TURNS + "{% if add_generation_prompt %}{{ 'Answer:' }}{% endif %}"
+STRICT = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
+    + CHATML
+)
+PLAIN = (
+    "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def characters(template=CHATML):
+    """A fast tokenizer with a token per character, and special ones."""
+    names = [START, END, BOS, *map(chr, range(10)), "\n", *map(chr, range(32, 127)), "?"]
+    vocab = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    made = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("[\\s\\S]"), "isolated")
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, vocab[BOS])]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token=END, bos_token=BOS, additional_special_tokens=[START]
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def messages(*turns):
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def seen(tokenizer, sample):
+    """A sample's text, with [ ] around what is trained on."""
+    ids, labels = sample
+    assert len(ids) == len(labels) and all(
+        x in (i, IGNORE) for i, x in zip(ids, labels, strict=True)
+    )
+    out, on = "", False
+    for token, label in zip(ids, labels, strict=True):
+        if on != (label != IGNORE):
+            on = not on
+            out += "[" if on else "]"
+        out += tokenizer.decode([token])
+    return out + "]" * on
+
+
+TWO = messages(
+    ("system", "s"), ("user", "a"), ("assistant", "bc"), ("user", "d"), ("assistant", "e")
+)
+TWO_SEEN = (
+    "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n"
+    "<|im_start|>assistant\n[bc<|im_end|>]\n<|im_start|>user\nd<|im_end|>\n"
+    "<|im_start|>assistant\n[e<|im_end|>]\n"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, TOOLS + CHATML, TOOLS + MARKED])
+def test_answers_alone_have_labels(template):
+    tokenizer = characters(template)
+    [sample] = chat.chat(tokenizer, {"messages": TWO})
+    assert seen(tokenizer, sample) == TWO_SEEN
+    assert sample[0] == tokenizer.apply_chat_template(TWO)["input_ids"]
+    # The ShareGPT form, and a question that nobody answers.
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    turns = [{"from": names[m["role"]], "value": m["content"]} for m in TWO]
+    turns.append({"from": "human", "value": "?"})
+    assert chat.chat(tokenizer, {"conversations": turns}) == [sample]
+    tools = [{"name": "f", "parameters": {"x": {"type": "string"}, "unset": None}}]
+    offered = [{"name": "f", "parameters": {"x": {"type": "string"}}}]
+    for given in (tools, json.dumps(offered)):
+        [with_tools] = chat.chat(tokenizer, {"messages": TWO, "tools": given})
+        expected = tokenizer.apply_chat_template(TWO, tools=offered)["input_ids"]
+        assert with_tools[0] == expected
+        assert (len(expected) > len(sample[0])) == template.startswith(TOOLS)
+        assert seen(tokenizer, with_tools).endswith(TWO_SEEN)
+
+
+def test_what_an_answer_is():
+    tokenizer = characters()
+    turns = messages(("assistant", "hi"), ("user", "a"), ("assistant", "b"), ("tool", "4"))
+    turns += messages(("assistant", " c\n"))
+    [sample] = chat.chat(tokenizer, {"messages": turns})
+    # What opens a conversation answers nothing. White space of an answer is its own.
+    assert seen(tokenizer, sample) == (
+        "<|im_start|>assistant\nhi<|im_end|>\n<|im_start|>user\na<|im_end|>\n"
+        "<|im_start|>assistant\n[b<|im_end|>]\n<|im_start|>tool\n4<|im_end|>\n"
+        "<|im_start|>assistant\n[ c\n<|im_end|>]\n"
+    )
+    # Without a token that ends a turn, the line end does.
+    plain = characters(PLAIN)
+    [sample] = chat.chat(plain, {"messages": TWO[1:]})
+    assert seen(plain, sample) == "u:a\na:[bc\n]u:d\na:[e\n]"
+    call = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
+    [sample] = chat.chat(tokenizer, {"messages": TWO[1:2] + call})
+    assert seen(tokenizer, sample).endswith("assistant\n[<|im_end|>]\n")
+
+
+def test_a_template_that_renders_earlier_answers_differently_gives_a_sample_per_answer():
+    tokenizer = characters(REASONED)
+    first, second = chat.chat(tokenizer, {"messages": TWO[1:]})
+    assert seen(tokenizer, first).endswith(
+        "a<|im_end|>\n<|im_start|>assistant\n[(so)bc<|im_end|>]\n"
+    )
+    assert seen(tokenizer, second).endswith(
+        "assistant\nbc<|im_end|>\n<|im_start|>user\nd<|im_end|>\n"
+        "<|im_start|>assistant\n[(so)e<|im_end|>]\n"
+    )
+    for ids, count in ((first[0], 2), (second[0], 4)):
+        assert ids == tokenizer.apply_chat_template(TWO[1 : 1 + count])["input_ids"]
+
+
+def test_prompts_and_completions():
+    tokenizer = characters()
+    [sample] = chat.prompt_completion(tokenizer, {"prompt": "2+2=", "completion": "4"})
+    assert seen(tokenizer, sample) == "<s>2+2=[4<|im_end|>]"
+    [sample] = chat.prompt_completion(tokenizer, {"prompt": "", "completion": "ab"})
+    assert seen(tokenizer, sample) == "<s>[ab<|im_end|>]"
+    for template in (CHATML, MARKED):  # the prompt's answers are none
+        tokenizer = characters(template)
+        row = {"prompt": TWO[:4], "completion": TWO[4:]}
+        [sample] = chat.prompt_completion(tokenizer, row)
+        assert seen(tokenizer, sample) == re.sub(r"\[(bc<.im_end.>)\]", r"\1", TWO_SEEN)
+        assert sample[0] == tokenizer.apply_chat_template(TWO)["input_ids"]
+
+
+@pytest.mark.skipif(not (SMOLLM2 / "config.json").is_file(), reason=".cache/smollm2 is not there")
+def test_tokens_of_a_real_tokenizer():
+    tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
+    turns = messages(
+        ("user", "Who?"), ("assistant", "\n\nJulia\u00e9 "), ("user", ""), ("assistant", "x")
+    )
+    [sample] = chat.chat(tokenizer, {"messages": turns})
+    assert sample[0] == tokenizer.apply_chat_template(turns)["input_ids"]
+    assert [tokenizer.decode([i for i in run if i != IGNORE]) for run in runs(sample[1])] == [
+        # The first token of this answer holds the line end before it, too.
+        "\n\n\nJulia\u00e9 <|im_end|>",
+        "x<|im_end|>",
+    ]
+    # A token that holds the end of the prompt and the beginning of the completion has a label.
+    [(ids, labels)] = chat.prompt_completion(tokenizer, {"prompt": "A: ", "completion": "yes"})
+    assert ids == [*tokenizer("A: yes")["input_ids"], tokenizer.eos_token_id]
+    assert tokenizer.decode([x for x in labels if x != IGNORE]) == " yes<|im_end|>"
+
+
+def runs(labels):
+    """Runs of labels that are not ignored."""
+    out = [[]]
+    for label in labels:
+        if label != IGNORE:
+            out[-1].append(label)
+        elif out[-1]:
+            out.append([])
+    return [run for run in out if run]
+
+
+# ---- from files
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+
+    def made(*entries, tokenizer=None, **fields):
+        config = Config(
+            model={"config_path": str(tmp_path)},
+            data={
+                "datasets": [{**e, "path": str(e["path"])} for e in entries],
+                "dataset_prepared_path": str(tmp_path / "prepared"),
+                "sample_packing_sequence_len": 64,
+                "shuffle_merged_datasets": False,
+                "shuffle_before_merging_datasets": False,
+            }
+            | fields,
+            train={"output_dir": "out"},
+        )
+        return prepare(config.data.datasets, config, lambda: tokenizer or characters(), 200)
+
+    return made
+
+
+def lines(path, *rows):
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
+    return path
+
+
+ASKED = messages(("user", "a"), ("assistant", "b"))
+
+
+def test_types_merge(tmp_path, made):
+    got = made(
+        {"path": lines(tmp_path / "chat.jsonl", {"messages": ASKED}), "type": "chat"},
+        {
+            "path": lines(tmp_path / "pairs.jsonl", {"prompt": "a", "completion": "b"}),
+            "type": "prompt_completion",
+        },
+        {"path": lines(tmp_path / "text.jsonl", {"text": "ab"}), "type": "text"},
+        {"path": lines(tmp_path / "tokens.jsonl", {"input_ids": [1, 2]})},
+    )
+    tokenizer = characters()
+    assert [seen(tokenizer, (r["input_ids"], r["labels"])) for r in got] == [
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[b<|im_end|>]\n",
+        "<s>a[b<|im_end|>]",
+        "[<s>ab<|im_end|>]",
+        "[<|im_end|><s>]",
+    ]
+
+
+def test_samples_are_cut_and_those_without_a_label_are_counted(tmp_path, made, caplog):
+    long = messages(("user", "a" * 80), ("assistant", "b"))
+    path = lines(
+        tmp_path / "a.jsonl",
+        {"messages": ASKED},
+        {"messages": long},
+        {"messages": messages(("user", "a"), ("assistant", "b" * 80))},
+        {"messages": long},
+    )
+    with caplog.at_level(logging.WARNING, "tilewright"):
+        got = made({"path": path, "type": "chat"})
+    assert [len(r["input_ids"]) for r in got] == [23, 64]
+    assert "a.jsonl: 3 of 4 samples were longer than 64 tokens and were cut" in caplog.text
+    assert (
+        "a.jsonl: 2 of 4 samples have no answer within 64 tokens and were left out" in caplog.text
+    )
+
+
+def test_tools_of_different_shapes_are_told_apart(tmp_path, made):
+    """Arrow gives all rows of a file the keys of any."""
+    tools = [[{"name": "f", "x": {"a": 1}}], [{"name": "g", "y": ["b"]}], None]
+    rows = [{"messages": ASKED, "tools": t} for t in tools]
+    tokenizer = characters(TOOLS + CHATML)
+    entry = {"path": lines(tmp_path / "a.jsonl", *rows), "type": "chat"}
+    got = made(entry, tokenizer=tokenizer, sample_packing_sequence_len=256)
+    assert [r["input_ids"] for r in got] == [
+        tokenizer.apply_chat_template(ASKED, tools=t)["input_ids"] for t in tools
+    ]
+
+
+GOOD = {"messages": ASKED}
+
+
+@pytest.mark.parametrize(
+    "row, sentence",
+    [
+        ({"messages": []}, "its messages are empty"),
+        ({"messages": None}, "its conversations must be a list, not null"),
+        ({"messages": messages(("user", "a"))}, "it has no answer: no message of the assistant"),
+        ({"messages": messages(("assistant", "a"))}, "it has no answer"),
+        (
+            {"messages": messages(("user", "a"), ("bot", "b"))},
+            r"messages\[1\] has the role 'bot'; known are system, developer, user, assistant, "
+            "tool, human, gpt",
+        ),
+        ({"messages": [{"role": "user"}, *ASKED[1:]]}, r"messages\[0\] has no content; a text is"),
+        ({"messages": [{"content": "a"}, *ASKED[1:]]}, r"messages\[0\] has the role None"),
+        ({"messages": ASKED, "tools": "{"}, "its tools are not JSON"),
+        ({"messages": ASKED, "tools": "[1]"}, "its tools must be a list of JSON schemas"),
+    ],
+)
+def test_unusable_conversations_are_refused(tmp_path, made, row, sentence):
+    good = {**GOOD, "tools": "[]"} if "tools" in row else GOOD
+    path = lines(tmp_path / "a.jsonl", good, "", row, good)
+    with pytest.raises(ValueError, match=rf"^{path}: line 3: {sentence}"):
+        made({"path": path, "type": "chat"})
+
+
+@pytest.mark.parametrize(
+    "row, sentence",
+    [
+        ({"prompt": "a", "completion": ""}, "its completion is empty"),
+        (
+            {"prompt": None, "completion": "b"},
+            "prompt and completion must be strings, or lists of ",
+        ),
+        ({"prompt": "a", "completion": None}, ".*, not str and null"),
+    ],
+)
+def test_unusable_completions_are_refused(tmp_path, made, row, sentence):
+    path = lines(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b"}, row)
+    with pytest.raises(ValueError, match=rf"^{path}: line 2: {sentence}"):
+        made({"path": path, "type": "prompt_completion"})
+
+
+def test_rows_that_no_file_could_hold_are_refused():
+    """Arrow's columns have one type."""
+    tokenizer = characters()
+    for row, sentence in (
+        ({"messages": "a"}, "its messages must be a list, not a str"),
+        ({"messages": ["a"]}, r"messages\[0\] must have role and content, and is 'a'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            r"messages\[0\] has content of type list; a text is needed",
+        ),
+    ):
+        with pytest.raises(chat.Refused, match=sentence):
+            chat.chat(tokenizer, row)
+    with pytest.raises(chat.Refused, match="strings, or lists of messages, not str and list"):
+        chat.prompt_completion(tokenizer, {"prompt": "a", "completion": ASKED[1:]})
+
+
+@pytest.mark.parametrize(
+    "template, turns, sentence",
+    [
+        (OTHER_PROMPT, ASKED, "the chat template does not begin message 1 as it begins an answer"),
+        (STRICT, TWO, "the chat template cannot render it: no system turns"),
+        (
+            MARKED.replace("== 'assistant'", "== 'model'"),
+            ASKED,
+            "the chat template marks no answer in it",
+        ),
+    ],
+)
+def test_what_a_template_cannot_do_is_said(template, turns, sentence):
+    with pytest.raises(chat.Refused, match=sentence):
+        chat.chat(characters(template), {"messages": turns})
+
+
+@pytest.mark.parametrize(
+    "columns, kind, sentence",
+    [
+        (
+            {"text": "a"},
+            "chat",
+            r"type chat needs a column `messages` or `conversations`, has \['text'\]; for samples "
+            "that are text set type to text",
+        ),
+        (
+            {"messages": ASKED},
+            "text",
+            "type text needs a column `text`, .* for samples that are conversations set type to",
+        ),
+        (
+            {"prompt": "a"},
+            "prompt_completion",
+            r"needs a column `prompt` and `completion`, has \['prompt'\]$",
+        ),
+    ],
+)
+def test_columns_are_those_of_the_type(tmp_path, made, columns, kind, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        made({"path": lines(tmp_path / "a.jsonl", columns), "type": kind})
+
+
+def test_unusable_tokenizers_are_refused(tmp_path, made):
+    entry = {"path": lines(tmp_path / "a.jsonl", GOOD), "type": "chat"}
+    with pytest.raises(
+        ValueError, match=r"type chat needs a tokenizer with a chat template; model.tok"
+    ):
+        made(entry, tokenizer=characters(None))
+
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(
+        ValueError, match=r"needs a tokenizer that gives the offsets .* Slow does not"
+    ):
+        made(entry, tokenizer=Slow())
+    # Strings need no template.
+    row = {"prompt": "a", "completion": "b"}
+    pairs = {"path": lines(tmp_path / "b.jsonl", row), "type": "prompt_completion"}
+    assert len(made(pairs, tokenizer=characters(None))) == 1
+    pairs["path"] = lines(tmp_path / "c.jsonl", {"prompt": ASKED[:1], "completion": ASKED[1:]})
+    with pytest.raises(ValueError, match="type prompt_completion needs a tokenizer with a chat"):
+        made(pairs, tokenizer=characters(None))
+    assert encode.NEEDED.keys() == encode_types()
+
+
+def encode_types():
+    """The types of the field."""
+    from typing import get_args
+
+    from tilewright.trainer.config import Dataset
+
+    return set(get_args(Dataset.model_fields["type"].annotation))

@@ -1,0 +1,487 @@
+"""Preparation names refused rows, takes bounded memory, and is shared by jobs."""
+
+import functools
+import http.server
+import json
+import logging
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("datasets")
+pytest.importorskip("pydantic")
+
+import datasets
+
+from tilewright import platform
+from tilewright.trainer import cache_key, encode, rows, sources
+from tilewright.trainer import prepare as preparing
+from tilewright.trainer.batches import lengths_of
+from tilewright.trainer.config import Config
+from tilewright.trainer.data import prepare, split_validation
+
+ROOT = next(p for p in pathlib.Path(__file__).resolve().parents if (p / "pyproject.toml").is_file())
+
+
+class Bytes:
+    """A tokenizer with a token per byte, that begins a text with token 1 and ends it with 0."""
+
+    eos_token_id = 0
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [1] * add_special_tokens + list(text.encode())}
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+
+    def made(entry, tokenizer=Bytes, **fields):
+        config = Config(
+            model={"config_path": str(tmp_path / "tokenizer")},
+            data={
+                "datasets": [{**entry, "path": str(entry["path"])}],
+                "dataset_prepared_path": str(tmp_path / "prepared"),
+                "sample_packing_sequence_len": 64,
+                "shuffle_merged_datasets": False,
+                "shuffle_before_merging_datasets": False,
+            }
+            | fields,
+            train={"output_dir": "out"},
+        )
+        return prepare(config.data.datasets, config, tokenizer, 256)
+
+    return made
+
+
+def none():
+    raise AssertionError("nothing is to be tokenized")
+
+
+def table(count, bad):
+    """Rows of tokens, one of which is refused."""
+    return {"input_ids": [[1, 2, 3] if i != bad else [1, 999] for i in range(count)]}
+
+
+def write(path, columns):
+    made = datasets.Dataset.from_dict(columns)
+    if path.suffix == ".arrow":
+        import pyarrow as pa
+
+        with pa.OSFile(str(path), "wb") as out, pa.ipc.new_file(out, made.data.schema) as stream:
+            stream.write_table(made.data.table)
+    else:
+        getattr(
+            made, {".jsonl": "to_json", ".parquet": "to_parquet", ".csv": "to_csv"}[path.suffix]
+        )(path)
+    return path
+
+
+# ---- refused rows
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".arrow"])
+@pytest.mark.parametrize("how", ["plain", "sharded", "split", "processes", "chunks"])
+def test_a_refused_row_is_named_by_file_and_line(tmp_path, made, suffix, how, monkeypatch):
+    monkeypatch.setattr(rows, "MOST_ROWS", 4)
+    (tmp_path / "data").mkdir()
+    write(tmp_path / f"data/a{suffix}", table(30, None))
+    path = write(tmp_path / f"data/b{suffix}", table(30, 20))
+    entry = {"path": tmp_path / "data"} | {
+        "sharded": {"shards": 3, "shards_idx": 2},
+        "split": {"split": "train[50%:]"},
+        "chunks": {"preprocess_shards": 7},
+    }.get(how, {})
+    fields = {"dataset_num_proc": 2} if how == "processes" else {}
+    if how == "sharded":
+        fields = {"dataset_shard_num": 2, "dataset_shard_idx": 0}
+    at = "line 21" if suffix == ".jsonl" else "row 21"
+    with pytest.raises(ValueError, match=rf"^{path}: {at}: token 999 is not in the model's vocab"):
+        made(entry, none, **fields)
+    assert not [*(tmp_path / "prepared").glob("[0-9a-f]*[0-9a-f]")]
+
+
+def test_lines_and_rows_of_other_files(tmp_path, made):
+    good, bad = {"input_ids": [1, 2]}, {"input_ids": [1, -7]}
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(["", json.dumps(good), "", "", json.dumps(bad), ""]))
+    with pytest.raises(ValueError, match=rf"^{path}: line 5: token -7"):
+        made({"path": path}, none)
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([good, bad]))
+    with pytest.raises(ValueError, match=rf"^{path}: row 2: token -7"):
+        made({"path": path}, none)
+    path = tmp_path / "a.csv"
+    path.write_text('id,text\n1,"two\nlines"\n2,\n')
+    with pytest.raises(ValueError, match=rf"^{path}: row 2: it has no text"):
+        made({"path": path, "type": "text"})
+    saved = tmp_path / "saved"
+    datasets.Dataset.from_dict(table(3, 1)).save_to_disk(saved)
+    with pytest.raises(ValueError, match=rf"^{saved}: row 2: token 999"):
+        made({"path": saved}, none)
+
+
+def test_text_that_is_not_utf8_is_refused(tmp_path, made, monkeypatch):
+    monkeypatch.setattr(rows, "PIECE", 8)
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"one\ntwo\nthree\nfo\xffur\n")
+    with pytest.raises(
+        ValueError, match=rf"^{path}: from line 4 on: it is not UTF-8: .* at byte 16"
+    ):
+        made({"path": path, "type": "text"})
+    path.write_bytes(b"a\r\nb\rc")  # line ends of other systems
+    monkeypatch.setattr(rows, "PIECE", 100)
+    assert bytes(made({"path": path, "type": "text"})[0]["input_ids"]) == b"\x01a\nb\nc\x00"
+
+
+# ---- long documents
+
+TEXTS = [
+    "",
+    "a",
+    "one two\nthree\n\n\n four " * 9,
+    "x" * 50,
+    "\n" * 30,
+    "\u00e9" * 40,
+    "ab \n" * 20,
+]
+
+
+@pytest.mark.parametrize("size", [7, 16, 1 << 20])
+def test_parts_join_to_the_document(tmp_path, made, monkeypatch, size):
+    """Whatever the size of a part. The tokenizer's start and the end token are there once."""
+    monkeypatch.setattr(rows, "PIECE", size)
+    monkeypatch.setattr(encode, "PIECE", size)
+    for text in TEXTS:
+        assert "".join(encode.pieces(text)) == text
+        assert max(map(len, encode.pieces(text))) <= size
+    (tmp_path / "text").mkdir()
+    for i, text in enumerate(TEXTS):
+        (tmp_path / f"text/{i}.txt").write_text(text)
+    write(tmp_path / "a.jsonl", {"text": TEXTS})
+    expected = b"".join(b"\1" + t.encode() + b"\0" for t in TEXTS)
+    for path in (tmp_path / "text", tmp_path / "a.jsonl"):
+        for fields in ({}, {"dataset_num_proc": 2}):
+            entry = {"path": path, "type": "text"}
+            fields |= {"dataset_prepared_path": str(tmp_path / f"{path.name}{len(fields)}")}
+            got = made(entry, **fields, sample_packing_sequence_len=1 << 20)
+            assert b"".join(bytes(r["input_ids"]) for r in got) == expected
+            assert all(r["labels"] == r["input_ids"] for r in got)
+    assert rows.Documents([str(tmp_path / "text/2.txt")]).nbytes == len(TEXTS[2])
+
+
+def test_a_part_of_a_file_ends_where_a_line_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "PIECE", 12)
+    path = tmp_path / "a.txt"
+    for text, cuts in (
+        ("one\ntwo\nthree\nfour", [8, 14, 18]),
+        ("one two three four", [7, 18]),
+        ("\u00e9" * 10, [12, 20]),
+        ("one\ntwo\n\n\n\nfour five", [4, 11, 20]),
+    ):
+        path.write_text(text)
+        parts = [p for part in rows.Documents([str(path)]).parts() for p in part]
+        assert [stop for _, _, stop, _ in parts] == cuts, text
+        assert [start for _, start, _, _ in parts] == [0, *cuts[:-1]]
+
+
+def test_documents_are_sharded_and_split(tmp_path, made):
+    for i in range(10):
+        (tmp_path / f"{i}.txt").write_text(f"{i}")
+    entry = {"path": tmp_path, "data_files": "*.txt", "ds_type": "text", "type": "text"}
+    firsts = lambda got: [r["input_ids"][1] - 48 for r in got]  # noqa: E731
+    outside = {"dataset_prepared_path": str(tmp_path.parent / f"{tmp_path.name}-prepared")}
+    assert firsts(made(entry, **outside)) == [*range(10)]
+    assert firsts(made({**entry, "split": "train[20%:50%]"}, **outside)) == [2, 3, 4]
+    assert firsts(made({**entry, "shards": 4, "shards_idx": 1}, **outside)) == [3, 4, 5]
+    with pytest.raises(FileNotFoundError, match=r"holds no file b\*.txt \(data_files\)"):
+        made({**entry, "data_files": "b*.txt"}, **outside)
+
+
+# ---- memory
+
+MEMORY = """
+import pathlib, sys, threading, time
+import numpy as np, datasets
+from tilewright.trainer.batches import Bins
+from tilewright.trainer.config import Config
+from tilewright.trainer.data import prepare
+
+class Words:
+    eos_token_id = 0
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": np.frombuffer(text.encode()[:len(text) // 4 * 4], np.uint32) % 251}
+
+def resident():
+    lines = dict(l.split(":") for l in open("/proc/self/status").read().splitlines())
+    return int(lines["RssAnon"].split()[0])
+
+folder, paths = pathlib.Path(sys.argv[1]), sys.argv[2:]
+datasets.config.HF_DATASETS_CACHE = folder / "cache"
+datasets.disable_progress_bars()
+for path in paths:
+    peak, ended = [resident()], threading.Event()
+    def watch():
+        while not ended.wait(0.002):
+            peak[0] = max(peak[0], resident())
+    thread = threading.Thread(target=watch)
+    thread.start()
+    kind = {"type": "text"} if "text" in path else {}
+    config = Config(
+        model={"config_path": str(folder)},
+        data={"datasets": [{"path": path, **kind}], "dataset_prepared_path": str(folder / "made"),
+              "sample_packing_sequence_len": 1024},
+        train={"output_dir": "out"},
+    )
+    first = resident()
+    bins = Bins(prepare(config.data.datasets, config, Words, 256), config.data)
+    assert bins.tokens > 1 << 20
+    ended.set()
+    thread.join()
+    print(peak[0] - first)
+"""
+
+
+def test_memory_does_not_grow_with_the_data(tmp_path):
+    """Of one process, which sees data that are larger each time. A text file is one document."""
+    line = ("to be or not to be " * 50 + "\n") * 16  # 15 KB
+    paths = []
+    for megabytes in (8, 24):
+        one = tmp_path / f"text{megabytes}.txt"
+        one.write_text(line * (megabytes * 66))
+        many = tmp_path / f"text{megabytes}.jsonl"
+        many.write_text((json.dumps({"text": line}) + "\n") * (megabytes * 66))
+        paths += [str(one), str(many)]
+    code = [sys.executable, "-c", MEMORY, str(tmp_path), paths[0], *paths]
+    said = subprocess.run(code, capture_output=True, text=True, cwd=ROOT)
+    assert said.returncode == 0, said.stderr
+    _, *grown = [int(n) / 1024 for n in said.stdout.split()]
+    small, large = grown[:2], grown[2:]
+    for few, many in zip(small, large, strict=True):
+        assert many < few + 12, f"MiB above the start, for 8 and 24 MB: {small}, {large}"
+
+
+def test_lengths_are_read_without_tokens(made, tmp_path, monkeypatch):
+    write(tmp_path / "a.parquet", {"input_ids": [[7] * n for n in range(2, 40)]})
+    got = made({"path": tmp_path / "a.parquet"}, none, shuffle_merged_datasets=True)
+    _, held = split_validation(got, 5, 0)
+    expected = [[len(x) for x in one["input_ids"]] for one in (got, held)]
+    assert sorted(expected[0]) == [*range(2, 40)] != expected[0]
+
+    def read(*arguments, **options):
+        raise AssertionError("a token is read")
+
+    for name in ("__getitem__", "with_format", "iter"):
+        monkeypatch.setattr(datasets.Dataset, name, read)
+    assert [lengths_of(one).tolist() for one in (got, held)] == expected
+
+
+# ---- processes
+
+
+def test_large_data_take_processes_by_themselves(made, tmp_path, monkeypatch):
+    entry, asked = {"path": write(tmp_path / "a.jsonl", {"text": ["a"] * 50}), "type": "text"}, []
+    real = preparing.encoded
+
+    def encoded(job, count):
+        asked.append(count)
+        return real(job, count)
+
+    monkeypatch.setattr(preparing, "encoded", encoded)
+    monkeypatch.setattr(preparing, "RENEW", 2)
+    monkeypatch.setattr(rows, "MOST_ROWS", 7)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.delenv("TILEWRIGHT_DATASET_NUM_PROC", raising=False)
+
+    def prepared(name, **fields):
+        got = made(entry, **fields, dataset_prepared_path=str(tmp_path / name))
+        assert len(got) == 50
+
+    prepared("small")
+    prepared("asked", dataset_num_proc=2)
+    monkeypatch.setattr(preparing, "LARGE", 10)
+    prepared("large")
+    prepared("one", dataset_num_proc=1)
+    monkeypatch.setenv("TILEWRIGHT_DATASET_NUM_PROC", "2")
+    prepared("environment")
+    assert asked == [0, 2, 3, 1, 2]
+    for value in ("0", "many"):
+        monkeypatch.setenv("TILEWRIGHT_DATASET_NUM_PROC", value)
+        with pytest.raises(ValueError, match=f"NUM_PROC = {value}: must be a number of processes"):
+            platform.dataset_processes()
+
+
+# ---- jobs that share
+
+JOB = """
+import os, pathlib, sys, time
+import datasets
+from tilewright.trainer.config import Config
+from tilewright.trainer.data import prepare
+import logging
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+folder, path, slow = pathlib.Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+datasets.config.HF_DATASETS_CACHE = folder / "cache"
+class Bytes:
+    eos_token_id = 0
+    def __call__(self, text, add_special_tokens=True):
+        if text != "a":
+            with open(folder / "calls", "a") as out:
+                out.write(f"{os.getpid()}\\n")
+            time.sleep(slow)
+        return {"input_ids": list(text.encode())}
+config = Config(
+    model={"config_path": str(folder)},
+    data={"datasets": [{"path": path, "type": "text"}], "dataset_num_proc": 2,
+          "dataset_prepared_path": str(folder / "prepared"), "sample_packing_sequence_len": 64},
+    train={"output_dir": "out"},
+)
+print("begins", flush=True)
+print("has", len(prepare(config.data.datasets, config, Bytes, 256)), flush=True)
+"""
+
+
+def job(folder, path, slow):
+    code = [sys.executable, "-c", JOB, str(folder), str(path), str(slow)]
+    return subprocess.Popen(
+        code, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+
+
+def until(holds):
+    limit = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def test_jobs_share_and_a_killed_one_leaves_no_lock(tmp_path):
+    """The first is killed while its workers tokenize. Two others then prepare the data once, in
+    folders with other names.
+    """
+    paths = [tmp_path / name / "a.jsonl" for name in "ab"]
+    for path in paths:
+        path.parent.mkdir()
+        write(path, {"text": ["one", "two", "three", "four"]})
+    calls = tmp_path / "calls"
+    killed = job(tmp_path, paths[0], 600)
+    until(calls.is_file)
+    waits, other = (job(tmp_path, path, 0.5) for path in paths)
+    assert waits.stdout.readline() == other.stdout.readline() == "begins\n"
+    assert waits.stdout.readline().startswith("data: another process is preparing the same data")
+    workers = {int(pid) for pid in calls.read_text().split()}
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    said = [one.communicate(timeout=60) for one in (waits, other)]
+    assert [out.splitlines()[-1] for out, _ in said] == ["has 4"] * 2, said
+    assert len(calls.read_text().split()) - len(workers) == 4, "worked twice"
+    until(lambda: not any(pathlib.Path(f"/proc/{pid}/cmdline").is_file() for pid in workers))
+    left = [p for p in (tmp_path / "prepared").iterdir() if p.is_dir()]
+    assert len(left) == 1 and not left[0].name.startswith(".")
+
+
+# ---- the cache's key
+
+
+def test_contents_are_the_key_and_not_paths_or_times(tmp_path, made):
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer/tokenizer.json").write_text("{}")
+    entry = {"path": write(tmp_path / "a.jsonl", {"text": ["one"]}), "type": "text"}
+    first = made(entry)["input_ids"][:]
+    os.utime(entry["path"], ns=(0, 0))
+    os.utime(tmp_path / "tokenizer/tokenizer.json", ns=(0, 0))
+    assert made(entry, none)["input_ids"][:] == first
+    moved = entry["path"].rename(tmp_path / "b.jsonl")
+    assert made({**entry, "path": moved}, none, dataset_num_proc=2)["input_ids"][:] == first
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    moved.rename(folder / "c.jsonl")
+    assert made({**entry, "path": folder}, none)["input_ids"][:] == first
+    # Of the same length, in the same nanosecond: then the notes are trusted.
+    state = (folder / "c.jsonl").stat()
+    write(folder / "c.jsonl", {"text": ["two"]})
+    assert made({**entry, "path": folder})["input_ids"][:] != first
+    write(folder / "c.jsonl", {"text": ["one"]})
+    os.utime(folder / "c.jsonl", ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert made({**entry, "path": folder}, none)["input_ids"][:] == first
+
+
+def test_files_are_hashed_once(tmp_path, made, monkeypatch):
+    entry = {"path": write(tmp_path / "a.parquet", {"input_ids": [[1, 2]]})}
+    made(entry, none)
+
+    def digest(*arguments):
+        raise AssertionError("a file is read again")
+
+    monkeypatch.setattr(cache_key.hashlib, "file_digest", digest)
+    made(entry, none)
+    (tmp_path / "prepared/hashes.json").write_text("torn {")
+    with pytest.raises(AssertionError, match="a file is read again"):
+        made(entry, none)
+
+
+def test_an_address_is_known_by_its_etag(tmp_path, made, monkeypatch, caplog):
+    pytest.importorskip("aiohttp")
+    tag = ["one"]
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def end_headers(self):
+            self.send_header("ETag", tag[0])
+            super().end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    path = write(tmp_path / "served.jsonl", {"input_ids": [[1, 2]]})
+    handler = functools.partial(Handler, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        entry = {"path": f"http://127.0.0.1:{server.server_port}/{path.name}"}
+        assert made(entry, none)["input_ids"][:] == [[1, 2]]
+        write(path, {"input_ids": [[3, 4]]})
+        assert made(entry, none)["input_ids"][:] == [[1, 2]], "the tag is the same"
+        tag[0] = "two"
+        assert made(entry, none)["input_ids"][:] == [[3, 4]]
+        (tmp_path / "served.txt").write_text("ab")
+        text = {"path": entry["path"].replace("jsonl", "txt"), "type": "text"}
+        assert bytes(made(text)["input_ids"][0]) == b"\1ab\0"
+        server.shutdown()
+    with caplog.at_level(logging.WARNING, "tilewright"):
+        assert made(entry, none)["input_ids"][:] == [[3, 4]]
+    assert "served.jsonl: cannot ask whether it has changed (" in caplog.text
+
+
+def test_a_set_on_the_hub_is_known_by_its_commit(made, monkeypatch):
+    import types
+
+    import huggingface_hub
+
+    commit, asked = ["c1"], []
+
+    class Api:
+        def __init__(self, token):
+            self.token = token
+
+        def dataset_info(self, name, revision):
+            asked.append((name, revision, self.token))
+            return types.SimpleNamespace(sha=commit[0])
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    loaded = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: loaded)
+    entry = {"path": "org/set", "revision": "v1"}
+    assert made(entry, none, hf_use_auth_token=True)["input_ids"][:] == [[1, 2]]
+    loaded = datasets.Dataset.from_dict({"input_ids": [[3, 4]]})
+    assert made(entry, none)["input_ids"][:] == [[1, 2]]
+    commit[0] = "c2"
+    assert made(entry, none)["input_ids"][:] == [[3, 4]]
+    assert asked == [("org/set", "v1", token) for token in (True, None, None)]
+    assert np.all([sources.located(sources.Dataset(path="org/set"))[1] == []])
