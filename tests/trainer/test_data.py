@@ -394,10 +394,13 @@ def test_what_the_network_is_asked_for(make, monkeypatch, entry, fields, expecte
     asked = []
 
     def load_dataset(*arguments, **options):
+        if (config := options.pop("download_config", None)) is not None:
+            assert config.use_etag and "://" in options["data_files"]["train"][0]
         asked.append((arguments, options))
         return datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(cache_key, "version", lambda entry, token: None)
     monkeypatch.setattr(sources.platform, "no_module", lambda name: None)
     assert rows(prepared(make(entry, **fields))) == [[1, 2]]
     assert asked == [expected]

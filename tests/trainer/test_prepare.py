@@ -1,14 +1,13 @@
 """Preparation names refused rows, takes bounded memory, and is shared by jobs."""
 
 import functools
+import gc
 import http.server
 import json
 import logging
+import multiprocessing
 import os
 import pathlib
-import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -26,8 +25,6 @@ from tilewright.trainer import prepare as preparing
 from tilewright.trainer.batches import lengths_of
 from tilewright.trainer.config import Config
 from tilewright.trainer.data import prepare, split_validation
-
-ROOT = next(p for p in pathlib.Path(__file__).resolve().parents if (p / "pyproject.toml").is_file())
 
 
 class Bytes:
@@ -85,6 +82,13 @@ def write(path, columns):
     return path
 
 
+def forked(function, *arguments):
+    """A process that runs it, with what this one has imported."""
+    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
 # ---- refused rows
 
 
@@ -102,7 +106,7 @@ def test_a_refused_row_is_named_by_file_and_line(tmp_path, made, suffix, how, mo
     }.get(how, {})
     fields = {"dataset_num_proc": 2} if how == "processes" else {}
     if how == "sharded":
-        fields = {"dataset_shard_num": 2, "dataset_shard_idx": 0}
+        fields = {"dataset_shard_num": 2, "dataset_shard_idx": 1}
     at = "line 21" if suffix == ".jsonl" else "row 21"
     with pytest.raises(ValueError, match=rf"^{path}: {at}: token 999 is not in the model's vocab"):
         made(entry, none, **fields)
@@ -155,7 +159,7 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("size", [7, 16, 1 << 20])
+@pytest.mark.parametrize("size", [16, 1 << 20])
 def test_parts_join_to_the_document(tmp_path, made, monkeypatch, size):
     """Whatever the size of a part. The tokenizer's start and the end token are there once."""
     monkeypatch.setattr(rows, "PIECE", size)
@@ -182,10 +186,10 @@ def test_a_part_of_a_file_ends_where_a_line_does(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "PIECE", 12)
     path = tmp_path / "a.txt"
     for text, cuts in (
-        ("one\ntwo\nthree\nfour", [8, 14, 18]),
+        ("one\ntwo\nthree\nfour", [8, 18]),
         ("one two three four", [7, 18]),
         ("\u00e9" * 10, [12, 20]),
-        ("one\ntwo\n\n\n\nfour five", [4, 11, 20]),
+        ("one\ntwo\n\n\n\nfour five", [11, 20]),
     ):
         path.write_text(text)
         parts = [p for part in rows.Documents([str(path)]).parts() for p in part]
@@ -208,65 +212,61 @@ def test_documents_are_sharded_and_split(tmp_path, made):
 
 # ---- memory
 
-MEMORY = """
-import pathlib, sys, threading, time
-import numpy as np, datasets
-from tilewright.trainer.batches import Bins
-from tilewright.trainer.config import Config
-from tilewright.trainer.data import prepare
-
-class Words:
-    eos_token_id = 0
-    def __call__(self, text, add_special_tokens=True):
-        return {"input_ids": np.frombuffer(text.encode()[:len(text) // 4 * 4], np.uint32) % 251}
 
 def resident():
-    lines = dict(l.split(":") for l in open("/proc/self/status").read().splitlines())
-    return int(lines["RssAnon"].split()[0])
-
-folder, paths = pathlib.Path(sys.argv[1]), sys.argv[2:]
-datasets.config.HF_DATASETS_CACHE = folder / "cache"
-datasets.disable_progress_bars()
-for path in paths:
-    peak, ended = [resident()], threading.Event()
-    def watch():
-        while not ended.wait(0.002):
-            peak[0] = max(peak[0], resident())
-    thread = threading.Thread(target=watch)
-    thread.start()
-    kind = {"type": "text"} if "text" in path else {}
-    config = Config(
-        model={"config_path": str(folder)},
-        data={"datasets": [{"path": path, **kind}], "dataset_prepared_path": str(folder / "made"),
-              "sample_packing_sequence_len": 1024},
-        train={"output_dir": "out"},
-    )
-    first = resident()
-    bins = Bins(prepare(config.data.datasets, config, Words, 256), config.data)
-    assert bins.tokens > 1 << 20
-    ended.set()
-    thread.join()
-    print(peak[0] - first)
-"""
+    """Bytes of this process that are of no file."""
+    lines = dict(x.split(":") for x in pathlib.Path("/proc/self/status").read_text().splitlines())
+    return int(lines["RssAnon"].split()[0]) * 1024
 
 
-def test_memory_does_not_grow_with_the_data(tmp_path):
-    """Of one process, which sees data that are larger each time. A text file is one document."""
+class Words:
+    """A fast tokenizer with a token per four bytes."""
+
+    eos_token_id = 0
+
+    def __call__(self, text, add_special_tokens=True):
+        data = text.encode()
+        return {"input_ids": np.frombuffer(data[: len(data) // 4 * 4], np.uint32) % 251}
+
+
+def grown(made, paths, out):
+    """Writes the bytes that this process took above its start for each of some data sets."""
+    for path in paths:
+        gc.collect()
+        first, peak, ended = resident(), [0], threading.Event()
+
+        def watch(peak=peak, ended=ended):
+            while not ended.wait(0.002):
+                peak[0] = max(peak[0], resident())
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        data = made({"path": path, "type": "text"}, Words, sample_packing_sequence_len=1024)
+        assert lengths_of(data).sum() > 1 << 20
+        ended.set()
+        thread.join()
+        with open(out, "a") as file:
+            file.write(f"{peak[0] - first}\n")
+
+
+def test_memory_does_not_grow_with_the_data(tmp_path, made):
+    """A text file is one document. JSON is read 10 MB at a time."""
     line = ("to be or not to be " * 50 + "\n") * 16  # 15 KB
     paths = []
-    for megabytes in (8, 24):
+    for megabytes in (16, 40):
         one = tmp_path / f"text{megabytes}.txt"
         one.write_text(line * (megabytes * 66))
         many = tmp_path / f"text{megabytes}.jsonl"
         many.write_text((json.dumps({"text": line}) + "\n") * (megabytes * 66))
         paths += [str(one), str(many)]
-    code = [sys.executable, "-c", MEMORY, str(tmp_path), paths[0], *paths]
-    said = subprocess.run(code, capture_output=True, text=True, cwd=ROOT)
-    assert said.returncode == 0, said.stderr
-    _, *grown = [int(n) / 1024 for n in said.stdout.split()]
-    small, large = grown[:2], grown[2:]
-    for few, many in zip(small, large, strict=True):
-        assert many < few + 12, f"MiB above the start, for 8 and 24 MB: {small}, {large}"
+    warm = tmp_path / "warm.jsonl"
+    warm.write_text((json.dumps({"text": line}) + "\n") * 300)
+    child = forked(grown, made, [str(warm), *paths], tmp_path / "grown")
+    child.join()
+    assert child.exitcode == 0
+    _, *more = [int(n) / (1 << 20) for n in (tmp_path / "grown").read_text().split()]
+    for few, many in zip(more[:2], more[2:], strict=True):
+        assert many < few + 8, f"MiB above the start, for 16 and 40 MB: {more[:2]}, {more[2:]}"
 
 
 def test_lengths_are_read_without_tokens(made, tmp_path, monkeypatch):
@@ -297,7 +297,7 @@ def test_large_data_take_processes_by_themselves(made, tmp_path, monkeypatch):
 
     monkeypatch.setattr(preparing, "encoded", encoded)
     monkeypatch.setattr(preparing, "RENEW", 2)
-    monkeypatch.setattr(rows, "MOST_ROWS", 7)
+    monkeypatch.setattr(rows, "MOST_ROWS", 20)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     monkeypatch.delenv("TILEWRIGHT_DATASET_NUM_PROC", raising=False)
 
@@ -321,71 +321,67 @@ def test_large_data_take_processes_by_themselves(made, tmp_path, monkeypatch):
 
 # ---- jobs that share
 
-JOB = """
-import os, pathlib, sys, time
-import datasets
-from tilewright.trainer.config import Config
-from tilewright.trainer.data import prepare
-import logging
-logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-folder, path, slow = pathlib.Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-datasets.config.HF_DATASETS_CACHE = folder / "cache"
-class Bytes:
-    eos_token_id = 0
+
+class Noted(Bytes):
+    """Notes the process of each call, and takes its time."""
+
+    def __init__(self, calls, slow):
+        self.calls, self.slow = calls, slow
+
     def __call__(self, text, add_special_tokens=True):
         if text != "a":
-            with open(folder / "calls", "a") as out:
-                out.write(f"{os.getpid()}\\n")
-            time.sleep(slow)
-        return {"input_ids": list(text.encode())}
-config = Config(
-    model={"config_path": str(folder)},
-    data={"datasets": [{"path": path, "type": "text"}], "dataset_num_proc": 2,
-          "dataset_prepared_path": str(folder / "prepared"), "sample_packing_sequence_len": 64},
-    train={"output_dir": "out"},
-)
-print("begins", flush=True)
-print("has", len(prepare(config.data.datasets, config, Bytes, 256)), flush=True)
-"""
+            with open(self.calls, "a") as out:
+                out.write(f"{os.getpid()}\n")
+            time.sleep(self.slow)
+        return super().__call__(text, add_special_tokens)
 
 
-def job(folder, path, slow):
-    code = [sys.executable, "-c", JOB, str(folder), str(path), str(slow)]
-    return subprocess.Popen(
-        code, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
+def job(made, path, calls, slow, said):
+    handler = logging.FileHandler(said)
+    logging.getLogger("tilewright").addHandler(handler)
+    logging.getLogger("tilewright").setLevel(logging.INFO)
+    got = made({"path": path, "type": "text"}, lambda: Noted(calls, slow), dataset_num_proc=2)
+    logging.getLogger("tilewright").info("has %d", len(got))
 
 
 def until(holds):
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 300
     while not holds():
         assert time.monotonic() < limit
         time.sleep(0.02)
 
 
-def test_jobs_share_and_a_killed_one_leaves_no_lock(tmp_path):
-    """The first is killed while its workers tokenize. Two others then prepare the data once, in
-    folders with other names.
+def test_jobs_share_and_a_killed_one_leaves_no_lock(tmp_path, made):
+    """The first is killed while its workers tokenize. Two others then prepare the data once, from
+    files with other names.
     """
     paths = [tmp_path / name / "a.jsonl" for name in "ab"]
     for path in paths:
         path.parent.mkdir()
         write(path, {"text": ["one", "two", "three", "four"]})
-    calls = tmp_path / "calls"
-    killed = job(tmp_path, paths[0], 600)
+    calls, told = tmp_path / "calls", [tmp_path / f"said{i}" for i in range(3)]
+    killed = forked(job, made, paths[0], calls, 600, told[0])
     until(calls.is_file)
-    waits, other = (job(tmp_path, path, 0.5) for path in paths)
-    assert waits.stdout.readline() == other.stdout.readline() == "begins\n"
-    assert waits.stdout.readline().startswith("data: another process is preparing the same data")
+    others = [forked(job, made, p, calls, 0.2, t) for p, t in zip(paths, told[1:], strict=True)]
+    waits = "data: another process is preparing the same data"
+    until(lambda: all(t.is_file() and waits in t.read_text() for t in told[1:]))
     workers = {int(pid) for pid in calls.read_text().split()}
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
-    said = [one.communicate(timeout=60) for one in (waits, other)]
-    assert [out.splitlines()[-1] for out, _ in said] == ["has 4"] * 2, said
+    killed.kill()
+    for other in others:
+        other.join(300)
+        assert other.exitcode == 0
+    assert [t.read_text().splitlines()[-1] for t in told[1:]] == ["has 4"] * 2
     assert len(calls.read_text().split()) - len(workers) == 4, "worked twice"
-    until(lambda: not any(pathlib.Path(f"/proc/{pid}/cmdline").is_file() for pid in workers))
+    until(lambda: not any(map(alive, workers)))
     left = [p for p in (tmp_path / "prepared").iterdir() if p.is_dir()]
     assert len(left) == 1 and not left[0].name.startswith(".")
+
+
+def alive(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes() != b""  # nothing: a zombie
+    except OSError:
+        return False
 
 
 # ---- the cache's key

@@ -156,7 +156,10 @@ def read_raw(entry: Dataset, data: Data) -> Rows | Documents:
     try:
         if kind == "text":
             return Documents(_selected(_downloaded(files, token), split))
-        loaded = datasets.load_dataset(kind, data_files={"train": files}, split=split, token=token)
+        options = {"data_files": {"train": files}, "split": split, "token": token}
+        if "://" in files[0]:  # else a file that has changed is not downloaded again
+            options["download_config"] = datasets.DownloadConfig(use_etag=True)
+        loaded = datasets.load_dataset(kind, **options)
     except (
         datasets.exceptions.DatasetGenerationError,
         StopIteration,
