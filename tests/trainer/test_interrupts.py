@@ -22,6 +22,14 @@ from tilewright.trainer import checkpoint, train
 from tilewright.trainer.interrupts import Interrupts
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """A shell's background job ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def at_step(number, action):
     """Engine.optim_step that first calls action() in that step of this process."""
     real, calls = Engine.optim_step, []
@@ -64,13 +72,24 @@ def test_a_signal_ends_a_run_after_its_step_and_a_checkpoint(
         for pid in pids * 2:
             os.kill(pid, signum)
 
+    watching, real = [], Interrupts.__init__
+
+    def kept(self, ranks):
+        real(self, ranks)
+        watching.append(self)
+
+    def own():  # a step of this model may end before the thread has read the signal
+        twice(os.getpid())
+        until(lambda: watching[-1].first)
+
     def workers_first():  # torchrun sends it to a rank and the loader's workers
         twice(*(p.pid for p in multiprocessing.active_children()))
 
     try:
         with monkeypatch.context() as patch:
             patch.setattr(Engine, "optim_step", at_step(1, workers_first))
-            patch.setattr(Engine, "optim_step", at_step(3, lambda: twice(os.getpid())))
+            patch.setattr(Engine, "optim_step", at_step(3, own))
+            patch.setattr(Interrupts, "__init__", kept)
             assert train.main([path, "--train.seed", "42"]) == 128 + signum
     finally:
         dist.destroy_process_group()
