@@ -111,11 +111,14 @@ def main() -> None:
         child = subprocess.Popen(
             [*command, str(given.workers)], stdout=subprocess.PIPE, text=True, cwd=ROOT
         )
-        while child.poll() is None:
-            now = memory(child.pid)
-            peak = {name: max(most, now[name]) for name, most in peak.items()}
-            processes = max(processes, len(family(child.pid)))
-            time.sleep(0.1)
+        try:
+            while child.poll() is None:
+                now = memory(child.pid)
+                peak = {name: max(most, now[name]) for name, most in peak.items()}
+                processes = max(processes, len(family(child.pid)))
+                time.sleep(0.1)
+        finally:
+            child.kill()
         if child.returncode or child.stdout is None:
             sys.exit("error: preparation has failed")
         packages = ("torch", "datasets", "pyarrow", "tokenizers", "transformers")
