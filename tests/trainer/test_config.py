@@ -17,7 +17,6 @@ from tilewright.trainer import config as module
 from tilewright.trainer.config import Config, ConfigError, Train, load, resolved
 from tilewright.trainer.field_tree import default_of, get, kind, leaves, unknown
 from tilewright.trainer.mesh import layout_of
-from tilewright.trainer.reference import markdown
 from tilewright.trainer.refused import ACCEPTED, REFUSED
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -131,9 +130,9 @@ def test_every_field_of_the_reference_exists_and_no_other():
 
 
 def test_reference_is_current():
-    expected = markdown(Config, module.TITLE, module.NOTES, module.DIFFERENCES)
-    assert (ROOT / "docs/configuration.md").read_text() == expected, (
-        "run `python -m tilewright.trainer.config docs`"
+    text = (ROOT / "docs/trainer.md").read_text()
+    assert text == module.page(text), (
+        "run `python -m tilewright.trainer.config docs docs/trainer.md`"
     )
     assert all(path in LEAVES for path in module.DIFFERENCES)
     assert all(field.description.endswith((".", ")")) for field in LEAVES.values())

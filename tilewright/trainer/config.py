@@ -6,7 +6,7 @@ configuration; DIFFERENCES lists where a default or a meaning departs from it, a
 The fields are in `fields.py` and `train_fields.py`; `overrides.py` reads files and command lines.
 
     python -m tilewright.trainer.config check config.yaml --train.lr 2e-5  # the resolved YAML
-    python -m tilewright.trainer.config docs docs/configuration.md         # writes the reference
+    python -m tilewright.trainer.config docs docs/trainer.md               # writes the reference
     python -m tilewright.trainer.config --schema                           # JSON schema
     python -m tilewright.trainer.config --explain train.lr                 # one field
 """
@@ -18,6 +18,7 @@ if __name__ == "__main__":
 
     require("trainer")  # else the imports below end in a traceback
 
+import pathlib
 import sys
 
 import yaml
@@ -107,10 +108,9 @@ NOTES = {
     path: (" or ".join(ACCEPTED.get(path, ["the default"])), why) for path, why in REFUSED.items()
 }
 
+BEGIN, END = "<!-- fields: generated -->", "<!-- end of fields -->"
 TITLE = """
-# Configuration
-
-Written by `python -m tilewright.trainer.config docs docs/configuration.md` from the fields in `fields.py` and
+Written by `python -m tilewright.trainer.config docs docs/trainer.md` from the fields in `fields.py` and
 `train_fields.py`. A configuration is a YAML file with the sections `model`, `data`, `train` and `lora`, then any number
 of `--section.field value` or `--section.field=value` (hyphens and underscores are the same; lists and mappings as
 JSON). All errors are reported at once, and the command ends with exit code 2. The resolved configuration is written to
@@ -118,6 +118,13 @@ JSON). All errors are reported at once, and the command ends with exit code 2. T
 field means and needs, and `--schema` prints the JSON schema, with which editors complete and check a file whose first
 line is `# yaml-language-server: $schema=FILE`. [fields.md](fields.md) shows what each field changes.
 """
+
+
+def page(text: str) -> str:
+    """A page with the current reference between its two marks."""
+    before, rest = text.split(BEGIN)
+    fields = reference.markdown(Config, TITLE, NOTES, DIFFERENCES)
+    return f"{before}{BEGIN}\n{fields}{END}{rest.split(END)[1]}"
 
 
 # A minimal valid configuration, from which rules state their sentences.
@@ -142,8 +149,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     command, rest = argv[:1], argv[1:]
     if command == ["docs"] and len(rest) == 1:
-        with open(rest[0], "w", encoding="utf-8") as file:
-            file.write(reference.markdown(Config, TITLE, NOTES, DIFFERENCES))
+        file = pathlib.Path(rest[0])
+        file.write_text(page(file.read_text("utf-8")), "utf-8")
     elif command == ["check"]:
         config = from_command_line(rest, "python -m tilewright.trainer.config check")
         print(resolved(config), end="")

@@ -55,11 +55,11 @@ def markdown(
         if section == "data.test_datasets":
             continue  # the same fields
         out += [
-            f"\n## {section}{entries}\n\n| field | type | default | meaning |\n|---|---|---|---|",
+            f"\n### {section}{entries}\n\n| field | type | default | meaning |\n|---|---|---|---|",
             *rows,
         ]
     out.append(
-        "\n## Differences from xorl's documentation\n\n| field | there | here, and why "
+        "\n### Differences from xorl's documentation\n\n| field | there | here, and why "
         "|\n|---|---|---|"
     )
     out += [
