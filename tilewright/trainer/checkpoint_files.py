@@ -5,6 +5,7 @@ with a list of allowed types.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import io
 import pathlib
 import pickle
@@ -65,6 +66,13 @@ _KNOWN = {
 }
 
 
+def _member(owner: Any, name: str) -> enum.Enum:
+    """What Python 3.11.0 to 3.11.3 name as builtins.getattr in a pickle of an enum's member."""
+    if not isinstance(owner, enum.EnumMeta):
+        raise pickle.UnpicklingError(f"it names builtins.getattr of {owner!r:.60}")
+    return owner[name]
+
+
 class _Unpickler(pickle.Unpickler):
     """Reads DCP's metadata. A pickle may name any function of any module, to be called: this one
     allows only what belongs there.
@@ -75,6 +83,8 @@ class _Unpickler(pickle.Unpickler):
             module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)
         ):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
 
