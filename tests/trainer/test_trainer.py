@@ -1256,7 +1256,7 @@ def test_reading_a_checkpoint_runs_no_code_of_its(tmp_path):
     tensor = next(m for m in metadata.state_dict_metadata.values() if hasattr(m, "properties"))
     kind = type(tensor.properties.__getstate__()[3])
     assert issubclass(kind, enum.Enum)
-    metadata.storage_data["more"] = Calls(getattr, kind, next(iter(kind)).name)
+    metadata.planner_data = Calls(getattr, kind, next(iter(kind)).name)
     (whole / "dcp/.metadata").write_bytes(pickle.dumps(metadata))
     assert load(whole)["step"] == 1  # as Python 3.11.0 to 3.11.3 write an enum's member
     piece = next(iter(metadata.storage_data.values()))
