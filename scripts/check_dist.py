@@ -40,7 +40,10 @@ def main(dist: pathlib.Path) -> None:
         run("-m", "pip", "install", *options, str(wheel.resolve()), folder=work)
         run("-c", KERNELS, str(site), folder=work, PYTHONPATH=str(site))
         with tarfile.open(sdist) as archive:
-            archive.extractall(work, filter="data")
+            safely: dict = (
+                {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+            )  # Python 3.11.4
+            archive.extractall(work, **safely)
         root = work / sdist.name.removesuffix(".tar.gz")
         with zipfile.ZipFile(wheel) as archive:
             compiled = [n for n in archive.namelist() if n.endswith(".so")]

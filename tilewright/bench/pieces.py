@@ -19,7 +19,13 @@ import torch
 
 from tilewright.bench import piece
 from tilewright.bench.piece import Piece, Pieces, at_dim, blocks, sample_of
-from tilewright.bench.pieces_losses import cross_entropy, linear, linear_cross_entropy, logprob
+from tilewright.bench.pieces_losses import (
+    cross_entropy,
+    linear,
+    linear_cross_entropy,
+    logprob,
+    logprob_entropy,
+)
 from tilewright.registry import Op
 
 
@@ -270,6 +276,7 @@ TABLE: dict[str, Callable[[dict[str, Any]], Pieces | None]] = {
     "cross_entropy": cross_entropy,
     "linear_cross_entropy": linear(linear_cross_entropy),
     "linear_logprob": linear(logprob),
+    "logprob_entropy": logprob_entropy,
     "permute": _columns("x"),
     "unpermute": _columns("rows"),
     "grouped_gemm": _grouped_gemm,

@@ -25,14 +25,17 @@ def _loss_rows(kwargs, argument, V, eager=None, outputs=1):
     if (
         kwargs.get("class_weight") is not None
         or target.dim() != 1
-        or any(kwargs.get(n) for n in ("return_lse", "return_entropy", "return_argmax"))
+        or (
+            outputs == 1
+            and any(kwargs.get(n) for n in ("return_lse", "return_entropy", "return_argmax"))
+        )
     ):
         return None
     rows = target.shape[0]
     if rows * V <= piece.KEPT // 2:
         return None
-    whole = outputs == 2 or kwargs.get("reduction", "mean") == "none"
-    other = {} if outputs == 2 else _counted(kwargs, target)
+    whole = outputs > 1 or kwargs.get("reduction", "mean") == "none"
+    other = {} if outputs > 1 else _counted(kwargs, target)
     if kwargs.get("inplace"):
         other = {**other, "inplace": False}
     parts = [
@@ -51,6 +54,11 @@ def _loss_rows(kwargs, argument, V, eager=None, outputs=1):
 
 def cross_entropy(kwargs):
     return _loss_rows(kwargs, "logits", kwargs["logits"].shape[-1])
+
+
+def logprob_entropy(kwargs):
+    outputs = 3 if kwargs.get("return_argmax") else 2
+    return _loss_rows(kwargs, "logits", kwargs["logits"].shape[-1], outputs=outputs)
 
 
 class _Head(torch.autograd.Function):
