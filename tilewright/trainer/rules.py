@@ -375,7 +375,7 @@ def _lora(config: Config) -> Iterator[tuple[bool, str, str]]:
     yield (
         lora.enable_aqn and t.enable_compile,
         "lora.enable_aqn train.enable_compile",
-        "the noise is another in each step, and compiled code would be made anew for each",
+        "the noise is another in each step, and compiled code would be recompiled for each",
     )
     yield (
         lora.enable_qlora and t.expert_parallel_size > 1,
