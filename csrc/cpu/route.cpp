@@ -137,8 +137,20 @@ void forward_rows(int64_t begin, int64_t end, const T* logits, int64_t stride, c
       float* w = weight + t * K;
       float picked = 0;
       for (int64_t k = 0; k < K; ++k) {
-        const int64_t e = recorded == nullptr ? best(r.keys, E) : recorded[t * K + k];
-        r.keys[e] = LOWEST;
+        int64_t e;
+        if (recorded == nullptr) {
+          e = best(r.keys, E);
+          r.keys[e] = LOWEST;
+        } else {
+          e = recorded[t * K + k];
+          bool wrong = e < 0 || e >= E;
+          for (int64_t j = k + 1; j < K; ++j) wrong = wrong || recorded[t * K + j] == e;
+          if (wrong) {
+            own[k] = 0;
+            w[k] = std::numeric_limits<float>::quiet_NaN();
+            continue;
+          }
+        }
         own[k] = e;
         w[k] = r.s[e];
         picked += w[k];
@@ -175,11 +187,6 @@ void check_vector(const char* name, const Tensor& t, ScalarType type, int64_t el
   STD_TORCH_CHECK(t.scalar_type() == type && t.numel() == elements, "tilewright: ", name, " has the wrong dtype or size");
 }
 
-void check_index(const char* name, const int64_t* index, int64_t n, int64_t E) {
-  for (int64_t i = 0; i < n; ++i)
-    STD_TORCH_CHECK(index[i] >= 0 && index[i] < E, "tilewright: ", name, " must be below ", E, ", got ", index[i]);
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> route_forward(Tensor logits, std::optional<Tensor> bias,
                                                                  std::optional<Tensor> recorded, int64_t k,
                                                                  bool sigmoid, bool renormalize, int64_t groups,
@@ -190,10 +197,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> route_forward(Tensor logits, 
                       k <= topk_groups * (E / groups),
                   "tilewright: k, groups or topk_groups do not fit ", E, " experts");
   if (bias.has_value()) check_vector("bias", *bias, ScalarType::Float, E);
-  if (recorded.has_value()) {
-    check_vector("recorded", *recorded, ScalarType::Long, T * k);
-    check_index("recorded", in<int64_t>(*recorded), T * k, E);
-  }
+  if (recorded.has_value()) check_vector("recorded", *recorded, ScalarType::Long, T * k);
   auto index = torch::stable::new_empty(logits, {T, k}, ScalarType::Long);
   auto weight = torch::stable::new_empty(logits, {T, k}, ScalarType::Float);
   auto counts = torch::stable::new_empty(logits, {E}, ScalarType::Long);
@@ -249,7 +253,8 @@ Tensor route_backward(Tensor g_weight, Tensor g_balance, Tensor g_z, Tensor logi
   Tensor d = torch::stable::new_empty(logits, {T, E});
   const Options o{T, E, K, 1, 1, sigmoid, renormalize, float(scale)};
   const int64_t* const chosen = in<int64_t>(index);
-  check_index("index", chosen, T * K, E);
+  for (int64_t i = 0; i < T * K; ++i)
+    STD_TORCH_CHECK(chosen[i] >= 0 && chosen[i] < E, "tilewright: index must be below ", E, ", got ", chosen[i]);
   const float* const g = in<float>(g_weight);
   std::vector<float> balance(static_cast<size_t>(E));
   for (int64_t e = 0; e < E; ++e)

@@ -385,7 +385,14 @@ def test_quantize_leaves_what_it_would_break():
 
 def test_experts_that_are_named_stay_dense():
     moe = pytest.importorskip("tilewright.trainer.moe")
-    sizes = types.SimpleNamespace(num_experts=2, hidden_size=64, moe_intermediate_size=64)
+    from tilewright.trainer.architectures import ARCHITECTURES
+
+    sizes = types.SimpleNamespace(
+        num_experts=2,
+        hidden_size=64,
+        moe_intermediate_size=64,
+        architecture=ARCHITECTURES["qwen3_moe"],
+    )
     experts = moe.Experts(sizes, moe.Ops.resolve())
     for p in experts.parameters():
         nn.init.normal_(p)

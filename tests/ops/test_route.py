@@ -421,10 +421,6 @@ def test_cpp_operators_themselves_check_every_tensor():
         (lambda: forward(X, None, None, 9, False, False, 1, 1, 1.0), "do not fit 8 experts"),
         (lambda: forward(X, None, None, 2, False, False, 3, 1, 1.0), "do not fit 8 experts"),
         (
-            lambda: forward(X, None, index + 7, 2, False, False, 1, 1, 1.0),
-            "recorded must be below 8, got",
-        ),
-        (
             lambda: forward(X, None, index[:1], 2, False, False, 1, 1, 1.0),
             "recorded has the wrong dtype or size",
         ),
@@ -481,17 +477,33 @@ def test_a_replayed_choice_has_todays_weights(name):
     assert found.tokens_per_expert.tolist() == [1, 0, 1, 0]
 
 
-@pytest.mark.parametrize("name", [n for n in ROUTE.names() if n != "cpp"])
+@EVERY
 def test_a_slot_that_cannot_be_replayed_is_nan_where_nothing_is_read(name, monkeypatch):
-    """On a GPU no value is checked."""
+    """On a GPU, and in compiled code, no value is checked."""
     skip_unless_usable(ROUTE, name, torch.float32)
     module = sys.modules["tilewright.ops.route"]
     monkeypatch.setattr(module, "_recorded", lambda index, logits, k: index)
-    x = torch.randn(2, 4, device=DEVICE)
-    index = torch.tensor([[1, 4], [-1, 2]], device=DEVICE)
-    found = route(x, 2, expert_index=index, implementation=name)
-    assert found.expert_weight.isnan().tolist() == [[False, True], [True, False]]
-    assert found.expert_index.tolist() == [[1, 0], [0, 2]]
+    x = torch.randn(4, 4, device=DEVICE)
+    index = torch.tensor([[1, 4], [-1, 2], [3, 3], [2**32 + 1, 0]], device=DEVICE)
+    found = route(x, 2, renormalize=True, expert_index=index, implementation=name)
+    wrong = torch.tensor([[0, 1], [1, 0], [1, 0], [1, 0]], dtype=torch.bool, device=DEVICE)
+    assert torch.equal(found.expert_weight.isnan(), wrong)
+    torch.testing.assert_close(found.expert_weight[~wrong], torch.ones(4, device=DEVICE))
+    assert found.expert_index.tolist() == [[1, 0], [0, 2], [0, 3], [0, 0]]
+    assert found.tokens_per_expert.tolist() == [1, 1, 1, 1]
+
+
+@EVERY
+def test_a_replay_has_no_bias_and_no_groups(name):
+    skip_unless_usable(ROUTE, name, torch.float32)
+    x, index = torch.randn(9, 8, device=DEVICE), torch.tensor([[7, 0]] * 9, device=DEVICE)
+    options = {"score": "sigmoid", "expert_index": index, "implementation": name}
+    plain = route(x, 2, **options)
+    limited = route(x, 2, groups=4, bias=torch.randn(8, device=DEVICE), **options)
+    for p, t in zip(plain, limited, strict=True):
+        assert torch.equal(p, t)
+    rounded = route(x, 2, round_to=4, **options)
+    assert rounded.tokens_per_expert.tolist() == [8, 0, 0, 0, 0, 0, 0, 8]
 
 
 @pytest.mark.parametrize(
@@ -501,6 +513,7 @@ def test_a_slot_that_cannot_be_replayed_is_nan_where_nothing_is_read(name, monke
         (torch.tensor([[0.0, 1.0]]), TypeError, "must be int32 or int64, got float32"),
         (torch.tensor([[0]]), ValueError, r"expert_index must have shape \[1, 2\].*got \[1, 1\]"),
         (torch.tensor([[0, 4]]), IndexError, "expert_index holds 4; accepted are 0 to 3"),
+        (torch.tensor([[0, -1]]), IndexError, "expert_index holds -1; accepted are 0 to 3"),
         (torch.tensor([[1, 1]]), ValueError, "must hold distinct experts in each row"),
     ],
 )

@@ -335,8 +335,11 @@ def test_a_misspelt_file_is_not_looked_for_on_the_hub(train, monkeypatch, name):
 def test_what_is_prepared_needs_no_package(train, monkeypatch):
     import datasets
 
+    from tilewright.trainer.rows import Rows
+
     address = "--data.datasets.0.path=s3://bucket/x.jsonl"
     rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 30})
+    rows = Rows(rows, "row {}".format, arrow=True)
     with monkeypatch.context() as once, pytest.raises(AssertionError, match="the first step"):
         once.setattr(train.data, "read_raw", lambda entry, data: rows)
         once.setattr(platform, "no_module", lambda name: None)

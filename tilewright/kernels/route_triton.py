@@ -176,8 +176,8 @@ def _forward(
         rank = tl.full([ROWS, WIDTH], K, tl.int32)
         for k in range(K):
             if REPLAYED:
-                own = tl.load(recorded_ptr + t * K + k, mask=inside, other=-1).to(tl.int32)
-                hit = column[None, :] == own[:, None]
+                own = tl.load(recorded_ptr + t * K + k, mask=inside, other=-1)
+                hit = column.to(tl.int64)[None, :] == own[:, None]
             else:
                 hit = column[None, :] == tl.argmax(keys, axis=1, tie_break_left=True)[:, None]
             rank = tl.where(hit, k, rank)
@@ -331,7 +331,8 @@ def forward(
     loss, z loss.
 
     recorded: [T, k] int64, the choice, of experts that are distinct in each row; or None. A slot
-        with another value has weight NaN and expert 0.
+        that has another value, or the value of a later
+        one, has weight NaN and expert 0.
     """
     T, E = logits.shape
     weight, index, counts, balance, z = outputs = results(logits, k)

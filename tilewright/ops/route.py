@@ -79,9 +79,9 @@ def route(
         expert_index: [T, k] int32 or int64, the recorded choice, as an inference engine or an
             earlier call gives it, or None. It replaces the choice, so that bias, groups and
             topk_groups have no effect; all else is computed from logits as usual, and weights keep
-            their gradients. Experts of a token are distinct and in [0, E). On CUDA tensors that is
-            not checked: a slot that breaks it gets expert 0 (of two equal ones the first) and
-            weight NaN.
+            their gradients. Experts of a token are distinct and in [0, E). On CUDA tensors and in
+            compiled code that is not checked: a slot that breaks it (the first of two equal ones)
+            gets expert 0 and weight NaN, and is not counted.
         implementation: "auto", or one that `tilewright explain route` lists.
     Returns:
         Routing. Neither loss is multiplied by a coefficient; both are of the choice before
@@ -98,7 +98,7 @@ def route(
 
     Raises:
         TypeError, ValueError: Invalid arguments.
-        IndexError: An expert of expert_index that does not exist (CPU).
+        IndexError: An expert of expert_index that does not exist, as stated above.
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:
@@ -210,12 +210,16 @@ def route_eager(
         index = _choose(x.detach(), s.detach(), bias, k, sigmoid, groups, topk_groups)
     else:
         wrong = (recorded < 0) | (recorded >= E)
+        equal = recorded[:, :, None] == recorded[:, None, :]
+        wrong |= equal.triu(1).any(-1)
         index = recorded.where(~wrong, 0)
     weight = s.gather(-1, index)
+    weight = weight if wrong is None else weight.where(~wrong, 0)
     if renormalize:
         weight = weight / (weight.sum(-1, keepdim=True) + TINY)
     counts = torch.zeros(E, dtype=torch.int64, device=x.device)
-    counts = counts.scatter_add(0, index.flatten(), torch.ones_like(index).flatten())
+    ones = torch.ones_like(index) if wrong is None else (~wrong).to(index.dtype)
+    counts = counts.scatter_add(0, index.flatten(), ones.flatten())
     tokens = max(T, 1)
     p = s / (s.sum(-1, keepdim=True) + TINY) if sigmoid else s
     balance = E * (counts.to(x.dtype) / tokens * (p.sum(0) / tokens)).sum()

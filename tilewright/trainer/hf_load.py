@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from tilewright.trainer.model import Transformer
 from tilewright.trainer.model_config import ModelConfig
 
 LOAD_MODES = ("broadcast", "all_ranks")
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def _check_fits(model: Transformer, folder: Folder) -> None:
@@ -70,9 +72,8 @@ def _check_fits(model: Transformer, folder: Folder) -> None:
         if n not in expected and not n.endswith(("rotary_emb.inv_freq", *ACTIVATIONS))
     }
     if model.config.architecture.further_layers:
-        spare = {
-            n for n in spare if not n.startswith(f"model.layers.{model.config.num_hidden_layers}.")
-        }
+        layers = model.config.num_hidden_layers
+        spare = {n for n in spare if not ((m := LAYER.match(n)) and int(m[1]) >= layers)}
     problems += [f"unexpected {n}" for n in sorted(spare - {"lm_head.weight"})]
     if problems:
         raise ValueError("the checkpoint does not fit the model:\n  " + "\n  ".join(problems))

@@ -23,10 +23,12 @@ def load_config(path: str | pathlib.Path, foundation: dict[str, Any] | None = No
     foundation: entries that replace those of the file. Raises ValueError for an unsupported model,
     and for an entry that changes nothing.
     """
-    given = foundation or {}
-    config = ModelConfig.from_hf({**read_config(path), **given})
+    given, stored = foundation or {}, read_config(path)
+    config = ModelConfig.from_hf({**stored, **given})
     read = config.to_hf()
     for name, value in given.items():
+        if _matters(name, stored, given, config):
+            continue
         if name not in read:
             near = difflib.get_close_matches(name, read, 1)
             raise ValueError(
@@ -42,6 +44,15 @@ def load_config(path: str | pathlib.Path, foundation: dict[str, Any] | None = No
                 "entry that config.json has for it"
             )
     return config
+
+
+def _matters(name: str, stored: dict[str, Any], given: dict[str, Any], config: ModelConfig) -> bool:
+    """Whether the model would be another one without this entry."""
+    others = {k: v for k, v in given.items() if k != name}
+    try:
+        return ModelConfig.from_hf({**stored, **others}) != config
+    except ValueError:  # it is needed
+        return True
 
 
 def local_folder(path: str) -> str:

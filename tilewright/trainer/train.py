@@ -145,6 +145,8 @@ class Run:
         self.save()
         self.saver.finish()
         self.metrics.close()
+        # A rank that ends makes torchrun end the others, which may still be writing.
+        self.mesh.control.barrier()
         raise Stopped(
             signum,
             f"{signal.Signals(signum).name} after step {self.done} of {self.plan.total}: "

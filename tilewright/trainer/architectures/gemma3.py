@@ -87,6 +87,7 @@ GEMMA3 = Architecture(
     write=_write,
     defaults={
         "head_dim": 256,
+        "num_key_value_heads": 4,
         "max_position_embeddings": 131_072,
         "rope_theta": 1_000_000.0,
         "query_pre_attn_scalar": 256,

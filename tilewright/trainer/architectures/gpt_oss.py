@@ -31,7 +31,8 @@ def _read(hf: dict[str, Any]) -> dict[str, Any]:
             "are dense weights, which transformers writes after from_pretrained with "
             "quantization_config=Mxfp4Config(dequantize=True)"
         )
-    found = dense(hf if hf.get("rope_parameters") else {"rope_scaling": ROPE, **hf})
+    given = hf.get("rope_parameters") or hf.get("rope_scaling")
+    found = dense(hf if given else {**hf, "rope_scaling": ROPE})
     alternating = [FULL if i % 2 else SLIDING for i in range(found["num_hidden_layers"])]
     return {
         **found,
@@ -61,6 +62,7 @@ GPT_OSS = Architecture(
     defaults={
         "rms_norm_eps": 1e-5,
         "head_dim": 64,
+        "num_key_value_heads": 8,
         "rope_theta": 150_000.0,
         "max_position_embeddings": 131_072,
         "sliding_window": 128,

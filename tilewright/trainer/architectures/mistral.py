@@ -17,7 +17,11 @@ MISTRAL = Architecture(
     "Mistral",
     read=_read,
     write=lambda config: {"sliding_window": config.sliding_window},  # null: no window
-    defaults={"sliding_window": 4096},
+    defaults={
+        "sliding_window": 4096,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+    },
     # transformers leaves them to its class Ministral.
     neutral={"use_sliding_window": False, "layer_types": None},
 )

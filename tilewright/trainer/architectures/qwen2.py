@@ -22,5 +22,10 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 
 QWEN2 = Architecture(
-    "qwen2", "Qwen2", read=read, write=write, defaults={"sliding_window": 4096}, qkv_bias=True
+    "qwen2",
+    "Qwen2",
+    read=read,
+    write=write,
+    defaults={"sliding_window": 4096, "max_position_embeddings": 32_768},
+    qkv_bias=True,
 )

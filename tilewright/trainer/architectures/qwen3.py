@@ -8,6 +8,6 @@ QWEN3 = Architecture(
     "Qwen3",
     read=qwen2.read,
     write=qwen2.write,
-    defaults={"sliding_window": 4096},
+    defaults={"sliding_window": 4096, "head_dim": 128, "max_position_embeddings": 32_768},
     qk_norm=True,
 )

@@ -36,6 +36,7 @@ QWEN3_MOE = Architecture(
     "Qwen3Moe",
     read=_read,
     write=_write,
+    defaults={"num_key_value_heads": 4, "max_position_embeddings": 32_768},
     neutral={"use_sliding_window": False},
     qk_norm=True,
 )

@@ -117,8 +117,12 @@ def late_windows(hf: dict[str, Any]) -> dict[str, Any]:
     """Windows of layers from max_window_layers on, if use_sliding_window: Qwen2 and Qwen3."""
     if not flag(hf, "use_sliding_window"):
         return {}
-    layers, first = (hf.get(n) for n in ("num_hidden_layers", "max_window_layers"))
+    layers, first = number(hf, "num_hidden_layers", None), hf.get("max_window_layers")
     first = 28 if first is None else first
+    if type(first) is not int or first < 0:
+        raise ValueError(
+            f"config.json: max_window_layers must be an integer of at least 0, got {first!r}"
+        )
     return windows(hf, [FULL if i < first else SLIDING for i in range(layers)])
 
 
