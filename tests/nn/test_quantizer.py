@@ -6,7 +6,6 @@ import copy
 import inspect
 import json
 import sys
-import types
 
 import pytest
 import torch
@@ -385,13 +384,10 @@ def test_quantize_leaves_what_it_would_break():
 
 def test_experts_that_are_named_stay_dense():
     moe = pytest.importorskip("tilewright.trainer.moe")
-    from tilewright.trainer.architectures import ARCHITECTURES
+    from tilewright.trainer.model_config import ModelConfig
 
-    sizes = types.SimpleNamespace(
-        num_experts=2,
-        hidden_size=64,
-        moe_intermediate_size=64,
-        architecture=ARCHITECTURES["qwen3_moe"],
+    sizes = ModelConfig(
+        "qwen3_moe", 8, 64, 64, 1, 1, 1, 64, num_experts=2, moe_intermediate_size=64
     )
     experts = moe.Experts(sizes, moe.Ops.resolve())
     for p in experts.parameters():

@@ -355,6 +355,11 @@ def test_published_models_have_their_number_of_parameters(parameters):
             {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["global"] * 4},
             "layer_types must name full_attention or sliding_attention for each of the 4 layers",
         ),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "max_window_layers": "28"},
+            "max_window_layers must be an integer of at least 0, got '28'",
+        ),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
@@ -400,12 +405,40 @@ def test_windows_of_older_configurations():
     assert [shape.is_local(i) for i in range(7)] == [True] * 5 + [False, True]
     assert (shape.rope_theta, shape.rope_local_base_freq) == (10000.0, 100.0)
     assert dict(shape.rope_scaling)["factor"] == 8.0
-    assert (
-        dict(ModelConfig.from_hf({**SHAPES["gpt_oss"], "rope_parameters": None}).rope_scaling)[
-            "factor"
-        ]
-        == 32.0
-    )
+    for absent in ({"rope_parameters": None}, {"rope_parameters": None, "rope_scaling": None}):
+        shape = ModelConfig.from_hf({**SHAPES["gpt_oss"], **absent})
+        assert dict(shape.rope_scaling)["factor"] == 32.0
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_what_config_json_omits_is_as_in_transformers(family):
+    """Items with a default of their own; the number of key-value heads where it is not that of
+    queries.
+    """
+    import transformers
+
+    omitted = ("head_dim", "max_position_embeddings", "sliding_window", "rms_norm_eps")
+    short = {k: v for k, v in SHAPES[family].items() if k not in (*omitted, "layer_types")}
+    short["num_attention_heads"] = short["num_key_value_heads"] = 8
+    if family in ("mistral", "gemma3", "gpt_oss", "odd"):
+        del short["num_key_value_heads"]
+    ours, theirs = ModelConfig.from_hf(short), transformers.AutoConfig.for_model(**short)
+    for name in (*omitted, "num_key_value_heads"):
+        want = getattr(theirs, name, None)
+        if want is not None and (name, family) not in (
+            ("head_dim", "deepseek_v3"),  # of the rotated part there
+            ("sliding_window", "qwen2"),
+        ):
+            assert getattr(ours, name) == want, name
+
+
+def test_an_entry_that_changes_the_model_is_taken_whatever_is_written(tmp_path):
+    older = {k: v for k, v in SHAPES["gemma3"].items() if k != "layer_types"}
+    (tmp_path / "config.json").write_text(json.dumps(older))
+    every_second = hf.load_config(tmp_path, {"sliding_window_pattern": 2})
+    assert [every_second.is_local(i) for i in range(4)] == [True, False] * 2
+    with pytest.raises(ValueError, match="sliding_window_pattern is no entry that"):
+        hf.load_config(tmp_path, {"sliding_window_pattern": 6})
 
 
 @pytest.mark.parametrize("merge_qkv", [False, True])
@@ -498,7 +531,8 @@ def test_layers_of_multi_token_prediction_are_left(tmp_path):
     write_weights(tmp_path, SHAPES["deepseek_v3"])
     file = tmp_path / "model.safetensors"
     stored = load_file(file)
-    save_file({**stored, "model.layers.4.eh_proj.weight": torch.ones(2, 2)}, file)
+    further = {f"model.layers.{i}.eh_proj.weight": torch.ones(2, 2) for i in (4, 5)}
+    save_file({**stored, **further}, file)
     model = model_of("deepseek_v3")
     hf.load_weights(model, tmp_path)
     bias = "model.layers.3.mlp.gate.e_score_correction_bias"
@@ -507,8 +541,8 @@ def test_layers_of_multi_token_prediction_are_left(tmp_path):
     half = load_file(tmp_path / "half/model.safetensors")
     assert torch.equal(half.pop(bias), stored[bias])  # it decides between near scores
     assert half["model.layers.3.mlp.gate.weight"].dtype == torch.bfloat16
-    save_file({**stored, "model.layers.5.eh_proj.weight": torch.ones(2, 2)}, file)
-    with pytest.raises(ValueError, match=r"unexpected model\.layers\.5"):
+    save_file({**stored, "model.layers.3.eh_proj.weight": torch.ones(2, 2)}, file)
+    with pytest.raises(ValueError, match=r"unexpected model\.layers\.3\.eh_proj"):
         hf.load_weights(model, tmp_path)
 
 
