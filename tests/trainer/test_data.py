@@ -846,15 +846,21 @@ def test_a_half_written_cache_is_not_taken_for_a_finished_one(make, text, tmp_pa
     assert folder.name in half.name and not half.exists()
 
 
-def test_other_ranks_wait_and_read(make, text):
-    config, events = make(text), []
+def test_other_ranks_wait_and_read(make, text, tmp_path):
+    """Read what the main process has prepared, also if a file has changed since."""
+    config, said = make(text), []
 
-    def barrier():
-        events.append("barrier")
-        if len(events) == 1:  # the main process has finished
-            prepared(config, Characters)
+    def broadcast(name):
+        assert name is None
+        prepared(config, Characters, broadcast=said.append)
+        jsonl(text["path"], [{"text": "another"}])
+        return said[0]
 
-    assert len(prepared(config, main=False, barrier=barrier)) == 3 and events == ["barrier"]
+    got = rows(prepared(config, main=False, broadcast=broadcast))
+    assert sorted(map(len, got)) == [3, 4, 5] and len(said) == 1
+    absent = tmp_path / "prepared" / "absent"
+    with pytest.raises(FileNotFoundError, match=f"^{absent}: holds no prepared data; every proc"):
+        prepared(config, main=False, broadcast=lambda name: absent.name)
 
 
 def test_skip_prepare_dataset(make, text, tmp_path):

@@ -1,5 +1,6 @@
 """Preparation names refused rows, takes bounded memory, and is shared by jobs."""
 
+import fcntl
 import functools
 import gc
 import http.server
@@ -481,3 +482,33 @@ def test_a_set_on_the_hub_is_known_by_its_commit(made, monkeypatch):
     assert made(entry, none)["input_ids"][:] == [[3, 4]]
     assert asked == [("org/set", "v1", token) for token in (True, None, None)]
     assert np.all([sources.located(sources.Dataset(path="org/set"))[1] == []])
+
+
+def locked(path):
+    with open(path, "w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os._exit(3)
+
+
+def test_jobs_keep_each_others_notes(tmp_path, monkeypatch):
+    """Jobs that have begun with the same notes save theirs one at a time."""
+    paths = [tmp_path / name for name in "ab"]
+    both = [cache_key.Notes(tmp_path) for _ in paths]
+    for path, notes in zip(paths, both, strict=True):
+        path.write_text(path.name)
+        notes.file(str(path))
+    real, exits = pathlib.Path.replace, []
+
+    def replace(self, target):
+        other = forked(locked, tmp_path / ".hashes.json.lock")
+        other.join()
+        exits.append(other.exitcode)
+        return real(self, target)
+
+    monkeypatch.setattr(pathlib.Path, "replace", replace)
+    for notes in both:
+        notes.save()
+    assert exits == [3, 3]
+    assert sorted(cache_key.Notes(tmp_path).known) == list(map(str, paths))

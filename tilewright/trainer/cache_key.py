@@ -6,6 +6,7 @@ What is elsewhere is known by its address and by the ETag or commit that its ser
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -33,17 +34,21 @@ SETTINGS = (
 
 class Notes:
     """Hashes of files, and what servers have said, kept beside the prepared sets: a file is read
-    again only if its size or time has changed.
-
-    ask: refresh and save them; else (processes that wait for the one that does) use them.
+    again only if its size or time has changed. Jobs share them.
     """
 
-    def __init__(self, root: pathlib.Path, ask: bool):
-        self.path, self.ask = root / "hashes.json", ask
+    def __init__(self, root: pathlib.Path):
+        self.path = root / "hashes.json"
+        self.known, self.new = self._saved(), {}
+
+    def _saved(self) -> dict[str, Any]:
         try:
-            self.known: dict[str, Any] = json.loads(self.path.read_text())
+            return json.loads(self.path.read_text())
         except (OSError, ValueError):  # a new folder, or a torn file
-            self.known = {}
+            return {}
+
+    def _note(self, name: str, what: Any) -> None:
+        self.known[name] = self.new[name] = what
 
     def file(self, path: str) -> str:
         """The hash of a file's contents."""
@@ -51,7 +56,7 @@ class Notes:
         state = [stat.st_size, stat.st_mtime_ns]
         if self.known.get(name, [])[:2] != state:
             with open(path, "rb") as file:
-                self.known[name] = [*state, hashlib.file_digest(file, "sha256").hexdigest()]
+                self._note(name, [*state, hashlib.file_digest(file, "sha256").hexdigest()])
         return self.known[name][2]
 
     def remote(self, entry: Dataset, config: Config) -> Any:
@@ -59,23 +64,24 @@ class Notes:
         it said last.
         """
         name = json.dumps([entry.path, entry.name, entry.revision, entry.data_files])
-        if self.ask:
-            try:
-                self.known[name] = version(entry, config.data.hf_use_auth_token)
-            except Exception as error:  # readers of URLs raise exceptions without a common base
-                if name in self.known:
-                    log.warning(
-                        "%s: cannot ask whether it has changed (%s); taking it as it was",
-                        entry.path,
-                        type(error).__name__,
-                    )
+        try:
+            self._note(name, version(entry, config.data.hf_use_auth_token))
+        except Exception as error:  # readers of URLs raise exceptions without a common base
+            if name in self.known:
+                log.warning(
+                    "%s: cannot ask whether it has changed (%s); taking it as it was",
+                    entry.path,
+                    type(error).__name__,
+                )
         return self.known.get(name)
 
     def save(self) -> None:
-        if self.ask:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            aside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-            aside.write_text(json.dumps(self.known))
+        """Adds what is new to what other jobs have saved meanwhile."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        aside = self.path.with_name(f".{self.path.name}.partial")
+        with self.path.with_name(f".{self.path.name}.lock").open("w") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            aside.write_text(json.dumps(self._saved() | self.new))
             aside.replace(self.path)
 
 
@@ -93,12 +99,10 @@ def version(entry: Dataset, token: bool | None) -> Any:
     return [[f, list(map(str, m))] for f, m in zip(found, found.origin_metadata, strict=True)]
 
 
-def cache_key(
-    entries: list[Dataset], config: Config, vocab: int, shuffle: bool, *, ask: bool = True
-) -> str:
+def cache_key(entries: list[Dataset], config: Config, vocab: int, shuffle: bool) -> str:
     """Changes whenever the prepared data would."""
     data = config.data
-    notes = Notes(pathlib.Path(data.dataset_prepared_path), ask)
+    notes = Notes(pathlib.Path(data.dataset_prepared_path))
 
     def contents(entry: Dataset) -> Any:
         if entry.path == "dummy":
