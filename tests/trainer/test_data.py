@@ -796,7 +796,14 @@ def test_cache_is_not_used_when_what_it_depends_on_changed(
     make, text, tmp_path, change, monkeypatch
 ):
     text["path"] = text["path"].parent
-    model = {"tokenizer_path": "org/one"} if change == "tokenizer" else {}
+    model = {}
+    if change == "tokenizer":  # on the Hub, which cannot be asked: no file identifies it
+
+        def absent(path):
+            raise FileNotFoundError
+
+        monkeypatch.setattr(cache_key, "local_folder", absent)
+        model = {"tokenizer_path": "org/one"}
     prepared(make(text, model=model), Characters)
     file, fields, options, vocab = text["path"] / "a.jsonl", {}, {}, VOCAB
     if change == "content":
@@ -805,9 +812,7 @@ def test_cache_is_not_used_when_what_it_depends_on_changed(
     elif change == "new file":
         jsonl(file.with_name("b.jsonl"), [{"text": "more"}])
     elif change == "tokenizer":
-        fields["model"] = {
-            "tokenizer_path": "org/other"
-        }  # on the Hub: no local file to identify it
+        fields["model"] = {"tokenizer_path": "org/other"}
     elif change == "tokenizer's content":
         (tmp_path / "tokenizer/chat_template.jinja").write_text("{{ messages }}")
     elif change == "max_seq_len":

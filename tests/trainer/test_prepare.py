@@ -512,3 +512,15 @@ def test_jobs_keep_each_others_notes(tmp_path, monkeypatch):
         notes.save()
     assert exits == [3, 3]
     assert sorted(cache_key.Notes(tmp_path).known) == list(map(str, paths))
+
+
+def test_a_tokenizer_on_the_hub_is_known_by_its_files(tmp_path, made, monkeypatch):
+    monkeypatch.setattr(cache_key, "local_folder", lambda path: str(tmp_path / "snapshot"))
+    (tmp_path / "snapshot").mkdir()
+    entry = {"path": write(tmp_path / "a.jsonl", {"text": ["one"]}), "type": "text"}
+    for text in ("{}", '{"other": 1}'):
+        (tmp_path / "snapshot/tokenizer.json").write_text(text)
+        calls = []
+        made(entry, lambda calls=calls: calls.append(1) or Bytes())
+        assert calls, text
+        made(entry, none)

@@ -1,7 +1,7 @@
 """The name of a prepared data set: a hash of what it is made from.
 
-Local files and a tokenizer in a folder are known by their contents, whatever their paths and times.
-What is elsewhere is known by its address and by the ETag or commit that its server tells.
+Local files and the tokenizer's are known by their contents, whatever their paths and times. Data
+that are elsewhere are known by their address and by the ETag or commit that the server tells.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from tilewright.trainer.config import Config, Dataset
 from tilewright.trainer.encode import longest
+from tilewright.trainer.hf_names import local_folder
 from tilewright.trainer.sources import located
 
 log = logging.getLogger("tilewright")
@@ -128,9 +129,12 @@ def cache_key(entries: list[Dataset], config: Config, vocab: int, shuffle: bool)
 
 
 def _tokenizer(path: str | None, notes: Notes) -> Any:
-    """The tokenizer's files, with its chat template; on the Hub, its id."""
-    folder = pathlib.Path(path or "")
-    if path is None or not folder.is_dir():
+    """The tokenizer's files; its id if the Hub does not give them."""
+    try:
+        folder = pathlib.Path(local_folder(path)) if path else None
+    except FileNotFoundError:
+        folder = None
+    if folder is None or not folder.is_dir():
         return path
     # Not its subfolders: a model's checkpoints may be there.
     files = sorted(
