@@ -20,8 +20,8 @@ pytest.importorskip("pydantic")
 
 import datasets
 
-from tilewright import platform
-from tilewright.trainer import cache_key, encode, rows, sources
+from tilewright import files, platform
+from tilewright.trainer import cache_key, encode, hf, rows, sources
 from tilewright.trainer import prepare as preparing
 from tilewright.trainer.batches import lengths_of
 from tilewright.trainer.config import Config
@@ -524,3 +524,22 @@ def test_a_tokenizer_on_the_hub_is_known_by_its_files(tmp_path, made, monkeypatc
         made(entry, lambda calls=calls: calls.append(1) or Bytes())
         assert calls, text
         made(entry, none)
+
+
+def test_other_chat_templates_are_tokenizer_files(tmp_path, made):
+    """They are in the key, and in what is exported, also into a folder that has some."""
+    folder, name = tmp_path / "tokenizer", "additional_chat_templates/tool_use.jinja"
+    (folder / name).parent.mkdir(parents=True)
+    (folder / "tokenizer.json").write_text("{}")
+    entry = {"path": write(tmp_path / "a.jsonl", {"text": ["one"]}), "type": "text"}
+    for text in ("one", "other"):
+        (folder / name).write_text(text)
+        calls = []
+        made(entry, lambda calls=calls: calls.append(1) or Bytes())
+        assert calls, text
+        with files.written_aside(tmp_path / "out") as aside:
+            (aside / "weights").touch()
+            for file in hf.tokenizer_files(folder):
+                files.copy_into(file, aside)
+            files.publish(aside, tmp_path / "out", "weights", "tokenizer.json", fits=True)
+        assert (tmp_path / "out" / name).read_text() == text

@@ -16,7 +16,7 @@ from typing import Any
 
 from tilewright.trainer.config import Config, Dataset
 from tilewright.trainer.encode import longest
-from tilewright.trainer.hf_names import local_folder
+from tilewright.trainer.hf_names import CHAT_TEMPLATES, local_folder
 from tilewright.trainer.sources import located
 
 log = logging.getLogger("tilewright")
@@ -136,12 +136,12 @@ def _tokenizer(path: str | None, notes: Notes) -> Any:
         folder = None
     if folder is None or not folder.is_dir():
         return path
-    # Not its subfolders: a model's checkpoints may be there.
+    # Not its other subfolders: a model's checkpoints may be there.
     files = sorted(
         p
-        for p in folder.iterdir()
+        for p in (*folder.iterdir(), *folder.glob(f"{CHAT_TEMPLATES}/*.jinja"))
         if p.suffix in (".json", ".model", ".txt", ".jinja", ".tiktoken")
         and p.is_file()
         and not p.name.endswith(".index.json")
     )
-    return [[p.name, notes.file(str(p))] for p in files]
+    return [[str(p.relative_to(folder)), notes.file(str(p))] for p in files]
