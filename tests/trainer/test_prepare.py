@@ -543,3 +543,19 @@ def test_other_chat_templates_are_tokenizer_files(tmp_path, made):
                 files.copy_into(file, aside)
             files.publish(aside, tmp_path / "out", "weights", "tokenizer.json", fits=True)
         assert (tmp_path / "out" / name).read_text() == text
+
+
+@pytest.mark.parametrize("told", [None, OSError, "commit", [["a", ["tag"]], ["b", []]]])
+def test_data_of_no_known_version_are_named(made, monkeypatch, caplog, told):
+    def version(entry, token):
+        if told is OSError:
+            raise OSError
+        return told
+
+    monkeypatch.setattr(cache_key, "version", version)
+    loaded = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: loaded)
+    with caplog.at_level(logging.WARNING, "tilewright"):
+        made({"path": "org/set"}, none)
+    warned = "org/set: its server tells no version (ETag or commit), so that later changes"
+    assert (warned in caplog.text) == (told != "commit")

@@ -74,7 +74,13 @@ class Notes:
                     entry.path,
                     type(error).__name__,
                 )
-        return self.known.get(name)
+        if not known(said := self.known.get(name)):
+            log.warning(
+                "%s: its server tells no version (ETag or commit), so that later changes of it are "
+                "not seen",
+                entry.path,
+            )
+        return said
 
     def save(self) -> None:
         """Adds what is new to what other jobs have saved meanwhile."""
@@ -98,6 +104,11 @@ def version(entry: Dataset, token: bool | None) -> Any:
 
     found = DataFilesList.from_patterns(files, download_config=datasets.DownloadConfig(token=token))
     return [[f, list(map(str, m))] for f, m in zip(found, found.origin_metadata, strict=True)]
+
+
+def known(said: Any) -> bool:
+    """Whether what `version` returns tells two versions of all files apart."""
+    return bool(said) and (isinstance(said, str) or all(told for _, told in said))
 
 
 def cache_key(entries: list[Dataset], config: Config, vocab: int, shuffle: bool) -> str:
