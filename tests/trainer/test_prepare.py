@@ -559,3 +559,23 @@ def test_data_of_no_known_version_are_named(made, monkeypatch, caplog, told):
         made({"path": "org/set"}, none)
     warned = "org/set: its server tells no version (ETag or commit), so that later changes"
     assert (warned in caplog.text) == (told != "commit")
+
+
+def test_samples_that_are_too_short_are_counted(tmp_path, made, caplog):
+    tokens = {"input_ids": [[1], [1] * 70, [], [1, 2]]}
+    with caplog.at_level(logging.WARNING, "tilewright"):
+        assert len(made({"path": write(tmp_path / "a.jsonl", tokens)}, none)) == 2
+        assert "a.jsonl: 2 samples of fewer than two tokens were left out" in caplog.text
+        assert "a.jsonl: 1 of 4 samples were longer than 64 tokens" in caplog.text
+        caplog.clear()
+        entry = {"path": write(tmp_path / "b.jsonl", {"text": ["", "long"]}), "type": "text"}
+        assert len(made(entry, Words)) == 1  # the first is an end token alone
+        assert not caplog.text
+
+
+@pytest.mark.parametrize("tokens", [3, 8, 9, 10, 16, 17])
+def test_the_last_piece_of_a_text_has_two_tokens(tmp_path, made, tokens):
+    entry = {"path": write(tmp_path / "a.jsonl", {"text": ["x" * (tokens - 2)]}), "type": "text"}
+    got = made(entry, sample_packing_sequence_len=8)["input_ids"][:]
+    assert [t for piece in got for t in piece] == [1, *b"x" * (tokens - 2), 0]
+    assert {*map(len, got)} <= {*range(2, 9)} and len(got) == -(-tokens // 8)

@@ -143,7 +143,7 @@ def prepare_entry(
     encoder = Encoder(entry, most, vocab, tokenizer, messages)
     count = workers(entry, data.dataset_num_proc, source.nbytes)
     chunks = entry.preprocess_shards or 1
-    before, cut, unlabeled = writer.samples, 0, 0
+    before, cut, unlabeled, short = writer.samples, 0, 0, 0
     try:
         # A bar on a terminal alone.
         with tqdm(desc=entry.path, unit=" samples", disable=None) as bar:
@@ -152,10 +152,11 @@ def prepare_entry(
                     writer.write(part.batch)
                     bar.update(part.batch.num_rows)
                     cut, unlabeled = cut + part.cut, unlabeled + part.unlabeled
+                    short += part.short
     except RefusedRow as refused:
         raise ValueError(f"{source.place(refused.row)}: {refused.reason}") from refused
     made = writer.samples - before
-    total = made + unlabeled
+    total = made + unlabeled + short
     if cut:
         log.warning(
             "%s: %d of %d samples were longer than %d tokens and were cut",
@@ -166,6 +167,8 @@ def prepare_entry(
             "%s: %d of %d samples have no answer within %d tokens and were left out",
             entry.path, unlabeled, total, most,
         )  # fmt: skip
+    if short:
+        log.warning("%s: %d samples of fewer than two tokens were left out", entry.path, short)
     return made
 
 
