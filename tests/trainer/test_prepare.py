@@ -579,3 +579,23 @@ def test_the_last_piece_of_a_text_has_two_tokens(tmp_path, made, tokens):
     got = made(entry, sample_packing_sequence_len=8)["input_ids"][:]
     assert [t for piece in got for t in piece] == [1, *b"x" * (tokens - 2), 0]
     assert {*map(len, got)} <= {*range(2, 9)} and len(got) == -(-tokens // 8)
+
+
+class Fast(Bytes):
+    """A tokenizer of ASCII with the offsets of its tokens, without a chat template."""
+
+    is_fast, chat_template = True, None
+
+    def __call__(self, text, **options):
+        ids = list(text.encode())
+        return {"input_ids": ids, "offset_mapping": [(i, i + 1) for i in range(len(ids))]}
+
+
+def test_prompts_of_large_strings_need_no_chat_template(tmp_path, made):
+    large = datasets.Features(
+        dict.fromkeys(("prompt", "completion"), datasets.Value("large_string"))
+    )
+    rows = datasets.Dataset.from_dict({"prompt": ["ab"], "completion": ["c"]}, features=large)
+    rows.save_to_disk(tmp_path / "saved")
+    got = made({"path": tmp_path / "saved", "type": "prompt_completion"}, Fast)
+    assert got["labels"][:] == [[-100, -100, ord("c"), 0]]

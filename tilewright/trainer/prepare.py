@@ -139,7 +139,8 @@ def prepare_entry(
         source.arrow = entry.type == "tokenized"
         used = [n for n in names if n in USED[entry.type]]
         source = source.select_columns(used)
-    messages = "prompt" not in names or getattr(features["prompt"], "dtype", None) != "string"
+    strings = ("string", "large_string")
+    messages = "prompt" not in names or getattr(features["prompt"], "dtype", "list") not in strings
     encoder = Encoder(entry, most, vocab, tokenizer, messages)
     count = workers(entry, data.dataset_num_proc, source.nbytes)
     chunks = entry.preprocess_shards or 1
