@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import os
 import pathlib
+import signal
 import threading
 import time
 
@@ -599,3 +600,20 @@ def test_prompts_of_large_strings_need_no_chat_template(tmp_path, made):
     rows.save_to_disk(tmp_path / "saved")
     got = made({"path": tmp_path / "saved", "type": "prompt_completion"}, Fast)
     assert got["labels"][:] == [[-100, -100, ord("c"), 0]]
+
+
+class Killed(Bytes):
+    """A worker that gets a certain text is killed."""
+
+    def __call__(self, text, add_special_tokens=True):
+        if text == "two" and multiprocessing.parent_process() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(text, add_special_tokens)
+
+
+def test_a_killed_worker_is_one_sentence(tmp_path, made):
+    path = write(tmp_path / "a.jsonl", {"text": ["one", "two"]})
+    with pytest.raises(
+        OSError, match=f"^a process that prepares {path} has ended, perhaps for lac"
+    ):
+        made({"path": path, "type": "text"}, Killed, dataset_num_proc=2)

@@ -14,6 +14,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import pyarrow as pa
 from tqdm import tqdm
@@ -156,6 +157,11 @@ def prepare_entry(
                     short += part.short
     except RefusedRow as refused:
         raise ValueError(f"{source.place(refused.row)}: {refused.reason}") from refused
+    except BrokenProcessPool as ended:
+        raise OSError(
+            f"a process that prepares {entry.path} has ended, perhaps for lack of memory; set "
+            "data.dataset_num_proc lower"
+        ) from ended
     made = writer.samples - before
     total = made + unlabeled + short
     if cut:
