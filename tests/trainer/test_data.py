@@ -181,9 +181,9 @@ def test_processes_pack_groups_alike(method, monkeypatch):
     lengths, started = joined(LENGTHS), []
     real = packing.ProcessPoolExecutor
 
-    def pool(count, mp_context):
+    def pool(count, mp_context, **options):
         started.append(mp_context.get_start_method())
-        return real(2, mp_context=mp_context)
+        return real(2, mp_context=mp_context, **options)
 
     monkeypatch.setattr(packing, "ProcessPoolExecutor", pool)
     expected = pack(lengths, 64, "multipack", 300)

@@ -22,7 +22,7 @@ pytest.importorskip("pydantic")
 import datasets
 
 from tilewright import files, platform
-from tilewright.trainer import cache_key, encode, hf, rows, sources
+from tilewright.trainer import cache_key, encode, hf, packing, rows, sources
 from tilewright.trainer import prepare as preparing
 from tilewright.trainer.batches import lengths_of
 from tilewright.trainer.config import Config
@@ -617,3 +617,25 @@ def test_a_killed_worker_is_one_sentence(tmp_path, made):
         OSError, match=f"^a process that prepares {path} has ended, perhaps for lac"
     ):
         made({"path": path, "type": "text"}, Killed, dataset_num_proc=2)
+
+
+def handler(lengths, capacity):
+    """In place of a group's bins: whether its process ignores SIGINT."""
+    return [np.array([signal.getsignal(signal.SIGINT) == signal.SIG_IGN])]
+
+
+@pytest.mark.parametrize("ranks, count", [("1", 4), ("2", 2), ("8", 1)])
+def test_ranks_share_the_processes_that_pack(monkeypatch, ranks, count):
+    """And leave signals to the rank."""
+    counts, real = [], packing.ProcessPoolExecutor
+
+    def pool(count, **options):
+        counts.append(count)
+        return real(1, **options)
+
+    monkeypatch.setattr(packing, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(packing, "first_fit_decreasing", handler)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(4)})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    ignored = packing.multipack(np.ones(5, np.int64), 8, 1, "fork")
+    assert counts == [count] and [int(x[0]) - i for i, x in enumerate(ignored)] == [1] * 5

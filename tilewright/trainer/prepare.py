@@ -94,6 +94,11 @@ def _begin(job: Job) -> None:
     """Runs in a new process."""
     global _job
     _job = job
+    follow_parent()
+
+
+def follow_parent() -> None:
+    """Lets the parent process decide when this one ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
