@@ -893,7 +893,7 @@ def test_files_of_a_prepared_dataset(make, text, tmp_path, number, files):
 
 
 def test_what_is_pushed(make, text, monkeypatch):
-    pushed = []
+    pushed, said = [], []
     monkeypatch.setattr(
         datasets.Dataset,
         "push_to_hub",
@@ -901,8 +901,8 @@ def test_what_is_pushed(make, text, monkeypatch):
     )
     config = make(text, test=["dummy"], push_dataset_to_hub="a/b", hf_use_auth_token=True)
     for entries in (config.data.datasets, config.data.datasets, config.data.test_datasets):
-        prepared(config, Characters, entries=entries)
-    prepared(config, Characters, main=False)
+        prepared(config, Characters, entries=entries, broadcast=said.append)
+    prepared(config, Characters, main=False, broadcast=lambda name: said[0])
     options = {"token": True, "private": True}
     first = [(3, "a/b", {"split": "train"} | options), (512, "a/b", {"split": "test"} | options)]
     assert pushed == first  # no new upload at every start
