@@ -35,6 +35,15 @@ def written_aside(target: pathlib.Path) -> Iterator[pathlib.Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+def copy_into(source: str | pathlib.Path, folder: pathlib.Path) -> None:
+    """Copies a file, or a folder of files, into a folder."""
+    source = pathlib.Path(source)
+    if source.is_dir():
+        shutil.copytree(source, folder / source.name)
+    else:
+        shutil.copy(source, folder)
+
+
 def publish(
     aside: pathlib.Path,
     target: pathlib.Path,
@@ -62,7 +71,8 @@ def publish(
         superseded: A file to remove when `weights` arrives, because readers may prefer it.
         stale: Files to remove at the end.
     """
-    names, first = {p.name for p in aside.iterdir()}, list(first)
+    names = {str(p.relative_to(aside)) for p in aside.rglob("*") if p.is_file()}
+    first = list(first)
     for name in first:
         os.replace(aside / name, target / name)
     if not fits:
@@ -71,6 +81,7 @@ def publish(
     if superseded is not None:
         (target / superseded).unlink(missing_ok=True)
     for name in (*sorted(names - {*first, weights, settings}), settings):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(aside / name, target / name)
     for name in stale:
         (target / name).unlink(missing_ok=True)

@@ -181,9 +181,9 @@ def test_processes_pack_groups_alike(method, monkeypatch):
     lengths, started = joined(LENGTHS), []
     real = packing.ProcessPoolExecutor
 
-    def pool(count, mp_context):
+    def pool(count, mp_context, **options):
         started.append(mp_context.get_start_method())
-        return real(2, mp_context=mp_context)
+        return real(2, mp_context=mp_context, **options)
 
     monkeypatch.setattr(packing, "ProcessPoolExecutor", pool)
     expected = pack(lengths, 64, "multipack", 300)
@@ -550,9 +550,8 @@ def test_text_is_cut_into_pieces_that_join_to_the_documents(tmp_path, make):
         )
     )
     assert max(map(len, got)) == 16 and min(map(len, got)) > 1
-    # The end token of the second-last document is alone in a piece and dropped: 16 + 1.
     assert "".join("".join("|" if i == 0 else chr(i) for i in r) for r in got) == "".join(
-        t + "|" * ((len(t) + 1) % 16 != 1) for t in texts
+        t + "|" for t in texts
     )
     got = rows(prepared(make({"path": path, "type": "text", "max_seq_len": 7}), Characters))
     assert max(map(len, got)) == 7
@@ -796,7 +795,14 @@ def test_cache_is_not_used_when_what_it_depends_on_changed(
     make, text, tmp_path, change, monkeypatch
 ):
     text["path"] = text["path"].parent
-    model = {"tokenizer_path": "org/one"} if change == "tokenizer" else {}
+    model = {}
+    if change == "tokenizer":  # on the Hub, which cannot be asked: no file identifies it
+
+        def absent(path):
+            raise FileNotFoundError
+
+        monkeypatch.setattr(cache_key, "local_folder", absent)
+        model = {"tokenizer_path": "org/one"}
     prepared(make(text, model=model), Characters)
     file, fields, options, vocab = text["path"] / "a.jsonl", {}, {}, VOCAB
     if change == "content":
@@ -805,9 +811,7 @@ def test_cache_is_not_used_when_what_it_depends_on_changed(
     elif change == "new file":
         jsonl(file.with_name("b.jsonl"), [{"text": "more"}])
     elif change == "tokenizer":
-        fields["model"] = {
-            "tokenizer_path": "org/other"
-        }  # on the Hub: no local file to identify it
+        fields["model"] = {"tokenizer_path": "org/other"}
     elif change == "tokenizer's content":
         (tmp_path / "tokenizer/chat_template.jinja").write_text("{{ messages }}")
     elif change == "max_seq_len":
@@ -846,15 +850,21 @@ def test_a_half_written_cache_is_not_taken_for_a_finished_one(make, text, tmp_pa
     assert folder.name in half.name and not half.exists()
 
 
-def test_other_ranks_wait_and_read(make, text):
-    config, events = make(text), []
+def test_other_ranks_wait_and_read(make, text, tmp_path):
+    """Read what the main process has prepared, also if a file has changed since."""
+    config, said = make(text), []
 
-    def barrier():
-        events.append("barrier")
-        if len(events) == 1:  # the main process has finished
-            prepared(config, Characters)
+    def broadcast(name):
+        assert name is None
+        prepared(config, Characters, broadcast=said.append)
+        jsonl(text["path"], [{"text": "another"}])
+        return said[0]
 
-    assert len(prepared(config, main=False, barrier=barrier)) == 3 and events == ["barrier"]
+    got = rows(prepared(config, main=False, broadcast=broadcast))
+    assert sorted(map(len, got)) == [3, 4, 5] and len(said) == 1
+    absent = tmp_path / "prepared" / "absent"
+    with pytest.raises(FileNotFoundError, match=f"^{absent}: holds no prepared data; every proc"):
+        prepared(config, main=False, broadcast=lambda name: absent.name)
 
 
 def test_skip_prepare_dataset(make, text, tmp_path):
@@ -883,7 +893,7 @@ def test_files_of_a_prepared_dataset(make, text, tmp_path, number, files):
 
 
 def test_what_is_pushed(make, text, monkeypatch):
-    pushed = []
+    pushed, said = [], []
     monkeypatch.setattr(
         datasets.Dataset,
         "push_to_hub",
@@ -891,8 +901,8 @@ def test_what_is_pushed(make, text, monkeypatch):
     )
     config = make(text, test=["dummy"], push_dataset_to_hub="a/b", hf_use_auth_token=True)
     for entries in (config.data.datasets, config.data.datasets, config.data.test_datasets):
-        prepared(config, Characters, entries=entries)
-    prepared(config, Characters, main=False)
+        prepared(config, Characters, entries=entries, broadcast=said.append)
+    prepared(config, Characters, main=False, broadcast=lambda name: said[0])
     options = {"token": True, "private": True}
     first = [(3, "a/b", {"split": "train"} | options), (512, "a/b", {"split": "test"} | options)]
     assert pushed == first  # no new upload at every start

@@ -1,5 +1,6 @@
 """Preparation names refused rows, takes bounded memory, and is shared by jobs."""
 
+import fcntl
 import functools
 import gc
 import http.server
@@ -8,6 +9,7 @@ import logging
 import multiprocessing
 import os
 import pathlib
+import signal
 import threading
 import time
 
@@ -19,8 +21,8 @@ pytest.importorskip("pydantic")
 
 import datasets
 
-from tilewright import platform
-from tilewright.trainer import cache_key, encode, rows, sources
+from tilewright import files, platform
+from tilewright.trainer import cache_key, encode, hf, packing, rows, sources
 from tilewright.trainer import prepare as preparing
 from tilewright.trainer.batches import lengths_of
 from tilewright.trainer.config import Config
@@ -481,3 +483,159 @@ def test_a_set_on_the_hub_is_known_by_its_commit(made, monkeypatch):
     assert made(entry, none)["input_ids"][:] == [[3, 4]]
     assert asked == [("org/set", "v1", token) for token in (True, None, None)]
     assert np.all([sources.located(sources.Dataset(path="org/set"))[1] == []])
+
+
+def locked(path):
+    with open(path, "w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os._exit(3)
+
+
+def test_jobs_keep_each_others_notes(tmp_path, monkeypatch):
+    """Jobs that have begun with the same notes save theirs one at a time."""
+    paths = [tmp_path / name for name in "ab"]
+    both = [cache_key.Notes(tmp_path) for _ in paths]
+    for path, notes in zip(paths, both, strict=True):
+        path.write_text(path.name)
+        notes.file(str(path))
+    real, exits = pathlib.Path.replace, []
+
+    def replace(self, target):
+        other = forked(locked, tmp_path / ".hashes.json.lock")
+        other.join()
+        exits.append(other.exitcode)
+        return real(self, target)
+
+    monkeypatch.setattr(pathlib.Path, "replace", replace)
+    for notes in both:
+        notes.save()
+    assert exits == [3, 3]
+    assert sorted(cache_key.Notes(tmp_path).known) == list(map(str, paths))
+
+
+def test_a_tokenizer_on_the_hub_is_known_by_its_files(tmp_path, made, monkeypatch):
+    monkeypatch.setattr(cache_key, "local_folder", lambda path: str(tmp_path / "snapshot"))
+    (tmp_path / "snapshot").mkdir()
+    entry = {"path": write(tmp_path / "a.jsonl", {"text": ["one"]}), "type": "text"}
+    for text in ("{}", '{"other": 1}'):
+        (tmp_path / "snapshot/tokenizer.json").write_text(text)
+        calls = []
+        made(entry, lambda calls=calls: calls.append(1) or Bytes())
+        assert calls, text
+        made(entry, none)
+
+
+def test_other_chat_templates_are_tokenizer_files(tmp_path, made):
+    """They are in the key, and in what is exported, also into a folder that has some."""
+    folder, name = tmp_path / "tokenizer", "additional_chat_templates/tool_use.jinja"
+    (folder / name).parent.mkdir(parents=True)
+    (folder / "tokenizer.json").write_text("{}")
+    entry = {"path": write(tmp_path / "a.jsonl", {"text": ["one"]}), "type": "text"}
+    for text in ("one", "other"):
+        (folder / name).write_text(text)
+        calls = []
+        made(entry, lambda calls=calls: calls.append(1) or Bytes())
+        assert calls, text
+        with files.written_aside(tmp_path / "out") as aside:
+            (aside / "weights").touch()
+            for file in hf.tokenizer_files(folder):
+                files.copy_into(file, aside)
+            files.publish(aside, tmp_path / "out", "weights", "tokenizer.json", fits=True)
+        assert (tmp_path / "out" / name).read_text() == text
+
+
+@pytest.mark.parametrize("told", [None, OSError, "commit", [["a", ["tag"]], ["b", []]]])
+def test_data_of_no_known_version_are_named(made, monkeypatch, caplog, told):
+    def version(entry, token):
+        if told is OSError:
+            raise OSError
+        return told
+
+    monkeypatch.setattr(cache_key, "version", version)
+    loaded = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: loaded)
+    with caplog.at_level(logging.WARNING, "tilewright"):
+        made({"path": "org/set"}, none)
+    warned = "org/set: its server tells no version (ETag or commit), so that later changes"
+    assert (warned in caplog.text) == (told != "commit")
+
+
+def test_samples_that_are_too_short_are_counted(tmp_path, made, caplog):
+    tokens = {"input_ids": [[1], [1] * 70, [], [1, 2]]}
+    with caplog.at_level(logging.WARNING, "tilewright"):
+        assert len(made({"path": write(tmp_path / "a.jsonl", tokens)}, none)) == 2
+        assert "a.jsonl: 2 samples of fewer than two tokens were left out" in caplog.text
+        assert "a.jsonl: 1 of 4 samples were longer than 64 tokens" in caplog.text
+        caplog.clear()
+        entry = {"path": write(tmp_path / "b.jsonl", {"text": ["", "long"]}), "type": "text"}
+        assert len(made(entry, Words)) == 1  # the first is an end token alone
+        assert not caplog.text
+
+
+@pytest.mark.parametrize("tokens", [3, 8, 9, 10, 16, 17])
+def test_the_last_piece_of_a_text_has_two_tokens(tmp_path, made, tokens):
+    entry = {"path": write(tmp_path / "a.jsonl", {"text": ["x" * (tokens - 2)]}), "type": "text"}
+    got = made(entry, sample_packing_sequence_len=8)["input_ids"][:]
+    assert [t for piece in got for t in piece] == [1, *b"x" * (tokens - 2), 0]
+    assert {*map(len, got)} <= {*range(2, 9)} and len(got) == -(-tokens // 8)
+
+
+class Fast(Bytes):
+    """A tokenizer of ASCII with the offsets of its tokens, without a chat template."""
+
+    is_fast, chat_template = True, None
+
+    def __call__(self, text, **options):
+        ids = list(text.encode())
+        return {"input_ids": ids, "offset_mapping": [(i, i + 1) for i in range(len(ids))]}
+
+
+def test_prompts_of_large_strings_need_no_chat_template(tmp_path, made):
+    large = datasets.Features(
+        dict.fromkeys(("prompt", "completion"), datasets.Value("large_string"))
+    )
+    rows = datasets.Dataset.from_dict({"prompt": ["ab"], "completion": ["c"]}, features=large)
+    rows.save_to_disk(tmp_path / "saved")
+    got = made({"path": tmp_path / "saved", "type": "prompt_completion"}, Fast)
+    assert got["labels"][:] == [[-100, -100, ord("c"), 0]]
+
+
+class Killed(Bytes):
+    """A worker that gets a certain text is killed."""
+
+    def __call__(self, text, add_special_tokens=True):
+        if text == "two" and multiprocessing.parent_process() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(text, add_special_tokens)
+
+
+def test_a_killed_worker_is_one_sentence(tmp_path, made):
+    path = write(tmp_path / "a.jsonl", {"text": ["one", "two"]})
+    with pytest.raises(
+        OSError, match=f"^a process that prepares {path} has ended, perhaps for lac"
+    ):
+        made({"path": path, "type": "text"}, Killed, dataset_num_proc=2)
+
+
+def handler(lengths, capacity):
+    """In place of a group's bins: whether its process ignores SIGINT."""
+    return [np.array([signal.getsignal(signal.SIGINT) == signal.SIG_IGN])]
+
+
+@pytest.mark.parametrize("ranks, count", [("1", 4), ("2", 2), ("8", 1)])
+def test_ranks_share_the_processes_that_pack(monkeypatch, ranks, count):
+    """And leave signals to the rank."""
+    counts, real = [], packing.ProcessPoolExecutor
+
+    def pool(count, **options):
+        counts.append(count)
+        return real(1, **options)
+
+    monkeypatch.setattr(packing, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(packing, "first_fit_decreasing", handler)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(4)})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    ignored = packing.multipack(np.ones(5, np.int64), 8, 1, "fork")
+    assert counts == [count] and [int(x[0]) - i for i, x in enumerate(ignored)] == [1] * 5

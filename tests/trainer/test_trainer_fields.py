@@ -503,7 +503,7 @@ def spies(seen):
         spy(
             packing,
             "ProcessPoolExecutor",
-            keep("packing_processes", lambda n, mp_context: mp_context.get_start_method()),
+            keep("packing_processes", lambda n, mp_context, **_: mp_context.get_start_method()),
         )
         spy(
             train.Engine,

@@ -6,7 +6,6 @@ import json
 import math
 import pathlib
 import re
-import shutil
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -15,7 +14,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-from tilewright.files import open_tensors, publish, read_json, target_folder, written_aside
+from tilewright.files import (
+    copy_into,
+    open_tensors,
+    publish,
+    read_json,
+    target_folder,
+    written_aside,
+)
 from tilewright.nn.adapt import add_lora
 from tilewright.nn.experts import why_not
 from tilewright.nn.lora import LoRALinear, check_dropout
@@ -56,7 +62,7 @@ def save_adapter(
         model: With adapters.
         folder: Created if necessary.
         base_model: The base model's path or Hub id, for adapter_config.json.
-        files: Further files to copy into the folder.
+        files: Further files, or folders of files, to copy into the folder.
 
     Raises:
         ValueError: The model has no adapters, or adapters that do not fit into one file; or the
@@ -89,7 +95,7 @@ def save_adapter(
             save_file(tensors, aside / ADAPTER_FILE, metadata={"format": "pt"})
             (aside / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
             for file in files:
-                shutil.copy(file, aside)
+                copy_into(file, aside)
             old, new = target / ADAPTER_CONFIG, aside / ADAPTER_CONFIG
             fits = old.is_file() and old.read_bytes() == new.read_bytes()
             publish(aside, target, ADAPTER_FILE, ADAPTER_CONFIG, fits=fits)

@@ -130,7 +130,7 @@ def build_data(config: Config, mesh: Mesh, vocab: int) -> tuple[Batches, Bins | 
     def tokenizer():
         return load_tokenizer(config.model.tokenizer_path)
 
-    options: dict[str, Any] = {"main": mesh.main, "barrier": mesh.control.barrier}
+    options: dict[str, Any] = {"main": mesh.main, "broadcast": mesh.control.broadcast}
     training, held = split_validation(
         prepare(d.datasets, config, tokenizer, vocab, **options), d.val_set_size, config.train.seed
     )

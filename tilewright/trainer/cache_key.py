@@ -1,11 +1,12 @@
 """The name of a prepared data set: a hash of what it is made from.
 
-Local files and a tokenizer in a folder are known by their contents, whatever their paths and times.
-What is elsewhere is known by its address and by the ETag or commit that its server tells.
+Local files and the tokenizer's are known by their contents, whatever their paths and times. Data
+that are elsewhere are known by their address and by the ETag or commit that the server tells.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -15,11 +16,12 @@ from typing import Any
 
 from tilewright.trainer.config import Config, Dataset
 from tilewright.trainer.encode import longest
+from tilewright.trainer.hf_names import CHAT_TEMPLATES, local_folder
 from tilewright.trainer.sources import located
 
 log = logging.getLogger("tilewright")
 # Increment when the same settings prepare other data, to invalidate earlier caches.
-PREPARATION = 3
+PREPARATION = 4
 # Fields that say where data are, or how they are prepared, and not which samples come out.
 WITHOUT = {"path", "preprocess_shards", "trust_remote_code", "max_seq_len"}
 SETTINGS = (
@@ -33,17 +35,21 @@ SETTINGS = (
 
 class Notes:
     """Hashes of files, and what servers have said, kept beside the prepared sets: a file is read
-    again only if its size or time has changed.
-
-    ask: refresh and save them; else (processes that wait for the one that does) use them.
+    again only if its size or time has changed. Jobs share them.
     """
 
-    def __init__(self, root: pathlib.Path, ask: bool):
-        self.path, self.ask = root / "hashes.json", ask
+    def __init__(self, root: pathlib.Path):
+        self.path = root / "hashes.json"
+        self.known, self.new = self._saved(), {}
+
+    def _saved(self) -> dict[str, Any]:
         try:
-            self.known: dict[str, Any] = json.loads(self.path.read_text())
+            return json.loads(self.path.read_text())
         except (OSError, ValueError):  # a new folder, or a torn file
-            self.known = {}
+            return {}
+
+    def _note(self, name: str, what: Any) -> None:
+        self.known[name] = self.new[name] = what
 
     def file(self, path: str) -> str:
         """The hash of a file's contents."""
@@ -51,7 +57,7 @@ class Notes:
         state = [stat.st_size, stat.st_mtime_ns]
         if self.known.get(name, [])[:2] != state:
             with open(path, "rb") as file:
-                self.known[name] = [*state, hashlib.file_digest(file, "sha256").hexdigest()]
+                self._note(name, [*state, hashlib.file_digest(file, "sha256").hexdigest()])
         return self.known[name][2]
 
     def remote(self, entry: Dataset, config: Config) -> Any:
@@ -59,23 +65,30 @@ class Notes:
         it said last.
         """
         name = json.dumps([entry.path, entry.name, entry.revision, entry.data_files])
-        if self.ask:
-            try:
-                self.known[name] = version(entry, config.data.hf_use_auth_token)
-            except Exception as error:  # readers of URLs raise exceptions without a common base
-                if name in self.known:
-                    log.warning(
-                        "%s: cannot ask whether it has changed (%s); taking it as it was",
-                        entry.path,
-                        type(error).__name__,
-                    )
-        return self.known.get(name)
+        try:
+            self._note(name, version(entry, config.data.hf_use_auth_token))
+        except Exception as error:  # readers of URLs raise exceptions without a common base
+            if name in self.known:
+                log.warning(
+                    "%s: cannot ask whether it has changed (%s); taking it as it was",
+                    entry.path,
+                    type(error).__name__,
+                )
+        if not known(said := self.known.get(name)):
+            log.warning(
+                "%s: its server tells no version (ETag or commit), so that later changes of it are "
+                "not seen",
+                entry.path,
+            )
+        return said
 
     def save(self) -> None:
-        if self.ask:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            aside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-            aside.write_text(json.dumps(self.known))
+        """Adds what is new to what other jobs have saved meanwhile."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        aside = self.path.with_name(f".{self.path.name}.partial")
+        with self.path.with_name(f".{self.path.name}.lock").open("w") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            aside.write_text(json.dumps(self._saved() | self.new))
             aside.replace(self.path)
 
 
@@ -93,12 +106,15 @@ def version(entry: Dataset, token: bool | None) -> Any:
     return [[f, list(map(str, m))] for f, m in zip(found, found.origin_metadata, strict=True)]
 
 
-def cache_key(
-    entries: list[Dataset], config: Config, vocab: int, shuffle: bool, *, ask: bool = True
-) -> str:
+def known(said: Any) -> bool:
+    """Whether what `version` returns tells two versions of all files apart."""
+    return bool(said) and (isinstance(said, str) or all(told for _, told in said))
+
+
+def cache_key(entries: list[Dataset], config: Config, vocab: int, shuffle: bool) -> str:
     """Changes whenever the prepared data would."""
     data = config.data
-    notes = Notes(pathlib.Path(data.dataset_prepared_path), ask)
+    notes = Notes(pathlib.Path(data.dataset_prepared_path))
 
     def contents(entry: Dataset) -> Any:
         if entry.path == "dummy":
@@ -124,16 +140,19 @@ def cache_key(
 
 
 def _tokenizer(path: str | None, notes: Notes) -> Any:
-    """The tokenizer's files, with its chat template; on the Hub, its id."""
-    folder = pathlib.Path(path or "")
-    if path is None or not folder.is_dir():
+    """The tokenizer's files; its id if the Hub does not give them."""
+    try:
+        folder = pathlib.Path(local_folder(path)) if path else None
+    except FileNotFoundError:
+        folder = None
+    if folder is None or not folder.is_dir():
         return path
-    # Not its subfolders: a model's checkpoints may be there.
+    # Not its other subfolders: a model's checkpoints may be there.
     files = sorted(
         p
-        for p in folder.iterdir()
+        for p in (*folder.iterdir(), *folder.glob(f"{CHAT_TEMPLATES}/*.jinja"))
         if p.suffix in (".json", ".model", ".txt", ".jinja", ".tiktoken")
         and p.is_file()
         and not p.name.endswith(".index.json")
     )
-    return [[p.name, notes.file(str(p))] for p in files]
+    return [[str(p.relative_to(folder)), notes.file(str(p))] for p in files]

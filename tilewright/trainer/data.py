@@ -90,6 +90,11 @@ def _load(folder: pathlib.Path):
     import datasets
 
     files = [datasets.Dataset.from_file(str(f)) for f in sorted(folder.glob("samples*.arrow"))]
+    if not files:
+        raise FileNotFoundError(
+            f"{folder}: holds no prepared data; every process must see this folder, and a damaged "
+            "one must be removed"
+        )
     merged = datasets.concatenate_datasets(files)
     order = folder / "order.npy"
     return merged.select(np.load(order)) if order.is_file() else merged
@@ -118,11 +123,13 @@ def prepare(
     *,
     shuffle: bool = True,
     main: bool = True,
-    barrier: Callable[[], None] = lambda: None,
+    broadcast: Callable[[str | None], str | None] = lambda name: name,
 ):
     """The merged, tokenized data set with columns input_ids and labels, from the cache if present.
 
-    main: this process builds and saves (rank 0); the others wait at `barrier` and read its result.
+    main: this process builds and saves (rank 0), and says at `broadcast` how its folder is named;
+    the others wait there and read it. Another name could be theirs: files and answers of servers
+    change.
     """
     data = config.data
     root = pathlib.Path(data.dataset_prepared_path)
@@ -137,15 +144,15 @@ def prepare(
                 "would be read as part of it"
             )
     check_sources(entries, cached=True)
-    if not main:  # the main process has noted the hashes of files
-        barrier()
-    folder = root / cache_key(entries, config, vocab, shuffle, ask=main)
+    if not main:
+        return _load(root / str(broadcast(None)))
+    folder = root / cache_key(entries, config, vocab, shuffle)
     if data.skip_prepare_dataset:
         if not folder.is_dir():
             raise FileNotFoundError(
                 f"data.skip_prepare_dataset: no prepared data set at {root} or {folder}"
             )
-    elif main:
+    else:
         with _alone(root / f".{folder.name}.lock"):
             if not folder.is_dir():
                 aside = folder.with_name(f".{folder.name}.partial")
@@ -154,8 +161,7 @@ def prepare(
                 _build(entries, config, tokenizer, vocab, shuffle, aside)
                 aside.rename(folder)
             _push(folder, config, split="test" if entries is data.test_datasets else "train")
-    if main:
-        barrier()
+    broadcast(folder.name)
     return _load(folder)
 
 

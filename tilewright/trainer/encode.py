@@ -7,6 +7,7 @@ columns input_ids and labels (lists of int32). What it holds in memory is a few 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -44,11 +45,14 @@ class RefusedRow(ValueError):
 
 @dataclasses.dataclass
 class Encoded:
-    """Samples, and how many of them were cut or, having no label, left out."""
+    """Samples, how many of them were cut, and how many were left out: having no label, or fewer
+    than two tokens.
+    """
 
     batch: pa.RecordBatch
     cut: int
     unlabeled: int
+    short: int
 
 
 def longest(entry: Dataset, data: Data) -> int:
@@ -107,7 +111,7 @@ class Encoder:
     def __call__(self, rows: Iterable[tuple[int, Any]]) -> Encoded:
         """rows: (index, row). Raises RefusedRow."""
         out: tuple[list[np.ndarray], list[np.ndarray]] = [], []
-        cut = unlabeled = 0
+        cut = unlabeled = short = 0
         samples_of = getattr(self, f"_{self.kind}")
         for index, row in rows:
             try:
@@ -116,6 +120,7 @@ class Encoder:
                 raise RefusedRow(index, str(refused)) from refused
             for ids, labels in samples:
                 if len(ids) < 2:  # a single token has no target
+                    short += self.kind != "text"  # of which only an empty document is so short
                     continue
                 cut += len(ids) > self.most
                 ids, labels = ids[: self.most], labels[: self.most]
@@ -125,7 +130,7 @@ class Encoder:
                 out[0].append(ids)
                 out[1].append(labels)
         batch = pa.RecordBatch.from_arrays(list(map(lists, out)), schema=SCHEMA)
-        return Encoded(batch, cut, unlabeled)
+        return Encoded(batch, cut, unlabeled, short)
 
     def _checked(self, ids: Any, labels: Any) -> Arrays:
         """An index outside the embedding would end a GPU run with an assertion that names no
@@ -160,8 +165,11 @@ class Encoder:
             tokens.append(np.array(found, np.int64))
         tokens += [self.end] if row.get("last", True) else []
         ids = np.concatenate(tokens)
-        for i in range(0, len(ids), self.most):
-            yield ids[i : i + self.most], ids[i : i + self.most]
+        cuts = [*range(0, len(ids), self.most), len(ids)]
+        if len(ids) % self.most == 1 and len(ids) > self.most:
+            cuts[-2] -= 1  # a single token has no target
+        for first, stop in itertools.pairwise(cuts):
+            yield ids[first:stop], ids[first:stop]
 
     def _chat(self, row: dict[str, Any]) -> list[chat.Sample]:
         return chat.chat(self.tokenizer, row)

@@ -11,18 +11,18 @@ import itertools
 import json
 import pathlib
 import re
-import shutil
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
 from tilewright import adapt
-from tilewright.files import publish, read_json, target_folder, written_aside
+from tilewright.files import copy_into, publish, read_json, target_folder, written_aside
 from tilewright.registry import short
 from tilewright.trainer.hf_folder import excluded, stored_dtype
 from tilewright.trainer.hf_load import LOAD_MODES, load_weights
 from tilewright.trainer.hf_names import (
+    CHAT_TEMPLATES,
     INDEX,
     SINGLE,
     fuse,
@@ -198,7 +198,7 @@ def _write_config(
     source = pathlib.Path(tokenizer_path) if tokenizer_path is not None else None
     if source is not None and source.is_dir():
         for file in tokenizer_files(source):
-            shutil.copy(file, folder)
+            copy_into(file, folder)
         # Token ids depend on the tokenizer, not on the model's shape.
         if (source / "config.json").is_file():
             theirs = read_config(source)
@@ -211,6 +211,8 @@ def _write_config(
 
 
 def tokenizer_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
-    """The tokenizer's files in a folder, and generation_config.json."""
-    files = (pathlib.Path(folder, name) for name in (*TOKENIZER_FILES, "generation_config.json"))
-    return [file for file in files if file.is_file()]
+    """The tokenizer's files in a folder, the folder of its other chat templates, and
+    generation_config.json.
+    """
+    names = (*TOKENIZER_FILES, CHAT_TEMPLATES, "generation_config.json")
+    return [file for name in names if (file := pathlib.Path(folder, name)).exists()]

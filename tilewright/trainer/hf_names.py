@@ -15,6 +15,7 @@ from tilewright.files import read_json
 from tilewright.trainer.model_config import ModelConfig
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CHAT_TEMPLATES = "additional_chat_templates"  # a folder, beside chat_template.jinja
 
 
 def load_config(path: str | pathlib.Path, foundation: dict[str, Any] | None = None) -> ModelConfig:

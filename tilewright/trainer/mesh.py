@@ -30,6 +30,7 @@ from __future__ import annotations
 import datetime
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -229,6 +230,13 @@ class Group:
     def barrier(self) -> None:
         if self.group is not None:
             dist.barrier(group=self.group)
+
+    def broadcast(self, value: Any) -> Any:
+        """The value of the group's first rank, on every rank."""
+        values = [value]
+        if self.group is not None:
+            dist.broadcast_object_list(values, group=self.group, group_src=0)
+        return values[0]
 
     def agree(self, problem: BaseException | None) -> None:
         """Raises, on every rank, the first exception that any of them has; otherwise the others

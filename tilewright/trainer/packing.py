@@ -11,6 +11,9 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
+from tilewright import platform
+from tilewright.trainer.prepare import follow_parent
+
 
 def sequential(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
     """Greedy, in order: a bin is closed when the next document does not fit."""
@@ -31,7 +34,7 @@ def multipack(
     """First-fit decreasing within groups of `group_size` documents (longest first; ties in
     order).
 
-    mp_start_method: pack the groups in as many processes as there are CPUs.
+    mp_start_method: pack the groups in this rank's share of as many processes as there are CPUs.
     """
     starts = range(0, len(lengths), group_size)
     groups = [lengths[i : i + group_size] for i in starts]
@@ -40,8 +43,9 @@ def multipack(
         packed = map(fit, groups)
     else:
         context = multiprocessing.get_context(mp_start_method)
-        count = min(len(groups), len(os.sched_getaffinity(0)))
-        with ProcessPoolExecutor(count, mp_context=context) as pool:
+        cpus = len(os.sched_getaffinity(0)) // platform.local_processes()  # every rank packs
+        count = max(1, min(len(groups), cpus))
+        with ProcessPoolExecutor(count, mp_context=context, initializer=follow_parent) as pool:
             packed = list(pool.map(fit, groups))
     return [b + start for start, bins in zip(starts, packed, strict=True) for b in bins]
 

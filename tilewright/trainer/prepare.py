@@ -14,6 +14,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import pyarrow as pa
 from tqdm import tqdm
@@ -93,6 +94,11 @@ def _begin(job: Job) -> None:
     """Runs in a new process."""
     global _job
     _job = job
+    follow_parent()
+
+
+def follow_parent() -> None:
+    """Lets the parent process decide when this one ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -139,11 +145,12 @@ def prepare_entry(
         source.arrow = entry.type == "tokenized"
         used = [n for n in names if n in USED[entry.type]]
         source = source.select_columns(used)
-    messages = "prompt" not in names or getattr(features["prompt"], "dtype", None) != "string"
+    strings = ("string", "large_string")
+    messages = "prompt" not in names or getattr(features["prompt"], "dtype", "list") not in strings
     encoder = Encoder(entry, most, vocab, tokenizer, messages)
     count = workers(entry, data.dataset_num_proc, source.nbytes)
     chunks = entry.preprocess_shards or 1
-    before, cut, unlabeled = writer.samples, 0, 0
+    before, cut, unlabeled, short = writer.samples, 0, 0, 0
     try:
         # A bar on a terminal alone.
         with tqdm(desc=entry.path, unit=" samples", disable=None) as bar:
@@ -152,10 +159,16 @@ def prepare_entry(
                     writer.write(part.batch)
                     bar.update(part.batch.num_rows)
                     cut, unlabeled = cut + part.cut, unlabeled + part.unlabeled
+                    short += part.short
     except RefusedRow as refused:
         raise ValueError(f"{source.place(refused.row)}: {refused.reason}") from refused
+    except BrokenProcessPool as ended:
+        raise OSError(
+            f"a process that prepares {entry.path} has ended, perhaps for lack of memory; set "
+            "data.dataset_num_proc lower"
+        ) from ended
     made = writer.samples - before
-    total = made + unlabeled
+    total = made + unlabeled + short
     if cut:
         log.warning(
             "%s: %d of %d samples were longer than %d tokens and were cut",
@@ -166,6 +179,8 @@ def prepare_entry(
             "%s: %d of %d samples have no answer within %d tokens and were left out",
             entry.path, unlabeled, total, most,
         )  # fmt: skip
+    if short:
+        log.warning("%s: %d samples of fewer than two tokens were left out", entry.path, short)
     return made
 
 
