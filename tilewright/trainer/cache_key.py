@@ -19,7 +19,7 @@ from tilewright.trainer.sources import located
 
 log = logging.getLogger("tilewright")
 # Increment when the same settings prepare other data, to invalidate earlier caches.
-PREPARATION = 3
+PREPARATION = 4
 # Fields that say where data are, or how they are prepared, and not which samples come out.
 WITHOUT = {"path", "preprocess_shards", "trust_remote_code", "max_seq_len"}
 SETTINGS = (
