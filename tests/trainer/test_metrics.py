@@ -81,8 +81,6 @@ def test_the_bar_shows_them(reports, monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr("sys.stderr", terminal)
-    for size in ("COLUMNS", "LINES"):  # else they are the terminal's
-        monkeypatch.delenv(size, raising=False)
     held = made()
     for number in (11, 12, 13):
         step(held, number, 1.0, expert_load=1.0)
