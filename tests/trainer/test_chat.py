@@ -124,8 +124,9 @@ def test_answers_alone_have_labels(template):
         assert seen(tokenizer, with_tools).endswith(TWO_SEEN)
 
 
-def test_what_an_answer_is():
-    tokenizer = characters()
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_what_an_answer_is(template):
+    tokenizer = characters(template)
     turns = messages(("assistant", "hi"), ("user", "a"), ("assistant", "b"), ("tool", "4"))
     turns += messages(("assistant", " c\n"))
     [sample] = chat.chat(tokenizer, {"messages": turns})

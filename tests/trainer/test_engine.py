@@ -1,5 +1,6 @@
 """The engine driven by hand, step by step, gives the bits of a whole run."""
 
+import logging
 import math
 
 import pytest
@@ -27,7 +28,7 @@ def micro_batches(size=2):
     return [collate(bins[i : i + size], 8) for i in range(0, len(bins), size)]
 
 
-def test_an_engine_by_hand_gives_the_bits_of_the_loop(tmp_path):
+def test_an_engine_by_hand_gives_the_bits_of_the_loop(tmp_path, caplog):
     """Five steps of two micro-batches, evaluated, saved after three and loaded by another
     engine.
     """
@@ -44,7 +45,10 @@ def test_an_engine_by_hand_gives_the_bits_of_the_loop(tmp_path):
     path = write_config(tmp_path / "loop", **options)
     run(path)
     config, t = load(path), load(path).train
-    data, held = build_data(config, Mesh(), 97)
+    with caplog.at_level(logging.INFO, "tilewright"):
+        data, held = build_data(config, Mesh(), 97)
+    full = 100 * sum(data.bins.lengths) / (32 * len(data.bins))
+    assert f"packing: {len(data.bins)} bins, {full:.1f} % full" in caplog.messages
     plan, steps, found = Plan(t, data.steps_per_epoch), data.steps(), []
     first = engine_of(config)
     saver = checkpoint.Saver(str(tmp_path / "hand"), Mesh(), False)

@@ -1,5 +1,6 @@
 """SmolLM2-135M fine-tuned on conversations: the commands of a user, on real weights and text."""
 
+import contextlib
 import json
 import math
 import os
@@ -49,10 +50,13 @@ def options(folder, **train):
     ]
 
 
+@contextlib.contextmanager
 def start(folder):
-    """The command at the top of the example, with its output in a pipe."""
+    """The command at the top of the example, with its output in a pipe. It has ended after the
+    block, or is killed: ranks have sessions of their own.
+    """
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    return subprocess.Popen(
+    with subprocess.Popen(
         [
             *(sys.executable, "-m", *torchrun, "tilewright.trainer.train"),
             *(CONFIG, *options(folder)),
@@ -62,11 +66,22 @@ def start(folder):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
+    ) as run:
+        try:
+            yield run
+            run.wait()
+        finally:
+            if run.poll() is None:
+                for pid in (*children(run.pid), run.pid):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
 
 
 def children(pid):
-    stats = [p.read_text() for p in pathlib.Path("/proc").glob("[0-9]*/stat")]
+    stats = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            stats.append(path.read_text())
     parents = [(int(s.split()[0]), int(s.rpartition(")")[2].split()[1])) for s in stats]
     return sorted(child for child, parent in parents if parent == pid)
 

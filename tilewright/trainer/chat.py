@@ -145,8 +145,12 @@ def _answers(
         raise Refused("it has no answer: no message of the assistant that follows another message")
     messages = messages[: answers[-1] + 1]
     try:
-        # Blocks mark the prompt's answers too.
-        marked = not first and MARKED.search(tokenizer.get_chat_template(tools=tools))
+        # Blocks mark every message of the assistant: also the prompt's, and what opens it.
+        marked = (
+            not first
+            and messages[0]["role"] != "assistant"
+            and MARKED.search(tokenizer.get_chat_template(tools=tools))
+        )
         texts = (
             [_marked(tokenizer, messages, tools)]
             if marked
