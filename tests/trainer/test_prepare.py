@@ -510,7 +510,7 @@ def locked(path):
             os._exit(3)
 
 
-def test_jobs_keep_each_others_notes(tmp_path, monkeypatch):
+def test_jobs_keep_each_others_notes(forked, tmp_path, monkeypatch):
     """Jobs that have begun with the same notes save theirs one at a time."""
     paths = [tmp_path / name for name in "ab"]
     both = [cache_key.Notes(tmp_path) for _ in paths]
