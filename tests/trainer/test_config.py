@@ -1294,7 +1294,7 @@ RULES = [
     ),
     (
         f"{QLORA} --lora.enable_aqn=true --train.enable_compile=true",
-        "compiled code would be made anew",
+        "compiled code would be recompiled",
         f"{QLORA} --train.enable_compile=true",
     ),
     (

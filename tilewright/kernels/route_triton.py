@@ -177,7 +177,8 @@ def _forward(
         for k in range(K):
             if REPLAYED:
                 own = tl.load(recorded_ptr + t * K + k, mask=inside, other=-1)
-                hit = column.to(tl.int64)[None, :] == own[:, None]
+                own = tl.where((own >= 0) & (own < E), own, -1).to(tl.int32)
+                hit = column[None, :] == own[:, None]
             else:
                 hit = column[None, :] == tl.argmax(keys, axis=1, tie_break_left=True)[:, None]
             rank = tl.where(hit, k, rank)
