@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 
 import torch
@@ -12,6 +13,9 @@ from tilewright import explain as explanation
 from tilewright.registry import Op
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+# Tools for other people's code: the module, whose main(arguments) returns the exit status, and the
+# line that `tilewright --help` shows.
+TOOLS: dict[str, tuple[str, str]] = {}
 
 
 def explain(args: argparse.Namespace, op: Op | None) -> int:
@@ -76,11 +80,16 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("op")
     p.add_argument("--implementation", required=True, metavar="NAME")
     p.add_argument("--dtype", choices=DTYPES, help="default: float32, bfloat16 and float16")
+    for name, (_, help_) in TOOLS.items():
+        commands.add_parser(name, help=help_, add_help=False)
     return parser
 
 
 @platform.command
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in TOOLS:
+        return importlib.import_module(TOOLS[argv[0]][0]).main(argv[1:])
     parser = _parser()
     args = parser.parse_args(argv)
     if args.command is None:

@@ -1,0 +1,1 @@
+"""Tools that examine other people's models, training steps and kernels."""
