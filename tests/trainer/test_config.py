@@ -106,6 +106,8 @@ OURS = {
     "train.adam_beta1",
     "train.adam_beta2",
     "train.adam_epsilon",
+    "train.assert_deterministic",
+    "train.checksum_steps",
     "train.ignore_memory_plan",
     "train.muon_ns_coefficients",
     "train.pipeline_split",

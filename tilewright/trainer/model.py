@@ -52,7 +52,8 @@ class Block(nn.Module):
             self.post_feedforward_layernorm = norm(config, ops, config.hidden_size)
         else:
             self.post_attention_layernorm = residual_norm(config, ops)
-        self.mlp = MoE(config, ops) if config.is_moe(layer) else MLP(config, ops)
+        before = sum(config.is_moe(i) for i in range(layer))
+        self.mlp = MoE(config, ops, before) if config.is_moe(layer) else MLP(config, ops)
 
     def before_mlp(self, x, residual, sequence):
         x, residual = self.input_layernorm(x, residual)
@@ -67,7 +68,8 @@ class Block(nn.Module):
         if not isinstance(self.mlp, MoE):
             x = self.mlp(x)
             return (self.post_feedforward_layernorm(x) if self.norms_after else x), residual
-        x, report = self.mlp(x) if kept is None else self.mlp(x, kept)
+        more = (sequence.routes,) if kept is None else (sequence.routes, kept)
+        x, report = self.mlp(x, *more)
         return x, residual, report
 
 
@@ -253,6 +255,7 @@ class Transformer(nn.Module):
         position_ids: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         ends: tuple[int, ...] | None = None,
+        routed_experts: torch.Tensor | None = None,
         loss: Loss | None = None,
         **more: Any,
     ) -> torch.Tensor | Outcome:
@@ -265,6 +268,8 @@ class Transformer(nn.Module):
             position_ids: [B, S]; default: from 0 in every document.
             cu_seqlens, ends: see `Sequence`. After `spread_sequence` they describe the whole
                 sequence, and all other tensors are this rank's shard.
+            routed_experts: [1, S, layers with experts x K]: recorded routes, which are replayed; -1
+                for a token that is routed as usual.
             loss: see `loss.py`; called with the head's values and all of these tensors.
             more: further tensors of the batch, for the loss.
         """
@@ -276,6 +281,7 @@ class Transformer(nn.Module):
             cu_seqlens=cu_seqlens,
             ends=ends,
         )
+        sequence.routes = self.routes(routed_experts)
         hidden, reports = self.model(input_ids, sequence)
         if labels is None:
             own = logits(self.tp.gather(hidden), local(self.lm_head.weight), self.ops)
@@ -284,6 +290,13 @@ class Transformer(nn.Module):
         if loss is not None:
             return self.outcome(hidden, loss, batch)._replace(reports=reports)
         return self.token_losses(hidden, labels).reduced("mean")
+
+    def routes(self, routed_experts: torch.Tensor | None) -> torch.Tensor | None:
+        """A batch's, as `Sequence` has them: of the tokens that this rank has in each layer."""
+        if routed_experts is None:
+            return None
+        own = self.tp.own(routed_experts[0].long())
+        return own.unflatten(1, (-1, self.config.num_experts_per_tok))
 
     def outcome(self, hidden: torch.Tensor, loss: Loss, batch: Mapping[str, Any]) -> Outcome:
         """A loss of the final hidden states, this rank's shard; without reports."""

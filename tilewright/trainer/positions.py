@@ -121,6 +121,7 @@ class Sequence:
     cu_seqlens: of packed documents, of the whole sequence.   ends: its values on the host, which
     spare attention a synchronization in every layer.   longest: a power of two that bounds the
     documents' lengths, so that few values of it are compiled; None without ends.
+    routes: recorded experts [tokens of this rank's hidden states, layers with experts, K], or None.
 
     A plain class, not a frozen dataclass: Dynamo guards every field of those, and would recompile
     for each tuple of ends.
@@ -138,6 +139,7 @@ class Sequence:
         self.cos, self.sin = cos, sin
         self.local_cos, self.local_sin = local or (None, None)
         self.position_ids, self.cu_seqlens, self.ends = position_ids, cu_seqlens, ends
+        self.routes: torch.Tensor | None = None
         self.longest: int | None = None
         if ends is not None:
             longest = max(b - a for a, b in itertools.pairwise(ends))
@@ -187,4 +189,4 @@ class Sequence:
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         angles = self.cos, self.sin, self.local_cos, self.local_sin
-        return *angles, self.position_ids, self.cu_seqlens
+        return *angles, self.position_ids, self.cu_seqlens, self.routes
