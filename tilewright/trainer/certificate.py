@@ -91,7 +91,8 @@ LEFT_OUT = {
     },
     "lora": {"save_lora_only"},
 }
-# Facts that are hashes, which a sentence does not show: what they are of, by kind, or kind and name.
+# Facts that are hashes, which a sentence does not show: their names in it, by kind, or kind and
+# name.
 HASHES = {
     "launch": "the configuration of launch {}",
     "tuned table": "the tuned table of {}",

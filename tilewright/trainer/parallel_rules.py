@@ -30,13 +30,13 @@ def replay_relations(config: Config) -> Iterator[tuple[bool, str, str]]:
     entries = [] if data.skip_prepare_dataset else [*data.datasets, *data.test_datasets]
     yield (
         replays and any(entry.type != "tokenized" for entry in entries),
-        "train.router_replay data.datasets",
-        "an engine's records are of its tokens: every type must be tokenized",
+        "train.router_replay",
+        "an engine's records are of its tokens, so every data set must be of type tokenized",
     )
     yield (
         replays and any(entry.path == "dummy" for entry in entries),
-        "train.router_replay data.datasets",
-        "dummy data have no records",
+        "train.router_replay",
+        "dummy data have no recorded routes",
     )
     yield (
         config.train.router_replay_compare_steps > 0 and not replays,
