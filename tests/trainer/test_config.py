@@ -112,6 +112,8 @@ OURS = {
     "train.muon_ns_coefficients",
     "train.pipeline_split",
     "train.plot_loss",
+    "train.router_replay",
+    "train.router_replay_compare_steps",
     "train.save_total_limit",
     "train.use_tensorboard",
     "train.virtual_pipeline_size",
