@@ -14,7 +14,7 @@ from test_trainer import MOE, QWEN3, rows, run, write_config
 
 from tilewright.kernels import tuning
 from tilewright.ops import OPS
-from tilewright.trainer import certificate
+from tilewright.trainer import certificate, checksums
 from tilewright.trainer.checksums import Checksums, checksum, factors
 from tilewright.trainer.config import Config
 from tilewright.trainer.engine import Engine
@@ -314,17 +314,18 @@ def by_definition(t, factor):
     words = [
         int.from_bytes(data[i : i + n], "little", signed=n > 1) for i in range(0, len(data), n)
     ]
-    chunk, weights = len(factor), factor.tolist()
-    total = sum(w * weights[i % chunk] * weights[i // chunk] for i, w in enumerate(words))
+    row, weights = len(factor), factor.tolist()
+    total = sum(w * weights[i % row] * weights[i // row % row] for i, w in enumerate(words))
     total %= 1 << 64
     return total - (1 << 64) if total >= 1 << 63 else total
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
-def test_a_checksum_is_the_sum_of_its_definition(dtype):
+def test_a_checksum_is_the_sum_of_its_definition(dtype, monkeypatch):
     t = (100 * torch.randn(7, 5, generator=torch.Generator().manual_seed(0))).to(dtype)
-    for chunk in (8, 64):
-        factor = factors(chunk, CPU)
+    for row, at_once in ((4, 1), (4, 2), (8, 4), (64, 1)):
+        factor = factors(row, CPU)
+        monkeypatch.setitem(checksums.ROWS, "cpu", at_once)
         for tensor in (t, t.T, t[:0], t[0, 0]):
             assert int(checksum(tensor, factor)) == by_definition(tensor, factor)
 
@@ -339,7 +340,7 @@ def test_checksums_see_what_sums_do_not():
     swapped = t.clone().view(-1)
     swapped[[3, 40]] = swapped[[40, 3]]
     signs = t.clone().view(-1)
-    signs[[5, 21]] *= -1  # the same place of two chunks
+    signs[[5, 21]] *= -1  # the same place of two rows
     rows_swapped = t[[1, 0, 2, 3]]
     seen |= {int(checksum(x, factor)) for x in (swapped, signs, rows_swapped, t * -1)}
     assert len(seen) == 37
