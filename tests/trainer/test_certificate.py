@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -10,11 +11,11 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 from ranks import run_modes
-from test_trainer import MOE, QWEN3, rows, run, write_config
+from test_trainer import MOE, QWEN3, ROOT, rows, run, write_config
 
 from tilewright.kernels import tuning
 from tilewright.ops import OPS
-from tilewright.trainer import certificate, checksums
+from tilewright.trainer import certificate, checksums, train
 from tilewright.trainer.checksums import Checksums, checksum, factors
 from tilewright.trainer.config import Config
 from tilewright.trainer.engine import Engine
@@ -361,3 +362,28 @@ def test_shards_are_told_apart_by_rank():
             total += int(sums.of([("weight", t)], ["weight"]))
         parts.append(total)
     assert parts[0] != parts[1]
+
+
+# ---- the page
+
+
+def test_the_example_of_the_page(tmp_path, monkeypatch, capsys):
+    page = (ROOT / "docs/trainer.md").read_text()
+    section = page.split("## Two runs with the same bits")[1].split("\n## ")[0]
+    commands, said, *_ = re.findall(r"```\w+\n(.*?)```", section, re.DOTALL)
+    (tmp_path / "outputs").mkdir()
+    write_config(
+        tmp_path,
+        train__max_steps=4,
+        train__save_hf_weights=False,
+        train__output_dir="outputs/first",
+    )
+    monkeypatch.chdir(tmp_path)
+    for line in commands.splitlines():
+        program, arguments = line.split()[:3], line.split()[3:]
+        assert program == ["python", "-m", "tilewright.trainer.train"]
+        assert train.main(arguments) == 0
+    assert said.strip() in capsys.readouterr().out
+    again = ["config.yaml", "--train.output_dir", "outputs/other", "--train.lr", "0.02"]
+    assert train.main([*again, "--train.assert_deterministic", "outputs/first"]) == 1
+    assert capsys.readouterr().err.strip() in section

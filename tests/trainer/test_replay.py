@@ -14,7 +14,7 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 from ranks import same_training, together_and_alone
-from test_trainer import MOE, QWEN3, make_bins, rows, run, write_config
+from test_trainer import MOE, QWEN3, ROOT, make_bins, rows, run, write_config
 
 from tilewright import ops as tw
 from tilewright.nn import read_routed_experts
@@ -415,3 +415,17 @@ def test_routes_of_a_model_are_of_its_layers_with_experts():
     routes = Routes.of(Config())
     assert routes == Routes(3, (1, 2), 2, 8) and routes.width == 4
     assert routes.read([[[0, 0], [1, 2], [3, 4]]], 2).tolist() == [[1, 2, 3, 4], [-1] * 4]
+
+
+def test_the_example_of_the_page_writes_what_the_trainer_reads():
+    page = (ROOT / "docs/trainer.md").read_text()
+    section = page.split("### Recorded routes")[1].split("\n## ")[0]
+    [code] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    names = {}
+    exec(code, names)
+    routes = engines_routes(4, L, K, E)
+    made = names["row"]([5, 6], [7, 8, 9], {"routed_experts": text(routes.tobytes())}, MOE)
+    row = json.loads(made)
+    assert row["input_ids"] == [5, 6, 7, 8, 9]
+    read = Routes(L, (0, 1), K, E).read(row["routed_experts"], 5)
+    assert (read[:4].reshape(4, L, K) == routes).all() and (read[4] == -1).all()
