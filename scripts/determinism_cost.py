@@ -1,4 +1,4 @@
-"""What determinism costs on a CPU, in ratios of interleaved medians.
+"""What determinism costs on a CPU, in ratios of interleaved medians of CPU seconds.
 
     python scripts/determinism_cost.py [--rounds 9] [--out X.json]
 
@@ -52,14 +52,14 @@ SHAPE = {
 
 
 def interleaved(rounds, *calls):
-    """Medians of the seconds of each call, in turns; the first round is not counted."""
+    """Medians of the CPU seconds of each call, in turns; the first round is not counted."""
     seconds = [[] for _ in calls]
     for i in range(rounds + 1):
         for taken, call in zip(seconds, calls, strict=True):
-            begun = time.perf_counter()
+            begun = time.process_time()
             call()
             if i:
-                taken.append(time.perf_counter() - begun)
+                taken.append(time.process_time() - begun)
     return [statistics.median(taken) for taken in seconds]
 
 

@@ -21,7 +21,7 @@ from tilewright.trainer.model import Transformer
 ROW = 1 << 16
 # Rows that are multiplied at a time, by device: 512 KiB of working memory for each, which a CPU
 # keeps in its cache, and a GPU fills with few launches.
-ROWS = {"cpu": 1, "cuda": 256}
+ROWS = {"cpu": 1, "cuda": 64}
 # Odd multipliers of splitmix64's finalizer, as signed numbers.
 FIRST, SECOND = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
