@@ -277,10 +277,12 @@ def provenance() -> dict[str, str]:
     """
     out = {**describe(), **{name: os.environ[name] for name in NUMERICS if name in os.environ}}
     if torch.cuda.is_available():
+        from torch.cuda import nccl
+
         driver = pathlib.Path("/proc/driver/nvidia/version")
         out["driver"] = driver.read_text().splitlines()[0] if driver.is_file() else "unknown"
         out["cuda"], out["cudnn"] = str(torch.version.cuda), str(torch.backends.cudnn.version())
-        out["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        out["nccl"] = ".".join(map(str, nccl.version()))
     return {**out, "code": code()}
 
 

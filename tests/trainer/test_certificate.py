@@ -11,8 +11,10 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 from ranks import run_modes
+from torch.cuda import nccl
 from test_trainer import MOE, QWEN3, ROOT, rows, run, write_config
 
+from tilewright import platform
 from tilewright.kernels import tuning
 from tilewright.ops import OPS
 from tilewright.trainer import certificate, checksums, train
@@ -94,15 +96,12 @@ def test_a_tampered_table_on_one_rank_is_refused_by_name(launched):
     folder, _ = launched
     for rank in range(4):
         said = (folder / f"refused_{rank}.txt").read_text()
-        assert said.endswith(": ranks differ: the tuned table of rmsnorm for "
-                             f"{device()} differs on rank 1")  # fmt: skip
+        device = platform.device_name("cpu")
+        assert said == (
+            f"train.assert_deterministic = {folder / 'fsdp2/first'}: ranks differ: the tuned table "
+            f"of rmsnorm for {device} differs on rank 1"
+        )
     assert not (folder / "tampered/metrics.jsonl").exists()
-
-
-def device():
-    from tilewright import platform
-
-    return platform.device_name("cpu")
 
 
 # ---- one process
@@ -292,6 +291,18 @@ def test_what_is_left_out_are_fields():
     fields = {path for path in leaves(Config) if not path.startswith("data.datasets.")}
     left_out = {f"{s}.{n}" for s, names in certificate.LEFT_OUT.items() for n in names}
     assert left_out <= fields | {"data.datasets", "data.test_datasets"}
+
+
+def test_the_libraries_of_a_gpu_and_the_environment_are_facts(monkeypatch):
+    plain = platform.provenance()
+    assert re.fullmatch("[0-9a-f]{64}", plain["code"]) and "NCCL_ALGO" not in plain
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    monkeypatch.setattr(nccl, "version", lambda: (2, 30, 1))
+    found = platform.provenance()
+    assert found["NCCL_ALGO"] == "Ring" and found["nccl"] == "2.30.1"
+    assert found["cuda device"] == "GPU" and {"driver", "cuda", "cudnn"} <= found.keys()
 
 
 def test_a_constant_that_differs_is_another_fact():
