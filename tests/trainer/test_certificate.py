@@ -11,8 +11,8 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 from ranks import run_modes
-from torch.cuda import nccl
 from test_trainer import MOE, QWEN3, ROOT, rows, run, write_config
+from torch.cuda import nccl
 
 from tilewright import platform
 from tilewright.kernels import tuning
