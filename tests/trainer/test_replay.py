@@ -359,6 +359,32 @@ def test_a_resumed_run_replays_what_belongs_to_its_tokens(tmp_path):
         run(path, f"--train.output_dir={tmp_path / 'c'}", *more)
 
 
+def test_compiled_layers_replay_without_a_graph_for_each(tmp_path, monkeypatch, caplog):
+    from torch._dynamo.testing import CompileCounter
+
+    counter, real = CompileCounter(), torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda *args, **options: real(*args, **options, backend=counter)
+    )
+    torch._dynamo.reset()
+    draw, layers = np.random.default_rng(5), 6
+    cells = []
+    for n in draw.integers(5, 20, 24):
+        routes = draw.random((n, layers, E)).argsort(-1)[..., :K]
+        cells.append((draw.integers(0, 97, n), routes.tolist()))
+    write_rows(tmp_path / "train.jsonl", cells)
+    more = {"model__attn_implementation": "eager", "train__max_steps": 3}
+    path = settings(tmp_path, MOE | {"num_hidden_layers": layers}, **more)
+    run(path)
+    run(path, "--train.enable_compile=true", f"--train.output_dir={tmp_path / 'compiled'}")
+    assert 1 <= counter.frame_count <= 6 and "runs uncompiled" not in caplog.text
+    compiled = (tmp_path / "compiled/metrics.jsonl").read_text().splitlines()
+    for a, b in zip(map(json.loads, compiled), rows(tmp_path), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+    torch._dynamo.reset()
+
+
 def test_what_the_trainer_cannot_replay_is_one_sentence(tmp_path):
     ids = [5, 6, 7, 8]
     good = [[[0, 1], [2, 3]]] * 3

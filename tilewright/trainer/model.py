@@ -62,14 +62,13 @@ class Block(nn.Module):
             return self.pre_feedforward_layernorm(self.post_attention_layernorm(x), residual)
         return self.post_attention_layernorm(x, residual)
 
-    def forward(self, x, residual, sequence, kept=None):
-        """kept: as in `MoE.forward`."""
+    def forward(self, x, residual, sequence, routes=None, kept=None):
+        """routes, kept: as in `MoE.forward`."""
         x, residual = self.before_mlp(x, residual, sequence)
         if not isinstance(self.mlp, MoE):
             x = self.mlp(x)
             return (self.post_feedforward_layernorm(x) if self.norms_after else x), residual
-        more = (sequence.routes,) if kept is None else (sequence.routes, kept)
-        x, report = self.mlp(x, *more)
+        x, report = self.mlp(x, routes) if kept is None else self.mlp(x, routes, kept)
         return x, residual, report
 
 
@@ -109,7 +108,11 @@ class Decoder(nn.Module):
         """
         residual, reports = None, []
         for layer in layers:
-            x, residual, *report = layer(x, residual, sequence)
+            more = []
+            if sequence.routes is not None and isinstance(layer.mlp, MoE):
+                # Selected here: compiled code would be recompiled for each layer's number.
+                more = [sequence.routes[layer.mlp.number]]
+            x, residual, *report = layer(x, residual, sequence, *more)
             reports += report
         return x, residual, torch.stack(reports) if reports else None
 
@@ -296,7 +299,8 @@ class Transformer(nn.Module):
         if routed_experts is None:
             return None
         own = self.tp.own(routed_experts[0].long())
-        return own.unflatten(1, (-1, self.config.num_experts_per_tok))
+        K = self.config.num_experts_per_tok
+        return own.T.contiguous().unflatten(0, (-1, K))
 
     def outcome(self, hidden: torch.Tensor, loss: Loss, batch: Mapping[str, Any]) -> Outcome:
         """A loss of the final hidden states, this rank's shard; without reports."""

@@ -163,14 +163,14 @@ class MoE(nn.Module):
         """The layer's output, and the router's report [E + 2]: tokens per expert, load-balance
         loss, z-loss.
 
-        routes: as in `Sequence`, of all layers.
+        routes: recorded experts of this layer [K, T], -1 for a token without a record.
         kept: as in `ep_moe_mlp`, for a call that the backward repeats.
         """
         x_TH = x.reshape(-1, x.shape[-1])
         logits_TE, bias = self.gate(x_TH), self.gate.e_score_correction_bias
         recorded_TK = None
         if routes is not None:
-            recorded_TK = self._completed(logits_TE.detach(), routes[:, self.number])
+            recorded_TK = self._completed(logits_TE.detach(), routes.T)
         routing = tw.route(
             logits_TE, self.top_k, bias=bias, expert_index=recorded_TK, **self.options
         )

@@ -121,7 +121,8 @@ class Sequence:
     cu_seqlens: of packed documents, of the whole sequence.   ends: its values on the host, which
     spare attention a synchronization in every layer.   longest: a power of two that bounds the
     documents' lengths, so that few values of it are compiled; None without ends.
-    routes: recorded experts [tokens of this rank's hidden states, layers with experts, K], or None.
+    routes: recorded experts [layers with experts, K, tokens of this rank's hidden states], or None;
+    a layer is called with its own.
 
     A plain class, not a frozen dataclass: Dynamo guards every field of those, and would recompile
     for each tuple of ends.
@@ -189,4 +190,4 @@ class Sequence:
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         angles = self.cos, self.sin, self.local_cos, self.local_sin
-        return *angles, self.position_ids, self.cu_seqlens, self.routes
+        return *angles, self.position_ids, self.cu_seqlens
