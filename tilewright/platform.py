@@ -8,6 +8,7 @@ Each probe returns None if the feature is usable, else a sentence that gives the
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -255,6 +256,43 @@ def describe() -> dict[str, str]:
         out["triton"] = version("triton")
     out["cuda device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return out
+
+
+# Environment variables that change which algorithms libraries choose, and so results.
+NUMERICS = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "MKL_CBWR",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NVIDIA_TF32_OVERRIDE",
+    "TRITON_INTERPRET",
+)
+
+
+def provenance() -> dict[str, str]:
+    """`describe`, and all else of this machine and process that a computation's bits depend on:
+    libraries of the device, variables of the environment that are set, and a hash of this library's
+    code.
+    """
+    out = {**describe(), **{name: os.environ[name] for name in NUMERICS if name in os.environ}}
+    if torch.cuda.is_available():
+        from torch.cuda import nccl
+
+        driver = pathlib.Path("/proc/driver/nvidia/version")
+        out["driver"] = driver.read_text().splitlines()[0] if driver.is_file() else "unknown"
+        out["cuda"], out["cudnn"] = str(torch.version.cuda), str(torch.backends.cudnn.version())
+        out["nccl"] = ".".join(map(str, nccl.version()))
+    return {**out, "code": code()}
+
+
+@functools.cache
+def code() -> str:
+    """SHA-256 of this library's modules and extensions."""
+    root, digest = pathlib.Path(__file__).parent, hashlib.sha256()
+    for file in sorted((*root.rglob("*.py"), *root.glob("*.so"))):
+        digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 @functools.cache

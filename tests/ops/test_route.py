@@ -477,6 +477,24 @@ def test_a_replayed_choice_has_todays_weights(name):
     assert found.tokens_per_expert.tolist() == [1, 0, 1, 0]
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_gradients_of_a_replayed_choice(score):
+    """gradcheck, and the largest gradient where the choice is not the router's."""
+    g = torch.Generator(DEVICE).manual_seed(0)
+    x = torch.randn(5, 6, dtype=torch.float64, device=DEVICE, generator=g, requires_grad=True)
+    index = x.detach().argsort(-1)[:, :2]  # the worst experts
+
+    def outputs(x):
+        options = {"score": score, "renormalize": True, "scale": 2.5, "implementation": "eager"}
+        found = route(x, 2, expert_index=index, **options)
+        return found.expert_weight, found.load_balance_loss, found.z_loss
+
+    assert torch.autograd.gradcheck(outputs, x)
+    [weight, *_] = outputs(x)
+    [gradient] = torch.autograd.grad(weight[:, 0].sum(), x)
+    assert (gradient.gather(1, index) != 0).all()
+
+
 @EVERY
 def test_a_slot_that_cannot_be_replayed_is_nan_where_nothing_is_read(name, monkeypatch):
     """On a GPU, and in compiled code, no value is checked."""

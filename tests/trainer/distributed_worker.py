@@ -6,8 +6,8 @@ For every mode that FOLDER/modes.json lists, which may name a folder in FOLDER, 
 the config.yaml of its folder: takes one training step, of which rank 0 writes loss, tokens, norm
 and full gradients to <mode>.pt, or, where the mode starts with "train" or "overflow", what
 `several_steps` or `overflow` returns. A mode that starts with "run" is a whole run, whose arguments
-are a configuration's path and what changes it. One that starts with "memory" has such arguments
-too: each rank writes the most bytes that two steps allocate.
+are a configuration's path and what changes it; see `refused` for "run_tampered". One that starts
+with "memory" has such arguments too: each rank writes the most bytes that two steps allocate.
 """
 
 import json
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tilewright.kernels import tuning
 from tilewright.trainer import adapters, checkpoint, hf, matrices, memory_plan, mesh, train
 from tilewright.trainer.batches import collate, padding
 from tilewright.trainer.build import build_engine, build_model, choose_ops, compute_dtype
@@ -262,6 +263,19 @@ def placements():
     return found
 
 
+def refused(config, ranks, folder):
+    """The error of a run in which rank 1 reads other tuned tables than the others."""
+    here = tuning.TABLES
+    tuning.TABLES = folder / f"tuned_{int(ranks.rank == 1)}"
+    try:
+        train.train(config, ranks)
+    except ValueError as error:
+        return str(error)
+    finally:
+        tuning.TABLES = here
+    return ""
+
+
 STATE = {"run": {}, "ops": {}}
 
 
@@ -279,6 +293,9 @@ def main(folder):
             ranks = mesh.build(config.train, ranks.rank, ranks.size, ranks.device)
         if name.startswith("memory"):
             (folder / f"{name}_{ranks.rank}").write_text(str(most_allocated(config, ranks)))
+            continue
+        if name == "run_tampered":
+            (folder / f"refused_{ranks.rank}.txt").write_text(refused(config, ranks, folder))
             continue
         if whole:
             train.train(config, ranks)

@@ -34,6 +34,7 @@ from tilewright.trainer import (  # noqa: E402
     checkpoint,
     hf,
     housekeeping,
+    metrics,
     ops_choice,
     packing,
     pipeline,
@@ -244,6 +245,15 @@ ROWS = [
     row("train.enable_reentrant", True, "recomputed", **RECOMPUTE),
     row("train.recompute_modules", ["mlp"], "recomputed", **RECOMPUTE),
     row("train.moe_checkpoint_method", "moe_act", "routed", **RECOMPUTE, **MOE),
+    row("train.router_replay", True, "losses", **MOE, data__datasets="@routes"),
+    row(
+        "train.router_replay_compare_steps",
+        2,
+        "compared_steps",
+        **MOE,
+        data__datasets="@routes",
+        train__router_replay=True,
+    ),
     row("train.freeze_router", True, "gates", **MOE),
     row("train.enable_compile", True, "compiled", model__attn_implementation="sdpa"),
     row("train.load_weights_mode", "all_ranks", "read", model__model_path="@weights"),
@@ -262,6 +272,8 @@ ROWS = [
     row("train.save_async", True, "asynchronous"),
     row("train.save_hf_weights", True, "exported"),
     row("train.load_checkpoint_path", "@checkpoint", "logged_steps"),
+    row("train.checksum_steps", 2, "checksums"),
+    row("train.assert_deterministic", "@earlier", "asserted"),
     row("train.log_format", "structured", "said", train__max_steps=60, train__micro_batch_size=1),
     row("train.use_wandb", True, "wandb"),
     row("train.wandb_project", "p", "wandb", **WANDB),
@@ -371,6 +383,10 @@ def make_world(root):
         *({"input_ids": x, "text": t} for x, t in zip(ids(2), texts, strict=True)),
     )
     masked = [{"input_ids": x, "labels": [-100] * 3 + x[3:]} for x in ids(3)]
+    routes = [
+        {"input_ids": x, "routed_experts": [[[2 * (i % 2), 3], [i % 3, 3]] for i in range(len(x))]}
+        for x in ids(6)
+    ]
     rows("files/a.jsonl", *({"input_ids": x} for x in ids(4)))
     rows("files/b.jsonl", *({"input_ids": x} for x in ids(5)))
     rows("mixed/a.jsonl", *({"text": t} for t in texts))
@@ -382,6 +398,7 @@ def make_world(root):
         "tests": [{"path": other}],
         "text": [{"path": both, "type": "text"}],
         "both": [{"path": both}],
+        "routes": [{"path": rows("routes.jsonl", *routes)}],
         "labels": [{"path": rows("labels.jsonl", *masked)}],
         "shards": [{"path": main, "shards": 2, "shards_idx": 0}],
         "files": [{"path": str(root / "files"), "data_files": "a.jsonl", "ds_type": "json"}],
@@ -409,6 +426,7 @@ def make_world(root):
     (root / "wandb_here/tensorboard.py").touch()
     world = types.SimpleNamespace(root=root, names=names, seen={}, count=0)
     saved = observe(world, {"train.save_hf_weights": True})
+    world.names["earlier"] = str(saved["output"])
     world.names["checkpoint"] = str(saved["output"] / "checkpoints/global_step_4")
     world.names["weights"] = str(saved["output"] / "checkpoints/global_step_4/hf")
     return world
@@ -593,6 +611,9 @@ def outcome(run, config, out, said, world):
         "tokens": [r["tokens"] for r in logged],
         "steps": run.plan.total,
         "logged_steps": [r["step"] for r in logged],
+        "compared_steps": [r["step"] for r in logged if "logprob_difference" in r],
+        "checksums": [r["step"] for r in metrics.rows(out / "checksums.jsonl")],
+        "asserted": [line for line in said.splitlines() if line.startswith("deterministic:")],
         "evaluations": [r["step"] for r in rows if "eval_loss" in r],
         "weights": fingerprint(state),
         "gates": torch.equal(*gates(model, config)),

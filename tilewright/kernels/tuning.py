@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
@@ -172,6 +173,12 @@ def table(folder: str, op: str) -> dict[str, list[dict[str, Any]]]:
     """
     path = _path(folder, op)
     return read(path)["launches"] if path.exists() else {}
+
+
+def hashes(device: torch.device) -> dict[str, str]:
+    """SHA-256 of each table of a device, by op."""
+    files = sorted(TABLES.glob(f"{device_folder(device)}/*.json"))
+    return {f.stem: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 A batch is one packed row:
     input_ids [1, T], labels [1, T] (shifted: labels[t] follows token t of the same document; the
-    last is -100), position_ids [1, T] (from 0 in every document), cu_seqlens int32 [documents + 1].
-With context parallelism the first three are this rank's shard of the row, and the ranks of one row
-read the same bins.
+    last is -100), position_ids [1, T] (from 0 in every document), cu_seqlens int32 [documents + 1];
+    if routes are replayed, routed_experts int16 [1, T, layers with experts x top_k], -1 for a token
+    without a record.
+With context parallelism all but cu_seqlens are this rank's shard of the row, and the ranks of one
+row read the same bins.
 """
 
 from __future__ import annotations
@@ -37,9 +39,13 @@ def lengths_of(dataset) -> np.ndarray:
 
 
 class Bins(torch.utils.data.Dataset):
-    """A data set packed into bins. bins[i] is a list of (input_ids, labels)."""
+    """A data set packed into bins. bins[i] is a list of (input_ids, labels), or (input_ids, labels,
+    routes [tokens, width]).
+    """
 
-    def __init__(self, dataset, data: Data, *, packed: bool = True):
+    def __init__(self, dataset, data: Data, *, packed: bool = True, width: int = 0):
+        """width: experts that each token has recorded, in all layers; 0: none."""
+        self.width = width
         self.dataset, self.data = dataset.with_format("numpy"), data
         self.lengths = lengths = lengths_of(dataset)
         self.tokens = int(lengths.sum())
@@ -74,7 +80,7 @@ class Bins(torch.utils.data.Dataset):
         few = max(2, min(len(self.lengths), (1 << 22) * len(self.lengths) // max(1, self.tokens)))
         rows = self.dataset[np.unique(np.linspace(0, len(self.lengths) - 1, few).astype(np.int64))]
         digest = hashlib.sha256(self.lengths.tobytes())
-        for name in ("input_ids", "labels"):
+        for name in ("input_ids", "labels", *(["routed_experts"] if self.width else [])):
             for sample in rows[name]:
                 digest.update(np.asarray(sample, dtype=np.int64).tobytes())
         return digest.hexdigest()[:16]
@@ -82,11 +88,20 @@ class Bins(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.bins)
 
-    def __getitem__(self, i: int | None) -> list[tuple[np.ndarray, np.ndarray]]:
+    def __getitem__(self, i: int | None) -> list[tuple[np.ndarray, ...]]:
         if i is None:  # filler, so that every rank has a batch
-            return [(np.zeros(2, np.int64), np.full(2, IGNORE, np.int64))]
+            return [_filler(2, self.width)]
         rows = self.dataset[self.bins[i]]
-        return list(zip(rows["input_ids"], rows["labels"], strict=True))
+        columns = [rows["input_ids"], rows["labels"]]
+        if self.width:
+            columns.append([r.reshape(-1, self.width) for r in rows["routed_experts"]])
+        return list(zip(*columns, strict=True))
+
+
+def _filler(tokens: int, width: int) -> tuple[np.ndarray, ...]:
+    """A document without a label."""
+    routes = [np.full((tokens, width), -1, np.int16)] if width else []
+    return np.zeros(tokens, np.int64), np.full(tokens, IGNORE, np.int64), *routes
 
 
 def padding(multiple: int, cp: ContextParallel, tp: int = 1) -> int:
@@ -99,7 +114,7 @@ def padding(multiple: int, cp: ContextParallel, tp: int = 1) -> int:
 
 
 def collate(
-    bins: list[list[tuple[np.ndarray, np.ndarray]]],
+    bins: list[list[tuple[np.ndarray, ...]]],
     multiple: int,
     cp: ContextParallel | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -107,20 +122,21 @@ def collate(
     own, with every label ignored.
     """
     documents = [d for b in bins for d in b]
-    lengths = [len(ids) for ids, _ in documents]
-    total = sum(lengths)
+    lengths = [len(d[0]) for d in documents]
+    total, width = sum(lengths), documents[0][2].shape[1] if len(documents[0]) > 2 else 0
     if pad := -total % multiple:
-        documents.append((np.zeros(pad, np.int64), np.full(pad, IGNORE, np.int64)))
+        documents.append(_filler(pad, width))
         lengths.append(pad)
-    ids = np.concatenate([ids for ids, _ in documents])
-    shifted = np.concatenate([np.append(labels[1:], IGNORE) for _, labels in documents])
+    ids = np.concatenate([d[0] for d in documents])
+    shifted = np.concatenate([np.append(d[1][1:], IGNORE) for d in documents])
     positions = np.concatenate([np.arange(n) for n in lengths])
     row = {"input_ids": ids, "labels": shifted, "position_ids": positions}
+    tensors = {name: torch.from_numpy(t).long() for name, t in row.items()}
+    if width:
+        routes = np.concatenate([d[2] for d in documents])
+        tensors["routed_experts"] = torch.from_numpy(routes.astype(np.int16, copy=False))
     return {
-        **{
-            name: shard(torch.from_numpy(t).long()[None], 1, cp or ContextParallel())
-            for name, t in row.items()
-        },
+        **{name: shard(t[None], 1, cp or ContextParallel()) for name, t in tensors.items()},
         "cu_seqlens": torch.from_numpy(np.cumsum([0, *lengths])).int(),
     }
 
@@ -178,7 +194,8 @@ class Batches:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.epoch, self.used = state["epoch"], state["used"]
 
-    def _order(self) -> np.ndarray:
+    def order(self) -> np.ndarray:
+        """Indices of all bins in the order of the present epoch."""
         if not self.data.shuffle_merged_datasets:
             return np.arange(len(self.bins))
         return np.random.default_rng((self.seed, self.epoch)).permutation(len(self.bins))
@@ -187,7 +204,7 @@ class Batches:
         """Indices of this rank's micro-batches from the present position to the end of the
         epoch.
         """
-        order = self._order()
+        order = self.order()
         for first in range(self.used, len(order), self.per_step):
             step = list(map(int, order[first : first + self.per_step]))
             if len(step) < self.per_step:
@@ -202,7 +219,7 @@ class Batches:
         """Yields the micro-batches of each following step, epoch after epoch, without end."""
         while True:
             loader = _loader(self.bins, list(self._mine()), self.data, self.pin, self.cp, self.tp)
-            step, sizes = [], self.bins.sizes[self._order()]
+            step, sizes = [], self.bins.sizes[self.order()]
             for batch in loader:
                 step.append(batch)
                 if len(step) == self.accumulation:

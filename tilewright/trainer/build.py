@@ -22,6 +22,7 @@ from tilewright.trainer.ops_choice import Numerics, Ops, attention_request
 from tilewright.trainer.optim import build_optimizer
 from tilewright.trainer.parallel import parallelize, wrap_ddp
 from tilewright.trainer.pipeline import Pipeline
+from tilewright.trainer.routes import Routes
 
 log = logging.getLogger("tilewright")
 
@@ -123,20 +124,30 @@ def load_tokenizer(path: str) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def build_data(config: Config, mesh: Mesh, vocab: int) -> tuple[Batches, Bins | None]:
-    """Training batches, and the evaluation bins if evaluation is configured."""
+def build_data(
+    config: Config, mesh: Mesh, vocab: int, routes: Routes | None = None
+) -> tuple[Batches, Bins | None]:
+    """Training batches, and the evaluation bins if evaluation is configured.
+
+    routes: those that the data have, if they are replayed.
+    """
     d = config.data
 
     def tokenizer():
         return load_tokenizer(config.model.tokenizer_path)
 
-    options: dict[str, Any] = {"main": mesh.main, "broadcast": mesh.control.broadcast}
+    options: dict[str, Any] = {
+        "main": mesh.main,
+        "broadcast": mesh.control.broadcast,
+        "routes": routes,
+    }
     training, held = split_validation(
         prepare(d.datasets, config, tokenizer, vocab, **options), d.val_set_size, config.train.seed
     )
     if d.test_datasets:
         held = prepare(d.test_datasets, config, tokenizer, vocab, shuffle=False, **options)
-    bins = Bins(training, d)
+    width = 0 if routes is None else routes.width
+    bins = Bins(training, d, width=width)
     if mesh.main:
         log.info("packing: %d bins, %.1f %% full", len(bins), 100 * bins.full)
     batches = Batches(
@@ -150,7 +161,7 @@ def build_data(config: Config, mesh: Mesh, vocab: int) -> tuple[Batches, Bins | 
         tp=mesh.layout.tp,
     )
     packed = d.eval_sample_packing is not False
-    return batches, None if held is None else Bins(held, d, packed=packed)
+    return batches, None if held is None else Bins(held, d, packed=packed, width=width)
 
 
 def identity(config: Config, shape: ModelConfig, batches: Batches) -> dict[str, dict[str, Any]]:

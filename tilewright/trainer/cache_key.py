@@ -6,6 +6,7 @@ that are elsewhere are known by their address and by the ETag or commit that the
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -17,6 +18,7 @@ from typing import Any
 from tilewright.trainer.config import Config, Dataset
 from tilewright.trainer.encode import longest
 from tilewright.trainer.hf_names import CHAT_TEMPLATES, local_folder
+from tilewright.trainer.routes import Routes
 from tilewright.trainer.sources import located
 
 log = logging.getLogger("tilewright")
@@ -111,7 +113,13 @@ def known(said: Any) -> bool:
     return bool(said) and (isinstance(said, str) or all(told for _, told in said))
 
 
-def cache_key(entries: list[Dataset], config: Config, vocab: int, shuffle: bool) -> str:
+def cache_key(
+    entries: list[Dataset],
+    config: Config,
+    vocab: int,
+    shuffle: bool,
+    routes: Routes | None = None,
+) -> str:
     """Changes whenever the prepared data would."""
     data = config.data
     notes = Notes(pathlib.Path(data.dataset_prepared_path))
@@ -134,6 +142,7 @@ def cache_key(entries: list[Dataset], config: Config, vocab: int, shuffle: bool)
         _tokenizer(config.model.tokenizer_path, notes)
         if any(e.type != "tokenized" for e in entries)
         else None,
+        *([] if routes is None else [dataclasses.asdict(routes)]),
     ]
     notes.save()
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]

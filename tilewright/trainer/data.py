@@ -20,7 +20,9 @@ import numpy as np
 
 from tilewright.trainer.cache_key import cache_key
 from tilewright.trainer.config import Config, Dataset
+from tilewright.trainer.encode import REPLAYED, ROUTES, SCHEMA
 from tilewright.trainer.prepare import Writer, prepare_entry, split_file
+from tilewright.trainer.routes import Routes
 from tilewright.trainer.sources import check_sources, dummy, read_raw
 
 log = logging.getLogger("tilewright")
@@ -51,18 +53,20 @@ def _build(
     vocab: int,
     shuffle: bool,
     folder: pathlib.Path,
+    routes: Routes | None,
 ) -> None:
     """Writes a prepared set."""
     check_sources(entries)
     data, seed, order, begun = config.data, config.train.seed, [], time.monotonic()
     path = folder / "samples.arrow"
-    with contextlib.closing(Writer(path)) as writer:
+    schema = SCHEMA if routes is None else REPLAYED
+    with contextlib.closing(Writer(path, schema)) as writer:
         for i, entry in enumerate(entries):
             # Training and evaluation must not share documents.
             source = _source(entry, config, vocab, (seed, i, int(shuffle)))
             loaded = None if entry.type == "tokenized" else tokenizer()
             first = writer.samples
-            made = prepare_entry(source, entry, config, loaded, vocab, writer)
+            made = prepare_entry(source, entry, config, loaded, vocab, writer, routes)
             if not made:
                 log.warning("%s: holds no sample of two tokens or more", entry.path)
             part = np.arange(first, first + made)
@@ -122,10 +126,12 @@ def prepare(
     vocab: int,
     *,
     shuffle: bool = True,
+    routes: Routes | None = None,
     main: bool = True,
     broadcast: Callable[[str | None], str | None] = lambda name: name,
 ):
-    """The merged, tokenized data set with columns input_ids and labels, from the cache if present.
+    """The merged, tokenized data set with columns input_ids and labels, and routed_experts if
+    `routes` are replayed, from the cache if present.
 
     main: this process builds and saves (rank 0), and says at `broadcast` how its folder is named;
     the others wait there and read it. Another name could be theirs: files and answers of servers
@@ -134,7 +140,7 @@ def prepare(
     data = config.data
     root = pathlib.Path(data.dataset_prepared_path)
     if data.skip_prepare_dataset and (root / "dataset_info.json").is_file():
-        return _saved(root, test=entries is data.test_datasets)
+        return _saved(root, entries is data.test_datasets, routes)
     for entry in entries:
         if pathlib.Path(entry.path).is_dir() and root.resolve().is_relative_to(
             pathlib.Path(entry.path).resolve()
@@ -146,7 +152,7 @@ def prepare(
     check_sources(entries, cached=True)
     if not main:
         return _load(root / str(broadcast(None)))
-    folder = root / cache_key(entries, config, vocab, shuffle)
+    folder = root / cache_key(entries, config, vocab, shuffle, routes)
     if data.skip_prepare_dataset:
         if not folder.is_dir():
             raise FileNotFoundError(
@@ -158,7 +164,7 @@ def prepare(
                 aside = folder.with_name(f".{folder.name}.partial")
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir()
-                _build(entries, config, tokenizer, vocab, shuffle, aside)
+                _build(entries, config, tokenizer, vocab, shuffle, aside, routes)
                 aside.rename(folder)
             _push(folder, config, split="test" if entries is data.test_datasets else "train")
     broadcast(folder.name)
@@ -174,7 +180,7 @@ def _push(folder: pathlib.Path, config: Config, split: str) -> None:
         told.write_text("".join(f"{name}\n" for name in (*pushed, target)))
 
 
-def _saved(root: pathlib.Path, test: bool):
+def _saved(root: pathlib.Path, test: bool, routes: Routes | None):
     """A set that the datasets package saved, with the columns of a prepared one."""
     import datasets
 
@@ -184,7 +190,8 @@ def _saved(root: pathlib.Path, test: bool):
             "data.val_set_size instead of data.test_datasets"
         )
     prepared = datasets.load_from_disk(str(root))
-    if absent := {"input_ids", "labels"} - {*prepared.column_names}:
+    needed = {"input_ids", "labels"} | ({ROUTES} if routes is not None else set())
+    if absent := needed - {*prepared.column_names}:
         raise ValueError(
             f"data.skip_prepare_dataset: {root} has no column {' or '.join(sorted(absent))}"
         )

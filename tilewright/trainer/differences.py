@@ -47,6 +47,13 @@ DIFFERENCES: dict[str, tuple[str, str]] = {
     "train.use_tensorboard": ("none", "ours, as use_wandb, without an account"),
     "train.plot_loss": ("none", "ours: a picture that needs no other program"),
     "train.ignore_memory_plan": ("none", "ours: a run that cannot fit is not started"),
+    "train.checksum_steps": ("none", "ours: what a later run is compared with"),
+    "train.assert_deterministic": ("none", "ours: two runs have the same bits, or say where not"),
+    "train.router_replay": (
+        "none",
+        "ours: experts as the engine that generated the data chose them",
+    ),
+    "train.router_replay_compare_steps": ("none", "ours: what replaying changes"),
     "train.save_total_limit": ("none", "ours, named as in transformers"),
     "train.enable_activation_offload": (
         "offload to CPU",

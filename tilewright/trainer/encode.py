@@ -18,9 +18,13 @@ import pyarrow as pa
 from tilewright.trainer import chat
 from tilewright.trainer.config import Data, Dataset
 from tilewright.trainer.loss import IGNORE
+from tilewright.trainer.routes import Routes
 
 COLUMNS = ("input_ids", "labels")
+ROUTES = "routed_experts"  # of a tokenized row: experts that an engine chose
 SCHEMA = pa.schema({name: pa.list_(pa.int32()) for name in COLUMNS})
+# Experts are below 4,096.
+REPLAYED = SCHEMA.append(pa.field(ROUTES, pa.list_(pa.int16())))
 # Characters that a tokenizer gets at once: its working memory is about a hundred bytes per token.
 PIECE = 1 << 20
 # A tokenizer splits text before the first character of a line, and before a space.
@@ -32,7 +36,7 @@ NEEDED = {
     "chat": (("messages",), ("conversations",)),
     "prompt_completion": (("prompt", "completion"),),
 }
-Arrays = tuple[np.ndarray, np.ndarray]  # input_ids and labels of a sample
+Arrays = tuple[np.ndarray, ...]  # input_ids, labels and, if they are replayed, routes of a sample
 
 
 class RefusedRow(ValueError):
@@ -61,11 +65,11 @@ def longest(entry: Dataset, data: Data) -> int:
     return min(entry.max_seq_len or bin_size, bin_size)
 
 
-def lists(parts: Iterable[np.ndarray]) -> pa.ListArray:
-    """Arrays as an Arrow list array of int32."""
-    parts = [np.asarray(p, np.int32) for p in parts]
+def lists(parts: Iterable[np.ndarray], dtype: Any = np.int32) -> pa.ListArray:
+    """Arrays as an Arrow list array of integers."""
+    parts = [np.asarray(p, dtype) for p in parts]
     offsets = np.cumsum([0, *map(len, parts)], dtype=np.int32)
-    values = np.concatenate(parts) if parts else np.empty(0, np.int32)
+    values = np.concatenate(parts) if parts else np.empty(0, dtype)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
@@ -100,8 +104,19 @@ def check_columns(entry: Dataset, names: list[str], features: Any) -> None:
 class Encoder:
     """The encoder of a data set. Raises ValueError if the tokenizer cannot serve its type."""
 
-    def __init__(self, entry: Dataset, most: int, vocab: int, tokenizer: Any, messages: bool):
-        self.most, self.vocab, self.tokenizer = most, vocab, tokenizer
+    def __init__(
+        self,
+        entry: Dataset,
+        most: int,
+        vocab: int,
+        tokenizer: Any,
+        messages: bool,
+        routes: Routes | None = None,
+    ):
+        """messages: prompts are lists of them.   routes: those that a tokenized row has, if they
+        are replayed.
+        """
+        self.most, self.vocab, self.tokenizer, self.routes = most, vocab, tokenizer, routes
         self.kind = entry.type
         if entry.type in ("chat", "prompt_completion"):
             chat.check_tokenizer(entry.path, entry.type, tokenizer, template=messages)
@@ -110,7 +125,7 @@ class Encoder:
 
     def __call__(self, rows: Iterable[tuple[int, Any]]) -> Encoded:
         """rows: (index, row). Raises RefusedRow."""
-        out: tuple[list[np.ndarray], list[np.ndarray]] = [], []
+        out: tuple[list[np.ndarray], ...] = [], [], []
         cut = unlabeled = short = 0
         samples_of = getattr(self, f"_{self.kind}")
         for index, row in rows:
@@ -118,7 +133,7 @@ class Encoder:
                 samples = [self._checked(*sample) for sample in samples_of(row)]
             except chat.Refused as refused:
                 raise RefusedRow(index, str(refused)) from refused
-            for ids, labels in samples:
+            for ids, labels, *routes in samples:
                 if len(ids) < 2:  # a single token has no target
                     short += self.kind != "text"  # of which only an empty document is so short
                     continue
@@ -129,10 +144,14 @@ class Encoder:
                     continue
                 out[0].append(ids)
                 out[1].append(labels)
-        batch = pa.RecordBatch.from_arrays(list(map(lists, out)), schema=SCHEMA)
+                out[2].extend(r[: self.most].reshape(-1) for r in routes)
+        arrays, schema = [lists(out[0]), lists(out[1])], SCHEMA
+        if self.routes is not None:
+            arrays, schema = [*arrays, lists(out[2], np.int16)], REPLAYED
+        batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
         return Encoded(batch, cut, unlabeled, short)
 
-    def _checked(self, ids: Any, labels: Any) -> Arrays:
+    def _checked(self, ids: Any, labels: Any, *routes: np.ndarray) -> Arrays:
         """An index outside the embedding would end a GPU run with an assertion that names no
         sample.
         """
@@ -143,7 +162,7 @@ class Encoder:
                 raise chat.Refused(
                     f"token {outside[0]} is not in the model's vocabulary of {self.vocab}"
                 )
-        return ids, labels
+        return ids, labels, *routes
 
     def _tokenized(self, row: dict[str, Any]) -> Iterator[Arrays]:
         ids, labels = _integers(row["input_ids"]), _integers(row.get("labels"))
@@ -152,7 +171,13 @@ class Encoder:
         labels = ids if labels is None else labels
         if len(labels) != len(ids):
             raise chat.Refused(f"it has {len(ids)} input_ids and {len(labels)} labels")
-        yield ids, labels
+        if self.routes is None:
+            yield ids, labels
+            return
+        try:
+            yield ids, labels, self.routes.read(row[ROUTES], len(ids))
+        except (TypeError, ValueError) as error:
+            raise chat.Refused(str(error)) from error
 
     def _text(self, row: dict[str, Any]) -> Iterator[Arrays]:
         """Samples of at most `most` tokens, which join to the document and its end token."""

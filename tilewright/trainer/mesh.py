@@ -238,15 +238,19 @@ class Group:
             dist.broadcast_object_list(values, group=self.group, group_src=0)
         return values[0]
 
+    def gather(self, value: Any) -> list[Any]:
+        """Each rank's value, in order, on every rank."""
+        values = [value]
+        if self.group is not None:
+            values = [None] * self.size
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
     def agree(self, problem: BaseException | None) -> None:
         """Raises, on every rank, the first exception that any of them has; otherwise the others
         would wait for it forever.
         """
-        problems = [problem]
-        if self.group is not None:
-            problems = [None] * self.size
-            dist.all_gather_object(problems, problem, group=self.group)
-        for one in problems:
+        for one in self.gather(problem):
             if one is not None:
                 raise one
 

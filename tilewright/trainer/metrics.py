@@ -50,13 +50,13 @@ def _show(value: Any) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def _rows(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a file whose last line may be incomplete after a killed run."""
-    rows = []
-    for line in path.read_text().splitlines():
+def rows(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of a file, if it is there, whose last line may be incomplete after a killed run."""
+    found = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return rows
+            found.append(json.loads(line))
+    return found
 
 
 class Metrics:
@@ -85,9 +85,9 @@ class Metrics:
         folder = pathlib.Path(self.train.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
-        rows = _rows(path) if start and path.is_file() else []
+        earlier = rows(path) if start else []
         # Steps that a resumed run repeats are not reported twice.
-        kept = [r for r in rows if r["step"] <= start]
+        kept = [r for r in earlier if r["step"] <= start]
         path.write_text("".join(json.dumps(r) + "\n" for r in kept))
         self.file = path.open("a", buffering=1)
         bar = self.train.log_format == "progress_bar"
@@ -195,7 +195,7 @@ class Metrics:
                 self.board.close()
             if self.train.plot_loss:
                 folder = pathlib.Path(self.train.output_dir)
-                draw(_rows(folder / "metrics.jsonl"), folder / "loss.png")
+                draw(rows(folder / "metrics.jsonl"), folder / "loss.png")
 
 
 def draw(rows: list[dict[str, Any]], target: pathlib.Path) -> None:

@@ -52,7 +52,8 @@ class Block(nn.Module):
             self.post_feedforward_layernorm = norm(config, ops, config.hidden_size)
         else:
             self.post_attention_layernorm = residual_norm(config, ops)
-        self.mlp = MoE(config, ops) if config.is_moe(layer) else MLP(config, ops)
+        before = sum(config.is_moe(i) for i in range(layer))
+        self.mlp = MoE(config, ops, before) if config.is_moe(layer) else MLP(config, ops)
 
     def before_mlp(self, x, residual, sequence):
         x, residual = self.input_layernorm(x, residual)
@@ -61,13 +62,13 @@ class Block(nn.Module):
             return self.pre_feedforward_layernorm(self.post_attention_layernorm(x), residual)
         return self.post_attention_layernorm(x, residual)
 
-    def forward(self, x, residual, sequence, kept=None):
-        """kept: as in `MoE.forward`."""
+    def forward(self, x, residual, sequence, routes=None, kept=None):
+        """routes, kept: as in `MoE.forward`."""
         x, residual = self.before_mlp(x, residual, sequence)
         if not isinstance(self.mlp, MoE):
             x = self.mlp(x)
             return (self.post_feedforward_layernorm(x) if self.norms_after else x), residual
-        x, report = self.mlp(x) if kept is None else self.mlp(x, kept)
+        x, report = self.mlp(x, routes) if kept is None else self.mlp(x, routes, kept)
         return x, residual, report
 
 
@@ -107,7 +108,11 @@ class Decoder(nn.Module):
         """
         residual, reports = None, []
         for layer in layers:
-            x, residual, *report = layer(x, residual, sequence)
+            more = []
+            if sequence.routes is not None and isinstance(layer.mlp, MoE):
+                # Selected here: compiled code would be recompiled for each layer's number.
+                more = [sequence.routes[layer.mlp.number]]
+            x, residual, *report = layer(x, residual, sequence, *more)
             reports += report
         return x, residual, torch.stack(reports) if reports else None
 
@@ -253,6 +258,7 @@ class Transformer(nn.Module):
         position_ids: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         ends: tuple[int, ...] | None = None,
+        routed_experts: torch.Tensor | None = None,
         loss: Loss | None = None,
         **more: Any,
     ) -> torch.Tensor | Outcome:
@@ -265,6 +271,8 @@ class Transformer(nn.Module):
             position_ids: [B, S]; default: from 0 in every document.
             cu_seqlens, ends: see `Sequence`. After `spread_sequence` they describe the whole
                 sequence, and all other tensors are this rank's shard.
+            routed_experts: [1, S, layers with experts x K]: recorded routes, which are replayed; -1
+                for a token that is routed as usual.
             loss: see `loss.py`; called with the head's values and all of these tensors.
             more: further tensors of the batch, for the loss.
         """
@@ -276,6 +284,7 @@ class Transformer(nn.Module):
             cu_seqlens=cu_seqlens,
             ends=ends,
         )
+        sequence.routes = self.routes(routed_experts)
         hidden, reports = self.model(input_ids, sequence)
         if labels is None:
             own = logits(self.tp.gather(hidden), local(self.lm_head.weight), self.ops)
@@ -284,6 +293,14 @@ class Transformer(nn.Module):
         if loss is not None:
             return self.outcome(hidden, loss, batch)._replace(reports=reports)
         return self.token_losses(hidden, labels).reduced("mean")
+
+    def routes(self, routed_experts: torch.Tensor | None) -> torch.Tensor | None:
+        """A batch's, as `Sequence` has them: of the tokens that this rank has in each layer."""
+        if routed_experts is None:
+            return None
+        own = self.tp.own(routed_experts[0].long())
+        K = self.config.num_experts_per_tok
+        return own.T.contiguous().unflatten(0, (-1, K))
 
     def outcome(self, hidden: torch.Tensor, loss: Loss, batch: Mapping[str, Any]) -> Outcome:
         """A loss of the final hidden states, this rank's shard; without reports."""

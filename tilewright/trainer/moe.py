@@ -137,8 +137,10 @@ class Router(nn.Linear):
 
 
 class MoE(nn.Module):
-    def __init__(self, config: ModelConfig, ops: Ops):
+    def __init__(self, config: ModelConfig, ops: Ops, number: int = 0):
+        """number: of layers with experts before this one."""
         super().__init__()
+        self.number = number
         self.gate = Router(config, ops.numerics.router_fp32)
         self.experts = Experts(config, ops)
         self.shared_experts = (
@@ -157,18 +159,20 @@ class MoE(nn.Module):
             "implementation": ops.route,
         }
 
-    def forward(self, x, kept=None):
+    def forward(self, x, routes=None, kept=None):
         """The layer's output, and the router's report [E + 2]: tokens per expert, load-balance
         loss, z-loss.
 
+        routes: recorded experts of this layer [K, T], -1 for a token without a record.
         kept: as in `ep_moe_mlp`, for a call that the backward repeats.
         """
         x_TH = x.reshape(-1, x.shape[-1])
+        logits_TE, bias = self.gate(x_TH), self.gate.e_score_correction_bias
+        recorded_TK = None
+        if routes is not None:
+            recorded_TK = self._completed(logits_TE.detach(), routes.T)
         routing = tw.route(
-            self.gate(x_TH),
-            self.top_k,
-            bias=self.gate.e_score_correction_bias,
-            **self.options,
+            logits_TE, self.top_k, bias=bias, expert_index=recorded_TK, **self.options
         )
         index_TK, weight_TK, tokens_E, *losses = routing
         report = torch.cat((tokens_E.float(), torch.stack(losses))).detach()
@@ -176,3 +180,9 @@ class MoE(nn.Module):
         # place would bypass its hooks.
         y = torch.ops.aten._unsafe_view(self.experts(x_TH, index_TK, weight_TK, kept), x.shape)
         return (y if self.shared_experts is None else y + self.shared_experts(x)), report
+
+    def _completed(self, logits_TE, recorded_TK):
+        """Recorded routes; of tokens without a record today's."""
+        bias = self.gate.e_score_correction_bias
+        today = tw.route(logits_TE, self.top_k, bias=bias, **self.options).expert_index
+        return torch.where(recorded_TK < 0, today, recorded_TK)

@@ -1,4 +1,4 @@
-"""Rules between the fields of tensor and pipeline parallelism."""
+"""Rules between the fields of tensor and pipeline parallelism, and of recorded routes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,27 @@ def too_few(schedule: str, micro_batches: int, ranks: int) -> str | None:
             f"by {rounds}"
         )
     return None
+
+
+def replay_relations(config: Config) -> Iterator[tuple[bool, str, str]]:
+    """(whether it is violated, the fields, the sentence) of every rule about recorded routes."""
+    data, replays = config.data, config.train.router_replay
+    entries = [] if data.skip_prepare_dataset else [*data.datasets, *data.test_datasets]
+    yield (
+        replays and any(entry.type != "tokenized" for entry in entries),
+        "train.router_replay",
+        "an engine's records are of its tokens, so every data set must be of type tokenized",
+    )
+    yield (
+        replays and any(entry.path == "dummy" for entry in entries),
+        "train.router_replay",
+        "dummy data have no recorded routes",
+    )
+    yield (
+        config.train.router_replay_compare_steps > 0 and not replays,
+        "train.router_replay_compare_steps train.router_replay",
+        "nothing is replayed",
+    )
 
 
 def tensor_relations(config: Config) -> Iterator[tuple[bool, str, str]]:

@@ -121,6 +121,8 @@ class Sequence:
     cu_seqlens: of packed documents, of the whole sequence.   ends: its values on the host, which
     spare attention a synchronization in every layer.   longest: a power of two that bounds the
     documents' lengths, so that few values of it are compiled; None without ends.
+    routes: recorded experts [layers with experts, K, tokens of this rank's hidden states], or None;
+    a layer is called with its own.
 
     A plain class, not a frozen dataclass: Dynamo guards every field of those, and would recompile
     for each tuple of ends.
@@ -138,6 +140,7 @@ class Sequence:
         self.cos, self.sin = cos, sin
         self.local_cos, self.local_sin = local or (None, None)
         self.position_ids, self.cu_seqlens, self.ends = position_ids, cu_seqlens, ends
+        self.routes: torch.Tensor | None = None
         self.longest: int | None = None
         if ends is not None:
             longest = max(b - a for a, b in itertools.pairwise(ends))

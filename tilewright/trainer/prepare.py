@@ -24,6 +24,7 @@ from tilewright.trainer.config import Config, Dataset
 from tilewright.trainer.encode import (
     COLUMNS,
     PIECE,
+    ROUTES,
     SCHEMA,
     Encoded,
     Encoder,
@@ -31,6 +32,7 @@ from tilewright.trainer.encode import (
     check_columns,
     longest,
 )
+from tilewright.trainer.routes import Routes
 from tilewright.trainer.rows import Documents, Part, Rows
 
 log = logging.getLogger("tilewright")
@@ -118,9 +120,9 @@ def _work(part: Part) -> Encoded:
 class Writer:
     """Writes samples to a file as they come."""
 
-    def __init__(self, path: pathlib.Path):
+    def __init__(self, path: pathlib.Path, schema: pa.Schema = SCHEMA):
         self.file = pa.OSFile(str(path), "wb")
-        self.stream = pa.ipc.new_stream(self.file, SCHEMA)
+        self.stream = pa.ipc.new_stream(self.file, schema)
         self.samples = self.tokens = 0
 
     def write(self, batch: pa.RecordBatch) -> None:
@@ -135,19 +137,32 @@ class Writer:
 
 
 def prepare_entry(
-    source: Source, entry: Dataset, config: Config, tokenizer, vocab: int, writer: Writer
+    source: Source,
+    entry: Dataset,
+    config: Config,
+    tokenizer,
+    vocab: int,
+    writer: Writer,
+    routes: Routes | None = None,
 ) -> int:
-    """Writes the samples of an entry. Returns their number. tokenizer: None if not needed."""
+    """Writes the samples of an entry. Returns their number. tokenizer: None if not needed.
+    routes: of rows that have them, if they are replayed.
+    """
     data, most = config.data, longest(entry, config.data)
     names, features = source.column_names, source.features
     check_columns(entry, list(names), features)
+    if routes is not None and ROUTES not in names:
+        raise ValueError(
+            f"train.router_replay = True: {entry.path} has no column {ROUTES}, has {list(names)}"
+        )
     if isinstance(source, Rows):
         source.arrow = entry.type == "tokenized"
-        used = [n for n in names if n in USED[entry.type]]
+        wanted = (*USED[entry.type], *([ROUTES] if routes is not None else []))
+        used = [n for n in names if n in wanted]
         source = source.select_columns(used)
     strings = ("string", "large_string")
     messages = "prompt" not in names or getattr(features["prompt"], "dtype", "list") not in strings
-    encoder = Encoder(entry, most, vocab, tokenizer, messages)
+    encoder = Encoder(entry, most, vocab, tokenizer, messages, routes)
     count = workers(entry, data.dataset_num_proc, source.nbytes)
     chunks = entry.preprocess_shards or 1
     before, cut, unlabeled, short = writer.samples, 0, 0, 0
@@ -195,9 +210,10 @@ USED = {
 def split_file(path: pathlib.Path, count: int, samples: int) -> None:
     """Replaces a file of samples by `count` files of about as many samples each."""
     ends = [samples * (i + 1) // count for i in range(count)]
-    at, done, writer = 0, 0, Writer(_part(path, 0, count))
     with pa.OSFile(str(path)) as file:
-        for batch in pa.ipc.open_stream(file):
+        stream = pa.ipc.open_stream(file)
+        at, done, writer = 0, 0, Writer(_part(path, 0, count), stream.schema)
+        for batch in stream:
             taken = 0
             while taken < batch.num_rows:
                 take = min(batch.num_rows - taken, ends[at] - done)
@@ -206,8 +222,8 @@ def split_file(path: pathlib.Path, count: int, samples: int) -> None:
                 if done == ends[at] and at + 1 < count:
                     writer.close()
                     at += 1
-                    writer = Writer(_part(path, at, count))
-    writer.close()
+                    writer = Writer(_part(path, at, count), stream.schema)
+        writer.close()
     path.unlink()
 
 

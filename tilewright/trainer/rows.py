@@ -76,7 +76,12 @@ class Rows:
         names = self.column_names
         for i in range(stop - first):
             if self.arrow:
-                yield first + i, {n: rows.column(n)[i].values for n in names}
+                cells = ((n, rows.column(n)[i]) for n in names)
+                # A list as an array; a string has no values.
+                yield (
+                    first + i,
+                    {n: c.values if hasattr(c, "values") else c.as_py() for n, c in cells},
+                )
             else:
                 yield first + i, {n: rows[n][i] for n in names}
 

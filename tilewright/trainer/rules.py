@@ -13,7 +13,11 @@ from tilewright import platform
 from tilewright.nn.quantized import wrong_group_size
 from tilewright.ops.expert_parallel import no_deepep
 from tilewright.trainer.field_tree import default_of, get, show
-from tilewright.trainer.parallel_rules import pipeline_relations, tensor_relations
+from tilewright.trainer.parallel_rules import (
+    pipeline_relations,
+    replay_relations,
+    tensor_relations,
+)
 from tilewright.trainer.refused import ACCEPTED, FSDP2_ONLY, LORA_ONLY, OPTIMIZERS_ONLY, REFUSED
 
 if TYPE_CHECKING:
@@ -50,6 +54,7 @@ def _relations(config: Config) -> Iterator[tuple[bool, str, str]]:
     yield from _model_and_data(config)
     yield from _numerics(config)
     yield from _experts(config)
+    yield from replay_relations(config)
     yield from pipeline_relations(config)
     yield from tensor_relations(config)
     yield from _train(config)

@@ -18,7 +18,7 @@ from tilewright.trainer.model import Outcome, Transformer
 from tilewright.trainer.positions import Sequence
 
 # Of a batch, what positions are made of, and no loss reads.
-_OF_SEQUENCE = ("position_ids", "cu_seqlens", "ends")
+_OF_SEQUENCE = ("position_ids", "cu_seqlens", "ends", "routed_experts")
 
 
 def ranks_of_stages(train: Train) -> list[int]:
@@ -138,6 +138,7 @@ class Stage(nn.Module):
             model.cp,
             **{name: batch.get(name) for name in ("position_ids", "cu_seqlens", "ends")},
         )
+        sequence.routes = model.routes(batch.get("routed_experts"))
         T = ids.shape[1] // self.parts
         x = decoder.embed(ids) if hidden is None else hidden
         if x.shape[1] > T:

@@ -29,20 +29,22 @@ import torch.distributed as dist
 from tilewright import platform
 from tilewright.ops import checked_targets
 from tilewright.registry import ImplementationUnavailable
-from tilewright.trainer import adapters, checkpoint, hf, memory_plan
-from tilewright.trainer.batches import Batches, Bins, evaluation_batches, padding
+from tilewright.trainer import adapters, checkpoint, hf, memory_plan, replay
+from tilewright.trainer.assertion import Witness
+from tilewright.trainer.batches import Batches, Bins, evaluation_batches
 from tilewright.trainer.build import build_data, build_engine, choose_ops, compute_dtype, identity
-from tilewright.trainer.compiling import compiled_parts
+from tilewright.trainer.certificate import facts
 from tilewright.trainer.config import Config, ConfigError, from_command_line, resolved
-from tilewright.trainer.engine import Engine, NotFinite, Sums, reproducible
+from tilewright.trainer.engine import Batch, Engine, NotFinite, Sums, reproducible
 from tilewright.trainer.housekeeping import Housekeeping
 from tilewright.trainer.interrupts import Interrupts, Stopped
 from tilewright.trainer.loss import language_modeling
 from tilewright.trainer.mesh import Mesh, device_of, join
 from tilewright.trainer.metrics import Metrics
 from tilewright.trainer.plan import Plan
+from tilewright.trainer.routes import Routes
 from tilewright.trainer.sources import check_sources
-from tilewright.trainer.tensor_parallel import shares_heads
+from tilewright.trainer.summary import choices, summary
 
 log = logging.getLogger("tilewright")
 
@@ -58,6 +60,8 @@ def train(config: Config, mesh: Mesh) -> None:
         with run.interruptible():
             loop(run, interrupts)
             run.export()
+        for line in run.witness.summary():
+            run.metrics.say(line)
         run.metrics.close()
 
 
@@ -70,6 +74,7 @@ def loop(run: Run, interrupts: Interrupts) -> None:
         for step in range(run.done, plan.total):
             adapters.before_step(engine.model, lora, t.seed, step)
             before, batches = run.batches.tokens, next(steps)
+            replayed = run.compare(batches)
             # An error that names the target is worth one synchronization, in the first step: later,
             # a target out of range makes the loss NaN.
             with checked_targets() if step == run.start else contextlib.nullcontext():
@@ -81,7 +86,7 @@ def loop(run: Run, interrupts: Interrupts) -> None:
                 # Quantized weights do not show that they were merged with what is not finite.
                 run.saver.check(run.done, engine.model, engine.optimizer, "nothing is merged")
             adapters.after_step(engine.model, engine.optimizer, lora, t.seed, run.done)
-            run.report(sums, norm, run.batches.tokens - before)
+            run.report(sums, norm, run.batches.tokens - before, replayed)
             housekeeping.after(run.done)
             if (signum := interrupts.asked()) and run.done < plan.total:
                 run.stop(signum)
@@ -102,6 +107,7 @@ class Run:
     held: Bins | None
     plan: Plan
     metrics: Metrics
+    witness: Witness
     saver: checkpoint.Saver
     identity: dict[str, dict[str, Any]]
     ops: dict[str, str]
@@ -125,10 +131,18 @@ class Run:
         if not math.isfinite(loss):
             self.give_up(f"step {self.done}: the loss of evaluation is {loss}, so it is not saved")
         self.metrics.evaluation(self.done, loss)
+        self.end_if(self.witness.evaluation(self.done, loss))
 
-    def report(self, sums: Sums, norm: float, tokens: int) -> None:
+    def compare(self, batches: list[Batch]) -> dict[str, float]:
+        """Log-probabilities with and without recorded routes, in the steps that report them."""
+        every = self.config.train.router_replay_compare_steps
+        return replay.compare(self.engine, batches) if every and not (self.done + 1) % every else {}
+
+    def report(self, sums: Sums, norm: float, tokens: int, more: dict[str, float]) -> None:
         lr = self.config.train.lr * self.plan.factor(self.done - 1)
-        self.metrics.step(self.done, tokens, loss=sums.mean, lr=lr, grad_norm=norm, **sums.router())
+        values = {"loss": sums.mean, "lr": lr, "grad_norm": norm, **sums.router(), **more}
+        self.metrics.step(self.done, tokens, **values)
+        self.end_if(self.witness.problem(self.done, values))
 
     def save(self) -> None:
         state = {
@@ -172,6 +186,12 @@ class Run:
         self.saver.finish()
         raise ValueError(f"{why}; {self.saver.go_on()}") from None
 
+    def end_if(self, problem: str | None) -> None:
+        """Waits for the last checkpoint, and ends the run with a sentence, if there is one."""
+        if problem is not None:
+            self.saver.finish()
+            raise ValueError(problem)
+
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
         try:
@@ -190,12 +210,14 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     """
     m, t = config.model, config.train
     folders = checkpoint.earlier(t.output_dir, t.load_checkpoint_path)
+    witness = Witness(t, mesh)
     shape = hf.load_config(hf.local_folder(m.config_path), m.foundation)
     # Checked now, not after the last step: a missing tokenizer or an unsupported dtype.
     export_as = exported(config)
     dtype = compute_dtype(t)
     ops = choose_ops(m, shape, mesh, dtype)
-    batches, held = build_data(config, mesh, shape.vocab_size)
+    routes = Routes.of(shape) if t.router_replay else None
+    batches, held = build_data(config, mesh, shape.vocab_size, routes)
     engine = build_engine(config, shape, mesh, ops)
     belongs = identity(config, shape, batches)
     chosen = ops.names() | adapters.operations(engine.model.whole, mesh.device, dtype)
@@ -212,6 +234,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         raise ValueError(
             f"train.profile_start_step = {t.profile_start_step}: the run has {plan.total} steps"
         )
+    certified = witness.start(engine, facts(config, mesh, batches, belongs, chosen), start)
     if mesh.main:
         pathlib.Path(t.output_dir, "resolved_config.yaml").write_text(resolved(config))
     flops = engine.model.whole.flops_per_token(config.data.sample_packing_sequence_len)
@@ -223,12 +246,13 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         work=(flops, mesh.size),
         settings=config.model_dump(mode="json"),
     )
-    for line in summary(config, mesh, engine, batches, plan):
+    for line in (
+        *summary(config, mesh, engine, batches, plan),
+        metrics.basis(),
+        *choices(chosen, ops.numerics),
+        *certified,
+    ):
         metrics.say(line)
-    metrics.say(metrics.basis())
-    metrics.say("ops: " + " ".join(f"{k}={v}" for k, v in chosen.items()))
-    numerics = dataclasses.asdict(ops.numerics)
-    metrics.say("numerics: " + " ".join(f"{k}={v}" for k, v in numerics.items()))
     saver = checkpoint.Saver(t.output_dir, mesh, t.save_async, resumed, t.save_total_limit or 0)
     return Run(
         config=config,
@@ -238,6 +262,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         held=held,
         plan=plan,
         metrics=metrics,
+        witness=witness,
         saver=saver,
         identity=belongs,
         ops=chosen,
@@ -268,34 +293,6 @@ def exported(config: Config) -> dict[str, Any]:
         "dtype": dtype,
         "adapter_of": base if config.lora.save_lora_only else None,
     }
-
-
-def summary(
-    config: Config, mesh: Mesh, engine: Engine, batches: Batches, plan: Plan
-) -> Iterator[str]:
-    """The report of a run before its first step."""
-    yield (
-        f"{adapters.size(engine.model.whole)} on {mesh.size} x {mesh.device.type}, {plan.total} steps, "
-        f"{batches.steps_per_epoch} per epoch, {batches.bins.tokens} tokens of data"
-    )
-    multiple = padding(config.data.pad_to_multiple_of, mesh.context, mesh.layout.tp)
-    if (tp := mesh.layout.tp) > 1:
-        shape = engine.model.config
-        heads = f"{shape.num_attention_heads} and {shape.num_key_value_heads}"
-        repeated = f", attention whole on each, as {heads} heads do not divide by {tp}"
-        yield (
-            f"matrices on {tp} tensor-parallel ranks"
-            f"{'' if shares_heads(shape, tp) else repeated}, micro-batches padded to a multiple of "
-            f"{multiple} tokens"
-        )
-    if mesh.context.size > 1:
-        yield (
-            f"a sequence on {mesh.context.ring_size} ring x {mesh.context.ulysses_size} Ulysses "
-            f"ranks, padded to a multiple of {multiple} tokens"
-        )
-    if config.train.enable_compile:
-        parts = compiled_parts(engine.model).items()
-        yield "compiled: " + ", ".join(f"{n} x {part}" for part, n in parts)
 
 
 OPTIONS = {

@@ -142,6 +142,17 @@ class Train(Section):
         "null: experts are recomputed with their layer, communication too; moe_act: their "
         "activations alone.",
     )
+    router_replay: bool = field(
+        False,
+        "Send tokens to the experts that an inference engine recorded, in the column "
+        "routed_experts of tokenized data.",
+    )
+    router_replay_compare_steps: int = field(
+        0,
+        "Every so many steps, report the log-probabilities of tokens with recorded and with today's "
+        "experts, which takes two more forward passes; 0: never.",
+        ge=0,
+    )
     freeze_router: bool = field(False, "Keep the weights that choose experts as they are.")
     enable_full_shard: bool = field(True, "FSDP2: shard parameters too (ZeRO-3); false: ZeRO-2.")
     enable_forward_prefetch: bool = field(
@@ -208,6 +219,19 @@ class Train(Section):
     )
     plot_loss: bool = field(
         False, "Draw output_dir/loss.png at the end: the loss of training and evaluation."
+    )
+    # determinism
+    checksum_steps: int = field(
+        0,
+        "Write checksums of all gradients and trained weights to output_dir/checksums.jsonl every "
+        "so many steps; 0: never.",
+        ge=0,
+    )
+    assert_deterministic: str | None = field(
+        None,
+        "An earlier run, by its output_dir or a file in it: refuse to start where the certificates "
+        "differ, or ranks do, and end at the first step that is not the same bit for bit.",
+        min_length=1,
     )
     # profiling
     enable_profiling: bool = field(False, "Run PyTorch's profiler.")

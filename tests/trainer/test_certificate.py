@@ -1,0 +1,400 @@
+"""A run has the bits of an earlier one, or says in what it differs."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("pydantic")
+pytest.importorskip("transformers")
+
+from ranks import run_modes
+from test_trainer import MOE, QWEN3, ROOT, rows, run, write_config
+from torch.cuda import nccl
+
+from tilewright import platform
+from tilewright.kernels import tuning
+from tilewright.ops import OPS
+from tilewright.trainer import certificate, checksums, train
+from tilewright.trainer.checksums import Checksums, checksum, factors
+from tilewright.trainer.config import Config
+from tilewright.trainer.engine import Engine
+from tilewright.trainer.field_tree import leaves
+from tilewright.trainer.mesh import Mesh
+
+CPU = torch.device("cpu")
+FSDP2 = "--train.data_parallel_mode=fsdp2"
+# Of four ranks. A vocabulary of 98 divides by two tensor-parallel ranks.
+LAYOUTS = {
+    "ddp": ["--train.data_parallel_mode=ddp"],
+    "fsdp2": [FSDP2],
+    "hsdp": [FSDP2, "--train.data_parallel_replicate_size=2"],
+    "tensor": [FSDP2, "--train.tensor_parallel_size=2", "--model.merge_qkv=false"],
+    "pipeline": [
+        FSDP2,
+        "--train.pipeline_parallel_size=2",
+        "--train.gradient_accumulation_steps=2",
+    ],
+    "experts": [FSDP2, "--train.expert_parallel_size=2"],
+    "ulysses": [FSDP2, "--train.ulysses_parallel_size=2"],
+    "ring": [FSDP2, "--train.ringattn_parallel_size=2"],
+}
+
+
+def again(folder, *more):
+    return [f"--train.output_dir={folder}", *more]
+
+
+def recorded(folder):
+    return [json.loads(line) for line in (folder / "checksums.jsonl").read_text().splitlines()]
+
+
+# ---- layouts
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """Each layout twice in the same four processes, the second time compared with the first."""
+    folder, modes = tmp_path_factory.mktemp("layouts"), {}
+    shape = {"vocab_size": 98}
+    settings = {"train__max_steps": 2, "train__save_hf_weights": False}
+    dense = write_config(folder / "dense", QWEN3 | shape, **settings)
+    experts = write_config(folder / "moe", MOE | shape, **settings)
+    for name, options in LAYOUTS.items():
+        path = experts if name == "experts" else dense
+        first = again(folder / name / "first", "--train.checksum_steps=1", *options)
+        second = f"--train.assert_deterministic={folder / name / 'first'}"
+        modes[f"{name}/run_first"] = [path, *first]
+        modes[f"{name}/run_again"] = [path, *again(folder / name / "again", second, *options)]
+    modes["run_tampered"] = [*modes["fsdp2/run_again"], *again(folder / "tampered")]
+    for i in range(2):
+        table = folder / f"tuned_{i}" / tuning.device_folder(CPU) / "rmsnorm.json"
+        table.parent.mkdir(parents=True)
+        entry = {"key": {"n": 64}, "config": {"rows": 4 + i}}
+        content = {"schema": 1, "launches": {"forward": [entry]}}
+        table.write_text(json.dumps(content))
+    return folder, run_modes(4, folder, modes)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_two_runs_of_a_layout_are_bit_equal(name, launched):
+    folder, said = launched
+    assert f"deterministic: 2 steps have the bits of {folder / name / 'first'}, 2 of them" in said
+    a, b = (recorded(folder / name / which) for which in ("first", "again"))
+    assert a == b and [row["step"] for row in a] == [1, 2]
+    names = json.loads((folder / name / "first/certificate.json").read_text())["trained"]
+    for row in a:  # every tensor counts, wherever its shards are
+        assert len(row["gradients"]) == len(row["weights"]) == len(names)
+        assert all(row["gradients"]) and all(row["weights"])
+    moved = [x != y for x, y in zip(a[0]["weights"], a[1]["weights"], strict=True)]
+    assert all(moved)
+
+
+def test_a_tampered_table_on_one_rank_is_refused_by_name(launched):
+    folder, _ = launched
+    for rank in range(4):
+        said = (folder / f"refused_{rank}.txt").read_text()
+        device = platform.device_name("cpu")
+        assert said == (
+            f"train.assert_deterministic = {folder / 'fsdp2/first'}: ranks differ: the tuned table "
+            f"of rmsnorm for {device} differs on rank 1"
+        )
+    assert not (folder / "tampered/metrics.jsonl").exists()
+
+
+# ---- one process
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A run of four steps with checksums of each, an evaluation and a checkpoint after two."""
+    folder = tmp_path_factory.mktemp("one")
+    path = write_config(
+        folder,
+        train__max_steps=4,
+        train__save_steps=2,
+        train__save_hf_weights=False,
+        train__checksum_steps=1,
+        data__val_set_size=4,
+    )
+    run(path)
+    return folder, path
+
+
+def asserting(first, target, *more):
+    folder, path = first
+    given = f"--train.assert_deterministic={folder / 'out'}"
+    return run(path, *again(target), given, *more)
+
+
+def test_a_run_is_certified_once_and_a_second_one_has_its_bits(first, tmp_path, capsys):
+    asserting(first, tmp_path / "again")
+    said = capsys.readouterr().out
+    assert said.count("certificate: ") == 1
+    assert f"deterministic: 4 steps have the bits of {first[0] / 'out'}, 4 of them" in said
+    made = json.loads((first[0] / "out/certificate.json").read_text())
+    facts = made["facts"]
+    assert made["start"] == 0 and facts["layout"]["processes"] == 1
+    assert facts["environment"]["torch"] == torch.__version__
+    assert facts["implementation"]["rmsnorm"] == "cpp"
+    assert set(facts["initial weight"]) >= set(made["trained"])
+    assert {"order", "contents", "seed"} <= set(facts["data"])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (["--train.lr=0.02"], "field train.lr is 0.02 in this run and 0.01 in that one"),
+        (
+            ["--model.rmsnorm_native=true"],
+            "implementation rmsnorm is 'torch' in this run and 'cpp' in that one",
+        ),
+        (["--train.seed=7"], "field train.seed is 7 in this run and 42 in that one"),
+        (["--data.val_set_size=5"], "the content of the data differs in this run"),
+        (
+            ["--data.shuffle_merged_datasets=false"],
+            "field data.shuffle_merged_datasets is False in this run and True in that one",
+        ),
+    ],
+    ids=lambda value: value[0].partition("=")[0] if isinstance(value, list) else None,
+)
+def test_a_run_that_is_another_is_refused_and_says_in_what(change, message, first, tmp_path):
+    with pytest.raises(ValueError, match="this run is not that one") as caught:
+        asserting(first, tmp_path / "again", *change)
+    assert message in str(caught.value)
+    assert not (tmp_path / "again/certificate.json").exists()
+
+
+def test_other_initial_weights_are_named(first, tmp_path, monkeypatch):
+    real = Checksums.weights
+
+    def other(self):
+        self.model.model.layers[1].mlp.down_proj.weight.data[3, 5] += 1e-7
+        return real(self)
+
+    monkeypatch.setattr(Checksums, "weights", other)
+    with pytest.raises(ValueError) as caught:
+        asserting(first, tmp_path / "again")
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert str(caught.value).endswith(f": the initial weight of {name} differs in this run")
+
+
+def test_the_number_of_threads_is_a_fact(first, tmp_path):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with pytest.raises(ValueError, match=f"environment threads is '{threads + 1}' in this run"):
+            asserting(first, tmp_path / "again")
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_first_tensor_that_moved_is_named(first, tmp_path, monkeypatch):
+    """The lowest bit of one number of a gradient, in the third step."""
+    real, steps = Engine.divide, []
+
+    def divide(self, *args):
+        norm = real(self, *args)
+        steps.append(norm)
+        if len(steps) == 3:
+            gradient = self.model.model.layers[1].self_attn.o_proj.weight.grad
+            gradient.view(-1).view(torch.int32)[7] ^= 1
+        return norm
+
+    monkeypatch.setattr(Engine, "divide", divide)
+    with pytest.raises(ValueError) as caught:
+        asserting(first, tmp_path / "again")
+    assert str(caught.value).partition(": ")[2].partition(" (and ")[0] == (
+        "step 3 is not the same: the first tensor that moved is the gradient of "
+        "model.layers.1.self_attn.o_proj.weight"
+    )
+    assert len(rows_of(tmp_path / "again")) == 3
+
+
+def rows_of(folder):
+    return [json.loads(s) for s in (folder / "metrics.jsonl").read_text().splitlines() if "lr" in s]
+
+
+def test_a_loss_that_moved_is_said_with_both_values(first, tmp_path):
+    edited = edit(first, tmp_path, "loss", lambda loss: math.nextafter(loss, 9))
+    with pytest.raises(ValueError) as caught:
+        run(first[1], *again(tmp_path / "again"), f"--train.assert_deterministic={edited}")
+    there = next(row["loss"] for row in rows(first[0]) if row["step"] == 2 and "loss" in row)
+    assert str(caught.value) == (
+        f"train.assert_deterministic = {edited}: step 2 is not the same: the loss is {there!r} in "
+        f"this run and {math.nextafter(there, 9)!r} in that one; no tensor can be named: that run "
+        "has no checksums of this step"
+    )
+
+
+def test_a_loss_of_evaluation_that_moved_is_said(first, tmp_path):
+    edited = edit(first, tmp_path, "eval_loss", lambda loss: loss * (1 + 1e-15))
+    with pytest.raises(ValueError, match="step 2 is not the same: the eval_loss is") as caught:
+        run(first[1], *again(tmp_path / "again"), f"--train.assert_deterministic={edited}")
+    assert "tensor" not in str(caught.value)
+
+
+def edit(first, target, name, change):
+    """A copy of the first run's log, without checksums, in which one number of step 2 differs."""
+    folder = target / "earlier"
+    folder.mkdir()
+    made = (first[0] / "out/certificate.json").read_text()
+    (folder / "certificate.json").write_text(made)
+    found = rows(first[0])
+    for row in found:
+        if row["step"] == 2 and name in row:
+            row[name] = change(row[name])
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    return folder
+
+
+def test_a_resumed_run_is_compared_from_where_it_starts(first, tmp_path, capsys):
+    """Also with its own folder, whose later steps it writes again."""
+    at = f"--train.load_checkpoint_path={first[0] / 'out/checkpoints/global_step_2'}"
+    asserting(first, tmp_path / "resumed", at)
+    assert "deterministic: 2 steps have the bits of" in capsys.readouterr().out
+    assert [row["step"] for row in recorded(tmp_path / "resumed")] == [3, 4]
+    before = recorded(first[0] / "out")
+    made = (first[0] / "out/certificate.json").read_text()
+    asserting(first, first[0] / "out", at)
+    assert "deterministic: 2 steps have the bits of" in capsys.readouterr().out
+    assert recorded(first[0] / "out") == before
+    (first[0] / "out/certificate.json").write_text(made)
+
+
+def test_what_is_no_earlier_run_is_one_sentence(first, tmp_path):
+    folder, path = first
+    made = json.loads((folder / "out/certificate.json").read_text())
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/certificate.json").write_text(json.dumps({**made, "schema": 0}))
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut/certificate.json").write_text(json.dumps(made))
+    for given, message in (
+        (tmp_path / "nowhere", "holds no certificate.json; give the output_dir of a run"),
+        (tmp_path / "old", "its certificate has the schema 0; accepted is 1"),
+        (
+            tmp_path / "cut/certificate.json",
+            "that run has no step after 0, where this one starts",
+        ),
+    ):
+        with pytest.raises((ValueError, OSError)) as caught:
+            run(path, *again(tmp_path / "again"), f"--train.assert_deterministic={given}")
+        assert str(caught.value) == f"train.assert_deterministic = {given}: {message}"
+
+
+# ---- facts
+
+
+def test_what_is_left_out_are_fields():
+    fields = {path for path in leaves(Config) if not path.startswith("data.datasets.")}
+    left_out = {f"{s}.{n}" for s, names in certificate.LEFT_OUT.items() for n in names}
+    assert left_out <= fields | {"data.datasets", "data.test_datasets"}
+
+
+def test_the_libraries_of_a_gpu_and_the_environment_are_facts(monkeypatch):
+    plain = platform.provenance()
+    assert re.fullmatch("[0-9a-f]{64}", plain["code"]) and "NCCL_ALGO" not in plain
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    monkeypatch.setattr(nccl, "version", lambda: (2, 30, 1))
+    found = platform.provenance()
+    assert found["NCCL_ALGO"] == "Ring" and found["nccl"] == "2.30.1"
+    assert found["cuda device"] == "GPU" and {"driver", "cuda", "cudnn"} <= found.keys()
+
+
+def test_a_constant_that_differs_is_another_fact():
+    found = [i for op in OPS.values() for i in op.implementations if i.tunables()]
+    assert found
+    [op] = [op for op in OPS.values() if op.name == "rmsnorm"]
+    tunable = next(iter(op.implementation("triton").tunables()))
+    before = certificate.launches({"rmsnorm": "triton"}, CPU)
+    config = {k: 2 * v for k, v in tunable.config(CPU, *tunable.keys[0]).items()}
+    with tunable.override(CPU, tunable.keys[0], config):
+        after = certificate.launches({"rmsnorm": "triton"}, CPU)
+    assert [name for name in before if before[name] != after[name]] == [tunable.name]
+
+
+# ---- checksums
+
+
+def by_definition(t, factor):
+    data = t.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    n = t.element_size()
+    words = [
+        int.from_bytes(data[i : i + n], "little", signed=n > 1) for i in range(0, len(data), n)
+    ]
+    row, weights = len(factor), factor.tolist()
+    total = sum(w * weights[i % row] * weights[i // row % row] for i, w in enumerate(words))
+    total %= 1 << 64
+    return total - (1 << 64) if total >= 1 << 63 else total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+def test_a_checksum_is_the_sum_of_its_definition(dtype, monkeypatch):
+    t = (100 * torch.randn(7, 5, generator=torch.Generator().manual_seed(0))).to(dtype)
+    for row, at_once in ((4, 1), (4, 2), (8, 4), (64, 1)):
+        factor = factors(row, CPU)
+        monkeypatch.setitem(checksums.ROWS, "cpu", at_once)
+        for tensor in (t, t.T, t[:0], t[0, 0]):
+            assert int(checksum(tensor, factor)) == by_definition(tensor, factor)
+
+
+def test_checksums_see_what_sums_do_not():
+    factor, t = factors(16, CPU), torch.randn(4, 25, generator=torch.Generator().manual_seed(1))
+    seen = {int(checksum(t, factor))}
+    for i in range(32):  # every bit
+        other = t.clone()
+        other.view(torch.int32)[2, 3] ^= 1 << i if i < 31 else -(1 << 31)
+        seen.add(int(checksum(other, factor)))
+    swapped = t.clone().view(-1)
+    swapped[[3, 40]] = swapped[[40, 3]]
+    signs = t.clone().view(-1)
+    signs[[5, 21]] *= -1  # the same place of two rows
+    rows_swapped = t[[1, 0, 2, 3]]
+    seen |= {int(checksum(x, factor)) for x in (swapped, signs, rows_swapped, t * -1)}
+    assert len(seen) == 37
+
+
+def test_shards_are_told_apart_by_rank():
+    """Two ranks that swap their shards have another sum."""
+    factor = factors(16, CPU)
+    a, b = torch.randn(8), torch.randn(8)
+    model = torch.nn.Linear(4, 2)
+    model.whole = model
+    parts = []
+    for order in ((a, b), (b, a)):
+        total = 0
+        for rank, t in enumerate(order):
+            sums = Checksums(model, Mesh(rank=rank))
+            sums.factor = factor
+            total += int(sums.of([("weight", t)], ["weight"]))
+        parts.append(total)
+    assert parts[0] != parts[1]
+
+
+# ---- the page
+
+
+def test_the_example_of_the_page(tmp_path, monkeypatch, capsys):
+    page = (ROOT / "docs/trainer.md").read_text()
+    section = page.split("## Two runs with the same bits")[1].split("\n## ")[0]
+    commands, said, *_ = re.findall(r"```\w+\n(.*?)```", section, re.DOTALL)
+    (tmp_path / "outputs").mkdir()
+    write_config(
+        tmp_path,
+        train__max_steps=4,
+        train__save_hf_weights=False,
+        train__output_dir="outputs/first",
+    )
+    monkeypatch.chdir(tmp_path)
+    for line in commands.splitlines():
+        program, arguments = line.split()[:3], line.split()[3:]
+        assert program == ["python", "-m", "tilewright.trainer.train"]
+        assert train.main(arguments) == 0
+    assert said.strip() in capsys.readouterr().out
+    again = ["config.yaml", "--train.output_dir", "outputs/other", "--train.lr", "0.02"]
+    assert train.main([*again, "--train.assert_deterministic", "outputs/first"]) == 1
+    assert capsys.readouterr().err.strip() in section

@@ -1,0 +1,457 @@
+"""Routes that an inference engine recorded are replayed: the same experts with today's weights."""
+
+import base64
+import io
+import itertools
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("pydantic")
+pytest.importorskip("transformers")
+
+from ranks import same_training, together_and_alone
+from test_trainer import MOE, QWEN3, ROOT, make_bins, rows, run, write_config
+
+from tilewright import ops as tw
+from tilewright.nn import read_routed_experts
+from tilewright.trainer import moe, train
+from tilewright.trainer.config import ConfigError, load
+from tilewright.trainer.routes import Routes
+
+L, K, E = MOE["num_hidden_layers"], MOE["num_experts_per_tok"], MOE["num_experts"]
+
+
+def random_routes(tokens, seed, recorded=None):
+    """int16 [tokens, layers x K], of which the first `recorded` (default: all but one) are."""
+    draw = np.random.default_rng(seed)
+    found = draw.random((tokens, L, E)).argsort(-1)[..., :K].reshape(tokens, -1).astype(np.int16)
+    found[tokens - 1 if recorded is None else recorded :] = -1
+    return found
+
+
+# ---- what engines return
+
+
+def engines_routes(tokens=5, layers=3, top_k=2, experts=300):
+    draw = np.random.default_rng(0)
+    return draw.random((tokens, layers, experts)).argsort(-1)[..., :top_k].astype(np.int32)
+
+
+def npy(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def text(data):
+    return base64.b64encode(data).decode()
+
+
+def test_what_each_engine_returns_is_read():
+    routes = engines_routes()
+    small = routes.astype(np.uint16)
+    options = {"layers": 3, "top_k": 2, "experts": 300, "tokens": 6}
+    want = torch.full((3, 6, 2), -1, dtype=torch.int32)
+    want[:, :5] = torch.from_numpy(routes).transpose(0, 1)
+    for given in (
+        routes,  # vLLM
+        small,
+        torch.from_numpy(routes),
+        routes.tolist(),
+        npy(small),  # vLLM's server
+        text(npy(routes)),
+        routes.tobytes(),  # SGLang
+        text(routes.tobytes()),
+        {"routed_experts": text(routes.tobytes())},
+        {"routed_experts": text(small.tobytes()), "routed_experts_dtype": "uint16"},
+    ):
+        found = read_routed_experts(given, **options)
+        assert found.dtype == torch.int32 and torch.equal(found, want), type(given)
+    found = read_routed_experts(text(small.tobytes()), **options, dtype="uint16")
+    assert torch.equal(found, want)
+    assert torch.equal(read_routed_experts(routes, **options | {"tokens": None}), want[:, :5])
+    assert torch.equal(read_routed_experts(routes, **options | {"tokens": 5}), want[:, :5])
+    # Of a model whose first layer is dense: an engine's buffer has zeros there, or no row.
+    dense = {**options, "routed": (1, 2)}
+    zeros = np.where(np.arange(3)[:, None] == 0, 0, routes)
+    for given in (zeros, routes[:, 1:], text(zeros.tobytes()), text(routes[:, 1:].tobytes())):
+        assert torch.equal(read_routed_experts(given, **dense), want[1:])
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (
+            lambda r: r[:, :2],
+            ValueError,
+            "have the shape [5, 2, 2]; accepted is [tokens, 3, 2]: layers and experts per token",
+        ),
+        (lambda r: r[..., :1], ValueError, "have the shape [5, 3, 1]; accepted is [tokens, 3, 2]"),
+        (lambda r: r[:3], ValueError, "are of 3 tokens; accepted are 5 or 6"),
+        (lambda r: r[:3].tobytes(), ValueError, "have the shape [18]; accepted is [tokens, 3, 2]"),
+        (
+            lambda r: put(r, (4, 2, 1), 300),
+            ValueError,
+            "of token 4 in layer 2 hold 300: accepted are 0 to 299",
+        ),
+        (
+            lambda r: put(r, (1, 0, 0), -1),
+            ValueError,
+            "of token 1 in layer 0 hold -1: accepted are 0 to 299",
+        ),
+        (
+            lambda r: 0 * r,
+            ValueError,
+            "of token 0 in layer 0 hold 0: an expert is chosen twice for it (did the engine record",
+        ),
+        (lambda r: r.tobytes()[:-1], ValueError, "are 119 bytes, which hold no whole int32"),
+        (lambda r: "???", ValueError, "are a string that is not base64"),
+        (lambda r: npy(r)[:90], ValueError, "are a damaged .npy file"),
+        (lambda r: r.astype(float), TypeError, "must be integers, got float64"),
+        (lambda r: npy(r.astype(float)), TypeError, "must be integers, got float64"),
+        (lambda r: [[[1, 2]], [[1]]], ValueError, "have no shape"),
+        (lambda r: {"text": ""}, TypeError, "a mapping needs routed_experts, has ['text']"),
+        (
+            lambda r: {"routed_experts": text(r.tobytes()), "routed_experts_dtype": "int4"},
+            ValueError,
+            "dtype must be one of uint8, uint16, int16, int32, int64, got 'int4'",
+        ),
+    ],
+)
+def test_what_cannot_be_replayed_is_one_sentence(change, error, message):
+    with pytest.raises(error) as caught:
+        read_routed_experts(change(engines_routes()), layers=3, top_k=2, experts=300, tokens=6)
+    assert message in str(caught.value)
+
+
+def put(array, at, value):
+    array = array.copy()
+    array[at] = value
+    return array
+
+
+# ---- layouts
+
+FSDP2 = "--train.data_parallel_mode=fsdp2"
+LAYOUTS = {
+    "train_ddp": ["--train.data_parallel_mode=ddp"],
+    "train_experts": [FSDP2, "--train.expert_parallel_size=2"],
+    "train_tensor": [
+        FSDP2,
+        "--train.tensor_parallel_size=2",
+        "--train.micro_batch_size=2",
+    ],
+    "train_pipeline": [
+        FSDP2,
+        "--train.pipeline_parallel_size=2",
+        "--train.micro_batch_size=2",
+    ],
+    "train_ulysses_recompute": [
+        FSDP2,
+        "--train.ulysses_parallel_size=2",
+        "--train.micro_batch_size=2",
+        "--train.enable_gradient_checkpointing=true",
+    ],
+    "train_ring_experts": [
+        FSDP2,
+        "--train.ringattn_parallel_size=2",
+        "--train.expert_parallel_size=4",
+        "--train.micro_batch_size=2",
+        "--train.enable_gradient_checkpointing=true",
+        "--train.moe_checkpoint_method=moe_act",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory):
+    """Steps on random routes, which no router would choose, in four processes and in one."""
+    folder = tmp_path_factory.mktemp("replay")
+    path = write_config(
+        folder,
+        MOE | {"vocab_size": 98},
+        train__micro_batch_size=1,
+        train__gradient_accumulation_steps=2,
+        train__optimizer="sgd",
+        train__lr=0.5,
+        train__max_grad_norm=0.2,
+        train__max_steps=2,
+        data__pad_to_multiple_of=1,
+        model__merge_qkv=False,
+    )
+    bins = [
+        [(ids, labels, random_routes(len(ids), 10 * i + j)) for j, (ids, labels) in enumerate(b)]
+        for i, b in enumerate(make_bins())
+    ]
+    plain = [[d[:2] for d in b] for b in bins]
+    found, alone = together_and_alone(folder, path, bins, LAYOUTS, {"replayed": []})
+    return found, alone["replayed"], (path, plain)
+
+
+@pytest.mark.parametrize("mode", LAYOUTS)
+def test_routes_stay_with_their_tokens_in_every_layout(mode, spread):
+    found, want, _ = spread
+    same_training(found[mode], want)
+
+
+def test_the_routes_of_the_layouts_test_are_not_the_routers(spread):
+    import distributed_worker
+
+    from tilewright.trainer.mesh import Mesh
+
+    _, want, (path, plain) = spread
+    config = load(path, ["--train.micro_batch_size=4"])
+    own = distributed_worker.several_steps(config, Mesh(), plain)[1]
+    for name, gradient in want["grads"].items():
+        if "experts" in name:
+            assert (own["grads"][name] - gradient).norm() > 0.1 * gradient.norm(), name
+
+
+# ---- runs
+
+
+def write_rows(path, samples):
+    """samples: (input_ids, routes or None)."""
+    with path.open("w") as file:
+        for ids, routes in samples:
+            row = {"input_ids": [int(i) for i in ids]}
+            if routes is not None:
+                row["routed_experts"] = routes
+            file.write(json.dumps(row) + "\n")
+    return str(path)
+
+
+def settings(folder, shape=MOE, **changes):
+    options = {
+        "data__datasets": [{"path": str(folder / "train.jsonl")}],
+        "train__checksum_steps": 1,
+        "train__save_hf_weights": False,
+        "train__max_steps": 4,
+        "train__router_replay": True,
+        **changes,
+    }
+    return write_config(folder, shape, **options)
+
+
+def recorded(folder, name="out"):
+    text = (folder / name / "checksums.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def of_a_run(tmp_path_factory):
+    """A run, and a file with the routes that its tokens had, when they were trained on."""
+    folder = tmp_path_factory.mktemp("recorded")
+    draw = np.random.default_rng(3)
+    samples = [draw.integers(0, 97, n) for n in draw.integers(5, 20, 24)]
+    path = settings(folder, train__router_replay=False)
+    write_rows(folder / "train.jsonl", [(ids, None) for ids in samples])
+    seen, packed = [], []
+    real, forward = tw.route, train.Engine.forward_backward
+
+    def route(*args, **options):
+        found = real(*args, **options)
+        seen.append(found.expert_index)
+        return found
+
+    def forward_backward(self, given, loss):
+        packed.extend(given)
+        return forward(self, given, loss)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe.tw, "route", route)
+        patch.setattr(train.Engine, "forward_backward", forward_backward)
+        run(path)
+    assert len(seen) == L * len(packed) == L * 4
+    found = {}
+    for i, batch in enumerate(packed):
+        routes = torch.stack(seen[i * L : (i + 1) * L], 1)  # tokens, layers, K
+        ends = batch["cu_seqlens"].tolist()
+        for a, b in itertools.pairwise(ends):
+            found[tuple(batch["input_ids"][0, a:b].tolist())] = routes[a:b].numpy()
+    (folder / "replayed").mkdir()
+    return folder, samples, found
+
+
+def test_a_replayed_run_has_the_bits_of_the_recorded_one(of_a_run):
+    """The engines' layouts in turns; tokens that were not trained on have no matter."""
+    folder, samples, found = of_a_run
+    again = folder / "replayed"
+    trained = [tuple(ids.tolist()) for ids in samples if tuple(ids.tolist()) in found]
+    assert len(trained) > 6
+    cells = []
+    for ids in samples:
+        routes = found.get(tuple(ids.tolist()))
+        if routes is None:
+            routes = random_routes(len(ids), 1, len(ids)).reshape(len(ids), L, K)
+        cells.append((ids, routes.tolist()))
+    path = settings(again)
+    write_rows(again / "train.jsonl", cells)
+    run(path)
+    assert recorded(again) == recorded(folder)
+    for a, b in zip(rows(again), rows(folder), strict=True):
+        assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
+    # The same in the layouts of servers, all but the last token.
+    write_rows(
+        again / "train.jsonl",
+        [
+            (ids, text(np.array(r[:-1], np.int32).tobytes() if i % 2 else npy(np.array(r[:-1]))))
+            for i, (ids, r) in enumerate(cells)
+        ],
+    )
+    run(path, f"--train.output_dir={again / 'coded'}")
+    for a, b in zip(recorded(again, "coded"), recorded(again), strict=True):
+        assert a == b
+
+
+def test_recorded_routes_and_not_todays_are_taken(of_a_run, tmp_path, monkeypatch):
+    """With other weights the router would choose other experts; its weights still learn."""
+    found = of_a_run[2]
+    calls, real = [], tw.route
+
+    def route(logits, k, *, expert_index=None, **options):
+        calls.append(expert_index)
+        return real(logits, k, expert_index=expert_index, **options)
+
+    monkeypatch.setattr(moe.tw, "route", route)
+    write_rows(tmp_path / "train.jsonl", [(ids, r.tolist()) for ids, r in found.items()])
+    path = settings(
+        tmp_path, train__max_steps=2, train__seed=7, train__router_replay_compare_steps=2
+    )
+    run(path)
+    replayed = [c for c in calls if c is not None]
+    assert len(replayed) >= 2 * L
+    first, second = rows(tmp_path)
+    assert "logprob_replayed" not in first
+    assert second["logprob_replayed"] == pytest.approx(-second["loss"], rel=1e-6)
+    assert second["logprob_difference"] > 1e-4
+    apart = abs(second["logprob_replayed"] - second["logprob_routed_today"])
+    assert 0 < apart <= second["logprob_difference"]
+    names = json.loads((tmp_path / "out/certificate.json").read_text())["trained"]
+    gates = [i for i, name in enumerate(names) if name.endswith("mlp.gate.weight")]
+    assert len(gates) == L
+    for row in recorded(tmp_path):
+        assert all(row["gradients"][i] for i in gates)
+
+
+def test_a_resumed_run_replays_what_belongs_to_its_tokens(tmp_path):
+    draw = np.random.default_rng(4)
+    samples = [draw.integers(0, 97, n) for n in draw.integers(5, 20, 24)]
+    cells = [
+        (ids, random_routes(len(ids), i, len(ids)).reshape(-1, L, K).tolist())
+        for i, ids in enumerate(samples)
+    ]
+    path = settings(tmp_path, train__save_steps=2)
+    write_rows(tmp_path / "train.jsonl", cells)
+    run(path)
+    at = tmp_path / "out/checkpoints/global_step_2"
+    more = [f"--train.assert_deterministic={tmp_path / 'out'}"]
+    run(path, f"--train.output_dir={tmp_path / 'b'}", f"--train.load_checkpoint_path={at}", *more)
+    assert recorded(tmp_path, "b") == recorded(tmp_path)[2:]
+    # Other routes of the same tokens are other data.
+    cells[3][1][0] = [[1, 0], [0, 1]] if cells[3][1][0] != [[1, 0], [0, 1]] else [[2, 3], [3, 2]]
+    write_rows(tmp_path / "train.jsonl", cells)
+    with pytest.raises(ValueError, match="the content of the data differs"):
+        run(path, f"--train.output_dir={tmp_path / 'c'}", *more)
+
+
+def test_compiled_layers_replay_without_a_graph_for_each(tmp_path, monkeypatch, caplog):
+    from torch._dynamo.testing import CompileCounter
+
+    counter, real = CompileCounter(), torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda *args, **options: real(*args, **options, backend=counter)
+    )
+    torch._dynamo.reset()
+    draw, layers = np.random.default_rng(5), 6
+    cells = []
+    for n in draw.integers(5, 20, 24):
+        routes = draw.random((n, layers, E)).argsort(-1)[..., :K]
+        cells.append((draw.integers(0, 97, n), routes.tolist()))
+    write_rows(tmp_path / "train.jsonl", cells)
+    more = {"model__attn_implementation": "eager", "train__max_steps": 3}
+    path = settings(tmp_path, MOE | {"num_hidden_layers": layers}, **more)
+    run(path)
+    run(path, "--train.enable_compile=true", f"--train.output_dir={tmp_path / 'compiled'}")
+    assert 1 <= counter.frame_count <= 6 and "runs uncompiled" not in caplog.text
+    compiled = (tmp_path / "compiled/metrics.jsonl").read_text().splitlines()
+    for a, b in zip(map(json.loads, compiled), rows(tmp_path), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+    torch._dynamo.reset()
+
+
+def test_what_the_trainer_cannot_replay_is_one_sentence(tmp_path):
+    ids = [5, 6, 7, 8]
+    good = [[[0, 1], [2, 3]]] * 3
+    path = settings(tmp_path)
+
+    def refused(*cells, shape=None, more=()):
+        write_rows(tmp_path / "train.jsonl", [(ids, cell) for cell in cells])
+        if shape is not None:
+            (tmp_path / "model/config.json").write_text(json.dumps(shape))
+        with pytest.raises(ValueError) as caught:
+            run(path, *more)
+        return str(caught.value)
+
+    at = f"{tmp_path / 'train.jsonl'}: line 2: routed experts"
+    assert refused(good, [[[0, 1]]] * 3) == (
+        f"{at} have the shape [3, 1, 2]; accepted is [tokens, 2, 2]: layers and experts per token"
+    )
+    assert refused(good, good[:2]) == (
+        f"{at} are of 2 tokens; accepted are 3 or 4, for a sequence of 4"
+    )
+    assert refused(good, [*good[:2], [[0, 4], [1, 2]]]) == (
+        f"{at} of token 2 in layer 0 hold 4: accepted are 0 to 3"
+    )
+    assert refused(good, [*good[:2], [[0], [1, 2]]]).startswith(f"{at} have no shape: lists of")
+    assert re.search("line 1: it has no routed_experts", refused(None, good))
+    assert refused(None) == (
+        f"train.router_replay = True: {tmp_path / 'train.jsonl'} has no column routed_experts, has "
+        "['input_ids']"
+    )
+    assert refused(good, shape=QWEN3) == "train.router_replay = True: the model has no experts"
+    for more, message in (
+        (
+            ['--data.datasets=[{"path": "x", "type": "text"}]'],
+            "train.router_replay = true: an engine's records are of its tokens",
+        ),
+        (['--data.datasets=[{"path": "dummy"}]'], "dummy data have no recorded routes"),
+        (
+            ["--train.router_replay=false", "--train.router_replay_compare_steps=2"],
+            "nothing is replayed",
+        ),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load(path, more)
+        assert message in str(caught.value)
+
+
+def test_routes_of_a_model_are_of_its_layers_with_experts():
+    class Config:
+        num_hidden_layers, num_experts, num_experts_per_tok = 3, 8, 2
+
+        def is_moe(self, layer):
+            return layer > 0
+
+    routes = Routes.of(Config())
+    assert routes == Routes(3, (1, 2), 2, 8) and routes.width == 4
+    assert routes.read([[[0, 0], [1, 2], [3, 4]]], 2).tolist() == [[1, 2, 3, 4], [-1] * 4]
+
+
+def test_the_example_of_the_page_writes_what_the_trainer_reads():
+    page = (ROOT / "docs/trainer.md").read_text()
+    section = page.split("### Recorded routes")[1].split("\n## ")[0]
+    [code] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    names = {}
+    exec(code, names)
+    routes = engines_routes(4, L, K, E)
+    made = names["row"]([5, 6], [7, 8, 9], {"routed_experts": text(routes.tobytes())}, MOE)
+    row = json.loads(made)
+    assert row["input_ids"] == [5, 6, 7, 8, 9]
+    read = Routes(L, (0, 1), K, E).read(row["routed_experts"], 5)
+    assert (read[:4].reshape(4, L, K) == routes).all() and (read[4] == -1).all()

@@ -1,0 +1,165 @@
+"""Reads the experts that an inference engine chose, as it returns them with a generation.
+
+Source: RequestOutput of vLLM (`enable_return_routed_experts`) and the response of SGLang
+(`return_routed_experts`); both return [tokens, layers, top_k] of all tokens but the last one, which
+no forward pass has seen.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+NPY = b"\x93NUMPY"
+DTYPES = ("uint8", "uint16", "int16", "int32", "int64")
+
+
+def read_routed_experts(
+    given: Any,
+    *,
+    layers: int,
+    top_k: int,
+    experts: int,
+    routed: Sequence[int] | None = None,
+    tokens: int | None = None,
+    dtype: str = "int32",
+) -> torch.Tensor:
+    """The recorded choices of one sequence, for `tilewright.ops.route`'s `expert_index`.
+
+    Args:
+        given: What the engine returned, of [tokens, layers, top_k] experts:
+            vLLM: `CompletionOutput.routed_experts`, an array (or a tensor, or nested lists); of its
+                server, a .npy file in base64 (a str) or its bytes.
+            SGLang: `meta_info["routed_experts"]`, numbers in row-major order in base64; or the
+                mapping `meta_info` itself, whose "routed_experts_dtype" is then used.
+        layers: Number of the model's decoder layers.
+        top_k: Experts per token.
+        experts: Number of experts.
+        routed: The layers that have experts; None: all. The others are not read. An engine may also
+            return these layers alone.
+        tokens: Number of tokens of prompt and generation; None: as many as `given` has. If `given`
+            has one less, the last is not recorded.
+        dtype: Of numbers without a dtype of their own: uint8, uint16, int16, int32 or int64.
+
+    Returns:
+        int32 [layers with experts, tokens, top_k], on the CPU; -1 for a token that is not recorded.
+
+    Raises:
+        TypeError: `given` is none of these.
+        ValueError: It has other layers, top_k or tokens, an expert that does not exist, or one
+            twice for a token.
+
+    Example:
+        >>> from tilewright.nn import read_routed_experts
+        >>> of_two_tokens = [[[1, 0], [2, 3]], [[0, 3], [3, 1]]]
+        >>> read_routed_experts(of_two_tokens, layers=2, top_k=2, experts=4, tokens=3)[0]
+        tensor([[ 1,  0],
+                [ 0,  3],
+                [-1, -1]], dtype=torch.int32)
+    """
+    chosen = range(layers) if routed is None else routed
+    counts = list(dict.fromkeys((layers, len(chosen))))
+    found = _shaped(_numbers(given, dtype), counts, top_k, tokens)
+    if found.shape[1] != len(chosen):
+        found = found[:, list(chosen)]
+    if tokens is not None and tokens - len(found) not in (0, 1):
+        raise ValueError(
+            f"routed experts are of {len(found)} tokens; accepted are {tokens - 1} or {tokens}, for "
+            f"a sequence of {tokens}"
+        )
+    check(found, experts, list(chosen))
+    whole = np.full((len(found) if tokens is None else tokens, *found.shape[1:]), -1, np.int32)
+    whole[: len(found)] = found
+    return torch.from_numpy(whole.transpose(1, 0, 2).copy())
+
+
+def _numbers(given: Any, dtype: str) -> np.ndarray:
+    """Integers, of one or three dimensions."""
+    if isinstance(given, Mapping):
+        if "routed_experts" not in given:
+            raise TypeError(f"routed experts: a mapping needs routed_experts, has {list(given)}")
+        return _numbers(given["routed_experts"], given.get("routed_experts_dtype") or dtype)
+    if isinstance(given, str):
+        try:
+            given = base64.b64decode(given, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise ValueError(f"routed experts are a string that is not base64: {error}") from error
+    if isinstance(given, bytes | bytearray | memoryview):
+        return _decoded(bytes(given), dtype)
+    if isinstance(given, torch.Tensor):
+        given = given.detach().cpu().numpy()
+    try:
+        found = np.asarray(given)
+    except ValueError as error:  # lists of different lengths
+        raise ValueError(f"routed experts have no shape: {error}") from error
+    if found.dtype.kind not in "iu":
+        raise TypeError(f"routed experts must be integers, got {found.dtype}")
+    return found
+
+
+def _decoded(data: bytes, dtype: str) -> np.ndarray:
+    if data.startswith(NPY):
+        try:
+            found = np.load(io.BytesIO(data), allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"routed experts are a damaged .npy file: {error}") from error
+        if found.dtype.kind not in "iu":
+            raise TypeError(f"routed experts must be integers, got {found.dtype}")
+        return found
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    size = np.dtype(dtype).itemsize
+    if len(data) % size:
+        raise ValueError(
+            f"routed experts are {len(data)} bytes, which hold no whole {dtype} numbers"
+        )
+    return np.frombuffer(data, dtype)
+
+
+def _shaped(found: np.ndarray, counts: list[int], top_k: int, tokens: int | None) -> np.ndarray:
+    """[tokens, layers, top_k].   counts: accepted numbers of layers, the likeliest first."""
+    if found.ndim == 3 and found.shape[1] in counts and found.shape[2] == top_k:
+        return found
+    if found.ndim == 1:
+        for count in counts:
+            rows, rest = divmod(found.size, count * top_k)
+            if not rest and (tokens is None or tokens - rows in (0, 1)):
+                return found.reshape(rows, count, top_k)
+    accepted = " or ".join(f"[tokens, {count}, {top_k}]" for count in counts)
+    raise ValueError(
+        f"routed experts have the shape {list(found.shape)}; accepted is {accepted}: layers and "
+        "experts per token"
+    )
+
+
+def check(found: np.ndarray, experts: int, layers: Sequence[int] | None = None) -> None:
+    """Raises ValueError, with layer and token, for choices [tokens, layers, top_k] that cannot be
+    replayed. A token whose slots are all -1 is not recorded.
+    """
+    names = range(found.shape[1]) if layers is None else layers
+    missing = (found == -1).all((1, 2))
+    for wrong, why in (
+        ((found < 0) | (found >= experts), f"accepted are 0 to {experts - 1}"),
+        (_repeated(found), "an expert is chosen twice for it (did the engine record nothing?)"),
+    ):
+        wrong[missing] = False
+        if wrong.any():
+            token, layer, slot = (int(i[0]) for i in wrong.nonzero())
+            raise ValueError(
+                f"routed experts of token {token} in layer {names[layer]} hold "
+                f"{found[token, layer, slot]}: {why}"
+            )
+
+
+def _repeated(found: np.ndarray) -> np.ndarray:
+    """Where a slot has the expert of an earlier one."""
+    wrong = np.zeros(found.shape, bool)
+    for k in range(1, found.shape[2]):
+        wrong[:, :, k] = (found[:, :, :k] == found[:, :, k : k + 1]).any(2)
+    return wrong
