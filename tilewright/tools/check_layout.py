@@ -72,10 +72,10 @@ def check(
     """
     with tempfile.TemporaryDirectory() as folder:
         with Ranks(1, target, folder, timeout) as ranks:
-            plan = _plan(ranks.load(), layouts, world_sizes)
+            todo = plan(ranks.load(), layouts, world_sizes)
             [one] = ranks.run(SINGLE)
-            results = [_result(ranks, one, layout, 1) for layout in plan.pop(1, ())]
-        for size, names in sorted(plan.items()):
+            results = [_result(ranks, one, layout, 1) for layout in todo.pop(1, ())]
+        for size, names in sorted(todo.items()):
             with Ranks(size, target, folder, timeout) as ranks:
                 ranks.load()
                 results += [_result(ranks, one, layout, size) for layout in names]
@@ -87,22 +87,27 @@ def _result(ranks: Ranks, one: Alone, layout: str, size: int) -> Result:
     return Result(layout, size, find(one, found), notes(one, found), worst(found))
 
 
-def _plan(given: Any, layouts: Sequence[str], sizes: Sequence[int]) -> dict[int, list[str]]:
-    """Layouts by world size."""
+def plan(
+    given: Any, layouts: Sequence[str] = (), sizes: Sequence[int] = ()
+) -> dict[int, list[str]]:
+    """Layouts by world size.   given: the function's `layouts`."""
     named = _named(given)
     for layout in layouts:
         if layout not in named:
             near = difflib.get_close_matches(layout, named, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise Refused(f"the function has no layout {layout!r}{hint} (it has {list(named)})")
-    plan: dict[int, list[str]] = {}
+    found: dict[int, list[str]] = {}
     for layout, of_it in named.items():
         for size in of_it:
             if (not layouts or layout in layouts) and (not sizes or size in sizes):
-                plan.setdefault(size, []).append(layout)
-    if not plan:
-        raise Refused(f"no layout is left on {list(sizes)} processes; the function has {named}")
-    return plan
+                found.setdefault(size, []).append(layout)
+    if not found:
+        raise Refused(
+            f"no layout is left on {' or '.join(map(str, sizes))} processes; the function has "
+            f"{ {n: named[n] for n in layouts or named} }"
+        )
+    return found
 
 
 def _named(given: Any) -> dict[str, tuple[int, ...]]:

@@ -42,7 +42,8 @@ def find(one: Alone, ranks: Sequence[Compared]) -> list[Finding]:
             "is called, so build the whole model in the same order, and take parts of it"
         )
         return [dataclasses.replace(weights, hint=hint)]
-    found = [_tokens(one, ranks), _loss(one, ranks)]
+    tokens = _tokens(one, ranks)
+    found = [tokens, _loss(one, ranks)]
     gradient = _tensors("gradients", one, ranks)
     if gradient is not None:
         found.append(dataclasses.replace(gradient, hint=_gradient_hint(gradient, one, ranks)))
@@ -50,13 +51,18 @@ def find(one: Alone, ranks: Sequence[Compared]) -> list[Finding]:
     step = _tensors("updates", one, ranks)
     if step is not None:
         found.append(dataclasses.replace(step, hint=_step_hint(step, any(found))))
-    return [f for f in found if f is not None]
+    findings = [f for f in found if f is not None]
+    if tokens is not None:
+        follows = "follows from the data"
+        findings = [tokens, *(dataclasses.replace(f, hint=follows) for f in findings[1:])]
+    return findings
 
 
 def notes(one: Alone, ranks: Sequence[Compared]) -> list[str]:
     """What the check could not see."""
     counts = {c.tokens for c in ranks} - {0}
-    if len(ranks) > 1 and len(counts) == 1 and sum(c.tokens for c in ranks) == one.tokens:
+    shared = sum(c.tokens for c in ranks) == one.tokens and one.tokens not in counts
+    if len(counts) == 1 and shared:
         return [
             f"every rank has {counts.pop()} tokens: with equal numbers a divisor by local tokens "
             "does not show"
@@ -286,7 +292,7 @@ def _norm(one: Alone, ranks: Sequence[Compared], gradient: Finding | None) -> Fi
     if gradient is None:
         hint = _norm_hint(norms, one, ranks)
     else:
-        hint = "follows from the gradients, or hides a fault of its own: check again without that"
+        hint = "follows from the gradients, unless it has a fault of its own"
     factor = norms[bad[0]] / one.norm if one.norm else None
     return Finding("norm", _said(norms, one.norm), hint, ranks=bad, factor=factor)
 
@@ -305,13 +311,12 @@ def _norm_hint(norms: Sequence[float], one: Alone, ranks: Sequence[Compared]) ->
     copies = sum(s for n, s in one.squares.items() if n in copied)
     parts = sum(one.squares.values()) - copies
     for k in _divisors(size)[1:]:
-        times = f"sqrt({k}) times" if not parts else f"their squares count {k} times"
         if _near(norms[0] ** 2, k * square, ranks):
-            return f"every gradient is counted by {k} ranks (sqrt({k}) times the norm)"
+            return f"every gradient is counted by {k} ranks: sqrt({k}) times the norm"
         if parts and _near(norms[0] ** 2, k * copies + parts, ranks):
-            return f"gradients that every rank holds whole are counted by {k} ranks: {times}"
+            return f"squares of gradients that every rank holds whole are counted by {k} ranks"
         if copies and _near(norms[0] ** 2, copies + k * parts, ranks):
-            return f"sharded gradients are counted by {k} ranks: {times}"
+            return f"squares of sharded gradients are counted by {k} ranks"
         if _near(norms[0], k * one.norm, ranks):
             return f"norms are summed over {k} ranks instead of squares"
         if _near(norms[0] * k, one.norm, ranks):

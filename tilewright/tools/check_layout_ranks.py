@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from tilewright import platform
 from tilewright.tools import check_layout_compare as compare
-from tilewright.tools.check_layout_step import Measured, Refused, measure
+from tilewright.tools.check_layout_step import GATHERING, Measured, Refused, measure
 
 # A collective outlives any limit on silence: the parent, which says where ranks wait, ends it.
 FOREVER = datetime.timedelta(days=1)
@@ -39,6 +39,9 @@ FOREVER = datetime.timedelta(days=1)
 ANSWER = 2.0
 SINGLE = "single"  # the layout of one process
 WHERE = signal.SIGUSR1
+# Parts of the check that are no part of a step.
+COMPARING = "in the comparison"
+OURS = (COMPARING, *GATHERING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,10 +149,14 @@ class Ranks:
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._processes[rank].pid, WHERE)
-        said = [
-            f"rank {rank} waits in {self._at[rank]}{_place(_stack(self.folder, self.number, rank))}"
-            for rank in ranks
-        ]
+        said = []
+        for rank in ranks:
+            at = self._at[rank]
+            if at in OURS:
+                said.append(f"rank {rank} waits for the others, {at}")
+            else:
+                place = _place(_stack(self.folder, self.number, rank))
+                said.append(f"rank {rank} is in {at}{place}")
         what = f"{layout} on {self.number} process{'es' if self.number > 1 else ''}"
         what = "the import of the function" if layout is None else what
         return f"{what} hangs: nothing for {self.timeout:g} s; {'; '.join(said)}"
@@ -242,7 +249,7 @@ def _main(rank: int, number: int, target: Target, folder: str, pipe: Any) -> Non
         command, layout = pipe.recv()
         try:
             if command == "load":
-                function = _function(target.name)
+                function = load_function(target.name)
                 answer = getattr(function, "layouts", None)
             else:
                 answer = _run(function, layout, group, folder, at)
@@ -275,12 +282,12 @@ def _run(
     if layout == SINGLE:
         torch.save(found, path)
         return compare.alone(found)
-    at("the comparison, which starts when all ranks have run their step")
+    at(COMPARING)
     want: Measured = torch.load(path, weights_only=False)
     return compare.compare(step, found, want, group)
 
 
-def _function(name: str) -> Any:
+def load_function(name: str) -> Any:
     """The function of `module:function` or `path/file.py:function`."""
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
@@ -299,7 +306,7 @@ def _function(name: str) -> Any:
             raise Refused(f"{where} has no {attribute!r}{hint}")
         value = getattr(value, part)
     if not callable(value):
-        raise Refused(f"{name} is a {type(value).__name__}; it must be a function")
+        raise Refused(f"{name} is of type {type(value).__name__}; it must be a function")
     return value
 
 

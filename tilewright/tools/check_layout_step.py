@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tilewright._torch import TorchDispatchMode
 
 SEED = 0
+# Collectives of the check.
+GATHERING = ("gathering the weights", "gathering the gradients")
 # What wrappers put into parameters' names.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -31,7 +33,7 @@ class Step:
     """One training step of a rank: what a function given to `tilewright check-layout` returns.
 
     It runs in this order: loss, backward, synchronize, then the gradients are read, clip,
-    optimizer.step.
+    reported_loss, optimizer.step.
 
     Args:
         model: Its parameters may be whole on each rank, DTensors (FSDP2, tensor parallelism), or
@@ -45,7 +47,7 @@ class Step:
         synchronize: Called after the backward: your own all-reduce.
         clip: Called after that: clips the gradients, and returns their norm before, as the step
             reports it. None: no norm is compared.
-        reported_loss: Called last: the loss per token as the step would log it, on every rank.
+        reported_loss: The loss per token as the step would log it, on every rank.
         names: The one process's name of each of this rank's parameters, as a mapping, in which
             names that stay may be absent, or as a function.
         parts: For parameters of which a rank has a part and which are no DTensors, by the one
@@ -139,7 +141,7 @@ def measure(
         name: "sharded" if isinstance(p, DTensor) else "part" if name in step.parts else "copy"
         for name, p in held.items()
     }
-    at("gathering the weights")
+    at(GATHERING[0])
     weights = {name: _whole(p) for name, p in held.items()}
     order: list[str] = []
     for name, p in held.items() if group.size() == 1 else ():
@@ -150,21 +152,21 @@ def measure(
     if step.synchronize is not None:
         at("synchronize()")
         step.synchronize()
-    at("gathering the gradients")
+    at(GATHERING[1])
     gradients = _gradients(held, group)
     norm = reported = None
     if step.clip is not None:
         at("clip()")
         norm = _number("clip()", step.clip())
+    if step.reported_loss is not None:
+        at("reported_loss()")
+        reported = _number("reported_loss()", step.reported_loss())
     updates = {}
     if step.optimizer is not None:
         at("optimizer.step()")
         step.optimizer.step()
-        at("gathering the weights")
+        at(GATHERING[0])
         updates = {name: _whole(p) - weights[name] for name, p in held.items()}
-    if step.reported_loss is not None:
-        at("reported_loss()")
-        reported = _number("reported_loss()", step.reported_loss())
     return step, Measured(
         weights=weights,
         gradients=gradients,
@@ -213,7 +215,7 @@ def _check(step: Any) -> None:
 def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"
-    return "None" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
 def _number(what: str, value: Any) -> float:

@@ -12,13 +12,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from tilewright.tools.check_layout import Step
 
 VOCAB, HIDDEN, WIDE, EXPERTS = 24, 8, 16, 4
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 LENGTHS = (9, 3, 7, 5)  # tokens of each row: ranks that share rows have unequal numbers
 
 
@@ -158,9 +159,14 @@ def sgd(model):
 
 def data(layout, rank, world_size):
     """ddp, fsdp2, and hand-written, with faults."""
-    ids, targets = rows_of(rank, world_size)
-    torch.manual_seed(rank if layout == "other_weights" else 0)
     model, total, fault = Model(), sum(LENGTHS), layout.partition("-")[2]
+    ids, targets = rows_of(rank, world_size)
+    if fault == "equal":
+        ids, targets = (t.chunk(world_size)[rank] for t in rows_of())
+    if fault == "fewer" and rank == 1:
+        ids, targets = ids[:-1], targets[:-1]
+    if layout == "other_weights" and rank == 1:
+        model = Model()
     averaged = layout.startswith(("ddp", "fsdp2")) or fault == "mean"
     factor = world_size / total if averaged else 1 / total
     if fault == "local":
@@ -168,18 +174,27 @@ def data(layout, rank, world_size):
     if layout.startswith("ddp"):
         model = DistributedDataParallel(model)
     if layout.startswith("fsdp2"):
-        fully_shard(model.mlp)
-        fully_shard(model)
+        half = {"mp_policy": BF16} if fault == "bfloat16" else {}
+        fully_shard(model.mlp, **half)
+        fully_shard(model, **half)
     forward = model.module if fault == "around" else model
 
+    sums = []
+
     def loss():
-        return F.cross_entropy(forward(ids), targets, reduction="sum") * factor
+        logits = forward(ids)
+        if fault == "float32":
+            logits = logits.float()
+        sums.append(F.cross_entropy(logits, targets, reduction="sum"))
+        return sums[0] * factor
 
     def synchronize():
         for grad in grads_of(model):
             dist.all_reduce(grad)
             if fault == "twice":
                 grad /= world_size
+            if fault == "scaled" and rank == 1:
+                grad *= 3
 
     def clip():
         if fault == "counted":
@@ -189,7 +204,7 @@ def data(layout, rank, world_size):
         return norm_of(grads_of(model))
 
     def reported():
-        mine = F.cross_entropy(forward(ids), targets, reduction="sum").detach()
+        mine = sums[0].detach().clone()
         if fault != "own_report":
             dist.all_reduce(mine)
         return mine / total
@@ -352,30 +367,31 @@ def bad(layout, rank, world_size):
     elif layout == "norm":
         step.clip = lambda: None
     elif layout == "shape":
-        step.model.head = nn.Linear(2 * HIDDEN, VOCAB, bias=False)
+        step.model.embed = nn.Embedding(2 * VOCAB, HIDDEN)
     elif layout == "name":
         step.names = {"head.weight": "haed.weight"}
     elif layout == "parts":
-        step.parts = {"head.weight": lambda full: full[:4]}
-        step.model.head.weight = nn.Parameter(step.model.head.weight.detach()[:4])
+        step.parts = {"experts.weight": lambda full: full[:3]}
+        experts = step.model.experts
+        experts.weight = nn.Parameter(experts.weight.detach()[:3])
     elif layout == "absent":
-        del step.model.head
+        step.model.norm = nn.LayerNorm(HIDDEN, elementwise_affine=False)
     return step
 
 
 def raises(layout, rank, world_size):
     step = data("hand", rank, world_size)
     if rank == 1:
-        step.loss = lambda: 1 // 0  # the line that is named
+        step.loss = lambda: 1 // 0  # named
     return step
 
 
 def hangs(layout, rank, world_size):
-    """Rank 1 does not join the all-reduce, and each rank has a child."""
+    """Rank 1 does not join the all-reduce; each has a child.   layout: a file for their ids."""
     step = data("hand", rank, world_size)
     if world_size > 1:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        with open(os.environ["LAYOUT_CHILDREN"], "a") as file:
+        with open(layout, "a") as file:
             file.write(f"{os.getpid()} {child.pid}\n")
     if rank == 1:
         step.synchronize = None
@@ -391,10 +407,18 @@ def dies(layout, rank, world_size):
     return data("hand", rank, world_size)
 
 
-RIGHT = {"hand": (2, 4), "ddp": 2, "fsdp2": (1, 2, 4)}
+RIGHT = {
+    "hand": (2, 4),
+    "ddp": 2,
+    "ddp-float32": 2,
+    "fsdp2-bfloat16": 2,
+    "fsdp2": (1, 2, 4),
+    "hand-equal": 2,
+}
 FAULTS = (
     *("ddp-around", "ddp-local", "fsdp2-local", "hand-none", "hand-mean", "hand-twice"),
     *("hand-counted", "hand-own_report", "hand-left_out", "other_weights"),
+    *("hand-fewer", "hand-scaled"),
 )
 TENSOR = {"tensor": (2, 4), "tensor_dtensor": 2, "tensor-counted": 2, "tensor-own_norm": 2}
 EXPERT = {"expert": (2, 4), "expert-doubled": (2, 4)}
