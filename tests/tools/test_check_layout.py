@@ -6,7 +6,9 @@ import contextlib
 import io
 import json
 import pathlib
+import re
 import sys
+import textwrap
 import time
 from multiprocessing import forkserver
 
@@ -21,6 +23,7 @@ from tilewright.tools import check_layout_compare as compare
 from tilewright.tools.check_layout import Refused
 from tilewright.tools.check_layout_ranks import Ranks, Target, load_function
 
+ROOT = pathlib.Path(__file__).parents[2]
 STEPS = str(pathlib.Path(layout_steps.__file__))
 
 
@@ -108,6 +111,33 @@ def test_experts_are_doubled_by_the_number_of_ranks(found):
 def test_equal_numbers_of_tokens_are_noted(found):
     assert "does not show" in found["hand-equal", 2]["notes"][0]
     assert not any(r["notes"] for key, r in found.items() if key[0] != "hand-equal")
+
+
+# ---- the page
+
+PAGE = (ROOT / "docs/check_layout.md").read_text()
+
+
+def test_code_on_the_page_is_that_of_the_examples():
+    blocks = re.findall(r'```python title="(.*?)"\n(.*?)```', PAGE, re.S)
+    assert len(blocks) == 2
+    for name, code in blocks:
+        source = (ROOT / name).read_text()
+        assert code in source or textwrap.indent(code, "    ") in source, name
+
+
+@pytest.mark.parametrize("example", ["fsdp2", "trainer"])
+def test_examples_print_what_the_page_says(example, monkeypatch):
+    if example == "trainer":
+        pytest.importorskip("transformers")
+        pytest.importorskip("accelerate")
+    monkeypatch.chdir(ROOT)
+    [said] = re.findall(rf"\$ tilewright check-layout (\S*_{example}.*?)```", PAGE, re.S)
+    function, _, lines = said.partition("\n")
+    code, out, err = command(function)
+    assert code == 1 and not err, err
+    rounded = [re.sub(r"\d+\.\d+|\d+%", "~", text) for text in (out, lines)]
+    assert rounded[0] == rounded[1], out
 
 
 # ---- what cannot be checked

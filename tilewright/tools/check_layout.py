@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tilewright.tools.check_layout_compare import TOLERANCE, Alone
-from tilewright.tools.check_layout_findings import Finding, find, notes, worst
+from tilewright.tools.check_layout_findings import FOLLOWS, Finding, find, notes, worst
 from tilewright.tools.check_layout_ranks import SINGLE, Ranks, Target
 from tilewright.tools.check_layout_step import Refused, Step
 
@@ -230,10 +230,20 @@ def as_text(one: Alone, results: Sequence[Result]) -> str:
             lines.append(f"{where}: equal")
         else:
             lines.append(f"{where}: DIFFERS")
+        follow = [f for f in result.findings if f.hint.startswith(FOLLOWS)]
         for f in result.findings:
-            count = f" ({f.differing} of {f.of} differ; this is the first in the backward's order)"
-            lines.append(f"    {f.kind}: {f.text}{count if f.differing else ''}")
-            if f.hint:
-                lines.append(f"        likely: {f.hint}")
+            if f not in follow:
+                lines += _cause(f)
+        if follow:
+            lines.append(f"    also: {', '.join(f.kind for f in follow)}, as follows from that")
         lines += [f"    note: {note}" for note in result.notes]
     return "\n".join(lines)
+
+
+def _cause(f: Finding) -> list[str]:
+    lines = [f"    {f.kind}: {f.text}"]
+    if f.differing:
+        lines.append(
+            f"        the first in the backward's order; {f.differing} of {f.of} parameters differ"
+        )
+    return [*lines, f"        likely: {f.hint}"] if f.hint else lines

@@ -10,6 +10,8 @@ from tilewright.tools.check_layout_compare import TOLERANCE, Alone, Compared, De
 
 # Absolute, of losses and norms that are compared as numbers.
 TINY = 1e-12
+# How the hint of what has no cause of its own begins.
+FOLLOWS = "follows from"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +55,8 @@ def find(one: Alone, ranks: Sequence[Compared]) -> list[Finding]:
         found.append(dataclasses.replace(step, hint=_step_hint(step, any(found))))
     findings = [f for f in found if f is not None]
     if tokens is not None:
-        follows = "follows from the data"
-        findings = [tokens, *(dataclasses.replace(f, hint=follows) for f in findings[1:])]
+        follows = [dataclasses.replace(f, hint=f"{FOLLOWS} the data") for f in findings[1:]]
+        findings = [tokens, *follows]
     return findings
 
 
@@ -133,7 +135,7 @@ def _factor(d: Deviation) -> str:
         return "zero"
     if d.multiple:
         return f"exactly {d.factor:.4g} times one process's"
-    return f"{d.factor:.3g} times one process's at best, {d.rest:.0%} of it unrelated"
+    return f"no multiple of one process's (nearest {d.factor:.3g} times, {d.rest:.0%} unrelated)"
 
 
 # ---- gradients
@@ -292,7 +294,7 @@ def _norm(one: Alone, ranks: Sequence[Compared], gradient: Finding | None) -> Fi
     if gradient is None:
         hint = _norm_hint(norms, one, ranks)
     else:
-        hint = "follows from the gradients, unless it has a fault of its own"
+        hint = f"{FOLLOWS} the gradients, unless it has a fault of its own"
     factor = norms[bad[0]] / one.norm if one.norm else None
     return Finding("norm", _said(norms, one.norm), hint, ranks=bad, factor=factor)
 
@@ -346,7 +348,7 @@ def _reported(one: Alone, ranks: Sequence[Compared]) -> Finding | None:
 
 def _step_hint(step: Finding, explained: bool) -> str:
     if explained:
-        return "follows from the above"
+        return f"{FOLLOWS} the above"
     if step.factor == 0:
         return "it is not updated: the optimizer does not have it"
     return "gradients and norm are one process's: the clipping or the optimizer is not"
