@@ -38,7 +38,8 @@ ROUNDINGS = 8
 class Deviation:
     """How a tensor differs from one process's.
 
-    factor: by least squares.   rest: the 2-norm of what remains after it, relative to the tensor.
+    factor: by least squares; NaN where one process's is zero.
+    rest: the 2-norm of what remains after it, relative to the tensor.
     error: the 2-norm of the difference, relative to one process's.
     """
 
@@ -57,6 +58,8 @@ def deviation(found: torch.Tensor, want: torch.Tensor, relative: float, slack: f
     difference = float((found - want).norm())
     if not math.isfinite(own):
         return Deviation(False, math.nan, math.nan, False, math.inf)
+    if not size and difference > slack:
+        return Deviation(False, math.nan, 1.0, False, math.inf)
     factor = float(found @ want) / size**2 if size else 1.0
     rest = float((found - factor * want).norm())
     return Deviation(
@@ -64,7 +67,7 @@ def deviation(found: torch.Tensor, want: torch.Tensor, relative: float, slack: f
         factor=factor,
         rest=rest / own if own else 0.0,
         multiple=rest <= relative * own + slack * max(1.0, abs(factor)),
-        error=difference / size if size else (math.inf if difference else 0.0),
+        error=difference / size if size else 0.0,
     )
 
 
@@ -119,11 +122,11 @@ class Alone:
 def alone(measured: Measured) -> Alone:
     squares = {n: float(g.double().square().sum()) for n, g in measured.gradients.items()}
     if not squares:
-        raise Refused("no parameter has a gradient after the step of one process")
-    if measured.loss is None:
-        raise Refused("loss() returned None in one process")
+        raise Refused("no parameter has a gradient after the backward")
+    if measured.loss is None or not measured.tokens:
+        raise Refused("one process must have a loss and tokens, whatever ranks have")
     if bad := [n for n, square in squares.items() if not math.isfinite(square)]:
-        raise Refused(f"the gradient of {bad[0]!r} is not finite in one process")
+        raise Refused(f"the gradient of {bad[0]!r} is not finite")
     order = measured.order + [n for n in squares if n not in measured.order]
     return Alone(
         measured.loss,

@@ -96,8 +96,8 @@ def _tensors(kind: str, one: Alone, ranks: Sequence[Compared]) -> Finding | None
         f"{name} is {text}",
         name=name,
         ranks=tuple(bad),
-        factor=factor,
-        rest=rest,
+        factor=None if math.isnan(factor) else factor,
+        rest=None if math.isnan(rest) else rest,
         differing=len(set(differing)),
         of=len(set(names)),
     )
@@ -129,8 +129,10 @@ def _listed(bad: dict[int, Deviation], number: int) -> str:
 
 
 def _factor(d: Deviation) -> str:
-    if math.isnan(d.factor):
+    if math.isnan(d.rest):
         return "not finite"
+    if math.isnan(d.factor):
+        return "not zero, as it is in one process,"
     if d.multiple and abs(d.factor) < 1e-9:
         return "zero"
     if d.multiple:
@@ -184,7 +186,7 @@ def _gradient_hint(gradient: Finding, one: Alone, ranks: Sequence[Compared]) -> 
 
 def _multiple_hint(gradient: Finding, one: Alone, ranks: Sequence[Compared]) -> str:
     factor, size = gradient.factor or 0.0, len(ranks)
-    relative = 10 * TOLERANCE[ranks[0].dtype]
+    relative = _relative(ranks)
     k = _times(factor, size, relative)
     some = gradient.differing < gradient.of
     if k is not None and k > 1:
@@ -220,8 +222,13 @@ def _multiple_hint(gradient: Finding, one: Alone, ranks: Sequence[Compared]) -> 
 # ---- numbers
 
 
+def _relative(ranks: Sequence[Compared]) -> float:
+    """The tolerance of a number. In 16 bits rounding averages out in it."""
+    return min(TOLERANCE[ranks[0].dtype], 0.01)
+
+
 def _near(a: float, b: float, ranks: Sequence[Compared]) -> bool:
-    return math.isclose(a, b, rel_tol=TOLERANCE[ranks[0].dtype], abs_tol=TINY)
+    return math.isclose(a, b, rel_tol=_relative(ranks), abs_tol=TINY)
 
 
 def _copies(total: float, whole: float, ranks: Sequence[Compared]) -> bool:

@@ -89,6 +89,7 @@ class Ranks:
 
     def load(self) -> Any:
         """Imports the function on every rank, and returns its layouts."""
+        self._at = ["the import"] * self.number
         return self._ask("load", None)[0]
 
     def run(self, layout: str) -> list[Any]:
@@ -201,7 +202,7 @@ def _is_torchs(file: str) -> bool:
 
 def _is_in_a_package(file: str) -> bool:
     path = pathlib.PurePath(os.path.abspath(file))
-    folders = (sysconfig.get_path("stdlib"), os.path.dirname(__file__))
+    folders = (sysconfig.get_path("stdlib"), pathlib.Path(__file__).parents[1])
     return (
         file.startswith("<")
         or bool({"site-packages", "dist-packages"} & set(path.parts))
@@ -216,7 +217,8 @@ def _raised(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if len(text) > 300:
         text = text[:300] + " ..."
-    return f"{type(error).__name__}{': ' if text else ''}{text}{_shown(stack)}"
+    users = [frame for frame in stack if not _is_in_a_package(frame[0])]
+    return f"{type(error).__name__}{': ' if text else ''}{text}{_shown(users)}"
 
 
 # ---- in a rank
