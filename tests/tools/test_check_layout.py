@@ -205,17 +205,17 @@ def alive(pid):
 
 def test_a_collective_that_a_rank_does_not_join(tmp_path, monkeypatch):
     with refused("hangs", 2, tmp_path) as ranks:
-        monkeypatch.setattr(ranks, "timeout", 4.0)
+        monkeypatch.setattr(ranks, "timeout", 6.0)
         with pytest.raises(Refused) as error:
             ranks.run(str(tmp_path / "pids"))
         pids = [int(n) for n in (tmp_path / "pids").read_text().split()]
         assert len(pids) == 4 and all(map(alive, pids))
     said = str(error.value).partition(" on 2 processes ")[2]
-    first, second = said.removeprefix("hangs: nothing for 4 s; ").split("; ")
+    first, second = said.removeprefix("hangs: nothing for 6 s; ").split("; ")
     assert first.startswith("rank 0 is in synchronize() at layout_steps.py:")
     assert first.endswith(" in synchronize: `dist.all_reduce(grad)`")
     assert second == "rank 1 waits for the others, gathering the gradients"
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while any(map(alive, pids)) and time.monotonic() < end:
         time.sleep(0.1)
     assert not any(map(alive, pids))
@@ -230,13 +230,13 @@ def test_ranks_end_with_their_parent(tmp_path):
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=_checks, args=(tmp_path,))
     process.start()
-    file, end = tmp_path / "pids", time.monotonic() + 60
+    file, end = tmp_path / "pids", time.monotonic() + 300
     while not file.exists() or len(pids := file.read_text().split()) < 4:
         assert process.is_alive() and time.monotonic() < end
         time.sleep(0.1)
     process.kill()
     process.join()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while (left := [p for p in pids if alive(p)]) and time.monotonic() < end:
         time.sleep(0.1)
     assert not left

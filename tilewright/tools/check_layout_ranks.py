@@ -193,6 +193,7 @@ def _shown(frames: list[tuple[str, int, str]]) -> str:
     others = [f for f in frames if not _is_torchs(f[0])]
     file, line, name = (outside or others or frames)[0]
     source = linecache.getline(file, line).strip()
+    source = source if len(source) <= 100 else f"{source[:100]} ..."
     return f" at {os.path.basename(file)}:{line} in {name}" + (f": `{source}`" if source else "")
 
 
