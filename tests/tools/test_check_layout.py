@@ -168,7 +168,7 @@ BAD = {
 
 @contextlib.contextmanager
 def refused(function, number, folder, timeout=60.0):
-    """Ranks with the function; yields them, and the list into which the sentence comes."""
+    """Ranks that have imported the function."""
     forkserver.ensure_running()
     with Ranks(number, Target(f"{STEPS}:{function}"), str(folder), timeout) as ranks:
         ranks.load()
@@ -184,6 +184,13 @@ def test_what_a_step_may_not_be(tmp_path):
                 ranks.run(layout)
             said[layout] = str(error.value)
     assert said == {layout: f"{layout} in one process: {s}" for layout, s in BAD.items()}
+
+
+def test_one_process_that_raises(tmp_path):
+    with refused("Model", 1, tmp_path) as ranks, pytest.raises(Refused) as error:
+        ranks.run("single")
+    sentence = "one process: TypeError: Model.__init__() takes from 1 to 2 positional arguments"
+    assert str(error.value) == f"{sentence} but 4 were given"
 
 
 def test_the_first_rank_that_raises_is_named(tmp_path):

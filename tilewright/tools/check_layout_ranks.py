@@ -133,6 +133,8 @@ class Ranks:
     def _about(self, layout: str | None, rank: int, sentence: str) -> str:
         if layout is None:
             return sentence
+        if layout == SINGLE:
+            return f"one process: {sentence}"
         if self.number == 1:
             return f"{layout} in one process: {sentence}"
         return f"{layout} on {self.number} processes, rank {rank}: {sentence}"
@@ -159,7 +161,7 @@ class Ranks:
                 place = _place(_stack(self.folder, self.number, rank))
                 said.append(f"rank {rank} is in {at}{place}")
         what = f"{layout} on {self.number} process{'es' if self.number > 1 else ''}"
-        what = "the import of the function" if layout is None else what
+        what = {None: "the import of the function", SINGLE: "one process"}.get(layout, what)
         return f"{what} hangs: nothing for {self.timeout:g} s; {'; '.join(said)}"
 
 
