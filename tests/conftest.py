@@ -43,6 +43,7 @@ LONG = (
     "test_gpu_plan",
     "test_compile_gate",
     "test_trainer_fields",
+    "test_check_layout",
     "test_cross_entropy",
     "test_expert_parallel",
     "test_trainer_cp",

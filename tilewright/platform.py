@@ -333,6 +333,17 @@ def launched() -> tuple[int, int, int] | None:
     return rank, size, local
 
 
+def become_rank(rank: int, size: int) -> None:
+    """Sets what torchrun sets for a rank, and hides CUDA devices from it."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
 def local_processes() -> int:
     """The number of processes that the launcher started on this machine; 1 without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,0 +1,434 @@
+"""Training steps that test_check_layout.py gives to `tilewright check-layout`: right in several
+layouts, and the same with one fault each.
+"""
+
+import math
+import os
+import subprocess
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from tilewright.tools.check_layout import Step
+
+VOCAB, HIDDEN, WIDE, EXPERTS = 24, 8, 16, 4
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+LENGTHS = (9, 3, 7, 5)  # tokens of each row: ranks that share rows have unequal numbers
+
+
+class Join(torch.autograd.Function):
+    """All ranks' rows of x, and the sum of their gradients."""
+
+    @staticmethod
+    def forward(ctx, x, rows):
+        ctx.rows = rows
+        return torch.cat(collected(x, rows))
+
+    @staticmethod
+    def backward(ctx, dy):
+        dy = dy.contiguous()
+        dist.all_reduce(dy)
+        return dy.split(ctx.rows)[dist.get_rank()], None
+
+
+class Part(torch.autograd.Function):
+    """This rank's rows of the sum of all ranks' x."""
+
+    @staticmethod
+    def forward(ctx, x, rows):
+        ctx.rows, x = rows, x.clone()
+        dist.all_reduce(x)
+        return x.split(rows)[dist.get_rank()]
+
+    @staticmethod
+    def backward(ctx, dy):
+        return torch.cat(collected(dy.contiguous(), ctx.rows)), None
+
+
+def collected(x, rows):
+    """Tensors of all ranks, with these numbers of rows; Gloo takes equal ones."""
+    padded = F.pad(x, (0, 0, 0, max(rows) - len(x)))
+    parts = [torch.empty_like(padded) for _ in rows]
+    dist.all_gather(parts, padded)
+    return [part[:n] for part, n in zip(parts, rows, strict=True)]
+
+
+class Enter(torch.autograd.Function):
+    """Into tensor parallelism: gradients are summed."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        dy = dy.contiguous()
+        dist.all_reduce(dy)
+        return dy
+
+
+class Leave(torch.autograd.Function):
+    """Out of tensor parallelism: activations are summed."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy
+
+
+class Experts(nn.Module):
+    """The first `len(weight)` of EXPERTS from `first` on; every token's best one. rows: each rank's
+    number of tokens, where experts are sharded.
+    """
+
+    def __init__(self, rows=None):
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.weight = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN) / 3)
+        self.rows, self.first = rows, 0
+
+    def forward(self, x):
+        weight, chosen = self.gate(x).softmax(-1).max(-1, keepdim=True)
+        if self.rows is not None:
+            x, chosen = (Join.apply(t, self.rows) for t in (x, chosen.to(x)))
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.weight):
+            y = y + (chosen == self.first + i) * (x @ expert)
+        return weight * (y if self.rows is None else Part.apply(y, self.rows))
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, WIDE), nn.Linear(WIDE, HIDDEN, bias=False)
+        self.split = False
+
+    def forward(self, x):
+        if not self.split:
+            return self.down(self.up(x).tanh())
+        return Leave.apply(self.down(self.up(Enter.apply(x)).tanh()))
+
+
+class Model(nn.Module):
+    def __init__(self, rows=None):
+        super().__init__()
+        self.embed, self.mlp = nn.Embedding(VOCAB, HIDDEN), Mlp()
+        self.experts, self.norm = Experts(rows), nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x = x + self.mlp(x)
+        return self.head(self.norm(x + self.experts(x)))
+
+
+def rows_of(first=0, step=1):
+    """(inputs, targets) of every step-th row."""
+    draw = torch.Generator().manual_seed(7)
+    rows = [torch.randint(VOCAB, (n + 1,), generator=draw) for n in LENGTHS]
+    rows = rows[first::step]
+    return torch.cat([r[:-1] for r in rows]), torch.cat([r[1:] for r in rows])
+
+
+def norm_of(grads):
+    return torch.nn.utils.get_total_norm(list(grads))
+
+
+def grads_of(model):
+    return [p.grad for p in model.parameters()]
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+# ---- data parallelism: the loss is the sum over a rank's tokens by the tokens of all ranks
+
+
+def data(layout, rank, world_size):
+    """ddp, fsdp2, and hand-written, with faults."""
+    model, total, fault = Model(), sum(LENGTHS), layout.partition("-")[2]
+    ids, targets = rows_of(rank, world_size)
+    if fault == "equal":
+        ids, targets = (t.chunk(world_size)[rank] for t in rows_of())
+    if fault == "fewer" and rank == 1:
+        ids, targets = ids[:-1], targets[:-1]
+    if layout == "other_weights" and rank == 1:
+        model = Model()
+    averaged = layout.startswith(("ddp", "fsdp2")) or fault == "mean"
+    factor = world_size / total if averaged else 1 / total
+    if fault == "local":
+        factor = 1 / len(targets)
+    if layout.startswith("ddp"):
+        model = DistributedDataParallel(model)
+    if layout.startswith("fsdp2"):
+        half = {"mp_policy": BF16} if fault == "bfloat16" else {}
+        fully_shard(model.mlp, **half)
+        fully_shard(model, **half)
+    forward = model.module if fault == "around" else model
+
+    sums = []
+
+    def loss():
+        logits = forward(ids)
+        if fault == "float32":
+            logits = logits.float()
+        sums.append(F.cross_entropy(logits, targets, reduction="sum"))
+        return sums[0] * factor
+
+    def synchronize():
+        for grad in grads_of(model):
+            dist.all_reduce(grad)
+            if fault == "twice":
+                grad /= world_size
+            if fault == "scaled" and rank == 1:
+                grad *= 3
+
+    def clip():
+        if fault == "counted":
+            square = norm_of(grads_of(model)) ** 2
+            dist.all_reduce(square)
+            return square.sqrt()
+        return norm_of(grads_of(model))
+
+    def reported():
+        mine = sums[0].detach().clone()
+        if fault != "own_report":
+            dist.all_reduce(mine)
+        return mine / total
+
+    optimizer = sgd(model)
+    if fault == "left_out" and world_size > 1:
+        optimizer = torch.optim.SGD(list(model.parameters())[:-1], lr=0.1)
+    own = layout.startswith(("hand", "other")) and fault != "none"
+    return Step(
+        model=model,
+        loss=loss,
+        tokens=len(targets),
+        optimizer=optimizer,
+        synchronize=synchronize if own else None,
+        clip=clip,
+        reported_loss=reported if layout.startswith("hand") else None,
+    )
+
+
+def tensor(layout, rank, world_size):
+    """Every rank has all tokens and a part of the MLP."""
+    ids, targets = rows_of()
+    model, fault, parts = Model(), layout.partition("-")[2], {}
+    if layout == "tensor_dtensor":
+        mesh = init_device_mesh("cpu", (world_size,))
+        plan = {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
+        parallelize_module(model, mesh, plan)
+    elif world_size > 1:
+        model.mlp.split = True
+        for name, dim in (("up.weight", 0), ("up.bias", 0), ("down.weight", 1)):
+            module = model.mlp.get_submodule(name.partition(".")[0])
+
+            def part(full, dim=dim):
+                return full.chunk(world_size, dim)[rank]
+
+            own = name.partition(".")[2]
+            setattr(module, own, nn.Parameter(part(getattr(module, own).detach()).clone()))
+            parts[f"mlp.{name}"] = part
+    whole = [p for name, p in model.named_parameters() if name not in parts]
+
+    def clip():
+        if layout == "tensor_dtensor":
+            return norm_of(getattr(g, "full_tensor", lambda g=g: g)() for g in grads_of(model))
+        every = norm_of(grads_of(model)) ** 2
+        copies = norm_of(p.grad for p in whole) ** 2
+        square = every if fault == "counted" else every - copies
+        if fault == "own_norm":
+            return (square + copies / world_size).sqrt()
+        dist.all_reduce(square)
+        return (square if fault == "counted" else square + copies).sqrt()
+
+    return Step(
+        model=model,
+        loss=lambda: F.cross_entropy(model(ids), targets),
+        tokens=len(targets),
+        optimizer=sgd(model),
+        clip=clip,
+        parts=parts,
+    )
+
+
+def expert(layout, rank, world_size):
+    """Ranks have rows of their own, and a part of the experts."""
+    ids, targets = rows_of(rank, world_size)
+    counts = [sum(LENGTHS[r::world_size]) for r in range(world_size)]
+    model, parts = Model(counts if world_size > 1 else None), {}
+    if world_size > 1:
+        parts["experts.weight"] = lambda full: full.chunk(world_size)[rank]
+        full = model.experts.weight.detach()
+        model.experts.weight = nn.Parameter(parts["experts.weight"](full).clone())
+        model.experts.first = rank * EXPERTS // world_size
+    # Means over ranks of the others' gradients want a loss that is so many times as large.
+    doubled = layout == "expert-doubled"
+    factor = world_size / sum(counts) if doubled else 1 / sum(counts)
+
+    def synchronize():
+        for name, p in model.named_parameters():
+            if name not in parts:
+                dist.all_reduce(p.grad)
+                if doubled:
+                    p.grad /= world_size
+
+    return Step(
+        model=model,
+        loss=lambda: F.cross_entropy(model(ids), targets, reduction="sum") * factor,
+        tokens=len(targets),
+        optimizer=sgd(model),
+        synchronize=synchronize,
+        parts=parts,
+    )
+
+
+class Rest(nn.Module):
+    """The second stage, whose modules have names of their own."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.moe, self.last, self.out = model.experts, model.norm, model.head
+
+    def forward(self, x):
+        return self.out(self.last(x + self.moe(x)))
+
+
+def pipeline(layout, rank, world_size):
+    """Two stages, which run the backward themselves."""
+    ids, targets = rows_of()
+    model = Model()
+    if world_size == 1:
+        return Step(
+            model=model, loss=lambda: F.cross_entropy(model(ids), targets), tokens=len(targets)
+        )
+    if rank == 1:
+        stage = Rest(model)
+
+        def loss():
+            x = torch.empty(len(ids), HIDDEN)
+            dist.recv(x, 0)
+            value = F.cross_entropy(stage(x.requires_grad_()), targets)
+            value.backward()
+            dist.send(x.grad, 0)
+            return value.detach()
+
+        def name(own):
+            there = {"moe": "experts", "last": "norm", "out": "head"}
+            module, _, rest = own.partition(".")
+            return f"{there[module]}.{rest}"
+
+        return Step(model=stage, loss=loss, tokens=len(targets), names=name)
+    del model.experts, model.norm, model.head
+
+    def first():
+        x = model.embed(ids)
+        x = x + model.mlp(x)
+        dist.send(x.detach(), 1)
+        gradient = torch.empty_like(x)
+        dist.recv(gradient, 1)
+        x.backward(gradient)
+
+    return Step(model=model, loss=first, tokens=0)
+
+
+# ---- what cannot be checked
+
+
+def bad(layout, rank, world_size):
+    """What layouts of one process return or raise."""
+    if layout == "dict":
+        return {"model": None}
+    step = data("hand", rank, world_size)
+    if layout == "text":
+        step.loss = lambda: "4.2"
+    elif layout == "rows":
+        step.loss = lambda: torch.ones(3, requires_grad=True) * 2
+    elif layout == "nan":
+        step.loss = lambda: torch.tensor(math.nan)
+    elif layout == "tokens":
+        step.tokens = 1.5
+    elif layout == "no_step":
+        step.optimizer = 3
+    elif layout == "norm":
+        step.clip = lambda: None
+    elif layout == "shape":
+        step.model.embed = nn.Embedding(2 * VOCAB, HIDDEN)
+    elif layout == "name":
+        step.names = {"head.weight": "haed.weight"}
+    elif layout == "parts":
+        step.parts = {"experts.weight": lambda full: full[:3]}
+        experts = step.model.experts
+        experts.weight = nn.Parameter(experts.weight.detach()[:3])
+    elif layout == "absent":
+        step.model.norm = nn.LayerNorm(HIDDEN, elementwise_affine=False)
+    return step
+
+
+def raises(layout, rank, world_size):
+    step = data("hand", rank, world_size)
+    if rank == 1:
+        step.loss = lambda: 1 // 0  # named
+    return step
+
+
+def hangs(layout, rank, world_size):
+    """Rank 1 does not join the all-reduce; each has a child.   layout: a file for their ids."""
+    step = data("hand", rank, world_size)
+    if world_size > 1:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        with open(layout, "a") as file:
+            file.write(f"{os.getpid()} {child.pid}\n")
+    if rank == 1:
+        step.synchronize = None
+        step.clip = None
+        step.reported_loss = None
+        step.optimizer = None
+    return step
+
+
+def dies(layout, rank, world_size):
+    if rank == 1:
+        os._exit(7)
+    return data("hand", rank, world_size)
+
+
+RIGHT = {
+    "hand": (2, 4),
+    "ddp": 2,
+    "ddp-float32": 2,
+    "fsdp2-bfloat16": 2,
+    "fsdp2": (1, 2, 4),
+    "hand-equal": 2,
+}
+FAULTS = (
+    *("ddp-around", "ddp-local", "fsdp2-local", "hand-none", "hand-mean", "hand-twice"),
+    *("hand-counted", "hand-own_report", "hand-left_out", "other_weights"),
+    *("hand-fewer", "hand-scaled"),
+)
+TENSOR = {"tensor": (2, 4), "tensor_dtensor": 2, "tensor-counted": 2, "tensor-own_norm": 2}
+EXPERT = {"expert": (2, 4), "expert-doubled": (2, 4)}
+
+
+def every(layout, rank, world_size):
+    """All of them, in one launch."""
+    kinds = {"tensor": tensor, "expert": expert, "pipeline": pipeline}
+    kind = next((k for name, k in kinds.items() if layout.startswith(name)), data)
+    return kind(layout, rank, world_size)
+
+
+every.layouts = RIGHT | dict.fromkeys(FAULTS, 2) | TENSOR | EXPERT | {"pipeline": 2}

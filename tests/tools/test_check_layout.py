@@ -1,0 +1,336 @@
+"""`tilewright check-layout`: right steps are equal to one process, faults are named with the first
+parameter, the factor and the likely cause, and what cannot be checked leaves no process behind.
+"""
+
+import contextlib
+import io
+import json
+import multiprocessing
+import pathlib
+import re
+import sys
+import textwrap
+import time
+from multiprocessing import forkserver
+
+import helpers  # noqa: F401  what the process that ranks are forked from imports
+import layout_steps
+import pytest
+import torch
+
+from tilewright import __main__ as cli
+from tilewright.tools import check_layout
+from tilewright.tools import check_layout_compare as compare
+from tilewright.tools.check_layout import Refused
+from tilewright.tools.check_layout_ranks import Ranks, Target, load_function
+
+ROOT = pathlib.Path(__file__).parents[2]
+STEPS = str(pathlib.Path(layout_steps.__file__))
+
+
+def command(*arguments):
+    """Exit code, standard output, standard error."""
+    forkserver.ensure_running()
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(["check-layout", *arguments])
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Every layout of layout_steps.py, by name and number of processes."""
+    code, out, err = command(f"{STEPS}:every", "--json")
+    assert code == 1 and not err, err
+    said = json.loads(out)
+    assert not said["equal"] and said["single"] | {"loss": 0, "norm": 0} == {
+        "loss": 0,
+        "tokens": sum(layout_steps.LENGTHS),
+        "norm": 0,
+        "gradients": 9,
+        "dtype": "float64",
+    }
+    return {(r["layout"], r["world_size"]): r for r in said["layouts"]}
+
+
+RIGHT = [
+    *(("hand", 2), ("hand", 4), ("ddp", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 4)),
+    *(("ddp-float32", 2), ("fsdp2-bfloat16", 2), ("tensor_dtensor", 2), ("pipeline", 2)),
+    *(("tensor", 2), ("tensor", 4), ("expert", 2), ("expert", 4)),
+]
+
+
+@pytest.mark.parametrize("layout, size", RIGHT)
+def test_a_right_step_is_equal(found, layout, size):
+    assert found[layout, size]["equal"], found[layout, size]["findings"]
+    # FSDP2 in bfloat16 is not equal by bits: its dtype decides what is.
+    assert (1e-4 < found[layout, size]["worst"] < 5e-2) == (layout == "fsdp2-bfloat16")
+
+
+ALL = [0, 1]
+# layout: kind, first parameter, ranks, factor (None: no multiple), parameters that differ, hint.
+FAULTS = {
+    "hand-none": ("gradient", "head.weight", ALL, None, 9, "the sum over the ranks is one process"),
+    "ddp-around": ("gradient", "head.weight", ALL, None, 9, "the mean over the ranks is one proc"),
+    "ddp-local": ("gradient", "head.weight", ALL, None, 9, "each rank's own tokens (16, 8)"),
+    "fsdp2-local": ("gradient", "head.weight", ALL, None, 9, "each rank's own tokens (16, 8)"),
+    "hand-mean": ("gradient", "head.weight", ALL, 2, 9, "summed over 2 ranks where the loss needs"),
+    "hand-twice": ("gradient", "head.weight", ALL, 0.5, 9, "averaged over 2 ranks where"),
+    "expert-doubled": ("gradient", "experts.weight", ALL, 2, 1, "only 1 of 9 gradients: they are "),
+    "hand-counted": ("norm", None, ALL, 2**0.5, 0, "every gradient is counted by 2 ranks: sqrt(2)"),
+    "tensor-counted": ("norm", None, ALL, ..., 0, "every rank holds whole are counted by 2 ranks"),
+    "tensor-own_norm": ("norm", None, ALL, ..., 0, "squares are not summed over ranks"),
+    "hand-own_report": ("reported loss", None, ALL, ..., 0, "it is not reduced over the ranks"),
+    "hand-left_out": ("step", "head.weight", ALL, 0, 1, "the optimizer does not have it"),
+    "other_weights": ("weights", "head.weight", [1], None, 7, "starts with other weights"),
+    "hand-fewer": ("tokens", None, [], ..., 0, "do not have the data of one process"),
+    "hand-scaled": ("gradient", "head.weight", [1], 3, 9, ""),
+}
+
+
+@pytest.mark.parametrize("layout", FAULTS)
+def test_a_fault_is_named(found, layout):
+    kind, name, ranks, factor, differing, hint = FAULTS[layout]
+    result = found[layout, 2]
+    first = result["findings"][0]
+    assert not result["equal"] and (first["kind"], first["name"]) == (kind, name), result
+    assert first["ranks"] == ranks and first["differing"] == differing and hint in first["hint"]
+    if factor is None:
+        assert first["rest"] > 0.1
+    elif factor is not ...:
+        assert first["factor"] == pytest.approx(factor, abs=1e-9) and not first["rest"]
+    for other in result["findings"][1:]:  # no second cause
+        assert "follows from" in other["hint"], other
+
+
+def test_experts_are_doubled_by_the_number_of_ranks(found):
+    [first, step] = found["expert-doubled", 4]["findings"]
+    assert first["factor"] == pytest.approx(4) and first["ranks"] == [0, 1, 2, 3]
+    assert step["kind"] == "step" and step["name"] == "experts.weight"
+
+
+def test_equal_numbers_of_tokens_are_noted(found):
+    assert "does not show" in found["hand-equal", 2]["notes"][0]
+    assert not any(r["notes"] for key, r in found.items() if key[0] != "hand-equal")
+
+
+# ---- the page
+
+PAGE = (ROOT / "docs/check_layout.md").read_text()
+
+
+def test_code_on_the_page_is_that_of_the_examples():
+    blocks = re.findall(r'```python title="(.*?)"\n(.*?)```', PAGE, re.S)
+    assert len(blocks) == 3
+    for name, code in blocks:
+        source, code = (re.sub("\n+", "\n", t) for t in ((ROOT / name).read_text(), code))
+        assert code in source or textwrap.indent(code, "    ") in source, name
+
+
+NEEDS = {
+    "fsdp2": (),
+    "trainer": ("transformers", "accelerate"),
+    "layouts": ("transformers", "pydantic", "datasets", "yaml"),
+}
+
+
+@pytest.mark.parametrize("example", NEEDS)
+def test_examples_print_what_the_page_says(example, monkeypatch):
+    for package in NEEDS[example]:
+        pytest.importorskip(package)
+    monkeypatch.chdir(ROOT)
+    [said] = re.findall(rf"\$ tilewright check-layout (\S*_{example}.*?)```", PAGE, re.S)
+    function, _, lines = said.partition("\n")
+    code, out, err = command(function)
+    assert code == ("DIFFERS" in lines) and not err, err
+    rounded = [re.sub(r"\d+\.\d+|\d+%", "~", text) for text in (out, lines)]
+    assert rounded[0] == rounded[1], out
+
+
+# ---- what cannot be checked
+
+BAD = {
+    "dict": "the function returned a value of type dict; it must be a tilewright.tools.check_layout.Step",
+    "text": "loss() returned a value of type str; it must be a tensor of one element",
+    "rows": "loss() returned a tensor of shape [3]; it must be a tensor of one element",
+    "nan": "loss() returned nan; it must be finite",
+    "tokens": "Step.tokens is 1.5; it must be an integer of 0 or more",
+    "no_step": "Step.optimizer is a value of type int, which has no step()",
+    "norm": "clip() returned None; it must be a number",
+    "shape": "'embed.weight' has shape [48, 8] here and [24, 8] in one process: say in Step.parts "
+    "which part it is",
+    "name": "'haed.weight' is no parameter of the one process (did you mean 'head.weight'?): give "
+    "its name there in Step.names",
+    "parts": "no rank has 64 of the 256 elements of 'experts.weight': see Step.parts",
+    "absent": "no rank has the parameter 'norm.weight' of the one process",
+}
+
+
+@contextlib.contextmanager
+def refused(function, number, folder, timeout=60.0):
+    """Ranks that have imported the function."""
+    forkserver.ensure_running()
+    with Ranks(number, Target(f"{STEPS}:{function}"), str(folder), timeout) as ranks:
+        ranks.load()
+        yield ranks
+
+
+def test_what_a_step_may_not_be(tmp_path):
+    with refused("bad", 1, tmp_path) as ranks:
+        ranks.run("single")
+        said = {}
+        for layout in BAD:
+            with pytest.raises(Refused) as error:
+                ranks.run(layout)
+            said[layout] = str(error.value)
+    assert said == {layout: f"{layout} in one process: {s}" for layout, s in BAD.items()}
+
+
+def test_one_process_that_raises(tmp_path):
+    with refused("Model", 1, tmp_path) as ranks, pytest.raises(Refused) as error:
+        ranks.run("single")
+    sentence = "one process: TypeError: Model.__init__() takes from 1 to 2 positional arguments"
+    assert str(error.value) == f"{sentence} but 4 were given"
+
+
+def test_the_first_rank_that_raises_is_named(tmp_path):
+    with (
+        refused("raises", 2, tmp_path) as ranks,
+        pytest.raises(Refused, match="x on 2 processes, rank 1: ZeroDivisionError: ") as error,
+    ):
+        ranks.run("x")
+    assert str(error.value).endswith("in <lambda>: `step.loss = lambda: 1 // 0  # named`")
+
+
+def alive(pid):
+    """Whether a process runs; one that nobody has waited for yet does not."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_collective_that_a_rank_does_not_join(tmp_path, monkeypatch):
+    with refused("hangs", 2, tmp_path) as ranks:
+        monkeypatch.setattr(ranks, "timeout", 6.0)
+        with pytest.raises(Refused) as error:
+            ranks.run(str(tmp_path / "pids"))
+        pids = [int(n) for n in (tmp_path / "pids").read_text().split()]
+        assert len(pids) == 4 and all(map(alive, pids))
+    said = str(error.value).partition(" on 2 processes ")[2]
+    first, second = said.removeprefix("hangs: nothing for 6 s; ").split("; ")
+    assert first.startswith("rank 0 is in synchronize() at layout_steps.py:")
+    assert first.endswith(" in synchronize: `dist.all_reduce(grad)`")
+    assert second == "rank 1 waits for the others, gathering the gradients"
+    end = time.monotonic() + 60
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not any(map(alive, pids))
+
+
+def _checks(folder):
+    with refused("hangs", 2, folder) as ranks:
+        ranks.run(f"{folder}/pids")
+
+
+def test_ranks_end_with_their_parent(tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=_checks, args=(tmp_path,))
+    process.start()
+    file, end = tmp_path / "pids", time.monotonic() + 300
+    while not file.exists() or len(pids := file.read_text().split()) < 4:
+        assert process.is_alive() and time.monotonic() < end
+        time.sleep(0.1)
+    process.kill()
+    process.join()
+    end = time.monotonic() + 60
+    while (left := [p for p in pids if alive(p)]) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not left
+
+
+def test_a_rank_that_dies(tmp_path):
+    sentence = "x on 2 processes, rank 1: the process ended in the function with exit code 7"
+    with refused("dies", 2, tmp_path) as ranks, pytest.raises(Refused, match=sentence):
+        ranks.run("x")
+
+
+def test_a_function_that_is_not_there():
+    code, out, err = command(f"{STEPS}:evry")
+    assert (code, out) == (2, "")
+    assert err == f"check-layout: {STEPS} has no 'evry'; did you mean 'every'?\n"
+
+
+@pytest.fixture
+def imports(monkeypatch):
+    """Paths and modules are as before."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "layout_steps", layout_steps)
+    monkeypatch.setitem(sys.modules, "broken_steps", None)
+
+
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        ("train_step", "'train_step' must be module:function or path/file.py:function"),
+        ("no/where.py:f", "no/where.py: no such file"),
+        ("no_such_module.steps:f", "there is no module 'no_such_module'"),
+        (f"{STEPS}:VOCAB", f"{STEPS}:VOCAB is of type int; it must be a function"),
+    ],
+)
+def test_other_names_of_functions(name, sentence, imports):
+    with pytest.raises(Refused) as error:
+        load_function(name)
+    assert str(error.value) == sentence
+
+
+def test_a_file_that_cannot_be_imported(tmp_path, imports):
+    path = tmp_path / "broken_steps.py"
+    path.write_text("import torch\n\nx = 1 / 0\n")
+    with pytest.raises(Refused, match="cannot be imported: ZeroDivisionError: division by zero at"):
+        load_function(f"{path}:f")
+
+
+def test_layouts_are_names_and_numbers_of_processes():
+    plan = check_layout.plan
+    assert plan(None) == {2: ["default"], 4: ["default"]}
+    assert plan(["a", "b"], ["b"], [4]) == {4: ["b"]}
+    assert plan({"a": 2, "b": (1, 2)}) == {2: ["a", "b"], 1: ["b"]}
+    for given in ([1], {"a": 0}, {"a": "2"}, {"a": ()}, {}, "ab", {"a": True}, {2: 2}):
+        with pytest.raises(Refused, match="must be names, or numbers of processes"):
+            plan(given)
+    for given, options, sentence in (
+        ({"single": 2}, (), "the layout 'single' is that of one process"),
+        (["fsdp2"], (["fsdp"],), "no layout 'fsdp'; did you mean 'fsdp2'?"),
+        (["fsdp2"], ([], [3]), "no layout is left on 3 processes"),
+    ):
+        with pytest.raises(Refused, match=sentence.replace("?", r"\?")):
+            plan(given, *options)
+
+
+def test_a_limit_on_silence_is_positive():
+    assert command("x:f", "--timeout", "0")[2] == "check-layout: --timeout 0: must be above 0\n"
+
+
+# ---- numbers
+
+
+def test_a_deviation_is_a_factor_and_what_remains():
+    torch.manual_seed(0)
+    want, other = torch.randn(2, 50, dtype=torch.float64)
+    other -= (other @ want) / (want @ want) * want
+    for factor, part in ((1.0, 0.0), (-3.0, 0.0), (2.0, 0.5), (1.0, 1e-6)):
+        d = compare.deviation(factor * want + part * other, want, 1e-9, 0.0)
+        assert d.factor == pytest.approx(factor) and d.multiple == (part == 0)
+        assert d.holds == (factor == 1 and part == 0)
+        own = (factor * want + part * other).norm()
+        assert d.rest == pytest.approx(float(part * other.norm() / own), abs=1e-12)
+    assert not compare.deviation(want * torch.nan, want, 1.0, 1.0).holds
+    noise = compare.deviation(1e-18 * other, torch.zeros(50), 1e-9, 1e-16)
+    assert noise.holds and noise.multiple
+
+
+def test_a_budget_holds_no_tenth_more():
+    want = torch.randn(100, dtype=torch.float64)
+    for relative in compare.TOLERANCE.values():
+        assert not compare.deviation(1.1 * want, want, relative, 0.0).holds

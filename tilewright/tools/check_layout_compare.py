@@ -1,0 +1,285 @@
+"""Compares what a rank's step gave with one process's."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from tilewright.tools.check_layout_step import Measured, Refused, Step, gathered, narrower
+
+# Largest difference of a tensor in the 2-norm, relative to one process's, by the narrowest dtype
+# that computed it: sums over ranks have another order, and layers amplify what that rounds. In
+# float64 hardly anything else passes; in 16 bits a factor of 1.1 does not.
+TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 2e-2,
+    torch.bfloat16: 5e-2,
+}
+# Of what the optimizer adds to weights: Adam divides by the gradient's size, so it amplifies the
+# rounding of small elements.
+UPDATE = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-2,
+    torch.float16: 0.3,
+    torch.bfloat16: 0.3,
+}
+# Roundings of the mean element, for gradients that are zero but for rounding, such as those of a
+# bias before a softmax.
+ROUNDINGS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Deviation:
+    """How a tensor differs from one process's.
+
+    factor: by least squares; NaN where one process's is zero.
+    rest: the 2-norm of what remains after it, relative to the tensor.
+    error: the 2-norm of the difference, relative to one process's.
+    """
+
+    holds: bool
+    factor: float
+    rest: float
+    multiple: bool
+    error: float
+
+
+def deviation(found: torch.Tensor, want: torch.Tensor, relative: float, slack: float) -> Deviation:
+    """relative, slack: the budget, relative to the tensor's 2-norm, and for each element."""
+    found, want = found.double().flatten(), want.double().flatten()
+    size, own = float(want.norm()), float(found.norm())
+    slack *= math.sqrt(want.numel())
+    difference = float((found - want).norm())
+    if not math.isfinite(own):
+        return Deviation(False, math.nan, math.nan, False, math.inf)
+    if not size and difference > slack:
+        return Deviation(False, math.nan, 1.0, False, math.inf)
+    factor = float(found @ want) / size**2 if size else 1.0
+    rest = float((found - factor * want).norm())
+    return Deviation(
+        holds=difference <= relative * size + slack,
+        factor=factor,
+        rest=rest / own if own else 0.0,
+        multiple=rest <= relative * own + slack * max(1.0, abs(factor)),
+        error=difference / size if size else 0.0,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Together:
+    """A gradient summed over the ranks, where none of them shards it by a DTensor.
+
+    copies: of each element, over the ranks.
+    """
+
+    total: Deviation
+    mean: Deviation
+    copies: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """One rank's step beside one process's.
+
+    Deviations are by name; `together` has those gradients that differ on any rank.
+    """
+
+    loss: float | None
+    tokens: int
+    norm: float | None
+    reported: float | None
+    dtype: torch.dtype
+    kinds: dict[str, str]
+    weights: dict[str, Deviation]
+    gradients: dict[str, Deviation]
+    updates: dict[str, Deviation]
+    together: dict[str, Together]
+
+
+@dataclasses.dataclass(frozen=True)
+class Alone:
+    """One process's step, without its tensors.
+
+    order: names in the order in which the backward finished their gradients.
+    squares: of the gradients' norms.
+    """
+
+    loss: float | None
+    tokens: int
+    norm: float | None
+    reported: float | None
+    dtype: torch.dtype
+    order: list[str]
+    squares: dict[str, float]
+
+
+def alone(measured: Measured) -> Alone:
+    squares = {n: float(g.double().square().sum()) for n, g in measured.gradients.items()}
+    if not squares:
+        raise Refused("no parameter has a gradient after the backward")
+    if measured.loss is None or not measured.tokens:
+        raise Refused("one process must have a loss and tokens, whatever ranks have")
+    if bad := [n for n, square in squares.items() if not math.isfinite(square)]:
+        raise Refused(f"the gradient of {bad[0]!r} is not finite")
+    order = measured.order + [n for n in squares if n not in measured.order]
+    return Alone(
+        measured.loss,
+        measured.tokens,
+        measured.norm,
+        measured.reported,
+        measured.dtype,
+        order,
+        squares,
+    )
+
+
+def compare(step: Step, found: Measured, want: Measured, group: dist.ProcessGroup) -> Compared:
+    """Every rank must call it.   want: one process's."""
+    parts = {name: step.parts.get(name, _all_of_it) for name in found.weights}
+    _check_names(found.weights, want.weights, step)
+    _check_shapes(found, want, parts)
+    _check_covered(found, want, parts, group)
+    dtype = narrower(want.dtype, *gathered(found.dtype, group))
+    relative, eps = TOLERANCE[dtype], torch.finfo(dtype).eps
+
+    def compared(kind: str, relative: float, slack: Mapping[str, float]) -> dict[str, Deviation]:
+        mine, theirs = getattr(found, kind), getattr(want, kind)
+        return {
+            name: deviation(
+                mine.get(name, torch.zeros(())).expand_as(part(theirs[name])),
+                part(theirs[name]),
+                relative,
+                slack[name],
+            )
+            for name, part in parts.items()
+            if name in theirs
+        }
+
+    level = ROUNDINGS * eps * _mean_element(want.gradients.values())
+    # A weight that is added to rounds to its own dtype.
+    rounding = {
+        name: torch.finfo(w.dtype).eps * _mean_element([w]) for name, w in want.weights.items()
+    }
+    gradients = compared("gradients", relative, dict.fromkeys(want.gradients, level))
+    return Compared(
+        loss=found.loss,
+        tokens=found.tokens,
+        norm=found.norm,
+        reported=found.reported,
+        dtype=dtype,
+        kinds=found.kinds,
+        weights=compared("weights", relative, rounding),
+        gradients=gradients,
+        updates=compared("updates", UPDATE[dtype], rounding) if found.updates else {},
+        together=_together(found, want, parts, gradients, (relative, level), group),
+    )
+
+
+def _all_of_it(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _mean_element(tensors: Iterable[torch.Tensor]) -> float:
+    """The root mean square of all elements."""
+    square = count = 0.0
+    for t in tensors:
+        square += float(t.double().square().sum())
+        count += t.numel()
+    return math.sqrt(square / max(1.0, count))
+
+
+def _check_names(mine: Iterable[str], theirs: Mapping[str, torch.Tensor], step: Step) -> None:
+    for name in mine:
+        if name not in theirs:
+            raise Refused(
+                f"{name!r} is no parameter of the one process{_nearest(name, theirs)}: give its "
+                "name there in Step.names"
+            )
+    if unknown := [name for name in step.parts if name not in theirs]:
+        raise Refused(
+            f"Step.parts has {unknown[0]!r}, which is no parameter of the one process"
+            f"{_nearest(unknown[0], theirs)}"
+        )
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _check_shapes(found: Measured, want: Measured, parts: Mapping) -> None:
+    for kind in ("weights", "gradients"):
+        theirs = getattr(want, kind)
+        for name, t in getattr(found, kind).items():
+            if name not in theirs:
+                continue
+            shape = parts[name](theirs[name]).shape
+            if t.shape != shape:
+                there = list(theirs[name].shape)
+                said = f"{list(t.shape)} here and {there} in one process"
+                if name in parts and parts[name] is not _all_of_it:
+                    said = f"{list(t.shape)} and its Step.parts gives {list(shape)}"
+                raise Refused(f"{name!r} has shape {said}: say in Step.parts which part it is")
+
+
+def _indices(shape: torch.Size) -> torch.Tensor:
+    return torch.arange(shape.numel()).view(shape)
+
+
+def _check_covered(
+    found: Measured, want: Measured, parts: Mapping, group: dist.ProcessGroup
+) -> None:
+    """Refuses a parameter of which no rank has some elements."""
+    everyones = gathered(found.kinds, group)
+    for name, tensor in want.weights.items():
+        kinds = {kinds[name] for kinds in everyones if name in kinds}
+        if not kinds:
+            raise Refused(f"no rank has the parameter {name!r} of the one process")
+        if kinds == {"part"}:
+            held = torch.zeros(tensor.numel())
+            if name in parts:
+                held[parts[name](_indices(tensor.shape)).flatten()] = 1
+            dist.all_reduce(held, group=group)
+            if missing := int((held == 0).sum()):
+                raise Refused(
+                    f"no rank has {missing} of the {held.numel()} elements of {name!r}: see "
+                    "Step.parts"
+                )
+
+
+def _together(
+    found: Measured,
+    want: Measured,
+    parts: Mapping,
+    gradients: Mapping[str, Deviation],
+    budget: tuple[float, float],
+    group: dist.ProcessGroup,
+) -> dict[str, Together]:
+    """What ranks that each hold a gradient would have if they added them, or their mean."""
+    differing = gathered({name for name, d in gradients.items() if not d.holds}, group)
+    sharded = gathered({name for name, kind in found.kinds.items() if kind == "sharded"}, group)
+    result = {}
+    for name in want.gradients:
+        if not any(name in one for one in differing) or any(name in one for one in sharded):
+            continue
+        full = want.gradients[name]
+        total, copies = torch.zeros(2, full.numel(), dtype=torch.float64)
+        if name in parts:
+            at = parts[name](_indices(full.shape)).flatten()
+            copies[at] = 1
+            if name in found.gradients:
+                total[at] = found.gradients[name].double().flatten()
+        dist.all_reduce(total, group=group)
+        dist.all_reduce(copies, group=group)
+        result[name] = Together(
+            deviation(total, full, *budget),
+            deviation(total / copies, full, *budget),
+            int(copies.max()),
+        )
+    return result

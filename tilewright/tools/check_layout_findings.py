@@ -1,0 +1,361 @@
+"""What differs between a layout and one process, by which factor, and the likely fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from tilewright.tools.check_layout_compare import TOLERANCE, Alone, Compared, Deviation
+
+# Absolute, of losses and norms that are compared as numbers.
+TINY = 1e-12
+# How the hint of what has no cause of its own begins.
+FOLLOWS = "follows from"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One kind of number that differs.
+
+    kind: weights, tokens, loss, gradient, norm, reported loss or step.
+    name: the first parameter that differs, in the backward's order.
+    ranks: those on which it differs.   factor: by least squares, or the ratio of numbers.
+    rest: the part of the tensor that remains after the factor; 0 for an exact multiple.
+    differing, of: parameters that differ, and that were compared.
+    """
+
+    kind: str
+    text: str
+    hint: str = ""
+    name: str | None = None
+    ranks: tuple[int, ...] = ()
+    factor: float | None = None
+    rest: float | None = None
+    differing: int = 0
+    of: int = 0
+
+
+def find(one: Alone, ranks: Sequence[Compared]) -> list[Finding]:
+    """What differs, causes before what follows from them."""
+    if weights := _tensors("weights", one, ranks):
+        hint = (
+            "the model starts with other weights: every rank is seeded alike before the function "
+            "is called, so build the whole model in the same order, and take parts of it"
+        )
+        return [dataclasses.replace(weights, hint=hint)]
+    tokens = _tokens(one, ranks)
+    found = [tokens, _loss(one, ranks)]
+    gradient = _tensors("gradients", one, ranks)
+    if gradient is not None:
+        found.append(dataclasses.replace(gradient, hint=_gradient_hint(gradient, one, ranks)))
+    found += [_norm(one, ranks, gradient), _reported(one, ranks)]
+    step = _tensors("updates", one, ranks)
+    if step is not None:
+        found.append(dataclasses.replace(step, hint=_step_hint(step, any(found))))
+    findings = [f for f in found if f is not None]
+    if tokens is not None:
+        follows = [dataclasses.replace(f, hint=f"{FOLLOWS} the data") for f in findings[1:]]
+        findings = [tokens, *follows]
+    return findings
+
+
+def notes(one: Alone, ranks: Sequence[Compared]) -> list[str]:
+    """What the check could not see."""
+    counts = {c.tokens for c in ranks} - {0}
+    shared = sum(c.tokens for c in ranks) == one.tokens and one.tokens not in counts
+    if len(counts) == 1 and shared:
+        return [
+            f"every rank has {counts.pop()} tokens: with equal numbers a divisor by local tokens "
+            "does not show"
+        ]
+    return []
+
+
+def worst(ranks: Sequence[Compared]) -> float:
+    """The largest relative error of a gradient with a size."""
+    return max((d.error for c in ranks for d in c.gradients.values() if d.rest < 1), default=0.0)
+
+
+# ---- tensors
+
+
+def _tensors(kind: str, one: Alone, ranks: Sequence[Compared]) -> Finding | None:
+    everywhere = [getattr(c, kind) for c in ranks]
+    names = [n for n in one.order if any(n in d for d in everywhere)]
+    names += [n for d in everywhere for n in d if n not in names and n not in one.order]
+    differing = [n for n in names if any(n in d and not d[n].holds for d in everywhere)]
+    if not differing:
+        return None
+    name = differing[0]
+    found = {r: d[name] for r, d in enumerate(everywhere) if name in d}
+    bad = {r: d for r, d in found.items() if not d.holds}
+    factor, rest, text = _summary(found, bad)
+    return Finding(
+        {"gradients": "gradient", "updates": "step"}.get(kind, kind),
+        f"{name} is {text}",
+        name=name,
+        ranks=tuple(bad),
+        factor=None if math.isnan(factor) else factor,
+        rest=None if math.isnan(rest) else rest,
+        differing=len(set(differing)),
+        of=len(set(names)),
+    )
+
+
+def _summary(found: dict[int, Deviation], bad: dict[int, Deviation]) -> tuple[float, float, str]:
+    """(factor, rest, text) of a tensor."""
+    values = list(bad.values())
+    first = values[0]
+    if all(_alike(d, first) for d in values):
+        where = "" if len(found) == 1 else f" on {_listed(bad, len(found))}"
+        return first.factor, 0.0 if first.multiple else first.rest, _factor(first) + where
+    said = ", ".join(f"{_factor(d)} on rank {r}" for r, d in list(bad.items())[:4])
+    most = max(values, key=lambda d: d.rest)
+    return first.factor, 0.0 if most.multiple else most.rest, said
+
+
+def _alike(a: Deviation, b: Deviation) -> bool:
+    return a.multiple == b.multiple and (
+        math.isclose(a.factor, b.factor, rel_tol=1e-3, abs_tol=1e-9)
+        and (a.multiple or math.isclose(a.rest, b.rest, rel_tol=1e-3))
+    )
+
+
+def _listed(bad: dict[int, Deviation], number: int) -> str:
+    if len(bad) == number:
+        return "every rank"
+    return f"rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))} only"
+
+
+def _factor(d: Deviation) -> str:
+    if math.isnan(d.rest):
+        return "not finite"
+    if math.isnan(d.factor):
+        return "not zero, as it is in one process,"
+    if d.multiple and abs(d.factor) < 1e-9:
+        return "zero"
+    if d.multiple:
+        return f"exactly {d.factor:.4g} times one process's"
+    return f"no multiple of one process's (nearest {d.factor:.3g} times, {d.rest:.0%} unrelated)"
+
+
+# ---- gradients
+
+
+def _divisors(number: int) -> list[int]:
+    return [k for k in range(1, number + 1) if number % k == 0]
+
+
+def _times(factor: float, size: int, relative: float) -> int | None:
+    """k > 1, which divides the number of ranks, for a factor of k; -k for 1 / k."""
+    for k in _divisors(size)[1:]:
+        if math.isclose(factor, k, rel_tol=relative):
+            return k
+        if math.isclose(factor, 1 / k, rel_tol=relative):
+            return -k
+    return None
+
+
+def _gradient_hint(gradient: Finding, one: Alone, ranks: Sequence[Compared]) -> str:
+    assert gradient.name is not None
+    found = [c.gradients[gradient.name] for c in ranks if gradient.name in c.gradients]
+    same = all(_alike(d, found[0]) for d in found)
+    if same and found[0].multiple:
+        return _multiple_hint(gradient, one, ranks)
+    together = ranks[0].together.get(gradient.name)
+    missing = "ranks have different gradients: an all-reduce is missing"
+    if together is not None and not same:
+        if together.mean.holds:
+            return f"{missing} (the mean over the ranks is one process's)"
+        if together.total.holds:
+            return f"{missing} (the sum over the ranks is one process's)"
+        if together.total.multiple:
+            return f"{missing} (the sum over the ranks is {together.total.factor:.4g} times)"
+    hints = []
+    if together is not None and not same:
+        hints.append(missing)
+    if _is_local(one, ranks):
+        counts = ", ".join(str(c.tokens) for c in ranks)
+        hints.append(
+            f"the loss is divided by each rank's own tokens ({counts}): divide its sum by the "
+            "tokens of all ranks"
+        )
+    return "; ".join(hints)
+
+
+def _multiple_hint(gradient: Finding, one: Alone, ranks: Sequence[Compared]) -> str:
+    factor, size = gradient.factor or 0.0, len(ranks)
+    relative = _relative(ranks)
+    k = _times(factor, size, relative)
+    some = gradient.differing < gradient.of
+    if k is not None and k > 1:
+        if some:
+            return (
+                f"only {gradient.differing} of {gradient.of} gradients: they are summed over {k} "
+                "ranks that already have the whole sum (after an all-to-all an expert has the "
+                f"tokens of all ranks), or not divided by {k} as the others are"
+            )
+        return f"gradients are summed over {k} ranks where the loss needs their mean"
+    if k is not None:
+        if some:
+            return (
+                f"only {gradient.differing} of {gradient.of} gradients: they are divided by {-k} "
+                "once more than the others, or one rank's part of a sum is taken for all of it"
+            )
+        return (
+            f"gradients are averaged over {-k} ranks where the loss needs their sum: it is already "
+            "divided by the tokens of all ranks"
+        )
+    if factor == 0:
+        return "there is no gradient: the parameter is not in the graph, or its gradient is dropped"
+    for rank, c in enumerate(ranks):
+        for times in (1, size):
+            if c.tokens and math.isclose(factor, one.tokens / c.tokens / times, rel_tol=relative):
+                return (
+                    f"the loss is divided by the {c.tokens} tokens of rank {rank}, not by "
+                    f"the {one.tokens} of all"
+                )
+    return ""
+
+
+# ---- numbers
+
+
+def _relative(ranks: Sequence[Compared]) -> float:
+    """The tolerance of a number. In 16 bits rounding averages out in it."""
+    return min(TOLERANCE[ranks[0].dtype], 0.01)
+
+
+def _near(a: float, b: float, ranks: Sequence[Compared]) -> bool:
+    return math.isclose(a, b, rel_tol=_relative(ranks), abs_tol=TINY)
+
+
+def _copies(total: float, whole: float, ranks: Sequence[Compared]) -> bool:
+    """Whether ranks have the whole between them, or each of them has it, or groups of them."""
+    return any(_near(total, k * whole, ranks) for k in _divisors(len(ranks)))
+
+
+def _tokens(one: Alone, ranks: Sequence[Compared]) -> Finding | None:
+    total = sum(c.tokens for c in ranks)
+    if _copies(total, one.tokens, ranks):
+        return None
+    counts = " + ".join(str(c.tokens) for c in ranks)
+    return Finding(
+        "tokens",
+        f"{counts} = {total}, in one process {one.tokens}",
+        "the ranks do not have the data of one process between them",
+        factor=total / one.tokens if one.tokens else None,
+    )
+
+
+def _mean_of_tokens(ranks: Sequence[Compared]) -> float:
+    total = sum(c.tokens for c in ranks if c.loss is not None)
+    return sum(c.tokens * c.loss for c in ranks if c.loss is not None) / max(1, total)
+
+
+def _is_local(one: Alone, ranks: Sequence[Compared]) -> bool:
+    """Whether each rank's loss is the mean over its own tokens, and their numbers differ."""
+    assert one.loss is not None
+    total = sum(c.loss or 0.0 for c in ranks)
+    return not _copies(total, one.loss, ranks) and _near(_mean_of_tokens(ranks), one.loss, ranks)
+
+
+def _loss(one: Alone, ranks: Sequence[Compared]) -> Finding | None:
+    """The losses that were differentiated: their mean, their sum, each of them, or their mean over
+    tokens is one process's. Gradients show which of these a step needs.
+    """
+    assert one.loss is not None
+    total = sum(c.loss or 0.0 for c in ranks)
+    if _copies(total, one.loss, ranks) or _is_local(one, ranks):
+        return None
+    shown = ", ".join("none" if c.loss is None else f"{c.loss:.6g}" for c in ranks)
+    return Finding(
+        "loss",
+        f"{shown} on the ranks, in one process {one.loss:.6g}: neither their mean, nor their sum, "
+        "nor their mean over tokens is that",
+        factor=total / one.loss / len(ranks) if one.loss else None,
+        ranks=tuple(range(len(ranks))),
+    )
+
+
+def _by_rank(values: Sequence[float], want: float, ranks: Sequence[Compared]) -> tuple[int, ...]:
+    return tuple(r for r, v in enumerate(values) if not _near(v, want, ranks))
+
+
+def _said(values: Sequence[float], want: float) -> str:
+    first = values[0]
+    if all(math.isclose(v, first, rel_tol=1e-6) for v in values):
+        times = f", {first / want:.4g} times" if want else ""
+        return f"{first:.6g} on every rank, in one process {want:.6g}{times}"
+    return f"{', '.join(f'{v:.6g}' for v in values)} on the ranks, in one process {want:.6g}"
+
+
+def _norm(one: Alone, ranks: Sequence[Compared], gradient: Finding | None) -> Finding | None:
+    norms = [c.norm for c in ranks if c.norm is not None]
+    if one.norm is None or len(norms) < len(ranks):
+        return None
+    bad = _by_rank(norms, one.norm, ranks)
+    if not bad:
+        return None
+    if gradient is None:
+        hint = _norm_hint(norms, one, ranks)
+    else:
+        hint = f"{FOLLOWS} the gradients, unless it has a fault of its own"
+    factor = norms[bad[0]] / one.norm if one.norm else None
+    return Finding("norm", _said(norms, one.norm), hint, ranks=bad, factor=factor)
+
+
+def _norm_hint(norms: Sequence[float], one: Alone, ranks: Sequence[Compared]) -> str:
+    """Gradients are right, so it is how their squares are added."""
+    assert one.norm is not None
+    square, size = one.norm**2, len(ranks)
+    if not all(math.isclose(n, norms[0], rel_tol=1e-6) for n in norms):
+        if _near(sum(n * n for n in norms), square, ranks):
+            return (
+                "each rank reports the norm of what it holds: the squares are not summed over ranks"
+            )
+        return "ranks count different gradients"
+    copied = {n for n in one.squares if all(c.kinds.get(n) == "copy" for c in ranks)}
+    copies = sum(s for n, s in one.squares.items() if n in copied)
+    parts = sum(one.squares.values()) - copies
+    for k in _divisors(size)[1:]:
+        if _near(norms[0] ** 2, k * square, ranks):
+            return f"every gradient is counted by {k} ranks: sqrt({k}) times the norm"
+        if parts and _near(norms[0] ** 2, k * copies + parts, ranks):
+            return f"squares of gradients that every rank holds whole are counted by {k} ranks"
+        if copies and _near(norms[0] ** 2, copies + k * parts, ranks):
+            return f"squares of sharded gradients are counted by {k} ranks"
+        if _near(norms[0], k * one.norm, ranks):
+            return f"norms are summed over {k} ranks instead of squares"
+        if _near(norms[0] * k, one.norm, ranks):
+            return f"the norm is divided by {k}"
+    return ""
+
+
+def _reported(one: Alone, ranks: Sequence[Compared]) -> Finding | None:
+    values = [c.reported for c in ranks if c.reported is not None]
+    want = one.reported if one.reported is not None else one.loss
+    if len(values) < len(ranks) or want is None:
+        return None
+    bad = _by_rank(values, want, ranks)
+    if not bad:
+        return None
+    hint = ""
+    times = _times(values[0] / want, len(ranks), 1e-3) if want else None
+    alike = all(math.isclose(v, values[0], rel_tol=1e-6) for v in values)
+    if not alike:
+        hint = "each rank reports its own loss: it is not reduced over the ranks"
+    elif times is not None:
+        hint = f"it is summed over {times} ranks" if times > 1 else f"it is divided by {-times}"
+    elif _near(values[0], sum(c.loss or 0.0 for c in ranks) / len(ranks), ranks):
+        hint = "it is the mean of the ranks' means, which have different numbers of tokens"
+    return Finding("reported loss", _said(values, want), hint, ranks=bad, factor=values[0] / want)
+
+
+def _step_hint(step: Finding, explained: bool) -> str:
+    if explained:
+        return f"{FOLLOWS} the above"
+    if step.factor == 0:
+        return "it is not updated: the optimizer does not have it"
+    return "gradients and norm are one process's: the clipping or the optimizer is not"
