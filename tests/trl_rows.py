@@ -9,17 +9,22 @@ import copy
 import functools
 import os
 import tempfile
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 import trl
+from accelerate import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig
 from tokenizers import Tokenizer, models
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
-from tilewright.integrations.trl import accelerate_trainer, build_trainer, trainers
+from helpers import join_group
+
+from tilewright.integrations.trl import build_trainer, head, trainers
 
 disable_progress_bars()
 VOCAB = 61
@@ -230,18 +235,23 @@ def step(kind, *, world=1, lora=None, ours=True, dtype=torch.float32, prepare=No
 def eager_statistics(head, x, labels, scaling, outputs):
     """`trainers.token_statistics` in plain PyTorch, from the logits of the head's own forward."""
     mask = labels != -100
+    x, target = x[mask], labels[mask]
     z = head(x) * scaling.scale
     z = z if scaling.softcap is None else scaling.softcap * torch.tanh(z / scaling.softcap)
     z = z / scaling.temperature
     logp = F.log_softmax(z, -1)
     found = {
-        "log_probs": logp.gather(-1, labels.clamp_min(0)[..., None])[..., 0],
+        "log_probs": logp.gather(-1, target[:, None])[:, 0],
         "entropy": -(logp.exp() * logp).sum(-1),
         "log_sum_sq_probs": (2 * logp).logsumexp(-1).detach(),
         "mean_logits": z.mean(-1).detach(),
-        "is_top1": z.argmax(-1) == labels,
+        "is_top1": z.argmax(-1) == target,
     }
-    return {name: t.masked_fill(~mask, 0) for name, t in found.items() if name in outputs}
+    return {
+        name: t.new_zeros(mask.shape).masked_scatter(mask, t)
+        for name, t in found.items()
+        if name in outputs
+    }
 
 
 @contextlib.contextmanager
@@ -258,3 +268,84 @@ def planted(module, name, value):
 def eager_step(kind, **options):
     with planted(trainers, "token_statistics", eager_statistics):
         return step(kind, **options)
+
+
+# ---- two ranks
+
+# The head is in accelerate's unit of the last norm and the head; then a unit of its own; then the
+# factors of its adapter are units of their own, too.
+LAYOUTS = {
+    "ddp": {},
+    "fsdp2": {"units": ["LlamaDecoderLayer"]},
+    "fsdp2 own unit": {"units": ["LlamaDecoderLayer", "Linear"]},
+    "fsdp2 lora": {"units": ["LlamaDecoderLayer"], "lora": LORA},
+}
+
+
+def fsdp2(units, trainer):
+    """What fsdp=True does on GPUs: accelerate has no FSDP for a CPU, but this switch alone."""
+    state = trainer.accelerator.state
+    state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=units,
+        cpu_ram_efficient_loading=False,
+    )
+    trainer.is_fsdp_enabled = True
+    head = trainer.model.get_output_embeddings()
+    for factor in ("lora_A", "lora_B"):
+        if hasattr(head, factor):
+            fully_shard(getattr(head, factor)["default"])
+
+
+def no_sync(trainer):
+    """A fault: DDP does not reduce gradients."""
+
+    class Off(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            trainer.model_wrapped.require_backward_grad_sync = False
+
+    trainer.add_callback(Off())
+
+
+def gathered_without_reduction(compute):
+    """A fault: parameters are gathered by full_tensor, whose gradient is not summed over ranks, in
+    place of by the head's hooks.
+    """
+
+    def faulty(found, *args):
+        def whole(module):
+            found = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in module.named_parameters()}
+            return SimpleNamespace(**{"bias": None, **found}, parameters=found.values)
+
+        low = tuple(a._replace(A=whole(a.A), B=whole(a.B)) for a in found.adapters)
+        return compute(found._replace(base=whole(found.base), adapters=low), *args)
+
+    return faulty
+
+
+def two_ranks(rank, world, folder):
+    """All rows of two ranks, in one launch. Rank 0 writes what it found."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1"
+    )
+    os.environ["MASTER_PORT"] = "29500"  # not used: the group is joined here
+    join_group(rank, world, folder)
+    found = {}
+    for layout, options in LAYOUTS.items():
+        options, units = dict(options), options.get("units")
+        if units is not None:
+            del options["units"]
+            options["prepare"] = functools.partial(fsdp2, units)
+        for kind in KINDS[:3] if layout != "fsdp2" else KINDS[:1]:
+            found[kind, layout, "none"] = step(kind, world=world, **options)
+            if layout == "ddp":
+                found[kind, layout, "fault"] = step(kind, world=world, prepare=no_sync, **options)
+            elif layout != "fsdp2":
+                faulty = gathered_without_reduction(head._compute)
+                with planted(head, "_compute", faulty), planted(head, "_has_hooks", lambda m: False):
+                    found[kind, layout, "fault"] = step(kind, world=world, **options)
+    if rank == 0:
+        torch.save(found, f"{folder}/found.pt")
+    torch.distributed.barrier()
