@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from helpers import join_group
 
+from tilewright.integrations import rl
 from tilewright.integrations.trl import build_trainer, head, trainers
 
 disable_progress_bars()
@@ -52,7 +53,7 @@ def tiny(seed=0, **changes):
         **changes,
     )
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return AutoModelForCausalLM.from_config(config)
 
 
 @functools.cache
@@ -346,6 +347,39 @@ def two_ranks(rank, world, folder):
                 faulty = gathered_without_reduction(head._compute)
                 with planted(head, "_compute", faulty), planted(head, "_has_hooks", lambda m: False):
                     found[kind, layout, "fault"] = step(kind, world=world, **options)
+    found["rl"] = of_rl(rank, world)
     if rank == 0:
         torch.save(found, f"{folder}/found.pt")
     torch.distributed.barrier()
+
+
+def of_rl(rank, world):
+    """Results and gradients of the functions for actors, of this rank's shard of the vocabulary in
+    a group, put together.
+    """
+    g = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(2, 5, 8, generator=g), torch.randn(62, 8, generator=g)
+    labels = torch.randint(62, (2, 5), generator=g)
+    part = slice(rank * 62 // world, (rank + 1) * 62 // world)
+    group = torch.distributed.group.WORLD if world > 1 else None
+    coefficient = torch.arange(10.0).view(2, 5)
+    logits = (x @ weight[part].T).requires_grad_()
+    logprobs = rl.logprobs_from_logits(logits, labels, False, temperature=0.7, group=group)
+    entropy = rl.entropy_from_logits(logits, temperature=0.7, group=group)
+    (logprobs * coefficient + entropy).sum().backward()
+    hidden, own = x.clone().requires_grad_(), weight[part].clone().requires_grad_()
+    both = rl.logprobs_and_entropy(hidden, own, labels, 0.7, group=group)
+    (both[0] * coefficient + both[1]).sum().backward()
+    found = {
+        "logprobs": logprobs.detach(),
+        "entropy": entropy.detach(),
+        "linear logprobs": both[0].detach(),
+        "linear entropy": both[1].detach(),
+        "hidden gradient": hidden.grad,
+    }
+    for name, grad, dim in (("logits", logits.grad, -1), ("weight", own.grad, 0)):
+        parts = [torch.empty_like(grad) for _ in range(world)]
+        if world > 1:
+            torch.distributed.all_gather(parts, grad)
+        found[f"{name} gradient"] = torch.cat(parts, dim) if world > 1 else grad
+    return found

@@ -94,14 +94,10 @@ def accelerate_trainer(trainer: Any, *, quiet: bool = False) -> TrainerReport:
         _check(type(trainer).__name__, model)
     reports = []
     for model in models:
-        choices = _choices(model)
-        context = contextlib.nullcontext
-        if "_original_forward" in model.__dict__:  # accelerate's autocast is around TRL's forward
-            context = trainer.accelerator.autocast
-        if OURS not in model.__dict__:
-            forward = model.__dict__[OURS] = _forward(model, choices, context)
-            model.forward = MethodType(forward, model)
-        reports.append((type(model).__name__, tuple(choices["outputs"])))
+        # accelerate's autocast is around TRL's forward, not around the one that replaces it.
+        prepared = "_original_forward" in model.__dict__
+        outputs = fuse(model, trainer.accelerator.autocast if prepared else contextlib.nullcontext)
+        reports.append((type(model).__name__, outputs))
     report = TrainerReport(type(trainer).__name__, tuple(reports))
     if not quiet and trainer.accelerator.is_main_process:
         print(report)
@@ -224,6 +220,19 @@ def _trl_forward(model: Any) -> Callable | None:
 
 
 # ---- the forward
+
+
+def fuse(model: Any, context: Callable = contextlib.nullcontext) -> tuple[str, ...]:
+    """Replaces TRL's fused head of a model, once. Returns what it computes of a token.
+
+    context: what the head and the backbone run in.
+    """
+    choices = _choices(model)
+    assert choices is not None
+    if OURS not in model.__dict__:
+        forward = model.__dict__[OURS] = _forward(model, choices, context)
+        model.forward = MethodType(forward, model)
+    return tuple(choices["outputs"])
 
 
 def _forward(model: Any, choices: dict[str, Any], context: Callable) -> Callable:
