@@ -1,5 +1,5 @@
-"""One optimizer step of TRL's trainers on a tiny model: loss, metrics and gradients, in one process
-or in one of several ranks. Importing this module imports TRL.
+"""Two optimizer steps of TRL's trainers on a tiny model: loss, metrics and gradients of the second,
+in one process or in one of several ranks. Importing this module imports TRL.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def rollouts(rank, world):
 
 
 class Recorder(TrainerCallback):
-    """found: of the first step."""
+    """found: of the last step."""
 
     def __init__(self):
         self.found = {}
@@ -163,8 +163,9 @@ def arguments(kind, folder, world, **changes):
         **{
             "output_dir": folder,
             "per_device_train_batch_size": ROWS // world,
-            "max_steps": 1,
-            "learning_rate": 1e-3,
+            "max_steps": 2,  # what a first step leaves in hooks shows in the second
+            "optim": "sgd",
+            "learning_rate": 0.1,
             "max_grad_norm": 0.0,
             "report_to": [],
             "save_strategy": "no",
@@ -199,9 +200,9 @@ def build(kind, model, folder, *, world=1, lora=None, ours=True, **changes):
     """A trainer; `ours`: accelerated. TRL's own cannot have adapters on the head."""
     options = {"args": arguments(kind, folder, world, **changes), "train_dataset": data(kind)}
     options["processing_class"] = tokenizer()
-    if lora is not None:
+    if lora:
         options["peft_config"] = LoraConfig(**lora, task_type="CAUSAL_LM")
-    elif kind in ("dpo", "kto"):
+    elif kind in ("dpo", "kto") and not hasattr(model, "peft_config"):
         reference = copy.deepcopy(model)
         with torch.no_grad():
             for p in reference.parameters():
@@ -219,7 +220,7 @@ def build(kind, model, folder, *, world=1, lora=None, ours=True, **changes):
 
 
 def step(kind, *, world=1, lora=None, ours=True, dtype=torch.float32, prepare=None, **changes):
-    """{"loss", "metric ...", parameter: gradient} of one step."""
+    """{"loss", "metric ...", parameter: gradient} of the second step."""
     with fresh(), tempfile.TemporaryDirectory() as folder:
         model = tiny().to(dtype)
         trainer = build(kind, model, folder, world=world, lora=lora, ours=ours, **changes)

@@ -33,10 +33,10 @@ def reference(kind, lora):
 
 
 def worst(found, expected):
-    """{name: error relative to the norm}."""
+    """{name: error relative to the norm; of metrics, some of which are small differences, to 1}."""
     assert found.keys() == expected.keys()
     return {
-        name: ((found[name].double() - t).norm() / t.norm().clamp_min(1e-9)).item()
+        name: ((found[name].double() - t).norm() / t.norm().clamp_min(1.0 if "metric" in name else 1e-9)).item()
         for name, t in expected.items()
     }
 
@@ -336,3 +336,134 @@ def peak_of_head(function, lora, vocabulary):
         (out["log_probs"].sum() + out["entropy"].sum()).backward()
 
     return peak_bytes(both) / 2**20
+
+
+# ---- what is reported, left and refused
+
+
+def test_the_report_and_what_stays(tmp_path, capsys):
+    """A second call does nothing; logits, `generate`, signature and copies stay."""
+    import inspect
+
+    model = rows.tiny()
+    expected = copy.deepcopy(model)
+    with rows.fresh():
+        trainer = rows.build("dpo", model, tmp_path, ours=False)
+        report = accelerate_trainer(trainer)
+        forward = model.forward
+        assert accelerate_trainer(trainer, quiet=True) == report and model.forward is not None
+        assert model.forward.__func__ is forward.__func__
+    outputs = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+    assert report.models == (("LlamaForCausalLM", outputs), ("LlamaForCausalLM", ("log_probs",)))
+    assert capsys.readouterr().out.endswith(f"{report}\n")
+    assert inspect.signature(model.forward) == inspect.signature(expected.forward)
+    ids = torch.tensor([rows.ids(5, 1)])
+    for other in (model, copy.deepcopy(model)):
+        found, wanted = (m(ids, labels=ids, num_items_in_batch=3) for m in (other, expected))
+        assert torch.equal(found.loss, wanted.loss) and torch.equal(found.logits, wanted.logits)
+    options = {"max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(model.generate(ids, **options), expected.generate(ids, **options))
+
+
+def test_evaluation(tmp_path):
+    """`evaluate` on the other path: metrics of the evaluation mode."""
+    found = []
+    for ours in (True, False):
+        with rows.fresh():
+            trainer = rows.build("sft", rows.tiny(), tmp_path, ours=ours)
+            found.append(trainer.evaluate(rows.data("sft")))
+    for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
+        assert found[0][name] == pytest.approx(found[1][name], rel=1e-5)
+
+
+def adapted(**options):
+    from peft import LoraConfig
+
+    return LoraConfig(**{**LORA, "init_lora_weights": True, **options})
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"use_dora": True}, "use_dora or another variant must not be set for adapter 'default' on the "
+         "head, got True (accepted: plain LoRA)"),
+        ({"lora_dropout": 0.1}, "lora_dropout must not be set for adapter 'default' on the head, got "
+         "0.1 (accepted: 0)"),
+        ({"lora_bias": True}, "lora_bias must not be set for adapter 'default' on the head, got True "
+         "(accepted: False)"),
+    ],
+)  # fmt: skip
+def test_adapters_that_are_refused(options, sentence, tmp_path):
+    model = rows.tiny()
+    if "lora_bias" in options:
+        options = {**options, "target_modules": ["lm_head"]}
+        model.lm_head.bias = torch.nn.Parameter(torch.zeros(rows.VOCAB))
+    with rows.fresh(), pytest.raises(ImplementationUnavailable) as error:
+        rows.build("sft", model, tmp_path, lora={**LORA, "init_lora_weights": True, **options})
+    assert str(error.value) == sentence
+    assert "get_output_embeddings" not in vars(model)
+
+
+class Scaled(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        (lambda m: setattr(m, "lm_head", Scaled(32, rows.VOCAB)), "the head must be a torch.nn.Linear, "
+         "with or without PEFT's LoRA, got Scaled"),
+        (lambda m: setattr(m.config, "logit_scale", -1.0), "the scale of LlamaForCausalLM's logits must "
+         "be positive, got -1.0"),
+    ],
+)  # fmt: skip
+def test_models_that_are_refused(change, sentence, tmp_path):
+    model = rows.tiny()
+    change(model)
+    with rows.fresh():
+        trainer = rows.build("sft", model, tmp_path, ours=False)
+        before = model.forward
+        with pytest.raises(ImplementationUnavailable) as error:
+            accelerate_trainer(trainer)
+    assert str(error.value) == sentence and model.forward == before
+
+
+def test_trainers_that_are_refused(tmp_path, monkeypatch):
+    with rows.fresh():
+        trainer = rows.build("sft", rows.tiny(), tmp_path, ours=False)
+    del trainer.model.forward  # as of RewardTrainer
+    with pytest.raises(ImplementationUnavailable, match=r"^trainer must be one whose Llama.* got SFT"):
+        accelerate_trainer(trainer)
+    with pytest.raises(TypeError, match="^model must be a torch.nn.Module, got 'a/name'; load it"):
+        build_trainer(type(trainer), "a/name")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.17.0")
+    with pytest.raises(ImplementationUnavailable, match=r"^trl must be of version 1.16, .* 1.17.0$"):
+        accelerate_trainer(trainer)
+    monkeypatch.setattr("tilewright.platform.no_module", lambda name: f"{name} is missing")
+    with pytest.raises(ImplementationUnavailable, match="^trl is missing$"):
+        accelerate_trainer(trainer)
+
+
+def test_a_reference_adapter_that_trl_has_already_computed(tmp_path):
+    """precompute_ref_log_probs runs while the trainer is built, without the head's adapter."""
+    from peft import get_peft_model
+
+    model = get_peft_model(rows.tiny(), adapted(task_type="CAUSAL_LM"))
+    with rows.fresh(), pytest.raises(ValueError, match="^precompute_ref_log_probs must be False"):
+        rows.build("dpo", model, tmp_path, precompute_ref_log_probs=True)
+
+
+def test_a_tensor_parallel_head(tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1)
+    try:
+        layer = torch.nn.Linear(32, rows.VOCAB, bias=False)
+        mesh = init_device_mesh("cpu", (1,))
+        layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+        with pytest.raises(ImplementationUnavailable, match="^the head's weight must be whole"):
+            head.statistics(layer, torch.randn(2, 32), torch.tensor([1, 2]), head.Scaling(1.0, None, 1.0, False), ALL)
+    finally:
+        torch.distributed.destroy_process_group()
