@@ -17,12 +17,11 @@ import trl
 from accelerate import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset, disable_progress_bars
+from helpers import join_group
 from peft import LoraConfig
 from tokenizers import Tokenizer, models
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
-
-from helpers import join_group
 
 from tilewright.integrations import rl
 from tilewright.integrations.trl import build_trainer, head, trainers
@@ -32,7 +31,12 @@ VOCAB = 61
 ROWS = 4
 KINDS = ("sft", "dpo", "grpo", "kto")
 METRICS = ("entropy", "mean_token_accuracy", "logits/chosen", "logits/rejected", "logps/chosen")
-LORA = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
+LORA = {
+    "r": 3,
+    "lora_alpha": 6,
+    "target_modules": ["q_proj", "lm_head"],
+    "init_lora_weights": False,
+}
 
 
 def tiny(seed=0, **changes):
@@ -83,7 +87,12 @@ def data(kind):
             {
                 "sft": {"input_ids": p + c, "labels": [-100] * prompt + c},
                 "dpo": {"prompt_ids": p, "chosen_ids": c, "rejected_ids": r},
-                "kto": {"prompt_ids": p, "completion_ids": c, "KL_completion_ids": r, "label": n % 2 == 0},
+                "kto": {
+                    "prompt_ids": p,
+                    "completion_ids": c,
+                    "KL_completion_ids": r,
+                    "label": n % 2 == 0,
+                },
                 "grpo": {"prompt": "5 7"},
             }[kind]
         )
@@ -318,7 +327,9 @@ def gathered_without_reduction(compute):
 
     def faulty(found, *args):
         def whole(module):
-            found = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in module.named_parameters()}
+            found = {
+                n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in module.named_parameters()
+            }
             return SimpleNamespace(**{"bias": None, **found}, parameters=found.values)
 
         low = tuple(a._replace(A=whole(a.A), B=whole(a.B)) for a in found.adapters)
@@ -346,7 +357,10 @@ def two_ranks(rank, world, folder):
                 found[kind, layout, "fault"] = step(kind, world=world, prepare=no_sync, **options)
             elif layout != "fsdp2":
                 faulty = gathered_without_reduction(head._compute)
-                with planted(head, "_compute", faulty), planted(head, "_has_hooks", lambda m: False):
+                with (
+                    planted(head, "_compute", faulty),
+                    planted(head, "_has_hooks", lambda m: False),
+                ):
                     found[kind, layout, "fault"] = step(kind, world=world, **options)
     found["rl"] = of_rl(rank, world)
     if rank == 0:

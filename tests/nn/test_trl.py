@@ -2,7 +2,6 @@
 logits, in each layout; a fault in what makes that so is seen.
 """
 
-import contextlib
 import copy
 import functools
 
@@ -36,7 +35,10 @@ def worst(found, expected):
     """{name: error relative to the norm; of metrics, some of which are small differences, to 1}."""
     assert found.keys() == expected.keys()
     return {
-        name: ((found[name].double() - t).norm() / t.norm().clamp_min(1.0 if "metric" in name else 1e-9)).item()
+        name: (
+            (found[name].double() - t).norm()
+            / t.norm().clamp_min(1.0 if "metric" in name else 1e-9)
+        ).item()
         for name, t in expected.items()
     }
 
@@ -95,7 +97,7 @@ def test_bfloat16():
     truth, eager = reference("dpo", "dense")[0], eager_step("dpo", bf16=True)
     found = step("dpo", bf16=True)
     mine, theirs = worst(found, truth), worst(eager, truth)
-    assert 1e-4 < mine["lm_head.weight"], "not in bfloat16"
+    assert mine["lm_head.weight"] > 1e-4, "not in bfloat16"
     for name, error in mine.items():
         assert error <= 2 * theirs[name] + 2**-6, f"{name}: {error:.2e}, eager {theirs[name]:.2e}"
 
@@ -142,7 +144,9 @@ def fused(model, ours, labels, ids, **options):
     if ours:
         assert trainers.fuse(model) == ALL
     out = model(ids, attention_mask=torch.ones_like(ids), labels=labels, fused_lm_head=True)
-    (out.loss + (out.log_probs * torch.arange(labels.shape[1] - 1)).sum() + out.entropy.sum()).backward()
+    (
+        out.loss + (out.log_probs * torch.arange(labels.shape[1] - 1)).sum() + out.entropy.sum()
+    ).backward()
     grads = {n: p.grad for n, p in model.named_parameters()}
     return {k: v for k, v in out.items() if torch.is_tensor(v)} | grads
 
@@ -172,7 +176,9 @@ def test_what_a_model_does_with_its_logits(changes, options):
     assert 0 < mine["is_top1"].sum() < (labels != -100).sum()
     assert ("aux_loss" in mine) == ("num_experts" in changes)
     for name, t in theirs.items():
-        torch.testing.assert_close(mine[name], t, rtol=2e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            mine[name], t, rtol=2e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_nothing_to_learn():
@@ -195,7 +201,9 @@ def test_heads(state):
     model = peft.get_peft_model(base, config)
     layer = base.lm_head
     if state == "two":
-        other = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["lm_head"], init_lora_weights=False)
+        other = peft.LoraConfig(
+            r=3, lora_alpha=5, target_modules=["lm_head"], init_lora_weights=False
+        )
         model.add_adapter("other", other)
         layer.set_adapter(["default", "other"])
     elif state == "merged":
@@ -265,7 +273,9 @@ def test_parameters_that_are_there_inside_their_module_alone():
 
     def after(module, args, outputs):
         release()
-        return tuple(Before.apply(t) if torch.is_tensor(t) and t.requires_grad else t for t in outputs)
+        return tuple(
+            Before.apply(t) if torch.is_tensor(t) and t.requires_grad else t for t in outputs
+        )
 
     base.register_forward_pre_hook(gather)
     base.register_forward_hook(after)
@@ -296,7 +306,8 @@ def fused_head_gradients(model):
 
 def peak_bytes(fn):
     """Of all allocations during fn that live at once, as the allocator reports them."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as p:  # fmt: skip
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as p:
         fn()
     now = peak = 0
     for event in sorted(p.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
@@ -433,15 +444,19 @@ def test_trainers_that_are_refused(tmp_path, monkeypatch):
     with rows.fresh():
         trainer = rows.build("sft", rows.tiny(), tmp_path, ours=False)
     del trainer.model.forward  # as of RewardTrainer
-    with pytest.raises(ImplementationUnavailable, match=r"^trainer must be one whose Llama.* got SFT"):
+    with pytest.raises(
+        ImplementationUnavailable, match=r"^trainer must be one whose Llama.* got SFT"
+    ):
         accelerate_trainer(trainer)
-    with pytest.raises(TypeError, match="^model must be a torch.nn.Module, got 'a/name'; load it"):
+    with pytest.raises(TypeError, match=r"^model must be a torch.nn.Module, got 'a/name'; load it"):
         build_trainer(type(trainer), "a/name")
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.17.0")
-    with pytest.raises(ImplementationUnavailable, match=r"^trl must be of version 1.16, .* 1.17.0$"):
+    with pytest.raises(
+        ImplementationUnavailable, match=r"^trl must be of version 1.16, .* 1.17.0$"
+    ):
         accelerate_trainer(trainer)
     monkeypatch.setattr("tilewright.platform.no_module", lambda name: f"{name} is missing")
-    with pytest.raises(ImplementationUnavailable, match="^trl is missing$"):
+    with pytest.raises(ImplementationUnavailable, match=r"^trl is missing$"):
         accelerate_trainer(trainer)
 
 
@@ -450,7 +465,7 @@ def test_a_reference_adapter_that_trl_has_already_computed(tmp_path):
     from peft import get_peft_model
 
     model = get_peft_model(rows.tiny(), adapted(task_type="CAUSAL_LM"))
-    with rows.fresh(), pytest.raises(ValueError, match="^precompute_ref_log_probs must be False"):
+    with rows.fresh(), pytest.raises(ValueError, match=r"^precompute_ref_log_probs must be False"):
         rows.build("dpo", model, tmp_path, precompute_ref_log_probs=True)
 
 
@@ -458,12 +473,22 @@ def test_a_tensor_parallel_head(tmp_path):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1
+    )
     try:
         layer = torch.nn.Linear(32, rows.VOCAB, bias=False)
         mesh = init_device_mesh("cpu", (1,))
-        layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
-        with pytest.raises(ImplementationUnavailable, match="^the head's weight must be whole"):
-            head.statistics(layer, torch.randn(2, 32), torch.tensor([1, 2]), head.Scaling(1.0, None, 1.0, False), ALL)
+        layer.weight = torch.nn.Parameter(
+            distribute_tensor(layer.weight.detach(), mesh, [Shard(0)])
+        )
+        with pytest.raises(ImplementationUnavailable, match=r"^the head's weight must be whole"):
+            head.statistics(
+                layer,
+                torch.randn(2, 32),
+                torch.tensor([1, 2]),
+                head.Scaling(1.0, None, 1.0, False),
+                ALL,
+            )
     finally:
         torch.distributed.destroy_process_group()

@@ -8,7 +8,7 @@ Functions with the signatures of verl's and SkyRL's own, computed by `ops.logpro
     from verl.workers.engine.fsdp import transformer_impl
 
     transformer_impl.logprobs_from_logits = rl.logprobs_from_logits
-    FusedLinearForPPO.forward = lambda self, *args, **kwargs: rl.logprobs_and_entropy(*args, **kwargs)
+    FusedLinearForPPO.forward = lambda self, *args, **given: rl.logprobs_and_entropy(*args, **given)
 
 Results are float32 whatever the logits' dtype is. Neither project is imported.
 """
@@ -30,8 +30,8 @@ def logprobs_from_logits(
 ) -> torch.Tensor:
     """Log-probability of each label.
 
-    The signature of verl's `verl.utils.torch_functional.logprobs_from_logits` and SkyRL's
-    `skyrl_train.utils.torch_utils.logprobs_from_logits`.
+    The signature of `logprobs_from_logits` in verl's `utils.torch_functional` and in SkyRL's
+    `skyrl_train.utils.torch_utils`.
 
     Args:
         logits: [..., V] fp32 | bf16 | fp16; differentiable.

@@ -180,7 +180,9 @@ def _compute(head: Head, x, target, scaling: Scaling, outputs) -> tuple[torch.Te
 
 
 def _check_present(head: Head) -> None:
-    parameters = [p for m in (head.base, *(m for a in head.adapters for m in a[:2])) for p in m.parameters()]
+    parameters = [
+        p for m in (head.base, *(m for a in head.adapters for m in a[:2])) for p in m.parameters()
+    ]
     if any(is_sharded(p) for p in parameters):
         raise ImplementationUnavailable(
             "the head's weight must be whole where the head runs, got a DTensor (tensor "

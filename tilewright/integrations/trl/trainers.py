@@ -59,11 +59,11 @@ def accelerate_trainer(trainer: Any, *, quiet: bool = False) -> TrainerReport:
     `ops.linear_logprob`.
 
     Changes the models of this trainer alone: the policy and, if there is one, the reference. Call
-    it before `train`; a second call does nothing. The head computes only tokens that have a label, a chunk of them at a time,
-    and works in its modules' own forward, so that it is right wherever their parameters are
-    gathered by hooks: under DDP, FSDP2 (also where the head or its adapters are units of their own)
-    and ZeRO-3. Statistics are float32. mean_logits (a metric of DPO and KTO) is the mean of logits
-    that are not rounded.
+    it before `train`; a second call does nothing. The head computes the tokens that have a label, a
+    chunk of them at a time, and runs inside its modules' own forward, so that it is right wherever
+    hooks gather their parameters: under FSDP2 (also where the head or its adapters are units of
+    their own) and ZeRO-3. Statistics are float32. mean_logits (a metric of DPO and KTO) is the mean
+    of logits that are not rounded.
 
     Args:
         trainer: A trainer of TRL 1.16 whose model has TRL's fused head: SFTTrainer, DPOTrainer,
@@ -272,11 +272,11 @@ def _fused(model, choices, scaling: Scaling, labels, shift_labels, args, kwargs)
         x, labels = x[:, :-1], labels[:, 1:]
     else:
         labels = shift_labels
-    found = token_statistics(
-        model.get_output_embeddings(), x, labels, scaling, choices["outputs"]
-    )
+    found = token_statistics(model.get_output_embeddings(), x, labels, scaling, choices["outputs"])
     mask = (labels != -100).to(found["log_probs"].device)
-    loss = -found["log_probs"].sum() / (mask.sum().clamp(min=1) if num_tokens is None else num_tokens)
+    loss = -found["log_probs"].sum() / (
+        mask.sum().clamp(min=1) if num_tokens is None else num_tokens
+    )
     auxiliary = None
     if kwargs.get("output_router_logits"):
         config = choices["text_config"]
