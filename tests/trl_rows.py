@@ -194,6 +194,7 @@ def arguments(kind, folder, world, **changes):
 def fresh():
     """accelerate's state and environment, which it sets once for a process."""
     before = dict(os.environ)
+    os.environ["CI"] = "1"  # TRL sends no telemetry
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     try:

@@ -492,3 +492,32 @@ def test_a_tensor_parallel_head(tmp_path):
             )
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_the_page(tmp_path, monkeypatch):
+    """The blocks of docs/trl.md, on a tiny model."""
+    import pathlib
+    import re
+
+    import trl
+
+    page = pathlib.Path(__file__).parents[2] / "docs" / "trl.md"
+    *blocks, actors = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    rows.tiny().save_pretrained(tmp_path / "model")
+    rows.tokenizer().save_pretrained(tmp_path / "model")
+    calls, own = [], head.statistics
+    monkeypatch.setattr(head, "statistics", lambda *a: calls.append(a) or own(*a))
+    for block in blocks:
+        names = {"SFTTrainer": trl.SFTTrainer, "dataset": rows.data("sft"), "model": rows.tiny()}
+        names |= {"accelerate_trainer": accelerate_trainer}
+        with rows.fresh():
+            names["arguments"] = rows.arguments("sft", str(tmp_path), 1, dataset_kwargs={"skip_prepare_dataset": True})  # fmt: skip
+            if "peft_config" in block or "SFTTrainer(model" in block:
+                names["SFTTrainer"] = functools.partial(trl.SFTTrainer, processing_class=rows.tokenizer())  # fmt: skip
+            exec(block.replace("HuggingFaceTB/SmolLM2-135M", str(tmp_path / "model")), names)
+        assert len(calls) == 2, "two steps"
+        calls.clear()
+    assert len(blocks) == 3
+    logits, labels = torch.randn(2, 5), torch.tensor([1, 4])
+    names = {"logits": logits, "labels": labels, "hidden_states": torch.randn(2, 3)}
+    exec(actors, names | {"lm_head": torch.nn.Linear(3, 5)})
