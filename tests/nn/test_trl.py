@@ -511,9 +511,12 @@ def test_the_page(tmp_path, monkeypatch):
         names = {"SFTTrainer": trl.SFTTrainer, "dataset": rows.data("sft"), "model": rows.tiny()}
         names |= {"accelerate_trainer": accelerate_trainer}
         with rows.fresh():
-            names["arguments"] = rows.arguments("sft", str(tmp_path), 1, dataset_kwargs={"skip_prepare_dataset": True})  # fmt: skip
-            if "peft_config" in block or "SFTTrainer(model" in block:
-                names["SFTTrainer"] = functools.partial(trl.SFTTrainer, processing_class=rows.tokenizer())  # fmt: skip
+            unprepared = {"skip_prepare_dataset": True}
+            names["arguments"] = rows.arguments("sft", str(tmp_path), 1, dataset_kwargs=unprepared)
+            if "SFTTrainer(model" in block or "build_trainer" in block:
+                names["SFTTrainer"] = functools.partial(
+                    trl.SFTTrainer, processing_class=rows.tokenizer()
+                )
             exec(block.replace("HuggingFaceTB/SmolLM2-135M", str(tmp_path / "model")), names)
         assert len(calls) == 2, "two steps"
         calls.clear()
