@@ -29,6 +29,7 @@ import torch
 EXTRAS = {
     "transformers": ("transformers",),
     "trainer": ("datasets", "pydantic", "tqdm", "transformers", "yaml"),
+    "trl": ("trl",),
     "bench": ("matplotlib",),
     "tensorboard": ("tensorboard",),
     "cute": ("nvidia-cutlass-dsl",),

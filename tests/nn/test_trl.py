@@ -1,0 +1,526 @@
+"""tilewright.integrations.trl: TRL's trainers have the loss, the metrics and the gradients of eager
+logits, in each layout; a fault in what makes that so is seen.
+"""
+
+import copy
+import functools
+
+import pytest
+import torch
+from helpers import two_processes
+
+pytest.importorskip("trl", reason="needs trl, of the extra trl")
+
+import trl_rows as rows
+from trl.trainer.utils import add_fused_lm_head
+from trl_rows import KINDS, LAYOUTS, LORA, eager_step, planted, step
+
+from tilewright.integrations.trl import accelerate_trainer, build_trainer, head, trainers
+from tilewright.registry import ImplementationUnavailable
+
+# Errors are relative to the norm: of gradients of one layer, a few roundings of sums of 30 tokens.
+SLACK = 2e-6
+HEADS = {"dense": None, "lora": LORA}
+ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+@functools.cache
+def reference(kind, lora):
+    """(float64, float32): TRL's trainer in one process over eager logits of the head's forward."""
+    options = {"lora": HEADS[lora]}
+    return eager_step(kind, dtype=torch.float64, **options), eager_step(kind, **options)
+
+
+def worst(found, expected):
+    """{name: error relative to the norm; of metrics, some of which are small differences, to 1}."""
+    assert found.keys() == expected.keys()
+    return {
+        name: (
+            (found[name].double() - t).norm()
+            / t.norm().clamp_min(1.0 if "metric" in name else 1e-9)
+        ).item()
+        for name, t in expected.items()
+    }
+
+
+def assert_equal(found, kind, lora, slack=SLACK):
+    """Within the numerics contract of the reference."""
+    truth, eager = reference(kind, lora)
+    mine, theirs = worst(found, truth), worst(eager, truth)
+    for name, error in mine.items():
+        assert error <= 2 * theirs[name] + slack, f"{name}: {error:.2e}, eager {theirs[name]:.2e}"
+
+
+def assert_different(found, kind, lora, which=""):
+    """A planted fault is far outside of it, in gradients whose names contain `which`."""
+    errors = worst(found, reference(kind, lora)[0])
+    assert max(e for name, e in errors.items() if which in name) > 0.05, errors
+
+
+# ---- the matrix: one process
+
+
+@pytest.mark.parametrize("lora", HEADS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process(kind, lora):
+    assert_equal(step(kind, lora=HEADS[lora]), kind, lora)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trl_is_the_reference(kind):
+    """The reference's eager logits have TRL's own results, where TRL computes them."""
+    assert_equal(step(kind, ours=False), kind, "dense")
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_a_wrong_normalizer_is_seen(kind):
+    """Log-probabilities that are means over a row's tokens, not of each."""
+    own = trainers.token_statistics
+
+    def means(x, labels, *args):
+        found = own(x, labels, *args)
+        count = (args[0] != -100).sum(-1, keepdim=True).clamp_min(1)
+        return found | {"log_probs": found["log_probs"] / count}
+
+    with planted(trainers, "token_statistics", means):
+        assert_different(step(kind), kind, "dense", "lm_head")
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_a_dropped_adapter_is_seen(kind):
+    with planted(head, "_adapters", lambda layer: ()):
+        assert_different(step(kind, lora=LORA), kind, "lora", "lm_head.lora_B")
+
+
+def test_bfloat16():
+    """Under accelerate's autocast, which is around the reference model's forward already."""
+    truth, eager = reference("dpo", "dense")[0], eager_step("dpo", bf16=True)
+    found = step("dpo", bf16=True)
+    mine, theirs = worst(found, truth), worst(eager, truth)
+    assert mine["lm_head.weight"] > 1e-4, "not in bfloat16"
+    for name, error in mine.items():
+        assert error <= 2 * theirs[name] + 2**-6, f"{name}: {error:.2e}, eager {theirs[name]:.2e}"
+
+
+# ---- the matrix: two ranks
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    two_processes(rows.two_ranks, folder)
+    return torch.load(f"{folder}/found.pt")
+
+
+PAIRS = [(kind, layout) for layout in LAYOUTS for kind in KINDS[:3]]
+
+
+@pytest.mark.parametrize("kind, layout", [p for p in PAIRS if p[1] != "fsdp2" or p[0] == "sft"])
+def test_two_ranks(found, kind, layout):
+    assert_equal(found[kind, layout, "none"], kind, "lora" if "lora" in layout else "dense")
+
+
+@pytest.mark.parametrize("kind, layout", [p for p in PAIRS if p[1] != "fsdp2"])
+def test_gradients_that_are_not_reduced_are_seen(found, kind, layout):
+    lora = "lora" if "lora" in layout else "dense"
+    assert_different(found[kind, layout, "fault"], kind, lora, "lm_head")
+
+
+def test_a_sharded_vocabulary(found):
+    """rl's functions on two ranks, with a shard each, have the results of one."""
+    mine, whole = found["rl"], rows.of_rl(0, 1)
+    assert mine.keys() == whole.keys()
+    for name, t in whole.items():
+        torch.testing.assert_close(mine[name], t, rtol=2e-6, atol=2e-6)
+
+
+# ---- models
+
+
+def fused(model, ours, labels, ids, **options):
+    """Outputs and gradients of the fused head, TRL's or this library's."""
+    model = copy.deepcopy(model)
+    add_fused_lm_head(model, outputs=ALL, **options)
+    if ours:
+        assert trainers.fuse(model) == ALL
+    out = model(ids, attention_mask=torch.ones_like(ids), labels=labels, fused_lm_head=True)
+    (
+        out.loss + (out.log_probs * torch.arange(labels.shape[1] - 1)).sum() + out.entropy.sum()
+    ).backward()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    return {k: v for k, v in out.items() if torch.is_tensor(v)} | grads
+
+
+@pytest.mark.parametrize(
+    "changes, options",
+    [
+        ({}, {"temperature": 0.7}),
+        ({"kind": "gemma2", "final_logit_softcapping": 2.0}, {"temperature": 1.3}),
+        ({"kind": "cohere", "logit_scale": 0.25}, {"temperature": 0.7}),
+        ({"kind": "granite", "logits_scaling": 3.0}, {}),
+        ({"kind": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+          "output_router_logits": True, "router_aux_loss_coef": 0.5}, {}),
+        ({"tie_word_embeddings": True}, {"cast_lm_head_to_fp32": True}),
+    ],
+    ids=["temperature", "softcap", "scale", "scaling", "experts", "tied"],
+)  # fmt: skip
+def test_what_a_model_does_with_its_logits(changes, options):
+    model = rows.tiny(**changes)
+    ids = torch.tensor([rows.ids(9, 1), rows.ids(9, 2)])
+    with torch.no_grad():  # every other label is the likeliest token
+        labels = torch.cat([ids[:, :1], model(ids).logits.argmax(-1)[:, :-1]], 1)
+    labels[:, ::2] = ids[:, ::2]
+    labels[0, :4] = -100
+    mine, theirs = (fused(model, ours, labels, ids, **options) for ours in (True, False))
+    assert mine.keys() == theirs.keys() and set(ALL) <= mine.keys()
+    assert 0 < mine["is_top1"].sum() < (labels != -100).sum()
+    assert ("aux_loss" in mine) == ("num_experts" in changes)
+    for name, t in theirs.items():
+        torch.testing.assert_close(
+            mine[name], t, rtol=2e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_nothing_to_learn():
+    """No label at all: zeros, with gradients, so that no rank waits for another's."""
+    ids = torch.tensor([rows.ids(5, 1)])
+    mine = fused(rows.tiny(), True, torch.full_like(ids, -100), ids)
+    assert mine["loss"] == 0 and all(t is not None and not t.any() for t in mine.values())
+
+
+@pytest.mark.parametrize("state", ["two", "merged", "disabled", "to_save", "bias"])
+def test_heads(state):
+    peft = pytest.importorskip("peft")
+    base = rows.tiny()
+    if state == "bias":
+        base.lm_head.bias = torch.nn.Parameter(torch.randn(rows.VOCAB))
+    if state == "to_save":
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    else:
+        config = peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+    model = peft.get_peft_model(base, config)
+    layer = base.lm_head
+    if state == "two":
+        other = peft.LoraConfig(
+            r=3, lora_alpha=5, target_modules=["lm_head"], init_lora_weights=False
+        )
+        model.add_adapter("other", other)
+        layer.set_adapter(["default", "other"])
+    elif state == "merged":
+        layer.merge()
+    elif state == "to_save":
+        with torch.no_grad():
+            layer.modules_to_save["default"].weight.mul_(2)
+    elif state == "disabled":
+        layer.merge()
+        layer.enable_adapters(False)
+    x = torch.randn(2, 6, 32)
+    labels = torch.randint(rows.VOCAB, (2, 6))
+    scaling = head.Scaling(0.8, 3.0, 1.5, False)
+    results = []
+    for function in (trainers.token_statistics, rows.eager_statistics):
+        model.zero_grad()
+        y = x.clone().requires_grad_()
+        found = function(layer, y, labels, scaling, ALL)
+        (found["log_probs"] * torch.arange(6) + found["entropy"]).sum().backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        results.append({**found, **grads, "x": y.grad})
+    assert results[0].keys() == results[1].keys()
+    for name, t in results[1].items():
+        torch.testing.assert_close(results[0][name], t, rtol=2e-5, atol=2e-5)
+
+
+def test_prompt_learning(tmp_path):
+    """PEFT's prompt tuning: virtual tokens before the labels."""
+    from peft import PromptTuningConfig, get_peft_model
+
+    results = []
+    for ours in (True, False):
+        torch.manual_seed(3)
+        model = get_peft_model(rows.tiny(), PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2))
+        with rows.fresh():
+            trainer = rows.build("sft", model, tmp_path, ours=ours)
+            trainer.train()
+        results.append(trainer.recorder.found)
+    for name, t in results[1].items():
+        torch.testing.assert_close(results[0][name], t, rtol=2e-5, atol=2e-5)
+
+
+def test_parameters_that_are_there_inside_their_module_alone():
+    """As under ZeRO-3: gathered before a module's forward and backward, empty otherwise."""
+    model = rows.tiny()
+    expected = fused_head_gradients(model)
+    base = model.lm_head
+    weight, full = base.weight, base.weight.detach().clone()
+    log = []
+
+    def gather(*_):
+        log.append("gather")
+        weight.data = full
+
+    def release(*_):
+        weight.data = torch.empty(0)
+
+    class Before(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, t):
+            return t.view_as(t)
+
+        @staticmethod
+        def backward(ctx, grad):
+            gather()
+            return grad
+
+    def after(module, args, outputs):
+        release()
+        return tuple(
+            Before.apply(t) if torch.is_tensor(t) and t.requires_grad else t for t in outputs
+        )
+
+    base.register_forward_pre_hook(gather)
+    base.register_forward_hook(after)
+    release()
+    found = fused_head_gradients(model)
+    assert log == ["gather"] * 3  # forward; backward of log_probs and of entropy
+    for name, t in expected.items():
+        torch.testing.assert_close(found[name], t, rtol=1e-6, atol=1e-6)
+    with planted(head, "within", lambda modules, compute, x: compute(x)):
+        release()
+        with pytest.raises(ImplementationUnavailable, match="offloaded or not gathered"):
+            fused_head_gradients(model)
+
+
+def fused_head_gradients(model):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 6, 32, generator=g).requires_grad_()
+    labels = torch.randint(rows.VOCAB, (1, 6), generator=g)
+    model.zero_grad()
+    scaling = head.Scaling(1.0, None, 1.0, False)
+    found = trainers.token_statistics(model.lm_head, x, labels, scaling, ALL[:2])
+    (found["log_probs"] + found["entropy"]).sum().backward()
+    return {**found, "x": x.grad, "weight": model.lm_head.weight.grad}
+
+
+# ---- memory
+
+
+def peak_bytes(fn):
+    """Of all allocations during fn that live at once, as the allocator reports them."""
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as p:
+        fn()
+    now = peak = 0
+    for event in sorted(p.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize("lora", HEADS)
+def test_memory_does_not_grow_with_the_vocabulary(lora):
+    """Forward and backward of 2,048 tokens, whose logits would take 64 and 256 MiB, and those of
+    the eager path and their gradients several times that. The head is frozen, but for its adapter,
+    whose gradients are small.
+    """
+    peaks = [peak_of_head(trainers.token_statistics, lora, V) for V in (8192, 32768)]
+    assert peaks[1] < peaks[0] + 8 < 80, peaks
+    assert peak_of_head(rows.eager_statistics, lora, 8192) > 150
+
+
+def peak_of_head(function, lora, vocabulary):
+    """In MiB."""
+    layer = torch.nn.Linear(32, vocabulary, bias=False)
+    if lora == "lora":
+        from peft import LoraConfig
+        from peft.tuners.lora.layer import Linear
+
+        config = LoraConfig(init_lora_weights=False)
+        layer = Linear(layer, "default", config=config, r=2, lora_alpha=2)
+    getattr(layer, "base_layer", layer).requires_grad_(False)
+    x = torch.randn(1, 2048, 32, requires_grad=True)
+    labels = torch.randint(vocabulary, (1, 2048))
+    scaling = head.Scaling(1.0, None, 1.0, False)
+
+    def both():
+        out = function(layer, x, labels, scaling, ("log_probs", "entropy", "mean_logits"))
+        (out["log_probs"].sum() + out["entropy"].sum()).backward()
+
+    return peak_bytes(both) / 2**20
+
+
+# ---- what is reported, left and refused
+
+
+def test_the_report_and_what_stays(tmp_path, capsys):
+    """A second call does nothing; logits, `generate`, signature and copies stay."""
+    import inspect
+
+    model = rows.tiny()
+    expected = copy.deepcopy(model)
+    with rows.fresh():
+        trainer = rows.build("dpo", model, tmp_path, ours=False)
+        report = accelerate_trainer(trainer)
+        forward = model.forward
+        assert accelerate_trainer(trainer, quiet=True) == report and model.forward is not None
+        assert model.forward.__func__ is forward.__func__
+    outputs = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+    assert report.models == (("LlamaForCausalLM", outputs), ("LlamaForCausalLM", ("log_probs",)))
+    assert capsys.readouterr().out.endswith(f"{report}\n")
+    assert inspect.signature(model.forward) == inspect.signature(expected.forward)
+    ids = torch.tensor([rows.ids(5, 1)])
+    for other in (model, copy.deepcopy(model)):
+        found, wanted = (m(ids, labels=ids, num_items_in_batch=3) for m in (other, expected))
+        assert torch.equal(found.loss, wanted.loss) and torch.equal(found.logits, wanted.logits)
+    options = {"max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(model.generate(ids, **options), expected.generate(ids, **options))
+
+
+def test_evaluation(tmp_path):
+    """`evaluate` on the other path: metrics of the evaluation mode."""
+    found = []
+    for ours in (True, False):
+        with rows.fresh():
+            trainer = rows.build("sft", rows.tiny(), tmp_path, ours=ours)
+            found.append(trainer.evaluate(rows.data("sft")))
+    for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
+        assert found[0][name] == pytest.approx(found[1][name], rel=1e-5)
+
+
+def adapted(**options):
+    from peft import LoraConfig
+
+    return LoraConfig(**{**LORA, "init_lora_weights": True, **options})
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"use_dora": True}, "use_dora or another variant must not be set for adapter 'default' on the "
+         "head, got True (accepted: plain LoRA)"),
+        ({"lora_dropout": 0.1}, "lora_dropout must not be set for adapter 'default' on the head, got "
+         "0.1 (accepted: 0)"),
+        ({"lora_bias": True}, "lora_bias must not be set for adapter 'default' on the head, got True "
+         "(accepted: False)"),
+    ],
+)  # fmt: skip
+def test_adapters_that_are_refused(options, sentence, tmp_path):
+    model = rows.tiny()
+    if "lora_bias" in options:
+        options = {**options, "target_modules": ["lm_head"]}
+        model.lm_head.bias = torch.nn.Parameter(torch.zeros(rows.VOCAB))
+    with rows.fresh(), pytest.raises(ImplementationUnavailable) as error:
+        rows.build("sft", model, tmp_path, lora={**LORA, "init_lora_weights": True, **options})
+    assert str(error.value) == sentence
+    assert "get_output_embeddings" not in vars(model)
+
+
+class Scaled(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        (lambda m: setattr(m, "lm_head", Scaled(32, rows.VOCAB)), "the head must be a torch.nn.Linear, "
+         "with or without PEFT's LoRA, got Scaled"),
+        (lambda m: setattr(m.config, "logit_scale", -1.0), "the scale of LlamaForCausalLM's logits must "
+         "be positive, got -1.0"),
+    ],
+)  # fmt: skip
+def test_models_that_are_refused(change, sentence, tmp_path):
+    model = rows.tiny()
+    change(model)
+    with rows.fresh():
+        trainer = rows.build("sft", model, tmp_path, ours=False)
+        before = model.forward
+        with pytest.raises(ImplementationUnavailable) as error:
+            accelerate_trainer(trainer)
+    assert str(error.value) == sentence and model.forward == before
+
+
+def test_trainers_that_are_refused(tmp_path, monkeypatch):
+    with rows.fresh():
+        trainer = rows.build("sft", rows.tiny(), tmp_path, ours=False)
+    del trainer.model.forward  # as of RewardTrainer
+    with pytest.raises(
+        ImplementationUnavailable, match=r"^trainer must be one whose Llama.* got SFT"
+    ):
+        accelerate_trainer(trainer)
+    with pytest.raises(TypeError, match=r"^model must be a torch.nn.Module, got 'a/name'; load it"):
+        build_trainer(type(trainer), "a/name")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.17.0")
+    with pytest.raises(
+        ImplementationUnavailable, match=r"^trl must be of version 1.16, .* 1.17.0$"
+    ):
+        accelerate_trainer(trainer)
+    monkeypatch.setattr("tilewright.platform.no_module", lambda name: f"{name} is missing")
+    with pytest.raises(ImplementationUnavailable, match=r"^trl is missing$"):
+        accelerate_trainer(trainer)
+
+
+def test_a_reference_adapter_that_trl_has_already_computed(tmp_path):
+    """precompute_ref_log_probs runs while the trainer is built, without the head's adapter."""
+    from peft import get_peft_model
+
+    model = get_peft_model(rows.tiny(), adapted(task_type="CAUSAL_LM"))
+    with rows.fresh(), pytest.raises(ValueError, match=r"^precompute_ref_log_probs must be False"):
+        rows.build("dpo", model, tmp_path, precompute_ref_log_probs=True)
+
+
+def test_a_tensor_parallel_head(tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1
+    )
+    try:
+        layer = torch.nn.Linear(32, rows.VOCAB, bias=False)
+        mesh = init_device_mesh("cpu", (1,))
+        layer.weight = torch.nn.Parameter(
+            distribute_tensor(layer.weight.detach(), mesh, [Shard(0)])
+        )
+        with pytest.raises(ImplementationUnavailable, match=r"^the head's weight must be whole"):
+            head.statistics(
+                layer,
+                torch.randn(2, 32),
+                torch.tensor([1, 2]),
+                head.Scaling(1.0, None, 1.0, False),
+                ALL,
+            )
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_page(tmp_path, monkeypatch):
+    """The blocks of docs/trl.md, on a tiny model."""
+    import pathlib
+    import re
+
+    import trl
+
+    page = pathlib.Path(__file__).parents[2] / "docs" / "trl.md"
+    *blocks, actors = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    rows.tiny().save_pretrained(tmp_path / "model")
+    rows.tokenizer().save_pretrained(tmp_path / "model")
+    calls, own = [], head.statistics
+    monkeypatch.setattr(head, "statistics", lambda *a: calls.append(a) or own(*a))
+    for block in blocks:
+        names = {"SFTTrainer": trl.SFTTrainer, "dataset": rows.data("sft"), "model": rows.tiny()}
+        names |= {"accelerate_trainer": accelerate_trainer}
+        with rows.fresh():
+            unprepared = {"skip_prepare_dataset": True}
+            names["arguments"] = rows.arguments("sft", str(tmp_path), 1, dataset_kwargs=unprepared)
+            if "SFTTrainer(model" in block or "build_trainer" in block:
+                names["SFTTrainer"] = functools.partial(
+                    trl.SFTTrainer, processing_class=rows.tokenizer()
+                )
+            exec(block.replace("HuggingFaceTB/SmolLM2-135M", str(tmp_path / "model")), names)
+        assert len(calls) == 2, "two steps"
+        calls.clear()
+    assert len(blocks) == 3
+    logits, labels = torch.randn(2, 5), torch.tensor([1, 4])
+    names = {"logits": logits, "labels": labels, "hidden_states": torch.randn(2, 3)}
+    exec(actors, names | {"lm_head": torch.nn.Linear(3, 5)})

@@ -1,0 +1,227 @@
+"""Statistics of tokens from a model's head, dense or with LoRA, wherever its parameters are.
+
+The head's parameters may be there only while its modules run: FSDP2 and ZeRO-3 gather them before a
+module's forward and before its backward, and reduce their gradients after it, by hooks. So the
+computation runs as the forward of each module of the head that has hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tilewright import ops
+from tilewright.nn.sharded import is_sharded
+from tilewright.registry import ImplementationUnavailable
+
+# Of the logits that `mean_logits` computes at a time under a softcap.
+BUDGET_BYTES = 64 * 2**20
+OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+class Scaling(NamedTuple):
+    """How TRL scales logits z: softcap * tanh(scale * z / softcap) / temperature."""
+
+    temperature: float
+    softcap: float | None
+    scale: float
+    fp32: bool  # products in float32, outside autocast
+
+
+class Adapter(NamedTuple):
+    """logits += scale * B(A(x))."""
+
+    A: nn.Linear
+    B: nn.Linear
+    scale: float
+
+
+class Head(NamedTuple):
+    """modules: all that have to run for the parameters to be there, from the outside in."""
+
+    base: nn.Linear
+    adapters: tuple[Adapter, ...]
+    modules: tuple[nn.Module, ...]
+
+
+def resolve(head: nn.Module) -> Head:
+    """The head as it computes now: adapters may be switched off, or merged.
+
+    Raises ImplementationUnavailable for a head that cannot be computed.
+    """
+    modules, adapters = [head], ()
+    if _is_peft(head, "peft.utils.other", "ModulesToSaveWrapper"):
+        names = () if head.disable_adapters else head.active_adapters
+        head = head.modules_to_save[names[0]] if names else head.original_module
+        modules.append(head)
+    if _is_peft(head, "peft.tuners.lora.layer", "Linear"):
+        adapters = _adapters(head)
+        head = head.base_layer
+        modules += [head, *(m for adapter in adapters for m in adapter[:2])]
+    if type(head).forward is not nn.Linear.forward:  # FSDP2's class has nn.Linear's own
+        raise ImplementationUnavailable(
+            "the head must be a torch.nn.Linear, with or without PEFT's LoRA, got "
+            f"{type(head).__name__}"
+        )
+    return Head(head, tuple(adapters), tuple(modules))
+
+
+def _is_peft(module: nn.Module, where: str, name: str) -> bool:
+    """Whether the module is an instance of PEFT's class, which need not be imported."""
+    return any((c.__module__, c.__name__) == (where, name) for c in type(module).__mro__)
+
+
+def _adapters(layer: Any) -> tuple[Adapter, ...]:
+    if layer.disable_adapters:
+        if layer.merged:
+            layer.unmerge()  # as its own forward does
+        return ()
+    if layer.merged:
+        return ()
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    for name in names:
+        check_adapter(layer, name)
+    return tuple(Adapter(layer.lora_A[n], layer.lora_B[n], float(layer.scaling[n])) for n in names)
+
+
+def check_adapter(layer: Any, name: str) -> None:
+    """Raises ImplementationUnavailable for an adapter on the head that cannot be computed."""
+    dropout = getattr(layer.lora_dropout[name], "p", 0.0)
+    for option, value, accepted in (
+        ("use_dora or another variant", name in layer.lora_variant, "plain LoRA"),
+        ("lora_bias", bool(layer.lora_bias[name]), "False"),
+        ("lora_dropout", dropout if dropout > 0 else False, "0"),
+    ):
+        if value:
+            raise ImplementationUnavailable(
+                f"{option} must not be set for adapter {name!r} on the head, got {value!r} "
+                f"(accepted: {accepted})"
+            )
+
+
+def check_adapters(head: nn.Module) -> None:
+    """`check_adapter` for all adapters of the head, active or not."""
+    for name in getattr(head, "lora_A", ()):
+        check_adapter(head, name)
+
+
+# ---- the computation
+
+
+def statistics(
+    head: nn.Module,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    scaling: Scaling,
+    outputs: Sequence[str],
+) -> dict[str, torch.Tensor]:
+    """What `outputs` names of OUTPUTS, float32 [T] (is_top1 bool), for rows x [T, H] and their
+    target [T]. log_probs and entropy are differentiable.
+    """
+    found = resolve(head)
+
+    def compute(x):
+        return _compute(found, x, target, scaling, outputs)
+
+    values = within([m for m in found.modules if _has_hooks(m)], compute, x)
+    return {name: t for name, t in zip(OUTPUTS, values, strict=True) if t is not None}
+
+
+def within(modules: Sequence[nn.Module], compute: Callable, x: torch.Tensor) -> Any:
+    """compute(x), as the forward of all modules at once: their hooks run around it."""
+    if not modules:
+        return compute(x)
+    module, *rest = modules
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = lambda x: within(rest, compute, x)
+    try:
+        return module(x)
+    finally:
+        del module.__dict__["forward"]
+        if own is not None:
+            module.__dict__["forward"] = own
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(getattr(module, kind) for kind in kinds)
+
+
+def _compute(head: Head, x, target, scaling: Scaling, outputs) -> tuple[torch.Tensor | None, ...]:
+    weight, bias = head.base.weight, head.base.bias
+    _check_present(head)
+    x, target = x.to(weight.device, weight.dtype), target.to(weight.device)
+    temperature = scaling.temperature / scaling.scale
+    options: dict[str, Any] = {
+        "bias": bias,
+        "softcap": None if scaling.softcap is None else scaling.softcap / scaling.scale,
+        "fp32_logits": scaling.fp32,
+        **low_rank(head.adapters, x.dtype),
+    }
+    top1 = "is_top1" in outputs
+    logprob, entropy, *best = ops.linear_logprob(
+        x, weight, target, temperature=temperature, return_argmax=top1, **options
+    )
+    squares = mean = None
+    with torch.no_grad():
+        if "log_sum_sq_probs" in outputs:
+            # log sum p^2 = lse(2 z) - 2 lse(z), where log p_y = z_y - lse(z).
+            half, _ = ops.linear_logprob(x, weight, target, temperature=temperature / 2, **options)
+            squares = 2 * logprob - half
+        if "mean_logits" in outputs:
+            with torch.autocast(x.device.type, enabled=False):
+                mean = mean_logits(x, weight, options) / temperature
+    is_top1 = best[0] == target if top1 else None
+    return logprob, entropy if "entropy" in outputs else None, squares, mean, is_top1
+
+
+def _check_present(head: Head) -> None:
+    parameters = [
+        p for m in (head.base, *(m for a in head.adapters for m in a[:2])) for p in m.parameters()
+    ]
+    if any(is_sharded(p) for p in parameters):
+        raise ImplementationUnavailable(
+            "the head's weight must be whole where the head runs, got a DTensor (tensor "
+            "parallelism); keep lm_head out of the tensor-parallel plan"
+        )
+    if any(p.is_meta or p.numel() == 0 for p in parameters):
+        raise ImplementationUnavailable(
+            "the head's weight must be on a device where the head runs, got one that is "
+            "offloaded or not gathered"
+        )
+
+
+def low_rank(adapters: Sequence[Adapter], dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments of `ops.linear_logprob` for the sum of adapters."""
+    if not adapters:
+        return {}
+    factors = [(a.A.weight.to(dtype), a.B.weight.to(dtype), a.scale) for a in adapters]
+    if len(factors) == 1:
+        A, B, scale = factors[0]
+    else:
+        A = torch.cat([scale * A for A, _, scale in factors])
+        B, scale = torch.cat([B for _, B, _ in factors], 1), 1.0
+    return {"lora_A": A, "lora_B": B, "lora_scale": scale}
+
+
+def mean_logits(x: torch.Tensor, weight: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """The mean over the vocabulary of the (capped) logits of each row, in float32."""
+    bias, softcap, scale = options["bias"], options["softcap"], options.get("lora_scale")
+    A, B = options.get("lora_A"), options.get("lora_B")
+    if softcap is None:  # the logits of the mean row
+        mean = x.float() @ weight.mean(0, dtype=torch.float32)
+        if B is not None:
+            mean = mean + scale * ((x @ A.T).float() @ B.mean(0, dtype=torch.float32))
+        return mean if bias is None else mean + bias.float().mean()
+    rows = max(BUDGET_BYTES // (4 * weight.shape[0]), 1)
+    means = [x.new_zeros(0, dtype=torch.float32)]
+    for part in x.split(rows):
+        z = F.linear(part, weight, bias).float()
+        if B is not None:
+            z += scale * F.linear(F.linear(part, A), B).float()
+        means.append((softcap * torch.tanh(z / softcap)).mean(-1))
+    return torch.cat(means)
