@@ -15,7 +15,10 @@ from tilewright.registry import Op
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Tools for other people's code: the module, whose main(arguments) returns the exit status, and the
 # line that `tilewright --help` shows.
-TOOLS: dict[str, tuple[str, str]] = {}
+TOOLS: dict[str, tuple[str, str]] = {
+    "emulate": ("tilewright.tools.emulate", "run Triton kernels on a CPU, each access checked"),
+    "gate": ("tilewright.tools.gate", "registers, spills and accesses of Triton kernels"),
+}
 
 
 def explain(args: argparse.Namespace, op: Op | None) -> int:

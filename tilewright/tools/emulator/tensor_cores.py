@@ -6,8 +6,9 @@ import re
 
 import numpy as np
 
-from ptx.formats import f32, widen
-from ptx.tma import swizzled
+from tilewright.tools.emulator.faults import Fault
+from tilewright.tools.emulator.formats import f32, widen
+from tilewright.tools.emulator.tma import swizzled
 
 
 class TensorCores:
@@ -34,20 +35,20 @@ class TensorCores:
             at = row // 8 * stride + row % 8 * span + k * 2
         at = swizzled(start + at[:, :, None] + np.arange(2), span)
         if at.max() >= self.k.shared_size or at.min() < 1024:
-            raise RuntimeError(f"{text}: outside shared memory")
+            raise Fault("bounds", "outside shared memory")
         places = np.full(at.shape, block), at
         if self.flying[places].any():
-            raise RuntimeError(f"{text}: reads what a copy may still be writing")
+            raise Fault("race", "reads what a copy may still be writing")
         if self.unfenced[places].any():
-            raise RuntimeError(f"{text}: reads what threads wrote, without a fence between")
+            raise Fault("race", "reads what threads wrote, without a fence between")
         if (self.written[places] != 0).any():
-            raise RuntimeError(f"{text}: reads what threads wrote, without a barrier between")
+            raise Fault("race", "reads what threads wrote, without a barrier between")
         return places
 
     def warpgroups(self, who, text):
         groups = who.reshape(-1, 128)
         if self.k.threads % 128 or not (groups.all(1) | ~groups.any(1)).all():
-            raise RuntimeError(f"{text}: part of a warpgroup")
+            raise Fault("barrier", "part of a warpgroup")
         return np.flatnonzero(groups[:, 0])
 
     def wgmma(self, op, args, who, text):
@@ -153,7 +154,7 @@ class TensorCores:
     def whole_warps(self, who, text):
         lanes = who.reshape(-1, 32)
         if not (lanes.all(1) | ~lanes.any(1)).all():
-            raise RuntimeError(f"{text}: part of a warp")
+            raise Fault("barrier", "part of a warp")
 
     def matrix(self, name, op, args, who, text):
         """Matrices of 8 x 8 16-bit elements: thread i of a warp has two of row i / 4, or with trans
@@ -165,7 +166,7 @@ class TensorCores:
         for i, part in enumerate(p.strip() for p in data.strip("{}").split(",")):
             first = np.arange(self.n) - lane + 8 * i  # the thread with row 0's address
             if (rows[first + lane % 8][who] % 16).any():
-                raise RuntimeError(f"{text}: address not a multiple of 16")
+                raise Fault("alignment", "address not a multiple of 16")
             if self.counts:
                 at = rows[first + lane // 4] + lane % 4 * 4
                 self.counts.shared(at[who], 4, np.flatnonzero(who))

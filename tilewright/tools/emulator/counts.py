@@ -43,6 +43,8 @@ class Counts:
     wavefronts: passes of instructions over shared memory.   conflicts: those that a bank needed for
     several of its words.
 
+    by_line: conflicts by the line of the source, as `where` names it for an instruction.
+
     issued: PTX instructions by class, one per warp.   products: multiply-adds of the tensor cores.
     """
 
@@ -50,6 +52,8 @@ class Counts:
         self.requested, self.least = {"read": 0, "written": 0}, {"read": 0, "written": 0}
         self.wavefronts = self.conflicts = self.products = 0
         self.issued = collections.Counter()
+        self.by_line = collections.Counter()  # conflicts
+        self.now, self.where = 0, lambda pc: ""
 
     def shared(self, address, size, lanes):
         """Counts an access of `size` bytes per thread: a pass covers 128 bytes, so 32, 16 or 8
@@ -64,7 +68,9 @@ class Counts:
         np.add.at(passes, (touched >> 32, touched % 32), 1)
         passes = passes.max(1)
         self.wavefronts += int(passes.sum())
-        self.conflicts += int((passes - 1)[passes > 0].sum())
+        if conflicts := int((passes - 1)[passes > 0].sum()):
+            self.conflicts += conflicts
+            self.by_line[self.where(self.now)] += conflicts
 
     def facts(self):
         return {

@@ -7,8 +7,9 @@ import re
 
 import numpy as np
 
-from ptx.formats import E2M1, f32, from_e4m3, narrow, to_e2m1, to_e4m3, widen
-from ptx.memory import I, U
+from tilewright.tools.emulator.faults import Fault
+from tilewright.tools.emulator.formats import E2M1, f32, from_e4m3, narrow, to_e2m1, to_e4m3, widen
+from tilewright.tools.emulator.memory import I, U
 
 
 class Arithmetic:
@@ -55,7 +56,7 @@ class Arithmetic:
         value = self.get(args[1], 32)
         lanes = who.reshape(-1, 32) if self.k.threads % 32 == 0 else who.reshape(self.cluster, -1)
         if args[4] == "-1" and not (lanes.all(1) | ~lanes.any(1)).all():
-            raise RuntimeError(f"{text}: part of a warp")
+            raise Fault("barrier", "part of a warp")
         lane, me = self.thread % 32, np.arange(self.n)
         given = self.get(args[2], 32).astype(np.int64)
         other = lane ^ given if op[2] == "bfly" else given
