@@ -123,15 +123,18 @@ def emulated_gpu(arch: int, **options: Any) -> Iterator[tuple[Driver, Unset]]:
         yield driver, unset
 
 
-def prepared(args: argparse.Namespace) -> tuple[Call, pathlib.Path | None]:
-    """The call that the options describe, checked; and the file of the target."""
+def prepared(args: argparse.Namespace, grid: str | None = None) -> tuple[Call, pathlib.Path | None]:
+    """The call that the options describe, checked; and the file of the target.
+
+    grid: of a kernel, if the options name none.
+    """
     target, file = load(args.target)
     torch.manual_seed(args.seed)
     inputs = load(args.inputs, file)[0] if args.inputs else None
     call = call_of(target, args.target, args.arg, args.constexpr, inputs)
     options = {"num_warps": args.num_warps, "num_stages": args.num_stages}
     call.options = {n: v for n, v in options.items() if v is not None}
-    call.grid = args.grid
+    call.grid = args.grid or (grid if call.kernel is not None else None)
     if call.kernel is None and (
         unused := [*args.constexpr, *call.options, *filter(None, [args.grid])]
     ):

@@ -64,7 +64,7 @@ def arguments_of(call: Call) -> dict[str, Any]:
         names = call.kernel.arg_names
     else:
         try:
-            names = [p for p in inspect.signature(call.target).parameters]
+            names = list(inspect.signature(call.target).parameters)
         except ValueError:
             names = []
     given = [names[i] if i < len(names) else f"argument {i}" for i in range(len(call.arguments))]

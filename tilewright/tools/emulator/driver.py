@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ class Launch:
     grid: tuple[int, int, int]
     source: Any  # Triton's ASTSource
     metadata: Any  # and its metadata
-    kernel: Kernel | None  # None: it was only compiled
+    kernel: Kernel
 
 
 class Driver:
@@ -34,7 +35,6 @@ class Driver:
     arguments. A device's number is its architecture, since Triton caches compiled kernels per
     device.
 
-    runs: whether launches are executed; otherwise kernels are only compiled.
     keeps: whether the memory of every launch is kept.
     unset, wrote: of memory by its addresses, which bytes nothing has written (`Memory.put`), and
         what a launch wrote.
@@ -43,12 +43,11 @@ class Driver:
     def __init__(
         self,
         arch: int = 90,
-        runs: bool = True,
         keeps: bool = True,
         unset: Callable | None = None,
         wrote: Callable | None = None,
     ):
-        self.arch, self.runs, self.keeps, self.unset, self.wrote = arch, runs, keeps, unset, wrote
+        self.arch, self.keeps, self.unset, self.wrote = arch, keeps, unset, wrote
         self.memories = []  # one per launch
         self.names = []  # the kernel of each launch
         self.launches: list[Launch] = []
@@ -56,7 +55,7 @@ class Driver:
         self.change = None  # transforms PTX, to plant faults
         self.counts = None  # kernel name -> Counts, if requested
         self.pointed = {}  # address of a table of addresses -> the tensors, at its end
-        self.all_configs, self._tuned = False, 0
+        self.all_configs, self._tuned, self._probing = False, 0, False
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {
                 "max_shared_mem": (99 if self.arch // 10 in (8, 12) and self.arch != 80 else 227)
@@ -106,15 +105,20 @@ class Driver:
         def bench(kernel_call, quantiles=None, **_):
             ahead = self._tuned > 0
             if self.all_configs or not ahead:
-                before, self.runs = self.runs, self.runs and self.all_configs
+                self._probing = not self.all_configs
                 try:
-                    kernel_call()
+                    kernel_call()  # raises if the GPU has too little shared memory
                 finally:
-                    self.runs = before
+                    self._probing = False
             self._tuned += 1
             return [float(self._tuned)] * len(quantiles or (0,))
 
         return bench
+
+    @property
+    def probes(self) -> bool:
+        """Whether kernels are compiled and not executed now."""
+        return self._probing
 
     def tuning(self):
         """An autotuner begins."""
@@ -131,8 +135,7 @@ class Driver:
 
         def launch(x, y, z, stream, function, packed, about, enter, leave, *arguments):
             active = driver.active  # a later run of this process may have another
-            if not active.runs:
-                active.launches.append(Launch(metadata.name, (x, y, z), source, metadata, None))
+            if active.probes:
                 return
             if active.change not in kernels:
                 changed = active.change(text) if active.change else text
@@ -266,6 +269,8 @@ def installed(driver: Driver) -> Iterator[Driver]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_launch_cache())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
         for group in (knobs.runtime, knobs.cache):
             stack.enter_context(group.scope())
         knobs.runtime.add_stages_inspection_hook = without_machine_code

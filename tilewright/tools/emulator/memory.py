@@ -143,7 +143,8 @@ class Memory:
         if address < start:
             return f"{start - address} bytes before {name}"
         if address >= end:
-            return f"{address - end} bytes past the end of {name}"
+            past = f"{address - end} bytes" if address > end else "just"
+            return f"{past} past the end of {name}"
         return f"between the elements of {name} with strides {list(t.stride())}"
 
     def element(self, address: int) -> str:
