@@ -1,6 +1,6 @@
 """The CuTe DSL kernels. Without a GPU, they are compiled for sm_90 and sm_100, and their PTX is
-emulated on the CPU (tools/emulator), where it must satisfy the numerics contract, stay inside tensors
-and write every element once.
+emulated on the CPU (tools/emulator), where it must satisfy the numerics contract, stay inside
+tensors and write every element once.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
-"""The PTX of Triton kernels for sm_90 and sm_100, emulated on the CPU (tools/emulator), where it must
-satisfy the numerics contract, stay inside tensors, write every element once and have no races. No
-GPU is needed. Kernels that use tensor cores run as compiled for sm_80 (mma, cp.async) and sm_90
+"""The PTX of Triton kernels for sm_90 and sm_100, emulated on the CPU (tools/emulator), where it
+must satisfy the numerics contract, stay inside tensors, write every element once and have no races.
+No GPU is needed. Kernels that use tensor cores run as compiled for sm_80 (mma, cp.async) and sm_90
 (wgmma, TMA).
 
 Triton's interpreter truncates on a cast to bfloat16 and runs a kernel's Python on whole blocks. So
@@ -747,7 +747,9 @@ def started():
     platform.interpreting = lambda: (
         True
     )  # Triton accepts CPU tensors, and this is not the interpreter
-    driver = contextlib.ExitStack().enter_context(installed(Driver()))
+    stack = contextlib.ExitStack()
+    driver = stack.enter_context(installed(Driver()))
+    driver.kept = stack  # until the process ends
     real_table = adamw_triton.table
 
     def table(device, sizes, lists):

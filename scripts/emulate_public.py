@@ -1,0 +1,92 @@
+"""Runs forward functions of public kernel libraries, unmodified, on the emulated GPU, and writes how
+each ended.
+
+    PYTHONPATH=FOLDER python scripts/emulate_public.py [--only NAME] [--into FOLDER]
+
+FOLDER holds the libraries (scripts/public_kernels.py names them). The result is results.json: per
+function its kernels and launches, the error against PyTorch in float64, what was found, or the
+reason why it does not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import pathlib
+import sys
+import time
+
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from public_kernels import CASES, Case
+
+from tilewright.bench.tensors import convert
+from tilewright.tools.emulate import attempted, emulated_gpu
+from tilewright.tools.emulation import compared, emulate, kernels_of
+from tilewright.tools.emulator.faults import Fault, Unsupported
+from tilewright.tools.kernel_target import Call, Rejected
+
+PACKAGES = ("torch", "triton", "liger-kernel", "fla-core")
+
+
+def tried(case: Case, arch: int) -> dict:
+    """How a case ends: "runs", "finding" or "refused"."""
+    row = {"library": case.library, "function": case.name}
+    start = time.process_time()
+    with emulated_gpu(arch) as (driver, unset):
+        driver.counts = {}
+        torch.manual_seed(0)
+        call = Call(case.run, named=case.inputs())
+        kept = convert(call.named, None)
+        try:
+            found = attempted(
+                lambda: emulate(call, driver, unset), argparse.Namespace(target=case.name)
+            )
+            if not driver.launches:
+                raise Rejected("it launched no Triton kernel")
+            if case.truth is not None:
+                worst = max(compared(call, case.truth, found, kept, False), key=lambda f: f.error)
+                row |= {"error": worst.error, "eager": worst.eager, "holds": worst.holds}
+            row["ended"] = "finding" if driver.faults else "runs"
+        except Fault:
+            row["ended"] = "finding"
+        except (Rejected, Unsupported) as error:
+            row |= {"ended": "refused", "reason": " ".join(str(error).split())[:400]}
+        row["kernels"] = [
+            {n: k[n] for n in ("kernel", "launches", "programs", "conflicts")}
+            for k in kernels_of(driver)
+        ]
+        row["findings"] = [" ".join(str(f).split()) for f in driver.faults]
+    return row | {"cpu_seconds": round(time.process_time() - start, 1)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--only", action="append", default=[], help="a function (repeatable)")
+    parser.add_argument("--arch", type=int, default=90, choices=(80, 90, 100, 120))
+    parser.add_argument("--into", type=pathlib.Path, help="folder for results.json")
+    args = parser.parse_args()
+    rows = []
+    for case in CASES:
+        if not args.only or case.name in args.only:
+            rows.append(tried(case, args.arch))
+            row = rows[-1]
+            print(
+                f"{row['library']} {row['function']}: {row['ended']}, {row['cpu_seconds']} s, "
+                f"error {row.get('error', float('nan')):.1e} (eager {row.get('eager', float('nan')):.1e}) "
+                f"{row.get('reason', '')} {' | '.join(row['findings'])}",
+                flush=True,
+            )
+    if args.into:
+        args.into.mkdir(parents=True, exist_ok=True)
+        versions = {p: importlib.metadata.version(p) for p in PACKAGES}
+        text = json.dumps({"arch": args.arch, "versions": versions, "functions": rows}, indent=1)
+        (args.into / "results.json").write_text(text.replace(str(pathlib.Path.cwd()), "") + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
