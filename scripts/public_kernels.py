@@ -315,17 +315,17 @@ def qkv(**more):
 
 PER_HEAD, PER_ELEMENT = (B, T, H), (B, T, H, D)
 LINEAR = [
-    ("chunk_linear_attn", "linear_attn", "naive_chunk_linear_attn", {}, {"normalize": False}),
+    ("chunk_linear_attn", "linear_attn", "naive_recurrent_linear_attn", {}, {"normalize": False}),
     (
         "fused_recurrent_linear_attn",
         "linear_attn",
-        "naive_chunk_linear_attn",
+        "naive_recurrent_linear_attn",
         {},
         {"normalize": False},
     ),
-    ("chunk_retention", "retention", "naive_retention", {}, {}),
-    ("parallel_retention", "retention", "naive_retention", {}, {}),
-    ("fused_recurrent_retention", "retention", "naive_retention", {}, {}),
+    ("chunk_retention", "retention", None, {}, {}),
+    ("parallel_retention", "retention", None, {}, {}),
+    ("fused_recurrent_retention", "retention", None, {}, {}),
     (
         "chunk_simple_gla",
         "simple_gla",

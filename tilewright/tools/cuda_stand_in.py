@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from tilewright._torch import RAW_STREAM
 from tilewright.bench.pretend import DEVICES
 from tilewright.tools.emulator.memory import Memory, bytes_at, span
 
@@ -107,6 +108,8 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is torch.device:
+            return args[0] if args and isinstance(args[0], torch.device) else func(*args, **kwargs)
         name = _name(func)
         if name in SAYS:
             return SAYS[name] if args[0].device.type == "cpu" else func(*args, **kwargs)
@@ -242,6 +245,7 @@ def stand_in(arch: int):
     with contextlib.ExitStack() as stack:
         for name, value in says.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(mock.patch.object(*RAW_STREAM, lambda device: 0, create=True))
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_Mode(unset))

@@ -28,6 +28,7 @@ class Cluster(Transfers, Atomics, TensorCores, Arithmetic):
         self.at = first, y, z
         # Global memory that each block accessed since its last barrier.
         self.accessed = [[] for _ in range(cluster)]
+        self.reads = []
         self.special = {
             "%tid.x": self.thread,
             "%ctaid.x": first + self.block,
@@ -128,6 +129,26 @@ class Cluster(Transfers, Atomics, TensorCores, Arithmetic):
         line = (kind, fault.line or self.now)
         self.memory.notes.setdefault(line, fault)
 
+    def note_read(self, places, me):
+        """Remembers who reads global memory until the next barrier."""
+        self.reads.append((places, me))
+
+    def replicated(self, at, me):
+        """Whether a byte was read once since the last barrier, by this thread and by others that
+        hold copies of its work: what they read too late they have no use for.
+        """
+        readers = [m for places, m in self.reads if (places == at).any()]
+        if len(readers) != 1 or "replicas" not in self.memory.tolerated:
+            return False
+        if not (readers[0] == me).any():
+            return False
+        self.note(
+            "replicas",
+            f"writes {self.memory.element(at)}, which threads that hold copies of the writing "
+            "thread's work read, with no barrier between",
+        )
+        return True
+
     def note_access(self, places, who):
         """Remembers global memory until the next barrier orders these accesses."""
         if self.k.synchronizes:
@@ -138,6 +159,8 @@ class Cluster(Transfers, Atomics, TensorCores, Arithmetic):
     def meet(self, b):
         """A block's threads have synchronized."""
         self.written[b] = self.read[b] = 0
+        if self.cluster == 1:
+            self.reads = []
         if self.accessed[b]:
             block = int(self.blocks[self.block == b][0])
             self.memory.barrier(block, np.concatenate(self.accessed[b]), self.k.threads)
@@ -306,6 +329,8 @@ class Cluster(Transfers, Atomics, TensorCores, Arithmetic):
             threads = np.flatnonzero(who) + 1
             seen = (self.written == 0) | np.isin(self.written, threads)
             self.unfenced &= ~seen
+        elif name == "createpolicy":  # of caches, which results do not depend on
+            self.put(args[0], np.zeros(self.n, np.uint64), who)
         elif name == "elect":
             chosen, p = args[0].split("|")
             self.whole_warps(who, text)

@@ -36,6 +36,7 @@ class Driver:
     device.
 
     keeps: whether the memory of every launch is kept.
+    tolerated: kinds of faults that end no launch and are kept in `faults`: "replicas".
     unset, wrote: of memory by its addresses, which bytes nothing has written (`Memory.put`), and
         what a launch wrote.
     """
@@ -52,6 +53,7 @@ class Driver:
         self.names = []  # the kernel of each launch
         self.launches: list[Launch] = []
         self.faults: list[Fault] = []  # what went wrong, also if the caller catches it
+        self.tolerated: frozenset[str] = frozenset()
         self.change = None  # transforms PTX, to plant faults
         self.counts = None  # kernel name -> Counts, if requested
         self.pointed = {}  # address of a table of addresses -> the tensors, at its end
@@ -168,6 +170,7 @@ class Driver:
         values, given = [], flat(arguments, source.signature, metadata.name)
         tensors = [a for _, kind, a in given if isinstance(a, torch.Tensor)]
         memory = Memory(t for t in tensors if t.data_ptr() not in self.pointed)
+        memory.tolerated = self.tolerated
         described = iter(metadata.tensordesc_meta or ())
         for name, kind, a in given:
             if kind.startswith("tensordesc"):

@@ -8,7 +8,8 @@ from typing import Any
 class Fault(RuntimeError):
     """A kernel does what a GPU does not allow, or does not define.
 
-    kind: what `--allow` names: "bounds", "alignment", "race", "barrier", "uninitialized", "limit".
+    kind: what `--allow` names: "bounds", "alignment", "race", "barrier", "uninitialized",
+        "replicas" (threads that hold copies of one number differ by its rounding), "limit".
     what: the sentence.
     kernel, line, instruction, program: where; empty as long as nothing above has filled it in.
     """

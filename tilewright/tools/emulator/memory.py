@@ -47,6 +47,7 @@ class Memory:
         self.tensors: list[tuple[torch.Tensor, int]] = []
         self.names: dict[int, str] = {}  # by address
         self.notes: dict[object, Fault] = {}  # what did not end the launch
+        self.tolerated: frozenset[str] = frozenset()  # kinds that end none
         self.released: dict[int, set[int]] = {}  # by block: where its atomics release and acquire
         self._spans: dict[int, tuple[int, int]] = {}  # by storage: first and last + 1 byte
         self._placed: dict[int, int] = {}  # by storage: the address of that first byte
@@ -176,9 +177,12 @@ class Memory:
         """These threads write bytes that others may write too."""
         join(self.writer, places, me, block, threads)
 
-    def check_write(self, places, raw, me, block, threads):
-        """Raises if one of these threads may not write these bytes; writes them."""
-        self._check(self.reader, "writes", "reads", places, me, block, threads)
+    def check_write(self, places, raw, me, block, threads, excused=None):
+        """Raises if one of these threads may not write these bytes; writes them.
+
+        excused: whether a thread may write a byte that others of its block read.
+        """
+        self._check(self.reader, "writes", "reads", places, me, block, threads, excused=excused)
         self._check(
             self.writer, "writes", "writes another value to", places, me, block, threads, raw
         )
@@ -187,16 +191,13 @@ class Memory:
         self.writer[places] = me
         self.data[places] = raw
         self.unset[places] = False
-        if (wrong := self.data[places] != raw).any():
-            at = int(places[wrong][0])
-            raise Fault("race", f"two threads write different values to {self.element(at)} at once")
 
     def check_atomic(self, places, me, block, threads):
         """Raises if another thread accesses these bytes, but not atomically."""
         self._check(self.reader, "changes", "reads", places, me, block, threads)
         self._check(self.writer, "changes", "writes", places, me, block, threads)
 
-    def _check(self, owners, does, did, places, me, block, threads, raw=None):
+    def _check(self, owners, does, did, places, me, block, threads, raw=None, excused=None):
         """Threads conflict with those of another block, and with those of another warp since their
         last barrier; lanes of a warp run together.
         """
@@ -223,12 +224,15 @@ class Memory:
                 or (acquired and self.atomic[places[i, j]])
             ):
                 continue
+            at = int(places[i, j])
+            if other == own and excused is not None and excused(at, int(me[i, 0])):
+                continue
             who = "another thread of the program" if other == own else f"block {other} of the grid"
+            did = did if other >= 0 else did.replace("s", "", 1)
             raise Fault(
                 "race",
-                f"{does} {self.element(int(places[i, j]))}, which {who if other >= 0 else 'several blocks'} "
-                f"{did if other >= 0 else did.replace('s', '', 1)} in this launch, with nothing "
-                "between that orders them",
+                f"{does} {self.element(at)}, which {who if other >= 0 else 'several blocks'} {did} "
+                "in this launch, with nothing between that orders them",
             )
 
     def barrier(self, block, places, threads):

@@ -191,6 +191,9 @@ class TensorCores:
         """mma.m16n8k16: d [16, 8] = a [16, 16] b [16, 8] + c per warp; a group of four threads has
         one row (of b, column), two adjacent elements each. Summed in float64 and rounded once.
         """
+        if op[1:] == ["sync", "aligned", "m16n8k8", "row", "col", "f32", "tf32", "tf32", "f32"]:
+            self.multiply_tf32(args, who, text)
+            return
         if (
             op[1:6] != ["sync", "aligned", "m16n8k16", "row", "col"]
             or op[6] != "f32"
@@ -213,15 +216,39 @@ class TensorCores:
         c = np.stack([f32(self.get(p, 32)).reshape(-1, 8, 4) for p in names[3]])[:, warp].astype(
             np.float64
         )
-        c = c.reshape(2, 2, *c.shape[1:]).transpose(2, 0, 3, 4, 1).reshape(-1, 16, 8)
-        d = (
-            (a @ b + c)
-            .astype(np.float32)
-            .reshape(-1, 2, 8, 4, 2)
-            .transpose(1, 4, 0, 2, 3)
-            .reshape(4, -1)
+        self.put_tile(names[0], a @ b + rows_of(c), who)
+
+    def multiply_tf32(self, args, who, text):
+        """mma.m16n8k8: a [16, 8] and b [8, 8], of which a thread has one element per register; the
+        lowest 13 bits of their float32 are ignored.
+        """
+        self.whole_warps(who, text)
+        names = [[p.strip() for p in a.strip("{}").split(",")] for a in args]
+        warp = who.reshape(-1, 32)[:, 0]
+        if self.counts:
+            self.counts.products += 16 * 8 * 8 * int(warp.sum())
+        a, b = (
+            np.stack(
+                [f32(self.get(p, 32) & np.uint32(0xFFFFE000)).reshape(-1, 8, 4) for p in part]
+            )[:, warp].astype(np.float64)
+            for part in names[1:3]
+        )  # register, warp, group, thread in it
+        a = a.reshape(2, 2, *a.shape[1:]).transpose(2, 1, 3, 0, 4).reshape(-1, 16, 8)
+        b = b.transpose(1, 0, 3, 2).reshape(-1, 8, 8)
+        c = np.stack([f32(self.get(p, 32)).reshape(-1, 8, 4) for p in names[3]])[:, warp].astype(
+            np.float64
         )
-        for part, value in zip(names[0], d, strict=True):
+        self.put_tile(names[0], a @ b + rows_of(c), who)
+
+    def put_tile(self, names, d, who):
+        """Rounds a tile [warps, 16, 8] and gives each thread its four elements."""
+        d = d.astype(np.float32).reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)
+        for part, value in zip(names, d, strict=True):
             whole = np.zeros(self.n, np.uint32)
             whole[who] = value.view(np.uint32)
             self.put(part, whole, who)
+
+
+def rows_of(c):
+    """[register, warp, group, thread in it] of an accumulator -> [warps, 16, 8]."""
+    return c.reshape(2, 2, *c.shape[1:]).transpose(2, 0, 3, 4, 1).reshape(-1, 16, 8)

@@ -11,6 +11,21 @@ from tilewright.tools.emulator.memory import SEVERAL, owning_block, shared_in
 from tilewright.tools.emulator.tma import swizzled
 
 
+def alike(one, other):
+    """Whether bytes hold numbers that differ by rounding: copies of one sum, which the compiler
+    let threads add in different orders.
+    """
+    if one.shape[1] % 4 == 0:
+        a, b = (np.ascontiguousarray(v).view(np.float32).astype(np.float64) for v in (one, other))
+        size = np.abs(np.stack((a, b)))
+        if np.isfinite(size).all() and (np.abs(a - b) <= 1e-4 * size.max()).all():
+            return bool(size.max() > 1e-30)
+    if one.shape[1] % 2:
+        return False
+    a, b = (np.ascontiguousarray(v).view(np.uint16).astype(np.int64) for v in (one, other))
+    return bool((np.abs(a - b) <= 1).all())
+
+
 class Transfers:
     def load(self, space, address, size, who, name):
         places = self.places(space, address, size, who, name)
@@ -22,6 +37,7 @@ class Transfers:
             me, m = self.everywhere[who][:, None], self.memory
             m.check_read(places, me, self.blocks[who][:, None], self.k.threads)
             self.note_access(places, who)
+            self.note_read(places, me)
             if m.unset[places].any():
                 at = int(places[m.unset[places]][0])
                 self.note("uninitialized", f"reads {m.element(at)}, which nothing has written")
@@ -50,11 +66,23 @@ class Transfers:
             self.counts.shared(address[who], raw.shape[1], np.flatnonzero(who))
         if space == "global":
             me, block = self.everywhere[who][:, None], self.blocks[who][:, None]
-            self.memory.check_write(places, raw, me, block, self.k.threads)
+            self.memory.check_write(places, raw, me, block, self.k.threads, self.replicated)
+            now = self.memory.data[places]
+            if (wrong := now != raw).any():
+                self.differ(self.memory.element(int(places[wrong][0])), now, raw)
             self.note_access(places, who)
         else:
             self.claim(places, raw, who, name)
             self.shared[places] = raw
+
+    def differ(self, where, one, other):
+        """Two threads of an instruction write different values to one place."""
+        if alike(one, other):
+            what = f"two threads write values that differ by rounding to {where}"
+            if "replicas" in self.memory.tolerated:
+                return self.note("replicas", what)
+            raise Fault("replicas", what)
+        raise Fault("race", f"two threads write different values to {where} at once")
 
     def claim(self, places, raw, who, name):
         """Checks that these threads may write this to shared memory, exclusively until a barrier.
@@ -79,10 +107,7 @@ class Transfers:
             trial = np.zeros_like(self.shared)
             trial[places] = raw
             if (trial[places] != raw).any():
-                raise Fault(
-                    "race",
-                    "two threads write different values to one place of shared memory at once",
-                )
+                self.differ("one place of shared memory", trial[places], raw)
             block, each = (np.broadcast_to(p, again.shape)[again] for p in places)
             self.written[block, each] = -1
 
