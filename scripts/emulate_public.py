@@ -30,7 +30,7 @@ PACKAGES = ("torch", "triton", "liger-kernel", "fla-core")
 
 
 def tried(case: Case, arch: int) -> dict:
-    """How a case ends: "runs", "finding" or "refused"."""
+    """How a case ends: "runs", "breaks" or "refused"."""
     row = {"library": case.library, "function": case.name}
     start = time.process_time()
     with emulated_gpu(arch) as (driver, unset):
@@ -47,16 +47,17 @@ def tried(case: Case, arch: int) -> dict:
             if case.truth is not None:
                 worst = max(compared(call, case.truth, found, kept, False), key=lambda f: f.error)
                 row |= {"error": worst.error, "eager": worst.eager, "holds": worst.holds}
-            row["ended"] = "finding" if any(f.kind not in NOTED for f in driver.faults) else "runs"
+            row["ended"] = "runs"
         except Fault:
-            row["ended"] = "finding"
+            row["ended"] = "breaks"
         except (Rejected, Unsupported) as error:
             row |= {"ended": "refused", "reason": " ".join(str(error).split())[:400]}
         row["kernels"] = [
             {n: k[n] for n in ("kernel", "launches", "programs", "conflicts")}
             for k in kernels_of(driver)
         ]
-        row["findings"] = [" ".join(str(f).split()) for f in driver.faults]
+        once = {(f.kind, f.kernel, f.line or f.what): f for f in driver.faults}
+        row["findings"] = [f"{f.kind}: {' '.join(str(f).split())}" for f in once.values()]
     return row | {"cpu_seconds": round(time.process_time() - start, 1)}
 
 

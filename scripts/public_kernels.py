@@ -127,7 +127,12 @@ def targets(n, V):
 
 
 LIGER = [
-    ("rms_norm", of((12, 512), (512,)), liger("rms_norm", "LigerRMSNormFunction", 1e-6), rms),
+    (
+        "rms_norm",
+        of((12, 512), (512,)),
+        liger("rms_norm", "LigerRMSNormFunction", 1e-6),
+        lambda a, b: rms(a, b),
+    ),
     (
         "layer_norm",
         of((12, 512), (512,), (512,)),
@@ -245,7 +250,7 @@ LIGER = [
         "jsd",
         of((10, 300), (10, 300)),
         lambda a, b: get("liger_kernel.ops.jsd", "LigerJSDFunction").apply(
-            a.float().log_softmax(-1), b.float().log_softmax(-1)
+            a.float().log_softmax(-1), b.float().log_softmax(-1), None, 0.5, -100, "triton"
         ),
         lambda a, b: jsd(a.log_softmax(-1), b.log_softmax(-1)),
     ),

@@ -197,7 +197,8 @@ def run(args: argparse.Namespace, words: list[str]) -> Report:
             found = attempted(lambda: emulate(call, driver, unset, args.backward), args)
         report.kernels = kernels_of(driver)
         limits = over_limits(report.kernels, args.max_conflicts, args.max_sectors)
-        for fault in (*driver.faults, *limits):
+        once = {(f.kind, f.kernel, f.line or f.what): f for f in driver.faults}
+        for fault in (*once.values(), *limits):
             (report.allowed if fault.kind in (*args.allow, *NOTED) else report.breaks).append(fault)
         if not report.kernels and not report.breaks:
             raise Rejected(f"{args.target} launched no Triton kernel")

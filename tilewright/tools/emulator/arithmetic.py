@@ -20,7 +20,11 @@ class Arithmetic:
         if space == "param":
             value = self.values[args[1][1:-1]]
             raw = (
-                int(np.float32(value).view(np.uint32))
+                int(
+                    np.float64(value).view(np.uint64)
+                    if bits == 64
+                    else np.float32(value).view(np.uint32)
+                )
                 if isinstance(value, float)
                 else int(value) & (1 << bits) - 1
             )
@@ -65,8 +69,6 @@ class Arithmetic:
         self.put(args[0], value[me - lane + other], who)
 
     def compare(self, op, args, half=None):
-        if {"and", "or", "xor"} & set(op):
-            raise KeyError(".".join(op))
         kind, bits = op[-1], int(re.sub(r"\D", "", op[-1])[:2])
         a, b = (
             self.get(args[1], 32 if half is not None else bits),
@@ -77,6 +79,8 @@ class Arithmetic:
             a, b = ((v >> 16 * half).astype(np.uint16) for v in (a, b))
         if kind == "f32":
             a, b = f32(a), f32(b)
+        elif kind == "f64":
+            a, b = a.view(np.float64), b.view(np.float64)
         elif kind in ("bf16", "f16"):
             a, b = widen(a, kind), widen(b, kind)
         elif kind[0] == "s":
@@ -84,7 +88,9 @@ class Arithmetic:
         how = op[1]
         if how == "nan":
             return np.isnan(a) | np.isnan(b)
-        unordered = how.endswith("u") and kind[-3:] in ("f32", "f16") and how not in ("lu",)
+        if how == "num":
+            return ~(np.isnan(a) | np.isnan(b))
+        unordered = how.endswith("u") and kind[-3:] in ("f32", "f16", "f64") and how not in ("lu",)
         found = {
             "eq": np.equal,
             "ne": np.not_equal,
@@ -96,6 +102,10 @@ class Arithmetic:
         if "f" in kind:
             nan = np.isnan(a) | np.isnan(b)
             found = (found | nan) if unordered else (found & ~nan)
+        for both in {"and", "or", "xor"} & set(op):  # with a third operand
+            third = self.truth(args[3].lstrip("!")) ^ args[3].startswith("!")
+            join = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
+            found = join[both](found, third)
         return found
 
     def convert(self, op, args):
@@ -174,6 +184,10 @@ class Arithmetic:
                 "neg": np.negative,
                 "sqrt": np.sqrt,
                 "rcp": lambda x: np.float32(1) / x,
+                "rsqrt": lambda x: (1 / np.sqrt(x.astype(np.float64))).astype(np.float32),
+                "sin": np.sin,
+                "cos": np.cos,
+                "tanh": lambda x: np.tanh(x.astype(np.float64)).astype(np.float32),
                 "ex2": lambda x: np.exp2(x.astype(np.float64)).astype(np.float32),
                 "lg2": lambda x: np.log2(x.astype(np.float64)).astype(np.float32),
             }[name](*given)

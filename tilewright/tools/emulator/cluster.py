@@ -12,9 +12,10 @@ from tilewright.tools.emulator.memory import WINDOW, U
 from tilewright.tools.emulator.tensor_cores import TensorCores
 from tilewright.tools.emulator.text import LEAVES, base_and_offset, text_and_bits
 from tilewright.tools.emulator.transfers import Transfers
+from tilewright.tools.emulator.uncommon import Uncommon
 
 
-class Cluster(Transfers, Atomics, TensorCores, Arithmetic):
+class Cluster(Transfers, Atomics, TensorCores, Uncommon, Arithmetic):
     def __init__(self, kernel, memory, values, at, cluster, grid, counts):
         self.counts, self.touched = counts, {"read": [], "written": []}
         self.k, self.memory, self.values, self.cluster = kernel, memory, values, cluster
@@ -35,6 +36,10 @@ class Cluster(Transfers, Atomics, TensorCores, Arithmetic):
             "%ctaid.y": np.full(n, y),
             "%ctaid.z": np.full(n, z),
             **{f"%nctaid.{d}": np.full(n, grid[i]) for i, d in enumerate("xyz")},
+            **{f"%ntid.{d}": np.full(n, kernel.threads if d == "x" else 1) for d in "xyz"},
+            "%tid.y": np.zeros(n, np.int64),
+            "%tid.z": np.zeros(n, np.int64),
+            "%warpid": self.thread // 32,
             "%laneid": self.thread % 32,
             "%cluster_ctarank": self.block,
         }
@@ -134,20 +139,23 @@ class Cluster(Transfers, Atomics, TensorCores, Arithmetic):
         self.reads.append((places, me))
 
     def replicated(self, at, me):
-        """Whether a byte was read once since the last barrier, by this thread and by others that
-        hold copies of its work: what they read too late they have no use for.
+        """Which bytes were read once since the last barrier, by these threads and by others that
+        hold copies of their work: what those read too late they have no use for.
         """
-        readers = [m for places, m in self.reads if (places == at).any()]
-        if len(readers) != 1 or "replicas" not in self.memory.tolerated:
-            return False
-        if not (readers[0] == me).any():
-            return False
-        self.note(
-            "replicas",
-            f"writes {self.memory.element(at)}, which threads that hold copies of the writing "
-            "thread's work read, with no barrier between",
-        )
-        return True
+        if "replicas" not in self.memory.tolerated:
+            return np.zeros(len(at), bool)
+        times, own = np.zeros(len(at), int), np.zeros(len(at), bool)
+        for places, readers in self.reads:
+            times += np.isin(at, places)
+            own |= np.isin(at << 32 | me, places << 32 | readers)
+        found = own & (times == 1)
+        if found.any():
+            self.note(
+                "replicas",
+                f"writes {self.memory.element(int(at[found][0]))}, which threads that hold copies "
+                "of the writing thread's work read, with no barrier between",
+            )
+        return found
 
     def note_access(self, places, who):
         """Remembers global memory until the next barrier orders these accesses."""
@@ -208,6 +216,8 @@ class Cluster(Transfers, Atomics, TensorCores, Arithmetic):
         if (name, bits) not in self.constants:
             if name.startswith("0f"):
                 number, bits = int(name[2:], 16), 32
+            elif name.startswith("0d"):
+                number, bits = int(name[2:], 16), 64
             elif (
                 name.rstrip("0123456789") in self.k.widths
             ):  # never written: the unused half of a pair
@@ -292,7 +302,9 @@ class Cluster(Transfers, Atomics, TensorCores, Arithmetic):
     def step(self, op, args, who, pc):
         name, kind = op[0], op[-1]
         text, bits = text_and_bits(tuple(op))
-        if name == "ret":
+        if self.uncommon(op, args, who, text, bits):
+            pass
+        elif name == "ret":
             if (self.abroad[who] >= self.arrived[who]).any():
                 raise Fault(
                     "barrier",
@@ -329,8 +341,6 @@ class Cluster(Transfers, Atomics, TensorCores, Arithmetic):
             threads = np.flatnonzero(who) + 1
             seen = (self.written == 0) | np.isin(self.written, threads)
             self.unfenced &= ~seen
-        elif name == "createpolicy":  # of caches, which results do not depend on
-            self.put(args[0], np.zeros(self.n, np.uint64), who)
         elif name == "elect":
             chosen, p = args[0].split("|")
             self.whole_warps(who, text)

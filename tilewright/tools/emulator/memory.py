@@ -180,7 +180,7 @@ class Memory:
     def check_write(self, places, raw, me, block, threads, excused=None):
         """Raises if one of these threads may not write these bytes; writes them.
 
-        excused: whether a thread may write a byte that others of its block read.
+        excused: which bytes threads may write that others of their block read.
         """
         self._check(self.reader, "writes", "reads", places, me, block, threads, excused=excused)
         self._check(
@@ -214,6 +214,10 @@ class Memory:
         wrong = (owner != 0) & (warp != mine) & (owner != synchronized(block))
         if raw is not None:
             wrong &= self.data[places] != raw
+        if excused is not None and wrong.any():
+            row, column = np.nonzero(wrong & (owning_block(owner, threads) == block))
+            if len(row):
+                wrong[row, column] = ~excused(places[row, column], me[row, 0])
         for i, j in zip(*np.nonzero(wrong), strict=True):
             other, own = int(owning_block(owner[i, j], threads)), int(block[i, 0])
             # An atomic of the other block released what one of this block acquired. Which blocks
@@ -224,15 +228,13 @@ class Memory:
                 or (acquired and self.atomic[places[i, j]])
             ):
                 continue
-            at = int(places[i, j])
-            if other == own and excused is not None and excused(at, int(me[i, 0])):
-                continue
             who = "another thread of the program" if other == own else f"block {other} of the grid"
             did = did if other >= 0 else did.replace("s", "", 1)
             raise Fault(
                 "race",
-                f"{does} {self.element(at)}, which {who if other >= 0 else 'several blocks'} {did} "
-                "in this launch, with nothing between that orders them",
+                f"{does} {self.element(int(places[i, j]))}, which "
+                f"{who if other >= 0 else 'several blocks'} {did} in this launch, with nothing "
+                "between that orders them",
             )
 
     def barrier(self, block, places, threads):
