@@ -115,6 +115,9 @@ class _Mode(TorchFunctionMode):
             return SAYS[name] if args[0].device.type == "cpu" else func(*args, **kwargs)
         if name in STAY:
             return args[0]
+        if name == "torch.Tensor.backward":
+            with self:  # inside this method the mode is off, and kernels' backwards ask for devices
+                return torch.autograd.backward(*args, **kwargs)
         args = tuple(on_cpu(a) for a in args)
         kwargs = {k: on_cpu(v) for k, v in kwargs.items()}
         kwargs.pop("pin_memory", None)
@@ -247,6 +250,10 @@ def stand_in(arch: int):
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(*RAW_STREAM, lambda device: 0, create=True))
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
+        # torch.autograd.grad is then not intercepted, and the mode is on in what it runs.
+        stack.enter_context(
+            mock.patch.object(torch.autograd, "has_torch_function", lambda *_: False)
+        )
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_Mode(unset))
         yield unset

@@ -112,7 +112,8 @@ def _parser() -> argparse.ArgumentParser:
         "--max-sectors",
         type=float,
         metavar="RATIO",
-        help="fail if a kernel asks for more than RATIO times the sectors that its programs touch",
+        help="fail if warps' accesses take more than RATIO times the sectors of 32 bytes that their "
+        "bytes need",
     )
     add("--results-to", help=argparse.SUPPRESS)  # the interpreter's process writes its results
     return parser
@@ -258,7 +259,7 @@ def shown(report: Report) -> str:
     for k in report.kernels:
         sectors = [
             f"{k['requested'][kind]} ({k['requested'][kind] / least:.2f})" if least else "0"
-            for kind, least in k["least"].items()
+            for kind, least in k["needed"].items()
         ]
         issued = str(sum(k["issued"].values()))
         rows.append(

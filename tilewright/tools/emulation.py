@@ -151,7 +151,9 @@ def kernels_of(driver: Driver) -> list[dict[str, Any]]:
                 "threads": 32 * launches[-1].metadata.num_warps,
                 "shared": max(launch.metadata.shared for launch in launches),
                 **(counts.facts() if counts else {}),
-                "conflicts by line": dict(counts.by_line.most_common(5)) if counts else {},
+                "needed": counts.needed if counts else {},
+                "conflicts by line": dict(counts.by_line.most_common(3)) if counts else {},
+                "sectors by line": dict(counts.apart.most_common(3)) if counts else {},
             }
         )
     return rows
@@ -162,18 +164,22 @@ def over_limits(rows: list[dict[str, Any]], conflicts: int | None, sectors: floa
     for row in rows:
         if conflicts is not None and row["conflicts"] > conflicts:
             worst = max(row["conflicts by line"].items(), key=lambda item: item[1])
-            where = f", {worst[1]} of them at {worst[0]}" if worst[0] else ""
             yield _limit(
-                row, f"has {row['conflicts']} bank conflicts{where}; accepted: {conflicts}"
+                row, f"has {row['conflicts']} bank conflicts{_at(worst)}; accepted: {conflicts}"
             )
-        for kind, least in row["least"].items() if sectors is not None else ():
-            ratio = row["requested"][kind] / least if least else 0
+        for kind, needed in row["needed"].items() if sectors is not None else ():
+            ratio = row["requested"][kind] / needed if needed else 0
             if ratio > sectors:
+                worst = max(row["sectors by line"].items(), key=lambda item: item[1])
                 yield _limit(
                     row,
-                    f"asks for {ratio:.2f} times the sectors {kind} that its programs touch; "
-                    f"accepted: {sectors}",
+                    f"has {ratio:.2f} times the sectors {kind} that its bytes need"
+                    f"{_at(worst)}; accepted: {sectors}",
                 )
+
+
+def _at(worst: tuple[str, int]) -> str:
+    return f", most of them at {worst[0]}" if worst[0] else ""
 
 
 def _limit(row, what):

@@ -107,7 +107,7 @@ def breaks(result: Result, limits: Limits) -> Iterator[str]:
     """Why a compiled kernel fails, one sentence each."""
     f = result.facts
     if f is None:
-        yield f"does not compile: {result.error}"
+        yield f"does not compile: {' '.join(result.error.split())}"
         return
     if f.shared > (most := SHARED_LIMIT[result.arch]):
         yield f"needs {f.shared} bytes of shared memory, sm_{result.arch} has {most}"

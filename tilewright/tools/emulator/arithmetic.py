@@ -14,9 +14,8 @@ from tilewright.tools.emulator.memory import I, U
 
 class Arithmetic:
     def move(self, name, op, args, who, text, bits):
-        space = next(o for o in op if o.split(":")[0] in ("global", "shared", "param")).split(":")[
-            0
-        ]
+        spaces = ("global", "shared", "param", "local")
+        space = next(o for o in op if o.split(":")[0] in spaces).split(":")[0]
         if space == "param":
             value = self.values[args[1][1:-1]]
             raw = (

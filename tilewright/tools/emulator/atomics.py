@@ -61,7 +61,7 @@ class Atomics:
 
     def count_atomic(self, space, address, size, who):
         if self.counts and space == "global":
-            self.count("written", address[who], np.flatnonzero(who))
+            self.count("written", address[who], np.flatnonzero(who), size)
         elif self.counts:
             self.counts.shared(address[who], size, np.flatnonzero(who))
 

@@ -43,6 +43,7 @@ class Cluster(Transfers, Atomics, TensorCores, Uncommon, Arithmetic):
             "%laneid": self.thread % 32,
             "%cluster_ctarank": self.block,
         }
+        self.local = np.full((n, kernel.local_size), 0xFF, np.uint8)
         self.shared = np.full((cluster, kernel.shared_size), 0xFF, np.uint8)
         # Since the last barrier: thread + 1 that wrote a byte, and that read it (-1: several; -2 -
         # w: one of warp w, which has synchronized at its own barrier).
@@ -211,6 +212,8 @@ class Cluster(Transfers, Atomics, TensorCores, Uncommon, Arithmetic):
             return self.special[name].astype(U[bits])
         if name in self.k.parameters:  # the address of a parameter
             return np.full(self.n, 4096 * (1 + self.k.parameters.index(name)), U[bits])
+        if name in self.k.local:
+            return np.full(self.n, self.k.local[name], U[bits])
         if name in self.k.shared:
             return np.full(self.n, self.k.shared[name], U[bits])
         if (name, bits) not in self.constants:
@@ -292,9 +295,9 @@ class Cluster(Transfers, Atomics, TensorCores, Uncommon, Arithmetic):
         """
         return (before != 0) & (before != thread) & (before != -2 - (thread - 1) // 32)
 
-    def count(self, kind, at, lanes):
+    def count(self, kind, at, lanes, size):
         """Counts sectors of global memory, for accesses that each lie in one."""
-        self.counts.requested[kind] += len(np.unique(lanes // 32 * (1 << 48) + at // 32))
+        self.counts.sectors(kind, at, lanes, size)
         self.touched[kind].append(np.unique(at // 32))
 
     # ---- instructions

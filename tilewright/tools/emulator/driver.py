@@ -264,9 +264,12 @@ def installed(driver: Driver) -> Iterator[Driver]:
 
     from tilewright.kernels.launch import no_launch_cache
 
-    real = autotuner.Autotuner.run
+    real, seen = autotuner.Autotuner.run, set()
 
     def run(self, *args, **kwargs):
+        if self not in seen:  # choices of another run of this process
+            seen.add(self)
+            self.cache.clear()
         driver.tuning()
         return real(self, *args, **kwargs)
 

@@ -38,6 +38,7 @@ class Kernel:
             for kind, name in re.findall(r"\.reg \.(\w+)\s+(%[a-z]+)<", body)
         }
         self.code, self.labels, local = [], {}, {}
+        self.local, self.local_size = {}, 0  # memory of each thread
         self.texts, self.lines, line = [], [], (0, 0)  # per instruction
         for statement in re.split(r"(?<=;)|(?<=:)(?=\s)", body):
             s = " ".join(statement.split()).rstrip(";").lstrip("{} ").strip()
@@ -45,6 +46,10 @@ class Kernel:
                 self.shared_size = -(-self.shared_size // int(m[1])) * int(m[1])
                 self.shared[m[2]] = self.shared_size
                 self.shared_size += int(m[3])
+            elif m := re.match(r"\.local \.align (\d+) \.b8 (\S+)\[(\d+)\]", s):
+                self.local_size = -(-self.local_size // int(m[1])) * int(m[1])
+                self.local[m[2]] = self.local_size
+                self.local_size += int(m[3])
             elif m := re.match(r"\.loc (\d+) (\d+)", s):
                 line = int(m[1]), int(m[2])
             elif m := re.match(r"(\$?\w+):$", s):

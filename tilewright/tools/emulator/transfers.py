@@ -27,10 +27,19 @@ def alike(one, other):
 
 
 class Transfers:
+    def own(self, address, size, who):
+        """Indices of bytes of the threads' own memory."""
+        at = address[who][:, None] + np.arange(size)
+        if (at < 0).any() or (at >= self.k.local_size).any():
+            raise Fault("bounds", "outside the thread's local memory")
+        return np.flatnonzero(who)[:, None], at
+
     def load(self, space, address, size, who, name):
+        if space == "local":
+            return self.local[self.own(address, size, who)]
         places = self.places(space, address, size, who, name)
         if self.counts and space == "global":
-            self.count("read", address[who], np.flatnonzero(who))
+            self.count("read", address[who], np.flatnonzero(who), size)
         elif self.counts and not name.startswith("ldmatrix"):
             self.counts.shared(address[who], size, np.flatnonzero(who))
         if space == "global":
@@ -59,9 +68,12 @@ class Transfers:
         return self.shared[places]
 
     def store(self, space, address, raw, who, name):
+        if space == "local":
+            self.local[self.own(address, raw.shape[1], who)] = raw
+            return
         places = self.places(space, address, raw.shape[1], who, name)
         if self.counts and space == "global":
-            self.count("written", address[who], np.flatnonzero(who))
+            self.count("written", address[who], np.flatnonzero(who), raw.shape[1])
         elif self.counts and not name.startswith("stmatrix"):
             self.counts.shared(address[who], raw.shape[1], np.flatnonzero(who))
         if space == "global":
@@ -245,7 +257,7 @@ class Transfers:
             m.reader[from_] = np.where(foreign, SEVERAL, shared_in(own))
             self.accessed[self.block[thread]].append(from_)
             if self.counts:
-                self.count("read", from_, np.zeros(len(from_), np.int64))
+                self.count("read", from_, np.zeros(len(from_), np.int64), 1)
             raw[inside] = m.data[from_]
             start = int(self.address(to)[thread])
             if start % 128:

@@ -32,6 +32,10 @@ class Uncommon:
         if name in SILENT or text in ("fence.acq_rel.gpu", "fence.acq_rel.cta", "fence.sc.gpu"):
             if name == "createpolicy":
                 self.put(args[0], np.zeros(self.n, np.uint64), who)
+        elif text.startswith("cvta"):  # addresses are the same in every space
+            if "local" not in op and "global" not in op:
+                return False
+            self.put(args[0], self.get(args[1], bits), who)
         elif name == "trap":
             raise Fault("barrier", "trap: an assertion of the kernel failed")
         elif name == "exit":
