@@ -18,7 +18,7 @@ def add(x, y):
     if not (x.is_cuda and x.device.type == "cuda" and x.get_device() == 0):
         raise TypeError("not on a GPU")
     assert torch.cuda.is_available() and torch.cuda.get_device_capability(x.device)[0] >= 8
-    torch.cuda.get_device_properties(x.device).multi_processor_count
+    assert torch.cuda.get_device_properties(x.device).multi_processor_count > 8
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     with torch.cuda.device(x.device):
         _add[(triton.cdiv(x.numel(), 256),)](x, y, out, x.numel(), BLOCK=256)
@@ -153,19 +153,6 @@ def plain_total(x):
 
 
 @triton.jit
-def _transpose(x_ptr, out_ptr, N: tl.constexpr):
-    i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
-    x = tl.load(x_ptr + i * N + j)
-    tl.store(out_ptr + i * N + j, tl.trans(x))
-
-
-def transpose(x):
-    out = torch.empty_like(x)
-    _transpose[(1,)](x, out, N=x.shape[0])
-    return out
-
-
-@triton.jit
 def _column(x_ptr, out_ptr, stride, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     tl.store(out_ptr + at, tl.load(x_ptr + at * stride))
@@ -219,16 +206,94 @@ def tuned(x):
 def _spills(x_ptr, out_ptr, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at)
-    tl.debug_barrier()
-    for i in range(8):
-        x = x * tl.load(x_ptr + at + i * BLOCK)
-        tl.store(out_ptr + at, tl.cumsum(x, 0))
+    tl.store(out_ptr + at, x * tl.sum(x))  # 512 numbers per thread live until the sum is there
 
 
 def spills(x):
-    out = torch.empty(8192)
-    _spills[(1,)](x, out, BLOCK=8192, num_warps=1)
+    out = torch.empty_like(x)
+    _spills[(1,)](x, out, BLOCK=16384, num_warps=1)
     return out
+
+
+@triton.jit
+def _too_much(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(out_ptr + at, tl.dot(tl.load(x_ptr + at), tl.load(y_ptr + at)))
+
+
+def too_much(x):
+    """128 KiB of shared memory, which sm_120 does not have."""
+    out = torch.empty(x.shape, dtype=torch.float32)
+    _too_much[(1,)](x, x, out, N=x.shape[0])
+
+
+def product(x, y):
+    out = torch.empty(x.shape, dtype=torch.float32)
+    _too_much[(1,)](x, y, out, N=x.shape[0])
+    return out
+
+
+def plain_product(x, y):
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.to(wide) @ y.to(wide)
+
+
+@triton.jit
+def _functions(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at)
+    y = tl.sin(x) + tl.cos(x) + tl.exp(x) + tl.log(tl.abs(x) + 1) + tl.floor(x) + tl.ceil(x)
+    tl.store(out_ptr + at, y + tl.erf(x) + tl.sigmoid(x) + tl.rsqrt(x * x + 1) + tl.exp2(x))
+
+
+def functions(x):
+    out = torch.empty_like(x)
+    _functions[(1,)](x, out, BLOCK=x.numel())
+    return out
+
+
+def plain_functions(x):
+    y = x.sin() + x.cos() + x.exp() + (x.abs() + 1).log() + x.floor() + x.ceil()
+    return y + x.erf() + x.sigmoid() + (x * x + 1).rsqrt() + x.exp2()
+
+
+@triton.jit
+def _gather(x_ptr, index_ptr, out_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.gather(tl.load(x_ptr + at), tl.load(index_ptr + at), 0))
+
+
+def gather(x, index):
+    out = torch.empty_like(x)
+    _gather[(1,)](x, index, out, BLOCK=x.numel())
+    return out
+
+
+def every_32nd():
+    at = torch.arange(1024)
+    return {"x": torch.randn(1024), "index": (at * 32 % 1024 + at // 32).int()}
+
+
+def plain_gather(x, index):
+    return x[index.long()]
+
+
+@triton.jit
+def _reverse(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.load(x_ptr + BLOCK - 1 - at))
+
+
+def reverse(x):
+    """Writes through another view of the tensor that it returns."""
+    out = torch.empty_like(x)
+    _reverse[(1,)](x, out, BLOCK=x.numel())
+    _add[(1,)](out, x, out.view(-1, 2), x.numel(), BLOCK=x.numel())
+    return out
+
+
+def plain_reverse(x):
+    return x.flip(0) + x
 
 
 def raises(x):
@@ -241,3 +306,12 @@ def launches_nothing():
 
 def some_inputs():
     return {"x": torch.randn(300), "y": torch.randn(300)}
+
+
+def for_the_kernel():
+    x, y, out = torch.randn(200), torch.randn(200), torch.empty(200)
+    return {"x_ptr": x, "y_ptr": y, "out_ptr": out, "n": 200}
+
+
+def by_name(x_ptr, y_ptr):
+    return {"out_ptr": x_ptr + y_ptr}

@@ -104,18 +104,20 @@ class Driver:
     def get_benchmarker(self):
         """Triton's autotuner: the first configuration that a GPU can launch is the fastest."""
 
-        def bench(kernel_call, quantiles=None, **_):
-            ahead = self._tuned > 0
-            if self.all_configs or not ahead:
-                self._probing = not self.all_configs
-                try:
-                    kernel_call()  # raises if the GPU has too little shared memory
-                finally:
-                    self._probing = False
-            self._tuned += 1
-            return [float(self._tuned)] * len(quantiles or (0,))
+        from triton.runtime import driver
 
-        return bench
+        # Autotuners keep it, and a later run of this process has another driver.
+        return lambda call, quantiles=None, **_: driver.active.timed(call, len(quantiles or (0,)))
+
+    def timed(self, kernel_call, count):
+        if self.all_configs or not self._tuned:
+            self._probing = not self.all_configs
+            try:
+                kernel_call()  # raises if the GPU has too little shared memory
+            finally:
+                self._probing = False
+        self._tuned += 1
+        return [float(self._tuned)] * count
 
     @property
     def probes(self) -> bool:

@@ -12,12 +12,18 @@ from tilewright.tools.emulator.counts import Counts, instruction_class
 from tilewright.tools.emulator.memory import Memory
 
 
+def of_one_line(assembly: re.Match) -> str:
+    """Inline assembly without its lines of the source: LLVM counts them on from line to line."""
+    return re.sub(r"^\s*\.loc\s[^\n]*", "", assembly[0], flags=re.MULTILINE)
+
+
 class Kernel:
     def __init__(self, ptx: str, dynamic_shared: int = 0):
         """dynamic_shared: bytes of the shared memory whose size is set by the launch, not
         the PTX.
         """
-        body = re.sub(r"//[^\n]*", "", ptx)
+        body = re.sub(r"// begin inline asm.*?// end inline asm", of_one_line, ptx, flags=re.DOTALL)
+        body = re.sub(r"//[^\n]*", "", body)
         body = re.sub(r"^(\s*\.loc\s+\d+\s+\d+)[^\n]*", r"\1;", body, flags=re.MULTILINE)
         self.files = {
             int(number): name for number, name in re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', ptx)
