@@ -61,6 +61,32 @@ def tried(case: Case, arch: int) -> dict:
     return row | {"cpu_seconds": round(time.process_time() - start, 1)}
 
 
+KINDS = {
+    "replicas": "copies of one value differ by rounding, or are read late (replicas)",
+    "uninitialized": "reads uninitialized memory",
+    "race": "race",
+    "bounds": "outside a tensor",
+    "alignment": "misaligned",
+    "barrier": "barrier",
+}
+
+
+def table(results: dict) -> str:
+    """The rows of results.json as a table in Markdown."""
+    lines = [
+        "| library | function | ends | launches of kernels | error (eager's) | found |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in results["functions"]:
+        launched = ", ".join(f"{k['launches']} {k['kernel'].lstrip('_')}" for k in row["kernels"])
+        error = f"{row['error']:.1e} ({row['eager']:.1e})" if "error" in row else "not compared"
+        kinds = dict.fromkeys(f.partition(":")[0] for f in row["findings"])
+        found = "; ".join(KINDS[k] for k in kinds) or row.get("reason", "nothing")
+        cells = (row["library"], f"`{row['function']}`", row["ended"], launched, error, found)
+        lines.append(f"| {' | '.join(c.replace('|', '/') for c in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", action="append", default=[], help="a function (repeatable)")

@@ -91,7 +91,7 @@ BREAKS = {
         r"BREAK _too_much sm_120: needs 131072 bytes of shared memory, sm_120 has 101376",
         r"BREAK _too_much sm_90: has \d+ registers a thread; accepted: 10",
     ],
-    f"gate column --arg 'x=tensor(f32, [128, 40])' --min-load 128 --arch 90": [
+    "gate column --arg 'x=tensor(f32, [128, 40])' --min-load 128 --arch 90": [
         "BREAK _column sm_90: its widest global load has 32 bits; accepted: 128 or more"
     ],
     f"gate does_not_compile {ROW} --arch 90": [
@@ -126,7 +126,9 @@ REFUSED = {
     "gate launches_nothing": "launched no Triton kernel",
     f"gate raises {ROW}": "raises fails: ValueError: what the function says",
 }
-EVERY = [*RIGHT, *BREAKS, *REFUSED]
+PAGE = (ROOT / "docs/emulate.md").read_text()
+SHOWN = re.findall(r"^\$ tilewright (.*)\n((?:.*\n)*?)```", PAGE, re.M)
+EVERY = [*RIGHT, *BREAKS, *REFUSED, *(command for command, _ in SHOWN)]
 RUN = """
 import contextlib, io, json, sys
 from tilewright.__main__ import main
@@ -141,7 +143,13 @@ for words in json.load(sys.stdin):
 def words_of(command):
     """The words of a command whose target is a name in faulty_kernels.py."""
     tool, target, *rest = shlex.split(command)
-    where = target if ":" in target else HERE if target == "HERE" else f"{HERE}:{target}"
+    where = (
+        target
+        if ":" in target or "examples/" in target
+        else HERE
+        if target == "HERE"
+        else f"{HERE}:{target}"
+    )
     return [tool, where, *rest]
 
 
@@ -216,3 +224,52 @@ def test_without_triton_and_in_its_interpreter_the_reason_is_one_sentence(tool, 
     assert said() == (
         f"tilewright {tool}: the package 'triton' is not installed (pip install triton)"
     )
+
+
+# ---- docs/emulate.md
+
+
+@pytest.mark.parametrize("command, lines", SHOWN, ids=[c[:60] for c, _ in SHOWN])
+def test_the_page_shows_what_a_command_prints(command, lines):
+    """But for numbers, which depend on Triton's version, and spaces."""
+    code, out, err = all_ran()[command]
+    assert code == ("BREAK" in lines), (out, err)
+
+    def alike(text):
+        return re.sub(r"\d+", "0", " ".join(text.split()))
+
+    said = [alike(line) for line in out.splitlines()]
+    for line in lines.splitlines():
+        pattern = re.escape(alike(line)).replace(r"\.\.\.", ".*")
+        assert any(re.fullmatch(pattern, s) for s in said), (line, out)
+
+
+def test_the_page_has_the_example_and_commands_that_pass_in_continuous_integration():
+    [code] = re.findall(r'```python title="(?:.*)"\n(.*?)```', PAGE, re.S)
+    assert code in (ROOT / "examples/softmax_kernel.py").read_text()
+    yaml = pytest.importorskip("yaml")
+    [text] = re.findall(r"```yaml .*?\n(.*?)```", PAGE, re.S)
+    steps = yaml.safe_load(text)["jobs"]["kernels"]["steps"]
+    commands = [
+        s["run"].removeprefix("tilewright ") for s in steps if "tilewright " in s.get("run", "")
+    ]
+    commands = [c for c in commands if not c.startswith("pip")]
+    assert len(commands) == 2
+    assert all(all_ran(tuple(commands))[c][0] == 0 for c in commands)
+
+
+def test_the_page_and_the_results_of_public_kernels_are_one():
+    folder = ROOT / "bench_results/emulated-public-2026-11-23"
+    results = json.loads((folder / "results.json").read_text())
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import emulate_public
+        import public_kernels
+    finally:
+        sys.path.pop(0)
+    table = emulate_public.table(results)
+    assert table in PAGE and table in (folder / "README.md").read_text()
+    ran = [(r["library"], r["function"]) for r in results["functions"]]
+    assert ran == [(c.library, c.name) for c in public_kernels.CASES]
+    number = sum(r["ended"] == "runs" for r in results["functions"])
+    assert f"{number} of {len(ran)}" in PAGE
