@@ -1,4 +1,4 @@
-"""A Triton kernel and its launcher, for docs/emulate.md: `tilewright emulate` runs them on a CPU."""
+"""A Triton kernel and its launcher for docs/emulate.md: `tilewright emulate` runs them on a CPU."""
 
 import torch
 import triton

@@ -64,17 +64,21 @@ def fla(module, name, first=True, **options):
     return call
 
 
+HEADS_FIRST = ("naive_retention", "delta_rule_recurrence")  # [B, H, T, D]
+RENAMED = {"naive_recurrent_gla": {"g": "gk"}}
+
+
 def naive(module, name, **options):
     """fla's own definition in PyTorch."""
 
     def call(**named):
         dtype = next(iter(named.values())).dtype
-        exact = {
-            n: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-            for n, v in named.items()
-        }
-        result = get(f"fla.ops.{module}.naive", name)(**exact, **options)
-        return (result[0] if isinstance(result, tuple) else result).to(dtype)
+        named = {RENAMED.get(name, {}).get(n, n): v for n, v in named.items()}
+        if name in HEADS_FIRST:
+            named = {n: v.transpose(1, 2) for n, v in named.items()}
+        result = get(f"fla.ops.{module}.naive", name)(**named, **options)
+        result = result[0] if isinstance(result, tuple) else result
+        return (result.transpose(1, 2) if name in HEADS_FIRST else result).to(dtype)
 
     return call
 
@@ -328,9 +332,9 @@ LINEAR = [
         {},
         {"normalize": False},
     ),
-    ("chunk_retention", "retention", None, {}, {}),
-    ("parallel_retention", "retention", None, {}, {}),
-    ("fused_recurrent_retention", "retention", None, {}, {}),
+    ("chunk_retention", "retention", "naive_retention", {}, {}),
+    ("parallel_retention", "retention", "naive_retention", {}, {}),
+    ("fused_recurrent_retention", "retention", "naive_retention", {}, {}),
     (
         "chunk_simple_gla",
         "simple_gla",
@@ -352,10 +356,16 @@ LINEAR = [
         {"g": ("decay", PER_HEAD)},
         {},
     ),
-    ("chunk_gla", "gla", None, {"g": ("decay", PER_ELEMENT)}, {}),
+    ("chunk_gla", "gla", "naive_recurrent_gla", {"g": ("decay", PER_ELEMENT)}, {}),
     ("fused_recurrent_gla", "gla", "naive_recurrent_gla", {"gk": ("decay", PER_ELEMENT)}, {}),
-    ("chunk_delta_rule", "delta_rule", None, {"beta": ("part", PER_HEAD)}, {}),
-    ("fused_recurrent_delta_rule", "delta_rule", None, {"beta": ("part", PER_HEAD)}, {}),
+    ("chunk_delta_rule", "delta_rule", "delta_rule_recurrence", {"beta": ("part", PER_HEAD)}, {}),
+    (
+        "fused_recurrent_delta_rule",
+        "delta_rule",
+        "delta_rule_recurrence",
+        {"beta": ("part", PER_HEAD)},
+        {},
+    ),
     (
         "chunk_gated_delta_rule",
         "gated_delta_rule",
@@ -472,7 +482,7 @@ FLA = [
         "cross_entropy_loss",
         lambda: {"logits": normal(10, 500), "target": targets(10, 500)()},
         fla("modules.fused_cross_entropy.ops", "cross_entropy_loss"),
-        None,
+        lambda logits, target: F.cross_entropy(logits, target, reduction="none"),
     ),
     (
         "logsigmoid",

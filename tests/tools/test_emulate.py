@@ -103,7 +103,7 @@ REFUSED = {
     "emulate _add --arg n=3": "the kernel's argument x_ptr, y_ptr, out_ptr, BLOCK is not given",
     "emulate _add --inputs for_the_kernel --constexpr BLOCK=64": "a kernel needs --grid",
     "emulate _add --inputs for_the_kernel --constexpr n=64": "n is no tl.constexpr",
-    "emulate _add --inputs for_the_kernel --constexpr BLOCK=64 --grid m": "--grid m: NameError",
+    "emulate _add --inputs for_the_kernel --constexpr BLOCK=64 --grid m": "--grid m: ValueError: m is none of",
     "emulate add --arg z=3": "got an unexpected keyword argument 'z'|missing a required argument",
     f"emulate add {TWO} --num-warps 4": "is a function, which chooses its launches",
     "emulate nothing": "has no nothing; it has .*_add, add, add_on_cuda",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import pathlib
 import subprocess
 import sys
@@ -245,9 +244,9 @@ def interpreted(arguments: list[str], found: Results) -> list[contract.Finding]:
     """Compares with the same call in Triton's interpreter, in another process."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "results")
+        command = [sys.executable, "-m", "tilewright", "emulate"]
         run = subprocess.run(
-            [sys.executable, "-m", "tilewright", "emulate", *arguments, "--results-to", str(path)],
-            env={**os.environ, "TRITON_INTERPRET": "1"},
+            ["env", "TRITON_INTERPRET=1", *command, *arguments, "--results-to", str(path)],
             capture_output=True,
             text=True,
             check=False,

@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import operator
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -191,16 +192,41 @@ class Call:
         return None
 
     def _launch_grid(self, meta) -> tuple[int, ...]:
-        known = {**dict(meta), "cdiv": lambda a, b: -(-a // b), "min": min, "max": max}
         try:
-            found = eval(str(self.grid), {"__builtins__": {}}, known)
-            found = found if isinstance(found, tuple) else (found,)
-            sizes = tuple(int(n) for n in found)
+            node = ast.parse(str(self.grid), mode="eval").body
+            nodes = node.elts if isinstance(node, ast.Tuple) else [node]
+            sizes = tuple(int(_value(n, dict(meta))) for n in nodes)
         except Exception as error:
             raise Rejected(f"--grid {self.grid}: {one_line(error)}") from None
         if not 1 <= len(sizes) <= 3 or min(sizes) < 0:
             raise Rejected(f"--grid {self.grid}: gives {sizes}; accepted: one to three sizes")
         return sizes
+
+
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+FUNCTIONS = {"cdiv": lambda a, b: -(-a // b), "min": min, "max": max}
+
+
+def _value(node: ast.expr, known: dict[str, Any]) -> Any:
+    """An expression of a grid: numbers, names, + - * // % and FUNCTIONS."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in known:
+        return known[node.id]
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_value(node.left, known), _value(node.right, known))
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") in FUNCTIONS:
+        return FUNCTIONS[node.func.id](*(_value(a, known) for a in node.args))
+    raise ValueError(
+        f"{ast.unparse(node)} is none of numbers, arguments ({', '.join(known)}), + - * // % and "
+        f"{', '.join(FUNCTIONS)}"
+    )
 
 
 def argument(text: str, constant: bool = False) -> tuple[str, Any]:
