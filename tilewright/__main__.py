@@ -20,6 +20,8 @@ TOOLS: dict[str, tuple[str, str]] = {
         "tilewright.tools.check_layout",
         "compare a training step on 1, 2 and 4 processes",
     ),
+    "emulate": ("tilewright.tools.emulate", "run Triton kernels on a CPU, each access checked"),
+    "gate": ("tilewright.tools.gate", "registers, spills and accesses of Triton kernels"),
 }
 
 

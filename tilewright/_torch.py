@@ -45,6 +45,9 @@ def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+# Read by packages that import only under CUDA builds; a CPU build has none.
+RAW_STREAM = _C, "_cuda_getCurrentRawStream"
+
 # ---- autograd
 
 BelowAutograd = _C._AutoDispatchBelowAutograd

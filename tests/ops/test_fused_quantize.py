@@ -651,22 +651,20 @@ def test_compiled_kernels_give_the_bytes(case, verdicts):
 
 
 def main():
-    from ptx.driver import Driver
-    from triton.runtime import driver as triton_driver
+    from tilewright.tools.emulator.driver import Driver, installed
 
     platform.interpreting = lambda: (
         True
     )  # Triton accepts CPU tensors, and this is not the interpreter
-    driver = Driver()
-    triton_driver.set_active(driver)
-    for case, (driver.arch, test, *arguments) in COMPILED.items():
-        driver.memories, driver.names = [], []
-        try:
-            test("triton", *arguments)
-            wrong = ""
-        except Exception:  # any exception is a verdict
-            wrong = traceback.format_exc()
-        print(json.dumps({"name": case, "wrong": wrong}), flush=True)
+    with installed(Driver()) as driver:
+        for case, (driver.arch, test, *arguments) in COMPILED.items():
+            driver.memories, driver.names = [], []
+            try:
+                test("triton", *arguments)
+                wrong = ""
+            except Exception:  # any exception is a verdict
+                wrong = traceback.format_exc()
+            print(json.dumps({"name": case, "wrong": wrong}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The CuTe DSL kernels. Without a GPU, they are compiled for sm_90 and sm_100, and their PTX is
-emulated on the CPU (tests/ptx), where it must satisfy the numerics contract, stay inside tensors
-and write every element once.
+emulated on the CPU (tools/emulator), where it must satisfy the numerics contract, stay inside
+tensors and write every element once.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import ptx
 from tilewright import platform
 from tilewright.bench import compile_gate, contract, gate_compilers, gate_verdict
 from tilewright.kernels.spec import CuteSpec
 from tilewright.registry import ImplementationUnavailable
 from tilewright.selection import operations
+from tilewright.tools.emulator import Kernel, Memory
 
 if reason := platform.no_cutlass():
     pytest.skip(reason, allow_module_level=True)
@@ -40,7 +40,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 def compiled(function, types, arch):
     with tempfile.TemporaryDirectory() as folder:
         kernel = tw.compiled(function, types, arch, f"--keep-ptx --keep-cubin --dump-dir {folder}")
-        return ptx.Kernel(kernel.__ptx__), kernel.__ptx__
+        return Kernel(kernel.__ptx__), kernel.__ptx__
 
 
 class Emulator:
@@ -53,7 +53,7 @@ class Emulator:
         types = tw.argument_types(function, arguments)
         kernel, _ = compiled(function, types, self.arch)
         cluster = next(a.cluster for a in arguments if hasattr(a, "cluster"))
-        memory = ptx.Memory()
+        memory = Memory()
         *arguments, blocks, groups = arguments
         values = [
             memory.put(a, tw.address(a) % 16) if isinstance(a, torch.Tensor) else a
@@ -191,7 +191,7 @@ def test_any_row_of_logits(V, stride, offset, emulator):
 def test_the_emulator_sees_a_missing_barrier(monkeypatch):
     """Otherwise the tests above would pass without any."""
     monkeypatch.setattr(tw, "launch", Emulator(90))
-    real = ptx.Kernel.__init__
+    real = Kernel.__init__
 
     def without(barrier):
         def build(self, text):
@@ -209,7 +209,7 @@ def test_the_emulator_sees_a_missing_barrier(monkeypatch):
         (32768, "barrier.cluster.arrive"),
     ):
         compiled.cache_clear()
-        monkeypatch.setattr(ptx.Kernel, "__init__", without(barrier))
+        monkeypatch.setattr(Kernel, "__init__", without(barrier))
         with pytest.raises(
             RuntimeError, match=r"without a barrier|may not have begun|deadlock|barrier\.cluster"
         ):

@@ -1,6 +1,6 @@
-"""The PTX of Triton kernels for sm_90 and sm_100, emulated on the CPU (tests/ptx), where it must
-satisfy the numerics contract, stay inside tensors, write every element once and have no races. No
-GPU is needed. Kernels that use tensor cores run as compiled for sm_80 (mma, cp.async) and sm_90
+"""The PTX of Triton kernels for sm_90 and sm_100, emulated on the CPU (tools/emulator), where it
+must satisfy the numerics contract, stay inside tensors, write every element once and have no races.
+No GPU is needed. Kernels that use tensor cores run as compiled for sm_80 (mma, cp.async) and sm_90
 (wgmma, TMA).
 
 Triton's interpreter truncates on a cast to bfloat16 and runs a kernel's Python on whole blocks. So
@@ -728,22 +728,10 @@ def runs():
     return found
 
 
-def without_machine_code(backend=None, stages=None, options=None, language=None, capability=None):
-    """Triton's hook into its stages: it ends with PTX, which is run here. Without arguments, the
-    key that distinguishes such kernels in Triton's cache.
-    """
-    if stages is None:
-        return "without machine code", "without machine code"
-    stages["cubin"] = lambda text, metadata: b""
-    return None
-
-
 def started():
     """Installs the emulator's driver in place of Triton's own."""
     from triton import knobs
-    from triton.runtime import driver as triton_driver
 
-    from ptx.driver import Driver
     from tilewright.kernels import (
         adamw_triton,
         fused_quantize_triton,
@@ -751,16 +739,17 @@ def started():
         quantize_triton,
         quantized_linear_triton,
     )
+    from tilewright.tools.emulator.driver import Driver, installed
 
-    knobs.runtime.add_stages_inspection_hook = without_machine_code
     knobs.compilation.disable_line_info = (
         True  # without debug information, a fifth less compile time
     )
     platform.interpreting = lambda: (
         True
     )  # Triton accepts CPU tensors, and this is not the interpreter
-    driver = Driver()
-    triton_driver.set_active(driver)
+    stack = contextlib.ExitStack()
+    driver = stack.enter_context(installed(Driver()))
+    driver.kept = stack  # until the process ends
     real_table = adamw_triton.table
 
     def table(device, sizes, lists):
@@ -905,10 +894,10 @@ ACCESS = """
     "stride, sectors, conflicts", [(4, 4, 0), (8, 8, 1), (32, 32, 7), (128, 32, 31), (0, 1, 0)]
 )
 def test_an_access_is_counted_as_the_sectors_and_passes_that_it_takes(stride, sectors, conflicts):
-    import ptx
+    from tilewright.tools import emulator
 
-    memory, counts = ptx.Memory(), ptx.Counts()
-    ptx.Kernel(ACCESS.format(stride=stride)).run(
+    memory, counts = emulator.Memory(), emulator.Counts()
+    emulator.Kernel(ACCESS.format(stride=stride)).run(
         memory, [memory.put(torch.zeros(1024))], (1, 1, 1), counts=counts
     )
     facts = counts.facts()

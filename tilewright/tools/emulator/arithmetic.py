@@ -7,19 +7,23 @@ import re
 
 import numpy as np
 
-from ptx.formats import E2M1, f32, from_e4m3, narrow, to_e2m1, to_e4m3, widen
-from ptx.memory import I, U
+from tilewright.tools.emulator.faults import Fault
+from tilewright.tools.emulator.formats import E2M1, f32, from_e4m3, narrow, to_e2m1, to_e4m3, widen
+from tilewright.tools.emulator.memory import I, U
 
 
 class Arithmetic:
     def move(self, name, op, args, who, text, bits):
-        space = next(o for o in op if o.split(":")[0] in ("global", "shared", "param")).split(":")[
-            0
-        ]
+        spaces = ("global", "shared", "param", "local")
+        space = next(o for o in op if o.split(":")[0] in spaces).split(":")[0]
         if space == "param":
             value = self.values[args[1][1:-1]]
             raw = (
-                int(np.float32(value).view(np.uint32))
+                int(
+                    np.float64(value).view(np.uint64)
+                    if bits == 64
+                    else np.float32(value).view(np.uint32)
+                )
                 if isinstance(value, float)
                 else int(value) & (1 << bits) - 1
             )
@@ -55,7 +59,7 @@ class Arithmetic:
         value = self.get(args[1], 32)
         lanes = who.reshape(-1, 32) if self.k.threads % 32 == 0 else who.reshape(self.cluster, -1)
         if args[4] == "-1" and not (lanes.all(1) | ~lanes.any(1)).all():
-            raise RuntimeError(f"{text}: part of a warp")
+            raise Fault("barrier", "part of a warp")
         lane, me = self.thread % 32, np.arange(self.n)
         given = self.get(args[2], 32).astype(np.int64)
         other = lane ^ given if op[2] == "bfly" else given
@@ -64,8 +68,6 @@ class Arithmetic:
         self.put(args[0], value[me - lane + other], who)
 
     def compare(self, op, args, half=None):
-        if {"and", "or", "xor"} & set(op):
-            raise KeyError(".".join(op))
         kind, bits = op[-1], int(re.sub(r"\D", "", op[-1])[:2])
         a, b = (
             self.get(args[1], 32 if half is not None else bits),
@@ -76,6 +78,8 @@ class Arithmetic:
             a, b = ((v >> 16 * half).astype(np.uint16) for v in (a, b))
         if kind == "f32":
             a, b = f32(a), f32(b)
+        elif kind == "f64":
+            a, b = a.view(np.float64), b.view(np.float64)
         elif kind in ("bf16", "f16"):
             a, b = widen(a, kind), widen(b, kind)
         elif kind[0] == "s":
@@ -83,7 +87,9 @@ class Arithmetic:
         how = op[1]
         if how == "nan":
             return np.isnan(a) | np.isnan(b)
-        unordered = how.endswith("u") and kind[-3:] in ("f32", "f16") and how not in ("lu",)
+        if how == "num":
+            return ~(np.isnan(a) | np.isnan(b))
+        unordered = how.endswith("u") and kind[-3:] in ("f32", "f16", "f64") and how not in ("lu",)
         found = {
             "eq": np.equal,
             "ne": np.not_equal,
@@ -95,6 +101,10 @@ class Arithmetic:
         if "f" in kind:
             nan = np.isnan(a) | np.isnan(b)
             found = (found | nan) if unordered else (found & ~nan)
+        for both in {"and", "or", "xor"} & set(op):  # with a third operand
+            third = self.truth(args[3].lstrip("!")) ^ args[3].startswith("!")
+            join = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
+            found = join[both](found, third)
         return found
 
     def convert(self, op, args):
@@ -173,6 +183,10 @@ class Arithmetic:
                 "neg": np.negative,
                 "sqrt": np.sqrt,
                 "rcp": lambda x: np.float32(1) / x,
+                "rsqrt": lambda x: (1 / np.sqrt(x.astype(np.float64))).astype(np.float32),
+                "sin": np.sin,
+                "cos": np.cos,
+                "tanh": lambda x: np.tanh(x.astype(np.float64)).astype(np.float32),
                 "ex2": lambda x: np.exp2(x.astype(np.float64)).astype(np.float32),
                 "lg2": lambda x: np.log2(x.astype(np.float64)).astype(np.float32),
             }[name](*given)

@@ -6,23 +6,24 @@ import re
 
 import numpy as np
 
-from ptx.formats import f32, widen
-from ptx.tma import swizzled
+from tilewright.tools.emulator.faults import Fault
+from tilewright.tools.emulator.formats import f32, from_float8, widen
+from tilewright.tools.emulator.tma import swizzled
 
 
 class TensorCores:
     # ---- wgmma
 
-    def operand(self, described, rows, transposed, block, text):
-        """Byte indices of a [rows, 16] operand of 16-bit elements in shared memory, from its matrix
-        descriptor. A row is one of a's M or b's N. transposed: adjacent elements in memory belong
-        to adjacent rows, not to the summed dimension.
+    def operand(self, described, rows, size, transposed, block, text):
+        """Byte indices of an operand in shared memory, [rows, K] elements of `size` bytes where a
+        row has 32 bytes, from its matrix descriptor. A row is one of a's M or b's N. transposed:
+        adjacent elements in memory belong to adjacent rows, not to the summed dimension.
         """
         start, leading, stride = ((described >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
         span = {0: 0, 1: 128, 2: 64, 3: 32}[described >> 62]
         if span == 0 or described >> 49 & 7:
             raise KeyError(f"{text}: without a swizzle, or with an offset")
-        row, k = np.arange(rows)[:, None], np.arange(16)[None, :]
+        row, k = np.arange(rows)[:, None], np.arange(32 // size)[None, :]
         if transposed:
             at = (
                 row // (span // 2) * leading
@@ -31,23 +32,23 @@ class TensorCores:
                 + k // 8 * stride
             )
         else:
-            at = row // 8 * stride + row % 8 * span + k * 2
-        at = swizzled(start + at[:, :, None] + np.arange(2), span)
+            at = row // 8 * stride + row % 8 * span + k * size
+        at = swizzled(start + at[:, :, None] + np.arange(size), span)
         if at.max() >= self.k.shared_size or at.min() < 1024:
-            raise RuntimeError(f"{text}: outside shared memory")
+            raise Fault("bounds", "outside shared memory")
         places = np.full(at.shape, block), at
         if self.flying[places].any():
-            raise RuntimeError(f"{text}: reads what a copy may still be writing")
+            raise Fault("race", "reads what a copy may still be writing")
         if self.unfenced[places].any():
-            raise RuntimeError(f"{text}: reads what threads wrote, without a fence between")
+            raise Fault("race", "reads what threads wrote, without a fence between")
         if (self.written[places] != 0).any():
-            raise RuntimeError(f"{text}: reads what threads wrote, without a barrier between")
+            raise Fault("race", "reads what threads wrote, without a barrier between")
         return places
 
     def warpgroups(self, who, text):
         groups = who.reshape(-1, 128)
         if self.k.threads % 128 or not (groups.all(1) | ~groups.any(1)).all():
-            raise RuntimeError(f"{text}: part of a warpgroup")
+            raise Fault("barrier", "part of a warpgroup")
         return np.flatnonzero(groups[:, 0])
 
     def wgmma(self, op, args, who, text):
@@ -74,22 +75,22 @@ class TensorCores:
                     self.put(r, whole, here)
             self.repin()
             return
-        m = re.match(r"m64n(\d+)k16$", op[4])
-        if (
-            op[1:4] != ["mma_async", "sync", "aligned"]
-            or m is None
-            or op[5] != "f32"
-            or op[6] not in ("bf16", "f16")
-        ):
+        m = re.match(r"m64n(\d+)k(\d+)$", op[4])
+        if op[1:4] != ["mma_async", "sync", "aligned"] or m is None or len(op) != 8:
             raise KeyError(text)
-        columns, kind = int(m[1]), op[6]
+        columns, result, *kinds = int(m[1]), *op[5:]
+        each = PER_REGISTER[kinds[0]]
+        if result not in ("f32", "s32") or int(m[2]) != 8 * each:
+            raise KeyError(text)
         if self.counts:
-            self.counts.products += 64 * columns * 16 * len(groups)
+            self.counts.products += 64 * columns * 8 * each * len(groups)
         names = [p.strip() for p in args[0].strip("{}").split(",")]
         own = args[1].startswith("{")
         scales, turned = args[4:6], [int(a) for a in args[6:]]
-        if scales != ["1", "1"] or len(turned) != 2 - own:
+        scaled, turns = result == "f32", each == 2  # only these have such arguments
+        if scales != ["1", "1"] * scaled or len(turned) != (2 - own) * turns:
             raise KeyError(text)
+        turned = turned or [0, 0]
         adds, described = self.truth(args[3]), self.get(args[2], 64)
         for g in groups:
             here = slice(128 * g, 128 * g + 128)
@@ -97,21 +98,20 @@ class TensorCores:
             if own:
                 a = np.stack(
                     [
-                        widen(self.get(p.strip(), 32).view(np.uint16), kind).reshape(
-                            -1, 4, 8, 4, 2
-                        )[g]
+                        elements(self.get(p.strip(), 32), kinds[0]).reshape(-1, 4, 8, 4, each)[g]
                         for p in args[1].strip("{}").split(",")
                     ]
-                )  # register, warp, row, thread in row, half
-                a = a.reshape(2, 2, 4, 8, 4, 2).transpose(2, 1, 3, 0, 4, 5).reshape(64, 16)
+                )  # register, warp, row, thread in row, element
+                a = a.reshape(2, 2, 4, 8, 4, each).transpose(2, 1, 3, 0, 4, 5).reshape(64, -1)
                 read = []
             else:
                 places = self.operand(
-                    int(self.get(args[1], 64)[128 * g]), 64, turned[0], block, text
+                    int(self.get(args[1], 64)[128 * g]), 64, 4 // each, turned[0], block, text
                 )
-                a, read = widen(self.shared[places].view(np.uint16)[:, :, 0], kind), [places]
-            places = self.operand(int(described[128 * g]), columns, turned[-1], block, text)
-            b = widen(self.shared[places].view(np.uint16)[:, :, 0], kind)
+                a, read = from_bytes(self.shared[places], kinds[0])[:, :, 0], [places]
+            at = int(described[128 * g])
+            places = self.operand(at, columns, 4 // each, turned[-1], block, text)
+            b = from_bytes(self.shared[places], kinds[1])[:, :, 0]
             read.append(places)
             waiting = {}  # pending results per register
             for p in self.products[g]:
@@ -122,18 +122,13 @@ class TensorCores:
                     [waiting[r] if r in waiting else self.get(r, 32)[here] for r in names]
                 )
                 c = (
-                    f32(given)
+                    sums(given, result)
                     .reshape(-1, 2, 2, 4, 8, 4)
                     .transpose(3, 1, 4, 0, 5, 2)
                     .reshape(64, columns)
                 )
-            d = (a.astype(np.float64) @ b.T.astype(np.float64) + c).astype(np.float32)
-            d = (
-                d.reshape(4, 2, 8, -1, 4, 2)
-                .transpose(3, 1, 5, 0, 2, 4)
-                .reshape(len(names), 128)
-                .view(np.uint32)
-            )
+            d = rounded(a.astype(np.float64) @ b.T.astype(np.float64) + c, result)
+            d = d.reshape(4, 2, 8, -1, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(len(names), 128)
             self.products[g].append(
                 {"group": 0, "results": dict(zip(names, d, strict=True)), "read": read}
             )
@@ -153,7 +148,7 @@ class TensorCores:
     def whole_warps(self, who, text):
         lanes = who.reshape(-1, 32)
         if not (lanes.all(1) | ~lanes.any(1)).all():
-            raise RuntimeError(f"{text}: part of a warp")
+            raise Fault("barrier", "part of a warp")
 
     def matrix(self, name, op, args, who, text):
         """Matrices of 8 x 8 16-bit elements: thread i of a warp has two of row i / 4, or with trans
@@ -165,7 +160,7 @@ class TensorCores:
         for i, part in enumerate(p.strip() for p in data.strip("{}").split(",")):
             first = np.arange(self.n) - lane + 8 * i  # the thread with row 0's address
             if (rows[first + lane % 8][who] % 16).any():
-                raise RuntimeError(f"{text}: address not a multiple of 16")
+                raise Fault("alignment", "address not a multiple of 16")
             if self.counts:
                 at = rows[first + lane // 4] + lane % 4 * 4
                 self.counts.shared(at[who], 4, np.flatnonzero(who))
@@ -187,40 +182,72 @@ class TensorCores:
                 self.put(part, value, who)
 
     def multiply(self, op, args, who, text):
-        """mma.m16n8k16: d [16, 8] = a [16, 16] b [16, 8] + c per warp; a group of four threads has
-        one row (of b, column), two adjacent elements each. Summed in float64 and rounded once.
+        """mma.m16n8kK: d [16, 8] = a [16, K] b [K, 8] + c per warp; a group of four threads has one
+        row (of b, column) and a register adjacent elements of it: two of 16 bits, four of 8, or one
+        in TF32. Summed in float64 and rounded once.
         """
-        if (
-            op[1:6] != ["sync", "aligned", "m16n8k16", "row", "col"]
-            or op[6] != "f32"
-            or op[9] != "f32"
-        ):
+        m = re.match(r"m16n8k(\d+)$", op[3])
+        kinds = [o for o in op[6:] if o not in ("satfinite", "kind::f8f6f4")]
+        if op[1:3] + op[4:6] != ["sync", "aligned", "row", "col"] or m is None or len(kinds) != 4:
+            raise KeyError(text)
+        result, *factors, added = kinds
+        each = PER_REGISTER[factors[0]]
+        if result != added or result not in ("f32", "s32") or int(m[1]) != 8 * each:
             raise KeyError(text)
         self.whole_warps(who, text)
         names = [[p.strip() for p in a.strip("{}").split(",")] for a in args]
         warp = who.reshape(-1, 32)[:, 0]
         if self.counts:
-            self.counts.products += 16 * 8 * 16 * int(warp.sum())
+            self.counts.products += 16 * 8 * 8 * each * int(warp.sum())
         a, b = (
-            np.stack(
-                [widen(self.get(p, 32).view(np.uint16), op[7]).reshape(-1, 8, 4, 2) for p in part]
-            )[:, warp].astype(np.float64)
-            for part in names[1:3]
-        )  # register, warp, group, thread in it, half
-        a = a.reshape(2, 2, *a.shape[1:]).transpose(2, 1, 3, 0, 4, 5).reshape(-1, 16, 16)
-        b = b.transpose(1, 0, 3, 4, 2).reshape(-1, 16, 8)
-        c = np.stack([f32(self.get(p, 32)).reshape(-1, 8, 4) for p in names[3]])[:, warp].astype(
-            np.float64
-        )
+            np.stack([elements(self.get(p, 32), kind).reshape(-1, 8, 4, each) for p in part])[
+                :, warp
+            ].astype(np.float64)
+            for part, kind in zip(names[1:3], factors, strict=True)
+        )  # register, warp, group, thread in it, element
+        a = a.reshape(2, 2, *a.shape[1:]).transpose(2, 1, 3, 0, 4, 5).reshape(-1, 16, 8 * each)
+        b = b.transpose(1, 0, 3, 4, 2).reshape(-1, 8 * each, 8)
+        c = np.stack([sums(self.get(p, 32), result).reshape(-1, 8, 4) for p in names[3]])[:, warp]
+        c = c.astype(np.float64)
         c = c.reshape(2, 2, *c.shape[1:]).transpose(2, 0, 3, 4, 1).reshape(-1, 16, 8)
-        d = (
-            (a @ b + c)
-            .astype(np.float32)
-            .reshape(-1, 2, 8, 4, 2)
-            .transpose(1, 4, 0, 2, 3)
-            .reshape(4, -1)
-        )
+        d = rounded(a @ b + c, result, "satfinite" in op)
+        d = d.reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)
         for part, value in zip(names[0], d, strict=True):
             whole = np.zeros(self.n, np.uint32)
-            whole[who] = value.view(np.uint32)
+            whole[who] = value
             self.put(part, whole, who)
+
+
+# Elements in a register of 32 bits.
+PER_REGISTER = {"bf16": 2, "f16": 2, "tf32": 1, "e4m3": 4, "e5m2": 4, "s8": 4, "u8": 4}
+
+
+def elements(bits, kind):
+    """The elements in registers, on a last dimension."""
+    if kind == "tf32":  # the lowest 13 bits are ignored
+        return f32(np.ascontiguousarray(bits) & np.uint32(0xFFFFE000))[..., None]
+    return from_bytes(np.ascontiguousarray(bits)[..., None].view(np.uint8), kind)
+
+
+def from_bytes(raw, kind):
+    """Numbers from bytes, along the last dimension."""
+    if kind in ("bf16", "f16"):
+        return widen(raw.view(np.uint16), kind)
+    if kind == "tf32":
+        return f32(raw.view(np.uint32) & np.uint32(0xFFFFE000))
+    if kind in ("s8", "u8"):
+        return raw.view(np.int8) if kind == "s8" else raw
+    return from_float8(raw, kind)
+
+
+def sums(bits, kind):
+    return f32(bits) if kind == "f32" else bits.view(np.int32)
+
+
+def rounded(value, kind, saturates=False):
+    """The bits of sums in float64."""
+    if kind == "f32":
+        return value.astype(np.float32).view(np.uint32)
+    if saturates:
+        value = np.clip(value, -(2.0**31), 2.0**31 - 1)
+    return value.astype(np.int64).astype(np.uint32)

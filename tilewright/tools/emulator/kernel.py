@@ -7,9 +7,14 @@ import re
 
 import numpy as np
 
-from ptx.cluster import Cluster
-from ptx.counts import Counts, instruction_class
-from ptx.memory import Memory
+from tilewright.tools.emulator.cluster import Cluster
+from tilewright.tools.emulator.counts import Counts, instruction_class
+from tilewright.tools.emulator.memory import Memory
+
+
+def of_one_line(assembly: re.Match) -> str:
+    """Inline assembly without its lines of the source: LLVM counts them on from line to line."""
+    return re.sub(r"^\s*\.loc\s[^\n]*", "", assembly[0], flags=re.MULTILINE)
 
 
 class Kernel:
@@ -17,7 +22,12 @@ class Kernel:
         """dynamic_shared: bytes of the shared memory whose size is set by the launch, not
         the PTX.
         """
-        body = re.sub(r"//[^\n]*|^\s*\.loc\s[^\n]*", "", ptx, flags=re.MULTILINE)
+        body = re.sub(r"// begin inline asm.*?// end inline asm", of_one_line, ptx, flags=re.DOTALL)
+        body = re.sub(r"//[^\n]*", "", body)
+        body = re.sub(r"^(\s*\.loc\s+\d+\s+\d+)[^\n]*", r"\1;", body, flags=re.MULTILINE)
+        self.files = {
+            int(number): name for number, name in re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', ptx)
+        }
         outer = re.findall(r"\.extern \.shared \.align \d+ \.b8 (\S+)\[\];", body)
         head, body = body[body.index(".entry") :].split("{", 1)
         body = re.split(r"^\s*\.(?:file|section)\s", body, maxsplit=1, flags=re.MULTILINE)[0]
@@ -34,12 +44,20 @@ class Kernel:
             for kind, name in re.findall(r"\.reg \.(\w+)\s+(%[a-z]+)<", body)
         }
         self.code, self.labels, local = [], {}, {}
+        self.local, self.local_size = {}, 0  # memory of each thread
+        self.texts, self.lines, line = [], [], (0, 0)  # per instruction
         for statement in re.split(r"(?<=;)|(?<=:)(?=\s)", body):
             s = " ".join(statement.split()).rstrip(";").lstrip("{} ").strip()
             if m := re.match(r"\.shared \.align (\d+) \.b8 (\S+)\[(\d+)\]", s):
                 self.shared_size = -(-self.shared_size // int(m[1])) * int(m[1])
                 self.shared[m[2]] = self.shared_size
                 self.shared_size += int(m[3])
+            elif m := re.match(r"\.local \.align (\d+) \.b8 (\S+)\[(\d+)\]", s):
+                self.local_size = -(-self.local_size // int(m[1])) * int(m[1])
+                self.local[m[2]] = self.local_size
+                self.local_size += int(m[3])
+            elif m := re.match(r"\.loc (\d+) (\d+)", s):
+                line = int(m[1]), int(m[2])
             elif m := re.match(r"(\$?\w+):$", s):
                 if not m[1].startswith(
                     "$"
@@ -54,7 +72,15 @@ class Kernel:
                 ]
                 operands = [local.get(o, o) if m[3].startswith("bra") else o for o in operands if o]
                 self.code.append((m[2], m[1] == "!", m[3].split("."), operands))
+                self.texts.append(s)
+                self.lines.append(line)
         self.classes = [instruction_class(op) for _, _, op, _ in self.code]
+        self.synchronizes = any(op[0] in ("bar", "barrier") for _, _, op, _ in self.code)
+
+    def where(self, pc: int) -> str:
+        """The line of the source that an instruction comes from; empty if the PTX names none."""
+        file, line = self.lines[pc]
+        return f"{self.files[file]}:{line}" if line and file in self.files else ""
 
     def run(
         self,

@@ -45,5 +45,11 @@ def to_e4m3(x):
     return np.where(np.isnan(x), 127, t.view(torch.uint8).numpy()).astype(np.uint8)
 
 
+def from_float8(code, kind):
+    """Codes of "e4m3" or "e5m2" as float32."""
+    dtype = torch.float8_e4m3fn if kind == "e4m3" else torch.float8_e5m2
+    return torch.from_numpy(np.ascontiguousarray(code)).view(dtype).float().numpy()
+
+
 def from_e4m3(code):
     return torch.from_numpy(code).view(torch.float8_e4m3fn).to(torch.float16).numpy()

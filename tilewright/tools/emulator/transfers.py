@@ -6,33 +6,59 @@ import re
 
 import numpy as np
 
-from ptx.tma import swizzled
+from tilewright.tools.emulator.faults import Fault
+from tilewright.tools.emulator.memory import SEVERAL, owning_block, shared_in
+from tilewright.tools.emulator.tma import swizzled
+
+
+def alike(one, other):
+    """Whether bytes hold numbers that differ by rounding: copies of one sum, which the compiler
+    let threads add in different orders.
+    """
+    if one.shape[1] % 4 == 0:
+        a, b = (np.ascontiguousarray(v).view(np.float32).astype(np.float64) for v in (one, other))
+        size = np.abs(np.stack((a, b)))
+        if np.isfinite(size).all() and (np.abs(a - b) <= 1e-4 * size.max()).all():
+            return bool(size.max() > 1e-30)
+    if one.shape[1] % 2:
+        return False
+    a, b = (np.ascontiguousarray(v).view(np.uint16).astype(np.int64) for v in (one, other))
+    return bool((np.abs(a - b) <= 1).all())
 
 
 class Transfers:
+    def own(self, address, size, who):
+        """Indices of bytes of the threads' own memory."""
+        at = address[who][:, None] + np.arange(size)
+        if (at < 0).any() or (at >= self.k.local_size).any():
+            raise Fault("bounds", "outside the thread's local memory")
+        return np.flatnonzero(who)[:, None], at
+
     def load(self, space, address, size, who, name):
+        if space == "local":
+            return self.local[self.own(address, size, who)]
         places = self.places(space, address, size, who, name)
         if self.counts and space == "global":
-            self.count("read", address[who], np.flatnonzero(who))
+            self.count("read", address[who], np.flatnonzero(who), size)
         elif self.counts and not name.startswith("ldmatrix"):
             self.counts.shared(address[who], size, np.flatnonzero(who))
         if space == "global":
             me, m = self.everywhere[who][:, None], self.memory
-            if ((m.writer[places] != 0) & (m.writer[places] != me)).any():
-                raise RuntimeError(f"{name}: reads what another thread writes in this launch")
-            m.read[places] = True
-            before = m.reader[places]
-            m.reader[places] = np.where((before == 0) | (before == me), me, -1)
-            m.reader[places[m.reader[places] != me]] = -1  # two threads of this instruction
+            m.check_read(places, me, self.blocks[who][:, None], self.k.threads)
+            self.note_access(places, who)
+            self.note_read(places, me)
+            if m.unset[places].any():
+                at = int(places[m.unset[places]][0])
+                self.note("uninitialized", f"reads {m.element(at)}, which nothing has written")
             return m.data[places]
         if self.flying[places].any():
-            raise RuntimeError(
-                f"{name}: reads what cp.async may still be writing, without a wait_group between"
+            raise Fault(
+                "race", "reads what cp.async may still be writing, without a wait_group between"
             )
         thread = np.broadcast_to((np.flatnonzero(who) + 1)[:, None], places[1].shape)
         if self.of_others(self.written[places], thread).any():
-            raise RuntimeError(
-                f"{name}: reads what another thread wrote, without a barrier between"
+            raise Fault(
+                "race", "reads shared memory that another thread wrote, without a barrier between"
             )
         self.read[places] = np.where(self.of_others(self.read[places], thread), -1, thread)
         again = self.read[places] != thread  # two lanes of this instruction
@@ -42,21 +68,33 @@ class Transfers:
         return self.shared[places]
 
     def store(self, space, address, raw, who, name):
+        if space == "local":
+            self.local[self.own(address, raw.shape[1], who)] = raw
+            return
         places = self.places(space, address, raw.shape[1], who, name)
         if self.counts and space == "global":
-            self.count("written", address[who], np.flatnonzero(who))
+            self.count("written", address[who], np.flatnonzero(who), raw.shape[1])
         elif self.counts and not name.startswith("stmatrix"):
             self.counts.shared(address[who], raw.shape[1], np.flatnonzero(who))
         if space == "global":
-            me, m = self.everywhere[who][:, None], self.memory
-            if ((m.reader[places] != 0) & (m.reader[places] != me)).any():
-                raise RuntimeError(f"{name}: writes what another thread reads in this launch")
-            np.add.at(m.written, places, 1)
-            m.writer[places] = me
-            m.data[places] = raw
+            me, block = self.everywhere[who][:, None], self.blocks[who][:, None]
+            self.memory.check_write(places, raw, me, block, self.k.threads, self.replicated)
+            now = self.memory.data[places]
+            if (wrong := now != raw).any():
+                self.differ(self.memory.element(int(places[wrong][0])), now, raw)
+            self.note_access(places, who)
         else:
             self.claim(places, raw, who, name)
             self.shared[places] = raw
+
+    def differ(self, where, one, other):
+        """Two threads of an instruction write different values to one place."""
+        if alike(one, other):
+            what = f"two threads write values that differ by rounding to {where}"
+            if "replicas" in self.memory.tolerated:
+                return self.note("replicas", what)
+            raise Fault("replicas", what)
+        raise Fault("race", f"two threads write different values to {where} at once")
 
     def claim(self, places, raw, who, name):
         """Checks that these threads may write this to shared memory, exclusively until a barrier.
@@ -64,23 +102,24 @@ class Transfers:
         """
         thread = (np.flatnonzero(who) + 1)[:, None]
         if self.flying[places].any():
-            raise RuntimeError(f"{name}: writes where cp.async may still be writing")
+            raise Fault("race", "writes where cp.async may still be writing")
         if self.pinned[places].any():
-            raise RuntimeError(
-                f"{name}: writes what wgmma may still be reading, without a wait_group between"
+            raise Fault(
+                "race", "writes what wgmma may still be reading, without a wait_group between"
             )
         self.unfenced[places] = True
         for before in (self.written[places], self.read[places]):
             if self.of_others(before, thread).any():
-                raise RuntimeError(
-                    f"{name}: writes where another thread wrote or read, no barrier between"
+                raise Fault(
+                    "race",
+                    "writes shared memory that another thread wrote or read, without a barrier between",
                 )
         self.written[places] = np.broadcast_to(thread, before.shape)
         if (again := self.written[places] != thread).any():
             trial = np.zeros_like(self.shared)
             trial[places] = raw
             if (trial[places] != raw).any():
-                raise RuntimeError(f"{name}: two threads write one place at once")
+                self.differ("one place of shared memory", trial[places], raw)
             block, each = (np.broadcast_to(p, again.shape)[again] for p in places)
             self.written[block, each] = -1
 
@@ -110,7 +149,7 @@ class Transfers:
         size = int(args[2], 0)
         given = self.get(args[3], 32) if len(args) > 3 else np.full(self.n, size)
         if not np.isin(given[who], (0, size)).all():
-            raise RuntimeError(f"{text}: copies a part")
+            raise Fault("barrier", "copies a part")
         threads = np.flatnonzero(who)
         raw, full = (
             np.zeros((len(threads), size), np.uint8),
@@ -131,11 +170,9 @@ class Transfers:
         """The mbarrier named by a thread, whose init must be visible to it."""
         place = int(self.block[thread]), int(self.address(operand)[thread])
         if place not in self.barriers:
-            raise RuntimeError(f"{text}: no mbarrier there")
+            raise Fault("barrier", "no mbarrier there")
         if self.written[place] not in (0, thread + 1):
-            raise RuntimeError(
-                f"{text}: another thread made the mbarrier, without a barrier between"
-            )
+            raise Fault("race", "another thread made the mbarrier, without a barrier between")
         return self.barriers[place]
 
     def turn(self, barrier):
@@ -163,7 +200,7 @@ class Transfers:
         elif op[1] == "inval":
             for thread in threads:
                 if self.barrier(args[0], thread, text)["copies"]:
-                    raise RuntimeError(f"{text}: copies are on their way")
+                    raise Fault("barrier", "copies are on their way")
                 del self.barriers[int(self.block[thread]), int(self.address(args[0])[thread])]
         elif op[1:3] == ["arrive", "expect_tx"]:
             for thread in threads:
@@ -171,7 +208,7 @@ class Transfers:
                 barrier["bytes"] += int(self.get(args[2], 32)[thread])
                 barrier["missing"] -= 1
                 if barrier["missing"] < 0:
-                    raise RuntimeError(f"{text}: more arrive than were said to")
+                    raise Fault("barrier", "more arrive than were said to")
                 self.turn(barrier)
         elif op[1:3] == ["try_wait", "parity"]:
             parity = self.get(args[2], 32) & 1
@@ -210,29 +247,34 @@ class Transfers:
             m, raw = self.memory, np.zeros(len(each), np.uint8)
             from_ = each[inside]
             if not m.inside[from_].all():
-                raise RuntimeError(f"{text}: outside every tensor")
+                at = int(from_[~m.inside[from_]][0])
+                raise Fault("bounds", f"reads {m.nearest(at)}")
             if (m.writer[from_] != 0).any():
-                raise RuntimeError(f"{text}: reads what a thread writes in this launch")
+                raise Fault("race", "reads what a thread writes in this launch")
             m.read[from_] = True
-            m.reader[from_] = -1
+            own, before = self.blocks[thread], m.reader[from_]
+            foreign = (before != 0) & (owning_block(before, self.k.threads) != own)
+            m.reader[from_] = np.where(foreign, SEVERAL, shared_in(own))
+            self.accessed[self.block[thread]].append(from_)
             if self.counts:
-                self.count("read", from_, np.zeros(len(from_), np.int64))
+                self.count("read", from_, np.zeros(len(from_), np.int64), 1)
             raw[inside] = m.data[from_]
             start = int(self.address(to)[thread])
             if start % 128:
-                raise RuntimeError(f"{text}: address not a multiple of 128")
+                raise Fault("alignment", "address not a multiple of 128")
             at = swizzled(start + np.arange(len(raw)), described.swizzle)
             if at.max() >= self.k.shared_size:
-                raise RuntimeError(f"{text}: outside shared memory")
+                raise Fault("bounds", "outside shared memory")
             places = np.full(len(at), self.block[thread]), at
             # It must be ordered after the threads' accesses by a barrier. (A thread's own writes
             # also need a fence.)
             if self.flying[places].any() or self.pinned[places].any():
-                raise RuntimeError(f"{text}: writes where others may still be reading or writing")
+                raise Fault("race", "writes where others may still be reading or writing")
             for before in (self.written[places], self.read[places]):
                 if self.of_others(before, thread + 1).any():
-                    raise RuntimeError(
-                        f"{text}: writes where a thread wrote or read, no barrier between"
+                    raise Fault(
+                        "race",
+                        "writes shared memory that a thread wrote or read, without a barrier between",
                     )
             self.flying[places] = True
             self.unfenced[places] = False

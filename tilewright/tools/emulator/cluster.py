@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from ptx.arithmetic import Arithmetic
-from ptx.formats import f32
-from ptx.memory import WINDOW, U
-from ptx.tensor_cores import TensorCores
-from ptx.text import LEAVES, base_and_offset, text_and_bits
-from ptx.transfers import Transfers
+from tilewright.tools.emulator.arithmetic import Arithmetic
+from tilewright.tools.emulator.atomics import Atomics
+from tilewright.tools.emulator.faults import Fault, Unsupported
+from tilewright.tools.emulator.formats import f32
+from tilewright.tools.emulator.memory import WINDOW, U
+from tilewright.tools.emulator.tensor_cores import TensorCores
+from tilewright.tools.emulator.text import LEAVES, base_and_offset, text_and_bits
+from tilewright.tools.emulator.transfers import Transfers
+from tilewright.tools.emulator.uncommon import Uncommon
 
 
-class Cluster(Transfers, TensorCores, Arithmetic):
+class Cluster(Transfers, Atomics, TensorCores, Uncommon, Arithmetic):
     def __init__(self, kernel, memory, values, at, cluster, grid, counts):
         self.counts, self.touched = counts, {"read": [], "written": []}
         self.k, self.memory, self.values, self.cluster = kernel, memory, values, cluster
@@ -20,17 +23,27 @@ class Cluster(Transfers, TensorCores, Arithmetic):
         self.thread = np.arange(n) % kernel.threads
         self.block = np.arange(n) // kernel.threads
         first, y, z = at
-        # Threads of the launch, from 1.
-        self.everywhere = ((z * grid[1] + y) * grid[0] + first) * kernel.threads + np.arange(n) + 1
+        # Blocks of the launch, and threads of the launch from 1.
+        self.blocks = (z * grid[1] + y) * grid[0] + first + self.block
+        self.everywhere = self.blocks * kernel.threads + self.thread + 1
+        self.at = first, y, z
+        # Global memory that each block accessed since its last barrier.
+        self.accessed = [[] for _ in range(cluster)]
+        self.reads = []
         self.special = {
             "%tid.x": self.thread,
             "%ctaid.x": first + self.block,
             "%ctaid.y": np.full(n, y),
             "%ctaid.z": np.full(n, z),
             **{f"%nctaid.{d}": np.full(n, grid[i]) for i, d in enumerate("xyz")},
+            **{f"%ntid.{d}": np.full(n, kernel.threads if d == "x" else 1) for d in "xyz"},
+            "%tid.y": np.zeros(n, np.int64),
+            "%tid.z": np.zeros(n, np.int64),
+            "%warpid": self.thread // 32,
             "%laneid": self.thread % 32,
             "%cluster_ctarank": self.block,
         }
+        self.local = np.full((n, kernel.local_size), 0xFF, np.uint8)
         self.shared = np.full((cluster, kernel.shared_size), 0xFF, np.uint8)
         # Since the last barrier: thread + 1 that wrote a byte, and that read it (-1: several; -2 -
         # w: one of warp w, which has synchronized at its own barrier).
@@ -92,10 +105,75 @@ class Cluster(Transfers, TensorCores, Arithmetic):
                         self.counts.issued[self.k.classes[pc]] += int(
                             who.reshape(-1, 32).any(1).sum()
                         )
-                    self.step(op, args, who, pc)
+                    self.attempt(op, args, who, pc)
                 pc += 1
             if going:
                 self.pc[here] = pc
+
+    def attempt(self, op, args, who, pc):
+        """Executes an instruction; what goes wrong is told with its place in the source."""
+        try:
+            self.now = pc
+            if self.counts:
+                self.counts.now = pc
+            self.step(op, args, who, pc)
+        except Fault as fault:
+            raise self.located(fault, pc) from None
+        except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
+            unsupported = Unsupported(f"instruction `{self.k.texts[pc]}`")
+            unsupported.line = self.k.where(pc)
+            raise unsupported from e
+
+    def located(self, fault, pc):
+        fault.instruction, fault.line = self.k.texts[pc], self.k.where(pc)
+        fault.program = tuple(int(i) for i in self.at)
+        return fault
+
+    def note(self, kind, what):
+        """Reports what does not end a launch, once per line of the source."""
+        fault = self.located(Fault(kind, what), self.now)
+        line = (kind, fault.line or self.now)
+        self.memory.notes.setdefault(line, fault)
+
+    def note_read(self, places, me):
+        """Remembers who reads global memory until the next barrier."""
+        self.reads.append((places, me))
+
+    def replicated(self, at, me):
+        """Which bytes were read once since the last barrier, by these threads and by others that
+        hold copies of their work: what those read too late they have no use for.
+        """
+        if "replicas" not in self.memory.tolerated:
+            return np.zeros(len(at), bool)
+        times, own = np.zeros(len(at), int), np.zeros(len(at), bool)
+        for places, readers in self.reads:
+            times += np.isin(at, places)
+            own |= np.isin(at << 32 | me, places << 32 | readers)
+        found = own & (times == 1)
+        if found.any():
+            self.note(
+                "replicas",
+                f"writes {self.memory.element(int(at[found][0]))}, which threads that hold copies "
+                "of the writing thread's work read, with no barrier between",
+            )
+        return found
+
+    def note_access(self, places, who):
+        """Remembers global memory until the next barrier orders these accesses."""
+        if self.k.synchronizes:
+            for b in range(self.cluster):
+                mine = places if self.cluster == 1 else places[self.block[who] == b]
+                self.accessed[b].append(mine.reshape(-1))
+
+    def meet(self, b):
+        """A block's threads have synchronized."""
+        self.written[b] = self.read[b] = 0
+        if self.cluster == 1:
+            self.reads = []
+        if self.accessed[b]:
+            block = int(self.blocks[self.block == b][0])
+            self.memory.barrier(block, np.concatenate(self.accessed[b]), self.k.threads)
+            self.accessed[b] = []
 
     def release(self):
         done = self.pc >= len(self.k.code)
@@ -104,12 +182,13 @@ class Cluster(Transfers, TensorCores, Arithmetic):
             here = self.block == b
             if (self.waits[here] == 1).all():  # bar.sync counts every thread of the block
                 self.waits[here] = 0
-                self.written[b] = self.read[b] = 0
+                self.meet(b)
                 moved = True
         if (self.waits == 2).any() and (self.arrived >= self.waited.max() + 1).all():
             self.waited[self.waits == 2] += 1
             self.waits[self.waits == 2] = 0
-            self.written[:] = self.read[:] = 0
+            for b in range(self.cluster):
+                self.meet(b)
             moved = True
         for thread, (barrier, parity) in list(self.awaited.items()):
             if barrier["phase"] % 2 != parity:
@@ -118,9 +197,10 @@ class Cluster(Transfers, TensorCores, Arithmetic):
                 moved = True
         if not moved:
             at = [int((self.waits == i).sum()) for i in (1, 2, 3)]
-            raise RuntimeError(
+            raise Fault(
+                "barrier",
                 f"deadlock: {at[0]} at bar.sync, {at[1]} at barrier.cluster.wait, {at[2]} at an "
-                f"mbarrier, {done.sum()} ended"
+                f"mbarrier, {done.sum()} ended",
             )
 
     # ---- operands
@@ -132,11 +212,15 @@ class Cluster(Transfers, TensorCores, Arithmetic):
             return self.special[name].astype(U[bits])
         if name in self.k.parameters:  # the address of a parameter
             return np.full(self.n, 4096 * (1 + self.k.parameters.index(name)), U[bits])
+        if name in self.k.local:
+            return np.full(self.n, self.k.local[name], U[bits])
         if name in self.k.shared:
             return np.full(self.n, self.k.shared[name], U[bits])
         if (name, bits) not in self.constants:
             if name.startswith("0f"):
                 number, bits = int(name[2:], 16), 32
+            elif name.startswith("0d"):
+                number, bits = int(name[2:], 16), 64
             elif (
                 name.rstrip("0123456789") in self.k.widths
             ):  # never written: the unused half of a pair
@@ -168,26 +252,40 @@ class Cluster(Transfers, TensorCores, Arithmetic):
 
     def places(self, space, address, size, who, name):
         at = address[who]
+        does = "reads" if name.startswith(("ld", "cp.async")) else "writes"
         if (at % size).any():
-            raise RuntimeError(f"{name}: address not a multiple of {size}")
+            where = int(at[at % size != 0][0])
+            what = self.memory.element(where) if space == "global" else "shared memory"
+            raise Fault(
+                "alignment",
+                f"{does} {size} bytes at {what}, whose address is no multiple of {size}",
+            )
         each = at[:, None] + np.arange(size)
         if space == "global":
-            if (each >= len(self.memory.data)).any():
-                raise RuntimeError(f"{name}: outside every tensor")
+            memory = self.memory
+            inside = (each >= 0) & (each < len(memory.data))
+            inside &= memory.inside[np.where(inside, each, 0)]
             # The compiler may read up to 16 aligned bytes partly outside the tensor and drop the
             # rest: no page ends between them. They are 0xFF here, so that using one shows.
-            inside = self.memory.inside[each]
-            if not (inside.any(1) if name.startswith("ld") else inside.all(1)).all():
-                raise RuntimeError(f"{name}: outside every tensor")
+            accepted = inside.any(1) if name.startswith("ld") else inside.all(1)
+            if not accepted.all():
+                outside = each[~accepted]
+                where = int(outside[~inside[~accepted]][0])
+                thread = int(self.thread[who][~accepted][0])
+                raise Fault(
+                    "bounds",
+                    f"{does} {memory.nearest(where)}, in {int((~accepted).sum())} of "
+                    f"{int(who.sum())} threads (the first: {thread})",
+                )
             return each
         own = self.block[who][:, None]
         block = np.where(each >= WINDOW, each // WINDOW - 1, own)
         each = each % WINDOW
         if (each >= self.k.shared_size).any() or (each < 1024).any():
-            raise RuntimeError(f"{name}: outside shared memory")
+            raise Fault("bounds", "outside shared memory")
         if (abroad := (block != own).any(1)).any():
             if (self.waited[who][abroad] == 0).any():
-                raise RuntimeError(f"{name}: to a block that may not have begun")
+                raise Fault("barrier", "to a block that may not have begun")
             self.abroad[np.flatnonzero(who)[abroad]] = self.arrived[who][abroad]
         return block, each
 
@@ -197,9 +295,9 @@ class Cluster(Transfers, TensorCores, Arithmetic):
         """
         return (before != 0) & (before != thread) & (before != -2 - (thread - 1) // 32)
 
-    def count(self, kind, at, lanes):
+    def count(self, kind, at, lanes, size):
         """Counts sectors of global memory, for accesses that each lie in one."""
-        self.counts.requested[kind] += len(np.unique(lanes // 32 * (1 << 48) + at // 32))
+        self.counts.sectors(kind, at, lanes, size)
         self.touched[kind].append(np.unique(at // 32))
 
     # ---- instructions
@@ -207,11 +305,14 @@ class Cluster(Transfers, TensorCores, Arithmetic):
     def step(self, op, args, who, pc):
         name, kind = op[0], op[-1]
         text, bits = text_and_bits(tuple(op))
-        if name == "ret":
+        if self.uncommon(op, args, who, text, bits):
+            pass
+        elif name == "ret":
             if (self.abroad[who] >= self.arrived[who]).any():
-                raise RuntimeError(
+                raise Fault(
+                    "barrier",
                     "ret: wrote to another block, which may have ended: no barrier.cluster.arrive "
-                    "since"
+                    "since",
                 )
             self.pc[who] = len(self.k.code)
         elif name == "bra":
@@ -229,6 +330,8 @@ class Cluster(Transfers, TensorCores, Arithmetic):
             self.arrived[who] += 1
         elif name == "barrier" and op[2] == "wait":
             self.waits[who] = 2
+        elif name in ("atom", "red"):
+            self.atomic(op, args, who, text, bits)
         elif name in ("ld", "st"):
             self.move(name, op, args, who, text, bits)
         elif name == "cp" and op[1:4] == ["async", "bulk", "tensor"]:

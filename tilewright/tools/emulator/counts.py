@@ -43,6 +43,10 @@ class Counts:
     wavefronts: passes of instructions over shared memory.   conflicts: those that a bank needed for
     several of its words.
 
+    needed: sectors that would hold the bytes of each instruction if they were adjacent.
+    by_line, apart: conflicts, and sectors beyond the needed ones, by the line of the source, as
+        `where` names it for an instruction.
+
     issued: PTX instructions by class, one per warp.   products: multiply-adds of the tensor cores.
     """
 
@@ -50,6 +54,9 @@ class Counts:
         self.requested, self.least = {"read": 0, "written": 0}, {"read": 0, "written": 0}
         self.wavefronts = self.conflicts = self.products = 0
         self.issued = collections.Counter()
+        self.by_line = collections.Counter()  # conflicts
+        self.needed, self.apart = {"read": 0, "written": 0}, collections.Counter()
+        self.now, self.where = 0, lambda pc: ""
 
     def shared(self, address, size, lanes):
         """Counts an access of `size` bytes per thread: a pass covers 128 bytes, so 32, 16 or 8
@@ -64,7 +71,21 @@ class Counts:
         np.add.at(passes, (touched >> 32, touched % 32), 1)
         passes = passes.max(1)
         self.wavefronts += int(passes.sum())
-        self.conflicts += int((passes - 1)[passes > 0].sum())
+        if conflicts := int((passes - 1)[passes > 0].sum()):
+            self.conflicts += conflicts
+            self.by_line[self.where(self.now)] += conflicts
+
+    def sectors(self, kind, at, lanes, size):
+        """Counts an access to global memory of `size` bytes per thread, each within a sector."""
+        warp = lanes // 32 * (1 << 48)
+        requested = len(np.unique(warp + at // 32))
+        places = np.unique(warp + at)
+        _, in_warp = np.unique(places >> 48, return_counts=True)
+        needed = int((-(-in_warp * size // 32)).sum())
+        self.requested[kind] += requested
+        self.needed[kind] += needed
+        if requested > needed:
+            self.apart[self.where(self.now)] += requested - needed
 
     def facts(self):
         return {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from tilewright.tools.emulator.faults import Fault
+
 
 class TensorMap:
     """A TMA descriptor: two or more dimensions, the last one contiguous. swizzle: span in bytes, or
@@ -12,7 +14,7 @@ class TensorMap:
 
     def __init__(self, address, itemsize, shape, strides, box, swizzle):
         if box[-1] * itemsize > (swizzle or 1 << 20) or box[-1] * itemsize % 16 or max(box) > 256:
-            raise RuntimeError(f"a box of {box} elements with a swizzle of {swizzle} bytes")
+            raise Fault("barrier", f"a box of {box} elements with a swizzle of {swizzle} bytes")
         self.address, self.itemsize, self.box, self.swizzle = address, itemsize, box, swizzle
         self.shape, self.strides = shape, strides
 

@@ -7,9 +7,9 @@ implemented; any other raises. fma is computed in float64 and rounded once more;
 lg2.approx, div.full and the like are exact to float32.
 """
 
-from ptx.counts import Counts
-from ptx.kernel import Kernel
-from ptx.memory import Memory
-from ptx.tma import TensorMap
+from tilewright.tools.emulator.counts import Counts
+from tilewright.tools.emulator.kernel import Kernel
+from tilewright.tools.emulator.memory import Memory
+from tilewright.tools.emulator.tma import TensorMap
 
 __all__ = ["Counts", "Kernel", "Memory", "TensorMap"]

@@ -1,0 +1,317 @@
+"""Kernels for test_emulate.py: right ones, and one planted fault each."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _add(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < n)
+    y = tl.load(y_ptr + at, mask=at < n)
+    tl.store(out_ptr + at, x + y, mask=at < n)
+
+
+def add(x, y):
+    """As a launcher for a GPU: it asserts that its tensors are on one."""
+    if not (x.is_cuda and x.device.type == "cuda" and x.get_device() == 0):
+        raise TypeError("not on a GPU")
+    assert torch.cuda.is_available() and torch.cuda.get_device_capability(x.device)[0] >= 8
+    assert torch.cuda.get_device_properties(x.device).multi_processor_count > 8
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    with torch.cuda.device(x.device):
+        _add[(triton.cdiv(x.numel(), 256),)](x, y, out, x.numel(), BLOCK=256)
+    torch.cuda.synchronize()
+    return out
+
+
+def add_on_cuda():
+    return add(torch.randn(300, device="cuda"), torch.randn(300).cuda())
+
+
+def plain_add(x, y):
+    return x + y
+
+
+def plain_subtract(x, y):
+    return x - y
+
+
+def in_part(x, y):
+    """Adds only half of its elements."""
+    out = torch.empty_like(x)
+    _add[(1,)](x, y, out, x.numel() // 2, BLOCK=256)
+    return out
+
+
+def reads_unset(x):
+    return add(x, torch.empty_like(x))
+
+
+def sets_first(x):
+    y = torch.empty_like(x)
+    y.zero_()
+    return add(x, y)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return add(x, x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return add(dy.contiguous(), dy.contiguous())
+
+
+class Tripled(Doubled):
+    @staticmethod
+    def backward(ctx, dy):
+        return add(dy, dy) + dy
+
+
+def doubled(x):
+    return Doubled.apply(x)
+
+
+def tripled(x):
+    return Tripled.apply(x)
+
+
+def twice(x):
+    return x + x
+
+
+# ---- faults
+
+
+@triton.jit
+def _no_mask(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at)  # the mask is missing
+    tl.store(out_ptr + at, x, mask=at < n)
+
+
+def no_mask(x):
+    out = torch.empty_like(x)
+    _no_mask[(triton.cdiv(x.numel(), 128),)](x, out, x.numel(), BLOCK=128)
+    return out
+
+
+@triton.jit
+def _says_aligned(x_ptr, out_ptr, stride, BLOCK: tl.constexpr):
+    start = tl.multiple_of(tl.program_id(0) * stride, 16)  # it is not
+    at = tl.max_contiguous(start + tl.arange(0, BLOCK), BLOCK)
+    tl.store(out_ptr + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.load(x_ptr + at))
+
+
+def says_aligned(x):
+    out = torch.empty(x.shape[0], 512, dtype=x.dtype)
+    _says_aligned[(x.shape[0],)](x, out, x.stride(0), BLOCK=512)
+    return out
+
+
+@triton.jit
+def _one_place(out_ptr):
+    tl.store(out_ptr, tl.program_id(0))
+
+
+def one_place():
+    out = torch.zeros(1, dtype=torch.int32)
+    _one_place[(3,)](out)
+    return out
+
+
+@triton.jit
+def _shift(x_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at + 1)
+    tl.store(x_ptr + at, x)  # another thread may not have loaded it yet
+
+
+def shift(x):
+    _shift[(1,)](x, BLOCK=256)
+
+
+@triton.jit
+def _total(x_ptr, total_ptr, count_ptr, out_ptr, BLOCK: tl.constexpr):
+    x = tl.load(x_ptr + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))
+    tl.atomic_add(total_ptr, tl.sum(x))
+    if tl.atomic_add(count_ptr, 1) == tl.num_programs(0) - 1:  # the last program
+        tl.store(out_ptr, tl.load(total_ptr) * 2)
+
+
+def total(x):
+    sums, count, out = torch.zeros(1), torch.zeros(1, dtype=torch.int32), torch.empty(1)
+    _total[(x.numel() // 128,)](x, sums, count, out, BLOCK=128)
+    return out
+
+
+def plain_total(x):
+    return x.sum()[None] * 2
+
+
+@triton.jit
+def _column(x_ptr, out_ptr, stride, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.load(x_ptr + at * stride))
+
+
+def column(x):
+    out = torch.empty(128, dtype=x.dtype)
+    _column[(1,)](x, out, x.stride(0), BLOCK=128)
+    return out
+
+
+@triton.jit
+def _does_not_compile(x_ptr, BLOCK: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, BLOCK), missing_name)  # noqa: F821
+
+
+def does_not_compile(x):
+    _does_not_compile[(1,)](x, BLOCK=128)
+
+
+@triton.jit
+def _unknown_instruction(x_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at)
+    x = tl.inline_asm_elementwise("bfind.u32 $0, $1;", "=r,r", [x], tl.int32, True, 1)
+    tl.store(x_ptr + at, x)
+
+
+def unknown_instruction(x):
+    _unknown_instruction[(1,)](x, BLOCK=128)
+
+
+@triton.autotune([triton.Config({"BLOCK": n}) for n in (128, 1024)], key=["n"])
+@triton.heuristics({"EVEN": lambda args: args["n"] % args["BLOCK"] == 0})
+@triton.jit
+def _tuned(x_ptr, out_ptr, n, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if BLOCK > 128:  # only this configuration is wrong
+        tl.store(out_ptr + at, tl.load(x_ptr + at))
+    else:
+        tl.store(out_ptr + at, tl.load(x_ptr + at, mask=at < n), mask=at < n)
+
+
+def tuned(x):
+    out = torch.empty_like(x)
+    _tuned[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](x, out, x.numel())
+    return out
+
+
+@triton.jit
+def _spills(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at)
+    tl.store(out_ptr + at, x * tl.sum(x))  # 512 numbers per thread live until the sum is there
+
+
+def spills(x):
+    out = torch.empty_like(x)
+    _spills[(1,)](x, out, BLOCK=16384, num_warps=1)
+    return out
+
+
+@triton.jit
+def _too_much(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(out_ptr + at, tl.dot(tl.load(x_ptr + at), tl.load(y_ptr + at)))
+
+
+def too_much(x):
+    """128 KiB of shared memory, which sm_120 does not have."""
+    out = torch.empty(x.shape, dtype=torch.float32)
+    _too_much[(1,)](x, x, out, N=x.shape[0])
+
+
+def product(x, y):
+    out = torch.empty(x.shape, dtype=torch.float32)
+    _too_much[(1,)](x, y, out, N=x.shape[0])
+    return out
+
+
+def plain_product(x, y):
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.to(wide) @ y.to(wide)
+
+
+@triton.jit
+def _functions(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at)
+    y = tl.sin(x) + tl.cos(x) + tl.exp(x) + tl.log(tl.abs(x) + 1) + tl.floor(x) + tl.ceil(x)
+    tl.store(out_ptr + at, y + tl.erf(x) + tl.sigmoid(x) + tl.rsqrt(x * x + 1) + tl.exp2(x))
+
+
+def functions(x):
+    out = torch.empty_like(x)
+    _functions[(1,)](x, out, BLOCK=x.numel())
+    return out
+
+
+def plain_functions(x):
+    y = x.sin() + x.cos() + x.exp() + (x.abs() + 1).log() + x.floor() + x.ceil()
+    return y + x.erf() + x.sigmoid() + (x * x + 1).rsqrt() + x.exp2()
+
+
+@triton.jit
+def _gather(x_ptr, index_ptr, out_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.gather(tl.load(x_ptr + at), tl.load(index_ptr + at), 0))
+
+
+def gather(x, index):
+    out = torch.empty_like(x)
+    _gather[(1,)](x, index, out, BLOCK=x.numel())
+    return out
+
+
+def every_32nd():
+    at = torch.arange(1024)
+    return {"x": torch.randn(1024), "index": (at * 32 % 1024 + at // 32).int()}
+
+
+def plain_gather(x, index):
+    return x[index.long()]
+
+
+@triton.jit
+def _reverse(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.load(x_ptr + BLOCK - 1 - at))
+
+
+def reverse(x):
+    """Writes through another view of the tensor that it returns."""
+    out = torch.empty_like(x)
+    _reverse[(1,)](x, out, BLOCK=x.numel())
+    _add[(1,)](out, x, out.view(-1, 2), x.numel(), BLOCK=x.numel())
+    return out
+
+
+def plain_reverse(x):
+    return x.flip(0) + x
+
+
+def raises(x):
+    raise ValueError("what the function says")
+
+
+def launches_nothing():
+    return None
+
+
+def some_inputs():
+    return {"x": torch.randn(300), "y": torch.randn(300)}
+
+
+def for_the_kernel():
+    x, y, out = torch.randn(200), torch.randn(200), torch.empty(200)
+    return {"x_ptr": x, "y_ptr": y, "out_ptr": out, "n": 200}
+
+
+def by_name(x_ptr, y_ptr):
+    return {"out_ptr": x_ptr + y_ptr}

@@ -1,0 +1,264 @@
+"""A call on the emulated GPU: its results, what its launches did, and its error."""
+
+from __future__ import annotations
+
+import inspect
+import pathlib
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from tilewright.bench import contract
+from tilewright.bench.tensors import convert, error, leaves, upstream
+from tilewright.tools.cuda_stand_in import Unset
+from tilewright.tools.emulator.driver import Driver, Launch
+from tilewright.tools.emulator.faults import Fault
+from tilewright.tools.emulator.memory import span
+from tilewright.tools.kernel_target import Call, Rejected, one_line
+
+
+@dataclass
+class Report:
+    """What a call did.
+
+    kernels: per kernel its launches and counts.   breaks: what fails the command.
+    allowed: what was found, of kinds that were allowed.   errors: against the reference.
+    """
+
+    arch: int
+    kernels: list[dict[str, Any]] = field(default_factory=list)
+    breaks: list[Fault] = field(default_factory=list)
+    allowed: list[Fault] = field(default_factory=list)
+    errors: list[contract.Finding] = field(default_factory=list)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "arch": self.arch,
+            "kernels": self.kernels,
+            "breaks": [f.facts() for f in self.breaks],
+            "allowed": [f.facts() for f in self.allowed],
+            "errors": [asdict(f) | {"holds": f.holds} for f in self.errors],
+        }
+
+
+# ---- the run
+
+
+@dataclass
+class Results:
+    """Outputs and gradients of a call, by name. written: arguments that launches wrote."""
+
+    tensors: dict[str, torch.Tensor]
+    grads: list[torch.Tensor]
+    names: list[str]
+
+
+def arguments_of(call: Call) -> dict[str, Any]:
+    """The arguments by name; of a function without a signature, by place."""
+    if call.kernel is not None:
+        names = call.kernel.arg_names
+    else:
+        try:
+            names = list(inspect.signature(call.target).parameters)
+        except ValueError:
+            names = []
+    given = [names[i] if i < len(names) else f"argument {i}" for i in range(len(call.arguments))]
+    return {**dict(zip(given, call.arguments, strict=True)), **call.named}
+
+
+def differentiable(call: Call) -> None:
+    """Asks for the gradients of all floating-point arguments, unless some require them already."""
+    floats = [t for t in leaves(list(arguments_of(call).values())) if t.is_floating_point()]
+    if call.kernel is not None or not floats:
+        raise Rejected("--backward: needs a host function with floating-point tensors as arguments")
+    if not any(t.requires_grad for t in floats):
+        for t in floats:
+            t.requires_grad_()
+
+
+def gradients(result, arguments, grads) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Of the outputs with respect to the arguments that require them."""
+    outs = [t for t in leaves(result) if t.requires_grad]
+    inputs = {n: t for n, t in arguments.items() if isinstance(t, torch.Tensor) and t.requires_grad}
+    if not outs or not inputs:
+        raise Rejected("--backward: no output of the function depends on an argument by autograd")
+    grads = grads or upstream(outs, "contiguous")
+    given = [g.to(o.dtype) for g, o in zip(grads, outs, strict=True)]
+    found = torch.autograd.grad(outs, list(inputs.values()), given, allow_unused=True)
+    return {f"grad {n}": g for n, g in zip(inputs, found, strict=True) if g is not None}, grads
+
+
+def emulate(
+    call: Call,
+    driver: Driver,
+    unset: Unset,
+    backward: bool = False,
+) -> Results:
+    """Calls a host function or launches a kernel. Faults are in the driver afterwards."""
+    written: dict[int, None] = {}
+
+    def wrote(memory):
+        unset.wrote(memory)
+        for t, start in memory.tensors:
+            if memory.written[start : start + span(t) * t.element_size()].any():
+                written[t.data_ptr()] = None
+
+    driver.unset, driver.wrote = unset.among, wrote
+    arguments = arguments_of(call)
+    result = call.run()
+    found, grads = {}, []
+    if outs := leaves(result):
+        found = {f"out {i}": t.detach() for i, t in enumerate(outs)}
+    else:
+        found = {
+            n: t
+            for n, t in arguments.items()
+            if isinstance(t, torch.Tensor) and t.data_ptr() in written
+        }
+    names = list(found)
+    if backward:
+        more, grads = gradients(result, arguments, None)
+        found |= more
+    for name, t in found.items():
+        if outs and (number := unset.elements(t)):
+            driver.faults.append(
+                Fault(
+                    "uninitialized",
+                    f"{name} {list(t.shape)} is returned with {number} elements that nothing wrote",
+                )
+            )
+    return Results(found, grads, names)
+
+
+def kernels_of(driver: Driver) -> list[dict[str, Any]]:
+    """Per kernel: launches, programs, threads of a program, shared memory, and what it cost."""
+    by_name: dict[str, list[Launch]] = {}
+    for launch in driver.launches:
+        by_name.setdefault(launch.name, []).append(launch)
+    rows = []
+    for name, launches in by_name.items():
+        counts = (driver.counts or {}).get(name)
+        rows.append(
+            {
+                "kernel": name,
+                "launches": len(launches),
+                "programs": sum(x * y * z for x, y, z in (launch.grid for launch in launches)),
+                "threads": 32 * launches[-1].metadata.num_warps,
+                "shared": max(launch.metadata.shared for launch in launches),
+                **(counts.facts() if counts else {}),
+                "needed": counts.needed if counts else {},
+                "conflicts by line": dict(counts.by_line.most_common(3)) if counts else {},
+                "sectors by line": dict(counts.apart.most_common(3)) if counts else {},
+            }
+        )
+    return rows
+
+
+def over_limits(rows: list[dict[str, Any]], conflicts: int | None, sectors: float | None):
+    """Faults of kernels that cost more than is accepted."""
+    for row in rows:
+        if conflicts is not None and row["conflicts"] > conflicts:
+            worst = max(row["conflicts by line"].items(), key=lambda item: item[1])
+            yield _limit(
+                row, f"has {row['conflicts']} bank conflicts{_at(worst)}; accepted: {conflicts}"
+            )
+        for kind, needed in row["needed"].items() if sectors is not None else ():
+            ratio = row["requested"][kind] / needed if needed else 0
+            if ratio > sectors:
+                worst = max(row["sectors by line"].items(), key=lambda item: item[1])
+                yield _limit(
+                    row,
+                    f"has {ratio:.2f} times the sectors {kind} that its bytes need"
+                    f"{_at(worst)}; accepted: {sectors}",
+                )
+
+
+def _at(worst: tuple[str, int]) -> str:
+    return f", most of them at {worst[0]}" if worst[0] else ""
+
+
+def _limit(row, what):
+    fault = Fault("limit", what)
+    fault.kernel = row["kernel"]
+    return fault
+
+
+# ---- references
+
+
+def compared(
+    call: Call, reference: Any, found: Results, kept: dict[str, Any], backward: bool
+) -> list[contract.Finding]:
+    """Errors of the results against the reference in float64, on the same (rounded) arguments.
+
+    kept: the arguments as they were before the call.
+    """
+    truth = _refer(call, reference, convert(kept, torch.float64), found, backward)
+    eager = _refer(call, reference, convert(kept, None), found, backward)
+    findings = []
+    for name, t in found.tensors.items():
+        if name not in truth:
+            continue
+        twin = error(eager[name], truth[name])[0]
+        deviation, where = error(t, truth[name])
+        findings.append(
+            contract.Finding(name, deviation, twin, 2 * twin + contract.ATOL.get(t.dtype, 0), where)
+        )
+    if not findings:
+        raise Rejected(
+            f"--reference: it returns nothing to compare with {', '.join(found.tensors) or 'no output'}"
+        )
+    return findings
+
+
+def _refer(call, reference, arguments, found: Results, backward) -> dict[str, torch.Tensor]:
+    given = arguments
+    if call.kernel is not None:
+        takes = inspect.signature(reference).parameters
+        if not any(p.kind == p.VAR_KEYWORD for p in takes.values()):
+            given = {n: v for n, v in arguments.items() if n in takes}
+    try:
+        count = len(call.arguments) if call.kernel is None else 0
+        values = list(given.values())
+        result = reference(*values[:count], **dict(list(given.items())[count:]))
+    except Exception as problem:
+        raise Rejected(f"--reference: the function fails: {one_line(problem)}") from problem
+    if isinstance(result, dict):
+        return result
+    outs = leaves(result)
+    if outs and len(outs) != len(found.names):
+        raise Rejected(
+            f"--reference: it returns {len(outs)} tensors for {', '.join(found.names) or 'no output'}"
+        )
+    if not outs:
+        return {n: arguments[n] for n in found.names if n in arguments}
+    tensors = {n: t.detach() for n, t in zip(found.names, outs, strict=True)}
+    return tensors | (gradients(result, arguments, found.grads)[0] if backward else {})
+
+
+def interpreted(arguments: list[str], found: Results) -> list[contract.Finding]:
+    """Compares with the same call in Triton's interpreter, in another process."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "results")
+        command = [sys.executable, "-m", "tilewright", "emulate"]
+        run = subprocess.run(
+            ["env", "TRITON_INTERPRET=1", *command, *arguments, "--results-to", str(path)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if run.returncode or not path.exists():
+            said = run.stderr.strip().splitlines() or ["it said nothing"]
+            raise Rejected(f"--reference interpreter: {said[-1]}")
+        theirs = torch.load(path)
+    findings = []
+    for name, t in found.tensors.items():
+        # The interpreter truncates where a GPU rounds, and sums in another order.
+        budget = 8 * torch.finfo(t.dtype).eps if t.is_floating_point() else 0.0
+        deviation, where = error(t, theirs[name].double() if budget else theirs[name])
+        findings.append(contract.Finding(name, deviation, 0.0, budget, where))
+    return findings
