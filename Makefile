@@ -22,7 +22,7 @@ TORCH_STAMP := $(VENV)/.torch
 TRAINER_STAMP := $(VENV)/.trainer
 BUILT_STAMP := $(VENV)/.built
 
-.PHONY: setup build demo test pytest lint gates gate gate-all gpu-cache bench report docs wheel clean
+.PHONY: setup build demo test pytest lint gates gate gate-all ptx-all gpu-cache bench report docs wheel clean
 
 # pip would build the C++ extension in a folder that it removes; built in place, the next build finds the objects.
 BUILD_CPP = mkdir -p build && { $(BIN)/python setup.py -q build_ext --inplace > build/cpp.log 2>&1 \
@@ -120,6 +120,11 @@ endif
 
 gate-all:
 	$(MAKE) gate GATE_ARGS="--all $(GATE_ARGS)"
+
+# Every compiled kernel on the emulated GPU, about seven minutes of a CPU; `make test` runs what has changed since it passed,
+# and a draw of one in ten.
+ptx-all: $(STAMP)
+	TILEWRIGHT_PTX=all $(BIN)/python -m pytest -q -n 0 tests/ptx/test_triton_ptx.py
 
 # What a GPU launches first, compiled here by the Triton and for the Python that its machine has (3.12 with torch 2.11),
 # so that its minutes are not spent on compiling: for scripts/gpu.sh, in RESULTS.
