@@ -99,7 +99,8 @@ class Ranks:
     def _ask(self, command: str, layout: str | None) -> list[Any]:
         answers: dict[int, Any] = {}
         for pipe in self._pipes:
-            pipe.send((command, layout))
+            with contextlib.suppress(BrokenPipeError):  # of a rank that has ended, as is seen below
+                pipe.send((command, layout))
         waiting = set(range(self.number))
         heard = time.monotonic()
         while waiting:
