@@ -288,7 +288,7 @@ def eager_step(kind, **options):
 # factors of its adapter are units of their own, too.
 LAYOUTS = {
     "ddp": {},
-    "fsdp2": {"units": ["LlamaDecoderLayer"]},
+    "fsdp2": {"units": ["LlamaDecoderLayer"], "gradient_checkpointing": True},
     "fsdp2 own unit": {"units": ["LlamaDecoderLayer", "Linear"]},
     "fsdp2 lora": {"units": ["LlamaDecoderLayer"], "lora": LORA},
 }

@@ -95,7 +95,15 @@ def test_a_dropped_adapter_is_seen(kind):
 def test_bfloat16():
     """Under accelerate's autocast, which is around the reference model's forward already."""
     truth, eager = reference("dpo", "dense")[0], eager_step("dpo", bf16=True)
-    found = step("dpo", bf16=True)
+    own, autocast = head.statistics, []
+
+    def recorded(*args):
+        autocast.append(torch.is_autocast_enabled("cpu"))
+        return own(*args)
+
+    with planted(head, "statistics", recorded):
+        found = step("dpo", bf16=True)
+    assert autocast == [True] * 4  # policy and reference, two steps
     mine, theirs = worst(found, truth), worst(eager, truth)
     assert mine["lm_head.weight"] > 1e-4, "not in bfloat16"
     for name, error in mine.items():

@@ -55,8 +55,9 @@ def resolve(head: nn.Module) -> Head:
     """
     modules, adapters = [head], ()
     if _is_peft(head, "peft.utils.other", "ModulesToSaveWrapper"):
-        names = () if head.disable_adapters else head.active_adapters
-        head = head.modules_to_save[names[0]] if names else head.original_module
+        active = () if head.disable_adapters else head.active_adapters[:1]
+        copies = [head.modules_to_save[name] for name in active if name in head.modules_to_save]
+        head = copies[0] if copies else head.original_module
         modules.append(head)
     if _is_peft(head, "peft.tuners.lora.layer", "Linear"):
         adapters = _adapters(head)

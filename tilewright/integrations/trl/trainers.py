@@ -205,7 +205,7 @@ def _check(trainer: str, model: Any) -> None:
 def _choices(model: Any) -> dict[str, Any] | None:
     """TRL's choices for this model's fused head, or None if it has none."""
     ours = getattr(model, OURS, None)
-    function = _trl_forward(model) if ours is None else ours.__wrapped_trl__
+    function = _trl_forward(model) if ours is None else ours.trl_forward
     code = getattr(function, "__code__", None)
     if code is None or "fused_lm_head" not in code.co_varnames:
         return None
@@ -254,7 +254,7 @@ def _forward(model: Any, choices: dict[str, Any], context: Callable) -> Callable
         with context():
             return _fused(self, choices, scaling, labels, shift_labels, args, kwargs)
 
-    forward.__wrapped_trl__ = trl_function
+    vars(forward)["trl_forward"] = trl_function
     return forward
 
 
