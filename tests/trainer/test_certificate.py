@@ -38,8 +38,11 @@ LAYOUTS = {
         "--train.gradient_accumulation_steps=2",
     ],
     "experts": [FSDP2, "--train.expert_parallel_size=2"],
-    "ulysses": [FSDP2, "--train.ulysses_parallel_size=2"],
-    "ring": [FSDP2, "--train.ringattn_parallel_size=2"],
+    "ulysses_and_ring": [
+        FSDP2,
+        "--train.ulysses_parallel_size=2",
+        "--train.ringattn_parallel_size=2",
+    ],
 }
 
 

@@ -367,7 +367,7 @@ def test_compiled_layers_replay_without_a_graph_for_each(tmp_path, monkeypatch, 
         torch, "compile", lambda *args, **options: real(*args, **options, backend=counter)
     )
     torch._dynamo.reset()
-    draw, layers = np.random.default_rng(5), 6
+    draw, layers = np.random.default_rng(5), 4
     cells = []
     for n in draw.integers(5, 20, 24):
         routes = draw.random((n, layers, E)).argsort(-1)[..., :K]
@@ -377,7 +377,7 @@ def test_compiled_layers_replay_without_a_graph_for_each(tmp_path, monkeypatch, 
     path = settings(tmp_path, MOE | {"num_hidden_layers": layers}, **more)
     run(path)
     run(path, "--train.enable_compile=true", f"--train.output_dir={tmp_path / 'compiled'}")
-    assert 1 <= counter.frame_count <= 6 and "runs uncompiled" not in caplog.text
+    assert 1 <= counter.frame_count <= 3 and "runs uncompiled" not in caplog.text
     compiled = (tmp_path / "compiled/metrics.jsonl").read_text().splitlines()
     for a, b in zip(map(json.loads, compiled), rows(tmp_path), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
