@@ -19,6 +19,7 @@ from test_trainer import MOE, QWEN3, ROOT, make_bins, rows, run, write_config
 from tilewright import ops as tw
 from tilewright.nn import read_routed_experts
 from tilewright.trainer import moe, train
+from tilewright.trainer.cache_key import cache_key
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.routes import Routes
 
@@ -429,6 +430,28 @@ def test_what_the_trainer_cannot_replay_is_one_sentence(tmp_path):
         with pytest.raises(ConfigError) as caught:
             load(path, more)
         assert message in str(caught.value)
+
+
+def test_a_prepared_set_without_routes_is_not_replayed(tmp_path):
+    """Neither from the cache nor as it is given."""
+    import datasets
+
+    path = settings(tmp_path)
+    write_rows(tmp_path / "train.jsonl", [([5, 6, 7], [[[0, 1], [2, 3]]] * 2)])
+    config = load(path)
+    keys = {
+        cache_key(config.data.datasets, config, 97, True, routes)
+        for routes in (None, Routes(L, (0, 1), K, E), Routes(L, (1,), K, E))
+    }
+    assert len(keys) == 3
+    made = datasets.Dataset.from_dict({"input_ids": [[5, 6]], "labels": [[5, 6]]})
+    made.save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match="saved has no column routed_experts"):
+        run(
+            path,
+            "--data.skip_prepare_dataset=true",
+            f"--data.dataset_prepared_path={tmp_path / 'saved'}",
+        )
 
 
 def test_routes_of_a_model_are_of_its_layers_with_experts():
