@@ -38,8 +38,11 @@ LAYOUTS = {
         "--train.gradient_accumulation_steps=2",
     ],
     "experts": [FSDP2, "--train.expert_parallel_size=2"],
-    "ulysses": [FSDP2, "--train.ulysses_parallel_size=2"],
-    "ring": [FSDP2, "--train.ringattn_parallel_size=2"],
+    "ulysses_and_ring": [
+        FSDP2,
+        "--train.ulysses_parallel_size=2",
+        "--train.ringattn_parallel_size=2",
+    ],
 }
 
 
@@ -356,6 +359,13 @@ def test_checksums_see_what_sums_do_not():
     rows_swapped = t[[1, 0, 2, 3]]
     seen |= {int(checksum(x, factor)) for x in (swapped, signs, rows_swapped, t * -1)}
     assert len(seen) == 37
+    wide = t.double()
+    seen = set()
+    for i in range(64):
+        other = wide.clone()
+        other.view(torch.int64)[1, 2] ^= 1 << i if i < 63 else -(1 << 63)
+        seen.add(int(checksum(other, factor)))
+    assert len(seen | {int(checksum(wide, factor))}) == 65
 
 
 def test_shards_are_told_apart_by_rank():
