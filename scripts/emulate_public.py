@@ -81,6 +81,7 @@ def table(results: dict) -> str:
     for row in results["functions"]:
         launched = ", ".join(f"{k['launches']} {k['kernel'].lstrip('_')}" for k in row["kernels"])
         error = f"{row['error']:.1e} ({row['eager']:.1e})" if "error" in row else "not compared"
+        error += " †" if row.get("holds") is False else ""
         kinds = dict.fromkeys(f.partition(":")[0] for f in row["findings"])
         found = "; ".join(KINDS[k] for k in kinds) or row.get("reason", "nothing")
         cells = (row["library"], f"`{row['function']}`", row["ended"], launched, error, found)

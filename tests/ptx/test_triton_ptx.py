@@ -66,12 +66,12 @@ def multiplies(op):
 
 
 OPS = [op for op in operations().values() if "triton" in op.names() and not multiplies(op)]
-# Not emulated: FP8 products of tensor cores.
-OTHERS = ("fp8_linear",)
+# FP8 products, which tensor cores have from sm_89 on.
+LATER = ("fp8_linear",)
 PRODUCTS = [
     op
     for op in operations().values()
-    if "triton" in op.names() and multiplies(op) and op.name not in OTHERS
+    if "triton" in op.names() and multiplies(op) and op.name not in LATER
 ]
 
 # For sm_100 and in float32, a subset that covers every kernel and most branches; the first ones in
@@ -625,6 +625,12 @@ def runs():
                     )
         for arch in (80, 90) if op.name in LONG else ():
             found[f"sm_{arch}-{op.name}-long_sums"] = arch, long_sums, op.name, BF16
+    for op in map(operations().get, LATER):
+        for case in op.cases:
+            if "contract" in case.tags:
+                for arch in (90, 120):  # wgmma, and mma
+                    name = f"sm_{arch}-{op.name}-{case.name}-bfloat16"
+                    found[name] = arch, contract_holds, op, case, BF16
     for arch, dtype, V, stride, offset in (
         (
             90,
@@ -728,6 +734,8 @@ def runs():
             new,
             *found[f"sm_{arch}-grouped_gemm-{test}"][1:],
         )
+    fp8 = found["sm_90-fp8_linear-block_fp8 aligned-bfloat16"][1:]
+    found["planted-fp8-product"] = 90, planted, r"wgmma\.mma_async[^;]*;", "", *fp8
     return found
 
 
@@ -764,6 +772,7 @@ def started():
     # Tensors are on the CPU, so the launchers get the device's properties here.
     grouped_gemm_triton.has_tma = lambda device: driver.arch >= 90
     grouped_gemm_triton.large_shared_memory = lambda device: driver.arch // 10 in (9, 10)
+    quantized_linear_triton.large_shared_memory = grouped_gemm_triton.large_shared_memory
     for module in (
         quantize_triton,
         fused_quantize_triton,

@@ -233,6 +233,11 @@ def product(x, y):
     return out
 
 
+def in_clusters(x):
+    out = torch.empty_like(x)
+    _add[(1,)](x, x, out, x.numel(), BLOCK=256, num_ctas=2)
+
+
 def plain_product(x, y):
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     return x.to(wide) @ y.to(wide)
