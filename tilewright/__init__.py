@@ -15,6 +15,7 @@ __all__ = [
     "register_implementation",
     "resolve",
     "use",
+    "verify",
 ]
 
 
@@ -23,4 +24,8 @@ def __getattr__(name: str):
         from tilewright.adapt import quantize_
 
         return quantize_
+    if name == "verify":
+        from tilewright.tools.verify import verify
+
+        return verify
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
