@@ -273,10 +273,8 @@ def _least(visible: torch.Tensor) -> int | None:
 def scaled(row: Row) -> str:
     """What a factor that all elements share says."""
     factor = 1 + row.factor
-    if not (row.shared or abs(row.factor) > 8 * row.factor_budget) or not math.isfinite(factor):
+    if row.rest > 2 * row.budget or abs(row.factor) <= row.factor_budget or factor <= 0:
         return ""
-    if factor <= 0:
-        return f"its projection on the right one is {factor:.3g}"
     power = math.log2(factor)
     if abs(power - round(power)) < 1e-3 and round(power):
         return f"it is 2^{round(power)} times the right one"

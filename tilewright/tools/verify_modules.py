@@ -53,6 +53,7 @@ class Row:
     factor: float
     factor_budget: float
     by: str
+    rest: float = math.inf  # the error without that factor, where the contract is broken
 
     @property
     def units(self) -> float:
@@ -363,7 +364,11 @@ def compare(
     factor, count = factor_of(result, truth)
     twin_factor, _ = factor_of(eager, truth)
     slack = min(atol, SLACK[torch.bfloat16]) * max(1 / 4, min(1.0, 8 / math.sqrt(count)))
-    return Row(
+    row = Row(
         scene, path, what, error, twin, 2 * twin + atol, where,
         factor, 2 * abs(twin_factor) + slack, by,
     )  # fmt: skip
+    if row.units > 1 and factor != -1:
+        rest, _ = contract.error(result.double() / (1 + factor), truth)
+        row = dataclasses.replace(row, rest=rest)
+    return row

@@ -104,6 +104,9 @@ class Recorder:
         self._count: dict[str, int] = defaultdict(int)
         self._borders: list[dict[int, None]] = []
         self._nodes: list[Any] = []
+        # Outputs of frozen embeddings: gradients are asked for down to these, so that there is one
+        # of every module.
+        self.starts: list[torch.Tensor] = []
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Recorder]:
@@ -166,9 +169,10 @@ class Recorder:
         return output
 
     def _needing_grad(self, module, output):
-        """Frozen embeddings are made to need a gradient, so that there is one of every module."""
-        frozen = isinstance(module, nn.Embedding) and not module.weight.requires_grad
-        return output.detach().requires_grad_() if frozen else output
+        if isinstance(module, nn.Embedding) and not module.weight.requires_grad:
+            output = output.detach().requires_grad_()
+            self.starts.append(output)
+        return output
 
 
 def _copied(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -76,8 +77,9 @@ def run(
         if scene.kept is not None:
             upstream = [_without_padding(g, scene.kept) for g in upstream]
     got: Iterable[torch.Tensor | None] = ()
-    if wanted and ends and ends[0].requires_grad:
-        got = torch.autograd.grad(ends, list(wanted.values()), upstream, allow_unused=True)
+    starts = [*wanted.values(), *recorder.starts]
+    if starts and ends and ends[0].requires_grad:
+        got = torch.autograd.grad(ends, starts, upstream, allow_unused=True)
     gradients = dict(zip(wanted, got, strict=False))
     return Ran(recorder.calls, {n: t.detach() for n, t in values.items()}, gradients)
 
@@ -157,10 +159,13 @@ def _entries(ran: Ran, scene: Scene, replayers: list[Replayer], parameters):
             unchecked[call.path] = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
             continue
         own = observed(call, forwards[call.path], forwards)
+        blind = _reads_padding(call, scene, replayers[0])
         by = ", ".join(call.picks)
         for name, value in truth.values.items():
             if name not in own and not name.startswith("gradient"):
                 continue  # such as attention weights, which only the eager twin returns
+            if blind and name.startswith("gradient"):
+                continue
             label = (scene.name, call.path, name, by)
             entries.append(
                 _Entry(label, own.get(name), value, twin.values[name], (call,), name)
@@ -178,7 +183,8 @@ def _entries(ran: Ran, scene: Scene, replayers: list[Replayer], parameters):
             continue  # tied, and compared by its other name
         g, shown = ran.gradients[name], f"gradient of {name.rpartition('.')[2]}"
         g = torch.zeros_like(parameters[name]) if g is None else g
-        path = calls[0].path
+        own = name.rpartition(".")[0]
+        path = own if own in forwards else calls[0].path
         if not name.startswith(path + "."):
             shown = f"gradient of {name}"
         label = (scene.name, path, shown, ", ".join(calls[0].picks))
@@ -186,6 +192,19 @@ def _entries(ran: Ran, scene: Scene, replayers: list[Replayer], parameters):
         twin_g = torch.zeros_like(p) if twin_g is None else twin_g
         entries.append(_Entry(label, g, totals[0][id(p)], twin_g, tuple(calls), id(p)))
     return entries, unchecked
+
+
+def _reads_padding(call: Call, scene: Scene, replayer: Replayer) -> bool:
+    """Whether a gradient arrives at the padding of attention, because of a fault elsewhere: what it
+    makes of that is arbitrary.
+    """
+    if scene.kept is None or not any(
+        isinstance(m, torch.Tensor) and m.dim() == 4
+        for m in replayer.masks.get(call.key, {}).values()
+    ):
+        return False
+    gradients = (g for g in call.out.values() if g.shape[:2] == scene.kept.shape)
+    return any(bool(g[~scene.kept].any()) for g in gradients)
 
 
 def _conditioned(row: Row, entry: _Entry, scene: Scene, replayer: Replayer) -> Row:
@@ -212,13 +231,10 @@ def _conditioned(row: Row, entry: _Entry, scene: Scene, replayer: Replayer) -> R
         value = kept_rows(value, scene.kept)
         moved = max(moved, contract.error(value, truth)[0])
         moved_factor = max(moved_factor, abs(factor_of(value, truth)[0]))
-    budget = row.budget + moved
-    return Row(
-        **{
-            **vars(row),
-            "budget": budget,
-            "factor_budget": row.factor_budget + 2 * moved_factor,
-        }
+    return dataclasses.replace(
+        row,
+        budget=row.budget + moved,
+        factor_budget=row.factor_budget + 2 * moved_factor,
     )
 
 
