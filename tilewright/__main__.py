@@ -15,7 +15,12 @@ from tilewright.registry import Op
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Tools for other people's code: the module, whose main(arguments) returns the exit status, and the
 # line that `tilewright --help` shows.
-TOOLS: dict[str, tuple[str, str]] = {}
+TOOLS: dict[str, tuple[str, str]] = {
+    "verify": (
+        "tilewright.tools.verify_command",
+        "compare every module of a transformers model with float64",
+    ),
+}
 
 
 def explain(args: argparse.Namespace, op: Op | None) -> int:

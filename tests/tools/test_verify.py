@@ -252,3 +252,169 @@ def test_a_planted_fault_is_named_with_its_module(fault):
     assert not found.ok and module in said, str(found)
     assert words in said[module], said[module]
     assert set(said) - {module} <= ALSO.get(fault.__name__, set()), "and no other module is"
+
+
+# ---- models without a fault
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("patch", [False, True], ids=["plain", "accelerated"])
+def test_a_clean_model_has_no_finding(kind, dtype, patch):
+    model = tiny(kind, dtype)
+    if patch:
+        accelerate(model, parts=PARTS, quiet=True)
+    found = verified(model)
+    assert found.ok, str(found)
+    assert found.scenes == ("plain", "padded", "packed")
+    assert max(row.units for row in found.rows) < 1 and not found.left.get("norm")
+    seen = " ".join(by for _, by in found.seen)
+    for op in ("rmsnorm[", "rope[", "attention[", "linear_cross_entropy["):
+        assert (op in seen) == patch, seen
+
+
+def test_a_model_with_adapters_and_quantized_layers():
+    model = with_adapter(torch.float32)
+    assert verified(model).ok
+    quantized = tiny(hidden_size=64, num_hidden_layers=1)
+    tilewright.quantize_(quantized, "nf4")
+    found = verified(quantized)
+    assert found.ok, str(found)
+    assert found.notes == ["7 quantized layers: right are their dequantized weights"]
+
+
+def test_nothing_is_left_behind():
+    model = tiny("qwen3_moe", num_hidden_layers=1)
+    model.model.layers[0].mlp.train(False)
+    weight = model.model.norm.weight
+    weight.grad = torch.ones_like(weight)
+    state = {n: t.clone() for n, t in model.state_dict().items()}
+    modes = [m.training for m in model.modules()]
+    held = [dict(vars(m)) for m in model.modules()]
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    assert verified(model).ok
+    assert torch.equal(torch.rand(2), expected)
+    assert [m.training for m in model.modules()] == modes
+    assert all(torch.equal(t, state[n]) for n, t in model.state_dict().items())
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+    assert all(p.grad is None for p in model.parameters() if p is not weight)
+    for module, before in zip(model.modules(), held, strict=True):
+        assert vars(module).keys() == before.keys()
+        assert not module._forward_hooks and not module._forward_pre_hooks
+
+
+def test_a_leak_in_the_mask_of_the_model_is_seen_without_a_reference(monkeypatch):
+    """Documents that see each other, by a mask that the patched model builds."""
+    model = tiny(num_hidden_layers=1)
+    own = model.model.forward
+
+    def forward(*args, position_ids=None, **kwargs):
+        if position_ids is not None:
+            position_ids = torch.arange(position_ids.shape[1])[None]
+        return own(*args, position_ids=position_ids, **kwargs)
+
+    model.model.forward = forward
+    said = {f.module: f.message for f in verified(model).findings}
+    assert "leak: " in said["model.layers.0.self_attn"]
+    assert "documents that see each other" in said["model.layers.0.self_attn"]
+
+
+# ---- the given batch, and what cannot be verified
+
+
+def test_a_given_batch_with_padding_and_a_right_configuration(tmp_path):
+    model = tiny(num_hidden_layers=1)
+    ids = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    found = tilewright.verify(model, {"input_ids": ids, "labels": ids, "attention_mask": mask})
+    assert found.ok and found.scenes == ("given", "padded", "packed"), str(found)
+    tiny(num_hidden_layers=1, rms_norm_eps=1e-3).config.save_pretrained(tmp_path)
+    [finding, *_] = verified(model, config=str(tmp_path)).findings
+    assert "eps 1e-06 in the module, 0.001 by the configuration" in finding.message
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: (nn.Linear(2, 2), {}), "without a config"),
+        (lambda: (3, {}), "model must be a torch.nn.Module, got int"),
+        (lambda: (tiny(), {"tokens": 4}), "tokens must be an int of 8 or more, got 4"),
+        (lambda: (tiny(), {"batch": {"ids": 1}}), "batch must be a mapping with input_ids"),
+        (
+            lambda: (tiny(), {"batch": {"input_ids": torch.full((1, 9), 64)}}),
+            "input_ids must be from 0 to 63, got 64",
+        ),
+        (lambda: (torch.compile(tiny()), {}), "verify it before torch.compile"),
+        (lambda: (tiny().to("meta"), {}), "is on the meta device"),
+        (
+            lambda: (tiny(), {"config": tiny(intermediate_size=40).config}),
+            "gate_proj.weight is [48, 32] in the model and [40, 32] by its configuration",
+        ),
+    ],
+)
+def test_what_cannot_be_verified_is_said_in_a_sentence(make, words):
+    model, options = make()
+    with pytest.raises(ValueError, match="") as error:
+        tilewright.verify(model, **options)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    from tilewright.__main__ import main
+
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "model"
+    tiny(num_hidden_layers=1).save_pretrained(folder)
+    out = tmp_path / "page"
+    assert main(["verify", str(folder), "--tokens", "12", "--accelerate", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "no findings" in said and "rmsnorm[" in said and "left     attention" not in said
+    [page] = out.iterdir()
+    text = page.read_text()
+    assert text.count("data:image/png;base64,") == 2 and "http" not in text
+
+    (tmp_path / "recipe.py").write_text(
+        "from transformers import AutoModelForCausalLM\n"
+        "def faulty():\n"
+        f"    model = AutoModelForCausalLM.from_pretrained({str(folder)!r})\n"
+        "    model.model.norm.variance_epsilon = 0.1\n"
+        "    return model\n"
+        "def nothing():\n"
+        "    return 3\n"
+    )
+    assert main(["verify", "recipe:faulty", "--tokens", "12", "--dtype", "bfloat16"]) == 1
+    assert "model.norm: " in capsys.readouterr().out
+    for name, words in (
+        ("recipe:nothing", "recipe:nothing must return a torch.nn.Module, or one and a batch"),
+        ("recipe:absent", "cannot be called: AttributeError: module 'recipe' has no"),
+        ("./nowhere", "./nowhere: no such folder"),
+        (str(out), "cannot be loaded: "),
+    ):
+        assert main(["verify", name]) == 2
+        said = capsys.readouterr().err
+        assert words in said and said.splitlines()[-1].startswith("tilewright verify: "), said
+
+
+def test_example_of_the_page():
+    """docs/verify.md: its program runs, and prints what the page shows of it."""
+    import contextlib
+    import io
+    import pathlib
+    import re
+
+    text = (pathlib.Path(__file__).parents[2] / "docs/verify.md").read_text()
+    [program] = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    [shown] = re.findall(r"^```text\n(.*?)^```$", text, re.M | re.S)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(program, "docs/verify.md", "exec"), {})
+    numbers = re.compile(r"\d+(\.\d+)?(e[-+]?\d+)?")
+    said = [numbers.sub("#", line) for line in out.getvalue().splitlines()]
+    for line in shown.splitlines():
+        assert numbers.sub("#", line) in said, out.getvalue()
+
+
+def test_every_name_of_the_module_is_public():
+    assert set(tool.__all__) == {"Finding", "Unverifiable", "Verification", "verify"}

@@ -196,8 +196,7 @@ class Diagnosis:
         }
         if total is not None:
             said[divisor / count] = (
-                f"it is normalized by the {count} targets here, not by num_items_in_batch "
-                f"{divisor}"
+                f"it is normalized by the {count} targets here, not by num_items_in_batch {divisor}"
             )
             said[1 / count] = f"it is normalized twice, by the {count} targets and by {divisor}"
         for factor, text in said.items():

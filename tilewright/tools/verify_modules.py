@@ -268,7 +268,8 @@ def _shaped(output: Any, child: Call, given: tuple) -> Any:
     the other way round.
     """
     first, own = (
-        next((t for t in leaves(a).values() if _is_float(t)), None) for a in (given, child.arguments)
+        next((t for t in leaves(a).values() if _is_float(t)), None)
+        for a in (given, child.arguments)
     )
     if not isinstance(output, torch.Tensor) or first is None or own is None:
         return output
@@ -287,9 +288,7 @@ def observed(call: Call, forward: Callable, forwards: dict[str, Callable]) -> di
 
     forwards: of the reference's modules by path, for the names of arguments.
     """
-    found = {
-        f"output {n}".strip(): t for n, t in leaves(call.output).items() if _is_float(t)
-    }
+    found = {f"output {n}".strip(): t for n, t in leaves(call.output).items() if _is_float(t)}
     found |= {f"gradient of {n}": g for n, g in by_name(call, forward).items()}
     for child in call.children:
         short, own = _short(call.path, child), forwards.get(child.path)

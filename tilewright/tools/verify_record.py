@@ -149,7 +149,9 @@ class Recorder:
         if not isinstance(value, torch.Tensor) or not value.requires_grad or not self.gradients:
             return value
         viewed = value.view_as(value)
-        gradients[name] = torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape)
+        gradients[name] = torch.zeros((), dtype=value.dtype, device=value.device).expand(
+            value.shape
+        )
         viewed.register_hook(lambda g: gradients.__setitem__(name, g.detach().clone()))
         for border in self._borders:
             border[id(viewed.grad_fn)] = None

@@ -194,7 +194,11 @@ def _add_tensors(found: Weights, path: str, plain: str, module: nn.Module) -> No
         if isinstance(value, nn.Parameter):
             if type(value.data) is not torch.Tensor:  # torchao's
                 value = value.detach().dequantize()
-            if not value.is_floating_point() or value.itemsize == 1 or hasattr(value, "quant_state"):
+            if (
+                not value.is_floating_point()
+                or value.itemsize == 1
+                or hasattr(value, "quant_state")
+            ):
                 raise Unverifiable(
                     f"{own} is stored quantized, as {value.dtype} by {type(module).__name__}, and "
                     "only the layers of TilewrightConfig and quantize_, and torchao's, are read "
@@ -357,7 +361,9 @@ def _adapt(model, root, weights: Weights, parameters: dict, wide: bool) -> None:
                 pair.append(fresh)
             factors.append((*pair, scale))
         parent, _, name = plain.rpartition(".")
-        setattr(model.get_submodule(parent), name, AdaptedLinear(model.get_submodule(plain), factors))
+        setattr(
+            model.get_submodule(parent), name, AdaptedLinear(model.get_submodule(plain), factors)
+        )
 
 
 def check_memory(root: nn.Module) -> None:

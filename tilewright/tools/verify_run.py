@@ -12,9 +12,9 @@ from torch import nn
 
 from tilewright.bench import contract
 from tilewright.tools.verify_modules import (
+    SLACK,
     Masks,
     Replayer,
-    SLACK,
     Row,
     compare,
     factor_of,
@@ -167,9 +167,7 @@ def _entries(ran: Ran, scene: Scene, replayers: list[Replayer], parameters):
             if blind and name.startswith("gradient"):
                 continue
             label = (scene.name, call.path, name, by)
-            entries.append(
-                _Entry(label, own.get(name), value, twin.values[name], (call,), name)
-            )
+            entries.append(_Entry(label, own.get(name), value, twin.values[name], (call,), name))
         for total, replayed in zip(totals, (truth, twin), strict=True):
             for key, g in replayed.parameters.items():
                 total[key] = total[key] + g if key in total else g
@@ -266,9 +264,7 @@ def _whole(ran: Ran, truth: Ran, eager: Ran, scene: Scene, wide: Twin, twin: Twi
         value, right, narrow = (kept_rows(t, scene.kept) for t in (value, right, narrow))
         atol = 4 * SLACK[dtype]
         error, own = _norm_error(value, right), _norm_error(narrow, right)
-        rows.append(
-            Row(scene.name, WHOLE, what, error, own, 2 * own + atol, (), 0.0, 1.0, "")
-        )
+        rows.append(Row(scene.name, WHOLE, what, error, own, 2 * own + atol, (), 0.0, 1.0, ""))
 
     for name, right in truth.output.items():
         if name in eager.output and name.split(".")[0] in ("loss", "logits", "last_hidden_state"):

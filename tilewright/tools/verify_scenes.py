@@ -116,9 +116,7 @@ def _given(batch, ids: torch.Tensor, labels: bool, device) -> Scene:
             target[:, :3] = IGNORED  # a prompt
             found["labels"] = target
         return Scene("plain", found)
-    found = {
-        k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in dict(batch).items()
-    }
+    found = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in dict(batch).items()}
     if labels:
         found.setdefault("labels", ids)
     kept = found.get("attention_mask")

@@ -100,7 +100,9 @@ def _buffers(module: nn.Module, twin: nn.Module) -> list[str]:
             )
             continue
         close = 8 * torch.finfo(buffer.dtype).eps
-        if not torch.allclose(buffer.double(), other.double().to(buffer.device), rtol=close, atol=0):
+        if not torch.allclose(
+            buffer.double(), other.double().to(buffer.device), rtol=close, atol=0
+        ):
             ours, theirs = (base_of(t) if "inv_freq" in name else None for t in (buffer, other))
             if ours and theirs and abs(ours - theirs) > 1e-3 * theirs:
                 if f"rotary base {spoken_base(ours)}" in " ".join(found):
@@ -190,6 +192,9 @@ def _delta(merged: torch.Tensor, delta: torch.Tensor, base: torch.Tensor, dtype)
         return None
     text = f"merging adds another delta than B A scale ({row.units:.3g} contract units)"
     square = delta.shape[0] == delta.shape[1]
-    if square and compare(merged, base + delta.T, eager, ("", "", "", ""), atol).error < row.error / 8:
+    if (
+        square
+        and compare(merged, base + delta.T, eager, ("", "", "", ""), atol).error < row.error / 8
+    ):
         text += "; it is the transpose"
     return text
