@@ -54,11 +54,17 @@ def _difference(one: Any, other: Any, pick, pick_other=None) -> tuple[float, boo
         a, b = pick(a), (pick_other or pick)(others.get(name))
         if a is None or b is None or a.shape != b.shape or not a.numel():
             continue
+        if torch.equal(a, b):
+            continue
         if a.is_floating_point():
             worst = max(worst, contract.error(b, a)[0])
-        elif not torch.equal(a, b):
+        else:
             integers = True
     return worst, integers
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in SLACK
 
 
 def first_moved(pairs: list[tuple[Call, Call]], pick, pick_other=None, least=4) -> Moved | None:
@@ -68,14 +74,19 @@ def first_moved(pairs: list[tuple[Call, Call]], pick, pick_other=None, least=4) 
     least: how many roundings are allowed.
     """
     chosen: set[int] = set()
+    outs: dict[int, float] = {}
     for a, b in pairs:
-        into, _ = _difference(a.arguments, b.arguments, pick, pick_other)
-        out, integers = _difference(a.output, b.output, pick, pick_other)
-        if integers or id(a) in chosen:
+        into, given = _difference(a.arguments, b.arguments, pick, pick_other)
+        out, made = _difference(a.output, b.output, pick, pick_other)
+        outs[id(a)] = out
+        if given or made or id(a) in chosen:
             chosen.add(id(a.parent))
             continue
+        if not any(_is_float(pick(t)) for t in leaves(a.arguments).values()):
+            # The model itself, given tokens alone: what its modules may make of a rounding adds up.
+            into = max((outs.get(id(c), 0.0) for c in a.children), default=0.0)
         floats = [t.dtype for t in a.output_leaves().values() if t.dtype in SLACK]
-        floats += [t.dtype for t in leaves(a.arguments).values() if getattr(t, "dtype", 0) in SLACK]
+        floats += [t.dtype for t in leaves(a.arguments).values() if _is_float(t)]
         dtype = max(floats, key=lambda d: torch.finfo(d).eps, default=torch.float32)
         allowed = max(least * SLACK[dtype], GROWTH * into)
         if out > allowed:
@@ -202,6 +213,15 @@ def _why(visible: torch.Tensor, j: int, scene: Scene) -> str:
 # ---- caches
 
 
+def _by_token(value: Any, B: int, S: int) -> torch.Tensor | None:
+    """A tensor [B, S, ...] or [B S, ...] as the former; None for others."""
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        return None
+    if value.dim() > 2 and value.shape[:2] == (B, S):
+        return value
+    return value.unflatten(0, (B, S)) if value.shape[0] == B * S else None
+
+
 def stale_cache(model: nn.Module, modules: dict[str, nn.Module], scene: Scene) -> Moved | None:
     """Decodes the last tokens one by one with a cache, and compares with the full forward."""
     ids = scene.batch["input_ids"]
@@ -226,12 +246,11 @@ def stale_cache(model: nn.Module, modules: dict[str, nn.Module], scene: Scene) -
         part = slice(at, end)
 
         def whole(t, part=part):
-            good = isinstance(t, torch.Tensor) and t.dim() > 2 and t.shape[:2] == ids.shape
-            return t[:, part] if good else None
+            t = _by_token(t, *ids.shape)
+            return None if t is None else t[:, part]
 
         def step(t, n=end - at):
-            good = isinstance(t, torch.Tensor) and t.dim() > 2
-            return t if good and t.shape[:2] == (len(ids), n) else None
+            return _by_token(t, len(ids), n)
 
         moved = first_moved(pairs, whole, step, least=8)
         if moved is not None:

@@ -95,7 +95,7 @@ class Verification:
             "units: 1 is twice eager's error and a rounding",
             "",
         ]
-        lines += self._findings() + [""]
+        lines += [*self._findings(), ""]
         worst = self.worst()
         shown = worst if every else worst[:WORST]
         lines += self._rows(shown)

@@ -17,7 +17,7 @@ from tilewright.tools.verify_reference import Twin, Weights
 
 SIMPLE = (bool, int, float, str, type(None))
 # They tell a state or a cache, not what is computed.
-STATES = {"training", "gradient_checkpointing", "max_seq_len_cached", "layer_idx"}
+STATES = {"training", "gradient_checkpointing", "max_seq_len_cached", "name_or_path"}
 OF_CONFIG = {
     "use_cache", "dtype", "torch_dtype", "architectures", "transformers_version", "return_dict",
     "output_hidden_states", "output_attentions", "quantization_config", "name_or_path",
