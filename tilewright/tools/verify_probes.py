@@ -67,7 +67,7 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in SLACK
 
 
-def first_moved(pairs: list[tuple[Call, Call]], pick, pick_other=None, least=4) -> Moved | None:
+def first_moved(pairs: list[tuple[Call, Call]], pick, pick_other=None, least=8) -> Moved | None:
     """The first module, in the order in which they ended, whose output moved though what it was
     given did not. Modules within which experts were chosen otherwise, by a rounding, are left out.
 
@@ -252,7 +252,7 @@ def stale_cache(model: nn.Module, modules: dict[str, nn.Module], scene: Scene) -
         def step(t, n=end - at):
             return _by_token(t, len(ids), n)
 
-        moved = first_moved(pairs, whole, step, least=8)
+        moved = first_moved(pairs, whole, step, least=16)
         if moved is not None:
             text = f"token {end - 1} computed from the cache differs from the full forward "
             return moved._replace(text=text + moved.text)

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilewright import registry
-from tilewright.ops import OPS
+from tilewright import selection
 from tilewright.tools.verify_reference import Weights
 
 
@@ -117,7 +116,7 @@ class Recorder:
                     module.register_forward_pre_hook(self._before(path), with_kwargs=True),
                     module.register_forward_hook(self._after, with_kwargs=True),
                 )
-            with registry.watching(OPS.values(), self._picked):
+            with selection.watching(self._picked):
                 yield self
         finally:
             for handle in handles:
