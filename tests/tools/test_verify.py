@@ -4,6 +4,7 @@ models have no finding; bad input ends in one sentence.
 
 import copy
 import functools
+import re
 
 import pytest
 import torch
@@ -254,6 +255,26 @@ def test_a_planted_fault_is_named_with_its_module(fault):
     assert set(said) - {module} <= ALSO.get(fault.__name__, set()), "and no other module is"
 
 
+def test_a_class_that_a_library_has_patched_is_not_the_reference(monkeypatch):
+    """As Liger does: classes and functions are replaced in transformers' own module."""
+    from transformers.models.llama import modeling_llama
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.gelu(self.gate_proj(x)) * self.up_proj(x))
+
+    own = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
+    monkeypatch.setattr(
+        modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: own(q, k, cos, -sin)
+    )
+    found = verified(tiny(num_hidden_layers=1))
+    assert {f.module for f in found.findings} == {
+        "model.layers.0.mlp",
+        "model.layers.0.self_attn",
+    }, str(found)
+    assert any(re.search(r"a forward of .*test_verify", by) for _, by in found.seen), found.seen
+
+
 # ---- models without a fault
 
 
@@ -403,7 +424,6 @@ def test_example_of_the_page():
     import contextlib
     import io
     import pathlib
-    import re
 
     text = (pathlib.Path(__file__).parents[2] / "docs/verify.md").read_text()
     [program] = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
