@@ -370,7 +370,9 @@ def check_memory(root: nn.Module) -> None:
     """Raises Unverifiable if the references do not fit in memory."""
     some = next(root.parameters())
     count = sum(p.numel() for p in root.parameters())
-    need = 10 * count + 2 * count * some.element_size()
+    # Weights and two sets of gradients in float64; those of the model, of its eager twin, and its
+    # weights.
+    need = count * (24 + 4 * some.element_size())
     free = platform.available_memory()
     if some.is_cuda:
         free = torch.cuda.mem_get_info(some.device)[0]
