@@ -59,7 +59,8 @@ def verify(
     a difference begins is named.
 
     Takes the time of some twenty training steps of the batch, most of it in float64, and, beside
-    the model, 32 bytes for each parameter in bfloat16. The model is as before afterwards: its gradients, modes, hooks and random numbers.
+    the model, 32 bytes for each parameter in bfloat16. The model is as before
+    afterwards: its gradients, modes, hooks and random numbers.
 
     Args:
         model: A language model of transformers, of any dtype, also inside PEFT's wrapper, also with
