@@ -341,7 +341,9 @@ def slack_of(calls: Iterable[Call], what: str, kind: str) -> float:
     if what.startswith("gradient") and "Attention" in kind:
         first = next(t for t in values if t.dim() > 1)
         own = ATTENTION.atol(dtype, {"q": first.new_empty((1, 1, first.shape[-2], 1))})
-        return own * (FLOAT32 if dtype == torch.float32 else 1)
+        # Where a first token draws nearly all attention, as in trained models, the cancellation
+        # that this allows for is larger: 0.43 beyond twice eager's, SmolLM2-135M in bfloat16.
+        return own * (FLOAT32 if dtype == torch.float32 else 8)
     if what.startswith("gradient") and "Experts" in kind:
         return OPS["moe_lora"].atol[dtype]
     return SLACK[dtype]

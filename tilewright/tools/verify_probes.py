@@ -252,7 +252,7 @@ def stale_cache(model: nn.Module, modules: dict[str, nn.Module], scene: Scene) -
         def step(t, n=end - at):
             return _by_token(t, len(ids), n)
 
-        moved = first_moved(pairs, whole, step, least=16)
+        moved = first_moved(pairs, whole, step, least=32)
         if moved is not None:
             text = f"token {end - 1} computed from the cache differs from the full forward "
             return moved._replace(text=text + moved.text)
