@@ -2,6 +2,8 @@
 must equal.
 """
 
+import importlib
+
 from tilewright._version import __version__
 from tilewright.registry import Implementation, ImplementationUnavailable, Op
 from tilewright.selection import register_implementation, resolve, use
@@ -15,6 +17,7 @@ __all__ = [
     "register_implementation",
     "resolve",
     "use",
+    "verify",
 ]
 
 
@@ -23,4 +26,7 @@ def __getattr__(name: str):
         from tilewright.adapt import quantize_
 
         return quantize_
+    if name == "verify":
+        # By name, as the command finds it: the rest of the library may not import tools.
+        return importlib.import_module("tilewright.tools.verify").verify
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,6 +22,10 @@ TOOLS: dict[str, tuple[str, str]] = {
     ),
     "emulate": ("tilewright.tools.emulate", "run Triton kernels on a CPU, each access checked"),
     "gate": ("tilewright.tools.gate", "registers, spills and accesses of Triton kernels"),
+    "verify": (
+        "tilewright.tools.verify_command",
+        "compare every module of a transformers model with float64",
+    ),
 }
 
 

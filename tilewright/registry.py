@@ -121,6 +121,7 @@ class DispatchOn(NamedTuple):
 
 
 PINS: dict[str, str] = {}
+WATCHERS: list[Callable[[str, str], None]] = []  # see selection.watching
 
 
 @dataclass(eq=False)
@@ -201,10 +202,12 @@ class Op:
         return {"auto", *(name for i in self.implementations for name in (i.name, *i.aliases))}
 
     @contextlib.contextmanager
-    def fresh_choices(self) -> Iterator[None]:
-        """Caches choices separately within a block; the previous caches return after it."""
+    def fresh_choices(self, table: dict | None = None) -> Iterator[None]:
+        """Caches choices separately within a block, in `table` or a new one; the previous caches
+        return after it.
+        """
         before = self._table, self._unpinned
-        self._table, self._unpinned = {}, {}
+        self._table, self._unpinned = {} if table is None else table, {}
         try:
             yield
         finally:
@@ -359,8 +362,12 @@ class Op:
             self.implementation(name)
             raise
         if function is None:
+            kind = tensor.device.type
             with _current(tensor.device):
-                function = self.resolve(name, tensor.device.type, tensor.dtype, request)
+                function = self.resolve(name, kind, tensor.dtype, request)
+                for seen in WATCHERS:
+                    taken = self.choose(kind, tensor.dtype, request) if name == "auto" else name
+                    seen(self.name, self.implementation(taken).name)
             self._table[key] = function
         return function
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from tilewright.installed import installed
-from tilewright.registry import PINS, Implementation, Op, instead_of
+from tilewright.registry import PINS, WATCHERS, Implementation, Op, instead_of
 
 
 def operations() -> dict[str, Op]:
@@ -151,3 +151,23 @@ def use(implementation: str | None = None, /, **by_op: str) -> Iterator[None]:
     finally:
         PINS.clear()
         PINS.update(before)
+
+
+class _Forgetful(dict):
+    """A cache that stays empty, so that every look-up resolves."""
+
+    def __setitem__(self, key, value):
+        return
+
+
+@contextlib.contextmanager
+def watching(seen: Callable[[str, str], None]) -> Iterator[None]:
+    """Calls seen(op's name, implementation's name) whenever an op is called within the block, also
+    as a part of another. Calls in compiled code are not seen.
+    """
+    with contextlib.ExitStack() as stack:
+        for op in operations().values():
+            stack.enter_context(op.fresh_choices(_Forgetful()))
+        WATCHERS.append(seen)
+        stack.callback(WATCHERS.remove, seen)
+        yield

@@ -22,6 +22,7 @@ from tilewright.integrations.transformers.acceleration import (
     Report,
     accelerate,
     accelerated,
+    report_of,
     restore,
 )
 from tilewright.integrations.transformers.tables import register, require_transformers
@@ -37,6 +38,7 @@ __all__ = [
     "experts",
     "quantized_config",
     "register",
+    "report_of",
     "restore",
     "why_not",
 ]

@@ -29,6 +29,7 @@ PARTS = ("norm", "rope", "mlp", "attention", "experts", "loss")
 # Parts without which a CPU is not slower. Both attentions are sdpa there, and a call through
 # `ops.attention` costs more host time, which shows where one token is generated at a time.
 LEFT_ON_CPU = {"attention": "on a CPU it is PyTorch's scaled_dot_product_attention either way"}
+REPORT = "_tilewright_report"  # of the last call, on the model that was given
 BEFORE = "_tilewright_before"  # a model's attention and experts implementations before
 # They compute with the mask, which is not built here.
 COMPUTE_WITH_MASKS = (
@@ -141,9 +142,16 @@ def accelerate(
             getattr(work, part)()
     left = {p: reason for p in PARTS if (reason := work.left.get(p))}
     report = Report(type(model).__name__, tuple(work.changed), left)
+    model.__dict__[REPORT] = report
     if not quiet and _is_first_rank():
         print(report)
     return report
+
+
+def report_of(model: nn.Module) -> Report | None:
+    """The report of the `accelerate` that the model is under, or None."""
+    found = (module.__dict__.get(REPORT) for module in model.modules())
+    return next((report for report in found if report is not None), None)
 
 
 def restore(model: nn.Module) -> None:
@@ -167,6 +175,7 @@ def restore(model: nn.Module) -> None:
     for module in model.modules():
         check_restorable(module)
     for module in model.modules():
+        module.__dict__.pop(REPORT, None)
         before = module.__dict__.pop(BEFORE, None)
         if before is not None:
             for name, value in before.items():

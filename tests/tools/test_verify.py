@@ -1,0 +1,440 @@
+"""tilewright verify: faults planted in models are named with their module and their cause; clean
+models have no finding; bad input ends in one sentence.
+"""
+
+import copy
+import functools
+import re
+
+import pytest
+import torch
+from helpers import keep_tables
+from torch import nn
+
+import tilewright
+from tilewright.integrations.transformers import PARTS, accelerate
+from tilewright.tools import verify as tool
+
+pytest.importorskip("transformers", minversion="5.7", reason="needs transformers 5.7 or later")
+
+COMMON = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,  # so that every layer matters
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+FAMILIES = {
+    "llama": {},
+    "mistral": {"sliding_window": 4},
+    "qwen3_moe": {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
+    "gemma3_text": {
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+}
+TOKENS = 20
+
+
+@pytest.fixture(autouse=True)
+def _tables(monkeypatch):
+    keep_tables(monkeypatch)
+
+
+def tiny(kind="llama", dtype=torch.float32, **changes):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(kind, **{**COMMON, **FAMILIES[kind], **changes})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 1:
+                p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+def verified(model, **options):
+    return tilewright.verify(model, tokens=TOKENS, **options)
+
+
+# ---- planted faults: each returns the model, the module, and words of the message
+
+
+def patched(module, forward):
+    """Replaces an instance's forward by forward(own, ...), as libraries that patch models do."""
+    module.forward = functools.partial(forward, module.forward)
+
+
+def wrong_rotary_base(dtype):
+    model = tiny(dtype=dtype)
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = 1 / 10000 ** (torch.arange(0, 8, 2) / 8)
+    return model, "model.rotary_emb", "rotary base 10000 in the module, 1000000 by the conf"
+
+
+def rotary_base_of_a_kernel(dtype):
+    model = tiny(dtype=dtype)
+
+    def forward(own, x, position_ids):
+        angle = position_ids[..., None].float() / 10000 ** (torch.arange(0, 8, 2) / 8)
+        angle = torch.cat((angle, angle), -1)
+        return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+
+    patched(model.model.rotary_emb, forward)
+    return model, "model.rotary_emb", "rotary base 10000 in the module, 1000000 by the conf"
+
+
+def dropped_window(dtype):
+    from transformers import AttentionInterface
+
+    def windowless(module, q, k, v, mask, scaling=None, **kwargs):
+        out = nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=q.shape[2] > 1, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("windowless", windowless)
+    model = tiny("mistral", dtype)
+    attention = model.model.layers[1].self_attn
+    attention.config = copy.deepcopy(attention.config)
+    attention.config._attn_implementation = "windowless"
+    return model, "model.layers.1.self_attn", "without the window of 4"
+
+
+def ignored_mask(dtype):
+    model = tiny(dtype=dtype)
+
+    def forward(own, *args, attention_mask=None, **kwargs):
+        return own(*args, attention_mask=None, **kwargs)
+
+    patched(model.model.layers[0].self_attn, forward)
+    return model, "model.layers.0.self_attn", "ignores the padding mask"
+
+
+def loss_normalized_twice(dtype):
+    model = tiny(dtype=dtype)
+    own = model.loss_function
+
+    def loss(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
+        count = num_items_in_batch or (labels[:, 1:] != -100).sum()
+        return own(logits, labels, vocab_size, num_items_in_batch, **kwargs) / count
+
+    model.loss_function = loss
+    return model, "LlamaForCausalLM", "it is normalized twice, by 34 once more"
+
+
+def scaled_gradient(dtype):
+    model = tiny(dtype=dtype)
+    model.model.layers[1].mlp.up_proj.weight.register_hook(lambda g: g * (1 + 2**-7))
+    return model, "model.layers.1.mlp.up_proj", "gradient of weight differs"
+
+
+def scaled_gradient_of_a_kernel(dtype):
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * 2**-7
+
+    model = tiny(dtype=dtype)
+    patched(model.model.norm, lambda own, x: own(Scaled.apply(x)))
+    return model, "model.norm", "it is 2^-7 times the right one"
+
+
+def swapped_experts(dtype):
+    model = tiny("qwen3_moe", dtype)
+
+    def forward(own, hidden_states, top_k_index, top_k_weights):
+        return own(hidden_states, torch.tensor([0, 3, 2, 1])[top_k_index], top_k_weights)
+
+    patched(model.model.layers[1].mlp.experts, forward)
+    return model, "model.layers.1.mlp.experts", "it agrees with experts 1 and 3 swapped"
+
+
+def eps_of_a_norm(dtype):
+    model = tiny(dtype=dtype, rms_norm_eps=1e-6)
+    model.model.layers[0].post_attention_layernorm.variance_epsilon = 1e-5
+    name = "model.layers.0.post_attention_layernorm"
+    return model, name, "eps 1e-05 in the module, 1e-06 by the configuration"
+
+
+def eps_of_a_kernel(dtype):
+    model = tiny(dtype=dtype, rms_norm_eps=1e-6)
+    norm = model.model.layers[0].input_layernorm
+    patched(norm, lambda own, x: nn.functional.rms_norm(x, (32,), norm.weight, 1e-3))
+    return model, "model.layers.0.input_layernorm", "it agrees with eps 0.001; the conf"
+
+
+def stale_cache(dtype):
+    model = tiny(dtype=dtype)
+
+    def forward(own, *args, past_key_values=None, **kwargs):
+        out = own(*args, past_key_values=past_key_values, **kwargs)
+        if past_key_values is not None:
+            keys = past_key_values.layers[1].keys
+            keys[:, :, -1] = keys[:, :, -2]
+        return out
+
+    patched(model.model.layers[1].self_attn, forward)
+    return model, "model.layers.1.self_attn", "stale cache: token 17 computed from the cache"
+
+
+def with_adapter(dtype):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        tiny(dtype=dtype), peft.LoraConfig(target_modules=["o_proj", "up_proj"], r=4)
+    )
+    torch.manual_seed(1)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.5)
+    return model
+
+
+def transposed_adapter(dtype):
+    model = with_adapter(dtype)
+    layer = model.base_model.model.model.layers[1].self_attn.o_proj
+
+    def forward(own, x):
+        A, B = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        delta = x.to(A.dtype) @ (B @ A) * layer.scaling["default"]
+        return (layer.base_layer(x) + delta).to(x.dtype)
+
+    patched(layer, forward)
+    return model, "model.layers.1.self_attn.o_proj", "the transpose of the adapter's B A"
+
+
+def transposed_merge(dtype):
+    model = with_adapter(dtype)
+    layer = model.base_model.model.model.layers[1].self_attn.o_proj
+    own = layer.get_delta_weight
+    layer.get_delta_weight = lambda adapter: own(adapter).T
+    name = "model.layers.1.self_attn.o_proj"
+    return model, name, "merging adds another delta than B A scale"
+
+
+def head_not_tied(dtype):
+    model = tiny(dtype=dtype, tie_word_embeddings=True)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    return model, "lm_head", "not tied: its weight is another tensor than model.embed_tokens"
+
+
+FAULTS = (
+    wrong_rotary_base, rotary_base_of_a_kernel, dropped_window, ignored_mask,
+    loss_normalized_twice, scaled_gradient, scaled_gradient_of_a_kernel, swapped_experts,
+    eps_of_a_norm, eps_of_a_kernel, stale_cache, transposed_adapter, transposed_merge, head_not_tied,
+)  # fmt: skip
+# They add to the named module: a head that is not tied misses a part of the embedding's gradient.
+ALSO = {"head_not_tied": {"model.embed_tokens"}}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[f.__name__ for f in FAULTS])
+def test_a_planted_fault_is_named_with_its_module(fault):
+    number = FAULTS.index(fault)
+    model, module, words = fault(torch.float32 if number % 2 else torch.bfloat16)
+    found = verified(model)
+    said = {f.module: f.message for f in found.findings}
+    assert not found.ok and module in said, str(found)
+    assert words in said[module], said[module]
+    assert set(said) - {module} <= ALSO.get(fault.__name__, set()), "and no other module is"
+
+
+def test_a_class_that_a_library_has_patched_is_not_the_reference(monkeypatch):
+    """As Liger does: classes and functions are replaced in transformers' own module."""
+    from transformers.models.llama import modeling_llama
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.gelu(self.gate_proj(x)) * self.up_proj(x))
+
+    own = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
+    monkeypatch.setattr(
+        modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: own(q, k, cos, -sin)
+    )
+    found = verified(tiny(num_hidden_layers=1))
+    assert {f.module for f in found.findings} == {
+        "model.layers.0.mlp",
+        "model.layers.0.self_attn",
+    }, str(found)
+    assert any(re.search(r"a forward of .*test_verify", by) for _, by in found.seen), found.seen
+
+
+# ---- models without a fault
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("patch", [False, True], ids=["plain", "accelerated"])
+def test_a_clean_model_has_no_finding(kind, dtype, patch):
+    model = tiny(kind, dtype)
+    if patch:
+        accelerate(model, parts=PARTS, quiet=True)
+    found = verified(model)
+    assert found.ok, str(found)
+    assert found.scenes == ("plain", "padded", "packed")
+    assert max(row.units for row in found.rows) < 1 and not found.left.get("norm")
+    seen = " ".join(by for _, by in found.seen)
+    for op in ("rmsnorm[", "rope[", "attention[", "linear_cross_entropy["):
+        assert (op in seen) == patch, seen
+
+
+def test_a_model_with_adapters_and_quantized_layers():
+    model = with_adapter(torch.float32)
+    assert verified(model).ok
+    quantized = tiny(hidden_size=64, num_hidden_layers=1)
+    tilewright.quantize_(quantized, "nf4")
+    found = verified(quantized)
+    assert found.ok, str(found)
+    assert found.notes == ["7 quantized layers: right are their dequantized weights"]
+
+
+def test_nothing_is_left_behind():
+    model = tiny("qwen3_moe", num_hidden_layers=1)
+    model.model.layers[0].mlp.train(False)
+    weight = model.model.norm.weight
+    weight.grad = torch.ones_like(weight)
+    state = {n: t.clone() for n, t in model.state_dict().items()}
+    modes = [m.training for m in model.modules()]
+    held = [dict(vars(m)) for m in model.modules()]
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    assert verified(model).ok
+    assert torch.equal(torch.rand(2), expected)
+    assert [m.training for m in model.modules()] == modes
+    assert all(torch.equal(t, state[n]) for n, t in model.state_dict().items())
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+    assert all(p.grad is None for p in model.parameters() if p is not weight)
+    for module, before in zip(model.modules(), held, strict=True):
+        assert vars(module).keys() == before.keys()
+        assert not module._forward_hooks and not module._forward_pre_hooks
+
+
+def test_a_leak_in_the_mask_of_the_model_is_seen_without_a_reference(monkeypatch):
+    """Documents that see each other, by a mask that the patched model builds."""
+    model = tiny(num_hidden_layers=1)
+    own = model.model.forward
+
+    def forward(*args, position_ids=None, **kwargs):
+        if position_ids is not None:
+            position_ids = torch.arange(position_ids.shape[1])[None]
+        return own(*args, position_ids=position_ids, **kwargs)
+
+    model.model.forward = forward
+    said = {f.module: f.message for f in verified(model).findings}
+    assert "leak: " in said["model.layers.0.self_attn"]
+    assert "documents that see each other" in said["model.layers.0.self_attn"]
+
+
+# ---- the given batch, and what cannot be verified
+
+
+def test_a_given_batch_with_padding_and_a_right_configuration(tmp_path):
+    model = tiny(num_hidden_layers=1)
+    ids = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    found = tilewright.verify(model, {"input_ids": ids, "labels": ids, "attention_mask": mask})
+    assert found.ok and found.scenes == ("given", "padded", "packed"), str(found)
+    tiny(num_hidden_layers=1, rms_norm_eps=1e-3).config.save_pretrained(tmp_path)
+    [finding, *_] = verified(model, config=str(tmp_path)).findings
+    assert "eps 1e-06 in the module, 0.001 by the configuration" in finding.message
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: (nn.Linear(2, 2), {}), "without a config"),
+        (lambda: (3, {}), "model must be a torch.nn.Module, got int"),
+        (lambda: (tiny(), {"tokens": 4}), "tokens must be an int of 8 or more, got 4"),
+        (lambda: (tiny(), {"batch": {"ids": 1}}), "batch must be a mapping with input_ids"),
+        (
+            lambda: (tiny(), {"batch": {"input_ids": torch.full((1, 9), 64)}}),
+            "input_ids must be from 0 to 63, got 64",
+        ),
+        (lambda: (torch.compile(tiny()), {}), "verify it before torch.compile"),
+        (lambda: (tiny().to("meta"), {}), "is on the meta device"),
+        (
+            lambda: (tiny(), {"config": tiny(intermediate_size=40).config}),
+            "gate_proj.weight is [48, 32] in the model and [40, 32] by its configuration",
+        ),
+    ],
+)
+def test_what_cannot_be_verified_is_said_in_a_sentence(make, words):
+    model, options = make()
+    with pytest.raises(ValueError, match="") as error:
+        tilewright.verify(model, **options)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    from tilewright.__main__ import main
+
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "model"
+    tiny(num_hidden_layers=1).save_pretrained(folder)
+    out = tmp_path / "page"
+    assert main(["verify", str(folder), "--tokens", "12", "--accelerate", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "no findings" in said and "rmsnorm[" in said
+    [page] = out.iterdir()
+    text = page.read_text()
+    assert text.count("data:image/png;base64,") == 2 and "http" not in text
+
+    (tmp_path / "recipe.py").write_text(
+        "from transformers import AutoModelForCausalLM\n"
+        "def faulty():\n"
+        f"    model = AutoModelForCausalLM.from_pretrained({str(folder)!r})\n"
+        "    model.model.norm.variance_epsilon = 0.1\n"
+        "    return model\n"
+        "def nothing():\n"
+        "    return 3\n"
+    )
+    assert main(["verify", "recipe:faulty", "--tokens", "12", "--dtype", "bfloat16"]) == 1
+    assert "model.norm: " in capsys.readouterr().out
+    for name, words in (
+        ("recipe:nothing", "recipe:nothing must return a torch.nn.Module, or one and a batch"),
+        ("recipe:absent", "cannot be called: AttributeError: module 'recipe' has no"),
+        ("./nowhere", "./nowhere: no such folder"),
+        (str(out), "cannot be loaded: "),
+    ):
+        assert main(["verify", name]) == 2
+        said = capsys.readouterr().err
+        assert words in said and said.splitlines()[-1].startswith("tilewright verify: "), said
+
+
+def test_example_of_the_page():
+    """docs/verify.md: its program runs, and prints what the page shows of it."""
+    import contextlib
+    import io
+    import pathlib
+
+    text = (pathlib.Path(__file__).parents[2] / "docs/verify.md").read_text()
+    [program] = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    [shown] = re.findall(r"^```text\n(.*?)^```$", text, re.M | re.S)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(program, "docs/verify.md", "exec"), {})
+    numbers = re.compile(r"\d+(\.\d+)?(e[-+]?\d+)?")
+    said = [numbers.sub("#", line) for line in out.getvalue().splitlines()]
+    for line in shown.splitlines():
+        assert numbers.sub("#", line) in said, out.getvalue()
+
+
+def test_every_name_of_the_module_is_public():
+    assert set(tool.__all__) == {"Finding", "Unverifiable", "Verification", "verify"}

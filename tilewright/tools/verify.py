@@ -1,0 +1,381 @@
+"""`tilewright verify MODEL`: whether a transformers model, patched by whatever library, computes
+what its configuration and weights say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewright import platform
+from tilewright.integrations.transformers import report_of
+from tilewright.registry import ImplementationUnavailable, short
+from tilewright.tools.verify_diagnose import Diagnosis, scaled, seen, window_of
+from tilewright.tools.verify_modules import Replayer, Row
+from tilewright.tools.verify_probes import Moved, forward, leak, mask_leaks, probes, stale_cache
+from tilewright.tools.verify_record import Call, observable
+from tilewright.tools.verify_reference import (
+    Twin,
+    Unverifiable,
+    Weights,
+    build,
+    check_memory,
+    first_line,
+    unwrapped,
+    weights_of,
+)
+from tilewright.tools.verify_result import WHOLE_LIMIT, Finding, Verification, spoken
+from tilewright.tools.verify_run import Compared, compare_scene
+from tilewright.tools.verify_scenes import LEAST_TOKENS, Scene, quiet_state, scenes
+from tilewright.tools.verify_structure import structure
+
+__all__ = ["Finding", "Unverifiable", "Verification", "verify"]
+
+
+def verify(
+    model: nn.Module,
+    batch: Mapping[str, Any] | None = None,
+    *,
+    config: Any = None,
+    tokens: int = 48,
+) -> Verification:
+    """Compares every module of a transformers model, its gradients, masks, cache and loss with
+    their definition in float64.
+
+    The reference is a model of the configuration's class, whose module is read again from its file,
+    with eager attention and experts and this model's weights. So it shows what `accelerate`, Liger
+    or a change of one's own made of the model. Each module is replayed in float64 from what it was
+    given, with the gradient that arrived at its output, and so is an unpatched one in the model's
+    dtype, the eager twin: an error belongs to the module that makes it. One contract unit is twice
+    the twin's error and a rounding (`tilewright.bench.contract`); more is a finding. Then tokens,
+    documents and padding are changed that must not be seen, tokens are decoded from a cache, and
+    attributes, buffers, ties and adapters are compared with the configuration. The module in which
+    a difference begins is named.
+
+    Takes the time of some twenty training steps of the batch, most of it in float64, and, beside
+    the model, 32 bytes for each parameter in bfloat16. The model is as before
+    afterwards: its gradients, modes, hooks and random numbers.
+
+    Args:
+        model: A language model of transformers, of any dtype, also inside PEFT's wrapper, also with
+            LoRA and with quantized layers of this library, whose definition is the dequantized
+            weight.
+        batch: What its forward takes: input_ids [B, S] int64, and labels, attention_mask,
+            position_ids as wanted. None: two rows of random tokens. Variants with padding and with
+            packed documents are made of its input_ids.
+        config: The configuration that is right, or a folder with one; None: the model's.
+        tokens: The length of the random rows. A window or a scaling of the rotary embedding that is
+            longer is not exercised.
+
+    Returns:
+        A `Verification`: `.ok`, `.findings` (each with `.module` and `.message`), `.rows`, and as
+        `str()` the table.
+
+    Raises:
+        Unverifiable: There is no reference for the model, as for a compiled or sharded one; or the
+            batch is not as above. It is a ValueError.
+        ImplementationUnavailable: transformers is not installed.
+
+    Example:
+        >>> import tilewright
+        >>> from transformers import AutoConfig, AutoModelForCausalLM
+        >>> config = AutoConfig.for_model("llama", vocab_size=64, hidden_size=32,
+        ...     intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = AutoModelForCausalLM.from_config(config)
+        >>> model.model.rotary_emb.inv_freq[1:] *= 2
+        >>> result = tilewright.verify(model, tokens=16)
+        >>> result.ok, [finding.module for finding in result.findings]
+        (False, ['model.rotary_emb'])
+    """
+    if reason := platform.no_module("transformers"):
+        raise ImplementationUnavailable(reason)
+    if not isinstance(tokens, int) or tokens < LEAST_TOKENS:
+        raise Unverifiable(f"tokens must be an int of {LEAST_TOKENS} or more, got {tokens!r}")
+    root = unwrapped(model)
+    if not hasattr(root, "config"):
+        raise Unverifiable(f"model is a {type(root).__name__} without a config")
+    check_memory(root)
+    work = _Work(model, root, _configuration(config, root))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.autocast(next(root.parameters()).device.type, enabled=False))
+        stack.enter_context(torch.enable_grad())
+        found = scenes(root, None if batch is None else dict(batch), tokens)
+        for scene in found:
+            work.compare(scene)
+        work.probe([s for s in found if s.name in work.compared])
+    return work.result()
+
+
+def _configuration(config: Any, root: nn.Module) -> Any:
+    if config is None:
+        return root.config
+    if not isinstance(config, str):
+        return config
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(config)
+    except (OSError, ValueError) as error:
+        raise Unverifiable(f"config {config!r} cannot be read: {first_line(error)}") from error
+
+
+class _Work:
+    """One verification."""
+
+    def __init__(self, model: nn.Module, root: nn.Module, config: Any):
+        self.model, self.root, self.config = model, root, config
+        self.weights: Weights = weights_of(root)
+        self.wide: Twin = build(root, config, self.weights, wide=True)
+        self.eager: Twin = build(root, config, self.weights, wide=False)
+        self.modules = observable(root, self.weights)
+        self.parameters = dict(root.named_parameters())
+        self.compared: dict[str, tuple[Scene, Compared]] = {}
+        self.said: dict[str, list[str]] = defaultdict(list)
+        self.units: dict[str, float] = {}
+        self.notes: list[str] = []
+        self.seen: Counter[tuple[str, str]] = Counter()
+        if self.weights.quantized:
+            self.notes.append(
+                f"{self.weights.quantized} quantized layers: right are their dequantized weights"
+            )
+        for path, adapter in self.weights.adapters.items():
+            zero = [b for _, b, _ in adapter.factors if not self._parameter(path, b).any()]
+            if zero:
+                self.notes.append("adapters whose B is zero add nothing, and are not exercised")
+                break
+
+    def _parameter(self, plain: str, name: str) -> torch.Tensor:
+        own = next(p for p, q in self.weights.paths.items() if q == plain)
+        return self.parameters[f"{own}.{name}"].detach()
+
+    # ---- modules
+
+    def compare(self, scene: Scene) -> None:
+        first = not self.compared
+        with quiet_state(self.root, True) as note:
+            try:
+                found = compare_scene(
+                    self.root, self.modules, scene, self.wide, self.eager, self.parameters
+                )
+            except (ImplementationUnavailable, TypeError, ValueError, RuntimeError) as error:
+                if first:
+                    raise Unverifiable(
+                        f"a training step on the {scene.name} input fails with "
+                        f"{type(error).__name__}: {first_line(error)}"
+                    ) from error
+                self.notes.append(
+                    f"{scene.name} input: not compared, since the model or its reference refuses "
+                    f"it ({first_line(error)})"
+                )
+                return
+        if note and first:
+            self.notes.append(note)
+        if scene.documents is not None and self._documents_meet(found, scene):
+            self.notes.append(
+                f"{scene.name} input: not compared, since documents given by position ids see each "
+                "other in transformers' own model"
+            )
+            return
+        if found.flips:
+            self.notes.append(
+                f"{scene.name} input: {found.flips} choices of experts differ from float64's, by "
+                "a rounding, so that the end-to-end error tells nothing"
+            )
+        self.compared[scene.name] = scene, found
+        for path, reason in found.unchecked.items():
+            self.notes.append(f"{path}: not compared ({reason})")
+        if first:
+            self._note_implementations(found)
+            self._note_windows(found)
+        broken: dict[str, list[Row]] = defaultdict(list)
+        for row in found.rows:
+            if row.units > 1:
+                broken[row.path].append(row)
+        for path, rows in broken.items():
+            self._say(path, rows, scene, found)
+
+    def _documents_meet(self, found: Compared, scene: Scene) -> bool:
+        apart = scene.documents[:, None, :, None] != scene.documents[:, None, None, :]
+        for masks in found.truth.masks().values():
+            for mask in masks.values():
+                if isinstance(mask, torch.Tensor) and mask.dim() == 4:
+                    return bool((seen(mask) & apart).any())
+        return False
+
+    def _say(self, path: str, rows: list[Row], scene: Scene, found: Compared) -> None:
+        # A value rather than the gradients that are wrong because of it.
+        worst = max(
+            rows,
+            key=lambda r: (math.isfinite(r.error), not r.what.startswith("gradient"), r.units),
+        )
+        self.units[path] = max(self.units.get(path, 0.0), *(r.units for r in rows))
+        if any("contract units" in text for text in self.said[path]):
+            return  # said of an earlier input
+        text = (
+            f"{spoken(worst.what)} differs from float64 by {worst.units:.3g} contract units (error "
+            f"{worst.error:.1e} at {list(worst.where)}, allowed {worst.budget:.1e}, {scene.name} "
+            "input)"
+        )
+        if worst.shared:
+            text = (
+                f"{spoken(worst.what)} differs from float64 by {worst.units:.3g} contract units (a "
+                f"factor of {1 + worst.factor:.6g} in all elements, {scene.name} input)"
+            )
+        why = self._why(worst, rows, scene, found)
+        self.said[path].append(f"{text}; {why}" if why else text)
+
+    def _why(self, worst: Row, rows: list[Row], scene: Scene, found: Compared) -> str:
+        """A cause, from the worst row that is a value, or a gradient of one."""
+        calls = [c for c in found.ran.calls if c.path == worst.path]
+        order = sorted(rows, key=lambda r: (r.what.startswith("gradient"), -r.units))
+        replayer = Replayer(self.wide, found.truth.masks())
+        for row in order[:2]:
+            for call in calls:
+                if text := Diagnosis(call, row, scene, replayer).text():
+                    return text
+        return scaled(worst)
+
+    def _note_implementations(self, found: Compared) -> None:
+        done: set[str] = set()
+        for call in found.ran.calls:
+            if call.path in done or call.path not in self.modules:
+                continue
+            done.add(call.path)
+            module = self.modules[call.path]
+            self.seen[type(module).__name__, _by(module, call)] += 1
+
+    def _note_windows(self, found: Compared) -> None:
+        config = self.config.get_text_config()
+        S = next(iter(self.compared.values()))[0].batch["input_ids"].shape[1]
+        window = getattr(config, "sliding_window", None)
+        used = getattr(config, "use_sliding_window", True)
+        if isinstance(window, int) and used and window >= S:
+            self.notes.append(
+                f"the window of {window} is not exercised by {S} tokens (--tokens {window + 8})"
+            )
+
+    # ---- probes
+
+    def probe(self, found: list[Scene]) -> None:
+        vocab = self.root.get_input_embeddings().num_embeddings
+        with quiet_state(self.root, False):
+            for probe in probes(found, vocab, self._reach()):
+                moved = leak(self.root, self.modules, probe)
+                if moved is None:
+                    continue
+                if leak(self.eager.model, self._twins(), probe) is not None:
+                    self.notes.append(
+                        f"{probe.changed} moves {probe.stays} in transformers' own model too"
+                    )
+                    continue
+                self._leaks(moved, f"leak: {probe.changed}, changed, moves {probe.stays} here ")
+            for scene in found:
+                masks = self.compared[scene.name][1].truth.masks()
+                batch = scene.without_labels()
+                recorder = forward(self.root, self.modules, batch)
+                for moved in mask_leaks(recorder, masks, scene):
+                    self._leaks(moved, "leak: ")
+            self._decode(found)
+
+    def _twins(self) -> dict[str, nn.Module]:
+        return {p: m for p in self.modules if (m := self.eager.module(p)) is not None}
+
+    def _leaks(self, moved: Moved, start: str) -> None:
+        said = self.said[moved.path]
+        self.units[moved.path] = max(self.units.get(moved.path, 0.0), moved.units)
+        if not any(text.startswith("leak") for text in said):
+            said.append(f"{start}{moved.text}")
+
+    def _reach(self) -> int | None:
+        """How far back the last layer sees, if every layer has a window."""
+        for scene, found in self.compared.values():
+            if scene.documents is None and scene.kept is None:
+                windows = {}
+                for key, masks in found.truth.masks().items():
+                    for mask in masks.values():
+                        if isinstance(mask, torch.Tensor) and mask.dim() == 4 and key[0].endswith(
+                            ("attn", "attention")
+                        ):  # fmt: skip
+                            windows[key] = window_of(seen(mask))
+                if windows and None not in windows.values():
+                    return sum(w - 1 for w in windows.values() if w) + 1
+        return None
+
+    def _decode(self, found: list[Scene]) -> None:
+        scene = next((s for s in found if s.documents is None), None)
+        if scene is None or not hasattr(self.root, "generate"):
+            return
+        plain = scene._replace(batch={"input_ids": scene.batch["input_ids"]})
+        try:
+            moved = stale_cache(self.root, self.modules, plain)
+        except (ImplementationUnavailable, TypeError, ValueError, RuntimeError) as error:
+            self.notes.append(f"decoding with a cache: not compared ({first_line(error)})")
+            return
+        if moved is None:
+            return
+        if stale_cache(self.eager.model, self._twins(), plain) is not None:
+            self.notes.append("decoding with a cache differs in transformers' own model too")
+            return
+        self.units[moved.path] = max(self.units.get(moved.path, 0.0), moved.units)
+        self.said[moved.path].append(f"stale cache: {moved.text}")
+
+    # ---- the result
+
+    def result(self) -> Verification:
+        for path, sentences in structure(self.root, self.config, self.weights, self.wide).items():
+            known = " ".join(self.said[path])
+            self.said[path] += [s for s in sentences if s not in known]
+        name = type(self.root).__name__
+        findings = [
+            Finding(path or name, "; ".join(texts), self.units.get(path, math.inf))
+            for path, texts in self.said.items()
+            if texts
+        ]
+        rows = sorted(
+            (r for _, c in self.compared.values() for r in c.rows), key=lambda r: -r.units
+        )
+        whole = [r for _, c in self.compared.values() for r in c.whole]
+        flips = any(c.flips for _, c in self.compared.values())
+        far = [r for r in whole if r.units > WHOLE_LIMIT]
+        if far and not findings and not flips:
+            worst = max(far, key=lambda r: r.units)
+            findings.append(
+                Finding(
+                    name,
+                    f"{worst.what} end to end differs from float64 by {worst.units:.3g} contract "
+                    f"units ({worst.scene} input), and no module alone does",
+                    worst.units,
+                )
+            )
+        findings.sort(key=lambda f: -f.units if math.isfinite(f.units) else -1e300)
+        report = report_of(self.model)
+        return Verification(
+            model=name,
+            dtype=short(next(self.root.parameters()).dtype),
+            scenes=tuple(self.compared),
+            findings=findings,
+            rows=rows,
+            whole=whole,
+            seen=self.seen,
+            left={} if report is None else dict(report.left),
+            notes=list(dict.fromkeys(self.notes)),
+        )
+
+
+def _by(module: nn.Module, call: Call) -> str:
+    """What computed a module: the registry's choices, what autograd says, and whose forward."""
+    own: Any = module.forward
+    own = getattr(own, "__func__", own)
+    while hasattr(own, "__wrapped__"):
+        own = own.__wrapped__
+    package = (getattr(own, "__module__", None) or "").split(".")[0]
+    parts = list(call.picks)
+    if package not in ("transformers", "torch", "tilewright", ""):
+        parts.append(f"a forward of {own.__module__}")
+    return ", ".join(parts) or "PyTorch, as transformers has it"

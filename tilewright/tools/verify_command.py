@@ -1,0 +1,128 @@
+"""The command `tilewright verify`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewright import platform
+from tilewright.registry import ImplementationUnavailable
+from tilewright.tools.verify_reference import Unverifiable, first_line
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="tilewright verify",
+        description="Compares every module of a transformers model, its gradients, masks, cache "
+        "and loss with their definition in float64. Exits with 1 if one breaks the contract.",
+    )
+    p.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a folder, a name on the Hub, or module:function, which is called without arguments "
+        "and returns a model, or a model and a batch",
+    )
+    p.add_argument("--accelerate", action="store_true", help="patch it by this library first")
+    p.add_argument("--dtype", choices=DTYPES, help="of its parameters; default: as it is stored")
+    p.add_argument("--tokens", type=int, default=48, help="the length of the random rows (48)")
+    p.add_argument("--config", metavar="FOLDER", help="of the configuration that is right")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--all", action="store_true", help="a line for every module")
+    p.add_argument("--out", metavar="FOLDER", help="write verify.html with pictures into it")
+    return p
+
+
+@platform.command
+def main(arguments: list[str]) -> int:
+    """Returns 0, 1 for a break, 2 for a model that cannot be verified."""
+    args = _parser().parse_args(arguments)
+    try:
+        found = _verified(args)
+        print(found.table(args.all))
+        if args.out:
+            from tilewright.tools.verify_page import save
+
+            print(f"\nwritten: {save(found, args.out)}")
+    except (Unverifiable, ImplementationUnavailable, OSError) as error:
+        print(f"tilewright verify: {first_line(error)}", file=sys.stderr)
+        return 2
+    return 0 if found.ok else 1
+
+
+def _verified(args: argparse.Namespace):
+    for package in ("transformers", *(["matplotlib"] if args.out else [])):
+        if reason := platform.no_module(package):
+            raise ImplementationUnavailable(reason)
+    from tilewright.tools.verify import verify
+
+    if args.out and os.path.exists(args.out) and not os.path.isdir(args.out):
+        raise Unverifiable(f"--out must be a folder, got the file {args.out}")
+    model, batch = load(args.model, args.dtype, args.device)
+    if args.accelerate:
+        from tilewright.integrations.transformers import accelerate
+
+        print(accelerate(model, quiet=True), end="\n\n")
+    return verify(model, batch, config=args.config, tokens=args.tokens)
+
+
+def load(name: str, dtype: str | None, device: str) -> tuple[nn.Module, Any]:
+    """A model, and a batch if its function returns one.
+
+    Raises:
+        Unverifiable: It cannot be built; the message says why.
+    """
+    module, colon, function = name.partition(":")
+    if colon and not os.path.exists(name):
+        model, batch = _called(name, module, function)
+        if dtype is not None:
+            for p in model.parameters():  # and no buffers: frequencies would be rounded
+                if p.is_floating_point():
+                    p.data = p.data.to(getattr(torch, dtype))
+    else:
+        model, batch = _pretrained(name, dtype), None
+    try:
+        return model.to(device), batch
+    except RuntimeError as error:
+        raise Unverifiable(f"{name} cannot be moved to {device}: {first_line(error)}") from error
+
+
+def _called(name: str, module: str, function: str) -> tuple[nn.Module, Any]:
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), function)()
+    except Exception as error:  # anyone's code
+        raise Unverifiable(
+            f"{name} cannot be called: {type(error).__name__}: {first_line(error)}"
+        ) from error
+    finally:
+        sys.path.remove(os.getcwd())
+    model, batch = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(model, nn.Module):
+        raise Unverifiable(
+            f"{name} must return a torch.nn.Module, or one and a batch; it returned "
+            f"{type(model).__name__}"
+        )
+    return model, batch
+
+
+def _pretrained(name: str, dtype: str | None) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    if os.path.sep in name and name[0] in "./~" and not os.path.isdir(name):
+        raise Unverifiable(f"{name}: no such folder")
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            name, dtype="auto" if dtype is None else getattr(torch, dtype)
+        )
+    except Exception as error:  # of transformers' loaders, of any class
+        raise Unverifiable(
+            f"{name} cannot be loaded: {type(error).__name__}: {first_line(error)}"
+        ) from error

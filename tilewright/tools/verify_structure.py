@@ -1,0 +1,200 @@
+"""What modules hold against what their configuration says: attributes, buffers, tied heads,
+configurations of their own, merged adapters.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewright.lora import LoRALinear
+from tilewright.tools.verify_modules import SLACK, compare
+from tilewright.tools.verify_reference import Twin, Weights
+
+SIMPLE = (bool, int, float, str, type(None))
+# They tell a state or a cache, not what is computed.
+STATES = {"training", "gradient_checkpointing", "max_seq_len_cached", "name_or_path"}
+OF_CONFIG = {
+    "use_cache", "dtype", "torch_dtype", "architectures", "transformers_version", "return_dict",
+    "output_hidden_states", "output_attentions", "quantization_config", "name_or_path",
+    "tie_word_embeddings",
+}  # fmt: skip
+Said = dict[str, list[str]]  # sentences by module
+
+
+def structure(root: nn.Module, config: Any, weights: Weights, wide: Twin) -> Said:
+    """Sentences about modules that hold something else than their configuration says."""
+    said: Said = defaultdict(list)
+    own_config = getattr(root, "config", None)
+    for path, module in root.named_modules():
+        plain = weights.paths.get(path)
+        twin = None if plain is None else wide.module(plain)
+        if twin is None or plain is None:
+            continue
+        said[plain] += _attributes(module, twin) + _buffers(module, twin)
+        inner = getattr(module, "config", None)
+        if inner is not None and inner is not own_config:
+            said[plain] += _configuration(inner, getattr(twin, "config", None))
+    state = wide.model.state_dict()
+    adapted = {f"{a}.weight" for a in weights.adapters} | {f"{a}.bias" for a in weights.adapters}
+    for name in sorted(set(weights.tensors) - set(state) - adapted):
+        said[name.rpartition(".")[0]].append(
+            f"has {name.rpartition('.')[2]}, which the configuration's class has not"
+        )
+    for path, sentence in _ties(root, config):
+        said[path].append(sentence)
+    for path, module in root.named_modules():
+        if sentence := _merged(module):
+            said[weights.paths[path]].append(sentence)
+    return {path: sentences for path, sentences in said.items() if sentences}
+
+
+def _attributes(module: nn.Module, twin: nn.Module) -> list[str]:
+    found = []
+    for name, right in vars(twin).items():
+        if name.startswith("_") or name in STATES or name not in vars(module):
+            continue
+        value = vars(module)[name]
+        if isinstance(value, SIMPLE) and isinstance(right, SIMPLE) and value != right:
+            found.append(f"{_spoken(name)} {value} in the module, {right} by the configuration")
+    return found
+
+
+def _spoken(name: str) -> str:
+    return {"variance_epsilon": "eps"}.get(name, name)
+
+
+def base_of(inv_freq: torch.Tensor) -> float | None:
+    """The base of rotary frequencies base^(-2 i / D), or None if they are others."""
+    f = inv_freq.double().flatten()
+    n = len(f)
+    if n < 2 or not 0 < float(f[-1]) < 1:
+        return None
+    base = float(f[-1]) ** (-n / (n - 1))
+    expected = base ** (-torch.arange(n, dtype=torch.float64, device=f.device) / n)
+    return base if torch.allclose(f, expected, rtol=2e-2) else None
+
+
+def spoken_base(base: float) -> str:
+    rounded = float(f"{base:.2g}")
+    return f"{rounded:.0f}" if abs(rounded - base) < 0.02 * base else f"{base:.4g}"
+
+
+def _buffers(module: nn.Module, twin: nn.Module) -> list[str]:
+    """Buffers that are no part of a checkpoint, and so come from the configuration alone."""
+    found = []
+    right = dict(twin.named_buffers(recurse=False))
+    saved = module.state_dict()
+    for name, buffer in module.named_buffers(recurse=False):
+        other = right.get(name)
+        if other is None or name in saved or not buffer.is_floating_point():
+            continue
+        if buffer.shape != other.shape:
+            found.append(
+                f"{name} is {list(buffer.shape)} in the module, {list(other.shape)} by the "
+                "configuration"
+            )
+            continue
+        close = 8 * torch.finfo(buffer.dtype).eps
+        if not torch.allclose(
+            buffer.double(), other.double().to(buffer.device), rtol=close, atol=0
+        ):
+            ours, theirs = (base_of(t) if "inv_freq" in name else None for t in (buffer, other))
+            if ours and theirs and abs(ours - theirs) > 1e-3 * theirs:
+                if f"rotary base {spoken_base(ours)}" in " ".join(found):
+                    continue
+                found.append(
+                    f"rotary base {spoken_base(ours)} in the module, {spoken_base(theirs)} by the "
+                    "configuration"
+                )
+            else:
+                found.append(f"{name} is not that of the configuration")
+    return found
+
+
+def _configuration(inner: Any, right: Any) -> list[str]:
+    """Differences of a module's own configuration from that of its reference."""
+    if not hasattr(inner, "to_dict") or not hasattr(right, "to_dict"):
+        return []
+    own, other = inner.to_dict(), right.to_dict()
+    return [
+        f"its own config has {name} {own[name]}, the model's has {value}"
+        for name, value in other.items()
+        if name in own
+        and not name.startswith("_")
+        and name not in OF_CONFIG
+        and isinstance(value, (*SIMPLE, list, dict))
+        and own[name] != value
+    ]
+
+
+def _ties(root: Any, config: Any) -> list[tuple[str, str]]:
+    get_head = getattr(root, "get_output_embeddings", None)
+    head, embedding = get_head() if get_head else None, root.get_input_embeddings()
+    if head is None or embedding is None:
+        return []
+    a, b = head._parameters.get("weight"), embedding._parameters.get("weight")
+    if a is None or b is None:
+        return []
+    [name] = [n for n, m in root.named_modules() if m is head]
+    [other] = [n for n, m in root.named_modules() if m is embedding]
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    if tied and a is not b and a.data_ptr() != b.data_ptr():
+        same = "now equal" if a.shape == b.shape and torch.equal(a, b) else "different"
+        return [
+            (
+                name,
+                f"not tied: its weight is another tensor than {other}.weight, with {same} values, "
+                "while tie_word_embeddings is true in the configuration",
+            )
+        ]
+    if not tied and a is b:
+        return [
+            (
+                name,
+                f"tied: its weight is {other}.weight, while tie_word_embeddings is false in the "
+                "configuration",
+            )
+        ]
+    return []
+
+
+@torch.no_grad()
+def _merged(module: Any) -> str | None:
+    """Whether merging an adapter would add another product than B A scale."""
+    if isinstance(module, LoRALinear):
+        right = (module.lora_B.double() @ module.lora_A.double()) * module.scale
+        return _delta(module.delta(), right, torch.zeros_like(right), torch.float32)
+    if not hasattr(module, "lora_A") or not hasattr(module, "merge") or module.merged:
+        return None
+    base = module.get_base_layer()
+    if type(base) is not nn.Linear or getattr(module, "lora_variant", None):
+        return None
+    right = torch.zeros_like(base.weight, dtype=torch.float64)
+    for name in module.active_adapters:
+        if name in module.lora_A:
+            A, B = (m[name].weight.double() for m in (module.lora_A, module.lora_B))
+            right += B @ A * module.scaling[name]
+    copied = copy.deepcopy(module)
+    copied.merge()
+    return _delta(copied.get_base_layer().weight, right, base.weight.double(), base.weight.dtype)
+
+
+def _delta(merged: torch.Tensor, delta: torch.Tensor, base: torch.Tensor, dtype) -> str | None:
+    atol = SLACK.get(dtype, SLACK[torch.float32])
+    eager = (base.to(dtype) + delta.to(dtype)).double()
+    row = compare(merged, base + delta, eager, ("", "", "merged", ""), atol)
+    if row.units <= 1:
+        return None
+    text = f"merging adds another delta than B A scale ({row.units:.3g} contract units)"
+    square = delta.shape[0] == delta.shape[1]
+    if (
+        square
+        and compare(merged, base + delta.T, eager, ("", "", "", ""), atol).error < row.error / 8
+    ):
+        text += "; it is the transpose"
+    return text
