@@ -6,8 +6,8 @@ For every mode that FOLDER/modes.json lists, which may name a folder in FOLDER, 
 the config.yaml of its folder: takes one training step, of which rank 0 writes loss, tokens, norm
 and full gradients to <mode>.pt, or, where the mode starts with "train" or "overflow", what
 `several_steps` or `overflow` returns. A mode that starts with "run" is a whole run, whose arguments
-are a configuration's path and what changes it; `refused` says which are refused. One that starts
-with "memory" has such arguments too: each rank writes the most bytes that two steps allocate.
+are a configuration's path and what changes it; those of `REFUSED` end with an error. One that
+starts with "memory" has such arguments too: each rank writes the most bytes that two steps allocate.
 """
 
 import json
@@ -263,6 +263,9 @@ def placements():
     return found
 
 
+REFUSED = ("run_tampered", "run_flipped", "run_damaged", "run_unwritable")
+
+
 def refused(config, ranks, name, folder):
     """The error of a run: of "run_tampered", in which rank 1 reads other tuned tables than the
     others, or "run_flipped", in which the last rank flips a bit of its shard of a gradient in the
@@ -285,7 +288,7 @@ def refused(config, ranks, name, folder):
         Engine.divide = flipping
     try:
         train.train(config, ranks)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         return str(error)
     finally:
         tuning.TABLES, Engine.divide = tables, divide
@@ -310,7 +313,7 @@ def main(folder):
         if name.startswith("memory"):
             (folder / f"{name}_{ranks.rank}").write_text(str(most_allocated(config, ranks)))
             continue
-        if name in ("run_tampered", "run_flipped", "run_damaged"):
+        if name in REFUSED:
             kind = name.removeprefix("run_")
             said = refused(config, ranks, name, folder)
             (folder / f"{kind}_{ranks.rank}.txt").write_text(said)

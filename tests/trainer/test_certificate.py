@@ -85,6 +85,8 @@ def launched(tmp_path_factory):
     (folder / "damaged/certificate.json").write_text('{"schema": 1}')
     earlier = f"--train.assert_deterministic={folder / 'damaged'}"
     modes["run_damaged"] = [dense, *again(folder / "unused", earlier, FSDP2)]
+    (folder / "unwritable/checksums.jsonl").mkdir(parents=True)
+    modes["run_unwritable"] = [*modes["fsdp2/run_first"], *again(folder / "unwritable")]
     for name in FLIPPED:
         modes[f"{name}/run_flipped"] = [*modes[f"{name}/run_again"], *again(folder / name / "flip")]
     for i in range(2):
@@ -129,6 +131,13 @@ def test_a_damaged_certificate_ends_all_ranks(launched):
             f"train.assert_deterministic = {folder / 'damaged'}: certificate.json is damaged: its "
             "'start' is missing or of another type"
         )
+
+
+def test_a_file_that_cannot_be_written_ends_all_ranks(launched):
+    folder, _ = launched
+    for rank in range(4):
+        said = (folder / f"unwritable_{rank}.txt").read_text()
+        assert said.endswith(f"Is a directory: '{folder / 'unwritable/checksums.jsonl'}'")
 
 
 @pytest.mark.parametrize("name", FLIPPED)
