@@ -7,7 +7,8 @@ the config.yaml of its folder: takes one training step, of which rank 0 writes l
 and full gradients to <mode>.pt, or, where the mode starts with "train" or "overflow", what
 `several_steps` or `overflow` returns. A mode that starts with "run" is a whole run, whose arguments
 are a configuration's path and what changes it; those of `REFUSED` end with an error. One that
-starts with "memory" has such arguments too: each rank writes the most bytes that two steps allocate.
+starts with "memory" has such arguments too: each rank writes the most bytes that two steps
+allocate.
 """
 
 import json
