@@ -354,7 +354,7 @@ def test_a_run_resumes_in_a_later_epoch(tmp_path, capsys):
     """The orders of both epochs are those of the certificate, and its last steps are not in it."""
     path = write_config(
         tmp_path,
-        train__save_steps=1,
+        train__save_steps=5,
         train__save_hf_weights=False,
         data__datasets=[{"path": samples(tmp_path / "train.jsonl", 0)}],
         train__micro_batch_size=1,
