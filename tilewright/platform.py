@@ -259,24 +259,32 @@ def describe() -> dict[str, str]:
     return out
 
 
-# Environment variables that change which algorithms libraries choose, and so results.
+# Environment variables that change which algorithms libraries choose, and so results, by how their
+# names begin, and those of these names that do not.
 NUMERICS = (
     "ATEN_CPU_CAPABILITY",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "MKL_CBWR",
-    "NCCL_ALGO",
-    "NCCL_PROTO",
+    "CUBLAS",
+    "CUDNN_",
+    "DNNL_",
+    "MKL_",
+    "NCCL_",
     "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "TRITON_INTERPRET",
 )
+NO_NUMERICS = re.compile("VERBOSE|DEBUG|_LOG|SOCKET|ASYNC_ERROR|TIMEOUT")
 
 
 def provenance() -> dict[str, str]:
-    """`describe`, and all else of this machine and process that a computation's bits depend on:
-    libraries of the device, variables of the environment that are set, and a hash of this library's
-    code.
+    """`describe`, and what else of this machine and process is known to change a computation's
+    bits: libraries of the device, variables of the environment that are set, and a hash of this
+    library's code.
     """
-    out = {**describe(), **{name: os.environ[name] for name in NUMERICS if name in os.environ}}
+    out = describe()
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(NUMERICS) and not NO_NUMERICS.search(name):
+            out[name] = value
     if torch.cuda.is_available():
         from torch.cuda import nccl
 

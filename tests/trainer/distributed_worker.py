@@ -6,8 +6,9 @@ For every mode that FOLDER/modes.json lists, which may name a folder in FOLDER, 
 the config.yaml of its folder: takes one training step, of which rank 0 writes loss, tokens, norm
 and full gradients to <mode>.pt, or, where the mode starts with "train" or "overflow", what
 `several_steps` or `overflow` returns. A mode that starts with "run" is a whole run, whose arguments
-are a configuration's path and what changes it; see `refused` for "run_tampered". One that starts
-with "memory" has such arguments too: each rank writes the most bytes that two steps allocate.
+are a configuration's path and what changes it; those of `REFUSED` end with an error. One that
+starts with "memory" has such arguments too: each rank writes the most bytes that two steps
+allocate.
 """
 
 import json
@@ -28,7 +29,7 @@ from tilewright.trainer import adapters, checkpoint, hf, matrices, memory_plan, 
 from tilewright.trainer.batches import collate, padding
 from tilewright.trainer.build import build_engine, build_model, choose_ops, compute_dtype
 from tilewright.trainer.config import load
-from tilewright.trainer.engine import NotFinite
+from tilewright.trainer.engine import Engine, NotFinite
 from tilewright.trainer.loss import language_modeling
 
 
@@ -263,16 +264,35 @@ def placements():
     return found
 
 
-def refused(config, ranks, folder):
-    """The error of a run in which rank 1 reads other tuned tables than the others."""
-    here = tuning.TABLES
-    tuning.TABLES = folder / f"tuned_{int(ranks.rank == 1)}"
+REFUSED = ("run_tampered", "run_flipped", "run_damaged", "run_unwritable")
+
+
+def refused(config, ranks, name, folder):
+    """The error of a run: of "run_tampered", in which rank 1 reads other tuned tables than the
+    others, or "run_flipped", in which the last rank flips a bit of its shard of a gradient in the
+    second step.
+    """
+    tables, divide, steps = tuning.TABLES, Engine.divide, []
+
+    def flipping(self, *args):
+        norm = divide(self, *args)
+        steps.append(norm)
+        if len(steps) == 2 and ranks.rank == ranks.size - 1:
+            named = dict(self.model.named_parameters())
+            gradient = named["model.layers.1.self_attn.o_proj.weight"].grad.to_local()
+            gradient.view(-1).view(torch.int32)[7] ^= 1
+        return norm
+
+    if name == "run_tampered":
+        tuning.TABLES = folder / f"tuned_{int(ranks.rank == 1)}"
+    elif name == "run_flipped":
+        Engine.divide = flipping
     try:
         train.train(config, ranks)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         return str(error)
     finally:
-        tuning.TABLES = here
+        tuning.TABLES, Engine.divide = tables, divide
     return ""
 
 
@@ -294,8 +314,10 @@ def main(folder):
         if name.startswith("memory"):
             (folder / f"{name}_{ranks.rank}").write_text(str(most_allocated(config, ranks)))
             continue
-        if name == "run_tampered":
-            (folder / f"refused_{ranks.rank}.txt").write_text(refused(config, ranks, folder))
+        if name in REFUSED:
+            kind = name.removeprefix("run_")
+            said = refused(config, ranks, name, folder)
+            (folder / f"{kind}_{ranks.rank}.txt").write_text(said)
             continue
         if whole:
             train.train(config, ranks)

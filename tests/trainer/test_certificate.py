@@ -1,8 +1,11 @@
 """A run has the bits of an earlier one, or says in what it differs."""
 
+import importlib.metadata
 import json
 import math
 import re
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +18,11 @@ from test_trainer import MOE, QWEN3, ROOT, rows, run, write_config
 from torch.cuda import nccl
 
 from tilewright import platform
+from tilewright.installed import Installed
 from tilewright.kernels import tuning
 from tilewright.ops import OPS
 from tilewright.trainer import certificate, checksums, train
+from tilewright.trainer.assertion import Earlier
 from tilewright.trainer.checksums import Checksums, checksum, factors
 from tilewright.trainer.config import Config
 from tilewright.trainer.engine import Engine
@@ -46,6 +51,10 @@ LAYOUTS = {
 }
 
 
+# Layouts in which a bit of the last rank's shard is flipped in the second step.
+FLIPPED = ("fsdp2", "pipeline")
+
+
 def again(folder, *more):
     return [f"--train.output_dir={folder}", *more]
 
@@ -72,6 +81,14 @@ def launched(tmp_path_factory):
         modes[f"{name}/run_first"] = [path, *first]
         modes[f"{name}/run_again"] = [path, *again(folder / name / "again", second, *options)]
     modes["run_tampered"] = [*modes["fsdp2/run_again"], *again(folder / "tampered")]
+    (folder / "damaged").mkdir()
+    (folder / "damaged/certificate.json").write_text('{"schema": 1}')
+    earlier = f"--train.assert_deterministic={folder / 'damaged'}"
+    modes["run_damaged"] = [dense, *again(folder / "unused", earlier, FSDP2)]
+    (folder / "unwritable/checksums.jsonl").mkdir(parents=True)
+    modes["run_unwritable"] = [*modes["fsdp2/run_first"], *again(folder / "unwritable")]
+    for name in FLIPPED:
+        modes[f"{name}/run_flipped"] = [*modes[f"{name}/run_again"], *again(folder / name / "flip")]
     for i in range(2):
         table = folder / f"tuned_{i}" / tuning.device_folder(CPU) / "rmsnorm.json"
         table.parent.mkdir(parents=True)
@@ -84,7 +101,7 @@ def launched(tmp_path_factory):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_runs_of_a_layout_are_bit_equal(name, launched):
     folder, said = launched
-    assert f"deterministic: 2 steps have the bits of {folder / name / 'first'}, 2 of them" in said
+    assert f"deterministic: 2 steps are bit-identical to {folder / name / 'first'}, 2 also" in said
     a, b = (recorded(folder / name / which) for which in ("first", "again"))
     assert a == b and [row["step"] for row in a] == [1, 2]
     names = json.loads((folder / name / "first/certificate.json").read_text())["trained"]
@@ -98,13 +115,40 @@ def test_two_runs_of_a_layout_are_bit_equal(name, launched):
 def test_a_tampered_table_on_one_rank_is_refused_by_name(launched):
     folder, _ = launched
     for rank in range(4):
-        said = (folder / f"refused_{rank}.txt").read_text()
+        said = (folder / f"tampered_{rank}.txt").read_text()
         device = platform.device_name("cpu")
         assert said == (
             f"train.assert_deterministic = {folder / 'fsdp2/first'}: ranks differ: the tuned table "
             f"of rmsnorm for {device} differs on rank 1"
         )
     assert not (folder / "tampered/metrics.jsonl").exists()
+
+
+def test_a_damaged_certificate_ends_all_ranks(launched):
+    folder, _ = launched
+    for rank in range(4):
+        assert (folder / f"damaged_{rank}.txt").read_text() == (
+            f"train.assert_deterministic = {folder / 'damaged'}: certificate.json is damaged: its "
+            "'start' is missing or of another type"
+        )
+
+
+def test_a_file_that_cannot_be_written_ends_all_ranks(launched):
+    folder, _ = launched
+    for rank in range(4):
+        said = (folder / f"unwritable_{rank}.txt").read_text()
+        assert said.endswith(f"Is a directory: '{folder / 'unwritable/checksums.jsonl'}'")
+
+
+@pytest.mark.parametrize("name", FLIPPED)
+def test_a_bit_of_one_ranks_shard_is_seen_on_all(name, launched):
+    folder, _ = launched
+    for rank in range(4):
+        said = (folder / name / f"flipped_{rank}.txt").read_text()
+        assert said.partition(": ")[2].partition(" (and ")[0] == (
+            "step 2 is not the same: the first tensor that moved is the gradient of "
+            "model.layers.1.self_attn.o_proj.weight"
+        )
 
 
 # ---- one process
@@ -120,10 +164,17 @@ def first(tmp_path_factory):
         train__save_steps=2,
         train__save_hf_weights=False,
         train__checksum_steps=1,
-        data__val_set_size=4,
+        data__test_datasets=[{"path": samples(folder / "test.jsonl", 0)}],
     )
     run(path)
     return folder, path
+
+
+def samples(file, first):
+    """A file of four samples of the same lengths, whose tokens begin there."""
+    lines = [json.dumps({"input_ids": [*range(first + i, first + 9 + i)]}) for i in range(4)]
+    file.write_text("\n".join(lines))
+    return str(file)
 
 
 def asserting(first, target, *more):
@@ -136,7 +187,8 @@ def test_a_run_is_certified_once_and_a_second_one_has_its_bits(first, tmp_path, 
     asserting(first, tmp_path / "again")
     said = capsys.readouterr().out
     assert said.count("certificate: ") == 1
-    assert f"deterministic: 4 steps have the bits of {first[0] / 'out'}, 4 of them" in said
+    assert f"deterministic: 4 steps are bit-identical to {first[0] / 'out'}, 4 also" in said
+    assert "not compared" not in said
     made = json.loads((first[0] / "out/certificate.json").read_text())
     facts = made["facts"]
     assert made["start"] == 0 and facts["layout"]["processes"] == 1
@@ -152,10 +204,21 @@ def test_a_run_is_certified_once_and_a_second_one_has_its_bits(first, tmp_path, 
         (["--train.lr=0.02"], "field train.lr is 0.02 in this run and 0.01 in that one"),
         (
             ["--model.rmsnorm_native=true"],
-            "implementation rmsnorm is 'torch' in this run and 'cpp' in that one",
+            "the implementation of rmsnorm is 'torch' in this run and 'cpp' in that one",
+        ),
+        (
+            ["--data.eval_sample_packing=false"],
+            "field data.eval_sample_packing is False in this run and not set in that one",
+        ),
+        (
+            ['--data.test_datasets=[{"path": "OTHER"}]'],
+            "the content of the evaluation data differs",
         ),
         (["--train.seed=7"], "field train.seed is 7 in this run and 42 in that one"),
-        (["--data.val_set_size=5"], "the content of the data differs in this run"),
+        (
+            ["--data.val_set_size=5", "--data.test_datasets=[]"],
+            "the content of the data differs in this run",
+        ),
         (
             ["--data.shuffle_merged_datasets=false"],
             "field data.shuffle_merged_datasets is False in this run and True in that one",
@@ -164,6 +227,7 @@ def test_a_run_is_certified_once_and_a_second_one_has_its_bits(first, tmp_path, 
     ids=lambda value: value[0].partition("=")[0] if isinstance(value, list) else None,
 )
 def test_a_run_that_is_another_is_refused_and_says_in_what(change, message, first, tmp_path):
+    change = [c.replace("OTHER", samples(tmp_path / "other.jsonl", 1)) for c in change]
     with pytest.raises(ValueError, match="this run is not that one") as caught:
         asserting(first, tmp_path / "again", *change)
     assert message in str(caught.value)
@@ -188,7 +252,9 @@ def test_the_number_of_threads_is_a_fact(first, tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        with pytest.raises(ValueError, match=f"environment threads is '{threads + 1}' in this run"):
+        with pytest.raises(
+            ValueError, match=f"the number of threads is '{threads + 1}' in this run"
+        ):
             asserting(first, tmp_path / "again")
     finally:
         torch.set_num_threads(threads)
@@ -254,17 +320,53 @@ def edit(first, target, name, change):
 
 
 def test_a_resumed_run_is_compared_from_where_it_starts(first, tmp_path, capsys):
-    """Also with its own folder, whose later steps it writes again."""
+    """Also with its own folder, whose later steps it writes again, and whose certificate stays."""
     at = f"--train.load_checkpoint_path={first[0] / 'out/checkpoints/global_step_2'}"
     asserting(first, tmp_path / "resumed", at)
-    assert "deterministic: 2 steps have the bits of" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "deterministic: 2 steps are bit-identical to" in said
+    assert "in certificate_2.json" in said and "not compared" not in said
     assert [row["step"] for row in recorded(tmp_path / "resumed")] == [3, 4]
-    before = recorded(first[0] / "out")
-    made = (first[0] / "out/certificate.json").read_text()
-    asserting(first, first[0] / "out", at)
-    assert "deterministic: 2 steps have the bits of" in capsys.readouterr().out
-    assert recorded(first[0] / "out") == before
-    (first[0] / "out/certificate.json").write_text(made)
+    own = tmp_path / "own"
+    shutil.copytree(first[0] / "out", own)
+    before, made = recorded(own), (own / "certificate.json").read_text()
+    (own / "certificate_3.json").write_text(made)  # of a resumption whose steps are run again
+    run(first[1], *again(own, at, f"--train.assert_deterministic={own}"))
+    assert "deterministic: 2 steps are bit-identical to" in capsys.readouterr().out
+    assert recorded(own) == before
+    assert (own / "certificate.json").read_text() == made
+    assert sorted(p.name for p in own.glob("certificate*")) == [
+        "certificate.json",
+        "certificate_2.json",
+    ]
+    # A whole run has the steps of both: the initial weights, and what the resumption was.
+    run(first[1], *again(tmp_path / "whole", f"--train.assert_deterministic={own}"))
+    assert "deterministic: 4 steps are bit-identical to" in capsys.readouterr().out
+    later = json.loads((own / "certificate_2.json").read_text())
+    later["facts"]["layout"]["processes"] = 2
+    (own / "certificate_2.json").write_text(json.dumps(later))
+    message = "not that one from step 3 on: the number of processes is 1 in this run and 2 in that"
+    with pytest.raises(ValueError, match=message):
+        run(first[1], *again(tmp_path / "refused", f"--train.assert_deterministic={own}"))
+
+
+def test_a_run_resumes_in_a_later_epoch(tmp_path, capsys):
+    """The orders of both epochs are those of the certificate, and its last steps are not in it."""
+    path = write_config(
+        tmp_path,
+        train__save_steps=5,
+        train__save_hf_weights=False,
+        data__datasets=[{"path": samples(tmp_path / "train.jsonl", 0)}],
+        train__micro_batch_size=1,
+        data__sample_packing_sequence_len=10,
+    )
+    run(path)  # six steps of two epochs of four samples
+    at = f"--train.load_checkpoint_path={tmp_path / 'out/checkpoints/global_step_5'}"
+    given = f"--train.assert_deterministic={tmp_path / 'out'}"
+    run(path, *again(tmp_path / "again", at, given, "--train.max_steps=9"))
+    said = capsys.readouterr().out
+    assert "deterministic: 1 step is bit-identical to" in said
+    assert "not compared: 3 of 4 steps, 7 to 9\n" in said
 
 
 def test_what_is_no_earlier_run_is_one_sentence(first, tmp_path):
@@ -272,19 +374,51 @@ def test_what_is_no_earlier_run_is_one_sentence(first, tmp_path):
     made = json.loads((folder / "out/certificate.json").read_text())
     (tmp_path / "old").mkdir()
     (tmp_path / "old/certificate.json").write_text(json.dumps({**made, "schema": 0}))
-    (tmp_path / "cut").mkdir()
-    (tmp_path / "cut/certificate.json").write_text(json.dumps(made))
+    late = [{**row, "step": row["step"] + 4} for row in rows(first[0])]
+    for name, found in (("cut", []), ("late", late)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "certificate.json").write_text(json.dumps(made))
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, found)))
+    nothing = (
+        "nothing can be compared: that run has no step after 0, where this one starts, up to 4, "
+        "where it ends"
+    )
     for given, message in (
         (tmp_path / "nowhere", "holds no certificate.json; give the output_dir of a run"),
-        (tmp_path / "old", "its certificate has the schema 0; accepted is 1"),
-        (
-            tmp_path / "cut/certificate.json",
-            "that run has no step after 0, where this one starts",
-        ),
+        (tmp_path / "old", "certificate.json has the schema 0; accepted is 1"),
+        (tmp_path / "cut/certificate.json", nothing),
+        (tmp_path / "late", nothing),
     ):
         with pytest.raises((ValueError, OSError)) as caught:
             run(path, *again(tmp_path / "again"), f"--train.assert_deterministic={given}")
         assert str(caught.value) == f"train.assert_deterministic = {given}: {message}"
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("certificate.json", {"schema": 1}, "certificate.json is damaged: its 'start' is missing"),
+        ("certificate.json", {"facts": {"data": 1}}, "certificate.json is damaged: its 'facts' is"),
+        ("certificate_2.json", {"trained": None}, "certificate_2.json is damaged: its 'trained'"),
+        ("metrics.jsonl", {"loss": 1.0}, "metrics.jsonl is damaged: {'loss': 1.0} is no row"),
+        ("metrics.jsonl", 7, "metrics.jsonl is damaged: 7 is no row of it"),
+        ("checksums.jsonl", {"step": 1}, "checksums.jsonl is damaged: {'step': 1} is no row"),
+        (
+            "checksums.jsonl",
+            {"step": 1, "gradients": [1], "weights": [2]},
+            "checksums.jsonl is damaged: {'step': 1, 'gradients': [1]",
+        ),
+    ],
+)
+def test_a_damaged_file_of_an_earlier_run_is_one_sentence(name, content, message, first, tmp_path):
+    made = json.loads((first[0] / "out/certificate.json").read_text())
+    (tmp_path / "certificate.json").write_text(json.dumps(made))
+    if isinstance(content, dict) and name.startswith("certificate") and "schema" not in content:
+        content = {**made, **content}
+    (tmp_path / name).write_text(json.dumps(content) + "\n")
+    with pytest.raises(ValueError) as caught:
+        Earlier(str(tmp_path))
+    assert str(caught.value).startswith(f"train.assert_deterministic = {tmp_path}: {message}")
 
 
 # ---- facts
@@ -300,12 +434,37 @@ def test_the_libraries_of_a_gpu_and_the_environment_are_facts(monkeypatch):
     plain = platform.provenance()
     assert re.fullmatch("[0-9a-f]{64}", plain["code"]) and "NCCL_ALGO" not in plain
     monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")  # changes no bits
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
     monkeypatch.setattr(nccl, "version", lambda: (2, 30, 1))
     found = platform.provenance()
-    assert found["NCCL_ALGO"] == "Ring" and found["nccl"] == "2.30.1"
+    assert found["NCCL_ALGO"] == "Ring" and found["CUBLASLT_WORKSPACE_SIZE"] == "0"
+    assert "NCCL_DEBUG" not in found and found["nccl"] == "2.30.1"
     assert found["cuda device"] == "GPU" and {"driver", "cuda", "cudnn"} <= found.keys()
+
+
+def test_the_packages_of_implementations_are_facts(monkeypatch):
+    plain = {"rmsnorm": "cpp", "attention": "sdpa"}
+    assert certificate.packages(plain, deep_ep=False) == {}
+    versions = {"flash-attn": "2.8.0", "acme": "1.5"}
+
+    def version(name):
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError
+        return versions[name]
+
+    point = SimpleNamespace(name="rmsnorm.fast", dist=SimpleNamespace(name="acme"))
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(certificate, "installed", lambda: {"rmsnorm": [Installed(point)]})
+    chosen = {"rmsnorm": "fast", "attention": "flash_attention_2", "moe_mlp": "cute"}
+    assert certificate.packages(chosen, deep_ep=True) == {
+        "acme": "1.5",
+        "flash-attn": "2.8.0",
+        "nvidia-cutlass-dsl": "unknown",
+        "deep_ep": "unknown",
+    }
 
 
 def test_a_constant_that_differs_is_another_fact():
@@ -397,7 +556,6 @@ def test_the_example_of_the_page(tmp_path, monkeypatch, capsys):
         tmp_path,
         train__max_steps=4,
         train__save_hf_weights=False,
-        train__output_dir="outputs/first",
     )
     monkeypatch.chdir(tmp_path)
     for line in commands.splitlines():

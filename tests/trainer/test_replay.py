@@ -5,8 +5,10 @@ import io
 import itertools
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
@@ -21,6 +23,8 @@ from tilewright.nn import read_routed_experts
 from tilewright.trainer import moe, train
 from tilewright.trainer.cache_key import cache_key
 from tilewright.trainer.config import ConfigError, load
+from tilewright.trainer.data import prepare
+from tilewright.trainer.model import Transformer
 from tilewright.trainer.routes import Routes
 
 L, K, E = MOE["num_hidden_layers"], MOE["num_experts_per_tok"], MOE["num_experts"]
@@ -107,7 +111,8 @@ def test_what_each_engine_returns_is_read():
         (
             lambda r: 0 * r,
             ValueError,
-            "of token 0 in layer 0 hold 0: an expert is chosen twice for it (did the engine record",
+            "of token 0 in layer 0 hold 0: an expert is chosen twice for it (did the engine record "
+            "nothing, or is the layer dense, and missing in `routed`?)",
         ),
         (lambda r: r.tobytes()[:-1], ValueError, "are 119 bytes, which hold no whole int32"),
         (lambda r: "???", ValueError, "are a string that is not base64"),
@@ -127,6 +132,20 @@ def test_what_cannot_be_replayed_is_one_sentence(change, error, message):
     with pytest.raises(error) as caught:
         read_routed_experts(change(engines_routes()), layers=3, top_k=2, experts=300, tokens=6)
     assert message in str(caught.value)
+
+
+def test_an_engine_that_recorded_nothing_is_seen_with_one_expert_per_token():
+    options = {"layers": 4, "top_k": 1, "experts": 8, "tokens": 17}
+    zeros = np.zeros((16, 4, 1), np.int32)
+    with pytest.raises(ValueError, match="of 16 tokens are expert 0 in every layer") as caught:
+        read_routed_experts(zeros, **options)
+    assert str(caught.value).endswith("(did the engine record nothing?)")
+    for given, change in (
+        (put(zeros, (9, 2, 0), 1), {}),
+        (zeros[:15], {"tokens": 16}),  # few: a router could have chosen them
+        (zeros, {"experts": 1}),
+    ):
+        assert read_routed_experts(given, **options | change).shape[2] == 1
 
 
 def put(array, at, value):
@@ -279,7 +298,7 @@ def of_a_run(tmp_path_factory):
 
 
 def test_a_replayed_run_has_the_bits_of_the_recorded_one(of_a_run):
-    """The engines' layouts in turns; tokens that were not trained on have no matter."""
+    """The engines' layouts in turns; tokens that were not trained on do not matter."""
     folder, samples, found = of_a_run
     again = folder / "replayed"
     trained = [tuple(ids.tolist()) for ids in samples if tuple(ids.tolist()) in found]
@@ -446,12 +465,67 @@ def test_a_prepared_set_without_routes_is_not_replayed(tmp_path):
     assert len(keys) == 3
     made = datasets.Dataset.from_dict({"input_ids": [[5, 6]], "labels": [[5, 6]]})
     made.save_to_disk(tmp_path / "saved")
+    given = (
+        "--data.skip_prepare_dataset=true",
+        f"--data.dataset_prepared_path={tmp_path / 'saved'}",
+    )
     with pytest.raises(ValueError, match="saved has no column routed_experts"):
-        run(
-            path,
-            "--data.skip_prepare_dataset=true",
-            f"--data.dataset_prepared_path={tmp_path / 'saved'}",
-        )
+        run(path, *given)
+
+
+@pytest.mark.parametrize(
+    "second, message",
+    [
+        ([0, 1, 2, 3, 0, 1], "sample 1 has 6 numbers in routed_experts; accepted are 8, 4 for"),
+        (
+            [0, 1, 2, 3, 0, 1, 2, 9],
+            "sample 1: routed experts of token 1 in layer 1 hold 9: accepted are 0 to 3",
+        ),
+        ([0, 1, 2, 3, 0, 0, 2, 3], "sample 1: routed experts of token 1 in layer 0 hold 0: an"),
+        ([0, 1, 2, 3, -1, 1, 2, 3], "sample 1: routed experts of token 1 in layer 0 hold -1: acc"),
+        ([0, 1, 2, 3, None, 1, 2, 3], "sample 1: an expert in routed_experts is null"),
+        (None, "sample 1 has 0 numbers in routed_experts"),
+        ([[0, 1], [2, 3]], "routed_experts are list<item: list<item: int64>>; accepted are lists"),
+        ([0, 1, 2, 3, -1, -1, -1, -1], None),
+    ],
+)
+def test_routes_of_a_set_that_was_saved_are_checked(second, message, tmp_path):
+    import datasets
+
+    first = [[0, 1], [2, 3]] if second and isinstance(second[0], list) else [0, 1, 2, 3] * 2
+    made = datasets.Dataset.from_dict(
+        {"input_ids": [[5, 6]] * 2, "labels": [[5, 6]] * 2, "routed_experts": [first, second]}
+    )
+    made.save_to_disk(tmp_path)
+    options = {"shuffle": False, "routes": Routes(L, (0, 1), K, E)}
+    config = load(
+        settings(tmp_path / "run"),
+        ["--data.skip_prepare_dataset=true", f"--data.dataset_prepared_path={tmp_path}"],
+    )
+    if message is None:
+        assert len(prepare(config.data.datasets, config, None, 97, **options)) == 2
+        return
+    with pytest.raises(ValueError) as caught:
+        prepare(config.data.datasets, config, None, 97, **options)
+    said = f"data.skip_prepare_dataset: {tmp_path}: {message}"
+    assert str(caught.value).startswith(said)
+
+
+def test_a_token_is_replayed_whole_or_not_at_all():
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]] * 3)
+    layer = SimpleNamespace(top_k=2, options={}, gate=SimpleNamespace(e_score_correction_bias=None))
+    recorded = torch.tensor([[3, 0], [3, -1], [-1, -1]], dtype=torch.int16)
+    found = moe.MoE._completed(layer, logits, recorded)
+    assert found.tolist() == [[3, 0], [1, 2], [1, 2]]
+
+
+def test_routes_stay_two_bytes_in_the_model():
+    whole = SimpleNamespace(own=lambda t: t)
+    model = SimpleNamespace(tp=whole, config=SimpleNamespace(num_experts_per_tok=K))
+    given = torch.from_numpy(random_routes(5, 0))[None]
+    found = Transformer.routes(model, given)
+    assert found.dtype == torch.int16 and found.shape == (L, K, 5)
+    assert torch.equal(found.permute(2, 0, 1).flatten(1), given[0])
 
 
 def test_routes_of_a_model_are_of_its_layers_with_experts():
@@ -463,7 +537,14 @@ def test_routes_of_a_model_are_of_its_layers_with_experts():
 
     routes = Routes.of(Config())
     assert routes == Routes(3, (1, 2), 2, 8) and routes.width == 4
-    assert routes.read([[[0, 0], [1, 2], [3, 4]]], 2).tolist() == [[1, 2, 3, 4], [-1] * 4]
+    given, want = [[[0, 0], [1, 2], [3, 4]]], [[1, 2, 3, 4], [-1] * 4]
+    assert routes.read(given, 2).tolist() == want
+    for lists in (
+        pa.list_(pa.list_(pa.int16(), 2)),  # of fixed lengths
+        pa.list_(pa.list_(pa.int64(), 2), 3),
+        pa.large_list(pa.list_(pa.int32())),
+    ):
+        assert routes.read(pa.array(given * 3, lists).slice(1, 1), 2).tolist() == want
 
 
 def test_the_example_of_the_page_writes_what_the_trainer_reads():
@@ -478,3 +559,11 @@ def test_the_example_of_the_page_writes_what_the_trainer_reads():
     assert row["input_ids"] == [5, 6, 7, 8, 9]
     read = Routes(L, (0, 1), K, E).read(row["routed_experts"], 5)
     assert (read[:4].reshape(4, L, K) == routes).all() and (read[4] == -1).all()
+    # A dense first layer, of which an engine's buffer has zeros.
+    routes[:, 0] = 0
+    record = {"routed_experts": text(routes.tobytes())}
+    for name in ("n_routed_experts", "num_local_experts"):
+        shape = {"num_hidden_layers": L, "num_experts_per_tok": K, name: E}
+        made = names["row"]([5, 6], [7, 8, 9], record, shape, routed=range(1, L))
+        read = Routes(L, (1,), K, E).read(json.loads(made)["routed_experts"], 5)
+        assert (read[:4].reshape(4, L - 1, K) == routes[:, 1:]).all()

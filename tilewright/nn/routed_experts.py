@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 NPY = b"\x93NUMPY"
+FEW = 64  # fewer zeros could be a router's choice
 DTYPES = ("uint8", "uint16", "int16", "int32", "int64")
 
 
@@ -53,7 +54,7 @@ def read_routed_experts(
     Raises:
         TypeError: `given` is none of these.
         ValueError: It has other layers, top_k or tokens, an expert that does not exist, or one
-            twice for a token.
+            twice for a token; or all of it, 64 numbers or more, is expert 0.
 
     Example:
         >>> from tilewright.nn import read_routed_experts
@@ -144,9 +145,19 @@ def check(found: np.ndarray, experts: int, layers: Sequence[int] | None = None) 
     """
     names = range(found.shape[1]) if layers is None else layers
     missing = (found == -1).all((1, 2))
+    zero = found == 0
+    if experts > 1 and zero.sum() >= FEW and (zero | missing[:, None, None]).all():
+        raise ValueError(
+            f"routed experts of {(~missing).sum()} tokens are expert 0 in every layer (did the "
+            "engine record nothing?)"
+        )
     for wrong, why in (
         ((found < 0) | (found >= experts), f"accepted are 0 to {experts - 1}"),
-        (_repeated(found), "an expert is chosen twice for it (did the engine record nothing?)"),
+        (
+            _repeated(found),
+            "an expert is chosen twice for it (did the engine record nothing, or is the layer "
+            "dense, and missing in `routed`?)",
+        ),
     ):
         wrong[missing] = False
         if wrong.any():

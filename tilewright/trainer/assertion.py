@@ -1,7 +1,7 @@
 """Compares a run with an earlier one, bit for bit: `train.assert_deterministic`.
 
-Before the first step, certificates: what the two runs' bits depend on. After each step, what the
-earlier run has of it: the row of metrics.jsonl, and checksums.jsonl (of the steps that
+Before the first step, certificates: what is known to change the two runs' bits. After each step,
+what the earlier run has of it: the row of metrics.jsonl, and checksums.jsonl (of the steps that
 `train.checksum_steps` names), one row a step:
 
     {"step", "gradients": [...], "weights": [...]}
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from tilewright.files import read_json
 from tilewright.trainer import certificate
 from tilewright.trainer.certificate import Difference, Facts, differences, listed
 from tilewright.trainer.checksums import Checksums
@@ -38,38 +37,58 @@ class Earlier:
 
     def __init__(self, path: str):
         given = pathlib.Path(path)
-        folder = given.parent if given.is_file() else given
-        self.path, file = path, folder / certificate.FILE
-        if not file.is_file():
+        folder, self.path = given.parent if given.is_file() else given, path
+        files = certificate.files(folder) if folder.is_dir() else []
+        if not files:
             raise FileNotFoundError(
                 f"{FIELD} = {path}: holds no {certificate.FILE}; give the output_dir of a run"
             )
-        self.certificate = read_json(file)
-        if self.certificate.get("schema") != certificate.SCHEMA:
-            raise ValueError(
-                f"{FIELD} = {path}: its certificate has the schema "
-                f"{self.certificate.get('schema')!r}; accepted is {certificate.SCHEMA}"
-            )
-        metrics = rows(folder / "metrics.jsonl")
+        try:
+            # The run's, and one for each time that it resumed in its folder.
+            self.certificates = [certificate.read(file) for _, file in files]
+            metrics = self._rows(folder / "metrics.jsonl")
+            self.checksums = {row["step"]: row for row in self._rows(folder / CHECKSUMS)}
+        except ValueError as error:
+            raise ValueError(f"{FIELD} = {path}: {error}") from error
         self.steps = {row["step"]: row for row in metrics if "loss" in row}
         self.evaluations = {row["step"]: row["eval_loss"] for row in metrics if "eval_loss" in row}
-        self.checksums = {row["step"]: row for row in rows(folder / CHECKSUMS)}
 
-    def check(self, ours: dict[str, Any]) -> None:
-        """Raises ValueError if it did not start as this run does."""
-        theirs = self.certificate
-        facts = {k: v for k, v in theirs["facts"].items() if k in ours["facts"]}
-        mine = dict(ours["facts"])
-        if ours["start"] != theirs["start"]:
-            mine.pop("initial weight")  # of other steps
-            facts.pop("initial weight")
-        if found := list(differences(mine, facts)):
-            said = listed([one.said("in this run", "in that one") for one in found])
-            raise ValueError(f"{FIELD} = {self.path}: this run is not that one: {said}")
-        if not any(step > ours["start"] for step in self.steps):
+    def _rows(self, file: pathlib.Path) -> list[dict[str, Any]]:
+        """Raises ValueError for a row that no run writes."""
+        found, count = rows(file), len(self.certificates[0]["trained"])
+        for row in found:
+            fits = isinstance(row, dict) and type(row.get("step")) is int
+            if fits and file.name == CHECKSUMS:
+                sums = [row.get(kind) for kind in ("gradients", "weights")]
+                fits = all(isinstance(s, list) and len(s) == count for s in sums)
+            if not fits:
+                raise ValueError(f"{file.name} is damaged: {str(row)[:60]} is no row of it")
+        return found
+
+    def check(self, ours: dict[str, Any], total: int) -> None:
+        """Raises ValueError if it has not the steps of this run.   total: where this run ends."""
+        start = ours["start"]
+        begun = [c["start"] for c in self.certificates]
+        first = max((s for s in begun if s <= start), default=0)  # of step start + 1
+        for theirs in self.certificates:
+            if not first <= theirs["start"] < total:
+                continue
+            mine, facts = dict(ours["facts"]), dict(theirs["facts"])
+            if start != theirs["start"]:  # weights of other steps
+                for found in (mine, facts):
+                    found.pop("initial weight", None)
+            said = [d.said("in this run", "in that one") for d in differences(mine, facts)]
+            if theirs["trained"] != ours["trained"]:
+                said.append("the trained tensors differ in this run")
+            if said:
+                where = f" from step {theirs['start'] + 1} on" if theirs["start"] > start else ""
+                raise ValueError(
+                    f"{FIELD} = {self.path}: this run is not that one{where}: {listed(said)}"
+                )
+        if not any(start < step <= total for step in self.steps):
             raise ValueError(
-                f"{FIELD} = {self.path}: that run has no step after {ours['start']}, where this "
-                "one starts"
+                f"{FIELD} = {self.path}: nothing can be compared: that run has no step after "
+                f"{start}, where this one starts, up to {total}, where it ends"
             )
 
 
@@ -91,40 +110,37 @@ class Witness:
                 problem = error
         if self.asserts:
             mesh.control.agree(problem)
-        self.compared = self.compared_tensors = 0
+        self.compared: set[int] = set()  # steps
+        self.compared_tensors = 0
 
-    def start(self, engine: Engine, own: Facts, start: int) -> list[str]:
+    def start(self, engine: Engine, own: Facts, start: int, total: int) -> list[str]:
         """Certifies the run, and begins to record it. Returns lines for the log.
 
-        own: this rank's `certificate.facts`.
+        own: this rank's `certificate.facts`.   start, total: steps that are done, and in all.
         Raises ValueError on every rank if the run may not start.
         """
         apart = certificate.between_ranks(own, self.mesh)
         if apart and self.asserts:
             raise ValueError(f"{FIELD} = {self.train.assert_deterministic}: ranks differ: {apart}")
         self.checksums = Checksums(engine.model, self.mesh)
-        made, problem = certificate.certify(own, self.checksums, start), None
-        if self.earlier is not None:
+        made, problem, lines = certificate.certify(own, self.checksums, start), None, []
+        if self.mesh.main:
             try:
-                self.earlier.check(made)
-            except ValueError as error:
+                if self.earlier is not None:
+                    self.earlier.check(made, total)
+                self._keep(start)
+                name, digest = certificate.write(self.train.output_dir, made)
+                lines.append(f"certificate: {digest[:16]} in {name}")
+            except (OSError, ValueError) as error:
                 problem = error
-        if self.asserts:
-            self.mesh.control.agree(problem)
-        self.step, self.parts = start, []
+        self.mesh.control.agree(problem)
+        self.step, self.parts, self.steps = start, [], range(start + 1, total + 1)
         there = sorted(self.earlier.checksums) if self.earlier else []
         self.known = set(self.mesh.control.broadcast(there)) if self.asserts else set()
         if self.known or self.train.checksum_steps:
             engine.optimizer.register_step_pre_hook(self._before)
             engine.optimizer.register_step_post_hook(self._after)
-        if not self.mesh.main:
-            return []
-        self._keep(start)
-        digest = certificate.write(self.train.output_dir, made)
-        lines = [f"certificate: {digest[:16]} in {certificate.FILE}"]
-        if apart:
-            lines.append(f"ranks differ: {apart}")
-        return lines
+        return [*lines, f"ranks differ: {apart}"] if apart else lines
 
     def _keep(self, start: int) -> None:
         """Steps that a resumed run repeats are not recorded twice."""
@@ -159,16 +175,28 @@ class Witness:
             both = self.checksums.read(torch.stack(self.parts))
             found = dict(zip(("gradients", "weights"), both, strict=True))
             self.parts = []
-            if self.mesh.main:
-                with self.file.open("a") as file:
-                    file.write(json.dumps({"step": step, **found}) + "\n")
-        if not self.asserts:
+        said, problem = None, None
+        if self.mesh.main:
+            try:
+                said = self._recorded(step, values, found)
+            except OSError as error:
+                problem = error
+        if self.asserts or found:
+            said, problem = self.mesh.control.broadcast((said, problem))
+            if problem is not None:
+                raise problem
+        return said
+
+    def _recorded(
+        self, step: int, values: dict[str, float], found: dict[str, list[int]]
+    ) -> str | None:
+        if found:
+            with self.file.open("a") as file:
+                file.write(json.dumps({"step": step, **found}) + "\n")
+        if self.earlier is None or step not in self.earlier.steps:
             return None
-        said = None
-        if self.earlier is not None and step in self.earlier.steps:
-            self.compared += 1
-            said = self._said(step, values, self.earlier.steps[step], found)
-        return self.mesh.control.broadcast(said)
+        self.compared.add(step)
+        return self._said(step, values, self.earlier.steps[step], found)
 
     def evaluation(self, step: int, loss: float) -> str | None:
         """The same for a loss of evaluation."""
@@ -213,7 +241,23 @@ class Witness:
         """Lines for the log at the end."""
         if self.earlier is None:
             return []
-        return [
-            f"deterministic: {self.compared} steps have the bits of {self.earlier.path}, "
-            f"{self.compared_tensors} of them by the checksums of all gradients and weights too"
+        count = len(self.compared)
+        lines = [
+            f"deterministic: {count} step{' is' if count == 1 else 's are'} bit-identical to "
+            f"{self.earlier.path}, {self.compared_tensors} also by the checksums of all gradients "
+            "and weights"
         ]
+        if rest := [step for step in self.steps if step not in self.compared]:
+            lines.append(f"not compared: {len(rest)} of {len(self.steps)} steps, {spans(rest)}")
+        return lines
+
+
+def spans(steps: list[int]) -> str:
+    """Ascending numbers, runs of them by their ends: [1, 2, 3, 7] as "1 to 3, 7"."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and runs[-1][-1] + 1 == step:
+            runs[-1][1:] = [step]
+        else:
+            runs.append([step])
+    return listed([" to ".join(map(str, run)) for run in runs])

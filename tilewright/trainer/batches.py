@@ -194,17 +194,17 @@ class Batches:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.epoch, self.used = state["epoch"], state["used"]
 
-    def order(self) -> np.ndarray:
-        """Indices of all bins in the order of the present epoch."""
+    def order(self, epoch: int) -> np.ndarray:
+        """Indices of all bins in the order of an epoch."""
         if not self.data.shuffle_merged_datasets:
             return np.arange(len(self.bins))
-        return np.random.default_rng((self.seed, self.epoch)).permutation(len(self.bins))
+        return np.random.default_rng((self.seed, epoch)).permutation(len(self.bins))
 
     def _mine(self) -> Iterator[list[int | None]]:
         """Indices of this rank's micro-batches from the present position to the end of the
         epoch.
         """
-        order = self.order()
+        order = self.order(self.epoch)
         for first in range(self.used, len(order), self.per_step):
             step = list(map(int, order[first : first + self.per_step]))
             if len(step) < self.per_step:
@@ -219,7 +219,7 @@ class Batches:
         """Yields the micro-batches of each following step, epoch after epoch, without end."""
         while True:
             loader = _loader(self.bins, list(self._mine()), self.data, self.pin, self.cp, self.tp)
-            step, sizes = [], self.bins.sizes[self.order()]
+            step, sizes = [], self.bins.sizes[self.order(self.epoch)]
             for batch in loader:
                 step.append(batch)
                 if len(step) == self.accumulation:

@@ -1,6 +1,7 @@
-"""The certificate of a run: all that its bits depend on, gathered from every rank.
+"""The certificate of a run: what is known to change its bits, gathered from every rank.
 
-Rank 0 writes it to certificate.json in the run's folder before the first step:
+Rank 0 writes it to the run's folder before the first step, to certificate.json, or, for a run that
+resumes after step N, to certificate_N.json:
 
     {"schema", "start", "facts": {kind: {name: value}}, "trained": [names]}
 
@@ -13,8 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -22,9 +25,12 @@ import numpy as np
 import torch
 
 from tilewright import platform
+from tilewright.files import read_json
+from tilewright.installed import installed
 from tilewright.kernels import tuning
+from tilewright.ops._attention_vendors import FLASH
 from tilewright.selection import operations
-from tilewright.trainer.batches import Batches
+from tilewright.trainer.batches import Batches, Bins
 from tilewright.trainer.checksums import Checksums
 from tilewright.trainer.config import Config
 from tilewright.trainer.mesh import Mesh
@@ -32,6 +38,12 @@ from tilewright.trainer.mesh import Mesh
 FILE = "certificate.json"
 SCHEMA = 1
 Facts = dict[str, dict[str, Any]]
+# Implementations of this library that another package computes, and its name.
+BEHIND = {
+    **{name: flash.distribution for name, flash in FLASH.items()},
+    "quack": "quack-kernels",
+    "cute": "nvidia-cutlass-dsl",
+}
 # Fields that change no number of a step, and those whose contents are other facts.
 LEFT_OUT = {
     "model": {"model_path", "config_path", "tokenizer_path"},
@@ -40,7 +52,6 @@ LEFT_OUT = {
         "test_datasets",
         "dataset_prepared_path",
         "select_columns",
-        "eval_sample_packing",
         "sample_packing_mp_start_method",
         "dataloader_num_workers",
         "dataloader_prefetch_factor",
@@ -99,7 +110,22 @@ HASHES = {
     "initial weight": "the initial weight of {}",
     "environment code": "the code of tilewright",
     "data contents": "the content of the data",
+    "data evaluation": "the content of the evaluation data",
     "data order": "the order of samples",
+}
+# Other facts in a sentence, by kind, or kind and name.
+NAMES = {
+    "environment": "the environment's {}",
+    "environment threads": "the number of threads",
+    "setting": "the setting {}",
+    "layout": "the layout's {}",
+    "layout processes": "the number of processes",
+    "field": "field {}",
+    "model": "the model's {}",
+    "implementation": "the implementation of {}",
+    "package": "the version of {}",
+    "data": "the data's {}",
+    "the": "the {}",
 }
 
 
@@ -114,16 +140,23 @@ class Difference(NamedTuple):
         if of := HASHES.get(self.kind) or HASHES.get(f"{self.kind} {self.name}"):
             return f"{of.format(self.name)} differs {here}"
         shown = ["not set" if v is None else repr(v) for v in (self.ours, self.theirs)]
-        return f"{self.kind} {self.name} is {shown[0]} {here} and {shown[1]} {there}"
+        name = NAMES.get(f"{self.kind} {self.name}") or NAMES.get(self.kind, f"{self.kind} {{}}")
+        return f"{name.format(self.name)} is {shown[0]} {here} and {shown[1]} {there}"
 
 
 def facts(
-    config: Config, mesh: Mesh, batches: Batches, belongs: Facts, chosen: dict[str, str]
+    config: Config,
+    mesh: Mesh,
+    data: tuple[Batches, Bins | None],
+    belongs: Facts,
+    chosen: dict[str, str],
 ) -> Facts:
     """This rank's, causes before what they have an effect on; without the initial weights.
 
-    belongs: what `build.identity` returns.   chosen: the implementation of each op.
+    data: what `build.build_data` returns.   belongs: what `build.identity` returns.   chosen: the
+    implementation of each op.
     """
+    batches, held = data
     device = platform.device_name(mesh.device.type)
     made = config.model_dump(mode="json")
     found = {
@@ -143,19 +176,46 @@ def facts(
         },
         "model": belongs["model"],
         "implementation": chosen,
+        "package": packages(chosen, deep_ep=config.model.ep_dispatch == "deepep"),
         "launch": launches(chosen, mesh.device),
         "tuned table": {f"{op} for {device}": h for op, h in tuning.hashes(mesh.device).items()},
-        "data": {**belongs["data"], "order": order(batches)},
+        "data": {
+            **belongs["data"],
+            "evaluation": None if held is None else held.fingerprint(),
+            "order": order(batches),
+        },
     }
     return json.loads(json.dumps(found))
 
 
 def order(batches: Batches) -> str:
-    """SHA-256 of the order of samples in the present epoch, bin by bin."""
-    digest = hashlib.sha256(np.asarray(batches.order(), np.int64).tobytes())
+    """SHA-256 of the order of samples in the first epoch, bin by bin. It and the seed give the
+    order in every other.
+    """
+    digest = hashlib.sha256(np.asarray(batches.order(0), np.int64).tobytes())
     for samples in batches.bins.bins:
         digest.update(np.asarray([len(samples), *samples], np.int64).tobytes())
     return digest.hexdigest()
+
+
+def packages(chosen: dict[str, str], deep_ep: bool) -> dict[str, str]:
+    """The versions of other packages that compute for these implementations."""
+    found = {"deep_ep": version("deep_ep")} if deep_ep else {}
+    for op, name in chosen.items():
+        package = BEHIND.get(name)
+        for entry in installed().get(op, ()):
+            if entry.name == name and entry.point.dist is not None:
+                package = entry.point.dist.name
+        if package is not None:
+            found[package] = version(package)
+    return found
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # a checkout in PYTHONPATH
+        return "unknown"
 
 
 def launches(chosen: dict[str, str], device: torch.device) -> dict[str, str]:
@@ -214,11 +274,40 @@ def certify(own: Facts, checksums: Checksums, start: int) -> dict[str, Any]:
     }
 
 
-def write(folder: str, certificate: dict[str, Any]) -> str:
-    """Writes the file, and returns its hash."""
-    text = json.dumps(certificate, indent=1) + "\n"
-    path = pathlib.Path(folder, FILE)
-    aside = path.with_name(f".{FILE}.partial")
+def files(folder: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
+    """A run's certificates, in the order of the steps that they start at, with these."""
+    named = [(re.fullmatch(r"certificate(?:_(\d+))?\.json", p.name), p) for p in folder.iterdir()]
+    return sorted((int(m[1] or 0), p) for m, p in named if m)
+
+
+def write(folder: str, certificate: dict[str, Any]) -> tuple[str, str]:
+    """Writes the file, whose name and hash it returns. Certificates of steps that the run will
+    repeat are removed.
+    """
+    text, start = json.dumps(certificate, indent=1) + "\n", certificate["start"]
+    path = pathlib.Path(folder, f"certificate_{start}.json" if start else FILE)
+    aside = path.with_name(f".{path.name}.partial")
     aside.write_text(text)
     aside.replace(path)
-    return hashlib.sha256(text.encode()).hexdigest()
+    for at, earlier in files(path.parent):
+        if at > start:
+            earlier.unlink()
+    return path.name, hashlib.sha256(text.encode()).hexdigest()
+
+
+def read(file: pathlib.Path) -> dict[str, Any]:
+    """A certificate that `write` wrote. Raises ValueError if the file is none."""
+    found = read_json(file)
+    if found.get("schema") != SCHEMA:
+        raise ValueError(
+            f"{file.name} has the schema {found.get('schema')!r}; accepted is {SCHEMA}"
+        )
+    start, facts, trained = (found.get(name) for name in ("start", "facts", "trained"))
+    for name, fits in (
+        ("start", type(start) is int),
+        ("facts", isinstance(facts, dict) and all(isinstance(v, dict) for v in facts.values())),
+        ("trained", isinstance(trained, list) and all(isinstance(n, str) for n in trained)),
+    ):
+        if not fits:
+            raise ValueError(f"{file.name} is damaged: its {name!r} is missing or of another type")
+    return found

@@ -140,7 +140,7 @@ def prepare(
     data = config.data
     root = pathlib.Path(data.dataset_prepared_path)
     if data.skip_prepare_dataset and (root / "dataset_info.json").is_file():
-        return _saved(root, entries is data.test_datasets, routes)
+        return _saved(root, entries is data.test_datasets, routes, check=main)
     for entry in entries:
         if pathlib.Path(entry.path).is_dir() and root.resolve().is_relative_to(
             pathlib.Path(entry.path).resolve()
@@ -180,8 +180,10 @@ def _push(folder: pathlib.Path, config: Config, split: str) -> None:
         told.write_text("".join(f"{name}\n" for name in (*pushed, target)))
 
 
-def _saved(root: pathlib.Path, test: bool, routes: Routes | None):
-    """A set that the datasets package saved, with the columns of a prepared one."""
+def _saved(root: pathlib.Path, test: bool, routes: Routes | None, check: bool):
+    """A set that the datasets package saved, with the columns of a prepared one.   check: read
+    all recorded routes, since an expert that does not exist would end a GPU run without a sentence.
+    """
     import datasets
 
     if test:
@@ -195,6 +197,11 @@ def _saved(root: pathlib.Path, test: bool, routes: Routes | None):
         raise ValueError(
             f"data.skip_prepare_dataset: {root} has no column {' or '.join(sorted(absent))}"
         )
+    if routes is not None and check:
+        try:
+            routes.check(*(prepared.data.column(name) for name in (ROUTES, "input_ids")))
+        except ValueError as error:
+            raise ValueError(f"data.skip_prepare_dataset: {root}: {error}") from error
     return prepared
 
 

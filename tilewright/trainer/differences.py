@@ -48,7 +48,10 @@ DIFFERENCES: dict[str, tuple[str, str]] = {
     "train.plot_loss": ("none", "ours: a picture that needs no other program"),
     "train.ignore_memory_plan": ("none", "ours: a run that cannot fit is not started"),
     "train.checksum_steps": ("none", "ours: what a later run is compared with"),
-    "train.assert_deterministic": ("none", "ours: two runs have the same bits, or say where not"),
+    "train.assert_deterministic": (
+        "none",
+        "ours: two runs are bit-identical, or the run says where they differ",
+    ),
     "train.router_replay": (
         "none",
         "ours: experts as the engine that generated the data chose them",

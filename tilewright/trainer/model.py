@@ -298,7 +298,7 @@ class Transformer(nn.Module):
         """A batch's, as `Sequence` has them: of the tokens that this rank has in each layer."""
         if routed_experts is None:
             return None
-        own = self.tp.own(routed_experts[0].long())
+        own = self.tp.own(routed_experts[0])
         K = self.config.num_experts_per_tok
         return own.T.contiguous().unflatten(0, (-1, K))
 

@@ -163,7 +163,7 @@ class MoE(nn.Module):
         """The layer's output, and the router's report [E + 2]: tokens per expert, load-balance
         loss, z-loss.
 
-        routes: recorded experts of this layer [K, T], -1 for a token without a record.
+        routes: recorded experts of this layer, int16 [K, T], -1 for a token without a record.
         kept: as in `ep_moe_mlp`, for a call that the backward repeats.
         """
         x_TH = x.reshape(-1, x.shape[-1])
@@ -182,7 +182,7 @@ class MoE(nn.Module):
         return (y if self.shared_experts is None else y + self.shared_experts(x)), report
 
     def _completed(self, logits_TE, recorded_TK):
-        """Recorded routes; of tokens without a record today's."""
+        """Recorded routes; of tokens without a whole record today's."""
         bias = self.gate.e_score_correction_bias
         today = tw.route(logits_TE, self.top_k, bias=bias, **self.options).expert_index
-        return torch.where(recorded_TK < 0, today, recorded_TK)
+        return torch.where((recorded_TK < 0).any(-1, keepdim=True), today, recorded_TK.long())

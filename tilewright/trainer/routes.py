@@ -11,7 +11,10 @@ import pyarrow.compute as pc
 import torch
 
 from tilewright.nn import read_routed_experts
+from tilewright.nn.routed_experts import check
 from tilewright.trainer.model_config import ModelConfig
+
+CHECKED = 256  # samples of a prepared set that are checked at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +61,54 @@ class Routes:
         )
         return found.transpose(0, 1).reshape(tokens, self.width).to(torch.int16).numpy()
 
+    def check(self, column: pa.ChunkedArray, tokens: pa.ChunkedArray) -> None:
+        """Raises ValueError for the first sample of a prepared set whose routes are not such.
 
-def _nested(values: pa.Array) -> np.ndarray:
-    """Lists of lists as an array, without Python's numbers."""
+        column: those of each sample, token after token.   tokens: of each sample.
+        """
+        if not (
+            any(is_list(column.type) for is_list in LISTS)
+            and pa.types.is_integer(column.type.value_type)
+        ):
+            raise ValueError(f"routed_experts are {column.type}; accepted are lists of integers")
+        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
+        counts = pc.fill_null(pc.list_value_length(tokens), 0).to_numpy()
+        if len(wrong := (lengths != counts * self.width).nonzero()[0]):
+            i = wrong[0]
+            raise ValueError(
+                f"sample {i} has {lengths[i]} numbers in routed_experts; accepted are "
+                f"{counts[i] * self.width}, {self.width} for each of its {counts[i]} tokens"
+            )
+        first = 0
+        for part in column.chunks:
+            for at in range(0, len(part), CHECKED):
+                some = part.slice(at, CHECKED)
+                try:
+                    self._check(some)
+                except ValueError:
+                    for i in range(len(some)):  # to name the sample
+                        try:
+                            self._check(some.slice(i, 1))
+                        except ValueError as error:
+                            raise ValueError(f"sample {first + i}: {error}") from error
+                    raise
+                first += len(some)
+
+    def _check(self, samples: pa.Array) -> None:
+        values = samples.flatten()
+        if values.null_count:
+            raise ValueError("an expert in routed_experts is null")
+        found = values.to_numpy(zero_copy_only=False).reshape(-1, len(self.routed), self.top_k)
+        check(found, self.experts, self.routed)
+
+
+LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+
+
+def _nested(values: Any) -> np.ndarray:
+    """Lists of lists, an Arrow array, as an array, without Python's numbers."""
     shape: list[int] = [len(values)]
-    while pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+    while any(is_list(values.type) for is_list in LISTS):
         lengths = pc.unique(pc.list_value_length(values)).to_pylist()
         if len(lengths) > 1 or None in lengths:
             raise ValueError(

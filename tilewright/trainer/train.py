@@ -234,7 +234,8 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         raise ValueError(
             f"train.profile_start_step = {t.profile_start_step}: the run has {plan.total} steps"
         )
-    certified = witness.start(engine, facts(config, mesh, batches, belongs, chosen), start)
+    own = facts(config, mesh, (batches, held), belongs, chosen)
+    certified = witness.start(engine, own, start, plan.total)
     if mesh.main:
         pathlib.Path(t.output_dir, "resolved_config.yaml").write_text(resolved(config))
     flops = engine.model.whole.flops_per_token(config.data.sample_packing_sequence_len)
