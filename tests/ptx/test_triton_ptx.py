@@ -920,7 +920,7 @@ def test_what_runs_depend_on_is_in_their_digest(tmp_path, monkeypatch):
     copy = tmp_path / "counts.json"
     for budget, variable, version in (
         (real, "TRITON_CACHE_DIR", np.__version__),
-        (real, "TRITON_F32_DEFAULT", np.__version__),
+        (real, "TRITON_DEBUG", np.__version__),
         (real, "DISABLE_LLVM_OPT", np.__version__),
         (real, "TRITON_HOME", "another"),
         (real + " ", "TRITON_HOME", np.__version__),

@@ -176,6 +176,10 @@ def one_place():
     return out
 
 
+def the_last():
+    return torch.tensor([2])
+
+
 @triton.jit
 def _races_on(out_ptr):
     tl.store(out_ptr, tl.program_id(0))
