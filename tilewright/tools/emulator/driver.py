@@ -254,7 +254,7 @@ def without_machine_code(backend=None, stages=None, options=None, language=None,
     if stages is None:
         from triton.runtime import driver
 
-        key = f"without machine code {driver.active.compiles}"
+        key = f"without machine code {driver.active.compiles}".strip()
         return key, key
     stages["cubin"] = lambda text, metadata: b""
     return None
