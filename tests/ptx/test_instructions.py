@@ -235,6 +235,23 @@ def test_a_barrier_orders_accesses_of_one_block_and_not_of_two():
         kernel.run(memory, values, (2, 1, 1))
 
 
+def test_a_launch_goes_on_after_a_race_that_is_tolerated():
+    """A thread reads what one of the other warp wrote to shared memory, with no barrier between."""
+    body = (
+        ".shared .align 16 .b8 buffer[256]; mov.b32 %r1, buffer; shl.b32 %r2, %r0, 2; "
+        "add.s32 %r3, %r1, %r2; st.shared.b32 [%r3], %r0; xor.b32 %r4, %r2, 132; "
+        "add.s32 %r5, %r1, %r4; ld.shared.b32 %r6, [%r5]; st.global.b32 [%rd8], %r6;"
+    )
+    kernel, memory = Kernel(KERNEL.format(body=body, threads=64)), Memory()
+    memory.tolerated = frozenset(["race"])
+    out = torch.zeros(64).long()
+    kernel.run(memory, [memory.put(t) for t in (*torch.zeros(3, 64), out)], (1, 1, 1))
+    memory.take_back()
+    assert out.tolist() == [i ^ 33 for i in range(64)]
+    [(place, note)] = memory.notes.items()
+    assert place == ("race", "kernels.py:7") and note.what.startswith("reads shared memory that")
+
+
 def test_a_product_in_tf32_is_that_of_truncated_numbers():
     g = torch.Generator().manual_seed(0)
     a, b, c = (torch.randn(s, generator=g) for s in ((16, 8), (8, 8), (16, 8)))

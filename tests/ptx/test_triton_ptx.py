@@ -22,6 +22,7 @@ import tempfile
 import threading
 import traceback
 
+import numpy as np
 import pytest
 import torch
 
@@ -865,8 +866,10 @@ def verdicts(request):
         if item.path == request.path and item.originalname == test_compiled_kernels.__name__
     ]
     known, everything = runs(), os.environ.get("TILEWRIGHT_PTX") == "all"
+    draw = ""
     if len(names) == len(known) and not everything:
         seed = random.randrange(1000)
+        draw = f"\nOne of those that passed.drawn(runs(), seed={seed}) names."
         chosen = passed.drawn(known, seed)
         names = [name for name in names if name in chosen]
     variables = {
@@ -875,10 +878,9 @@ def verdicts(request):
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
     }
     found = Verdicts(names, [sys.executable, __file__], env=variables, cwd=ROOT)
-    found.asked = set(names)
+    found.asked, found.draw = set(names), draw
     yield found
-    if everything and found.found.keys() == known.keys():
-        passed.write(known, found.found)
+    passed.settle(known, dict(found.found), everything)
     found.end()
 
 
@@ -886,7 +888,7 @@ def verdicts(request):
 def test_compiled_kernels(name, verdicts):
     if name not in verdicts.asked:
         pytest.skip("has passed with this code (tests/ptx/passed.json); one run in ten is drawn")
-    assert not verdicts[name], verdicts[name]
+    assert not verdicts[name], verdicts[name] + verdicts.draw
 
 
 def test_what_has_changed_runs_whole_and_the_rest_is_drawn(tmp_path, monkeypatch):
@@ -904,6 +906,34 @@ def test_what_has_changed_runs_whole_and_the_rest_is_drawn(tmp_path, monkeypatch
         share = len(first.intersection(names)) / len(names)
         assert share == 1 if group in ("rope", "route") else 0.1 <= share <= 1
     assert first != second and len(first) < len(known) / 4
+    # A run that fails when it is drawn removes its group, and one that has not ended removes none.
+    name = passed.groups(known)["rmsnorm"][1][0]
+    before = json.loads(passed.FILE.read_text())
+    passed.settle(known, {name: ""}, everything=False)
+    assert json.loads(passed.FILE.read_text()) == before
+    passed.settle(known, {name: "wrong"}, everything=False)
+    assert before.keys() - json.loads(passed.FILE.read_text()) == {"rmsnorm"}
+
+
+def test_what_runs_depend_on_is_in_their_digest(tmp_path, monkeypatch):
+    real, digests = COUNTS.read_text() if COUNTS.exists() else "", set()
+    copy = tmp_path / "counts.json"
+    for budget, variable, version in (
+        (real, "TRITON_CACHE_DIR", np.__version__),
+        (real, "TRITON_DEBUG", np.__version__),
+        (real, "DISABLE_LLVM_OPT", np.__version__),
+        (real, "TRITON_HOME", "another"),
+        (real + " ", "TRITON_HOME", np.__version__),
+    ):
+        copy.write_text(budget)
+        with monkeypatch.context() as m:
+            m.setattr(passed, "counts_of", lambda version: copy)
+            m.setattr(np, "__version__", version)
+            m.setenv(variable, "1")
+            passed.common.cache_clear()
+            digests.add(passed.digest(None))
+    passed.common.cache_clear()
+    assert len(digests) == 5 and passed.digest(None) in digests
 
 
 ACCESS = """

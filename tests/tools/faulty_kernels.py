@@ -83,6 +83,59 @@ def twice(x):
     return x + x
 
 
+def added(x, y):
+    return doubled(x) + y
+
+
+def forgets_y(x, y):
+    return doubled(x) + y.detach()
+
+
+def plain_added(x, y):
+    return x + x + y
+
+
+def with_sum(x):
+    return doubled(x), x.sum().detach()
+
+
+def plain_with_sum(x):
+    return x + x, x.sum()
+
+
+@triton.jit
+def _of_pair(pair):
+    tl.store(pair[0], pair[1])
+
+
+def of_pair(x):
+    _of_pair[(1,)]((x, 2.0))
+
+
+def of_x(x, y):
+    return x + x + y.detach()
+
+
+def squared(x, y):
+    return x * x
+
+
+def stores_the_same(x, y):
+    """Writes y, and x with what it held."""
+    nothing = torch.zeros_like(x)
+    _add[(1,)](x, nothing, x, x.numel(), BLOCK=256)
+    _add[(1,)](x, nothing, y, x.numel(), BLOCK=256)
+
+
+@triton.jit
+def _fill(out_ptr, BLOCK: tl.constexpr):
+    tl.store(out_ptr + tl.arange(0, BLOCK), 1.0)
+
+
+def fill():
+    _fill[(1,)](torch.empty(1024), BLOCK=1024)
+
+
 # ---- faults
 
 
@@ -121,6 +174,33 @@ def one_place():
     out = torch.zeros(1, dtype=torch.int32)
     _one_place[(3,)](out)
     return out
+
+
+def the_last():
+    return torch.tensor([2])
+
+
+@triton.jit
+def _races_on(out_ptr):
+    tl.store(out_ptr, tl.program_id(0))
+    tl.store(out_ptr + 1 + tl.program_id(0), 0)  # one program too many
+
+
+def races_on():
+    _races_on[(3,)](torch.zeros(3, dtype=torch.int32))
+
+
+@triton.jit
+def _waits(flag_ptr):
+    if tl.program_id(0) == 0:
+        while tl.atomic_add(flag_ptr, 0) == 0:  # for a later program
+            pass
+    else:
+        tl.atomic_xchg(flag_ptr, 1)
+
+
+def waits():
+    _waits[(2,)](torch.zeros(1, dtype=torch.int32))
 
 
 @triton.jit
@@ -236,6 +316,14 @@ def product(x, y):
 def in_clusters(x):
     out = torch.empty_like(x)
     _add[(1,)](x, x, out, x.numel(), BLOCK=256, num_ctas=2)
+
+
+def from_the_second(x):
+    _add[(1,)](x[1:], x[1:], torch.empty_like(x), 1024, BLOCK=1024)
+
+
+def exits(x):
+    raise SystemExit(0)
 
 
 def plain_product(x, y):

@@ -13,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -28,7 +29,7 @@ TWO = f"{ROW} --arg 'y=tensor(f32, [200])'"
 
 # command -> exit code, and what it says
 RIGHT = {
-    "emulate add_on_cuda": ["_add  ", "sm_90: 1 launches, no breaks"],
+    "emulate add_on_cuda": ["_add  ", "sm_90: 1 launch, no breaks"],
     "emulate add --arg 'x=tensor(bf16, [200])' --arg 'y=tensor(bf16, [200], ones)' "
     "--reference plain_add": ["error out 0: "],
     "emulate _add --inputs for_the_kernel --constexpr BLOCK=64 --grid 'cdiv(n, BLOCK)' "
@@ -45,6 +46,20 @@ RIGHT = {
     f"emulate tuned {ROW}": ["no breaks"],
     f"emulate reads_unset {ROW} --allow uninitialized": ["allowed uninitialized: reads y_ptr[0]"],
     f"emulate add {TWO} --reference interpreter": ["error out 0: none"],
+    f"emulate with_sum {ROW} --backward --reference plain_with_sum": ["error grad x: none"],
+    f"emulate stores_the_same {TWO} --reference interpreter": ["error x: none", "error y: none"],
+    "emulate one_place --allow race --reference the_last": [
+        "allowed race: writes out_ptr[0]",
+        "error out 0: none",
+        "1 launch, no breaks",
+    ],
+    f"emulate FOLDER/late.py:late {TWO}": ["_add  ", "1 launch, no breaks"],
+    "gate fill --arch 90 --min-load 128": [
+        "for sm_90  registers",
+        "\n_fill      ",
+        "1 kernel, 1 compilation, no breaks",
+    ],
+    f"gate in_clusters {ROW} --arch 90": ["  cluster\n"],
     f"gate tuned {ROW} --configs all --arch 90": ["_tuned #2", "2 kernels, 2 compilations"],
     "gate _add --inputs for_the_kernel --arg n=1024 --constexpr BLOCK=1024 --min-load 128 "
     "--max-registers 64 --no-spills --no-stack": ["128/128", "3 compilations, no breaks"],
@@ -83,6 +98,28 @@ BREAKS = {
     "emulate add --inputs some_inputs --reference plain_subtract": [
         r"BREAK out 0: \d\.\d\de\+00 at \[\d+\], accepted \d\.\d\de-0[67]"
     ],
+    "emulate races_on --allow race": [
+        r"allowed race: writes out_ptr\[0\], which block 0 of the grid writes another value to",
+        r"BREAK bounds: writes just past the end of out_ptr \[3\], .*{one program too many}",
+        "1 launch, 1 break",
+    ],
+    "emulate waits --max-instructions 500": [
+        r"BREAK limit: has executed 500 instructions and not ended; .* \(_waits, program "
+        r"\(0, 0, 0\), \S*faulty_kernels.py:{for a later program}"
+    ],
+    "emulate add --arg 'x=tensor(f16, [200], 60000)' --arg 'y=tensor(f16, [200])' "
+    "--reference squared": [
+        "BREAK out 0: the error of the reference in float16 is infinite, and sets no bound"
+    ],
+    f"emulate forgets_y {TWO} --backward --reference plain_added": [
+        "error grad x: none",
+        "BREAK grad y: the reference has it, and the call gives none",
+    ],
+    f"emulate added {TWO} --backward --reference of_x": [r"BREAK grad y: \d\.\d\de\+\d+ at"],
+    **{
+        f"emulate FOLDER/{copy}/copied.py:no_mask {ROW}": [rf"BREAK bounds: .*{copy}/copied\.py:\d"]
+        for copy in ("one", "two")
+    },
     f"emulate tuned {ROW} --configs all": [r"BREAK bounds: reads just past the end of x_ptr"],
     "gate spills --arg 'x=tensor(f32, [16384])' --no-spills --arch 90": [
         r"BREAK _spills sm_90: has \d+ bytes spilled a thread; accepted: 0"
@@ -93,6 +130,9 @@ BREAKS = {
     ],
     "gate column --arg 'x=tensor(f32, [128, 40])' --min-load 128 --arch 90": [
         "BREAK _column sm_90: its widest global load has 32 bits; accepted: 128 or more"
+    ],
+    "gate from_the_second --arg 'x=tensor(f32, [1025])' --min-load 128 --arch 90": [
+        "BREAK _add sm_90: its widest global load has 32 bits; accepted: 128 or more"
     ],
     f"gate does_not_compile {ROW} --arch 90": [
         r"BREAK _does_not_compile sm_90: does not compile: .*missing_name is not defined"
@@ -123,15 +163,28 @@ REFUSED = {
     "emulate product --arg 'x=tensor(bf16, [128, 128])' --arg 'y=tensor(bf16, [128, 128])' "
     "--arch 100": r"has no instructions tcgen05: run it for another --arch \(_too_much\)",
     f"emulate raises {ROW}": "raises fails: ValueError: what the function says",
+    f"emulate exits {ROW}": "exits fails: SystemExit: 0",
+    "emulate FOLDER/ends.py:f": r"ends\.py cannot be imported: SystemExit: 0",
+    "gate FOLDER/skips.py:f": r"skips\.py cannot be imported: Skipped: needs a GPU",
     "emulate launches_nothing": "launched no Triton kernel",
     f"emulate add {TWO} --reference some_inputs": "--reference: the function fails: TypeError",
     "emulate add_on_cuda --backward": "--backward: needs a host function with floating-point",
+    f"gate of_pair {ROW}": r"compiles no kernel with a tuple as argument \(pair\)",
     "gate launches_nothing": "launched no Triton kernel",
     f"gate raises {ROW}": "raises fails: ValueError: what the function says",
 }
 PAGE = (ROOT / "docs/emulate.md").read_text()
 SHOWN = re.findall(r"^\$ tilewright (.*)\n((?:.*\n)*?)```", PAGE, re.M)
-EVERY = [*RIGHT, *BREAKS, *REFUSED, *(command for command, _ in SHOWN)]
+[WORKFLOW] = re.findall(r"```yaml .*?\n(.*?)```", PAGE, re.S)
+IN_WORKFLOW = re.findall(r"- run: tilewright (.*)", WORKFLOW)
+EVERY = [*RIGHT, *BREAKS, *REFUSED, *(command for command, _ in SHOWN), *IN_WORKFLOW]
+# Files that commands name by FOLDER.
+FILES = {
+    "ends.py": "import sys\nsys.exit(0)",
+    "skips.py": "import pytest\npytest.skip('needs a GPU', allow_module_level=True)",
+    "late.py": "def late(x, y):\n    import copied\n    return copied.add(x, y)",
+    **{f"{folder}copied.py": (ROOT / HERE).read_text() for folder in ("", "one/", "two/")},
+}
 RUN = """
 import contextlib, io, json, sys
 from tilewright.__main__ import main
@@ -146,20 +199,19 @@ for words in json.load(sys.stdin):
 def words_of(command):
     """The words of a command whose target is a name in faulty_kernels.py."""
     tool, target, *rest = shlex.split(command)
-    where = (
-        target
-        if ":" in target or "examples/" in target
-        else HERE
-        if target == "HERE"
-        else f"{HERE}:{target}"
-    )
+    where = target if ":" in target else HERE if target == "HERE" else f"{HERE}:{target}"
     return [tool, where, *rest]
 
 
 @functools.cache
-def all_ran(commands=tuple(EVERY)):
+def all_ran():
     """(exit code, output, errors) of each command."""
-    given = [words_of(c) for c in commands]
+    folder = tempfile.TemporaryDirectory()
+    for name, text in FILES.items():
+        path = pathlib.Path(folder.name, name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    given = [words_of(c.replace("FOLDER", folder.name)) for c in EVERY]
     for words in given:
         if words[1:3] == [f"{HERE}:reads_unset", "--arg"] and "--allow" not in words:
             words.append("--json")  # that it holds the same
@@ -172,8 +224,9 @@ def all_ran(commands=tuple(EVERY)):
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)},
     )
+    folder.cleanup()
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]
-    return dict(zip(commands, lines, strict=True))
+    return dict(zip(EVERY, lines, strict=True))
 
 
 def with_lines(pattern):
@@ -251,14 +304,13 @@ def test_the_page_has_the_example_and_commands_that_pass_in_continuous_integrati
     [code] = re.findall(r'```python title="[^\n]*"\n(.*?)```', PAGE, re.S)
     assert code in (ROOT / "examples/softmax_kernel.py").read_text()
     yaml = pytest.importorskip("yaml")
-    [text] = re.findall(r"```yaml .*?\n(.*?)```", PAGE, re.S)
-    steps = yaml.safe_load(text)["jobs"]["kernels"]["steps"]
+    steps = yaml.safe_load(WORKFLOW)["jobs"]["kernels"]["steps"]
     commands = [
         s["run"].removeprefix("tilewright ") for s in steps if "tilewright " in s.get("run", "")
     ]
     commands = [c for c in commands if not c.startswith("pip")]
-    assert len(commands) == 2
-    assert all(all_ran(tuple(commands))[c][0] == 0 for c in commands)
+    assert len(commands) == 2 and commands == IN_WORKFLOW
+    assert all(all_ran()[c][0] == 0 for c in commands)
 
 
 def test_the_page_and_the_results_of_public_kernels_are_one():

@@ -167,6 +167,17 @@ def _triton_identity(spec: KernelSpec) -> str:
     )
 
 
+@dataclass(frozen=True)
+class LaunchSpec(KernelSpec):
+    """A launch as Triton bound it. misaligned: its pointers that are not 16-byte aligned."""
+
+    misaligned: tuple[str, ...] = ()
+
+
+def _misaligned(spec: KernelSpec) -> tuple[str, ...]:
+    return spec.misaligned if isinstance(spec, LaunchSpec) else ()
+
+
 def compile_triton(spec: KernelSpec, arch: int) -> tuple[Facts, bytes]:
     import triton
     from triton import knobs
@@ -179,9 +190,8 @@ def compile_triton(spec: KernelSpec, arch: int) -> tuple[Facts, bytes]:
             f"signature and constexprs must name {names}; missing or unknown: {sorted(wrong)}"
         )
     signature = {name: spec.signature.get(name, "constexpr") for name in names}
-    aligned = [
-        i for i, n in enumerate(names) if signature[n].startswith("*") or n in spec.divisible
-    ]
+    pointers = {n for n in names if signature[n].startswith("*")} - set(_misaligned(spec))
+    aligned = [i for i, n in enumerate(names) if n in pointers or n in spec.divisible]
     source = ASTSource(
         spec.kernel,
         signature,
@@ -321,7 +331,8 @@ def _work(task: tuple[str, int]) -> tuple[Result, bytes]:
     name, arch = task
     spec = _specs[name]
     try:
-        facts, cubin = COMPILERS[type(spec)].compile(spec, arch)
+        compiler = next(c for kind, c in COMPILERS.items() if isinstance(spec, kind))
+        facts, cubin = compiler.compile(spec, arch)
         return Result(name, arch, facts), cubin
     except Exception as error:  # compilers' failures have no common base class; each is a verdict
         message = str(error).strip()

@@ -170,9 +170,9 @@ def table(results: Sequence[Result], archs: Sequence[int]) -> str:
     by_name: dict[str, list[Result]] = {}
     for r in results:
         by_name.setdefault(r.name, []).append(r)
-    width = max(map(len, by_name))
-    row = f"{{:<{width}}}  {{:<12}}{{:<13}}{{:<20}}{{:<17}}{{:<13}}{{:<22}}{{:<18}}{{}}"
     heads = "for " + ", ".join(f"sm_{a}" for a in archs)
+    width = max(map(len, [heads, *by_name]))
+    row = f"{{:<{width}}}  {{:<12}}{{:<13}}{{:<20}}{{:<17}}{{:<13}}{{:<22}}{{:<18}}{{}}"
     lines = [
         row.format(
             heads,

@@ -36,10 +36,12 @@ from tilewright.tools.emulator.faults import Fault, Unsupported
 from tilewright.tools.kernel_target import Call, Rejected, call_of, load, one_line
 
 ARCHS = (80, 90, 100, 120)
-KINDS = ("bounds", "alignment", "race", "barrier", "uninitialized")
+# Faults after which a launch can go on.
+ALLOWED = ("race", "uninitialized")
 # Found by the way: the compiler's doing, which the source cannot change.
 NOTED = ("replicas",)
 INTERPRETER = "interpreter"
+MOST = 1_000_000
 
 
 def add_call_options(parser: argparse.ArgumentParser) -> None:
@@ -104,8 +106,8 @@ def _parser() -> argparse.ArgumentParser:
         "--allow",
         action="append",
         default=[],
-        choices=KINDS[2:],
-        help="report such findings without failing; a race still ends its launch (repeatable)",
+        choices=ALLOWED,
+        help="report such findings without failing, and go on after them (repeatable)",
     )
     add("--max-conflicts", type=int, metavar="N", help="fail on more bank conflicts in a kernel")
     add(
@@ -114,6 +116,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RATIO",
         help="fail if warps' accesses take more than RATIO times the sectors of 32 bytes that their "
         "bytes need",
+    )
+    add(
+        "--max-instructions",
+        type=int,
+        default=MOST,
+        metavar="N",
+        help=f"end a program that executes more instructions: it may never end (default: {MOST})",
     )
     add("--results-to", help=argparse.SUPPRESS)  # the interpreter's process writes its results
     return parser
@@ -155,9 +164,9 @@ def attempted(call_it, args: argparse.Namespace) -> Any:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # --json prints one object
             return call_it()
-    except (Fault, Unsupported, Rejected):
+    except (Fault, Unsupported, Rejected, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:  # sys.exit() too: nothing more would be checked
         cause: BaseException | None = error
         while cause is not None:  # the innermost: a callee's error names its own line
             if isinstance(cause, CompilationError):
@@ -185,7 +194,8 @@ def run(args: argparse.Namespace, words: list[str]) -> Report:
     """The report of one command."""
     with emulated_gpu(args.arch) as (driver, unset):
         driver.counts, driver.all_configs = {}, args.configs == "all"
-        driver.tolerated = frozenset(NOTED)
+        driver.tolerated = frozenset((*NOTED, *args.allow))
+        driver.most = args.max_instructions
         call, file = prepared(args)
         if args.backward:
             differentiable(call)
@@ -231,14 +241,17 @@ def interpret(args: argparse.Namespace) -> None:
         call, _ = prepared(args)
         if args.backward:
             differentiable(call)
-        before = convert(arguments_of(call), None)
         found = attempted(lambda: emulate(call, Driver(args.arch), unset, args.backward), args)
-        changed = {
-            n: t.detach()
-            for n, t in arguments_of(call).items()
-            if isinstance(t, torch.Tensor) and not torch.equal(t, before[n])
-        }
-        torch.save(changed | found.tensors, args.results_to)
+        given = arguments_of(call).items()
+        # Of every argument: what was written is known in the other process.
+        after = {n: t.detach() for n, t in given if isinstance(t, torch.Tensor)}
+        torch.save(after | found.tensors, args.results_to)
+
+
+def number_of(n: int, noun: str) -> str:
+    """ "1 launch", "2 launches", "no breaks"."""
+    many = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{n or 'no'} {noun if n == 1 else many}"
 
 
 def shown(report: Report) -> str:
@@ -284,20 +297,18 @@ def shown(report: Report) -> str:
                 print(f"{number} bank conflicts of {k['kernel']} at {line}", file=out)
     for f in report.errors:
         text = "BREAK" if not f.holds else "error"
-        print(
-            f"{text} {f.name}: {f.error:.2e} at {list(f.where)}, accepted {f.budget:.2e}"
-            if f.error or not f.holds
-            else f"error {f.name}: none",
-            file=out,
-        )
+        said = f"{f.error:.2e} at {list(f.where)}, accepted {f.budget:.2e}"
+        if f.why or (f.holds and not f.error):
+            said = f.why or "none"
+        print(f"{text} {f.name}: {said}", file=out)
     for fault in report.allowed:
         word = "note" if fault.kind in NOTED else "allowed"
         print(f"{word} {fault.kind}: {fault}", file=out)
     for fault in report.breaks:
         print(f"BREAK {fault.kind}: {fault}", file=out)
     number = len(report.breaks) + sum(not f.holds for f in report.errors)
-    launches = sum(k["launches"] for k in report.kernels)
-    print(f"sm_{report.arch}: {launches} launches, {number or 'no'} breaks", file=out, end="")
+    launches = number_of(sum(k["launches"] for k in report.kernels), "launch")
+    print(f"sm_{report.arch}: {launches}, {number_of(number, 'break')}", file=out, end="")
     return out.getvalue()
 
 

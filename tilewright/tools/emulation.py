@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import pathlib
 import subprocess
 import sys
@@ -18,7 +19,18 @@ from tilewright.tools.cuda_stand_in import Unset
 from tilewright.tools.emulator.driver import Driver, Launch
 from tilewright.tools.emulator.faults import Fault
 from tilewright.tools.emulator.memory import span
-from tilewright.tools.kernel_target import Call, Rejected, one_line
+from tilewright.tools.kernel_target import Call, Rejected, told
+
+
+@dataclass(frozen=True)
+class Compared(contract.Finding):
+    """The error of one result. why: what breaks it whatever its error; empty: nothing."""
+
+    why: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return not self.why and super().holds
 
 
 @dataclass
@@ -33,7 +45,7 @@ class Report:
     kernels: list[dict[str, Any]] = field(default_factory=list)
     breaks: list[Fault] = field(default_factory=list)
     allowed: list[Fault] = field(default_factory=list)
-    errors: list[contract.Finding] = field(default_factory=list)
+    errors: list[Compared] = field(default_factory=list)
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -50,10 +62,13 @@ class Report:
 
 @dataclass
 class Results:
-    """Outputs and gradients of a call, by name. written: arguments that launches wrote."""
+    """Outputs and gradients of a call, by name.
+
+    grads: upstream gradients, by the number of the output.   names: of the outputs.
+    """
 
     tensors: dict[str, torch.Tensor]
-    grads: list[torch.Tensor]
+    grads: dict[int, torch.Tensor]
     names: list[str]
 
 
@@ -80,16 +95,21 @@ def differentiable(call: Call) -> None:
             t.requires_grad_()
 
 
-def gradients(result, arguments, grads) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Of the outputs with respect to the arguments that require them."""
-    outs = [t for t in leaves(result) if t.requires_grad]
+def gradients(result, arguments, grads) -> tuple[dict[str, Any], dict[int, torch.Tensor]]:
+    """Of the outputs with respect to the arguments that require them; None: autograd has none.
+
+    grads: upstream gradients, by the number of the output; None: they are drawn.
+    """
+    outs = {i: t for i, t in enumerate(leaves(result)) if t.requires_grad}
+    if grads is not None:
+        outs = {i: t for i, t in outs.items() if i in grads}
     inputs = {n: t for n, t in arguments.items() if isinstance(t, torch.Tensor) and t.requires_grad}
     if not outs or not inputs:
         raise Rejected("--backward: no output of the function depends on an argument by autograd")
-    grads = grads or upstream(outs, "contiguous")
-    given = [g.to(o.dtype) for g, o in zip(grads, outs, strict=True)]
-    found = torch.autograd.grad(outs, list(inputs.values()), given, allow_unused=True)
-    return {f"grad {n}": g for n, g in zip(inputs, found, strict=True) if g is not None}, grads
+    grads = grads or dict(zip(outs, upstream([*outs.values()], "contiguous"), strict=True))
+    given = [grads[i].to(t.dtype) for i, t in outs.items()]
+    found = torch.autograd.grad([*outs.values()], list(inputs.values()), given, allow_unused=True)
+    return {f"grad {n}": g for n, g in zip(inputs, found, strict=True)}, grads
 
 
 def emulate(
@@ -110,7 +130,7 @@ def emulate(
     driver.unset, driver.wrote = unset.among, wrote
     arguments = arguments_of(call)
     result = call.run()
-    found, grads = {}, []
+    found, grads = {}, {}
     if outs := leaves(result):
         found = {f"out {i}": t.detach() for i, t in enumerate(outs)}
     else:
@@ -122,7 +142,7 @@ def emulate(
     names = list(found)
     if backward:
         more, grads = gradients(result, arguments, None)
-        found |= more
+        found |= {n: g for n, g in more.items() if g is not None}
     for name, t in found.items():
         if outs and (number := unset.elements(t)):
             driver.faults.append(
@@ -192,7 +212,7 @@ def _limit(row, what):
 
 def compared(
     call: Call, reference: Any, found: Results, kept: dict[str, Any], backward: bool
-) -> list[contract.Finding]:
+) -> list[Compared]:
     """Errors of the results against the reference in float64, on the same (rounded) arguments.
 
     kept: the arguments as they were before the call.
@@ -200,14 +220,17 @@ def compared(
     truth = _refer(call, reference, convert(kept, torch.float64), found, backward)
     eager = _refer(call, reference, convert(kept, None), found, backward)
     findings = []
-    for name, t in found.tensors.items():
-        if name not in truth:
-            continue
-        twin = error(eager[name], truth[name])[0]
+    for name in (n for n in found.tensors if n in truth):
+        t, twin = found.tensors[name], error(eager[name], truth[name])[0]
         deviation, where = error(t, truth[name])
-        findings.append(
-            contract.Finding(name, deviation, twin, 2 * twin + contract.ATOL.get(t.dtype, 0), where)
-        )
+        budget, why = 2 * twin + contract.ATOL.get(t.dtype, 0), ""
+        if not math.isfinite(budget):
+            dtype = str(t.dtype).removeprefix("torch.")
+            why = f"the error of the reference in {dtype} is infinite, and sets no bound"
+        findings.append(Compared(name, deviation, twin, budget, where, why))
+    for name in (n for n in truth if n not in found.tensors and truth[n].any()):
+        why = "the reference has it, and the call gives none"
+        findings.append(Compared(name, math.inf, 0.0, 0.0, (), why))
     if not findings:
         raise Rejected(
             f"--reference: it returns nothing to compare with {', '.join(found.tensors) or 'no output'}"
@@ -221,12 +244,10 @@ def _refer(call, reference, arguments, found: Results, backward) -> dict[str, to
         takes = inspect.signature(reference).parameters
         if not any(p.kind == p.VAR_KEYWORD for p in takes.values()):
             given = {n: v for n, v in arguments.items() if n in takes}
-    try:
-        count = len(call.arguments) if call.kernel is None else 0
-        values = list(given.values())
+    count = len(call.arguments) if call.kernel is None else 0
+    values = list(given.values())
+    with told("--reference: the function fails"):
         result = reference(*values[:count], **dict(list(given.items())[count:]))
-    except Exception as problem:
-        raise Rejected(f"--reference: the function fails: {one_line(problem)}") from problem
     if isinstance(result, dict):
         return result
     outs = leaves(result)
@@ -237,10 +258,13 @@ def _refer(call, reference, arguments, found: Results, backward) -> dict[str, to
     if not outs:
         return {n: arguments[n] for n in found.names if n in arguments}
     tensors = {n: t.detach() for n, t in zip(found.names, outs, strict=True)}
-    return tensors | (gradients(result, arguments, found.grads)[0] if backward else {})
+    if backward:
+        for name, g in gradients(result, arguments, found.grads)[0].items():
+            tensors[name] = torch.zeros_like(arguments[name[5:]]) if g is None else g
+    return tensors
 
 
-def interpreted(arguments: list[str], found: Results) -> list[contract.Finding]:
+def interpreted(arguments: list[str], found: Results) -> list[Compared]:
     """Compares with the same call in Triton's interpreter, in another process."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "results")
@@ -260,5 +284,5 @@ def interpreted(arguments: list[str], found: Results) -> list[contract.Finding]:
         # The interpreter truncates where a GPU rounds, and sums in another order.
         budget = 8 * torch.finfo(t.dtype).eps if t.is_floating_point() else 0.0
         deviation, where = error(t, theirs[name].double() if budget else theirs[name])
-        findings.append(contract.Finding(name, deviation, 0.0, budget, where))
+        findings.append(Compared(name, deviation, 0.0, budget, where))
     return findings

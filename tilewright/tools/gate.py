@@ -13,16 +13,23 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 from tilewright import platform
 from tilewright.bench import gate_verdict, machine_code
-from tilewright.bench.gate_compilers import ARCHS, SHARED_LIMIT, Facts, Result, compile_all
-from tilewright.kernels.spec import KernelSpec
+from tilewright.bench.gate_compilers import (
+    ARCHS,
+    SHARED_LIMIT,
+    Facts,
+    LaunchSpec,
+    Result,
+    compile_all,
+)
 from tilewright.tools.cuda_stand_in import stand_in
-from tilewright.tools.emulate import add_call_options, attempted, prepared
+from tilewright.tools.emulate import add_call_options, attempted, number_of, prepared
 from tilewright.tools.emulator.driver import Driver, installed
 from tilewright.tools.emulator.faults import Fault
 from tilewright.tools.kernel_target import Rejected
@@ -36,15 +43,18 @@ class _Recorder(Driver):
 
 
 @contextlib.contextmanager
-def recorded(arch: int, all_configs: bool = False) -> Iterator[list[KernelSpec]]:
+def recorded(arch: int, all_configs: bool = False) -> Iterator[list[LaunchSpec]]:
     """Inside, host functions launch nothing; yields what they would have compiled."""
     from triton.runtime.jit import JITFunction
 
-    specs: list[KernelSpec] = []
+    specs: list[LaunchSpec] = []
+    noted: list[tuple[dict, Any]] = []
 
     def note(kernel, key, signature, device, constexprs, options, attrs, *_):
         specs.append(spec_of(kernel, signature, constexprs, options, attrs))
-        dummy = kernel.device_caches[device][0][key] = SimpleNamespace(
+        cache = kernel.device_caches[device][0]
+        noted.append((cache, key))
+        dummy = cache[key] = SimpleNamespace(
             run=lambda *_: None,
             launch_metadata=lambda *_: None,
             function=None,
@@ -60,20 +70,34 @@ def recorded(arch: int, all_configs: bool = False) -> Iterator[list[KernelSpec]]
         installed(driver),
         mock.patch.object(JITFunction, "_do_compile", note),
     ):
-        yield specs
+        try:
+            yield specs
+        finally:
+            for cache, key in noted:  # another call of this process is to find these launches
+                cache.pop(key, None)
 
 
-def spec_of(kernel, signature, constexprs, options, attrs) -> KernelSpec:
+def spec_of(kernel, signature, constexprs, options, attrs) -> LaunchSpec:
     """What the compile gate compiles for a launch."""
+    from triton.compiler import make_backend
+    from triton.runtime import driver
+
     names = list(signature)
-    if deep := [names[path[0]] for path in constexprs if len(path) > 1]:
+    if deep := [name for name, kind in signature.items() if isinstance(kind, tuple)]:
         raise Rejected(f"the gate compiles no kernel with a tuple as argument ({deep[0]})")
     aligned = [
         names[path[0]]
         for path, found in attrs.items()
         if len(path) == 1 and ["tt.divisibility", 16] in [list(a) for a in found]
     ]
-    return KernelSpec(
+    defaults = make_backend(driver.active.get_current_target()).parse_options({})
+    chosen = {
+        f.name: value
+        for f in fields(options)
+        if f.name not in ("num_warps", "num_stages")
+        and (value := getattr(options, f.name)) != getattr(defaults, f.name)
+    }
+    return LaunchSpec(
         kernel,
         kernel.fn.__name__,
         {n: kind for n, kind in signature.items() if kind != "constexpr"},
@@ -82,9 +106,10 @@ def spec_of(kernel, signature, constexprs, options, attrs) -> KernelSpec:
         num_stages=options.num_stages,
         divisible=tuple(n for n in aligned if not signature[n].startswith("*")),
         min_arch=0,
-        options={"maxnreg": options.maxnreg} if options.maxnreg else {},
+        options=chosen,
         load=0,
         store=0,
+        misaligned=tuple(n for n, kind in signature.items() if kind[0] == "*" and n not in aligned),
     )
 
 
@@ -121,7 +146,7 @@ def breaks(result: Result, limits: Limits) -> Iterator[str]:
             yield f"has {have} {what}; accepted: {accepted}"
     for kind, accepted in (("load", limits.load), ("store", limits.store)):
         have = widest(f, kind)
-        if accepted is not None and have < accepted:
+        if accepted is not None and 0 < have < accepted:  # 0: it has none
             yield f"its widest global {kind} has {have} bits; accepted: {accepted} or more"
 
 
@@ -161,9 +186,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def collected(
     args: argparse.Namespace, archs: tuple[int, ...]
-) -> dict[str, tuple[KernelSpec, set]]:
+) -> dict[str, tuple[LaunchSpec, set]]:
     """By name, what a call compiles, and for which of the architectures."""
-    found: dict[str, tuple[KernelSpec, set]] = {}
+    found: dict[str, tuple[LaunchSpec, set]] = {}
     names: dict[str, str] = {}  # by what distinguishes it
     for arch in archs:
         with recorded(arch, args.configs == "all") as specs:
@@ -172,7 +197,7 @@ def collected(
                 attempted(call.run, args)
         for spec in specs:
             same = repr((spec.kernel, spec.signature, spec.constexprs, spec.num_warps))
-            same += repr((spec.num_stages, spec.divisible, spec.options))
+            same += repr((spec.num_stages, spec.divisible, spec.misaligned, spec.options))
             if same not in names:
                 number = sum(n.split(" #")[0] == spec.label for n in found)
                 names[same] = f"{spec.label} #{number + 1}" if number else spec.label
@@ -223,5 +248,6 @@ def main(arguments: list[str]) -> int:
         print(gate_verdict.table(results, archs))
         for line in (*notes, *(f"BREAK {line}" for line in failures)):
             print(line)
-        print(f"{len(specs)} kernels, {len(results)} compilations, {len(failures) or 'no'} breaks")
+        numbers = (specs, "kernel"), (results, "compilation"), (failures, "break")
+        print(", ".join(number_of(len(of), noun) for of, noun in numbers))
     return 1 if failures else 0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import operator
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,25 +75,40 @@ def _of_file(path: pathlib.Path):
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    sys.path.insert(0, str(path.parent))
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        with _importing(path.name, str(path.parent)):
+            spec.loader.exec_module(module)
+    except Rejected:
         del sys.modules[name]
-        raise Rejected(f"{path.name} cannot be imported: {one_line(error)}") from error
-    finally:
-        sys.path.remove(str(path.parent))
+        raise
     return module
 
 
 def _imported(name: str):
-    sys.path.insert(0, "")
-    try:
+    with _importing(name, ""):
         return importlib.import_module(name)
-    except Exception as error:
-        raise Rejected(f"{name} cannot be imported: {one_line(error)}") from error
-    finally:
-        sys.path.remove("")
+
+
+@contextlib.contextmanager
+def _importing(what: str, folder: str) -> Iterator[None]:
+    """Inside, modules of a folder can be imported, and they can afterwards: functions import when
+    they are called.
+    """
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    with told(f"{what} cannot be imported"):
+        yield
+
+
+@contextlib.contextmanager
+def told(what: str) -> Iterator[None]:
+    """What the user's code raises ends in a sentence, even if it is to end the process."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise Rejected(f"{what}: {one_line(error)}") from error
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
@@ -314,10 +330,8 @@ def call_of(
             raise Rejected(f"{label}: {', '.join(wrong)} is no tl.constexpr; give it by --arg")
     positional: tuple[Any, ...] = ()
     if inputs is not None:
-        try:
+        with told("--inputs: the function fails"):
             found = inputs()
-        except Exception as error:
-            raise Rejected(f"--inputs: the function fails: {one_line(error)}") from error
         if isinstance(found, dict):
             named = {**found, **named}
         else:

@@ -16,7 +16,9 @@ from tilewright.tools.emulator.uncommon import Uncommon
 
 
 class Cluster(Transfers, Atomics, TensorCores, Uncommon, Arithmetic):
-    def __init__(self, kernel, memory, values, at, cluster, grid, counts):
+    def __init__(self, kernel, memory, values, at, cluster, grid, counts, most=None):
+        """most: instructions that it may execute."""
+        self.executed, self.most = 0, most
         self.counts, self.touched = counts, {"read": [], "written": []}
         self.k, self.memory, self.values, self.cluster = kernel, memory, values, cluster
         n = self.n = kernel.threads * cluster
@@ -93,6 +95,9 @@ class Cluster(Transfers, Atomics, TensorCores, Uncommon, Arithmetic):
             self.whole = here if here.all() else None
             going = True
             while going and pc < until:
+                if self.executed == self.most:
+                    raise self.located(self.endless(), pc)
+                self.executed += 1
                 predicate, negated, op, args = code[pc]
                 going = op[0] not in LEAVES
                 if not going:
@@ -123,6 +128,17 @@ class Cluster(Transfers, Atomics, TensorCores, Uncommon, Arithmetic):
             unsupported = Unsupported(f"instruction `{self.k.texts[pc]}`")
             unsupported.line = self.k.where(pc)
             raise unsupported from e
+        finally:
+            for fault in self.memory.passed:
+                self.keep(fault)
+            self.memory.passed.clear()
+
+    def endless(self):
+        return Fault(
+            "limit",
+            f"has executed {self.most} instructions and not ended; programs run one after another, "
+            "and none can wait for a later one (--max-instructions accepts more)",
+        )
 
     def located(self, fault, pc):
         fault.instruction, fault.line = self.k.texts[pc], self.k.where(pc)
@@ -131,8 +147,10 @@ class Cluster(Transfers, Atomics, TensorCores, Uncommon, Arithmetic):
 
     def note(self, kind, what):
         """Reports what does not end a launch, once per line of the source."""
-        fault = self.located(Fault(kind, what), self.now)
-        line = (kind, fault.line or self.now)
+        self.keep(Fault(kind, what))
+
+    def keep(self, fault):
+        line = (fault.kind, self.located(fault, self.now).line or self.now)
         self.memory.notes.setdefault(line, fault)
 
     def note_read(self, places, me):

@@ -36,7 +36,7 @@ class Driver:
     device.
 
     keeps: whether the memory of every launch is kept.
-    tolerated: kinds of faults that end no launch and are kept in `faults`: "replicas".
+    tolerated: kinds of faults that end no launch and are kept in `faults`: "replicas", "race".
     unset, wrote: of memory by its addresses, which bytes nothing has written (`Memory.put`), and
         what a launch wrote.
     """
@@ -55,8 +55,10 @@ class Driver:
         self.faults: list[Fault] = []  # what went wrong, also if the caller catches it
         self.tolerated: frozenset[str] = frozenset()
         self.change = None  # transforms PTX, to plant faults
+        self.most: int | None = None  # instructions that a program may execute
         self.counts = None  # kernel name -> Counts, if requested
         self.pointed = {}  # address of a table of addresses -> the tensors, at its end
+        self.compiles = ""  # the file of the kernel that Triton compiles now
         self.all_configs, self._tuned, self._probing = False, 0, False
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {
@@ -189,7 +191,7 @@ class Driver:
         self.launches.append(Launch(metadata.name, grid, source, metadata, kernel))
         try:
             # The two pointers at the end.
-            kernel.run(memory, [*values, 0, 0], grid, counts=counts)
+            kernel.run(memory, [*values, 0, 0], grid, counts=counts, most=self.most)
         except Fault as fault:
             fault.kernel = metadata.name
             self.faults.append(fault)
@@ -250,7 +252,10 @@ def without_machine_code(backend=None, stages=None, options=None, language=None,
     key that distinguishes such kernels in Triton's cache.
     """
     if stages is None:
-        return "without machine code", "without machine code"
+        from triton.runtime import driver
+
+        key = f"without machine code {driver.active.compiles}".strip()
+        return key, key
     stages["cubin"] = lambda text, metadata: b""
     return None
 
@@ -263,10 +268,21 @@ def installed(driver: Driver) -> Iterator[Driver]:
     from triton import knobs
     from triton.runtime import autotuner
     from triton.runtime import driver as triton_driver
+    from triton.runtime.jit import JITFunction
 
     from tilewright.kernels.launch import no_launch_cache
 
     real, seen = autotuner.Autotuner.run, set()
+    compiled = JITFunction._do_compile
+
+    def compile_(self, *args, **kwargs):
+        # PTX names the source file, which Triton's key leaves out.
+        if not knobs.compilation.disable_line_info:
+            driver.compiles = self.fn.__code__.co_filename
+        try:
+            return compiled(self, *args, **kwargs)
+        finally:
+            driver.compiles = ""
 
     def run(self, *args, **kwargs):
         if self not in seen:  # choices of another run of this process
@@ -284,5 +300,6 @@ def installed(driver: Driver) -> Iterator[Driver]:
         knobs.runtime.add_stages_inspection_hook = without_machine_code
         knobs.cache.dir = str(pathlib.Path(knobs.cache.dir) / "emulated")
         stack.enter_context(mock.patch.object(triton_driver, "_active", driver))
+        stack.enter_context(mock.patch.object(JITFunction, "_do_compile", compile_))
         stack.enter_context(mock.patch.object(autotuner.Autotuner, "run", run))
         yield driver

@@ -89,10 +89,12 @@ class Kernel:
         grid: tuple[int, int, int],
         cluster: int = 1,
         counts: Counts | None = None,
+        most: int | None = None,
     ) -> None:
+        """most: instructions that a program may execute."""
         values = dict(zip(self.parameters, values, strict=True))
         with np.errstate(all="ignore"):
             for z, y, first in itertools.product(
                 range(grid[2]), range(grid[1]), range(0, grid[0], cluster)
             ):
-                Cluster(self, memory, values, (first, y, z), cluster, grid, counts).run()
+                Cluster(self, memory, values, (first, y, z), cluster, grid, counts, most).run()

@@ -48,6 +48,7 @@ class Memory:
         self.names: dict[int, str] = {}  # by address
         self.notes: dict[object, Fault] = {}  # what did not end the launch
         self.tolerated: frozenset[str] = frozenset()  # kinds that end none
+        self.passed: list[Fault] = []  # of such kinds, for which the cluster has no place yet
         self.released: dict[int, set[int]] = {}  # by block: where its atomics release and acquire
         self._spans: dict[int, tuple[int, int]] = {}  # by storage: first and last + 1 byte
         self._placed: dict[int, int] = {}  # by storage: the address of that first byte
@@ -57,6 +58,13 @@ class Memory:
                 first, last = self._spans.get(key, (1 << 62, 0))
                 end = t.data_ptr() + span(t) * t.element_size()
                 self._spans[key] = min(first, t.data_ptr()), max(last, end)
+
+    def fail(self, kind: str, what: str) -> None:
+        """Raises a fault; keeps it if its kind ends no launch."""
+        fault = Fault(kind, what)
+        if kind not in self.tolerated:
+            raise fault
+        self.passed.append(fault)
 
     def put(self, t: torch.Tensor | None, shift: int = 0, name: str = "", unset=None) -> int:
         """Returns its address. All memory between its elements is copied, so strides stay valid;
@@ -164,7 +172,7 @@ class Memory:
     # ---- races
 
     def check_read(self, places, me, block, threads):
-        """Raises if one of these threads may not read these bytes; notes that they do.
+        """Fails if one of these threads may not read these bytes; notes that they do.
 
         me: [threads, 1], the thread + 1 of the launch; block: its block; threads: of a block.
         """
@@ -178,7 +186,7 @@ class Memory:
         join(self.writer, places, me, block, threads)
 
     def check_write(self, places, raw, me, block, threads, excused=None):
-        """Raises if one of these threads may not write these bytes; writes them.
+        """Fails if one of these threads may not write these bytes; writes them.
 
         excused: which bytes threads may write that others of their block read.
         """
@@ -193,7 +201,7 @@ class Memory:
         self.unset[places] = False
 
     def check_atomic(self, places, me, block, threads):
-        """Raises if another thread accesses these bytes, but not atomically."""
+        """Fails if another thread accesses these bytes, but not atomically."""
         self._check(self.reader, "changes", "reads", places, me, block, threads)
         self._check(self.writer, "changes", "writes", places, me, block, threads)
 
@@ -230,12 +238,13 @@ class Memory:
                 continue
             who = "another thread of the program" if other == own else f"block {other} of the grid"
             did = did if other >= 0 else did.replace("s", "", 1)
-            raise Fault(
+            self.fail(
                 "race",
                 f"{does} {self.element(int(places[i, j]))}, which "
                 f"{who if other >= 0 else 'several blocks'} {did} in this launch, with nothing "
                 "between that orders them",
             )
+            return
 
     def barrier(self, block, places, threads):
         """A block's threads have synchronized, after they accessed these bytes."""

@@ -38,11 +38,11 @@ class TensorCores:
             raise Fault("bounds", "outside shared memory")
         places = np.full(at.shape, block), at
         if self.flying[places].any():
-            raise Fault("race", "reads what a copy may still be writing")
+            self.memory.fail("race", "reads what a copy may still be writing")
         if self.unfenced[places].any():
-            raise Fault("race", "reads what threads wrote, without a fence between")
+            self.memory.fail("race", "reads what threads wrote, without a fence between")
         if (self.written[places] != 0).any():
-            raise Fault("race", "reads what threads wrote, without a barrier between")
+            self.memory.fail("race", "reads what threads wrote, without a barrier between")
         return places
 
     def warpgroups(self, who, text):

@@ -52,12 +52,12 @@ class Transfers:
                 self.note("uninitialized", f"reads {m.element(at)}, which nothing has written")
             return m.data[places]
         if self.flying[places].any():
-            raise Fault(
+            self.memory.fail(
                 "race", "reads what cp.async may still be writing, without a wait_group between"
             )
         thread = np.broadcast_to((np.flatnonzero(who) + 1)[:, None], places[1].shape)
         if self.of_others(self.written[places], thread).any():
-            raise Fault(
+            self.memory.fail(
                 "race", "reads shared memory that another thread wrote, without a barrier between"
             )
         self.read[places] = np.where(self.of_others(self.read[places], thread), -1, thread)
@@ -91,10 +91,8 @@ class Transfers:
         """Two threads of an instruction write different values to one place."""
         if alike(one, other):
             what = f"two threads write values that differ by rounding to {where}"
-            if "replicas" in self.memory.tolerated:
-                return self.note("replicas", what)
-            raise Fault("replicas", what)
-        raise Fault("race", f"two threads write different values to {where} at once")
+            return self.memory.fail("replicas", what)
+        return self.memory.fail("race", f"two threads write different values to {where} at once")
 
     def claim(self, places, raw, who, name):
         """Checks that these threads may write this to shared memory, exclusively until a barrier.
@@ -102,15 +100,15 @@ class Transfers:
         """
         thread = (np.flatnonzero(who) + 1)[:, None]
         if self.flying[places].any():
-            raise Fault("race", "writes where cp.async may still be writing")
+            self.memory.fail("race", "writes where cp.async may still be writing")
         if self.pinned[places].any():
-            raise Fault(
+            self.memory.fail(
                 "race", "writes what wgmma may still be reading, without a wait_group between"
             )
         self.unfenced[places] = True
         for before in (self.written[places], self.read[places]):
             if self.of_others(before, thread).any():
-                raise Fault(
+                self.memory.fail(
                     "race",
                     "writes shared memory that another thread wrote or read, without a barrier between",
                 )
@@ -172,7 +170,7 @@ class Transfers:
         if place not in self.barriers:
             raise Fault("barrier", "no mbarrier there")
         if self.written[place] not in (0, thread + 1):
-            raise Fault("race", "another thread made the mbarrier, without a barrier between")
+            self.memory.fail("race", "another thread made the mbarrier, without a barrier between")
         return self.barriers[place]
 
     def turn(self, barrier):
@@ -250,7 +248,7 @@ class Transfers:
                 at = int(from_[~m.inside[from_]][0])
                 raise Fault("bounds", f"reads {m.nearest(at)}")
             if (m.writer[from_] != 0).any():
-                raise Fault("race", "reads what a thread writes in this launch")
+                self.memory.fail("race", "reads what a thread writes in this launch")
             m.read[from_] = True
             own, before = self.blocks[thread], m.reader[from_]
             foreign = (before != 0) & (owning_block(before, self.k.threads) != own)
@@ -269,10 +267,10 @@ class Transfers:
             # It must be ordered after the threads' accesses by a barrier. (A thread's own writes
             # also need a fence.)
             if self.flying[places].any() or self.pinned[places].any():
-                raise Fault("race", "writes where others may still be reading or writing")
+                self.memory.fail("race", "writes where others may still be reading or writing")
             for before in (self.written[places], self.read[places]):
                 if self.of_others(before, thread + 1).any():
-                    raise Fault(
+                    self.memory.fail(
                         "race",
                         "writes shared memory that a thread wrote or read, without a barrier between",
                     )
