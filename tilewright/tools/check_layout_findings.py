@@ -49,7 +49,7 @@ def find(one: Alone, ranks: Sequence[Compared]) -> list[Finding]:
     gradient = _tensors("gradients", one, ranks)
     if gradient is not None:
         if gradient.name not in one.squares:
-            text = f"{gradient.name} has one on {listed(gradient.ranks, len(ranks))}, and none in one process"
+            text = f"{gradient.name} has one on {_listed(gradient.ranks, len(ranks))}, and none in one process"
             gradient = dataclasses.replace(gradient, text=text)
         found.append(dataclasses.replace(gradient, hint=_gradient_hint(gradient, one, ranks)))
     found += [_norm(one, ranks, gradient), _reported(one, ranks)]
@@ -99,7 +99,7 @@ def _summary(found: dict[int, Deviation], bad: dict[int, Deviation]) -> tuple[fl
     values = list(bad.values())
     first = values[0]
     if all(_alike(d, first) for d in values):
-        where = "" if len(found) == 1 else f" on {listed(bad, len(found))}"
+        where = "" if len(found) == 1 else f" on {_listed(bad, len(found))}"
         return first.factor, 0.0 if first.multiple else first.rest, _factor(first) + where
     said = ", ".join(f"{_factor(d)} on rank {r}" for r, d in list(bad.items())[:4])
     most = max(values, key=lambda d: d.rest)
@@ -134,7 +134,7 @@ def _close(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-9) or (math.isnan(a) and math.isnan(b))
 
 
-def listed(bad: Collection[int], number: int) -> str:
+def _listed(bad: Collection[int], number: int) -> str:
     if len(bad) == number:
         return "every rank"
     return f"rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))} only"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tilewright.tools.check_layout_compare import Alone, Compared
-from tilewright.tools.check_layout_findings import divisors, is_small, listed, names_where
+from tilewright.tools.check_layout_findings import divisors, is_small, names_where
 
 
 def notes(one: Alone, ranks: Sequence[Compared], differs: bool) -> list[str]:
@@ -82,7 +82,10 @@ def _left_out(what: str, there: Sequence[bool]) -> str:
         return ""
     if not there[0]:
         return f"no {what} is compared: one process has none"
-    ranks = listed([r for r, has in enumerate(there[1:]) if not has], len(there) - 1)
+    if not any(there[1:]):
+        return f"no {what} is compared: the ranks have none"
+    without = [str(rank) for rank, has in enumerate(there[1:]) if not has]
+    ranks = f"rank{'s' if len(without) > 1 else ''} {', '.join(without)}"
     if what == "optimizer step":  # compared on each rank alone
         return f"no {what} is compared on {ranks}"
     return f"no {what} is compared: there is none on {ranks}"
