@@ -159,7 +159,7 @@ def test_unusual_parameters_are_compared_and_what_is_not_is_noted(tmp_path):
     assert [(type(v), v) for v in (layout, *sizes)] == [(str, "named"), (int, 2)]
     assert {type(name) for name in compared["same"][0].weights} == {str}
     idle, buffers = notes_of_one(one)
-    assert idle == "idle has no gradient: only weights are compared"
+    assert idle == "idle requires a gradient and has none in one process"
     assert buffers == "buffers are not compared, and the step changes calls"
 
     found = {name: find(one, of_it) for name, of_it in compared.items()}

@@ -174,6 +174,6 @@ def test_tokens_that_all_ranks_have_are_noted():
 def test_several_names_in_a_note():
     one = dataclasses.replace(ONE, idle=["x", "y"], buffers=["m", "n", "o"])
     assert notes_of_one(one) == [
-        "x and 1 more have no gradient: only weights are compared",
+        "x and 1 more require gradients and have none in one process",
         "buffers are not compared, and the step changes m and 2 more",
     ]

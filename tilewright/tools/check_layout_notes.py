@@ -35,7 +35,10 @@ def notes_of_one(one: Alone) -> list[str]:
     """What the check cannot see in any layout."""
     found = []
     if one.idle:
-        found.append(f"{_such(one.idle)} {_has(one.idle)} no gradient: only weights are compared")
+        require = (
+            "requires a gradient and has" if len(one.idle) == 1 else "require gradients and have"
+        )
+        found.append(f"{_such(one.idle)} {require} none in one process")
     if one.buffers:
         found.append(f"buffers are not compared, and the step changes {_such(one.buffers)}")
     return found
@@ -43,10 +46,6 @@ def notes_of_one(one: Alone) -> list[str]:
 
 def _such(names: Sequence[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
-def _has(names: Sequence[str]) -> str:
-    return "have" if len(names) > 1 else "has"
 
 
 def _shared_tokens(one: Alone, ranks: Sequence[Compared]) -> str:
