@@ -134,7 +134,7 @@ def test_numbers_of_tokens_that_hide_faults_are_noted(found):
         if layout.startswith("expert"):
             assert note == "no norm is compared: the ranks have none"
         else:
-            assert layout.startswith("tensor") and f"{size} times the tokens" in note
+            assert layout.startswith("tensor") and f"{size} times the tokens" in note, layout
             assert "right where ranks share a batch" in note
 
 

@@ -169,6 +169,9 @@ def test_tokens_that_all_ranks_have_are_noted():
     for note in (shared, copies):
         assert note.startswith("the ranks have 2 times the tokens of one process between them: ")
     assert "right where ranks share a batch" in shared and "they do the same work" in copies
+    stages = [rank(r, **same, kinds=dict.fromkeys(NAMES[2 * r :][:2], "copy")) for r in (0, 1)]
+    assert not notes(ONE, stages, False)
+    assert not notes(ONE, ranks(tokens=3), False)
 
 
 def test_several_names_in_a_note():

@@ -60,18 +60,20 @@ def _shared_tokens(one: Alone, ranks: Sequence[Compared]) -> str:
 
 def _same_tokens(one: Alone, ranks: Sequence[Compared]) -> str:
     """The step does not tell a batch that ranks share from data that are wrongly the same."""
-    total = sum(c.tokens for c in ranks)
-    if not one.tokens or total not in [k * one.tokens for k in divisors(len(ranks))[1:]]:
+    times, size = sum(c.tokens for c in ranks) / one.tokens, len(ranks)
+    if times not in divisors(size)[1:]:
         return ""
-    said = f"the ranks have {total // one.tokens} times the tokens of one process between them: "
+    if all(times * sum(n in c.kinds for c in ranks) <= size for n in one.order):
+        return ""  # stages of a pipeline, of which as many share a batch
+    said = f"the ranks have {times:.0f} times the tokens of one process between them: "
     if all(c.kinds.get(n) == "copy" for c in ranks for n in one.order):
         return said + (
             "as each has the whole model, they do the same work; data parallelism needs other data "
             "on every rank"
         )
     return said + (
-        "right where ranks share a batch (tensor or pipeline parallelism), a fault where each "
-        "should have data of its own"
+        "right where ranks share a batch, as in tensor parallelism, a fault where each should have "
+        "data of its own"
     )
 
 
