@@ -468,13 +468,16 @@ def unusual(layout, rank, world_size):
     def loss():
         y = model(x)
         if layout == "float8":
+            y.detach().to(torch.float8_e8m0fnu)  # a scale
             y = y + (y - y.to(torch.float8_e5m2).to(y)).detach()
         if layout == "dropout":
             y = F.dropout(y)
         return y.square().mean()
 
     names = {Name.FIRST.value: Name.FIRST}
-    return Step(model=model, loss=loss, tokens=10, optimizer=sgd(model), names=names)
+    # Smaller than the rounding of a weight in bfloat16.
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return Step(model=model, loss=loss, tokens=10, optimizer=optimizer, names=names)
 
 
 unusual.layouts = {Name.LAYOUT: Count.TWO}

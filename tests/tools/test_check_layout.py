@@ -167,6 +167,8 @@ def test_unusual_parameters_are_compared_and_what_is_not_is_noted(tmp_path):
     assert compared["same"][0].dtype == torch.float64
     assert compared["half"][0].dtype == torch.bfloat16
     assert compared["float8"][0].dtype == torch.float8_e5m2
+    [note] = notes(one, compared["half"], False)
+    assert note.startswith("the step of 1 of ") and "such as down.weight, is below" in note
     thawed, step = found["thawed"]
     assert thawed.text == "down.bias has one on every rank, and none in one process"
     assert thawed.hint == "it is frozen in one process, or not in its graph"

@@ -63,18 +63,25 @@ class Ranks:
     def __init__(self, number: int, target: Target, folder: str, timeout: float):
         self.number, self.timeout = number, timeout
         self.folder = pathlib.Path(folder)
-        context = multiprocessing.get_context("forkserver")
         self._pipes, self._processes = [], []
-        for rank in range(number):
-            ours, theirs = context.Pipe()
-            arguments = (rank, number, target, folder, theirs)
-            # Not a daemon: those may not have children, such as a data loader's workers.
-            process = context.Process(target=_main, args=arguments, daemon=False)
-            self._pipes.append(ours)
-            self._processes.append(process)
-            process.start()
-            theirs.close()
         self._at = ["the start"] * number
+        try:
+            for rank in range(number):
+                self._start(rank, target)
+        except BaseException:  # a signal: nobody will leave this object's block
+            self.__exit__()
+            raise
+
+    def _start(self, rank: int, target: Target) -> None:
+        context = multiprocessing.get_context("forkserver")
+        ours, theirs = context.Pipe()
+        arguments = (rank, self.number, target, str(self.folder), theirs)
+        # Not a daemon: those may not have children, such as a data loader's workers.
+        process = context.Process(target=_main, args=arguments, daemon=False)
+        self._pipes.append(ours)
+        process.start()
+        self._processes.append(process)
+        theirs.close()
 
     def __enter__(self) -> Ranks:
         return self
@@ -83,6 +90,7 @@ class Ranks:
         for process in self._processes:
             _end(process.pid)
             process.kill()  # if it has not made its group yet
+        for process in self._processes:
             process.join()
         for pipe in self._pipes:
             pipe.close()
