@@ -327,6 +327,23 @@ def test_a_termination_leaves_no_file(tmp_path, monkeypatch):
     assert error.value.code == 128 + signal.SIGTERM and received == [[]]
 
 
+def test_ranks_end_if_their_start_is_interrupted(tmp_path, monkeypatch):
+    forkserver.ensure_running()
+    process = multiprocessing.get_context("forkserver").Process
+    start, started = process.start, []
+
+    def once(self):
+        if started:
+            raise SystemExit
+        start(self)
+        started.append(self)
+
+    monkeypatch.setattr(process, "start", once)
+    with pytest.raises(SystemExit):
+        Ranks(2, Target(f"{STEPS}:every"), str(tmp_path), 60.0)
+    assert not started[0].is_alive()
+
+
 def test_a_rank_that_dies(tmp_path):
     sentence = "x on 2 processes, rank 1: the process ended in the function with exit code 7"
     with refused("dies", 2, tmp_path) as ranks, pytest.raises(Refused, match=sentence):
