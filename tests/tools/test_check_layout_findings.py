@@ -49,7 +49,6 @@ def rank(number, gradients=None, **given):
         gradients=beside(gradients or {}, WANT),
         updates=beside({}, WANT),
         together={},
-        idle=[],
         drew=False,
     )
     return dataclasses.replace(right, **given)

@@ -112,7 +112,7 @@ class Compared:
     """One rank's step beside one process's.
 
     Deviations are by name; `together` has those gradients that differ on any rank.
-    idle, drew: as in `Measured`.
+    drew: as in `Measured`.
     """
 
     loss: float | None
@@ -125,7 +125,6 @@ class Compared:
     gradients: dict[str, Deviation]
     updates: dict[str, Deviation]
     together: dict[str, Together]
-    idle: list[str]
     drew: bool
 
 
@@ -220,7 +219,6 @@ def compare(step: Step, found: Measured, want: Measured, group: dist.ProcessGrou
         gradients=gradients,
         updates=compared("updates", UPDATE[dtype], rounding) if found.updates else {},
         together=_together(found, want, parts, gradients, (relative, level), group),
-        idle=found.idle,
         drew=found.drew,
     )
 
