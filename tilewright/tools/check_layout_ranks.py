@@ -237,6 +237,8 @@ def _raised(error: BaseException) -> str:
 
 
 def _main(rank: int, number: int, target: Target, folder: str, pipe: Any) -> None:
+    if not os.path.isdir(folder):  # a signal has ended the parent since
+        return
     os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     stack = _stack(pathlib.Path(folder), number, rank).open("w", buffering=1)
