@@ -2,10 +2,14 @@
 layouts, and the same with one fault each.
 """
 
+import enum
 import math
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -163,16 +167,20 @@ def data(layout, rank, world_size):
     ids, targets = rows_of(rank, world_size)
     if fault == "equal":
         ids, targets = (t.chunk(world_size)[rank] for t in rows_of())
+    if fault == "same":  # as without a sampler
+        ids, targets = rows_of()
     if fault == "fewer" and rank == 1:
         ids, targets = ids[:-1], targets[:-1]
     if layout == "other_weights" and rank == 1:
         model = Model()
     averaged = layout.startswith(("ddp", "fsdp2")) or fault == "mean"
     factor = world_size / total if averaged else 1 / total
-    if fault == "local":
+    if fault in ("local", "same"):
         factor = 1 / len(targets)
     if layout.startswith("ddp"):
         model = DistributedDataParallel(model)
+    if fault == "compiled":
+        model = torch.compile(model, backend="eager")
     if layout.startswith("fsdp2"):
         half = {"mp_policy": BF16} if fault == "bfloat16" else {}
         fully_shard(model.mlp, **half)
@@ -387,10 +395,13 @@ def raises(layout, rank, world_size):
 
 
 def hangs(layout, rank, world_size):
-    """Rank 1 does not join the all-reduce; each has a child.   layout: a file for their ids."""
+    """Rank 1 does not join the all-reduce; each has a child, that of rank 0 in a session of its
+    own.   layout: a file for their ids.
+    """
     step = data("hand", rank, world_size)
     if world_size > 1:
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+        child = subprocess.Popen(sleeps, start_new_session=rank == 0)
         with open(layout, "a") as file:
             file.write(f"{os.getpid()} {child.pid}\n")
     if rank == 1:
@@ -401,10 +412,75 @@ def hangs(layout, rank, world_size):
     return step
 
 
+def terminates(layout, rank, world_size):
+    os.kill(multiprocessing.parent_process().pid, signal.SIGTERM)
+    time.sleep(600)
+
+
 def dies(layout, rank, world_size):
     if rank == 1:
         os._exit(7)
     return data("hand", rank, world_size)
+
+
+# ---- what is unusual, in one process
+
+
+class Name(enum.StrEnum):
+    FIRST = "first.weight"
+    LAYOUT = "named"
+
+
+class Count(enum.IntEnum):
+    TWO = 2
+
+
+class Unusual(nn.Module):
+    """Parameters of other dtypes, frozen and idle ones, and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.down = nn.Linear(HIDDEN, WIDE), nn.Linear(WIDE, HIDDEN)
+        self.down.bias.requires_grad_(False)
+        self.idle = nn.Parameter(torch.ones(3))
+        for name, dtype in (("eight", torch.float8_e4m3fn), ("packed", torch.uint8)):
+            value = torch.arange(4.0).to(dtype)
+            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+        self.phase = nn.Parameter(torch.polar(torch.ones(WIDE), torch.arange(WIDE) / WIDE))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("table", torch.ones(2))
+
+    def forward(self, x):
+        self.calls += 1
+        y = (self.first(x) * self.phase).real.tanh()
+        return F.linear(y, self.down.weight.to(y), self.down.bias)
+
+
+def unusual(layout, rank, world_size):
+    model, x = Unusual(), torch.randn(10, HIDDEN)
+    if layout == "thawed":
+        model.down.bias.requires_grad_(True)
+    elif layout == "imaginary":
+        model.phase.register_hook(lambda grad: grad + 1j)
+    elif layout == "half":
+        model.down.weight = nn.Parameter(model.down.weight.detach().bfloat16())
+
+    def loss():
+        y = model(x)
+        if layout == "float8":
+            y.detach().to(torch.float8_e8m0fnu)  # a scale
+            y = y + (y - y.to(torch.float8_e5m2).to(y)).detach()
+        if layout == "dropout":
+            y = F.dropout(y)
+        return y.square().mean()
+
+    names = {Name.FIRST.value: Name.FIRST}
+    # Smaller than the rounding of a weight in bfloat16.
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return Step(model=model, loss=loss, tokens=10, optimizer=optimizer, names=names)
+
+
+unusual.layouts = {Name.LAYOUT: Count.TWO}
 
 
 RIGHT = {
@@ -414,12 +490,15 @@ RIGHT = {
     "fsdp2-bfloat16": 2,
     "fsdp2": (1, 2, 4),
     "hand-equal": 2,
+    "ddp-same": 2,
+    "ddp-compiled": 2,
 }
 FAULTS = (
     *("ddp-around", "ddp-local", "fsdp2-local", "hand-none", "hand-mean", "hand-twice"),
     *("hand-counted", "hand-own_report", "hand-left_out", "other_weights"),
     *("hand-fewer", "hand-scaled"),
 )
+
 TENSOR = {"tensor": (2, 4), "tensor_dtensor": 2, "tensor-counted": 2, "tensor-own_norm": 2}
 EXPERT = {"expert": (2, 4), "expert-doubled": (2, 4)}
 

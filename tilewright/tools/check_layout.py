@@ -11,23 +11,29 @@ gradients' norm and one optimizer step are compared; what differs is named, with
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import json
 import multiprocessing
+import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
+from tilewright import platform
 from tilewright.tools.check_layout_compare import TOLERANCE, Alone
-from tilewright.tools.check_layout_findings import FOLLOWS, Finding, find, notes, worst
-from tilewright.tools.check_layout_ranks import SINGLE, Ranks, Target
+from tilewright.tools.check_layout_findings import FOLLOWS, Finding, find, worst
+from tilewright.tools.check_layout_notes import notes, notes_of_one
+from tilewright.tools.check_layout_ranks import FOREVER, SINGLE, Ranks, Target, named
 from tilewright.tools.check_layout_step import Refused, Step
 
 __all__ = ["Refused", "Result", "Step", "check", "main"]
 
-WORLD_SIZES = (2, 4)
 TIMEOUT = 120.0  # an import of a large package on a slow disk takes most of a minute
 
 
@@ -36,6 +42,8 @@ class Result:
     """A layout on a number of processes, beside one process.
 
     findings: what differs, causes first.   worst: the largest relative error of a gradient.
+    dtype: the narrowest that any rank or one process computed in; it decides the tolerance, which
+    is relative, of a tensor in the 2-norm.
     """
 
     layout: str
@@ -43,6 +51,8 @@ class Result:
     findings: list[Finding]
     notes: list[str]
     worst: float
+    dtype: str
+    tolerance: float
 
     @property
     def equal(self) -> bool:
@@ -70,6 +80,9 @@ def check(
     Raises:
         Refused: The step cannot be checked: the reason in one sentence. No process is left.
     """
+    if not 0 < timeout <= FOREVER.total_seconds():
+        most = f"{FOREVER.total_seconds():.0f}"
+        raise Refused(f"the timeout must be above 0 s and at most {most} s, got {timeout:g}")
     with tempfile.TemporaryDirectory() as folder:
         with Ranks(1, target, folder, timeout) as ranks:
             todo = plan(ranks.load(), layouts, world_sizes)
@@ -84,58 +97,43 @@ def check(
 
 def _result(ranks: Ranks, one: Alone, layout: str, size: int) -> Result:
     found = ranks.run(layout)
-    return Result(layout, size, find(one, found), notes(one, found), worst(found))
+    findings, dtype = find(one, found), found[0].dtype
+    return Result(
+        layout,
+        size,
+        findings,
+        notes(one, found, bool(findings)),
+        worst(found),
+        _name(dtype),
+        TOLERANCE[dtype],
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def plan(
     given: Any, layouts: Sequence[str] = (), sizes: Sequence[int] = ()
 ) -> dict[int, list[str]]:
     """Layouts by world size.   given: the function's `layouts`."""
-    named = _named(given)
+    has = named(given)
     for layout in layouts:
-        if layout not in named:
-            near = difflib.get_close_matches(layout, named, 1)
+        if layout not in has:
+            near = difflib.get_close_matches(layout, has, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise Refused(f"the function has no layout {layout!r}{hint} (it has {list(named)})")
+            raise Refused(f"the function has no layout {layout!r}{hint} (it has {list(has)})")
     found: dict[int, list[str]] = {}
-    for layout, of_it in named.items():
+    for layout, of_it in has.items():
         for size in of_it:
             if (not layouts or layout in layouts) and (not sizes or size in sizes):
                 found.setdefault(size, []).append(layout)
     if not found:
         raise Refused(
             f"no layout is left on {' or '.join(map(str, sizes))} processes; the function has "
-            f"{ {n: named[n] for n in layouts or named} }"
+            f"{ {n: has[n] for n in layouts or has} }"
         )
     return found
-
-
-def _named(given: Any) -> dict[str, tuple[int, ...]]:
-    """The function's `layouts`, with the numbers of processes of each."""
-    said = (
-        "the function's layouts must be names, or numbers of processes (1 or more) by name, "
-        f"got {given!r}"
-    )
-    if given is None:
-        given = ("default",)
-    if isinstance(given, Mapping):
-        named = {n: (s,) if isinstance(s, int) else s for n, s in given.items()}
-    elif isinstance(given, list | tuple):
-        named = {n: WORLD_SIZES for n in given if isinstance(n, str)}
-        if len(named) < len(given):
-            raise Refused(said)
-    else:
-        raise Refused(said)
-    for name, sizes in named.items():
-        if not isinstance(name, str) or name == SINGLE or not isinstance(sizes, list | tuple):
-            raise Refused(
-                said if name != SINGLE else f"the layout {SINGLE!r} is that of one process"
-            )
-        if not sizes or not all(type(size) is int and size >= 1 for size in sizes):
-            raise Refused(said)
-    if not named:
-        raise Refused(said)
-    return {name: tuple(dict.fromkeys(sizes)) for name, sizes in named.items()}
 
 
 # ---- the command
@@ -184,18 +182,36 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@contextlib.contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM leaves the blocks that it is in, which end ranks and remove files. Only a main thread
+    may set a handler.
+    """
+
+    def leave(number: int, frame: Any) -> None:
+        sys.exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@platform.command
 def main(arguments: list[str]) -> int:
     args = _parser().parse_args(arguments)
-    if not args.timeout > 0:
-        print(f"check-layout: --timeout {args.timeout:g}: must be above 0", file=sys.stderr)
-        return 2
     # Ranks are forked from one process that has imported what they need.
     multiprocessing.set_forkserver_preload(["tilewright.tools.check_layout_ranks"])
     target = Target(args.function, args.float64, args.verbose)
     try:
-        one, results = check(
-            target, timeout=args.timeout, layouts=args.layout, world_sizes=args.world_size
-        )
+        with _ended_in_order():
+            one, results = check(
+                target, timeout=args.timeout, layouts=args.layout, world_sizes=args.world_size
+            )
     except Refused as error:
         print(f"check-layout: {error}", file=sys.stderr)
         return 2
@@ -209,7 +225,9 @@ def as_json(function: str, one: Alone, results: Sequence[Result]) -> str:
         "tokens": one.tokens,
         "norm": one.norm,
         "gradients": len(one.squares),
-        "dtype": str(one.dtype).removeprefix("torch."),
+        "dtype": _name(one.dtype),
+        "tolerance": TOLERANCE[one.dtype],
+        "notes": notes_of_one(one),
     }
     layouts = [{**dataclasses.asdict(r), "equal": r.equal} for r in results]
     equal = all(r.equal for r in results)
@@ -222,14 +240,14 @@ def as_text(one: Alone, results: Sequence[Result]) -> str:
     norm = "" if one.norm is None else f", norm {one.norm:.6g}"
     lines = [
         f"one process: loss {one.loss:.6g}, {one.tokens} tokens, {len(one.squares)} gradients{norm}; "
-        f"computed in {str(one.dtype).removeprefix('torch.')}, equal within {TOLERANCE[one.dtype]:.0e}"
+        f"{_computed(_name(one.dtype), TOLERANCE[one.dtype])}"
     ]
+    lines += [f"    note: {note}" for note in notes_of_one(one)]
     for result in results:
-        where = f"{result.layout} on {result.world_size}"
-        if result.equal:
-            lines.append(f"{where}: equal")
-        else:
-            lines.append(f"{where}: DIFFERS")
+        line = f"{result.layout} on {result.world_size}: {'equal' if result.equal else 'DIFFERS'}"
+        if result.dtype != _name(one.dtype):
+            line += f"; {_computed(result.dtype, result.tolerance)}"
+        lines.append(line)
         follow = [f for f in result.findings if f.hint.startswith(FOLLOWS)]
         for f in result.findings:
             if f not in follow:
@@ -238,6 +256,10 @@ def as_text(one: Alone, results: Sequence[Result]) -> str:
             lines.append(f"    also: {', '.join(f.kind for f in follow)}, as follows from that")
         lines += [f"    note: {note}" for note in result.notes]
     return "\n".join(lines)
+
+
+def _computed(dtype: str, tolerance: float) -> str:
+    return f"computed in {dtype}, equal within {tolerance:.0e}"
 
 
 def _cause(f: Finding) -> list[str]:

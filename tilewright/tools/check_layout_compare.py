@@ -20,6 +20,11 @@ TOLERANCE = {
     torch.float32: 1e-4,
     torch.float16: 2e-2,
     torch.bfloat16: 5e-2,
+    # A sharded tensor's scale may be another, and so each of its roundings.
+    torch.float8_e4m3fn: 0.3,
+    torch.float8_e4m3fnuz: 0.3,
+    torch.float8_e5m2: 0.5,
+    torch.float8_e5m2fnuz: 0.5,
 }
 # Of what the optimizer adds to weights: Adam divides by the gradient's size, so it amplifies the
 # rounding of small elements.
@@ -28,6 +33,10 @@ UPDATE = {
     torch.float32: 1e-2,
     torch.float16: 0.3,
     torch.bfloat16: 0.3,
+    torch.float8_e4m3fn: 0.5,
+    torch.float8_e4m3fnuz: 0.5,
+    torch.float8_e5m2: 0.5,
+    torch.float8_e5m2fnuz: 0.5,
 }
 # Roundings of the mean element, for gradients that are zero but for rounding, such as those of a
 # bias before a softmax.
@@ -41,6 +50,7 @@ class Deviation:
     factor: by least squares; NaN where one process's is zero.
     rest: the 2-norm of what remains after it, relative to the tensor.
     error: the 2-norm of the difference, relative to one process's.
+    small: whether one process's is no larger than what rounding may add: a factor cannot show.
     """
 
     holds: bool
@@ -48,18 +58,19 @@ class Deviation:
     rest: float
     multiple: bool
     error: float
+    small: bool
 
 
 def deviation(found: torch.Tensor, want: torch.Tensor, relative: float, slack: float) -> Deviation:
     """relative, slack: the budget, relative to the tensor's 2-norm, and for each element."""
-    found, want = found.double().flatten(), want.double().flatten()
+    found, want = _elements(found), _elements(want)
     size, own = float(want.norm()), float(found.norm())
     slack *= math.sqrt(want.numel())
     difference = float((found - want).norm())
     if not math.isfinite(own):
-        return Deviation(False, math.nan, math.nan, False, math.inf)
+        return Deviation(False, math.nan, math.nan, False, math.inf, size <= slack)
     if not size and difference > slack:
-        return Deviation(False, math.nan, 1.0, False, math.inf)
+        return Deviation(False, math.nan, 1.0, False, math.inf, True)
     factor = float(found @ want) / size**2 if size else 1.0
     rest = float((found - factor * want).norm())
     return Deviation(
@@ -68,6 +79,19 @@ def deviation(found: torch.Tensor, want: torch.Tensor, relative: float, slack: f
         rest=rest / own if own else 0.0,
         multiple=rest <= relative * own + slack * max(1.0, abs(factor)),
         error=difference / size if size else 0.0,
+        small=size <= slack,
+    )
+
+
+def _elements(t: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(t) if t.is_complex() else t).double().flatten()
+
+
+def _eps(*tensors: torch.Tensor) -> float:
+    """Of the widest rounding among them."""
+    return max(
+        torch.finfo(t.dtype).eps if t.is_floating_point() or t.is_complex() else 0.0
+        for t in tensors
     )
 
 
@@ -88,6 +112,7 @@ class Compared:
     """One rank's step beside one process's.
 
     Deviations are by name; `together` has those gradients that differ on any rank.
+    drew: as in `Measured`.
     """
 
     loss: float | None
@@ -100,6 +125,7 @@ class Compared:
     gradients: dict[str, Deviation]
     updates: dict[str, Deviation]
     together: dict[str, Together]
+    drew: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +134,7 @@ class Alone:
 
     order: names in the order in which the backward finished their gradients.
     squares: of the gradients' norms.
+    steps: whether it has an optimizer.   idle, drew, buffers: as in `Measured`.
     """
 
     loss: float | None
@@ -117,10 +144,14 @@ class Alone:
     dtype: torch.dtype
     order: list[str]
     squares: dict[str, float]
+    steps: bool
+    idle: list[str]
+    drew: bool
+    buffers: list[str]
 
 
 def alone(measured: Measured) -> Alone:
-    squares = {n: float(g.double().square().sum()) for n, g in measured.gradients.items()}
+    squares = {n: float(_elements(g).square().sum()) for n, g in measured.gradients.items()}
     if not squares:
         raise Refused("no parameter has a gradient after the backward")
     if measured.loss is None or not measured.tokens:
@@ -129,13 +160,17 @@ def alone(measured: Measured) -> Alone:
         raise Refused(f"the gradient of {bad[0]!r} is not finite")
     order = measured.order + [n for n in squares if n not in measured.order]
     return Alone(
-        measured.loss,
-        measured.tokens,
-        measured.norm,
-        measured.reported,
-        measured.dtype,
-        order,
-        squares,
+        loss=measured.loss,
+        tokens=measured.tokens,
+        norm=measured.norm,
+        reported=measured.reported,
+        dtype=measured.dtype,
+        order=order,
+        squares=squares,
+        steps=bool(measured.updates),
+        idle=measured.idle,
+        drew=measured.drew,
+        buffers=measured.buffers,
     )
 
 
@@ -145,8 +180,13 @@ def compare(step: Step, found: Measured, want: Measured, group: dist.ProcessGrou
     _check_names(found.weights, want.weights, step)
     _check_shapes(found, want, parts)
     _check_covered(found, want, parts, group)
+    # A parameter that one process does not train has a gradient of zero there.
+    trained = set().union(*gathered(set(found.gradients), group))
+    missing = [n for n in want.weights if n in trained and n not in want.gradients]
+    zeros = {n: torch.zeros_like(want.weights[n], dtype=torch.float64) for n in missing}
+    want = dataclasses.replace(want, gradients=want.gradients | zeros)
     dtype = narrower(want.dtype, *gathered(found.dtype, group))
-    relative, eps = TOLERANCE[dtype], torch.finfo(dtype).eps
+    relative = TOLERANCE[dtype]
 
     def compared(kind: str, relative: float, slack: Mapping[str, float]) -> dict[str, Deviation]:
         mine, theirs = getattr(found, kind), getattr(want, kind)
@@ -161,10 +201,11 @@ def compare(step: Step, found: Measured, want: Measured, group: dist.ProcessGrou
             if name in theirs
         }
 
-    level = ROUNDINGS * eps * _mean_element(want.gradients.values())
-    # A weight that is added to rounds to its own dtype.
+    level = ROUNDINGS * torch.finfo(dtype).eps * _mean_element(want.gradients.values())
+    # A weight that is added to rounds to its own dtype, here or in one process.
     rounding = {
-        name: torch.finfo(w.dtype).eps * _mean_element([w]) for name, w in want.weights.items()
+        name: _eps(w, want.weights[name]) * _mean_element([want.weights[name]])
+        for name, w in found.weights.items()
     }
     gradients = compared("gradients", relative, dict.fromkeys(want.gradients, level))
     return Compared(
@@ -178,6 +219,7 @@ def compare(step: Step, found: Measured, want: Measured, group: dist.ProcessGrou
         gradients=gradients,
         updates=compared("updates", UPDATE[dtype], rounding) if found.updates else {},
         together=_together(found, want, parts, gradients, (relative, level), group),
+        drew=found.drew,
     )
 
 
@@ -189,7 +231,7 @@ def _mean_element(tensors: Iterable[torch.Tensor]) -> float:
     """The root mean square of all elements."""
     square = count = 0.0
     for t in tensors:
-        square += float(t.double().square().sum())
+        square += float(_elements(t).square().sum())
         count += t.numel()
     return math.sqrt(square / max(1.0, count))
 
@@ -269,6 +311,8 @@ def _together(
         if not any(name in one for one in differing) or any(name in one for one in sharded):
             continue
         full = want.gradients[name]
+        if full.is_complex():  # Gloo does not add them
+            continue
         total, copies = torch.zeros(2, full.numel(), dtype=torch.float64)
         if name in parts:
             at = parts[name](_indices(full.shape)).flatten()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from tilewright.tools.check_layout_compare import TOLERANCE, Alone, Compared, Deviation
 
@@ -48,6 +48,9 @@ def find(one: Alone, ranks: Sequence[Compared]) -> list[Finding]:
     found = [tokens, _loss(one, ranks)]
     gradient = _tensors("gradients", one, ranks)
     if gradient is not None:
+        if gradient.name not in one.squares:
+            text = f"{gradient.name} has one on {_listed(gradient.ranks, len(ranks))}, and none in one process"
+            gradient = dataclasses.replace(gradient, text=text)
         found.append(dataclasses.replace(gradient, hint=_gradient_hint(gradient, one, ranks)))
     found += [_norm(one, ranks, gradient), _reported(one, ranks)]
     step = _tensors("updates", one, ranks)
@@ -58,18 +61,6 @@ def find(one: Alone, ranks: Sequence[Compared]) -> list[Finding]:
         follows = [dataclasses.replace(f, hint=f"{FOLLOWS} the data") for f in findings[1:]]
         findings = [tokens, *follows]
     return findings
-
-
-def notes(one: Alone, ranks: Sequence[Compared]) -> list[str]:
-    """What the check could not see."""
-    counts = {c.tokens for c in ranks} - {0}
-    shared = sum(c.tokens for c in ranks) == one.tokens and one.tokens not in counts
-    if len(counts) == 1 and shared:
-        return [
-            f"every rank has {counts.pop()} tokens: with equal numbers a divisor by local tokens "
-            "does not show"
-        ]
-    return []
 
 
 def worst(ranks: Sequence[Compared]) -> float:
@@ -115,14 +106,35 @@ def _summary(found: dict[int, Deviation], bad: dict[int, Deviation]) -> tuple[fl
     return first.factor, 0.0 if most.multiple else most.rest, said
 
 
+def names_where(
+    ranks: Sequence[Compared],
+    kind: str,
+    keep: Callable[[str, Deviation], bool] = lambda name, deviation: True,
+) -> list[str]:
+    """Those of which every rank's deviation is to be kept."""
+    found: dict[str, bool] = {}
+    for c in ranks:
+        for name, d in getattr(c, kind).items():
+            found[name] = found.get(name, True) and keep(name, d)
+    return [name for name, kept in found.items() if kept]
+
+
+def is_small(name: str, ranks: Sequence[Compared]) -> bool:
+    """Whether one process's gradient is zero but for rounding, or there is none."""
+    return all(c.gradients[name].small for c in ranks if name in c.gradients)
+
+
 def _alike(a: Deviation, b: Deviation) -> bool:
     return a.multiple == b.multiple and (
-        math.isclose(a.factor, b.factor, rel_tol=1e-3, abs_tol=1e-9)
-        and (a.multiple or math.isclose(a.rest, b.rest, rel_tol=1e-3))
+        _close(a.factor, b.factor) and (a.multiple or _close(a.rest, b.rest))
     )
 
 
-def _listed(bad: dict[int, Deviation], number: int) -> str:
+def _close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-9) or (math.isnan(a) and math.isnan(b))
+
+
+def _listed(bad: Collection[int], number: int) -> str:
     if len(bad) == number:
         return "every rank"
     return f"rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))} only"
@@ -137,19 +149,20 @@ def _factor(d: Deviation) -> str:
         return "zero"
     if d.multiple:
         return f"exactly {d.factor:.4g} times one process's"
-    return f"no multiple of one process's (nearest {d.factor:.3g} times, {d.rest:.0%} unrelated)"
+    rest = f"{d.rest:.0%} unrelated" if d.rest >= 0.01 else f"but for {d.rest:.1e} of it"
+    return f"no multiple of one process's (nearest {d.factor:.3g} times, {rest})"
 
 
 # ---- gradients
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     return [k for k in range(1, number + 1) if number % k == 0]
 
 
 def _times(factor: float, size: int, relative: float) -> int | None:
     """k > 1, which divides the number of ranks, for a factor of k; -k for 1 / k."""
-    for k in _divisors(size)[1:]:
+    for k in divisors(size)[1:]:
         if math.isclose(factor, k, rel_tol=relative):
             return k
         if math.isclose(factor, 1 / k, rel_tol=relative):
@@ -159,23 +172,26 @@ def _times(factor: float, size: int, relative: float) -> int | None:
 
 def _gradient_hint(gradient: Finding, one: Alone, ranks: Sequence[Compared]) -> str:
     assert gradient.name is not None
+    if gradient.name not in one.squares:
+        return "it is frozen in one process, or not in its graph"
     found = [c.gradients[gradient.name] for c in ranks if gradient.name in c.gradients]
     same = all(_alike(d, found[0]) for d in found)
     if same and found[0].multiple:
         return _multiple_hint(gradient, one, ranks)
+    hints = []
     together = ranks[0].together.get(gradient.name)
-    missing = "ranks have different gradients: an all-reduce is missing"
     if together is not None and not same:
+        missing = "ranks have different gradients: an all-reduce is missing"
         if together.mean.holds:
             return f"{missing} (the mean over the ranks is one process's)"
         if together.total.holds:
             return f"{missing} (the sum over the ranks is one process's)"
         if together.total.multiple:
             return f"{missing} (the sum over the ranks is {together.total.factor:.4g} times)"
-    hints = []
-    if together is not None and not same:
         hints.append(missing)
-    if _is_local(one, ranks):
+    # Such a divisor changes every gradient.
+    right = names_where(ranks, "gradients", lambda n, d: d.holds and not is_small(n, ranks))
+    if _is_local(one, ranks) and not right:
         counts = ", ".join(str(c.tokens) for c in ranks)
         hints.append(
             f"the loss is divided by each rank's own tokens ({counts}): divide its sum by the "
@@ -186,30 +202,29 @@ def _gradient_hint(gradient: Finding, one: Alone, ranks: Sequence[Compared]) -> 
 
 def _multiple_hint(gradient: Finding, one: Alone, ranks: Sequence[Compared]) -> str:
     factor, size = gradient.factor or 0.0, len(ranks)
+    if factor == 0:
+        return "there is no gradient: the parameter is not in the graph, or its gradient is dropped"
     relative = _relative(ranks)
+    alike = names_where(
+        ranks,
+        "gradients",
+        lambda n, d: d.multiple and math.isclose(d.factor, factor, rel_tol=relative),
+    )
+    # The factor of a gradient that is zero but for rounding does not show.
+    others = [
+        n for n in names_where(ranks, "gradients") if n not in alike and not is_small(n, ranks)
+    ]
     k = _times(factor, size, relative)
-    some = gradient.differing < gradient.of
+    if k is not None and others:
+        return _hint_of_some(k, len(alike), gradient)
     if k is not None and k > 1:
-        if some:
-            return (
-                f"only {gradient.differing} of {gradient.of} gradients: they are summed over {k} "
-                "ranks that already have the whole sum (after an all-to-all an expert has the "
-                f"tokens of all ranks), or not divided by {k} as the others are"
-            )
         return f"gradients are summed over {k} ranks where the loss needs their mean"
     if k is not None:
-        if some:
-            return (
-                f"only {gradient.differing} of {gradient.of} gradients: they are divided by {-k} "
-                "once more than the others, or one rank's part of a sum is taken for all of it"
-            )
         return (
             f"gradients are averaged over {-k} ranks where the loss needs their sum: it is already "
             "divided by the tokens of all ranks"
         )
-    if factor == 0:
-        return "there is no gradient: the parameter is not in the graph, or its gradient is dropped"
-    for rank, c in enumerate(ranks):
+    for rank, c in enumerate(ranks if not others else ()):
         for times in (1, size):
             if c.tokens and math.isclose(factor, one.tokens / c.tokens / times, rel_tol=relative):
                 return (
@@ -217,6 +232,23 @@ def _multiple_hint(gradient: Finding, one: Alone, ranks: Sequence[Compared]) -> 
                     f"the {one.tokens} of all"
                 )
     return ""
+
+
+def _hint_of_some(k: int, number: int, gradient: Finding) -> str:
+    """number: of gradients with this factor."""
+    which = f"only {number} of {gradient.of} gradients"
+    more = gradient.differing - number
+    rest = f"; {more} more {'differs' if more == 1 else 'differ'} by no such factor" * (more > 0)
+    if k > 1:
+        return (
+            f"{which}: they are summed over {k} ranks that already have the whole sum (after an "
+            f"all-to-all an expert has the tokens of all ranks), or not divided by {k} as the "
+            f"others are{rest}"
+        )
+    return (
+        f"{which}: they are divided by {-k} once more than the others, or one rank's part of a "
+        f"sum is taken for all of it{rest}"
+    )
 
 
 # ---- numbers
@@ -233,7 +265,7 @@ def _near(a: float, b: float, ranks: Sequence[Compared]) -> bool:
 
 def _copies(total: float, whole: float, ranks: Sequence[Compared]) -> bool:
     """Whether ranks have the whole between them, or each of them has it, or groups of them."""
-    return any(_near(total, k * whole, ranks) for k in _divisors(len(ranks)))
+    return any(_near(total, k * whole, ranks) for k in divisors(len(ranks)))
 
 
 def _tokens(one: Alone, ranks: Sequence[Compared]) -> Finding | None:
@@ -319,7 +351,7 @@ def _norm_hint(norms: Sequence[float], one: Alone, ranks: Sequence[Compared]) ->
     copied = {n for n in one.squares if all(c.kinds.get(n) == "copy" for c in ranks)}
     copies = sum(s for n, s in one.squares.items() if n in copied)
     parts = sum(one.squares.values()) - copies
-    for k in _divisors(size)[1:]:
+    for k in divisors(size)[1:]:
         if _near(norms[0] ** 2, k * square, ranks):
             return f"every gradient is counted by {k} ranks: sqrt({k}) times the norm"
         if parts and _near(norms[0] ** 2, k * copies + parts, ranks):
@@ -350,7 +382,8 @@ def _reported(one: Alone, ranks: Sequence[Compared]) -> Finding | None:
         hint = f"it is summed over {times} ranks" if times > 1 else f"it is divided by {-times}"
     elif _near(values[0], sum(c.loss or 0.0 for c in ranks) / len(ranks), ranks):
         hint = "it is the mean of the ranks' means, which have different numbers of tokens"
-    return Finding("reported loss", _said(values, want), hint, ranks=bad, factor=values[0] / want)
+    factor = values[0] / want if want else None
+    return Finding("reported loss", _said(values, want), hint, ranks=bad, factor=factor)
 
 
 def _step_hint(step: Finding, explained: bool) -> str:

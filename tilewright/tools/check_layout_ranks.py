@@ -22,7 +22,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import connection
 from typing import Any
 
@@ -39,6 +39,7 @@ FOREVER = datetime.timedelta(days=1)
 ANSWER = 2.0
 SINGLE = "single"  # the layout of one process
 WHERE = signal.SIGUSR1
+WORLD_SIZES = (2, 4)
 # Parts of the check that are no part of a step.
 COMPARING = "in the comparison"
 OURS = (COMPARING, *GATHERING)
@@ -62,27 +63,34 @@ class Ranks:
     def __init__(self, number: int, target: Target, folder: str, timeout: float):
         self.number, self.timeout = number, timeout
         self.folder = pathlib.Path(folder)
-        context = multiprocessing.get_context("forkserver")
         self._pipes, self._processes = [], []
-        for rank in range(number):
-            ours, theirs = context.Pipe()
-            arguments = (rank, number, target, folder, theirs)
-            # Not a daemon: those may not have children, such as a data loader's workers.
-            process = context.Process(target=_main, args=arguments, daemon=False)
-            self._pipes.append(ours)
-            self._processes.append(process)
-            process.start()
-            theirs.close()
         self._at = ["the start"] * number
+        try:
+            for rank in range(number):
+                self._start(rank, target)
+        except BaseException:  # a signal: nobody will leave this object's block
+            self.__exit__()
+            raise
+
+    def _start(self, rank: int, target: Target) -> None:
+        context = multiprocessing.get_context("forkserver")
+        ours, theirs = context.Pipe()
+        arguments = (rank, self.number, target, str(self.folder), theirs)
+        # Not a daemon: those may not have children, such as a data loader's workers.
+        process = context.Process(target=_main, args=arguments, daemon=False)
+        self._pipes.append(ours)
+        process.start()
+        self._processes.append(process)
+        theirs.close()
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_) -> None:
         for process in self._processes:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+            _end(process.pid)
             process.kill()  # if it has not made its group yet
+        for process in self._processes:
             process.join()
         for pipe in self._pipes:
             pipe.close()
@@ -229,6 +237,8 @@ def _raised(error: BaseException) -> str:
 
 
 def _main(rank: int, number: int, target: Target, folder: str, pipe: Any) -> None:
+    if not os.path.isdir(folder):  # a signal has ended the parent since
+        return
     os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     stack = _stack(pathlib.Path(folder), number, rank).open("w", buffering=1)
@@ -256,7 +266,7 @@ def _main(rank: int, number: int, target: Target, folder: str, pipe: Any) -> Non
         try:
             if command == "load":
                 function = load_function(target.name)
-                answer = getattr(function, "layouts", None)
+                answer = named(getattr(function, "layouts", None))
             else:
                 answer = _run(function, layout, group, folder, at)
             pipe.send(("done", answer))
@@ -273,7 +283,32 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-        os.killpg(os.getpid(), signal.SIGKILL)
+        _end(os.getpid())
+
+
+def _end(rank: int) -> None:
+    """Kills a rank's process with those that it has started: its group, and where they made
+    sessions of their own, its descendants, which Linux tells.
+    """
+    for pid in _descendants(rank):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(rank, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended since
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found, todo = [], [pid]
+    while todo:
+        new = children.get(todo.pop(), [])
+        found += new
+        todo += new
+    return found
 
 
 def _run(
@@ -291,6 +326,42 @@ def _run(
     at(COMPARING)
     want: Measured = torch.load(path, weights_only=False)
     return compare.compare(step, found, want, group)
+
+
+def named(given: Any) -> dict[str, tuple[int, ...]]:
+    """The function's `layouts`, with the numbers of processes of each. All are plain strings and
+    integers: a member of the function's own enumeration could not be loaded elsewhere.
+    """
+    said = (
+        "the function's layouts must be names, or numbers of processes (1 or more) by name, "
+        f"got {given!r}"
+    )
+    if given is None:
+        given = ("default",)
+    if isinstance(given, Mapping):
+        found = {n: (s,) if isinstance(s, int) else s for n, s in given.items()}
+    elif isinstance(given, list | tuple):
+        found = {n: WORLD_SIZES for n in given if isinstance(n, str)}
+        if len(found) < len(given):
+            raise Refused(said)
+    else:
+        raise Refused(said)
+    for name, sizes in found.items():
+        if not isinstance(name, str) or name == SINGLE or not isinstance(sizes, list | tuple):
+            raise Refused(
+                said if name != SINGLE else f"the layout {SINGLE!r} is that of one process"
+            )
+        if not sizes or not all(_is_number(size) for size in sizes):
+            raise Refused(said)
+    if not found:
+        raise Refused(said)
+    return {
+        str.__str__(name): tuple(dict.fromkeys(map(int, sizes))) for name, sizes in found.items()
+    }
+
+
+def _is_number(size: Any) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and size >= 1
 
 
 def load_function(name: str) -> Any:

@@ -20,6 +20,17 @@ from tilewright._torch import TorchDispatchMode
 SEED = 0
 # Collectives of the check.
 GATHERING = ("gathering the weights", "gathering the gradients")
+# Those that a step may compute in, the narrowest last. Scales of powers of two are no such dtype.
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+)
 # What wrappers put into parameters' names.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -81,6 +92,9 @@ class Measured:
     order: names in the order in which the backward finished their gradients, in one process.
     kinds: "copy", "part" or "sharded" (a DTensor) by name.
     dtype: the narrowest floating dtype that the forward or the backward computed in.
+    drew: whether they drew random numbers.
+    idle: names of parameters that require a gradient and have none.
+    buffers: names of those that the step changed, in one process.
     """
 
     weights: dict[str, torch.Tensor]
@@ -93,6 +107,9 @@ class Measured:
     tokens: int
     norm: float | None
     reported: float | None
+    drew: bool
+    idle: list[str]
+    buffers: list[str]
 
 
 class _Narrowest(TorchDispatchMode):
@@ -103,13 +120,13 @@ class _Narrowest(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for t in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(t, torch.Tensor) and t.is_floating_point():
-                self.dtype = narrower(self.dtype, t.dtype)
+            if isinstance(t, torch.Tensor) and t.dtype.to_real() in DTYPES:
+                self.dtype = narrower(self.dtype, t.dtype.to_real())
         return result
 
 
 def narrower(*dtypes: torch.dtype) -> torch.dtype:
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    return max(dtypes, key=DTYPES.index)
 
 
 def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -147,8 +164,11 @@ def measure(
     for name, p in held.items() if group.size() == 1 else ():
         if p.requires_grad:
             p.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    buffers = _buffers(step.model) if group.size() == 1 else {}
+    random_state = torch.get_rng_state()
     with _Narrowest() as narrowest:
         loss = _forward_backward(step, at)
+    drew = not torch.equal(torch.get_rng_state(), random_state)
     if step.synchronize is not None:
         at("synchronize()")
         step.synchronize()
@@ -166,7 +186,8 @@ def measure(
         at("optimizer.step()")
         step.optimizer.step()
         at(GATHERING[0])
-        updates = {name: _whole(p) - weights[name] for name, p in held.items()}
+        updates = {name: _difference(_whole(p), weights[name]) for name, p in held.items()}
+    after = _buffers(step.model) if buffers else {}
     return step, Measured(
         weights=weights,
         gradients=gradients,
@@ -175,9 +196,12 @@ def measure(
         kinds=kinds,
         dtype=narrowest.dtype,
         loss=loss,
-        tokens=step.tokens,
+        tokens=int(step.tokens),
         norm=norm,
         reported=reported,
+        drew=drew,
+        idle=[n for n, p in held.items() if p.requires_grad and n not in gradients],
+        buffers=[n for n, b in buffers.items() if n in after and not torch.equal(b, after[n])],
     )
 
 
@@ -230,11 +254,24 @@ def _number(what: str, value: Any) -> float:
     return float(value)
 
 
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model in DistributedDataParallel and torch.compile, in any order."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: _whole(buffer) for name, buffer in _unwrapped(model).named_buffers()}
+
+
 def _parameters(step: Step) -> dict[str, nn.Parameter]:
     """The model's parameters by the one process's names."""
-    model = step.model
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
+    model = _unwrapped(step.model)
     held: dict[str, nn.Parameter] = {}
     for name, p in model.named_parameters():
         for wrapper in WRAPPERS:
@@ -243,6 +280,9 @@ def _parameters(step: Step) -> dict[str, nn.Parameter]:
             name = step.names.get(name, name)
         elif step.names is not None:
             name = step.names(name)
+        if not isinstance(name, str):
+            raise Refused(f"Step.names gives {_described(name)}; it must give a name")
+        name = str.__str__(name)  # of an enumeration's member, which another process cannot load
         if name in held:
             raise Refused(f"Step.names gives {name!r} to two parameters")
         held[name] = p
@@ -252,6 +292,12 @@ def _parameters(step: Step) -> dict[str, nn.Parameter]:
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def _difference(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    if after.element_size() == 1:  # float8 cannot be subtracted, and small integers wrap around
+        after, before = after.double(), before.double()
+    return after - before
 
 
 def _gradients(
