@@ -239,7 +239,7 @@ def stale_cache(model: nn.Module, modules: dict[str, nn.Module], scene: Scene) -
         recorder = Recorder(modules, gradients=False)
         with torch.no_grad(), recorder.recording():
             output = model(**batch)
-        cache = output.past_key_values
+        cache = getattr(output, "past_key_values", None)
         if cache is None:
             return None
         pairs = [(by_key[c.key], c) for c in recorder.ended if c.key in by_key]

@@ -92,6 +92,10 @@ def observable(root: nn.Module, weights: Weights) -> dict[str, nn.Module]:
     return found
 
 
+def _same(value: torch.Tensor) -> torch.Tensor:
+    return value.view_as(value)
+
+
 class Recorder:
     """Records the calls of a model's modules within `recording`."""
 
@@ -143,11 +147,15 @@ class Recorder:
 
         return before
 
-    def _view(self, value: Any, name: str, gradients: dict[str, torch.Tensor]) -> Any:
-        """A view with an autograd node of its own, whose gradient is kept."""
+    def _view(
+        self, value: Any, name: str, gradients: dict[str, torch.Tensor], make: Callable = _same
+    ) -> Any:
+        """A view, or another tensor of the same values, with an autograd node of its own, whose
+        gradient is kept.
+        """
         if not isinstance(value, torch.Tensor) or not value.requires_grad or not self.gradients:
             return value
-        viewed = value.view_as(value)
+        viewed = make(value)
         gradients[name] = torch.zeros((), dtype=value.dtype, device=value.device).expand(
             value.shape
         )
@@ -166,7 +174,8 @@ class Recorder:
             call.picks = dict.fromkeys(_autograd_names(output, border, call))
         if self.gradients:
             output = self._needing_grad(module, output)
-            return map_leaves(lambda n, t: self._view(t, n, call.out), output)
+            # Copies: a caller may add to an output in place, which views of it would not survive.
+            return map_leaves(lambda n, t: self._view(t, n, call.out, torch.clone), output)
         return output
 
     def _needing_grad(self, module, output):
