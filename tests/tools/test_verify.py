@@ -263,11 +263,24 @@ def detached_output(dtype):
     return model, "model.layers.1.mlp", "output is detached: no gradient passes it"
 
 
+def fails_on_padding(dtype):
+    model = tiny(dtype=dtype)
+
+    def forward(own, *args, attention_mask=None, **kwargs):
+        if attention_mask is not None and not attention_mask.all():
+            raise IndexError("padding")
+        return own(*args, attention_mask=attention_mask, **kwargs)
+
+    model.model.forward = functools.partial(forward, model.model.forward)
+    return model, "LlamaForCausalLM", "fails on the padded input with IndexError: padding"
+
+
 FAULTS = (
     wrong_rotary_base, rotary_base_of_a_kernel, dropped_window, ignored_mask,
     loss_normalized_twice, scaled_gradient, scaled_gradient_of_a_kernel, swapped_experts,
     eps_of_a_norm, eps_of_a_kernel, stale_cache, transposed_adapter, transposed_merge, head_not_tied,
     another_activation, positions_off_by_one, detached_output,
+    fails_on_padding,
 )  # fmt: skip
 # They add to the named module: a head that is not tied misses a part of the embedding's gradient.
 # Positions of a full row are wrong for a cached token, too.
@@ -349,6 +362,32 @@ def test_a_clean_model_of_another_kind_has_no_finding(kind, dtype, changes):
     found = verified(model)
     assert found.ok and found.scenes[:2] == ("plain", "padded"), str(found)
     assert not any("Error" in note for note in found.notes), found.notes
+
+
+def test_a_cache_may_differ_as_far_as_the_eager_twin_does(monkeypatch):
+    """Roundings behind massive activations: of a trained model, so that its drift is planted."""
+    from tilewright.tools.verify_probes import Moved, cache_drift
+    from tilewright.tools.verify_record import observable
+    from tilewright.tools.verify_reference import weights_of
+    from tilewright.tools.verify_scenes import quiet_state, scenes
+
+    model, drifts = tiny(), []
+    for one in (model, stale_cache(torch.float32)[0]):
+        with quiet_state(one, False):
+            [plain, *_] = scenes(one, None, TOKENS)
+            plain = plain._replace(batch=plain.without_labels())
+            drifts.append(cache_drift(one, observable(one, weights_of(one)), plain))
+    assert drifts[0] < 1e-4 < 0.1 < drifts[1]
+
+    def far(root, *_):
+        return Moved("model.norm", "far", 2.0, 0.3) if root is model else None
+
+    monkeypatch.setattr(tool, "stale_cache", far)
+    for drift, ok in ((0.1, True), (0.05, False)):
+        monkeypatch.setattr(tool, "cache_drift", lambda root, *_, d=drift: d * (root is not model))
+        found = verified(model)
+        assert found.ok == ok, str(found)
+    assert found.findings[0].message == "stale cache: far"
 
 
 def test_a_model_with_adapters_and_quantized_layers():
