@@ -338,6 +338,7 @@ def test_a_clean_model_has_no_finding(kind, dtype, patch):
     seen = " ".join(by for _, by in found.seen)
     for op in ("rmsnorm[", "rope[", "attention[", "linear_cross_entropy["):
         assert (op in seen) == patch, seen
+    assert patch or "sdpa" in seen, seen
 
 
 @pytest.mark.parametrize(

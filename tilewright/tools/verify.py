@@ -214,20 +214,22 @@ class _Work:
 
     def _fails(self, scene: Scene, error: Exception) -> None:
         """A model that refuses a kind of input says so; one that fails, alone, has a fault."""
-        if not isinstance(error, ImplementationUnavailable):
-            try:
-                run(self.eager.model, {}, self.eager.parameters, scene)
-            except Exception:
-                pass
-            else:
-                self.said[""].append(
-                    f"fails on the {scene.name} input with {said(error)}; transformers' own does not"
-                )
-                return
-        self.notes.append(
-            f"{scene.name} input: not compared, since the model or its reference refuses it "
-            f"({said(error)})"
-        )
+        if isinstance(error, ImplementationUnavailable) or self._twin_fails(scene):
+            self.notes.append(
+                f"{scene.name} input: not compared, since the model or its reference refuses it "
+                f"({said(error)})"
+            )
+        else:
+            self.said[""].append(
+                f"fails on the {scene.name} input with {said(error)}; transformers' own does not"
+            )
+
+    def _twin_fails(self, scene: Scene) -> bool:
+        try:
+            run(self.eager.model, {}, self.eager.parameters, scene)
+        except Exception:  # of transformers' code, of any class
+            return True
+        return False
 
     def _documents_meet(self, found: Compared, scene: Scene) -> bool:
         apart = scene.documents[:, None, :, None] != scene.documents[:, None, None, :]
