@@ -298,6 +298,39 @@ def test_parameters_that_are_there_inside_their_module_alone():
             fused_head_gradients(model)
 
 
+def test_hooks_and_forwards_of_the_head():
+    """accelerate's hook of a device map and a hook that looks are right; what would be left out of
+    the computation is refused.
+    """
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model, outputs = rows.tiny(), []
+    expected = fused_head_gradients(model)
+    add_hook_to_module(model.lm_head, AlignDevicesHook("cpu"))
+    handle = model.lm_head.register_forward_hook(lambda m, args, out: outputs.append(out))
+    found = fused_head_gradients(model)
+    assert all(torch.equal(found[name], t) for name, t in expected.items())
+    assert [type(out) for out in outputs] == [tuple]
+    handle.remove()
+    handle = model.lm_head.register_forward_hook(lambda m, args, out: out * 2)
+    with pytest.raises(ImplementationUnavailable, match=r"^forward hooks on the head must leave"):
+        fused_head_gradients(model)
+    handle.remove()
+    model.lm_head._old_forward = lambda x: x
+    with pytest.raises(ImplementationUnavailable, match=r"^the forward of the head's Linear must"):
+        fused_head_gradients(model)
+
+    from peft import get_peft_model
+
+    base = rows.tiny()
+    get_peft_model(base, adapted(target_modules=["lm_head"]))
+    for layer in (base.lm_head.lora_B["default"], base.lm_head):
+        layer.forward = lambda x: x
+        with pytest.raises(ImplementationUnavailable, match=r"^the forward of the head's Linear"):
+            head.resolve(base.lm_head)
+        del layer.forward
+
+
 def fused_head_gradients(model):
     g = torch.Generator().manual_seed(0)
     x = torch.randn(1, 6, 32, generator=g).requires_grad_()
@@ -432,7 +465,10 @@ class Scaled(torch.nn.Linear):
     "change, sentence",
     [
         (lambda m: setattr(m, "lm_head", Scaled(32, rows.VOCAB)), "the head must be a torch.nn.Linear, "
-         "with or without PEFT's LoRA, got Scaled"),
+         "with or without PEFT's LoRA, got " + Scaled.__module__ + ".Scaled"),
+        (lambda m: setattr(m.lm_head, "forward", functools.partial(Scaled.forward, m.lm_head)), "the "
+         "forward of the head's Linear must be its class's, got partial, which was set on the module "
+         "and is not computed here"),
         (lambda m: setattr(m.config, "logit_scale", -1.0), "the scale of LlamaForCausalLM's logits must "
          "be positive, got -1.0"),
     ],
@@ -468,13 +504,14 @@ def test_trainers_that_are_refused(tmp_path, monkeypatch):
         accelerate_trainer(trainer)
 
 
-def test_a_reference_adapter_that_trl_has_already_computed(tmp_path):
+def test_a_reference_adapter_that_trl_would_compute(tmp_path):
     """precompute_ref_log_probs runs while the trainer is built, without the head's adapter."""
     from peft import get_peft_model
 
     model = get_peft_model(rows.tiny(), adapted(task_type="CAUSAL_LM"))
     with rows.fresh(), pytest.raises(ValueError, match=r"^precompute_ref_log_probs must be False"):
-        rows.build("dpo", model, tmp_path, precompute_ref_log_probs=True)
+        arguments = rows.arguments("dpo", str(tmp_path), 1, precompute_ref_log_probs=True)
+        build_trainer(pytest.fail, model, args=arguments)
 
 
 def test_a_tensor_parallel_head(tmp_path):

@@ -5,8 +5,10 @@ models have no finding; bad input ends in one sentence.
 import copy
 import functools
 import re
+import shutil
 
 import pytest
+import safetensors.torch
 import torch
 from helpers import keep_tables
 from torch import nn
@@ -235,13 +237,57 @@ def head_not_tied(dtype):
     return model, "lm_head", "not tied: its weight is another tensor than model.embed_tokens"
 
 
+def another_activation(dtype):
+    model = tiny("gemma3_text", dtype)
+    model.model.layers[0].mlp.act_fn = nn.GELU()
+    name = "model.layers.0.mlp.act_fn"
+    return model, name, "computes another function than GELUTanh()"
+
+
+def positions_off_by_one(dtype):
+    """Rotary attention has the same values: positions count by their differences."""
+    model = tiny(dtype=dtype)
+
+    def forward(own, *args, position_ids=None, **kwargs):
+        if position_ids is None:
+            position_ids = torch.arange(TOKENS)[None]
+        return own(*args, position_ids=position_ids + 1, **kwargs)
+
+    model.model.forward = functools.partial(forward, model.model.forward)
+    return model, "model", "position_ids for rotary_emb differs"
+
+
+def detached_output(dtype):
+    model = tiny(dtype=dtype)
+    patched(model.model.layers[1].mlp, lambda own, x: own(x).detach())
+    return model, "model.layers.1.mlp", "output is detached: no gradient passes it"
+
+
+def fails_on_padding(dtype):
+    model = tiny(dtype=dtype)
+
+    def forward(own, *args, attention_mask=None, **kwargs):
+        if attention_mask is not None and not attention_mask.all():
+            raise IndexError("padding")
+        return own(*args, attention_mask=attention_mask, **kwargs)
+
+    model.model.forward = functools.partial(forward, model.model.forward)
+    return model, "LlamaForCausalLM", "fails on the padded input with IndexError: padding"
+
+
 FAULTS = (
     wrong_rotary_base, rotary_base_of_a_kernel, dropped_window, ignored_mask,
     loss_normalized_twice, scaled_gradient, scaled_gradient_of_a_kernel, swapped_experts,
     eps_of_a_norm, eps_of_a_kernel, stale_cache, transposed_adapter, transposed_merge, head_not_tied,
+    another_activation, positions_off_by_one, detached_output,
+    fails_on_padding,
 )  # fmt: skip
 # They add to the named module: a head that is not tied misses a part of the embedding's gradient.
-ALSO = {"head_not_tied": {"model.embed_tokens"}}
+# Positions of a full row are wrong for a cached token, too.
+ALSO = {
+    "head_not_tied": {"model.embed_tokens"},
+    "positions_off_by_one": {"model.layers.0.self_attn"},
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[f.__name__ for f in FAULTS])
@@ -292,6 +338,57 @@ def test_a_clean_model_has_no_finding(kind, dtype, patch):
     seen = " ".join(by for _, by in found.seen)
     for op in ("rmsnorm[", "rope[", "attention[", "linear_cross_entropy["):
         assert (op in seen) == patch, seen
+    assert patch or "sdpa" in seen, seen
+
+
+@pytest.mark.parametrize(
+    "kind, dtype, changes",
+    [
+        ("falcon", torch.float32, {}),  # adds to the output of its attention in place
+        ("opt", torch.bfloat16, {"ffn_dim": 48, "word_embed_proj_dim": 32}),  # large biases
+        ("mamba", torch.float32, {"state_size": 4}),  # no attention, and a cache of its own
+    ],
+)
+def test_a_clean_model_of_another_kind_has_no_finding(kind, dtype, changes):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    config = AutoConfig.for_model(kind, **{n: COMMON[n] for n in names}, **changes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 1:
+                p.add_(torch.randn_like(p) * 0.1)
+    found = verified(model)
+    assert found.ok and found.scenes[:2] == ("plain", "padded"), str(found)
+    assert not any("Error" in note for note in found.notes), found.notes
+
+
+def test_a_cache_may_differ_as_far_as_the_eager_twin_does(monkeypatch):
+    """Roundings behind massive activations: of a trained model, so that its drift is planted."""
+    from tilewright.tools.verify_probes import Moved, cache_drift
+    from tilewright.tools.verify_record import observable
+    from tilewright.tools.verify_reference import weights_of
+    from tilewright.tools.verify_scenes import quiet_state, scenes
+
+    model, drifts = tiny(), []
+    for one in (model, stale_cache(torch.float32)[0]):
+        with quiet_state(one, False):
+            [plain, *_] = scenes(one, None, TOKENS)
+            plain = plain._replace(batch=plain.without_labels())
+            drifts.append(cache_drift(one, observable(one, weights_of(one)), plain))
+    assert drifts[0] < 1e-4 < 0.1 < drifts[1]
+
+    def far(root, *_):
+        return Moved("model.norm", "far", 2.0, 0.3) if root is model else None
+
+    monkeypatch.setattr(tool, "stale_cache", far)
+    for drift, ok in ((0.1, True), (0.05, False)):
+        monkeypatch.setattr(tool, "cache_drift", lambda root, *_, d=drift: d * (root is not model))
+        found = verified(model)
+        assert found.ok == ok, str(found)
+    assert found.findings[0].message == "stale cache: far"
 
 
 def test_a_model_with_adapters_and_quantized_layers():
@@ -357,6 +454,50 @@ def test_a_given_batch_with_padding_and_a_right_configuration(tmp_path):
     assert "eps 1e-06 in the module, 0.001 by the configuration" in finding.message
 
 
+def without_parameters():
+    model = nn.Module()
+    model.config = None
+    return model
+
+
+def with_nan():
+    model = tiny(num_hidden_layers=1)
+    model.model.norm.weight.data[3] = torch.nan
+    return model
+
+
+def rowed(rows=1, **filled):
+    ids = torch.arange(3, 12).expand(rows, 9)
+    return {"input_ids": ids} | {name: torch.full_like(ids, v) for name, v in filled.items()}
+
+
+def raising(training):
+    """A model that raises in one of its modes."""
+    model = tiny(num_hidden_layers=1)
+
+    def forward(own, *args, **kwargs):
+        if model.training == training:
+            raise KeyError("no")
+        return own(*args, **kwargs)
+
+    patched(model.model.norm, forward)
+    return model
+
+
+def without_embedding():
+    model = tiny(num_hidden_layers=1)
+    model.get_input_embeddings = lambda: None
+    return model
+
+
+def encoder_decoder():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=64, d_model=8, num_layers=1, num_heads=1, d_ff=8, d_kv=8)
+    )
+
+
 @pytest.mark.parametrize(
     "make, words",
     [
@@ -369,6 +510,37 @@ def test_a_given_batch_with_padding_and_a_right_configuration(tmp_path):
             "input_ids must be from 0 to 63, got 64",
         ),
         (lambda: (torch.compile(tiny()), {}), "verify it before torch.compile"),
+        (lambda: (without_parameters(), {}), "model is a Module without parameters"),
+        (lambda: (with_nan(), {}), "model.norm.weight has values that are not finite"),
+        (lambda: (tiny(), {"batch": [1]}), "batch must be a mapping with input_ids, got list"),
+        (
+            lambda: (tiny(), {"batch": rowed(0)}),
+            "batch must have a row of tokens, got input_ids [0, 9]",
+        ),
+        (lambda: (tiny(), {"batch": rowed(labels=-100)}), "batch must have a target: labels after"),
+        (
+            lambda: (tiny(), {"batch": rowed(attention_mask=0)}),
+            "batch must have a target: labels aft",
+        ),
+        (
+            lambda: (tiny(), {"batch": rowed(labels=64)}),
+            "labels that are not -100 must be from 0 to 63, got 64",
+        ),
+        (
+            lambda: (tiny(), {"batch": rowed() | {"labels": torch.zeros(1, 4).long()}}),
+            "labels must be a tensor of input_ids' shape [1, 9], got [1, 4]",
+        ),
+        (lambda: (tiny(), {"tokens": 10**8}), "parameters on 200000000 tokens takes about"),
+        (
+            lambda: (raising(True), {}),
+            "a training step on the plain input fails with KeyError: 'no'",
+        ),
+        (lambda: (raising(False), {}), "a forward in evaluation mode fails with KeyError: 'no'"),
+        (
+            lambda: (without_embedding(), {}),
+            "it has no embedding of them (LlamaForCausalLM); only language models are verified",
+        ),
+        (lambda: (encoder_decoder(), {}), "model is an encoder and a decoder (T5ForConditional"),
         (lambda: (tiny().to("meta"), {}), "is on the meta device"),
         (
             lambda: (tiny(), {"config": tiny(intermediate_size=40).config}),
@@ -405,6 +577,16 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         "    return model\n"
         "def nothing():\n"
         "    return 3\n"
+        "def leaving():\n"
+        "    raise SystemExit(0)\n"
+    )
+    state = safetensors.torch.load_file(folder / "model.safetensors")
+    del state["model.norm.weight"]
+    shutil.copytree(folder, tmp_path / "partial")
+    safetensors.torch.save_file(state, tmp_path / "partial/model.safetensors", {"format": "pt"})
+    (tmp_path / "remote").mkdir()
+    (tmp_path / "remote/config.json").write_text(
+        '{"model_type": "own", "auto_map": {"AutoConfig": "a.C", "AutoModelForCausalLM": "a.M"}}'
     )
     assert main(["verify", "recipe:faulty", "--tokens", "12", "--dtype", "bfloat16"]) == 1
     assert "model.norm: " in capsys.readouterr().out
@@ -413,8 +595,14 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         ("recipe:absent", "cannot be called: AttributeError: module 'recipe' has no"),
         ("./nowhere", "./nowhere: no such folder"),
         (str(out), "cannot be loaded: "),
+        ("recipe:leaving", "recipe:leaving cannot be called: SystemExit: 0"),
+        ("./partial", "has no weights for model.norm.weight, which would be random"),
+        ("./remote", "its class is code beside its weights; load it in a function"),
+        ("./model --tokens 0", "--tokens must be 8 or more, got 0"),
+        ("./model --out recipe.py/x", "--out must be a folder that can be written to, got recipe"),
+        ("./model --device cuda:99", "./model cannot be moved to cuda:99: "),
     ):
-        assert main(["verify", name]) == 2
+        assert main(["verify", *name.split()]) == 2
         said = capsys.readouterr().err
         assert words in said and said.splitlines()[-1].startswith("tilewright verify: "), said
 

@@ -13,7 +13,9 @@ from torch import nn
 
 from tilewright import platform
 from tilewright.registry import ImplementationUnavailable
-from tilewright.tools.verify_reference import Unverifiable, first_line
+from tilewright.tools.verify_page import check_folder, save
+from tilewright.tools.verify_reference import Unverifiable, first_line, said
+from tilewright.tools.verify_scenes import LEAST_TOKENS
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -48,10 +50,8 @@ def main(arguments: list[str]) -> int:
         found = _verified(args)
         print(found.table(args.all))
         if args.out:
-            from tilewright.tools.verify_page import save
-
             print(f"\nwritten: {save(found, args.out)}")
-    except (Unverifiable, ImplementationUnavailable, OSError) as error:
+    except (Unverifiable, ImplementationUnavailable, OSError, MemoryError) as error:
         print(f"tilewright verify: {first_line(error)}", file=sys.stderr)
         return 2
     return 0 if found.ok else 1
@@ -63,8 +63,11 @@ def _verified(args: argparse.Namespace):
             raise ImplementationUnavailable(reason)
     from tilewright.tools.verify import verify
 
-    if args.out and os.path.exists(args.out) and not os.path.isdir(args.out):
-        raise Unverifiable(f"--out must be a folder, got the file {args.out}")
+    # Before what takes minutes.
+    if args.tokens < LEAST_TOKENS:
+        raise Unverifiable(f"--tokens must be {LEAST_TOKENS} or more, got {args.tokens}")
+    if args.out:
+        check_folder(args.out)
     model, batch = load(args.model, args.dtype, args.device)
     if args.accelerate:
         from tilewright.integrations.transformers import accelerate
@@ -90,7 +93,7 @@ def load(name: str, dtype: str | None, device: str) -> tuple[nn.Module, Any]:
         model, batch = _pretrained(name, dtype), None
     try:
         return model.to(device), batch
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # the latter: PyTorch built without CUDA
         raise Unverifiable(f"{name} cannot be moved to {device}: {first_line(error)}") from error
 
 
@@ -98,10 +101,8 @@ def _called(name: str, module: str, function: str) -> tuple[nn.Module, Any]:
     sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), function)()
-    except Exception as error:  # anyone's code
-        raise Unverifiable(
-            f"{name} cannot be called: {type(error).__name__}: {first_line(error)}"
-        ) from error
+    except (Exception, SystemExit) as error:  # anyone's code
+        raise Unverifiable(f"{name} cannot be called: {said(error)}") from error
     finally:
         sys.path.remove(os.getcwd())
     model, batch = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
@@ -119,10 +120,20 @@ def _pretrained(name: str, dtype: str | None) -> nn.Module:
     if os.path.sep in name and name[0] in "./~" and not os.path.isdir(name):
         raise Unverifiable(f"{name}: no such folder")
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            name, dtype="auto" if dtype is None else getattr(torch, dtype)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype="auto" if dtype is None else getattr(torch, dtype),
+            trust_remote_code=False,  # else transformers asks the terminal
+            output_loading_info=True,
         )
     except Exception as error:  # of transformers' loaders, of any class
+        text = said(error)
+        if "custom code" in text or "trust_remote_code" in text:
+            text = "its class is code beside its weights; load it in a function, by module:function"
+        raise Unverifiable(f"{name!r} cannot be loaded: {text}") from error
+    if missing := sorted(report["missing_keys"]):
         raise Unverifiable(
-            f"{name} cannot be loaded: {type(error).__name__}: {first_line(error)}"
-        ) from error
+            f"{name!r} has no weights for {missing[0]}"
+            f"{f' and {len(missing) - 1} more' if missing[1:] else ''}, which would be random"
+        )
+    return model

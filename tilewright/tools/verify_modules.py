@@ -133,6 +133,41 @@ class _Choices(TorchFunctionMode):
         )
 
 
+class _RoundedSums(TorchFunctionMode):
+    """In the gradient of softmax P, dS = P (dP - sum of P dP), roundings of the sum, one for a row:
+    fused attention has it from its output, which was rounded. Where values are nearly equal, as
+    behind a large bias, dP and the sum cancel.
+    """
+
+    def __init__(self, half: float, generator: torch.Generator):
+        super().__init__()
+        self.half, self.generator = half, generator
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        softmax = (torch.softmax, torch.nn.functional.softmax, torch.Tensor.softmax)
+        if func in softmax and result.requires_grad and args[0].requires_grad:
+            self._around(args[0], result)
+        return result
+
+    def _around(self, scores: torch.Tensor, p: torch.Tensor) -> None:
+        sums: list[torch.Tensor] = []
+        p.register_hook(lambda g: sums.append((p.detach() * g).abs().sum(-1, keepdim=True)))
+
+        def moved(g: torch.Tensor) -> torch.Tensor:
+            size = sums.pop()
+            noise = torch.rand(size.shape, generator=self.generator, dtype=torch.float64) * 2 - 1
+            return g + p.detach() * size * self.half * noise.to(g.device)
+
+        scores.register_hook(moved)
+
+
+def is_positions(name: str, value: Any) -> bool:
+    """Whether an argument holds the positions of tokens, or the integers of an embedding."""
+    integers = isinstance(value, torch.Tensor) and value.dtype == torch.int64
+    return integers and name in ("position_ids", "input")
+
+
 def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
@@ -189,7 +224,12 @@ class Replayer:
         for name, leaf in leaves(given).items():
             if name in gradients and _is_float(leaf):
                 starts.append((f"gradient of {name}", leaf))
-        with self.twin.computing(), _Choices(call), self._stubs(call, found, ends, starts):
+        rounded = contextlib.nullcontext()
+        if self.jitter is not None:
+            eps = max((torch.finfo(g.dtype).eps for g in call.out.values()), default=0.0)
+            rounded = _RoundedSums(eps / 2, self.jitter)
+        inner = self._stubs(call, found, ends, starts)
+        with self.twin.computing(), _Choices(call), rounded, inner:
             output = module(**given)
         for name, leaf in leaves(output).items():
             if _is_float(leaf):
@@ -238,7 +278,9 @@ class Replayer:
             given = leaves(named_arguments((args, kwargs), own))
             gradients = by_name(child, own)
             for name, leaf in given.items():
-                if _is_float(leaf) and "mask" not in name:
+                if is_positions(name, leaf):
+                    found.values[f"input {name} of {short}"] = leaf.double()
+                elif _is_float(leaf) and "mask" not in name:
                     found.values[f"input {name} of {short}"] = leaf.detach()
                     if name in gradients and leaf.requires_grad:
                         ends.append((leaf, gradients[name]))
@@ -247,6 +289,7 @@ class Replayer:
                 leaf = self._leaf(value, name in child.out)
                 if name in child.out:
                     starts.append((f"gradient to {short} {name}".strip(), leaf))
+                    return leaf.clone()  # which the caller may add to in place
                 return leaf
 
             return _shaped(map_leaves(output, child.output), child, (args, kwargs))
@@ -296,6 +339,9 @@ def observed(call: Call, forward: Callable, forwards: dict[str, Callable]) -> di
         if own is not None:
             given = leaves(named_arguments(child.arguments, own))
             found |= {f"input {n} of {short}": t for n, t in given.items() if _is_float(t)}
+            found |= {
+                f"input {n} of {short}": t.double() for n, t in given.items() if is_positions(n, t)
+            }
             found |= {f"gradient to {short} {n}".strip(): g for n, g in child.out.items()}
     return found
 

@@ -20,6 +20,18 @@ COLORS = {"values": "#4269d0", "gradients": "#efb118"}
 LEAST = 1e-3  # shown for less
 
 
+def check_folder(folder: str | pathlib.Path) -> None:
+    """Makes the folder. Raises OSError, with a sentence, if a page cannot be written into it."""
+    try:
+        pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"--out must be a folder that can be written to, got {folder} ({error.strerror})"
+        ) from error
+
+
 def save(found: Verification, folder: str | pathlib.Path) -> pathlib.Path:
     """Writes verify.html into the folder, which is made. Needs matplotlib. Returns its path."""
     folder = pathlib.Path(folder)

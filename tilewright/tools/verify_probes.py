@@ -4,7 +4,7 @@ at, in every module in the order in which they end. The first one that moves is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +21,14 @@ GROWTH = 16  # of a difference that a module may make of one in its inputs
 
 
 class Moved(NamedTuple):
-    """path: the module.   text: a sentence.   units: by how much more than allowed."""
+    """path: the module.   text: a sentence.   units: by how much more than allowed.
+    by: how far.
+    """
 
     path: str
     text: str
     units: float
+    by: float
 
 
 def forward(model: nn.Module, modules: dict[str, nn.Module], batch: dict[str, Any]) -> Recorder:
@@ -90,7 +93,7 @@ def first_moved(pairs: list[tuple[Call, Call]], pick, pick_other=None, least=8) 
         dtype = max(floats, key=lambda d: torch.finfo(d).eps, default=torch.float32)
         allowed = max(least * SLACK[dtype], GROWTH * into)
         if out > allowed:
-            return Moved(a.path, f"by {out:.2g} (allowed {allowed:.1e})", out / allowed)
+            return Moved(a.path, f"by {out:.2g} (allowed {allowed:.1e})", out / allowed, out)
     return None
 
 
@@ -195,7 +198,8 @@ def _probe_mask(module: nn.Module, call: Call, visible: torch.Tensor, scene: Sce
         allowed = 4 * SLACK.get(hidden.dtype, SLACK[torch.float32])
         if move > allowed:
             text = f"token {j} moves tokens from which its mask hides it, {_why(visible, j, scene)}"
-            return Moved(call.path, f"{text}by {move:.2g} (allowed {allowed:.1e})", move / allowed)
+            text = f"{text}by {move:.2g} (allowed {allowed:.1e})"
+            return Moved(call.path, text, move / allowed, move)
     return None
 
 
@@ -222,8 +226,19 @@ def _by_token(value: Any, B: int, S: int) -> torch.Tensor | None:
     return value.unflatten(0, (B, S)) if value.shape[0] == B * S else None
 
 
-def stale_cache(model: nn.Module, modules: dict[str, nn.Module], scene: Scene) -> Moved | None:
-    """Decodes the last tokens one by one with a cache, and compares with the full forward."""
+class Step(NamedTuple):
+    """A part of a row, computed with a cache: until which token; calls of the full forward beside
+    those with the cache; and what takes the part's rows of both.
+    """
+
+    end: int
+    pairs: list[tuple[Call, Call]]
+    whole: Callable[[Any], torch.Tensor | None]
+    part: Callable[[Any], torch.Tensor | None]
+
+
+def _decoding(model: nn.Module, modules: dict[str, nn.Module], scene: Scene) -> Iterator[Step]:
+    """Most tokens at once, and the last ones one by one, with a cache."""
     ids = scene.batch["input_ids"]
     S = ids.shape[1]
     extra = {"attention_mask": torch.ones_like(ids)}
@@ -239,22 +254,41 @@ def stale_cache(model: nn.Module, modules: dict[str, nn.Module], scene: Scene) -
         recorder = Recorder(modules, gradients=False)
         with torch.no_grad(), recorder.recording():
             output = model(**batch)
-        cache = output.past_key_values
+        cache = getattr(output, "past_key_values", None)
         if cache is None:
-            return None
-        pairs = [(by_key[c.key], c) for c in recorder.ended if c.key in by_key]
-        part = slice(at, end)
+            return
 
-        def whole(t, part=part):
+        def whole(t, part=slice(at, end)):
             t = _by_token(t, *ids.shape)
             return None if t is None else t[:, part]
 
         def step(t, n=end - at):
             return _by_token(t, len(ids), n)
 
-        moved = first_moved(pairs, whole, step, least=32)
-        if moved is not None:
-            text = f"token {end - 1} computed from the cache differs from the full forward "
-            return moved._replace(text=text + moved.text)
+        pairs = [(by_key[c.key], c) for c in recorder.ended if c.key in by_key]
+        yield Step(end, pairs, whole, step)
         at = end
+
+
+def stale_cache(model: nn.Module, modules: dict[str, nn.Module], scene: Scene) -> Moved | None:
+    """Decodes the last tokens one by one with a cache, and compares with the full forward."""
+    for step in _decoding(model, modules, scene):
+        moved = first_moved(step.pairs, step.whole, step.part, least=32)
+        if moved is not None:
+            text = f"token {step.end - 1} computed from the cache differs from the full forward "
+            return moved._replace(text=text + moved.text)
     return None
+
+
+def cache_drift(model: nn.Module, modules: dict[str, nn.Module], scene: Scene) -> float:
+    """How far roundings move a module's output between the full forward and decoding, until they
+    decide over an expert.
+    """
+    worst = 0.0
+    for step in _decoding(model, modules, scene):
+        for a, b in step.pairs:
+            out, made = _difference(a.output, b.output, step.whole, step.part)
+            if made:
+                return worst
+            worst = max(worst, out)
+    return worst

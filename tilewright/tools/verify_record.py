@@ -92,6 +92,10 @@ def observable(root: nn.Module, weights: Weights) -> dict[str, nn.Module]:
     return found
 
 
+def _same(value: torch.Tensor) -> torch.Tensor:
+    return value.view_as(value)
+
+
 class Recorder:
     """Records the calls of a model's modules within `recording`."""
 
@@ -103,6 +107,8 @@ class Recorder:
         self._count: dict[str, int] = defaultdict(int)
         self._borders: list[dict[int, None]] = []
         self._nodes: list[Any] = []
+        self._inside: list[list[Any]] = []  # nodes of each running call's inputs
+        self._over: dict[int, list[Any]] = {}  # what is before a module, by a node of its output
         # Outputs of frozen embeddings: gradients are asked for down to these, so that there is one
         # of every module.
         self.starts: list[torch.Tensor] = []
@@ -137,17 +143,23 @@ class Recorder:
                 parent.children.append(call)
             self._stack.append(call)
             self._borders.append({})
+            first = len(self._nodes)
             viewed = map_leaves(lambda n, t: self._view(t, n, call.into), (args, kwargs))
+            self._inside.append(self._nodes[first:])
             call.arguments = map_leaves(lambda n, t: _copied(t), (args, kwargs))
             return viewed
 
         return before
 
-    def _view(self, value: Any, name: str, gradients: dict[str, torch.Tensor]) -> Any:
-        """A view with an autograd node of its own, whose gradient is kept."""
+    def _view(
+        self, value: Any, name: str, gradients: dict[str, torch.Tensor], make: Callable = _same
+    ) -> Any:
+        """A view, or another tensor of the same values, with an autograd node of its own, whose
+        gradient is kept.
+        """
         if not isinstance(value, torch.Tensor) or not value.requires_grad or not self.gradients:
             return value
-        viewed = value.view_as(value)
+        viewed = make(value)
         gradients[name] = torch.zeros((), dtype=value.dtype, device=value.device).expand(
             value.shape
         )
@@ -163,10 +175,14 @@ class Recorder:
         border = self._borders.pop()
         call.output = map_leaves(lambda n, t: _copied(t), output)
         if not call.picks:
-            call.picks = dict.fromkeys(_autograd_names(output, border, call))
+            call.picks = dict.fromkeys(_autograd_names(output, border, self._over))
+        before = [n for node in self._inside.pop() for n, _ in node.next_functions]
         if self.gradients:
             output = self._needing_grad(module, output)
-            return map_leaves(lambda n, t: self._view(t, n, call.out), output)
+            # Copies: a caller may add to an output in place, which views of it would not survive.
+            first = len(self._nodes)
+            output = map_leaves(lambda n, t: self._view(t, n, call.out, torch.clone), output)
+            self._over |= dict.fromkeys(map(id, self._nodes[first:]), before)
         return output
 
     def _needing_grad(self, module, output):
@@ -180,9 +196,9 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _autograd_names(output: Any, border: dict[int, None], call: Call) -> list[str]:
+def _autograd_names(output: Any, border: dict[int, None], over: dict[int, list]) -> list[str]:
     """What autograd's nodes say of a module's own part: custom functions and PyTorch's fused
-    attention. The walk ends at the views that separate the modules.
+    attention. The walk goes over the modules within it, and ends at the views of its inputs.
     """
     found: dict[str, None] = {}
     outs = [t for t in leaves(output).values() if isinstance(t, torch.Tensor)]
@@ -190,9 +206,12 @@ def _autograd_names(output: Any, border: dict[int, None], call: Call) -> list[st
     seen: set[int] = set()
     while todo and len(seen) < 2000:
         node = todo.pop()
-        if node is None or id(node) in seen or id(node) in border:
+        if node is None or id(node) in seen:
             continue
         seen.add(id(node))
+        if id(node) in border:
+            todo += over.get(id(node), [])
+            continue
         name = node.name()
         if "ScaledDotProduct" in name:
             found["sdpa"] = None

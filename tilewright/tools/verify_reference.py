@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import importlib.util
+import math
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -293,8 +294,7 @@ def build(root: nn.Module, config: Any, weights: Weights, *, wide: bool) -> Twin
             model = cls._from_config(config, dtype=dtype, **kinds)
     except Exception as error:
         raise Unverifiable(
-            f"{cls.__name__} cannot be built from the configuration "
-            f"({type(error).__name__}: {first_line(error)})"
+            f"{cls.__name__} cannot be built from the configuration ({said(error)})"
         ) from error
     model.tie_weights()
     model.to(some.device)
@@ -305,8 +305,13 @@ def build(root: nn.Module, config: Any, weights: Weights, *, wide: bool) -> Twin
     return Twin(model.eval(), wide, parameters)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]
+
+
+def said(error: BaseException) -> str:
+    """An error of anyone's code, in a line."""
+    return f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
 
 
 def _loss_is_plain(model: Any) -> bool:
@@ -366,18 +371,37 @@ def _adapt(model, root, weights: Weights, parameters: dict, wide: bool) -> None:
         )
 
 
-def check_memory(root: nn.Module) -> None:
-    """Raises Unverifiable if the references do not fit in memory."""
+def check_weights(root: nn.Module) -> None:
+    """Raises Unverifiable if there are no weights, or some that are not finite: behind them
+    everything is NaN, in the reference too.
+    """
+    if not any(True for _ in root.parameters()):
+        raise Unverifiable(f"model is a {type(root).__name__} without parameters")
+    for name, p in root.named_parameters():
+        plain = type(p.data) is torch.Tensor and p.is_floating_point() and p.itemsize > 1
+        if plain and not bool(torch.isfinite(p.detach()).all()):
+            raise Unverifiable(f"{name} has values that are not finite, so nothing can be compared")
+
+
+def check_memory(root: Any, shape: tuple[int, ...]) -> None:
+    """Raises Unverifiable if the references do not fit in memory with input_ids of this shape."""
     some = next(root.parameters())
     count = sum(p.numel() for p in root.parameters())
     # Weights and two sets of gradients in float64; those of the model, of its eager twin, and its
     # weights.
     need = count * (24 + 4 * some.element_size())
+    config = root.config.get_text_config() if hasattr(root.config, "get_text_config") else None
+    sizes = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+    layers, heads, hidden, vocab = (getattr(config, name, None) or 0 for name in sizes)
+    # In float64 and its gradients: scores and their softmax of all layers, some twenty states of
+    # each layer, logits.
+    count_of_tokens, S = math.prod(shape), (shape or (0,))[-1]
+    activations = 8 * count_of_tokens * (layers * (3 * heads * S + 20 * hidden) + 4 * vocab)
     free = platform.available_memory()
     if some.is_cuda:
         free = torch.cuda.mem_get_info(some.device)[0]
-    if need > free:
+    if need + activations > free:
         raise Unverifiable(
-            f"verifying {count / 1e9:.1f} billion parameters takes about {need / 2**30:.0f} GiB, "
-            f"of which {free / 2**30:.0f} are free"
+            f"verifying {count / 1e9:.3g} billion parameters on {count_of_tokens} tokens takes about "
+            f"{(need + activations) / 2**30:.0f} GiB, of which {free / 2**30:.0f} are free"
         )

@@ -23,10 +23,11 @@ from tilewright.tools.verify_modules import (
     slack_of,
 )
 from tilewright.tools.verify_record import Call, Recorder, leaves
-from tilewright.tools.verify_reference import Twin
+from tilewright.tools.verify_reference import Twin, said
 from tilewright.tools.verify_scenes import Scene
 
 WHOLE = "(end to end)"
+DETACHED = "is detached: no gradient passes it"
 
 
 class Ran(NamedTuple):
@@ -134,6 +135,7 @@ def compare_scene(
         if row.units > 1 and math.isfinite(row.error):
             row = _conditioned(row, entry, scene, replayers[0])
         rows.append(row)
+    rows += _detached(ran, twins[0], scene)
     flips = _flips(ran, twins[0], scene)
     whole = _whole(ran, *twins, scene, wide, eager)
     return Compared(rows, whole, unchecked, ran, twins[0], flips)
@@ -156,7 +158,7 @@ def _entries(ran: Ran, scene: Scene, replayers: list[Replayer], parameters):
         try:
             truth, twin = (r.replay(call) for r in replayers)
         except Exception as error:
-            unchecked[call.path] = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
+            unchecked[call.path] = said(error)
             continue
         own = observed(call, forwards[call.path], forwards)
         blind = _reads_padding(call, scene, replayers[0])
@@ -166,6 +168,8 @@ def _entries(ran: Ran, scene: Scene, replayers: list[Replayer], parameters):
                 continue  # such as attention weights, which only the eager twin returns
             if blind and name.startswith("gradient"):
                 continue
+            if own.get(name, value).shape != value.shape and _of_positions(name):
+                continue  # for all rows at once
             label = (scene.name, call.path, name, by)
             entries.append(_Entry(label, own.get(name), value, twin.values[name], (call,), name))
         for total, replayed in zip(totals, (truth, twin), strict=True):
@@ -190,6 +194,33 @@ def _entries(ran: Ran, scene: Scene, replayers: list[Replayer], parameters):
         twin_g = torch.zeros_like(p) if twin_g is None else twin_g
         entries.append(_Entry(label, g, totals[0][id(p)], twin_g, tuple(calls), id(p)))
     return entries, unchecked
+
+
+def _of_positions(name: str) -> bool:
+    return name.startswith(("input position_ids of", "input input of"))
+
+
+def _detached(ran: Ran, truth: Ran, scene: Scene) -> list[Row]:
+    """Outputs that no gradient can pass, while one arrives at them in the reference: of the
+    innermost modules of which that is so, and not of those that follow.
+    """
+    right = {c.key: c for c in truth.calls}
+    found, cut = [], set()
+    for call in reversed(ran.calls):  # inner modules before those that they are in
+        twin = right.get(call.key)
+        if twin is None or (twin.into and not call.into) or call.key in cut:
+            continue
+        values = call.output_leaves()
+        for name, g in twin.out.items():
+            if name in values and name not in call.out and bool(g.any()):
+                what = f"{f'output {name}'.strip()} {DETACHED}"
+                label = (scene.name, call.path, what)
+                found.append(Row(*label, math.inf, 0.0, 1.0, (), 0.0, 1.0, ", ".join(call.picks)))
+                outer = call.parent
+                while outer is not None:
+                    cut.add(outer.key)
+                    outer = outer.parent
+    return found
 
 
 def _reads_padding(call: Call, scene: Scene, replayer: Replayer) -> bool:

@@ -37,10 +37,15 @@ def scenes(root: nn.Module, batch: dict[str, Any] | None, tokens: int) -> list[S
     takes them.
     """
     forward = inspect.signature(type(root).forward).parameters
-    if "input_ids" not in forward:
+    kind = type(root).__name__
+    if "input_ids" not in forward or not _vocabulary(root):
         raise Unverifiable(
-            f"model's forward takes no input_ids ({type(root).__name__}); only language models are "
-            "verified"
+            f"model's forward takes no input_ids, or it has no embedding of them ({kind}); only "
+            "language models are verified"
+        )
+    if getattr(getattr(root, "config", None), "is_encoder_decoder", False):
+        raise Unverifiable(
+            f"model is an encoder and a decoder ({kind}); only one stack is verified"
         )
     device = next(root.parameters()).device
     ids = _given_ids(batch, root) if batch is not None else _random_ids(root, tokens)
@@ -80,25 +85,50 @@ def _given_ids(batch: dict[str, Any], root: nn.Module) -> torch.Tensor:
         ids = None
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype != torch.int64:
         raise Unverifiable("batch must be a mapping with input_ids, an int64 tensor [B, S]")
+    if not len(ids):
+        raise Unverifiable(f"batch must have a row of tokens, got input_ids {list(ids.shape)}")
     if ids.shape[1] < LEAST_TOKENS:
         raise Unverifiable(
             f"batch has {ids.shape[1]} tokens a row; {LEAST_TOKENS} are the least that show a leak"
         )
-    vocab = root.get_input_embeddings().num_embeddings
-    if int(ids.max()) >= vocab or int(ids.min()) < 0:
-        raise Unverifiable(f"input_ids must be from 0 to {vocab - 1}, got {int(ids.max())}")
+    vocab = _vocabulary(root)
+    _check_range("input_ids", ids, vocab)
+    labels = batch.get("labels")
+    if labels is not None:
+        if not isinstance(labels, torch.Tensor) or labels.shape != ids.shape:
+            got = list(labels.shape) if isinstance(labels, torch.Tensor) else type(labels).__name__
+            raise Unverifiable(
+                f"labels must be a tensor of input_ids' shape {list(ids.shape)}, got {got}"
+            )
+        counted = labels[labels != IGNORED]
+        _check_range(f"labels that are not {IGNORED}", counted, vocab)
     return ids
+
+
+def _check_range(name: str, values: torch.Tensor, vocab: int) -> None:
+    wrong = values[(values < 0) | (values >= vocab)]
+    if len(wrong):
+        raise Unverifiable(f"{name} must be from 0 to {vocab - 1}, got {int(wrong[0])}")
+
+
+def _vocabulary(root: Any) -> int:
+    """The number of embeddings; 0: the model has none."""
+    try:
+        return int(getattr(root.get_input_embeddings(), "num_embeddings", 0))
+    except (AttributeError, NotImplementedError):
+        return 0
 
 
 def _random_ids(root: nn.Module, tokens: int) -> torch.Tensor:
     """Two rows of tokens that are none of the special ones."""
-    vocab = root.get_input_embeddings().num_embeddings
+    vocab = _vocabulary(root)
     config = root.config.get_text_config()
     special: set[int] = set()
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         value = getattr(config, name, None)
         special.update(value if isinstance(value, (list, tuple)) else [value])
-    usable = torch.tensor([i for i in range(min(vocab, 50_000)) if i not in special])
+    known = range(min(vocab, 50_000))
+    usable = torch.tensor([i for i in known if i not in special] or list(known))
     g = torch.Generator().manual_seed(0)
     return usable[torch.randint(len(usable), (2, tokens), generator=g)]
 
@@ -123,9 +153,14 @@ def _given(batch, ids: torch.Tensor, labels: bool, device) -> Scene:
     kept = kept.bool() if isinstance(kept, torch.Tensor) and kept.shape == ids.shape else None
     if kept is not None and bool(kept.all()):
         kept = None
-    if kept is not None and labels:
+    target = found.get("labels") if labels else None
+    if kept is not None and target is not None:
         # A token predicted from padding, where attention is arbitrary, has no defined loss.
-        found["labels"] = found["labels"].masked_fill(~kept | ~kept.roll(1, 1), IGNORED)
+        target = found["labels"] = target.masked_fill(~kept | ~kept.roll(1, 1), IGNORED)
+    if target is not None and bool((target[:, 1:] == IGNORED).all()):
+        raise Unverifiable(
+            f"batch must have a target: labels after the first token are all {IGNORED}, or padding"
+        )
     return Scene("given", found, kept, documents_of(found.get("position_ids")))
 
 

@@ -16,8 +16,8 @@ from tilewright.tools.verify_modules import SLACK, compare
 from tilewright.tools.verify_reference import Twin, Weights
 
 SIMPLE = (bool, int, float, str, type(None))
-# They tell a state or a cache, not what is computed.
-STATES = {"training", "gradient_checkpointing", "max_seq_len_cached", "name_or_path"}
+# They tell a state or a cache, not what is computed; the loss is compared by its value.
+STATES = {"training", "gradient_checkpointing", "max_seq_len_cached", "name_or_path", "loss_type"}
 OF_CONFIG = {
     "use_cache", "dtype", "torch_dtype", "architectures", "transformers_version", "return_dict",
     "output_hidden_states", "output_attentions", "quantization_config", "name_or_path",
@@ -30,14 +30,20 @@ def structure(root: nn.Module, config: Any, weights: Weights, wide: Twin) -> Sai
     """Sentences about modules that hold something else than their configuration says."""
     said: Said = defaultdict(list)
     own_config = getattr(root, "config", None)
+    told: set[int] = set()  # configurations, which modules share
     for path, module in root.named_modules():
         plain = weights.paths.get(path)
         twin = None if plain is None else wide.module(plain)
         if twin is None or plain is None:
             continue
         said[plain] += _attributes(module, twin) + _buffers(module, twin)
+        if not _same_function(module, twin):
+            said[plain].append(
+                f"computes another function than {twin}, which the configuration has"
+            )
         inner = getattr(module, "config", None)
-        if inner is not None and inner is not own_config:
+        if inner is not None and inner is not own_config and id(inner) not in told:
+            told.add(id(inner))
             said[plain] += _configuration(inner, getattr(twin, "config", None))
     state = wide.model.state_dict()
     adapted = {f"{a}.weight" for a in weights.adapters} | {f"{a}.bias" for a in weights.adapters}
@@ -62,6 +68,26 @@ def _attributes(module: nn.Module, twin: nn.Module) -> list[str]:
         if isinstance(value, SIMPLE) and isinstance(right, SIMPLE) and value != right:
             found.append(f"{_spoken(name)} {value} in the module, {right} by the configuration")
     return found
+
+
+@torch.no_grad()
+def _same_function(module: nn.Module, twin: nn.Module) -> bool:
+    """Whether activations agree in float64: approximations of one another differ by less than a
+    rounding of bfloat16, in which outputs do not tell them apart.
+    """
+    known = ("torch.nn.", "transformers.activations")
+    if type(module) is type(twin) and repr(module) == repr(twin):
+        return True
+    if any(
+        not type(m).__module__.startswith(known) or any(True for _ in m.children()) or m._parameters
+        for m in (module, twin)
+    ):
+        return True
+    x = torch.linspace(-6, 6, 121, dtype=torch.float64)
+    try:
+        return torch.allclose(module(x), twin(x), rtol=1e-6, atol=1e-6)
+    except (TypeError, ValueError, RuntimeError):
+        return True
 
 
 def _spoken(name: str) -> str:

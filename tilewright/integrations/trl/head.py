@@ -2,7 +2,8 @@
 
 The head's parameters may be there only while its modules run: FSDP2 and ZeRO-3 gather them before a
 module's forward and before its backward, and reduce their gradients after it, by hooks. So the
-computation runs as the forward of each module of the head that has hooks.
+computation runs as the forward of each module of the head that has hooks, which get a tuple of
+statistics as its output.
 """
 
 from __future__ import annotations
@@ -54,26 +55,50 @@ def resolve(head: nn.Module) -> Head:
     Raises ImplementationUnavailable for a head that cannot be computed.
     """
     modules, adapters = [head], ()
-    if _is_peft(head, "peft.utils.other", "ModulesToSaveWrapper"):
+    if kind := _peft_class(head, "peft.utils.other", "ModulesToSaveWrapper"):
+        _check_forward(head, kind)
         active = () if head.disable_adapters else head.active_adapters[:1]
         copies = [head.modules_to_save[name] for name in active if name in head.modules_to_save]
         head = copies[0] if copies else head.original_module
         modules.append(head)
-    if _is_peft(head, "peft.tuners.lora.layer", "Linear"):
+    if kind := _peft_class(head, "peft.tuners.lora.layer", "Linear"):
+        _check_forward(head, kind)
         adapters = _adapters(head)
         head = head.base_layer
         modules += [head, *(m for adapter in adapters for m in adapter[:2])]
-    if type(head).forward is not nn.Linear.forward:  # FSDP2's class has nn.Linear's own
-        raise ImplementationUnavailable(
-            "the head must be a torch.nn.Linear, with or without PEFT's LoRA, got "
-            f"{type(head).__name__}"
-        )
+    for module in (head, *(m for adapter in adapters for m in adapter[:2])):
+        _check_forward(module, nn.Linear)
     return Head(head, tuple(adapters), tuple(modules))
 
 
-def _is_peft(module: nn.Module, where: str, name: str) -> bool:
-    """Whether the module is an instance of PEFT's class, which need not be imported."""
-    return any((c.__module__, c.__name__) == (where, name) for c in type(module).__mro__)
+def _peft_class(module: Any, where: str, name: str) -> Any:
+    """PEFT's class of this name, which need not be imported, if the module is an instance."""
+    for c in type(module).__mro__:
+        if (c.__module__, c.__name__) == (where, name):
+            return c
+    return None
+
+
+def _check_forward(module: nn.Module, kind: Any) -> None:
+    """Raises ImplementationUnavailable if a module has another forward than `kind`: of its class
+    (FSDP2's has nn.Linear's own), or set on the module, where accelerate's for a device map moves
+    inputs alone, as is done here.
+    """
+    if type(module).forward is not kind.forward:
+        cls = type(module)
+        raise ImplementationUnavailable(
+            "the head must be a torch.nn.Linear, with or without PEFT's LoRA, got "
+            f"{cls.__module__}.{cls.__qualname__}"
+        )
+    own = vars(module).get("forward")
+    if own is not None and type(vars(module).get("_hf_hook")).__name__ == "AlignDevicesHook":
+        own = vars(module)["_old_forward"]
+    if own is not None and getattr(own, "__func__", None) is not kind.forward:
+        name = getattr(own, "__qualname__", type(own).__qualname__)
+        raise ImplementationUnavailable(
+            f"the forward of the head's {type(module).__name__} must be its class's, got "
+            f"{name}, which was set on the module and is not computed here"
+        )
 
 
 def _adapters(layer: Any) -> tuple[Adapter, ...]:
@@ -129,6 +154,11 @@ def statistics(
         return _compute(found, x, target, scaling, outputs)
 
     values = within([m for m in found.modules if _has_hooks(m)], compute, x)
+    if not isinstance(values, tuple) or len(values) != len(OUTPUTS):
+        raise ImplementationUnavailable(
+            "forward hooks on the head must leave its output as it is, here a tuple of "
+            f"{len(OUTPUTS)} statistics, got {type(values).__name__} from one"
+        )
     return {name: t for name, t in zip(OUTPUTS, values, strict=True) if t is not None}
 
 

@@ -62,7 +62,8 @@ def accelerate_trainer(trainer: Any, *, quiet: bool = False) -> TrainerReport:
     it before `train`; a second call does nothing. The head computes the tokens that have a label, a
     chunk of them at a time, and runs inside its modules' own forward, so that it is right wherever
     hooks gather their parameters: under FSDP2 (also where the head or its adapters are units of
-    their own) and ZeRO-3. Statistics are float32. mean_logits (a metric of DPO and KTO) is the mean
+    their own) and ZeRO-3. Statistics are float32, unless FSDP2's policy casts what a model returns.
+    mean_logits (a metric of DPO and KTO) is the mean
     of logits that are not rounded.
 
     Args:
@@ -75,9 +76,9 @@ def accelerate_trainer(trainer: Any, *, quiet: bool = False) -> TrainerReport:
 
     Raises:
         ImplementationUnavailable: TRL is missing or of another version; the model has no fused
-            head of TRL's; its head is no torch.nn.Linear with or without plain LoRA; an adapter
-            on the head has dropout, a bias or is a variant as DoRA; the logits are scaled by a
-            number that is not positive.
+            head of TRL's; its head is no torch.nn.Linear with or without plain LoRA, or has a
+            forward of its own; an adapter on the head has dropout, a bias or is a variant as DoRA;
+            the logits are scaled by a number that is not positive.
 
     Example:
         >>> from tilewright.integrations.trl import accelerate_trainer
@@ -107,8 +108,8 @@ def accelerate_trainer(trainer: Any, *, quiet: bool = False) -> TrainerReport:
 def build_trainer(trainer_class: Callable, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Builds a TRL trainer and accelerates it, also with LoRA on the head.
 
-    TRL rejects adapters on the head, since its own fused head does not compute them. They are not
-    shown to it while the trainer is built.
+    TRL rejects adapters on the head, since its own fused head does not compute them. They are
+    hidden from it while it builds the trainer.
 
     Args:
         trainer_class: SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer.
@@ -123,8 +124,8 @@ def build_trainer(trainer_class: Callable, model: nn.Module, *args: Any, **kwarg
     Raises:
         ImplementationUnavailable: As `accelerate_trainer`.
         TypeError: model is no torch.nn.Module.
-        ValueError: TRL computed log-probabilities of a reference adapter while the trainer was
-            built (precompute_ref_log_probs), without the adapter's part of the head.
+        ValueError: precompute_ref_log_probs, with a model whose adapter on the head is the
+            reference: TRL computes it while the trainer is built, without the head's adapter.
 
     Example:
         >>> from tilewright.integrations.trl import build_trainer
@@ -139,15 +140,9 @@ def build_trainer(trainer_class: Callable, model: nn.Module, *args: Any, **kwarg
             f"model must be a torch.nn.Module, got {model!r}; load it by from_pretrained"
         )
     base = getattr(model, "get_base_model", lambda: model)()
+    _check_reference(model, base, (*args, *kwargs.values()))
     with _adapters_hidden(base):
         trainer = trainer_class(model, *args, **kwargs)
-    adapted = hasattr(base.get_output_embeddings(), "base_layer")
-    references = getattr(trainer.model, "peft_config", ())
-    if adapted and "ref" in references and getattr(trainer, "precompute_ref_logps", False):
-        raise ValueError(
-            "precompute_ref_log_probs must be False where a reference adapter is on the head, got "
-            "True: TRL computes it without the head's adapter"
-        )
     accelerate_trainer(trainer, quiet=True)
     return trainer
 
@@ -168,6 +163,20 @@ def _adapters_hidden(model: Any) -> Iterator[None]:
 
 
 # ---- what is checked
+
+
+def _check_reference(model: Any, base: Any, given: tuple) -> None:
+    """TRL precomputes with a copy of the model's adapters, unless a reference is among `given`."""
+    adapted = hasattr(model, "peft_config") and hasattr(base.get_output_embeddings(), "base_layer")
+    if (
+        adapted
+        and any(getattr(v, "precompute_ref_log_probs", None) is True for v in given)
+        and not any(isinstance(v, nn.Module) for v in given)
+    ):
+        raise ValueError(
+            "precompute_ref_log_probs must be False where a reference adapter is on the head, got "
+            "True: TRL would compute it without the head's adapter"
+        )
 
 
 def require_trl() -> None:
@@ -304,6 +313,9 @@ def token_statistics(
 
 
 def _router_loss(router_logits: Any, config: Any, attention_mask: Any) -> torch.Tensor:
+    """num_experts: as TRL reads it; also a name of gpt-oss's and Mixtral's num_local_experts in the
+    versions of transformers that `accelerate` takes.
+    """
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     loss: Any = load_balancing_loss_func(
