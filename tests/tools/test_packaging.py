@@ -194,6 +194,7 @@ def test_the_sdist_holds_the_repository_and_its_tests_are_found(built, source, t
         p
         for p in source.rglob("*")
         if p.is_file()
+        and p.relative_to(source).parts[0] != "build"
         and (ROOT / p.relative_to(source)).exists()
         and not (root / p.relative_to(source)).exists()
     ]
