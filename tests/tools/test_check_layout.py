@@ -350,6 +350,9 @@ def test_a_rank_that_dies(tmp_path):
     sentence = "x on 2 processes, rank 1: the process ended in the function with exit code 7"
     with refused("dies", 2, tmp_path) as ranks, pytest.raises(Refused, match=sentence):
         ranks.run("x")
+    # Rank 0 may have been heard first.
+    lost = "RuntimeError: [tcp/pair.cc:537] Read error: Connection reset by peer"
+    assert ranks._cause("x", 0, lost) == sentence
 
 
 def test_a_function_that_is_not_there():

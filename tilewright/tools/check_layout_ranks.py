@@ -37,6 +37,8 @@ from tilewright.tools.check_layout_step import GATHERING, Measured, Refused, mea
 FOREVER = datetime.timedelta(days=1)
 # Seconds in which a rank that is asked where it waits answers.
 ANSWER = 2.0
+# What Gloo raises where another rank's process has ended.
+LOST = re.compile("Connection (reset|closed|refused)|Broken pipe")
 SINGLE = "single"  # the layout of one process
 WHERE = signal.SIGUSR1
 WORLD_SIZES = (2, 4)
@@ -135,9 +137,19 @@ class Ranks:
         if kind == "at":
             self._at[rank] = value
         elif kind == "refused":
-            raise Refused(self._about(layout, rank, value))
+            raise Refused(self._cause(layout, rank, value))
         else:
             answers[rank] = value
+
+    def _cause(self, layout: str | None, rank: int, sentence: str) -> str:
+        """A rank that loses its connection to one that died may be heard before the death is."""
+        if LOST.search(sentence):
+            others = [other for other in range(self.number) if other != rank]
+            ended = connection.wait([self._processes[other].sentinel for other in others], ANSWER)
+            for other in others:
+                if self._processes[other].sentinel in ended:
+                    return self._death(layout, other)
+        return self._about(layout, rank, sentence)
 
     def _about(self, layout: str | None, rank: int, sentence: str) -> str:
         if layout is None:
