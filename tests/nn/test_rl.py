@@ -40,6 +40,17 @@ def test_logprobs_from_logits(inplace):
     assert torch.equal(own, logits) != inplace
 
 
+def test_compiled_logits_are_not_overwritten():
+    logits, labels = inputs(2, 5)
+    expected, _ = eager(logits, labels)
+    (wanted,) = gradient(expected.sum(), logits)
+    own = logits * 1
+    compiled = torch.compile(rl.logprobs_from_logits, backend="eager", fullgraph=True)
+    (grad,) = gradient(compiled(own, labels).sum(), logits)
+    torch.testing.assert_close(grad, wanted)
+    assert torch.equal(own, logits)
+
+
 def test_bfloat16_logits_give_float32():
     logits, labels = inputs(3)
     low = logits.detach().bfloat16()

@@ -145,13 +145,15 @@ def test_a_sharded_vocabulary(found):
 # ---- models
 
 
-def fused(model, ours, labels, ids, **options):
+def fused(model, ours, labels, ids, num_items_in_batch=None, **options):
     """Outputs and gradients of the fused head, TRL's or this library's."""
     model = copy.deepcopy(model)
     add_fused_lm_head(model, outputs=ALL, **options)
     if ours:
         assert trainers.fuse(model) == ALL
-    out = model(ids, attention_mask=torch.ones_like(ids), labels=labels, fused_lm_head=True)
+    count = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+    mask = torch.ones_like(ids)
+    out = model(ids, attention_mask=mask, labels=labels, fused_lm_head=True, **count)
     (
         out.loss + (out.log_probs * torch.arange(labels.shape[1] - 1)).sum() + out.entropy.sum()
     ).backward()
@@ -165,7 +167,7 @@ def fused(model, ours, labels, ids, **options):
         ({}, {"temperature": 0.7}),
         ({"kind": "gemma2", "final_logit_softcapping": 2.0}, {"temperature": 1.3}),
         ({"kind": "cohere", "logit_scale": 0.25}, {"temperature": 0.7}),
-        ({"kind": "granite", "logits_scaling": 3.0}, {}),
+        ({"kind": "granite", "logits_scaling": 3.0}, {"num_items_in_batch": 50}),
         ({"kind": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
           "output_router_logits": True, "router_aux_loss_coef": 0.5}, {}),
         ({"tie_word_embeddings": True}, {"cast_lm_head_to_fp32": True}),
@@ -187,6 +189,22 @@ def test_what_a_model_does_with_its_logits(changes, options):
         torch.testing.assert_close(
             mine[name], t, rtol=2e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def test_a_head_in_float32_is_outside_of_autocast():
+    own, seen = head.statistics, []
+
+    def recorded(module, x, *args):
+        seen.append((torch.is_autocast_enabled("cpu"), x.dtype))
+        return own(module, x, *args)
+
+    labels, model = torch.ones(1, 4, dtype=torch.long), rows.tiny()
+    with planted(head, "statistics", recorded), torch.autocast("cpu", torch.bfloat16):
+        for fp32 in (False, True):
+            x = torch.ones(1, 4, 32, dtype=torch.bfloat16 if fp32 else torch.float32)
+            scaling = head.Scaling(1.0, None, 1.0, fp32)
+            trainers.token_statistics(model.lm_head, x, labels, scaling, ALL)
+    assert seen == [(True, torch.float32), (False, torch.float32)]
 
 
 def test_nothing_to_learn():
@@ -492,6 +510,10 @@ def test_trainers_that_are_refused(tmp_path, monkeypatch):
         ImplementationUnavailable, match=r"^trainer must be one whose Llama.* got SFT"
     ):
         accelerate_trainer(trainer)
+    with pytest.raises(
+        TypeError, match=r"^trainer must be a trainer of TRL, got LlamaForCausalLM$"
+    ):
+        accelerate_trainer(trainer.model)
     with pytest.raises(TypeError, match=r"^model must be a torch.nn.Module, got 'a/name'; load it"):
         build_trainer(type(trainer), "a/name")
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.17.0")

@@ -134,6 +134,11 @@ def test_what_cannot_be_replayed_is_one_sentence(change, error, message):
     assert message in str(caught.value)
 
 
+def test_an_expert_may_not_return_in_a_later_slot():
+    with pytest.raises(ValueError, match="of token 1 in layer 0 hold 4: an expert is chosen twice"):
+        read_routed_experts([[[1, 2, 3]], [[4, 1, 4]]], layers=1, top_k=3, experts=8)
+
+
 def test_an_engine_that_recorded_nothing_is_seen_with_one_expert_per_token():
     options = {"layers": 4, "top_k": 1, "experts": 8, "tokens": 17}
     zeros = np.zeros((16, 4, 1), np.int32)
@@ -509,6 +514,13 @@ def test_routes_of_a_set_that_was_saved_are_checked(second, message, tmp_path):
         prepare(config.data.datasets, config, None, 97, **options)
     said = f"data.skip_prepare_dataset: {tmp_path}: {message}"
     assert str(caught.value).startswith(said)
+
+
+def test_a_sample_is_named_by_its_number_in_the_set_and_not_in_a_part_of_it():
+    right, wrong = [0, 1, 2, 3], [0, 1, 2, 9]
+    column = pa.chunked_array([[right, right], [right, wrong]])
+    with pytest.raises(ValueError, match=r"^sample 3: routed experts of token 0 in layer 1 hold 9"):
+        Routes(L, (0, 1), K, E).check(column, pa.chunked_array([[[5]] * 4]))
 
 
 def test_a_token_is_replayed_whole_or_not_at_all():

@@ -63,8 +63,7 @@ def accelerate_trainer(trainer: Any, *, quiet: bool = False) -> TrainerReport:
     chunk of them at a time, and runs inside its modules' own forward, so that it is right wherever
     hooks gather their parameters: under FSDP2 (also where the head or its adapters are units of
     their own) and ZeRO-3. Statistics are float32, unless FSDP2's policy casts what a model returns.
-    mean_logits (a metric of DPO and KTO) is the mean
-    of logits that are not rounded.
+    mean_logits (a metric of DPO and KTO) is the mean of logits that are not rounded.
 
     Args:
         trainer: A trainer of TRL 1.16 whose model has TRL's fused head: SFTTrainer, DPOTrainer,
@@ -79,6 +78,7 @@ def accelerate_trainer(trainer: Any, *, quiet: bool = False) -> TrainerReport:
             head of TRL's; its head is no torch.nn.Linear with or without plain LoRA, or has a
             forward of its own; an adapter on the head has dropout, a bias or is a variant as DoRA;
             the logits are scaled by a number that is not positive.
+        TypeError: trainer is no trainer.
 
     Example:
         >>> from tilewright.integrations.trl import accelerate_trainer
@@ -88,6 +88,8 @@ def accelerate_trainer(trainer: Any, *, quiet: bool = False) -> TrainerReport:
           LlamaForCausalLM: log_probs, entropy, is_top1
     """
     require_trl()
+    if not hasattr(trainer, "accelerator"):
+        raise TypeError(f"trainer must be a trainer of TRL, got {type(trainer).__name__}")
     unwrap = trainer.accelerator.unwrap_model
     models = [m for m in (trainer.model, getattr(trainer, "ref_model", None)) if m is not None]
     models = [getattr(m, "get_base_model", lambda m=m: m)() for m in map(unwrap, models)]
