@@ -6,6 +6,7 @@ import copy
 import functools
 import re
 import shutil
+import sys
 
 import pytest
 import safetensors.torch
@@ -275,17 +276,70 @@ def fails_on_padding(dtype):
     return model, "LlamaForCausalLM", "fails on the padded input with IndexError: padding"
 
 
+def head_tied(dtype):
+    model = tiny(dtype=dtype, num_hidden_layers=1)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    words = "while tie_word_embeddings is false in the configuration"
+    return model, "lm_head", words
+
+
+def frequency_slightly_off(dtype):
+    """As far as a rounding of bfloat16 takes it, in a buffer that is float32."""
+    model = tiny(dtype=dtype, num_hidden_layers=1)
+    model.model.rotary_emb.inv_freq[1] *= 1.001
+    return model, "model.rotary_emb", "inv_freq is not that of the configuration"
+
+
+def config_of_a_module(dtype):
+    """Of which nothing that is computed depends."""
+    model = tiny(dtype=dtype, num_hidden_layers=1)
+    attention = model.model.layers[0].self_attn
+    attention.config = copy.deepcopy(attention.config)
+    attention.config.max_position_embeddings = 48
+    words = "its own config has max_position_embeddings 48, the model's has 64"
+    return model, "model.layers.0.self_attn", words
+
+
+def takes_padding_to_be_left(dtype):
+    model = tiny(dtype=dtype, num_hidden_layers=1)
+
+    def forward(own, *args, attention_mask=None, **kwargs):
+        if attention_mask is not None and attention_mask.dim() == 2:
+            lengths = attention_mask.sum(1, keepdim=True)
+            S = attention_mask.shape[1]
+            attention_mask = (torch.arange(S) >= S - lengths).to(attention_mask.dtype)
+        return own(*args, attention_mask=attention_mask, **kwargs)
+
+    model.model.forward = functools.partial(forward, model.model.forward)
+    return model, "model.layers.0.self_attn", "padded input"
+
+
+def leak_of_a_middle_token(dtype):
+    """Not of the last one, which alone is changed first."""
+    model = tiny(dtype=dtype, num_hidden_layers=1)
+
+    def forward(own, x):
+        y = own(x)
+        return torch.cat((y[:, :1] + x[:, x.shape[1] * 3 // 4, None], y[:, 1:]), 1)
+
+    patched(model.model.norm, forward)
+    return model, "model.norm", "leak: the second half, changed, moves the first half here"
+
+
 FAULTS = (
     wrong_rotary_base, rotary_base_of_a_kernel, dropped_window, ignored_mask,
     loss_normalized_twice, scaled_gradient, scaled_gradient_of_a_kernel, swapped_experts,
     eps_of_a_norm, eps_of_a_kernel, stale_cache, transposed_adapter, transposed_merge, head_not_tied,
     another_activation, positions_off_by_one, detached_output,
-    fails_on_padding,
+    fails_on_padding, head_tied, frequency_slightly_off, config_of_a_module,
+    takes_padding_to_be_left, leak_of_a_middle_token,
 )  # fmt: skip
-# They add to the named module: a head that is not tied misses a part of the embedding's gradient.
+# They add to the named module: a head that is not tied misses a part of the embedding's gradient,
+# and one that is tied adds to it.
 # Positions of a full row are wrong for a cached token, too.
 ALSO = {
     "head_not_tied": {"model.embed_tokens"},
+    "head_tied": {"model.embed_tokens"},
     "positions_off_by_one": {"model.layers.0.self_attn"},
 }
 
@@ -509,6 +563,14 @@ def encoder_decoder():
             lambda: (tiny(), {"batch": {"input_ids": torch.full((1, 9), 64)}}),
             "input_ids must be from 0 to 63, got 64",
         ),
+        (
+            lambda: (tiny(), {"batch": {"input_ids": torch.arange(-1, 8)[None]}}),
+            "input_ids must be from 0 to 63, got -1",
+        ),
+        (
+            lambda: (tiny(), {"config": 5}),
+            "config must be a configuration of transformers, or a folder with one, got int",
+        ),
         (lambda: (torch.compile(tiny()), {}), "verify it before torch.compile"),
         (lambda: (without_parameters(), {}), "model is a Module without parameters"),
         (lambda: (with_nan(), {}), "model.norm.weight has values that are not finite"),
@@ -559,6 +621,9 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     from tilewright.__main__ import main
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setitem(sys.modules, "recipe", None)
+    del sys.modules["recipe"]  # and none is left afterwards
     folder = tmp_path / "model"
     tiny(num_hidden_layers=1).save_pretrained(folder)
     out = tmp_path / "page"
@@ -592,7 +657,13 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert "model.norm: " in capsys.readouterr().out
     for name, words in (
         ("recipe:nothing", "recipe:nothing must return a torch.nn.Module, or one and a batch"),
-        ("recipe:absent", "cannot be called: AttributeError: module 'recipe' has no"),
+        ("recipe.py:nothing", "recipe.py:nothing must return a torch.nn.Module, or one and"),
+        ("recipe:fault", "recipe has no 'fault'; did you mean 'faulty'?"),
+        ("absent.py:build", "absent.py: no such file"),
+        ("recipe", "recipe names no function: give recipe.py:FUNCTION"),
+        ("./recipe.py", "./recipe.py names no function: give ./recipe.py:FUNCTION"),
+        ("./model --config /nowhere", "/nowhere: no such folder"),
+        ("./model --config ./remote", "config './remote' cannot be read: ValueError: "),
         ("./nowhere", "./nowhere: no such folder"),
         (str(out), "cannot be loaded: "),
         ("recipe:leaving", "recipe:leaving cannot be called: SystemExit: 0"),

@@ -35,7 +35,7 @@ from tilewright.tools.verify_reference import (
     build,
     check_memory,
     check_weights,
-    first_line,
+    read_config,
     said,
     unwrapped,
     weights_of,
@@ -118,7 +118,7 @@ def verify(
     given = None if batch is None else dict(batch)
     check_memory(root, getattr((given or {}).get("input_ids"), "shape", (2, tokens)))
     found = scenes(root, given, tokens)
-    work = _Work(model, root, _configuration(config, root))
+    work = _Work(model, root, root.config if config is None else read_config(config))
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.autocast(next(root.parameters()).device.type, enabled=False))
         stack.enter_context(torch.enable_grad())
@@ -126,19 +126,6 @@ def verify(
             work.compare(scene)
         work.probe([s for s in found if s.name in work.compared])
     return work.result()
-
-
-def _configuration(config: Any, root: nn.Module) -> Any:
-    if config is None:
-        return root.config
-    if not isinstance(config, str):
-        return config
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(config)
-    except (OSError, ValueError) as error:
-        raise Unverifiable(f"config {config!r} cannot be read: {first_line(error)}") from error
 
 
 class _Work:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 from typing import Any
@@ -13,8 +12,16 @@ from torch import nn
 
 from tilewright import platform
 from tilewright.registry import ImplementationUnavailable
+from tilewright.tools.check_layout_ranks import load_function
+from tilewright.tools.check_layout_step import Refused
 from tilewright.tools.verify_page import check_folder, save
-from tilewright.tools.verify_reference import Unverifiable, first_line, said
+from tilewright.tools.verify_reference import (
+    Unverifiable,
+    check_path,
+    first_line,
+    read_config,
+    said,
+)
 from tilewright.tools.verify_scenes import LEAST_TOKENS
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -29,13 +36,13 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument(
         "model",
         metavar="MODEL",
-        help="a folder, a name on the Hub, or module:function, which is called without arguments "
-        "and returns a model, or a model and a batch",
+        help="a folder, a name on the Hub, or module:function or path/file.py:function, which is "
+        "called without arguments and returns a model, or a model and a batch",
     )
     p.add_argument("--accelerate", action="store_true", help="patch it by this library first")
     p.add_argument("--dtype", choices=DTYPES, help="of its parameters; default: as it is stored")
     p.add_argument("--tokens", type=int, default=48, help="the length of the random rows (48)")
-    p.add_argument("--config", metavar="FOLDER", help="of the configuration that is right")
+    p.add_argument("--config", metavar="FOLDER", help="with the configuration that is right")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--all", action="store_true", help="a line for every module")
     p.add_argument("--out", metavar="FOLDER", help="write verify.html with pictures into it")
@@ -68,12 +75,13 @@ def _verified(args: argparse.Namespace):
         raise Unverifiable(f"--tokens must be {LEAST_TOKENS} or more, got {args.tokens}")
     if args.out:
         check_folder(args.out)
+    config = None if args.config is None else read_config(args.config)
     model, batch = load(args.model, args.dtype, args.device)
     if args.accelerate:
         from tilewright.integrations.transformers import accelerate
 
         print(accelerate(model, quiet=True), end="\n\n")
-    return verify(model, batch, config=args.config, tokens=args.tokens)
+    return verify(model, batch, config=config, tokens=args.tokens)
 
 
 def load(name: str, dtype: str | None, device: str) -> tuple[nn.Module, Any]:
@@ -82,9 +90,8 @@ def load(name: str, dtype: str | None, device: str) -> tuple[nn.Module, Any]:
     Raises:
         Unverifiable: It cannot be built; the message says why.
     """
-    module, colon, function = name.partition(":")
-    if colon and not os.path.exists(name):
-        model, batch = _called(name, module, function)
+    if ":" in name and not os.path.exists(name):
+        model, batch = _called(name)
         if dtype is not None:
             for p in model.parameters():  # and no buffers: frequencies would be rounded
                 if p.is_floating_point():
@@ -97,14 +104,15 @@ def load(name: str, dtype: str | None, device: str) -> tuple[nn.Module, Any]:
         raise Unverifiable(f"{name} cannot be moved to {device}: {first_line(error)}") from error
 
 
-def _called(name: str, module: str, function: str) -> tuple[nn.Module, Any]:
-    sys.path.insert(0, os.getcwd())
+def _called(name: str) -> tuple[nn.Module, Any]:
     try:
-        found = getattr(importlib.import_module(module), function)()
+        function = load_function(name)
+    except Refused as error:
+        raise Unverifiable(str(error)) from error
+    try:
+        found = function()
     except (Exception, SystemExit) as error:  # anyone's code
         raise Unverifiable(f"{name} cannot be called: {said(error)}") from error
-    finally:
-        sys.path.remove(os.getcwd())
     model, batch = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(model, nn.Module):
         raise Unverifiable(
@@ -117,8 +125,10 @@ def _called(name: str, module: str, function: str) -> tuple[nn.Module, Any]:
 def _pretrained(name: str, dtype: str | None) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    if os.path.sep in name and name[0] in "./~" and not os.path.isdir(name):
-        raise Unverifiable(f"{name}: no such folder")
+    file = f"{name.removesuffix('.py')}.py"
+    if os.path.isfile(file) and not os.path.isdir(name):
+        raise Unverifiable(f"{name} names no function: give {file}:FUNCTION")
+    check_path(name)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             name,

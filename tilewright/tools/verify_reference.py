@@ -10,6 +10,7 @@ import copy
 import functools
 import importlib.util
 import math
+import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -303,6 +304,31 @@ def build(root: nn.Module, config: Any, weights: Weights, *, wide: bool) -> Twin
     if _loss_is_plain(model):
         model.loss_function = plain_loss
     return Twin(model.eval(), wide, parameters)
+
+
+def read_config(config: Any) -> Any:
+    """A configuration, or that of a folder or of a name on the Hub."""
+    from transformers import AutoConfig, PretrainedConfig
+
+    if isinstance(config, PretrainedConfig):
+        return config
+    if not isinstance(config, (str, os.PathLike)):
+        raise Unverifiable(
+            "config must be a configuration of transformers, or a folder with one, got "
+            f"{type(config).__name__}"
+        )
+    name = os.fspath(config)
+    check_path(name)
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # of transformers' loaders, of any class
+        raise Unverifiable(f"config {name!r} cannot be read: {said(error)}") from error
+
+
+def check_path(name: str) -> None:
+    """Raises Unverifiable for a path that is no folder: the Hub would be asked for it."""
+    if os.path.sep in name and name[0] in "./~" and not os.path.isdir(name):
+        raise Unverifiable(f"{name}: no such folder")
 
 
 def first_line(error: BaseException) -> str:
