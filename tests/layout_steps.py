@@ -472,12 +472,18 @@ def unusual(layout, rank, world_size):
             y = y + (y - y.to(torch.float8_e5m2).to(y)).detach()
         if layout == "dropout":
             y = F.dropout(y)
-        return y.square().mean()
+        value = y.square().mean()
+        return value.bfloat16().double() if layout == "rounded" else value
 
+    rounded = {}
+    if layout == "rounded_norm":
+        rounded["clip"] = lambda: torch.ones(()).half().item()
+    if layout == "rounded_report":
+        rounded["reported_loss"] = lambda: torch.ones(()).bfloat16().item()
     names = {Name.FIRST.value: Name.FIRST}
     # Smaller than the rounding of a weight in bfloat16.
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return Step(model=model, loss=loss, tokens=10, optimizer=optimizer, names=names)
+    return Step(model=model, loss=loss, tokens=10, optimizer=optimizer, names=names, **rounded)
 
 
 unusual.layouts = {Name.LAYOUT: Count.TWO}

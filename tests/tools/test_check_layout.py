@@ -153,7 +153,13 @@ def test_unusual_parameters_are_compared_and_what_is_not_is_noted(tmp_path):
         layouts = ranks.load()
         [one] = ranks.run("single")
         names = ("same", "thawed", "imaginary", "half", "float8", "dropout")
-        compared = {name: ranks.run(name) for name in names}
+        numbers = {
+            "half": torch.float64,  # weights alone
+            "rounded": torch.bfloat16,
+            "rounded_norm": torch.float16,
+            "rounded_report": torch.bfloat16,
+        }
+        compared = {name: ranks.run(name) for name in {*names, *numbers}}
     # Members of an enumeration could not be loaded here, but that this file is on the path.
     [[layout, sizes]] = layouts.items()
     assert [(type(v), v) for v in (layout, *sizes)] == [(str, "named"), (int, 2)]
@@ -167,6 +173,8 @@ def test_unusual_parameters_are_compared_and_what_is_not_is_noted(tmp_path):
     assert compared["same"][0].dtype == torch.float64
     assert compared["half"][0].dtype == torch.bfloat16
     assert compared["float8"][0].dtype == torch.float8_e5m2
+    assert {name: compared[name][0].number for name in numbers} == numbers
+    assert not find(one, compared["rounded"]) and compared["rounded_norm"][0].dtype == torch.float64
     [note] = notes(one, compared["half"], False)
     assert note.startswith("the step of 1 of ") and "such as down.weight, is below" in note
     thawed, step = found["thawed"]
@@ -358,7 +366,11 @@ def test_a_rank_that_dies(tmp_path):
 def test_a_function_that_is_not_there():
     code, out, err = command(f"{STEPS}:evry")
     assert (code, out) == (2, "")
-    assert err == f"check-layout: {STEPS} has no 'evry'; did you mean 'every'?\n"
+    start = f"check-layout: {STEPS} has no 'evry'; did you mean 'every'? (it has collected, "
+    assert err.startswith(start) and err.endswith(", unusual, every)\n")
+    assert ", data, tensor, " in err and ", Model" not in err and "fully_shard" not in err
+    with pytest.raises(Refused, match=r"has no 'nothing' \(it has no function of its own\)$"):
+        load_function("torch.version:nothing")
 
 
 @pytest.fixture
