@@ -193,6 +193,8 @@ def data(layout, rank, world_size):
         logits = forward(ids)
         if fault == "float32":
             logits = logits.float()
+        if fault == "mixed" and rank == 1:
+            logits = logits.bfloat16().to(logits)
         sums.append(F.cross_entropy(logits, targets, reduction="sum"))
         return sums[0] * factor
 
@@ -491,6 +493,7 @@ unusual.layouts = {Name.LAYOUT: Count.TWO}
 
 RIGHT = {
     "hand": (2, 4),
+    "hand-mixed": 2,
     "ddp": 2,
     "ddp-float32": 2,
     "fsdp2-bfloat16": 2,
