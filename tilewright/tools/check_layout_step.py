@@ -115,7 +115,7 @@ class Measured:
 
 
 class _Narrowest(TorchDispatchMode):
-    """Notes the narrowest floating dtype of the operators' results, and of those with one element."""
+    """The narrowest floating dtype of operators' results, and of those with one element."""
 
     dtype = number = torch.float64
 
