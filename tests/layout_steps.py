@@ -193,6 +193,8 @@ def data(layout, rank, world_size):
         logits = forward(ids)
         if fault == "float32":
             logits = logits.float()
+        if fault == "mixed" and rank == 1:
+            logits = logits.bfloat16().to(logits)
         sums.append(F.cross_entropy(logits, targets, reduction="sum"))
         return sums[0] * factor
 
@@ -472,12 +474,18 @@ def unusual(layout, rank, world_size):
             y = y + (y - y.to(torch.float8_e5m2).to(y)).detach()
         if layout == "dropout":
             y = F.dropout(y)
-        return y.square().mean()
+        value = y.square().mean()
+        return value.bfloat16().double() if layout == "rounded" else value
 
+    rounded = {}
+    if layout == "rounded_norm":
+        rounded["clip"] = lambda: torch.ones(()).half().item()
+    if layout == "rounded_report":
+        rounded["reported_loss"] = lambda: torch.ones(()).bfloat16().item()
     names = {Name.FIRST.value: Name.FIRST}
     # Smaller than the rounding of a weight in bfloat16.
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return Step(model=model, loss=loss, tokens=10, optimizer=optimizer, names=names)
+    return Step(model=model, loss=loss, tokens=10, optimizer=optimizer, names=names, **rounded)
 
 
 unusual.layouts = {Name.LAYOUT: Count.TWO}
@@ -485,6 +493,7 @@ unusual.layouts = {Name.LAYOUT: Count.TWO}
 
 RIGHT = {
     "hand": (2, 4),
+    "hand-mixed": 2,
     "ddp": 2,
     "ddp-float32": 2,
     "fsdp2-bfloat16": 2,

@@ -34,6 +34,11 @@ def plain_add(x, y):
     return x + y
 
 
+def adds_two_percent(x, y):
+    """About five times the error of a sum in bfloat16."""
+    return add(x, y) * 1.02
+
+
 def plain_subtract(x, y):
     return x - y
 
@@ -299,6 +304,13 @@ def spills(x):
 def _too_much(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
     at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
     tl.store(out_ptr + at, tl.dot(tl.load(x_ptr + at), tl.load(y_ptr + at)))
+
+
+def less_shared(x):
+    """The sum of the second launch needs no shared memory."""
+    out = torch.empty_like(x)
+    for warps in (4, 1):
+        _spills[(1,)](x, out, BLOCK=128, num_warps=warps)
 
 
 def too_much(x):

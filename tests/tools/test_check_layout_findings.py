@@ -36,14 +36,15 @@ def beside(found, want, slack=1e-15):
     return {n: deviation(found.get(n, w), w, 1e-9, slack) for n, w in want.items()}
 
 
-def rank(number, gradients=None, **given):
+def rank(which, gradients=None, **given):
     """A rank that is right, but for these gradients."""
     right = Compared(
-        loss=MEANS[number],
-        tokens=TOKENS[number],
+        loss=MEANS[which],
+        tokens=TOKENS[which],
         norm=3.0,
         reported=1.1,
         dtype=torch.float64,
+        number=torch.float64,
         kinds=dict.fromkeys(NAMES, "part"),
         weights={},
         gradients=beside(gradients or {}, WANT),
@@ -124,6 +125,56 @@ def test_a_small_rest_is_no_percentage():
 def test_one_process_that_reports_zero():
     [found] = find(dataclasses.replace(ONE, reported=0.0), ranks())
     assert found.text == "1.1 on every rank, in one process 0" and found.factor is None
+
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    "dtype, number, equal, other",
+    [  # computed in, the loss rounded to, and relative differences on both sides of the limit
+        (torch.float64, torch.float64, 9e-10, 3e-9),
+        (F32, F32, 9e-5, 3e-4),
+        (F16, F32, 9e-3, 0.015),
+        (F16, F16, 0.013, 0.025),
+        (BF16, F32, 9e-3, 0.015),
+        (BF16, BF16, 0.04, 0.06),
+    ],
+)
+def test_numbers_differ_by_less_than_their_rounding(dtype, number, equal, other):
+    given = {"dtype": dtype, "number": number}
+    for off in (1 + equal, 1 - equal, 1 + other, 1 - other):
+        changed = {
+            "loss": [dataclasses.replace(r, loss=r.loss * off) for r in ranks(**given)],
+            "norm": ranks(norm=3.0 * off, **given),
+            "reported loss": ranks(reported=1.1 * off, **given),
+        }
+        for kind, found in changed.items():
+            kinds = [f.kind for f in find(ONE, found)]
+            assert kinds == [kind] * (abs(off - 1) > 1.1 * equal), (kind, off)
+
+
+def test_a_sum_of_rounded_losses_is_equal():
+    """Sums over tokens in bfloat16, divided by the tokens of all: 1.07 % off."""
+    sums = torch.tensor([40.5, 60.5, 102.0], dtype=BF16)
+    first, second, whole = (sums / 28).tolist()
+    one = dataclasses.replace(ONE, loss=whole, reported=whole, dtype=BF16)
+    found = [
+        rank(r, loss=loss, reported=first + second, dtype=BF16, number=BF16)
+        for r, loss in enumerate((first, second))
+    ]
+    assert abs((first + second) / whole - 1) > 0.0106 and not find(one, found)
+    narrow = [dataclasses.replace(r, number=F32) for r in found]
+    assert [f.kind for f in find(one, narrow)] == ["loss", "reported loss"]
+
+
+def test_numbers_of_tokens_are_exact():
+    one = dataclasses.replace(ONE, tokens=1000, loss=1.1)
+    for more in (0, 5):
+        found = [
+            rank(r, tokens=n, dtype=BF16, number=BF16) for r, n in enumerate((600, 400 + more))
+        ]
+        assert [f.kind for f in find(one, found)] == ["tokens"] * bool(more)
 
 
 @pytest.mark.parametrize(

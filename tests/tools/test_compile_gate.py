@@ -5,6 +5,7 @@ since this one may be running Triton's interpreter.
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -359,6 +360,20 @@ def facts(**changes):
         "uses": (),
     }
     return gate_compilers.Facts(**{**green, **changes})
+
+
+def test_the_column_of_instructions_an_element_is_there_if_a_kernel_has_them():
+    def lines(*counts):
+        results = [
+            gate_compilers.Result(f"op/{i}", 90, facts(per_element=n)) for i, n in enumerate(counts)
+        ]
+        return [re.split(" {2,}", s) for s in gate_verdict.table(results, [90]).splitlines()]
+
+    with_it, without = lines(None, 2.5), lines(None, None)
+    assert with_it[0][-2:] == ["an element", "uses"] and "an element" not in without[0]
+    assert [row[-2] for row in with_it[1:]] == ["-", "2.5"]
+    assert {len(row) for row in with_it} == {len(without[0]) + 1}
+    assert {len(row) for row in without} == {len(without[0])}
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,9 @@ pytest.importorskip("triton")
 
 from tilewright import platform
 from tilewright.__main__ import main
+from tilewright.tools.emulate import shown
+from tilewright.tools.emulation import Report
+from tilewright.tools.emulator.faults import Fault
 
 ROOT = pathlib.Path(__file__).parents[2]
 HERE = "tests/tools/faulty_kernels.py"
@@ -34,6 +37,7 @@ RIGHT = {
     "--reference plain_add": ["error out 0: "],
     "emulate _add --inputs for_the_kernel --constexpr BLOCK=64 --grid 'cdiv(n, BLOCK)' "
     "--num-warps 2 --reference by_name --arch 100": ["_add  ", " 4  ", "  64  ", "error out_ptr: "],
+    "emulate less_shared --arg 'x=tensor(f32, [128])'": ["     32      16 "],  # the last, the most
     f"emulate sets_first {ROW}": ["no breaks"],
     f"emulate doubled {ROW} --backward --reference twice": ["error grad x: ", "2 launches"],
     "emulate total --arg 'x=tensor(f32, [512])' --reference plain_total": ["error out 0: "],
@@ -98,6 +102,8 @@ BREAKS = {
     "emulate add --inputs some_inputs --reference plain_subtract": [
         r"BREAK out 0: \d\.\d\de\+00 at \[\d+\], accepted \d\.\d\de-0[67]"
     ],
+    "emulate adds_two_percent --arg 'x=tensor(bf16, [200])' --arg 'y=tensor(bf16, [200])' "
+    "--reference plain_add": [r"BREAK out 0: 2\.\d\de-02 at \[\d+\], accepted \d\.\d\de-0[23]"],
     "emulate races_on --allow race": [
         r"allowed race: writes out_ptr\[0\], which block 0 of the grid writes another value to",
         r"BREAK bounds: writes just past the end of out_ptr \[3\], .*{one program too many}",
@@ -145,6 +151,8 @@ REFUSED = {
     "emulate _add --inputs for_the_kernel --constexpr n=64": "n is no tl.constexpr",
     "emulate _add --inputs for_the_kernel --constexpr BLOCK=64 --grid m": "--grid m: ValueError: m is none of",
     "emulate add --arg z=3": "got an unexpected keyword argument 'z'|missing a required argument",
+    "emulate add": "missing a required argument: 'x'; give it by --arg x=... or --inputs$",
+    "gate add --arg x=3": "missing a required argument: 'y'; give it by --arg y=... or --inputs$",
     f"emulate add {TWO} --num-warps 4": "is a function, which chooses its launches",
     "emulate nothing": "has no nothing; it has .*_add, add, add_on_cuda",
     "emulate missing.py:add": "there is no file missing.py",
@@ -265,6 +273,14 @@ def test_bad_input_ends_in_one_sentence(command):
     said = [line for line in err.splitlines() if line.startswith("tilewright ")]
     assert code == 2 and not out and len(said) == 1, (out, err)
     assert re.search(with_lines(REFUSED[command]), said[0]), said[0]
+
+
+def test_a_note_says_that_there_is_nothing_to_do():
+    report = Report(90, allowed=[Fault("replicas", "two threads"), Fault("race", "writes")])
+    lines = shown(report).splitlines()
+    assert lines[:2] == ["note replicas: two threads", "allowed race: writes"]
+    assert lines[2].startswith("    nothing to do: ") and len(lines) == 4
+    assert len(shown(Report(90, allowed=report.allowed[1:])).splitlines()) == 2
 
 
 @pytest.mark.parametrize("tool", ["emulate", "gate"])

@@ -166,13 +166,17 @@ def write_budgets(path: pathlib.Path, budgets: dict[str, Any]) -> None:
 
 
 def table(results: Sequence[Result], archs: Sequence[int]) -> str:
-    """One line per kernel: a number per architecture, or one number if they agree."""
+    """One line per kernel: a number per architecture, or one number if they agree. "an element" is
+    there if a kernel has it.
+    """
     by_name: dict[str, list[Result]] = {}
     for r in results:
         by_name.setdefault(r.name, []).append(r)
     heads = "for " + ", ".join(f"sm_{a}" for a in archs)
     width = max(map(len, [heads, *by_name]))
-    row = f"{{:<{width}}}  {{:<12}}{{:<13}}{{:<20}}{{:<17}}{{:<13}}{{:<22}}{{:<18}}{{}}"
+    counted = any(r.facts and r.facts.per_element is not None for r in results)
+    row = f"{{:<{width}}}  {{:<12}}{{:<13}}{{:<20}}{{:<17}}{{:<13}}{{:<22}}"
+    row += f"{'{:<18}' if counted else '{:.0}'}{{}}"
     lines = [
         row.format(
             heads,

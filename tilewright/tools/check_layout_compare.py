@@ -112,7 +112,7 @@ class Compared:
     """One rank's step beside one process's.
 
     Deviations are by name; `together` has those gradients that differ on any rank.
-    drew: as in `Measured`.
+    dtype, number: the narrowest of any rank and of one process.   drew: as in `Measured`.
     """
 
     loss: float | None
@@ -120,6 +120,7 @@ class Compared:
     norm: float | None
     reported: float | None
     dtype: torch.dtype
+    number: torch.dtype
     kinds: dict[str, str]
     weights: dict[str, Deviation]
     gradients: dict[str, Deviation]
@@ -214,6 +215,7 @@ def compare(step: Step, found: Measured, want: Measured, group: dist.ProcessGrou
         norm=found.norm,
         reported=found.reported,
         dtype=dtype,
+        number=narrower(want.number, *gathered(found.number, group)),
         kinds=found.kinds,
         weights=compared("weights", relative, rounding),
         gradients=gradients,

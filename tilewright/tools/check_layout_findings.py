@@ -6,10 +6,17 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
 
+import torch
+
 from tilewright.tools.check_layout_compare import TOLERANCE, Alone, Compared, Deviation
 
 # Absolute, of losses and norms that are compared as numbers.
 TINY = 1e-12
+# Largest relative difference of a number, but for its own rounding: that of the tensors that it is
+# made of averages out in it.
+NUMBER = 0.01
+# Times the dtype's eps, twice a rounding: one process divides its sum, 4 ranks add theirs.
+ROUNDED = 4
 # How the hint of what has no cause of its own begins.
 FOLLOWS = "follows from"
 
@@ -255,12 +262,13 @@ def _hint_of_some(k: int, number: int, gradient: Finding) -> str:
 
 
 def _relative(ranks: Sequence[Compared]) -> float:
-    """The tolerance of a number. In 16 bits rounding averages out in it."""
-    return min(TOLERANCE[ranks[0].dtype], 0.01)
+    """The tolerance of a number that is not rounded itself, such as a factor."""
+    return min(TOLERANCE[ranks[0].dtype], NUMBER)
 
 
 def _near(a: float, b: float, ranks: Sequence[Compared]) -> bool:
-    return math.isclose(a, b, rel_tol=_relative(ranks), abs_tol=TINY)
+    relative = _relative(ranks) + ROUNDED * torch.finfo(ranks[0].number).eps
+    return math.isclose(a, b, rel_tol=relative, abs_tol=TINY)
 
 
 def _copies(total: float, whole: float, ranks: Sequence[Compared]) -> bool:
@@ -270,7 +278,7 @@ def _copies(total: float, whole: float, ranks: Sequence[Compared]) -> bool:
 
 def _tokens(one: Alone, ranks: Sequence[Compared]) -> Finding | None:
     total = sum(c.tokens for c in ranks)
-    if _copies(total, one.tokens, ranks):
+    if any(total == k * one.tokens for k in divisors(len(ranks))):
         return None
     counts = " + ".join(str(c.tokens) for c in ranks)
     return Finding(

@@ -392,11 +392,22 @@ def load_function(name: str) -> Any:
         if not hasattr(value, part):
             near = difflib.get_close_matches(part, dir(value), 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise Refused(f"{where} has no {attribute!r}{hint}")
+            raise Refused(f"{where} has no {attribute!r}{hint} (it has {_functions(module)})")
         value = getattr(value, part)
     if not callable(value):
         raise Refused(f"{name} is of type {type(value).__name__}; it must be a function")
     return value
+
+
+def _functions(module: Any) -> str:
+    """Names of what it defines and may be meant."""
+    own = [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and not isinstance(value, type) and not name.startswith("_")
+        if hasattr(value, "layouts") or getattr(value, "__module__", None) == module.__name__
+    ]
+    return ", ".join(own) or "no function of its own"
 
 
 def _from_file(where: str) -> Any:

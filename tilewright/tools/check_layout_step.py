@@ -92,6 +92,7 @@ class Measured:
     order: names in the order in which the backward finished their gradients, in one process.
     kinds: "copy", "part" or "sharded" (a DTensor) by name.
     dtype: the narrowest floating dtype that the forward or the backward computed in.
+    number: the narrowest of numbers (one element) in them, in clip or in reported_loss.
     drew: whether they drew random numbers.
     idle: names of parameters that require a gradient and have none.
     buffers: names of those that the step changed, in one process.
@@ -103,6 +104,7 @@ class Measured:
     order: list[str]
     kinds: dict[str, str]
     dtype: torch.dtype
+    number: torch.dtype
     loss: float | None
     tokens: int
     norm: float | None
@@ -113,15 +115,17 @@ class Measured:
 
 
 class _Narrowest(TorchDispatchMode):
-    """Notes the narrowest floating dtype of the operators' results."""
+    """The narrowest floating dtype of operators' results, and of those with one element."""
 
-    dtype = torch.float64
+    dtype = number = torch.float64
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for t in result if isinstance(result, tuple | list) else (result,):
             if isinstance(t, torch.Tensor) and t.dtype.to_real() in DTYPES:
                 self.dtype = narrower(self.dtype, t.dtype.to_real())
+                if t.numel() == 1:
+                    self.number = narrower(self.number, t.dtype.to_real())
         return result
 
 
@@ -175,12 +179,13 @@ def measure(
     at(GATHERING[1])
     gradients = _gradients(held, group)
     norm = reported = None
-    if step.clip is not None:
-        at("clip()")
-        norm = _number("clip()", step.clip())
-    if step.reported_loss is not None:
-        at("reported_loss()")
-        reported = _number("reported_loss()", step.reported_loss())
+    with _Narrowest() as later:
+        if step.clip is not None:
+            at("clip()")
+            norm = _number("clip()", step.clip())
+        if step.reported_loss is not None:
+            at("reported_loss()")
+            reported = _number("reported_loss()", step.reported_loss())
     updates = {}
     if step.optimizer is not None:
         at("optimizer.step()")
@@ -195,6 +200,7 @@ def measure(
         order=list(dict.fromkeys(order)),
         kinds=kinds,
         dtype=narrowest.dtype,
+        number=narrower(narrowest.number, later.number),
         loss=loss,
         tokens=int(step.tokens),
         norm=norm,

@@ -180,7 +180,11 @@ class Call:
             try:
                 inspect.signature(self.target).bind(*self.arguments, **self.named)
             except TypeError as error:
-                raise Rejected(f"{label}: {error}") from None
+                what = str(error)
+                if what.startswith("missing a required"):
+                    name = what.split("'")[1]
+                    what += f"; give it by --arg {name}=... or --inputs"
+                raise Rejected(f"{label}: {what}") from None
             except ValueError:  # a builtin without a signature
                 pass
             return
