@@ -1,4 +1,4 @@
-"""Publishes folders atomically, and reads files with errors that name the file."""
+"""Publishes files and folders atomically, and reads files with errors that name the file."""
 
 from __future__ import annotations
 
@@ -98,6 +98,13 @@ def replace_folder(aside: pathlib.Path, target: pathlib.Path) -> None:
         target.rename(old)
     aside.rename(target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def write_text(file: pathlib.Path, text: str) -> None:
+    """Writes a file aside and renames it: a reader finds the old contents or the new ones."""
+    aside = file.with_name(f".{file.name}.partial")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(file)
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:

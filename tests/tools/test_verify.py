@@ -395,6 +395,15 @@ def test_a_clean_model_has_no_finding(kind, dtype, patch):
     assert patch or "sdpa" in seen, seen
 
 
+def test_the_callers_autocast_and_no_grad_change_nothing():
+    model = tiny(num_hidden_layers=1)
+    rows = verified(model).rows
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = verified(model)
+    assert found.ok and found.rows == rows
+    assert any(row.what.startswith("gradient") for row in rows)
+
+
 @pytest.mark.parametrize(
     "kind, dtype, changes",
     [

@@ -17,7 +17,7 @@ from tilewright import platform
 from tilewright.integrations.transformers import report_of
 from tilewright.registry import ImplementationUnavailable, short
 from tilewright.tools.verify_diagnose import Diagnosis, scaled, seen, window_of
-from tilewright.tools.verify_modules import Replayer, Row
+from tilewright.tools.verify_modules import Replayer, Row, attention_masks
 from tilewright.tools.verify_probes import (
     Moved,
     cache_drift,
@@ -221,9 +221,8 @@ class _Work:
     def _documents_meet(self, found: Compared, scene: Scene) -> bool:
         apart = scene.documents[:, None, :, None] != scene.documents[:, None, None, :]
         for masks in found.truth.masks().values():
-            for mask in masks.values():
-                if isinstance(mask, torch.Tensor) and mask.dim() == 4:
-                    return bool((seen(mask) & apart).any())
+            for mask in attention_masks(masks).values():
+                return bool((seen(mask) & apart).any())
         return False
 
     def _say(self, path: str, rows: list[Row], scene: Scene, found: Compared) -> None:
@@ -327,10 +326,8 @@ class _Work:
             if scene.documents is None and scene.kept is None:
                 windows = {}
                 for key, masks in found.truth.masks().items():
-                    for mask in masks.values():
-                        if isinstance(mask, torch.Tensor) and mask.dim() == 4 and key[0].endswith(
-                            ("attn", "attention")
-                        ):  # fmt: skip
+                    if key[0].endswith(("attn", "attention")):
+                        for mask in attention_masks(masks).values():
                             windows[key] = window_of(seen(mask))
                 if windows and None not in windows.values():
                     return sum(w - 1 for w in windows.values() if w) + 1

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from tilewright.bench import contract
-from tilewright.tools.verify_modules import Replayer, Row, kept_rows, observed
+from tilewright.tools.verify_modules import Replayer, Row, attention_masks, kept_rows, observed
 from tilewright.tools.verify_record import Call
-from tilewright.tools.verify_reference import IGNORED, AdaptedLinear, plain_loss
+from tilewright.tools.verify_reference import IGNORED, AdaptedLinear
 from tilewright.tools.verify_scenes import Scene
 from tilewright.tools.verify_structure import base_of, spoken_base
 
@@ -134,12 +134,10 @@ class Diagnosis:
 
     def _masks(self) -> Iterator[str]:
         known = self.replayer.masks.get(self.call.key, {})
-        name = next(
-            (n for n, m in known.items() if isinstance(m, torch.Tensor) and m.dim() == 4), None
-        )
-        if name is None:
+        given = next(iter(attention_masks(known).items()), None)
+        if given is None:
             return
-        mask = known[name]
+        name, mask = given
         visible = seen(mask)
         for text, other in _variants(visible, self.scene):
             if not torch.equal(other, visible.expand_as(other)):
@@ -282,6 +280,3 @@ def scaled(row: Row) -> str:
         sign = "+" if row.factor > 0 else "-"
         return f"it is 1 {sign} 2^{round(part)} times the right one"
     return f"it is {factor:.6g} times the right one"
-
-
-__all__ = ["Diagnosis", "plain_loss", "scaled", "seen", "window_of"]

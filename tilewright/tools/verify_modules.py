@@ -162,6 +162,11 @@ class _RoundedSums(TorchFunctionMode):
         scores.register_hook(moved)
 
 
+def attention_masks(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Masks [B, 1, S, S] among a call's, by name."""
+    return {n: m for n, m in arguments.items() if isinstance(m, torch.Tensor) and m.dim() == 4}
+
+
 def is_positions(name: str, value: Any) -> bool:
     """Whether an argument holds the positions of tokens, or the integers of an embedding."""
     integers = isinstance(value, torch.Tensor) and value.dtype == torch.int64

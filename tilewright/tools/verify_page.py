@@ -10,6 +10,7 @@ import pathlib
 import tempfile
 from collections.abc import Iterable
 
+from tilewright.files import write_text
 from tilewright.tools.verify_result import Verification, number, spoken
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em}
@@ -38,10 +39,7 @@ def save(found: Verification, folder: str | pathlib.Path) -> pathlib.Path:
     text = page(found)
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / "verify.html"
-    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
-        file.write(text)
-    pathlib.Path(file.name).chmod(0o644)
-    pathlib.Path(file.name).replace(target)
+    write_text(target, text)
     return target
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from tilewright.bench import contract
 from tilewright.tools.verify_diagnose import seen, window_of
-from tilewright.tools.verify_modules import SLACK, Masks
+from tilewright.tools.verify_modules import SLACK, Masks, attention_masks
 from tilewright.tools.verify_record import Call, Recorder, leaves
 from tilewright.tools.verify_scenes import Scene
 
@@ -156,19 +156,13 @@ def mask_leaks(recorder: Recorder, masks: Masks, scene: Scene) -> Iterator[Moved
     looks at the tokens to which the reference's mask hides it.
     """
     for call in recorder.calls:
-        known = [m for m in masks.get(call.key, {}).values() if isinstance(m, torch.Tensor)]
-        mask = next((m for m in known if m.dim() == 4), None)
-        if mask is None or any(c.path.startswith(call.path) and _masked(masks, c) for c in
-                               call.children):  # fmt: skip
+        mask = next(iter(attention_masks(masks.get(call.key, {})).values()), None)
+        inner = (c for c in call.children if c.path.startswith(call.path))
+        if mask is None or any(attention_masks(masks.get(c.key, {})) for c in inner):
             continue  # only the innermost modules
         moved = _probe_mask(recorder.modules[call.path], call, seen(mask), scene)
         if moved is not None:
             yield moved
-
-
-def _masked(masks: Masks, call: Call) -> bool:
-    known = masks.get(call.key, {}).values()
-    return any(isinstance(m, torch.Tensor) and m.dim() == 4 for m in known)
 
 
 @torch.no_grad()

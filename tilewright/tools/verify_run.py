@@ -16,6 +16,7 @@ from tilewright.tools.verify_modules import (
     Masks,
     Replayer,
     Row,
+    attention_masks,
     compare,
     factor_of,
     kept_rows,
@@ -92,8 +93,8 @@ def _without_padding(g: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 class Compared(NamedTuple):
-    """rows: of modules.   whole: end to end.   unchecked: reasons by path.   calls: by path, the
-    worst row's first, for a diagnosis.   flips: tokens that chose other experts.
+    """rows: of modules.   whole: end to end.   unchecked: reasons by path.   ran, truth: the runs
+    of the model and of the reference in float64.   flips: tokens that chose other experts.
     """
 
     rows: list[Row]
@@ -227,10 +228,7 @@ def _reads_padding(call: Call, scene: Scene, replayer: Replayer) -> bool:
     """Whether a gradient arrives at the padding of attention, because of a fault elsewhere: what it
     makes of that is arbitrary.
     """
-    if scene.kept is None or not any(
-        isinstance(m, torch.Tensor) and m.dim() == 4
-        for m in replayer.masks.get(call.key, {}).values()
-    ):
+    if scene.kept is None or not attention_masks(replayer.masks.get(call.key, {})):
         return False
     gradients = (g for g in call.out.values() if g.shape[:2] == scene.kept.shape)
     return any(bool(g[~scene.kept].any()) for g in gradients)

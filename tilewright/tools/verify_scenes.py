@@ -63,7 +63,7 @@ def scenes(root: nn.Module, batch: dict[str, Any] | None, tokens: int) -> list[S
     padded = {"input_ids": rows.masked_fill(~kept, _padding(root)), "attention_mask": kept.long()}
     if labels:
         padded["labels"] = target
-        if extra and _loss_is_plain(root):  # of a larger batch, as where gradients accumulate
+        if extra:  # of a larger batch, as where gradients accumulate
             padded["num_items_in_batch"] = (target != IGNORED).sum() * 2 + 1
     found.append(Scene("padded", padded, kept))
     if "position_ids" in forward:
@@ -74,15 +74,8 @@ def scenes(root: nn.Module, batch: dict[str, Any] | None, tokens: int) -> list[S
     return found
 
 
-def _loss_is_plain(root: Any) -> bool:
-    return getattr(getattr(root, "config", None), "is_encoder_decoder", True) is False
-
-
 def _given_ids(batch: dict[str, Any], root: nn.Module) -> torch.Tensor:
-    try:
-        ids = batch["input_ids"]
-    except (KeyError, TypeError, IndexError):
-        ids = None
+    ids = batch.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype != torch.int64:
         raise Unverifiable("batch must be a mapping with input_ids, an int64 tensor [B, S]")
     if not len(ids):
@@ -146,7 +139,7 @@ def _given(batch, ids: torch.Tensor, labels: bool, device) -> Scene:
             target[:, :3] = IGNORED  # a prompt
             found["labels"] = target
         return Scene("plain", found)
-    found = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in dict(batch).items()}
+    found = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
     if labels:
         found.setdefault("labels", ids)
     kept = found.get("attention_mask")

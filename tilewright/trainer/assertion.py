@@ -24,7 +24,7 @@ from tilewright.trainer.checksums import Checksums
 from tilewright.trainer.config import Train
 from tilewright.trainer.engine import Engine
 from tilewright.trainer.mesh import Mesh
-from tilewright.trainer.metrics import rows
+from tilewright.trainer.metrics import drop_after, rows
 
 CHECKSUMS = "checksums.jsonl"
 FIELD = "train.assert_deterministic"
@@ -100,6 +100,7 @@ class Witness:
     def __init__(self, train: Train, mesh: Mesh):
         """Reads the earlier run, if there is one, before this one writes anything."""
         self.train, self.mesh = train, mesh
+        self.file = pathlib.Path(train.output_dir, CHECKSUMS)
         self.earlier: Earlier | None = None
         self.asserts = train.assert_deterministic is not None
         problem = None
@@ -128,7 +129,8 @@ class Witness:
             try:
                 if self.earlier is not None:
                     self.earlier.check(made, total)
-                self._keep(start)
+                if self.file.is_file():
+                    drop_after(self.file, start)
                 name, digest = certificate.write(self.train.output_dir, made)
                 lines.append(f"certificate: {digest[:16]} in {name}")
             except (OSError, ValueError) as error:
@@ -141,13 +143,6 @@ class Witness:
             engine.optimizer.register_step_pre_hook(self._before)
             engine.optimizer.register_step_post_hook(self._after)
         return [*lines, f"ranks differ: {apart}"] if apart else lines
-
-    def _keep(self, start: int) -> None:
-        """Steps that a resumed run repeats are not recorded twice."""
-        self.file = pathlib.Path(self.train.output_dir, CHECKSUMS)
-        if self.file.is_file():
-            kept = [row for row in rows(self.file) if row["step"] <= start]
-            self.file.write_text("".join(json.dumps(row) + "\n" for row in kept if start))
 
     # ---- around the optimizer's step
 

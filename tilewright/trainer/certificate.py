@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from tilewright import platform
-from tilewright.files import read_json
+from tilewright.files import read_json, write_text
 from tilewright.installed import installed
 from tilewright.kernels import tuning
 from tilewright.ops._attention_vendors import FLASH
@@ -286,9 +286,7 @@ def write(folder: str, certificate: dict[str, Any]) -> tuple[str, str]:
     """
     text, start = json.dumps(certificate, indent=1) + "\n", certificate["start"]
     path = pathlib.Path(folder, f"certificate_{start}.json" if start else FILE)
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(text)
-    aside.replace(path)
+    write_text(path, text)
     for at, earlier in files(path.parent):
         if at > start:
             earlier.unlink()

@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from tilewright import platform
+from tilewright.files import write_text
 from tilewright.trainer.config import Train
 
 # Dense bf16 peak, FLOP/s, from NVIDIA's data sheets (without sparsity): the denominator of MFU. The
@@ -59,6 +60,12 @@ def rows(path: pathlib.Path) -> list[dict[str, Any]]:
     return found
 
 
+def drop_after(path: pathlib.Path, step: int) -> None:
+    """Leaves the rows up to a step in a file: a resumed run repeats the later ones."""
+    kept = [r for r in rows(path) if r["step"] <= step] if step else []
+    write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
+
+
 class Metrics:
     """Rank 0 writes; the other ranks' calls do nothing."""
 
@@ -85,10 +92,7 @@ class Metrics:
         folder = pathlib.Path(self.train.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
-        earlier = rows(path) if start else []
-        # Steps that a resumed run repeats are not reported twice.
-        kept = [r for r in earlier if r["step"] <= start]
-        path.write_text("".join(json.dumps(r) + "\n" for r in kept))
+        drop_after(path, start)
         self.file = path.open("a", buffering=1)
         bar = self.train.log_format == "progress_bar"
         self.bar = tqdm(

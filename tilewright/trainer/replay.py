@@ -18,8 +18,8 @@ def _values(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.Ten
 
 def compare(engine: Engine, batches: list[Batch]) -> dict[str, float]:
     """Mean log-probabilities of a step's labels, in nats, with recorded and with today's routes,
-    and the mean absolute difference of a token's. Two forward passes without
-    gradients. Every rank must call it.
+    and the mean absolute difference per token, from two forward passes without gradients. Every
+    rank must call it.
     """
     today = [{k: v for k, v in b.items() if k != "routed_experts"} for b in batches]
     with_records, without = (engine.forward(given, _values) for given in (batches, today))
