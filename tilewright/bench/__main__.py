@@ -34,11 +34,11 @@ ELSEWHERE = {
         "fill Triton's cache with the kernels that a GPU launches first, without a GPU",
     ),
     "end-to-end": (
-        "tilewright.trainer.end_to_end",
+        "tilewright.tools.end_to_end",
         "time a training step of the trainer's model and of transformers' on a CPU",
     ),
     "layouts": (
-        "tilewright.trainer.layouts",
+        "tilewright.tools.layouts",
         "train with each layout of the trainer, and of transformers' Trainer, on a CPU",
     ),
     "report": (

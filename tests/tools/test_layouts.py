@@ -9,9 +9,9 @@ pytest.importorskip("accelerate")
 pytest.importorskip("pydantic")
 
 from tilewright.bench import store
-from tilewright.trainer import layouts
+from tilewright.tools import layouts
+from tilewright.tools.end_to_end import Shape
 from tilewright.trainer.config import load
-from tilewright.trainer.end_to_end import Shape
 
 TINY = Shape(tokens=128, layers=2, hidden=32, inner=48, heads=4, kv_heads=2, vocabulary=96)
 

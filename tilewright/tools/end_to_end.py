@@ -194,7 +194,7 @@ def peak_in_child(provider: str, shape: Shape, dtype: str) -> float | None:
         }
     )
     done = subprocess.run(
-        [sys.executable, "-m", "tilewright.trainer.end_to_end", asked],
+        [sys.executable, "-m", "tilewright.tools.end_to_end", asked],
         check=True,
         stdout=subprocess.PIPE,
         text=True,

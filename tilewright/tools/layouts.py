@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tilewright import platform
 from tilewright.bench import report, run, store, timing
 from tilewright.bench.options import at_least, chosen, names
-from tilewright.trainer.end_to_end import SEED, Shape, of_transformers, status_mib
+from tilewright.tools.end_to_end import SEED, Shape, of_transformers, status_mib
 
 # Ranks, the micro-batches of a step, of one row each, and the fields of the section train.
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -197,7 +197,7 @@ def launch(job: Job) -> dict[str, Any]:
         done = subprocess.run(
             [
                 *(sys.executable, "-m", *(torchrun if ranks > 1 else [])),
-                *("tilewright.trainer.layouts", name),
+                *("tilewright.tools.layouts", name),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
