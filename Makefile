@@ -7,8 +7,8 @@ GPU_TRITON := 3.6.0
 TRITON ?= $(PINNED_TRITON)
 CUTE := 4.8.1
 VENV := .venv
-# Processes that tests run in.
-JOBS ?= 2
+# Processes that tests run in: one more than two processors, since a test that starts ranks or commands waits for them.
+JOBS ?= 3
 BIN := $(VENV)/bin
 # OpenMP threads that sleep while they wait: spinning made a training step eight times slower on a shared machine.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -22,7 +22,7 @@ TORCH_STAMP := $(VENV)/.torch
 TRAINER_STAMP := $(VENV)/.trainer
 BUILT_STAMP := $(VENV)/.built
 
-.PHONY: setup build demo test pytest lint gates gate gate-all ptx-all gpu-cache bench report docs wheel clean
+.PHONY: setup build demo test pytest beside lint gate gate-all ptx-all gpu-cache bench report docs wheel clean
 
 # pip would build the C++ extension in a folder that it removes; built in place, the next build finds the objects.
 BUILD_CPP = mkdir -p build && { $(BIN)/python setup.py -q build_ext --inplace > build/cpp.log 2>&1 \
@@ -91,15 +91,16 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
-# What comes before the tests, and the site and the gates beside them, take what processors are idle.
+# The linters, the site and the gates run beside the tests, on what they leave idle.
 test: $(STAMP)
-	$(MAKE) -j $(JOBS) build lint .cache/smollm2/config.json .venv-gate-$(GPU_TRITON)/.installed
-	$(MAKE) -j 2 pytest gates
+	$(MAKE) -j 2 build .cache/smollm2/config.json
+	$(MAKE) -j 2 pytest beside
 
 pytest: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-gates:
+beside:
+	nice $(MAKE) lint
 	nice $(MAKE) docs
 	nice $(MAKE) gate
 	nice $(MAKE) gate TRITON=$(GPU_TRITON)
