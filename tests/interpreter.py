@@ -4,9 +4,9 @@ Triton's own reduces with functions it does not special-case (xor, which tl.flip
 own) element by element. Here each step combines neighbors in all rows at once: a tree, as in
 compiled kernels. Triton's also patches triton.language again in each call of a device function,
 which took a fourth of its time. It derives types and shapes for each value, which equal types share
-here, and makes a block of each number beside a block, which equal numbers share. It computes a sum of integers again in 64 bits, from a dozen values, and without TRITON_DEBUG
-drops what that finds: here NumPy finds an overflow, and it is an error. Before Triton 3.9 its fma
-rounds twice.
+here, and makes a block of each number beside a block, which equal numbers share. It computes a sum
+of integers again in 64 bits, from a dozen values, and without TRITON_DEBUG drops what that finds:
+here NumPy finds an overflow, and it is an error. Before Triton 3.9 its fma rounds twice.
 """
 
 import functools
