@@ -117,6 +117,17 @@ def two_processes(fn, *arguments):
     processes(2, fn, *arguments)
 
 
+def forked_processes(number, fn, *arguments):
+    """As `processes`, but forked from one that imports fn's module, which takes a while."""
+    processes(1, _fork, fn, number, *arguments)
+
+
+def _fork(rank, world, fn, number, *arguments):
+    torch.multiprocessing.start_processes(
+        _and_leave, (fn, {}, number, *arguments), nprocs=number, start_method="fork"
+    )
+
+
 # ---- losses, as they run on a GPU
 
 

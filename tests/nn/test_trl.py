@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from helpers import two_processes
+from helpers import forked_processes
 
 pytest.importorskip("trl", reason="needs trl, of the extra trl")
 
@@ -116,7 +116,7 @@ def test_bfloat16():
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("ranks"))
-    two_processes(rows.two_ranks, folder)
+    forked_processes(2, rows.two_ranks, folder)
     return torch.load(f"{folder}/found.pt")
 
 
@@ -128,7 +128,7 @@ def test_two_ranks(found, kind, layout):
     assert_equal(found[kind, layout, "none"], kind, "lora" if "lora" in layout else "dense")
 
 
-@pytest.mark.parametrize("kind, layout", [p for p in PAIRS if p[1] != "fsdp2"])
+@pytest.mark.parametrize("kind, layout", rows.FAULTS)
 def test_gradients_that_are_not_reduced_are_seen(found, kind, layout):
     lora = "lora" if "lora" in layout else "dense"
     assert_different(found[kind, layout, "fault"], kind, lora, "lm_head")

@@ -63,3 +63,28 @@ def test_shapes_that_do_not_fit_are_an_error():
     x = torch.ones(4, dtype=torch.int32)
     with pytest.raises(Exception, match="incompatible dimensions"):
         run(x, x, "other")
+
+
+@triton.jit
+def beside(x_ptr, out_ptr):
+    at = tl.arange(0, 4)
+    x = tl.load(x_ptr + at)
+    tl.store(out_ptr + at, 1.0 / (x * 0.0))
+    tl.store(out_ptr + 4 + at, 1.0 / (x * -0.0))
+    tl.store(out_ptr + 8 + at, at * 0.5 + 1)
+    tl.store(out_ptr + 12 + at, at * 2 + 1)
+    tl.static_assert((at * 2 + 1).dtype == tl.int32)
+    tl.static_assert((at * 2 + 1.0).dtype == tl.float32)
+    tl.store(out_ptr + 16 + at, 3 - (at == 1))
+
+
+def test_a_number_takes_the_type_of_what_it_is_beside():
+    """Zeros have a sign; 1 and 1.0, beside a block of integers, are not the same. Twice, since
+    numbers are kept.
+    """
+    x, inf = torch.arange(1.0, 5), float("inf")
+    for _ in range(2):
+        out = torch.zeros(20)
+        beside[(1,)](x, out)
+        assert out[:8].tolist() == [inf] * 4 + [-inf] * 4
+        assert out[8:].tolist() == [1, 1.5, 2, 2.5, 1, 3, 5, 7, 3, 2, 3, 3]

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from helpers import DEVICE, OperatorNames, skip_unless_usable
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,12 +35,6 @@ EVERY_IMPLEMENTATION = pytest.mark.parametrize(
         for op in OPS.values()
         for i in op.implementations
     ],
-)
-OPCHECKS = (
-    "test_schema",
-    "test_autograd_registration",
-    "test_faketensor",
-    "test_aot_dispatch_dynamic",
 )
 LARGE = 5000  # elements; larger cases take seconds in Triton's interpreter and add no coverage
 
@@ -102,9 +97,10 @@ def test_compiles_as_one_graph_and_gives_the_same(op, name):
     """
     skip_unless_usable(op, name, torch.float32)
     fn = functools.partial(op.public, implementation=name)
-    for case in small_cases(op)[
-        : 1 if name == "eager" else 2
-    ]:  # a twin is traced into PyTorch's operators
+    # A twin is traced into PyTorch's operators. Triton's kernels have the operators and formulas of
+    # the others, and the interpreter is slow.
+    one = name == "eager" or (name == "triton" and DEVICE == "cpu")
+    for case in small_cases(op)[: 1 if one else 2]:
         torch._dynamo.reset()
         compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
         assert_same(differentiate(compiled, inputs(case)), differentiate(fn, inputs(case)))
@@ -892,8 +888,48 @@ def record(op, name):
     return calls
 
 
+def kind(value):
+    """What a schema, a fake or a formula can depend on."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.dim(), value.requires_grad
+    if isinstance(value, (list, tuple)):
+        return tuple(map(kind, value))
+    return Calls.option(value)
+
+
+def outline(value):
+    """What tracing can depend on: not on how large a size is. Integers below 4 may name a choice,
+    or a size that is special.
+    """
+    if isinstance(value, (list, tuple)):
+        return tuple(map(outline, value))
+    return min(value, 4) if type(value) is int else kind(value)
+
+
+def needs_gradient(args):
+    return any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+
+
+def of_formula(func, args):
+    """Calls in the derivative that opcheck takes: of the sum of all results."""
+    calls = Calls()
+    args = pytree.tree_map(Calls.copy, args)
+    with BelowAutograd(calls):
+        loss = sum(t.sum() for t in contract.leaves(func(*args)) if t.requires_grad)
+        leaves = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+        torch.autograd.grad(loss, leaves, allow_unused=True)
+    return calls
+
+
+CHECKED = set()  # calls that have passed: implementations have parts, and checks, in common
+TRACED = set()  # outlines of calls that AOTAutograd has traced, themselves or in a formula
+
+
 @EVERY_IMPLEMENTATION
 def test_operators_pass_opcheck(op, name):
+    """AOTAutograd traces one call of each outline. It traces a backward operator in the formula of
+    its forward operator.
+    """
     skip_unless_usable(op, name, torch.float32)
     calls = record(op, name)
     if not calls:
@@ -909,15 +945,21 @@ def test_operators_pass_opcheck(op, name):
     assert not needed or any(a.requires_grad for a in given), "no formula would be checked"
     # The interpreter is slow; test_compiles_as_one_graph_and_gives_the_same also compiles these.
     slow = name == "triton" and DEVICE == "cpu"
-    for (func, _), (args, kwargs) in calls.items():
-        torch.library.opcheck(
-            func,
-            args,
-            kwargs,
-            test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
-            if slow
-            else OPCHECKS,
-        )
+    for (func, _), (args, kwargs) in sorted(
+        calls.items(), key=lambda call: not needs_gradient(call[1][0])
+    ):
+        call, traced = (func, kind(args)), (func, outline(args))
+        if call in CHECKED:
+            continue
+        with SchemaCheckMode():  # one launch for both checks
+            torch.library.opcheck(func, args, kwargs, test_utils="test_faketensor")
+        torch.library.opcheck(func, args, kwargs, test_utils="test_autograd_registration")
+        if not slow and traced not in TRACED:
+            torch.library.opcheck(func, args, kwargs, test_utils="test_aot_dispatch_dynamic")
+            TRACED.add(traced)
+            if needs_gradient(args):
+                TRACED.update((f, outline(a)) for (f, _), (a, _) in of_formula(func, args).items())
+        CHECKED.add(call)
 
 
 def test_no_operator_escapes_opcheck():
