@@ -914,14 +914,21 @@ def suite_command(tmp_path, *more):
     )
 
 
+@pytest.fixture
+def forks(monkeypatch):
+    """The suite forks its workers."""
+    monkeypatch.setattr(runner, "subprocess", forked.IN_PLACE)
+
+
 def stored(out):
     """The documents of a packed suite, by name."""
     assert [p.name for p in sorted(out.iterdir())] == [".lock", store.FILE]
     return {name: document for name, _, document in store.read(out)}
 
 
-def test_the_command_end_to_end_and_resumed(tmp_path, capfd):
+def test_the_command_end_to_end_and_resumed(tmp_path, capfd, monkeypatch):
     assert suite_command(tmp_path, "--case", "ragged,gemma") == 0
+    monkeypatch.setattr(runner, "subprocess", forked.IN_PLACE)
     first = stored(tmp_path)
     whole = first.pop("suite")
     assert set(whole["units"]) > {
@@ -1120,37 +1127,30 @@ def test_what_a_result_depends_on(tables, monkeypatch):
     )
 
 
-EDITS = """
-import json, pathlib, sys
-from tilewright.bench import sources
-from tilewright.ops import OPS
-assert sources.PACKAGE == pathlib.Path.cwd() / "tilewright"
-
 def digests():
     sources.digest.cache_clear()
     sources._operators.cache_clear()
     return {"": sources.digest(), **{n: sources.digest(op) for n, op in OPS.items()}}
 
-before, found = digests(), []
-for name, old, new in json.load(sys.stdin):
-    path = pathlib.Path(name)
-    text = path.read_text() if path.exists() else None
-    assert text is None or old in text, (name, old)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(new if text is None else text.replace(old, new, 1) if old else text + new)
-    found.append([n for n, d in digests().items() if d != before[n]])
-    path.unlink() if text is None else path.write_text(text)
-print(json.dumps(found))
-"""
 
-
-def test_an_edit_makes_stale_what_comes_from_it(tmp_path):
-    """And nothing else: comments, docstrings, goals, tables and the trainer invalidate nothing."""
-    root = pathlib.Path(run.__file__).parents[2]
+@pytest.fixture
+def copied(tmp_path, monkeypatch):
+    """The folder of a copy of the sources, whose digests are asked for."""
+    root = sources.PACKAGE.parent
     for folder in ("tilewright", "csrc"):
         shutil.copytree(
             root / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__")
         )
+    for name in ("PACKAGE", "CSRC"):
+        monkeypatch.setattr(sources, name, tmp_path / getattr(sources, name).relative_to(root))
+    monkeypatch.setattr(sources, "CORE", [tmp_path / p.relative_to(root) for p in sources.CORE])
+    yield tmp_path
+    sources.digest.cache_clear()
+    sources._operators.cache_clear()
+
+
+def test_an_edit_makes_stale_what_comes_from_it(copied):
+    """And nothing else: comments, docstrings, goals, tables and the trainer invalidate nothing."""
     rows = {"rmsnorm", "add_rmsnorm"}
     fused = rows | {"qk_norm_rope", "silu_mul_quantize", "rmsnorm_quantize", "add_rmsnorm_quantize"}
     edits = [
@@ -1183,17 +1183,16 @@ def test_an_edit_makes_stale_what_comes_from_it(tmp_path):
             {"", *OPS},
         ),
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", EDITS],
-        cwd=tmp_path,
-        input=json.dumps([e for e, _ in edits]),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": ""},
-    )
-    assert done.returncode == 0, done.stderr
-    for (edit, stale), found in zip(edits, json.loads(done.stdout), strict=True):
-        assert set(found) == stale, edit
+    before = digests()
+    for edit, stale in edits:
+        name, old, new = edit
+        path = copied / name
+        text = path.read_text() if path.exists() else None
+        assert text is None or old in text, edit
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(new if text is None else text.replace(old, new, 1) if old else text + new)
+        assert {n for n, d in digests().items() if d != before[n]} == stale, edit
+        path.unlink() if text is None else path.write_text(text)
 
 
 def test_every_source_belongs_to_an_op():
@@ -1223,7 +1222,7 @@ def test_every_source_belongs_to_an_op():
     assert kernels - seen <= apart
 
 
-def test_a_broken_result_is_exit_code_1_and_a_missing_one_3(tmp_path):
+def test_a_broken_result_is_exit_code_1_and_a_missing_one_3(tmp_path, forks):
     assert suite_command(tmp_path, "--case", "ragged") == 0
     document = stored(tmp_path)["parity/rmsnorm.ragged"]
     document["results"][0].update(status="broken", reason="grad x: error 1")
@@ -1764,7 +1763,9 @@ def test_luck_is_not_taken_for_speed(tables, monkeypatch):
     assert measured == [[0, 1, 2, 3], [0, 1]]
 
 
-def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(tmp_path, monkeypatch):
+def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(
+    tmp_path, monkeypatch, forks
+):
     argv = [
         "suite",
         "--minutes",
