@@ -111,7 +111,11 @@ while True:
     os.chdir(folder)
     sys.argv, code = arguments, 1
     try:
-        runpy.run_module("tilewright.bench", run_name="__main__", alter_sys=True)
+        if arguments[0] == "-c":
+            exec(arguments[1])
+        else:
+            runpy.run_module("tilewright.bench", run_name="__main__", alter_sys=True)
+        code = 0
     except SystemExit as end:
         code = end.code
     finally:
@@ -123,11 +127,12 @@ while True:
 CALLER = """#!{python} -SE
 import json, os, socket, sys
 
-if sys.argv[1:3] != ["-m", "tilewright.bench"]:
+if sys.argv[1:3] == ["-m", "pytest"]:
     os.execv("{python}", ["{python}", *sys.argv[1:]])
 server = socket.socket(socket.AF_UNIX)
 server.connect("{socket}")
-call = json.dumps([sys.argv[2:], dict(os.environ), os.getcwd()])
+arguments = sys.argv[1:] if sys.argv[1] == "-c" else sys.argv[2:]
+call = json.dumps([arguments, dict(os.environ), os.getcwd()])
 socket.send_fds(server, [call.encode()], [0, 1, 2])
 sys.exit(int(server.recv(9)))
 """
