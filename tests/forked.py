@@ -2,11 +2,14 @@
 Python that imports torch takes seconds.
 """
 
+import contextlib
 import multiprocessing
 import os
+import pathlib
 import runpy
 import subprocess
 import sys
+import tempfile
 import time
 import types
 from multiprocessing import reduction
@@ -67,3 +70,83 @@ class Forked:
 
 # In place of the module `subprocess` where processes are to be forked.
 IN_PLACE = types.SimpleNamespace(Popen=Forked, TimeoutExpired=subprocess.TimeoutExpired)
+
+
+SERVER = """
+import json, os, runpy, socket, sys
+{imports}
+listener = socket.socket(socket.AF_UNIX)
+listener.bind("{folder}/socket")
+listener.listen()
+print("listening", flush=True)
+while True:
+    caller, _ = listener.accept()
+    if os.fork():
+        caller.close()
+        continue
+    said, files, *_ = socket.recv_fds(caller, 2**20, 3)
+    arguments, environment, where = json.loads(said)
+    for i, file in enumerate(files):
+        os.dup2(file, i)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(where)
+    kind, code = arguments[0], 1
+    sys.argv = arguments[1:] if kind in ("-m", "-c") else arguments
+    sys.path[0] = "" if kind in ("-m", "-c") else os.path.dirname(kind)
+    try:
+        if kind == "-c":
+            exec(arguments[1], dict(__name__="__main__"))
+        elif kind == "-m":
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(kind, run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if code and code is not end.code:
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        caller.sendall(str(code).encode())
+        os._exit(0)
+"""
+CALLER = """#!{python} -SE
+import json, os, socket, sys
+
+if sys.argv[1:3] in ({apart}):
+    os.execv("{python}", ["{python}", *sys.argv[1:]])
+server = socket.socket(socket.AF_UNIX)
+server.connect("{folder}/socket")
+call = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()])
+socket.send_fds(server, [call.encode()], [0, 1, 2])
+sys.exit(int(server.recv(9) or 1))
+"""
+
+
+@contextlib.contextmanager
+def python(imports, where, environment, *apart):
+    """The path of a command that stands for Python's: it asks a server, which has run the imports,
+    to fork.
+
+    environment: of the server. Each command has its own, but the same PYTHONPATH.
+    apart: modules whose commands are Python's own.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        server, caller = folder / "server.py", folder / "python"
+        server.write_text(SERVER.format(imports=imports, folder=folder))
+        kept = "".join(f"['-m', '{module}'], " for module in apart)
+        caller.write_text(CALLER.format(python=sys.executable, folder=folder, apart=kept))
+        caller.chmod(0o755)
+        with subprocess.Popen(
+            [sys.executable, server], cwd=where, env=environment, stdout=subprocess.PIPE
+        ) as process:
+            try:
+                assert process.stdout.readline() == b"listening\n"
+                yield caller
+            finally:
+                process.kill()

@@ -8,9 +8,9 @@ import os
 import pathlib
 import shutil
 import subprocess
-import sys
 import time
 
+import forked
 import pytest
 
 from tilewright.kernels import tuning
@@ -87,56 +87,6 @@ class _Forked:
 subprocess = SimpleNamespace(Popen=_Forked, TimeoutExpired=subprocess.TimeoutExpired)
 """
 
-# The script's Python asks a server, which has imported the bench, to fork each command of it.
-SERVER = """
-import json, os, runpy, socket, sys
-from tilewright.bench import suite, tune
-from tilewright.bench.page import build
-
-listener = socket.socket(socket.AF_UNIX)
-listener.bind(sys.argv[1])
-listener.listen()
-print("listening", flush=True)
-while True:
-    caller, _ = listener.accept()
-    if os.fork():
-        caller.close()
-        continue
-    said, files, *_ = socket.recv_fds(caller, 2**20, 3)
-    arguments, environment, folder = json.loads(said)
-    for i, file in enumerate(files):
-        os.dup2(file, i)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    sys.argv, code = arguments, 1
-    try:
-        if arguments[0] == "-c":
-            exec(arguments[1])
-        else:
-            runpy.run_module("tilewright.bench", run_name="__main__", alter_sys=True)
-        code = 0
-    except SystemExit as end:
-        code = end.code
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        caller.sendall(str(code).encode())
-        os._exit(0)
-"""
-CALLER = """#!{python} -SE
-import json, os, socket, sys
-
-if sys.argv[1:3] == ["-m", "pytest"]:
-    os.execv("{python}", ["{python}", *sys.argv[1:]])
-server = socket.socket(socket.AF_UNIX)
-server.connect("{socket}")
-arguments = sys.argv[1:] if sys.argv[1] == "-c" else sys.argv[2:]
-call = json.dumps([arguments, dict(os.environ), os.getcwd()])
-socket.send_fds(server, [call.encode()], [0, 1, 2])
-sys.exit(int(server.recv(9)))
-"""
-
 
 def environment(tree):
     return {
@@ -152,20 +102,11 @@ def environment(tree):
 
 @pytest.fixture(scope="module")
 def python(tree):
-    """A Python for the script."""
-    socket, caller = tree / "socket", tree / "python"
-    (tree / "server.py").write_text(SERVER)
-    caller.write_text(CALLER.format(python=sys.executable, socket=socket))
-    caller.chmod(0o755)
-    with subprocess.Popen(
-        [sys.executable, "server.py", "socket"],
-        cwd=tree,
-        env=environment(tree),
-        stdout=subprocess.PIPE,
-    ) as server:
-        assert server.stdout.readline() == b"listening\n"
-        yield caller
-        server.kill()
+    """The script's, which forks from one that has imported the bench of the tree."""
+    imports = "from tilewright.bench import suite, tune\nfrom tilewright.bench.page import build"
+    variables = environment(tree) | {"PYTHONPATH": str(tree)}
+    with forked.python(imports, tree, variables, "pytest") as command:
+        yield command
 
 
 @pytest.fixture(scope="module")
