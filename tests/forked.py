@@ -73,8 +73,43 @@ IN_PLACE = types.SimpleNamespace(Popen=Forked, TimeoutExpired=subprocess.Timeout
 
 
 SERVER = """
-import json, os, runpy, socket, sys
+import importlib, json, os, runpy, socket, sys, threading
 {imports}
+
+def end_with(caller):
+    caller.recv(1)
+    os._exit(1)
+
+def run(arguments, environment, where, files):
+    for i, file in enumerate(files):
+        os.dup2(file, i)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(where)
+    importlib.invalidate_caches()
+    kind = arguments[0]
+    sys.argv = arguments[1:] if kind in ("-m", "-c") else arguments
+    sys.path[0] = "" if kind in ("-m", "-c") else os.path.dirname(kind)
+    code = 0
+    try:
+        if kind == "-c":
+            exec(arguments[1], dict(__name__="__main__"))
+        elif kind == "-m":
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(kind, run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
 listener = socket.socket(socket.AF_UNIX)
 listener.bind("{folder}/socket")
 listener.listen()
@@ -85,34 +120,14 @@ while True:
         caller.close()
         continue
     said, files, *_ = socket.recv_fds(caller, 2**20, 3)
-    arguments, environment, where = json.loads(said)
-    for i, file in enumerate(files):
-        os.dup2(file, i)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(where)
-    kind, code = arguments[0], 1
-    sys.argv = arguments[1:] if kind in ("-m", "-c") else arguments
-    sys.path[0] = "" if kind in ("-m", "-c") else os.path.dirname(kind)
-    try:
-        if kind == "-c":
-            exec(arguments[1], dict(__name__="__main__"))
-        elif kind == "-m":
-            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(kind, run_name="__main__")
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if code and code is not end.code:
-            print(end.code, file=sys.stderr)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+    if worker := os.fork():
+        for file in files:
+            os.close(file)
+        code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
         caller.sendall(str(code).encode())
         os._exit(0)
+    threading.Thread(target=end_with, args=(caller,), daemon=True).start()
+    run(*json.loads(said), files)
 """
 CALLER = """#!{python} -SE
 import json, os, socket, sys
@@ -121,7 +136,8 @@ if sys.argv[1:3] in ({apart}):
     os.execv("{python}", ["{python}", *sys.argv[1:]])
 server = socket.socket(socket.AF_UNIX)
 server.connect("{folder}/socket")
-call = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()])
+arguments = sys.argv[2:] if sys.argv[1] == "-u" else sys.argv[1:]
+call = json.dumps([arguments, dict(os.environ), os.getcwd()])
 socket.send_fds(server, [call.encode()], [0, 1, 2])
 sys.exit(int(server.recv(9) or 1))
 """

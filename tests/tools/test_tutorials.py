@@ -11,9 +11,10 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import textwrap
+from importlib import util
 
+import forked
 import pytest
 
 from tilewright import platform
@@ -101,12 +102,17 @@ PROGRAMS = {
     "torchrun": ["-m", "torch.distributed.run"],
     "pip": ["-m", "pip"],
 }
+# What commands of the pages import of other packages, which takes most of them.
+IMPORTS = """
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers.models.llama import modeling_llama
+"""
 
 
-def run(command, folder):
-    """Runs a command of a page as a user would, without a GPU or a network."""
-    program, *arguments = shlex.split(command)
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+def environment(folder):
+    """A user's, without a GPU or a network."""
+    return {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
         "PYTHONPATH": os.pathsep.join((str(folder / "site"), str(ROOT))),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
@@ -117,36 +123,49 @@ def run(command, folder):
         "PIP_NO_DEPS": "1",
         "PIP_NO_INDEX": "1",
     }
+
+
+@pytest.fixture(scope="module")
+def python(folder):
+    """Python, which torchrun's ranks run, too."""
+    imports = IMPORTS if util.find_spec("transformers") else "import torch"
+    with forked.python(imports, folder, environment(folder)) as command:
+        yield command
+
+
+def run(command, folder, python):
+    """Runs a command of a page as a user would."""
+    program, *arguments = shlex.split(command)
     return subprocess.run(
-        [sys.executable, *PROGRAMS[program], *arguments],
+        [python, *PROGRAMS[program], *arguments],
         cwd=folder,
-        env=environment,
+        env=environment(folder) | {"PYTHON_EXEC": str(python)},
         capture_output=True,
         text=True,
     )
 
 
-def check(command, lines, folder):
-    done = run(command, folder)
+def check(command, lines, folder, python):
+    done = run(command, folder, python)
     assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
     line = missing(done.stdout, lines)
     assert line is None, f"{command}\ndoes not print\n{line}\nbut\n{done.stdout}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_its_commands_print_what_it_says(page, folder):
+def test_its_commands_print_what_it_says(page, folder, python):
     for package in NEEDS.get(page.stem, ()):
         pytest.importorskip(package)
     if reason := platform.no_extension():  # the pages name the C++ kernels
         pytest.skip(reason)
     for marked, _, _, text in blocks(page, "console"):
         for command, lines in commands(text) if marked is None else ():
-            check(command, lines, folder)
+            check(command, lines, folder, python)
 
 
-def test_ops_in_ten_lines(folder):
+def test_ops_in_ten_lines(folder, python):
     said = ["loss 10.3792, by the definitions 10.3792", "logits that were not built: 125 MiB"]
-    check("python examples/ops_in_ten_lines.py", said, folder)
+    check("python examples/ops_in_ten_lines.py", said, folder, python)
 
 
 # ---- commands that are not run here
