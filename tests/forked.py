@@ -3,10 +3,12 @@ Python that imports torch takes seconds.
 """
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import pathlib
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -68,8 +70,49 @@ class Forked:
         self._process.kill()
 
 
+class Child:
+    """As Popen(command, start_new_session=True) of the bench's own command, forked from here: for a
+    process that has run nothing in parallel.
+    """
+
+    def __init__(self, command, start_new_session=True):
+        assert command[1:3] == ["-m", "tilewright.bench"] and start_new_session
+        self.pid, self._code = os.fork(), None
+        if not self.pid:
+            os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            from tilewright.bench.__main__ import main
+
+            try:
+                os._exit(main(command[3:]))
+            finally:
+                os._exit(1)
+
+    def poll(self):
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def wait(self, timeout):
+        deadline = time.time() + timeout
+        while self.poll() is None and time.time() < deadline:
+            time.sleep(0.01)
+
+
 # In place of the module `subprocess` where processes are to be forked.
 IN_PLACE = types.SimpleNamespace(Popen=Forked, TimeoutExpired=subprocess.TimeoutExpired)
+CHILDREN = types.SimpleNamespace(Popen=Child, TimeoutExpired=subprocess.TimeoutExpired)
+
+
+def briefly():
+    """The bench of this process forks its workers, and hardly measures the roofline."""
+    from tilewright.bench import runner, timing
+
+    runner.subprocess = CHILDREN
+    timing.measure_roofline = functools.partial(
+        timing.measure_roofline, copy_bytes=2**22, matmul=64, samples=2
+    )
 
 
 SERVER = """
