@@ -103,7 +103,7 @@ def environment(tree):
 @pytest.fixture(scope="module")
 def python(tree):
     """The script's, which forks from one that has imported the bench of the tree."""
-    imports = "from tilewright.bench import suite, tune\nfrom tilewright.bench.page import build"
+    imports = "import torch._dynamo\nfrom tilewright.bench import suite, tune\nfrom tilewright.bench.page import build"
     variables = environment(tree) | {"PYTHONPATH": str(tree)}
     with forked.python(imports, tree, variables, "pytest") as command:
         yield command

@@ -1,4 +1,5 @@
-"""docs/tutorials: their code is that of the examples, and their commands print what they say.
+"""docs/tutorials: their code is that of the examples, and their commands print what they say; the
+Python of README and guide runs.
 
 In a page, a block with a title is a passage of that file. `console` blocks are run, in order, on a
 copy of the examples. `bash` blocks, for real models and other machines, are parsed by the programs
@@ -166,6 +167,39 @@ def test_its_commands_print_what_it_says(page, folder, python):
 def test_ops_in_ten_lines(folder, python):
     said = ["loss 10.3792, by the definitions 10.3792", "logits that were not built: 125 MiB"]
     check("python examples/ops_in_ten_lines.py", said, folder, python)
+
+
+MODEL = '"HuggingFaceTB/SmolLM2-135M"'
+
+
+def test_the_python_of_readme_and_guide_runs(tmp_path, python):
+    """In one process, on a small model in place of the one on the hub."""
+    transformers = pytest.importorskip("transformers", minversion="5.7")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    (model, op), guide = (
+        [code for *_, code in blocks(ROOT / page, "python")]
+        for page in ("README.md", "docs/guide.md")
+    )
+    assert MODEL in model
+    code = [model.replace(MODEL, "'model'"), op, "print(x.grad.shape)", *guide]
+    done = subprocess.run(
+        [python, "-c", "\n".join(code)],
+        env=environment(tmp_path),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rmsnorm[" in done.stdout and "linear_cross_entropy[" in done.stdout
+    assert "torch.Size([512, 576])" in done.stdout
+    assert "rmsnorm[triton]: " in done.stdout, "it is refused on a CPU"
 
 
 # ---- commands that are not run here
