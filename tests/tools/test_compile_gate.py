@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from tilewright.bench import gate_compilers, gate_verdict, machine_code, ptx_loops
+from tilewright import platform
+from tilewright.bench import compile_gate, gate_compilers, gate_verdict, machine_code, ptx_loops
 from tilewright.kernels.spec import KernelSpec
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -587,30 +588,59 @@ def test_spills_and_stack_are_read_from_what_ptxas_says():
         gate_compilers.resources("nothing of the kind")
 
 
-def test_the_interpreter_is_refused_with_a_sentence():
-    run = python("-m", "tilewright.bench.compile_gate", TRITON_INTERPRET="1")
-    assert run.returncode == 2
-    assert "TRITON_INTERPRET is set" in run.stderr
+def test_the_interpreter_is_refused_with_a_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(platform, "interpreting", lambda: True)
+    assert compile_gate.main([]) == 2
+    assert "TRITON_INTERPRET is set" in capsys.readouterr().err
 
 
 COLLECTED = """
-import json
+import json, pathlib, sys
 from tilewright.bench import gate_compilers as gate
-from tilewright.bench.gate_verdict import budgeted
+from tilewright.bench.gate_verdict import budgeted, judge
+from tilewright.kernels import tuning
+from tilewright.ops import OPS
 from tilewright.selection import operations
 
 specs = gate.collect(operations().values(), without=("cute",))
-print(json.dumps([gate.COMPILERS[gate.KernelSpec].budget_file().name,
-                  sorted({s.kernel.fn.__module__ for s in specs.values()}),
-                  [f"{n} sm_{a}" for n, s in specs.items() for a in gate.ARCHS
-                   if s.min_arch <= a <= s.max_arch and budgeted(n)]]))
+found = {"budgets": gate.COMPILERS[gate.KernelSpec].budget_file().name,
+         "modules": sorted({s.kernel.fn.__module__ for s in specs.values()}),
+         "keys": [f"{n} sm_{a}" for n, s in specs.items() for a in gate.ARCHS
+                  if s.min_arch <= a <= s.max_arch and budgeted(n)],
+         "space": list(gate.collect([OPS["rope"]], space=True)),
+         "tables": []}
+for tables in sys.argv[1:]:
+    tuning.TABLES = pathlib.Path(tables)
+    specs = gate.collect([OPS["rmsnorm"]], without=("cute",))
+    specs = {n: s for n, s in specs.items() if not budgeted(n)}
+    results = gate.compile_all(specs, gate.launched(specs, gate.ARCHS), 2)
+    found["tables"].append([sorted(r.key for r in results), judge(results, specs, {}, ())])
+print(json.dumps(found))
 """
 
 
-def test_every_triton_module_is_in_the_gate_and_every_kernel_has_a_budget():
-    run = python("-c", COLLECTED)
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory):
+    """What the gate compiles: of all ops, of candidates, and of two tables."""
+    folder = tmp_path_factory.mktemp("tables")
+    launches = {
+        "fits": {"BLOCK_D": 128, "BLOCK_T": 8, "num_warps": 8},
+        "spills": {"BLOCK_D": 128, "BLOCK_T": 64, "num_warps": 1},  # 256 per thread
+    }
+    for name, config in launches.items():
+        path = folder / name / "some-gpu/rmsnorm.json"
+        path.parent.mkdir(parents=True)
+        entry = {"key": {"D": 128, "itemsize": 4, "add": False}, "config": config}
+        path.write_text(
+            json.dumps({"schema": 1, "device": "some gpu", "launches": {"forward": [entry]}})
+        )
+    run = python("-c", COLLECTED, *(folder / name for name in launches))
     assert run.returncode == 0, run.stderr[-3000:]
-    name, modules, keys = json.loads(run.stdout.splitlines()[-1])
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_every_triton_module_is_in_the_gate_and_every_kernel_has_a_budget(collected):
+    name, modules, keys = (collected[n] for n in ("budgets", "modules", "keys"))
     written = {
         f"tilewright.kernels.{p.stem}"
         for p in (ROOT / "tilewright/kernels").glob("*_triton.py")
@@ -626,39 +656,8 @@ def test_every_triton_module_is_in_the_gate_and_every_kernel_has_a_budget():
     assert not differ, f"run `python -m tilewright.bench compile-gate --update`: {sorted(differ)}"
 
 
-TUNED = """
-import json, pathlib, sys
-from tilewright.bench import gate_compilers as gate
-from tilewright.bench.gate_verdict import budgeted, judge
-from tilewright.kernels import tuning
-from tilewright.ops import OPS
-
-found = []
-for tables in sys.argv[1:]:
-    tuning.TABLES = pathlib.Path(tables)
-    specs = gate.collect([OPS["rmsnorm"]], without=("cute",))
-    specs = {n: s for n, s in specs.items() if not budgeted(n)}
-    results = gate.compile_all(specs, gate.launched(specs, gate.ARCHS), 2)
-    found.append([sorted(r.key for r in results), judge(results, specs, {}, ())])
-print(json.dumps(found))
-"""
-
-
-def test_every_entry_of_every_table_is_compiled_for_every_architecture(tmp_path):
-    launches = {
-        "fits": {"BLOCK_D": 128, "BLOCK_T": 8, "num_warps": 8},
-        "spills": {"BLOCK_D": 128, "BLOCK_T": 64, "num_warps": 1},  # 256 per thread
-    }
-    for name, config in launches.items():
-        path = tmp_path / name / "some-gpu/rmsnorm.json"
-        path.parent.mkdir(parents=True)
-        entry = {"key": {"D": 128, "itemsize": 4, "add": False}, "config": config}
-        path.write_text(
-            json.dumps({"schema": 1, "device": "some gpu", "launches": {"forward": [entry]}})
-        )
-    run = python("-c", TUNED, *(tmp_path / name for name in launches))
-    assert run.returncode == 0, run.stderr[-3000:]
-    (keys, failures), (_, spilled) = json.loads(run.stdout.splitlines()[-1])
+def test_every_entry_of_every_table_is_compiled_for_every_architecture(collected):
+    (keys, failures), (_, spilled) = collected["tables"]
     assert failures == [] and sorted(k.rsplit(" ", 1)[1] for k in keys) == [
         "sm_100",
         "sm_120",
@@ -670,13 +669,6 @@ def test_every_entry_of_every_table_is_compiled_for_every_architecture(tmp_path)
     assert any("spills" in f for f in spilled)
 
 
-def test_candidates_of_searches_are_collected_for_the_gate():
-    run = python(
-        "-c",
-        "from tilewright.bench import gate_compilers as g\n"
-        "from tilewright.ops import OPS\n"
-        "print('\\n'.join(g.collect([OPS['rope']], space=True)))",
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    names = run.stdout.splitlines()
+def test_candidates_of_searches_are_collected_for_the_gate(collected):
+    names = collected["space"]
     assert len(names) > 4 and all(n.startswith("rope/rotate") and "; BLOCK_H=" in n for n in names)

@@ -17,12 +17,13 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 TUTORIAL = (ROOT / "docs/tutorials/your_own_op.md").read_text()
 SCRIPT = """
 import json, sys
-import torch
+import forked, torch
 from tilewright import __main__ as cli
 from tilewright.bench import __main__ as bench
 from tilewright.bench import compile_gate
 from tilewright.ops import OPS
 
+forked.briefly()
 print(json.dumps({
     "package": sys.modules["tilewright"].__file__,
     "explain": cli.main(["explain", "scale", "--device", "cpu"]),
@@ -57,7 +58,7 @@ def test_the_template_makes_an_op(tmp_path):
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, tmp_path / "out"],
         cwd=tmp_path,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}"},
         capture_output=True,
         text=True,
         check=False,

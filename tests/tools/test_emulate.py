@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 
+import forked
 import pytest
 
 pytest.importorskip("triton")
@@ -196,6 +197,7 @@ FILES = {
 RUN = """
 import contextlib, io, json, sys
 from tilewright.__main__ import main
+sys.executable = sys.argv[1]  # that of --reference interpreter
 for words in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -223,15 +225,18 @@ def all_ran():
     for words in given:
         if words[1:3] == [f"{HERE}:reads_unset", "--arg"] and "--allow" not in words:
             words.append("--json")  # that it holds the same
-    run = subprocess.run(
-        [sys.executable, "-c", RUN],
-        input=json.dumps(given),
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)},
-    )
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    interpreting = {**environment, "TRITON_INTERPRET": "1"}
+    with forked.python("import torch._dynamo, triton", ROOT, interpreting) as python:
+        run = subprocess.run(
+            [sys.executable, "-c", RUN, python],
+            input=json.dumps(given),
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=ROOT,
+            env=environment,
+        )
     folder.cleanup()
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]
     return dict(zip(EVERY, lines, strict=True))

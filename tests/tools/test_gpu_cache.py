@@ -21,6 +21,7 @@ def measured(folder):
     another constant; as for another Triton; from its packed cache in another folder, whose lists
     `scripts/gpu.sh` fixes.
     """
+    from torch import _dynamo  # noqa: F401  which each process would import
     from triton import knobs
 
     from tilewright.bench import gate_compilers, gpu_cache, launches, pretend, variants

@@ -188,10 +188,11 @@ hadamrd.matrix = acme:matrix
 """
 SCRIPT = """
 import json, sys
-import tilewright.ops
+import forked, tilewright.ops
 assert "acme" not in sys.modules, "nothing is imported before it is looked at"
 from tilewright import __main__ as cli
 from tilewright.bench import __main__ as bench
+forked.briefly()
 codes = [
     cli.main(["explain", "--all", "--device", "cpu"]),
     cli.main(["check", "hadamard", "--implementation", "matrix", "--device", "cpu",
@@ -219,7 +220,10 @@ def test_a_distribution_adds_implementations_by_entry_points(tmp_path):
     (site / "acme_product.py").write_text(head + inspect.getsource(product))
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT.replace("CASE", "'qwen3-8b'"), out],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(site), str(ROOT)))},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join((str(site), str(ROOT), str(ROOT / "tests"))),
+        },
         capture_output=True,
         text=True,
         check=False,

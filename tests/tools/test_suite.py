@@ -12,8 +12,10 @@ import sys
 import tarfile
 import textwrap
 import time
+import types
 from dataclasses import replace
 
+import forked
 import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
@@ -196,17 +198,28 @@ def unit(name, make, limit=60.0):
     return runner.Unit(name, make, {"rows": []}, limit)
 def stuck():
     time.sleep(600)
+def later(seconds):
+    # The supervisor looks once, at a time so much later.
+    (out / "seconds").write_text(str(seconds))
+    (out / "seconds").rename(out / "later")
+    while (out / "later").exists():
+        time.sleep(0.01)
+def out_of_time():
+    later(4000)
+    stuck()
 def lose():
     raise timing.DeviceLost("triton bfloat16: an illegal memory access")
 def breed():
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    child = subprocess.Popen(["sleep", "600"])
     (out / "child").write_text(str(child.pid))
-    stuck()
+    out_of_time()
 def write_parts():
-    for i in range(4):
-        time.sleep(1.2)
-        path = out / "parts.json"
-        runner.write_json(path, {"unfinished": True, "rows": list(range(1, i + 1))})
+    for i in range(1, 4):
+        now, new = time.time() + 2000 * i, out / "new"
+        runner.write_json(new, {"unfinished": True, "rows": list(range(1, i + 1))})
+        os.utime(new, (now, now))
+        new.rename(out / "parts.json")
+        later(2000 * (i + 1))
     return {"rows": [1, 2, 3]}
 def me():
     return {"rows": [os.getpid()]}
@@ -231,7 +244,24 @@ class End(float):
         return self.has_come
 
 
-def watch(tmp_path, units, workers=1, late=lambda out: False):
+class Clock:
+    """That of a supervisor, whose worker says for each look how much later it is."""
+
+    def __init__(self, out):
+        self.later, self.ahead = out / "later", 0.0
+
+    def time(self):
+        return time.time() + self.ahead
+
+    def sleep(self, _):
+        """Before each look."""
+        if self.ahead:
+            self.later.unlink()
+        time.sleep(0.01)
+        self.ahead = float(self.later.read_text()) if self.later.exists() else 0.0
+
+
+def watch(tmp_path, units, workers=1, late=lambda out: False, processes=forked.IN_PLACE):
     """late: whether time is up, given the folder. Returns the folder, the output and whether time
     was up.
     """
@@ -241,15 +271,19 @@ def watch(tmp_path, units, workers=1, late=lambda out: False):
     out.mkdir(exist_ok=True)
     until = End(lambda: late(out))
     said = []
-    runner.supervise(
-        [
-            [sys.executable, str(script), str(out), str(float(until)), str(i)]
-            for i in range(workers)
-        ],
-        out,
-        until,
-        say=said.append,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        clock = Clock(out)
+        patch.setattr(runner, "time", types.SimpleNamespace(time=clock.time, sleep=clock.sleep))
+        patch.setattr(runner, "subprocess", processes)
+        runner.supervise(
+            [
+                [sys.executable, str(script), str(out), str(float(until)), str(i)]
+                for i in range(workers)
+            ],
+            out,
+            until,
+            say=said.append,
+        )
     return out, "\n".join(said), until.has_come
 
 
@@ -270,11 +304,13 @@ def value(out, name):
 
 
 def test_a_crash_and_a_hang_cost_one_unit_each(tmp_path):
+    """By the clock, and in processes that were not forked."""
     out, said, _ = watch(
         tmp_path,
         """[
         unit("first", lambda: {"rows": [1]}), unit("crash", lambda: os.abort()),
         unit("hang", stuck, 1.0), unit("last", lambda: {"rows": [2]})]""",
+        processes=subprocess,
     )
     assert value(out, "first")["rows"] == [1] and value(out, "last")["rows"] == [2]
     assert "SIGABRT" in value(out, "crash")["error"] and value(out, "crash")["rows"] == []
@@ -352,8 +388,8 @@ def alive(pid):
 
 def test_what_a_worker_has_started_ends_with_it(tmp_path):
     """Compilers run in processes of their own."""
-    out, _, _ = watch(tmp_path, """[unit("hang", breed, 5.0)]""")
-    assert "within 5 s" in value(out, "hang")["error"]
+    out, _, _ = watch(tmp_path, """[unit("hang", breed, 3000.0)]""")
+    assert "within 3000 s" in value(out, "hang")["error"]
     assert not alive((out / "child").read_text())
 
 
@@ -364,26 +400,28 @@ def test_workers_end_with_a_supervisor_that_is_killed(tmp_path):
         "runner.end_with_parent(os.getppid())\n"
         "pathlib.Path(sys.argv[1], 'pid').write_text(str(os.getpid()))\ntime.sleep(600)\n"
     )
-    boss = (
+    boss = tmp_path / "boss.py"
+    boss.write_text(
         "import pathlib, sys, time\nfrom tilewright.bench import runner\n"
         "runner.supervise([[sys.executable, *sys.argv[1:]]], pathlib.Path(sys.argv[2]), "
         "time.time() + 3600)"
     )
-    process = subprocess.Popen([sys.executable, "-c", boss, str(worker), str(tmp_path)])
+    process = forked.Forked([sys.executable, str(boss), str(worker), str(tmp_path)])
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         assert process.poll() is None
-        time.sleep(0.1)
+        time.sleep(0.01)
     process.kill()
     process.wait()
     pid = (tmp_path / "pid").read_text()
     while alive(pid):
-        time.sleep(0.1)
+        time.sleep(0.01)
 
 
-def test_a_worker_whose_supervisor_is_gone_already_does_not_begin():
+def test_a_worker_whose_supervisor_is_gone_already_does_not_begin(tmp_path, capfd):
     code = "from tilewright.bench import runner; runner.end_with_parent(1); print('began')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1 and not done.stdout
+    (tmp_path / "worker.py").write_text(code)
+    assert forked.Forked([sys.executable, str(tmp_path / "worker.py")]).wait() == 1
+    assert capfd.readouterr().out == ""
 
 
 def test_a_hang_with_a_file_of_its_own_does_not_stop_the_rest(tmp_path):
@@ -401,9 +439,10 @@ def test_a_hang_with_a_file_of_its_own_does_not_stop_the_rest(tmp_path):
 
 
 def test_a_limit_counts_from_what_was_last_written(tmp_path):
-    script = """[unit("parts", write_parts, 3.0), unit("stuck", stuck, 3.0)]"""
+    script = """[unit("parts", write_parts, 3000.0), unit("stuck", out_of_time, 3000.0)]"""
     out, _, _ = watch(tmp_path, script)
-    assert value(out, "parts")["rows"] == [1, 2, 3] and "within 3 s" in value(out, "stuck")["error"]
+    assert value(out, "parts")["rows"] == [1, 2, 3] and "error" not in value(out, "parts")
+    assert "within 3000 s" in value(out, "stuck")["error"]
 
 
 def test_a_worker_that_is_silent_is_given_up(tmp_path):
@@ -423,15 +462,17 @@ def test_a_worker_that_is_silent_is_given_up(tmp_path):
     assert said == ["worker 0: was at no unit for 0.5 s"] * 2
 
 
-def test_the_time_that_imports_took_is_in_the_budget():
-    code = "import time; time.sleep(1.5); from tilewright.bench.runner import started; print(time.time() - started())"
-    begun = time.time()
-    took = float(
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout
+def test_the_time_that_imports_took_is_in_the_budget(tmp_path):
+    script, times = tmp_path / "worker.py", tmp_path / "times"
+    script.write_text(
+        "import json, pathlib, time\nfirst = time.time()\ntime.sleep(0.3)\n"
+        "from tilewright.bench.runner import started\n"
+        f"pathlib.Path({str(times)!r}).write_text(json.dumps([started(), first]))"
     )
-    assert 1.4 < took < time.time() - begun + 0.1  # the system counts in 10 ms
+    begun = time.time()
+    assert forked.Forked([sys.executable, str(script)]).wait() == 0
+    since, first = json.loads(times.read_text())
+    assert begun - 0.1 < since < first + 0.1  # the system counts in 10 ms
 
 
 def test_an_interrupt_leaves_no_worker(tmp_path):
@@ -873,14 +914,21 @@ def suite_command(tmp_path, *more):
     )
 
 
+@pytest.fixture
+def forks(monkeypatch):
+    """The suite forks its workers."""
+    monkeypatch.setattr(runner, "subprocess", forked.IN_PLACE)
+
+
 def stored(out):
     """The documents of a packed suite, by name."""
     assert [p.name for p in sorted(out.iterdir())] == [".lock", store.FILE]
     return {name: document for name, _, document in store.read(out)}
 
 
-def test_the_command_end_to_end_and_resumed(tmp_path, capfd):
+def test_the_command_end_to_end_and_resumed(tmp_path, capfd, monkeypatch):
     assert suite_command(tmp_path, "--case", "ragged,gemma") == 0
+    monkeypatch.setattr(runner, "subprocess", forked.IN_PLACE)
     first = stored(tmp_path)
     whole = first.pop("suite")
     assert set(whole["units"]) > {
@@ -995,7 +1043,7 @@ def test_a_worker_of_a_command_ends_with_its_supervisor(command, tmp_path):
     task = json.dumps(
         {"until": time.time() + 100, "since": 0, "group": 1, "worker": 0, "of": 1, "parent": 1}
     )
-    done = subprocess.run(
+    process = forked.Forked(
         [
             sys.executable,
             "-m",
@@ -1008,11 +1056,9 @@ def test_a_worker_of_a_command_ends_with_its_supervisor(command, tmp_path):
             "cpu",
             "--task",
             task,
-        ],
-        capture_output=True,
-        text=True,
+        ]
     )
-    assert done.returncode == 1 and not list(tmp_path.rglob("*.json")), done.stderr
+    assert process.wait() == 1 and not list(tmp_path.rglob("*.json"))
 
 
 def test_tables_that_cannot_be_written_are_found_out_first(tmp_path, capsys):
@@ -1081,37 +1127,30 @@ def test_what_a_result_depends_on(tables, monkeypatch):
     )
 
 
-EDITS = """
-import json, pathlib, sys
-from tilewright.bench import sources
-from tilewright.ops import OPS
-assert sources.PACKAGE == pathlib.Path.cwd() / "tilewright"
-
 def digests():
     sources.digest.cache_clear()
     sources._operators.cache_clear()
     return {"": sources.digest(), **{n: sources.digest(op) for n, op in OPS.items()}}
 
-before, found = digests(), []
-for name, old, new in json.load(sys.stdin):
-    path = pathlib.Path(name)
-    text = path.read_text() if path.exists() else None
-    assert text is None or old in text, (name, old)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(new if text is None else text.replace(old, new, 1) if old else text + new)
-    found.append([n for n, d in digests().items() if d != before[n]])
-    path.unlink() if text is None else path.write_text(text)
-print(json.dumps(found))
-"""
 
-
-def test_an_edit_makes_stale_what_comes_from_it(tmp_path):
-    """And nothing else: comments, docstrings, goals, tables and the trainer invalidate nothing."""
-    root = pathlib.Path(run.__file__).parents[2]
+@pytest.fixture
+def copied(tmp_path, monkeypatch):
+    """The folder of a copy of the sources, whose digests are asked for."""
+    root = sources.PACKAGE.parent
     for folder in ("tilewright", "csrc"):
         shutil.copytree(
             root / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__")
         )
+    for name in ("PACKAGE", "CSRC"):
+        monkeypatch.setattr(sources, name, tmp_path / getattr(sources, name).relative_to(root))
+    monkeypatch.setattr(sources, "CORE", [tmp_path / p.relative_to(root) for p in sources.CORE])
+    yield tmp_path
+    sources.digest.cache_clear()
+    sources._operators.cache_clear()
+
+
+def test_an_edit_makes_stale_what_comes_from_it(copied):
+    """And nothing else: comments, docstrings, goals, tables and the trainer invalidate nothing."""
     rows = {"rmsnorm", "add_rmsnorm"}
     fused = rows | {"qk_norm_rope", "silu_mul_quantize", "rmsnorm_quantize", "add_rmsnorm_quantize"}
     edits = [
@@ -1144,17 +1183,16 @@ def test_an_edit_makes_stale_what_comes_from_it(tmp_path):
             {"", *OPS},
         ),
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", EDITS],
-        cwd=tmp_path,
-        input=json.dumps([e for e, _ in edits]),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": ""},
-    )
-    assert done.returncode == 0, done.stderr
-    for (edit, stale), found in zip(edits, json.loads(done.stdout), strict=True):
-        assert set(found) == stale, edit
+    before = digests()
+    for edit, stale in edits:
+        name, old, new = edit
+        path = copied / name
+        text = path.read_text() if path.exists() else None
+        assert text is None or old in text, edit
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(new if text is None else text.replace(old, new, 1) if old else text + new)
+        assert {n for n, d in digests().items() if d != before[n]} == stale, edit
+        path.unlink() if text is None else path.write_text(text)
 
 
 def test_every_source_belongs_to_an_op():
@@ -1184,7 +1222,7 @@ def test_every_source_belongs_to_an_op():
     assert kernels - seen <= apart
 
 
-def test_a_broken_result_is_exit_code_1_and_a_missing_one_3(tmp_path):
+def test_a_broken_result_is_exit_code_1_and_a_missing_one_3(tmp_path, forks):
     assert suite_command(tmp_path, "--case", "ragged") == 0
     document = stored(tmp_path)["parity/rmsnorm.ragged"]
     document["results"][0].update(status="broken", reason="grad x: error 1")
@@ -1610,7 +1648,9 @@ def test_constants_that_end_the_process_are_not_tried_again(tables, tmp_path, mo
 
 def test_a_lost_device_ends_the_process_whatever_raised(tmp_path):
     """For a unit that catches nothing itself, such as the roofline."""
-    code = textwrap.dedent(f"""
+    script = tmp_path / "worker.py"
+    script.write_text(
+        textwrap.dedent(f"""
         import pathlib, time, torch
         from tilewright.bench import runner
         def sticky(): raise RuntimeError("an illegal memory access")
@@ -1618,7 +1658,8 @@ def test_a_lost_device_ends_the_process_whatever_raised(tmp_path):
         torch.cuda.synchronize = sticky
         runner.work([runner.Unit("a", lambda: 1 / 0, {{}})], pathlib.Path({str(tmp_path)!r}), time.time() + 60,
                     {{"device": "a cpu"}})""")
-    assert subprocess.run([sys.executable, "-c", code]).returncode == runner.LOST
+    )
+    assert forked.Forked([sys.executable, str(script)]).wait() == runner.LOST
     assert "ZeroDivisionError" in value(tmp_path, "running-0")["lost"]
 
 
@@ -1722,7 +1763,9 @@ def test_luck_is_not_taken_for_speed(tables, monkeypatch):
     assert measured == [[0, 1, 2, 3], [0, 1]]
 
 
-def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(tmp_path, monkeypatch):
+def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(
+    tmp_path, monkeypatch, forks
+):
     argv = [
         "suite",
         "--minutes",

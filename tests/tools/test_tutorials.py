@@ -1,4 +1,5 @@
-"""docs/tutorials: their code is that of the examples, and their commands print what they say.
+"""docs/tutorials: their code is that of the examples, and their commands print what they say; the
+Python of README and guide runs.
 
 In a page, a block with a title is a passage of that file. `console` blocks are run, in order, on a
 copy of the examples. `bash` blocks, for real models and other machines, are parsed by the programs
@@ -11,9 +12,10 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import textwrap
+from importlib import util
 
+import forked
 import pytest
 
 from tilewright import platform
@@ -101,12 +103,17 @@ PROGRAMS = {
     "torchrun": ["-m", "torch.distributed.run"],
     "pip": ["-m", "pip"],
 }
+# What commands of the pages import of other packages, which takes most of them.
+IMPORTS = """
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers.models.llama import modeling_llama
+"""
 
 
-def run(command, folder):
-    """Runs a command of a page as a user would, without a GPU or a network."""
-    program, *arguments = shlex.split(command)
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+def environment(folder):
+    """A user's, without a GPU or a network."""
+    return {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
         "PYTHONPATH": os.pathsep.join((str(folder / "site"), str(ROOT))),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
@@ -117,36 +124,82 @@ def run(command, folder):
         "PIP_NO_DEPS": "1",
         "PIP_NO_INDEX": "1",
     }
+
+
+@pytest.fixture(scope="module")
+def python(folder):
+    """Python, which torchrun's ranks run, too."""
+    imports = IMPORTS if util.find_spec("transformers") else "import torch"
+    with forked.python(imports, folder, environment(folder)) as command:
+        yield command
+
+
+def run(command, folder, python):
+    """Runs a command of a page as a user would."""
+    program, *arguments = shlex.split(command)
     return subprocess.run(
-        [sys.executable, *PROGRAMS[program], *arguments],
+        [python, *PROGRAMS[program], *arguments],
         cwd=folder,
-        env=environment,
+        env=environment(folder) | {"PYTHON_EXEC": str(python)},
         capture_output=True,
         text=True,
     )
 
 
-def check(command, lines, folder):
-    done = run(command, folder)
+def check(command, lines, folder, python):
+    done = run(command, folder, python)
     assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
     line = missing(done.stdout, lines)
     assert line is None, f"{command}\ndoes not print\n{line}\nbut\n{done.stdout}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_its_commands_print_what_it_says(page, folder):
+def test_its_commands_print_what_it_says(page, folder, python):
     for package in NEEDS.get(page.stem, ()):
         pytest.importorskip(package)
     if reason := platform.no_extension():  # the pages name the C++ kernels
         pytest.skip(reason)
     for marked, _, _, text in blocks(page, "console"):
         for command, lines in commands(text) if marked is None else ():
-            check(command, lines, folder)
+            check(command, lines, folder, python)
 
 
-def test_ops_in_ten_lines(folder):
+def test_ops_in_ten_lines(folder, python):
     said = ["loss 10.3792, by the definitions 10.3792", "logits that were not built: 125 MiB"]
-    check("python examples/ops_in_ten_lines.py", said, folder)
+    check("python examples/ops_in_ten_lines.py", said, folder, python)
+
+
+MODEL = '"HuggingFaceTB/SmolLM2-135M"'
+
+
+def test_the_python_of_readme_and_guide_runs(tmp_path, python):
+    """In one process, on a small model in place of the one on the hub."""
+    transformers = pytest.importorskip("transformers", minversion="5.7")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    (model, op), guide = (
+        [code for *_, code in blocks(ROOT / page, "python")]
+        for page in ("README.md", "docs/guide.md")
+    )
+    assert MODEL in model
+    code = [model.replace(MODEL, "'model'"), op, "print(x.grad.shape)", *guide]
+    done = subprocess.run(
+        [python, "-c", "\n".join(code)],
+        env=environment(tmp_path),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rmsnorm[" in done.stdout and "linear_cross_entropy[" in done.stdout
+    assert "torch.Size([512, 576])" in done.stdout
+    assert "rmsnorm[triton]: " in done.stdout, "it is refused on a CPU"
 
 
 # ---- commands that are not run here
