@@ -84,7 +84,14 @@ def leave():
 
 # Processes are forked from one that has imported these, which takes a process some seconds.
 torch.multiprocessing.set_forkserver_preload(
-    ["pytest", "triton", "tilewright.bench.contract", "tilewright.nn", "tilewright.trainer.train"]
+    [
+        "pytest",
+        "triton",
+        "datasets",
+        "tilewright.bench.contract",
+        "tilewright.nn",
+        "tilewright.trainer.train",
+    ]
 )
 
 
