@@ -27,6 +27,7 @@ import tempfile
 import time
 import traceback
 
+import datasets  # noqa: F401 - which each rank would import
 import torch
 import yaml
 from safetensors.torch import load_file
