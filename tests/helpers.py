@@ -1,6 +1,7 @@
 """Helpers shared by several test modules."""
 
 import contextlib
+import gc
 import os
 import sys
 
@@ -97,6 +98,7 @@ torch.multiprocessing.set_forkserver_preload(
 
 def _and_leave(rank, fn, environment, *arguments):
     os.environ.update(environment)  # the process forked from has that of its start
+    gc.freeze()  # what has been imported: each run collects garbage
     fn(rank, *arguments)
     leave()
 
