@@ -109,6 +109,8 @@ def write_config(folder, shape=QWEN3, **changes):
             "enable_mixed_precision": False,
             "enable_gradient_checkpointing": False,
             "save_epochs": 0,
+            # A collection goes through all that the tests' process holds.
+            "gc_steps": 0,
         },
     }
     for key, value in changes.items():
