@@ -88,9 +88,7 @@ MODES = {
     "dense/train_in_bfloat16": pipelined(
         2, "Interleaved1F1B", enable_mixed_precision=True, reshard_after_forward=True, **TWICE
     ),
-    "sparse/train_v": pipelined(
-        2, "ZBVZeroBubble", micro_batch_size=1, **TWICE, **RECOMPUTE
-    ),
+    "sparse/train_v": pipelined(2, "ZBVZeroBubble", micro_batch_size=1, **TWICE, **RECOMPUTE),
     "sparse/train_experts": pipelined(2, expert_parallel_size=2, **RECOMPUTE),
     "sparse/train_ring": pipelined(2, ringattn_parallel_size=2),
     "apart/train_tensors": pipelined(2, "InterleavedZeroBubble", tensor_parallel_size=2, **TWICE),

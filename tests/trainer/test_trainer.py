@@ -2015,6 +2015,7 @@ def test_two_processes_train_adapters_as_one(shape, pairs):
     def in_one_process(*arguments):
         config = load(path, [*cut, *arguments])
         return distributed_worker.several_steps(config, Mesh(), bins)[1]
+
     for mode in adapters_of(SHAPES[shape]):
         kind = mode.split("_")[1]
         alone = (
