@@ -57,7 +57,7 @@ def pipelined(stages, schedule="1F1B", processes=4, **more):
 
 TWICE = {"virtual_pipeline_size": 2}
 RECOMPUTE = {"enable_gradient_checkpointing": True}
-# Of a merge after the second step, the third shows what it did to the optimizer.
+# The third step trains on what a merge after the second left.
 THREE = ["--train.max_steps=3"]
 ADAM = ["--train.optimizer=adamw", "--train.lr=1e-3"]
 SHARDED = ["--train.data_parallel_mode=fsdp2", "--train.gradient_accumulation_steps=2"]

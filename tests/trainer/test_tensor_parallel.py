@@ -94,7 +94,7 @@ MODES = {
         train__enable_reentrant="true",
         lora__lora_target_modules="[q_proj,up_proj,down_proj]",
         lora__merge_lora_interval=2,
-        train__max_steps=3,  # the third shows what a merge did to the optimizer
+        train__max_steps=3,  # the third trains on what a merge left
     ),
     "adapted_experts/train_tp": arguments(2, **LORA, train__expert_parallel_size=2),
     "odd/train_tp": arguments(2, **RECOMPUTE),

@@ -1980,7 +1980,7 @@ def flags(options):
     return [f"--{key.replace('__', '.')}={value}" for key, value in options.items()]
 
 
-# The third step shows what a merge after the second did to the optimizer.
+# The third step trains on what a merge after the second left.
 MERGED = ["--lora.enable_lora=true", "--lora.merge_lora_interval=2", "--train.max_steps=3"]
 AQN_TRAINED = ["--lora.enable_qlora=true", "--lora.enable_aqn=true"]
 ADAPTERS = {
