@@ -15,6 +15,7 @@ Ranks are forked from this process, which has imported everything: an attempt co
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import pathlib
@@ -27,6 +28,7 @@ import tempfile
 import time
 import traceback
 
+import datasets  # noqa: F401 - which each rank would import
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -176,6 +178,7 @@ def main() -> int:
     options = parser.parse_args()
     root = pathlib.Path(options.folder or tempfile.mkdtemp(prefix="kill_test"))
     draw, ranks, log = random.Random(options.seed), options.ranks, root / "log"
+    gc.freeze()  # what has been imported: each run collects garbage
     start_of_all = begin = time.monotonic()
     _, good = ended(
         start(configuration(root, "undisturbed", options.steps), ranks, log), None, draw

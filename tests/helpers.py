@@ -1,6 +1,7 @@
 """Helpers shared by several test modules."""
 
 import contextlib
+import gc
 import os
 import sys
 
@@ -84,12 +85,20 @@ def leave():
 
 # Processes are forked from one that has imported these, which takes a process some seconds.
 torch.multiprocessing.set_forkserver_preload(
-    ["pytest", "triton", "tilewright.bench.contract", "tilewright.nn", "tilewright.trainer.train"]
+    [
+        "pytest",
+        "triton",
+        "datasets",
+        "tilewright.bench.contract",
+        "tilewright.nn",
+        "tilewright.trainer.train",
+    ]
 )
 
 
 def _and_leave(rank, fn, environment, *arguments):
     os.environ.update(environment)  # the process forked from has that of its start
+    gc.freeze()  # what has been imported: each run collects garbage
     fn(rank, *arguments)
     leave()
 

@@ -299,14 +299,33 @@ def refused(config, ranks, name, folder):
 STATE = {"run": {}, "ops": {}}
 
 
+class Groups:
+    """The process groups of all modes. A mode gets those of earlier ones again, never one twice:
+    each connects all its ranks, and has a thread that wakes up a hundred times a second.
+    """
+
+    def __init__(self):
+        self.real, self.made, self.used = dist.new_group, {}, {}
+        for module in (dist, dist.distributed_c10d, dist.device_mesh):
+            module.new_group = self.new_group
+
+    def new_group(self, ranks=None, timeout=None, backend=None, **options):
+        key = ranks and tuple(ranks), timeout, backend
+        number = self.used[key] = self.used.get(key, 0) + 1
+        if (key, number) not in self.made:
+            self.made[key, number] = self.real(ranks, timeout, backend, **options)
+        return self.made[key, number]
+
+
 def main(folder):
-    root, ranks = pathlib.Path(folder), None
+    root, ranks, groups = pathlib.Path(folder), None, Groups()
     for path, arguments in json.loads((root / "modes.json").read_text()).items():
         folder, name = (root / path).parent, pathlib.PurePath(path).name
         whole = name.startswith(("run", "memory"))
         file, *arguments = arguments if whole else (folder / "config.yaml", *arguments)
         config = load(str(file), arguments)
         bins = None if whole else torch.load(folder / "bins.pt", weights_only=False)
+        groups.used.clear()
         if ranks is None:
             ranks = mesh.join(config.train)
         else:

@@ -3,6 +3,7 @@ need, which takes most of a launch.
 """
 
 import contextlib
+import gc
 import json
 import os
 import pathlib
@@ -69,6 +70,7 @@ def _rank(rank, number, folder, port):
 def _agent(_, arguments, nodes, number, port, folder, main):
     """An agent of torchrun, whose ranks are forked."""
     os.setsid()
+    gc.freeze()  # what has been imported: each run collects garbage
     config = launcher.LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,

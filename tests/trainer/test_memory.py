@@ -1,5 +1,6 @@
 """What a run needs in memory: the plan, what stays on a device, and what waits in host memory."""
 
+import multiprocessing
 import os
 import pathlib
 import re
@@ -262,6 +263,9 @@ def test_what_does_not_fit_is_not_started(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(memory_plan, "available", lambda device: (there[0], "this machine has"))
     planned = memory_plan.plan(load(path), shape_of(load(path)), 1, 0, CPU).total
     there[0] = planned - 1
+    # A process for the plan, forked from one that has imported what a spawned one would import.
+    context = multiprocessing.get_context("forkserver")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
     assert train.main([path]) == 1
     said = capsys.readouterr().err
     assert re.search(

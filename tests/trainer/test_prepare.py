@@ -246,7 +246,7 @@ class Words:
 
 def grown(made, path, out):
     """Writes the bytes that this process takes above its start for a data set."""
-    gc.collect()
+    gc.freeze()  # what the process forked from holds
     ctypes.CDLL(None).malloc_trim(0)  # else what was freed before would hide growth
     first, peak, ended = resident(), [0], threading.Event()
 
@@ -278,6 +278,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path, made, forked):
     # The allocator keeps what reading 10 MB at a time takes, and each child begins with it.
     warm.write_text((json.dumps({"text": line}) + "\n") * 4000)
     made({"path": warm, "type": "text"}, Words, sample_packing_sequence_len=1024)
+    gc.collect()
     for path in paths:
         child = forked(grown, made, path, tmp_path / "grown")
         child.join()

@@ -73,7 +73,7 @@ MODES = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Four steps in four processes in each of those modes, and in one process."""
+    """Two steps in four processes in each of those modes, and in one process."""
     folder = tmp_path_factory.mktemp("spread")
     # SGD shows a wrong gradient scale, which AdamW hides; gradients are clipped, too.
     path = write_config(
@@ -83,6 +83,7 @@ def trained(tmp_path_factory):
         train__optimizer="sgd",
         train__lr=0.5,
         train__max_grad_norm=0.2,
+        train__max_steps=2,
         data__pad_to_multiple_of=1,
     )
     adam = [f"--train.{name}={value}" for name, value in ADAM.items()]

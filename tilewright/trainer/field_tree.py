@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import types
 import typing
@@ -37,7 +38,8 @@ def submodel(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     return None, False
 
 
-def leaves(model: type[BaseModel], at: str = "") -> dict[str, Any]:
+@functools.cache
+def leaves(model: type[BaseModel], at: str = "") -> Mapping[str, Any]:
     """Dotted path -> FieldInfo of every field that is not a section, in order. List entries have no
     index.
     """
@@ -48,7 +50,7 @@ def leaves(model: type[BaseModel], at: str = "") -> dict[str, Any]:
             out[at + name] = field
         if inner is not None:
             out |= leaves(inner, f"{at}{name}.")
-    return out
+    return types.MappingProxyType(out)
 
 
 def get(config: Any, path: str) -> Any:
@@ -107,7 +109,7 @@ def unknown(model: type[BaseModel], path: str, elsewhere: Mapping[str, str]) -> 
     known = leaves(model)
     sections = [*model.model_fields]
     if "." not in path:
-        known |= dict.fromkeys(sections)
+        known = {**known, **dict.fromkeys(sections)}
     by_name: dict[str, list[str]] = {}
     for p in known:
         by_name.setdefault(p.rpartition(".")[2], []).append(p)

@@ -7,6 +7,7 @@ the host reads them.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import weakref
@@ -38,6 +39,11 @@ COMMUNICATION = (
     "tilewright/ops/_ulysses",
     "tilewright/ops/_ring",
 )
+
+
+@functools.cache
+def _communicates(file: str) -> bool:
+    return any(part in file for part in COMMUNICATION)
 
 
 class Event(NamedTuple):
@@ -157,7 +163,7 @@ class Tracker(TorchDispatchMode):
     def _owner(self) -> str:
         frame = sys._getframe(3)
         while frame is not None:
-            if any(part in frame.f_code.co_filename for part in COMMUNICATION):
+            if _communicates(frame.f_code.co_filename):
                 return "communication"
             frame = frame.f_back
         return self.phase
