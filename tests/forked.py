@@ -17,6 +17,7 @@ import types
 from multiprocessing import reduction
 
 import helpers  # noqa: F401 (what the process forked from imports)
+import torch
 
 
 class _Outputs:
@@ -72,11 +73,12 @@ class Forked:
 
 class Child:
     """As Popen(command, start_new_session=True) of the bench's own command, forked from here: for a
-    process that has run nothing in parallel.
+    process of one thread, OMP_NUM_THREADS=1, since a fork has none of the pool that it waits for.
     """
 
     def __init__(self, command, start_new_session=True):
         assert command[1:3] == ["-m", "tilewright.bench"] and start_new_session
+        assert torch.get_num_threads() == 1
         self.pid, self._code = os.fork(), None
         if not self.pid:
             os.setsid()

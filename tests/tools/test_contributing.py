@@ -58,7 +58,12 @@ def test_the_template_makes_an_op(tmp_path):
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, tmp_path / "out"],
         cwd=tmp_path,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}"},
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}",
+        },
         capture_output=True,
         text=True,
         check=False,

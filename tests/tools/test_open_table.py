@@ -222,6 +222,7 @@ def test_a_distribution_adds_implementations_by_entry_points(tmp_path):
         [sys.executable, "-c", SCRIPT.replace("CASE", "'qwen3-8b'"), out],
         env={
             **os.environ,
+            "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join((str(site), str(ROOT), str(ROOT / "tests"))),
         },
         capture_output=True,

@@ -1,5 +1,6 @@
 """The engine driven by hand, step by step, gives the bits of a whole run."""
 
+import gc
 import logging
 import math
 
@@ -18,6 +19,7 @@ from tilewright.trainer.batches import collate, evaluation_batches
 from tilewright.trainer.build import build_data, identity
 from tilewright.trainer.config import load
 from tilewright.trainer.engine import NotFinite
+from tilewright.trainer.housekeeping import Housekeeping
 from tilewright.trainer.loss import IGNORE, count_labels, language_modeling
 from tilewright.trainer.mesh import Mesh, join
 from tilewright.trainer.plan import Plan
@@ -206,3 +208,13 @@ def test_weights_and_adapters_start_from_the_seed(tmp_path):
     assert {n for n in drawn if "lora_A" in n} and len(drawn) > len(first) / 3
     for name, p in first.items():
         assert torch.equal(p, again[name]) and torch.equal(p, other[name]) == (name not in drawn)
+
+
+def test_garbage_is_collected_at_the_start_and_between_steps_only(tmp_path, monkeypatch):
+    train, collected = load(write_config(tmp_path, train__gc_steps=2)).train, []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(gc.isenabled()))
+    with Housekeeping(train, Mesh()).running() as keeper:
+        assert collected == [True] and not gc.isenabled()
+        for done in range(1, 5):
+            keeper.after(done)
+    assert collected == [True, False, False] and gc.isenabled()
