@@ -14,6 +14,8 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 # Tests start many processes, which would each compile what they import.
 unexport PYTHONDONTWRITEBYTECODE
+# pip would compile all of each package; Python compiles what is imported.
+PIP := $(BIN)/python -m pip install -q --no-compile
 # READY: what `make demo` needs. DOCS: and `make docs`. STAMP: and everything else.
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
@@ -36,7 +38,7 @@ $(TORCH_STAMP): pyproject.toml
 	@echo "set-up: torch into $(VENV) (a download of 200 MB for a CPU, gigabytes with CUDA)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip "setuptools>=77" wheel ninja
-	$(BIN)/python -m pip install -q "$(TORCH)" numpy safetensors
+	$(PIP) "$(TORCH)" numpy safetensors
 	TILEWRIGHT_SKIP_CPP=1 $(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
@@ -47,7 +49,7 @@ $(BUILT_STAMP): $(TORCH_STAMP)
 
 $(TRAINER_STAMP): $(TORCH_STAMP)
 	@echo "set-up: the trainer and what plots its loss"
-	$(BIN)/python -m pip install -q "tilewright[trainer]" matplotlib
+	$(PIP) "tilewright[trainer]" matplotlib
 	touch $@
 
 # The two at the same time.
@@ -57,12 +59,12 @@ $(READY): $(TORCH_STAMP)
 
 $(DOCS): $(READY)
 	@echo "set-up: what writes the documentation's site"
-	$(BIN)/python -m pip install -q "tilewright[docs]"
+	$(PIP) "tilewright[docs]"
 	touch $@
 
 $(VENV)/.dev: $(TRAINER_STAMP)
 	@echo "set-up: what the tests need: linters, Triton, the CuTe DSL, and the libraries that formats are compared with"
-	$(BIN)/python -m pip install -q "triton==$(PINNED_TRITON)" "nvidia-cutlass-dsl[cu13]==$(CUTE)" "tilewright[dev,docs]"
+	$(PIP) "triton==$(PINNED_TRITON)" "nvidia-cutlass-dsl[cu13]==$(CUTE)" "tilewright[dev,docs]"
 	touch $@
 
 $(STAMP): $(TORCH_STAMP)
@@ -107,7 +109,7 @@ beside:
 
 # Every Triton kernel, compiled for sm_90, sm_100 and sm_120 without a GPU, against the committed budgets; and every
 # kernel in CuTe DSL, for sm_90 and sm_100. What did not change since its budget was written is compiled by a draw of one
-# in ten; `make gate-all` compiles everything.
+# in twenty; `make gate-all` compiles everything.
 # `make gate TRITON=3.6.0` does it with that Triton, put before this environment's in another one.
 ifeq ($(TRITON),$(PINNED_TRITON))
 GATE_PYTHON := $(BIN)/python

@@ -17,7 +17,7 @@ A budget belongs to one version of one compiler (budgets/triton-3.9.0.json). For
 such a file, only the rules that need no budget are checked.
 
 A budget records the digest of the source, launch configuration and needs that it was written for.
-Kernels with another digest are compiled, and a random tenth of the rest; with --all, everything.
+Kernels with another digest are compiled, and a random twentieth of the rest; with --all, everything.
 
     python -m tilewright.bench compile-gate [--op OP] [--arch 90] [--all] [--update] [--space]
         [--json]
@@ -153,7 +153,7 @@ def _plan(
 
     tasks = launched(specs, archs)
     same = [] if args.all else [task for task in tasks if unchanged(*task)]
-    left_out = {*same} - {*random.Random(args.seed).sample(same, -(-len(same) // 10))}
+    left_out = {*same} - {*random.Random(args.seed).sample(same, -(-len(same) // 20))}
     if same:
         notes.append(
             f"{len(same)} of {len(tasks)} did not change since their budgets were written: "
@@ -227,7 +227,7 @@ def _parser(ops: dict[str, Op]) -> argparse.ArgumentParser:
         "--all",
         action="store_true",
         help="compile all kernels that did not change since their budget was written, instead "
-        "of a random tenth of them",
+        "of a random twentieth of them",
     )
     add(
         "--seed",
