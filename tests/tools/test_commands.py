@@ -194,6 +194,17 @@ def test_bare_commands_print_their_help(capsys):
         assert word in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "main, name",
+    [(bench.main, name) for name in bench.ELSEWHERE] + [(cli.main, name) for name in cli.TOOLS],
+)
+def test_a_command_of_another_module_is_found(main, name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert re.match(rf"usage: .*\b{name} ", capsys.readouterr().out)
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])

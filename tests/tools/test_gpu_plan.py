@@ -3,6 +3,7 @@ interrupted calls.
 """
 
 import collections
+import inspect
 import json
 import os
 import pathlib
@@ -56,35 +57,13 @@ import functools
 overhead = functools.partial(overhead, sample_seconds=0.0)
 """
 # Workers are forked from the call, after its imports: this saves a second or two of CPU time each.
-FORKS = """
+FORKS = f"""
 from types import SimpleNamespace
+import torch
 
 FINISH = 0.5
-
-class _Forked:
-    def __init__(self, command, start_new_session):
-        self.pid, self._code = os.fork(), None
-        if not self.pid:
-            os.setsid()
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            from tilewright.bench.__main__ import main
-            try:
-                os._exit(main(command[3:]))
-            finally:
-                os._exit(1)
-
-    def poll(self):
-        if self._code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if pid else None
-        return self._code
-
-    def wait(self, timeout):
-        deadline = time.time() + timeout
-        while self.poll() is None and time.time() < deadline:
-            time.sleep(0.01)
-
-subprocess = SimpleNamespace(Popen=_Forked, TimeoutExpired=subprocess.TimeoutExpired)
+{inspect.getsource(forked.Child)}
+subprocess = SimpleNamespace(Popen=Child, TimeoutExpired=subprocess.TimeoutExpired)
 """
 
 
