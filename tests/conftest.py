@@ -79,10 +79,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Modules and collected tests, millions of objects, are garbage at no time: no later collection
-    goes through them.
+    """Modules and collected tests, millions of objects, are garbage at no time: no collection goes
+    through them, which would take seconds.
     """
-    gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)  # Python's own took a sixth of the time of test_operators
     gc.enable()

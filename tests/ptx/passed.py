@@ -2,7 +2,7 @@
 
 A group is an op, or all runs that are of no op. Its digest is made of the op's sources and what
 they import, the emulator, the tests, the budget of counts, versions, and variables that Triton
-compiles by. passed.json has the digests of groups whose runs have all passed: `make ptx-all` runs
+compiles by. A file has the digests of groups whose runs have all passed: `make ptx-all` runs
 everything and writes it, and a run that fails later removes its group.
 """
 
@@ -13,6 +13,7 @@ import os
 import pathlib
 import platform
 import random
+from importlib import metadata
 
 import numpy
 import torch
@@ -24,8 +25,9 @@ from tilewright.bench.page.files import counts_of
 from tilewright.registry import Op
 from tilewright.tools import emulator
 
-FILE = pathlib.Path(__file__).with_name("passed.json")
-SHARE = 10  # one run in so many is repeated
+FOLDER = pathlib.Path(__file__).parent
+SHARE = 20  # one run in so many is repeated
+WHY = f"has passed with this code; one run in {SHARE} is drawn, `make ptx-all` runs all"
 # Variables of Triton that name places, or that these runs set.
 APART = {"TRITON_CACHE_DIR", "TRITON_DUMP_DIR", "TRITON_HOME", "TRITON_INTERPRET"}
 
@@ -42,7 +44,7 @@ def groups(runs):
 @functools.cache
 def common():
     """What the runs of all ops depend on."""
-    files = [*pathlib.Path(emulator.__file__).parent.glob("*.py"), *FILE.parent.glob("*.py")]
+    files = [*pathlib.Path(emulator.__file__).parent.glob("*.py"), *FOLDER.glob("*.py")]
     counts = counts_of(triton.__version__)
     parts = [
         *(m.__version__ for m in (triton, torch, numpy)),
@@ -59,49 +61,69 @@ def variables():
     return own | get_cache_invalidating_env_vars()
 
 
-def digest(op):
-    """Of everything that the runs of an op depend on; op None: of all ops."""
-    of_op = sources.digest(op) if op else sources.everything()
-    return hashlib.sha256(f"{common()}\n{of_op}".encode()).hexdigest()[:16]
+def everything():
+    """Whether all is to run."""
+    return os.environ.get("TILEWRIGHT_PTX") == "all"
 
 
-def drawn(runs, seed):
-    """The names to run: all of a group that has changed, and some of each other one."""
-    known = json.loads(FILE.read_text())
-    draw, found = random.Random(seed), set()
-    for group, (op, names) in groups(runs).items():
-        same = known.get(group) == digest(op)
-        found.update(draw.sample(names, -(-len(names) // SHARE)) if same else names)
-    return found
+class Passed:
+    """The runs of one compiler's kernels.
 
-
-def settle(runs, failures, everything):
-    """Keeps what the runs found, everything or some.
-
-    failures: name of a run that has ended -> what was wrong, or nothing.
+    runs: name -> arguments, among which may be an op. package: the compiler, of which a new version
+    runs all.
     """
-    if not everything:
-        known = json.loads(FILE.read_text())
-        left = {
-            group: digest
-            for group, digest in known.items()
-            if not any(map(failures.get, groups(runs).get(group, (None, ()))[1]))
+
+    def __init__(self, file, runs, package):
+        self.file, self.runs, self.package = FOLDER / file, runs, package
+
+    def digest(self, op):
+        """Of everything that the runs of an op depend on; op None: of all ops."""
+        of_op = sources.digest(op) if op else sources.everything()
+        known = common(), metadata.version(self.package), of_op
+        return hashlib.sha256("\n".join(known).encode()).hexdigest()[:16]
+
+    def drawn(self, seed):
+        """The names to run: all of a group that has changed, and some of each other one."""
+        known = json.loads(self.file.read_text())
+        draw, found = random.Random(seed), set()
+        for group, (op, names) in groups(self.runs).items():
+            same = known.get(group) == self.digest(op)
+            found.update(draw.sample(names, -(-len(names) // SHARE)) if same else names)
+        return found
+
+    def chosen(self, selected):
+        """Those of these names to run, and what names them again."""
+        if everything() or len(selected) < len(self.runs):
+            return set(selected), ""
+        seed = random.randrange(1000)
+        again = f"\nOne of those that drawn(seed={seed}) of {self.file.name} names."
+        return self.drawn(seed), again
+
+    def settle(self, failures):
+        """Keeps what the runs found, all or some.
+
+        failures: name of a run that has ended -> what was wrong, or nothing.
+        """
+        if not everything():
+            known = json.loads(self.file.read_text())
+            left = {
+                group: digest
+                for group, digest in known.items()
+                if not any(map(failures.get, groups(self.runs).get(group, (None, ()))[1]))
+            }
+            if left != known:
+                self.save(left)
+        elif failures.keys() == self.runs.keys():
+            self.write(failures)
+
+    def write(self, failures):
+        """failures: name of a run -> what was wrong, or nothing."""
+        passed = {
+            group: self.digest(op)
+            for group, (op, names) in groups(self.runs).items()
+            if not any(failures[name] for name in names)
         }
-        if left != known:
-            save(left)
-    elif failures.keys() == runs.keys():
-        write(runs, failures)
+        self.save(passed)
 
-
-def write(runs, failures):
-    """failures: name of a run -> what was wrong, or nothing."""
-    passed = {
-        group: digest(op)
-        for group, (op, names) in groups(runs).items()
-        if not any(failures[name] for name in names)
-    }
-    save(passed)
-
-
-def save(passed):
-    FILE.write_text(json.dumps(dict(sorted(passed.items())), indent=1) + "\n")
+    def save(self, passed):
+        self.file.write_text(json.dumps(dict(sorted(passed.items())), indent=1) + "\n")

@@ -14,7 +14,6 @@ import importlib
 import json
 import os
 import pathlib
-import random
 import re
 import subprocess
 import sys
@@ -857,62 +856,59 @@ class Verdicts:
         self.folder.cleanup()
 
 
+PASSED = passed.Passed("passed.json", runs(), "triton")
+
+
 @pytest.fixture(scope="module")
 def verdicts(request):
     """Those of all selected tests, or, if nothing was selected, of those that are drawn."""
-    names = [
+    selected = [
         item.callspec.params["name"]
         for item in request.session.items
         if item.path == request.path and item.originalname == test_compiled_kernels.__name__
     ]
-    known, everything = runs(), os.environ.get("TILEWRIGHT_PTX") == "all"
-    draw = ""
-    if len(names) == len(known) and not everything:
-        seed = random.randrange(1000)
-        draw = f"\nOne of those that passed.drawn(runs(), seed={seed}) names."
-        chosen = passed.drawn(known, seed)
-        names = [name for name in names if name in chosen]
+    asked, draw = PASSED.chosen(selected)
     variables = {
         **os.environ,
         "TRITON_INTERPRET": "0",
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
     }
+    names = [name for name in selected if name in asked]
     found = Verdicts(names, [sys.executable, __file__], env=variables, cwd=ROOT)
-    found.asked, found.draw = set(names), draw
+    found.asked, found.draw = asked, draw
     yield found
-    passed.settle(known, dict(found.found), everything)
+    PASSED.settle(dict(found.found))
     found.end()
 
 
-@pytest.mark.parametrize("name", runs())
+@pytest.mark.parametrize("name", PASSED.runs)
 def test_compiled_kernels(name, verdicts):
     if name not in verdicts.asked:
-        pytest.skip("has passed with this code (tests/ptx/passed.json); one run in ten is drawn")
+        pytest.skip(passed.WHY)
     assert not verdicts[name], verdicts[name] + verdicts.draw
 
 
 def test_what_has_changed_runs_whole_and_the_rest_is_drawn(tmp_path, monkeypatch):
-    known = runs()
-    monkeypatch.setattr(passed, "FILE", tmp_path / "passed.json")
+    monkeypatch.delenv("TILEWRIGHT_PTX", raising=False)
+    known, record = PASSED.runs, passed.Passed(tmp_path / "passed.json", PASSED.runs, "triton")
     failures = {name: "wrong" if name.startswith("sm_90-rope-") else "" for name in known}
-    passed.write(known, failures)
+    record.write(failures)
+    real = record.digest
     monkeypatch.setattr(
-        passed,
-        "digest",
-        lambda op, real=passed.digest: real(op) + "x" * (op is not None and op.name == "route"),
+        record, "digest", lambda op: real(op) + "x" * (op is not None and op.name == "route")
     )
-    first, second = passed.drawn(known, 1), passed.drawn(known, 2)
+    first, second = record.drawn(1), record.drawn(2)
     for group, (_, names) in passed.groups(known).items():
         share = len(first.intersection(names)) / len(names)
-        assert share == 1 if group in ("rope", "route") else 0.1 <= share <= 1
+        assert share == 1 if group in ("rope", "route") else 1 / passed.SHARE <= share <= 1
     assert first != second and len(first) < len(known) / 4
     # A run that fails when it is drawn removes its group, and one that has not ended removes none.
     name = passed.groups(known)["rmsnorm"][1][0]
-    before = json.loads(passed.FILE.read_text())
-    passed.settle(known, {name: ""}, everything=False)
-    assert json.loads(passed.FILE.read_text()) == before
-    passed.settle(known, {name: "wrong"}, everything=False)
-    assert before.keys() - json.loads(passed.FILE.read_text()) == {"rmsnorm"}
+    before = json.loads(record.file.read_text())
+    record.settle({name: ""})
+    assert json.loads(record.file.read_text()) == before
+    record.settle({name: "wrong"})
+    assert before.keys() - json.loads(record.file.read_text()) == {"rmsnorm"}
 
 
 def test_what_runs_depend_on_is_in_their_digest(tmp_path, monkeypatch):
@@ -931,9 +927,10 @@ def test_what_runs_depend_on_is_in_their_digest(tmp_path, monkeypatch):
             m.setattr(np, "__version__", version)
             m.setenv(variable, "1")
             passed.common.cache_clear()
-            digests.add(passed.digest(None))
+            digests.add(PASSED.digest(None))
     passed.common.cache_clear()
-    assert len(digests) == 5 and passed.digest(None) in digests
+    digests.add(passed.Passed("passed.json", {}, "numpy").digest(None))  # another compiler
+    assert len(digests) == 6 and PASSED.digest(None) in digests
 
 
 ACCESS = """

@@ -184,7 +184,7 @@ def operators():
 
 def public(tree):
     """Functions that users call with keywords: names of an `__all__`, constructors, and modules."""
-    yield from EXPORTED
+    yield from all_exported()
     yield "attention_forward"  # transformers calls it with its own arguments
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
@@ -197,7 +197,9 @@ def exported(path):
             yield from ast.literal_eval(node.value)
 
 
-EXPORTED = {name for path in LIBRARY for name in exported(path)}
+@functools.cache
+def all_exported():
+    return {name for path in LIBRARY for name in exported(path)}
 
 
 def functions_of(body, prefix=""):

@@ -153,7 +153,7 @@ def _plan(
 
     tasks = launched(specs, archs)
     same = [] if args.all else [task for task in tasks if unchanged(*task)]
-    left_out = {*same} - {*random.Random(args.seed).sample(same, -(-len(same) // 20))}
+    left_out = {*same} - {*random.Random(args.seed).sample(same, -(-len(same) // 40))}
     if same:
         notes.append(
             f"{len(same)} of {len(tasks)} did not change since their budgets were written: "
