@@ -948,8 +948,8 @@ def test_operators_pass_opcheck(op, name):
         and any(a.is_floating_point() for a in given)
     )
     assert not needed or any(a.requires_grad for a in given), "no formula would be checked"
-    # The interpreter is slow; test_compiles_as_one_graph_and_gives_the_same also compiles these, and
-    # one call of an outline is checked.
+    # The interpreter is slow: one call of each outline is checked, and none is traced, since
+    # test_compiles_as_one_graph_and_gives_the_same compiles these.
     slow = name == "triton" and DEVICE == "cpu"
     for (func, _), (args, kwargs) in sorted(
         calls.items(), key=lambda call: not needs_gradient(call[1][0])
