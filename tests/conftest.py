@@ -13,10 +13,16 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Inductor would start a process that compiles, and imports torch, for each process of the tests.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Dynamo would collect garbage after each compilation.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 import pytest
 
 gc.disable()  # until the tests have been collected: most of what that allocates stays
+
+# Dynamo would flush the processor's caches after each compilation, to measure for its log how long
+# the guards take: a tenth of the time of small compilations.
+torch._C._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     with contextlib.suppress(ModuleNotFoundError):  # without Triton

@@ -80,7 +80,7 @@ def test_matches_eager_beyond_2_31_elements(op, name, case, dtype, i):
         for op in OPS.values()
         for impl in op.implementations
         for case in op.cases
-        if "contract" in case.tags
+        if "contract" in case.tags and DEVICE == "cuda"  # 1,500 skips took seconds
     ],
 )
 def test_cuda_graph_capture(op, name, case):
