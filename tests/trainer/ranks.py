@@ -3,6 +3,7 @@ need, which takes most of a launch.
 """
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -24,6 +25,9 @@ from tilewright.trainer.config import load
 from tilewright.trainer.mesh import Mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
+# Freed memory stays a process's: faults of pages that it gets again for each large tensor, and for
+# each small one at the end of the heap, take a third of a rank's time.
+KEEP = {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=4294967296"}
 
 
 def torchrun(number, *script):
@@ -44,11 +48,12 @@ def torchrun(number, *script):
     )
 
 
-def launch(number, *script):
-    """Runs a script under torchrun: its exit code and what it says."""
-    with torchrun(number, *script) as process:
-        out, err = process.communicate()
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+def _keep_memory():
+    """What KEEP says, in a process that is forked."""
+    with contextlib.suppress(AttributeError):  # without glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-4, 0)  # M_MMAP_MAX
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def _rank(rank, number, folder, port):
@@ -64,6 +69,7 @@ def _rank(rank, number, folder, port):
     with pathlib.Path(folder, "said.txt").open("a") as said:
         os.dup2(said.fileno(), 1)
     torch.set_num_threads(1)
+    _keep_memory()
     distributed_worker.main(folder)
 
 
@@ -95,6 +101,7 @@ def _of_agent(arguments, folder, main):
         os.dup2(said.fileno(), 2)
         sys.stdout = sys.stderr = said
         torch.set_num_threads(1)
+        _keep_memory()
         code = (main or train.main)(arguments)
         if code:  # the agent waits for what a function returns
             said.flush()

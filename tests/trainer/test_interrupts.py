@@ -6,8 +6,10 @@ import os
 import pathlib
 import re
 import signal
+import subprocess
 import time
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ import torch.distributed as dist
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
-from ranks import agents, launch, torchrun
+from ranks import ROOT, agents, torchrun
 from test_trainer import Engine, rows, run, tensors, write_config
 
 from tilewright.trainer import checkpoint, train
@@ -241,6 +243,20 @@ def killed(arguments):
     return train.main(arguments)
 
 
+def launch_forked(number, *script):
+    """torchrun and its ranks, which are all forked from a process that has imported the trainer."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)]
+    imports = "import torch.distributed.run, tilewright.trainer.train"
+    with forked.python(imports, ROOT, environment) as python:
+        return subprocess.run(
+            [python, *start, "--no-python", str(python), *script],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+
+
 def test_torchrun_names_the_rank_that_failed_first_in_a_step(tmp_path):
     path = write_config(tmp_path, train__data_parallel_mode="fsdp2")
     (tmp_path / "fails.py").write_text(
@@ -253,7 +269,7 @@ def test_torchrun_names_the_rank_that_failed_first_in_a_step(tmp_path):
         "if os.environ['RANK'] == '1': train.Engine.optim_step = fails\n"
         "sys.exit(train.main(sys.argv[1:]))\n"
     )
-    done = launch(2, str(tmp_path / "fails.py"), path)
+    done = launch_forked(2, str(tmp_path / "fails.py"), path)
     assert done.returncode == 1
     cause = done.stderr.partition("Root Cause")[2]
     assert re.search(r"rank +: 1 ", cause)

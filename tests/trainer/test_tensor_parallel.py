@@ -75,7 +75,6 @@ MODES = {
     "tied/train_fsdp_tp": arguments(
         2, model__basic_modules="[mlp]", train__enable_full_shard="false"
     ),
-    "apart/train_hsdp_tp": arguments(2, train__data_parallel_shard_size=1, **RECOMPUTE),
     "apart/train_ulysses": arguments(
         2, 1, train__ulysses_parallel_size=2, train__cp_fsdp_mode="none", **RECOMPUTE
     ),

@@ -53,7 +53,7 @@ class RankPlan:
 
     peak: by part, in the order of PARTS; their sum is the largest of two steps.   whole: parts at
     their own largest.   saved: bytes of each layer that a micro-batch saves for backward.
-    otherwise: the same if `train.enable_gradient_checkpointing` were the opposite.
+    otherwise: the same if `train.enable_gradient_checkpointing` were the opposite, if asked for.
     """
 
     rank: int
@@ -68,7 +68,12 @@ class RankPlan:
 
 
 def plan(
-    config: Config, shape: ModelConfig, size: int, rank: int, device: torch.device
+    config: Config,
+    shape: ModelConfig,
+    size: int,
+    rank: int,
+    device: torch.device,
+    otherwise: bool = True,
 ) -> RankPlan:
     """The plan of one rank of a layout of `size` ranks.
 
@@ -94,10 +99,10 @@ def plan(
             options = {"enable_gradient_checkpointing": not recomputed, "recompute_modules": None}
             options |= {"moe_checkpoint_method": None, "enable_reentrant": False}
             other = config.model_copy(update={"train": config.train.model_copy(update=options)})
-            otherwise = _measured(other, shape, mesh, steps=0)[2]
+            opposite = _measured(other, shape, mesh, steps=0)[2] if otherwise else {}
     finally:
         dist.destroy_process_group()
-    return RankPlan(rank, peak, whole, saved, otherwise)
+    return RankPlan(rank, peak, whole, saved, opposite)
 
 
 def _measured(
@@ -242,12 +247,12 @@ def check(config: Config, size: int, rank: int, device: torch.device) -> None:
 def plan_apart(
     config: Config, shape: ModelConfig, size: int, rank: int, device: torch.device
 ) -> RankPlan:
-    """`plan`, in a process of its own: PyTorch caches device meshes by their ranks, and would use
-    those of the plan, whose groups are gone, in the run.
+    """`plan` of the sums alone, in a process of its own: PyTorch caches device meshes by their
+    ranks, and would use those of the plan, whose groups are gone, in the run.
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as process:
-        return process.submit(plan, config, shape, size, rank, device).result()
+        return process.submit(plan, config, shape, size, rank, device, False).result()
 
 
 def most(config: Config, shape: ModelConfig) -> int:
