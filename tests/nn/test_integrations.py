@@ -133,38 +133,38 @@ def close(found, expected, tolerance):
 # ---- without transformers
 
 
-def run(code):
+# One Python for both: the second goes on where the first has only imported.
+WITHOUT = """
+import sys, types, tilewright, tilewright.ops, tilewright.integrations.transformers
+print(tilewright.integrations.transformers.__name__, 'transformers' in sys.modules)
+old = types.ModuleType('transformers'); old.__version__ = '5.6.2'
+old.__spec__ = types.SimpleNamespace(); sys.modules['transformers'] = old
+try: tilewright.integrations.transformers.register()
+except RuntimeError as error: print(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def without_transformers():
+    """What a Python says that has not imported transformers."""
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
+        [sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
 
 
-def test_importing_everything_here_imports_no_transformers():
-    found = run(
-        "import sys, tilewright, tilewright.ops, tilewright.integrations.transformers\n"
-        "print(tilewright.integrations.transformers.__name__, 'transformers' in sys.modules)"
-    )
-    assert found == "tilewright.integrations.transformers False"
+def test_importing_everything_here_imports_no_transformers(without_transformers):
+    assert without_transformers[0] == "tilewright.integrations.transformers False"
 
 
-def test_a_missing_or_old_transformers_is_named(monkeypatch):
+def test_a_missing_or_old_transformers_is_named(monkeypatch, without_transformers):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(
         ImplementationUnavailable, match=re.escape("pip install 'tilewright[transformers]'")
     ):
         integration.register()
-    monkeypatch.undo()
-    found = run(
-        "import sys, types\n"
-        "old = types.ModuleType('transformers'); old.__version__ = '5.6.2'\n"
-        "old.__spec__ = types.SimpleNamespace(); sys.modules['transformers'] = old\n"
-        "from tilewright.integrations.transformers import register\n"
-        "try: register()\n"
-        "except RuntimeError as error: print(error)"
-    )
-    assert (
-        found == "transformers 5.6.2 takes no experts_implementation but its own; 5.7 and later do"
-    )
+    assert without_transformers[1:] == [
+        "transformers 5.6.2 takes no experts_implementation but its own; 5.7 and later do"
+    ]
 
 
 # ---- whole models

@@ -18,7 +18,14 @@ from tilewright.kernels.spec import KernelSpec
 ROOT = pathlib.Path(__file__).parents[2]
 pytest.importorskip("triton")
 
-PLANTED = '''
+# What each process of the gate would do: it hashes Triton's library, and imports its frontend.
+FIRST = """
+import triton.compiler.code_generator, triton.runtime.cache
+getattr(triton.runtime.cache, "triton_key", lambda: None)()
+"""
+PLANTED = (
+    FIRST
+    + '''
 import contextlib, importlib.util, io, json, pathlib, sys
 
 import triton
@@ -181,6 +188,7 @@ for name, needs in {
 found["digests"] = digests(__file__)
 print(json.dumps(found))
 '''
+)
 
 
 def without_interpreter(**variables):
@@ -593,7 +601,9 @@ def test_the_interpreter_is_refused_with_a_sentence(monkeypatch, capsys):
     assert "TRITON_INTERPRET is set" in capsys.readouterr().err
 
 
-COLLECTED = """
+COLLECTED = (
+    FIRST
+    + """
 import json, pathlib, sys
 from tilewright.bench import gate_compilers as gate
 from tilewright.bench.gate_verdict import budgeted, judge
@@ -616,6 +626,7 @@ for tables in sys.argv[1:]:
     found["tables"].append([sorted(r.key for r in results), judge(results, specs, {}, ())])
 print(json.dumps(found))
 """
+)
 
 
 @pytest.fixture(scope="module")
