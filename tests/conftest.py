@@ -7,6 +7,10 @@ import contextlib
 import gc
 import os
 
+# Threads of several tests at a time would wait for each other. Those that C++ kernels divide work
+# among are a test's own matter.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 if not torch.cuda.is_available():

@@ -103,6 +103,17 @@ def _and_leave(rank, fn, environment, *arguments):
     leave()
 
 
+@contextlib.contextmanager
+def threads(number):
+    """With that many OpenMP threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def processes(number, fn, *arguments):
     """Runs fn(rank, number, *arguments) in that many processes, which are terminated if the test
     fails. The test's own time limit applies.

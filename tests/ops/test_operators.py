@@ -98,11 +98,14 @@ def test_compiles_as_one_graph_and_gives_the_same(op, name):
     skip_unless_usable(op, name, torch.float32)
     fn = functools.partial(op.public, implementation=name)
     # Implementations differ in the operators that the public function calls, and opcheck traces
-    # those in each case: together they trace it in two.
-    case = small_cases(op)[:2][0 if name in ("eager", "triton") else -1]
-    torch._dynamo.reset()
-    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
-    assert_same(differentiate(compiled, inputs(case)), differentiate(fn, inputs(case)))
+    # those in each case: on a CPU, together they trace it in two.
+    cases = small_cases(op)[:2]
+    if DEVICE == "cpu":
+        cases = cases[:1] if name in ("eager", "triton") else cases[-1:]
+    for case in cases:
+        torch._dynamo.reset()
+        compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+        assert_same(differentiate(compiled, inputs(case)), differentiate(fn, inputs(case)))
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
