@@ -1,6 +1,4 @@
-"""What each process of a distributed test runs: see `launch` in test_trainer.py.
-
-    python -m torch.distributed.run --nproc-per-node N distributed_worker.py FOLDER
+"""What each rank of a distributed test runs, from `run_modes` in ranks.py.
 
 For every mode that FOLDER/modes.json lists, which may name a folder in FOLDER, on the bins.pt and
 the config.yaml of its folder: takes one training step, of which rank 0 writes loss, tokens, norm
@@ -14,11 +12,9 @@ allocate.
 import json
 import math
 import pathlib
-import sys
 
 import torch
 import torch.distributed as dist
-from helpers import leave
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -368,8 +364,3 @@ def main(folder):
         if ranks.main:
             torch.save(found, folder / f"{name}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
-    leave()
