@@ -1608,25 +1608,14 @@ PARTS = {
     "MLP.forward": 12,
 }
 MIXED = {**MOE, "mlp_only_layers": [0, 5]}
+RECOMPUTED = {
+    "train__enable_gradient_checkpointing": True,
+    "train__data_parallel_mode": "fsdp2",
+}
 COMPILED = {
-    "sdpa": (QWEN3, {"model__attn_implementation": "sdpa"}, PARTS),
-    "whole": (
-        QWEN3,
-        {
-            "model__attn_implementation": "eager",
-            "train__enable_gradient_checkpointing": True,
-            "train__data_parallel_mode": "fsdp2",
-        },
-        {"Block.forward": 12},
-    ),
-    "mixed": (MIXED, {"model__attn_implementation": "eager"}, {"Block.forward": 12}),
-    "moe_act": (
-        MIXED,
-        {
-            "train__enable_gradient_checkpointing": True,
-            "train__moe_checkpoint_method": "moe_act",
-            "train__data_parallel_mode": "fsdp2",
-        },
+    "whole": ({"model__attn_implementation": "eager"}, {"Block.forward": 12}),
+    "parts": (
+        {"model__attn_implementation": "sdpa", "train__moe_checkpoint_method": "moe_act"},
         {**PARTS, "MLP.forward": 2},
     ),
 }
@@ -1650,15 +1639,16 @@ def backend(monkeypatch):
 
 @pytest.mark.parametrize("case", COMPILED)
 def test_every_layer_is_compiled_and_stays_so(case, tmp_path, backend, capsys):
-    shape, options, parts = COMPILED[case]
+    options, parts = COMPILED[case]
     path = write_config(
         tmp_path,
-        {**shape, "num_hidden_layers": 12},
+        {**MIXED, "num_hidden_layers": 12},
         **{
             "train__save_hf_weights": False,
             "data__val_set_size": 2,
             "train__max_steps": 6,
             "train__micro_batch_size": 2,
+            **RECOMPUTED,
             **options,
         },
     )
@@ -1673,7 +1663,7 @@ def test_every_layer_is_compiled_and_stays_so(case, tmp_path, backend, capsys):
         "compiled: " + ", ".join(f"{n} x {name}" for name, n in parts.items()) + "\n"
         in capsys.readouterr().out
     )
-    assert len(ran) == len(parts) + (case == "mixed") and all(c.run is not c.plain for c in ran)
+    assert len(ran) == len(parts) + (case == "whole") and all(c.run is not c.plain for c in ran)
     # With gradients and without, for the first layer and the others, for one length of documents
     # and then any: not per layer, batch or number of documents.
     assert counts[0] > 0 and counts[-1] <= 6 * len(ran)
@@ -1682,6 +1672,8 @@ def test_every_layer_is_compiled_and_stays_so(case, tmp_path, backend, capsys):
 @pytest.mark.parametrize(
     "shape, arguments, parts",
     [
+        (QWEN3, ["--model.attn_implementation=sdpa"], PARTS),
+        (QWEN3, [], {"Block.forward": 12}),
         (QWEN3, [RECOMPUTE, '--train.recompute_modules=["self_attn"]'], PARTS),
         (MOE, EXPERTS, {k: n for k, n in PARTS.items() if k != "MLP.forward"}),
         (
@@ -1694,9 +1686,10 @@ def test_every_layer_is_compiled_and_stays_so(case, tmp_path, backend, capsys):
 def test_what_of_a_layer_is_compiled_is_chosen_by_what_can_be(
     shape, arguments, parts, tmp_path, backend
 ):
-    path = write_config(tmp_path, {**shape, "num_hidden_layers": 12}, train__enable_compile=True)
+    options = {"train__enable_compile": True, "model__attn_implementation": "eager"}
+    path = write_config(tmp_path, {**shape, "num_hidden_layers": 12}, **options)
     config = load(path, arguments)
-    model = Transformer(shape_of(config), Ops.resolve("eager"))
+    model = Transformer(shape_of(config), Ops.resolve(config.model.attn_implementation))
     arguments = (model, config.train, config.model.basic_modules)
     if isinstance(parts, str):
         with pytest.raises(ValueError, match=parts):
@@ -1708,8 +1701,11 @@ def test_what_of_a_layer_is_compiled_is_chosen_by_what_can_be(
 
 
 def test_few_recompilations_serve_all_lengths(backend):
-    """150 batches of random packed documents."""
-    model = Transformer(ModelConfig.from_hf({**QWEN3, "hidden_size": 16}), Ops.resolve("eager"))
+    """150 batches of random packed documents, through one layer: one with a residual would
+    be compiled as often again.
+    """
+    shape = {**QWEN3, "hidden_size": 16, "num_hidden_layers": 1}
+    model = Transformer(ModelConfig.from_hf(shape), Ops.resolve("eager"))
     compiling.compile_layers(model, schedule(enable_compile="true"), [])
     draw, counts, lengths = np.random.default_rng(0), [], set()
     model.init_weights(0)
@@ -1720,7 +1716,7 @@ def test_few_recompilations_serve_all_lengths(backend):
         model(**batch, ends=ends, loss=language_modeling)
         counts.append(backend.frame_count)
         lengths.add(ends)
-    assert len(lengths) > 100 and 0 < counts[0] < counts[-1] <= counts[0] + 4
+    assert len(lengths) > 100 and 0 < counts[0] < counts[-1] <= counts[0] + 2
 
 
 def test_what_is_no_longer_compiled_says_so(caplog, backend):
