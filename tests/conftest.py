@@ -107,8 +107,10 @@ def compiling():
 
     # What each would do: it hashes Triton's library, and imports its frontends.
     imports = """
-import torch._dynamo, triton.compiler.code_generator, triton.experimental.gluon, triton.runtime.cache
-getattr(triton.runtime.cache, "triton_key", lambda: None)()
+import contextlib, torch._dynamo
+with contextlib.suppress(ModuleNotFoundError):  # without Triton
+    import triton.compiler.code_generator, triton.experimental.gluon, triton.runtime.cache
+    getattr(triton.runtime.cache, "triton_key", lambda: None)()
 assert "tilewright" not in sys.modules
 """
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
