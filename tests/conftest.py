@@ -98,6 +98,32 @@ def pytest_collection_finish():
     atexit.register(gc.unfreeze)  # extension modules check that nothing is left
 
 
+@pytest.fixture(scope="session")
+def compiling():
+    """The command of a Python that compiles Triton's kernels, as none does that interprets them. It
+    is forked from one that has imported torch, Dynamo and Triton, and nothing of Tilewright.
+    """
+    import forked
+
+    # What each would do: it hashes Triton's library, and imports its frontends.
+    imports = """
+import contextlib, torch._dynamo
+with contextlib.suppress(ModuleNotFoundError):  # without Triton
+    import triton.compiler.code_generator, triton.experimental.gluon, triton.runtime.cache
+    getattr(triton.runtime.cache, "triton_key", lambda: None)()
+assert "tilewright" not in sys.modules
+"""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    variables = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join((root, os.path.join(root, "tests"))),
+        "TRITON_INTERPRET": "0",
+    }
+    with forked.python(imports, root, variables) as command:
+        yield command
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     # torch.manual_seed records a stack for each kind of device, a millisecond for each test.

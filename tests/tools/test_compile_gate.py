@@ -7,7 +7,6 @@ import os
 import pathlib
 import re
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -18,14 +17,7 @@ from tilewright.kernels.spec import KernelSpec
 ROOT = pathlib.Path(__file__).parents[2]
 pytest.importorskip("triton")
 
-# What each process of the gate would do: it hashes Triton's library, and imports its frontend.
-FIRST = """
-import triton.compiler.code_generator, triton.runtime.cache
-getattr(triton.runtime.cache, "triton_key", lambda: None)()
-"""
-PLANTED = (
-    FIRST
-    + '''
+PLANTED = '''
 import contextlib, importlib.util, io, json, pathlib, sys
 
 import triton
@@ -188,7 +180,6 @@ for name, needs in {
 found["digests"] = digests(__file__)
 print(json.dumps(found))
 '''
-)
 
 
 def without_interpreter(**variables):
@@ -196,10 +187,10 @@ def without_interpreter(**variables):
     return {**inherited, "PYTHONPATH": str(ROOT), **variables}
 
 
-def python(*args, **variables):
+def run_python(python, *args, **variables):
     """Runs Python at the root, without the interpreter unless `variables` sets it."""
     return subprocess.run(
-        [sys.executable, *map(str, args)],
+        [python, *map(str, args)],
         env=without_interpreter(**variables),
         cwd=ROOT,
         capture_output=True,
@@ -209,11 +200,11 @@ def python(*args, **variables):
 
 
 @pytest.fixture(scope="module")
-def planted(tmp_path_factory):
+def planted(compiling, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gate")
     script = folder / "planted.py"  # a file, because Triton reads a kernel's source
     script.write_text(PLANTED)
-    run = python(script, folder / "budgets")
+    run = run_python(compiling, script, folder / "budgets")
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
 
@@ -601,9 +592,7 @@ def test_the_interpreter_is_refused_with_a_sentence(monkeypatch, capsys):
     assert "TRITON_INTERPRET is set" in capsys.readouterr().err
 
 
-COLLECTED = (
-    FIRST
-    + """
+COLLECTED = """
 import json, pathlib, sys
 from tilewright.bench import gate_compilers as gate
 from tilewright.bench.gate_verdict import budgeted, judge
@@ -626,11 +615,10 @@ for tables in sys.argv[1:]:
     found["tables"].append([sorted(r.key for r in results), judge(results, specs, {}, ())])
 print(json.dumps(found))
 """
-)
 
 
 @pytest.fixture(scope="module")
-def collected(tmp_path_factory):
+def collected(compiling, tmp_path_factory):
     """What the gate compiles: of all ops, of candidates, and of two tables."""
     folder = tmp_path_factory.mktemp("tables")
     launches = {
@@ -644,7 +632,7 @@ def collected(tmp_path_factory):
         path.write_text(
             json.dumps({"schema": 1, "device": "some gpu", "launches": {"forward": [entry]}})
         )
-    run = python("-c", COLLECTED, *(folder / name for name in launches))
+    run = run_python(compiling, "-c", COLLECTED, *(folder / name for name in launches))
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
 

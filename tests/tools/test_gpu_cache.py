@@ -21,7 +21,6 @@ def measured(folder):
     another constant; as for another Triton; from its packed cache in another folder, whose lists
     `scripts/gpu.sh` fixes.
     """
-    from torch import _dynamo  # noqa: F401  which each process would import
     from triton import knobs
 
     from tilewright.bench import gate_compilers, gpu_cache, launches, pretend, variants
@@ -108,11 +107,11 @@ def measured(folder):
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory):
+def ran(compiling, tmp_path_factory):
     variables = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     folder = tmp_path_factory.mktemp("gpu_cache")
     done = subprocess.run(
-        [sys.executable, __file__, folder], env=variables, cwd=ROOT, text=True, capture_output=True
+        [compiling, __file__, folder], env=variables, cwd=ROOT, text=True, capture_output=True
     )
     assert done.returncode == 0, done.stderr
     with tarfile.open(folder / "results/triton-cache.tar.gz") as packed:

@@ -13,28 +13,43 @@ import sysconfig
 import tarfile
 import zipfile
 
+import forked
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def run(*args, cwd, code=0, **variables):
-    """Runs Python; returns its output."""
-    environment = {
+def inherited():
+    return {
         k: v
         for k, v in os.environ.items()
         if k not in ("TRITON_INTERPRET", "PYTHONPATH", "PYTEST_ADDOPTS")
     }
+
+
+def run(*args, cwd, code=0, python=sys.executable, **variables):
+    """Runs Python; returns its output."""
     done = subprocess.run(
-        [sys.executable, *map(str, args)],
+        [python, *map(str, args)],
         cwd=cwd,
-        env={**environment, **variables},
+        env={**inherited(), **variables},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
+
+
+@pytest.fixture(scope="module")
+def with_torch(tmp_path_factory):
+    """A Python that has imported torch, as a build does, and nothing of this repository."""
+    folder = tmp_path_factory.mktemp("python")
+    imports = (
+        "import torch.utils.cpp_extension\nassert not {'triton', 'tilewright'} & set(sys.modules)"
+    )
+    with forked.python(imports, folder, inherited()) as command:
+        yield command
 
 
 # ---- importing
@@ -79,8 +94,8 @@ raise SystemExit(cli.main(["explain", "--all"]))
 """
 
 
-def test_everything_else_works_without_triton():
-    out = run("-c", WITHOUT_TRITON, cwd=ROOT)
+def test_everything_else_works_without_triton(with_torch):
+    out = run("-c", WITHOUT_TRITON, cwd=ROOT, python=with_torch)
     reason = "the package 'triton' is not installed (pip install triton)"
     assert f"refused: rmsnorm[triton]: {reason}" in out
     rows = [line for line in out.splitlines() if " triton " in line and "refused" not in line]
@@ -118,10 +133,20 @@ def source(tmp_path_factory):
     return shutil.copytree(ROOT, tmp_path_factory.mktemp("source") / "tilewright", ignore=LEFT)
 
 
-def build(source, out, *options, **variables):
+# Each hook of a backend is a process, and imports torch.
+BUILD = """
+import sys
+sys.executable = sys.argv.pop(1)
+from build.__main__ import main
+main(sys.argv[1:])
+"""
+
+
+def build(python, source, out, *options, **variables):
     run(
-        "-m",
-        "build",
+        "-c",
+        BUILD,
+        python,
         "--no-isolation",
         "--skip-dependency-check",  # of setuptools and ninja: each asks setup.py, which takes torch
         "--outdir",
@@ -157,13 +182,13 @@ exec c++ "$@" -O0
 
 
 @pytest.fixture(scope="module")
-def built(source, tmp_path_factory):
+def built(with_torch, source, tmp_path_factory):
     """The sdist, and the wheel built from it."""
     out = tmp_path_factory.mktemp("dist")
     compiler = out / "compiler"
     compiler.write_text(COMPILER.replace("ROOT", str(ROOT)))
     compiler.chmod(0o755)
-    build(source, out, TILEWRIGHT_REQUIRE_CPP="1", CXX=compiler)
+    build(with_torch, source, out, TILEWRIGHT_REQUIRE_CPP="1", CXX=compiler)
     (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
     assert "without" not in wheel.name
     return sdist, wheel
@@ -177,6 +202,7 @@ def installed(wheel, folder):
         "-q",
         "--no-deps",
         "--no-index",
+        "--no-compile",
         "--target",
         folder,
         wheel,
@@ -185,7 +211,9 @@ def installed(wheel, folder):
     return folder
 
 
-def test_the_sdist_holds_the_repository_and_its_tests_are_found(built, source, tmp_path):
+def test_the_sdist_holds_the_repository_and_its_tests_are_found(
+    built, source, with_torch, tmp_path
+):
     with tarfile.open(built[0]) as archive:
         safely: dict = (
             {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
@@ -213,7 +241,7 @@ def test_the_sdist_holds_the_repository_and_its_tests_are_found(built, source, t
         "no:cacheprovider",
         *some,
         cwd=root,
-        PYTHONPATH=str(root),
+        python=with_torch,
     )
     assert all(name in found for name in some)
 
@@ -262,27 +290,34 @@ print(json.dumps([tilewright.__file__, reasons, rmsnorm(x, w).isfinite().all().i
 """
 
 
-def test_an_installed_wheel_works_away_from_the_repository(built, tmp_path):
+COMMAND = """
+import runpy, sys
+sys.argv[:] = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_an_installed_wheel_works_away_from_the_repository(built, with_torch, tmp_path):
     target = installed(built[1], tmp_path)
-    file, reasons, finite = json.loads(run("-c", SMOKE, cwd=tmp_path, PYTHONPATH=str(target)))
+    command = (target / "bin" / "tilewright", "explain", "--all")
+    said = run("-c", SMOKE + COMMAND, *command, cwd=target, python=with_torch)
+    smoke, _, out = said.partition("\n")
+    file, reasons, finite = json.loads(smoke)
     assert pathlib.Path(file).is_relative_to(target), "another copy was imported"
     # That of some processors, and of the variant that `COMPILER` packs as all others.
     assert set(reasons.values()) <= {None, "the processor has no AVX-512"} and finite
     assert reasons["rmsnorm"] is None
-    out = run(
-        target / "bin" / "tilewright", "explain", "--all", cwd=tmp_path, PYTHONPATH=str(target)
-    )
     assert any("* cpp " in line and line.endswith("usable") for line in out.splitlines())
 
 
-def wheel_of_pip(source, out, **variables):
+def wheel_of_pip(_, source, out, **variables):
     """What pip prints, which hides what a build does."""
     way = ("--no-deps", "--no-index", "--no-build-isolation")
     return run("-m", "pip", "wheel", *way, "-w", out, source, cwd=source, **variables)
 
 
-def wheel_of_build(source, out, **variables):
-    build(source, out, "--wheel", **variables)
+def wheel_of_build(python, source, out, **variables):
+    build(python, source, out, "--wheel", **variables)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +333,7 @@ def wheel_of_build(source, out, **variables):
     ids=["skipped", "no_compiler"],
 )
 def test_a_build_without_the_extension_says_so_and_leaves_the_rest_working(
-    source, tmp_path, make, variables, why
+    with_torch, source, tmp_path, make, variables, why
 ):
     earlier = (
         source
@@ -309,7 +344,7 @@ def test_a_build_without_the_extension_says_so_and_leaves_the_rest_working(
     earlier.mkdir(parents=True, exist_ok=True)
     (earlier / "_C.so").touch()  # from an earlier, successful build
     dist, target = tmp_path / "dist", tmp_path / "site"
-    said = make(source, dist, **variables)
+    said = make(with_torch, source, dist, **variables)
     (wheel,) = dist.glob("*.whl")
     assert wheel.name.endswith("-0_without_cpp-py3-none-any.whl")
     assert said is None or wheel.name in said
@@ -317,7 +352,7 @@ def test_a_build_without_the_extension_says_so_and_leaves_the_rest_working(
     assert not [name for name in archive.namelist() if name.endswith(".so")]
     archive.extractall(target)
     explained = SMOKE + "from tilewright.__main__ import main\nmain(['explain'])"
-    said = run("-c", explained, cwd=tmp_path, PYTHONPATH=str(target))
+    said = run("-c", explained, cwd=target, python=with_torch)
     smoke, _, out = said.partition("\n")
     file, reasons, finite = json.loads(smoke)
     assert pathlib.Path(file).is_relative_to(target) and finite
@@ -367,14 +402,14 @@ print(platform.no_extension())
 """
 
 
-def test_an_extension_that_this_torch_cannot_load_leaves_the_rest_working(tmp_path):
+def test_an_extension_that_this_torch_cannot_load_leaves_the_rest_working(with_torch, tmp_path):
     shutil.copytree(ROOT / "tilewright", tmp_path / "tilewright", ignore=LEFT)
     source, library = tmp_path / "later.c", tmp_path / "tilewright" / "_C.so"
     source.write_text("int aoti_torch_of_later(); int call() { return aoti_torch_of_later(); }")
     subprocess.run(
         ["c++", "-x", "c", "-shared", "-fPIC", "-o", str(library), str(source)], check=True
     )
-    out = run("-c", LOAD, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    out = run("-c", LOAD, cwd=tmp_path, python=with_torch)
     assert out.count("the C++ extension tilewright._C does not load: ") == 2
     assert out.count("undefined symbol: aoti_torch_of_later") == 2
     assert "the C++ extension tilewright._C needs torch 2.10 or later, this is 2.9.1" in out
