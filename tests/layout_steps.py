@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from tilewright.tools import check_layout_ranks
 from tilewright.tools.check_layout import Step
 
 VOCAB, HIDDEN, WIDE, EXPERTS = 24, 8, 16, 4
@@ -411,6 +413,19 @@ def hangs(layout, rank, world_size):
         step.clip = None
         step.reported_loss = None
         step.optimizer = None
+    return step
+
+
+def orphaned(layout, rank, world_size):
+    """As `hangs`; but the step ends with the parent, before the thread that waits for that end."""
+    end, main = check_layout_ranks._end, threading.main_thread()
+    check_layout_ranks._end = lambda pid: (
+        end(pid) if threading.current_thread() is main else time.sleep(600)
+    )
+    step = hangs(layout, rank, world_size)
+    if world_size > 1:
+        multiprocessing.parent_process().join()
+        raise SystemExit
     return step
 
 

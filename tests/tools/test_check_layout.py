@@ -301,14 +301,15 @@ def test_a_collective_that_a_rank_does_not_join(tmp_path, monkeypatch):
     assert not any(map(alive, pids))
 
 
-def _checks(folder):
-    with refused("hangs", 2, folder) as ranks:
+def _checks(folder, name):
+    with refused(name, 2, folder) as ranks:
         ranks.run(f"{folder}/pids")
 
 
-def test_ranks_end_with_their_parent(tmp_path):
+@pytest.mark.parametrize("name", ["hangs", "orphaned"])
+def test_ranks_end_with_their_parent(name, tmp_path):
     context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=_checks, args=(tmp_path,))
+    process = context.Process(target=_checks, args=(tmp_path, name))
     process.start()
     file, end = tmp_path / "pids", time.monotonic() + 300
     while not file.exists() or len(pids := file.read_text().split()) < 4:

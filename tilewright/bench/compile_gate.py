@@ -17,7 +17,7 @@ A budget belongs to one version of one compiler (budgets/triton-3.9.0.json). For
 such a file, only the rules that need no budget are checked.
 
 A budget records the digest of the source, launch configuration and needs that it was written for.
-Kernels with another digest are compiled, and a random twentieth of the rest; --all: everything.
+Kernels with another digest are compiled, and a random fortieth of the rest; --all: everything.
 
     python -m tilewright.bench compile-gate [--op OP] [--arch 90] [--all] [--update] [--space]
         [--json]
@@ -227,7 +227,7 @@ def _parser(ops: dict[str, Op]) -> argparse.ArgumentParser:
         "--all",
         action="store_true",
         help="compile all kernels that did not change since their budget was written, instead "
-        "of a random twentieth of them",
+        "of a random fortieth of them",
     )
     add(
         "--seed",

@@ -273,21 +273,24 @@ def _main(rank: int, number: int, target: Target, folder: str, pipe: Any) -> Non
     def at(part: str) -> None:
         pipe.send(("at", part))
 
-    while True:
-        command, layout = pipe.recv()
-        try:
-            if command == "load":
-                function = load_function(target.name)
-                answer = named(getattr(function, "layouts", None))
-            else:
-                answer = _run(function, layout, group, folder, at)
-            pipe.send(("done", answer))
-        except Refused as error:
-            pipe.send(("refused", str(error)))
-        except BaseException as error:  # SystemExit too: the parent ends this process
-            if target.verbose:
-                traceback.print_exc()
-            pipe.send(("refused", _raised(error)))
+    try:
+        while True:
+            command, layout = pipe.recv()
+            try:
+                if command == "load":
+                    function = load_function(target.name)
+                    answer = named(getattr(function, "layouts", None))
+                else:
+                    answer = _run(function, layout, group, folder, at)
+                pipe.send(("done", answer))
+            except Refused as error:
+                pipe.send(("refused", str(error)))
+            except BaseException as error:  # SystemExit too: the parent ends this process
+                if target.verbose:
+                    traceback.print_exc()
+                pipe.send(("refused", _raised(error)))
+    finally:  # the parent has ended, and this thread may be the first to see it
+        _end(os.getpid())
 
 
 def _end_with_parent() -> None:
