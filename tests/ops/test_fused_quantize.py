@@ -262,11 +262,13 @@ def rmsnorm_both(name, dtype, shape, seed, formats=FORMATS, add=None, without_ro
     weight = randn(*shape[-2 if options.pop("per_head", False) else -1 :], dtype=dtype, seed=1)
     if options.pop("bias", False):
         options["bias"] = randn(shape[-1], dtype=dtype, seed=2)
-    x.view(-1)[: shape[-1]] = 0  # rows of zeros
+    rows = x.numel() // max(shape[-1], 1)
+    zeros = shape[-1] if rows > 1 else 0  # the first row, where it is not the only one
+    x.view(-1)[:zeros] = 0
     given, whole, fused = (x, weight), rmsnorm, rmsnorm_quantize
     if add:
         residual = randn(*shape, dtype=add, seed=3)
-        residual.view(-1)[: shape[-1]] = 0
+        residual.view(-1)[:zeros] = 0
         given, whole, fused = (x, residual, weight), add_rmsnorm, add_rmsnorm_quantize
     expected = whole(*given, **options)
     y, *total = expected if add else (expected,)
