@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +34,27 @@ class Installed:
     def module(self) -> str:
         return self.point.module
 
-    def load(self) -> Any:
-        """Imports its module and returns its object."""
-        return self.point.load()
+    def checked(
+        self, kind: type, used_names: set[str], wrong_with: Callable[[Any], str | None]
+    ) -> tuple[Any, str]:
+        """Imports its module; its object of this kind, and "" or the reason why it cannot be used.
+
+        used_names: names and aliases that are taken.
+        wrong_with: the object -> None, or a further reason.
+        """
+        try:
+            loaded = self.point.load()
+            if not self.name:
+                return loaded, "has no name: it must be called OP.NAME"
+            if not isinstance(loaded, kind):
+                return loaded, f"is no {PACKAGE}.{kind.__name__}, but {loaded!r}"
+            if loaded.name != self.name:
+                return loaded, f"holds an implementation called {loaded.name!r}"
+            if clash := used_names & {loaded.name, *loaded.aliases}:
+                return loaded, f"the name {min(clash)!r} is taken"
+            return loaded, wrong_with(loaded) or ""
+        except Exception as error:  # another package's code may raise any class
+            return None, f"does not import: {type(error).__name__}: {error}"
 
     def __str__(self) -> str:
         package = self.point.dist

@@ -76,7 +76,8 @@ class Implementation:
     dtypes: supported dtypes of the op's first tensor.
     batch_invariant: device types on which a row's bits depend on neither the values nor the number
         of the other rows of a call.
-    refuses: the request of a call (see `Op.pick`) -> None, or the unsupported option.
+    refuses: the request of a call (see `Op.pick`) -> None, or the unsupported option. Only for an
+        op whose calls pass a request (see `Op.requests`).
     reads_host: the tag of the cases in which it reads input values on the host, which a CUDA graph
         cannot capture: "host", or "contract" for all; "" for none.
     gate: for compiled GPU kernels, returns the `KernelSpec`s that the compile gate compiles.
@@ -141,7 +142,8 @@ class Op:
     )
     goals: tuple[Goal, ...] = ()
     eager_reads_host: str = ""  # `Implementation.reads_host` of the eager twin
-    requests: tuple[Any, ...] = ()  # unsupported by some implementation; for `explain`
+    # Unsupported by some implementation; for `explain`. Empty if calls pass no request.
+    requests: tuple[Any, ...] = ()
 
     def __post_init__(self):
         twin = Implementation(
@@ -166,7 +168,7 @@ class Op:
         if not self._complete:
             self._complete = True
             for entry in installed().get(self.name, ()):
-                self.add(_installed_implementation(entry, self._used_names()))
+                self.add(_installed_implementation(entry, self))
         return self._implementations
 
     @implementations.setter
@@ -185,7 +187,7 @@ class Op:
                 f"{self.name}: implementation must be a tilewright.Implementation, got "
                 f"{implementation!r}"
             )
-        every, used_names = list(self.implementations), self._used_names()
+        every, used_names = list(self.implementations), self.used_names()
         for name in (implementation.name, *implementation.aliases):
             if not isinstance(name, str) or not name:
                 raise TypeError(
@@ -195,11 +197,20 @@ class Op:
                 raise ValueError(
                     f"{self.name}: the name {name!r} is taken; have {['auto', *self.names()]}"
                 )
+        if reason := self.wrong_with(implementation):
+            raise ValueError(f"{self.name}: implementation {implementation.name!r} {reason}")
         at = len(every) - 1 if before is None else every.index(self.implementation(before))
         self.implementations = (*every[:at], implementation, *every[at:])
 
-    def _used_names(self) -> set[str]:
+    def used_names(self) -> set[str]:
+        """All names and aliases that a further implementation must not have."""
         return {"auto", *(name for i in self.implementations for name in (i.name, *i.aliases))}
+
+    def wrong_with(self, implementation: Implementation) -> str | None:
+        """None, or why this implementation does not fit the op."""
+        if implementation.refuses is anything or self.requests:
+            return None
+        return "has `refuses`, which is never called: calls of this op pass no request"
 
     @contextlib.contextmanager
     def fresh_choices(self, table: dict | None = None) -> Iterator[None]:
@@ -271,12 +282,18 @@ class Op:
             f"do not depend on the batch ({short(dtype)} on {device_type})"
         )
 
-    def unpinned(self, tensor: torch.Tensor | DispatchOn) -> str:
+    def unpinned(self, tensor: torch.Tensor | DispatchOn, like: str = "") -> str:
         """The name that `auto` resolves to for a part of a composed op, regardless of `use`.
 
         Naming an implementation fixes its parts too. Parts that round where the twin does not would
         break the contract of the whole, so they are skipped. The answer is cached.
+
+        like: "auto" or the name of the whole's implementation: returned if this op has one of it.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return _unpinned_constant(self._id, tensor.device, tensor.dtype, like)
+        if like == "auto" or like in self.names():
+            return like
         key = (tensor.device, tensor.dtype)
         name = self._unpinned.get(key)
         if name is None:
@@ -294,9 +311,9 @@ class Op:
                 )
         return name
 
-    def part(self, tensor: torch.Tensor | DispatchOn) -> Callable:
+    def part(self, tensor: torch.Tensor | DispatchOn, like: str = "") -> Callable:
         """The callable of the `unpinned` implementation."""
-        return self.pick(self.unpinned(tensor), tensor)
+        return self.pick(self.unpinned(tensor, like), tensor)
 
     def resolve(
         self,
@@ -383,6 +400,11 @@ _by_id: weakref.WeakValueDictionary[str, Op] = weakref.WeakValueDictionary()
 
 
 @_torch.constant
+def _unpinned_constant(op_id: str, device: torch.device, dtype: torch.dtype, like: str) -> str:
+    return _by_id[op_id].unpinned(DispatchOn(device, dtype), like)
+
+
+@_torch.constant
 def _resolve_constant(
     op_id: str,
     name: str,
@@ -402,32 +424,19 @@ def _resolve_constant(
     return key
 
 
-def _installed_implementation(entry: Installed, used_names: set[str]) -> Implementation:
-    """The implementation of an entry point; if it provides none or its name is taken, an
-    unavailable one that gives the reason.
+def _installed_implementation(entry: Installed, op: Op) -> Implementation:
+    """The implementation of an entry point; if it provides none that fits the op, an unavailable
+    one that gives the reason.
     """
+    used_names = op.used_names()
+    loaded, reason = entry.checked(Implementation, used_names, op.wrong_with)
+    if not reason:
+        return loaded
     name = entry.name
-    try:
-        loaded = entry.load()
-        if not name:
-            reason = "has no name: it must be called OP.NAME"
-        elif not isinstance(loaded, Implementation):
-            reason = f"is no tilewright.Implementation, but {loaded!r}"
-        elif loaded.name != name:
-            reason = f"holds an implementation called {loaded.name!r}"
-        elif clash := used_names & {name, *loaded.aliases}:
-            reason = f"the name {min(clash)!r} is taken"
-        else:
-            return loaded
-    except Exception as error:  # another package's code may raise any class
-        reason = f"does not import: {type(error).__name__}: {error}"
     while not name or name in used_names:
         name = f"{entry.module}:{name}"
-
-    def load():
-        raise ImportError(f"{entry}: {reason}")
-
-    return Implementation(name, load, missing=lambda device_type: f"{entry}: {reason}", devices=())
+    reason = f"{entry}: {reason}"
+    return Implementation(name, entry.point.load, missing=lambda device_type: reason, devices=())
 
 
 def short(dtype: torch.dtype) -> str:

@@ -12,7 +12,10 @@ from torch._dynamo.testing import CompileCounter
 
 import tilewright
 from tilewright import __main__ as cli
-from tilewright.ops import HADAMARD, OPS, hadamard
+from tilewright.ops import AQN, HADAMARD, OPS, RMSNORM, hadamard, rmsnorm
+from tilewright.ops.aqn import AQN_NOISE
+from tilewright.ops.attention import ATTENTION
+from tilewright.ops.rmsnorm import rmsnorm_eager
 from tilewright.registry import Implementation, ImplementationUnavailable, Op
 
 
@@ -94,12 +97,60 @@ def test_compiled_code_follows(op):
         ("probe", times("new", 3), "thre", ValueError, "unknown implementation 'thre'"),
         ("probe", lambda x: x, None, TypeError, "must be a tilewright.Implementation, got <func"),
         ("probe", times(3, 3), None, TypeError, "name must be a str, got 3"),
+        (
+            "probe",
+            times("new", 3, refuses=lambda request: "never asked"),
+            None,
+            ValueError,
+            "probe: implementation 'new' has `refuses`, which is never called: calls of this op",
+        ),
     ],
 )
 def test_what_cannot_be_added_is_refused(op, name, implementation, before, error, sentence):
     with pytest.raises(error, match=sentence):
         tilewright.register_implementation(name, implementation, before=before)
     assert op.names() == ["two", "eager"]
+
+
+def test_auto_steps_over_what_an_added_implementation_refuses():
+    request = ATTENTION.requests[0]
+    before = ATTENTION.implementations
+    try:
+        new = times("new", 3, refuses=lambda r: "takes no such call" if r == request else None)
+        tilewright.register_implementation("attention", new, before=before[0].name)
+        assert ATTENTION.choose("cpu", torch.float32) == "new"
+        assert ATTENTION.choose("cpu", torch.float32, request) != "new"
+        with pytest.raises(ImplementationUnavailable, match=r"attention\[new\]: takes no such"):
+            ATTENTION.resolve("new", "cpu", torch.float32, request)
+    finally:
+        ATTENTION.implementations = before
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_norm_draws_noise_by_the_added_implementation_of_its_name(compiled):
+    """Also where code was compiled before it was added."""
+    before = [(op, op.implementations) for op in (RMSNORM, AQN_NOISE)]
+    x, weight, noise = torch.ones(2, 16), torch.ones(16), AQN(0.5, 1)
+
+    def norm(x):
+        return rmsnorm(x, weight, noise=noise, implementation="acme")
+
+    if compiled:
+        torch._dynamo.reset()
+        norm = torch.compile(norm, backend="eager", fullgraph=True)
+    try:
+        acme = Implementation("acme", lambda: rmsnorm_eager, devices=("cpu",))
+        tilewright.register_implementation("rmsnorm", acme)
+        expected = rmsnorm(x, weight, noise=noise, implementation="eager")
+        torch.testing.assert_close(norm(x), expected)
+        acme = Implementation(
+            "acme", lambda: lambda like, first, n, *rest: like.new_ones(n), devices=("cpu",)
+        )
+        tilewright.register_implementation("aqn_noise", acme)
+        torch.testing.assert_close(norm(x), torch.full((2, 16), 1.5))
+    finally:
+        for op, implementations in before:
+            op.implementations = implementations
 
 
 def product(x, size, seed, inverse, factor=1.0):
@@ -185,11 +236,19 @@ hadamard.aliased = acme:aliased
 hadamard = acme:matrix
 hadamrd.matrix = acme:matrix
 """
+# One for every other op, which needs the package.
+EARLY = """
+from tilewright import Implementation
+from tilewright.ops import AQN
+
+early = Implementation("early", lambda: None, missing=lambda device: "says no")
+"""
 SCRIPT = """
 import json, sys
 sys.path.insert(0, sys.argv[2])
 import forked, tilewright.ops
-assert "acme" not in sys.modules, "nothing is imported before it is looked at"
+early = {"acme", "acme_early"} & set(sys.modules)
+assert not early, "nothing is imported before it is looked at"
 from tilewright import __main__ as cli
 from tilewright.bench import __main__ as bench
 forked.briefly()
@@ -213,7 +272,9 @@ def test_a_distribution_adds_implementations_by_entry_points(compiling, tmp_path
     info = site / "acme_kernels-1.2.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-kernels\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text(POINTS)
+    others = [f"{name}.early = acme_early:early\n" for name in OPS if name != "hadamard"]
+    (info / "entry_points.txt").write_text("".join((POINTS, *others)))
+    (site / "acme_early.py").write_text(EARLY)
     (site / "acme.py").write_text(PACKAGE.replace("{test}", "acme_product"))
     (site / "acme_broken.py").write_text("import a_missing_package\n")
     head = "import torch\nfrom tilewright import ImplementationUnavailable\n\n"
@@ -228,6 +289,7 @@ def test_a_distribution_adds_implementations_by_entry_points(compiling, tmp_path
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
     rows = {line.split()[1]: line for line in lines if line.startswith("hadamard ")}
+    assert sum(" early " in line and "says no" in line for line in lines) == len(OPS) - 1
     assert rows["matrix"].endswith("usable")
     package = "of acme-kernels 1.2"
     for name, point, reason in (

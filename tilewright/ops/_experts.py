@@ -129,12 +129,13 @@ def gate_backward(
 
 
 def over_grouped_gemm(name: str, load: Callable[[], Callable], **fields) -> Implementation:
-    """The implementation of an op that is composed with this implementation of `grouped_gemm`,
+    """The implementation of an op that is composed with this built-in one of `grouped_gemm`,
     available where that is.
 
     fields: of the Implementation, where they differ.
     """
-    return replace(GROUPED_GEMM.implementation(name), load=load, gate=no_kernels, **fields)
+    base = next(i for i in GROUPED_GEMM.built_in if i.name == name)
+    return replace(base, load=load, gate=no_kernels, **fields)
 
 
 def draw_routing(

@@ -171,8 +171,7 @@ def add(values: torch.Tensor, noise: AQN, implementation: str = "auto") -> torch
     implementation of that name if it exists, else from "auto", which for a named implementation
     ignores `use`.
     """
-    named = implementation in ("auto", *_NAMES)
-    run = AQN_NOISE.pick(implementation, values) if named else AQN_NOISE.part(values)
+    run = AQN_NOISE.part(values, like=implementation)
     n = run(
         values.new_empty(0), 0, values.numel(), noise.seed, noise.step, noise.layer, values.dtype
     )
@@ -288,4 +287,3 @@ AQN_NOISE = Op(
     ),
     atol=ATOL,
 )
-_NAMES = tuple(AQN_NOISE.names())

@@ -250,11 +250,7 @@ MOE_LORA = Op(
     "moe_lora",
     moe_lora,
     moe_lora_eager,
-    tuple(
-        over_grouped_gemm(i.name, partial(load, i.name))
-        for i in GROUPED_GEMM.implementations
-        if i.name != "eager"
-    ),
+    tuple(over_grouped_gemm(i.name, partial(load, i.name)) for i in GROUPED_GEMM.built_in),
     CASES,
     # Root mean squares of errors are the twin's (0.9 to 1.1 times, by tensor, over 6 seeds and all
     # cases). But a factor's gradient is a sum over few rows of values rounded nine times or so, in
