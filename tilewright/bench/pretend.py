@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch.utils import _device
 
-from tilewright import _torch, platform, selection
+from tilewright import platform, selection
 from tilewright.ops import _library
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
@@ -146,11 +146,7 @@ class _Generator:
 
 def _call(operator: _library.Operator, *args) -> Any:
     """Calls an operator's launcher directly: the dispatcher has none for meta tensors."""
-    if not operator._cuda:
-        return operator.overload(*args)
-    if torch.is_grad_enabled() and _torch.any_requires_grad(*args) and operator._apply:
-        return operator._apply(*args)
-    return operator._launch(*args)
+    return operator.launch(*args) if operator.cuda else operator.overload(*args)
 
 
 def _not_compiled(kernel, key, signature, device, *_):

@@ -60,7 +60,7 @@ class Operator:
     """
 
     def __init__(self, overload: Callable, launch: Callable, *, cuda: bool):
-        self.overload, self._launch, self._cuda = overload, launch, cuda
+        self.overload, self._launch, self.cuda = overload, launch, cuda
         self.__name__ = self.__qualname__ = overload.name()  # function attributes
         self._apply: Callable | None = None  # the launcher with its derivative
         self._first: dict[tuple[type, ...], int] = {}  # argument types -> `_first_tensor`
@@ -100,7 +100,7 @@ class Operator:
                 if type(element) not in _PLAIN:
                     return self.overload(*args)
         tensor = args[first]
-        if tensor.is_cuda and self._cuda:
+        if tensor.is_cuda and self.cuda:
             if tensor.get_device() != torch.cuda.current_device():
                 with torch.cuda.device(tensor.get_device()):
                     return self(*args)
@@ -109,6 +109,12 @@ class Operator:
         if not (_recording() and _any_requires_grad(*args)):
             return self._launch(*args)
         return (self._apply or self.overload)(*args)
+
+    def launch(self, *args):
+        """Calls the launcher itself, through its autograd.Function where a graph is recorded."""
+        if self._apply and _recording() and _any_requires_grad(*args):
+            return self._apply(*args)
+        return self._launch(*args)
 
     def _first_tensor(self, types: tuple[type, ...]) -> int:
         """The first tensor's index in arguments of these types; -1 unless the launcher takes all of
