@@ -16,6 +16,7 @@ from tilewright.nn.quantized import (
     wrong_group_size,
 )
 
+# The names that the site shows. The library's own modules use the others too.
 __all__ = [
     "BESIDE",
     "DEFAULT_GROUPS",
@@ -23,9 +24,7 @@ __all__ = [
     "LoRALinear",
     "QuantFormat",
     "QuantizedLinear",
-    "as_stored",
     "format_of",
     "join",
     "quantize_as",
-    "wrong_group_size",
 ]

@@ -194,7 +194,31 @@ def _check_experts(path: str, module: nn.Module, chosen: list[str], parts: list[
 
 
 def reset_adapters(model: nn.Module, generator: torch.Generator | None = None) -> None:
-    """Calls `reset_parameters` of every module with adapters."""
+    """Initializes all adapters again, so that the model computes what it did without them.
+
+    Calls `reset_parameters` of every module with adapters: A is drawn, and B is zero.
+
+    Args:
+        model: Modified in place; one without adapters is left as it is.
+        generator: On the CPU, for values that depend neither on the device nor on sharding; None:
+            PyTorch's default generator.
+
+    Returns:
+        None.
+
+    Raises:
+        RuntimeError: The generator is not on the CPU.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.adapt import add_lora, reset_adapters
+        >>> model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(64, 32)})
+        >>> paths = add_lora(model, rank=4, alpha=8)
+        >>> _ = torch.nn.init.ones_(model["up_proj"].lora_B)
+        >>> reset_adapters(model, torch.Generator().manual_seed(0))
+        >>> model["up_proj"].lora_B.any().item()
+        False
+    """
     for _, module in adapted(model):
         module.reset_parameters(generator)
 
@@ -202,7 +226,27 @@ def reset_adapters(model: nn.Module, generator: torch.Generator | None = None) -
 def set_noise(model: nn.Module, noise: AQN | None) -> None:
     """Sets noise on every quantized weight for future forward passes, in training mode only.
 
-    Each weight gets its own noise. None: no noise.
+    Args:
+        model: Its quantized weights get the noise; one without any is left as it is.
+        noise: Its alpha, seed and step hold for all weights. Each weight has its own layer, counted
+            from `noise.layer` in the model's order, and so its own noise. None: no noise.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: A weight's layer exceeds 2^32 - 1.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.adapt import quantize_model, set_noise
+        >>> from tilewright.ops import AQN
+        >>> model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(64, 32)})
+        >>> paths = quantize_model(model, "nf4")
+        >>> set_noise(model, AQN(alpha=0.5, seed=0))
+        >>> x = torch.randn(2, 64)
+        >>> torch.equal(model["up_proj"](x), model.eval()["up_proj"](x))
+        False
     """
     layer = 0
     module: Any
@@ -216,7 +260,36 @@ def set_noise(model: nn.Module, noise: AQN | None) -> None:
 
 
 def merge_adapters(model: nn.Module, generator: torch.Generator | None = None) -> None:
-    """Calls `merge_` of every module with adapters."""
+    """Adds all adapters to their weights and initializes new ones, which training goes on with.
+
+    Calls `merge_` of every module with adapters. Sums are in float32, and rounded once to the
+    weight's dtype or quantized again in its format. `merge_and_unload` removes adapters instead.
+
+    Args:
+        model: Modified in place; one without adapters is left as it is. Every rank of a sharded
+            model must call it.
+        generator: For the new adapters; as in `reset_adapters`.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: The sum of a quantized weight and its adapter is not finite (not checked on
+            CUDA).
+        RuntimeError: The generator is not on the CPU.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.adapt import add_lora, merge_adapters
+        >>> model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(64, 32)})
+        >>> paths = add_lora(model, rank=4, alpha=8)
+        >>> _ = torch.nn.init.normal_(model["up_proj"].lora_B)
+        >>> x = torch.randn(2, 64)
+        >>> y = model["up_proj"](x)
+        >>> merge_adapters(model)
+        >>> torch.allclose(model["up_proj"](x), y, atol=1e-5), model["up_proj"].lora_B.any().item()
+        (True, False)
+    """
     for _, module in adapted(model):
         module.merge_(generator)
 

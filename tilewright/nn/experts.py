@@ -24,10 +24,31 @@ _DEFAULT_GATE = "transformers.integrations.moe"
 
 
 def why_not(experts: nn.Module, *, adapters: bool = False) -> str | None:
-    """None if `ops.moe_mlp` computes the same as an experts module, else the reasons, in words.
+    """Why `ops.moe_mlp` does not compute the same as an experts module.
 
-    adapters: for `ops.moe_lora` instead: SiLU(gate) * up without biases, with gate_up_proj
-        [E, 2 I, H], gates before ups, and down_proj [E, H, I].
+    The gate is found by evaluating the module's `_apply_gate`, or with `adapters` its `act_fn`, on
+    a few numbers.
+
+    Args:
+        experts: A module with gate_up_proj and down_proj, as transformers' experts.
+        adapters: For `ops.moe_lora` instead: SiLU(gate) * up without biases, with gate_up_proj
+            [E, 2 I, H], gates before ups, and down_proj [E, H, I].
+
+    Returns:
+        None if it computes the same, else the reasons, in words that follow "the experts".
+
+    Raises:
+        AttributeError: The module has neither `_apply_gate` nor `act_fn`; with `adapters` instead,
+            no gate_up_proj or no down_proj.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.integrations.transformers import why_not
+        >>> experts = torch.nn.Module()
+        >>> experts.gate_up_proj, experts.down_proj = torch.empty(2, 32, 8), torch.empty(2, 8, 16)
+        >>> experts.act_fn = torch.nn.ReLU()
+        >>> why_not(experts, adapters=True)
+        'are activated by ReLU and not by SiLU'
     """
     reasons = _other_layout(experts) if adapters else []
     # A version of transformers without one of these flags has no experts to which it would apply.

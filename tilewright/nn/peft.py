@@ -64,6 +64,9 @@ def save_adapter(
         base_model: The base model's path or Hub id, for adapter_config.json.
         files: Further files, or folders of files, to copy into the folder.
 
+    Returns:
+        None.
+
     Raises:
         ValueError: The model has no adapters, or adapters that do not fit into one file; or the
             folder is a file.
@@ -198,18 +201,35 @@ class _File(NamedTuple):
 
 
 def load_adapter(model: nn.Module, folder: str | pathlib.Path) -> None:
-    """Loads adapters from a folder in PEFT's format, adding them to the model if needed, with the
-    folder's lora_dropout then, or without dropout if it has adapters of experts. Modules that it
-    has whole (`modules_to_save`) are overwritten.
+    """Loads adapters from a folder in PEFT's format, adding them to the model if needed.
+
+    Adapters that are added have the folder's lora_dropout, or none if it has adapters of experts.
+    Modules that it has whole (`modules_to_save`) are overwritten.
 
     Args:
         model: Modified in place. Existing adapters must match the file's, and are filled.
         folder: With adapter_config.json and adapter_model.safetensors.
 
+    Returns:
+        None.
+
     Raises:
         FileNotFoundError: A file is missing.
         ValueError: A file cannot be read, does not match the model, or uses an unsupported feature
             (DoRA, per-module ranks, ...). The message names the file, and the model is unchanged.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from tilewright.adapt import add_lora, load_adapter, save_adapter
+        >>> trained, new = (
+        ...     torch.nn.ModuleDict({"up_proj": torch.nn.Linear(64, 32)}) for _ in range(2)
+        ... )
+        >>> paths = add_lora(trained, rank=4, alpha=8)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_adapter(trained, folder)
+        ...     load_adapter(new, folder)
+        >>> torch.equal(new["up_proj"].lora_A, trained["up_proj"].lora_A)
+        True
     """
     file = _read(model, pathlib.Path(folder))
     new = not any(True for _ in adapted(model))

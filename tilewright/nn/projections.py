@@ -29,10 +29,19 @@ OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def matches(entry: str, path: str) -> bool:
-    """Whether an entry of a list of modules matches this path.
+    """Whether an entry of a list of modules matches a path.
 
-    An entry is a run of consecutive names of the path ("q_proj", "layers.0.mlp"); with * or ? a
-    pattern of the whole path; after "re:" a regular expression that matches its beginning.
+    Args:
+        entry: A run of consecutive names of the path ("q_proj", "layers.0.mlp"); with * or ? a
+            pattern of the whole path; after "re:" a regular expression that matches its beginning.
+        path: A module's name in `named_modules`.
+
+    Returns:
+        Whether it matches.
+
+    Raises:
+        ValueError: What follows "re:" is no regular expression.
+
     Example:
         >>> from tilewright.adapt import matches
         >>> [matches(e, "layers.0.mlp.up_proj") for e in ("up_proj", "0.mlp", "proj", "*_proj")]

@@ -100,7 +100,23 @@ def wrong_group_size(name: str, size: int | None) -> str | None:
 
 
 def format_of(q: Quantized) -> QuantFormat | str:
-    """The format of q; a description if no `QuantFormat` has q's options."""
+    """The format of a quantized tensor.
+
+    Args:
+        q: NF4, NVFP4 or BlockFP8.
+
+    Returns:
+        The format; a description of it in words if no `QuantFormat` has q's options.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.lora import QuantFormat, format_of
+        >>> from tilewright.ops import quantize_block_fp8
+        >>> format_of(QuantFormat("nf4")(torch.randn(4, 64)))
+        QuantFormat(name='nf4', group_size=64)
+        >>> format_of(quantize_block_fp8(torch.randn(4, 64), block=(1, 64)))
+        'block_fp8 of 1 x 64 blocks'
+    """
     if isinstance(q, NF4):
         return QuantFormat("nf4", q.block_size)
     if isinstance(q, NVFP4):
@@ -114,7 +130,29 @@ def format_of(q: Quantized) -> QuantFormat | str:
 
 
 def quantize_as(q: Quantized, weight: torch.Tensor) -> Quantized:
-    """Quantizes a weight in q's format with q's options; the result has q's dtype."""
+    """Quantizes a weight in the format of another, with its options.
+
+    Args:
+        q: NF4, NVFP4 or BlockFP8. Its values are not used; NVFP4 gets a new global scale.
+        weight: The dense weight, of any shape and dtype that the format's op takes, on any device.
+
+    Returns:
+        The quantized weight, on `weight`'s device. Its dtype, which dequantizing returns by
+        default, is q's.
+
+    Raises:
+        TypeError, ValueError: The op of q's format does not take the weight, which may not be
+            finite (not checked on CUDA).
+
+    Example:
+        >>> import torch
+        >>> from tilewright.lora import quantize_as
+        >>> from tilewright.ops import quantize_nf4
+        >>> q = quantize_nf4(torch.randn(4, 64, dtype=torch.bfloat16), block_size=32)
+        >>> new = quantize_as(q, torch.randn(8, 64))
+        >>> new.shape, new.block_size, new.dtype
+        ((8, 64), 32, torch.bfloat16)
+    """
     if isinstance(q, NF4):
         new = quantize_nf4(weight, double_quant=q.offset is not None, block_size=q.block_size)
     elif isinstance(q, NVFP4):
@@ -139,8 +177,21 @@ def join(parts: Sequence[Quantized]) -> list[Quantized]:
     They change where a block would span two parts, or where a per-tensor value differs: NVFP4's
     global scale, or the offset of NF4's double quantization.
 
+    Args:
+        parts: One or more quantized matrices.
+
     Returns:
         A list of one matrix, or else the parts.
+
+    Raises:
+        ValueError: There are no parts.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.lora import QuantFormat, join
+        >>> parts = [QuantFormat("nf4")(torch.randn(rows, 64)) for rows in (4, 8)]
+        >>> [q.shape for q in join(parts)]
+        [(12, 64)]
     """
     first, *rest = parts
     if not rest or any(

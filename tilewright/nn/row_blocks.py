@@ -28,6 +28,9 @@ def linear_in_row_blocks(
     Returns:
         [..., N].
 
+    Raises:
+        RuntimeError: Shapes or dtypes do not match, as in F.linear.
+
     Example:
         >>> import torch
         >>> from tilewright.nn import linear_in_row_blocks
@@ -50,8 +53,24 @@ class RowBlockLinear(nn.Linear):
 
 
 def in_row_blocks(model: nn.Module) -> None:
-    """Converts every torch.nn.Linear and `Linear` of a model to `RowBlockLinear`, in place, with
-    its parameters.
+    """Converts every torch.nn.Linear and `Linear` of a model to `RowBlockLinear`, with its
+    parameters.
+
+    Other subclasses of torch.nn.Linear have a forward of their own and are left.
+
+    Args:
+        model: Modified in place. If it is itself such a layer, it is converted too.
+
+    Returns:
+        None.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.nn import in_row_blocks
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+        >>> in_row_blocks(model)
+        >>> model[0]
+        RowBlockLinear(in_features=4, out_features=4, bias=True)
     """
     for module in model.modules():
         if type(module) in (nn.Linear, Linear):

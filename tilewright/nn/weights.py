@@ -32,8 +32,23 @@ def is_adapter(name: str) -> bool:
 
 
 def base_weights(model: nn.Module) -> Iterator[tuple[str, Stored]]:
-    """Yields the parameters that the model had before `quantize_model` and `add_lora`, by their
-    original names: each as a parameter, or as the module that holds it quantized.
+    """The parameters that the model had before `quantize_model` and `add_lora`, by their original
+    names.
+
+    Args:
+        model: With adapters or quantized weights, or without.
+
+    Returns:
+        An iterator of names, each with the parameter or the module that holds it quantized: first
+        all parameters, then the quantized weights, both in the model's order.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.adapt import add_lora, base_weights
+        >>> model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(64, 32)})
+        >>> paths = add_lora(model, rank=4, alpha=8)
+        >>> [(name, tuple(p.shape)) for name, p in base_weights(model)]
+        [('up_proj.weight', (32, 64)), ('up_proj.bias', (32,))]
     """
     for name, p in model.named_parameters():
         if not is_adapter(name):
@@ -46,22 +61,58 @@ def base_weights(model: nn.Module) -> Iterator[tuple[str, Stored]]:
 
 
 def quantized(stored: Stored) -> list[Quantized]:
-    """The quantized tensors that an entry of `base_weights` holds; [] for a parameter."""
+    """The quantized tensors that an entry of `base_weights` holds.
+
+    Args:
+        stored: A parameter, or a module with a quantized weight.
+
+    Returns:
+        Views of the module's bytes: one, or several that are concatenated along rows; [] for a
+        parameter.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.adapt import base_weights, quantize_model, quantized
+        >>> model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(64, 32, bias=False)})
+        >>> paths = quantize_model(model, "nf4")
+        >>> [(name, [q.nbytes for q in quantized(m)]) for name, m in base_weights(model)]
+        [('up_proj.weight', [1152])]
+    """
     if isinstance(stored, nn.Parameter):
         return []
     return [stored.weight()] if isinstance(stored, QuantizedExperts) else stored.weights()
 
 
 def shape_of(stored: Stored) -> tuple[int, ...]:
-    """The shape of the dense weight."""
+    """The shape of an entry of `base_weights` as a dense weight.
+
+    Args:
+        stored: A parameter, or a module with a quantized weight.
+
+    Returns:
+        The shape; of a sharded parameter, over all ranks.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.adapt import shape_of
+        >>> from tilewright.lora import QuantFormat, QuantizedLinear
+        >>> shape_of(QuantizedLinear(QuantFormat("nf4")(torch.randn(16, 64))))
+        (16, 64)
+    """
     if isinstance(stored, QuantizedLinear):
         return stored.out_features, stored.in_features
     return tuple(stored.weight().shape if isinstance(stored, QuantizedExperts) else stored.shape)
 
 
 def trainable_parameters(model: nn.Module) -> tuple[int, int]:
-    """The number of trainable parameters and of all, adapters and quantized weights included; of
-    sharded ones, over all ranks.
+    """Counts a model's trainable parameters, and all of them.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        The number of trainable parameters and of all, adapters and quantized weights included; of
+        sharded ones, over all ranks.
 
     Example:
         >>> import torch
@@ -79,6 +130,12 @@ def trainable_parameters(model: nn.Module) -> tuple[int, int]:
 
 def print_trainable_parameters(model: nn.Module) -> None:
     """Prints `trainable_parameters` and their share, as PEFT's method of this name.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        None.
 
     Example:
         >>> import torch

@@ -130,15 +130,22 @@ class ContextParallel:
 
 
 def shard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
-    """This rank's shard along `dim` of a whole sequence's tensor. Differentiable.
+    """Takes this rank's shard of a whole sequence's tensor. Differentiable. Sends nothing.
+
+    Args:
+        t: the tensor, of any shape and dtype, the same on every rank.
+        dim: the dimension of the sequence.
+        cp: the layout; its process groups are not used.
 
     Returns:
-        A view if the shard is one interval, else a copy.
+        This rank's tokens, in order: a view if the shard is one interval, else a copy.
 
     Raises:
         ValueError: the length is not a multiple of 2 x ring x Ulysses ranks.
+        IndexError: t has no such dimension.
 
     Example:
+        >>> from tilewright.ops.context_parallel import ContextParallel, shard
         >>> shard(torch.arange(8), 0, ContextParallel(ring_size=2, ring_rank=1)).tolist()
         [2, 3, 4, 5]
     """
@@ -151,9 +158,21 @@ def shard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
 def positions(
     S: int, cp: ContextParallel, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """The position within the sequence of each of this rank's tokens: int64 [S / ranks].
+    """The position within the sequence of each of this rank's tokens.
+
+    Args:
+        S: the whole sequence's length.
+        cp: the layout; its process groups are not used.
+        device: of the result; None: PyTorch's default device.
+
+    Returns:
+        int64 [S / ranks], in the order of `shard`.
+
+    Raises:
+        ValueError: S is not a multiple of 2 x ring x Ulysses ranks.
 
     Example:
+        >>> from tilewright.ops.context_parallel import ContextParallel, positions
         >>> positions(8, ContextParallel(ring_size=2, ring_rank=0)).tolist()
         [0, 1, 6, 7]
     """
@@ -161,10 +180,22 @@ def positions(
 
 
 def unshard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
-    """Gathers the whole sequence's tensor from all ranks' shards. Every rank of `cp` must call it.
-    Not differentiable.
+    """Gathers the whole sequence's tensor from all ranks' shards: the inverse of `shard`. Every
+    rank of `cp` must call it. Not differentiable.
+
+    Args:
+        t: this rank's shard; those of all ranks have one shape and dtype.
+        dim: the dimension of the sequence.
+        cp: the layout, with its process groups.
+
+    Returns:
+        The whole sequence's tensor, on every rank: a new one, without a gradient.
+
+    Raises:
+        IndexError: t has no such dimension.
 
     Example:
+        >>> from tilewright.ops.context_parallel import ContextParallel, unshard
         >>> unshard(torch.arange(4), 0, ContextParallel()).tolist()  # one rank
         [0, 1, 2, 3]
     """

@@ -112,6 +112,7 @@ def ep_moe_mlp(
         expert_index: [T, K] int32 or int64, among all E = n L experts; E for a slot without an
             expert.
         expert_weight: [T, K], any floating dtype, used in float32.
+        group: the process group, of n ranks.
         gate_up_bias, down_bias: [L, 2 I] and [L, H], this rank's experts', as moe_mlp takes them.
         gate: as in moe_mlp.
         dispatch: "alltoall"; "deepep", DeepEP's kernels (configured by `deepep`), with x in bf16;
@@ -123,6 +124,7 @@ def ep_moe_mlp(
         kept: for a call within `torch.utils.checkpoint`: a list that the first call fills and the
             recomputation reads, so that the routing is the same, no sizes are sent again, and the
             host does not wait. (Ignored by DeepEP.)
+        deepep: DeepEP's options; None: its defaults. Read with dispatch="deepep" only.
 
     Returns:
         [T, H] in x's dtype.
@@ -131,6 +133,18 @@ def ep_moe_mlp(
         TypeError, ValueError: Invalid arguments.
         IndexError: An index out of range (CPU only; on CUDA it counts as E).
         ImplementationUnavailable: An implementation, or DeepEP, that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import moe_mlp
+        >>> from tilewright.ops.expert_parallel import ep_moe_mlp
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> x, gate_up, down = torch.randn(4, 8), torch.randn(2, 32, 8), torch.randn(2, 8, 16)
+        >>> index, weight = torch.tensor([[0], [1], [1], [0]]), torch.ones(4, 1)
+        >>> y = ep_moe_mlp(x, gate_up, down, index, weight, dist.group.WORLD)  # one rank
+        >>> torch.allclose(y, moe_mlp(x, gate_up, down, index, weight), rtol=1e-4, atol=1e-4)
+        True
+        >>> dist.destroy_process_group()
     """
     _checks.choice("dispatch", dispatch, DISPATCHES)
     if dispatch == "deepep" and (reason := no_deepep(x.device.type)):
@@ -198,6 +212,16 @@ def dispatch(
 
     Raises:
         TypeError, ValueError, IndexError: As `ep_moe_mlp`.
+
+    Example:
+        >>> from tilewright.ops.expert_parallel import dispatch
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> x, index = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1], [0], [1]])
+        >>> sent = dispatch(x, index, torch.ones(3, 1), 2, dist.group.WORLD)  # one rank
+        >>> sent.rows.flatten().tolist(), sent.expert_index.flatten().tolist()
+        ([2.0, 1.0, 3.0], [0, 1, 1])
+        >>> dist.destroy_process_group()
     """
     index = _validate(x, expert_index, expert_weight, num_experts)
     if num_experts % dist.get_world_size(group):
@@ -210,7 +234,8 @@ def dispatch(
 
 
 def combine(rows: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """Returns the experts' results to their tokens' ranks and sums them.
+    """Returns the experts' results to their tokens' ranks and sums them: the second half of
+    `ep_moe_mlp`.
 
     Weights have been applied already. Sums over a rank's experts, then over ranks, both in float32,
     rounded after each. Differentiable in rows.
@@ -221,6 +246,20 @@ def combine(rows: torch.Tensor, plan: Plan) -> torch.Tensor:
 
     Returns:
         [T, H] in rows' dtype.
+
+    Raises:
+        IndexError: There are fewer rows than `dispatch` returned (CPU only).
+
+    Example:
+        >>> from tilewright.ops.expert_parallel import combine, dispatch
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> x, index = torch.tensor([[1.0], [2.0]]), torch.tensor([[0, 1], [0, 2]])
+        >>> weight = torch.tensor([[0.5, 0.25], [1.0, 0.0]])
+        >>> sent = dispatch(x, index, weight, 2, dist.group.WORLD)  # one rank; 2: no expert
+        >>> combine(sent.rows * sent.expert_weight, sent.plan).flatten().tolist()
+        [0.75, 2.0]
+        >>> dist.destroy_process_group()
     """
     return Return.apply(_Collect.apply(rows, plan.slots, plan.position), plan.route)
 

@@ -87,6 +87,7 @@ class Ops:
                 where `numerics.batch_invariant` requires it.
 
         Example:
+            >>> from tilewright.trainer.ops_choice import Ops
             >>> Ops.resolve("eager").attention
             'eager'
         """

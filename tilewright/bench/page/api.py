@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterator
+from types import ModuleType
 
-from tilewright import files, ops
+from tilewright import ops
 
 MODULES = (
     "tilewright",
@@ -33,27 +34,24 @@ def pages() -> Iterator[tuple[str, str]]:
             "      show_root_toc_entry: false",
         ]
         module = importlib.import_module(name)
-        members = _members(module)
+        shown = members(module)
         # Those of a module's __getattr__ are not in its source: shown from where they are defined.
-        late = [n for n in members if n not in vars(module)]
-        if shown := [n for n in members if n not in late]:
-            lines += ["      members:", *(f"        - {n}" for n in shown)]
+        late = [n for n in shown if n not in vars(module)]
+        if own := [n for n in shown if n not in late]:
+            lines += ["      members:", *(f"        - {n}" for n in own)]
         for n in late:
             lines += ["", f"::: {getattr(module, n).__module__}.{n}"]
             lines += ["    options:", "      show_root_heading: true", "      heading_level: 2"]
         yield name, "\n".join([*lines, ""])
 
 
-def _members(module) -> list[str]:
-    """Its functions and classes, without the ops, which have pages of their own, and file helpers.
-
-    Empty if the module does not list its names: then all public ones are shown.
+def members(module: ModuleType) -> list[str]:
+    """The functions and classes of a module's `__all__`, without the ops, which have pages of their
+    own.
     """
-    names = {n: getattr(module, n) for n in getattr(module, "__all__", ())}
     return [
-        n
-        for n, value in names.items()
-        if (inspect.isroutine(value) or inspect.isclass(value))
-        and not (module is ops and n in ops.OPS)
-        and value.__module__ != files.__name__
+        name
+        for name in module.__all__
+        if (inspect.isroutine(value := getattr(module, name)) or inspect.isclass(value))
+        and not (module is ops and name in ops.OPS)
     ]

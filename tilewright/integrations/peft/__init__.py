@@ -16,6 +16,8 @@ from tilewright import platform
 from tilewright.lora import QuantizedLinear
 from tilewright.registry import ImplementationUnavailable
 
+__all__ = ["register"]
+
 
 def register() -> None:
     """Lets PEFT put LoRA layers over `QuantizedLinear`, for the whole process.
@@ -27,6 +29,9 @@ def register() -> None:
     work as over other layers. Merging quantizes the sum again, in the layer's format; unmerging
     puts back the bytes from before. DoRA, other variants and initializations that change the weight
     raise ValueError.
+
+    Returns:
+        None.
 
     Raises:
         ImplementationUnavailable: peft is missing.

@@ -149,7 +149,24 @@ def accelerate(
 
 
 def report_of(model: nn.Module) -> Report | None:
-    """The report of the `accelerate` that the model is under, or None."""
+    """The report of the `accelerate` that the model is under.
+
+    Args:
+        model: Any module, or one that contains the accelerated model.
+
+    Returns:
+        The report; None if the model was not accelerated, or was restored.
+
+    Example:
+        >>> import torch
+        >>> from tilewright.integrations.transformers import accelerate, report_of
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        >>> report_of(model) is None
+        True
+        >>> report = accelerate(model, quiet=True)
+        >>> report_of(model) is report
+        True
+    """
     found = (module.__dict__.get(REPORT) for module in model.modules())
     return next((report for report in found if report is not None), None)
 

@@ -327,7 +327,20 @@ def quantized_config(folder: str | pathlib.Path, **kwargs: Any) -> Any:
         The model's configuration, whose quantization_config names this library.
 
     Raises:
-        ValueError: The folder is not quantized, or in another way.
+        OSError: There is no such folder.
+        ValueError: It has no config.json of a model, or is not quantized, or in another way.
+
+    Example:
+        >>> import tempfile
+        >>> from transformers import AutoConfig
+        >>> from tilewright.integrations.transformers import quantized_config
+        >>> written = AutoConfig.for_model("llama", quantization_config={
+        ...     "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     written.save_pretrained(folder)
+        ...     config = quantized_config(folder)
+        >>> config.quantization_config["quant_method"], config.quantization_config["format"]
+        ('tilewright', 'nf4')
     """
     config = AutoConfig.from_pretrained(folder, **kwargs)
     found = getattr(config, "quantization_config", None)
