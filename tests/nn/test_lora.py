@@ -278,7 +278,7 @@ def test_a_merge_quantises_again_in_the_same_format(name):
     assert not module.lora_B.any()
 
 
-def test_a_merge_leaves_quantised_parts_without_adapters_alone():
+def test_a_merge_leaves_quantized_parts_without_adapters_alone():
     parts = [ops.quantize_nvfp4(W[:8]), ops.quantize_nvfp4(W[8:])]
     module = LoRALinear(
         QuantizedLinear(parts), 3, 3, parts={"gate_proj": 8, "up_proj": 16}, targets=["up_proj"]
@@ -293,7 +293,7 @@ def test_a_merge_leaves_quantised_parts_without_adapters_alone():
 
 
 @pytest.mark.parametrize("name", QUANTISED)
-def test_a_quantised_layer_keeps_its_bits_through_casts_meta_and_files(name, tmp_path):
+def test_a_quantized_layer_keeps_its_bits_through_casts_meta_and_files(name, tmp_path):
     q = QUANTISED[name]
     layer = QuantizedLinear(q, torch.randn(24))
     x = torch.randn(3, 48)
@@ -318,7 +318,7 @@ def test_a_quantised_layer_keeps_its_bits_through_casts_meta_and_files(name, tmp
         assert equal(found, q)
 
 
-def test_a_quantised_layer_of_several_matrices():
+def test_a_quantized_layer_of_several_matrices():
     parts = [ops.quantize_nvfp4(W[:8]), ops.quantize_nvfp4(4 * W[8:])]
     both = QuantizedLinear(parts)
     x = torch.randn(2, 5, 48, requires_grad=True)
@@ -402,7 +402,7 @@ def test_a_model_with_new_adapters_computes_what_it_did(merge_qkv, autocast):
 
 
 @formats
-def test_adapters_on_a_quantised_model(format):
+def test_adapters_on_a_quantized_model(format):
     model = make()
     full = model(IDS)
     done = quantize_model(model, format, exclude=["layers.0.mlp", "lm_head"])
@@ -818,7 +818,7 @@ def empty(folder, format, merge_qkv, exclude=()):
 
 @pytest.mark.parametrize("merge_qkv", [True, False])
 @pytest.mark.parametrize("name", STORED)
-def test_a_quantised_checkpoint_is_loaded_as_it_is(name, merge_qkv, tmp_path):
+def test_a_quantized_checkpoint_is_loaded_as_it_is(name, merge_qkv, tmp_path):
     bytes_ = store(tmp_path, name)
     folder = tmp_path / "stored"
     assert hf.excluded(folder) == ([] if name == "deepseek" else ["lm_head"])
@@ -834,7 +834,7 @@ def test_a_quantised_checkpoint_is_loaded_as_it_is(name, merge_qkv, tmp_path):
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_what_a_quantised_checkpoint_leaves_dense_or_the_user_excludes(name, tmp_path):
+def test_what_a_quantized_checkpoint_leaves_dense_or_the_user_excludes(name, tmp_path):
     """Dense in the file: quantized, unless excluded. Quantized in the file and excluded:
     dequantized.
     """
@@ -858,7 +858,7 @@ def test_what_a_quantised_checkpoint_leaves_dense_or_the_user_excludes(name, tmp
     assert torch.equal(down.dense(), dequantize(again, dtype=torch.float32))
 
 
-def test_a_quantised_checkpoint_that_does_not_fit_is_refused_by_name(tmp_path):
+def test_a_quantized_checkpoint_that_does_not_fit_is_refused_by_name(tmp_path):
     store(tmp_path, "bitsandbytes")
     folder = tmp_path / "stored"
     with pytest.raises(
@@ -1035,7 +1035,7 @@ def test_some_of_what_experts_have_is_refused():
 
 @formats
 @pytest.mark.parametrize("targets", [None, ["q_proj"]], ids=["adapted", "frozen"])
-def test_quantised_experts_compute_with_what_they_stand_for(format, targets):
+def test_quantized_experts_compute_with_what_they_stand_for(format, targets):
     model = make(shape=MOE)
     quantize_model(model, format)
     add_lora(model, targets, rank=2)
@@ -1058,7 +1058,7 @@ def test_quantised_experts_compute_with_what_they_stand_for(format, targets):
 
 
 @pytest.mark.parametrize("name", ["bitsandbytes", "modelopt", "deepseek", "compressed-tensors"])
-def test_experts_that_are_stored_quantised_are_loaded_where_one_tensor_can_hold_them(
+def test_experts_that_are_stored_quantized_are_loaded_where_one_tensor_can_hold_them(
     name, tmp_path
 ):
     mixture(tmp_path / "base")

@@ -175,7 +175,7 @@ def test_a_gate_that_is_none_is_named(fields, error, message):
 
 
 @pytest.mark.parametrize("name, value", [*biases().items(), ("gate", Gate(limit=7.0))])
-def test_quantised_experts_refuse_biases_and_other_gates(name, value):
+def test_quantized_experts_refuse_biases_and_other_gates(name, value):
     x, gate_up, down, index, weight = (t.detach() for t in inputs())
     frozen = [quantize_nf4(w, implementation="eager") for w in (gate_up, down)]
     with pytest.raises(

@@ -283,7 +283,7 @@ def test_the_same_twice(name):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", QUICK)
-def test_a_quantised_base_is_its_dequantised_one(name, format):
+def test_a_quantized_base_is_its_dequantized_one(name, format):
     skip_unless_usable(MOE_LORA, name, torch.float32)
     a = inputs()
     quantized = {n: FORMATS[format](a[n]) for n in ("gate_up_proj", "down_proj")}
@@ -477,7 +477,7 @@ def test_merged_is_the_same(mode):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_quantised_base_is_merged_and_quantised_again(format):
+def test_a_quantized_base_is_merged_and_quantized_again(format):
     module, routing = experts("hybrid_shared", format)
     a = {n: p.detach() for n, p in module.adapters().items()}
     q = module.gate_up_proj.weight(), module.down_proj.weight()

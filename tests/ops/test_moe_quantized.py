@@ -85,7 +85,7 @@ def assert_equal(found, expected):
 @EVERY_NAME
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_bits_of_dequantised_experts(name, dtype, format):
+def test_the_bits_of_dequantized_experts(name, dtype, format):
     skip_unless_usable(MOE_MLP, name, dtype)
     arguments = inputs(format, dtype)
     assert_equal(
@@ -136,7 +136,7 @@ def test_what_is_kept_is_what_the_formula_says(name, format):
 
 
 @EVERY_FUSED
-def test_each_weight_is_dequantised_once_a_product(name, monkeypatch):
+def test_each_weight_is_dequantized_once_a_product(name, monkeypatch):
     """All experts at once; and not for a gradient that is not requested."""
     skip_unless_usable(MOE_MLP, name, torch.float32)
     shapes = []

@@ -863,7 +863,7 @@ def test_any_strides(format):
 
 
 @EVERY_FORMAT
-def test_a_quantised_tensor_is_a_pytree(format):
+def test_a_quantized_tensor_is_a_pytree(format):
     up, down = both(format, **({"double_quant": True} if format == "nf4" else {}))
     q = up(randn(6, 64))
     leaves, spec = torch.utils._pytree.tree_flatten(q)
@@ -884,7 +884,7 @@ def test_a_quantised_tensor_is_a_pytree(format):
 @EVERY_FORMAT
 @pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiles_as_one_graph_with_quantised_tensors_in_and_out(format, name, backend):
+def test_compiles_as_one_graph_with_quantized_tensors_in_and_out(format, name, backend):
     skip_unless_usable(FORMATS[format][0], name, torch.float32)
     up, down = both(
         format, implementation=name, **({"double_quant": True} if format == "nf4" else {})

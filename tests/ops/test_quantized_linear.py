@@ -268,7 +268,7 @@ def test_the_same_twice_and_on_any_number_of_threads(name, T):
 
 @EVERY_FORMAT
 @EVERY_NAME
-def test_noise_is_that_of_the_dequantised_weight_in_both_passes(format, name):
+def test_noise_is_that_of_the_dequantized_weight_in_both_passes(format, name):
     skip_unless_usable(QUANTIZED_LINEAR, name, torch.float32)
     x, q, bias = inputs(format)
     noise = AQN(2.0, 7, step=3, layer=2)
@@ -526,7 +526,7 @@ def test_bad_input_is_named(change, error, message):
         ),
     ],
 )
-def test_a_quantised_tensor_that_does_not_fit_together_is_named(
+def test_a_quantized_tensor_that_does_not_fit_together_is_named(
     name, rows, format, part, change, message
 ):
     skip_unless_usable(QUANTIZED_LINEAR, name, torch.float32)

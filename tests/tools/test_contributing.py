@@ -16,16 +16,19 @@ ROOT = pathlib.Path(tilewright.__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 TUTORIAL = (ROOT / "docs/tutorials/your_own_op.md").read_text()
 SCRIPT = """
-import json, sys
+import doctest, json, sys
 import forked, torch
+from tools.test_docstrings import missing
 from tilewright import __main__ as cli
 from tilewright.bench import __main__ as bench
 from tilewright.bench import compile_gate
 from tilewright.ops import OPS
 
+scale = sys.modules["tilewright.ops.scale"]
 forked.briefly()
 print(json.dumps({
     "package": sys.modules["tilewright"].__file__,
+    "documented": [missing(OPS["scale"].public), *doctest.testmod(scale)[::-1]],
     "explain": cli.main(["explain", "scale", "--device", "cpu"]),
     "contract": cli.main(["check", "scale", "--implementation", "triton", "--device", "cpu",
                           "--dtype", "float32"]),
@@ -51,10 +54,28 @@ def test_the_template_makes_an_op(tmp_path):
     for name, code in blocks:
         (tmp_path / name).write_text(code)
     table = package / "ops/__init__.py"
-    before, marker, after = table.read_text().partition("    for op in (\n")
-    assert marker
-    imported = "from tilewright.ops.scale import SCALE, scale\n"
-    table.write_text(f"{imported}{before}{marker}        SCALE,\n{after}")
+    text = table.read_text()
+    for line, added in (
+        (
+            "from tilewright.ops.route import ROUTE, route\n",
+            "from tilewright.ops.scale import SCALE, scale\n",
+        ),
+        ("        SILU_MUL,\n", "        SCALE,\n"),
+        ('    "route",\n', '    "scale",\n'),
+    ):
+        assert text.count(line) == 1
+        text = text.replace(line, line + added)
+    table.write_text(text)
+    lint = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--config",
+        ROOT / "pyproject.toml",
+        package / "ops",
+    ]
+    subprocess.run(lint, check=True)
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, tmp_path / "out"],
         cwd=tmp_path,
@@ -73,6 +94,7 @@ def test_the_template_makes_an_op(tmp_path):
     result = json.loads(lines[-1])
     assert result.pop("package") == str(package / "__init__.py")
     assert result == {
+        "documented": [[], 1, 0],
         "explain": 0,
         "contract": 0,
         "gate": ["scale/bf16", "scale/fp32"],

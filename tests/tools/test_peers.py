@@ -615,7 +615,7 @@ def test_transformers_experts_are_what_they_say(name):
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_quantised_formats_of_others_are_what_they_say(op, case, dtype):
+def test_quantized_formats_of_others_are_what_they_say(op, case, dtype):
     name = "bitsandbytes" if op.endswith("nf4") else "torchao"
     pytest.importorskip(name)
     op = OPS[op]

@@ -2,11 +2,14 @@
 targets exist.
 """
 
+import ast
 import json
 import pathlib
 import re
 
 import pytest
+
+from tilewright.ops import OPS
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -41,6 +44,23 @@ def test_its_numbers_are_those_of_the_raw_results():
         if (r["variant"], r["dtype"]) == (v, "float32")
     ]  # fmt: skip
     assert re.findall(r"\d+ MiB", rows["memory"]) == peaks
+
+
+def test_its_counts_are_those_of_the_library_and_of_the_page():
+    text, page = (ROOT / "README.md").read_text(), (DOCS / "performance.md").read_text()
+    eager, compiled = (
+        re.search(rf"^\| {over} .*\((\d+) ops, \d+ cases\) \| [^|]*\|$", page, re.M)[1]
+        for over in ("eager", r"torch\.compile")
+    )
+    ops = f"{eager} of the {len(OPS)} ops beside their eager twins"
+    assert ops in text and f"and {compiled} of them beside `torch.compile`" in text
+    source = ast.parse((ROOT / "tests/nn/test_accelerate.py").read_text())
+    [families] = (
+        node.value
+        for node in source.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FAMILIES"
+    )
+    assert f"{len(families.keys)} families tested" in text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

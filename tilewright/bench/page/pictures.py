@@ -15,7 +15,7 @@ from typing import Any
 
 STYLE = 2  # increment when the drawing changes, so that unchanged numbers are drawn again
 COMPILE = "#8c8c8c"
-COLOURS = ("#2a6f97", "#e0a458", "#468f6b", "#b5534c", "#8a5a9e", "#5c6b73")
+COLORS = ("#2a6f97", "#e0a458", "#468f6b", "#b5534c", "#8a5a9e", "#5c6b73")
 MARKERS = "osD^vP"
 BASELINES = {"compile": "auto over torch.compile", "eager": "auto over eager PyTorch"}
 
@@ -72,7 +72,7 @@ def _panels(data: dict[str, Any], width: float, height: float, **shared):
 
 def _style(op: str, ops: list[str]) -> dict[str, str]:
     i = ops.index(op)
-    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i // len(COLOURS) % len(MARKERS)]}
+    return {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i // len(COLORS) % len(MARKERS)]}
 
 
 def _roofline(data: dict[str, Any]):
@@ -137,7 +137,7 @@ def _ratios(data: dict[str, Any]):
     peers = sorted({other for _, other, _ in points} - {"compile"})
     styles = {
         "compile": {"color": COMPILE, "marker": "o"},
-        **{p: {"color": COLOURS[i % len(COLOURS)], "marker": "D"} for i, p in enumerate(peers)},
+        **{p: {"color": COLORS[i % len(COLORS)], "marker": "D"} for i, p in enumerate(peers)},
     }
     left, right = math.log2(min(0.8, *ratios)) - 0.2, math.log2(max(1.25, *ratios)) + 0.2
     for axes, panel in zip(panels, data["panels"], strict=True):
