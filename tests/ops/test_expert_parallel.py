@@ -499,3 +499,14 @@ def test_a_layer_with_collectives_stays_out_of_compiled_code(alone):
         strict=True,
     ):
         assert torch.equal(a, b)
+
+
+def test_results_of_other_rows_are_refused(alone):
+    x, index, weight = (problem("uniform", 2)[1][k] for k in ("x", "expert_index", "expert_weight"))
+    rows, _, _, plan = ep.dispatch(x.to(DEVICE), index.to(DEVICE), weight.to(DEVICE), E, alone)
+    P = rows.shape[0]
+    assert ep.combine(rows, plan).shape == x.shape
+    for wrong in (rows[1:], torch.cat((rows, rows[:1])), rows.flatten()):
+        sentence = rf"rows must have shape \[{P}, H\], as dispatched, got \[{wrong.shape[0]}"
+        with pytest.raises(ValueError, match=sentence):
+            ep.combine(wrong, plan)

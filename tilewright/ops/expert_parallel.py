@@ -248,7 +248,7 @@ def combine(rows: torch.Tensor, plan: Plan) -> torch.Tensor:
         [T, H] in rows' dtype.
 
     Raises:
-        IndexError: There are fewer rows than `dispatch` returned (CPU only).
+        ValueError: rows has another number of rows than `dispatch` returned.
 
     Example:
         >>> from tilewright.ops.expert_parallel import combine, dispatch
@@ -261,6 +261,9 @@ def combine(rows: torch.Tensor, plan: Plan) -> torch.Tensor:
         [0.75, 2.0]
         >>> dist.destroy_process_group()
     """
+    P = plan.slots.shape[0]
+    if rows.dim() != 2 or rows.shape[0] != P:
+        raise ValueError(f"rows must have shape [{P}, H], as dispatched, got {list(rows.shape)}")
     return Return.apply(_Collect.apply(rows, plan.slots, plan.position), plan.route)
 
 
