@@ -159,12 +159,12 @@ def test_bad_input(changes, error, sentence):
 
 def test_gradients_of_other_dtypes_and_betas_that_are_not_two():
     for dtype in (torch.float16, torch.float64):
-        both = []
         for name in ("eager", "auto"):
-            p, m, v = torch.ones(5), torch.zeros(5), torch.zeros(5)
-            g = torch.linspace(-1, 1, 5, dtype=dtype)
-            adamw_([p], [g], [m], [v], step=1, lr=0.1, implementation=name)
-            both.append(p)
-        torch.testing.assert_close(*both)
+            given, found = torch.linspace(-1, 1, 5, dtype=dtype), []
+            for g in (given, given.float()):
+                p, m, v = torch.ones(5), torch.zeros(5), torch.zeros(5)
+                adamw_([p], [g], [m], [v], step=1, lr=0.1, implementation=name)
+                found.append((p, m, v))
+            torch.testing.assert_close(*found, rtol=0, atol=0)
     with pytest.raises(ValueError, match=r"betas must be two numbers, got \(0.9,\)"):
         adamw_([p], [p], [m], [v], step=1, lr=0.1, betas=(0.9,))

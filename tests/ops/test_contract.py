@@ -7,9 +7,12 @@ import functools
 import pytest
 import torch
 from helpers import DEVICE, skip_if_refused, skip_unless_usable, threads
+from torch.utils import _pytree as pytree
 
 from tilewright.bench import contract, tensors
 from tilewright.ops import OPS
+from tilewright.ops.quantize import Quantized
+from tilewright.ops.quantized_linear import dequantize
 from tilewright.registry import FLOATS, Implementation, Op, short
 
 
@@ -129,6 +132,19 @@ def test_eager_twin_gradcheck(op):
     if not differentiable:
         pytest.skip("no input of it is differentiable")
     assert checked, f"{op.name} has no case small enough for gradcheck"
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
+def test_inputs_of_a_case_are_zeros_only_if_it_says_so(op):
+    """Zeros hide scales, signs and the order of elements."""
+    for case in op.cases:
+        if "contract" not in case.tags or "zeros" in case.name:
+            continue
+        kwargs = case.make("cpu", torch.float32, 0)
+        for value in pytree.tree_leaves(kwargs, lambda v: isinstance(v, Quantized)):
+            t = dequantize(value) if isinstance(value, Quantized) else value
+            if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel():
+                assert t.any(), f"{case.name}: all of a tensor {list(t.shape)} is zero"
 
 
 def _fault(kind):

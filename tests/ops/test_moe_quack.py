@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from tilewright import __main__ as cli
-from tilewright import platform
+from tilewright import platform, use
 from tilewright.bench import contract
 from tilewright.ops import moe_quack
 from tilewright.ops.moe import MOE_MLP
+from tilewright.registry import Op
 
 CASES = [c for c in MOE_MLP.cases if "contract" in c.tags]
 
@@ -209,6 +210,21 @@ def test_both_orders_of_gates_and_ups_with_and_without_biases(quack, interleaved
     quack.calls.clear()
     assert not contract.check(MOE_MLP, "quack", case, "cpu", torch.bfloat16)
     assert "gemm_dgated" in quack.calls
+
+
+@pytest.mark.parametrize("name", ["aligned", "ragged"])
+def test_parts_do_not_follow_use(quack, name, monkeypatch):
+    """Neither those of the fused launches nor, for "ragged", those of separate products."""
+    asked, pick = [], Op.pick
+    monkeypatch.setattr(
+        Op, "pick", lambda op, part, *a: (asked.append((op.name, part)), pick(op, part, *a))[1]
+    )
+    [case] = [c for c in CASES if c.name == name]
+    with use("eager"):
+        y = MOE_MLP.public(**case.make("cpu", torch.bfloat16, 0), implementation="quack")
+        y.sum().backward()
+    assert {op for op, _ in asked} >= {"moe_mlp", "permute", "unpermute"}
+    assert not [ask for ask in asked if ask[1] == "auto"]
 
 
 def test_a_version_without_these_epilogues_is_said_and_composed(quack, monkeypatch, capsys):

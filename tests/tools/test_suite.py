@@ -1549,18 +1549,26 @@ def test_the_chunk_of_rows_follows_its_table(monkeypatch):
         assert chunk_rows(x, weight) == 512
 
 
-def test_contract_of_an_op_holds_with_every_candidate():
+def test_contract_of_an_op_holds_with_every_candidate(monkeypatch):
     """On a CPU only the chunk is tunable; Triton's configurations are checked by a search itself,
     on a GPU.
     """
-    op = OPS["linear_cross_entropy"]
-    case = next(c for c in op.cases if "contract" in c.tags)
-    kwargs = case.make("cpu", torch.float32, 0)
-    by = contract.reference(op, kwargs, torch.float32)
+    from tilewright.ops import _linear_chunks
+
+    monkeypatch.setattr(_linear_chunks, "MiB", 4096)  # several chunks of small inputs
+    op, g = OPS["linear_cross_entropy"], torch.Generator().manual_seed(0)
+    kwargs = {
+        "x": torch.randn(200, 8, generator=g).requires_grad_(),
+        "weight": torch.randn(256, 8, generator=g).requires_grad_(),
+        "target": torch.randint(256, (200,), generator=g),
+    }
+    by, rows = contract.reference(op, kwargs, torch.float32), []
     for t, key in launches.requested_keys(op, op.implementation("cpp"), kwargs):
         for config in t.candidates(**t.named(key)):
             with t.override(CPU, key, config):
+                rows.append(_linear_chunks.chunk_rows(kwargs["x"], kwargs["weight"]))
                 assert all(f.holds for f in contract.judge(op, "cpp", kwargs, by))
+    assert {32, 64, 128, 200} <= set(rows)
 
 
 @pytest.mark.parametrize(

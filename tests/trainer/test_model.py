@@ -283,15 +283,20 @@ def test_compiled_layers_are_not_made_anew_for_other_documents(attn):
 def test_recomputed_activations_give_the_same_gradients(name, reentrant, tmp_path):
     theirs(name, tmp_path)
     ids = torch.randint(0, 211, (1, 20))
-    found = []
+    found, calls = [], []
     for modules in ("off", None, ["self_attn"], ["mlp"], ["self_attn", "mlp"]):
         model = ours(tmp_path / "theirs")
         if modules != "off":
             model.recompute_activations(modules, reentrant)
+        calls.append(0)
+        for module in model.modules():
+            module.register_forward_pre_hook(lambda *_: calls.append(calls.pop() + 1))
         model(ids, labels=ids).backward()
         found.append([p.grad for p in model.parameters() if p.requires_grad])
     for grads in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], grads, strict=True))
+    off, whole, attn, mlp, both = calls
+    assert off < min(attn, mlp) and max(attn, mlp) < both < whole
 
 
 @pytest.mark.parametrize("modules", [None, ["mlp"], ["self_attn", "mlp"]])
