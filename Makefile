@@ -124,7 +124,7 @@ endif
 gate-all:
 	$(MAKE) gate GATE_ARGS="--all $(GATE_ARGS)"
 
-# Every compiled kernel on the emulated GPU, about nine minutes of a CPU; `make test` runs what has changed since it passed,
+# Every compiled kernel on the emulated GPU, about four minutes of a CPU; `make test` runs what has changed since it passed,
 # and a draw of one in twenty.
 ptx-all: $(STAMP)
 	TILEWRIGHT_PTX=all $(BIN)/python -m pytest -q -n 0 tests/ptx/test_triton_ptx.py tests/ptx/test_cute.py
