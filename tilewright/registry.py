@@ -288,11 +288,11 @@ class Op:
         Naming an implementation fixes its parts too. Parts that round where the twin does not would
         break the contract of the whole, so they are skipped. The answer is cached.
 
-        like: "auto" or the name of the whole's implementation: returned if this op has one of it.
+        like: "auto", or the name of the whole's implementation; returned if this op has one of it.
         """
         if torch.compiler.is_dynamo_compiling():
             return _unpinned_constant(self._id, tensor.device, tensor.dtype, like)
-        if like == "auto" or like in self.names():
+        if like and (like == "auto" or like in self.names()):
             return like
         key = (tensor.device, tensor.dtype)
         name = self._unpinned.get(key)

@@ -96,8 +96,8 @@ def assert_same(found, expected):
 # ---- torch.compile
 
 
-def compiled_to_something(case):
-    """It has elements, and is not refused under torch.compile, as in-place losses are."""
+def has_a_graph(case):
+    """The case has elements, and is not unsupported under torch.compile, as in-place losses are."""
     made = inputs(case)
     return not made.get("inplace") and all(t.numel() for t in contract.leaves(made))
 
@@ -111,7 +111,7 @@ def test_compiles_as_one_graph_and_gives_the_same(op, name):
     fn = functools.partial(op.public, implementation=name)
     # Implementations differ in the operators that the public function calls, and opcheck traces
     # those in each case: on a CPU, together they trace it in two.
-    cases = [case for case in small_cases(op) if compiled_to_something(case)][:2]
+    cases = [case for case in small_cases(op) if has_a_graph(case)][:2]
     if DEVICE == "cpu":
         cases = cases[:1] if name in ("eager", "triton") else cases[-1:]
     for case in cases:

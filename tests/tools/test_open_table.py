@@ -223,6 +223,7 @@ matrix = Implementation("matrix", load, devices=("cpu",))
 taken = Implementation("cpp", load)
 other = Implementation("another", load)
 aliased = Implementation("aliased", load, aliases=("triton",))
+picky = Implementation("picky", load, refuses=lambda request: "never asked")
 number = 3
 """
 POINTS = """
@@ -233,6 +234,7 @@ hadamard.number = acme:number
 hadamard.cpp = acme:taken
 hadamard.renamed = acme:other
 hadamard.aliased = acme:aliased
+hadamard.picky = acme:picky
 hadamard = acme:matrix
 hadamrd.matrix = acme:matrix
 """
@@ -298,6 +300,11 @@ def test_a_distribution_adds_implementations_by_entry_points(compiling, tmp_path
         ("acme:cpp", "cpp", "the name 'cpp' is taken"),
         ("renamed", "renamed", "holds an implementation called 'another'"),
         ("aliased", "aliased", "the name 'triton' is taken"),
+        (
+            "picky",
+            "picky",
+            "has `refuses`, which is never called: calls of this op pass no request",
+        ),
     ):
         assert f"entry point 'hadamard.{point}' {package}: {reason}" in rows[name]
     assert "entry point 'hadamard' of acme-kernels 1.2: has no name" in rows["acme:"]

@@ -166,6 +166,7 @@ def undocumented(tree):
 
 
 MOST_PARAMETERS = 10
+OF_OPERATORS = ("tilewright.ops", "tilewright.kernels")
 
 
 def called_by_name(tree, *functions):
@@ -191,11 +192,9 @@ def operators():
 
 def public(tree):
     """Functions that users call with keywords: names of an `__all__`, constructors, and modules;
-    and what is called with the same: operators' launchers and schemas, and other libraries' ops.
+    and other libraries' ops, which are called with the same.
     """
     yield from (name for module, name in all_exported() if module == tree.module)
-    if tree.module.startswith(("tilewright.ops", "tilewright.kernels")):
-        yield from operators()
     if tree.module.startswith("tilewright.bench.peers_"):
         yield from (name for _, name in all_exported())
     yield "attention_forward"  # transformers calls it with its own arguments
@@ -237,9 +236,11 @@ def crowded(tree):
     functions whose signature is an operator's schema.
     """
     allowed = set(public(tree))
+    schemas = operators() if tree.module.startswith(OF_OPERATORS) else ()
     for name, node in functions_of(tree.body):
+        own = name.split(".")[-1]
         jitted = any("jit" in ast.dump(d) for d in node.decorator_list)
-        if jitted or {name, name.split(".")[-1]} & allowed:
+        if jitted or name in allowed or own in schemas:
             continue
         a = node.args
         count = len([p for p in (*a.posonlyargs, *a.args) if p.arg not in ("self", "cls")])
@@ -257,19 +258,23 @@ def private(tree):
     """A name with a leading underscore is private to its module, a module `_name` to its
     package. A subclass may use what it inherits.
     """
+    modules = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (
             node.level or (node.module or "").startswith("tilewright")
         ):
             for a in node.names:
-                if underscored(a.name) and not is_module(node.module, a.name):
+                if is_module(node.module, a.name):
+                    modules.add(a.asname or a.name)
+                elif underscored(a.name):
                     yield node.lineno, f"{a.name} of {node.module} is imported"
-    own, theirs = set(private_names(tree)), every_private_name()
+    others = every_private_name() - set(private_names(tree)) - FOREIGN
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in theirs - own - FOREIGN:
-            root = dotted(node).split(".")
-            inherited = root[0] in ("self", "cls") and len(root) == 2
-            if not inherited and root[0] not in ("torch", "_C") and not is_module(*root):
+        if isinstance(node, ast.Attribute) and underscored(node.attr):
+            root, *names = dotted(node).split(".")
+            inherited = root in ("self", "cls") and len(names) == 1
+            foreign = root in ("torch", "_C") or is_module(root, *names)
+            if root in modules or (node.attr in others and not inherited and not foreign):
                 yield node.lineno, f"{ast.unparse(node)} is used"
 
 
@@ -393,6 +398,7 @@ MANY = ", ".join(f"p{i}" for i in range(MOST_PARAMETERS + 1))
         (private, "import tilewright\ntilewright.ops.rmsnorm._with_noise(x)"),
         (private, "from .rmsnorm import _with_noise"),
         (private, "OPS['rmsnorm']._table.clear()"),
+        (private, "from tilewright.ops import rmsnorm\n_fake = rmsnorm._fake"),
         (private, "def f(op):\n    return op._by_key"),
         (long, "x = 1\n" * 450 + "# one more"),
         (private, "from tilewright.ops.rmsnorm import _fake"),
