@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import DEVICE, skip_unless_usable
+from helpers import DEVICE, skip_unless_usable, threads
 
 from tilewright import ImplementationUnavailable
 from tilewright import ops as tw
@@ -96,6 +96,13 @@ ROW_OPS = {
     "silu_mul": lambda x, name: tw.silu_mul(x, implementation=name),
     "gelu_mul": lambda x, name: tw.gelu_mul(x, implementation=name),
 }
+
+
+@pytest.fixture(autouse=True)
+def divided():
+    """C++ kernels divide rows among threads, by the number of rows."""
+    with threads(2):
+        yield
 
 
 def claims():

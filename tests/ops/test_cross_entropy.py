@@ -11,7 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICE, as_on_a_gpu, join_group, launches, skip_unless_usable, two_processes
+from helpers import (
+    DEVICE,
+    as_on_a_gpu,
+    join_group,
+    launches,
+    skip_unless_usable,
+    threads,
+    two_processes,
+)
 
 from tilewright.bench import contract
 from tilewright.kernels.launchers import LossInputs, LossOutputs, Stats
@@ -730,15 +738,12 @@ def test_opcheck(name):
 
 def test_cpp_gives_the_same_bits_on_any_number_of_threads():
     fused("cpp")
-    results, before = [], torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    results = []
+    for n in (1, 2, 3):
+        with threads(n):
             x, y = problem(T=50, V=5000)
             loss = cross_entropy(x, y, label_smoothing=0.1, implementation="cpp")
             results.append((loss, *torch.autograd.grad(loss, x)))
-    finally:
-        torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 

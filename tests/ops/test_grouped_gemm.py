@@ -7,7 +7,7 @@ import pathlib
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICE, skip_unless_usable
+from helpers import DEVICE, skip_unless_usable, threads
 
 from tilewright.bench import contract
 from tilewright.ops import grouped_gemm
@@ -141,11 +141,10 @@ def test_same_bits_again_and_whatever_the_neighbors(name):
     """
     skip_unless_usable(GROUPED_GEMM, name, torch.float32)
     x, weight, offsets, dy = made((7, 60, 3), 0, 12, 20)
-    whole = step(name, x, weight, offsets, dy)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    again = step(name, x, weight, offsets, dy)
-    torch.set_num_threads(threads)
+    with threads(2):
+        whole = step(name, x, weight, offsets, dy)
+    with threads(1):
+        again = step(name, x, weight, offsets, dy)
     alone = step(
         name, x[7:67], weight[1:2], torch.tensor([60], dtype=torch.int32, device=DEVICE), dy[7:67]
     )

@@ -4,7 +4,7 @@ test_contract.py.
 
 import pytest
 import torch
-from helpers import DEVICE, skip_unless_usable
+from helpers import DEVICE, skip_unless_usable, threads
 
 from tilewright.ops import OPS, permute, sort_by_expert, unpermute
 
@@ -226,15 +226,12 @@ def test_the_same_bits_on_any_number_of_threads(name):
     skip_unless_usable(PERMUTE, name, torch.float32)
     x, weight = torch.randn(300, 70, requires_grad=True), torch.rand(300, 4, requires_grad=True)
     index = indices(300, 16, 4)
-    threads, found = torch.get_num_threads(), []
-    try:
-        for n in (1, 2):
-            torch.set_num_threads(n)
+    found = []
+    for n in (1, 2):
+        with threads(n):
             moved = permute(x, index, 16, implementation=name)
             y = unpermute(moved.rows, weight, moved.position, implementation=name)
             found.append([*moved, y, *torch.autograd.grad(y.square().sum(), (x, weight))])
-    finally:
-        torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

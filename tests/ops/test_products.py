@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import OperatorNames
+from helpers import OperatorNames, threads
 
 from tilewright import nn as twnn
 from tilewright.ops import _products, linear_cross_entropy
@@ -50,14 +50,11 @@ def test_the_same_bits_on_any_number_of_threads(dtype):
     needs(dtype)
     g = torch.Generator().manual_seed(0)
     a, b = matrix(300, 500, False, dtype, g), matrix(500, 400, True, dtype, g)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
+    found = []
+    for n in (1, 2):
+        with threads(n):
             found.append(torch.empty(300, 400))
             _products.product_(found[-1], a, b)
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(*found)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import DEVICE, OperatorNames, skip_unless_usable
+from helpers import DEVICE, OperatorNames, skip_unless_usable, threads
 from torch.utils.checkpoint import checkpoint
 
 from tilewright import platform
@@ -392,10 +392,9 @@ def test_under_activation_checkpointing_all_three_get_their_gradients(name):
 def test_the_same_bits_on_any_number_of_threads():
     skip_unless_usable(QK_NORM_ROPE, "cpp", torch.float32)
     g = torch.Generator().manual_seed(0)
-    threads, found = torch.get_num_threads(), []
-    try:
-        for n in (1, 2, 3):
-            torch.set_num_threads(n)
+    found = []
+    for n in (1, 2, 3):
+        with threads(n):
             given = [
                 torch.randn(1, 700, W, generator=g.manual_seed(0)),
                 torch.ones(D),
@@ -411,8 +410,6 @@ def test_the_same_bits_on_any_number_of_threads():
                 **HEADS,
             )
             found.append([*outs, *torch.autograd.grad(sum(o.sin().sum() for o in outs), given)])
-    finally:
-        torch.set_num_threads(threads)
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from helpers import DEVICE, operators_of, skip_unless_usable
+from helpers import DEVICE, operators_of, skip_unless_usable, threads
 
 from tilewright.bench import contract
 from tilewright.ops import (
@@ -247,15 +247,11 @@ def test_shapes_and_strides_change_nothing(name, dtype):
 def test_the_same_twice_and_on_any_number_of_threads(name, T):
     skip_unless_usable(QUANTIZED_LINEAR, name, torch.float32)
     x, q, bias = inputs("nf4", T=T)
-    before = torch.get_num_threads()
     results = []
-    try:
-        for threads in (2, 2, 1):
-            torch.set_num_threads(threads)
+    for n in (2, 2, 1):
+        with threads(n):
             y = quantized_linear(x, q, bias, implementation=name)
             results.append((y, *torch.autograd.grad(y, (x, bias), torch.ones_like(y))))
-    finally:
-        torch.set_num_threads(before)
     assert all(
         torch.equal(a, b)
         for other in results[1 : 2 if T > 64 else 3]

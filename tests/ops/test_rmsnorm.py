@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import DEVICE, skip_unless_usable
+from helpers import DEVICE, skip_unless_usable, threads
 
 from tilewright import platform
 from tilewright.ops import add_rmsnorm, rmsnorm
@@ -59,14 +59,11 @@ def test_cpp_gives_the_same_bits_on_any_number_of_threads():
         pytest.skip(reason)
     x = torch.randn(999, 300, dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(300, requires_grad=True)
-    results, before = [], torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    results = []
+    for n in (1, 2, 3):
+        with threads(n):
             y = rmsnorm(x, w, implementation="cpp")
             results.append((y, *torch.autograd.grad(y.sum(), (x, w))))
-    finally:
-        torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 

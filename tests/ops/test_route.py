@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from helpers import DEVICE, skip_unless_usable
+from helpers import DEVICE, skip_unless_usable, threads
 
 from tilewright.ops import OPS, route
 from tilewright.ops.route import round_tokens
@@ -264,15 +264,12 @@ def test_tokens_beyond_one_step_of_a_program(name, monkeypatch):
 def test_the_same_bits_on_any_number_of_threads():
     skip_unless_usable(ROUTE, "cpp", torch.float32)
     x = logits(500, 48, requires_grad=True)
-    threads, found = torch.get_num_threads(), []
-    try:
-        for n in (1, 2):
-            torch.set_num_threads(n)
+    found = []
+    for n in (1, 2):
+        with threads(n):
             out = route(x, 4, renormalize=True, implementation="cpp")
             loss = out.expert_weight.square().sum() + out.load_balance_loss + out.z_loss
             found.append([*out, *torch.autograd.grad(loss, x)])
-    finally:
-        torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

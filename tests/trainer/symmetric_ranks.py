@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from helpers import threads
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,13 +19,11 @@ def symmetric_ranks(train, size):
     ranks, while nothing is allocated but by this rank's own work.
     """
     join_pretended_group(0, size)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as a rank's; PyTorch's attention has buffers for each thread
     try:
-        with _Copies():
+        # One thread, as a rank's: PyTorch's attention has buffers for each thread.
+        with threads(1), _Copies():
             yield mesh.build(train, 0, size, torch.device("cpu"), control_backend="fake")
     finally:
-        torch.set_num_threads(threads)
         dist.destroy_process_group()
 
 

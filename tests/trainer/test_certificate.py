@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
+from helpers import threads
 from ranks import run_modes
 from test_trainer import MOE, QWEN3, ROOT, rows, run, write_config
 from torch.cuda import nccl
@@ -249,15 +250,10 @@ def test_other_initial_weights_are_named(first, tmp_path, monkeypatch):
 
 
 def test_the_number_of_threads_is_a_fact(first, tmp_path):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    try:
-        with pytest.raises(
-            ValueError, match=f"the number of threads is '{threads + 1}' in this run"
-        ):
-            asserting(first, tmp_path / "again")
-    finally:
-        torch.set_num_threads(threads)
+    number = torch.get_num_threads() + 1
+    sentence = f"the number of threads is '{number}' in this run"
+    with threads(number), pytest.raises(ValueError, match=sentence):
+        asserting(first, tmp_path / "again")
 
 
 def test_the_first_tensor_that_moved_is_named(first, tmp_path, monkeypatch):
