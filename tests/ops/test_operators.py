@@ -133,12 +133,13 @@ def test_auto_compiles_through_inductor(op):
         torch.testing.assert_close(*(t.float() if t.itemsize == 1 else t for t in (f, e)))
 
 
+NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
+
+
 class NeutralArithmetic(TorchDispatchMode):
     """found: operators that add zero to one of some tensors or subtract it, or multiply it by one
     or divide it.
     """
-
-    NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
 
     def __init__(self, tensors):
         super().__init__()
@@ -150,9 +151,9 @@ class NeutralArithmetic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name().removeprefix("aten::").split(".")[0]
-        if name in self.NEUTRAL and len(args) == 2:
+        if name in NEUTRAL and len(args) == 2:
             of = any(isinstance(a, torch.Tensor) and self.place(a) in self.of for a in args)
-            if of and any(type(a) in (int, float) and a == self.NEUTRAL[name] for a in args):
+            if of and any(type(a) in (int, float) and a == NEUTRAL[name] for a in args):
                 self.found.append(func.name())
         return func(*args, **(kwargs or {}))
 
