@@ -154,6 +154,31 @@ def parts_of_shard(placement: torch.distributed.tensor.Placement) -> int:
     return getattr(placement, "split_factor", 1)
 
 
+def movable(t: torch.Tensor) -> torch.Tensor:
+    """A DTensor in the form that `redistribute` and `full_tensor` take. torch 2.11 reads every
+    `strided_shard` as an order of shards, as FSDP2 makes over tensor parallelism, and raises
+    ValueError where it is none. Later ones see that.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    spec = t._spec
+    if t.requires_grad and torch.is_grad_enabled():
+        return t
+    if max(map(parts_of_shard, spec.placements)) == 1:
+        return t
+    ordered = DTensorSpec._maybe_convert_StridedShard_to_shard_order(spec.placements, spec.mesh)
+    if ordered is not None:
+        return t
+    as_parts = DTensorSpec(
+        spec.mesh,
+        spec.placements,
+        tensor_meta=spec.tensor_meta,
+        use_strided_shard_as_shard_order=False,
+    )
+    return DTensor(t.to_local(), as_parts, requires_grad=False)
+
+
 def scale_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiplies tensors in place by a scalar tensor on their device, in few launches."""
     torch._foreach_mul_(tensors, factor)
@@ -175,6 +200,18 @@ def known_stage() -> type:
             pass
 
     return KnownStage
+
+
+def no_zero_bubble() -> str | None:
+    """None if PyTorch's zero-bubble schedules are right, else the reason. torch 2.11 gives the sum
+    of the gradients of all results of an operator to its first one, which a shape tells at best.
+    """
+    if torch.__version__ < "2.13":
+        return (
+            f"torch {torch.__version__} adds up gradients of different results when it splits "
+            "backward passes; use Interleaved1F1B, or torch 2.13 or later"
+        )
+    return None
 
 
 def dtensor_of(local, mesh, placements, shape, stride) -> torch.Tensor:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tilewright.kernels import tuning
+from tilewright.nn import sharded
 from tilewright.trainer import adapters, checkpoint, hf, matrices, memory_plan, mesh, train
 from tilewright.trainer.batches import collate, padding
 from tilewright.trainer.build import build_engine, build_model, choose_ops, compute_dtype
@@ -40,7 +41,7 @@ def engine_of(config, ranks):
 
 
 def full(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return sharded.whole(tensor.detach())
 
 
 def whole(ranks, tensors):

@@ -8,12 +8,14 @@ import pickle
 import re
 
 import pytest
+import torch
 import yaml
 
 pytest.importorskip("pydantic")
 
 from tilewright import platform
 from tilewright.trainer import config as module
+from tilewright.trainer import parallel_rules
 from tilewright.trainer.config import Config, ConfigError, Train, load, resolved
 from tilewright.trainer.field_tree import default_of, get, kind, leaves, unknown
 from tilewright.trainer.mesh import layout_of
@@ -1312,7 +1314,8 @@ RULES = [
 @pytest.mark.parametrize(
     "broken, sentence, neighbor", RULES, ids=[b.replace("--", "") for b, _, _ in RULES]
 )
-def test_rule(least, broken, sentence, neighbor):
+def test_rule(least, broken, sentence, neighbor, monkeypatch):
+    monkeypatch.setattr(parallel_rules, "no_zero_bubble", lambda: None)  # as with a newer torch
     found = errors(least, *broken.split())
     fields = {a[2:].partition("=")[0] for a in broken.split()}
     assert any(
@@ -1348,6 +1351,18 @@ def test_rules_of_the_machine(least, monkeypatch):
     [line] = errors(least)
     assert "CUDA_LAUNCH_BLOCKING is set" in line
     assert least("--train.allow_cuda_launch_blocking=true")
+
+
+def test_zero_bubble_schedules_are_refused_where_torch_computes_other_gradients(least, monkeypatch):
+    zero = *PP.split(), f"{STEPS}=2", f"{STAGES}=2", f"{SCHEDULE}=ZBVZeroBubble"
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    least(*zero)
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    [line] = errors(least, *zero)
+    assert line.startswith(
+        "train.pipeline_parallel_schedule = ZBVZeroBubble: torch 2.11.0+cu130 adds"
+    )
+    least(*zero[:-1], f"{SCHEDULE}=Interleaved1F1B")
 
 
 def test_building_without_a_file_follows_the_rules_too():

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
+from tilewright._torch import movable
+
 if TYPE_CHECKING:  # slow to import
     from torch.distributed.tensor import DTensor
 
@@ -18,7 +20,7 @@ def is_sharded(t: torch.Tensor) -> TypeGuard[DTensor]:
 
 def whole(t: torch.Tensor) -> torch.Tensor:
     """The full tensor, on every rank; every rank must call it."""
-    return t.full_tensor() if is_sharded(t) else t
+    return movable(t).full_tensor() if is_sharded(t) else t
 
 
 def shard(t: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tilewright import adapt
+from tilewright._torch import movable
 from tilewright.nn import SwiGLU
 from tilewright.trainer.latent_attention import LatentAttention
 from tilewright.trainer.layers import Attention
@@ -173,7 +174,7 @@ def _gathered(shards: list[torch.Tensor], like: nn.Parameter) -> _Stack:
         stride=torch.empty(shape, device="meta").stride(),
     )
     for placements in path[1:]:
-        whole = whole.redistribute(placements=placements)
+        whole = movable(whole).redistribute(placements=placements)
     return _Stack(whole.to_local(), whole, tuple(path), tuple(split) if nested else ())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from tilewright._torch import no_zero_bubble
 from tilewright.trainer.field_tree import default_of
 
 if TYPE_CHECKING:
@@ -132,7 +133,8 @@ def pipeline_relations(config: Config) -> Iterator[tuple[bool, str, str]]:
         f"train.gradient_accumulation_steps {schedule} train.pipeline_parallel_size",
         str(few),
     )
-    zero = name.endswith("ZeroBubble")
+    zero, wrong = name.endswith("ZeroBubble"), no_zero_bubble()
+    yield (size > 1 and zero and wrong is not None, schedule, str(wrong))
     yield (
         zero and t.enable_compile,
         f"{schedule} train.enable_compile",
