@@ -1123,6 +1123,9 @@ def test_masks_and_arguments_that_would_be_lost_are_refused(hf, attentions):
         ({"indices": q}, "indices"),
         ({"block_indices": q}, "block_indices"),
         ({"sinks": q}, "sinks"),
+        ({"cache": q}, "a paged cache"),
+        ({"read_index": q}, "a paged cache"),
+        ({"block_table": q}, "a paged cache"),
     ):
         with pytest.raises(ImplementationUnavailable, match=f"does not compute {words}"):
             call(layer, q, q, q, None, **options)
@@ -1221,21 +1224,20 @@ def functions(masks):
     documents = masks.find_packed_sequence_indices(positions)
     block = masks.blockwise_overlay(torch.zeros(2, 9, dtype=torch.long, device=DEVICE))
     left = torch.zeros(2, dtype=torch.long, device=DEVICE)
+
+    def packed(function):
+        return masks.and_masks(
+            masks.remap_positions_for_packed_sequence(function, positions),
+            masks.packed_sequence_mask_function(documents),
+        )
+
     return {
         "causal": (causal, None),
         "full": (full, None),
         "window": (masks.sliding_window_causal_mask_function(3), None),
         "wide window": (masks.sliding_window_causal_mask_function(9), None),
-        "packed": (
-            masks.packed_sequence_compatibility_function(causal, positions, documents),
-            None,
-        ),
-        "packed window": (
-            masks.packed_sequence_compatibility_function(
-                masks.sliding_window_causal_mask_function(3), positions, documents
-            ),
-            None,
-        ),
+        "packed": (packed(causal), None),
+        "packed window": (packed(masks.sliding_window_causal_mask_function(3)), None),
         "one chunk": (masks.chunked_causal_mask_function(9, left), None),
         "chunks": (masks.chunked_causal_mask_function(4, left), "chunked attention"),
         "window on both sides": (

@@ -25,7 +25,8 @@ from tilewright.integrations.transformers.acceleration import (
     report_of,
     restore,
 )
-from tilewright.integrations.transformers.tables import register, require_transformers
+from tilewright.integrations.transformers.tables import register
+from tilewright.integrations.transformers.versions import require_transformers
 from tilewright.nn.experts import why_not
 
 __all__ = [
