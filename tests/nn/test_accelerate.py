@@ -21,6 +21,8 @@ from tilewright.integrations.transformers import (
     restore,
 )
 
+pytestmark = pytest.mark.packages
+
 COMMON = {
     "vocab_size": 48,
     "hidden_size": 32,

@@ -14,6 +14,8 @@ from packaging.version import Version
 
 from tilewright.integrations import hub
 
+pytestmark = pytest.mark.packages
+
 kernels = pytest.importorskip("kernels")
 models = pytest.importorskip("transformers.models")
 

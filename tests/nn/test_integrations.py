@@ -28,6 +28,8 @@ from tilewright.ops.attention import ATTENTION
 from tilewright.ops.moe import MOE_MLP
 from tilewright.trainer.model import Ops
 
+pytestmark = pytest.mark.packages
+
 NAMES = [i.name for i in MOE_MLP.implementations]
 COMMON = {
     "vocab_size": 50,

@@ -31,6 +31,8 @@ from tilewright.lora import LoRALinear, QuantFormat, QuantizedLinear  # noqa: E4
 from tilewright.nn import RowBlockLinear  # noqa: E402
 from tilewright.registry import ImplementationUnavailable  # noqa: E402
 
+pytestmark = pytest.mark.packages
+
 SHAPE = {
     "vocab_size": 96,
     "hidden_size": 64,

@@ -15,6 +15,8 @@ import torch
 from tilewright import ImplementationUnavailable
 from tilewright.integrations import transformers as integration
 
+pytestmark = pytest.mark.packages
+
 AUTO = {
     "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
     "masked": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),

@@ -26,6 +26,8 @@ from tilewright.integrations.transformers import (  # noqa: E402
     restore,
 )
 
+pytestmark = pytest.mark.packages
+
 IDS = torch.arange(3, 21).view(2, 9)
 SENTENCE = rf"transformers {transformers.__version__} has no .*; 5\.7 to \S+ were tested"
 

@@ -164,6 +164,7 @@ def test_results_are_near_what_was_quantized(format, dtype):
 # ---- bitsandbytes
 
 
+@pytest.mark.packages
 @EVERY_DTYPE
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("shape", SIZES, ids=str)
@@ -196,6 +197,7 @@ def test_nf4_is_what_bitsandbytes_writes_and_reads(shape, double, dtype):
     assert_same(dequantize_nf4(again), dequantize_nf4(q))
 
 
+@pytest.mark.packages
 @pytest.mark.parametrize("block", [32, 128, 4096])
 def test_nf4_block_sizes_and_zero_blocks_are_those_of_bitsandbytes(block):
     bnb = oracle("bitsandbytes.functional")
@@ -208,6 +210,7 @@ def test_nf4_block_sizes_and_zero_blocks_are_those_of_bitsandbytes(block):
     assert_same_bytes(q.absmax, state.absmax)
 
 
+@pytest.mark.packages
 def test_nf4_scales_in_8_bits_are_those_of_bitsandbytes():
     """More blocks than one of 256 scales, and a shorter one; all of one size in the last tensor."""
     bnb = oracle("bitsandbytes.functional")
@@ -434,6 +437,7 @@ def test_a_checkpoint_that_does_not_fit_together_is_refused_in_one_sentence(
 # ---- torchao, compressed-tensors
 
 
+@pytest.mark.packages
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 def test_nvfp4_is_what_torchao_writes_and_reads(dtype):
     ao = oracle("torchao.prototype.mx_formats.nvfp4_tensor")
@@ -448,6 +452,7 @@ def test_nvfp4_is_what_torchao_writes_and_reads(dtype):
     assert_same_bytes(dequantize_nvfp4(q), expected)
 
 
+@pytest.mark.packages
 def test_nvfp4_differs_from_torchao_as_documented():
     ao = oracle("torchao.prototype.mx_formats.nvfp4_tensor")
 
@@ -477,6 +482,7 @@ def test_nvfp4_differs_from_torchao_as_documented():
         assert (ours(x)[2] == theirs(x)[2]) == equal
 
 
+@pytest.mark.packages
 def test_nf4_differs_from_bitsandbytes_as_documented():
     bnb = oracle("bitsandbytes.functional")
     for length, value, equal in (
@@ -494,6 +500,7 @@ def test_nf4_differs_from_bitsandbytes_as_documented():
         assert torch.equal(q.absmax, state.absmax) == equal, (length, value)
 
 
+@pytest.mark.packages
 def test_nvfp4_checkpoints_are_those_of_compressed_tensors():
     """Its own packing and reading. Its tensor scale is an inverse, so products round differently:
     codes may differ where x is at a tie, to float32's precision.
@@ -547,6 +554,7 @@ def test_nvfp4_layouts_come_back():
 # ---- transformers
 
 
+@pytest.mark.packages
 @EVERY_DTYPE
 def test_block_fp8_is_what_transformers_writes(dtype):
     module = oracle("transformers.integrations.finegrained_fp8")
@@ -587,6 +595,7 @@ def test_block_fp8_of_activations_by_hand():
 # ---- torchao, compressed-tensors
 
 
+@pytest.mark.packages
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 def test_mxfp8_is_what_torchao_writes_and_reads(dtype):
     module = oracle("torchao.prototype.mx_formats.mx_tensor")
@@ -606,6 +615,7 @@ def test_mxfp8_is_what_torchao_writes_and_reads(dtype):
     )
 
 
+@pytest.mark.packages
 def test_mxfp8_has_the_keys_of_compressed_tensors():
     compressor = oracle("compressed_tensors.compressors.mxfp8.base").MXFP8QuantizationCompressor
     scheme = oracle("compressed_tensors.quantization").preset_name_to_scheme("MXFP8", ["Linear"])

@@ -19,6 +19,7 @@ def test_equals_torch_in_float64():
     )
 
 
+@pytest.mark.packages
 def test_llama_cast_equals_transformers_bit_for_bit():
     norm = (
         pytest.importorskip("transformers.models.llama.modeling_llama")
@@ -30,6 +31,7 @@ def test_llama_cast_equals_transformers_bit_for_bit():
     assert torch.equal(rmsnorm(x, norm.weight, 1e-5, implementation="eager"), norm(x))
 
 
+@pytest.mark.packages
 def test_gemma_cast_equals_transformers_bit_for_bit():
     norm = (
         pytest.importorskip("transformers.models.gemma.modeling_gemma")

@@ -18,6 +18,8 @@ from tilewright.ops import OPS
 from tilewright.ops.rmsnorm import RMSNORM
 from tilewright.registry import Goal
 
+pytestmark = pytest.mark.packages
+
 ROOT = pathlib.Path(__file__).parents[2]
 NO_GPU = "No number here was measured on a GPU"
 ROOF = {"copy_bytes_per_second": 4e12, "flops_per_second": {"bfloat16": 8e14, "float32": 5e13}}

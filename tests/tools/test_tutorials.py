@@ -21,6 +21,8 @@ import pytest
 
 from tilewright import platform
 
+pytestmark = pytest.mark.packages
+
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
 # A comment before it, the language, what follows that, and the text.

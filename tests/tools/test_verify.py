@@ -18,6 +18,8 @@ import tilewright
 from tilewright.integrations.transformers import PARTS, accelerate
 from tilewright.tools import verify as tool
 
+pytestmark = pytest.mark.packages
+
 pytest.importorskip("transformers", minversion="5.7", reason="needs transformers 5.7 or later")
 
 COMMON = {

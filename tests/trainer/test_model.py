@@ -17,6 +17,8 @@ from tilewright.trainer import hf  # noqa: E402
 from tilewright.trainer.model import ModelConfig, Ops, Transformer  # noqa: E402
 from tilewright.trainer.ops_choice import attention_request  # noqa: E402
 
+pytestmark = pytest.mark.packages
+
 SMOLLM2 = pathlib.Path(__file__).parents[2] / ".cache/smollm2"
 SMALL = {
     "vocab_size": 211,

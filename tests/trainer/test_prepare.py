@@ -29,6 +29,8 @@ from tilewright.trainer.batches import lengths_of
 from tilewright.trainer.config import Config
 from tilewright.trainer.data import prepare, split_validation
 
+pytestmark = pytest.mark.packages
+
 
 class Bytes:
     """A tokenizer with a token per byte, that begins a text with token 1 and ends it with 0."""
