@@ -1228,7 +1228,7 @@ def functions(masks):
     left = torch.zeros(2, dtype=torch.long, device=DEVICE)
 
     def packed(function):
-        # Before transformers 5.18, positions are those of the row.
+        # Before transformers 5.23, positions are those of the row.
         remap = getattr(masks, "remap_positions_for_packed_sequence", lambda function, _: function)
         return masks.and_masks(
             remap(function, positions), masks.packed_sequence_mask_function(documents)

@@ -20,9 +20,9 @@ def parsed(path):
 
 
 def tree_of(text, module="tilewright.bench.planted"):
-    """Its syntax tree, with the module's name and its number of lines."""
+    """Its syntax tree, with the module's name."""
     tree = ast.parse(text)
-    tree.module, tree.lines = module.removesuffix(".__init__"), len(text.splitlines())
+    tree.module = module.removesuffix(".__init__")
     return tree
 
 
@@ -335,15 +335,6 @@ def retried(tree):
             yield node.lineno, "a test is retried"
 
 
-MOST_LINES = 450
-
-
-def long(tree):
-    """A module with more lines has more than one subject."""
-    if tree.lines > MOST_LINES:
-        yield tree.lines, f"{tree.lines} lines, more than {MOST_LINES}"
-
-
 def hoarding(tree):
     """functools.cache must cache loaded modules."""
     for node in tree.body:
@@ -352,11 +343,7 @@ def hoarding(tree):
             yield node.lineno, "_loaded: use functools.cache"
 
 
-# A kernel and its launcher are one subject, however long.
-HOST = [p for p in LIBRARY if "kernels" not in p.parts]
-
 RULES = [
-    (long, HOST),
     (hoarding, LIBRARY),
     (crowded, LIBRARY),
     (private, LIBRARY),
@@ -400,7 +387,6 @@ MANY = ", ".join(f"p{i}" for i in range(MOST_PARAMETERS + 1))
         (private, "OPS['rmsnorm']._table.clear()"),
         (private, "from tilewright.ops import rmsnorm\n_fake = rmsnorm._fake"),
         (private, "def f(op):\n    return op._by_key"),
-        (long, "x = 1\n" * 450 + "# one more"),
         (private, "from tilewright.ops.rmsnorm import _fake"),
         (private, "from tilewright.ops import rmsnorm\nrmsnorm._fake()"),
         (private, "from tilewright.ops import _checks\n_checks._cu_seqlens()"),
@@ -427,7 +413,6 @@ MANY = ", ".join(f"p{i}" for i in range(MOST_PARAMETERS + 1))
         (private, "from tilewright.ops.rmsnorm import _validate"),
         (private, "from tilewright.ops import rmsnorm\nrmsnorm._validate(x)"),
         (private, "from tilewright import platform as p\np._order('1')"),
-        (long, "x = 1\n" * 451),
         (crowded, "def _f(a, b, c, d, e, f, g, *, h, i, j, k): pass"),
         (crowded, "f = lambda a, b, c, d, e, f, g, h, i, j, k: 1"),
         (hoarding, "_loaded: dict = {}"),
@@ -451,7 +436,6 @@ def test_rule_sees_a_planted_fault(rule, source):
             "try:\n    import triton\nexcept ImportError as error:\n    reason = str(error)",
         ),
         (swallowed, "try:\n    f()\nexcept KeyError:\n    pass"),
-        (long, "x = 1\n" * 450),
         (hoarding, "def f():\n    _loaded = {}"),
         (crowded, f"@triton.jit\ndef f({MANY}): pass"),
         (crowded, f"class A:\n    def f(self, {MANY[4:]}): pass"),
