@@ -167,7 +167,7 @@ def _validate(
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
     for name, is_set in {
         **{name: t is not None for name, t in biases.items()},
-        "gate": gate != SWIGLU,
+        "gate": not gate.is_swiglu,
     }.items():
         if is_set and frozen:
             raise ValueError(f"{name} is for weights that are tensors, got it with quantized ones")
