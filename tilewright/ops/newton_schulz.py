@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from tilewright import platform
-from tilewright.kernels.newton_schulz import WIDE, iterate
+from tilewright.kernels.newton_schulz import WIDE, iterate, normalized
 from tilewright.ops import _checks, _products, cases
 from tilewright.ops._library import define, from_kernels
 from tilewright.registry import Case, Cost, Implementation, Op
@@ -131,11 +131,11 @@ def newton_schulz_eager(x, coefficients, eps):
     w = x.to(torch.promote_types(x.dtype, torch.float32))
     tall = x.shape[-2] > x.shape[-1]
     w = w.mT if tall else w
-    w = w / torch.linalg.vector_norm(w, dim=(-2, -1), keepdim=True).clamp_min(eps)
+    w = normalized(w, eps)
     for a, b, c in zip(*(coefficients[i::3] for i in range(3)), strict=True):
         gram = w @ w.mT
         w = a * w + (b * gram + c * (gram @ gram)) @ w
-    return (w.mT if tall else w).to(x.dtype, memory_format=torch.contiguous_format)
+    return (w.mT if tall else w).to(x.dtype).contiguous()
 
 
 # ---- faster implementations
