@@ -73,7 +73,7 @@ SAME = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
 def hf(monkeypatch):
     """transformers with tilewright's names registered; its tables are restored after the test."""
     transformers = pytest.importorskip(
-        "transformers", minversion="5.7", reason="needs transformers 5.7 or later"
+        "transformers", minversion="5.17", reason="needs transformers 5.17 or later"
     )
     keep_tables(monkeypatch)
     integration.register()
@@ -139,7 +139,7 @@ def close(found, expected, tolerance):
 WITHOUT = """
 import sys, types, tilewright, tilewright.ops, tilewright.integrations.transformers
 print(tilewright.integrations.transformers.__name__, 'transformers' in sys.modules)
-old = types.ModuleType('transformers'); old.__version__ = '5.6.2'
+old = types.ModuleType('transformers'); old.__version__ = '5.16.2'
 old.__spec__ = types.SimpleNamespace(); sys.modules['transformers'] = old
 try: tilewright.integrations.transformers.register()
 except RuntimeError as error: print(error)
@@ -165,7 +165,7 @@ def test_a_missing_or_old_transformers_is_named(monkeypatch, without_transformer
     ):
         integration.register()
     assert without_transformers[1:] == [
-        "transformers 5.6.2 takes no experts_implementation but its own; 5.7 and later do"
+        "transformers 5.16.2 is too old: 5.17 or later is supported"
     ]
 
 

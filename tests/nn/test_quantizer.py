@@ -13,7 +13,7 @@ from packaging.version import Version
 from torch import nn
 
 transformers = pytest.importorskip(
-    "transformers", minversion="5.7", reason="needs transformers 5.7 or later"
+    "transformers", minversion="5.17", reason="needs transformers 5.17 or later"
 )
 
 from safetensors.torch import load_file, save_file  # noqa: E402

@@ -213,7 +213,7 @@ def logits(model, padded):
 def attentions(monkeypatch):
     """Records calls of attention; transformers' tables are restored after the test."""
     transformers = pytest.importorskip(
-        "transformers", minversion="5.7", reason="needs transformers 5.7 or later"
+        "transformers", minversion="5.17", reason="needs transformers 5.17 or later"
     )
     from transformers.integrations.moe import ExpertsInterface
 

@@ -12,7 +12,7 @@ from helpers import keep_tables
 from torch import nn
 
 transformers = pytest.importorskip(
-    "transformers", minversion="5.7", reason="needs transformers 5.7 or later"
+    "transformers", minversion="5.17", reason="needs transformers 5.17 or later"
 )
 
 from transformers.models.llama import modeling_llama  # noqa: E402
@@ -29,7 +29,7 @@ from tilewright.integrations.transformers import (  # noqa: E402
 pytestmark = pytest.mark.packages
 
 IDS = torch.arange(3, 21).view(2, 9)
-SENTENCE = rf"transformers {transformers.__version__} has no .*; 5\.7 to \S+ were tested"
+SENTENCE = rf"transformers {transformers.__version__} has no .*; 5\.17 to \S+ were tested"
 
 
 @pytest.fixture(autouse=True)
@@ -235,8 +235,8 @@ def test_what_has_moved_is_left_with_the_version(moved, monkeypatch):
 
 def test_a_version_newer_than_those_tested_is_named(monkeypatch, capsys):
     version = transformers.__version__
-    monkeypatch.setattr(platform, "TESTED", {**platform.TESTED, "transformers": "5.6"})
-    sentence = f"transformers {version} is newer than 5.6, the newest that was tested"
+    monkeypatch.setattr(platform, "TESTED", {**platform.TESTED, "transformers": "5.16"})
+    sentence = f"transformers {version} is newer than 5.16, the newest that was tested"
     accelerate(tiny(), parts=("norm",))
     assert capsys.readouterr().out.splitlines()[-1] == f"  note     {sentence}"
     assert sentence in explain.heading("cpu", torch.float32).splitlines()

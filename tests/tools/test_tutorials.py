@@ -178,7 +178,7 @@ MODEL = '"HuggingFaceTB/SmolLM2-135M"'
 
 def test_the_python_of_readme_and_guide_runs(tmp_path, python):
     """In one process, on a small model in place of the one on the hub."""
-    transformers = pytest.importorskip("transformers", minversion="5.7")
+    transformers = pytest.importorskip("transformers", minversion="5.17")
     config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=32,

@@ -20,7 +20,7 @@ from tilewright.tools import verify as tool
 
 pytestmark = pytest.mark.packages
 
-pytest.importorskip("transformers", minversion="5.7", reason="needs transformers 5.7 or later")
+pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17 or later")
 
 COMMON = {
     "vocab_size": 64,

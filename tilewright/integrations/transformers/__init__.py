@@ -1,4 +1,4 @@
-"""Hugging Face transformers' models (5.7 and later), computed by this library's ops.
+"""Hugging Face transformers' models (5.17 and later), computed by this library's ops.
 
     from tilewright.integrations.transformers import accelerate
 

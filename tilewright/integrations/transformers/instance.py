@@ -24,7 +24,7 @@ def replace_forward(module: nn.Module, make: Callable, *options: Any) -> None:
 
     make: a function of a module, which pickle finds by name; options: picklable and hashable.
     """
-    module.__class__ = _subclass(type(module), make, options)
+    module.__class__ = _subclass(type(module), make, options, type(module).forward)
 
 
 def check_restorable(module: nn.Module) -> None:
@@ -44,7 +44,9 @@ def put_back(module: nn.Module) -> None:
 
 
 @functools.cache
-def _subclass(base: type, make: Callable, options: tuple) -> type:
+def _subclass(base: type, make: Callable, options: tuple, forward: Callable) -> type:
+    """forward: base's, which another library may have replaced since the last call."""
+
     def reduce(self, protocol):
         # pickle and copy find classes by name, and would find the base.
         _, _, *state = base.__reduce_ex__(self, protocol)
@@ -58,7 +60,7 @@ def _subclass(base: type, make: Callable, options: tuple) -> type:
 
 def _new(base: type, make: Callable, options: tuple) -> nn.Module:
     """An instance without state, for pickle and copy."""
-    cls = _subclass(base, make, options)
+    cls = _subclass(base, make, options, base.forward)
     if hasattr(cls, "set_attn_implementation"):  # its configuration may name the registered entries
         from tilewright.integrations.transformers.tables import register_once
 

@@ -178,20 +178,22 @@ def rope_forward(base: type) -> Callable:
     `kernels` is installed, and only for about half of its attentions.
     """
     own = own_function(base.forward)
-    return with_globals(base.forward, _namespace(own.__globals__["__name__"]).__dict__)
+    rotations = tuple(own.__globals__.get(name) for name in ROTATIONS)
+    return with_globals(base.forward, _namespace(own.__globals__["__name__"], rotations).__dict__)
 
 
 @functools.cache
-def _namespace(name: str) -> ModuleType:
+def _namespace(name: str, rotations: tuple[Callable | None, ...]) -> ModuleType:
     """A copy of a module's namespace whose rotations are this library's.
 
+    rotations: the module's own, which another library may have replaced since the last call.
     It is a module that can be imported, where torch.compile looks the names of its functions up.
     """
     module = sys.modules[name]
-    copied = ModuleType(f"{__name__}.{name.replace('.', '_')}")
+    number = sum(key.startswith(f"{__name__}.") for key in sys.modules)
+    copied = ModuleType(f"{__name__}.{name.replace('.', '_')}_{number}")
     copied.__dict__.update({k: v for k, v in module.__dict__.items() if k != "__name__"})
-    for function in ROTATIONS:
-        own = module.__dict__.get(function)
+    for function, own in zip(ROTATIONS, rotations, strict=True):
         if own is not None and (found := _rotation(own)):
             copied.__dict__[function] = _rotate(own, *found)
     sys.modules[copied.__name__] = copied

@@ -8,7 +8,7 @@ from typing import Any
 from tilewright import platform
 from tilewright.registry import ImplementationUnavailable
 
-OLDEST = (5, 7)
+OLDEST = (5, 17)
 
 
 def require_transformers() -> None:
@@ -17,11 +17,10 @@ def require_transformers() -> None:
         raise ImplementationUnavailable(reason)
     import transformers
 
-    # Earlier versions may have the table, but from_pretrained accepts their own names only.
     if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
         raise ImplementationUnavailable(
-            f"transformers {transformers.__version__} takes no experts_implementation but "
-            f"its own; {OLDEST[0]}.{OLDEST[1]} and later do"
+            f"transformers {transformers.__version__} is too old: {oldest} or later is supported"
         )
 
 
