@@ -133,6 +133,48 @@ def test_auto_compiles_through_inductor(op):
         torch.testing.assert_close(*(t.float() if t.itemsize == 1 else t for t in (f, e)))
 
 
+NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
+
+
+class NeutralArithmetic(TorchDispatchMode):
+    """found: operators that add zero to one of some tensors or subtract it, or multiply it by one
+    or divide it.
+    """
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.of, self.found = {self.place(t) for t in tensors}, []
+
+    @staticmethod
+    def place(t):
+        return t.data_ptr(), t.shape, t.stride(), t.dtype
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().removeprefix("aten::").split(".")[0]
+        if name in NEUTRAL and len(args) == 2:
+            of = any(isinstance(a, torch.Tensor) and self.place(a) in self.of for a in args)
+            if of and any(type(a) in (int, float) and a == NEUTRAL[name] for a in args):
+                self.found.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
+def test_nothing_neutral_is_added_to_an_input_or_multiplied_with_it(op):
+    """Inductor drops such an operator. From torch 2.14 on it then marks the input as one to
+    recompute, and fails under activation checkpointing. Triton's kernels are reached by the same
+    public functions.
+    """
+    for name in (i.name for i in op.implementations if i.name != "triton"):
+        if op.implementation(name).why_not(DEVICE, torch.float32):
+            continue
+        for case in filter(has_a_graph, small_cases(op)):
+            made = inputs(case)
+            mode = NeutralArithmetic(contract.leaves(made))
+            with mode, contextlib.suppress(ImplementationUnavailable):  # this case, which it names
+                op.public(**made, implementation=name)
+            assert not mode.found, (name, case.name)
+
+
 def test_a_pin_reaches_compiled_code(monkeypatch):
     """Changing the pin recompiles; changing it back does not."""
 

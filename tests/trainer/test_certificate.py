@@ -454,11 +454,14 @@ def test_the_libraries_of_a_gpu_and_the_environment_are_facts(monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")  # changes no bits
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    # A torch for CUDA would compare it with the capabilities of GPUs.
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
     monkeypatch.setattr(nccl, "version", lambda: (2, 30, 1))
     found = platform.provenance()
     assert found["NCCL_ALGO"] == "Ring" and found["CUBLASLT_WORKSPACE_SIZE"] == "0"
     assert "NCCL_DEBUG" not in found and found["nccl"] == "2.30.1"
-    assert found["cuda device"] == "GPU" and {"driver", "cuda", "cudnn"} <= found.keys()
+    assert found["cuda device"] == "GPU" and {"driver", "cuda"} <= found.keys()
+    assert found["cudnn"] == "92000"
 
 
 def test_the_packages_of_implementations_are_facts(monkeypatch):

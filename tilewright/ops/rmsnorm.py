@@ -174,8 +174,15 @@ def _with_noise(weight, bias, offset, noise, dtype, implementation):
     if not aqn.arguments(noise)[0]:
         return weight, bias, offset
     acc = torch.promote_types(dtype, torch.float32)
-    weight = aqn.add(weight.to(acc) + offset, noise, implementation)
+    weight = aqn.add(_shifted(weight.to(acc), offset), noise, implementation)
     return weight, None if bias is None else bias.to(acc), 0.0
+
+
+def _shifted(weight, offset):
+    """weight + offset. Adds no zero: from torch 2.14 on, inductor does not compile the sum of a
+    graph's input and zero under activation checkpointing.
+    """
+    return weight if offset == 0 else weight + offset
 
 
 # ---- the definition
@@ -187,7 +194,7 @@ def rmsnorm_eager(x, weight, bias=None, eps=1e-6, offset=0.0, cast="llama"):
     h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     if cast == "llama":
         h = h.to(x.dtype).to(acc)
-    y = h * (weight.to(acc) + offset)
+    y = h * _shifted(weight.to(acc), offset)
     if bias is not None:
         y = y + bias.to(acc)
     return y.to(x.dtype)
@@ -208,7 +215,7 @@ def add_rmsnorm_eager(x, residual, weight, bias=None, eps=1e-6, offset=0.0, cast
 
 def _torch():
     def rmsnorm_torch(x, weight, bias, eps, offset, cast):
-        w = weight if offset == 0 else weight + offset
+        w = _shifted(weight, offset)
         # F.rms_norm takes one [D] weight of x's dtype and no bias.
         if w.dim() == 2 or bias is not None or w.dtype != x.dtype:
             y = torch.nn.functional.rms_norm(x, x.shape[-1:], None, eps) * w
