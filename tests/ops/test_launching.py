@@ -207,7 +207,7 @@ def kept():
     def checked(kernel, grid, *arguments, **constants):
         ran.clear()
         launch(kernel, grid, *arguments, **constants)
-        kernel[grid](*arguments, **constants)
+        kernel[grid](*arguments, **launch_cache.COMPILE_OPTIONS, **constants)
         (*first, is_kept), (*second, _) = ran
         described = " with descriptors" * any(isinstance(a, TensorDescriptor) for a in arguments)
         counts[f"{kernel.fn.__module__}.{kernel.fn.__name__}{described}"] += is_kept
