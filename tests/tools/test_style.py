@@ -135,6 +135,18 @@ def unportable(tree):
             yield node.lineno, "libdevice in a Triton kernel"
 
 
+def unlaunched(tree):
+    """A kernel that is not launched through `launch`, which chooses what Triton's versions choose
+    differently.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (
+            (isinstance(node.func, ast.Subscript) and not dotted(node.func.value).startswith("tl"))
+            or (isinstance(node.func, ast.Attribute) and node.func.attr in ("warmup", "run"))
+        ):
+            yield node.lineno, f"{ast.unparse(node.func)}(...) in place of launch"
+
+
 def undocumented(tree):
     """Only _torch.py may use undocumented PyTorch APIs."""
     torches = {"torch"} | {
@@ -400,6 +412,7 @@ RULES = [
     (generated, LIBRARY),
     (patched, LIBRARY),
     (unportable, KERNELS),
+    (unlaunched, KERNELS),
     (retried, TESTS),
     (clocked, [p for p in TESTS if p.name not in MAY_SLEEP]),
     (undocumented, [p for p in LIBRARY if p.name not in ("_torch.py", "pretend.py")]),
@@ -458,6 +471,9 @@ MANY = ", ".join(f"p{i}" for i in range(MOST_PARAMETERS + 1))
         (unportable, "x = tl.inline_asm_elementwise('')"),
         (unportable, "if HARDWARE:\n    tl.inline_asm_elementwise('')"),
         (unportable, "if HARDWARE:\n    pass\nelse:\n    tl.inline_asm_elementwise('')"),
+        (unlaunched, "_forward[(n,)](x, y, num_warps=4)"),
+        (unlaunched, "_forward.warmup(x, grid=(1,))"),
+        (unlaunched, "_forward.run(x, grid=(1,), warmup=False)"),
         (retried, "@pytest.mark.flaky(reruns=3)\ndef f(): pass"),
         (clocked, "import time\nassert time.perf_counter() - begun < 1"),
         (clocked, "import time as t\nbegun = t.monotonic_ns()"),
@@ -503,6 +519,7 @@ def test_rule_sees_a_planted_fault(rule, source):
         (private, "class A(Op):\n    def f(self): return self._table"),
         (private, "class A:\n    def f(self, other): self._table = other._table"),
         (private, "from tilewright.ops import _checks\n_checks.dense(self._x)"),
+        (unlaunched, "launch(_forward, (n,), x, num_warps=4)\nwarm_up(_forward, x)"),
         (positional, "Request(head_dim=64)"),
         (clocked, "monkeypatch.setattr(timing.time, 'perf_counter', lambda: now[0])"),
         (clocked, "import time\ntime.sleep(600)\nSCRIPT = 'time.sleep(600)'\nclock.time()"),

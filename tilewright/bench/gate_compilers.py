@@ -228,7 +228,9 @@ def compile_triton(spec: KernelSpec, arch: int) -> tuple[Facts, bytes]:
     # Triton ignores options that it does not know, and an environment variable turns this one off.
     chosen, found = options["enable_fp_fusion"], compiled.metadata.enable_fp_fusion
     if found is not chosen:
-        raise RuntimeError(f"enable_fp_fusion is {found} after compiling, and the launch's {chosen}")
+        raise RuntimeError(
+            f"enable_fp_fusion is {found} after compiling, and the launch's {chosen}"
+        )
     ptx = compiled.asm["ptx"]
     return (
         Facts(
