@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 PLANTED = '''
 import contextlib, hashlib, importlib.util, io, json, pathlib, sys
 
+import torch
 import triton
 import triton.language as tl
 from triton import knobs
@@ -27,6 +28,7 @@ from triton import knobs
 from tilewright.bench import compile_gate, gate_compilers, kernel_digest
 from tilewright.kernels.spec import KernelSpec
 from tilewright.registry import Implementation, Op
+from tilewright.tools.gate import recorded
 
 
 @triton.jit
@@ -187,9 +189,12 @@ for name, needs in {
         found["has tcgen05"] = gate(planted, argv=["--arch", "100"])
 unchosen, off = (spec(fused, "fused", 1024, options={"enable_fp_fusion": which}) for which in (None, False))
 found["fusion not chosen"] = gate(unchosen, budgets={})
-found["fusion"] = []
+found["fusion"], found["fusion of others"] = [], []
 for default in (True, False):   # up to Triton 3.9, and from 3.10 on
     knobs.language.default_fp_fusion = default
+    with recorded(90) as specs:   # a launch that is not ours
+        fused[1,](torch.ones(1024), torch.ones(1024), 1024, BLOCK=1024)
+    found["fusion of others"] += [which.options["enable_fp_fusion"] for which in specs]
     cubins = [gate_compilers.compile_triton(which, 90)[1] for which in (spec(fused, "fused", 1024), off)]
     found["fusion"].append([hashlib.sha256(cubin).hexdigest() for cubin in cubins])
 found["digests"] = digests(__file__)
@@ -364,6 +369,7 @@ def test_a_kernel_that_leaves_fusion_to_tritons_version_is_red(planted):
     )
     (on, off), after = planted["fusion"]
     assert after == [on, off] and on != off, "Triton's default has no effect, the choice has one"
+    assert planted["fusion of others"] == [True, False], "which `tilewright gate` leaves to Triton"
 
 
 def test_a_shared_spec_is_compiled_once_and_an_unlaunched_one_not_at_all(planted):
