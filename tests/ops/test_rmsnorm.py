@@ -326,7 +326,7 @@ def test_backward_programs_are_as_many_as_the_device_holds(monkeypatch):
         (16384, 8, 1000, 1),
     ):
         assert kernel._sharing(kernels, T, block, heads, 8, x, (), D=4096) == programs
-    assert asked == [{"D": 4096, "num_warps": 8, "grid": (1,)}]
+    assert asked == [{"D": 4096, "num_warps": 8, "grid": (1,), "enable_fp_fusion": True}]
 
 
 @pytest.mark.parametrize("rows, columns", [(1, 5), (32, 33), (77, 100)])

@@ -18,14 +18,17 @@ ROOT = pathlib.Path(__file__).parents[2]
 pytest.importorskip("triton")
 
 PLANTED = '''
-import contextlib, importlib.util, io, json, pathlib, sys
+import contextlib, hashlib, importlib.util, io, json, pathlib, sys
 
+import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
 from tilewright.bench import compile_gate, gate_compilers, kernel_digest
 from tilewright.kernels.spec import KernelSpec
 from tilewright.registry import Implementation, Op
+from tilewright.tools.gate import recorded
 
 
 @triton.jit
@@ -76,6 +79,13 @@ def scaled(x):
 def calls(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)   # of a program
     tl.store(y_ptr + i, scaled(tl.load(x_ptr + i, mask=i < n)), mask=i < n)
+
+
+@triton.jit
+def fused(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < n)
+    tl.store(y_ptr + i, x * x + x, mask=i < n)
 
 
 def spec(kernel, label, block, warps=4, **options):
@@ -177,6 +187,16 @@ for name, needs in {
     FILE.unlink()
     if name == "has wgmma":   # the other architecture, where another instruction is needed
         found["has tcgen05"] = gate(planted, argv=["--arch", "100"])
+unchosen, off = (spec(fused, "fused", 1024, options={"enable_fp_fusion": which}) for which in (None, False))
+found["fusion not chosen"] = gate(unchosen, budgets={})
+found["fusion"], found["fusion of others"] = [], []
+for default in (True, False):   # up to Triton 3.9, and from 3.10 on
+    knobs.language.default_fp_fusion = default
+    with recorded(90) as specs:   # a launch that is not ours
+        fused[1,](torch.ones(1024), torch.ones(1024), 1024, BLOCK=1024)
+    found["fusion of others"] += [which.options["enable_fp_fusion"] for which in specs]
+    cubins = [gate_compilers.compile_triton(which, 90)[1] for which in (spec(fused, "fused", 1024), off)]
+    found["fusion"].append([hashlib.sha256(cubin).hexdigest() for cubin in cubins])
 found["digests"] = digests(__file__)
 print(json.dumps(found))
 '''
@@ -339,6 +359,17 @@ def test_a_kernel_that_does_not_compile_is_red_with_the_compilers_reason(planted
     assert planted["broken"]["code"] == 1
     assert "planted/broken sm_90: does not compile" in planted["broken"]["out"]
     assert "power of 2" in planted["broken"]["out"]
+
+
+def test_a_kernel_that_leaves_fusion_to_tritons_version_is_red(planted):
+    failed = planted["fusion not chosen"]
+    assert failed["code"] == 1 and (
+        "fused sm_90: does not compile: ValueError: the launch does not choose enable_fp_fusion"
+        in failed["out"]
+    )
+    (on, off), after = planted["fusion"]
+    assert after == [on, off] and on != off, "Triton's default has no effect, the choice has one"
+    assert planted["fusion of others"] == [True, False], "which `tilewright gate` leaves to Triton"
 
 
 def test_a_shared_spec_is_compiled_once_and_an_unlaunched_one_not_at_all(planted):

@@ -404,13 +404,13 @@ def done() -> None:
     os._exit(0)
 
 
-def started() -> float:
+def started(proc: pathlib.Path = pathlib.Path("/proc")) -> float:
     """When this process started, before any import; the current time if the system does not
     report it.
     """
     try:
-        ticks = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        uptime = float(pathlib.Path("/proc/uptime").read_text().split()[0])
+        ticks = int((proc / "self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime = float((proc / "uptime").read_text().split()[0])
         return time.time() - max(0.0, uptime - ticks / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError):
         return time.time()

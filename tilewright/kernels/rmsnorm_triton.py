@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels import launchers
-from tilewright.kernels.launch import launch
+from tilewright.kernels.launch import launch, warm_up
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -445,9 +445,7 @@ def _sharing(
         of = torch.cuda.get_device_properties(x.device)
         key = (kernel, x.device, warps, *key, *constants.values())
         if key not in _resident:
-            # The warm-up compiles what the launch compiles, and `run` loads it.
-            compiled = kernel.warmup(*arguments, **constants, num_warps=warps, grid=(1,))
-            _ = compiled.run
+            compiled = warm_up(kernel, *arguments, **constants, num_warps=warps)
             _resident[key] = resident(compiled.n_regs, compiled.metadata.shared, warps, of)
         each = _resident[key] * of.multi_processor_count
     return max(1, min(each // groups, launchers.cdiv(T, block_t)))
