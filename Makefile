@@ -155,6 +155,7 @@ endif
 
 gate-all:
 	$(MAKE) gate GATE_ARGS="--all $(GATE_ARGS)"
+	$(MAKE) gate GATE_ARGS="--variants $(GATE_ARGS)"
 
 # Every compiled kernel on the emulated GPU, about four minutes of a CPU; `make test` runs what has changed since it passed,
 # and a draw of one in twenty.

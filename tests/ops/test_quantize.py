@@ -17,6 +17,7 @@ from helpers import DEVICE, skip_unless_usable
 
 from tilewright.bench import contract
 from tilewright.ops import (
+    aqn,
     block_fp8,
     dequantize_block_fp8,
     dequantize_mxfp8,
@@ -707,6 +708,21 @@ def test_e2m1_is_rounded_to_the_nearest_and_ties_to_even():
     codes = torch.tensor([0, 0, 1, 1, 2, 2, 4, 4, 4, 5, 6, 6, 7, 7, 7], dtype=torch.uint8)
     assert torch.equal(quantize.to_e2m1(v), codes)
     assert torch.equal(quantize.to_e2m1(-v), codes | 8)
+
+
+@pytest.mark.parametrize("options", [{}, {"noise": aqn.SOME}], ids=["plain", "noise"])
+@pytest.mark.parametrize("double", [False, True])
+def test_nf4_values_from_shared_memory_are_those_from_global_memory(double, options):
+    """The bits of both ways to look values up: all codes, and a shorter last block."""
+    skip_unless_usable(nf4.DEQUANTIZE_NF4, "triton", torch.float32)
+    from tilewright.kernels.quantize_triton import NF4_DEQUANTIZE
+
+    q = quantize_nf4(randn(5, 1000), double_quant=double)
+    q.data.view(-1)[:256] = torch.arange(256, dtype=torch.uint8, device=q.data.device)
+    usual = dequantize_nf4(q, implementation="triton", **options)
+    with NF4_DEQUANTIZE.override(q.data.device, (64,), {"GATHER": True}):
+        gathered = dequantize_nf4(q, implementation="triton", **options)
+    assert torch.equal(gathered.view(torch.int32), usual.view(torch.int32))
 
 
 def test_codes_are_converted_by_gpus_that_can(monkeypatch):

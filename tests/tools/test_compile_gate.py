@@ -179,6 +179,8 @@ for name, needs in {
     "need wide": (copy, 1024, ("n",), {}), "need no loads": (strided, 1024, (), {"load": 0}),
     "need loads": (strided, 1024, (), {}), "need stores": (copy, 1024, ("n",), {"store": 256}),
     "need no divisions": (loops, 1024, ("n",), {"undivided": True}),
+    "need many blocks": (copy, 1024, ("n",), {"per_sm": 17}),
+    "need few blocks": (copy, 1024, ("n",), {"per_sm": 16}),
     "need wgmma": (copy, 1024, ("n",), {"uses": WGMMA}), "has wgmma": (product, 64, (), {"uses": WGMMA}),
 }.items():
     kernel, block, divisible, options = needs
@@ -342,6 +344,7 @@ def test_an_access_that_stays_narrow_is_seen(planted):
         ),
         ("need wgmma", "copy sm_90: needs wgmma, uses none such in PTX and none such in SASS"),
         ("need no divisions", "loops sm_90: has 1 divisions in loops; accepted: 0"),
+        ("need many blocks", "copy sm_90: counts on 17 blocks per SM, which holds 16 of "),
     ],
 )
 def test_a_need_that_is_not_met_is_red_and_no_update_excuses_it(planted, name, sentence):
@@ -350,7 +353,9 @@ def test_a_need_that_is_not_met_is_red_and_no_update_excuses_it(planted, name, s
     assert planted[name]["out"].count("FAILED") == 1
 
 
-@pytest.mark.parametrize("name", ["need wide", "need no loads", "has wgmma", "has tcgen05"])
+@pytest.mark.parametrize(
+    "name", ["need wide", "need no loads", "has wgmma", "has tcgen05", "need few blocks"]
+)
 def test_a_need_that_is_met_is_green(planted, name):
     assert planted[name]["code"] == 0, planted[name]["out"]
 
@@ -453,6 +458,33 @@ def test_a_need_is_looked_for_in_ptx_and_in_machine_code():
     assert unmet(replace(plain, uses={100: ("tcgen05",)})) == []
     assert unmet(replace(plain, load=0), load=16) == []
     assert unmet(plain, loop_divisions=0) == []
+
+
+@pytest.mark.parametrize(
+    "per_sm, warps, arch, changes, held",
+    [
+        (2, 8, 90, {"registers": 128}, None),
+        (2, 8, 90, {"registers": 132}, 1),  # 17 units of 256 a warp
+        (3, 4, 90, {"registers": 168, "shared": 75 * 1024}, None),
+        (4, 4, 90, {"registers": 168, "shared": 75 * 1024}, 3),
+        (2, 8, 120, {"registers": 128, "shared": 49 * 1024}, None),
+        (2, 8, 120, {"registers": 128, "shared": 50 * 1024}, 1),
+        (4, 16, 100, {}, None),
+        (4, 16, 120, {}, 3),  # 1,536 threads
+    ],
+)
+def test_a_launch_that_counts_on_more_blocks_than_an_sm_holds_is_red(
+    per_sm, warps, arch, changes, held
+):
+    spec = KernelSpec(None, "kernel", {}, {}, warps, per_sm=per_sm)
+    said = gate_verdict.unmet(gate_compilers.Result("op/kernel", arch, facts(**changes)), spec)
+    assert len(said) == (held is not None)
+    if said:
+        f = facts(**changes)
+        assert said[0] == (
+            f"counts on {per_sm} blocks per SM, which holds {held} of {f.registers} registers a "
+            f"thread, {f.shared} bytes of shared memory and {warps} warps"
+        )
 
 
 def test_divisions_in_loops_are_read_from_ptx():

@@ -162,6 +162,7 @@ def _triton_identity(spec: KernelSpec) -> str:
             spec.load,
             spec.store,
             sorted(spec.uses.items()),
+            *([spec.per_sm] if spec.per_sm > 1 else []),
         )
     )
 
@@ -327,7 +328,9 @@ def _tunable_specs(tunables: Iterable[Tunable], space: bool) -> Iterator[Any]:
         for key in map(tunable.named, tunable.keys):
             if space:
                 for config in tunable.candidates(**key):
-                    yield from labeled(tunable, key, config, "")
+                    for spec in labeled(tunable, key, config, ""):
+                        # Nothing counts on a candidate's blocks: it is measured.
+                        yield replace(spec, per_sm=1) if isinstance(spec, KernelSpec) else spec
             else:
                 yield from tunable.specs(key, tunable.heuristic(**key))
         for folder, key, config in () if space else tuning.tuned(tunable):

@@ -22,17 +22,14 @@ import torch
 from torch.utils import _device
 
 from tilewright import platform, selection
+from tilewright.kernels.device import SMS
 from tilewright.ops import _library
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 # By compute capability, for the most common devices (H100 and H200 SXM, B200, RTX PRO 6000): number
-# of SMs, bytes of shared memory per block and per SM. (CUDA C++ Programming Guide, "Technical
+# of SMs, and bytes of shared memory per block. (CUDA C++ Programming Guide, "Technical
 # Specifications".)
-DEVICES = {
-    90: (132, 227 * 1024, 228 * 1024),
-    100: (148, 227 * 1024, 228 * 1024),
-    120: (188, 99 * 1024, 100 * 1024),
-}
+DEVICES = {90: (132, 227 * 1024), 100: (148, 227 * 1024), 120: (188, 99 * 1024)}
 
 
 def no_compiling() -> str | None:
@@ -177,15 +174,13 @@ def gpu(
     from tilewright.kernels import rmsnorm_triton
     from tilewright.kernels.launch import no_launch_cache
 
-    processors, _, shared = DEVICES[arch]
+    processors, _ = DEVICES[arch]
     properties = SimpleNamespace(
         name=name,
         major=arch // 10,
         minor=arch % 10,
         multi_processor_count=processors,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_multiprocessor=shared,
-        max_threads_per_multi_processor=1536 if arch == 120 else 2048,
+        **SMS[arch]._asdict(),
         L2_cache_size=50 * 2**20,
         total_memory=80 * 2**30,
         warp_size=32,

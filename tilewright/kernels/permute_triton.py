@@ -27,8 +27,13 @@ from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
 TILE = 128  # slots; ranks cost TILE comparisons per slot, and smaller tiles more counts
-EXPERTS = 128  # per program of `_histogram`: TILE * EXPERTS comparisons are 64 per thread
-RUNS = 128  # at most; each program of `_place` reads all counts, 128 KiB for 256 experts
+EXPERTS = 64  # per program of `_histogram`: TILE * EXPERTS comparisons are 64 per thread
+# Programs of `_histogram` per SM, for 256 experts: in four warps, 31 registers per thread. Eight
+# warps with 128 experts take 182 under Triton 3.6.
+HISTOGRAM_PER_SM = 256 // EXPERTS
+# At most, so one per SM: the comparisons of `_place` fill up to 255 registers per thread, and each
+# of its programs reads all counts, 128 KiB for 256 experts.
+RUNS = 128
 COUNTS = 64  # programs that count used rows
 
 
@@ -137,7 +142,7 @@ def sort(
         steps,
         TILE=TILE,
         EXPERTS=EXPERTS,
-        num_warps=8,
+        num_warps=4,
     )
     width = max(16, next_power_of_2(num_experts))
     launch(
@@ -190,11 +195,28 @@ def _space(columns: int, itemsize: int) -> list[dict]:
     ]
 
 
+# Of the backward: registers per thread with which an SM holds this many programs of four warps.
+# With 128, for four, rows of odd strides spill, and under Triton 3.9 all of 16 bits.
+LIMIT, PER_SM = 168, 3
+
+
+def _backward_heuristic(columns: int, itemsize: int) -> dict:
+    """float32 takes 212 registers, two programs per SM: with LIMIT it spills."""
+    return {
+        **_collect_heuristic(columns, itemsize),
+        "maxnreg": LIMIT if itemsize == 2 else None,
+    }
+
+
 def _backward_space(columns: int, itemsize: int) -> list[dict]:
     """8 rows at a time, with a running product each: 8 columns per thread are 64
     registers of sums.
     """
-    return [c for c in _space(columns, itemsize) if c["BLOCK"] // (32 * c["num_warps"]) <= 8]
+    return [
+        {**c, "maxnreg": None}
+        for c in _space(columns, itemsize)
+        if c["BLOCK"] // (32 * c["num_warps"]) <= 8
+    ]
 
 
 @triton.jit(do_not_specialize=["steps"])
@@ -419,6 +441,7 @@ def backward(
     dweight = weight.new_empty((T, K) if rows is not None else 0)
     if drows.numel():
         c = BACKWARD.config(dy.device, columns, dy.element_size())
+        c = {name: value for name, value in c.items() if value is not None}
         by = unit(dy.element_size(), columns, dy.stride(0), 0 if rows is None else rows.stride(0))
         used = _used(position)
         launch(
@@ -493,6 +516,8 @@ def _specs(kernel):
                     load=need,
                     store=need,
                     elements=config["BLOCK"],
+                    options={"maxnreg": limit} if (limit := config.get("maxnreg")) else {},
+                    per_sm=PER_SM if limit else 1,
                 )
             )
         return kernel_specs
@@ -515,20 +540,21 @@ def sort_gate() -> list[KernelSpec]:
         "runs": "i32",
     }
 
-    def spec(kernel, label, **constexprs):
+    def spec(kernel, label, warps, per_sm=1, **constexprs):
         return KernelSpec(
             kernel,
             label,
             {n: types[n] for n in kernel.arg_names if n in types},
             {"TILE": TILE, **constexprs},
-            8,
+            warps,
             load=0,
             store=0,
+            per_sm=per_sm,
         )
 
     return [
-        spec(_histogram, "histogram", EXPERTS=EXPERTS),
-        *(spec(_place, f"place E={E}", WIDTH=E, ROWS=4096 // E) for E in (128, 256)),
+        spec(_histogram, "histogram", 4, HISTOGRAM_PER_SM, EXPERTS=EXPERTS),
+        *(spec(_place, f"place E={E}", 8, WIDTH=E, ROWS=4096 // E) for E in (128, 256)),
     ]
 
 
@@ -566,7 +592,7 @@ BACKWARD = Tunable(
     "backward",
     _FIELDS,
     "backward",
-    _collect_heuristic,
+    _backward_heuristic,
     _backward_space,
     _KEYS[:2],
     _specs(_backward),

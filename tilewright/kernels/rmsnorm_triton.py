@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels import launchers
+from tilewright.kernels.device import resident
 from tilewright.kernels.launch import launch, warm_up
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
@@ -399,27 +400,6 @@ def summed(
         **_SUM,
     )
     return out
-
-
-def resident(registers: int, shared: int, warps: int, of: object) -> int:
-    """Blocks that an SM holds at a time, at least 1.
-
-    registers: per thread.
-    shared: bytes per block.
-    of: the device's properties, as torch.cuda.get_device_properties returns them.
-
-    Registers are allocated to warps in units of 256; a block costs 1 KiB more shared memory
-    (compute capability 8.0 and up; CUDA C++ Programming Guide, "Technical Specifications").
-    """
-    by_warp = max(1, -(-32 * registers // 256)) * 256
-    return max(
-        1,
-        min(
-            of.regs_per_multiprocessor // by_warp // warps,
-            of.shared_memory_per_multiprocessor // (shared + 1024),
-            of.max_threads_per_multi_processor // (32 * warps),
-        ),
-    )
 
 
 _resident: dict[tuple, int] = {}

@@ -344,7 +344,7 @@ DEQUANTIZE_NF4 = Op(
             "triton",
             lambda: _triton()[1],
             platform.no_triton,
-            gate=from_kernels("quantize_triton", "nf4_dequantize_gate"),
+            tunables=lambda: (from_kernels("quantize_triton", "NF4_DEQUANTIZE")(),),
         ),
         Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED),
     ),
