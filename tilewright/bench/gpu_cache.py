@@ -3,8 +3,8 @@
     python -m tilewright.bench gpu-cache [--arch 90] [--out FILE.tar.gz] [--triton DIR]
         [--goals DIR] [--what WHAT,..]
 
-It compiles the kernels of the suite's stages `sanitize`, `goals` and `ab` on a device of this
-compute capability, and every candidate of the configuration search behind the goals (--goals DIR:
+It compiles the kernels of the suite's stages `smoke` to `counters` on a device of this compute
+capability, and every candidate of the configuration search behind the goals (--goals DIR:
 those that the results in DIR do not show to be met). The ops' own code paths run (see
 `bench.pretend`), so the cache keys equal those of a launch on the GPU if these are the same there:
 the sources with their line numbers, Triton's Python files and library, ptxas, and the environment
@@ -37,13 +37,15 @@ from unittest import mock
 import torch
 
 from tilewright import platform, registry, selection
-from tilewright.bench import contract, launches, pretend, variants
+from tilewright.bench import contract, launches, pretend, run, variants
 from tilewright.bench.options import names
 from tilewright.bench.stages import common, questions, timed
 from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Config, Tunable
 
-WHAT = ("goals", "ab", "search")
+WHAT = ("smoke", "goals", "ab", "search")
+COMMIT = "commit.json"  # beside the archive; see `run.record_commit`
+LARGEST = 48 * 2**20  # bytes of the archive: it travels with the sources, in a few tens of MiB
 DTYPE = torch.bfloat16  # of goals without a dtype, of variants, and of the search
 
 
@@ -95,25 +97,20 @@ def calls(
     requested: dict[tuple, tuple[Call, Tunable, tuple]] = {}
 
     for op in ops:
-        aims = {(case.name, dtype): case for _, case, dtype in timed.goals_on(op, "cuda")}
+        aims, timed_names = {}, dict.fromkeys([op.choose("cuda", DTYPE)])
+        for goal, case, dtype in timed.goals_on(op, "cuda"):
+            aims[case.name, dtype] = case
+            timed_names |= dict.fromkeys([goal.by] if goal.by else [])
         unmet = aims if goals is None else timed.unmet(op, "cuda", goals)
-        if "goals" in parts and aims:
-            small = next((c for c in op.cases if "contract" in c.tags), None)
-            with contextlib.suppress(registry.ImplementationUnavailable):
-                if small is not None:
-                    planned[
-                        Call(
-                            op.name,
-                            op.choose("cuda", DTYPE),
-                            small.name,
-                            "contract",
-                            registry.short(DTYPE),
-                        )
-                    ] = None
+        small = common.smallest(op)
+        # The stages `smoke`, `host` and `sanitize`: by name, since `auto` may not be our kernel.
+        if "smoke" in parts and small is not None and "triton" in op.names():
+            planned[Call(op.name, "triton", small.name, "contract", registry.short(DTYPE))] = None
         for (name, dtype), case in aims.items():
             short = registry.short(dtype)
             if "goals" in parts:
-                planned[Call(op.name, op.choose("cuda", dtype), name, "cuda", short)] = None
+                for impl in timed_names:
+                    planned[Call(op.name, impl, name, "cuda", short)] = None
             if "search" in parts and (name, dtype) in unmet and dtype == DTYPE:
                 for impl in launches.usable(op, "cuda", dtype):
                     # NotImplementedError: it reads values, which meta tensors do not have.
@@ -387,7 +384,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if args.out:
         size = pack(pathlib.Path(knobs.cache.dir), cached, args.out)
+        run.record_commit(args.out.parent / COMMIT)
         print(f"{args.out}: {size / 2**20:.1f} MiB")
+        if size > LARGEST:
+            print(f"OVER THE LIMIT of {LARGEST / 2**20:.0f} MiB: leave out a part (--what)")
     if kinds["no time"]:
         print(f"no time for {kinds['no time']} calls")
         return 3
