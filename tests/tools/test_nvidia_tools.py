@@ -106,7 +106,8 @@ def test_hardware_counters_are_kept(monkeypatch):
         ("_backward", "Memory Throughput", "91.2"),
         ("_backward", "Achieved Occupancy", "49.7"),
     ]
-    assert "none" in command[0] and "_backward" in command[0]
+    assert "none" in command[0] and "regex:^(_backward)$" in command[0]
+    assert command[0][-1].endswith("launch(['rmsnorm'], ['qwen3-8b'], ['forward_backward'])")
     run_as(monkeypatch, "==ERROR== ERR_NVGPUCTRPERM", 1)
     (result,) = unit.make()["results"]
     assert result["status"] == "unavailable" and "NVGPUCTRPERM" in result["reason"]

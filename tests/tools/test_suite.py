@@ -1641,12 +1641,13 @@ def test_candidates_are_compiled_beforehand_in_half_of_the_time(tmp_path, monkey
     monkeypatch.setattr(tune.sys, "executable", str(stub))
     monkeypatch.setattr(runner, "DYING", 0.2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(tune.platform, "device_name", lambda device: "an H200")
     begun = time.time()
     tune.compile_beforehand(["rope", "rmsnorm"], tmp_path, begun + 4)
     assert 2 < time.time() - begun < 30
     devices, said = (tmp_path / "said").read_text().strip().split("|")
     assert devices == "" and said.startswith(
-        "-m tilewright.bench gpu-cache --what search --arch 90 --op rope,rmsnorm "
+        "-m tilewright.bench gpu-cache --what search --arch 90 --name an H200 --op rope,rmsnorm "
     )
     assert (
         f"--goals {tmp_path}" in said and 0 < float(said.split("--minutes ")[1].split()[0]) <= 0.04

@@ -75,15 +75,14 @@ class Call:
                 tunable = next(t for t in impl.tunables() if t.name == self.launch)
                 stack.enter_context(tunable.override(pretend.CUDA, self.key, dict(self.config)))
             contract.run(op, impl.name, kwargs)
-            if not self.launch:  # the "forward" of `run.passes`
-                with torch.no_grad():
-                    op.public(
-                        **{
-                            n: v.detach() if isinstance(v, torch.Tensor) else v
-                            for n, v in kwargs.items()
-                        },
-                        implementation=impl.name,
-                    )
+            with torch.no_grad():  # the "forward" of `run.passes`, which searches time too
+                op.public(
+                    **{
+                        n: v.detach() if isinstance(v, torch.Tensor) else v
+                        for n, v in kwargs.items()
+                    },
+                    implementation=impl.name,
+                )
 
 
 def calls(
@@ -196,7 +195,7 @@ def key_of_build(triton: pathlib.Path | None) -> str:
 
 
 @contextlib.contextmanager
-def _compiling(arch: int, key: str, cached: dict[str, bool]) -> Iterator[None]:
+def _compiling(arch: int, name: str | None, key: str, cached: dict[str, bool]) -> Iterator[None]:
     """Inside, calls compile into Triton's cache under this key. found: hash -> whether it was
     cached already.
     """
@@ -209,7 +208,7 @@ def _compiling(arch: int, key: str, cached: dict[str, bool]) -> Iterator[None]:
     with (
         mock.patch.object(cache, "triton_key", lambda: key),
         mock.patch.object(knobs.compilation, "listener", listen),
-        pretend.gpu(arch),
+        pretend.gpu(arch, name),
     ):
         yield
 
@@ -218,11 +217,11 @@ _FOUND: dict[str, bool] = {}
 _PROCESS = contextlib.ExitStack()  # contexts that a pool process keeps open until it ends
 
 
-def _begin(arch: int, key: str) -> None:
+def _begin(arch: int, name: str | None, key: str) -> None:
     # Compilers are verbose about candidates that do not fit.
     sys.stdout = sys.stderr = io.StringIO()
     torch.set_num_threads(1)
-    _PROCESS.enter_context(_compiling(arch, key, _FOUND))
+    _PROCESS.enter_context(_compiling(arch, name, key, _FOUND))
 
 
 def _compile(call: Call) -> tuple[dict[str, bool], str]:
@@ -238,14 +237,19 @@ def _compile(call: Call) -> tuple[dict[str, bool], str]:
 
 
 def fill(
-    todo: Sequence[Call], arch: int, key: str, jobs: int, until: float = float("inf")
+    todo: Sequence[Call],
+    arch: int,
+    key: str,
+    jobs: int,
+    until: float = float("inf"),
+    name: str | None = None,
 ) -> tuple[dict, list[str]]:
     """Compiles the kernels of calls in `jobs` processes. Returns hash -> whether it was cached
     already, and a line for each call that raised or was not reached.
     """
     cached: dict[str, bool] = {}
     messages: list[str] = []
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), _begin, (arch, key))
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), _begin, (arch, name, key))
     try:
         running = {pool.submit(_compile, call): call for call in todo}
         with contextlib.suppress(TimeoutError):
@@ -318,6 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=90,
         help="compute capability (default %(default)s)",
     )
+    add("--name", help=f"the device's name (default: by compute capability, {pretend.NAMES})")
     add(
         "--out",
         type=pathlib.Path,
@@ -367,9 +372,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         key = key_of_build(args.triton)
     except (ValueError, OSError) as error:
         p.error(f"argument --triton: {error}")
-    with pretend.gpu(args.arch, compiles=False):
+    with pretend.gpu(args.arch, args.name, compiles=False):
         todo = calls(args.what, [ops[n] for n in args.op], args.goals)
-    cached, messages = fill(todo, args.arch, key, args.jobs, began + 60 * args.minutes)
+    cached, messages = fill(todo, args.arch, key, args.jobs, began + 60 * args.minutes, args.name)
     kinds = collections.Counter(
         "no time" if s.endswith(": no time") else "raised" for s in messages
     )

@@ -186,12 +186,12 @@ def measure(
                 # Gradients of earlier calls would count as allocated before.
                 for t in contract.leaves(inputs[name]):
                     t.grad = None
-                rows[name]["peak_mib"] = _peak_mib(fn)
+                rows[name]["peak_mib"] = peak_mib(fn)
     report.compare_with_baselines(list(rows.values()))
     return list(rows.values())
 
 
-def _peak_mib(fn) -> float:
+def peak_mib(fn) -> float:
     """Peak memory of a call beyond what is allocated before, which includes inputs and upstream
     gradients.
     """

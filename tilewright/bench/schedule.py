@@ -78,7 +78,7 @@ class Group:
 GROUPS = (
     Group(("smoke",), most=64),
     Group(("roofline", "products", "ab", "goals", "host")),
-    Group(("sanitize",), most=2),
+    Group(("sanitize",), most=3),
     Group(("counters",)),
     # Half of the cores: each process starts compilers.
     Group(("parity", "graph"), most=8, per_core=0.5),

@@ -226,6 +226,8 @@ def compile_beforehand(ops: Sequence[str], goals: pathlib.Path | None, until: fl
         "search",
         "--arch",
         str(arch),
+        "--name",
+        platform.device_name("cuda"),
         "--op",
         ",".join(ops),
         "--minutes",

@@ -41,23 +41,29 @@ COUNTED = (
     ("rmsnorm", "qwen3-8b", "_backward", "forward_backward"),
     ("moe_mlp", "qwen3-30b-a3b_32768", "_gemm", "forward"),
 )
+LAUNCHES = 4  # of them: the MoE has two products
 SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats", "WarpStateStats")
 BEGIN, RAISED = "tilewright launches ", "tilewright raised "
 
 
-def launch(ops: Sequence[str], cases: Sequence[str] = (), passes: str = "forward_backward") -> None:
+def launch(ops: Sequence[str], cases: Sequence[str] = (), passes: Sequence[str] = ()) -> None:
     """Runs ops' Triton implementations, and prints which one begins; for a process under a tool.
 
-    cases: a timed case of each op; default: its smallest.
+    cases, passes: a timed case of each op (default: its smallest), and "forward" if no graph is to
+        be recorded.
     Returns at the first exception, since a lost context would fail all later launches.
     """
     for i, name in enumerate(ops):
         print(f"{BEGIN}{name}", flush=True)
         op = selection.operations()[name]
-        case = next(c for c in op.cases if c.name == cases[i]) if cases else smallest(op)
+        case = (
+            next(c for c in op.cases if c.name == cases[i] and "cuda" in c.tags)
+            if cases
+            else smallest(op)
+        )
         kwargs = case.make("cuda", torch.bfloat16, 0)
         try:
-            if passes == "forward":
+            if passes and passes[i] == "forward":
                 with torch.no_grad():
                     op.public(**kwargs, implementation="triton")
             else:
@@ -194,43 +200,45 @@ def _errors(text: str) -> list[str]:
 
 
 def counter_units(here: Iterable[tuple[Op, registry.Case]]) -> list[Unit]:
-    """A unit for each of the COUNTED kernels among these cases: its hardware counters."""
+    """One unit, so that PyTorch is imported once: counters of the COUNTED kernels among these
+    cases.
+    """
     by_name = {(op.name, case.name): op for op, case in here}
-    return [
-        _counter_unit(by_name[op, case], case, kernel, passes)
-        for op, case, kernel, passes in COUNTED
-        if (op, case) in by_name
-    ]
+    asked = [row for row in COUNTED if row[:2] in by_name]
+    return [_counter_unit([by_name[row[:2]] for row in asked], asked)] if asked else []
 
 
-def _counter_unit(op: Op, case: str, kernel: str, passes: str) -> Unit:
-    document = functools.partial(dict, op=op.name, case=case)
+def _counter_unit(ops: Sequence[Op], asked: Sequence[tuple[str, str, str, str]]) -> Unit:
+    names, cases, kernels_, passes = (list(column) for column in zip(*asked, strict=True))
+    document = functools.partial(dict, op=", ".join(names), case="ncu")
+
+    def outcome(status: str, reason: str | None, found: Sequence[dict[str, str]] = ()):
+        return document(
+            results=[result("triton", torch.bfloat16, status, reason)], counters=list(found)
+        )
 
     def make():
         program = shutil.which("ncu")
         if program is None:
-            reason = "Nsight Compute is not installed"
-            return document(
-                results=[result("triton", torch.bfloat16, "unavailable", reason)], counters=[]
-            )
-        options = ["--clock-control", "none", "--kernel-name", kernel, "--launch-count", "1"]
-        options += ["--csv", "--page", "details"]
+            return outcome("unavailable", "Nsight Compute is not installed")
+        options = ["--clock-control", "none", "--kernel-name", f"regex:^({'|'.join(kernels_)})$"]
+        options += ["--launch-count", str(LAUNCHES), "--csv", "--page", "details"]
         options += [o for section in SECTIONS for o in ("--section", section)]
-        text, problem = _output([program, *options, *_program([op.name], [case], passes)])
+        text, problem = _output([program, *options, *_program(names, cases, passes)])
         found = counters(text)
-        reason = None if found else f"{problem or 'no counters'}: {text.strip()[-600:]}"
-        # A tool that is not permitted to read them says nothing about the kernel.
-        status = "holds" if found else "unavailable"
-        return document(results=[result("triton", torch.bfloat16, status, reason)], counters=found)
+        if found:
+            return outcome("holds", None, found)
+        # A tool that is not permitted to read them says nothing about the kernels.
+        return outcome("unavailable", f"{problem or 'no counters'}: {text.strip()[-600:]}")
 
     return Unit(
-        f"counters/{op.name}.{case}",
+        "counters/kernels",
         make,
         document(results=[], counters=[]),
         60.0,
-        {"kernel": kernel, "sections": SECTIONS},
+        {"asked": asked, "sections": SECTIONS},
         raised,
-        sources.digest(op),
+        _digest(ops),
     )
 
 
