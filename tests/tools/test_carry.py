@@ -111,3 +111,22 @@ def test_a_cache_over_the_limit_is_split_and_what_cannot_come_back_is_said(carry
     carry.main(["cache", str(source), str(out), "--limit-mib", "0.75"])
     said = capsys.readouterr().out
     assert "results.jsonl has 1.0 MiB" in said and "9 files" in said
+
+
+def test_a_copy_without_git_knows_its_commit(tmp_path, monkeypatch):
+    """As long as it is a copy of these sources."""
+    from tilewright.bench import run, sources
+
+    record = tmp_path / "commit.json"
+    monkeypatch.setattr(run, "_git", lambda *args: "abc" if args[0] == "rev-parse" else "")
+    run.record_commit(record)
+    monkeypatch.setattr(run, "_git", lambda *args: None)
+
+    def meta(commit):
+        found = run.metadata("cpu", run.Settings(), [], commit=commit)
+        return found["commit"], found["dirty"]
+
+    assert meta(str(record)) == ("abc", False) and meta("def") == ("def", None)
+    assert meta(None) == meta(str(tmp_path / "none.json")) == (None, None)
+    monkeypatch.setattr(sources, "everything", lambda: "edited")
+    assert meta(str(record)) == (None, None)
