@@ -17,12 +17,16 @@ from tilewright.bench.stages.checks import raised
 from tilewright.bench.stages.common import BY_NAME, TIMED, clock, constants, threads
 from tilewright.registry import Op, short
 
+# Of a unit of goals, of the roofline, and of host time: each takes a few, and what takes longer
+# hangs.
+SECONDS = 60.0
+
 
 def roofline_unit(device: str) -> Unit:
     def make():
         return {"roofline": timing.measure_roofline(device, TIMED).asdict()}
 
-    return Unit("roofline", make, {"roofline": None}, options=threads(device))
+    return Unit("roofline", make, {"roofline": None}, SECONDS, threads(device))
 
 
 def time_unit(
@@ -78,7 +82,6 @@ PRODUCTS = {
     "adamw_": "",
     "attention": "_8k",
 }
-GOAL_SECONDS = 60.0  # of a unit of goals: five rounds take a few seconds, and the rest is a hang
 GOAL_ROUNDS = 5
 # Peers that take seconds to a minute a case (compiling, or a loop over experts) are timed here only
 # if a goal compares with them; the stage `time` has them all.
@@ -163,7 +166,7 @@ def _goal_unit(
             only=[n for n in dict.fromkeys(names) if n],
         ),
         name=aim.name,
-        limit=GOAL_SECONDS,
+        limit=SECONDS,
     )
 
 
@@ -224,6 +227,7 @@ def overhead_unit(
         f"overhead/{op.name}" + (".not-launched" if not_launched else ""),
         make,
         {"rows": []},
+        SECONDS,
         options={
             "dtypes": [short(d) for d in dtypes],
             "sample_seconds": settings.sample_seconds,
