@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -105,7 +105,13 @@ class Aim:
         return self.op.name in PRODUCTS and self.case.name.endswith(PRODUCTS[self.op.name])
 
 
-def product_units(ops, device, settings, out, cases) -> list[Unit]:
+def product_units(
+    ops: Iterable[Op],
+    device: str,
+    settings: run.Settings,
+    out: pathlib.Path,
+    cases: Sequence[str] | None,
+) -> list[Unit]:
     """Goals of the PRODUCTS, in their order."""
     order = list(PRODUCTS)
     aims = [(aim, about) for aim, about in _aims(ops, device, cases).items() if aim.of_a_product]
@@ -113,7 +119,13 @@ def product_units(ops, device, settings, out, cases) -> list[Unit]:
     return [_goal_unit(aim, about, device, settings, out) for aim, about in aims]
 
 
-def goal_units(ops, device, settings, out, cases) -> list[Unit]:
+def goal_units(
+    ops: Iterable[Op],
+    device: str,
+    settings: run.Settings,
+    out: pathlib.Path,
+    cases: Sequence[str] | None,
+) -> list[Unit]:
     """All other goals: one case of each streaming op, then the second ones and so on; last the
     cases without a goal of bandwidth, such as the longest of attention, whose truth takes seconds.
     """
@@ -128,7 +140,9 @@ def goal_units(ops, device, settings, out, cases) -> list[Unit]:
     return [_goal_unit(aim, about, device, settings, out) for *_, aim, about in order]
 
 
-def _aims(ops, device, cases) -> dict[Aim, list[registry.Goal]]:
+def _aims(
+    ops: Iterable[Op], device: str, cases: Sequence[str] | None
+) -> dict[Aim, list[registry.Goal]]:
     """The cases of this device's goals, each with all goals about it."""
     aims: dict[Aim, list[registry.Goal]] = {}
     for op in ops:
