@@ -77,9 +77,7 @@ class Group:
 
 GROUPS = (
     Group(("smoke",), most=64),
-    Group(("roofline", "products", "ab", "goals", "host")),
-    Group(("sanitize",), most=3),
-    Group(("counters",)),
+    Group(("roofline", "products", "ab", "goals", "host", "sanitize", "counters")),
     # Half of the cores: each process starts compilers.
     Group(("parity", "graph"), most=8, per_core=0.5),
     Group(("big", "time", "overhead")),
@@ -148,7 +146,7 @@ def units(
     if stage == "ab" and torch.bfloat16 in dtypes:
         return _questions(tagged(device), device, settings)
     if stage == "sanitize" and device == "cuda":
-        return sanitize_units([op for op in ops if smallest(op, cases)], device)
+        return sanitize_units([op for op in ops if smallest(op, cases)])
     if stage == "counters" and device == "cuda":
         return counter_units(tagged("cuda"))
     if stage == "parity":

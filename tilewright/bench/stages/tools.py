@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -101,19 +102,50 @@ def _digest(ops: Iterable[Op]) -> str:
 # ---- compute-sanitizer
 
 
-def sanitize_units(ops: Sequence[Op], device: str) -> list[Unit]:
-    """memcheck of the LAUNCHED ops, some in each process; then racecheck of those without bulk
-    copies, whose barriers it does not know.
+def sanitize_units(ops: Sequence[Op]) -> list[Unit]:
+    """One unit of the LAUNCHED ops among these, whose processes run side by side: memcheck of all,
+    some in each process, and racecheck of those without bulk copies, whose barriers it does not
+    know.
     """
     by_name = {op.name: op for op in ops if "triton" in op.names()}
     asked = [by_name[n] for n in LAUNCHED if n in by_name]
-    plain = [op for op in asked if not copies_in_bulk(op)]
-    parts = [("memcheck", i, asked[i::PROCESSES]) for i in range(PROCESSES)]
-    return [
-        _sanitize_unit(tool, i, chosen)
-        for tool, i, chosen in (*parts, ("racecheck", 0, plain))
-        if chosen
-    ]
+    plain = [op.name for op in asked if not copies_in_bulk(op)]
+    names = [op.name for op in asked]
+    parts = [("memcheck", names[i::PROCESSES]) for i in range(PROCESSES)]
+    parts = [part for part in (*parts, ("racecheck", plain)) if part[1]]
+    if not parts:
+        return []
+
+    def make():
+        with ThreadPoolExecutor(len(parts)) as pool:
+            found = [r for results in pool.map(lambda p: _sanitized(*p), parts) for r in results]
+        return {"op": ", ".join(names), "case": "launches", "results": found}
+
+    blank = {"op": ", ".join(names), "case": "launches", "results": []}
+    options = {"processes": parts}
+    return [Unit("sanitize/launches", make, blank, 60.0, options, raised, _digest(asked))]
+
+
+def _sanitized(tool: str, names: Sequence[str]) -> list[dict[str, Any]]:
+    """The results of ops in one process under one of the sanitizer's tools."""
+
+    def results(found):
+        return [
+            {**result(tool, torch.bfloat16, status, reason and f"{n}: {reason}"), "op": n}
+            for n, status, reason in found
+        ]
+
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        reason = "compute-sanitizer is not installed"
+        return results((n, "unavailable", reason) for n in names)
+    # PyTorch and Triton ask the driver for what may be missing, which is no error of a kernel.
+    options = ("--tool", tool, "--report-api-errors", "no", "--error-exitcode", "77")
+    text, problem = _output([program, *options, *_program(list(names))])
+    if "Device not supported" in text:
+        reason = "compute-sanitizer does not support this device"
+        return results((n, "unavailable", reason) for n in names)
+    return results(verdicts(names, text, problem))
 
 
 def kernels(op: Op) -> Iterator[Any]:
@@ -128,43 +160,6 @@ def kernels(op: Op) -> Iterator[Any]:
 def copies_in_bulk(op: Op) -> bool:
     """Whether a kernel of the op uses the tensor memory accelerator of compute capability 9.0."""
     return any("tma" in getattr(spec, "uses", {}).get(90, ()) for spec in kernels(op))
-
-
-def _sanitize_unit(tool: str, index: int, ops: Sequence[Op]) -> Unit:
-    names = [op.name for op in ops]
-
-    def make():
-        program = shutil.which("compute-sanitizer")
-        if program is None:
-            reason = "compute-sanitizer is not installed"
-            return _document([(n, "unavailable", reason) for n in names])
-        # PyTorch and Triton ask the driver for what may be missing, which is no error of a kernel.
-        options = ("--tool", tool, "--report-api-errors", "no", "--error-exitcode", "77")
-        text, problem = _output([program, *options, *_program(names)])
-        if "Device not supported" in text:
-            reason = "compute-sanitizer does not support this device"
-            return _document([(n, "unavailable", reason) for n in names])
-        return _document(list(verdicts(names, text, problem)))
-
-    def _document(results: Sequence[tuple[str, str, str | None]]) -> dict[str, Any]:
-        return {
-            "op": ", ".join(names),
-            "case": tool,
-            "results": [
-                {**result(tool, torch.bfloat16, status, reason and f"{n}: {reason}"), "op": n}
-                for n, status, reason in results
-            ],
-        }
-
-    return Unit(
-        f"sanitize/{tool}-{index}",
-        make,
-        {"op": ", ".join(names), "case": tool, "results": []},
-        60.0,
-        {"ops": names},
-        raised,
-        _digest(ops),
-    )
 
 
 def verdicts(
