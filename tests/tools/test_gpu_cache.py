@@ -160,6 +160,7 @@ def test_the_plan_is_all_that_a_first_call_launches(ran):
 
     goals = {op for op, *_ in ran["plan"]["goals"]}
     assert goals == {op.name for op in OPS.values() if op.goals}
+    assert {op for op, *_ in ran["plan"]["smoke"]} == set(OPS), "each by name"
     search = {launch: 0 for *_, launch, _ in ran["plan"]["search"]}
     for _, _, launch, constants in ran["plan"]["search"]:
         assert constants

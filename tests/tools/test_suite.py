@@ -10,7 +10,6 @@ import pathlib
 import shutil
 import subprocess
 import sys
-import tarfile
 import textwrap
 import types
 from dataclasses import replace
@@ -26,6 +25,7 @@ from tilewright.bench import (
     launches,
     run,
     runner,
+    schedule,
     sources,
     store,
     suite,
@@ -38,7 +38,8 @@ from tilewright.bench.__main__ import main
 from tilewright.bench.providers import Provider
 from tilewright.bench.report import PASSES
 from tilewright.bench.runner import Unit
-from tilewright.bench.stages import checks, common, timed
+from tilewright.bench.schedule import Chosen
+from tilewright.bench.stages import checks, common, smoke, timed
 from tilewright.bench.variants import Variant
 from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Tunable
@@ -301,6 +302,7 @@ def watch(tmp_path, units, workers=1, late=lambda out: False, real=False):
             out,
             end,
             say=said.append,
+            stream=tmp_path / "lines.jsonl",
         )
     return out, "\n".join(said), end.has_come
 
@@ -337,6 +339,9 @@ def test_a_crash_and_a_hang_cost_one_unit_each(tmp_path):
         and value(out, "hang")["meta"]["device"] == "a cpu"
     )
     assert "crash: its process died" in said and not list(out.glob("running*"))
+    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert [line["unit"] for line in lines] == ["crash", "hang"], "the supervisor's own documents"
+    assert "SIGABRT" in lines[0]["error"]
 
 
 def test_a_call_ends_in_time_and_the_next_goes_on(tmp_path):
@@ -544,9 +549,8 @@ def raises(*args):
 
 
 def plan(op, stage, out=pathlib.Path()):
-    return suite.units(
-        stage, [op], "cpu", suite.DTYPES, run.Settings(rounds=1, sample_seconds=0.0), out
-    )
+    settings = run.Settings(rounds=1, sample_seconds=0.0)
+    return suite.units(stage, [op], suite.DTYPES, Chosen("cpu", settings, out))
 
 
 def test_parity_tells_what_holds_what_is_broken_and_what_raised():
@@ -679,7 +683,9 @@ def test_a_new_op_is_taken_in_by_every_stage(tmp_path):
     op = fake_op(right=rmsnorm_eager)
     names = [u.name for stage in suite.STAGES for u in plan(op, stage, tmp_path)]
     assert names == [
+        "smoke/rmsnorm.ragged",
         "roofline",
+        "overhead/rmsnorm",
         "parity/rmsnorm.ragged",
         "time/rmsnorm.tiny.float32",
         "overhead/rmsnorm",
@@ -715,11 +721,8 @@ def test_host_time_without_a_gpu_is_of_ops_with_triton_kernels():
         suite.units(
             "overhead",
             [without, OPS["rope"]],
-            "cpu",
             suite.DTYPES,
-            settings,
-            pathlib.Path(),
-            not_launched=n,
+            Chosen("cpu", settings, pathlib.Path(), not_launched=n),
         )
         for n in (False, True)
     ]
@@ -733,7 +736,7 @@ def test_every_registered_case_is_in_the_plan():
         return {
             u.name
             for u in suite.units(
-                stage, OPS.values(), device, suite.DTYPES, run.Settings(), pathlib.Path()
+                stage, OPS.values(), suite.DTYPES, Chosen(device, run.Settings(), pathlib.Path())
             )
         }
 
@@ -799,9 +802,7 @@ def test_the_cases_of_goals_come_before_the_others(tmp_path):
     assert suite.STAGES.index("goals") < min(
         suite.STAGES.index(s) for s in ("parity", "graph", "big", "time")
     )
-    assert timed.unmet(op, "cpu", tmp_path) == {("tiny", torch.float32)}, (
-        "what was not measured is not met"
-    )
+    assert timed.unmet(op, "cpu", tmp_path) == set(), "what was not measured is not missed"
     units = tmp_path / store.UNITS
     (unit,) = plan(op, "goals", units)
     store.write_json(
@@ -824,6 +825,8 @@ def test_the_cases_of_goals_come_before_the_others(tmp_path):
     assert timed.unmet(op, "cpu", tmp_path) == set()
     op.goals = (replace(here, at_least=1e9), here)
     assert timed.unmet(op, "cpu", tmp_path) == {("tiny", torch.float32)}
+    op.goals = (Goal("", "forward", "over liger", at_least=1e9, dtypes=("float32",)),)
+    assert timed.unmet(op, "cpu", tmp_path) == set(), "there is nothing to compare with"
     lines = [json.loads(text) for text in (tmp_path / "lines.jsonl").read_text().splitlines()]
     assert [(d["unit"], d.get("error")) for d in lines] == [
         (unit.name, None),
@@ -832,39 +835,15 @@ def test_the_cases_of_goals_come_before_the_others(tmp_path):
     assert lines[0]["rows"] == value(units, unit.name)["rows"]
 
 
-@pytest.mark.parametrize(
-    "code, status", [(0, "holds"), (77, "broken"), (3, "error"), (None, "unavailable")]
-)
-def test_the_sanitizers_say_what_they_found(code, status, monkeypatch):
-    monkeypatch.setattr(
-        checks.shutil, "which", lambda name: None if code is None else f"/bin/{name}"
-    )
-    monkeypatch.setattr(
-        checks.subprocess,
-        "run",
-        lambda command, **_: subprocess.CompletedProcess(
-            command, code, "========= Race reported", ""
-        ),
-    )
-    unit = checks.sanitize_unit(OPS["rmsnorm"], RAGGED, "cuda", torch.bfloat16)
-    document = unit.make()
-    assert [(r["implementation"], r["status"]) for r in document["results"]] == [
-        (tool, status) for tool in ("memcheck", "racecheck")
-    ]
-    assert bool(checks.failures(document)) == (status in ("broken", "error"))
-    assert code in (0, None) or "Race reported" in document["results"][0]["reason"]
-
-
 STUB = """#!/bin/sh
 echo "$*" >>"$CALLS"
-case "$*" in *tune*) exit 3;; *bench*parity*) exit 1;; esac
-echo "{}" >"$TRITON_CACHE_DIR/kernel"
+case "$*" in *tune*) exit 3;; *smoke*) exit "${SMOKE:-0}";; esac
 """
 
 
 def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
-    """A call of three minutes: the most decisive stages come first, every stage gets less than the
-    remaining time, and the results, including compiled kernels, are there at the end.
+    """The most decisive stages come first, in one call of the suite; every stage gets its share of
+    the remaining time; results are packed after each.
     """
     root = pathlib.Path(run.__file__).parents[2]
     (tmp_path / "scripts").mkdir()
@@ -873,41 +852,54 @@ def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
     stub.write_text(STUB)
     stub.chmod(0o755)
     out.mkdir()
-    (tmp_path / "tilewright/kernels/tuned").mkdir(parents=True)
-    (tmp_path / "docs/img").mkdir(parents=True)
-    (tmp_path / "docs/performance.md").touch()
     env = {**os.environ, "PYTHON": str(stub), "CALLS": str(tmp_path / "calls"), "OUT": str(out)}
     env.pop("TRITON_CACHE_DIR", None)
 
-    def call(*stages):
+    def call(*stages, minutes="10.5", **variables):
+        (tmp_path / "calls").unlink(missing_ok=True)
         done = subprocess.run(
-            ["bash", "scripts/gpu.sh", "results", "3", *stages],
+            ["bash", "scripts/gpu.sh", "results", minutes, *stages],
             cwd=tmp_path,
-            env=env,
+            env=env | variables,
             capture_output=True,
             text=True,
         )
-        return done.returncode, (tmp_path / "calls").read_text().splitlines(), done.stderr
+        calls = tmp_path / "calls"
+        lines = calls.read_text().splitlines() if calls.exists() else []
+        return done.returncode, lines, done.stdout + done.stderr
 
     code, calls, said = call()
     assert code == 3, said  # no time was left for the search
     bench = [
         c.removeprefix("-m tilewright.bench ") for c in calls if c.startswith("-m tilewright.bench")
     ]
-    assert [b.split()[0] for b in bench] == ["suite", "suite", "tune", "suite", "suite", "report"]
-    assert ["--goals" in b for b in bench] == [True, False, True, True, False, False]
-    assert "--stage ab" in bench[1] and "--goals results" in bench[2]
-    assert all(f"--stream {out}/results.jsonl" in b for b in bench if b[0] == "s")
-    minutes = [float(b.split("--minutes ")[1].split()[0]) for b in bench[:5]]
-    assert all(
-        0 < m <= 2.5 * share for m, share in zip(minutes, (0.9, 0.8, 0.7, 0.7, 0.8), strict=True)
-    ), minutes
-    with tarfile.open(out / "triton-cache.tar.gz") as packed:
-        assert "./kernel" in packed.getnames()
-    shutil.rmtree(tmp_path / "build")
-    shutil.copy(out / "triton-cache.tar.gz", tmp_path / "results")
-    assert call("report")[0] == 0 and (tmp_path / "build/triton-cache/kernel").exists()
+    assert [b.split()[0] for b in bench] == ["suite", "tune", "suite", "suite", "report"]
+    first = "smoke,roofline,products,ab,goals,host,sanitize,counters"
+    assert f"--stage {first}" in bench[0] and "--goals results" in bench[1]
+    assert "--stage roofline,products,goals" in bench[2] and "--stage" not in bench[3]
+    assert all(f"--stream {out}/results.jsonl" in b for b in bench if b.startswith("suite"))
+    assert all("--commit results/commit.json" in b for b in bench[:4])
+    tests = [c for c in calls if c.startswith("-m pytest")]
+    assert len(tests) == 1 and "-q -n 6" in tests[0]
+    packed = f"scripts/carry.py cache {tmp_path}/build/triton-cache {out}"
+    assert calls.count(packed) == 6 and (out / "results.tar.gz").exists()
+
+    def minutes_of(bench):
+        return [float(b.split("--minutes ")[1].split()[0]) for b in bench if "--minutes" in b]
+
+    # 100 of the sum of the weights is the first call's; nothing was used, so the rest has all.
+    weights = [(100, 325), (60, 225), (30, 165), (80, 135)]
+    expected = [10.0 * own / of for own, of in weights]
+    found = minutes_of(bench)
+    assert found == pytest.approx(expected, rel=0.1), (found, said)
+    code, calls, said = call("smoke", "products", "search", "ab", SMOKE="4")
+    assert code == 4 and "nothing else is run" in said and (out / "results.tar.gz").exists()
+    assert sum("tilewright.bench" in c for c in calls) == 1
+    code, calls, said = call("goals", "search", "ab", "host")
+    stages = [c.split("--stage ")[1].split()[0] for c in calls if "--stage" in c]
+    assert stages == ["goals", "ab,host"]
     assert call("reprt")[0] == 2
+    assert "--commit abc" in call("goals", COMMIT="abc")[1][0]
 
 
 # ---- end to end
@@ -981,7 +973,7 @@ def test_suite_json_tells_of_all_there_is_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(
         suite.selection, "operations", lambda: {"rmsnorm": OPS["rmsnorm"], "rope": OPS["rope"]}
     )
-    monkeypatch.setattr(suite.runner, "supervise", lambda *_: True)
+    monkeypatch.setattr(suite.runner, "supervise", lambda *_, **__: True)
     for name, stage in (("parity/rmsnorm.ragged", "parity"), ("roofline", "roofline")):
         unit = next(u for u in plan(OPS["rmsnorm"], stage, tmp_path) if u.name == name)
         meta = unit.about(run.metadata("cpu", run.Settings(), []))
@@ -1010,9 +1002,8 @@ def test_suite_json_tells_of_all_there_is_to_do(tmp_path, monkeypatch):
 def test_only_what_times_nothing_runs_side_by_side(tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(
-        suite.runner, "supervise", lambda commands, *_: started.append(commands) or True
+        suite.runner, "supervise", lambda commands, *_, **__: started.append(commands) or True
     )
-    monkeypatch.setattr(runner, "has_failed", lambda path: False)
     assert (
         main(
             [
@@ -1032,14 +1023,67 @@ def test_only_what_times_nothing_runs_side_by_side(tmp_path, monkeypatch):
         == 3
     )
     tasks = [[runner.parse_task(c)[1] for c in commands] for commands in started]
-    assert [(t[0]["group"], len(t), {x["of"] for x in t}) for t in tasks] == [
-        (0, 1, {1}),
-        (4, 4, {4}),
-        (5, 1, {1}),
-    ]
-    assert [x["worker"] for x in tasks[1]] == [0, 1, 2, 3] and {
+    # Smoke has one unit; the others are begun once more, since nothing was done.
+    once = [(0, 1, {1}), (1, 1, {1}), (2, 4, {4}), (3, 1, {1})]
+    assert [(t[0]["group"], len(t), {x["of"] for x in t}) for t in tasks] == 2 * once
+    assert [x["worker"] for x in tasks[2]] == [0, 1, 2, 3] and {
         x["parent"] for t in tasks for x in t
     } == {os.getpid()}
+
+
+@pytest.mark.parametrize("failing, code, groups", [(4, 4, [0]), (3, 1, [0, 2])])
+def test_a_call_ends_if_many_ops_fail_on_small_cases(
+    failing, code, groups, tmp_path, monkeypatch, capfd
+):
+    ops = ["rmsnorm", "rope", "route", "silu_mul"]
+    started = []
+
+    def supervise(commands, out, until, stream):
+        task = runner.parse_task(commands[0])[1]
+        started.append(task["group"])
+        for i, name in enumerate(ops if task["group"] == 0 else ()):
+            (unit,) = suite.units(
+                "smoke", [OPS[name]], suite.DTYPES, Chosen("cpu", run.Settings(), out)
+            )
+            meta = unit.about(run.metadata("cpu", run.Settings(), []))
+            status = "broken" if i < failing else "holds"
+            results = [checks.result("cpp", torch.bfloat16, status, "out 0 exceeds")]
+            document = {"meta": meta, "options": dict(unit.options), "results": results}
+            store.write_json(unit.path(out), document)
+        return True
+
+    monkeypatch.setattr(suite.runner, "supervise", supervise)
+    argv = ["suite", "--device", "cpu", "--op", ",".join(ops), "--stage", "smoke,parity"]
+    assert main([*argv, "--minutes", "0.2", "--out", str(tmp_path)]) == code
+    assert started == groups
+    assert capfd.readouterr().out.count("FAILED smoke/") == 2 * failing, "at once, and at the end"
+
+
+def test_small_cases_are_of_our_own_kernels():
+    """Of Triton by name: `auto` may be another library's kernel."""
+    chosen = Chosen("cuda", run.Settings(), pathlib.Path())
+    units = suite.units("smoke", OPS.values(), suite.DTYPES, chosen)
+    assert [u.name.partition("/")[2].partition(".")[0] for u in units] == list(OPS)
+    assert {u.limit for u in units} == {20.0}
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            smoke, "parity_results", lambda op, *rest: asked.append((op.name, rest[2:])) or []
+        )
+        for unit in units:
+            unit.make()
+    assert asked == [(n, (torch.bfloat16, ["triton"], contract.LAYOUTS[:1])) for n in OPS]
+
+
+def test_the_share_of_each_stage():
+    """Of the time, in the stages' order; all of it is given away."""
+    found = schedule.ends(["goals", "smoke", "products"], 100.0, 168.0)
+    assert found == {"smoke": 110.0, "products": 143.0, "goals": 168.0}
+    first = schedule.ends(schedule.FIRST, 0.0, 480.0)
+    assert list(first) == list(schedule.FIRST) and first["counters"] == 480.0
+    assert first["products"] < 240.0 and first["smoke"] < 60.0
+    assert sum(schedule.SHARES[s] for s in schedule.FIRST) == 100
+    assert sorted(schedule.STAGES) == sorted(s for g in schedule.GROUPS for s in g.stages)
 
 
 @pytest.mark.parametrize(
@@ -1099,7 +1143,7 @@ def test_what_a_result_depends_on(tables, monkeypatch):
     def options(stage, settings=usual, dtypes=suite.DTYPES):
         return [
             dict(u.options)
-            for u in suite.units(stage, [op], "cpu", dtypes, settings, pathlib.Path())
+            for u in suite.units(stage, [op], dtypes, Chosen("cpu", settings, pathlib.Path()))
         ]
 
     before = {s: options(s) for s in suite.STAGES}
@@ -1125,6 +1169,7 @@ def test_what_a_result_depends_on(tables, monkeypatch):
     assert {s: options(s) for s in suite.STAGES} == before
     write("linear_cross_entropy", {"budget_mib": 1})
     assert [s for s in suite.STAGES if options(s) != before[s]] == [
+        "smoke",
         "ab",
         "parity",
         "time",
@@ -1632,12 +1677,13 @@ def test_candidates_are_compiled_beforehand_in_half_of_the_time(tmp_path, monkey
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(tune.sys, "executable", str(stub))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(tune.platform, "device_name", lambda device: "an H200")
     tune.compile_beforehand(["rope", "rmsnorm"], tmp_path, START + 240)
     assert waits == [120 + runner.DYING]
     devices, said, child = (tmp_path / "said").read_text().strip().split("|")
     until(lambda: not alive(child))
     assert devices == "" and said.startswith(
-        "-m tilewright.bench gpu-cache --what search --arch 90 --op rope,rmsnorm "
+        "-m tilewright.bench gpu-cache --what search --arch 90 --name an H200 --op rope,rmsnorm "
     )
     assert f"--goals {tmp_path}" in said and "--minutes 2.00 " in said
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
@@ -1778,7 +1824,9 @@ def test_which_of_two_ways_is_faster(tables, monkeypatch, other, spoil, status, 
     )
     (unit,) = plan(op, "ab")
     document = unit.make()
-    assert unit.name == "ab/rmsnorm.tiny" and [r["status"] for r in document["results"]] == [
+    assert unit.name == "ab/rmsnorm.tiny.a-shorter-wait" and [
+        r["status"] for r in document["results"]
+    ] == [
         "holds",
         status,
     ]

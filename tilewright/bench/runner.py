@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.bench import timing
-from tilewright.bench.store import write_json
+from tilewright.bench.store import append, write_json
 
 SCHEMA = 1
 FINISH = 5.0  # seconds reserved at the end of a budget for writing results
@@ -188,9 +188,7 @@ def work(
             except ValueError as error:  # infinity or NaN
                 document = {**document, **unit.blank, "error": timing.first_line(error)}
                 write_json(unit.path(out), document)
-            if stream is not None:
-                with stream.open("a") as file:  # one write, so workers' lines do not mix
-                    file.write(json.dumps({"unit": unit.name, **document}, allow_nan=False) + "\n")
+            append(stream, unit.name, document)
             state.unlink()  # a process that dies from here on dies between units
             print(
                 f"{unit.name} ({document['seconds']:.1f} s) "
@@ -247,6 +245,7 @@ def supervise(
     until: float,
     *,
     say: Callable[[str], object] = print,
+    stream: pathlib.Path | None = None,
     poll: float = 0.1,
     silent: float = SILENT,
 ) -> bool:
@@ -256,6 +255,8 @@ def supervise(
     If one dies, or exceeds a unit's limit, that unit is recorded as failed and the process is
     started again. At `until` all running processes are killed; their units are left for the next
     call, which runs them last.
+
+    stream: as for `work`, for the documents of units that did not end.
 
     Returns False if a worker was abandoned because it twice died or was silent between units.
     """
@@ -320,15 +321,14 @@ def supervise(
                     continue
                 if state:
                     path, now = out / f"{state['unit']}.json", time.time()
-                    write_json(
-                        path,
-                        {
-                            **_partial_document(path, state["blank"], state["parts"]),
-                            "at": now,
-                            "seconds": now - state["since"],
-                            "error": reason,
-                        },
-                    )
+                    document = {
+                        **_partial_document(path, state["blank"], state["parts"]),
+                        "at": now,
+                        "seconds": now - state["since"],
+                        "error": reason,
+                    }
+                    write_json(path, document)
+                    append(stream, state["unit"], document)
                     say(f"{state['unit']}: {reason}")
                 else:  # died between units, perhaps unable to start: restarts are limited
                     failures[i] += 1
@@ -395,6 +395,11 @@ def has_failed(path: pathlib.Path) -> bool:
         return False
     except ValueError:
         return True
+
+
+def has_succeeded(path: pathlib.Path) -> bool:
+    """Whether a unit's file is there and records no error."""
+    return path.exists() and not has_failed(path)
 
 
 def done() -> None:

@@ -270,5 +270,5 @@ ADAMW = Op(
         ),
         _case("big", [(7,), (2**18 + 1, 8192)], cases.BIG, half=True),
     ),
-    goals=(Goal(cases.DATACENTER, "forward", "over torch-fused", at_least=1.0),),
+    goals=(Goal(cases.HOPPER, "forward", "over torch-fused", at_least=1.0),),
 )

@@ -264,5 +264,5 @@ LOGPROB_ENTROPY = Op(
         ),
     ),
     _all_cases(),
-    goals=cases.near_copy(90, "forward", "forward_backward"),
+    goals=cases.near_copy(92, "forward", "forward_backward"),
 )

@@ -267,18 +267,19 @@ MOE_MLP = Op(
     goals=(
         *(
             Goal(
-                cases.DATACENTER,
+                device,
                 pass_name,
-                "matmul_percent",
+                "tflop_per_s",
                 at_least=least,
                 cases=("qwen3-30b-a3b_32768",),
                 dtypes=("bfloat16",),
             )
-            for pass_name, least in (("forward", 63), ("backward", 53))
+            for device in ("H100", "H200")
+            for pass_name, least in (("forward", 520), ("backward", 440))
         ),
         *(
             Goal(
-                cases.DATACENTER,
+                cases.HOPPER,
                 "forward_backward",
                 f"over {other}",
                 at_least=least,

@@ -356,7 +356,7 @@ DEQUANTIZE_NF4 = Op(
     ),
     goals=(
         *cases.near_copy(90, "forward"),
-        Goal(cases.DATACENTER, "forward", "over bitsandbytes", at_least=1.2),
+        Goal(cases.HOPPER, "forward", "over bitsandbytes", at_least=1.2),
         Goal("EPYC", "forward", "over bitsandbytes", at_least=3),
     ),
 )
