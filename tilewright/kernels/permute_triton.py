@@ -27,12 +27,11 @@ from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
 TILE = 128  # slots; ranks cost TILE comparisons per slot, and smaller tiles more counts
-EXPERTS = 64  # per program of `_histogram`: TILE * EXPERTS comparisons are 64 per thread
-# Programs of `_histogram` per SM, for 256 experts: in four warps, 31 registers per thread. Eight
-# warps with 128 experts take 182 under Triton 3.6.
-HISTOGRAM_PER_SM = 256 // EXPERTS
-# At most, so one per SM: the comparisons of `_place` fill up to 255 registers per thread, and each
-# of its programs reads all counts, 128 KiB for 256 experts.
+EXPERTS = 128  # per program of `_histogram`: TILE * EXPERTS comparisons are 64 per thread
+# At most. An SM holds one program of either kernel: comparisons fill up to 255 registers per thread
+# under Triton 3.6. So the `_histogram` of more than 128 experts takes two waves there; programs of
+# four warps with 64 experts would take one, with eight times the wavefronts in shared memory. Each
+# program of `_place` reads all counts, 128 KiB for 256 experts.
 RUNS = 128
 COUNTS = 64  # programs that count used rows
 
@@ -142,7 +141,7 @@ def sort(
         steps,
         TILE=TILE,
         EXPERTS=EXPERTS,
-        num_warps=4,
+        num_warps=8,
     )
     width = max(16, next_power_of_2(num_experts))
     launch(
@@ -540,21 +539,20 @@ def sort_gate() -> list[KernelSpec]:
         "runs": "i32",
     }
 
-    def spec(kernel, label, warps, per_sm=1, **constexprs):
+    def spec(kernel, label, **constexprs):
         return KernelSpec(
             kernel,
             label,
             {n: types[n] for n in kernel.arg_names if n in types},
             {"TILE": TILE, **constexprs},
-            warps,
+            8,
             load=0,
             store=0,
-            per_sm=per_sm,
         )
 
     return [
-        spec(_histogram, "histogram", 4, HISTOGRAM_PER_SM, EXPERTS=EXPERTS),
-        *(spec(_place, f"place E={E}", 8, WIDTH=E, ROWS=4096 // E) for E in (128, 256)),
+        spec(_histogram, "histogram", EXPERTS=EXPERTS),
+        *(spec(_place, f"place E={E}", WIDTH=E, ROWS=4096 // E) for E in (128, 256)),
     ]
 
 
