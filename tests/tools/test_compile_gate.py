@@ -196,7 +196,7 @@ for default in (True, False):   # up to Triton 3.9, and from 3.10 on
     knobs.language.default_fp_fusion = default
     with recorded(90) as specs:   # a launch that is not ours
         fused[1,](torch.ones(1024), torch.ones(1024), 1024, BLOCK=1024)
-    found["fusion of others"] += [which.options["enable_fp_fusion"] for which in specs]
+    found["fusion of others"] += [which.options.get("enable_fp_fusion") for which in specs]
     cubins = [gate_compilers.compile_triton(which, 90)[1] for which in (spec(fused, "fused", 1024), off)]
     found["fusion"].append([hashlib.sha256(cubin).hexdigest() for cubin in cubins])
 found["digests"] = digests(__file__)

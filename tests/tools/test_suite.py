@@ -8,6 +8,7 @@ import math
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -509,6 +510,23 @@ def test_an_interrupt_leaves_no_worker(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         runner.supervise([[sys.executable, str(script)]], tmp_path, FOREVER)
     assert not alive((tmp_path / "pid").read_text())
+
+
+def test_an_interrupt_leaves_no_worker_that_is_being_started(tmp_path, monkeypatch):
+    started = []
+
+    class Interrupted(forked.Forked):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self.pid)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    fake = types.SimpleNamespace(Popen=Interrupted, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(runner, "subprocess", fake)
+    (tmp_path / "stuck.py").write_text("import time; time.sleep(600)")
+    with pytest.raises(KeyboardInterrupt):
+        runner.supervise([[sys.executable, str(tmp_path / "stuck.py")]] * 2, tmp_path, FOREVER)
+    assert len(started) == 1 and not alive(started[0])
 
 
 def test_the_share_of_each_worker():

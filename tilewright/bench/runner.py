@@ -264,12 +264,19 @@ def supervise(
     heard: dict[int, float] = {}  # when a worker was last seen running a unit
     failures = dict.fromkeys(range(len(commands)), 0)
 
+    starting = interrupted = False
+
     def start(i):
+        nonlocal starting
         (out / f"running-{i}.json").unlink(missing_ok=True)
-        running[i], heard[i] = (
-            subprocess.Popen(list(commands[i]), start_new_session=True),
-            time.time(),
-        )
+        starting = True  # an exception within Popen would lose the process that it has started
+        try:
+            running[i] = subprocess.Popen(list(commands[i]), start_new_session=True)
+        finally:
+            starting = False
+        heard[i] = time.time()
+        if interrupted:
+            raise KeyboardInterrupt
 
     def stop(*indices):
         processes = [running.pop(i) for i in indices]
@@ -281,7 +288,10 @@ def supervise(
                 process.wait(max(0.0, deadline - time.time()))
 
     def terminated(*_):
-        raise KeyboardInterrupt
+        nonlocal interrupted
+        interrupted = True
+        if not starting:
+            raise KeyboardInterrupt
 
     before = signal.getsignal(signal.SIGTERM)
     with contextlib.suppress(ValueError):  # not the main thread
