@@ -132,7 +132,8 @@ def call(tree, python, minutes, *stages, hang=""):
         stderr=subprocess.STDOUT,
         text=True,
     )
-    found = re.findall(r"^== ([a-z ]+): exit code (\d+);", done.stdout, re.MULTILINE)
+    # A stage that was cut may have left its line unfinished.
+    found = re.findall(r"== ([a-z ]+): exit code (\d+);", done.stdout)
     return done.returncode, {block: int(code) for block, code in found}, done.stdout
 
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import pathlib
 import re
 import sys
+import sysconfig
 import tomllib
 
 import pytest
@@ -104,8 +105,11 @@ def test_what_is_installed_is_what_the_lock_says():
     if pathlib.Path(sys.prefix) != ROOT / ".venv":
         pytest.skip("not in the environment that `make test` sets up")
     python = ".".join(map(str, sys.version_info[:2]))
+    # Not those that setuptools brings for itself, which it adds to sys.path where it is imported.
+    places = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
     found = {
-        canonicalize_name(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()
+        canonicalize_name(d.metadata["Name"]): d.version
+        for d in importlib.metadata.distributions(path=sorted(places))
     }
     own = {"tilewright", *BESIDE}
     of_torch = {name for name in found if re.match(r"nvidia-(?!cutlass)|cuda-toolkit", name)}
