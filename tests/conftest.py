@@ -5,6 +5,7 @@ imported.
 import atexit
 import contextlib
 import gc
+import importlib.metadata
 import os
 
 # Threads of several tests at a time would wait for each other. Those that C++ kernels divide work
@@ -33,6 +34,17 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         import interpreter
 
         interpreter.install()
+
+
+def pytest_report_header():
+    """The versions of what the tests compare with, for a log that is read later."""
+    names = "torch triton transformers peft trl accelerate bitsandbytes torchao compressed-tensors datasets kernels"
+    found = []
+    for name in names.split():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join(found)
+
 
 # The slowest files start first. If one started last, the other workers would idle for minutes.
 LONG = (

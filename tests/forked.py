@@ -97,8 +97,9 @@ class Child:
         return self._code
 
     def wait(self, timeout):
-        deadline = time.time() + timeout
-        while self.poll() is None and time.time() < deadline:
+        for _ in range(int(timeout / 0.01)):
+            if self.poll() is not None:
+                return
             time.sleep(0.01)
 
 

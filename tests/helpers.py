@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import sys
+import time
 
 import pytest
 import torch
@@ -64,6 +65,22 @@ def operators_of(fn):
         for event in profile.key_averages()
         if event.key.startswith("tilewright::")
     }
+
+
+def pause():
+    """Between two looks at what another process does."""
+    time.sleep(0.02)
+
+
+def until(seen, looks=30_000):
+    """Waits for seen() to be true, and returns it. Looks are counted, not seconds, and so many (ten
+    minutes or more) are for what hangs.
+    """
+    for _ in range(looks):
+        if found := seen():
+            return found
+        pause()
+    pytest.fail(f"not seen in {looks} looks")
 
 
 def join_group(rank, world, folder):

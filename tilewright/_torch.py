@@ -52,6 +52,9 @@ RAW_STREAM = _C, "_cuda_getCurrentRawStream"
 
 BelowAutograd = _C._AutoDispatchBelowAutograd
 BELOW_AUTOGRAD = _C._after_autograd_keyset
+# Beneath what raises version counters.
+BelowCounters = _C._AutoDispatchBelowADInplaceOrView
+BELOW_COUNTERS = _C._after_ADInplaceOrView_keyset
 CPU_KERNELS = _C.DispatchKeySet(_C.DispatchKey.CPU)
 DelayedError = _C._functions.DelayedError
 is_wrapped, unwrapped = _C._functorch.is_functorch_wrapped_tensor, _C._functorch.get_unwrapped

@@ -41,17 +41,21 @@ class Case:
 
 @dataclass(frozen=True)
 class Goal:
-    """A performance goal of `auto` in an op's timed cases on a class of devices; `bench report`
-    checks it.
+    """A performance goal of an op in its timed cases on a class of devices; `bench report` checks
+    it. docs/goals.md is the table of all goals.
 
     device: part of a device's name; or classes of CUDA devices by compute capability, such as
         ("sm_90", "sm_100"): the goal is judged on each such device that has results.
     which: "forward", "backward" or "forward_backward".
     metric: "roofline_percent" of that device's measured roof, "matmul_percent" of its measured
         matmul in this dtype, "peak_mib", or "over " and another provider's name: its time divided
-        by ours. For a named device also "tflop_per_s" and "median_ms".
+        by ours; "over best" compares with the fastest of all that were timed. For a named device
+        also "tflop_per_s" and "median_ms".
     at_least, at_most: the bound; set one of them.
     cases, dtypes: the names it applies to; empty: all.
+    by: the implementation that is to reach it; empty: what `auto` takes.
+    within_mib: a result counts only if its peak memory is at most this.
+    otherwise: another bound of the same metric that counts as well.
 
     Raises ValueError for an absolute speed on a class of devices.
     """
@@ -63,6 +67,9 @@ class Goal:
     at_most: float | None = None
     cases: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
+    by: str = ""
+    within_mib: float | None = None
+    otherwise: Goal | None = None
 
     def __post_init__(self):
         if isinstance(self.device, tuple) and self.metric in ("tflop_per_s", "median_ms"):

@@ -48,7 +48,12 @@ def rows(ops: Iterable[Op], device_type: str, dtype: torch.dtype) -> list[Row]:
 
 def heading(device_type: str, dtype: torch.dtype) -> str:
     versions = "  ".join(f"{k} {v}" for k, v in platform.describe().items())
-    return f"{versions}\nfor {short(dtype)} tensors on {device_type}"
+    lines = (
+        versions,
+        *platform.newer_than_tested(),
+        f"for {short(dtype)} tensors on {device_type}",
+    )
+    return "\n".join(lines)
 
 
 def table(every: list[Row]) -> str:
@@ -94,7 +99,12 @@ def as_json(every: list[Row], device_type: str, dtype: torch.dtype) -> str:
             op["implementations"][r.name]["does"] = r.does
         if r.auto:
             op["auto"] = r.name
-    about = {"environment": platform.describe(), "device": device_type, "dtype": short(dtype)}
+    about = {
+        "environment": platform.describe(),
+        "newer than tested": platform.newer_than_tested(),
+        "device": device_type,
+        "dtype": short(dtype),
+    }
     return json.dumps({**about, "ops": ops}, indent=2)
 
 

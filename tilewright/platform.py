@@ -52,6 +52,8 @@ INSTALL = {
     "flash-attn-3": "built from hopper/ of github.com/Dao-AILab/flash-attention",
     "deep_ep": "built from github.com/deepseek-ai/DeepEP",
 }
+# The newest versions that all tests ran with; docs/tested.md says how.
+TESTED = {"torch": "2.15", "transformers": "5.24", "triton": "3.9"}
 # The oldest torch whose stable ABI holds all that csrc/ calls: STABLE_ABI in setup.py.
 OLDEST_TORCH = "2.10"
 
@@ -138,6 +140,19 @@ def no_distribution(name: str, oldest: str | None = None) -> str | None:
     if oldest is not None and _order(version) < _order(oldest):
         return f"{name} {version} is too old: it takes {oldest} or later"
     return None
+
+
+def newer_than_tested() -> list[str]:
+    """A sentence for each installed package that is newer than the newest version in `TESTED`."""
+    found = []
+    for name, tested in TESTED.items():
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if _order(version)[:2] > _order(tested)[:2]:
+            found.append(f"{name} {version} is newer than {tested}, the newest that was tested")
+    return found
 
 
 def _order(version: str) -> list[float]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -122,6 +123,9 @@ class DispatchOn(NamedTuple):
 
 
 PINS: dict[str, str] = {}
+# Held while an implementation is loaded, which registers operators, and while an op's list of
+# implementations changes: first calls may come from several threads.
+_SETUP = threading.RLock()
 WATCHERS: list[Callable[[str, str], None]] = []  # see selection.watching
 
 
@@ -157,7 +161,8 @@ class Op:
         self._unpinned: dict[tuple[torch.device, torch.dtype], str] = {}
         self._id = f"{self.name} {id(self)}"
         _by_id[self._id] = self
-        self._complete = False  # whether installed implementations have been added
+        # Whether installed implementations have been added, or are being added by this thread.
+        self._complete = self._completing = False
         self.implementations = (*self.built_in, twin)
 
     @property
@@ -166,16 +171,19 @@ class Op:
         access.
         """
         if not self._complete:
-            self._complete = True
-            for entry in installed().get(self.name, ()):
-                self.add(_installed_implementation(entry, self))
+            with _SETUP:
+                if not (self._complete or self._completing):
+                    self._completing = True  # `add` reads this property
+                    for entry in installed().get(self.name, ()):
+                        self.add(_installed_implementation(entry, self))
+                    self._complete = True
         return self._implementations
 
     @implementations.setter
     def implementations(self, implementations: tuple[Implementation, ...]) -> None:
         self._implementations = implementations
-        self._table.clear()
-        self._unpinned.clear()
+        # New ones, not cleared: another thread may be about to add a choice among the former.
+        self._table, self._unpinned = type(self._table)(), {}
         # Callables for Dynamo, as attributes: it does not see entries added to a dictionary during
         # tracing. It guards them, so compiled code recompiles when they are replaced.
         self._by_key = types.SimpleNamespace()
@@ -187,6 +195,10 @@ class Op:
                 f"{self.name}: implementation must be a tilewright.Implementation, got "
                 f"{implementation!r}"
             )
+        with _SETUP:
+            self._add(implementation, before)
+
+    def _add(self, implementation: Implementation, before: str | None) -> None:
         every, used_names = list(self.implementations), self.used_names()
         for name in (implementation.name, *implementation.aliases):
             if not isinstance(name, str) or not name:
@@ -217,12 +229,14 @@ class Op:
         """Caches choices separately within a block, in `table` or a new one; the previous caches
         return after it.
         """
-        before = self._table, self._unpinned
+        before, implementations = (self._table, self._unpinned), self.implementations
         self._table, self._unpinned = {} if table is None else table, {}
         try:
             yield
         finally:
-            self._table, self._unpinned = before
+            # Choices among implementations that have been added to are no longer those of `auto`.
+            same = self._implementations is implementations
+            self._table, self._unpinned = before if same else ({}, {})
 
     @property
     def autocast(self) -> Any:
@@ -294,12 +308,12 @@ class Op:
             return _unpinned_constant(self._id, tensor.device, tensor.dtype, like)
         if like and (like == "auto" or like in self.names()):
             return like
-        key = (tensor.device, tensor.dtype)
-        name = self._unpinned.get(key)
+        key, known = (tensor.device, tensor.dtype), self._unpinned
+        name = known.get(key)
         if name is None:
             kind = tensor.device.type
             with _current(tensor.device):
-                name = self._unpinned[key] = next(
+                name = known[key] = next(
                     (
                         i.name
                         for i in self.implementations
@@ -351,7 +365,8 @@ class Op:
                 f"{self.usable(device_type, dtype, request)})"
             )
         try:
-            return impl.load()
+            with _SETUP:
+                return impl.load()
         except ImportError as error:  # installed, but broken: even auto must not hide that
             raise ImplementationUnavailable(
                 f"{self.name}[{impl.name}]: does not import: {error}"
@@ -372,9 +387,9 @@ class Op:
                 self._by_key,
                 _resolve_constant(self._id, name, tensor.device, tensor.dtype, *request_args),
             )
-        key = (name, tensor.device, tensor.dtype, request)
+        key, table = (name, tensor.device, tensor.dtype, request), self._table
         try:
-            function = self._table.get(key)
+            function = table.get(key)
         except TypeError:  # an unhashable name
             self.implementation(name)
             raise
@@ -385,7 +400,7 @@ class Op:
                 for seen in WATCHERS:
                     taken = self.choose(kind, tensor.dtype, request) if name == "auto" else name
                     seen(self.name, self.implementation(taken).name)
-            self._table[key] = function
+            table[key] = function
         return function
 
 

@@ -5,6 +5,7 @@ implementations that other packages add.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 
 import torch
@@ -121,7 +122,8 @@ def use(implementation: str | None = None, /, **by_op: str) -> Iterator[None]:
         **by_op: For single ops, by their names.
 
     Returns:
-        A context manager. Leaving it restores what `auto` stood for.
+        A context manager. Leaving it takes its pins back, in whatever order blocks that overlap
+        are left.
 
     Raises:
         ValueError: An op or an implementation does not exist.
@@ -144,13 +146,32 @@ def use(implementation: str | None = None, /, **by_op: str) -> Iterator[None]:
         if choice != "auto":
             op.implementation(choice)
         pins[name] = choice
-    before = dict(PINS)
-    PINS.update(pins)
+    _change_blocks(_BLOCKS.append, pins)
     try:
         yield
     finally:
-        PINS.clear()
-        PINS.update(before)
+        _change_blocks(_leave, pins)
+
+
+# The pins of the blocks of `use` that are open, in the order in which they were entered. They may
+# be left in another: in two threads, two tasks, a generator that is not exhausted.
+_BLOCKS: list[dict[str, str]] = []
+_PINNING = threading.Lock()
+
+
+def _change_blocks(change: Callable[[dict[str, str]], None], pins: dict[str, str]) -> None:
+    """Changes the open blocks, and PINS with them: of two that pin an op, the later one holds."""
+    with _PINNING:
+        change(pins)
+        merged = {op: name for block in _BLOCKS for op, name in block.items()}
+        PINS.update(merged)
+        for op in PINS.keys() - merged.keys():
+            del PINS[op]
+
+
+def _leave(pins: dict[str, str]) -> None:
+    at = next(i for i, block in enumerate(_BLOCKS) if block is pins)
+    del _BLOCKS[at]
 
 
 class _Forgetful(dict):

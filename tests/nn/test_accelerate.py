@@ -21,6 +21,8 @@ from tilewright.integrations.transformers import (
     restore,
 )
 
+pytestmark = pytest.mark.packages
+
 COMMON = {
     "vocab_size": 48,
     "hidden_size": 32,
@@ -77,7 +79,9 @@ NO_MLP = ("mixtral", "olmoe", "gpt_oss")  # but for their experts
 @pytest.fixture(autouse=True)
 def _tables(monkeypatch):
     """transformers; its tables are restored after the test."""
-    pytest.importorskip("transformers", minversion="5.7", reason="needs transformers 5.7 or later")
+    pytest.importorskip(
+        "transformers", minversion="5.17", reason="needs transformers 5.17 or later"
+    )
     keep_tables(monkeypatch)
 
 

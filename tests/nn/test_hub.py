@@ -14,6 +14,8 @@ from packaging.version import Version
 
 from tilewright.integrations import hub
 
+pytestmark = pytest.mark.packages
+
 kernels = pytest.importorskip("kernels")
 models = pytest.importorskip("transformers.models")
 # The loader takes the build for what torch was built for, also where there is no GPU. That for CUDA

@@ -28,6 +28,8 @@ from tilewright.ops.attention import ATTENTION
 from tilewright.ops.moe import MOE_MLP
 from tilewright.trainer.model import Ops
 
+pytestmark = pytest.mark.packages
+
 NAMES = [i.name for i in MOE_MLP.implementations]
 COMMON = {
     "vocab_size": 50,
@@ -71,7 +73,7 @@ SAME = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
 def hf(monkeypatch):
     """transformers with tilewright's names registered; its tables are restored after the test."""
     transformers = pytest.importorskip(
-        "transformers", minversion="5.7", reason="needs transformers 5.7 or later"
+        "transformers", minversion="5.17", reason="needs transformers 5.17 or later"
     )
     keep_tables(monkeypatch)
     integration.register()
@@ -137,7 +139,7 @@ def close(found, expected, tolerance):
 WITHOUT = """
 import sys, types, tilewright, tilewright.ops, tilewright.integrations.transformers
 print(tilewright.integrations.transformers.__name__, 'transformers' in sys.modules)
-old = types.ModuleType('transformers'); old.__version__ = '5.6.2'
+old = types.ModuleType('transformers'); old.__version__ = '5.16.2'
 old.__spec__ = types.SimpleNamespace(); sys.modules['transformers'] = old
 try: tilewright.integrations.transformers.register()
 except RuntimeError as error: print(error)
@@ -163,7 +165,7 @@ def test_a_missing_or_old_transformers_is_named(monkeypatch, without_transformer
     ):
         integration.register()
     assert without_transformers[1:] == [
-        "transformers 5.6.2 takes no experts_implementation but its own; 5.7 and later do"
+        "transformers 5.16.2 is too old: 5.17 or later is supported"
     ]
 
 
@@ -1123,6 +1125,9 @@ def test_masks_and_arguments_that_would_be_lost_are_refused(hf, attentions):
         ({"indices": q}, "indices"),
         ({"block_indices": q}, "block_indices"),
         ({"sinks": q}, "sinks"),
+        ({"cache": q}, "a paged cache"),
+        ({"read_index": q}, "a paged cache"),
+        ({"block_table": q}, "a paged cache"),
     ):
         with pytest.raises(ImplementationUnavailable, match=f"does not compute {words}"):
             call(layer, q, q, q, None, **options)
@@ -1221,21 +1226,21 @@ def functions(masks):
     documents = masks.find_packed_sequence_indices(positions)
     block = masks.blockwise_overlay(torch.zeros(2, 9, dtype=torch.long, device=DEVICE))
     left = torch.zeros(2, dtype=torch.long, device=DEVICE)
+
+    def packed(function):
+        # Before transformers 5.23, positions are those of the row.
+        remap = getattr(masks, "remap_positions_for_packed_sequence", lambda function, _: function)
+        return masks.and_masks(
+            remap(function, positions), masks.packed_sequence_mask_function(documents)
+        )
+
     return {
         "causal": (causal, None),
         "full": (full, None),
         "window": (masks.sliding_window_causal_mask_function(3), None),
         "wide window": (masks.sliding_window_causal_mask_function(9), None),
-        "packed": (
-            masks.packed_sequence_compatibility_function(causal, positions, documents),
-            None,
-        ),
-        "packed window": (
-            masks.packed_sequence_compatibility_function(
-                masks.sliding_window_causal_mask_function(3), positions, documents
-            ),
-            None,
-        ),
+        "packed": (packed(causal), None),
+        "packed window": (packed(masks.sliding_window_causal_mask_function(3)), None),
         "one chunk": (masks.chunked_causal_mask_function(9, left), None),
         "chunks": (masks.chunked_causal_mask_function(4, left), "chunked attention"),
         "window on both sides": (

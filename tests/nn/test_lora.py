@@ -32,6 +32,8 @@ from tilewright.ops.quantized_linear import dequantize  # noqa: E402
 from tilewright.trainer import hf  # noqa: E402
 from tilewright.trainer.model import ModelConfig, Ops, Transformer  # noqa: E402
 
+pytestmark = pytest.mark.packages
+
 QWEN3 = {
     "model_type": "qwen3",
     "vocab_size": 97,

@@ -9,10 +9,11 @@ import sys
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 
 transformers = pytest.importorskip(
-    "transformers", minversion="5.7", reason="needs transformers 5.7 or later"
+    "transformers", minversion="5.17", reason="needs transformers 5.17 or later"
 )
 
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -29,6 +30,8 @@ from tilewright.integrations.transformers import (  # noqa: E402
 from tilewright.lora import LoRALinear, QuantFormat, QuantizedLinear  # noqa: E402
 from tilewright.nn import RowBlockLinear  # noqa: E402
 from tilewright.registry import ImplementationUnavailable  # noqa: E402
+
+pytestmark = pytest.mark.packages
 
 SHAPE = {
     "vocab_size": 96,
@@ -625,11 +628,6 @@ def test_peft_trains_saves_and_merges_over_quantized_layers(format, dense, tmp_p
     loaded = base()
     adapt.load_adapter(loaded, tmp_path)
     torch.testing.assert_close(logits(loaded), want, rtol=1e-4, atol=1e-4)
-    added = base()
-    added.add_adapter(config)  # transformers' own call
-    added.save_pretrained(tmp_path / "added")
-    names = {file.name for file in (tmp_path / "added").iterdir()}
-    assert "adapter_model.safetensors" in names and "model.safetensors" not in names
     with model.disable_adapter():
         assert torch.equal(logits(model), logits(base()))
     before = {n: m.dense() for n, m in layers(model).items()}
@@ -641,6 +639,33 @@ def test_peft_trains_saves_and_merges_over_quantized_layers(format, dense, tmp_p
     merged = model.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     assert torch.equal(logits(again(tmp_path / "merged", dtype=torch.float32)), logits(merged))
+
+
+@pytest.mark.parametrize("format", ["nf4", "nvfp4", "block_fp8"])
+def test_transformers_own_adapters_over_quantized_layers(format, dense, tmp_path):
+    peft = pytest.importorskip("peft")
+    from transformers.integrations.peft import MIN_PEFT_VERSION
+
+    if Version(peft.__version__) < Version(MIN_PEFT_VERSION):
+        pytest.skip(
+            f"add_adapter of transformers {transformers.__version__} takes peft {MIN_PEFT_VERSION} "
+            f"or later, {peft.__version__} is installed"
+        )
+    options = {"group_size": 32} if format == "block_fp8" else {}
+    quantized = TilewrightConfig(format, **options)
+    model = load(dense, quantization_config=quantized, dtype=torch.float32)
+    before = logits(model)
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"])
+    model.add_adapter(config)
+    assert torch.equal(logits(model), before), "new adapters add nothing"
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            assert "lora_" in name
+            torch.nn.init.normal_(p, std=0.1)
+    assert not torch.equal(logits(model), before)
+    model.save_pretrained(tmp_path)
+    names = {file.name for file in tmp_path.iterdir()}
+    assert "adapter_model.safetensors" in names and "model.safetensors" not in names
 
 
 def test_what_peft_cannot_do_over_quantized_layers_is_refused(monkeypatch):

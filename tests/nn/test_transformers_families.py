@@ -15,6 +15,8 @@ import torch
 from tilewright import ImplementationUnavailable
 from tilewright.integrations import transformers as integration
 
+pytestmark = pytest.mark.packages
+
 AUTO = {
     "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
     "masked": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
@@ -211,7 +213,7 @@ def logits(model, padded):
 def attentions(monkeypatch):
     """Records calls of attention; transformers' tables are restored after the test."""
     transformers = pytest.importorskip(
-        "transformers", minversion="5.7", reason="needs transformers 5.7 or later"
+        "transformers", minversion="5.17", reason="needs transformers 5.17 or later"
     )
     from transformers.integrations.moe import ExpertsInterface
 

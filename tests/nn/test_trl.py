@@ -18,6 +18,8 @@ from trl_rows import KINDS, LAYOUTS, LORA, eager_step, planted, step
 from tilewright.integrations.trl import accelerate_trainer, build_trainer, head, trainers
 from tilewright.registry import ImplementationUnavailable
 
+pytestmark = pytest.mark.packages
+
 # Errors are relative to the norm: of gradients of one layer, a few roundings of sums of 30 tokens.
 SLACK = 2e-6
 HEADS = {"dense": None, "lora": LORA}

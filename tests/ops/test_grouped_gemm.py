@@ -322,15 +322,19 @@ def test_up_swiglu(hidden, inner, dtype, interleaved):
 
 @SIZES
 @TYPES
-@pytest.mark.parametrize("split, interleaved", [(None, False), (4, False), (4, True)])
-def test_down_dswiglu(hidden, inner, dtype, split, interleaved):
-    """split: the number of parts of a tile in the epilogue; tiles of 16 columns give several
-    partial sums per row. With a bias where gates and ups are interleaved.
+@pytest.mark.parametrize(
+    "split, interleaved", [(None, False), (4, False), (4, True), (0, False), (0, True)]
+)
+def test_down_dswiglu(monkeypatch, hidden, inner, dtype, split, interleaved):
+    """split: the number of parts of a tile in the epilogue, 0 with a second kernel instead; tiles
+    of 16 columns give several partial sums per row. With a bias where gates and ups are
+    interleaved.
     """
     kernel, (index, offsets, slots, position) = kernels(), routed(25, 3, 4, seed=1)
     if split is not None:
         config = {**kernel._constants(32, 16, 32, 4, 2, 1, split=split)}
         inner //= 3  # three tiles, the third whole or not
+        monkeypatch.setattr(kernel, "_DSWIGLU", {"ROWS": 4, "COLUMNS": 16})
     rows, tail = len(slots), int(offsets[-1])
     dy = torch.randn(25, hidden, device=DEVICE).to(dtype)
     down = (torch.randn(4, hidden, inner, device=DEVICE) * inner**-0.5).to(dtype)

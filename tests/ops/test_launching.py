@@ -134,9 +134,11 @@ def main():
     """Counts the compilations of each kernel, with one set of constants, for 200 random lengths;
     and prints the other results.
     """
+    from triton import knobs
     from triton.runtime.jit import JITFunction
 
-    found = Counter()
+    found, fused = Counter(), {}
+    knobs.language.default_fp_fusion = False  # as from Triton 3.10 on
 
     def compiled(kernel, key, signature, device, constants, options, attributes, warmup):
         absent = [p.name for i, p in enumerate(kernel.params) if constants.get((i,), ...) is None]
@@ -144,6 +146,8 @@ def main():
         found[
             f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__} {own} without {absent}"
         ] += 1
+        name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+        fused.setdefault(name, set()).add(options.enable_fp_fusion)
         kernel.device_caches[device][0][key] = stub
         return stub
 
@@ -169,7 +173,14 @@ def main():
     except ImplementationUnavailable as error:
         after = str(error)
     JITFunction._do_compile = own
-    return {"compilations": found, "rows": found_rows, "after": after, "kept": kept()}
+    fused = {name: sorted(choices) for name, choices in fused.items()}
+    return {
+        "compilations": found,
+        "fused": fused,
+        "rows": found_rows,
+        "after": after,
+        "kept": kept(),
+    }
 
 
 def kept():
@@ -207,7 +218,7 @@ def kept():
     def checked(kernel, grid, *arguments, **constants):
         ran.clear()
         launch(kernel, grid, *arguments, **constants)
-        kernel[grid](*arguments, **constants)
+        kernel[grid](*arguments, **launch_cache.COMPILE_OPTIONS, **constants)
         (*first, is_kept), (*second, _) = ran
         described = " with descriptors" * any(isinstance(a, TensorDescriptor) for a in arguments)
         counts[f"{kernel.fn.__module__}.{kernel.fn.__name__}{described}"] += is_kept
@@ -254,6 +265,10 @@ def test_packed_lengths_ask_for_few_compilations(ran):
     found = ran["compilations"]
     assert len(found) >= 30, f"kernels are missing: {sorted(found)}"
     assert max(found.values()) <= MOST, {name: n for name, n in found.items() if n > MOST}
+
+
+def test_each_launch_chooses_fusion_whatever_tritons_version_would(ran):
+    assert len(ran["fused"]) >= 30 and set(map(tuple, ran["fused"].values())) == {(True,)}
 
 
 def test_a_kept_launch_is_the_one_that_triton_would_make(ran):

@@ -461,6 +461,14 @@ def test_chunks_follow_from_shapes(T, options, chunks, monkeypatch):
     )
 
 
+def test_a_launch_configuration_may_refuse_a_single_chunk(monkeypatch):
+    chunk = _linear_chunks.CHUNK
+    monkeypatch.setattr(
+        chunk, "config", lambda device, *key: {**chunk.heuristic(*key), "whole": False}
+    )
+    assert [rows(T, **LLAMA) for T in (8192, 4096)] == [4096, 4096]
+
+
 @pytest.mark.parametrize("name", CHUNKED)
 def test_forward_and_backward_choose_the_same_chunks(name, monkeypatch):
     """The logits that backward recomputes are those of the statistics."""

@@ -670,6 +670,7 @@ def logits(model):
         return model(input_ids=torch.arange(24).view(2, 12)).logits
 
 
+@pytest.mark.packages
 @pytest.mark.filterwarnings(
     "ignore:The following (rank|alpha)_pattern keys did not match"
 )  # PEFT matches modules
@@ -743,6 +744,7 @@ def from_peft(mode="per_expert", rank_pattern=None, change=lambda tensors: None,
     return theirs, tensors, module
 
 
+@pytest.mark.packages
 def test_what_peft_trained_is_read_here():
     theirs, tensors, module = from_peft()
     torch.testing.assert_close(
@@ -761,6 +763,7 @@ GATE_UP_A, GATE_UP_B, DOWN_A, DOWN_B = (
 )
 
 
+@pytest.mark.packages
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")
 def test_what_cannot_be_read_is_refused(mode):
@@ -802,6 +805,7 @@ def test_what_cannot_be_read_is_refused(mode):
             from_peft(mode, **options)
 
 
+@pytest.mark.packages
 def test_a_hybrid_takes_what_has_one_where_it_has_one():
     def share(tensors):
         for key, one in (

@@ -6,7 +6,13 @@ from helpers import DEVICE, skip_unless_usable
 
 from tilewright.kernels import newton_schulz as composed
 from tilewright.ops import newton_schulz
-from tilewright.ops.newton_schulz import NEWTON_SCHULZ, POLAR_EXPRESS, QUINTIC, SAFETY
+from tilewright.ops.newton_schulz import (
+    NEWTON_SCHULZ,
+    POLAR_EXPRESS,
+    QUINTIC,
+    SAFETY,
+    newton_schulz_eager,
+)
 from tilewright.registry import short
 
 IMPLEMENTATIONS = pytest.mark.parametrize("name", NEWTON_SCHULZ.names())
@@ -212,3 +218,34 @@ def test_more_matrices_than_a_grid_has_rows(monkeypatch):
     whole = newton_schulz(x, steps=2, implementation="triton")
     monkeypatch.setattr(newton_schulz_triton, "MOST", 2)
     assert torch.equal(newton_schulz(x, steps=2, implementation="triton"), whole)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30, torch.finfo(torch.float32).max])
+def test_matrices_of_any_size_are_orthogonalized(name, size):
+    """Their norm, or its square, may be beyond float32."""
+    skip_unless_usable(NEWTON_SCHULZ, name, torch.float32)
+    x = torch.randn(2, 6, 9, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
+    x = x / x.abs().max() * size
+    truth = newton_schulz_eager(x.double(), [*QUINTIC] * 5, 1e-37)
+    found = newton_schulz(x, eps=1e-37, implementation=name)
+    torch.testing.assert_close(found.double(), truth, rtol=1e-4, atol=1e-4)
+
+
+@IMPLEMENTATIONS
+def test_the_result_is_contiguous_whatever_the_strides(name):
+    skip_unless_usable(NEWTON_SCHULZ, name, torch.float32)
+    x = torch.randn(3, 8, 5, device=DEVICE)
+    wide = torch.randn(16, 10, device=DEVICE)
+    for strided in (
+        x,
+        x.mT,
+        x[:, ::2],
+        x.flip(0).transpose(0, 1),
+        wide[:1].expand(4, 10),
+        wide[::2, 1:],
+    ):
+        found = newton_schulz(strided, implementation=name)
+        assert found.is_contiguous() and found.shape == strided.shape
+        expected = newton_schulz_eager(strided.contiguous(), [*QUINTIC] * 5, 1e-7)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)

@@ -120,6 +120,7 @@ def test_the_definition_is_that_composition_in_float64():
             torch.testing.assert_close(f, e, rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.packages
 @EVERY
 def test_equals_transformers_qwen3(name):
     qwen3 = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")

@@ -17,6 +17,7 @@ from helpers import DEVICE, skip_unless_usable
 
 from tilewright.bench import contract
 from tilewright.ops import (
+    aqn,
     block_fp8,
     dequantize_block_fp8,
     dequantize_mxfp8,
@@ -164,6 +165,7 @@ def test_results_are_near_what_was_quantized(format, dtype):
 # ---- bitsandbytes
 
 
+@pytest.mark.packages
 @EVERY_DTYPE
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("shape", SIZES, ids=str)
@@ -196,6 +198,7 @@ def test_nf4_is_what_bitsandbytes_writes_and_reads(shape, double, dtype):
     assert_same(dequantize_nf4(again), dequantize_nf4(q))
 
 
+@pytest.mark.packages
 @pytest.mark.parametrize("block", [32, 128, 4096])
 def test_nf4_block_sizes_and_zero_blocks_are_those_of_bitsandbytes(block):
     bnb = oracle("bitsandbytes.functional")
@@ -208,6 +211,7 @@ def test_nf4_block_sizes_and_zero_blocks_are_those_of_bitsandbytes(block):
     assert_same_bytes(q.absmax, state.absmax)
 
 
+@pytest.mark.packages
 def test_nf4_scales_in_8_bits_are_those_of_bitsandbytes():
     """More blocks than one of 256 scales, and a shorter one; all of one size in the last tensor."""
     bnb = oracle("bitsandbytes.functional")
@@ -434,6 +438,7 @@ def test_a_checkpoint_that_does_not_fit_together_is_refused_in_one_sentence(
 # ---- torchao, compressed-tensors
 
 
+@pytest.mark.packages
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 def test_nvfp4_is_what_torchao_writes_and_reads(dtype):
     ao = oracle("torchao.prototype.mx_formats.nvfp4_tensor")
@@ -448,6 +453,7 @@ def test_nvfp4_is_what_torchao_writes_and_reads(dtype):
     assert_same_bytes(dequantize_nvfp4(q), expected)
 
 
+@pytest.mark.packages
 def test_nvfp4_differs_from_torchao_as_documented():
     ao = oracle("torchao.prototype.mx_formats.nvfp4_tensor")
 
@@ -477,6 +483,7 @@ def test_nvfp4_differs_from_torchao_as_documented():
         assert (ours(x)[2] == theirs(x)[2]) == equal
 
 
+@pytest.mark.packages
 def test_nf4_differs_from_bitsandbytes_as_documented():
     bnb = oracle("bitsandbytes.functional")
     for length, value, equal in (
@@ -494,6 +501,7 @@ def test_nf4_differs_from_bitsandbytes_as_documented():
         assert torch.equal(q.absmax, state.absmax) == equal, (length, value)
 
 
+@pytest.mark.packages
 def test_nvfp4_checkpoints_are_those_of_compressed_tensors():
     """Its own packing and reading. Its tensor scale is an inverse, so products round differently:
     codes may differ where x is at a tie, to float32's precision.
@@ -547,6 +555,7 @@ def test_nvfp4_layouts_come_back():
 # ---- transformers
 
 
+@pytest.mark.packages
 @EVERY_DTYPE
 def test_block_fp8_is_what_transformers_writes(dtype):
     module = oracle("transformers.integrations.finegrained_fp8")
@@ -587,6 +596,7 @@ def test_block_fp8_of_activations_by_hand():
 # ---- torchao, compressed-tensors
 
 
+@pytest.mark.packages
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 def test_mxfp8_is_what_torchao_writes_and_reads(dtype):
     module = oracle("torchao.prototype.mx_formats.mx_tensor")
@@ -606,6 +616,7 @@ def test_mxfp8_is_what_torchao_writes_and_reads(dtype):
     )
 
 
+@pytest.mark.packages
 def test_mxfp8_has_the_keys_of_compressed_tensors():
     compressor = oracle("compressed_tensors.compressors.mxfp8.base").MXFP8QuantizationCompressor
     scheme = oracle("compressed_tensors.quantization").preset_name_to_scheme("MXFP8", ["Linear"])
@@ -697,6 +708,21 @@ def test_e2m1_is_rounded_to_the_nearest_and_ties_to_even():
     codes = torch.tensor([0, 0, 1, 1, 2, 2, 4, 4, 4, 5, 6, 6, 7, 7, 7], dtype=torch.uint8)
     assert torch.equal(quantize.to_e2m1(v), codes)
     assert torch.equal(quantize.to_e2m1(-v), codes | 8)
+
+
+@pytest.mark.parametrize("options", [{}, {"noise": aqn.SOME}], ids=["plain", "noise"])
+@pytest.mark.parametrize("double", [False, True])
+def test_nf4_values_from_shared_memory_are_those_from_global_memory(double, options):
+    """The bits of both ways to look values up: all codes, and a shorter last block."""
+    skip_unless_usable(nf4.DEQUANTIZE_NF4, "triton", torch.float32)
+    from tilewright.kernels.quantize_triton import NF4_DEQUANTIZE
+
+    q = quantize_nf4(randn(5, 1000), double_quant=double)
+    q.data.view(-1)[:256] = torch.arange(256, dtype=torch.uint8, device=q.data.device)
+    usual = dequantize_nf4(q, implementation="triton", **options)
+    with NF4_DEQUANTIZE.override(q.data.device, (64,), {"GATHER": True}):
+        gathered = dequantize_nf4(q, implementation="triton", **options)
+    assert torch.equal(gathered.view(torch.int32), usual.view(torch.int32))
 
 
 def test_codes_are_converted_by_gpus_that_can(monkeypatch):

@@ -48,6 +48,7 @@ def complex_rotation(x, cos, sin, positions, interleaved):
     return torch.cat((turned, rest), -1)
 
 
+@pytest.mark.packages
 @EVERY
 def test_equals_transformers_llama(name):
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")

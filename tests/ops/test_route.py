@@ -23,6 +23,7 @@ def logits(T, E, **new):
 # ---- routers of other libraries
 
 
+@pytest.mark.packages
 @EVERY
 def test_equals_transformers_qwen3_moe(name):
     pytest.importorskip("transformers")
@@ -48,6 +49,7 @@ def test_equals_transformers_qwen3_moe(name):
     torch.testing.assert_close(found.load_balance_loss, loss)
 
 
+@pytest.mark.packages
 @EVERY
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_balance_loss_and_its_gradient_equal_transformers(name, k):
@@ -64,6 +66,7 @@ def test_balance_loss_and_its_gradient_equal_transformers(name, k):
     )
 
 
+@pytest.mark.packages
 @EVERY
 def test_equals_transformers_deepseek_v3(name):
     pytest.importorskip("transformers")

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ import torch
 from tilewright import platform
 from tilewright.bench import contract
 from tilewright.bench.page.files import counts_of
+from tilewright.bench.variants import VARIANTS
 from tilewright.ops import (
     BlockFP8,
     adamw_,
@@ -415,6 +417,28 @@ def narrow_rows_on_four_warps(driver):
         contract_holds(driver, operations()["rmsnorm"], case, BF16)
 
 
+# Alternatives of open questions that are other code than the heuristic's: launch, what changes, and
+# cases of the op.
+ALTERNATIVES = (
+    ("moe_mlp", "moe_mlp/up_swiglu", "BLOCK_N", ("aligned",)),
+    ("moe_mlp", "moe_mlp/down_dswiglu", "SPLIT", ("aligned", "sentinels", "gpt_oss_aligned")),
+    ("dequantize_nf4", "dequantize_nf4/dequantize", "GATHER", ("ragged", "matrix nested")),
+)
+
+
+def alternative(driver, op, case, launch, changes):
+    """As the suite would time it, with this case's sizes."""
+    tunables = op.implementation("triton").tunables()
+    [tunable] = [t for t in tunables if t.name == launch]
+    [variant] = [v for v in VARIANTS if v.launch == launch and changes in v.other]
+
+    def config(device, *key):
+        return {**tunable.heuristic(**tunable.named(key)), **variant.other}
+
+    with mock.patch.object(tunable, "config", config):
+        contract_holds(driver, op, case, BF16)
+
+
 def rounds_to_nearest(driver):
     """The contract's tolerance would allow a truncation."""
     rmsnorm, silu_mul = (operations()[name].public for name in ("rmsnorm", "silu_mul"))
@@ -658,6 +682,11 @@ def runs():
     found["sm_90-nearest"] = 90, rounds_to_nearest
     found["sm_90-adamw_-states_in_bfloat16"] = 90, states_in_bfloat16
     found["sm_90-rmsnorm-narrow_rows_on_four_warps"] = 90, narrow_rows_on_four_warps
+    for op_name, launch, changes, names in ALTERNATIVES:
+        op = operations()[op_name]
+        for case in (c for c in op.cases if "contract" in c.tags and c.name in names):
+            name = f"sm_90-{launch} {changes}-{case.name}-bfloat16"
+            found[name] = 90, alternative, op, case, launch, changes
     found["sm_90-cross_entropy-losses"] = 90, losses_of_rows
     found["sm_90-cross_entropy-scale"] = 90, scales, BF16
     if COUNTS.exists():  # of this version of Triton
@@ -747,6 +776,7 @@ def started():
         adamw_triton,
         fused_quantize_triton,
         grouped_gemm_triton,
+        newton_schulz_triton,
         quantize_triton,
         quantized_linear_triton,
     )
@@ -773,6 +803,7 @@ def started():
     grouped_gemm_triton.has_tma = lambda device: driver.arch >= 90
     grouped_gemm_triton.large_shared_memory = lambda device: driver.arch // 10 in (9, 10)
     quantized_linear_triton.large_shared_memory = grouped_gemm_triton.large_shared_memory
+    newton_schulz_triton.hopper = lambda device: driver.arch // 10 == 9
     for module in (
         quantize_triton,
         fused_quantize_triton,

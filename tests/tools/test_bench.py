@@ -578,11 +578,11 @@ def test_the_flush_leaves_no_dirty_lines():
 
 @pytest.mark.parametrize("seconds, calls, made", [(0.0, timing.CUDA_CALLS, 6), (0.15, 1, 3)])
 def test_a_slow_call_on_a_gpu_is_sampled_once_and_prepared_in_few(
-    monkeypatch, seconds, calls, made
+    monkeypatch, pass_time, seconds, calls, made
 ):
     """Calls of a second would take minutes of the device at thirty repetitions each."""
     monkeypatch.setattr(
-        torch.cuda, "synchronize", lambda: time.sleep(seconds if queued else 0) or queued.clear()
+        torch.cuda, "synchronize", lambda: pass_time(seconds if queued else 0.0) or queued.clear()
     )
     clock = object.__new__(timing.CudaClock)
     clock._flushes, clock._host, clock._flush_seconds = {}, {}, 1e-3
@@ -591,9 +591,11 @@ def test_a_slow_call_on_a_gpu_is_sampled_once_and_prepared_in_few(
     def call():
         queued.append(1)
         count.append(1)
+        pass_time(0.0004)
 
     assert clock.prepare(call) == calls
-    assert len(count) <= made and clock.host_seconds(call) < 0.1  # the wait, if any, is longer
+    assert len(count) == made
+    assert clock.host_seconds(call) == pytest.approx(0.0004), "without the wait for the device"
     assert clock._flushes[id(call)] == 2
 
 

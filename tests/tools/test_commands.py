@@ -16,6 +16,8 @@ from tilewright import platform
 from tilewright.bench import __main__ as bench
 from tilewright.ops import OPS
 
+pytestmark = pytest.mark.packages
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 

@@ -18,14 +18,17 @@ ROOT = pathlib.Path(__file__).parents[2]
 pytest.importorskip("triton")
 
 PLANTED = '''
-import contextlib, importlib.util, io, json, pathlib, sys
+import contextlib, hashlib, importlib.util, io, json, pathlib, sys
 
+import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
 from tilewright.bench import compile_gate, gate_compilers, kernel_digest
 from tilewright.kernels.spec import KernelSpec
 from tilewright.registry import Implementation, Op
+from tilewright.tools.gate import recorded
 
 
 @triton.jit
@@ -76,6 +79,13 @@ def scaled(x):
 def calls(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)   # of a program
     tl.store(y_ptr + i, scaled(tl.load(x_ptr + i, mask=i < n)), mask=i < n)
+
+
+@triton.jit
+def fused(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < n)
+    tl.store(y_ptr + i, x * x + x, mask=i < n)
 
 
 def spec(kernel, label, block, warps=4, **options):
@@ -169,6 +179,8 @@ for name, needs in {
     "need wide": (copy, 1024, ("n",), {}), "need no loads": (strided, 1024, (), {"load": 0}),
     "need loads": (strided, 1024, (), {}), "need stores": (copy, 1024, ("n",), {"store": 256}),
     "need no divisions": (loops, 1024, ("n",), {"undivided": True}),
+    "need many blocks": (copy, 1024, ("n",), {"per_sm": 17}),
+    "need few blocks": (copy, 1024, ("n",), {"per_sm": 16}),
     "need wgmma": (copy, 1024, ("n",), {"uses": WGMMA}), "has wgmma": (product, 64, (), {"uses": WGMMA}),
 }.items():
     kernel, block, divisible, options = needs
@@ -177,6 +189,16 @@ for name, needs in {
     FILE.unlink()
     if name == "has wgmma":   # the other architecture, where another instruction is needed
         found["has tcgen05"] = gate(planted, argv=["--arch", "100"])
+unchosen, off = (spec(fused, "fused", 1024, options={"enable_fp_fusion": which}) for which in (None, False))
+found["fusion not chosen"] = gate(unchosen, budgets={})
+found["fusion"], found["fusion of others"] = [], []
+for default in (True, False):   # up to Triton 3.9, and from 3.10 on
+    knobs.language.default_fp_fusion = default
+    with recorded(90) as specs:   # a launch that is not ours
+        fused[1,](torch.ones(1024), torch.ones(1024), 1024, BLOCK=1024)
+    found["fusion of others"] += [which.options.get("enable_fp_fusion") for which in specs]
+    cubins = [gate_compilers.compile_triton(which, 90)[1] for which in (spec(fused, "fused", 1024), off)]
+    found["fusion"].append([hashlib.sha256(cubin).hexdigest() for cubin in cubins])
 found["digests"] = digests(__file__)
 print(json.dumps(found))
 '''
@@ -322,6 +344,7 @@ def test_an_access_that_stays_narrow_is_seen(planted):
         ),
         ("need wgmma", "copy sm_90: needs wgmma, uses none such in PTX and none such in SASS"),
         ("need no divisions", "loops sm_90: has 1 divisions in loops; accepted: 0"),
+        ("need many blocks", "copy sm_90: counts on 17 blocks per SM, which holds 16 of "),
     ],
 )
 def test_a_need_that_is_not_met_is_red_and_no_update_excuses_it(planted, name, sentence):
@@ -330,7 +353,9 @@ def test_a_need_that_is_not_met_is_red_and_no_update_excuses_it(planted, name, s
     assert planted[name]["out"].count("FAILED") == 1
 
 
-@pytest.mark.parametrize("name", ["need wide", "need no loads", "has wgmma", "has tcgen05"])
+@pytest.mark.parametrize(
+    "name", ["need wide", "need no loads", "has wgmma", "has tcgen05", "need few blocks"]
+)
 def test_a_need_that_is_met_is_green(planted, name):
     assert planted[name]["code"] == 0, planted[name]["out"]
 
@@ -339,6 +364,17 @@ def test_a_kernel_that_does_not_compile_is_red_with_the_compilers_reason(planted
     assert planted["broken"]["code"] == 1
     assert "planted/broken sm_90: does not compile" in planted["broken"]["out"]
     assert "power of 2" in planted["broken"]["out"]
+
+
+def test_a_kernel_that_leaves_fusion_to_tritons_version_is_red(planted):
+    failed = planted["fusion not chosen"]
+    assert failed["code"] == 1 and (
+        "fused sm_90: does not compile: ValueError: the launch does not choose enable_fp_fusion"
+        in failed["out"]
+    )
+    (on, off), after = planted["fusion"]
+    assert after == [on, off] and on != off, "Triton's default has no effect, the choice has one"
+    assert planted["fusion of others"] == [True, False], "which `tilewright gate` leaves to Triton"
 
 
 def test_a_shared_spec_is_compiled_once_and_an_unlaunched_one_not_at_all(planted):
@@ -422,6 +458,33 @@ def test_a_need_is_looked_for_in_ptx_and_in_machine_code():
     assert unmet(replace(plain, uses={100: ("tcgen05",)})) == []
     assert unmet(replace(plain, load=0), load=16) == []
     assert unmet(plain, loop_divisions=0) == []
+
+
+@pytest.mark.parametrize(
+    "per_sm, warps, arch, changes, held",
+    [
+        (2, 8, 90, {"registers": 128}, None),
+        (2, 8, 90, {"registers": 132}, 1),  # 17 units of 256 a warp
+        (3, 4, 90, {"registers": 168, "shared": 75 * 1024}, None),
+        (4, 4, 90, {"registers": 168, "shared": 75 * 1024}, 3),
+        (2, 8, 120, {"registers": 128, "shared": 49 * 1024}, None),
+        (2, 8, 120, {"registers": 128, "shared": 50 * 1024}, 1),
+        (4, 16, 100, {}, None),
+        (4, 16, 120, {}, 3),  # 1,536 threads
+    ],
+)
+def test_a_launch_that_counts_on_more_blocks_than_an_sm_holds_is_red(
+    per_sm, warps, arch, changes, held
+):
+    spec = KernelSpec(None, "kernel", {}, {}, warps, per_sm=per_sm)
+    said = gate_verdict.unmet(gate_compilers.Result("op/kernel", arch, facts(**changes)), spec)
+    assert len(said) == (held is not None)
+    if said:
+        f = facts(**changes)
+        assert said[0] == (
+            f"counts on {per_sm} blocks per SM, which holds {held} of {f.registers} registers a "
+            f"thread, {f.shared} bytes of shared memory and {warps} warps"
+        )
 
 
 def test_divisions_in_loops_are_read_from_ptx():

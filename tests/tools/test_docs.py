@@ -15,6 +15,8 @@ from tilewright.bench.page import api, op
 from tilewright.ops.rmsnorm import RMSNORM
 from tilewright.registry import Implementation
 
+pytestmark = pytest.mark.packages
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 

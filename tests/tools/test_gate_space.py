@@ -31,7 +31,13 @@ def result(name, arch, spill=0):
     return Result(name, arch, Facts(32, spill, spill, 0, 128, 128, ()))
 
 
-def test_a_candidate_that_spills_leaves_the_space_of_its_architecture(table):
+def running(monkeypatch, version):
+    """A process of this Triton."""
+    monkeypatch.setattr(tuning.platform, "describe", lambda: {"triton": version})
+    tuning.rejected.cache_clear()
+
+
+def test_a_candidate_that_spills_leaves_the_space_of_its_architecture(table, monkeypatch):
     specs = collect(ROPE.values(), space=True)
     by_spec = gate_space.candidates(ROPE.values())
     assert set(specs) <= set(by_spec)
@@ -50,7 +56,7 @@ def test_a_candidate_that_spills_leaves_the_space_of_its_architecture(table):
         "key": bad.key,
         "config": bad.config,
     }
-    tuning.rejected.cache_clear()
+    running(monkeypatch, "3.6.0")
     named = bad.key
     assert bad.config not in tunable.candidates(90, **named)
     assert bad.config in tunable.candidates(100, **named)
@@ -61,6 +67,26 @@ def test_a_candidate_that_spills_leaves_the_space_of_its_architecture(table):
     assert gate_space.known(ROPE.values(), tasks) == {(name, 90)}
     assert gate_space.write(ROPE.values(), "3.9.0", [result(name, 90)], specs) == 1
     assert gate_space.write(ROPE.values(), "3.6.0", [result(name, 90)], specs) == 0
+
+
+def test_a_candidate_leaves_the_space_of_the_triton_under_which_it_spills(table, monkeypatch):
+    """For a Triton that the gate did not run, it leaves if it spills under any."""
+    [tunable] = {t.name: t for i in OPS["rope"].implementations for t in i.tunables()}.values()
+    key = tunable.named(tunable.keys[0])
+    usual, under_36, under_39, *_ = tunable.candidates(**key)
+    rows = [
+        {"launch": tunable.name, "arch": 90, "triton": version, "key": key, "config": config}
+        for version, config in (("3.6.0", under_36), ("3.9.0", under_39))
+    ]
+    table.write_text(json.dumps(rows))
+    for version, gone in (
+        ("3.6.0", [under_36]),
+        ("3.9.0+cpu", [under_39]),
+        ("3.7.0", [under_36, under_39]),
+    ):
+        running(monkeypatch, version)
+        left = tunable.candidates(90, **key)
+        assert [c for c in (usual, under_36, under_39) if c not in left] == gone, version
 
 
 def test_the_committed_list_is_of_launches_that_exist():

@@ -23,7 +23,14 @@ def measured(folder):
     """
     from triton import knobs
 
-    from tilewright.bench import gate_compilers, gpu_cache, launches, pretend, variants
+    from tilewright.bench import (
+        gate_compilers,
+        gate_variants,
+        gpu_cache,
+        launches,
+        pretend,
+        variants,
+    )
     from tilewright.bench.gpu_cache import Call
     from tilewright.kernels import rmsnorm_triton
     from tilewright.ops import OPS
@@ -97,6 +104,7 @@ def measured(folder):
         **found,
         "registers": [facts.registers, pretend.registers(cubin)],
         "variants": asked,
+        "gate": list(gate_variants.collect(OPS.values())),
         "about": about,
         "after": [torch.ones(1).is_cuda, str(torch.ones(1).device), torch.cuda.is_available()],
         "plan": {
@@ -152,6 +160,7 @@ def test_the_plan_is_all_that_a_first_call_launches(ran):
 
     goals = {op for op, *_ in ran["plan"]["goals"]}
     assert goals == {op.name for op in OPS.values() if op.goals}
+    assert {op for op, *_ in ran["plan"]["smoke"]} == set(OPS), "each by name"
     search = {launch: 0 for *_, launch, _ in ran["plan"]["search"]}
     for _, _, launch, constants in ran["plan"]["search"]:
         assert constants
@@ -175,6 +184,17 @@ def test_every_variant_changes_the_launch_that_its_case_makes(ran):
         assert found["other"] != found["now"], v.name
         known = {n: value for n, value in found["other"].items() if n in found["now"]}
         assert known in found["space"], f"{v.name}: what the gate does not compile"
+
+
+def test_the_gate_compiles_the_alternatives_of_launches(ran):
+    """Of kernels; linear_cross_entropy's chunks are none."""
+    from tilewright.bench.gate_verdict import budgeted
+
+    for name, found in ran["variants"].items():
+        constants = "; " + " ".join(f"{n}={value}" for n, value in found["other"].items()) + "]"
+        mine = [g for g in ran["gate"] if f"[{name}: " in g and g.endswith(constants)]
+        assert bool(mine) != name.startswith("linear_cross_entropy"), (name, constants)
+    assert not any(map(budgeted, ran["gate"]))
 
 
 def test_a_build_of_another_triton_is_refused(tmp_path):

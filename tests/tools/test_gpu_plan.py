@@ -7,9 +7,9 @@ import inspect
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
-import time
 
 import forked
 import pytest
@@ -18,11 +18,12 @@ from tilewright.kernels import tuning
 from tilewright.ops._linear_chunks import CHUNK
 
 ROOT = pathlib.Path(__file__).parents[2]
-STAGES = ["goals", "ab", "search", "again", "rest", "tests", "report"]
-SHARES = {"goals": 90, "ab": 80, "search": 70, "again": 70, "rest": 80, "tests": 90}
+FIRST = "smoke products ab goals host check"  # one call of the suite
+STAGES = [*FIRST.split(), "search", "again", "rest", "tests", "report"]
+BLOCKS = [FIRST, "search", "again", "rest", "tests", "report"]
 
-# The scaled-down plan, added to a copy of the package. In a call that is to be cut, a timed case
-# takes a while to be made, and no processor time. What is searched for one op never meets its goal.
+# The scaled-down plan, added to a copy of the package. In a call that is to be cut, a timed case is
+# never made. What is searched for one op never meets its goal.
 PLAN = """
 import os
 import time
@@ -31,7 +32,8 @@ from tilewright.registry import Case, Goal
 def _scaled_down(op, *, reaches):
     tiny = next(c for c in op.cases if "contract" in c.tags)
     def make(device, dtype, seed):
-        time.sleep(float(os.environ["SECONDS_TO_MAKE"]))
+        if os.environ["HANG"]:
+            time.sleep(600)
         return tiny.make(device, dtype, seed)
     op.cases = (Case("tiny", tiny.make, tiny.cost, frozenset({"contract"})),
                 Case("cpu-small", make, tiny.cost, frozenset({"cpu"})))
@@ -50,7 +52,7 @@ class CpuClock(CpuClock):
         super().__init__(0.0)
 """
 RUN = """
-Settings.__init__.__defaults__ = (3, 1.0, 0.0, 1.0)
+Settings.__init__.__defaults__ = (3, 1.0, 0.0, 1.0, True)
 """
 OVERHEAD = """
 import functools
@@ -113,18 +115,16 @@ def tree(tmp_path_factory):
     script, least = (ROOT / "scripts/gpu.sh").read_text(), "(m > 0.1 ? m : 0.1)"
     assert least in script
     (tree / "scripts/gpu.sh").write_text(script.replace(least, "(m > 0.05 ? m : 0.05)"))
+    shutil.copy(ROOT / "scripts/carry.py", tree / "scripts")
     (tree / "bench_results/reasons.toml").touch()
     (tree / "tests/ops/test_one.py").write_text("def test_one():\n    assert True\n")
     return tree
 
 
-def call(tree, python, minutes, *stages, seconds_to_make=0):
-    """Calls the script: its exit code, and per stage its code, seconds and those left when it
-    began.
-    """
-    variables = {"PYTHON": str(python), "SECONDS_TO_MAKE": str(seconds_to_make)}
-    begun = time.monotonic()
-    process = subprocess.Popen(
+def call(tree, python, minutes, *stages, hang=""):
+    """Calls the script: its exit code, that of each stage, and what it said."""
+    variables = {"PYTHON": str(python), "HANG": hang}
+    done = subprocess.run(
         ["bash", "scripts/gpu.sh", "bench_results/dry", str(minutes), *stages],
         cwd=tree,
         env=environment(tree) | variables,
@@ -132,17 +132,9 @@ def call(tree, python, minutes, *stages, seconds_to_make=0):
         stderr=subprocess.STDOUT,
         text=True,
     )
-    found, said, since = {}, [], 0.0
-    for line in process.stdout:
-        said.append(line)
-        word, *rest = line.split()[1:] if line.startswith("== ") else [""]
-        if "exit code" in line:
-            now = time.monotonic()
-            left = 60 * minutes - 30 - (since - begun)
-            found[word.rstrip(":")] = (int(rest[2].rstrip(";")), now - since, left)
-        elif word:
-            since = time.monotonic()
-    return process.wait(), found, "".join(said)
+    # A stage that was cut may have left its line unfinished.
+    found = re.findall(r"== ([a-z ]+): exit code (\d+);", done.stdout)
+    return done.returncode, {block: int(code) for block, code in found}, done.stdout
 
 
 def made(tree):
@@ -154,56 +146,42 @@ def made(tree):
     return collections.Counter(json.loads(line)["unit"] for line in lines)
 
 
-def beyond_their_shares(found):
-    # A stage has at least six seconds here: a busy machine takes more than the script's.
-    return {
-        stage: (took, left)
-        for stage, (_, took, left) in found.items()
-        if stage in SHARES and took > max(6.0, left * SHARES[stage] / 100) + 45.0
-    }
-
-
 def test_every_stage_ends_in_time_and_is_resumed(tree, python):
+    """Cases that are never made cost a call the stages that time, and no more; the next has an
+    hour. Stages' shares of the minutes are those of test_suite.py's dry run.
+    """
     cut = ["goals", "search", "rest", "tests"]
-    # The goals' three cases take longer than their three seconds, however fast the machine is.
-    code, found, said = call(tree, python, 0.55, *cut, seconds_to_make=1.5)
+    code, found, said = call(tree, python, 0.55, *cut, hang="yes")
     assert code == 3, f"a call that was cut is not done\n{said}"
-    assert list(found) == cut and not beyond_their_shares(found), said
-    assert {c for c, *_ in found.values()} <= {0, 3} and found["goals"][0] == found["rest"][
-        0
-    ] == 3, said
-    first, tested = made(tree), found["tests"][0] == 0
-    for _ in range(4):  # a shared machine may need more than one
-        code, found, said = call(tree, python, 3, *STAGES)
-        assert list(found) == STAGES and not beyond_their_shares(found), said
-        assert ("passed before" in said) == tested, "what has passed is not tested again"
-        tested = found["tests"][0] == 0
-        if code != 3:
-            break
-    assert code == 0 and {c for c, *_ in found.values()} == {0}, said
+    assert list(found) == cut, said
+    assert set(found.values()) <= {0, 3} and found["goals"] == found["rest"] == 3, said
+    first, tested = made(tree), found["tests"] == 0
+    code, found, said = call(tree, python, 60, *STAGES)
+    assert list(found) == BLOCKS, said
+    assert ("passed before" in said) == tested, "what has passed is not tested again"
+    assert code == 0 and set(found.values()) == {0}, said
     times = made(tree)
     assert first <= times and {
         "roofline",
         "goals/rope.cpu-small.bfloat16",
-        "ab/linear_cross_entropy.cpu-small",
+        "goals/linear_cross_entropy.cpu-small.bfloat16",
+        "smoke/rope.tiny",
         "parity/rmsnorm.tiny",
         "overhead/rope",
     } <= set(times)
+    assert any(unit.startswith("ab/linear_cross_entropy.cpu-small") for unit in times)
     # Only the goals' cases for which the search found other constants are timed again.
     assert {
         unit for unit, n in times.items() if n > 1 and "linear_cross_entropy" not in unit
     } == set(), times
     (table,) = (tree / "tilewright/kernels/tuned").glob("*/linear_cross_entropy.json")
     (entry,) = tuning.read(table)["launches"]["chunk"]
-    assert (
-        entry["config"] in CHUNK.candidates(**entry["key"])
-        and entry["median_us"] <= entry["heuristic_us"]
-    )
+    assert entry["config"] in CHUNK.candidates(**entry["key"])
     assert (tree / "out/results.tar.gz").exists() and (
         tree / "bench_results/dry/tests.passed"
     ).exists()
     searched = [p.stat().st_mtime_ns for p in (tree / "bench_results/dry/tune").glob("*.json")]
-    code, found, said = call(tree, python, 3, "goals", "search")
+    code, found, said = call(tree, python, 60, "goals", "search")
     assert code == 0 and made(tree) == times, "what is there is not made again"
     assert (
         searched

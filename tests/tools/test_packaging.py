@@ -54,16 +54,23 @@ def with_torch(tmp_path_factory):
 
 # ---- importing
 
+# Calls are counted, as no machine's load changes their number.
 IMPORT = """
-import json, sys, time
+import json, sys
+calls = 0
+def profile(frame, event, argument):
+    global calls
+    calls += event == "call"
+sys.setprofile(profile)
 import torch
-before, torch_took = set(sys.modules), time.process_time()
+before, of_torch = set(sys.modules), calls
 found = []
 for module in ("tilewright", "tilewright.ops"):
     __import__(module)
-    share = (time.process_time() - torch_took) / torch_took
+    share = (calls - of_torch) / of_torch
     brought = sorted({m.split(".")[0] for m in set(sys.modules) - before})
     found.append([module, share, brought, "torch._dynamo" in sys.modules])
+sys.setprofile(None)
 print(json.dumps(found))
 """
 
@@ -73,7 +80,8 @@ def test_importing_is_cheap_and_brings_nothing_optional():
     for module, share, brought, dynamo in json.loads(run("-c", IMPORT, cwd=ROOT)):
         assert module.split(".")[0] in brought and not heavy & set(brought), module
         assert not dynamo, "torch._dynamo takes more than a second, and imports Triton"
-        assert share < 0.5, f"{module}: {share:.2f} of the time of `import torch`"
+        # 0.04 for the ops, which register operators. transformers takes 0.4, torch._dynamo 1.2.
+        assert share < 0.1, f"{module}: {share:.2f} of the calls of `import torch`"
 
 
 WITHOUT_TRITON = """

@@ -16,6 +16,8 @@ from tilewright.bench.peer import Peer, Unsupported
 from tilewright.bench.peers import PEERS
 from tilewright.ops import OPS
 
+pytestmark = pytest.mark.packages
+
 ROOF = timing.Roofline(1e10, {"float32": 1e11})
 
 

@@ -20,9 +20,9 @@ def parsed(path):
 
 
 def tree_of(text, module="tilewright.bench.planted"):
-    """Its syntax tree, with the module's name and its number of lines."""
+    """Its syntax tree, with the module's name."""
     tree = ast.parse(text)
-    tree.module, tree.lines = module.removesuffix(".__init__"), len(text.splitlines())
+    tree.module = module.removesuffix(".__init__")
     return tree
 
 
@@ -133,6 +133,18 @@ def unportable(tree):
             yield node.lineno, f"{dotted(node)} in a Triton kernel"
         if isinstance(node, ast.ImportFrom) and "libdevice" in [a.name for a in node.names]:
             yield node.lineno, "libdevice in a Triton kernel"
+
+
+def unlaunched(tree):
+    """A kernel that is not launched through `launch`, which chooses what Triton's versions choose
+    differently.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (
+            (isinstance(node.func, ast.Subscript) and not dotted(node.func.value).startswith("tl"))
+            or (isinstance(node.func, ast.Attribute) and node.func.attr in ("warmup", "run"))
+        ):
+            yield node.lineno, f"{ast.unparse(node.func)}(...) in place of launch"
 
 
 def undocumented(tree):
@@ -335,13 +347,39 @@ def retried(tree):
             yield node.lineno, "a test is retried"
 
 
-MOST_LINES = 450
+CLOCKS = (
+    r"\b(((perf_counter|monotonic|process_time|thread_time|time\.time)(_ns)?)|datetime\.(utc)?now"
+    r"|elapsed_time|do_bench|timeit)"
+)
+# Who sleeps for minutes stands for what never ends.
+SLEEP = r"\bsleep\((?!\d{3,}\))"
 
 
-def long(tree):
-    """A module with more lines has more than one subject."""
-    if tree.lines > MOST_LINES:
-        yield tree.lines, f"{tree.lines} lines, more than {MOST_LINES}"
+def clocked(tree):
+    """A test whose verdict may depend on how fast a machine is, as it reads a clock or sleeps. It
+    counts, waits for an event (`helpers.until`) or passes a clock of its own to what reads one.
+    """
+    for node in ast.walk(tree):
+        found = None
+        if isinstance(node, ast.Attribute | ast.Name):
+            found = re.search(f"{CLOCKS}$", dotted(node))
+        elif isinstance(node, ast.ImportFrom):
+            names = " ".join(f"{node.module}.{a.name}" for a in node.names)
+            found = re.search(rf"{CLOCKS}\b", names)
+        elif isinstance(node, ast.Call) and dotted(node.func).endswith("sleep"):
+            found = re.search(SLEEP, ast.unparse(node))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # a script's
+            found = re.search(rf"{CLOCKS}\(|{SLEEP}", node.value)
+        if found:
+            yield node.lineno, f"{found[0]} in a test"
+
+
+# Files of tests that may, and why.
+MAY_SLEEP = {
+    "helpers.py": "`pause`, between two looks at another process, which are counted",
+    "forked.py": "the same, of processes that are waited for; helpers.py is imported in them",
+    "test_style.py": "faults that are planted, in strings",
+}
 
 
 def hoarding(tree):
@@ -352,11 +390,7 @@ def hoarding(tree):
             yield node.lineno, "_loaded: use functools.cache"
 
 
-# A kernel and its launcher are one subject, however long.
-HOST = [p for p in LIBRARY if "kernels" not in p.parts]
-
 RULES = [
-    (long, HOST),
     (hoarding, LIBRARY),
     (crowded, LIBRARY),
     (private, LIBRARY),
@@ -366,7 +400,9 @@ RULES = [
     (generated, LIBRARY),
     (patched, LIBRARY),
     (unportable, KERNELS),
+    (unlaunched, KERNELS),
     (retried, TESTS),
+    (clocked, [p for p in TESTS if p.name not in MAY_SLEEP]),
     (undocumented, [p for p in LIBRARY if p.name not in ("_torch.py", "pretend.py")]),
 ]
 
@@ -400,7 +436,6 @@ MANY = ", ".join(f"p{i}" for i in range(MOST_PARAMETERS + 1))
         (private, "OPS['rmsnorm']._table.clear()"),
         (private, "from tilewright.ops import rmsnorm\n_fake = rmsnorm._fake"),
         (private, "def f(op):\n    return op._by_key"),
-        (long, "x = 1\n" * 450 + "# one more"),
         (private, "from tilewright.ops.rmsnorm import _fake"),
         (private, "from tilewright.ops import rmsnorm\nrmsnorm._fake()"),
         (private, "from tilewright.ops import _checks\n_checks._cu_seqlens()"),
@@ -423,11 +458,23 @@ MANY = ", ".join(f"p{i}" for i in range(MOST_PARAMETERS + 1))
         (unportable, "x = tl.inline_asm_elementwise('')"),
         (unportable, "if HARDWARE:\n    tl.inline_asm_elementwise('')"),
         (unportable, "if HARDWARE:\n    pass\nelse:\n    tl.inline_asm_elementwise('')"),
+        (unlaunched, "_forward[(n,)](x, y, num_warps=4)"),
+        (unlaunched, "_forward.warmup(x, grid=(1,))"),
+        (unlaunched, "_forward.run(x, grid=(1,), warmup=False)"),
         (retried, "@pytest.mark.flaky(reruns=3)\ndef f(): pass"),
+        (clocked, "import time\nassert time.perf_counter() - begun < 1"),
+        (clocked, "import time as t\nbegun = t.monotonic_ns()"),
+        (clocked, "from time import time\nassert time() < end"),
+        (clocked, "import time\nlimit = time.time() + 60"),
+        (clocked, "import time\ntime.sleep(0.05)"),
+        (clocked, "from time import sleep\nsleep(wait * 5e-3)"),
+        (clocked, "assert start.elapsed_time(end) < 2"),
+        (clocked, "from datetime import datetime\ndatetime.now()"),
+        (clocked, "SCRIPT = 'import time; begun = time.process_time()'"),
+        (clocked, "SCRIPT = 'import time; time.sleep(1.5)'"),
         (private, "from tilewright.ops.rmsnorm import _validate"),
         (private, "from tilewright.ops import rmsnorm\nrmsnorm._validate(x)"),
         (private, "from tilewright import platform as p\np._order('1')"),
-        (long, "x = 1\n" * 451),
         (crowded, "def _f(a, b, c, d, e, f, g, *, h, i, j, k): pass"),
         (crowded, "f = lambda a, b, c, d, e, f, g, h, i, j, k: 1"),
         (hoarding, "_loaded: dict = {}"),
@@ -451,14 +498,16 @@ def test_rule_sees_a_planted_fault(rule, source):
             "try:\n    import triton\nexcept ImportError as error:\n    reason = str(error)",
         ),
         (swallowed, "try:\n    f()\nexcept KeyError:\n    pass"),
-        (long, "x = 1\n" * 450),
         (hoarding, "def f():\n    _loaded = {}"),
         (crowded, f"@triton.jit\ndef f({MANY}): pass"),
         (crowded, f"class A:\n    def f(self, {MANY[4:]}): pass"),
         (private, "class A(Op):\n    def f(self): return self._table"),
         (private, "class A:\n    def f(self, other): self._table = other._table"),
         (private, "from tilewright.ops import _checks\n_checks.dense(self._x)"),
+        (unlaunched, "launch(_forward, (n,), x, num_warps=4)\nwarm_up(_forward, x)"),
         (positional, "Request(head_dim=64)"),
+        (clocked, "monkeypatch.setattr(timing.time, 'perf_counter', lambda: now[0])"),
+        (clocked, "import time\ntime.sleep(600)\nSCRIPT = 'time.sleep(600)'\nclock.time()"),
         (patched, "import torch\nclass A: pass\nA.x = 1\nB = torch.nn.Linear"),
         (environment, "import os\nos.path.join('a')"),
         (

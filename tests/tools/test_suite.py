@@ -4,20 +4,21 @@ end to end on a CPU.
 
 import functools
 import json
+import math
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
-import tarfile
 import textwrap
-import time
 import types
 from dataclasses import replace
 
 import forked
 import pytest
 import torch
+from helpers import pause, until
 from triton.runtime.interpreter import InterpretedFunction
 
 from tilewright.bench import (
@@ -25,6 +26,7 @@ from tilewright.bench import (
     launches,
     run,
     runner,
+    schedule,
     sources,
     store,
     suite,
@@ -37,7 +39,8 @@ from tilewright.bench.__main__ import main
 from tilewright.bench.providers import Provider
 from tilewright.bench.report import PASSES
 from tilewright.bench.runner import Unit
-from tilewright.bench.stages import checks, common, timed
+from tilewright.bench.schedule import Chosen
+from tilewright.bench.stages import checks, common, smoke, timed
 from tilewright.bench.variants import Variant
 from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Tunable
@@ -45,6 +48,8 @@ from tilewright.ops import OPS
 from tilewright.ops.rmsnorm import RMSNORM, rmsnorm_eager
 from tilewright.registry import Case, Cost, Goal, Implementation, ImplementationUnavailable, Op
 
+# Deadlines that never come, and a moment after all others, also as JSON.
+FOREVER, LATER = math.inf, 1e12
 META = {"device": "a cpu", "source": "1", "versions": {}}
 RAGGED = next(c for c in RMSNORM.cases if c.name == "ragged")
 
@@ -70,7 +75,7 @@ def test_what_is_there_from_the_same_sources_is_not_made_again(tmp_path):
         counting("b", log),
     ]
     for _ in range(2):
-        runner.work(units, tmp_path, time.time() + 60, META)
+        runner.work(units, tmp_path, FOREVER, META)
     assert log == ["a/one", "a/two", "b"]
     document = json.loads((tmp_path / "a/one.json").read_text())
     assert document["value"] == "a/one" and document["meta"] == META and document["seconds"] >= 0
@@ -78,16 +83,16 @@ def test_what_is_there_from_the_same_sources_is_not_made_again(tmp_path):
     assert json.loads((tmp_path / "a/two.json").read_text())["error"] == "ValueError: no"
     assert not list(tmp_path.glob("running*"))
     for field, other in (("source", "2"), ("versions", {"torch": "9"})):
-        runner.work(units[:1], tmp_path, time.time() + 60, {**META, field: other})
-        runner.work(units[:1], tmp_path, time.time() + 60, META)
+        runner.work(units[:1], tmp_path, FOREVER, {**META, field: other})
+        runner.work(units[:1], tmp_path, FOREVER, META)
         assert len(log) == 5, field
         del log[3:]
     changed = {**META, "source": "2"}
-    runner.work(units[:1], tmp_path, time.time() + 60, changed, keep=True)
+    runner.work(units[:1], tmp_path, FOREVER, changed, keep=True)
     assert len(log) == 3
-    runner.work(units[:1], tmp_path, time.time() + 60, changed)
+    runner.work(units[:1], tmp_path, FOREVER, changed)
     assert len(log) == 4
-    runner.work(units[:1], tmp_path, time.time() + 60, {**changed, "device": "another"}, keep=True)
+    runner.work(units[:1], tmp_path, FOREVER, {**changed, "device": "another"}, keep=True)
     assert len(log) == 5, "no number of one device may stand for another's"
 
 
@@ -95,12 +100,12 @@ def test_what_was_made_with_other_options_is_made_again(tmp_path):
     log = []
     one = replace(counting("a", log), options={"dtypes": ("float32", "bfloat16"), "slack": 8.0})
     for _ in range(2):
-        runner.work([one], tmp_path, time.time() + 60, META)
+        runner.work([one], tmp_path, FOREVER, META)
     assert log == ["a"]
     runner.work(
         [replace(one, options={"dtypes": ["float32"], "slack": 8.0})],
         tmp_path,
-        time.time() + 60,
+        FOREVER,
         META,
         keep=True,
     )
@@ -111,21 +116,21 @@ def test_what_failed_is_tried_again_by_later_calls_and_not_for_ever(tmp_path):
     log = []
     unit = counting("a", log, MemoryError("full"))
     for _ in range(3):  # one call, whose worker was restarted twice
-        runner.work([unit], tmp_path, time.time() + 60, META, since=time.time() - 1)
+        runner.work([unit], tmp_path, FOREVER, META, since=0.0)
     assert len(log) == 1
     for _ in range(5):
-        runner.work([unit], tmp_path, time.time() + 60, META, since=time.time() + 1)
+        runner.work([unit], tmp_path, FOREVER, META, since=LATER)
     assert len(log) == runner.ATTEMPTS == value(tmp_path, "a")["attempts"]
     (tmp_path / "a.json").unlink()
-    runner.work([unit], tmp_path, time.time() + 60, META, since=time.time() + 1)
-    runner.work([counting("a", log)], tmp_path, time.time() + 60, META, since=time.time() + 1)
+    runner.work([unit], tmp_path, FOREVER, META, since=LATER)
+    runner.work([counting("a", log)], tmp_path, FOREVER, META, since=LATER)
     assert value(tmp_path, "a")["value"] == "a" and "error" not in value(tmp_path, "a")
 
 
 def test_a_number_that_json_does_not_have_costs_one_unit(tmp_path):
     unit = Unit("a", lambda: {"value": float("nan")}, {"value": None})
     log = []
-    runner.work([unit, counting("b", log)], tmp_path, time.time() + 60, META)
+    runner.work([unit, counting("b", log)], tmp_path, FOREVER, META)
     assert (
         value(tmp_path, "a")["value"] is None
         and "ValueError" in value(tmp_path, "a")["error"]
@@ -137,13 +142,13 @@ def test_what_there_was_no_time_for_goes_last(tmp_path):
     log = []
     (tmp_path / runner.POSTPONED).write_text('{"a": 1}')
     failed = counting("b", log, ValueError("no"))
-    runner.work([failed], tmp_path, time.time() + 60, META)
+    runner.work([failed], tmp_path, FOREVER, META)
     runner.work(
         [counting("a", log), failed, counting("c", log)],
         tmp_path,
-        time.time() + 60,
+        FOREVER,
         META,
-        since=time.time() + 1,
+        since=LATER,
     )
     assert log == ["b", "c", "b", "a"], "what was never tried, what failed, what took too long"
 
@@ -153,7 +158,7 @@ def test_each_document_has_its_own_moment(tmp_path):
     runner.work(
         [counting("a", []), counting("b", [])],
         tmp_path,
-        time.time() + 60,
+        FOREVER,
         META,
         now=lambda: {"date": next(ticks)},
     )
@@ -177,23 +182,24 @@ def test_a_folder_is_for_one_call_at_a_time(tmp_path):
 
 def test_nothing_is_begun_when_time_is_out(tmp_path):
     log = []
-    runner.work([counting("a", log)], tmp_path, time.time() - 1, META)
+    runner.work([counting("a", log)], tmp_path, 0.0, META)
     assert log == [] and not list(tmp_path.iterdir())
 
 
 def test_a_half_written_file_is_made_again(tmp_path):
     (tmp_path / "a.json").write_text('{"meta": {"dev')
     log = []
-    runner.work([counting("a", log)], tmp_path, time.time() + 60, META)
+    runner.work([counting("a", log)], tmp_path, FOREVER, META)
     assert log == ["a"] and runner.current(counting("a", log), tmp_path, META)["value"] == "a"
 
 
 # ---- supervised processes
 
 WORKER = """
-import os, pathlib, subprocess, sys, time
+import itertools, os, pathlib, subprocess, sys, time, types
 from tilewright.bench import runner, timing
 out, until, slot = pathlib.Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+{CLOCK}
 def unit(name, make, limit=60.0):
     return runner.Unit(name, make, {"rows": []}, limit)
 def stuck():
@@ -202,8 +208,8 @@ def later(seconds):
     # The supervisor looks once, at a time so much later.
     (out / "seconds").write_text(str(seconds))
     (out / "seconds").rename(out / "later")
-    while (out / "later").exists():
-        time.sleep(0.01)
+    from helpers import until
+    until(lambda: not (out / "later").exists())
 def out_of_time():
     later(4000)
     stuck()
@@ -215,7 +221,7 @@ def breed():
     out_of_time()
 def write_parts():
     for i in range(1, 4):
-        now, new = time.time() + 2000 * i, out / "new"
+        now, new = {START} + 2000 * i, out / "new"
         runner.write_json(new, {"unfinished": True, "rows": list(range(1, i + 1))})
         os.utime(new, (now, now))
         new.rename(out / "parts.json")
@@ -223,8 +229,20 @@ def write_parts():
     return {"rows": [1, 2, 3]}
 def me():
     return {"rows": [os.getpid()]}
+def turn():
+    with (out / "turns").open("a") as file:
+        file.write("x")
+        return {"rows": [file.tell()]}
 units = {UNITS}
 runner.work(units, out, until, {"device": "a cpu", "source": "1", "versions": {}}, slot=slot)
+"""
+
+
+START = 1e9  # where the clocks of a supervisor and its workers begin
+# A worker's passes only when it is read, so that what is later has a later time.
+TICKING = f"""
+ticks = itertools.count()
+runner.time = types.SimpleNamespace(time=lambda: {START} + 1e-6 * next(ticks), perf_counter=float)
 """
 
 
@@ -234,7 +252,7 @@ class End(float):
     """
 
     def __new__(cls, says_so):
-        return super().__new__(cls, time.time() + 3600)
+        return super().__new__(cls, FOREVER)
 
     def __init__(self, says_so):
         self.says_so, self.has_come = says_so, False
@@ -251,40 +269,43 @@ class Clock:
         self.later, self.ahead = out / "later", 0.0
 
     def time(self):
-        return time.time() + self.ahead
+        return START + self.ahead
 
     def sleep(self, _):
         """Before each look."""
         if self.ahead:
             self.later.unlink()
-        time.sleep(0.01)
+        pause()
         self.ahead = float(self.later.read_text()) if self.later.exists() else 0.0
 
 
-def watch(tmp_path, units, workers=1, late=lambda out: False, processes=forked.IN_PLACE):
-    """late: whether time is up, given the folder. Returns the folder, the output and whether time
-    was up.
+def watch(tmp_path, units, workers=1, late=lambda out: False, real=False):
+    """late: whether time is up, given the folder.   real: with the system's clock, and in processes
+    that were not forked. Returns the folder, the output and whether time was up.
     """
     script = tmp_path / "worker.py"
-    script.write_text(textwrap.dedent(WORKER).replace("{UNITS}", units))
+    parts = {"{UNITS}": units, "{CLOCK}": "" if real else TICKING, "{START}": str(START)}
+    script.write_text(functools.reduce(lambda s, part: s.replace(*part), parts.items(), WORKER))
     out = tmp_path / "out"
     out.mkdir(exist_ok=True)
-    until = End(lambda: late(out))
+    end = End(lambda: late(out))
     said = []
     with pytest.MonkeyPatch.context() as patch:
-        clock = Clock(out)
-        patch.setattr(runner, "time", types.SimpleNamespace(time=clock.time, sleep=clock.sleep))
-        patch.setattr(runner, "subprocess", processes)
+        if not real:
+            clock = Clock(out)
+            patch.setattr(runner, "time", types.SimpleNamespace(time=clock.time, sleep=clock.sleep))
+            patch.setattr(runner, "subprocess", forked.IN_PLACE)
         runner.supervise(
             [
-                [sys.executable, str(script), str(out), str(float(until)), str(i)]
+                [sys.executable, str(script), str(out), str(float(end)), str(i)]
                 for i in range(workers)
             ],
             out,
-            until,
+            end,
             say=said.append,
+            stream=tmp_path / "lines.jsonl",
         )
-    return out, "\n".join(said), until.has_come
+    return out, "\n".join(said), end.has_come
 
 
 def at(unit):
@@ -304,13 +325,13 @@ def value(out, name):
 
 
 def test_a_crash_and_a_hang_cost_one_unit_each(tmp_path):
-    """By the clock, and in processes that were not forked."""
+    """A hang that never ends, with a limit of the system's clock. The others have a minute."""
     out, said, _ = watch(
         tmp_path,
         """[
         unit("first", lambda: {"rows": [1]}), unit("crash", lambda: os.abort()),
         unit("hang", stuck, 1.0), unit("last", lambda: {"rows": [2]})]""",
-        processes=subprocess,
+        real=True,
     )
     assert value(out, "first")["rows"] == [1] and value(out, "last")["rows"] == [2]
     assert "SIGABRT" in value(out, "crash")["error"] and value(out, "crash")["rows"] == []
@@ -319,10 +340,13 @@ def test_a_crash_and_a_hang_cost_one_unit_each(tmp_path):
         and value(out, "hang")["meta"]["device"] == "a cpu"
     )
     assert "crash: its process died" in said and not list(out.glob("running*"))
+    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert [line["unit"] for line in lines] == ["crash", "hang"], "the supervisor's own documents"
+    assert "SIGABRT" in lines[0]["error"]
 
 
 def test_a_call_ends_in_time_and_the_next_goes_on(tmp_path):
-    units = """[unit("quick", lambda: {"rows": [1]}), unit("slow", stuck), unit("never", lambda: {"rows": [3]})]"""
+    units = """[unit("quick", lambda: {"rows": [1]}), unit("slow", stuck), unit("never", turn)]"""
     out, said, up = watch(tmp_path, units, late=at("slow"))
     assert up and (out / "quick.json").exists()
     assert not list(out.glob("running*"))
@@ -330,13 +354,9 @@ def test_a_call_ends_in_time_and_the_next_goes_on(tmp_path):
         "it may need just the time that was left"
     )
     assert list(value(out, "postponed")) == ["slow"]
-    units = units.replace("stuck", 'lambda: {"rows": [2]}')
-    out, _, _ = watch(tmp_path, units)
-    assert [value(out, n)["rows"] for n in ("slow", "never")] == [[2], [3]]
-    assert (
-        value(out, "slow")["at"] > value(out, "never")["at"]
-        and not (out / "postponed.json").exists()
-    )
+    out, _, _ = watch(tmp_path, units.replace("stuck", "turn"))
+    assert [value(out, n)["rows"] for n in ("never", "slow")] == [[1], [2]], "slow goes last"
+    assert not (out / "postponed.json").exists()
 
 
 def test_a_lost_device_is_told_with_its_cause_and_the_rest_goes_on_in_another_process(tmp_path):
@@ -402,19 +422,20 @@ def test_workers_end_with_a_supervisor_that_is_killed(tmp_path):
     )
     boss = tmp_path / "boss.py"
     boss.write_text(
-        "import pathlib, sys, time\nfrom tilewright.bench import runner\n"
+        "import pathlib, sys\nfrom tilewright.bench import runner\n"
         "runner.supervise([[sys.executable, *sys.argv[1:]]], pathlib.Path(sys.argv[2]), "
-        "time.time() + 3600)"
+        "float('inf'))"
     )
     process = forked.Forked([sys.executable, str(boss), str(worker), str(tmp_path)])
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+
+    def begun():
         assert process.poll() is None
-        time.sleep(0.01)
+        return (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()
+
+    pid = until(begun)
     process.kill()
     process.wait()
-    pid = (tmp_path / "pid").read_text()
-    while alive(pid):
-        time.sleep(0.01)
+    until(lambda: not alive(pid))
 
 
 def test_a_worker_whose_supervisor_is_gone_already_does_not_begin(tmp_path, capfd):
@@ -453,7 +474,7 @@ def test_a_worker_that_is_silent_is_given_up(tmp_path):
         runner.supervise(
             [[sys.executable, str(script)]],
             tmp_path,
-            time.time() + 3600,
+            FOREVER,
             say=said.append,
             silent=0.5,
         )
@@ -462,17 +483,22 @@ def test_a_worker_that_is_silent_is_given_up(tmp_path):
     assert said == ["worker 0: was at no unit for 0.5 s"] * 2
 
 
-def test_the_time_that_imports_took_is_in_the_budget(tmp_path):
-    script, times = tmp_path / "worker.py", tmp_path / "times"
-    script.write_text(
-        "import json, pathlib, time\nfirst = time.time()\ntime.sleep(0.3)\n"
-        "from tilewright.bench.runner import started\n"
-        f"pathlib.Path({str(times)!r}).write_text(json.dumps([started(), first]))"
-    )
-    begun = time.time()
-    assert forked.Forked([sys.executable, str(script)]).wait() == 0
-    since, first = json.loads(times.read_text())
-    assert begun - 0.1 < since < first + 0.1  # the system counts in 10 ms
+def test_the_time_that_imports_took_is_in_the_budget(tmp_path, monkeypatch):
+    """A command counts from the start of its process, which Linux tells (proc(5)) by ticks since it
+    booted.
+    """
+    monkeypatch.setattr(runner, "time", types.SimpleNamespace(time=lambda: START))
+    ticks = 40 * os.sysconf("SC_CLK_TCK")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/stat").write_text(f"7 (a) b) S {' '.join('1' * 18)} {ticks} 1 1\n")
+    (tmp_path / "uptime").write_text("52.50 99.00\n")
+    assert runner.started(tmp_path) == START - 12.5
+    assert runner.started(tmp_path / "another system") == START
+    assert runner.started() < START, "the format is that of this system"
+    given = []
+    monkeypatch.setattr(suite, "main", lambda argv, start_time: given.append(start_time))
+    main(["suite"], start_time=5.0)
+    assert given == [5.0]
 
 
 def test_an_interrupt_leaves_no_worker(tmp_path):
@@ -482,8 +508,25 @@ def test_an_interrupt_leaves_no_worker(tmp_path):
         "str(os.getpid()))\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(600)\n"
     )
     with pytest.raises(KeyboardInterrupt):
-        runner.supervise([[sys.executable, str(script)]], tmp_path, time.time() + 3600)
+        runner.supervise([[sys.executable, str(script)]], tmp_path, FOREVER)
     assert not alive((tmp_path / "pid").read_text())
+
+
+def test_an_interrupt_leaves_no_worker_that_is_being_started(tmp_path, monkeypatch):
+    started = []
+
+    class Interrupted(forked.Forked):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self.pid)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    fake = types.SimpleNamespace(Popen=Interrupted, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(runner, "subprocess", fake)
+    (tmp_path / "stuck.py").write_text("import time; time.sleep(600)")
+    with pytest.raises(KeyboardInterrupt):
+        runner.supervise([[sys.executable, str(tmp_path / "stuck.py")]] * 2, tmp_path, FOREVER)
+    assert len(started) == 1 and not alive(started[0])
 
 
 def test_the_share_of_each_worker():
@@ -524,9 +567,8 @@ def raises(*args):
 
 
 def plan(op, stage, out=pathlib.Path()):
-    return suite.units(
-        stage, [op], "cpu", suite.DTYPES, run.Settings(rounds=1, sample_seconds=0.0), out
-    )
+    settings = run.Settings(rounds=1, sample_seconds=0.0)
+    return suite.units(stage, [op], suite.DTYPES, Chosen("cpu", settings, out))
 
 
 def test_parity_tells_what_holds_what_is_broken_and_what_raised():
@@ -659,7 +701,9 @@ def test_a_new_op_is_taken_in_by_every_stage(tmp_path):
     op = fake_op(right=rmsnorm_eager)
     names = [u.name for stage in suite.STAGES for u in plan(op, stage, tmp_path)]
     assert names == [
+        "smoke/rmsnorm.ragged",
         "roofline",
+        "overhead/rmsnorm",
         "parity/rmsnorm.ragged",
         "time/rmsnorm.tiny.float32",
         "overhead/rmsnorm",
@@ -676,7 +720,7 @@ def test_a_new_op_is_taken_in_by_every_stage(tmp_path):
             for u in plan(op, stage, tmp_path)
         ],
         tmp_path,
-        time.time() + 120,
+        FOREVER,
         META,
     )
     rows = value(tmp_path, "time/rmsnorm.tiny.float32")["rows"]
@@ -695,11 +739,8 @@ def test_host_time_without_a_gpu_is_of_ops_with_triton_kernels():
         suite.units(
             "overhead",
             [without, OPS["rope"]],
-            "cpu",
             suite.DTYPES,
-            settings,
-            pathlib.Path(),
-            not_launched=n,
+            Chosen("cpu", settings, pathlib.Path(), not_launched=n),
         )
         for n in (False, True)
     ]
@@ -713,7 +754,7 @@ def test_every_registered_case_is_in_the_plan():
         return {
             u.name
             for u in suite.units(
-                stage, OPS.values(), device, suite.DTYPES, run.Settings(), pathlib.Path()
+                stage, OPS.values(), suite.DTYPES, Chosen(device, run.Settings(), pathlib.Path())
             )
         }
 
@@ -779,9 +820,7 @@ def test_the_cases_of_goals_come_before_the_others(tmp_path):
     assert suite.STAGES.index("goals") < min(
         suite.STAGES.index(s) for s in ("parity", "graph", "big", "time")
     )
-    assert timed.unmet(op, "cpu", tmp_path) == {("tiny", torch.float32)}, (
-        "what was not measured is not met"
-    )
+    assert timed.unmet(op, "cpu", tmp_path) == set(), "what was not measured is not missed"
     units = tmp_path / store.UNITS
     (unit,) = plan(op, "goals", units)
     store.write_json(
@@ -791,7 +830,7 @@ def test_the_cases_of_goals_come_before_the_others(tmp_path):
     runner.work(
         [unit, counting("bad", [], ValueError("no"))],
         units,
-        time.time() + 120,
+        FOREVER,
         META,
         stream=tmp_path / "lines.jsonl",
     )
@@ -804,6 +843,8 @@ def test_the_cases_of_goals_come_before_the_others(tmp_path):
     assert timed.unmet(op, "cpu", tmp_path) == set()
     op.goals = (replace(here, at_least=1e9), here)
     assert timed.unmet(op, "cpu", tmp_path) == {("tiny", torch.float32)}
+    op.goals = (Goal("", "forward", "over liger", at_least=1e9, dtypes=("float32",)),)
+    assert timed.unmet(op, "cpu", tmp_path) == set(), "there is nothing to compare with"
     lines = [json.loads(text) for text in (tmp_path / "lines.jsonl").read_text().splitlines()]
     assert [(d["unit"], d.get("error")) for d in lines] == [
         (unit.name, None),
@@ -812,39 +853,15 @@ def test_the_cases_of_goals_come_before_the_others(tmp_path):
     assert lines[0]["rows"] == value(units, unit.name)["rows"]
 
 
-@pytest.mark.parametrize(
-    "code, status", [(0, "holds"), (77, "broken"), (3, "error"), (None, "unavailable")]
-)
-def test_the_sanitizers_say_what_they_found(code, status, monkeypatch):
-    monkeypatch.setattr(
-        checks.shutil, "which", lambda name: None if code is None else f"/bin/{name}"
-    )
-    monkeypatch.setattr(
-        checks.subprocess,
-        "run",
-        lambda command, **_: subprocess.CompletedProcess(
-            command, code, "========= Race reported", ""
-        ),
-    )
-    unit = checks.sanitize_unit(OPS["rmsnorm"], RAGGED, "cuda", torch.bfloat16)
-    document = unit.make()
-    assert [(r["implementation"], r["status"]) for r in document["results"]] == [
-        (tool, status) for tool in ("memcheck", "racecheck")
-    ]
-    assert bool(checks.failures(document)) == (status in ("broken", "error"))
-    assert code in (0, None) or "Race reported" in document["results"][0]["reason"]
-
-
 STUB = """#!/bin/sh
 echo "$*" >>"$CALLS"
-case "$*" in *tune*) exit 3;; *bench*parity*) exit 1;; esac
-echo "{}" >"$TRITON_CACHE_DIR/kernel"
+case "$*" in *tune*) exit 3;; *smoke*) exit "${SMOKE:-0}";; esac
 """
 
 
 def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
-    """A call of three minutes: the most decisive stages come first, every stage gets less than the
-    remaining time, and the results, including compiled kernels, are there at the end.
+    """The most decisive stages come first, in one call of the suite; every stage gets its share of
+    the remaining time; results are packed after each.
     """
     root = pathlib.Path(run.__file__).parents[2]
     (tmp_path / "scripts").mkdir()
@@ -853,41 +870,54 @@ def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
     stub.write_text(STUB)
     stub.chmod(0o755)
     out.mkdir()
-    (tmp_path / "tilewright/kernels/tuned").mkdir(parents=True)
-    (tmp_path / "docs/img").mkdir(parents=True)
-    (tmp_path / "docs/performance.md").touch()
     env = {**os.environ, "PYTHON": str(stub), "CALLS": str(tmp_path / "calls"), "OUT": str(out)}
     env.pop("TRITON_CACHE_DIR", None)
 
-    def call(*stages):
+    def call(*stages, minutes="10.5", **variables):
+        (tmp_path / "calls").unlink(missing_ok=True)
         done = subprocess.run(
-            ["bash", "scripts/gpu.sh", "results", "3", *stages],
+            ["bash", "scripts/gpu.sh", "results", minutes, *stages],
             cwd=tmp_path,
-            env=env,
+            env=env | variables,
             capture_output=True,
             text=True,
         )
-        return done.returncode, (tmp_path / "calls").read_text().splitlines(), done.stderr
+        calls = tmp_path / "calls"
+        lines = calls.read_text().splitlines() if calls.exists() else []
+        return done.returncode, lines, done.stdout + done.stderr
 
     code, calls, said = call()
     assert code == 3, said  # no time was left for the search
     bench = [
         c.removeprefix("-m tilewright.bench ") for c in calls if c.startswith("-m tilewright.bench")
     ]
-    assert [b.split()[0] for b in bench] == ["suite", "suite", "tune", "suite", "suite", "report"]
-    assert ["--goals" in b for b in bench] == [True, False, True, True, False, False]
-    assert "--stage ab" in bench[1] and "--goals results" in bench[2]
-    assert all(f"--stream {out}/results.jsonl" in b for b in bench if b[0] == "s")
-    minutes = [float(b.split("--minutes ")[1].split()[0]) for b in bench[:5]]
-    assert all(
-        0 < m <= 2.5 * share for m, share in zip(minutes, (0.9, 0.8, 0.7, 0.7, 0.8), strict=True)
-    ), minutes
-    with tarfile.open(out / "triton-cache.tar.gz") as packed:
-        assert "./kernel" in packed.getnames()
-    shutil.rmtree(tmp_path / "build")
-    shutil.copy(out / "triton-cache.tar.gz", tmp_path / "results")
-    assert call("report")[0] == 0 and (tmp_path / "build/triton-cache/kernel").exists()
+    assert [b.split()[0] for b in bench] == ["suite", "tune", "suite", "suite", "report"]
+    first = "smoke,roofline,products,ab,goals,host,sanitize,counters"
+    assert f"--stage {first}" in bench[0] and "--goals results" in bench[1]
+    assert "--stage roofline,products,goals" in bench[2] and "--stage" not in bench[3]
+    assert all(f"--stream {out}/results.jsonl" in b for b in bench if b.startswith("suite"))
+    assert all("--commit results/commit.json" in b for b in bench[:4])
+    tests = [c for c in calls if c.startswith("-m pytest")]
+    assert len(tests) == 1 and "-q -n 6" in tests[0]
+    packed = f"scripts/carry.py cache {tmp_path}/build/triton-cache {out}"
+    assert calls.count(packed) == 6 and (out / "results.tar.gz").exists()
+
+    def minutes_of(bench):
+        return [float(b.split("--minutes ")[1].split()[0]) for b in bench if "--minutes" in b]
+
+    # 100 of the sum of the weights is the first call's; nothing was used, so the rest has all.
+    weights = [(100, 325), (60, 225), (30, 165), (80, 135)]
+    expected = [10.0 * own / of for own, of in weights]
+    found = minutes_of(bench)
+    assert found == pytest.approx(expected, rel=0.1), (found, said)
+    code, calls, said = call("smoke", "products", "search", "ab", SMOKE="4")
+    assert code == 4 and "nothing else is run" in said and (out / "results.tar.gz").exists()
+    assert sum("tilewright.bench" in c for c in calls) == 1
+    code, calls, said = call("goals", "search", "ab", "host")
+    stages = [c.split("--stage ")[1].split()[0] for c in calls if "--stage" in c]
+    assert stages == ["goals", "ab,host"]
     assert call("reprt")[0] == 2
+    assert "--commit abc" in call("goals", COMMIT="abc")[1][0]
 
 
 # ---- end to end
@@ -961,7 +991,7 @@ def test_suite_json_tells_of_all_there_is_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(
         suite.selection, "operations", lambda: {"rmsnorm": OPS["rmsnorm"], "rope": OPS["rope"]}
     )
-    monkeypatch.setattr(suite.runner, "supervise", lambda *_: True)
+    monkeypatch.setattr(suite.runner, "supervise", lambda *_, **__: True)
     for name, stage in (("parity/rmsnorm.ragged", "parity"), ("roofline", "roofline")):
         unit = next(u for u in plan(OPS["rmsnorm"], stage, tmp_path) if u.name == name)
         meta = unit.about(run.metadata("cpu", run.Settings(), []))
@@ -990,9 +1020,8 @@ def test_suite_json_tells_of_all_there_is_to_do(tmp_path, monkeypatch):
 def test_only_what_times_nothing_runs_side_by_side(tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(
-        suite.runner, "supervise", lambda commands, *_: started.append(commands) or True
+        suite.runner, "supervise", lambda commands, *_, **__: started.append(commands) or True
     )
-    monkeypatch.setattr(runner, "has_failed", lambda path: False)
     assert (
         main(
             [
@@ -1012,14 +1041,67 @@ def test_only_what_times_nothing_runs_side_by_side(tmp_path, monkeypatch):
         == 3
     )
     tasks = [[runner.parse_task(c)[1] for c in commands] for commands in started]
-    assert [(t[0]["group"], len(t), {x["of"] for x in t}) for t in tasks] == [
-        (0, 1, {1}),
-        (4, 4, {4}),
-        (5, 1, {1}),
-    ]
-    assert [x["worker"] for x in tasks[1]] == [0, 1, 2, 3] and {
+    # Smoke has one unit; the others are begun once more, since nothing was done.
+    once = [(0, 1, {1}), (1, 1, {1}), (2, 4, {4}), (3, 1, {1})]
+    assert [(t[0]["group"], len(t), {x["of"] for x in t}) for t in tasks] == 2 * once
+    assert [x["worker"] for x in tasks[2]] == [0, 1, 2, 3] and {
         x["parent"] for t in tasks for x in t
     } == {os.getpid()}
+
+
+@pytest.mark.parametrize("failing, code, groups", [(4, 4, [0]), (3, 1, [0, 2])])
+def test_a_call_ends_if_many_ops_fail_on_small_cases(
+    failing, code, groups, tmp_path, monkeypatch, capfd
+):
+    ops = ["rmsnorm", "rope", "route", "silu_mul"]
+    started = []
+
+    def supervise(commands, out, until, stream):
+        task = runner.parse_task(commands[0])[1]
+        started.append(task["group"])
+        for i, name in enumerate(ops if task["group"] == 0 else ()):
+            (unit,) = suite.units(
+                "smoke", [OPS[name]], suite.DTYPES, Chosen("cpu", run.Settings(), out)
+            )
+            meta = unit.about(run.metadata("cpu", run.Settings(), []))
+            status = "broken" if i < failing else "holds"
+            results = [checks.result("cpp", torch.bfloat16, status, "out 0 exceeds")]
+            document = {"meta": meta, "options": dict(unit.options), "results": results}
+            store.write_json(unit.path(out), document)
+        return True
+
+    monkeypatch.setattr(suite.runner, "supervise", supervise)
+    argv = ["suite", "--device", "cpu", "--op", ",".join(ops), "--stage", "smoke,parity"]
+    assert main([*argv, "--minutes", "0.2", "--out", str(tmp_path)]) == code
+    assert started == groups
+    assert capfd.readouterr().out.count("FAILED smoke/") == 2 * failing, "at once, and at the end"
+
+
+def test_small_cases_are_of_our_own_kernels():
+    """Of Triton by name: `auto` may be another library's kernel."""
+    chosen = Chosen("cuda", run.Settings(), pathlib.Path())
+    units = suite.units("smoke", OPS.values(), suite.DTYPES, chosen)
+    assert [u.name.partition("/")[2].partition(".")[0] for u in units] == list(OPS)
+    assert {u.limit for u in units} == {20.0}
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            smoke, "parity_results", lambda op, *rest: asked.append((op.name, rest[2:])) or []
+        )
+        for unit in units:
+            unit.make()
+    assert asked == [(n, (torch.bfloat16, ["triton"], contract.LAYOUTS[:1])) for n in OPS]
+
+
+def test_the_share_of_each_stage():
+    """Of the time, in the stages' order; all of it is given away."""
+    found = schedule.ends(["goals", "smoke", "products"], 100.0, 168.0)
+    assert found == {"smoke": 110.0, "products": 143.0, "goals": 168.0}
+    first = schedule.ends(schedule.FIRST, 0.0, 480.0)
+    assert list(first) == list(schedule.FIRST) and first["counters"] == 480.0
+    assert first["products"] < 240.0 and first["smoke"] < 60.0
+    assert sum(schedule.SHARES[s] for s in schedule.FIRST) == 100
+    assert sorted(schedule.STAGES) == sorted(s for g in schedule.GROUPS for s in g.stages)
 
 
 @pytest.mark.parametrize(
@@ -1040,9 +1122,7 @@ def test_two_calls_do_not_share_a_folder(command, tmp_path, capsys):
     ],
 )
 def test_a_worker_of_a_command_ends_with_its_supervisor(command, tmp_path):
-    task = json.dumps(
-        {"until": time.time() + 100, "since": 0, "group": 1, "worker": 0, "of": 1, "parent": 1}
-    )
+    task = json.dumps({"until": LATER, "since": 0, "group": 1, "worker": 0, "of": 1, "parent": 1})
     process = forked.Forked(
         [
             sys.executable,
@@ -1081,7 +1161,7 @@ def test_what_a_result_depends_on(tables, monkeypatch):
     def options(stage, settings=usual, dtypes=suite.DTYPES):
         return [
             dict(u.options)
-            for u in suite.units(stage, [op], "cpu", dtypes, settings, pathlib.Path())
+            for u in suite.units(stage, [op], dtypes, Chosen("cpu", settings, pathlib.Path()))
         ]
 
     before = {s: options(s) for s in suite.STAGES}
@@ -1107,6 +1187,7 @@ def test_what_a_result_depends_on(tables, monkeypatch):
     assert {s: options(s) for s in suite.STAGES} == before
     write("linear_cross_entropy", {"budget_mib": 1})
     assert [s for s in suite.STAGES if options(s) != before[s]] == [
+        "smoke",
         "ab",
         "parity",
         "time",
@@ -1359,13 +1440,16 @@ def test_every_candidate_names_what_the_heuristic_does(op):
             )
 
 
-def waiting(spoil, dtype):
-    """An op whose time is its constant, and which is wrong for the constants in `spoil`."""
-    t = tunable()
+def waiting(monkeypatch, spoil, dtype):
+    """An op whose time is its constant, on a clock that nothing else advances, and which is wrong
+    for the constants in `spoil`.
+    """
+    t, now = tunable(), [0.0]
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
 
     def compute(x, weight, bias, eps, offset, cast):
         wait = t.config(x.device, x.shape[-1], x.element_size())["WAIT"]
-        time.sleep(wait * 5e-3)  # far more than another process takes a processor for
+        now[0] += wait * 5e-3
         return rmsnorm_eager(x, weight, bias, eps, offset, cast) * (1.02 if wait in spoil else 1)
 
     op = fake_op(fake=compute)
@@ -1378,7 +1462,7 @@ def waiting(spoil, dtype):
 
 
 def searched(monkeypatch, spoil=()):
-    t, op = waiting(spoil, torch.float32)
+    t, op = waiting(monkeypatch, spoil, torch.float32)
     impl, case = op.implementations[0], op.cases[0]
     ((asked, key),) = launches.requested_keys(op, impl, case.make("cpu", torch.float32, 0))
     assert asked is t and key == (100, 4)
@@ -1468,7 +1552,7 @@ def test_a_search_that_ended_in_the_middle_goes_on_where_it_was(tmp_path, monkey
         unit = tune.unit(
             op, op.implementations[0], op.cases[1], "cpu", torch.float32, tmp_path, meta
         )
-        runner.work([unit], tmp_path, time.time() + 60, meta, since=time.time() + 1)
+        runner.work([unit], tmp_path, FOREVER, meta, since=LATER)
         document = value(tmp_path, unit.name)
         return (
             [e["launch"] for e in document["entries"]],
@@ -1588,27 +1672,41 @@ def test_candidates_are_compiled_beforehand_in_half_of_the_time(tmp_path, monkey
     """By a process that sees no GPU, for this one's capability; it and its children end in time."""
     stub = tmp_path / "python"
     stub.write_text(
-        f'#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES|$*" >{tmp_path}/said\nsleep 600 & wait\n'
+        f'#!/bin/sh\nsleep 600 &\necho "$CUDA_VISIBLE_DEVICES|$*|$!" >{tmp_path}/new\n'
+        f"mv {tmp_path}/new {tmp_path}/said\nwait\n"
     )
     stub.chmod(0o755)
+    waits = []
+
+    class Impatient(subprocess.Popen):
+        """Its limit has passed once the command is at work."""
+
+        def wait(self, timeout=None):
+            waits.append(timeout)
+            if timeout is None:
+                return super().wait()
+            until((tmp_path / "said").exists)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    fake = types.SimpleNamespace(Popen=Impatient, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(tune, "subprocess", fake)
+    monkeypatch.setattr(tune, "time", types.SimpleNamespace(time=lambda: START))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(tune.sys, "executable", str(stub))
-    monkeypatch.setattr(runner, "DYING", 0.2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    begun = time.time()
-    tune.compile_beforehand(["rope", "rmsnorm"], tmp_path, begun + 4)
-    assert 2 < time.time() - begun < 30
-    devices, said = (tmp_path / "said").read_text().strip().split("|")
+    monkeypatch.setattr(tune.platform, "device_name", lambda device: "an H200")
+    tune.compile_beforehand(["rope", "rmsnorm"], tmp_path, START + 240)
+    assert waits == [120 + runner.DYING]
+    devices, said, child = (tmp_path / "said").read_text().strip().split("|")
+    until(lambda: not alive(child))
     assert devices == "" and said.startswith(
-        "-m tilewright.bench gpu-cache --what search --arch 90 --op rope,rmsnorm "
+        "-m tilewright.bench gpu-cache --what search --arch 90 --name an H200 --op rope,rmsnorm "
     )
-    assert (
-        f"--goals {tmp_path}" in said and 0 < float(said.split("--minutes ")[1].split()[0]) <= 0.04
-    )
+    assert f"--goals {tmp_path}" in said and "--minutes 2.00 " in said
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     (tmp_path / "said").unlink()
-    tune.compile_beforehand(["rope"], None, begun + 600)
+    tune.compile_beforehand(["rope"], None, START + 600)
     assert not (tmp_path / "said").exists(), (
         "kernels of another capability are not what is launched"
     )
@@ -1664,7 +1762,7 @@ def test_a_lost_device_ends_the_process_whatever_raised(tmp_path):
         def sticky(): raise RuntimeError("an illegal memory access")
         torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
         torch.cuda.synchronize = sticky
-        runner.work([runner.Unit("a", lambda: 1 / 0, {{}})], pathlib.Path({str(tmp_path)!r}), time.time() + 60,
+        runner.work([runner.Unit("a", lambda: 1 / 0, {{}})], pathlib.Path({str(tmp_path)!r}), float('inf'),
                     {{"device": "a cpu"}})""")
     )
     assert forked.Forked([sys.executable, str(script)]).wait() == runner.LOST
@@ -1733,7 +1831,7 @@ def test_which_of_two_ways_is_faster(tables, monkeypatch, other, spoil, status, 
     """Both are checked by the contract and timed in the same rounds; a wrong one has no time, and
     is no failure.
     """
-    _, op = waiting(spoil, torch.bfloat16)
+    _, op = waiting(monkeypatch, spoil, torch.bfloat16)
     monkeypatch.setattr(
         variants,
         "VARIANTS",
@@ -1744,7 +1842,9 @@ def test_which_of_two_ways_is_faster(tables, monkeypatch, other, spoil, status, 
     )
     (unit,) = plan(op, "ab")
     document = unit.make()
-    assert unit.name == "ab/rmsnorm.tiny" and [r["status"] for r in document["results"]] == [
+    assert unit.name == "ab/rmsnorm.tiny.a-shorter-wait" and [
+        r["status"] for r in document["results"]
+    ] == [
         "holds",
         status,
     ]

@@ -21,6 +21,8 @@ import pytest
 
 from tilewright import platform
 
+pytestmark = pytest.mark.packages
+
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
 # A comment before it, the language, what follows that, and the text.
@@ -176,7 +178,7 @@ MODEL = '"HuggingFaceTB/SmolLM2-135M"'
 
 def test_the_python_of_readme_and_guide_runs(tmp_path, python):
     """In one process, on a small model in place of the one on the hub."""
-    transformers = pytest.importorskip("transformers", minversion="5.7")
+    transformers = pytest.importorskip("transformers", minversion="5.17")
     config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=32,

@@ -18,7 +18,9 @@ import tilewright
 from tilewright.integrations.transformers import PARTS, accelerate
 from tilewright.tools import verify as tool
 
-pytest.importorskip("transformers", minversion="5.7", reason="needs transformers 5.7 or later")
+pytestmark = pytest.mark.packages
+
+pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17 or later")
 
 COMMON = {
     "vocab_size": 64,
@@ -187,10 +189,12 @@ def eps_of_a_kernel(dtype):
 def stale_cache(dtype):
     model = tiny(dtype=dtype)
 
-    def forward(own, *args, past_key_values=None, **kwargs):
-        out = own(*args, past_key_values=past_key_values, **kwargs)
-        if past_key_values is not None:
-            keys = past_key_values.layers[1].keys
+    def forward(own, *args, **kwargs):
+        out = own(*args, **kwargs)
+        # Its name since transformers 5.24, and before.
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        if cache is not None:
+            keys = cache.layers[1].keys
             keys[:, :, -1] = keys[:, :, -2]
         return out
 

@@ -27,6 +27,8 @@ from tilewright.trainer.model import Transformer
 from tilewright.trainer.model_config import ModelConfig
 from tilewright.trainer.ops_choice import Numerics, Ops, attention_request
 
+pytestmark = pytest.mark.packages
+
 SMALL = {**QWEN3, "vocab_size": 100, "num_hidden_layers": 4, "head_dim": 16}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 YARN = {

@@ -23,6 +23,8 @@ from tilewright.trainer.config import Config
 from tilewright.trainer.data import prepare
 from tilewright.trainer.loss import IGNORE
 
+pytestmark = pytest.mark.packages
+
 ROOT = next(p for p in pathlib.Path(__file__).resolve().parents if (p / "pyproject.toml").is_file())
 SMOLLM2 = ROOT / ".cache/smollm2"
 START, END, BOS = "<|im_start|>", "<|im_end|>", "<s>"

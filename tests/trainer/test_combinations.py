@@ -20,6 +20,8 @@ from tilewright.trainer.field_tree import default_of  # noqa: E402
 from tilewright.trainer.mesh import layout_of  # noqa: E402
 from tilewright.trainer.rules import problems  # noqa: E402
 
+pytestmark = pytest.mark.packages
+
 # What a layout or an option is, beside FSDP2 and separate projections. A line here is a row and a
 # column.
 FEATURES = {

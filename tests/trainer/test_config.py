@@ -21,6 +21,8 @@ from tilewright.trainer.field_tree import default_of, get, kind, leaves, unknown
 from tilewright.trainer.mesh import layout_of
 from tilewright.trainer.refused import ACCEPTED, REFUSED
 
+pytestmark = pytest.mark.packages
+
 ROOT = pathlib.Path(__file__).parents[2]
 TRAINER = ROOT / "tilewright/trainer"
 LEAVES = leaves(Config)

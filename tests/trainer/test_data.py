@@ -36,6 +36,8 @@ from tilewright.trainer.data import prepare, split_validation
 from tilewright.trainer.loss import IGNORE
 from tilewright.trainer.packing import pack
 
+pytestmark = pytest.mark.packages
+
 ROOT = next(p for p in pathlib.Path(__file__).resolve().parents if (p / "pyproject.toml").is_file())
 VOCAB = 1000
 

@@ -7,7 +7,6 @@ import pathlib
 import re
 import signal
 import subprocess
-import time
 
 import forked
 import pytest
@@ -17,6 +16,7 @@ import torch.distributed as dist
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
+from helpers import until
 from ranks import ROOT, agents, torchrun
 from test_trainer import Engine, rows, run, tensors, write_config
 
@@ -43,15 +43,6 @@ def at_step(number, action):
         return real(*arguments, **options)
 
     return step
-
-
-def until(seen, limit=600):
-    """Waits for seen() to be true; the limit is for a run that hangs."""
-    end = time.monotonic() + limit
-    while not (found := seen()):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    return found
 
 
 def numbers(folder):

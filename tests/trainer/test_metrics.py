@@ -13,6 +13,8 @@ from tilewright import platform
 from tilewright.trainer import metrics
 from tilewright.trainer.config import Train
 
+pytestmark = pytest.mark.packages
+
 
 @pytest.fixture
 def reports(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ import time
 
 import numpy as np
 import pytest
+from helpers import until
 
 pytest.importorskip("datasets")
 pytest.importorskip("pydantic")
@@ -28,6 +29,8 @@ from tilewright.trainer import prepare as preparing
 from tilewright.trainer.batches import lengths_of
 from tilewright.trainer.config import Config
 from tilewright.trainer.data import prepare, split_validation
+
+pytestmark = pytest.mark.packages
 
 
 class Bytes:
@@ -343,32 +346,26 @@ def test_large_data_take_processes_by_themselves(made, tmp_path, monkeypatch):
 
 
 class Noted(Bytes):
-    """Notes the process of each call, and takes its time."""
+    """Notes the process of each call, and never ends if it hangs."""
 
-    def __init__(self, calls, slow):
-        self.calls, self.slow = calls, slow
+    def __init__(self, calls, hangs):
+        self.calls, self.hangs = calls, hangs
 
     def __call__(self, text, add_special_tokens=True):
         if text != "a":
             with open(self.calls, "a") as out:
                 out.write(f"{os.getpid()}\n")
-            time.sleep(self.slow)
+            if self.hangs:
+                time.sleep(600)
         return super().__call__(text, add_special_tokens)
 
 
-def job(made, path, calls, slow, said):
+def job(made, path, calls, hangs, said):
     handler = logging.FileHandler(said)
     logging.getLogger("tilewright").addHandler(handler)
     logging.getLogger("tilewright").setLevel(logging.INFO)
-    got = made({"path": path, "type": "text"}, lambda: Noted(calls, slow), dataset_num_proc=2)
+    got = made({"path": path, "type": "text"}, lambda: Noted(calls, hangs), dataset_num_proc=2)
     logging.getLogger("tilewright").info("has %d", len(got))
-
-
-def until(holds):
-    limit = time.monotonic() + 300
-    while not holds():
-        assert time.monotonic() < limit
-        time.sleep(0.02)
 
 
 def test_jobs_share_and_a_killed_one_leaves_no_lock(tmp_path, made, forked):
@@ -380,9 +377,9 @@ def test_jobs_share_and_a_killed_one_leaves_no_lock(tmp_path, made, forked):
         path.parent.mkdir()
         write(path, {"text": ["one", "two", "three", "four"]})
     calls, told = tmp_path / "calls", [tmp_path / f"said{i}" for i in range(3)]
-    killed = forked(job, made, paths[0], calls, 600, told[0])
+    killed = forked(job, made, paths[0], calls, True, told[0])
     until(calls.is_file)
-    others = [forked(job, made, p, calls, 0.2, t) for p, t in zip(paths, told[1:], strict=True)]
+    others = [forked(job, made, p, calls, False, t) for p, t in zip(paths, told[1:], strict=True)]
     waits = "data: another process is preparing the same data"
     until(lambda: all(t.is_file() and waits in t.read_text() for t in told[1:]))
     workers = {int(pid) for pid in calls.read_text().split()}

@@ -33,6 +33,10 @@ ELSEWHERE = {
         "tilewright.bench.gpu_cache",
         "fill Triton's cache with the kernels that a GPU launches first, without a GPU",
     ),
+    "rehearse": (
+        "tilewright.bench.rehearse",
+        "run the first call on a GPU on a simulated one, and estimate its clock",
+    ),
     "end-to-end": (
         "tilewright.tools.end_to_end",
         "time a training step of the trainer's model and of transformers' on a CPU",

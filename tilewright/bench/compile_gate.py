@@ -9,6 +9,7 @@ fails on:
 - more shared memory than the GPU has
 - a need of the spec (wide loads and stores, matrix or copy instructions) that PTX or machine code
   does not meet
+- fewer blocks per SM than the launch configuration counts on
 - anything worse than the committed budget: more registers or shared memory, more instructions per
   element in a streaming kernel, narrower global loads or stores, a smaller share of wide ones, a
   matrix or copy instruction no longer used, a kernel without a budget, a budget without a kernel
@@ -20,7 +21,7 @@ A budget records the digest of the source, launch configuration and needs that i
 Kernels with another digest are compiled, and a random fortieth of the rest; --all: everything.
 
     python -m tilewright.bench compile-gate [--op OP] [--arch 90] [--all] [--update] [--space]
-        [--json]
+        [--variants] [--json]
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tilewright.bench import gate_space, machine_code
+from tilewright.bench import gate_space, gate_variants, machine_code
 from tilewright.bench.gate_compilers import (
     ARCHS,
     COMPILERS,
@@ -94,7 +95,11 @@ def main(argv: list[str] | None = None) -> int:
         if name in args.require:
             print(f"compile-gate: {reason}", file=sys.stderr)
             return 2
-    specs = collect(ops.values(), args.space, absent)
+    if args.variants:
+        args.arch = args.arch or [gate_variants.ARCH]
+        specs = gate_variants.collect(ops.values())
+    else:
+        specs = collect(ops.values(), args.space, absent)
     if args.op:
         specs = {name: spec for name, spec in specs.items() if name.split("/")[0] in args.op}
     if not specs:
@@ -183,7 +188,7 @@ def _judge(
 
     def in_scope(key: str) -> bool:
         return (
-            not args.space
+            not (args.space or args.variants)
             and (not args.op or key.split("/")[0] in args.op)
             and int(key.rsplit("_", 1)[1]) in plan.archs
         )
@@ -246,6 +251,12 @@ def _parser(ops: dict[str, Op]) -> argparse.ArgumentParser:
         action="store_true",
         help="compile every candidate configuration of every search instead: none may spill, "
         "exceed the shared memory, or have narrower accesses than its kernel requires",
+    )
+    add(
+        "--variants",
+        action="store_true",
+        help="compile the alternative of every open question about a launch configuration "
+        "instead (default of --arch: that of the GPU they are asked on)",
     )
     add(
         "--require",

@@ -9,7 +9,6 @@ import io
 import multiprocessing
 import pathlib
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -163,6 +162,7 @@ def _triton_identity(spec: KernelSpec) -> str:
             spec.load,
             spec.store,
             sorted(spec.uses.items()),
+            *([spec.per_sm] if spec.per_sm > 1 else []),
         )
     )
 
@@ -176,6 +176,26 @@ class LaunchSpec(KernelSpec):
 
 def _misaligned(spec: KernelSpec) -> tuple[str, ...]:
     return spec.misaligned if isinstance(spec, LaunchSpec) else ()
+
+
+def compile_options(spec: KernelSpec) -> dict[str, Any]:
+    """The options with which a spec's kernel is launched.
+
+    Raises ValueError if a choice is missing that Triton's versions would make differently.
+    """
+    from tilewright.kernels.launch import COMPILE_OPTIONS
+
+    options = {
+        "num_warps": spec.num_warps,
+        "num_stages": spec.num_stages,
+        **COMPILE_OPTIONS,
+        **spec.options,
+    }
+    if not isinstance(options.get("enable_fp_fusion"), bool):
+        raise ValueError(
+            "the launch does not choose enable_fp_fusion, whose default depends on Triton's version"
+        )
+    return options
 
 
 def compile_triton(spec: KernelSpec, arch: int) -> tuple[Facts, bytes]:
@@ -198,17 +218,20 @@ def compile_triton(spec: KernelSpec, arch: int) -> tuple[Facts, bytes]:
         dict(spec.constexprs),
         {(i,): [["tt.divisibility", 16]] for i in aligned},
     )
-    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
+    options = compile_options(spec)
     # Triton prints the output of `ptxas -v` only with this knob, and only when it compiles. Unlike
     # cuobjdump, ptxas comes with every Triton and reports spills apart from local arrays.
     knobs.nvidia.dump_ptxas_log = True
     knobs.compilation.always_compile = True
     ptxas_log = io.StringIO()
-    with contextlib.redirect_stdout(ptxas_log), warnings.catch_warnings():
-        # 3.9 announces another default of fp fusion. The launchers use the default, and so does the
-        # gate.
-        warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
+    with contextlib.redirect_stdout(ptxas_log):
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    # Triton ignores options that it does not know, and an environment variable turns this one off.
+    chosen, found = options["enable_fp_fusion"], compiled.metadata.enable_fp_fusion
+    if found is not chosen:
+        raise RuntimeError(
+            f"enable_fp_fusion is {found} after compiling, and the launch's {chosen}"
+        )
     ptx = compiled.asm["ptx"]
     return (
         Facts(
@@ -305,7 +328,9 @@ def _tunable_specs(tunables: Iterable[Tunable], space: bool) -> Iterator[Any]:
         for key in map(tunable.named, tunable.keys):
             if space:
                 for config in tunable.candidates(**key):
-                    yield from labeled(tunable, key, config, "")
+                    for spec in labeled(tunable, key, config, ""):
+                        # Nothing counts on a candidate's blocks: it is measured.
+                        yield replace(spec, per_sm=1) if isinstance(spec, KernelSpec) else spec
             else:
                 yield from tunable.specs(key, tunable.heuristic(**key))
         for folder, key, config in () if space else tuning.tuned(tunable):

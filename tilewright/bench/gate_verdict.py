@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tilewright.bench.gate_compilers import SHARED_LIMIT, Facts, Result
+from tilewright.kernels.device import SMS, resident
 
 BUDGETED = (
     "registers",
@@ -74,6 +75,13 @@ def unmet(result: Result, spec: Any) -> list[str]:
                     f"{bits} in {where}" for where, bits in have.items() if bits is not None
                 )
             )
+    claim, warps = getattr(spec, "per_sm", 1), getattr(spec, "num_warps", 1)
+    held = resident(f.registers, f.shared, warps, SMS[result.arch])
+    if held < claim:
+        faults.append(
+            f"counts on {claim} blocks per SM, which holds {held} of {f.registers} registers a "
+            f"thread, {f.shared} bytes of shared memory and {warps} warps"
+        )
     for name in spec.uses.get(result.arch, ()):
         have = {"PTX": f.uses, "SASS": f.sass_uses}
         if any(uses is not None and name not in uses for uses in have.values()):

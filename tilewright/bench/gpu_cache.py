@@ -3,8 +3,8 @@
     python -m tilewright.bench gpu-cache [--arch 90] [--out FILE.tar.gz] [--triton DIR]
         [--goals DIR] [--what WHAT,..]
 
-It compiles the kernels of the suite's stages `sanitize`, `goals` and `ab` on a device of this
-compute capability, and every candidate of the configuration search behind the goals (--goals DIR:
+It compiles the kernels of the suite's stages `smoke` to `counters` on a device of this compute
+capability, and every candidate of the configuration search behind the goals (--goals DIR:
 those that the results in DIR do not show to be met). The ops' own code paths run (see
 `bench.pretend`), so the cache keys equal those of a launch on the GPU if these are the same there:
 the sources with their line numbers, Triton's Python files and library, ptxas, and the environment
@@ -37,13 +37,15 @@ from unittest import mock
 import torch
 
 from tilewright import platform, registry, selection
-from tilewright.bench import contract, launches, pretend, variants
+from tilewright.bench import contract, launches, pretend, run, variants
 from tilewright.bench.options import names
 from tilewright.bench.stages import common, questions, timed
 from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Config, Tunable
 
-WHAT = ("goals", "ab", "search")
+WHAT = ("smoke", "goals", "ab", "search")
+COMMIT = "commit.json"  # beside the archive; see `run.record_commit`
+LARGEST = 48 * 2**20  # bytes of the archive: it travels with the sources, in a few tens of MiB
 DTYPE = torch.bfloat16  # of goals without a dtype, of variants, and of the search
 
 
@@ -73,15 +75,14 @@ class Call:
                 tunable = next(t for t in impl.tunables() if t.name == self.launch)
                 stack.enter_context(tunable.override(pretend.CUDA, self.key, dict(self.config)))
             contract.run(op, impl.name, kwargs)
-            if not self.launch:  # the "forward" of `run.passes`
-                with torch.no_grad():
-                    op.public(
-                        **{
-                            n: v.detach() if isinstance(v, torch.Tensor) else v
-                            for n, v in kwargs.items()
-                        },
-                        implementation=impl.name,
-                    )
+            with torch.no_grad():  # the "forward" of `run.passes`, which searches time too
+                op.public(
+                    **{
+                        n: v.detach() if isinstance(v, torch.Tensor) else v
+                        for n, v in kwargs.items()
+                    },
+                    implementation=impl.name,
+                )
 
 
 def calls(
@@ -95,25 +96,20 @@ def calls(
     requested: dict[tuple, tuple[Call, Tunable, tuple]] = {}
 
     for op in ops:
-        aims = {(case.name, dtype): case for _, case, dtype in timed.goals_on(op, "cuda")}
+        aims, timed_names = {}, dict.fromkeys([op.choose("cuda", DTYPE)])
+        for goal, case, dtype in timed.goals_on(op, "cuda"):
+            aims[case.name, dtype] = case
+            timed_names |= dict.fromkeys([goal.by] if goal.by else [])
         unmet = aims if goals is None else timed.unmet(op, "cuda", goals)
-        if "goals" in parts and aims:
-            small = next((c for c in op.cases if "contract" in c.tags), None)
-            with contextlib.suppress(registry.ImplementationUnavailable):
-                if small is not None:
-                    planned[
-                        Call(
-                            op.name,
-                            op.choose("cuda", DTYPE),
-                            small.name,
-                            "contract",
-                            registry.short(DTYPE),
-                        )
-                    ] = None
+        small = common.smallest(op)
+        # The stages `smoke`, `host` and `sanitize`: by name, since `auto` may not be our kernel.
+        if "smoke" in parts and small is not None and "triton" in op.names():
+            planned[Call(op.name, "triton", small.name, "contract", registry.short(DTYPE))] = None
         for (name, dtype), case in aims.items():
             short = registry.short(dtype)
             if "goals" in parts:
-                planned[Call(op.name, op.choose("cuda", dtype), name, "cuda", short)] = None
+                for impl in timed_names:
+                    planned[Call(op.name, impl, name, "cuda", short)] = None
             if "search" in parts and (name, dtype) in unmet and dtype == DTYPE:
                 for impl in launches.usable(op, "cuda", dtype):
                     # NotImplementedError: it reads values, which meta tensors do not have.
@@ -199,7 +195,7 @@ def key_of_build(triton: pathlib.Path | None) -> str:
 
 
 @contextlib.contextmanager
-def _compiling(arch: int, key: str, cached: dict[str, bool]) -> Iterator[None]:
+def _compiling(arch: int, name: str | None, key: str, cached: dict[str, bool]) -> Iterator[None]:
     """Inside, calls compile into Triton's cache under this key. found: hash -> whether it was
     cached already.
     """
@@ -212,7 +208,7 @@ def _compiling(arch: int, key: str, cached: dict[str, bool]) -> Iterator[None]:
     with (
         mock.patch.object(cache, "triton_key", lambda: key),
         mock.patch.object(knobs.compilation, "listener", listen),
-        pretend.gpu(arch),
+        pretend.gpu(arch, name),
     ):
         yield
 
@@ -221,11 +217,11 @@ _FOUND: dict[str, bool] = {}
 _PROCESS = contextlib.ExitStack()  # contexts that a pool process keeps open until it ends
 
 
-def _begin(arch: int, key: str) -> None:
+def _begin(arch: int, name: str | None, key: str) -> None:
     # Compilers are verbose about candidates that do not fit.
     sys.stdout = sys.stderr = io.StringIO()
     torch.set_num_threads(1)
-    _PROCESS.enter_context(_compiling(arch, key, _FOUND))
+    _PROCESS.enter_context(_compiling(arch, name, key, _FOUND))
 
 
 def _compile(call: Call) -> tuple[dict[str, bool], str]:
@@ -241,14 +237,19 @@ def _compile(call: Call) -> tuple[dict[str, bool], str]:
 
 
 def fill(
-    todo: Sequence[Call], arch: int, key: str, jobs: int, until: float = float("inf")
+    todo: Sequence[Call],
+    arch: int,
+    key: str,
+    jobs: int,
+    until: float = float("inf"),
+    name: str | None = None,
 ) -> tuple[dict, list[str]]:
     """Compiles the kernels of calls in `jobs` processes. Returns hash -> whether it was cached
     already, and a line for each call that raised or was not reached.
     """
     cached: dict[str, bool] = {}
     messages: list[str] = []
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), _begin, (arch, key))
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), _begin, (arch, name, key))
     try:
         running = {pool.submit(_compile, call): call for call in todo}
         with contextlib.suppress(TimeoutError):
@@ -321,6 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=90,
         help="compute capability (default %(default)s)",
     )
+    add("--name", help=f"the device's name (default: by compute capability, {pretend.NAMES})")
     add(
         "--out",
         type=pathlib.Path,
@@ -370,9 +372,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         key = key_of_build(args.triton)
     except (ValueError, OSError) as error:
         p.error(f"argument --triton: {error}")
-    with pretend.gpu(args.arch, compiles=False):
+    with pretend.gpu(args.arch, args.name, compiles=False):
         todo = calls(args.what, [ops[n] for n in args.op], args.goals)
-    cached, messages = fill(todo, args.arch, key, args.jobs, began + 60 * args.minutes)
+    cached, messages = fill(todo, args.arch, key, args.jobs, began + 60 * args.minutes, args.name)
     kinds = collections.Counter(
         "no time" if s.endswith(": no time") else "raised" for s in messages
     )
@@ -387,7 +389,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if args.out:
         size = pack(pathlib.Path(knobs.cache.dir), cached, args.out)
+        run.record_commit(args.out.parent / COMMIT)
         print(f"{args.out}: {size / 2**20:.1f} MiB")
+        if size > LARGEST:
+            print(f"OVER THE LIMIT of {LARGEST / 2**20:.0f} MiB: leave out a part (--what)")
     if kinds["no time"]:
         print(f"no time for {kinds['no time']} calls")
         return 3

@@ -22,17 +22,18 @@ import torch
 from torch.utils import _device
 
 from tilewright import platform, selection
+from tilewright.kernels.device import SMS
 from tilewright.ops import _library
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 # By compute capability, for the most common devices (H100 and H200 SXM, B200, RTX PRO 6000): number
-# of SMs, bytes of shared memory per block and per SM. (CUDA C++ Programming Guide, "Technical
+# of SMs, and bytes of shared memory per block. (CUDA C++ Programming Guide, "Technical
 # Specifications".)
-DEVICES = {
-    90: (132, 227 * 1024, 228 * 1024),
-    100: (148, 227 * 1024, 228 * 1024),
-    120: (188, 99 * 1024, 100 * 1024),
-}
+DEVICES = {90: (132, 227 * 1024), 100: (148, 227 * 1024), 120: (188, 99 * 1024)}
+
+
+# Goals and tuned configurations are of devices by name.
+NAMES = {90: "NVIDIA H200", 100: "NVIDIA B200", 120: "NVIDIA RTX PRO 6000"}
 
 
 def no_compiling() -> str | None:
@@ -149,7 +150,7 @@ def _call(operator: _library.Operator, *args) -> Any:
     return operator.launch(*args) if operator.cuda else operator.overload(*args)
 
 
-def _not_compiled(kernel, key, signature, device, *_):
+def not_compiled(kernel, key, signature, device, *_):
     """Caches a dummy in place of a compiled kernel."""
     dummy = kernel.device_caches[device][0][key] = SimpleNamespace(
         run=lambda *_: None,
@@ -163,11 +164,10 @@ def _not_compiled(kernel, key, signature, device, *_):
 
 
 @contextlib.contextmanager
-def gpu(
-    arch: int = 90, name: str = "a GPU that is not there", compiles: bool = True
-) -> Iterator[None]:
+def gpu(arch: int = 90, name: str | None = None, compiles: bool = True) -> Iterator[None]:
     """Inside, "cuda" is a device of compute capability `arch` (90: 9.0) without memory.
 
+    name: the device's; default: by `NAMES`.
     compiles: whether Triton's kernels are compiled; False replaces them with dummies, for callers
     that only record calls.
     """
@@ -177,15 +177,14 @@ def gpu(
     from tilewright.kernels import rmsnorm_triton
     from tilewright.kernels.launch import no_launch_cache
 
-    processors, _, shared = DEVICES[arch]
+    processors, _ = DEVICES[arch]
+    name = name or NAMES[arch]
     properties = SimpleNamespace(
         name=name,
         major=arch // 10,
         minor=arch % 10,
         multi_processor_count=processors,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_multiprocessor=shared,
-        max_threads_per_multi_processor=1536 if arch == 120 else 2048,
+        **SMS[arch]._asdict(),
         L2_cache_size=50 * 2**20,
         total_memory=80 * 2**30,
         warp_size=32,
@@ -199,6 +198,7 @@ def gpu(
         "get_device_capability": lambda device=None: (arch // 10, arch % 10),
         "get_device_properties": lambda device=None: properties,
         "synchronize": lambda device=None: None,
+        "current_stream": lambda device=None: SimpleNamespace(cuda_stream=0),
         "is_current_stream_capturing": lambda: False,
         "device": lambda device: contextlib.nullcontext(),
     }
@@ -216,7 +216,7 @@ def gpu(
         stack.enter_context(no_launch_cache())
         put(driver, "_active", NoDriver(arch, -1 if compiles else -2))
         if not compiles:
-            put(JITFunction, "_do_compile", _not_compiled)
+            put(JITFunction, "_do_compile", not_compiled)
         for name_, value in says.items():
             put(torch.cuda, name_, value)
         put(torch, "Generator", _Generator)
@@ -224,6 +224,7 @@ def gpu(
             if getattr(torch, fn.__name__, None) is fn:
                 put(torch, fn.__name__, _on_meta_device(fn))
         put(_library.Operator, "__call__", _call)
+        put(torch.Tensor, "pin_memory", lambda self, *_: self)  # it would look for a driver
         # PyTorch's own versions for meta tensors read the reported CUDA device.
         for name_ in ("randn", "rand"):
             put(torch, name_, _drawn(getattr(torch, name_)))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import pathlib
 import subprocess
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from tilewright import platform
-from tilewright.bench import contract, peers, pieces, report, sources, timing
+from tilewright.bench import contract, peers, pieces, report, sources, store, timing
 from tilewright.bench.peer import Unsupported
 from tilewright.bench.providers import BASELINES, Provider, gate, providers
 from tilewright.registry import Case, ImplementationUnavailable, Op, short
@@ -32,6 +33,7 @@ class Settings:
 
     rounds, max_seconds: per case (see timing.interleave).
     sample_seconds: shortest sample on a CPU.
+    isolated: whether kernel times are profiled, and calls timed on an idle device (CUDA only).
     baseline_slack: a baseline within this multiple of the contract's budget is timed, and marked.
         At 1 the contract is the same for all. Never applied to tilewright's implementations.
     """
@@ -40,6 +42,7 @@ class Settings:
     max_seconds: float = 60.0
     sample_seconds: float = 0.008
     baseline_slack: float = 1.0
+    isolated: bool = True
 
 
 # ---- one case
@@ -154,7 +157,7 @@ def measure(
         rounds=settings.rounds,
         max_seconds=settings.max_seconds,
         seed=SEED,
-        isolated=True,
+        isolated=settings.isolated,
     )
     for (name, _), reason in errors.items():
         if name != COPY:  # the roofline's large copy replaces a failed one
@@ -183,12 +186,12 @@ def measure(
                 # Gradients of earlier calls would count as allocated before.
                 for t in contract.leaves(inputs[name]):
                     t.grad = None
-                rows[name]["peak_mib"] = _peak_mib(fn)
+                rows[name]["peak_mib"] = peak_mib(fn)
     report.compare_with_baselines(list(rows.values()))
     return list(rows.values())
 
 
-def _peak_mib(fn) -> float:
+def peak_mib(fn) -> float:
     """Peak memory of a call beyond what is allocated before, which includes inputs and upstream
     gradients.
     """
@@ -275,24 +278,29 @@ def metadata(
 ) -> dict[str, Any]:
     """The metadata of a measurement: device, versions, commit, date and settings.
 
-    commit: of the sources, if git is unavailable.
+    commit: of the sources, if git is unavailable; or a file of `record_commit`.
     trainer: whether the trainer is measured too.
     """
     versions = {**platform.describe(), **peers.versions()}
-    known = _git("rev-parse", "HEAD")
+    known, dirty = _git("rev-parse", "HEAD"), None
+    if known is None:
+        known, dirty = recorded_commit(commit)
     # Reports and tables written by earlier calls do not change what is measured.
-    changed = known and _git(
-        "status",
-        "--porcelain",
-        "--untracked-files=no",
-        "--",
-        ":/tilewright",
-        ":/csrc",
-        ":/setup.py",
-        ":(top,exclude)tilewright/kernels/tuned",
-        *(() if trainer else (":(top,exclude)tilewright/trainer",)),
-        ":(top,exclude)tilewright/integrations",
-    )
+    elif (
+        changed := _git(
+            "status",
+            "--porcelain",
+            "--untracked-files=no",
+            "--",
+            ":/tilewright",
+            ":/csrc",
+            ":/setup.py",
+            ":(top,exclude)tilewright/kernels/tuned",
+            *(() if trainer else (":(top,exclude)tilewright/trainer",)),
+            ":(top,exclude)tilewright/integrations",
+        )
+    ) is not None:
+        dirty = bool(changed)
     return {
         "device_type": device,
         "device": platform.device_name(device),
@@ -302,8 +310,8 @@ def metadata(
         "cpu": versions.pop("cpu"),
         "threads": int(versions.pop("threads")),
         "versions": versions,
-        "commit": known or commit,
-        "dirty": None if known is None else bool(changed),
+        "commit": known,
+        "dirty": dirty,
         "source": sources.digest(),
         **moment(device),
         "tf32": torch.backends.cuda.matmul.allow_tf32,
@@ -311,6 +319,26 @@ def metadata(
         "argv": argv,
         "settings": {**vars(settings), "seed": SEED},
     }
+
+
+def record_commit(path: pathlib.Path) -> None:
+    """Writes the commit and a digest of the sources, for a copy of them without git."""
+    commit = _git("rev-parse", "HEAD")
+    dirty = commit and bool(_git("status", "--porcelain", "--untracked-files=no"))
+    store.write_json(path, {"commit": commit, "dirty": dirty, "source": sources.everything()})
+
+
+def recorded_commit(commit: str | None) -> tuple[str | None, bool | None]:
+    """The commit and whether there were local changes, as given or as recorded in a file; None if
+    the sources are not those of the record.
+    """
+    if not commit or not commit.endswith(".json"):
+        return commit, None
+    path = pathlib.Path(commit)
+    record = json.loads(path.read_text()) if path.exists() else {}
+    if record.get("source") != sources.everything():
+        return None, None
+    return record["commit"], record["dirty"]
 
 
 # ---- what there is to time

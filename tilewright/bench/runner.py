@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.bench import timing
-from tilewright.bench.store import write_json
+from tilewright.bench.store import append, write_json
 
 SCHEMA = 1
 FINISH = 5.0  # seconds reserved at the end of a budget for writing results
@@ -188,9 +188,7 @@ def work(
             except ValueError as error:  # infinity or NaN
                 document = {**document, **unit.blank, "error": timing.first_line(error)}
                 write_json(unit.path(out), document)
-            if stream is not None:
-                with stream.open("a") as file:  # one write, so workers' lines do not mix
-                    file.write(json.dumps({"unit": unit.name, **document}, allow_nan=False) + "\n")
+            append(stream, unit.name, document)
             state.unlink()  # a process that dies from here on dies between units
             print(
                 f"{unit.name} ({document['seconds']:.1f} s) "
@@ -247,6 +245,7 @@ def supervise(
     until: float,
     *,
     say: Callable[[str], object] = print,
+    stream: pathlib.Path | None = None,
     poll: float = 0.1,
     silent: float = SILENT,
 ) -> bool:
@@ -257,18 +256,27 @@ def supervise(
     started again. At `until` all running processes are killed; their units are left for the next
     call, which runs them last.
 
+    stream: as for `work`, for the documents of units that did not end.
+
     Returns False if a worker was abandoned because it twice died or was silent between units.
     """
     running: dict[int, subprocess.Popen] = {}
     heard: dict[int, float] = {}  # when a worker was last seen running a unit
     failures = dict.fromkeys(range(len(commands)), 0)
 
+    starting = interrupted = False
+
     def start(i):
+        nonlocal starting
         (out / f"running-{i}.json").unlink(missing_ok=True)
-        running[i], heard[i] = (
-            subprocess.Popen(list(commands[i]), start_new_session=True),
-            time.time(),
-        )
+        starting = True  # an exception within Popen would lose the process that it has started
+        try:
+            running[i] = subprocess.Popen(list(commands[i]), start_new_session=True)
+        finally:
+            starting = False
+        heard[i] = time.time()
+        if interrupted:
+            raise KeyboardInterrupt
 
     def stop(*indices):
         processes = [running.pop(i) for i in indices]
@@ -280,7 +288,10 @@ def supervise(
                 process.wait(max(0.0, deadline - time.time()))
 
     def terminated(*_):
-        raise KeyboardInterrupt
+        nonlocal interrupted
+        interrupted = True
+        if not starting:
+            raise KeyboardInterrupt
 
     before = signal.getsignal(signal.SIGTERM)
     with contextlib.suppress(ValueError):  # not the main thread
@@ -320,15 +331,14 @@ def supervise(
                     continue
                 if state:
                     path, now = out / f"{state['unit']}.json", time.time()
-                    write_json(
-                        path,
-                        {
-                            **_partial_document(path, state["blank"], state["parts"]),
-                            "at": now,
-                            "seconds": now - state["since"],
-                            "error": reason,
-                        },
-                    )
+                    document = {
+                        **_partial_document(path, state["blank"], state["parts"]),
+                        "at": now,
+                        "seconds": now - state["since"],
+                        "error": reason,
+                    }
+                    write_json(path, document)
+                    append(stream, state["unit"], document)
                     say(f"{state['unit']}: {reason}")
                 else:  # died between units, perhaps unable to start: restarts are limited
                     failures[i] += 1
@@ -397,6 +407,11 @@ def has_failed(path: pathlib.Path) -> bool:
         return True
 
 
+def has_succeeded(path: pathlib.Path) -> bool:
+    """Whether a unit's file is there and records no error."""
+    return path.exists() and not has_failed(path)
+
+
 def done() -> None:
     """Ends a worker immediately, since Python's and CUDA's exit handlers can hang."""
     sys.stdout.flush()
@@ -404,13 +419,13 @@ def done() -> None:
     os._exit(0)
 
 
-def started() -> float:
+def started(proc: pathlib.Path = pathlib.Path("/proc")) -> float:
     """When this process started, before any import; the current time if the system does not
     report it.
     """
     try:
-        ticks = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        uptime = float(pathlib.Path("/proc/uptime").read_text().split()[0])
+        ticks = int((proc / "self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime = float((proc / "uptime").read_text().split()[0])
         return time.time() - max(0.0, uptime - ticks / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError):
         return time.time()

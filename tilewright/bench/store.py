@@ -144,6 +144,13 @@ def _line(name: str, document: Mapping[str, Any]) -> str:
     return json.dumps({"unit": name, **document}, allow_nan=False) + "\n"
 
 
+def append(stream: pathlib.Path | None, name: str, document: Mapping[str, Any]) -> None:
+    """Appends a unit's document as one line, in one write, so that processes' lines do not mix."""
+    if stream is not None:
+        with stream.open("a") as file:
+            file.write(_line(name, document))
+
+
 def rows(path: pathlib.Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The metadata and timed rows of a suite, given its folder or file: rows of the stage `time`,
     or of `goals` where that has none.

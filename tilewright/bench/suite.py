@@ -1,187 +1,64 @@
 """Runs all checks and measurements of the registry on a device: correctness, speed, and dispatch
 overhead.
 
-    python -m tilewright.bench suite --minutes 9 --out DIR [--goals] [--op OP,..] ...
+    python -m tilewright.bench suite --minutes 9 --out DIR [--stage STAGE,..] [--op OP,..] ...
 
 Stages, in this order, over every op, implementation and case of the registry:
 
+    smoke      each op's Triton implementation on a small case, against its twin, in as many
+               processes as there are cores; more than three failures end the call
     roofline   copy bandwidth and dense matmul: the device's peaks
-    sanitize   a small launch of each op with a goal under compute-sanitizer's memcheck and
-               racecheck (CUDA)
-    goals      the cases of this device's goals: `auto` and the peers that have the op
+    products   goals of this library's matmuls and optimizer: `auto`, what a goal is about or
+               compares with, and the peers
     ab         the open questions of `bench.variants`: two ways each, interleaved, on the case that
                decides
+    goals      the other goals: a case of each streaming op, then the others
+    host       host time of a few ops
+    sanitize   a small launch of some ops under compute-sanitizer (CUDA)
+    counters   hardware counters of a few kernels, by Nsight Compute (CUDA)
     parity     the numerics contract of every implementation, on every small case and dtype
     graph      CUDA-graph capture and replay of every implementation that runs on CUDA tensors
     big        cases of more than 2^31 elements (CUDA)
     time       every timed case: implementations and peers, correctness-gated, interleaved
     overhead   cost of the dispatch above a kernel
 
---goals stands for the first three and the overhead of ops with a goal: the most decisive results,
-in the first minutes. Each case has one result file. A call ends within its minutes, and the next
-one with the same DIR resumes. Results from other sources, versions, options, tuned launch
-configurations or devices are measured again (--keep accepts other sources and versions), and so
-are errors, up to three times in all.
+Each stage has a share of the minutes (`bench.schedule`), and what it does not use is the next
+one's; time that is left at the end is spent on what was cut. Each case has one result file. A call
+ends within its minutes, and the next one with the same DIR resumes. Results from other sources,
+versions, options, tuned launch configurations or devices are measured again (--keep accepts other
+sources and versions), and so are errors, up to three times in all.
 
 Exit code: 0, everything is present and holds; 1, an implementation broke the contract or failed; 3,
-time ran out first.
+time ran out first; 4, more than three ops failed in `smoke`, and nothing else was run.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import os
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tilewright import platform, selection
-from tilewright.bench import (
-    contract,
-    overhead,
-    pretend,
-    report,
-    run,
-    runner,
-    store,
-    variants,
-)
+from tilewright.bench import overhead, pretend, report, run, runner, store
 from tilewright.bench.options import at_least, chosen, has_device, names
 from tilewright.bench.providers import BASELINES
 from tilewright.bench.runner import Unit
-from tilewright.bench.stages.checks import check_unit, failures, parity_unit, sanitize_unit
-from tilewright.bench.stages.common import BY_NAME, DTYPES, TIMED
-from tilewright.bench.stages.questions import ab_unit, implementation
-from tilewright.bench.stages.timed import (
-    goal_units,
-    goals_on,
-    overhead_unit,
-    roofline_unit,
-    time_unit,
-)
-from tilewright.registry import Op, short
+from tilewright.bench.schedule import GROUPS, ON_ROOF, STAGES, Chosen, ends, units
+from tilewright.bench.stages.checks import failures
+from tilewright.bench.stages.common import BY_NAME, DTYPES
+from tilewright.bench.stages.smoke import FAILURES_AT_MOST
+from tilewright.registry import short
 
-STAGES = ("roofline", "sanitize", "goals", "ab", "parity", "graph", "big", "time", "overhead")
-FIRST = ("roofline", "sanitize", "goals", "overhead")  # of --goals
-# Stages that share processes. The group with `parity` can run in parallel: nothing is timed there.
-GROUPS = (
-    ("roofline",),
-    ("sanitize",),
-    ("goals",),
-    ("ab",),
-    ("parity", "graph"),
-    ("big", "time", "overhead"),
-)
-
-
-def units(
-    stage: str,
-    ops: Iterable[Op],
-    device: str,
-    dtypes: Sequence[torch.dtype],
-    settings: run.Settings,
-    out: pathlib.Path,
-    cases: Sequence[str] | None = None,
-    only: Sequence[str] | None = None,
-    not_launched: bool = False,
-) -> list[Unit]:
-    """The units of a stage, most decisive first.
-
-    out: the folder of the units' files.
-    only: providers of the stage `time`; default: all.
-    not_launched: for the stage `overhead`, see `overhead.not_launched`.
-    """
-    ops = list(ops)
-
-    def tagged(tag):
-        return [
-            (op, case)
-            for op in ops
-            for case in op.cases
-            if tag in case.tags and (cases is None or case.name in cases)
-        ]
-
-    supported = {
-        op.name: [
-            d for d in dtypes if any(d in i.dtypes for i in op.implementations if i.name != "eager")
-        ]
-        for op in ops
-    }
-    if stage == "roofline":
-        return [roofline_unit(device)]
-    if stage == "sanitize" and device == "cuda":
-        small = {op.name: case for op, case in reversed(tagged("contract"))}  # the first of each
-        return [
-            sanitize_unit(op, small[op.name], device, torch.bfloat16)
-            for op in ops
-            if op.name in small
-            and any(goals_on(op, device))
-            and torch.bfloat16 in supported[op.name]
-        ]
-    if stage == "goals":
-        return goal_units(ops, device, settings, out, cases)
-    if stage == "ab" and torch.bfloat16 in dtypes:
-        deciding = {}
-        for v in variants.VARIANTS:  # in the variants' order, not the registry's
-            for op, case in tagged(device):
-                if (op.name, case.name) == (v.op, v.case) and implementation(
-                    v, op, v.now, device
-                ).why_not(device, torch.bfloat16) is None:
-                    deciding.setdefault((op.name, case.name), (op, case, []))[2].append(v)
-        return [ab_unit(vs, op, case, device, settings) for op, case, vs in deciding.values()]
-    if stage == "parity":
-        return [
-            parity_unit(op, case, device, supported[op.name])
-            for op, case in tagged("contract")
-            if supported[op.name]
-        ]
-    if stage == "graph" and device == "cuda":
-        return [
-            check_unit(
-                "graph",
-                op,
-                case,
-                device,
-                supported[op.name][:1],
-                contract.check_capture,
-                contract.no_capture,
-            )
-            for op, case in tagged("contract")
-            if supported[op.name]
-        ]
-    if stage == "big" and device == "cuda":
-
-        def check(op, name, case, dtype):
-            return contract.check_big(op, name, case, device, dtype)
-
-        return [
-            check_unit(
-                "big", op, case, device, supported[op.name], check, lambda *_: None, limit=300.0
-            )
-            for op, case in tagged("big")
-            if supported[op.name]
-        ]
-    if stage == "time":
-        return [
-            time_unit(op, case, device, dtype, settings, out, only)
-            for dtype in TIMED
-            for op, case in tagged(device)
-            if dtype in supported[op.name]
-        ]
-    if stage == "overhead":
-        dtypes_of = {op.name: [d for d in TIMED if d in supported[op.name]][:1] for op in ops}
-        return [
-            overhead_unit(op, device, dtypes_of[op.name], settings, not_launched)
-            for op in ops
-            if dtypes_of[op.name] and not (not_launched and "triton" not in op.names())
-        ]
-    if stage in STAGES:
-        return []
-    raise ValueError(f"stage must be one of {list(STAGES)}, got {stage!r}")
+FAILED_SMOKE = 4  # exit code
+# A second pass over what was cut begins only if this many seconds are left: a process starts, and
+# measures something.
+WORTHWHILE = 15.0
 
 
 def describe(document: dict[str, Any]) -> str:
@@ -263,11 +140,6 @@ def parser() -> argparse.ArgumentParser:
         help="default: every stage",
     )
     add(
-        "--goals",
-        action="store_true",
-        help=f"only the stages {', '.join(FIRST)}, of ops with a goal on this device",
-    )
-    add(
         "--stream",
         type=pathlib.Path,
         metavar="FILE",
@@ -289,8 +161,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--jobs",
         type=at_least(1, int),
-        help="worker processes of the stages without timing (default: half the "
-        "cores, at most 8; 1 on a CPU)",
+        help="worker processes of stages without timing (default: by the number of cores; 1 on a "
+        "CPU)",
     )
     add("--provider", type=names(), metavar="NAME,..", help="for stage `time` (default: all)")
     add("--threads", type=at_least(1, int), metavar="N", help="CPU threads (default: torch's)")
@@ -321,7 +193,11 @@ def parser() -> argparse.ArgumentParser:
         help="measure the host time of Triton implementations on CPU tensors: kernels are "
         "compiled and specialized for compute capability 9.0, but not launched",
     )
-    add("--commit", help="the commit of these sources, if git cannot determine it")
+    add(
+        "--commit",
+        metavar="COMMIT|FILE",
+        help="the commit of these sources, or gpu-cache's commit.json, if git cannot tell",
+    )
     return p
 
 
@@ -349,14 +225,14 @@ def main(argv: Sequence[str], start_time: float | None = None) -> int:
         argv += ["--out", str(args.out)]  # for the workers too
     plan = functools.partial(
         units,
-        device=args.device,
-        settings=settings,
-        out=args.out / store.UNITS,
-        only=args.provider,
-        not_launched=args.not_launched,
+        chosen=Chosen(
+            args.device, settings, args.out / store.UNITS, args.provider, args.not_launched
+        ),
     )
     groups = _groups(args, plan)
-    if not any(groups[1:]) and "roofline" not in args.stage:
+    if not any(
+        units_ for g in groups for s, units_ in g.items() if s != "roofline" or s in args.stage
+    ):
         p.error(
             f"nothing to do: no op of --op has a case of --case that takes --dtype in --stage on "
             f"{args.device}"
@@ -364,25 +240,26 @@ def main(argv: Sequence[str], start_time: float | None = None) -> int:
     if task is not None:
         _work(args, groups, task, meta)
     # The suite's own document covers the device's whole plan, whichever part this call runs.
-    whole = [u for stage in STAGES for u in plan(stage, table.values(), dtypes=DTYPES)]
+    whole = [u for stage in STAGES for u in plan(stage, table.values(), DTYPES)]
     try:
         with runner.locked(args.out):
-            return _supervise(args, argv, groups, whole, meta, start_time)
+            return _supervise(_Call(args, argv, groups, meta, start_time), whole)
     except (runner.Unusable, OSError) as error:
         p.error(f"argument --out: {error}")
 
 
-def _groups(args: argparse.Namespace, plan: Callable[..., list[Unit]]) -> list[list[Unit]]:
-    """The units that a call was asked for, by `GROUPS`."""
+def _groups(
+    args: argparse.Namespace, plan: Callable[..., list[Unit]]
+) -> list[dict[str, list[Unit]]]:
+    """The units that a call was asked for, by `GROUPS` and by stage."""
     table = selection.operations()
-    ops = [table[n] for n in args.op if not args.goals or any(goals_on(table[n], args.device))]
+    ops = [table[n] for n in args.op]
     dtypes = [d for n, d in BY_NAME.items() if n in args.dtype]
-    requested = [s for s in args.stage if s in FIRST] if args.goals else args.stage
     # Times mean nothing without the roofline, so timed stages always include it.
-    timed = {"time", "goals"} & set(requested)
-    stages = [s for s in STAGES if s in requested or (s == "roofline" and timed)]
+    timed = set(ON_ROOF) & set(args.stage)
+    stages = [s for s in STAGES if s in args.stage or (s == "roofline" and timed)]
     return [
-        [u for s in group if s in stages for u in plan(s, ops, dtypes=dtypes, cases=args.case)]
+        {s: plan(s, ops, dtypes, cases=args.case) for s in group.stages if s in stages}
         for group in GROUPS
     ]
 
@@ -390,59 +267,107 @@ def _groups(args: argparse.Namespace, plan: Callable[..., list[Unit]]) -> list[l
 def _work(args: argparse.Namespace, groups, task: Mapping[str, Any], meta: dict[str, Any]) -> None:
     """Runs a worker's units and ends the process."""
     runner.end_with_parent(task["parent"])
-    runner.work(
-        runner.split(groups[task["group"]], task["worker"], task["of"]),
-        args.out / store.UNITS,
-        task["until"],
-        meta,
-        keep=args.keep,
-        since=task["since"],
-        slot=str(task["worker"]),
-        describe=describe,
-        now=functools.partial(run.moment, args.device),
-        stream=args.stream,
-    )
+    out = args.out / store.UNITS
+    for stage, units_ in groups[task["group"]].items():
+        if stage in ON_ROOF and not runner.has_succeeded(out / "roofline.json"):
+            print(f"no roofline: {stage} is not timed")
+            continue
+        runner.work(
+            runner.split(units_, task["worker"], task["of"]),
+            out,
+            task["ends"][stage],
+            meta,
+            keep=args.keep,
+            since=task["since"],
+            slot=str(task["worker"]),
+            describe=describe,
+            now=functools.partial(run.moment, args.device),
+            stream=args.stream,
+        )
     runner.done()
 
 
-def _supervise(args, argv, groups, whole, meta, start_time) -> int:
-    until = start_time + 60 * args.minutes - runner.FINISH
-    jobs = args.jobs or (min(8, max(1, (os.cpu_count() or 1) // 2)) if args.device == "cuda" else 1)
-    out = store.unpack(args.out)
-    roof = out / "roofline.json"
+@dataclass(frozen=True)
+class _Call:
+    """One call of the suite: what it runs, in which order, until when."""
+
+    args: argparse.Namespace
+    argv: Sequence[str]
+    groups: Sequence[Mapping[str, Sequence[Unit]]]
+    meta: dict[str, Any]
+    began: float
+
+    @property
+    def out(self) -> pathlib.Path:
+        return self.args.out / store.UNITS
+
+    @property
+    def until(self) -> float:
+        return self.began + 60 * self.args.minutes - runner.FINISH
+
+    def run(self) -> tuple[bool, bool]:
+        """Whether all workers could start, and whether the smoke stage ended the call."""
+        stages, going = [s for group in self.groups for s in group], True
+        shares = ends(stages, time.time(), self.until)
+        # The roofline is needed even if what came before took too long.
+        shares |= {s: self.until for s in stages if s == "roofline"}
+        for limits in (shares, dict.fromkeys(stages, self.until)):
+            for i, group in enumerate(self.groups):
+                if limits is shares or self.until - time.time() > WORTHWHILE:
+                    going &= self._run_group(i, limits)
+                if "smoke" in group and limits is shares and self._smoke_failed(group["smoke"]):
+                    return going, True
+        return going, False
+
+    def _run_group(self, i: int, limits: Mapping[str, float]) -> bool:
+        units_ = [u for s, of in self.groups[i].items() if time.time() < limits[s] for u in of]
+        current = functools.partial(
+            runner.current, out=self.out, meta=self.meta, keep=self.args.keep, since=self.began
+        )
+        if all(current(u) for u in units_):
+            return True
+        of = GROUPS[i].processes(self.args.device, self.args.jobs)
+        task = {"ends": limits, "since": self.began, "group": i, "of": min(of, len(units_))}
+        commands = [
+            runner.worker_command(["suite", *self.argv], worker=k, **task)
+            for k in range(task["of"])
+        ]
+        return runner.supervise(commands, self.out, self.until, stream=self.args.stream)
+
+    def _smoke_failed(self, units_: Sequence[Unit]) -> bool:
+        """Prints what failed before anything else is run."""
+        _, broken = conclude(units_, self.out, self.meta, self.args.keep)
+        for line in broken:
+            print(f"FAILED {line}", flush=True)
+        return len(broken) > FAILURES_AT_MOST
+
+
+def _supervise(call: _Call, whole: Sequence[Unit]) -> int:
+    args, meta = call.args, call.meta
+    store.unpack(args.out)
     # Nothing is timed without the roofline, so it is tried again however often it failed.
-    if groups[0] and runner.has_failed(roof):
-        roof.unlink()
+    if any("roofline" in g for g in call.groups) and runner.has_failed(call.out / "roofline.json"):
+        (call.out / "roofline.json").unlink()
     print(
         f"{meta['device']}, {', '.join(f'{k} {v}' for k, v in meta['versions'].items())}, commit "
         f"{report.commit(meta)}, clocks {meta.get('clocks') or 'unknown'}",
         flush=True,
     )
-    going = True
+    going, stopped = True, False
     try:
-        for i, (group, units_) in enumerate(zip(GROUPS, groups, strict=True)):
-            if time.time() >= until or all(
-                runner.current(u, out, meta, args.keep, start_time) for u in units_
-            ):
-                continue
-            if {"time", "goals"} & set(group) and groups[0] and runner.has_failed(roof):
-                print("no roofline: nothing is timed")
-                break
-            of = jobs if "parity" in group else 1
-            task = {"until": until, "since": start_time, "group": i, "of": of}
-            commands = [
-                runner.worker_command(["suite", *argv], worker=k, **task) for k in range(of)
-            ]
-            going &= runner.supervise(commands, out, until)
+        going, stopped = call.run()
     except KeyboardInterrupt:
         print("interrupted: what was found is kept")
-    requested = [u for units_ in groups for u in units_]
-    document, broken = conclude(requested, out, meta, args.keep)
-    store.pack(args.out, conclude(whole, out, meta, args.keep)[0])
+    # The stages `host` and `overhead` share units.
+    asked = {u.name: u for group in call.groups for of in group.values() for u in of}
+    document, broken = conclude(list(asked.values()), call.out, meta, args.keep)
+    store.pack(args.out, conclude(whole, call.out, meta, args.keep)[0])
     reached = sum(u["status"] != "not reached" for u in document["units"].values())
-    print(f"\n{reached} of {len(requested)} units in {args.out}, {time.time() - start_time:.0f} s")
+    print(f"\n{reached} of {len(asked)} units in {args.out}, {time.time() - call.began:.0f} s")
     if not going:
         broken.append("workers ended twice between units; what they said is above")
     for line in broken:
         print(f"FAILED {line}")
+    if stopped:
+        return FAILED_SMOKE
     return 1 if broken else 0 if document["complete"] else 3

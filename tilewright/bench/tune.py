@@ -226,6 +226,8 @@ def compile_beforehand(ops: Sequence[str], goals: pathlib.Path | None, until: fl
         "search",
         "--arch",
         str(arch),
+        "--name",
+        platform.device_name("cuda"),
         "--op",
         ",".join(ops),
         "--minutes",
@@ -306,7 +308,11 @@ def main(argv: Sequence[str], start_time: float | None = None) -> int:
         metavar="DIR",
         help="folder of the searches' state (default: build/tune/<device>)",
     )
-    add("--commit", help="the commit of these sources, if git cannot determine it")
+    add(
+        "--commit",
+        metavar="COMMIT|FILE",
+        help="the commit of these sources, or gpu-cache's commit.json, if git cannot tell",
+    )
     args = p.parse_args(argv)
     has_device(p, args.device)
     meta = run.metadata(args.device, run.Settings(), ["tune", *argv], commit=args.commit)

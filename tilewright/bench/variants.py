@@ -38,14 +38,82 @@ class Variant:
 
 
 _MOE, _UP = "qwen3-30b-a3b_32768", "qwen3-30b-a3b_up_32768"
+_PACKED = "qwen3-30b-a3b_32k_packed"
+# One block an SM, with tiles that read each operand least often.
+_WIDE = {"BLOCK_M": 128, "BLOCK_N": 256, "num_warps": 8, "num_stages": 4, "per_sm": 1}
+# Those that decide designs first, and matmuls, which take most of a step, before the rest. Last
+# those that need a package beside PyTorch and Triton.
 VARIANTS = (
-    # Matmuls, which take most of a step, first.
+    Variant(
+        "up_swiglu: one block of 128 x 256 an SM, for two of 128 x 128",
+        "moe_mlp",
+        _MOE,
+        "moe_mlp/up_swiglu",
+        {**_WIDE, "maxnreg": None},
+    ),
+    Variant(
+        "up_swiglu: registers without a limit, for 128",
+        "moe_mlp",
+        _MOE,
+        "moe_mlp/up_swiglu",
+        {"maxnreg": None},
+    ),
+    Variant(
+        "down_dswiglu: a product of 128 x 256 and a second kernel, for one kernel of 64 x 128",
+        "moe_mlp",
+        _MOE,
+        "moe_mlp/down_dswiglu",
+        {**_WIDE, "SPLIT": 0},
+    ),
+    Variant(
+        "attention of packed documents: triton, for native",
+        "attention",
+        _PACKED,
+        None,
+        "triton",
+        "native",
+    ),
+    Variant(
+        "linear_cross_entropy: two chunks, for one",
+        "linear_cross_entropy",
+        "llama-3-8b",
+        "linear_cross_entropy/chunk",
+        {"whole": False},
+    ),
+    Variant(
+        "dequantize_nf4: a code's value from shared memory, for two by a byte from global memory",
+        "dequantize_nf4",
+        "llama-3-8b-down",
+        "dequantize_nf4/dequantize",
+        {"GATHER": True},
+    ),
+    Variant(
+        "newton_schulz: registers without a limit, for 128",
+        "newton_schulz",
+        "qwen3-8b-q",
+        "newton_schulz/symmetric",
+        {"maxnreg": None},
+    ),
+    Variant(
+        "route: registers without a limit, for 128",
+        "route",
+        "qwen3-30b-a3b",
+        "route/forward",
+        {"maxnreg": None},
+    ),
+    Variant(
+        "unpermute: registers without a limit in the backward, for 168",
+        "unpermute",
+        "qwen3-30b-a3b",
+        "unpermute/backward",
+        {"maxnreg": None},
+    ),
     Variant(
         "up_swiglu: one block an SM with five stages, for two with three",
         "moe_mlp",
         _MOE,
         "moe_mlp/up_swiglu",
-        {"num_stages": 5, "per_sm": 1},
+        {"num_stages": 5, "per_sm": 1, "maxnreg": None},
     ),
     Variant(
         "down_dswiglu: one block of 128 x 128 an SM, for two of 64 x 128",
@@ -59,7 +127,7 @@ VARIANTS = (
         "grouped_gemm",
         _UP,
         "grouped_gemm/forward",
-        {"BLOCK_N": 128, "num_stages": 3, "per_sm": 2},
+        {"BLOCK_N": 128, "num_stages": 3, "per_sm": 2, "maxnreg": 128},
     ),
     Variant(
         "grouped_gemm: a third stage, for a fourth",
@@ -106,15 +174,6 @@ VARIANTS = (
         "rmsnorm/forward",
         {"BLOCK_T": 2, "num_warps": 8},
     ),
-    Variant("rmsnorm: cute, for triton", "rmsnorm", "qwen3-8b", None, "cute", "triton"),
-    # Three blocks per SM instead of two, without a spill (128 registers spill under Triton 3.9).
-    Variant(
-        "unpermute: at most 160 registers a thread in the backward",
-        "unpermute",
-        "qwen3-30b-a3b",
-        "unpermute/backward",
-        {"maxnreg": 160},
-    ),
     Variant(
         "cross_entropy: four pieces of a row loaded ahead, for three",
         "cross_entropy",
@@ -123,13 +182,14 @@ VARIANTS = (
         {"STAGES": 4},
     ),
     Variant(
-        "cross_entropy: cute, for triton", "cross_entropy", "llama-3-8b", None, "cute", "triton"
-    ),
-    Variant(
         "linear_cross_entropy: chunks of 128 MiB on a CPU, for 64",
         "linear_cross_entropy",
         "cpu-small",
         "linear_cross_entropy/chunk",
         {"budget_mib": 128},
+    ),
+    Variant("rmsnorm: cute, for triton", "rmsnorm", "qwen3-8b", None, "cute", "triton"),
+    Variant(
+        "cross_entropy: cute, for triton", "cross_entropy", "llama-3-8b", None, "cute", "triton"
     ),
 )

@@ -6,8 +6,44 @@ Triton's interpreter runs kernels on CPU tensors, so each function supports thos
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
+
+
+class SM(NamedTuple):
+    """Limits of a multiprocessor, by the names of torch.cuda.get_device_properties."""
+
+    shared_memory_per_multiprocessor: int
+    max_threads_per_multi_processor: int
+    regs_per_multiprocessor: int = 65536
+
+
+# By compute capability (CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Capability").
+SMS = {90: SM(228 * 1024, 2048), 100: SM(228 * 1024, 2048), 120: SM(100 * 1024, 1536)}
+
+
+def resident(registers: int, shared: int, warps: int, of: Any) -> int:
+    """Blocks that an SM holds at a time, at least 1.
+
+    registers: per thread.
+    shared: bytes per block.
+    of: an `SM`, or a device's properties.
+
+    Each quarter of an SM has a quarter of the registers and of the warps. Registers are allocated
+    to warps in units of 256; a block costs 1 KiB more shared memory (compute capability 8.0 and up;
+    CUDA C++ Programming Guide, "Technical Specifications").
+    """
+    by_warp = max(1, -(-32 * registers // 256)) * 256
+    return max(
+        1,
+        min(
+            of.regs_per_multiprocessor // 4 // by_warp * 4 // warps,
+            of.shared_memory_per_multiprocessor // (shared + 1024),
+            of.max_threads_per_multi_processor // (32 * warps),
+        ),
+    )
 
 
 @functools.cache
@@ -40,6 +76,14 @@ def large_shared_memory(device: torch.device) -> bool:
 
 
 @functools.cache
+def hopper(device: torch.device) -> bool:
+    """Whether compute capability is 9.0, where a matrix product is summed in registers. Blackwell
+    reads it from other memory, into registers that it needs only then.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@functools.cache
 def conversions(device: torch.device) -> int:
     """The GPU's conversion instructions: 0 none, 1 e4m3, 2 e4m3 and e2m1. The interpreter runs no
     PTX.
@@ -51,9 +95,9 @@ def conversions(device: torch.device) -> int:
 
 
 @functools.cache
-def old_ptxas() -> bool:
-    """Whether Triton ships a ptxas of CUDA 12, whose register allocation spills where that of 3.9
-    does not.
+def older_triton() -> bool:
+    """Whether Triton is older than 3.9. Its code for the same kernel needs other, often more,
+    registers, by Triton's own doing: ptxas of CUDA 12.8, 12.9 and 13.0 give it the same number.
     """
     import triton
 

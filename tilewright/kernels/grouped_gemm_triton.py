@@ -8,6 +8,7 @@ belongs to none. Everything is computed on the device, so no launch waits for it
                  end of each.
     _gemm        out[r] = f(x[r] @ w[e(r)]): a persistent grid loops over the tiles. The tail's
                  tiles come last and sum nothing, so that they write zeros.
+    _dswiglu     The same f of a product that is in memory.
     _dweight     dweight[e] = the sum over e's rows of dy[r]^T x[r]; one block per tile of dweight.
 
 Operands are read through tensor descriptors (TMA) if possible: 16-bit elements, rows at multiples
@@ -45,6 +46,8 @@ PLAIN, SWIGLU, DSWIGLU = 0, 1, 2
 MAP_ROWS = 128
 _TILE_BLOCK = 128  # tiles that a program of _map_tiles writes at a time
 _SLOTS, _COLUMNS = 8, 256  # per program of _router_gradient that reads dy and a bias
+# Per program of _dswiglu: 8 elements per thread, a 128-bit load of 16 bits each.
+_DSWIGLU = {"ROWS": 4, "COLUMNS": 256}
 
 
 @triton.jit(do_not_specialize=["R", "capacity"])
@@ -560,6 +563,67 @@ def _gemm(
 
 
 @triton.jit(do_not_specialize=["R"])
+def _dswiglu(
+    dh_ptr,
+    pre_ptr,
+    dpre_ptr,
+    hw_ptr,
+    partial_ptr,
+    slots_ptr,
+    weight_ptr,
+    offsets_ptr,
+    E,
+    R,
+    N,
+    STORE_H: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """What `_gemm` computes with DSWIGLU, from dh [R, N] in memory."""
+    tiles = tl.cdiv(N, COLUMNS)
+    tile = tl.program_id(0) % tiles
+    r = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = r < R
+    known = r < tl.minimum(tl.load(offsets_ptr + E - 1), R)
+    slot = tl.load(slots_ptr + r, mask=live, other=0)
+    scale = tl.load(weight_ptr + slot, mask=known, other=0.0)
+    n = tile * COLUMNS
+    c = n + tl.arange(0, COLUMNS)
+    dh = tl.load(
+        dh_ptr + r[:, None] * N + c[None, :], mask=live[:, None] & (c < N)[None, :], other=0.0
+    )
+    dot = _dgate_epilogue(
+        dh.to(tl.float32),
+        pre_ptr,
+        dpre_ptr,
+        hw_ptr,
+        r,
+        live,
+        known,
+        n,
+        N,
+        scale,
+        STORE_H,
+        INTERLEAVED,
+        ACTIVATION,
+        ALPHA,
+        LIMIT,
+        UP_LIMIT,
+        OFFSET,
+        1,
+        ROWS,
+        COLUMNS,
+    )
+    tl.store(partial_ptr + r * tiles + tile, dot, mask=live)
+
+
+@triton.jit(do_not_specialize=["R"])
 def _dweight(
     dy,
     x,
@@ -817,7 +881,10 @@ def _launch(
         N //= 2
     E = offsets.shape[0]
     aligned = _fits(x, w, N)
-    c = dict(tunable.config(x.device, *_key(N, K, x, rows, E, aligned)))
+    key = _key(N, K, x, rows, E, aligned)
+    if "plain" in tunable.fields:
+        key = (*key, gate == SILU_MUL and bias is None)
+    c = {n: v for n, v in tunable.config(x.device, *key).items() if v is not None}
     tiles = tile_map(offsets, rows) if tiles is None else tiles
     blocks = multiprocessors(x.device) * c.pop("per_sm")
     wide = c["BLOCK_N"] // 2 if epilogue == SWIGLU else c["BLOCK_N"]
@@ -1023,7 +1090,8 @@ def down_dswiglu(
     bias [E, H]: that of the down-projection.
     gate: as in `up_swiglu`.
 
-    With dh = dy[token] @ down_proj[e], which is not stored: dexpert_weight = <dh, h> + <dy[token],
+    With dh = dy[token] @ down_proj[e], which is stored only where the launch configuration has no
+    pieces (SPLIT 0): dexpert_weight = <dh, h> + <dy[token],
     bias[e]>, and dpre is the gradient for weight * dh. weight * h is the input of down_proj's
     gradient: backward_weight(dy, weighted h, ..., "dy"). Zeros in the tail and for sentinels. R, I
     and H are not 0.
@@ -1035,22 +1103,45 @@ def down_dswiglu(
     hw = torch.empty((rows, N), dtype=dy.dtype, device=dy.device) if keep_h else None
     dy = _rows(dy)
     w, w_transposed = _weights(down_proj, True)
-    tile = DOWN_DSWIGLU.config(dy.device, *_key(N, K, dy, rows, offsets.shape[0], _fits(dy, w, N)))[
-        "BLOCK_N"
-    ]
-    parts = cdiv(N, tile)
+    c = DOWN_DSWIGLU.config(dy.device, *_key(N, K, dy, rows, offsets.shape[0], _fits(dy, w, N)))
+    parts = cdiv(N, c["BLOCK_N"] if c["SPLIT"] else _DSWIGLU["COLUMNS"])
     partial = torch.empty((rows, parts), dtype=torch.float32, device=dy.device)
-    _launch(
-        DOWN_DSWIGLU,
-        dy,
-        w,
-        w_transposed,
-        _Tokens(offsets, slots, top_k, tiles),
-        _Outputs(dpre, pre, hw, partial),
-        DSWIGLU,
-        router_weight=expert_weight,
-        gate=gate,
-    )
+    tokens = _Tokens(offsets, slots, top_k, tiles)
+    if c["SPLIT"]:
+        outputs = _Outputs(dpre, pre, hw, partial)
+        _launch(
+            DOWN_DSWIGLU,
+            dy,
+            w,
+            w_transposed,
+            tokens,
+            outputs,
+            DSWIGLU,
+            router_weight=expert_weight,
+            gate=gate,
+        )
+    else:
+        dh = torch.empty((rows, N), dtype=dy.dtype, device=dy.device)
+        _launch(DOWN_DSWIGLU, dy, w, w_transposed, tokens, _Outputs(dh))
+        launch(
+            _dswiglu,
+            (cdiv(rows, _DSWIGLU["ROWS"]) * parts,),
+            dh,
+            pre,
+            dpre,
+            hw,
+            partial,
+            slots,
+            expert_weight,
+            offsets,
+            offsets.shape[0],
+            rows,
+            N,
+            STORE_H=keep_h,
+            **gate,
+            **_DSWIGLU,
+            num_warps=4,
+        )
     dweight = torch.empty(position.shape, dtype=torch.float32, device=dy.device)
     columns = next_power_of_2(parts)
     block = max(1, 1024 // columns) if bias is None else _SLOTS
@@ -1082,7 +1173,8 @@ def down_dswiglu(
 # ---- launch configurations
 
 
-def _constants(m, n, k, warps, stages, per_sm, group=8, split=1) -> dict:
+def _constants(m, n, k, warps, stages, per_sm, group=8, split=1, maxnreg=None) -> dict:
+    """per_sm: blocks per SM, all of which run at once; the compile gate checks it."""
     return {
         "BLOCK_M": m,
         "BLOCK_N": n,
@@ -1092,6 +1184,7 @@ def _constants(m, n, k, warps, stages, per_sm, group=8, split=1) -> dict:
         "per_sm": per_sm,
         "num_warps": warps,
         "num_stages": stages,
+        "maxnreg": maxnreg,
     }
 
 
@@ -1099,13 +1192,17 @@ def _constants(m, n, k, warps, stages, per_sm, group=8, split=1) -> dict:
 # without tensor cores.
 _ODD = _constants(64, 64, 32, 4, 2, 2)
 _FP32 = _constants(64, 64, 32, 4, 3, 2)
+_PAIR = _constants(128, 128, 64, 8, 3, 2, maxnreg=128)
 
 
-def _gemm_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> dict:
+def _gemm_heuristic(
+    N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool, plain: bool = True
+) -> dict:
     """With `large`, tiles of 128 x 256, which read their operands from L2 half as often, if K is
     long enough that filling the pipeline and writing the tile take little time. Else 96 KiB of
     operands in flight: two blocks per SM, one of which multiplies while the other fills or writes;
-    on sm_120, one.
+    on sm_120, one. Two may have 128 registers per thread, which Triton exceeds by a few unless they
+    are the limit; with a bias, it spills then for sm_100.
     """
     if itemsize == 4:
         # With 32 columns of K per step and a bias, ptxas 12.9 spills 8 bytes for sm_120.
@@ -1113,15 +1210,17 @@ def _gemm_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, lar
     if not aligned:
         return _ODD
     if rows <= 64:
-        return _constants(64, 128, 64, 4, 4, 2)
-    return (
-        _constants(128, 256, 64, 8, 4, 1)
-        if large and K > 1024 and N > 1024
-        else _constants(128, 128, 64, 8, 3, 2)
-    )
+        return _constants(64, 128, 64, 4, 4, 2 if large else 1)
+    if not large:
+        return _constants(128, 128, 64, 8, 3, 1)
+    if K > 1024 and N > 1024:
+        return _constants(128, 256, 64, 8, 4, 1)
+    return _PAIR if plain else _constants(128, 128, 64, 8, 5, 1)
 
 
-def _gemm_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> list[dict]:
+def _gemm_space(
+    N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool, plain: bool = True
+) -> list[dict]:
     if itemsize == 4 or not aligned:
         k = 16 if itemsize == 4 and not large else 32  # as in the heuristic
         return [
@@ -1129,12 +1228,13 @@ def _gemm_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: 
             for m, n in ((32, 64), (64, 64), (64, 32))
             for stages in (2, 3)
         ]
+    two = 2 if large else 1  # blocks with 96 KiB of operands
     shapes = [
-        (64, 128, 64, 4, 4, 2),
+        (64, 128, 64, 4, 4, two),
         (64, 256, 64, 4, 2, 1),
-        (128, 128, 64, 4, 3, 2),
-        (128, 128, 64, 8, 3, 2),
-        (128, 64, 64, 4, 4, 2),
+        (128, 128, 64, 4, 3, two),
+        (128, 128, 64, 8, 3, two),
+        (128, 64, 64, 4, 4, two),
         (128, 256, 64, 8, 2, 1),
         (128, 256, 32, 8, 4, 1),
     ]
@@ -1145,30 +1245,43 @@ def _gemm_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: 
             (128, 128, 64, 8, 5, 1),
             (64, 256, 64, 4, 4, 1),
         ]
-    return [_constants(*shape, group) for shape in shapes for group in (4, 8, 16)]
+    configs = [_constants(*shape, group) for shape in shapes for group in (4, 8, 16)]
+    return configs + [{**_PAIR, "GROUP": group} for group in (4, 8, 16) if large]
 
 
-def _up_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> dict:
+def _up_heuristic(
+    N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool, plain: bool
+) -> dict:
     """A tile's columns are gates and ups. Two blocks per SM: one multiplies while the other writes
-    pre and h, which are as many bytes as it has read.
+    pre and h, which are as many bytes as it has read. Other gates need 178 to 244 registers: one
+    block, with more stages, which load the next tile's operands while it writes.
     """
-    if itemsize == 4 or not aligned or rows <= 64:
+    if itemsize == 4 or not aligned or rows <= 64 or not large:
         return _gemm_heuristic(N, K, itemsize, rows, aligned, large)
-    return _constants(128, 128, 64, 8, 3, 2)
+    return _PAIR if plain else _constants(128, 128, 64, 8, 5, 1)
 
 
-def _up_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> list[dict]:
-    """With wider tiles, an epilogue in one piece spills."""
+def _up_space(
+    N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool, plain: bool
+) -> list[dict]:
+    """Of tiles with more elements per thread, those of 128 x 256 that a large shared memory feeds.
+    Which of them spill depends on the gate.
+    """
+
+    def included(m: int, n: int, warps: int) -> bool:
+        return m * n <= 2048 * warps or (large and warps == 8)
+
     return [
         c
         for c in _gemm_space(N, K, itemsize, rows, aligned, large)
-        if c["BLOCK_M"] * c["BLOCK_N"] // c["num_warps"] <= 2048
+        if included(c["BLOCK_M"], c["BLOCK_N"], c["num_warps"])
     ]
 
 
 def _down_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> dict:
-    """SPLIT: the epilogue holds a sum, a gate, an up and their results for each element of a piece.
-    Two blocks per SM, if they fit: the epilogue reads and writes more than the product reads.
+    """SPLIT: the pieces of the epilogue, which holds a sum, a gate, an up and their results for
+    each element of a piece; 0: the product is stored, and a second kernel reads it. Two blocks per
+    SM, if they fit: the epilogue reads and writes more than the product reads.
     """
     if itemsize == 4 or not aligned:
         # Four pieces in float32: with one or two ptxas spills 8 bytes for sm_100 or sm_120 with the
@@ -1179,7 +1292,7 @@ def _down_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, lar
             "SPLIT": 4 if itemsize == 4 else 2,
         }
     return (
-        _constants(64, 128, 64, 4, 4, 2, split=4)
+        _constants(64, 128, 64, 4, 4, 2 if large else 1, split=4)
         if large or rows <= 64
         else _constants(128, 128, 64, 8, 3, 1, split=4)
     )
@@ -1190,14 +1303,19 @@ def _down_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: 
         return [{**_FP32, "BLOCK_M": m, "BLOCK_N": 32, "SPLIT": 4} for m in (32, 64)]
     if not aligned:
         return [{**_ODD, "BLOCK_N": n, "SPLIT": split} for n, split in ((32, 1), (32, 2), (64, 4))]
+    two = 2 if large else 1
     shapes = [
-        (64, 128, 64, 4, 4, 2, 4),
-        (128, 64, 64, 4, 4, 2, 2),
-        (128, 64, 64, 4, 4, 2, 4),
+        (64, 128, 64, 4, 4, two, 4),
+        (128, 64, 64, 4, 4, two, 2),
+        (128, 64, 64, 4, 4, two, 4),
         (128, 128, 64, 8, 3, 1, 4),
     ]
     if large:
-        shapes += [(128, 128, 64, 8, 5, 1, 4)]
+        shapes += [
+            (128, 128, 64, 8, 5, 1, 4),
+            (128, 256, 64, 8, 3, 1, 0),
+            (128, 256, 64, 8, 4, 1, 0),
+        ]
     return [_constants(*shape[:6], group, shape[6]) for shape in shapes for group in (4, 8, 16)]
 
 
@@ -1262,6 +1380,7 @@ def _about(key: dict) -> str:
         "" if key["aligned"] else "odd",
         "large" if key["large"] else "",
         "few rows" if key["rows"] <= 64 else "",
+        "short" if key["K"] <= 1024 else "",
     )
     return " ".join(filter(None, words))
 
@@ -1295,12 +1414,12 @@ _CLAMPED = {
 
 def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
     """One spec without a bias; and with a bias or another gate, gpt-oss's, whose weights are
-    transposed.
+    transposed. With a key's `plain`, only the one that it is about.
     """
 
     def spec(key: dict, config: dict, kind: str, transposed: bool, gate: dict) -> KernelSpec:
         t = _TYPES[key["itemsize"]]
-        c = {n: v for n, v in config.items() if n not in ("per_sm", "num_warps", "num_stages")}
+        c = {n: v for n, v in config.items() if n.isupper()}
         # The down-projection's bias is added where it is the forward.
         m, n, k = c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"]
         bias = bool(kind) and epilogue != DSWIGLU
@@ -1353,6 +1472,8 @@ def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
             constexprs,
             config["num_warps"],
             config["num_stages"],
+            per_sm=config["per_sm"],
+            options={"maxnreg": limit} if (limit := config["maxnreg"]) else {},
             **_needs(key, tma),
         )
 
@@ -1363,9 +1484,37 @@ def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
             kernel_specs.append(spec(key, config, " gpt-oss", epilogue == SWIGLU, _CLAMPED))
         elif not transposed:
             kernel_specs.append(spec(key, config, " biased", True, SILU_MUL))
-        return kernel_specs
+        plain = key.get("plain")
+        return kernel_specs if plain is None else kernel_specs[:1] if plain else kernel_specs[1:]
 
     return specs
+
+
+def _dswiglu_specs(key: dict) -> list[KernelSpec]:
+    t = _TYPES[key["itemsize"]]
+    return [
+        KernelSpec(
+            _dswiglu,
+            f"dswiglu{kind} {_about(key)}",
+            {
+                **dict.fromkeys(("dh_ptr", "pre_ptr", "dpre_ptr", "hw_ptr"), f"*{t}"),
+                **dict.fromkeys(("partial_ptr", "weight_ptr"), "*fp32"),
+                **dict.fromkeys(("slots_ptr", "offsets_ptr"), "*i32"),
+                **dict.fromkeys(("E", "R", "N"), "i32"),
+            },
+            {"STORE_H": True, **gate, **_DSWIGLU},
+            elements=_DSWIGLU["ROWS"] * _DSWIGLU["COLUMNS"],
+            **{**_needs(key, False), "min_arch": 80, "max_arch": 999, "uses": {}},
+        )
+        for kind, gate in (("", SILU_MUL), (" gpt-oss", _CLAMPED))
+    ]
+
+
+def _down_specs(key: dict, config: dict) -> list[KernelSpec]:
+    if config["SPLIT"]:
+        return _gemm_specs("down_dswiglu", DSWIGLU, True, True)(key, config)
+    product = _gemm_specs("down product", PLAIN, True, True)(key, config)
+    return [*product, *_dswiglu_specs(key)]
 
 
 def _dweight_specs(key: dict, config: dict) -> list[KernelSpec]:
@@ -1451,10 +1600,13 @@ def gate() -> tuple[KernelSpec, ...]:
             )
             for bias in (False, True)
         ),
+        *_dswiglu_specs(DOWN_DSWIGLU.named(_KEYS[-1])),
     )
 
 
 _FIELDS = ("N", "K", "itemsize", "rows", "aligned", "large")
+# plain: whether there is no bias, and no gate but silu(gate) * up of halves.
+_PLAIN_FIELDS = (*_FIELDS, "plain")
 _KEYS = [
     (2048, 2048, 2, 1024, True, False),
     (2048, 2048, 2, 64, True, False),
@@ -1463,14 +1615,15 @@ _KEYS = [
     (2048, 2048, 2, 1024, True, True),
 ]
 _PRODUCT_KEYS = [*_KEYS, (2048, 2048, 4, 1024, True, True)]
+_SUM_KEYS = [*_PRODUCT_KEYS, (2048, 768, 2, 1024, True, True)]
 FORWARD = Tunable(
     "grouped_gemm",
     "forward",
-    _FIELDS,
+    _PLAIN_FIELDS,
     "forward",
     _gemm_heuristic,
     _gemm_space,
-    _PRODUCT_KEYS,
+    [(*key, plain) for key in _SUM_KEYS for plain in (True, False)],
     _gemm_specs("forward", PLAIN, False, False),
 )
 BACKWARD_X = Tunable(
@@ -1480,7 +1633,7 @@ BACKWARD_X = Tunable(
     "backward",
     _gemm_heuristic,
     _gemm_space,
-    _PRODUCT_KEYS,
+    _SUM_KEYS,
     _gemm_specs("backward x", PLAIN, True, False),
 )
 BACKWARD_WEIGHT = Tunable(
@@ -1496,11 +1649,11 @@ BACKWARD_WEIGHT = Tunable(
 UP_SWIGLU = Tunable(
     "moe_mlp",
     "up_swiglu",
-    _FIELDS,
+    _PLAIN_FIELDS,
     "forward",
     _up_heuristic,
     _up_space,
-    _PRODUCT_KEYS,
+    [(*key, plain) for key in _PRODUCT_KEYS for plain in (True, False)],
     _gemm_specs("up_swiglu", SWIGLU, False, True),
 )
 DOWN_DSWIGLU = Tunable(
@@ -1511,7 +1664,7 @@ DOWN_DSWIGLU = Tunable(
     _down_heuristic,
     _down_space,
     _KEYS,
-    _gemm_specs("down_dswiglu", DSWIGLU, True, True),
+    _down_specs,
 )
 TUNABLES = (FORWARD, BACKWARD_X, BACKWARD_WEIGHT)
 FUSED = (UP_SWIGLU, DOWN_DSWIGLU)  # for the op composed of them

@@ -25,6 +25,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewright._torch import FakeTensor
 
+# What every launch chooses unless it names another choice, since Triton's default depends on its
+# version. Fusion of a multiplication and an addition into one FMA, with one rounding: on, as it is
+# by default up to 3.9; 3.10 turns it off.
+COMPILE_OPTIONS = {"enable_fp_fusion": True}
 # Cached launches per kernel and argument types; when it is full, the cache is cleared.
 MAX_ENTRIES = 1024
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -43,7 +47,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         come last.
     arguments: for all other parameters; tensors are on the current device. Nothing is launched on
         FakeTensors.
-    constants: constexprs, num_warps and the like.
+    constants: constexprs, num_warps and the like, also other values of `COMPILE_OPTIONS`.
     """
     types = id(kernel), *map(type, arguments)
     cached = _cache.get(types)
@@ -52,7 +56,16 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         cached = _cache[types] = _CachedLaunch(kernel, types[1:])
     launched = cached.cacheable and _caching and cached.launch(grid, arguments, constants)
     if not (launched or cached.pretended):
-        kernel[grid](*arguments, **constants)
+        kernel[grid](*arguments, **{**COMPILE_OPTIONS, **constants})
+
+
+def warm_up(kernel: Any, *arguments: Any, **constants: Any) -> Any:
+    """Compiles what `launch` would launch with these arguments, and loads it onto the device.
+    Returns Triton's compiled kernel.
+    """
+    compiled = kernel.warmup(*arguments, grid=(1,), **{**COMPILE_OPTIONS, **constants})
+    _ = compiled.run  # loads it
+    return compiled
 
 
 def clear_launch_cache() -> None:
@@ -137,7 +150,7 @@ class _CachedLaunch:
         key = device, *key
         entry = self.entries.get(key)
         if entry is None:
-            compiled = self.kernel[grid](*arguments, **constants)
+            compiled = self.kernel[grid](*arguments, **{**COMPILE_OPTIONS, **constants})
             if hasattr(compiled, "packed_metadata"):
                 if len(self.entries) >= MAX_ENTRIES:
                     self.entries.clear()

@@ -23,6 +23,17 @@ General = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 WIDE = 2
 
 
+def normalized(w: torch.Tensor, eps: float) -> torch.Tensor:
+    """w / max(|w|_F, eps) of each matrix [..., M, N], in w's dtype. The largest element is divided
+    by first, so that no square leaves the dtype's range.
+    """
+    largest = w.abs().amax((-2, -1), keepdim=True) if w.numel() else w.new_ones(())
+    largest = torch.where(largest > 0, largest, 1.0)
+    w = w / largest
+    norm = torch.linalg.vector_norm(w, dim=(-2, -1), keepdim=True)
+    return w / torch.maximum(norm, eps / largest)
+
+
 def iterate(
     x: torch.Tensor, coefficients: list[float], eps: float, symmetric: Symmetric, general: General
 ) -> torch.Tensor:
@@ -31,8 +42,7 @@ def iterate(
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     tall = x.shape[-2] > x.shape[-1]
     w = (x.mT if tall else x).reshape(-1, min(x.shape[-2:]), max(x.shape[-2:]))
-    norm = torch.linalg.vector_norm(w, dim=(1, 2), keepdim=True, dtype=torch.float32)
-    w = (w / norm.clamp_min(eps)).to(x.dtype).contiguous()
+    w = normalized(w.to(torch.promote_types(x.dtype, torch.float32)), eps).to(x.dtype).contiguous()
     steps = list(zip(*(coefficients[i::3] for i in range(3)), strict=True))
     together = 2 if w.shape[2] >= WIDE * w.shape[1] else 1
     for first in range(0, len(steps), together):

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewright.kernels.device import dot_precision
+from tilewright.kernels.device import dot_precision, hopper
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
 from tilewright.kernels.newton_schulz import iterate
@@ -71,7 +71,8 @@ MOST = 65_535  # programs along the second axis of a grid, of which there is one
 def _product(left, right, alpha, addend, beta):
     B, M, K = left.shape
     out = torch.empty((B, M, M), dtype=left.dtype, device=left.device)
-    config = SYMMETRIC.config(left.device, M, left.element_size())
+    config = SYMMETRIC.config(left.device, M, left.element_size(), hopper(left.device))
+    config = {n: v for n, v in config.items() if v is not None}
     tiles = cdiv(M, config["BLOCK"])
     for first in range(0, B, MOST):
         part = slice(first, first + MOST)
@@ -102,31 +103,43 @@ def newton_schulz(x: torch.Tensor, coefficients: list[float], eps: float) -> tor
     return iterate(x, coefficients, eps, _product, _general)
 
 
-_NAMES = ("BLOCK", "BLOCK_K", "num_warps", "num_stages")
+_NAMES = ("BLOCK", "BLOCK_K", "num_warps", "num_stages", "maxnreg")
+LIMIT = 128  # registers per thread with which an SM holds two blocks of eight warps
 
 
-def _heuristic(M: int, itemsize: int) -> dict:
-    """Not measured on a GPU. float32 has no tensor cores; its tiles would spill if larger."""
+def _heuristic(M: int, itemsize: int, hopper: bool) -> dict:
+    """Not measured on a GPU. float32 has no tensor cores; its tiles would spill if larger. Tiles of
+    128 x 128: on Hopper two blocks per SM, one of which multiplies while the other fills or writes.
+    Without a limit, an addend takes 138 registers there; on Blackwell, where it takes 202, it
+    spills with that limit.
+    """
     if itemsize == 4:
-        chosen = (64, 32, 8, 2)
+        chosen = (64, 32, 8, 2, None)
     elif M >= 1024:
-        chosen = (128, 64, 8, 3)
+        chosen = (128, 64, 8, 3, LIMIT if hopper else None)
     else:  # enough tiles for all SMs
-        chosen = (64, 64, 4, 3)
+        chosen = (64, 64, 4, 3, None)
     return dict(zip(_NAMES, chosen, strict=True))
 
 
-def _space(M: int, itemsize: int) -> list[dict]:
+def _space(M: int, itemsize: int, hopper: bool) -> list[dict]:
     if itemsize == 4:
-        found = [(64, 32, 4, 2), (64, 16, 8, 2)]
+        found = [(64, 32, 4, 2, None), (64, 16, 8, 2, None)]
     else:
-        found = [(128, 32, 8, 3), (128, 32, 8, 4), (64, 64, 4, 4), (64, 32, 4, 4)]
+        limits = (None, LIMIT) if hopper else (None,)
+        found = [
+            *((128, 32, 8, stages, limit) for stages in (3, 4) for limit in limits),
+            (128, 64, 8, 3, None),
+            (64, 64, 4, 4, None),
+            (64, 32, 4, 4, None),
+        ]
     return [dict(zip(_NAMES, values, strict=True)) for values in found]
 
 
 def _specs(key: dict, config: dict) -> list[KernelSpec]:
     t = {2: "bf16", 4: "fp32"}[key["itemsize"]]
     constants = {n: v for n, v in config.items() if n.isupper()}
+    limit = config["maxnreg"]
     found = []
     for add in (False, True):
         signature = {
@@ -141,7 +154,7 @@ def _specs(key: dict, config: dict) -> list[KernelSpec]:
         found.append(
             KernelSpec(
                 _symmetric,
-                f"{t} {config['BLOCK']}{' add' if add else ''}",
+                f"{t} {config['BLOCK']}{' add' if add else ''}{' hopper' if key['hopper'] else ''}",
                 signature,
                 {
                     **absent,
@@ -152,6 +165,9 @@ def _specs(key: dict, config: dict) -> list[KernelSpec]:
                 config["num_warps"],
                 config["num_stages"],
                 divisible=("M", "K"),
+                max_arch=99 if key["hopper"] else 999,
+                options={"maxnreg": limit} if limit else {},
+                per_sm=2 if limit else 1,
                 uses={} if t == "fp32" else {90: ("wgmma",), 100: ("tcgen05",)},
             )
         )
@@ -161,11 +177,11 @@ def _specs(key: dict, config: dict) -> list[KernelSpec]:
 SYMMETRIC = Tunable(
     "newton_schulz",
     "symmetric",
-    ("M", "itemsize"),
+    ("M", "itemsize", "hopper"),
     "forward",
     _heuristic,
     _space,
-    [(4096, 2), (512, 2), (4096, 4)],
+    [(4096, 2, True), (4096, 2, False), (512, 2, False), (4096, 4, False)],
     _specs,
 )
 TUNABLES = (SYMMETRIC,)

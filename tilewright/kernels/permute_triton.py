@@ -28,7 +28,11 @@ from tilewright.kernels.tuning import Tunable
 
 TILE = 128  # slots; ranks cost TILE comparisons per slot, and smaller tiles more counts
 EXPERTS = 128  # per program of `_histogram`: TILE * EXPERTS comparisons are 64 per thread
-RUNS = 128  # at most; each program of `_place` reads all counts, 128 KiB for 256 experts
+# At most. An SM holds one program of either kernel: comparisons fill up to 255 registers per thread
+# under Triton 3.6. So the `_histogram` of more than 128 experts takes two waves there; programs of
+# four warps with 64 experts would take one, with eight times the wavefronts in shared memory. Each
+# program of `_place` reads all counts, 128 KiB for 256 experts.
+RUNS = 128
 COUNTS = 64  # programs that count used rows
 
 
@@ -190,11 +194,28 @@ def _space(columns: int, itemsize: int) -> list[dict]:
     ]
 
 
+# Of the backward: registers per thread with which an SM holds this many programs of four warps.
+# With 128, for four, rows of odd strides spill, and under Triton 3.9 all of 16 bits.
+LIMIT, PER_SM = 168, 3
+
+
+def _backward_heuristic(columns: int, itemsize: int) -> dict:
+    """float32 takes 212 registers, two programs per SM: with LIMIT it spills."""
+    return {
+        **_collect_heuristic(columns, itemsize),
+        "maxnreg": LIMIT if itemsize == 2 else None,
+    }
+
+
 def _backward_space(columns: int, itemsize: int) -> list[dict]:
     """8 rows at a time, with a running product each: 8 columns per thread are 64
     registers of sums.
     """
-    return [c for c in _space(columns, itemsize) if c["BLOCK"] // (32 * c["num_warps"]) <= 8]
+    return [
+        {**c, "maxnreg": None}
+        for c in _space(columns, itemsize)
+        if c["BLOCK"] // (32 * c["num_warps"]) <= 8
+    ]
 
 
 @triton.jit(do_not_specialize=["steps"])
@@ -419,6 +440,7 @@ def backward(
     dweight = weight.new_empty((T, K) if rows is not None else 0)
     if drows.numel():
         c = BACKWARD.config(dy.device, columns, dy.element_size())
+        c = {name: value for name, value in c.items() if value is not None}
         by = unit(dy.element_size(), columns, dy.stride(0), 0 if rows is None else rows.stride(0))
         used = _used(position)
         launch(
@@ -493,6 +515,8 @@ def _specs(kernel):
                     load=need,
                     store=need,
                     elements=config["BLOCK"],
+                    options={"maxnreg": limit} if (limit := config.get("maxnreg")) else {},
+                    per_sm=PER_SM if limit else 1,
                 )
             )
         return kernel_specs
@@ -566,7 +590,7 @@ BACKWARD = Tunable(
     "backward",
     _FIELDS,
     "backward",
-    _collect_heuristic,
+    _backward_heuristic,
     _backward_space,
     _KEYS[:2],
     _specs(_backward),

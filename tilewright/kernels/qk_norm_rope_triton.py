@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewright.kernels.device import old_ptxas, programs
+from tilewright.kernels.device import older_triton, programs
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import next_power_of_2
 from tilewright.kernels.rmsnorm_triton import summed
@@ -531,16 +531,18 @@ def _space(D: int, half: int, itemsize: int, HQ: int, HK: int, norm: bool) -> li
 
 
 def _backward_heuristic(D: int, half: int, itemsize: int, HQ: int, HK: int, norm: bool) -> dict:
-    """As many programs as fit on an SM: four warps with 128 registers per thread for D = 128."""
+    """As many programs as fit on an SM: of four warps, four with 128 registers per thread for D =
+    128, three with 168 for wider heads.
+    """
     c = _heuristic(D, half, itemsize, HQ, HK, norm)
     limit = None
     if norm and 2 * half < D:
         # The sums of the unrotated rest are wide: with 64 features of 192, 255 registers.
         c["BLOCK_H"] = max(1, c["BLOCK_H"] // 2)
-        # For sm_100, the ptxas of Triton 3.6 limits itself to 168 registers and spills 8 bytes,
-        # unless the limit is explicit.
-        limit = 168 if old_ptxas() else None
-    return {**c, "PROGRAMS": 4, "maxnreg": limit}
+        # For sm_100, ptxas limits Triton 3.6's code to 168 registers and spills 8 bytes, unless the
+        # limit is explicit.
+        limit = 168 if older_triton() else None
+    return {**c, "PROGRAMS": 4 if D <= 128 else 3, "maxnreg": limit}
 
 
 def _backward_space(D: int, half: int, itemsize: int, HQ: int, HK: int, norm: bool) -> list[dict]:
@@ -737,6 +739,7 @@ def _specs(
                 divisible=integers,
                 options={"maxnreg": limit} if (limit := config.get("maxnreg")) else {},
                 elements=config["BLOCK_H"] * D,
+                per_sm=config.get("PROGRAMS", 1) if norm else 1,
             )
         )
     return specs

@@ -302,7 +302,8 @@ def _block_t(T: int) -> int:
 
 
 _NAMES = ("fused", "BLOCK_N", "BLOCK_K", "SPLIT", "num_warps", "num_stages")
-_BLOCKS = 264  # two per SM of an H200
+_PER_SM = 2
+_BLOCKS = _PER_SM * 132  # of an H200
 
 
 def _heuristic(format: int, N: int, K: int, itemsize: int, rows: int) -> dict:
@@ -394,6 +395,7 @@ def _few_rows_specs(key: dict, config: dict) -> list[KernelSpec]:
                 divisible=("N", "K", "x_stride", "width", "piece"),
                 load=128,
                 store=64 if t == "bf16" else 128,
+                per_sm=_PER_SM if split else 1,
                 **{**archs, "uses": uses},
             )
         )

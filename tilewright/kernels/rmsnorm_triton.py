@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels import launchers
-from tilewright.kernels.launch import launch
+from tilewright.kernels.device import resident
+from tilewright.kernels.launch import launch, warm_up
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -401,27 +402,6 @@ def summed(
     return out
 
 
-def resident(registers: int, shared: int, warps: int, of: object) -> int:
-    """Blocks that an SM holds at a time, at least 1.
-
-    registers: per thread.
-    shared: bytes per block.
-    of: the device's properties, as torch.cuda.get_device_properties returns them.
-
-    Registers are allocated to warps in units of 256; a block costs 1 KiB more shared memory
-    (compute capability 8.0 and up; CUDA C++ Programming Guide, "Technical Specifications").
-    """
-    by_warp = max(1, -(-32 * registers // 256)) * 256
-    return max(
-        1,
-        min(
-            of.regs_per_multiprocessor // by_warp // warps,
-            of.shared_memory_per_multiprocessor // (shared + 1024),
-            of.max_threads_per_multi_processor // (32 * warps),
-        ),
-    )
-
-
 _resident: dict[tuple, int] = {}
 
 
@@ -445,9 +425,7 @@ def _sharing(
         of = torch.cuda.get_device_properties(x.device)
         key = (kernel, x.device, warps, *key, *constants.values())
         if key not in _resident:
-            # The warm-up compiles what the launch compiles, and `run` loads it.
-            compiled = kernel.warmup(*arguments, **constants, num_warps=warps, grid=(1,))
-            _ = compiled.run
+            compiled = warm_up(kernel, *arguments, **constants, num_warps=warps)
             _resident[key] = resident(compiled.n_regs, compiled.metadata.shared, warps, of)
         each = _resident[key] * of.multi_processor_count
     return max(1, min(each // groups, launchers.cdiv(T, block_t)))

@@ -26,16 +26,23 @@ from tilewright.kernels.tuning import Tunable
 LOWEST = tl.constexpr(-0x80000000)  # below the key of -inf
 HIGHEST = tl.constexpr(0x7FFFFFFF)
 TINY = tl.constexpr(1e-20)
-# At most this many programs in forward: as many rows of partial sums as one program adds in a few
-# microseconds.
-PROGRAMS = 256
+PER_SM = 2  # programs of forward that run at once on an SM
+# At most this many programs in forward, as many as 128 SMs hold: rows of partial sums that one
+# program adds in a few microseconds.
+PROGRAMS = 128 * PER_SM
+
+
+LIMIT = 128  # registers per thread with which an SM holds two programs of eight warps
 
 
 def _forward_heuristic(width: int) -> dict:
-    """8 elements per thread of each of half a dozen tiles, so that two programs fit in an SM's
-    registers: all PROGRAMS run at once.
+    """8 elements per thread of each of half a dozen tiles, in the registers that let all PROGRAMS
+    run at once. With more than 128 columns that takes programs of four warps, since code for 256
+    spills with LIMIT.
     """
-    return {"ROWS": max(1, 2048 // width), "num_warps": 8}
+    if width <= 128:
+        return {"ROWS": 2048 // width, "num_warps": 8, "maxnreg": LIMIT}
+    return {"ROWS": max(1, 1024 // width), "num_warps": 4, "maxnreg": None}
 
 
 def _backward_heuristic(width: int) -> dict:
@@ -51,6 +58,12 @@ def _space(width: int) -> list[dict]:
         for each in (4, 8, 16)
         if (rows := each * 32 * warps // width) >= 1
     ]
+
+
+def _forward_space(width: int) -> list[dict]:
+    """Without a limit, and with it what the heuristic takes for fewer columns."""
+    limited = {"ROWS": max(1, 2048 // width), "num_warps": 8, "maxnreg": LIMIT}
+    return [*({**c, "maxnreg": None} for c in _space(width)), limited]
 
 
 def _backward_space(width: int) -> list[dict]:
@@ -317,6 +330,11 @@ def _rows(constants: dict, T: int) -> int:
     return min(constants["ROWS"], next_power_of_2(max(1, T)))
 
 
+def _options(config: dict) -> dict:
+    """The limit of registers, if there is one."""
+    return {"maxnreg": limit} if (limit := config.get("maxnreg")) else {}
+
+
 def forward(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
@@ -379,6 +397,7 @@ def forward(
             SP=SP,
             ROWS=rows,
             num_warps=c["num_warps"],
+            **_options(c),
         )
     width = next_power_of_2(E)
     launch(
@@ -510,6 +529,7 @@ def _spec(kernel, label, constexprs, warps, data, **more):
         load=0,
         store=0,
         divisible=("stride",) if "stride" in signature else (),
+        per_sm=PER_SM if kernel is _forward else 1,
         **more,
     )
 
@@ -528,6 +548,7 @@ def _specs(kernel):
                             {**shape, "ROWS": config["ROWS"]},
                             config["num_warps"],
                             data,
+                            options=_options(config),
                         )
                     )
         return kernel_specs
@@ -544,7 +565,14 @@ def gate() -> list[KernelSpec]:
             _spec(_finish, f"finish E={E}", {"E": E, "WIDTH": E, "ROWS": 4096 // E}, 8, "bf16")
             for E in (128, 256)
         ),
-        _spec(_forward, "forward replay bf16", replay, config["num_warps"], "bf16"),
+        _spec(
+            _forward,
+            "forward replay bf16",
+            replay,
+            config["num_warps"],
+            "bf16",
+            options=_options(config),
+        ),
     ]
 
 
@@ -554,7 +582,7 @@ FORWARD = Tunable(
     ("width",),
     "forward",
     _forward_heuristic,
-    _space,
+    _forward_space,
     [(128,), (256,)],
     _specs(_forward),
 )

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels import launchers
-from tilewright.kernels.device import multiprocessors, old_ptxas
+from tilewright.kernels.device import multiprocessors, older_triton
 from tilewright.kernels.launch import launch
 from tilewright.kernels.math_triton import tanh_and_derivative
 from tilewright.kernels.spec import KernelSpec
@@ -52,10 +52,10 @@ def _forward_space(V: int, itemsize: int, plain: bool) -> list[dict]:
 def _backward_heuristic(V: int, itemsize: int, plain: bool) -> dict:
     """There are no sums: 32 elements per thread, so 64 bytes of bf16 in flight. (In float32 with
     16, ptxas spills 32 bytes for sm_120.) There ptxas spills 16 bytes of bf16 with the gradient of
-    the entropy and 32, and that of older Tritons 4 bytes without: 16 elements, which take a fifth
+    the entropy and 32, and 4 bytes of older Tritons' code without: 16 elements, which take a fifth
     more instructions.
     """
-    wide = itemsize == 2 and (old_ptxas() or not plain)
+    wide = itemsize == 2 and (older_triton() or not plain)
     return {"BLOCK": 4096, "num_warps": 8 if wide else 4}
 
 
@@ -688,6 +688,9 @@ def losses(
 # ---- scaling a gradient computed in forward by the upstream gradient
 
 SCALE_BLOCK = tl.constexpr(4096)
+# Four programs of eight warps saturate an SM's bandwidth; 64 registers per thread let it hold them.
+SCALE_PER_SM = 4
+SCALE_REGISTERS = 64
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -717,10 +720,15 @@ def scale_(out: torch.Tensor, factor: torch.Tensor) -> None:
     """out *= factor [] float32, without synchronizing on the factor. out is contiguous."""
     n = out.numel()
     if n:
-        # Four programs of eight warps saturate an SM's bandwidth.
-        most = 4 * multiprocessors(out.device) if out.is_cuda else 2
+        most = SCALE_PER_SM * multiprocessors(out.device) if out.is_cuda else 2
         launch(
-            _scale, (min(most, launchers.cdiv(n, SCALE_BLOCK.value)),), out, factor, n, num_warps=8
+            _scale,
+            (min(most, launchers.cdiv(n, SCALE_BLOCK.value)),),
+            out,
+            factor,
+            n,
+            num_warps=8,
+            maxnreg=SCALE_REGISTERS,
         )
 
 
@@ -1020,6 +1028,8 @@ def gate() -> list[KernelSpec]:
             {"out_ptr": f"*{data}", "factor_ptr": "*fp32", "n": "i64"},
             {},
             8,
+            options={"maxnreg": SCALE_REGISTERS},
+            per_sm=SCALE_PER_SM,
         )
         for data in ("bf16", "fp32")
     )

@@ -31,6 +31,8 @@ class KernelSpec:
     elements: elements per program of a streaming kernel; the gate then budgets instructions per
         element.
     undivided: no loop may divide; the gate checks PTX.
+    per_sm: blocks per SM that the launch configuration counts on; registers, shared memory and
+        warps must allow them.
     stack: compute capability -> bytes of stack that are accepted of a kernel without spills, with
         the reason in a comment.
     """
@@ -50,6 +52,7 @@ class KernelSpec:
     uses: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     elements: int = 0
     undivided: bool = False
+    per_sm: int = 1
     stack: Mapping[int, int] = field(default_factory=dict)
 
 

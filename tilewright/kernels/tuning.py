@@ -42,11 +42,13 @@ def identity(launch: str, arch: int | None, key: dict[str, Any], config: Config)
 
 @functools.cache
 def rejected() -> frozenset[str]:
-    """The candidates that spill registers, lose wide accesses or do not compile, under any Triton
-    that the gate ran.
+    """The candidates that spill registers, lose wide accesses or do not compile under this Triton;
+    or under any that the gate ran, if it did not run this one.
     """
     rows = json.loads(REJECTED.read_text())
-    return frozenset(identity(r["launch"], r["arch"], r["key"], r["config"]) for r in rows)
+    version = platform.describe().get("triton", "").split("+")[0]
+    own = [r for r in rows if r["triton"] == version]
+    return frozenset(identity(r["launch"], r["arch"], r["key"], r["config"]) for r in own or rows)
 
 
 def _no_specs(key: dict[str, Any], config: Config) -> list:

@@ -82,10 +82,6 @@ def _backward(ctx, g_total, g_losses, *others):
     softcap, overwrite, group = ctx.options
     dlogits = d_token_weight = None
     if ctx.needs_input_grad[0]:
-        if overwrite and not torch.compiler.is_compiling():
-            # Writes by a custom operator do not bump versions; with the bump, a second backward is
-            # an error.
-            torch.autograd.graph.increment_version(logits)
         _, local_target, weight = shard(
             logits.shape[-1], target.view(-1), class_weight, group_of(group)
         )

@@ -170,6 +170,7 @@ def define(name: str, fn: Callable, fake: Callable, *, mutates: Sequence[str] = 
     _LIBRARY.impl(name, on_its_device(fn), "CUDA")
     torch.library.register_fake(f"{PACKAGE}::{name}", fake, lib=_LIBRARY)
     LAUNCHERS[f"{PACKAGE}::{name}"] = fn
+    _count_writes(getattr(getattr(torch.ops, PACKAGE), name).default)
     op = Operator(getattr(getattr(torch.ops, PACKAGE), name).default, fn, cuda=True)
     if op.has_lists:  # PyTorch's own vmap fallback does not support lists
         rule = functools.partial(_one_by_one, op.overload)
@@ -225,8 +226,31 @@ def adopt(name: str, fake: Callable) -> Operator:
     """Adds a fake to an operator that the C++ extension has defined, and returns the operator."""
     torch.library.register_fake(f"{PACKAGE}::{name}", fake, lib=_LIBRARY)
     overload = getattr(getattr(torch.ops, PACKAGE), name).default
+    _count_writes(overload)
     on_cpu = functools.partial(overload.redispatch, _torch.CPU_KERNELS)
     return Operator(overload, on_cpu, cuda=False)
+
+
+def _count_writes(overload) -> None:
+    """Makes an operator that writes its arguments raise their version counters, by which autograd
+    knows that a tensor that it saved was changed. PyTorch does that for its own operators and for
+    torch.library.custom_op's.
+
+    Only where the name ends in "_": others write into new tensors.
+    """
+    arguments = overload._schema.arguments
+    written = [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
+    name = overload._schema.name.split("::")[1]
+    if not written or not name.endswith("_"):
+        return
+
+    def counted(keyset, *args):
+        tensors = _tensors(args[i] for i in written)
+        torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+        with _torch.BelowCounters():
+            return overload.redispatch(keyset & _torch.BELOW_COUNTERS, *args)
+
+    _LIBRARY.impl(name, counted, "ADInplaceOrView", with_keyset=True)
 
 
 def differentiate(

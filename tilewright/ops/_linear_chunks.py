@@ -23,15 +23,24 @@ from tilewright.ops import _products
 MiB = 2**20
 # The budget of several chunks. On a CPU smaller chunks read and write the weight's gradient more
 # often, and larger ones exceed the caches. On a GPU 1 GiB gives GEMMs of 4,096 rows at V=128,256.
+# whole: whether there is one chunk if that needs no more memory; on a CPU always.
 CHUNK = Tunable(
     "linear_cross_entropy",
     "chunk",
     ("H", "V", "itemsize", "cuda"),
     "forward_backward",
-    lambda H, V, itemsize, cuda: {"budget_mib": 1024 if cuda else 64},
-    lambda H, V, itemsize, cuda: [
-        {"budget_mib": n} for n in ((256, 512, 2048) if cuda else (8, 16, 32, 128, 256))
-    ],
+    lambda H, V, itemsize, cuda: (
+        {"budget_mib": 1024, "whole": True} if cuda else {"budget_mib": 64}
+    ),
+    lambda H, V, itemsize, cuda: (
+        [
+            {"budget_mib": n, "whole": whole}
+            for n in (256, 512, 1024, 2048)
+            for whole in (True, False)
+        ]
+        if cuda
+        else [{"budget_mib": n} for n in (8, 16, 32, 128, 256)]
+    ),
 )
 # The block of the logits' gradient that is cast to float32 at a time where the GEMM needs that. It
 # fits in a core's cache.
@@ -69,13 +78,14 @@ def chunk_rows(
         tile = 128 if cuda else 32
         # Float32 logits need their gradient in x's dtype beside them.
         logit = size if size >= 4 or not precision.fp32_logits else 4 + size
-        budget = CHUNK.config(x.device, H, V, size, cuda)["budget_mib"] * MiB
+        config = CHUNK.config(x.device, H, V, size, cuda)
+        budget = config["budget_mib"] * MiB
         chunk_size = max(budget // (V * logit) // tile, 1) * tile
         chunks = max(-(-T // chunk_size), 1)
         # float16 accumulates in float32 anyway: see `summed_dtype`.
         summed = precision.fp32_sums and precision.learns and weight.dtype == torch.bfloat16
         sums = 4 * V * H if summed else 0
-        if T * V * logit <= T * V * logit / chunks + sums:
+        if config.get("whole", True) and T * V * logit <= T * V * logit / chunks + sums:
             chunks = 1
         chunk_size = -(-T // chunks // tile) * tile
     return max(min(chunk_size, T), 1)

@@ -357,7 +357,7 @@ class Composed:
         _, offsets, slots, position = PERMUTE.part(x)(None, index, gate_up.shape[0])
         pre = self.product(x[slots // index.shape[1]], gate_up.dense(), offsets)
         pre = add_bias(pre, gate_up_bias, offsets)
-        h = SILU_MUL.part(pre)(pre, None, SILU) if gate == SWIGLU else gate_eager(pre, gate)
+        h = SILU_MUL.part(pre)(pre, None, SILU) if gate.is_swiglu else gate_eager(pre, gate)
         rows = add_bias(self.product(h, down.dense(), offsets), down_bias, offsets)
         y = UNPERMUTE.part(h)(rows, weight, position)
         pre = pre if keep else pre.new_empty(0, pre.shape[1])

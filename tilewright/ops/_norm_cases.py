@@ -75,4 +75,6 @@ def norm_cases(add):
         if not add:
             m = cases.MODELS["qwen3-8b"]
             timed.append(norm_case("qwen3-8b-q-norm", (T, m.heads, m.head_dim), tags=tags))
+    if not add:  # the case that other libraries publish
+        timed.append(norm_case("8192x4096", (8192, 4096), tags=cases.CUDA))
     return (*small, *timed, norm_case("big", (2**18 + 1, 8192), add=add, tags=cases.BIG))

@@ -418,16 +418,19 @@ ATTENTION = Op(
         _case("big", 2**12 + 1, 64, 8, 64, 128, tags=cases.BIG),
     ),
     atol=_atol,
+    # `auto` takes the best that is installed (2 % are the spread); our kernel, which is
+    # deterministic, takes at most 1.3 times FlashAttention 3's time.
     goals=tuple(
         Goal(
-            cases.DATACENTER,
+            cases.HOPPER,
             "forward_backward",
             f"over {other}",
             at_least=least,
             cases=_LONG,
             dtypes=("bfloat16",),
+            by=by,
         )
-        for other, least in (("flash-attn", 1 / 1.3), ("flex", 1.2))
+        for other, least, by in (("best", 0.98, ""), ("flash-attn", 1 / 1.3, "triton"))
     ),
     eager_reads_host="host",
     requests=(

@@ -48,16 +48,20 @@ MODELS = {
 TOKENS = {"cuda": 16384, "cpu": 1024}
 
 
-# Hopper and Blackwell: H100, H200, B200. Their goals are shares of each device's measured rates.
-DATACENTER = ("sm_90", "sm_100")
+# H100 and H200. Their goals are shares of each device's measured rates. Blackwell has none while no
+# such device has been measured.
+HOPPER = ("sm_90",)
 
 
-def near_copy(percent: float, *passes: str) -> tuple[Goal, ...]:
+def near_copy(percent: float, *passes: str, only: tuple[str, ...] = ()) -> tuple[Goal, ...]:
     """Goals of ops that only move memory: this percentage of the measured copy bandwidth, in each
     pass.
+
+    only: names of cases; default: all.
     """
     return tuple(
-        Goal(DATACENTER, pass_name, "roofline_percent", at_least=percent) for pass_name in passes
+        Goal(HOPPER, pass_name, "roofline_percent", at_least=percent, cases=only)
+        for pass_name in passes
     )
 
 

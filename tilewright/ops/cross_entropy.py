@@ -269,6 +269,8 @@ def _all_cases():
     return (*small, *timed, big)
 
 
+_WHOLE = ("qwen3-8b", "llama-3-8b", "gemma-3-4b", "deepseek-v3")  # that write gradients elsewhere
+
 CROSS_ENTROPY = Op(
     "cross_entropy",
     cross_entropy,
@@ -307,6 +309,10 @@ CROSS_ENTROPY = Op(
         ),
     ),
     _all_cases(),
-    goals=cases.near_copy(92, "forward", "forward_backward"),
+    goals=(
+        *cases.near_copy(92, "forward", "forward_backward", only=_WHOLE),
+        # At most 1.25 times its floor.
+        *cases.near_copy(80, "forward_backward", only=("llama-3-8b-inplace",)),
+    ),
     requests=(Request(sharded=True),),
 )

@@ -74,6 +74,20 @@ class Gate:
                 f"limit={self.limit!r} and up_limit={self.up_limit!r}"
             )
 
+    @property
+    def is_swiglu(self) -> bool:
+        """Whether it is silu(g) * u, gates first. Numbers may be symbolic under
+        torch.compile(dynamic=True), where Gates cannot be compared as a whole.
+        """
+        return (
+            self.activation == "silu"
+            and self.alpha == 1
+            and self.limit is None
+            and self.up_limit is None
+            and self.up_offset == 0
+            and not self.interleaved
+        )
+
     def split(self, pre: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the gates and the ups of pre [..., 2 I]."""
         return (pre[..., ::2], pre[..., 1::2]) if self.interleaved else pre.chunk(2, -1)

@@ -375,17 +375,18 @@ GROUPED_GEMM = Op(
         ),
     ),
     CASES,
-    # 500 and 420 TFLOP/s where a matrix product reaches 790.
+    # The goals of moe_mlp, which consists of these products: 520 and 440 TFLOP/s where a matrix
+    # product reaches 790.
     goals=tuple(
         Goal(
-            cases.DATACENTER,
+            cases.HOPPER,
             pass_name,
             "matmul_percent",
             at_least=least,
             cases=_QWEN_32768,
             dtypes=("bfloat16",),
         )
-        for pass_name, least in (("forward", 63), ("backward", 53))
+        for pass_name, least in (("forward", 66), ("backward", 56))
     ),
     eager_reads_host="contract",
 )

@@ -128,10 +128,6 @@ def _backward(ctx, g_peak, g_log_sum, g_target, g_mean, g_argmax):
         return (None, *none)
     logits, target, peak, log_sum, mean = ctx.saved_tensors
     softcap, inverse_temperature, overwrite, group = ctx.options
-    if overwrite and not torch.compiler.is_compiling():
-        # Writes by a custom operator do not bump versions; with the bump, a second backward is an
-        # error.
-        torch.autograd.graph.increment_version(logits)
     _, target, _ = shard(logits.shape[-1], target, None, group_of(group))
     tempered = () if inverse_temperature == 1.0 else (inverse_temperature,)
     dlogits = ctx.backward_op(
@@ -268,5 +264,5 @@ LOGPROB_ENTROPY = Op(
         ),
     ),
     _all_cases(),
-    goals=cases.near_copy(90, "forward", "forward_backward"),
+    goals=cases.near_copy(92, "forward", "forward_backward"),
 )

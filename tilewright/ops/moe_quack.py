@@ -16,6 +16,7 @@ parameters.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from types import ModuleType
@@ -104,7 +105,8 @@ def fits(gate_up_proj: torch.Tensor, itemsize: int, gate: Gate) -> bool:
     """Whether its epilogues support this: plain SwiGLU, of rows that are multiples of 16 bytes."""
     _, N, H = gate_up_proj.shape
     step = 16 // itemsize
-    return gate == Gate(interleaved=gate.interleaved) and N // 2 % step == 0 and H % step == 0
+    plain = dataclasses.replace(gate, interleaved=False).is_swiglu
+    return plain and N // 2 % step == 0 and H % step == 0
 
 
 class Epilogues:

@@ -133,10 +133,13 @@ def route(
 
 
 def _whole(name, value, low, high, accepted):
+    """accepted: the bounds in words, with {high} in place of the upper one: under
+    torch.compile(dynamic=True) it is no number that a text could hold before an error needs it.
+    """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {value!r}")
     if not low <= value <= high:
-        raise ValueError(f"{name} must be {accepted}, got {value}")
+        raise ValueError(f"{name} must be {accepted.format(high=high)}, got {value}")
 
 
 def _validate(logits, k, score, bias, groups, topk_groups, scale, round_to):
@@ -148,12 +151,12 @@ def _validate(logits, k, score, bias, groups, topk_groups, scale, round_to):
         )
     E = logits.shape[1]
     _checks.choice("score", score, SCORES)
-    _whole("groups", groups, 1, E, f"1 to {E}, the number of experts")
+    _whole("groups", groups, 1, E, "1 to {high}, the number of experts")
     if E % groups:
         raise ValueError(f"groups must divide the number of experts, {E}, got {groups}")
-    _whole("topk_groups", topk_groups, 1, groups, f"1 to groups ({groups})")
+    _whole("topk_groups", topk_groups, 1, groups, "1 to groups ({high})")
     most = topk_groups * (E // groups)
-    _whole("k", k, 1, most, f"1 to {most}, the number of experts to choose from")
+    _whole("k", k, 1, most, "1 to {high}, the number of experts to choose from")
     _whole("round_to", round_to, 0, 2**31 - 1, "0 (off) or more, below 2^31")
     _checks.number("scale", scale, -_checks.LARGEST, _checks.LARGEST, "finite in float32")
     if bias is not None:

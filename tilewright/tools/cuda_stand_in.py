@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from tilewright._torch import RAW_STREAM
 from tilewright.bench.pretend import DEVICES
+from tilewright.kernels.device import SMS
 from tilewright.tools.emulator.memory import Memory, bytes_at, span
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -195,17 +196,15 @@ def stand_in(arch: int):
     Yields:
         The `Unset` memory.
     """
-    processors, block, shared = DEVICES.get(arch, DEVICES[90])
+    processors, block = DEVICES.get(arch, DEVICES[90])
     properties = SimpleNamespace(
         name=f"emulated sm_{arch}",
         major=arch // 10,
         minor=arch % 10,
         multi_processor_count=processors,
-        regs_per_multiprocessor=65536,
         shared_memory_per_block=48 * 1024,
         shared_memory_per_block_optin=block,
-        shared_memory_per_multiprocessor=shared,
-        max_threads_per_multi_processor=1536 if arch == 120 else 2048,
+        **SMS.get(arch, SMS[90])._asdict(),
         max_threads_per_block=1024,
         L2_cache_size=50 * 2**20,
         total_memory=80 * 2**30,

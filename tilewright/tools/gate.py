@@ -91,7 +91,8 @@ def spec_of(kernel, signature, constexprs, options, attrs) -> LaunchSpec:
         if len(path) == 1 and ["tt.divisibility", 16] in [list(a) for a in found]
     ]
     defaults = make_backend(driver.active.get_current_target()).parse_options({})
-    chosen = {
+    # Fusion as Triton's version bound it, which may be another choice than our launchers make.
+    chosen = {"enable_fp_fusion": options.enable_fp_fusion} | {
         f.name: value
         for f in fields(options)
         if f.name not in ("num_warps", "num_stages")

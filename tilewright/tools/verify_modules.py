@@ -25,7 +25,7 @@ from tilewright.ops.attention import ATTENTION
 from tilewright.tools.verify_record import Call, leaves, map_leaves
 from tilewright.tools.verify_reference import Twin
 
-CACHES = ("past_key_values", "past_key_value", "cache_params")
+CACHES = ("cache", "past_key_values", "past_key_value", "cache_params")
 # Added to twice the eager twin's error, as in the contract. In float32 four times as much: a module
 # is several ops, whose sums have another order elsewhere.
 FLOAT32 = 4

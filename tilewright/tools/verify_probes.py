@@ -238,18 +238,20 @@ def _decoding(model: nn.Module, modules: dict[str, nn.Module], scene: Scene) -> 
     extra = {"attention_mask": torch.ones_like(ids)}
     full = forward(model, modules, {"input_ids": ids, **extra, "use_cache": False}).ended
     by_key = {c.key: c for c in full}
-    cache: Any = None
+    kept: dict[str, Any] = {}
     at = 0
     for end in (S - STEPS, *range(S - STEPS + 1, S + 1)):
         batch = {
-            "input_ids": ids[:, at:end], "use_cache": True, "past_key_values": cache,
+            "input_ids": ids[:, at:end], "use_cache": True, **kept,
             "attention_mask": extra["attention_mask"][:, :end],
         }  # fmt: skip
         recorder = Recorder(modules, gradients=False)
         with torch.no_grad(), recorder.recording():
             output = model(**batch)
-        cache = getattr(output, "past_key_values", None)
-        if cache is None:
+        # Its name since transformers 5.24, and before.
+        name = "cache" if hasattr(output, "cache") else "past_key_values"
+        kept = {name: getattr(output, name, None)}
+        if kept[name] is None:
             return
 
         def whole(t, part=slice(at, end)):

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 from tilewright.bench import report, store
 from tilewright.kernels import tuning
 
-CHECKS = ("parity", "graph", "big", "sanitize")  # stages whose documents have results, not rows
+# Stages whose documents have results, not rows.
+CHECKS = ("smoke", "parity", "graph", "big", "sanitize", "counters")
 FIELDS = {
     **dict.fromkeys(CHECKS, ("op", "case", "results")),
     **dict.fromkeys(("time", "goals"), ("rows", "roofline")),
@@ -305,7 +306,8 @@ def _read_document(raw: Raw, folder: Folder, name: str, document: Any) -> Source
     elif stage in CHECKS:
         op, case = document["op"], document["case"]
         raw.entries += [
-            Entry(source, stage, op, case, _check_result(r)) for r in document["results"]
+            Entry(source, stage, r.get("op", op), case, _check_result(r))
+            for r in document["results"]
         ]
     if roof := document.get("roofline"):
         data = {

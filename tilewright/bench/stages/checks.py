@@ -1,11 +1,8 @@
-"""Stages that judge: the contract, CUDA graphs, large tensors, compute-sanitizer."""
+"""Stages that judge: the contract, CUDA graphs, large tensors."""
 
 from __future__ import annotations
 
 import math
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -68,7 +65,9 @@ def result(implementation, dtype, status, reason=None, tensors=()):
     }
 
 
-def parity_results(op, case, device, dtype, names) -> list[dict[str, Any]]:
+def parity_results(
+    op, case, device, dtype, names, layouts: Sequence[str] = contract.LAYOUTS
+) -> list[dict[str, Any]]:
     """A result per implementation, with the worst error of each tensor over the layouts of
     upstream gradients.
     """
@@ -76,7 +75,7 @@ def parity_results(op, case, device, dtype, names) -> list[dict[str, Any]]:
     raised: dict[str, str] = {}
     refused: dict[str, str] = {}  # reasons of implementations that do not support the case
     with contract.poisoned():
-        for seed, layout in enumerate(contract.LAYOUTS):
+        for seed, layout in enumerate(layouts):
             kwargs = case.make(device, dtype, seed)
             by = contract.reference(op, kwargs, dtype, layout)
             for name in names:
@@ -179,42 +178,6 @@ def check_unit(
         return {"op": op.name, "case": case.name, "results": results}
 
     return checks(kind, op, case, device, dtypes, make, limit)
-
-
-SANITIZERS = ("memcheck", "racecheck")
-
-
-def sanitize_unit(op: Op, case: registry.Case, device: str, dtype: torch.dtype) -> Unit:
-    """Forward and backward in a separate process under each of compute-sanitizer's tools."""
-    code = (
-        f"import torch; from tilewright.bench import contract; from tilewright.ops import OPS; "
-        f"op = OPS[{op.name!r}]; "
-        f"case = next(c for c in op.cases if c.name == {case.name!r} and 'contract' in c.tags); "
-        f"contract.run(op, 'auto', case.make({device!r}, torch.{short(dtype)}, 0)); "
-        f"torch.cuda.synchronize()"
-    )
-
-    def make():
-        program, results = shutil.which("compute-sanitizer"), []
-        for tool in SANITIZERS:
-            if program is None:
-                results.append(
-                    result(tool, dtype, "unavailable", "compute-sanitizer is not installed")
-                )
-                continue
-            process = subprocess.run(
-                [program, "--tool", tool, "--error-exitcode", "77", sys.executable, "-c", code],
-                capture_output=True,
-                text=True,
-            )
-            text = (process.stdout + process.stderr).strip()
-            status = {0: "holds", 77: "broken"}.get(process.returncode, "error")
-            results.append(
-                result(tool, dtype, status, text[-2000:] if process.returncode else None)
-            )
-        return {"op": op.name, "case": case.name, "results": results}
-
-    return checks("sanitize", op, case, device, [dtype], make, limit=120.0)
 
 
 def _ours(document: dict[str, Any], kinds: Sequence[str]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from tilewright import platform
 from tilewright.bench import timing
 from tilewright.kernels import tuning
-from tilewright.registry import Op, short
+from tilewright.registry import Case, Op, short
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 TIMED = (torch.bfloat16, torch.float32)
@@ -36,6 +37,13 @@ def constants(op: Op, device: str) -> list[list[Any]]:
             if set(e["key"]) == set(t.fields) and e["config"] != t.heuristic(**e["key"])
         ]
     return configs
+
+
+def smallest(op: Op, cases: Sequence[str] | None = None) -> Case | None:
+    """The op's first contract case (among those named), which stands for a small call of it."""
+    return next(
+        (c for c in op.cases if "contract" in c.tags and (cases is None or c.name in cases)), None
+    )
 
 
 @functools.cache  # creating a CUDA clock measures its flush

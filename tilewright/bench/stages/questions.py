@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tilewright import registry
+from tilewright import platform, registry
 from tilewright.bench import contract, launches, pieces, report, run, timing
 from tilewright.bench.providers import Provider
 from tilewright.bench.runner import Unit
@@ -19,66 +19,82 @@ from tilewright.bench.stages.common import clock, threads
 from tilewright.bench.variants import Variant
 from tilewright.registry import Op
 
+SECONDS = 60.0  # of a question: its launches take milliseconds
+ROUNDS = 5
+
 
 def ab_unit(
-    case_variants: Sequence[Variant],
+    variant: Variant,
     op: Op,
     case: registry.Case,
     device: str,
     settings: run.Settings,
+    keep: bool = False,
 ) -> Unit:
-    """A unit of the variants that this case decides, all interleaved: times of both alternatives,
-    each only if its contract holds, and which is faster by more than the spread.
+    """A unit of one question: times of both alternatives, interleaved, each only if its contract
+    holds, and which is faster by more than the spread.
+
+    keep: whether the inputs and the truth are kept for the next unit, which is about them too.
     """
     dtype = torch.bfloat16
 
     def make():
-        kwargs = case.make(device, dtype, run.SEED)
-        reference = contract.reference(op, kwargs, dtype, cut=pieces.of(op, kwargs))
-        results, tasks = [], {}
-        for variant in case_variants:
-            shared = {}
-            for way, alternative in variant.ways.items():
-                impl = implementation(variant, op, alternative, device)
-                status, reason, timed = _judged(
-                    variant, op, impl, kwargs, alternative, shared, reference
-                )
-                # An answer rather than a failure: no call takes this alternative.
-                if way == "other" and status in ("broken", "error"):
-                    status = "rejected"
-                results.append(
-                    result(impl.name, dtype, status, reason and f"{variant.name}: {way}: {reason}")
-                )
-                tasks |= {(variant.name, way, pass_name): fn for pass_name, fn in timed.items()}
-        del reference
+        try:
+            return answer()
+        finally:
+            if not keep:
+                _inputs.cache_clear()
+            run.free(device)
+
+    def answer():
+        kwargs, reference = _inputs(op, case, device)
+        results, tasks, shared = [], {}, {}
+        for way, alternative in variant.ways.items():
+            impl = implementation(variant, op, alternative, device)
+            status, reason, timed = _judged(
+                variant, op, impl, kwargs, alternative, shared, reference
+            )
+            # An answer rather than a failure: no call takes this alternative.
+            if way == "other" and status in ("broken", "error"):
+                status = "rejected"
+            results.append(
+                result(impl.name, dtype, status, reason and f"{variant.name}: {way}: {reason}")
+            )
+            tasks |= {(way, pass_name): fn for pass_name, fn in timed.items()}
         run.free(device, compiled=False)
         timings, errors = timing.interleave(
             tasks,
             clock(device, settings.sample_seconds),
-            rounds=settings.rounds,
+            rounds=min(settings.rounds, ROUNDS),
             max_seconds=settings.max_seconds,
             seed=run.SEED,
         )
         tasks.clear()
-        run.free(device)
+        for t in contract.leaves(kwargs):
+            t.grad = None
         return {
             "op": op.name,
             "case": case.name,
             "results": results,
-            "timed": [
-                verdict for variant in case_variants for verdict in _verdicts(variant, timings)
-            ],
+            "timed": _verdicts(variant, timings),
             "not_timed": [f"{' '.join(key)}: {reason}" for key, reason in errors.items()],
         }
 
-    unit = checks("ab", op, case, device, [dtype], make, 300.0)
+    unit = checks("ab", op, case, device, [dtype], make, SECONDS)
     options = {
         **unit.options,
-        "ways": {v.name: v.ways for v in case_variants},
+        "ways": {variant.name: variant.ways},
         "settings": vars(settings),
         **threads(device),
     }
-    return replace(unit, options=options, blank={**unit.blank, "timed": []})
+    name = f"{unit.name}.{platform.slug(variant.name)}"
+    return replace(unit, name=name, options=options, blank={**unit.blank, "timed": []})
+
+
+@functools.lru_cache(maxsize=1)  # questions about one case follow one another
+def _inputs(op: Op, case: registry.Case, device: str) -> tuple[dict, contract.Reference]:
+    kwargs = case.make(device, torch.bfloat16, run.SEED)
+    return kwargs, contract.reference(op, kwargs, torch.bfloat16, cut=pieces.of(op, kwargs))
 
 
 def _judged(
@@ -136,14 +152,14 @@ def implementation(
 
 
 def _verdicts(
-    variant: Variant, timings: Mapping[tuple[str, ...], timing.Timing]
+    variant: Variant, timings: Mapping[tuple[str, str], timing.Timing]
 ) -> list[dict[str, Any]]:
     """For each pass with both times: microseconds, by how much the other alternative is faster (in
     percent of its time), and which one is faster by more than the spread, or None.
     """
     verdicts = []
     for pass_name in report.PASSES:
-        now, other = (timings.get((variant.name, way, pass_name)) for way in variant.ways)
+        now, other = (timings.get((way, pass_name)) for way in variant.ways)
         if now and other:
             better = (
                 "other"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,12 +17,16 @@ from tilewright.bench.stages.checks import raised
 from tilewright.bench.stages.common import BY_NAME, TIMED, clock, constants, threads
 from tilewright.registry import Op, short
 
+# Of a unit of goals, of the roofline, and of host time: each takes a few, and what takes longer
+# hangs.
+SECONDS = 60.0
+
 
 def roofline_unit(device: str) -> Unit:
     def make():
         return {"roofline": timing.measure_roofline(device, TIMED).asdict()}
 
-    return Unit("roofline", make, {"roofline": None}, options=threads(device))
+    return Unit("roofline", make, {"roofline": None}, SECONDS, threads(device))
 
 
 def time_unit(
@@ -68,39 +72,116 @@ def time_unit(
     )
 
 
-def goal_units(
-    ops: Sequence[Op],
+# The products of this library: matmuls and the optimizer, which take most of a step, by op and the
+# end of the case's name ("": all). Their goals are measured first, in this order.
+PRODUCTS = {
+    "moe_mlp": "",
+    "grouped_gemm": "",
+    "linear_cross_entropy": "",
+    "linear_logprob": "",
+    "adamw_": "",
+    "attention": "_8k",
+}
+GOAL_ROUNDS = 5
+# Peers that take seconds to a minute a case (compiling, or a loop over experts) are timed here only
+# if a goal compares with them; the stage `time` has them all.
+SLOW = ("flex", "transformers", "transformers-grouped")
+
+
+@dataclass(frozen=True)
+class Aim:
+    """A case of a goal."""
+
+    op: Op
+    case: registry.Case
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return f"goals/{self.op.name}.{self.case.name}.{short(self.dtype)}"
+
+    @property
+    def of_a_product(self) -> bool:
+        return self.op.name in PRODUCTS and self.case.name.endswith(PRODUCTS[self.op.name])
+
+
+def product_units(
+    ops: Iterable[Op],
     device: str,
     settings: run.Settings,
     out: pathlib.Path,
     cases: Sequence[str] | None,
 ) -> list[Unit]:
-    """A unit for each case of this device's goals, with only the implementation that `auto` takes
-    and the peers.
+    """Goals of the PRODUCTS, in their order."""
+    order = list(PRODUCTS)
+    aims = [(aim, about) for aim, about in _aims(ops, device, cases).items() if aim.of_a_product]
+    aims.sort(key=lambda found: order.index(found[0].op.name))
+    return [_goal_unit(aim, about, device, settings, out) for aim, about in aims]
 
-    Cases without bandwidth goals come first: they are matmuls, which take most of a step.
+
+def goal_units(
+    ops: Iterable[Op],
+    device: str,
+    settings: run.Settings,
+    out: pathlib.Path,
+    cases: Sequence[str] | None,
+) -> list[Unit]:
+    """All other goals: one case of each streaming op, then the second ones and so on; last the
+    cases without a goal of bandwidth, such as the longest of attention, whose truth takes seconds.
     """
-    about: dict[tuple[Op, registry.Case, torch.dtype], set[str]] = {}
+    seen: dict[str, int] = {}
+    order = []
+    for aim, about in _aims(ops, device, cases).items():
+        if not aim.of_a_product:
+            streams = any(g.metric == "roofline_percent" for g in about)
+            order.append((not streams, seen.setdefault(aim.op.name, 0), aim, about))
+            seen[aim.op.name] += 1
+    order.sort(key=lambda found: found[:2])
+    return [_goal_unit(aim, about, device, settings, out) for *_, aim, about in order]
+
+
+def _aims(
+    ops: Iterable[Op], device: str, cases: Sequence[str] | None
+) -> dict[Aim, list[registry.Goal]]:
+    """The cases of this device's goals, each with all goals about it."""
+    aims: dict[Aim, list[registry.Goal]] = {}
     for op in ops:
         for goal, case, dtype in goals_on(op, device):
             if cases is None or case.name in cases:
-                about.setdefault((op, case, dtype), set()).add(goal.metric)
-    ordered = sorted(about, key=lambda aim: "roofline_percent" in about[aim])
-    return [
-        replace(
-            time_unit(
-                op,
-                case,
-                device,
-                dtype,
-                settings,
-                out,
-                only=[op.choose(device, dtype), *peers.PEERS],
-            ),
-            name=f"goals/{op.name}.{case.name}.{short(dtype)}",
-        )
-        for op, case, dtype in ordered
-    ]
+                aims.setdefault(Aim(op, case, dtype), []).append(goal)
+    return aims
+
+
+def _goal_unit(
+    aim: Aim,
+    about: Sequence[registry.Goal],
+    device: str,
+    settings: run.Settings,
+    out: pathlib.Path,
+) -> Unit:
+    """Times what `auto` takes, what the goals are about and compare with, and the peers; briefly,
+    without a profile.
+    """
+    op = aim.op
+    others = {g.other for g in about} - {"", "best"}
+    if any(g.other == "best" for g in about):
+        others |= {n for n in op.usable(device, aim.dtype) if n != "eager"}
+    fast = [name for name in peers.PEERS if name not in SLOW]
+    names = (op.choose(device, aim.dtype), *(g.by for g in about), *sorted(others), *fast)
+    briefly = replace(settings, rounds=min(settings.rounds, GOAL_ROUNDS), isolated=False)
+    return replace(
+        time_unit(
+            op,
+            aim.case,
+            device,
+            aim.dtype,
+            briefly,
+            out,
+            only=[n for n in dict.fromkeys(names) if n],
+        ),
+        name=aim.name,
+        limit=SECONDS,
+    )
 
 
 def goals_on(op: Op, device: str) -> Iterator[tuple[registry.Goal, registry.Case, torch.dtype]]:
@@ -117,23 +198,19 @@ def goals_on(op: Op, device: str) -> Iterator[tuple[registry.Goal, registry.Case
 
 
 def unmet(op: Op, device: str, out: pathlib.Path) -> set[tuple[str, torch.dtype]]:
-    """(case, dtype) of this device's goals that the results in a folder do not show to be met,
-    including those not measured, without a time, or without the provider to compare with.
+    """(case, dtype) of this device's goals that the results in a folder show to be missed. What was
+    not measured, or not beside the provider to compare with, is unknown and not among them.
     """
     documents = {name: document for name, _, document in store.read(out)}
-    unmet_goals = set()
+    missed = set()
     for goal, case, dtype in goals_on(op, device):
-        try:
-            document = documents[f"goals/{op.name}.{case.name}.{short(dtype)}"]
-            rows = {r["provider"]: r for r in document["rows"]}
-            auto = next(r for r in rows.values() if r["auto"])
-            peak = document["roofline"]["flops_per_second"].get(short(dtype))
-            value = goals.goal_value(goal, auto, rows, peak)
-        except (KeyError, TypeError, StopIteration):  # missing, incomplete, no time of `auto`
-            value = None
-        if value is None or not goals.met(goal, value):
-            unmet_goals.add((case.name, dtype))
-    return unmet_goals
+        document = documents.get(Aim(op, case, dtype).name) or {}
+        rows = {r["provider"]: r for r in document.get("rows") or ()}
+        peak = ((document.get("roofline") or {}).get("flops_per_second") or {}).get(short(dtype))
+        judged = goals.judge(goal, rows, peak)
+        if judged is not None and not judged.met:
+            missed.add((case.name, dtype))
+    return missed
 
 
 def overhead_unit(
@@ -164,6 +241,7 @@ def overhead_unit(
         f"overhead/{op.name}" + (".not-launched" if not_launched else ""),
         make,
         {"rows": []},
+        SECONDS,
         options={
             "dtypes": [short(d) for d in dtypes],
             "sample_seconds": settings.sample_seconds,

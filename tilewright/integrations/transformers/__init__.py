@@ -1,4 +1,4 @@
-"""Hugging Face transformers' models (5.7 and later), computed by this library's ops.
+"""Hugging Face transformers' models (5.17 and later), computed by this library's ops.
 
     from tilewright.integrations.transformers import accelerate
 
@@ -25,7 +25,8 @@ from tilewright.integrations.transformers.acceleration import (
     report_of,
     restore,
 )
-from tilewright.integrations.transformers.tables import register, require_transformers
+from tilewright.integrations.transformers.tables import register
+from tilewright.integrations.transformers.versions import require_transformers
 from tilewright.nn.experts import why_not
 
 __all__ = [

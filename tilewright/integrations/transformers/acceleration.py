@@ -20,10 +20,12 @@ from tilewright.integrations.transformers.instance import (
     put_back,
     replace_forward,
 )
-from tilewright.integrations.transformers.tables import register_once, require_transformers
+from tilewright.integrations.transformers.tables import register_once
+from tilewright.integrations.transformers.versions import require_transformers
 from tilewright.nn.experts import why_not
 from tilewright.ops import OPS, _checks
-from tilewright.registry import PINS
+from tilewright.platform import newer_than_tested
+from tilewright.registry import PINS, ImplementationUnavailable
 
 PARTS = ("norm", "rope", "mlp", "attention", "experts", "loss")
 # Parts without which a CPU is not slower. Both attentions are sdpa there, and a call through
@@ -51,11 +53,13 @@ class Report(NamedTuple):
     model: its class name.
     changed: the parts that this library computes now.
     left: the parts that it does not, and why, by part.
+    notes: a sentence if the installed transformers is newer than those tested.
     """
 
     model: str
     changed: tuple[Change, ...]
     left: dict[str, str]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = [f"accelerate: {self.model}"]
@@ -63,6 +67,7 @@ class Report(NamedTuple):
             names = ", ".join(f"{n} {name}" for name, n in modules.items())
             rows.append(f"  changed  {part:<9}  {names}: {by}")
         rows += [f"  left     {part:<9}  {reason}" for part, reason in self.left.items()]
+        rows += [f"  note     {note}" for note in self.notes]
         return "\n".join(rows)
 
 
@@ -139,9 +144,13 @@ def accelerate(
     work = _Work(model, parts, logits)
     with on_plain_numbers():
         for part in PARTS:
-            getattr(work, part)()
+            try:
+                getattr(work, part)()
+            except ImplementationUnavailable as error:  # transformers lacks what it stands on
+                work.left[part] = str(error)
     left = {p: reason for p in PARTS if (reason := work.left.get(p))}
-    report = Report(type(model).__name__, tuple(work.changed), left)
+    notes = tuple(note for note in newer_than_tested() if note.startswith("transformers "))
+    report = Report(type(model).__name__, tuple(work.changed), left, notes)
     model.__dict__[REPORT] = report
     if not quiet and _is_first_rank():
         print(report)

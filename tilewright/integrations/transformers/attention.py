@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +16,15 @@ from tilewright.ops import _checks, attention
 from tilewright.ops.attention import ATTENTION
 from tilewright.registry import ImplementationUnavailable
 
+# What transformers' cache of continuous batching passes: itself before 5.24, or what it reads by.
+PAGED = ("cache", "read_index", "block_table")
 
-def attention_entry(name: str, implementation: str) -> Callable:
-    """Returns the function that transformers calls for a layer's attention under this name."""
+
+def attention_entry(name: str, implementation: str, collector: Any) -> Callable:
+    """Returns the function that transformers calls for a layer's attention under this name.
+
+    collector: transformers' variable that tells which outputs of layers it collects.
+    """
 
     def attention_forward(
         module: torch.nn.Module,
@@ -50,6 +57,8 @@ def attention_entry(name: str, implementation: str) -> Callable:
             refused = f"a mask of shape {list(mask.shape)}"
             mask = Mask((0, 0, S, keys), query.device, refused=refused)
         packed_beside_mask = cu_seq_lens_q is not None and attention_mask is not None and S > 1
+        if _attentions_are_collected(collector):
+            kwargs["output_attentions"] = True
         if refused := _refused(mask, (S, keys), dropout, packed_beside_mask, kwargs):
             raise ImplementationUnavailable(
                 f'{type(module).__name__}: attn_implementation="{name}" does not compute '
@@ -101,7 +110,7 @@ def _refused(mask: Mask, sizes: tuple[int, int], dropout, packed_beside_mask, kw
     padded = mask.kept is not None and not is_numbered(mask.kept)
     asked = (
         (f"dropout = {dropout}", dropout > 0),
-        ("output_attentions", kwargs.get("output_attentions") or _attentions_are_collected()),
+        ("output_attentions", kwargs.get("output_attentions")),
         (mask.refused, mask.refused),
         (
             f"{sizes[0]} queries and {sizes[1]} keys with a mask for {mask.shape[2]} and "
@@ -112,7 +121,7 @@ def _refused(mask: Mask, sizes: tuple[int, int], dropout, packed_beside_mask, kw
             "cu_seq_lens_q beside a mask with padding, or one that is not causal",
             packed_beside_mask and (not mask.causal or padded),
         ),
-        ("a paged cache", kwargs.get("cache") is not None),
+        ("a paged cache", any(kwargs.get(key) is not None for key in PAGED)),
         *(
             (key, kwargs.get(key) is not None)
             for key in ("position_bias", "indices", "block_indices", "sinks")
@@ -132,18 +141,15 @@ def cast_together(q, k, v):
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def _attentions_are_collected() -> bool:
+def _attentions_are_collected(collector: Any) -> bool:
     """Whether output_attentions is set for the model. Not all models pass it to their layers:
     transformers collects layers' outputs by hooks, and drops None.
     """
-    from transformers.utils import output_capturing
-
-    collector = getattr(output_capturing, "_active_collector", None)
     if torch.compiler.is_compiling():
         # A ContextVar cannot be traced; transformers also has a global variable.
         collected = getattr(collector, "global_var", None)
     else:
-        collected = None if collector is None else collector.get()
+        collected = collector.get()
     return collected is not None and any("attentions" in key for key in collected)
 
 

@@ -20,6 +20,8 @@ from torch import nn
 
 from tilewright import _torch, ops
 from tilewright.integrations.transformers.instance import own_function
+from tilewright.integrations.transformers.versions import part_of
+from tilewright.registry import ImplementationUnavailable
 
 LOGITS = ("eval", "never", "always")
 
@@ -35,7 +37,16 @@ def loss_reason(model: nn.Module) -> str | None:
         return "calls a forward of its superclass"
     if "labels" not in inspect.signature(cls.forward).parameters:
         return "takes no labels"
-    return _head_reason(model) or _loss_reason(model)
+    try:
+        plain = plain_loss()
+    except ImplementationUnavailable as error:
+        return f"cannot be told from others: {error}"
+    return _head_reason(model) or _loss_reason(model, plain)
+
+
+def plain_loss() -> Callable:
+    """transformers' loss of causal language models, which `Logits.loss` computes."""
+    return part_of("loss.loss_utils", "ForCausalLMLoss")
 
 
 def _head_reason(model: Any) -> str | None:
@@ -49,10 +60,8 @@ def _head_reason(model: Any) -> str | None:
     return None
 
 
-def _loss_reason(model: Any) -> str | None:
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    if model.loss_function is not ForCausalLMLoss:
+def _loss_reason(model: Any, plain: Callable) -> str | None:
+    if model.loss_function is not plain:
         return "has a loss_function of its own"
     return None
 
@@ -62,14 +71,14 @@ def loss_forward(base: type, logits: str) -> Callable:
 
     logits: "eval" returns them in evaluation mode, "never" does not.
     """
-    own = base.forward
+    own, plain = base.forward, plain_loss()
     at = list(inspect.signature(own).parameters).index("labels") - 1  # without self
 
     @functools.wraps(own)
     def forward(self, *args, **kwargs):
         labels = args[at] if len(args) > at else kwargs.get("labels")
         wanted = logits == "eval" and not self.training
-        if labels is None or wanted or _head_reason(self) or _loss_reason(self):
+        if labels is None or wanted or _head_reason(self) or _loss_reason(self, plain):
             return own(self, *args, **kwargs)
         return _without_logits(own(_View(self), *args, **kwargs))
 

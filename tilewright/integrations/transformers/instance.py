@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ def replace_forward(module: nn.Module, make: Callable, *options: Any) -> None:
 
     make: a function of a module, which pickle finds by name; options: picklable and hashable.
     """
-    module.__class__ = _subclass(type(module), make, options)
+    module.__class__ = _subclass(type(module), make, options, type(module).forward)
 
 
 def check_restorable(module: nn.Module) -> None:
@@ -44,7 +44,9 @@ def put_back(module: nn.Module) -> None:
 
 
 @functools.cache
-def _subclass(base: type, make: Callable, options: tuple) -> type:
+def _subclass(base: type, make: Callable, options: tuple, forward: Callable) -> type:
+    """forward: base's, which another library may have replaced since the last call."""
+
     def reduce(self, protocol):
         # pickle and copy find classes by name, and would find the base.
         _, _, *state = base.__reduce_ex__(self, protocol)
@@ -58,7 +60,7 @@ def _subclass(base: type, make: Callable, options: tuple) -> type:
 
 def _new(base: type, make: Callable, options: tuple) -> nn.Module:
     """An instance without state, for pickle and copy."""
-    cls = _subclass(base, make, options)
+    cls = _subclass(base, make, options, base.forward)
     if hasattr(cls, "set_attn_implementation"):  # its configuration may name the registered entries
         from tilewright.integrations.transformers.tables import register_once
 
@@ -71,6 +73,45 @@ def own_function(function: Callable) -> FunctionType | None:
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function if isinstance(function, FunctionType) else None
+
+
+def with_globals(function: Callable, space: dict[str, Any]) -> FunctionType | None:
+    """A copy of a function whose own code, below its decorators, looks names up in `space`.
+
+    The decorators are kept: each is copied with what it wraps replaced. None if one of them does
+    not hold what it wraps in its closure, as `functools.wraps` decorators do.
+    """
+    if not isinstance(function, FunctionType):
+        return None
+    wrapped = getattr(function, "__wrapped__", None)
+    cells = function.__closure__ or ()
+    if wrapped is not None:
+        inner = with_globals(wrapped, space)
+        places = [_content(cell) is wrapped for cell in cells]
+        if inner is None or not any(places):
+            return None
+        cells = [
+            CellType(inner) if is_place else cell
+            for cell, is_place in zip(cells, places, strict=True)
+        ]
+        space = function.__globals__
+    copied = FunctionType(
+        function.__code__, space, function.__name__, function.__defaults__, tuple(cells)
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(copied, function)
+    if wrapped is None:
+        del copied.__wrapped__
+    else:
+        copied.__wrapped__ = inner
+    return copied
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
 
 
 def probe(module: nn.Module, *, parameters=None, modules=None) -> nn.Module:

@@ -10,14 +10,20 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from tilewright import ops
-from tilewright.integrations.transformers.instance import generator, own_function, probe
+from tilewright.integrations.transformers.instance import (
+    generator,
+    own_function,
+    probe,
+    with_globals,
+)
+from tilewright.integrations.transformers.versions import absent
 from tilewright.ops import _checks
 from tilewright.ops.activation import GELU_ERF, GELU_TANH, SILU, act_mul_eager
 from tilewright.ops.rmsnorm import rmsnorm_eager
@@ -158,33 +164,36 @@ def rotations_of(cls: type) -> dict[str, Callable]:
 
 def rope_reason(cls: type) -> str | None:
     """Why `rope_forward` cannot be made for this class of attention, or None."""
-    if own_function(cls.forward) is not cls.forward:
-        return "has a decorated forward"
     if not any(_rotation(f) for f in rotations_of(cls).values()):
         return "does not rotate pairs of features as ops.rope does"
+    if with_globals(cls.forward, {}) is None:
+        return absent(f"forward of {cls.__name__} below a decorator that keeps it in its closure")
     return None
 
 
 def rope_forward(base: type) -> Callable:
-    """The class's own forward, in a namespace where the rotations are this library's."""
-    own = base.forward
-    space = _namespace(own.__globals__["__name__"]).__dict__
-    forward = FunctionType(own.__code__, space, own.__name__, own.__defaults__, own.__closure__)
-    forward.__kwdefaults__ = own.__kwdefaults__
-    return functools.wraps(own)(forward)
+    """The class's own forward, in a namespace where the rotations are this library's.
+
+    transformers has a place for another rotation, its kernelized functions, only where the package
+    `kernels` is installed, and only for about half of its attentions.
+    """
+    own = own_function(base.forward)
+    rotations = tuple(own.__globals__.get(name) for name in ROTATIONS)
+    return with_globals(base.forward, _namespace(own.__globals__["__name__"], rotations).__dict__)
 
 
 @functools.cache
-def _namespace(name: str) -> ModuleType:
+def _namespace(name: str, rotations: tuple[Callable | None, ...]) -> ModuleType:
     """A copy of a module's namespace whose rotations are this library's.
 
+    rotations: the module's own, which another library may have replaced since the last call.
     It is a module that can be imported, where torch.compile looks the names of its functions up.
     """
     module = sys.modules[name]
-    copied = ModuleType(f"{__name__}.{name.replace('.', '_')}")
+    number = sum(key.startswith(f"{__name__}.") for key in sys.modules)
+    copied = ModuleType(f"{__name__}.{name.replace('.', '_')}_{number}")
     copied.__dict__.update({k: v for k, v in module.__dict__.items() if k != "__name__"})
-    for function in ROTATIONS:
-        own = module.__dict__.get(function)
+    for function, own in zip(ROTATIONS, rotations, strict=True):
         if own is not None and (found := _rotation(own)):
             copied.__dict__[function] = _rotate(own, *found)
     sys.modules[copied.__name__] = copied
@@ -192,16 +201,20 @@ def _namespace(name: str) -> ModuleType:
 
 
 def _rotate(own: Callable, interleaved: bool, apart: bool, whole: bool) -> Callable:
-    """own(q, k, cos, sin) by `ops.rope`.
+    """own(q, k, cos, sin) by `ops.rope`, whatever the names of its first four arguments.
 
     interleaved: pairs are neighbors.   apart: and the result has them half a width apart.
     whole: the tables are as wide as the rotated features, with the same values in both halves.
     """
 
-    def apply_rotary_pos_emb(q, k, cos, sin, *args, **kwargs):
-        other = any(a is not None and a != 1 for a in (*args, *kwargs.values()))
+    names = tuple(inspect.signature(own).parameters)
+
+    def apply_rotary_pos_emb(*args, **kwargs):
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        q, k, cos, sin = (given.pop(name) for name in names[:4])
+        other = any(a is not None and a != 1 for a in given.values())
         if other or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or q.dtype != k.dtype:
-            return own(q, k, cos, sin, *args, **kwargs)
+            return own(*args, **kwargs)
         width = cos.shape[-1] * (1 if whole else 2)
         if apart:
             q, k = (t.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for t in (q, k))

@@ -246,7 +246,16 @@ class _MaskFunction:
             # Positions within a document are consecutive, so distances are unchanged.
             self.read(held["mask_function"])
         elif short != "bidirectional_mask_function":
-            self.refused.append(f"the mask function {name}")
+            self.refused.append(f"the mask function {name}{_version_of(name)}")
+
+
+def _version_of(name: str) -> str:
+    """Where transformers' own function is not known: another version may have renamed it."""
+    if not name.startswith("transformers."):
+        return ""
+    import transformers
+
+    return f" of transformers {transformers.__version__}"
 
 
 def _make_traced_mask(shape, q_offset, kv_offset, function, attention_mask, device, said):

@@ -281,7 +281,7 @@ def _from_tensors(config: TilewrightConfig, tensors: dict, dtype: torch.dtype) -
     if config.format == "nvfp4":
         return NVFP4.from_safetensors(tensors, dtype=dtype)
     size = config.group_size or 128
-    # transformers 5.7 casts codes to the model's dtype, which holds them exactly.
+    # transformers casts codes to the model's dtype, which holds them exactly.
     codes = {"weight": tensors["weight"].to(torch.float8_e4m3fn)}
     return BlockFP8.from_safetensors(tensors | codes, block=(size, size), dtype=dtype)
 

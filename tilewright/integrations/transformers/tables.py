@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from tilewright import platform
 from tilewright.integrations.transformers.attention import attention_entry
 from tilewright.integrations.transformers.errors import NAME
 from tilewright.integrations.transformers.experts import experts_entry
 from tilewright.integrations.transformers.masks import make_mask
+from tilewright.integrations.transformers.versions import part_of, require_transformers
 from tilewright.ops.attention import ATTENTION
 from tilewright.ops.moe import MOE_MLP
-from tilewright.registry import ImplementationUnavailable
-
-OLDEST = (5, 7)  # of transformers
 
 
 def register(implementation: str = "auto", attn_implementation: str = "auto") -> tuple[str, ...]:
@@ -68,12 +65,13 @@ def register(implementation: str = "auto", attn_implementation: str = "auto") ->
         if name != "auto":
             op.implementation(name)
     require_transformers()
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.moe import ExpertsInterface
-
+    attention, masks, experts = _tables()
+    collector = part_of("utils.output_capturing", "_active_collector")
+    for name in ("causal_mask_function", "bidirectional_mask_function"):  # by which masks are read
+        part_of("masking_utils", name)
     entries = {NAME: implementation, **{f"{NAME}:{name}": name for name in MOE_MLP.names()}}
     for name, chosen in entries.items():
-        ExpertsInterface.register(name, experts_entry(name, chosen))
+        experts.register(name, experts_entry(name, chosen))
     # transformers reserves "flash" anywhere in a name: fa2 to fa4 abbreviate it.
     attention_entries = {
         f"{NAME}:{name}": i.name
@@ -82,30 +80,22 @@ def register(implementation: str = "auto", attn_implementation: str = "auto") ->
         if "flash" not in name
     }
     for name, chosen in {NAME: attn_implementation, **attention_entries}.items():
-        AttentionInterface.register(name, attention_entry(name, chosen))
-        AttentionMaskInterface.register(name, make_mask)
+        attention.register(name, attention_entry(name, chosen, collector))
+        masks.register(name, make_mask)
     return tuple(entries)
 
 
-def require_transformers() -> None:
-    """Raises ImplementationUnavailable if transformers is missing or too old."""
-    if reason := platform.no_module("transformers"):
-        raise ImplementationUnavailable(reason)
-    import transformers
-
-    # Earlier versions may have the table, but from_pretrained accepts their own names only.
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
-        raise ImplementationUnavailable(
-            f"transformers {transformers.__version__} takes no experts_implementation but "
-            f"its own; {OLDEST[0]}.{OLDEST[1]} and later do"
-        )
+def _tables() -> tuple:
+    """transformers' tables of attention, masks and experts."""
+    attention, masks = (
+        part_of("modeling_utils", "AttentionInterface"),
+        part_of("masking_utils", "AttentionMaskInterface"),
+    )
+    return attention, masks, part_of("integrations.moe", "ExpertsInterface")
 
 
 def register_once() -> None:
     """`register`, unless that happened before, perhaps with other arguments."""
-    from transformers import AttentionInterface
-    from transformers.integrations.moe import ExpertsInterface
-
-    tables = AttentionInterface(), ExpertsInterface()
-    if any(NAME not in table.valid_keys() for table in tables):
+    attention, _, experts = _tables()
+    if any(NAME not in table().valid_keys() for table in (attention, experts)):
         register()

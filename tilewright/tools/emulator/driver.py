@@ -294,6 +294,7 @@ def installed(driver: Driver) -> Iterator[Driver]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_launch_cache())
         stack.enter_context(warnings.catch_warnings())
+        # A user's kernel may leave fusion to Triton's version, as it would on a GPU.
         warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
         for group in (knobs.runtime, knobs.cache):
             stack.enter_context(group.scope())

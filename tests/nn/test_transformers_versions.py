@@ -1,0 +1,250 @@
+"""What another version of transformers may change: decorators, names of arguments, places of
+modules. A model computes the same, or one sentence names the version.
+"""
+
+import copy
+import functools
+import sys
+
+import pytest
+import torch
+from helpers import keep_tables
+from torch import nn
+
+transformers = pytest.importorskip(
+    "transformers", minversion="5.17", reason="needs transformers 5.17 or later"
+)
+
+from transformers.models.llama import modeling_llama  # noqa: E402
+
+from tilewright import ImplementationUnavailable, explain, ops, platform  # noqa: E402
+from tilewright.integrations.transformers import (  # noqa: E402
+    PARTS,
+    accelerate,
+    layers,
+    register,
+    restore,
+)
+
+pytestmark = pytest.mark.packages
+
+IDS = torch.arange(3, 21).view(2, 9)
+SENTENCE = rf"transformers {transformers.__version__} has no .*; 5\.17 to \S+ were tested"
+
+
+@pytest.fixture(autouse=True)
+def _tables(monkeypatch):
+    keep_tables(monkeypatch)
+
+
+def tiny():
+    config = transformers.LlamaConfig(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def gradients(model):
+    model.zero_grad()
+    model(IDS, labels=IDS, use_cache=False).loss.backward()
+    return {n: p.grad for n, p in model.named_parameters()}
+
+
+def assert_same(model, expected):
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
+
+
+# ---- decorators
+
+
+def counted(calls):
+    def decorator(function):
+        @functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            calls.append("counted")
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    return decorator
+
+
+def renamed(old, new):
+    def decorator(function):
+        @functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            if old in kwargs:
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    return decorator
+
+
+def kept_elsewhere(function):
+    functions = {"forward": function}
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return functions["forward"](*args, **kwargs)
+
+    return wrapper
+
+
+def count_rope(monkeypatch):
+    calls = []
+    own = ops.rope
+    monkeypatch.setattr(layers.ops, "rope", lambda *a, **k: (calls.append(1), own(*a, **k))[1])
+    return calls
+
+
+def test_rope_is_accelerated_below_decorators(monkeypatch):
+    decorators = []
+    forward = modeling_llama.LlamaAttention.forward
+    for decorator in (torch.enable_grad(), renamed("a_cache", "another"), counted(decorators)):
+        forward = decorator(forward)
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+    model = tiny()
+    expected = gradients(model)
+    decorators.clear()
+    calls = count_rope(monkeypatch)
+    report = accelerate(model, parts=("rope",), quiet=True)
+    assert [change.part for change in report.changed] == ["rope"]
+    assert_same(model, expected)
+    assert len(calls) == len(decorators) == 2, "one call and one decorator a layer"
+    copied = copy.deepcopy(model)
+    assert_same(copied, expected)
+    assert len(calls) == 4
+    restore(model)
+    assert_same(model, expected)
+    assert len(calls) == 4
+    assert modeling_llama.LlamaAttention.forward is forward
+
+
+def test_a_decorated_forward_is_one_graph(monkeypatch):
+    forward = renamed("a_cache", "another")(modeling_llama.LlamaAttention.forward)
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+    model = tiny()
+    expected = gradients(model)
+    accelerate(model, parts=("rope",), quiet=True)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    model.zero_grad()
+    compiled(IDS, labels=IDS, use_cache=False).loss.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)
+    torch._dynamo.reset()
+
+
+def test_a_decorator_that_cannot_be_followed_is_left_with_the_version(monkeypatch):
+    forward = kept_elsewhere(modeling_llama.LlamaAttention.forward)
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+    model = tiny()
+    expected = gradients(model)
+    calls = count_rope(monkeypatch)
+    report = accelerate(model, parts=PARTS, quiet=True)
+    assert {change.part for change in report.changed} == set(PARTS) - {"rope", "experts"}
+    assert_left(report, "rope")
+    assert_same(model, expected)
+    assert not calls
+
+
+def assert_left(report, part):
+    with pytest.raises(ImplementationUnavailable, match=SENTENCE):
+        raise ImplementationUnavailable(report.left[part])
+    assert "\n" not in report.left[part]
+
+
+# ---- arguments of other names
+
+
+def rotate(x, cos, sin):
+    first, second = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+
+
+def apply_rotary_pos_emb(query, key, cosine, sine, heads_dim=1):
+    return rotate(query, cosine, sine), rotate(key, cosine, sine)
+
+
+class Attention(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_pos_emb(sine=sin, cosine=cos, query=q, key=k)
+
+
+def test_arguments_of_another_name_are_rotated_all_the_same(monkeypatch):
+    module = Attention()
+    angles = torch.randn(2, 5, 4).repeat(1, 1, 2)
+    inputs = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), angles.cos(), angles.sin()
+    expected = module(*inputs)
+    calls = count_rope(monkeypatch)
+    assert [c.part for c in accelerate(module, parts=("rope",), quiet=True).changed] == ["rope"]
+    for found, want in zip(module(*inputs), expected, strict=True):
+        torch.testing.assert_close(found, want)
+    assert len(calls) == 1
+
+
+# ---- modules and functions that have moved
+
+MOVED = {
+    "transformers.loss.loss_utils": ("loss",),
+    "transformers.integrations.moe": ("attention",),
+    "transformers.utils.output_capturing": ("attention",),
+    "transformers.masking_utils.causal_mask_function": ("attention",),
+    "transformers.masking_utils.bidirectional_mask_function": ("attention",),
+    "transformers.modeling_utils.AttentionInterface": ("attention",),
+}
+
+
+@pytest.mark.parametrize("moved", MOVED)
+def test_what_has_moved_is_left_with_the_version(moved, monkeypatch):
+    model = tiny()
+    expected = gradients(model)
+    parent, _, name = moved.rpartition(".")
+    left = {*MOVED[moved], "experts"}
+    with monkeypatch.context() as planted:
+        if moved in sys.modules:
+            planted.setitem(sys.modules, moved, None)
+        else:
+            planted.delattr(sys.modules[parent], name)
+        report = accelerate(model, parts=PARTS, quiet=True)
+        if "attention" in left:
+            with pytest.raises(ImplementationUnavailable, match=SENTENCE):
+                register()
+    assert {change.part for change in report.changed} == set(PARTS) - left
+    for part in MOVED[moved]:
+        assert_left(report, part)
+        assert name in report.left[part]
+    assert ("tilewright" in transformers.AttentionInterface().valid_keys()) == (
+        "attention" not in left
+    )
+    assert_same(model, expected)
+
+
+# ---- versions
+
+
+def test_a_version_newer_than_those_tested_is_named(monkeypatch, capsys):
+    version = transformers.__version__
+    monkeypatch.setattr(platform, "TESTED", {**platform.TESTED, "transformers": "5.16"})
+    sentence = f"transformers {version} is newer than 5.16, the newest that was tested"
+    accelerate(tiny(), parts=("norm",))
+    assert capsys.readouterr().out.splitlines()[-1] == f"  note     {sentence}"
+    assert sentence in explain.heading("cpu", torch.float32).splitlines()
+    assert sentence in explain.as_json([], "cpu", torch.float32)
+
+
+def test_these_versions_are_among_those_tested(capsys):
+    """Raise `platform.TESTED` when the tests pass with a newer version."""
+    assert platform.newer_than_tested() == []
+    accelerate(tiny(), parts=("norm",))
+    assert "note" not in capsys.readouterr().out

@@ -1,0 +1,187 @@
+"""The versions that the two commands install, and those that the documentation says were tested."""
+
+import ast
+import functools
+import importlib.metadata
+import pathlib
+import re
+import sys
+import sysconfig
+import tomllib
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tilewright import platform
+from tilewright.integrations.transformers.versions import OLDEST
+
+ROOT = pathlib.Path(__file__).parents[2]
+LOCK = (ROOT / "requirements.lock").read_text().splitlines()
+MAKEFILE = (ROOT / "Makefile").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PYTHONS = ("3.11", "3.12", "3.13")
+# TORCH and PINNED_TRITON install them.
+BESIDE = {"torch", "triton"}
+LINE = re.compile(r"([a-z0-9-]+)==([0-9][0-9a-z.]*)(?: ; (.+))?")
+
+
+def environment(python):
+    full = {"3.11": "3.11.7", "3.12": "3.12.1", "3.13": "3.13.0"}[python]
+    return {"python_version": python, "python_full_version": full, "sys_platform": "linux"}
+
+
+@functools.cache
+def locked(python):
+    """Versions by name, for a Python on Linux."""
+    found = {}
+    for line in filter(lambda line: not line.startswith("#"), LOCK):
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate(environment(python)):
+            assert requirement.name not in found, f"{requirement.name} is there twice"
+            [found[requirement.name]] = [s.version for s in requirement.specifier]
+    return found
+
+
+def extras_of(extras):
+    """All requirements of these extras of the package and of the package itself, other extras of
+    its own followed.
+    """
+    found, to_read = list(PROJECT["project"]["dependencies"]), list(extras)
+    for extra in to_read:
+        for text in PROJECT["project"]["optional-dependencies"][extra]:
+            if (requirement := Requirement(text)).name == "tilewright":
+                to_read += [e for e in sorted(requirement.extras) if e not in to_read]
+            else:
+                found.append(text)
+    return [Requirement(text) for text in found]
+
+
+# ---- the lock
+
+
+def test_the_lock_is_of_versions_alone():
+    """No address of an index, no file, no local version such as +cpu, and nothing of a device."""
+    for line in LOCK:
+        assert line.startswith("#") or LINE.fullmatch(line), line
+        assert "://" not in line and "+" not in line, line
+    devices = re.compile(r"torch|triton|cuda-toolkit|nvidia-(?!cutlass)[a-z0-9-]+")
+    assert not [name for name in locked("3.11") if devices.fullmatch(name)]
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_every_requirement_is_in_the_lock_and_within_its_bounds(python):
+    installed = [
+        extra
+        for extras in re.findall(r'\$\(PIP\).*"tilewright\[([\w,]+)\]"', MAKEFILE)
+        for extra in extras.split(",")
+    ]
+    assert {"trainer", "dev", "docs"} <= set(installed)
+    requirements = extras_of(dict.fromkeys(installed))
+    assert len(requirements) > 30
+    requirements += [Requirement(r) for r in PROJECT["build-system"]["requires"]]
+    for requirement in requirements:
+        if requirement.name not in BESIDE:
+            version = locked(python)[canonicalize_name(requirement.name)]
+            assert version in requirement.specifier, f"{requirement}: {version}"
+
+
+def test_all_that_make_installs_is_held_by_the_lock():
+    """Each pip install of the two commands takes the lock or names one version."""
+    lines = re.findall(r"^\t.*(?:pip install|pip download|\$\(PIP\)) (.*)$", MAKEFILE, re.M)
+    assert len(lines) > 10
+    free = [
+        line
+        for line in re.findall(r"^\t(.*pip (?:install|download) .*)$", MAKEFILE, re.M)
+        if "-c $(LOCK)" not in line and "--no-deps" not in line
+    ]
+    assert all(
+        line.startswith((".venv-lock", "$(NEWEST)", ".venv-wheel", "$(@D)")) for line in free
+    )
+    assert re.search(r"^PIP := .* -c \$\(LOCK\)$", MAKEFILE, re.M)
+
+
+def test_what_is_installed_is_what_the_lock_says():
+    if pathlib.Path(sys.prefix) != ROOT / ".venv":
+        pytest.skip("not in the environment that `make test` sets up")
+    python = ".".join(map(str, sys.version_info[:2]))
+    # Not those that setuptools brings for itself, which it adds to sys.path where it is imported.
+    places = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
+    found = {
+        canonicalize_name(d.metadata["Name"]): d.version
+        for d in importlib.metadata.distributions(path=sorted(places))
+    }
+    own = {"tilewright", *BESIDE}
+    of_torch = {name for name in found if re.match(r"nvidia-(?!cutlass)|cuda-toolkit", name)}
+    assert {n: v for n, v in found.items() if n not in own | of_torch} == {
+        n: v for n, v in locked(python).items() if n in found
+    }
+
+
+# ---- the documentation
+
+
+def test_the_newest_versions_tested_are_documented():
+    page = (ROOT / "docs/tested.md").read_text()
+    for name, version in platform.TESTED.items():
+        label = {"triton": "Triton"}.get(name, name)
+        assert re.search(rf"^\| {label} \|.*\b{re.escape(version)}\b", page, re.M), (name, version)
+    bound = Requirement(PROJECT["project"]["optional-dependencies"]["transformers"][0])
+    assert [s.version for s in bound.specifier] == [".".join(map(str, OLDEST))]
+
+
+# ---- what `make newest` runs
+
+# Those that train for minutes; a package makes their input or reference, as in the files that have
+# the marker.
+LONG = (
+    "tools/test_end_to_end",
+    "tools/test_layouts",
+    "trainer/test_certificate",
+    "trainer/test_engine",
+    "trainer/test_interrupts",
+    "trainer/test_memory",
+    "trainer/test_muon",
+    "trainer/test_pipeline",
+    "trainer/test_real_input",
+    "trainer/test_replay",
+    "trainer/test_tensor_parallel",
+    "trainer/test_trainer",
+    "trainer/test_trainer_cp",
+    "trainer/test_trainer_fields",
+)
+# Tests have them for themselves; Triton and the CuTe DSL have gates of their own.
+APART = re.compile(r"pytest.*|ruff|import-linter|basedpyright|build|triton|nvidia-.*|pyyaml|numpy")
+
+
+def touches(tree, modules):
+    """Whether a test file imports one of these modules, or skips without it."""
+    for node in ast.walk(tree):
+        names = ()
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("importorskip"):
+            first = node.args[0]
+            names = [first.value] if isinstance(first, ast.Constant) else []
+        if any(name.split(".")[0] in modules for name in names):
+            return True
+    return False
+
+
+def test_what_touches_other_packages_has_the_marker():
+    extras = {canonicalize_name(r.name) for r in extras_of(["trainer", "dev", "docs"])}
+    packages = {name for name in extras - BESIDE if not APART.fullmatch(name)}
+    modules = {
+        module
+        for module, distributions in importlib.metadata.packages_distributions().items()
+        if packages & set(map(canonicalize_name, distributions))
+    }
+    assert {"transformers", "peft", "trl", "bitsandbytes", "datasets"} <= modules
+    unmarked = []
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = file.read_text()
+        if touches(ast.parse(text), modules) and "pytest.mark.packages" not in text:
+            unmarked.append(str(file.relative_to(ROOT / "tests").with_suffix("")))
+    assert unmarked == sorted(LONG)
