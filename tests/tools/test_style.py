@@ -299,6 +299,7 @@ FOREIGN = {
     "_tokenizer",
     "_apply_gate",
     "_processes",
+    "_spec",
 }
 
 
