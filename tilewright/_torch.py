@@ -157,7 +157,7 @@ def parts_of_shard(placement: torch.distributed.tensor.Placement) -> int:
     return getattr(placement, "split_factor", 1)
 
 
-def movable(t: torch.Tensor) -> torch.Tensor:
+def movable(t: torch.distributed.tensor.DTensor) -> torch.distributed.tensor.DTensor:
     """A DTensor in the form that `redistribute` and `full_tensor` take. torch 2.11 reads every
     `strided_shard` as an order of shards, as FSDP2 makes over tensor parallelism, and raises
     ValueError where it is none. Later ones see that.
