@@ -193,6 +193,53 @@ def test_arguments_of_another_name_are_rotated_all_the_same(monkeypatch):
     assert len(calls) == 1
 
 
+class Planted(nn.Module):
+    """Calls the rotation of its module with arguments of the test's choice."""
+
+    call = staticmethod(lambda rotation, *inputs: rotation(*inputs))
+
+    def forward(self, q, k, cos, sin):
+        return self.call(apply_rotary_pos_emb, q, k, cos, sin)
+
+
+def heads_first(q, k, cos, sin, *rest):
+    """With a dimension of the heads behind an argument that is not used, all positional."""
+    dim = rest[1] if len(rest) > 1 else 1
+    cos, sin = cos.unsqueeze(dim), sin.unsqueeze(dim)
+    return tuple(
+        x * cos + torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1) * sin for x in (q, k)
+    )
+
+
+ROTATIONS = {
+    "a signature that tells no names": (lambda *a, **k: heads_first(*a, **k), lambda f, *x: f(*x)),
+    "and names": (
+        lambda *a, **k: heads_first(*a, **k),
+        lambda f, q, k, cos, sin: f(q=q, k=k, cos=cos, sin=sin),
+    ),
+    "more positions than names": (
+        heads_first,
+        lambda f, q, k, cos, sin: tuple(
+            t.transpose(1, 2) for t in f(q.transpose(1, 2), k.transpose(1, 2), cos, sin, None, 2)
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROTATIONS)
+def test_a_rotation_is_called_as_before(kind, monkeypatch):
+    rotation, call = ROTATIONS[kind]
+    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", rotation)
+    monkeypatch.setattr(Planted, "call", staticmethod(call))
+    module = Planted()
+    angles = torch.randn(2, 5, 4).repeat(1, 1, 2)
+    inputs = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), angles.cos(), angles.sin()
+    expected = module(*inputs)
+    assert [c.part for c in accelerate(module, parts=("rope",), quiet=True).changed] == ["rope"]
+    for found, want in zip(module(*inputs), expected, strict=True):
+        torch.testing.assert_close(found, want)
+
+
 # ---- modules and functions that have moved
 
 MOVED = {

@@ -210,9 +210,12 @@ def _rotate(own: Callable, interleaved: bool, apart: bool, whole: bool) -> Calla
     names = tuple(inspect.signature(own).parameters)
 
     def apply_rotary_pos_emb(*args, **kwargs):
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        q, k, cos, sin = (given.pop(name) for name in names[:4])
-        other = any(a is not None and a != 1 for a in given.values())
+        named = names[len(args) : 4]
+        if len(args) + len(named) < 4 or any(name not in kwargs for name in named):
+            return own(*args, **kwargs)  # names that its signature does not tell
+        q, k, cos, sin = (*args[:4], *(kwargs[name] for name in named))
+        others = (*args[4:], *(value for name, value in kwargs.items() if name not in named))
+        other = any(value is not None and value != 1 for value in others)
         if other or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or q.dtype != k.dtype:
             return own(*args, **kwargs)
         width = cos.shape[-1] * (1 if whole else 2)
