@@ -52,7 +52,7 @@ INSTALL = {
     "flash-attn-3": "built from hopper/ of github.com/Dao-AILab/flash-attention",
     "deep_ep": "built from github.com/deepseek-ai/DeepEP",
 }
-# The newest versions that all tests ran with; docs/tested.md says how.
+# The newest versions that were tested; docs/tested.md says with which tests.
 TESTED = {"torch": "2.15", "transformers": "5.24", "triton": "3.9"}
 # The oldest torch whose stable ABI holds all that csrc/ calls: STABLE_ABI in setup.py.
 OLDEST_TORCH = "2.10"
@@ -142,10 +142,13 @@ def no_distribution(name: str, oldest: str | None = None) -> str | None:
     return None
 
 
-def newer_than_tested() -> list[str]:
-    """A sentence for each installed package that is newer than the newest version in `TESTED`."""
+def newer_than_tested(*names: str) -> list[str]:
+    """A sentence for each of these installed packages (default: all in `TESTED`) that is newer than
+    the newest version there.
+    """
     found = []
-    for name, tested in TESTED.items():
+    for name in names or TESTED:
+        tested = TESTED[name]
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

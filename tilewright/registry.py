@@ -174,9 +174,12 @@ class Op:
             with _SETUP:
                 if not (self._complete or self._completing):
                     self._completing = True  # `add` reads this property
-                    for entry in installed().get(self.name, ()):
-                        self.add(_installed_implementation(entry, self))
-                    self._complete = True
+                    try:
+                        for entry in installed().get(self.name, ()):
+                            self.add(_installed_implementation(entry, self))
+                        self._complete = True
+                    finally:
+                        self._completing = False
         return self._implementations
 
     @implementations.setter

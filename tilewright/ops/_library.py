@@ -170,8 +170,9 @@ def define(name: str, fn: Callable, fake: Callable, *, mutates: Sequence[str] = 
     _LIBRARY.impl(name, on_its_device(fn), "CUDA")
     torch.library.register_fake(f"{PACKAGE}::{name}", fake, lib=_LIBRARY)
     LAUNCHERS[f"{PACKAGE}::{name}"] = fn
-    _count_writes(getattr(getattr(torch.ops, PACKAGE), name).default)
-    op = Operator(getattr(getattr(torch.ops, PACKAGE), name).default, fn, cuda=True)
+    overload = getattr(getattr(torch.ops, PACKAGE), name).default
+    _count_writes(overload)
+    op = Operator(overload, fn, cuda=True)
     if op.has_lists:  # PyTorch's own vmap fallback does not support lists
         rule = functools.partial(_one_by_one, op.overload)
         torch.library.register_vmap(f"{PACKAGE}::{name}", rule, lib=_LIBRARY)

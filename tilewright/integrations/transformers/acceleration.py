@@ -149,8 +149,8 @@ def accelerate(
             except ImplementationUnavailable as error:  # transformers lacks what it stands on
                 work.left[part] = str(error)
     left = {p: reason for p in PARTS if (reason := work.left.get(p))}
-    notes = tuple(note for note in newer_than_tested() if note.startswith("transformers "))
-    report = Report(type(model).__name__, tuple(work.changed), left, notes)
+    notes = newer_than_tested("transformers")
+    report = Report(type(model).__name__, tuple(work.changed), left, tuple(notes))
     model.__dict__[REPORT] = report
     if not quiet and _is_first_rank():
         print(report)

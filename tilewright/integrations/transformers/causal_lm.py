@@ -21,7 +21,6 @@ from torch import nn
 from tilewright import _torch, ops
 from tilewright.integrations.transformers.instance import own_function
 from tilewright.integrations.transformers.versions import part_of
-from tilewright.registry import ImplementationUnavailable
 
 LOGITS = ("eval", "never", "always")
 
@@ -37,11 +36,7 @@ def loss_reason(model: nn.Module) -> str | None:
         return "calls a forward of its superclass"
     if "labels" not in inspect.signature(cls.forward).parameters:
         return "takes no labels"
-    try:
-        plain = plain_loss()
-    except ImplementationUnavailable as error:
-        return f"cannot be told from others: {error}"
-    return _head_reason(model) or _loss_reason(model, plain)
+    return _head_reason(model) or _loss_reason(model, plain_loss())
 
 
 def plain_loss() -> Callable:

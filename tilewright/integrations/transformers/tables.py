@@ -87,11 +87,11 @@ def register(implementation: str = "auto", attn_implementation: str = "auto") ->
 
 def _tables() -> tuple:
     """transformers' tables of attention, masks and experts."""
-    attention, masks = (
+    return (
         part_of("modeling_utils", "AttentionInterface"),
         part_of("masking_utils", "AttentionMaskInterface"),
+        part_of("integrations.moe", "ExpertsInterface"),
     )
-    return attention, masks, part_of("integrations.moe", "ExpertsInterface")
 
 
 def register_once() -> None:
