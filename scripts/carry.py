@@ -59,12 +59,13 @@ def parts(files: Iterable[pathlib.Path], out: pathlib.Path, limit: int) -> int:
         names = [file.name if of == 1 else f"{file.name}.piece-{i + 1}-of-{of}" for i in range(of)]
         chunks += [(n, file, i * step, min(step, size - i * step)) for i, n in enumerate(names)]
         manifest[file.name] = {"sha256": _digest(file), "pieces": names}
+    for earlier in out.glob("part-*"):  # which `join` would take for parts of these files
+        shutil.rmtree(earlier)
     folders: list[tuple[pathlib.Path, int]] = []
     for name, file, start, size in sorted(chunks, key=lambda chunk: -chunk[3]):
         at = next((i for i, (_, full) in enumerate(folders) if full + size <= limit), len(folders))
         if at == len(folders):
             folders.append((out / f"part-{at + 1}", 0))
-            shutil.rmtree(folders[at][0], ignore_errors=True)
             folders[at][0].mkdir(parents=True)
             (folders[at][0] / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         folder, full = folders[at]

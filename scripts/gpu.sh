@@ -92,6 +92,7 @@ tests() {
     local found=$?   # with pipefail the tests' exit code, not tee's
     [ "$found" -eq 0 ] && echo "$now" >"$passed"
     [ "$found" -eq 124 ] && return 3   # time ran out
+    [ "$found" -eq 4 ] && return 1   # pytest's, of a call that is wrong; here 4 is the suite's, of too many failed ops
     return "$found"
 }
 

@@ -54,6 +54,16 @@ def test_parts_are_under_the_limit_and_joined_again(carry, tmp_path, capsys):
     assert "model: damaged" in capsys.readouterr().out and not (there / "model").exists()
 
 
+def test_parts_of_an_earlier_call_do_not_stay(carry, tmp_path):
+    (first,) = written(tmp_path, first=3 * MIB)
+    (second,) = written(tmp_path, second=MIB // 2)
+    out, there = tmp_path / "out", tmp_path / "there"
+    for file in (first, second):
+        assert carry.main(["parts", str(file), "--out", str(out), "--limit-mib", "1.2"]) == 0
+    assert carry.main(["join", *map(str, parts_of(out)), "--to", str(there)]) == 0
+    assert [p.name for p in there.iterdir()] == ["second"]
+
+
 def test_wheels_are_asked_of_the_index_for_the_machine(carry, tmp_path, monkeypatch):
     def run(command):
         folder = pathlib.Path(command[command.index("-d") + 1])

@@ -855,7 +855,7 @@ def test_the_cases_of_goals_come_before_the_others(tmp_path):
 
 STUB = """#!/bin/sh
 echo "$*" >>"$CALLS"
-case "$*" in *tune*) exit 3;; *smoke*) exit "${SMOKE:-0}";; esac
+case "$*" in *tune*) exit 3;; *smoke*) exit "${SMOKE:-0}";; *pytest*) exit "${TESTS:-0}";; esac
 """
 
 
@@ -913,6 +913,9 @@ def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
     code, calls, said = call("smoke", "products", "search", "ab", SMOKE="4")
     assert code == 4 and "nothing else is run" in said and (out / "results.tar.gz").exists()
     assert sum("tilewright.bench" in c for c in calls) == 1
+    code, calls, said = call("tests", "report", TESTS="4")  # as where pytest-xdist is missing
+    assert code == 1 and "nothing else is run" not in said
+    assert calls[-2].endswith("bench report"), "the page is written all the same"
     code, calls, said = call("goals", "search", "ab", "host")
     stages = [c.split("--stage ")[1].split()[0] for c in calls if "--stage" in c]
     assert stages == ["goals", "ab,host"]

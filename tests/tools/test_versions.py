@@ -99,6 +99,9 @@ def test_all_that_make_installs_is_held_by_the_lock():
         line.startswith((".venv-lock", "$(NEWEST)", ".venv-wheel", "$(@D)")) for line in free
     )
     assert re.search(r"^PIP := .* -c \$\(LOCK\)$", MAKEFILE, re.M)
+    lines = MAKEFILE.replace("\\\n", " ").splitlines()
+    alone = [line for line in lines if "--no-deps" in line]
+    assert len(alone) >= 4 and all("==" in line or line.endswith("-e .") for line in alone), alone
 
 
 def test_what_is_installed_is_what_the_lock_says():
