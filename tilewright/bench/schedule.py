@@ -17,8 +17,9 @@ from tilewright.bench.stages.questions import ab_unit, implementation
 from tilewright.bench.stages.smoke import smoke_units
 from tilewright.bench.stages.timed import (
     goal_units,
+    others,
     overhead_unit,
-    product_units,
+    products,
     roofline_unit,
     time_unit,
 )
@@ -141,8 +142,8 @@ def units(
     if stage == "roofline":
         return [roofline_unit(device)]
     if stage in ("products", "goals"):
-        make = product_units if stage == "products" else goal_units
-        return make(ops, device, settings, out, cases)
+        order = products if stage == "products" else others
+        return goal_units(order, ops, device, settings, out, cases)
     if stage == "ab" and torch.bfloat16 in dtypes:
         return _questions(tagged(device), device, settings)
     if stage == "sanitize" and device == "cuda":

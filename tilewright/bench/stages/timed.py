@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -105,46 +105,45 @@ class Aim:
         return self.op.name in PRODUCTS and self.case.name.endswith(PRODUCTS[self.op.name])
 
 
-def product_units(
-    ops: Iterable[Op],
-    device: str,
-    settings: run.Settings,
-    out: pathlib.Path,
-    cases: Sequence[str] | None,
-) -> list[Unit]:
-    """Goals of the PRODUCTS, in their order."""
-    order = list(PRODUCTS)
-    aims = [(aim, about) for aim, about in _aims(ops, device, cases).items() if aim.of_a_product]
-    aims.sort(key=lambda found: order.index(found[0].op.name))
-    return [_goal_unit(aim, about, device, settings, out) for aim, about in aims]
+Aims = dict[Aim, list[registry.Goal]]
 
 
 def goal_units(
+    order: Callable[[Aims], Sequence[Aim]],
     ops: Iterable[Op],
     device: str,
     settings: run.Settings,
     out: pathlib.Path,
     cases: Sequence[str] | None,
 ) -> list[Unit]:
+    """The goals that `order` takes of all, in its order."""
+    aims = _aims(ops, device, cases)
+    return [_goal_unit(aim, aims[aim], device, settings, out) for aim in order(aims)]
+
+
+def products(aims: Aims) -> list[Aim]:
+    """Goals of the PRODUCTS, in their order."""
+    order = list(PRODUCTS)
+    return sorted((a for a in aims if a.of_a_product), key=lambda a: order.index(a.op.name))
+
+
+def others(aims: Aims) -> list[Aim]:
     """All other goals: one case of each streaming op, then the second ones and so on; last the
     cases without a goal of bandwidth, such as the longest of attention, whose truth takes seconds.
     """
     seen: dict[str, int] = {}
     order = []
-    for aim, about in _aims(ops, device, cases).items():
+    for aim, about in aims.items():
         if not aim.of_a_product:
             streams = any(g.metric == "roofline_percent" for g in about)
-            order.append((not streams, seen.setdefault(aim.op.name, 0), aim, about))
+            order.append((not streams, seen.setdefault(aim.op.name, 0), aim))
             seen[aim.op.name] += 1
-    order.sort(key=lambda found: found[:2])
-    return [_goal_unit(aim, about, device, settings, out) for *_, aim, about in order]
+    return [aim for *_, aim in sorted(order, key=lambda found: found[:2])]
 
 
-def _aims(
-    ops: Iterable[Op], device: str, cases: Sequence[str] | None
-) -> dict[Aim, list[registry.Goal]]:
+def _aims(ops: Iterable[Op], device: str, cases: Sequence[str] | None) -> Aims:
     """The cases of this device's goals, each with all goals about it."""
-    aims: dict[Aim, list[registry.Goal]] = {}
+    aims: Aims = {}
     for op in ops:
         for goal, case, dtype in goals_on(op, device):
             if cases is None or case.name in cases:
@@ -163,11 +162,11 @@ def _goal_unit(
     without a profile.
     """
     op = aim.op
-    others = {g.other for g in about} - {"", "best"}
+    compared = {g.other for g in about} - {"", "best"}
     if any(g.other == "best" for g in about):
-        others |= {n for n in op.usable(device, aim.dtype) if n != "eager"}
+        compared |= {n for n in op.usable(device, aim.dtype) if n != "eager"}
     fast = [name for name in peers.PEERS if name not in SLOW]
-    names = (op.choose(device, aim.dtype), *(g.by for g in about), *sorted(others), *fast)
+    names = (op.choose(device, aim.dtype), *(g.by for g in about), *sorted(compared), *fast)
     briefly = replace(settings, rounds=min(settings.rounds, GOAL_ROUNDS), isolated=False)
     return replace(
         time_unit(
