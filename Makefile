@@ -25,6 +25,10 @@ READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 STAMP := $(VENV)/.installed
 TORCH_STAMP := $(VENV)/.torch
+# It says which torch was asked for: with another TORCH, all is installed again.
+ifneq ($(shell cat $(TORCH_STAMP) 2>/dev/null),$(TORCH))
+.PHONY: $(TORCH_STAMP)
+endif
 TRAINER_STAMP := $(VENV)/.trainer
 BUILT_STAMP := $(VENV)/.built
 
@@ -44,7 +48,7 @@ $(TORCH_STAMP): pyproject.toml $(LOCK)
 	$(BIN)/python -m pip install -q -c $(LOCK) $(SETUP)
 	$(PIP) "$(TORCH)" numpy safetensors
 	TILEWRIGHT_SKIP_CPP=1 $(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
-	touch $@
+	echo "$(TORCH)" > $@
 
 $(BUILT_STAMP): $(TORCH_STAMP)
 	@echo "set-up: the C++ kernels (one to two minutes on two cores), while pip installs the rest"
@@ -94,15 +98,16 @@ lock: .venv-lock/.installed
 	touch $@
 
 # The newest of everything that pyproject.toml admits, in an environment of its own, and the tests that touch other
-# packages. torch stays as it is unless asked: `make newest TORCH=torch TESTS="tests/ops tests/nn tests/trainer"` takes the
-# newest of it, too. The C++ extension is that of this environment's torch; it runs with every torch.
+# packages. torch stays as it is unless asked: `make newest NEWEST_TORCH=torch TESTS="tests/ops tests/nn tests/trainer"`
+# takes the newest of it, too. The C++ extension is that of $(VENV)'s torch; it runs with every torch.
 NEWEST := .venv-newest/bin/python
+NEWEST_TORCH ?= $(TORCH)
 TESTS ?= -m packages
 newest: $(STAMP) .cache/smollm2/config.json
 	test -x $(NEWEST) || $(PYTHON) -m venv .venv-newest
 	$(NEWEST) -m pip install -q --upgrade $(SETUP)
 	TILEWRIGHT_SKIP_CPP=1 $(NEWEST) -m pip install -q --no-deps --no-build-isolation -e .
-	$(NEWEST) -m pip install -q --no-compile --upgrade --upgrade-strategy eager "$(TORCH)" matplotlib "tilewright[trainer,dev,docs]"
+	$(NEWEST) -m pip install -q --no-compile --upgrade --upgrade-strategy eager "$(NEWEST_TORCH)" matplotlib "tilewright[trainer,dev,docs]"
 	$(NEWEST) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # Rebuilds the C++ extension in place.

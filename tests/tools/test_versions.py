@@ -3,8 +3,11 @@
 import ast
 import functools
 import importlib.metadata
+import os
 import pathlib
 import re
+import shutil
+import subprocess
 import sys
 import sysconfig
 import tomllib
@@ -102,6 +105,29 @@ def test_all_that_make_installs_is_held_by_the_lock():
     lines = MAKEFILE.replace("\\\n", " ").splitlines()
     alone = [line for line in lines if "--no-deps" in line]
     assert len(alone) >= 4 and all("==" in line or line.endswith("-e .") for line in alone), alone
+
+
+@pytest.mark.parametrize("asked, again", [((), False), (("TORCH=torch==2.14.1",), True)])
+def test_another_torch_is_installed_where_one_is(asked, again, tmp_path):
+    """`make` with a TORCH that is not the environment's sets all of it up again."""
+    for name in ("Makefile", "pyproject.toml", "requirements.lock"):
+        shutil.copy(ROOT / name, tmp_path)
+    torch = re.search(r"^TORCH \?= (.*)$", MAKEFILE, re.M)[1]
+    (tmp_path / ".venv").mkdir()
+    for stamp in (".torch", ".trainer", ".built", ".dev", ".docs", ".ready", ".installed"):
+        (tmp_path / ".venv" / stamp).write_text(f"{torch}\n")
+    # Not what a `make` that runs the tests was asked for.
+    of_make = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "TORCH")
+    done = subprocess.run(
+        ["make", "-n", "setup", *asked],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name not in of_make},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ("pip install" in done.stdout) == again, done.stdout
+    assert not again or f'"{asked[0].removeprefix("TORCH=")}"' in done.stdout
 
 
 def test_what_is_installed_is_what_the_lock_says():
