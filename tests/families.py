@@ -1,0 +1,540 @@
+"""What `accelerate` does to every family of transformers that can be built small.
+
+    python tests/families.py bench_results/families [--only llama,bert] [--jobs 2]
+
+Every call that works before `accelerate(model, parts=PARTS)` is made after it: training with the
+dropout of the default configuration, evaluation with each optional argument of the forward's
+signature, generation, saving and loading, and restoring. A row of FOLDER/families.jsonl is one
+family: its parts, changed or left with the reason, and its calls:
+
+    same       the same result, within 1e-4 of the largest value (or of a gradient's norm)
+    no         does not work without accelerate either
+    refused    raises an error, which does not happen without accelerate
+    wrong      another result
+
+What fails is tried again with each part alone; a part that fails is named. Families that stand in
+the file for this commit and these versions are not tried again. FOLDER/README.md is the table, and
+beside it, from FOLDER/before.jsonl, what an earlier commit's rows had otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import datetime
+import importlib.metadata
+import inspect
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from small_models import AUTO, build, kinds
+from torch.utils import _pytree as pytree
+
+TOKENS = torch.tensor([[7, 12, 9, 33, 21, 40, 18, 25, 11], [7, 13, 9, 30, 21, 42, 18, 20, 14]])
+LEFT = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9])
+RIGHT = LEFT.flip(1)
+B, S = TOKENS.shape
+LIMIT = 240  # seconds for a family, for one that hangs
+
+
+# ---- calls: functions of a model that return tensors
+
+
+def inputs_of(model, *, labels: bool = False) -> dict[str, torch.Tensor]:
+    found = {"input_ids": TOKENS.clone()}
+    if model.config.is_encoder_decoder:
+        found["decoder_input_ids"] = TOKENS.flip(1)
+    if labels:
+        found["labels"] = TOKENS.clone()
+        found.pop("decoder_input_ids", None)
+    return found
+
+
+def tensors(output) -> list[torch.Tensor]:
+    """All tensors of an output but those of caches, whose layout is their own."""
+    if hasattr(output, "items"):
+        output = {k: v for k, v in output.items() if "past_key_values" not in k}
+    return [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+
+
+def train(model, **options) -> list[torch.Tensor]:
+    """The loss and all gradients."""
+    model.train()
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    loss = model(**inputs_of(model, labels=True), **options).loss
+    loss.backward()
+    found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    model.eval()
+    return found
+
+
+def checkpointed(model):
+    model.gradient_checkpointing_enable()
+    try:
+        return train(model)
+    finally:
+        model.gradient_checkpointing_disable()
+
+
+def evaluate(model, **options) -> list[torch.Tensor]:
+    with torch.no_grad():
+        torch.manual_seed(2)
+        found = tensors(model(**inputs_of(model), **options))
+    mask = options.get("attention_mask")
+    return found if mask is None else without_padding(found, mask)
+
+
+def without_padding(found: list[torch.Tensor], mask: torch.Tensor) -> list[torch.Tensor]:
+    """What a model computes at padding is no result."""
+    kept = mask.bool() if mask.dim() == 2 else None
+    if kept is None:
+        return found
+    rows = [
+        t * kept.view(B, S, *(1,) * (t.dim() - 2)) if t.shape[:2] == (B, S) else t for t in found
+    ]
+    # Of attention weights, those of padding's queries.
+    return [t * kept[:, None, :, None] if t.dim() == 4 and t.shape[2] == S else t for t in rows]
+
+
+def labelled(model):
+    with torch.no_grad():
+        return tensors(model(**inputs_of(model, labels=True)))
+
+
+def embedded(model):
+    given = inputs_of(model)
+    embeds = model.get_input_embeddings()(given.pop("input_ids"))
+    with torch.no_grad():
+        return tensors(model(inputs_embeds=embeds.detach(), **given))
+
+
+def continued(model, step: int = 1, **first):
+    """The prompt with a cache, then further tokens."""
+    given = inputs_of(model)
+    of = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
+    with torch.no_grad():
+        prompt = model(**given, use_cache=True, **first)
+        options = {"past_key_values": prompt.past_key_values, "use_cache": True}
+        if "attention_mask" in first:
+            options["attention_mask"] = torch.cat((LEFT, LEFT.new_ones(B, step)), 1)
+        more = model(**given | {of: TOKENS[:, :step]}, **options)
+    logits = [prompt.logits]
+    if "attention_mask" in first:
+        logits = without_padding(logits, first["attention_mask"])
+    return [*logits, more.logits]
+
+
+def generated(model, *, pads=False, assistant=False, **options):
+    given = {"input_ids": TOKENS.clone()}
+    if assistant:
+        given["input_ids"] = TOKENS[:1].clone()
+        options["assistant_model"] = copy.deepcopy(model)
+    if pads:
+        given["attention_mask"] = LEFT
+    torch.manual_seed(3)
+    with torch.no_grad():
+        found = model.generate(
+            **given,
+            max_new_tokens=6,
+            min_new_tokens=6,
+            pad_token_id=0,
+            eos_token_id=None,
+            **options,
+        )
+    return [found]
+
+
+def saved(model):
+    """The logits of the model that is loaded from what the model saves."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        loaded = type(model).from_pretrained(folder).eval()
+    return evaluate(loaded)
+
+
+def packed(model):
+    at = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]]).expand(B, S)
+    return evaluate(model, position_ids=at, use_cache=False)
+
+
+def four_dimensional(model):
+    seen = torch.ones(S, S, dtype=torch.bool).tril().expand(B, 1, S, S).clone()
+    seen[:, :, 5:, :2] = False
+    floats = torch.zeros(B, 1, S, S).masked_fill(~seen, torch.finfo(torch.float32).min)
+    return evaluate(model, attention_mask=floats)
+
+
+def calls_of(model) -> dict:
+    """The calls of a model: names and functions of a model."""
+    names = inspect.signature(model.forward).parameters
+    takes_more = any(p.kind is p.VAR_KEYWORD for p in names.values())
+    calls = {
+        "train": train,
+        "train checkpointed": checkpointed,
+        "eval": evaluate,
+        "labels": labelled,
+    }
+    if takes_more:
+        n = torch.tensor([16])
+        calls |= {
+            "train num_items_in_batch": lambda m: train(m, num_items_in_batch=n[0]),
+            "train num_items_in_batch [[n]]": lambda m: train(m, num_items_in_batch=n[None]),
+            "train ignore_index": lambda m: train(m, ignore_index=9),
+        }
+    values = {
+        "attention_mask": {"right": RIGHT, "left": LEFT},
+        "decoder_attention_mask": {"": RIGHT},
+        "position_ids": {"": torch.arange(S).expand(B, S)},
+        "token_type_ids": {"": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]]).expand(B, S).clone()},
+        "cache_position": {"": torch.arange(S)},
+        "logits_to_keep": {"": 2},
+        "use_cache": {"": True},
+        "return_dict": {"": False},
+        "output_hidden_states": {"": True},
+        "output_attentions": {"": True},
+        "output_router_logits": {"": True},
+        "langs": {"": torch.zeros(B, S, dtype=torch.long)},
+        "global_attention_mask": {"": (TOKENS > 30).long()},
+        "num_logits_to_keep": {"": 2},
+    }
+    # transformers' own decorators take these from the keywords.
+    hidden = {"return_dict", "output_hidden_states", "output_attentions"} if takes_more else set()
+    for name in {*names, *hidden} & values.keys():
+        for kind, value in values[name].items():
+            calls[f"{name} {kind}".strip()] = lambda m, n=name, v=value: evaluate(m, **{n: v})
+    if "inputs_embeds" in names:
+        calls["inputs_embeds"] = embedded
+    if "attention_mask" in names:
+        calls["attention_mask 4d"] = four_dimensional
+    if "position_ids" in names:
+        calls["position_ids packed"] = packed
+    if "past_key_values" in names:
+        calls["cache"] = continued
+        calls["cache of several"] = lambda m: continued(m, 3)
+        if "attention_mask" in names:
+            calls["cache padded"] = lambda m: continued(m, attention_mask=LEFT)
+    if hasattr(model, "generate"):
+        calls |= {
+            "greedy": generated,
+            "greedy padded": lambda m: generated(m, pads=True),
+            "sample": lambda m: generated(m, do_sample=True),
+            "beams": lambda m: generated(m, num_beams=2),
+            "assisted": lambda m: generated(m, assistant=True),
+            "prompt lookup": lambda m: generated_lookup(m),
+            "static cache": lambda m: generated(m, cache_implementation="static"),
+        }
+    calls["save"] = saved
+    return calls
+
+
+def generated_lookup(model):
+    torch.manual_seed(3)
+    with torch.no_grad():
+        return [
+            model.generate(
+                TOKENS[:1].clone(), max_new_tokens=6, pad_token_id=0, prompt_lookup_num_tokens=2
+            )
+        ]
+
+
+# ---- one family
+
+
+def apart(found: list[torch.Tensor], truth: list[torch.Tensor]) -> str | None:
+    """How two results differ, or None."""
+    if [t.shape for t in found] != [t.shape for t in truth]:
+        return f"shapes {[list(t.shape) for t in found]}, not {[list(t.shape) for t in truth]}"
+    for a, b in zip(found, truth, strict=True):
+        if a.dtype != b.dtype:
+            return f"{a.dtype}, not {b.dtype}"
+        if not a.is_floating_point():
+            if not torch.equal(a, b):
+                return f"{int((a != b).sum())} of {a.numel()} integers differ"
+            continue
+        a, b = a.double(), b.double()
+        if not torch.equal(a.isfinite(), b.isfinite()):
+            return "other elements are not finite"
+        a, b = (t.nan_to_num(0, 0, 0) for t in (a, b))
+        error, size = (a - b).norm().item(), b.norm().item()
+        if error > 1e-4 * max(size, 1e-6):
+            return f"{error / max(size, 1e-6):.1e} of the norm apart"
+    return None
+
+
+def attempt(call, model):
+    """(tensors, None) or (None, the error in a line)."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return [t.detach().clone() for t in call(model)], None
+    except Exception as error:
+        return None, f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def outcome(found, truth) -> str:
+    (ours, error), (theirs, failed) = found, truth
+    if failed:
+        return "no"
+    if error:
+        return f"refused: {error}"
+    different = apart(ours, theirs)
+    return "same" if different is None else f"wrong: {different}"
+
+
+def check(kind: str, head: str, only: set[str] | None = None) -> dict:
+    """The row of a family. only: of the calls, these."""
+    from tilewright.integrations.transformers import PARTS, accelerate, restore
+
+    row: dict = {"family": kind, "head": head}
+    try:
+        model = build(kind, head, None)
+        evaluate(model)
+    except Exception as error:
+        return row | {"unbuilt": f"{type(error).__name__}: {error}"[:300]}
+    row["class"] = type(model).__name__
+    plain = copy.deepcopy(model)
+    calls = {k: v for k, v in calls_of(model).items() if only is None or k in only}
+    truth = {name: attempt(call, plain) for name, call in calls.items()}
+    del plain
+    ours = copy.deepcopy(model)
+    report = accelerate(ours, parts=PARTS, quiet=True)
+    changed = {change.part for change in report.changed}
+    row["parts"] = {
+        part: "; ".join(
+            (["changed"] if part in changed else [])
+            + ([f"left: {report.left[part]}"] if part in report.left else [])
+        )
+        for part in PARTS
+    }
+    row["calls"] = {n: outcome(attempt(call, ours), truth[n]) for n, call in calls.items()}
+    # A part is the cause if it fails alone.
+    row["causes"] = {}
+    for name, result in row["calls"].items():
+        if result in ("same", "no"):
+            continue
+        for part in sorted(changed):
+            one = copy.deepcopy(model)
+            accelerate(one, parts=(part,), quiet=True)
+            alone = outcome(attempt(calls[name], one), truth[name])
+            if alone != "same":
+                row["causes"].setdefault(part, {})[name] = alone
+    restore(ours)
+    fresh = copy.deepcopy(model)
+    back = {}
+    for name in ("train", "eval"):
+        if name in calls and truth[name][1] is None:
+            # Random state that a model keeps moves with each call: compared with a second call.
+            a, b = attempt(calls[name], ours)[0], attempt(calls[name], fresh)[0]
+            same = a is not None and b is not None and all(map(torch.equal, a, b))
+            back[name] = "same" if same else "other bits"
+    row["restored"] = back
+    return row
+
+
+# ---- all of them
+
+
+def versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+
+
+def commit() -> str:
+    root = pathlib.Path(__file__).parent
+    run = lambda *a: subprocess.run(a, cwd=root, capture_output=True, text=True).stdout.strip()  # noqa: E731
+    changed = run("git", "status", "--porcelain", "--untracked-files=no", "--", "../tilewright")
+    return run("git", "rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
+
+
+def forked(kind: str, head: str) -> dict:
+    """`check` in a process of its own, which a crash or a hang ends alone."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.close(reading)
+            signal.alarm(LIMIT)
+            with open(os.devnull, "w") as nothing:
+                os.dup2(nothing.fileno(), 1)
+                os.dup2(nothing.fileno(), 2)
+                row = check(kind, head)
+            with os.fdopen(writing, "w") as pipe:
+                json.dump(row, pipe)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    return json.loads(text) if text else {"family": kind, "head": head, "died": status}
+
+
+def rows_of(path: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def cell(row: dict, part: str) -> str:
+    """changed, left or wrong; none where the family has no such part."""
+    if row["causes"].get(part):
+        return "wrong"
+    said = row["parts"][part]
+    if said.startswith("changed"):
+        return "changed"
+    return "none" if said == "left: the model has none" or not said else "left"
+
+
+def changes(rows: list[dict], before: list[dict]) -> list[str]:
+    """The cells that another commit's table had otherwise."""
+    from tilewright.integrations.transformers import PARTS
+
+    was = {(r["family"], r["head"]): r for r in before if "calls" in r}
+    if not was:
+        return []
+    stamps = sorted({(r["commit"], r["date"]) for r in before})
+    lines = ["", "## Since " + ", ".join(f"{c} of {d}" for c, d in stamps), ""]
+    lines += ["| part | was | is | families | why it is left |", "|---|---|---|---|---|"]
+    moved = collections.defaultdict(list)
+    for row in rows:
+        old = was.get((row["family"], row["head"]))
+        for part in PARTS:
+            if old and cell(old, part) != cell(row, part):
+                why = row["parts"][part].partition("left: ")[2] if cell(row, part) == "left" else ""
+                moved[part, cell(old, part), cell(row, part), why].append(row["family"])
+    for (part, one, other, why), families in sorted(moved.items()):
+        lines.append(f"| {part} | {one} | {other} | {', '.join(sorted(families))} | {why} |")
+    return lines
+
+
+def table(rows: list[dict], before: list[dict]) -> str:
+    """The Markdown of FOLDER/README.md."""
+    from tilewright.integrations.transformers import PARTS
+
+    told = {(r["commit"], r["date"], tuple(r["versions"].items())) for r in rows}
+    lines = ["# What `accelerate` does to the families of transformers", ""]
+    lines += [
+        "`python tests/families.py` wrote this page from `families.jsonl`, "
+        + "; ".join(
+            f"at {c} on {d} ({', '.join(f'{k} {v}' for k, v in v)})" for c, d, v in sorted(told)
+        )
+        + ". What each call does, and what the words mean, tests/families.py says.",
+        "",
+    ]
+    built = [r for r in rows if "calls" in r]
+    counts = collections.Counter(
+        result.partition(":")[0] for row in built for result in row["calls"].values()
+    )
+    lines += [
+        f"{len(built)} families, {sum(counts.values())} calls: "
+        + ", ".join(f"{n} {name}" for name, n in counts.most_common())
+        + ".",
+        "",
+        "| part | changed | left | wrong | none |",
+        "|---|---|---|---|---|",
+    ]
+    for part in PARTS:
+        n = collections.Counter(cell(row, part) for row in built)
+        lines.append(
+            f"| {part} | "
+            + " | ".join(str(n[k]) for k in ("changed", "left", "wrong", "none"))
+            + " |"
+        )
+    lines += ["", "| family | " + " | ".join(PARTS) + " | calls | not the same |"]
+    lines += ["|---" * (len(PARTS) + 3) + "|"]
+    for row in sorted(built, key=lambda r: (r["head"], r["family"])):
+        bad = collections.defaultdict(list)
+        for name, result in row["calls"].items():
+            if result not in ("same", "no"):
+                bad[result[:160]].append(name)
+        told = [f"{result} ({', '.join(names)})" for result, names in bad.items()]
+        told += [f"restored {k}: {v}" for k, v in row["restored"].items() if v != "same"]
+        told = "; ".join(told).replace("|", "/")
+        lines.append(
+            f"| {row['family']} ({row['head']}) | "
+            + " | ".join(cell(row, p) for p in PARTS)
+            + f" | {sum(v == 'same' for v in row['calls'].values())} | {told} |"
+        )
+    lines += ["", "## Why parts are left", "", "| part | reason | families |", "|---|---|---|"]
+    reasons = collections.defaultdict(list)
+    for row in built:
+        for part in PARTS:
+            _, found, reason = row["parts"][part].partition("left: ")
+            if found and reason != "the model has none":
+                reasons[part, reason.replace("|", "/")].append(row["family"])
+    for (part, reason), families in sorted(reasons.items()):
+        lines.append(f"| {part} | {reason} | {', '.join(sorted(families))} |")
+    lines += changes(built, before)
+    other = [r for r in rows if "calls" not in r]
+    lines += [
+        "",
+        "Not built: " + "; ".join(f"{r['family']} ({r.get('unbuilt', 'died')})" for r in other),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--only", default="", help="families, separated by commas")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    path = given.folder / "families.jsonl"
+    stamp = {"commit": commit(), "versions": versions()}
+    rows = rows_of(path)
+    done = {
+        (r["family"], r["head"])
+        for r in rows
+        if (r["commit"], r["versions"]) == (stamp["commit"], stamp["versions"])
+    }
+    wanted = set(filter(None, given.only.split(",")))
+    work = [
+        (kind, head)
+        for head in AUTO
+        for kind in kinds(head)
+        if (kind, head) not in done and (not wanted or kind in wanted)
+    ]
+    torch.set_num_threads(1)
+    from concurrent.futures import ThreadPoolExecutor, as_completed
+
+    import tilewright.integrations.transformers as ours
+
+    ours.register()  # imports what every child needs
+
+    def one(task):
+        start = time.monotonic()
+        return forked(*task) | {"seconds": round(time.monotonic() - start, 1)}
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for future in as_completed([pool.submit(one, task) for task in work]):
+            row = future.result() | stamp | {"date": str(datetime.date.today())}
+            with path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            bad = [k for k, v in row.get("calls", {}).items() if v not in ("same", "no")]
+            print(
+                row["family"], row["head"], row.get("unbuilt") or row.get("died") or bad, flush=True
+            )
+    last = {(r["family"], r["head"]): r for r in rows_of(path)}
+    page = table(list(last.values()), rows_of(given.folder / "before.jsonl"))
+    (given.folder / "README.md").write_text(page)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
