@@ -37,10 +37,12 @@ import traceback
 import warnings
 
 import torch
+from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from small_models import AUTO, build, kinds
-from torch.utils import _pytree as pytree
+
+import tilewright.integrations.transformers as integration
 
 TOKENS = torch.tensor([[7, 12, 9, 33, 21, 40, 18, 25, 11], [7, 13, 9, 30, 21, 42, 18, 20, 14]])
 LEFT = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9])
@@ -74,11 +76,12 @@ def train(model, **options) -> list[torch.Tensor]:
     model.train()
     model.zero_grad(set_to_none=True)
     torch.manual_seed(1)
-    loss = model(**inputs_of(model, labels=True), **options).loss
+    try:
+        loss = model(**inputs_of(model, labels=True), **options).loss
+    finally:
+        model.eval()
     loss.backward()
-    found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    model.eval()
-    return found
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
 def checkpointed(model):
@@ -274,12 +277,17 @@ def apart(found: list[torch.Tensor], truth: list[torch.Tensor]) -> str | None:
     return None
 
 
-def attempt(call, model):
-    """(tensors, None) or (None, the error in a line)."""
+def attempt(call, model, seen: list[str] | None = None):
+    """(tensors, None) or (None, the error in a line). seen: gets the warnings."""
+    for module in (integration.attention, integration.causal_lm):
+        module._WARNED.clear()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return [t.detach().clone() for t in call(model)], None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = [t.detach().clone() for t in call(model)]
+        if seen is not None:
+            seen += [str(w.message) for w in caught if w.category is UserWarning]
+        return found, None
     except Exception as error:
         return None, f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
@@ -298,6 +306,7 @@ def check(kind: str, head: str, only: set[str] | None = None) -> dict:
     """The row of a family. only: of the calls, these."""
     from tilewright.integrations.transformers import PARTS, accelerate, restore
 
+    torch.use_deterministic_algorithms(True, warn_only=True)
     row: dict = {"family": kind, "head": head}
     try:
         model = build(kind, head, None)
@@ -308,7 +317,11 @@ def check(kind: str, head: str, only: set[str] | None = None) -> dict:
     plain = copy.deepcopy(model)
     calls = {k: v for k, v in calls_of(model).items() if only is None or k in only}
     truth = {name: attempt(call, plain) for name, call in calls.items()}
-    del plain
+    again = copy.deepcopy(model)
+    for name, call in calls.items():
+        if truth[name][0] is not None and outcome(attempt(call, again), truth[name]) != "same":
+            truth[name] = None, "not the same twice"
+    del plain, again
     ours = copy.deepcopy(model)
     report = accelerate(ours, parts=PARTS, quiet=True)
     changed = {change.part for change in report.changed}
@@ -319,7 +332,13 @@ def check(kind: str, head: str, only: set[str] | None = None) -> dict:
         )
         for part in PARTS
     }
-    row["calls"] = {n: outcome(attempt(call, ours), truth[n]) for n, call in calls.items()}
+    row["calls"], row["others"] = {}, {}
+    for name, call in calls.items():
+        seen: list[str] = []
+        row["calls"][name] = outcome(attempt(call, ours, seen), truth[name])
+        kinds = [word for word in ("as before accelerate", "its logits") if word in " ".join(seen)]
+        if kinds:
+            row["others"][name] = kinds
     # A part is the cause if it fails alone.
     row["causes"] = {}
     for name, result in row["calls"].items():
@@ -331,16 +350,14 @@ def check(kind: str, head: str, only: set[str] | None = None) -> dict:
             alone = outcome(attempt(calls[name], one), truth[name])
             if alone != "same":
                 row["causes"].setdefault(part, {})[name] = alone
-    restore(ours)
-    fresh = copy.deepcopy(model)
-    back = {}
-    for name in ("train", "eval"):
+    restored, fresh, row["restored"] = copy.deepcopy(model), copy.deepcopy(model), {}
+    accelerate(restored, parts=PARTS, quiet=True)
+    restore(restored)
+    for name in ("eval", "train"):
         if name in calls and truth[name][1] is None:
-            # Random state that a model keeps moves with each call: compared with a second call.
-            a, b = attempt(calls[name], ours)[0], attempt(calls[name], fresh)[0]
+            a, b = attempt(calls[name], restored)[0], attempt(calls[name], fresh)[0]
             same = a is not None and b is not None and all(map(torch.equal, a, b))
-            back[name] = "same" if same else "other bits"
-    row["restored"] = back
+            row["restored"][name] = "same" if same else "other bits"
     return row
 
 
@@ -514,9 +531,7 @@ def main() -> None:
     torch.set_num_threads(1)
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
-    import tilewright.integrations.transformers as ours
-
-    ours.register()  # imports what every child needs
+    integration.register()  # imports what every child needs
 
     def one(task):
         start = time.monotonic()

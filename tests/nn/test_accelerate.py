@@ -4,7 +4,10 @@ this instance alone, until it is restored.
 
 import copy
 import gc
+import operator
 import pickle
+import types
+import warnings
 
 import pytest
 import torch
@@ -242,7 +245,7 @@ def test_restore_is_to_the_bit_and_other_models_never_change():
     before = gradients(model, *batch())
     untouched = gradients(other, *batch())
     accelerate(model, parts=PARTS, quiet=True)
-    assert model.config._attn_implementation == "tilewright"
+    assert model.config._attn_implementation == "tilewright:or_eager"
     assert other.config._attn_implementation == config._attn_implementation == "eager"
     again = gradients(other, *batch())
     assert all(torch.equal(untouched[n], again[n]) for n in untouched)
@@ -309,14 +312,87 @@ def test_the_report_is_printed_and_says_why(capsys):
         "norm": "1 x LlamaRMSNorm has no weight [D] of its own, or further parameters; "
         "1 x LlamaRMSNorm has a forward of its own instance",
         "mlp": "1 x LlamaMLP does not compute down_proj(silu(gate) * up), nor with GELU",
-        "attention": "dropout of attention is not computed (['0.5'])",
         "experts": "the model has none",
         "loss": "1 x LlamaForCausalLM has hooks on its lm_head",
     }
     assert "changed  rope       2 LlamaAttention: rope[" in str(report)
+    assert ", or eager for what it does not compute" in str(report)
     accelerate(model, quiet=True)
     assert not capsys.readouterr().out
     gradients(model, *batch())  # the others still compute
+
+
+@pytest.mark.parametrize("own", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    "what, reason",
+    [
+        ("dropout", "dropout = 0.5"),
+        ("weights", "output_attentions"),
+        ("mask of four dimensions", "a mask of shape"),
+        ("mask that the model computes with", "a mask that the model computes with"),
+        ("padding on the right of a cache", "padding on the left of cached keys only"),
+    ],
+)
+def test_attention_that_is_not_computed_here_is_the_models_own(what, reason, own, monkeypatch):
+    """One warning, the numbers of before, and the other calls are this library's."""
+    monkeypatch.setattr(integration.attention, "_WARNED", set())
+    theirs = tiny("llama", attention_dropout=0.5)
+    theirs.set_attn_implementation(own)
+    ours = copy.deepcopy(theirs)
+    accelerate(ours, parts=("attention",), quiet=True)
+    ids, _ = batch()
+    B, S = ids.shape
+
+    def call(model):
+        torch.manual_seed(0)
+        model.train(what == "dropout")
+        given = {"attention_mask": None}
+        if what == "weights":
+            given["output_attentions"] = True
+        elif what == "mask of four dimensions":
+            seen = torch.ones(B, 1, S, S, dtype=torch.bool).tril()
+            seen[..., 5:, 1] = False
+            lowest = torch.finfo(torch.float32).min
+            given["attention_mask"] = torch.zeros(B, 1, S, S).masked_fill(~seen, lowest)
+        elif what.startswith("mask that"):
+            own_forward = type(model.model.layers[0]).forward
+
+            def forward(self, hidden_states, attention_mask, **options):
+                if attention_mask is not None:
+                    attention_mask[..., 5:, 1] = False if own == "sdpa" else -1e9
+                return own_forward(self, hidden_states, attention_mask=attention_mask, **options)
+
+            layer = model.model.layers[0]
+            layer.forward = types.MethodType(forward, layer)
+            given["attention_mask"] = torch.ones(B, S).index_fill(1, torch.tensor([0]), 0)
+        elif what.startswith("padding"):
+            given["attention_mask"] = torch.ones(B, S)
+        out = model(ids, **given)
+        found = [out.logits, *(out.attentions or ())]
+        if what.startswith("padding"):
+            more = torch.ones(B, S + 3).index_fill(1, torch.tensor([S + 2]), 0)
+            rest = model(ids[:, :3], attention_mask=more, past_key_values=out.past_key_values)
+            found = [rest.logits[:, :2]]
+        return [t for t in found if t is not None]
+
+    with pytest.warns(UserWarning, match=f"{reason}.*{own!r} computes it, as before") as caught:
+        found, again = call(ours), call(ours)
+    assert sum("as before accelerate" in str(w.message) for w in caught) == 1
+    for a, b, c in zip(found, again, call(theirs), strict=True):
+        torch.testing.assert_close(a, b)
+        if what.startswith("mask that"):  # the padded first token attends to nothing
+            a, c = a[:, 1:], c[:, 1:]
+        torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-5)
+    if what.startswith("mask that"):
+        return
+    # What ops.attention computes is still its own.
+    calls = []
+    compute = integration.attention.attention
+    monkeypatch.setattr(
+        integration.attention, "attention", lambda *a, **k: (calls.append(1), compute(*a, **k))[1]
+    )
+    ours.eval()(ids, attention_mask=None)
+    assert len(calls) == 2
 
 
 def test_refusals():
@@ -425,31 +501,68 @@ def test_auxiliary_losses_and_hidden_states_stay():
         (lambda z: torch.tanh(z / 3) * 2, True),
         (lambda z: (z / 3).tanh() * 3, True),
         (lambda z: z.float().contiguous(), True),
+        (lambda z: z.mul_(0.25), True),
+        (lambda z: z.div_(3).tanh_() * 3, True),
+        (lambda z: torch.div(torch.mul(z, 2), 3), True),
+        (lambda z: operator.imul(z, 2), True),
+        (lambda z: (z.mul_(2), z * 3)[1], True),
+        (lambda z: (z * 3, z)[1], True),
         (lambda z: torch.tanh(torch.tanh(z)), False),
         (lambda z: z + 1, False),
         (lambda z: z.clamp(max=0.5), False),
         (lambda z: z * torch.arange(48), False),
         (lambda z: torch.where(z > 0, z, -z), False),
         (lambda z: z[..., :] * 2, False),
-        (lambda z: torch.cat((z, z), 1), False),
+        (lambda z: torch.cat((z, z), 1)[:, 5:].clone(), False),
+        (lambda z: z.clamp_(max=0.5), False),
+        (lambda z: torch.clamp_(z, max=0.5), False),
+        (lambda z: torch.nn.functional.relu(z, inplace=True), False),
+        (lambda z: operator.iadd(z, 1), False),
+        (lambda z: (z.clamp_(max=0.5), z * 2)[1], False),
+        (lambda z: (z[..., :9].zero_(), z)[1], False),
+        (lambda z: (z[..., :9].mul_(2), z.mul_(2), z)[2], False),
+        (lambda z: (z.view(-1, 48).fill_(1), z)[1], False),
+        (lambda z: (operator.setitem(z, (..., slice(3, 9)), -1.0), z)[1], False),
+        (lambda z: (torch.mul(z, 2, out=z) if not z.requires_grad else z.mul_(2), z)[1], False),
+        (lambda z: (z.masked_fill_(z > 0.5, 0.5), z)[1], False),
+        (lambda z: (z.detach().argmax(-1), z * 2)[1], False),
+        (lambda z: (_without_gradients(z), z * 2)[1], False),
+        (lambda z: (str(z.shape), z.dtype, z.size(0), z)[3], False),
     ],
 )
 def test_whatever_a_forward_does_with_its_logits(change, fused):
-    g = torch.Generator().manual_seed(0)
-    head = torch.nn.Linear(16, 48, bias=False)
-    x, labels = torch.randn(2, 5, 16, generator=g), torch.randint(48, (2, 5), generator=g)
+    """The loss and its gradients are those of the tensor, also where it is written into."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    described = change(integration.causal_lm.Logits(head, x, ()))
-    expected = change(head(x))
-    loss = None
-    if isinstance(described, integration.causal_lm.Logits):
-        loss = described.loss(labels)
-        described = described.tensor()
-    assert (loss is not None) == fused
-    torch.testing.assert_close(described, expected, rtol=0, atol=0)
-    if fused:
-        torch.testing.assert_close(loss, ForCausalLMLoss(expected, labels, 48))
+    g = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(16, 48, bias=False)
+    x = torch.randn(2, 5, 16, generator=g).requires_grad_()
+    labels = torch.randint(48, (2, 5), generator=g)
+
+    def of(logits):
+        loss = None
+        if isinstance(logits, integration.causal_lm.Logits):
+            loss = logits.loss(labels)
+            logits = logits.tensor("a test") if loss is None else None
+        return (loss is not None), ForCausalLMLoss(logits, labels, 48) if loss is None else loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        was_fused, ours = of(change(integration.causal_lm.Logits("Model", head, x)))
+    theirs = of(change(head(x)))[1]
+    assert was_fused == fused
+    # float32, whose roundings come in another order in the fused loss.
+    close = {"rtol": 1e-5, "atol": 1e-6} if fused else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(ours, theirs, **close)
+    wrt = (x, head.weight)
+    for a, b in zip(torch.autograd.grad(ours, wrt), torch.autograd.grad(theirs, wrt), strict=True):
+        torch.testing.assert_close(a, b, **close)
+
+
+def _without_gradients(logits):
+    """As a metric in a forward, which must not leave the loss without gradients."""
+    with torch.no_grad():
+        return logits.argmax(-1)
 
 
 def test_a_vocabulary_of_logits_is_never_there():

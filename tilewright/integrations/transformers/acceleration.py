@@ -13,14 +13,16 @@ import torch
 from torch import nn
 
 from tilewright.integrations.transformers import causal_lm, layers
+from tilewright.integrations.transformers.attention import eager_attention
 from tilewright.integrations.transformers.errors import NAME
 from tilewright.integrations.transformers.instance import (
     check_restorable,
     on_plain_numbers,
+    own_function,
     put_back,
     replace_forward,
 )
-from tilewright.integrations.transformers.tables import register_once
+from tilewright.integrations.transformers.tables import OTHERS, register_once, with_other
 from tilewright.integrations.transformers.versions import require_transformers
 from tilewright.nn.experts import why_not
 from tilewright.ops import OPS, _checks
@@ -372,10 +374,15 @@ class _Work:
             return "encoder-decoder models have position biases and masks of their own"
         if config.model_type in COMPUTE_WITH_MASKS:
             return f"{config.model_type} computes with its attention mask, which is not built"
-        if rates := {p for m in self.modules if (p := getattr(m, "attention_dropout", 0.0))}:
-            return f"dropout of attention is not computed ({sorted(map(str, rates))})"
-        if getattr(config, "output_attentions", False):
-            return "output_attentions is set"
+        if model.can_generate() and getattr(config, "is_decoder", None) is False:
+            causal = {getattr(m, "is_causal", None) for m in self.modules}
+            if False in causal and True not in causal:
+                return "it generates with attention that is not causal (is_decoder is False)"
+        for other in self._implementations(model, "attn").values():
+            if other not in OTHERS and not other.startswith(NAME):
+                return f"attn_implementation is {other!r}, which is not transformers' own"
+            if other == "eager" and (cls := _without_eager(self.modules)):
+                return f"the eager attention of {cls.__name__} is not found"
         return None if self._by("attention") else self._no_fused("attention")
 
     def experts(self) -> None:
@@ -395,14 +402,25 @@ class _Work:
         """Sets the model's attention or experts to this library's entry."""
         register_once()
         _own_config(model, self.modules)
-        before = {"": getattr(model.config, f"_{table}_implementation")}
-        for key in model.config.sub_configs:
-            if (config := getattr(model.config, key, None)) is not None:
-                before[key] = getattr(config, f"_{table}_implementation")
+        before = self._implementations(model, table)
         model.__dict__.setdefault(BEFORE, {})[table] = before
-        getattr(model, f"set_{table}_implementation")(NAME)
-        op = "attention" if table == "attn" else "moe_mlp"
-        self.changed.append(Change(part, {name: number}, self._by(op) or ""))
+        by = self._by("attention" if table == "attn" else "moe_mlp") or ""
+        if table == "attn":
+            others = sorted({other for other in before.values() if other in OTHERS})
+            chosen = {k: with_other(v) if v in others else v for k, v in before.items()}
+            if others:
+                by += f", or {' and '.join(others)} for what it does not compute"
+        else:
+            chosen = NAME
+        getattr(model, f"set_{table}_implementation")(chosen)
+        self.changed.append(Change(part, {name: number}, by))
+
+    def _implementations(self, model, table: str) -> dict[str, str]:
+        """The names in the model's configuration, and in those within it."""
+        configs = {"": model.config}
+        configs |= {key: getattr(model.config, key, None) for key in model.config.sub_configs}
+        found = {k: getattr(c, f"_{table}_implementation", None) for k, c in configs.items()}
+        return {key: name for key, name in found.items() if name is not None}
 
     def _is_left(self, part: str) -> bool:
         """Notes the reason if this part was not asked for."""
@@ -438,6 +456,15 @@ def _models(model: nn.Module) -> list[Any]:
 def _asks_for(model, table: str) -> bool:
     can_set = getattr(type(model), f"_can_set_{table}_implementation", None)
     return can_set is not None and can_set()
+
+
+def _without_eager(modules: list[nn.Module]) -> type | None:
+    """A class that asks transformers' table for its attention, and whose eager one is not found."""
+    for cls in {type(m) for m in modules}:
+        own = own_function(cls.forward)
+        if own and "ALL_ATTENTION_FUNCTIONS" in own.__code__.co_names and not eager_attention(cls):
+            return cls
+    return None
 
 
 def _is_experts(module: nn.Module) -> bool:

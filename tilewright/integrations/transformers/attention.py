@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,21 +11,24 @@ import torch
 import torch.nn.functional as F
 
 from tilewright import _torch
-from tilewright.integrations.transformers.errors import hole_in_window, not_traced
+from tilewright.integrations.transformers.errors import NotComputed, hole_in_window, not_traced
+from tilewright.integrations.transformers.instance import own_function
 from tilewright.integrations.transformers.masks import Mask
 from tilewright.integrations.transformers.packing import is_numbered
 from tilewright.ops import _checks, attention
 from tilewright.ops.attention import ATTENTION
-from tilewright.registry import ImplementationUnavailable
 
 # What transformers' cache of continuous batching passes: itself before 5.24, or what it reads by.
 PAGED = ("cache", "read_index", "block_table")
 
 
-def attention_entry(name: str, implementation: str, collector: Any) -> Callable:
+def attention_entry(
+    name: str, implementation: str, collector: Any, by_positions: bool = True
+) -> Callable:
     """Returns the function that transformers calls for a layer's attention under this name.
 
     collector: transformers' variable that tells which outputs of layers it collects.
+    by_positions: position ids that are not consecutive begin a document, beside the mask's.
     """
 
     def attention_forward(
@@ -56,11 +61,13 @@ def attention_entry(name: str, implementation: str, collector: Any) -> Callable:
         elif not isinstance(mask, Mask):
             refused = f"a mask of shape {list(mask.shape)}"
             mask = Mask((0, 0, S, keys), query.device, refused=refused)
+        if not by_positions:
+            position_ids = None
         packed_beside_mask = cu_seq_lens_q is not None and attention_mask is not None and S > 1
         if _attentions_are_collected(collector):
             kwargs["output_attentions"] = True
         if refused := _refused(mask, (S, keys), dropout, packed_beside_mask, kwargs):
-            raise ImplementationUnavailable(
+            raise NotComputed(
                 f'{type(module).__name__}: attn_implementation="{name}" does not compute '
                 f'{", ".join(refused)} (others: "sdpa", "eager")'
             )
@@ -92,6 +99,45 @@ def attention_entry(name: str, implementation: str, collector: Any) -> Callable:
             return out[..., :width].transpose(1, 2).contiguous(), None
 
     return attention_forward
+
+
+def attention_or_other(ours: Callable, other: str, table: Any) -> Callable:
+    """Returns `ours`, an `attention_entry`, but for requests that it does not compute: these are
+    computed by the implementation `other` of transformers' table, with one warning of each kind.
+    """
+
+    def attention_forward(module, query, key, value, attention_mask, *arguments, **options):
+        try:
+            return ours(module, query, key, value, attention_mask, *arguments, **options)
+        except NotComputed as error:
+            if not torch.compiler.is_compiling():
+                _warn_once(str(error).partition(" (others:")[0], other)
+        mask = attention_mask.for_other() if isinstance(attention_mask, Mask) else attention_mask
+        # transformers' table has no eager attention: each module of models has its own.
+        compute = eager_attention(type(module)) if other == "eager" else table[other]
+        return compute(module, query, key, value, mask, *arguments, **options)
+
+    return attention_forward
+
+
+_WARNED: set[tuple[str, str]] = set()
+
+
+def _warn_once(reason: str, other: str) -> None:
+    """Warns unless that happened for this reason, whatever its numbers."""
+    kind = re.sub(r"\d+", "", reason), other
+    if kind not in _WARNED:
+        _WARNED.add(kind)
+        warnings.warn(f"{reason}; {other!r} computes it, as before accelerate", stacklevel=4)
+
+
+def eager_attention(cls: type) -> Callable | None:
+    """The eager attention that a class's forward gives transformers' table as its default."""
+    own = own_function(cls.forward)
+    if own is None:
+        return None
+    names = (n for n in own.__code__.co_names if n.endswith("attention_forward"))
+    return next((own.__globals__[n] for n in names if n in own.__globals__), None)
 
 
 def _mask_of_layer(shape, query: torch.Tensor, causal: bool, window: int | None) -> Mask:
@@ -246,7 +292,7 @@ def attend_cache(q, k, v, kept, name, options):
         raise not_traced("no padding but that of causal attention without a cache")
     kept = kept.bool()
     if options["causal"] and not bool(kept[:, -q.shape[2] :].all()):
-        raise ImplementationUnavailable(
+        raise NotComputed(
             f'attn_implementation="{name}" takes padding on the left of cached keys only '
             '(others: "sdpa", "eager")'
         )

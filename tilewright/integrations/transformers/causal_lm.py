@@ -2,15 +2,16 @@
 builds the logits.
 
 The model's own forward runs, whatever it does around its head: it is given a view of the model
-whose `lm_head` returns a description of the logits in place of the tensor, and whose
-`loss_function` computes the loss from that. If the forward does something else with the logits
-than scale and softcap them, they are computed.
+whose `lm_head` returns a record in place of the logits, and whose `loss_function` computes the loss
+from that. If the forward does something else with the logits than scale and softcap them, they are
+computed, and the loss from them.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import nn
 from tilewright import _torch, ops
 from tilewright.integrations.transformers.instance import own_function
 from tilewright.integrations.transformers.versions import part_of
+from tilewright.ops import _checks
 
 LOGITS = ("eval", "never", "always")
 
@@ -94,88 +96,134 @@ class _View:
 
     @property
     def lm_head(self):
-        return _Head(self.__dict__["_model"].lm_head)
+        return _Head(self.__dict__["_model"])
 
     def loss_function(self, logits, labels, *args, **kwargs):
         if type(logits) is Logits:
             loss = logits.loss(labels, *args, **kwargs)
             if loss is not None:
                 return loss
-            logits = logits.tensor()
+            logits = logits.tensor("its loss needs them")
         return self.__dict__["_model"].loss_function(logits, labels, *args, **kwargs)
 
 
 class _Head:
     """A head that describes its logits."""
 
-    def __init__(self, head):
-        self.__dict__["_head"] = head
+    def __init__(self, model):
+        self.__dict__["_model"] = model
 
     def __getattr__(self, name):
-        return getattr(self.__dict__["_head"], name)
+        return getattr(self.__dict__["_model"].lm_head, name)
 
     def __call__(self, hidden_states):
-        return Logits(self.__dict__["_head"], hidden_states, ())
+        model = self.__dict__["_model"]
+        return Logits(type(model).__name__, model.lm_head, hidden_states)
+
+
+# Methods that are recorded, and what of them.
+RECORDED = {
+    **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), "mul"),
+    **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), "div"),
+    **dict.fromkeys(("float", "to"), "float"),
+    "tanh": "tanh",
+    "contiguous": "contiguous",
+}
+IN_PLACE = {
+    **dict.fromkeys(("mul_", "multiply_", "__imul__"), "mul"),
+    **dict.fromkeys(("div_", "divide_", "true_divide_", "__itruediv__"), "div"),
+    "tanh_": "tanh",
+}
 
 
 class Logits:
-    """Describes steps(head(x)), in place of the tensor, which is computed if it is used other than
-    scaled, softcapped, cast to float32 or given to the loss.
+    """Stands for the logits: a record of what happens to head(x).
 
-    steps: (name, number) in order: "div" and "mul" by a number, "tanh".
+    Scaling by numbers, tanh, casts to float32 and `contiguous` are recorded as steps, in place or
+    not. At anything else the logits so far are computed, once, and from there this object is that
+    tensor: what is written into it, or into a view of it, is in the loss.
+
+    steps: (name, number) in order: "mul" and "div" by a number, "tanh", "float".
     """
 
-    def __init__(self, head: nn.Linear, x: torch.Tensor, steps: tuple):
-        self.head, self.x, self.steps = head, x, steps
+    def __init__(self, model: str, head: nn.Linear, x: torch.Tensor, steps: tuple = ()):
+        self._model, self._head, self._x, self._steps = model, head, x, steps
+        # The logits are computed later, but as if it were here.
+        self._grad = torch.is_grad_enabled()
+        self._tensor: torch.Tensor | None = None
 
-    def tensor(self) -> torch.Tensor:
-        logits = self.head(self.x)
-        for step, number in self.steps:
-            if step == "tanh":
-                logits = torch.tanh(logits)
-            else:
-                logits = logits / number if step == "div" else logits * number
-        return logits
+    def tensor(self, what: str) -> torch.Tensor:
+        """The logits. what: what needs them, for a warning."""
+        if self._tensor is None:
+            if not torch.compiler.is_compiling():
+                _warn_once(self._model, what)
+            with torch.set_grad_enabled(self._grad):
+                logits = self._head(self._x)
+                for step, number in self._steps:
+                    if step == "tanh":
+                        logits = torch.tanh(logits)
+                    elif step == "float":
+                        logits = logits.float()
+                    else:
+                        logits = logits / number if step == "div" else logits * number
+                self._tensor = logits
+        return self._tensor
 
-    def _then(self, step: str, number: float = 1.0) -> Logits:
-        return Logits(self.head, self.x, (*self.steps, (step, number)))
+    def _apply(self, name: str, arguments: tuple, options: dict) -> Any:
+        """What a method of the tensor returns: a record of it, or the tensor's result."""
+        if self._tensor is None and (steps := self._after(name, arguments, options)) is not None:
+            if name in IN_PLACE:
+                self._steps = steps
+                return self
+            same = steps == self._steps  # contiguous, or a cast to its own dtype
+            return self if same else Logits(self._model, self._head, self._x, steps)
+        result = getattr(self.tensor(name), name)(*arguments, **options)
+        return self if result is self._tensor else result
 
-    def __truediv__(self, other):
-        return (
-            self._then("div", other) if isinstance(other, (int, float)) else self.tensor() / other
-        )
-
-    def __mul__(self, other):
-        return (
-            self._then("mul", other) if isinstance(other, (int, float)) else self.tensor() * other
-        )
-
-    __rmul__ = __mul__
-
-    def tanh(self) -> Logits:
-        return self._then("tanh")
-
-    def float(self) -> Logits:
-        return self  # the loss is computed in float32
-
-    def contiguous(self) -> Logits:
-        return self
-
-    def __getitem__(self, index):
-        return self.tensor()[index]
+    def _after(self, name: str, arguments: tuple, options: dict) -> tuple | None:
+        """The steps after a method, or None if it is not recorded."""
+        step = (RECORDED | IN_PLACE).get(name)
+        number = arguments[0] if len(arguments) == 1 else None
+        if options or step is None:
+            return None
+        if step == "contiguous" and not arguments:
+            return self._steps
+        if step == "float" and ((name == "float" and not arguments) or number is torch.float32):
+            return self._steps if self.dtype == torch.float32 else (*self._steps, (step, 1.0))
+        if step == "tanh" and not arguments:
+            return (*self._steps, (step, 1.0))
+        if type(number) in (int, float) and (step == "mul" or (step == "div" and number != 0)):
+            return (*self._steps, (step, number))
+        return None
 
     def __getattr__(self, name):
-        if not name.startswith("__") and hasattr(torch.Tensor, name):
-            return getattr(self.tensor(), name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name.startswith("_") or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if self._tensor is None:
+            if name == "dtype":
+                cast = any(step == "float" for step, _ in self._steps)
+                return torch.float32 if cast else _dtype_of(self._head, self._x)
+            if name == "device":
+                return self._x.device
+            if name == "shape":
+                return torch.Size((*self._x.shape[:-1], self._head.weight.shape[0]))
+            if callable(getattr(torch.Tensor, name)):
+                return functools.partial(_call, self, name)
+        return getattr(self.tensor(name), name)
 
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), options=None):
-        if function in (torch.tanh, torch.Tensor.tanh) and len(arguments) == 1 and not options:
-            return arguments[0].tanh()
+        options, name = options or {}, getattr(function, "__name__", str(function))
+        if arguments and type(arguments[0]) is Logits and hasattr(torch.Tensor, name):
+            first, *rest = arguments
+            others = _torch.pytree.tree_leaves((rest, options))
+            if function in (getattr(torch, name, None), getattr(torch.Tensor, name)) and not any(
+                type(value) is Logits for value in others
+            ):
+                return first._apply(name, tuple(rest), options)
         arguments, options = _torch.pytree.tree_map(
-            lambda value: value.tensor() if type(value) is Logits else value,
-            (tuple(arguments), options or {}),
+            lambda value: value.tensor(name) if type(value) is Logits else value,
+            (tuple(arguments), options),
         )
         return function(*arguments, **options)
 
@@ -189,16 +237,18 @@ class Logits:
         **kwargs,
     ) -> torch.Tensor | None:
         """transformers' ForCausalLMLoss of these logits, or None if the op does not compute it."""
-        found = _scale_and_cap(self.steps)
-        weight, bias = self.head.weight, self.head.bias
+        found = None if self._tensor is not None else _scale_and_cap(self._steps)
+        weight, bias = self._head.weight, self._head.bias
         if found is None or (found[0] != 1 and bias is not None):
             return None
         scale, cap = found
-        x = self.x if scale == 1 else self.x * scale
+        x = self._x if scale == 1 else self._x * scale
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         if isinstance(num_items_in_batch, torch.Tensor):
             num_items_in_batch = num_items_in_batch.to(x.device)
+            if num_items_in_batch.numel() == 1:
+                num_items_in_batch = num_items_in_batch.reshape(())
         return ops.linear_cross_entropy(
             x.reshape(-1, x.shape[-1]),
             weight,
@@ -210,16 +260,41 @@ class Logits:
         )
 
 
+def _call(logits: Logits, name: str, *arguments, **options) -> Any:
+    return logits._apply(name, arguments, options)
+
+
+def _dtype_of(head: nn.Linear, x: torch.Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if _checks.autocasts(device) else head.weight.dtype
+
+
+_WARNED: set[tuple[str, str]] = set()
+
+
+def _warn_once(model: str, what: str) -> None:
+    if (model, what) not in _WARNED:
+        _WARNED.add((model, what))
+        warnings.warn(
+            f"{model} computes with its logits before its loss ({what}): they are built, and the "
+            "loss is computed from them",
+            stacklevel=2,
+        )
+
+
 def _define_operators():
     def of(name):
         def operator(self, *others):
-            return getattr(self.tensor(), name)(*others)
+            return self._apply(name, others, {})
 
         return operator
 
-    names = "add radd sub rsub rtruediv matmul pow neg abs eq ne lt le gt ge len iter bool"
-    for name in (f"__{name}__" for name in names.split()):
-        setattr(Logits, name, of(name))
+    both = "add sub mul truediv floordiv mod matmul pow and or xor"
+    one = "neg abs invert eq ne lt le gt ge len iter bool float int getitem setitem"
+    names = [side + name for name in both.split() for side in ("", "r", "i")] + one.split()
+    for name in (f"__{name}__" for name in names):
+        if hasattr(torch.Tensor, name):
+            setattr(Logits, name, of(name))
     Logits.__hash__ = object.__hash__  # which goes with __eq__
 
 
@@ -236,7 +311,7 @@ def _scale_and_cap(steps: tuple) -> tuple[float, float | None] | None:
             if capped:
                 return None
             capped = True
-        else:
+        elif step != "float":  # the loss is computed in float32
             factor = 1 / number if step == "div" else number
             before, after = (before, after * factor) if capped else (before * factor, after)
     if not capped:
@@ -248,6 +323,14 @@ def _scale_and_cap(steps: tuple) -> tuple[float, float | None] | None:
 
 
 def _without_logits(output: Any) -> Any:
+    """An output without logits that stand for a tensor; what was computed is returned."""
     if isinstance(output, tuple):
-        return tuple(value for value in output if type(value) is not Logits)
-    return type(output)(**{k: v for k, v in output.items() if type(v) is not Logits})
+        values = (_computed(value) for value in output)
+        return tuple(value for value in values if type(value) is not Logits)
+    values = {k: _computed(v) for k, v in output.items()}
+    return type(output)(**{k: v for k, v in values.items() if type(v) is not Logits})
+
+
+def _computed(value: Any) -> Any:
+    is_computed = type(value) is Logits and value._tensor is not None
+    return value._tensor if is_computed else value

@@ -7,27 +7,31 @@ from tilewright.registry import ImplementationUnavailable
 NAME = "tilewright"
 
 
-def computed_mask(what: str) -> ImplementationUnavailable:
+class NotComputed(ImplementationUnavailable):
+    """A request that attention by this library does not compute, and another implementation may."""
+
+
+def computed_mask(what: str) -> NotComputed:
     """The error for a model that computes with its mask."""
-    return ImplementationUnavailable(
+    return NotComputed(
         f'attn_implementation="{NAME}" builds no mask of queries x keys, and this model '
         f'computes with its mask ({what}) (others: "sdpa", "eager")'
     )
 
 
-def not_traced(what: str) -> ImplementationUnavailable:
+def not_traced(what: str) -> NotComputed:
     """The error for a feature that is supported without torch.compile only; `what` works with
     it.
     """
-    return ImplementationUnavailable(
+    return NotComputed(
         f'attn_implementation="{NAME}" under torch.compile(fullgraph=True) takes {what}, '
         "and lengths that are no tensors; without fullgraph it takes more"
     )
 
 
-def hole_in_window(name: str) -> ImplementationUnavailable:
+def hole_in_window(name: str) -> NotComputed:
     """The error for padding within a document together with a window."""
-    return ImplementationUnavailable(
+    return NotComputed(
         f'attn_implementation="{name}" takes no mask with holes in a document where there '
         'is a window, which would reach over them (others: "sdpa", "eager")'
     )

@@ -13,13 +13,33 @@ from tilewright.integrations.transformers.errors import computed_mask, not_trace
 from tilewright.integrations.transformers.packing import Layout, layout_of
 
 
+class Dense:
+    """The mask that another implementation of attention would be given, built when it is asked for.
+
+    make: transformers' function of that implementation, and its arguments.   dtype: the mask's.
+    """
+
+    def __init__(self, make: Callable, arguments: dict[str, Any], dtype: torch.dtype):
+        self.make, self.arguments, self.dtype = make, arguments, dtype
+        self._built: dict[bool, Any] = {}
+
+    def build(self, skips: bool) -> Any:
+        """skips: it may be None where the implementation needs none."""
+        if skips not in self._built:
+            never = {k: False for k in self.arguments if k.startswith("allow_is_")}
+            self._built[skips] = self.make(**self.arguments | ({} if skips else never))
+        return self._built[skips]
+
+
 class Mask:
     """Describes a transformers mask, in place of the tensor [batch, 1, queries, keys], which is
-    never built.
+    not built.
 
-    A model may pass it on, move it and slice off its last keys. Any other use raises
-    ImplementationUnavailable, because there are no values to compute with.
+    A model may pass it on, move it and slice off its last keys. Any other use takes the tensor that
+    another implementation would be given, if there is one, and attention then is that one's, since
+    the model may have changed the tensor; without one, it raises NotComputed.
 
+    dense: the other implementation's mask, or None.
     causal, window: as in `ops.attention`; the queries are the last of the first `filled` keys.
     kept: bool [batch, filled], False for padding, or each key's document number, from 1; None: no
         padding, and one document per row.
@@ -29,12 +49,56 @@ class Mask:
     requires_grad = False
 
     def __init__(
-        self, shape, device, *, causal=False, window=None, kept=None, filled=None, refused=None
+        self,
+        shape,
+        device,
+        *,
+        causal=False,
+        window=None,
+        kept=None,
+        filled=None,
+        refused=None,
+        dense: Dense | None = None,
     ):
-        self.shape, self.device, self.dtype = torch.Size(shape), device, torch.bool
+        self.shape, self.device = torch.Size(shape), device
+        self.dtype = torch.bool if dense is None else dense.dtype
         self.causal, self.window, self.kept, self.refused = causal, window, kept, refused
         self.filled = self.shape[3] if filled is None else filled
+        self.dense = dense
+        self._values: torch.Tensor | None = None  # what the model computed with
         self._last: tuple | None = None  # the last position ids, their version and layout
+
+    def _like(self, shape, device, kept) -> Mask:
+        return Mask(
+            shape,
+            device,
+            causal=self.causal,
+            window=self.window,
+            kept=kept,
+            filled=self.filled,
+            refused=self.refused,
+            dense=self.dense,
+        )
+
+    def _place(self, dense: Any) -> Any:
+        """The other implementation's mask on this device, of these keys."""
+        if not isinstance(dense, torch.Tensor):
+            return dense
+        return dense.to(self.device)[..., : self.shape[3]]
+
+    def for_other(self) -> Any:
+        """The mask for the other implementation."""
+        assert self.dense is not None
+        return self._place(self.dense.build(True)) if self._values is None else self._values
+
+    def values(self, what: str) -> torch.Tensor:
+        """The tensor to compute with. what: what the model does, for the error."""
+        if self._values is None:
+            if self.dense is None:
+                raise computed_mask(what)
+            self._values = self._place(self.dense.build(False))
+            self.refused = f"a mask that the model computes with ({what})"
+        return self._values
 
     @property
     def ndim(self) -> int:
@@ -46,27 +110,22 @@ class Mask:
     def size(self, dim: int | None = None):
         return self.shape if dim is None else self.shape[dim]
 
-    def to(self, *arguments, **options) -> Mask:
+    def to(self, *arguments, **options) -> Mask | torch.Tensor:
         """Moves it to another device. There are no values to cast."""
         device = _torch.device_asked_for(*arguments, **options)
         if device is None or device == self.device:
             return self
-        kept = None if self.kept is None else self.kept.to(device)
-        return Mask(
-            self.shape,
-            device,
-            causal=self.causal,
-            window=self.window,
-            kept=kept,
-            filled=self.filled,
-            refused=self.refused,
-        )
+        if self._values is not None:
+            return self._values.to(device)
+        return self._like(self.shape, device, None if self.kept is None else self.kept.to(device))
 
     def contiguous(self) -> Mask:
         return self
 
-    def __getitem__(self, index) -> Mask:
-        index = index if isinstance(index, tuple) else (index,)
+    def __getitem__(self, index) -> Mask | torch.Tensor:
+        if self._values is not None:
+            return self._values[index]
+        of, index = index, index if isinstance(index, tuple) else (index,)
         *others, last = index
         whole = all(i is Ellipsis or i == slice(None) for i in others)
         if (
@@ -78,25 +137,22 @@ class Mask:
             and (last.stop is None or last.stop >= self.filled)
         ):
             keys = len(range(*last.indices(self.shape[3])))
-            return Mask(
-                (*self.shape[:3], keys),
-                self.device,
-                causal=self.causal,
-                window=self.window,
-                kept=self.kept,
-                filled=self.filled,
-                refused=self.refused,
-            )
-        raise computed_mask("indexes it")
+            return self._like((*self.shape[:3], keys), self.device, self.kept)
+        return self.values("indexes it")[of]
 
     def __getattr__(self, name):
         if not name.startswith("_") and hasattr(torch.Tensor, name):
-            raise computed_mask(f"calls its {name}")
+            return getattr(self.values(f"calls its {name}"), name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), options=None):
-        raise computed_mask(f"calls {getattr(function, '__name__', function)} with it")
+        what = f"calls {getattr(function, '__name__', function)} with it"
+        arguments, options = _torch.pytree.tree_map(
+            lambda value: value.values(what) if type(value) is Mask else value,
+            (tuple(arguments), options or {}),
+        )
+        return function(*arguments, **options)
 
     def layout(self, position_ids: torch.Tensor | None, B: int, S: int) -> Layout | None:
         """`layout_of` of `kept`, cached for the mask's lifetime, one forward pass: all layers need
@@ -113,13 +169,13 @@ class Mask:
 def _define_operators():
     def of(name):
         def operator(self, *others):
-            raise computed_mask(f"calls its {name}")
+            return getattr(self.values(f"calls its {name}"), name)(*others)
 
         return operator
 
     for name in ("add", "sub", "mul", "truediv", "matmul", "and", "or", "xor"):
         for side in ("", "r", "i"):
-            setattr(Mask, f"__{side}{name}__", of(name))
+            setattr(Mask, f"__{side}{name}__", of(f"__{side}{name}__"))
     for name in (
         "eq",
         "ne",
@@ -138,7 +194,7 @@ def _define_operators():
         "setitem",
         "array",
     ):
-        setattr(Mask, f"__{name}__", of(name))
+        setattr(Mask, f"__{name}__", of(f"__{name}__"))
     Mask.__hash__ = object.__hash__  # which goes with __eq__
 
 
@@ -155,17 +211,39 @@ def make_mask(
     mask_function=None,
     attention_mask: torch.Tensor | Mask | None = None,
     device=None,
+    other: Callable | None = None,
+    additive: bool = False,
     **kwargs,
 ) -> Mask:
     """The mask for a layer, from transformers' function of query and key positions and its padding
     mask.
+
+    other: makes the mask of the implementation that computes what this library does not.
+    additive: that is a mask to add, in the dtype of the model.
     """
     if isinstance(attention_mask, Mask):  # made earlier, as by generate
         return attention_mask
+    dense = None
+    if other is not None:
+        dense = Dense(
+            other,
+            {
+                "batch_size": batch_size,
+                "q_length": q_length,
+                "kv_length": kv_length,
+                "q_offset": q_offset,
+                "kv_offset": kv_offset,
+                "mask_function": mask_function,
+                "attention_mask": attention_mask,
+                "device": device,
+                **kwargs,
+            },
+            kwargs.get("dtype", torch.float32) if additive else torch.bool,
+        )
     shape = (batch_size, 1, q_length, kv_length)
     if torch.compiler.is_compiling():
         return _make_traced_mask(
-            shape, q_offset, kv_offset, mask_function, attention_mask, device, kwargs
+            shape, q_offset, kv_offset, mask_function, attention_mask, device, dense, kwargs
         )
     device = torch.device("cpu" if device is None else device)
     q_offset, kv_offset = int(q_offset), int(kv_offset)
@@ -203,8 +281,16 @@ def make_mask(
         if said.documents is not None:
             numbers = said.documents[:, kv_offset : kv_offset + filled] + 1
             kept = numbers if kept is None else numbers * kept
-        return Mask(shape, device, causal=said.causal, window=window, kept=kept, filled=filled)
-    return Mask(shape, device, refused=", ".join(said.refused))
+        return Mask(
+            shape,
+            device,
+            causal=said.causal,
+            window=window,
+            kept=kept,
+            filled=filled,
+            dense=dense,
+        )
+    return Mask(shape, device, refused=", ".join(said.refused), dense=dense)
 
 
 class _MaskFunction:
@@ -258,7 +344,7 @@ def _version_of(name: str) -> str:
     return f" of transformers {transformers.__version__}"
 
 
-def _make_traced_mask(shape, q_offset, kv_offset, function, attention_mask, device, said):
+def _make_traced_mask(shape, q_offset, kv_offset, function, attention_mask, device, dense, said):
     """`make_mask` traced by torch.compile: closures cannot be read, so the meaning of transformers'
     function is inferred from the other arguments.
     """
@@ -275,12 +361,15 @@ def _make_traced_mask(shape, q_offset, kv_offset, function, attention_mask, devi
             attention_mask is not None and attention_mask.dim() != 2,
         )
     ):
-        raise not_traced(
-            "a causal mask, with a window or packed documents, or one that is not causal"
-        )
+        takes = "a causal mask, with a window or packed documents, or one that is not causal"
+        if dense is None:
+            raise not_traced(takes)
+        return Mask(shape, device, refused="a mask that cannot be traced", dense=dense)
     causal, window = "allow_is_bidirectional_skip" not in said, said.get("local_size")
     if window is not None and not causal:
-        raise not_traced("a window that is causal")
+        if dense is None:
+            raise not_traced("a window that is causal")
+        return Mask(shape, device, refused="a window that is not causal", dense=dense)
     filled = q_offset + queries - kv_offset if causal else keys
     kept = None
     if attention_mask is not None:
@@ -301,6 +390,7 @@ def _make_traced_mask(shape, q_offset, kv_offset, function, attention_mask, devi
         window=None if window is None or window >= filled else window,
         kept=kept,
         filled=filled,
+        dense=dense,
     )
 
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from tilewright.integrations.transformers.attention import attention_entry
+import functools
+
+from tilewright.integrations.transformers.attention import attention_entry, attention_or_other
 from tilewright.integrations.transformers.errors import NAME
 from tilewright.integrations.transformers.experts import experts_entry
 from tilewright.integrations.transformers.masks import make_mask
 from tilewright.integrations.transformers.versions import part_of, require_transformers
 from tilewright.ops.attention import ATTENTION
 from tilewright.ops.moe import MOE_MLP
+
+# What computes attention under `accelerate` where this library does not: what the model had before.
+# transformers reserves "flash" anywhere in a name.
+OTHERS = {"eager", "sdpa", "flex_attention", *(f"flash_attention_{n}" for n in (2, 3, 4))}
+
+
+def with_other(other: str) -> str:
+    """The name in transformers' tables of attention by this library, or by `other`."""
+    return f"{NAME}:or_{other.replace('flash_attention_', 'fa')}"
 
 
 def register(implementation: str = "auto", attn_implementation: str = "auto") -> tuple[str, ...]:
@@ -82,6 +93,12 @@ def register(implementation: str = "auto", attn_implementation: str = "auto") ->
     for name, chosen in {NAME: attn_implementation, **attention_entries}.items():
         attention.register(name, attention_entry(name, chosen, collector))
         masks.register(name, make_mask)
+    for other in OTHERS & {"eager", *attention().valid_keys()} & set(masks().valid_keys()):
+        name, flash = with_other(other), other.startswith("flash")
+        ours = attention_entry(NAME, attn_implementation, collector, by_positions=flash)
+        attention.register(name, attention_or_other(ours, other, attention()))
+        make = functools.partial(make_mask, other=masks()[other], additive=other == "eager")
+        masks.register(name, make)
     return tuple(entries)
 
 
