@@ -12,6 +12,11 @@ AUTO = {
     "masked": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
     "seq2seq": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
 }
+# Of models with images, their text alone.
+IMAGES = {
+    "image-text": ("AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
+}
+EVERY = AUTO | IMAGES
 LEFT_OUT = {
     "blt": "its local encoder's width follows from several fields",
     "dbrx": "its configuration has no rope_theta, which its model reads",
@@ -92,6 +97,37 @@ OWN = {  # models that need fields beyond these rules to build, or to have atten
     },
     "recurrent_gemma": {"num_hidden_layers": 3},
     "xmod": {"default_language": "en_XX"},
+    "chameleon": {"vocabulary_map": {"<image>": 60, "IMGIMGAZ": 61, "IMGIMGBZ": 62}},
+    "hunyuan_vl_text": {"head_dim": 16},
+    "mistral4": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 1.0,
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 128,
+        }
+    },
+    **{
+        f"{kind}_text": {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": section,
+                "partial_rotary_factor": sum(section) / 8,
+            }
+        }
+        for kind, section in (
+            ("qwen2_vl", [2, 3, 3]),
+            ("qwen2_5_vl", [2, 3, 3]),
+            ("qwen2_5_omni", [2, 3, 3]),
+            ("glm4v", [2, 3, 3]),
+            ("glm4v_moe", [1, 1, 2]),
+            ("glm_ocr", [2, 3, 3]),
+            ("paddleocr_vl", [2, 3, 3]),
+            ("ernie4_5_vl_moe", [3, 3, 2]),
+        )
+    },
 }
 
 
@@ -99,10 +135,10 @@ def smaller(fields: dict) -> dict:
     found = {}
     for name, value in fields.items():
         if isinstance(value, dict):
-            value = value if name.startswith("rope") else smaller(value)
+            value = value if str(name).startswith("rope") else smaller(value)
         elif isinstance(value, int) and not isinstance(value, bool):
             value = min(
-                [value, *(size for names, size in SIZES.items() if names.fullmatch(name))][:2]
+                [value, *(size for names, size in SIZES.items() if names.fullmatch(str(name)))][:2]
             )
         found[name] = value
     if "sliding_window" in found:  # narrow enough to matter, and enabled
@@ -130,10 +166,14 @@ def smaller(fields: dict) -> dict:
 
 
 def kinds(head: str) -> list[str]:
-    """The model types of a head that can be built small."""
+    """The model types of a head that can be built small; of those with images, the ones that no
+    other head has.
+    """
     from transformers.models.auto import modeling_auto
 
-    return [kind for kind in getattr(modeling_auto, AUTO[head][1]) if kind not in LEFT_OUT]
+    others = {kind for name in AUTO for kind in kinds(name)} if head in IMAGES else ()
+    names = getattr(modeling_auto, EVERY[head][1])
+    return [kind for kind in names if kind not in LEFT_OUT and kind not in others]
 
 
 def config_of(kind: str):
@@ -156,7 +196,7 @@ def build(kind: str, head: str, attn_implementation: str | None = "eager"):
 
     chosen = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     torch.manual_seed(0)
-    model = getattr(transformers, AUTO[head][0]).from_config(config_of(kind), **chosen).eval()
+    model = getattr(transformers, EVERY[head][0]).from_config(config_of(kind), **chosen).eval()
     with torch.no_grad():  # transformers initializes weights too small for attention to matter
         for p in model.parameters():
             if p.dim() > 1 and p.is_floating_point():

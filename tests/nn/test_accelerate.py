@@ -395,6 +395,96 @@ def test_attention_that_is_not_computed_here_is_the_models_own(what, reason, own
     assert len(calls) == 2
 
 
+def test_what_a_module_is_given_later_is_used():
+    """Another epsilon, another activation, and hooks on the activation."""
+    ids, _ = batch()
+    for change in (
+        lambda model: setattr(model.model.norm, "variance_epsilon", 0.5),
+        lambda model: setattr(model.model.layers[0].mlp, "act_fn", torch.nn.Hardtanh()),
+        lambda model: model.model.layers[0].mlp.act_fn.register_forward_hook(lambda m, x, y: 2 * y),
+    ):
+        theirs = tiny("llama").eval()
+        ours = copy.deepcopy(theirs)
+        accelerate(ours, quiet=True)
+        before = ours(ids).logits
+        change(theirs), change(ours)
+        expected = theirs(ids).logits
+        assert (expected - before).abs().max() > 1e-3
+        copies = [ours, copy.deepcopy(ours)]
+        if "register_forward_hook" not in change.__code__.co_names:  # with a lambda
+            copies.append(pickle.loads(pickle.dumps(ours)))
+        for model in copies:
+            torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
+        restore(ours)
+        assert not any("_tilewright" in key for m in ours.modules() for key in m.__dict__)
+
+
+def test_a_gates_projections_may_be_replaced(monkeypatch):
+    model = tiny("llama").eval()
+    accelerate(model, parts=("mlp",), quiet=True)
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj = copy.deepcopy(mlp.up_proj)
+    calls, compute = [], ops.silu_mul
+    monkeypatch.setattr(ops, "silu_mul", lambda *a: (calls.append(1), compute(*a))[1])
+    model(batch()[0])
+    assert len(calls) == 2
+
+
+def test_restore_reaches_copies_that_peft_makes():
+    """`modules_to_save` copies modules, whose configuration is then a copy, too."""
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny("qwen3_moe").eval()
+    ids, _ = batch()
+    expected = model(ids).logits
+    accelerate(model, parts=PARTS, quiet=True)
+    peft = get_peft_model(
+        model, LoraConfig(target_modules=["lm_head"], modules_to_save=["experts", "self_attn"])
+    ).eval()
+    restore(peft)
+    found = {
+        name
+        for module in peft.modules()
+        if (config := module.__dict__.get("config")) is not None
+        for name in (config._attn_implementation, config._experts_implementation)
+    }
+    assert found == {"eager"}, found
+    assert torch.equal(peft(ids).logits, expected)
+
+
+def test_cpt_of_peft_has_its_logits():
+    from peft import CPTConfig, get_peft_model
+
+    config = CPTConfig(
+        task_type="CAUSAL_LM",
+        cpt_token_ids=[3, 4, 5],
+        cpt_mask=[1, 1, 1],
+        cpt_tokens_type_mask=[1, 2, 4],
+    )
+    theirs = get_peft_model(tiny("llama", tie_word_embeddings=False), config)
+    ours = copy.deepcopy(theirs)
+    report = accelerate(ours, quiet=True)
+    assert "CPT" in report.left["loss"]
+    ids, mask = batch()
+
+    def loss(model):
+        return model(
+            input_ids=ids,
+            attention_mask=mask,
+            labels=ids,
+            input_type_mask=torch.full_like(ids, 4),
+        ).loss
+
+    torch.testing.assert_close(loss(ours), loss(theirs), rtol=1e-5, atol=1e-5)
+
+
+def test_the_report_names_the_modules_of_each_part():
+    report = accelerate(tiny("qwen3_moe"), parts=PARTS, quiet=True)
+    modules = {change.part: change.modules for change in report.changed}
+    assert modules["attention"] == {"Qwen3MoeAttention": 2}
+    assert modules["experts"] == {"Qwen3MoeExperts": 1} and modules["mlp"] == {"Qwen3MoeMLP": 1}
+
+
 def test_refusals():
     model = tiny()
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str"):
@@ -557,6 +647,49 @@ def test_whatever_a_forward_does_with_its_logits(change, fused):
     wrt = (x, head.weight)
     for a, b in zip(torch.autograd.grad(ours, wrt), torch.autograd.grad(theirs, wrt), strict=True):
         torch.testing.assert_close(a, b, **close)
+
+
+@pytest.mark.parametrize("how", ["mul_", "clamp_", "div_", "setitem", "view", "imul", "relu"])
+def test_a_model_that_writes_into_its_logits(how):
+    """Its loss and gradients are those that it has without accelerate."""
+    from transformers import LlamaForCausalLM
+
+    class Scaled(LlamaForCausalLM):
+        def forward(self, input_ids, labels=None, **options):
+            logits = self.lm_head(self.model(input_ids).last_hidden_state)
+            if how in ("mul_", "div_"):
+                getattr(logits, how)(3.0)
+            elif how == "clamp_":
+                logits.clamp_(max=0.02)
+            elif how == "setitem":
+                logits[..., 4:9] = -1.0
+            elif how == "view":
+                logits[..., :20].mul_(3.0)
+            elif how == "imul":
+                logits *= 3.0
+            else:
+                torch.nn.functional.relu(logits, inplace=True)
+            return CausalLMOutputWithPast(
+                loss=self.loss_function(logits, labels, self.config.vocab_size), logits=logits
+            )
+
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    torch.manual_seed(0)
+    theirs = Scaled(config_of("llama")).train()
+    ours = copy.deepcopy(theirs)
+    assert "loss" not in accelerate(ours, parts=("loss",), quiet=True).left
+    ids, _ = batch()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*computes with its logits before its loss")
+        losses = [model(ids, labels=ids).loss for model in (ours, theirs)]
+    torch.testing.assert_close(*losses)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        a, b = (
+            torch.autograd.grad(loss, p, retain_graph=True)[0]
+            for loss, p in zip(losses, (one, other), strict=True)
+        )
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 def _without_gradients(logits):

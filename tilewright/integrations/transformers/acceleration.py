@@ -35,10 +35,18 @@ PARTS = ("norm", "rope", "mlp", "attention", "experts", "loss")
 LEFT_ON_CPU = {"attention": "on a CPU it is PyTorch's scaled_dot_product_attention either way"}
 REPORT = "_tilewright_report"  # of the last call, on the model that was given
 BEFORE = "_tilewright_before"  # a model's attention and experts implementations before
-# They compute with the mask, which is not built here.
-COMPUTE_WITH_MASKS = (
-    "axk2", "bigbird_pegasus", "deepseek_v32", "deepseek_v4", "doge", "glm_moe_dsa", "hy_v4",
-)  # fmt: skip
+# Each layer of these would be computed by what the model had before.
+ATTENTION_OF_THEIR_OWN = {
+    **dict.fromkeys(
+        (
+            "axk2", "bigbird_pegasus", "deepseek_v32", "deepseek_v4", "doge", "dots3_note_text",
+            "glm_moe_dsa", "hy_v4", "qwen4_exp", "qwen4_exp_text",
+        ),
+        "computes with its attention mask, which is not built",
+    ),
+    **dict.fromkeys(("inkling_text", "inkling2_text"), "has a position bias"),
+    "layoutlm": "makes a mask of its own",
+}  # fmt: skip
 
 
 class Change(NamedTuple):
@@ -208,7 +216,25 @@ def restore(model: nn.Module) -> None:
         if before is not None:
             for name, value in before.items():
                 getattr(module, f"set_{name}_implementation")(value)
+                _restore_copies(module, name, value)
         put_back(module)
+
+
+def _restore_copies(model: Any, table: str, before: dict[str, str]) -> None:
+    """Copies of modules (PEFT's of `modules_to_save`) have copies of the configuration."""
+    attribute = f"_{table}_implementation"
+    ours = {_chosen(table, other): other for other in before.values()}
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if (name := getattr(config, attribute, None)) in ours:
+            setattr(config, attribute, ours[name])
+
+
+def _chosen(table: str, other: str) -> str:
+    """This library's name in a table of transformers for a model that had another."""
+    if table == "experts":
+        return NAME
+    return with_other(other) if other in OTHERS else other
 
 
 @contextlib.contextmanager
@@ -321,6 +347,10 @@ class _Work:
             self.left["loss"] = 'its logits were asked for (logits="always")'
             return
 
+        if any(_is_cpt(module) for module in self.modules):
+            self.left["loss"] = "PEFT's CPT computes its loss from the logits"
+            return
+
         def options(model):
             found = causal_lm.loss_reason(model) or (self.logits,)
             return "linear_cross_entropy", found, causal_lm.loss_forward
@@ -356,7 +386,7 @@ class _Work:
             self.left[part] = "; ".join(f"{n} x {reason}" for reason, n in reasons.items())
 
     def attention(self) -> None:
-        found = [m for m in self.modules if "Attention" in type(m).__name__]
+        found = [m for m in self.modules if _attends(m)]
         tops = [m for m in self.tops if _asks_for(m, "attn")]
         if not found or not tops:
             self.left["attention"] = "the model has none that can be set"
@@ -366,14 +396,16 @@ class _Work:
                 if reason:
                     self.left["attention"] = reason
                 else:
-                    self._set(model, "attention", "attn", type(model).__name__)
+                    names = Counter(type(m).__name__ for m in model.modules() if _attends(m))
+                    self._set(model, "attention", "attn", names)
 
     def _attention_reason(self, model) -> str | None:
         config = model.config
         if config.is_encoder_decoder:
             return "encoder-decoder models have position biases and masks of their own"
-        if config.model_type in COMPUTE_WITH_MASKS:
-            return f"{config.model_type} computes with its attention mask, which is not built"
+        for kind in (config.model_type, config.get_text_config().model_type):
+            if reason := ATTENTION_OF_THEIR_OWN.get(kind):
+                return f"{kind} {reason}"
         if model.can_generate() and getattr(config, "is_decoder", None) is False:
             causal = {getattr(m, "is_causal", None) for m in self.modules}
             if False in causal and True not in causal:
@@ -381,8 +413,9 @@ class _Work:
         for other in self._implementations(model, "attn").values():
             if other not in OTHERS and not other.startswith(NAME):
                 return f"attn_implementation is {other!r}, which is not transformers' own"
-            if other == "eager" and (cls := _without_eager(self.modules)):
-                return f"the eager attention of {cls.__name__} is not found"
+            for cls in {type(m) for m in self.modules if _attends(m)}:
+                if other == "eager" and not eager_attention(cls):
+                    return f"the eager attention of {cls.__name__} is not found"
         return None if self._by("attention") else self._no_fused("attention")
 
     def experts(self) -> None:
@@ -396,24 +429,21 @@ class _Work:
                 self.left["experts"] = "; ".join(sorted(reasons)) or self._no_fused("moe_mlp")
                 return
             for model in tops:
-                self._set(model, "experts", "experts", type(tables[0]).__name__, len(tables))
+                self._set(model, "experts", "experts", Counter(type(m).__name__ for m in tables))
 
-    def _set(self, model, part: str, table: str, name: str, number: int = 1) -> None:
+    def _set(self, model, part: str, table: str, names: Counter) -> None:
         """Sets the model's attention or experts to this library's entry."""
         register_once()
         _own_config(model, self.modules)
         before = self._implementations(model, table)
         model.__dict__.setdefault(BEFORE, {})[table] = before
         by = self._by("attention" if table == "attn" else "moe_mlp") or ""
-        if table == "attn":
-            others = sorted({other for other in before.values() if other in OTHERS})
-            chosen = {k: with_other(v) if v in others else v for k, v in before.items()}
-            if others:
-                by += f", or {' and '.join(others)} for what it does not compute"
-        else:
-            chosen = NAME
+        others = sorted({other for other in before.values() if other in OTHERS})
+        if table == "attn" and others:
+            by += f", or {' and '.join(others)} for what it does not compute"
+        chosen = {key: _chosen(table, other) for key, other in before.items()}
         getattr(model, f"set_{table}_implementation")(chosen)
-        self.changed.append(Change(part, {name: number}, by))
+        self.changed.append(Change(part, dict(names), by))
 
     def _implementations(self, model, table: str) -> dict[str, str]:
         """The names in the model's configuration, and in those within it."""
@@ -453,18 +483,22 @@ def _models(model: nn.Module) -> list[Any]:
     return [found for child in model.children() for found in _models(child)]
 
 
+def _is_cpt(module: nn.Module) -> bool:
+    configs = getattr(module, "peft_config", None)
+    return isinstance(configs, dict) and any(
+        getattr(config, "peft_type", None) == "CPT" for config in configs.values()
+    )
+
+
 def _asks_for(model, table: str) -> bool:
     can_set = getattr(type(model), f"_can_set_{table}_implementation", None)
     return can_set is not None and can_set()
 
 
-def _without_eager(modules: list[nn.Module]) -> type | None:
-    """A class that asks transformers' table for its attention, and whose eager one is not found."""
-    for cls in {type(m) for m in modules}:
-        own = own_function(cls.forward)
-        if own and "ALL_ATTENTION_FUNCTIONS" in own.__code__.co_names and not eager_attention(cls):
-            return cls
-    return None
+def _attends(module: nn.Module) -> bool:
+    """Whether the module asks transformers' table for its attention."""
+    own = own_function(type(module).forward)
+    return own is not None and "ALL_ATTENTION_FUNCTIONS" in own.__code__.co_names
 
 
 def _is_experts(module: nn.Module) -> bool:

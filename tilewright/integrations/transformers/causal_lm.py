@@ -245,11 +245,13 @@ class Logits:
         x = self._x if scale == 1 else self._x * scale
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        if isinstance(num_items_in_batch, torch.Tensor):
-            num_items_in_batch = num_items_in_batch.to(x.device)
-            if num_items_in_batch.numel() == 1:
-                num_items_in_batch = num_items_in_batch.reshape(())
-        return ops.linear_cross_entropy(
+        shape = ()
+        if isinstance(num_items_in_batch, torch.Tensor):  # by which transformers' loss broadcasts
+            shape = num_items_in_batch.shape
+            if num_items_in_batch.numel() != 1:
+                return None
+            num_items_in_batch = num_items_in_batch.to(x.device).reshape(())
+        loss = ops.linear_cross_entropy(
             x.reshape(-1, x.shape[-1]),
             weight,
             shift_labels.reshape(-1).to(x.device),
@@ -258,6 +260,7 @@ class Logits:
             softcap=cap,
             num_tokens=num_items_in_batch,
         )
+        return loss.reshape(shape)
 
 
 def _call(logits: Logits, name: str, *arguments, **options) -> Any:

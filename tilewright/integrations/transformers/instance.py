@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 BASE = "_tilewright_base"
+REPLACED = "_tilewright_replaced"  # callables that were given to a module since
 
 
 def replace_forward(module: nn.Module, make: Callable, *options: Any) -> None:
@@ -41,6 +42,19 @@ def put_back(module: nn.Module) -> None:
     base = type(module).__dict__.get(BASE)
     if base is not None:
         module.__class__ = base
+        module.__dict__.pop(REPLACED, None)
+
+
+def was_given(module: nn.Module, besides: tuple[str, ...]) -> bool:
+    """Whether the module was given another callable since its forward was replaced, as a layer or
+    an activation, `besides` these names; or whether a child besides them has hooks.
+    """
+    given = module.__dict__.get(REPLACED, ())
+    return any(name not in besides for name in given) or any(
+        child._forward_hooks or child._forward_pre_hooks or child._backward_hooks
+        for name, child in module._modules.items()
+        if child is not None and name not in besides
+    )
 
 
 @functools.cache
@@ -52,9 +66,15 @@ def _subclass(base: type, make: Callable, options: tuple, forward: Callable) -> 
         _, _, *state = base.__reduce_ex__(self, protocol)
         return _new, (base, make, options), *state
 
+    def set_attribute(self, name, value):
+        base.__setattr__(self, name, value)
+        if callable(value):
+            self.__dict__[REPLACED] = (*self.__dict__.get(REPLACED, ()), name)
+
     names = ("__module__", "__qualname__", "__doc__")
     body = {name: getattr(base, name) for name in names}
     body |= {BASE: base, "forward": make(base, *options), "__reduce_ex__": reduce}
+    body["__setattr__"] = set_attribute
     return type(base)(base.__name__, (base,), body)
 
 

@@ -21,6 +21,7 @@ from tilewright.integrations.transformers.instance import (
     generator,
     own_function,
     probe,
+    was_given,
     with_globals,
 )
 from tilewright.integrations.transformers.versions import absent
@@ -41,8 +42,8 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def norm_options(module: nn.Module) -> tuple | str:
-    """(eps, offset, cast, promotes) for `norm_forward`, or the reason why `ops.rmsnorm` does not
-    compute the same.
+    """(the attribute of eps, offset, cast, promotes) for `norm_forward`, or the reason why
+    `ops.rmsnorm` does not compute the same.
     """
     if len(inspect.signature(type(module).forward).parameters) != 2:
         return "takes more than the rows to normalize"
@@ -61,8 +62,8 @@ def norm_options(module: nn.Module) -> tuple | str:
         promotes = own(x.bfloat16(), w).dtype == torch.float32
     except Exception as error:
         return f"cannot be evaluated ({type(error).__name__}: {error})"
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(eps, float):
+    name = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"
+    if not isinstance(eps := getattr(module, name, None), float):
         return "has no eps"
     for offset in (0.0, 1.0):
         if torch.allclose(expected, rmsnorm_eager(x, w, None, eps, offset), **CLOSE):
@@ -72,11 +73,11 @@ def norm_options(module: nn.Module) -> tuple | str:
                 .norm()
                 for cast in ("llama", "gemma")
             }
-            return eps, offset, min(casts, key=lambda cast: float(casts[cast])), promotes
+            return name, offset, min(casts, key=lambda cast: float(casts[cast])), promotes
     return "does not compute x / rms(x) * (offset + weight)"
 
 
-def norm_forward(base: type, eps: float, offset: float, cast: str, promotes: bool) -> Callable:
+def norm_forward(base: type, eps: str, offset: float, cast: str, promotes: bool) -> Callable:
     @functools.wraps(base.forward)
     def forward(self, hidden_states):
         weight = self.weight
@@ -85,7 +86,7 @@ def norm_forward(base: type, eps: float, offset: float, cast: str, promotes: boo
             dtype = torch.promote_types(weight.dtype, hidden_states.dtype)
             hidden_states = hidden_states.to(dtype)
         with _checks.no_autocast(hidden_states):
-            return ops.rmsnorm(hidden_states, weight, eps, offset=offset, cast=cast)
+            return ops.rmsnorm(hidden_states, weight, getattr(self, eps), offset=offset, cast=cast)
 
     return forward
 
@@ -135,8 +136,12 @@ def mlp_forward(base: type, kind: int, merged: bool) -> Callable:
             return ops.silu_mul(gate, up)
         return ops.gelu_mul(gate, up, approximate="tanh" if kind == GELU_TANH else "none")
 
-    @functools.wraps(base.forward)
+    own, projections = base.forward, MERGED if merged else SPLIT
+
+    @functools.wraps(own)
     def forward(self, hidden_states):
+        if was_given(self, projections):  # another activation, or hooks on it
+            return own(self, hidden_states)
         if merged:
             return self.down_proj(act_mul(self.gate_up_proj(hidden_states)))
         gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)

@@ -225,13 +225,15 @@ def make_mask(
         return attention_mask
     dense = None
     if other is not None:
+        # A static cache counts in the tensor that it gives, before the mask may be built.
+        at = q_offset.clone() if isinstance(q_offset, torch.Tensor) else q_offset
         dense = Dense(
             other,
             {
                 "batch_size": batch_size,
                 "q_length": q_length,
                 "kv_length": kv_length,
-                "q_offset": q_offset,
+                "q_offset": at,
                 "kv_offset": kv_offset,
                 "mask_function": mask_function,
                 "attention_mask": attention_mask,
