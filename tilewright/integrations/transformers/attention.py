@@ -108,6 +108,12 @@ def attention_or_other(ours: Callable, other: str, table: Any) -> Callable:
 
     def attention_forward(module, query, key, value, attention_mask, *arguments, **options):
         try:
+            # Where all keys but later ones are seen, transformers gives some implementations no
+            # mask, and the layer's own attribute decides.
+            causal = isinstance(attention_mask, Mask) and attention_mask.causal
+            if causal and getattr(module, "is_causal", True) is False:
+                name = type(module).__name__
+                raise NotComputed(f"{name}: a causal mask for a layer that is not causal")
             return ours(module, query, key, value, attention_mask, *arguments, **options)
         except NotComputed as error:
             if not torch.compiler.is_compiling():
