@@ -169,6 +169,21 @@ def saved(model):
     return evaluate(loaded)
 
 
+def halved(model):
+    """In bfloat16, whose roundings may send a token to other experts: dtypes, shapes, finite."""
+    return described(evaluate(copy.deepcopy(model).to(torch.bfloat16)))
+
+
+def autocast(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        return described([*evaluate(model), *train(model)])
+
+
+def described(found: list[torch.Tensor]) -> list[torch.Tensor]:
+    kinds = [(t.element_size(), t.is_floating_point(), bool(t.isfinite().all())) for t in found]
+    return [torch.tensor([*map(int, kind), *t.shape]) for kind, t in zip(kinds, found, strict=True)]
+
+
 def packed(model):
     at = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]]).expand(B, S)
     return evaluate(model, position_ids=at, use_cache=False)
@@ -190,6 +205,8 @@ def calls_of(model) -> dict:
         "train checkpointed": checkpointed,
         "eval": evaluate,
         "labels": labelled,
+        "bfloat16": halved,
+        "autocast": autocast,
     }
     if takes_more:
         n = torch.tensor([16])

@@ -66,6 +66,10 @@ def logits(model, padded):
     return found, (one - other)[:, :-1].abs().max().item()
 
 
+# Whose eager attention is no truth: Moshi's of 5.17 sees later tokens where there is no mask.
+TRUTH = {"moshi": "sdpa"}
+
+
 @pytest.fixture
 def attentions(monkeypatch):
     """Records calls of attention; transformers' tables are restored after the test."""
@@ -125,7 +129,7 @@ def test_every_family_has_eagers_logits_or_is_refused(attentions, head):
     outcomes, failures, unbuilt = {}, [], []
     for kind in kinds(head):
         try:
-            model = build(kind, head)
+            model = build(kind, head, TRUTH.get(kind, "eager"))
             logits(model, False)
         except Exception as error:
             unbuilt.append(f"{kind}: {type(error).__name__}: {error}")
