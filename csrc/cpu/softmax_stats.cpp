@@ -36,23 +36,29 @@ TW_INLINE Tanh tanh_accurate(float x) {
   return {std::fabs(x) < 0.625f ? near : far, 4.0f * h * (1.0f - h)};
 }
 
-// How z follows from a logit x: x, cap * tanh(x * inverse), or x * inverse.
+// How z follows from a logit x: x, cap * tanh(x * inverse), or x * inverse. Peaks are those of z, but of x if SCALED.
 enum Scaling : int { PLAIN, CAPPED, SCALED };
 
 struct Cap {
   float cap, inverse;
 };
 
+// cap * t, rounded: a compiler would contract a product with the difference from the peak, which was rounded, and be off
+// by half an ulp of the peak.
+TW_INLINE float capped(float t, Cap c) { return std::fmaf(c.cap, t, 0.0f); }
+
 template <Scaling S>
 TW_INLINE float scaled(float x, Cap c) {
-  if constexpr (S == CAPPED) return c.cap * tanh_accurate(x * c.inverse).value;
-  return S == SCALED ? x * c.inverse : x;
+  return S == CAPPED ? capped(tanh_accurate(x * c.inverse).value, c) : x;
 }
 
-// z - peak, where v is z, or x if SCALED: a product that is rounded first would lose the digits that a large peak has.
+// z - peak, where v is z, or x if SCALED: a product that is rounded before the difference is off by an ulp of the peak,
+// which is more than the exponential's range where the peak is above 2^30. So is a capped z, which may exceed the peak.
 template <Scaling S>
 TW_INLINE float below_peak(float v, float peak, Cap c) {
-  return S == SCALED ? std::fmaf(v, c.inverse, -peak) : v - peak;
+  const float below = v - peak;
+  if constexpr (S == CAPPED) return below > 0 ? 0.0f : below;  // keeps NaN
+  return S == SCALED ? below * c.inverse : below;
 }
 
 struct Rows {
@@ -84,7 +90,7 @@ void forward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* ta
       TW_SIMD_MAX(top)
       for (int64_t i = 0; i < size; ++i) {
         float v = load(xb[i]);
-        z[i] = S == SCALED ? v : scaled<S>(v, cap);
+        z[i] = scaled<S>(v, cap);
         top = v > top ? v : top;
       }
       if (top > largest_logit) {
@@ -95,8 +101,9 @@ void forward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* ta
           best = first + i;
         }
         // The cap is monotone up to rounding, and the peak need not be the exact maximum of z.
-        const float higher = scaled<S>(top, cap);
-        const double lower = double(peak) - finite(higher), shrink = std::exp(lower);
+        const float higher = std::max(peak, scaled<S>(top, cap));
+        const double lower = (double(peak) - finite(higher)) * (S == SCALED ? cap.inverse : 1.0f);
+        const double shrink = std::exp(lower);
         sum_z = shrink == 0 ? 0 : (sum_z + sum * lower) * shrink;
         sum *= shrink;
         peak = higher;
@@ -135,7 +142,7 @@ void forward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* ta
     peak = finite(peak);
     o.peak[row] = peak;
     o.log_sum[row] = float(std::log(sum));
-    o.target[row] = y >= 0 && y < n.V ? below_peak<S>(S == SCALED ? load(x[y]) : scaled<S>(load(x[y]), cap), peak, cap) : 0.0f;
+    o.target[row] = y >= 0 && y < n.V ? below_peak<S>(scaled<S>(load(x[y]), cap), peak, cap) : 0.0f;
     if (o.weighted != nullptr) o.weighted[row] = float(weighted + weight_sum * (double(origin) - peak));
     if (o.mean != nullptr) o.mean[row] = float(sum_z / sum);
     if (o.argmax != nullptr) o.argmax[row] = best;
@@ -156,7 +163,7 @@ struct RowGradient {
 template <Scaling S, bool WEIGHTS, bool MEAN>
 TW_INLINE float gradient(float x, float w, float extra, Cap cap, RowGradient r) {
   Tanh t = S == CAPPED ? tanh_accurate(x * cap.inverse) : Tanh{};
-  float below = below_peak<S>(S == CAPPED ? cap.cap * t.value : x, r.peak, cap);
+  float below = below_peak<S>(S == CAPPED ? capped(t.value, cap) : x, r.peak, cap);
   float in_p = MEAN ? std::fmaf(r.g_mean, (below < FLOOR ? FLOOR : below) - r.mean, r.in_p) : r.in_p;
   float g = std::fmaf(exp_(below - r.log_sum), in_p, (WEIGHTS ? r.g_weighted * w : r.g_weighted) + extra);
   return S == CAPPED ? g * t.slope : g;

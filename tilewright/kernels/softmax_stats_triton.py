@@ -73,17 +73,22 @@ LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-1024.0)
 
 
-# How z follows from a logit x: x, softcap * tanh(x * inverse), or x * inverse.
+# How z follows from a logit x: x, softcap * tanh(x * inverse), or x * inverse. Peaks are those of
+# z, but of x if SCALED.
 PLAIN, SOFTCAP, SCALED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def _below(x, z, peak, inverse, CAPPED: tl.constexpr):
-    """z - peak. A product that is rounded first would lose the digits that a large peak has."""
-    if CAPPED == SCALED:
-        below = tl.fma(x, inverse, -peak)
-    else:
-        below = z - peak
+def _below(z, peak, inverse, CAPPED: tl.constexpr):
+    """z - peak, where z is x if SCALED: a product that is rounded before the difference is off by
+    an ulp of the peak, which is more than the exponential's range where the peak is above 2^30. So
+    is a capped z, which may exceed the peak.
+    """
+    below = z - peak
+    if CAPPED == SOFTCAP:
+        below = tl.where(below > 0.0, 0.0, below)  # keeps NaN, as tl.minimum does not
+    elif CAPPED == SCALED:
+        below = below * inverse
     return below
 
 
@@ -91,9 +96,9 @@ def _below(x, z, peak, inverse, CAPPED: tl.constexpr):
 def _capped(x, softcap, inverse, CAPPED: tl.constexpr):
     if CAPPED == SOFTCAP:
         t, _ = tanh_and_derivative(x * inverse)
-        x = softcap * t
-    elif CAPPED == SCALED:
-        x = x * inverse
+        # Rounded: a product would be contracted with the difference from the peak, which was
+        # rounded, and be off by half an ulp of the peak.
+        x = tl.fma(t, softcap, 0.0)
     return x
 
 
@@ -249,7 +254,7 @@ def _forward(
     y = tl.load(target_ptr + row)
     inside = (y >= 0) & (y < V)
     x = tl.load(logits_ptr + row * stride * UNIT + y, mask=inside, other=0.0).to(tl.float32)
-    picked = _below(x, _capped(x, softcap, inverse, CAPPED), peak, inverse, CAPPED)
+    picked = _below(_capped(x, softcap, inverse, CAPPED), peak, inverse, CAPPED)
     tl.store(picked_ptr + row, tl.where(inside, picked, 0.0))
     if SMOOTH:
         weight_sum = V * 1.0
@@ -294,17 +299,17 @@ def _step(
     if CAPPED == SOFTCAP and MASKED:
         z = tl.where(mask, z, float("-inf"))
     # The largest z up to rounding, which does not matter.
-    higher = _capped(
-        top,
-        softcap,
-        inverse,
-        CAPPED,
-    )
+    higher = _capped(top, softcap, inverse, CAPPED)
+    if CAPPED == SOFTCAP:
+        higher = tl.maximum(peak, higher)  # the cap is monotone up to rounding
     shift = _finite(higher)
+    lower = peak - shift
+    if CAPPED == SCALED:
+        lower = lower * inverse
     # Above 0 only after an infinite logit, and then 0 times its exponential could be NaN.
-    lower = tl.minimum(tl.maximum(peak - shift, FLOOR), 0.0)
+    lower = tl.minimum(tl.maximum(lower, FLOOR), 0.0)
     shrink = tl.exp2(lower * LOG2E)
-    below = _below(x, z, shift, inverse, CAPPED)
+    below = _below(z, shift, inverse, CAPPED)
     e = tl.exp2(below * LOG2E)  # folded into one FMA, a large shift would cost its rounding
     if MEAN:
         sz = (sz + s * lower) * shrink + e * tl.maximum(below, FLOOR)
@@ -470,8 +475,8 @@ def _gradient(
     z = x
     if CAPPED == SOFTCAP:
         t, slope = tanh_and_derivative(x * inverse)
-        z = softcap * t
-    below = _below(x, z, peak, inverse, CAPPED)
+        z = tl.fma(t, softcap, 0.0)  # as in `_capped`
+    below = _below(z, peak, inverse, CAPPED)
     p = tl.exp2(below * LOG2E - log_sum * LOG2E)  # one FMA per element, and log_sum is small
     if MEAN:
         d = p * (g_log_sum + g_mean + g_mean * (tl.maximum(below, FLOOR) - mean))

@@ -306,7 +306,8 @@ class Kernels:
         """`stats_eager` of logits with contiguous rows and float32 class weights.
 
         tempered: 1 / temperature, by which z is multiplied; none for 1. softcap is already divided
-            by the temperature.
+            by the temperature. Without a softcap, peak is that of z before the multiplication,
+            which would round it: a large one would lose the digits of the differences.
         """
         peak, log_sum, picked, weighted, mean, best = self._statistics(
             logits,

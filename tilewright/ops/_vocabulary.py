@@ -17,14 +17,14 @@ class _Across(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, group, peak, log_sum, target, weighted, mean, inside, total):
+    def forward(ctx, group, unit, peak, log_sum, target, weighted, mean, inside, total):
         reduce = torch.distributed.all_reduce
         op = torch.distributed.ReduceOp
         low = float("-inf")
         whole = torch.where(log_sum == low, low, peak)  # a masked-out shard has no peak
         reduce(whole, op.MAX, group)
         whole = finite(whole)
-        shift = peak - whole  # from relative to this shard's peak to relative to the row's
+        shift = (peak - whole) * unit  # from relative to this shard's peak to that of the row
         share = torch.where(log_sum == low, 0.0, torch.exp(log_sum + shift))
         parts = [share, torch.where(inside, target + shift, 0.0)]
         if weighted is not None:
@@ -55,7 +55,7 @@ class _Across(torch.autograd.Function):
             through = g_mean * torch.where(share == 0, 0.0, share * (mean - whole_mean))
             g = through if g is None else g + through
             g_mean = g_mean * share
-        return None, None, g, g_target, g_weighted, g_mean, None, None
+        return None, None, None, g, g_target, g_weighted, g_mean, None, None
 
 
 def across(
@@ -64,6 +64,7 @@ def across(
     target: torch.Tensor,
     class_weight: torch.Tensor | None,
     group: torch.distributed.ProcessGroup,
+    unit: float = 1.0,
 ) -> Stats:
     """Statistics of whole rows, on every rank, from those of equal shards of the vocabulary, one
     per rank of `group` in rank order. Two all-reduces of at most [4, T] (four with argmax).
@@ -73,11 +74,13 @@ def across(
     logits: [T, V / world].
     target: [T], relative to the shard's first column.
     class_weight: [V / world] or None.
+    unit: of peaks, in that of the other statistics: kernels return the peak of logits that they
+        multiply by 1 / temperature before that.
     """
     columns = logits.shape[-1]
     total = columns if class_weight is None else class_weight.sum()
     *parts, best = stats
-    whole = _Across.apply(group, *parts, within(target, columns), total)
+    whole = _Across.apply(group, unit, *parts, within(target, columns), total)
     if best is not None:
         op = torch.distributed.ReduceOp
         with torch.no_grad():

@@ -172,15 +172,16 @@ class Fused:
         overwrite: bool,
         group: str,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """peak, log_sum, target, mean and, if requested, argmax of whole rows. overwrite is for the
-        autograd formula.
+        """peak (without a softcap that of the logits before their multiplication), log_sum, target,
+        mean and, if requested, argmax of whole rows. overwrite is for the autograd formula.
         """
         process_group = group_of(group)
         _, target, _ = shard(logits.shape[1], target, None, process_group)
         tempered = () if inverse_temperature == 1.0 else (inverse_temperature,)
         stats = self.kernels.forward(logits, target, None, softcap, False, True, argmax, *tempered)
         if process_group is not None:
-            stats = across(stats, logits, target, None, process_group)
+            unit = 1.0 if softcap else inverse_temperature
+            stats = across(stats, logits, target, None, process_group, unit)
         best = logits.new_empty(0, dtype=torch.int64) if stats.argmax is None else stats.argmax
         return stats.peak, stats.log_sum, stats.target, stats.mean, best
 
@@ -232,6 +233,9 @@ def _all_cases():
         _case("inplace", (6, 100), inplace=True, temperature=1.5),
         _case("offset_1e4", (6, 100), offset=1e4, temperature=0.5),
         _case("everything_wide", (3, 9001), softcap=5.0, temperature=0.7, return_argmax=True),
+        # An ulp of the largest z is more than the exponential's range.
+        _case("tiny_temperature", (6, 300), temperature=1e-9, return_argmax=True),
+        _case("tiny_temperature_softcap", (6, 300), softcap=5.0, temperature=1e-11),
     ]
     for tags, T in ((cases.CUDA, 8192), (cases.CPU, 256)):
         for name in ("qwen3-8b", "llama-3-8b"):
