@@ -11,8 +11,11 @@ namespace {
 constexpr int64_t PIECE = 16384;
 
 struct Numbers {
-  float decay, rise1, beta2, rise2, size, root, eps;
+  float decay, rate1, beta2, rise2, size, root, eps;  // rate1: 1 - beta1, or -beta1 if that is smaller
 };
+
+// The first moment, from the nearer end: next to a large difference, the other one would lose its digits.
+TW_INLINE float first_moment(float m, float g, float rate1) { return (rate1 > 0 ? m : g) + rate1 * (g - m); }
 
 template <class P, class G, class S>
 void update(const Numbers& f, P* p, const G* g, S* m, S* v, P* c, int64_t n) {
@@ -20,7 +23,7 @@ void update(const Numbers& f, P* p, const G* g, S* m, S* v, P* c, int64_t n) {
     TW_SIMD
     for (int64_t i = 0; i < n; ++i) {
       const float grad = load(g[i]), old = load(p[i]);
-      const float a = load(m[i]) + f.rise1 * (grad - load(m[i])), b = f.beta2 * load(v[i]) + f.rise2 * grad * grad;
+      const float a = first_moment(load(m[i]), grad, f.rate1), b = f.beta2 * load(v[i]) + f.rise2 * grad * grad;
       store(m + i, a);
       store(v + i, b);
       store(p + i, old + (f.decay * old - f.size * a / (std::sqrt(b) * f.root + f.eps)));
@@ -30,7 +33,7 @@ void update(const Numbers& f, P* p, const G* g, S* m, S* v, P* c, int64_t n) {
   TW_SIMD
   for (int64_t i = 0; i < n; ++i) {
     const float grad = load(g[i]), old = load(p[i]);
-    const float a = load(m[i]) + f.rise1 * (grad - load(m[i])), b = f.beta2 * load(v[i]) + f.rise2 * grad * grad;
+    const float a = first_moment(load(m[i]), grad, f.rate1), b = f.beta2 * load(v[i]) + f.rise2 * grad * grad;
     store(m + i, a);
     store(v + i, b);
     const float change = f.decay * old - f.size * a / (std::sqrt(b) * f.root + f.eps) + load(c[i]);
@@ -51,7 +54,7 @@ void adamw_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs
                   "tilewright: adamw_ takes as many tensors in each list");
   const double lr = numbers[0], beta1 = numbers[1], beta2 = numbers[2];
   const Numbers f{float(-lr * numbers[4]),
-                  float(1 - beta1),
+                  float(beta1 >= 0.5 ? 1 - beta1 : -beta1),
                   float(beta2),
                   float(1 - beta2),
                   float(lr / (1 - std::pow(beta1, double(step)))),

@@ -43,6 +43,20 @@ def test_is_torchs_adamw(name):
             torch.testing.assert_close(mine[i], torchs.state[p][key], rtol=2e-6, atol=1e-9)
 
 
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("beta", [0.0, 1e-3, 0.4, 0.5, 0.9])
+def test_the_first_moment_keeps_the_digits_of_both_ends(name, beta):
+    """Gradients are far below the moments, and above them."""
+    skip_unless_usable(ADAMW, name, F32)
+    m = torch.full((4,), 1 / 3, device=DEVICE)
+    g = torch.tensor([1e-7, -1e-2, 1e3, 1e7], device=DEVICE) / 3
+    wanted = beta * m.double() + (1 - beta) * g.double()
+    v, p = torch.ones_like(m), torch.ones_like(m)
+    adamw_([p], [g], [m], [v], step=2, lr=1e-2, betas=(beta, 0.9), implementation=name)
+    # Both terms are rounded.
+    torch.testing.assert_close(m.double(), wanted, rtol=2.0**-22, atol=0)
+
+
 @pytest.mark.parametrize("name", ["eager", "cpp"])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=short)
 def test_states_in_bfloat16_are_rounded_once(name, dtype):

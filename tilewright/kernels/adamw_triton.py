@@ -29,20 +29,22 @@ def _update(
     c_at,
     inside,
     decay,
-    rise1,
+    rate1,
     beta2,
     rise2,
     size,
     root,
     eps,
     KAHAN: tl.constexpr,
+    SHORT: tl.constexpr,
 ):
-    """inside: the mask of all accesses, or None."""
+    """inside: the mask of all accesses, or None.   rate1: 1 - beta1, or beta1 if SHORT."""
     p = tl.load(p_at, mask=inside).to(tl.float32)
     g = tl.load(g_at, mask=inside).to(tl.float32)
     m = tl.load(m_at, mask=inside).to(tl.float32)
     v = tl.load(v_at, mask=inside).to(tl.float32)
-    m = m + rise1 * (g - m)
+    # From the nearer end: next to a large difference, the other one would lose its digits.
+    m = g + rate1 * (m - g) if SHORT else m + rate1 * (g - m)
     v = beta2 * v + rise2 * g * g
     tl.store(m_at, m.to(m_at.dtype.element_ty), mask=inside)
     tl.store(v_at, v.to(v_at.dtype.element_ty), mask=inside)
@@ -75,7 +77,7 @@ def _adamw(
     count,
     tiles,
     decay,
-    rise1,
+    rate1,
     beta2,
     rise2,
     size,
@@ -83,6 +85,7 @@ def _adamw(
     eps,
     ALIGNED: tl.constexpr,
     KAHAN: tl.constexpr,
+    SHORT: tl.constexpr,
     VECTOR: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -105,12 +108,12 @@ def _adamw(
     if first + TILE <= n:
         _update(
             p_at, g_at, m_at, v_at, c_at, None,
-            decay, rise1, beta2, rise2, size, root, eps, KAHAN,
+            decay, rate1, beta2, rise2, size, root, eps, KAHAN, SHORT,
         )  # fmt: skip
     else:
         _update(
             p_at, g_at, m_at, v_at, c_at, at < n,
-            decay, rise1, beta2, rise2, size, root, eps, KAHAN,
+            decay, rate1, beta2, rise2, size, root, eps, KAHAN, SHORT,
         )  # fmt: skip
 
 
@@ -175,7 +178,7 @@ def adamw_(
         len(params),
         tiles.shape[1],
         -lr * weight_decay,
-        1 - beta1,
+        beta1 if beta1 < 0.5 else 1 - beta1,
         beta2,
         1 - beta2,
         lr / (1 - beta1**step),
@@ -183,6 +186,7 @@ def adamw_(
         eps,
         ALIGNED=not any(t.data_ptr() % 16 for tensors in lists for t in tensors),
         KAHAN=bool(compensations),
+        SHORT=beta1 < 0.5,
         VECTOR=16 // max(t.element_size() for t in examples if t is not None),
         TILE=TILE,
         num_warps=WARPS,
@@ -191,11 +195,12 @@ def adamw_(
 
 def gate() -> list[KernelSpec]:
     found = []
-    for p, state, kahan, aligned in (
-        ("fp32", "fp32", False, True),
-        ("fp32", "bf16", False, True),
-        ("bf16", "bf16", True, True),
-        ("fp32", "fp32", False, False),
+    for p, state, kahan, aligned, short in (
+        ("fp32", "fp32", False, True, False),
+        ("fp32", "bf16", False, True, False),
+        ("bf16", "bf16", True, True, False),
+        ("fp32", "fp32", False, False, False),
+        ("fp32", "fp32", False, True, True),
     ):
         signature = {
             "table_ptr": "*i64",
@@ -204,18 +209,20 @@ def gate() -> list[KernelSpec]:
             **dict.fromkeys(("m_ptr", "v_ptr"), f"*{state}"),
             **({"c_ptr": f"*{p}"} if kahan else {}),
             **dict.fromkeys(("count", "tiles"), "i32"),
-            **dict.fromkeys(("decay", "rise1", "beta2", "rise2", "size", "root", "eps"), "fp32"),
+            **dict.fromkeys(("decay", "rate1", "beta2", "rise2", "size", "root", "eps"), "fp32"),
         }
         wide = 128 if aligned else 32  # tensors off 16 bytes, such as views
         found.append(
             KernelSpec(
                 _adamw,
-                f"{p} {state} states{' kahan' if kahan else ''}{'' if aligned else ' unaligned'}",
+                f"{p} {state} states{' kahan' if kahan else ''}{'' if aligned else ' unaligned'}"
+                f"{' short' if short else ''}",
                 signature,
                 {
                     **({} if kahan else {"c_ptr": None}),
                     "ALIGNED": aligned,
                     "KAHAN": kahan,
+                    "SHORT": short,
                     "VECTOR": 4 if "fp32" in (p, state) else 8,
                     "TILE": TILE,
                 },
