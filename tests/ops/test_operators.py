@@ -661,13 +661,11 @@ def test_a_forward_mode_derivative_is_right_or_refused(op, name):
 )  # vmap calls operators once per element
 @EVERY_IMPLEMENTATION
 def test_derivatives_by_torch_func_are_right_or_refused(op, name):
-    """grad, vmap of grad, grad of grad, and grad below autograd."""
+    """vmap, grad, vmap of grad, grad of grad, and grad below autograd."""
     skip_unless_usable(op, name, torch.float32)
     skip_unless_differentiable(op)
     if name == "triton" and DEVICE == "cpu":
         pytest.skip("the operators' formulas are made as those of the others")
-    if (op.name, name) == ("linear_cross_entropy", "torch"):
-        pytest.skip("PyTorch's own Function has no rule for torch.func")
     kwargs = inputs(whole_case(op))
     first = next(n for n, v in kwargs.items() if isinstance(v, torch.Tensor) and v.requires_grad)
     fixed = {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in kwargs.items()}
@@ -679,6 +677,9 @@ def test_derivatives_by_torch_func_are_right_or_refused(op, name):
             return sum(o.sin().sum() for o in outs if o.is_floating_point())
 
         return call
+
+    def every(t):
+        return torch.func.vmap(t)(torch.stack((x, x)))[1]
 
     def of_grad(f):
         return lambda t: torch.func.grad(f)(t).sin().sum()
@@ -694,14 +695,11 @@ def test_derivatives_by_torch_func_are_right_or_refused(op, name):
     )
     of = {
         "grad": lambda f: (torch.func.grad(f)(x),),
-        "vmap of grad": lambda f: (torch.func.vmap(torch.func.grad(f))(torch.stack((x, x)))[1],),
+        "vmap": lambda f: (every(f),),
+        "vmap of grad": lambda f: (every(torch.func.grad(f)),),
         "grad of grad": lambda f: (torch.func.grad(of_grad(f))(x),),
         "grad below autograd": below_autograd,
     }
-    if op.name == "linear_cross_entropy" and name != "eager":
-        del of[
-            "vmap of grad"
-        ]  # chunks and sums depend on values, which vmap rejects with PyTorch's own error
     right = {
         how: right_or_refused(lambda n, f=f: f(loss(n)), name, refusal) for how, f in of.items()
     }
@@ -709,7 +707,50 @@ def test_derivatives_by_torch_func_are_right_or_refused(op, name):
     saves_no_leaf = op.name == "permute" or (
         op.name == "qk_norm_rope" and kwargs.get("q_weight") is None
     )
-    assert right["grad"] or made_in_forward or saves_no_leaf
+    of_torch = name in ("eager", "torch", "sdpa")  # made of PyTorch's operators
+    assert right["vmap"]
+    for how in ("grad", "vmap of grad"):
+        assert right[how] or ((made_in_forward or saves_no_leaf) and not of_torch), how
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", OPS["fp8_linear"].names())
+def test_a_straight_through_gradient_by_torch_func_is_that_of_autograd(name):
+    """Cases of the contract do not differentiate fp8_linear in x."""
+    op = OPS["fp8_linear"]
+    skip_unless_usable(op, name, torch.float32)
+    kwargs = inputs(whole_case(op))
+    x = kwargs.pop("x").detach()
+
+    def loss(t):
+        return op.public(t, **kwargs, implementation=name).sin().sum()
+
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf), leaf)
+    torch.testing.assert_close(torch.func.grad(loss)(x), expected)
+    both = torch.func.vmap(torch.func.grad(loss))(torch.stack((x, x)))
+    torch.testing.assert_close(both, torch.stack((expected, expected)))
+    torch.testing.assert_close(torch.func.vmap(loss)(torch.stack((x, x)))[1], loss(x))
+    if name == "eager":
+        tangent = torch.func.jvp(loss, (x,), (x.cos(),))[1]
+        torch.testing.assert_close(tangent, (expected * x.cos()).sum())
+    else:
+        with pytest.raises(RuntimeError, match=r"no forward-mode derivative; use implementation="):
+            torch.func.jvp(loss, (x,), (x.cos(),))
+
+
+@pytest.mark.parametrize("name", OPS["newton_schulz"].names())
+def test_a_tangent_of_an_op_without_a_derivative_is_not_dropped(name):
+    op = OPS["newton_schulz"]
+    skip_unless_usable(op, name, torch.float32)
+    x = torch.randn(4, 6, device=DEVICE)
+    right_or_refused(
+        lambda name: torch.func.jvp(lambda t: op.public(t, implementation=name), (x,), (x.cos(),))[
+            1
+        ][None],
+        name,
+        r"newton_schulz\[\w+\] has no forward-mode derivative; use implementation='eager'",
+    )
 
 
 @pytest.mark.parametrize("name", ["triton", "cpp"])

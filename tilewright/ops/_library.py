@@ -394,8 +394,6 @@ def once(name: str, backward: Callable) -> Callable:
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         ctx = _ReadOnce(ctx)
-        with torch.no_grad():
-            results = backward(ctx, *grads)
         behind = [t for t in ctx.saved_tensors if t is not None and t.requires_grad]
         if not behind:
             # As where the forward computes gradients: there is no tensor to attach an error to.
@@ -404,6 +402,8 @@ def once(name: str, backward: Callable) -> Callable:
                 if in_transform()
                 else again
             )
+        with torch.no_grad():
+            results = backward(ctx, *grads)
         behind += [g for g in grads if g is not None and g.requires_grad]
         # torch.autograd.function.once_differentiable attaches its error to new leaves, so that
         # autograd.grad with respect to the real ones bypasses it. This one is attached to the

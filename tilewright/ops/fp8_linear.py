@@ -80,13 +80,23 @@ def fp8_linear(
 class _Straight(torch.autograd.Function):
     """Returns the second tensor, and passes its gradient to the first (straight-through)."""
 
+    generate_vmap_rule = True  # for torch.func, as is the separate setup_context
+
     @staticmethod
-    def forward(ctx, x, rounded):
+    def forward(x, rounded):
         return rounded.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
 
     @staticmethod
     def backward(ctx, dy):
         return dy, None
+
+    @staticmethod
+    def jvp(ctx, dx, _):
+        return dx.clone()
 
 
 def fp8_linear_eager(x, q, bias):

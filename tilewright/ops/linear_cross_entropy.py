@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from tilewright import platform
 from tilewright.ops import _checks
-from tilewright.ops._library import refuse_tangents
+from tilewright.ops._library import in_transform, refuse_tangents
 from tilewright.ops._linear_chunks import CHUNK, Precision
 from tilewright.ops._linear_fused import fused
 from tilewright.ops._linear_head import (
@@ -183,7 +183,9 @@ def _no_torch(device_type: str) -> str | None:
 
 
 def linear_cross_entropy_torch(x, weight, bias, labels, options, precision, chunk_size):
-    if options.label_smoothing or options.softcap or options.z_loss or any(options.extra):
+    beyond = options.label_smoothing or options.softcap or options.z_loss or any(options.extra)
+    # F.linear_cross_entropy has none of these, and no rule for torch.func's transforms.
+    if beyond or (not torch.compiler.is_compiling() and in_transform()):
         return in_torch(losses_of_torch)(F.linear(x, weight, bias), labels, options)
     refuse_tangents("linear_cross_entropy[torch]", x, weight, bias)
     target, class_weight, token_weight, num_tokens, _ = labels

@@ -17,7 +17,7 @@ import torch
 from tilewright import platform
 from tilewright.kernels.newton_schulz import WIDE, iterate, normalized
 from tilewright.ops import _checks, _products, cases
-from tilewright.ops._library import define, from_kernels
+from tilewright.ops._library import define, from_kernels, refuse_tangents
 from tilewright.registry import Case, Cost, Goal, Implementation, Op
 
 # Keller Jordan's: the largest slope at 0 with which singular values stay bounded. They oscillate
@@ -92,6 +92,8 @@ def newton_schulz(
     _checks.number("eps", eps, _checks.SMALLEST, _checks.LARGEST, "a number > 0")
     polynomials = _polynomials(coefficients, steps)
     run = NEWTON_SCHULZ.pick(implementation, x)
+    if run is not newton_schulz_eager:
+        refuse_tangents(f"newton_schulz[{implementation}]", x)
     with torch.no_grad(), _checks.no_autocast(x):
         return run(x, polynomials, float(eps))
 
