@@ -70,13 +70,13 @@ void head_gradient(const T* dy, const T* x, T* dx, const float* w, float* dw, co
     float dot = 0;
     TW_SIMD_SUM(dot)
     for (int64_t i = first; i < last; ++i) {
-      const float xi = load(x[i]);
+      const float xi = load(x[i]) * r;  // first: where r is 0, since the squares overflow, so may the sum
       dot += room[i] * w[i] * xi;
-      dw[i] += room[i] * (xi * r);
+      dw[i] += room[i] * xi;
     }
     total += dot;
   }
-  const float along = float(total * r * r / double(n.D));
+  const float along = float(total * r / double(n.D));
   TW_SIMD
   for (int64_t i = 0; i < n.D; ++i) store(dx + i, r * (room[i] * w[i] - load(x[i]) * along));
 }

@@ -29,21 +29,22 @@ void backward_rows(int64_t begin, int64_t end, const T* dy, const R* dsum, const
       if (n.round_xhat) {
         TW_SIMD_SUM(dot)
         for (int64_t i = first; i < last; ++i) {
-          float gi = load(g[i]), xi = load(xr[i]);
+          float gi = load(g[i]), xi = load(xr[i]) * s;
           dot += gi * wr[i] * xi;
-          dwr[i] += gi * round_to(xi * s, g);
+          dwr[i] += gi * round_to(xi, g);
         }
       } else {
         TW_SIMD_SUM(dot)
         for (int64_t i = first; i < last; ++i) {
-          float gi = load(g[i]), xi = load(xr[i]);
+          float gi = load(g[i]), xi = load(xr[i]) * s;
           dot += gi * wr[i] * xi;
-          dwr[i] += gi * (xi * s);
+          dwr[i] += gi * xi;
         }
       }
       total += dot;
     }
-    const float c = float(total * s * s / double(D));
+    // xi is normalized first: where s is 0, since the squares overflow, so may the sum.
+    const float c = float(total * s / double(D));
     if (dsum == nullptr) {
       TW_SIMD
       for (int64_t i = 0; i < D; ++i) store(dxr + i, s * (load(g[i]) * wr[i] - load(xr[i]) * c));

@@ -171,6 +171,8 @@ def test_extreme_arguments(name, kind, dtype):
     for found, eager in zip(step(name), step("eager"), strict=True):
         assert found[-1].isnan()
         known = ~eager.isnan()
+        if kind == "tanh" and name == "torch":  # F.gelu's cube overflows
+            known &= (values.abs() < 1e12) | ~values.isfinite()
         assert not found[known].isnan().any(), values[known & found.isnan()]
         torch.testing.assert_close(
             found[known], eager[known], rtol=2 * torch.finfo(dtype).eps, atol=1e-6
@@ -179,7 +181,7 @@ def test_extreme_arguments(name, kind, dtype):
     finite = values.isfinite()
     right, left = finite & (values > 100), finite & (values < -100)
     assert torch.equal(dup[right], values[right]) or name in ("torch", "eager")
-    if kind != "tanh" or name in FUSED:  # F.gelu's cube overflows
+    if kind != "tanh" or name != "torch":
         assert (dgate[right] == 0.5).all() and (dgate[left] == 0).all()
     assert (y[left] == 0).all() and (dup[left] == 0).all()
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import DEVICE, OperatorNames, skip_unless_usable
+from small_cases import differentiate, inputs, small_cases, whole_case
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.overrides import TorchFunctionMode
@@ -36,7 +37,6 @@ EVERY_IMPLEMENTATION = pytest.mark.parametrize(
         for i in op.implementations
     ],
 )
-LARGE = 5000  # elements; larger cases take seconds in Triton's interpreter and add no coverage
 
 
 def differentiable(op):
@@ -46,43 +46,6 @@ def differentiable(op):
 def skip_unless_differentiable(op):
     if not differentiable(op):
         pytest.skip("no input of it is differentiable")
-
-
-@functools.cache
-def small_cases(op):
-    """Contract cases by number of elements, smallest first; those with a result or gradient of
-    zeros behind the others, since two of those are equal whatever is wrong; empty ones last.
-    """
-    sizes = {}
-    for case in op.cases:
-        if "contract" in case.tags:
-            made = contract.leaves(case.make(DEVICE, torch.float32, 0))
-            size = sum(t.numel() for t in made)
-            if size <= LARGE:
-                results = differentiate(
-                    functools.partial(op.public, implementation="eager"), inputs(case)
-                )
-                zeros = any(t is not None and not t.float().any() for t in results)
-                sizes[case] = (any(t.numel() == 0 for t in made), zeros, size)
-    assert sizes, f"{op.name} has no contract case of at most {LARGE} elements"
-    return sorted(sizes, key=sizes.get)
-
-
-def inputs(case):
-    return contract.convert(case.make(DEVICE, torch.float32, 0), None)
-
-
-def differentiate(fn, kwargs):
-    """Results and gradients of fn(**kwargs)."""
-    outs = contract.leaves(fn(**kwargs))
-    wanted = [o for o in outs if o.requires_grad]
-    leaves = [t for t in contract.leaves(kwargs) if t.requires_grad]
-    if not wanted:
-        return [o.detach() for o in outs]
-    grads = torch.autograd.grad(
-        wanted, leaves, contract.upstream(wanted, "contiguous"), allow_unused=True
-    )
-    return [*(o.detach() for o in outs), *grads]
 
 
 def assert_same(found, expected):
@@ -593,12 +556,6 @@ def right_or_refused(derivative, name, refusal):
         else:
             assert all(t is None or not t.any() for t in (f, e))
     return True
-
-
-def whole_case(op):
-    return next(
-        case for case in small_cases(op) if all(t.numel() for t in contract.leaves(inputs(case)))
-    )
 
 
 @EVERY_IMPLEMENTATION

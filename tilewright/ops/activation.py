@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from tilewright import platform
 from tilewright.ops import _checks, cases
 from tilewright.ops._library import define, differentiate
-from tilewright.ops.gate import ACTIVATIONS, Gate, gate_eager, gate_parts
+from tilewright.ops.gate import ACTIVATIONS, Gate, gate_eager, gate_parts, gelu_tanh
 from tilewright.registry import Case, Cost, Implementation, Op
 
 __all__ = [
@@ -129,11 +129,7 @@ def act_mul_eager(gate, up=None, kind=SILU):
         gate, up = gate.chunk(2, -1)
     acc = torch.promote_types(gate.dtype, torch.float32)
     g = gate.to(acc)
-    a = (
-        F.silu(g)
-        if kind == SILU
-        else F.gelu(g, approximate="tanh" if kind == GELU_TANH else "none")
-    )
+    a = F.silu(g) if kind == SILU else gelu_tanh(g) if kind == GELU_TANH else F.gelu(g)
     return (a * up.to(acc)).to(gate.dtype)
 
 

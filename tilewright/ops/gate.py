@@ -93,6 +93,14 @@ class Gate:
         return (pre[..., ::2], pre[..., 1::2]) if self.interleaved else pre.chunk(2, -1)
 
 
+def gelu_tanh(g: torch.Tensor) -> torch.Tensor:
+    """F.gelu(g, approximate="tanh"), whose derivative is NaN where g^3 overflows. For finite g
+    beyond 30 it is g or 0, in float64, too.
+    """
+    beyond = (g.abs() > 30) & g.isfinite()
+    return torch.where(beyond, g.relu(), F.gelu(g.masked_fill(beyond, 0), approximate="tanh"))
+
+
 def gate_eager(pre: torch.Tensor, gate: Gate) -> torch.Tensor:
     """Maps [..., 2 I] to [..., I]; rounded once."""
     g, u = (t.to(torch.promote_types(pre.dtype, torch.float32)) for t in gate.split(pre))
@@ -105,7 +113,7 @@ def gate_eager(pre: torch.Tensor, gate: Gate) -> torch.Tensor:
         if gate.activation == "silu":
             a = F.silu(g) if gate.alpha == 1 else g * torch.sigmoid(gate.alpha * g)
         else:
-            a = F.gelu(g, approximate="tanh" if gate.activation == "gelu_tanh" else "none")
+            a = gelu_tanh(g) if gate.activation == "gelu_tanh" else F.gelu(g)
     return (a * (u + gate.up_offset)).to(pre.dtype)
 
 

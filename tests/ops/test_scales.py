@@ -1,0 +1,109 @@
+"""Inputs at the ends of a dtype's range: what is finite under the eager twin is finite under every
+implementation, and as exact as the contract says.
+"""
+
+import pytest
+import torch
+from helpers import DEVICE, skip_unless_usable
+from small_cases import whole_cases
+
+from tilewright.bench import contract
+from tilewright.ops import OPS
+from tilewright.registry import short
+
+F32, BF16 = torch.float32, torch.bfloat16
+# Sums of terms that are near the largest number overflow in some orders and not in others.
+SUMS = (
+    "attention",
+    "linear_cross_entropy",
+    "linear_logprob",
+    "unpermute",
+    "grouped_gemm",
+    "moe_mlp",
+    "moe_lora",
+    "quantized_linear",
+    "fp8_linear",
+)
+KNOWN = {
+    # Fused attention computes scores again in its backward and compares them with a stored
+    # log-sum-exp: an ulp of a score of 1e60 is beyond the exponential's range.
+    ("attention", "triton"): "scores are recomputed",
+    ("attention", "sdpa"): "scores are recomputed",
+    # F.gelu's derivative is NaN where gate^3 overflows.
+    ("gelu_mul", "torch"): "PyTorch's own derivative",
+}
+CALLS = [
+    pytest.param(op, i.name, dtype, id=f"{op.name}-{i.name}-{short(dtype)}")
+    for op in OPS.values()
+    for i in op.implementations
+    for dtype in (F32, BF16)
+    if i.name != "eager"
+]
+
+
+def scaled(kwargs, largest):
+    """The arguments, with a first floating-point tensor, or gradients, whose largest element has
+    this magnitude; None if there are none.
+    """
+    found = {n: v for n, v in kwargs.items() if n == "grads" or torch.is_tensor(v)}
+    name = next((n for n, v in found.items() if n == "grads" or v.is_floating_point()), None)
+    if name is None:
+        return None
+
+    def one(t):
+        wide = t.detach().double()
+        new = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+        limit = torch.finfo(t.dtype).max
+        new.copy_((wide / wide.abs().max() * largest).clamp(-limit, limit))
+        return new.requires_grad_(t.requires_grad)
+
+    value = found[name]
+    return {**kwargs, name: list(map(one, value)) if name == "grads" else one(value)}
+
+
+def outcome(op, name, kwargs, dtype=None, grads=None):
+    """Results and upstream gradients, or the refusal of values that are not finite."""
+    try:
+        return contract.run(op, name, contract.convert(kwargs, dtype), grads=grads)
+    except ValueError as error:
+        assert "must be finite" in str(error)
+        return None, grads
+
+
+@pytest.mark.parametrize("op, name, dtype", CALLS)
+def test_results_are_finite_and_right_where_eagers_are(op, name, dtype):
+    skip_unless_usable(op, name, dtype)
+    # The interpreter is slow.
+    for case in whole_cases(op)[: 1 if name == "triton" and DEVICE == "cpu" else 2]:
+        for largest in (1e-30, 1e30, torch.finfo(dtype).max):
+            kwargs = scaled(case.make(DEVICE, dtype, 0), largest)
+            if kwargs is None:
+                pytest.skip("takes no floating-point tensor")
+            if largest < 1e30 or (op.name, name) not in KNOWN:
+                judge(op, name, dtype, kwargs, largest)
+
+
+def judge(op, name, dtype, kwargs, largest):
+    eager, grads = outcome(op, "eager", kwargs)
+    found, _ = outcome(op, name, kwargs, None, grads)
+    assert (eager is None) == (found is None), "one of them refuses"
+    if eager is None:
+        return
+    truth, _ = outcome(op, "eager", kwargs, torch.float64, grads)
+    atol = op.atol.get(dtype) if not callable(op.atol) else op.atol(dtype, kwargs)
+    atol = contract.ATOL[dtype] if atol is None else atol
+    for key, e in eager.items():
+        e, r, t = e.double(), found[key].double(), truth[key].double()
+        both, where = e.isfinite() & r.isfinite(), f"{key} at {largest:.0e}"
+        exempt = op.name in SUMS and largest > 1e30
+        if not exempt:
+            assert (r.isfinite() | ~e.isfinite()).all(), f"{where} is not finite"
+        budget = 2 * contract.error(e.where(both, 0), t.where(both, 0))[0] + atol
+        worst, at = contract.error(r.where(both, 0), t.where(both, 0))
+        assert worst <= budget, f"{where}: {worst:.2e} > {budget:.2e} at {at}"
+        if exempt:
+            continue
+        # Where an intermediate result of the twin alone overflows, the other one is right.
+        more = r.isfinite() & ~e.isfinite() & t.isfinite()
+        worst, at = contract.error(r.where(more, 0), t.where(more, 0))
+        assert worst <= max(budget, 1e-5), f"{where}: {worst:.2e} at {at}, unlike eager's"
