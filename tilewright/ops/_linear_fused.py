@@ -64,6 +64,7 @@ class Fused:
         target, weights, token_weight, _, group = labels
         V = weight.shape[0] * (1 if group is None else torch.distributed.get_world_size(group))
         valid, target = presence(target, V, options.ignore_index).reshape(-1), target.reshape(-1)
+        target = target.contiguous()  # a reshape to its own shape keeps strides
         smooth = options.label_smoothing != 0
         stats = Stats(
             *self.operators.statistics(
@@ -108,7 +109,7 @@ class Fused:
                 x.contiguous(),
                 weight,
                 *rest,
-                target,
+                target.contiguous(),
                 None,
                 softcap,
                 scale,
