@@ -153,8 +153,10 @@ def cache(source: pathlib.Path, out: pathlib.Path, limit: int) -> int:
             archive.add(file, file.relative_to(source).as_posix())
     data = whole.read_bytes()
     if len(data) > limit:
-        for i, start in enumerate(range(0, len(data), limit), 1):
-            (out / f"{whole.name}.{i:02}").write_bytes(data[start : start + limit])
+        starts = range(0, len(data), limit)
+        for i, start in enumerate(starts, 1):
+            piece = out / f"{whole.name}.{i:02}of{len(starts):02}"
+            piece.write_bytes(data[start : start + limit])
         whole.unlink()
     files = {p.name: p.stat().st_size for p in out.iterdir() if p.is_file()}
     for name, size in files.items():

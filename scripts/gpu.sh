@@ -12,7 +12,7 @@
 #     check     memory errors, races, hardware counters
 #     search    launch configurations behind goals that were missed
 #     again     the goals of cases whose launch configurations changed
-#     rest      what is left of the suite
+#     rest      what is left of the suite, but smoke
 #     tests     the tests that need a GPU
 #     report    the page
 #
@@ -59,7 +59,10 @@ export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$PWD/build/triton-cache}
 mkdir -p "$TRITON_CACHE_DIR"
 packed=$results/triton-cache.tar.gz
 [ -f "$packed" ] && tar xzf "$packed" -C "$TRITON_CACHE_DIR"
-[ -f "$packed.01" ] && cat "$packed".[0-9][0-9] | tar xz -C "$TRITON_CACHE_DIR"
+# Pieces that a larger cache left in RESULTS belong to no archive: the first one's name tells how many.
+for first in "$packed".01of[0-9][0-9]; do
+    [ -f "$first" ] && cat "$packed".[0-9][0-9]of"${first##*of}" | tar xz -C "$TRITON_CACHE_DIR"
+done
 # Triton lists a kernel's files by absolute paths, and compiles it again if one is missing.
 find "$TRITON_CACHE_DIR" -name '__grp__*.json' -exec sed -i -E \
     -e 's#"[^"]*\.(source|ttir|ttgir|llir|ptx)": "[^"]*", ##g' \
@@ -77,8 +80,8 @@ share() {   # of the remaining minutes, by the weights of these stages ($1: how 
     done
     awk "BEGIN { m = ($minutes - ($SECONDS - $began) / 60 - 0.5) * $own / $sum; print (m > 0.1 ? m : 0.1) }"
 }
-commit="--commit ${COMMIT:-$results/commit.json}"
-stream=${OUT:+--stream $OUT/results.jsonl}
+commit=(--commit "${COMMIT:-$results/commit.json}")
+stream=(${OUT:+--stream "$OUT/results.jsonl"})
 
 tests() {
     local now passed=$results/tests.passed
@@ -104,7 +107,7 @@ pack() {   # nothing else survives the loss of the machine
     "$PYTHON" scripts/carry.py cache "$TRITON_CACHE_DIR" "$OUT"
 }
 
-suite() { "$PYTHON" -m tilewright.bench suite --out "$results" $commit $stream "$@"; }
+suite() { "$PYTHON" -m tilewright.bench suite --out "$results" "${commit[@]}" "${stream[@]}" "$@"; }
 
 while [ "${#stages[@]}" -gt 0 ]; do
     # Stages of the suite that follow one another are one call of it: a process takes seconds to start.
@@ -121,9 +124,9 @@ while [ "${#stages[@]}" -gt 0 ]; do
     echo "== $name, $(((SECONDS - began) / 60)) min in"
     case $name in
     search) "$PYTHON" -m tilewright.bench tune --goals "$results" --dtype bfloat16 --minutes "$time" \
-        --work "$results/tune" $commit ;;
+        --work "$results/tune" "${commit[@]}" ;;
     again) suite --stage roofline,products,goals --minutes "$time" ;;
-    rest) suite --minutes "$time" ;;
+    rest) suite --skip smoke --minutes "$time" ;;
     tests) tests "$time" ;;
     report) "$PYTHON" -m tilewright.bench report ;;
     *) suite --stage "$of" --minutes "$time" ;;

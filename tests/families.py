@@ -33,7 +33,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 
@@ -554,12 +553,8 @@ def main() -> None:
 
     integration.register()  # imports what every child needs
 
-    def one(task):
-        start = time.monotonic()
-        return forked(*task) | {"seconds": round(time.monotonic() - start, 1)}
-
     with ThreadPoolExecutor(given.jobs) as pool:
-        for future in as_completed([pool.submit(one, task) for task in work]):
+        for future in as_completed([pool.submit(forked, *task) for task in work]):
             row = future.result() | stamp | {"date": str(datetime.date.today())}
             with path.open("a") as file:
                 file.write(json.dumps(row) + "\n")

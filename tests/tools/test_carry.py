@@ -109,7 +109,7 @@ def test_a_cache_over_the_limit_is_split_and_what_cannot_come_back_is_said(carry
     (out / "triton-cache.tar.gz").write_text("of an earlier stage")
     assert carry.main(["cache", str(source), str(out), "--limit-mib", "0.75"]) == 0
     pieces = sorted(out.iterdir())
-    assert [p.name for p in pieces] == [f"triton-cache.tar.gz.0{i}" for i in (1, 2, 3)]
+    assert [p.name for p in pieces] == [f"triton-cache.tar.gz.0{i}of03" for i in (1, 2, 3)]
     assert all(p.stat().st_size <= 0.75 * MIB for p in pieces)
     whole = tmp_path / "whole.tar.gz"
     whole.write_bytes(b"".join(p.read_bytes() for p in pieces))

@@ -71,6 +71,24 @@ def test_every_unit_runs_on_the_simulated_device(parts):
     assert all(p["launches"] for s, p in parts.items() if s in ("smoke", "products", "ab", "goals"))
 
 
+@pytest.mark.parametrize(
+    "problems, compiled, code",
+    [
+        ([], [], 0),
+        (["goals/x: sdpa: Cannot copy out of meta tensor; no data!"], [], 0),
+        (["goals/x: triton: KeyError: 'y'"], [], 1),
+        ([], ["_gemm"], 1),
+    ],
+)
+def test_the_exit_code_tells_a_plan_that_does_not_run(problems, compiled, code, monkeypatch):
+    from tilewright.bench import rehearse
+
+    part = rehearse.Part("goals", 0.0, 1.0, compiled=compiled, problems=problems)
+    monkeypatch.setattr(rehearse, "rehearse", lambda *a, **k: [part])
+    monkeypatch.setattr(rehearse.pretend, "no_compiling", lambda: None)
+    assert rehearse.main([]) == code
+
+
 def test_the_order_of_the_goals(found):
     plan = {stage: [name.split("/")[1] for name, *_ in of] for stage, of in found["plan"].items()}
     ops = [name.split(".")[0] for name in plan["products"]]

@@ -2,6 +2,7 @@
 end to end on a CPU.
 """
 
+import contextlib
 import functools
 import json
 import math
@@ -11,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import textwrap
 import types
 from dataclasses import replace
@@ -895,6 +897,7 @@ def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
     first = "smoke,roofline,products,ab,goals,host,sanitize,counters"
     assert f"--stage {first}" in bench[0] and "--goals results" in bench[1]
     assert "--stage roofline,products,goals" in bench[2] and "--stage" not in bench[3]
+    assert "--skip smoke" in bench[3], "ops that fail in smoke would end this call, too"
     assert all(f"--stream {out}/results.jsonl" in b for b in bench if b.startswith("suite"))
     assert all("--commit results/commit.json" in b for b in bench[:4])
     tests = [c for c in calls if c.startswith("-m pytest")]
@@ -921,6 +924,49 @@ def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
     assert stages == ["goals", "ab,host"]
     assert call("reprt")[0] == 2
     assert "--commit abc" in call("goals", COMMIT="abc")[1][0]
+
+
+def test_pieces_of_a_larger_cache_that_stayed_are_no_part_of_this_one(tmp_path):
+    """carry.py names how many pieces there are; RESULTS may have those of an earlier call, too."""
+    root = pathlib.Path(run.__file__).parents[2]
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "results").mkdir()
+    shutil.copy(root / "scripts/gpu.sh", tmp_path / "scripts")
+    stub = tmp_path / "python"
+    stub.write_text("#!/bin/sh\n")
+    stub.chmod(0o755)
+    (tmp_path / "kernel.cubin").write_bytes(os.urandom(4000))
+    with tarfile.open(tmp_path / "whole", "w:gz") as archive:
+        archive.add(tmp_path / "kernel.cubin", "hash/kernel.cubin")
+    whole = (tmp_path / "whole").read_bytes()
+    for i in (0, 1):
+        name = f"triton-cache.tar.gz.0{i + 1}of02"
+        (tmp_path / "results" / name).write_bytes(whole[i * 2500 :][:2500])
+    (tmp_path / "results/triton-cache.tar.gz.03of03").write_bytes(b"of an earlier call")
+    subprocess.run(
+        ["bash", "scripts/gpu.sh", "results", "1", "report"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHON": str(stub), "TRITON_CACHE_DIR": str(tmp_path / "cache")},
+        check=True,
+        capture_output=True,
+    )
+    unpacked = tmp_path / "cache/hash/kernel.cubin"
+    assert unpacked.read_bytes() == (tmp_path / "kernel.cubin").read_bytes()
+
+
+def test_a_tool_that_hangs_leaves_no_process_behind(monkeypatch):
+    """The process under the tool holds the GPU, which the next unit needs."""
+    from tilewright.bench.stages import tools
+
+    monkeypatch.setattr(tools, "SECONDS", 0.5)
+    child = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
+    said, problem = tools._output(["sh", "-c", f"{sys.executable} -c '{child}' & wait"])
+    while not said.strip():  # a slow machine had not started it yet
+        tools.SECONDS *= 2
+        said, problem = tools._output(["sh", "-c", f"{sys.executable} -c '{child}' & wait"])
+    assert problem and problem.startswith("did not end")
+    with contextlib.suppress(ProcessLookupError):  # as a zombie until init has seen it
+        assert "Z" in pathlib.Path(f"/proc/{int(said)}/stat").read_text().split(")")[1].split()[0]
 
 
 # ---- end to end

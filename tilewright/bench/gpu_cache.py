@@ -5,7 +5,7 @@
 
 It compiles the kernels of the suite's stages `smoke` to `counters` on a device of this compute
 capability, and every candidate of the configuration search behind the goals (--goals DIR:
-those that the results in DIR do not show to be met). The ops' own code paths run (see
+those that the results in DIR show to be missed). The ops' own code paths run (see
 `bench.pretend`), so the cache keys equal those of a launch on the GPU if these are the same there:
 the sources with their line numbers, Triton's Python files and library, ptxas, and the environment
 variables in the key (such as TRITON_PTXAS_PATH). Triton's library differs for each version of
@@ -339,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--goals",
         type=pathlib.Path,
         metavar="DIR",
-        help="include searches only for goals that the results in DIR do not meet",
+        help="include searches only for goals that the results in DIR miss",
     )
     add(
         "--what",

@@ -139,6 +139,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="STAGE,..",
         help="default: every stage",
     )
+    add("--skip", type=names(STAGES), default=[], metavar="STAGE,..", help="stages to leave out")
     add(
         "--stream",
         type=pathlib.Path,
@@ -257,7 +258,8 @@ def _groups(
     dtypes = [d for n, d in BY_NAME.items() if n in args.dtype]
     # Times mean nothing without the roofline, so timed stages always include it.
     timed = set(ON_ROOF) & set(args.stage)
-    stages = [s for s in STAGES if s in args.stage or (s == "roofline" and timed)]
+    wanted = set(args.stage) - set(args.skip)
+    stages = [s for s in STAGES if s in wanted or (s == "roofline" and timed)]
     return [
         {s: plan(s, ops, dtypes, cases=args.case) for s in group.stages if s in stages}
         for group in GROUPS

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import functools
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -83,16 +85,21 @@ def _program(*arguments: object) -> list[str]:
 
 def _output(command: Sequence[str]) -> tuple[str, str | None]:
     """What a command printed, and why it did not end well, or None."""
+    # A session of its own: the tool's child holds the GPU, and would outlive it.
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired as error:
-        said = error.stdout or b""
-        return (
-            said.decode(errors="replace") if isinstance(said, bytes) else said,
-            f"did not end within {SECONDS:g} s",
-        )
-    text = done.stdout + done.stderr
-    return text, f"exit code {done.returncode}" if done.returncode else None
+        text, _ = child.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        return child.communicate()[0], f"did not end within {SECONDS:g} s"
+    return text, f"exit code {child.returncode}" if child.returncode else None
 
 
 def _digest(ops: Iterable[Op]) -> str:
