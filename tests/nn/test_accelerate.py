@@ -840,6 +840,24 @@ def test_compiled_models_are_one_graph():
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("own", ["sdpa", "eager"])
+def test_attention_of_the_model_is_in_the_graph_too(own):
+    """Dropout, under fullgraph: a warning or a table's look-up would break the graph."""
+    theirs = tiny("llama", attention_dropout=0.3)
+    theirs.set_attn_implementation(own)
+    ours = copy.deepcopy(theirs)
+    accelerate(ours, parts=PARTS, quiet=True)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    ids, mask = batch("left")
+    labels = ids.masked_fill(mask == 0, -100)
+    losses = []
+    for model in (compiled, theirs):
+        torch.manual_seed(0)
+        losses.append(model(ids, attention_mask=mask, labels=labels, use_cache=False).loss)
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
+
+
 def test_generate():
     theirs = tiny().eval()
     ours = copy.deepcopy(theirs)
