@@ -227,6 +227,10 @@ class Op:
             return None
         return "has `refuses`, which is never called: calls of this op pass no request"
 
+    def forget_choices(self, table: type[dict]) -> None:
+        """Empties the cache of choices, which is of the class `table` from now on."""
+        self._table, self._unpinned = table(), {}
+
     @contextlib.contextmanager
     def fresh_choices(self, table: dict | None = None) -> Iterator[None]:
         """Caches choices separately within a block, in `table` or a new one; the previous caches

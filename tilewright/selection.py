@@ -186,9 +186,16 @@ def watching(seen: Callable[[str, str], None]) -> Iterator[None]:
     """Calls seen(op's name, implementation's name) whenever an op is called within the block, also
     as a part of another. Calls in compiled code are not seen.
     """
-    with contextlib.ExitStack() as stack:
-        for op in operations().values():
-            stack.enter_context(op.fresh_choices(_Forgetful()))
+    # Blocks may overlap without nesting, as those of `use`.
+    with _PINNING:
         WATCHERS.append(seen)
-        stack.callback(WATCHERS.remove, seen)
+        for op in operations().values():
+            op.forget_choices(_Forgetful)
+    try:
         yield
+    finally:
+        with _PINNING:
+            del WATCHERS[next(i for i, other in enumerate(WATCHERS) if other is seen)]
+            if not WATCHERS:
+                for op in operations().values():
+                    op.forget_choices(dict)

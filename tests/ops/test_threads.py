@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tilewright
-from tilewright import Implementation, ops
+from tilewright import Implementation, ops, selection
 from tilewright.ops import OPS
 from tilewright.registry import PINS, Op
 
@@ -180,6 +180,26 @@ def op(monkeypatch):
 
 def first_of_all(load=lambda: lambda x: "added"):
     return Implementation("added", load, devices=("cpu",))
+
+
+def test_blocks_that_watch_may_overlap():
+    x, weight = torch.ones(2, 4), torch.ones(4)
+    seen: dict[str, list[str]] = {"one": [], "other": []}
+    one = selection.watching(lambda op, name: seen["one"].append(op))
+    other = selection.watching(lambda op, name: seen["other"].append(op))
+    one.__enter__()
+    ops.rmsnorm(x, weight)
+    other.__enter__()
+    ops.rmsnorm(x, weight)
+    one.__exit__(None, None, None)
+    ops.rmsnorm(x, weight)
+    ops.rmsnorm(x, weight)
+    other.__exit__(None, None, None)
+    ops.rmsnorm(x, weight)
+    assert len(seen["one"]) == 2 and len(seen["other"]) == 3
+    table = OPS["rmsnorm"]._table
+    ops.rmsnorm(x, weight)
+    assert table is OPS["rmsnorm"]._table and len(table) == 1, "choices are cached again"
 
 
 def test_auto_takes_what_was_registered_within_a_block_that_watches(op):
