@@ -597,6 +597,7 @@ def test_auxiliary_losses_and_hidden_states_stay():
         (lambda z: operator.imul(z, 2), True),
         (lambda z: (z.mul_(2), z * 3)[1], True),
         (lambda z: (z * 3, z)[1], True),
+        (lambda z: z.to(z.device).to(torch.float32), True),
         (lambda z: torch.tanh(torch.tanh(z)), False),
         (lambda z: z + 1, False),
         (lambda z: z.clamp(max=0.5), False),

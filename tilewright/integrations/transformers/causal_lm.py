@@ -175,7 +175,7 @@ class Logits:
             if name in IN_PLACE:
                 self._steps = steps
                 return self
-            same = steps == self._steps  # contiguous, or a cast to its own dtype
+            same = steps == self._steps  # contiguous, or a move to where it is
             return self if same else Logits(self._model, self._head, self._x, steps)
         result = getattr(self.tensor(name), name)(*arguments, **options)
         return self if result is self._tensor else result
@@ -187,6 +187,8 @@ class Logits:
         if options or step is None:
             return None
         if step == "contiguous" and not arguments:
+            return self._steps
+        if name == "to" and isinstance(number, torch.device) and number == self._x.device:
             return self._steps
         if step == "float" and ((name == "float" and not arguments) or number is torch.float32):
             return self._steps if self.dtype == torch.float32 else (*self._steps, (step, 1.0))
