@@ -153,6 +153,19 @@ def test_dense_weights_of_a_quantized_folder_have_the_models_dtype(dense, tmp_pa
     assert all(torch.equal(m.dense(), back[n].dense()) for n, m in layers(model).items())
 
 
+def test_biases_that_a_folder_lacks_are_zero_and_all_are_frozen(tmp_path):
+    tiny().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.bias"
+    tensors.pop(name)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = load(tmp_path, quantization_config=TilewrightConfig("nf4"))
+    assert model.get_parameter(name).eq(0).all()
+    assert not any(
+        layer.bias.requires_grad for layer in layers(model).values() if layer.bias is not None
+    )
+
+
 def test_a_tensor_scale_comes_back_to_the_bit():
     """compressed-tensors store its inverse."""
     changed = 0

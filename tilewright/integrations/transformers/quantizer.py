@@ -193,6 +193,7 @@ class TilewrightHfQuantizer(HfQuantizer):
         return weight_conversions + self.get_weight_conversions()
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        _finish_biases(model)
         # Saving reverts conversions, of which this one is done by get_state_dict_and_metadata.
         used = getattr(model, "_weight_conversions", None)
         if used is not None:
@@ -288,9 +289,26 @@ def _from_tensors(config: TilewrightConfig, tensors: dict, dtype: torch.dtype) -
 
 def _put(model: nn.Module, name: str, q: Quantized) -> None:
     path = name.removesuffix(".weight")
-    layer: Any = lora.QuantizedLinear(q, model.get_submodule(path).bias)
-    layer._is_hf_initialized = True  # transformers would initialize it
+    bias = model.get_submodule(path).bias
+    layer: Any = lora.QuantizedLinear(q, bias)
+    # transformers initializes what has no such mark, also from the module around the layer.
+    for marked in (layer, *layer.buffers()):
+        marked._is_hf_initialized = True
+    if getattr(bias, "_is_hf_initialized", False):  # else it is read later, or the file has none
+        layer.bias._is_hf_initialized = True
     adapt.replace_module(model, path, layer)
+
+
+def _finish_biases(model: nn.Module) -> None:
+    """Freezes the quantized layers' biases, which transformers may have set after the weights, and
+    zeroes those that the file does not have: transformers initializes its own layers alone.
+    """
+    for layer in model.modules():
+        if isinstance(layer, lora.QuantizedLinear) and layer.bias is not None:
+            layer.bias.requires_grad_(False)
+            if not getattr(layer.bias, "_is_hf_initialized", False):
+                with torch.no_grad():
+                    layer.bias.zero_()
 
 
 def _check_files(model: nn.Module, files: list[str] | None, names: list[str]) -> None:

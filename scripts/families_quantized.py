@@ -1,0 +1,391 @@
+"""Quantized loading, over every language model of transformers that can be built small.
+
+    python scripts/families_quantized.py --out quantized.jsonl [--model llama --model gemma3 ...]
+
+writes a row of JSON for each family: what `check` found for each format. Rows that are in the file
+already are kept, so that a run goes on where an earlier one ended. Each family runs in a process of
+its own, with a limit: a crash costs one row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import datetime
+import importlib.metadata
+import importlib.util
+import inspect
+import io
+import json
+import multiprocessing
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+
+from tilewright import ImplementationUnavailable, adapt
+from tilewright.integrations.transformers import TilewrightConfig, quantized_config
+from tilewright.lora import QuantizedLinear
+from tilewright.ops.nf4_format import NF4
+from tilewright.ops.quantized_linear import dequantize
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+# Group sizes that divide the widths of small models.
+FORMATS: dict[str, dict[str, Any]] = {
+    "nf4": {"format": "nf4"},
+    "nf4 double": {"format": "nf4", "double_quant": True, "group_size": 32},
+    "nvfp4": {"format": "nvfp4"},
+    "block_fp8": {"format": "block_fp8", "group_size": 16},
+}
+# The package that a saved folder names, of which each is read by its own loader too.
+READERS = {"nf4": "bitsandbytes", "nvfp4": "compressed-tensors", "block_fp8": "fp8"}
+# Largest difference, of the largest value: products in the order of another kernel.
+CLOSE = 1e-4
+LIMIT = 300  # seconds of a family; none needs a fifth of it
+
+
+# ---- one family
+
+
+def check(
+    model_type: str,
+    model_class: Any,
+    config: Any,
+    folder: str | pathlib.Path,
+    *,
+    formats: Iterable[str] = tuple(FORMATS),
+    readers: bool = True,
+) -> dict[str, str]:
+    """Loads a small model of this class quantized, saves it, and reads it again.
+
+    Args:
+        model_type: The name of the family, for messages.
+        model_class: A class of transformers with `from_pretrained`.
+        config: Its configuration, small enough to compute with.
+        folder: An empty folder for the files.
+        formats: Those to try, of `FORMATS`.
+        readers: Load the folders by the packages that they name, too.
+
+    Returns:
+        For each format, by "FORMAT load", "FORMAT again" and "FORMAT READER": "same",
+        "refused: SENTENCE" or "wrong: WHAT". A load is compared with the dense model whose weights
+        were quantized and dequantized by hand: each parameter and buffer, and the logits. A second
+        load has the bits of the first, and so have the weights of the format's own reader.
+    """
+    folder = pathlib.Path(folder)
+    torch.manual_seed(0)
+    dense = model_class(copy.deepcopy(config)).eval()
+    _randomize(dense)
+    dense.save_pretrained(folder / "dense")
+    found: dict[str, str] = {}
+    for name in formats:
+        try:
+            found |= _of_format(model_class, name, FORMATS[name], folder, readers)
+        finally:
+            shutil.rmtree(folder / name, ignore_errors=True)
+    return found
+
+
+def _randomize(model: torch.nn.Module) -> None:
+    """Weights large enough to matter, and biases that no initialization gives."""
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1 and p.is_floating_point():
+                p.normal_(std=p.shape[-1] ** -0.5)
+        for module in model.modules():
+            bias = getattr(module, "bias", None)
+            if isinstance(bias, torch.nn.Parameter):
+                bias.normal_(std=0.1)
+
+
+def _of_format(
+    model_class: Any, name: str, options: dict[str, Any], folder: pathlib.Path, readers: bool
+) -> dict[str, str]:
+    format, saved = options["format"], folder / name
+    reader = f"{name} {READERS[format]}"
+    keys = [f"{name} load", f"{name} save", f"{name} again", reader]
+
+    def load(source: pathlib.Path, **changes: Any) -> Any:
+        return model_class.from_pretrained(source, **changes).eval()
+
+    def loaded() -> tuple[str, Any]:
+        config = TilewrightConfig(**options)
+        model = load(folder / "dense", quantization_config=config)
+        twin, paths = by_hand(load(folder / "dense"), config)
+        return compare(model, twin, paths), model
+
+    outcome, model = _try(loaded)
+    found = {keys[0]: outcome}
+    if model is None:
+        return found
+    outcome, _ = _try(lambda: ("same", model.save_pretrained(saved)))
+    found[keys[1]] = outcome
+    if outcome != "same":
+        return found
+
+    def again() -> tuple[str, Any]:
+        back = load(saved, config=quantized_config(saved))
+        return same_bits(back, model), back
+
+    found[keys[2]] = _try(again)[0]
+    package = READERS[format].replace("-", "_")
+    if readers and (package == "fp8" or importlib.util.find_spec(package)):
+        found[reader] = _try(lambda: (by_reader(load, saved, format, model), None))[0]
+    return found
+
+
+def by_hand(model: Any, config: TilewrightConfig) -> tuple[Any, list[str]]:
+    """A dense model with its weights quantized and dequantized, and the paths of these layers."""
+    paths, _ = adapt.linear_layers(model, config.modules_to_not_convert)
+    with torch.no_grad():
+        for path in paths:
+            weight = model.get_submodule(path).weight
+            weight.copy_(dequantize(config.quantize(weight), dtype=weight.dtype))
+    return model, paths
+
+
+def compare(model: Any, twin: Any, paths: list[str]) -> str:
+    """Compares a quantized model with its dense twin: layers, tensors, and logits."""
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    if layers.keys() != set(paths):
+        return f"wrong: quantized {sorted(layers.keys() ^ set(paths))[:4]} otherwise"
+    for path in paths:
+        if not torch.equal(
+            layers[path].dense(torch.float32), twin.get_submodule(path).weight.float()
+        ):
+            return f"wrong: {path}.weight differs"
+    if wrong := _tensors_differ(_dense_tensors(model), _dense_tensors(twin), layers):
+        return wrong
+    return close(logits(model), logits(twin), CLOSE)
+
+
+def _dense_tensors(model: Any) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _tensors_differ(ours: dict, theirs: dict, layers: Any) -> str | None:
+    def kept(tensors: dict) -> dict:
+        return {
+            n: t
+            for n, t in tensors.items()
+            if n.rpartition(".")[0] not in layers or n.endswith(".bias")
+        }
+
+    ours, theirs = kept(ours), kept(theirs)
+    if ours.keys() != theirs.keys():
+        return f"wrong: tensors {sorted(ours.keys() ^ theirs.keys())[:4]} are of one model alone"
+    for name, t in ours.items():
+        if t.dtype != theirs[name].dtype:
+            return f"wrong: {name} is {t.dtype}, not {theirs[name].dtype}"
+        if not torch.equal(t, theirs[name]) and not (t.isnan() == theirs[name].isnan()).all():
+            return f"wrong: {name} differs"
+        if not torch.equal(t.nan_to_num(), theirs[name].nan_to_num()):
+            return f"wrong: {name} differs"
+    return None
+
+
+def same_bits(back: Any, model: Any) -> str:
+    """Compares two quantized models, to the bit."""
+    if wrong := _tensors_differ(_dense_tensors(back), _dense_tensors(model), ()):
+        return wrong
+    first, second = logits(back), logits(model)
+    return "same" if torch.equal(first, second) else "wrong: the logits have other bits"
+
+
+def by_reader(load: Callable, folder: pathlib.Path, format: str, model: Any) -> str:
+    """Compares what the package that the folder names loads, by its tensors: bitsandbytes' kernels
+    for a CPU are for wider models. compressed-tensors computes too.
+    """
+    options = {}
+    if format == "nvfp4":
+        compressed = load(folder)
+        if not logits(compressed).isfinite().all():
+            return "wrong: the reader's logits are not finite"
+        known = inspect.signature(transformers.CompressedTensorsConfig).parameters
+        if "dequantize" in known:
+            config = transformers.CompressedTensorsConfig(dequantize=True)
+            options["quantization_config"] = config
+    theirs = load(folder, **options)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    for path, layer in layers.items():
+        weight = _dense_of(theirs.get_submodule(path))
+        # compressed-tensors dequantizes to bfloat16, whatever the model's dtype.
+        if not any(
+            torch.equal(layer.dense(d).float(), weight) for d in (model.dtype, torch.bfloat16)
+        ):
+            return f"wrong: {path}.weight differs"
+
+    def values(other: Any) -> dict[str, torch.Tensor]:
+        tensors = dict(other.named_parameters()) | {
+            n: t for n, t in other.named_buffers() if n in other.state_dict()
+        }
+        return {
+            n: t.float()
+            for n, t in tensors.items()
+            if n.rpartition(".")[0] not in layers or n.endswith(".bias")
+        }
+
+    return _tensors_differ(values(theirs), values(model), ()) or "same"
+
+
+def _dense_of(layer: Any) -> torch.Tensor:
+    """The weight of a layer of another package, in float32."""
+    if type(layer).__name__ == "Linear4bit":
+        # Not by its own kernel, which on a CPU takes each row to begin a block.
+        state = layer.weight.quant_state.as_dict(packed=True)
+        tensors = {"weight": layer.weight.data, **{f"weight.{n}": t for n, t in state.items()}}
+        return dequantize(NF4.from_safetensors(tensors), dtype=torch.float32)
+    return layer.weight.detach().float()
+
+
+def logits(model: Any) -> torch.Tensor:
+    """The logits of two short rows."""
+    tokens = torch.tensor([[7, 12, 9, 33, 21, 40, 18, 25, 11], [3, 12, 5, 30, 21, 41, 18, 20, 14]])
+    inputs: dict[str, Any] = {"input_ids": tokens}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens.flip(0)
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        inputs["use_cache"] = False
+    torch.manual_seed(0)  # a few families draw numbers in their forward
+    with torch.no_grad():
+        found = model(**inputs)
+    return getattr(found, "logits", found[0])
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, limit: float) -> str:
+    if not theirs.isfinite().all():
+        return "wrong: the dense model's logits are not finite"
+    error = ((ours.float() - theirs.float()).abs().max() / theirs.abs().max()).item()
+    return "same" if error <= limit else f"wrong: logits differ by {error:.1e} of the largest"
+
+
+def _try(run: Callable[[], tuple[str, Any]]) -> tuple[str, Any]:
+    """A run's outcome, or that of its exception: a sentence of this library's is a refusal."""
+    try:
+        return run()
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1].filename
+        ours = f"{os.sep}tilewright{os.sep}" in where.removeprefix(str(ROOT))
+        said = " ".join(str(error).split())
+        if ours and isinstance(error, (ValueError, ImplementationUnavailable)):
+            return f"refused: {said}", None
+        return f"wrong: {type(error).__name__}: {said[-600:]}", None
+
+
+# ---- all families
+
+
+def families() -> list[tuple[str, str]]:
+    """The pairs (head, model type) that can be built small."""
+    from transformers.models.auto import modeling_auto
+
+    small = small_models()
+    return [
+        (head, kind)
+        for head in small.AUTO
+        for kind in getattr(modeling_auto, small.AUTO[head][1])
+        if kind not in small.LEFT_OUT
+    ]
+
+
+def small_models() -> Any:
+    """The tests' module that builds small models."""
+    name = "test_transformers_families"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, ROOT / f"tests/nn/{name}.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def _family(head: str, kind: str, sender: Any) -> None:
+    """What a family's process does: sends what was found."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            model = small_models().build(transformers, kind, head)
+            sender.send(check(kind, type(model), model.config, folder))
+    except Exception as error:
+        sender.send({"build": f"wrong: {type(error).__name__}: {' '.join(str(error).split())}"})
+
+
+def one(head: str, kind: str) -> dict[str, str]:
+    """`check` of a family, in a process of its own."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_family, args=(head, kind, sender))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(LIMIT):
+            return {"build": f"wrong: no answer in {LIMIT} s"}
+        return receiver.recv()
+    except EOFError:
+        process.join()
+        return {"build": f"wrong: the process ended with {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("torch", "transformers", "bitsandbytes", "compressed-tensors"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found | {"transformers": transformers.__version__}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="a file of JSON lines")
+    parser.add_argument("--model", action="append", default=[], help="a family; default: all")
+    args = parser.parse_args(argv)
+    done = set()
+    if args.out.exists():
+        rows = map(json.loads, args.out.read_text().splitlines())
+        done = {(row["head"], row["family"]) for row in rows}
+    commit = subprocess.run(
+        ["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    for head, kind in families():
+        if (head, kind) in done or (args.model and kind not in args.model):
+            continue
+        row = {
+            "head": head,
+            "family": kind,
+            "found": one(head, kind),
+            "commit": commit,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "versions": _versions(),
+        }
+        with args.out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        wrong = {k: v for k, v in row["found"].items() if v != "same"}
+        print(f"{head} {kind}: {wrong or 'same'}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
