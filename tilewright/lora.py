@@ -6,9 +6,11 @@ from tilewright.nn.lora import LoRALinear
 from tilewright.nn.quantized import (
     BESIDE,
     DEFAULT_GROUPS,
+    DENSE_DTYPES,
     FORMATS,
     QuantFormat,
     QuantizedLinear,
+    absent,
     as_stored,
     format_of,
     join,

@@ -166,6 +166,40 @@ def test_biases_that_a_folder_lacks_are_zero_and_all_are_frozen(tmp_path):
     )
 
 
+@pytest.mark.parametrize("name", [*OPTIONS, "modelopt"])
+def test_a_tensor_that_a_quantized_layer_lacks_is_named(name, dense, tmp_path):
+    format = "nvfp4" if name == "modelopt" else name.split()[0]
+    config = TilewrightConfig(format, **OPTIONS.get(name, {}))
+    model = load(dense, quantization_config=config)
+    model.save_pretrained(tmp_path)
+    file, layer = tmp_path / "model.safetensors", "model.layers.1.mlp.down_proj"
+    tensors = load_file(file)
+    if name == "modelopt":
+        for path, m in layers(model).items():
+            tensors = {k: t for k, t in tensors.items() if not k.startswith(f"{path}.weight")}
+            tensors |= m.weights()[0].to_safetensors(f"{path}.weight", "modelopt")
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert torch.equal(logits(again(tmp_path)), logits(model))
+    stored = [key for key in tensors if key.startswith(f"{layer}.weight")]
+    assert len(stored) > 1
+    for key in stored:
+        broken = {k: t for k, t in tensors.items() if k != key}
+        save_file(broken, file, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=rf"{layer} cannot be read as {format}: ") as raised:
+            again(tmp_path)
+        assert key in str(raised.value), raised.value
+    # All but the codes; by a state dict transformers says so, with the layer in its report.
+    codes = {k: t for k, t in tensors.items() if k not in stored[1:]}
+    codes |= {stored[0]: tensors[stored[0]]}
+    save_file(codes, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{layer} cannot be read as {format}: "):
+        again(tmp_path)
+    with pytest.raises(RuntimeError, match="issues during automatic conversion of the weights"):
+        transformers.LlamaForCausalLM.from_pretrained(
+            None, config=quantized_config(tmp_path), state_dict=codes
+        )
+
+
 def test_a_tensor_scale_comes_back_to_the_bit():
     """compressed-tensors store its inverse."""
     changed = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -86,6 +86,33 @@ BESIDE = {
     "nvfp4": ("_packed", "_scale", "_global_scale", "_scale_2"),
     "block_fp8": ("_scale_inv",),
 }
+# Dtypes of dense weights, by safetensors' names; others are of codes.
+DENSE_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F64": torch.float64,
+}
+
+
+def absent(format: str, name: str, dtype_of: Callable[[str], str | None]) -> list[str]:
+    """The tensors that a file lacks of a quantized weight.
+
+    dtype_of: the dtype of a tensor of the file, in safetensors' words; None if there is none.
+    """
+    if format == "block_fp8":
+        needed = ["", "_scale_inv"]
+    elif format == "nvfp4":
+        modelopt = any(dtype_of(name + ending) for ending in ("", "_scale_2"))
+        needed = ["", "_scale", "_scale_2"] if modelopt else ["_packed", "_scale", "_global_scale"]
+    else:
+        needed = ["", ".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4"]
+        nested = [".nested_absmax", ".nested_quant_map"]  # of scales that are quantized too
+        if dtype_of(f"{name}.absmax") == "U8" or any(dtype_of(name + ending) for ending in nested):
+            needed += nested
+    return [name + ending for ending in needed if dtype_of(name + ending) is None]
+
+
 DEFAULT_GROUPS = {"nvfp4": 16, "block_fp8": 128, "nf4": 64}  # of published checkpoints
 
 

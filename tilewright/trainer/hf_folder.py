@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tilewright.files import open_tensors, read_json
-from tilewright.lora import BESIDE
+from tilewright.lora import BESIDE, DENSE_DTYPES, absent
 from tilewright.ops.block_fp8 import BlockFP8
 from tilewright.ops.nf4_format import NF4, read_state
 from tilewright.ops.nvfp4 import NVFP4
@@ -20,8 +20,6 @@ from tilewright.ops.quantized_linear import dequantize
 from tilewright.registry import short
 from tilewright.trainer.hf_names import INDEX, SINGLE, read_config
 
-# Dtypes of dense weights, by safetensors' names.
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 # Tensors beside a quantized weight that only inference with quantized activations needs.
 ACTIVATIONS = (
     ".input_scale",
@@ -88,15 +86,22 @@ class Folder:
 
     def dtype(self, name: str) -> torch.dtype | None:
         """The stored dtype of a tensor; None for one that is not a weight by itself."""
-        return DTYPES.get(self._at(name).get_slice(name).get_dtype())
+        return DENSE_DTYPES.get(self._at(name).get_slice(name).get_dtype())
+
+    def _stored_as(self, name: str) -> str | None:
+        """The dtype of a tensor in safetensors' words; None if there is none."""
+        return self._at(name).get_slice(name).get_dtype() if name in self.file_of else None
 
     def refused(self, name: str) -> str | None:
-        """Why a dense tensor cannot be read; None if it can."""
-        if self.format(name) is not None or self.dtype(name) is not None:
+        """Why a weight cannot be read, dense or quantized; None if it can."""
+        if (format := self.format(name)) is not None:
+            missing = absent(format, name, self._stored_as)
+            return f"{name} is {format}, without {', '.join(missing)}" if missing else None
+        if self.dtype(name) is not None:
             return None
         kind = self._at(name).get_slice(name).get_dtype()
         return (
-            f"{name} is {kind} in {self.file_of[name].name}; accepted are {', '.join(DTYPES)}, "
+            f"{name} is {kind} in {self.file_of[name].name}; accepted are {', '.join(DENSE_DTYPES)}, "
             "and what is quantized with its scales beside it"
         )
 
@@ -225,7 +230,7 @@ def _inside(folder: pathlib.Path, name: Any, index: pathlib.Path) -> pathlib.Pat
 def stored_dtype(path: str | pathlib.Path, *, weights: bool = True) -> torch.dtype:
     """The dtype of a folder's dense weights: the embedding's. With weights = False, the dtype in
     config.json (`path` may be that file), or float32 if it has none. Raises ValueError for a dtype
-    that is not in DTYPES.
+    that is not in DENSE_DTYPES.
     """
     folder = pathlib.Path(path)
     if weights:
@@ -238,7 +243,7 @@ def stored_dtype(path: str | pathlib.Path, *, weights: bool = True) -> torch.dty
     value = next(
         (config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None), "float32"
     )
-    accepted = {short(dtype): dtype for dtype in DTYPES.values()}
+    accepted = {short(dtype): dtype for dtype in DENSE_DTYPES.values()}
     if value not in accepted:
         raise ValueError(
             f"{path}: config.json's dtype must be one of {', '.join(accepted)}, got {value!r}"

@@ -12,10 +12,10 @@ import pathlib
 
 import torch
 
-from tilewright.trainer.hf_folder import DTYPES
+from tilewright.lora import DENSE_DTYPES
 
 HEADER = 1 << 18  # bytes of the space: about two thousand tensors
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DENSE_DTYPES.items()}
 
 
 class Shard:

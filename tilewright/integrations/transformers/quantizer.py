@@ -158,7 +158,7 @@ class TilewrightHfQuantizer(HfQuantizer):
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
         if self.pre_quantized:
-            _check_files(model, checkpoint_files, self.serialized_names["weight"])
+            _check_files(model, checkpoint_files, self.quantization_config.format)
             return model
         config = self.quantization_config
         layers, left = adapt.linear_layers(model, config.modules_to_not_convert)
@@ -258,14 +258,17 @@ class _Read(ConversionOps):
     def convert(self, input_dict, full_layer_name=None, model=None, missing_keys=None, **kwargs):
         tensors = {k: t[0] if isinstance(t, list) else t for k, t in input_dict.items()}
         like = model.get_parameter_or_buffer(full_layer_name)
-        if set(tensors) == {"weight"}:
+        if set(tensors) == {"weight"} and not _is_codes(tensors["weight"]):
             # transformers leaves the dtype of what a quantizer's operation reads to it.
             full = getattr(model, "_keep_in_fp32_modules", None) or ()
             keep = tensors["weight"].dtype == torch.float32 and any(
                 name in full_layer_name.split(".") for name in full
             )
             return {full_layer_name: tensors["weight"].to(None if keep else like.dtype)}
-        q = _from_tensors(self.hf_quantizer.quantization_config, tensors, like.dtype)
+        try:
+            q = _from_tensors(self.hf_quantizer.quantization_config, tensors, like.dtype)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{full_layer_name}: {error.args[0]}") from error
         if tuple(q.shape) != tuple(like.shape):
             raise ValueError(
                 f"{full_layer_name} is {list(q.shape)} in the checkpoint, and {list(like.shape)} in "
@@ -274,6 +277,11 @@ class _Read(ConversionOps):
         _put(model, full_layer_name, q)
         missing_keys.discard(full_layer_name)
         return {}
+
+
+def _is_codes(t: torch.Tensor) -> bool:
+    """Whether a tensor cannot be a dense weight; with what is missing, its reader names it."""
+    return not t.is_floating_point() or t.element_size() == 1
 
 
 def _from_tensors(config: TilewrightConfig, tensors: dict, dtype: torch.dtype) -> Quantized:
@@ -311,22 +319,41 @@ def _finish_biases(model: nn.Module) -> None:
                     layer.bias.zero_()
 
 
-def _check_files(model: nn.Module, files: list[str] | None, names: list[str]) -> None:
-    """Raises ValueError for checkpoints whose experts are quantized one by one: transformers
-    stacks their weights, and would stack the codes without their scales.
+def _check_files(model: nn.Module, files: list[str] | None, format: str) -> None:
+    """Raises ValueError for checkpoints of which a quantized weight lacks a tensor, which would be
+    read as a dense one; and for those whose experts are quantized one by one: transformers stacks
+    their weights, and would stack the codes without their scales.
     """
-    marks = tuple(f".{name}" for name in names if name != "weight")
-    modules = dict(model.named_modules())
+    dtypes, file_of = {}, {}
     for file in files or ():
         with open_tensors(pathlib.Path(file)) as tensors:
-            keys = list(tensors.keys())
-        for key in keys:
-            stem = key.rpartition(".weight")[0]
-            if key.endswith(marks) and re.search(r"\.experts\.\d+\.", key) and stem not in modules:
-                raise ValueError(
-                    f"{file}: {stem} is quantized, and transformers stacks experts; quantized ones "
-                    "are read by the trainer, or by the format's own reader"
-                )
+            for key in tensors.keys():  # noqa: SIM118 (it is no dictionary)
+                dtypes[key], file_of[key] = tensors.get_slice(key).get_dtype(), file
+    modules = dict(model.named_modules())
+    beside = re.compile(rf"(.*\bweight)({'|'.join(map(re.escape, lora.BESIDE[format]))})")
+    checked = set()
+    for key, dtype in dtypes.items():
+        if found := beside.fullmatch(key):
+            name = found[1]
+        elif key.endswith(".weight") and dtype not in lora.DENSE_DTYPES:
+            name = key
+        else:
+            continue
+        if name in checked:
+            continue
+        checked.add(name)
+        stem = name.rpartition(".")[0]
+        if re.search(r"\.experts\.\d+\.", key) and stem not in modules:
+            raise ValueError(
+                f"{file_of[key]}: {stem} is quantized, and transformers stacks experts; quantized "
+                "ones are read by the trainer, or by the format's own reader"
+            )
+        if missing := lora.absent(format, name, dtypes.get):
+            have = ", ".join(f"{k} ({dtypes[k]})" for k in sorted(dtypes) if k.startswith(name))
+            raise ValueError(
+                f"{file_of[key]}: {stem} cannot be read as {format}: {', '.join(missing)} "
+                f"{'is' if len(missing) == 1 else 'are'} missing; there are {have}"
+            )
 
 
 def quantized_config(folder: str | pathlib.Path, **kwargs: Any) -> Any:
