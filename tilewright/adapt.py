@@ -29,7 +29,12 @@ from tilewright.nn.projections import (
 )
 from tilewright.nn.quantize import QuantizeReport, linear_layers, quantize_, quantize_model
 from tilewright.nn.quantized import QuantFormat
-from tilewright.nn.save_pretrained import guard_save_pretrained, stored_state, why_unreadable
+from tilewright.nn.save_pretrained import (
+    guard_save_pretrained,
+    readable_conversions,
+    stored_state,
+    why_unreadable,
+)
 from tilewright.nn.weights import (
     Adapted,
     Stored,

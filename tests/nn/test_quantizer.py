@@ -200,6 +200,23 @@ def test_a_tensor_that_a_quantized_layer_lacks_is_named(name, dense, tmp_path):
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_nvfp4_is_saved_for_the_dtype_in_which_compressed_tensors_compute(dtype, dense, tmp_path):
+    loaded = load(dense, quantization_config=TilewrightConfig("nvfp4"), dtype=dtype)
+    in_place = tiny(dtype=dtype)
+    quantize_(in_place, "nvfp4", quiet=True)
+    for name, model in (("loaded", loaded), ("in_place", in_place)):
+        if dtype != torch.bfloat16:
+            with pytest.raises(ValueError, match=r"cannot write NVFP4 for a model in float"):
+                model.save_pretrained(tmp_path / name)
+            continue
+        model.save_pretrained(tmp_path / name)
+        pytest.importorskip("compressed_tensors")
+        torch.testing.assert_close(
+            logits(load(tmp_path / name)), logits(model), rtol=0, atol=2e-2
+        )  # a few roundings to bfloat16
+
+
 def test_a_tensor_scale_comes_back_to_the_bit():
     """compressed-tensors store its inverse."""
     changed = 0
@@ -235,7 +252,12 @@ def test_one_dense_weight_is_in_memory_at_a_time(dense, monkeypatch):
 
 def test_what_is_named_and_experts_stay_dense(tmp_path):
     model = tiny(
-        "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16
+        "qwen3_moe",
+        torch.bfloat16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        head_dim=16,
     )
     model.save_pretrained(tmp_path / "dense")
     config = TilewrightConfig("nvfp4", modules_to_not_convert=["o_proj", "layers.1"])
@@ -488,12 +510,12 @@ def test_what_quantize_cannot_do_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("format", ["nf4", "nvfp4", QuantFormat("block_fp8", 32)], ids=str)
 def test_a_model_quantized_in_place_is_saved_too(format, tmp_path):
-    model = tiny()
+    model = tiny(dtype=torch.bfloat16)
     quantize_(model, format, quiet=True)
     model.save_pretrained(tmp_path)
     assert not hasattr(model.config, "quantization_config")
     assert torch.equal(logits(again(tmp_path)), logits(model))
-    odd = tiny(intermediate_size=72)
+    odd = tiny(dtype=torch.bfloat16, intermediate_size=72)
     quantize_(odd, format, quiet=True)
     if format == "nf4":
         odd.save_pretrained(tmp_path / "odd")
@@ -684,8 +706,18 @@ def test_peft_trains_saves_and_merges_over_quantized_layers(format, dense, tmp_p
     assert all(torch.equal(m.dense(), before[n]) for n, m in layers(model).items())
     assert torch.equal(logits(model), want)
     merged = model.merge_and_unload()
+    if format == "nvfp4":
+        with pytest.raises(
+            ValueError, match=r"cannot write NVFP4 for a model in float32: .*bfloat16"
+        ):
+            merged.save_pretrained(tmp_path / "merged")
+        merged.to(torch.bfloat16)
     merged.save_pretrained(tmp_path / "merged")
-    assert torch.equal(logits(again(tmp_path / "merged", dtype=torch.float32)), logits(merged))
+    back = again(tmp_path / "merged", dtype=torch.float32)
+    if format != "nvfp4":
+        assert torch.equal(logits(back), logits(merged))
+    for name, m in layers(merged).items():
+        assert torch.equal(layers(back)[name].dense(), m.dense()), name
 
 
 @pytest.mark.parametrize("format", ["nf4", "nvfp4", "block_fp8"])

@@ -5,6 +5,7 @@ defaults and a report, `quantize_model` the projections of decoder layers.
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -168,6 +169,9 @@ def linear_layers(
     output = getattr(model, "get_output_embeddings", lambda: None)()
     # A module at two paths, and a tensor under two names, count twice.
     shared = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    # Those that transformers ties when a model has been loaded.
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    tied_names = {*tied, *tied.values()}
     chosen, left = [], {}
     for path, module in modules.items():
         if isinstance(module, nn.Embedding):
@@ -178,6 +182,9 @@ def linear_layers(
             if is_sharded(module.weight):
                 raise ValueError(f"{path} is sharded over ranks; quantize the model before that")
             reason = _why_left(path, module, skip, module is output, shared)
+            if f"{path}.weight" in tied_names:
+                reason = reason or "shares its weight with another module"
+            reason = reason or _why_unreadable_in(model, path)
             if reason is None:
                 chosen.append(path)
             else:
@@ -194,6 +201,8 @@ def _why_left(
         return "an output layer"
     if last_name(path) in ROUTERS:
         return "a router, by its name"
+    if not module.weight.numel():
+        return "has no elements"
     if shared[id(module.weight)] > 1:
         return "shares its weight with another module"
     if type(module) not in (nn.Linear, Linear):
@@ -201,6 +210,19 @@ def _why_left(
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(module, kind) for kind in hooks) or "forward" in module.__dict__:
         return "has hooks or a forward of its own, which the new layer would not have"
+    return None
+
+
+def _why_unreadable_in(model: nn.Module, path: str) -> str | None:
+    """Why transformers' readers of quantized folders would not take this layer as quantized."""
+    if not hasattr(model, "save_pretrained"):
+        return None
+    # They leave these dense, by the ends or the beginnings of paths.
+    for name in getattr(model, "_keep_in_fp32_modules", None) or ():
+        if path.endswith(name) or re.match(rf"(?:{name})(?:(?<=\.)|(?=\.|$))", path):
+            return f"kept in float32 by the model ({name})"
+    if any(part.endswith("weight") for part in path.split(".")):
+        return "has a name that transformers' readers of quantized folders take for a weight's"
     return None
 
 

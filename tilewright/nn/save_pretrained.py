@@ -11,6 +11,13 @@ import torch
 from torch import nn
 
 from tilewright.nn.quantized import QuantizedLinear
+from tilewright.nn.stored_names import (
+    conversions_of,
+    is_of_transformers,
+    not_read_back,
+    put_back,
+    replaced_by_readers,
+)
 from tilewright.nn.weights import adapted, base_weights, quantized
 from tilewright.ops.block_fp8 import BlockFP8
 from tilewright.ops.nf4_format import NF4
@@ -63,17 +70,51 @@ def _save_pretrained(
             )
         state_dict, saved = stored_state(model)
     before = model.config.__dict__.get("quantization_config")
-    if saved is not None:
+    conversions = model.__dict__.get("_weight_conversions")
+    if saved is not None and state_dict is not None:
+        if is_of_transformers(model):
+            readable = readable_conversions(model, state_dict, saved["quant_method"])
+            model._weight_conversions = readable
         model.config.quantization_config = saved
     try:
         return original(
             model, save_directory, is_main_process=is_main_process, state_dict=state_dict, **options
         )
     finally:
+        if saved is not None:
+            put_back(model, conversions)
         if saved is not None and before is None:
             del model.config.quantization_config
         elif saved is not None:
             model.config.quantization_config = before
+
+
+def readable_conversions(model: Any, state: dict[str, torch.Tensor], method: str) -> list[Any]:
+    """The conversions to revert when a transformers model with quantized weights is saved. Raises
+    ValueError if its readers could not read the folder, or not compute with it.
+
+    state, method: the tensors to save, and the `quant_method` of their format.
+    """
+    if method == "compressed-tensors" and model.dtype != torch.bfloat16:
+        raise ValueError(
+            f"save_pretrained cannot write NVFP4 for a model in {short(model.dtype)}: "
+            "compressed-tensors dequantizes to bfloat16, and its products need one dtype; load it "
+            "with dtype=torch.bfloat16, or call model.to(torch.bfloat16), which leaves the codes "
+            "as they are"
+        )
+    if replaced := replaced_by_readers(model, method):
+        raise ValueError(
+            f"save_pretrained cannot write {replaced} beside weights of {method}: transformers "
+            f"replaces it by another when it reads such a folder; {_WAY_OUT}"
+        )
+    weights: dict[str, Any] = dict(_quantized(model))
+    keys = [key for name, parts in weights.items() for key in parts[0].to_safetensors(name)]
+    conversions, own = conversions_of(model, keys, state.keys() - {*keys}, method)
+    if wrong := not_read_back(model, conversions, [*keys, *own]):
+        raise ValueError(
+            f"save_pretrained cannot write {wrong}; leave the layer dense (modules_to_not_convert)"
+        )
+    return conversions
 
 
 def stored_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -101,7 +142,12 @@ def stored_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, A
                 del state[f"{path}.{name}"]
     for name, [q] in weights.items():
         state |= {key: t.contiguous() for key, t in q.to_safetensors(name).items()}
-    left = [path for path, m in model.named_modules() if isinstance(m, nn.Linear)]
+    # bitsandbytes replaces transformers' Conv1D, too.
+    left = [
+        path
+        for path, m in model.named_modules()
+        if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
+    ]
     return state, _configuration([q for [q] in weights.values()], left)
 
 

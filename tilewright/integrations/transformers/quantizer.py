@@ -17,18 +17,22 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig
-from transformers.core_model_loading import ConversionOps, WeightConverter
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from tilewright import adapt, lora, ops, platform
 from tilewright.files import open_tensors
 from tilewright.integrations.transformers.errors import NAME
+from tilewright.integrations.transformers.versions import part_of
 from tilewright.ops.block_fp8 import BlockFP8
 from tilewright.ops.nf4_format import NF4
 from tilewright.ops.nvfp4 import NVFP4
 from tilewright.ops.quantize import Quantized
+
+ConversionOps: Any = part_of("core_model_loading", "ConversionOps")
+WeightConverter: Any = part_of("core_model_loading", "WeightConverter")
+register_quantization_config = part_of("quantizers.auto", "register_quantization_config")
+register_quantizer = part_of("quantizers.auto", "register_quantizer")
+HfQuantizer: Any = part_of("quantizers.base", "HfQuantizer")
+QuantizationConfigMixin: Any = part_of("utils.quantization_config", "QuantizationConfigMixin")
 
 # Names of the tensors that replace a `weight`, by format; those of activations are ignored.
 STORED = {
@@ -122,6 +126,7 @@ class TilewrightHfQuantizer(HfQuantizer):
         # A copy, because it gets what config.json says of this model.
         super().__init__(copy.copy(quantization_config), **kwargs)
         self.layers: set[str] = set()
+        self.conversions: list[Any] | None = None  # those of transformers for the dense model
         if platform.no_module("peft") is None:
             from tilewright.integrations.peft import register
 
@@ -186,7 +191,9 @@ class TilewrightHfQuantizer(HfQuantizer):
             return []
         # Longest first: older versions try the patterns in this order.
         names = sorted(self.serialized_names["weight"], key=len, reverse=True)
-        return [WeightConverter(names, "weight", [_Read(self)])]
+        # From the point on, to the end: a module's name may end so, too.
+        patterns = [rf"\.{re.escape(name)}$" for name in names]
+        return [WeightConverter(patterns, ".weight", [_Read(self)])]
 
     def update_weight_conversions(self, weight_conversions: list, *args: Any) -> list:
         """Adds `get_weight_conversions` to the model's own."""
@@ -202,6 +209,7 @@ class TilewrightHfQuantizer(HfQuantizer):
                 for c in used
                 if not any(isinstance(op, _Read) for op in getattr(c, "operations", ()))
             ]
+            self.conversions = model._weight_conversions
         _, self.quantization_config.written = adapt.stored_state(model)
         for child in model.children():  # transformers saves the whole model by this quantizer alone
             adapt.guard_save_pretrained(child)
@@ -218,7 +226,13 @@ class TilewrightHfQuantizer(HfQuantizer):
             )
         if getattr(model, "_hf_peft_config_loaded", False):  # only the adapters are saved
             return None, {}
-        state, self.quantization_config.written = adapt.stored_state(model)
+        state, written = adapt.stored_state(model)
+        if self.conversions is not None:
+            model._weight_conversions = self.conversions
+        model._weight_conversions = adapt.readable_conversions(
+            model, state, written["quant_method"]
+        )
+        self.quantization_config.written = written
         return state, {}
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
@@ -228,23 +242,33 @@ class TilewrightHfQuantizer(HfQuantizer):
             )
         paths = [p for p, m in model.named_modules() if isinstance(m, lora.QuantizedLinear)]
         adapt.merge_and_unload(model)
+        if self.conversions is not None:
+            model._weight_conversions = self.conversions
         for path in paths:
             model.get_submodule(path.removesuffix(".base")).to(dtype)
         return model
 
 
 class _Quantize(ConversionOps):
-    """Replaces a linear layer by one with its weight quantized, when the weight has been read."""
+    """Replaces a linear layer by one with its weight quantized, when the weight has been read. One
+    tensor of the file may be several of the model (queries, keys and values): others are passed on.
+    """
 
     def __init__(self, hf_quantizer: TilewrightHfQuantizer):
         self.hf_quantizer = hf_quantizer
 
     def convert(self, input_dict, full_layer_name=None, model=None, missing_keys=None, **kwargs):
-        [weight] = input_dict.values()
-        weight = weight[0] if isinstance(weight, list) else weight
-        _put(model, full_layer_name, self.hf_quantizer.quantization_config.quantize(weight))
-        missing_keys.discard(full_layer_name)
-        return {}
+        if len(input_dict) == 1:  # whatever its key, which versions give otherwise
+            input_dict = {full_layer_name: next(iter(input_dict.values()))}
+        left = {}
+        for name, weight in input_dict.items():
+            if not self.hf_quantizer.param_needs_quantization(model, name):
+                left[name] = weight
+                continue
+            weight = weight[0] if isinstance(weight, list) else weight
+            _put(model, name, self.hf_quantizer.quantization_config.quantize(weight))
+            missing_keys.discard(name)
+        return left
 
 
 class _Read(ConversionOps):
@@ -256,7 +280,12 @@ class _Read(ConversionOps):
         self.hf_quantizer = hf_quantizer
 
     def convert(self, input_dict, full_layer_name=None, model=None, missing_keys=None, **kwargs):
-        tensors = {k: t[0] if isinstance(t, list) else t for k, t in input_dict.items()}
+        tensors = {
+            pattern.removeprefix(r"\.").removesuffix("$").replace("\\", ""): t[0]
+            if isinstance(t, list)
+            else t
+            for pattern, t in input_dict.items()
+        }
         like = model.get_parameter_or_buffer(full_layer_name)
         if set(tensors) == {"weight"} and not _is_codes(tensors["weight"]):
             # transformers leaves the dtype of what a quantizer's operation reads to it.
