@@ -32,6 +32,7 @@ from tilewright.nn.quantized import QuantFormat
 from tilewright.nn.save_pretrained import (
     guard_save_pretrained,
     readable_conversions,
+    refuse_wrapped,
     stored_state,
     why_unreadable,
 )

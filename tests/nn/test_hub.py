@@ -2,6 +2,7 @@
 layers in transformers' models, put there by `kernelize`.
 """
 
+import ast
 import copy
 import json
 import subprocess
@@ -73,6 +74,19 @@ def test_the_repository_needs_no_installed_package(repository):
     assert done.returncode == 0, done.stderr
     name, *layers = done.stdout.splitlines()[0].split()
     assert name.startswith(LOADED) and tuple(layers) == hub.LAYERS
+
+
+def test_no_module_of_the_repository_imports_what_its_layers_do_not_need(repository):
+    allowed = {"torch", "triton"} | {"cuda", "cutlass", "deep_ep", "quack"}  # of implementations
+    found = {}
+    for file in repository.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module]
+            found |= {name.partition(".")[0]: file for name in names}
+    assert "torch" in found
+    assert not found.keys() - sys.stdlib_module_names - allowed, found
 
 
 @pytest.mark.parametrize("backend", hub.BACKENDS)

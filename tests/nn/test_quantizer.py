@@ -308,6 +308,17 @@ def test_a_loaded_model_is_dequantized_adapted_and_trained(dense, tmp_path):
     torch.testing.assert_close(logits(load(tmp_path / "plain")), want, rtol=1e-4, atol=1e-4)
 
 
+def test_a_saved_model_is_dequantized_to_its_dtype(dense, tmp_path):
+    model = load(dense, quantization_config=TilewrightConfig("nf4"))
+    want = {n: m.dense(torch.bfloat16) for n, m in layers(model).items()}
+    model.save_pretrained(tmp_path / "quantized")
+    model.dequantize()
+    for name, weight in want.items():
+        assert torch.equal(model.get_submodule(name).weight, weight), name
+    model.save_pretrained(tmp_path / "plain")
+    assert torch.equal(logits(load(tmp_path / "plain")), logits(model))
+
+
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
@@ -718,6 +729,29 @@ def test_peft_trains_saves_and_merges_over_quantized_layers(format, dense, tmp_p
         assert torch.equal(logits(back), logits(merged))
     for name, m in layers(merged).items():
         assert torch.equal(layers(back)[name].dense(), m.dense()), name
+
+
+@pytest.mark.parametrize("saved", ["q_proj", "lm_head"], ids=["adapters", "modules_to_save"])
+@pytest.mark.parametrize("in_place", [False, True], ids=["loaded", "in_place"])
+def test_the_base_under_peft_is_not_saved_by_pefts_names(in_place, saved, dense, tmp_path):
+    peft = pytest.importorskip("peft")
+    if in_place:
+        base = tiny()
+        quantize_(base, quiet=True)
+    else:
+        base = load(dense, quantization_config=TilewrightConfig("nf4"))
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    if saved == "q_proj":
+        config.modules_to_save = None
+    model = peft.get_peft_model(base, config)
+    with pytest.raises(ValueError, match=r"cannot write a model with PEFT's adapters \(model\.lay"):
+        base.save_pretrained(tmp_path / "base")
+    assert not list(tmp_path.glob("base/*"))
+    model.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter/adapter_model.safetensors").exists()
+    want = logits(model.eval())
+    model.unload().save_pretrained(tmp_path / "base")
+    assert torch.equal(logits(again(tmp_path / "base", dtype=want.dtype)), want)
 
 
 @pytest.mark.parametrize("format", ["nf4", "nvfp4", "block_fp8"])

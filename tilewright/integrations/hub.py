@@ -75,7 +75,11 @@ Layers:
 
 
 def modules(start: pathlib.Path = pathlib.Path(hub_layers.__file__)) -> set[pathlib.Path]:
-    """The files of this package that a module imports, directly or not, with those of `kernels`."""
+    """The files of this package that a module imports, directly or not, with those of `kernels`.
+
+    A package's `__init__.py` is one of them only if a name that it defines is imported: what it
+    imports for its other users stays here.
+    """
     found: set[pathlib.Path] = set()
     waiting = [start, *(f for folder in FOUND_BY_NAME for f in (ROOT / folder).rglob("*.py"))]
     while waiting:
@@ -83,18 +87,20 @@ def modules(start: pathlib.Path = pathlib.Path(hub_layers.__file__)) -> set[path
         if path in found:
             continue
         found.add(path)
-        waiting += [
-            init
-            for folder in path.parents
-            if folder.is_relative_to(ROOT) and (init := folder / "__init__.py").exists()
-        ]
         for node in _imports(ast.parse(path.read_text())):
-            # `from tilewright.ops import _checks`: the package, and maybe a module of it.
+            # `from tilewright.ops import _checks, silu_mul`: a module, and a name of the package.
             base = ROOT.joinpath(*node.module.split(".")[1:])
-            names = [base, *(base / alias.name for alias in node.names)]
-            waiting += [p for name in names if (p := name.with_suffix(".py")).exists()]
-            waiting += [p for name in names if (p := name / "__init__.py").exists()]
-    return found
+            of = [_file_of(base / alias.name) for alias in node.names]
+            waiting += [file for file in of if file]
+            if None in of and (file := _file_of(base)):
+                waiting.append(file)
+    return found - {ROOT / "__init__.py"}
+
+
+def _file_of(name: pathlib.Path) -> pathlib.Path | None:
+    """The file of a module or a package; None if there is no such."""
+    files = (name.with_name(f"{name.name}.py"), name / "__init__.py")
+    return next((file for file in files if file.exists()), None)
 
 
 def _imports(tree: ast.AST) -> list[ast.ImportFrom]:
@@ -159,6 +165,9 @@ def export(
 def _sources() -> dict[str, str]:
     """What the variants hold in common, by path."""
     sources = {str(path.relative_to(ROOT)): relative(path) for path in modules()}
+    for name in list(sources):
+        for folder in pathlib.PurePath(name).parents:
+            sources.setdefault(str(folder / "__init__.py"), "")
     for path in (ROOT / "kernels").rglob("*.json"):
         sources[str(path.relative_to(ROOT))] = path.read_text()
     sources["__init__.py"] = INIT

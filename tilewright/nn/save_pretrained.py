@@ -62,6 +62,11 @@ def _save_pretrained(
             "tilewright.adapt.save_adapter(model, folder) writes them for peft, and "
             "merge_and_unload(model) adds them to the weights, which save_pretrained then writes"
         )
+    if getattr(model, "_hf_peft_config_loaded", False):  # transformers saves the adapters alone
+        return original(
+            model, save_directory, is_main_process=is_main_process, state_dict=state_dict, **options
+        )
+    refuse_wrapped(model)
     saved = None
     if any(True for _ in _quantized(model)):
         if state_dict is not None:
@@ -87,6 +92,19 @@ def _save_pretrained(
             del model.config.quantization_config
         elif saved is not None:
             model.config.quantization_config = before
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raises ValueError for modules that PEFT wraps: the names of their weights are PEFT's own, by
+    which from_pretrained finds none.
+    """
+    for path, module in model.named_modules():
+        if any(cls.__module__.partition(".")[0] == "peft" for cls in type(module).__mro__):
+            raise ValueError(
+                f"save_pretrained cannot write a model with PEFT's adapters ({path} is PEFT's "
+                f"{type(module).__name__}): the PEFT model's save_pretrained writes the adapters, "
+                "and its merge_and_unload() or unload() gives a model to save"
+            )
 
 
 def readable_conversions(model: Any, state: dict[str, torch.Tensor], method: str) -> list[Any]:

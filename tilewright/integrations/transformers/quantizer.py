@@ -226,6 +226,7 @@ class TilewrightHfQuantizer(HfQuantizer):
             )
         if getattr(model, "_hf_peft_config_loaded", False):  # only the adapters are saved
             return None, {}
+        adapt.refuse_wrapped(model)
         state, written = adapt.stored_state(model)
         if self.conversions is not None:
             model._weight_conversions = self.conversions
@@ -241,6 +242,8 @@ class TilewrightHfQuantizer(HfQuantizer):
                 "dequantize needs a model without PEFT's adapters: merge or unload them"
             )
         paths = [p for p, m in model.named_modules() if isinstance(m, lora.QuantizedLinear)]
+        if isinstance(dtype, str):  # as save_pretrained leaves config.dtype
+            dtype = getattr(torch, dtype)
         adapt.merge_and_unload(model)
         if self.conversions is not None:
             model._weight_conversions = self.conversions
