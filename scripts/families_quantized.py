@@ -219,6 +219,10 @@ def by_reader(load: Callable, folder: pathlib.Path, format: str, model: Any) -> 
         except AttributeError as error:  # a model that reads its weights, which are compressed
             if not str(error).startswith("'Linear' object has no attribute 'weight'"):
                 raise
+        except RuntimeError:  # unless the dense model does not compute in bfloat16 either
+            dense = load(folder.parent / "dense", dtype=torch.bfloat16)
+            if not _try(lambda: (str(logits(dense)), None))[0].startswith("wrong: RuntimeError"):
+                raise
         known = inspect.signature(transformers.CompressedTensorsConfig).parameters
         if "dequantize" not in known:
             return "same"
@@ -234,17 +238,25 @@ def by_reader(load: Callable, folder: pathlib.Path, format: str, model: Any) -> 
         ):
             return f"wrong: {path}.weight differs"
 
-    def values(other: Any) -> dict[str, torch.Tensor]:
-        tensors = dict(other.named_parameters()) | {
-            n: t for n, t in other.named_buffers() if n in other.state_dict()
-        }
-        return {
-            n: t.float()
-            for n, t in tensors.items()
-            if n.rpartition(".")[0] not in layers or n.endswith(".bias")
-        }
+    found = _stored_dense(theirs, layers)
+    want = {
+        # Readers may round what the model keeps in float32.
+        n: t.to(found[n].dtype) if n in found else t
+        for n, t in _stored_dense(model, layers).items()
+    }
+    return _tensors_differ(found, want, ()) or "same"
 
-    return _tensors_differ(values(theirs), values(model), ()) or "same"
+
+def _stored_dense(model: Any, layers: Any) -> dict[str, torch.Tensor]:
+    """The tensors that a folder has, without the quantized weights."""
+    tensors = dict(model.named_parameters()) | {
+        n: t for n, t in model.named_buffers() if n in model.state_dict()
+    }
+    return {
+        n: t
+        for n, t in tensors.items()
+        if n.rpartition(".")[0] not in layers or n.endswith(".bias")
+    }
 
 
 def _dense_of(layer: Any) -> torch.Tensor:

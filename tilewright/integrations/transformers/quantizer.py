@@ -292,11 +292,8 @@ class _Read(ConversionOps):
         like = model.get_parameter_or_buffer(full_layer_name)
         if set(tensors) == {"weight"} and not _is_codes(tensors["weight"]):
             # transformers leaves the dtype of what a quantizer's operation reads to it.
-            full = getattr(model, "_keep_in_fp32_modules", None) or ()
-            keep = tensors["weight"].dtype == torch.float32 and any(
-                name in full_layer_name.split(".") for name in full
-            )
-            return {full_layer_name: tensors["weight"].to(None if keep else like.dtype)}
+            full = _in_float32(model, full_layer_name, like.dtype)
+            return {full_layer_name: tensors["weight"].to(torch.float32 if full else like.dtype)}
         try:
             q = _from_tensors(self.hf_quantizer.quantization_config, tensors, like.dtype)
         except (KeyError, TypeError, ValueError) as error:
@@ -309,6 +306,16 @@ class _Read(ConversionOps):
         _put(model, full_layer_name, q)
         missing_keys.discard(full_layer_name)
         return {}
+
+
+def _in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
+    """Whether a model keeps a weight in float32 where the others have this dtype."""
+    kept: set[str] = set()
+    if dtype == torch.float16:
+        kept.update(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if dtype in (torch.float16, torch.bfloat16):
+        kept.update(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    return any(re.search(pattern.replace("*", ".*"), name) for pattern in kept)
 
 
 def _is_codes(t: torch.Tensor) -> bool:
