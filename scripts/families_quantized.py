@@ -49,9 +49,15 @@ FORMATS: dict[str, dict[str, Any]] = {
     "nf4 double": {"format": "nf4", "double_quant": True, "group_size": 32},
     "nvfp4": {"format": "nvfp4"},
     "block_fp8": {"format": "block_fp8", "group_size": 16},
+    "mxfp8": {"format": "mxfp8"},
 }
 # The package that a saved folder names, of which each is read by its own loader too.
-READERS = {"nf4": "bitsandbytes", "nvfp4": "compressed-tensors", "block_fp8": "fp8"}
+READERS = {
+    "nf4": "bitsandbytes",
+    "nvfp4": "compressed-tensors",
+    "block_fp8": "fp8",
+    "mxfp8": "compressed-tensors",
+}
 # Largest difference, of the largest value: products in the order of another kernel.
 CLOSE = 1e-4
 LIMIT = 300  # seconds of a family; none needs a fifth of it
@@ -131,7 +137,9 @@ def _of_format(
     found = {keys[0]: outcome}
     if model is None:
         return found
-    if format == "nvfp4":  # other dtypes are refused: compressed-tensors computes in this one
+    if (
+        READERS[format] == "compressed-tensors"
+    ):  # other dtypes are refused: compressed-tensors computes in this one
         config = TilewrightConfig(**options)
         model = load(folder / "dense", quantization_config=config, dtype=torch.bfloat16)
     outcome, _ = _try(lambda: ("same", model.save_pretrained(saved)))
@@ -213,7 +221,7 @@ def by_reader(load: Callable, folder: pathlib.Path, format: str, model: Any) -> 
     for a CPU are for wider models. compressed-tensors computes too.
     """
     options = {}
-    if format == "nvfp4":
+    if READERS[format] == "compressed-tensors":
         try:
             logits(load(folder))  # in one dtype, or it raises
         except AttributeError as error:  # a model that reads its weights, which are compressed

@@ -503,7 +503,7 @@ def test_a_format_is_named_and_has_a_group_size_by_default(name, size):
 def test_a_format_that_is_none_is_refused_with_those_that_are():
     model = make()
     with pytest.raises(
-        ValueError, match=r"name must be one of \['nvfp4', 'block_fp8', 'nf4'\], got 'nf5'"
+        ValueError, match=r"name must be one of \['nvfp4', 'block_fp8', 'nf4', 'mxfp8'\], got 'nf5'"
     ):
         quantize_model(model, "nf5")
     with pytest.raises(

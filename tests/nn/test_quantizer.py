@@ -3,6 +3,7 @@ PEFT over quantized layers, and the options of add_lora.
 """
 
 import copy
+import importlib
 import inspect
 import json
 import sys
@@ -49,6 +50,7 @@ OPTIONS = {
     "nf4 nested": {"double_quant": True, "group_size": 32},
     "nvfp4": {},
     "block_fp8": {"group_size": 32},
+    "mxfp8": {},
 }
 
 
@@ -99,7 +101,7 @@ def read_by_others(format, folder):
             if type(m).__name__ == "Linear4bit"
         }
     options = {}
-    if format == "nvfp4":
+    if format in ("nvfp4", "mxfp8"):
         pytest.importorskip("compressed_tensors")
         if "dequantize" not in inspect.signature(transformers.CompressedTensorsConfig).parameters:
             pytest.skip("transformers' reader of compressed-tensors does not dequantize on loading")
@@ -131,7 +133,7 @@ def test_a_model_comes_back_to_the_bit_and_others_read_it(name, dense, tmp_path)
         assert torch.equal(t.view(torch.uint8), files[1][key].view(torch.uint8)), key
     configs = [json.loads((tmp_path / x / "config.json").read_text()) for x in "ab"]
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
-    method = {"nf4": "bitsandbytes", "nvfp4": "compressed-tensors", "block_fp8": "fp8"}[format]
+    method = {"nf4": "bitsandbytes", "block_fp8": "fp8"}.get(format, "compressed-tensors")
     assert configs[0]["quantization_config"]["quant_method"] == method
     theirs = read_by_others(format, tmp_path / "a")
     for path, layer in layers(model).items():
@@ -200,14 +202,17 @@ def test_a_tensor_that_a_quantized_layer_lacks_is_named(name, dense, tmp_path):
         )
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_nvfp4_is_saved_for_the_dtype_in_which_compressed_tensors_compute(dtype, dense, tmp_path):
-    loaded = load(dense, quantization_config=TilewrightConfig("nvfp4"), dtype=dtype)
+def test_models_are_saved_for_the_dtype_in_which_compressed_tensors_compute(
+    dtype, format, dense, tmp_path
+):
+    loaded = load(dense, quantization_config=TilewrightConfig(format), dtype=dtype)
     in_place = tiny(dtype=dtype)
-    quantize_(in_place, "nvfp4", quiet=True)
+    quantize_(in_place, format, quiet=True)
     for name, model in (("loaded", loaded), ("in_place", in_place)):
         if dtype != torch.bfloat16:
-            with pytest.raises(ValueError, match=r"cannot write NVFP4 for a model in float"):
+            with pytest.raises(ValueError, match=r"cannot write \w+ for a model in float"):
                 model.save_pretrained(tmp_path / name)
             continue
         model.save_pretrained(tmp_path / name)
@@ -322,7 +327,8 @@ def test_a_saved_model_is_dequantized_to_its_dtype(dense, tmp_path):
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        ({"format": "int4"}, ValueError, r"name must be one of \['nvfp4', 'block_fp8', 'nf4'\]"),
+        ({"format": "int4"}, ValueError, r"name must be one of \['nvfp4', .*, 'mxfp8'\]"),
+        ({"format": "mxfp8", "group_size": 16}, ValueError, "mxfp8 has groups of 32, got 16"),
         ({"format": "nf4", "group_size": 7}, ValueError, "nf4 has groups of .*, got 7"),
         ({"format": "nvfp4", "double_quant": True}, ValueError, "double_quant must be False for"),
         ({"quant_method": "fp8"}, ValueError, "quant_method must be 'tilewright', got 'fp8'"),
@@ -355,6 +361,34 @@ def test_a_wrong_configuration_is_refused(arguments, error, message):
 def test_what_cannot_be_loaded_is_refused(config, options, message, dense):
     with pytest.raises(ValueError, match=message):
         load(dense, quantization_config=TilewrightConfig(**config), **options)
+
+
+@pytest.mark.parametrize(
+    "module, name",
+    [
+        ("core_model_loading", "WeightConverter"),
+        ("quantizers.base", "HfQuantizer"),
+        ("utils.quantization_config", "QuantizationConfigMixin"),
+    ],
+)
+def test_a_part_of_transformers_that_moved_is_named_with_the_version(module, name, monkeypatch):
+    package = sys.modules[TilewrightConfig.__module__.rpartition(".")[0]]
+    monkeypatch.delitem(sys.modules, TilewrightConfig.__module__)
+    monkeypatch.delattr(package, "quantizer")
+    monkeypatch.delattr(importlib.import_module(f"transformers.{module}"), name)
+    sentence = rf"transformers {transformers.__version__} has no transformers\.{module}\.{name}; 5"
+    with pytest.raises(ImplementationUnavailable, match=sentence):
+        package.TilewrightConfig  # noqa: B018
+
+
+def test_names_of_tensors_cannot_be_checked_by_a_part_that_moved(dense, tmp_path, monkeypatch):
+    model = load(dense, quantization_config=TilewrightConfig("nf4"))
+    loading = importlib.import_module("transformers.core_model_loading")
+    monkeypatch.delattr(loading, "rename_source_key")
+    with pytest.raises(
+        ImplementationUnavailable, match=r"has no core_model_loading\.rename_source"
+    ):
+        model.save_pretrained(tmp_path)
 
 
 def test_folders_that_are_not_read_are_refused(dense, tmp_path):
@@ -519,7 +553,7 @@ def test_what_quantize_cannot_do_is_refused(monkeypatch):
         quantize_(Tied())
 
 
-@pytest.mark.parametrize("format", ["nf4", "nvfp4", QuantFormat("block_fp8", 32)], ids=str)
+@pytest.mark.parametrize("format", ["nf4", "nvfp4", "mxfp8", QuantFormat("block_fp8", 32)], ids=str)
 def test_a_model_quantized_in_place_is_saved_too(format, tmp_path):
     model = tiny(dtype=torch.bfloat16)
     quantize_(model, format, quiet=True)
@@ -673,7 +707,7 @@ def test_saved_modules_keep_their_counters_and_errors_name_the_folder(tmp_path):
         adapt.load_adapter(tied, tmp_path / "b")
 
 
-@pytest.mark.parametrize("format", ["nf4", "nvfp4", "block_fp8"])
+@pytest.mark.parametrize("format", ["nf4", "nvfp4", "block_fp8", "mxfp8"])
 def test_peft_trains_saves_and_merges_over_quantized_layers(format, dense, tmp_path):
     peft = pytest.importorskip("peft")
     options = {"group_size": 32} if format == "block_fp8" else {}
@@ -717,15 +751,15 @@ def test_peft_trains_saves_and_merges_over_quantized_layers(format, dense, tmp_p
     assert all(torch.equal(m.dense(), before[n]) for n, m in layers(model).items())
     assert torch.equal(logits(model), want)
     merged = model.merge_and_unload()
-    if format == "nvfp4":
+    if format in ("nvfp4", "mxfp8"):
         with pytest.raises(
-            ValueError, match=r"cannot write NVFP4 for a model in float32: .*bfloat16"
+            ValueError, match=r"cannot write \w+ for a model in float32: .*bfloat16"
         ):
             merged.save_pretrained(tmp_path / "merged")
         merged.to(torch.bfloat16)
     merged.save_pretrained(tmp_path / "merged")
     back = again(tmp_path / "merged", dtype=torch.float32)
-    if format != "nvfp4":
+    if format not in ("nvfp4", "mxfp8"):
         assert torch.equal(logits(back), logits(merged))
     for name, m in layers(merged).items():
         assert torch.equal(layers(back)[name].dense(), m.dense()), name

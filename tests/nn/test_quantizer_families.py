@@ -43,10 +43,11 @@ FAMILIES = {
     ("masked", "neomme"): (["nf4"], {}),
     # Layers with names that end in "weight", experts that are joined, and an embedding in parts.
     ("causal", "qwen4_exp_text"): (["nf4", "nvfp4"], {}),
-    ("causal", "qwen3_moe"): (["nf4 double", "nvfp4"], {}),
+    ("causal", "qwen3_moe"): (["nf4 double", "nvfp4", "mxfp8"], {}),
     # Layers that are kept in float32, and that bitsandbytes therefore leaves dense.
     ("seq2seq", "t5"): (["nf4"], {}),
     ("causal", "axk2"): (["nf4"], {}),
+    ("causal", "bailing_hybrid"): (["nvfp4"], {}),
     # A layer without columns.
     ("masked", "mobilebert"): (["block_fp8"], {}),
     # Experts that transformers replaces, and a name that it would change, when it reads the folder.

@@ -93,12 +93,13 @@ def quantize_(
     subclasses of nn.Linear, which may compute something else. Code that reads `layer.weight` gets
     the weight dequantized, at each access.
     `save_pretrained` of a transformers model then writes what bitsandbytes (nf4),
-    compressed-tensors (nvfp4) and fine-grained FP8 (block_fp8) read; `add_lora` adds adapters.
+    compressed-tensors (nvfp4, mxfp8) and fine-grained FP8 (block_fp8) read; `add_lora` adds
+    adapters.
 
     Args:
         model: Modified in place. Must have no adapters yet.
-        format: nf4 | nvfp4 | block_fp8, a QuantFormat, or a function from a dense weight to a
-            quantized one.
+        format: nf4 | nvfp4 | block_fp8 | mxfp8, a QuantFormat, or a function from a dense weight to
+            a quantized one.
         modules_to_not_convert: Further modules to leave, experts too (see `matches`).
         quiet: Prints no report. Only rank 0 prints.
 

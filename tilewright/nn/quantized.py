@@ -16,6 +16,7 @@ from torch import nn
 
 from tilewright.ops.aqn import AQN
 from tilewright.ops.block_fp8 import BlockFP8, quantize_block_fp8
+from tilewright.ops.mxfp8 import MXFP8, quantize_mxfp8
 from tilewright.ops.nf4 import quantize_nf4
 from tilewright.ops.nf4_format import BLOCKS, NF4
 from tilewright.ops.nvfp4 import NVFP4, quantize_nvfp4
@@ -30,9 +31,10 @@ class QuantFormat:
     """A format of quantized weights. Called with a dense weight, it returns the quantized one.
 
     Args:
-        name: nvfp4 | block_fp8 | nf4.
-        group_size: Elements that share a scale: 16 for nvfp4; the edge of the square blocks of
-            block_fp8, 1 to 128, by default 128; 32 to 4096, a power of two, for nf4, by default 64.
+        name: nvfp4 | block_fp8 | nf4 | mxfp8.
+        group_size: Elements that share a scale: 16 for nvfp4; 32 for mxfp8; the edge of the square
+            blocks of block_fp8, 1 to 128, by default 128; 32 to 4096, a power of two, for nf4, by
+            default 64.
 
     Raises:
         ValueError: The name or the group size does not exist.
@@ -63,7 +65,7 @@ class QuantFormat:
             return quantize_nf4(weight, block_size=size)
         if self.name == "block_fp8":
             return quantize_block_fp8(weight, block=(size, size))
-        return quantize_nvfp4(weight)
+        return quantize_mxfp8(weight) if self.name == "mxfp8" else quantize_nvfp4(weight)
 
 
 # By name: the class, the supported group sizes, and these in words.
@@ -71,6 +73,7 @@ FORMATS = {
     "nvfp4": (NVFP4, (16,), "16"),
     "block_fp8": (BlockFP8, range(1, 129), "1 to 128"),
     "nf4": (NF4, BLOCKS, ", ".join(map(str, BLOCKS))),
+    "mxfp8": (MXFP8, (32,), "32"),
 }
 
 
@@ -85,6 +88,7 @@ BESIDE = {
     ),
     "nvfp4": ("_packed", "_scale", "_global_scale", "_scale_2"),
     "block_fp8": ("_scale_inv",),
+    "mxfp8": ("_scale",),
 }
 # Dtypes of dense weights, by safetensors' names; others are of codes.
 DENSE_DTYPES = {
@@ -100,8 +104,8 @@ def absent(format: str, name: str, dtype_of: Callable[[str], str | None]) -> lis
 
     dtype_of: the dtype of a tensor of the file, in safetensors' words; None if there is none.
     """
-    if format == "block_fp8":
-        needed = ["", "_scale_inv"]
+    if format in ("block_fp8", "mxfp8"):
+        needed = ["", *BESIDE[format]]
     elif format == "nvfp4":
         modelopt = any(dtype_of(name + ending) for ending in ("", "_scale_2"))
         needed = ["", "_scale", "_scale_2"] if modelopt else ["_packed", "_scale", "_global_scale"]
@@ -113,7 +117,7 @@ def absent(format: str, name: str, dtype_of: Callable[[str], str | None]) -> lis
     return [name + ending for ending in needed if dtype_of(name + ending) is None]
 
 
-DEFAULT_GROUPS = {"nvfp4": 16, "block_fp8": 128, "nf4": 64}  # of published checkpoints
+DEFAULT_GROUPS = {"nvfp4": 16, "block_fp8": 128, "nf4": 64, "mxfp8": 32}  # of published checkpoints
 
 
 def wrong_group_size(name: str, size: int | None) -> str | None:
@@ -130,7 +134,7 @@ def format_of(q: Quantized) -> QuantFormat | str:
     """The format of a quantized tensor.
 
     Args:
-        q: NF4, NVFP4 or BlockFP8.
+        q: NF4, NVFP4, BlockFP8 or MXFP8.
 
     Returns:
         The format; a description of it in words if no `QuantFormat` has q's options.
@@ -148,6 +152,8 @@ def format_of(q: Quantized) -> QuantFormat | str:
         return QuantFormat("nf4", q.block_size)
     if isinstance(q, NVFP4):
         return QuantFormat("nvfp4", 16)
+    if isinstance(q, MXFP8):
+        return QuantFormat("mxfp8", 32)
     rows, columns = cast(BlockFP8, q).block
     return (
         QuantFormat("block_fp8", rows)
@@ -160,7 +166,7 @@ def quantize_as(q: Quantized, weight: torch.Tensor) -> Quantized:
     """Quantizes a weight in the format of another, with its options.
 
     Args:
-        q: NF4, NVFP4 or BlockFP8. Its values are not used; NVFP4 gets a new global scale.
+        q: NF4, NVFP4, BlockFP8 or MXFP8. Its values are not used; NVFP4 gets a new global scale.
         weight: The dense weight, of any shape and dtype that the format's op takes, on any device.
 
     Returns:
@@ -184,6 +190,8 @@ def quantize_as(q: Quantized, weight: torch.Tensor) -> Quantized:
         new = quantize_nf4(weight, double_quant=q.offset is not None, block_size=q.block_size)
     elif isinstance(q, NVFP4):
         new = quantize_nvfp4(weight)
+    elif isinstance(q, MXFP8):
+        new = quantize_mxfp8(weight)
     else:
         new = quantize_block_fp8(weight, block=cast(BlockFP8, q).block)
     return dataclasses.replace(new, dtype=q.dtype)
@@ -240,6 +248,8 @@ def join(parts: Sequence[Quantized]) -> list[Quantized]:
     elif isinstance(first, NVFP4):
         if all(torch.equal(q.global_scale, first.global_scale) for q in same):
             return [dataclasses.replace(first, data=cat("data"), scale=cat("scale"), shape=shape)]
+    elif isinstance(first, MXFP8):
+        return [dataclasses.replace(first, data=cat("data"), scale=cat("scale"))]
     elif all(q.block == same[0].block for q in same) and all(
         q.shape[0] % q.block[0] == 0 for q in same[:-1]
     ):

@@ -20,6 +20,8 @@ from tilewright.nn.stored_names import (
 )
 from tilewright.nn.weights import adapted, base_weights, quantized
 from tilewright.ops.block_fp8 import BlockFP8
+from tilewright.ops.mxfp8 import BLOCK as MXFP8_BLOCK
+from tilewright.ops.mxfp8 import MXFP8
 from tilewright.ops.nf4_format import NF4
 from tilewright.ops.nvfp4_format import BLOCK, NVFP4
 from tilewright.ops.quantize import Quantized
@@ -51,9 +53,9 @@ def _save_pretrained(
 ) -> Any:
     """`save_pretrained` of a transformers model with adapters or quantized weights.
 
-    Writes linear layers as bitsandbytes (NF4), compressed-tensors (NVFP4) or fine-grained FP8
-    store them, so that from_pretrained reads the same bytes. Raises ValueError, and writes nothing,
-    for adapters and for weights that these cannot read.
+    Writes linear layers as bitsandbytes (NF4), compressed-tensors (NVFP4, MXFP8) or fine-grained
+    FP8 store them, so that from_pretrained reads the same bytes. Raises ValueError, and writes
+    nothing, for adapters and for weights that these cannot read.
     """
     original = type(model).save_pretrained
     if any(True for _ in adapted(model)):
@@ -115,7 +117,7 @@ def readable_conversions(model: Any, state: dict[str, torch.Tensor], method: str
     """
     if method == "compressed-tensors" and model.dtype != torch.bfloat16:
         raise ValueError(
-            f"save_pretrained cannot write NVFP4 for a model in {short(model.dtype)}: "
+            f"save_pretrained cannot write {_kinds(model)} for a model in {short(model.dtype)}: "
             "compressed-tensors dequantizes to bfloat16, and its products need one dtype; load it "
             "with dtype=torch.bfloat16, or call model.to(torch.bfloat16), which leaves the codes "
             "as they are"
@@ -182,6 +184,10 @@ def _quantized(model: nn.Module) -> Iterator[tuple[str, list[Quantized]]]:
             yield name, parts
 
 
+def _kinds(model: nn.Module) -> str:
+    return ", ".join(sorted({type(q).__name__ for _, parts in _quantized(model) for q in parts}))
+
+
 def _kind(q: Quantized) -> tuple:
     return type(q).__name__, getattr(q, "block", None)
 
@@ -200,6 +206,11 @@ def why_unreadable(like: Quantized, shape: Sequence[int]) -> str | None:
     """
     if isinstance(like, NVFP4) and shape[1] % BLOCK:
         return f"{list(shape)} as NVFP4: compressed-tensors reads rows of whole blocks of {BLOCK}"
+    if isinstance(like, MXFP8) and shape[1] % MXFP8_BLOCK:
+        return (
+            f"{list(shape)} as MXFP8: compressed-tensors reads rows of whole blocks of "
+            f"{MXFP8_BLOCK}"
+        )
     # transformers finds the block by dividing the shape by the number of scales.
     if isinstance(like, BlockFP8) and any(
         n > b and n % b for n, b in zip(shape, like.block, strict=True)
@@ -222,19 +233,21 @@ def _configuration(weights: list[Quantized], left: list[str]) -> dict[str, Any]:
             "weight_block_size": list(first.block),
             "modules_to_not_convert": left,
         }
-    if isinstance(first, NVFP4):
+    if isinstance(first, (NVFP4, MXFP8)):
+        nvfp4 = isinstance(first, NVFP4)
+        format = "nvfp4-pack-quantized" if nvfp4 else "mxfp8-quantized"
         arguments = {
-            "num_bits": 4,
+            "num_bits": 4 if nvfp4 else 8,
             "type": "float",
-            "strategy": "tensor_group",
-            "group_size": BLOCK,
+            "strategy": "tensor_group" if nvfp4 else "group",
+            "group_size": BLOCK if nvfp4 else MXFP8_BLOCK,
             "symmetric": True,
             "dynamic": False,
-            "scale_dtype": "torch.float8_e4m3fn",
+            "scale_dtype": "torch.float8_e4m3fn" if nvfp4 else "torch.uint8",
         }
         return {
             "quant_method": "compressed-tensors",
-            "format": "nvfp4-pack-quantized",
+            "format": format,
             "quantization_status": "compressed",
             "config_groups": {
                 "group_0": {
@@ -242,7 +255,7 @@ def _configuration(weights: list[Quantized], left: list[str]) -> dict[str, Any]:
                     "weights": arguments,
                     "input_activations": None,
                     "output_activations": None,
-                    "format": "nvfp4-pack-quantized",
+                    "format": format,
                 }
             },
             "ignore": left,

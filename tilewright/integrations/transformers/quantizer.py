@@ -23,6 +23,7 @@ from tilewright.files import open_tensors
 from tilewright.integrations.transformers.errors import NAME
 from tilewright.integrations.transformers.versions import part_of
 from tilewright.ops.block_fp8 import BlockFP8
+from tilewright.ops.mxfp8 import MXFP8
 from tilewright.ops.nf4_format import NF4
 from tilewright.ops.nvfp4 import NVFP4
 from tilewright.ops.quantize import Quantized
@@ -50,11 +51,11 @@ class TilewrightConfig(QuantizationConfigMixin):
     time. Output layers, embeddings and routers are left (as by `tilewright.adapt.quantize_`), and
     so are the experts of transformers' mixtures, which are no linear layers. The quantized layers
     are `tilewright.lora.QuantizedLinear`. `save_pretrained` writes config.json and weights as
-    bitsandbytes (nf4), compressed-tensors (nvfp4) or transformers' fine-grained FP8 (block_fp8)
-    load them; `quantized_config` reads such a folder into this library's layers.
+    bitsandbytes (nf4), compressed-tensors (nvfp4, mxfp8) or transformers' fine-grained FP8
+    (block_fp8) load them; `quantized_config` reads such a folder into this library's layers.
 
     Args:
-        format: nf4 | nvfp4 | block_fp8.
+        format: nf4 | nvfp4 | block_fp8 | mxfp8.
         group_size: As in `tilewright.lora.QuantFormat`.
         double_quant: Of nf4: its scales are quantized too.
         modules_to_not_convert: Further modules to leave: names, runs of names ("layers.0.mlp"),
@@ -140,7 +141,7 @@ class TilewrightHfQuantizer(HfQuantizer):
     @property
     def quantized_element_size(self) -> float:
         """Bytes of an element, for device maps."""
-        return 1.0 if self.quantization_config.format == "block_fp8" else 0.57
+        return 0.57 if self.quantization_config.format in ("nf4", "nvfp4") else 1.04
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Raises ValueError for weights on disk."""
@@ -328,10 +329,19 @@ def _from_tensors(config: TilewrightConfig, tensors: dict, dtype: torch.dtype) -
         return dataclasses.replace(NF4.from_safetensors(tensors), dtype=dtype)
     if config.format == "nvfp4":
         return NVFP4.from_safetensors(tensors, dtype=dtype)
+    if config.format == "mxfp8":
+        return MXFP8.from_safetensors(_codes_of(tensors), dtype=dtype)
     size = config.group_size or 128
-    # transformers casts codes to the model's dtype, which holds them exactly.
-    codes = {"weight": tensors["weight"].to(torch.float8_e4m3fn)}
-    return BlockFP8.from_safetensors(tensors | codes, block=(size, size), dtype=dtype)
+    return BlockFP8.from_safetensors(_codes_of(tensors), block=(size, size), dtype=dtype)
+
+
+def _codes_of(tensors: dict) -> dict:
+    """The tensors, with FP8 codes, which older versions of transformers cast to the model's dtype:
+    it holds them exactly.
+    """
+    if "weight" not in tensors:
+        return tensors
+    return tensors | {"weight": tensors["weight"].to(torch.float8_e4m3fn)}
 
 
 def _put(model: nn.Module, name: str, q: Quantized) -> None:
@@ -400,8 +410,9 @@ def quantized_config(folder: str | pathlib.Path, **kwargs: Any) -> Any:
     `from_pretrained(folder, config=quantized_config(folder))`.
 
     Without it transformers loads the folder by the package that its configuration names. Reads what
-    `save_pretrained` wrote, and checkpoints that others made: 4-bit NF4 of bitsandbytes, NVFP4 of
-    compressed-tensors (weights alone; scales of activations are ignored), and fine-grained FP8.
+    `save_pretrained` wrote, and checkpoints that others made: 4-bit NF4 of bitsandbytes, NVFP4 and
+    MXFP8 of compressed-tensors (weights alone; scales of activations are ignored), and fine-grained
+    FP8.
 
     Args:
         folder: A folder, or a name on the Hub.
@@ -446,6 +457,8 @@ def _format_of(folder: str | pathlib.Path, found: dict[str, Any]) -> tuple[str, 
         return "nf4", None
     if method == "compressed-tensors" and found.get("format") == "nvfp4-pack-quantized":
         return "nvfp4", None
+    if method == "compressed-tensors" and found.get("format") == "mxfp8-quantized":
+        return "mxfp8", None
     block = found.get("weight_block_size")
     square = isinstance(block, (list, tuple)) and len(block) == 2 and block[0] == block[1]
     if method == "fp8" and square and found.get("scale_fmt", "float") == "float":
@@ -455,6 +468,6 @@ def _format_of(folder: str | pathlib.Path, found: dict[str, Any]) -> tuple[str, 
     }
     raise ValueError(
         f"{folder}: quant_method {str(method)!r} ({details}) is not read; accepted are bitsandbytes "
-        "with bnb_4bit_quant_type 'nf4', compressed-tensors with format 'nvfp4-pack-quantized', and "
-        "fp8 with square blocks and float scales"
+        "with bnb_4bit_quant_type 'nf4', compressed-tensors with format 'nvfp4-pack-quantized' "
+        "or 'mxfp8-quantized', and fp8 with square blocks and float scales"
     )
