@@ -19,6 +19,7 @@ transformers = pytest.importorskip(
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
+from transformers.quantizers.base import HfQuantizer  # noqa: E402
 
 from tilewright import adapt, ops  # noqa: E402
 from tilewright.adapt import add_lora, quantize_  # noqa: E402
@@ -196,10 +197,11 @@ def test_a_tensor_that_a_quantized_layer_lacks_is_named(name, dense, tmp_path):
     save_file(codes, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=rf"{layer} cannot be read as {format}: "):
         again(tmp_path)
-    with pytest.raises(RuntimeError, match="issues during automatic conversion of the weights"):
-        transformers.LlamaForCausalLM.from_pretrained(
-            None, config=quantized_config(tmp_path), state_dict=codes
-        )
+    if hasattr(HfQuantizer, "get_new_dtype"):  # else transformers has cast FP8 codes before
+        with pytest.raises(RuntimeError, match="issues during automatic conversion of the weights"):
+            transformers.LlamaForCausalLM.from_pretrained(
+                None, config=quantized_config(tmp_path), state_dict=codes
+            )
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])

@@ -41,8 +41,9 @@ FAMILIES = {
     ("masked", "nomic_bert"): (["nvfp4"], {}),
     # A layer of the input is tied to one of the output.
     ("masked", "neomme"): (["nf4"], {}),
-    # Layers with names that end in "weight", experts that are joined, and an embedding in parts.
+    # Layers with "weight" in their names, experts that are joined, and an embedding in parts.
     ("causal", "qwen4_exp_text"): (["nf4", "nvfp4"], {}),
+    ("causal", "inkling2_text"): (["nf4 double", "block_fp8"], {}),
     ("causal", "qwen3_moe"): (["nf4 double", "nvfp4", "mxfp8"], {}),
     # Layers that are kept in float32, and that bitsandbytes therefore leaves dense.
     ("seq2seq", "t5"): (["nf4"], {}),
@@ -50,19 +51,13 @@ FAMILIES = {
     ("causal", "bailing_hybrid"): (["nvfp4"], {}),
     # A layer without columns.
     ("masked", "mobilebert"): (["block_fp8"], {}),
-    # Experts that transformers replaces, and a name that it would change, when it reads the folder.
+    # Experts that transformers replaces when it reads the folder.
     ("causal", "llama4_text"): (
         ["nf4", "nvfp4"],
         {
             "nf4 save": r"cannot write model\.layers\.0\.feed_forward\.experts "
             r"\(Llama4TextExperts\) beside weights of bitsandbytes: ",
             "nvfp4 save": "beside weights of compressed-tensors: ",
-        },
-    ),
-    ("causal", "inkling2_text"): (
-        ["nf4 double", "block_fp8"],
-        {
-            "block_fp8 save": r"cannot write \S+weight_scale_inv, which is stored as .*modules_to_not"
         },
     ),
 }

@@ -222,8 +222,10 @@ def _why_unreadable_in(model: nn.Module, path: str) -> str | None:
     for name in getattr(model, "_keep_in_fp32_modules", None) or ():
         if path.endswith(name) or re.match(rf"(?:{name})(?:(?<=\.)|(?=\.|$))", path):
             return f"kept in float32 by the model ({name})"
-    if any(part.endswith("weight") for part in path.split(".")):
-        return "has a name that transformers' readers of quantized folders take for a weight's"
+    if "weight" in path:
+        return (
+            "has 'weight' in its name, which transformers' readers of quantized folders search for"
+        )
     return None
 
 
