@@ -36,7 +36,10 @@ FAMILIES = {
     ("causal", "gpt_neox"): (["block_fp8"], {}),
     ("seq2seq", "bart"): (["block_fp8"], {}),
     # One tensor of a file is several layers.
-    ("causal", "hrm_text"): (["nf4 double"], {}),
+    ("causal", "hrm_text"): (
+        ["nf4 double", "nvfp4"],
+        {"nvfp4 save": r"HrmTextForCausalLM for compressed-tensors: .*gate_up_proj\.weight"},
+    ),
     ("masked", "gte"): (["nf4", "block_fp8"], {}),
     ("masked", "nomic_bert"): (["nvfp4"], {}),
     # A layer of the input is tied to one of the output.

@@ -17,6 +17,7 @@ from tilewright.nn.stored_names import (
     not_read_back,
     put_back,
     replaced_by_readers,
+    split_by_readers,
 )
 from tilewright.nn.weights import adapted, base_weights, quantized
 from tilewright.ops.block_fp8 import BlockFP8
@@ -126,6 +127,12 @@ def readable_conversions(model: Any, state: dict[str, torch.Tensor], method: str
         raise ValueError(
             f"save_pretrained cannot write {replaced} beside weights of {method}: transformers "
             f"replaces it by another when it reads such a folder; {_WAY_OUT}"
+        )
+    if split := split_by_readers(model, method):
+        raise ValueError(
+            f"save_pretrained cannot write {type(model).__name__} for {method}: files of this "
+            f"family hold several layers in one tensor ({split}), and transformers then reads no "
+            f"folder of it; nf4 is read"
         )
     weights: dict[str, Any] = dict(_quantized(model))
     keys = [key for name, parts in weights.items() for key in parts[0].to_safetensors(name)]

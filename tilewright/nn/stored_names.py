@@ -69,6 +69,23 @@ def conversions_of(
     return kept, sorted(own)
 
 
+def split_by_readers(model: Any, method: str) -> str | None:
+    """A tensor of this family's files that is several layers, for a method that transformers then
+    cannot read: it would join its scales to what is split. None if there is none.
+    """
+    if method != "compressed-tensors":
+        return None
+    for conversion in _part("conversion_mapping", "get_model_conversion_mapping")(model):
+        sources = conversion.source_patterns
+        if (
+            isinstance(conversion, _part("core_model_loading", "WeightConverter"))
+            and len(conversion.target_patterns) > 1
+            and all(source.endswith(".weight") for source in sources)
+        ):
+            return sources[0]
+    return None
+
+
 def replaced_by_readers(model: Any, method: str) -> str | None:
     """The path of a module that transformers replaces by another when it reads a folder of this
     method; None if there is none.
