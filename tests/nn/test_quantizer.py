@@ -156,14 +156,16 @@ def test_dense_weights_of_a_quantized_folder_have_the_models_dtype(dense, tmp_pa
     assert all(torch.equal(m.dense(), back[n].dense()) for n, m in layers(model).items())
 
 
-def test_biases_that_a_folder_lacks_are_zero_and_all_are_frozen(tmp_path):
+def test_what_a_folder_lacks_is_initialized_then_quantized_or_frozen(tmp_path):
     tiny().save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    name = "model.layers.1.self_attn.q_proj.bias"
-    tensors.pop(name)
+    name, weight = "model.layers.1.self_attn.q_proj.bias", "model.layers.0.mlp.up_proj.weight"
+    del tensors[name], tensors[weight]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     model = load(tmp_path, quantization_config=TilewrightConfig("nf4"))
     assert model.get_parameter(name).eq(0).all()
+    assert len(layers(model)) == 14
+    assert 0 < layers(model)[weight.removesuffix(".weight")].dense().std() < 1
     assert not any(
         layer.bias.requires_grad for layer in layers(model).values() if layer.bias is not None
     )

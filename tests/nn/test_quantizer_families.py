@@ -47,6 +47,7 @@ FAMILIES = {
     # Layers with "weight" in their names, experts that are joined, and an embedding in parts.
     ("causal", "qwen4_exp_text"): (["nf4", "nvfp4"], {}),
     ("causal", "inkling2_text"): (["nf4 double", "block_fp8"], {}),
+    ("images", "minimax_m3_vl"): (["nf4"], {}),
     ("causal", "qwen3_moe"): (["nf4 double", "nvfp4", "mxfp8"], {}),
     # Layers that are kept in float32, and that bitsandbytes therefore leaves dense.
     ("seq2seq", "t5"): (["nf4"], {}),

@@ -201,6 +201,14 @@ class TilewrightHfQuantizer(HfQuantizer):
         return weight_conversions + self.get_weight_conversions()
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        # Those that the file lacks, which transformers has initialized.
+        for path in sorted(self.layers):
+            layer = model.get_submodule(path)
+            if isinstance(layer, nn.Linear):
+                q = self.quantization_config.quantize(layer.weight.detach())
+                if layer.bias is not None:
+                    layer.bias._is_hf_initialized = True
+                _put(model, f"{path}.weight", q)
         _finish_biases(model)
         # Saving reverts conversions, of which this one is done by get_state_dict_and_metadata.
         used = getattr(model, "_weight_conversions", None)
@@ -351,7 +359,7 @@ def _put(model: nn.Module, name: str, q: Quantized) -> None:
     # transformers initializes what has no such mark, also from the module around the layer.
     for marked in (layer, *layer.buffers()):
         marked._is_hf_initialized = True
-    if getattr(bias, "_is_hf_initialized", False):  # else it is read later, or the file has none
+    if getattr(bias, "_is_hf_initialized", False):  # else it is read later, or initialized
         layer.bias._is_hf_initialized = True
     adapt.replace_module(model, path, layer)
 
