@@ -182,11 +182,11 @@ class TilewrightHfQuantizer(HfQuantizer):
         self.layers = set(layers)
         return model
 
-    def get_quantize_ops(self) -> ConversionOps:
+    def get_quantize_ops(self) -> Any:
         """What quantizes a weight when it has been read."""
         return _Quantize(self)
 
-    def get_weight_conversions(self) -> list[WeightConverter]:
+    def get_weight_conversions(self) -> list[Any]:
         """What collects a layer's tensors from a quantized checkpoint."""
         if not self.pre_quantized:
             return []
