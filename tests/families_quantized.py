@@ -1,6 +1,6 @@
 """Quantized loading, over every language model of transformers that can be built small.
 
-    python scripts/families_quantized.py --out quantized.jsonl [--model llama --model gemma3 ...]
+    python tests/families_quantized.py --out FILE.jsonl [--model llama --model gemma3 ...]
 
 writes a row of JSON for each family: what `check` found for each format. Rows that are in the file
 already are kept, so that a run goes on where an earlier one ended. Each family runs in a process of
@@ -36,6 +36,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from small_models import EVERY, build, kinds
+
 from tilewright import ImplementationUnavailable, adapt
 from tilewright.integrations.transformers import TilewrightConfig, quantized_config
 from tilewright.lora import QuantizedLinear
@@ -60,7 +63,6 @@ READERS = {
 }
 # Largest difference, of the largest value: products in the order of another kernel.
 CLOSE = 1e-4
-IMAGES = "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"  # those that compute from text alone, too
 LIMIT = 300  # seconds of a family; none needs a fifth of it
 
 
@@ -321,34 +323,7 @@ def _try(run: Callable[[], tuple[str, Any]]) -> tuple[str, Any]:
 
 def families() -> list[tuple[str, str]]:
     """The pairs (head, model type) that can be built small."""
-    small = small_models()
-    return [
-        (head, kind)
-        for head in small.AUTO
-        for kind in model_types(head)
-        if kind not in small.LEFT_OUT
-    ]
-
-
-def model_types(head: str) -> list[str]:
-    """The model types of the installed transformers that have this head."""
-    from transformers.models.auto import modeling_auto
-
-    return list(getattr(modeling_auto, small_models().AUTO[head][1]))
-
-
-def small_models() -> Any:
-    """The tests' module that builds small models, with one more head."""
-    name = "families_quantized_small_models"
-    if name not in sys.modules:
-        file = ROOT / "tests/nn/test_transformers_families.py"
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        heads = {"images": ("AutoModelForImageTextToText", IMAGES)}
-        module.AUTO = {**module.AUTO, **heads}
-    return sys.modules[name]
+    return [(head, kind) for head in EVERY for kind in kinds(head)]
 
 
 def _family(head: str, kind: str, sender: Any) -> None:
@@ -364,7 +339,7 @@ def _family(head: str, kind: str, sender: Any) -> None:
             contextlib.redirect_stderr(io.StringIO()),
         ):
             try:
-                model = small_models().build(transformers, kind, head)
+                model = build(kind, head)
                 logits(model)
             except Exception as error:
                 said = f"{type(error).__name__}: {' '.join(str(error).split())}"
