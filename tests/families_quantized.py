@@ -397,7 +397,7 @@ def main(argv: list[str] | None = None) -> int:
             "family": kind,
             "found": one(head, kind),
             "commit": commit,
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "date": str(datetime.date.today()),
             "versions": _versions(),
         }
         with args.out.open("a") as file:
