@@ -332,7 +332,7 @@ def check(kind: str, head: str, only: set[str] | None = None) -> dict:
         model = build(kind, head, None)
         evaluate(model)
     except Exception as error:
-        return row | {"unbuilt": f"{type(error).__name__}: {error}"[:300]}
+        return row | {"unbuilt": f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]}
     row["class"] = type(model).__name__
     plain = copy.deepcopy(model)
     calls = {k: v for k, v in calls_of(model).items() if only is None or k in only}
