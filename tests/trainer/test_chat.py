@@ -276,6 +276,23 @@ def test_samples_are_cut_and_those_without_a_label_are_counted(tmp_path, made, c
     )
 
 
+def test_answers_that_are_all_cut_are_the_reason(tmp_path, made):
+    """Also where a cut sample keeps a label at its first token, which nothing precedes."""
+    long = messages(("user", "a" * 80), ("assistant", "b"))
+    path = lines(tmp_path / "a.jsonl", {"messages": long}, {"messages": long})
+    said = "a.jsonl: nothing can be learned: none of the 2 samples has an answer within the tokens"
+    with pytest.raises(ValueError, match=said):
+        made({"path": path, "type": "chat"})
+
+
+def test_a_label_at_the_first_token_alone_is_no_answer(tmp_path, made, caplog, monkeypatch):
+    monkeypatch.setattr(chat, "chat", lambda *_: [([1, 2, 3], [1, IGNORE, IGNORE])])
+    path = lines(tmp_path / "a.jsonl", {"messages": ASKED})
+    with pytest.raises(ValueError, match="none of the 1 samples has an answer"):
+        made({"path": path, "type": "chat"})
+    assert "1 of 1 samples have no answer" in caplog.text
+
+
 def test_tools_of_different_shapes_are_told_apart(tmp_path, made):
     """Arrow gives all rows of a file the keys of any."""
     tools = [[{"name": "f", "x": {"a": 1}}], [{"name": "g", "y": ["b"]}], None]

@@ -32,7 +32,7 @@ from tilewright.trainer import cache_key, packing, sources
 from tilewright.trainer import prepare as preparing
 from tilewright.trainer.batches import Bins, collate, evaluation_batches
 from tilewright.trainer.config import Config
-from tilewright.trainer.data import prepare, split_validation
+from tilewright.trainer.data import check_targets, prepare, split_validation
 from tilewright.trainer.loss import IGNORE
 from tilewright.trainer.packing import pack
 
@@ -620,6 +620,33 @@ def test_samples_of_one_token_are_left_out(tmp_path, make):
     assert rows(prepared(make(path))) == [[2, 3]]
 
 
+def test_samples_without_a_target_are_counted(tmp_path, make, caplog):
+    """More than half of them is a warning. They are context of the others' bins, and stay."""
+    labeled = {"input_ids": [1, 2], "labels": [IGNORE, 2]}
+    unlabeled = {"input_ids": [3, 4], "labels": [3, IGNORE]}
+    few = jsonl(tmp_path / "few.jsonl", [labeled, unlabeled])
+    many = jsonl(tmp_path / "many.jsonl", [labeled, unlabeled, unlabeled])
+    with caplog.at_level(logging.WARNING, "tilewright"):
+        assert len(prepared(make(few))) == 2 and not caplog.messages
+        assert len(prepared(make(many))) == 3
+    [said] = caplog.messages
+    assert "many.jsonl: 2 of 3 samples have no label after their first token" in said
+
+
+def test_a_set_without_a_target_is_refused(tmp_path):
+    """Wherever it comes from: prepared elsewhere, or what is left after a split."""
+    made = datasets.Dataset.from_list(
+        [{"input_ids": [1, 2], "labels": [1, IGNORE]}] * 1500
+        + [{"input_ids": [3, 4], "labels": [3, 4]}]
+    )
+    check_targets(made, "all")
+    check_targets(made.select([1500, 3]), "shuffled")
+    for rest in (made.select(range(1500)), made.select([])):
+        said = f"some: nothing can be learned: none of the {len(rest)} samples has a label"
+        with pytest.raises(ValueError, match=said):
+            check_targets(rest, "some")
+
+
 def test_shards_part_the_data(tmp_path, make):
     all_rows = [{"input_ids": [i, i]} for i in range(11)]
     path = jsonl(tmp_path / "a.jsonl", all_rows)
@@ -769,7 +796,21 @@ def test_columns(tmp_path, make):
         ([{"text": ["a"]}], "text", "the column `text` must hold strings, not list"),
         ([{"text": "a"}, {"text": None}], "text", "a.jsonl: line 2: it has no text"),
         ([{"text": "\u2192"}], "text", "token 8594 is not in the model's vocabulary"),
-        ([{"input_ids": [1]}], "tokenized", "the data sets hold no sample of two tokens or more"),
+        (
+            [{"input_ids": [1]}],
+            "tokenized",
+            "a.jsonl: nothing can be learned: they hold no sample of two tokens or more",
+        ),
+        (  # no token precedes the first, whose label is then no target
+            [{"input_ids": [1, 2], "labels": labels} for labels in ([1, IGNORE], [IGNORE, IGNORE])],
+            "tokenized",
+            "a.jsonl: nothing can be learned: none of the 2 samples has a label after its first",
+        ),
+        (  # the only label is beyond the cut
+            [{"input_ids": [1] * 20, "labels": [IGNORE] * 18 + [1, 1]}],
+            "tokenized",
+            "none of the 1 samples has a label after its first token",
+        ),
     ],
 )
 def test_unusable_rows_are_named(tmp_path, make, lines, kind, message):

@@ -1,8 +1,12 @@
 """The engine driven by hand, step by step, gives the bits of a whole run."""
 
+import copy
+import dataclasses
 import gc
+import json
 import logging
 import math
+import os
 
 import pytest
 import torch
@@ -12,16 +16,19 @@ from torch.distributed.fsdp import FSDPModule
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
+from helpers import processes
 from test_trainer import QWEN3, engine_of, make_bins, rows, run, shape_of, write_config
 
+from tilewright.nn.sharded import whole
 from tilewright.trainer import checkpoint
 from tilewright.trainer.batches import collate, evaluation_batches
-from tilewright.trainer.build import build_data, identity
+from tilewright.trainer.build import build_data, build_model, identity
 from tilewright.trainer.config import load
 from tilewright.trainer.engine import NotFinite
 from tilewright.trainer.housekeeping import Housekeeping
 from tilewright.trainer.loss import IGNORE, count_labels, language_modeling
-from tilewright.trainer.mesh import Mesh, join
+from tilewright.trainer.mesh import Mesh, build, join
+from tilewright.trainer.ops_choice import Ops
 from tilewright.trainer.plan import Plan
 
 
@@ -144,12 +151,176 @@ def test_forward_leaves_no_gradient_and_zero_forgets_them(tmp_path):
     assert all(p.grad is None for p in engine.parameters)
 
 
-def test_a_step_without_labels_is_a_step_of_zero(tmp_path):
-    engine = engine_of(load(write_config(tmp_path)))
+def weighing(total):
+    """A loss whose weights, which follow the tokens, sum to `total` over the first six bins."""
+    everything = sum(_raw(batch).sum() for batch in micro_batches()[:3])
+
+    def loss(per_token, batch):
+        weight = _raw(batch) * (total / everything)
+        return (per_token.values() * weight.to(per_token.values().dtype)).sum(), weight.sum()
+
+    return loss
+
+
+def _raw(batch):
+    return torch.where(batch["labels"] == IGNORE, 0.0, 1.0 + batch["input_ids"] % 5).double()
+
+
+def weighted_step(config, ranks, total):
+    """Loss, norm and gradients of a step of three micro-batches per rank, on the first six bins."""
+    engine, size = engine_of(config, ranks), 2 // ranks.layout.data
+    bins = make_bins()
+    starts = ((a * ranks.layout.data + ranks.batch_rank) * size for a in range(3))
+    sums = engine.forward_backward(
+        [collate(bins[i : i + size], 8) for i in starts], weighing(total)
+    )
+    norm = float(engine.divide())
+    named = engine.model.named_parameters()
+    return sums.mean, norm, {name: whole(p.grad) for name, p in named}
+
+
+def _weighted_rank(rank, world, folder, port):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    ranks = None
+    for mode in ("ddp", "fsdp2"):
+        config = load(f"{folder}/config.yaml", [f"--train.data_parallel_mode={mode}"])
+        again = ranks is not None
+        ranks = build(config.train, rank, world, ranks.device) if again else join(config.train)
+        for total in (0.0, 0.3):
+            found = weighted_step(config, ranks, total)
+            if rank == 0:
+                torch.save(found, f"{folder}/{mode}_{total}.pt")
+
+
+def test_a_step_is_divided_by_the_sum_of_its_weights_however_small(tmp_path):
+    """0.3, and 0: against float64, in one process and in two, three micro-batches per rank."""
+    config = load(write_config(tmp_path))
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    processes(2, _weighted_rank, str(tmp_path), store.port)
+    eager = Ops(**{f.name: "eager" for f in dataclasses.fields(Ops) if f.name != "numerics"})
+    model = build_model(config, shape_of(config), Mesh(), eager).double()
+    total = 0.0
+    for batch in micro_batches()[:3]:
+        places = {k: batch[k] for k in ("position_ids", "cu_seqlens")}
+        scores = model(batch["input_ids"], **places)[0].log_softmax(-1)
+        label = batch["labels"][0].clamp_min(0)[:, None]
+        total = total - (scores.gather(1, label)[:, 0] * _raw(batch)[0]).sum()
+    mean = total / sum(_raw(batch).sum() for batch in micro_batches()[:3])
+    mean.backward()
+    want = {name: p.grad for name, p in model.named_parameters()}
+    norm = float(torch.nn.utils.get_total_norm(want.values()))
+    for mode in ("none", "ddp", "fsdp2"):
+        alone = mode == "none"
+        loss, found_norm, gradients = (
+            weighted_step(config, Mesh(), 0.3) if alone else torch.load(tmp_path / f"{mode}_0.3.pt")
+        )
+        assert loss == pytest.approx(mean.item(), rel=1e-6), mode
+        assert found_norm == pytest.approx(norm, rel=1e-5), mode
+        for name, gradient in gradients.items():
+            # float32 against float64
+            assert (gradient - want[name]).abs().max() <= 1e-5 * want[name].abs().max(), (
+                mode,
+                name,
+            )
+        loss, found_norm, gradients = (
+            weighted_step(config, Mesh(), 0.0) if alone else torch.load(tmp_path / f"{mode}_0.0.pt")
+        )
+        assert math.isnan(loss) and found_norm == 0, mode
+        assert not any(g.any() for g in gradients.values()), mode
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon", "anyprecision_adamw"])
+def test_a_step_without_labels_has_no_effect_and_is_counted(optimizer, tmp_path):
+    """Weight decay included, also where moments would move weights."""
+    given = [f"--train.optimizer={optimizer}", "--train.weight_decay=0.5"]
+    engine = engine_of(load(write_config(tmp_path), given))
+    engine.forward_backward(micro_batches(), language_modeling)
+    assert engine.optim_step() > 0 and engine.empty_steps == 0
+    before = [p.detach().clone() for p in engine.parameters]
+    state = copy.deepcopy(engine.optimizer.state_dict())
     [batch] = micro_batches(8)
     batch["labels"].fill_(IGNORE)
-    assert engine.forward_backward([batch], language_modeling).mean == 0
-    assert engine.optim_step() == 0 and all(p.isfinite().all() for p in engine.parameters)
+    assert math.isnan(engine.forward_backward([batch], language_modeling).mean)
+    assert engine.optim_step(max_norm=1.0) == 0 and engine.empty_steps == 1
+    assert all(torch.equal(p, b) for p, b in zip(engine.parameters, before, strict=True))
+    for i, moments in engine.optimizer.state_dict()["state"].items():
+        for name, value in moments.items():
+            value, earlier = (torch.as_tensor(v) for v in (value, state["state"][i][name]))
+            assert torch.equal(value, earlier)
+    assert math.isnan(engine.evaluate([batch], language_modeling))
+    # It still shows a loss that is not finite.
+    engine.forward_backward(
+        [batch], lambda per_token, _: (per_token.sum() + math.nan, torch.zeros(()))
+    )
+    with pytest.raises(NotFinite, match="loss is nan"):
+        engine.optim_step()
+
+
+def test_a_run_counts_steps_without_labels_and_goes_on(tmp_path, capsys):
+    """Steps of one bin, every other one without a label; and the run is compared with itself."""
+    documents = [
+        {"input_ids": [1 + i] * 32, "labels": [5 if i % 2 else IGNORE] * 32} for i in range(6)
+    ]
+    data = tmp_path / "a.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in documents))
+    path = write_config(
+        tmp_path,
+        data__datasets=[{"path": str(data)}],
+        data__shuffle_merged_datasets=False,
+        data__shuffle_before_merging_datasets=False,
+        train__weight_decay=0.5,
+        train__checksum_steps=1,
+    )
+    run(path)
+    found = rows(tmp_path)
+    assert [r.get("empty_steps") for r in found] == [1, None, 2, None, 3, None]
+    assert ["loss" in r for r in found] == [False, True] * 3
+    said = capsys.readouterr().out
+    assert said.count("step 1: no token of it has a label, so no weight has changed") == 1
+    assert "3 of 6 steps had no label, and no effect" in said
+    sums = (tmp_path / "out/checksums.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in sums] == [2, 4, 6]
+    again = f"--train.output_dir={tmp_path / 'again'}"
+    run(path, again, f"--train.assert_deterministic={tmp_path / 'out'}")
+    assert "deterministic: 6 steps are bit-identical" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["training", "evaluation"])
+def test_data_without_a_target_start_no_run(what, tmp_path):
+    rows = [{"input_ids": [1, 2, 3], "labels": [IGNORE] * 3}] * 6
+    data, held = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    held.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"data__datasets": [{"path": str(held)}]}
+    if what == "evaluation":
+        data.write_text('{"input_ids": [1, 2, 3]}')
+        changes = {
+            "data__datasets": [{"path": str(data)}],
+            "data__test_datasets": [{"path": str(held)}],
+        }
+    path = write_config(tmp_path, **changes)
+    with pytest.raises(
+        ValueError, match="nothing can be learned: none of the 6 samples has a label"
+    ):
+        run(path)
+
+
+@pytest.mark.parametrize(
+    "denominator, error, said",
+    [
+        (-0.5, ValueError, "denominator must be at least 0, got -0.5"),
+        (math.nan, NotFinite, "denominator is nan"),
+        (math.inf, NotFinite, "denominator is inf"),
+    ],
+)
+def test_a_denominator_that_cannot_be_changes_no_weight(denominator, error, said, tmp_path):
+    engine = engine_of(load(write_config(tmp_path)))
+    before = [p.detach().clone() for p in engine.parameters]
+    engine.forward_backward(micro_batches(), language_modeling)
+    with pytest.raises(error, match=said):
+        engine.optim_step(denominator=denominator)
+    assert all(torch.equal(p, b) for p, b in zip(engine.parameters, before, strict=True))
 
 
 def test_optimizers_have_the_settings_that_are_documented(tmp_path):

@@ -50,7 +50,7 @@ class Earlier:
             self.checksums = {row["step"]: row for row in self._rows(folder / CHECKSUMS)}
         except ValueError as error:
             raise ValueError(f"{FIELD} = {path}: {error}") from error
-        self.steps = {row["step"]: row for row in metrics if "loss" in row}
+        self.steps = {row["step"]: row for row in metrics if "grad_norm" in row}
         self.evaluations = {row["step"]: row["eval_loss"] for row in metrics if "eval_loss" in row}
 
     def _rows(self, file: pathlib.Path) -> list[dict[str, Any]]:
@@ -170,6 +170,7 @@ class Witness:
             both = self.checksums.read(torch.stack(self.parts))
             found = dict(zip(("gradients", "weights"), both, strict=True))
             self.parts = []
+        self.step = step  # one without a target does not reach the optimizer
         said, problem = None, None
         if self.mesh.main:
             try:

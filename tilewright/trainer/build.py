@@ -13,7 +13,7 @@ import torch
 from tilewright.trainer import adapters, hf
 from tilewright.trainer.batches import Batches, Bins, padding
 from tilewright.trainer.config import Config, Model, Train
-from tilewright.trainer.data import prepare, split_validation
+from tilewright.trainer.data import check_targets, prepare, split_validation
 from tilewright.trainer.engine import Engine
 from tilewright.trainer.mesh import Mesh
 from tilewright.trainer.model import Transformer
@@ -146,6 +146,9 @@ def build_data(
     )
     if d.test_datasets:
         held = prepare(d.test_datasets, config, tokenizer, vocab, shuffle=False, **options)
+    check_targets(training, "the data sets to train on")
+    if held is not None:
+        check_targets(held, "the data sets to evaluate on")
     width = 0 if routes is None else routes.width
     bins = Bins(training, d, width=width)
     if mesh.main:

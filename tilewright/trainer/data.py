@@ -20,9 +20,10 @@ import numpy as np
 
 from tilewright.trainer.cache_key import cache_key
 from tilewright.trainer.config import Config, Dataset
-from tilewright.trainer.encode import REPLAYED, ROUTES, SCHEMA
-from tilewright.trainer.prepare import Writer, prepare_entry, split_file
+from tilewright.trainer.encode import REPLAYED, ROUTES, SCHEMA, has_target
+from tilewright.trainer.prepare import Counts, Writer, prepare_entry, split_file
 from tilewright.trainer.routes import Routes
+from tilewright.trainer.rows import MOST_ROWS
 from tilewright.trainer.sources import check_sources, dummy, read_raw
 
 log = logging.getLogger("tilewright")
@@ -58,7 +59,7 @@ def _build(
     """Writes a prepared set."""
     check_sources(entries)
     data, seed, order, begun = config.data, config.train.seed, [], time.monotonic()
-    path = folder / "samples.arrow"
+    path, counts = folder / "samples.arrow", Counts()
     schema = SCHEMA if routes is None else REPLAYED
     with contextlib.closing(Writer(path, schema)) as writer:
         for i, entry in enumerate(entries):
@@ -66,15 +67,16 @@ def _build(
             source = _source(entry, config, vocab, (seed, i, int(shuffle)))
             loaded = None if entry.type == "tokenized" else tokenizer()
             first = writer.samples
-            made = prepare_entry(source, entry, config, loaded, vocab, writer, routes)
-            if not made:
+            found = prepare_entry(source, entry, config, loaded, vocab, writer, routes)
+            if not found.made and not found.unlabeled:
                 log.warning("%s: holds no sample of two tokens or more", entry.path)
-            part = np.arange(first, first + made)
+            counts += found
+            part = np.arange(first, first + found.made)
             if shuffle and data.shuffle_before_merging_datasets:
                 part = np.random.default_rng(seed).permutation(part)
             order.append(part)
-    if not writer.samples:
-        raise ValueError("the data sets hold no sample of two tokens or more")
+    if not counts.targets:
+        raise ValueError(f"{_listed(entries)}: nothing can be learned: {counts.nothing()}")
     merged = np.concatenate(order)
     if shuffle and data.shuffle_merged_datasets:
         merged = np.random.default_rng(seed).permutation(merged)
@@ -87,6 +89,23 @@ def _build(
         writer.samples,
         writer.tokens,
         time.monotonic() - begun,
+    )
+
+
+def _listed(entries: list[Dataset]) -> str:
+    return ", ".join(entry.path for entry in entries)
+
+
+def check_targets(dataset, what: str) -> None:
+    """Raises ValueError if no sample of a prepared set has a target. Reads up to the first."""
+    labels = dataset.select_columns(["labels"]).with_format("arrow")
+    for first in range(0, len(labels), MOST_ROWS):
+        lists = labels[first : first + MOST_ROWS].column("labels").combine_chunks()
+        if any(has_target(row.values.to_numpy()) for row in lists):
+            return
+    raise ValueError(
+        f"{what}: nothing can be learned: none of the {len(labels)} samples has a label after its "
+        "first token"
     )
 
 

@@ -49,8 +49,8 @@ class RefusedRow(ValueError):
 
 @dataclasses.dataclass
 class Encoded:
-    """Samples, how many of them were cut, and how many were left out: having no label, or fewer
-    than two tokens.
+    """Samples, and how many were cut, have no target (see `has_target`), or are left out, with
+    fewer than two tokens. Samples without a target are left out too, but of type tokenized.
     """
 
     batch: pa.RecordBatch
@@ -101,6 +101,11 @@ def check_columns(entry: Dataset, names: list[str], features: Any) -> None:
                 )
 
 
+def has_target(labels: np.ndarray) -> bool:
+    """Whether a sample's labels have one to learn from: nothing precedes the first token."""
+    return bool((labels[1:] != IGNORE).any())
+
+
 class Encoder:
     """The encoder of a data set. Raises ValueError if the tokenizer cannot serve its type."""
 
@@ -139,9 +144,10 @@ class Encoder:
                     continue
                 cut += len(ids) > self.most
                 ids, labels = ids[: self.most], labels[: self.most]
-                if self.kind != "tokenized" and (labels[1:] == IGNORE).all():
+                if not has_target(labels):
                     unlabeled += 1
-                    continue
+                    if self.kind != "tokenized":
+                        continue
                 out[0].append(ids)
                 out[1].append(labels)
                 out[2].extend(r[: self.most].reshape(-1) for r in routes)

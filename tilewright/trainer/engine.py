@@ -55,8 +55,9 @@ class Sums:
 
     @property
     def mean(self) -> float:
+        """NaN if the denominator is 0: a sum without a target has no mean."""
         total, denominator = self.totals.tolist()
-        return total / max(1.0, denominator)
+        return total / denominator if denominator else math.nan
 
     def router(self) -> dict[str, float]:
         """{} without experts. The busiest expert's tokens relative to the mean, for the mean layer
@@ -78,6 +79,7 @@ class Engine:
     """A prepared model and its optimizer on a mesh. Every rank must make the same calls.
 
     autocast: the dtype of matrix products where FSDP2 does not cast by itself, or None.
+    empty_steps: the number of steps so far whose denominator was 0.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Engine:
     ):
         self.wrapped, self.optimizer, self.mesh, self.autocast = model, optimizer, mesh, autocast
         self.parameters, self.peaks = list(model.parameters()), peaks(optimizer)
+        self.empty_steps = 0
         self._totals: torch.Tensor | None = None  # of all calls since the last step
 
     @property
@@ -133,7 +136,7 @@ class Engine:
             self.wrapped.train()
 
     def evaluate(self, batches: Iterable[Batch], loss: Loss) -> float:
-        """The mean of a loss."""
+        """The mean of a loss; NaN if no batch has a target."""
         return self.forward(batches, loss).mean
 
     def _moved(self, batch: Batch) -> dict[str, Any]:
@@ -169,26 +172,31 @@ class Engine:
         self, denominator: float | torch.Tensor | None = None, max_norm: float = 0.0
     ) -> torch.Tensor:
         """Divides the gradients of sums by a number (default: the denominators of all calls since
-        the last step), and clips them to a global norm (0: no clipping).
+        the last step), and clips them to a global norm (0: no clipping). A divisor of 0 makes them
+        0.
 
         Returns their norm before clipping, on the device.
         """
-        if denominator is None:
-            if self._totals is None:
-                raise ValueError("there is no gradient: call forward_backward first")
-            denominator = self._totals[1]
+        divisor = self._divisor(denominator)
         counted = self.parameters
         if (pipeline := self.model.pipeline) is not None:
             pipeline.sum_tied()
             counted = [p for p in counted if p is not pipeline.copy]
-        divisor = torch.as_tensor(denominator, dtype=torch.float64, device=self.mesh.device)
         # DDP and FSDP2 average over ranks.
-        factor = self.mesh.layout.averaged / divisor.clamp_min(1.0)
+        factor = torch.where(divisor == 0, 0.0, self.mesh.layout.averaged / divisor)
         norm = global_norm(counted, self.mesh).to(factor.device) * factor
         if max_norm > 0:
             factor = factor * (max_norm / (norm + 1e-6)).clamp_max(1.0)
         scale(self.parameters, factor)
         return norm
+
+    def _divisor(self, denominator: float | torch.Tensor | None) -> torch.Tensor:
+        """A step's denominator, float64, on the device."""
+        if denominator is None:
+            if self._totals is None:
+                raise ValueError("there is no gradient: call forward_backward first")
+            denominator = self._totals[1]
+        return torch.as_tensor(denominator, dtype=torch.float64, device=self.mesh.device)
 
     def optim_step(
         self,
@@ -198,24 +206,37 @@ class Engine:
     ) -> float:
         """Divides gradients, clips them, and steps. Returns their norm before clipping.
 
+        A step whose denominator is 0 has no target: it returns 0.0, changes no weight and no state
+        of the optimizer (weight decay included), and `empty_steps` counts it.
+
         Args:
             factor: of each group's peak learning rate.
             max_norm: gradients are clipped to this global norm; 0: no clipping.
             denominator: default: the sum of those of all calls since the last step.
 
         Raises:
-            NotFinite: the loss or the norm is infinite or NaN, on every rank; no weight has
-                changed.
+            NotFinite: the loss, the denominator or the norm is infinite or NaN, on every rank; no
+                weight has changed.
+            ValueError: the denominator is negative; no weight has changed.
         """
-        norm = self.divide(denominator, max_norm)
+        divisor = self._divisor(denominator)
+        norm = self.divide(divisor, max_norm)
         total = norm.new_zeros(()) if self._totals is None else self._totals[0]
-        norm, total = torch.stack((norm, total)).tolist()  # a step's only synchronization
+        # A step's only synchronization.
+        norm, total, divisor = torch.stack((norm, total, divisor)).tolist()
         if not math.isfinite(total):
             raise NotFinite(f"loss is {total}")
+        if not math.isfinite(divisor):
+            raise NotFinite(f"denominator is {divisor}")
+        if divisor < 0:
+            raise ValueError(f"denominator must be at least 0, got {divisor}")
         if not math.isfinite(norm):
             raise NotFinite(f"norm of the gradients is {norm}")
-        set_lr(self.optimizer, self.peaks, factor)
-        self.optimizer.step()
+        if divisor:
+            set_lr(self.optimizer, self.peaks, factor)
+            self.optimizer.step()
+        else:
+            self.empty_steps += 1
         self.zero()
         return norm
 

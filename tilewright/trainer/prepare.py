@@ -5,6 +5,7 @@ grow with the data.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import logging
 import multiprocessing
@@ -136,6 +137,33 @@ class Writer:
         self.file.close()
 
 
+@dataclasses.dataclass
+class Counts:
+    """Numbers of samples.   made: written.   targets: of these, with a target.   unlabeled: without
+    one, written or left out.   short: left out, with fewer than two tokens.
+    """
+
+    made: int = 0
+    targets: int = 0
+    unlabeled: int = 0
+    short: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Counts(*map(sum, pairs))
+
+    def nothing(self) -> str:
+        """Why no sample has a target."""
+        if not self.unlabeled:
+            return "they hold no sample of two tokens or more"
+        if self.made:
+            return f"none of the {self.unlabeled} samples has a label after its first token"
+        return (
+            f"none of the {self.unlabeled} samples has an answer within the tokens to which it is "
+            "cut (data.sample_packing_sequence_len, or max_seq_len of the data set)"
+        )
+
+
 def prepare_entry(
     source: Source,
     entry: Dataset,
@@ -144,9 +172,9 @@ def prepare_entry(
     vocab: int,
     writer: Writer,
     routes: Routes | None = None,
-) -> int:
-    """Writes the samples of an entry. Returns their number. tokenizer: None if not needed.
-    routes: of rows that have them, if they are replayed.
+) -> Counts:
+    """Writes the samples of an entry. tokenizer: None if not needed.   routes: of rows that have
+    them, if they are replayed.
     """
     data, most = config.data, longest(entry, config.data)
     names, features = source.column_names, source.features
@@ -182,21 +210,27 @@ def prepare_entry(
             f"a process that prepares {entry.path} has ended, perhaps for lack of memory; set "
             "data.dataset_num_proc lower"
         ) from ended
-    made = writer.samples - before
-    total = made + unlabeled + short
+    made, kept = writer.samples - before, entry.type == "tokenized"
+    total = made + short + (0 if kept else unlabeled)
     if cut:
         log.warning(
             "%s: %d of %d samples were longer than %d tokens and were cut",
             entry.path, cut, total, most,
         )  # fmt: skip
-    if unlabeled:
+    if unlabeled and not kept:
         log.warning(
             "%s: %d of %d samples have no answer within %d tokens and were left out",
             entry.path, unlabeled, total, most,
         )  # fmt: skip
+    elif 2 * unlabeled > total:
+        log.warning(
+            "%s: %d of %d samples have no label after their first token, so that nothing is "
+            "learned from them",
+            entry.path, unlabeled, total,
+        )  # fmt: skip
     if short:
         log.warning("%s: %d samples of fewer than two tokens were left out", entry.path, short)
-    return made
+    return Counts(made, made - unlabeled if kept else made, unlabeled, short)
 
 
 USED = {

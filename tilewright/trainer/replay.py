@@ -19,7 +19,7 @@ def _values(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.Ten
 def compare(engine: Engine, batches: list[Batch]) -> dict[str, float]:
     """Mean log-probabilities of a step's labels, in nats, with recorded and with today's routes,
     and the mean absolute difference per token, from two forward passes without gradients. Every
-    rank must call it.
+    rank must call it. {} for a step without a label.
     """
     today = [{k: v for k, v in b.items() if k != "routed_experts"} for b in batches]
     with_records, without = (engine.forward(given, _values) for given in (batches, today))
@@ -28,9 +28,11 @@ def compare(engine: Engine, batches: list[Batch]) -> dict[str, float]:
     for a, b, batch in zip(with_records.per_token, without.per_token, batches, strict=True):
         if a is not None and b is not None:
             apart += (a - b)[batch["labels"].to(a.device) != IGNORE].abs().double().sum()
-    total = float(engine.mesh.loss.total(apart))
+    total, tokens = float(engine.mesh.loss.total(apart)), with_records.denominator
+    if not tokens:
+        return {}
     return {
         "logprob_replayed": -with_records.mean,
         "logprob_routed_today": -without.mean,
-        "logprob_difference": total / max(1.0, with_records.denominator),
+        "logprob_difference": total / tokens,
     }

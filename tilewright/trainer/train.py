@@ -60,6 +60,8 @@ def train(config: Config, mesh: Mesh) -> None:
         with run.interruptible():
             loop(run, interrupts)
             run.export()
+        if empty := run.engine.empty_steps:
+            run.metrics.say(f"{empty} of {run.done - run.start} steps had no label, and no effect")
         for line in run.witness.summary():
             run.metrics.say(line)
         run.metrics.close()
@@ -139,8 +141,15 @@ class Run:
         return replay.compare(self.engine, batches) if every and not (self.done + 1) % every else {}
 
     def report(self, sums: Sums, norm: float, tokens: int, more: dict[str, float]) -> None:
-        lr = self.config.train.lr * self.plan.factor(self.done - 1)
-        values = {"loss": sums.mean, "lr": lr, "grad_norm": norm, **sums.router(), **more}
+        lr, loss = self.config.train.lr * self.plan.factor(self.done - 1), sums.mean
+        # The step was finite, so NaN means that it had no target. JSON has no NaN.
+        losses = {"empty_steps": self.engine.empty_steps} if math.isnan(loss) else {"loss": loss}
+        values = {**losses, "lr": lr, "grad_norm": norm, **sums.router(), **more}
+        if losses.get("empty_steps") == 1:
+            self.metrics.say(
+                f"step {self.done}: no token of it has a label, so no weight has changed; later "
+                "steps without one are counted"
+            )
         self.metrics.step(self.done, tokens, **values)
         self.end_if(self.witness.problem(self.done, values))
 
