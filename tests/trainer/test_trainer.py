@@ -195,6 +195,28 @@ def test_every_parameter_is_in_one_group_and_decay_follows_the_names():
     assert found[1] == {n for n in names.values() if "norm" in n}
     by_parameter = optim.parameter_groups(model, schedule(no_decay_params='["weight"]'))
     assert not by_parameter[0]["params"]
+    # A parameter's own name is `weight` alone.
+    for texts in ('["norm"]', '["input_layernorm", "post_attention_layernorm", "_norm", "l.norm"]'):
+        _, exempt = optim.parameter_groups(model, schedule(no_decay_params=texts))
+        assert {names[id(p)] for p in exempt["params"]} == found[1]
+    _, exempt = optim.parameter_groups(model, schedule(no_decay_params='["layers.1.mlp.down"]'))
+    assert [names[id(p)] for p in exempt["params"]] == ["model.layers.1.mlp.down_proj.weight"]
+
+
+@pytest.mark.parametrize(
+    "field, names",
+    [
+        ("no_decay_modules", "model.embed_tokens, model.layers.N.input_layernorm, "),
+        ("no_decay_params", "model.embed_tokens.weight, model.layers.N.input_layernorm.weight, "),
+    ],
+)
+def test_a_name_without_decay_that_finds_nothing_is_refused_with_the_names(field, names):
+    """Each layer's names once. A bias is nowhere in this model."""
+    model = Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve())
+    said = f"train.{field}: no name in the model contains 'bias'; names are {names}"
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        optim.parameter_groups(model, schedule(**{field: '["norm", "bias"]'}))
+    assert str(error.value).count("input_layernorm") == 1
 
 
 def test_clipping_scales_to_the_norm_and_zero_only_measures():
@@ -1832,7 +1854,10 @@ def test_the_defaults_train(tmp_path):
             {"train__lr": 1e30},
             r"step 2: the (loss|norm of the gradients) is (nan|inf), so the step was not taken",
         ),
-        ({"train__no_decay_modules": ["nosuch"]}, "no_decay_modules: 'nosuch' matches no name"),
+        (
+            {"train__no_decay_modules": ["nosuch"]},
+            "no_decay_modules: no name in the model contains 'nosuch'",
+        ),
         (
             {
                 "train__enable_profiling": True,

@@ -234,7 +234,7 @@ ROWS = [
     row("train.lr_decay_ratio", 0.5, "weights", **DECAY),
     row("train.weight_decay", 0.5, "weights"),
     row("train.no_decay_modules", ["norm"], "weights", train__weight_decay=0.5),
-    row("train.no_decay_params", ["weight"], "weights", train__weight_decay=0.5),
+    row("train.no_decay_params", ["layernorm"], "weights", train__weight_decay=0.5),
     row("train.max_grad_norm", 1e-3, "weights", train__optimizer="sgd"),
     row("train.micro_batch_size", 2, "tokens"),
     row("train.gradient_accumulation_steps", 2, "tokens"),

@@ -149,6 +149,7 @@ ELSEWHERE = {
     "lr_scheduler_type": "train.lr_decay_style",
     "warmup_steps": "train.lr_warmup_ratio",
     "optim": "train.optimizer",
+    "do_layer_norm_weight_decay": "train.no_decay_params",
     "beta1": "train.adam_beta1",
     "beta2": "train.adam_beta2",
     "steps": "train.max_steps",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
 
 import torch
@@ -33,22 +34,28 @@ def schedule(step: int, total: int, train: Train) -> float:
     return least + (1 - least) * share
 
 
+NUMBER = re.compile(r"\.\d+\.")  # of a layer, or of an expert
+
+
 def parameter_groups(
     model: nn.Module, train: Train, matrices: Collection[nn.Parameter] = ()
 ) -> list[dict]:
     """Two groups, with weight decay and without, and two of matrices, whose learning rate is
     muon_lr; every trainable parameter is in exactly one.
 
-    no_decay_modules match the module's path, no_decay_params the parameter's own name, both as
-    substrings. Raises ValueError for one that matches nothing.
+    no_decay_modules are substrings of the path of a parameter's module, no_decay_params of its
+    full name. Raises ValueError for one that no name contains.
     """
     # Of all stages of a pipeline: a name that is another's is no mistake here.
-    whole = getattr(model, "whole", model)
-    names = [n.rpartition(".") for n, _ in whole.named_parameters()]
-    for field, part in (("no_decay_modules", 0), ("no_decay_params", 2)):
+    names = [name for name, _ in getattr(model, "whole", model).named_parameters()]
+    paths = [name.rpartition(".")[0] for name in names]
+    for field, what in (("no_decay_modules", paths), ("no_decay_params", names)):
         for text in getattr(train, field):
-            if not any(text in name[part] for name in names):
-                raise ValueError(f"train.{field}: {text!r} matches no name in the model")
+            if not any(text in name for name in what):
+                raise ValueError(
+                    f"train.{field}: no name in the model contains {text!r}; names are "
+                    f"{', '.join(dict.fromkeys(NUMBER.sub('.N.', name) for name in what))}"
+                )
     groups = [
         {"params": [], "lr": lr, "weight_decay": weight_decay}
         for lr in (train.lr, train.muon_lr)
@@ -57,10 +64,9 @@ def parameter_groups(
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        module, _, own = name.rpartition(".")
-        exempt = any(s in module for s in train.no_decay_modules) or any(
-            s in own for s in train.no_decay_params
-        )
+        path = name.rpartition(".")[0]
+        exempt = any(text in path for text in train.no_decay_modules)
+        exempt |= any(text in name for text in train.no_decay_params)
         groups[2 * (p in matrices) + exempt]["params"].append(p)
     return groups if matrices else groups[:2]
 

@@ -101,10 +101,12 @@ class Train(Section):
     )
     weight_decay: float = field(0.0, "Decoupled weight decay (adamw), L2 term (sgd).", ge=0)
     no_decay_modules: list[str] = field(
-        [], "No weight decay where a module's name contains one of these."
+        [], "No weight decay where the path of a parameter's module contains one of these."
     )
     no_decay_params: list[str] = field(
-        [], "No weight decay where a parameter's name contains one of these."
+        [],
+        "No weight decay where a parameter's full name (model.layers.0.input_layernorm.weight) "
+        "contains one of these.",
     )
     max_grad_norm: float = field(
         1.0, "Gradients are clipped to this global norm; 0: not clipped.", ge=0
