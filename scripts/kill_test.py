@@ -27,6 +27,8 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 import datasets  # noqa: F401 - which each rank would import
 import torch
@@ -34,6 +36,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tilewright.trainer import train
+from tilewright.trainer.engine import Engine
 
 SHAPE = {
     "model_type": "qwen3",
@@ -87,6 +90,18 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def drawing(step: Callable[..., float]) -> Callable[..., float]:
+    """An optimizer's step that draws a number, which a run of this model does not: the random
+    states of a checkpoint then differ from step to step.
+    """
+
+    def stepped(*args: Any, **kwargs: Any) -> float:
+        torch.rand(())
+        return step(*args, **kwargs)
+
+    return stepped
+
+
 def start(path: str, ranks: int, log: pathlib.Path) -> list[int]:
     """Forks the ranks of a run, and returns their process ids."""
     port, found = free_port(), []
@@ -107,6 +122,7 @@ def start(path: str, ranks: int, log: pathlib.Path) -> list[int]:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
+            Engine.optim_step = drawing(Engine.optim_step)
             code = train.main([path])
         except BaseException:  # of a rank whose neighbor was killed
             traceback.print_exc()

@@ -7,6 +7,7 @@ import http.server
 import itertools
 import json
 import logging
+import math
 import os
 import pathlib
 import random
@@ -287,6 +288,22 @@ def test_batch_at_the_borders_of_documents():
     assert collate([[(np.array([1, 2]), np.array([IGNORE, IGNORE]))]], 1)["labels"].tolist() == [
         [IGNORE, IGNORE]
     ]
+
+
+@pytest.mark.parametrize("multiple, tp", [(1, 1), (8, 1), (6, 4)])
+def test_micro_batches_are_padded_no_further_than_needed(make, multiple, tp):
+    """Of training and of evaluation: to the next multiple of what all ranks can divide."""
+    fields = {"pad_to_multiple_of": multiple, "sample_packing_sequence_len": 32}
+    bins = bins_of(make, **fields)
+    loader = Batches(bins, make(**fields, train={"micro_batch_size": 2}), tp=tp)
+    found = [batch for [batch] in itertools.islice(loader.steps(), loader.steps_per_epoch)]
+    found += evaluation_batches(bins, 2, 0, 1, tp=tp)
+    step, padded = math.lcm(multiple, tp), 0
+    for batch in found:
+        width, real = batch["input_ids"].shape[1], int((batch["input_ids"] != 0).sum())
+        assert width == -(-real // step) * step
+        padded += width > real
+    assert len(found) > 10 and (padded > 0) == (step > 1)
 
 
 @pytest.mark.parametrize("method", ["sequential", "multipack"])

@@ -380,6 +380,23 @@ def test_meta_construction_and_initialisation_depend_on_the_seed_alone():
     assert 0.015 < models[0].model.layers[0].self_attn.qkv_proj.weight.std() < 0.025
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_no_two_parameters_start_from_the_same_numbers(kind):
+    """Nor layers, gates and ups, or experts, whatever their shapes."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    shape = {"model_type": kind, **SMALL, **(experts if kind == "qwen3_moe" else {})}
+    model = Transformer(ModelConfig.from_hf(shape), Ops.resolve())
+    model.init_weights(3)
+    drawn = {}
+    for name, p in model.named_parameters():
+        if p.std() > 0:  # norms are constant
+            half = p.shape[-2] // 2
+            for i, matrix in enumerate(p.detach().reshape(-1, *p.shape[-2:])):
+                for part, rows in (("first", matrix[:half]), ("second", matrix[half:])):
+                    drawn[name, i, part] = tuple(rows.flatten()[:16].tolist())
+    assert len(drawn) > 2 * 2 * 4 and len(set(drawn.values())) == len(drawn)
+
+
 NUMBERS = [
     "vocab_size",
     "hidden_size",

@@ -82,6 +82,38 @@ def test_everything_else_is_trained_by_adamw(states):
         assert "compensation" not in muon.state[p]
 
 
+@pytest.mark.parametrize("order", ["adamw first", "muon first"])
+def test_each_group_decays_by_its_own_rate(order):
+    """Both kinds of groups in one optimizer, each with decay and without, against torch's."""
+    ours, theirs = parameters(*SHAPES, *SHAPES), parameters(*SHAPES, *SHAPES)
+    rates = [(0.02, 2.0), (0.02, 0.0), (1e-3, 3.0), (1e-3, 0.0)]
+    owners = [[0], [1, 2], [3], [4, 5]]
+    groups = [
+        {"params": [ours[i] for i in own], "lr": lr, "weight_decay": decay}
+        for own, (lr, decay) in zip(owners, rates, strict=True)
+    ]
+    matrices = dict.fromkeys(ours[:3], Parts())
+    settings = Settings(betas=(0.8, 0.9), products=torch.bfloat16, momentum=0.9)
+    muon = Muon(groups if order == "muon first" else groups[::-1], settings, matrices)
+    torchs = []
+    for own, (lr, decay) in zip(owners, rates, strict=True):
+        tensors = [theirs[i] for i in own]
+        torchs.append(
+            torch.optim.Muon(tensors, lr=lr, weight_decay=decay, momentum=0.9)
+            if own[0] < 3
+            else torch.optim.AdamW(tensors, lr=lr, weight_decay=decay, betas=(0.8, 0.9))
+        )
+    start = [p.detach().clone() for p in ours]
+    for step in range(4):
+        for tensors in (ours, theirs):
+            gradients(tensors, step + 1)
+        for optimizer in (muon, *torchs):
+            optimizer.step()
+    for i, (p, q, before) in enumerate(zip(ours, theirs, start, strict=True)):
+        # Muon's products are in bfloat16; AdamW's steps are a hundredth of its parameters.
+        assert (p - q).norm() < (0.03 if i < 3 else 1e-4) * (q - before).norm(), i
+
+
 def test_parameters_in_bfloat16_are_compensated():
     """Steps far below the last place add up."""
     start = torch.full((64,), 1.0, dtype=torch.bfloat16)

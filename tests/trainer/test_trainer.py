@@ -2264,6 +2264,26 @@ def test_what_a_quantized_checkpoint_leaves_out_is_left_out_unless_the_user_says
         )
 
 
+@pytest.mark.parametrize(
+    "adapted, owner",
+    [(["q_proj", "o_proj"], "Experts"), (["mlp"], "LoRAExperts"), (["experts"], "LoRAExperts")],
+)
+def test_quantized_experts_have_noise_in_training_alone(adapted, owner, tmp_path):
+    """With adapters, which have a forward pass of their own, and without."""
+    options = {**NF4, "lora__lora_target_modules": adapted}
+    built = engine_of(load(write_config(tmp_path, MOE, **options)))
+    few = [batches.collate([one], 8) for one in make_bins()[:2]]
+    want = built.evaluate(few, language_modeling)
+    trained = built.forward_backward(few, language_modeling).mean
+    assert trained == pytest.approx(want, rel=1e-6)
+    layers = [m for m in built.model.modules() if type(m).__name__ == owner]
+    assert len(layers) == 2
+    for i, layer in enumerate(layers):
+        layer.set_noise(AQN(2.0, 1, layer=2 * i))
+    assert built.evaluate(few, language_modeling) == want
+    assert built.forward_backward(few, language_modeling).mean != trained
+
+
 @pytest.mark.parametrize("kind", ["nf4", "nvfp4"])
 def test_noise_is_trained_with_and_not_evaluated_with(kind, tmp_path):
     options = {**KINDS[kind], "data__val_set_size": 4, "train__max_steps": 3}
