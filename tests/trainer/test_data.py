@@ -838,7 +838,7 @@ def test_unusable_rows_are_named(tmp_path, make, lines, kind, message):
 
 def test_unusable_files_are_named(tmp_path, make):
     (tmp_path / "a.jsonl").write_text('{"input_ids": [1, 2')
-    with pytest.raises(ValueError, match=r"a.jsonl: cannot be read as json"):
+    with pytest.raises(ValueError, match=r"a.jsonl: line 1: it ends within a JSON value"):
         prepared(make(tmp_path / "a.jsonl"))
     with pytest.raises(ValueError, match="is a file, so data_files cannot be in it"):
         prepared(make({"path": tmp_path / "a.jsonl", "data_files": "b", "ds_type": "json"}))

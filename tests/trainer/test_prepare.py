@@ -27,7 +27,7 @@ from tilewright import files, platform
 from tilewright.trainer import cache_key, encode, hf, packing, rows, sources
 from tilewright.trainer import prepare as preparing
 from tilewright.trainer.batches import lengths_of
-from tilewright.trainer.config import Config
+from tilewright.trainer.config import Config, Dataset
 from tilewright.trainer.data import prepare, split_validation
 
 pytestmark = pytest.mark.packages
@@ -149,6 +149,158 @@ def test_lines_and_rows_of_other_files(tmp_path, made):
     datasets.Dataset.from_dict(table(3, 1)).save_to_disk(saved)
     with pytest.raises(ValueError, match=rf"^{saved}: row 2: token 999"):
         made({"path": saved}, none)
+
+
+ROW = b'{"input_ids": [1, 2], "text": "ab"}\n'
+# Contents of files, and what is said of them after their names.
+DEFECTS = {
+    "last line cut": (ROW * 3 + ROW[:20], "line 4: it ends within a JSON value"),
+    "last line cut and ended": (ROW * 3 + ROW[:20] + b"\n", "line 4: it ends within a JSON value"),
+    "garbage": (ROW * 2 + b"garbage\n" + ROW, "line 3: it is not JSON: Expecting value at char"),
+    "string without an end": (
+        ROW + b'{"text": "ab}\n' + ROW,
+        "line 2: it ends within a JSON value",
+    ),
+    "line cut": (ROW * 2 + b'{"input_ids": [1,2,\n' + ROW * 2, "line 3: it ends within a JSON"),
+    "blank lines before": (b"\n \n" + ROW + b"\n{\n" + ROW, "line 5: it ends within a JSON value"),
+    "no object": (ROW + b"[1, 2]\n", r"line 2: it is a list, and must be an object"),
+    "second block": (  # of the reader, which takes ten megabytes at a time
+        (b'{"input_ids": [1, 2], "x": "' + b"y" * 12_000 + b'"}\n') * 1000 + b"garbage\n" + ROW,
+        "line 1001: it is not JSON: Expecting value",
+    ),
+    "array": (b'[\n{"input_ids": [1]},\n{"input_ids": [1}]\n]', "line 3: it is not JSON: Expec"),
+    "array cut": (b'[\n{"input_ids": [1]},\n{"input_', "line 3: it is not JSON: Unterminated"),
+    "key not in UTF-8": (
+        ROW + b'{"\xffinput_ids": [1]}\n',
+        "line 2: it is not UTF-8: .* at byte 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("where", ["alone", "second"])
+@pytest.mark.parametrize("case", DEFECTS)
+def test_what_cannot_be_read_is_named_by_file_and_line(case, where, tmp_path, made):
+    content, said = DEFECTS[case]
+    path = tmp_path / "data/b.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(content)
+    if where == "second":
+        (tmp_path / "data/a.jsonl").write_bytes(ROW * 5)
+    with pytest.raises(ValueError, match=rf"^{path}: {said}"):
+        made({"path": path if where == "alone" else path.parent}, none)
+
+
+def test_a_file_of_blank_lines_is_named(tmp_path, made):
+    (folder := tmp_path / "data").mkdir()
+    path = folder / "a.jsonl"
+    path.write_bytes(b"\n\n  \n")
+    with pytest.raises(ValueError, match=f"^{path}: there is nothing in it$"):
+        made({"path": path}, none)
+    (folder / "b.jsonl").write_bytes(ROW)
+    assert len(made({"path": folder}, none)) == 1
+
+
+def test_a_column_of_another_type_in_another_file_is_named(tmp_path, made):
+    (folder := tmp_path / "data").mkdir()
+    (folder / "a.jsonl").write_bytes(ROW)
+    path = folder / "b.jsonl"
+    path.write_bytes(ROW + b'{"input_ids": 5}\n')
+    said = f"^{path}: line 2: input_ids is a number, and a list in {folder}/a.jsonl: line 1$"
+    with pytest.raises(ValueError, match=said):
+        made({"path": folder}, none)
+
+
+def test_a_row_of_any_block_is_named_by_its_line(tmp_path, made):
+    """Blank lines count, and rows of a second block of the reader do not begin anew."""
+    path = tmp_path / "a.jsonl"
+    row = b'{"input_ids": [1, 2], "x": "' + b"y" * 12_000 + b'"}\n\n'
+    path.write_bytes(row * 1000 + b'{"input_ids": [1, 999], "x": ""}\n')
+    with pytest.raises(ValueError, match=rf"^{path}: line 2001: token 999 is not in the model's"):
+        made({"path": path}, none)
+
+
+@pytest.mark.parametrize("kind", ["text", "tokenized"])
+def test_a_byte_that_is_not_utf8_is_named_by_its_line(kind, tmp_path, made):
+    """If anything reads it: another column's does not matter."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(ROW * 3 + ROW.replace(b"ab", b"a\xff") + ROW)
+    if kind == "tokenized":
+        assert len(made({"path": path}, none)) == 5
+        return
+    with pytest.raises(ValueError, match=rf"^{path}: line 4: it is not UTF-8: .* at byte 2 of a"):
+        made({"path": path, "type": kind})
+
+
+@pytest.mark.parametrize(
+    "suffix, cut, said",
+    [
+        (".parquet", 0.5, "Parquet magic bytes not found"),
+        (".arrow", 0.5, "Not an Arrow file"),
+        (".stream.arrow", 0.5, "from row 1001 on: Expected to be able to read"),
+        (".stream.arrow", 0.001, ""),
+    ],
+)
+def test_a_file_that_is_cut_is_named(suffix, cut, said, tmp_path, made):
+    """And its row, where those before can be read: of batches of 1000 here."""
+    if suffix == ".stream.arrow":
+        datasets.Dataset.from_dict(table(3000, None)).save_to_disk(tmp_path / "saved")
+        path = next((tmp_path / "saved").glob("*.arrow")).rename(tmp_path / f"b{suffix}")
+    else:
+        path = write(tmp_path / f"b{suffix}", table(3000, None))
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * cut)])
+    with pytest.raises(ValueError, match=rf"^{path}: {said}"):
+        made({"path": path}, none)
+
+
+def test_a_damaged_row_group_is_named_by_its_rows(tmp_path, made):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "a.parquet"
+    written = pa.table(table(2000, None))
+    pq.write_table(written, path, row_group_size=500, compression="zstd", use_dictionary=False)
+    start = pq.ParquetFile(path).metadata.row_group(2).column(0).data_page_offset
+    content = bytearray(path.read_bytes())
+    content[start + 40 : start + 60] = b"\xff" * 20
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^{path}: from row \d+ on: "):
+        made({"path": path}, none)
+
+
+@pytest.mark.parametrize(
+    "row, kind, said",
+    [
+        (
+            {"input_ids": [1, 2], "label": [1, 2]},
+            "tokenized",
+            "`label` is not read; `labels` would",
+        ),
+        ({"input_ids": [1, 2], "Labels": [1, 2]}, "tokenized", "`Labels` is not read; `labels` wo"),
+        ({"prompt": "a", "completion": "b", "tool": "c"}, "prompt_completion", "`tool` is not rea"),
+    ],
+)
+def test_a_column_whose_name_is_nearly_read_is_warned_of(row, kind, said, tmp_path, caplog):
+    features = datasets.Dataset.from_list([row]).features
+    entry = Dataset(path="a.jsonl", type=kind)
+    with caplog.at_level(logging.WARNING, "tilewright"):
+        encode.check_columns(entry, [*row], features)
+        encode.check_columns(entry, [*row, "id", "meta"], features)
+    assert len(caplog.messages) == 2
+    assert all(m.startswith(f"a.jsonl: the column {said}") for m in caplog.messages)
+    caplog.clear()
+    columns = [*encode.NEEDED[kind][0], *encode.OPTIONAL[kind], *row]  # the right one as well
+    integers = datasets.List(datasets.Value("int64"))
+    encode.check_columns(entry, columns, {"input_ids": integers, "labels": integers})
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("kind", ["tokenized", "text", "chat", "prompt_completion"])
+def test_columns_of_alpaca_get_a_hint(kind):
+    said = "has .*; of Alpaca's columns make `prompt` .* set type to prompt_completion$"
+    with pytest.raises(ValueError, match=said):
+        encode.check_columns(
+            Dataset(path="a.jsonl", type=kind), ["instruction", "input", "output"], {}
+        )
 
 
 def test_text_that_is_not_utf8_is_refused(tmp_path, made, monkeypatch):

@@ -7,7 +7,9 @@ columns input_ids and labels (lists of int32). What it holds in memory is a few 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -20,6 +22,7 @@ from tilewright.trainer.config import Data, Dataset
 from tilewright.trainer.loss import IGNORE
 from tilewright.trainer.routes import Routes
 
+log = logging.getLogger("tilewright")
 COLUMNS = ("input_ids", "labels")
 ROUTES = "routed_experts"  # of a tokenized row: experts that an engine chose
 SCHEMA = pa.schema({name: pa.list_(pa.int32()) for name in COLUMNS})
@@ -36,6 +39,16 @@ NEEDED = {
     "chat": (("messages",), ("conversations",)),
     "prompt_completion": (("prompt", "completion"),),
 }
+OPTIONAL = {
+    "tokenized": ("labels",),
+    "text": (),
+    "chat": ("tools",),
+    "prompt_completion": ("tools",),
+}
+ALPACA = (
+    "; of Alpaca's columns make `prompt` (instruction and input) and `completion` (output), and "
+    "set type to prompt_completion"
+)
 Arrays = tuple[np.ndarray, ...]  # input_ids, labels and, if they are replayed, routes of a sample
 
 
@@ -74,7 +87,9 @@ def lists(parts: Iterable[np.ndarray], dtype: Any = np.int32) -> pa.ListArray:
 
 
 def check_columns(entry: Dataset, names: list[str], features: Any) -> None:
-    """Raises ValueError if the columns are not those of `entry.type`."""
+    """Raises ValueError if the columns are not those of `entry.type`. Warns of a column that is
+    not read, whose name is nearly that of one that would be.
+    """
     needed = NEEDED[entry.type]
     if not any(set(columns) <= set(names) for columns in needed):
         either = " or ".join(" and ".join(f"`{c}`" for c in columns) for columns in needed)
@@ -83,10 +98,15 @@ def check_columns(entry: Dataset, names: list[str], features: Any) -> None:
         )
         kinds = {"tokenized": "tokens", "text": "text", "chat": "conversations"}
         also = f"; for samples that are {kinds.get(other, 'prompts')} set type to {other}"
+        if other is None:
+            also = ALPACA if {"instruction", "output"} <= set(names) else ""
         raise ValueError(
-            f"{entry.path}: type {entry.type} needs a column {either}, has {names}"
-            f"{also if other else ''}"
+            f"{entry.path}: type {entry.type} needs a column {either}, has {names}{also}"
         )
+    read = {column for columns in needed for column in columns} | {*OPTIONAL[entry.type]}
+    for name in sorted({*names} - read):
+        if near := difflib.get_close_matches(name, sorted(read - {*names}), 1, cutoff=0.8):
+            log.warning("%s: the column `%s` is not read; `%s` would be", entry.path, name, near[0])
     if entry.type == "text":
         kind = getattr(features["text"], "dtype", "list")
         if kind not in ("string", "large_string"):

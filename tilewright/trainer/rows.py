@@ -72,6 +72,17 @@ class Rows:
 
     def read(self, part: Part) -> Iterator[tuple[int, dict[str, Any]]]:
         first, stop = part
+        try:
+            yield from self._read(first, stop)
+        except UnicodeDecodeError as error:
+            if stop - first == 1:
+                reason = f"it is not UTF-8: {error.reason} at byte {error.start + 1} of a text"
+                raise RefusedRow(first, reason) from error
+            for row in range(first, stop):  # one of them raises
+                yield from self.read((row, row + 1))
+            raise
+
+    def _read(self, first: int, stop: int) -> Iterator[tuple[int, dict[str, Any]]]:
         rows = self.dataset.with_format("arrow" if self.arrow else None)[first:stop]
         names = self.column_names
         for i in range(stop - first):

@@ -9,6 +9,7 @@ import numpy as np
 
 from tilewright import platform
 from tilewright.registry import ImplementationUnavailable
+from tilewright.trainer import defects
 from tilewright.trainer.config import Data, Dataset
 from tilewright.trainer.rows import Documents, Rows, in_files
 
@@ -153,6 +154,7 @@ def read_raw(entry: Dataset, data: Data) -> Rows | Documents:
             ) from error
         return Rows(loaded if entry.split is not None else _only(loaded, entry), by_row)
     split = entry.split or "train"
+    plain = not any("://" in f or f.endswith(COMPRESSED) for f in files)
     try:
         if kind == "text":
             return Documents(_selected(_downloaded(files, token), split))
@@ -162,10 +164,14 @@ def read_raw(entry: Dataset, data: Data) -> Rows | Documents:
         loaded = datasets.load_dataset(kind, **options)
     except (
         datasets.exceptions.DatasetGenerationError,
-        StopIteration,
-    ) as error:  # the latter for empty files
+        StopIteration,  # for empty files
+        *(() if "://" in files[0] else (OSError, ValueError)),
+    ) as error:
+        if plain and (found := defects.find(files, kind)):
+            raise ValueError(found) from error
         reason = " ".join(str(error.__cause__ or error).split()) or "there is nothing in it"
-        raise ValueError(f"{entry.path}: cannot be read as {kind}: {reason}") from error
+        wrong = OSError if isinstance(error, OSError) else ValueError
+        raise wrong(f"{entry.path}: cannot be read as {kind}: {reason}") from error
     except Exception as error:  # readers of URLs raise exceptions without a common base
         if "://" not in files[0]:
             raise
@@ -173,7 +179,6 @@ def read_raw(entry: Dataset, data: Data) -> Rows | Documents:
         raise OSError(f"{entry.path}: cannot be read: {type(error).__name__}: {reason}") from error
 
     def by_line(row: int) -> str:
-        plain = not any("://" in f or f.endswith(COMPRESSED) for f in files)
         whole = loaded.info.splits["train"].num_examples
         return (plain and in_files(files, kind, _absolute(row, split, whole))) or by_row(row)
 
