@@ -197,7 +197,8 @@ def test_a_file_of_blank_lines_is_named(tmp_path, made):
     with pytest.raises(ValueError, match=f"^{path}: there is nothing in it$"):
         made({"path": path}, none)
     (folder / "b.jsonl").write_bytes(ROW)
-    assert len(made({"path": folder}, none)) == 1
+    with pytest.raises(ValueError, match=f"^{path}: there is nothing in it$"):
+        made({"path": folder}, none)
 
 
 def test_a_column_of_another_type_in_another_file_is_named(tmp_path, made):

@@ -162,21 +162,19 @@ def read_raw(entry: Dataset, data: Data) -> Rows | Documents:
         if "://" in files[0]:  # else a file that has changed is not downloaded again
             options["download_config"] = datasets.DownloadConfig(use_etag=True)
         loaded = datasets.load_dataset(kind, **options)
-    except (
-        datasets.exceptions.DatasetGenerationError,
-        StopIteration,  # for empty files
-        *(() if "://" in files[0] else (OSError, ValueError)),
-    ) as error:
+    except Exception as error:  # readers of URLs raise exceptions without a common base
+        of_data = isinstance(error, datasets.exceptions.DatasetGenerationError | StopIteration)
+        if "://" in files[0] and not of_data:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise OSError(f"{entry.path}: cannot be read: {reason}") from error
+        if not of_data and not isinstance(error, OSError | ValueError):
+            raise
         if plain and (found := defects.find(files, kind)):
             raise ValueError(found) from error
+        # StopIteration, which says nothing, is of empty files.
         reason = " ".join(str(error.__cause__ or error).split()) or "there is nothing in it"
         wrong = OSError if isinstance(error, OSError) else ValueError
         raise wrong(f"{entry.path}: cannot be read as {kind}: {reason}") from error
-    except Exception as error:  # readers of URLs raise exceptions without a common base
-        if "://" not in files[0]:
-            raise
-        reason = " ".join(str(error).split())[:300]
-        raise OSError(f"{entry.path}: cannot be read: {type(error).__name__}: {reason}") from error
 
     def by_line(row: int) -> str:
         whole = loaded.info.splits["train"].num_examples
