@@ -966,6 +966,89 @@ def test_a_half_written_cache_is_not_taken_for_a_finished_one(make, text, tmp_pa
     assert folder.name in half.name and not half.exists()
 
 
+def damaged(content, rng):
+    """A file's contents after one of the usual accidents, or one that is rare."""
+    content = bytearray(content)
+    at = int(rng.integers(len(content)))
+    match rng.integers(6):
+        case 0:  # cut
+            del content[at:]
+        case 1:  # one bit
+            content[at] ^= 1 << int(rng.integers(8))
+        case 2:  # a few numbers
+            content[at : at + 400] = rng.bytes(len(content[at : at + 400]))
+        case 3:  # a hole
+            content[at : at + 64] = bytes(len(content[at : at + 64]))
+        case 4:  # too long
+            content += rng.bytes(8)
+        case _:
+            return None  # removed
+    return bytes(content)
+
+
+@pytest.mark.parametrize("skip", [False, True], ids=["rebuilt", "refused"])
+def test_a_damaged_cache_is_never_read(make, skip, tmp_path, caplog, monkeypatch):
+    """100 accidents to any of its files, in the order of their names: the data are prepared again,
+    or, where that is switched off, one sentence says which file it is.
+    """
+    monkeypatch.setattr(sources, "DUMMY_SAMPLES", 64)
+    fields = {"num_dataset_shards_to_save": 2, "sample_packing_sequence_len": 32}
+    wanted = rows(prepared(make(**fields)))
+    root, whole, rng = tmp_path / "prepared", tmp_path / "whole", np.random.default_rng(skip)
+    shutil.copytree(root, whole)
+    files = sorted(p.relative_to(root) for p in root.rglob("*") if p.is_file())
+    files = [f for f in files if ".lock" not in f.name]
+    assert [f.name for f in files if f.parent.name] == [
+        "checksums.json",
+        "order.npy",
+        "samples-00000-of-00002.arrow",
+        "samples-00001-of-00002.arrow",
+    ]
+    for i in range(100):
+        victim = root / files[i % len(files)]
+        content = victim.read_bytes()
+        made = damaged(content, rng)
+        if made is None:
+            victim.unlink()
+        else:
+            victim.write_bytes(made)
+        caplog.clear()
+        same = made == content or victim.parent == root  # the notes of hashes are no data
+        config = make(**fields, skip_prepare_dataset=skip)
+        if skip and not same:
+            with pytest.raises(ValueError, match=f"^data.skip_prepare_dataset: {victim}: .+") as e:
+                prepared(config)
+            assert "\n" not in str(e.value)
+        else:
+            assert rows(prepared(config)) == wanted
+            again = any(f"{victim}: " in m and "preparing them again" in m for m in caplog.messages)
+            assert again == (not same), (i, victim.name)
+        shutil.rmtree(root)
+        shutil.copytree(whole, root)
+
+
+def test_a_damaged_set_of_the_datasets_package_is_one_sentence(make, tmp_path):
+    """Whose files have no checksums: they must be such that Arrow can follow their offsets."""
+    root = tmp_path / "prepared"
+    made = datasets.Dataset.from_list([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 300)
+    made.save_to_disk(root)
+    [file] = root.glob("*.arrow")
+    content, rng = file.read_bytes(), np.random.default_rng(0)
+    config = make(skip_prepare_dataset=True)
+    start = content.index(np.arange(0, 900, 3, dtype=np.int32).tobytes())
+    for case in (
+        content[: len(content) // 2],
+        content[:start] + rng.bytes(400) + content[start + 400 :],
+        b"",
+    ):
+        file.write_bytes(case)
+        with pytest.raises(ValueError, match=f"^data.skip_prepare_dataset: {root}: cannot be") as e:
+            prepared(config)
+        assert "\n" not in str(e.value)
+    file.write_bytes(content)
+    assert len(prepared(config)) == 300
+
+
 def test_other_ranks_wait_and_read(make, text, tmp_path):
     """Read what the main process has prepared, also if a file has changed since."""
     config, said = make(text), []
@@ -979,7 +1062,7 @@ def test_other_ranks_wait_and_read(make, text, tmp_path):
     got = rows(prepared(config, main=False, broadcast=broadcast))
     assert sorted(map(len, got)) == [3, 4, 5] and len(said) == 1
     absent = tmp_path / "prepared" / "absent"
-    with pytest.raises(FileNotFoundError, match=f"^{absent}: holds no prepared data; every proc"):
+    with pytest.raises(FileNotFoundError, match=f"^{absent}: not there; every proc"):
         prepared(config, main=False, broadcast=lambda name: absent.name)
 
 

@@ -23,7 +23,7 @@ from tilewright.trainer.sources import located
 
 log = logging.getLogger("tilewright")
 # Increment when the same settings prepare other data, to invalidate earlier caches.
-PREPARATION = 4
+PREPARATION = 5
 # Fields that say where data are, or how they are prepared, and not which samples come out.
 WITHOUT = {"path", "preprocess_shards", "trust_remote_code", "max_seq_len"}
 SETTINGS = (
@@ -46,9 +46,10 @@ class Notes:
 
     def _saved(self) -> dict[str, Any]:
         try:
-            return json.loads(self.path.read_text())
+            found = json.loads(self.path.read_text())
         except (OSError, ValueError):  # a new folder, or a torn file
             return {}
+        return found if isinstance(found, dict) else {}
 
     def _note(self, name: str, what: Any) -> None:
         self.known[name] = self.new[name] = what
@@ -57,7 +58,8 @@ class Notes:
         """The hash of a file's contents."""
         stat, name = os.stat(path), os.path.realpath(path)
         state = [stat.st_size, stat.st_mtime_ns]
-        if self.known.get(name, [])[:2] != state:
+        noted = self.known.get(name)
+        if not isinstance(noted, list) or noted[:2] != state or len(noted) != 3:
             with open(path, "rb") as file:
                 self._note(name, [*state, hashlib.file_digest(file, "sha256").hexdigest()])
         return self.known[name][2]

@@ -2,7 +2,7 @@
 
 A sample has input_ids and labels (default: the same; -100 is ignored). `batches.py` packs samples
 into batches. A prepared set is a folder with the samples in Arrow files, in the order in which they
-were read, and order.npy, if they are shuffled.
+were read, order.npy, if they are shuffled, and the checksums of all these files.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from tilewright.files import replace_folder
+from tilewright.trainer import sealed
 from tilewright.trainer.cache_key import cache_key
 from tilewright.trainer.config import Config, Dataset
 from tilewright.trainer.encode import REPLAYED, ROUTES, SCHEMA, has_target
@@ -27,6 +29,7 @@ from tilewright.trainer.rows import MOST_ROWS
 from tilewright.trainer.sources import check_sources, dummy, read_raw
 
 log = logging.getLogger("tilewright")
+ORDER = "order.npy"
 
 
 def _source(entry: Dataset, config: Config, vocab: int, seed: tuple[int, ...]):
@@ -81,9 +84,10 @@ def _build(
     if shuffle and data.shuffle_merged_datasets:
         merged = np.random.default_rng(seed).permutation(merged)
     if shuffle:
-        np.save(folder / "order.npy", merged)
+        np.save(folder / ORDER, merged)
     if (count := min(data.num_dataset_shards_to_save or 1, writer.samples)) > 1:
         split_file(path, count, writer.samples)
+    sealed.seal(folder)
     log.info(
         "data: prepared %d samples of %d tokens in %.1f s",
         writer.samples,
@@ -110,17 +114,15 @@ def check_targets(dataset, what: str) -> None:
 
 
 def _load(folder: pathlib.Path):
+    """A prepared set, as it was checked by the process that builds."""
     import datasets
 
-    files = [datasets.Dataset.from_file(str(f)) for f in sorted(folder.glob("samples*.arrow"))]
-    if not files:
-        raise FileNotFoundError(
-            f"{folder}: holds no prepared data; every process must see this folder, and a damaged "
-            "one must be removed"
-        )
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: not there; every process must see this folder")
+    names = sealed.names(folder)
+    files = [datasets.Dataset.from_file(str(folder / n)) for n in names if n.endswith(".arrow")]
     merged = datasets.concatenate_datasets(files)
-    order = folder / "order.npy"
-    return merged.select(np.load(order)) if order.is_file() else merged
+    return merged.select(np.load(folder / ORDER)) if ORDER in names else merged
 
 
 @contextlib.contextmanager
@@ -177,14 +179,24 @@ def prepare(
             raise FileNotFoundError(
                 f"data.skip_prepare_dataset: no prepared data set at {root} or {folder}"
             )
+        try:
+            sealed.check(folder)
+        except sealed.Damaged as damage:
+            raise ValueError(f"data.skip_prepare_dataset: {damage}") from damage
     else:
         with _alone(root / f".{folder.name}.lock"):
-            if not folder.is_dir():
+            try:
+                if there := folder.is_dir():
+                    sealed.check(folder)
+            except sealed.Damaged as damage:
+                log.warning("data: %s; preparing them again", damage)
+                there = False
+            if not there:
                 aside = folder.with_name(f".{folder.name}.partial")
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir()
                 _build(entries, config, tokenizer, vocab, shuffle, aside, routes)
-                aside.rename(folder)
+                replace_folder(aside, folder)
             _push(folder, config, split="test" if entries is data.test_datasets else "train")
     broadcast(folder.name)
     return _load(folder)
@@ -193,7 +205,7 @@ def prepare(
 def _push(folder: pathlib.Path, config: Config, split: str) -> None:
     target = config.data.push_dataset_to_hub
     told = folder / "pushed.txt"  # the target folder: the same at every start
-    pushed = told.read_text().splitlines() if told.is_file() else []
+    pushed = told.read_text(errors="replace").splitlines() if told.is_file() else []
     if target and target not in pushed:
         _load(folder).push_to_hub(target, split=split, token=True, private=True)
         told.write_text("".join(f"{name}\n" for name in (*pushed, target)))
@@ -210,7 +222,14 @@ def _saved(root: pathlib.Path, test: bool, routes: Routes | None, check: bool):
             f"data.skip_prepare_dataset: {root} is one data set, to train on; for evaluation set "
             "data.val_set_size instead of data.test_datasets"
         )
-    prepared = datasets.load_from_disk(str(root))
+    try:
+        prepared = datasets.load_from_disk(str(root))
+        for name in {"input_ids", "labels"} & {*prepared.column_names}:
+            # Arrow would read where a damaged file's offsets point.
+            prepared.data.column(name).validate(full=True)
+    except Exception as error:  # readers' exceptions have no common base
+        reason = " ".join(str(error).split())
+        raise ValueError(f"data.skip_prepare_dataset: {root}: cannot be read: {reason}") from error
     needed = {"input_ids", "labels"} | ({ROUTES} if routes is not None else set())
     if absent := needed - {*prepared.column_names}:
         raise ValueError(
