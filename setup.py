@@ -85,6 +85,12 @@ def extension() -> dict:
     class OptionalBuild(torch.BuildExtension):
         def run(self):
             folder, reason = "." if self.inplace else self.build_lib, None
+            variants = ", ".join(ext.name.removeprefix("tilewright.") for ext in self.extensions)
+            print(
+                f"tilewright: compiling {len(sources)} C++ sources for each of {variants}: one to "
+                f"two minutes on two cores, this machine has {os.cpu_count()}",
+                flush=True,
+            )
             try:
                 super().run()
             except Exception as error:  # a compiler's failure has no common base class

@@ -107,11 +107,13 @@ def require(extra: str) -> None:
 
 def command(main: Callable[..., int]) -> Callable[..., int]:
     """Decorates the main function of a command. If its output pipe is closed (`| head`), it returns
-    141 without a traceback: 128 + SIGPIPE, as a shell reports it for other programs.
+    141 without a traceback: 128 + SIGPIPE, as a shell reports it for other programs. Its first line
+    says, on stderr, that the C++ kernels are missing where they would have been used.
     """
 
     @functools.wraps(main)
     def run(*args, **kwargs) -> int:
+        _warn_of_missing_kernels()
         try:
             try:
                 return main(*args, **kwargs)
@@ -127,6 +129,15 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
             return 141
 
     return run
+
+
+@functools.cache
+def _warn_of_missing_kernels() -> None:
+    """Once a process, since commands call one another; and by the first of a launcher's ranks. A
+    machine with a CUDA device computes by other kernels.
+    """
+    if (launched() or (0,))[0] == 0 and no_cuda() and (reason := no_extension()):
+        print(f"without C++ kernels, CPU tensors take slower ones: {reason}", file=sys.stderr)
 
 
 def no_distribution(name: str, oldest: str | None = None) -> str | None:
@@ -230,16 +241,23 @@ def no_extension() -> str | None:
             f"the C++ extension tilewright._C needs torch {OLDEST_TORCH} or later, this is "
             f"{torch.__version__}"
         )
-    files = [
-        f for f in (pathlib.Path(__file__).with_name(f"{name}.so") for name in names) if f.exists()
-    ]
+    package = pathlib.Path(__file__).parent
+    files = [f for f in (package / f"{name}.so" for name in names) if f.exists()]
     if not files:
-        reason = pathlib.Path(__file__).with_name("_no_extension.txt")  # written by the build
+        reason = package / "_no_extension.txt"  # written by the build
         why = f": {reason.read_text()}" if reason.exists() else ""
+        # A program that runs in a checkout imports the checkout, also where an installed package
+        # has the extension. A folder src/ would hide the checkout from it, but a checkout could
+        # then not be used without an installation, which tests, `make` and copies of it do; an
+        # editable installation builds into the checkout, and serves both.
+        checkout = package.with_name("setup.py").exists()
+        where = (
+            f" in the checkout {package.parent}, which is what is imported here" if checkout else ""
+        )
+        how = f"-e {shlex.quote(str(package.parent))}" if checkout else "--force-reinstall ."
         return (
-            f"the C++ extension tilewright._C is not built{why} "
-            "(reinstall with `pip install -v --force-reinstall --no-deps .` where torch and a C++17 "
-            "compiler are present)"
+            f"the C++ extension tilewright._C is not built{where}{why} (`pip install -v --no-deps "
+            f"{how}` where torch and a C++17 compiler are present)"
         )
     try:
         torch.ops.load_library(str(files[0]))

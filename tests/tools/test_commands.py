@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -154,6 +155,63 @@ def test_every_optional_package_is_named_with_what_installs_it(name):
     extra = next((e for e, names in platform.EXTRAS.items() if name in names), None)
     how = f"pip install 'tilewright[{extra}]'" if extra else platform.INSTALL[name]
     assert platform.not_installed(name) == f"the package {name!r} is not installed ({how})"
+
+
+# ---- a checkout without its extension
+
+# Runs commands, each as the first of its process, and prints the first line that each shows.
+FIRST_LINES = """
+import contextlib, io, json, runpy, sys
+from tilewright import platform
+
+for module, *arguments in json.loads(sys.argv[1]):
+    sys.argv = [module, *arguments]
+    platform._warn_of_missing_kernels.cache_clear()
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        with contextlib.suppress(SystemExit):
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    print(shown.getvalue().partition("\\n")[0])
+"""
+
+
+def first_lines(folder, *commands, **variables):
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_LINES, json.dumps(commands)],
+        cwd=folder,
+        text=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": "", "CUDA_VISIBLE_DEVICES": "", **variables},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_commands_in_a_checkout_without_the_extension_say_so_first(tmp_path):
+    """As after `pip install .`, which builds into the installed package alone: a program that runs
+    in the checkout imports the checkout.
+    """
+    root = tmp_path / "a checkout"
+    left = shutil.ignore_patterns("*.so", "__pycache__", "_no_extension.txt")
+    shutil.copytree(ROOT / "tilewright", root / "tilewright", ignore=left)
+    commands = [
+        ["tilewright", "explain", "rope"],
+        ["tilewright", "verify", "--help"],
+        ["tilewright.bench", "list", "--op", "rope"],
+        ["tilewright.trainer.train", "nowhere.yaml"],
+    ]
+    package = first_lines(root, *commands[:1])
+    assert "(`pip install -v --no-deps --force-reinstall .` where" in package[0], package
+    (root / "setup.py").touch()
+    how = f"`pip install -v --no-deps -e '{root}'`"
+    lines = first_lines(root, *commands)
+    assert len(lines) == len(commands)
+    for line in lines:
+        assert line.startswith("without C++ kernels, CPU tensors take slower ones: "), line
+        assert f"not built in the checkout {root}, which" in line and how in line, line
+    ranks = {"WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    assert "C++" not in first_lines(root, *commands[:1], RANK="1", **ranks)[0], "rank 0 alone"
 
 
 # ---- pipes and names
