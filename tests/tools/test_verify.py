@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from helpers import keep_tables
+from plants import COMMON, TOKENS, patched, tiny, with_adapter
 from torch import nn
 
 import tilewright
@@ -22,53 +23,10 @@ pytestmark = pytest.mark.packages
 
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17 or later")
 
-COMMON = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.2,  # so that every layer matters
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-}
-FAMILIES = {
-    "llama": {},
-    "mistral": {"sliding_window": 4},
-    "qwen3_moe": {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
-    "gemma3_text": {
-        "sliding_window": 4,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    },
-}
-TOKENS = 20
-
 
 @pytest.fixture(autouse=True)
 def _tables(monkeypatch):
     keep_tables(monkeypatch)
-
-
-def tiny(kind="llama", dtype=torch.float32, **changes):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(kind, **{**COMMON, **FAMILIES[kind], **changes})
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 1:
-                p.add_(torch.randn_like(p) * 0.1)
-    return model
 
 
 def verified(model, **options):
@@ -76,11 +34,6 @@ def verified(model, **options):
 
 
 # ---- planted faults: each returns the model, the module, and words of the message
-
-
-def patched(module, forward):
-    """Replaces an instance's forward by forward(own, ...), as libraries that patch models do."""
-    module.forward = functools.partial(forward, module.forward)
 
 
 def wrong_rotary_base(dtype):
@@ -202,19 +155,8 @@ def stale_cache(dtype):
     return model, "model.layers.1.self_attn", "stale cache: token 17 computed from the cache"
 
 
-def with_adapter(dtype, **changes):
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(
-        tiny(dtype=dtype, **changes), peft.LoraConfig(target_modules=["o_proj", "up_proj"], r=4)
-    )
-    torch.manual_seed(1)
-    for name, p in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(p, std=0.5)
-    return model
-
-
 def transposed_adapter(dtype):
+    pytest.importorskip("peft")
     model = with_adapter(dtype)
     layer = model.base_model.model.model.layers[1].self_attn.o_proj
 
@@ -228,6 +170,7 @@ def transposed_adapter(dtype):
 
 
 def transposed_merge(dtype):
+    pytest.importorskip("peft")
     model = with_adapter(dtype)
     layer = model.base_model.model.model.layers[1].self_attn.o_proj
     own = layer.get_delta_weight
@@ -382,7 +325,7 @@ def test_a_class_that_a_library_has_patched_is_not_the_reference(monkeypatch):
 # ---- models without a fault
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3_moe", "gemma3_text"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("patch", [False, True], ids=["plain", "accelerated"])
 def test_a_clean_model_has_no_finding(kind, dtype, patch):
@@ -461,6 +404,7 @@ def test_a_cache_may_differ_as_far_as_the_eager_twin_does(monkeypatch):
 
 
 def test_a_model_with_adapters_and_quantized_layers():
+    pytest.importorskip("peft")
     model = with_adapter(torch.float32, num_hidden_layers=1)
     assert verified(model).ok
     quantized = tiny(hidden_size=64, num_hidden_layers=1)
@@ -573,6 +517,7 @@ def encoder_decoder():
         (lambda: (nn.Linear(2, 2), {}), "without a config"),
         (lambda: (3, {}), "model must be a torch.nn.Module, got int"),
         (lambda: (tiny(), {"tokens": 4}), "tokens must be an int of 8 or more, got 4"),
+        (lambda: (tiny(), {"lengths": [40, 4]}), "lengths must be ints of 8 or more, got 4"),
         (lambda: (tiny(), {"batch": {"ids": 1}}), "batch must be a mapping with input_ids"),
         (
             lambda: (tiny(), {"batch": {"input_ids": torch.full((1, 9), 64)}}),
@@ -685,6 +630,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         ("./partial", "has no weights for model.norm.weight, which would be random"),
         ("./remote", "its class is code beside its weights; load it in a function"),
         ("./model --tokens 0", "--tokens must be 8 or more, got 0"),
+        ("./model --lengths 40,4", "--lengths must be 8 or more, got 4"),
         ("./model --out recipe.py/x", "--out must be a folder that can be written to, got recipe"),
         ("./model --device cuda:99", "./model cannot be moved to cuda:99: "),
     ):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from tilewright.tools.verify_modules import Replayer, Row, attention_masks
 from tilewright.tools.verify_probes import (
     Moved,
     cache_drift,
+    draws,
     forward,
     leak,
     mask_leaks,
@@ -40,9 +41,15 @@ from tilewright.tools.verify_reference import (
     unwrapped,
     weights_of,
 )
-from tilewright.tools.verify_result import WHOLE_LIMIT, Finding, Verification, spoken
-from tilewright.tools.verify_run import DETACHED, Compared, compare_scene, run
-from tilewright.tools.verify_scenes import LEAST_TOKENS, Scene, quiet_state, scenes
+from tilewright.tools.verify_result import WHOLE_LIMIT, Finding, Verification, apart, spoken
+from tilewright.tools.verify_run import DETACHED, Compared, compare_forward, compare_scene, run
+from tilewright.tools.verify_scenes import (
+    LEAST_TOKENS,
+    Scene,
+    left_in_training,
+    quiet_state,
+    scenes,
+)
 from tilewright.tools.verify_structure import structure
 
 DRIFT = 4  # of what decoding moves in the eager twin
@@ -56,6 +63,7 @@ def verify(
     *,
     config: Any = None,
     tokens: int = 48,
+    lengths: Sequence[int] = (),
 ) -> Verification:
     """Compares every module of a transformers model, its gradients, masks, cache and loss with
     their definition in float64.
@@ -65,10 +73,11 @@ def verify(
     or a change of one's own made of the model. Each module is replayed in float64 from what it was
     given, with the gradient that arrived at its output, and so is an unpatched one in the model's
     dtype, the eager twin: an error belongs to the module that makes it. One contract unit is twice
-    the twin's error and a rounding (`tilewright.bench.contract`); more is a finding. Then tokens,
-    documents and padding are changed that must not be seen, tokens are decoded from a cache, and
-    attributes, buffers, ties and adapters are compared with the configuration. The module in which
-    a difference begins is named.
+    the twin's error and a rounding (`tilewright.bench.contract`); more is a finding. Values are
+    compared in evaluation mode under torch.no_grad, too. Then the same input is given twice,
+    tokens, documents and padding are changed that must not be seen, tokens are decoded from a
+    cache, and attributes, buffers, ties and adapters are compared with the configuration. The
+    module in which a difference begins is named.
 
     Takes the time of some twenty training steps of the batch, most of it in float64, and, beside
     the model, 32 bytes for each parameter in bfloat16. The model is as before
@@ -84,6 +93,7 @@ def verify(
         config: The configuration that is right, or a folder with one; None: the model's.
         tokens: The length of the random rows. A window or a scaling of the rotary embedding that is
             longer is not exercised.
+        lengths: Of further rows of random tokens, beside the batch.
 
     Returns:
         A `Verification`: `.ok`, `.findings` (each with `.module` and `.message`), `.rows`, and as
@@ -109,6 +119,8 @@ def verify(
         raise ImplementationUnavailable(reason)
     if not isinstance(tokens, int) or tokens < LEAST_TOKENS:
         raise Unverifiable(f"tokens must be an int of {LEAST_TOKENS} or more, got {tokens!r}")
+    if wrong := [n for n in lengths if not isinstance(n, int) or n < LEAST_TOKENS]:
+        raise Unverifiable(f"lengths must be ints of {LEAST_TOKENS} or more, got {wrong[0]!r}")
     root = unwrapped(model)
     if not hasattr(root, "config"):
         raise Unverifiable(f"model is a {type(root).__name__} without a config")
@@ -117,7 +129,8 @@ def verify(
         raise Unverifiable(f"batch must be a mapping with input_ids, got {type(batch).__name__}")
     given = None if batch is None else dict(batch)
     check_memory(root, getattr((given or {}).get("input_ids"), "shape", (2, tokens)))
-    found = scenes(root, given, tokens)
+    check_memory(root, (1, max(lengths, default=1)))
+    found = scenes(root, given, tokens, lengths)
     work = _Work(model, root, root.config if config is None else read_config(config))
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.autocast(next(root.parameters()).device.type, enabled=False))
@@ -143,6 +156,9 @@ class _Work:
         self.units: dict[str, float] = {}
         self.notes: list[str] = []
         self.seen: Counter[tuple[str, str]] = Counter()
+        self.other_rows: list[Row] = []  # of other modes than training
+        if not (model.training or root.training):
+            self._left_in_training()
         if self.weights.quantized:
             self.notes.append(
                 f"{self.weights.quantized} quantized layers: right are their dequantized weights"
@@ -156,6 +172,15 @@ class _Work:
     def _parameter(self, plain: str, name: str) -> torch.Tensor:
         own = next(p for p, q in self.weights.paths.items() if q == plain)
         return self.parameters[f"{own}.{name}"].detach()
+
+    def _left_in_training(self) -> None:
+        for path, dropout in left_in_training(self.root):
+            text = "in training mode, while the model is in evaluation mode"
+            if dropout:
+                plain = self.weights.paths.get(path, path)
+                self.said[plain].append(f"it is {text}: its dropout is on ({dropout})")
+            else:
+                self.notes.append(f"{path}: {text}")
 
     # ---- modules
 
@@ -191,12 +216,7 @@ class _Work:
             self.notes.append(f"{path}: not compared ({reason})")
         if first:
             self._note_implementations(found)
-            self._note_windows(found)
-        broken: dict[str, list[Row]] = defaultdict(list)
-        for row in found.rows:
-            if row.units > 1:
-                broken[row.path].append(row)
-        for path, rows in broken.items():
+        for path, rows in _broken(found.rows).items():
             self._say(path, rows, scene, found)
 
     def _fails(self, scene: Scene, error: Exception) -> None:
@@ -225,7 +245,9 @@ class _Work:
                 return bool((seen(mask) & apart).any())
         return False
 
-    def _say(self, path: str, rows: list[Row], scene: Scene, found: Compared) -> None:
+    def _say(
+        self, path: str, rows: list[Row], scene: Scene, found: Compared, where: str = ""
+    ) -> None:
         # A value rather than the gradients that are wrong because of it.
         worst = max(
             rows,
@@ -234,17 +256,18 @@ class _Work:
         self.units[path] = max(self.units.get(path, 0.0), *(r.units for r in rows))
         if self.said[path]:
             return  # said of an earlier input
+        error, allowed = apart(worst.error, worst.budget)
         text = (
             f"{spoken(worst.what)} differs from float64 by {worst.units:.3g} contract units (error "
-            f"{worst.error:.1e} at {list(worst.where)}, allowed {worst.budget:.1e}, {scene.name} "
-            "input)"
+            f"{error} at {list(worst.where)}, allowed {allowed}, {scene.name} input){where}"
         )
         if worst.what.endswith((DETACHED, ")")):  # or its shape
-            text = f"{spoken(worst.what)} ({scene.name} input)"
+            text = f"{spoken(worst.what)} ({scene.name} input){where}"
         if worst.shared:
+            factor, _ = apart(1 + worst.factor, 1.0, 6)
             text = (
                 f"{spoken(worst.what)} differs from float64 by {worst.units:.3g} contract units (a "
-                f"factor of {1 + worst.factor:.6g} in all elements, {scene.name} input)"
+                f"factor of {factor} in all elements, {scene.name} input){where}"
             )
         why = self._why(worst, rows, scene, found)
         self.said[path].append(f"{text}; {why}" if why else text)
@@ -258,7 +281,8 @@ class _Work:
             for call in calls:
                 if text := Diagnosis(call, row, scene, replayer).text():
                     return text
-        return scaled(worst)
+        ratios = (Diagnosis(call, order[0], scene, replayer).ratio() for call in calls)
+        return next(filter(None, (*ratios, *map(scaled, (worst, *order[:2])))), "")
 
     def _note_implementations(self, found: Compared) -> None:
         done: set[str] = set()
@@ -269,20 +293,29 @@ class _Work:
             module = self.modules[call.path]
             self.seen[type(module).__name__, _by(module, call)] += 1
 
-    def _note_windows(self, found: Compared) -> None:
+    def _note_windows(self) -> None:
         config = self.config.get_text_config()
-        S = next(iter(self.compared.values()))[0].batch["input_ids"].shape[1]
+        S = max(scene.batch["input_ids"].shape[1] for scene, _ in self.compared.values())
         window = getattr(config, "sliding_window", None)
         used = getattr(config, "use_sliding_window", True)
         if isinstance(window, int) and used and window >= S:
             self.notes.append(
-                f"the window of {window} is not exercised by {S} tokens (--tokens {window + 8})"
+                f"the window of {window} is not exercised by {S} tokens (--lengths {window + 8})"
             )
 
     # ---- probes
 
     def probe(self, found: list[Scene]) -> None:
+        self._note_windows()
         try:
+            random = self._draws(found[0])
+            for scene in found:
+                self._evaluate(scene)
+            if random:
+                self.notes.append(
+                    "leaks and the cache: not looked at, since two runs of the same input differ"
+                )
+                return
             with quiet_state(self.root, False):
                 self._probe(found)
         except Exception as error:  # anyone's code
@@ -290,6 +323,44 @@ class _Work:
             if not any(self.said.values()):
                 raise Unverifiable(text) from error
             self.notes.append(f"leaks and the cache: not looked at, since {text}")
+
+    def _draws(self, scene: Scene) -> bool:
+        """Whether a module draws random numbers, which every other comparison takes for a fault."""
+        for training in (True, False):
+            with quiet_state(self.root, training):
+                moved = draws(self.root, self.modules, scene.without_labels())
+            if moved is not None:
+                self.units[moved.path] = max(self.units.get(moved.path, 0.0), moved.units)
+                self.said[moved.path].insert(0, moved.text)
+                return True
+        return False
+
+    def _evaluate(self, scene: Scene) -> None:
+        """Compares values in evaluation mode without gradients, and says which of both it is."""
+        scene, earlier = self.compared[scene.name]
+        named = scene._replace(name=f"evaluated {scene.name}")
+
+        def ran(training: bool, gradients: bool) -> Compared:
+            with quiet_state(self.root, training):
+                return compare_forward(self.root, self.modules, named, earlier, gradients=gradients)
+
+        found = ran(False, False)
+        self.other_rows += found.rows
+        broken = _broken(found.rows)
+        if all(self.said[path] for path in broken):
+            return
+        modes = {
+            "in evaluation mode": _broken(ran(False, True).rows),
+            "under torch.no_grad": _broken(ran(True, False).rows),
+        }
+        agrees = {
+            ("in evaluation mode",): "in training mode it agrees",
+            ("under torch.no_grad",): "with gradients it agrees",
+        }
+        for path, rows in broken.items():
+            by = tuple(mode for mode, others in modes.items() if path in others)
+            where = f" {' and '.join(by or modes)}; {agrees.get(by, 'in training it agrees')}"
+            self._say(path, rows, named, found, where)
 
     def _probe(self, found: list[Scene]) -> None:
         vocab = self.root.get_input_embeddings().num_embeddings
@@ -365,9 +436,8 @@ class _Work:
             for path, texts in self.said.items()
             if texts
         ]
-        rows = sorted(
-            (r for _, c in self.compared.values() for r in c.rows), key=lambda r: -r.units
-        )
+        trained = [r for _, c in self.compared.values() for r in c.rows]
+        rows = sorted((*trained, *self.other_rows), key=lambda r: -r.units)
         whole = [r for _, c in self.compared.values() for r in c.whole]
         flips = any(c.flips for _, c in self.compared.values())
         far = [r for r in whole if r.units > WHOLE_LIMIT]
@@ -381,7 +451,10 @@ class _Work:
                     worst.units,
                 )
             )
-        findings.sort(key=lambda f: -f.units if math.isfinite(f.units) else -1e300)
+        values = {r.path for r in rows if r.units > 1 and not r.what.startswith("gradient")}
+        gradients = {r.path or name for r in rows if r.units > 1 and r.path not in values}
+        # A wrong value makes gradients wrong elsewhere: those of a tied embedding, for one.
+        findings.sort(key=lambda f: (f.module in gradients, -min(f.units, 1e300)))
         report = report_of(self.model)
         return Verification(
             model=name,
@@ -394,6 +467,15 @@ class _Work:
             left={} if report is None else dict(report.left),
             notes=list(dict.fromkeys(self.notes)),
         )
+
+
+def _broken(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows that break the contract, by module."""
+    found: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.units > 1:
+            found[row.path].append(row)
+    return dict(found)
 
 
 def _by(module: nn.Module, call: Call) -> str:

@@ -42,6 +42,13 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--accelerate", action="store_true", help="patch it by this library first")
     p.add_argument("--dtype", choices=DTYPES, help="of its parameters; default: as it is stored")
     p.add_argument("--tokens", type=int, default=48, help="the length of the random rows (48)")
+    p.add_argument(
+        "--lengths",
+        type=lambda text: [int(n) for n in text.split(",")],
+        default=[],
+        metavar="N,..",
+        help="further rows of random tokens of these lengths, as those that generation reaches",
+    )
     p.add_argument("--config", metavar="FOLDER", help="with the configuration that is right")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--all", action="store_true", help="a line for every module")
@@ -73,6 +80,8 @@ def _verified(args: argparse.Namespace):
     # Before what takes minutes.
     if args.tokens < LEAST_TOKENS:
         raise Unverifiable(f"--tokens must be {LEAST_TOKENS} or more, got {args.tokens}")
+    if args.lengths and min(args.lengths) < LEAST_TOKENS:
+        raise Unverifiable(f"--lengths must be {LEAST_TOKENS} or more, got {min(args.lengths)}")
     if args.out:
         check_folder(args.out)
     config = None if args.config is None else read_config(args.config)
@@ -81,7 +90,7 @@ def _verified(args: argparse.Namespace):
         from tilewright.integrations.transformers import accelerate
 
         print(accelerate(model, quiet=True), end="\n\n")
-    return verify(model, batch, config=config, tokens=args.tokens)
+    return verify(model, batch, config=config, tokens=args.tokens, lengths=args.lengths)
 
 
 def load(name: str, dtype: str | None, device: str) -> tuple[nn.Module, Any]:

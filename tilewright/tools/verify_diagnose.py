@@ -5,8 +5,11 @@ agrees with the model is named.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import Any
 
@@ -17,8 +20,9 @@ from tilewright.bench import contract
 from tilewright.tools.verify_modules import Replayer, Row, attention_masks, kept_rows, observed
 from tilewright.tools.verify_record import Call
 from tilewright.tools.verify_reference import IGNORED, AdaptedLinear
+from tilewright.tools.verify_result import apart
 from tilewright.tools.verify_scenes import Scene
-from tilewright.tools.verify_structure import base_of, spoken_base
+from tilewright.tools.verify_structure import base_of, spoken_bases
 
 EPS = ("variance_epsilon", "eps")
 SOME_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 0.0)
@@ -42,10 +46,17 @@ class Diagnosis:
     def text(self) -> str:
         """A sentence's end, or ""."""
         if self.own is None:
-            return scaled(self.row)
+            return ""
         for found in self._hypotheses():
             return found
-        return scaled(self.row)
+        return ""
+
+    def ratio(self) -> str:
+        """What is said of a loss of which no cause is found."""
+        if self.own is None or self.row.what != "output loss":
+            return ""
+        truth = self.replayer.replay(self.call).values["output loss"]
+        return f"it is {apart(float(self.own.double() / truth), 1.0, 6)[0]} times that of float64"
 
     def _hypotheses(self) -> Iterator[str]:
         if self.row.what == "output loss":
@@ -55,12 +66,15 @@ class Diagnosis:
         if hasattr(self.module, "inv_freq"):
             yield from self._rotary()
         yield from self._masks()
+        yield from self._functions()
+        yield from self._gate_and_up()
+        yield from self._final_softcap()
         yield from self._attributes()
         if "top_k_index" in self.call.arguments[1] or len(self.call.arguments[0]) == 3:
             yield from self._experts()
 
-    def _agrees(self, masks: dict[str, Any] | None = None) -> bool:
-        value = self.replayer.replay(self.call, masks).values.get(self.row.what)
+    def _agrees(self, masks: dict[str, Any] | None = None, call: Call | None = None) -> bool:
+        value = self.replayer.replay(call or self.call, masks).values.get(self.row.what)
         if value is None or self.own is None or value.shape != self.own.shape:
             return False
         own, value = (kept_rows(t, self.scene.kept) for t in (self.own, value))
@@ -108,10 +122,7 @@ class Diagnosis:
         cos, sin = (t[tuple(at[0])].double() for t in found.values())
         base = base_of(torch.atan2(sin, cos)[: cos.shape[-1] // 2])
         if base is not None and abs(base - right) > 0.05 * right:
-            yield (
-                f"rotary base {spoken_base(base)} in the module, {spoken_base(right)} by the "
-                "configuration"
-            )
+            yield spoken_bases(base, right)
 
     def _adapter(self) -> Iterator[str]:
         module = self.module
@@ -130,7 +141,7 @@ class Diagnosis:
         share = float((self.own.double() - bare).flatten().dot(delta) / delta.dot(delta))
         with self._with("scales", [s * share for s in module.scales]):
             if self._agrees():
-                yield f"it agrees with {share:.4g} times the adapter's scale"
+                yield f"it agrees with {apart(share, 1.0, 4)[0]} times the adapter's scale"
 
     def _masks(self) -> Iterator[str]:
         known = self.replayer.masks.get(self.call.key, {})
@@ -145,6 +156,66 @@ class Diagnosis:
                 changed = torch.zeros_like(other, dtype=mask.dtype).masked_fill(~other, least)
                 if self._agrees({**known, name: changed}):
                     yield text
+
+    def _functions(self) -> Iterator[str]:
+        """Functions of transformers' module, as others write them."""
+        names = vars(sys.modules[type(self.module).__module__])
+        for name, text, function in FUNCTIONS:
+            own = names.get(name)
+            if own is None:
+                continue
+            names[name] = functools.partial(function, own)
+            try:
+                if self._agrees():
+                    yield f"it agrees with {text}"
+            except (RuntimeError, TypeError):  # the model calls it otherwise
+                continue
+            finally:
+                names[name] = own
+
+    def _gate_and_up(self) -> Iterator[str]:
+        """The two halves of a gated MLP: outputs of inner modules, exchanged."""
+        children = {c.path.rpartition(".")[2]: c for c in self.call.children}
+        for pair in (("gate_proj", "up_proj"), ("w1", "w3"), ("gate_up_proj",) * 2):
+            if not all(name in children for name in pair):
+                continue
+            gate, up = (children[name].output for name in pair)
+            if gate is up:
+                gate = up = torch.cat(gate.chunk(2, -1)[::-1], -1)
+            new = dict(zip((id(children[name]) for name in pair), (up, gate), strict=True))
+            inner = [
+                dataclasses.replace(c, output=new.get(id(c), c.output)) for c in self.call.children
+            ]
+            if self._agrees(call=dataclasses.replace(self.call, children=inner)):
+                yield "it agrees with gate and up swapped"
+
+    def _final_softcap(self) -> Iterator[str]:
+        """Another softcap of the logits, from the largest one."""
+        config = getattr(self.module, "config", None)
+        cap = getattr(config, "final_logit_softcapping", None)
+        own = self.call.output_leaves().get("logits")
+        if self.call.path or cap is None or own is None:
+            return
+        right = self.replayer.replay(self.call).values["output logits"]
+        at = int(right.abs().argmax())
+        size, logit = abs(float(own.flatten()[at])), abs(float(right.flatten()[at]))
+        logit = cap * math.atanh(min(logit / cap, 1 - 1e-15))
+        low, high = size, 1e9  # of a cap whose tanh makes `size` of `logit`
+        for _ in range(200):
+            middle = (low + high) / 2
+            low, high = (
+                (middle, high) if middle * math.tanh(logit / middle) < size else (low, middle)
+            )
+        text = "it agrees with logits without the final softcap"
+        for other in (None, float(f"{low:.3g}"), low):
+            vars(config)["final_logit_softcapping"] = other
+            try:
+                if self._agrees():
+                    said = f"it agrees with a final softcap of {other}" if other else text
+                    yield f"{said}; the configuration has {cap}"
+                    return
+            finally:
+                vars(config)["final_logit_softcapping"] = cap
 
     def _experts(self) -> Iterator[str]:
         tables = [p for p in self.module.parameters() if p.dim() >= 2]
@@ -201,7 +272,59 @@ class Diagnosis:
             if abs(ratio / factor - 1) < 0.01:
                 yield f"{text} ({ratio:.4g} of float64)"
                 return
-        yield f"it is {ratio:.6g} times that of float64"
+        yield from self._labels(labels, divisor)
+
+    def _labels(self, labels: torch.Tensor, divisor: int) -> Iterator[str]:
+        """Labels at other places, in the logits of float64."""
+        logits = self.replayer.replay(self.call).values.get("output logits")
+        if logits is None or self.own is None:
+            return
+        S = labels.shape[1]
+        shifts = {
+            "that are not shifted": (logits, labels),
+            "that are not shifted, without the last": (logits[:, :-1], labels[:, :-1]),
+            "that are shifted twice": (logits[:, : S - 2], labels[:, 2:]),
+        }
+        for text, (at, target) in shifts.items():
+            losses = nn.functional.cross_entropy(
+                at.flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+            counts = {divisor, int((target != IGNORED).sum())}
+            # Roundings of bfloat16 in the logits, which a mean over tokens makes smaller.
+            if any(abs(float(self.own.double() * n / losses) - 1) < 2e-3 for n in counts):
+                yield f"it agrees with labels {text}"
+                return
+
+
+def _interleaved(own, q, k, cos, sin, *args, **kwargs):
+    """Rotates neighboring elements, where `own` rotates those half a head apart."""
+    dim = kwargs.get("unsqueeze_dim", 1)
+    half = cos.shape[-1] // 2
+    cos, sin = (t[..., :half].unsqueeze(dim) for t in (cos, sin))
+
+    def rotated(x):
+        part, rest = x[..., : 2 * half], x[..., 2 * half :]
+        even, odd = part[..., ::2], part[..., 1::2]
+        pairs = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1)
+        return torch.cat((pairs.flatten(-2), rest), -1)
+
+    return rotated(q), rotated(k)
+
+
+# A name of transformers' modules, a cause, and function(own, *args, **kwargs).
+FUNCTIONS: tuple[tuple[str, str, Callable], ...] = (
+    ("apply_rotary_pos_emb", "interleaved rotary embedding", _interleaved),
+    (
+        "apply_rotary_pos_emb",
+        "keys without rotary embedding",
+        lambda own, q, k, *args, **kwargs: (own(q, k, *args, **kwargs)[0], k),
+    ),
+    (
+        "repeat_kv",
+        "key and value heads that are tiled, where each is repeated",
+        lambda own, x, n: x.repeat(1, n, 1, 1),
+    ),
+)
 
 
 @contextlib.contextmanager
@@ -279,4 +402,4 @@ def scaled(row: Row) -> str:
     if abs(part - round(part)) < 0.05:
         sign = "+" if row.factor > 0 else "-"
         return f"it is 1 {sign} 2^{round(part)} times the right one"
-    return f"it is {factor:.6g} times the right one"
+    return f"it is {apart(factor, 1.0, 6)[0]} times the right one"

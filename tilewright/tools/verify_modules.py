@@ -294,8 +294,8 @@ class Replayer:
                 leaf = self._leaf(value, name in child.out)
                 if name in child.out:
                     starts.append((f"gradient to {short} {name}".strip(), leaf))
-                    return leaf.clone()  # which the caller may add to in place
-                return leaf
+                # A caller may add to it in place, and it may share memory with what is recorded.
+                return leaf.clone() if _is_float(leaf) else leaf
 
             return _shaped(map_leaves(output, child.output), child, (args, kwargs))
 

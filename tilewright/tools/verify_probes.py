@@ -138,6 +138,21 @@ def probes(found: list[Scene], vocab: int, reach: int | None) -> Iterator[Probe]
             )  # fmt: skip
 
 
+def draws(model: nn.Module, modules: dict[str, nn.Module], batch: dict[str, Any]) -> Moved | None:
+    """The first module that computes another output when the same input is given again."""
+    one, other = (forward(model, modules, batch).ended for _ in range(2))
+    moved = first_moved(
+        list(zip(one, other, strict=False)), lambda t: t if isinstance(t, torch.Tensor) else None
+    )
+    return (
+        None
+        if moved is None
+        else moved._replace(
+            text=f"two runs of the same input differ {moved.text}, so it draws random numbers"
+        )
+    )
+
+
 def leak(model: nn.Module, modules: dict[str, nn.Module], probe: Probe) -> Moved | None:
     one, other = (forward(model, modules, b).ended for b in (probe.before, probe.after))
     if [c.key for c in one] != [c.key for c in other]:

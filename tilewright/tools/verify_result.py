@@ -47,12 +47,21 @@ def number(value: float) -> str:
     return f"{value:.3g}" if value >= 0.01 else "0.00" if value == 0 else f"{value:.0e}"
 
 
+def apart(value: float, other: float, least: int = 2) -> tuple[str, str]:
+    """Two numbers with as many digits as tell them apart, and `least` at least."""
+    for digits in range(least, 17):
+        pair = f"{value:.{digits}g}", f"{other:.{digits}g}"
+        if pair[0] != pair[1] or value == other:
+            return pair
+    return repr(value), repr(other)
+
+
 @dataclasses.dataclass
 class Verification:
     """The result of `tilewright.verify`. `str()` is the table.
 
     model: its class.   dtype: of its parameters.   scenes: the inputs it ran on.
-    findings: the breaks, worst first; empty if there are none.
+    findings: the breaks, values before gradients, worst first; empty if there are none.
     rows: a `Row` for every compared tensor, worst first.
     whole: those of the whole model, end to end.
     seen: which implementation ran where: (class, implementation, modules).

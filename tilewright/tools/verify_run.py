@@ -95,6 +95,7 @@ def _without_padding(g: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 class Compared(NamedTuple):
     """rows: of modules.   whole: end to end.   unchecked: reasons by path.   ran, truth: the runs
     of the model and of the reference in float64.   flips: tokens that chose other experts.
+    replayers: of the references, in float64 and in the model's dtype.
     """
 
     rows: list[Row]
@@ -103,6 +104,7 @@ class Compared(NamedTuple):
     ran: Ran
     truth: Ran
     flips: int
+    replayers: list[Replayer]
 
 
 class _Entry(NamedTuple):
@@ -127,19 +129,41 @@ def compare_scene(
             twins.append(run(twin.model, inner, twin.parameters, scene))
     replayers = [Replayer(t, r.masks()) for t, r in zip((wide, eager), twins, strict=True)]
     entries, unchecked = _entries(ran, scene, replayers, parameters)
-    rows = []
-    for entry in entries:
-        path, what = entry.label[1:3]
-        atol = slack_of(entry.calls, what, type(wide.module(path)).__name__)
-        tensors = (None if t is None else kept_rows(t, scene.kept) for t in entry[1:4])
-        row = compare(*tensors, entry.label, atol)
-        if row.units > 1 and math.isfinite(row.error):
-            row = _conditioned(row, entry, scene, replayers[0])
-        rows.append(row)
+    rows = _rows(entries, scene, replayers[0])
     rows += _detached(ran, twins[0], scene)
     flips = _flips(ran, twins[0], scene)
     whole = _whole(ran, *twins, scene, wide, eager)
-    return Compared(rows, whole, unchecked, ran, twins[0], flips)
+    return Compared(rows, whole, unchecked, ran, twins[0], flips, replayers)
+
+
+def compare_forward(
+    model: nn.Module, modules: dict[str, nn.Module], scene: Scene, earlier: Compared, *,
+    gradients: bool,
+) -> Compared:  # fmt: skip
+    """Values alone, in the mode that the model is in; `gradients`: whether a graph is recorded.
+
+    earlier: of the same batch, for the references' masks.
+    """
+    recorder = Recorder(modules, gradients=False)
+    with torch.set_grad_enabled(gradients), recorder.recording():
+        model(**scene.batch)
+    ran = Ran(recorder.calls, {}, {})
+    entries, _ = _entries(ran, scene, earlier.replayers, {})
+    rows = _rows(entries, scene, earlier.replayers[0])
+    return earlier._replace(rows=rows, whole=[], unchecked={}, ran=ran)
+
+
+def _rows(entries: list[_Entry], scene: Scene, wide: Replayer) -> list[Row]:
+    rows = []
+    for entry in entries:
+        path, what = entry.label[1:3]
+        atol = slack_of(entry.calls, what, type(wide.twin.module(path)).__name__)
+        tensors = (None if t is None else kept_rows(t, scene.kept) for t in entry[1:4])
+        row = compare(*tensors, entry.label, atol)
+        if row.units > 1 and math.isfinite(row.error):
+            row = _conditioned(row, entry, scene, wide)
+        rows.append(row)
+    return rows
 
 
 def _entries(ran: Ran, scene: Scene, replayers: list[Replayer], parameters):

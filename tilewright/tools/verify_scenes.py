@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +32,11 @@ class Scene(NamedTuple):
         return {k: v for k, v in self.batch.items() if k not in dropped} | changes
 
 
-def scenes(root: nn.Module, batch: dict[str, Any] | None, tokens: int) -> list[Scene]:
+def scenes(
+    root: nn.Module, batch: dict[str, Any] | None, tokens: int, lengths: Sequence[int] = ()
+) -> list[Scene]:
     """The given batch or random tokens as they are, with padding, and packed, as far as the model
-    takes them.
+    takes them; and a row of random tokens of each of the lengths.
     """
     forward = inspect.signature(type(root).forward).parameters
     kind = type(root).__name__
@@ -68,6 +70,9 @@ def scenes(root: nn.Module, batch: dict[str, Any] | None, tokens: int) -> list[S
     found.append(Scene("padded", padded, kept))
     if "position_ids" in forward:
         found.append(_packed(ids[:1], labels))
+    for length in lengths:
+        row = _random_ids(root, length)[:1].to(device)
+        found.append(_given(None, row, labels, device)._replace(name=f"{length} tokens"))
     for scene in found:
         if "use_cache" in forward or extra:
             scene.batch.setdefault("use_cache", False)
@@ -203,6 +208,17 @@ def quiet_state(root: nn.Module, training: bool) -> Iterator[str | None]:
             m.training = was
         for m, was in checkpointing.items():
             m.gradient_checkpointing = was
+
+
+def left_in_training(root: nn.Module) -> Iterator[tuple[str, str]]:
+    """The outermost modules in training mode of a model in evaluation mode: paths, and which
+    dropout is on in each, or "".
+    """
+    over = ()
+    for path, module in root.named_modules():
+        if module.training and not (over and f"{path}.".startswith(over)):
+            over += (f"{path}.",)
+            yield path, _dropout(module)
 
 
 def _dropout(root: nn.Module) -> str:

@@ -5,6 +5,7 @@ configurations of their own, merged adapters.
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -53,9 +54,12 @@ def structure(root: nn.Module, config: Any, weights: Weights, wide: Twin) -> Sai
         )
     for path, sentence in _ties(root, config):
         said[path].append(sentence)
+    adapters = getattr(root, "peft_config", {})
     for path, module in root.named_modules():
         if sentence := _merged(module):
             said[weights.paths[path]].append(sentence)
+        if hasattr(module, "lora_A") and hasattr(module, "scaling"):
+            said[weights.paths[path]] += _scales(path, module, adapters)
     return {path: sentences for path, sentences in said.items() if sentences}
 
 
@@ -105,9 +109,15 @@ def base_of(inv_freq: torch.Tensor) -> float | None:
     return base if torch.allclose(f, expected, rtol=2e-2) else None
 
 
-def spoken_base(base: float) -> str:
-    rounded = float(f"{base:.2g}")
-    return f"{rounded:.0f}" if abs(rounded - base) < 0.02 * base else f"{base:.4g}"
+def spoken_bases(ours: float, theirs: float) -> str:
+    """What both are, in as few digits as tell them apart: frequencies give a base roughly."""
+    own, right = ours, theirs
+    close = min(0.02, abs(ours / theirs - 1) / 2)
+    for digits in range(2, 17):
+        own, right = (float(f"{base:.{digits}g}") for base in (ours, theirs))
+        if abs(own / ours - 1) < close and abs(right / theirs - 1) < close:
+            break
+    return f"rotary base {own:.16g} in the module, {right:.16g} by the configuration"
 
 
 def _buffers(module: nn.Module, twin: nn.Module) -> list[str]:
@@ -130,13 +140,10 @@ def _buffers(module: nn.Module, twin: nn.Module) -> list[str]:
             buffer.double(), other.double().to(buffer.device), rtol=close, atol=0
         ):
             ours, theirs = (base_of(t) if "inv_freq" in name else None for t in (buffer, other))
-            if ours and theirs and abs(ours - theirs) > 1e-3 * theirs:
-                if f"rotary base {spoken_base(ours)}" in " ".join(found):
-                    continue
-                found.append(
-                    f"rotary base {spoken_base(ours)} in the module, {spoken_base(theirs)} by the "
-                    "configuration"
-                )
+            # A thousandth is far above what a rounding of float32 makes of a base.
+            if ours and theirs and abs(ours - theirs) > 0.9e-3 * theirs:
+                text = spoken_bases(ours, theirs)
+                found += [text] if text not in found else []
             else:
                 found.append(f"{name} is not that of the configuration")
     return found
@@ -187,6 +194,32 @@ def _ties(root: Any, config: Any) -> list[tuple[str, str]]:
             )
         ]
     return []
+
+
+def _scales(path: str, module: Any, adapters: dict[str, Any]) -> list[str]:
+    """Active adapters whose scale is not the one of PEFT's configuration."""
+    from peft.utils.other import get_pattern_key  # a layer of PEFT is given
+
+    found = []
+    for name in module.active_adapters:
+        config = adapters.get(name)
+        if name not in module.lora_A or not hasattr(config, "lora_alpha"):
+            continue
+
+        def by_pattern(pattern: dict[str, int], default: int) -> int:
+            return pattern.get(get_pattern_key(pattern.keys(), path), default)
+
+        alpha = by_pattern(config.alpha_pattern, config.lora_alpha)
+        rank = by_pattern(config.rank_pattern, config.r)
+        right = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+        if not math.isclose(module.scaling[name], right, rel_tol=1e-6):
+            root_of = "sqrt(r)" if config.use_rslora else "r"
+            of = "" if name == "default" else f" of {name!r}"
+            found.append(
+                f"its scale{of} is {module.scaling[name]}, by PEFT's configuration lora_alpha "
+                f"{alpha} / {root_of} {rank} = {right}"
+            )
+    return found
 
 
 @torch.no_grad()
