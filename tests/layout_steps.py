@@ -173,6 +173,8 @@ def data(layout, rank, world_size):
         ids, targets = rows_of()
     if fault == "fewer" and rank == 1:
         ids, targets = ids[:-1], targets[:-1]
+    if fault == "shifted" and rank == 1:
+        targets = targets.roll(1)
     if layout == "other_weights" and rank == 1:
         model = Model()
     averaged = layout.startswith(("ddp", "fsdp2")) or fault == "mean"
@@ -200,8 +202,20 @@ def data(layout, rank, world_size):
         sums.append(F.cross_entropy(logits, targets, reduction="sum"))
         return sums[0] * factor
 
+    if fault == "stale" and world_size > 1:
+        F.cross_entropy(model(ids), targets).backward()
+
     def synchronize():
+        if fault == "clipped":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
         for grad in grads_of(model):
+            if fault == "bfloat16":
+                half = grad.bfloat16()
+                dist.all_reduce(half)
+                grad.copy_(half)
+                continue
+            if layout == "hand-again":
+                dist.all_reduce(grad)
             dist.all_reduce(grad)
             if fault == "twice":
                 grad /= world_size
@@ -225,6 +239,7 @@ def data(layout, rank, world_size):
     if fault == "left_out" and world_size > 1:
         optimizer = torch.optim.SGD(list(model.parameters())[:-1], lr=0.1)
     own = layout.startswith(("hand", "other")) and fault != "none"
+    own = own or layout == "ddp-again"
     return Step(
         model=model,
         loss=loss,
@@ -520,7 +535,8 @@ RIGHT = {
 FAULTS = (
     *("ddp-around", "ddp-local", "fsdp2-local", "hand-none", "hand-mean", "hand-twice"),
     *("hand-counted", "hand-own_report", "hand-left_out", "other_weights"),
-    *("hand-fewer", "hand-scaled"),
+    *("hand-fewer", "hand-scaled", "hand-clipped", "hand-bfloat16", "hand-stale"),
+    *("hand-shifted", "hand-again", "ddp-again"),
 )
 
 TENSOR = {"tensor": (2, 4), "tensor_dtensor": 2, "tensor-counted": 2, "tensor-own_norm": 2}

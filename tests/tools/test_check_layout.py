@@ -96,6 +96,12 @@ FAULTS = {
     "other_weights": ("weights", "head.weight", [1], None, 7, "starts with other weights"),
     "hand-fewer": ("tokens", None, [], ..., 0, "do not have the data of one process"),
     "hand-scaled": ("gradient", "head.weight", [1], 3, 9, ""),
+    "hand-clipped": ("gradient", "head.weight", ALL, ..., 9, "a clip by its own norm does"),
+    "hand-bfloat16": ("gradient", "head.weight", ALL, ..., 9, "are reduced, or cast, in bfloat16"),
+    "hand-stale": ("gradient", "head.weight", ALL, None, 9, "gradients are not set to zero"),
+    "hand-shifted": ("loss", None, ALL, ..., 0, "targets that are shifted otherwise"),
+    "hand-again": ("gradient", "head.weight", ALL, 2, 9, "gradients are reduced twice: the ranks'"),
+    "ddp-again": ("gradient", "head.weight", ALL, 2, 9, "right before synchronize(), which"),
 }
 
 

@@ -112,7 +112,11 @@ class Compared:
     """One rank's step beside one process's.
 
     Deviations are by name; `together` has those gradients that differ on any rank.
-    dtype, number: the narrowest of any rank and of one process.   drew: as in `Measured`.
+    dtype, number: the narrowest of any rank and of one process.   drew, stale: as in `Measured`.
+    narrow: 16-bit dtypes, by name, whose values alone a gradient that differs has.
+    shares: how many times each rank's gradients before synchronize() are in this rank's after it,
+        if those add up to it; else empty.
+    early: whether gradients before synchronize() are one process's.
     """
 
     loss: float | None
@@ -127,6 +131,10 @@ class Compared:
     updates: dict[str, Deviation]
     together: dict[str, Together]
     drew: bool
+    stale: str = ""
+    narrow: dict[str, torch.dtype] = dataclasses.field(default_factory=dict)
+    shares: tuple[float, ...] = ()
+    early: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +230,63 @@ def compare(step: Step, found: Measured, want: Measured, group: dist.ProcessGrou
         updates=compared("updates", UPDATE[dtype], rounding) if found.updates else {},
         together=_together(found, want, parts, gradients, (relative, level), group),
         drew=found.drew,
+        stale=found.stale,
+        narrow={
+            name: narrow
+            for name, d in gradients.items()
+            if not d.holds and (narrow := _narrow(found.gradients.get(name))) is not None
+        },
+        shares=_shares(found, want, gradients, relative, group),
+        early=bool(found.early)
+        and all(
+            deviation(g, parts[n](want.gradients[n]), relative, level).holds
+            for n, g in found.early.items()
+        ),
     )
+
+
+def _narrow(gradient: torch.Tensor | None) -> torch.dtype | None:
+    """The 16-bit dtype in which all elements of a wider tensor can be written."""
+    if gradient is None or gradient.dtype not in (torch.float32, torch.float64):
+        return None
+    if not bool(gradient.any()):
+        return None
+    narrow = (torch.bfloat16, torch.float16)
+    return next(
+        (d for d in narrow if torch.equal(gradient.to(d).to(gradient.dtype), gradient)), None
+    )
+
+
+def _shares(
+    found: Measured,
+    want: Measured,
+    gradients: Mapping[str, Deviation],
+    relative: float,
+    group: dist.ProcessGroup,
+) -> tuple[float, ...]:
+    """By least squares over all gradients that every rank has whole; of each rank alone."""
+    everyones = gathered({n for n, k in found.kinds.items() if k == "copy"} & {*found.early}, group)
+    names = set.intersection(*everyones)
+    names = [n for n in want.gradients if n in names and not want.gradients[n].is_complex()]
+    if not names or not any(gathered(any(not d.holds for d in gradients.values()), group)):
+        return ()
+    products = torch.zeros(group.size(), group.size(), dtype=torch.float64)
+    own = torch.zeros(group.size(), dtype=torch.float64)
+    square = 0.0
+    for name in names:
+        mine, after = found.early[name].double().flatten(), found.gradients[name].double().flatten()
+        ranks = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(ranks, mine, group=group)
+        each = torch.stack(ranks)
+        products += each @ each.T
+        own += each @ after
+        square += float(after @ after)
+    if not math.isfinite(square) or not bool(products.isfinite().all()):
+        return ()
+    shares = torch.linalg.lstsq(products, own, driver="gelsd").solution
+    rest = square - 2 * float(shares @ own) + float(shares @ products @ shares)
+    # A square of what remains: its own rounding is that of the squares.
+    return tuple(shares.tolist()) if rest <= (relative**2 + 1e-12) * square else ()
 
 
 def _all_of_it(tensor: torch.Tensor) -> torch.Tensor:

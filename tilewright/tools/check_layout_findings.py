@@ -58,8 +58,14 @@ def find(one: Alone, ranks: Sequence[Compared]) -> list[Finding]:
         if gradient.name not in one.squares:
             text = f"{gradient.name} has one on {_listed(gradient.ranks, len(ranks))}, and none in one process"
             gradient = dataclasses.replace(gradient, text=text)
-        found.append(dataclasses.replace(gradient, hint=_gradient_hint(gradient, one, ranks)))
-    found += [_norm(one, ranks, gradient), _reported(one, ranks)]
+        hint = _gradient_hint(gradient, one, ranks)
+        if not hint and found[1] is not None:
+            hint = f"{FOLLOWS} the loss"
+        found.append(dataclasses.replace(gradient, hint=hint))
+    reported = _reported(one, ranks)
+    if reported is not None and not reported.hint and found[1] is not None:
+        reported = dataclasses.replace(reported, hint=f"{FOLLOWS} the loss")
+    found += [_norm(one, ranks, gradient), reported]
     step = _tensors("updates", one, ranks)
     if step is not None:
         found.append(dataclasses.replace(step, hint=_step_hint(step, any(found))))
@@ -181,6 +187,8 @@ def _gradient_hint(gradient: Finding, one: Alone, ranks: Sequence[Compared]) -> 
     assert gradient.name is not None
     if gradient.name not in one.squares:
         return "it is frozen in one process, or not in its graph"
+    if text := _origin(gradient, ranks):
+        return text
     found = [c.gradients[gradient.name] for c in ranks if gradient.name in c.gradients]
     same = all(_alike(d, found[0]) for d in found)
     if same and found[0].multiple:
@@ -207,6 +215,37 @@ def _gradient_hint(gradient: Finding, one: Alone, ranks: Sequence[Compared]) -> 
     return "; ".join(hints)
 
 
+def _origin(gradient: Finding, ranks: Sequence[Compared]) -> str:
+    """Causes of which more is known than the gradient after the step."""
+    stale = [r for r, c in enumerate(ranks) if c.stale]
+    if stale:
+        name = ranks[stale[0]].stale
+        return (
+            f"{name} has a gradient before the step on {_listed(stale, len(ranks))}: gradients are "
+            "not set to zero"
+        )
+    assert gradient.name is not None
+    narrow = {c.narrow[gradient.name] for c in ranks if gradient.name in c.narrow}
+    rest, factor = gradient.rest, gradient.factor
+    # Of a sum whose terms are rounded one after the other: a few roundings.
+    if narrow and rest is not None and factor is not None:
+        dtype = max(narrow, key=lambda d: torch.finfo(d).eps)
+        most = len(ranks) * torch.finfo(dtype).eps
+        if rest < most and abs(factor - 1) < most:
+            name = str(dtype).removeprefix("torch.")
+            return f"all its values are {name}'s: gradients are reduced, or cast, in {name}"
+    shares = next((c.shares for c in ranks if c.shares), ())
+    if shares and max(shares) - min(shares) > 1e-3 * max(map(abs, shares)):
+        shown = ", ".join(f"{s:.4g}" for s in shares)
+        return (
+            f"synchronize() adds the ranks' gradients {shown} times: each rank scales its own "
+            "before, as a clip by its own norm does; reduce them first"
+        )
+    if all(c.early for c in ranks):
+        return "gradients are right before synchronize(), which reduces or scales them once more"
+    return ""
+
+
 def _multiple_hint(gradient: Finding, one: Alone, ranks: Sequence[Compared]) -> str:
     factor, size = gradient.factor or 0.0, len(ranks)
     if factor == 0:
@@ -225,7 +264,16 @@ def _multiple_hint(gradient: Finding, one: Alone, ranks: Sequence[Compared]) -> 
     if k is not None and others:
         return _hint_of_some(k, len(alike), gradient)
     if k is not None and k > 1:
-        return f"gradients are summed over {k} ranks where the loss needs their mean"
+        assert one.loss is not None
+        if k == size and _near(sum(c.loss or 0.0 for c in ranks), one.loss, ranks):
+            return (
+                "gradients are reduced twice: the ranks' losses add up to one process's, so that "
+                "one sum of the gradients is right"
+            )
+        return (
+            f"gradients are summed over {k} ranks where the loss needs their mean, or are reduced "
+            "twice: look for a second reduction before you divide"
+        )
     if k is not None:
         return (
             f"gradients are averaged over {-k} ranks where the loss needs their sum: it is already "
@@ -310,10 +358,17 @@ def _loss(one: Alone, ranks: Sequence[Compared]) -> Finding | None:
     if _copies(total, one.loss, ranks) or _is_local(one, ranks):
         return None
     shown = ", ".join("none" if c.loss is None else f"{c.loss:.6g}" for c in ranks)
+    hint = ""
+    if _tokens(one, ranks) is None:
+        hint = (
+            "the numbers of tokens agree, so a rank has other data or targets, such as targets "
+            "that are shifted otherwise, or another divisor"
+        )
     return Finding(
         "loss",
         f"{shown} on the ranks, in one process {one.loss:.6g}: neither their mean, nor their sum, "
         "nor their mean over tokens is that",
+        hint,
         factor=total / one.loss / len(ranks) if one.loss else None,
         ranks=tuple(range(len(ranks))),
     )

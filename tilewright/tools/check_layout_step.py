@@ -96,6 +96,8 @@ class Measured:
     drew: whether they drew random numbers.
     idle: names of parameters that require a gradient and have none.
     buffers: names of those that the step changed, in one process.
+    early: gradients before synchronize(), of parameters that are no DTensors.
+    stale: a parameter that had a gradient before the step, or "".
     """
 
     weights: dict[str, torch.Tensor]
@@ -112,6 +114,8 @@ class Measured:
     drew: bool
     idle: list[str]
     buffers: list[str]
+    early: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    stale: str = ""
 
 
 class _Narrowest(TorchDispatchMode):
@@ -169,11 +173,19 @@ def measure(
         if p.requires_grad:
             p.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
     buffers = _buffers(step.model) if group.size() == 1 else {}
+    early: dict[str, torch.Tensor] = {}
+    stale = next((n for n, p in held.items() if p.grad is not None and _whole(p.grad).any()), "")
     random_state = torch.get_rng_state()
     with _Narrowest() as narrowest:
         loss = _forward_backward(step, at)
     drew = not torch.equal(torch.get_rng_state(), random_state)
     if step.synchronize is not None:
+        if group.size() > 1:
+            early = {
+                name: p.grad.detach().clone()
+                for name, p in held.items()
+                if p.grad is not None and not isinstance(p.grad, DTensor)
+            }
         at("synchronize()")
         step.synchronize()
     at(GATHERING[1])
@@ -208,6 +220,8 @@ def measure(
         drew=drew,
         idle=[n for n, p in held.items() if p.requires_grad and n not in gradients],
         buffers=[n for n, b in buffers.items() if n in after and not torch.equal(b, after[n])],
+        early=early,
+        stale=stale,
     )
 
 
