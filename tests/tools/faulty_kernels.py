@@ -420,3 +420,56 @@ def for_the_kernel():
 
 def by_name(x_ptr, y_ptr):
     return {"out_ptr": x_ptr + y_ptr}
+
+
+@triton.jit
+def _sum_of_masked(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * n + at, mask=at < n).to(tl.float32)
+    tl.store(y_ptr + row, tl.sum(x))
+
+
+def sum_of_masked(x):
+    y = x.new_empty(len(x), dtype=torch.float32)
+    _sum_of_masked[(len(x),)](x, y, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]))
+    return y
+
+
+@triton.jit
+def _masked_afterwards(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * n + at, mask=at < n).to(tl.float32)
+    tl.store(y_ptr + row, tl.sum(tl.where(at < n, x, 0.0)))
+
+
+def masked_afterwards(x):
+    y = x.new_empty(len(x), dtype=torch.float32)
+    _masked_afterwards[(len(x),)](x, y, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]))
+    return y
+
+
+@triton.jit
+def _normed(x_ptr, y_ptr, n, BLOCK: tl.constexpr, ACCUMULATED: tl.constexpr):
+    row, at = tl.program_id(0) * n, tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], ACCUMULATED)
+    for first in range(0, n, BLOCK):
+        x = tl.load(x_ptr + row + first + at).to(tl.float32)
+        total += (x * x).to(ACCUMULATED)
+    scale = tl.rsqrt(tl.sum(total.to(tl.float32)) / n)
+    for first in range(0, n, BLOCK):
+        x = tl.load(x_ptr + row + first + at).to(tl.float32)
+        tl.store(y_ptr + row + first + at, (x * scale).to(tl.bfloat16))
+
+
+def normed(x, accumulated=tl.float32):
+    y = torch.empty_like(x)
+    _normed[(len(x),)](x, y, x.shape[1], BLOCK=128, ACCUMULATED=accumulated)
+    return y
+
+
+def normed_in_bfloat16(x):
+    return normed(x, tl.bfloat16)
+
+
+def plain_normed(x):
+    return x * (x * x).mean(-1, keepdim=True).rsqrt()

@@ -23,6 +23,7 @@ from tilewright.bench.tensors import convert
 from tilewright.tools.cuda_stand_in import Unset, stand_in
 from tilewright.tools.emulation import (
     Report,
+    Results,
     arguments_of,
     compared,
     differentiable,
@@ -30,6 +31,7 @@ from tilewright.tools.emulation import (
     interpreted,
     kernels_of,
     over_limits,
+    same_bits,
 )
 from tilewright.tools.emulator.driver import Driver, installed
 from tilewright.tools.emulator.faults import Fault, Unsupported
@@ -37,7 +39,7 @@ from tilewright.tools.kernel_target import Call, Rejected, call_of, load, one_li
 
 ARCHS = (80, 90, 100, 120)
 # Faults after which a launch can go on.
-ALLOWED = ("race", "uninitialized")
+ALLOWED = ("race", "uninitialized", "undefined")
 # Found by the way: the compiler's doing, which the source cannot change, and why that is no fault.
 NOTED = {
     "replicas": "nothing to do: the compiler gave several threads copies of one element, which may "
@@ -222,7 +224,38 @@ def run(args: argparse.Namespace, words: list[str]) -> Report:
                 if reference is None
                 else compared(call, reference, found, kept, args.backward)
             )
+    if found is not None and driver.undefined and (fault := _undefined(args, found)) is not None:
+        (report.allowed if fault.kind in args.allow else report.breaks).append(fault)
     return report
+
+
+def _undefined(args: argparse.Namespace, found: Results) -> Fault | None:
+    """A fault if the results are others once masked loads without `other` do not give zero."""
+    with emulated_gpu(args.arch) as (driver, unset):
+        driver.fills, driver.all_configs = True, args.configs == "all"
+        driver.tolerated, driver.most = frozenset((*NOTED, *ALLOWED)), args.max_instructions
+        call, _ = prepared(args)
+        if args.backward:
+            differentiable(call)
+        try:
+            other = attempted(lambda: emulate(call, driver, unset, args.backward), args).tensors
+        except (Fault, Rejected) as error:
+            reached = f"the launch ends otherwise ({error})"
+        else:
+            names = (n for n, t in found.tensors.items() if not same_bits(t, other[n]))
+            reached = ", ".join(names)
+            if not reached:
+                return None
+            reached = f"{reached} changes"
+    fault = Fault(
+        "undefined",
+        f"{reached} with what a masked load without `other` gives where its mask is false, which "
+        "Triton does not define: give other=",
+    )
+    fault.kernel = ", ".join(driver.undefined)
+    lines = {f"{file}:{line}" for loads in driver.undefined.values() for file, line in loads}
+    fault.line = ", ".join(sorted(lines))
+    return fault
 
 
 def _without_reference(words: list[str]) -> list[str]:

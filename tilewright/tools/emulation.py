@@ -218,12 +218,16 @@ def compared(
     kept: the arguments as they were before the call.
     """
     truth = _refer(call, reference, convert(kept, torch.float64), found, backward)
-    eager = _refer(call, reference, convert(kept, None), found, backward)
+    eager = _refer(call, reference, _promoted(kept), found, backward)
     findings = []
     for name in (n for n in found.tensors if n in truth):
-        t, twin = found.tensors[name], error(eager[name], truth[name])[0]
+        t = found.tensors[name]
+        rounded = eager[name].to(t.dtype)
+        twin = error(rounded, truth[name])[0]
         deviation, where = error(t, truth[name])
         budget, why = 2 * twin + contract.ATOL.get(t.dtype, 0), ""
+        if deviation <= budget:
+            why = _shared(t, rounded, truth[name])
         if not math.isfinite(budget):
             dtype = str(t.dtype).removeprefix("torch.")
             why = f"the error of the reference in {dtype} is infinite, and sets no bound"
@@ -236,6 +240,54 @@ def compared(
             f"--reference: it returns nothing to compare with {', '.join(found.tensors) or 'no output'}"
         )
     return findings
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether all elements are the same; a NaN is the same as another."""
+    if one.is_floating_point():
+        one, other = one.double(), other.double()
+        return torch.equal(one.isnan(), other.isnan()) and torch.equal(
+            one.nan_to_num(), other.nan_to_num()
+        )
+    return torch.equal(one, other)
+
+
+def _promoted(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, those of 16 bits in float32: a reference that is written for any dtype would
+    else accumulate in 16 bits, and its error bound nothing.
+    """
+    narrow = (torch.bfloat16, torch.float16)
+    return {
+        name: convert(
+            {name: value}, torch.float32 if getattr(value, "dtype", None) in narrow else None
+        )[name]
+        for name, value in arguments.items()
+    }
+
+
+def _shared(result: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor) -> str:
+    """What breaks a 16-bit result whose every element is within a rounding: a factor that a row's
+    elements share, as where the norm of a row was accumulated in 16 bits. Roundings of the elements
+    average out in it.
+    """
+    if result.dtype not in (torch.bfloat16, torch.float16) or truth.dim() < 2:
+        return ""
+    r, e, t = (x.double().reshape(-1, truth.shape[-1]) for x in (result, eager, truth))
+    energy = t.square().sum(-1)
+    # Not below that of an ordinary row: one that is small by cancellation has the roundings of
+    # large terms. And the number of elements that a row consists of, by its energy.
+    floor = energy.clamp_min(float(energy.mean())).clamp_min(1e-300)
+    count = (energy.square() / t.pow(4).sum(-1).clamp_min(1e-300)).clamp_min(1)
+    factor, own = (((x - t) * t).sum(-1) / floor for x in (r, e))
+    # Eight standard deviations, and more, of a mean of so many roundings.
+    accepted = 2 * own.abs() + torch.finfo(result.dtype).eps / 2 * 8 / count.sqrt()
+    row = int((factor.abs() / accepted).nan_to_num().argmax())
+    if not factor[row].abs() > accepted[row]:
+        return ""
+    return (
+        f"row {row} is {1 + float(factor[row]):.4f} times the right one, accepted "
+        f"{float(accepted[row]):.1e} off: a sum that its elements share is not accumulated in float32"
+    )
 
 
 def _refer(call, reference, arguments, found: Results, backward) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from tilewright.tools.emulator.faults import Fault, Unsupported
 from tilewright.tools.emulator.kernel import Kernel
 from tilewright.tools.emulator.memory import Memory
 from tilewright.tools.emulator.tma import TensorMap
+from tilewright.tools.emulator.undefined import Loads, filled, loads_without_other
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Driver:
         self.faults: list[Fault] = []  # what went wrong, also if the caller catches it
         self.tolerated: frozenset[str] = frozenset()
         self.change = None  # transforms PTX, to plant faults
+        self.fills = False  # whether masked elements of loads without `other` are not zero
+        self.undefined: dict[str, Loads] = {}  # such loads, by the kernel that was launched
         self.most: int | None = None  # instructions that a program may execute
         self.counts = None  # kernel name -> Counts, if requested
         self.pointed = {}  # address of a table of addresses -> the tensors, at its end
@@ -134,19 +137,26 @@ class Driver:
         from triton.runtime import driver
         from triton.runtime.cache import get_cache_manager
 
-        text = pathlib.Path(
-            get_cache_manager(metadata.hash).get_file(f"{metadata.name}.ptx")
-        ).read_text()
+        cached = get_cache_manager(metadata.hash)
+        text, ttir = (
+            pathlib.Path(cached.get_file(f"{metadata.name}.{kind}")).read_text()
+            for kind in ("ptx", "ttir")
+        )
+        undefined = loads_without_other(ttir)
         kernels = {}
 
         def launch(x, y, z, stream, function, packed, about, enter, leave, *arguments):
             active = driver.active  # a later run of this process may have another
             if active.probes:
                 return
-            if active.change not in kernels:
+            key = active.change, active.fills
+            if key not in kernels:
                 changed = active.change(text) if active.change else text
-                kernels[active.change] = active.parsed(changed, metadata)
-            kernel = kernels[active.change]
+                changed = filled(changed, undefined) if active.fills else changed
+                kernels[key] = active.parsed(changed, metadata)
+            kernel = kernels[key]
+            if undefined:
+                active.undefined[metadata.name] = undefined
             active.execute(kernel, source, metadata, (x, y, z), arguments)
 
         return launch

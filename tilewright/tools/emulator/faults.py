@@ -9,7 +9,8 @@ class Fault(RuntimeError):
     """A kernel does what a GPU does not allow, or does not define.
 
     kind: what `--allow` names: "bounds", "alignment", "race", "barrier", "uninitialized",
-        "replicas" (threads that hold copies of one number differ by its rounding), "limit".
+        "undefined" (masked elements of a load without `other`), "replicas" (threads that hold
+        copies of one number differ by its rounding), "limit".
     what: the sentence.
     kernel, line, instruction, program: where; empty as long as nothing above has filled it in.
     """
