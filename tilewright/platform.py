@@ -28,7 +28,7 @@ import torch
 # first.
 EXTRAS = {
     "transformers": ("transformers",),
-    "trainer": ("datasets", "pydantic", "tqdm", "transformers", "yaml"),
+    "trainer": ("datasets", "pydantic", "tqdm", "transformers", "xxhash", "yaml"),
     "trl": ("trl",),
     "bench": ("matplotlib",),
     "tensorboard": ("tensorboard",),

@@ -29,6 +29,7 @@ OPTIONAL = (
     "pydantic",
     "tqdm",
     "transformers",
+    "xxhash",
     "yaml",
     "matplotlib",
     "tensorboard",
@@ -67,8 +68,8 @@ for module, *arguments in commands:
 print(json.dumps(found))
 """
 TRAINER = (
-    "error: the packages 'datasets', 'pydantic', 'tqdm', 'transformers', 'yaml' are not installed "
-    "(pip install 'tilewright[trainer]')"
+    "error: the packages 'datasets', 'pydantic', 'tqdm', 'transformers', 'xxhash', 'yaml' are not "
+    "installed (pip install 'tilewright[trainer]')"
 )
 
 
@@ -145,7 +146,8 @@ def test_extras_are_those_of_the_project():
 
     for extra, modules in platform.EXTRAS.items():
         assert {"pyyaml" if m == "yaml" else m for m in modules} <= {*packages(extra)}, extra
-    assert {*packages("trainer")} == {"datasets", "pydantic", "pyyaml", "tqdm", "transformers"}
+    named = {"datasets", "pydantic", "pyyaml", "tqdm", "transformers", "xxhash"}
+    assert {*packages("trainer")} == named
     bounds = {r for names in extras.values() for r in names if r.startswith("transformers")}
     assert len(bounds) == 1, "extras that are installed together disagree"
 

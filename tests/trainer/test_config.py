@@ -110,6 +110,7 @@ OURS = {
     "train.adam_beta1",
     "train.adam_beta2",
     "train.adam_epsilon",
+    "train.allow_other_base",
     "train.assert_deterministic",
     "train.checksum_steps",
     "train.ignore_memory_plan",
@@ -150,13 +151,13 @@ def test_one_field_is_explained(capsys):
     assert module.main(["--explain", "train.ep_outside", "weight_decay"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[:3] == ["train.ep_outside", "  type:    boolean", "  default: false"]
-    assert said[4:7] == [
+    assert said[5:8] == [
         "  rule:    any value but false needs train.data_parallel_mode = fsdp2",
         "  rule:    refused with some values of train.expert_parallel_size: there is nothing to place",
         "  in xorl: place it outside the EP-FSDP mesh; here: the same: the outer dimension of a shard "
         "group",
     ]
-    assert said[7:9] == ["train.weight_decay", "  type:    number, at least 0"]
+    assert said[8:10] == ["train.weight_decay", "  type:    number, at least 0"]
     assert module.main(["--explain", "lora.aqn_alpha", "model.encoders", "train.optimizer"]) == 0
     said = capsys.readouterr().out
     assert "  rule:    any value but the default needs lora.enable_aqn = true\n" in said
@@ -170,7 +171,9 @@ def test_one_field_is_explained(capsys):
 
 def test_every_field_can_be_explained():
     for path, field in LEAVES.items():
-        assert f"  meaning: {field.description}" in module.explain(path)
+        said = module.explain(path)
+        assert f"  meaning: {field.description}" in said
+        assert f"  resume:  {field.json_schema_extra['resume']}" in said
 
 
 def test_the_schema_has_every_field_with_its_meaning(capsys):

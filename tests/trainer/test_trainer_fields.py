@@ -272,6 +272,13 @@ ROWS = [
     row("train.save_async", True, "asynchronous"),
     row("train.save_hf_weights", True, "exported"),
     row("train.load_checkpoint_path", "@checkpoint", "logged_steps"),
+    row(
+        "train.allow_other_base",
+        True,
+        "resumed",
+        model__model_path="@weights",
+        train__load_checkpoint_path="@of_others",
+    ),
     row("train.checksum_steps", 2, "checksums"),
     row("train.assert_deterministic", "@earlier", "asserted"),
     row("train.log_format", "structured", "said", train__max_steps=60, train__micro_batch_size=1),
@@ -429,6 +436,10 @@ def make_world(root):
     world.names["earlier"] = str(saved["output"])
     world.names["checkpoint"] = str(saved["output"] / "checkpoints/global_step_4")
     world.names["weights"] = str(saved["output"] / "checkpoints/global_step_4/hf")
+    others = observe(world, {"train.save_hf_weights": True, "train.seed": 7})
+    world.names["weights2"] = str(others["output"] / "checkpoints/global_step_4/hf")
+    of_others = observe(world, {"model.model_path": "@weights2", "train.max_steps": 2})
+    world.names["of_others"] = str(of_others["output"] / "checkpoints/global_step_2")
     return world
 
 
@@ -587,6 +598,8 @@ def observe(world, changes):
             return {"sentence": str(error)}
         with spies(seen), contextlib.redirect_stdout(said):
             code = train.main([str(path)])
+    if changes.get("train.load_checkpoint_path") == "@of_others":
+        return {"resumed": code == 0}
     out = pathlib.Path(config.train.output_dir)
     assert code == 0, f"{changes}: {said.getvalue()}"
     return seen | outcome(seen.pop("run"), config, out, said.getvalue(), world)
@@ -767,6 +780,110 @@ def pipeline_plan(config):
         schedule = pipeline.make_schedule(t, own, t.gradient_accumulation_steps)
     length = stages.length_of_hidden(t, [5, 9], build.longest_micro_batch(config, Mesh()))
     return ranks, stages.layers_of_stages(model, t), str(schedule.pipeline_order), length
+
+
+# Rows whose other value names the same contents.
+SAME_CONTENTS = {"data.skip_prepare_dataset", "data.datasets.preprocess_shards"}
+# What rows of one process leave out: values that no resumed run of it can have.
+NOT_RESUMED = {
+    "model.ep_dispatch",
+    "model.deepep_buffer_size_gb",
+    "model.deepep_num_sms",
+    "train.load_checkpoint_path",
+    "train.assert_deterministic",
+    "train.allow_other_base",
+}
+
+
+def resume_of(path):
+    """What the field says that a change does where a run resumes: free, or refused."""
+    said = leaves(Config)[path].json_schema_extra["resume"]
+    kind, _, reason = said.partition(": ")
+    assert kind in ("free", "refused", "refused with other contents") and reason, path
+    return kind.split()[0]
+
+
+def resumed(world, base, changes):
+    """The error of a run with these changes that resumes from step 2 of one without; "" if it
+    ends as it should.
+    """
+    key, data = ("saved", *sorted(base.items(), key=str)), "data.dataset_prepared_path"
+    cache = {data: str(world.root / "resumed")} if "data.skip_prepare_dataset" in changes else {}
+    key = str((*key, *cache))
+    if key not in world.seen:
+        ends = {"train.max_steps": 2, "train.save_hf_weights": False, "train.num_train_epochs": 2}
+        world.seen[key] = attempt(world, {**base, **cache, **ends})
+    out, error = world.seen[key]
+    assert not error, error
+    folder = str(next((out / "checkpoints").glob("global_step_2")))
+    return attempt(world, {**base, **cache, **changes, "train.load_checkpoint_path": folder})[1]
+
+
+def attempt(world, changes):
+    path, said = world.root / "config.yaml", io.StringIO()
+    path.write_text(yaml.safe_dump(settings_of(world, changes)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(world.root / "wandb_here")
+        board = types.SimpleNamespace(SummaryWriter=functools.partial(Board, []))
+        patch.setitem(sys.modules, "torch.utils.tensorboard", board)
+        patch.setattr(torch, "compile", lambda method, *, fullgraph: method)
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+            code = train.main([str(path)])
+        out = pathlib.Path(load(str(path)).train.output_dir)
+    sys.modules.pop("wandb", None)
+    return out, said.getvalue() if code else ""
+
+
+@pytest.mark.parametrize("one", ROWS, ids=lambda one: one.path)
+def test_a_field_that_changes_at_resume_does_what_it_says(one, world):
+    says, base = resume_of(one.path), dict(one.base)
+    if one.path in NOT_RESUMED or one.differs == "plan":
+        assert says == "free"
+        return
+    if one.path == "model.model_path":  # of random weights, and of others
+        assert "other weights" in resumed(world, {}, {one.field: one.value})
+        base = {"model.model_path": "@weights2"}
+    if one.path == "train.use_wandb":  # as `settings_of` sets it
+        base["data.val_set_size"] = 2
+    error = resumed(world, base, {one.field: one.value})
+    if says == "free" or one.path in SAME_CONTENTS:
+        assert not error
+    else:
+        assert re.search(r"was written with another|began from other weights", error), error
+
+
+def test_what_no_run_here_changes_is_not_in_the_identity(world):
+    """Fields of layouts, of other machines and of the network: by themselves, whatever they name.
+    They name samples by their contents.
+    """
+    config, free = load_settings(world, {}), {}
+    shape = hf.load_config(config.model.config_path)
+    data = build.build_data(config, Mesh(), shape.vocab_size)[0]
+    paths = {r.path for r in ROWS if r.differs == "plan" or r.path in NOT_RESUMED} | HELD.keys()
+    for path in paths - REFUSED.keys():
+        section, *_, name = path.split(".")
+        if path.startswith("data.datasets."):
+            entry = config.data.datasets[0].model_copy(update={name: "other"})
+            part = config.data.model_copy(update={"datasets": [entry]})
+        else:
+            part = getattr(config, section).model_copy(update={name: "other"})
+            free[path] = resume_of(path)
+        changed = config.model_copy(update={section: part})
+        assert build.identity(changed, shape, data) == build.identity(config, shape, data), path
+    assert {*free.values()} == {"free"}
+
+
+def load_settings(world, changes):
+    path = world.root / "config.yaml"
+    path.write_text(yaml.safe_dump(settings_of(world, changes)))
+    return load(str(path))
+
+
+def test_every_field_says_what_a_change_does_where_a_run_resumes():
+    for path in leaves(Config):
+        assert resume_of(path), path
+    # What a run cannot have otherwise, it cannot change either.
+    assert all(resume_of(path) for path in REFUSED)
 
 
 def test_two_runs_alike_are_alike(world):

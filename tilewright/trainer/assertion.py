@@ -178,9 +178,8 @@ class Witness:
             except OSError as error:
                 problem = error
         if self.asserts or found:
-            said, problem = self.mesh.control.broadcast((said, problem))
-            if problem is not None:
-                raise problem
+            self.mesh.control.agree(problem)
+            said = self.mesh.control.broadcast(said)
         return said
 
     def _recorded(

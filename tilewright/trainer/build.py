@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tilewright.trainer import adapters, hf
+from tilewright.trainer import adapters, hf, packing
 from tilewright.trainer.batches import Batches, Bins, padding
 from tilewright.trainer.config import Config, Model, Train
 from tilewright.trainer.data import check_targets, prepare, split_validation
@@ -167,9 +167,13 @@ def build_data(
     return batches, None if held is None else Bins(held, d, packed=packed, width=width)
 
 
-def identity(config: Config, shape: ModelConfig, batches: Batches) -> dict[str, dict[str, Any]]:
+def identity(
+    config: Config, shape: ModelConfig, batches: Batches, origin: str | None = None
+) -> dict[str, dict[str, Any]]:
     """A checkpoint's compatibility keys, by kind: its position counts bins of these data, its
-    moments are of these parameter groups.
+    moments are of these parameter groups, its adapters of these weights.
+
+    origin: `Transformer.origin`; None for weights that were drawn.
     """
     t = config.train
     return {
@@ -191,7 +195,9 @@ def identity(config: Config, shape: ModelConfig, batches: Batches) -> dict[str, 
         },
         "data": {
             **batches.bins.identity(),
+            "packing": packing.fingerprint(batches.bins.bins),
             "seed": t.seed,
             "shuffle": config.data.shuffle_merged_datasets,
         },
+        "base": {"weights": origin},
     }

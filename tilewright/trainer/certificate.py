@@ -81,6 +81,7 @@ LEFT_OUT = {
         "save_total_limit",
         "save_hf_weights",
         "load_checkpoint_path",
+        "allow_other_base",
         "checksum_steps",
         "assert_deterministic",
         "log_format",
@@ -112,6 +113,7 @@ HASHES = {
     "data contents": "the content of the data",
     "data evaluation": "the content of the evaluation data",
     "data order": "the order of samples",
+    "data packing": "the packing of samples",
 }
 # Other facts in a sentence, by kind, or kind and name.
 NAMES = {
@@ -247,7 +249,10 @@ def listed(sentences: list[str]) -> str:
 def between_ranks(own: Facts, mesh: Mesh) -> str | None:
     """In what ranks differ from rank 0, if they do, on every rank."""
     first = mesh.control.broadcast(own if mesh.main else None)
-    by_rank = mesh.control.gather(list(differences(own, first)))
+    by_rank = [
+        [Difference(*one) for one in found]
+        for found in mesh.control.gather(list(differences(own, first)))
+    ]
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, found in enumerate(by_rank):
         for one in found:

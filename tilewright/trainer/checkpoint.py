@@ -324,15 +324,25 @@ _ANEW = "To start anew from its weights, set model.model_path to its hf folder"
 
 
 def _check(folder: pathlib.Path, state: dict[str, Any], run: dict[str, dict[str, Any]]) -> None:
-    for kind, now in json.loads(json.dumps(run)).items():  # tuples as lists
-        then = state["run"].get(kind, {})
-        if absent := now.keys() - then.keys():
+    then, now = state["run"], json.loads(json.dumps(run))  # tuples as lists
+    # Differences first: another optimizer may have keys that this checkpoint's has not.
+    for kind, keys in now.items():
+        had = then.get(kind, {})
+        differ = {k: (had[k], v) for k, v in keys.items() if k in had and had[k] != v}
+        if differ and kind == "base":
             raise ValueError(
-                f"{folder} was written by a version that did not record {kind}: "
-                f"{', '.join(sorted(absent))}. It cannot be compared with this run's. {_ANEW}"
+                f"{folder} belongs to a run that began from other weights than those of "
+                f"model.model_path: {differ} (checkpoint, configuration). Set model.model_path to "
+                "the former ones, or train.allow_other_base to true to go on with these"
             )
-        if differ := {k: (then.get(k), v) for k, v in now.items() if then.get(k) != v}:
+        if differ:
             raise ValueError(
                 f"{folder} was written with another {kind}: {differ} (checkpoint, configuration). "
                 f"{_ANEW}"
+            )
+    for kind, keys in now.items():
+        if absent := keys.keys() - then.get(kind, {}).keys():
+            raise ValueError(
+                f"{folder} was written by a version that did not record {kind}: "
+                f"{', '.join(sorted(absent))}. It cannot be compared with this run's. {_ANEW}"
             )

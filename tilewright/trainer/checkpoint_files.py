@@ -24,12 +24,15 @@ from torch.distributed.tensor import DTensor, Shard
 from tilewright._torch import dtensor_of, parts_of_shard
 from tilewright.files import read_json
 from tilewright.nn.sharded import is_sharded
+from tilewright.trainer.exchange import crosses_ranks
 
 
+@crosses_ranks
 class Damaged(ValueError):
     """A checkpoint that is incomplete or has invalid contents."""
 
 
+@crosses_ranks
 class Incomplete(Damaged, FileNotFoundError):
     """A checkpoint with a missing file."""
 

@@ -22,7 +22,7 @@ import pathlib
 import sys
 
 import yaml
-from pydantic import ValidationInfo, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from tilewright import platform
 from tilewright.trainer import overrides as reading
@@ -32,7 +32,7 @@ from tilewright.trainer.field_tree import ConfigError, leaves, unknown
 from tilewright.trainer.fields import Data, Dataset, Lora, Model
 from tilewright.trainer.refused import ACCEPTED, REFUSED
 from tilewright.trainer.rules import needs, problems
-from tilewright.trainer.section import Section, field
+from tilewright.trainer.section import Section
 from tilewright.trainer.train_fields import Train
 
 __all__ = [
@@ -50,10 +50,10 @@ __all__ = [
 
 
 class Config(Section):
-    model: Model = field(Model(), "What is trained.")
-    data: Data = field(..., "On what.")
-    train: Train = field(..., "How.")
-    lora: Lora = field(Lora(), "Adapters.")
+    model: Model = Field(Model(), description="What is trained.")
+    data: Data = Field(..., description="On what.")
+    train: Train = Field(..., description="How.")
+    lora: Lora = Field(Lora(), description="Adapters.")
 
     @model_validator(mode="after")
     def _rules(self, info: ValidationInfo) -> Config:

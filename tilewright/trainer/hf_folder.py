@@ -8,6 +8,7 @@ import pathlib
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 from tilewright.files import open_tensors, read_json
@@ -38,6 +39,7 @@ class Folder:
     def __init__(self, path: str | pathlib.Path):
         folder = pathlib.Path(path)
         self.open: dict[pathlib.Path, safe_open] = {}
+        self.checksums: dict[str, str] = {}  # of the tensors that have been read
         block = _quantization(folder).get("weight_block_size")
         if block is not None and not (
             isinstance(block, list)
@@ -152,7 +154,10 @@ class Folder:
         return rows if rows == columns else f"{rows} x {columns}"
 
     def _tensor(self, name: str) -> torch.Tensor:
-        return self._at(name).get_tensor(name)
+        t = self._at(name).get_tensor(name)
+        if name not in self.checksums:
+            self.checksums[name] = checksum_of(t)
+        return t
 
     def quantized(self, name: str) -> Quantized:
         """A quantized weight. Raises ValueError, naming it, if its quantization is not one of these
@@ -176,6 +181,12 @@ class Folder:
     def read(self, name: str) -> torch.Tensor:
         """The weight, dense."""
         return self._tensor(name) if self.format(name) is None else dequantize(self.quantized(name))
+
+
+def checksum_of(t: torch.Tensor) -> str:
+    """A tensor's dtype and shape, and XXH3 of its bytes as they are stored."""
+    stored = t.contiguous().view(-1).view(torch.uint8).numpy()
+    return f"{short(t.dtype)} {list(t.shape)} {xxhash.xxh3_64_hexdigest(stored)}"
 
 
 def excluded(path: str | pathlib.Path) -> list[str]:

@@ -5,19 +5,24 @@ the model's size; sharded parameters (FSDP2's DTensors) are filled in place.
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 import re
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tilewright import adapt, lora
 from tilewright._torch import pytree
 from tilewright.ops.block_fp8 import BlockFP8
 from tilewright.ops.nf4_format import NF4
+from tilewright.ops.nvfp4 import NVFP4
 from tilewright.ops.quantize import Quantized
+from tilewright.registry import short
+from tilewright.trainer import exchange
 from tilewright.trainer.hf_folder import ACTIVATIONS, Folder
 from tilewright.trainer.hf_names import fuse, sources, split
 from tilewright.trainer.model import Transformer
@@ -84,7 +89,8 @@ def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "b
     """Fills every parameter, in the parameter's dtype, and every quantized weight, in its format.
 
     A quantized weight is copied from a quantized checkpoint, or quantized from a dense one, one
-    layer at a time. Adapters are unchanged. Every rank must call it.
+    layer at a time. Adapters are unchanged. Every rank must call it. `model.origin` then identifies
+    the weights that were read.
 
     Args:
         model: to be filled; its parameters may be sharded.
@@ -113,10 +119,9 @@ def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "b
     if stages is not None:
         stages.mesh.control.agree(problem)
     elif many:  # all ranks fail together; otherwise they would wait for rank 0 forever
-        verdict = [None if problem is None else str(problem)]
-        dist.broadcast_object_list(verdict, src=0)
-        if verdict[0] is not None and problem is None:
-            problem = ValueError(verdict[0])
+        verdict = exchange.broadcast(exchange.described(problem))
+        if verdict is not None and problem is None:
+            problem = exchange.raised(verdict)
     if problem is not None:
         raise problem
     for name, p in adapt.base_weights(model):
@@ -136,6 +141,20 @@ def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "b
             if many and mode == "broadcast":
                 dist.broadcast(full, src=source, group=group)
             p.copy_(full)
+    model.origin = _origin({} if folder is None else folder.checksums, model, many)
+
+
+def _origin(checksums: dict[str, str], model: Transformer, many: bool) -> str:
+    """A hash of the tensors that were read, in whatever files and by whatever ranks. Every rank
+    must call it.
+    """
+    if model.pipeline is not None:  # each stage's reader has read its own
+        for read in model.pipeline.mesh.control.gather(checksums):
+            checksums |= read
+    elif many:
+        checksums = exchange.broadcast(checksums)
+    text = json.dumps(checksums, sort_keys=True)
+    return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def _read(name: str, config: ModelConfig, folder: Folder) -> torch.Tensor:
@@ -168,15 +187,14 @@ def _fill(
             error = problem
     if sends is not None:  # the weights' description, or why there are none
         source, group = sends
-        meta = weights and _on(torch.device("meta"), weights)
-        told = [(meta, None if error is None else str(error))]
-        dist.broadcast_object_list(told, src=source, group=group)
-        [(meta, problem)] = told
-        error = error or (problem and ValueError(problem))
-        if not weights:
-            weights = pytree.tree_map(
-                lambda t: t if t is None else torch.empty_like(t, device=like.device), meta
-            )
+        at = source if group is None else dist.get_group_rank(group, source)
+        told = exchange.broadcast(
+            [weights and [_described(q) for q in weights], exchange.described(error)], group, at
+        )
+        if told[1] is not None and error is None:
+            error = exchange.raised(told[1])
+        if not weights and told[0] is not None:
+            weights = [_empty(one, like.device) for one in told[0]]
     if error:
         raise error
     adapt.fill(stored, weights)
@@ -231,6 +249,34 @@ def _quantized(name: str, like: Quantized, config: ModelConfig, folder: Folder) 
 
 def _quantize_dense(like: Quantized, weight: torch.Tensor) -> Quantized:
     return dataclasses.replace(lora.quantize_as(like, weight.to(like.device)), dtype=weight.dtype)
+
+
+KINDS = {kind.__name__: kind for kind in (NF4, NVFP4, BlockFP8)}
+
+
+def _described(q: Quantized) -> dict[str, Any]:
+    """A quantized weight without its values, as JSON."""
+
+    def told(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return {"shape": list(value.shape), "dtype": short(value.dtype)}
+        return {"dtype": short(value)} if isinstance(value, torch.dtype) else value
+
+    entries = {f.name: told(getattr(q, f.name)) for f in dataclasses.fields(q)}
+    return {"kind": type(q).__name__, **entries}
+
+
+def _empty(told: dict[str, Any], device: torch.device) -> Quantized:
+    """The weight that `_described` has described, with memory for its values."""
+
+    def made(value: Any) -> Any:
+        if isinstance(value, dict):
+            dtype = getattr(torch, value["dtype"])
+            shape = value.get("shape")
+            return dtype if shape is None else torch.empty(shape, dtype=dtype, device=device)
+        return tuple(value) if isinstance(value, list) else value
+
+    return KINDS[told["kind"]](**{k: made(v) for k, v in told.items() if k != "kind"})
 
 
 def _on(device: torch.device, q: Any) -> Any:

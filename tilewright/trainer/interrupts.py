@@ -45,10 +45,7 @@ class Interrupts:
     def __init__(self, mesh: Mesh):
         self.mesh, self.first, self.at = mesh, 0, 0.0
         own = socket.gethostname(), os.getpid()
-        everyone: list = [own] * mesh.size
-        if mesh.control.group is not None:
-            dist.all_gather_object(everyone, own, group=mesh.control.group)
-        self.beside = [pid for host, pid in everyone if host == own[0]]
+        self.beside = [pid for host, pid in mesh.control.gather(own) if host == own[0]]
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[Interrupts]:

@@ -28,6 +28,7 @@ one on (replicate, shard, tp).
 from __future__ import annotations
 
 import datetime
+import json
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tilewright import platform
 from tilewright.ops.context_parallel import ContextParallel
+from tilewright.trainer import exchange
 from tilewright.trainer.config import ConfigError, Train
 
 AXES = ("pp", "replicate", "shard", "ring", "ulysses", "tp")
@@ -232,27 +234,27 @@ class Group:
             dist.barrier(group=self.group)
 
     def broadcast(self, value: Any) -> Any:
-        """The value of the group's first rank, on every rank."""
-        values = [value]
-        if self.group is not None:
-            dist.broadcast_object_list(values, group=self.group, group_src=0)
-        return values[0]
+        """The first rank's value, which JSON can hold, on every rank of the group."""
+        if self.group is None:
+            return json.loads(json.dumps(value))
+        return exchange.broadcast(value, self.group)
 
     def gather(self, value: Any) -> list[Any]:
-        """Each rank's value, in order, on every rank."""
-        values = [value]
-        if self.group is not None:
-            values = [None] * self.size
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+        """Each rank's value, which JSON can hold, in order, on every rank of the group."""
+        if self.group is None:
+            return [json.loads(json.dumps(value))]
+        return exchange.gather(value, self.group)
 
     def agree(self, problem: BaseException | None) -> None:
         """Raises, on every rank, the first exception that any of them has; otherwise the others
-        would wait for it forever.
+        would wait for it forever. A rank raises its own as it is, another one's with its message.
         """
-        for one in self.gather(problem):
-            if one is not None:
-                raise one
+        found = self.gather(exchange.described(problem))
+        first = next((i for i, one in enumerate(found) if one is not None), None)
+        if first is None:
+            return
+        own = self.group is None or dist.get_rank(self.group) == first
+        raise problem if own and problem is not None else exchange.raised(found[first])
 
 
 @dataclass(frozen=True)

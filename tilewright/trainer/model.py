@@ -154,6 +154,7 @@ class Transformer(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.cp, self.tp = ContextParallel(), TensorParallel()
         self.pipeline: Pipeline | None = None  # this rank's stages, if it has not all layers
+        self.origin: str | None = None  # identifies the weights that were read from a folder
         if ops.numerics.batch_invariant:
             in_row_blocks(self)
         self.tie()

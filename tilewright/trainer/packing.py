@@ -5,6 +5,7 @@ the same bins.
 from __future__ import annotations
 
 import functools
+import hashlib
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -99,3 +100,13 @@ def pack(
     if method == "multipack":
         return multipack(lengths, capacity, group_size, mp_start_method)
     raise ValueError(f"method must be sequential or multipack, got {method!r}")
+
+
+def fingerprint(bins: list[np.ndarray]) -> str:
+    """A hash of the documents of every bin, in order: other methods and groups can make the same
+    number of bins.
+    """
+    digest = hashlib.sha256(np.array([len(b) for b in bins], np.int64).tobytes())
+    for b in bins:
+        digest.update(np.asarray(b, np.int64).tobytes())
+    return digest.hexdigest()[:16]

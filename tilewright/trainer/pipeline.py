@@ -31,6 +31,8 @@ from torch.distributed.pipelining import (
 from tilewright import adapt
 from tilewright._torch import known_stage
 from tilewright.nn.sharded import shard, whole
+from tilewright.registry import short
+from tilewright.trainer import exchange
 from tilewright.trainer.config import Train
 from tilewright.trainer.loss import Loss
 from tilewright.trainer.mesh import Mesh
@@ -212,33 +214,37 @@ class Pipeline:
         sends = self.rank > 0 and self.mesh.rank == self.reader
         for name, full, dtype in own if self.rank else ():
             if sends:
-                about = (name, full.shape, full.dtype, dtype)
-                dist.send_object_list([about], group=group, group_dst=0)
+                about = (name, list(full.shape), short(full.dtype), short(dtype))
+                exchange.send(about, group, to=0)
                 dist.send(full.cpu().contiguous(), group=group, group_dst=0)
         if sends:
-            dist.send_object_list([None], group=group, group_dst=0)
+            exchange.send(None, group, to=0)
         for rank in range(1, self.mesh.pipeline.size) if self.mesh.main else ():
-            while (about := _received_object(group, rank)) is not None:
+            while (about := exchange.receive(group, rank)) is not None:
                 name, shape, stored, dtype = about
-                full = torch.empty(shape, dtype=stored)
+                full = torch.empty(shape, dtype=getattr(torch, stored))
                 dist.recv(full, group=group, group_src=rank)
-                yield name, full, dtype
+                yield name, full, getattr(torch, dtype)
 
     def with_all_adapters(self) -> Transformer:
         """The whole model with every stage's adapters, full; its other weights are on meta. Every
         rank must call it.
         """
         own = {
-            name: whole(p.detach()).cpu()
+            name: whole(p.detach()).cpu().contiguous()
             for name, p in self.model.named_parameters()
             if adapt.is_adapter(name)
         }
-        parts: list[Any] = [None] * self.mesh.pipeline.size
-        dist.all_gather_object(parts, own, group=self.mesh.pipeline.group)
-        model = copy.deepcopy(self.whole)
-        for name, full in (item for part in parts for item in part.items()):
-            path, _, last = name.rpartition(".")
-            setattr(model.get_submodule(path), last, nn.Parameter(full, requires_grad=False))
+        group, model = self.mesh.pipeline.group, copy.deepcopy(self.whole)
+        about = [(name, list(t.shape), short(t.dtype)) for name, t in own.items()]
+        for rank, told in enumerate(exchange.gather(about, group)):
+            for name, shape, dtype in told:
+                full = own[name] if rank == self.rank else None
+                if full is None:
+                    full = torch.empty(shape, dtype=getattr(torch, dtype))
+                dist.broadcast(full, group=group, group_src=rank)
+                path, _, last = name.rpartition(".")
+                setattr(model.get_submodule(path), last, nn.Parameter(full, requires_grad=False))
         return model
 
     # ---- evaluation
@@ -269,12 +275,6 @@ class Pipeline:
         hidden = torch.empty(shape, dtype=self.dtype, device=self.mesh.device)
         dist.recv(hidden, group=self.mesh.pipeline.group, group_src=rank)
         return hidden
-
-
-def _received_object(group: Any, rank: int) -> Any:
-    held = [None]
-    dist.recv_object_list(held, group=group, group_src=rank)
-    return held[0]
 
 
 def _ends(mesh: Mesh) -> Any:

@@ -89,14 +89,20 @@ def limits(field: Any) -> str:
     return ", ".join(found)
 
 
+def resume_of(field: Any) -> str:
+    """What a change of the field does where a run resumes."""
+    return field.json_schema_extra["resume"]
+
+
 def explain(
     model: type[BaseModel],
     path: str,
     needs: list[str],
     difference: tuple[str, str] | None = None,
 ) -> str:
-    """Type, range, default and meaning of one field, the requirements of its values, and its
-    difference from xorl's documentation. Raises KeyError for an unknown path.
+    """Type, range, default and meaning of one field, what a change does where a run resumes, the
+    requirements of its values, and its difference from xorl's documentation. Raises KeyError for an
+    unknown path.
     """
     field = leaves(model)[path]
     lines = [
@@ -104,6 +110,7 @@ def explain(
         f"  type:    {kind(field.annotation)}{', ' * bool(limits(field))}{limits(field)}",
         f"  default: {_default(field)}",
         f"  meaning: {field.description}",
+        f"  resume:  {resume_of(field)}",
         *(f"  rule:    {sentence}" for sentence in needs),
         *([f"  in xorl: {difference[0]}; here: {difference[1]}"] if difference else []),
     ]

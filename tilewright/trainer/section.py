@@ -40,5 +40,26 @@ class Section(BaseModel):
             object.__setattr__(self, name, value)
 
 
-def field(default: Any, description: str, **limits: Any) -> Any:
-    return Field(default, description=description, **limits)
+# What a field does where it differs between a checkpoint and the run that resumes from it: the
+# identity of a run (`build.identity`) holds it, and a change is refused; or holds what it names,
+# such as a file's samples, and other contents are; or a change is free.
+REFUSED, CONTENTS, FREE = "refused: ", "refused with other contents: ", "free: "
+OTHER_WEIGHTS = REFUSED + "it decides which weights and adapters there are, and what they mean"
+OTHER_STATES = REFUSED + "it decides which states the optimizer has, and for what"
+OTHER_ORDER = REFUSED + "the position in the data is one in this order of samples"
+OTHER_BINS = CONTENTS + "the position in the data counts bins, which must be the same"
+OTHER_CONTENTS = CONTENTS + "the run continues with the weights, the model and the samples it had"
+NEXT_STEP = FREE + "it holds from the next step on"
+ROUNDING = FREE + "it changes how results are rounded, from the next step on"
+LAYOUT = FREE + "weights, moments and the position are the same under every layout"
+COST = FREE + "it changes time and memory"
+EVALUATION = FREE + "no step depends on an evaluation"
+PLACE = FREE + "it is where files are, not what they hold"
+OUTPUT = FREE + "it is what is written, not what is computed"
+THIS_START = FREE + "it is about one start of the command"
+
+
+def field(default: Any, description: str, resume: str, **limits: Any) -> Any:
+    """resume: what a change does where a run resumes, one of the constants above."""
+    extra = {"resume": resume}
+    return Field(default, description=description, json_schema_extra=extra, **limits)

@@ -228,11 +228,12 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     routes = Routes.of(shape) if t.router_replay else None
     batches, held = build_data(config, mesh, shape.vocab_size, routes)
     engine = build_engine(config, shape, mesh, ops)
-    belongs = identity(config, shape, batches)
+    belongs = identity(config, shape, batches, engine.model.origin)
     chosen = ops.names() | adapters.operations(engine.model.whole, mesh.device, dtype)
     start, resumed = 0, None
     if folders:
-        resumed, state = engine.load(folders, belongs, chosen)
+        wanted = {k: v for k, v in belongs.items() if k != "base" or not t.allow_other_base}
+        resumed, state = engine.load(folders, wanted, chosen)
         start = state["step"]
         batches.load_state_dict(state["data"])
         batches.tokens = state.get("tokens", 0)
