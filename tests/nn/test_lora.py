@@ -223,6 +223,27 @@ def test_a_layer_that_cannot_be_is_refused(arguments, message):
 # ---- merging
 
 
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("kind", ["nf4", "nvfp4", "block_fp8"])
+def test_merging_is_all_or_nothing(experts, kind):
+    """A later layer's sum overflows: no earlier layer has changed."""
+    model = make(shape=MOE if experts else QWEN3)
+    paths = adapt.quantize_model(model, kind)
+    assert len(paths) > 4
+    add_lora(model, rank=2, alpha=4)
+    path, _ = list(adapt.adapted(model))[-1]
+    factors = [p for n, p in model.named_parameters() if adapt.is_adapter(n) and n.endswith("_B")]
+    with torch.no_grad():
+        for p in factors:
+            p.normal_(std=0.05)
+        factors[-1][..., 0, 0] = math.inf
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    with pytest.raises(ValueError, match=rf"^{path}: nothing is merged: .*finite"):
+        adapt.merge_adapters(model)
+    for name, t in model.state_dict().items():
+        assert torch.equal(t, before[name]), name
+
+
 def test_merging_gives_what_was_computed_before_and_begins_new_adapters():
     for model in (make(), make(False)):
         before = model(IDS)
@@ -353,6 +374,8 @@ def test_matrices_become_one_only_where_that_is_exact(name):
     quantize, exact = JOINS[name]
     w = torch.randn(56, 32)
     parts = [quantize(w[:24]), quantize(w[24:40]), quantize(w[40:])]
+    with pytest.raises(ValueError, match="^parts must hold at least one quantized matrix, got non"):
+        lora.join([])
     found = lora.join(parts)
     assert len(found) == (1 if exact else 3)
     assert torch.equal(QuantizedLinear(found).dense(), torch.cat([dequantize(q) for q in parts]))

@@ -94,6 +94,15 @@ def test_a_sequence_that_does_not_fit_and_a_rank_that_is_not_there_are_refused()
         ValueError, match=r"a multiple of 12 tokens \(2 x 3 ring x 2 Ulysses ranks\), got 30"
     ):
         shard(torch.zeros(30), 0, ContextParallel(2, 3))
+    for t, dim, accepted in (
+        (torch.zeros(2, 12), 2, "from -2 to 1"),
+        (torch.zeros(2, 12), -3, "from -2 to 1"),
+        (torch.zeros(()), 0, "none of a scalar"),
+    ):
+        for function in (shard, cp.unshard):
+            said = rf"^dim must be a dimension of t \({accepted}\), got {dim}$"
+            with pytest.raises(IndexError, match=said):
+                function(t, dim, ContextParallel())
     with pytest.raises(ValueError, match="ring_rank must be from 0 to ring_size - 1, got 2 of 2"):
         ContextParallel(ring_size=2, ring_rank=2)
 

@@ -275,8 +275,8 @@ def merge_adapters(model: nn.Module, generator: torch.Generator | None = None) -
 
     Raises:
         ValueError: The sum of a quantized weight and its adapter is not finite (not checked on
-            CUDA).
-        RuntimeError: The generator is not on the CPU.
+            CUDA). Nothing is merged.
+        RuntimeError: The generator is not on the CPU. Nothing is merged.
 
     Example:
         >>> import torch
@@ -290,8 +290,20 @@ def merge_adapters(model: nn.Module, generator: torch.Generator | None = None) -
         >>> torch.allclose(model["up_proj"](x), y, atol=1e-5), model["up_proj"].lora_B.any().item()
         (True, False)
     """
+    if generator is not None and generator.device.type != "cpu":
+        raise RuntimeError(f"generator must be on the CPU, got one on {generator.device}")
+    check_merge(model)
     for _, module in adapted(model):
         module.merge_(generator)
+
+
+def check_merge(model: nn.Module) -> None:
+    """Raises ValueError, naming the layer, if `merge_adapters` would, and changes nothing."""
+    for path, module in adapted(model):
+        try:
+            module.check_merge()
+        except ValueError as error:
+            raise ValueError(f"{path}: nothing is merged: {error}") from error
 
 
 @torch.no_grad()

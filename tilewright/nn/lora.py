@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from tilewright import _torch
-from tilewright.nn.quantized import QuantizedLinear, quantize_as
+from tilewright.nn.quantized import Quantized, QuantizedLinear, quantize_as
 from tilewright.nn.sharded import assign, local, share, whole
 from tilewright.ops.quantized_linear import dequantize
 
@@ -241,21 +241,28 @@ class LoRALinear(nn.Module):
         """
         delta, base = self.delta(), self.base
         if isinstance(base, QuantizedLinear):
-            new, at = [], 0
-            for q in base.weights():
-                stop = at + q.shape[0]
-                has_adapter = any(a < stop and at < b for a, b in self.slices.values())
-                new.append(
-                    quantize_as(q, dequantize(q, dtype=torch.float32) + delta[at:stop])
-                    if has_adapter
-                    else q
-                )
-                at = stop
-            base.fill(new)
+            base.fill(self._sums(base, delta))
         else:
             weight = local(base.weight)
             weight.copy_(weight.float() + share(delta, base.weight))
         self.reset_parameters(generator)
+
+    @torch.no_grad()
+    def check_merge(self) -> None:
+        """Raises ValueError if `merge_` would, and changes nothing."""
+        if isinstance(self.base, QuantizedLinear):
+            self._sums(self.base, self.delta())
+
+    def _sums(self, base: QuantizedLinear, delta: torch.Tensor) -> list[Quantized]:
+        """The base's parts with their adapters."""
+        new, at = [], 0
+        for q in base.weights():
+            stop = at + q.shape[0]
+            if any(a < stop and at < b for a, b in self.slices.values()):
+                q = quantize_as(q, dequantize(q, dtype=torch.float32) + delta[at:stop])
+            new.append(q)
+            at = stop
+        return new
 
     def adapters(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Yields each part's name ("" if the layer is not fused), A [r, K] and B [rows, r]. Every

@@ -243,18 +243,9 @@ class LoRAExperts(nn.Module):
         format (NVFP4 with one scale per row's block, whatever it had). Every rank of sharded
         experts must call it.
         """
-        gate_A, gate_B, up_A, up_B, down_A, down_B = (
-            whole(p).float() for p in self.adapters().values()
-        )
-        for w, pairs in (
-            (self.gate_up_proj, ((gate_A, gate_B), (up_A, up_B))),
-            (self.down_proj, ((down_A, down_B),)),
-        ):
+        for w, pairs in self._weights():
             if isinstance(w, QuantizedExperts):
-                q = w.weight()
-                dense = dequantize(q, dtype=torch.float32)
-                self.add_adapters(dense, pairs)
-                w.fill(quantize_as(q, dense))
+                w.fill(self._sum(w, pairs))
             elif is_sharded(w):
                 delta = torch.cat([(B @ A).expand(w.shape[0], -1, -1) for A, B in pairs], 1).mul_(
                     self.scale
@@ -264,6 +255,27 @@ class LoRAExperts(nn.Module):
             else:
                 self.add_adapters(w, pairs)
         self.reset_parameters(generator)
+
+    @torch.no_grad()
+    def check_merge(self) -> None:
+        """Raises ValueError if `merge_` would, and changes nothing."""
+        for w, pairs in self._weights():
+            if isinstance(w, QuantizedExperts):
+                self._sum(w, pairs)
+
+    def _weights(self):
+        """Both weights, with the pairs A, B of each, float32."""
+        gate_A, gate_B, up_A, up_B, down_A, down_B = (
+            whole(p).float() for p in self.adapters().values()
+        )
+        yield self.gate_up_proj, ((gate_A, gate_B), (up_A, up_B))
+        yield self.down_proj, ((down_A, down_B),)
+
+    def _sum(self, w: QuantizedExperts, pairs):
+        q = w.weight()
+        dense = dequantize(q, dtype=torch.float32)
+        self.add_adapters(dense, pairs)
+        return quantize_as(q, dense)
 
     def add_adapters(self, weight, pairs):
         """Adds the products B A, concatenated along rows, to a weight [E, out, in], in place."""

@@ -228,6 +228,8 @@ def join(parts: Sequence[Quantized]) -> list[Quantized]:
         >>> [q.shape for q in join(parts)]
         [(12, 64)]
     """
+    if not parts:
+        raise ValueError("parts must hold at least one quantized matrix, got none")
     first, *rest = parts
     if not rest or any(
         type(q) is not type(first) or q.shape[1] != first.shape[1] or q.dtype != first.dtype

@@ -129,6 +129,12 @@ class ContextParallel:
         return united(parts)
 
 
+def _check_dim(t: torch.Tensor, dim: int) -> None:
+    if not -t.dim() <= dim < t.dim():
+        accepted = f"from {-t.dim()} to {t.dim() - 1}" if t.dim() else "none of a scalar"
+        raise IndexError(f"dim must be a dimension of t ({accepted}), got {dim}")
+
+
 def shard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
     """Takes this rank's shard of a whole sequence's tensor. Differentiable. Sends nothing.
 
@@ -149,6 +155,7 @@ def shard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
         >>> shard(torch.arange(8), 0, ContextParallel(ring_size=2, ring_rank=1)).tolist()
         [2, 3, 4, 5]
     """
+    _check_dim(t, dim)
     parts = [t.narrow(dim, a, b - a) for a, b in cp.intervals(t.shape[dim])] or [
         t.narrow(dim, 0, 0)
     ]
@@ -199,6 +206,7 @@ def unshard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
         >>> unshard(torch.arange(4), 0, ContextParallel()).tolist()  # one rank
         [0, 1, 2, 3]
     """
+    _check_dim(t, dim)
     t = t.detach()
     for group, size in ((cp.ulysses, cp.ulysses_size), (cp.ring, cp.ring_size)):
         if size > 1:

@@ -115,6 +115,7 @@ def after_step(
     """done: optimizer steps done."""
     if not merges(wanted, done):
         return
+    adapt.check_merge(model)
     draw = generator(seed, done)
     for module in _in_order(model, draw):
         module.merge_(draw)

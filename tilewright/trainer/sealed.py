@@ -38,9 +38,9 @@ def names(folder: pathlib.Path) -> list[str]:
 
 def _sealed(folder: pathlib.Path) -> dict[str, list[int]]:
     try:
-        line, checksum = (folder / SEAL).read_bytes().splitlines()
-        if int(checksum) != zlib.crc32(line):
-            raise ValueError("its checksum is another")
+        line, _, checksum = (folder / SEAL).read_bytes().partition(b"\n")
+        if checksum.strip() != str(zlib.crc32(line)).encode():
+            raise ValueError("its own checksum is another")
         return json.loads(line)
     except (OSError, ValueError) as error:
         raise Damaged(f"{folder / SEAL}: cannot be read: {error}") from error
