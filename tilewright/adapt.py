@@ -10,6 +10,7 @@ merge_and_unload(model)               # plain layers again, which `save_pretrain
 from tilewright.files import open_tensors, publish, read_json, target_folder, written_aside
 from tilewright.nn.adapt import (
     add_lora,
+    check_merge,
     merge_adapters,
     merge_and_unload,
     reset_adapters,

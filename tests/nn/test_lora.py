@@ -374,7 +374,9 @@ def test_matrices_become_one_only_where_that_is_exact(name):
     quantize, exact = JOINS[name]
     w = torch.randn(56, 32)
     parts = [quantize(w[:24]), quantize(w[24:40]), quantize(w[40:])]
-    with pytest.raises(ValueError, match="^parts must hold at least one quantized matrix, got non"):
+    with pytest.raises(
+        ValueError, match=r"^parts must hold at least one quantized matrix, got none"
+    ):
         lora.join([])
     found = lora.join(parts)
     assert len(found) == (1 if exact else 3)

@@ -52,6 +52,7 @@ from tilewright.trainer import (  # noqa: E402
     optim,
     parallel,
     train,
+    writable,
 )
 from tilewright.trainer.batches import evaluation_batches  # noqa: E402
 from tilewright.trainer.build import build_data, build_engine, build_model  # noqa: E402
@@ -1177,7 +1178,9 @@ def test_a_step_that_is_not_finite_reaches_no_weight_and_no_checkpoint(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "forward_backward", overflows)
         with pytest.raises(
-            ValueError, match=r"step 3: the norm of the gradients is inf, .*from .*global_step_2$"
+            ValueError,
+            match=r"step 3: the norm of the gradients is inf, .*; global_step_2 has the weights "
+            r"that gave this: .* and resume from .*global_step_1$",
         ):
             run(path)
     run(path, "--train.load_checkpoint_path=auto")
@@ -1189,6 +1192,85 @@ def test_a_step_that_is_not_finite_reaches_no_weight_and_no_checkpoint(tmp_path)
     ):
         run(write_config(tmp_path / "c", **options, train__lr=1e39))  # with finite gradients
     assert not checkpoint.complete(str(tmp_path / "c/out"))
+
+
+def test_a_ruined_checkpoint_is_not_what_a_run_is_told_to_go_on_with(tmp_path):
+    """Step 1 makes huge weights, which are finite, and saved."""
+    path = write_config(tmp_path, train__save_steps=1, train__lr=1e30)
+    said = r"^step 2: .* not taken; global_step_1 has the weights that gave this: .* start anew$"
+    with pytest.raises(ValueError, match=said):
+        run(path)
+    later = write_config(tmp_path / "later", train__save_steps=2, train__max_steps=8)
+    real, steps = Engine.optim_step, []
+
+    def ruins(self, factor, *arguments):
+        steps.append(1)
+        return real(self, 1e30 if len(steps) == 6 else factor, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "optim_step", ruins)
+        with pytest.raises(ValueError, match=r"^step 7: .* and resume from \S*global_step_4$"):
+            run(later)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_weights_that_are_not_finite_are_named_before_training(value, tmp_path):
+    source = Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve())
+    source.init_weights(3)
+    with torch.no_grad():
+        source.model.layers[1].mlp.down_proj.weight[3, 5] = value
+    hf.save_weights(source, tmp_path / "weights")
+    path = write_config(tmp_path, model__model_path=str(tmp_path / "weights"))
+    said = r"weights: model.layers.1.mlp.down_proj.weight holds NaN or infinity as it is stored$"
+    with pytest.raises(ValueError, match=rf"^model.model_path = {tmp_path}/{said}"):
+        run(path)
+    assert not (tmp_path / "out/metrics.jsonl").exists()
+
+
+def test_samples_beyond_the_models_positions_are_warned_of(tmp_path, capsys):
+    data = tmp_path / "a.jsonl"
+    data.write_text("".join(json.dumps({"input_ids": [5] * n}) + "\n" for n in (64, 65, 80)))
+    options = {
+        "data__datasets": [{"path": str(data)}],
+        "data__test_datasets": [{"path": str(data), "max_seq_len": 64}],
+        "data__sample_packing_sequence_len": 96,
+        "train__max_steps": 1,
+    }
+    run(write_config(tmp_path, **options))
+    warned = [line for line in capsys.readouterr().out.splitlines() if "warning: " in line]
+    assert len(warned) == 1 and warned[0].startswith(
+        "warning: 2 of 3 samples of training are longer than the model's max_position_embeddings "
+        "= 64 (up to 80 tokens)"
+    )
+
+
+@pytest.mark.parametrize("field", ["checkpoints", "tensorboard", "profile_trace_dir"])
+def test_folders_are_tried_before_the_first_step(field, tmp_path, monkeypatch):
+    """/proc takes no files, not even root's."""
+    place = tmp_path / "out" / field
+    place.parent.mkdir()
+    place.symlink_to("/proc", target_is_directory=True)
+    changes = {
+        "tensorboard": {"train__use_tensorboard": True},
+        "profile_trace_dir": {
+            "train__enable_profiling": True,
+            "train__profile_trace_dir": str(place),
+        },
+    }.get(field, {})
+    monkeypatch.setattr(train, "build_data", lambda *_: pytest.fail("data were built"))
+    name = "profile_trace_dir" if field == "profile_trace_dir" else "output_dir"
+    with pytest.raises(OSError, match=rf"^train.{name}: {place} cannot be written: \w+"):
+        run(write_config(tmp_path, **changes))
+
+
+def test_trying_a_folder_leaves_no_file(tmp_path):
+    config = load(write_config(tmp_path, train__use_tensorboard=True))
+    writable.check(config.train, Mesh())
+    assert sorted(p.name for p in tmp_path.rglob("out/**/*")) == ["checkpoints", "tensorboard"]
+    (tmp_path / "out/checkpoints").rmdir()
+    (tmp_path / "out/checkpoints").write_text("")
+    with pytest.raises(OSError, match="out/checkpoints cannot be written: File exists"):
+        writable.check(config.train, Mesh())
 
 
 @pytest.mark.parametrize("kind", ["lora", "nvfp4", "nf4", "block_fp8"])

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from tilewright import adapt
+from tilewright.nn.sharded import local
 from tilewright.trainer import adapters, hf, packing
 from tilewright.trainer.batches import Batches, Bins, padding
 from tilewright.trainer.config import Config, Model, Train
@@ -63,8 +65,23 @@ def build_model(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> tor
         model.init_weights(t.seed)
     else:
         hf.load_weights(model, hf.local_folder(m.model_path), mode=t.load_weights_mode)
+        mesh.control.agree(_not_finite(model, m.model_path))
     adapters.reset(model, adapters.generator(t.seed, 0))
     return wrap_ddp(model, t.data_parallel_mode, mesh)
+
+
+@torch.no_grad()
+def _not_finite(model: torch.nn.Module, path: str) -> ValueError | None:
+    """An error if a weight that was loaded is NaN or infinite: a run would blame its data."""
+    named = [(n, local(p)) for n, p in adapt.base_weights(model) if not adapt.quantized(p)]
+    finite = torch.stack([p.isfinite().all() for _, p in named]).tolist()
+    wrong = [name for (name, _), good in zip(named, finite, strict=True) if not good]
+    if not wrong:
+        return None
+    more = f", and {len(wrong) - 1} more" if wrong[1:] else ""
+    return ValueError(
+        f"model.model_path = {path}: {wrong[0]}{more} holds NaN or infinity as it is stored"
+    )
 
 
 def longest_micro_batch(config: Config, mesh: Mesh) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from tilewright.trainer import adapters
-from tilewright.trainer.batches import Batches, padding
+from tilewright.trainer.batches import Batches, Bins, padding
 from tilewright.trainer.compiling import compiled_parts
 from tilewright.trainer.config import Config
 from tilewright.trainer.engine import Engine
@@ -42,6 +42,20 @@ def summary(
     if config.train.enable_compile:
         parts = compiled_parts(engine.model).items()
         yield "compiled: " + ", ".join(f"{n} x {part}" for part, n in parts)
+
+
+def too_long(most: int, data: Mapping[str, Bins | None]) -> Iterator[str]:
+    """A warning for each set with samples beyond the positions that a model was made for.
+
+    most: its max_position_embeddings.
+    """
+    for name, bins in data.items():
+        if bins is not None and (count := int((bins.lengths > most).sum())):
+            yield (
+                f"warning: {count} of {len(bins.lengths)} samples of {name} are longer than the "
+                f"model's max_position_embeddings = {most} (up to {bins.lengths.max()} tokens): it "
+                "may not have seen such positions; data.datasets.max_seq_len cuts samples"
+            )
 
 
 def choices(chosen: dict[str, str], numerics: Numerics) -> Iterator[str]:

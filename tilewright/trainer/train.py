@@ -29,7 +29,7 @@ import torch.distributed as dist
 from tilewright import platform
 from tilewright.ops import checked_targets
 from tilewright.registry import ImplementationUnavailable
-from tilewright.trainer import adapters, checkpoint, hf, memory_plan, replay
+from tilewright.trainer import adapters, checkpoint, hf, memory_plan, replay, writable
 from tilewright.trainer.assertion import Witness
 from tilewright.trainer.batches import Batches, Bins, evaluation_batches
 from tilewright.trainer.build import build_data, build_engine, choose_ops, compute_dtype, identity
@@ -44,7 +44,7 @@ from tilewright.trainer.metrics import Metrics
 from tilewright.trainer.plan import Plan
 from tilewright.trainer.routes import Routes
 from tilewright.trainer.sources import check_sources
-from tilewright.trainer.summary import choices, summary
+from tilewright.trainer.summary import choices, summary, too_long
 
 log = logging.getLogger("tilewright")
 
@@ -193,7 +193,16 @@ class Run:
     def give_up(self, why: str) -> NoReturn:
         """Waits for the last checkpoint, and ends the run with how to continue."""
         self.saver.finish()
-        raise ValueError(f"{why}; {self.saver.go_on()}") from None
+        how, last = self.saver.go_on(), self.saver.last
+        if last is not None and step_of(last) == self.done:
+            # Its weights and this batch gave it, whatever the learning rate is now.
+            earlier = [p for p in checkpoint.complete(self.config.train.output_dir) if p != last]
+            before = max((p for p in earlier if step_of(p) < self.done), key=step_of, default=None)
+            how = (
+                f"{last.name} has the weights that gave this: lower train.lr or look at the data, "
+                f"and {'start anew' if before is None else f'resume from {before}'}"
+            )
+        raise ValueError(f"{why}; {how}") from None
 
     def end_if(self, problem: str | None) -> None:
         """Waits for the last checkpoint, and ends the run with a sentence, if there is one."""
@@ -219,6 +228,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     """
     m, t = config.model, config.train
     folders = checkpoint.earlier(t.output_dir, t.load_checkpoint_path)
+    writable.check(t, mesh)
     witness = Witness(t, mesh)
     shape = hf.load_config(hf.local_folder(m.config_path), m.foundation)
     # Checked now, not after the last step: a missing tokenizer or an unsupported dtype.
@@ -259,6 +269,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     )
     for line in (
         *summary(config, mesh, engine, batches, plan),
+        *too_long(shape.max_position_embeddings, {"training": batches.bins, "evaluation": held}),
         metrics.basis(),
         *choices(chosen, ops.numerics),
         *certified,
@@ -281,6 +292,12 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         start=start,
         done=start,
     )
+
+
+def step_of(folder: pathlib.Path) -> int:
+    """The step of a checkpoint, by its name; -1 for a folder that has been renamed."""
+    number = folder.name.rpartition("_")[2]
+    return int(number) if number.isdecimal() else -1
 
 
 def check_data(config: Config) -> None:
