@@ -194,6 +194,25 @@ def test_a_wrong_answer_is_never_timed():
     )
 
 
+def test_one_case_says_its_first_numbers_as_soon_as_they_hold():
+    """Before any round, and never a number that does not hold."""
+    said = []
+    op = _op(_fake("wrong", wrong), _fake("right", rmsnorm_eager))
+
+    class Clock(timing.CpuClock):
+        def prepare(self, fn):
+            said.append("rounds begin")
+            return super().prepare(fn)
+
+    only = ["eager", "wrong", "right"]
+    run.measure(op, op.cases[0], "cpu", torch.float32, ROOF, Clock(0.0), QUICK, only, said.append)
+    before = said[: said.index("rounds begin")]
+    assert re.match(r"\w+ \w+ float32: computes the truth in float64, then checks ", before[0])
+    assert all(name in before[0] for name in only)
+    assert sorted(line.split(":")[0].strip() for line in before[1:]) == ["eager", "right"]
+    assert all(re.search(r"pass takes [\d.e-]+ ms, .*, about \d+ s left", s) for s in before[1:])
+
+
 def test_what_is_not_in_the_registry_passes_the_same_gate():
     op = _op()
     kwargs = op.cases[0].make("cpu", torch.float32, 0)

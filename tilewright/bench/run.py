@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import subprocess
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -101,16 +102,26 @@ def measure(
     clock: timing.CpuClock | timing.CudaClock,
     settings: Settings,
     only: Iterable[str] | None = None,
+    say: Callable[[str], object] | None = None,
 ) -> list[dict]:
     """Measures the rows of one (op, case, dtype): the gate, then interleaved rounds.
 
     The rounds time the providers that passed, and copies with the least traffic of each pass, which
     shares of the roof refer to.
-    only: names of providers; default: all.
+    only: names of providers; default: all.   say: is told the first call's time of each provider
+        that passed the gate, and roughly how long the rest takes.
     """
-    kwargs = case.make(device, dtype, SEED)
+    began = time.perf_counter()
     auto = op.choose(device, dtype)
     rows, tasks, inputs = {}, {}, {}
+    left = [p for p in providers(op, device, dtype) if only is None or p.name in only]
+    left = [p.name for p in left if not p.reason]
+    if say is not None:
+        say(
+            f"{op.name} {case.name} {short(dtype)}: computes the truth in float64, then checks "
+            f"{', '.join(left)}"
+        )
+    kwargs = case.make(device, dtype, SEED)
     reference = contract.reference(op, kwargs, dtype, cut=pieces.of(op, kwargs))
     for provider in providers(op, device, dtype):
         if only is not None and provider.name not in only:
@@ -140,6 +151,17 @@ def measure(
             for name, fn in passes(provider, call_kwargs).items():
                 tasks[provider.name, name] = fn
             row["status"] = "ok"
+            if say is not None:
+                first, *_ = (fn for (name, _), fn in tasks.items() if name == provider.name)
+                took, passed = clock.sample(first, 1), time.perf_counter() - began
+                checked = left.index(provider.name) + 1
+                checks = passed / checked * (len(left) - checked)
+                rounds = settings.rounds * len(left) * 3 * max(took, settings.sample_seconds)
+                rest = checks + min(rounds, settings.max_seconds)
+                say(
+                    f"    {provider.name}: the first pass takes {1e3 * took:.4g} ms, contract holds; "
+                    f"{passed:.0f} s passed, about {rest:.0f} s left"
+                )
         except (Unsupported, ImplementationUnavailable) as error:
             row.update(status="unavailable", reason=str(error))
         except Exception as error:  # one provider's failure must not lose the others

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,6 +104,7 @@ class Chosen:
     out: the folder of the units' files.
     only: providers of the stage `time`; default: all.
     not_launched: for the stage `overhead`, see `overhead.not_launched`.
+    say: for the stage `time`, see `run.measure`.
     """
 
     device: str
@@ -111,6 +112,7 @@ class Chosen:
     out: pathlib.Path
     only: Sequence[str] | None = None
     not_launched: bool = False
+    say: Callable[[str], object] | None = None
 
 
 def units(
@@ -160,7 +162,7 @@ def units(
         return _checked(stage, tagged("contract" if stage == "graph" else "big"), supported)
     if stage == "time":
         return [
-            time_unit(op, case, device, dtype, settings, out, chosen.only)
+            time_unit(op, case, device, dtype, settings, out, chosen.only, chosen.say)
             for dtype in TIMED
             for op, case in tagged(device)
             if dtype in supported[op.name]

@@ -224,10 +224,12 @@ def main(argv: Sequence[str], start_time: float | None = None) -> int:
     if args.out is None:
         args.out = pathlib.Path("bench_results") / folder
         argv += ["--out", str(args.out)]  # for the workers too
+    # Of one case the first numbers, and how long the rest takes; of many, each when it is done.
+    say = functools.partial(print, flush=True) if len(args.op) == 1 and args.case else None
     plan = functools.partial(
         units,
         chosen=Chosen(
-            args.device, settings, args.out / store.UNITS, args.provider, args.not_launched
+            args.device, settings, args.out / store.UNITS, args.provider, args.not_launched, say
         ),
     )
     groups = _groups(args, plan)

@@ -36,9 +36,20 @@ def _slug(device: Device) -> str:
 
 
 def _headline_picture(device: Device, folder: str) -> list[Picture]:
-    """Each op's mean speedup over eager PyTorch and torch.compile."""
+    """Each op's mean speedup over eager PyTorch and torch.compile, the largest over eager first."""
     over = ("compile", "eager")
-    rows = list(dict.fromkeys(op for (op, _, _), p in device.pairs.items() if p.keys() & over))
+
+    def gain(op: str) -> float:
+        by = {
+            other: [
+                p[other].ratio for (o, _, _), p in device.pairs.items() if o == op and other in p
+            ]
+            for other in over
+        }
+        return geomean(by["eager"] or by["compile"])
+
+    ops = dict.fromkeys(op for (op, _, _), p in device.pairs.items() if p.keys() & over)
+    rows = sorted(ops, key=gain, reverse=True)
     panels, used = [], []
     for dtype in device.dtypes():
         points = []

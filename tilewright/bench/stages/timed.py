@@ -37,6 +37,7 @@ def time_unit(
     settings: run.Settings,
     out: pathlib.Path,
     only: Sequence[str] | None = None,
+    say: Callable[[str], object] | None = None,
 ) -> Unit:
     def make():
         roof = store.parse((out / "roofline.json").read_text())["roofline"]
@@ -51,6 +52,7 @@ def time_unit(
             clock(device, settings.sample_seconds),
             settings,
             only,
+            say,
         )
         run.free(device)
         return {"roofline": roof, "rows": rows}
