@@ -31,6 +31,7 @@ HEADING = re.compile(r"^#+ (.*)$", re.M)
 NEEDS = {
     "benchmark": ("triton",),
     "hugging_face": ("transformers", "accelerate"),
+    "own_loss": ("transformers",),
     "qlora": ("transformers", "pydantic"),
     "torchrun": ("transformers", "pydantic", "datasets", "tqdm", "yaml"),
 }
@@ -206,6 +207,35 @@ def test_the_python_of_readme_and_guide_runs(tmp_path, python):
     assert "rmsnorm[triton]: " in done.stdout, "it is refused on a CPU"
 
 
+def test_the_script_of_the_trl_page_runs(tmp_path, python):
+    """On a small model and a small tokenizer in place of those on the hub."""
+    transformers = pytest.importorskip("transformers", minversion="5.17")
+    pytest.importorskip("trl")
+    from trl_rows import VOCAB, tokenizer
+
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    [_, _, title, code], *_ = blocks(ROOT / "docs/trl.md", "python")
+    assert title == 'title="examples/trl_sft.py"'
+    assert (ROOT / "examples/trl_sft.py").read_text().endswith(f"\n\n{code}") and MODEL in code
+    done = subprocess.run(
+        [python, "-c", code.replace(MODEL, "'model'")],
+        env=environment(tmp_path),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "log_probs, entropy" in done.stdout and "'train_loss'" in done.stdout
+
+
 # ---- commands that are not run here
 
 
@@ -256,7 +286,7 @@ def test_all_subjects_are_there():
     assert [p.stem for p in PAGES] == sorted(
         (
             *("hugging_face", "qlora", "mixture_of_experts", "your_own_op"),
-            *("outside_implementation", "torchrun", "benchmark"),
+            *("outside_implementation", "torchrun", "benchmark", "own_loss"),
         )
     )
 
