@@ -1,17 +1,41 @@
 """What a checkpoint belongs to, what it holds, and how damage is found."""
 
 import json
+import re
 import shutil
+import threading
+import types
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemWriter
 
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
-from test_trainer import LORA, NF4, QWEN3, rows, run, write_config
+from test_trainer import (
+    LORA,
+    NF4,
+    QWEN3,
+    Engine,
+    resumed_equals_never_stopped,
+    rows,
+    run,
+    write_config,
+)
 
-from tilewright.trainer import packing
+from tilewright import adapt
+from tilewright.trainer import checkpoint, packing
+from tilewright.trainer.checkpoint_files import (
+    Damaged,
+    checksums,
+    read_metadata,
+    read_state,
+    share,
+    verify,
+)
 
 AUTO = "--train.load_checkpoint_path=auto"
 UNTIED = {**QWEN3, "tie_word_embeddings": False}
@@ -110,3 +134,293 @@ def test_weights_are_the_same_in_other_files(bases, tmp_path):
             hf.load_weights(model, folder, mode=mode)
             found.append(model.origin)
     assert len({*found[:4]}) == 1 and found[4] == found[5] != found[0]
+
+
+# ---- damage
+
+
+def flip(file, position, bit=0):
+    data = bytearray(file.read_bytes())
+    data[position] ^= 1 << bit
+    file.write_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    root = tmp_path_factory.mktemp("written")
+    options = {"train__save_hf_weights": False, "train__save_async": True, "train__save_steps": 1}
+    path = write_config(root, train__max_steps=3, **options)
+    run(path)
+    return root, path
+
+
+def test_every_file_of_a_checkpoint_has_its_checksum(written):
+    for folder in (written[0] / "out/checkpoints").iterdir():
+        files = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+        assert read_state(folder)["files"].keys() == files - {"state.json"}
+
+
+@pytest.mark.parametrize(
+    "name", ["state.json", "random_0.safetensors", "dcp/.metadata", "dcp/__0_0.distcp"]
+)
+def test_a_flipped_bit_is_found_wherever_it_is(name, written, tmp_path):
+    folder = shutil.copytree(written[0] / "out/checkpoints/global_step_3", tmp_path / "copy")
+    file = folder / name
+    whole = file.read_bytes()
+
+    def read():
+        for files in share(folder, read_state(folder), 0, 1):
+            verify(folder, files)
+
+    read()
+    # All of a small file; of a large one, its ends and what lies between.
+    for i in range(0, len(whole), max(1, len(whole) // 300)):
+        for at in (i, len(whole) - 1 - i):
+            flip(file, at, i % 8)
+            with pytest.raises(Damaged, match=name.rpartition("/")[2].replace(".", r"\.")):
+                read()
+            file.write_bytes(whole)
+    file.unlink()
+    with pytest.raises(Damaged):
+        read()
+
+
+def test_auto_passes_over_a_checkpoint_with_a_flipped_bit_and_the_log_says_so(
+    written, tmp_path, caplog
+):
+    caplog.set_level("INFO", logger="tilewright")
+    root = shutil.copytree(written[0], tmp_path / "run")
+    folder, path = root / "out/checkpoints", written[1]
+    out = f"--train.output_dir={root / 'out'}"
+    [file] = (folder / "global_step_3/dcp").glob("*.distcp")
+    flip(file, file.stat().st_size // 2)  # of a weight or a moment
+    damaged = f"--train.load_checkpoint_path={folder}/global_step_3"
+    with pytest.raises(Damaged, match=rf"{file.name}: has the checksum \w+, and state\.json says"):
+        run(path, out, damaged)
+    run(path, out, damaged, "--train.verify_checkpoint=false")
+    caplog.clear()
+    run(path, out, AUTO)
+    [said] = [r.message for r in caplog.records if r.message.startswith("resumed from")]
+    assert re.fullmatch(
+        rf"resumed from {folder}/global_step_2, step 2; global_step_3 is passed over: \S+ has the "
+        r"checksum \w+, and state\.json says \w+",
+        said,
+    )
+    caplog.clear()
+    run(write_config(tmp_path / "new", train__max_steps=1), AUTO)
+    assert "holds no checkpoint to resume from: the run starts anew" in caplog.text
+
+
+def test_each_rank_checks_its_share_and_all_are_checked(tmp_path):
+    (tmp_path / "dcp").mkdir()
+    names = {
+        rank: [f"random_{rank}.safetensors", f"dcp/__{rank}_0.distcp"]
+        + ["dcp/.metadata"] * (not rank)
+        for rank in range(3)
+    }
+    files = {}
+    for own in names.values():
+        for name in own:
+            (tmp_path / name).write_text(name)
+    for rank, own in names.items():
+        found = checksums(tmp_path, rank)
+        assert sorted(found) == sorted(own)
+        files |= found
+    for size in (1, 2, 5, 9):  # ranks that resume
+        for name in files:
+            (tmp_path / name).write_text("changed")
+            failed = 0
+            for rank in range(size):
+                try:
+                    for part in share(tmp_path, {"files": files}, rank, size):
+                        verify(tmp_path, part)
+                except Damaged:
+                    failed += 1
+            assert failed == 1
+            (tmp_path / name).write_text(name)
+
+
+# ---- the order of writing
+
+
+def test_a_clock_that_is_set_back_changes_no_order(tmp_path, monkeypatch):
+    path = write_config(
+        tmp_path, train__save_steps=4, train__max_steps=12, train__save_hf_weights=False
+    )
+    times = iter([3000.0, 2000.0, 1000.0])
+    monkeypatch.setattr(checkpoint, "time", types.SimpleNamespace(time=lambda: next(times)))
+    run(path)
+    found = [p.name for p in checkpoint.candidates(str(tmp_path / "out"), "auto")]
+    assert found == [f"global_step_{n}" for n in (12, 8, 4)]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_checkpoint_after_one_that_failed_is_written(again, tmp_path, monkeypatch, caplog):
+    """Asynchronous ones, of which one failure is survived and two in a row are not."""
+    path = write_config(
+        tmp_path,
+        train__save_steps=2,
+        train__max_steps=8,
+        train__save_async=True,
+        train__save_hf_weights=False,
+    )
+    real, full = FileSystemWriter.write_data, ["global_step_2"] + ["global_step_4"] * again
+    tried = []
+
+    def write(self, *arguments):
+        step = self.path.parent.name.strip(".").removesuffix(".partial")
+        tried.append(step)
+        if step in full:
+            raise OSError(28, "No space left on device")
+        return real(self, *arguments)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", write)
+    if again:
+        with pytest.raises(OSError, match=r"global_step_4: cannot be written .*No space left"):
+            run(path)
+        assert tried == full and not checkpoint.complete(str(tmp_path / "out"))
+    else:
+        run(path)
+        there = sorted(p.name for p in checkpoint.complete(str(tmp_path / "out")))
+        assert there == [f"global_step_{n}" for n in (4, 6, 8)]
+    assert re.search("global_step_2: cannot be written .*No space left.*another one", caplog.text)
+
+
+# ---- adapters
+
+
+def stored(folder, step):
+    metadata = read_metadata(folder / f"out/checkpoints/global_step_{step}/dcp")
+    names = {
+        n.removeprefix("model.") for n in metadata.state_dict_metadata if n.startswith("model.")
+    }
+    return names, {n for n in names if adapt.is_adapter(n)}
+
+
+@pytest.mark.parametrize("mode", ["none", "fsdp2"])
+@pytest.mark.parametrize("kind", ["lora", "nf4"])
+def test_a_checkpoint_of_adapters_holds_no_base(kind, mode, bases, tmp_path):
+    """And a resumed run has the bits of one that was never stopped."""
+    options = {
+        **(LORA if kind == "lora" else NF4),
+        "model__model_path": str(bases[0]),
+        "train__data_parallel_mode": mode,
+    }
+    resumed_equals_never_stopped(tmp_path, **options)
+    for step in (2, 4, 6):
+        names, adapters = stored(tmp_path / "b", step)
+        assert names == adapters != set()
+    asked = write_config(tmp_path / "c", **options, train__max_steps=2, lora__save_base=True)
+    run(asked)
+    names, adapters = stored(tmp_path / "c", 2)
+    assert names > adapters
+    run(asked, AUTO, "--lora.save_base=false", "--train.max_steps=3")
+    names, adapters = stored(tmp_path / "c", 3)
+    assert names == adapters
+
+
+def test_a_base_that_no_file_holds_is_stored(bases, tmp_path):
+    """Drawn weights, and those that adapters were merged into, also once the interval is 0."""
+    drawn = write_config(tmp_path / "drawn", UNTIED, train__max_steps=1, **LORA)
+    run(drawn)
+    names, adapters = stored(tmp_path / "drawn", 1)
+    assert names > adapters
+    merged = {**LORA, "model__model_path": str(bases[0]), "lora__merge_lora_interval": 3}
+    resumed_equals_never_stopped(tmp_path, **merged)
+    for step, whole in ((2, False), (4, True), (6, True)):
+        names, adapters = stored(tmp_path / "b", step)
+        assert (names > adapters) == whole
+    path = write_config(tmp_path / "b", **{**merged, "lora__merge_lora_interval": 0})
+    run(path, AUTO, "--train.max_steps=7")
+    names, adapters = stored(tmp_path / "b", 7)
+    assert names > adapters
+
+
+def test_adapters_go_on_with_the_base_that_the_export_names(bases, tmp_path):
+    """Whether the checkpoint holds the former base or not."""
+    path = write_config(
+        tmp_path, UNTIED, **LORA, train__max_steps=2, train__lr=0.0001, lora__save_lora_only=True
+    )
+    down = "model.layers.0.mlp.down_proj.weight"
+    for base in ("false", "true"):
+        out = f"--train.output_dir={tmp_path / base}"
+        run(path, f"--model.model_path={bases[0]}", out, f"--lora.save_base={base}")
+        arguments = [path, f"--model.model_path={bases[1]}", out, AUTO, "--train.max_steps=3"]
+        held = []
+        with pytest.MonkeyPatch.context() as patch:
+            real = checkpoint.Saver.save
+
+            def save(self, step, model, *arguments, real=real, held=held):
+                held.append(dict(adapt.base_weights(model))[down].detach().clone())
+                return real(self, step, model, *arguments)
+
+            patch.setattr(checkpoint.Saver, "save", save)
+            run(*arguments, "--train.allow_other_base=true")
+        assert torch.equal(held[-1], load_file(bases[1] / "model.safetensors")[down])
+        adapter = tmp_path / base / "checkpoints/global_step_3/hf/adapter_config.json"
+        assert json.loads(adapter.read_text())["base_model_name_or_path"] == str(bases[1])
+
+
+def test_adapters_alone_need_a_base(bases, tmp_path):
+    path = write_config(tmp_path, UNTIED, **LORA, train__max_steps=2)
+    run(path, f"--model.model_path={bases[0]}")
+    for more in ([], ["--train.allow_other_base=true"]):
+        with pytest.raises(
+            ValueError, match=r"other weights|adapters alone: set model\.model_path"
+        ):
+            run(path, AUTO, "--train.max_steps=4", *more)
+
+
+def test_tied_weights_are_stored_once(tmp_path):
+    resumed_equals_never_stopped(tmp_path)  # of QWEN3
+    names, _ = stored(tmp_path / "b", 4)
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+
+
+# ---- asynchronous checkpoints
+
+
+@pytest.mark.parametrize("mode", ["none", "fsdp2"])
+def test_an_asynchronous_checkpoint_is_of_its_step_however_late_it_is_written(
+    mode, tmp_path, monkeypatch
+):
+    """Its writer is held until two more steps have changed weights and moments."""
+    options = {"train__max_steps": 5, "train__save_hf_weights": False, "train__save_steps": 2}
+    options |= {"train__data_parallel_mode": mode}
+    run(write_config(tmp_path / "now", **options))
+    done, taken, steps = threading.Event(), [], []
+    write, step = FileSystemWriter.write_data, Engine.optim_step
+
+    def held(self, *arguments):
+        if "step_2" in str(self.path):
+            taken.append(done.wait(600))
+        return write(self, *arguments)
+
+    def stepped(self, *arguments):
+        norm = step(self, *arguments)
+        steps.append(norm)
+        if len(steps) == 4:
+            done.set()
+        return norm
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", held)
+    monkeypatch.setattr(Engine, "optim_step", stepped)
+    run(write_config(tmp_path / "later", **options, train__save_async=True))
+    assert taken == [True]
+    a, b = (
+        tensors_of(tmp_path / name / "out/checkpoints/global_step_2") for name in ("now", "later")
+    )
+    assert a.keys() == b.keys() and any(".exp_avg_sq" in name for name in a)
+    assert not [name for name, t in a.items() if not torch.equal(t, b[name])]
+
+
+def tensors_of(folder):
+    """All tensors of a checkpoint, by name."""
+    metadata = read_metadata(folder / "dcp")
+    found = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if hasattr(entry, "properties")
+    }
+    dcp.load(found, checkpoint_id=folder / "dcp")
+    return found

@@ -106,6 +106,7 @@ OF_THE_SERVER = {
     ),
 }
 OURS = {
+    "lora.save_base",
     "model.batch_invariant",
     "train.adam_beta1",
     "train.adam_beta2",
@@ -121,6 +122,7 @@ OURS = {
     "train.router_replay_compare_steps",
     "train.save_total_limit",
     "train.use_tensorboard",
+    "train.verify_checkpoint",
     "train.virtual_pipeline_size",
 }
 

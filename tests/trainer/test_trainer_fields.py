@@ -14,6 +14,7 @@ import io
 import json
 import pathlib
 import re
+import shutil
 import sys
 import types
 
@@ -32,6 +33,7 @@ from tilewright.trainer import (  # noqa: E402
     batches,
     build,
     checkpoint,
+    checkpoint_files,
     hf,
     housekeeping,
     metrics,
@@ -273,6 +275,12 @@ ROWS = [
     row("train.save_hf_weights", True, "exported"),
     row("train.load_checkpoint_path", "@checkpoint", "logged_steps"),
     row(
+        "train.verify_checkpoint",
+        False,
+        "resumed",
+        train__load_checkpoint_path="@flipped",
+    ),
+    row(
         "train.allow_other_base",
         True,
         "resumed",
@@ -315,6 +323,7 @@ ROWS = [
         model__model_path="@weights",
         train__save_hf_weights=True,
     ),
+    row("lora.save_base", True, "stored", **LORA, model__model_path="@weights"),
     row("lora.enable_qlora", True, "losses", **LORA),
     row(
         "lora.quant_format",
@@ -439,6 +448,14 @@ def make_world(root):
     others = observe(world, {"train.save_hf_weights": True, "train.seed": 7})
     world.names["weights2"] = str(others["output"] / "checkpoints/global_step_4/hf")
     of_others = observe(world, {"model.model_path": "@weights2", "train.max_steps": 2})
+    flipped = world.names["flipped"] = str(root / "flipped")
+    shutil.copytree(world.names["checkpoint"], flipped)
+    metadata = checkpoint_files.read_metadata(pathlib.Path(flipped, "dcp"))
+    piece = max(metadata.storage_data.values(), key=lambda piece: piece.length)
+    file = pathlib.Path(flipped, "dcp", piece.relative_path)
+    data = bytearray(file.read_bytes())
+    data[piece.offset + piece.length // 2] ^= 1  # of the tensor, not of what describes it
+    file.write_bytes(data)
     world.names["of_others"] = str(of_others["output"] / "checkpoints/global_step_2")
     return world
 
@@ -598,7 +615,7 @@ def observe(world, changes):
             return {"sentence": str(error)}
         with spies(seen), contextlib.redirect_stdout(said):
             code = train.main([str(path)])
-    if changes.get("train.load_checkpoint_path") == "@of_others":
+    if changes.get("train.load_checkpoint_path") in ("@of_others", "@flipped"):
         return {"resumed": code == 0}
     out = pathlib.Path(config.train.output_dir)
     assert code == 0, f"{changes}: {said.getvalue()}"
@@ -639,6 +656,9 @@ def outcome(run, config, out, said, world):
         "resharded": [g.post_forward_mesh_info is not None for g in groups],
         "prefetched": [len(m._get_fsdp_state()._states_to_forward_prefetch) for _, m in units],
         "checkpoints": sorted(p.name for p in checkpoints.glob("global_step_*")),
+        "stored": [
+            checkpoint_files.read_state(p)["weights"] for p in checkpoints.glob("global_step_*")
+        ],
         "pictures": sorted(p.name for p in out.glob("*.png")),
         "exported": sorted(p.name for p in checkpoints.glob("*/hf/*")),
         "folders": [
@@ -791,6 +811,7 @@ NOT_RESUMED = {
     "model.deepep_num_sms",
     "train.load_checkpoint_path",
     "train.assert_deterministic",
+    "train.verify_checkpoint",
     "train.allow_other_base",
 }
 

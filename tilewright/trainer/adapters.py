@@ -119,6 +119,7 @@ def after_step(
     draw = generator(seed, done)
     for module in _in_order(model, draw):
         module.merge_(draw)
+    model.merged = True
     if wanted.reset_optimizer_on_merge:
         # Zeros are an optimizer's initial state, step counts included.
         for state in optimizer.state.values():
@@ -131,7 +132,13 @@ def identity(wanted: Lora) -> dict[str, Any] | None:
     if not wanted.enable_lora:
         return None
     # Not save_lora_only: a merged run's weights are lost in a checkpoint of adapters alone.
-    free = ("merge_lora_interval", "reset_optimizer_on_merge", "enable_aqn", "aqn_alpha")
+    free = (
+        "save_base",
+        "merge_lora_interval",
+        "reset_optimizer_on_merge",
+        "enable_aqn",
+        "aqn_alpha",
+    )
     return {k: v for k, v in wanted.model_dump(mode="json").items() if k not in free}
 
 

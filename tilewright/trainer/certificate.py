@@ -81,6 +81,7 @@ LEFT_OUT = {
         "save_total_limit",
         "save_hf_weights",
         "load_checkpoint_path",
+        "verify_checkpoint",
         "allow_other_base",
         "checksum_steps",
         "assert_deterministic",
@@ -101,7 +102,7 @@ LEFT_OUT = {
         "profile_with_stack",
         "profile_rank0_only",
     },
-    "lora": {"save_lora_only"},
+    "lora": {"save_lora_only", "save_base"},
 }
 # Facts that are hashes, which a sentence does not show: their names in it, by kind, or kind and
 # name.

@@ -2,13 +2,17 @@
 renamed; found and resumed from.
 
 {output_dir}/checkpoints/global_step_N/ holds the model and optimizer (DCP, resharded on load as
-needed), state.json (step, samples used, compatibility keys, op choices), each rank's random state,
-and, in the last one, hf/.
+needed), each rank's random state, state.json (step, samples used, compatibility keys, op choices,
+checksums of the files before), and, in the last one, hf/.
+
+Of a model with adapters the frozen weights are left out where the folder that they were read from
+holds them still (`adapters_suffice`). Tied weights are stored once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import pathlib
@@ -16,29 +20,39 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 
+from tilewright import adapt
 from tilewright.nn.sharded import shard
 from tilewright.trainer.checkpoint_files import (
     Damaged,
     Planner,
     Reader,
     SavePlanner,
+    checksums,
     read_metadata,
     read_state,
+    share,
+    verify,
+    write_state,
 )
-from tilewright.trainer.mesh import Mesh, checkpoint_group
+from tilewright.trainer.mesh import Group, Mesh, checkpoint_group
+from tilewright.trainer.model import Transformer
 from tilewright.trainer.run_folder import (
     candidates,
     claim,
@@ -47,6 +61,7 @@ from tilewright.trainer.run_folder import (
     find,
     publish,
     recover,
+    time_after,
 )
 
 __all__ = [
@@ -92,11 +107,38 @@ def _not_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | Non
     return None if all(good) else names[good.index(False)]
 
 
+def adapters_suffice(model: nn.Module) -> bool:
+    """Whether all else than adapters is what a folder holds: read from it, and not merged since."""
+    return (
+        isinstance(model, Transformer)
+        and model.origin is not None
+        and not model.merged
+        and any(True for _ in adapt.adapted(model.whole))
+    )
+
+
+def _contents(
+    model: nn.Module, optimizer: torch.optim.Optimizer, adapters_alone: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint stores, or is to fill; and the optimizer's whole state dictionary."""
+    weights, moments = get_state_dict(model, optimizer)
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    again = every.difference(name for name, _ in model.named_parameters())  # of tied weights
+    stored = {
+        name: t
+        for name, t in weights.items()
+        if name not in again and (adapt.is_adapter(name) or not adapters_alone)
+    }
+    # Without the groups: their settings are the configuration's, and a pipeline's stages have
+    # different parameters in them.
+    return {"model": stored, "optimizer": {"state": moments["state"]}}, moments
+
+
 class Saver:
     """Writes checkpoints; with save_async, one may be in progress while training continues.
 
     Every rank must create one, and call its methods at the same steps.   last: the newest complete
-    checkpoint.   keep: `run_folder.publish`'s.
+    checkpoint.   keep: `run_folder.publish`'s.   base: store frozen weights in any case.
     """
 
     def __init__(
@@ -106,9 +148,10 @@ class Saver:
         asynchronous: bool,
         last: pathlib.Path | None = None,
         keep: int = 0,
+        base: bool = False,
     ):
         self.root, self.mesh = pathlib.Path(output_dir, "checkpoints"), mesh
-        self.last, self.keep = last, keep
+        self.last, self.keep, self.base = last, keep, base
         self.pending: tuple[Future[None], pathlib.Path] | None = (
             None  # published, and under what name
         )
@@ -127,24 +170,28 @@ class Saver:
     ) -> pathlib.Path:
         """state: JSON. The folder gets its final name only when it is complete.
 
-        Raises ValueError, and writes nothing, if a weight or a moment is not finite.
+        Raises ValueError, and writes nothing, if a weight or a moment is not finite. If the one
+        before could not be written, this one is waited for.
         """
-        self.finish()
+        again = self._failed()
         self.check(step, model, optimizer, "no checkpoint is written")
         target, aside = self.folder(step), self.root / f".global_step_{step}.partial"
         if self.mesh.main:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
         self.mesh.control.barrier()
-        weights, moments = get_state_dict(model, optimizer)
-        tensors = {"model": weights, "optimizer": {"state": moments["state"]}}
+        adapters_alone = adapters_suffice(model) and not self.base
+        tensors, _ = _contents(model, optimizer, adapters_alone)
         random = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             random["cuda"] = torch.cuda.get_rng_state()
         save_file(random, aside / f"random_{self.mesh.rank}.safetensors")
-        if self.mesh.main:
-            text = json.dumps({"step": step, "written": time.time(), **state}, indent=1)
-            (aside / "state.json").write_text(text + "\n")
+        state = {
+            "step": step,
+            "weights": "adapters" if adapters_alone else "all",
+            "merged": getattr(model, "merged", False),
+            **state,
+        }
         if self.group is not None:
             written = dcp.async_save(
                 tensors,
@@ -153,16 +200,47 @@ class Saver:
                 process_group=self.group,
                 async_stager=self.stager,
             )
-            self.pending = self._published_by_itself(written, aside, target), target
+            self.pending = self._published_by_itself(written, aside, target, state), target
+            if again:
+                self.finish()
         else:
             with _first_failure(OSError, f"{aside}: cannot be written"):
                 dcp.save(tensors, checkpoint_id=aside / "dcp", planner=SavePlanner())
-            self.mesh.control.barrier()
-            if self.mesh.main:
-                publish(aside, target, self.keep)
-            self.mesh.control.barrier()
+            self._publish(self.mesh.control, aside, target, state)
             self.last = target
         return target
+
+    def _failed(self) -> bool:
+        """Waits for a checkpoint in progress; whether it could not be written."""
+        try:
+            self.finish()
+        except OSError as error:
+            if self.mesh.main:
+                log.warning("%s; another one is written now", error)
+            return True
+        return False
+
+    def _publish(
+        self, group: Group, aside: pathlib.Path, target: pathlib.Path, state: dict[str, Any]
+    ) -> None:
+        """Writes the state, with the checksums of all ranks' files, and renames the checkpoint.
+        Every rank of the group must call it once it has written its files; raises on all of them.
+        """
+        problem, own = None, {}
+        try:
+            own = checksums(aside, self.mesh.rank)
+        except OSError as error:
+            problem = OSError(f"{aside}: cannot be read back ({error})")
+        group.agree(problem)
+        files = dict(itertools.chain.from_iterable(one.items() for one in group.gather(own)))
+        if self.mesh.main:
+            try:
+                written = time_after(target.parent, time.time())
+                write_state(aside, {"written": written, **state, "files": files})
+                publish(aside, target, self.keep)
+            except OSError as error:
+                problem = OSError(f"{aside}: cannot be written ({error})")
+        group.agree(problem)
 
     def check(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, spared: str
@@ -181,17 +259,19 @@ class Saver:
         )
 
     def _published_by_itself(
-        self, written: Future[None], aside: pathlib.Path, target: pathlib.Path
+        self,
+        written: Future[None],
+        aside: pathlib.Path,
+        target: pathlib.Path,
+        state: dict[str, Any],
     ) -> Future[None]:
-        """Once all ranks have written their parts, a thread renames the checkpoint."""
+        """Once all ranks have written their parts, a thread publishes the checkpoint."""
         published: Future[None] = Future()
 
         def wait_and_publish() -> None:
             try:
                 written.result()
-                dist.barrier(group=self.group)
-                if self.mesh.main:
-                    publish(aside, target, self.keep)
+                self._publish(Group(self.group, self.mesh.size), aside, target, state)
             except BaseException as error:  # of any kind: `finish` raises it
                 published.set_exception(error)
             else:
@@ -248,21 +328,25 @@ def resume(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     mesh: Mesh,
-    *,
-    run: dict[str, dict[str, Any]],
-    ops: dict[str, str],
+    **options: Any,
 ) -> tuple[pathlib.Path, dict[str, Any]]:
-    """`restore` of the first folder that is not damaged; also returns which one. Raises Damaged if
-    all are.
+    """`restore` of the first folder that is not damaged, with its options; also returns which one.
+    Raises Damaged if all are.
     """
+    passed = []
     for folder, following in zip(folders, [*folders[1:], None], strict=True):
         try:
-            return folder, restore(folder, model, optimizer, mesh, run=run, ops=ops)
+            state = restore(folder, model, optimizer, mesh, **options)
         except Damaged as error:
             if following is None:
                 raise
+            passed.append(f"{folder.name} is passed over: {error}")
             if mesh.main:
                 log.warning("%s; going on from the one before it, %s", error, following)
+        else:
+            if mesh.main:
+                log.info("; ".join([f"resumed from {folder}, step {state['step']}", *passed]))
+            return folder, state
     raise ValueError("there is no checkpoint to resume from")
 
 
@@ -274,22 +358,28 @@ def restore(
     *,
     run: dict[str, dict[str, Any]],
     ops: dict[str, str],
+    checked: bool = True,
 ) -> dict[str, Any]:
     """Fills model and optimizer and returns the saved state. Every rank must call it.
 
-    run: compatibility keys that must equal the checkpoint's, by kind (model, optimizer, data).
-    Raises ValueError if one differs, and Damaged, on all ranks, if the checkpoint cannot be read;
-    warns if ops were computed by other implementations.
+    run: compatibility keys that must equal the checkpoint's, by kind (model, optimizer, data,
+    base).   checked: compare the checksums of all files.
+    Raises ValueError if a key differs, and Damaged, on all ranks, if the checkpoint cannot be read
+    or has changed since it was written; warns if ops were computed by other implementations.
     """
     problem = state = metadata = None
     random: dict[str, torch.Tensor] = {}
+    adapters_alone, large = False, {}
     try:
         state = read_state(folder)
         _check(folder, state, run)
+        small, large = share(folder, state, mesh.rank, mesh.size) if checked else ({}, {})
+        verify(folder, small)
         metadata = read_metadata(folder / "dcp")
         file = folder / f"random_{mesh.rank}.safetensors"
         if file.is_file():  # a new rank starts from its seed
             random = load_file(file)
+        adapters_alone = _without_base(folder, state, model)
     except SafetensorError as error:
         problem = Damaged(f"{file}: cannot be read as safetensors: {error}")
     except (OSError, ValueError) as error:
@@ -301,23 +391,63 @@ def restore(
         log.warning(
             "ops are computed differently from when %s was written: %s (then, now)", folder, changed
         )
-    weights, moments = get_state_dict(model, optimizer)
-    # Without the groups: their settings are the configuration's, and a pipeline's stages have
-    # different parameters in them.
-    tensors = {"model": weights, "optimizer": {"state": moments["state"]}}
-    with _first_failure(Damaged, f"{folder}: cannot be read"):
-        dcp.load(tensors, storage_reader=Reader(folder / "dcp", metadata), planner=Planner())
+    tensors, moments = _contents(model, optimizer, adapters_alone)
+    _load(folder, tensors, metadata, mesh, large)
     set_state_dict(
         model,
         optimizer,
         model_state_dict=tensors["model"],
         optim_state_dict={**moments, **tensors["optimizer"]},
+        # Names that are left out: of tied weights, and of those that are not the checkpoint's.
+        options=StateDictOptions(strict=False),
     )
+    if isinstance(model, Transformer):
+        model.merged = state.get("merged", False)
     if random:
         torch.set_rng_state(random["cpu"])
         if "cuda" in random and torch.cuda.is_available():
             torch.cuda.set_rng_state(random["cuda"])
     return state
+
+
+def _load(
+    folder: pathlib.Path,
+    tensors: dict[str, Any],
+    metadata: Metadata,
+    mesh: Mesh,
+    files: dict[str, dict[str, Any]],
+) -> None:
+    """Fills tensors. While they are read a thread compares the checksums of `files`. Raises Damaged
+    on all ranks.
+    """
+    problem = None
+    with ThreadPoolExecutor(1) as pool:
+        verified = pool.submit(verify, folder, files)
+        try:
+            with _first_failure(Damaged, f"{folder}: cannot be read"):
+                dcp.load(
+                    tensors, storage_reader=Reader(folder / "dcp", metadata), planner=Planner()
+                )
+        except Damaged as error:  # of which the checksums name the file
+            problem = error
+        mesh.control.agree(verified.exception())
+    if problem is not None:
+        raise problem
+
+
+def _without_base(folder: pathlib.Path, state: dict[str, Any], model: nn.Module) -> bool:
+    """Whether adapters alone are read: the checkpoint holds no others, or the run goes on from
+    other weights than it began from. Raises ValueError if the model has no other weights.
+    """
+    origin = getattr(model, "origin", None)
+    if state.get("weights") == "adapters":
+        if origin is None:
+            raise ValueError(
+                f"{folder} holds adapters alone: set model.model_path to the weights below them"
+            )
+        return True
+    began = state["run"].get("base", {}).get("weights", origin)
+    return began != origin and not state.get("merged") and adapters_suffice(model)
 
 
 _ANEW = "To start anew from its weights, set model.model_path to its hf folder"

@@ -1,5 +1,6 @@
 """Reads a checkpoint's folder without running code that it names: pickles go through unpicklers
-with a list of allowed types.
+with a list of allowed types. state.json, which is written last, has a checksum of every other file
+of the checkpoint, and one of itself.
 """
 
 from __future__ import annotations
@@ -7,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import io
+import json
 import pathlib
 import pickle
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -22,7 +25,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor, Shard
 
 from tilewright._torch import dtensor_of, parts_of_shard
-from tilewright.files import read_json
+from tilewright.files import read_json, write_text
 from tilewright.nn.sharded import is_sharded
 from tilewright.trainer.exchange import crosses_ranks
 
@@ -37,14 +40,88 @@ class Incomplete(Damaged, FileNotFoundError):
     """A checkpoint with a missing file."""
 
 
+NO_CHECKSUM = "0" * 16  # in whose place the file has its checksum
+
+
+def write_state(folder: pathlib.Path, state: dict[str, Any]) -> None:
+    """Writes state.json with its own checksum, in its last line."""
+    text = json.dumps({**state, "checksum": NO_CHECKSUM}, indent=1) + "\n"
+    before, _, after = text.rpartition(NO_CHECKSUM)
+    write_text(folder / "state.json", before + xxhash.xxh3_64_hexdigest(text.encode()) + after)
+
+
 def read_state(folder: pathlib.Path) -> dict[str, Any]:
+    """What `write_state` wrote. Raises Damaged if it is not that."""
+    file = folder / "state.json"
     try:
-        state = read_json(folder / "state.json")
+        state, text = read_json(file), file.read_text("utf-8")
     except (OSError, ValueError) as error:
         raise Damaged(str(error)) from error
     if absent := {"step", "written", "run", "ops"} - state.keys():
-        raise Damaged(f"{folder / 'state.json'}: lacks {', '.join(sorted(absent))}")
+        raise Damaged(f"{file}: lacks {', '.join(sorted(absent))}")
+    own = str(state.pop("checksum", ""))  # none in those of earlier versions, as "files"
+    if own or "files" in state:
+        before, _, after = text.rpartition(own) if own else ("", "", "")
+        found = xxhash.xxh3_64_hexdigest((before + NO_CHECKSUM + after).encode())
+        if own != found:
+            raise Damaged(f"{file}: has the checksum {found}, and says {own or 'none'}")
     return state
+
+
+BLOCK = 1 << 22  # bytes that are read at a time: a core's cache holds them
+
+
+def checksum(file: pathlib.Path) -> str:
+    """XXH3 of a file's bytes."""
+    digest, block = xxhash.xxh3_64(), memoryview(bytearray(BLOCK))
+    with file.open("rb", buffering=0) as opened:
+        while size := opened.readinto(block):
+            digest.update(block[:size])
+    return digest.hexdigest()
+
+
+def checksums(folder: pathlib.Path, rank: int) -> dict[str, dict[str, Any]]:
+    """Sizes and checksums of the files that a rank has written, by their paths in the folder."""
+    files = [folder / f"random_{rank}.safetensors", *sorted(folder.glob(f"dcp/__{rank}_*"))]
+    if rank == 0:
+        files.append(folder / "dcp/.metadata")
+    return {
+        str(file.relative_to(folder)): {"bytes": file.stat().st_size, "xxh3": checksum(file)}
+        for file in files
+    }
+
+
+def verify(folder: pathlib.Path, files: dict[str, dict[str, Any]]) -> None:
+    """Raises Damaged if one of these files of state.json has another size or checksum."""
+    for name, wanted in files.items():
+        file = folder / name
+        if not file.is_file():
+            raise Incomplete(f"{file}: is absent, so that {folder.name} is not a whole checkpoint")
+        if (there := file.stat().st_size) < wanted["bytes"]:
+            raise Damaged(_cut_off(file, there, wanted["bytes"]))
+        if (found := checksum(file)) != wanted["xxh3"]:
+            raise Damaged(f"{file}: has the checksum {found}, and state.json says {wanted['xxh3']}")
+
+
+def share(
+    folder: pathlib.Path, state: dict[str, Any], rank: int, size: int
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """The files that one of `size` ranks checks: those that are read at once, and those with
+    tensors, which are large.
+    """
+    files = state.get("files")
+    if files is None:
+        raise Damaged(
+            f"{folder} was written by a version that recorded no checksums; "
+            "train.verify_checkpoint = false reads it nevertheless"
+        )
+    own = sorted(files.items())[rank::size]
+    large = {name: file for name, file in own if name.endswith(".distcp")}
+    return {name: file for name, file in own if name not in large}, large
+
+
+def _cut_off(file: pathlib.Path, there: int, size: int) -> str:
+    return f"{file}: is cut off after {there} bytes, and should have {size} bytes"
 
 
 _KNOWN = {
@@ -116,11 +193,10 @@ def read_metadata(folder: pathlib.Path) -> Metadata:
         raise Damaged(f"{path}: is not the metadata of a checkpoint: {error}") from error
     for name, size in needed.items():
         file = folder / name
-        if (there := file.stat().st_size if file.is_file() else -1) < size:
-            raise Damaged(
-                f"{file}: is {'absent' if there < 0 else f'cut off after {there} bytes'}, and "
-                f"should have {size} bytes"
-            )
+        if not file.is_file():
+            raise Damaged(f"{file}: is absent, and should have {size} bytes")
+        if (there := file.stat().st_size) < size:
+            raise Damaged(_cut_off(file, there, size))
     return metadata
 
 

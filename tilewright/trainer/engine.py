@@ -256,11 +256,11 @@ class Engine:
         folders: list[pathlib.Path],
         identity: dict[str, dict[str, Any]],
         ops: dict[str, str],
+        checked: bool = True,
     ) -> tuple[pathlib.Path, dict[str, Any]]:
         """See `checkpoint.resume`."""
-        return checkpoint.resume(
-            folders, self.model, self.optimizer, self.mesh, run=identity, ops=ops
-        )
+        options = {"run": identity, "ops": ops, "checked": checked}
+        return checkpoint.resume(folders, self.model, self.optimizer, self.mesh, **options)
 
     def export(
         self,

@@ -275,6 +275,12 @@ class Lora(Section):
         "merged.",
         OTHER_WEIGHTS,
     )
+    save_base: bool = field(
+        False,
+        "Store the frozen weights in every checkpoint too; false: only where no file holds them, "
+        "since they were drawn or adapters have been merged into them.",
+        OUTPUT,
+    )
     enable_qlora: bool = field(
         False,
         "Quantize the projections, layer by layer as they are read; every process has them all. "

@@ -155,6 +155,7 @@ class Transformer(nn.Module):
         self.cp, self.tp = ContextParallel(), TensorParallel()
         self.pipeline: Pipeline | None = None  # this rank's stages, if it has not all layers
         self.origin: str | None = None  # identifies the weights that were read from a folder
+        self.merged = False  # whether adapters have been merged into them since
         if ops.numerics.batch_invariant:
             in_row_blocks(self)
         self.tie()

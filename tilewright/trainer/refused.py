@@ -32,7 +32,14 @@ FSDP2_ONLY = {
 # Fields of lora that are used only if another one is set.
 LORA_ONLY = {
     **dict.fromkeys(
-        ("lora_rank", "lora_alpha", "lora_target_modules", "save_lora_only", "merge_lora_interval"),
+        (
+            "lora_rank",
+            "lora_alpha",
+            "lora_target_modules",
+            "save_lora_only",
+            "save_base",
+            "merge_lora_interval",
+        ),
         "enable_lora",
     ),
     **dict.fromkeys(

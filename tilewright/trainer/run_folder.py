@@ -65,6 +65,13 @@ def _written(folder: pathlib.Path) -> float:
         return (folder / "state.json").stat().st_mtime
 
 
+def time_after(root: pathlib.Path, now: float) -> float:
+    """The time of a checkpoint that is written now, in seconds since 1970: after that of all others
+    in the folder, also where the clock has been set back.
+    """
+    return max([now, *(_written(folder) + 0.001 for folder in complete(str(root.parent)))])
+
+
 def complete(output_dir: str) -> list[pathlib.Path]:
     """The complete checkpoints in a run's folder."""
     folders = sorted(pathlib.Path(output_dir, "checkpoints").glob("global_step_*"))
@@ -137,7 +144,7 @@ def recover(output_dir: str, mesh: Mesh, *, alone: bool = True) -> None:
                 raise Damaged("another run may be writing it")
             if aside.name != f".global_step_{(step := read_state(aside)['step'])}.partial":
                 raise Damaged(f"its state is of step {step}")
-            read_metadata(aside / "dcp")  # which is written last
+            read_metadata(aside / "dcp")
         except (OSError, Damaged) as problem:
             if alone:
                 shutil.rmtree(aside)

@@ -243,10 +243,12 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     start, resumed = 0, None
     if folders:
         wanted = {k: v for k, v in belongs.items() if k != "base" or not t.allow_other_base}
-        resumed, state = engine.load(folders, wanted, chosen)
+        resumed, state = engine.load(folders, wanted, chosen, t.verify_checkpoint)
         start = state["step"]
         batches.load_state_dict(state["data"])
         batches.tokens = state.get("tokens", 0)
+    elif t.load_checkpoint_path and mesh.main:
+        log.info("%s holds no checkpoint to resume from: the run starts anew", t.output_dir)
     plan = Plan(t, batches.steps_per_epoch, start - batches.position)
     if start > plan.total:
         raise ValueError(f"{resumed} is at step {start}, and the run ends at step {plan.total}")
@@ -275,7 +277,14 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         *certified,
     ):
         metrics.say(line)
-    saver = checkpoint.Saver(t.output_dir, mesh, t.save_async, resumed, t.save_total_limit or 0)
+    saver = checkpoint.Saver(
+        t.output_dir,
+        mesh,
+        t.save_async,
+        resumed,
+        keep=t.save_total_limit or 0,
+        base=config.lora.save_base,
+    )
     return Run(
         config=config,
         mesh=mesh,

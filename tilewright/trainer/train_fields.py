@@ -279,6 +279,11 @@ class Train(Section):
         '"" or null: none.',
         THIS_START,
     )
+    verify_checkpoint: bool = field(
+        True,
+        "Compare the checksums of all files of a checkpoint that is loaded.",
+        THIS_START,
+    )
     allow_other_base: bool = field(
         False,
         "Resume although model.model_path holds other weights than those the run began from. "
