@@ -329,7 +329,7 @@ def test_the_report_is_printed_and_says_why(capsys):
         ("dropout", "dropout = 0.5"),
         ("weights", "output_attentions"),
         ("mask of four dimensions", "a mask of shape"),
-        ("mask that the model computes with", "a mask that the model computes with"),
+        ("mask that the model writes into", "a mask that the model has written into"),
         ("padding on the right of a cache", "padding on the left of cached keys only"),
     ],
 )
@@ -639,7 +639,7 @@ def test_whatever_a_forward_does_with_its_logits(change, fused):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        was_fused, ours = of(change(integration.causal_lm.Logits("Model", head, x)))
+        was_fused, ours = of(change(integration.causal_lm.SeenLogits("Model", head, x)))
     theirs = of(change(head(x)))[1]
     assert was_fused == fused
     # float32, whose roundings come in another order in the fused loss.
@@ -691,6 +691,169 @@ def test_a_model_that_writes_into_its_logits(how):
             for loss, p in zip(losses, (one, other), strict=True)
         )
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda self, h: _with_data(self.lm_head(h)),
+        lambda self, h: _without_record(self.lm_head(h)),
+        lambda self, h: _under_no_grad(self, h),
+        lambda self, h: _under_no_grad(self, h) * 2,
+        lambda self, h: _with_hook(self.lm_head(h)),
+        lambda self, h: self.lm_head(h) * (3 if torch.is_tensor(self.lm_head(h)) else 1),
+        lambda self, h: self.lm_head(h) * (3 if isinstance(self, torch.nn.Module) else 1),
+        lambda self, h: _in_float32(self, h),
+    ],
+)
+def test_what_a_forward_asks_of_its_logits_is_the_tensors_answer(change):
+    """Data that is assigned, modes of gradients and autocast, hooks, isinstance."""
+    from transformers import LlamaForCausalLM
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    class Own(LlamaForCausalLM):
+        def forward(self, input_ids, labels=None, **options):
+            logits = change(self, self.model(input_ids).last_hidden_state)
+            self.lm_head  # noqa: B018 - accelerate looks for the name here
+            return CausalLMOutputWithPast(
+                loss=self.loss_function(logits, labels, self.config.vocab_size), logits=logits
+            )
+
+    torch.manual_seed(0)
+    theirs = Own(config_of("llama", initializer_range=0.2)).train()
+    ours = copy.deepcopy(theirs)
+    assert "loss" not in accelerate(ours, parts=("loss",), quiet=True).left
+    ids, _ = batch()
+    found = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*computes with its logits before its loss")
+        for model in (ours, theirs):
+            mixed = change.__code__.co_names[-1:] == ("_in_float32",)
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                loss = model(ids, labels=ids).loss
+            grads = []
+            if loss.requires_grad:
+                loss.backward()
+                grads = [p.grad for p in model.parameters() if p.grad is not None]
+            found.append((loss.detach(), *grads))
+    assert len(found[0]) == len(found[1])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def _with_data(z):
+    z.data = z.data * 2
+    return z
+
+
+def _without_record(z):
+    with torch.no_grad():
+        z.mul_(2)
+    return z
+
+
+def _under_no_grad(self, h):
+    with torch.no_grad():
+        return self.lm_head(h)
+
+
+def _with_hook(z):
+    half = z / 2
+    z.register_hook(lambda g: g * 0)
+    return half
+
+
+def _in_float32(self, h):
+    with torch.autocast("cpu", enabled=False):
+        return self.lm_head(h.float())
+
+
+def test_hidden_states_that_change_behind_the_head_are_an_error():
+    head, x = torch.nn.Linear(16, 48), torch.randn(2, 5, 16)
+    logits = integration.causal_lm.Logits("Model", head, x)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match=r'Model writes into the hidden states.*logits="always"'):
+        logits.loss(torch.zeros(2, 5, dtype=torch.long))
+
+
+def test_a_biased_head_is_not_scaled_with_its_bias_left_alone():
+    head, x = torch.nn.Linear(16, 48), torch.randn(2, 5, 16)
+    logits = integration.causal_lm.Logits("Model", head, x)
+    labels = torch.zeros(2, 5, dtype=torch.long)
+    assert logits.loss(labels) is not None and (logits * 3).loss(labels) is None
+
+
+def test_values_wider_than_keys():
+    """Multi-head latent attention whose values are wider than its queries and keys."""
+    theirs = tiny("deepseek_v3", v_head_dim=32).eval()
+    ours = copy.deepcopy(theirs)
+    accelerate(ours, parts=("attention",), quiet=True)
+    ids, _ = batch()
+    torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("own", ["sdpa", "eager"])
+def test_a_layer_that_reads_the_mask_is_recomputed_as_it_was_computed(own):
+    """Non-reentrant checkpoints compare what a layer saves each time."""
+    theirs = tiny("llama")
+    theirs.set_attn_implementation(own)
+    ours = copy.deepcopy(theirs)
+    accelerate(ours, parts=PARTS, quiet=True)
+    ids, mask = batch("left")
+    found = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*as before accelerate")
+        for model in (ours, theirs):
+            last = model.model.layers[1]
+            forward = type(last).forward
+            last.forward = types.MethodType(
+                lambda self, x, attention_mask=None, f=forward, **o: f(
+                    self, x, attention_mask=attention_mask.clone(), **o
+                ),
+                last,
+            )
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            labels = ids.clone()
+            labels[:, :4] = -100  # padding, and what its last token would predict
+            model(ids, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+            found.append([p.grad for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_an_unpickled_model_runs_in_a_process_that_knows_nothing(tmp_path):
+    """Its configuration names this library's attention, whatever parts were changed."""
+    import subprocess
+    import sys
+
+    model = tiny("llama").eval()
+    accelerate(model, parts=("attention",), quiet=True)
+    ids, _ = batch()
+    torch.save((model, ids, model(ids).logits), tmp_path / "model")
+    code = (
+        "import sys, torch; model, ids, logits = torch.load(sys.argv[1], weights_only=False); "
+        "assert torch.allclose(model(ids).logits, logits)"
+    )
+    subprocess.run([sys.executable, "-c", code, tmp_path / "model"], check=True)
+
+
+def test_a_static_cache_moves_on_before_its_mask_is_built():
+    """The cache counts in the tensor that the mask's offset is."""
+    theirs = tiny("llama").eval()
+    theirs.set_attn_implementation("eager")
+    ours = copy.deepcopy(theirs)
+    accelerate(ours, parts=("attention",), quiet=True)
+    ids, _ = batch()
+    options = {"cache_implementation": "static", "output_attentions": True, "max_new_tokens": 3}
+    found = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*as before accelerate")
+        for model in (ours, theirs):
+            out = model.generate(
+                ids, pad_token_id=0, output_logits=True, return_dict_in_generate=True, **options
+            )
+            found.append(out.logits)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
 
 
 def _without_gradients(logits):

@@ -16,7 +16,9 @@ from tilewright.integrations.transformers import causal_lm, layers
 from tilewright.integrations.transformers.attention import eager_attention
 from tilewright.integrations.transformers.errors import NAME
 from tilewright.integrations.transformers.instance import (
+    as_before,
     check_restorable,
+    is_replaced,
     on_plain_numbers,
     own_function,
     put_back,
@@ -158,6 +160,11 @@ def accelerate(
                 getattr(work, part)()
             except ImplementationUnavailable as error:  # transformers lacks what it stands on
                 work.left[part] = str(error)
+    for (
+        top
+    ) in work.tops:  # its configuration names this library's entries, wherever it is unpickled
+        if BEFORE in top.__dict__ and not is_replaced(top):
+            replace_forward(top, as_before)
     left = {p: reason for p in PARTS if (reason := work.left.get(p))}
     notes = newer_than_tested("transformers")
     report = Report(type(model).__name__, tuple(work.changed), left, tuple(notes))

@@ -75,8 +75,11 @@ def attention_entry(
             query, key[:, :, : mask.filled], value[:, :, : mask.filled]
         )
         width = value.shape[-1]
-        if width < query.shape[-1]:  # multi-head latent attention
-            value = F.pad(value, (0, query.shape[-1] - width))
+        if scaling is None:
+            scaling = query.shape[-1] ** -0.5
+        # Multi-head latent attention: ops.attention takes one width.
+        widest = max(width, query.shape[-1])
+        query, key, value = (_padded(t, widest) for t in (query, key, value))
         options = {
             "causal": mask.causal,
             "window": mask.window,
@@ -114,8 +117,12 @@ def attention_or_other(ours: Callable, other: str, table: Any) -> Callable:
             if causal and getattr(module, "is_causal", True) is False:
                 name = type(module).__name__
                 raise NotComputed(f"{name}: a causal mask for a layer that is not causal")
+            if other == "eager" and attention_mask is None and getattr(module, "is_causal", True):
+                # transformers' eager attention has no mask of its own.
+                raise NotComputed(f"{type(module).__name__}: eager attention without a mask")
             return ours(module, query, key, value, attention_mask, *arguments, **options)
-        except NotComputed as error:
+        # Of arguments, too: transformers checks fewer of them than ops.attention.
+        except (NotComputed, TypeError, ValueError) as error:
             if not torch.compiler.is_compiling():
                 _warn_once(str(error).partition(" (others:")[0], other)
         mask = attention_mask.for_other() if isinstance(attention_mask, Mask) else attention_mask
@@ -146,6 +153,10 @@ def eager_attention(cls: type) -> Callable | None:
     return next((own.__globals__[n] for n in names if n in own.__globals__), None)
 
 
+def _padded(t: torch.Tensor, width: int) -> torch.Tensor:
+    return t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1]))
+
+
 def _mask_of_layer(shape, query: torch.Tensor, causal: bool, window: int | None) -> Mask:
     """The mask for a layer without one."""
     S, keys = shape[2:]
@@ -160,26 +171,22 @@ def _mask_of_layer(shape, query: torch.Tensor, causal: bool, window: int | None)
 def _refused(mask: Mask, sizes: tuple[int, int], dropout, packed_beside_mask, kwargs) -> list[str]:
     """The parts of a call that `ops.attention` does not support, in words."""
     padded = mask.kept is not None and not is_numbered(mask.kept)
-    asked = (
-        (f"dropout = {dropout}", dropout > 0),
-        ("output_attentions", kwargs.get("output_attentions")),
-        (mask.refused, mask.refused),
-        (
-            f"{sizes[0]} queries and {sizes[1]} keys with a mask for {mask.shape[2]} and "
-            f"{mask.shape[3]}",
-            sizes != mask.shape[2:],
-        ),
-        (
-            "cu_seq_lens_q beside a mask with padding, or one that is not causal",
-            packed_beside_mask and (not mask.causal or padded),
-        ),
-        ("a paged cache", any(kwargs.get(key) is not None for key in PAGED)),
-        *(
-            (key, kwargs.get(key) is not None)
-            for key in ("position_bias", "indices", "block_indices", "sinks")
-        ),
-    )
-    return [words for words, is_asked in asked if is_asked]
+    words = [mask.refused] if mask.refused else []
+    if mask.was_written:
+        words.append("a mask that the model has written into")
+    if dropout > 0:
+        # No formatting of a number that torch.compile(dynamic=True) has made symbolic.
+        words.append("dropout" if torch.compiler.is_compiling() else f"dropout = {dropout}")
+    if kwargs.get("output_attentions"):
+        words.append("output_attentions")
+    if sizes != tuple(mask.shape[2:]):
+        words.append("other numbers of queries and keys than the mask is for")
+    if packed_beside_mask and (not mask.causal or padded):
+        words.append("cu_seq_lens_q beside a mask with padding, or one that is not causal")
+    if any(kwargs.get(key) is not None for key in PAGED):
+        words.append("a paged cache")
+    others = ("position_bias", "indices", "block_indices", "sinks")
+    return words + [key for key in others if kwargs.get(key) is not None]
 
 
 def cast_together(q, k, v):

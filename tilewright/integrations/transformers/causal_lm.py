@@ -9,6 +9,7 @@ computed, and the loss from them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import warnings
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tilewright import _torch, ops
-from tilewright.integrations.transformers.instance import own_function
+from tilewright.integrations.transformers.instance import has_hooks, own_function
 from tilewright.integrations.transformers.versions import part_of
 from tilewright.ops import _checks
 
@@ -50,9 +51,9 @@ def _head_reason(model: Any) -> str | None:
     head = model.lm_head
     # The loss reads the head's weight outside its forward: adapters and quantized weights are
     # not in it, and hooks may gather or free it.
-    if type(head) is not nn.Linear or "forward" in head.__dict__:
+    if type(head) is not nn.Linear:
         return f"has an lm_head of its own kind ({type(head).__name__})"
-    if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks:
+    if has_hooks(head):
         return "has hooks on its lm_head"
     return None
 
@@ -77,7 +78,8 @@ def loss_forward(base: type, logits: str) -> Callable:
         wanted = logits == "eval" and not self.training
         if labels is None or wanted or _head_reason(self) or _loss_reason(self, plain):
             return own(self, *args, **kwargs)
-        return _without_logits(own(_View(self), *args, **kwargs))
+        view = _View if torch.compiler.is_compiling() else _SeenView
+        return _without_logits(own(view(self), *args, **kwargs))
 
     return forward
 
@@ -99,12 +101,20 @@ class _View:
         return _Head(self.__dict__["_model"])
 
     def loss_function(self, logits, labels, *args, **kwargs):
-        if type(logits) is Logits:
+        if _is_record(logits):
             loss = logits.loss(labels, *args, **kwargs)
             if loss is not None:
                 return loss
             logits = logits.tensor("its loss needs them")
         return self.__dict__["_model"].loss_function(logits, labels, *args, **kwargs)
+
+
+class _SeenView(_View):
+    """For isinstance in the forward; Dynamo knows no such class."""
+
+    @property
+    def __class__(self):
+        return type(self.__dict__["_model"])
 
 
 class _Head:
@@ -118,7 +128,8 @@ class _Head:
 
     def __call__(self, hidden_states):
         model = self.__dict__["_model"]
-        return Logits(type(model).__name__, model.lm_head, hidden_states)
+        record = Logits if torch.compiler.is_compiling() else SeenLogits
+        return record(type(model).__name__, model.lm_head, hidden_states)
 
 
 # Methods that are recorded, and what of them.
@@ -146,37 +157,76 @@ class Logits:
     steps: (name, number) in order: "mul" and "div" by a number, "tanh", "float".
     """
 
-    def __init__(self, model: str, head: nn.Linear, x: torch.Tensor, steps: tuple = ()):
+    def __init__(
+        self,
+        model: str,
+        head: nn.Linear,
+        x: torch.Tensor,
+        steps: tuple = (),
+        parent: Logits | None = None,
+    ):
         self._model, self._head, self._x, self._steps = model, head, x, steps
         # The logits are computed later, but as if it were here.
-        self._grad = torch.is_grad_enabled()
+        self._grad = torch.is_grad_enabled() and (parent is None or parent._grad)
+        self._version = _version_of(x) if parent is None else parent._version
+        self._autocast = _autocast(x.device.type) if parent is None else parent._autocast
         self._tensor: torch.Tensor | None = None
+        self._later: list[Logits] = []  # what was made of these logits, and not in place
+
+    def __setattr__(self, name, value):
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.tensor(f"sets {name}"), name, value)
 
     def tensor(self, what: str) -> torch.Tensor:
         """The logits. what: what needs them, for a warning."""
         if self._tensor is None:
             if not torch.compiler.is_compiling():
                 _warn_once(self._model, what)
-            with torch.set_grad_enabled(self._grad):
+            self._check_x()
+            with torch.set_grad_enabled(self._grad), _as_in(self._autocast, self._x.device.type):
                 logits = self._head(self._x)
-                for step, number in self._steps:
-                    if step == "tanh":
-                        logits = torch.tanh(logits)
-                    elif step == "float":
-                        logits = logits.float()
-                    else:
-                        logits = logits / number if step == "div" else logits * number
-                self._tensor = logits
+            self._fill(logits, self._steps)
+        assert self._tensor is not None
         return self._tensor
+
+    def _fill(self, logits: torch.Tensor, steps: tuple) -> None:
+        """Becomes the tensor, and so does what was made of it: hooks and gradients of one are the
+        other's, too.
+        """
+        with torch.set_grad_enabled(self._grad):
+            for step, number in steps:
+                if step == "tanh":
+                    logits = torch.tanh(logits)
+                elif step == "float":
+                    logits = logits.float()
+                else:
+                    logits = logits / number if step == "div" else logits * number
+        self._tensor = logits
+        for other in self._later:
+            if other._tensor is None and other._steps[: len(self._steps)] == self._steps:
+                other._fill(logits, other._steps[len(self._steps) :])
+
+    def _check_x(self) -> None:
+        if _version_of(self._x) != self._version:
+            raise RuntimeError(
+                f"{self._model} writes into the hidden states after its head has read them, before "
+                'its loss: accelerate(model, logits="always") leaves its loss alone'
+            )
 
     def _apply(self, name: str, arguments: tuple, options: dict) -> Any:
         """What a method of the tensor returns: a record of it, or the tensor's result."""
         if self._tensor is None and (steps := self._after(name, arguments, options)) is not None:
-            if name in IN_PLACE:
+            if name not in IN_PLACE:
+                if steps == self._steps:  # contiguous, or a move to where it is
+                    return self
+                made = type(self)(self._model, self._head, self._x, steps, self)
+                self._later.append(made)
+                return made
+            if torch.is_grad_enabled() == self._grad:
                 self._steps = steps
                 return self
-            same = steps == self._steps  # contiguous, or a move to where it is
-            return self if same else Logits(self._model, self._head, self._x, steps)
         result = getattr(self.tensor(name), name)(*arguments, **options)
         return self if result is self._tensor else result
 
@@ -216,15 +266,15 @@ class Logits:
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), options=None):
         options, name = options or {}, getattr(function, "__name__", str(function))
-        if arguments and type(arguments[0]) is Logits and hasattr(torch.Tensor, name):
+        if arguments and _is_record(arguments[0]) and hasattr(torch.Tensor, name):
             first, *rest = arguments
             others = _torch.pytree.tree_leaves((rest, options))
             if function in (getattr(torch, name, None), getattr(torch.Tensor, name)) and not any(
-                type(value) is Logits for value in others
+                _is_record(value) for value in others
             ):
                 return first._apply(name, tuple(rest), options)
         arguments, options = _torch.pytree.tree_map(
-            lambda value: value.tensor(name) if type(value) is Logits else value,
+            lambda value: value.tensor(name) if _is_record(value) else value,
             (tuple(arguments), options),
         )
         return function(*arguments, **options)
@@ -245,14 +295,21 @@ class Logits:
             return None
         scale, cap = found
         x = self._x if scale == 1 else self._x * scale
+        if not self._grad:  # the head was called under no_grad
+            x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        self._check_x()
         shape = ()
+        if hasattr(num_items_in_batch, "item") and not isinstance(num_items_in_batch, torch.Tensor):
+            num_items_in_batch = num_items_in_batch.item()  # NumPy's
         if isinstance(num_items_in_batch, torch.Tensor):  # by which transformers' loss broadcasts
             shape = num_items_in_batch.shape
             if num_items_in_batch.numel() != 1:
                 return None
             num_items_in_batch = num_items_in_batch.to(x.device).reshape(())
+        if _autocast(x.device.type) != self._autocast:
+            return None  # the product is another's dtype than the loss's
         loss = ops.linear_cross_entropy(
             x.reshape(-1, x.shape[-1]),
             weight,
@@ -263,6 +320,33 @@ class Logits:
             num_tokens=num_items_in_batch,
         )
         return loss.reshape(shape)
+
+
+class SeenLogits(Logits):
+    """For isinstance and torch.is_tensor in the forward; Dynamo knows no such class."""
+
+    @property
+    def __class__(self):
+        return torch.Tensor
+
+
+def _is_record(value: Any) -> bool:
+    return issubclass(type(value), Logits)
+
+
+def _version_of(x: torch.Tensor) -> int:
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
+def _autocast(device: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+def _as_in(state: tuple[bool, torch.dtype], device: str) -> Any:
+    """A block under this state of autocast."""
+    if _autocast(device) == state:
+        return contextlib.nullcontext()
+    return torch.autocast(device, dtype=state[1], enabled=state[0])
 
 
 def _call(logits: Logits, name: str, *arguments, **options) -> Any:
@@ -331,11 +415,11 @@ def _without_logits(output: Any) -> Any:
     """An output without logits that stand for a tensor; what was computed is returned."""
     if isinstance(output, tuple):
         values = (_computed(value) for value in output)
-        return tuple(value for value in values if type(value) is not Logits)
+        return tuple(value for value in values if not _is_record(value))
     values = {k: _computed(v) for k, v in output.items()}
-    return type(output)(**{k: v for k, v in values.items() if type(v) is not Logits})
+    return type(output)(**{k: v for k, v in values.items() if not _is_record(v)})
 
 
 def _computed(value: Any) -> Any:
-    is_computed = type(value) is Logits and value._tensor is not None
+    is_computed = _is_record(value) and value._tensor is not None
     return value._tensor if is_computed else value

@@ -18,6 +18,9 @@ from torch import nn
 
 BASE = "_tilewright_base"
 REPLACED = "_tilewright_replaced"  # callables that were given to a module since
+CHILDREN = "_tilewright_children"  # names and classes of its children when it was replaced
+# Children that adapters and quantizers replace, and that are called as before.
+PROJECTIONS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 
 
 def replace_forward(module: nn.Module, make: Callable, *options: Any) -> None:
@@ -25,6 +28,7 @@ def replace_forward(module: nn.Module, make: Callable, *options: Any) -> None:
 
     make: a function of a module, which pickle finds by name; options: picklable and hashable.
     """
+    module.__dict__[CHILDREN] = _children(module, PROJECTIONS)
     module.__class__ = _subclass(type(module), make, options, type(module).forward)
 
 
@@ -37,24 +41,55 @@ def check_restorable(module: nn.Module) -> None:
         )
 
 
+def is_replaced(module: nn.Module) -> bool:
+    """Whether the module has a forward of this library's."""
+    return BASE in type(module).__dict__
+
+
 def put_back(module: nn.Module) -> None:
     """Gives the module its own class again."""
     base = type(module).__dict__.get(BASE)
     if base is not None:
         module.__class__ = base
         module.__dict__.pop(REPLACED, None)
+        module.__dict__.pop(CHILDREN, None)
 
 
-def was_given(module: nn.Module, besides: tuple[str, ...]) -> bool:
+def was_given(module: nn.Module, besides: tuple[str, ...] = PROJECTIONS) -> bool:
     """Whether the module was given another callable since its forward was replaced, as a layer or
     an activation, `besides` these names; or whether a child besides them has hooks.
     """
     given = module.__dict__.get(REPLACED, ())
-    return any(name not in besides for name in given) or any(
-        child._forward_hooks or child._forward_pre_hooks or child._backward_hooks
+    if any(name not in besides for name in given):
+        return True
+    if module.__dict__[CHILDREN] != _children(module, besides):
+        return True
+    return any(
+        child is not None and name not in besides and has_hooks(child)
         for name, child in module._modules.items()
-        if child is not None and name not in besides
     )
+
+
+def _children(module: nn.Module, besides: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """Names and classes, by names that pickle finds and that a replaced forward leaves."""
+    children = ((n, c) for n, c in module._modules.items() if n not in besides)
+    return tuple((name, type(child).__qualname__) for name, child in children)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its class's forward."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def as_before(base: type) -> Callable:
+    """A forward that stays: its instance only remembers, when it is unpickled, what it needs."""
+    return base.forward
 
 
 @functools.cache

@@ -78,8 +78,12 @@ def norm_options(module: nn.Module) -> tuple | str:
 
 
 def norm_forward(base: type, eps: str, offset: float, cast: str, promotes: bool) -> Callable:
-    @functools.wraps(base.forward)
+    own = base.forward
+
+    @functools.wraps(own)
     def forward(self, hidden_states):
+        if not isinstance(getattr(self, eps), float):
+            return own(self, hidden_states)
         weight = self.weight
         if promotes and weight.dtype != hidden_states.dtype:
             # A float32 weight makes a 16-bit row float32.
@@ -136,11 +140,11 @@ def mlp_forward(base: type, kind: int, merged: bool) -> Callable:
             return ops.silu_mul(gate, up)
         return ops.gelu_mul(gate, up, approximate="tanh" if kind == GELU_TANH else "none")
 
-    own, projections = base.forward, MERGED if merged else SPLIT
+    own = base.forward
 
     @functools.wraps(own)
     def forward(self, hidden_states):
-        if was_given(self, projections):  # another activation, or hooks on it
+        if was_given(self):  # another activation, or hooks on it
             return own(self, hidden_states)
         if merged:
             return self.down_proj(act_mul(self.gate_up_proj(hidden_states)))
@@ -184,14 +188,18 @@ def rope_forward(base: type) -> Callable:
     """
     own = own_function(base.forward)
     rotations = tuple(own.__globals__.get(name) for name in ROTATIONS)
-    return with_globals(base.forward, _namespace(own.__globals__["__name__"], rotations).__dict__)
+    space = own.__globals__
+    # Whatever another library has replaced there since: the copies hold what they were made of, so
+    # that no other object gets the same id.
+    now = tuple((key, id(value)) for key, value in space.items() if key != "__builtins__")
+    return with_globals(base.forward, _namespace(space["__name__"], rotations, now).__dict__)
 
 
 @functools.cache
-def _namespace(name: str, rotations: tuple[Callable | None, ...]) -> ModuleType:
+def _namespace(name: str, rotations: tuple[Callable | None, ...], now: tuple) -> ModuleType:
     """A copy of a module's namespace whose rotations are this library's.
 
-    rotations: the module's own, which another library may have replaced since the last call.
+    rotations: the module's own.   now: what the names of the namespace are.
     It is a module that can be imported, where torch.compile looks the names of its functions up.
     """
     module = sys.modules[name]

@@ -89,15 +89,27 @@ class Mask:
     def for_other(self) -> Any:
         """The mask for the other implementation."""
         assert self.dense is not None
-        return self._place(self.dense.build(True)) if self._values is None else self._values
+        return self._values if self.was_written else self._place(self.dense.build(True))
+
+    @property
+    def was_written(self) -> bool:
+        """Whether the model has written into the tensor, also through a view. What it only read
+        leaves the mask what it was: a layer that is recomputed decides as it did before.
+        """
+        values = self._values
+        if values is None or torch.compiler.is_compiling() or values.is_inference():
+            return values is not None
+        return values._version != self._version
 
     def values(self, what: str) -> torch.Tensor:
         """The tensor to compute with. what: what the model does, for the error."""
         if self._values is None:
             if self.dense is None:
                 raise computed_mask(what)
-            self._values = self._place(self.dense.build(False))
-            self.refused = f"a mask that the model computes with ({what})"
+            values = self._place(self.dense.build(False))
+            self._values = values
+            known = not torch.compiler.is_compiling() and not values.is_inference()
+            self._version = values._version if known else 0
         return self._values
 
     @property
@@ -115,16 +127,16 @@ class Mask:
         device = _torch.device_asked_for(*arguments, **options)
         if device is None or device == self.device:
             return self
-        if self._values is not None:
-            return self._values.to(device)
+        if self.was_written:
+            return self.values("moves it").to(device)
         return self._like(self.shape, device, None if self.kept is None else self.kept.to(device))
 
     def contiguous(self) -> Mask:
         return self
 
     def __getitem__(self, index) -> Mask | torch.Tensor:
-        if self._values is not None:
-            return self._values[index]
+        if self.was_written:
+            return self.values("indexes it")[index]
         of, index = index, index if isinstance(index, tuple) else (index,)
         *others, last = index
         whole = all(i is Ellipsis or i == slice(None) for i in others)
