@@ -1964,7 +1964,7 @@ def test_the_defaults_train(tmp_path):
         ),
         ({"model__foundation": {"head_dim": 7}}, "config.json: head_dim must be even, got 7"),
         ({"data__datasets": [{"path": "TEXT", "type": "text"}]}, "holds no tokenizer"),
-        ({"data__datasets": [{"path": "EMPTY"}]}, "empty.jsonl: cannot be read as json"),
+        ({"data__datasets": [{"path": "EMPTY"}]}, "empty.jsonl: there is nothing in it"),
         (
             {
                 "data__datasets": [{"path": "FOLDER"}],
