@@ -94,6 +94,7 @@ def with_adapter(dtype=torch.float32, **changes) -> Any:
 class Plant(NamedTuple):
     """make: builds the model with its fault.   module: that is named.   words: of its message.
     options: of `verify`.   unseen: documented as not seen.   alone: no other module is named.
+    refused: the message is that of `Unverifiable`.
     """
 
     make: Callable[[], nn.Module]
@@ -102,10 +103,16 @@ class Plant(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
     unseen: bool = False
     alone: bool = True
+    refused: bool = False
 
     def check(self) -> None:
         """Raises AssertionError unless the fault is found as its row says."""
-        found = tilewright.verify(self.make(), **{"tokens": TOKENS, **self.options})
+        try:
+            found = tilewright.verify(self.make(), **{"tokens": TOKENS, **self.options})
+        except ValueError as error:
+            assert self.refused and self.words in str(error), error
+            return
+        assert not self.refused, str(found)
         said = {f.module: f.message for f in found.findings}
         if self.unseen:
             assert found.ok, str(found)
@@ -293,7 +300,47 @@ def mask_of_one_token_more():
     return model
 
 
+@plant(ATTENTION, "differs from float64")
+def scale_one_percent_off():
+    model = tiny()
+    attention = model.model.layers[1].self_attn
+    own = attention.scaling
+
+    def forward(inner, *args, **kwargs):
+        with replaced(vars(attention), scaling=own * 1.01):
+            return inner(*args, **kwargs)
+
+    patched(attention, forward)
+    return model
+
+
+@plant(words="the model has no model.layers.1.self_attn.q_proj.bias", refused=True)
+def bias_dropped_from_the_module():
+    model = tiny("qwen2")
+    model.model.layers[1].self_attn.q_proj.bias = None
+    return model
+
+
+@plant(ATTENTION, "differs from float64", alone=False)
+def positions_of_one_layer():
+    model = tiny()
+
+    def forward(own, *args, position_embeddings=None, **kwargs):
+        cos, sin = (t.roll(1, 1) for t in position_embeddings)
+        return own(*args, position_embeddings=(cos, sin), **kwargs)
+
+    patched(model.model.layers[1].self_attn, forward)
+    return model
+
+
 # ---- rotary frequencies
+
+
+@plant("model.rotary_emb", "rotary base 500000 in the module, 1000000 by the conf")
+def another_base():
+    model = tiny()
+    model.model.rotary_emb.inv_freq = 1 / 500000 ** (torch.arange(0, 8, 2) / 8)
+    return model
 
 
 @plant("model.rotary_emb", "rotary base 1001000 in the module, 1000000 by the conf")
@@ -396,7 +443,63 @@ def gradient_two_percent_off():
     return model
 
 
+@plant("model.layers.0.mlp.up_proj", "gradient of weight differs")
+def gradient_with_an_offset():
+    model = tiny()
+    model.model.layers[0].mlp.up_proj.weight.register_hook(lambda g: g + 1e-3)
+    return model
+
+
+@plant("model.layers.1.mlp", "differs from float64")
+def gradient_one_percent_off_in_bfloat16():
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * 0.98
+
+    model = tiny(dtype=torch.bfloat16)
+    patched(model.model.layers[1].mlp, lambda own, x: own(Scaled.apply(x)))
+    return model
+
+
+@plant("model.layers.0.mlp", "differs from float64")
+def wrong_in_a_batch_of_one():
+    model = tiny()
+    patched(model.model.layers[0].mlp, lambda own, x: own(x) * (1.01 if len(x) == 1 else 1))
+    return model
+
+
+@plant("model.layers.0.self_attn", "layer_idx 1 in the module, 0 by the configuration", alone=False)
+def layers_swapped():
+    model = tiny()
+    model.model.layers[0], model.model.layers[1] = model.model.layers[1], model.model.layers[0]
+    return model
+
+
+@plant("model.embed_tokens", "it is 2^1 times the right one", alone=False)
+def embedding_scaled():
+    model = tiny()
+    patched(model.model.embed_tokens, lambda own, ids: own(ids) * 2)
+    return model
+
+
 # ---- experts
+
+
+@plant("model.layers.1.mlp.experts", "", alone=False)
+def experts_with_a_nan():
+    model = tiny("qwen3_moe")
+
+    def forward(own, x, index, weights):
+        y = own(x, index, weights)
+        return torch.where(torch.arange(len(y))[:, None] == 3, torch.nan, y)
+
+    patched(model.model.layers[1].mlp.experts, forward)
+    return model
 
 
 @plant("model.layers.1.mlp.gate", "norm_topk_prob", alone=False)
