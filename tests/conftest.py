@@ -59,6 +59,7 @@ LONG = (
     "test_trl",
     "test_contract",
     "test_verify",
+    "test_plants",
     "test_trainer_fields",
     "test_suite",
     "test_packaging",
