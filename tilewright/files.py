@@ -7,10 +7,12 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 
 def target_folder(folder: str | pathlib.Path) -> pathlib.Path:
@@ -124,3 +126,27 @@ def open_tensors(file: pathlib.Path) -> safe_open:
         return safe_open(file, "pt")
     except SafetensorError as error:
         raise ValueError(f"{file}: cannot be read as safetensors ({error})") from error
+
+
+def save_tensors(
+    file: str | pathlib.Path, tensors: Mapping[str, torch.Tensor], about: Any = None
+) -> None:
+    """Writes tensors of any dtype, and JSON, for `load_tensors`: a safetensors file of bytes."""
+    kinds = {n: [str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in tensors.items()}
+    # Copies: tensors may share memory, which a file cannot say.
+    data = {
+        n: t.detach().cpu().contiguous().view(-1).view(torch.uint8).clone()
+        for n, t in tensors.items()
+    }
+    save_file(data, file, {"kinds": json.dumps(kinds), "about": json.dumps(about)})
+
+
+def load_tensors(file: str | pathlib.Path) -> tuple[dict[str, torch.Tensor], Any]:
+    """The tensors of `save_tensors`, and the JSON."""
+    with open_tensors(pathlib.Path(file)) as opened:
+        about = opened.metadata()
+        tensors = {
+            name: opened.get_tensor(name).view(getattr(torch, dtype)).view(shape)
+            for name, (dtype, shape) in json.loads(about["kinds"]).items()
+        }
+    return tensors, json.loads(about["about"])

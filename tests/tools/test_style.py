@@ -391,7 +391,59 @@ def hoarding(tree):
             yield node.lineno, "_loaded: use functools.cache"
 
 
+# Where pickles are read: the module, what is at its top level there, and why.
+MAY_UNPICKLE = {
+    ("tilewright.trainer.checkpoint_files", "import pickle"): "the reader of DCP's metadata, which "
+    "allows only listed types",
+    ("tilewright.trainer.checkpoint_files", "Planner"): "DCP's own planner takes pickled objects "
+    "that are not tensors; they are read with a list of allowed types before",
+}
+OBJECTS = r"(all_gather|broadcast|gather|recv|scatter|send)_object(_list)?"
+PICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
+
+
+def pickled(tree):
+    """A pickle is code that who reads it runs: ranks exchange tensors and JSON (`exchange.py`), and
+    files are safetensors and JSON.
+    """
+    for statement in tree.body:
+        at = getattr(statement, "name", ast.unparse(statement).partition("\n")[0])
+        if (tree.module, at) in MAY_UNPICKLE:
+            continue
+        for node in ast.walk(statement):
+            name = dotted(node).split(".")[-1] if isinstance(node, ast.Attribute | ast.Name) else ""
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = {getattr(node, "module", None), *(alias.name for alias in node.names)}
+                if wrong := {n for n in names if n and n.split(".")[0] in PICKLERS}:
+                    yield node.lineno, f"{wrong.pop()} is imported"
+                if getattr(node, "module", None) == "torch" and "load" in names:
+                    yield node.lineno, "torch.load"
+                if any(re.fullmatch(OBJECTS, n or "") for n in names):
+                    yield node.lineno, "objects are exchanged"
+            elif re.fullmatch(OBJECTS, name):
+                yield node.lineno, f"{name} pickles what it sends"
+            elif dotted(node) in ("torch.load", "torch.serialization.load"):
+                yield node.lineno, "torch.load"
+            elif dotted(node).startswith("pickle.load"):
+                yield node.lineno, dotted(node)
+            elif (
+                isinstance(node, ast.keyword)
+                and node.arg == "allow_pickle"
+                and getattr(node.value, "value", True) is not False
+            ):
+                yield node.value.lineno, "allow_pickle"
+
+
+def test_each_place_that_reads_pickles_is_there():
+    for module, name in MAY_UNPICKLE:
+        tree = parsed(ROOT.joinpath(*module.split(".")).with_suffix(".py"))
+        tree.module = "another"
+        assert [*pickled(tree)], name
+        tree.module = module
+
+
 RULES = [
+    (pickled, LIBRARY),
     (hoarding, LIBRARY),
     (crowded, LIBRARY),
     (private, LIBRARY),
@@ -450,6 +502,15 @@ MANY = ", ".join(f"p{i}" for i in range(MOST_PARAMETERS + 1))
         (environment, "import os\nx = os.environ.get('X')"),
         (environment, "import os\nx = os.getenv('X')"),
         (environment, "from os import environ"),
+        (pickled, "import pickle"),
+        (pickled, "from pickle import loads"),
+        (pickled, "def f():\n    import dill"),
+        (pickled, "class A:\n    def f(self):\n        return torch.load(file)"),
+        (pickled, "from torch import load"),
+        (pickled, "dist.all_gather_object(values, value, group=group)"),
+        (pickled, "from torch.distributed import broadcast_object_list"),
+        (pickled, "send_object_list([None])"),
+        (pickled, "np.load(file, allow_pickle=True)"),
         (generated, "exec('x = 1')"),
         (patched, "import torch\ntorch.nn.Linear = None"),
         (patched, "import torch\ntorch.manual_seed(0)"),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.distributed as dist
 
-from tilewright.tools.check_layout_step import Measured, Refused, Step, gathered, narrower
+from tilewright.tools.check_layout_step import Measured, Refused, Step, dtypes, gathered, narrower
 
 # Largest difference of a tensor in the 2-norm, relative to one process's, by the narrowest dtype
 # that computed it: sums over ranks have another order, and layers amplify what that rounds. In
@@ -190,11 +190,11 @@ def compare(step: Step, found: Measured, want: Measured, group: dist.ProcessGrou
     _check_shapes(found, want, parts)
     _check_covered(found, want, parts, group)
     # A parameter that one process does not train has a gradient of zero there.
-    trained = set().union(*gathered(set(found.gradients), group))
+    trained = set().union(*gathered(list(found.gradients), group))
     missing = [n for n in want.weights if n in trained and n not in want.gradients]
     zeros = {n: torch.zeros_like(want.weights[n], dtype=torch.float64) for n in missing}
     want = dataclasses.replace(want, gradients=want.gradients | zeros)
-    dtype = narrower(want.dtype, *gathered(found.dtype, group))
+    dtype = narrower(want.dtype, *dtypes(found.dtype, group))
     relative = TOLERANCE[dtype]
 
     def compared(kind: str, relative: float, slack: Mapping[str, float]) -> dict[str, Deviation]:
@@ -223,7 +223,7 @@ def compare(step: Step, found: Measured, want: Measured, group: dist.ProcessGrou
         norm=found.norm,
         reported=found.reported,
         dtype=dtype,
-        number=narrower(want.number, *gathered(found.number, group)),
+        number=narrower(want.number, *dtypes(found.number, group)),
         kinds=found.kinds,
         weights=compared("weights", relative, rounding),
         gradients=gradients,
@@ -370,8 +370,8 @@ def _together(
     group: dist.ProcessGroup,
 ) -> dict[str, Together]:
     """What ranks that each hold a gradient would have if they added them, or their mean."""
-    differing = gathered({name for name, d in gradients.items() if not d.holds}, group)
-    sharded = gathered({name for name, kind in found.kinds.items() if kind == "sharded"}, group)
+    differing = gathered([name for name, d in gradients.items() if not d.holds], group)
+    sharded = gathered([name for name, kind in found.kinds.items() if kind == "sharded"], group)
     result = {}
     for name in want.gradients:
         if not any(name in one for one in differing) or any(name in one for one in sharded):

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from tilewright import platform
 from tilewright.tools import check_layout_compare as compare
-from tilewright.tools.check_layout_step import GATHERING, Measured, Refused, measure
+from tilewright.tools.check_layout_step import GATHERING, Refused, measure, read, written
 
 # A collective outlives any limit on silence: the parent, which says where ranks wait, ends it.
 FOREVER = datetime.timedelta(days=1)
@@ -333,14 +333,13 @@ def _run(
     folder: str,
     at: Callable[[str], None],
 ) -> compare.Alone | compare.Compared:
-    path = os.path.join(folder, "single.pt")
+    path = os.path.join(folder, "single.safetensors")
     step, found = measure(function, layout, group, at)
     if layout == SINGLE:
-        torch.save(found, path)
+        written(found, path)
         return compare.alone(found)
     at(COMPARING)
-    want: Measured = torch.load(path, weights_only=False)
-    return compare.compare(step, found, want, group)
+    return compare.compare(step, found, read(path), group)
 
 
 def named(given: Any) -> dict[str, tuple[int, ...]]:

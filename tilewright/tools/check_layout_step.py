@@ -16,6 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tilewright._torch import TorchDispatchMode
+from tilewright.files import load_tensors, save_tensors
+from tilewright.registry import short
+from tilewright.trainer import exchange
 
 SEED = 0
 # Collectives of the check.
@@ -118,6 +121,9 @@ class Measured:
     stale: str = ""
 
 
+WHOLE = ("weights", "gradients", "updates")  # the fields of tensors
+
+
 class _Narrowest(TorchDispatchMode):
     """The narrowest floating dtype of operators' results, and of those with one element."""
 
@@ -138,10 +144,36 @@ def narrower(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Each rank's value."""
-    values = [value] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
+    """Each rank's value, which JSON can hold."""
+    return exchange.gather(value, group)
+
+
+def dtypes(dtype: torch.dtype, group: dist.ProcessGroup) -> list[torch.dtype]:
+    """Each rank's dtype."""
+    return [getattr(torch, name) for name in gathered(short(dtype), group)]
+
+
+def written(measured: Measured, path: str) -> None:
+    """Writes it for `read`."""
+    tensors, rest = {}, {}
+    for field in dataclasses.fields(measured):
+        value = getattr(measured, field.name)
+        if field.name in WHOLE:
+            tensors |= {f"{field.name}/{name}": t for name, t in value.items()}
+        else:
+            rest[field.name] = short(value) if isinstance(value, torch.dtype) else value
+    save_tensors(path, tensors, rest)
+
+
+def read(path: str) -> Measured:
+    """What `written` wrote."""
+    tensors, rest = load_tensors(path)
+    parts: dict[str, dict[str, torch.Tensor]] = {name: {} for name in WHOLE}
+    for name, t in tensors.items():
+        kind, _, parameter = name.partition("/")
+        parts[kind][parameter] = t
+    narrow = {name: getattr(torch, rest[name]) for name in ("dtype", "number")}
+    return Measured(**{**rest, **parts, **narrow})
 
 
 def measure(
@@ -324,7 +356,7 @@ def _gradients(
     held: Mapping[str, nn.Parameter], group: dist.ProcessGroup
 ) -> dict[str, torch.Tensor]:
     """A rank whose shard has no gradient takes part in gathering it: others would wait."""
-    somewhere = set().union(*gathered({n for n, p in held.items() if p.grad is not None}, group))
+    somewhere = set().union(*gathered([n for n, p in held.items() if p.grad is not None], group))
     found = {}
     for name, p in held.items():
         grad = p.grad

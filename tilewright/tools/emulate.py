@@ -20,6 +20,7 @@ import torch
 
 from tilewright import platform
 from tilewright.bench.tensors import convert
+from tilewright.files import save_tensors
 from tilewright.tools.cuda_stand_in import Unset, stand_in
 from tilewright.tools.emulation import (
     Report,
@@ -281,7 +282,7 @@ def interpret(args: argparse.Namespace) -> None:
         given = arguments_of(call).items()
         # Of every argument: what was written is known in the other process.
         after = {n: t.detach() for n, t in given if isinstance(t, torch.Tensor)}
-        torch.save(after | found.tensors, args.results_to)
+        save_tensors(args.results_to, after | found.tensors)
 
 
 def number_of(n: int, noun: str) -> str:

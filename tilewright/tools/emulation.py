@@ -15,6 +15,7 @@ import torch
 
 from tilewright.bench import contract
 from tilewright.bench.tensors import convert, error, leaves, upstream
+from tilewright.files import load_tensors
 from tilewright.tools.cuda_stand_in import Unset
 from tilewright.tools.emulator.driver import Driver, Launch
 from tilewright.tools.emulator.faults import Fault
@@ -330,7 +331,7 @@ def interpreted(arguments: list[str], found: Results) -> list[Compared]:
         if run.returncode or not path.exists():
             said = run.stderr.strip().splitlines() or ["it said nothing"]
             raise Rejected(f"--reference interpreter: {said[-1]}")
-        theirs = torch.load(path)
+        theirs, _ = load_tensors(path)
     findings = []
     for name, t in found.tensors.items():
         # The interpreter truncates where a GPU rounds, and sums in another order.
