@@ -265,8 +265,8 @@ def _shares(
     group: dist.ProcessGroup,
 ) -> tuple[float, ...]:
     """By least squares over all gradients that every rank has whole; of each rank alone."""
-    everyones = gathered({n for n, k in found.kinds.items() if k == "copy"} & {*found.early}, group)
-    names = set.intersection(*everyones)
+    whole = [n for n, k in found.kinds.items() if k == "copy" and n in found.early]
+    names = set.intersection(*map(set, gathered(whole, group)))
     names = [n for n in want.gradients if n in names and not want.gradients[n].is_complex()]
     if not names or not any(gathered(any(not d.holds for d in gradients.values()), group)):
         return ()

@@ -121,7 +121,7 @@ class Measured:
     stale: str = ""
 
 
-WHOLE = ("weights", "gradients", "updates")  # the fields of tensors
+WHOLE = ("weights", "gradients", "updates", "early")  # the fields of tensors
 
 
 class _Narrowest(TorchDispatchMode):

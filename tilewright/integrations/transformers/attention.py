@@ -180,7 +180,12 @@ def _refused(mask: Mask, sizes: tuple[int, int], dropout, packed_beside_mask, kw
     if kwargs.get("output_attentions"):
         words.append("output_attentions")
     if sizes != tuple(mask.shape[2:]):
-        words.append("other numbers of queries and keys than the mask is for")
+        words.append(
+            "other numbers of queries and keys than its mask's"
+            if torch.compiler.is_compiling()
+            else f"{sizes[0]} queries and {sizes[1]} keys with a mask for {mask.shape[2]} and "
+            f"{mask.shape[3]}"
+        )
     if packed_beside_mask and (not mask.causal or padded):
         words.append("cu_seq_lens_q beside a mask with padding, or one that is not causal")
     if any(kwargs.get(key) is not None for key in PAGED):

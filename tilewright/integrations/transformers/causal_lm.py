@@ -168,7 +168,7 @@ class Logits:
         self._model, self._head, self._x, self._steps = model, head, x, steps
         # The logits are computed later, but as if it were here.
         self._grad = torch.is_grad_enabled() and (parent is None or parent._grad)
-        self._version = _version_of(x) if parent is None else parent._version
+        self._x_version = _version_of(x) if parent is None else parent._x_version
         self._autocast = _autocast(x.device.type) if parent is None else parent._autocast
         self._tensor: torch.Tensor | None = None
         self._later: list[Logits] = []  # what was made of these logits, and not in place
@@ -209,7 +209,7 @@ class Logits:
                 other._fill(logits, other._steps[len(self._steps) :])
 
     def _check_x(self) -> None:
-        if _version_of(self._x) != self._version:
+        if _version_of(self._x) != self._x_version:
             raise RuntimeError(
                 f"{self._model} writes into the hidden states after its head has read them, before "
                 'its loss: accelerate(model, logits="always") leaves its loss alone'

@@ -99,7 +99,7 @@ class Mask:
         values = self._values
         if values is None or torch.compiler.is_compiling() or values.is_inference():
             return values is not None
-        return values._version != self._version
+        return values._version != self._as_built
 
     def values(self, what: str) -> torch.Tensor:
         """The tensor to compute with. what: what the model does, for the error."""
@@ -109,7 +109,7 @@ class Mask:
             values = self._place(self.dense.build(False))
             self._values = values
             known = not torch.compiler.is_compiling() and not values.is_inference()
-            self._version = values._version if known else 0
+            self._as_built = values._version if known else 0
         return self._values
 
     @property
