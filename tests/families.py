@@ -27,19 +27,17 @@ import datetime
 import importlib.metadata
 import inspect
 import json
-import os
 import pathlib
-import signal
 import subprocess
 import sys
 import tempfile
-import traceback
 import warnings
 
 import torch
 from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from isolated import Died, isolated
 from small_models import EVERY, build, kinds
 
 import tilewright.integrations.transformers as integration
@@ -300,8 +298,7 @@ def _norm(t: torch.Tensor) -> float:
 
 def attempt(call, model, seen: list[str] | None = None):
     """(tensors, None) or (None, the error in a line). seen: gets the warnings."""
-    for module in (integration.attention, integration.causal_lm):
-        getattr(module, "_WARNED", set()).clear()
+    integration.errors.WARNED.clear()
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -395,31 +392,12 @@ def commit() -> str:
     return run("git", "rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
 
 
-def forked(kind: str, head: str) -> dict:
-    """`check` in a process of its own, which a crash or a hang ends alone."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            os.close(reading)
-            signal.alarm(LIMIT)
-            with open(os.devnull, "w") as nothing:
-                os.dup2(nothing.fileno(), 1)
-                os.dup2(nothing.fileno(), 2)
-                row = check(kind, head)
-            with os.fdopen(writing, "w") as pipe:
-                json.dump(row, pipe)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        text = pipe.read()
-    _, status = os.waitpid(child, 0)
-    return json.loads(text) if text else {"family": kind, "head": head, "died": status}
+def row_of(kind: str, head: str) -> dict:
+    """`check` in a process of its own."""
+    try:
+        return isolated(check, kind, head, limit=LIMIT)
+    except Died as error:
+        return {"family": kind, "head": head, "died": str(error)}
 
 
 def rows_of(path: pathlib.Path) -> list[dict]:
@@ -554,7 +532,7 @@ def main() -> None:
     integration.register()  # imports what every child needs
 
     with ThreadPoolExecutor(given.jobs) as pool:
-        for future in as_completed([pool.submit(forked, *task) for task in work]):
+        for future in as_completed([pool.submit(row_of, *task) for task in work]):
             row = future.result() | stamp | {"date": str(datetime.date.today())}
             with path.open("a") as file:
                 file.write(json.dumps(row) + "\n")

@@ -16,9 +16,7 @@ import datetime
 import importlib.metadata
 import importlib.util
 import inspect
-import io
 import json
-import multiprocessing
 import os
 import pathlib
 import shutil
@@ -37,6 +35,7 @@ import torch
 import transformers
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from isolated import Died, isolated
 from small_models import EVERY, build, kinds
 
 from tilewright import ImplementationUnavailable, adapt
@@ -326,47 +325,31 @@ def families() -> list[tuple[str, str]]:
     return [(head, kind) for head in EVERY for kind in kinds(head)]
 
 
-def _family(head: str, kind: str, sender: Any) -> None:
-    """What a family's process does: sends what was found."""
+def _family(head: str, kind: str) -> dict[str, str]:
+    """`check` of a small model of a family."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     transformers.logging.disable_progress_bar()
     try:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
+        with tempfile.TemporaryDirectory() as folder:
             try:
                 model = build(kind, head)
                 logits(model)
             except Exception as error:
                 said = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                sender.send({"build": f"refused: it cannot be built small ({said[:200]})"})
-                return
-            sender.send(check(kind, type(model), model.config, folder))
+                return {"build": f"refused: it cannot be built small ({said[:200]})"}
+            return check(kind, type(model), model.config, folder)
     except Exception as error:
-        sender.send({"check": f"wrong: {type(error).__name__}: {' '.join(str(error).split())}"})
+        return {"check": f"wrong: {type(error).__name__}: {' '.join(str(error).split())}"}
 
 
 def one(head: str, kind: str) -> dict[str, str]:
     """`check` of a family, in a process of its own."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_family, args=(head, kind, sender))
-    process.start()
-    sender.close()
     try:
-        if not receiver.poll(LIMIT):
-            return {"build": f"wrong: no answer in {LIMIT} s"}
-        return receiver.recv()
-    except EOFError:
-        process.join()
-        return {"build": f"wrong: the process ended with {process.exitcode}"}
-    finally:
-        process.kill()
-        process.join()
+        return isolated(_family, head, kind, limit=LIMIT)
+    except Died as error:
+        return {"build": f"wrong: {error}"}
 
 
 def _versions() -> dict[str, str]:

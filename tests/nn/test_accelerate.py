@@ -335,7 +335,7 @@ def test_the_report_is_printed_and_says_why(capsys):
 )
 def test_attention_that_is_not_computed_here_is_the_models_own(what, reason, own, monkeypatch):
     """One warning, the numbers of before, and the other calls are this library's."""
-    monkeypatch.setattr(integration.attention, "_WARNED", set())
+    monkeypatch.setattr(integration.errors, "WARNED", set())
     theirs = tiny("llama", attention_dropout=0.5)
     theirs.set_attn_implementation(own)
     ours = copy.deepcopy(theirs)

@@ -130,6 +130,12 @@ def environment(folder):
     }
 
 
+def ran(python, code, folder):
+    return subprocess.run(
+        [python, "-c", code], env=environment(folder), cwd=folder, capture_output=True, text=True
+    )
+
+
 @pytest.fixture(scope="module")
 def python(folder):
     """Python, which torchrun's ranks run, too."""
@@ -194,13 +200,7 @@ def test_the_python_of_readme_and_guide_runs(tmp_path, python):
     )
     assert MODEL in model
     code = [model.replace(MODEL, "'model'"), op, "print(x.grad.shape)", *guide]
-    done = subprocess.run(
-        [python, "-c", "\n".join(code)],
-        env=environment(tmp_path),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    done = ran(python, "\n".join(code), tmp_path)
     assert done.returncode == 0, done.stderr
     assert "rmsnorm[" in done.stdout and "linear_cross_entropy[" in done.stdout
     assert "torch.Size([512, 576])" in done.stdout
@@ -225,13 +225,7 @@ def test_the_script_of_the_trl_page_runs(tmp_path, python):
     [_, _, title, code], *_ = blocks(ROOT / "docs/trl.md", "python")
     assert title == 'title="examples/trl_sft.py"'
     assert (ROOT / "examples/trl_sft.py").read_text().endswith(f"\n\n{code}") and MODEL in code
-    done = subprocess.run(
-        [python, "-c", code.replace(MODEL, "'model'")],
-        env=environment(tmp_path),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    done = ran(python, code.replace(MODEL, "'model'"), tmp_path)
     assert done.returncode == 0, done.stderr
     assert "log_probs, entropy" in done.stdout and "'train_loss'" in done.stdout
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from tilewright import _torch
-from tilewright.integrations.transformers.errors import NotComputed, hole_in_window, not_traced
+from tilewright.integrations.transformers.errors import (
+    NotComputed,
+    hole_in_window,
+    not_traced,
+    warn_once,
+)
 from tilewright.integrations.transformers.instance import own_function
 from tilewright.integrations.transformers.masks import Mask
 from tilewright.integrations.transformers.packing import is_numbered
@@ -123,25 +127,15 @@ def attention_or_other(ours: Callable, other: str, table: Any) -> Callable:
             return ours(module, query, key, value, attention_mask, *arguments, **options)
         # Of arguments, too: transformers checks fewer of them than ops.attention.
         except (NotComputed, TypeError, ValueError) as error:
-            if not torch.compiler.is_compiling():
-                _warn_once(str(error).partition(" (others:")[0], other)
+            reason = str(error).partition(" (others:")[0]
+            kind = re.sub(r"\d+", "", reason), other  # whatever its numbers
+            warn_once(kind, f"{reason}; {other!r} computes it, as before accelerate")
         mask = attention_mask.for_other() if isinstance(attention_mask, Mask) else attention_mask
         # transformers' table has no eager attention: each module of models has its own.
         compute = eager_attention(type(module)) if other == "eager" else table[other]
         return compute(module, query, key, value, mask, *arguments, **options)
 
     return attention_forward
-
-
-_WARNED: set[tuple[str, str]] = set()
-
-
-def _warn_once(reason: str, other: str) -> None:
-    """Warns unless that happened for this reason, whatever its numbers."""
-    kind = re.sub(r"\d+", "", reason), other
-    if kind not in _WARNED:
-        _WARNED.add(kind)
-        warnings.warn(f"{reason}; {other!r} computes it, as before accelerate", stacklevel=4)
 
 
 def eager_attention(cls: type) -> Callable | None:

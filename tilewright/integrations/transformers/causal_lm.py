@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tilewright import _torch, ops
+from tilewright.integrations.transformers.errors import warn_once
 from tilewright.integrations.transformers.instance import has_hooks, own_function
 from tilewright.integrations.transformers.versions import part_of
 from tilewright.ops import _checks
@@ -182,8 +182,11 @@ class Logits:
     def tensor(self, what: str) -> torch.Tensor:
         """The logits. what: what needs them, for a warning."""
         if self._tensor is None:
-            if not torch.compiler.is_compiling():
-                _warn_once(self._model, what)
+            warn_once(
+                (self._model, what),
+                f"{self._model} computes with its logits before its loss ({what}): they are built, "
+                "and the loss is computed from them",
+            )
             self._check_x()
             with torch.set_grad_enabled(self._grad), _as_in(self._autocast, self._x.device.type):
                 logits = self._head(self._x)
@@ -356,19 +359,6 @@ def _call(logits: Logits, name: str, *arguments, **options) -> Any:
 def _dtype_of(head: nn.Linear, x: torch.Tensor) -> torch.dtype:
     device = x.device.type
     return torch.get_autocast_dtype(device) if _checks.autocasts(device) else head.weight.dtype
-
-
-_WARNED: set[tuple[str, str]] = set()
-
-
-def _warn_once(model: str, what: str) -> None:
-    if (model, what) not in _WARNED:
-        _WARNED.add((model, what))
-        warnings.warn(
-            f"{model} computes with its logits before its loss ({what}): they are built, and the "
-            "loss is computed from them",
-            stacklevel=2,
-        )
 
 
 def _define_operators():

@@ -1,6 +1,11 @@
-"""This library's name in transformers' tables, and errors for unsupported requests."""
+"""This library's name in transformers' tables, and errors and warnings for unsupported requests."""
 
 from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable
+
+import torch
 
 from tilewright.registry import ImplementationUnavailable
 
@@ -35,3 +40,13 @@ def hole_in_window(name: str) -> NotComputed:
         f'attn_implementation="{name}" takes no mask with holes in a document where there '
         'is a window, which would reach over them (others: "sdpa", "eager")'
     )
+
+
+WARNED: set[Hashable] = set()  # the kinds of warnings that were given in this process
+
+
+def warn_once(kind: Hashable, text: str) -> None:
+    """Warns of each kind once; not in a graph, which a warning would break."""
+    if not torch.compiler.is_compiling() and kind not in WARNED:
+        WARNED.add(kind)
+        warnings.warn(text, stacklevel=4)

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 BASE = "_tilewright_base"
-REPLACED = "_tilewright_replaced"  # callables that were given to a module since
-CHILDREN = "_tilewright_children"  # names and classes of its children when it was replaced
-# Children that adapters and quantizers replace, and that are called as before.
-PROJECTIONS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+# Projections of an MLP, which adapters and quantizers replace, and which are called as before.
+SPLIT, MERGED = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
+# Of its other attributes: whether one was given a callable since the module's forward was replaced,
+# and the names and classes of the children that it had then.
+REPLACED, CHILDREN = "_tilewright_replaced", "_tilewright_children"
 
 
 def replace_forward(module: nn.Module, make: Callable, *options: Any) -> None:
@@ -28,7 +29,7 @@ def replace_forward(module: nn.Module, make: Callable, *options: Any) -> None:
 
     make: a function of a module, which pickle finds by name; options: picklable and hashable.
     """
-    module.__dict__[CHILDREN] = _children(module, PROJECTIONS)
+    module.__dict__[CHILDREN] = _children(module)
     module.__class__ = _subclass(type(module), make, options, type(module).forward)
 
 
@@ -55,25 +56,26 @@ def put_back(module: nn.Module) -> None:
         module.__dict__.pop(CHILDREN, None)
 
 
-def was_given(module: nn.Module, besides: tuple[str, ...] = PROJECTIONS) -> bool:
-    """Whether the module was given another callable since its forward was replaced, as a layer or
-    an activation, `besides` these names; or whether a child besides them has hooks.
+def was_given(module: nn.Module) -> bool:
+    """Whether the module was given another callable than projections since its forward was
+    replaced, as a layer or an activation, or such a child has hooks.
     """
-    given = module.__dict__.get(REPLACED, ())
-    if any(name not in besides for name in given):
-        return True
-    if module.__dict__[CHILDREN] != _children(module, besides):
-        return True
-    return any(
-        child is not None and name not in besides and has_hooks(child)
-        for name, child in module._modules.items()
+    return (
+        REPLACED in module.__dict__
+        or module.__dict__[CHILDREN] != _children(module)
+        or any(has_hooks(child) for _, child in _others(module))
     )
 
 
-def _children(module: nn.Module, besides: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """Names and classes, by names that pickle finds and that a replaced forward leaves."""
-    children = ((n, c) for n, c in module._modules.items() if n not in besides)
-    return tuple((name, type(child).__qualname__) for name, child in children)
+def _others(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The children that are no projections."""
+    found = module._modules.items()
+    return [(n, c) for n, c in found if c is not None and n not in (*SPLIT, *MERGED)]
+
+
+def _children(module: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Their names and those of their classes, which pickle holds and a replaced forward leaves."""
+    return tuple((name, type(child).__qualname__) for name, child in _others(module))
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -103,8 +105,8 @@ def _subclass(base: type, make: Callable, options: tuple, forward: Callable) -> 
 
     def set_attribute(self, name, value):
         base.__setattr__(self, name, value)
-        if callable(value):
-            self.__dict__[REPLACED] = (*self.__dict__.get(REPLACED, ()), name)
+        if callable(value) and name not in (*SPLIT, *MERGED):
+            self.__dict__[REPLACED] = True
 
     names = ("__module__", "__qualname__", "__doc__")
     body = {name: getattr(base, name) for name in names}

@@ -18,6 +18,8 @@ from torch import nn
 
 from tilewright import ops
 from tilewright.integrations.transformers.instance import (
+    MERGED,
+    SPLIT,
     generator,
     own_function,
     probe,
@@ -96,8 +98,6 @@ def norm_forward(base: type, eps: str, offset: float, cast: str, promotes: bool)
 
 
 # ---- MLPs
-
-SPLIT, MERGED = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
 
 
 def is_mlp(module: nn.Module) -> bool:

@@ -36,8 +36,8 @@ class Mask:
     not built.
 
     A model may pass it on, move it and slice off its last keys. Any other use takes the tensor that
-    another implementation would be given, if there is one, and attention then is that one's, since
-    the model may have changed the tensor; without one, it raises NotComputed.
+    another implementation would be given, and raises NotComputed if there is none. Once the model
+    has written into that tensor, attention is the other implementation's.
 
     dense: the other implementation's mask, or None.
     causal, window: as in `ops.attention`; the queries are the last of the first `filled` keys.
