@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import gc
 import importlib.metadata
+import logging
 import os
 
 # Threads of several tests at a time would wait for each other. Those that C++ kernels divide work
@@ -143,6 +144,18 @@ def _seeded():
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)
+
+
+@pytest.fixture(autouse=True)
+def _levels():
+    """What a test, or a package that it imports, sets of these loggers would hide messages that
+    later tests look for.
+    """
+    loggers = [logging.getLogger(), logging.getLogger("tilewright")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture

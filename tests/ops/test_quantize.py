@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import importlib
 import json
-import logging
 import math
 import types
 
@@ -49,7 +48,6 @@ SIZES = [(300, 256), (7, 33), (1,), (64,), (65,), (127,), (2, 3, 96)]
 @functools.cache
 def oracle(module):
     """A module of another project, or a skip with the reason why it is missing."""
-    logging.getLogger().setLevel(logging.ERROR)
     try:
         return importlib.import_module(module)
     except ImportError as error:
