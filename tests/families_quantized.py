@@ -89,7 +89,7 @@ def check(
 
     Returns:
         For each format, by "FORMAT load", "FORMAT again" and "FORMAT READER": "same",
-        "refused: SENTENCE" or "wrong: WHAT". A load is compared with the dense model whose weights
+        "refused: SENTENCE", "left: WHY" (the reader does not run the family) or "wrong: WHAT". A load is compared with the dense model whose weights
         were quantized and dequantized by hand: each parameter and buffer, and the logits. A second
         load has the bits of the first, and so have the weights of the format's own reader.
     """
@@ -226,17 +226,18 @@ def by_reader(load: Callable, folder: pathlib.Path, format: str, model: Any) -> 
     """Compares what the package that the folder names loads, by its tensors: bitsandbytes' kernels
     for a CPU are for wider models. compressed-tensors computes too.
     """
-    options = {}
+    options, left = {}, None
     if READERS[format] == "compressed-tensors":
+        theirs = load(folder)
         try:
-            logits(load(folder))  # in one dtype, or it raises
+            logits(theirs)  # in one dtype, or it raises
         except AttributeError as error:  # a model that reads its weights, which are compressed
             if not str(error).startswith("'Linear' object has no attribute 'weight'"):
                 raise
         except RuntimeError:  # unless the dense model does not compute in bfloat16 either
             dense = load(folder.parent / "dense", dtype=torch.bfloat16)
             if not _try(lambda: (str(logits(dense)), None))[0].startswith("wrong: RuntimeError"):
-                raise
+                left = _runs_with_buffers_in_bfloat16(theirs)
         known = inspect.signature(transformers.CompressedTensorsConfig).parameters
         if "dequantize" not in known:
             return "same"
@@ -258,7 +259,20 @@ def by_reader(load: Callable, folder: pathlib.Path, format: str, model: Any) -> 
         n: t.to(found[n].dtype) if n in found else t
         for n, t in _stored_dense(model, layers).items()
     }
-    return _tensors_differ(found, want, ()) or "same"
+    return _tensors_differ(found, want, ()) or left or "same"
+
+
+def _runs_with_buffers_in_bfloat16(model: Any) -> str:
+    """Raises what the forward raises for another reason than a buffer that it converts itself, as
+    CTRL's of positions, and whose dtype compressed-tensors keeps.
+    """
+    buffers = {n: b for n, b in model.named_buffers() if b.dtype == torch.float32}
+    for name in buffers:
+        path, _, own = name.rpartition(".")
+        del model.get_submodule(path)._buffers[own]
+        setattr(model.get_submodule(path), own, buffers[name].to(torch.bfloat16))
+    logits(model)
+    return f"left: its forward converts {', '.join(buffers)}, of which compressed-tensors keeps the dtype"
 
 
 def _stored_dense(model: Any, layers: Any) -> dict[str, torch.Tensor]:

@@ -24,8 +24,11 @@ FAMILIES = {
     ("seq2seq", "bart"): (["block_fp8"], {}),
     # One tensor of a file is several layers.
     ("causal", "hrm_text"): (
-        ["nf4 double", "nvfp4"],
-        {"nvfp4 save": r"HrmTextForCausalLM for compressed-tensors: .*gate_up_proj\.weight"},
+        ["nf4 double", "nvfp4", "block_fp8"],
+        {
+            "nvfp4 save": r"HrmTextForCausalLM for compressed-tensors: .*gate_up_proj\.weight",
+            "block_fp8 save": r"HrmTextForCausalLM for fp8: .*gate_up_proj\.weight",
+        },
     ),
     ("masked", "gte"): (["nf4", "block_fp8"], {}),
     ("masked", "nomic_bert"): (["nvfp4"], {}),

@@ -71,9 +71,9 @@ def conversions_of(
 
 def split_by_readers(model: Any, method: str) -> str | None:
     """A tensor of this family's files that is several layers, for a method that transformers then
-    cannot read: it would join its scales to what is split. None if there is none.
+    cannot read: it joins the scales to what is split. None if there is none.
     """
-    if method != "compressed-tensors":
+    if method == "bitsandbytes":  # whose tensors it reads one by one
         return None
     for conversion in _part("conversion_mapping", "get_model_conversion_mapping")(model):
         sources = conversion.source_patterns
