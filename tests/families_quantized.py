@@ -89,9 +89,10 @@ def check(
 
     Returns:
         For each format, by "FORMAT load", "FORMAT again" and "FORMAT READER": "same",
-        "refused: SENTENCE", "left: WHY" (the reader does not run the family) or "wrong: WHAT". A load is compared with the dense model whose weights
-        were quantized and dequantized by hand: each parameter and buffer, and the logits. A second
-        load has the bits of the first, and so have the weights of the format's own reader.
+        "refused: SENTENCE", "left: WHY" (the reader does not run the family) or "wrong: WHAT". A
+        load is compared with the dense model whose weights were quantized and dequantized by hand:
+        each parameter and buffer, and the logits. A second load has the bits of the first, and so
+        have the weights of the format's own reader.
     """
     folder = pathlib.Path(folder)
     torch.manual_seed(0)

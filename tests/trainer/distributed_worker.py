@@ -112,7 +112,7 @@ def several_steps(config, ranks, bins, steps=None, calls=1):
             found["evaluated"] = engine.evaluate(batches, language_modeling)
         norm = engine.optim_step(max_norm=t.max_grad_norm)
         hook.remove()
-        adapters.after_step(engine.model, engine.optimizer, config.lora, t.seed, i + 1)
+        adapters.after_step(engine.model, engine.optimizer, config.lora, t.seed, i + 1, engine.mesh)
         loss, tokens = sum(part.totals for part in sums).tolist()
         router = sums[0].router() if calls == 1 else {}
         for key, value in (("loss", loss / tokens), ("norm", norm), ("router", router)):

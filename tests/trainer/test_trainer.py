@@ -47,6 +47,7 @@ from tilewright.trainer import (  # noqa: E402
     checkpoint,
     checkpoint_files,
     compiling,
+    exchange,
     hf,
     memory_plan,
     mesh,
@@ -60,7 +61,7 @@ from tilewright.trainer.build import build_data, build_engine, build_model  # no
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
 from tilewright.trainer.engine import Engine  # noqa: E402
 from tilewright.trainer.loss import language_modeling  # noqa: E402
-from tilewright.trainer.mesh import Mesh, join  # noqa: E402
+from tilewright.trainer.mesh import Group, Mesh, join  # noqa: E402
 from tilewright.trainer.model import ModelConfig, Ops, Transformer  # noqa: E402
 from tilewright.trainer.plan import Plan  # noqa: E402
 
@@ -2156,6 +2157,23 @@ def test_resuming_adapters_equals_never_stopping(kind, mode, tmp_path):
     )
 
 
+class Others(Group):
+    """A group in which another rank has found this problem."""
+
+    def gather(self, value):
+        return [value, exchange.described(ValueError("layers.9.mlp: nothing is merged: inf"))]
+
+
+def test_no_rank_merges_if_one_cannot(tmp_path):
+    path = write_config(tmp_path, lora__merge_lora_interval=3, **KINDS["nf4"])
+    config, model = build(path)
+    optimizer = optim.build_optimizer(model, config.train)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"^layers\.9\.mlp: nothing is merged"):
+        adapters.after_step(model, optimizer, config.lora, 0, 3, Mesh(control=Others()))
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_merging_happens_every_so_many_steps_and_may_forget_moments(kind, reset, tmp_path):
@@ -2169,13 +2187,13 @@ def test_merging_happens_every_so_many_steps_and_may_forget_moments(kind, reset,
         model(ids, labels=ids).backward()
         optimizer.step()
         optimizer.zero_grad()
-        adapters.after_step(model, optimizer, config.lora, config.train.seed, step + 1)
+        adapters.after_step(model, optimizer, config.lora, config.train.seed, step + 1, Mesh())
     before = {n: t.clone() for n, t in model.state_dict().items()}
     moments = [v.clone() for s in optimizer.state.values() for v in s.values()]
     assert all(m.any() for m in moments)
     dense = {n: t.clone() for n, t, _ in adapt.dense_weights(model)}
     want = model(ids)
-    adapters.after_step(model, optimizer, config.lora, config.train.seed, 3)
+    adapters.after_step(model, optimizer, config.lora, config.train.seed, 3, Mesh())
     assert all(
         not torch.equal(t, before[n]) for n, t in model.state_dict().items() if adapt.is_adapter(n)
     )

@@ -298,12 +298,17 @@ def merge_adapters(model: nn.Module, generator: torch.Generator | None = None) -
 
 
 def check_merge(model: nn.Module) -> None:
-    """Raises ValueError, naming the layer, if `merge_adapters` would, and changes nothing."""
-    for path, module in adapted(model):
+    """Raises ValueError, naming the first such layer, if `merge_adapters` would, and changes
+    nothing. Every rank of a sharded model must call it; one may raise alone.
+    """
+    problem = None
+    for path, module in adapted(model):  # all: other ranks wait for this one's share of each
         try:
             module.check_merge()
         except ValueError as error:
-            raise ValueError(f"{path}: nothing is merged: {error}") from error
+            problem = problem or ValueError(f"{path}: nothing is merged: {error}")
+    if problem is not None:
+        raise problem
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from tilewright.ops.aqn import AQN
 from tilewright.ops.moe_lora import MOE_LORA
 from tilewright.trainer import hf
 from tilewright.trainer.config import Lora, Model
+from tilewright.trainer.mesh import Mesh
 from tilewright.trainer.model import Transformer
 
 
@@ -110,12 +111,24 @@ def merges(wanted: Lora, done: int) -> bool:
 
 
 def after_step(
-    model: Transformer, optimizer: torch.optim.Optimizer, wanted: Lora, seed: int, done: int
+    model: Transformer,
+    optimizer: torch.optim.Optimizer,
+    wanted: Lora,
+    seed: int,
+    done: int,
+    mesh: Mesh,
 ) -> None:
-    """done: optimizer steps done."""
+    """done: optimizer steps done. Raises ValueError, on every rank, if the sum of a quantized
+    weight and its adapter is not finite on any: no rank has then merged.
+    """
     if not merges(wanted, done):
         return
-    adapt.check_merge(model)
+    problem = None
+    try:
+        adapt.check_merge(model)
+    except ValueError as error:
+        problem = error
+    mesh.control.agree(problem)
     draw = generator(seed, done)
     for module in _in_order(model, draw):
         module.merge_(draw)

@@ -87,7 +87,7 @@ def loop(run: Run, interrupts: Interrupts) -> None:
             if adapters.merges(lora, run.done):
                 # Quantized weights do not show that they were merged with what is not finite.
                 run.saver.check(run.done, engine.model, engine.optimizer, "nothing is merged")
-            adapters.after_step(engine.model, engine.optimizer, lora, t.seed, run.done)
+            adapters.after_step(engine.model, engine.optimizer, lora, t.seed, run.done, run.mesh)
             run.report(sums, norm, run.batches.tokens - before, replayed)
             housekeeping.after(run.done)
             if (signum := interrupts.asked()) and run.done < plan.total:
