@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -150,3 +151,15 @@ def load_tensors(file: str | pathlib.Path) -> tuple[dict[str, torch.Tensor], Any
             for name, (dtype, shape) in json.loads(about["kinds"]).items()
         }
     return tensors, json.loads(about["about"])
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a path can only be an id of the Hugging Face Hub: NAME or OWNER/NAME, and no folder
+    OWNER is here, below which NAME would be a mistake.
+    """
+    local = pathlib.Path(path)
+    return (
+        re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path) is not None
+        and not local.exists()
+        and ("/" not in path or not local.parent.is_dir())
+    )

@@ -422,6 +422,32 @@ def test_what_is_prepared_needs_no_package(train, monkeypatch):
         train(address)
 
 
+def test_what_the_hub_is_asked_for(train, monkeypatch, tmp_path):
+    """An id, at its revision. A path in a folder that is here is a mistake, and asks nobody."""
+    import huggingface_hub
+
+    asked = []
+
+    def download(path, revision, **options):
+        asked.append((path, revision))
+        raise OSError("there is no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for path in ("runs/best", "./best", "runs/best/hf", "/best", str(tmp_path / "best")):
+        code, said = train(f"--model.config_path={path}")
+        assert (code, said) == (1, f"error: {path}: no such file or folder\n")
+    assert not asked
+    arguments = ["--model.config_path=some/model", "--model.revision=v1"]
+    code, said = train(*arguments, f"--model.tokenizer_path={tmp_path}")
+    assert code == 1 and said == (
+        "error: some/model: no such file or folder, and the Hub does not give its revision v1 "
+        "(there is no network)\n"
+    )
+    assert asked == [("some/model", "v1")]
+
+
 def test_a_tokenizer_that_is_not_there_is_found_before_the_first_step(train, monkeypatch):
     import huggingface_hub
 

@@ -381,9 +381,7 @@ def test_tied_weights_are_stored_once(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["none", "fsdp2"])
-def test_an_asynchronous_checkpoint_is_of_its_step_however_late_it_is_written(
-    mode, tmp_path, monkeypatch
-):
+def test_an_asynchronous_checkpoint_is_of_its_step(mode, tmp_path, monkeypatch):
     """Its writer is held until two more steps have changed weights and moments."""
     options = {"train__max_steps": 5, "train__save_hf_weights": False, "train__save_steps": 2}
     options |= {"train__data_parallel_mode": mode}

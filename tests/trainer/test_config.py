@@ -108,6 +108,7 @@ OF_THE_SERVER = {
 OURS = {
     "lora.save_base",
     "model.batch_invariant",
+    "model.revision",
     "train.adam_beta1",
     "train.adam_beta2",
     "train.adam_epsilon",
@@ -867,6 +868,17 @@ TP = "--train.tensor_parallel_size=2 --model.merge_qkv=false"
 REENTRANT = "--train.enable_gradient_checkpointing=true --train.enable_reentrant=true"
 # A violation of the rule, the error, and a similar value that is accepted.
 RULES = [
+    ("--train.ckpt_manager=torch", "torch.save writes pickles", "--train.ckpt_manager=dcp"),
+    (
+        "--model.revision=v1 --model.tokenizer_path=some/tokenizer",
+        "several ids would have different ones",
+        "--model.revision=v1 --model.tokenizer_path=nowhere",
+    ),
+    (
+        f"--model.revision=v1 --model.config_path={ROOT}",
+        "local folders have none",
+        f"--model.revision=v1 --model.config_path={ROOT} --model.model_path=some/model",
+    ),
     *(
         (f"{NONE} {value}", "there is one stage", f"{PP} {STEPS}=2 {value} {more}")
         for value, more in (

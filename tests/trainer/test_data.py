@@ -914,7 +914,7 @@ def test_cache_is_not_used_when_what_it_depends_on_changed(
     model = {}
     if change == "tokenizer":  # on the Hub, which cannot be asked: no file identifies it
 
-        def absent(path):
+        def absent(path, revision):
             raise FileNotFoundError
 
         monkeypatch.setattr(cache_key, "local_folder", absent)

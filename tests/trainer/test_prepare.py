@@ -685,7 +685,7 @@ def test_jobs_keep_each_others_notes(forked, tmp_path, monkeypatch):
 
 
 def test_a_tokenizer_on_the_hub_is_known_by_its_files(tmp_path, made, monkeypatch):
-    monkeypatch.setattr(cache_key, "local_folder", lambda path: str(tmp_path / "snapshot"))
+    monkeypatch.setattr(cache_key, "local_folder", lambda *_: str(tmp_path / "snapshot"))
     (tmp_path / "snapshot").mkdir()
     entry = {"path": write(tmp_path / "a.jsonl", {"text": ["one"]}), "type": "text"}
     for text in ("{}", '{"other": 1}'):

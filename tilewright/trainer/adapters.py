@@ -24,7 +24,7 @@ def add(model: Transformer, wanted: Lora, names: Model) -> None:
     if wanted.enable_qlora:
         exclude = wanted.exclude_modules
         if exclude is None:
-            exclude = hf.excluded(hf.local_folder(path)) if path else []
+            exclude = hf.excluded(hf.local_folder(path, names.revision)) if path else []
         try:
             done = adapt.quantize_model(
                 model,

@@ -64,7 +64,7 @@ def build_model(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> tor
     if m.model_path is None:
         model.init_weights(t.seed)
     else:
-        hf.load_weights(model, hf.local_folder(m.model_path), mode=t.load_weights_mode)
+        hf.load_weights(model, hf.local_folder(m.model_path, m.revision), mode=t.load_weights_mode)
         mesh.control.agree(_not_finite(model, m.model_path))
     adapters.reset(model, adapters.generator(t.seed, 0))
     return wrap_ddp(model, t.data_parallel_mode, mesh)
@@ -128,10 +128,10 @@ def engine_around(model: torch.nn.Module, config: Config, mesh: Mesh) -> Engine:
     return Engine(model, optimizer, mesh, autocast=torch.bfloat16 if half else None)
 
 
-def load_tokenizer(path: str) -> Any:
+def load_tokenizer(path: str, revision: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
-    folder = pathlib.Path(hf.local_folder(path))
+    folder = pathlib.Path(hf.local_folder(path, revision))
     # Otherwise transformers would make an empty one.
     if not any((folder / name).is_file() for name in hf.TOKENIZER_FILES):
         raise FileNotFoundError(
@@ -151,7 +151,7 @@ def build_data(
     d = config.data
 
     def tokenizer():
-        return load_tokenizer(config.model.tokenizer_path)
+        return load_tokenizer(config.model.tokenizer_path, config.model.revision)
 
     options: dict[str, Any] = {
         "main": mesh.main,

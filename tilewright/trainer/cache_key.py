@@ -15,7 +15,7 @@ import os
 import pathlib
 from typing import Any
 
-from tilewright.trainer.config import Config, Dataset
+from tilewright.trainer.config import Config, Dataset, Model
 from tilewright.trainer.encode import longest
 from tilewright.trainer.hf_names import CHAT_TEMPLATES, local_folder
 from tilewright.trainer.routes import Routes
@@ -141,23 +141,22 @@ def cache_key(
         vocab,
         shuffle,
         config.train.seed,
-        _tokenizer(config.model.tokenizer_path, notes)
-        if any(e.type != "tokenized" for e in entries)
-        else None,
+        _tokenizer(config.model, notes) if any(e.type != "tokenized" for e in entries) else None,
         *([] if routes is None else [dataclasses.asdict(routes)]),
     ]
     notes.save()
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _tokenizer(path: str | None, notes: Notes) -> Any:
-    """The tokenizer's files; its id if the Hub does not give them."""
+def _tokenizer(model: Model, notes: Notes) -> Any:
+    """The tokenizer's files; its id, and revision, if the Hub does not give them."""
+    path, revision = model.tokenizer_path, model.revision
     try:
-        folder = pathlib.Path(local_folder(path)) if path else None
+        folder = pathlib.Path(local_folder(path, revision)) if path else None
     except FileNotFoundError:
         folder = None
     if folder is None or not folder.is_dir():
-        return path
+        return path if revision is None else [path, revision]
     # Not its other subfolders: a model's checkpoints may be there.
     files = sorted(
         p

@@ -46,7 +46,7 @@ BEHIND = {
 }
 # Fields that change no number of a step, and those whose contents are other facts.
 LEFT_OUT = {
-    "model": {"model_path", "config_path", "tokenizer_path"},
+    "model": {"model_path", "revision", "config_path", "tokenizer_path"},
     "data": {
         "datasets",
         "test_datasets",

@@ -57,6 +57,7 @@ DIFFERENCES: dict[str, tuple[str, str]] = {
         "ours: experts as the engine that generated the data chose them",
     ),
     "train.router_replay_compare_steps": ("none", "ours: what replaying changes"),
+    "model.revision": ("none", "ours, as data sets have it: an id's main branch changes"),
     "train.allow_other_base": ("none", "ours: a run belongs to the weights that it began from"),
     "train.verify_checkpoint": ("none", "ours: a flipped bit would be trained with"),
     "lora.save_base": ("none", "ours: adapters are a small part of what a checkpoint would hold"),

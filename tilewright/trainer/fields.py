@@ -28,6 +28,9 @@ class Model(Section):
     model_path: str | None = field(
         None, "Folder (or Hub id) with weights; null: random weights.", OTHER_CONTENTS
     )
+    revision: str | None = field(
+        None, "Commit, tag or branch of the Hub id; null: what its main branch is.", OTHER_CONTENTS
+    )
     config_path: str | None = field(
         None, "Folder with config.json, or the file; null: as model_path.", OTHER_CONTENTS
     )

@@ -29,6 +29,7 @@ from tilewright.trainer.hf_names import (
     load_config,
     local_folder,
     read_config,
+    shape_of,
     sources,
     split,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "read_config",
     "read_json",
     "save_weights",
+    "shape_of",
     "sources",
     "split",
     "stored_dtype",

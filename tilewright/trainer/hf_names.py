@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from tilewright.files import read_json
+from tilewright.files import is_hub_id, read_json
+from tilewright.trainer.config import Model
 from tilewright.trainer.model_config import ModelConfig
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -56,23 +57,36 @@ def _matters(name: str, stored: dict[str, Any], given: dict[str, Any], config: M
         return True
 
 
-def local_folder(path: str) -> str:
+def local_folder(path: str, revision: str | None = None) -> str:
     """The path of a local folder, or of a Hugging Face Hub id after downloading it. Raises
     FileNotFoundError, naming it, if it is neither.
+
+    revision: a commit, tag or branch of the Hub id.
     """
     if pathlib.Path(path).exists():
         return path
+    if not is_hub_id(path):
+        raise FileNotFoundError(f"{path}: no such file or folder")
     from huggingface_hub import snapshot_download
 
     try:
         return snapshot_download(
-            path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+            path,
+            revision=revision,
+            allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
         )
     except (OSError, ValueError) as error:  # no network, no such repository, or not a valid id
         raise FileNotFoundError(
-            f"{path}: no such file or folder, and the Hub does not give it "
+            f"{path}: no such file or folder, and the Hub does not give "
+            f"{'it' if revision is None else f'its revision {revision}'} "
             f"({' '.join(str(error).split())[:200]})"
         ) from error
+
+
+def shape_of(model: Model) -> ModelConfig:
+    """`load_config` of what a configuration names."""
+    assert model.config_path is not None  # a rule of the configuration
+    return load_config(local_folder(model.config_path, model.revision), model.foundation)
 
 
 def read_config(path: str | pathlib.Path) -> dict:

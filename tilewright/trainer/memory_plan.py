@@ -225,7 +225,7 @@ def check(config: Config, size: int, rank: int, device: torch.device) -> None:
         return
     layout_of(config.train, size)
     there, where = available(device)
-    shape = hf.load_config(hf.local_folder(config.model.config_path), config.model.foundation)
+    shape = hf.shape_of(config.model)
     if most(config, shape) < there:
         return
     try:
@@ -284,7 +284,7 @@ def report(config: Config, size: int, device: torch.device) -> Iterator[str]:
     """The lines of `--plan`, of the first rank: its shards are the largest, and the others' differ
     only by the remainder of what does not divide.
     """
-    shape = hf.load_config(hf.local_folder(config.model.config_path), config.model.foundation)
+    shape = hf.shape_of(config.model)
     layout = layout_of(config.train, size)
     axes = " x ".join(f"{getattr(layout, a)} {a}" for a in AXES if getattr(layout, a) > 1)
     experts = f", experts over {layout.expert}" if layout.expert > 1 else ""

@@ -9,9 +9,11 @@ REFUSED: dict[str, str] = {
     "model.encoders": "samples are tokens alone: none has an image, a video or a sound that an "
     "encoder could read",
     "train.init_device": "no op and no process group here runs on NPUs",
+    "train.ckpt_manager": "torch.save writes pickles, which run code when they are read",
 }
 ACCEPTED = {
     "train.init_device": ("auto", "cpu", "cuda", "meta"),
+    "train.ckpt_manager": ("dcp",),
 }
 # Fields that only FSDP2 uses, with their neutral values.
 FSDP2_ONLY = {

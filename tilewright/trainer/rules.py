@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from tilewright import platform
+from tilewright.files import is_hub_id
 from tilewright.nn.quantized import wrong_group_size
 from tilewright.ops.expert_parallel import no_deepep
 from tilewright.trainer.field_tree import default_of, get, show
@@ -122,6 +123,13 @@ def _model_and_data(config: Config) -> Iterator[tuple[bool, str, str]]:
         model.config_path is None,
         "model.model_path model.config_path",
         "one of them must be given",
+    )
+    named = {model.model_path, model.config_path, model.tokenizer_path} - {None}
+    on_hub = {path for path in named if is_hub_id(path)}
+    yield (
+        model.revision is not None and len(on_hub) != 1,
+        "model.revision model.model_path model.config_path model.tokenizer_path",
+        "it is one Hub id's: local folders have none, and several ids would have different ones",
     )
     yield (
         not data.dataloader_num_workers and data.dataloader_prefetch_factor is not None,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pathlib
-import re
 
 import numpy as np
 
 from tilewright import platform
+from tilewright.files import is_hub_id
 from tilewright.registry import ImplementationUnavailable
 from tilewright.trainer import defects
 from tilewright.trainer.config import Data, Dataset
@@ -85,10 +85,7 @@ def check_sources(entries: list[Dataset], *, cached: bool = False) -> None:
         if (
             not address
             and not path.exists()
-            and (
-                path.suffix in (*FORMATS, *COMPRESSED)
-                or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", entry.path)
-            )
+            and (path.suffix in (*FORMATS, *COMPRESSED) or not is_hub_id(entry.path))
         ):
             raise FileNotFoundError(f"{entry.path}: no such file or folder")
         if address and reader and not cached and (reason := platform.no_module(reader)):

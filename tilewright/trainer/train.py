@@ -230,7 +230,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     folders = checkpoint.earlier(t.output_dir, t.load_checkpoint_path)
     writable.check(t, mesh)
     witness = Witness(t, mesh)
-    shape = hf.load_config(hf.local_folder(m.config_path), m.foundation)
+    shape = hf.shape_of(m)
     # Checked now, not after the last step: a missing tokenizer or an unsupported dtype.
     export_as = exported(config)
     dtype = compute_dtype(t)
@@ -324,9 +324,10 @@ def exported(config: Config) -> dict[str, Any]:
     """How to export the last checkpoint: the arguments of `Engine.export`."""
     m, save = config.model, config.train.save_hf_weights
     base = m.model_path
-    dtype = hf.stored_dtype(hf.local_folder(base or m.config_path), weights=base is not None)
+    folder = hf.local_folder(base or m.config_path, m.revision)
+    dtype = hf.stored_dtype(folder, weights=base is not None)
     return {
-        "tokenizer": hf.local_folder(m.tokenizer_path) if save else None,
+        "tokenizer": hf.local_folder(m.tokenizer_path, m.revision) if save else None,
         "dtype": dtype,
         "adapter_of": base if config.lora.save_lora_only else None,
     }

@@ -258,7 +258,9 @@ class Train(Section):
     output_dir: str = field(
         ..., "Folder for checkpoints, logs and the resolved configuration.", PLACE, min_length=1
     )
-    ckpt_manager: Literal["dcp"] = field("dcp", "dcp: torch.distributed.checkpoint.", OUTPUT)
+    ckpt_manager: Literal["dcp", "torch"] = field(
+        "dcp", "The format of checkpoints: dcp (torch.distributed.checkpoint).", OUTPUT
+    )
     save_steps: int = field(0, "Save every so many optimizer steps; 0: not by steps.", OUTPUT, ge=0)
     save_epochs: float = field(
         1.0, "Save every so many epochs, fractions too; 0: not by epochs.", OUTPUT, ge=0
