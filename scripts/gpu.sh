@@ -19,10 +19,10 @@
 # RESULTS is a folder such as bench_results/nvidia-h200-2026-12-01. Each stage has a share of the minutes, and what it
 # does not use is the next one's. A call resumes where an earlier one stopped (see docs/benchmarking.md, which has the
 # calls of half an hour). Tests that passed run again only if the sources change. If $OUT is set, each finished result is
-# appended to $OUT/results.jsonl, and all results and our kernels of Triton's cache are packed into $OUT. A packed cache
-# in RESULTS, from an earlier call or `make gpu-cache`, is unpacked first; commit.json, which is made with it, names the
-# commit of the sources where there is no git (or COMMIT does). PYTHON is the interpreter: docs/benchmarking.md describes
-# how to carry the peers' wheels.
+# appended to $OUT/results.jsonl, and all results and our kernels of Triton's cache are packed into $OUT. UNPACK_CACHE=1
+# unpacks a packed cache in RESULTS first, from an earlier call or `make gpu-cache`: what it holds runs on the GPU, so that
+# it must be one's own. commit.json, which is made with it, names the commit of the sources where there is no git (or
+# COMMIT does). PYTHON is the interpreter: docs/benchmarking.md describes how to carry the peers' wheels.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -58,10 +58,16 @@ mkdir -p "$results"
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$PWD/build/triton-cache}
 mkdir -p "$TRITON_CACHE_DIR"
 packed=$results/triton-cache.tar.gz
-[ -f "$packed" ] && tar xzf "$packed" -C "$TRITON_CACHE_DIR"
 # Pieces that a larger cache left in RESULTS belong to no archive: the first one's name tells how many.
-for first in "$packed".01of[0-9][0-9]; do
-    [ -f "$first" ] && cat "$packed".[0-9][0-9]of"${first##*of}" | tar xz -C "$TRITON_CACHE_DIR"
+for first in "$packed" "$packed".01of[0-9][0-9]; do
+    [ -f "$first" ] || continue
+    if [ "${UNPACK_CACHE:-}" != 1 ]; then
+        echo "$first is not unpacked: UNPACK_CACHE=1 does, and its kernels then run; take only one's own"
+    elif [ "$first" = "$packed" ]; then
+        tar xzf "$packed" -C "$TRITON_CACHE_DIR"
+    else
+        cat "$packed".[0-9][0-9]of"${first##*of}" | tar xz -C "$TRITON_CACHE_DIR"
+    fi
 done
 # Triton lists a kernel's files by absolute paths, and compiles it again if one is missing.
 find "$TRITON_CACHE_DIR" -name '__grp__*.json' -exec sed -i -E \

