@@ -47,6 +47,16 @@ def pytest_report_header():
     return ", ".join(found)
 
 
+def pytest_sessionstart(session):
+    import helpers
+
+    if session.config.option.collectonly:
+        return
+    for name in helpers.REQUIRED:
+        if reason := helpers.cannot_run(name):
+            pytest.exit(f"TILEWRIGHT_REQUIRE: {name} cannot run here: {reason}", returncode=1)
+
+
 # The slowest files start first. If one started last, the other workers would idle for minutes.
 LONG = (
     "test_triton_ptx",

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import os
 import sys
 import time
@@ -10,13 +11,27 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilewright import platform
 from tilewright.registry import ImplementationUnavailable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-# Names here must run: a GPU job sets TILEWRIGHT_REQUIRE=triton so that a broken import cannot skip
-# the suite green.
-REQUIRED = set(filter(None, os.environ.get("TILEWRIGHT_REQUIRE", "").split(",")))
+# Implementations that must run, so that the suite is not green without them: `make test` sets
+# TILEWRIGHT_REQUIRE=cpp,triton, and a GPU job TILEWRIGHT_REQUIRE=triton.
+REQUIRED = sorted(filter(None, os.environ.get("TILEWRIGHT_REQUIRE", "").split(",")))
+
+
+def cannot_run(name):
+    """Why implementations of this name cannot run here; None if they can."""
+    probes = {"cpp": platform.no_cpp, "cute": platform.no_cute, "triton": platform.no_triton}
+    if name not in probes:
+        return f"accepted are {', '.join(probes)}"
+    try:
+        if name != "cpp":
+            importlib.import_module({"cute": "cutlass"}.get(name, name))
+    except Exception as error:  # of any kind: a broken installation's
+        return f"{type(error).__name__}: {error}"
+    return probes[name](DEVICE)
 
 
 def skip_unless_usable(op, name, dtype):

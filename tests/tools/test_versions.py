@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import tomllib
 
+import helpers
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -120,6 +121,24 @@ def test_what_is_taken_by_its_name_has_digests():
         assert lines[0] == f"{name}=={versions[variable]} \\"
         digests = re.findall(r"^    --hash=sha256:[0-9a-f]{64}(?: \\)?$", text, re.M)
         assert len(digests) == len(lines) - 1 >= 1
+
+
+def test_what_make_test_has_built_must_run(monkeypatch):
+    """Without it thousands of tests would be skipped, and the rest be green."""
+    assert "\npytest: export TILEWRIGHT_REQUIRE ?= cpp,triton\n" in MAKEFILE
+    command = f"-m pytest -q -n 0 -p no:cacheprovider {pathlib.Path(__file__).parent}/test_goals.py"
+    done = subprocess.run(
+        [sys.executable, *command.split()],
+        env={**os.environ, "TILEWRIGHT_REQUIRE": "c++"},
+        capture_output=True,
+        text=True,
+    )
+    said = "TILEWRIGHT_REQUIRE: c++ cannot run here: accepted are cpp, cute, triton"
+    assert done.returncode == 1 and said in done.stdout + done.stderr
+    monkeypatch.setattr(platform, "no_extension", lambda: "it is not built")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert helpers.cannot_run("cpp") == "it is not built"
+    assert helpers.cannot_run("triton").startswith("ModuleNotFoundError: ")
 
 
 @pytest.mark.parametrize("asked, again", [((), False), (("TORCH=torch==2.14.1",), True)])
