@@ -337,11 +337,10 @@ def test_strides_and_index_dtypes_change_nothing(name):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", FUSED)
+# Triton's interpreter is not what torch.compile calls.
+@pytest.mark.parametrize("name", [n for n in FUSED if n != "triton" or DEVICE == "cuda"])
 def test_compiled_with_the_router_in_one_graph(name):
     skip_unless_usable(MOE_MLP, name, torch.float32)
-    if name == "triton" and DEVICE == "cpu":
-        pytest.skip("Triton's interpreter is not what torch.compile calls")
     x, gate_up, down, _, _ = inputs()
     gate = torch.randn(E, H, device=DEVICE, requires_grad=True)
 

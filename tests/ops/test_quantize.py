@@ -98,7 +98,7 @@ def grid():
                     and "contract" in case.tags
                     and not case.name.startswith("noise")
                 ):
-                    for dtype in FLOATS:
+                    for dtype in impl.dtypes:
                         if (
                             impl.name == "triton"
                             and dtype == torch.float16
