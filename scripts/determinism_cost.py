@@ -2,8 +2,9 @@
 
     python scripts/determinism_cost.py [--rounds 9] [--out X.json]
 
-checksums: a training step and the checksums of as many numbers as gradients and weights, over the
-    step alone (`train.checksum_steps`).
+checksums: a training step and the checksums of as many numbers as gradients and weights, and of
+    what modules return, over the step alone (`train.checksum_steps`).
+outputs: the same with what modules return alone.
 algorithms: a step with torch.use_deterministic_algorithms, over one without
     (`train.enable_full_determinism`).
 unpermute: the op, whose sums are of a token's rows in the order of its choices, over index_add_,
@@ -28,6 +29,7 @@ from tilewright import ops, platform
 from tilewright.trainer.batches import collate
 from tilewright.trainer.build import engine_around
 from tilewright.trainer.checksums import Checksums
+from tilewright.trainer.computation import Outputs
 from tilewright.trainer.config import Config
 from tilewright.trainer.loss import language_modeling
 from tilewright.trainer.mesh import Mesh
@@ -89,14 +91,26 @@ def training(rounds):
         step()
         torch.use_deterministic_algorithms(False)
 
-    plain, taken, deterministic = interleaved(rounds, step, checksums, with_algorithms)
+    outputs, recording = Outputs(model, Mesh()), []
+    outputs.record(lambda: bool(recording))
+
+    def with_outputs():
+        recording.append(True)
+        step()
+        outputs.drop()
+        recording.clear()
+
+    plain, taken, recorded, deterministic = interleaved(
+        rounds, step, checksums, with_outputs, with_algorithms
+    )
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     return {
         "parameters_millions": millions,
         "tokens": TOKENS,
         "step_seconds": plain,
         "checksum_seconds": taken,
-        "checksums": 1 + taken / plain,
+        "checksums": (recorded + taken) / plain,
+        "outputs": recorded / plain,
         "checksum_seconds_per_billion": taken / millions * 1e3,
         "algorithms": deterministic / plain,
     }

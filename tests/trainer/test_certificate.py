@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 from helpers import threads
 from ranks import run_modes
+from test_architectures import SHAPES
 from test_trainer import MOE, QWEN3, ROOT, rows, run, write_config
 from torch.cuda import nccl
 
@@ -25,10 +26,16 @@ from tilewright.ops import OPS
 from tilewright.trainer import certificate, checksums, train
 from tilewright.trainer.assertion import Earlier
 from tilewright.trainer.checksums import Checksums, checksum, factors
+from tilewright.trainer.compiling import compile_layers
+from tilewright.trainer.computation import Outputs, in_backward
 from tilewright.trainer.config import Config
+from tilewright.trainer.data_files import digests, moved
 from tilewright.trainer.engine import Engine
 from tilewright.trainer.field_tree import leaves
 from tilewright.trainer.mesh import Mesh
+from tilewright.trainer.model import Transformer
+from tilewright.trainer.model_config import ModelConfig
+from tilewright.trainer.ops_choice import Ops
 
 CPU = torch.device("cpu")
 FSDP2 = "--train.data_parallel_mode=fsdp2"
@@ -36,7 +43,11 @@ FSDP2 = "--train.data_parallel_mode=fsdp2"
 LAYOUTS = {
     "ddp": ["--train.data_parallel_mode=ddp"],
     "fsdp2": [FSDP2],
-    "hsdp": [FSDP2, "--train.data_parallel_replicate_size=2"],
+    "hsdp": [
+        FSDP2,
+        "--train.data_parallel_replicate_size=2",
+        "--train.enable_gradient_checkpointing=true",
+    ],
     "tensor": [FSDP2, "--train.tensor_parallel_size=2", "--model.merge_qkv=false"],
     "pipeline": [
         FSDP2,
@@ -50,6 +61,17 @@ LAYOUTS = {
         "--train.ringattn_parallel_size=2",
     ],
 }
+
+
+OUTPUTS = [  # of the small models here, which have two layers
+    "model.embed_tokens",
+    *(
+        f"model.layers.{i}.{name}"
+        for i in range(2)
+        for name in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+    ),
+    "model.norm",
+]
 
 
 # Layouts in which a bit of the last rank's shard is flipped in the second step.
@@ -108,7 +130,8 @@ def test_two_runs_of_a_layout_are_bit_equal(name, launched):
     names = json.loads((folder / name / "first/certificate.json").read_text())["trained"]
     for row in a:  # every tensor counts, wherever its shards are
         assert len(row["gradients"]) == len(row["weights"]) == len(names)
-        assert all(row["gradients"]) and all(row["weights"])
+        assert list(row["outputs"]) == OUTPUTS
+        assert all(row["gradients"]) and all(row["weights"]) and all(row["outputs"].values())
     moved = [x != y for x, y in zip(a[0]["weights"], a[1]["weights"], strict=True)]
     assert all(moved)
 
@@ -278,6 +301,70 @@ def test_the_first_tensor_that_moved_is_named(first, tmp_path, monkeypatch):
     assert len(rows_of(tmp_path / "again")) == 3
 
 
+@pytest.mark.parametrize("name", ["layers.0.self_attn", "layers.1.mlp", "norm"])
+def test_a_fault_of_a_forward_is_named_by_its_module(name, first, tmp_path, monkeypatch):
+    """The lowest bit of one number that a module returns in the second step."""
+    real = Outputs.record
+
+    def record(self, wanted):
+        calls = []
+
+        def flip(module, args, output):
+            calls.append(torch.is_grad_enabled())
+            if sum(calls) == 2 and calls[-1]:
+                t = output[0] if isinstance(output, tuple) else output
+                t.detach().view(-1).view(torch.int32)[5] ^= 1
+
+        self.model.model.get_submodule(name).register_forward_hook(flip)
+        real(self, wanted)
+
+    monkeypatch.setattr(Outputs, "record", record)
+    with pytest.raises(ValueError, match="step 2 is not the same: ") as caught:
+        asserting(first, tmp_path / "again")
+    assert f"the first tensor that moved is the output of model.{name} (and " in str(caught.value)
+
+
+def test_gradients_are_named_in_the_order_of_the_backward(first, tmp_path, monkeypatch):
+    """Also against checksums of an earlier version, which had none of outputs."""
+    old = tmp_path / "old"
+    shutil.copytree(first[0] / "out", old)
+    lines = [{k: v for k, v in row.items() if k != "outputs"} for row in recorded(old)]
+    (old / "checksums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    real = Engine.divide
+
+    def divide(self, *args):
+        norm = real(self, *args)
+        for name in ("embed_tokens", "layers.0.mlp.down_proj", "layers.1.input_layernorm"):
+            module = self.model.model.get_submodule(name)
+            module.weight.grad.view(-1).view(torch.int32)[7] ^= 1
+        return norm
+
+    monkeypatch.setattr(Engine, "divide", divide)
+    for earlier in (first[0] / "out", old):
+        with pytest.raises(ValueError) as caught:
+            run(first[1], *again(tmp_path / "again"), f"--train.assert_deterministic={earlier}")
+        assert str(caught.value).partition(": ")[2].partition(" (and ")[0] == (
+            "step 1 is not the same: the first tensor that moved is the gradient of "
+            "model.layers.1.input_layernorm.weight"
+        )
+
+
+@pytest.mark.parametrize(
+    "modules, reentrant",
+    [("null", False), ("[self_attn]", False), ("null", True)],
+)
+def test_outputs_are_those_of_the_training_forward(modules, reentrant, first, tmp_path):
+    """Of one step, and not of an evaluation, which the first run has, nor of a recomputation."""
+    run(
+        first[1],
+        *again(tmp_path / "again", "--train.checksum_steps=2", "--data.test_datasets=[]"),
+        "--train.enable_gradient_checkpointing=true",
+        f"--train.recompute_modules={modules}",
+        f"--train.enable_reentrant={reentrant}",
+    )
+    assert recorded(tmp_path / "again") == recorded(first[0] / "out")[1::2]
+
+
 def rows_of(folder):
     return [json.loads(s) for s in (folder / "metrics.jsonl").read_text().splitlines() if "lr" in s]
 
@@ -395,6 +482,11 @@ def test_what_is_no_earlier_run_is_one_sentence(first, tmp_path):
     [
         ("certificate.json", {"schema": 1}, "certificate.json is damaged: its 'start' is missing"),
         ("certificate.json", {"facts": {"data": 1}}, "certificate.json is damaged: its 'facts' is"),
+        (
+            "certificate.json",
+            {"files": {"contents": [{"file": "a"}]}},
+            "certificate.json is damaged: its 'files' is",
+        ),
         ("certificate_2.json", {"trained": None}, "certificate_2.json is damaged: its 'trained'"),
         ("metrics.jsonl", {"loss": 1.0}, "metrics.jsonl is damaged: {'loss': 1.0} is no row"),
         ("metrics.jsonl", 7, "metrics.jsonl is damaged: 7 is no row of it"),
@@ -404,6 +496,11 @@ def test_what_is_no_earlier_run_is_one_sentence(first, tmp_path):
             {"step": 1, "gradients": [1], "weights": [2]},
             "checksums.jsonl is damaged: {'step': 1, 'gradients': [1]",
         ),
+        (
+            "checksums.jsonl",
+            {"step": 1, "outputs": []},
+            "checksums.jsonl is damaged: {'step': 1, 'outputs': [], ",
+        ),
     ],
 )
 def test_a_damaged_file_of_an_earlier_run_is_one_sentence(name, content, message, first, tmp_path):
@@ -411,10 +508,150 @@ def test_a_damaged_file_of_an_earlier_run_is_one_sentence(name, content, message
     (tmp_path / "certificate.json").write_text(json.dumps(made))
     if isinstance(content, dict) and name.startswith("certificate") and "schema" not in content:
         content = {**made, **content}
+    if isinstance(content, dict) and "outputs" in content:
+        count = len(made["trained"])
+        content = {**content, "gradients": [1] * count, "weights": [2] * count}
     (tmp_path / name).write_text(json.dumps(content) + "\n")
     with pytest.raises(ValueError) as caught:
         Earlier(str(tmp_path))
     assert str(caught.value).startswith(f"train.assert_deterministic = {tmp_path}: {message}")
+
+
+# ---- the order of the computation
+
+
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("name", [*SHAPES, "qwen3", "moe"])
+def test_the_order_of_gradients_is_that_of_the_backward(name, merged):
+    """Gradients that one operator makes have any order."""
+    shape = {**SHAPES, "qwen3": QWEN3, "moe": MOE}[name]
+    model = Transformer(ModelConfig.from_hf(shape), Ops.resolve("eager"), merged)
+    model.init_weights(0)
+    made = []
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(lambda p, name=name: made.append(name))
+    ids = torch.arange(12)[None] % 7
+    model(ids, labels=ids).backward()
+    assert len(made) > 10
+
+    def operator(name):
+        name = name.removesuffix(".bias").removesuffix(".weight")
+        name = re.sub("experts[.](gate_up|down)_proj(_bias)?", "experts", name)
+        return re.sub("[qk]_norm", "qk_norm", name) if merged else name
+
+    assert [*map(operator, in_backward(made))] == [*map(operator, made)]
+    assert [*map(operator, in_backward(sorted(made)))] == [*map(operator, made)]
+
+
+def test_outputs_of_compiled_layers_are_those_of_whole_layers():
+    """Within a graph nothing can be recorded."""
+    config = Config(
+        model={"config_path": "unused"},
+        data={"datasets": [{"path": "dummy"}]},
+        train={"output_dir": "unused", "data_parallel_mode": "none"},
+    )
+    layers = {}
+    for attention, recomputed in (("eager", None), ("sdpa", None), ("eager", ["mlp"])):
+        model = Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve(attention))
+        settings = {"recompute_modules": recomputed, "enable_gradient_checkpointing": True}
+        compile_layers(model, config.train.model_copy(update=settings), [])
+        model.recompute_activations(recomputed)
+        layers[attention, bool(recomputed)] = Outputs(model, Mesh()).names
+    whole = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"]
+    assert layers == {("eager", False): whole, ("sdpa", False): OUTPUTS, ("eager", True): OUTPUTS}
+
+
+def test_outputs_that_are_swapped_are_told_apart():
+    model = Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve())
+    model.init_weights(0)
+    outputs, sums = Outputs(model, Mesh()), []
+    wanted = [True]
+    outputs.record(lambda: wanted[0])
+    batches = torch.arange(12)[None], torch.arange(20, 32)[None]
+    for order in (batches, batches[::-1]):
+        for ids in order:
+            model(ids)
+        sums.append(outputs.part())
+        outputs.drop()
+    assert (sums[0] != sums[1]).all()
+    wanted[0] = False
+    model(batches[0])
+    assert not outputs.part().any()
+
+
+# ---- the files of the data
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 255, 256, 257, 1000, 1500])
+def test_lines_that_differ_are_in_the_interval(count, tmp_path):
+    lines = [f"{i:04}\n".encode() for i in range(count)]
+
+    def made(name, lines, **more):
+        (tmp_path / name).write_bytes(b"".join(lines))
+        return {"file": name, **digests(str(tmp_path / name)).within(**more)._asdict()}
+
+    ours = made("a.txt", lines, most=300)
+    assert ours["lines"] == count and len(ours["blocks"].split()) <= 256
+    for at in {0, count // 3, count - 1}:
+        changed, inserted = lines[:], lines[:]
+        changed[at] = b"other\n"
+        inserted.insert(at, b"other\n")
+        unended = [*changed[:-1], changed[-1].strip()]
+        for others in (changed, inserted, unended, lines[:at]):
+            for most in (300, 7):
+                said = moved([ours], [made("b.txt", others, most=most)])
+                found = re.fullmatch(r"a.txt differs in lines? (\d+)(?: to (\d+))?", said)
+                first, last = (int(n) for n in (found[1], found[2] or found[1]))
+                assert first <= at + 1 <= last <= count + 1
+                assert most == 7 or last - first < max(1, count / 100)
+    cut = made("a.txt", lines[: count // 8 * 8], most=300)
+    if count > cut["lines"]:
+        said = f"a.txt ends before line {cut['lines'] + 1}, where that one goes on"
+        assert moved([cut], [ours]) == said
+
+
+def test_files_that_are_not_there_are_named(tmp_path):
+    def file(name, content="x"):
+        return {"file": name, "sha256": content, "lines": 0, "every": 0, "blocks": ""}
+
+    a, b, c = file("a.parquet", "1"), file("f/b.parquet", "2"), file("c.parquet", "3")
+    assert moved([a, c], [a, b]) == "c.parquet differs"
+    assert moved([a, b, c], [a, b]) == "c.parquet is not in that one"
+    assert moved([a], [a, b]) == "f/b.parquet is not in this run"
+    assert moved([b, a], [a, b]) == "the same files are read in another order"
+    assert moved([a, b], [a, b]) == "its files are the same, and prepared otherwise"
+    other = [file("d/a.parquet", "4"), file("b.parquet", "5"), c]
+    assert moved(other, [b, a]) == "d/a.parquet differs (and 2 more files)"
+
+
+def test_a_token_that_differs_is_found_in_its_file(tmp_path):
+    """One of line 900 in the second of two files; then with what an earlier version wrote."""
+    lines = [json.dumps({"input_ids": [i % 90, *range(8)]}) + "\n" for i in range(1000)]
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("a", "b"):
+        (data / f"{name}.jsonl").write_text("".join(lines))
+    path = write_config(
+        tmp_path,
+        train__max_steps=1,
+        train__save_hf_weights=False,
+        data__datasets=[{"path": str(data)}],
+    )
+    run(path)
+    lines[899] = lines[899].replace("5", "6")
+    (data / "b.jsonl").write_text("".join(lines))
+    given = f"--train.assert_deterministic={tmp_path / 'out'}"
+    with pytest.raises(ValueError) as caught:
+        run(path, *again(tmp_path / "again"), given)
+    differs = "this run is not that one: the content of the data differs in this run"
+    assert str(caught.value).endswith(f"{differs}: {data / 'b.jsonl'} differs in lines 897 to 900")
+    made = json.loads((tmp_path / "out/certificate.json").read_text())
+    assert len(json.dumps(made.pop("files"))) < 20_000
+    (tmp_path / "out/certificate.json").write_text(json.dumps(made))
+    with pytest.raises(ValueError) as caught:
+        run(path, *again(tmp_path / "again"), given)
+    assert str(caught.value).endswith(differs)
 
 
 # ---- facts

@@ -4,10 +4,10 @@ Before the first step, certificates: what is known to change the two runs' bits.
 what the earlier run has of it: the row of metrics.jsonl, and checksums.jsonl (of the steps that
 `train.checksum_steps` names), one row a step:
 
-    {"step", "gradients": [...], "weights": [...]}
+    {"step", "outputs": {module: ...}, "gradients": [...], "weights": [...]}
 
-the checksums of clipped gradients and of weights after the step, in the order of the certificate's
-"trained".
+the checksums of what modules return (`computation.py`; earlier versions have none), of clipped
+gradients, and of weights after the step, both in the order of the certificate's "trained".
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from tilewright.trainer import certificate
-from tilewright.trainer.certificate import Difference, Facts, differences, listed
+from tilewright.trainer.certificate import Difference, Facts, listed
 from tilewright.trainer.checksums import Checksums
+from tilewright.trainer.computation import Outputs, in_backward
 from tilewright.trainer.config import Train
 from tilewright.trainer.engine import Engine
 from tilewright.trainer.mesh import Mesh
@@ -61,6 +62,7 @@ class Earlier:
             if fits and file.name == CHECKSUMS:
                 sums = [row.get(kind) for kind in ("gradients", "weights")]
                 fits = all(isinstance(s, list) and len(s) == count for s in sums)
+                fits = fits and isinstance(row.get("outputs", {}), dict)
             if not fits:
                 raise ValueError(f"{file.name} is damaged: {str(row)[:60]} is no row of it")
         return found
@@ -73,13 +75,7 @@ class Earlier:
         for theirs in self.certificates:
             if not first <= theirs["start"] < total:
                 continue
-            mine, facts = dict(ours["facts"]), dict(theirs["facts"])
-            if start != theirs["start"]:  # weights of other steps
-                for found in (mine, facts):
-                    found.pop("initial weight", None)
-            said = [d.said("in this run", "in that one") for d in differences(mine, facts)]
-            if theirs["trained"] != ours["trained"]:
-                said.append("the trained tensors differ in this run")
+            said = certificate.between_runs(ours, theirs)
             if said:
                 where = f" from step {theirs['start'] + 1} on" if theirs["start"] > start else ""
                 raise ValueError(
@@ -114,17 +110,21 @@ class Witness:
         self.compared: set[int] = set()  # steps
         self.compared_tensors = 0
 
-    def start(self, engine: Engine, own: Facts, start: int, total: int) -> list[str]:
+    def start(
+        self, engine: Engine, own: Facts, files: dict[str, Any], start: int, total: int
+    ) -> list[str]:
         """Certifies the run, and begins to record it. Returns lines for the log.
 
-        own: this rank's `certificate.facts`.   start, total: steps that are done, and in all.
+        own: this rank's `certificate.facts`.   files: `certificate.files_of_data`, on rank 0.
+        start, total: steps that are done, and in all.
         Raises ValueError on every rank if the run may not start.
         """
         apart = certificate.between_ranks(own, self.mesh)
         if apart and self.asserts:
             raise ValueError(f"{FIELD} = {self.train.assert_deterministic}: ranks differ: {apart}")
         self.checksums = Checksums(engine.model, self.mesh)
-        made, problem, lines = certificate.certify(own, self.checksums, start), None, []
+        self.outputs = Outputs(engine.model, self.mesh)
+        made, problem, lines = certificate.certify(own, self.checksums, start, files), None, []
         if self.mesh.main:
             try:
                 if self.earlier is not None:
@@ -140,19 +140,20 @@ class Witness:
         there = sorted(self.earlier.checksums) if self.earlier else []
         self.known = set(self.mesh.control.broadcast(there)) if self.asserts else set()
         if self.known or self.train.checksum_steps:
+            self.outputs.record(lambda: self._due(self.step + 1))
             engine.optimizer.register_step_pre_hook(self._before)
             engine.optimizer.register_step_post_hook(self._after)
         return [*lines, f"ranks differ: {apart}"] if apart else lines
 
     # ---- around the optimizer's step
 
-    def _due(self) -> bool:
+    def _due(self, step: int) -> bool:
         every = self.train.checksum_steps
-        return self.step in self.known or (every > 0 and self.step % every == 0)
+        return step in self.known or (every > 0 and step % every == 0)
 
     def _before(self, *_: Any) -> None:
-        self.step += 1
-        self.parts = [self.checksums.of_gradients()] if self._due() else []
+        if self._due(self.step + 1):
+            self.parts = [self.outputs.part(), self.checksums.of_gradients()]
 
     def _after(self, *_: Any) -> None:
         if self.parts:
@@ -165,11 +166,17 @@ class Witness:
 
         values: of the step, by their names in metrics.jsonl.
         """
-        found: dict[str, list[int]] = {}
+        found: dict[str, Any] = {}
         if self.parts:
-            both = self.checksums.read(torch.stack(self.parts))
-            found = dict(zip(("gradients", "weights"), both, strict=True))
+            sums = self.checksums.read(torch.cat(self.parts))
+            names, count = self.outputs.names, len(self.checksums.trained)
+            found = {
+                "outputs": dict(zip(names, sums[: len(names)], strict=True)),
+                "gradients": sums[len(names) : -count],
+                "weights": sums[-count:],
+            }
             self.parts = []
+        self.outputs.drop()
         self.step = step  # one without a target does not reach the optimizer
         said, problem = None, None
         if self.mesh.main:
@@ -182,9 +189,7 @@ class Witness:
             said = self.mesh.control.broadcast(said)
         return said
 
-    def _recorded(
-        self, step: int, values: dict[str, float], found: dict[str, list[int]]
-    ) -> str | None:
+    def _recorded(self, step: int, values: dict[str, float], found: dict[str, Any]) -> str | None:
         if found:
             with self.file.open("a") as file:
                 file.write(json.dumps({"step": step, **found}) + "\n")
@@ -204,7 +209,7 @@ class Witness:
         return self.mesh.control.broadcast(said)
 
     def _said(
-        self, step: int, ours: dict[str, Any], theirs: dict[str, Any], found: dict[str, list[int]]
+        self, step: int, ours: dict[str, Any], theirs: dict[str, Any], found: dict[str, Any]
     ) -> str | None:
         assert self.earlier is not None
         moved = [
@@ -216,13 +221,9 @@ class Witness:
         tensors = "no tensor can be named: that run has no checksums of this step"
         if found and there is not None:
             self.compared_tensors += 1
-            names = [
-                f"the {kind[:-1]} of {name}"
-                for kind, own in found.items()
-                for name, a, b in zip(self.checksums.trained, own, there[kind], strict=True)
-                if a != b
-            ]
-            tensors = "all gradients and weights are the same"
+            names = self._moved(found, there)
+            kinds = "outputs, gradients" if "outputs" in there else "gradients"
+            tensors = f"all {kinds} and weights are the same"
             if names:
                 more = f" (and {len(names) - 1} more)" if names[1:] else ""
                 moved.append(tensors := f"the first tensor that moved is {names[0]}{more}")
@@ -231,6 +232,16 @@ class Witness:
         if tensors not in moved and "eval_loss" not in ours:
             moved.append(tensors)
         return f"{FIELD} = {self.earlier.path}: step {step} is not the same: {'; '.join(moved)}"
+
+    def _moved(self, found: dict[str, Any], there: dict[str, Any]) -> list[str]:
+        """What moved in a step, in the order of the computation."""
+        trained, outputs = self.checksums.trained, there.get("outputs", {})
+        pairs = {"output": [(n, a, outputs.get(n, a)) for n, a in found["outputs"].items()]}
+        for kind in ("gradients", "weights"):
+            pairs[kind[:-1]] = list(zip(trained, found[kind], there[kind], strict=True))
+        moved = {kind: [n for n, a, b in of if a != b] for kind, of in pairs.items()}
+        moved["gradient"] = in_backward(moved["gradient"])
+        return [f"the {kind} of {name}" for kind, names in moved.items() for name in names]
 
     def summary(self) -> list[str]:
         """Lines for the log at the end."""

@@ -16,6 +16,7 @@ import pathlib
 from typing import Any
 
 from tilewright.trainer.config import Config, Dataset, Model
+from tilewright.trainer.data_files import Digests, digests
 from tilewright.trainer.encode import longest
 from tilewright.trainer.hf_names import CHAT_TEMPLATES, local_folder
 from tilewright.trainer.routes import Routes
@@ -54,15 +55,14 @@ class Notes:
     def _note(self, name: str, what: Any) -> None:
         self.known[name] = self.new[name] = what
 
-    def file(self, path: str) -> str:
-        """The hash of a file's contents."""
+    def file(self, path: str) -> Digests:
+        """The hashes of a file's contents."""
         stat, name = os.stat(path), os.path.realpath(path)
-        state = [stat.st_size, stat.st_mtime_ns]
+        state, fields = [stat.st_size, stat.st_mtime_ns], len(Digests._fields)
         noted = self.known.get(name)
-        if not isinstance(noted, list) or noted[:2] != state or len(noted) != 3:
-            with open(path, "rb") as file:
-                self._note(name, [*state, hashlib.file_digest(file, "sha256").hexdigest()])
-        return self.known[name][2]
+        if not isinstance(noted, list) or noted[:2] != state or len(noted) != 2 + fields:
+            self._note(name, [*state, *digests(path)])
+        return Digests(*self.known[name][2:])
 
     def remote(self, entry: Dataset, config: Config) -> Any:
         """What the server of an entry's data says about their version; if it cannot be asked, what
@@ -115,6 +115,17 @@ def known(said: Any) -> bool:
     return bool(said) and (isinstance(said, str) or all(told for _, told in said))
 
 
+def files_of(entries: list[Dataset], config: Config, blocks: int) -> list[dict[str, Any]]:
+    """The local files that entries are read from, as `data_files.moved` compares them.   blocks:
+    of all together, at most, but one of each.
+    """
+    notes = Notes(pathlib.Path(config.data.dataset_prepared_path))
+    found = [f for e in entries if e.path != "dummy" for f in located(e)[1] if "://" not in f]
+    made = [{"file": f, **notes.file(f).within(blocks // len(found))._asdict()} for f in found]
+    notes.save()
+    return made
+
+
 def cache_key(
     entries: list[Dataset],
     config: Config,
@@ -131,7 +142,7 @@ def cache_key(
             return ["dummy", data.sample_packing_sequence_len]
         kind, files = located(entry)
         if files and "://" not in files[0]:
-            return [kind, [[pathlib.PurePath(f).suffix, notes.file(f)] for f in files]]
+            return [kind, [[pathlib.PurePath(f).suffix, notes.file(f).sha256] for f in files]]
         return [kind, entry.path, notes.remote(entry, config)]
 
     what = [
@@ -165,4 +176,4 @@ def _tokenizer(model: Model, notes: Notes) -> Any:
         and p.is_file()
         and not p.name.endswith(".index.json")
     )
-    return [[str(p.relative_to(folder)), notes.file(str(p))] for p in files]
+    return [[str(p.relative_to(folder)), notes.file(str(p)).sha256] for p in files]

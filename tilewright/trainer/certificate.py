@@ -3,9 +3,11 @@
 Rank 0 writes it to the run's folder before the first step, to certificate.json, or, for a run that
 resumes after step N, to certificate_N.json:
 
-    {"schema", "start", "facts": {kind: {name: value}}, "trained": [names]}
+    {"schema", "start", "facts": {kind: {name: value}}, "trained": [names], "files": {name: [...]}}
 
 start: optimizer steps done.   trained: the order of tensors in checksums.jsonl (`assertion.py`).
+files: of the data, by the name of the fact that depends on them, with digests of their lines; they
+say where data differ that are not the same, and earlier versions wrote none.
 Not among the facts are fields that change no number, paths (their contents are), and how many steps
 a run takes (the learning rate of each step is compared).
 """
@@ -31,12 +33,16 @@ from tilewright.kernels import tuning
 from tilewright.ops._attention_vendors import FLASH
 from tilewright.selection import operations
 from tilewright.trainer.batches import Batches, Bins
+from tilewright.trainer.cache_key import files_of
 from tilewright.trainer.checksums import Checksums
 from tilewright.trainer.config import Config
+from tilewright.trainer.data import is_saved
+from tilewright.trainer.data_files import are_digests, moved
 from tilewright.trainer.mesh import Mesh
 
 FILE = "certificate.json"
 SCHEMA = 1
+BLOCKS = 1024  # of lines, with a digest each: 17 KB
 Facts = dict[str, dict[str, Any]]
 # Implementations of this library that another package computes, and its name.
 BEHIND = {
@@ -268,8 +274,39 @@ def between_ranks(own: Facts, mesh: Mesh) -> str | None:
     return listed(said) if said else None
 
 
-def certify(own: Facts, checksums: Checksums, start: int) -> dict[str, Any]:
-    """The certificate of the whole run. Every rank must call it."""
+def files_of_data(config: Config) -> dict[str, list[dict[str, Any]]]:
+    """What a certificate says of the data's files."""
+    data = config.data
+    if is_saved(config):
+        return {}
+    split = data.datasets if data.val_set_size is not None else []
+    return {
+        "contents": files_of(data.datasets, config, BLOCKS),
+        "evaluation": files_of(data.test_datasets or split, config, BLOCKS),
+    }
+
+
+def between_runs(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """In what this run's certificate is not another one's."""
+    mine, facts = dict(ours["facts"]), dict(theirs["facts"])
+    if ours["start"] != theirs["start"]:  # weights of other steps
+        for found in (mine, facts):
+            found.pop("initial weight", None)
+    said = []
+    for one in differences(mine, facts):
+        said.append(one.said("in this run", "in that one"))
+        files = [c.get("files", {}).get(one.name) for c in (ours, theirs)]
+        if one.kind == "data" and all(files):
+            said[-1] += f": {moved(*files)}"
+    if theirs["trained"] != ours["trained"]:
+        said.append("the trained tensors differ in this run")
+    return said
+
+
+def certify(
+    own: Facts, checksums: Checksums, start: int, files: dict[str, list[dict[str, Any]]]
+) -> dict[str, Any]:
+    """The certificate of the whole run. Every rank must call it.   files: see `files_of_data`."""
     values = checksums.weights()
     weights = {n: f"{v & (1 << 64) - 1:016x}" for n, v in zip(checksums.names, values, strict=True)}
     return {
@@ -277,6 +314,7 @@ def certify(own: Facts, checksums: Checksums, start: int) -> dict[str, Any]:
         "start": start,
         "facts": {**own, "initial weight": weights},
         "trained": checksums.trained,
+        "files": files,
     }
 
 
@@ -307,10 +345,12 @@ def read(file: pathlib.Path) -> dict[str, Any]:
             f"{file.name} has the schema {found.get('schema')!r}; accepted is {SCHEMA}"
         )
     start, facts, trained = (found.get(name) for name in ("start", "facts", "trained"))
+    files = found.get("files", {})  # none in those of earlier versions
     for name, fits in (
         ("start", type(start) is int),
         ("facts", isinstance(facts, dict) and all(isinstance(v, dict) for v in facts.values())),
         ("trained", isinstance(trained, list) and all(isinstance(n, str) for n in trained)),
+        ("files", isinstance(files, dict) and all(map(are_digests, files.values()))),
     ):
         if not fits:
             raise ValueError(f"{file.name} is damaged: its {name!r} is missing or of another type")

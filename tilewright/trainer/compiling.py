@@ -112,13 +112,12 @@ def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
     return [t for t in flat if torch.is_tensor(t)]
 
 
+def is_compiled(method: Callable) -> bool:
+    method = inner(method)
+    return isinstance(method, functools.partial) and isinstance(method.func, Compiled)
+
+
 def compiled_parts(model: Transformer) -> dict[str, int]:
     """The compiled methods, and the number of their modules."""
-    methods = (inner(v) for m in model.model.layers.modules() for v in vars(m).values())
-    return dict(
-        Counter(
-            method.func.name
-            for method in methods
-            if isinstance(method, functools.partial) and isinstance(method.func, Compiled)
-        )
-    )
+    methods = (v for m in model.model.layers.modules() for v in vars(m).values())
+    return dict(Counter(inner(v).func.name for v in methods if is_compiled(v)))

@@ -160,7 +160,7 @@ def prepare(
     """
     data = config.data
     root = pathlib.Path(data.dataset_prepared_path)
-    if data.skip_prepare_dataset and (root / "dataset_info.json").is_file():
+    if is_saved(config):
         return _saved(root, entries is data.test_datasets, routes, check=main)
     for entry in entries:
         if pathlib.Path(entry.path).is_dir() and root.resolve().is_relative_to(
@@ -209,6 +209,13 @@ def _push(folder: pathlib.Path, config: Config, split: str) -> None:
     if target and target not in pushed:
         _load(folder).push_to_hub(target, split=split, token=True, private=True)
         told.write_text("".join(f"{name}\n" for name in (*pushed, target)))
+
+
+def is_saved(config: Config) -> bool:
+    """Whether the data are one prepared set that the datasets package saved, and no other files."""
+    data = config.data
+    saved = pathlib.Path(data.dataset_prepared_path, "dataset_info.json")
+    return data.skip_prepare_dataset and saved.is_file()
 
 
 def _saved(root: pathlib.Path, test: bool, routes: Routes | None, check: bool):

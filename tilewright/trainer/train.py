@@ -33,7 +33,7 @@ from tilewright.trainer import adapters, checkpoint, hf, memory_plan, replay, wr
 from tilewright.trainer.assertion import Witness
 from tilewright.trainer.batches import Batches, Bins, evaluation_batches
 from tilewright.trainer.build import build_data, build_engine, choose_ops, compute_dtype, identity
-from tilewright.trainer.certificate import facts
+from tilewright.trainer.certificate import facts, files_of_data
 from tilewright.trainer.config import Config, ConfigError, from_command_line, resolved
 from tilewright.trainer.engine import Batch, Engine, NotFinite, Sums, reproducible
 from tilewright.trainer.housekeeping import Housekeeping
@@ -257,7 +257,8 @@ def prepare(config: Config, mesh: Mesh) -> Run:
             f"train.profile_start_step = {t.profile_start_step}: the run has {plan.total} steps"
         )
     own = facts(config, mesh, (batches, held), belongs, chosen)
-    certified = witness.start(engine, own, start, plan.total)
+    files = files_of_data(config) if mesh.main else {}
+    certified = witness.start(engine, own, files, start, plan.total)
     if mesh.main:
         pathlib.Path(t.output_dir, "resolved_config.yaml").write_text(resolved(config))
     flops = engine.model.whole.flops_per_token(config.data.sample_packing_sequence_len)

@@ -310,7 +310,7 @@ class Train(Section):
     # determinism
     checksum_steps: int = field(
         0,
-        "Write checksums of all gradients and trained weights to output_dir/checksums.jsonl every "
+        "Write checksums of modules' outputs, gradients and trained weights to checksums.jsonl every "
         "so many steps; 0: never.",
         OUTPUT,
         ge=0,
