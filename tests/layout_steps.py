@@ -171,6 +171,10 @@ def data(layout, rank, world_size):
         ids, targets = (t.chunk(world_size)[rank] for t in rows_of())
     if fault == "same":  # as without a sampler
         ids, targets = rows_of()
+    if fault == "overlap":  # a row too many
+        ids, targets = torch.cat((ids, rows_of()[0][:1])), torch.cat((targets, rows_of()[1][:1]))
+    if fault == "same_slice":
+        ids, targets = rows_of(0, world_size)
     if fault == "fewer" and rank == 1:
         ids, targets = ids[:-1], targets[:-1]
     if fault == "shifted" and rank == 1:
@@ -208,13 +212,15 @@ def data(layout, rank, world_size):
     def synchronize():
         if fault == "clipped":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
-        for grad in grads_of(model):
+        for name, grad in ((n, p.grad) for n, p in model.named_parameters()):
+            if fault == "norms_alone" and name.startswith("norm"):
+                continue
             if fault == "bfloat16":
                 half = grad.bfloat16()
                 dist.all_reduce(half)
                 grad.copy_(half)
                 continue
-            if layout == "hand-again":
+            if layout == "hand-again" or (fault == "one_again" and name == "head.weight"):
                 dist.all_reduce(grad)
             dist.all_reduce(grad)
             if fault == "twice":
@@ -238,6 +244,8 @@ def data(layout, rank, world_size):
     optimizer = sgd(model)
     if fault == "left_out" and world_size > 1:
         optimizer = torch.optim.SGD(list(model.parameters())[:-1], lr=0.1)
+    if fault == "own_rate":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
     own = layout.startswith(("hand", "other")) and fault != "none"
     own = own or layout == "ddp-again"
     return Step(
@@ -537,6 +545,8 @@ FAULTS = (
     *("hand-counted", "hand-own_report", "hand-left_out", "other_weights"),
     *("hand-fewer", "hand-scaled", "hand-clipped", "hand-bfloat16", "hand-stale"),
     *("hand-shifted", "hand-again", "ddp-again"),
+    *("hand-local", "hand-overlap", "hand-same_slice", "hand-one_again", "hand-norms_alone"),
+    "hand-own_rate",
 )
 
 TENSOR = {"tensor": (2, 4), "tensor_dtensor": 2, "tensor-counted": 2, "tensor-own_norm": 2}
@@ -550,4 +560,6 @@ def every(layout, rank, world_size):
     return kind(layout, rank, world_size)
 
 
-every.layouts = RIGHT | dict.fromkeys(FAULTS, 2) | TENSOR | EXPERT | {"pipeline": 2}
+every.layouts = (
+    RIGHT | dict.fromkeys(FAULTS, 2) | {"ddp-local": (2, 4)} | TENSOR | EXPERT | {"pipeline": 2}
+)

@@ -473,3 +473,83 @@ def normed_in_bfloat16(x):
 
 def plain_normed(x):
     return x * (x * x).mean(-1, keepdim=True).rsqrt()
+
+
+@triton.jit
+def _to_the_next_row(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * n + at, mask=at < n)
+    tl.store(out_ptr + (row + 1) * n + at, x, mask=at < n)  # one too far
+
+
+def to_the_next_row(x):
+    out = torch.zeros_like(x)
+    _to_the_next_row[(len(x),)](x, out, x.shape[1], BLOCK=64)
+    return out
+
+
+def out_of_its_view(x):
+    """There is room behind what it writes to."""
+    out = torch.zeros(2 * len(x), x.shape[1])[: len(x)]
+    _to_the_next_row[(len(x),)](x, out, x.shape[1], BLOCK=64)
+    return out
+
+
+@triton.jit
+def _reads_on(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * n + at)  # into the next row, and of the last one past the end
+    tl.store(out_ptr + row * n + at, x, mask=at < n)
+
+
+def reads_on(x):
+    out = torch.empty_like(x)
+    _reads_on[(len(x),)](x, out, x.shape[1], BLOCK=64)
+    return out
+
+
+@triton.jit
+def _sums_rows(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + tl.program_id(0) * n + at, mask=at < n)
+    tl.store(out_ptr + at, tl.load(out_ptr + at, mask=at < n) + x, mask=at < n)  # no atomic
+
+
+def sums_rows(x):
+    out = torch.zeros(x.shape[1])
+    _sums_rows[(len(x),)](x, out, x.shape[1], BLOCK=64)
+    return out
+
+
+@triton.jit
+def _by_scratch(x_ptr, scratch_ptr, out_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(scratch_ptr + at, tl.load(x_ptr + at))
+    tl.store(out_ptr + at, tl.load(scratch_ptr + BLOCK - 1 - at))  # no barrier
+
+
+def by_scratch(x):
+    scratch, out = torch.empty_like(x), torch.empty_like(x)
+    _by_scratch[(1,)](x, scratch, out, BLOCK=x.numel())
+    return out
+
+
+def shifted(x):
+    """Into another tensor."""
+    out = torch.empty(256)
+    _copy_shifted[(1,)](x, out, BLOCK=256)
+    return out
+
+
+@triton.jit
+def _copy_shifted(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.load(x_ptr + at + 1))
+
+
+def plain_shifted(x):
+    return x[1:]
+
+
+def plain_normed_in_float32(x):
+    return plain_normed(x.float()).to(x.dtype)

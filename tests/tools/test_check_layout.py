@@ -3,7 +3,6 @@ parameter, the factor and the likely cause, and what cannot be checked leaves no
 """
 
 import contextlib
-import io
 import json
 import multiprocessing
 import os
@@ -19,8 +18,9 @@ import layout_steps
 import pytest
 import torch
 from helpers import until  # and what the process that ranks are forked from imports
+from plants import layout as plants
+from plants.layout import STEPS
 
-from tilewright import __main__ as cli
 from tilewright.tools import check_layout
 from tilewright.tools import check_layout_compare as compare
 from tilewright.tools.check_layout import Refused
@@ -29,16 +29,12 @@ from tilewright.tools.check_layout_notes import notes, notes_of_one
 from tilewright.tools.check_layout_ranks import Ranks, Target, load_function
 
 ROOT = pathlib.Path(__file__).parents[2]
-STEPS = str(pathlib.Path(layout_steps.__file__))
 
 
 def command(*arguments):
     """Exit code, standard output, standard error."""
     forkserver.ensure_running()
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = cli.main(["check-layout", *arguments])
-    return code, out.getvalue(), err.getvalue()
+    return plants.command(*arguments)
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +55,9 @@ def found():
     return {(r["layout"], r["world_size"]): r for r in said["layouts"]}
 
 
-RIGHT = [
-    *(("hand", 2), ("hand", 4), ("ddp", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 4)),
-    *(("ddp-float32", 2), ("fsdp2-bfloat16", 2), ("tensor_dtensor", 2), ("pipeline", 2)),
-    *(("tensor", 2), ("tensor", 4), ("expert", 2), ("expert", 4)),
-    *(("ddp-compiled", 2), ("ddp-same", 2), ("hand-mixed", 2)),
-]
-
-
-@pytest.mark.parametrize("layout, size", RIGHT)
+@pytest.mark.parametrize("layout, size", plants.RIGHT)
 def test_a_right_step_is_equal(found, layout, size):
-    assert found[layout, size]["equal"], found[layout, size]["findings"]
+    plants.check(layout, size, found[layout, size])
     # In bfloat16 nothing is equal by bits: the dtype decides what is, be it that of one rank.
     rounded = dict.fromkeys(("fsdp2-bfloat16", "hand-mixed"), ("bfloat16", 5e-2))
     assert (1e-4 < found[layout, size]["worst"] < 5e-2) == (layout in rounded)
@@ -78,52 +66,13 @@ def test_a_right_step_is_equal(found, layout, size):
     assert said == narrow.get(layout, ("float64", 1e-9))
 
 
-ALL = [0, 1]
-# layout: kind, first parameter, ranks, factor (None: no multiple), parameters that differ, hint.
-FAULTS = {
-    "hand-none": ("gradient", "head.weight", ALL, None, 9, "the sum over the ranks is one process"),
-    "ddp-around": ("gradient", "head.weight", ALL, None, 9, "the mean over the ranks is one proc"),
-    "ddp-local": ("gradient", "head.weight", ALL, None, 9, "each rank's own tokens (16, 8)"),
-    "fsdp2-local": ("gradient", "head.weight", ALL, None, 9, "each rank's own tokens (16, 8)"),
-    "hand-mean": ("gradient", "head.weight", ALL, 2, 9, "summed over 2 ranks where the loss needs"),
-    "hand-twice": ("gradient", "head.weight", ALL, 0.5, 9, "averaged over 2 ranks where"),
-    "expert-doubled": ("gradient", "experts.weight", ALL, 2, 1, "only 1 of 9 gradients: they are "),
-    "hand-counted": ("norm", None, ALL, 2**0.5, 0, "every gradient is counted by 2 ranks: sqrt(2)"),
-    "tensor-counted": ("norm", None, ALL, ..., 0, "every rank holds whole are counted by 2 ranks"),
-    "tensor-own_norm": ("norm", None, ALL, ..., 0, "squares are not summed over ranks"),
-    "hand-own_report": ("reported loss", None, ALL, ..., 0, "it is not reduced over the ranks"),
-    "hand-left_out": ("step", "head.weight", ALL, 0, 1, "the optimizer does not have it"),
-    "other_weights": ("weights", "head.weight", [1], None, 7, "starts with other weights"),
-    "hand-fewer": ("tokens", None, [], ..., 0, "do not have the data of one process"),
-    "hand-scaled": ("gradient", "head.weight", [1], 3, 9, ""),
-    "hand-clipped": ("gradient", "head.weight", ALL, ..., 9, "a clip by its own norm does"),
-    "hand-bfloat16": ("gradient", "head.weight", ALL, ..., 9, "are reduced, or cast, in bfloat16"),
-    "hand-stale": ("gradient", "head.weight", ALL, None, 9, "gradients are not set to zero"),
-    "hand-shifted": ("loss", None, ALL, ..., 0, "targets that are shifted otherwise"),
-    "hand-again": ("gradient", "head.weight", ALL, 2, 9, "gradients are reduced twice: the ranks'"),
-    "ddp-again": ("gradient", "head.weight", ALL, 2, 9, "right before synchronize(), which"),
-}
+@pytest.mark.parametrize("layout, size", plants.PLANTS)
+def test_a_fault_is_found_as_its_row_says(found, layout, size):
+    plants.check(layout, size, found[layout, size])
 
 
-@pytest.mark.parametrize("layout", FAULTS)
-def test_a_fault_is_named(found, layout):
-    kind, name, ranks, factor, differing, hint = FAULTS[layout]
-    result = found[layout, 2]
-    first = result["findings"][0]
-    assert not result["equal"] and (first["kind"], first["name"]) == (kind, name), result
-    assert first["ranks"] == ranks and first["differing"] == differing and hint in first["hint"]
-    if factor is None:
-        assert first["rest"] > 0.1
-    elif factor is not ...:
-        assert first["factor"] == pytest.approx(factor, abs=1e-9) and not first["rest"]
-    for other in result["findings"][1:]:  # no second cause
-        assert "follows from" in other["hint"], other
-
-
-def test_experts_are_doubled_by_the_number_of_ranks(found):
-    [first, step] = found["expert-doubled", 4]["findings"]
-    assert first["factor"] == pytest.approx(4) and first["ranks"] == [0, 1, 2, 3]
-    assert step["kind"] == "step" and step["name"] == "experts.weight"
+def test_every_layout_has_a_row(found):
+    assert sorted(found) == sorted([*plants.PLANTS, *plants.RIGHT])
 
 
 def test_numbers_of_tokens_that_hide_faults_are_noted(found):

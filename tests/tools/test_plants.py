@@ -1,10 +1,10 @@
-"""Faults that are planted for `tilewright verify` (tests/plants.py) are found as their rows say:
+"""Faults that are planted for `tilewright verify` (plants/verify.py) are found as their rows say:
 all that have a cause of their own, and a fixed sample of the others. Numbers that differ print so.
 """
 
 import pytest
 from helpers import keep_tables
-from plants import PLANTS
+from plants.verify import PLANTS
 
 from tilewright.tools import verify_result, verify_structure
 

@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from helpers import keep_tables
-from plants import COMMON, TOKENS, patched, tiny, with_adapter
+from plants.verify import COMMON, TOKENS, patched, tiny, with_adapter
 from torch import nn
 
 import tilewright

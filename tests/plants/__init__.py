@@ -1,0 +1,1 @@
+"""Planted faults, and what the tools say of them; see __main__.py."""
