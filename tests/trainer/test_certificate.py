@@ -25,6 +25,7 @@ from tilewright.kernels import tuning
 from tilewright.ops import OPS
 from tilewright.trainer import certificate, checksums, train
 from tilewright.trainer.assertion import Earlier
+from tilewright.trainer.batches import Bins
 from tilewright.trainer.checksums import Checksums, checksum, factors
 from tilewright.trainer.compiling import compile_layers
 from tilewright.trainer.computation import Outputs, in_backward
@@ -652,6 +653,32 @@ def test_a_token_that_differs_is_found_in_its_file(tmp_path):
     with pytest.raises(ValueError) as caught:
         run(path, *again(tmp_path / "again"), given)
     assert str(caught.value).endswith(differs)
+
+
+def test_a_file_that_differs_is_named_by_the_step_that_reads_it(tmp_path, monkeypatch):
+    """Where no sample that is hashed shows it; and nothing is said of the same file elsewhere."""
+    monkeypatch.setattr(Bins, "fingerprint", lambda self: "of other samples")
+    file, elsewhere = tmp_path / "train.jsonl", tmp_path / "moved.jsonl"
+    path = write_config(
+        tmp_path,
+        train__save_hf_weights=False,
+        train__micro_batch_size=1,
+        data__datasets=[{"path": samples(file, 0)}],
+        data__sample_packing_sequence_len=10,
+    )
+    run(path, "--train.max_steps=4")
+    shutil.copy(file, elsewhere)
+    file.write_text(file.read_text().replace("[2, 3", "[90, 3"))
+    given = [f"--train.assert_deterministic={tmp_path / 'out'}", "--train.max_steps=4"]
+    with pytest.raises(ValueError, match=r"step [1-4] is not the same: the loss is") as caught:
+        run(path, *again(tmp_path / "again", *given))
+    assert str(caught.value).endswith(f"; of the data's files {file} differs in line 3")
+    there = f'--data.datasets=[{{"path": "{elsewhere}"}}]'
+    log = tmp_path / "out/metrics.jsonl"
+    log.write_text(log.read_text().replace('"grad_norm": ', '"grad_norm": 9'))
+    with pytest.raises(ValueError, match="step 1 is not the same: the grad_norm is") as caught:
+        run(path, *again(tmp_path / "again", *given, there))
+    assert "files" not in str(caught.value)
 
 
 # ---- facts

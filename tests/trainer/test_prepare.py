@@ -24,7 +24,7 @@ pytest.importorskip("pydantic")
 import datasets
 
 from tilewright import files, platform
-from tilewright.trainer import cache_key, encode, hf, packing, rows, sources
+from tilewright.trainer import cache_key, data_files, encode, hf, packing, rows, sources
 from tilewright.trainer import prepare as preparing
 from tilewright.trainer.batches import lengths_of
 from tilewright.trainer.config import Config, Dataset
@@ -588,7 +588,7 @@ def test_files_are_hashed_once(tmp_path, made, monkeypatch):
     def digest(*arguments):
         raise AssertionError("a file is read again")
 
-    monkeypatch.setattr(cache_key.hashlib, "file_digest", digest)
+    monkeypatch.setattr(cache_key, "digests", digest)
     made(entry, none)
     (tmp_path / "prepared/hashes.json").write_text("torn {")
     with pytest.raises(AssertionError, match="a file is read again"):
@@ -682,6 +682,18 @@ def test_jobs_keep_each_others_notes(forked, tmp_path, monkeypatch):
         notes.save()
     assert exits == [3, 3]
     assert sorted(cache_key.Notes(tmp_path).known) == list(map(str, paths))
+
+
+def test_a_note_of_an_earlier_version_has_no_lines(tmp_path):
+    """The file is read once more."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("{}\n")
+    notes = cache_key.Notes(tmp_path)
+    stat = path.stat()
+    notes.known[str(path)] = [stat.st_size, stat.st_mtime_ns, "of that time"]
+    found = notes.file(str(path))
+    assert found == data_files.digests(str(path)) and found.lines == 1
+    assert notes.file(str(path)) == found and notes.new.keys() == {str(path)}
 
 
 def test_a_tokenizer_on_the_hub_is_known_by_its_files(tmp_path, made, monkeypatch):

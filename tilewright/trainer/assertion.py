@@ -51,6 +51,7 @@ class Earlier:
             self.checksums = {row["step"]: row for row in self._rows(folder / CHECKSUMS)}
         except ValueError as error:
             raise ValueError(f"{FIELD} = {path}: {error}") from error
+        self.files: str | None = None  # in what the data's files are not this run's
         self.steps = {row["step"]: row for row in metrics if "grad_norm" in row}
         self.evaluations = {row["step"]: row["eval_loss"] for row in metrics if "eval_loss" in row}
 
@@ -75,6 +76,7 @@ class Earlier:
         for theirs in self.certificates:
             if not first <= theirs["start"] < total:
                 continue
+            self.files = self.files or certificate.files_apart(ours, theirs)
             said = certificate.between_runs(ours, theirs)
             if said:
                 where = f" from step {theirs['start'] + 1} on" if theirs["start"] > start else ""
@@ -231,6 +233,8 @@ class Witness:
             return None
         if tensors not in moved and "eval_loss" not in ours:
             moved.append(tensors)
+        if self.earlier.files is not None:
+            moved.append(f"of the data's files {self.earlier.files}")
         return f"{FIELD} = {self.earlier.path}: step {step} is not the same: {'; '.join(moved)}"
 
     def _moved(self, found: dict[str, Any], there: dict[str, Any]) -> list[str]:

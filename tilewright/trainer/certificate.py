@@ -303,6 +303,16 @@ def between_runs(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     return said
 
 
+def files_apart(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
+    """What differs between the data's files of two runs, if their contents do: no sample that is
+    hashed shows it.
+    """
+    files = [c.get("files", {}).get("contents") for c in (ours, theirs)]
+    if not all(files) or len({tuple(f["sha256"] for f in some) for some in files}) == 1:
+        return None
+    return moved(*files)
+
+
 def certify(
     own: Facts, checksums: Checksums, start: int, files: dict[str, list[dict[str, Any]]]
 ) -> dict[str, Any]:
