@@ -19,10 +19,13 @@ from tilewright.integrations import transformers as integration
 pytestmark = pytest.mark.packages
 
 TESTED = "5.23"  # the version of transformers for the numbers and names below
-# Least number of families with eager's logits, computed here (there are 140, 22 and 22). Others are
-# rejected (13, 6 and 8), or have their own attention, or none, and never request one (24, 22 and
-# 4).
-COMPUTED = {"causal": 120, "masked": 18, "seq2seq": 18}
+# Families with eager's logits, computed here; those that are rejected; and those that have their own
+# attention, or none, and never request one. Versions other than TESTED have at least 0.8 of the first.
+COUNTED = {
+    "causal": {"computed": 140, "refused": 13, "not asked": 24},
+    "masked": {"computed": 22, "refused": 6, "not asked": 22},
+    "seq2seq": {"computed": 22, "refused": 8, "not asked": 4},
+}
 # whose masks alone say who sees whom, and those that compute with their mask or add keys of their
 # own
 NAMED = {
@@ -141,9 +144,11 @@ def test_every_family_has_eagers_logits_or_is_refused(attentions, head):
     assert not failures, "\n".join(failures)
     named = {kind: NAMED[kind] for kind in outcomes if kind in NAMED}
     assert {kind: outcomes[kind] for kind in named} == named
+    found = collections.Counter(outcome.partition(":")[0] for outcome in outcomes.values())
     if transformers.__version__.startswith(TESTED):
         assert not unbuilt, "\n".join(["not in LEFT_OUT:", *unbuilt])
-    assert collections.Counter(outcomes.values())["computed"] >= COMPUTED[head], (outcomes, unbuilt)
+        assert found == COUNTED[head]
+    assert found["computed"] >= 0.8 * COUNTED[head]["computed"], (outcomes, unbuilt)
 
 
 # ---- experts
