@@ -19,8 +19,8 @@ from tilewright.integrations import transformers as integration
 pytestmark = pytest.mark.packages
 
 TESTED = "5.23"  # the version of transformers for the numbers and names below
-# Families with eager's logits, computed here; those that are rejected; and those that have their own
-# attention, or none, and never request one. Versions other than TESTED have at least 0.8 of the first.
+# Families with eager's logits, computed here; those that are rejected; and those that have their
+# own attention, or none, and never request one. Other versions have most of the first.
 COUNTED = {
     "causal": {"computed": 140, "refused": 13, "not asked": 24},
     "masked": {"computed": 22, "refused": 6, "not asked": 22},
