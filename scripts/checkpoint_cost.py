@@ -1,15 +1,18 @@
 """Times the load of a checkpoint with its checksums compared and without, in turns, and the
 comparison alone.
 
-    python scripts/checkpoint_cost.py [FOLDER]
+    python scripts/checkpoint_cost.py FILE.json
 
-FOLDER (default: the system's folder for temporary files) gets a checkpoint of 1 GB, which is
-removed. Times are of a file in the page cache; the least of nine counts.
+The system's folder for temporary files gets a checkpoint of 1 GB, which is removed. Times are of
+files that are read from the disk, as where a run starts again, and of files in the page cache; all
+are in FILE, and the least of nine counts.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
 import pathlib
 import sys
 import tempfile
@@ -18,6 +21,7 @@ from collections.abc import Callable
 
 import torch
 
+from tilewright import platform
 from tilewright.trainer import checkpoint, hf
 from tilewright.trainer.build import build_engine, choose_ops
 from tilewright.trainer.checkpoint_files import read_state, share, verify
@@ -44,7 +48,7 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def main(root: pathlib.Path) -> None:
+def main(root: pathlib.Path, target: pathlib.Path) -> None:
     (root / "config.json").write_text(json.dumps(SHAPE))
     named = {"model.config_path": root, "train.output_dir": root / "out"}
     named |= {"data.datasets": '[{"path": "dummy"}]', "train.enable_mixed_precision": "false"}
@@ -58,22 +62,35 @@ def main(root: pathlib.Path) -> None:
     engine.zero()
     saver = checkpoint.Saver(str(root / "out"), mesh, False)
     folder = engine.save(saver, 1, {"run": {}, "ops": {}})
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    with_checksums, without, alone = [], [], []
+    files = [file for file in folder.rglob("*") if file.is_file()]
+
+    def dropped() -> None:  # from the page cache
+        for file in files:
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    ways: dict[str, Callable[[], object]] = {
+        "with checksums": lambda: engine.load([folder], {}, {}),
+        "without": lambda: engine.load([folder], {}, {}, False),
+        "checksums alone": lambda: [
+            verify(folder, part) for part in share(folder, read_state(folder), 0, 1)
+        ],
+    }
+    times: dict[str, list[float]] = {}
     for _ in range(9):
-        with_checksums.append(seconds(lambda: engine.load([folder], {}, {})))
-        without.append(seconds(lambda: engine.load([folder], {}, {}, False)))
-        alone.append(
-            seconds(
-                lambda: [verify(folder, part) for part in share(folder, read_state(folder), 0, 1)]
-            )
-        )
-    print(f"{size / 1e9:.2f} GB on {mesh.device}; the least of 9, in seconds:")
-    least, base = min(with_checksums), min(without)
-    print(f"with checksums {least:.3f}, without {base:.3f} ({100 * (least / base - 1):+.1f} %)")
-    print(f"the checksums alone {min(alone):.3f}")
+        for name, call in ways.items():
+            dropped()
+            times.setdefault(f"{name}, from the disk", []).append(seconds(call))
+            times.setdefault(f"{name}, from the page cache", []).append(seconds(call))
+    about = {"date": str(datetime.date.today()), "load": os.getloadavg(), **platform.provenance()}
+    row = {"about": about, "bytes": sum(f.stat().st_size for f in files), "seconds": times}
+    target.write_text(json.dumps(row, indent=1) + "\n")
+    print(f"{row['bytes'] / 1e9:.2f} GB on {mesh.device}; the least of 9, in seconds:")
+    for name, found in times.items():
+        print(f"{name:40} {min(found):.3f}")
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory(dir=sys.argv[1] if sys.argv[1:] else None) as made:
-        main(pathlib.Path(made))
+    with tempfile.TemporaryDirectory() as made:
+        main(pathlib.Path(made), pathlib.Path(sys.argv[1]))
