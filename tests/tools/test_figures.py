@@ -1,0 +1,189 @@
+"""Every figure with a unit in README and docs has its source: the raw file that it is read from,
+the code that sets it, or the reason why it is no measurement. Not here: pages that a command writes
+from raw files (performance), goals (`test_goals.py`), and code.
+"""
+
+import json
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+UNITS = "s|ms|µs|seconds|minutes|min|MiB|GiB|MB|GB|GB/s|TFLOP/s|tokens/s|times|x|%"
+FIGURE = re.compile(rf"(?<![\w.`/-])\d[\d,]*(?:\.\d+)?\s?(?:{UNITS})(?![\w/])")
+OTHERS = ("performance.md", "performance_ops.md", "goals.md", "fields.md")
+PAGES = [
+    ROOT / name
+    for name in ("README.md", "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if pathlib.Path(name).name not in OTHERS
+]
+
+
+def raw(folder, file, of):
+    """of: contents of a raw file -> the number."""
+    text = (ROOT / "bench_results" / folder / file).read_text()
+    lines = text.splitlines() if file.endswith(".jsonl") else None
+    return of([json.loads(line) for line in lines] if lines else json.loads(text))
+
+
+def step(dtype, variant, name):
+    rows = raw("training-accelerate-amd-epyc-2026-11-23", f"step_{dtype}.json", lambda d: d["rows"])
+    return next(r[name] for r in rows if r["variant"] == variant)
+
+
+def head(variant):
+    rows = raw("training-accelerate-amd-epyc-2026-11-23", "loss.json", lambda d: d["rows"])
+    return next(r["peak_mib"] for r in rows if (r["variant"], r["dtype"]) == (variant, "float32"))
+
+
+def memory(file, kind):
+    folder = "data-preparation-amd-epyc-2026-11-23"
+    return raw(folder, f"{file}.json", lambda d: d["peak_mib"][kind])
+
+
+def least(name):
+    return raw("checkpoint-cost-2026-11-25", "cost.json", lambda d: min(d["seconds"][name]))
+
+
+def size(extra):
+    return raw("install-sizes-2026-11-25", "sizes.json", lambda d: d["bytes"][extra]) / 1e9
+
+
+def minutes(file):
+    folder = "training-amd-epyc-2026-11-21"
+    return raw(folder, f"{file}.jsonl", lambda rows: sum(r.get("seconds", 0) for r in rows) / 60)
+
+
+def pair(i):
+    """transformers' time over the trainer's, of one process's steps."""
+    folder = "training-layouts-amd-epyc-2026-11-23"
+    rows = raw(folder, "layouts.json", lambda d: d["rows"])
+    theirs, ours = (
+        next(r for r in rows if (r["layout"], r["provider"]) == ("process", p))["samples_s"][i]
+        for p in ("transformers", "trainer")
+    )
+    return theirs / ours
+
+
+STEPS = {
+    "2.83 s": lambda: step("float32", "before", "median_s"),
+    "2.19 s": lambda: step("float32", "after", "median_s"),
+    "1.29 times": lambda: step("float32", "after", "times_as_fast"),
+    "628 MiB": lambda: step("float32", "before", "peak_mib"),
+    "434 MiB": lambda: step("float32", "after", "peak_mib"),
+    "724 MiB": lambda: head("after"),
+}
+A_GIB = "the size of what was prepared"
+CUSTOM = "a shape or an exponent, no quantity"
+# By page: the number itself, (a file, what it says) for what code sets, or the reason why it is
+# none of these.
+SOURCES = {
+    "README.md": {**STEPS, "1854 MiB": lambda: head("before")},
+    "docs/integrations.md": {
+        **STEPS,
+        "1,854 MiB": lambda: head("before"),
+        "3.00 s": lambda: step("bfloat16", "before", "median_s"),
+        "2.01 s": lambda: step("bfloat16", "after", "median_s"),
+        "1.34 times": lambda: step("bfloat16", "after", "times_as_fast"),
+        "558 MiB": lambda: step("bfloat16", "before", "peak_mib"),
+        "442 MiB": lambda: step("bfloat16", "after", "peak_mib"),
+        "1.5 MB": "of an export, which the command prints",
+    },
+    "docs/tutorials/hugging_face.md": {
+        "1.3 times": lambda: step("float32", "after", "times_as_fast")
+    },
+    "docs/install.md": {
+        "0.70 GB": lambda: size("torch"),
+        "0.10 GB": lambda: size("transformers"),
+        "0.32 GB": lambda: size("trainer"),
+        "0.33 GB": lambda: size("trl"),
+        "0.07 GB": lambda: size("tensorboard"),
+        "1.04 GB": lambda: size("triton"),
+        "0.52 GB": lambda: size("cute"),
+        "0.26 GB": lambda: size("formats"),
+    },
+    "docs/trainer.md": {
+        "98 %": ("tests/trainer/test_data.py", "0.98"),
+        "743 MiB": lambda: memory("jsonl", "pss"),
+        "1812 MiB": lambda: memory("jsonl", "rss"),
+        "1168 MiB": lambda: memory("txt", "rss"),
+        "1955 MiB": lambda: memory("smollm2", "rss"),
+        "1 GiB": A_GIB,
+        "1 MiB": ("tilewright/trainer/encode.py", "PIECE = 1 << 20"),
+        "64 MiB": ("tilewright/trainer/prepare.py", "LARGE = 64 << 20"),
+        "1.22 times": lambda: pair(1),
+        "10 %": ("tests/trainer/test_memory.py", "0.1"),
+        "2 GiB": "what a GPU needs beside the plan: an estimate, and named as one",
+        "30 seconds": "torchrun's own limit",
+        "0.96 GB": lambda: (
+            raw("checkpoint-cost-2026-11-25", "cost.json", lambda d: d["bytes"]) / 1e9
+        ),
+        "0.333 s": lambda: least("with checksums, from the page cache"),
+        "0.324 s": lambda: least("without, from the page cache"),
+        "0.061 s": lambda: least("checksums alone, from the page cache"),
+        "0.514 s": lambda: least("without, from the disk"),
+        "2.9 minutes": lambda: minutes("demo"),
+        "2.4 minutes": lambda: minutes("finetune_smollm2"),
+        "2 x": CUSTOM,
+        "10%": CUSTOM,
+    },
+    "docs/troubleshooting.md": {"30 seconds": "torchrun's own limit"},
+    "docs/trl.md": {
+        "64 MiB": ("tilewright/ops/_linear_chunks.py", "on a CPU 64 MiB"),
+        "1 GiB": ("tilewright/ops/_linear_chunks.py", "on a GPU 1 GiB"),
+    },
+    "docs/verify.md": {
+        "1 %": ("tests/plants/verify.py", "1.01"),
+        "0.1 %": "the limit of what is seen, in words",
+    },
+    "docs/tested.md": {"60 minutes": "an argument of the command"},
+    "docs/ops.md": {"16 x": CUSTOM},
+    "docs/benchmarking.md": {
+        "256 MiB": ("tilewright/bench/timing.py", "else 2**28)"),
+        "2 GiB": ("tilewright/bench/timing.py", "LARGEST_COPY = 2**31"),
+        "8 ms": ("tilewright/bench/timing.py", "sample_seconds: float = 0.008"),
+        "50 ms": ("tilewright/bench/timing.py", "SLOW_CALL = 0.05"),
+        "1 %": ("tilewright/bench/timing.py", "LEAST_GAIN = 1.01"),
+        "20 seconds": ("tilewright/bench/stages/smoke.py", "LIMIT = 20.0"),
+        "8 seconds": ("tilewright/bench/rehearse.py", "START, COLD = 8.0, 12.0"),
+        "40 %": ("tilewright/bench/rehearse.py", "790e12, 0.4"),
+        "5 %": ("tilewright/bench/report.py", "threshold: float = 0.05"),
+        "32 MiB": "glibc's own threshold",
+        "8 GiB": ("tilewright/bench/piece.py", "MEMORY = 8 * 2**30"),
+        "16 GiB": "twice that",
+        "15 MiB": ("scripts/carry.py", "BACK_MIB = 15"),
+        "64 MiB": ("scripts/carry.py", "In the same 64 MiB"),
+        "7 MiB": ("scripts/carry.py", "compiled kernels, 7"),
+        "92 MiB": "of a package on PyPI",
+    },
+    "docs/numerics.md": {
+        "2 %": ("tests/ops/test_contract.py", "1.02"),
+        "7 %": "of newton_schulz: see `Op.tolerance`",
+        "2.1 x": "units of rounding, which `test_aqn.py` bounds",
+        "0.5 MB": "8 E + 4 bytes of 256 programs with E = 256",
+        "17 MB": "528 rows of 4,096 columns in float32, twice",
+        "400 MB": "three tensors of 16,384 x 4,096 in bfloat16",
+        **dict.fromkeys(("0 times", "1 x", "448 times", "448 x", "2688 x"), CUSTOM),
+    },
+}
+
+
+def figures(page):
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    prose = re.sub(r"^(?: {4}.*\n)+", "", prose, flags=re.M)  # code by its indent
+    return {m[0] for m in FIGURE.finditer(re.sub(r"`[^`\n]*`", "``", prose))}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_figure_has_its_source(page):
+    known = SOURCES.get(str(page.relative_to(ROOT)), {})
+    assert figures(page) == known.keys()
+    for figure, source in known.items():
+        if callable(source):
+            number = re.match(r"[\d,.]+", figure)[0].replace(",", "")
+            digits = len(number.partition(".")[2])
+            assert f"{source():.{digits}f}" == number, f"{figure}: the raw file has {source()}"
+        elif isinstance(source, tuple):
+            file, text = source
+            assert text in (ROOT / file).read_text(), f"{figure}: {file} does not say {text!r}"
