@@ -34,7 +34,7 @@ endif
 TRAINER_STAMP := $(VENV)/.trainer
 BUILT_STAMP := $(VENV)/.built
 
-.PHONY: setup lock newest build demo test pytest beside lint gate gate-all ptx-all gpu-cache bench report docs wheel clean
+.PHONY: setup lock newest build demo test pytest beside lint gate gate-all ptx-all whole gpu-cache bench report docs wheel clean
 
 # pip would build the C++ extension in a folder that it removes; built in place, the next build finds the objects.
 BUILD_CPP = mkdir -p build && { $(BIN)/python setup.py -q build_ext --inplace > build/cpp.log 2>&1 \
@@ -171,6 +171,13 @@ gate-all:
 # and a draw of one in twenty.
 ptx-all: $(STAMP)
 	TILEWRIGHT_PTX=all $(BIN)/python -m pytest -q -n 0 tests/ptx/test_triton_ptx.py tests/ptx/test_cute.py
+
+# All of what `make test` draws from, before a version: every kernel compiled by both Tritons and run on the emulated GPU,
+# and every fault that is planted for the tools.
+whole: ptx-all
+	$(MAKE) gate-all
+	$(MAKE) gate-all TRITON=$(GPU_TRITON)
+	$(BIN)/python tests/plants build/plants.jsonl
 
 # What a GPU launches first, compiled here by the Triton and for the Python that its machine has (3.12 with torch 2.11),
 # so that its minutes are not spent on compiling: for scripts/gpu.sh, in RESULTS.

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright import platform
-from tilewright.registry import ImplementationUnavailable
+from tilewright.registry import FLOATS, ImplementationUnavailable, short
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -32,6 +32,19 @@ def cannot_run(name):
     except Exception as error:  # of any kind: a broken installation's
         return f"{type(error).__name__}: {error}"
     return probes[name](DEVICE)
+
+
+def with_dtypes(op, names=None, dtypes=FLOATS):
+    """Parametrizes a test over implementations and the dtypes of these that each takes."""
+    return pytest.mark.parametrize(
+        "name, dtype",
+        [
+            pytest.param(name, dtype, id=f"{name}-{short(dtype)}")
+            for name in names or op.names()
+            for dtype in dtypes
+            if dtype in op.implementation(name).dtypes
+        ],
+    )
 
 
 def skip_unless_usable(op, name, dtype):

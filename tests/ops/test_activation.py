@@ -5,13 +5,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICE, skip_unless_usable
+from helpers import DEVICE, skip_unless_usable, with_dtypes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright.bench import contract
 from tilewright.ops import gelu_mul, silu_mul
 from tilewright.ops.activation import GELU_MUL, SILU_MUL
-from tilewright.registry import FLOATS, short
 
 NAMES = SILU_MUL.names()
 assert GELU_MUL.names() == NAMES
@@ -19,7 +18,7 @@ FUSED = ("triton", "cpp")
 KINDS = ("silu", "tanh", "none")
 EVERY = pytest.mark.parametrize("name", NAMES)
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
-DTYPES = pytest.mark.parametrize("dtype", FLOATS, ids=short)
+EVERY_TAKEN = with_dtypes(SILU_MUL)
 
 
 def call(kind, name, gate, up=None):
@@ -40,9 +39,8 @@ def pair(*shape, dtype=torch.float32, scale=2.0):
     ]
 
 
-@EVERY
+@EVERY_TAKEN
 @EVERY_KIND
-@DTYPES
 def test_equals_torch_in_float64(name, kind, dtype):
     skip_unless_usable(SILU_MUL, name, dtype)
     gate, up = pair(5, 300, dtype=dtype)
@@ -95,8 +93,7 @@ def tail(kind, x):
     return x * cdf, cdf + x * density
 
 
-@EVERY
-@DTYPES
+@EVERY_TAKEN
 @pytest.mark.parametrize("kind, last", [("silu", 86.0), ("none", 13.0)])
 def test_relative_accuracy_in_the_negative_tail(name, dtype, kind, last):
     """Down to results of the smallest normal number. F.gelu loses it: it uses 1 + erf(x / sqrt 2),
@@ -155,9 +152,8 @@ EXTREME = [
 ]
 
 
-@EVERY
+@EVERY_TAKEN
 @EVERY_KIND
-@DTYPES
 def test_extreme_arguments(name, kind, dtype):
     """No NaN where eager has none, the same infinities, and correct limits; NaN stays NaN."""
     skip_unless_usable(SILU_MUL, name, dtype)
@@ -210,9 +206,8 @@ def same(name, found, expected):
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@EVERY
+@EVERY_TAKEN
 @EVERY_KIND
-@DTYPES
 @pytest.mark.parametrize("inner", [64, 33])
 def test_packed_equals_split_bit_for_bit(name, kind, dtype, inner):
     skip_unless_usable(SILU_MUL, name, dtype)

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import DEVICE, skip_unless_usable
+from helpers import DEVICE, skip_unless_usable, with_dtypes
 from torch.utils.checkpoint import checkpoint
 
 from tilewright.ops import (
@@ -35,7 +35,7 @@ from tilewright.ops import (
     rmsnorm,
 )
 from tilewright.ops.rmsnorm import ADD_RMSNORM, RMSNORM
-from tilewright.registry import FLOATS, short
+from tilewright.registry import short
 
 NOISE = AQN(0.5, seed=2**40 + 7, step=12, layer=3)
 EVERY = pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
@@ -188,8 +188,7 @@ def test_errors_are_some_units_in_the_last_place(name):
     ).all()
 
 
-@EVERY
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
+@with_dtypes(aqn.AQN_NOISE, dtypes=(torch.bfloat16, torch.float16))
 def test_other_dtypes_are_rounded_once(name, dtype):
     skip_unless_usable(aqn.AQN_NOISE, name, dtype)
     found = aqn_noise((7, 41), NOISE, device=DEVICE, dtype=dtype, implementation=name)
@@ -343,9 +342,15 @@ def test_what_is_added_is_alpha_times_noise_times_the_step(name, format, shape):
     assert (((noisy - plain) / unit - n).abs() <= room).all()
 
 
-@EVERY
-@EVERY_FORMAT
-@pytest.mark.parametrize("dtype", FLOATS, ids=short)
+@pytest.mark.parametrize(
+    "name, format, dtype",
+    [
+        pytest.param(name, format, dtype, id=f"{name}-{format}-{short(dtype)}")
+        for format, (op, _, _) in FORMATS.items()
+        for name in ("triton", "cpp", "eager")
+        for dtype in op.implementation(name).dtypes
+    ],
+)
 def test_no_noise_is_no_noise_bit_for_bit(name, format, dtype):
     op, down, up = FORMATS[format]
     skip_unless_usable(op, name, dtype)

@@ -15,7 +15,7 @@ import traceback
 
 import pytest
 import torch
-from helpers import DEVICE, skip_unless_usable
+from helpers import DEVICE, skip_unless_usable, with_dtypes
 
 from tilewright import platform
 from tilewright.ops import (
@@ -90,8 +90,7 @@ def assert_same(found, expected):
 # ---- the Hadamard transform, then NVFP4
 
 
-@pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
-@EVERY_DTYPE
+@with_dtypes(OPS["nvfp4"], ["triton", "cpp", "eager"])
 @pytest.mark.parametrize("size, signs", [(16, None), (16, 5), (32, 2**40 + 1)])
 def test_nvfp4_of_the_transform(name, dtype, size, signs, poisoned):
     """The transform in float32, without rounding to x's dtype."""
@@ -289,8 +288,7 @@ def rmsnorm_both(name, dtype, shape, seed, formats=FORMATS, add=None, without_ro
         assert_same(f, e)
 
 
-@pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
-@EVERY_DTYPE
+@with_dtypes(OPS["silu_mul"], ["triton", "cpp", "eager"])
 @pytest.mark.parametrize(
     "shape, packed, strided, seed",
     [
@@ -316,8 +314,7 @@ def test_silu_mul_gives_the_bytes_of_the_two_ops(
     )
 
 
-@pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
-@EVERY_DTYPE
+@with_dtypes(OPS["rmsnorm"], ["triton", "cpp", "eager"])
 @pytest.mark.parametrize(
     "shape, seed, options",
     [

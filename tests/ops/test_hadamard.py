@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import DEVICE, skip_unless_usable
+from helpers import DEVICE, skip_unless_usable, with_dtypes
 
 from tilewright.ops import hadamard, quantize
 from tilewright.ops.hadamard import HADAMARD
@@ -52,8 +52,7 @@ def test_is_a_product_by_the_matrix_of_signs(name, size, seed):
         torch.testing.assert_close(found.cpu().double(), expected.view(x.shape), rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["triton", "cpp"])
-@EVERY_DTYPE
+@with_dtypes(HADAMARD, ["triton", "cpp"])
 @SIZES
 @pytest.mark.parametrize(
     "options", [{}, {"seed": 3}, {"seed": 2**62 + 5, "inverse": True}], ids=str

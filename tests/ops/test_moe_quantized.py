@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from helpers import DEVICE, join_group, skip_unless_usable, two_processes
+from helpers import DEVICE, join_group, skip_unless_usable, two_processes, with_dtypes
 
 from tilewright.ops import (
     _experts,
@@ -82,8 +82,7 @@ def assert_equal(found, expected):
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 
 
-@EVERY_NAME
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@with_dtypes(MOE_MLP)
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_bits_of_dequantized_experts(name, dtype, format):
     skip_unless_usable(MOE_MLP, name, dtype)
