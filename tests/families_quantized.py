@@ -237,8 +237,8 @@ def by_reader(load: Callable, folder: pathlib.Path, format: str, model: Any) -> 
     """
     options, left = {}, None
     if READERS[format] == "compressed-tensors":
-        theirs = load(folder)
         try:
+            theirs = load(folder)
             logits(theirs)  # in one dtype, or it raises
         except AttributeError as error:  # a model that reads its weights, which are compressed
             if not str(error).startswith("'Linear' object has no attribute 'weight'"):
