@@ -504,9 +504,9 @@ def test_a_quantized_base_is_merged_and_quantized_again(format):
         new = w.weight()
         assert type(new) is type(old) and new.dtype == old.dtype
         for t, u in zip(new.tensors(), FORMATS[format](e).tensors(), strict=True):
-            torch.testing.assert_close(
-                t.float(), u.float(), rtol=1e-5, atol=1.0 if t.itemsize == 1 else 1e-6
-            )
+            # Codes, and scales of one byte, are equal.
+            exact = t.itemsize == 1
+            torch.testing.assert_close(t.float(), u.float(), rtol=0 if exact else 2e-6, atol=0)
     again = LoRAExperts(*q, 4, 6.0, mode="hybrid_shared")
     again.load_state_dict(module.state_dict())
     assert torch.equal(again(*routing), module(*routing))
@@ -700,7 +700,7 @@ def test_peft_reads_what_was_trained_here(mode, rslora):
     untouched = logits(model)
     found, expected = logits(theirs), logits(with_experts(model, {PATH: module}))
     assert (expected - untouched).abs().max() > 1e-2
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
 
     again = LoRAExperts.from_peft(
         module.gate_up_proj,
@@ -750,7 +750,7 @@ def from_peft(mode="per_expert", rank_pattern=None, change=lambda tensors: None,
 def test_what_peft_trained_is_read_here():
     theirs, tensors, module = from_peft()
     torch.testing.assert_close(
-        logits(with_experts(qwen(), {PATH: module})), logits(theirs), rtol=1e-5, atol=1e-5
+        logits(with_experts(qwen(), {PATH: module})), logits(theirs), rtol=1e-6, atol=1e-6
     )
     again, entries = module.to_peft(PATH)
     assert not entries["rank_pattern"]
@@ -821,7 +821,7 @@ def test_a_hybrid_takes_what_has_one_where_it_has_one():
 
     peft.set_peft_model_state_dict(theirs, tensors)
     torch.testing.assert_close(
-        logits(with_experts(qwen(), {PATH: module})), logits(theirs), rtol=1e-5, atol=1e-5
+        logits(with_experts(qwen(), {PATH: module})), logits(theirs), rtol=1e-6, atol=1e-6
     )
     with pytest.raises(
         ValueError, match="gate_B of expert 1 differs from expert 0's; mode = 'shared'"

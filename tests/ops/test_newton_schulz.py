@@ -46,7 +46,7 @@ def test_polar_express_gives_singular_values_of_one(name, shape):
     found = torch.linalg.svdvals(y)
     assert found.min() > 0.99 and found.max() < 1.01
     u, _, vh = torch.linalg.svd(x, full_matrices=False)
-    torch.testing.assert_close(y, u @ vh, rtol=0, atol=0.01)
+    torch.testing.assert_close(y, u @ vh, rtol=0, atol=5e-3)
     quintic = torch.linalg.svdvals(newton_schulz(x, 6, implementation="eager"))
     assert quintic.min() < 0.9 and quintic.max() > 1.1  # that one does not converge
 
@@ -229,7 +229,7 @@ def test_matrices_of_any_size_are_orthogonalized(name, size):
     x = x / x.abs().max() * size
     truth = newton_schulz_eager(x.double(), [*QUINTIC] * 5, 1e-37)
     found = newton_schulz(x, eps=1e-37, implementation=name)
-    torch.testing.assert_close(found.double(), truth, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-5)
 
 
 @IMPLEMENTATIONS
@@ -248,4 +248,4 @@ def test_the_result_is_contiguous_whatever_the_strides(name):
         found = newton_schulz(strided, implementation=name)
         assert found.is_contiguous() and found.shape == strided.shape
         expected = newton_schulz_eager(strided.contiguous(), [*QUINTIC] * 5, 1e-7)
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -168,8 +168,10 @@ def same_training(found, want, rel=1e-5, weights=None):
             assert away <= bound * t.abs().max(), f"{kind} {name}: {away}"
 
 
-def nearly_same_training(found, want, norm=3e-2):
-    """Losses and norms of a run in bfloat16, which differ from those of float32, but little."""
+def nearly_same_training(found, want):
+    """Losses and norms of a run in bfloat16, which differ from those of float32, but little (3e-5
+    and 6e-4 at most).
+    """
     assert found["loss"] != want["loss"]
-    np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-2)
-    np.testing.assert_allclose(found["norm"], want["norm"], rtol=norm)
+    np.testing.assert_allclose(found["loss"], want["loss"], rtol=3e-4)
+    np.testing.assert_allclose(found["norm"], want["norm"], rtol=6e-3)

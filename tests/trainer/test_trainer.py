@@ -500,7 +500,7 @@ def test_experts_spread_over_processes_train_as_in_one(mode, spread):
     found, want = found[mode], alone[mode in ("train_and_save", "train_after_loading")]
     assert min(want["norm"]) > 0.4  # twice the clipping norm
     if mode == "train_in_bfloat16":
-        nearly_same_training(found, want, norm=2e-2)
+        nearly_same_training(found, want)
         start = distributed_worker.several_steps(load(path, []), Mesh(), [], steps=0)[1]["weights"]
         for name, weight in want["weights"].items():  # by its movement
             moved = found["weights"][name] - start[name]
@@ -2447,7 +2447,7 @@ def test_adapters_in_mixed_precision_with_recomputation(kind, mode, tmp_path):
     )
     exact, mixed = ([r["loss"] for r in rows(tmp_path / name)] for name in ("exact", "mixed"))
     assert exact != mixed
-    np.testing.assert_allclose(mixed, exact, rtol=1e-2)
+    np.testing.assert_allclose(mixed, exact, rtol=1.5e-3)
     written = tensors(tmp_path / "mixed", 4)
     assert all(t.dtype == torch.float32 for t in written.values())
 
