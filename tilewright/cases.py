@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,37 @@ class Case:
     make: Callable[[str, torch.dtype, int], dict[str, Any]]
     cost: Callable[[int], Cost] = lambda itemsize: Cost()
     tags: frozenset[str] = frozenset({"contract"})
+
+
+DETECTED = 0.02
+
+
+@dataclass(frozen=True)
+class Judged:
+    """How the numerics contract judges an op's results, beside its tolerances (`Op.atol`).
+
+    exact: every implementation has the values of the eager twin in the same dtype.
+    quantizes: for results in a format with FP8 codes: keyword arguments -> the values that each of
+        them holds, by the eager twin. Codes are then judged in steps of their own grid.
+    together: (results by name, keyword arguments) -> results that are judged in the place of those
+        of the same names, such as the sum of the two parts of a number.
+    of_sums: the tolerances are for errors of sums whose terms are larger than a result that is
+        small, so that they are relative to the root mean square of the results also where an
+        element is compared with the median.
+    detects: dtype -> result -> the error of an ordinary element (whose magnitude is the median),
+        relative to it, that breaks the contract in every case, where `DETECTED` need not.
+    """
+
+    exact: bool = False
+    quantizes: Callable[..., list[torch.Tensor]] | None = None
+    together: (
+        Callable[[dict[str, torch.Tensor], dict[str, Any]], dict[str, torch.Tensor]] | None
+    ) = None
+    of_sums: bool = False
+    detects: Mapping[torch.dtype, Mapping[str, float]] = field(default_factory=dict)
+
+    def detected(self, dtype: torch.dtype, name: str) -> float:
+        return self.detects.get(dtype, {}).get(name, DETECTED)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewright import _torch
-from tilewright.cases import Case, Cost, Goal
+from tilewright.cases import Case, Cost, Goal, Judged
 from tilewright.installed import Installed, installed
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "Goal",
     "Implementation",
     "ImplementationUnavailable",
+    "Judged",
     "Op",
     "always",
     "anything",
@@ -139,11 +140,13 @@ class Op:
     built_in: tuple[Implementation, ...]
     cases: tuple[Case, ...] = ()
     # Absolute slack of the numerics contract, in the units of bench.contract.error, added to twice
-    # the eager twin's error. An op that needs more than the default states the reason. A function
-    # takes (dtype, keyword arguments).
-    atol: Mapping[torch.dtype, float] | Callable[[torch.dtype, dict[str, Any]], float] = field(
-        default_factory=dict
-    )
+    # the eager twin's error, by the inputs' dtype; the default is that of each result's dtype. An
+    # op that needs more states the reason. A function takes (dtype, keyword arguments, name of the
+    # result: "out 0", "grad x") and returns None for the default.
+    atol: (
+        Mapping[torch.dtype, float] | Callable[[torch.dtype, dict[str, Any], str], float | None]
+    ) = field(default_factory=dict)
+    judged: Judged = field(default_factory=Judged)
     goals: tuple[Goal, ...] = ()
     eager_reads_host: str = ""  # `Implementation.reads_host` of the eager twin
     # Unsupported by some implementation; for `explain`. Empty if calls pass no request.

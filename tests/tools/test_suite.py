@@ -1319,9 +1319,9 @@ def test_an_edit_makes_stale_what_comes_from_it(copied):
         (("tilewright/bench/timing.py", "", "another = 1\n"), {"", *OPS}),
         (
             (
-                "tilewright/bench/contract.py",
-                "2 * twin_error + by.atol",
-                "3 * twin_error + by.atol",
+                "tilewright/bench/bounds.py",
+                "2 * e + atol",
+                "3 * e + atol",
             ),
             {"", *OPS},
         ),

@@ -33,6 +33,10 @@ ELSEWHERE = {
         "tilewright.bench.gpu_cache",
         "fill Triton's cache with the kernels that a GPU launches first, without a GPU",
     ),
+    "margins": (
+        "tilewright.bench.margins",
+        "write docs/margins.md: errors as shares of what the numerics contract allows",
+    ),
     "rehearse": (
         "tilewright.bench.rehearse",
         "run the first call on a GPU on a simulated one, and estimate its clock",

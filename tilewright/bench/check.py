@@ -46,7 +46,7 @@ def _judge(op: Op, implementation: str, case: Case, device: str, dtype, seed: in
     except Exception as error:  # an implementation may raise any class
         reason = f"raises {type(error).__name__}: {error}"
         return Row(case.name, dtype, layout, False, reason=reason)
-    worst = max(findings, key=lambda f: f.error / f.budget if f.budget else f.error)
+    worst = max(findings, key=lambda f: f.share)
     return Row(case.name, dtype, layout, not contract.broken(findings), worst)
 
 

@@ -6,8 +6,8 @@ result's deviation from it, and the contract is
 
     error(implementation) <= 2 * error(eager twin in this dtype) + atol
 
-for every output and every gradient. Tests and benchmarks share it; a benchmark reports no time for
-a case that fails.
+for every output and every gradient (`bounds` has the details, and `Op.judged` says what is judged
+otherwise). Tests and benchmarks share it; a benchmark reports no time for a case that fails.
 """
 
 from __future__ import annotations
@@ -15,31 +15,25 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from tilewright.bench import bounds, grid
+from tilewright.bench.bounds import ATOL, Bound, Parts
 from tilewright.bench.piece import Index, Pieces
 from tilewright.bench.tensors import (  # noqa: F401  callers use `contract.error`
     LAYOUTS,
     convert,
+    deviation_of_parts,
     error,
     error_of_parts,
     leaves,
     upstream,
 )
 from tilewright.registry import Case, Op
-
-# In the units of `error`. 16-bit: one rounding on store, which remains even if the twin happens to
-# be exact. float32: four roundings, since sums also have the result's precision and their order is
-# free.
-ATOL = {
-    torch.float32: 2 * torch.finfo(torch.float32).eps,
-    torch.bfloat16: torch.finfo(torch.bfloat16).eps / 2,
-    torch.float16: torch.finfo(torch.float16).eps / 2,
-}
-ATOL[torch.float64] = 1e-12
 
 
 def run(
@@ -48,9 +42,12 @@ def run(
     kwargs: dict[str, Any],
     layout: str = "contiguous",
     grads: list[torch.Tensor] | None = None,
+    seed: int = 1,
 ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
     """Runs forward and backward. Returns results by name ("out 0", "grad x") and the upstream
     gradients.
+
+    grads: the upstream gradients; None: drawn with `seed`, in this layout.
     """
     outs = leaves(op.public(**kwargs, implementation=implementation))
     results = {f"out {i}": out.detach() for i, out in enumerate(outs)}
@@ -59,7 +56,7 @@ def run(
     if not differentiable:
         return results, []
     if grads is None:
-        grads = upstream(differentiable, layout)
+        grads = upstream(differentiable, layout, seed)
     upstream_grads = [
         g.to(o.dtype) if g.dtype != o.dtype else g
         for g, o in zip(grads, differentiable, strict=True)
@@ -75,8 +72,8 @@ def run(
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One compared tensor: its error, the eager twin's error, the budget, and the index of the
-    worst element.
+    """One compared tensor: its error, the eager twin's error, the budget, the index of the worst
+    element, and the unit of the three if it is not that of `error`.
     """
 
     name: str
@@ -84,15 +81,24 @@ class Finding:
     eager: float
     budget: float
     where: tuple[int, ...]
+    unit: str = ""
 
     @property
     def holds(self) -> bool:
         return self.error <= self.budget
 
+    @property
+    def share(self) -> float:
+        """The error as a share of the budget."""
+        if self.budget:
+            return self.error / self.budget if self.error else 0.0
+        return math.inf if self.error else 0.0
+
     def __str__(self) -> str:
+        unit = self.unit and f" {self.unit}"
         return (
-            f"{self.name}: error {self.error:.2e} at {list(self.where)} exceeds {self.budget:.2e} "
-            f"(2 x eager's {self.eager:.2e} + slack)"
+            f"{self.name}: error {self.error:.2e}{unit} at {list(self.where)} exceeds "
+            f"{self.budget:.2e} (eager's is {self.eager:.2e})"
         )
 
 
@@ -101,28 +107,34 @@ def broken(findings: Iterable[Finding]) -> list[Finding]:
     return [f for f in findings if not f.holds]
 
 
-# Parts of a tensor by their index in it, as text; "()": the whole tensor.
-Parts = dict[str, tuple[Index, torch.Tensor]]
-
-
 @dataclasses.dataclass(frozen=True)
 class Reference:
     """The reference for results on one set of inputs; computed once for all implementations.
 
-    truth: the eager twin's results in float64, or parts of them.
-    eager: error of each of the twin's results in the inputs' dtype.
+    truth: the eager twin's results in float64, or parts of them; for results in FP8 with scales,
+        and for their scales, the values that they hold.
+    bounds: the limits of each result's error, the first of them relative to the root mean square.
+    scales: the codes in FP8 -> their scales.
     dtypes: dtype of each result.
     grads: the upstream gradients.
-    atol: the absolute slack.
     sample: a description of the compared parts; None: all results.
     """
 
     truth: dict[str, Parts]
-    eager: dict[str, float]
+    bounds: dict[str, tuple[Bound, ...]]
+    scales: dict[str, str]
     dtypes: dict[str, torch.dtype]
     grads: list[torch.Tensor]
-    atol: float
     sample: str | None = None
+
+    @property
+    def eager(self) -> dict[str, float]:
+        return {name: limits[0].eager for name, limits in self.bounds.items()}
+
+
+def slack(op: Op, dtype: torch.dtype, kwargs: dict[str, Any], name: str) -> float | None:
+    """What the op adds to twice the twin's error of a result; None: the default of its dtype."""
+    return op.atol(dtype, kwargs, name) if callable(op.atol) else op.atol.get(dtype)
 
 
 def reference(
@@ -133,27 +145,67 @@ def reference(
     cut: Pieces | None = None,
 ) -> Reference:
     """cut: the pieces (see `bench.pieces`) in which the twin is computed; None: as a whole."""
-    atol = op.atol(dtype, kwargs) if callable(op.atol) else op.atol.get(dtype, ATOL[dtype])
     if cut is None:
-        twin_results, grads = run(op, "eager", convert(kwargs, None), layout)
+        twin_results, grads = _twin(op, convert(kwargs, None), layout)
         if any(t.is_cuda for t in leaves(kwargs)):
             torch.cuda.empty_cache()  # blocks cached for one dtype are too small for the other
-        truth, _ = run(op, "eager", convert(kwargs, torch.float64), layout, grads)
-        truth_parts = {n: {"()": ((), t)} for n, t in truth.items()}
-        errors = {n: error(twin_results[n], t)[0] for n, t in truth.items()}
-        dtypes = {n: twin_results[n].dtype for n in truth}
+        truth_results, _ = _twin(op, convert(kwargs, torch.float64), layout, grads)
+        dtypes = {n: t.dtype for n, t in twin_results.items()}
+        if op.judged.together:
+            twin_results, truth_results = (
+                op.judged.together(r, kwargs) for r in (twin_results, truth_results)
+            )
+        twin, truth = (
+            {n: {"()": ((), t)} for n, t in r.items()} for r in (twin_results, truth_results)
+        )
     else:
-        truth_parts, twin_results, grads, dtypes = _by_pieces(op, kwargs, layout, cut)
-        errors = {
-            n: error_of_parts(
-                [
-                    (twin_results[n][where][1].to(dtypes[n]), t, at)
-                    for where, (at, t) in parts.items()
-                ]
-            )[0]
-            for n, parts in truth_parts.items()
-        }
-    return Reference(truth_parts, errors, dtypes, grads, atol, cut and cut.note())
+        truth, twin, grads, dtypes = _by_pieces(op, kwargs, layout, cut)
+        for name, parts in twin.items():
+            twin[name] = {k: (at, t.to(dtypes[name])) for k, (at, t) in parts.items()}
+    if op.judged.exact:
+        truth = twin
+    judged: dict[str, Parts] = {}
+    limits: dict[str, tuple[Bound, ...]] = {}
+    scales: dict[str, str] = {}
+    for name, parts in truth.items():
+        if name.startswith(VALUES) or name in scales.values():
+            continue
+        if VALUES + name in truth:
+            scales[name] = scale = _next(name)
+            judged[name] = judged[scale] = held = truth[VALUES + name]
+            pairs = [(twin[name][k][1], twin[scale][k][1], t) for k, (_, t) in held.items()]
+            limits[name], limits[scale] = bounds.on_grid(
+                twin[VALUES + name], held, dtype, pairs, kwargs.get("seed") is None
+            )
+            continue
+        judged[name] = {k: (at, bounds.in_range(t, dtypes[name])) for k, (at, t) in parts.items()}
+        if op.judged.exact:
+            limits[name] = (bounds.exact(parts),)
+            continue
+        own, of_sums = slack(op, dtype, kwargs, name), op.judged.of_sums
+        if own is None:
+            own, of_sums = bounds.usual(dtype, dtypes[name]), False
+        limits[name] = bounds.of(twin[name], judged[name], dtypes[name], own, of_sums)
+    return Reference(judged, limits, scales, dtypes, grads, cut and cut.note())
+
+
+VALUES = "values "
+
+
+def _twin(op, kwargs, layout, grads=None):
+    """`run` of the eager twin, and the values that its results in FP8 hold."""
+    results, grads = run(op, "eager", kwargs, layout, grads)
+    if op.judged.quantizes:
+        with torch.no_grad():
+            held = op.judged.quantizes(**kwargs)
+        codes = [n for n, t in results.items() if grid.is_codes(t)]
+        results |= {VALUES + n: v for n, v in zip(codes, held, strict=True)}
+    return results, grads
+
+
+def _next(name: str) -> str:
+    """The scales' name, from that of the codes."""
+    return f"out {int(name.removeprefix('out ')) + 1}"
 
 
 def _by_pieces(op: Op, kwargs: dict[str, Any], layout: str, cut: Pieces):
@@ -169,6 +221,7 @@ def _by_pieces(op: Op, kwargs: dict[str, Any], layout: str, cut: Pieces):
             lambda *, implementation, **piece_kwargs: reduced_twin(**piece_kwargs),
             op.eager,
             (),
+            judged=op.judged,
         )
 
     def piece_kwargs(piece):  # contiguous: a copy with the whole's strides would be nearly as large
@@ -187,7 +240,7 @@ def _by_pieces(op: Op, kwargs: dict[str, Any], layout: str, cut: Pieces):
     def regions(piece, names):
         out = {}
         for name in names:
-            kind, _, tensor_name = name.partition(" ")
+            kind, _, tensor_name = name.removeprefix(VALUES).partition(" ")
             if kind == "out":
                 at, to = piece.outputs.get(int(tensor_name), ()), None
             else:
@@ -205,8 +258,10 @@ def _by_pieces(op: Op, kwargs: dict[str, Any], layout: str, cut: Pieces):
     places = [i for i, (_, differentiable) in enumerate(out_shapes) if differentiable]
     del first
     grads = upstream([out_shapes[i][0] for i in places], layout) if places else []
+    outs = [f"out {i}" for i in range(len(out_shapes))]
     names = [
-        *(f"out {i}" for i in range(len(out_shapes))),
+        *outs,
+        *(VALUES + n for n in outs),
         *(f"grad {n}" for n in kwargs if _differentiable(kwargs, n)),
     ]
     counts: collections.Counter = collections.Counter()
@@ -225,9 +280,8 @@ def _by_pieces(op: Op, kwargs: dict[str, Any], layout: str, cut: Pieces):
             continue
         piece_grads = [g[piece.outputs.get(i, ())] for i, g in zip(places, grads, strict=True)]
         for dtype, sums_by_name in ((None, sums[1]), (torch.float64, sums[0])):
-            results, _ = run(
+            results, _ = _twin(
                 twin,
-                "eager",
                 {**convert(piece_kwargs(piece), dtype), **piece.other},
                 layout,
                 piece_grads,
@@ -270,32 +324,59 @@ def _inside(at: Index, outer: Index, shape: Sequence[int]) -> Index:
 
 def judge(op: Op, implementation: str, kwargs: dict[str, Any], by: Reference) -> list[Finding]:
     """A finding for every output and every gradient."""
-    result, _ = run(op, implementation, convert(kwargs, None), grads=by.grads)
+    results, _ = run(op, implementation, convert(kwargs, None), grads=by.grads)
+    return compared(op, results, kwargs, by)
+
+
+def compared(
+    op: Op, results: dict[str, torch.Tensor], kwargs: dict[str, Any], by: Reference
+) -> list[Finding]:
+    """`judge` of the results of a call."""
     findings = []
+    inf = float("inf")
+    for name in by.truth:
+        first = by.bounds[name][0]
+        if name not in results:
+            findings.append(Finding(f"{name} (missing)", inf, first.eager, first.budget, ()))
+        elif results[name].dtype != by.dtypes[name]:
+            said = f"{name} (dtype {results[name].dtype}, not {by.dtypes[name]})"
+            findings.append(Finding(said, inf, first.eager, first.budget, ()))
+    if op.judged.together:
+        results = op.judged.together(results, kwargs)
     for name, parts in by.truth.items():
-        twin_error = by.eager[name]
-        budget = 2 * twin_error + by.atol
-        if name not in result:
-            findings.append(Finding(f"{name} (missing)", float("inf"), twin_error, budget, ()))
+        limits = by.bounds[name]
+        if name in by.scales.values() or name not in results:
             continue
-        pairs = [(result[name][at], t, at) for at, t in parts.values()]
+        if name in by.scales:
+            findings += _on_grid(name, results, by)
+            continue
+        pairs = [(results[name][at], t, at) for at, t in parts.values()]
         wrong = [r for r, t, _ in pairs if r.shape != t.shape]
         if wrong:
-            e, where = float("inf"), tuple(wrong[0].shape)
-        else:
-            e, where = error_of_parts(pairs)
-        findings.append(Finding(name, e, twin_error, budget, where))
-        if result[name].dtype != by.dtypes[name]:
-            findings.append(
-                Finding(
-                    f"{name} (dtype {result[name].dtype}, not {by.dtypes[name]})",
-                    float("inf"),
-                    twin_error,
-                    budget,
-                    (),
-                )
-            )
+            where = tuple(wrong[0].shape)
+            findings.append(Finding(name, float("inf"), limits[0].eager, limits[0].budget, where))
+            continue
+        judged = []
+        for b in limits:
+            integers = not pairs[0][1].is_floating_point()
+            e, where = bounds.differing(pairs) if integers else deviation_of_parts(pairs, b.scale)
+            judged.append(Finding(name, e, b.eager, b.budget, where, b.unit))
+        findings.append(max(judged, key=lambda f: f.share))
     return findings
+
+
+def _on_grid(name: str, results: dict[str, torch.Tensor], by: Reference) -> list[Finding]:
+    both = name, by.scales[name]
+    if any(n not in results for n in both):
+        return []
+    pairs = [(*(results[n][at] for n in both), t) for at, t in by.truth[name].values()]
+    first = by.bounds[name][0]
+    errors = bounds.errors_on_grid(pairs, first.scale, first.slack)
+    return [
+        Finding(n, e, b.eager, b.budget, where, b.unit)
+        for n, (e, where) in zip(both, errors, strict=True)
+        for b in by.bounds[n]
+    ]
 
 
 def check(

@@ -75,5 +75,5 @@ def gate(
         return eager(**kwargs) if implementation == "eager" else provider.call(**kwargs)
 
     eager = functools.partial(op.public, implementation="eager")
-    judged = Op(op.name, public, op.eager, (), op.cases, op.atol)
+    judged = Op(op.name, public, op.eager, (), op.cases, op.atol, op.judged)
     return contract.broken(contract.judge(judged, provider.name, kwargs, by))

@@ -26,6 +26,8 @@ CORE = [
     path
     for name in (
         "contract",
+        "bounds",
+        "grid",
         "tensors",
         "piece*",
         "providers",

@@ -14,6 +14,7 @@ from tilewright.ops.quantize import Quantized
 
 # Elements compared at a time: float64 temporaries of 128 MiB each, for tensors of any size.
 CHUNK = 2**24
+SAMPLE = 2**20  # elements that a median is taken of
 
 
 def error(result: torch.Tensor, truth: torch.Tensor) -> tuple[float, tuple[int, ...]]:
@@ -34,15 +35,41 @@ def error_of_parts(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor, Index]],
 ) -> tuple[float, tuple[int, ...]]:
     """`error` of a tensor given in parts: (result, truth, index of the part)."""
+    return deviation_of_parts(pairs, root_mean_square([t for _, t, _ in pairs]))
+
+
+def root_mean_square(parts: Sequence[torch.Tensor]) -> float:
+    """That of the finite elements of a tensor given in parts; 0 for integers."""
+    if not parts[0].dtype.is_floating_point:
+        return 0.0
+    squares, count = 0.0, 0
+    for values in (t[piece].double() for t in _flat(parts) for piece in chunks(t)):
+        finite = values.isfinite()  # no boolean indexing: it would synchronize with the device
+        squares += float(values.where(finite, 0.0).square().sum())
+        count += int(finite.sum(dtype=torch.float64))
+    return (squares / max(count, 1)) ** 0.5
+
+
+def ordinary(parts: Sequence[torch.Tensor], least: float = 0.0) -> float:
+    """The median magnitude of the finite elements above `least`, of a tensor given in parts; of a
+    large one, of evenly spaced elements. 0 for integers, and where there are none.
+    """
+    flat = _flat(parts)
+    if not flat[0].dtype.is_floating_point:
+        return 0.0
+    step = -(-sum(t.numel() for t in flat) // SAMPLE) or 1
+    some = torch.cat([t[::step].double().abs() for t in flat])
+    some = some.where(some.isfinite() & (some > least), float("nan"))
+    median = float(some.nanmedian()) if some.numel() else 0.0
+    return median if median == median else 0.0
+
+
+def deviation_of_parts(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor, Index]], scale: float
+) -> tuple[float, tuple[int, ...]]:
+    """`error_of_parts` relative to the element or to `scale`, whichever is larger."""
     flat = [(r.reshape(-1), t.reshape(-1)) for r, t, _ in pairs]
-    scale, worst, at = 0.0, -1.0, (0, 0)
-    if pairs[0][1].dtype.is_floating_point:
-        squares, count = 0.0, 0
-        for values in (t[piece].double() for _, t in flat for piece in chunks(t)):
-            finite = values.isfinite()  # no boolean indexing: it would synchronize with the device
-            squares += float(values.where(finite, 0.0).square().sum())
-            count += int(finite.sum(dtype=torch.float64))
-        scale = (squares / max(count, 1)) ** 0.5
+    worst, at = -1.0, (0, 0)
     for i, (r, t) in enumerate(flat):
         for piece in chunks(t):
             value, place = _deviation(r[piece], t[piece], scale).max(0)
@@ -56,6 +83,10 @@ def error_of_parts(
     return worst, tuple(
         n + (index[d].start or 0 if d < len(index) else 0) for d, n in enumerate(inside)
     )
+
+
+def _flat(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [t.reshape(-1) for t in parts]
 
 
 def chunks(t: torch.Tensor) -> list[slice]:

@@ -95,7 +95,7 @@ def logits_of(x, weight, bias, fp32_logits):
 # ---- cases
 
 
-def atol(dtype, kwargs):
+def atol(dtype, kwargs, name):
     """The contract's default, except in two cases.
 
     fp32_logits: the twin then rounds nothing between its inputs and its gradients, while a GEMM of

@@ -28,7 +28,7 @@ from tilewright.ops._attention_options import (
     variant_of,
 )
 from tilewright.ops._library import from_kernels
-from tilewright.registry import Case, Cost, Goal, Implementation, Op
+from tilewright.registry import Case, Cost, Goal, Implementation, Judged, Op
 
 __all__ = ["ATTENTION", "Request", "attention", "attention_part", "attention_part_backward"]
 
@@ -329,7 +329,7 @@ def _documents(tokens, *lengths):
     return tuple(ends)
 
 
-def _atol(dtype, kwargs):
+def _atol(dtype, kwargs, name):
     """dq and dk are sums of p (dp - delta), and delta is sum(dout out). PyTorch computes it from
     the output as stored, rounded, where the twin's softmax keeps float32. delta is as large as dp
     and cancels against it, wholly in a first row, so half an eps of the output is several eps of
@@ -338,13 +338,16 @@ def _atol(dtype, kwargs):
     eps in float32 (160 draws), where the probabilities too are recomputed from a rounded
     log-sum-exp.
 
+    The output and dv have no such difference. Fused kernels round the probabilities to 16 bits for
+    their products: half an eps of each of a row's terms, 0.3 eps of its root mean square, of whose
+    elements the largest has three or four times as much.
+
     Rows of longer sequences mostly average over many keys, so the root mean square that errors are
     measured against falls as 1 / sqrt(S), while the first rows, with few keys, keep their errors.
     """
-    eps = torch.finfo(dtype).eps
-    return (
-        (32 if dtype == torch.float32 else 8) * eps * max(1.0, (kwargs["q"].shape[2] / 17) ** 0.5)
-    )
+    few = dtype != torch.float32 and name in ("out 0", "grad v")
+    number = 2 if few else 8 if dtype != torch.float32 else 32
+    return number * torch.finfo(dtype).eps * max(1.0, (kwargs["q"].shape[2] / 17) ** 0.5)
 
 
 _LONG = ("qwen3-30b-a3b_8k", "qwen3-30b-a3b_32k", "qwen3-30b-a3b_32k_packed")
@@ -418,6 +421,21 @@ ATTENTION = Op(
         _case("big", 2**12 + 1, 64, 8, 64, 128, tags=cases.BIG),
     ),
     atol=_atol,
+    # The slack of the gradients of q, k and sinks is relative to their root mean square, which is
+    # two to five times as large as an ordinary element.
+    judged=Judged(
+        of_sums=True,
+        detects={
+            torch.bfloat16: {
+                "out 0": 0.046,
+                "grad q": 0.21,
+                "grad k": 0.36,
+                "grad v": 0.11,
+                "grad sinks": 0.42,
+            },
+            torch.float16: {"grad q": 0.026, "grad k": 0.046, "grad sinks": 0.051},
+        },
+    ),
     # `auto` takes the best that is installed (2 % are the spread); our kernel, which is
     # deterministic, takes at most 1.3 times FlashAttention 3's time.
     goals=tuple(

@@ -15,7 +15,7 @@ from tilewright.ops import _checks, aqn, cases, quantize
 from tilewright.ops._block_cases import all_cases, draw, timed_cases
 from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.ops.aqn import AQN
-from tilewright.registry import Case, DispatchOn, Implementation, Op
+from tilewright.registry import Case, DispatchOn, Implementation, Judged, Op
 
 STEP = 0.125  # of noise, in units of the scale
 LEAST = 2.0**-100  # lower bound of a block's largest magnitude: its scale's inverse is finite
@@ -350,6 +350,7 @@ QUANTIZE_BLOCK_FP8 = Op(
         _case("transpose_odd_blocks", (10, 50), block=(3, 7), transpose=True),
         *timed_cases("transpose", 8.25, results=2, block=(1, 128), transpose=True),
     ),
+    judged=Judged(exact=True),
     goals=cases.near_copy(85, "forward"),
 )
 DEQUANTIZE_BLOCK_FP8 = Op(

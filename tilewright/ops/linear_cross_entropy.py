@@ -49,7 +49,7 @@ from tilewright.ops._losses import (
     whole_rows_only,
 )
 from tilewright.ops._targets import presence, weight_of
-from tilewright.registry import Goal, Implementation, Op
+from tilewright.registry import Goal, Implementation, Judged, Op
 
 
 @_checks.autocast("products", "x", "weight", "bias")
@@ -298,6 +298,21 @@ LINEAR_CROSS_ENTROPY = Op(
     ),
     _all_cases(),
     atol,
+    # Classes that are no row's target have elements of the weight's gradient that are 20 to 40
+    # times smaller than its root mean square: sums of small terms of either sign, which the twin
+    # computes from rounded logits too. There its own error is a quarter to a third in bfloat16.
+    judged=Judged(
+        of_sums=True,
+        detects={
+            torch.bfloat16: {
+                "out 3": 0.3,  # of the rows: the largest logit, of rounded ones
+                "grad x": 0.053,
+                "grad weight": 0.91,
+                "grad bias": 0.28,
+            },
+            torch.float16: {"grad weight": 0.12, "grad bias": 0.041},
+        },
+    ),
     # The products, 6 T H V flops, take 33 ms at an H200's 790 TFLOP/s. One chunk of logits, 2,004
     # MiB, lies beside the gradients of x and weight, 64 and 1,002 MiB; in chunks, the weight's
     # gradient is summed in passes over it, which takes 3 ms more.

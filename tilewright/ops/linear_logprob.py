@@ -30,7 +30,7 @@ from tilewright.ops._linear_head import (
 from tilewright.ops._logprob import Scaling
 from tilewright.ops._losses import Labels, reshaped
 from tilewright.ops._targets import presence
-from tilewright.registry import Goal, Implementation, Op
+from tilewright.registry import Goal, Implementation, Judged, Op
 
 
 @_checks.autocast("products", "x", "weight", "bias", "lora_A", "lora_B")
@@ -154,12 +154,12 @@ def linear_logprob_eager(
 BF16 = ("bfloat16",)
 
 
-def _logprob_atol(dtype, kwargs):
+def _logprob_atol(dtype, kwargs, name):
     """In float32 the entropy's gradient has the factor z - mean, which cancels where the two are
     close, and in a case of five rows the twin's error may be small by chance: the others exceed
     twice it by up to 13 eps (AVX2).
     """
-    return 16 * torch.finfo(dtype).eps if dtype == torch.float32 else atol(dtype, kwargs)
+    return 16 * torch.finfo(dtype).eps if dtype == torch.float32 else atol(dtype, kwargs, name)
 
 
 def _all_cases():
@@ -226,6 +226,22 @@ LINEAR_LOGPROB = Op(
     ),
     _all_cases(),
     atol=_logprob_atol,
+    # Classes that are no row's target have elements of the weight's gradient that are 20 to 40
+    # times smaller than its root mean square: sums of small terms of either sign, which the twin
+    # computes from rounded logits too. There its own error is a quarter to a third in bfloat16.
+    judged=Judged(
+        of_sums=True,
+        detects={
+            torch.bfloat16: {
+                "grad x": 0.11,
+                "grad weight": 1.3,
+                "grad bias": 0.55,
+                "grad lora_A": 0.094,
+                "grad lora_B": 1.2,
+            },
+            torch.float16: {"grad weight": 0.14, "grad bias": 0.087, "grad lora_B": 0.21},
+        },
+    ),
     # (8192, 4096, 151936): the products alone take 42 ms there (huggingface/trl, issue 7244), and
     # the logits' recomputation a third of that. The gradients of x and weight take 1.3 GiB.
     goals=(

@@ -268,5 +268,8 @@ LOGPROB_ENTROPY = Op(
         ),
     ),
     _all_cases(),
+    # A sum of exponentials in any order, its logarithm and a difference: where the twin is lucky
+    # its double and 2 eps are too little (once in 12 seeds of all cases, by 0.8 eps).
+    atol={torch.float32: 4 * torch.finfo(torch.float32).eps},
     goals=cases.near_copy(92, "forward", "forward_backward"),
 )

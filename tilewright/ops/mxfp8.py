@@ -18,7 +18,7 @@ from tilewright.ops._block_cases import all_cases, draw, timed_cases
 from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.ops.aqn import AQN
 from tilewright.ops.block_fp8 import STEP
-from tilewright.registry import Case, DispatchOn, Implementation, Op
+from tilewright.registry import Case, DispatchOn, Implementation, Judged, Op
 
 BLOCK = 32
 E8M0 = torch.float8_e8m0fnu
@@ -298,6 +298,7 @@ QUANTIZE_MXFP8 = Op(
         _case("transpose_random", (2, 20, 36), transpose=True, seed=3),
         *timed_cases("transpose", 8.25, results=2, transpose=True),
     ),
+    judged=Judged(exact=True),
     goals=cases.near_copy(85, "forward"),
 )
 DEQUANTIZE_MXFP8 = Op(

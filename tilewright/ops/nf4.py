@@ -27,7 +27,7 @@ from tilewright.ops.nf4_format import (
     pair_table,
     scale_table,
 )
-from tilewright.registry import Case, Cost, DispatchOn, Goal, Implementation, Op
+from tilewright.registry import Case, Cost, DispatchOn, Goal, Implementation, Judged, Op
 
 STEP = CODES[8] / 2  # of noise, in units of the scale: half the narrowest gap
 ZERO = 7  # the code of 0, which pads an odd number of elements
@@ -334,6 +334,7 @@ QUANTIZE_NF4 = Op(
         Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED),
     ),
     _cases(_quantize_case(False)) + _cases(_quantize_case(True)),
+    judged=Judged(exact=True),
 )
 DEQUANTIZE_NF4 = Op(
     "dequantize_nf4",

@@ -16,7 +16,7 @@ from tilewright.ops._library import adopt, define, from_kernels
 from tilewright.ops.aqn import AQN
 from tilewright.ops.hadamard import check_options, hadamard_eager
 from tilewright.ops.nvfp4_format import BLOCK, NVFP4
-from tilewright.registry import Case, DispatchOn, Goal, Implementation, Op
+from tilewright.registry import Case, DispatchOn, Goal, Implementation, Judged, Op
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Lower bounds of scales, so that their inverses and the inverses of products with block scales are
@@ -374,6 +374,7 @@ QUANTIZE_NVFP4 = Op(
         *timed_cases("hadamard", 4.5, passes=2, hadamard=16, hadamard_seed=1),
         *timed_cases("transpose", 4.5, passes=2, results=2, transpose=True),
     ),
+    judged=Judged(exact=True),
 )
 DEQUANTIZE_NVFP4 = Op(
     "dequantize_nvfp4",

@@ -19,7 +19,7 @@ from tilewright.ops import _checks, aqn, cases
 from tilewright.ops._library import adopt, define, differentiate, from_kernels
 from tilewright.ops._norm_cases import norm_cases
 from tilewright.ops.aqn import AQN
-from tilewright.registry import FLOATS, Goal, Implementation, Op
+from tilewright.registry import FLOATS, Goal, Implementation, Judged, Op
 
 CASTS = ("llama", "gemma", "none")
 MAX_D = 65536  # widest row that the Triton kernels are compiled and tested for
@@ -382,6 +382,9 @@ RMSNORM = Op(
         ),
     ),
     norm_cases(add=False),
+    # With cast="llama" a row is rounded twice, and a weight's gradient adds such rows: the twin's
+    # own error is 1 to 2 %.
+    judged=Judged(detects={torch.bfloat16: {"out 0": 0.05, "grad x": 0.041, "grad weight": 0.05}}),
     goals=(
         *cases.near_copy(92, "forward"),
         *cases.near_copy(85, "backward"),
@@ -423,5 +426,16 @@ ADD_RMSNORM = Op(
         ),
     ),
     norm_cases(add=True),
+    # As of rmsnorm, with the rounding of the sum.
+    judged=Judged(
+        detects={
+            torch.bfloat16: {
+                "out 0": 0.057,
+                "grad x": 0.049,
+                "grad residual": 0.049,
+                "grad weight": 0.076,
+            }
+        }
+    ),
     goals=(*cases.near_copy(92, "forward"), *cases.near_copy(85, "backward")),
 )

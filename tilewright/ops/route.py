@@ -353,14 +353,14 @@ def _cpp():
     )
 
 
-def _atol(dtype, kwargs):
+def _atol(dtype, kwargs, name):
     """A logit's gradient is a difference of sums over a row that nearly cancel, so in float32
     either side may lose 12 eps; in the smallest cases the twin's error may be small by chance, and
     the other's exceeds twice it by up to 4.3 (40 seeds). With ties whole rows cancel: C++ exceeds
     it by up to 39 there (12 seeds, every layout of gradients, AVX2).
     """
     if dtype != torch.float32:
-        return 0.5 * torch.finfo(dtype).eps
+        return None
     row = kwargs["logits"][:1]
     return (64 if row.numel() and row.equal(row.round()) else 8) * torch.finfo(dtype).eps
 

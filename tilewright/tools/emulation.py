@@ -232,10 +232,10 @@ def compared(
         if not math.isfinite(budget):
             dtype = str(t.dtype).removeprefix("torch.")
             why = f"the error of the reference in {dtype} is infinite, and sets no bound"
-        findings.append(Compared(name, deviation, twin, budget, where, why))
+        findings.append(Compared(name, deviation, twin, budget, where, why=why))
     for name in (n for n in truth if n not in found.tensors and truth[n].any()):
         why = "the reference has it, and the call gives none"
-        findings.append(Compared(name, math.inf, 0.0, 0.0, (), why))
+        findings.append(Compared(name, math.inf, 0.0, 0.0, (), why=why))
     if not findings:
         raise Rejected(
             f"--reference: it returns nothing to compare with {', '.join(found.tensors) or 'no output'}"

@@ -391,7 +391,7 @@ def slack_of(calls: Iterable[Call], what: str, kind: str) -> float:
     dtype = max((t.dtype for t in values), key=lambda d: torch.finfo(d).eps, default=torch.float32)
     if what.startswith("gradient") and "Attention" in kind:
         first = next(t for t in values if t.dim() > 1)
-        own = ATTENTION.atol(dtype, {"q": first.new_empty((1, 1, first.shape[-2], 1))})
+        own = ATTENTION.atol(dtype, {"q": first.new_empty((1, 1, first.shape[-2], 1))}, "grad q")
         # Where a first token draws nearly all attention, as in trained models, the cancellation
         # that this allows for is larger: 0.43 beyond twice eager's, SmolLM2-135M in bfloat16.
         return own * (FLOAT32 if dtype == torch.float32 else 8)

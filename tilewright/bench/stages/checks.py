@@ -90,7 +90,7 @@ def parity_results(
                     continue
                 for f in findings:
                     previous = worst[name].get(f.name)
-                    if previous is None or _share(f) > _share(previous):
+                    if previous is None or f.share > previous.share:
                         worst[name][f.name] = f
     results = []
     for name in names:
@@ -107,10 +107,6 @@ def parity_results(
         reason = raised.get(name) or refused.get(name) or "; ".join(map(str, broken)) or None
         results.append(result(name, dtype, status, reason, map(tensor_entry, worst[name].values())))
     return results
-
-
-def _share(f: contract.Finding) -> float:
-    return f.error / f.budget
 
 
 def tensor_entry(f: contract.Finding) -> dict[str, Any]:

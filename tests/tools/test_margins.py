@@ -1,0 +1,67 @@
+"""`python -m tilewright.bench margins`."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilewright.bench import contract, margins
+from tilewright.ops import OPS
+
+
+@pytest.fixture
+def command(tmp_path):
+    def run(*arguments):
+        out = tmp_path / "margins.md"
+        code = margins.main([*arguments, "--implementation", "torch,eager", "--out", str(out)])
+        return code, out.read_text() if out.exists() else None
+
+    return run
+
+
+def test_the_page_has_each_result_of_an_op_in_each_dtype(command):
+    code, page = command("--op", "rope,adamw_")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    found = {(r[0].strip("| `"), r[1], r[2]) for r in rows}
+    assert code == 0 and "commit" in page
+    assert found == {
+        (op, name, dtype)
+        for op, names in {
+            "rope": ("out 0", "out 1", "grad q", "grad k"),
+            "adamw_": ("out 0", "out 1", "out 2", "out 3"),
+        }.items()
+        for name in names
+        for dtype in ("float32", "bfloat16", "float16")
+    }
+
+
+@pytest.mark.parametrize("declared, code", [(0.04, 1), (0.018, 0), (0.01, 1)])
+def test_a_wrong_declaration_is_named(declared, code, command, monkeypatch, capsys):
+    op = OPS["silu_mul"]
+    judged = replace(op.judged, detects={torch.bfloat16: {"out 0": declared}})
+    monkeypatch.setattr(op, "judged", judged)
+    assert command("--op", "silu_mul")[0] == code
+    said = "silu_mul, out 0, bfloat16: detects 1.5"
+    assert (said in capsys.readouterr().out) == bool(code)
+
+
+def test_an_implementation_that_breaks_the_contract_is_named(command, monkeypatch, capsys):
+    judge = contract.compared
+
+    def wrong(op, results, kwargs, by):
+        return judge(op, {n: t * 1.1 for n, t in results.items()}, kwargs, by)
+
+    monkeypatch.setattr(contract, "compared", wrong)
+    assert command("--op", "silu_mul")[0] == 1
+    out = capsys.readouterr().out
+    assert "silu_mul[torch], ragged, float32: out 0: error 1.0" in out
+    assert "silu_mul[torch], out 0, float32: breaks the contract" in out
+
+
+def test_faults_that_hold_are_counted(command, monkeypatch, capsys):
+    assert command("--op", "silu_mul", "--faults") == (0, None)
+    assert "faults planted, 0 hold the contract" in capsys.readouterr().out
+    op = OPS["silu_mul"]
+    monkeypatch.setattr(op, "atol", {torch.bfloat16: 1.5})
+    assert command("--op", "silu_mul", "--faults")[0] == 1
+    assert "silu_mul, ragged, bfloat16, contiguous: zeros as out 0 holds" in capsys.readouterr().out
