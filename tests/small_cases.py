@@ -56,3 +56,10 @@ def whole_cases(op):
 
 def whole_case(op):
     return whole_cases(op)[0]
+
+
+@functools.cache
+def differentiable(op):
+    """Whether an input of the op is: its first case has all."""
+    made = next(c for c in op.cases if "contract" in c.tags).make("cpu", torch.float32, 0)
+    return any(t.requires_grad for t in contract.leaves(made))

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import DEVICE, OperatorNames, skip_unless_usable
-from small_cases import differentiate, inputs, small_cases, whole_case
+from small_cases import differentiable, differentiate, inputs, small_cases, whole_case
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.overrides import TorchFunctionMode
@@ -37,13 +37,6 @@ EVERY_IMPLEMENTATION = pytest.mark.parametrize(
         for i in op.implementations
     ],
 )
-
-
-@functools.cache
-def differentiable(op):
-    """Whether an input of the op is: its first case has all."""
-    made = next(c for c in op.cases if "contract" in c.tags).make("cpu", torch.float32, 0)
-    return any(t.requires_grad for t in contract.leaves(made))
 
 
 EVERY_DIFFERENTIABLE = pytest.mark.parametrize(
