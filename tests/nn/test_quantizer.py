@@ -171,6 +171,25 @@ def test_what_a_folder_lacks_is_initialized_then_quantized_or_frozen(tmp_path):
     )
 
 
+class WithTwin(transformers.LlamaForCausalLM):
+    """Two linear layers, neither of them a head, have one weight once the model has been loaded."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.twin = nn.Linear(128, 64, bias=False)
+        twin = {"twin.weight": "model.layers.0.mlp.down_proj.weight"}
+        self._tied_weights_keys = {**self._tied_weights_keys, **twin}
+        self.post_init()
+
+
+def test_layers_that_will_be_tied_stay_dense(tmp_path):
+    WithTwin(tiny(tie_word_embeddings=True).config).save_pretrained(tmp_path)
+    model = WithTwin.from_pretrained(tmp_path, quantization_config=TilewrightConfig("nf4"))
+    assert "model.layers.1.mlp.down_proj" in layers(model)
+    assert not {"twin", "model.layers.0.mlp.down_proj"} & set(layers(model))
+    assert model.twin.weight is model.model.layers[0].mlp.down_proj.weight
+
+
 @pytest.mark.parametrize("name", [*OPTIONS, "modelopt"])
 def test_a_tensor_that_a_quantized_layer_lacks_is_named(name, dense, tmp_path):
     format = "nvfp4" if name == "modelopt" else name.split()[0]
@@ -193,6 +212,13 @@ def test_a_tensor_that_a_quantized_layer_lacks_is_named(name, dense, tmp_path):
         with pytest.raises(ValueError, match=rf"{layer} cannot be read as {format}: ") as raised:
             again(tmp_path)
         assert key in str(raised.value), raised.value
+    # Without all that nesting adds, only the dtype of the scales tells that they are codes.
+    if nested := [key for key in stored if ".nested_" in key]:
+        broken = {k: t for k, t in tensors.items() if k not in nested}
+        save_file(broken, file, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=rf"{layer} cannot be read as nf4: ") as raised:
+            again(tmp_path)
+        assert f"{', '.join(nested)} are missing" in str(raised.value), raised.value
     # All but the codes; by a state dict transformers says so, with the layer in its report.
     codes = {k: t for k, t in tensors.items() if k not in stored[1:]}
     codes |= {stored[0]: tensors[stored[0]]}
@@ -641,6 +667,8 @@ def test_modules_to_save_are_trained_and_read_by_peft(tmp_path, capsys):
     adapt.print_trainable_parameters(model)
     every = sum(p.numel() for p in model.parameters())
     assert f"trainable params: 6,656 || all params: {every:,} ||" in capsys.readouterr().out
+    adapt.print_trainable_parameters(nn.Identity())
+    assert "all params: 0 || trainable%: 0.0000" in capsys.readouterr().out
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     for _ in range(2):
         model.train()(IDS, labels=IDS).loss.backward()

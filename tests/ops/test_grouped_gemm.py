@@ -2,7 +2,10 @@
 the eager twin is in test_contract.py.
 """
 
+import itertools
 import pathlib
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -249,6 +252,34 @@ def test_reasons_not_to_run():
         assert why["native"]("cpu", torch.float16) is None
         assert why["native"]("cuda") == "no CUDA device"
         assert "quack" in why["quack"]("cuda") or "CUDA" in why["quack"]("cuda")
+
+
+def test_quack_is_given_the_ends_of_the_experts_and_does_not_tune(monkeypatch):
+    """Its kernels need a GPU: a stand-in takes its arguments and leaves the same unwritten."""
+
+    def gemm(a, b, cu_seqlens_m=None, cu_seqlens_k=None, tuned=True):
+        assert not tuned and (cu_seqlens_m is None) != (cu_seqlens_k is None)
+        if cu_seqlens_k is not None:
+            ends = itertools.pairwise(cu_seqlens_k.tolist())
+            return torch.stack([a[:, i:j] @ b[i:j] for i, j in ends])
+        y = a.new_full((a.shape[0], b.shape[2]), float("nan"))
+        for w, (i, j) in zip(b, itertools.pairwise(cu_seqlens_m.tolist()), strict=True):
+            y[i:j] = a[i:j] @ w
+        return y
+
+    module, quack = sys.modules["tilewright.ops.grouped_gemm"], ModuleType("quack.gemm_interface")
+    quack.gemm = gemm
+    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", quack)
+    monkeypatch.setattr(module.Fused, "define", lambda name, launches: launches)
+    x, weight, offsets, dy = made((3, 0, 2), 2, 8, 12)
+    library = module._quack.__wrapped__()
+    found = [
+        library.forward(x, weight, offsets),
+        library.backward_x(dy, weight, offsets),
+        library.backward_weight(dy, x, offsets),
+    ]
+    close(found, truth(x, weight, offsets, dy), 1e-5)
 
 
 # ---- the Triton launches of a mixture-of-experts MLP: in the interpreter, or on a GPU

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright.lora_experts import LoRAExperts
+from tilewright.nn.weights import merged_experts
 from tilewright.ops import _experts, _moe_lora_fused, _weights, moe_lora, moe_mlp
 from tilewright.ops.aqn import AQN
 from tilewright.ops.block_fp8 import quantize_block_fp8
@@ -477,6 +478,19 @@ def test_merged_is_the_same(mode):
     first = module.lora_down_A.clone()
     module.reset_parameters(torch.Generator().manual_seed(6))
     assert not torch.equal(module.lora_down_A, first)
+
+
+@torch.no_grad()
+def test_a_sum_with_a_base_of_16_bits_is_in_float32():
+    module, _ = experts()
+    module.gate_up_proj.data = module.gate_up_proj.bfloat16()
+    base = {n: getattr(module, n).detach().float() for n in ("gate_up_proj", "down_proj")}
+    expected = merged({**base, **module.adapters()}, module.scale)
+    for name, want in zip(base, expected, strict=True):
+        found = merged_experts(module, name)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, want, rtol=2e-6, atol=2e-6)
+    assert module.gate_up_proj.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import DEVICE, operators_of, skip_unless_usable, threads
 
+from tilewright import platform
 from tilewright.bench import contract
 from tilewright.ops import (
     dequantize_block_fp8,
@@ -531,6 +532,13 @@ def test_a_quantized_tensor_that_does_not_fit_together_is_named(
         quantized_linear(
             x, dataclasses.replace(q, **{part: change(getattr(q, part))}), bias, implementation=name
         )
+
+
+def test_fp8_needs_a_gpu_that_multiplies_it(monkeypatch):
+    why = FP8_LINEAR.implementation("triton").why_not
+    monkeypatch.setattr(platform, "no_triton", lambda device_type: None)
+    monkeypatch.setattr(platform, "no_cuda", lambda capability=0: f"below {capability}")
+    assert (why("cuda"), why("cpu")) == ("below 90", None)
 
 
 def test_fp8_refuses_other_formats_and_blocks():

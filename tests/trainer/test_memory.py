@@ -7,6 +7,7 @@ import re
 import resource
 import subprocess
 import sys
+import types
 import weakref
 
 import pytest
@@ -165,6 +166,18 @@ def test_the_plan_is_what_the_allocator_counts(case, tmp_path):
     assert set(layers) <= found.saved.keys() | found.otherwise.keys()
     recomputed, kept = sorted((sum(found.saved.values()), sum(found.otherwise.values())))
     assert recomputed < kept / 2 or options.get("train__recompute_modules")
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_plan_says_what_recomputation_saves_whether_it_is_on_or_not(on):
+    less, more = ({"layers.0": n << 20} for n in (1, 3))
+    sizes = dict.fromkeys(memory_plan.PARTS, 0)
+    found = memory_plan.RankPlan(0, sizes, sizes, *((less, more) if on else (more, less)))
+    train = types.SimpleNamespace(enable_gradient_checkpointing=on)
+    *_, head, layer, total = memory_plan.table(found, "rank 0", train)
+    assert head.split()[-2:] == ["recomputed", "kept"]
+    assert layer.split() == ["layers.0", "1.00", "MiB", "3.00", "MiB"]
+    assert total.split() == ["sum", "1.00", "MiB", "3.00", "MiB"]
 
 
 SPREAD = {
