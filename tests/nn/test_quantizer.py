@@ -497,6 +497,17 @@ def test_quantize_says_what_it_did(capsys):
         quantize_(model)
 
 
+def test_names_of_older_libraries_are_not_written(tmp_path):
+    """transformers reads LayerNorm.gamma too, and writes it where it has read it."""
+    shape = {**SHAPE, "max_position_embeddings": 32, "num_hidden_layers": 1}
+    model = AutoModel.from_config(AutoConfig.for_model("bert", **shape))
+    model.save_pretrained(tmp_path / "dense")
+    quantize_(model, quiet=True)
+    model.save_pretrained(tmp_path / "nf4")
+    dense, nf4 = (load_file(tmp_path / kind / "model.safetensors") for kind in ("dense", "nf4"))
+    assert "embeddings.LayerNorm.weight" in nf4 and dense.keys() <= nf4.keys()
+
+
 def test_quantize_leaves_what_it_would_break():
     """Shared modules, heads inside a head, hooks of backward; and a weight that is read."""
 

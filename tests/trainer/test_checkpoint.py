@@ -377,6 +377,23 @@ def test_tied_weights_are_stored_once(tmp_path):
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
 
 
+def test_random_numbers_go_on_where_a_run_stopped(tmp_path, monkeypatch):
+    """A step of this model draws none: the test does."""
+    drawn, step = [], Engine.optim_step
+
+    def drawing(self, *arguments):
+        drawn.append(torch.rand(()).item())
+        return step(self, *arguments)
+
+    monkeypatch.setattr(Engine, "optim_step", drawing)
+    options = {"train__save_hf_weights": False, "train__max_steps": 3}
+    run(write_config(tmp_path / "whole", **options))
+    stopped = write_config(tmp_path / "stopped", **options)
+    run(stopped, "--train.max_steps=1")
+    run(stopped, AUTO)
+    assert len(drawn) == 6 and len(set(drawn)) == 3 and drawn[3:] == drawn[:3]
+
+
 # ---- asynchronous checkpoints
 
 
