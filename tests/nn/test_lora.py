@@ -361,6 +361,7 @@ SHARED = torch.tensor(0.01)
 JOINS = {
     "nf4": (lambda w: ops.quantize_nf4(w), True),
     "nf4 ragged": (lambda w: ops.quantize_nf4(w, block_size=4096), False),
+    "nf4 ragged inside": (lambda w: ops.quantize_nf4(w, block_size=1024), False),
     "nf4 nested": (lambda w: ops.quantize_nf4(w, double_quant=True), False),
     "nvfp4": (ops.quantize_nvfp4, False),
     "nvfp4 shared": (lambda w: ops.quantize_nvfp4(w, global_scale=SHARED), True),
@@ -373,7 +374,7 @@ JOINS = {
 def test_matrices_become_one_only_where_that_is_exact(name):
     quantize, exact = JOINS[name]
     w = torch.randn(56, 32)
-    parts = [quantize(w[:24]), quantize(w[24:40]), quantize(w[40:])]
+    parts = [quantize(w[:32]), quantize(w[32:40]), quantize(w[40:])]
     with pytest.raises(
         ValueError, match=r"^parts must hold at least one quantized matrix, got none"
     ):

@@ -380,6 +380,8 @@ MAY_SLEEP = {
     "helpers.py": "`pause`, between two looks at another process, which are counted",
     "forked.py": "the same, of processes that are waited for; helpers.py is imported in them",
     "test_style.py": "faults that are planted, in strings",
+    "__main__.py": "of tests/mutations: its command says how long tests took",
+    "watched.py": "the limit of that command; no test runs it with one",
 }
 
 
