@@ -322,6 +322,19 @@ def test_the_report_is_printed_and_says_why(capsys):
     gradients(model, *batch())  # the others still compute
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_loss_has_the_shape_that_its_count_gives_it(shape):
+    """Trainers gather the count over processes, and do not reduce its shape."""
+    theirs = tiny()
+    ours = copy.deepcopy(theirs)
+    accelerate(ours, parts=("loss",), quiet=True)
+    ids, _ = batch()
+    count = torch.full(shape, 37, device=DEVICE)
+    found, wanted = (m(ids, labels=ids, num_items_in_batch=count).loss for m in (ours, theirs))
+    assert found.shape == wanted.shape
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("own", ["sdpa", "eager"])
 @pytest.mark.parametrize(
     "what, reason",

@@ -410,6 +410,13 @@ def peak_of_head(function, lora, vocabulary):
     return peak_bytes(both) / 2**20
 
 
+def test_the_mean_logit_of_16_bits_is_computed_in_float32():
+    x, weight = (torch.randn(n, 32).bfloat16() for n in (6, 100))
+    found = head.mean_logits(x, weight, {"bias": None, "softcap": None})
+    wanted = (x.double() @ weight.double().T).mean(-1)
+    torch.testing.assert_close(found, wanted.float(), rtol=1e-5, atol=1e-6)
+
+
 # ---- what is reported, left and refused
 
 
