@@ -13,6 +13,7 @@ import torch
 
 from tilewright.bench import contract
 from tilewright.bench.peers import PEERS
+from tilewright.ops._library import plain_operators
 from tilewright.registry import Op
 
 # Tilewright's own implementations are compared with these.
@@ -44,8 +45,7 @@ def providers(op: Op, device: str, dtype: torch.dtype) -> list[Provider]:
         result.append(
             Provider(impl.name, functools.partial(op.public, implementation=impl.name), reason)
         )
-    eager = functools.partial(op.public, implementation="eager")
-    result.append(Provider("compile", torch.compile(eager, fullgraph=True, dynamic=False)))
+    result.append(Provider("compile", compiled(op)))
     for name, peer in PEERS.items():
         result.append(
             Provider(
@@ -56,6 +56,25 @@ def providers(op: Op, device: str, dtype: torch.dtype) -> list[Provider]:
             )
         )
     return sorted(result, key=lambda p: BASELINES.index(p.name) if p.name in BASELINES[:3] else 3)
+
+
+def compiled(op: Op, backend: str | Callable = "inductor") -> Callable[..., Any]:
+    """torch.compile of an op's eager twin, as PyTorch's operators alone.
+
+    A twin has operators of tilewright where values are checked, or where a compiler must not round
+    otherwise; none of them would be in a user's own PyTorch code.
+    """
+
+    def eager(**kwargs):
+        return op.public(**kwargs, implementation="eager")
+
+    run = torch.compile(eager, backend=backend, fullgraph=True, dynamic=False)
+
+    def call(**kwargs):
+        with plain_operators():
+            return run(**kwargs)
+
+    return call
 
 
 def gate(

@@ -276,4 +276,5 @@ _checked_cu_seqlens = define(
     "checked_cu_seqlens",
     _cu_seqlens,
     lambda cu, tokens, wait: torch.empty_like(cu, dtype=torch.int64),
+    plain=lambda cu, tokens, wait: cu.to(torch.int64),
 )

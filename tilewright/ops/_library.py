@@ -49,6 +49,29 @@ _TYPES = {
 }
 
 
+_plain = False
+
+
+@contextlib.contextmanager
+def plain_operators() -> Iterator[None]:
+    """Compiles operators that have a `plain` form to PyTorch's own, within a block.
+
+    For a benchmark's `torch.compile` of an eager twin, in which an operator would hide what a user
+    would let the compiler fuse. What was compiled within the block is called within it too.
+    """
+    global _plain
+    before, _plain = _plain, True
+    try:
+        yield
+    finally:
+        _plain = before
+
+
+@_torch.constant
+def _is_plain() -> bool:  # a constant, so that other compiled code has no guard on it
+    return _plain
+
+
 class Operator:
     """A `torch.library` operator whose calls bypass the dispatcher where possible.
 
@@ -59,8 +82,10 @@ class Operator:
     the profiler) gets the operator itself: `overload`.
     """
 
-    def __init__(self, overload: Callable, launch: Callable, *, cuda: bool):
-        self.overload, self._launch, self.cuda = overload, launch, cuda
+    def __init__(
+        self, overload: Callable, launch: Callable, *, cuda: bool, plain: Callable | None = None
+    ):
+        self.overload, self._launch, self.cuda, self.plain = overload, launch, cuda, plain
         self.__name__ = self.__qualname__ = overload.name()  # function attributes
         self._apply: Callable | None = None  # the launcher with its derivative
         self._first: dict[tuple[type, ...], int] = {}  # argument types -> `_first_tensor`
@@ -88,6 +113,8 @@ class Operator:
             or _profiled()
             or _traced()
         ):
+            if self.plain and _tracing() and _is_plain():
+                return self.plain(*args)
             return self.overload(*args)
         types = tuple(map(type, args))
         first = self._first.get(types)
@@ -152,12 +179,21 @@ def from_kernels(module: str, name: str) -> Callable[[], Any]:
     return fetch
 
 
-def define(name: str, fn: Callable, fake: Callable, *, mutates: Sequence[str] = ()) -> Operator:
+def define(
+    name: str,
+    fn: Callable,
+    fake: Callable,
+    *,
+    mutates: Sequence[str] = (),
+    plain: Callable | None = None,
+) -> Operator:
     """Registers `tilewright::name` for CPU and CUDA tensors and returns the operator.
 
     fn: the launcher; its annotations give the schema (see torch.library.infer_schema).
     fake: same signature, returns empty tensors of the right shapes, dtypes and strides.
     mutates: names of arguments that `fn` writes.
+    plain: same arguments and results, of PyTorch's operators alone, without checks of values; see
+        `plain_operators`.
 
     It uses the low-level Library, not torch.library.custom_op: same operator, about half the host
     time per call.
@@ -172,7 +208,7 @@ def define(name: str, fn: Callable, fake: Callable, *, mutates: Sequence[str] = 
     LAUNCHERS[f"{PACKAGE}::{name}"] = fn
     overload = getattr(getattr(torch.ops, PACKAGE), name).default
     _count_writes(overload)
-    op = Operator(overload, fn, cuda=True)
+    op = Operator(overload, fn, cuda=True, plain=plain)
     if op.has_lists:  # PyTorch's own vmap fallback does not support lists
         rule = functools.partial(_one_by_one, op.overload)
         torch.library.register_vmap(f"{PACKAGE}::{name}", rule, lib=_LIBRARY)

@@ -65,9 +65,11 @@ _checked_index = define(
     "checked_expert_index",
     _look_at_index,
     lambda index, num_experts: torch.empty_like(index, memory_format=torch.contiguous_format),
+    plain=lambda index, num_experts: index.contiguous(),
 )
 checked_position = define(
     "checked_position",
     _look_at_position,
     lambda position: torch.empty_like(position, memory_format=torch.contiguous_format),
+    plain=lambda position: position.contiguous(),
 )

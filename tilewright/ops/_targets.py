@@ -84,7 +84,7 @@ def _fake_presence(target, V, ignore_index):
 
 # An operator, so that torch.compile defers the check of values to run time, with a result that is
 # used, so that it is not removed.
-presence = define("target_presence", _presence, _fake_presence)
+presence = define("target_presence", _presence, _fake_presence, plain=present)
 """presence(target int64 [...], V, ignore_index) -> float32 [...]: 1 for a row to learn from, 0
 where target is ignore_index, NaN where it is neither that nor in [0, V) and `check` may not read
 it."""

@@ -211,7 +211,7 @@ def _fake(like, first, n, seed, step, layer, dtype):
 
 # An operator, so that a compiler cannot round it one way in forward and another way in the
 # recomputation. In float64: float32 cannot hold the last bit of u, which near 1 is half of ln u.
-noise_eager = define("aqn_eager_noise", _noise_eager, _fake)
+noise_eager = define("aqn_eager_noise", _noise_eager, _fake, plain=_noise_eager)
 
 
 # ---- fused implementations

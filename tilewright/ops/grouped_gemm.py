@@ -106,6 +106,7 @@ _checked_offsets = define(
     "checked_offsets",
     _look_at_offsets,
     lambda offsets, rows: torch.empty_like(offsets, memory_format=torch.contiguous_format),
+    plain=lambda offsets, rows: offsets,
 )
 
 

@@ -204,6 +204,7 @@ _nest = define(
         absmax.new_empty(-(-absmax.shape[0] // NESTED_BLOCK)),
         absmax.new_empty(()),
     ),
+    plain=_nest_scales,
 )
 
 

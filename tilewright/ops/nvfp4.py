@@ -182,7 +182,12 @@ def _largest_of(x: torch.Tensor) -> torch.Tensor:
     return torch.maximum(-low.float(), high.float()).abs()  # abs: -0.0 is no largest magnitude
 
 
-_largest = define("largest_magnitude", _largest_of, lambda x: x.new_empty((), dtype=torch.float32))
+_largest = define(
+    "largest_magnitude",
+    _largest_of,
+    lambda x: x.new_empty((), dtype=torch.float32),
+    plain=_largest_of,
+)
 
 
 # ---- the definitions

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from tilewright import _torch
 from tilewright._torch import pytree
 from tilewright.installed import PACKAGE
 from tilewright.ops import _checks
@@ -193,7 +194,10 @@ def _check_finite(scales: torch.Tensor, what: str) -> torch.Tensor:
 
 # An operator, so that torch.compile checks values at run time; the caller uses its result.
 _checked_scales = define(
-    "checked_scales", _check_finite, lambda scales, what: torch.empty_like(scales)
+    "checked_scales",
+    _check_finite,
+    lambda scales, what: torch.empty_like(scales),
+    plain=lambda scales, what: scales,
 )
 
 
@@ -209,12 +213,24 @@ def constant(name: str, make: Callable[[], torch.Tensor], size: int) -> Callable
     """
     tables: dict[torch.device, torch.Tensor] = {}
 
-    def table(like: torch.Tensor) -> torch.Tensor:
-        if like.device not in tables:
-            tables[like.device] = make().to(like.device)
-        return tables[like.device].clone()
+    @_torch.constant
+    def fill(device: torch.device) -> None:
+        if device not in tables:
+            tables[device] = make().to(device)
 
-    return define(name, table, lambda like: like.new_empty(size, dtype=torch.float32))
+    def cached(like: torch.Tensor) -> torch.Tensor:
+        fill(like.device)
+        return tables[like.device]
+
+    def table(like: torch.Tensor) -> torch.Tensor:
+        return cached(like).clone()
+
+    return define(
+        name,
+        table,
+        lambda like: like.new_empty(size, dtype=torch.float32),
+        plain=cached,
+    )
 
 
 # ---- rounding

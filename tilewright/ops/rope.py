@@ -162,6 +162,7 @@ _checked_positions = define(
     "rope_checked_positions",
     _positions,
     lambda ids, rows: ids.new_empty(ids.shape, dtype=torch.int64),
+    plain=lambda ids, rows: ids.to(torch.int64),
 )
 
 
