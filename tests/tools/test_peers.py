@@ -6,11 +6,12 @@ import importlib
 import inspect
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tilewright.bench import contract, peers, peers_attention, providers, run, timing
+from tilewright.bench import contract, peers, peers_attention, providers, report, run, timing
 from tilewright.bench import peer as peer_module
 from tilewright.bench.peer import Peer, Unsupported
 from tilewright.bench.peers import PEERS
@@ -637,3 +638,34 @@ def test_what_torchao_lacks_is_refused():
         PEERS["torchao"].ops["quantize_nvfp4"](x)
     with pytest.raises(Unsupported, match="torchao does not take seed=3"):
         PEERS["torchao"].ops["quantize_nvfp4"](x[:, :32], seed=3)
+
+
+# ---- ways of a peer
+
+
+@pytest.mark.parametrize(
+    "op_name, case, ways",
+    [
+        ("linear_cross_entropy", "ragged", ("torch", "torch-default")),
+        ("dequantize_nvfp4", "matrix", ("torchao", "torchao-compiled")),
+        ("quantize_nf4", "matrix", ("bitsandbytes", "bitsandbytes-compiled")),
+    ],
+)
+def test_a_peer_is_timed_in_each_of_its_ways(op_name, case, ways):
+    if missing := [r for w in ways[1:] if (r := PEERS[w].why_not(op_name, "cpu"))]:
+        pytest.skip(missing[0])
+    found = rows(op_name, case, only=ways)
+    assert {name: r["status"] for name, r in found.items()} == dict.fromkeys(ways, "ok"), found
+    assert {peers.peer_of(name) for name in ways} == {ways[0]}
+
+
+def test_random_values_of_a_peer_are_not_compared_but_their_shape_is(monkeypatch):
+    found = rows("aqn_noise", only=("torch-randn",))["torch-randn"]
+    assert (found["status"], found["contract"]) == ("ok", report.DRAWS)
+    assert not report.beyond(found)
+    other = replace(
+        PEERS["torch-randn"], ops={"aqn_noise": lambda size, noise, **how: torch.ones(3)}
+    )
+    monkeypatch.setitem(PEERS, "torch-randn", other)
+    found = rows("aqn_noise", only=("torch-randn",))["torch-randn"]
+    assert found["status"] == "error" and "another shape" in found["reason"]

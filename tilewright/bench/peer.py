@@ -28,6 +28,10 @@ class Peer:
         Unsupported for those that the peer does not support.
     consumes: names of the ops whose inputs it overwrites; those run on copies.
     elsewhere: other distributions of the same peer, used if `distribution` is not installed.
+    of: the peer of which this is a way: a page compares with the fastest of a peer's ways; default:
+        the only way of a peer of its own.
+    draws: names of the ops whose random values are its own, which have nothing to be compared with
+        but shape and dtype.
     """
 
     distribution: str
@@ -35,6 +39,8 @@ class Peer:
     ops: dict[str, Callable[..., Any]] = field(default_factory=dict)
     consumes: frozenset[str] = frozenset()
     elsewhere: tuple[str, ...] = ()
+    of: str = ""
+    draws: frozenset[str] = frozenset()
 
     def why_not(self, op_name: str, device: str) -> str | None:
         """None if the peer can run the op on this device type here, else the reason."""

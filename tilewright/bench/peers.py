@@ -7,6 +7,8 @@ extension.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tilewright import platform
 from tilewright.bench import peers_attention, peers_liger, peers_packages, peers_quack
 from tilewright.bench.peer import Peer, on_cuda
@@ -19,6 +21,11 @@ def versions() -> dict[str, str]:
         for peer in PEERS.values()
         if peer.distribution != "torch"
     )
+
+
+def peer_of(provider: str) -> str:
+    """The peer of which a provider is a way; the provider itself if it is no way of another."""
+    return (PEERS[provider].of if provider in PEERS else "") or provider
 
 
 PEERS: dict[str, Peer] = {
@@ -70,13 +77,30 @@ PEERS: dict[str, Peer] = {
     "transformers-grouped": Peer(
         "transformers",
         peers_packages.no_transformers,
-        {"moe_mlp": peers_packages.experts_of_transformers("grouped_mm")},
+        {"moe_mlp": peers_packages.experts_of_transformers("grouped_mm")},  # their default
+        of="transformers",
+    ),
+    "torch-default": Peer(
+        "torch",
+        lambda device: peers_packages.no_linear_cross_entropy(),
+        {"linear_cross_entropy": peers_packages.torch_linear_cross_entropy},
+        of="torch",
+    ),
+    "torch-randn": Peer(
+        "torch",
+        lambda device: None,
+        {"aqn_noise": peers_packages.torch_randn},
+        of="torch",
+        draws=frozenset({"aqn_noise"}),
     ),
     "torch-fused": Peer(
-        "torch", lambda device: None, {"adamw_": peers_packages.torch_adamw(fused=True)}
+        "torch", lambda device: None, {"adamw_": peers_packages.torch_adamw(fused=True)}, of="torch"
     ),
     "torch-foreach": Peer(
-        "torch", lambda device: None, {"adamw_": peers_packages.torch_adamw(foreach=True)}
+        "torch",
+        lambda device: None,
+        {"adamw_": peers_packages.torch_adamw(foreach=True)},
+        of="torch",
     ),
     "bitsandbytes": Peer(
         "bitsandbytes",
@@ -95,3 +119,10 @@ PEERS: dict[str, Peer] = {
         },
     ),
 }
+# The same functions in torch.compile, as the authors of both advise.
+for _name in ("bitsandbytes", "torchao"):
+    PEERS[f"{_name}-compiled"] = replace(
+        PEERS[_name],
+        ops={n: peers_packages.in_compile(f) for n, f in PEERS[_name].ops.items()},
+        of=_name,
+    )

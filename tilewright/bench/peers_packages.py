@@ -1,5 +1,5 @@
-"""Experts of transformers, NF4 of bitsandbytes, NVFP4 of torchao and torch's AdamW, called with the
-arguments of tilewright's.
+"""Experts of transformers, NF4 of bitsandbytes, NVFP4 of torchao and torch's AdamW, linear
+cross-entropy and random values, called with the arguments of tilewright's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tilewright import platform
-from tilewright.bench.peer import Unsupported, dense, only
+from tilewright.bench.peer import PLAIN_LOSS, Unsupported, dense, only
 
 
 def experts_of_transformers(name):
@@ -94,12 +94,60 @@ def torchao_quantize_nvfp4(x, *, square=False, global_scale=None, **more):
     return data, scale, global_scale
 
 
-def torchao_dequantize_nvfp4(q, *, dtype=None, **more):
-    only("torchao", more, noise=None)
-    module = _torchao_nvfp4(torch.empty(q.shape, device="meta"))
-    return module.NVFP4Tensor(
-        q.data, q.scale, 16, q.dtype if dtype is None else dtype, q.global_scale
-    ).dequantize()
+def _dequantize(tensor):
+    return tensor.dequantize()
+
+
+def torchao_dequantize(run=_dequantize):
+    def dequantize_nvfp4(q, *, dtype=None, **more):
+        only("torchao", more, noise=None)
+        module = _torchao_nvfp4(torch.empty(q.shape, device="meta"))
+        dtype = q.dtype if dtype is None else dtype
+        return run(module.NVFP4Tensor(q.data, q.scale, 16, dtype, q.global_scale))
+
+    return dequantize_nvfp4
+
+
+torchao_dequantize_nvfp4 = torchao_dequantize()
+
+
+def in_compile(adapter):
+    """An adapter whose calls are compiled; graph breaks, as a user would have them, are allowed."""
+    if adapter is torchao_dequantize_nvfp4:  # of a tensor that a user already has
+        return torchao_dequantize(torch.compile(_dequantize, dynamic=False))
+    return torch.compile(adapter, dynamic=False)
+
+
+def no_linear_cross_entropy() -> str | None:
+    return (
+        None
+        if hasattr(torch.nn.functional, "linear_cross_entropy")
+        else "needs torch >= 2.13, for F.linear_cross_entropy"
+    )
+
+
+def torch_linear_cross_entropy(x, weight, target, *, bias=None, class_weight=None, reduction="mean",
+                               ignore_index=-100, label_smoothing=0.0, **more):  # fmt: skip
+    """As it is without options: all logits at once, which PyTorch advises unless they do not
+    fit.
+    """
+    more.pop("chunk_size", None)  # which changes no result
+    only("torch", more, **PLAIN_LOSS, softcap=None, temperature=1.0, z_loss=0.0)
+    losses = torch.nn.functional.linear_cross_entropy(
+        x.flatten(0, -2),
+        weight,
+        target.flatten(),
+        linear_bias=bias,
+        weight=class_weight,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+    )
+    return losses.view(target.shape) if reduction == "none" else losses
+
+
+def torch_randn(size, noise, *, device=None, dtype=torch.float32):
+    return torch.randn(size, device=device, dtype=dtype)
 
 
 def torch_adamw(**how):

@@ -27,12 +27,14 @@ class Provider:
     call: takes the case's keyword arguments; None if the provider has no such op.
     reason: why it cannot run here, or None.
     consumes: it overwrites its inputs and is timed on its own copy.
+    draws: it draws random values of its own.
     """
 
     name: str
     call: Callable[..., Any] | None
     reason: str | None = None
     consumes: bool = False
+    draws: bool = False
 
 
 def providers(op: Op, device: str, dtype: torch.dtype) -> list[Provider]:
@@ -53,6 +55,7 @@ def providers(op: Op, device: str, dtype: torch.dtype) -> list[Provider]:
                 peer.ops.get(op.name),
                 peer.why_not(op.name, device),
                 consumes=op.name in peer.consumes,
+                draws=op.name in peer.draws,
             )
         )
     return sorted(result, key=lambda p: BASELINES.index(p.name) if p.name in BASELINES[:3] else 3)
@@ -86,6 +89,14 @@ def gate(
     The eager twin is the definition and always holds.
     """
     if provider.name == "eager":
+        return []
+    if provider.draws:
+        outs, twins = (
+            contract.leaves(call(**kwargs))
+            for call in (provider.call, functools.partial(op.public, implementation="eager"))
+        )
+        if [(o.shape, o.dtype) for o in outs] != [(t.shape, t.dtype) for t in twins]:
+            raise ValueError(f"{provider.name} returns another shape or dtype than {op.name}")
         return []
     if provider.name in op.names():
         return contract.broken(contract.judge(op, provider.name, kwargs, by))

@@ -9,6 +9,8 @@ from tilewright.bench.timing import Timing
 
 SCHEMA = 1
 PASSES = ("forward", "backward", "forward_backward")
+# `contract` of a peer that draws random values of its own.
+DRAWS = "not compared: it draws its own values; shape and dtype agree"
 STATUSES = ("ok", "failed", "unavailable", "error")
 
 
@@ -26,8 +28,8 @@ def row(
 
     status: "ok"; "failed" if the contract is broken; "unavailable"; "error" if it raised.
     reason: why the status is not "ok".
-    contract: "definition", "holds", or the findings that break it (also for a baseline that is
-        timed within the slack).
+    contract: "definition", "holds", DRAWS, or the findings that break it (also for a baseline that
+        is timed within the slack).
     looked_at: a description of the parts of the results that were checked; None: all.
     """
     return {
@@ -93,7 +95,7 @@ def speedup(r: dict, base: str) -> float | None:
 
 def beyond(r: dict) -> bool:
     """Whether a row was timed although it breaks the contract: a baseline within the slack."""
-    return r["status"] == "ok" and r["contract"] not in ("definition", "holds")
+    return r["status"] == "ok" and r["contract"] not in ("definition", "holds", DRAWS)
 
 
 def key(r: dict) -> tuple[str, str, str, str]:

@@ -135,7 +135,11 @@ def measure(
         try:
             broken = gate(op, provider, kwargs, reference)
             row["contract"] = "; ".join(map(str, broken)) or (
-                "definition" if provider.name == "eager" else "holds"
+                report.DRAWS
+                if provider.draws
+                else "definition"
+                if provider.name == "eager"
+                else "holds"
             )
             row["looked_at"] = reference.sample
             slack = settings.baseline_slack if provider.name in BASELINES else 1.0

@@ -87,7 +87,13 @@ PRODUCTS = {
 GOAL_ROUNDS = 5
 # Peers that take seconds to a minute a case (compiling, or a loop over experts) are timed here only
 # if a goal compares with them; the stage `time` has them all.
-SLOW = ("flex", "transformers", "transformers-grouped")
+SLOW = (
+    "flex",
+    "transformers",
+    "transformers-grouped",
+    "bitsandbytes-compiled",
+    "torchao-compiled",
+)
 
 
 @dataclass(frozen=True)
