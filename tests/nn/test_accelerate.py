@@ -781,10 +781,13 @@ def _in_float32(self, h):
         return self.lm_head(h.float())
 
 
-def test_hidden_states_that_change_behind_the_head_are_an_error():
-    head, x = torch.nn.Linear(16, 48), torch.randn(2, 5, 16)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_hidden_states_that_change_behind_the_head_are_an_error(scaled):
+    head, x = torch.nn.Linear(16, 48, bias=False), torch.randn(2, 5, 16)
     logits = integration.causal_lm.Logits("Model", head, x)
     x.mul_(2)
+    if scaled:  # after the change
+        logits = logits / 3
     with pytest.raises(RuntimeError, match=r'Model writes into the hidden states.*logits="always"'):
         logits.loss(torch.zeros(2, 5, dtype=torch.long))
 

@@ -190,6 +190,21 @@ def test_layers_that_will_be_tied_stay_dense(tmp_path):
     assert model.twin.weight is model.model.layers[0].mlp.down_proj.weight
 
 
+class KeepsItsNorms(transformers.LlamaForCausalLM):
+    _keep_in_fp32_modules_strict = ["input_layernorm"]  # noqa: RUF012
+
+
+def test_weights_that_a_model_keeps_in_float32_stay_so(dense, tmp_path):
+    options = {"quantization_config": TilewrightConfig("nf4"), "dtype": torch.bfloat16}
+    KeepsItsNorms.from_pretrained(dense, **options).save_pretrained(tmp_path)
+    model = KeepsItsNorms.from_pretrained(
+        tmp_path, config=quantized_config(tmp_path), dtype=torch.bfloat16
+    )
+    layer = model.model.layers[0]
+    assert layer.input_layernorm.weight.dtype == torch.float32
+    assert layer.post_attention_layernorm.weight.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("name", [*OPTIONS, "modelopt"])
 def test_a_tensor_that_a_quantized_layer_lacks_is_named(name, dense, tmp_path):
     format = "nvfp4" if name == "modelopt" else name.split()[0]

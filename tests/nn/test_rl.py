@@ -75,6 +75,13 @@ def test_entropy_from_logits(chunk_size):
         rl.entropy_from_logits(logits, attention_mask=mask[:, :4])
 
 
+@pytest.mark.parametrize("shape", [(5,), (2, 2, 5)])
+def test_chunks_are_of_the_last_dimension_but_one(shape):
+    logits, labels = inputs(*shape)
+    found = rl.entropy_from_logits(logits, chunk_size=2)
+    torch.testing.assert_close(found, eager(logits, labels)[1])
+
+
 def test_logprobs_and_entropy():
     g = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, 8, generator=g, requires_grad=True)
