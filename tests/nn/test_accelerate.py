@@ -262,6 +262,23 @@ def test_restore_is_to_the_bit_and_other_models_never_change():
     assert model.config.to_dict() == config.to_dict()
 
 
+OWN = ("sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_every_attention_of_transformers_is_changed(own):
+    """Their packages need not be there."""
+    from transformers import AttentionInterface
+
+    if own not in AttentionInterface().valid_keys():
+        pytest.skip(f"this version of transformers has no {own}")
+    model = tiny()
+    model.config._attn_implementation = own
+    report = accelerate(model, parts=("attention",), quiet=True)
+    assert "attention" not in report.left
+    assert model.config._attn_implementation == integration.tables.with_other(own)
+
+
 def test_accelerating_twice_is_once():
     model = tiny("qwen3_moe")
     first = accelerate(model, parts=PARTS, quiet=True)
