@@ -192,9 +192,14 @@ def test_auto_passes_over_a_checkpoint_with_a_flipped_bit_and_the_log_says_so(
     root = shutil.copytree(written[0], tmp_path / "run")
     folder, path = root / "out/checkpoints", written[1]
     out = f"--train.output_dir={root / 'out'}"
+    damaged = f"--train.load_checkpoint_path={folder}/global_step_3"
+    small = folder / "global_step_3/random_0.safetensors"
+    flip(small, small.stat().st_size // 2)  # of the random state
+    with pytest.raises(Damaged, match=rf"{small.name}: has the checksum \w+, and state\.json says"):
+        run(path, out, damaged)
+    flip(small, small.stat().st_size // 2)
     [file] = (folder / "global_step_3/dcp").glob("*.distcp")
     flip(file, file.stat().st_size // 2)  # of a weight or a moment
-    damaged = f"--train.load_checkpoint_path={folder}/global_step_3"
     with pytest.raises(Damaged, match=rf"{file.name}: has the checksum \w+, and state\.json says"):
         run(path, out, damaged)
     run(path, out, damaged, "--train.verify_checkpoint=false")
