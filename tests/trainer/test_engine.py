@@ -306,6 +306,23 @@ def test_data_without_a_target_start_no_run(what, tmp_path):
         run(path)
 
 
+def test_a_part_of_the_data_without_a_target_starts_no_run(tmp_path):
+    """Of two samples, one has a label; one is held out."""
+    said = set()
+    for labeled in range(2):
+        folder = tmp_path / str(labeled)
+        folder.mkdir()
+        labels = [[i, i, i] if i == labeled else [IGNORE] * 3 for i in range(2)]
+        rows = [{"input_ids": [1, 2, 3], "labels": each} for each in labels]
+        data = folder / "a.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        options = {"data__val_set_size": 0.5, "data__datasets": [{"path": str(data)}]}
+        with pytest.raises(ValueError, match="none of the 1 samples has a label") as raised:
+            run(write_config(folder, **options))
+        said.add(str(raised.value).partition(":")[0])
+    assert said == {"the data sets to train on", "the data sets to evaluate on"}
+
+
 @pytest.mark.parametrize(
     "denominator, error, said",
     [
