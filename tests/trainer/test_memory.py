@@ -168,6 +168,18 @@ def test_the_plan_is_what_the_allocator_counts(case, tmp_path):
     assert recomputed < kept / 2 or options.get("train__recompute_modules")
 
 
+@pytest.mark.parametrize("spread", [1, 2])
+def test_experts_have_a_mesh_of_their_own_where_they_are_spread(spread, tmp_path):
+    options = {"train__expert_parallel_size": spread, "train__data_parallel_mode": "fsdp2"}
+    config = load(write_config(tmp_path, MOE, **options))
+    memory_plan.join_pretended_group(0, 2)
+    try:
+        mesh = memory_plan.build(config.train, 0, 2, CPU, control_backend="fake")
+        assert mesh.shards is not None and (mesh.experts is None) == (spread == 1)
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("on", [True, False])
 def test_the_plan_says_what_recomputation_saves_whether_it_is_on_or_not(on):
     less, more = ({"layers.0": n << 20} for n in (1, 3))
