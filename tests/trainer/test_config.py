@@ -803,6 +803,8 @@ def test_resolved_is_a_fixed_point(least, write, arguments):
     config = least(*arguments)
     again = load(write(resolved(config)))
     assert again == config and resolved(again) == resolved(config)
+    # In the order of the documentation.
+    assert list(yaml.safe_load(resolved(config))) == list(Config.model_fields)
 
 
 def test_what_is_derived(least):
