@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tilewright import selection
-from tilewright.bench import report, store
+from tilewright.bench import report, sources, store
 from tilewright.bench.page import build as page_of
 from tilewright.bench.page.reasons import NO_REASON
 from tilewright.bench.page.text import COMMAND, number
@@ -93,13 +93,24 @@ def jsonl(path, documents):
     return path
 
 
+def digest(op):
+    """Of today's sources."""
+    return sources.digest(OPS[op]) if op in OPS else "unknown"
+
+
 def results(root, rows, folder="run", about=None, roof=ROOF):
-    about = about or meta()
+    about = {"source": None, **(about or meta())}
     groups = {}
     for r in rows:
         groups.setdefault(f"time/{r['op']}.{r['case']}.{r['dtype']}", []).append(r)
     units = [
-        {"unit": n, "meta": about, "roofline": roof, "rows": group} for n, group in groups.items()
+        {
+            "unit": n,
+            "meta": {**about, "source": about["source"] or digest(group[0]["op"])},
+            "roofline": roof,
+            "rows": group,
+        }
+        for n, group in groups.items()
     ]
     whole = {"unit": "suite", "meta": about, "complete": True, "units": {}}
     return jsonl(root / folder / "suite.jsonl", [*units, whole])
@@ -197,10 +208,65 @@ def test_the_headline_is_a_mean_over_cases_and_then_over_ops(root):
         ],
     )
     headline = section(build(root).text, "### Headline")
-    assert "6.00 (2 ops, 3 cases)" in line(
-        headline, "| eager |"
-    )  # rmsnorm: sqrt(4 * 9) = 6; rope: 6
-    assert "3.00 (1 op, 1 case)" in line(headline, "| liger |")
+    # rmsnorm: sqrt(4 * 9) = 6; rope: 6
+    assert "| 6.00 | 6.00 | 6.00 to 6.00 | 2 | 3 | 3 | 0 | 0 |" in line(headline, "| eager |")
+    assert "| 3.00 | 3.00 | 3.00 to 3.00 | 1 | 1 |" in line(headline, "| liger |")
+
+
+def test_old_and_changed_code_is_marked_and_in_no_headline(root):
+    results(root, AHEAD, "old", meta(source="0123"))
+    results(
+        root, [row("eager", 6, op="rope"), row("triton", 1, op="rope")], "dirty", meta(dirty=True)
+    )
+    results(root, [row("eager", 8, op="silu_mul"), row("triton", 1, op="silu_mul")], "new")
+    page = build(root).text
+    headline = section(page, "### Headline")
+    assert "| 8.00 | 8.00 | 8.00 to 8.00 | 1 | 1 | 1 | 0 | 0 |" in line(headline, "| eager |")
+    assert line(headline, "| eager |").endswith("| 2 |")  # left out
+    assert "| torch.compile |" not in headline
+    assert "code changed since" in line(headline, "| `rmsnorm` |", "4.50")
+    assert "local changes" in line(headline, "| `rope` |", "6.00")
+    assert "changed since" in section(page, "#### `rmsnorm`")
+
+
+def test_what_nobody_runs_is_in_no_headline_and_says_why(root):
+    rows = [
+        row(p, ms, op="aqn_noise") for p, ms in (("compile", 9), ("torch-randn", 2), ("triton", 1))
+    ]
+    results(root, rows)
+    headline = section(build(root).text, "### Headline")
+    assert "| torch.compile |" not in headline
+    assert "`aqn_noise` over torch.compile; who needs noise" in headline
+    assert "| 2.00 | 2.00 |" in line(headline, "torch-randn", "fused op")
+
+
+def test_the_fastest_of_a_peers_ways_counts_and_is_named(root):
+    ways = [row("transformers", 30), row("transformers-grouped", 3), row("triton", 2)]
+    results(root, ways)
+    said = line(section(build(root).text, "### Headline"), "| transformers |")
+    assert "| 1.50 | 1.50 |" in said and "transformers-grouped" in said
+
+
+def rounds(provider, times):
+    samples = {"forward_backward": {**figures(sorted(times)[len(times) // 2]), "samples_ms": times}}
+    return row(provider, 1.0, **samples)
+
+
+def test_a_ratio_whose_interval_holds_one_is_equal(root):
+    ours, theirs = [2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0], [1.0, 2.0, 1.0, 2.0, 3.0, 2.0, 3.0]
+    results(root, [rounds("compile", theirs), rounds("triton", ours)])
+    headline = section(build(root).text, "### Headline")
+    # The rounds' ratios: 0.5, 2, 0.5, 2, 1.5, 2, 1.5.
+    assert "| equal, 1.00 [0.700, 2.00] |" in line(headline, "| `rmsnorm` |")
+    assert "| 1 | 1 | 0 | 1 | 0 |" in line(headline, "| torch.compile |")
+    assert "| 7 |" in line(headline, "| `rmsnorm` |")
+
+
+def test_fewer_than_seven_rounds_are_said(root):
+    results(root, [rounds("compile", [3.0] * 6), rounds("triton", [1.0] * 6)])
+    page = build(root).text
+    assert "6 (1 of 1 with fewer than 7)" in line(section(page, "### Headline"), "| `rmsnorm` |")
+    assert "6 (fewer than 7) x 1" in section(page, "#### `rmsnorm`")
 
 
 def test_a_row_has_times_rate_roof_and_ratios(root):
@@ -213,8 +279,8 @@ def test_a_row_has_times_rate_roof_and_ratios(root):
         "3000 GB/s",
         "75.0",
         "4.50",
-        "| 2.00 |",
-        "1.50 (newcomer)",
+        "| 2.00 [2.00, 2.00] |",
+        "1.50 [1.50, 1.50] (newcomer)",
         "Measured at aaaaaaaaaa, 2026-11-20.",
     ):
         assert text in said
@@ -268,7 +334,7 @@ def test_a_ratio_is_never_of_two_runs(root):
     results(root, [row("triton", 1.0), row("eager", 5.0)], "newer")
     page = build(root).text
     said = line(section(page, "#### `rmsnorm`"), "qwen3-8b")
-    assert "3.00 (liger)" in said and "5.00" in said
+    assert "3.00 [3.00, 3.00] (liger)" in said and "5.00" in said
     assert "bbbbbbbbbb, 2026-11-19" in line(section(page, "### Headline"), "| liger |")
 
 
@@ -286,7 +352,7 @@ def test_an_older_result_that_says_otherwise_is_shown(root):
     page = build(root).text
     said = line(section(page, "### Older results in which `auto` was slower"), "compile")
     assert "0.500" in said and "2.00" in said
-    assert "In 1 of these comparisons `auto` was slower in an older result" in page
+    assert "In 1 comparison `auto` was slower in an older result" in page
 
 
 # ---- where it is slower
@@ -298,12 +364,12 @@ def test_a_slower_case_is_listed_with_its_reason_or_without(root):
     results(root, BEHIND)
     page = build(root)
     said = line(section(page.text, "### Where `auto` is slower"), "`rmsnorm`")
-    assert "| compile | 0.500 |" in said and NO_REASON in said
+    assert "| compile | 0.500 [0.500, 0.500] |" in said and NO_REASON in said
     [case] = page.unexplained
     assert "rmsnorm qwen3-8b bfloat16 compile" in case
     (root / "reasons.toml").write_text(REASON)
     page = build(root)
-    assert "The registers spill." in line(page.text, "| compile | 0.500 |") and not page.unexplained
+    assert "The registers spill." in line(page.text, "| compile | 0.500 [") and not page.unexplained
 
 
 @pytest.mark.parametrize(
@@ -333,14 +399,16 @@ def test_ranges_that_overlap_are_said_to_and_need_no_reason(root):
 def test_without_a_backward_forward_is_compared(root):
     only = [row("compile", 1.0, forward_backward=None), row("triton", 2.0, forward_backward=None)]
     results(root, only)
-    assert "| 0.500 | forward |" in section(build(root).text, "### Where `auto` is slower")
+    assert "| 0.500 [0.500, 0.500] | forward |" in section(
+        build(root).text, "### Where `auto` is slower"
+    )
 
 
 def test_a_baseline_beyond_the_contract_is_marked(root):
     results(root, [row("compile", 1.0, contract="grad weight: error 3"), row("triton", 2.0)])
     page = build(root)
     assert (
-        "breaks the numerics contract" in line(page.text, "| compile | 0.500 |")
+        "breaks the numerics contract" in line(page.text, "| compile | 0.500 [")
         and page.unexplained
     )
     assert "0 of 1" in line(section(page.text, "### Numerics of the timed inputs"), "| compile |")
@@ -607,7 +675,7 @@ def test_a_suite_is_read_whole(root, packed):
     assert "4000 | 50.0 | 800 | 1980 MHz SM" in section(page, "### Measured roofline")
     assert "no: 1 of 2 units not reached" in section(page, "## Raw files")
     assert "time/rope.a.bfloat16" in line(page, "SIGSEGV")
-    assert "#### `rmsnorm`" in page and "| torch.compile | 2.00 (1 op, 1 case)" in page
+    assert "#### `rmsnorm`" in page and "code changed since" in section(page, "#### `rmsnorm`")
 
 
 def test_a_suite_that_was_ended_before_its_summary_counts(root):
@@ -923,4 +991,4 @@ def test_columns_have_a_fixed_order(root):
     """Whatever dtype was measured first."""
     rows = [row(p, 2.0, dtype=d) for d in ("bfloat16", "float32") for p in ("eager", "triton")]
     results(root, rows)
-    assert "| over | float32 | bfloat16 | all |" in build(root).text
+    assert "| op | eager, float32 | eager, bfloat16 |" in build(root).text

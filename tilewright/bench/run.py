@@ -287,8 +287,9 @@ def clocks() -> dict[str, float | None] | None:
 
 
 def moment(device: str) -> dict[str, Any]:
-    """Metadata that changes between results: the date and the clocks."""
+    """Metadata that changes between results: the date, the machine's load and the clocks."""
     return {
+        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "clocks": clocks() if device == "cuda" else None,
     }
@@ -341,7 +342,6 @@ def metadata(
         "source": sources.digest(),
         **moment(device),
         "tf32": torch.backends.cuda.matmul.allow_tf32,
-        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "argv": argv,
         "settings": {**vars(settings), "seed": SEED},
     }

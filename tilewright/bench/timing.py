@@ -77,6 +77,7 @@ class Timing:
         return cls(median, p20, p80, samples, calls, host, kernels, idle)
 
 
+LEAST_ROUNDS = 7  # of a comparison; a row with fewer says so
 LEAST_GAIN = 1.01  # a smaller difference would not outlive the next compiler version
 
 
@@ -285,8 +286,9 @@ def interleave(
     """Times every task once per round, in a new random order each round, so that drift of the
     machine affects all alike.
 
-    rounds: number of rounds. None starts after `max_seconds`, but at least three are done (or
-        `rounds`, if fewer), since quantiles of fewer say nothing.
+    rounds: number of rounds. None starts after `max_seconds`, or twice that for the first
+        LEAST_ROUNDS; at least three are done (or `rounds`, if fewer), since quantiles of fewer say
+        nothing.
     isolated: on CUDA, also measures kernel time and a call on an idle device.
 
     Returns the timings, and the first line of the exception for each task that raised one.
@@ -326,7 +328,7 @@ def interleave(
             passed = time.perf_counter() - start
             if done >= rounds:
                 break
-            if done >= min(3, rounds) and passed >= max_seconds:
+            if done >= min(3, rounds) and passed >= max_seconds * (1 + (done < LEAST_ROUNDS)):
                 break
     finally:
         if collecting:

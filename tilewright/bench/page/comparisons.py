@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright import selection
-from tilewright.bench import report
-from tilewright.bench.page.raw import Group, newest
-from tilewright.bench.page.text import in_order
+from tilewright.bench import report, sources, timing
+from tilewright.bench.page.raw import Group, Source, newest
+from tilewright.bench.page.text import in_order, number
+from tilewright.bench.peers import peer_of
 from tilewright.bench.providers import BASELINES
 
 
@@ -32,9 +34,70 @@ class Pair:
         return self.other[self.pass_name]["median_ms"] / self.auto[self.pass_name]["median_ms"]
 
     @property
+    def interval(self) -> tuple[float, float]:
+        """p20 and p80 of the rounds' ratios, widened to the ratio of the medians; of rows without
+        the same rounds, the ends of their ranges against each other.
+        """
+        a, b = self.auto[self.pass_name], self.other[self.pass_name]
+        ours, theirs = a.get("samples_ms") or (), b.get("samples_ms") or ()
+        if ours and len(ours) == len(theirs):
+            each = [y / x for x, y in zip(ours, theirs, strict=True)]
+            low, high = timing.quantile(each, 0.2), timing.quantile(each, 0.8)
+            return min(low, self.ratio), max(high, self.ratio)
+        return b["p20_ms"] / a["p80_ms"], b["p80_ms"] / a["p20_ms"]
+
+    @property
+    def equal(self) -> bool:
+        return holds_one(self.interval)
+
+    @property
+    def rounds(self) -> int | None:
+        """The number of rounds; None if a row has no samples."""
+        return (
+            min(len(r[self.pass_name].get("samples_ms") or ()) for r in (self.auto, self.other))
+            or None
+        )
+
+    @property
     def overlap(self) -> bool:
         a, b = self.auto[self.pass_name], self.other[self.pass_name]
         return b["p80_ms"] >= a["p20_ms"] and a["p80_ms"] >= b["p20_ms"]
+
+
+def holds_one(interval: tuple[float, float]) -> bool:
+    return interval[0] <= 1 <= interval[1]
+
+
+def verdict(p: Pair) -> str:
+    """What a comparison says of `auto`."""
+    return "equal" if p.equal else "faster" if p.ratio > 1 else "slower"
+
+
+def spread(pairs: Sequence[Pair]) -> str:
+    """The mean ratio with the mean of the intervals; "" for no comparison."""
+    if not pairs:
+        return ""
+    low, high = (timing.geomean(p.interval[i] for p in pairs) for i in (0, 1))
+    text = f"{number(timing.geomean(p.ratio for p in pairs))} [{number(low)}, {number(high)}]"
+    return f"equal, {text}" if holds_one((low, high)) else text
+
+
+# Comparisons that are in no headline, because nobody runs the baseline: (op, provider) -> why.
+NOBODY_RUNS = {
+    ("aqn_noise", name): "who needs noise without a seed of its own calls torch.randn, not a "
+    "generator written in PyTorch"
+    for name in ("eager", "compile")
+}
+
+
+def flaws(source: Source, op: str) -> list[str]:
+    """Why a result is no evidence about today's code: it is in no headline."""
+    found, table = [], selection.operations()
+    if op not in table or source.meta.get("source") != sources.digest(table[op]):
+        found.append("code changed since")
+    if source.meta.get("dirty") is not False:
+        found.append("local changes" if source.meta.get("dirty") else "local changes unknown")
+    return found
 
 
 def pair(group: Group, provider: str) -> Pair | None:
@@ -116,6 +179,15 @@ class Device:
             p for provider, p in self.pairs.get(name, {}).items() if _is_peer(name[0], provider)
         ]
         return min(peers, key=lambda p: p.ratio, default=None)
+
+    def best_ways(self, name: tuple[str, str, str]) -> dict[str, Pair]:
+        """Each provider's comparison; of a peer with several ways, that with its fastest."""
+        best: dict[str, Pair] = {}
+        for provider, p in self.pairs.get(name, {}).items():
+            peer = peer_of(provider)
+            if peer not in best or p.ratio < best[peer].ratio:
+                best[peer] = p
+        return best
 
     def dtypes(self) -> list[str]:
         return in_order(dtype for _, _, dtype in self.auto)

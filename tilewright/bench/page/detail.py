@@ -8,10 +8,11 @@ from typing import Any
 from tilewright import selection
 from tilewright.bench import report
 from tilewright.bench.overhead import LEVELS
-from tilewright.bench.page.comparisons import Device, newest_rows, recovered
+from tilewright.bench.page.comparisons import Device, flaws, newest_rows, recovered, spread
 from tilewright.bench.page.raw import Entry, Raw, Source, newest
 from tilewright.bench.page.reasons import Reason, why
 from tilewright.bench.page.text import COMMAND, TITLES, cell, in_order, listed, number, table
+from tilewright.bench.timing import LEAST_ROUNDS
 
 
 def opening(main: str) -> list[str]:
@@ -61,6 +62,8 @@ def op_table(device: Device, op: str) -> list[str]:
         "eager",
         "compile",
         "best peer",
+        "rounds x calls",
+        "mark",
     ]
     return table(head, rows)
 
@@ -73,7 +76,9 @@ def _auto_cells(device: Device, name: tuple[str, str, str]) -> list[str]:
         for f in (row.get(p) for p in report.PASSES)
     ]
     main = row["forward_backward"] or row["forward"] or {}
-    over = [number(pairs[b].ratio) if b in pairs else "" for b in ("eager", "compile")]
+    over = [spread([pairs[b]]) if b in pairs else "" for b in ("eager", "compile")]
+    rounds = len(main.get("samples_ms") or ())
+    few = f" (fewer than {LEAST_ROUNDS})" if rounds < LEAST_ROUNDS else ""
     return [
         name[1],
         name[2],
@@ -86,7 +91,9 @@ def _auto_cells(device: Device, name: tuple[str, str, str]) -> list[str]:
         number(main.get("large_roofline_percent")),
         number(row.get("peak_mib")),
         *over,
-        f"{number(peer.ratio)} ({peer.other['provider']})" if peer else "",
+        f"{spread([peer])} ({peer.other['provider']})" if peer else "",
+        f"{rounds}{few} x {main['calls_per_sample']}" if rounds else "not recorded",
+        ", ".join(flaws(group.source, name[0])),
     ]
 
 

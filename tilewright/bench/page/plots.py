@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tilewright import platform
-from tilewright.bench.page.comparisons import Device
+from tilewright.bench.page.comparisons import NOBODY_RUNS, Device
 from tilewright.bench.page.pictures import Picture
 from tilewright.bench.page.raw import Raw
 from tilewright.bench.page.text import origins
@@ -38,17 +38,19 @@ def _slug(device: Device) -> str:
 def _headline_picture(device: Device, folder: str) -> list[Picture]:
     """Each op's mean speedup over eager PyTorch and torch.compile, the largest over eager first."""
     over = ("compile", "eager")
+    compared = {
+        name: {other: p for other, p in pairs.items() if (name[0], other) not in NOBODY_RUNS}
+        for name, pairs in device.pairs.items()
+    }
 
     def gain(op: str) -> float:
         by = {
-            other: [
-                p[other].ratio for (o, _, _), p in device.pairs.items() if o == op and other in p
-            ]
+            other: [p[other].ratio for (o, _, _), p in compared.items() if o == op and other in p]
             for other in over
         }
         return geomean(by["eager"] or by["compile"])
 
-    ops = dict.fromkeys(op for (op, _, _), p in device.pairs.items() if p.keys() & over)
+    ops = dict.fromkeys(op for (op, _, _), p in compared.items() if p.keys() & over)
     rows = sorted(ops, key=gain, reverse=True)
     panels, used = [], []
     for dtype in device.dtypes():
@@ -57,7 +59,7 @@ def _headline_picture(device: Device, folder: str) -> list[Picture]:
             for provider in over:
                 pairs = [
                     p[provider]
-                    for (o, _, d), p in device.pairs.items()
+                    for (o, _, d), p in compared.items()
                     if (o, d) == (op, dtype) and provider in p
                 ]
                 if pairs:
@@ -72,7 +74,7 @@ def _headline_picture(device: Device, folder: str) -> list[Picture]:
             "headline",
             f"{folder}/{_slug(device)}-headline.png",
             f"Speedup of auto over eager PyTorch and torch.compile by op, {device.name}",
-            "The means of the table above by op.",
+            "The means of the table above by op, without those that are in no headline.",
             {
                 "title": device.title,
                 "from": origins(used),

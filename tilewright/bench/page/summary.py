@@ -8,18 +8,23 @@ from typing import Any
 from tilewright import selection
 from tilewright.bench.page import raw
 from tilewright.bench.page.comparisons import (
+    NOBODY_RUNS,
     Device,
+    Pair,
     behind,
+    flaws,
     newest_rows,
     provider_order,
     recovered,
+    spread,
+    verdict,
 )
 from tilewright.bench.page.pictures import Picture
 from tilewright.bench.page.plots import pictures_of
 from tilewright.bench.page.raw import Entry, Raw, newest
 from tilewright.bench.page.reasons import Reason, why
 from tilewright.bench.page.text import COMMAND, TITLES, count, in_order, listed, number, table
-from tilewright.bench.timing import geomean
+from tilewright.bench.timing import LEAST_ROUNDS, geomean, quantile
 
 OPENING = f"""# Performance
 
@@ -85,52 +90,85 @@ def untimed(devices: Sequence[Device]) -> list[str]:
 
 
 def headline(device: Device, plots: list[Picture]) -> list[str]:
-    """Geometric means, over an op's cases and then over ops, as in report.summary."""
-    dtypes = [*device.dtypes(), "all"]
-    rows = []
-    for provider in sorted(
-        {p for pairs in device.pairs.values() for p in pairs}, key=provider_order
-    ):
-        cells, used = [], []
-        for dtype in dtypes:
-            pairs = [
-                p[provider]
-                for (_, _, d), p in device.pairs.items()
-                if dtype in (d, "all") and provider in p
-            ]
-            ops = {
-                op: geomean(p.ratio for p in pairs if p.group.op == op)
-                for op in {p.group.op for p in pairs}
-            }
-            used += [p.group.source for p in pairs]
-            cells.append(
-                f"{number(geomean(ops[o] for o in sorted(ops)))} ({count(len(ops), 'op')}, "
-                f"{count(len(pairs), 'case')})"
-                if pairs
-                else ""
-            )
-        rows.append(([_label(provider), *cells], used))
-    if not rows:
+    """Median and mean speedups over ops, and the table by op."""
+    if not device.pairs:
         return []
-    caution = (
-        (
-            f" In {len(back)} of these comparisons `auto` was slower in an older result; "
-            f"the page on performance by op lists them."
+    kept: dict[str, list[Pair]] = {}
+    old: dict[str, int] = {}
+    excluded: dict[str, list[str]] = {}
+    for name in device.pairs:
+        for peer, p in device.best_ways(name).items():
+            if reason := NOBODY_RUNS.get((p.group.op, peer)):
+                where = f"`{p.group.op}` over {_label(peer)}"
+                if where not in excluded.setdefault(reason, []):
+                    excluded[reason].append(where)
+            elif flaws(p.group.source, p.group.op):
+                old[peer] = old.get(peer, 0) + 1
+            else:
+                kept.setdefault(peer, []).append(p)
+    rows = []
+    for peer in sorted(kept, key=provider_order):
+        pairs = kept[peer]
+        ops = [
+            geomean(p.ratio for p in pairs if p.group.op == op)
+            for op in dict.fromkeys(p.group.op for p in pairs)
+        ]
+        low, middle, high = (number(quantile(ops, q)) for q in (0.2, 0.5, 0.8))
+        rows.append(
+            (
+                [
+                    _label(peer),
+                    middle,
+                    number(geomean(ops)),
+                    f"{low} to {high}",
+                    len(ops),
+                    len(pairs),
+                    *(sum(v == verdict(p) for p in pairs) for v in ("faster", "equal", "slower")),
+                    ", ".join(dict.fromkeys(p.other["provider"] for p in pairs)),
+                    _rounds(pairs),
+                    old.get(peer, 0) or "",
+                ],
+                [p.group.source for p in pairs],
+            )
         )
-        if (back := recovered(device))
-        else ""
-    )
-    return [
+    out = [
         "### Headline",
         "",
         "Speedup of `auto` over each other provider, forward + backward (forward, if an op has no "
-        "backward): "
-        "geometric mean over an op's cases, then over ops. Above 1, `auto` is faster." + caution,
+        "backward), above 1 if `auto` is faster: the median and the geometric mean over ops, each "
+        "op once, as the geometric mean of its cases. Of a peer's several ways, the fastest counts "
+        "in each case. Only results of today's code without local changes count. A comparison is "
+        "equal if the p20 to p80 of its rounds' ratios hold 1.",
         "",
-        *table(["over", *dtypes], rows),
-        *by_op(device),
-        *pictures_of(plots, "headline"),
     ]
+    if rows:
+        head = ["over", "median", "mean", "p20 to p80 of ops", "ops", "cases", "faster", "equal"]
+        out += table([*head, "slower", "way", "rounds", "cases left out as old"], rows)
+    else:
+        out += [
+            f"**No comparison here is of today's code: {count(sum(old.values()), 'comparison')} "
+            "left out.** The table by op has them, marked; `make bench` measures again.",
+            "",
+        ]
+    for reason, where in excluded.items():
+        out += [f"Not in the headline: {', '.join(where)}; {reason}.", ""]
+    if back := recovered(device):
+        out += [
+            f"In {count(len(back), 'comparison')} `auto` was slower in an older result; the page on "
+            "performance by op lists them.",
+            "",
+        ]
+    return [*out, *by_op(device), *pictures_of(plots, "headline")]
+
+
+def _rounds(pairs: Sequence[Pair]) -> str:
+    """The number of rounds of these comparisons, and whether it is too few."""
+    found = [p.rounds for p in pairs if p.rounds]
+    if not found:
+        return "not recorded" if pairs else ""
+    text = f"{min(found)}" + (f" to {max(found)}" if max(found) > min(found) else "")
+    few = sum(n < LEAST_ROUNDS for n in found)
+    return text + (f" ({few} of {len(pairs)} with fewer than {LEAST_ROUNDS})" if few else "")
 
 
 def _label(provider: str) -> str:
@@ -139,18 +177,35 @@ def _label(provider: str) -> str:
 
 def by_op(device: Device) -> list[str]:
     dtypes = device.dtypes()
-    head = ["op", *(f"{over}, {d}" for over in ("eager", "compile", "best peer") for d in dtypes)]
+    overs = ("eager", "compile", "best peer")
+    head = ["op", *(f"{over}, {d}" for over in overs for d in dtypes), "rounds", "mark"]
     rows = []
     for op in dict.fromkeys(op for op, _, _ in device.pairs):
         cells, used = [f"`{op}`"], []
-        for over in ("eager", "compile", None):
+        for over in overs:
             for dtype in dtypes:
                 names = [n for n in device.pairs if n[0] == op and n[2] == dtype]
-                pairs = [device.pairs[n].get(over) if over else device.best_peer(n) for n in names]
-                used += [p.group.source for p in pairs if p]
-                cells.append(number(geomean(p.ratio for p in pairs if p)))
-        rows.append((cells, used))
-    return table(head, rows)
+                pairs = [
+                    p
+                    for n in names
+                    if (
+                        p := device.best_peer(n)
+                        if over == "best peer"
+                        else device.pairs[n].get(over)
+                    )
+                ]
+                used += pairs
+                ways = dict.fromkeys(p.other["provider"] for p in pairs)
+                way = f" ({', '.join(ways)})" if over == "best peer" and pairs else ""
+                cells.append(spread(pairs) + way)
+        marks = dict.fromkeys(f for p in used for f in flaws(p.group.source, op))
+        rows.append(([*cells, _rounds(used), ", ".join(marks)], [p.group.source for p in used]))
+    return [
+        "Means over an op's cases, with the means of their intervals [p20, p80] of the rounds' "
+        "ratios.",
+        "",
+        *table(head, rows),
+    ]
 
 
 def ratios(device: Device, plots: list[Picture]) -> list[str]:
@@ -178,7 +233,7 @@ def not_ahead(device: Device, reasons: Sequence[Reason]) -> list[str]:
                 p.group.dtype,
                 p.auto["provider"],
                 p.other["provider"],
-                number(p.ratio),
+                spread([p]),
                 TITLES[p.pass_name],
                 f"{number(p.auto[p.pass_name]['median_ms'])}",
                 f"{number(p.other[p.pass_name]['median_ms'])}",
@@ -192,7 +247,8 @@ def not_ahead(device: Device, reasons: Sequence[Reason]) -> list[str]:
         *out,
         f"Every comparison in which another provider is faster than `auto` by the median: "
         f"{len(slower)} of "
-        f"{compared}. The ratio is the other's time over that of `auto`.",
+        f"{compared}, of which {sum(p.equal for p in slower)} are equal. "
+        "The ratio is the other's time over that of `auto`.",
         "",
         *table(
             [
