@@ -135,6 +135,8 @@ def test_one_failure_loses_only_itself():
     [
         ({"rounds": 50, "max_seconds": 0.0}, 3),
         ({"rounds": 50, "max_seconds": 10.0}, 10),
+        ({"rounds": 50, "max_seconds": 5.0}, 7),  # twice the time, for seven rounds
+        ({"rounds": 50, "max_seconds": 2.0}, 4),
         ({"rounds": 2, "max_seconds": 0.0}, 2),
     ],
 )
