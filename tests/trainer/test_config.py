@@ -588,6 +588,46 @@ def test_values_of_another_type_are_refused(write, path, values):
         assert len(found) == 1 and re.match(rf"{path}(\.0)? = ", found[0]), (value, found)
 
 
+# The first value that is refused, by fields.
+TOO_SMALL = {
+    1: "data.sample_packing_sequence_len",
+    0: """model.deepep_buffer_size_gb model.deepep_num_sms data.sample_packing_group_size
+        data.dataloader_prefetch_factor data.pad_to_multiple_of data.dataset_num_proc
+        data.dataset_shard_num data.num_dataset_shards_to_save train.tensor_parallel_size
+        train.pipeline_parallel_size train.virtual_pipeline_size train.expert_parallel_size
+        train.ulysses_parallel_size train.ringattn_parallel_size train.adam_epsilon train.lr
+        train.muon_lr train.muon_ns_steps train.micro_batch_size train.gradient_accumulation_steps
+        train.num_train_epochs train.max_steps train.wandb_log_interval train.profile_end_step
+        lora.lora_rank lora.lora_alpha lora.quant_group_size""",
+    -1: """data.dataloader_num_workers data.dataset_shard_idx train.router_replay_compare_steps
+        train.empty_cache_steps train.gc_steps train.save_steps train.save_total_limit
+        train.checksum_steps train.profile_start_step train.seed lora.merge_lora_interval""",
+    -1e-9: """train.adam_beta1 train.adam_beta2 train.lr_min train.lr_start train.lr_warmup_ratio
+        train.lr_decay_ratio train.weight_decay train.max_grad_norm train.muon_momentum
+        train.activation_gpu_limit train.save_epochs lora.aqn_alpha""",
+}
+TOO_LARGE = {
+    1: "train.adam_beta1 train.adam_beta2 train.muon_momentum",
+    1.001: "train.lr_warmup_ratio train.lr_decay_ratio",
+    2**32: "train.seed",
+}
+BEYOND = [
+    (name, value)
+    for table in (TOO_SMALL, TOO_LARGE)
+    for value, names in table.items()
+    for name in names.split()
+]
+
+
+def test_numbers_beyond_their_limits_are_refused(least):
+    for name, value in BEYOND:
+        found = errors(least, f"--{name}={value}")
+        assert any(
+            re.match(rf"{name} = {value}: input should be (less|greater) than", line)
+            for line in found
+        ), (name, value, found)
+
+
 def test_what_is_near_the_limits_is_read(least, write):
     deep, shared = "[" * 48 + "]" * 48, "[&a [" + "x, " * 9000 + "y], " + "*a, " * 9 + "*a]"
     assert [line.split(":")[0].split(" = ")[0] for line in errors(least, "--a.b", deep)] == [
