@@ -29,6 +29,7 @@ from tilewright.integrations.transformers import (  # noqa: E402
     accelerated,
     quantized_config,
 )
+from tilewright.integrations.transformers.quantizer import TilewrightHfQuantizer  # noqa: E402
 from tilewright.lora import LoRALinear, QuantFormat, QuantizedLinear  # noqa: E402
 from tilewright.nn import RowBlockLinear  # noqa: E402
 from tilewright.registry import ImplementationUnavailable  # noqa: E402
@@ -188,6 +189,18 @@ def test_layers_that_will_be_tied_stay_dense(tmp_path):
     assert "model.layers.1.mlp.down_proj" in layers(model)
     assert not {"twin", "model.layers.0.mlp.down_proj"} & set(layers(model))
     assert model.twin.weight is model.model.layers[0].mlp.down_proj.weight
+
+
+def test_one_weight_is_quantized_whatever_its_key():
+    """transformers' versions give it different ones."""
+    model, path = tiny(), "model.layers.0.mlp.up_proj"
+    quantizer = TilewrightHfQuantizer(TilewrightConfig("nf4"))
+    quantizer.layers = {path}
+    name, missing = f"{path}.weight", {f"{path}.weight"}
+    given = {"weight.*": [model.get_parameter(name).detach()]}
+    options = {"full_layer_name": name, "model": model, "missing_keys": missing}
+    assert quantizer.get_quantize_ops().convert(given, **options) == {}
+    assert list(layers(model)) == [path] and not missing
 
 
 class KeepsItsNorms(transformers.LlamaForCausalLM):
