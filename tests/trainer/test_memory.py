@@ -192,6 +192,16 @@ def test_the_plan_says_what_recomputation_saves_whether_it_is_on_or_not(on):
     assert total.split() == ["sum", "1.00", "MiB", "3.00", "MiB"]
 
 
+@pytest.mark.parametrize("size, said", [(1, "rank 0"), (2, "ranks 0 to 1, each")])
+def test_the_plan_says_whose_it_is(size, said, tmp_path, monkeypatch):
+    sizes = dict.fromkeys(memory_plan.PARTS, 0)
+    found = memory_plan.RankPlan(0, sizes, sizes, {}, {})
+    monkeypatch.setattr(memory_plan, "plan", lambda *arguments: found)
+    config = full_config(tmp_path, train__data_parallel_mode="fsdp2")
+    [line] = [s for s in memory_plan.report(config, size, CPU) if "at the peak" in s]
+    assert line.split("  ")[0] == said
+
+
 SPREAD = {
     "shards": (2, QWEN3, {}),
     "replicas": (4, QWEN3, {"data_parallel_replicate_size": 2}),
