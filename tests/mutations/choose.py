@@ -1,0 +1,140 @@
+"""Which tests ought to see a fault of a file. The one rule:
+
+1. The test files that are the source file's own: of its name, or in `OWN`. All their tests.
+2. Other test files that name the module: their tests that name the function, the module, or what
+   it has for others.
+
+A test that is known to see the fault is run first, then those that name the function, then rule 1
+before rule 2.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import pathlib
+import re
+
+from .faults import ROOT, Fault
+
+# Tests of whole commands, tutorials and the tools themselves see a fault late; and these read the
+# source of every file, or the list of faults.
+NOT_RUN = re.compile(
+    r"test_(style|docs|docstrings|readme|packaging|contributing|mutations|performance|suite|bench"
+    r"|plants|tutorials|end_to_end|real_input|triton_ptx|cute|gpu_\w+|peers|families|open_table)$"
+)
+ENDS = re.compile(r"^_|_(triton|fused|eager|operators|options|checks|format|chunks|plan)$")
+# Names of functions that say nothing.
+VAGUE = {"forward", "backward", "build", "own", "check", "loss", "report", "table", "make", "Train"}
+# By the end of a source file's path: its own test files, in order, where their names differ.
+OWN = {
+    "kernels/softmax_stats_triton.py": "ops/test_logprob_entropy ops/test_cross_entropy",
+    "kernels/launch.py": "ops/test_launching",
+    "kernels/tuning.py": "ops/test_launching",
+    "ops/_softmax_stats.py": "ops/test_logprob_entropy ops/test_cross_entropy",
+    "ops/_losses.py": "ops/test_cross_entropy ops/test_linear_cross_entropy",
+    "ops/_linear_head.py": "ops/test_linear_cross_entropy",
+    "ops/linear_logprob.py": "ops/test_linear_cross_entropy ops/test_logprob_entropy",
+    "ops/mxfp8.py": "ops/test_quantize ops/test_scales",
+    "ops/nvfp4.py": "ops/test_quantize ops/test_scales",
+    "ops/nf4.py": "ops/test_quantize ops/test_scales",
+    "ops/block_fp8.py": "ops/test_quantize ops/test_scales",
+    "ops/fp8_linear.py": "ops/test_quantized_linear",
+    "ops/newton_schulz.py": "ops/test_newton_schulz ops/test_numerics",
+    "ops/logprob_entropy.py": "ops/test_logprob_entropy",
+    "selection.py": "ops/test_registry",
+    "nn/modules.py": "nn/test_nn",
+    "nn/weights.py": "ops/test_moe_lora nn/test_lora nn/test_quantizer",
+    "nn/row_blocks.py": "ops/test_batch_invariant nn/test_nn",
+    "nn/lora_experts.py": "ops/test_moe_lora nn/test_lora",
+    "nn/routed_experts.py": "trainer/test_replay",
+    "nn/stored_names.py": "nn/test_quantizer",
+    "nn/save_pretrained.py": "nn/test_quantizer nn/test_lora",
+    "nn/quantized.py": "nn/test_lora nn/test_quantizer",
+    "nn/quantize.py": "nn/test_quantizer nn/test_lora",
+    "nn/": "nn/test_lora",
+    "integrations/rl.py": "nn/test_rl",
+    "integrations/hub.py": "nn/test_hub",
+    "integrations/trl/": "nn/test_trl",
+    "integrations/peft/": "nn/test_quantizer",
+    "integrations/transformers/quantizer.py": "nn/test_quantizer",
+    "integrations/transformers/attention.py": "nn/test_accelerate nn/test_integrations",
+    "integrations/transformers/masks.py": "nn/test_integrations nn/test_accelerate",
+    "integrations/transformers/layers.py": "nn/test_accelerate nn/test_transformers_families",
+    "integrations/transformers/": "nn/test_accelerate nn/test_integrations",
+    "trainer/checkpoint.py": "trainer/test_checkpoint trainer/test_interrupts",
+    "trainer/moe.py": "trainer/test_model trainer/test_architectures",
+    "trainer/model.py": "trainer/test_model",
+    "trainer/batches.py": "trainer/test_data",
+    "trainer/encode.py": "trainer/test_data",
+    "trainer/parallel.py": "trainer/test_trainer_cp trainer/test_trainer",
+    "trainer/mesh.py": "trainer/test_memory trainer/test_config trainer/test_engine",
+    "trainer/matrices.py": "trainer/test_muon trainer/test_pipeline",
+    "trainer/optim.py": "trainer/test_muon trainer/test_engine trainer/test_trainer_fields",
+    "trainer/tensor_parallel.py": "trainer/test_tensor_parallel trainer/test_architectures",
+    "trainer/memory_plan.py": "trainer/test_memory",
+    "trainer/train_fields.py": "trainer/test_config trainer/test_trainer_fields",
+    "trainer/overrides.py": "trainer/test_config",
+    "trainer/architectures/": "trainer/test_architectures",
+    "trainer/": "trainer/test_trainer",
+}
+
+
+@functools.cache
+def _texts() -> dict[str, str]:
+    found = sorted((ROOT / "tests").rglob("test_*.py"))
+    return {
+        p.relative_to(ROOT).as_posix(): p.read_text() for p in found if not NOT_RUN.search(p.stem)
+    }
+
+
+def words(fault: Fault) -> tuple[str, list[str]]:
+    """The name that a test of the function has in its text, and those of the module and of what it
+    has for others.
+    """
+    parts = [p for p in fault.function.split(".") if not p.startswith("__")]
+    public = [p for p in parts if not p.startswith("_") and p not in VAGUE]
+    stem = pathlib.PurePosixPath(fault.file).stem
+    body = ast.parse((ROOT / fault.file).read_text()).body
+    names = [n.name for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+    known = {n for n in names if not n.startswith("_") and n not in VAGUE and len(n) > 5}
+    return (public or parts or [stem])[-1], sorted({stem, base(stem), *known})
+
+
+def base(stem: str) -> str:
+    """The name of the op or the thought that a module is a part of."""
+    return ENDS.sub("", ENDS.sub("", stem))
+
+
+def own_files(file: str) -> list[str]:
+    """Rule 1."""
+    stem = pathlib.PurePosixPath(file).stem
+    folder = "ops" if "/kernels/" in file else file.split("/")[1]
+    names = (f"tests/{folder}/test_{stem}.py", f"tests/{folder}/test_{base(stem)}.py")
+    found = [name for name in names if name in _texts()]
+    ends = [end for end in OWN if f"/{end}" in f"/{file}"]
+    if ends and (not found or file.endswith(max(ends, key=len))):
+        found += [f"tests/{name}.py" for name in OWN[max(ends, key=len)].split()]
+    return list(dict.fromkeys(found))
+
+
+def files(fault: Fault) -> tuple[list[str], list[str]]:
+    """The test files of rule 1, and those of rule 2, the ones that say it most often first."""
+    own, (name, modules) = own_files(fault.file), words(fault)
+    any_of = "|".join(map(re.escape, modules))
+    ways = [
+        rf"tilewright[\w.]*\.({any_of})\b",
+        rf"from tilewright[\w.]* import (\([^)]*|[^(\n]*)\b({any_of})\b",
+    ]
+    if name not in VAGUE and len(name) > 5:
+        ways.append(rf"\b{re.escape(name)}\b")
+    if "/ops/" in fault.file or "/kernels/" in fault.file:
+        ways.append(rf"\bops\.({any_of})\b")
+    wanted = re.compile("|".join(ways))
+    said = {t: len(wanted.findall(text)) for t, text in _texts().items() if t not in own}
+    others = sorted((t for t, n in said.items() if n), key=lambda t: (-said[t], t))
+    if "/ops/" in fault.file or "/kernels/" in fault.file:
+        others = ["tests/ops/test_contract.py", "tests/ops/test_operators.py", *others]
+    if fault.seen_by:
+        own = list(dict.fromkeys([fault.seen_by.partition("::")[0], *own]))
+    return own, [name for name in dict.fromkeys(others) if name not in own][:4]

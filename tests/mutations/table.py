@@ -1,0 +1,40 @@
+"""README.md's table of a run."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+from .faults import Fault, load
+
+README = pathlib.Path(__file__).with_name("README.md")
+HEAD = "<!-- The table below is generated: python -m tests.mutations RESULTS --table -->\n"
+
+
+def last_rows(out: pathlib.Path) -> dict[str, dict]:
+    """The last row of each fault."""
+    lines = out.read_text().splitlines() if out.exists() else []
+    return {row["id"]: row for row in map(json.loads, lines)}
+
+
+def cell(text: str) -> str:
+    short = text if len(text) <= 110 else text[:107] + "..."
+    return "`" + " ".join(short.replace("`", "'").replace("|", "\\|").split()) + "`"
+
+
+def table(faults: list[Fault], rows: dict[str, dict]) -> str:
+    lines = ["| fault | where | text | with the fault | first red test, or why none |"]
+    lines.append("|---|---|---|---|---|")
+    for f in faults:
+        row = rows.get(f.id, {})
+        seen = f"`{row['first'].removeprefix('tests/')}`" if row.get("first") else f.judgement
+        where = f"{f.file.removeprefix('tilewright/')} {f.function}".strip()
+        lines.append(f"| {f.id} | {where} | {cell(f.old)} | {cell(f.new)} | {seen} |")
+    red = sum(row["result"] == "red" for row in rows.values())
+    said = f"{len(faults)} faults: {red} red, {len(faults) - red} green.\n"
+    return "\n".join([said, *lines]) + "\n"
+
+
+def write_table(out: pathlib.Path) -> None:
+    before = README.read_text().partition(HEAD)[0]
+    README.write_text(before + HEAD + "\n" + table(load(), last_rows(out)))
