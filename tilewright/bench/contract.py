@@ -366,10 +366,10 @@ def compared(
 
 
 def _on_grid(name: str, results: dict[str, torch.Tensor], by: Reference) -> list[Finding]:
-    both = name, by.scales[name]
+    both = codes, scales = name, by.scales[name]
     if any(n not in results for n in both):
         return []
-    pairs = [(*(results[n][at] for n in both), t) for at, t in by.truth[name].values()]
+    pairs = [(results[codes][at], results[scales][at], t) for at, t in by.truth[name].values()]
     first = by.bounds[name][0]
     errors = bounds.errors_on_grid(pairs, first.scale, first.slack)
     return [
