@@ -100,7 +100,7 @@ def judged(fault: Fault, events: list[dict], last: list[str], seconds: float) ->
     elif "end" not in by_kind:
         first, why = (
             started[-1] if started else "(the start)",
-            f"hangs, or ends the process: {last}",
+            f"hangs, or ends the process: {last}"[:200],
         )
     row = {k: v for k, v in fault._asdict().items() if k not in ("seen_by", "judgement")}
     return {
