@@ -120,7 +120,7 @@ def _randomize(model: torch.nn.Module) -> None:
     """Weights large enough to matter, and biases that no initialization gives."""
     with torch.no_grad():
         for p in model.parameters():
-            if p.dim() > 1 and p.is_floating_point():
+            if p.dim() > 1 and p.is_floating_point() and p.requires_grad:
                 p.normal_(std=p.shape[-1] ** -0.5)
         for module in model.modules():
             bias = getattr(module, "bias", None)
