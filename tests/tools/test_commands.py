@@ -116,14 +116,14 @@ def test_commands_without_their_packages_name_what_installs_them():
             rows,
         )
     for line in (
-        "transformers-grouped  the package 'transformers' is not installed "
+        "transformers-grouped   the package 'transformers' is not installed "
         "(pip install 'tilewright[transformers]')",
-        "liger                 the package 'liger_kernel' is not installed (pip install "
+        "liger                  the package 'liger_kernel' is not installed (pip install "
         "liger-kernel)",
-        "bitsandbytes          the package 'bitsandbytes' is not installed (pip install "
+        "bitsandbytes           the package 'bitsandbytes' is not installed (pip install "
         "bitsandbytes)",
-        "torchao               the package 'torchao' is not installed (pip install torchao)",
-        "flash-attn            none of the packages flash-attn-4, flash-attn-3, flash-attn is "
+        "torchao                the package 'torchao' is not installed (pip install torchao)",
+        "flash-attn             none of the packages flash-attn-4, flash-attn-3, flash-attn is "
         "installed "
         "(pip install --pre flash-attn-4)",
     ):
