@@ -649,6 +649,8 @@ def test_what_torchao_lacks_is_refused():
         ("linear_cross_entropy", "ragged", ("torch", "torch-default")),
         ("dequantize_nvfp4", "matrix", ("torchao", "torchao-compiled")),
         ("quantize_nf4", "matrix", ("bitsandbytes", "bitsandbytes-compiled")),
+        ("dequantize_nf4", "matrix", ("bitsandbytes", "bitsandbytes-compiled")),
+        ("dequantize_nf4", "ragged nested", ("bitsandbytes", "bitsandbytes-compiled")),
     ],
 )
 def test_a_peer_is_timed_in_each_of_its_ways(op_name, case, ways):

@@ -60,21 +60,34 @@ def bitsandbytes_quantize_nf4(x, *, double_quant=False, block_size=64):
     )
 
 
-def bitsandbytes_dequantize_nf4(q, *, dtype=None, **more):
-    from bitsandbytes.functional import QuantState, dequantize_4bit
+def _dequantize_4bit(data, state):
+    from bitsandbytes.functional import dequantize_4bit
 
-    only("bitsandbytes", more, noise=None)
-    if q.data not in _states:  # cached, as a layer does
-        stored = q.to_safetensors("w")
-        _states[q.data] = QuantState.from_dict(
-            {k.removeprefix("w."): t for k, t in stored.items() if k != "w"}, device=q.data.device
-        )
-        # As one row: if a row is not a multiple of a block, its AVX-512 kernel reads the wrong
-        # blocks' scales.
-        _states[q.data].shape = torch.Size([math.prod(q.shape)])
-    state = _states[q.data]
-    state.dtype = q.dtype if dtype is None else dtype
-    return dequantize_4bit(q.data[:, None], state).view(q.shape)
+    return dequantize_4bit(data, state)
+
+
+def bitsandbytes_dequantize(run=_dequantize_4bit):
+    def dequantize_nf4(q, *, dtype=None, **more):
+        from bitsandbytes.functional import QuantState
+
+        only("bitsandbytes", more, noise=None)
+        if q.data not in _states:  # cached, as a layer does
+            stored = q.to_safetensors("w")
+            _states[q.data] = QuantState.from_dict(
+                {k.removeprefix("w."): t for k, t in stored.items() if k != "w"},
+                device=q.data.device,
+            )
+            # As one row: if a row is not a multiple of a block, its AVX-512 kernel reads the wrong
+            # blocks' scales.
+            _states[q.data].shape = torch.Size([1, math.prod(q.shape)])
+        state = _states[q.data]
+        state.dtype = q.dtype if dtype is None else dtype
+        return run(q.data[:, None], state).view(q.shape)
+
+    return dequantize_nf4
+
+
+bitsandbytes_dequantize_nf4 = bitsandbytes_dequantize()
 
 
 def _torchao_nvfp4(rows):
@@ -115,6 +128,8 @@ def in_compile(adapter):
     """An adapter whose calls are compiled; graph breaks, as a user would have them, are allowed."""
     if adapter is torchao_dequantize_nvfp4:  # of a tensor that a user already has
         return torchao_dequantize(torch.compile(_dequantize, dynamic=False))
+    if adapter is bitsandbytes_dequantize_nf4:  # likewise, of a layer's state
+        return bitsandbytes_dequantize(torch.compile(_dequantize_4bit, dynamic=False))
     return torch.compile(adapter, dynamic=False)
 
 
