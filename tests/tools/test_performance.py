@@ -905,15 +905,15 @@ def test_pictures_hold_what_they_say(root):
     shown = {p.kind: p for p in build(root).pictures}
     ratios = shown["ratios"].data
     [panel] = ratios["panels"]
-    assert {y for y, _, _ in panel["points"]} == set(range(len(ratios["rows"]))) == set(range(8))
-    assert {other for _, other, _ in panel["points"]} == {"compile", "liger", "quack"}
+    assert {y for y, *_ in panel["points"]} == set(range(len(ratios["rows"]))) == set(range(8))
+    assert {other for _, other, *_ in panel["points"]} == {"compile", "liger", "quack"}
     assert "cases of rmsnorm, rope." in shown["ratios"].caption
     headline = shown["headline"].data
     assert headline["rows"] == [["rope", ""], ["rmsnorm", ""]], "the largest gain first"
     assert headline["panels"][0]["points"] == [
-        [0, "eager", pytest.approx(9)],
-        [1, "compile", pytest.approx(1.5)],
-        [1, "eager", 4.5],
+        [0, "eager", pytest.approx(9), True],
+        [1, "compile", pytest.approx(1.5), True],
+        [1, "eager", 4.5, True],
     ]
     assert set(shown) == {"headline", "roofline", "ratios"}
     for kind, picture in shown.items():
@@ -936,6 +936,22 @@ def test_pictures_hold_what_they_say(root):
         for artist in (*figure.texts, *figure.legends):
             box = artist.get_window_extent()
             assert box.x0 >= 0 and box.x1 <= figure.bbox.width, (kind, box)
+
+
+def test_points_of_changed_code_are_hollow(root):
+    pytest.importorskip("matplotlib")
+    for name, source, ops in (("old", {"source": "0123"}, ("rmsnorm",)), ("new", {}, ("rope",))):
+        rows = [row(p, ms, op=op) for op in ops for p, ms in (("compile", 3.0), ("triton", 2.0))]
+        results(root, rows, name, meta(**source))
+    shown = build(root).pictures
+    assert {p.kind for p in shown} == {"headline", "ratios", "roofline"}
+    for picture in shown:
+        [panel] = picture.data["panels"]
+        assert sorted(p[-1] for p in panel["points"]) == [False, True]
+        assert "Hollow: measured on code that has changed" in picture.caption
+        [axes] = picture.figure().axes
+        drawn = [c for c in axes.collections if len(c.get_offsets())]
+        assert sorted(len(c.get_facecolor()) for c in drawn) == [0, 1], "one hollow, one filled"
 
 
 def test_the_same_inputs_make_the_same_bytes(root, monkeypatch):

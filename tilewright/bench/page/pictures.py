@@ -13,7 +13,7 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any
 
-STYLE = 2  # increment when the drawing changes, so that unchanged numbers are drawn again
+STYLE = 3  # increment when the drawing changes, so that unchanged numbers are drawn again
 COMPILE = "#8c8c8c"
 COLORS = ("#2a6f97", "#e0a458", "#468f6b", "#b5534c", "#8a5a9e", "#5c6b73")
 MARKERS = "osD^vP"
@@ -75,6 +75,21 @@ def _style(op: str, ops: list[str]) -> dict[str, str]:
     return {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i // len(COLORS) % len(MARKERS)]}
 
 
+def _scatter(axes, points, color: str, **how) -> None:
+    """Points of x, y and whether they are of today's code; the others are hollow."""
+    for today in (True, False):
+        some = [(x, y) for x, y, is_today in points if is_today == today]
+        axes.scatter(
+            [x for x, _ in some],
+            [y for _, y in some],
+            facecolor=color if today else "none",
+            edgecolor=color,
+            linewidth=0 if today else 0.8,
+            zorder=3,
+            **how,
+        )
+
+
 def _roofline(data: dict[str, Any]):
     """Achieved rate by arithmetic intensity, under the measured roofs: one panel per dtype."""
     figure, panels = _panels(data, max(5.5, 4.2 * len(data["panels"])), 4.4, sharex=True)
@@ -108,14 +123,11 @@ def _roofline(data: dict[str, Any]):
             fontsize=7.5,
         )
         for op in ops:
-            op_points = [p for p in panel["points"] if p[0] == op]
-            axes.scatter(
-                [p[1] for p in op_points],
-                [p[2] for p in op_points],
+            _scatter(
+                axes,
+                [(x, y, today) for o, x, y, today in panel["points"] if o == op],
                 s=22,
-                linewidth=0,
                 alpha=0.85,
-                zorder=3,
                 **_style(op, ops),
             )
         axes.set(xscale="log", yscale="log", xlim=(low, high), title=panel["dtype"])
@@ -133,8 +145,8 @@ def _ratios(data: dict[str, Any]):
     rows = data["rows"]
     figure, panels = _panels(data, 2.6 + 3.4 * len(data["panels"]), 1.7 + 0.19 * len(rows))
     points = [p for panel in data["panels"] for p in panel["points"]]
-    ratios = [ratio for _, _, ratio in points]
-    peers = sorted({other for _, other, _ in points} - {"compile"})
+    ratios = [ratio for _, _, ratio, _ in points]
+    peers = sorted({other for _, other, _, _ in points} - {"compile"})
     styles = {
         "compile": {"color": COMPILE, "marker": "o"},
         **{p: {"color": COLORS[i % len(COLORS)], "marker": "D"} for i, p in enumerate(peers)},
@@ -146,13 +158,10 @@ def _ratios(data: dict[str, Any]):
             if list(dict.fromkeys(o for o, _ in rows)).index(op) % 2:
                 axes.axhspan(i - 0.5, i + 0.5, color="#f3f6f8", linewidth=0, zorder=0)
         for other, style in styles.items():
-            provider_points = [p for p in panel["points"] if p[1] == other]
-            axes.scatter(
-                [math.log2(p[2]) for p in provider_points],
-                [p[0] for p in provider_points],
+            _scatter(
+                axes,
+                [(math.log2(r), row, today) for row, o, r, today in panel["points"] if o == other],
                 s=26 if other == "compile" else 18,
-                linewidth=0,
-                zorder=3,
                 **style,
             )
         axes.axvline(0, color="black", linewidth=1, zorder=2)

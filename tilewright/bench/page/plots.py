@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tilewright import platform
-from tilewright.bench.page.comparisons import NOBODY_RUNS, Device
+from tilewright.bench.page.comparisons import NOBODY_RUNS, Device, Pair, flaws
 from tilewright.bench.page.pictures import Picture
 from tilewright.bench.page.raw import Raw
 from tilewright.bench.page.text import origins
@@ -29,6 +29,17 @@ def plots_of(device: Device, results: Raw, folder: str) -> list[Picture]:
         *_ratio_pictures(device, folder),
     ]
     return [p for p in pictures if p.data["panels"]]
+
+
+def is_of_today(pair: Pair) -> bool:
+    return not flaws(pair.group.source, pair.group.op)
+
+
+def hollow(panels: list[dict]) -> str:
+    """What a caption says of points that are not of today's code; "" if there are none."""
+    if all(p[-1] for panel in panels for p in panel["points"]):
+        return ""
+    return " Hollow: measured on code that has changed since, or with local changes."
 
 
 def _slug(device: Device) -> str:
@@ -63,7 +74,8 @@ def _headline_picture(device: Device, folder: str) -> list[Picture]:
                     if (o, d) == (op, dtype) and provider in p
                 ]
                 if pairs:
-                    points.append([y, provider, geomean(p.ratio for p in pairs)])
+                    today = all(is_of_today(p) for p in pairs)
+                    points.append([y, provider, geomean(p.ratio for p in pairs), today])
                     used += [p.group.source for p in pairs]
         if points:
             panels.append({"dtype": dtype, "points": points})
@@ -74,7 +86,8 @@ def _headline_picture(device: Device, folder: str) -> list[Picture]:
             "headline",
             f"{folder}/{_slug(device)}-headline.png",
             f"Speedup of auto over eager PyTorch and torch.compile by op, {device.name}",
-            "The means of the table above by op, without those that are in no headline.",
+            "The means of the table above by op, without comparisons that nobody would make."
+            + hollow(panels),
             {
                 "title": device.title,
                 "from": origins(used),
@@ -96,7 +109,8 @@ def _roofline_picture(device: Device, results: Raw, folder: str) -> list[Picture
         for (op, _, d), group in device.timed.items():
             f = group.auto["forward_backward"] or group.auto["forward"]
             if d == dtype and f.get("gb_per_s") and f.get("tflop_per_s"):
-                points.append([op, f["tflop_per_s"] * 1e3 / f["gb_per_s"], f["tflop_per_s"] * 1e12])
+                intensity, rate = f["tflop_per_s"] * 1e3 / f["gb_per_s"], f["tflop_per_s"] * 1e12
+                points.append([op, intensity, rate, not flaws(group.source, op)])
                 used.append(group.source)
             elif d == dtype:
                 without_rate.append(op)
@@ -119,6 +133,7 @@ def _roofline_picture(device: Device, results: Raw, folder: str) -> list[Picture
     if without_rate:
         ops = ", ".join(dict.fromkeys(without_rate))
         caption += f" Not shown, because their cases count no operations or no bytes: {ops}."
+    caption += hollow(panels)
     return [
         Picture(
             "roofline",
@@ -153,7 +168,7 @@ def _ratio_pictures(device: Device, folder: str) -> list[Picture]:
             points = []
             for y, (op, case) in enumerate(page):
                 for p in filter(None, over.get((op, case, dtype), {}).values()):
-                    points.append([y, p.other["provider"], p.ratio])
+                    points.append([y, p.other["provider"], p.ratio, is_of_today(p)])
                     used.append(p.group.source)
             if points:
                 panels.append({"dtype": dtype, "points": points})
@@ -164,6 +179,7 @@ def _ratio_pictures(device: Device, folder: str) -> list[Picture]:
         )
         if unmeasured and i == len(pages):
             caption += f" Not shown, because neither has a time: cases of {', '.join(unmeasured)}."
+        caption += hollow(panels)
         pictures.append(
             Picture(
                 "ratios",
