@@ -61,7 +61,9 @@ def test_its_counts_are_those_of_the_library_and_of_the_page():
     )
     [picture] = (p for p in page.pictures if p.link in text)
     points = [p for panel in picture.data["panels"] for p in panel["points"]]
-    eager, compiled = (len({y for y, over, *_ in points if over == o}) for o in ("eager", "compile"))
+    eager, compiled = (
+        len({y for y, over, *_ in points if over == o}) for o in ("eager", "compile")
+    )
     # Whoever measures again removes the sentence.
     assert ("the code has changed since" in text) == ("No comparison here is of" in page.text)
     ops = f"{eager} of the {len(OPS)} ops beside their eager twins"

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -1336,6 +1337,29 @@ def test_an_edit_makes_stale_what_comes_from_it(copied):
         path.write_text(new if text is None else text.replace(old, new, 1) if old else text + new)
         assert {n for n, d in digests().items() if d != before[n]} == stale, edit
         path.unlink() if text is None else path.write_text(text)
+
+
+def test_a_module_that_moves_makes_nothing_stale(copied):
+    before = digests()
+    moved = copied / "tilewright/ops/argument_checks.py"
+    (copied / "tilewright/ops/_checks.py").rename(moved)
+    for path in (copied / "tilewright").rglob("*.py"):
+        path.write_text(re.sub(r"(?<!\w)_checks\b", "argument_checks", path.read_text()))
+    assert digests() == before
+    moved.write_text(moved.read_text() + "another = 1\n")
+    after = digests()
+    assert {n for n in before if after[n] != before[n]} == set(OPS)
+
+
+def test_a_name_from_another_module_is_another(copied):
+    before = digests()
+    path = copied / "tilewright/ops/aqn.py"
+    text = path.read_text()
+    [line] = re.findall(r"^from tilewright.ops import .*_checks.*$", text, re.M)
+    other = line.replace("_checks", "_layout as _checks")
+    path.write_text(text.replace(line, other))
+    after = digests()
+    assert after["aqn_noise"] != before["aqn_noise"] and after["route"] == before["route"]
 
 
 def test_every_source_belongs_to_an_op():

@@ -2,8 +2,8 @@
 
 An op's sources are its module, its kernels and everything that these import within the package, the
 C++ files whose operators they name, and the measuring core of the bench. The digest ignores
-comments, docstrings, goals and formatting, and packages' __init__ files, which only list their
-contents.
+comments, docstrings, goals and formatting, packages' __init__ files, which only list their
+contents, and where modules are and what they are called.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import functools
 import hashlib
 import pathlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from tilewright import platform
 from tilewright.registry import Op
 
-PACKAGE = pathlib.Path(platform.__file__).parent
+PACKAGE = pathlib.Path(__file__).parents[1]
 CSRC = PACKAGE.parent / "csrc"
 # The modules, besides the op itself, that affect a measurement. Their imports are left out: those
 # belong to an op, or run units, report them or search configurations.
@@ -46,19 +45,15 @@ def digest(op: Op | None = None) -> str:
     """The digest of an op; None: of the measuring core alone, for results without an op such as
     the roofline.
     """
-    hasher = hashlib.sha256()
-    for path in [*CORE, *files([] if op is None else _modules_of(op))]:
-        hasher.update(
-            f"{path.relative_to(PACKAGE.parent)}\0{_meaning(path, path.stat().st_mtime_ns)}\0".encode()
-        )
-    return hasher.hexdigest()[:16]
+    paths = [*CORE, *files([] if op is None else _modules_of(op))]
+    return _hash("\0".join(sorted(_meaning(path) for path in paths)))[:16]
 
 
 def everything() -> str:
     """The digest of all ops together."""
     from tilewright.ops import OPS
 
-    return hashlib.sha256(" ".join(map(digest, [None, *OPS.values()])).encode()).hexdigest()[:16]
+    return _hash(" ".join(map(digest, [None, *OPS.values()])))[:16]
 
 
 def _modules_of(op: Op) -> list[str]:
@@ -76,9 +71,7 @@ def _modules_of(op: Op) -> list[str]:
         if f is not None
     )
     return [
-        n
-        for n in dict.fromkeys(names)
-        if n and n.startswith("tilewright.") and n != "tilewright.registry"
+        n for n in dict.fromkeys(names) if n and n.startswith("tilewright.") and n != Op.__module__
     ]
 
 
@@ -146,11 +139,23 @@ def _operators() -> list[tuple[pathlib.Path, list[str]]]:
     return [(p, re.findall(r'"(\w*_cpp\w*)\(', p.read_text())) for p in sorted(CSRC.rglob("*.cpp"))]
 
 
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _meaning(path: pathlib.Path, named: bool = True) -> str:
+    """The digest of a file. named: names from other modules are qualified, each by the digest of
+    its module without this.
+    """
+    return _hash(_text(path, path.stat().st_mtime_ns, named))
+
+
 @functools.cache
-def _meaning(path: pathlib.Path, changed: int) -> str:
+def _text(path: pathlib.Path, changed: int, named: bool) -> str:
     text = path.read_text()
     if path.suffix == ".py":
-        return hashlib.sha256(meaning(text).encode()).hexdigest()
+        tree = ast.parse(text)
+        return ast.dump(_Placeless(tree, _plain if named else lambda path: "").visit(tree))
     # Strings are matched first, so that `//` and `/*` inside them are no comments.
     text = re.sub(
         r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')|//[^\n]*|/\*.*?\*/',
@@ -159,6 +164,10 @@ def _meaning(path: pathlib.Path, changed: int) -> str:
         flags=re.DOTALL,
     )
     return " ".join(text.split())
+
+
+def _plain(path: pathlib.Path) -> str:
+    return _meaning(path, named=False)
 
 
 def meaning(source: str) -> str:
@@ -186,3 +195,47 @@ class _Meaning(ast.NodeTransformer):
         self.generic_visit(node)
         node.keywords = [k for k in node.keywords if k.arg != "goals"]
         return node
+
+
+class _Placeless(_Meaning):
+    """Replaces names from this package's modules by what they were there, qualified by `of` their
+    module's file, and removes the imports.
+    """
+
+    def __init__(self, tree: ast.AST, of: Callable[[pathlib.Path], str]):
+        self._of = of
+        self._modules: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and _is_own(node):
+                for a in node.names:
+                    module = _path(f"{node.module}.{a.name}")
+                    file = _path(node.module)
+                    if module:
+                        self._modules[a.asname or a.name] = of(module)
+                    else:
+                        whose = of(file) if file else node.module
+                        self._names[a.asname or a.name] = f"{a.name}@{whose}"
+
+    def visit_ImportFrom(self, node):
+        return None if _is_own(node) else node
+
+    def visit_Attribute(self, node):
+        if isinstance(node.value, ast.Name) and node.value.id in self._modules:
+            return ast.Name(f"{node.attr}@{self._modules[node.value.id]}", node.ctx)
+        return self.generic_visit(node)
+
+    def visit_Name(self, node):
+        name = self._names.get(node.id, self._modules.get(node.id, node.id))
+        return ast.Name(name, node.ctx)
+
+    def visit_Call(self, node):
+        node = super().visit_Call(node)
+        if getattr(node.func, "id", "").startswith("from_kernels"):
+            file = _path(f"tilewright.kernels.{ast.literal_eval(node.args[0])}")
+            node.args[0] = ast.Constant(self._of(file))
+        return node
+
+
+def _is_own(node: ast.ImportFrom) -> bool:
+    return not node.level and (node.module or "").partition(".")[0] == "tilewright"
