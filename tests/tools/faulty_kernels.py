@@ -436,6 +436,20 @@ def sum_of_masked(x):
 
 
 @triton.jit
+def _least_of_masked(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * n + at, mask=at < n)
+    tl.store(y_ptr + row, tl.min(x))
+
+
+def least_of_masked(x):
+    """Right only while what lies beyond a row is no less than its least element."""
+    y = x.new_empty(len(x))
+    _least_of_masked[(len(x),)](x, y, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]))
+    return y
+
+
+@triton.jit
 def _masked_afterwards(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     row, at = tl.program_id(0), tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * n + at, mask=at < n).to(tl.float32)

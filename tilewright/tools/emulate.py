@@ -36,6 +36,7 @@ from tilewright.tools.emulation import (
 )
 from tilewright.tools.emulator.driver import Driver, installed
 from tilewright.tools.emulator.faults import Fault, Unsupported
+from tilewright.tools.emulator.undefined import FILLS
 from tilewright.tools.kernel_target import Call, Rejected, call_of, load, one_line
 
 ARCHS = (80, 90, 100, 120)
@@ -225,15 +226,18 @@ def run(args: argparse.Namespace, words: list[str]) -> Report:
                 if reference is None
                 else compared(call, reference, found, kept, args.backward)
             )
-    if found is not None and driver.undefined and (fault := _undefined(args, found)) is not None:
+    fills = FILLS if found is not None and driver.undefined else ()
+    if fault := next(filter(None, (_undefined(args, found, fill) for fill in fills)), None):
         (report.allowed if fault.kind in args.allow else report.breaks).append(fault)
     return report
 
 
-def _undefined(args: argparse.Namespace, found: Results) -> Fault | None:
-    """A fault if the results are others once masked loads without `other` do not give zero."""
+def _undefined(args: argparse.Namespace, found: Results, fill: str) -> Fault | None:
+    """A fault if the results are others once masked loads without `other` give what `fill` says,
+    not zero.
+    """
     with emulated_gpu(args.arch) as (driver, unset):
-        driver.fills, driver.all_configs = True, args.configs == "all"
+        driver.fill, driver.all_configs = fill, args.configs == "all"
         driver.tolerated, driver.most = frozenset((*NOTED, *ALLOWED)), args.max_instructions
         call, _ = prepared(args)
         if args.backward:

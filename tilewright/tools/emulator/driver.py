@@ -56,7 +56,7 @@ class Driver:
         self.faults: list[Fault] = []  # what went wrong, also if the caller catches it
         self.tolerated: frozenset[str] = frozenset()
         self.change = None  # transforms PTX, to plant faults
-        self.fills = False  # whether masked elements of loads without `other` are not zero
+        self.fill = ""  # of masked elements of loads without `other`, as in FILLS; "": zero
         self.undefined: dict[str, Loads] = {}  # such loads, by the kernel that was launched
         self.most: int | None = None  # instructions that a program may execute
         self.counts = None  # kernel name -> Counts, if requested
@@ -149,10 +149,10 @@ class Driver:
             active = driver.active  # a later run of this process may have another
             if active.probes:
                 return
-            key = active.change, active.fills
+            key = active.change, active.fill
             if key not in kernels:
                 changed = active.change(text) if active.change else text
-                changed = filled(changed, undefined) if active.fills else changed
+                changed = filled(changed, undefined, active.fill) if active.fill else changed
                 kernels[key] = active.parsed(changed, metadata)
             kernel = kernels[key]
             if undefined:

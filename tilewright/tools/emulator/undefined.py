@@ -8,8 +8,10 @@ import re
 
 # By type of the elements, infinity: it reaches sums, maxima and products with zero, and no
 # `tl.where`. Integers, and the 8-bit format without infinities, get a pattern.
-BITS = {"f16": "7c00", "bf16": "7f80", "f32": "7f800000", "f64": "7ff0000000000000", "f8E5M2": "7c"}
-PATTERN = "5a"
+HIGH = {"f16": "7c00", "bf16": "7f80", "f32": "7f800000", "f64": "7ff0000000000000", "f8E5M2": "7c"}
+# Below every number, which alone reaches minima.
+LOW = {"f16": "fc00", "bf16": "ff80", "f32": "ff800000", "f64": "fff0000000000000", "f8E5M2": "fc"}
+FILLS = {"high": (HIGH, "5a"), "low": (LOW, "a5")}
 
 Loads = dict[tuple[str, int], str]  # by file and line: the type of the elements
 
@@ -33,8 +35,9 @@ def loads_without_other(ttir: str) -> Loads:
     return found
 
 
-def filled(ptx: str, loads: Loads) -> str:
-    """The PTX with other numbers than zero for these loads' masked elements."""
+def filled(ptx: str, loads: Loads, fill: str) -> str:
+    """The PTX with other numbers than zero for these loads' masked elements.   fill: of FILLS."""
+    of_type, pattern = FILLS[fill]
     files = dict(re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', ptx))
 
     def of_a_load(assembly: re.Match) -> str:
@@ -42,7 +45,7 @@ def filled(ptx: str, loads: Loads) -> str:
         element = loads.get((files.get(m[1], ""), int(m[2]))) if m else None
         if element is None or "ld.global" not in assembly[0]:
             return assembly[0]
-        bits = BITS.get(element, PATTERN)
+        bits = of_type.get(element, pattern)
 
         def other(zero: re.Match) -> str:
             return f"mov.{zero[1]}{zero[2]} {zero[3]}, 0x{bits * (int(zero[2]) // 4 // len(bits))};"
