@@ -110,6 +110,26 @@ def test_everything_else_works_without_triton(with_torch):
     assert rows and all(line.endswith(reason) for line in rows)
 
 
+PLANNED = """
+import pathlib, sys
+sys.modules["triton"] = None
+from tilewright import selection
+from tilewright.bench import run, schedule, suite
+
+chosen = schedule.Chosen("cpu", run.Settings(), pathlib.Path("nowhere"))
+for stage in suite.STAGES:
+    planned = schedule.units(stage, selection.operations().values(), suite.DTYPES, chosen)
+    print(stage, len(planned))
+"""
+
+
+def test_the_benchmark_is_planned_without_triton(with_torch):
+    stages = dict(
+        line.split() for line in run("-c", PLANNED, cwd=ROOT, python=with_torch).split("\n")[:-1]
+    )
+    assert int(stages["time"]) > 0
+
+
 @pytest.mark.parametrize("name", ["kernels", "ops", "bench", "trainer", "triton", "quack"])
 def test_the_repository_hides_no_package_of_that_name(name):
     """transformers imports a package `kernels`: a folder of that name at the root would

@@ -188,9 +188,10 @@ def _questions(here, device: str, settings: run.Settings) -> list[Unit]:
     cases = {(op.name, case.name): (op, case) for op, case in here}
     about: dict[tuple[str, str], list[variants.Variant]] = {}
     for v in variants.VARIANTS:
-        if (at := (v.op, v.case)) in cases and implementation(
-            v, cases[at][0], v.now, device
-        ).why_not(device, torch.bfloat16) is None:
+        if (at := (v.op, v.case)) not in cases:
+            continue
+        impl = implementation(v, cases[at][0], v.now, device)
+        if impl is not None and impl.why_not(device, torch.bfloat16) is None:
             about.setdefault(at, []).append(v)
     return [
         ab_unit(v, *cases[at], device, settings, keep=v is not found[-1])

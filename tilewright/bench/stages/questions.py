@@ -51,6 +51,7 @@ def ab_unit(
         results, tasks, shared = [], {}, {}
         for way, alternative in variant.ways.items():
             impl = implementation(variant, op, alternative, device)
+            assert impl is not None, "a question is asked where its implementation is usable"
             status, reason, timed = _judged(
                 variant, op, impl, kwargs, alternative, shared, reference
             )
@@ -141,14 +142,14 @@ def _judged(
 
 def implementation(
     variant: Variant, op: Op, alternative: Mapping[str, Any] | str, device: str
-) -> registry.Implementation:
-    """The implementation that is named, or the first usable one here that has the launch."""
+) -> registry.Implementation | None:
+    """The implementation that is named, or the first usable one here that has the launch: to know
+    the launches of another one may take a package that is not installed.
+    """
     if isinstance(alternative, str):
         return op.implementation(alternative)
-    candidates = [
-        i for i in op.implementations if any(t.name == variant.launch for t in i.tunables())
-    ]
-    return min(candidates, key=lambda i: i.why_not(device, torch.bfloat16) is not None)
+    usable = (i for i in op.implementations if i.why_not(device, torch.bfloat16) is None)
+    return next((i for i in usable if variant.launch in {t.name for t in i.tunables()}), None)
 
 
 def _verdicts(
