@@ -836,6 +836,34 @@ def test_unusable_rows_are_named(tmp_path, make, lines, kind, message):
     assert not list((tmp_path / "prepared").glob("[0-9a-f]*"))
 
 
+@pytest.mark.parametrize(
+    "text, place",
+    [
+        ('{"input_ids": [1, 2]}\n\n{"input_ids": [1, 5000]}\n', "line 3"),
+        ('{"input_ids": [1, 2]} {"input_ids": [1, 5000]}\n', "row 2"),
+        ('{"input_ids":\n [1, 2]}\n{"input_ids":\n [1, 5000]}\n', "row 2"),
+        ('\n\n[{"input_ids": [1, 2]},\n {"input_ids": [1, 5000]}]\n', "row 2"),
+    ],
+)
+def test_a_line_is_named_where_rows_are_lines_and_else_a_row(text, place, tmp_path, make):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ValueError, match=f"a.json: {place}: token 5000 is not in the model's voc"):
+        prepared(make(tmp_path / "a.json"))
+
+
+@pytest.mark.parametrize(
+    "line, reason",
+    [
+        ('{"input_ids": [1], "input_ids": [2]}', "input_ids is there twice in one object"),
+        (r'{"input_ids": [1], "a": "\ud800"}', "a string in it has half of a surrogate pair"),
+    ],
+)
+def test_a_line_that_arrow_alone_refuses_is_named(line, reason, tmp_path, make):
+    (tmp_path / "a.jsonl").write_text(f'{{"input_ids": [1, 2]}}\n{line}\n')
+    with pytest.raises(ValueError, match=f"a.jsonl: line 2: {reason}"):
+        prepared(make(tmp_path / "a.jsonl"))
+
+
 def test_unusable_files_are_named(tmp_path, make):
     (tmp_path / "a.jsonl").write_text('{"input_ids": [1, 2')
     with pytest.raises(ValueError, match=r"a.jsonl: line 1: it ends within a JSON value"):

@@ -53,7 +53,14 @@ def _json(path: str, types: dict[str, tuple[str, str]]) -> None:
 def _parsed(text: bytes, first: int) -> Any:
     """first: the number of the first line."""
     try:
-        return json.loads(text.decode("utf-8-sig"))
+        value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=_once)
+        json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except _Twice as twice:
+        raise Defect(_line_of(text, first), f"{twice} is there twice in one object") from twice
+    except UnicodeEncodeError as error:
+        reason = "a string in it has half of a surrogate pair"
+        raise Defect(_line_of(text, first), reason) from error
     except UnicodeDecodeError as error:
         at = first + text[: error.start].count(b"\n")
         column = error.start - text.rfind(b"\n", 0, error.start)
@@ -65,6 +72,24 @@ def _parsed(text: bytes, first: int) -> Any:
             raise Defect(f"line {last}", "it ends within a JSON value") from error
         reason = f"it is not JSON: {error.msg} at character {error.colno}"
         raise Defect(f"line {at}", reason) from error
+
+
+class _Twice(Exception):
+    """A key of an object."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _Twice(key)
+        found[key] = value
+    return found
+
+
+def _line_of(text: bytes, first: int) -> str:
+    """Nothing for a text of several lines, of which nobody has said which."""
+    return "" if b"\n" in text.strip() else f"line {first}"
 
 
 def _same_types(row: Any, place: str, number: int, types: dict[str, tuple[str, str]]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import array
 import csv
 import dataclasses
+import json
 import pathlib
 import re
 from collections.abc import Callable, Iterator
@@ -195,7 +196,7 @@ def in_files(files: list[str], kind: str, row: int) -> str | None:
     """
     for path in files:
         numbers = _json_lines(path) if kind == "json" else None
-        if numbers is None and kind == "json":  # an array: its rows are no lines
+        if numbers is None and kind == "json":
             return f"{path}: row {row + 1}" if len(files) == 1 else None
         count = _count(path, kind) if numbers is None else len(numbers)
         if row < count:
@@ -206,12 +207,22 @@ def in_files(files: list[str], kind: str, row: int) -> str | None:
 
 
 def _json_lines(path: str) -> array.array | None:
-    """The numbers of lines that hold a row; None for a file that is one array."""
+    """The numbers of lines that hold a row; None for a file whose rows are not lines: it is one
+    array, or a line has a part of a row or several.
+    """
+    numbers = array.array("q")
     with open(path, "rb") as file:
-        if file.read(1) == b"[":
-            return None
-        file.seek(0)
-        return array.array("q", (n for n, line in enumerate(file, 1) if line.strip()))
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8-sig", "replace"))
+            except ValueError:
+                return None
+            if not isinstance(row, dict):
+                return None
+            numbers.append(number)
+    return numbers
 
 
 def _count(path: str, kind: str) -> int:
