@@ -185,6 +185,19 @@ def test_a_flipped_bit_is_found_wherever_it_is(name, written, tmp_path):
         read()
 
 
+@pytest.mark.parametrize(
+    "name, value", [("step", "3"), ("written", "now"), ("run", 1), ("ops", None)]
+)
+def test_a_state_of_other_types_is_damage(name, value, written, tmp_path):
+    root = shutil.copytree(written[0] / "out", tmp_path / "out")
+    file = root / "checkpoints/global_step_3/state.json"
+    state = {**read_state(file.parent), name: value}
+    file.write_text(json.dumps({k: v for k, v in state.items() if k != "files"}))
+    with pytest.raises(Damaged, match=rf"state\.json: {name} is "):
+        read_state(file.parent)
+    assert len(checkpoint.candidates(str(root), "auto")) == 3
+
+
 def test_auto_passes_over_a_checkpoint_with_a_flipped_bit_and_the_log_says_so(
     written, tmp_path, caplog
 ):

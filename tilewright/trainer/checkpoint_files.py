@@ -43,6 +43,9 @@ class Incomplete(Damaged, FileNotFoundError):
 NO_CHECKSUM = "0" * 16  # in whose place the file has its checksum
 
 
+_KINDS = {"step": int, "written": int | float, "run": dict, "ops": dict}  # of state.json
+
+
 def write_state(folder: pathlib.Path, state: dict[str, Any]) -> None:
     """Writes state.json with its own checksum, in its last line."""
     text = json.dumps({**state, "checksum": NO_CHECKSUM}, indent=1) + "\n"
@@ -57,8 +60,11 @@ def read_state(folder: pathlib.Path) -> dict[str, Any]:
         state, text = read_json(file), file.read_text("utf-8")
     except (OSError, ValueError) as error:
         raise Damaged(str(error)) from error
-    if absent := {"step", "written", "run", "ops"} - state.keys():
+    if absent := _KINDS.keys() - state.keys():
         raise Damaged(f"{file}: lacks {', '.join(sorted(absent))}")
+    for name, kind in _KINDS.items():
+        if not isinstance(state[name], kind):
+            raise Damaged(f"{file}: {name} is {state[name]!r:.60}")
     own = str(state.pop("checksum", ""))  # none in those of earlier versions, as "files"
     if own or "files" in state:
         before, _, after = text.rpartition(own) if own else ("", "", "")
