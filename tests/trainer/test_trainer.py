@@ -220,6 +220,8 @@ def test_a_name_without_decay_that_finds_nothing_is_refused_with_the_names(field
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         optim.parameter_groups(model, schedule(**{field: '["norm", "bias"]'}))
     assert str(error.value).count("input_layernorm") == 1
+    with pytest.raises(ValueError, match=rf"train\.{field}: '' is in every name"):
+        optim.parameter_groups(model, schedule(**{field: '[""]'}))
 
 
 def test_clipping_scales_to_the_norm_and_zero_only_measures():

@@ -51,6 +51,8 @@ def parameter_groups(
     paths = [name.rpartition(".")[0] for name in names]
     for field, what in (("no_decay_modules", paths), ("no_decay_params", names)):
         for text in getattr(train, field):
+            if not text:
+                raise ValueError(f"train.{field}: '' is in every name; write a part of one")
             if not any(text in name for name in what):
                 raise ValueError(
                     f"train.{field}: no name in the model contains {text!r}; names are "
