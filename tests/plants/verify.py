@@ -326,6 +326,13 @@ def positions_of_one_layer():
     return model
 
 
+@plant("LlamaForCausalLM", "a final softcap of 30.0; the configuration has none")
+def final_softcap_of_another_family():
+    model = tiny()
+    patched(model.lm_head, lambda own, x: 30 * torch.tanh(own(x) / 30))
+    return model
+
+
 # ---- rotary frequencies
 
 

@@ -74,7 +74,11 @@ class Diagnosis:
             yield from self._experts()
 
     def _agrees(self, masks: dict[str, Any] | None = None, call: Call | None = None) -> bool:
-        value = self.replayer.replay(call or self.call, masks).values.get(self.row.what)
+        return self._is_near(
+            self.replayer.replay(call or self.call, masks).values.get(self.row.what)
+        )
+
+    def _is_near(self, value: torch.Tensor | None) -> bool:
         if value is None or self.own is None or value.shape != self.own.shape:
             return False
         own, value = (kept_rows(t, self.scene.kept) for t in (self.own, value))
@@ -194,18 +198,25 @@ class Diagnosis:
         config = getattr(self.module, "config", None)
         cap = getattr(config, "final_logit_softcapping", None)
         own = self.call.output_leaves().get("logits")
-        if self.call.path or cap is None or own is None:
+        if self.call.path or own is None or (cap is None and self.row.what != "output logits"):
             return
         right = self.replayer.replay(self.call).values["output logits"]
         at = int(right.abs().argmax())
         size, logit = abs(float(own.flatten()[at])), abs(float(right.flatten()[at]))
-        logit = cap * math.atanh(min(logit / cap, 1 - 1e-15))
+        if cap is not None:
+            logit = cap * math.atanh(min(logit / cap, 1 - 1e-15))
         low, high = size, 1e9  # of a cap whose tanh makes `size` of `logit`
         for _ in range(200):
             middle = (low + high) / 2
             low, high = (
                 (middle, high) if middle * math.tanh(logit / middle) < size else (low, middle)
             )
+        if cap is None:
+            for other in (float(f"{low:.3g}"), low):
+                if size < logit and self._is_near(other * (right / other).tanh()):
+                    yield f"it agrees with a final softcap of {other}; the configuration has none"
+                    return
+            return
         text = "it agrees with logits without the final softcap"
         for other in (None, float(f"{low:.3g}"), low):
             vars(config)["final_logit_softcapping"] = other
@@ -398,6 +409,8 @@ def scaled(row: Row) -> str:
     power = math.log2(factor)
     if abs(power - round(power)) < 1e-3 and round(power):
         return f"it is 2^{round(power)} times the right one"
+    if not row.where:  # every number is a multiple of another
+        return ""
     part = math.log2(abs(row.factor)) if row.factor else 0.0
     if abs(part - round(part)) < 0.05:
         sign = "+" if row.factor > 0 else "-"
