@@ -1094,6 +1094,34 @@ def test_other_ranks_wait_and_read(make, text, tmp_path):
         prepared(config, main=False, broadcast=lambda name: absent.name)
 
 
+GOOD = [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "ids, labels, message",
+    [
+        ([GOOD, GOOD], [GOOD, [1, 2]], "row 2: it has 3 input_ids and 2 labels"),
+        ([GOOD, None], [GOOD, GOOD], "row 2: it has 0 input_ids and 3 labels"),
+        ([GOOD, [1, None, 3]], [GOOD, GOOD], "row 2: a token in it is null"),
+        ([GOOD, [1, 5000, 3]], [GOOD, GOOD], "row 2: token 5000 is not in the model's vocabulary"),
+        ([GOOD, [1, IGNORE, 3]], [GOOD, GOOD], "row 2: token -100 is not in the model's vocab"),
+        ([GOOD, GOOD], [GOOD, [1, 2, 5000]], "row 2: token 5000 is not in the model's vocabulary"),
+        ([[1.5, 2.5]], [[1, 2]], "the column `input_ids` must hold lists of integers, not list"),
+        (["text"], [GOOD], "the column `input_ids` must hold lists of integers, not string"),
+    ],
+)
+def test_a_saved_set_with_unusable_rows_is_refused(ids, labels, message, tmp_path, make):
+    config = make(skip_prepare_dataset=True, dataset_prepared_path=str(tmp_path / "own"))
+
+    def read(**columns):
+        datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "own")
+        return prepared(config)
+
+    assert len(read(input_ids=[GOOD], labels=[[IGNORE, 2, 3]])) == 1
+    with pytest.raises(ValueError, match=f"^data.skip_prepare_dataset: .*{message}"):
+        read(input_ids=ids, labels=labels)
+
+
 def test_skip_prepare_dataset(make, text, tmp_path):
     with pytest.raises(
         FileNotFoundError, match=r"data.skip_prepare_dataset: no prepared data set at"

@@ -17,12 +17,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from tilewright.files import replace_folder
 from tilewright.trainer import sealed
 from tilewright.trainer.cache_key import cache_key
 from tilewright.trainer.config import Config, Dataset
-from tilewright.trainer.encode import REPLAYED, ROUTES, SCHEMA, has_target
+from tilewright.trainer.encode import COLUMNS, REPLAYED, ROUTES, SCHEMA, has_target
+from tilewright.trainer.loss import IGNORE
 from tilewright.trainer.prepare import Counts, Writer, prepare_entry, split_file
 from tilewright.trainer.routes import Routes
 from tilewright.trainer.rows import MOST_ROWS
@@ -161,7 +164,7 @@ def prepare(
     data = config.data
     root = pathlib.Path(data.dataset_prepared_path)
     if is_saved(config):
-        return _saved(root, entries is data.test_datasets, routes, check=main)
+        return _saved(root, entries is data.test_datasets, vocab, routes, check=main)
     for entry in entries:
         if pathlib.Path(entry.path).is_dir() and root.resolve().is_relative_to(
             pathlib.Path(entry.path).resolve()
@@ -218,9 +221,10 @@ def is_saved(config: Config) -> bool:
     return data.skip_prepare_dataset and saved.is_file()
 
 
-def _saved(root: pathlib.Path, test: bool, routes: Routes | None, check: bool):
+def _saved(root: pathlib.Path, test: bool, vocab: int, routes: Routes | None, check: bool):
     """A set that the datasets package saved, with the columns of a prepared one.   check: read
-    all recorded routes, since an expert that does not exist would end a GPU run without a sentence.
+    all tokens and recorded routes, since a token or an expert that does not exist would end a GPU
+    run without a sentence.
     """
     import datasets
 
@@ -242,12 +246,53 @@ def _saved(root: pathlib.Path, test: bool, routes: Routes | None, check: bool):
         raise ValueError(
             f"data.skip_prepare_dataset: {root} has no column {' or '.join(sorted(absent))}"
         )
-    if routes is not None and check:
+    for name in COLUMNS:
+        kind = prepared.data.column(name).type
+        if not pa.types.is_integer(getattr(kind, "value_type", pa.null())):
+            raise ValueError(
+                f"data.skip_prepare_dataset: {root}: the column `{name}` must hold lists of "
+                f"integers, not {kind}"
+            )
+    if check:
         try:
-            routes.check(*(prepared.data.column(name) for name in (ROUTES, "input_ids")))
+            _check_samples(prepared, vocab)
+            if routes is not None:
+                routes.check(*(prepared.data.column(name) for name in (ROUTES, "input_ids")))
         except ValueError as error:
             raise ValueError(f"data.skip_prepare_dataset: {root}: {error}") from error
     return prepared
+
+
+def _check_samples(prepared, vocab: int) -> None:
+    """Raises ValueError, with the row, if the encoder of tokenized rows would have refused one."""
+    rows = prepared.select_columns(list(COLUMNS)).with_format("arrow")
+    for first in range(0, len(rows), MOST_ROWS):
+        part = rows[first : first + MOST_ROWS]
+        lists = [part.column(name).combine_chunks() for name in COLUMNS]
+        ids, labels = (
+            pc.fill_null(pc.list_value_length(column), -1).to_numpy() for column in lists
+        )
+        if (ids != labels).any() or (ids < 0).any():
+            at = int(((ids != labels) | (ids < 0)).argmax())
+            found = [
+                f"{max(0, n[at])} {name}" for n, name in ((ids, "input_ids"), (labels, "labels"))
+            ]
+            raise ValueError(f"row {first + at + 1}: it has {' and '.join(found)}")
+        row_of = np.repeat(np.arange(len(ids)), ids)
+        for column, accepted in zip(lists, (None, IGNORE), strict=True):
+            flat = column.flatten()
+            tokens = flat.fill_null(-1).to_numpy(zero_copy_only=False)
+            wrong = ((tokens < 0) | (tokens >= vocab)) & (tokens != accepted)
+            if wrong.any():
+                at = int(wrong.argmax())
+                raise ValueError(
+                    f"row {first + row_of[at] + 1}: "
+                    + (
+                        f"token {tokens[at]} is not in the model's vocabulary of {vocab}"
+                        if flat[at].is_valid
+                        else "a token in it is null"
+                    )
+                )
 
 
 def split_validation(dataset, size: int | float | None, seed: int):
