@@ -1,0 +1,170 @@
+"""Writes what a version of the library writes, so that a later one can be held to read it.
+
+    python -m tests.written.make FOLDER
+
+FOLDER gets runs/<kind>, each a configuration, its data and a checkpoint after two steps, with the
+losses of four; quantized/<format>, a saved model and its logits; adapter, LoRA weights in PEFT's
+files with the logits of the model that had them; and written.json, which says by what. Made once a
+version, from a clean commit, and committed: tests/trainer/test_written.py reads it.
+"""
+
+import json
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+
+import torch
+import yaml
+
+SHAPE = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {
+    **SHAPE,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+LORA = {"enable_lora": True, "lora_rank": 4, "lora_alpha": 8}
+NF4 = {**LORA, "enable_qlora": True, "quant_format": "nf4", "quant_group_size": 64}
+STEPS, STOPPED = 4, 2
+# kind -> model, ranks, section -> fields
+RUNS = {
+    "dense": (SHAPE, 1, {"train": {"optimizer": "muon"}}),
+    "lora": (SHAPE, 1, {"lora": LORA}),
+    "qlora": (SHAPE, 1, {"lora": NF4}),
+    "experts": (EXPERTS, 1, {}),
+    "two_ranks": (SHAPE, 2, {"train": {"data_parallel_mode": "fsdp2"}}),
+}
+FORMATS = ("nf4", "nvfp4", "mxfp8", "block_fp8")
+TOKENS = [[(5 * i + j * j) % 64 for j in range(16)] for i in range(2)]
+
+
+def train(folder, ranks, *arguments):
+    """A user's command, in the folder that the configuration's paths are relative to."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [*launch, "-m", "tilewright.trainer.train", "config.yaml", *arguments]
+    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+def losses(folder):
+    lines = (folder / "out/metrics.jsonl").read_text().splitlines()
+    return {str(row["step"]): row["loss"] for row in map(json.loads, lines) if "loss" in row}
+
+
+def configuration(fields, base):
+    tree = {
+        "model": {"model_path": base} if base else {"config_path": "model"},
+        "data": {
+            "datasets": [{"path": "tokens.jsonl"}],
+            "dataset_prepared_path": "prepared",
+            "sample_packing_sequence_len": 32,
+            "pad_to_multiple_of": 8,
+        },
+        "train": {
+            "output_dir": "out",
+            "data_parallel_mode": "none",
+            "lr": 1e-2,
+            "max_steps": STEPS,
+            "save_steps": STOPPED,
+            "save_epochs": 0,
+            "enable_mixed_precision": False,
+            "enable_gradient_checkpointing": False,
+        },
+    }
+    for section, more in fields.items():
+        tree.setdefault(section, {}).update(more)
+    return tree
+
+
+def write_run(folder, shape, ranks, fields, base):
+    (folder / "model").mkdir(parents=True)
+    (folder / "model/config.json").write_text(json.dumps(shape))
+    (folder / "config.yaml").write_text(yaml.safe_dump(configuration(fields, base)))
+    draw = random.Random(0)
+    samples = ([draw.randrange(1, 64) for _ in range(draw.randrange(8, 28))] for _ in range(40))
+    text = "".join(json.dumps({"input_ids": s}) + "\n" for s in samples)
+    (folder / "tokens.jsonl").write_text(text)
+    train(folder, ranks)
+    (folder / "losses.json").write_text(json.dumps(losses(folder), indent=1) + "\n")
+    for path in (*(folder / "out").iterdir(), folder / "prepared"):
+        if path.name != "checkpoints":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.rmtree(folder / f"out/checkpoints/global_step_{STEPS}")
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.tensor(TOKENS)).logits.float()
+
+
+def small_model():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    more = {k: v for k, v in SHAPE.items() if k not in ("model_type", "architectures")}
+    return Qwen3ForCausalLM(Qwen3Config(**more)).eval()
+
+
+def write_models(folder):
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    from tilewright.integrations.transformers import TilewrightConfig
+    from tilewright.nn import add_lora, save_adapter
+
+    base = folder / "base"
+    small_model().to(torch.bfloat16).save_pretrained(base)  # as NVFP4 and FP8 are read
+    for name in FORMATS:
+        to = folder / "quantized" / name
+        how = TilewrightConfig(name)
+        model = AutoModelForCausalLM.from_pretrained(
+            base, quantization_config=how, dtype=torch.bfloat16
+        )
+        model.save_pretrained(to)
+        save_file({"logits": logits(model)}, to / "expected.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    add_lora(model, rank=4, alpha=8)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    save_adapter(model, folder / "adapter")
+    save_file({"logits": logits(model)}, folder / "adapter/expected.safetensors")
+
+
+def main(folder):
+    from tilewright import _version
+
+    write_models(folder)
+    for kind, (shape, ranks, fields) in RUNS.items():
+        base = "../../base" if "lora" in fields else None
+        write_run(folder / "runs" / kind, shape, ranks, fields, base)
+    commit, date = subprocess.run(
+        ["git", "show", "-s", "--format=%h %cs"], capture_output=True, text=True, check=True
+    ).stdout.split()
+    about = {
+        "version": _version.__version__,
+        "commit": commit,
+        "date": date,
+        "torch": torch.__version__,
+    }
+    (folder / "written.json").write_text(json.dumps(about, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]).absolute())
