@@ -34,7 +34,7 @@ endif
 TRAINER_STAMP := $(VENV)/.trainer
 BUILT_STAMP := $(VENV)/.built
 
-.PHONY: setup lock newest build demo test pytest beside lint gate gate-all ptx-all whole gpu-cache bench report docs wheel clean
+.PHONY: setup lock newest build demo quick test pytest beside lint gate gate-all ptx-all whole gpu-cache bench report docs wheel clean
 
 # pip would build the C++ extension in a folder that it removes; built in place, the next build finds the objects.
 BUILD_CPP = mkdir -p build && { $(BIN)/python setup.py -q build_ext --inplace > build/cpp.log 2>&1 \
@@ -138,10 +138,17 @@ test: $(STAMP)
 	$(MAKE) -j 2 build .cache/smollm2/config.json
 	$(MAKE) -j 2 pytest beside
 
+# Before every commit: the linters, and a test of everything that matters, in under two minutes on two idle cores.
+quick: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q -n 2 --dist load @tests/quick.txt
+
 # What was built must run: without it thousands of tests would be skipped.
 pytest: export TILEWRIGHT_REQUIRE ?= cpp,triton
 pytest: $(STAMP)
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=30
 
 beside:
 	nice $(MAKE) lint

@@ -14,8 +14,8 @@ import torch
 from shakespeare import windows
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from tilewright.adapt import add_lora, merge_and_unload, quantize_model, save_adapter, set_noise
 from tilewright.integrations.transformers import accelerate
+from tilewright.nn import add_lora, merge_and_unload, quantize_model, save_adapter, set_noise
 from tilewright.ops import AQN
 
 TINY = LlamaConfig(

@@ -25,8 +25,8 @@ import torch
 from measurement import ROOT, where
 from torch.nn import functional as F
 
-from tilewright import adapt, ops
-from tilewright.lora import QuantFormat
+from tilewright import nn, ops
+from tilewright.nn import QuantFormat
 from tilewright.trainer import hf
 from tilewright.trainer.model import Ops, Transformer
 
@@ -57,7 +57,7 @@ def model(format=None) -> Transformer:
     with torch.device("meta"):
         made = Transformer(hf.load_config(WEIGHTS), Ops.resolve())
     if format is not None:
-        adapt.quantize_model(made, format)
+        nn.quantize_model(made, format)
     made.to_empty(device="cpu")
     made.tie()
     hf.load_weights(made, WEIGHTS)
@@ -90,9 +90,9 @@ def errors(write: Callable[[list], None]) -> list[dict[str, Any]]:
             loss += F.cross_entropy(logits[:-1], window[1:]).item()
         n = len(windows)
         weights = [
-            (math.prod(adapt.shape_of(p)), q.nbytes)
-            for _, p in adapt.base_weights(made)
-            for q in adapt.quantized(p)
+            (math.prod(nn.shape_of(p)), q.nbytes)
+            for _, p in nn.base_weights(made)
+            for q in nn.quantized(p)
         ]
         bits = 16.0 if not weights else 8 * sum(b for _, b in weights) / sum(e for e, _ in weights)
         return {

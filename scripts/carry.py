@@ -121,7 +121,7 @@ def own_kernels() -> set[str]:
     """The names of this library's Triton kernels."""
     return {
         node.name
-        for path in KERNELS.glob("*.py")
+        for path in KERNELS.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef)
         and any("jit" in ast.unparse(d) for d in node.decorator_list)

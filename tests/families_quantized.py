@@ -38,11 +38,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from isolated import Died, isolated
 from small_models import EVERY, build, kinds
 
-from tilewright import ImplementationUnavailable, adapt
+from tilewright import ImplementationUnavailable
 from tilewright.integrations.transformers import TilewrightConfig, quantized_config
-from tilewright.lora import QuantizedLinear
-from tilewright.ops.nf4_format import NF4
-from tilewright.ops.quantized_linear import dequantize
+from tilewright.nn import QuantizedLinear
+from tilewright.nn.quantize import linear_layers
+from tilewright.ops.quant.nf4_format import NF4
+from tilewright.ops.quant.quantized_linear import dequantize
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Group sizes that divide the widths of small models.
@@ -171,7 +172,7 @@ def _of_format(
 
 def by_hand(model: Any, config: TilewrightConfig) -> tuple[Any, list[str]]:
     """A dense model with its weights quantized and dequantized, and the paths of these layers."""
-    paths, _ = adapt.linear_layers(model, config.modules_to_not_convert)
+    paths, _ = linear_layers(model, config.modules_to_not_convert)
     with torch.no_grad():
         for path in paths:
             weight = model.get_submodule(path).weight

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright import platform
-from tilewright.registry import FLOATS, ImplementationUnavailable, short
+from tilewright.core.registry import FLOATS, ImplementationUnavailable, short
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -198,8 +198,8 @@ def _fork(rank, world, fn, number, *arguments):
 
 def as_on_a_gpu(monkeypatch):
     """Skips checks of targets, as for CUDA tensors, and uses PyTorch's products."""
-    monkeypatch.setattr("tilewright.ops._targets._may_read", lambda target: False)
-    monkeypatch.setattr("tilewright.ops._products.takes", lambda dtype: False)
+    monkeypatch.setattr("tilewright.ops.loss.targets._may_read", lambda target: False)
+    monkeypatch.setattr("tilewright.ops.products.takes", lambda dtype: False)
 
 
 # PyTorch operators without a launch: allocations and views, and wrappers whose copy, if any, is an
@@ -237,7 +237,7 @@ def launches(monkeypatch, run):
     """What run() would launch on a GPU, in order: kernels of softmax_stats_triton by name, which
     are not run, and PyTorch's operators that compute something or synchronize.
     """
-    from tilewright.kernels import softmax_stats_triton as kernels
+    from tilewright.kernels.loss import softmax_stats_triton as kernels
 
     as_on_a_gpu(monkeypatch)
 

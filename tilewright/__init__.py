@@ -3,9 +3,10 @@ must equal.
 """
 
 import importlib
+import pathlib
 
 from tilewright._version import __version__
-from tilewright.registry import Implementation, ImplementationUnavailable, Op
+from tilewright.core.registry import Implementation, ImplementationUnavailable, Op
 from tilewright.selection import register_implementation, resolve, use
 
 __all__ = [
@@ -20,13 +21,13 @@ __all__ = [
     "verify",
 ]
 
+__path__.append(str(pathlib.Path(__file__).with_name("_moved")))
+
+# What imports the ops, which the rest does not need.
+_LATER = {"quantize_": "tilewright.nn", "verify": "tilewright.tools.verify"}
+
 
 def __getattr__(name: str):
-    if name == "quantize_":  # imports the ops, which the rest does not need
-        from tilewright.adapt import quantize_
-
-        return quantize_
-    if name == "verify":
-        # By name, as the command finds it: the rest of the library may not import tools.
-        return importlib.import_module("tilewright.tools.verify").verify
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

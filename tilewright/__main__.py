@@ -8,9 +8,10 @@ import sys
 
 import torch
 
-from tilewright import __version__, platform, registry, selection
-from tilewright import explain as explanation
-from tilewright.registry import Op
+from tilewright import __version__, platform, selection
+from tilewright.core import explain as explanation
+from tilewright.core import registry
+from tilewright.core.registry import Op
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Tools for other people's code: the module, whose main(arguments) returns the exit status, and the

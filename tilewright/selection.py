@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tilewright.installed import installed
-from tilewright.registry import PINS, WATCHERS, Implementation, Op, instead_of
+from tilewright.core.installed import installed
+from tilewright.core.registry import PINS, WATCHERS, Implementation, Op, instead_of
 
 
 def operations() -> dict[str, Op]:

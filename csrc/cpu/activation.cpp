@@ -1,4 +1,4 @@
-// silu(gate) * up and gelu(gate) * up on the CPU. The definition is tilewright/ops/activation.py.
+// silu(gate) * up and gelu(gate) * up on the CPU. The definition is tilewright/ops/activation/activation.py.
 //
 // gate and up are [rows, I] with their own row strides, so that the halves of a packed [rows, 2I] tensor need no copy;
 // the backward writes into halves of a packed gradient the same way.

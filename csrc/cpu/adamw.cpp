@@ -1,4 +1,4 @@
-// AdamW over many tensors on the CPU, in place. The definition is tilewright/ops/adamw.py.
+// AdamW over many tensors on the CPU, in place. The definition is tilewright/ops/optim/adamw.py.
 //
 // Each element is read once and written once. A task is a piece of one tensor.
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Adaptive quantization noise alone. The definition is tilewright/ops/aqn.py.
+// Adaptive quantization noise alone. The definition is tilewright/ops/quant/aqn.py.
 #include <algorithm>
 
 #include "cpu/aqn.h"

@@ -1,5 +1,5 @@
 // Adaptive quantization noise on the CPU: normal values, for other kernels to add. The definition is
-// tilewright/ops/aqn.py; the arithmetic is that of tilewright/kernels/aqn_triton.py, which explains it.
+// tilewright/ops/quant/aqn.py; the arithmetic is that of tilewright/kernels/quant/aqn_triton.py, which explains it.
 #pragma once
 
 #include "cpu/quantize.h"

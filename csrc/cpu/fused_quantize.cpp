@@ -1,5 +1,5 @@
 // silu(gate) * up, RMSNorm and add + RMSNorm with FP8 results on the CPU, in blocks of 1 x 128, or in MXFP8. The
-// definitions are tilewright/ops/fused_quantize.py. Values are rounded to the inputs' dtype before quantization, in a
+// definitions are tilewright/ops/fused_quantize/fused_quantize.py. Values are rounded to the inputs' dtype before quantization, in a
 // buffer that stays in cache: the bytes are those of the two ops in sequence.
 #include <algorithm>
 

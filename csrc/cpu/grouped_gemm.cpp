@@ -1,4 +1,4 @@
-// One product per expert on the CPU. The definition is tilewright/ops/grouped_gemm.py.
+// One product per expert on the CPU. The definition is tilewright/ops/moe/grouped_gemm.py.
 //
 // R = rows, E = experts, x [R, K], weight [E, N, K], dy and y [R, N]. A single thread computes each result element,
 // summed in an order that depends on shapes alone: the same bits on any number of threads, for products that are

@@ -1,4 +1,4 @@
-// The block Hadamard transform on the CPU. The definition is tilewright/ops/hadamard.py.
+// The block Hadamard transform on the CPU. The definition is tilewright/ops/quant/hadamard.py.
 #include "cpu/hadamard.h"
 
 namespace tw {

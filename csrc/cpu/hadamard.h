@@ -1,5 +1,5 @@
 // The block Hadamard transform of a row, for the op and for the quantization that follows it. The definition is
-// tilewright/ops/hadamard.py.
+// tilewright/ops/quant/hadamard.py.
 //
 // Sums are in the definition's order, and products are by +-1 or one rounded product at the end: the same bits.
 #pragma once

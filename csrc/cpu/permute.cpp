@@ -1,5 +1,5 @@
 // Sorting slots by expert, and moving rows there and back, on the CPU. The definitions are in
-// tilewright/ops/permute.py.
+// tilewright/ops/moe/permute.py.
 //
 // T = tokens, K = experts per token, R = T * K slots and rows, E = experts, H = columns. The counting sort splits slots
 // into chunks that depend on R alone. Rows move by token: a row of x is read once and written K times, or K rows are

@@ -1,5 +1,5 @@
 // RMSNorm of each head of q and k and rotary embedding, from a merged projection, on the CPU. The definition is
-// tilewright/ops/qk_norm_rope.py.
+// tilewright/ops/rope/qk_norm_rope.py.
 //
 // qkv is [B, S, (HQ + 2 HK) D] with a contiguous last dimension; q, k, v and their gradients are [B, H, S, D] with any
 // other strides. q and k may be those in qkv. Sums as in rmsnorm.cpp: a head's in float over SUM_BLOCK elements, the

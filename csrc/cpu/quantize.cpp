@@ -1,5 +1,5 @@
 // NF4, NVFP4, block-scaled FP8 and MXFP8 on the CPU. The definitions are tilewright/ops/{nf4,nvfp4,block_fp8,mxfp8}.py,
-// and tilewright/ops/quantize.py for the rounding; quantized bytes are the same there and here.
+// and tilewright/ops/quant/quantize.py for the rounding; quantized bytes are the same there and here.
 //
 // Quantizing is plain loops that the compiler vectorizes. Table lookups of codes are written for the byte shuffles and
 // permutations of each instruction set, since a loop over a table becomes one scalar load per element.

@@ -1,5 +1,5 @@
 // Shared code of the CPU kernels that quantize: rounding to few bits, random bits, checks. The definitions are in
-// tilewright/ops/quantize.py.
+// tilewright/ops/quant/quantize.py.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// y = x w^T of few rows x and a quantized matrix w, on the CPU. The definition is tilewright/ops/quantized_linear.py.
+// y = x w^T of few rows x and a quantized matrix w, on the CPU. The definition is tilewright/ops/quant/quantized_linear.py.
 //
 // T = rows of x, N = rows of w, K = columns. A few rows of w are dequantized, a piece of columns at a time, in the
 // first-level cache, and multiplied by all rows of x while they are there: a weight's codes are read from memory once,

@@ -1,4 +1,4 @@
-// RMSNorm and add + RMSNorm on the CPU. The definition is tilewright/ops/rmsnorm.py.
+// RMSNorm and add + RMSNorm on the CPU. The definition is tilewright/ops/norm/rmsnorm.py.
 //
 // Rows = all leading dimensions, D = the last one; with a 2-D weight [H, D], row r uses its row r % H. A row's sums are
 // in float over SUM_BLOCK columns and in double over the blocks; those of the weight and bias gradients in float over

@@ -1,5 +1,5 @@
 // The rows of RMSNorm, for the op and for the quantization that follows it. The definition is
-// tilewright/ops/rmsnorm.py.
+// tilewright/ops/norm/rmsnorm.py.
 #pragma once
 
 #include <algorithm>

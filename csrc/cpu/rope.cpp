@@ -1,4 +1,4 @@
-// Rotary position embedding on the CPU. The definition is tilewright/ops/rope.py.
+// Rotary position embedding on the CPU. The definition is tilewright/ops/rope/rope.py.
 //
 // q and k are [B, H, S, D] with any strides but a contiguous last dimension; the output may be the input. The tables are
 // [P, R / 2] float; `positions` [B, S] picks their rows (none: row s). sign -1 is the inverse rotation: the backward.

@@ -1,5 +1,5 @@
 // The rotation of one head, and the checks of its tables, for the op and for the one that first normalizes heads. The
-// definition is tilewright/ops/rope.py.
+// definition is tilewright/ops/rope/rope.py.
 #pragma once
 
 #include "cpu/common.h"

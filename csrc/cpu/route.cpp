@@ -1,4 +1,4 @@
-// Top-k routing of tokens to experts on the CPU. The definition, and the formulas, are in tilewright/ops/route.py.
+// Top-k routing of tokens to experts on the CPU. The definition, and the formulas, are in tilewright/ops/moe/route.py.
 //
 // T = tokens, E = experts, K = experts per token. A row of logits is a few hundred elements and stays in the
 // first-level cache; each step over it is a loop that vectorizes. Choices compare integers in the order of their

@@ -1,5 +1,5 @@
 // Statistics of rows of logits, and their gradient, on the CPU. The definition, and the formulas, are in
-// tilewright/ops/_softmax_stats.py.
+// tilewright/ops/loss/softmax_stats.py.
 //
 // T = rows, V = columns. Rows are contiguous, with any row stride >= V. A row is processed once, in blocks of SUM_BLOCK
 // that stay in the first-level cache: z of the block and its maximum, then its sums relative to the largest z so far.

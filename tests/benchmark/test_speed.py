@@ -15,8 +15,8 @@ from tilewright.bench import contract, run
 from tilewright.bench.peer import Unsupported
 from tilewright.bench.peers import PEERS
 from tilewright.bench.providers import BASELINES, gate, providers
+from tilewright.core.registry import short
 from tilewright.ops import OPS
-from tilewright.registry import short
 
 
 def grid():

@@ -24,8 +24,8 @@ from helpers import (
 
 from tilewright import ImplementationUnavailable, ops
 from tilewright.integrations import transformers as integration
-from tilewright.ops.attention import ATTENTION
-from tilewright.ops.moe import MOE_MLP
+from tilewright.ops.attention.attention import ATTENTION
+from tilewright.ops.moe.moe import MOE_MLP
 from tilewright.trainer.model import Ops
 
 pytestmark = pytest.mark.packages

@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
 from transformers.quantizers.base import HfQuantizer  # noqa: E402
 
-from tilewright import adapt, ops  # noqa: E402
-from tilewright.adapt import add_lora, quantize_  # noqa: E402
+from tilewright import nn as twnn  # noqa: E402
+from tilewright import ops  # noqa: E402
+from tilewright.core.registry import ImplementationUnavailable  # noqa: E402
 from tilewright.integrations.transformers import (  # noqa: E402
     TilewrightConfig,
     accelerate,
@@ -30,9 +31,16 @@ from tilewright.integrations.transformers import (  # noqa: E402
     quantized_config,
 )
 from tilewright.integrations.transformers.quantizer import TilewrightHfQuantizer  # noqa: E402
-from tilewright.lora import LoRALinear, QuantFormat, QuantizedLinear  # noqa: E402
-from tilewright.nn import RowBlockLinear  # noqa: E402
-from tilewright.registry import ImplementationUnavailable  # noqa: E402
+from tilewright.nn import (  # noqa: E402
+    LoRALinear,
+    QuantFormat,
+    QuantizedLinear,
+    RowBlockLinear,
+    add_lora,
+    quantize_,
+)
+from tilewright.nn.modules_to_save import saved_modules  # noqa: E402
+from tilewright.nn.weights import adapted  # noqa: E402
 
 pytestmark = pytest.mark.packages
 
@@ -349,7 +357,7 @@ def test_the_inner_model_is_saved_too_and_another_dtype_is_loaded(dense, tmp_pat
     half = again(tmp_path / "whole", dtype=torch.float16)
     assert {p.dtype for p in half.parameters()} == {torch.float16}
     assert {q.dtype for m in layers(half).values() for q in m.weights()} == {torch.float16}
-    assert logits(adapt.merge_and_unload(half)).dtype == torch.float16
+    assert logits(twnn.merge_and_unload(half)).dtype == torch.float16
 
 
 def test_a_loaded_model_is_dequantized_adapted_and_trained(dense, tmp_path):
@@ -364,7 +372,7 @@ def test_a_loaded_model_is_dequantized_adapted_and_trained(dense, tmp_path):
     rows = [{"input_ids": IDS[0], "labels": IDS[0]}]
     transformers.Trainer(model=model, args=arguments, train_dataset=rows)  # or raises
     want, twin = logits(model), copy.deepcopy(model)
-    for plain in (model.dequantize(), adapt.merge_and_unload(twin)):
+    for plain in (model.dequantize(), twnn.merge_and_unload(twin)):
         assert not layers(plain) and not hasattr(plain.config, "quantization_config")
         torch.testing.assert_close(logits(plain), want, rtol=1e-4, atol=1e-4)
     model.save_pretrained(tmp_path / "plain")
@@ -690,7 +698,7 @@ def test_options_of_adapters_that_cannot_be_are_refused(options, message):
     quantize_(model, modules_to_not_convert=["mlp"], quiet=True)
     with pytest.raises(ValueError, match=message):
         add_lora(model, rank=2, **options)
-    assert not any(True for _ in adapt.adapted(model))
+    assert not any(True for _ in adapted(model))
     with pytest.raises(TypeError, match="modules_to_save must be a list of names, got the text"):
         add_lora(model, modules_to_save="lm_head")
 
@@ -703,10 +711,10 @@ def test_modules_to_save_are_trained_and_read_by_peft(tmp_path, capsys):
     add_lora(model, ["q_proj"], rank=2, alpha=4, use_rslora=True, **options)
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     assert "lm_head.weight" in trained and len(trained) == 5
-    adapt.print_trainable_parameters(model)
+    twnn.print_trainable_parameters(model)
     every = sum(p.numel() for p in model.parameters())
     assert f"trainable params: 6,656 || all params: {every:,} ||" in capsys.readouterr().out
-    adapt.print_trainable_parameters(nn.Identity())
+    twnn.print_trainable_parameters(nn.Identity())
     assert "all params: 0 || trainable%: 0.0000" in capsys.readouterr().out
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     for _ in range(2):
@@ -714,8 +722,8 @@ def test_modules_to_save_are_trained_and_read_by_peft(tmp_path, capsys):
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
-    adapt.save_adapter(model, tmp_path / "adapter")
-    written = json.loads((tmp_path / "adapter" / adapt.ADAPTER_CONFIG).read_text())
+    twnn.save_adapter(model, tmp_path / "adapter")
+    written = json.loads((tmp_path / "adapter" / twnn.ADAPTER_CONFIG).read_text())
     assert (written["lora_dropout"], written["modules_to_save"]) == (0.25, ["lm_head"])
     theirs = peft.PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter")
     torch.testing.assert_close(logits(theirs), logits(model), rtol=1e-4, atol=1e-4)
@@ -723,14 +731,14 @@ def test_modules_to_save_are_trained_and_read_by_peft(tmp_path, capsys):
     theirs.save_pretrained(tmp_path / "theirs")
     for folder in ("adapter", "theirs"):
         ours = load(tmp_path / "base")
-        adapt.load_adapter(ours, tmp_path / folder)
+        twnn.load_adapter(ours, tmp_path / folder)
         assert torch.equal(logits(ours), logits(model))
         assert ours.lm_head.weight.requires_grad
         assert ours.model.layers[0].self_attn.q_proj.dropout == 0.25
     with pytest.raises(ValueError, match="adapters of the file and of the model differ in lm_head"):
         other = load(tmp_path / "base")
         add_lora(other, ["q_proj"], rank=2, alpha=4, rslora=True)
-        adapt.load_adapter(other, tmp_path / "adapter")
+        twnn.load_adapter(other, tmp_path / "adapter")
     for found, message in (
         ("lm_head", "modules_to_save must be a list of names, got 'lm_head'"),
         (["nosuch"], r"base_model\.model\.lm_head\.weight is not supported"),
@@ -739,12 +747,12 @@ def test_modules_to_save_are_trained_and_read_by_peft(tmp_path, capsys):
             r"modules_to_save has \S*norm with \{\}, the model \{'weight': \(64,\)",
         ),
     ):
-        file = tmp_path / "adapter" / adapt.ADAPTER_CONFIG
+        file = tmp_path / "adapter" / twnn.ADAPTER_CONFIG
         file.write_text(json.dumps({**written, "modules_to_save": found}))
         with pytest.raises(ValueError, match=message):
-            adapt.load_adapter(load(tmp_path / "base"), tmp_path / "adapter")
-    adapt.merge_and_unload(ours)
-    assert not list(adapt.saved_modules(ours)) and not ours.lm_head.weight.requires_grad
+            twnn.load_adapter(load(tmp_path / "base"), tmp_path / "adapter")
+    twnn.merge_and_unload(ours)
+    assert not list(saved_modules(ours)) and not ours.lm_head.weight.requires_grad
     torch.testing.assert_close(logits(ours), logits(model), rtol=1e-4, atol=1e-4)
 
 
@@ -767,15 +775,15 @@ def test_saved_modules_keep_their_counters_and_errors_name_the_folder(tmp_path):
     first, second = model(), model()
     add_lora(first, ["up_proj"], rank=2, modules_to_save=["norm"])
     first["norm"](torch.randn(4, 64))
-    adapt.save_adapter(first, tmp_path / "a", base_model="base")
-    adapt.load_adapter(second, tmp_path / "a")
+    twnn.save_adapter(first, tmp_path / "a", base_model="base")
+    twnn.load_adapter(second, tmp_path / "a")
     assert second["norm"].num_batches_tracked == 1
 
     apart, tied = tiny(), tiny(tie_word_embeddings=True)
     add_lora(apart, rank=2, modules_to_save=["lm_head"])
-    adapt.save_adapter(apart, tmp_path / "b", base_model="base")
+    twnn.save_adapter(apart, tmp_path / "b", base_model="base")
     with pytest.raises(ValueError, match=rf"^{tmp_path / 'b'}: modules_to_save: lm_head shares"):
-        adapt.load_adapter(tied, tmp_path / "b")
+        twnn.load_adapter(tied, tmp_path / "b")
 
 
 @pytest.mark.parametrize("format", ["nf4", "nvfp4", "block_fp8", "mxfp8"])
@@ -811,7 +819,7 @@ def test_peft_trains_saves_and_merges_over_quantized_layers(format, dense, tmp_p
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(peft.PeftModel.from_pretrained(base(), tmp_path).eval()), want)
     loaded = base()
-    adapt.load_adapter(loaded, tmp_path)
+    twnn.load_adapter(loaded, tmp_path)
     torch.testing.assert_close(logits(loaded), want, rtol=1e-4, atol=1e-4)
     with model.disable_adapter():
         assert torch.equal(logits(model), logits(base()))

@@ -17,7 +17,12 @@ transformers = pytest.importorskip(
 
 from transformers.models.llama import modeling_llama  # noqa: E402
 
-from tilewright import ImplementationUnavailable, explain, ops, platform  # noqa: E402
+from tilewright import (  # noqa: E402
+    ImplementationUnavailable,
+    ops,
+    platform,
+)
+from tilewright.core import explain  # noqa: E402
 from tilewright.integrations.transformers import (  # noqa: E402
     PARTS,
     accelerate,

@@ -15,8 +15,8 @@ import trl_rows as rows
 from trl.trainer.utils import add_fused_lm_head
 from trl_rows import KINDS, LAYOUTS, LORA, eager_step, planted, step
 
+from tilewright.core.registry import ImplementationUnavailable
 from tilewright.integrations.trl import accelerate_trainer, build_trainer, head, trainers
-from tilewright.registry import ImplementationUnavailable
 
 pytestmark = pytest.mark.packages
 

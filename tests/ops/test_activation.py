@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright.bench import contract
 from tilewright.ops import gelu_mul, silu_mul
-from tilewright.ops.activation import GELU_MUL, SILU_MUL
+from tilewright.ops.activation.activation import GELU_MUL, SILU_MUL
 
 NAMES = SILU_MUL.names()
 assert GELU_MUL.names() == NAMES

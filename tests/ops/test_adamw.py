@@ -4,9 +4,9 @@ import pytest
 import torch
 from helpers import DEVICE, skip_unless_usable
 
+from tilewright.core.registry import short
 from tilewright.ops import adamw_
-from tilewright.ops.adamw import ADAMW
-from tilewright.registry import short
+from tilewright.ops.optim.adamw import ADAMW
 
 IMPLEMENTATIONS = pytest.mark.parametrize("name", ADAMW.names())
 F32, BF16 = torch.float32, torch.bfloat16

@@ -12,30 +12,24 @@ import torch
 from helpers import DEVICE, skip_unless_usable, with_dtypes
 from torch.utils.checkpoint import checkpoint
 
+from tilewright.core.registry import short
 from tilewright.ops import (
     AQN,
     add_rmsnorm,
-    aqn,
     aqn_noise,
     aqn_schedule,
-    block_fp8,
     dequantize_block_fp8,
     dequantize_mxfp8,
     dequantize_nf4,
     dequantize_nvfp4,
-    mxfp8,
-    nf4,
-    nf4_format,
-    nvfp4,
-    quantize,
     quantize_block_fp8,
     quantize_mxfp8,
     quantize_nf4,
     quantize_nvfp4,
     rmsnorm,
 )
-from tilewright.ops.rmsnorm import ADD_RMSNORM, RMSNORM
-from tilewright.registry import short
+from tilewright.ops.norm.rmsnorm import ADD_RMSNORM, RMSNORM
+from tilewright.ops.quant import aqn, block_fp8, mxfp8, nf4, nf4_format, nvfp4, quantize
 
 NOISE = AQN(0.5, seed=2**40 + 7, step=12, layer=3)
 EVERY = pytest.mark.parametrize("name", ["triton", "cpp", "eager"])

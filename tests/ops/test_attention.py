@@ -12,15 +12,16 @@ from helpers import DEVICE, skip_if_refused, skip_unless_usable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright import ImplementationUnavailable, platform
-from tilewright.ops import _attention_vendors, attention
-from tilewright.ops._attention_options import Variant
-from tilewright.ops.attention import (
+from tilewright.core.registry import FLOATS, short
+from tilewright.ops import attention
+from tilewright.ops.attention import vendors
+from tilewright.ops.attention.attention import (
     ATTENTION,
     Request,
     attention_part,
     attention_part_backward,
 )
-from tilewright.registry import FLOATS, short
+from tilewright.ops.attention.options import Variant
 
 EVERY = pytest.mark.parametrize("name", ATTENTION.names())
 DTYPES = pytest.mark.parametrize("dtype", FLOATS, ids=short)
@@ -262,7 +263,7 @@ def test_triton_masks_blocks_at_the_edge_alone(monkeypatch, window):
     if not platform.interpreting():
         pytest.skip("counts in Triton's interpreter, which TRITON_INTERPRET asks for")
     skip_unless_usable(ATTENTION, "triton", torch.float32)
-    from tilewright.kernels import attention_triton as k
+    from tilewright.kernels.attention import attention_triton as k
 
     masks, blocks = [], []
     monkeypatch.setattr(k, "_seen", lambda *a, own=k._seen: masks.append(own(*a)) or masks[-1])
@@ -568,7 +569,7 @@ def test_what_auto_takes_on_cuda(installed, capability, expected, monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
-    monkeypatch.setattr(_attention_vendors, "varlen", lambda: (None, True))
+    monkeypatch.setattr(vendors, "varlen", lambda: (None, True))
     asks = {
         "plain": Request(head_dim=128),
         "packed": Request(head_dim=128, packed=True, window=True, gradient=True),
@@ -591,7 +592,7 @@ def test_what_auto_takes_on_cuda(installed, capability, expected, monkeypatch):
     assert ATTENTION.choose("cuda", torch.bfloat16, Request(head_dim=512, sinks=True)) == "eager"
 
 
-@pytest.mark.parametrize("version", _attention_vendors.FLASH)
+@pytest.mark.parametrize("version", vendors.FLASH)
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("longest", [None, 7], ids=["read", "told"])
 @pytest.mark.parametrize(
@@ -657,7 +658,7 @@ def test_flash_attention_is_called_as_it_is_laid_out(
         return (out, None) if version.endswith("4") else out
 
     module = types.SimpleNamespace(flash_attn_func=stand_in, flash_attn_varlen_func=stand_in)
-    flash = _attention_vendors.FLASH[version]
+    flash = vendors.FLASH[version]
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, flash.module, module)
     tensors = qkv(9, dtype=torch.bfloat16)
@@ -710,11 +711,11 @@ def test_native_calls_varlen_attn_as_it_is_laid_out(grouped, cu, options, longes
         )
         return out.squeeze(0).transpose(0, 1)
 
-    monkeypatch.setattr(_attention_vendors, "varlen", lambda: (stand_in, grouped))
+    monkeypatch.setattr(vendors, "varlen", lambda: (stand_in, grouped))
     tensors = qkv(9, batch=1 if cu else 2)
     ends_ = torch.tensor(cu) if cu else None
     variant = Variant(**options, scale=0.3)
-    found = _attention_vendors.native()(*tensors, ends_, variant, None, longest)
+    found = vendors.native()(*tensors, ends_, variant, None, longest)
     expected = attention(*tensors, cu_seqlens=ends_, scale=0.3, implementation="eager", **options)
     torch.testing.assert_close(found, expected, **CLOSE)
     assert seen == ([([0, 4, 9], longest or 5)] if cu else [([0, 9, 18], 9)] if options else [])
@@ -722,7 +723,7 @@ def test_native_calls_varlen_attn_as_it_is_laid_out(grouped, cu, options, longes
 
 def test_flash_attention_that_is_not_here_says_so(monkeypatch):
     monkeypatch.setattr(platform, "no_cuda", lambda: "no CUDA device")
-    for name, flash in _attention_vendors.FLASH.items():
+    for name, flash in vendors.FLASH.items():
 
         def absent(distribution):
             raise importlib.metadata.PackageNotFoundError
@@ -978,6 +979,6 @@ def test_bad_input_is_one_clear_error(name, bad, error, message):
 def test_what_flash_attention_lacks_is_known_on_every_device(major, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (major, 0))
-    for flash in _attention_vendors.FLASH.values():
+    for flash in vendors.FLASH.values():
         assert flash.refuses(Request(head_dim=64)) is None
         assert flash.refuses(Request(head_dim=512)) is not None

@@ -6,8 +6,8 @@ from helpers import DEVICE, skip_unless_usable, threads
 
 from tilewright import ImplementationUnavailable
 from tilewright import ops as tw
+from tilewright.core.registry import short
 from tilewright.nn import ROWS, RowBlockLinear, in_row_blocks, linear_in_row_blocks
-from tilewright.registry import short
 from tilewright.selection import operations
 from tilewright.trainer.model import Transformer
 from tilewright.trainer.model_config import ModelConfig

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from helpers import DEVICE, join_group, processes
 
-from tilewright.ops import context_parallel as cp
-from tilewright.ops.attention import ATTENTION, Request, attention
-from tilewright.ops.context_parallel import (
+from tilewright.core.registry import ImplementationUnavailable
+from tilewright.ops.attention import context_parallel as cp
+from tilewright.ops.attention.attention import ATTENTION, Request, attention
+from tilewright.ops.attention.context_parallel import (
     ContextParallel,
     context_parallel_attention,
     positions,
     shard,
 )
-from tilewright.registry import ImplementationUnavailable
 
 S, D = 48, 8
 CROSSING = (0, 5, 5, 20, 21, 21, 40, 48)  # chunks begin at multiples of 6 or 12

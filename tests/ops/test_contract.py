@@ -11,11 +11,11 @@ from small_cases import differentiable
 from torch.utils import _pytree as pytree
 
 from tilewright.bench import contract, faults, margins, tensors
-from tilewright.cases import DETECTED
+from tilewright.core.cases import DETECTED
+from tilewright.core.registry import FLOATS, Implementation, Op, short
 from tilewright.ops import OPS, quantize_block_fp8, quantize_mxfp8, silu_mul
-from tilewright.ops.quantize import Quantized
-from tilewright.ops.quantized_linear import dequantize
-from tilewright.registry import FLOATS, Implementation, Op, short
+from tilewright.ops.quant.quantize import Quantized
+from tilewright.ops.quant.quantized_linear import dequantize
 
 
 def grid(tag):

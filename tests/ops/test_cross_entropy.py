@@ -22,15 +22,16 @@ from helpers import (
 )
 
 from tilewright.bench import contract
+from tilewright.core.registry import ImplementationUnavailable
 from tilewright.kernels.launchers import LossInputs, LossOutputs, Stats
-from tilewright.ops import OPS, _softmax_stats, _targets, checked_targets, cross_entropy
-from tilewright.ops._losses import Request
-from tilewright.ops._softmax_stats import StatsGradients
-from tilewright.ops.cross_entropy import CROSS_ENTROPY
-from tilewright.registry import ImplementationUnavailable
+from tilewright.ops import OPS, checked_targets, cross_entropy
+from tilewright.ops.loss import softmax_stats, targets
+from tilewright.ops.loss.cross_entropy import CROSS_ENTROPY
+from tilewright.ops.loss.losses import Request
+from tilewright.ops.loss.softmax_stats import StatsGradients
 
 # In `tilewright.ops` the name is the function.
-module = importlib.import_module("tilewright.ops.cross_entropy")
+module = importlib.import_module("tilewright.ops.loss.cross_entropy")
 
 FUSED = ("triton", "cpp")
 ALL = CROSS_ENTROPY.names()
@@ -55,7 +56,7 @@ def problem(T=9, V=37, dtype=torch.float32, seed=0):
 
 def fused(name):
     skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
-    return _softmax_stats.LOADERS[name]()
+    return softmax_stats.LOADERS[name]()
 
 
 # ---- against independent definitions, in float64
@@ -345,7 +346,7 @@ def test_gradient_of_every_statistic(name):
         for t in g:
             t[2] = 0
         leaf = x.detach().double().requires_grad_()
-        stats = _softmax_stats.stats_eager(leaf, y, weights, softcap, True, True, False)
+        stats = softmax_stats.stats_eager(leaf, y, weights, softcap, True, True, False)
         (truth,) = torch.autograd.grad(
             stats[1:5], leaf, [t.double() for t in g]
         )  # all but the peak, and argmax
@@ -420,7 +421,7 @@ def test_losses_in_one_kernel_equal_those_in_torch(options):
         )
         results = []
         for losses, sizes in (
-            (_softmax_stats.losses_in_torch, (T,)),
+            (softmax_stats.losses_in_torch, (T,)),
             (kernels.losses, (T,)),
             (kernels.losses, (128, 4096, T)),
         ):
@@ -540,15 +541,15 @@ def test_targets_on_a_gpu_are_looked_at_only_when_they_are_to_be(monkeypatch):
     """Also in code compiled outside the context: the check is made when it runs."""
     on_a_gpu = SimpleNamespace(is_cuda=True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert not _targets._may_read(on_a_gpu) and _targets._may_read(torch.zeros(1))
+    assert not targets._may_read(on_a_gpu) and targets._may_read(torch.zeros(1))
     with checked_targets():
-        assert _targets._may_read(on_a_gpu)
+        assert targets._may_read(on_a_gpu)
         with monkeypatch.context() as recording:
             recording.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-            assert not _targets._may_read(on_a_gpu)
-    assert not _targets._may_read(on_a_gpu)
-    real = _targets._may_read
-    monkeypatch.setattr(_targets, "_may_read", lambda target: real(on_a_gpu))
+            assert not targets._may_read(on_a_gpu)
+    assert not targets._may_read(on_a_gpu)
+    real = targets._may_read
+    monkeypatch.setattr(targets, "_may_read", lambda target: real(on_a_gpu))
     x, y = problem(T=6)
     y = y.view(2, 3).masked_fill(y.view(2, 3) == -100, 37)
     for name in CROSS_ENTROPY.usable(DEVICE, torch.float32):
@@ -733,7 +734,7 @@ def test_opcheck(name):
     for scale in (None, torch.tensor(3.0, device=DEVICE), g[0]):
         torch.library.opcheck(backward, (x, y, w, 5.0, peak, log_sum, mean, *g, scale))
         torch.library.opcheck(backward_, (x.clone(), y, w, 5.0, peak, log_sum, mean, *g, scale))
-    torch.library.opcheck(_targets.presence.overload, (y, 37, -100))
+    torch.library.opcheck(targets.presence.overload, (y, 37, -100))
 
 
 def test_cpp_gives_the_same_bits_on_any_number_of_threads():

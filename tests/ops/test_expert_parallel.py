@@ -14,10 +14,10 @@ import torch.distributed as dist
 from helpers import DEVICE, join_group, operators_of, processes
 from torch.utils.checkpoint import checkpoint
 
-from tilewright.ops import expert_parallel as ep
-from tilewright.ops.gate import Gate
-from tilewright.ops.moe import moe_mlp
-from tilewright.registry import ImplementationUnavailable
+from tilewright.core.registry import ImplementationUnavailable
+from tilewright.ops.activation.gate import Gate
+from tilewright.ops.moe import expert_parallel as ep
+from tilewright.ops.moe.moe import moe_mlp
 from tilewright.selection import use
 
 E, H, I = 8, 12, 10

@@ -18,14 +18,12 @@ import torch
 from helpers import DEVICE, skip_unless_usable, with_dtypes
 
 from tilewright import platform
+from tilewright.core.registry import FLOATS, short
 from tilewright.ops import (
     add_rmsnorm,
     add_rmsnorm_quantize,
-    block_fp8,
     dequantize_nvfp4,
     hadamard,
-    mxfp8,
-    nvfp4,
     quantize_block_fp8,
     quantize_mxfp8,
     quantize_nvfp4,
@@ -34,8 +32,12 @@ from tilewright.ops import (
     silu_mul,
     silu_mul_quantize,
 )
-from tilewright.ops.fused_quantize import ADD_RMSNORM_QUANTIZE, RMSNORM_QUANTIZE, SILU_MUL_QUANTIZE
-from tilewright.registry import FLOATS, short
+from tilewright.ops.fused_quantize.fused_quantize import (
+    ADD_RMSNORM_QUANTIZE,
+    RMSNORM_QUANTIZE,
+    SILU_MUL_QUANTIZE,
+)
+from tilewright.ops.quant import block_fp8, mxfp8, nvfp4
 
 ROOT = pathlib.Path(__file__).parents[2]
 OPS = {

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from helpers import DEVICE, skip_unless_usable, threads
 
 from tilewright.bench import contract
+from tilewright.core.registry import FLOATS, short
 from tilewright.ops import grouped_gemm
-from tilewright.ops.grouped_gemm import GROUPED_GEMM
-from tilewright.registry import FLOATS, short
+from tilewright.ops.moe.grouped_gemm import GROUPED_GEMM
 
 ROOT = pathlib.Path(__file__).parents[2]
 NAMES = [n for n in GROUPED_GEMM.names() if n != "eager"]
@@ -267,7 +267,10 @@ def test_quack_is_given_the_ends_of_the_experts_and_does_not_tune(monkeypatch):
             y[i:j] = a[i:j] @ w
         return y
 
-    module, quack = sys.modules["tilewright.ops.grouped_gemm"], ModuleType("quack.gemm_interface")
+    module, quack = (
+        sys.modules["tilewright.ops.moe.grouped_gemm"],
+        ModuleType("quack.gemm_interface"),
+    )
     quack.gemm = gemm
     monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", quack)
@@ -300,7 +303,7 @@ def routed(tokens, k, experts, seed=0):
 
 def kernels():
     skip_unless_usable(GROUPED_GEMM, "triton", torch.float32)
-    from tilewright.kernels import grouped_gemm_triton
+    from tilewright.kernels.moe import grouped_gemm_triton
 
     return grouped_gemm_triton
 

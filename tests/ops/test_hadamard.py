@@ -8,9 +8,10 @@ import pytest
 import torch
 from helpers import DEVICE, skip_unless_usable, with_dtypes
 
-from tilewright.ops import hadamard, quantize
-from tilewright.ops.hadamard import HADAMARD
-from tilewright.registry import FLOATS, short
+from tilewright.core.registry import FLOATS, short
+from tilewright.ops import hadamard
+from tilewright.ops.quant import quantize
+from tilewright.ops.quant.hadamard import HADAMARD
 
 IMPLEMENTATIONS = pytest.mark.parametrize("name", HADAMARD.names())
 SIZES = pytest.mark.parametrize("size", [16, 32])

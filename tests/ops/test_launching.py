@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tilewright.bench import overhead
+from tilewright.core.registry import ImplementationUnavailable
 from tilewright.ops import cross_entropy
-from tilewright.registry import ImplementationUnavailable
 from tilewright.selection import operations
 
 pytest.importorskip("triton")
@@ -30,17 +30,12 @@ def steps(tokens, dtype=torch.bfloat16):
     """One launch of each kernel whose integers depend on a step's number of tokens: packed
     documents, so one sequence. Nothing is launched, so tensors are uninitialized.
     """
-    from tilewright.kernels import (
-        attention_triton,
-        fused_quantize_triton,
-        grouped_gemm_triton,
-        permute_triton,
-        qk_norm_rope_triton,
-        quantize_triton,
-        rmsnorm_triton,
-        rope_triton,
-        route_triton,
-    )
+    from tilewright.kernels.attention import attention_triton
+    from tilewright.kernels.fused_quantize import fused_quantize_triton
+    from tilewright.kernels.moe import grouped_gemm_triton, permute_triton, route_triton
+    from tilewright.kernels.norm import rmsnorm_triton
+    from tilewright.kernels.quant import quantize_triton
+    from tilewright.kernels.rope import qk_norm_rope_triton, rope_triton
 
     def new(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype)
@@ -232,12 +227,12 @@ def kept():
         for kernel in [k for k in vars(module).values() if isinstance(k, JITFunction)]:
             kernel.device_caches.clear()
     launch_cache.clear_launch_cache()
-    sys.modules["tilewright.kernels.grouped_gemm_triton"].has_tma = lambda device: True
+    sys.modules["tilewright.kernels.moe.grouped_gemm_triton"].has_tma = lambda device: True
     with overhead.not_launched():
         for tokens in (1024, 1024, 1040, 1041, 16, 1):
             for dtype in (torch.bfloat16, torch.float16):
                 steps(max(tokens, 128), dtype)
-        rmsnorm = sys.modules["tilewright.kernels.rmsnorm_triton"]
+        rmsnorm = sys.modules["tilewright.kernels.norm.rmsnorm_triton"]
         for shift in (0, 0, 1, 0):  # the first element after a 16-byte boundary
             x = torch.empty(8 * 64 + shift)[shift:].view(8, 64)
             rmsnorm.forward(x, x[0], None, 1e-6, 0.0, True)
@@ -276,7 +271,8 @@ def test_a_kept_launch_is_the_one_that_triton_would_make(ran):
     assert ran["kept"]["different"] == []
     kept = {name for name, n in ran["kept"]["counts"].items() if n}
     assert (
-        len(kept) >= 20 and "tilewright.kernels.grouped_gemm_triton._gemm with descriptors" in kept
+        len(kept) >= 20
+        and "tilewright.kernels.moe.grouped_gemm_triton._gemm with descriptors" in kept
     ), kept
 
 

@@ -17,16 +17,10 @@ import torch.nn.functional as F
 from helpers import DEVICE, as_on_a_gpu, join_group, launches, skip_unless_usable, two_processes
 
 from tilewright.bench import contract
-from tilewright.ops import (
-    OPS,
-    _linear_chunks,
-    _softmax_stats,
-    cross_entropy,
-    linear_cross_entropy,
-    linear_logprob,
-)
-from tilewright.ops._linear_chunks import Precision
-from tilewright.registry import ImplementationUnavailable, short
+from tilewright.core.registry import ImplementationUnavailable, short
+from tilewright.ops import OPS, cross_entropy, linear_cross_entropy, linear_logprob
+from tilewright.ops.loss import linear_chunks, softmax_stats
+from tilewright.ops.loss.linear_chunks import Precision
 
 ROOT = pathlib.Path(__file__).parents[2]
 LINEAR, LOGPROB = OPS["linear_cross_entropy"], OPS["linear_logprob"]
@@ -224,8 +218,8 @@ def test_what_is_frozen_costs_no_gemm(name, reduction, monkeypatch):
         linear_cross_entropy(x, w, y, bias=b, reduction=reduction, implementation="eager").sum(), x
     )
     made = []
-    real = _linear_chunks.Gradients
-    monkeypatch.setattr(_linear_chunks, "Gradients", lambda *a: made.append(real(*a)) or made[-1])
+    real = linear_chunks.Gradients
+    monkeypatch.setattr(linear_chunks, "Gradients", lambda *a: made.append(real(*a)) or made[-1])
     loss = linear_cross_entropy(
         x, w.detach(), y, bias=b.detach(), reduction=reduction, implementation=name
     ).sum()
@@ -352,7 +346,7 @@ def test_launches_of_forward_and_backward(chunk_size, reduction, monkeypatch):
 def test_an_upstream_gradient_of_one_reads_and_writes_nothing():
     """Any other multiplies whole blocks and the remainder of one."""
     skip_unless_usable(LINEAR, "triton", torch.float32)
-    from tilewright.kernels import softmax_stats_triton as kernels
+    from tilewright.kernels.loss import softmax_stats_triton as kernels
 
     for n in (1, 4096, 3 * 4096 + 5):
         memory = torch.randn(n + 8, device=DEVICE)
@@ -366,7 +360,7 @@ def test_an_upstream_gradient_of_one_reads_and_writes_nothing():
     version = out._version
     for name in ("triton", "cpp"):
         if LINEAR.implementation(name).why_not(DEVICE, torch.float32) is None:
-            _softmax_stats.LOADERS[name]().scale_(out, torch.ones((), device=DEVICE))
+            softmax_stats.LOADERS[name]().scale_(out, torch.ones((), device=DEVICE))
             assert out._version == version
 
 
@@ -382,7 +376,7 @@ def rows(T, V, itemsize=4, device="cpu", chunk_size=None, H=64, precision=SUMMED
         shape=(T, H), device=torch.device(device), element_size=lambda: itemsize, dtype=dtype
     )
     weight = types.SimpleNamespace(shape=(V, H), dtype=dtype)
-    return _linear_chunks.chunk_rows(x, weight, chunk_size, precision)
+    return linear_chunks.chunk_rows(x, weight, chunk_size, precision)
 
 
 @pytest.mark.parametrize(
@@ -453,7 +447,7 @@ def test_chunks_follow_from_shapes(T, options, chunks, monkeypatch):
             torch.cuda, name, lambda *a, name=name: pytest.fail(f"{name} was asked for")
         )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "one that nobody tuned")
-    chunk = _linear_chunks.CHUNK
+    chunk = linear_chunks.CHUNK
     monkeypatch.setattr(chunk, "config", lambda device, *key: chunk.heuristic(*key))
     found = rows(T, **options)
     assert -(-T // found) == chunks and (
@@ -462,7 +456,7 @@ def test_chunks_follow_from_shapes(T, options, chunks, monkeypatch):
 
 
 def test_a_launch_configuration_may_refuse_a_single_chunk(monkeypatch):
-    chunk = _linear_chunks.CHUNK
+    chunk = linear_chunks.CHUNK
     monkeypatch.setattr(
         chunk, "config", lambda device, *key: {**chunk.heuristic(*key), "whole": False}
     )
@@ -473,9 +467,9 @@ def test_a_launch_configuration_may_refuse_a_single_chunk(monkeypatch):
 def test_forward_and_backward_choose_the_same_chunks(name, monkeypatch):
     """The logits that backward recomputes are those of the statistics."""
     skip_unless_usable(LINEAR, name, torch.float32)
-    seen, real = [], _linear_chunks.chunk_rows
+    seen, real = [], linear_chunks.chunk_rows
     monkeypatch.setattr(
-        _linear_chunks,
+        linear_chunks,
         "chunk_rows",
         lambda x, w, *how: seen.append(how) or real(x, w, *how),
     )
@@ -607,7 +601,7 @@ def test_one_chunk_needs_no_sum(name):
 )
 def test_what_is_allocated_for_the_sum(accumulate, chunk, dtype):
     x, w, _, _ = problem(T=8, dtype=torch.bfloat16)
-    made = _linear_chunks.Gradients(x, w, chunk, accumulate == "fp32", 1.0, (True,) * 3)
+    made = linear_chunks.Gradients(x, w, chunk, accumulate == "fp32", 1.0, (True,) * 3)
     assert made.dw.dtype == dtype and made.dx.dtype == torch.bfloat16
 
 

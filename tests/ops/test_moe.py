@@ -10,8 +10,10 @@ from helpers import DEVICE, operators_of, skip_unless_usable, threads
 
 from tilewright import platform
 from tilewright.bench import contract
-from tilewright.ops import OPS, Gate, _moe_fused, _weights, moe_mlp, permute, quantize_nf4, route
-from tilewright.ops.moe import MOE_MLP, saved_bytes
+from tilewright.ops import OPS, Gate, moe_mlp, permute, quantize_nf4, route
+from tilewright.ops.moe import moe_fused
+from tilewright.ops.moe.moe import MOE_MLP, saved_bytes
+from tilewright.ops.quant import weights
 from tilewright.selection import use
 
 NAMES = [i.name for i in MOE_MLP.implementations]
@@ -90,7 +92,7 @@ def test_what_is_kept_is_what_the_formula_says(name, dtype):
 
 def test_a_forward_and_its_backward_share_one_map_of_tiles(monkeypatch):
     skip_unless_usable(MOE_MLP, "triton", torch.float32)
-    from tilewright.kernels import grouped_gemm_triton as kernel
+    from tilewright.kernels.moe import grouped_gemm_triton as kernel
 
     made = []
     monkeypatch.setattr(
@@ -101,7 +103,7 @@ def test_a_forward_and_its_backward_share_one_map_of_tiles(monkeypatch):
     grads(y, arguments, torch.ones_like(y))
     assert len(made) == 1
     assert all(
-        kernel.map_size(R, n) == _moe_fused.map_size(R, n)
+        kernel.map_size(R, n) == moe_fused.map_size(R, n)
         for R, n in ((1, 1), (127, 3), (128, 5), (4096, 128))
     )
 
@@ -259,13 +261,13 @@ def test_without_gradients_nothing_is_kept(name):
         assert torch.equal(moe_mlp(*arguments, implementation=name), expected)
     _, pre, *_ = torch.ops.tilewright.__getattr__(f"moe_mlp_{name}_forward")(
         arguments[0].detach(),
-        *_weights.pack(arguments[1].detach()),
-        *_weights.pack(arguments[2].detach()),
+        *weights.pack(arguments[1].detach()),
+        *weights.pack(arguments[2].detach()),
         *(t.detach() for t in arguments[3:]),
         False,
         None,
         None,
-        _moe_fused.gate_numbers(Gate()),
+        moe_fused.gate_numbers(Gate()),
     )
     assert pre.numel() == 0
 

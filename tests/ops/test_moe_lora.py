@@ -10,15 +10,18 @@ from helpers import DEVICE, join_group, operators_of, skip_unless_usable, thread
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewright.lora_experts import LoRAExperts
+from tilewright.nn.lora_experts import LoRAExperts
 from tilewright.nn.weights import merged_experts
-from tilewright.ops import _experts, _moe_lora_fused, _weights, moe_lora, moe_mlp
-from tilewright.ops.aqn import AQN
-from tilewright.ops.block_fp8 import quantize_block_fp8
-from tilewright.ops.moe_lora import ADAPTERS, MODES, MOE_LORA, saved_bytes
-from tilewright.ops.nf4 import quantize_nf4
-from tilewright.ops.nvfp4 import quantize_nvfp4
-from tilewright.ops.quantized_linear import dequantize
+from tilewright.ops import moe_lora, moe_mlp
+from tilewright.ops.moe import experts as _experts
+from tilewright.ops.moe import moe_lora_fused
+from tilewright.ops.moe.moe_lora import ADAPTERS, MODES, MOE_LORA, saved_bytes
+from tilewright.ops.quant import weights as _weights
+from tilewright.ops.quant.aqn import AQN
+from tilewright.ops.quant.block_fp8 import quantize_block_fp8
+from tilewright.ops.quant.nf4 import quantize_nf4
+from tilewright.ops.quant.nvfp4 import quantize_nvfp4
+from tilewright.ops.quant.quantized_linear import dequantize
 from tilewright.selection import use
 
 NAMES = [i.name for i in MOE_LORA.implementations]
@@ -191,11 +194,11 @@ def test_each_base_weight_is_multiplied_once_and_no_factor_is_expanded(name):
     expanded to all experts.
     """
     skip_unless_usable(MOE_LORA, name, torch.float32)
-    launches = _moe_lora_fused.Composed(name)
+    launches = moe_lora_fused.Composed(name)
     a = {n: t.detach() for n, t in inputs("shared").items()}
     x, gate_up, down, index, weight, *adapters = a.values()
     base = [_experts.Weight(_weights.pack(w), x.dtype) for w in (gate_up, down)]
-    adapters = _moe_lora_fused.Adapters(*adapters)
+    adapters = moe_lora_fused.Adapters(*adapters)
 
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -12,9 +12,9 @@ import torch
 from tilewright import __main__ as cli
 from tilewright import platform, use
 from tilewright.bench import contract
-from tilewright.ops import moe_quack
-from tilewright.ops.moe import MOE_MLP
-from tilewright.registry import Op
+from tilewright.core.registry import Op
+from tilewright.ops.moe import moe_quack
+from tilewright.ops.moe.moe import MOE_MLP
 
 CASES = [c for c in MOE_MLP.cases if "contract" in c.tags]
 
@@ -198,9 +198,9 @@ def test_which_cases_are_fused():
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_both_orders_of_gates_and_ups_with_and_without_biases(quack, interleaved, biases):
-    from tilewright.ops import _moe_cases
+    from tilewright.ops.moe import moe_cases
 
-    case = _moe_cases.case(
+    case = moe_cases.case(
         "of_this_test",
         (29, 4, 2, 32, 16),
         "sentinels",

@@ -9,17 +9,11 @@ import pytest
 import torch
 from helpers import DEVICE, join_group, skip_unless_usable, two_processes, with_dtypes
 
-from tilewright.ops import (
-    _experts,
-    moe_mlp,
-    quantize_block_fp8,
-    quantize_nf4,
-    quantize_nvfp4,
-    route,
-)
-from tilewright.ops.aqn import AQN
-from tilewright.ops.moe import MOE_MLP, saved_bytes
-from tilewright.ops.quantized_linear import dequantize
+from tilewright.ops import moe_mlp, quantize_block_fp8, quantize_nf4, quantize_nvfp4, route
+from tilewright.ops.moe import experts
+from tilewright.ops.moe.moe import MOE_MLP, saved_bytes
+from tilewright.ops.quant.aqn import AQN
+from tilewright.ops.quant.quantized_linear import dequantize
 
 NAMES = [i.name for i in MOE_MLP.implementations]
 FUSED = [n for n in NAMES if n != "eager"]
@@ -140,9 +134,9 @@ def test_each_weight_is_dequantized_once_a_product(name, monkeypatch):
     skip_unless_usable(MOE_MLP, name, torch.float32)
     shapes = []
     monkeypatch.setattr(
-        _experts,
+        experts,
         "dense",
-        lambda *a, real=_experts.dense: shapes.append(list(a[0].shape)) or real(*a),
+        lambda *a, real=experts.dense: shapes.append(list(a[0].shape)) or real(*a),
     )
     x, up, down, index, weight = inputs()
     y = moe_mlp(x, up, down, index, weight, implementation=name)
@@ -213,7 +207,7 @@ def test_without_gradients_nothing_is_kept(name):
 
 
 def spread(rank, world, folder, format):
-    from tilewright.ops.expert_parallel import ep_moe_mlp
+    from tilewright.ops.moe.expert_parallel import ep_moe_mlp
 
     group = join_group(rank, world, folder)
     g = torch.Generator().manual_seed(rank)

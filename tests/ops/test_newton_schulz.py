@@ -4,16 +4,16 @@ import pytest
 import torch
 from helpers import DEVICE, skip_unless_usable
 
-from tilewright.kernels import newton_schulz as composed
+from tilewright.core.registry import short
+from tilewright.kernels.optim import newton_schulz as composed
 from tilewright.ops import newton_schulz
-from tilewright.ops.newton_schulz import (
+from tilewright.ops.optim.newton_schulz import (
     NEWTON_SCHULZ,
     POLAR_EXPRESS,
     QUINTIC,
     SAFETY,
     newton_schulz_eager,
 )
-from tilewright.registry import short
 
 IMPLEMENTATIONS = pytest.mark.parametrize("name", NEWTON_SCHULZ.names())
 F32, BF16 = torch.float32, torch.bfloat16
@@ -212,7 +212,7 @@ def test_bad_input(arguments, error, sentence):
 
 def test_more_matrices_than_a_grid_has_rows(monkeypatch):
     skip_unless_usable(NEWTON_SCHULZ, "triton", F32)
-    from tilewright.kernels import newton_schulz_triton
+    from tilewright.kernels.optim import newton_schulz_triton
 
     x = torch.randn(5, 12, 20, device=DEVICE)
     whole = newton_schulz(x, steps=2, implementation="triton")

@@ -24,9 +24,12 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewright import ImplementationUnavailable, platform
 from tilewright.bench import contract
-from tilewright.ops import OPS, _checks, _library
-from tilewright.ops.quantize import Quantized
-from tilewright.registry import DispatchOn, Implementation, Op, short
+from tilewright.core import checks
+from tilewright.core import library as _library
+from tilewright.core.registry import DispatchOn, Implementation, Op, short
+from tilewright.ops import OPS
+from tilewright.ops.quant.quantize import Quantized
+from tilewright.ops.rope import qk_norm_rope_fused, rope_fused
 from tilewright.selection import use
 
 EVERY_IMPLEMENTATION = pytest.mark.parametrize(
@@ -217,8 +220,8 @@ def cast_by_hand(op, kwargs, device=DEVICE):
 
 @pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
 def test_every_op_declares_what_autocast_does_to_it(op):
-    assert op.autocast is not None, f"{op.name}'s public function has no @_checks.autocast"
-    assert op.autocast.convention in _checks.CONVENTIONS
+    assert op.autocast is not None, f"{op.name}'s public function has no @checks.autocast"
+    assert op.autocast.convention in checks.CONVENTIONS
     assert bool(op.autocast.arguments) == (op.autocast.convention in ("products", "norm"))
     page = (pathlib.Path(__file__).parents[2] / "docs" / "numerics.md").read_text()
     [row] = [
@@ -347,7 +350,7 @@ def test_autocast_makes_one_dtype_of_several():
 
 
 def module(op):
-    return importlib.import_module(f"tilewright.ops.{op}")
+    return importlib.import_module(OPS[op].public.__module__)
 
 
 class OfDevice(torch.Tensor):
@@ -431,10 +434,8 @@ def test_what_writes_in_place_runs_with_its_tensors_device_current(
         ran.append(devices.current)
 
     x, table = OfDevice(torch.ones(1, 2, 4), 1), torch.ones(2, 2)
-    module("_rope_fused").Fused("probe", launcher).rotate(
-        x, None, x, None, table, table, None, False, False
-    )
-    qk = module("_qk_norm_rope_fused")
+    rope_fused.Fused("probe", launcher).rotate(x, None, x, None, table, table, None, False, False)
+    qk = qk_norm_rope_fused
     monkeypatch.setattr(qk, "slices", lambda qkv, heads: [qkv] * 3)
     qk.Fused("probe", launcher, launcher).overwrite(
         x, qk.Heads(1, 1), qk.HeadNorm(), qk.Rotation(table, table)

@@ -49,7 +49,7 @@ def test_runs_of_several_tiles(name, monkeypatch):
     """More slots than one tile per program: its later tiles continue its earlier ones."""
     skip_unless_usable(PERMUTE, name, torch.float32)
     if name == "triton":
-        from tilewright.kernels import permute_triton
+        from tilewright.kernels.moe import permute_triton
 
         monkeypatch.setattr(permute_triton, "RUNS", 2)
         monkeypatch.setattr(permute_triton, "TILE", 16)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from helpers import OperatorNames, threads
 
 from tilewright import nn as twnn
-from tilewright.ops import _products, linear_cross_entropy
+from tilewright.ops import linear_cross_entropy, products
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Single elements; odd sums (an unpaired bfloat16); tile remainders; several panels, and blocks of
@@ -19,7 +19,7 @@ SHAPES = [(1, 1, 1), (7, 5, 3), (64, 2, 70), (257, 1025, 193), (5, 0, 4)]
 
 
 def needs(dtype):
-    if not _products.takes(dtype):
+    if not products.takes(dtype):
         pytest.skip("this processor, or this build, has no such products")
 
 
@@ -40,7 +40,7 @@ def test_every_order_of_memory(dtype, M, S, N):
         out = around[:, :N]
         out.normal_(generator=g) if add else None
         truth = 0.5 * (a.double() @ b.double()) + (out.double() if add else 0)
-        _products.product_(out, a, b, add=add, scale=0.5)
+        products.product_(out, a, b, add=add, scale=0.5)
         torch.testing.assert_close(out.double(), truth, rtol=0, atol=2e-6 * max(S, 1) ** 0.5)
         assert around[:, N:].isnan().all()
 
@@ -54,7 +54,7 @@ def test_the_same_bits_on_any_number_of_threads(dtype):
     for n in (1, 2):
         with threads(n):
             found.append(torch.empty(300, 400))
-            _products.product_(found[-1], a, b)
+            products.product_(found[-1], a, b)
     assert torch.equal(*found)
 
 
@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_refused():
         (torch.zeros(4, 4), a.double(), a.double().t()),
     ):
         with pytest.raises(RuntimeError, match="tilewright"):
-            _products.product_(out, left, right)
+            products.product_(out, left, right)
 
 
 def test_linear_and_its_derivatives():
@@ -87,7 +87,7 @@ def test_linear_and_its_derivatives():
         return tuple(t.detach() for t in (y, dx, dw, second))
 
     for found, truth in zip(
-        derivatives(_products.linear, torch.float32),
+        derivatives(products.linear, torch.float32),
         derivatives(F.linear, torch.float64),
         strict=True,
     ):
@@ -104,7 +104,7 @@ def test_what_a_layer_takes():
             layer(x)
         return any("product_cpp" in name for name in calls.names)
 
-    x = torch.randn(2, _products.ROWS, 8)
+    x = torch.randn(2, products.ROWS, 8)
     assert own(x)
     assert (
         not own(x[:1, 1:]) and not own(x, autocast=True) and not own(x.bfloat16(), layer.bfloat16())
@@ -115,13 +115,13 @@ def test_what_a_layer_takes():
 def test_a_bfloat16_head_with_float32_logits(monkeypatch):
     """Loss and gradient over several chunks, with unconverted bfloat16 operands."""
     needs(torch.bfloat16)
-    taken, product_ = [], _products.product_
+    taken, product_ = [], products.product_
 
     def spy(out, a, b, **options):
         taken.append((out.dtype, a.dtype, options.get("add", False)))
         product_(out, a, b, **options)
 
-    monkeypatch.setattr(_products, "product_", spy)
+    monkeypatch.setattr(products, "product_", spy)
     g = torch.Generator().manual_seed(0)
     x, w = (torch.randn(shape, generator=g).to(torch.bfloat16) for shape in ((96, 64), (130, 64)))
     y = torch.randint(130, (96,), generator=g)
@@ -147,7 +147,7 @@ def test_compiled_layers_are_one_graph():
     a, b = (torch.randn(shape, requires_grad=True) for shape in ((5, 7), (7, 3)))
     torch.library.opcheck(torch.ops.tilewright.product_cpp.default, (a, b))
     torch.manual_seed(0)
-    layer, x = twnn.Linear(8, 6, bias=False), torch.randn(_products.ROWS, 8, requires_grad=True)
+    layer, x = twnn.Linear(8, 6, bias=False), torch.randn(products.ROWS, 8, requires_grad=True)
     found = []
     for fn in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
         y = fn(x)

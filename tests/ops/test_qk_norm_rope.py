@@ -7,9 +7,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewright import platform
 from tilewright.ops import qk_norm_rope, rmsnorm, rope
-from tilewright.ops._qk_norm_rope_fused import HeadNorm, Heads
-from tilewright.ops._rope_fused import Rotation
-from tilewright.ops.qk_norm_rope import QK_NORM_ROPE
+from tilewright.ops.rope.qk_norm_rope import QK_NORM_ROPE
+from tilewright.ops.rope.qk_norm_rope_fused import HeadNorm, Heads
+from tilewright.ops.rope.rope_fused import Rotation
 
 EVERY = pytest.mark.parametrize("name", QK_NORM_ROPE.names())
 FUSED = pytest.mark.parametrize("name", [n for n in QK_NORM_ROPE.names() if n != "eager"])
@@ -326,8 +326,8 @@ def test_backward_is_two_launches_and_no_other_kernel(monkeypatch):
     """The second sums the partial sums of both weights, and casts them."""
     if reason := platform.no_triton(DEVICE):
         pytest.skip(reason)
-    from tilewright.kernels import qk_norm_rope_triton as k
-    from tilewright.kernels import rmsnorm_triton
+    from tilewright.kernels.norm import rmsnorm_triton
+    from tilewright.kernels.rope import qk_norm_rope_triton as k
 
     qkv, w = torch.ones(1, 5, 32, device=DEVICE), torch.ones(8, device=DEVICE)
     q, k_and_v = (torch.ones(1, n, 5, 8, device=DEVICE) for n in (2, 1))

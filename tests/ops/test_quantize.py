@@ -15,23 +15,18 @@ import torch
 from helpers import DEVICE, skip_unless_usable
 
 from tilewright.bench import contract
+from tilewright.core.registry import FLOATS, short
 from tilewright.ops import (
-    aqn,
-    block_fp8,
     dequantize_block_fp8,
     dequantize_mxfp8,
     dequantize_nf4,
     dequantize_nvfp4,
-    mxfp8,
-    nf4,
-    nvfp4,
-    quantize,
     quantize_block_fp8,
     quantize_mxfp8,
     quantize_nf4,
     quantize_nvfp4,
 )
-from tilewright.registry import FLOATS, short
+from tilewright.ops.quant import aqn, block_fp8, mxfp8, nf4, nvfp4, quantize
 
 FORMATS = {
     "nf4": (nf4.QUANTIZE_NF4, nf4.DEQUANTIZE_NF4),
@@ -713,7 +708,7 @@ def test_e2m1_is_rounded_to_the_nearest_and_ties_to_even():
 def test_nf4_values_from_shared_memory_are_those_from_global_memory(double, options):
     """The bits of both ways to look values up: all codes, and a shorter last block."""
     skip_unless_usable(nf4.DEQUANTIZE_NF4, "triton", torch.float32)
-    from tilewright.kernels.quantize_triton import NF4_DEQUANTIZE
+    from tilewright.kernels.quant.quantize_triton import NF4_DEQUANTIZE
 
     q = quantize_nf4(randn(5, 1000), double_quant=double)
     q.data.view(-1)[:256] = torch.arange(256, dtype=torch.uint8, device=q.data.device)
@@ -726,7 +721,7 @@ def test_nf4_values_from_shared_memory_are_those_from_global_memory(double, opti
 def test_codes_are_converted_by_gpus_that_can(monkeypatch):
     """The results are tested in test_triton_ptx.py."""
     pytest.importorskip("triton")
-    from tilewright.kernels import quantize_triton
+    from tilewright.kernels.quant import quantize_triton
 
     has = quantize_triton.conversions.__wrapped__
     for capability, expected in (

@@ -21,12 +21,12 @@ from tilewright.ops import (
     quantize_nvfp4,
     quantized_linear,
 )
-from tilewright.ops.aqn import AQN
-from tilewright.ops.fp8_linear import FP8_LINEAR
-from tilewright.ops.quantized_linear import QUANTIZED_LINEAR, dequantize
+from tilewright.ops.quant.aqn import AQN
+from tilewright.ops.quant.fp8_linear import FP8_LINEAR
+from tilewright.ops.quant.quantized_linear import QUANTIZED_LINEAR, dequantize
 from tilewright.selection import use
 
-MODULE = sys.modules["tilewright.ops.quantized_linear"]
+MODULE = sys.modules["tilewright.ops.quant.quantized_linear"]
 NAMES = [i.name for i in QUANTIZED_LINEAR.implementations]
 FUSED = [n for n in NAMES if n != "eager"]
 FORMATS = {
@@ -168,7 +168,7 @@ def broken(name, x, q, bias, dtype):
 )
 def test_which_way_triton_takes(format, T, K, few):
     pytest.importorskip("triton")
-    from tilewright.kernels import quantized_linear_triton as k
+    from tilewright.kernels.quant import quantized_linear_triton as k
 
     x = torch.empty(T, K, dtype=torch.bfloat16)
     block = {"nf4": [64], "nvfp4": [], "block_fp8": [128, 128]}[format]
@@ -183,7 +183,7 @@ def test_which_way_triton_takes(format, T, K, few):
 def test_triton_is_right_with_any_constants(format, dtype):
     """Split sums, tiles wider and narrower than a scale, none fused."""
     skip_unless_usable(QUANTIZED_LINEAR, "triton", dtype)
-    from tilewright.kernels import quantized_linear_triton as k
+    from tilewright.kernels.quant import quantized_linear_triton as k
 
     x, q, bias = inputs(format, dtype, 18, 20, 192)
     key = (k.FORMATS[format.split()[0]], 20, 192, dtype.itemsize, 32)

@@ -11,9 +11,9 @@ import torch
 
 from tilewright import __main__ as cli
 from tilewright import platform, selection
+from tilewright.core.registry import FLOATS, Implementation, ImplementationUnavailable, Op, short
 from tilewright.ops import OPS
-from tilewright.ops.context_parallel import ContextParallel, context_parallel_attention
-from tilewright.registry import FLOATS, Implementation, ImplementationUnavailable, Op, short
+from tilewright.ops.attention.context_parallel import ContextParallel, context_parallel_attention
 from tilewright.selection import use
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from helpers import DEVICE, skip_unless_usable, threads
 
 from tilewright import platform
 from tilewright.ops import add_rmsnorm, rmsnorm
-from tilewright.ops.rmsnorm import ADD_RMSNORM, RMSNORM
+from tilewright.ops.norm.rmsnorm import ADD_RMSNORM, RMSNORM
 
 
 def test_equals_torch_in_float64():
@@ -295,7 +295,7 @@ def test_backward_programs_are_as_many_as_the_device_holds(monkeypatch):
     """
     if reason := platform.no_triton(DEVICE):
         pytest.skip(reason)
-    from tilewright.kernels import rmsnorm_triton as kernel
+    from tilewright.kernels.norm import rmsnorm_triton as kernel
 
     h100 = SimpleNamespace(
         multi_processor_count=132,
@@ -340,7 +340,7 @@ def test_backward_programs_are_as_many_as_the_device_holds(monkeypatch):
 def test_the_programs_shares_are_summed_and_cast_in_one_launch(rows, columns):
     if reason := platform.no_triton(DEVICE):
         pytest.skip(reason)
-    from tilewright.kernels import rmsnorm_triton as kernel
+    from tilewright.kernels.norm import rmsnorm_triton as kernel
 
     partial = torch.randn(rows, columns, device=DEVICE)
     for dtype in (torch.float32, torch.float16):

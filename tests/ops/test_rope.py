@@ -4,9 +4,10 @@ import pytest
 import torch
 from helpers import DEVICE, skip_unless_usable
 
-from tilewright.ops import _checks, _layout, rope
-from tilewright.ops._rope_fused import Rotation
-from tilewright.ops.rope import ROPE, document_positions
+from tilewright.core import checks, layout
+from tilewright.ops import rope
+from tilewright.ops.rope.rope import ROPE, document_positions
+from tilewright.ops.rope.rope_fused import Rotation
 
 # In `tilewright.ops` the name is the function.
 
@@ -475,11 +476,11 @@ def test_memory_is_called_apart_only_where_it_is():
             .tolist()
             for v in views
         ]
-        apart = _layout.share_no_element(*views)
+        apart = layout.share_no_element(*views)
         assert not apart or not set(addresses[0]) & set(addresses[1])
         seen[apart] += 1
         for v, at_ in zip(views, addresses, strict=True):
-            assert _checks.overlaps_itself(v) or len(set(at_)) == len(at_)
+            assert checks.overlaps_itself(v) or len(set(at_)) == len(at_)
     assert min(seen) > 200
 
 

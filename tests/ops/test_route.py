@@ -8,7 +8,7 @@ import torch
 from helpers import DEVICE, skip_unless_usable, threads
 
 from tilewright.ops import OPS, route
-from tilewright.ops.route import round_tokens
+from tilewright.ops.moe.route import round_tokens
 
 ROUTE = OPS["route"]
 EVERY = pytest.mark.parametrize("name", ROUTE.names())
@@ -245,7 +245,7 @@ def test_tokens_beyond_one_step_of_a_program(name, monkeypatch):
     skip_unless_usable(ROUTE, name, torch.float32)
     small = contextlib.nullcontext()
     if name == "triton":
-        from tilewright.kernels import route_triton
+        from tilewright.kernels.moe import route_triton
 
         monkeypatch.setattr(route_triton, "PROGRAMS", 3)
         small = route_triton.FORWARD.override(
@@ -499,7 +499,7 @@ def test_gradients_of_a_replayed_choice(score):
 def test_a_slot_that_cannot_be_replayed_is_nan_where_nothing_is_read(name, monkeypatch):
     """On a GPU, and in compiled code, no value is checked."""
     skip_unless_usable(ROUTE, name, torch.float32)
-    module = sys.modules["tilewright.ops.route"]
+    module = sys.modules["tilewright.ops.moe.route"]
     monkeypatch.setattr(module, "_recorded", lambda index, logits, k: index)
     x = torch.randn(4, 4, device=DEVICE)
     index = torch.tensor([[1, 4], [-1, 2], [3, 3], [2**32 + 1, 0]], device=DEVICE)

@@ -8,8 +8,8 @@ from helpers import DEVICE, skip_unless_usable
 from small_cases import whole_cases
 
 from tilewright.bench import contract
+from tilewright.core.registry import short
 from tilewright.ops import OPS
-from tilewright.registry import short
 
 F32, BF16 = torch.float32, torch.bfloat16
 # Sums of terms that are near the largest number overflow in some orders and not in others.

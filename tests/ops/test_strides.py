@@ -8,8 +8,8 @@ from helpers import DEVICE, skip_unless_usable
 from small_cases import differentiate, whole_cases
 
 from tilewright.bench import contract
+from tilewright.core.registry import ImplementationUnavailable
 from tilewright.ops import OPS
-from tilewright.registry import ImplementationUnavailable
 
 
 def spread(t):

@@ -11,8 +11,8 @@ import torch
 
 import tilewright
 from tilewright import Implementation, ops, selection
+from tilewright.core.registry import PINS, Op
 from tilewright.ops import OPS
-from tilewright.registry import PINS, Op
 
 THREADS = 8
 

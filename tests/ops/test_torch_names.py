@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewright import nn, ops
-from tilewright.ops import _checks
+from tilewright.core import checks
 
 Q, TARGET = torch.ones(1, 2, 3, 8), torch.zeros(3, dtype=torch.long)
 
@@ -63,8 +63,8 @@ def test_the_signature_stays_and_a_name_that_exists_has_no_answer():
     def loss(x, class_weight=None):
         return x
 
-    decorated = _checks.torch_names(weight="class_weight")(loss)
+    decorated = checks.torch_names(weight="class_weight")(loss)
     assert decorated(1, class_weight=2) == 1
     assert inspect.signature(decorated) == inspect.signature(loss)
     with pytest.raises(AssertionError):
-        _checks.torch_names(class_weight="x")(loss)
+        checks.torch_names(class_weight="x")(loss)

@@ -22,7 +22,7 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 
 from tilewright.bench import sources
 from tilewright.bench.page.files import counts_of
-from tilewright.registry import Op
+from tilewright.core.registry import Op
 from tilewright.tools import emulator
 
 FOLDER = pathlib.Path(__file__).parent

@@ -16,8 +16,8 @@ import torch
 
 from tilewright import platform
 from tilewright.bench import compile_gate, contract, gate_compilers, gate_verdict
+from tilewright.core.registry import ImplementationUnavailable
 from tilewright.kernels.spec import CuteSpec
-from tilewright.registry import ImplementationUnavailable
 from tilewright.selection import operations
 from tilewright.tools.emulator import Kernel, Memory
 
@@ -29,11 +29,12 @@ if reason := platform.no_cutlass():
     pytest.skip(reason, allow_module_level=True)
 
 from tilewright.kernels import cute as tw
-from tilewright.kernels import rmsnorm_cute, softmax_stats_cute
-from tilewright.ops import _softmax_stats
+from tilewright.kernels.loss import softmax_stats_cute
+from tilewright.kernels.norm import rmsnorm_cute
+from tilewright.ops.loss import softmax_stats
 
 rmsnorm, cross_entropy = (
-    importlib.import_module(f"tilewright.ops.{n}") for n in ("rmsnorm", "cross_entropy")
+    importlib.import_module(f"tilewright.ops.{n}") for n in ("norm.rmsnorm", "loss.cross_entropy")
 )
 
 OPS = ("rmsnorm", "add_rmsnorm", "cross_entropy")
@@ -202,7 +203,7 @@ def test_any_row_of_logits(V, stride, offset, emulator):
         target = torch.tensor([0, 1, 2, 3, V - 1, -100, V, 7])
         options = 0.0, True, True, True
         found = softmax_stats_cute.forward(x, target, None, *options)
-        truth = _softmax_stats.stats_eager(x.double(), target, None, *options)
+        truth = softmax_stats.stats_eager(x.double(), target, None, *options)
         inside = (target >= 0) & (target < V)
         for name, a, t in zip(truth._fields, found, truth, strict=True):
             # A row with a NaN may report any number as its peak.

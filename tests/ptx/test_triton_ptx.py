@@ -30,6 +30,7 @@ from tilewright import platform
 from tilewright.bench import contract
 from tilewright.bench.page.files import counts_of
 from tilewright.bench.variants import VARIANTS
+from tilewright.core.registry import short
 from tilewright.ops import (
     BlockFP8,
     adamw_,
@@ -40,7 +41,6 @@ from tilewright.ops import (
     quantize_nf4,
     quantize_nvfp4,
 )
-from tilewright.registry import short
 from tilewright.selection import operations
 
 triton = pytest.importorskip("triton")
@@ -110,9 +110,9 @@ LONG = {
     "quantized_linear": ("nvfp4", 40, 144, 1040, True),
 }  # arguments of the ops' own case makers
 CASES_OF = {
-    "grouped_gemm": ("tilewright.ops._grouped_gemm_cases", "case"),
-    "moe_mlp": ("tilewright.ops._moe_cases", "case"),
-    "quantized_linear": ("tilewright.ops.quantized_linear", "linear_case"),
+    "grouped_gemm": ("tilewright.ops.moe.grouped_gemm_cases", "case"),
+    "moe_mlp": ("tilewright.ops.moe.moe_cases", "case"),
+    "quantized_linear": ("tilewright.ops.quant.quantized_linear", "linear_case"),
 }
 
 
@@ -282,8 +282,8 @@ def any_row_of_logits(driver, V, stride, offset, dtype):
     """Rows of infinities and NaN, ignored and bad targets, in all widths, strides and
     alignments.
     """
-    from tilewright.kernels import softmax_stats_triton as kernels
-    from tilewright.ops import _softmax_stats
+    from tilewright.kernels.loss import softmax_stats_triton as kernels
+    from tilewright.ops.loss import softmax_stats
 
     g = torch.Generator().manual_seed(0)
     memory = torch.randn(8 * stride + offset, generator=g).to(dtype) * 3
@@ -293,7 +293,7 @@ def any_row_of_logits(driver, V, stride, offset, dtype):
     target = torch.tensor([0, 1, 2, 3, V - 1, -100, V, 7])
     options = 0.0, True, True, True
     found = kernels.forward(x, target, None, *options)
-    truth = _softmax_stats.stats_eager(x.double(), target, None, *options)
+    truth = softmax_stats.stats_eager(x.double(), target, None, *options)
     for name, a, t in zip(truth._fields, found, truth, strict=True):
         # A row with a NaN may report any number as its peak.
         for i in {
@@ -328,9 +328,9 @@ def any_row_of_logits(driver, V, stride, offset, dtype):
 
 def losses_of_rows(driver):
     """In parts of more and fewer rows than a block of the kernel, with all options."""
-    from tilewright.kernels import softmax_stats_triton as kernels
     from tilewright.kernels.launchers import LossInputs, LossOutputs, Stats
-    from tilewright.ops import _softmax_stats
+    from tilewright.kernels.loss import softmax_stats_triton as kernels
+    from tilewright.ops.loss import softmax_stats
 
     g = torch.Generator().manual_seed(0)
     T, V = 4500, 37
@@ -351,7 +351,7 @@ def losses_of_rows(driver):
         True,
     )
     results = []
-    for losses, ends in ((_softmax_stats.losses_in_torch, (T,)), (kernels.losses, (4200, 4203, T))):
+    for losses, ends in ((softmax_stats.losses_in_torch, (T,)), (kernels.losses, (4200, 4203, T))):
         found, parts, start, total = LossOutputs(torch.empty(T), torch.empty(())), [], 0, None
         for end in ends:
             rows = slice(start, end)
@@ -368,7 +368,7 @@ def losses_of_rows(driver):
 
 def scales(driver, dtype):
     """A gradient times an upstream one: whole blocks and a remainder; no access at all for 1."""
-    from tilewright.kernels import softmax_stats_triton as kernels
+    from tilewright.kernels.loss import softmax_stats_triton as kernels
 
     for n in (5, 3 * 4096 + 6):
         x = torch.randn(n).to(dtype)
@@ -409,7 +409,7 @@ def narrow_rows_on_four_warps(driver):
     """Two threads exchange partial sums over rows and both write the result, which must have the
     same bits in both.
     """
-    from tilewright.kernels.rmsnorm_triton import BACKWARD
+    from tilewright.kernels.norm.rmsnorm_triton import BACKWARD
 
     case = next(c for c in operations()["rmsnorm"].cases if c.name == "bias_none_cast")
     constants = {**BACKWARD.heuristic(64, 2), "num_warps": 4}
@@ -478,7 +478,7 @@ def to_e2m1(driver, hardware):
     """Ties, their neighbors and those of representable numbers, and the extremes, of both signs and
     in both halves of a byte: the codes of the twin and C++.
     """
-    from tilewright.ops import nvfp4
+    from tilewright.ops.quant import nvfp4
 
     even = torch.tensor(nvfp4.VALUES)
     marks = torch.cat([even, (even[1:] + even[:-1]) / 2])
@@ -772,14 +772,10 @@ def started():
     """Installs the emulator's driver in place of Triton's own."""
     from triton import knobs
 
-    from tilewright.kernels import (
-        adamw_triton,
-        fused_quantize_triton,
-        grouped_gemm_triton,
-        newton_schulz_triton,
-        quantize_triton,
-        quantized_linear_triton,
-    )
+    from tilewright.kernels.fused_quantize import fused_quantize_triton
+    from tilewright.kernels.moe import grouped_gemm_triton
+    from tilewright.kernels.optim import adamw_triton, newton_schulz_triton
+    from tilewright.kernels.quant import quantize_triton, quantized_linear_triton
     from tilewright.tools.emulator.driver import Driver, installed
 
     knobs.compilation.disable_line_info = (

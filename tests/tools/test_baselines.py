@@ -9,8 +9,8 @@ from helpers import DEVICE
 from small_cases import whole_cases
 from torch._functorch.aot_autograd import aot_module_simplified
 
-from tilewright._torch import TorchDispatchMode
 from tilewright.bench import contract, providers
+from tilewright.core.torch_names import TorchDispatchMode
 from tilewright.ops import OPS
 
 

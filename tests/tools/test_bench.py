@@ -15,8 +15,8 @@ import torch
 from tilewright.bench import contract, overhead, providers, report, run, store, suite, timing
 from tilewright.bench.__main__ import main
 from tilewright.bench.peers import PEERS
-from tilewright.ops.rmsnorm import RMSNORM, rmsnorm_eager
-from tilewright.registry import Case, Cost, Implementation, Op
+from tilewright.core.registry import Case, Cost, Implementation, Op
+from tilewright.ops.norm.rmsnorm import RMSNORM, rmsnorm_eager
 
 ROOF = timing.Roofline(1e10, {"float32": 1e11})
 QUICK = run.Settings(rounds=2, sample_seconds=0.0)
@@ -514,7 +514,7 @@ def test_overhead_repeats_the_first_launch_of_a_triton_kernel():
     }
     if reason := RMSNORM.implementation("triton").why_not("cpu"):
         pytest.skip(reason)
-    from tilewright.kernels import rmsnorm_triton
+    from tilewright.kernels.norm import rmsnorm_triton
 
     made = overhead.levels(RMSNORM, "triton", kwargs)
     assert set(made) == set(overhead.LEVELS)

@@ -27,7 +27,7 @@ from triton import knobs
 
 from tilewright.bench import compile_gate, gate_compilers, kernel_digest
 from tilewright.kernels.spec import KernelSpec
-from tilewright.registry import Implementation, Op
+from tilewright.core.registry import Implementation, Op
 from tilewright.tools.gate import recorded
 
 
@@ -703,8 +703,8 @@ def collected(compiling, tmp_path_factory):
 def test_every_triton_module_is_in_the_gate_and_every_kernel_has_a_budget(collected):
     name, modules, keys = (collected[n] for n in ("budgets", "modules", "keys"))
     written = {
-        f"tilewright.kernels.{p.stem}"
-        for p in (ROOT / "tilewright/kernels").glob("*_triton.py")
+        ".".join(p.relative_to(ROOT).with_suffix("").parts)
+        for p in (ROOT / "tilewright/kernels").rglob("*_triton.py")
         if p.stem != "math_triton"
     }  # device functions, not kernels
     assert set(modules) == written, "no op's gate= compiles these modules"

@@ -24,7 +24,7 @@ from tilewright.bench import __main__ as bench
 from tilewright.bench import compile_gate
 from tilewright.ops import OPS
 
-scale = sys.modules["tilewright.ops.scale"]
+scale = sys.modules["tilewright.ops.activation.scale"]
 forked.briefly()
 print(json.dumps({
     "package": sys.modules["tilewright"].__file__,
@@ -48,8 +48,8 @@ def test_the_template_makes_an_op(tmp_path):
     shutil.copytree(ROOT / "tilewright", package, ignore=shutil.ignore_patterns("*.so", "__pyc*"))
     blocks = re.findall(r"```python\n# (tilewright/\S+)\n(.*?)```", TEXT, re.S)
     assert [name for name, _ in blocks] == [
-        "tilewright/ops/scale.py",
-        "tilewright/kernels/scale_triton.py",
+        "tilewright/ops/activation/scale.py",
+        "tilewright/kernels/activation/scale_triton.py",
     ]
     for name, code in blocks:
         (tmp_path / name).write_text(code)
@@ -57,8 +57,8 @@ def test_the_template_makes_an_op(tmp_path):
     text = table.read_text()
     for line, added in (
         (
-            "from tilewright.ops.route import ROUTE, route\n",
-            "from tilewright.ops.scale import SCALE, scale\n",
+            "from tilewright.ops.activation.activation import GELU_MUL, SILU_MUL, Gate, gelu_mul, silu_mul\n",
+            "from tilewright.ops.activation.scale import SCALE, scale\n",
         ),
         ("        SILU_MUL,\n", "        SCALE,\n"),
         ('    "route",\n', '    "scale",\n'),

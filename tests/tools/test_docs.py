@@ -12,8 +12,8 @@ import torch
 
 from tilewright import ImplementationUnavailable, ops, use
 from tilewright.bench.page import api, op
-from tilewright.ops.rmsnorm import RMSNORM
-from tilewright.registry import Implementation
+from tilewright.core.registry import Implementation
+from tilewright.ops.norm.rmsnorm import RMSNORM
 
 pytestmark = pytest.mark.packages
 
@@ -38,7 +38,7 @@ def test_an_op_has_a_page_with_its_implementations_and_numbers(pages, name):
         for request in ops.OPS[name].requests:
             assert (impl.refuses(request) or "") in table
     assert op.FROM_OUTSIDE not in table, "an implementation is missing in KINDS"
-    assert f"::: tilewright.ops.{text.split('::: tilewright.ops.')[1].split('.')[0]}.{name}" in text
+    assert f"::: {ops.OPS[name].public.__module__}.{name}\n" in text
     goals = text.split("### Goals")[1] if ops.OPS[name].goals else ""
     assert goals.count(f"| `{name}` |") >= len(ops.OPS[name].goals)
     for target in re.findall(r"\]\(([^)#]+)[)#]", text):
@@ -92,14 +92,14 @@ def test_the_api_shows_what_is_not_an_op():
     shown = {name: re.findall(r"^ {8}- (\w+)$", text, re.M) for name, text in api.pages()}
     assert {"NF4", "checked_targets"} <= set(shown["tilewright.ops"])
     assert not set(ops.OPS) & set(shown["tilewright.ops"])
-    assert {"add_lora", "quantize_model"} <= set(shown["tilewright.adapt"])
-    assert not {"fill", "read_json"} & set(shown["tilewright.adapt"])
+    assert {"add_lora", "quantize_model"} <= set(shown["tilewright.nn"])
+    assert not {"fill", "read_json"} & set(shown["tilewright.nn"])
 
 
 def test_docstrings_are_read_by_griffe():
     griffe = pytest.importorskip("griffe")
     package = griffe.load(
-        "tilewright.ops.attention",
+        "tilewright.ops.attention.attention",
         search_paths=[str(ROOT)],
         allow_inspection=False,
         extensions=griffe.load_extensions(str(ROOT / "scripts/docs_griffe.py")),

@@ -29,13 +29,13 @@ PUBLIC = {
     or inspect.isclass(vars(module)[name])
 }
 NEVER_RAISE = {
-    "tilewright.adapt.base_weights",
-    "tilewright.adapt.print_trainable_parameters",
-    "tilewright.adapt.quantized",
-    "tilewright.adapt.shape_of",
-    "tilewright.adapt.trainable_parameters",
+    "tilewright.nn.base_weights",
+    "tilewright.nn.print_trainable_parameters",
+    "tilewright.nn.quantized",
+    "tilewright.nn.shape_of",
+    "tilewright.nn.trainable_parameters",
     "tilewright.integrations.transformers.report_of",
-    "tilewright.lora.format_of",
+    "tilewright.nn.format_of",
     "tilewright.nn.in_row_blocks",
 }
 

@@ -143,15 +143,15 @@ SOURCES = {
     },
     "docs/troubleshooting.md": {"30 seconds": "torchrun's own limit"},
     "docs/trl.md": {
-        "64 MiB": ("tilewright/ops/_linear_chunks.py", "on a CPU 64 MiB"),
-        "1 GiB": ("tilewright/ops/_linear_chunks.py", "on a GPU 1 GiB"),
+        "64 MiB": ("tilewright/ops/loss/linear_chunks.py", "on a CPU 64 MiB"),
+        "1 GiB": ("tilewright/ops/loss/linear_chunks.py", "on a GPU 1 GiB"),
     },
     "docs/verify.md": {
         "1 %": ("tests/plants/verify.py", "1.01"),
         "0.1 %": "the limit of what is seen, in words",
     },
     "docs/tested.md": {"60 minutes": "an argument of the command"},
-    "CONTRIBUTING.md": {"2 %": ("tilewright/cases.py", "DETECTED = 0.02")},
+    "CONTRIBUTING.md": {"2 %": ("tilewright/core/cases.py", "DETECTED = 0.02")},
     "docs/ops.md": {"16 x": CUSTOM},
     "docs/benchmarking.md": {
         "256 MiB": ("tilewright/bench/timing.py", "else 2**28)"),
@@ -172,7 +172,7 @@ SOURCES = {
         "92 MiB": "of a package on PyPI",
     },
     "docs/numerics.md": {
-        "2 %": ("tilewright/cases.py", "DETECTED = 0.02"),
+        "2 %": ("tilewright/core/cases.py", "DETECTED = 0.02"),
         "7 %": "of newton_schulz: see its `atol`",
         "40 times": "in the contract's own cases, roughly",
         "2.1 x": "units of rounding, which `test_aqn.py` bounds",

@@ -7,8 +7,8 @@ import pytest
 
 from tilewright.bench import overhead
 from tilewright.bench.page import goals
+from tilewright.core.registry import Goal
 from tilewright.ops import OPS
-from tilewright.registry import Goal
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/goals.md"
 

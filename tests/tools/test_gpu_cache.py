@@ -32,7 +32,7 @@ def measured(folder):
         variants,
     )
     from tilewright.bench.gpu_cache import Call
-    from tilewright.kernels import rmsnorm_triton
+    from tilewright.kernels.norm import rmsnorm_triton
     from tilewright.ops import OPS
 
     key, first = (

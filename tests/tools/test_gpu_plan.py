@@ -15,7 +15,7 @@ import forked
 import pytest
 
 from tilewright.kernels import tuning
-from tilewright.ops._linear_chunks import CHUNK
+from tilewright.ops.loss.linear_chunks import CHUNK
 
 ROOT = pathlib.Path(__file__).parents[2]
 FIRST = "smoke products ab goals host check"  # one call of the suite
@@ -27,7 +27,7 @@ BLOCKS = [FIRST, "search", "again", "rest", "tests", "report"]
 PLAN = """
 import os
 import time
-from tilewright.registry import Case, Goal
+from tilewright.core.registry import Case, Goal
 
 def _scaled_down(op, *, reaches):
     tiny = next(c for c in op.cases if "contract" in c.tags)

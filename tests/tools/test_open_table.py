@@ -12,11 +12,11 @@ from torch._dynamo.testing import CompileCounter
 
 import tilewright
 from tilewright import __main__ as cli
+from tilewright.core.registry import Implementation, ImplementationUnavailable, Op
 from tilewright.ops import AQN, HADAMARD, OPS, RMSNORM, hadamard, rmsnorm
-from tilewright.ops.aqn import AQN_NOISE
-from tilewright.ops.attention import ATTENTION
-from tilewright.ops.rmsnorm import rmsnorm_eager
-from tilewright.registry import Implementation, ImplementationUnavailable, Op
+from tilewright.ops.attention.attention import ATTENTION
+from tilewright.ops.norm.rmsnorm import rmsnorm_eager
+from tilewright.ops.quant.aqn import AQN_NOISE
 
 
 def times(name, factor, **options):
@@ -211,7 +211,7 @@ from tilewright import Implementation, ImplementationUnavailable
 def load():
     import tilewright.ops  # what an implementation needs is imported when it is used
     from {test} import product
-    from tilewright.ops.hadamard import hadamard_eager
+    from tilewright.ops.quant.hadamard import hadamard_eager
 
     def matrix(x, size, seed, inverse):
         way = product if seed is None else hadamard_eager

@@ -14,9 +14,9 @@ from tilewright.bench import report, sources, store
 from tilewright.bench.page import build as page_of
 from tilewright.bench.page.reasons import NO_REASON
 from tilewright.bench.page.text import COMMAND, number
+from tilewright.core.registry import Goal
 from tilewright.ops import OPS
-from tilewright.ops.rmsnorm import RMSNORM
-from tilewright.registry import Goal
+from tilewright.ops.norm.rmsnorm import RMSNORM
 
 pytestmark = pytest.mark.packages
 

@@ -8,7 +8,7 @@ from footprint import counting
 
 from tilewright.bench import contract, piece, pieces, pieces_losses, tensors
 from tilewright.ops import OPS
-from tilewright.ops._attention_options import variant_of
+from tilewright.ops.attention.options import variant_of
 
 
 @pytest.fixture

@@ -45,11 +45,11 @@ from tilewright.bench.runner import Unit
 from tilewright.bench.schedule import Chosen
 from tilewright.bench.stages import checks, common, smoke, timed
 from tilewright.bench.variants import Variant
+from tilewright.core.registry import Case, Cost, Goal, Implementation, ImplementationUnavailable, Op
 from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Tunable
 from tilewright.ops import OPS
-from tilewright.ops.rmsnorm import RMSNORM, rmsnorm_eager
-from tilewright.registry import Case, Cost, Goal, Implementation, ImplementationUnavailable, Op
+from tilewright.ops.norm.rmsnorm import RMSNORM, rmsnorm_eager
 
 # Deadlines that never come, and a moment after all others, also as JSON.
 FOREVER, LATER = math.inf, 1e12
@@ -1298,25 +1298,28 @@ def test_an_edit_makes_stale_what_comes_from_it(copied):
     rows = {"rmsnorm", "add_rmsnorm"}
     fused = rows | {"qk_norm_rope", "silu_mul_quantize", "rmsnorm_quantize", "add_rmsnorm_quantize"}
     edits = [
-        (("tilewright/ops/rope.py", "", "# another\n"), set()),
-        (("tilewright/ops/rope.py", '"""', '"""Another word. '), set()),
-        (("tilewright/kernels/rmsnorm_triton.py", "NARROW = 512", "NARROW  =  512   # why"), set()),
-        (("tilewright/ops/rmsnorm.py", "near_copy(92", "near_copy(91"), set()),
+        (("tilewright/ops/rope/rope.py", "", "# another\n"), set()),
+        (("tilewright/ops/rope/rope.py", '"""', '"""Another word. '), set()),
+        (
+            ("tilewright/kernels/norm/rmsnorm_triton.py", "NARROW = 512", "NARROW  =  512   # why"),
+            set(),
+        ),
+        (("tilewright/ops/norm/rmsnorm.py", "near_copy(92", "near_copy(91"), set()),
         (("csrc/cpu/rope.cpp", "", "// another\n/* and more */\n"), set()),
         (("tilewright/trainer/config.py", "", "another = 1\n"), set()),
         (("tilewright/bench/page/goals.py", "", "another = 1\n"), set()),
         (("tilewright/bench/suite.py", "", "another = 1\n"), set()),
         (("tilewright/kernels/tuned/h200/rmsnorm.json", "", "{}"), set()),
-        (("tilewright/kernels/route_triton.py", "", "another = 1\n"), {"route"}),
+        (("tilewright/kernels/moe/route_triton.py", "", "another = 1\n"), {"route"}),
         (("csrc/cpu/route.cpp", "", "int another;\n"), {"route"}),
         (("csrc/cpu/rope.h", "", "int another;\n"), {"rope", "qk_norm_rope"}),
-        (("tilewright/kernels/rmsnorm_cute.py", "", "another = 1\n"), fused),
-        (("tilewright/kernels/attention_triton.py", "", "another = 1\n"), {"attention"}),
+        (("tilewright/kernels/norm/rmsnorm_cute.py", "", "another = 1\n"), fused),
+        (("tilewright/kernels/attention/attention_triton.py", "", "another = 1\n"), {"attention"}),
         (
-            ("tilewright/ops/_linear_chunks.py", "", "another = 1\n"),
+            ("tilewright/ops/loss/linear_chunks.py", "", "another = 1\n"),
             {"linear_cross_entropy", "linear_logprob"},
         ),
-        (("tilewright/ops/_checks.py", "", "another = 1\n"), set(OPS)),
+        (("tilewright/core/checks.py", "", "another = 1\n"), set(OPS)),
         (("tilewright/bench/timing.py", "", "another = 1\n"), {"", *OPS}),
         (
             (
@@ -1340,11 +1343,16 @@ def test_an_edit_makes_stale_what_comes_from_it(copied):
 
 
 def test_a_module_that_moves_makes_nothing_stale(copied):
+    def again(found):
+        rest = f"from tilewright.core import {found[2]}\n" if found[1] else ""
+        return f"{rest}from tilewright.ops import argument_checks as checks"
+
     before = digests()
     moved = copied / "tilewright/ops/argument_checks.py"
-    (copied / "tilewright/ops/_checks.py").rename(moved)
+    (copied / "tilewright/core/checks.py").rename(moved)
     for path in (copied / "tilewright").rglob("*.py"):
-        path.write_text(re.sub(r"(?<!\w)_checks\b", "argument_checks", path.read_text()))
+        text = re.sub(r"from tilewright\.core import checks\b(, (\w+))?", again, path.read_text())
+        path.write_text(text.replace("tilewright.core.checks", "tilewright.ops.argument_checks"))
     assert digests() == before
     moved.write_text(moved.read_text() + "another = 1\n")
     after = digests()
@@ -1353,10 +1361,10 @@ def test_a_module_that_moves_makes_nothing_stale(copied):
 
 def test_a_name_from_another_module_is_another(copied):
     before = digests()
-    path = copied / "tilewright/ops/aqn.py"
+    path = copied / "tilewright/ops/quant/aqn.py"
     text = path.read_text()
-    [line] = re.findall(r"^from tilewright.ops import .*_checks.*$", text, re.M)
-    other = line.replace("_checks", "_layout as _checks")
+    [line] = re.findall(r"^from tilewright.core import .*checks.*$", text, re.M)
+    other = line.replace("checks", "layout as checks")
     path.write_text(text.replace(line, other))
     after = digests()
     assert after["aqn_noise"] != before["aqn_noise"] and after["route"] == before["route"]
@@ -1368,8 +1376,8 @@ def test_every_source_belongs_to_an_op():
     kernels = {
         p
         for p in (
-            *(sources.PACKAGE / "kernels").glob("*.py"),
-            *(sources.PACKAGE / "ops").glob("*.py"),
+            *(sources.PACKAGE / "kernels").rglob("*.py"),
+            *(sources.PACKAGE / "ops").rglob("*.py"),
             *sources.CSRC.rglob("*.*"),
         )
         if p.name != "__init__.py"
@@ -1377,12 +1385,12 @@ def test_every_source_belongs_to_an_op():
     apart = {
         sources.PACKAGE / "ops" / f"{n}.py"
         for n in (
-            "context_parallel",
-            "_ring",
-            "_expert_transport",
-            "_ring_plan",
-            "_ulysses",
-            "expert_parallel",
+            "attention/context_parallel",
+            "attention/ring",
+            "attention/ring_plan",
+            "attention/ulysses",
+            "moe/expert_parallel",
+            "moe/expert_transport",
         )
     }  # several devices
     apart.add(sources.CSRC / "cpu" / "portable.cpp")  # of the linker alone
@@ -1706,7 +1714,7 @@ def test_recording_sees_every_launch_and_key_in_order():
 
 
 def test_the_chunk_of_rows_follows_its_table(monkeypatch):
-    from tilewright.ops._linear_chunks import CHUNK, chunk_rows
+    from tilewright.ops.loss.linear_chunks import CHUNK, chunk_rows
 
     x, weight = (
         torch.empty(4096, 64, dtype=torch.bfloat16),
@@ -1723,9 +1731,9 @@ def test_contract_of_an_op_holds_with_every_candidate(monkeypatch):
     """On a CPU only the chunk is tunable; Triton's configurations are checked by a search itself,
     on a GPU.
     """
-    from tilewright.ops import _linear_chunks
+    from tilewright.ops.loss import linear_chunks
 
-    monkeypatch.setattr(_linear_chunks, "MiB", 4096)  # several chunks of small inputs
+    monkeypatch.setattr(linear_chunks, "MiB", 4096)  # several chunks of small inputs
     op, g = OPS["linear_cross_entropy"], torch.Generator().manual_seed(0)
     kwargs = {
         "x": torch.randn(200, 8, generator=g).requires_grad_(),
@@ -1736,7 +1744,7 @@ def test_contract_of_an_op_holds_with_every_candidate(monkeypatch):
     for t, key in launches.requested_keys(op, op.implementation("cpp"), kwargs):
         for config in t.candidates(**t.named(key)):
             with t.override(CPU, key, config):
-                rows.append(_linear_chunks.chunk_rows(kwargs["x"], kwargs["weight"]))
+                rows.append(linear_chunks.chunk_rows(kwargs["x"], kwargs["weight"]))
                 assert all(f.holds for f in contract.judge(op, "cpp", kwargs, by))
     assert {32, 64, 128, 200} <= set(rows)
 

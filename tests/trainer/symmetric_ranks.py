@@ -8,7 +8,7 @@ from helpers import threads
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewright._torch import join_pretended_group
+from tilewright.core.torch_names import join_pretended_group
 from tilewright.trainer import mesh
 
 

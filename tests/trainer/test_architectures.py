@@ -16,8 +16,9 @@ from ranks import nearly_same_training, run_modes, same_training
 from safetensors.torch import load_file, save_file
 from test_trainer import QWEN3, check_moves, make_bins, run, write_config
 
-from tilewright import adapt
-from tilewright.registry import ImplementationUnavailable
+from tilewright import nn
+from tilewright.core.registry import ImplementationUnavailable
+from tilewright.nn.weights import is_adapter
 from tilewright.trainer import hf, matrices
 from tilewright.trainer.build import choose_ops
 from tilewright.trainer.compiling import compile_layers, compiled_parts
@@ -453,11 +454,11 @@ def test_experts_with_biases_take_neither_adapters_nor_codes(merge_qkv):
         return model_of("gpt_oss", merge_qkv)
 
     with pytest.raises(ValueError, match=r"experts of Experts have biases .* Name targets without"):
-        adapt.add_lora(model(), rank=2)
+        nn.add_lora(model(), rank=2)
     with pytest.raises(ValueError, match=r"have biases .* cannot be quantized; name them"):
-        adapt.quantize_model(model(), "nf4")
+        nn.quantize_model(model(), "nf4")
     adapted = model()
-    paths = adapt.add_lora(adapted, ["q_proj", "o_proj"], rank=2)
+    paths = nn.add_lora(adapted, ["q_proj", "o_proj"], rank=2)
     assert len(paths) == 2 * 4
     adapted.init_weights(0)
     ids = torch.arange(16)[None]
@@ -471,8 +472,8 @@ def test_adapters_of_latent_attention_and_of_both_kinds_of_experts(codes, tmp_pa
     model, ids = model_of("deepseek_v3"), torch.arange(16)[None]
     model.init_weights(0, std=0.1)
     if codes:
-        adapt.quantize_model(model, codes)
-    paths = adapt.add_lora(model, rank=2)
+        nn.quantize_model(model, codes)
+    paths = nn.add_lora(model, rank=2)
     names = {path.partition(".layers.1.")[2] for path in paths} - {""}
     attention = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
     inner = ("gate_proj", "up_proj", "down_proj")
@@ -482,7 +483,7 @@ def test_adapters_of_latent_attention_and_of_both_kinds_of_experts(codes, tmp_pa
     }
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if adapt.is_adapter(name):
+            if is_adapter(name):
                 p.add_(0.1 * torch.randn_like(p))
     model(ids, labels=ids).backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)

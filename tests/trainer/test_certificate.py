@@ -20,7 +20,7 @@ from test_trainer import MOE, QWEN3, ROOT, rows, run, write_config
 from torch.cuda import nccl
 
 from tilewright import platform
-from tilewright.installed import Installed
+from tilewright.core.installed import Installed
 from tilewright.kernels import tuning
 from tilewright.ops import OPS
 from tilewright.trainer import certificate, checksums, train
@@ -322,7 +322,11 @@ def test_a_fault_of_a_forward_is_named_by_its_module(name, first, tmp_path, monk
     monkeypatch.setattr(Outputs, "record", record)
     with pytest.raises(ValueError, match="step 2 is not the same: ") as caught:
         asserting(first, tmp_path / "again")
-    assert f"the first tensor that moved is the output of model.{name} (and " in str(caught.value)
+    # After the norm, the loss may round to the same bits.
+    assert re.search(
+        rf"the first tensor that moved is the output of model\.{name}(?: \(and |$)",
+        str(caught.value),
+    )
 
 
 def test_gradients_are_named_in_the_order_of_the_backward(first, tmp_path, monkeypatch):

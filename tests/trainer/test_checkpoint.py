@@ -26,7 +26,8 @@ from test_trainer import (
     write_config,
 )
 
-from tilewright import adapt
+from tilewright import nn
+from tilewright.nn.weights import is_adapter
 from tilewright.trainer import checkpoint, packing
 from tilewright.trainer.checkpoint_files import (
     Damaged,
@@ -312,7 +313,7 @@ def stored(folder, step):
     names = {
         n.removeprefix("model.") for n in metadata.state_dict_metadata if n.startswith("model.")
     }
-    return names, {n for n in names if adapt.is_adapter(n)}
+    return names, {n for n in names if is_adapter(n)}
 
 
 @pytest.mark.parametrize("mode", ["none", "fsdp2"])
@@ -369,7 +370,7 @@ def test_adapters_go_on_with_the_base_that_the_export_names(bases, tmp_path):
             real = checkpoint.Saver.save
 
             def save(self, step, model, *arguments, real=real, held=held):
-                held.append(dict(adapt.base_weights(model))[down].detach().clone())
+                held.append(dict(nn.base_weights(model))[down].detach().clone())
                 return real(self, step, model, *arguments)
 
             patch.setattr(checkpoint.Saver, "save", save)

@@ -10,10 +10,10 @@ pytest.importorskip("pydantic")
 from helpers import processes
 from torch import distributed as dist
 
-from tilewright.files import load_tensors, save_tensors
-from tilewright.ops.block_fp8 import BlockFP8
-from tilewright.ops.nf4_format import NF4
-from tilewright.ops.nvfp4 import NVFP4
+from tilewright.core.files import load_tensors, save_tensors
+from tilewright.ops.quant.block_fp8 import BlockFP8
+from tilewright.ops.quant.nf4_format import NF4
+from tilewright.ops.quant.nvfp4 import NVFP4
 from tilewright.trainer import exchange, hf_load
 from tilewright.trainer.checkpoint_files import Damaged, Incomplete
 from tilewright.trainer.config import ConfigError

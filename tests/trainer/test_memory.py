@@ -22,7 +22,7 @@ from helpers import as_on_a_gpu
 from symmetric_ranks import symmetric_ranks
 from test_trainer import MOE, QWEN3, engine_of, make_bins, shape_of, write_config
 
-from tilewright._torch import FakeTensor
+from tilewright.core.torch_names import FakeTensor
 from tilewright.trainer import memory_plan, offload, train
 from tilewright.trainer.batches import collate
 from tilewright.trainer.build import engine_around, unfilled

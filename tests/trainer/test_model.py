@@ -483,7 +483,7 @@ def test_what_is_not_built_is_refused_by_name(change, message):
 
 
 def test_unknown_and_unusable_implementations_are_refused_before_anything_is_built():
-    from tilewright.registry import ImplementationUnavailable
+    from tilewright.core.registry import ImplementationUnavailable
 
     with pytest.raises(
         ValueError, match=r"attention: unknown implementation 'flash_attention_9'; have"

@@ -26,8 +26,8 @@ from test_trainer import (
     write_config,
 )
 
-from tilewright import adapt
-from tilewright._torch import no_zero_bubble
+from tilewright import nn
+from tilewright.core.torch_names import no_zero_bubble
 from tilewright.trainer.config import load
 from tilewright.trainer.mesh import Layout, Mesh
 from tilewright.trainer.model import Transformer
@@ -215,8 +215,8 @@ def test_a_tied_weight_is_exported_once(trained):
 
 def test_adapters_of_all_stages_are_exported(trained, tmp_path):
     folder, _, alone = trained
-    adapt.save_adapter(alone["lora"][0].model, tmp_path, base_model="base")
-    names = (adapt.ADAPTER_FILE, adapt.ADAPTER_CONFIG)
+    nn.save_adapter(alone["lora"][0].model, tmp_path, base_model="base")
+    names = (nn.ADAPTER_FILE, nn.ADAPTER_CONFIG)
     (found, config), (want, same) = (
         (load_file(at / names[0]), (at / names[1]).read_text())
         for at in (folder / "lora/adapter", tmp_path)

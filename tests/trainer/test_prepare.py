@@ -23,7 +23,8 @@ pytest.importorskip("pydantic")
 
 import datasets
 
-from tilewright import files, platform
+from tilewright import platform
+from tilewright.core import files
 from tilewright.trainer import cache_key, data_files, encode, hf, packing, rows, sources
 from tilewright.trainer import prepare as preparing
 from tilewright.trainer.batches import lengths_of

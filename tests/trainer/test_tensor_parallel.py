@@ -26,9 +26,8 @@ from test_trainer import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from tilewright.lora import LoRALinear
-from tilewright.nn import Linear
-from tilewright.ops.context_parallel import ContextParallel
+from tilewright.nn import Linear, LoRALinear
+from tilewright.ops.attention.context_parallel import ContextParallel
 from tilewright.trainer import tensor_parallel
 from tilewright.trainer.batches import padding
 from tilewright.trainer.compiling import compile_layers, compiled_parts

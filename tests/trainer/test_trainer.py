@@ -34,13 +34,15 @@ from ranks import (  # noqa: E402
     together_and_alone,
 )
 
-from tilewright import adapt  # noqa: E402
+from tilewright import nn  # noqa: E402
 from tilewright import ops as tw  # noqa: E402
-from tilewright.lora import QuantizedLinear  # noqa: E402
-from tilewright.ops import _targets  # noqa: E402
-from tilewright.ops.aqn import AQN  # noqa: E402
-from tilewright.ops.moe_lora import MOE_LORA  # noqa: E402
-from tilewright.registry import ImplementationUnavailable  # noqa: E402
+from tilewright.core.registry import ImplementationUnavailable  # noqa: E402
+from tilewright.nn import QuantizedLinear  # noqa: E402
+from tilewright.nn.weights import adapted as adapted_layers  # noqa: E402
+from tilewright.nn.weights import dense_weights, is_adapter  # noqa: E402
+from tilewright.ops.loss import targets  # noqa: E402
+from tilewright.ops.moe.moe_lora import MOE_LORA  # noqa: E402
+from tilewright.ops.quant.aqn import AQN  # noqa: E402
 from tilewright.trainer import (  # noqa: E402
     adapters,
     batches,
@@ -1487,16 +1489,16 @@ def test_seconds_and_tokens_are_those_of_the_steps(tmp_path, monkeypatch):
 
 
 def test_determinism_ends_with_the_run_and_the_look_at_targets_with_its_first_step(tmp_path):
-    seen, real = [], _targets.check
+    seen, real = [], targets.check
 
     def check(target, *arguments):
-        look = _targets._may_read(types.SimpleNamespace(is_cuda=True))
+        look = targets._may_read(types.SimpleNamespace(is_cuda=True))
         seen.append((torch.are_deterministic_algorithms_enabled(), look))
         return real(target, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(_targets, "check", check)
+        patch.setattr(targets, "check", check)
         run(
             write_config(
                 tmp_path,
@@ -2045,7 +2047,7 @@ def build(path, *arguments):
 
 
 def adapter_names(model):
-    return {n for n, _ in model.named_parameters() if adapt.is_adapter(n)}
+    return {n for n, _ in model.named_parameters() if is_adapter(n)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -2075,13 +2077,13 @@ def test_adapters_alone_learn(shape, kind, tmp_path):
     before, after = fresh.state_dict(), model.state_dict()
     assert found["loss"][-1] < found["loss"][0] - 0.05
     for name, t in after.items():
-        assert torch.equal(t, before[name]) != adapt.is_adapter(name), name
+        assert torch.equal(t, before[name]) != is_adapter(name), name
     assert (
         {n for n, p in model.named_parameters() if p in optimizer.state}
         == adapter_names(model)
         != set()
     )
-    quantized = [name for name, p in adapt.base_weights(model) if adapt.quantized(p)]
+    quantized = [name for name, p in nn.base_weights(model) if nn.quantized(p)]
     assert len(quantized) == (0 if kind == "lora" else 8)
 
 
@@ -2193,15 +2195,15 @@ def test_merging_happens_every_so_many_steps_and_may_forget_moments(kind, reset,
     before = {n: t.clone() for n, t in model.state_dict().items()}
     moments = [v.clone() for s in optimizer.state.values() for v in s.values()]
     assert all(m.any() for m in moments)
-    dense = {n: t.clone() for n, t, _ in adapt.dense_weights(model)}
+    dense = {n: t.clone() for n, t, _ in dense_weights(model)}
     want = model(ids)
     adapters.after_step(model, optimizer, config.lora, config.train.seed, 3, Mesh())
     assert all(
-        not torch.equal(t, before[n]) for n, t in model.state_dict().items() if adapt.is_adapter(n)
+        not torch.equal(t, before[n]) for n, t in model.state_dict().items() if is_adapter(n)
     )
     if kind == "lora":  # bitwise equal; quantized weights are rounded again
         assert (model(ids) - want).abs().max() <= 1e-6
-    for name, full, _ in adapt.dense_weights(model):
+    for name, full, _ in dense_weights(model):
         error = (full - dense[name]).norm() / dense[name].norm()
         assert error <= (1e-6 if kind == "lora" else 0.15), name
     now = [v for s in optimizer.state.values() for v in s.values()]
@@ -2306,7 +2308,7 @@ def test_the_export_has_the_dtype_of_the_base(tmp_path):
 def test_each_field_of_lora_shapes_the_model(tmp_path):
     def layers(*arguments, **changes):
         model = build(write_config(tmp_path, **{**LORA, **changes}), *arguments)[1]
-        return dict(adapt.adapted(model)), dict(adapt.base_weights(model))
+        return dict(adapted_layers(model)), dict(nn.base_weights(model))
 
     found, _ = layers()
     assert {m.rank for m in found.values()} == {4} and {m.scale for m in found.values()} == {2.0}
@@ -2327,7 +2329,7 @@ def test_each_field_of_lora_shapes_the_model(tmp_path):
     }.items():
         _, weights = layers(**KINDS[kind])
         [q] = weights["model.layers.0.self_attn.o_proj.weight"].weights()
-        assert adapt.QuantFormat(name, size) == adapters.lora.format_of(q)
+        assert nn.QuantFormat(name, size) == nn.format_of(q)
     _, weights = layers(**{**NF4, "lora__quant_group_size": 512})
     assert weights["model.layers.0.self_attn.o_proj.weight"].weights()[0].block_size == 512
     _, weights = layers(**NF4, lora__exclude_modules=["layers.1", "gate_proj", "up_proj"])
@@ -2359,9 +2361,7 @@ def test_what_a_quantized_checkpoint_leaves_out_is_left_out_unless_the_user_says
     )
     path = write_config(tmp_path, **NF4, model__model_path=str(tmp_path / "weights"))
     for arguments, count in (([], 6), (["--lora.exclude_modules=[]"], 8)):
-        quantized = [
-            n for n, p in adapt.base_weights(build(path, *arguments)[1]) if adapt.quantized(p)
-        ]
+        quantized = [n for n, p in nn.base_weights(build(path, *arguments)[1]) if nn.quantized(p)]
         assert len(quantized) == count and ("model.layers.1.mlp.down_proj.weight" in quantized) == (
             count == 8
         )
@@ -2417,7 +2417,7 @@ def test_noise_is_trained_with_and_not_evaluated_with(kind, tmp_path):
     built = engine_of(config)
     model, few = built.model, list(evaluation_batches(held, 1, 0, 1))
     want = built.evaluate(few, language_modeling)
-    adapt.set_noise(model, AQN(1.0, 1))
+    nn.set_noise(model, AQN(1.0, 1))
     assert built.evaluate(few, language_modeling) == want
     adapters.before_step(model, load(str(tmp_path / "more/config.yaml")).lora, 6, 5)
     used = {n for m in model.modules() if isinstance(m, QuantizedLinear) for n in m.noise}
@@ -2492,7 +2492,7 @@ def test_adapters_of_experts_are_counted_as_routed(tmp_path):
         sum(
             p.numel()
             for n, p in model.named_parameters()
-            if adapt.is_adapter(n) and (".experts." in n) == which
+            if is_adapter(n) and (".experts." in n) == which
         )
         for which in (True, False)
     )

@@ -24,8 +24,8 @@ from test_trainer import (
     write_config,
 )
 
-from tilewright.ops.context_parallel import ContextParallel, shard
-from tilewright.registry import ImplementationUnavailable
+from tilewright.core.registry import ImplementationUnavailable
+from tilewright.ops.attention.context_parallel import ContextParallel, shard
 from tilewright.trainer import batches as data
 from tilewright.trainer import hf, layers, mesh, parallel
 from tilewright.trainer.build import build_data, choose_ops

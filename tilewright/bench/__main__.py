@@ -11,8 +11,9 @@ import sys
 
 import torch
 
-from tilewright import platform, registry, selection
+from tilewright import platform, selection
 from tilewright.bench.options import at_least, chosen, has_device, names
+from tilewright.core import registry
 
 # Commands with their own parsers: name -> (module with main(argv) -> int, help). Imported on
 # demand.

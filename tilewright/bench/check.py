@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from tilewright.bench import contract
-from tilewright.registry import Case, ImplementationUnavailable, Op, short
+from tilewright.core.registry import Case, ImplementationUnavailable, Op, short
 
 
 class Row(NamedTuple):

@@ -55,8 +55,8 @@ from tilewright.bench.gate_verdict import (
     unmet,
     write_budgets,
 )
+from tilewright.core.registry import Op
 from tilewright.kernels import tuning
-from tilewright.registry import Op
 from tilewright.selection import operations
 
 

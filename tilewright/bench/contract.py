@@ -33,7 +33,7 @@ from tilewright.bench.tensors import (  # noqa: F401  callers use `contract.erro
     leaves,
     upstream,
 )
-from tilewright.registry import Case, Op
+from tilewright.core.registry import Case, Op
 
 
 def run(

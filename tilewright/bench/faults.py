@@ -15,8 +15,8 @@ import torch
 
 from tilewright.bench import contract, grid
 from tilewright.bench.tensors import ordinary
-from tilewright.cases import DETECTED
-from tilewright.registry import Case, Op
+from tilewright.core.cases import DETECTED
+from tilewright.core.registry import Case, Op
 
 # Results that are 0 but for rounding: of one class, a gradient of the logits.
 RESIDUES = {("logprob_entropy", "one_class", "grad logits")}

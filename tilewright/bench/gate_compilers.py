@@ -17,10 +17,10 @@ from typing import Any
 
 from tilewright import platform
 from tilewright.bench import gate_cute, kernel_digest, machine_code, ptx_loops
+from tilewright.core.registry import Op
 from tilewright.kernels import tuning
 from tilewright.kernels.spec import CuteSpec, KernelSpec
 from tilewright.kernels.tuning import Tunable
-from tilewright.registry import Op
 
 BUDGETS = pathlib.Path(__file__).parent / "budgets"
 # Maximum shared memory per block, in bytes (CUDA C++ programming guide, technical specifications
@@ -149,7 +149,7 @@ def _triton_version() -> str:
 def _triton_identity(spec: KernelSpec) -> str:
     return repr(
         (
-            spec.kernel.fn.__module__,
+            kernel_digest.module_of(spec.kernel.fn),
             spec.kernel.fn.__qualname__,
             sorted(spec.signature.items()),
             sorted((n, repr(v)) for n, v in spec.constexprs.items()),

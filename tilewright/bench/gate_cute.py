@@ -46,7 +46,7 @@ def source() -> str:
     for all.
     """
     folder = pathlib.Path(__file__).parents[1] / "kernels"
-    return kernel_digest.of_files([folder / "cute.py", *folder.glob("*_cute.py")])
+    return kernel_digest.of_files([folder / "cute.py", *folder.rglob("*_cute.py")])
 
 
 def compile(spec: CuteSpec, arch: int) -> tuple[dict[str, Any], bytes]:

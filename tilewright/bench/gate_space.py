@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from tilewright.bench.gate_compilers import Result, labeled
 from tilewright.bench.gate_verdict import problems, unmet
+from tilewright.core.registry import Op
 from tilewright.kernels import tuning
-from tilewright.registry import Op
 
 
 class Candidate(NamedTuple):

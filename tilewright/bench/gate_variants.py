@@ -14,7 +14,7 @@ import torch
 from tilewright.bench import launches, pretend, variants
 from tilewright.bench.gate_compilers import labeled
 from tilewright.bench.stages import questions
-from tilewright.registry import Op
+from tilewright.core.registry import Op
 
 ARCH = 90  # a GPU that the questions are asked on
 

@@ -36,10 +36,11 @@ from unittest import mock
 
 import torch
 
-from tilewright import platform, registry, selection
+from tilewright import platform, selection
 from tilewright.bench import contract, launches, pretend, run, variants
 from tilewright.bench.options import names
 from tilewright.bench.stages import common, questions, timed
+from tilewright.core import registry
 from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Config, Tunable
 

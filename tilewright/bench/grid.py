@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tilewright.ops import block_fp8, mxfp8
-from tilewright.ops.quantize import E4M3, LARGEST_E4M3
+from tilewright.ops.quant import block_fp8, mxfp8
+from tilewright.ops.quant.quantize import E4M3, LARGEST_E4M3
 
 ARITHMETIC = 4 * torch.finfo(torch.float32).eps  # of the quantization, which is in float32
 

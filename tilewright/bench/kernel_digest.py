@@ -1,5 +1,5 @@
 """Digests of kernels: of a kernel's syntax tree and of everything that it reaches, constants and
-functions included. Comments, docstrings, line breaks and file names do not change them.
+functions included. Comments, docstrings, line breaks and the folders of files do not change them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,18 @@ def of_kernel(kernel: Callable) -> str:
     return _hash("\n".join(f"{name}: {parts[name]}" for name in sorted(parts)))
 
 
+def module_of(function: Callable) -> str:
+    """The name of a function's module, without the folders that it is in."""
+    return function.__module__.rpartition(".")[2]
+
+
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _add(kernel: Any, parts: dict[str, str]) -> None:
     function = inspect.unwrap(getattr(kernel, "fn", kernel))
-    name = f"{function.__module__}.{function.__qualname__}"
+    name = f"{module_of(function)}.{function.__qualname__}"
     if name in parts:
         return
     source = textwrap.dedent(inspect.getsource(function))

@@ -13,9 +13,9 @@ from unittest import mock
 import torch
 
 from tilewright.bench import contract, timing
+from tilewright.core.registry import Implementation, Op
 from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Config, Tunable
-from tilewright.registry import Implementation, Op
 
 LARGE = 2**20  # bytes
 

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewright import platform
-from tilewright._torch import pytree
 from tilewright.bench import contract, faults, report, run
 from tilewright.bench.options import chosen, names
 from tilewright.bench.page.text import table
-from tilewright.cases import DETECTED
-from tilewright.registry import FLOATS, ImplementationUnavailable, Op, short
+from tilewright.core.cases import DETECTED
+from tilewright.core.registry import FLOATS, ImplementationUnavailable, Op, short
+from tilewright.core.torch_names import pytree
 from tilewright.selection import operations
 
 COMMAND = "python -m tilewright.bench margins"

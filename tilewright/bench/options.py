@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from tilewright.registry import instead_of
+from tilewright.core.registry import instead_of
 
 
 def at_least(least: float, kind: type) -> Callable[[str], int | float]:

@@ -22,9 +22,9 @@ from unittest import mock
 import torch
 
 from tilewright import platform
-from tilewright._torch import TorchDispatchMode
 from tilewright.bench import pretend, timing
-from tilewright.registry import Op, short
+from tilewright.core.registry import Op, short
+from tilewright.core.torch_names import TorchDispatchMode
 from tilewright.selection import operations
 
 # Microseconds of a call above Triton's launch of its first kernel, on a GPU's machine: without and

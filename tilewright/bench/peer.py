@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tilewright import platform
-from tilewright.ops.activation import Gate
+from tilewright.ops.activation.activation import Gate
 
 
 class Unsupported(Exception):

@@ -26,7 +26,7 @@ from tilewright.bench.pieces_losses import (
     logprob,
     logprob_entropy,
 )
-from tilewright.registry import Op
+from tilewright.core.registry import Op
 
 
 def of(op: Op, kwargs: dict[str, Any]) -> Pieces | None:

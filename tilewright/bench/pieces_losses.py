@@ -148,7 +148,7 @@ def linear(loss):
 def linear_cross_entropy(
     x, weight, target, *, full_weight, weight_rows, chunk_size=None, **options
 ):
-    from tilewright.ops.cross_entropy import cross_entropy
+    from tilewright.ops.loss.cross_entropy import cross_entropy
 
     return cross_entropy(
         _Head.apply(x, weight, full_weight, weight_rows), target, **options, implementation="eager"

@@ -22,8 +22,8 @@ import torch
 from torch.utils import _device
 
 from tilewright import platform, selection
+from tilewright.core import library
 from tilewright.kernels.device import SMS
-from tilewright.ops import _library
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 # By compute capability, for the most common devices (H100 and H200 SXM, B200, RTX PRO 6000): number
@@ -145,7 +145,7 @@ class _Generator:
         return self
 
 
-def _call(operator: _library.Operator, *args) -> Any:
+def _call(operator: library.Operator, *args) -> Any:
     """Calls an operator's launcher directly: the dispatcher has none for meta tensors."""
     return operator.launch(*args) if operator.cuda else operator.overload(*args)
 
@@ -174,8 +174,8 @@ def gpu(arch: int = 90, name: str | None = None, compiles: bool = True) -> Itera
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from tilewright.kernels import rmsnorm_triton
     from tilewright.kernels.launch import no_launch_cache
+    from tilewright.kernels.norm import rmsnorm_triton
 
     processors, _ = DEVICES[arch]
     name = name or NAMES[arch]
@@ -223,7 +223,7 @@ def gpu(arch: int = 90, name: str | None = None, compiles: bool = True) -> Itera
         for fn in _device._device_constructors():
             if getattr(torch, fn.__name__, None) is fn:
                 put(torch, fn.__name__, _on_meta_device(fn))
-        put(_library.Operator, "__call__", _call)
+        put(library.Operator, "__call__", _call)
         put(torch.Tensor, "pin_memory", lambda self, *_: self)  # it would look for a driver
         # PyTorch's own versions for meta tensors read the reported CUDA device.
         for name_ in ("randn", "rand"):

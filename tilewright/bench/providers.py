@@ -13,8 +13,8 @@ import torch
 
 from tilewright.bench import contract
 from tilewright.bench.peers import PEERS
-from tilewright.ops._library import plain_operators
-from tilewright.registry import Op
+from tilewright.core.library import plain_operators
+from tilewright.core.registry import Op
 
 # Tilewright's own implementations are compared with these.
 BASELINES = ("eager", "compile", "torch", *PEERS)

@@ -22,13 +22,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from tilewright import registry, selection
+from tilewright import selection
 from tilewright.bench import contract, gpu_cache, pieces, pretend, run, runner, store, timing
 from tilewright.bench.options import at_least
 from tilewright.bench.runner import Unit
 from tilewright.bench.schedule import FIRST, GROUPS, Chosen, ends, units
 from tilewright.bench.stages import checks, questions, timed
 from tilewright.bench.stages.common import DTYPES
+from tilewright.core import registry
 
 # Seconds, on a machine of 16 cores and one H200; each is more rather than less.
 SCRIPT = 5.0  # unpacking the cache and correcting the paths in it

@@ -22,7 +22,7 @@ from tilewright import platform
 from tilewright.bench import contract, peers, pieces, report, sources, store, timing
 from tilewright.bench.peer import Unsupported
 from tilewright.bench.providers import BASELINES, Provider, gate, providers
-from tilewright.registry import Case, ImplementationUnavailable, Op, short
+from tilewright.core.registry import Case, ImplementationUnavailable, Op, short
 
 SEED = 0
 COPY = "copy of as many bytes"  # key of copies timed beside the providers; not a provider's name

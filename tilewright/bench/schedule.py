@@ -24,7 +24,7 @@ from tilewright.bench.stages.timed import (
     time_unit,
 )
 from tilewright.bench.stages.tools import counter_units, sanitize_units
-from tilewright.registry import Op
+from tilewright.core.registry import Op
 
 # Stages in their order, each with its weight: a stage's share of a call is its weight over the sum
 # of the weights of all stages that the call was asked for. The weights of the stages up to

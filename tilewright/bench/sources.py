@@ -15,7 +15,7 @@ import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-from tilewright.registry import Op
+from tilewright.core.registry import Op
 
 PACKAGE = pathlib.Path(__file__).parents[1]
 CSRC = PACKAGE.parent / "csrc"

@@ -53,7 +53,7 @@ from tilewright.bench.schedule import GROUPS, ON_ROOF, STAGES, Chosen, ends, uni
 from tilewright.bench.stages.checks import failures
 from tilewright.bench.stages.common import BY_NAME, DTYPES
 from tilewright.bench.stages.smoke import FAILURES_AT_MOST
-from tilewright.registry import short
+from tilewright.core.registry import short
 
 FAILED_SMOKE = 4  # exit code
 # A second pass over what was cut begins only if this many seconds are left: a process starts, and

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from tilewright._torch import pytree
 from tilewright.bench.piece import Index
-from tilewright.ops.quantize import Quantized
+from tilewright.core.torch_names import pytree
+from tilewright.ops.quant.quantize import Quantized
 
 # Elements compared at a time: float64 temporaries of 128 MiB each, for tensors of any size.
 CHUNK = 2**24

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from tilewright.registry import Cost, short
+from tilewright.core.registry import Cost, short
 
 CALLS_AT_MOST = 20_000  # in one sample
 CUDA_CALLS = 5  # per sample, which is their median; each is flushed and timed separately

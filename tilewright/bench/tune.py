@@ -46,9 +46,9 @@ from tilewright.bench.options import at_least, has_device, names
 from tilewright.bench.providers import Provider
 from tilewright.bench.runner import Unit
 from tilewright.bench.stages import timed
+from tilewright.core.registry import Case, Implementation, Op, short
 from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Config, Tunable
-from tilewright.registry import Case, Implementation, Op, short
 
 DTYPES = (torch.bfloat16, torch.float32)
 

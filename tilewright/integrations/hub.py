@@ -88,7 +88,7 @@ def modules(start: pathlib.Path = pathlib.Path(hub_layers.__file__)) -> set[path
             continue
         found.add(path)
         for node in _imports(ast.parse(path.read_text())):
-            # `from tilewright.ops import _checks, silu_mul`: a module, and a name of the package.
+            # `from tilewright.ops import cases, silu_mul`: a module, and a name of the package.
             base = ROOT.joinpath(*node.module.split(".")[1:])
             of = [_file_of(base / alias.name) for alias in node.names]
             waiting += [file for file in of if file]

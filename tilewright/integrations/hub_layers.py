@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tilewright import ops
+from tilewright.core import checks
 from tilewright.integrations.transformers.experts import experts_entry
-from tilewright.ops import _checks
 
 # A layer may have no member beyond `forward` and these two flags: whether it is differentiable
 # (`has_backward`, the default), and whether torch.compile traces it without a graph break.
@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         dtype = torch.promote_types(self.weight.dtype, hidden_states.dtype)
-        with _checks.no_autocast(hidden_states):
+        with checks.no_autocast(hidden_states):
             return ops.rmsnorm(hidden_states.to(dtype), self.weight, _eps(self))
 
 
@@ -42,7 +42,7 @@ class RMSNormRoundedOnce(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        with _checks.no_autocast(hidden_states):
+        with checks.no_autocast(hidden_states):
             return ops.rmsnorm(hidden_states, self.weight, _eps(self), cast="gemma")
 
 
@@ -52,7 +52,7 @@ class RMSNormZeroCentered(nn.Module):
     can_torch_compile = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with _checks.no_autocast(x):
+        with checks.no_autocast(x):
             return ops.rmsnorm(x, self.weight, _eps(self), offset=1.0, cast="gemma")
 
 

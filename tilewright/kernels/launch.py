@@ -23,7 +23,7 @@ from triton import JITFunction, knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewright._torch import FakeTensor
+from tilewright.core.torch_names import FakeTensor
 
 # What every launch chooses unless it names another choice, since Triton's default depends on its
 # version. Fusion of a multiplication and an addition into one FMA, with one rounding: on, as it is

@@ -87,8 +87,8 @@ def rmsnorm_forwards(launch: Callable) -> tuple[Callable, Callable]:
 
 
 class Stats(NamedTuple):
-    """Statistics of rows of logits, as tilewright/ops/_softmax_stats.py defines them. Each is [T];
-    the last three are None unless requested.
+    """Statistics of rows of logits, as tilewright/ops/loss/softmax_stats.py defines them. Each is
+    [T]; the last three are None unless requested.
     """
 
     peak: torch.Tensor

@@ -36,12 +36,12 @@ from tilewright.nn.projections import (
     rows_unknown,
     unmatched,
 )
-from tilewright.nn.quantized import QuantizedExperts, QuantizedLinear
+from tilewright.nn.quantized_layers import QuantizedExperts, QuantizedLinear
 from tilewright.nn.save_pretrained import guard_save_pretrained, is_guarded
 from tilewright.nn.sharded import is_sharded
 from tilewright.nn.weights import Adapted, adapted, merged_experts
-from tilewright.ops.aqn import AQN
-from tilewright.ops.quantized_linear import dequantize
+from tilewright.ops.quant.aqn import AQN
+from tilewright.ops.quant.quantized_linear import dequantize
 
 # ---- adding adapters
 
@@ -93,7 +93,7 @@ def add_lora(
 
     Example:
         >>> from torch import nn
-        >>> from tilewright.adapt import add_lora
+        >>> from tilewright.nn import add_lora
         >>> model = nn.ModuleDict({"up_proj": nn.Linear(64, 32), "lm_head": nn.Linear(32, 8)})
         >>> add_lora(model, rank=4, alpha=8)
         ['up_proj']
@@ -211,7 +211,7 @@ def reset_adapters(model: nn.Module, generator: torch.Generator | None = None) -
 
     Example:
         >>> import torch
-        >>> from tilewright.adapt import add_lora, reset_adapters
+        >>> from tilewright.nn import add_lora, reset_adapters
         >>> model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(64, 32)})
         >>> paths = add_lora(model, rank=4, alpha=8)
         >>> _ = torch.nn.init.ones_(model["up_proj"].lora_B)
@@ -239,7 +239,7 @@ def set_noise(model: nn.Module, noise: AQN | None) -> None:
 
     Example:
         >>> import torch
-        >>> from tilewright.adapt import quantize_model, set_noise
+        >>> from tilewright.nn import quantize_model, set_noise
         >>> from tilewright.ops import AQN
         >>> model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(64, 32)})
         >>> paths = quantize_model(model, "nf4")
@@ -280,7 +280,7 @@ def merge_adapters(model: nn.Module, generator: torch.Generator | None = None) -
 
     Example:
         >>> import torch
-        >>> from tilewright.adapt import add_lora, merge_adapters
+        >>> from tilewright.nn import add_lora, merge_adapters
         >>> model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(64, 32)})
         >>> paths = add_lora(model, rank=4, alpha=8)
         >>> _ = torch.nn.init.normal_(model["up_proj"].lora_B)
@@ -333,7 +333,7 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
 
     Example:
         >>> import torch
-        >>> from tilewright.adapt import add_lora, merge_and_unload
+        >>> from tilewright.nn import add_lora, merge_and_unload
         >>> model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(64, 32)})
         >>> paths = add_lora(model, rank=4, alpha=8)
         >>> merge_and_unload(model)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tilewright.core import checks
 from tilewright.nn.weights import shape_of
-from tilewright.ops import _checks
-from tilewright.ops.activation import Gate, gate_eager
+from tilewright.ops.activation.activation import Gate, gate_eager
 
 # The module of the default `_apply_gate`, which transformers adds to classes without one.
 _DEFAULT_GATE = "transformers.integrations.moe"
@@ -154,7 +154,7 @@ def _find_gate(experts: Any) -> Gate | str:
     pre = (torch.stack((g, u), -1).flatten() if interleaved else torch.cat((g, u)))[None]
     reason = _gate_in_words(experts)
     try:
-        with torch.no_grad(), _checks.no_autocast(pre):
+        with torch.no_grad(), checks.no_autocast(pre):
             expected = experts._apply_gate(pre)
     except Exception as error:
         return f"{reason}, which fails for float32 on a CPU ({type(error).__name__}: {error})"

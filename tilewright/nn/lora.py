@@ -15,10 +15,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from tilewright import _torch
-from tilewright.nn.quantized import Quantized, QuantizedLinear, quantize_as
+from tilewright.core import torch_names
+from tilewright.nn.quantized_layers import Quantized, QuantizedLinear, quantize_as
 from tilewright.nn.sharded import assign, local, share, whole
-from tilewright.ops.quantized_linear import dequantize
+from tilewright.ops.quant.quantized_linear import dequantize
 
 
 class _AddProducts(torch.autograd.Function):
@@ -102,7 +102,7 @@ class LoRALinear(nn.Module):
 
     Example:
         >>> import torch
-        >>> from tilewright.lora import LoRALinear
+        >>> from tilewright.nn import LoRALinear
         >>> layer = LoRALinear(torch.nn.Linear(32, 16), rank=4, alpha=8)
         >>> x = torch.randn(2, 32)
         >>> torch.equal(layer(x), layer.base(x))
@@ -179,7 +179,7 @@ class LoRALinear(nn.Module):
         low, B, out = low.to(wide), B.to(wide), y.to(wide)
         if len(self.parts) == 1:
             out = torch.addmm(out, low, B.t())
-        elif torch.compiler.is_compiling() or _torch.is_view(out) or not out.is_contiguous():
+        elif torch.compiler.is_compiling() or torch_names.is_view(out) or not out.is_contiguous():
             out = self._separately(out, low, B)
         else:
             ranks = self._ranks(y)

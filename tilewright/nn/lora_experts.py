@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tilewright import ops
+from tilewright.core import checks
 from tilewright.nn.lora import adapter_scale, init_A
 from tilewright.nn.peft_format import (
     keys_of_experts,
@@ -24,14 +25,13 @@ from tilewright.nn.peft_format import (
     read_peft,
     settings,
 )
-from tilewright.nn.quantized import QuantizedExperts, quantize_as
+from tilewright.nn.quantized_layers import QuantizedExperts, quantize_as
 from tilewright.nn.sharded import assign, is_sharded, local, share, whole
-from tilewright.ops import _checks
-from tilewright.ops.aqn import AQN
-from tilewright.ops.expert_parallel import DeepEP, combine, dispatch
-from tilewright.ops.moe_lora import ADAPTERS, MODES, MOE_LORA
-from tilewright.ops.quantize import Quantized
-from tilewright.ops.quantized_linear import dequantize
+from tilewright.ops.moe.expert_parallel import DeepEP, combine, dispatch
+from tilewright.ops.moe.moe_lora import ADAPTERS, MODES, MOE_LORA
+from tilewright.ops.quant.aqn import AQN
+from tilewright.ops.quant.quantize import Quantized
+from tilewright.ops.quant.quantized_linear import dequantize
 
 _NAMES = tuple(f"lora_{name}" for name in ADAPTERS)
 
@@ -62,7 +62,7 @@ class LoRAExperts(nn.Module):
 
     Example:
         >>> import torch
-        >>> from tilewright.lora_experts import LoRAExperts
+        >>> from tilewright.nn.lora_experts import LoRAExperts
         >>> experts = LoRAExperts(torch.randn(4, 16, 32), torch.randn(4, 32, 8), rank=2, alpha=4)
         >>> index, weight = torch.tensor([[0, 3]]), torch.tensor([[0.5, 0.5]])
         >>> experts(torch.randn(1, 32), index, weight).shape
@@ -105,7 +105,7 @@ class LoRAExperts(nn.Module):
                 f"got {list(down_proj.shape)}"
             )
         scale = adapter_scale(rank, alpha, rslora)
-        _checks.choice("mode", mode, tuple(MODES))
+        checks.choice("mode", mode, tuple(MODES))
         if implementation != "auto":
             MOE_LORA.implementation(implementation)
         for name, w in base.items():

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from tilewright import ops
+from tilewright.core import checks
 from tilewright.nn.sharded import local
-from tilewright.ops import _checks, _products
-from tilewright.ops.cross_entropy import check_options
-from tilewright.ops.linear_cross_entropy import check_chunks
-from tilewright.ops.rmsnorm import check_options as check_norm
+from tilewright.ops import products
+from tilewright.ops.loss.cross_entropy import check_options
+from tilewright.ops.loss.linear_cross_entropy import check_chunks
+from tilewright.ops.norm.rmsnorm import check_options as check_norm
 
 
 def _shown(**options) -> str:
@@ -55,7 +56,7 @@ class RMSNorm(nn.Module):
         torch.Size([2, 64])
     """
 
-    @_checks.torch_names(
+    @checks.torch_names(
         normalized_shape="dim",
         elementwise_affine="the norm always has a weight; weight.requires_grad_(False) freezes it",
     )
@@ -135,10 +136,10 @@ class Linear(nn.Linear):
             and x.is_cpu
             and x.dtype == torch.float32 == weight.dtype
             and bias is None
-            and _products.takes(torch.float32)
+            and products.takes(torch.float32)
             and not torch.is_autocast_enabled("cpu")
         ):
-            return _products.linear(x, weight)
+            return products.linear(x, weight)
         return nn.functional.linear(x, weight, bias)
 
 
@@ -222,7 +223,7 @@ class _Loss(nn.Module):
                 f"{type(group).__name__}"
             )
         if class_weight is not None:
-            _checks.floating("class_weight", class_weight)
+            checks.floating("class_weight", class_weight)
         self.register_buffer("class_weight", class_weight)
         self.options = options
 
@@ -243,7 +244,7 @@ class CrossEntropyLoss(_Loss):
         tensor(2.7726)
     """
 
-    @_checks.torch_names(weight="class_weight")
+    @checks.torch_names(weight="class_weight")
     def __init__(
         self,
         *,

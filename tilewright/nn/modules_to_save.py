@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from tilewright.nn.projections import as_names
-from tilewright.nn.quantized import QuantizedExperts, QuantizedLinear
+from tilewright.nn.quantized_layers import QuantizedExperts, QuantizedLinear
 
 _MARK = "saved_with_adapters"
 

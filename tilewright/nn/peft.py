@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-from tilewright.files import (
+from tilewright.core.files import (
     copy_into,
     open_tensors,
     publish,
@@ -36,7 +36,7 @@ from tilewright.nn.projections import (
     matches,
     projections,
 )
-from tilewright.nn.quantized import QuantizedLinear
+from tilewright.nn.quantized_layers import QuantizedLinear
 from tilewright.nn.sharded import assign, whole
 from tilewright.nn.weights import Adapted, adapted, shape_of
 
@@ -73,7 +73,7 @@ def save_adapter(
 
     Example:
         >>> import pathlib, tempfile, torch
-        >>> from tilewright.adapt import add_lora, save_adapter
+        >>> from tilewright.nn import add_lora, save_adapter
         >>> model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(64, 32)})
         >>> paths = add_lora(model, rank=4, alpha=8)
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -220,7 +220,7 @@ def load_adapter(model: nn.Module, folder: str | pathlib.Path) -> None:
 
     Example:
         >>> import tempfile, torch
-        >>> from tilewright.adapt import add_lora, load_adapter, save_adapter
+        >>> from tilewright.nn import add_lora, load_adapter, save_adapter
         >>> trained, new = (
         ...     torch.nn.ModuleDict({"up_proj": torch.nn.Linear(64, 32)}) for _ in range(2)
         ... )

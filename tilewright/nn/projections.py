@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from tilewright.nn.lora_experts import LoRAExperts
-from tilewright.nn.quantized import QuantizedExperts, QuantizedLinear
+from tilewright.nn.quantized_layers import QuantizedExperts, QuantizedLinear
 
 # Last names of the projections of a decoder layer. The head, embeddings and routers are none.
 PROJECTIONS = (
@@ -43,7 +43,7 @@ def matches(entry: str, path: str) -> bool:
         ValueError: What follows "re:" is no regular expression.
 
     Example:
-        >>> from tilewright.adapt import matches
+        >>> from tilewright.nn import matches
         >>> [matches(e, "layers.0.mlp.up_proj") for e in ("up_proj", "0.mlp", "proj", "*_proj")]
         [True, True, False, True]
     """

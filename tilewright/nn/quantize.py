@@ -29,11 +29,11 @@ from tilewright.nn.projections import (
     replace_module,
     unmatched,
 )
-from tilewright.nn.quantized import QuantFormat, QuantizedExperts, QuantizedLinear, as_stored
+from tilewright.nn.quantized_layers import QuantFormat, QuantizedExperts, QuantizedLinear, as_stored
 from tilewright.nn.save_pretrained import guard_save_pretrained
 from tilewright.nn.sharded import is_sharded
 from tilewright.nn.weights import Adapted, adapted
-from tilewright.ops.quantize import Quantized
+from tilewright.ops.quant.quantize import Quantized
 
 # Left by `quantize_`, by the last name: few weights that many values depend on.
 HEADS = ("lm_head", "embed_out", "score", "classifier", "qa_outputs")
@@ -114,7 +114,7 @@ def quantize_(
 
     Example:
         >>> from torch import nn
-        >>> from tilewright.adapt import quantize_
+        >>> from tilewright.nn import quantize_
         >>> model = nn.ModuleDict({"up": nn.Linear(64, 32), "lm_head": nn.Linear(32, 8)})
         >>> report = quantize_(model, "nf4")
         quantize_: ModuleDict
@@ -302,7 +302,7 @@ def quantize_model(
 
     Example:
         >>> from torch import nn
-        >>> from tilewright.adapt import quantize_model
+        >>> from tilewright.nn import quantize_model
         >>> model = nn.ModuleDict({"up_proj": nn.Linear(64, 32), "lm_head": nn.Linear(32, 8)})
         >>> quantize_model(model, "nf4")
         ['up_proj']

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilewright.nn.quantized import QuantizedLinear
+from tilewright.core.registry import short
+from tilewright.nn.quantized_layers import QuantizedLinear
 from tilewright.nn.stored_names import (
     conversions_of,
     is_of_transformers,
@@ -20,13 +21,12 @@ from tilewright.nn.stored_names import (
     split_by_readers,
 )
 from tilewright.nn.weights import adapted, base_weights, quantized
-from tilewright.ops.block_fp8 import BlockFP8
-from tilewright.ops.mxfp8 import BLOCK as MXFP8_BLOCK
-from tilewright.ops.mxfp8 import MXFP8
-from tilewright.ops.nf4_format import NF4
-from tilewright.ops.nvfp4_format import BLOCK, NVFP4
-from tilewright.ops.quantize import Quantized
-from tilewright.registry import short
+from tilewright.ops.quant.block_fp8 import BlockFP8
+from tilewright.ops.quant.mxfp8 import BLOCK as MXFP8_BLOCK
+from tilewright.ops.quant.mxfp8 import MXFP8
+from tilewright.ops.quant.nf4_format import NF4
+from tilewright.ops.quant.nvfp4_format import BLOCK, NVFP4
+from tilewright.ops.quant.quantize import Quantized
 
 
 def guard_save_pretrained(model: nn.Module) -> None:
@@ -62,7 +62,7 @@ def _save_pretrained(
     if any(True for _ in adapted(model)):
         raise ValueError(
             "save_pretrained cannot write adapters of tilewright: "
-            "tilewright.adapt.save_adapter(model, folder) writes them for peft, and "
+            "tilewright.nn.save_adapter(model, folder) writes them for peft, and "
             "merge_and_unload(model) adds them to the weights, which save_pretrained then writes"
         )
     if getattr(model, "_hf_peft_config_loaded", False):  # transformers saves the adapters alone
@@ -180,7 +180,7 @@ def stored_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, A
 
 _WAY_OUT = (
     "it writes matrices of one format, without a state_dict. "
-    "tilewright.adapt.merge_and_unload(model) dequantizes the weights, which save_pretrained then "
+    "tilewright.nn.merge_and_unload(model) dequantizes the weights, which save_pretrained then "
     "writes"
 )
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
-from tilewright._torch import movable
+from tilewright.core.torch_names import movable
 
 if TYPE_CHECKING:  # slow to import
     from torch.distributed.tensor import DTensor

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tilewright import platform
-from tilewright.registry import ImplementationUnavailable
+from tilewright.core.registry import ImplementationUnavailable
 
 LIBRARY = "transformers"
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from tilewright.nn.lora import LoRALinear
 from tilewright.nn.lora_experts import LoRAExperts
-from tilewright.nn.quantized import QuantizedExperts, QuantizedLinear
+from tilewright.nn.quantized_layers import QuantizedExperts, QuantizedLinear
 from tilewright.nn.sharded import whole
-from tilewright.ops.quantize import Quantized
-from tilewright.ops.quantized_linear import dequantize
+from tilewright.ops.quant.quantize import Quantized
+from tilewright.ops.quant.quantized_linear import dequantize
 
 Adapted = LoRALinear | LoRAExperts
 Stored = nn.Parameter | QuantizedLinear | QuantizedExperts
@@ -44,7 +44,7 @@ def base_weights(model: nn.Module) -> Iterator[tuple[str, Stored]]:
 
     Example:
         >>> import torch
-        >>> from tilewright.adapt import add_lora, base_weights
+        >>> from tilewright.nn import add_lora, base_weights
         >>> model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(64, 32)})
         >>> paths = add_lora(model, rank=4, alpha=8)
         >>> [(name, tuple(p.shape)) for name, p in base_weights(model)]
@@ -72,7 +72,7 @@ def quantized(stored: Stored) -> list[Quantized]:
 
     Example:
         >>> import torch
-        >>> from tilewright.adapt import base_weights, quantize_model, quantized
+        >>> from tilewright.nn import base_weights, quantize_model, quantized
         >>> model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(64, 32, bias=False)})
         >>> paths = quantize_model(model, "nf4")
         >>> [(name, [q.nbytes for q in quantized(m)]) for name, m in base_weights(model)]
@@ -94,8 +94,8 @@ def shape_of(stored: Stored) -> tuple[int, ...]:
 
     Example:
         >>> import torch
-        >>> from tilewright.adapt import shape_of
-        >>> from tilewright.lora import QuantFormat, QuantizedLinear
+        >>> from tilewright.nn import shape_of
+        >>> from tilewright.nn import QuantFormat, QuantizedLinear
         >>> shape_of(QuantizedLinear(QuantFormat("nf4")(torch.randn(16, 64))))
         (16, 64)
     """
@@ -116,7 +116,7 @@ def trainable_parameters(model: nn.Module) -> tuple[int, int]:
 
     Example:
         >>> import torch
-        >>> from tilewright.adapt import add_lora, trainable_parameters
+        >>> from tilewright.nn import add_lora, trainable_parameters
         >>> model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(64, 32, bias=False)})
         >>> paths = add_lora(model, rank=4, alpha=8)
         >>> trainable_parameters(model)
@@ -139,7 +139,7 @@ def print_trainable_parameters(model: nn.Module) -> None:
 
     Example:
         >>> import torch
-        >>> from tilewright.adapt import add_lora, print_trainable_parameters
+        >>> from tilewright.nn import add_lora, print_trainable_parameters
         >>> model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(64, 32, bias=False)})
         >>> paths = add_lora(model, rank=4, alpha=8)
         >>> print_trainable_parameters(model)

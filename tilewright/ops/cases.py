@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewright.registry import Goal
+from tilewright.core.registry import Goal
 
 CONTRACT = frozenset({"contract"})
 CPU = frozenset({"cpu"})

@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tilewright._torch import TorchDispatchMode
-from tilewright.files import load_tensors, save_tensors
-from tilewright.registry import short
+from tilewright.core.files import load_tensors, save_tensors
+from tilewright.core.registry import short
+from tilewright.core.torch_names import TorchDispatchMode
 from tilewright.trainer import exchange
 
 SEED = 0

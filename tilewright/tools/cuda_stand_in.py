@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from tilewright._torch import RAW_STREAM
 from tilewright.bench.pretend import DEVICES
+from tilewright.core.torch_names import RAW_STREAM
 from tilewright.kernels.device import SMS
 from tilewright.tools.emulator.memory import Memory, bytes_at, span
 

@@ -20,7 +20,7 @@ import torch
 
 from tilewright import platform
 from tilewright.bench.tensors import convert
-from tilewright.files import save_tensors
+from tilewright.core.files import save_tensors
 from tilewright.tools.cuda_stand_in import Unset, stand_in
 from tilewright.tools.emulation import (
     Report,

@@ -15,7 +15,7 @@ import torch
 
 from tilewright.bench import contract
 from tilewright.bench.tensors import convert, error, leaves, upstream
-from tilewright.files import load_tensors
+from tilewright.core.files import load_tensors
 from tilewright.tools.cuda_stand_in import Unset
 from tilewright.tools.emulator.driver import Driver, Launch
 from tilewright.tools.emulator.faults import Fault

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from tilewright import platform
+from tilewright.core.registry import ImplementationUnavailable, short
 from tilewright.integrations.transformers import report_of
-from tilewright.registry import ImplementationUnavailable, short
 from tilewright.tools.verify_diagnose import Diagnosis, scaled, seen, window_of
 from tilewright.tools.verify_modules import Replayer, Row, attention_masks
 from tilewright.tools.verify_probes import (

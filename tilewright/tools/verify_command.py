@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tilewright import platform
-from tilewright.registry import ImplementationUnavailable
+from tilewright.core.registry import ImplementationUnavailable
 from tilewright.tools.check_layout_ranks import load_function
 from tilewright.tools.check_layout_step import Refused
 from tilewright.tools.verify_page import check_folder, save

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from tilewright.bench import contract
 from tilewright.ops import OPS
-from tilewright.ops.attention import ATTENTION
+from tilewright.ops.attention.attention import ATTENTION
 from tilewright.tools.verify_record import Call, leaves, map_leaves
 from tilewright.tools.verify_reference import Twin
 

@@ -10,7 +10,7 @@ import pathlib
 import tempfile
 from collections.abc import Iterable
 
-from tilewright.files import write_text
+from tilewright.core.files import write_text
 from tilewright.tools.verify_result import Verification, number, spoken
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em}

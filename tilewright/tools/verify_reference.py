@@ -22,8 +22,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tilewright import platform
-from tilewright.lora import LoRALinear, QuantizedLinear
-from tilewright.ops.quantized_linear import dequantize
+from tilewright.nn.lora import LoRALinear
+from tilewright.nn.quantized_layers import QuantizedLinear
+from tilewright.ops.quant.quantized_linear import dequantize
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilewright.lora import LoRALinear
+from tilewright.nn.lora import LoRALinear
 from tilewright.tools.verify_modules import SLACK, compare
 from tilewright.tools.verify_reference import Twin, Weights
 

@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
-from tilewright import adapt, lora
+from tilewright.nn.adapt import add_lora, check_merge
 from tilewright.nn.lora_experts import LoRAExperts
-from tilewright.ops.aqn import AQN
-from tilewright.ops.moe_lora import MOE_LORA
+from tilewright.nn.quantize import quantize_model
+from tilewright.nn.quantized_layers import QuantFormat
+from tilewright.nn.weights import Adapted, adapted, is_adapter, trainable_parameters
+from tilewright.ops.moe.moe_lora import MOE_LORA
+from tilewright.ops.quant.aqn import AQN
 from tilewright.trainer import hf
 from tilewright.trainer.config import Lora, Model
 from tilewright.trainer.mesh import Mesh
@@ -26,9 +29,9 @@ def add(model: Transformer, wanted: Lora, names: Model) -> None:
         if exclude is None:
             exclude = hf.excluded(hf.local_folder(path, names.revision)) if path else []
         try:
-            done = adapt.quantize_model(
+            done = quantize_model(
                 model,
-                lora.QuantFormat(wanted.quant_format, wanted.quant_group_size),
+                QuantFormat(wanted.quant_format, wanted.quant_group_size),
                 exclude=exclude,
                 strict=wanted.exclude_modules is not None,
             )
@@ -37,9 +40,7 @@ def add(model: Transformer, wanted: Lora, names: Model) -> None:
         if not done:
             raise ValueError(f"lora.exclude_modules = {exclude}: leaves nothing to quantize")
     try:
-        adapt.add_lora(
-            model, wanted.lora_target_modules, rank=wanted.lora_rank, alpha=wanted.lora_alpha
-        )
+        add_lora(model, wanted.lora_target_modules, rank=wanted.lora_rank, alpha=wanted.lora_alpha)
     except ValueError as error:
         raise ValueError(f"lora.lora_target_modules: {error}") from error
     for module in mixtures(model):  # the configured name, or none: raises if it cannot run here
@@ -49,7 +50,7 @@ def add(model: Transformer, wanted: Lora, names: Model) -> None:
 
 def mixtures(model: Transformer) -> list[LoRAExperts]:
     """The experts with adapters."""
-    return [module for _, module in adapt.adapted(model) if isinstance(module, LoRAExperts)]
+    return [module for _, module in adapted(model) if isinstance(module, LoRAExperts)]
 
 
 def operations(model: Transformer, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
@@ -74,17 +75,17 @@ def reset(model: Transformer, draw: torch.Generator) -> None:
         module.reset_parameters(draw)
 
 
-def _in_order(model: Transformer, draw: torch.Generator) -> Iterator[adapt.Adapted]:
+def _in_order(model: Transformer, draw: torch.Generator) -> Iterator[Adapted]:
     """The modules with adapters. Where other stages of a pipeline have some, the generator skips
     their values, so that each module has those of one process.
     """
-    own = dict(adapt.adapted(model))
-    for path, module in adapt.adapted(model.whole):
+    own = dict(adapted(model))
+    for path, module in adapted(model.whole):
         if path in own:
             yield own[path]
             continue
         for name, p in module.named_parameters():
-            if adapt.is_adapter(name) and name.endswith("A"):
+            if is_adapter(name) and name.endswith("A"):
                 torch.empty(p.shape).uniform_(generator=draw)
 
 
@@ -125,7 +126,7 @@ def after_step(
         return
     problem = None
     try:
-        adapt.check_merge(model)
+        check_merge(model)
     except ValueError as error:
         problem = error
     mesh.control.agree(problem)
@@ -157,8 +158,8 @@ def identity(wanted: Lora) -> dict[str, Any] | None:
 
 def size(model: Transformer) -> str:
     """The number of parameters, and of trainable ones."""
-    trained, every = adapt.trainable_parameters(model)
-    adapters = any(True for _ in adapt.adapted(model))
+    trained, every = trainable_parameters(model)
+    adapters = any(True for _ in adapted(model))
     return f"{every / 1e6:.1f} M parameters" + (
         f", {trained / 1e6:.2f} M of them in adapters," if adapters else ""
     )

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow.compute as pc
 import torch
 
-from tilewright.ops.context_parallel import ContextParallel, shard
+from tilewright.ops.attention.context_parallel import ContextParallel, shard
 from tilewright.trainer import interrupts, packing
 from tilewright.trainer.config import Data, Train
 from tilewright.trainer.loss import IGNORE

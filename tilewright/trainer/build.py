@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from tilewright import adapt
 from tilewright.nn.sharded import local
+from tilewright.nn.weights import base_weights, quantized
 from tilewright.trainer import adapters, hf, packing
 from tilewright.trainer.batches import Batches, Bins, padding
 from tilewright.trainer.config import Config, Model, Train
@@ -73,7 +73,7 @@ def build_model(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> tor
 @torch.no_grad()
 def _not_finite(model: torch.nn.Module, path: str) -> ValueError | None:
     """An error if a weight that was loaded is NaN or infinite: a run would blame its data."""
-    named = [(n, local(p)) for n, p in adapt.base_weights(model) if not adapt.quantized(p)]
+    named = [(n, local(p)) for n, p in base_weights(model) if not quantized(p)]
     finite = torch.stack([p.isfinite().all() for _, p in named]).tolist()
     wrong = [name for (name, _), good in zip(named, finite, strict=True) if not good]
     if not wrong:

@@ -27,10 +27,10 @@ import numpy as np
 import torch
 
 from tilewright import platform
-from tilewright.files import read_json, write_text
-from tilewright.installed import installed
+from tilewright.core.files import read_json, write_text
+from tilewright.core.installed import installed
 from tilewright.kernels import tuning
-from tilewright.ops._attention_vendors import FLASH
+from tilewright.ops.attention.vendors import FLASH
 from tilewright.selection import operations
 from tilewright.trainer.batches import Batches, Bins
 from tilewright.trainer.cache_key import files_of

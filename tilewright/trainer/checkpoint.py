@@ -37,8 +37,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from tilewright import adapt
 from tilewright.nn.sharded import shard
+from tilewright.nn.weights import adapted, is_adapter
 from tilewright.trainer.checkpoint_files import (
     Damaged,
     Planner,
@@ -113,7 +113,7 @@ def adapters_suffice(model: nn.Module) -> bool:
         isinstance(model, Transformer)
         and model.origin is not None
         and not model.merged
-        and any(True for _ in adapt.adapted(model.whole))
+        and any(True for _ in adapted(model.whole))
     )
 
 
@@ -127,7 +127,7 @@ def _contents(
     stored = {
         name: t
         for name, t in weights.items()
-        if name not in again and (adapt.is_adapter(name) or not adapters_alone)
+        if name not in again and (is_adapter(name) or not adapters_alone)
     }
     # Without the groups: their settings are the configuration's, and a pipeline's stages have
     # different parameters in them.

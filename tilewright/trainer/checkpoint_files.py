@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor, Shard
 
-from tilewright._torch import dtensor_of, parts_of_shard
-from tilewright.files import read_json, write_text
+from tilewright.core.files import read_json, write_text
+from tilewright.core.torch_names import dtensor_of, parts_of_shard
 from tilewright.nn.sharded import is_sharded
 from tilewright.trainer.exchange import crosses_ranks
 
@@ -219,7 +219,7 @@ class Reader(dcp.FileSystemReader):
 
 class Parts:
     """A DTensor whose shard has rows of each of several parts of the whole (see
-    `_torch.strided_shard`), for DCP: one chunk per part. DCP takes a shard for one chunk.
+    `torch_names.strided_shard`), for DCP: one chunk per part. DCP takes a shard for one chunk.
     """
 
     def __init__(self, tensor: DTensor):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tilewright import _torch
+from tilewright.core import torch_names
 from tilewright.trainer.config import Train
 from tilewright.trainer.model import Transformer
 from tilewright.trainer.moe import MoE
@@ -84,7 +84,7 @@ class Compiled:
         self.run = torch.compile(self.plain, fullgraph=True)
 
     def __call__(self, *args: Any) -> Any:
-        dynamo = _torch.dynamo()
+        dynamo = torch_names.dynamo()
         # Batches have different lengths: a static size would recompile at once.
         for t in _tensors(args):  # x [B, S, H], cos [S, D], attended [B, heads, S, D]; ids [B, S]
             dynamo.maybe_mark_dynamic(t, t.dim() - (2 if t.is_floating_point() else 1))

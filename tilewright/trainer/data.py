@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tilewright.files import replace_folder
+from tilewright.core.files import replace_folder
 from tilewright.trainer import sealed
 from tilewright.trainer.cache_key import cache_key
 from tilewright.trainer.config import Config, Dataset

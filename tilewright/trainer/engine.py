@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilewright import adapt
+from tilewright.nn.peft import save_adapter
 from tilewright.trainer import checkpoint, hf
 from tilewright.trainer.gradients import global_norm, scale
 from tilewright.trainer.loss import Loss
@@ -275,7 +275,7 @@ class Engine:
             files = hf.tokenizer_files(tokenizer) if tokenizer is not None else []
             pipeline = self.model.pipeline
             model = self.model if pipeline is None else pipeline.with_all_adapters()
-            adapt.save_adapter(model, target, base_model=adapter_of, files=files)
+            save_adapter(model, target, base_model=adapter_of, files=files)
         else:
             hf.save_weights(self.model, target, tokenizer_path=tokenizer, dtype=dtype)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tilewright._torch import scale_all_
+from tilewright.core.torch_names import scale_all_
 from tilewright.trainer.mesh import Mesh
 
 

@@ -16,9 +16,10 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from tilewright import adapt
-from tilewright.files import copy_into, publish, read_json, target_folder, written_aside
-from tilewright.registry import short
+from tilewright.core.files import copy_into, publish, read_json, target_folder, written_aside
+from tilewright.core.registry import short
+from tilewright.nn.peft import ADAPTER_CONFIG
+from tilewright.nn.weights import dense_weights
 from tilewright.trainer.hf_folder import excluded, stored_dtype
 from tilewright.trainer.hf_load import LOAD_MODES, load_weights
 from tilewright.trainer.hf_names import (
@@ -79,7 +80,7 @@ def _full_tensors(
     """Yields Hugging Face names and full tensors on the CPU. Every rank must exhaust it:
     gathering is collective.
     """
-    weights = adapt.dense_weights(model)
+    weights = dense_weights(model)
     if model.pipeline is not None:
         weights = model.pipeline.of_all_stages(weights)
     for name, full, own in weights:
@@ -118,9 +119,9 @@ def save_weights(
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
     target = target_folder(path)
-    if (target / adapt.ADAPTER_CONFIG).exists():
+    if (target / ADAPTER_CONFIG).exists():
         raise ValueError(
-            f"{target} holds an adapter ({adapt.ADAPTER_CONFIG}), which from_pretrained would put "
+            f"{target} holds an adapter ({ADAPTER_CONFIG}), which from_pretrained would put "
             "on these weights; give another folder, or remove the adapter"
         )
     shards: list[dict[str, int]] = []

@@ -11,14 +11,14 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from tilewright.files import open_tensors, read_json
-from tilewright.lora import BESIDE, DENSE_DTYPES, absent
-from tilewright.ops.block_fp8 import BlockFP8
-from tilewright.ops.nf4_format import NF4, read_state
-from tilewright.ops.nvfp4 import NVFP4
-from tilewright.ops.quantize import Quantized
-from tilewright.ops.quantized_linear import dequantize
-from tilewright.registry import short
+from tilewright.core.files import open_tensors, read_json
+from tilewright.core.registry import short
+from tilewright.nn.quantized_layers import BESIDE, DENSE_DTYPES, absent
+from tilewright.ops.quant.block_fp8 import BlockFP8
+from tilewright.ops.quant.nf4_format import NF4, read_state
+from tilewright.ops.quant.nvfp4 import NVFP4
+from tilewright.ops.quant.quantize import Quantized
+from tilewright.ops.quant.quantized_linear import dequantize
 from tilewright.trainer.hf_names import INDEX, SINGLE, read_config
 
 # Tensors beside a quantized weight that only inference with quantized activations needs.

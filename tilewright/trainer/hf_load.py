@@ -15,13 +15,14 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tilewright import adapt, lora
-from tilewright._torch import pytree
-from tilewright.ops.block_fp8 import BlockFP8
-from tilewright.ops.nf4_format import NF4
-from tilewright.ops.nvfp4 import NVFP4
-from tilewright.ops.quantize import Quantized
-from tilewright.registry import short
+from tilewright.core.registry import short
+from tilewright.core.torch_names import pytree
+from tilewright.nn.quantized_layers import BESIDE, format_of, join, quantize_as
+from tilewright.nn.weights import Stored, base_weights, fill, quantized, shape_of
+from tilewright.ops.quant.block_fp8 import BlockFP8
+from tilewright.ops.quant.nf4_format import NF4
+from tilewright.ops.quant.nvfp4 import NVFP4
+from tilewright.ops.quant.quantize import Quantized
 from tilewright.trainer import exchange
 from tilewright.trainer.hf_folder import ACTIVATIONS, Folder
 from tilewright.trainer.hf_names import fuse, sources, split
@@ -34,21 +35,21 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 def _check_fits(model: Transformer, folder: Folder) -> None:
     problems, expected = [], set()
-    weights = list(adapt.base_weights(model))
-    quantized = any(adapt.quantized(p) for _, p in weights)
+    weights = list(base_weights(model))
+    any_quantized = any(quantized(p) for _, p in weights)
     for name, p in weights:
         names = sources(name, model.config)
         expected |= {
             n + beside
             for n in names
             for format in [folder.format(n)]
-            for beside in ("", *lora.BESIDE.get(format, ()))
+            for beside in ("", *BESIDE.get(format, ()))
         }
         missing = [n for n in names if n not in folder]
         problems += [f"missing {n}" for n in missing]
         if missing:
             continue
-        whole = torch.empty(adapt.shape_of(p), device="meta")
+        whole = torch.empty(shape_of(p), device="meta")
         for n, part in zip(names, split(name, whole, model.config), strict=True):
             if folder.shape(n) != list(part.shape):
                 problems.append(
@@ -56,13 +57,13 @@ def _check_fits(model: Transformer, folder: Folder) -> None:
                 )
         problems += [sentence for sentence in map(folder.refused, names) if sentence]
         stored = [n for n in names if folder.format(n) is not None]
-        if stored and not quantized:
+        if stored and not any_quantized:
             problems.append(
                 f"{stored[0]} is quantized: set lora.enable_qlora to true and lora.quant_format to "
                 f"{folder.format(stored[0])}"
             )
-        elif like := adapt.quantized(p):
-            want = lora.format_of(like[0])
+        elif like := quantized(p):
+            want = format_of(like[0])
             for n in stored:
                 have = (folder.format(n), folder.group(n))
                 if have != (want.name, want.group_size):
@@ -124,8 +125,8 @@ def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "b
             problem = exchange.raised(verdict)
     if problem is not None:
         raise problem
-    for name, p in adapt.base_weights(model):
-        if adapt.quantized(p):
+    for name, p in base_weights(model):
+        if quantized(p):
             sends = (source, group) if many and mode == "broadcast" else None
             _fill(name, p, model.config, folder, sends)
             continue
@@ -173,13 +174,13 @@ def _read(name: str, config: ModelConfig, folder: Folder) -> torch.Tensor:
 
 def _fill(
     name: str,
-    stored: adapt.Stored,
+    stored: Stored,
     config: ModelConfig,
     folder: Folder | None,
     sends: tuple[int, dist.ProcessGroup | None] | None,
 ) -> None:
     """folder: None on ranks that do not read.   sends: which rank sends, and to whom."""
-    like, error, weights = adapt.quantized(stored)[0], None, None
+    like, error, weights = quantized(stored)[0], None, None
     if folder is not None:
         try:
             weights = _quantized(name, like, config, folder)
@@ -197,7 +198,7 @@ def _fill(
             weights = [_empty(one, like.device) for one in told[0]]
     if error:
         raise error
-    adapt.fill(stored, weights)
+    fill(stored, weights)
     if sends is not None:
         for buffer in stored.buffers():
             dist.broadcast(buffer, src=source, group=group)
@@ -212,7 +213,7 @@ def _quantized(name: str, like: Quantized, config: ModelConfig, folder: Folder) 
     names = sources(name, config)
     if all(folder.format(n) is None for n in names):
         return [_quantize_dense(like, _read(name, config, folder))]
-    joined = lora.join(
+    joined = join(
         [
             _on(
                 like.device,
@@ -248,7 +249,7 @@ def _quantized(name: str, like: Quantized, config: ModelConfig, folder: Folder) 
 
 
 def _quantize_dense(like: Quantized, weight: torch.Tensor) -> Quantized:
-    return dataclasses.replace(lora.quantize_as(like, weight.to(like.device)), dtype=weight.dtype)
+    return dataclasses.replace(quantize_as(like, weight.to(like.device)), dtype=weight.dtype)
 
 
 KINDS = {kind.__name__: kind for kind in (NF4, NVFP4, BlockFP8)}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tilewright.files import is_hub_id, read_json
+from tilewright.core.files import is_hub_id, read_json
 from tilewright.trainer.config import Model
 from tilewright.trainer.model_config import ModelConfig
 

@@ -12,7 +12,7 @@ import pathlib
 
 import torch
 
-from tilewright.lora import DENSE_DTYPES
+from tilewright.nn.quantized_layers import DENSE_DTYPES
 
 HEADER = 1 << 18  # bytes of the space: about two thousand tensors
 _NAMES = {dtype: name for name, dtype in DENSE_DTYPES.items()}

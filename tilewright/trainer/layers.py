@@ -8,7 +8,7 @@ from torch import nn
 from tilewright import ops as tw
 from tilewright.nn import Linear, RMSNorm, SwiGLU
 from tilewright.nn.sharded import local
-from tilewright.ops.context_parallel import ContextParallel, context_parallel_attention
+from tilewright.ops.attention.context_parallel import ContextParallel, context_parallel_attention
 from tilewright.trainer.model_config import ModelConfig
 from tilewright.trainer.ops_choice import Ops
 from tilewright.trainer.positions import Sequence

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from tilewright import adapt
-from tilewright._torch import movable
+from tilewright.core.torch_names import movable
 from tilewright.nn import SwiGLU
+from tilewright.nn.weights import is_adapter
 from tilewright.trainer.latent_attention import LatentAttention
 from tilewright.trainer.layers import Attention
 from tilewright.trainer.moe import Experts, Router
@@ -68,7 +68,7 @@ def matrices(model: nn.Module) -> dict[nn.Parameter, Parts]:
             continue
         for name, p in module.named_parameters(recurse=False):
             of_matrix = p.dim() in (2, 3) and not name.endswith("_bias")  # of experts
-            if p.requires_grad and of_matrix and not adapt.is_adapter(name):
+            if p.requires_grad and of_matrix and not is_adapter(name):
                 found[p] = Parts()
     # A tied head's weight is the embedding's.
     return {p: merged.get(p, parts) for p, parts in found.items()}

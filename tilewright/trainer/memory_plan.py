@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tilewright import platform
-from tilewright._torch import join_pretended_group
-from tilewright.ops._expert_transport import balanced_routing
-from tilewright.registry import ImplementationUnavailable
+from tilewright.core.registry import ImplementationUnavailable
+from tilewright.core.torch_names import join_pretended_group
+from tilewright.ops.moe.expert_transport import balanced_routing
 from tilewright.trainer import hf
 from tilewright.trainer.batches import collate, padding
 from tilewright.trainer.build import choose_ops, compute_dtype, engine_around, unfilled

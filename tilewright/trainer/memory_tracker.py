@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from tilewright._torch import (
+from tilewright.core.library import LAUNCHERS
+from tilewright.core.torch_names import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
@@ -27,7 +28,6 @@ from tilewright._torch import (
     pytree,
 )
 from tilewright.nn.sharded import shard
-from tilewright.ops._library import LAUNCHERS
 
 log = logging.getLogger("tilewright")
 # Code that allocates buffers of communication: FSDP2's gathered parameters and their gradients
@@ -35,9 +35,9 @@ log = logging.getLogger("tilewright")
 COMMUNICATION = (
     "torch/distributed/fsdp/",
     "torch/distributed/_functional_collectives",
-    "tilewright/ops/_expert_transport",
-    "tilewright/ops/_ulysses",
-    "tilewright/ops/_ring",
+    "tilewright/ops/moe/expert_transport",
+    "tilewright/ops/attention/ulysses",
+    "tilewright/ops/attention/ring",
 )
 
 

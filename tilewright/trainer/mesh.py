@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tilewright import platform
-from tilewright.ops.context_parallel import ContextParallel
+from tilewright.ops.attention.context_parallel import ContextParallel
 from tilewright.trainer import exchange
 from tilewright.trainer.config import ConfigError, Train
 

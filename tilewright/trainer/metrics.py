@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from tilewright import platform
-from tilewright.files import write_text
+from tilewright.core.files import write_text
 from tilewright.trainer.config import Train
 
 # Dense bf16 peak, FLOP/s, from NVIDIA's data sheets (without sparsity): the denominator of MFU. The

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tilewright import adapt, lora
 from tilewright.nn import in_row_blocks
 from tilewright.nn.lora_experts import LoRAExperts
+from tilewright.nn.quantized_layers import quantize_as
 from tilewright.nn.sharded import local
-from tilewright.ops.context_parallel import ContextParallel
+from tilewright.nn.weights import adapted, base_weights, fill, is_adapter, quantized, shape_of
+from tilewright.ops.attention.context_parallel import ContextParallel
 from tilewright.trainer.latent_attention import LatentAttention
 from tilewright.trainer.layers import MLP, Attention, norm, residual_norm
 from tilewright.trainer.loss import Loss, TokenLosses, logits
@@ -182,7 +183,7 @@ class Transformer(nn.Module):
         with torch.device("meta"):  # without adapters, which are initialized separately
             bare = Transformer(self.config, self.ops, self.merge_qkv)
         order = [name for name, _ in bare.named_parameters()]
-        for name, p in adapt.base_weights(self):
+        for name, p in base_weights(self):
             constant = _initial(name, self.config.architecture.norm_offset)
             if constant is not None:
                 p.fill_(constant)
@@ -190,9 +191,9 @@ class Transformer(nn.Module):
             generator = torch.Generator(device="cpu").manual_seed(
                 seed * 1_000_003 + order.index(name)
             )
-            full = torch.randn(adapt.shape_of(p), generator=generator) * std
-            if like := adapt.quantized(p):
-                adapt.fill(p, [lora.quantize_as(like[0], full.to(like[0].device))])
+            full = torch.randn(shape_of(p), generator=generator) * std
+            if like := quantized(p):
+                fill(p, [quantize_as(like[0], full.to(like[0].device))])
             elif isinstance(p, DTensor):
                 p.copy_(distribute_tensor(full.to(p.device, p.dtype), p.device_mesh, p.placements))
             else:
@@ -339,8 +340,8 @@ class Transformer(nn.Module):
         routed = c.num_experts_per_tok / max(1, c.num_experts)
         adapters = sum(
             p.numel() * (routed if isinstance(module, LoRAExperts) else 1.0)
-            for _, module in adapt.adapted(self)
+            for _, module in adapted(self)
             for name, p in module.named_parameters()
-            if adapt.is_adapter(name)
+            if is_adapter(name)
         )
         return (4.0 if adapters else 6.0) * matrix + 6.0 * (score + adapters)

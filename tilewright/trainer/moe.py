@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from tilewright import ops as tw
-from tilewright.nn.quantized import QuantizedExperts
+from tilewright.nn.quantized_layers import QuantizedExperts
 from tilewright.nn.sharded import local
-from tilewright.ops.aqn import AQN
-from tilewright.ops.expert_parallel import DeepEP, ep_moe_mlp
-from tilewright.ops.gate import Gate
+from tilewright.ops.activation.gate import Gate
+from tilewright.ops.moe.expert_parallel import DeepEP, ep_moe_mlp
+from tilewright.ops.quant.aqn import AQN
 from tilewright.trainer.layers import MLP
 from tilewright.trainer.model_config import ModelConfig
 from tilewright.trainer.ops_choice import Ops

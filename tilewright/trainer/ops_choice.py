@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from tilewright.ops._losses import Request as LossRequest
-from tilewright.ops.attention import Request
-from tilewright.registry import ImplementationUnavailable
+from tilewright.core.registry import ImplementationUnavailable
+from tilewright.ops.attention.attention import Request
+from tilewright.ops.loss.losses import Request as LossRequest
 from tilewright.selection import operations
 from tilewright.trainer.model_config import ModelConfig
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tilewright.nn.lora_experts import LoRAExperts
-from tilewright.ops.expert_parallel import DeepEP
+from tilewright.ops.moe.expert_parallel import DeepEP
 from tilewright.trainer.compiling import compile_layers
 from tilewright.trainer.config import Model, Train
 from tilewright.trainer.mesh import Mesh

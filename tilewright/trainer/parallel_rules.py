@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from tilewright._torch import no_zero_bubble
+from tilewright.core.torch_names import no_zero_bubble
 from tilewright.trainer.field_tree import default_of
 
 if TYPE_CHECKING:

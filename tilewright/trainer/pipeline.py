@@ -28,10 +28,10 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from tilewright import adapt
-from tilewright._torch import known_stage
+from tilewright.core.registry import short
+from tilewright.core.torch_names import known_stage
 from tilewright.nn.sharded import shard, whole
-from tilewright.registry import short
+from tilewright.nn.weights import is_adapter
 from tilewright.trainer import exchange
 from tilewright.trainer.config import Train
 from tilewright.trainer.loss import Loss
@@ -233,7 +233,7 @@ class Pipeline:
         own = {
             name: whole(p.detach()).cpu().contiguous()
             for name, p in self.model.named_parameters()
-            if adapt.is_adapter(name)
+            if is_adapter(name)
         }
         group, model = self.mesh.pipeline.group, copy.deepcopy(self.whole)
         about = [(name, list(t.shape), short(t.dtype)) for name, t in own.items()]

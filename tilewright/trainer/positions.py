@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewright.ops.context_parallel import ContextParallel, check_boundaries, positions, shard
-from tilewright.ops.rope import document_positions
+from tilewright.ops.attention.context_parallel import (
+    ContextParallel,
+    check_boundaries,
+    positions,
+    shard,
+)
+from tilewright.ops.rope.rope import document_positions
 
 if TYPE_CHECKING:
     from tilewright.trainer.model_config import ModelConfig

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from tilewright import platform
-from tilewright.files import is_hub_id
-from tilewright.nn.quantized import wrong_group_size
-from tilewright.ops.expert_parallel import no_deepep
+from tilewright.core.files import is_hub_id
+from tilewright.nn.quantized_layers import wrong_group_size
+from tilewright.ops.moe.expert_parallel import no_deepep
 from tilewright.trainer.field_tree import default_of, get, show
 from tilewright.trainer.parallel_rules import (
     pipeline_relations,

@@ -11,7 +11,7 @@ import pathlib
 import shutil
 from collections.abc import Iterator
 
-from tilewright.files import replace_folder
+from tilewright.core.files import replace_folder
 from tilewright.trainer.checkpoint_files import Damaged, read_metadata, read_state
 from tilewright.trainer.mesh import Mesh
 

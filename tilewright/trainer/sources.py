@@ -7,8 +7,8 @@ import pathlib
 import numpy as np
 
 from tilewright import platform
-from tilewright.files import is_hub_id
-from tilewright.registry import ImplementationUnavailable
+from tilewright.core.files import is_hub_id
+from tilewright.core.registry import ImplementationUnavailable
 from tilewright.trainer import defects
 from tilewright.trainer.config import Data, Dataset
 from tilewright.trainer.rows import Documents, Rows, in_files

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tilewright import adapt
+from tilewright.nn.weights import base_weights, shape_of
 from tilewright.trainer.config import Train
 from tilewright.trainer.loss import Loss
 from tilewright.trainer.model import Outcome, Transformer
@@ -96,7 +96,7 @@ def length_of_hidden(train: Train, lengths: list[int], longest: int) -> int:
 
 
 def _size(module: nn.Module) -> int:
-    return sum(math.prod(adapt.shape_of(stored)) for _, stored in adapt.base_weights(module))
+    return sum(math.prod(shape_of(stored)) for _, stored in base_weights(module))
 
 
 class Stage(nn.Module):

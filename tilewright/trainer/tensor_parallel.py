@@ -34,7 +34,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from tilewright import _torch
+from tilewright.core import torch_names
 from tilewright.nn import Linear
 from tilewright.nn.lora import LoRALinear
 from tilewright.nn.sharded import local
@@ -143,13 +143,13 @@ class _ReduceScatter(torch.autograd.Function):
 
 def _all_gather(x, size, name):
     """Collectives act on the first dimension. For one row, B = 1, nothing is copied."""
-    parts = _torch.all_gather(x.contiguous(), size, name).unflatten(0, (size, -1))
+    parts = torch_names.all_gather(x.contiguous(), size, name).unflatten(0, (size, -1))
     return parts.transpose(0, 1).flatten(1, 2)
 
 
 def _reduce_scatter(x, size, name):
     parts = x.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)
-    return _torch.reduce_scatter(parts.contiguous(), size, name)
+    return torch_names.reduce_scatter(parts.contiguous(), size, name)
 
 
 class VocabularyEmbedding(nn.Embedding):
@@ -252,7 +252,7 @@ def _placement(model: nn.Module, path: str, name: str) -> Placement:
         parts = 2 if projection == "gate_up_proj" else 1
         if name == "lora_B" and isinstance(adapted, LoRALinear):
             parts = len(adapted.slices)
-        return Shard(0) if parts == 1 else _torch.strided_shard(0, parts)
+        return Shard(0) if parts == 1 else torch_names.strided_shard(0, parts)
     if projection in BY_COLUMNS and name in ("weight", "lora_A"):
         return Shard(1)
     return Replicate()

@@ -27,8 +27,8 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from tilewright import platform
+from tilewright.core.registry import ImplementationUnavailable
 from tilewright.ops import checked_targets
-from tilewright.registry import ImplementationUnavailable
 from tilewright.trainer import adapters, checkpoint, hf, memory_plan, replay, writable
 from tilewright.trainer.assertion import Witness
 from tilewright.trainer.batches import Batches, Bins, evaluation_batches

@@ -12,13 +12,11 @@ from tilewright import ops
 MODULES = (
     "tilewright",
     "tilewright.nn",
-    "tilewright.adapt",
-    "tilewright.lora",
     "tilewright.integrations.transformers",
     "tilewright.integrations.peft",
     "tilewright.ops",
-    "tilewright.ops.context_parallel",
-    "tilewright.ops.expert_parallel",
+    "tilewright.ops.attention.context_parallel",
+    "tilewright.ops.moe.expert_parallel",
 )
 
 

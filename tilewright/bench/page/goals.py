@@ -9,7 +9,7 @@ from tilewright import selection
 from tilewright.bench.page.comparisons import Device
 from tilewright.bench.page.raw import Source
 from tilewright.bench.page.text import TITLES, UNITS, count, number, table
-from tilewright.registry import Goal, Op
+from tilewright.core.registry import Goal, Op
 
 
 @dataclass(frozen=True)

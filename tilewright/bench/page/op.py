@@ -13,8 +13,8 @@ from tilewright.bench.page import detail, raw
 from tilewright.bench.page.comparisons import Device
 from tilewright.bench.page.goals import goal_row
 from tilewright.bench.page.text import count, table
+from tilewright.core.registry import FLOATS, Implementation, Op, short
 from tilewright.ops import cases
-from tilewright.registry import FLOATS, Implementation, Op, short
 from tilewright.selection import operations
 
 # What each implementation is and needs, by its name, or by op and name.

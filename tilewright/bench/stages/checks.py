@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from tilewright import registry
 from tilewright.bench import contract, run, sources, timing
 from tilewright.bench.providers import BASELINES
 from tilewright.bench.runner import Unit
 from tilewright.bench.stages.common import constants
-from tilewright.registry import Op, short
+from tilewright.core import registry
+from tilewright.core.registry import Op, short
 
 
 def checks(

@@ -10,8 +10,8 @@ import torch
 
 from tilewright import platform
 from tilewright.bench import timing
+from tilewright.core.registry import Case, Op, short
 from tilewright.kernels import tuning
-from tilewright.registry import Case, Op, short
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 TIMED = (torch.bfloat16, torch.float32)

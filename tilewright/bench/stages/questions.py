@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from tilewright import platform, registry
+from tilewright import platform
 from tilewright.bench import contract, launches, pieces, report, run, timing
 from tilewright.bench.providers import Provider
 from tilewright.bench.runner import Unit
 from tilewright.bench.stages.checks import checks, result
 from tilewright.bench.stages.common import clock, threads
 from tilewright.bench.variants import Variant
-from tilewright.registry import Op
+from tilewright.core import registry
+from tilewright.core.registry import Op
 
 SECONDS = 60.0  # of a question: its launches take milliseconds
 ROUNDS = 5

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from tilewright import registry
 from tilewright.bench import contract
 from tilewright.bench.runner import Unit
 from tilewright.bench.stages.checks import checks, parity_results
 from tilewright.bench.stages.common import smallest
-from tilewright.registry import Op
+from tilewright.core import registry
+from tilewright.core.registry import Op
 
 LIMIT = 20.0  # seconds: a kernel of a small case that runs for longer hangs
 # More failures than this end the call: what is timed after them would be thrown away.

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tilewright import platform, registry
+from tilewright import platform
 from tilewright.bench import overhead, peers, run, sources, store, timing
 from tilewright.bench.page import goals
 from tilewright.bench.runner import Unit
 from tilewright.bench.stages.checks import raised
 from tilewright.bench.stages.common import BY_NAME, TIMED, clock, constants, threads
-from tilewright.registry import Op, short
+from tilewright.core import registry
+from tilewright.core.registry import Op, short
 
 # Of a unit of goals, of the roofline, and of host time: each takes a few, and what takes longer
 # hangs.

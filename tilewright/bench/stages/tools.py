@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from tilewright import registry, selection
+from tilewright import selection
 from tilewright.bench import contract, sources, timing
 from tilewright.bench.runner import Unit
 from tilewright.bench.stages.checks import raised, result
 from tilewright.bench.stages.common import smallest
-from tilewright.registry import Op
+from tilewright.core import registry
+from tilewright.core.registry import Op
 
 # Ops whose kernels index by data, share accumulators or overwrite their inputs, most used first.
 LAUNCHED = (

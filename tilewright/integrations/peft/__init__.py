@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 from tilewright import platform
-from tilewright.lora import QuantizedLinear
-from tilewright.registry import ImplementationUnavailable
+from tilewright.core.registry import ImplementationUnavailable
+from tilewright.nn.quantized_layers import QuantizedLinear
 
 __all__ = ["register"]
 

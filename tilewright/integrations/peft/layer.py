@@ -8,10 +8,10 @@ import torch
 from peft.tuners.lora.layer import Linear
 from peft.tuners.tuners_utils import check_adapters_to_merge
 
-from tilewright._torch import pytree
-from tilewright.lora import QuantizedLinear, as_stored, quantize_as
-from tilewright.ops.quantize import Quantized
-from tilewright.ops.quantized_linear import dequantize
+from tilewright.core.torch_names import pytree
+from tilewright.nn.quantized_layers import QuantizedLinear, as_stored, quantize_as
+from tilewright.ops.quant.quantize import Quantized
+from tilewright.ops.quant.quantized_linear import dequantize
 
 # Initializations of PEFT that do not read the weight.
 INITIALIZATIONS = (True, False, "gaussian", "eva")

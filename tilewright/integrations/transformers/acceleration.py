@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from tilewright.core import checks
+from tilewright.core.registry import PINS, ImplementationUnavailable
 from tilewright.integrations.transformers import causal_lm, layers
 from tilewright.integrations.transformers.attention import eager_attention
 from tilewright.integrations.transformers.errors import NAME
@@ -27,9 +29,8 @@ from tilewright.integrations.transformers.instance import (
 from tilewright.integrations.transformers.tables import OTHERS, register_once, with_other
 from tilewright.integrations.transformers.versions import require_transformers
 from tilewright.nn.experts import why_not
-from tilewright.ops import OPS, _checks
+from tilewright.ops import OPS
 from tilewright.platform import newer_than_tested
-from tilewright.registry import PINS, ImplementationUnavailable
 
 PARTS = ("norm", "rope", "mlp", "attention", "experts", "loss")
 # Parts without which a CPU is not slower. Both attentions are sdpa there, and a call through
@@ -151,7 +152,7 @@ def accelerate(
     for part in parts or ():
         if part not in PARTS:
             raise ValueError(f"parts must be among {list(PARTS)}, got {part!r}")
-    _checks.choice("logits", logits, causal_lm.LOGITS)
+    checks.choice("logits", logits, causal_lm.LOGITS)
     restore(model)
     work = _Work(model, parts, logits)
     with on_plain_numbers():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tilewright import _torch
+from tilewright.core import checks, torch_names
 from tilewright.integrations.transformers.errors import (
     NotComputed,
     hole_in_window,
@@ -19,8 +19,8 @@ from tilewright.integrations.transformers.errors import (
 from tilewright.integrations.transformers.instance import own_function
 from tilewright.integrations.transformers.masks import Mask
 from tilewright.integrations.transformers.packing import is_numbered
-from tilewright.ops import _checks, attention
-from tilewright.ops.attention import ATTENTION
+from tilewright.ops import attention
+from tilewright.ops.attention.attention import ATTENTION
 
 # What transformers' cache of continuous batching passes: itself before 5.24, or what it reads by.
 PAGED = ("cache", "read_index", "block_table")
@@ -92,7 +92,7 @@ def attention_entry(
             "scale": scaling,
             "implementation": implementation,
         }
-        with _checks.no_autocast(query):
+        with checks.no_autocast(query):
             if S > 1 and cu_seq_lens_q is not None:  # of all rows, concatenated
                 if torch.compiler.is_compiling():
                     options["implementation"] = _off_host(
@@ -194,7 +194,7 @@ def cast_together(q, k, v):
     """
     device = q.device.type
     dtype = v.dtype
-    if _checks.autocasts(device) and dtype != torch.float64:
+    if checks.autocasts(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
@@ -262,7 +262,7 @@ def attend_traced_rows(q, k, v, kept, position_ids, options):
     return out if kept is None or is_numbered(kept) else out * kept[:, None, :, None]
 
 
-@_torch.constant
+@torch_names.constant
 def _off_host(implementation: str, device_type: str, dtype: torch.dtype) -> str:
     """An implementation that does not read cu_seqlens on the host; compiled eager does not."""
     if implementation != "auto":

@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tilewright import _torch, ops
+from tilewright import ops
+from tilewright.core import checks, torch_names
 from tilewright.integrations.transformers.errors import warn_once
 from tilewright.integrations.transformers.instance import has_hooks, own_function
 from tilewright.integrations.transformers.versions import part_of
-from tilewright.ops import _checks
 
 LOGITS = ("eval", "never", "always")
 
@@ -271,12 +271,12 @@ class Logits:
         options, name = options or {}, getattr(function, "__name__", str(function))
         if arguments and _is_record(arguments[0]) and hasattr(torch.Tensor, name):
             first, *rest = arguments
-            others = _torch.pytree.tree_leaves((rest, options))
+            others = torch_names.pytree.tree_leaves((rest, options))
             if function in (getattr(torch, name, None), getattr(torch.Tensor, name)) and not any(
                 _is_record(value) for value in others
             ):
                 return first._apply(name, tuple(rest), options)
-        arguments, options = _torch.pytree.tree_map(
+        arguments, options = torch_names.pytree.tree_map(
             lambda value: value.tensor(name) if _is_record(value) else value,
             (tuple(arguments), options),
         )
@@ -358,7 +358,7 @@ def _call(logits: Logits, name: str, *arguments, **options) -> Any:
 
 def _dtype_of(head: nn.Linear, x: torch.Tensor) -> torch.dtype:
     device = x.device.type
-    return torch.get_autocast_dtype(device) if _checks.autocasts(device) else head.weight.dtype
+    return torch.get_autocast_dtype(device) if checks.autocasts(device) else head.weight.dtype
 
 
 def _define_operators():

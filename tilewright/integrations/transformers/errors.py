@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 import torch
 
-from tilewright.registry import ImplementationUnavailable
+from tilewright.core.registry import ImplementationUnavailable
 
 NAME = "tilewright"
 

@@ -7,11 +7,11 @@ from dataclasses import astuple
 
 import torch
 
-from tilewright import _torch
+from tilewright.core import checks, torch_names
+from tilewright.core.registry import ImplementationUnavailable
 from tilewright.nn.experts import gate_attributes, gate_of, why_not
-from tilewright.ops import _checks, moe_mlp
-from tilewright.ops.activation import Gate
-from tilewright.registry import ImplementationUnavailable
+from tilewright.ops import moe_mlp
+from tilewright.ops.activation.activation import Gate
 
 ACCEPTED = (
     "experts that compute down_proj(activation(gate) * up), with or without biases, with "
@@ -32,7 +32,7 @@ def _reason_and_gate(experts: torch.nn.Module, attributes: tuple) -> tuple[str |
 if torch.__version__ < "2.12":
     _reason_and_gate = torch.compiler.disable(_reason_and_gate)
 else:
-    _reason_and_gate = _torch.constant(_reason_and_gate)
+    _reason_and_gate = torch_names.constant(_reason_and_gate)
 
 
 def experts_entry(name: str, implementation: str) -> Callable:
@@ -54,7 +54,7 @@ def experts_entry(name: str, implementation: str) -> Callable:
         if getattr(self, "is_transposed", False):
             gate_up, down = gate_up.mT, down.mT  # some implementations support strided weights
         device = hidden_states.device.type
-        autocast = _checks.autocasts(device)
+        autocast = checks.autocasts(device)
         dtype = torch.get_autocast_dtype(device) if autocast else gate_up.dtype
         gate_up, down = gate_up.to(dtype), down.to(dtype)
         biases = {}
@@ -68,7 +68,7 @@ def experts_entry(name: str, implementation: str) -> Callable:
             # of them.
             top_k_index = top_k_index.clamp(max=gate_up.shape[0])
         # Autocast must not change the dtype of moe_mlp's products.
-        with _checks.no_autocast(hidden_states):
+        with checks.no_autocast(hidden_states):
             y = moe_mlp(
                 hidden_states.to(dtype),
                 gate_up,

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tilewright import ops
+from tilewright.core import checks
 from tilewright.integrations.transformers.instance import (
     MERGED,
     SPLIT,
@@ -27,10 +28,9 @@ from tilewright.integrations.transformers.instance import (
     with_globals,
 )
 from tilewright.integrations.transformers.versions import absent
-from tilewright.ops import _checks
-from tilewright.ops.activation import GELU_ERF, GELU_TANH, SILU, act_mul_eager
-from tilewright.ops.rmsnorm import rmsnorm_eager
-from tilewright.ops.rope import prepare_tables, rope_eager
+from tilewright.ops.activation.activation import GELU_ERF, GELU_TANH, SILU, act_mul_eager
+from tilewright.ops.norm.rmsnorm import rmsnorm_eager
+from tilewright.ops.rope.rope import prepare_tables, rope_eager
 
 # 1e-5: a few roundings in float32.
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -91,7 +91,7 @@ def norm_forward(base: type, eps: str, offset: float, cast: str, promotes: bool)
             # A float32 weight makes a 16-bit row float32.
             dtype = torch.promote_types(weight.dtype, hidden_states.dtype)
             hidden_states = hidden_states.to(dtype)
-        with _checks.no_autocast(hidden_states):
+        with checks.no_autocast(hidden_states):
             return ops.rmsnorm(hidden_states, weight, getattr(self, eps), offset=offset, cast=cast)
 
     return forward
@@ -262,7 +262,7 @@ def _rotation(own: Callable) -> tuple[bool, bool, bool] | None:
 
 
 def _rotate_eager(q, k, cos, sin, interleaved: bool, apart: bool) -> Any:
-    from tilewright.ops._rope_fused import Rotation
+    from tilewright.ops.rope.rope_fused import Rotation
 
     cos, sin, ids = prepare_tables(2, 3, 8, cos, sin, None, None)
     found = rope_eager(q, k, Rotation(cos, sin, ids, interleaved))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tilewright import _torch
+from tilewright.core import torch_names
 from tilewright.integrations.transformers.errors import computed_mask, not_traced
 from tilewright.integrations.transformers.packing import Layout, layout_of
 
@@ -124,7 +124,7 @@ class Mask:
 
     def to(self, *arguments, **options) -> Mask | torch.Tensor:
         """Moves it to another device. There are no values to cast."""
-        device = _torch.device_asked_for(*arguments, **options)
+        device = torch_names.device_asked_for(*arguments, **options)
         if device is None or device == self.device:
             return self
         if self.was_written:
@@ -160,7 +160,7 @@ class Mask:
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), options=None):
         what = f"calls {getattr(function, '__name__', function)} with it"
-        arguments, options = _torch.pytree.tree_map(
+        arguments, options = torch_names.pytree.tree_map(
             lambda value: value.values(what) if type(value) is Mask else value,
             (tuple(arguments), options or {}),
         )

@@ -18,15 +18,34 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from tilewright import adapt, lora, ops, platform
-from tilewright.files import open_tensors
+from tilewright import ops, platform
+from tilewright.core.files import open_tensors
 from tilewright.integrations.transformers.errors import NAME
 from tilewright.integrations.transformers.versions import part_of
-from tilewright.ops.block_fp8 import BlockFP8
-from tilewright.ops.mxfp8 import MXFP8
-from tilewright.ops.nf4_format import NF4
-from tilewright.ops.nvfp4 import NVFP4
-from tilewright.ops.quantize import Quantized
+from tilewright.nn.adapt import merge_and_unload
+from tilewright.nn.projections import replace_module
+from tilewright.nn.quantize import linear_layers
+from tilewright.nn.quantized_layers import (
+    BESIDE,
+    DENSE_DTYPES,
+    QuantFormat,
+    QuantizedLinear,
+    absent,
+    as_stored,
+)
+from tilewright.nn.save_pretrained import (
+    guard_save_pretrained,
+    readable_conversions,
+    refuse_wrapped,
+    stored_state,
+    why_unreadable,
+)
+from tilewright.nn.weights import adapted
+from tilewright.ops.quant.block_fp8 import BlockFP8
+from tilewright.ops.quant.mxfp8 import MXFP8
+from tilewright.ops.quant.nf4_format import NF4
+from tilewright.ops.quant.nvfp4 import NVFP4
+from tilewright.ops.quant.quantize import Quantized
 
 ConversionOps: Any = part_of("core_model_loading", "ConversionOps")
 WeightConverter: Any = part_of("core_model_loading", "WeightConverter")
@@ -38,7 +57,7 @@ QuantizationConfigMixin: Any = part_of("utils.quantization_config", "Quantizatio
 # Names of the tensors that replace a `weight`, by format; those of activations are ignored.
 STORED = {
     format: ["weight", *(f"weight{ending}" for ending in endings)]
-    for format, endings in lora.BESIDE.items()
+    for format, endings in BESIDE.items()
 }
 STORED["nvfp4"].append("input_global_scale")
 
@@ -48,15 +67,15 @@ class TilewrightConfig(QuantizationConfigMixin):
     """The `quantization_config` of `from_pretrained` that quantizes linear layers while they load.
 
     A layer is quantized as soon as its weight is read, so that one dense weight is in memory at a
-    time. Output layers, embeddings and routers are left (as by `tilewright.adapt.quantize_`), and
+    time. Output layers, embeddings and routers are left (as by `tilewright.nn.quantize_`), and
     so are the experts of transformers' mixtures, which are no linear layers. The quantized layers
-    are `tilewright.lora.QuantizedLinear`. `save_pretrained` writes config.json and weights as
+    are `tilewright.nn.QuantizedLinear`. `save_pretrained` writes config.json and weights as
     bitsandbytes (nf4), compressed-tensors (nvfp4, mxfp8) or transformers' fine-grained FP8
     (block_fp8) load them; `quantized_config` reads such a folder into this library's layers.
 
     Args:
         format: nf4 | nvfp4 | block_fp8 | mxfp8.
-        group_size: As in `tilewright.lora.QuantFormat`.
+        group_size: As in `tilewright.nn.QuantFormat`.
         double_quant: Of nf4: its scales are quantized too.
         modules_to_not_convert: Further modules to leave: names, runs of names ("layers.0.mlp"),
             patterns, or regular expressions after "re:".
@@ -80,7 +99,7 @@ class TilewrightConfig(QuantizationConfigMixin):
         modules_to_not_convert: Iterable[str] | None = None,
         quant_method: str = NAME,
     ):
-        chosen = lora.QuantFormat(format, group_size)
+        chosen = QuantFormat(format, group_size)
         if not isinstance(double_quant, bool):
             raise TypeError(f"double_quant must be a bool, got {double_quant!r}")
         if double_quant and format != "nf4":
@@ -104,7 +123,7 @@ class TilewrightConfig(QuantizationConfigMixin):
             return ops.quantize_nf4(
                 weight, double_quant=self.double_quant, block_size=self.group_size or 64
             )
-        return lora.as_stored(lora.QuantFormat(self.format, self.group_size)(weight))
+        return as_stored(QuantFormat(self.format, self.group_size)(weight))
 
     def to_dict(self) -> dict[str, Any]:
         """Of a loaded model the quantization_config that the format's own readers need."""
@@ -167,14 +186,12 @@ class TilewrightHfQuantizer(HfQuantizer):
             _check_files(model, checkpoint_files, self.quantization_config.format)
             return model
         config = self.quantization_config
-        layers, left = adapt.linear_layers(model, config.modules_to_not_convert)
+        layers, left = linear_layers(model, config.modules_to_not_convert)
         if not layers:
             raise ValueError(f"{type(model).__name__} has no layer to quantize; left are {left}")
         for path in layers:
             weight = model.get_submodule(path).weight
-            if wrong := adapt.why_unreadable(
-                config.quantize(weight.detach().to("meta")), weight.shape
-            ):
+            if wrong := why_unreadable(config.quantize(weight.detach().to("meta")), weight.shape):
                 raise ValueError(
                     f"{path} is {wrong}; or name it in modules_to_not_convert, so that the saved "
                     "model can be read"
@@ -219,29 +236,27 @@ class TilewrightHfQuantizer(HfQuantizer):
                 if not any(isinstance(op, _Read) for op in getattr(c, "operations", ()))
             ]
             self.conversions = model._weight_conversions
-        _, self.quantization_config.written = adapt.stored_state(model)
+        _, self.quantization_config.written = stored_state(model)
         for child in model.children():  # transformers saves the whole model by this quantizer alone
-            adapt.guard_save_pretrained(child)
+            guard_save_pretrained(child)
         return model
 
     def get_state_dict_and_metadata(self, model: Any, *args: Any, **kwargs: Any) -> tuple:
         """The tensors for save_pretrained, in the format's layout. Raises ValueError if the model
         has adapters of this library, or weights that readers of the format cannot read.
         """
-        if any(True for _ in adapt.adapted(model)):
+        if any(True for _ in adapted(model)):
             raise ValueError(
                 "save_pretrained cannot write adapters of tilewright; "
-                "tilewright.adapt.save_adapter(model, folder) writes them for peft"
+                "tilewright.nn.save_adapter(model, folder) writes them for peft"
             )
         if getattr(model, "_hf_peft_config_loaded", False):  # only the adapters are saved
             return None, {}
-        adapt.refuse_wrapped(model)
-        state, written = adapt.stored_state(model)
+        refuse_wrapped(model)
+        state, written = stored_state(model)
         if self.conversions is not None:
             model._weight_conversions = self.conversions
-        model._weight_conversions = adapt.readable_conversions(
-            model, state, written["quant_method"]
-        )
+        model._weight_conversions = readable_conversions(model, state, written["quant_method"])
         self.quantization_config.written = written
         return state, {}
 
@@ -250,10 +265,10 @@ class TilewrightHfQuantizer(HfQuantizer):
             raise ValueError(
                 "dequantize needs a model without PEFT's adapters: merge or unload them"
             )
-        paths = [p for p, m in model.named_modules() if isinstance(m, lora.QuantizedLinear)]
+        paths = [p for p, m in model.named_modules() if isinstance(m, QuantizedLinear)]
         if isinstance(dtype, str):  # as save_pretrained leaves config.dtype
             dtype = getattr(torch, dtype)
-        adapt.merge_and_unload(model)
+        merge_and_unload(model)
         if self.conversions is not None:
             model._weight_conversions = self.conversions
         for path in paths:
@@ -355,13 +370,13 @@ def _codes_of(tensors: dict) -> dict:
 def _put(model: nn.Module, name: str, q: Quantized) -> None:
     path = name.removesuffix(".weight")
     bias = model.get_submodule(path).bias
-    layer: Any = lora.QuantizedLinear(q, bias)
+    layer: Any = QuantizedLinear(q, bias)
     # transformers initializes what has no such mark, also from the module around the layer.
     for marked in (layer, *layer.buffers()):
         marked._is_hf_initialized = True
     if getattr(bias, "_is_hf_initialized", False):  # else it is read later, or initialized
         layer.bias._is_hf_initialized = True
-    adapt.replace_module(model, path, layer)
+    replace_module(model, path, layer)
 
 
 def _finish_biases(model: nn.Module) -> None:
@@ -369,7 +384,7 @@ def _finish_biases(model: nn.Module) -> None:
     zeroes those that the file does not have: transformers initializes its own layers alone.
     """
     for layer in model.modules():
-        if isinstance(layer, lora.QuantizedLinear) and layer.bias is not None:
+        if isinstance(layer, QuantizedLinear) and layer.bias is not None:
             layer.bias.requires_grad_(False)
             if not getattr(layer.bias, "_is_hf_initialized", False):
                 with torch.no_grad():
@@ -387,12 +402,12 @@ def _check_files(model: nn.Module, files: list[str] | None, format: str) -> None
             for key in tensors.keys():  # noqa: SIM118 (it is no dictionary)
                 dtypes[key], file_of[key] = tensors.get_slice(key).get_dtype(), file
     modules = dict(model.named_modules())
-    beside = re.compile(rf"(.*\bweight)({'|'.join(map(re.escape, lora.BESIDE[format]))})")
+    beside = re.compile(rf"(.*\bweight)({'|'.join(map(re.escape, BESIDE[format]))})")
     checked = set()
     for key, dtype in dtypes.items():
         if found := beside.fullmatch(key):
             name = found[1]
-        elif key.endswith(".weight") and dtype not in lora.DENSE_DTYPES:
+        elif key.endswith(".weight") and dtype not in DENSE_DTYPES:
             name = key
         else:
             continue
@@ -405,7 +420,7 @@ def _check_files(model: nn.Module, files: list[str] | None, format: str) -> None
                 f"{file_of[key]}: {stem} is quantized, and transformers stacks experts; quantized "
                 "ones are read by the trainer, or by the format's own reader"
             )
-        if missing := lora.absent(format, name, dtypes.get):
+        if missing := absent(format, name, dtypes.get):
             have = ", ".join(f"{k} ({dtypes[k]})" for k in sorted(dtypes) if k.startswith(name))
             raise ValueError(
                 f"{file_of[key]}: {stem} cannot be read as {format}: {', '.join(missing)} "

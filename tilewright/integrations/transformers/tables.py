@@ -9,8 +9,8 @@ from tilewright.integrations.transformers.errors import NAME
 from tilewright.integrations.transformers.experts import experts_entry
 from tilewright.integrations.transformers.masks import make_mask
 from tilewright.integrations.transformers.versions import part_of, require_transformers
-from tilewright.ops.attention import ATTENTION
-from tilewright.ops.moe import MOE_MLP
+from tilewright.ops.attention.attention import ATTENTION
+from tilewright.ops.moe.moe import MOE_MLP
 
 # What computes attention under `accelerate` where this library does not: what the model had before.
 # transformers reserves "flash" anywhere in a name.

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from tilewright import platform
-from tilewright.registry import ImplementationUnavailable
+from tilewright.core.registry import ImplementationUnavailable
 
 OLDEST = (5, 17)
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tilewright import ops
+from tilewright.core.registry import ImplementationUnavailable
 from tilewright.nn.sharded import is_sharded
-from tilewright.registry import ImplementationUnavailable
 
 # Of the logits that `mean_logits` computes at a time under a softcap.
 BUDGET_BYTES = 64 * 2**20

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from tilewright import platform
+from tilewright.core.registry import ImplementationUnavailable
 from tilewright.integrations.trl import head as heads
 from tilewright.integrations.trl.head import Scaling
-from tilewright.registry import ImplementationUnavailable
 
 TRL = "1.16"
 # What TRL's forward decided when it was made.

@@ -1,0 +1,1190 @@
+"""Attention in Triton, over one sequence or packed documents: softmax(mask(cap(scale q k^T))) v, by
+an online softmax. The definition is tilewright/ops/attention/attention.py; the method is
+FlashAttention-2's (arXiv:2307.08691).
+
+A tile is a block of rows of one document and one head. It loops over the keys that its rows may
+see: those of its document, with CAUSAL up to the last row, with a window from the first row's on.
+Blocks of keys that every row sees are not masked. Document bounds are read from cu_seqlens on the
+device (`tile_map`), so no launch waits for it. No tile has rows of two documents: another
+document's values, including NaN, are never read.
+
+    _forward       out and the log-sum-exp per row, one tile of queries at a time.
+    _backward_q    dq and <dout, out>, one tile of queries at a time.
+    _backward_kv   dk and dv, one tile of keys at a time, over the query heads that read it.
+
+Statistics and sums are float32; probabilities and their gradients are rounded to the operands'
+dtype for the products. No atomics: deterministic. A row's bits depend on its own document alone,
+not on what else is packed.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.kernels.device import dot_precision, large_shared_memory
+from tilewright.kernels.launch import launch
+from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.moe.grouped_gemm_triton import tile_map
+from tilewright.kernels.spec import KernelSpec
+from tilewright.kernels.tuning import Tunable
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _place(tiles_ptr, cu_ptr, capacity, S, Sk, t, tiled, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+    """Locates tile t of a tensor of `tiled` rows: whether it exists, its batch, its first row in
+    its document, the document's start, and its numbers of queries and keys.
+    """
+    if PACKED:
+        there = t < tl.load(tiles_ptr + 3 * capacity)
+        document = tl.load(tiles_ptr + t, mask=there, other=0)
+        row = tl.load(tiles_ptr + capacity + t, mask=there, other=0)
+        end = tl.load(tiles_ptr + 2 * capacity + t, mask=there, other=0)
+        # cu_seqlens is not checked on a GPU; the map treats rows past its end as a document of
+        # their own.
+        begin = tl.minimum(tl.maximum(tl.load(cu_ptr + document).to(tl.int32), 0), row)
+        batch = t * 0
+        first = row - begin
+        queries = end - begin
+        keys = queries
+    else:
+        batch = t // tl.cdiv(tiled, BLOCK)
+        there = t >= 0
+        begin = t * 0
+        first = (t - batch * tl.cdiv(tiled, BLOCK)) * BLOCK
+        queries = S + begin
+        keys = Sk + begin
+    return there, batch, first, begin, queries, keys
+
+
+@triton.jit
+def _tanh(x):
+    """tanh through exp2, whose overflow is an infinity that gives 1."""
+    e = tl.exp2(tl.abs(x) * 2.8853900817779268)
+    y = 1.0 - 2.0 / (e + 1.0)
+    z = x * x  # the series where that cancels
+    small = x * (
+        1.0 + z * (-0.3333333333333333 + z * (0.13333333333333333 - z * 0.05396825396825397))
+    )
+    return tl.where(z < 0.04, small, tl.where(x < 0, -y, y))
+
+
+@triton.jit
+def _logits(s, scale, cap, SOFTCAP: tl.constexpr):
+    """Logits times log2(e) from products s, and the derivative of the softcap (s itself without
+    one).
+    """
+    if SOFTCAP:
+        y = _tanh(s * (scale / cap))
+        return y * (cap * LOG2E), 1.0 - y * y
+    return s * (scale * LOG2E), s
+
+
+@triton.jit
+def _seen(rows, columns, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Which columns each row sees, by position."""
+    mask = (columns < keys) & (rows == rows)
+    if CAUSAL:
+        mask = mask & (columns <= rows)
+    if WINDOW:
+        mask = mask & (rows - columns < window)
+    return mask
+
+
+@triton.jit
+def _columns(
+    first, last, keys, window, STEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
+):
+    """Blocks of STEP keys for queries at positions `first` to `last`: the start of the first, the
+    start and end of those that need no mask, and the end.
+    """
+    low = first * 0
+    free = low
+    high = keys
+    full = keys // STEP * STEP
+    if CAUSAL:
+        high = tl.maximum(tl.minimum(keys, last + 1), 0)
+        full = tl.minimum(full, tl.maximum(first + 1, 0) // STEP * STEP)
+    if WINDOW:
+        low = tl.minimum(tl.maximum(0, first - window + 1) // STEP * STEP, high)
+        free = (tl.maximum(0, last - window + 1) + STEP - 1) // STEP * STEP
+    full = tl.maximum(full, low)
+    free = tl.minimum(tl.maximum(free, low), full)
+    return low, free, full, high
+
+
+@triton.jit
+def _rows_of(
+    first,
+    last,
+    queries,
+    offset,
+    window,
+    STEP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """The range of query rows that see keys at positions `first` to `last`."""
+    low = first * 0
+    high = queries
+    if CAUSAL:
+        low = tl.minimum(tl.maximum(first - offset, 0) // STEP * STEP, queries)
+    if WINDOW:
+        high = tl.maximum(tl.minimum(queries, last - offset + window), low)
+    return low, high
+
+
+@triton.jit
+def _load(at, row, i, d, live, D: tl.constexpr, MASKED: tl.constexpr, EVEN: tl.constexpr):
+    """Rows i from `at`, [i, d]; 0 where not live."""
+    where = at + i[:, None] * row + d[None, :]
+    if MASKED and EVEN:
+        return tl.load(where, mask=live[:, None], other=0.0)
+    if MASKED:
+        return tl.load(where, mask=live[:, None] & (d < D)[None, :], other=0.0)
+    if EVEN:
+        return tl.load(where)
+    return tl.load(where, mask=(d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _attend(
+    acc,
+    top,
+    total,
+    q,
+    k_at,
+    v_at,
+    k_row,
+    v_row,
+    rows,
+    d,
+    low,
+    high,
+    keys,
+    window,
+    scale,
+    cap,
+    D: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """The online softmax over keys `low` to `high`: top is the largest logit so far, total the sum
+    of exponentials.
+    """
+    j = tl.arange(0, BLOCK_N)
+    k_at += low.to(tl.int64) * k_row
+    v_at += low.to(tl.int64) * v_row
+    for n in range(low, high, BLOCK_N):
+        k = _load(k_at, k_row, j, d, n + j < keys, D, MASKED, EVEN)
+        s, _ = _logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, cap, SOFTCAP)
+        if MASKED:
+            s = tl.where(
+                _seen(rows[:, None], n + j[None, :], keys, window, CAUSAL, WINDOW), s, float("-inf")
+            )
+        new = tl.maximum(top, tl.max(s, 1))
+        base = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
+        p = tl.exp2(s - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(p, 1)
+        v = _load(v_at, v_row, j, d, n + j < keys, D, MASKED, EVEN)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        top = new
+        k_at += BLOCK_N * k_row
+        v_at += BLOCK_N * v_row
+    return acc, top, total
+
+
+@triton.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
+def _forward(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    tiles_ptr,
+    cu_ptr,
+    capacity,
+    S,
+    Sk,
+    offset,
+    window,
+    scale,
+    cap,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    o_batch,
+    o_head,
+    o_row,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PACKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    EVEN: tl.constexpr = D == WIDTH
+    # The last tiles of a document have the most keys, and start first.
+    t = tl.num_programs(0) - 1 - tl.program_id(0)
+    h = tl.program_id(1)
+    there, batch, m, begin, queries, keys = _place(
+        tiles_ptr, cu_ptr, capacity, S, Sk, t, S, BLOCK_M, PACKED
+    )
+    if there:
+        i = tl.arange(0, BLOCK_M)
+        d = tl.arange(0, WIDTH)
+        live = m + i < queries
+        b, g, start = batch.to(tl.int64), (h // GROUP).to(tl.int64), begin.to(tl.int64)
+        q_at = q_ptr + b * q_batch + h.to(tl.int64) * q_head + (start + m) * q_row
+        k_at = k_ptr + b * k_batch + g * k_head + start * k_row
+        v_at = v_ptr + b * v_batch + g * v_head + start * v_row
+        q = _load(q_at, q_row, i, d, live, D, True, EVEN)
+        acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        if SINKS:  # a key with this logit, whose value is 0
+            top = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + h) * LOG2E
+            total = tl.where(top == float("-inf"), 0.0, 1.0)
+        low, free, full, high = _columns(
+            m + offset, m + offset + BLOCK_M - 1, keys, window, BLOCK_N, CAUSAL, WINDOW
+        )
+        rows = m + i + offset
+        if WINDOW:
+            acc, top, total = _attend(
+                acc,
+                top,
+                total,
+                q,
+                k_at,
+                v_at,
+                k_row,
+                v_row,
+                rows,
+                d,
+                low,
+                free,
+                keys,
+                window,
+                scale,
+                cap,
+                D,
+                True,
+                CAUSAL,
+                WINDOW,
+                SOFTCAP,
+                PRECISION,
+                BLOCK_N,
+                EVEN,
+            )
+        acc, top, total = _attend(
+            acc,
+            top,
+            total,
+            q,
+            k_at,
+            v_at,
+            k_row,
+            v_row,
+            rows,
+            d,
+            free,
+            full,
+            keys,
+            window,
+            scale,
+            cap,
+            D,
+            False,
+            CAUSAL,
+            WINDOW,
+            SOFTCAP,
+            PRECISION,
+            BLOCK_N,
+            EVEN,
+        )
+        acc, top, total = _attend(
+            acc,
+            top,
+            total,
+            q,
+            k_at,
+            v_at,
+            k_row,
+            v_row,
+            rows,
+            d,
+            full,
+            high,
+            keys,
+            window,
+            scale,
+            cap,
+            D,
+            True,
+            CAUSAL,
+            WINDOW,
+            SOFTCAP,
+            PRECISION,
+            BLOCK_N,
+            EVEN,
+        )
+        out = acc / tl.where(total == 0, 1.0, total)[:, None]
+        o_at = out_ptr + b * o_batch + h.to(tl.int64) * o_head + (start + m) * o_row
+        tl.store(
+            o_at + i[:, None] * o_row + d[None, :],
+            out.to(out_ptr.dtype.element_ty),
+            mask=live[:, None] & (d < D)[None, :],
+        )
+        lse_at = lse_ptr + (b * tl.num_programs(1) + h) * S + start + m
+        tl.store(lse_at + i, (top + tl.log2(total)) * LN2, mask=live)
+
+
+@triton.jit
+def _power(lse):
+    """The shift of logits in base 2. Rows without keys, and rows that do not exist, get
+    probabilities of 0.
+    """
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+
+
+@triton.jit
+def _walk_keys(
+    dq,
+    q,
+    g,
+    power,
+    delta,
+    k_at,
+    v_at,
+    k_row,
+    v_row,
+    rows,
+    d,
+    low,
+    high,
+    keys,
+    window,
+    scale,
+    cap,
+    D: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """dq, without the scale, over keys `low` to `high`."""
+    j = tl.arange(0, BLOCK_N)
+    k_at += low.to(tl.int64) * k_row
+    v_at += low.to(tl.int64) * v_row
+    for n in range(low, high, BLOCK_N):
+        k = _load(k_at, k_row, j, d, n + j < keys, D, MASKED, EVEN)
+        v = _load(v_at, v_row, j, d, n + j < keys, D, MASKED, EVEN)
+        s, slope = _logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, cap, SOFTCAP)
+        p = tl.exp2(s - power[:, None])
+        if MASKED:
+            p = tl.where(_seen(rows[:, None], n + j[None, :], keys, window, CAUSAL, WINDOW), p, 0.0)
+        ds = p * (tl.dot(g, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+        if SOFTCAP:
+            ds = ds * slope
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        k_at += BLOCK_N * k_row
+        v_at += BLOCK_N * v_row
+    return dq
+
+
+@triton.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
+def _backward_q(
+    g_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    dq_ptr,
+    delta_ptr,
+    tiles_ptr,
+    cu_ptr,
+    capacity,
+    S,
+    Sk,
+    offset,
+    window,
+    scale,
+    cap,
+    g_batch,
+    g_head,
+    g_row,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    o_batch,
+    o_head,
+    o_row,
+    dq_batch,
+    dq_head,
+    dq_row,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PACKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    EVEN: tl.constexpr = D == WIDTH
+    t = tl.num_programs(0) - 1 - tl.program_id(0)
+    h = tl.program_id(1)
+    there, batch, m, begin, queries, keys = _place(
+        tiles_ptr, cu_ptr, capacity, S, Sk, t, S, BLOCK_M, PACKED
+    )
+    if there:
+        i = tl.arange(0, BLOCK_M)
+        d = tl.arange(0, WIDTH)
+        live = m + i < queries
+        b, head, start = batch.to(tl.int64), h.to(tl.int64), begin.to(tl.int64)
+        g = _load(
+            g_ptr + b * g_batch + head * g_head + (start + m) * g_row,
+            g_row,
+            i,
+            d,
+            live,
+            D,
+            True,
+            EVEN,
+        )
+        q = _load(
+            q_ptr + b * q_batch + head * q_head + (start + m) * q_row,
+            q_row,
+            i,
+            d,
+            live,
+            D,
+            True,
+            EVEN,
+        )
+        out = _load(
+            out_ptr + b * o_batch + head * o_head + (start + m) * o_row,
+            o_row,
+            i,
+            d,
+            live,
+            D,
+            True,
+            EVEN,
+        )
+        at = (b * tl.num_programs(1) + h) * S + start + m + i
+        delta = tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
+        tl.store(delta_ptr + at, delta, mask=live)
+        power = _power(tl.load(lse_ptr + at, mask=live, other=float("inf")))
+        k_at = k_ptr + b * k_batch + (head // GROUP) * k_head + start * k_row
+        v_at = v_ptr + b * v_batch + (head // GROUP) * v_head + start * v_row
+        dq = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+        low, free, full, high = _columns(
+            m + offset, m + offset + BLOCK_M - 1, keys, window, BLOCK_N, CAUSAL, WINDOW
+        )
+        rows = m + i + offset
+        if WINDOW:
+            dq = _walk_keys(
+                dq,
+                q,
+                g,
+                power,
+                delta,
+                k_at,
+                v_at,
+                k_row,
+                v_row,
+                rows,
+                d,
+                low,
+                free,
+                keys,
+                window,
+                scale,
+                cap,
+                D,
+                True,
+                CAUSAL,
+                WINDOW,
+                SOFTCAP,
+                PRECISION,
+                BLOCK_N,
+                EVEN,
+            )
+        dq = _walk_keys(
+            dq,
+            q,
+            g,
+            power,
+            delta,
+            k_at,
+            v_at,
+            k_row,
+            v_row,
+            rows,
+            d,
+            free,
+            full,
+            keys,
+            window,
+            scale,
+            cap,
+            D,
+            False,
+            CAUSAL,
+            WINDOW,
+            SOFTCAP,
+            PRECISION,
+            BLOCK_N,
+            EVEN,
+        )
+        dq = _walk_keys(
+            dq,
+            q,
+            g,
+            power,
+            delta,
+            k_at,
+            v_at,
+            k_row,
+            v_row,
+            rows,
+            d,
+            full,
+            high,
+            keys,
+            window,
+            scale,
+            cap,
+            D,
+            True,
+            CAUSAL,
+            WINDOW,
+            SOFTCAP,
+            PRECISION,
+            BLOCK_N,
+            EVEN,
+        )
+        to = (
+            dq_ptr
+            + b * dq_batch
+            + head * dq_head
+            + (start + m) * dq_row
+            + i[:, None] * dq_row
+            + d[None, :]
+        )
+        tl.store(
+            to, (dq * scale).to(dq_ptr.dtype.element_ty), mask=live[:, None] & (d < D)[None, :]
+        )
+
+
+@triton.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
+def _backward_kv(
+    g_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lse_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    tiles_ptr,
+    cu_ptr,
+    capacity,
+    S,
+    Sk,
+    offset,
+    window,
+    scale,
+    cap,
+    g_batch,
+    g_head,
+    g_row,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    dk_batch,
+    dk_head,
+    dk_row,
+    dv_batch,
+    dv_head,
+    dv_row,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PACKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    EVEN: tl.constexpr = D == WIDTH
+    # The first tiles of a document are read by the most queries, and start first.
+    t = tl.program_id(0)
+    kv = tl.program_id(1)
+    there, batch, n, begin, queries, keys = _place(
+        tiles_ptr, cu_ptr, capacity, S, Sk, t, Sk, BLOCK_N, PACKED
+    )
+    if there:
+        i = tl.arange(0, BLOCK_M)
+        j = tl.arange(0, BLOCK_N)
+        d = tl.arange(0, WIDTH)
+        b, head, start = batch.to(tl.int64), kv.to(tl.int64), begin.to(tl.int64)
+        k = _load(
+            k_ptr + b * k_batch + head * k_head + (start + n) * k_row,
+            k_row,
+            j,
+            d,
+            n + j < keys,
+            D,
+            True,
+            EVEN,
+        )
+        v = _load(
+            v_ptr + b * v_batch + head * v_head + (start + n) * v_row,
+            v_row,
+            j,
+            d,
+            n + j < keys,
+            D,
+            True,
+            EVEN,
+        )
+        dk = tl.zeros((BLOCK_N, WIDTH), tl.float32)
+        dv = tl.zeros((BLOCK_N, WIDTH), tl.float32)
+        low, high = _rows_of(n, n + BLOCK_N - 1, queries, offset, window, BLOCK_M, CAUSAL, WINDOW)
+        # One loop over the heads of the group and their rows: several loops, or an unmasked part,
+        # need more registers for addresses than the two sums leave. So h and m are incremented, and
+        # a condition selects the mask.
+        h = head * GROUP
+        m = low
+        for _ in range(GROUP * tl.cdiv(high - low, BLOCK_M)):
+            live = m + i < queries
+            at = start + m
+            q = _load(
+                q_ptr + b * q_batch + h * q_head + at * q_row, q_row, i, d, live, D, True, EVEN
+            )
+            g = _load(
+                g_ptr + b * g_batch + h * g_head + at * g_row, g_row, i, d, live, D, True, EVEN
+            )
+            of_row = (b * tl.num_programs(1) * GROUP + h) * S + at + i
+            power = _power(tl.load(lse_ptr + of_row, mask=live, other=float("inf")))
+            delta = tl.load(delta_ptr + of_row, mask=live, other=0.0)
+            # Products are transposed: [keys, rows].
+            s, slope = _logits(
+                tl.dot(k, tl.trans(q), input_precision=PRECISION), scale, cap, SOFTCAP
+            )
+            p = tl.exp2(s - power[None, :])
+            # rows that see all of these keys need no mask; results of keys past the end are not
+            # stored
+            if CAUSAL:
+                edge = m + offset < n + BLOCK_N - 1
+                if WINDOW:
+                    edge = edge | (m + offset + BLOCK_M - 1 - n >= window)
+                if edge:
+                    p = tl.where(
+                        _seen(
+                            m + i[None, :] + offset, n + j[:, None], keys, window, CAUSAL, WINDOW
+                        ),
+                        p,
+                        0.0,
+                    )
+            dv = tl.dot(p.to(g.dtype), g, dv, input_precision=PRECISION)
+            ds = p * (tl.dot(v, tl.trans(g), input_precision=PRECISION) - delta[None, :])
+            if SOFTCAP:
+                ds = ds * slope
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+            m += BLOCK_M
+            last = m >= high
+            h += last.to(tl.int64)
+            m = tl.where(last, low, m)
+        mask = (n + j < keys)[:, None] & (d < D)[None, :]
+        to = (
+            dk_ptr
+            + b * dk_batch
+            + head * dk_head
+            + (start + n) * dk_row
+            + j[:, None] * dk_row
+            + d[None, :]
+        )
+        tl.store(to, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)
+        to = (
+            dv_ptr
+            + b * dv_batch
+            + head * dv_head
+            + (start + n) * dv_row
+            + j[:, None] * dv_row
+            + d[None, :]
+        )
+        tl.store(to, dv.to(dv_ptr.dtype.element_ty), mask=mask)
+
+
+# ---- launches
+
+
+def _tiles(cu_seqlens, batch, rows, block):
+    """The tile map, its capacity, and the number of tiles to launch."""
+    if cu_seqlens is None:
+        return None, 0, batch * cdiv(rows, block)
+    tiles = tile_map(cu_seqlens[1:].to(torch.int32), rows, block)
+    return tiles, tiles.shape[0] // 3, tiles.shape[0] // 3
+
+
+def empty_rows(t: torch.Tensor) -> torch.Tensor:
+    """Uninitialized [B, H, S, D], in memory [B, S, H, D], the layout that a projection reads."""
+    B, H, S, D = t.shape
+    return t.new_empty(B, S, H, D).transpose(1, 2)
+
+
+def _key(t, softcap):
+    return (
+        next_power_of_2(max(16, t.shape[-1])),
+        t.element_size(),
+        large_shared_memory(t.device),
+        softcap > 0,
+    )
+
+
+def _reach(window, q, k, offset):
+    """Clamps the window to the largest distance of two positions: larger ones would
+    exceed 32 bits.
+    """
+    return min(window, q.shape[2] + k.shape[2] + abs(offset))
+
+
+def _options(q, k, cu_seqlens, causal, window, softcap):
+    return {
+        "GROUP": q.shape[1] // k.shape[1],
+        "D": q.shape[-1],
+        "WIDTH": next_power_of_2(max(16, q.shape[-1])),
+        "PACKED": cu_seqlens is not None,
+        "CAUSAL": causal,
+        "WINDOW": window > 0,
+        "SOFTCAP": softcap > 0,
+        "PRECISION": dot_precision(q),
+    }
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    causal: bool,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    scale: float,
+    offset: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [B, Hq, S, D] and lse [B, Hq, S] float32. window 0, softcap 0: none."""
+    B, H, S, _ = q.shape
+    out = empty_rows(q)
+    lse = torch.empty((B, H, S), dtype=torch.float32, device=q.device)
+    window = _reach(window, q, k, offset)
+    if lse.numel():
+        c = FORWARD.config(q.device, *_key(q, softcap))
+        tiles, capacity, count = _tiles(cu_seqlens, B, S, c["BLOCK_M"])
+        launch(
+            _forward,
+            (count, H),
+            q,
+            k,
+            v,
+            None if sinks is None else sinks.float().contiguous(),
+            out,
+            lse,
+            tiles,
+            cu_seqlens,
+            capacity,
+            S,
+            k.shape[2],
+            offset,
+            window,
+            scale,
+            softcap,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *out.stride()[:3],
+            **_options(q, k, cu_seqlens, causal, window, softcap),
+            SINKS=sinks is not None,
+            **c,
+        )
+    return out, lse
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    causal: bool,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    scale: float,
+    offset: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv in q's dtype, and the sinks' gradient [Hq] in float32, empty without sinks."""
+    B, H, S, _ = q.shape
+    Hk, Sk = k.shape[1:3]
+    dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
+    lse = lse.float().contiguous()
+    delta = torch.zeros_like(lse)
+    window = _reach(window, q, k, offset)
+    options = _options(q, k, cu_seqlens, causal, window, softcap)
+    if lse.numel():
+        c = BACKWARD_Q.config(q.device, *_key(q, softcap))
+        tiles, capacity, count = _tiles(cu_seqlens, B, S, c["BLOCK_M"])
+        launch(
+            _backward_q,
+            (count, H),
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dq,
+            delta,
+            tiles,
+            cu_seqlens,
+            capacity,
+            S,
+            Sk,
+            offset,
+            window,
+            scale,
+            softcap,
+            *dout.stride()[:3],
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *out.stride()[:3],
+            *dq.stride()[:3],
+            **options,
+            **c,
+        )
+    if dk.numel():
+        c = BACKWARD_KV.config(q.device, *_key(q, softcap))
+        tiles, capacity, count = _tiles(cu_seqlens, B, Sk, c["BLOCK_N"])
+        launch(
+            _backward_kv,
+            (count, Hk),
+            dout,
+            q,
+            k,
+            v,
+            lse,
+            delta,
+            dk,
+            dv,
+            tiles,
+            cu_seqlens,
+            capacity,
+            S,
+            Sk,
+            offset,
+            window,
+            scale,
+            softcap,
+            *dout.stride()[:3],
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *dk.stride()[:3],
+            *dv.stride()[:3],
+            **options,
+            **c,
+        )
+    if sinks is None:
+        return dq, dk, dv, lse.new_empty(0)
+    # A sink is a logit whose value is 0: of its gradient p (dp - delta) only the second part is
+    # left.
+    share = torch.exp(sinks.float()[:, None] - lse)
+    return dq, dk, dv, -(share * delta).sum((0, 2))
+
+
+# ---- launch configurations
+
+
+def _forward_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
+    """As many rows as keep the sums in registers, and two or three stages of keys and values in
+    shared memory.
+    """
+    if itemsize == 4:
+        return {
+            "BLOCK_M": 32 if width <= 128 else 16,
+            "BLOCK_N": 16,
+            "num_warps": 8,
+            "num_stages": 1,
+        }
+    if width == 256:
+        return {
+            "BLOCK_M": 128 if large else 64,
+            "BLOCK_N": 16 if large and capped else 32,
+            "num_warps": 8,
+            "num_stages": 2 if large else 1,
+        }
+    return {
+        "BLOCK_M": 128,
+        "BLOCK_N": 64 if large or width <= 64 else 32,
+        "num_warps": 8,
+        "num_stages": 3 if large else 2,
+    }
+
+
+def _backward_q_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
+    if itemsize == 4:
+        return {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 8, "num_stages": 1}
+    if width == 256:
+        return {
+            "BLOCK_M": 32,
+            "BLOCK_N": 16 if large else 32,
+            "num_warps": 8,
+            "num_stages": 2 if large else 1,
+        }
+    return {
+        "BLOCK_M": 128 if large else 64,
+        "BLOCK_N": 64 if large else 32,
+        "num_warps": 8 if large else 4,
+        "num_stages": 2 if large else 1,
+    }
+
+
+def _backward_kv_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
+    """dk and dv together take half of the registers: the rest holds 32 rows of logits and their
+    gradients.
+    """
+    if itemsize == 4:
+        return {
+            "BLOCK_N": 32 if width <= 64 else 16,
+            "BLOCK_M": 32 if width <= 64 else 16,
+            "num_warps": 4,
+            "num_stages": 1,
+        }
+    if width == 256:
+        return {"BLOCK_N": 32, "BLOCK_M": 32, "num_warps": 8, "num_stages": 1}
+    if not large:
+        return {"BLOCK_N": 64, "BLOCK_M": 32, "num_warps": 8, "num_stages": 1}
+    return {
+        "BLOCK_N": 64 if capped else 128,
+        "BLOCK_M": 64 if width <= 64 else 32,
+        "num_warps": 8,
+        "num_stages": 2,
+    }
+
+
+def _space(heuristic, tiled, walked):
+    def space(width: int, itemsize: int, large: bool, capped: bool) -> list[dict]:
+        if itemsize == 4:
+            return [heuristic(width, itemsize, large, capped)]
+        configs = []
+        for block, step in ((128, 128), (128, 64), (64, 64), (64, 32), (128, 32)):
+            for warps in (4, 8):
+                for stages in (1, 2, 3):
+                    # In flight: `stages` of keys and values (or queries and gradients), and the
+                    # tile's own.
+                    shared = 2 * width * itemsize * (step * stages + block)
+                    elements = block * width // (32 * warps)  # per sum and thread
+                    if shared <= (220 if large else 96) * 1024 and elements <= 64:
+                        configs.append(
+                            {tiled: block, walked: step, "num_warps": warps, "num_stages": stages}
+                        )
+        return configs
+
+    return space
+
+
+def _types(data, more):
+    strides = [f"{t}_{d}" for t in more for d in ("batch", "head", "row")]
+    return {
+        "tiles_ptr": "*i32",
+        "cu_ptr": "*i64",
+        "capacity": "i32",
+        "S": "i32",
+        "Sk": "i32",
+        "offset": "i32",
+        "window": "i32",
+        "scale": "fp32",
+        "cap": "fp32",
+        **dict.fromkeys(strides, "i32"),
+    }, tuple(strides)
+
+
+def _arch(key):
+    # Configurations with little shared memory are for all other architectures (and sm_80, which the
+    # gate does not compile).
+    return {"min_arch": 90, "max_arch": 109} if key["large"] else {"min_arch": 110}
+
+
+def _specs_of(kernel, name, pointers, strides, sinks, tiled):
+    def specs(key: dict, config: dict) -> list[KernelSpec]:
+        width, data = key["width"], "bf16" if key["itemsize"] == 2 else "fp32"
+        types, divisible = _types(data, strides)
+        types = {**{f"{p}_ptr": f"*{data}" for p in pointers}, "lse_ptr": "*fp32", **types}
+        if "delta_ptr" in kernel.arg_names:
+            types["delta_ptr"] = "*fp32"
+        constants = {n: v for n, v in config.items() if n.startswith("BLOCK")}
+        kernel_specs = []
+        variants = {
+            "causal": {},
+            "full": {"CAUSAL": False},
+            "packed": {"PACKED": True},
+            "packed window sinks": {"PACKED": True, "WINDOW": True, "SINKS": True},
+        }
+        if key["capped"]:
+            variants = {
+                "packed window softcap sinks": {**variants["packed window sinks"], "SOFTCAP": True}
+            }
+        elif data == "fp32":
+            # Its products are long chains of FMAs, and each takes half a minute to compile.
+            variants = {"packed": variants["packed"]}
+        elif not (width == 128 and key["large"]):
+            # All variants of the most frequent key, two of the others.
+            variants = dict(list(variants.items())[2:])
+        for label, options in variants.items():
+            constexprs = {
+                "GROUP": 4,
+                "D": width,
+                "WIDTH": width,
+                "PACKED": False,
+                "CAUSAL": True,
+                "WINDOW": False,
+                "SOFTCAP": False,
+                "SINKS": False,
+                "PRECISION": "ieee" if data == "fp32" else None,
+                **options,
+                **constants,
+            }
+            signature = dict(types)
+            if sinks:
+                if constexprs["SINKS"]:
+                    signature["sinks_ptr"] = "*fp32"
+                else:
+                    constexprs["sinks_ptr"] = None
+            else:
+                del constexprs["SINKS"]
+            if not constexprs["PACKED"]:
+                constexprs |= {"tiles_ptr": None, "cu_ptr": None}
+                del signature["tiles_ptr"], signature["cu_ptr"]
+            kernel_specs.append(
+                KernelSpec(
+                    kernel,
+                    f"{name} {label} D={width} {data}{'' if key['large'] else ' small'}",
+                    signature,
+                    constexprs,
+                    config["num_warps"],
+                    config["num_stages"],
+                    divisible=divisible,
+                    **_arch(key),
+                    undivided=kernel is not _forward and data == "bf16" and not key["capped"],
+                    uses={90: ("wgmma",), 100: ("tcgen05",)}
+                    if data == "bf16" and config[tiled] >= 64
+                    else {},
+                )
+            )
+        return kernel_specs
+
+    return specs
+
+
+_FIELDS = ("width", "itemsize", "large", "capped")
+_KEYS = [
+    (width, 2, large, capped)
+    for width in (128, 64, 256)
+    for large in (True, False)
+    for capped in (False, True)
+]
+_KEYS += [(128, 4, True, False), (128, 4, False, False)]
+FORWARD = Tunable(
+    "attention",
+    "forward",
+    _FIELDS,
+    "forward",
+    _forward_heuristic,
+    _space(_forward_heuristic, "BLOCK_M", "BLOCK_N"),
+    _KEYS,
+    _specs_of(_forward, "forward", ("q", "k", "v", "out"), ("q", "k", "v", "o"), True, "BLOCK_M"),
+)
+BACKWARD_Q = Tunable(
+    "attention",
+    "backward_q",
+    _FIELDS,
+    "backward",
+    _backward_q_heuristic,
+    _space(_backward_q_heuristic, "BLOCK_M", "BLOCK_N"),
+    _KEYS,
+    _specs_of(
+        _backward_q,
+        "backward_q",
+        ("g", "q", "k", "v", "out", "dq"),
+        ("g", "q", "k", "v", "o", "dq"),
+        False,
+        "BLOCK_M",
+    ),
+)
+BACKWARD_KV = Tunable(
+    "attention",
+    "backward_kv",
+    _FIELDS,
+    "backward",
+    _backward_kv_heuristic,
+    _space(_backward_kv_heuristic, "BLOCK_N", "BLOCK_M"),
+    _KEYS,
+    _specs_of(
+        _backward_kv,
+        "backward_kv",
+        ("g", "q", "k", "v", "dk", "dv"),
+        ("g", "q", "k", "v", "dk", "dv"),
+        False,
+        "BLOCK_N",
+    ),
+)
+TUNABLES = (FORWARD, BACKWARD_Q, BACKWARD_KV)

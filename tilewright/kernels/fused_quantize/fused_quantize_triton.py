@@ -1,0 +1,1191 @@
+"""Quantization in Triton fused with another op in one pass over memory: the transpose, the largest
+magnitude of a Hadamard transform, silu(gate) * up, RMSNorm, add + RMSNorm. The definitions are
+tilewright/ops/{nvfp4,block_fp8,mxfp8,fused_quantize}.py. A kernel detects MXFP8 by its scales,
+which are bytes.
+
+Values are rounded to the inputs' dtype before quantization, where the unfused op would round them:
+the bytes are those of the two ops in sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.kernels import launchers
+from tilewright.kernels.activation import activation_triton
+from tilewright.kernels.device import conversions
+from tilewright.kernels.launch import launch
+from tilewright.kernels.launchers import cdiv, next_power_of_2, unit
+from tilewright.kernels.math_triton import (
+    largest_magnitude,
+    reciprocal,
+    rounded_to,
+    widened,
+)
+from tilewright.kernels.norm import rmsnorm_triton
+from tilewright.kernels.quant.hadamard_triton import TILE, butterflies, sign_mask, signed
+from tilewright.kernels.quant.quantize_triton import (
+    E2M1,
+    E4M3,
+    block_fp8_quantize,
+    fp8_tile,
+    nvfp4_tile,
+    random_bits,
+    random_kind,
+)
+from tilewright.kernels.spec import KernelSpec
+
+BLOCK, MX_BLOCK = 128, 32  # columns that share a scale in FP8 and in MXFP8
+
+
+# ---- NVFP4
+
+
+@triton.jit(do_not_specialize=["signs"])
+def _largest_transformed(x_ptr, most_ptr, n, signs, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The largest magnitude of a program's elements after the transform; NaN if there is one."""
+    i = tl.arange(0, TILE)
+    at = tl.program_id(0).to(tl.int64) * TILE + i
+    v = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    v = butterflies(signed(v, i, signs, SIZE), SIZE)
+    tl.store(most_ptr + tl.program_id(0), largest_magnitude(v, 0))
+
+
+def nvfp4_largest(x: torch.Tensor, hadamard: int, signs: int | None) -> torch.Tensor:
+    """The largest magnitude, float32 [], of the transform of x, whose last dimension is divisible
+    by `hadamard`.
+    """
+    if not x.numel():
+        return x.new_zeros((), dtype=torch.float32)
+    programs = cdiv(x.numel(), TILE)
+    most = x.new_empty(programs, dtype=torch.float32)
+    launch(
+        _largest_transformed,
+        (programs,),
+        x,
+        most,
+        x.numel(),
+        sign_mask(signs),
+        SIZE=hadamard,
+        TILE=TILE,
+        num_warps=4,
+    )
+    return most.amax()
+
+
+@triton.jit
+def _nvfp4_put(
+    x,
+    at,
+    data_ptr,
+    scale_ptr,
+    total,
+    first,
+    rows,
+    row0,
+    column0,
+    width,
+    columns,
+    key,
+    TALL: tl.constexpr,
+    RANDOM: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Quantizes the tile x at (row0, column0) of a matrix whose first row is row
+    `first` overall.
+    """
+    if RANDOM:
+        random = random_bits(at, key, RANDOM)
+    else:
+        random = 0
+    code, scale = nvfp4_tile(x.to(tl.float32), total, random, TALL, RANDOM, HARDWARE)
+    r = row0 + tl.arange(0, x.shape[0])
+    byte = column0 // 2 + tl.arange(0, x.shape[1] // 2)
+    g = column0 // 16 + tl.arange(0, x.shape[1] // 16)
+    groups = (columns + 15) // 16
+    row = first + r
+    tl.store(
+        data_ptr + row[:, None] * width + byte[None, :],
+        code,
+        mask=(r < rows)[:, None] & (byte < width)[None, :],
+    )
+    tl.store(
+        scale_ptr + row[:, None] * groups + g[None, :],
+        scale,
+        mask=(r < rows)[:, None] & (g < groups)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["R", "bands", "key"])
+def _nvfp4_both(
+    x_ptr,
+    total_ptr,
+    data_ptr,
+    scale_ptr,
+    turned_ptr,
+    turned_scale_ptr,
+    R,
+    C,
+    width,
+    turned_width,
+    bands,
+    tiles,
+    key,
+    TALL: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    RANDOM: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Quantizes a tile of HIGH x WIDE of x, and its transpose."""
+    band = (tl.program_id(0) // tiles).to(tl.int64)
+    b = band // bands
+    row0 = (band % bands) * HIGH
+    column0 = (tl.program_id(0) % tiles) * WIDE
+    r = row0 + tl.arange(0, HIGH)
+    c = column0 + tl.arange(0, WIDE)
+    at = (b * R + r)[:, None] * C + c[None, :]
+    x = tl.load(x_ptr + at, mask=(r < R)[:, None] & (c < C)[None, :], other=0.0)
+    total = tl.load(total_ptr)
+    _nvfp4_put(
+        x,
+        at,
+        data_ptr,
+        scale_ptr,
+        total,
+        b * R,
+        R,
+        row0,
+        column0,
+        width,
+        C,
+        key,
+        TALL,
+        RANDOM,
+        HARDWARE,
+    )
+    at = (b * C + c)[:, None] * R + r[None, :]
+    _nvfp4_put(
+        tl.trans(x),
+        at,
+        turned_ptr,
+        turned_scale_ptr,
+        total,
+        b * C,
+        C,
+        column0,
+        row0,
+        turned_width,
+        R,
+        key,
+        TALL,
+        RANDOM,
+        HARDWARE,
+    )
+
+
+# A tile that is also transposed: reads are rows of 128 bytes of bf16, and writes rows of 32, a
+# sector. With twice the size ptxas spills 40 bytes for sm_90 with stochastic rounding.
+HIGH, WIDE = 64, 64
+
+
+def _nvfp4_tile(itemsize: int, random: bool) -> tuple[int, int]:
+    """Columns of a tile, and warps. Rows of 128 bytes are read: with 64 float32 columns ptxas 12.9
+    spills 4 bytes for sm_100. 16 elements per thread, and 8 where each has random bits: with 16,
+    ptxas spills 4 bytes for sm_120.
+    """
+    return 2 * WIDE // itemsize, (16 if random else 8) * 2 // itemsize
+
+
+def nvfp4_quantize_both(
+    x: torch.Tensor, global_scale: torch.Tensor, square: bool, seed: int | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`nvfp4_quantize` of x and of its transpose, in one pass."""
+    B, R, C = x.shape
+    data = x.new_empty((B, R, (C + 1) // 2), dtype=torch.uint8)
+    scale = x.new_empty((B, R, cdiv(C, 16)), dtype=torch.uint8)
+    data_t = x.new_empty((B, C, (R + 1) // 2), dtype=torch.uint8)
+    scale_t = x.new_empty((B, C, cdiv(R, 16)), dtype=torch.uint8)
+    if x.numel():
+        most, warps = _nvfp4_tile(x.element_size(), seed is not None)
+        high = min(HIGH, max(16, next_power_of_2(R)))
+        wide = min(most, max(16, next_power_of_2(C)))
+        bands, tiles = cdiv(R, high), cdiv(C, wide)
+        launch(
+            _nvfp4_both,
+            (B * bands * tiles,),
+            x,
+            global_scale,
+            data,
+            scale,
+            data_t,
+            scale_t,
+            R,
+            C,
+            data.shape[2],
+            data_t.shape[2],
+            bands,
+            tiles,
+            seed or 0,
+            TALL=16 if square else 1,
+            HIGH=high,
+            WIDE=wide,
+            RANDOM=random_kind(seed, R, C),
+            HARDWARE=conversions(x.device),
+            num_warps=warps,
+        )
+    return data, scale, data_t, scale_t
+
+
+# ---- block-scaled FP8
+
+
+@triton.jit
+def _block_fp8_put(
+    x,
+    at,
+    inside,
+    data_ptr,
+    inverse_ptr,
+    first,
+    rows,
+    row0,
+    column0,
+    columns,
+    key,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANDOM: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Quantizes the tile x at (row0, column0) of a matrix whose first row of blocks is number
+    `first` overall.
+    """
+    if RANDOM:
+        random = random_bits(at, key, RANDOM)
+    else:
+        random = 0
+    MX: tl.constexpr = inverse_ptr.dtype.element_ty == tl.uint8
+    code, inverse = fp8_tile(x.to(tl.float32), random, ROWS, COLUMNS, RANDOM, HARDWARE, MX)
+    tl.store(data_ptr + at, code, mask=inside)
+    r = row0 // ROWS + tl.arange(0, x.shape[0] // ROWS)
+    g = column0 // COLUMNS + tl.arange(0, x.shape[1] // COLUMNS)
+    across = (columns + COLUMNS - 1) // COLUMNS
+    tl.store(
+        inverse_ptr + (first + r)[:, None] * across + g[None, :],
+        inverse,
+        mask=(r < (rows + ROWS - 1) // ROWS)[:, None] & (g < across)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["R", "bands"])
+def _block_fp8_both(
+    x_ptr,
+    data_ptr,
+    inverse_ptr,
+    turned_ptr,
+    turned_inverse_ptr,
+    R,
+    C,
+    bands,
+    tiles,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SIDE: tl.constexpr,
+    STRIP: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Quantizes a tile of SIDE x SIDE of x, and its transpose, each in strips. The second time x is
+    read from a cache: a tile held in registers for both leaves too few of them (ptxas spills 24
+    bytes for sm_100).
+    """
+    band = (tl.program_id(0) // tiles).to(tl.int64)
+    b = band // bands
+    row0 = (band % bands) * SIDE
+    column0 = (tl.program_id(0) % tiles) * SIDE
+    strip = tl.arange(0, STRIP)
+    side = tl.arange(0, SIDE)
+    for start in range(0, SIDE, STRIP):
+        r = row0 + start + strip
+        c = column0 + side
+        inside = (r < R)[:, None] & (c < C)[None, :]
+        at = (b * R + r)[:, None] * C + c[None, :]
+        x = tl.load(x_ptr + at, mask=inside, other=0.0)
+        _block_fp8_put(
+            x,
+            at,
+            inside,
+            data_ptr,
+            inverse_ptr,
+            b * ((R + ROWS - 1) // ROWS),
+            R,
+            row0 + start,
+            column0,
+            C,
+            0,
+            ROWS,
+            COLUMNS,
+            False,
+            HARDWARE,
+        )
+    for start in range(0, SIDE, STRIP):
+        r = row0 + side
+        c = column0 + start + strip
+        x = tl.load(
+            x_ptr + (b * R + r)[:, None] * C + c[None, :],
+            mask=(r < R)[:, None] & (c < C)[None, :],
+            other=0.0,
+        )
+        at = (b * C + c)[:, None] * R + r[None, :]
+        inside = (c < C)[:, None] & (r < R)[None, :]
+        _block_fp8_put(
+            tl.trans(x),
+            at,
+            inside,
+            turned_ptr,
+            turned_inverse_ptr,
+            b * ((C + ROWS - 1) // ROWS),
+            C,
+            column0 + start,
+            row0,
+            R,
+            0,
+            ROWS,
+            COLUMNS,
+            False,
+            HARDWARE,
+        )
+
+
+def _strips(rows: int, columns: int) -> dict:
+    """Strip sizes: 64 bytes of bf16 where x is transposed, or a block's rows. 16 elements per
+    thread, and 32 in the largest.
+    """
+    side, strip = max(rows, columns, 32), max(rows, 32)
+    return {
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "SIDE": side,
+        "STRIP": strip,
+        "num_warps": max(1, min(16, side * strip // 512)),
+    }
+
+
+def block_fp8_quantize_both(
+    x: torch.Tensor, rows: int, columns: int, seed: int | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`block_fp8_quantize` of x and of its transpose. One pass if blocks fill a square tile:
+    power-of-two sides up to 128. Not with stochastic rounding, whose random words for whole tiles
+    do not fit in registers (ptxas spills 900 bytes and more for sm_90).
+    """
+    B, R, C = x.shape
+    side = max(rows, columns, 32)
+    if (
+        side > 128
+        or rows & (rows - 1)
+        or columns & (columns - 1)
+        or seed is not None
+        or not x.numel()
+    ):
+        return *block_fp8_quantize(x, rows, columns, seed), *block_fp8_quantize(
+            x.mT.contiguous(), rows, columns, seed
+        )
+    data, data_t = (
+        x.new_empty(x.shape, dtype=torch.uint8),
+        x.new_empty((B, C, R), dtype=torch.uint8),
+    )
+    inverse = x.new_empty((B, cdiv(R, rows), cdiv(C, columns)), dtype=torch.float32)
+    inverse_t = x.new_empty((B, cdiv(C, rows), cdiv(R, columns)), dtype=torch.float32)
+    bands, tiles = cdiv(R, side), cdiv(C, side)
+    launch(
+        _block_fp8_both,
+        (B * bands * tiles,),
+        x,
+        data,
+        inverse,
+        data_t,
+        inverse_t,
+        R,
+        C,
+        bands,
+        tiles,
+        HARDWARE=conversions(x.device),
+        **_strips(rows, columns),
+    )
+    return data, inverse, data_t, inverse_t
+
+
+# ---- MXFP8 of a matrix, or of silu(gate) * up, and of its transpose
+
+
+@triton.jit(do_not_specialize=["rows", "bands", "key"])
+def _mxfp8_both(
+    x_ptr,
+    up_ptr,
+    data_ptr,
+    scale_ptr,
+    turned_ptr,
+    turned_scale_ptr,
+    rows,
+    columns,
+    bands,
+    tiles,
+    stride,
+    up_stride,
+    key,
+    ROW_UNIT: tl.constexpr,
+    UNIT: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    RANDOM: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Quantizes a tile of HIGH x WIDE of x, or of silu(x) * up if up is given, and its transpose.
+    columns and strides are in units of UNIT elements, rows (of a matrix) of ROW_UNIT: this makes
+    the alignment of stores explicit.
+    """
+    R = rows * ROW_UNIT
+    C = columns * UNIT
+    band = (tl.program_id(0) // tiles).to(tl.int64)
+    b = band // bands
+    row0 = (band % bands) * HIGH
+    column0 = (tl.program_id(0) % tiles) * WIDE
+    r = row0 + tl.arange(0, HIGH)
+    c = column0 + tl.arange(0, WIDE)
+    inside = (r < R)[:, None] & (c < C)[None, :]
+    row = b * R + r
+    x = tl.load(x_ptr + (row * stride * UNIT)[:, None] + c[None, :], mask=inside, other=0.0)
+    y = widened(x)
+    if up_ptr is not None:
+        up = tl.load(
+            up_ptr + (row * up_stride * UNIT)[:, None] + c[None, :], mask=inside, other=0.0
+        )
+        y = rounded_to(activation_triton.activation(y, 0) * widened(up), x.dtype)
+    at = row[:, None] * C + c[None, :]
+    _block_fp8_put(
+        y, at, inside, data_ptr, scale_ptr, b * R, R, row0, column0, C, key, 1, 32, RANDOM, HARDWARE
+    )
+    at = (b * C + c)[:, None] * R + r[None, :]
+    inside = (c < C)[:, None] & (r < R)[None, :]
+    _block_fp8_put(
+        tl.trans(y),
+        at,
+        inside,
+        turned_ptr,
+        turned_scale_ptr,
+        b * C,
+        C,
+        column0,
+        row0,
+        R,
+        key,
+        1,
+        32,
+        RANDOM,
+        HARDWARE,
+    )
+
+
+def _mxfp8_warps(random: bool) -> int:
+    """16 elements per thread, and 8 where each has random bits."""
+    return 16 if random else 8
+
+
+def _both(x, up, B, R, C, seed):
+    """x and up [B * R, C] with contiguous columns."""
+    data, data_t = (
+        x.new_empty((B, R, C), dtype=torch.uint8),
+        x.new_empty((B, C, R), dtype=torch.uint8),
+    )
+    scale = x.new_empty((B, R, cdiv(C, MX_BLOCK)), dtype=torch.uint8)
+    scale_t = x.new_empty((B, C, cdiv(R, MX_BLOCK)), dtype=torch.uint8)
+    if x.numel():
+        bands, tiles = cdiv(R, HIGH), cdiv(C, WIDE)
+        by = unit(x.element_size(), C, x.stride(0), 0 if up is None else up.stride(0))
+        row_unit = 16 if R % 16 == 0 else 1
+        launch(
+            _mxfp8_both,
+            (B * bands * tiles,),
+            x,
+            up,
+            data,
+            scale,
+            data_t,
+            scale_t,
+            R // row_unit,
+            C // by,
+            bands,
+            tiles,
+            x.stride(0) // by,
+            0 if up is None else up.stride(0) // by,
+            seed or 0,
+            ROW_UNIT=row_unit,
+            UNIT=by,
+            HIGH=HIGH,
+            WIDE=WIDE,
+            RANDOM=random_kind(seed, R, C),
+            HARDWARE=conversions(x.device),
+            num_warps=_mxfp8_warps(seed is not None),
+        )
+    return data, scale, data_t, scale_t
+
+
+def mxfp8_quantize_both(
+    x: torch.Tensor, seed: int | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`mxfp8_quantize` of x and of its transpose, in one pass."""
+    B, R, C = x.shape
+    return _both(x.view(B * R, C), None, B, R, C, seed)
+
+
+def silu_mul_mxfp8_both(
+    gate: torch.Tensor, up: torch.Tensor, rows: int, seed: int | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same for silu(gate) * up.   gate, up: [matrices * rows, I] with contiguous columns."""
+    return _both(gate, up, gate.shape[0] // max(rows, 1), rows, gate.shape[1], seed)
+
+
+# ---- silu(gate) * up, then FP8
+
+
+@triton.jit(do_not_specialize=["key"])
+def _silu_mul_quantize(
+    gate_ptr,
+    up_ptr,
+    data_ptr,
+    inverse_ptr,
+    columns,
+    tiles,
+    gate_stride,
+    up_stride,
+    key,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    RANDOM: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """GROUPS blocks of one row. Strides and columns are in units of UNIT elements: see
+    activation_triton.
+    """
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    n = columns * UNIT
+    c = tile * (GROUPS * BLOCK) + tl.arange(0, GROUPS * BLOCK)
+    mask = c < n
+    gate = tl.load(gate_ptr + row * gate_stride * UNIT + c, mask=mask, other=0.0)
+    up = tl.load(up_ptr + row * up_stride * UNIT + c, mask=mask, other=0.0)
+    y = rounded_to(activation_triton.activation(widened(gate), 0) * widened(up), gate.dtype)
+    at = row * n + c
+    if RANDOM:
+        random = random_bits(at, key, RANDOM)
+    else:
+        random = 0
+    MX: tl.constexpr = inverse_ptr.dtype.element_ty == tl.uint8
+    code, inverse = fp8_tile(
+        tl.reshape(y, (1, GROUPS * BLOCK)), random, 1, BLOCK, RANDOM, HARDWARE, MX
+    )
+    tl.store(data_ptr + at, tl.reshape(code, (GROUPS * BLOCK,)), mask=mask)
+    g = tile * GROUPS + tl.arange(0, GROUPS)
+    across = (n + BLOCK - 1) // BLOCK
+    tl.store(inverse_ptr + row * across + g, tl.reshape(inverse, (GROUPS,)), mask=g < across)
+
+
+# Elements per program: with 2 warps, two 128-bit loads of each bf16 operand per thread.
+SILU_TILE = 1024
+
+
+def _scales(x, rows, columns, mx):
+    """Uninitialized inverse scales of rows, and the columns of a block."""
+    block = MX_BLOCK if mx else BLOCK
+    return x.new_empty(
+        (rows, cdiv(columns, block)), dtype=torch.uint8 if mx else torch.float32
+    ), block
+
+
+def silu_mul_quantize(
+    gate: torch.Tensor, up: torch.Tensor, seed: int | None, mx: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate, up [rows, I] with contiguous columns -> bytes of codes [rows, I], inverse scales [rows,
+    ceil(I / 128)]; mx: bytes of scales [rows, ceil(I / 32)].
+    """
+    rows, columns = gate.shape
+    data = gate.new_empty((rows, columns), dtype=torch.uint8)
+    inverse, block = _scales(gate, rows, columns, mx)
+    if gate.numel():
+        across = inverse.shape[1]
+        groups = min(SILU_TILE // block, next_power_of_2(across))
+        tiles = cdiv(across, groups)
+        by = unit(gate.element_size(), columns, gate.stride(0), up.stride(0))
+        launch(
+            _silu_mul_quantize,
+            (rows * tiles,),
+            gate,
+            up,
+            data,
+            inverse,
+            columns // by,
+            tiles,
+            gate.stride(0) // by,
+            up.stride(0) // by,
+            seed or 0,
+            UNIT=by,
+            BLOCK=block,
+            GROUPS=groups,
+            RANDOM=random_kind(seed, columns),
+            HARDWARE=conversions(gate.device),
+            num_warps=max(1, groups * block // 512),
+        )
+    return data, inverse
+
+
+# ---- RMSNorm, or add + RMSNorm, then FP8
+
+
+@triton.jit
+def _quantize_rows(
+    y,
+    at,
+    mask,
+    data_ptr,
+    inverse_ptr,
+    row,
+    in_t,
+    column0,
+    D,
+    key,
+    BLOCK: tl.constexpr,
+    RANDOM: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """y [rows, columns] float32, from column column0 on; `at`: offsets in all of x."""
+    if RANDOM:  # D is constexpr, so the compiler itself computes the words of four elements once
+        random = random_bits(at, key, RANDOM)
+    else:
+        random = 0
+    MX: tl.constexpr = inverse_ptr.dtype.element_ty == tl.uint8
+    code, inverse = fp8_tile(y, random, 1, BLOCK, RANDOM, HARDWARE, MX)
+    tl.store(data_ptr + at, code, mask=mask)
+    g = column0 // BLOCK + tl.arange(0, y.shape[1] // BLOCK)
+    across = (D + BLOCK - 1) // BLOCK
+    tl.store(
+        inverse_ptr + row[:, None] * across + g[None, :],
+        inverse,
+        mask=in_t[:, None] & (g < across)[None, :],
+    )
+
+
+@triton.jit
+def _columns(ptr, c, D, ROWS: tl.constexpr):
+    """ptr[c] [1, columns] as float32, 0 from D on. A tile of one row is loaded in its
+    own layout.
+    """
+    if ROWS == 1:
+        v = widened(tl.load(ptr + c[None, :], mask=(c < D)[None, :], other=0.0))
+    else:
+        v = tl.load(ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    return v
+
+
+@triton.jit
+def _normalized(
+    x,
+    rstd,
+    w_ptr,
+    b_ptr,
+    y_ptr,
+    at,
+    mask,
+    h,
+    c,
+    D,
+    DTYPE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROUND_XHAT: tl.constexpr,
+    KEEP: tl.constexpr,
+):
+    w = _columns(w_ptr + h * D, c, D, x.shape[0])
+    if OFFSET != 0.0:
+        w += OFFSET
+    y = x * rstd[:, None]
+    if ROUND_XHAT:
+        y = rounded_to(y, DTYPE)
+    y = y * w
+    if BIAS:
+        y += _columns(b_ptr, c, D, x.shape[0])
+    y = rounded_to(y, DTYPE)
+    if KEEP:
+        tl.store(y_ptr + at, y.to(DTYPE), mask=mask)
+    return y  # past the end of a row it is 0, as x and b are there
+
+
+@triton.jit
+def _summed(x_ptr, residual_ptr, sum_ptr, at, mask, STORE: tl.constexpr):
+    """The input of the norm, float32: x, or its sum with the residual, rounded to the residual's
+    dtype.
+    """
+    x = widened(tl.load(x_ptr + at, mask=mask, other=0.0))
+    if residual_ptr is not None:
+        total = (x + widened(tl.load(residual_ptr + at, mask=mask, other=0.0))).to(
+            sum_ptr.dtype.element_ty
+        )
+        if STORE:
+            tl.store(sum_ptr + at, total, mask=mask)
+        x = widened(total)
+    return x
+
+
+@triton.jit(do_not_specialize=["T", "key"])
+def _rmsnorm_quantize(
+    x_ptr,
+    residual_ptr,
+    w_ptr,
+    b_ptr,
+    y_ptr,
+    sum_ptr,
+    data_ptr,
+    inverse_ptr,
+    T,
+    eps,
+    key,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WALK: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROUND_XHAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANDOM: tl.constexpr,
+    KEEP: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """rmsnorm_triton._forward, with the same sums and order of operations, and the quantization of
+    its rows.
+    """
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    h = tl.program_id(1)
+    row = t * H + h
+    cols = tl.arange(0, BLOCK_D)
+    in_t = t < T
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    if not WALK:
+        mask = in_t[:, None] & (cols < D)[None, :]
+        at = row[:, None] * D + cols[None, :]
+        x = _summed(x_ptr, residual_ptr, sum_ptr, at, mask, True)
+        rstd = reciprocal(tl.sqrt(tl.sum(x * x, axis=1) / D + eps))
+        y = _normalized(
+            x,
+            rstd,
+            w_ptr,
+            b_ptr,
+            y_ptr,
+            at,
+            mask,
+            h,
+            cols,
+            D,
+            DTYPE,
+            OFFSET,
+            BIAS,
+            ROUND_XHAT,
+            KEEP,
+        )
+        _quantize_rows(
+            y, at, mask, data_ptr, inverse_ptr, row, in_t, 0, D, key, BLOCK, RANDOM, HARDWARE
+        )
+    else:
+        ss = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+        for start in range(0, D, BLOCK_D):
+            c = start + cols
+            mask = in_t[:, None] & (c < D)[None, :]
+            x = _summed(x_ptr, residual_ptr, sum_ptr, row[:, None] * D + c[None, :], mask, True)
+            ss += x * x
+        rstd = reciprocal(tl.sqrt(tl.sum(ss, axis=1) / D + eps))
+        for start in range(0, D, BLOCK_D):
+            c = start + cols
+            mask = in_t[:, None] & (c < D)[None, :]
+            at = row[:, None] * D + c[None, :]
+            x = _summed(x_ptr, residual_ptr, sum_ptr, at, mask, False)
+            y = _normalized(
+                x,
+                rstd,
+                w_ptr,
+                b_ptr,
+                y_ptr,
+                at,
+                mask,
+                h,
+                c,
+                D,
+                DTYPE,
+                OFFSET,
+                BIAS,
+                ROUND_XHAT,
+                KEEP,
+            )
+            _quantize_rows(
+                y,
+                at,
+                mask,
+                data_ptr,
+                inverse_ptr,
+                row,
+                in_t,
+                start,
+                D,
+                key,
+                BLOCK,
+                RANDOM,
+                HARDWARE,
+            )
+
+
+def _registers(wider: bool) -> dict:
+    """The register limit of a launch whose residual is wider than x. Without it, ptxas targets 48
+    registers per thread for sm_90 with rows of 4,096, and spills 8 bytes; with this limit, which
+    the largest block needs, it uses 58.
+    """
+    return {"maxnreg": 128} if wider else {}
+
+
+def rmsnorm_quantize(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    round_xhat: bool,
+    seed: int | None,
+    keep: bool,
+    mx: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [.., D] -> bytes of codes [rows, D], inverse scales [rows, ceil(D / 128)] (mx: bytes of
+    scales [rows, ceil(D / 32)]), the quantized input [rows, D] if `keep`, else [0, D], and the sum
+    with the residual [rows, D], or [0, D] without one. Uses rmsnorm's or add_rmsnorm's launch
+    configuration, which determines the order of its sums.
+    """
+    T, H, D = launchers.sizes(x, weight)
+    rows, add = T * H, residual is not None
+    data = x.new_empty((rows, D), dtype=torch.uint8)
+    inverse, block = _scales(x, rows, D, mx)
+    y = x.new_empty((rows if keep else 0, D))
+    total = residual.new_empty((rows, D)) if add else x.new_empty((0, D))
+    if T:
+        c = rmsnorm_triton.FORWARD.config(x.device, D, x.element_size(), add)
+        launch(
+            _rmsnorm_quantize,
+            (cdiv(T, c["BLOCK_T"]), H),
+            x,
+            residual,
+            weight,
+            bias,
+            y,
+            total,
+            data,
+            inverse,
+            T,
+            eps,
+            seed or 0,
+            H=H,
+            D=D,
+            OFFSET=offset,
+            WALK=c["BLOCK_D"] < D,
+            BIAS=bias is not None,
+            ROUND_XHAT=round_xhat,
+            BLOCK=min(block, c["BLOCK_D"]),
+            RANDOM=seed is not None,
+            KEEP=keep,
+            HARDWARE=conversions(x.device),
+            **_registers(total.dtype != x.dtype),
+            **c,
+        )
+    return data, inverse, y, total
+
+
+# ---- for the compile gate
+
+
+def _spec(kernel, label, types, constexprs, num_warps, **need):
+    signature = {n: types[n] for n in kernel.arg_names if n in types}
+    absent = dict.fromkeys({"up_ptr", "residual_ptr"} & set(kernel.arg_names) - set(types))
+    return KernelSpec(kernel, label, signature, {**constexprs, **absent}, num_warps, **need)
+
+
+def nvfp4_gate() -> list[KernelSpec]:
+    specs = []
+    for d in ("bf16", "fp32"):
+        types = {
+            "x_ptr": f"*{d}",
+            "total_ptr": "*fp32",
+            "data_ptr": "*u8",
+            "scale_ptr": "*u8",
+            "R": "i32",
+            "C": "i32",
+            "width": "i32",
+            "bands": "i32",
+            "tiles": "i32",
+            "key": "i64",
+            "turned_ptr": "*u8",
+            "turned_scale_ptr": "*u8",
+            "turned_width": "i32",
+            "most_ptr": "*fp32",
+            "n": "i32",
+            "signs": "i32",
+        }
+        for tall in (1, 16):
+            for random in (False, True):
+                wide, warps = _nvfp4_tile(2 if d == "bf16" else 4, random)
+                label = f"nvfp4 quantize both {d}{' square' if tall == 16 else ''}{' random' if random else ''}"
+                for hardware, (name, archs) in ((1, ("", E4M3)),) if random else E2M1.items():
+                    specs.append(
+                        _spec(
+                            _nvfp4_both,
+                            f"{label}{name}",
+                            types,
+                            {
+                                "TALL": tall,
+                                "HIGH": HIGH,
+                                "WIDE": wide,
+                                "RANDOM": 2 * random,
+                                "HARDWARE": hardware,
+                            },
+                            warps,
+                            store=0,
+                            divisible=("R", "C", "width", "turned_width"),
+                            elements=2 * HIGH * wide,
+                            **archs,
+                        )
+                    )
+        for size in (16, 32):  # a program writes one number
+            specs.append(
+                _spec(
+                    _largest_transformed,
+                    f"nvfp4 largest {d} hadamard {size}",
+                    types,
+                    {"SIZE": size, "TILE": TILE},
+                    4,
+                    store=0,
+                    divisible=("n",),
+                )
+            )
+    return specs
+
+
+def block_fp8_gate() -> list[KernelSpec]:
+    specs = []
+    for d in ("bf16", "fp32"):
+        for rows in (1, 128):
+            constexprs = {"HARDWARE": 1, **_strips(rows, 128)}
+            num_warps = constexprs.pop("num_warps")
+            specs.append(
+                _spec(
+                    _block_fp8_both,
+                    f"block_fp8 quantize both {d} {rows}x128",
+                    {
+                        "x_ptr": f"*{d}",
+                        "data_ptr": "*u8",
+                        "inverse_ptr": "*fp32",
+                        "turned_ptr": "*u8",
+                        "turned_inverse_ptr": "*fp32",
+                        "R": "i32",
+                        "C": "i32",
+                        "bands": "i32",
+                        "tiles": "i32",
+                    },
+                    constexprs,
+                    num_warps,
+                    divisible=("R", "C"),
+                    elements=2 * constexprs["SIDE"] * constexprs["STRIP"],
+                    **E4M3,
+                )
+            )
+    return specs
+
+
+def mxfp8_gate(silu: bool = False) -> list[KernelSpec]:
+    """Matrices whose sides are multiples of 16; and silu(gate) * up with an odd number of rows,
+    whose transpose is stored byte by byte.
+    """
+    specs = []
+    for d, row_unit, random in (
+        ("bf16", 16, False),
+        ("bf16", 16, True),
+        ("fp32", 16, False),
+        ("bf16", 1, False),
+    ):
+        if row_unit == 1 and not silu:
+            continue
+        types = {
+            "x_ptr": f"*{d}",
+            "data_ptr": "*u8",
+            "scale_ptr": "*u8",
+            "turned_ptr": "*u8",
+            "turned_scale_ptr": "*u8",
+            "rows": "i32",
+            "columns": "i32",
+            "bands": "i32",
+            "tiles": "i32",
+            "stride": "i32",
+            "up_stride": "i32",
+            "key": "i64",
+            **({"up_ptr": f"*{d}"} if silu else {}),
+        }
+        label = f"{'silu_mul mxfp8' if silu else 'mxfp8 quantize'} both {d}{' random' if random else ''}"
+        specs.append(
+            _spec(
+                _mxfp8_both,
+                f"{label}{' odd' if row_unit == 1 else ''}",
+                types,
+                {
+                    "ROW_UNIT": row_unit,
+                    "UNIT": 8 if d == "bf16" else 4,
+                    "HIGH": HIGH,
+                    "WIDE": WIDE,
+                    "RANDOM": 2 * random,
+                    "HARDWARE": 1,
+                },
+                _mxfp8_warps(random),
+                store=0,
+                elements=2 * HIGH * WIDE,
+                **{} if random else E4M3,
+            )
+        )
+    return specs
+
+
+def silu_mul_gate() -> list[KernelSpec]:
+    """Rows aligned to 16 bytes, and an odd width, whose rows are read element by element. The codes
+    of a thread's 8 elements are 8 bytes.
+    """
+    specs = []
+    for d, by, random, mx in (
+        ("bf16", 8, False, False),
+        ("bf16", 8, True, False),
+        ("bf16", 1, False, False),
+        ("fp32", 4, False, False),
+        ("bf16", 8, False, True),
+        ("fp32", 4, True, True),
+    ):
+        block = MX_BLOCK if mx else BLOCK
+        types = {
+            "gate_ptr": f"*{d}",
+            "up_ptr": f"*{d}",
+            "data_ptr": "*u8",
+            "inverse_ptr": "*u8" if mx else "*fp32",
+            "columns": "i32",
+            "tiles": "i32",
+            "gate_stride": "i32",
+            "up_stride": "i32",
+            "key": "i64",
+        }
+        label = f"silu_mul quantize {'mxfp8 ' if mx else ''}{d}{' random' if random else ''}"
+        specs.append(
+            _spec(
+                _silu_mul_quantize,
+                f"{label}{' odd' if by == 1 else ''}",
+                types,
+                {
+                    "UNIT": by,
+                    "BLOCK": block,
+                    "GROUPS": SILU_TILE // block,
+                    "RANDOM": 2 * random,
+                    "HARDWARE": 1,
+                },
+                SILU_TILE // 512,
+                load=0 if by == 1 else 128,
+                store=0,
+                elements=SILU_TILE,
+                **{} if random else E4M3,
+            )
+        )
+    return [*specs, *mxfp8_gate(silu=True)]
+
+
+_WIDTHS = (
+    128,
+    4096,
+    8192,
+    16384,
+    65536,
+)  # several rows per program, one, and a part of one
+# x and weight, whether there is a bias, whether the normalized row is rounded, stochastic rounding,
+# whether the normalized row is returned.
+_NORMS = (
+    ("bf16", "bf16", False, True, False, False),
+    ("bf16", "fp32", True, True, False, True),
+    ("bf16", "bf16", False, True, True, False),
+    ("fp32", "fp32", True, False, False, True),
+)
+
+
+def rmsnorm_gate() -> list[KernelSpec]:
+    return [
+        *(_rmsnorm_spec(*norm, D) for norm in _NORMS for D in _WIDTHS),
+        *(_rmsnorm_spec(*_NORMS[0], D, mx=True) for D in (128, 4096)),
+    ]
+
+
+def add_rmsnorm_gate() -> list[KernelSpec]:
+    """The residual in x's dtype, and in float32 where the normalized row is then not rounded;
+    MXFP8.
+    """
+    return [
+        *(_rmsnorm_spec(*_NORMS[0], D, add="bf16") for D in _WIDTHS),
+        *(
+            _rmsnorm_spec("bf16", "bf16", False, False, False, True, D, add="fp32")
+            for D in (4096, 16384)
+        ),
+        *(_rmsnorm_spec(*_NORMS[0], D, add="bf16", mx=True) for D in (128, 4096)),
+    ]
+
+
+def _rmsnorm_spec(d, weight, bias, cast, random, keep, D, *, add="", mx=False) -> KernelSpec:
+    """add: the residual's dtype, or none."""
+    types = {
+        "x_ptr": f"*{d}",
+        "w_ptr": f"*{weight}",
+        "b_ptr": f"*{weight}",
+        "y_ptr": f"*{d}",
+        "data_ptr": "*u8",
+        "inverse_ptr": "*u8" if mx else "*fp32",
+        "T": "i32",
+        "eps": "fp32",
+        "key": "i64",
+        "sum_ptr": f"*{add or d}",
+        **({"residual_ptr": f"*{add}"} if add else {}),
+    }
+    c = dict(rmsnorm_triton.FORWARD.heuristic(D=D, itemsize=2 if d == "bf16" else 4, add=bool(add)))
+    num_warps = c.pop("num_warps")
+    label = (
+        f"{'add_' if add else ''}rmsnorm quantize {'mxfp8 ' if mx else ''}{d} weight={weight}"
+        f"{f' residual={add}' if add else ''}{' bias' if bias else ''}{' random' if random else ''} D={D}"
+    )
+    return _spec(
+        _rmsnorm_quantize,
+        label,
+        types,
+        {
+            "H": 8 if D == 128 else 1,
+            "D": D,
+            "OFFSET": 1.0 if bias else 0.0,
+            "WALK": c["BLOCK_D"] < D,
+            "BIAS": bias,
+            "ROUND_XHAT": cast,
+            "BLOCK": MX_BLOCK if mx else BLOCK,
+            "RANDOM": random,
+            "KEEP": keep,
+            "HARDWARE": 1,
+            **c,
+        },
+        num_warps,
+        store=128 if keep or add else 0,
+        options=_registers(add not in ("", d)),
+        elements=c["BLOCK_T"] * c["BLOCK_D"],
+        **{} if random else E4M3,
+    )

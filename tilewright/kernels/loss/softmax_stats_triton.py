@@ -1,0 +1,1041 @@
+"""Statistics of rows of logits, and their gradient, in Triton. The definition, and the formulas,
+are in tilewright/ops/loss/softmax_stats.py.
+
+T = rows, V = columns; rows are contiguous, with any row stride >= V. Forward: a program reads one
+row once, in column blocks, with a running maximum (a scalar) and running sums (one per lane of the
+block, reduced at the end). Backward: one program per output block; one read, one write, in place if
+requested. Exponentials are base 2. Rows whose gradients are all 0 are written without being read.
+Between them `_losses`, one program, computes losses, their sum and their derivatives from the
+statistics, so that no small kernels are needed.
+
+A row that does not start at a multiple of 16 bytes (V odd, say) is processed from the multiple of
+16 bytes below its start, so that all loads but those of its first and last block stay 128 bits
+wide. Strides are in units of UNIT elements and V in units of V_UNIT, 16 bytes where they are
+multiples of that: alignment of rows and masks is then explicit in the code, whereas Triton detects
+multiples of 16 elements only (32 bytes, in bf16).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.kernels import launchers
+from tilewright.kernels.device import multiprocessors, older_triton
+from tilewright.kernels.launch import launch
+from tilewright.kernels.math_triton import tanh_and_derivative
+from tilewright.kernels.spec import KernelSpec
+from tilewright.kernels.tuning import Tunable
+
+
+def _forward_heuristic(V: int, itemsize: int, plain: bool) -> dict:
+    """16 elements per thread, as many running sums beside them, 48 registers (bf16, sm_90); the
+    loop prefetches two blocks, 80 KiB in flight per SM.
+    """
+    return {"BLOCK": 4096, "STAGES": 3, "num_warps": 8}
+
+
+def _forward_space(V: int, itemsize: int, plain: bool) -> list[dict]:
+    # With all options ptxas spills for 8,192 columns, and for 4,096 on 8 warps with two stages.
+    blocks = ((2048, 4), (4096, 16), *(((4096, 8), (8192, 16)) if plain else ()))
+    return [
+        {"BLOCK": block, "STAGES": stages, "num_warps": warps}
+        for block, warps in blocks
+        for stages in (2, 3, 4)
+        if block * stages * itemsize <= 64 * 1024
+    ]
+
+
+def _backward_heuristic(V: int, itemsize: int, plain: bool) -> dict:
+    """There are no sums: 32 elements per thread, so 64 bytes of bf16 in flight. (In float32 with
+    16, ptxas spills 32 bytes for sm_120.) There ptxas spills 16 bytes of bf16 with the gradient of
+    the entropy and 32, and 4 bytes of older Tritons' code without: 16 elements, which take a fifth
+    more instructions.
+    """
+    wide = itemsize == 2 and (older_triton() or not plain)
+    return {"BLOCK": 4096, "num_warps": 8 if wide else 4}
+
+
+def _backward_space(V: int, itemsize: int, plain: bool) -> list[dict]:
+    return [
+        {"BLOCK": block, "num_warps": warps}
+        for block, warps in ((1024, 4), (2048, 4), (2048, 8), (8192, 8))
+    ]
+
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# Replaces values further below the peak, including -inf: the exponential is 0 all the same, and 0 *
+# -inf is NaN.
+FLOOR = tl.constexpr(-1024.0)
+
+
+# How z follows from a logit x: x, softcap * tanh(x * inverse), or x * inverse. Peaks are those of
+# z, but of x if SCALED.
+PLAIN, SOFTCAP, SCALED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _below(z, peak, inverse, CAPPED: tl.constexpr):
+    """z - peak, where z is x if SCALED: a product that is rounded before the difference is off by
+    an ulp of the peak, which is more than the exponential's range where the peak is above 2^30. So
+    is a capped z, which may exceed the peak.
+    """
+    below = z - peak
+    if CAPPED == SOFTCAP:
+        below = tl.where(below > 0.0, 0.0, below)  # keeps NaN, as tl.minimum does not
+    elif CAPPED == SCALED:
+        below = below * inverse
+    return below
+
+
+@triton.jit
+def _capped(x, softcap, inverse, CAPPED: tl.constexpr):
+    if CAPPED == SOFTCAP:
+        t, _ = tanh_and_derivative(x * inverse)
+        # Rounded: a product would be contracted with the difference from the peak, which was
+        # rounded, and be off by half an ulp of the peak.
+        x = tl.fma(t, softcap, 0.0)
+    return x
+
+
+@triton.jit
+def _finite(x):
+    """x, or 0 where it is infinite, since inf - inf is NaN."""
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
+
+
+@triton.jit
+def _row_start(row, stride, UNIT: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.constexpr):
+    """The offset at which processing of a row starts, and how many elements before the row's own
+    first one that is.
+    """
+    own = row * stride * UNIT
+    start = own
+    if PEEL:
+        start = own // VECTOR * VECTOR
+    return start, (own - start).to(tl.int32)
+
+
+@triton.jit
+def _forward(
+    logits_ptr,
+    target_ptr,
+    weight_ptr,
+    weight_sum_ptr,
+    peak_ptr,
+    log_sum_ptr,
+    picked_ptr,
+    weighted_ptr,
+    mean_ptr,
+    argmax_ptr,
+    V,
+    stride,
+    softcap,
+    inverse,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    UNIT: tl.constexpr,
+    V_UNIT: tl.constexpr,
+    VECTOR: tl.constexpr,
+    PEEL: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    MEAN: tl.constexpr,
+    ARGMAX: tl.constexpr,
+):
+    V = V * V_UNIT
+    row = tl.program_id(0).to(tl.int64)
+    start, before = _row_start(row, stride, UNIT, VECTOR, PEEL)
+    lanes = tl.arange(0, BLOCK)
+    extent = V + before  # columns to process, those before the row's first included
+    full = extent // BLOCK * BLOCK
+    x_ptr = logits_ptr + start + lanes
+    top = float("-inf")  # largest logit so far; peak is its z
+    peak = float("-inf")
+    best = 0
+    origin = 0.0  # of the weighted sum, while the row's peak is unknown
+    if SMOOTH:
+        first = tl.load(logits_ptr + row * stride * UNIT).to(tl.float32)
+        origin = _finite(_capped(first, softcap, inverse, CAPPED))
+    s = tl.zeros([BLOCK], tl.float32)
+    sz = tl.zeros([BLOCK], tl.float32)
+    sw = tl.zeros([BLOCK], tl.float32)
+
+    # Only the first block (if it starts before the row) and the last are masked: a mask that is not
+    # constant over 16 bytes would split their loads. They are blocks 0 to `edge` and `full` to the
+    # end; one body serves all three ranges.
+    edge = 0
+    if PEEL:
+        edge = BLOCK
+    for at in range(0, edge, BLOCK):
+        c = at + lanes - before
+        mask = (c >= 0) & (c < V)
+        x = tl.load(x_ptr + at, mask=mask, other=float("-inf")).to(tl.float32)
+        top, peak, best, s, sz, sw = _step(
+            x,
+            c,
+            mask,
+            top,
+            peak,
+            best,
+            s,
+            sz,
+            sw,
+            origin,
+            weight_ptr,
+            softcap,
+            inverse,
+            True,
+            CAPPED,
+            SMOOTH,
+            WEIGHTS,
+            MEAN,
+            ARGMAX,
+        )
+    for at in tl.range(edge, full, BLOCK, num_stages=STAGES):
+        c = at + lanes - before
+        x = tl.load(x_ptr + at).to(tl.float32)
+        top, peak, best, s, sz, sw = _step(
+            x,
+            c,
+            c >= 0,
+            top,
+            peak,
+            best,
+            s,
+            sz,
+            sw,
+            origin,
+            weight_ptr,
+            softcap,
+            inverse,
+            False,
+            CAPPED,
+            SMOOTH,
+            WEIGHTS,
+            MEAN,
+            ARGMAX,
+        )
+    for at in range(tl.maximum(full, edge), extent, BLOCK):
+        c = at + lanes - before
+        mask = c < V
+        x = tl.load(x_ptr + at, mask=mask, other=float("-inf")).to(tl.float32)
+        top, peak, best, s, sz, sw = _step(
+            x,
+            c,
+            mask,
+            top,
+            peak,
+            best,
+            s,
+            sz,
+            sw,
+            origin,
+            weight_ptr,
+            softcap,
+            inverse,
+            True,
+            CAPPED,
+            SMOOTH,
+            WEIGHTS,
+            MEAN,
+            ARGMAX,
+        )
+
+    total = tl.sum(s, axis=0)
+    peak = _finite(peak)
+    tl.store(peak_ptr + row, peak)
+    tl.store(log_sum_ptr + row, tl.log2(total) * LN2)
+    y = tl.load(target_ptr + row)
+    inside = (y >= 0) & (y < V)
+    x = tl.load(logits_ptr + row * stride * UNIT + y, mask=inside, other=0.0).to(tl.float32)
+    picked = _below(_capped(x, softcap, inverse, CAPPED), peak, inverse, CAPPED)
+    tl.store(picked_ptr + row, tl.where(inside, picked, 0.0))
+    if SMOOTH:
+        weight_sum = V * 1.0
+        if WEIGHTS:
+            weight_sum = tl.load(weight_sum_ptr)
+        tl.store(weighted_ptr + row, tl.sum(sw, axis=0) + weight_sum * (origin - peak))
+    if MEAN:
+        tl.store(mean_ptr + row, tl.sum(sz, axis=0) / total)
+    if ARGMAX:
+        tl.store(argmax_ptr + row, best)
+
+
+@triton.jit
+def _step(
+    x,
+    c,
+    mask,
+    top,
+    peak,
+    best,
+    s,
+    sz,
+    sw,
+    origin,
+    weight_ptr,
+    softcap,
+    inverse,
+    MASKED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    MEAN: tl.constexpr,
+    ARGMAX: tl.constexpr,
+):
+    """Adds one block x (masked lanes: -inf) to the running maximum and sums."""
+    here = tl.max(x, axis=0)
+    if ARGMAX:
+        first = tl.min(tl.where(x == here, c, 0x7FFFFFFF), axis=0)
+        best = tl.where(here > top, first, best)
+    top = tl.maximum(top, here)
+    z = _capped(x, softcap, inverse, CAPPED)
+    if CAPPED == SOFTCAP and MASKED:
+        z = tl.where(mask, z, float("-inf"))
+    # The largest z up to rounding, which does not matter.
+    higher = _capped(top, softcap, inverse, CAPPED)
+    if CAPPED == SOFTCAP:
+        higher = tl.maximum(peak, higher)  # the cap is monotone up to rounding
+    shift = _finite(higher)
+    lower = peak - shift
+    if CAPPED == SCALED:
+        lower = lower * inverse
+    # Above 0 only after an infinite logit, and then 0 times its exponential could be NaN.
+    lower = tl.minimum(tl.maximum(lower, FLOOR), 0.0)
+    shrink = tl.exp2(lower * LOG2E)
+    below = _below(z, shift, inverse, CAPPED)
+    e = tl.exp2(below * LOG2E)  # folded into one FMA, a large shift would cost its rounding
+    if MEAN:
+        sz = (sz + s * lower) * shrink + e * tl.maximum(below, FLOOR)
+    s = s * shrink + e
+    if SMOOTH:
+        z = z - origin
+        if WEIGHTS:
+            w = tl.load(weight_ptr + c, mask=mask, other=0.0)
+            z = z * w
+        sw += tl.where(mask, z, 0.0) if MASKED else z
+    return top, higher, best, s, sz, sw
+
+
+@triton.jit
+def _scaled(g, scale):
+    """g * scale, 0 where g is 0: an infinite scale leaves ignored rows 0."""
+    return tl.where(g == 0.0, 0.0, g * scale)
+
+
+@triton.jit
+def _backward(
+    logits_ptr,
+    target_ptr,
+    weight_ptr,
+    peak_ptr,
+    log_sum_ptr,
+    mean_ptr,
+    g_log_sum_ptr,
+    g_target_ptr,
+    g_weighted_ptr,
+    g_mean_ptr,
+    scale_ptr,
+    out_ptr,
+    V,
+    stride,
+    out_stride,
+    softcap,
+    inverse,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    V_UNIT: tl.constexpr,
+    VECTOR: tl.constexpr,
+    PEEL: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    MEAN: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """dlogits = (p (g_log_sum + g_mean + g_mean (z - peak - mean)) + g_weighted w + [c = y]
+    g_target) (1 - tanh^2), every g times a scale.
+
+    SCALE: 0 for none, 1 for a scalar, 2 for one per row.
+    """
+    V = V * V_UNIT
+    row = tl.program_id(0).to(tl.int64)
+    start, before = _row_start(row, stride, UNIT, VECTOR, PEEL)
+    out_start, _ = _row_start(row, out_stride, UNIT, VECTOR, PEEL)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    c = at - before
+    peak = tl.load(peak_ptr + row)
+    log_sum = tl.load(log_sum_ptr + row)
+    y = tl.load(target_ptr + row)
+    g_log_sum = tl.load(g_log_sum_ptr + row)
+    g_target = tl.load(g_target_ptr + row)
+    mean = 0.0
+    g_mean = 0.0
+    g_weighted = 0.0
+    if MEAN:
+        mean = tl.load(mean_ptr + row)
+        g_mean = tl.load(g_mean_ptr + row)
+    if SMOOTH:
+        g_weighted = tl.load(g_weighted_ptr + row)
+    if SCALE:
+        scale = tl.load(scale_ptr + (row if SCALE == 2 else 0))
+        g_log_sum = _scaled(g_log_sum, scale)
+        g_target = _scaled(g_target, scale)
+        g_mean = _scaled(g_mean, scale)
+        g_weighted = _scaled(g_weighted, scale)
+    learn = (
+        (g_log_sum != 0.0)
+        | ((g_target != 0.0) & (y >= 0) & (y < V))
+        | (g_mean != 0.0)
+        | (g_weighted != 0.0)
+    )
+
+    first = tl.program_id(1) * BLOCK
+    # Unmasked: loads and stores stay wide.
+    inner = (first >= before) & (first + BLOCK <= V + before)
+    if learn & inner:
+        x = tl.load(logits_ptr + start + at).to(tl.float32)
+        d = _gradient(
+            x,
+            c,
+            c >= 0,
+            y,
+            peak,
+            log_sum,
+            mean,
+            g_log_sum,
+            g_target,
+            g_weighted,
+            g_mean,
+            weight_ptr,
+            softcap,
+            inverse,
+            CAPPED,
+            SMOOTH,
+            WEIGHTS,
+            MEAN,
+        )
+        tl.store(out_ptr + out_start + at, d.to(out_ptr.dtype.element_ty))
+    else:
+        mask = (c >= 0) & (c < V)
+        d = tl.zeros([BLOCK], tl.float32)
+        if learn:
+            x = tl.load(logits_ptr + start + at, mask=mask, other=0.0).to(tl.float32)
+            d = _gradient(
+                x,
+                c,
+                mask,
+                y,
+                peak,
+                log_sum,
+                mean,
+                g_log_sum,
+                g_target,
+                g_weighted,
+                g_mean,
+                weight_ptr,
+                softcap,
+                inverse,
+                CAPPED,
+                SMOOTH,
+                WEIGHTS,
+                MEAN,
+            )
+        tl.store(out_ptr + out_start + at, d.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gradient(
+    x,
+    c,
+    mask,
+    y,
+    peak,
+    log_sum,
+    mean,
+    g_log_sum,
+    g_target,
+    g_weighted,
+    g_mean,
+    weight_ptr,
+    softcap,
+    inverse,
+    CAPPED: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    MEAN: tl.constexpr,
+):
+    slope = x
+    z = x
+    if CAPPED == SOFTCAP:
+        t, slope = tanh_and_derivative(x * inverse)
+        z = tl.fma(t, softcap, 0.0)  # as in `_capped`
+    below = _below(z, peak, inverse, CAPPED)
+    p = tl.exp2(below * LOG2E - log_sum * LOG2E)  # one FMA per element, and log_sum is small
+    if MEAN:
+        d = p * (g_log_sum + g_mean + g_mean * (tl.maximum(below, FLOOR) - mean))
+    else:
+        d = p * g_log_sum
+    if SMOOTH:
+        if WEIGHTS:
+            d += g_weighted * tl.load(weight_ptr + c, mask=mask, other=0.0)
+        else:
+            d += g_weighted
+    d += tl.where(c == y, g_target, 0.0)
+    if CAPPED == SOFTCAP:
+        d *= slope
+    return d
+
+
+# ---- losses
+
+# Rows at a time: 32 warps, since there is one program, which waits for memory; 128 bits per thread.
+LOSS_BLOCK, LOSS_WARPS = tl.constexpr(4096), 32
+
+
+@triton.jit
+def _weight(class_weight_ptr, y, learn, WEIGHTS: tl.constexpr):
+    """The class weights of targets; 0 for ignored ones."""
+    if WEIGHTS:
+        w = tl.load(class_weight_ptr + y, mask=learn, other=0.0)
+    else:
+        w = learn.to(tl.float32)
+    return w
+
+
+@triton.jit(do_not_specialize=["T", "rows", "ignore_index"])
+def _losses(
+    peak_ptr,
+    log_sum_ptr,
+    picked_ptr,
+    weighted_ptr,
+    target_ptr,
+    every_target_ptr,
+    class_weight_ptr,
+    weight_sum_ptr,
+    token_weight_ptr,
+    num_tokens_ptr,
+    before_ptr,
+    losses_ptr,
+    total_ptr,
+    divisor_ptr,
+    g_log_sum_ptr,
+    g_target_ptr,
+    g_weighted_ptr,
+    rows,
+    T,
+    V,
+    ignore_index,
+    num_tokens,
+    label_smoothing,
+    z_loss,
+    SMOOTH: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DIVISOR: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """The loss of each of `rows` rows, their sum on top of that of the preceding rows (unless
+    FIRST), and its derivatives.
+
+    DIVISOR: "" for none, "count" for that of all T targets, "tensor" or "number" for num_tokens,
+        "known" for the result of an earlier launch.
+    DIVIDE: whether the sum and the derivatives are divided.
+    """
+    lanes = tl.arange(0, LOSS_BLOCK)
+    divisor = 1.0
+    if DIVISOR == "count":
+        count = tl.zeros([LOSS_BLOCK], tl.float32)
+        for at in range(0, T, LOSS_BLOCK):
+            y = tl.load(every_target_ptr + at + lanes, mask=at + lanes < T, other=-1)
+            count += _weight(class_weight_ptr, y, (y != ignore_index) & (y >= 0) & (y < V), WEIGHTS)
+        divisor = tl.sum(count, axis=0)
+    elif DIVISOR == "tensor":
+        divisor = tl.load(num_tokens_ptr).to(tl.float32)
+    elif DIVISOR == "number":
+        divisor = num_tokens
+    elif DIVISOR == "known":
+        divisor = tl.load(divisor_ptr)
+    if (DIVISOR != "") & (DIVISOR != "known"):
+        divisor = tl.where(divisor == 0.0, 1.0, divisor)
+        tl.store(divisor_ptr, divisor)
+
+    weight_sum = V * 1.0
+    if SMOOTH & WEIGHTS:
+        weight_sum = tl.load(weight_sum_ptr)
+    soft = label_smoothing / V
+    total = tl.zeros([LOSS_BLOCK], tl.float32)
+    for at in range(0, rows, LOSS_BLOCK):
+        i = at + lanes
+        mask = i < rows
+        y = tl.load(target_ptr + i, mask=mask, other=0)
+        present = mask & (y != ignore_index)
+        bad = present & ((y < 0) | (y >= V))
+        w = _weight(class_weight_ptr, y, present & (bad == 0), WEIGHTS)
+        log_sum = tl.load(log_sum_ptr + i, mask=mask, other=0.0)
+        loss = (log_sum - tl.load(picked_ptr + i, mask=mask, other=0.0)) * w
+        hard = w
+        g_log_sum = w
+        if SMOOTH:
+            weighted = tl.load(weighted_ptr + i, mask=mask, other=0.0)
+            loss = (1.0 - label_smoothing) * loss + soft * (weight_sum * log_sum - weighted)
+            hard = w * (1.0 - label_smoothing)
+            g_log_sum = hard + soft * weight_sum
+        if Z_LOSS:
+            lse = tl.load(peak_ptr + i, mask=mask, other=0.0) + log_sum
+            loss += z_loss * lse * lse
+            g_log_sum += 2.0 * z_loss * lse
+        loss = tl.where(bad, float("nan"), tl.where(present, loss, 0.0))
+        tl.store(losses_ptr + i, loss, mask=mask)
+        row = tl.where(bad, float("nan"), 1.0)
+        if TOKENS:
+            u = tl.load(token_weight_ptr + i, mask=mask, other=0.0).to(tl.float32)
+            row *= u
+            loss = tl.where(present, loss * u, 0.0)
+        if DIVIDE:
+            row /= divisor
+        total += loss
+        # 0 for ignored rows, whatever their statistics are
+        tl.store(g_log_sum_ptr + i, tl.where(present, row * g_log_sum, 0.0), mask=mask)
+        tl.store(g_target_ptr + i, tl.where(present, -row * hard, 0.0), mask=mask)
+        if SMOOTH:
+            tl.store(g_weighted_ptr + i, tl.where(present, -row * soft, 0.0), mask=mask)
+
+    total = tl.sum(total, axis=0)
+    if DIVIDE:
+        total /= divisor
+    if FIRST == 0:
+        total += tl.load(before_ptr)
+    tl.store(total_ptr, total)
+
+
+def losses(
+    stats: launchers.Stats,
+    rows: slice,
+    inputs: launchers.LossInputs,
+    outputs: launchers.LossOutputs,
+    before: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Writes the losses of some rows, in one launch. Returns the total, which is the sum of the
+    losses so far times their token weights, and its derivatives in these rows' log_sum, target and
+    weighted (None without label smoothing).
+
+    stats: of these rows.   before: the total of the preceding rows; None for the first call, which
+    computes the divisor.
+    """
+    first, smooth = before is None, inputs.label_smoothing != 0
+    number, tensor = 1.0, None
+    if outputs.divisor is None:
+        divisor_mode = ""
+    elif not first:
+        divisor_mode = "known"
+    elif inputs.num_tokens is None:
+        divisor_mode = "count"
+    elif (
+        isinstance(inputs.num_tokens, torch.Tensor)
+        and inputs.num_tokens.device == inputs.target.device
+    ):
+        divisor_mode, tensor = "tensor", inputs.num_tokens
+    else:  # also for a CPU tensor, which needs no synchronization
+        divisor_mode, number = "number", float(inputs.num_tokens)
+    target = inputs.target[rows]
+    n, T = target.shape[0], inputs.target.shape[0]
+    weights = inputs.class_weight
+    g = [torch.empty_like(stats.log_sum) for _ in range(3 if smooth else 2)]
+    total = stats.log_sum.new_empty(())
+    launch(
+        _losses,
+        (1,),
+        stats.peak,
+        stats.log_sum,
+        stats.target,
+        stats.weighted,
+        target,
+        inputs.target if divisor_mode == "count" else None,
+        weights,
+        inputs.weight_sum,
+        None if inputs.token_weight is None else inputs.token_weight[rows],
+        tensor,
+        before,
+        outputs.losses[rows],
+        total,
+        outputs.divisor,
+        g[0],
+        g[1],
+        g[2] if smooth else None,
+        n,
+        T,
+        inputs.V,
+        inputs.ignore_index,
+        number,
+        inputs.label_smoothing,
+        inputs.z_loss,
+        SMOOTH=smooth,
+        WEIGHTS=weights is not None,
+        Z_LOSS=inputs.z_loss != 0,
+        TOKENS=inputs.token_weight is not None,
+        DIVISOR=divisor_mode,
+        DIVIDE=inputs.divide,
+        FIRST=first,
+        num_warps=LOSS_WARPS,
+    )
+    return total, g[0], g[1], g[2] if smooth else None
+
+
+# ---- scaling a gradient computed in forward by the upstream gradient
+
+SCALE_BLOCK = tl.constexpr(4096)
+# Four programs of eight warps saturate an SM's bandwidth; 64 registers per thread let it hold them.
+SCALE_PER_SM = 4
+SCALE_REGISTERS = 64
+
+
+@triton.jit(do_not_specialize=["n"])
+def _scale(out_ptr, factor_ptr, n):
+    """out *= factor, in float32; nothing is read or written if the factor is 1. A grid of few
+    programs loops over the blocks, since launching one per block would take time even if none did
+    anything.
+    """
+    factor = tl.load(factor_ptr)
+    if factor != 1.0:
+        lanes = tl.arange(0, SCALE_BLOCK)
+        full = n // SCALE_BLOCK * SCALE_BLOCK
+        program = tl.program_id(0).to(tl.int64)
+        for at in range(program * SCALE_BLOCK, full, tl.num_programs(0).to(tl.int64) * SCALE_BLOCK):
+            x = tl.load(out_ptr + at + lanes).to(tl.float32)
+            tl.store(out_ptr + at + lanes, (x * factor).to(out_ptr.dtype.element_ty))
+        if (
+            program == 0
+            # A mask that is not constant over 16 bytes splits accesses: only where needed.
+        ):
+            mask = full + lanes < n
+            x = tl.load(out_ptr + full + lanes, mask=mask).to(tl.float32)
+            tl.store(out_ptr + full + lanes, (x * factor).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def scale_(out: torch.Tensor, factor: torch.Tensor) -> None:
+    """out *= factor [] float32, without synchronizing on the factor. out is contiguous."""
+    n = out.numel()
+    if n:
+        most = SCALE_PER_SM * multiprocessors(out.device) if out.is_cuda else 2
+        launch(
+            _scale,
+            (min(most, launchers.cdiv(n, SCALE_BLOCK.value)),),
+            out,
+            factor,
+            n,
+            num_warps=8,
+            maxnreg=SCALE_REGISTERS,
+        )
+
+
+def vector(t: torch.Tensor) -> int:
+    """Elements in 16 bytes."""
+    return 16 // t.element_size()
+
+
+def units(V: int, *tensors: torch.Tensor) -> dict[str, int]:
+    """The units, in elements, of row strides and V."""
+    size = vector(tensors[0])
+    return {
+        "UNIT": size if all(t.stride(0) % size == 0 for t in tensors) else 1,
+        "V_UNIT": size if V % size == 0 else 1,
+    }
+
+
+def peels(V: int, *tensors: torch.Tensor) -> bool:
+    """Whether rows start off a multiple of 16 bytes, alike in all tensors, so that processing from
+    the multiple below helps. Different row strides cannot both be aligned, and memory that itself
+    is off 16 bytes (a view into the middle of a tensor) not at all.
+    """
+    strides = {t.stride(0) for t in tensors}
+    return len(strides) == 1 and strides.pop() % vector(tensors[0]) != 0 and V > 0
+
+
+def _scaling(softcap: float, inverse_temperature: float) -> int:
+    if softcap:
+        return SOFTCAP.value
+    return PLAIN.value if inverse_temperature == 1.0 else SCALED.value
+
+
+def forward(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    softcap: float,
+    smooth: bool,
+    entropy: bool,
+    argmax: bool,
+    inverse_temperature: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Results that were not requested are empty."""
+    T, V = logits.shape
+    peak, log_sum, picked, weighted, mean, best = launchers.statistics(
+        logits, smooth, entropy, argmax
+    )
+    if T:
+        weights = class_weight if smooth else None
+        scaled = _scaling(softcap, inverse_temperature)
+        c = FORWARD.config(
+            logits.device, V, logits.element_size(), not (scaled or smooth or entropy or argmax)
+        )
+        by = units(V, logits)
+        launch(
+            _forward,
+            (T,),
+            logits,
+            target,
+            weights,
+            None if weights is None else weights.sum(),
+            peak,
+            log_sum,
+            picked,
+            weighted,
+            mean,
+            best,
+            V // by["V_UNIT"],
+            logits.stride(0) // by["UNIT"],
+            softcap,
+            launchers.inverse(softcap, inverse_temperature),
+            **by,
+            VECTOR=vector(logits),
+            PEEL=peels(V, logits),
+            CAPPED=scaled,
+            SMOOTH=smooth,
+            WEIGHTS=weights is not None,
+            MEAN=entropy,
+            ARGMAX=argmax,
+            **c,
+        )
+    return peak, log_sum, picked, weighted, mean, best
+
+
+def _launch_backward(
+    out: torch.Tensor, logits: torch.Tensor, gradient: launchers.StatsGradient
+) -> None:
+    T, V = logits.shape
+    if T == 0:
+        return
+    target, class_weight, softcap, peak, log_sum, mean, *gradients, scale, inverse = gradient
+    g_log_sum, g_target, g_weighted, g_mean = gradients
+    peel, scaled = peels(V, logits, out), _scaling(softcap, inverse)
+    plain = not (scaled or g_weighted is not None or g_mean is not None)
+    c = BACKWARD.config(logits.device, V, logits.element_size(), plain)
+    blocks = launchers.cdiv(V + (vector(logits) - 1 if peel else 0), c["BLOCK"])
+    by = units(V, logits, out)
+    launch(
+        _backward,
+        (T, blocks),
+        logits,
+        target,
+        class_weight,
+        peak,
+        log_sum,
+        mean,
+        g_log_sum,
+        g_target,
+        g_weighted,
+        g_mean,
+        scale,
+        out,
+        V // by["V_UNIT"],
+        logits.stride(0) // by["UNIT"],
+        out.stride(0) // by["UNIT"],
+        softcap,
+        launchers.inverse(softcap, inverse),
+        **by,
+        VECTOR=vector(logits),
+        PEEL=peel,
+        CAPPED=scaled,
+        SMOOTH=g_weighted is not None,
+        WEIGHTS=g_weighted is not None and class_weight is not None,
+        MEAN=g_mean is not None,
+        SCALE=0 if scale is None else 1 if scale.numel() == 1 else 2,
+        **c,
+    )
+
+
+backward, backward_ = launchers.statistics_backwards(_launch_backward)
+
+
+def _specs(kernel):
+    """No option and all of them, whole and odd row strides. Whole ones are multiples of 16 bytes,
+    and no argument is divisible by more.
+    """
+    types = {
+        "target_ptr": "*i64",
+        "argmax_ptr": "*i64",
+        "V": "i32",
+        "stride": "i32",
+        "out_stride": "i32",
+        "softcap": "fp32",
+        "inverse": "fp32",
+        **{
+            f"{n}_ptr": "*fp32"
+            for n in (
+                "weight",
+                "weight_sum",
+                "peak",
+                "log_sum",
+                "picked",
+                "weighted",
+                "mean",
+                "g_log_sum",
+                "g_target",
+                "g_weighted",
+                "g_mean",
+                "scale",
+            )
+        },
+    }
+
+    def specs(key: dict, config: dict) -> list[KernelSpec]:
+        kernel_specs = []
+        data, options = "bf16" if key["itemsize"] == 2 else "fp32", not key["plain"]
+        types_of_args = {**types, "logits_ptr": f"*{data}", "out_ptr": f"*{data}"}
+        signature = {n: types_of_args[n] for n in kernel.arg_names if n in types_of_args}
+        for peel in (False, True):
+            flags = dict.fromkeys(("CAPPED", "SMOOTH", "WEIGHTS", "MEAN", "ARGMAX"), options)
+            size = 16 // key["itemsize"]
+            unit = 1 if peel else size
+            constexprs = {
+                "UNIT": unit,
+                "V_UNIT": unit,
+                "VECTOR": size,
+                "PEEL": peel,
+                "SCALE": 2 if options else 1,
+                **flags,
+                **config,
+            }
+            label = f"{data}{' all options' if options else ''}{' odd' if peel else ''}"
+            kernel_specs.append(
+                KernelSpec(
+                    kernel,
+                    f"{kernel.fn.__name__[1:]} {label}",
+                    signature,
+                    {n: v for n, v in constexprs.items() if n in kernel.arg_names},
+                    config["num_warps"],
+                    # Forward writes a few scalars per row, and no vector.
+                    store=0 if kernel is _forward else 128,
+                )
+            )
+        return kernel_specs
+
+    return specs
+
+
+_KEYS = [(128256, size, plain) for size in (2, 4) for plain in (True, False)]
+FORWARD = Tunable(
+    "cross_entropy",
+    "forward",
+    ("V", "itemsize", "plain"),
+    "forward",
+    _forward_heuristic,
+    _forward_space,
+    _KEYS,
+    _specs(_forward),
+)
+BACKWARD = Tunable(
+    "cross_entropy",
+    "backward",
+    ("V", "itemsize", "plain"),
+    "backward",
+    _backward_heuristic,
+    _backward_space,
+    _KEYS,
+    _specs(_backward),
+)
+TUNABLES = (FORWARD, BACKWARD)
+
+
+def gate_scaled() -> list[KernelSpec]:
+    """The statistics of logits that are divided by a temperature, and their gradient."""
+    specs = []
+    for tunable, kernel in ((FORWARD, _forward), (BACKWARD, _backward)):
+        for size in (2, 4):
+            key = {"V": 128256, "itemsize": size, "plain": False}
+            for spec in _specs(kernel)(key, tunable.heuristic(**key)):
+                flags = {"CAPPED": SCALED.value, "SMOOTH": False, "WEIGHTS": False, "SCALE": 1}
+                chosen = {**spec.constexprs, **flags}
+                specs.append(
+                    dataclasses.replace(
+                        spec,
+                        label=f"{spec.label.replace(' all options', '')} scaled",
+                        constexprs={n: v for n, v in chosen.items() if n in kernel.arg_names},
+                    )
+                )
+    return specs
+
+
+def gate() -> list[KernelSpec]:
+    """The kernels without tuned configurations: no option and all of them."""
+    pointers = {
+        f"{n}_ptr": "*fp32"
+        for n in (
+            "peak",
+            "log_sum",
+            "picked",
+            "weighted",
+            "class_weight",
+            "weight_sum",
+            "token_weight",
+            "before",
+            "losses",
+            "total",
+            "divisor",
+            "g_log_sum",
+            "g_target",
+            "g_weighted",
+        )
+    }
+    types = {
+        **pointers,
+        "target_ptr": "*i64",
+        "every_target_ptr": "*i64",
+        "num_tokens_ptr": "*i64",
+        "rows": "i32",
+        "T": "i32",
+        "V": "i32",
+        "ignore_index": "i32",
+        "num_tokens": "fp32",
+        "label_smoothing": "fp32",
+        "z_loss": "fp32",
+    }
+    specs = []
+    for options in (False, True):
+        flags = dict.fromkeys(("SMOOTH", "WEIGHTS", "Z_LOSS", "TOKENS"), options)
+        for divisor_mode, first in (("count", True), ("known", False)):
+            constexprs = {**flags, "DIVISOR": divisor_mode, "DIVIDE": True, "FIRST": first}
+            specs.append(
+                KernelSpec(
+                    _losses,
+                    f"losses {divisor_mode}{' all options' if options else ''}",
+                    {n: types[n] for n in _losses.arg_names if n in types},
+                    constexprs,
+                    LOSS_WARPS,
+                    # Any number of rows, a few numbers each: masks are not constant over 16 bytes.
+                    load=0,
+                    store=0,
+                )
+            )
+    specs.extend(
+        KernelSpec(
+            _scale,
+            f"scale {data}",
+            {"out_ptr": f"*{data}", "factor_ptr": "*fp32", "n": "i64"},
+            {},
+            8,
+            options={"maxnreg": SCALE_REGISTERS},
+            per_sm=SCALE_PER_SM,
+        )
+        for data in ("bf16", "fp32")
+    )
+    return specs

@@ -1,0 +1,598 @@
+"""Sorting slots by expert, and moving rows there and back, in Triton. The definitions are in
+tilewright/ops/moe/permute.py.
+
+T = tokens, K = experts per token, R = T * K slots and rows, E = experts, H = columns.
+
+The counting sort is two launches, and its prefix sums are added in a fixed order. `_histogram`: a
+program counts the experts of a run of slots, in tiles of TILE. `_place`: each program adds the
+counts of all preceding runs, which together are small, and then places its tiles: within a tile a
+slot's rank is the number of equal ones before it.
+
+Rows move by token: a program reads a row of x once and writes it K times, or reads K rows and
+writes their sum, so that no byte is moved twice. Rows without a slot come last; program t also
+clears those among rows t K to t K + K - 1. Row strides and H are in units of UNIT elements, 16
+bytes where they are multiples of that: row alignment is then explicit in the code, whereas Triton
+detects multiples of 16 elements only.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.kernels.launch import launch
+from tilewright.kernels.launchers import cdiv, next_power_of_2, unit
+from tilewright.kernels.spec import KernelSpec
+from tilewright.kernels.tuning import Tunable
+
+TILE = 128  # slots; ranks cost TILE comparisons per slot, and smaller tiles more counts
+EXPERTS = 128  # per program of `_histogram`: TILE * EXPERTS comparisons are 64 per thread
+# At most. An SM holds one program of either kernel: comparisons fill up to 255 registers per thread
+# under Triton 3.6. So the `_histogram` of more than 128 experts takes two waves there; programs of
+# four warps with 64 experts would take one, with eight times the wavefronts in shared memory. Each
+# program of `_place` reads all counts, 128 KiB for 256 experts.
+RUNS = 128
+COUNTS = 64  # programs that count used rows
+
+
+# ---- sorting
+
+
+@triton.jit(do_not_specialize=["steps"])
+def _histogram(
+    index_ptr, tile_ptr, run_ptr, R, E, steps, TILE: tl.constexpr, EXPERTS: tl.constexpr
+):
+    expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    total = tl.zeros([EXPERTS], tl.int32)
+    for step in range(steps):
+        tile = tl.program_id(0).to(tl.int64) * steps + step
+        slot = tile * TILE + tl.arange(0, TILE)
+        own = tl.load(index_ptr + slot, mask=slot < R, other=-1)
+        # Compared before the cast, which drops high bits.
+        own = tl.where((own < 0) | (own > E), E, own).to(tl.int32)
+        # Column E is not stored.
+        count = tl.sum(
+            (own[:, None] == expert[None, :]).to(tl.int32),
+            axis=0,
+        )
+        tl.store(tile_ptr + tile * E + expert, count, mask=expert < E)
+        total += count
+    tl.store(run_ptr + tl.program_id(0) * E + expert, total, mask=expert < E)
+
+
+@triton.jit(do_not_specialize=["steps", "runs"])
+def _place(
+    index_ptr,
+    tile_ptr,
+    run_ptr,
+    offsets_ptr,
+    slots_ptr,
+    position_ptr,
+    R,
+    E,
+    steps,
+    runs,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    run = tl.program_id(0)
+    expert = tl.arange(0, WIDTH)
+    total = tl.zeros([WIDTH], tl.int32)
+    before = tl.zeros([WIDTH], tl.int32)
+    for first in range(0, runs, ROWS):
+        r = first + tl.arange(0, ROWS)
+        counts = tl.load(
+            run_ptr + r[:, None] * E + expert[None, :],
+            mask=(r < runs)[:, None] & (expert < E)[None, :],
+            other=0,
+        )
+        total += tl.sum(counts, axis=0)
+        before += tl.sum(tl.where((r < run)[:, None], counts, 0), axis=0)
+    ends = tl.cumsum(total, axis=0)
+    if run == 0:
+        tl.store(offsets_ptr + expert, ends, mask=expert < E)
+    next_row = ends - total + before  # per expert
+    # Slots before this run that have no expert come first.
+    next_other = tl.sum(total, axis=0) + run * steps * TILE - tl.sum(before, axis=0)
+    lane = tl.arange(0, TILE)
+    for step in range(steps):
+        tile = run.to(tl.int64) * steps + step
+        slot = tile * TILE + lane
+        inside = slot < R
+        own = tl.load(index_ptr + slot, mask=inside, other=-1)
+        own = tl.where((own < 0) | (own > E), E, own).to(tl.int32)
+        rank = tl.sum(
+            ((own[:, None] == own[None, :]) & (lane[:, None] > lane[None, :])).to(tl.int32), axis=1
+        )
+        row = rank + tl.where(
+            own < E, tl.gather(next_row, tl.minimum(own, WIDTH - 1), 0), next_other
+        )
+        tl.store(position_ptr + slot, tl.where(own < E, row, -1), mask=inside)
+        tl.store(slots_ptr + row, slot.to(tl.int32), mask=inside)
+        counts = tl.load(tile_ptr + tile * E + expert, mask=expert < E, other=0)
+        next_row += counts
+        next_other += TILE - tl.sum(counts, axis=0)
+
+
+def sort(
+    expert_index: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """expert_index [T, K] int32 or int64, contiguous -> offsets [E], slots [R], position [T, K],
+    all int32.
+    """
+    R = expert_index.numel()
+    offsets, slots = (expert_index.new_empty(n, dtype=torch.int32) for n in (num_experts, R))
+    position = expert_index.new_empty(expert_index.shape, dtype=torch.int32)
+    tiles = cdiv(R, TILE)
+    steps = max(1, cdiv(tiles, RUNS))
+    runs = max(1, cdiv(tiles, steps))
+    by_tile = expert_index.new_empty((runs * steps, num_experts), dtype=torch.int32)
+    by_run = expert_index.new_empty((runs, num_experts), dtype=torch.int32)
+    launch(
+        _histogram,
+        (runs, cdiv(num_experts, EXPERTS)),
+        expert_index,
+        by_tile,
+        by_run,
+        R,
+        num_experts,
+        steps,
+        TILE=TILE,
+        EXPERTS=EXPERTS,
+        num_warps=8,
+    )
+    width = max(16, next_power_of_2(num_experts))
+    launch(
+        _place,
+        (runs,),
+        expert_index,
+        by_tile,
+        by_run,
+        offsets,
+        slots,
+        position,
+        R,
+        num_experts,
+        steps,
+        runs,
+        TILE=TILE,
+        WIDTH=width,
+        ROWS=max(1, 4096 // width),
+        num_warps=8,
+    )
+    return offsets, slots, position
+
+
+# ---- moving rows
+
+
+def _spread_heuristic(columns: int, itemsize: int) -> dict:
+    """16 elements per thread: two 128-bit loads of 16-bit elements, and as many stores
+    per expert.
+    """
+    block = 2048 if columns % 2048 == 0 else min(1024, next_power_of_2(columns))
+    return {"BLOCK": block, "num_warps": max(1, block // 512)}
+
+
+def _collect_heuristic(columns: int, itemsize: int) -> dict:
+    """8 elements per thread: one 128-bit load of each of up to 8 rows of 16-bit elements in flight,
+    128 bytes.
+    """
+    block = min(1024, next_power_of_2(columns))
+    return {"BLOCK": block, "num_warps": max(1, block // 256)}
+
+
+def _space(columns: int, itemsize: int) -> list[dict]:
+    """One to four 128-bit accesses of each row per thread, at most 16 elements."""
+    return [
+        {"BLOCK": block, "num_warps": warps}
+        for block in (512, 1024, 2048, 4096)
+        for warps in (1, 2, 4, 8)
+        if 16 // itemsize <= block // (32 * warps) <= 16 and block <= next_power_of_2(columns)
+    ]
+
+
+# Of the backward: registers per thread with which an SM holds this many programs of four warps.
+# With 128, for four, rows of odd strides spill, and under Triton 3.9 all of 16 bits.
+LIMIT, PER_SM = 168, 3
+
+
+def _backward_heuristic(columns: int, itemsize: int) -> dict:
+    """float32 takes 212 registers, two programs per SM: with LIMIT it spills."""
+    return {
+        **_collect_heuristic(columns, itemsize),
+        "maxnreg": LIMIT if itemsize == 2 else None,
+    }
+
+
+def _backward_space(columns: int, itemsize: int) -> list[dict]:
+    """8 rows at a time, with a running product each: 8 columns per thread are 64
+    registers of sums.
+    """
+    return [
+        {**c, "maxnreg": None}
+        for c in _space(columns, itemsize)
+        if c["BLOCK"] // (32 * c["num_warps"]) <= 8
+    ]
+
+
+@triton.jit(do_not_specialize=["steps"])
+def _count(position_ptr, used_ptr, R, steps, BLOCK: tl.constexpr):
+    """Counts the slots of a run that have a row."""
+    found = tl.zeros([BLOCK], tl.int32)
+    for step in range(steps):
+        slot = (tl.program_id(0).to(tl.int64) * steps + step) * BLOCK + tl.arange(0, BLOCK)
+        found += (tl.load(position_ptr + slot, mask=slot < R, other=-1) >= 0).to(tl.int32)
+    tl.store(used_ptr + tl.program_id(0), tl.sum(found, axis=0))
+
+
+@triton.jit
+def _clear(out_ptr, used_ptr, t, c, mask, columns, K, UNIT: tl.constexpr, COUNTS: tl.constexpr):
+    """Writes zeros at columns c of those of token t's K rows that no slot uses."""
+    used = tl.sum(tl.load(used_ptr + tl.arange(0, COUNTS)), axis=0)
+    first = t * K
+    if first + K > used:
+        zero = (c * 0).to(out_ptr.dtype.element_ty)
+        for row in range(tl.maximum(first, used.to(tl.int64)), first + K):
+            tl.store(out_ptr + row * columns * UNIT + c, zero, mask=mask)
+
+
+@triton.jit(do_not_specialize=["R"])
+def _spread(
+    x_ptr,
+    position_ptr,
+    used_ptr,
+    out_ptr,
+    columns,
+    BLOCKS,
+    x_stride,
+    R,
+    K: tl.constexpr,
+    COUNTS: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    t = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    c = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    mask = c < columns * UNIT
+    x = tl.load(x_ptr + t * x_stride * UNIT + c, mask=mask)
+    for k in range(0, K, UNROLL):
+        for u in tl.static_range(UNROLL):
+            slot = t * K + k + u
+            p = tl.load(position_ptr + slot, mask=slot < (t + 1) * K, other=-1)
+            end = tl.where((p >= 0) & (p < R), columns * UNIT, 0)  # nothing, for a sentinel
+            tl.store(out_ptr + p.to(tl.int64) * columns * UNIT + c, x, mask=c < end)
+    _clear(out_ptr, used_ptr, t, c, mask, columns, K, UNIT, COUNTS)
+
+
+@triton.jit(do_not_specialize=["R"])
+def _collect(
+    rows_ptr,
+    weight_ptr,
+    position_ptr,
+    y_ptr,
+    columns,
+    BLOCKS,
+    rows_stride,
+    R,
+    WEIGHTED: tl.constexpr,
+    K: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    t = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    c = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    mask = c < columns * UNIT
+    y = tl.zeros([BLOCK], tl.float32)
+    for k in range(0, K, UNROLL):
+        for u in tl.static_range(UNROLL):
+            slot = t * K + k + u
+            p = tl.load(position_ptr + slot, mask=slot < (t + 1) * K, other=-1)
+            there = (p >= 0) & (p < R)
+            end = tl.where(there, columns * UNIT, 0)  # nothing, for a sentinel
+            row = tl.load(
+                rows_ptr + p.to(tl.int64) * rows_stride * UNIT + c, mask=c < end, other=0.0
+            )
+            if WEIGHTED:
+                w = tl.load(weight_ptr + slot, mask=there, other=0.0)
+                y += w * row.to(tl.float32)
+            else:
+                y += row.to(tl.float32)
+    tl.store(y_ptr + t * columns * UNIT + c, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["R"])
+def _backward(
+    dy_ptr,
+    rows_ptr,
+    weight_ptr,
+    position_ptr,
+    used_ptr,
+    drows_ptr,
+    dweight_ptr,
+    columns,
+    dy_stride,
+    rows_stride,
+    R,
+    DOTS: tl.constexpr,
+    K: tl.constexpr,
+    COUNTS: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """A program loops over one token's dy once for UNROLL of its experts."""
+    t = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    for first in range(0, K, UNROLL):
+        k = first + tl.arange(0, UNROLL)
+        p = tl.load(position_ptr + t * K + k, mask=k < K, other=-1)
+        there = (p >= 0) & (p < R)
+        w = tl.load(weight_ptr + t * K + k, mask=there, other=0.0)
+        p = p.to(tl.int64)
+        dot = tl.zeros([UNROLL, BLOCK], tl.float32)
+        for at in range(0, columns * UNIT, BLOCK):
+            c = at + lane
+            d = tl.load(dy_ptr + t * dy_stride * UNIT + c, mask=c < columns * UNIT, other=0.0).to(
+                tl.float32
+            )
+            mask = there[:, None] & (c < columns * UNIT)[None, :]
+            if DOTS:
+                row = tl.load(
+                    rows_ptr + p[:, None] * rows_stride * UNIT + c[None, :], mask=mask, other=0.0
+                )
+                dot += row.to(tl.float32) * d[None, :]
+            tl.store(
+                drows_ptr + p[:, None] * columns * UNIT + c[None, :],
+                (w[:, None] * d[None, :]).to(drows_ptr.dtype.element_ty),
+                mask=mask,
+            )
+        if DOTS:
+            tl.store(dweight_ptr + t * K + k, tl.sum(dot, axis=1), mask=k < K)
+    for at in range(0, columns * UNIT, BLOCK):
+        c = at + lane
+        _clear(drows_ptr, used_ptr, t, c, c < columns * UNIT, columns, K, UNIT, COUNTS)
+
+
+def _unroll(K: int) -> int:
+    return min(8, next_power_of_2(K))
+
+
+def _used(position: torch.Tensor) -> torch.Tensor:
+    """The number of rows in use, as COUNTS partial counts."""
+    used = position.new_empty(COUNTS)
+    steps = max(1, cdiv(position.numel(), COUNTS * 1024))
+    launch(_count, (COUNTS,), position, used, position.numel(), steps, BLOCK=1024, num_warps=4)
+    return used
+
+
+def spread(x: torch.Tensor, position: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
+    """x [T, H] with contiguous columns, position [T, K] -> rows [T * K, H], zero from offsets[-1]
+    on; without offsets the used rows are counted.
+    """
+    K, columns = position.shape[1], x.shape[1]
+    rows = x.new_empty((position.numel(), columns))
+    if rows.numel():
+        used = _used(position) if offsets is None else offsets[-1:]
+        c = SPREAD.config(x.device, columns, x.element_size())
+        blocks = cdiv(columns, c["BLOCK"])
+        by = unit(x.element_size(), columns, x.stride(0))
+        launch(
+            _spread,
+            (x.shape[0] * blocks,),
+            x,
+            position,
+            used,
+            rows,
+            columns // by,
+            blocks,
+            x.stride(0) // by,
+            rows.shape[0],
+            K=K,
+            COUNTS=used.shape[0],
+            UNIT=by,
+            UNROLL=_unroll(K),
+            **c,
+        )
+    return rows
+
+
+def collect(
+    rows: torch.Tensor, weight: torch.Tensor | None, position: torch.Tensor
+) -> torch.Tensor:
+    """rows [R, H] with contiguous columns, weight [T, K] fp32 -> y [T, H]."""
+    (T, K), columns = position.shape, rows.shape[1]
+    y = rows.new_empty((T, columns))
+    if y.numel():
+        c = COLLECT.config(rows.device, columns, rows.element_size())
+        blocks = cdiv(columns, c["BLOCK"])
+        by = unit(rows.element_size(), columns, rows.stride(0))
+        launch(
+            _collect,
+            (T * blocks,),
+            rows,
+            weight,
+            position,
+            y,
+            columns // by,
+            blocks,
+            rows.stride(0) // by,
+            rows.shape[0],
+            WEIGHTED=weight is not None,
+            K=K,
+            UNIT=by,
+            UNROLL=_unroll(K),
+            **c,
+        )
+    return y
+
+
+def backward(
+    dy: torch.Tensor, rows: torch.Tensor | None, weight: torch.Tensor, position: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of rows and of weight; the latter is empty if rows are not given."""
+    (T, K), columns = position.shape, dy.shape[1]
+    drows = dy.new_empty((T * K, columns))
+    dweight = weight.new_empty((T, K) if rows is not None else 0)
+    if drows.numel():
+        c = BACKWARD.config(dy.device, columns, dy.element_size())
+        c = {name: value for name, value in c.items() if value is not None}
+        by = unit(dy.element_size(), columns, dy.stride(0), 0 if rows is None else rows.stride(0))
+        used = _used(position)
+        launch(
+            _backward,
+            (T,),
+            dy,
+            rows,
+            weight,
+            position,
+            used,
+            drows,
+            dweight,
+            columns // by,
+            dy.stride(0) // by,
+            0 if rows is None else rows.stride(0) // by,
+            T * K,
+            DOTS=rows is not None,
+            K=K,
+            COUNTS=COUNTS,
+            UNIT=by,
+            UNROLL=_unroll(K),
+            **c,
+        )
+    else:
+        dweight.zero_()
+    return drows, dweight
+
+
+_TYPES = {
+    "position_ptr": "*i32",
+    "used_ptr": "*i32",
+    "weight_ptr": "*fp32",
+    "dweight_ptr": "*fp32",
+    "columns": "i32",
+    "BLOCKS": "i32",
+    "R": "i32",
+    "steps": "i32",
+}
+
+
+def _specs(kernel):
+    """Rows aligned to 16 bytes with no argument divisible by more; and an odd width in bf16."""
+    name = kernel.fn.__name__[1:]
+
+    def specs(key: dict, config: dict) -> list[KernelSpec]:
+        kernel_specs = []
+        for data, tail in (
+            (("bf16", ""), ("bf16", " odd")) if key["itemsize"] == 2 else (("fp32", ""),)
+        ):
+            types = {
+                **_TYPES,
+                **{f"{n}_ptr": f"*{data}" for n in ("x", "out", "rows", "y", "dy", "drows")},
+                **dict.fromkeys(("x_stride", "rows_stride", "dy_stride"), "i64" if tail else "i32"),
+            }
+            constexprs = {
+                "K": 8,
+                "COUNTS": COUNTS,
+                "UNIT": 1 if tail else 16 // key["itemsize"],
+                "UNROLL": 8,
+                "WEIGHTED": True,
+                "DOTS": True,
+                "BLOCK": config["BLOCK"],
+            }
+            need = 0 if tail else 128  # rows of odd strides start at any element
+            kernel_specs.append(
+                KernelSpec(
+                    kernel,
+                    f"{name} {data}{tail} H={key['columns']}",
+                    {n: types[n] for n in kernel.arg_names if n in types},
+                    {n: v for n, v in constexprs.items() if n in kernel.arg_names},
+                    config["num_warps"],
+                    load=need,
+                    store=need,
+                    elements=config["BLOCK"],
+                    options={"maxnreg": limit} if (limit := config.get("maxnreg")) else {},
+                    per_sm=PER_SM if limit else 1,
+                )
+            )
+        return kernel_specs
+
+    return specs
+
+
+def sort_gate() -> list[KernelSpec]:
+    """The counting sort, for Qwen3-30B-A3B's experts and DeepSeek-V3's. Its tables are small beside
+    the rows that are moved next, and its writes are scattered by nature.
+    """
+    types = {
+        **_TYPES,
+        "index_ptr": "*i64",
+        "tile_ptr": "*i32",
+        "run_ptr": "*i32",
+        "offsets_ptr": "*i32",
+        "slots_ptr": "*i32",
+        "E": "i32",
+        "runs": "i32",
+    }
+
+    def spec(kernel, label, **constexprs):
+        return KernelSpec(
+            kernel,
+            label,
+            {n: types[n] for n in kernel.arg_names if n in types},
+            {"TILE": TILE, **constexprs},
+            8,
+            load=0,
+            store=0,
+        )
+
+    return [
+        spec(_histogram, "histogram", EXPERTS=EXPERTS),
+        *(spec(_place, f"place E={E}", WIDTH=E, ROWS=4096 // E) for E in (128, 256)),
+    ]
+
+
+def count_gate() -> list[KernelSpec]:
+    """The count of used rows reads a few hundred KiB."""
+    return [
+        KernelSpec(
+            _count,
+            "count",
+            {n: _TYPES[n] for n in _count.arg_names if n in _TYPES},
+            {"BLOCK": 1024},
+            4,
+            load=0,
+            store=0,
+        )
+    ]
+
+
+_FIELDS, _KEYS = ("columns", "itemsize"), [(2048, 2), (4096, 4), (7168, 2)]
+SPREAD = Tunable(
+    "permute", "spread", _FIELDS, "forward", _spread_heuristic, _space, _KEYS, _specs(_spread)
+)
+COLLECT = Tunable(
+    "unpermute",
+    "collect",
+    _FIELDS,
+    "forward",
+    _collect_heuristic,
+    _space,
+    _KEYS[:2],
+    _specs(_collect),
+)
+BACKWARD = Tunable(
+    "unpermute",
+    "backward",
+    _FIELDS,
+    "backward",
+    _backward_heuristic,
+    _backward_space,
+    _KEYS[:2],
+    _specs(_backward),
+)
+TUNABLES = (SPREAD, COLLECT, BACKWARD)

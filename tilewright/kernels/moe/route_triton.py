@@ -1,0 +1,599 @@
+"""Top-k routing of tokens to experts in Triton. The definition, and the formulas, are in
+tilewright/ops/moe/route.py.
+
+T = tokens, E = experts, K = experts per token. A program holds ROWS whole rows in registers, WIDTH
+= GP * SP columns each: groups and the experts of a group, each padded to a power of two, so that a
+reshape separates groups; padding comes after real columns, and column order is expert order.
+Choices compare integers in the order of their floats, which makes ties exact: the largest of a row,
+lower column first, K times.
+
+Forward: programs process disjoint runs of tokens and accumulate probabilities and counts of
+choices; the last program adds the programs' sums in order. Backward: one pass from logits, choices
+and counts alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.kernels.launch import launch
+from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.spec import KernelSpec
+from tilewright.kernels.tuning import Tunable
+
+LOWEST = tl.constexpr(-0x80000000)  # below the key of -inf
+HIGHEST = tl.constexpr(0x7FFFFFFF)
+TINY = tl.constexpr(1e-20)
+PER_SM = 2  # programs of forward that run at once on an SM
+# At most this many programs in forward, as many as 128 SMs hold: rows of partial sums that one
+# program adds in a few microseconds.
+PROGRAMS = 128 * PER_SM
+
+
+LIMIT = 128  # registers per thread with which an SM holds two programs of eight warps
+
+
+def _forward_heuristic(width: int) -> dict:
+    """8 elements per thread of each of half a dozen tiles, in the registers that let all PROGRAMS
+    run at once. With more than 128 columns that takes programs of four warps, since code for 256
+    spills with LIMIT.
+    """
+    if width <= 128:
+        return {"ROWS": 2048 // width, "num_warps": 8, "maxnreg": LIMIT}
+    return {"ROWS": max(1, 1024 // width), "num_warps": 4, "maxnreg": None}
+
+
+def _backward_heuristic(width: int) -> dict:
+    """Half as many elements per thread, in programs as small as a row of 512 allows."""
+    return {"ROWS": max(1, 512 // width), "num_warps": 4 if width <= 1024 else 8}
+
+
+def _space(width: int) -> list[dict]:
+    """4 to 16 elements per thread."""
+    return [
+        {"ROWS": rows, "num_warps": warps}
+        for warps in (4, 8)
+        for each in (4, 8, 16)
+        if (rows := each * 32 * warps // width) >= 1
+    ]
+
+
+def _forward_space(width: int) -> list[dict]:
+    """Without a limit, and with it what the heuristic takes for fewer columns."""
+    limited = {"ROWS": max(1, 2048 // width), "num_warps": 8, "maxnreg": LIMIT}
+    return [*({**c, "maxnreg": None} for c in _space(width)), limited]
+
+
+def _backward_space(width: int) -> list[dict]:
+    """Without 8 elements per thread, for which ptxas spills a few bytes."""
+    return [c for c in _space(width) if c["ROWS"] * width != 256 * c["num_warps"]]
+
+
+@triton.jit
+def _keys(x):
+    """Integers in the order of floats; -0 equals 0, and NaN is above all, as in torch.sort."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    keys = tl.where(bits < 0, bits ^ HIGHEST, bits)
+    return tl.where(x != x, HIGHEST, keys)
+
+
+@triton.jit
+def _columns(SIZE: tl.constexpr, GROUPS: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr):
+    """The expert of each column, and whether it exists."""
+    column = tl.arange(0, GP * SP)
+    if GROUPS == 1:
+        expert = column
+        valid = column < SIZE
+    else:
+        expert = column // SP * SIZE + column % SP
+        valid = (column // SP < GROUPS) & (column % SP < SIZE)
+    return column, expert, valid
+
+
+@triton.jit
+def _allowed(
+    value,
+    valid,
+    BEST_TWO: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP: tl.constexpr,
+    ROWS: tl.constexpr,
+    GP: tl.constexpr,
+    SP: tl.constexpr,
+):
+    """Whether a column is in one of the row's TOP best groups."""
+    value = tl.reshape(tl.where(valid[None, :], value, float("-inf")), [ROWS, GP, SP])
+    score = tl.max(value, axis=2)
+    if BEST_TWO:
+        first = tl.argmax(value, axis=2, tie_break_left=True)
+        rest = tl.where(tl.arange(0, SP)[None, None, :] == first[:, :, None], float("-inf"), value)
+        score += tl.max(rest, axis=2)
+    group = tl.arange(0, GP)
+    keys = tl.where((group < GROUPS)[None, :], _keys(score), LOWEST)
+    allowed = tl.zeros([ROWS, GP], tl.int32)
+    for _ in range(TOP):
+        hit = group[None, :] == tl.argmax(keys, axis=1, tie_break_left=True)[:, None]
+        allowed = tl.where(hit, 1, allowed)
+        keys = tl.where(hit, LOWEST, keys)
+    whole = tl.broadcast_to(allowed[:, :, None], [ROWS, GP, SP])
+    return tl.reshape(whole, [ROWS, GP * SP]) != 0
+
+
+@triton.jit(do_not_specialize=["T", "steps"])
+def _forward(
+    logits_ptr,
+    bias_ptr,
+    recorded_ptr,
+    index_ptr,
+    weight_ptr,
+    probability_ptr,
+    count_ptr,
+    square_ptr,
+    T,
+    stride,
+    steps,
+    scale,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP: tl.constexpr,
+    BIASED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    REPLAYED: tl.constexpr,
+    GP: tl.constexpr,
+    SP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    column, expert, valid = _columns(SIZE, GROUPS, GP, SP)
+    WIDTH: tl.constexpr = GP * SP
+    if BIASED:
+        bias = tl.load(bias_ptr + expert, mask=valid, other=0.0)
+    probability = tl.zeros([ROWS, WIDTH], tl.float32)
+    count = tl.zeros([ROWS, WIDTH], tl.int32)
+    square = tl.zeros([ROWS], tl.float32)
+    for step in range(steps):
+        t = (tl.program_id(0) * steps + step).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        inside = t < T
+        x = tl.load(
+            logits_ptr + t[:, None] * stride + expert[None, :],
+            mask=inside[:, None] & valid[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        x = tl.where(valid[None, :], x, float("-inf"))
+        top = tl.max(x, axis=1)
+        e = tl.exp(x - top[:, None])
+        total = tl.sum(e, axis=1)
+        lse = top + tl.log(total)
+        if SIGMOID:
+            s = 1.0 / (1.0 + tl.exp(-x))
+            q = s / (tl.sum(s, axis=1) + TINY)[:, None]
+        else:
+            s = e / total[:, None]
+            q = s
+        choice = x
+        if BIASED:
+            choice = s + bias[None, :]
+        keys = tl.where(valid[None, :], _keys(choice), LOWEST)
+        if TOP < GROUPS:
+            value = choice
+            if SIGMOID and not BIASED:
+                value = s
+            allowed = _allowed(
+                value, valid, (SIGMOID or BIASED) and SIZE > 1, GROUPS, TOP, ROWS, GP, SP
+            )
+            keys = tl.where(allowed, keys, LOWEST)
+        rank = tl.full([ROWS, WIDTH], K, tl.int32)
+        for k in range(K):
+            if REPLAYED:
+                own = tl.load(recorded_ptr + t * K + k, mask=inside, other=-1)
+                own = tl.where((own >= 0) & (own < E), own, -1).to(tl.int32)
+                hit = column[None, :] == own[:, None]
+            else:
+                hit = column[None, :] == tl.argmax(keys, axis=1, tie_break_left=True)[:, None]
+            rank = tl.where(hit, k, rank)
+            keys = tl.where(hit, LOWEST, keys)
+        w = s
+        if RENORMALIZE:
+            w = s / (tl.sum(tl.where(rank < K, s, 0.0), axis=1) + TINY)[:, None]
+        # Each of the K chosen columns stores to its own position: no data moves between threads.
+        chosen = (rank < K) & inside[:, None]
+        at = t[:, None] * K + rank
+        tl.store(
+            index_ptr + at,
+            tl.broadcast_to(expert[None, :], [ROWS, WIDTH]).to(tl.int64),
+            mask=chosen,
+        )
+        tl.store(weight_ptr + at, w * scale, mask=chosen)
+        probability += tl.where(inside[:, None], q, 0.0)
+        count += chosen.to(tl.int32)
+        square += tl.where(inside, lse * lse, 0.0)
+    at = tl.program_id(0) * E + expert
+    tl.store(probability_ptr + at, tl.sum(probability, axis=0), mask=valid)
+    tl.store(count_ptr + at, tl.sum(count, axis=0), mask=valid)
+    tl.store(square_ptr + tl.program_id(0), tl.sum(square, axis=0))
+
+
+@triton.jit(do_not_specialize=["T", "programs"])
+def _finish(
+    probability_ptr,
+    count_ptr,
+    square_ptr,
+    total_ptr,
+    balance_ptr,
+    z_ptr,
+    T,
+    programs,
+    E: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Adds the programs' sums: counts of choices, and the two losses."""
+    c = tl.arange(0, WIDTH)
+    r = tl.arange(0, ROWS)
+    probability = tl.zeros([ROWS, WIDTH], tl.float32)
+    count = tl.zeros([ROWS, WIDTH], tl.int32)
+    square = tl.zeros([ROWS], tl.float32)
+    for first in range(0, programs, ROWS):
+        inside = first + r < programs
+        mask = inside[:, None] & (c < E)[None, :]
+        at = (first + r)[:, None] * E + c[None, :]
+        probability += tl.load(probability_ptr + at, mask=mask, other=0.0)
+        count += tl.load(count_ptr + at, mask=mask, other=0)
+        square += tl.load(square_ptr + first + r, mask=inside, other=0.0)
+    tokens = tl.maximum(T, 1).to(tl.float32)
+    counts = tl.sum(count, axis=0)
+    tl.store(total_ptr + c, counts.to(tl.int64), mask=c < E)
+    shares = (counts.to(tl.float32) / tokens) * (tl.sum(probability, axis=0) / tokens)
+    tl.store(balance_ptr, E * tl.sum(shares, axis=0))
+    tl.store(z_ptr, tl.sum(square, axis=0) / tokens)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _backward(
+    g_weight_ptr,
+    g_balance_ptr,
+    g_z_ptr,
+    logits_ptr,
+    index_ptr,
+    count_ptr,
+    out_ptr,
+    T,
+    stride,
+    scale,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    c = tl.arange(0, WIDTH)
+    valid = c < E
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = t < T
+    mask = inside[:, None] & valid[None, :]
+    x = tl.load(logits_ptr + t[:, None] * stride + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = tl.where(valid[None, :], x, float("-inf"))
+    top = tl.max(x, axis=1)
+    e = tl.exp(x - top[:, None])
+    total = tl.sum(e, axis=1)
+    p = e / total[:, None]
+    g_score = tl.zeros([ROWS, WIDTH], tl.float32)  # of chosen scores
+    chosen = tl.zeros([ROWS, WIDTH], tl.int32)
+    for k in range(K):
+        own = tl.load(index_ptr + t * K + k, mask=inside, other=-1).to(tl.int32)
+        g = tl.load(g_weight_ptr + t * K + k, mask=inside, other=0.0)
+        hit = c[None, :] == own[:, None]
+        g_score = tl.where(hit, (g * scale)[:, None], g_score)
+        chosen = tl.where(hit, 1, chosen)
+    s = p
+    if SIGMOID:
+        s = 1.0 / (1.0 + tl.exp(-x))
+    if RENORMALIZE:
+        picked = tl.sum(tl.where(chosen != 0, s, 0.0), axis=1) + TINY
+        mean = tl.sum(g_score * s, axis=1) / picked
+        g_score = tl.where(chosen != 0, (g_score - mean[:, None]) / picked[:, None], 0.0)
+    tokens = tl.full([], 0.0, tl.float32) + T
+    share = tl.load(count_ptr + c, mask=valid, other=0).to(tl.float32) / tokens
+    balance = tl.load(g_balance_ptr) * E / tokens * share
+    if SIGMOID:
+        whole = tl.sum(s, axis=1) + TINY
+        mean = tl.sum(s * balance[None, :], axis=1) / whole
+        g_score += (balance[None, :] - mean[:, None]) / whole[:, None]
+        d = g_score * s * (1.0 / (1.0 + tl.exp(x)))  # 1 - s would cancel
+    else:
+        g_score += balance[None, :]
+        d = p * (g_score - tl.sum(p * g_score, axis=1)[:, None])
+    lse = top + tl.log(total)
+    d += p * (2.0 * tl.load(g_z_ptr) / tokens * lse)[:, None]
+    tl.store(out_ptr + t[:, None] * E + c[None, :], d.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def results(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
+    """Uninitialized weights, indices, counts and the two losses."""
+    T, E = logits.shape
+    return (
+        logits.new_empty((T, k), dtype=torch.float32),
+        logits.new_empty((T, k), dtype=torch.int64),
+        logits.new_empty(E, dtype=torch.int64),
+        logits.new_empty((), dtype=torch.float32),
+        logits.new_empty((), dtype=torch.float32),
+    )
+
+
+def _rows(constants: dict, T: int) -> int:
+    """Rows per program, fewer for a few tokens."""
+    return min(constants["ROWS"], next_power_of_2(max(1, T)))
+
+
+def _options(config: dict) -> dict:
+    """The limit of registers, if there is one."""
+    return {"maxnreg": limit} if (limit := config.get("maxnreg")) else {}
+
+
+def forward(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    recorded: torch.Tensor | None,
+    k: int,
+    sigmoid: bool,
+    renormalize: bool,
+    groups: int,
+    topk_groups: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """logits [T, E] with contiguous columns, bias [E] fp32 -> weights, indices, counts, balance
+    loss, z loss.
+
+    recorded: [T, k] int64, the choice, of experts that are distinct in each row; or None. A slot
+        that has another value, or the value of a later
+        one, has weight NaN and expert 0.
+    """
+    T, E = logits.shape
+    weight, index, counts, balance, z = outputs = results(logits, k)
+    if recorded is not None:
+        weight.fill_(float("nan"))
+        index.zero_()
+    size = E // groups
+    GP, SP = next_power_of_2(groups), next_power_of_2(size)
+    c = FORWARD.config(logits.device, GP * SP)
+    rows = _rows(c, T)
+    blocks = cdiv(T, rows)
+    steps = max(1, cdiv(blocks, PROGRAMS))
+    programs = cdiv(blocks, steps)
+    probability = logits.new_empty((programs, E), dtype=torch.float32)
+    count = logits.new_empty((programs, E), dtype=torch.int32)
+    square = logits.new_empty(programs, dtype=torch.float32)
+    if T:
+        launch(
+            _forward,
+            (programs,),
+            logits,
+            bias,
+            recorded,
+            index,
+            weight,
+            probability,
+            count,
+            square,
+            T,
+            logits.stride(0),
+            steps,
+            scale,
+            E=E,
+            K=k,
+            SIZE=size,
+            GROUPS=groups,
+            TOP=topk_groups,
+            BIASED=bias is not None,
+            SIGMOID=sigmoid,
+            RENORMALIZE=renormalize,
+            REPLAYED=recorded is not None,
+            GP=GP,
+            SP=SP,
+            ROWS=rows,
+            num_warps=c["num_warps"],
+            **_options(c),
+        )
+    width = next_power_of_2(E)
+    launch(
+        _finish,
+        (1,),
+        probability,
+        count,
+        square,
+        counts,
+        balance,
+        z,
+        T,
+        programs,
+        E=E,
+        WIDTH=width,
+        ROWS=max(1, 4096 // width),
+        num_warps=8,
+    )
+    return outputs
+
+
+def backward(
+    g_weight: torch.Tensor,
+    g_balance: torch.Tensor,
+    g_z: torch.Tensor,
+    logits: torch.Tensor,
+    index: torch.Tensor,
+    counts: torch.Tensor,
+    sigmoid: bool,
+    renormalize: bool,
+    scale: float,
+) -> torch.Tensor:
+    """Gradient of the logits, contiguous, from those of weights and losses."""
+    T, E = logits.shape
+    out = logits.new_empty((T, E))
+    if T:
+        width = next_power_of_2(E)
+        c = BACKWARD.config(logits.device, width)
+        rows = _rows(c, T)
+        launch(
+            _backward,
+            (cdiv(T, rows),),
+            g_weight,
+            g_balance,
+            g_z,
+            logits,
+            index,
+            counts,
+            out,
+            T,
+            logits.stride(0),
+            scale,
+            E=E,
+            K=index.shape[1],
+            SIGMOID=sigmoid,
+            RENORMALIZE=renormalize,
+            WIDTH=width,
+            ROWS=rows,
+            num_warps=c["num_warps"],
+        )
+    return out
+
+
+# Two routers: Qwen3-30B-A3B's, and DeepSeek-V3's with groups and a bias.
+_QWEN = {
+    "E": 128,
+    "K": 8,
+    "SIZE": 128,
+    "GROUPS": 1,
+    "TOP": 1,
+    "BIASED": False,
+    "SIGMOID": False,
+    "RENORMALIZE": True,
+    "REPLAYED": False,
+    "GP": 1,
+    "SP": 128,
+    "WIDTH": 128,
+}
+_DEEPSEEK = {
+    "E": 256,
+    "K": 8,
+    "SIZE": 32,
+    "GROUPS": 8,
+    "TOP": 4,
+    "BIASED": True,
+    "SIGMOID": True,
+    "RENORMALIZE": True,
+    "REPLAYED": False,
+    "GP": 8,
+    "SP": 32,
+    "WIDTH": 256,
+}
+_TYPES = {
+    "bias_ptr": "*fp32",
+    "recorded_ptr": "*i64",
+    "index_ptr": "*i64",
+    "weight_ptr": "*fp32",
+    "probability_ptr": "*fp32",
+    "count_ptr": "*i32",
+    "square_ptr": "*fp32",
+    "total_ptr": "*i64",
+    "balance_ptr": "*fp32",
+    "z_ptr": "*fp32",
+    "g_weight_ptr": "*fp32",
+    "g_balance_ptr": "*fp32",
+    "g_z_ptr": "*fp32",
+    "T": "i32",
+    "stride": "i32",
+    "steps": "i32",
+    "programs": "i32",
+    "scale": "fp32",
+}
+
+
+def _spec(kernel, label, constexprs, warps, data, **more):
+    types = {**_TYPES, "logits_ptr": f"*{data}", "out_ptr": f"*{data}"}
+    if kernel is _backward:
+        types["count_ptr"] = "*i64"
+    chosen = {n: v for n, v in constexprs.items() if n in kernel.arg_names}
+    signature = {n: types[n] for n in kernel.arg_names if n in types}
+    # Rows are a small part of a model's traffic and as short as a cache line; results are
+    # scattered.
+    return KernelSpec(
+        kernel,
+        label,
+        signature,
+        chosen,
+        warps,
+        load=0,
+        store=0,
+        divisible=("stride",) if "stride" in signature else (),
+        per_sm=PER_SM if kernel is _forward else 1,
+        **more,
+    )
+
+
+def _specs(kernel):
+    def specs(key: dict, config: dict) -> list[KernelSpec]:
+        name = kernel.fn.__name__[1:]
+        kernel_specs = []
+        for model, shape in (("qwen", _QWEN), ("deepseek", _DEEPSEEK)):
+            if shape["WIDTH"] == key["width"]:
+                for data in ("bf16", "fp32"):
+                    kernel_specs.append(
+                        _spec(
+                            kernel,
+                            f"{name} {model} {data}",
+                            {**shape, "ROWS": config["ROWS"]},
+                            config["num_warps"],
+                            data,
+                            options=_options(config),
+                        )
+                    )
+        return kernel_specs
+
+    return specs
+
+
+def gate() -> list[KernelSpec]:
+    """The kernels without tuned configurations, and the replay of a recorded choice."""
+    config = FORWARD.heuristic(128)
+    replay = {**_QWEN, "REPLAYED": True, "ROWS": config["ROWS"]}
+    return [
+        *(
+            _spec(_finish, f"finish E={E}", {"E": E, "WIDTH": E, "ROWS": 4096 // E}, 8, "bf16")
+            for E in (128, 256)
+        ),
+        _spec(
+            _forward,
+            "forward replay bf16",
+            replay,
+            config["num_warps"],
+            "bf16",
+            options=_options(config),
+        ),
+    ]
+
+
+FORWARD = Tunable(
+    "route",
+    "forward",
+    ("width",),
+    "forward",
+    _forward_heuristic,
+    _forward_space,
+    [(128,), (256,)],
+    _specs(_forward),
+)
+BACKWARD = Tunable(
+    "route",
+    "backward",
+    ("width",),
+    "backward",
+    _backward_heuristic,
+    _backward_space,
+    [(128,), (256,)],
+    _specs(_backward),
+)
+TUNABLES = (FORWARD, BACKWARD)

@@ -1,0 +1,662 @@
+"""RMSNorm and add + RMSNorm in Triton. The definition is tilewright/ops/norm/rmsnorm.py.
+
+T = rows / H, H = heads (1 unless the weight is 2-D), D = columns. Row (t, h) starts at (t * H + h)
+* D. A program holds BLOCK_T rows of one head in registers while D <= 16,384 (backward: 8,192);
+wider rows are processed in column blocks and read a second time, mostly from L2. Sums and the
+weight gradient are fp32. The weight gradient is accumulated per program and reduced by a second
+kernel in fixed order: no atomics, the same bits every run on one kind of device.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.kernels import launchers
+from tilewright.kernels.device import resident
+from tilewright.kernels.launch import launch, warm_up
+from tilewright.kernels.spec import KernelSpec
+from tilewright.kernels.tuning import Tunable
+
+# Widest row kept in registers: 16,384 fp32 over 512 threads is 32 registers per operand.
+WHOLE_ROW = 16384
+# The same in backward, which holds x, dy, w and the sum for dw (and db): at 16,384 columns ptxas
+# spills up to 1,336 bytes per thread for sm_90 to sm_120, whether w is kept or reloaded for every
+# row; at 8,192 none.
+WHOLE_ROW_BACKWARD = 8192
+WALK_BLOCK = 8192  # column block beyond those
+# Bytes of rows that a block of the backward has in flight, in shared memory: all that sm_120 has
+# for one block, and half of what sm_90 has for all.
+STAGED_BYTES = 96 * 2**10
+# Rows up to this many columns share a program. For D=128 on sm_100 ptxas spills 8 bytes in the
+# float32 forward with 16 elements per thread.
+NARROW = 512
+
+
+def _heuristic(D: int, backward: bool) -> dict:
+    """Targets 16 to 32 elements per thread in one operand."""
+    walk = (WHOLE_ROW_BACKWARD if backward else WHOLE_ROW) < D
+    block_d = WALK_BLOCK if walk else launchers.next_power_of_2(D)
+    # Narrow rows (QK norm) share a program: a warp's loads stay 512 B.
+    block_t = max(
+        1,
+        1024 // block_d,
+    )
+    warp = 256 if block_t > 1 and not backward else 512
+    return {
+        "BLOCK_D": block_d,
+        "BLOCK_T": block_t,
+        "num_warps": min(16, max(1, block_d * block_t // warp)),
+    }
+
+
+def _blocks(D: int, backward: bool, least: int, most: int) -> list[dict]:
+    """Half, as many and twice as many rows per program, on 1 to 16 warps with `least` to `most`
+    elements per thread.
+    """
+    base = _heuristic(D, backward)
+    configs = []
+    for block_t in (base["BLOCK_T"] // 2, base["BLOCK_T"], 2 * base["BLOCK_T"]):
+        for warps in (1, 2, 4, 8, 16):
+            if block_t and least <= base["BLOCK_D"] * block_t // (32 * warps) <= most:
+                configs.append({**base, "BLOCK_T": block_t, "num_warps": warps})
+    return configs
+
+
+def _forward_heuristic(D: int, itemsize: int, add: bool) -> dict:
+    return _heuristic(D, False)
+
+
+def _forward_space(D: int, itemsize: int, add: bool) -> list[dict]:
+    if D > WHOLE_ROW:
+        return [
+            {"BLOCK_D": block, "BLOCK_T": 1, "num_warps": warps}
+            for block, warps in ((4096, 8), (4096, 16), (8192, 16))
+        ]
+    return _blocks(D, False, *((16 // itemsize, 8) if D <= NARROW else (8, 32)))
+
+
+def _backward_heuristic(D: int, itemsize: int) -> dict:
+    """STAGES: loop iterations over rows in flight; all but one of them are loads into shared
+    memory.
+    """
+    c = _heuristic(D, True)
+    return {**c, "STAGES": 1 if c["BLOCK_D"] < D else _most_stages(c, itemsize)}
+
+
+def _most_stages(c: dict, itemsize: int) -> int:
+    step = 3 * c["BLOCK_T"] * c["BLOCK_D"] * itemsize  # dy, x and dsum
+    # In narrow rows ptxas spills 4 bytes for sm_100 and sm_120 with one prefetched step.
+    if c["BLOCK_D"] <= NARROW:
+        return 1
+    # ptxas 12.9 spills 4 bytes for sm_120 with two prefetched steps of 4,096 float32 columns.
+    ahead = 1 if itemsize == 4 and c["BLOCK_D"] > 2048 else 2
+    return 1 + min(ahead, STAGED_BYTES // step)
+
+
+def _backward_space(D: int, itemsize: int) -> list[dict]:
+    if D > WHOLE_ROW_BACKWARD:
+        return [
+            {"BLOCK_D": block, "BLOCK_T": 1, "num_warps": warps, "STAGES": 1}
+            for block, warps in ((4096, 16), (8192, 8))
+        ]
+    return [
+        {**c, "STAGES": stages}
+        for c in _blocks(D, True, 16 if D <= NARROW else 8, 16)
+        for stages in range(1, _most_stages(c, itemsize) + 1)
+    ]
+
+
+@triton.jit
+def _weight(w_ptr, h, start, offset, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The multipliers of columns from `start` on, [BLOCK_D]."""
+    c = start + tl.arange(0, BLOCK_D)
+    return tl.load(w_ptr + h * D + c, mask=c < D, other=0.0).to(tl.float32) + offset
+
+
+@triton.jit(do_not_specialize=["T"])
+def _forward(
+    x_ptr,
+    residual_ptr,
+    w_ptr,
+    b_ptr,
+    y_ptr,
+    sum_ptr,
+    rstd_ptr,
+    T,
+    eps,
+    offset,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WALK: tl.constexpr,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROUND_XHAT: tl.constexpr,
+):
+    """BLOCK_T rows of one head."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    h = tl.program_id(1)
+    row = t * H + h
+    cols = tl.arange(0, BLOCK_D)
+    in_t = t < T
+    if not WALK:
+        mask = in_t[:, None] & (cols < D)[None, :]
+        at = row[:, None] * D + cols[None, :]
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if ADD:
+            r = x + tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            r = r.to(sum_ptr.dtype.element_ty)
+            tl.store(sum_ptr + at, r, mask=mask)
+            x = r.to(tl.float32)
+        rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / D + eps)
+        tl.store(rstd_ptr + row, rstd, mask=in_t)
+        w = _weight(w_ptr, h, 0, offset, D, BLOCK_D)
+        y = x * rstd[:, None]
+        if ROUND_XHAT:
+            y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
+        y = y * w[None, :]
+        if BIAS:
+            y += tl.load(b_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)[None, :]
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    else:
+        ss = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+        for start in range(0, D, BLOCK_D):
+            c = start + cols
+            mask = in_t[:, None] & (c < D)[None, :]
+            at = row[:, None] * D + c[None, :]
+            x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            if ADD:
+                r = x + tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+                r = r.to(sum_ptr.dtype.element_ty)
+                tl.store(sum_ptr + at, r, mask=mask)
+                x = r.to(tl.float32)
+            ss += x * x
+        rstd = 1.0 / tl.sqrt(tl.sum(ss, axis=1) / D + eps)
+        tl.store(rstd_ptr + row, rstd, mask=in_t)
+        for start in range(0, D, BLOCK_D):
+            c = start + cols
+            mask = in_t[:, None] & (c < D)[None, :]
+            at = row[:, None] * D + c[None, :]
+            # recomputed from the inputs: the sum stored by this program's other threads may not be
+            # visible yet
+            if ADD:
+                x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+                x += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+                x = x.to(sum_ptr.dtype.element_ty).to(tl.float32)
+            else:
+                x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            w = _weight(w_ptr, h, start, offset, D, BLOCK_D)
+            y = x * rstd[:, None]
+            if ROUND_XHAT:
+                y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
+            y = y * w[None, :]
+            if BIAS:
+                y += tl.load(b_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+            tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _backward(
+    dy_ptr,
+    dsum_ptr,
+    x_ptr,
+    rstd_ptr,
+    w_ptr,
+    dx_ptr,
+    dw_ptr,
+    db_ptr,
+    T,
+    offset,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DSUM: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROUND_XHAT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """dx, and this program's partial sums of dw and db over rows p, p + P, p + 2P, ... of one head,
+    in registers.
+    """
+    p = tl.program_id(0)
+    h = tl.program_id(1)
+    P = tl.num_programs(0)
+    cols = tl.arange(0, BLOCK_D)
+    in_d = cols < D
+    w = _weight(w_ptr, h, 0, offset, D, BLOCK_D)
+    dw = tl.zeros([BLOCK_D], tl.float32)
+    db = tl.zeros([BLOCK_D], tl.float32)
+    # Where a thread may have a single product of a sum, products are rounded first: with an fma
+    # into the first addition of an exchange between threads, two threads would differ in the last
+    # bit, and either result could be stored. Seen for dw in narrow 16-bit rows on four warps; not
+    # in float32, where with a bias and D=128 ptxas would spill 8 bytes for sm_90.
+    APART: tl.constexpr = BLOCK_T > 1 and x_ptr.dtype.element_ty != tl.float32
+    # The same for c, with a float32 weight and a D that is not a multiple of four.
+    RAGGED: tl.constexpr = APART and D % 4 != 0 and w_ptr.dtype.element_ty == tl.float32
+    for block in tl.range(p, tl.cdiv(T, BLOCK_T), P, num_stages=STAGES):
+        t = block * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
+        row = t * H + h
+        in_t = t < T
+        mask = in_t[:, None] & in_d[None, :]
+        at = row[:, None] * D + cols[None, :]
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0)
+        xhat = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row, mask=in_t, other=0.0)
+        xhat = xhat * rstd[:, None]
+        g = dy.to(tl.float32)
+        if BIAS:
+            db += tl.sum(g, axis=0)
+        normed = xhat
+        if ROUND_XHAT:
+            normed = xhat.to(dy_ptr.dtype.element_ty).to(tl.float32)
+        if APART:
+            dw += tl.sum(tl.fma(g, normed, 0.0), axis=0)
+        else:
+            dw += tl.sum(g * normed, axis=0)
+        g = g * w[None, :]
+        if RAGGED:
+            c = tl.sum(tl.fma(g, xhat, 0.0), axis=1) / D
+        else:
+            c = tl.sum(g * xhat, axis=1) / D
+        dx = (g - xhat * c[:, None]) * rstd[:, None]
+        if DSUM:
+            dx += tl.load(dsum_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(dw_ptr + (p * H + h).to(tl.int64) * D + cols, dw, mask=in_d)
+    if BIAS:
+        tl.store(db_ptr + (p * H + h).to(tl.int64) * D + cols, db, mask=in_d)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _backward_walk(
+    dy_ptr,
+    dsum_ptr,
+    x_ptr,
+    rstd_ptr,
+    w_ptr,
+    dx_ptr,
+    T,
+    offset,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DSUM: tl.constexpr,
+):
+    """dx of one wide row, in two passes over its columns."""
+    row = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
+    h = tl.program_id(1)
+    cols = tl.arange(0, BLOCK_D)
+    rstd = tl.load(rstd_ptr + row)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, D, BLOCK_D):
+        c = start + cols
+        g = tl.load(dy_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
+        w = _weight(w_ptr, h, start, offset, D, BLOCK_D)
+        acc += g * w * (x * rstd)
+    dot = tl.sum(acc, axis=0) / D
+    for start in range(0, D, BLOCK_D):
+        c = start + cols
+        g = tl.load(dy_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
+        w = _weight(w_ptr, h, start, offset, D, BLOCK_D)
+        dx = (g * w - x * rstd * dot) * rstd
+        if DSUM:
+            dx += tl.load(dsum_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + row * D + c, dx.to(dx_ptr.dtype.element_ty), mask=c < D)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _weight_walk(
+    dy_ptr,
+    x_ptr,
+    rstd_ptr,
+    dw_ptr,
+    db_ptr,
+    T,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROUND_XHAT: tl.constexpr,
+):
+    """dw and db of one column block over rows p, p + P, ...: for rows too wide for `_backward`."""
+    p = tl.program_id(0)
+    h = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    dw = tl.zeros([BLOCK_D], tl.float32)
+    db = tl.zeros([BLOCK_D], tl.float32)
+    for t in range(p, T, tl.num_programs(0)):
+        row = t * H + h
+        g = tl.load(dy_ptr + row * D + c, mask=c < D, other=0.0)
+        xhat = tl.load(x_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32) * tl.load(
+            rstd_ptr + row
+        )
+        if ROUND_XHAT:
+            xhat = xhat.to(dy_ptr.dtype.element_ty).to(tl.float32)
+        dw += g.to(tl.float32) * xhat
+        if BIAS:
+            db += g.to(tl.float32)
+    tl.store(dw_ptr + (p * H + h).to(tl.int64) * D + c, dw, mask=c < D)
+    if BIAS:
+        tl.store(db_ptr + (p * H + h).to(tl.int64) * D + c, db, mask=c < D)
+
+
+@triton.jit
+def _sum_programs(
+    partial_ptr, out_ptr, second_ptr, P, COLUMNS, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out [COLUMNS] = the sum over the P rows of partial, in their order by BLOCK_P, rounded once.
+    With second [COLUMNS], partial is [P, 2, COLUMNS], and programs with index 1 in the grid's
+    second dimension compute second.
+    """
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    p = tl.arange(0, BLOCK_P)
+    stride = COLUMNS
+    if second_ptr is not None:
+        stride = 2 * COLUMNS
+        partial_ptr += tl.program_id(1) * COLUMNS
+    acc = tl.zeros([BLOCK_P, BLOCK], tl.float32)
+    for first in range(0, P, BLOCK_P):
+        at = (first + p).to(tl.int64)[:, None] * stride + c[None, :]
+        acc += tl.load(
+            partial_ptr + at, mask=(first + p < P)[:, None] & (c < COLUMNS)[None, :], other=0.0
+        )
+    total, mask = tl.sum(acc, axis=0), c < COLUMNS
+    if second_ptr is not None:
+        which = tl.program_id(1) + tl.zeros([BLOCK], tl.int32)
+        tl.store(second_ptr + c, total.to(second_ptr.dtype.element_ty), mask=mask & (which == 1))
+        mask = mask & (which == 0)
+    tl.store(out_ptr + c, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+_SUM = {
+    "BLOCK_P": 32,
+    "BLOCK": 32,
+    # A warp reads 128 bytes of each row; 128 programs for 4,096 columns.
+}
+
+
+def summed(
+    partial: torch.Tensor, out: torch.Tensor, second: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Writes to out, and returns, the sum over the first dimension of partial [P, *out.shape],
+    contiguous and float32, in one launch; with second, of out's shape, partial is [P, 2,
+    *out.shape].
+    """
+    columns = out.numel()
+    launch(
+        _sum_programs,
+        (launchers.cdiv(columns, _SUM["BLOCK"]), 1 if second is None else 2),
+        partial,
+        out,
+        second,
+        partial.shape[0],
+        columns,
+        **_SUM,
+    )
+    return out
+
+
+_resident: dict[tuple, int] = {}
+
+
+def _sharing(
+    kernel,
+    T: int,
+    block_t: int,
+    groups: int,
+    warps: int,
+    x: torch.Tensor,
+    key: tuple,
+    *arguments,
+    **constants,
+) -> int:
+    """Programs that share the rows of each of `groups` columns of a grid: together as many as the
+    device holds at a time, so that there is no second, partial wave. key: what registers and shared
+    memory depend on besides the constants.
+    """
+    each = 4 * groups
+    if x.is_cuda:
+        of = torch.cuda.get_device_properties(x.device)
+        key = (kernel, x.device, warps, *key, *constants.values())
+        if key not in _resident:
+            compiled = warm_up(kernel, *arguments, **constants, num_warps=warps)
+            _resident[key] = resident(compiled.n_regs, compiled.metadata.shared, warps, of)
+        each = _resident[key] * of.multi_processor_count
+    return max(1, min(each // groups, launchers.cdiv(T, block_t)))
+
+
+def _launch_forward(x, residual, weight, bias, eps, offset, round_xhat):
+    T, H, D = launchers.sizes(x, weight)
+    y, total, rstd = launchers.normalized(x, residual)
+    if T:
+        c = FORWARD.config(x.device, D, x.element_size(), residual is not None)
+        launch(
+            _forward,
+            (launchers.cdiv(T, c["BLOCK_T"]), H),
+            x,
+            residual,
+            weight,
+            bias,
+            y,
+            total,
+            rstd,
+            T,
+            eps,
+            offset,
+            H=H,
+            D=D,
+            WALK=c["BLOCK_D"] < D,
+            ADD=residual is not None,
+            BIAS=bias is not None,
+            ROUND_XHAT=round_xhat,
+            **c,
+        )
+    return y, total, rstd
+
+
+forward, add_forward = launchers.rmsnorm_forwards(_launch_forward)
+
+
+def backward(
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    x: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    offset: float,
+    round_xhat: bool,
+    has_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    T, H, D = launchers.sizes(x, weight)
+    dx = torch.empty_like(x)
+    if T == 0:
+        return dx, torch.zeros_like(weight), weight.new_zeros(D if has_bias else 0)
+    c = BACKWARD.config(x.device, D, x.element_size())
+    block_d, warps = c["BLOCK_D"], c["num_warps"]
+    walk = block_d < D
+    # A stand-in for both until the number of programs is known.
+    db = torch.empty(
+        0,
+        dtype=torch.float32,
+        device=x.device,
+    )
+    if walk:
+        launch(
+            _backward_walk,
+            (T, H),
+            dy,
+            dsum,
+            x,
+            rstd,
+            weight,
+            dx,
+            T,
+            offset,
+            H=H,
+            D=D,
+            BLOCK_D=block_d,
+            DSUM=dsum is not None,
+            num_warps=warps,
+        )
+        kernel, warps, block_t = _weight_walk, 4, 1
+        columns = launchers.cdiv(D, 1024)
+        constants = {"H": H, "D": D, "BLOCK_D": 1024, "BIAS": has_bias, "ROUND_XHAT": round_xhat}
+
+        def arguments(dw, db):
+            return dy, x, rstd, dw, db, T
+    else:
+        kernel, block_t, columns = _backward, c["BLOCK_T"], 1
+        constants = {
+            "H": H,
+            "D": D,
+            "BLOCK_T": block_t,
+            "BLOCK_D": block_d,
+            "DSUM": dsum is not None,
+            "BIAS": has_bias,
+            "ROUND_XHAT": round_xhat,
+            "STAGES": c["STAGES"],
+        }
+
+        def arguments(dw, db):
+            return dy, dsum, x, rstd, weight, dx, dw, db, T, offset
+
+    dtypes = (x.dtype, dy.dtype, weight.dtype, None if dsum is None else dsum.dtype)
+    P = _sharing(kernel, T, block_t, H * columns, warps, x, dtypes, *arguments(db, db), **constants)
+    dw = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
+    if has_bias:
+        db = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
+    launch(kernel, (P, H, columns), *arguments(dw, db), **constants, num_warps=warps)
+    # All heads share one bias, so it is a sum over heads too.
+    dbias = summed(db.view(P * H, D), weight.new_empty(D)) if has_bias else weight.new_empty(0)
+    return dx, summed(dw, torch.empty_like(weight)), dbias
+
+
+# The usual training step; float32 weights, which need the most registers in forward; and all in
+# float32: x, weight, whether there is a bias, whether the normalized row is rounded.
+_TYPES = {
+    2: (("bf16", "bf16", False, True), ("bf16", "fp32", True, True)),
+    4: (("fp32", "fp32", True, False),),
+}
+
+
+def _specs(D: int, itemsize: int, launches) -> list[KernelSpec]:
+    specs = []
+    shape = {"H": 8 if D == 128 else 1, "D": D}
+    for data, weight, bias, cast in _TYPES[itemsize]:
+        types = {
+            "T": "i32",
+            "eps": "fp32",
+            "offset": "fp32",
+            "rstd_ptr": "*fp32",
+            "dw_ptr": "*fp32",
+            "db_ptr": "*fp32",
+            "w_ptr": f"*{weight}",
+            "b_ptr": f"*{weight}",
+            **{f"{n}_ptr": f"*{data}" for n in ("x", "residual", "y", "sum", "dy", "dsum", "dx")},
+        }
+        tail = f"{data} weight={weight}{' bias' if bias else ''} D={D}"
+        for kernel, label, constexprs, warps in launches({"BIAS": bias, "ROUND_XHAT": cast}):
+            signature = {n: types[n] for n in kernel.arg_names if n in types}
+            specs.append(
+                KernelSpec(
+                    kernel,
+                    f"{label} {tail}",
+                    signature,
+                    {**shape, **constexprs},
+                    warps,
+                    elements=constexprs.get("BLOCK_T", 1) * constexprs["BLOCK_D"],
+                )
+            )
+    return specs
+
+
+def _forward_specs(key: dict, config: dict) -> list[KernelSpec]:
+    blocks = {n: config[n] for n in ("BLOCK_D", "BLOCK_T")} | {
+        "WALK": config["BLOCK_D"] < key["D"],
+        "ADD": key["add"],
+    }
+
+    def launches(options):
+        yield (
+            _forward,
+            "add_forward" if key["add"] else "forward",
+            {**blocks, **options},
+            config["num_warps"],
+        )
+
+    return _specs(key["D"], key["itemsize"], launches)
+
+
+def _backward_specs(key: dict, config: dict) -> list[KernelSpec]:
+    def launches(options):
+        if config["BLOCK_D"] < key["D"]:
+            yield (
+                _backward_walk,
+                "backward_walk",
+                {"BLOCK_D": config["BLOCK_D"], "DSUM": True},
+                config["num_warps"],
+            )
+            yield _weight_walk, "weight_walk", {**options, "BLOCK_D": 1024}, 4
+        else:
+            blocks = {n: config[n] for n in ("BLOCK_D", "BLOCK_T", "STAGES")}
+            yield (
+                _backward,
+                "backward",
+                {**blocks, **options, "DSUM": True},
+                config["num_warps"],
+            )
+
+    return _specs(key["D"], key["itemsize"], launches)
+
+
+_WIDTHS = (128, 1024, 4096, 8192, 16384, 65536)
+FORWARD = Tunable(
+    "rmsnorm",
+    "forward",
+    ("D", "itemsize", "add"),
+    "forward",
+    _forward_heuristic,
+    _forward_space,
+    [(D, size, add) for D in _WIDTHS for size in (2, 4) for add in (False, True)],
+    _forward_specs,
+)
+BACKWARD = Tunable(
+    "rmsnorm",
+    "backward",
+    ("D", "itemsize"),
+    "backward",
+    _backward_heuristic,
+    _backward_space,
+    [(D, size) for D in _WIDTHS for size in (2, 4)],
+    _backward_specs,
+)
+TUNABLES = (FORWARD, BACKWARD)
+
+
+def gate() -> tuple[KernelSpec, ...]:
+    """The reduction of the programs' partial sums, whose configuration is not tuned: 16 bytes per
+    thread of its input.
+    """
+    return tuple(
+        KernelSpec(
+            _sum_programs,
+            f"sum of dw {t}{' twice' if two else ''}",
+            {
+                "partial_ptr": "*fp32",
+                "out_ptr": f"*{t}",
+                **({"second_ptr": f"*{t}"} if two else {}),
+                "P": "i32",
+                "COLUMNS": "i32",
+            },
+            {**({} if two else {"second_ptr": None}), **_SUM},
+            divisible=("COLUMNS",),
+            store=32 if t == "fp32" else 16,
+        )
+        for t, two in (("bf16", False), ("fp32", False), ("bf16", True))
+    )

@@ -1,0 +1,236 @@
+"""AdamW over many tensors in Triton, in one launch. The definition is
+tilewright/ops/optim/adamw.py.
+
+Programs read the addresses of their tensors from a table: a launch takes any number of tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.kernels.launch import launch
+from tilewright.kernels.launchers import cdiv
+from tilewright.kernels.spec import KernelSpec
+
+TILE = 2048  # elements of a program: with 8 warps, a 128-bit load of bf16 per thread
+WARPS = 8
+
+
+@triton.jit
+def _update(
+    p_at,
+    g_at,
+    m_at,
+    v_at,
+    c_at,
+    inside,
+    decay,
+    rate1,
+    beta2,
+    rise2,
+    size,
+    root,
+    eps,
+    KAHAN: tl.constexpr,
+    SHORT: tl.constexpr,
+):
+    """inside: the mask of all accesses, or None.   rate1: 1 - beta1, or beta1 if SHORT."""
+    p = tl.load(p_at, mask=inside).to(tl.float32)
+    g = tl.load(g_at, mask=inside).to(tl.float32)
+    m = tl.load(m_at, mask=inside).to(tl.float32)
+    v = tl.load(v_at, mask=inside).to(tl.float32)
+    # From the nearer end: next to a large difference, the other one would lose its digits.
+    m = g + rate1 * (m - g) if SHORT else m + rate1 * (g - m)
+    v = beta2 * v + rise2 * g * g
+    tl.store(m_at, m.to(m_at.dtype.element_ty), mask=inside)
+    tl.store(v_at, v.to(v_at.dtype.element_ty), mask=inside)
+    change = decay * p - size * m / (tl.sqrt(v) * root + eps)
+    if KAHAN:
+        change += tl.load(c_at, mask=inside).to(tl.float32)
+    new = (p + change).to(p_at.dtype.element_ty)
+    tl.store(p_at, new, mask=inside)
+    if KAHAN:
+        rest = p - new.to(tl.float32) + change
+        tl.store(c_at, rest.to(c_at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _address(table_ptr, like_ptr, ALIGNED: tl.constexpr):
+    """A pointer of like_ptr's type from the table."""
+    found = tl.load(table_ptr).to(like_ptr.dtype)
+    return tl.multiple_of(found, 16) if ALIGNED else found
+
+
+@triton.jit
+def _adamw(
+    table_ptr,
+    tiles_ptr,
+    p_ptr,
+    g_ptr,
+    m_ptr,
+    v_ptr,
+    c_ptr,
+    count,
+    tiles,
+    decay,
+    rate1,
+    beta2,
+    rise2,
+    size,
+    root,
+    eps,
+    ALIGNED: tl.constexpr,
+    KAHAN: tl.constexpr,
+    SHORT: tl.constexpr,
+    VECTOR: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """table [6, count]: elements of each tensor, and the addresses of p, g, m, v and c.
+    tiles [2, tiles]: the tensor of each program, and its tile in it.
+    p, g, m, v, c: of any of the tensors, for their types.
+    VECTOR: neighboring elements of a thread, the same in all accesses: values need not move between
+        threads, and a thread writes the elements that it has read.
+    """
+    row = table_ptr + tl.load(tiles_ptr + tl.program_id(0))
+    first = tl.load(tiles_ptr + tiles + tl.program_id(0)).to(tl.int64) * TILE
+    n = tl.load(row)
+    at = tl.max_contiguous(first + tl.arange(0, TILE), VECTOR)
+    p_at = _address(row + count, p_ptr, ALIGNED) + at
+    g_at = _address(row + 2 * count, g_ptr, ALIGNED) + at
+    m_at = _address(row + 3 * count, m_ptr, ALIGNED) + at
+    v_at = _address(row + 4 * count, v_ptr, ALIGNED) + at
+    c_at = _address(row + 5 * count, c_ptr, ALIGNED) + at if KAHAN else None
+    # Only the last tile is masked: a mask by a loaded number would make each access narrow.
+    if first + TILE <= n:
+        _update(
+            p_at, g_at, m_at, v_at, c_at, None,
+            decay, rate1, beta2, rise2, size, root, eps, KAHAN, SHORT,
+        )  # fmt: skip
+    else:
+        _update(
+            p_at, g_at, m_at, v_at, c_at, at < n,
+            decay, rate1, beta2, rise2, size, root, eps, KAHAN, SHORT,
+        )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def _tiles(device: torch.device, stream: int, sizes: tuple[int, ...]) -> torch.Tensor:
+    """[2, tiles] int32, in the order of the tensors. A stream has its own: it is not waited for."""
+    found = [(i, tile) for i, n in enumerate(sizes) for tile in range(cdiv(n, TILE))]
+    return _sent(torch.tensor(found, dtype=torch.int32).T.contiguous(), device)
+
+
+@functools.lru_cache(maxsize=64)
+def _table(device: torch.device, stream: int, numbers: tuple[int, ...]) -> torch.Tensor:
+    """Cached: addresses stay the same in most steps. A CUDA graph, which may not copy, needs the
+    same contiguous tensors as the call before its capture, and less than 64 other calls after it.
+    """
+    return _sent(torch.tensor(numbers, dtype=torch.int64), device)
+
+
+def _sent(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device, without waiting for it."""
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
+
+
+def table(device: torch.device, sizes: tuple[int, ...], lists: tuple[list, ...]) -> torch.Tensor:
+    """The argument of the kernel."""
+    addresses = (t.data_ptr() for tensors in lists for t in tensors)
+    return _table(device, _stream(device), tuple(itertools.chain(sizes, addresses)))
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def adamw_(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    compensations: list[torch.Tensor],
+    numbers: list[float],
+    step: int,
+) -> None:
+    """Contiguous tensors; compensations may be empty.   numbers: lr, beta1, beta2, eps and
+    weight_decay.
+    """
+    lr, beta1, beta2, eps, weight_decay = numbers
+    device, sizes = params[0].device, tuple(p.numel() for p in params)
+    if not any(sizes):
+        return
+    lists = params, grads, exp_avgs, exp_avg_sqs, *([compensations] if compensations else [])
+    tiles = _tiles(device, _stream(device), sizes)
+    addresses = table(device, sizes, lists)
+    examples = [tensors[0] for tensors in lists]
+    if not compensations:
+        examples.append(None)
+    launch(
+        _adamw,
+        (tiles.shape[1],),
+        addresses,
+        tiles,
+        *examples,
+        len(params),
+        tiles.shape[1],
+        -lr * weight_decay,
+        beta1 if beta1 < 0.5 else 1 - beta1,
+        beta2,
+        1 - beta2,
+        lr / (1 - beta1**step),
+        (1 - beta2**step) ** -0.5,
+        eps,
+        ALIGNED=not any(t.data_ptr() % 16 for tensors in lists for t in tensors),
+        KAHAN=bool(compensations),
+        SHORT=beta1 < 0.5,
+        VECTOR=16 // max(t.element_size() for t in examples if t is not None),
+        TILE=TILE,
+        num_warps=WARPS,
+    )
+
+
+def gate() -> list[KernelSpec]:
+    found = []
+    for p, state, kahan, aligned, short in (
+        ("fp32", "fp32", False, True, False),
+        ("fp32", "bf16", False, True, False),
+        ("bf16", "bf16", True, True, False),
+        ("fp32", "fp32", False, False, False),
+        ("fp32", "fp32", False, True, True),
+    ):
+        signature = {
+            "table_ptr": "*i64",
+            "tiles_ptr": "*i32",
+            **dict.fromkeys(("p_ptr", "g_ptr"), f"*{p}"),
+            **dict.fromkeys(("m_ptr", "v_ptr"), f"*{state}"),
+            **({"c_ptr": f"*{p}"} if kahan else {}),
+            **dict.fromkeys(("count", "tiles"), "i32"),
+            **dict.fromkeys(("decay", "rate1", "beta2", "rise2", "size", "root", "eps"), "fp32"),
+        }
+        wide = 128 if aligned else 32  # tensors off 16 bytes, such as views
+        found.append(
+            KernelSpec(
+                _adamw,
+                f"{p} {state} states{' kahan' if kahan else ''}{'' if aligned else ' unaligned'}"
+                f"{' short' if short else ''}",
+                signature,
+                {
+                    **({} if kahan else {"c_ptr": None}),
+                    "ALIGNED": aligned,
+                    "KAHAN": kahan,
+                    "SHORT": short,
+                    "VECTOR": 4 if "fp32" in (p, state) else 8,
+                    "TILE": TILE,
+                },
+                WARPS,
+                load=wide,
+                store=wide,
+                elements=TILE,
+            )
+        )
+    return found

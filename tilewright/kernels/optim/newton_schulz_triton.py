@@ -1,0 +1,187 @@
+"""Newton-Schulz iterations in Triton. The definition is tilewright/ops/optim/newton_schulz.py.
+
+`_symmetric` computes the tiles on and below the diagonal of a product that is symmetric, and stores
+each of them twice, once transposed. The other product, of the M x M update and the M x N iterate,
+is PyTorch's. Factors in x's dtype, float32 accumulation.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.kernels.device import dot_precision, hopper
+from tilewright.kernels.launch import launch
+from tilewright.kernels.launchers import cdiv
+from tilewright.kernels.optim.newton_schulz import iterate
+from tilewright.kernels.spec import KernelSpec
+from tilewright.kernels.tuning import Tunable
+
+
+@triton.jit
+def _symmetric(
+    left_ptr,
+    right_ptr,
+    addend_ptr,
+    out_ptr,
+    M,
+    K,
+    alpha,
+    beta,
+    ADD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out [B, M, M] = alpha left right^T + beta addend, with left and right [B, M, K]."""
+    # Program p computes tile (i, j) with p = i (i + 1) / 2 + j and j <= i. The root is exact up to
+    # 2^21 tiles.
+    p = tl.program_id(0)
+    i = ((tl.sqrt((8 * p + 1).to(tl.float32)) - 1) * 0.5).to(tl.int32)
+    i = tl.where(i * (i + 1) // 2 > p, i - 1, i)
+    i = tl.where((i + 1) * (i + 2) // 2 <= p, i + 1, i)
+    j = p - i * (i + 1) // 2
+    batch = tl.program_id(1).to(tl.int64)
+    m, n = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
+    ks = tl.arange(0, BLOCK_K)
+    left_at = left_ptr + batch * M * K + m.to(tl.int64)[:, None] * K + ks[None, :]
+    right_at = right_ptr + batch * M * K + n.to(tl.int64)[:, None] * K + ks[None, :]
+    acc = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        inside = (k + ks < K)[None, :]
+        a = tl.load(left_at + k, mask=(m < M)[:, None] & inside, other=0.0)
+        b = tl.load(right_at + k, mask=(n < M)[:, None] & inside, other=0.0)
+        acc = tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
+    acc = acc * alpha
+    both = (m < M)[:, None] & (n < M)[None, :]
+    at = batch * M * M + m.to(tl.int64)[:, None] * M + n[None, :]
+    if ADD:
+        acc += beta * tl.load(addend_ptr + at, mask=both, other=0.0).to(tl.float32)
+    result = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, result, mask=both)
+    if i != j:
+        across = batch * M * M + n.to(tl.int64)[:, None] * M + m[None, :]
+        tl.store(out_ptr + across, tl.trans(result), mask=tl.trans(both))
+
+
+MOST = 65_535  # programs along the second axis of a grid, of which there is one per matrix
+
+
+def _product(left, right, alpha, addend, beta):
+    B, M, K = left.shape
+    out = torch.empty((B, M, M), dtype=left.dtype, device=left.device)
+    config = SYMMETRIC.config(left.device, M, left.element_size(), hopper(left.device))
+    config = {n: v for n, v in config.items() if v is not None}
+    tiles = cdiv(M, config["BLOCK"])
+    for first in range(0, B, MOST):
+        part = slice(first, first + MOST)
+        launch(
+            _symmetric,
+            (tiles * (tiles + 1) // 2, min(B - first, MOST)),
+            left[part],
+            right[part],
+            None if addend is None else addend[part],
+            out[part],
+            M,
+            K,
+            alpha,
+            beta,
+            ADD=addend is not None,
+            PRECISION=dot_precision(left),
+            **config,
+        )
+    return out
+
+
+def _general(left, right, beta):
+    return torch.baddbmm(right, left, right, beta=beta) if beta else torch.bmm(left, right)
+
+
+def newton_schulz(x: torch.Tensor, coefficients: list[float], eps: float) -> torch.Tensor:
+    """x: [..., M, N], any strides.   coefficients: a, b, c of each step."""
+    return iterate(x, coefficients, eps, _product, _general)
+
+
+_NAMES = ("BLOCK", "BLOCK_K", "num_warps", "num_stages", "maxnreg")
+LIMIT = 128  # registers per thread with which an SM holds two blocks of eight warps
+
+
+def _heuristic(M: int, itemsize: int, hopper: bool) -> dict:
+    """Not measured on a GPU. float32 has no tensor cores; its tiles would spill if larger. Tiles of
+    128 x 128: on Hopper two blocks per SM, one of which multiplies while the other fills or writes.
+    Without a limit, an addend takes 138 registers there; on Blackwell, where it takes 202, it
+    spills with that limit.
+    """
+    if itemsize == 4:
+        chosen = (64, 32, 8, 2, None)
+    elif M >= 1024:
+        chosen = (128, 64, 8, 3, LIMIT if hopper else None)
+    else:  # enough tiles for all SMs
+        chosen = (64, 64, 4, 3, None)
+    return dict(zip(_NAMES, chosen, strict=True))
+
+
+def _space(M: int, itemsize: int, hopper: bool) -> list[dict]:
+    if itemsize == 4:
+        found = [(64, 32, 4, 2, None), (64, 16, 8, 2, None)]
+    else:
+        limits = (None, LIMIT) if hopper else (None,)
+        found = [
+            *((128, 32, 8, stages, limit) for stages in (3, 4) for limit in limits),
+            (128, 64, 8, 3, None),
+            (64, 64, 4, 4, None),
+            (64, 32, 4, 4, None),
+        ]
+    return [dict(zip(_NAMES, values, strict=True)) for values in found]
+
+
+def _specs(key: dict, config: dict) -> list[KernelSpec]:
+    t = {2: "bf16", 4: "fp32"}[key["itemsize"]]
+    constants = {n: v for n, v in config.items() if n.isupper()}
+    limit = config["maxnreg"]
+    found = []
+    for add in (False, True):
+        signature = {
+            **dict.fromkeys(("left_ptr", "right_ptr", "addend_ptr", "out_ptr"), f"*{t}"),
+            **dict.fromkeys(("M", "K"), "i32"),
+            **dict.fromkeys(("alpha", "beta"), "fp32"),
+        }
+        absent = {}
+        if not add:
+            del signature["addend_ptr"]
+            absent = {"addend_ptr": None}
+        found.append(
+            KernelSpec(
+                _symmetric,
+                f"{t} {config['BLOCK']}{' add' if add else ''}{' hopper' if key['hopper'] else ''}",
+                signature,
+                {
+                    **absent,
+                    **constants,
+                    "ADD": add,
+                    "PRECISION": "ieee" if t == "fp32" else None,
+                },
+                config["num_warps"],
+                config["num_stages"],
+                divisible=("M", "K"),
+                max_arch=99 if key["hopper"] else 999,
+                options={"maxnreg": limit} if limit else {},
+                per_sm=2 if limit else 1,
+                uses={} if t == "fp32" else {90: ("wgmma",), 100: ("tcgen05",)},
+            )
+        )
+    return found
+
+
+SYMMETRIC = Tunable(
+    "newton_schulz",
+    "symmetric",
+    ("M", "itemsize", "hopper"),
+    "forward",
+    _heuristic,
+    _space,
+    [(4096, 2, True), (4096, 2, False), (512, 2, False), (4096, 4, False)],
+    _specs,
+)
+TUNABLES = (SYMMETRIC,)

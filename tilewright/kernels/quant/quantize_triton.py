@@ -1,0 +1,1277 @@
+"""NF4, NVFP4, block-scaled FP8 and MXFP8 in Triton. The definitions are in
+tilewright/ops/{nf4,nvfp4,block_fp8,mxfp8}.py, and the rounding in tilewright/ops/quant/quantize.py;
+quantized bytes are the same there and here.
+
+HARDWARE selects the GPU's conversion instructions (see `conversions`): e4m3 from compute capability
+8.9 on, e2m1 from 10.0 on. They give the same bits as the integer operations on float32 that replace
+them elsewhere: on older GPUs, in the interpreter, whose casts round differently, and with
+stochastic rounding. NaN is the exception: its code is unspecified, and it comes only from a block
+whose scale shows it. Divisions are `div_rn`, which is correctly rounded.
+
+Elementwise loads and stores have a budget of few instructions per element, since at memory
+bandwidth a GPU has time for ten to twenty. A scale is loaded once for the elements that share it.
+In dequantization a thread processes eight elements at a time: loads then have the layout of stores,
+and need no shared memory.
+
+Each kernel reads its input once: a program holds whole blocks in registers, computes their largest
+magnitudes (a NaN is the largest), rounds and packs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.kernels.device import conversions
+from tilewright.kernels.launch import launch
+from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.math_triton import largest_magnitude, widened
+from tilewright.kernels.quant import aqn_triton
+from tilewright.kernels.quant.hadamard_triton import butterflies, sign_mask, signed
+from tilewright.kernels.spec import KernelSpec
+from tilewright.kernels.tuning import Tunable
+
+TILE = 2048  # elements per program that quantizes
+OUT = 512  # elements that a dequantizing program stores at a time: eight per thread of two warps
+PARTS = 4  # number of such stores; their loads are all issued first
+
+
+# ---- rounding
+
+
+@triton.jit
+def _encode(
+    v,
+    LARGEST: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LOWEST: tl.constexpr,
+    random,
+    RANDOM: tl.constexpr,
+):
+    """Codes without signs of float32 |v|: see `encode` in tilewright/ops/quant/quantize.py."""
+    v = tl.minimum(tl.abs(v), LARGEST)
+    if RANDOM:
+        e = (v.to(tl.int32, bitcast=True) >> 23) - 127
+        e = tl.where(e < LOWEST, LOWEST, e)
+        units = v * ((MANTISSA - e + 127) << 23).to(tl.float32, bitcast=True)
+        n = ((units * 16777216.0).to(tl.int32) + (random >> 8).to(tl.int32)) >> 24
+        code = ((e - LOWEST) << MANTISSA) + n
+    else:
+        # 2^e times UNIT has v's unit, 2^(e - MANTISSA), in its last place: adding it rounds v to
+        # units, ties to even, and the sum's bits are their count, at most 16, above those of the
+        # product.
+        SHIFT: tl.constexpr = 23 - MANTISSA
+        LEAST: tl.constexpr = (LOWEST + 127) << 23
+        UNIT: tl.constexpr = 2.0**SHIFT
+        e = tl.maximum(v.to(tl.int32, bitcast=True), LEAST) & 0x7F800000
+        units = tl.fma(e.to(tl.float32, bitcast=True), UNIT, v).to(tl.int32, bitcast=True)
+        code = units - (e - (e >> SHIFT)) - ((SHIFT << 23) + (LEAST >> SHIFT))
+    return code
+
+
+@triton.jit
+def _to_e4m3(v, random, RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
+    if HARDWARE and not RANDOM:
+        code = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        sign = (v.to(tl.int32, bitcast=True) >> 24) & 0x80
+        code = (_encode(v, 448.0, 3, -6, random, RANDOM) | sign).to(tl.uint8)
+    return code
+
+
+@triton.jit
+def from_e4m3(code, HARDWARE: tl.constexpr):
+    """float32 values of e4m3 bytes, exact with and without HARDWARE."""
+    if HARDWARE:
+        v = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:  # covers subnormals, without subnormal float32 intermediates
+        c = code.to(tl.int32)
+        u = c & 0x7F
+        small = u < 8
+        v = ((u << 20) + (tl.where(small, 121, 120) << 23)).to(tl.float32, bitcast=True)
+        v = tl.where(u == 0x7F, float("nan"), v - tl.where(small, 0.015625, 0.0))
+        v = (v.to(tl.int32, bitcast=True) | ((c & 0x80) << 24)).to(tl.float32, bitcast=True)
+    return v
+
+
+@triton.jit
+def _from_e2m1(code):
+    """The halved values 0, 1, 2, 3, 4, 6, 8, 12 of codes 0 to 15."""
+    u = code & 7
+    e = u >> 1
+    v = tl.where(u < 2, u, (2 + (u & 1)) << tl.where(e > 0, e - 1, 0)).to(tl.float32) * 0.5
+    return (v.to(tl.int32, bitcast=True) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+
+
+_BYTES = "abcd"
+# Four bytes of two codes each, from four numbers for the low halves and four for the high ones. The
+# first operand of the instruction becomes the high half.
+_TO_E2M1: tl.constexpr = tl.constexpr(f"""
+{{
+.reg .b8 e2m1_a, e2m1_b, e2m1_c, e2m1_d;
+{"".join(f"cvt.rn.satfinite.e2m1x2.f32 e2m1_{b}, ${i + 5}, ${i + 1};{chr(10)}" for i, b in enumerate(_BYTES))}\
+mov.b32 $0, {{e2m1_a, e2m1_b, e2m1_c, e2m1_d}};
+}}
+""")
+
+
+def _halves(low: int, high: int) -> str:
+    """The PTX that unpacks two float16 in `both` to two results."""
+    return f"mov.b32 {{half_a, half_b}}, both;\ncvt.f32.f16 ${low}, half_a;\ncvt.f32.f16 ${high}, half_b;\n"
+
+
+# The reverse, through float16, which represents all e2m1 values: four for the low halves, four for
+# the high ones.
+_FROM_E2M1: tl.constexpr = tl.constexpr(f"""
+{{
+.reg .b8 e2m1_a, e2m1_b, e2m1_c, e2m1_d;
+.reg .b16 half_a, half_b;
+.reg .b32 both;
+mov.b32 {{e2m1_a, e2m1_b, e2m1_c, e2m1_d}}, $8;
+{"".join(f"cvt.rn.f16x2.e2m1x2 both, e2m1_{b};{chr(10)}{_halves(i, i + 4)}" for i, b in enumerate(_BYTES))}\
+}}
+""")
+
+
+def _by_e4m3(sign: str, code: str, first: int) -> str:
+    """Four results from `first` on, from the halves whose signs and magnitudes these instructions
+    shift into place.
+    """
+    pairs = (
+        f"cvt.rn.f16x2.e4m3x2 both, {pair};\nmul.rn.f16x2 both, both, "
+        f"by;\n{_halves(first + i, first + i + 1)}"
+        for i, pair in ((0, "first"), (2, "second"))
+    )
+    return f"""{sign}
+{code}
+and.b32 code, code, 0x1c1c1c1c;
+or.b32 code, code, sign;
+mov.b32 {{first, second}}, code;
+{"".join(pairs)}"""
+
+
+# The reverse on GPUs that convert only e4m3: the three magnitude bits, shifted by two, are the e4m3
+# code of 1/64 of the value, subnormals included.
+_FROM_E2M1_BY_E4M3: tl.constexpr = tl.constexpr(f"""
+{{
+.reg .b32 sign, code, both, by;
+.reg .b16 first, second, half_a, half_b;
+mov.b32 by, 0x54005400;
+{_by_e4m3("shl.b32 sign, $8, 4;" + chr(10) + "and.b32 sign, sign, 0x80808080;", "shl.b32 code, $8, 2;", 0)}\
+{_by_e4m3("and.b32 sign, $8, 0x80808080;", "shr.u32 code, $8, 2;", 4)}\
+}}
+""")
+
+
+@triton.jit
+def _to_e2m1(v, random, RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
+    """Bytes of two codes each from float32 v [.., 2], the first in the low half.   HARDWARE: round
+    to nearest with the GPU's instruction.
+
+    Both ways agree bitwise: both round to nearest with ties to even, where neighboring codes are
+    those of neighboring numbers, so that even codes have even mantissas; both clamp to 6; and both
+    keep the sign, of -0.0 and of what rounds to zero too (subnormal float32 does, flushed or not).
+    NaN, which the instruction converts to 6, is the one difference. It comes only from a non-finite
+    x or scale, which `quantize_nvfp4` refuses, or shows in global_scale.
+    """
+    if HARDWARE:
+        first, second = tl.split(v)
+        both = tl.inline_asm_elementwise(
+            _TO_E2M1, "=r,f,f,f,f,f,f,f,f", [first, second], dtype=tl.uint8, is_pure=True, pack=4
+        )
+    else:
+        first, second = tl.split(
+            _encode(v, 6.0, 1, 0, random, RANDOM) | ((v.to(tl.int32, bitcast=True) >> 28) & 8)
+        )
+        both = (first | (second << 4)).to(tl.uint8)
+    return both
+
+
+@triton.jit
+def from_e2m1(both, HARDWARE: tl.constexpr):
+    """float32 values of the low and high halves of bytes, exact with and without HARDWARE."""
+    if HARDWARE:
+        ASM: tl.constexpr = _FROM_E2M1 if HARDWARE == 2 else _FROM_E2M1_BY_E4M3
+        low, high = tl.inline_asm_elementwise(
+            ASM,
+            "=f,=f,=f,=f,=f,=f,=f,=f,r",
+            [both],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        code = both.to(tl.int32)
+        low, high = _from_e2m1(code & 15), _from_e2m1(code >> 4)
+    return low, high
+
+
+@triton.jit
+def random_bits(element, key, RANDOM: tl.constexpr):
+    """32 bits per element (int64): see `philox` in tilewright/ops/quant/quantize.py. RANDOM: 2 if
+    each four in a row begin at a multiple of four and so share one Philox block, else 1.
+    """
+    if RANDOM == 2:  # the first of four, in the thread that holds them
+        block, _ = tl.split(tl.reshape(element >> 2, (element.numel // 4, 2, 2)))
+        block, _ = tl.split(block)
+    else:
+        block = element >> 2
+    c0 = block.to(tl.uint32)
+    c1 = (block >> 32).to(tl.uint32)
+    c2 = c0 * 0
+    c0, c1, c2, c3 = tl.philox(key, c0, c1, c2, c2)
+    if RANDOM == 2:
+        words = tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), element.shape)
+    else:
+        word = element & 3
+        words = tl.where(word < 2, tl.where(word == 0, c0, c1), tl.where(word == 2, c2, c3))
+    return words
+
+
+def random_kind(seed: int | None, *sides: int) -> int:
+    """RANDOM of a kernel whose rows, and other runs within a row, have this many elements."""
+    return 0 if seed is None else 1 if any(n % 4 for n in sides) else 2
+
+
+@triton.jit
+def _spread(scale, N: tl.constexpr):
+    """Broadcasts the scales of groups to their N elements."""
+    GROUPS: tl.constexpr = scale.shape[0]
+    return tl.reshape(tl.broadcast_to(scale[:, None], (GROUPS, N // GROUPS)), (N,))
+
+
+@triton.jit
+def _scaled(v, scale, N: tl.constexpr):
+    """v [N] times the scales of its groups."""
+    GROUPS: tl.constexpr = scale.shape[0]
+    return tl.reshape(tl.reshape(v, (GROUPS, N // GROUPS)) * scale[:, None], (N,))
+
+
+@triton.jit
+def _with_noise(v, size, first, seed, step, layer, N: tl.constexpr, NOISE: tl.constexpr):
+    """v [N] of elements from `first` on, with noise of magnitude size [N]. NOISE: 2 if `first` is a
+    multiple of four, else 1.
+    """
+    return tl.fma(aqn_triton.normals(first, seed, step, layer, N, NOISE == 2), size, v)
+
+
+# ---- NF4
+
+
+@triton.jit
+def _nf4_quantize(
+    x_ptr, bound_ptr, data_ptr, absmax_ptr, n, size, BLOCK: tl.constexpr, GROUPS: tl.constexpr
+):
+    pid = tl.program_id(0).to(tl.int64)
+    g = pid * GROUPS + tl.arange(0, GROUPS)
+    half = tl.arange(0, BLOCK // 2)
+    at = pid * (GROUPS * BLOCK) + tl.arange(0, GROUPS * BLOCK)
+    v = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    # Reshaped after the load: a load of pairs would stay one of pairs in machine code.
+    v = tl.reshape(v, (GROUPS, BLOCK // 2, 2))
+    most = largest_magnitude(largest_magnitude(v, 2), 1)
+    least = tl.where(most < 1e-38, 1e-38, most)
+    scaled = v * tl.div_rn(1.0, least)[:, None, None]
+    whole = (g + 1) * BLOCK <= n
+    if (pid + 1) * GROUPS * BLOCK > n:  # a shorter last block divides by absmax instead
+        scaled = tl.where(
+            whole[:, None, None],
+            scaled,
+            tl.div_rn(v, tl.broadcast_to(least[:, None, None], v.shape)),
+        )
+    code = tl.zeros(v.shape, tl.int32)
+    for k in tl.static_range(15):
+        code += (scaled > tl.load(bound_ptr + k)).to(tl.int32)
+    code = tl.where(tl.reshape(at, (GROUPS, BLOCK // 2, 2)) < n, code, 7)
+    first, second = tl.split(code)
+    byte = tl.arange(0, GROUPS)[:, None] * (BLOCK // 2) + half[None, :]
+    tl.store(
+        data_ptr + pid * (GROUPS * BLOCK // 2) + byte,
+        ((first << 4) | second).to(tl.uint8),
+        mask=byte < size - pid * (GROUPS * BLOCK // 2),
+    )
+    tl.store(absmax_ptr + g, tl.where(whole, most, least), mask=g * BLOCK < n)
+
+
+@triton.jit(do_not_specialize=["seed", "step", "layer"])
+def _nf4_dequantize(
+    data_ptr,
+    pair_ptr,
+    absmax_ptr,
+    nested_ptr,
+    map_ptr,
+    offset_ptr,
+    out_ptr,
+    n,
+    alpha,
+    seed: tl.int64,
+    step: tl.int64,
+    layer: tl.int64,
+    BLOCK: tl.constexpr,
+    NESTED: tl.constexpr,
+    OUT: tl.constexpr,
+    PARTS: tl.constexpr,
+    NOISE: tl.constexpr,
+    GATHER: tl.constexpr,
+):
+    """pair: for each byte the two values, as one 64-bit word. GATHER: they come from the 16 values
+    in shared memory, one at a time, and not from this table in global memory.
+    """
+    start = tl.program_id(0).to(tl.int64) * (OUT * PARTS)
+    left = n - start
+    i = tl.arange(0, OUT)
+    byte = tl.arange(0, OUT // 2)
+    group = tl.arange(0, OUT // BLOCK)
+    held, scales = (), ()
+    for part in tl.static_range(PARTS):
+        held += (
+            tl.load(
+                data_ptr + start // 2 + part * (OUT // 2) + byte,
+                mask=byte * 2 < left - part * OUT,
+                other=0,
+            ).to(tl.int32),
+        )
+        at = start // BLOCK + part * (OUT // BLOCK) + group
+        known = group * BLOCK < left - part * OUT
+        scale = tl.load(absmax_ptr + at, mask=known, other=0)
+        if NESTED:
+            scale = tl.load(map_ptr + scale.to(tl.int32)) * tl.load(
+                nested_ptr + at // 256, mask=known, other=0.0
+            )
+            scale = scale + tl.load(offset_ptr)
+        scales += (scale,)
+    if GATHER:  # the second values of bytes 0 to 15
+        value = (tl.load(pair_ptr + tl.arange(0, 16)) >> 32).to(tl.int32)
+        value = value.to(tl.float32, bitcast=True)
+    for part in tl.static_range(PARTS):
+        if GATHER:
+            v = tl.interleave(
+                tl.gather(value, held[part] >> 4, 0), tl.gather(value, held[part] & 15, 0)
+            )
+        else:
+            pair = tl.load(pair_ptr + held[part])
+            v = tl.interleave(
+                pair.to(tl.int32).to(tl.float32, bitcast=True),
+                (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True),
+            )
+        v = _scaled(v, scales[part], OUT)
+        if NOISE:  # half the narrowest gap between codes
+            size = _spread(0.03979014977812767 * alpha * scales[part], OUT)
+            v = _with_noise(v, size, start + part * OUT, seed, step, layer, OUT, NOISE)
+        tl.store(
+            out_ptr + start + part * OUT + i,
+            v.to(out_ptr.dtype.element_ty),
+            mask=i < left - part * OUT,
+        )
+
+
+def nf4_quantize(
+    x: torch.Tensor, bounds: torch.Tensor, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [n] -> bytes of codes, absmax [blocks].   bounds: the 15 between code values."""
+    n = x.shape[0]
+    data = x.new_empty((n + 1) // 2, dtype=torch.uint8)
+    absmax = x.new_empty(cdiv(n, block), dtype=torch.float32)
+    if n:
+        groups = max(1, TILE // block)
+        launch(
+            _nf4_quantize,
+            (cdiv(n, groups * block),),
+            x,
+            bounds,
+            data,
+            absmax,
+            n,
+            data.numel(),
+            BLOCK=block,
+            GROUPS=groups,
+            num_warps=4,
+        )
+    return data, absmax
+
+
+def nf4_dequantize(
+    data: torch.Tensor,
+    pairs: torch.Tensor,
+    absmax: torch.Tensor,
+    nested_absmax: torch.Tensor | None,
+    table: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    n: int,
+    block: int,
+    dtype: torch.dtype,
+    alpha: float,
+    seed: int,
+    step: int,
+    layer: int,
+) -> torch.Tensor:
+    """pairs: float32 [512], the two values of each byte.   table: the values of the 256 scale
+    codes.   alpha, seed, step, layer: of the noise.
+    """
+    out = data.new_empty(n, dtype=dtype)
+    if n:
+        # A block of scales lies within one store.
+        launch(
+            _nf4_dequantize,
+            (cdiv(n, max(OUT, block) * PARTS),),
+            data,
+            pairs.view(torch.int64),
+            absmax,
+            nested_absmax,
+            table,
+            offset,
+            out,
+            n,
+            alpha,
+            seed,
+            step,
+            layer,
+            BLOCK=block,
+            NESTED=offset is not None,
+            OUT=max(OUT, block),
+            PARTS=PARTS,
+            NOISE=2 if alpha else 0,
+            num_warps=max(OUT, block) // 256,
+            **NF4_DEQUANTIZE.config(data.device, block),
+        )
+    return out
+
+
+# ---- NVFP4
+
+
+@triton.jit
+def _nvfp4_scales(most, total, HARDWARE: tl.constexpr):
+    """Bytes of the scales of groups with these largest magnitudes, and the multipliers of their
+    elements.
+    """
+    wanted = tl.div_rn(tl.div_rn(most, 6.0), total)
+    wanted = tl.where(wanted < 0.001953125, 0.001953125, wanted)
+    scale = tl.where(most == 0.0, 0, _to_e4m3(wanted, 0, False, HARDWARE).to(tl.int32)).to(tl.uint8)
+    stored = from_e4m3(scale, HARDWARE)
+    inverse = tl.where(
+        scale == 0, 0.0, tl.div_rn(tl.div_rn(1.0, total), tl.where(scale == 0, 1.0, stored))
+    )
+    return scale, inverse
+
+
+@triton.jit
+def nvfp4_tile(v, total, random, TALL: tl.constexpr, RANDOM: tl.constexpr, HARDWARE: tl.constexpr):
+    """Packed codes [rows, columns / 2] and scales [rows, columns / 16] of float32 v [rows,
+    columns]; TALL rows share a scale.
+    """
+    ROWS: tl.constexpr = v.shape[0]
+    GROUPS: tl.constexpr = v.shape[1] // 16
+    v = tl.reshape(v, (ROWS // TALL, TALL, GROUPS, 8, 2))
+    most = largest_magnitude(largest_magnitude(largest_magnitude(v, 4), 3), 1)
+    scale, inverse = _nvfp4_scales(most, total, HARDWARE)
+    v = v * inverse[:, None, :, None, None]
+    if RANDOM:
+        random = tl.reshape(random, (ROWS // TALL, TALL, GROUPS, 8, 2))
+    # Past the end of x there are zeros: codes 0.
+    code = _to_e2m1(
+        v,
+        random,
+        RANDOM,
+        HARDWARE == 2 and not RANDOM,
+    )
+    scale = tl.broadcast_to(scale[:, None, :], (ROWS // TALL, TALL, GROUPS))
+    return tl.reshape(code, (ROWS, GROUPS * 8)), tl.reshape(scale, (ROWS, GROUPS))
+
+
+@triton.jit(do_not_specialize=["key"])
+def _nvfp4_rows(
+    x_ptr,
+    total_ptr,
+    data_ptr,
+    scale_ptr,
+    C,
+    width,
+    tiles,
+    key,
+    GROUPS: tl.constexpr,
+    RANDOM: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """GROUPS groups of one row, each in one thread, in loads of 16 bytes: the largest magnitude
+    needs no exchange, and no other thread computes the scale.
+    """
+    VEC: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
+    PARTS: tl.constexpr = 16 // VEC
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    g0 = (tl.program_id(0) % tiles) * GROUPS
+    g = tl.arange(0, GROUPS)
+    part = tl.arange(0, PARTS)
+    at = part[:, None, None] * VEC + g[None, :, None] * 16 + tl.arange(0, VEC)[None, None, :]
+    first = row * C + g0 * 16
+    v = widened(tl.load(x_ptr + first + at, mask=at < C - g0 * 16, other=0.0))
+    most = largest_magnitude(largest_magnitude(v, 2), 0)
+    scale, inverse = _nvfp4_scales(most, tl.load(total_ptr), HARDWARE)
+    v = tl.reshape(v * inverse[None, :, None], (PARTS, GROUPS, VEC // 2, 2))
+    if RANDOM:
+        random = tl.reshape(random_bits(first + at, key, RANDOM), (PARTS, GROUPS, VEC // 2, 2))
+    else:
+        random = 0
+    code = _to_e2m1(v, random, RANDOM, HARDWARE == 2 and not RANDOM)
+    code = tl.reshape(tl.permute(code, (1, 0, 2)), (GROUPS, 8))
+    byte = g[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(data_ptr + row * width + g0 * 8 + byte, code, mask=byte < width - g0 * 8)
+    groups = (C + 15) // 16
+    tl.store(scale_ptr + row * groups + g0 + g, scale, mask=g < groups - g0)
+
+
+@triton.jit(do_not_specialize=["R", "bands", "key", "signs"])
+def _nvfp4_quantize(
+    x_ptr,
+    total_ptr,
+    data_ptr,
+    scale_ptr,
+    R,
+    C,
+    width,
+    bands,
+    tiles,
+    key,
+    signs,
+    TALL: tl.constexpr,
+    GROUPS: tl.constexpr,
+    RANDOM: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    HADAMARD: tl.constexpr,
+):
+    """TALL rows, of one block each way, and GROUPS blocks across. width: bytes per row, an argument
+    so that Triton specializes on its divisibility.   HADAMARD: 0, or the size of the transform that
+    is applied first.
+    """
+    band = (tl.program_id(0) // tiles).to(tl.int64)
+    r = (band % bands) * TALL + tl.arange(0, TALL)
+    row = (band // bands) * R + r
+    tile = tl.program_id(0) % tiles
+    column = tile * (GROUPS * 16) + tl.arange(0, GROUPS * 16)
+    at = row[:, None] * C + column[None, :]
+    inside = (r < R)[:, None] & (column < C)[None, :]
+    v = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if HADAMARD:  # without signs the mask is 0
+        i = tl.arange(0, TALL * GROUPS * 16)
+        v = butterflies(signed(tl.reshape(v, (TALL * GROUPS * 16,)), i, signs, HADAMARD), HADAMARD)
+        v = tl.reshape(v, (TALL, GROUPS * 16))
+    if RANDOM:
+        random = random_bits(at, key, RANDOM)
+    else:
+        random = 0
+    code, scale = nvfp4_tile(v, tl.load(total_ptr), random, TALL, RANDOM, HARDWARE)
+    byte = tile * (GROUPS * 8) + tl.arange(0, GROUPS * 8)
+    tl.store(
+        data_ptr + row[:, None] * width + byte[None, :],
+        code,
+        mask=(r < R)[:, None] & (byte < width)[None, :],
+    )
+    g = tile * GROUPS + tl.arange(0, GROUPS)
+    groups = (C + 15) // 16
+    tl.store(
+        scale_ptr + row[:, None] * groups + g[None, :],
+        scale,
+        mask=(r < R)[:, None] & (g < groups)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["seed", "step", "layer"])
+def _nvfp4_dequantize(
+    data_ptr,
+    scale_ptr,
+    total_ptr,
+    out_ptr,
+    C,
+    width,
+    tiles,
+    alpha,
+    seed: tl.int64,
+    step: tl.int64,
+    layer: tl.int64,
+    OUT: tl.constexpr,
+    PARTS: tl.constexpr,
+    NOISE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    start = (tl.program_id(0) % tiles) * (OUT * PARTS)
+    data_ptr += row * width + start // 2
+    scale_ptr += row * ((C + 15) // 16) + start // 16
+    i = tl.arange(0, OUT)
+    byte = tl.arange(0, OUT // 2)
+    group = tl.arange(0, OUT // 16)
+    total = tl.load(total_ptr)
+    held, scales = (), ()
+    for part in tl.static_range(PARTS):
+        left = C - start - part * OUT
+        held += (
+            tl.load(
+                data_ptr + part * (OUT // 2) + byte,
+                mask=byte < width - (start + part * OUT) // 2,
+                other=0,
+            ),
+        )
+        scales += (
+            tl.load(scale_ptr + part * (OUT // 16) + group, mask=group * 16 < left, other=0),
+        )
+    for part in tl.static_range(PARTS):
+        factor = from_e4m3(scales[part], HARDWARE) * total
+        low, high = from_e2m1(held[part], HARDWARE)
+        v = _scaled(tl.interleave(low, high), factor, OUT)
+        first = row * C + start + part * OUT
+        if NOISE:
+            v = _with_noise(
+                v, _spread(0.5 * alpha * factor, OUT), first, seed, step, layer, OUT, NOISE
+            )
+        tl.store(
+            out_ptr + first + i, v.to(out_ptr.dtype.element_ty), mask=i < C - start - part * OUT
+        )
+
+
+def _noise_kind(alpha: float, C: int) -> int:
+    """NOISE of a kernel whose programs begin at multiples of C."""
+    return 0 if alpha == 0 else 2 if C % 4 == 0 else 1
+
+
+def _parts(C: int) -> int:
+    """The number of stores of a program with C elements per row: no more than the row has."""
+    return min(PARTS, next_power_of_2(cdiv(C, OUT)))
+
+
+def nvfp4_quantize(
+    x: torch.Tensor,
+    global_scale: torch.Tensor,
+    square: bool,
+    seed: int | None,
+    hadamard: int,
+    signs: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [matrices, rows, C] -> bytes of codes [.., .., ceil(C / 2)], bytes of scales [.., ..,
+    ceil(C / 16)].
+
+    hadamard: 0, or the size of the transform applied to x before quantization.   signs: its seed.
+    """
+    B, R, C = x.shape
+    groups = cdiv(C, 16)
+    data = x.new_empty((B, R, (C + 1) // 2), dtype=torch.uint8)
+    scale = x.new_empty((B, R, groups), dtype=torch.uint8)
+    if x.numel():
+        tall = 16 if square else 1
+        across = min(TILE // (16 * tall), next_power_of_2(groups))
+        bands, tiles = cdiv(R, tall), cdiv(groups, across)
+        options = {
+            "GROUPS": across,
+            "RANDOM": random_kind(seed, C),
+            "HARDWARE": conversions(x.device),
+        }
+        if square or hadamard:
+            launch(
+                _nvfp4_quantize,
+                (B * bands * tiles,),
+                x,
+                global_scale,
+                data,
+                scale,
+                R,
+                C,
+                data.shape[2],
+                bands,
+                tiles,
+                seed or 0,
+                sign_mask(signs),
+                TALL=tall,
+                HADAMARD=hadamard,
+                num_warps=4,
+                **options,
+            )
+        else:
+            launch(
+                _nvfp4_rows,
+                (B * R * tiles,),
+                x,
+                global_scale,
+                data,
+                scale,
+                C,
+                data.shape[2],
+                tiles,
+                seed or 0,
+                num_warps=_nvfp4_warps(across, seed is not None),
+                **options,
+            )
+    return data, scale
+
+
+def _nvfp4_warps(groups: int, random: bool) -> int:
+    """Two groups per thread, one where each element has random bits."""
+    return max(1, groups // (32 if random else 64))
+
+
+def nvfp4_dequantize(
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    C: int,
+    dtype: torch.dtype,
+    alpha: float,
+    seed: int,
+    step: int,
+    layer: int,
+) -> torch.Tensor:
+    """data [R, ceil(C / 2)], scale [R, ceil(C / 16)], bytes -> [R, C]."""
+    out = data.new_empty((data.shape[0], C), dtype=dtype)
+    if out.numel():
+        parts = _parts(C)
+        tiles = cdiv(C, OUT * parts)
+        launch(
+            _nvfp4_dequantize,
+            (data.shape[0] * tiles,),
+            data,
+            scale,
+            global_scale,
+            out,
+            C,
+            data.shape[1],
+            tiles,
+            alpha,
+            seed,
+            step,
+            layer,
+            OUT=OUT,
+            PARTS=parts,
+            NOISE=_noise_kind(alpha, C),
+            HARDWARE=conversions(data.device),
+            num_warps=OUT // 256,
+        )
+    return out
+
+
+# ---- block-scaled FP8, and MXFP8 as blocks of 1 x 32 with a byte for a scale
+
+
+@triton.jit
+def _fp8_scales(most, MX: tl.constexpr):
+    """Multipliers for blocks with these largest magnitudes, and the inverse scales: for MXFP8,
+    exponent bytes.
+    """
+    if MX:
+        bits = most.to(tl.int32, bitcast=True)
+        e = tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 0)
+        e = tl.where(bits < 0x7F800000, e, 255)
+        scale = ((254 - e) << 23).to(tl.float32, bitcast=True)
+        inverse = e.to(tl.uint8)
+    else:
+        floor = tl.where(most < 7.888609052210118e-31, 7.888609052210118e-31, most)  # 2^-100
+        zero = most == 0.0
+        scale = tl.where(zero, 1.0, tl.div_rn(1.0, floor) * 448.0)
+        inverse = tl.where(zero, 1.0, tl.div_rn(floor, 448.0))
+    return scale, inverse
+
+
+@triton.jit
+def _from_e8m0(byte):
+    """float32 values of exponent bytes: 2^-127 is subnormal, and 255 is NaN."""
+    e = byte.to(tl.int32)
+    bits = tl.where(e == 0, 0x400000, e << 23)
+    return tl.where(e == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fp8_tile(
+    v,
+    random,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANDOM: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    MX: tl.constexpr,
+):
+    """Codes of float32 v [rows, columns] and the inverse scales of its ROWS x COLUMNS blocks."""
+    HIGH: tl.constexpr = v.shape[0]
+    WIDE: tl.constexpr = v.shape[1]
+    v = tl.reshape(v, (HIGH // ROWS, ROWS, WIDE // COLUMNS, COLUMNS))
+    scale, inverse = _fp8_scales(largest_magnitude(largest_magnitude(v, 3), 1), MX)
+    if RANDOM:
+        random = tl.reshape(random, (HIGH // ROWS, ROWS, WIDE // COLUMNS, COLUMNS))
+    scaled = v * scale[:, None, :, None]
+    return tl.reshape(_to_e4m3(scaled, random, RANDOM, HARDWARE), (HIGH, WIDE)), inverse
+
+
+@triton.jit(do_not_specialize=["R", "bands", "key"])
+def _block_fp8_quantize(
+    x_ptr,
+    data_ptr,
+    inverse_ptr,
+    R,
+    C,
+    bands,
+    tiles,
+    key,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TALL: tl.constexpr,
+    WIDE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    RANDOM: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """GROUPS blocks across, of ROWS x COLUMNS elements in a tile of TALL x WIDE."""
+    band = tl.program_id(0) // tiles
+    g0 = (tl.program_id(0) % tiles) * GROUPS
+    row = (band // bands).to(tl.int64) * R + (band % bands) * ROWS
+    first = row * C + g0 * COLUMNS
+    i = tl.arange(0, TALL)
+    g = tl.arange(0, GROUPS)
+    j = tl.arange(0, WIDE)
+    column = g[:, None] * COLUMNS + j[None, :]
+    at = first + (i.to(tl.int64)[:, None, None] * C + column[None, :, :])
+    inside = (column < C - g0 * COLUMNS)[None, :, :]
+    if WIDE != COLUMNS:
+        inside &= (j < COLUMNS)[None, None, :]
+    if TALL > 1:
+        inside &= ((i < ROWS) & (i < R - (band % bands) * ROWS))[:, None, None]
+    v = widened(tl.load(x_ptr + at, mask=inside, other=0.0))
+    MX: tl.constexpr = inverse_ptr.dtype.element_ty == tl.uint8
+    scale, inverse = _fp8_scales(largest_magnitude(largest_magnitude(v, 2), 0), MX)
+    across = (C + COLUMNS - 1) // COLUMNS
+    tl.store(inverse_ptr + band.to(tl.int64) * across + g0 + g, inverse, mask=g < across - g0)
+    if RANDOM:
+        random = random_bits(at, key, RANDOM)
+    else:
+        random = 0
+    code = _to_e4m3(v * scale[None, :, None], random, RANDOM, HARDWARE)
+    tl.store(data_ptr + at, code, mask=inside)
+
+
+@triton.jit(do_not_specialize=["R", "seed", "step", "layer"])
+def _block_fp8_dequantize(
+    data_ptr,
+    inverse_ptr,
+    out_ptr,
+    R,
+    C,
+    tiles,
+    alpha,
+    seed: tl.int64,
+    step: tl.int64,
+    layer: tl.int64,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPAN: tl.constexpr,
+    OUT: tl.constexpr,
+    PARTS: tl.constexpr,
+    NOISE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """SPAN: columns that share a scale from any multiple of SPAN on: at most OUT, and a power of
+    two.
+    """
+    row = tl.program_id(0) // tiles
+    start = (tl.program_id(0) % tiles) * (OUT * PARTS)
+    inverse_ptr += ((row // R) * ((R + ROWS - 1) // ROWS) + (row % R) // ROWS).to(tl.int64) * (
+        (C + COLUMNS - 1) // COLUMNS
+    )
+    first = row.to(tl.int64) * C + start
+    i = tl.arange(0, OUT)
+    span = tl.arange(0, OUT // SPAN) * SPAN
+    held, scales = (), ()
+    for part in tl.static_range(PARTS):
+        left = C - start - part * OUT
+        held += (tl.load(data_ptr + first + part * OUT + i, mask=i < left, other=0),)
+        scale = tl.load(
+            inverse_ptr + (start + part * OUT + span) // COLUMNS, mask=span < left, other=0
+        )
+        if inverse_ptr.dtype.element_ty == tl.uint8:
+            scale = _from_e8m0(scale)
+        scales += (scale,)
+    for part in tl.static_range(PARTS):
+        v = _scaled(from_e4m3(held[part], HARDWARE), scales[part], OUT)
+        if NOISE:
+            v = _with_noise(
+                v,
+                _spread(0.125 * alpha * scales[part], OUT),
+                first + part * OUT,
+                seed,
+                step,
+                layer,
+                OUT,
+                NOISE,
+            )
+        tl.store(
+            out_ptr + first + part * OUT + i,
+            v.to(out_ptr.dtype.element_ty),
+            mask=i < C - start - part * OUT,
+        )
+
+
+def block_fp8_quantize(
+    x: torch.Tensor, rows: int, columns: int, seed: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [matrices, R, C] -> bytes of codes, inverse scales [.., ceil(R / rows), ceil(C /
+    columns)].
+    """
+    return _quantize(x, rows, columns, seed, torch.float32)
+
+
+def mxfp8_quantize(x: torch.Tensor, seed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [matrices, R, C] -> bytes of codes, bytes of scales [.., R, ceil(C / 32)]."""
+    return _quantize(x, 1, 32, seed, torch.uint8)
+
+
+def _quantize(x, rows, columns, seed, scales):
+    B, R, C = x.shape
+    bands, across = cdiv(R, rows), cdiv(C, columns)
+    data = x.new_empty(x.shape, dtype=torch.uint8)
+    inverse = x.new_empty((B, bands, across), dtype=scales)
+    if x.numel():
+        tall, wide = next_power_of_2(rows), next_power_of_2(columns)
+        groups = max(1, min(TILE // (tall * wide), next_power_of_2(across)))
+        tiles = cdiv(across, groups)
+        launch(
+            _block_fp8_quantize,
+            (B * bands * tiles,),
+            x,
+            data,
+            inverse,
+            R,
+            C,
+            bands,
+            tiles,
+            seed or 0,
+            ROWS=rows,
+            COLUMNS=columns,
+            TALL=tall,
+            WIDE=wide,
+            GROUPS=groups,
+            RANDOM=random_kind(seed, C, columns),
+            HARDWARE=conversions(x.device),
+            num_warps=_warps(tall * wide * groups, seed is not None),
+        )
+    return data, inverse
+
+
+def _warps(elements: int, random: bool) -> int:
+    """32 elements per thread; 16 where each has random bits, except in the largest tiles."""
+    return max(1, min(16, elements // (512 if random else 1024)))
+
+
+def block_fp8_dequantize(
+    data: torch.Tensor,
+    inverse: torch.Tensor,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    alpha: float,
+    seed: int,
+    step: int,
+    layer: int,
+) -> torch.Tensor:
+    """data [matrices, R, C], bytes -> the same shape."""
+    B, R, C = data.shape
+    out = data.new_empty(data.shape, dtype=dtype)
+    if out.numel():
+        parts = _parts(C)
+        tiles = cdiv(C, OUT * parts)
+        launch(
+            _block_fp8_dequantize,
+            (B * R * tiles,),
+            data,
+            inverse,
+            out,
+            R,
+            C,
+            tiles,
+            alpha,
+            seed,
+            step,
+            layer,
+            ROWS=rows,
+            COLUMNS=columns,
+            SPAN=min(OUT, columns & -columns),
+            OUT=OUT,
+            PARTS=parts,
+            NOISE=_noise_kind(alpha, C),
+            HARDWARE=conversions(data.device),
+            num_warps=OUT // 256,
+        )
+    return out
+
+
+def mxfp8_dequantize(
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    alpha: float,
+    seed: int,
+    step: int,
+    layer: int,
+) -> torch.Tensor:
+    """data [R, C], scale [R, ceil(C / 32)], bytes -> [R, C]."""
+    return block_fp8_dequantize(data[None], scale, 1, 32, dtype, alpha, seed, step, layer)[0]
+
+
+# ---- for the compile gate
+
+NOISES = ((0, ""), (2, " noise"))
+# HARDWARE -> its label, and the spec's fields for the GPUs that launch it. Where only e4m3 matters,
+# 1 and 2 compile to the same code.
+E4M3 = {"min_arch": 89, "uses": {90: ("e4m3",), 100: ("e4m3",), 120: ("e4m3",)}}
+E2M1 = {
+    1: ("", {"min_arch": 89, "max_arch": 99}),
+    2: (" e2m1", {"min_arch": 100, "uses": {100: ("e2m1",), 120: ("e2m1",)}}),
+}
+
+
+def _spec(kernel, label, types, constexprs, warps=4, load=128, store=128, divisible=(), **more):
+    return KernelSpec(
+        kernel, label, types, constexprs, warps, load=load, store=store, divisible=divisible, **more
+    )
+
+
+def nf4_quantize_gate() -> list[KernelSpec]:
+    return [
+        _spec(
+            _nf4_quantize,
+            f"nf4 quantize {d}",
+            {
+                "x_ptr": f"*{d}",
+                "bound_ptr": "*fp32",
+                "data_ptr": "*u8",
+                "absmax_ptr": "*fp32",
+                "n": "i32",
+                "size": "i32",
+            },
+            {"BLOCK": 64, "GROUPS": TILE // 64},
+            divisible=("n", "size"),
+            store=64,
+            elements=TILE,
+        )
+        for d in ("bf16", "fp32")
+    ]
+
+
+def _nf4_dequantize_specs(key: dict, config: dict) -> list[KernelSpec]:
+    types = {
+        "data_ptr": "*u8",
+        "pair_ptr": "*i64",
+        "nested_ptr": "*fp32",
+        "map_ptr": "*fp32",
+        "offset_ptr": "*fp32",
+    }
+    out = max(OUT, key["block"])
+    specs = []
+    for d in ("bf16", "fp32"):
+        for nested in (False, True):
+            signature = {
+                **types,
+                "absmax_ptr": "*u8" if nested else "*fp32",
+                "out_ptr": f"*{d}",
+                "n": "i32",
+                **aqn_triton.TYPES,
+            }
+            constexprs = {"BLOCK": key["block"], "NESTED": nested, "OUT": out, "PARTS": PARTS}
+            for noise, kind in NOISES:
+                specs.append(
+                    _spec(
+                        _nf4_dequantize,
+                        f"nf4 dequantize {d}{' nested' if nested else ''}{kind}",
+                        {n: signature[n] for n in _nf4_dequantize.arg_names if n in signature},
+                        {**constexprs, "NOISE": noise, **config},
+                        out // 256,
+                        load=0,
+                        divisible=("n",),
+                        elements=out * PARTS,
+                    )
+                )
+    return specs
+
+
+def _nf4_dequantize_heuristic(block: int) -> dict:
+    """One load of 8 bytes per two values: a quarter fewer instructions than two from shared
+    memory.
+    """
+    return {"GATHER": False}
+
+
+NF4_DEQUANTIZE = Tunable(
+    "dequantize_nf4",
+    "dequantize",
+    ("block",),
+    "forward",
+    _nf4_dequantize_heuristic,
+    lambda block: [{"GATHER": True}],
+    [(64,)],
+    _nf4_dequantize_specs,
+)
+
+
+def nvfp4_quantize_gate() -> list[KernelSpec]:
+    types = {
+        "total_ptr": "*fp32",
+        "data_ptr": "*u8",
+        "scale_ptr": "*u8",
+        "R": "i32",
+        "C": "i32",
+        "width": "i32",
+        "bands": "i32",
+        "tiles": "i32",
+        "key": "i64",
+        "signs": "i32",
+    }
+    specs = []
+    for d in ("bf16", "fp32"):
+        for tall, random, size in (
+            (1, False, 0),
+            (1, True, 0),
+            (16, False, 0),
+            (16, True, 0),
+            (1, False, 16),
+            (1, True, 16),
+            (1, False, 32),
+            (16, True, 32),
+        ):
+            label = (
+                f"nvfp4 quantize {d}{' square' if tall == 16 else ''}{' random' if random else ''}"
+            )
+            groups = TILE // 16 // tall
+            kernel, warps, options = _nvfp4_rows, _nvfp4_warps(groups, random), {}
+            if tall == 16 or size:
+                kernel, warps, options = _nvfp4_quantize, 4, {"TALL": tall, "HADAMARD": size}
+            for hardware, (name, archs) in ((1, ("", E4M3)),) if random else E2M1.items():
+                specs.append(
+                    _spec(
+                        kernel,
+                        f"{label}{f' hadamard {size}' if size else ''}{name}",
+                        {
+                            n: t
+                            for n, t in {"x_ptr": f"*{d}", **types}.items()
+                            if n in kernel.arg_names
+                        },
+                        {"GROUPS": groups, "RANDOM": 2 * random, "HARDWARE": hardware, **options},
+                        warps,
+                        divisible=("C", "width"),
+                        store=0,
+                        elements=TILE,
+                        **archs,
+                    )
+                )
+    return specs
+
+
+def nvfp4_dequantize_gate() -> list[KernelSpec]:
+    return [
+        _spec(
+            _nvfp4_dequantize,
+            f"nvfp4 dequantize {d}{kind}{name}",
+            {
+                "data_ptr": "*u8",
+                "scale_ptr": "*u8",
+                "total_ptr": "*fp32",
+                "out_ptr": f"*{d}",
+                "C": "i32",
+                "width": "i32",
+                "tiles": "i32",
+                **aqn_triton.TYPES,
+            },
+            {"OUT": OUT, "PARTS": PARTS, "NOISE": noise, "HARDWARE": hardware},
+            OUT // 256,
+            load=0,
+            divisible=("C", "width"),
+            elements=OUT * PARTS,
+            **archs,
+        )
+        for d in ("bf16", "fp32")
+        for noise, kind in NOISES
+        for hardware, (name, archs) in E2M1.items()
+    ]
+
+
+def _fp8_quantize_specs(name: str, scales: str, blocks) -> list[KernelSpec]:
+    """blocks: label, rows, columns, and blocks per tile."""
+    specs = []
+    for d in ("bf16", "fp32"):
+        for label, rows, columns, groups in blocks:
+            for random in (False, True):
+                specs.append(
+                    _spec(
+                        _block_fp8_quantize,
+                        f"{name} quantize {d}{label}{' random' if random else ''}",
+                        {
+                            "x_ptr": f"*{d}",
+                            "data_ptr": "*u8",
+                            "inverse_ptr": scales,
+                            "R": "i32",
+                            "C": "i32",
+                            "bands": "i32",
+                            "tiles": "i32",
+                            "key": "i64",
+                        },
+                        {
+                            "ROWS": rows,
+                            "COLUMNS": columns,
+                            "TALL": rows,
+                            "WIDE": columns,
+                            "GROUPS": groups,
+                            "RANDOM": 2 * random,
+                            "HARDWARE": 1,
+                        },
+                        _warps(rows * columns * groups, random),
+                        divisible=("C",),
+                        elements=rows * columns * groups,
+                        **{} if random else E4M3,
+                    )
+                )
+    return specs
+
+
+def block_fp8_quantize_gate() -> list[KernelSpec]:
+    return _fp8_quantize_specs(
+        "block_fp8", "*fp32", ((" 128x128", 128, 128, 1), (" 1x128", 1, 128, TILE // 128))
+    )
+
+
+def mxfp8_quantize_gate() -> list[KernelSpec]:
+    return _fp8_quantize_specs("mxfp8", "*u8", (("", 1, 32, TILE // 32),))
+
+
+def _fp8_dequantize_specs(name: str, scales: str, rows: int, columns: int) -> list[KernelSpec]:
+    return [
+        _spec(
+            _block_fp8_dequantize,
+            f"{name} dequantize {d}{kind}",
+            {
+                "data_ptr": "*u8",
+                "inverse_ptr": scales,
+                "out_ptr": f"*{d}",
+                "R": "i32",
+                "C": "i32",
+                "tiles": "i32",
+                **aqn_triton.TYPES,
+            },
+            {
+                "ROWS": rows,
+                "COLUMNS": columns,
+                "SPAN": columns,
+                "OUT": OUT,
+                "PARTS": PARTS,
+                "NOISE": noise,
+                "HARDWARE": 1,
+            },
+            OUT // 256,
+            load=0,
+            divisible=("C",),
+            elements=OUT * PARTS,
+            **E4M3,
+        )
+        for d in ("bf16", "fp32")
+        for noise, kind in NOISES
+    ]
+
+
+def block_fp8_dequantize_gate() -> list[KernelSpec]:
+    return _fp8_dequantize_specs("block_fp8", "*fp32", 128, 128)
+
+
+def mxfp8_dequantize_gate() -> list[KernelSpec]:
+    return _fp8_dequantize_specs("mxfp8", "*u8", 1, 32)

@@ -1,0 +1,600 @@
+"""Products with quantized weights in Triton. The definitions are in
+tilewright/ops/quant/quantized_linear.py.
+
+    _few_rows    y = x w^T for few rows of x: codes are dequantized in registers, on their way to
+                 the tensor cores.
+    _sum_pieces  adds the partial sums over pieces of K.
+    _fp8         y = x w^T of matrices in block-scaled FP8, without dequantizing.
+
+`_few_rows` computes y^T = w x^T: a tensor core takes 64 rows or more of its first factor, which N
+has and x does not, and that factor may come from registers, where it is dequantized. float32
+accumulation; no atomics.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.kernels.device import conversions, dot_precision, large_shared_memory
+from tilewright.kernels.launch import launch
+from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.quant.quantize_triton import E2M1, E4M3, from_e2m1, from_e4m3
+from tilewright.kernels.spec import KernelSpec
+from tilewright.kernels.tuning import Tunable
+
+NF4, NVFP4, BLOCK_FP8 = 0, 1, 2
+FORMATS = {"nf4": NF4, "nvfp4": NVFP4, "block_fp8": BLOCK_FP8}
+MOST_ROWS = 64  # rows of x in a tile of `_few_rows`
+
+
+@triton.jit
+def _tile(
+    data_ptr,
+    scale_ptr,
+    nested_ptr,
+    map_ptr,
+    extra_ptr,
+    value_ptr,
+    n,
+    live,
+    k,
+    K,
+    width,
+    across,
+    FORMAT: tl.constexpr,
+    NESTED: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Rows n (int64) and columns k to k + BLOCK_K - 1 of the weight in float32; 0 past its edges.
+
+    width: bytes per row.   across: scales per row.
+    GROUP: columns of the tile that share a scale, of the SPAN columns per scale.
+    ROWS: rows that share a scale (block FP8).
+    extra: the offset of nested scales, or the global scale.
+    HARDWARE: see quantize_triton.
+    """
+    if FORMAT == 2:
+        ks = k + tl.arange(0, BLOCK_K)
+        code = tl.load(
+            data_ptr + n[:, None] * width + ks[None, :],
+            mask=live[:, None] & (ks < K)[None, :],
+            other=0,
+        )
+        scale = tl.load(scale_ptr + n // ROWS * across + k // SPAN, mask=live, other=0.0)
+        w = from_e4m3(code, HARDWARE) * scale[:, None]
+    else:
+        byte = k // 2 + tl.arange(0, BLOCK_K // 2)
+        inside = live[:, None] & (byte < width)[None, :]
+        both = tl.load(data_ptr + n[:, None] * width + byte[None, :], mask=inside, other=0)
+        groups: tl.constexpr = BLOCK_K // GROUP
+        first = k + tl.arange(0, groups) * GROUP
+        # Past the edge a scale is 0, and so are its values.
+        known = live[:, None] & (first < K)[None, :]
+        at = n[:, None] * across + (first // SPAN)[None, :]
+        if FORMAT == 1:
+            scale = from_e4m3(tl.load(scale_ptr + at, mask=known, other=0), HARDWARE) * tl.load(
+                extra_ptr
+            )
+            even, odd = from_e2m1(both, HARDWARE)
+        else:
+            if NESTED:
+                scale = tl.load(map_ptr + tl.load(scale_ptr + at, mask=known, other=0).to(tl.int32))
+                scale = scale * tl.load(nested_ptr + at // 256, mask=known, other=0.0) + tl.load(
+                    extra_ptr
+                )
+                scale = tl.where(known, scale, 0.0)
+            else:
+                scale = tl.load(scale_ptr + at, mask=known, other=0.0)
+            even, odd = (
+                tl.load(value_ptr + (both.to(tl.int32) >> 4)),
+                tl.load(value_ptr + (both.to(tl.int32) & 15)),
+            )
+        w = tl.reshape(tl.join(even, odd), (BLOCK_N, groups, GROUP)) * scale[:, :, None]
+        w = tl.reshape(w, (BLOCK_N, BLOCK_K))
+    return w
+
+
+@triton.jit(do_not_specialize=["T"])
+def _few_rows(
+    x_ptr,
+    data_ptr,
+    scale_ptr,
+    nested_ptr,
+    map_ptr,
+    extra_ptr,
+    value_ptr,
+    bias_ptr,
+    out_ptr,
+    T,
+    N,
+    K,
+    x_stride,
+    width,
+    across,
+    piece,
+    FORMAT: tl.constexpr,
+    NESTED: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out [T, N], or float32 sums [pieces, T, N], each over `piece` columns, a multiple
+    of BLOCK_K.
+    """
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = n < N
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    ks = tl.arange(0, BLOCK_K)
+    begin = tl.program_id(2) * piece
+    x_at = x_ptr + t.to(tl.int64)[:, None] * x_stride + ks[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    for k in range(begin, tl.minimum(K, begin + piece), BLOCK_K):
+        x = tl.load(x_at + k, mask=(t < T)[:, None] & (k + ks < K)[None, :], other=0.0)
+        w = _tile(
+            data_ptr,
+            scale_ptr,
+            nested_ptr,
+            map_ptr,
+            extra_ptr,
+            value_ptr,
+            n,
+            live,
+            k,
+            K,
+            width,
+            across,
+            FORMAT,
+            NESTED,
+            HARDWARE,
+            ROWS,
+            GROUP,
+            SPAN,
+            BLOCK_N,
+            BLOCK_K,
+        )
+        acc = tl.dot(w.to(x.dtype), tl.trans(x), acc, input_precision=PRECISION)
+    if BIAS:
+        acc += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)[:, None]
+    to = out_ptr + (tl.program_id(2) * T + t).to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(to, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=(t < T)[:, None] & live[None, :])
+
+
+@triton.jit(do_not_specialize=["size"])
+def _sum_pieces(
+    sums_ptr,
+    bias_ptr,
+    out_ptr,
+    N,
+    size,
+    BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out [size] = the sum of sums [SPLIT, size], plus bias [N] on each run of N."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    at = i
+    for _ in tl.static_range(SPLIT):
+        acc += tl.load(sums_ptr + at, mask=i < size, other=0.0)
+        at += size  # in 64 bits: all pieces together may exceed 2^31 elements
+    if BIAS:
+        acc += tl.load(bias_ptr + i % N, mask=i < size, other=0.0).to(tl.float32)
+    tl.store(out_ptr + i, acc.to(out_ptr.dtype.element_ty), mask=i < size)
+
+
+# ---- few rows
+
+
+def constants(x: torch.Tensor, format: str, N: int, block: list[int]) -> dict | None:
+    """The launch configuration of `few_rows`, or None if the weight should be dequantized: many
+    rows, or scales that change within a step of the kernel.
+    """
+    T, K = x.shape
+    span = {"nf4": block[:1], "nvfp4": [16], "block_fp8": block[1:]}[format][0]
+    if T * N * K == 0 or (format != "block_fp8" and (K % span or K % 2)):
+        return None
+    rows = min(1024, next_power_of_2(T))
+    config = FEW_ROWS.config(x.device, FORMATS[format], N, K, x.element_size(), rows)
+    fits = span % config["BLOCK_K"] == 0 or (
+        format != "block_fp8" and config["BLOCK_K"] % span == 0
+    )
+    return config if config["fused"] and fits else None
+
+
+def few_rows(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight: tuple[torch.Tensor | None, ...],
+    format: str,
+    N: int,
+    block: list[int],
+    config: dict,
+) -> torch.Tensor:
+    """y [T, N] = x w^T + bias from x [T, K] and the codes and scales of w [N, K]. T, N and K are
+    not 0.
+
+    weight: (data, scale, nested, table, extra, values).
+    data, scale: bytes; scale is float32 for NF4 without double quantization and for block FP8.
+    nested, table, extra: of double quantization: nested_absmax, the values of the 256 scale codes,
+        and the offset; extra is also NVFP4's global scale.
+    values: of NF4's 16 codes.
+    config: from `constants`.
+    """
+    data, scale, nested, table, extra, values = weight
+    T, K = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    c = {n: v for n, v in config.items() if n not in ("fused", "SPLIT")}
+    kind, split = FORMATS[format], config["SPLIT"]
+    rows, span = block if kind == BLOCK_FP8 else (1, block[0] if kind == NF4 else 16)
+    width = K if kind == BLOCK_FP8 else K // 2
+    tall = _block_t(T)
+    piece = cdiv(cdiv(K, c["BLOCK_K"]), split) * c["BLOCK_K"]
+    out = torch.empty((T, N), dtype=x.dtype, device=x.device)
+    sums = out if split == 1 else torch.empty((split, T, N), dtype=torch.float32, device=x.device)
+    grid = (cdiv(N, c["BLOCK_N"]), cdiv(T, tall), split)
+    launch(
+        _few_rows,
+        grid,
+        x,
+        data,
+        scale,
+        nested,
+        table,
+        extra,
+        values,
+        bias,
+        sums,
+        T,
+        N,
+        K,
+        x.stride(0),
+        width,
+        cdiv(K, span),
+        piece,
+        FORMAT=kind,
+        NESTED=table is not None,
+        HARDWARE=0 if kind == NF4 else conversions(x.device),
+        BIAS=bias is not None and split == 1,
+        ROWS=rows,
+        GROUP=min(span, c["BLOCK_K"]),
+        SPAN=span,
+        PRECISION=dot_precision(x),
+        BLOCK_T=tall,
+        **c,
+    )
+    if split > 1:
+        launch(
+            _sum_pieces,
+            (cdiv(T * N, _SUM_BLOCK),),
+            sums,
+            bias,
+            out,
+            N,
+            T * N,
+            BIAS=bias is not None,
+            SPLIT=split,
+            BLOCK=_SUM_BLOCK,
+            num_warps=4,
+        )
+    return out
+
+
+_SUM_BLOCK = 1024
+
+
+def _block_t(T: int) -> int:
+    return max(16, min(MOST_ROWS, next_power_of_2(T)))
+
+
+_NAMES = ("fused", "BLOCK_N", "BLOCK_K", "SPLIT", "num_warps", "num_stages")
+_PER_SM = 2
+_BLOCKS = _PER_SM * 132  # of an H200
+
+
+def _heuristic(format: int, N: int, K: int, itemsize: int, rows: int) -> dict:
+    """Not measured on a GPU; `bench tune` searches it. Dequantizing writes and reads two bytes per
+    element beside the half byte (NF4, NVFP4) that both ways read: eight times the traffic, and
+    three kernels. In registers, dequantization is repeated for each 64 rows. So it must pay for at
+    least one tile of rows; float32 has no tensor cores and so is compute-bound sooner. SPLIT:
+    enough blocks for all SMs, of at least four steps.
+    """
+    fused = rows <= (MOST_ROWS if itemsize == 2 else 16)
+    n, k = (64, 64) if itemsize == 2 else (32, 32)
+    pieces = max(1, min(_BLOCKS // cdiv(N, n), cdiv(K, 4 * k), 16))
+    return dict(zip(_NAMES, (fused, n, k, 1 << pieces.bit_length() - 1, 4, 3), strict=True))
+
+
+def _space(format: int, N: int, K: int, itemsize: int, rows: int) -> list[dict]:
+    default = _heuristic(format, N, K, itemsize, rows)
+    configs = [{**default, "fused": fused} for fused in (False, True)]
+    if rows <= 256:
+        n, k = (64, 64) if itemsize == 2 else (32, 32)  # wider tiles spill, on sm_120 or in float32
+        configs += [
+            dict(zip(_NAMES, (True, n, k, split, 4, stages), strict=True))
+            for split in (1, 2, 4, 8)
+            for stages in (2, 3)
+        ]
+    return configs
+
+
+def _few_rows_specs(key: dict, config: dict) -> list[KernelSpec]:
+    if not config["fused"]:
+        return []
+    t = {2: "bf16", 4: "fp32"}[key["itemsize"]]
+    kind = key["format"]
+    name = next(n for n, k in FORMATS.items() if k == kind)
+    c = {n: v for n, v in config.items() if n not in ("fused", "SPLIT", "num_warps", "num_stages")}
+    span = {NF4: 64, NVFP4: 16, BLOCK_FP8: 128}[kind]
+    tall, split = min(MOST_ROWS, max(16, key["rows"])), config["SPLIT"] > 1
+    specs = []
+    variants = {
+        NF4: ((False, 0), (True, 0)),
+        NVFP4: ((False, 1), (False, 2)),
+        BLOCK_FP8: ((False, 1),),
+    }[kind]
+    for nested, hardware in variants:
+        signature = {
+            "x_ptr": f"*{t}",
+            "data_ptr": "*u8",
+            "scale_ptr": "*u8" if nested or kind == NVFP4 else "*fp32",
+            "out_ptr": "*fp32" if split else f"*{t}",
+            "bias_ptr": f"*{t}",
+            **dict.fromkeys(("T", "N", "K", "x_stride", "width", "across", "piece"), "i32"),
+        }
+        if kind == NF4:
+            signature["value_ptr"] = "*fp32"
+        if nested:
+            signature |= {"nested_ptr": "*fp32", "map_ptr": "*fp32"}
+        if nested or kind == NVFP4:
+            signature["extra_ptr"] = "*fp32"
+        absent = dict.fromkeys(
+            n for n in ("nested_ptr", "map_ptr", "extra_ptr", "value_ptr") if n not in signature
+        )
+        suffix, archs = E2M1[hardware] if kind == NVFP4 else ("", E4M3 if kind == BLOCK_FP8 else {})
+        matrix = {} if t == "fp32" else {90: ("wgmma",), 100: ("tcgen05",)}
+        uses = {
+            arch: (*matrix.get(arch, ()), *archs.get("uses", {}).get(arch, ()))
+            for arch in (90, 100, 120)
+        }
+        specs.append(
+            KernelSpec(
+                _few_rows,
+                f"{name}{' nested' if nested else ''} {t} {tall} "
+                f"rows{' split' if split else ''}{suffix}",
+                {n: signature[n] for n in _few_rows.arg_names if n in signature},
+                {
+                    **absent,
+                    **c,
+                    "FORMAT": kind,
+                    "NESTED": nested,
+                    "HARDWARE": hardware,
+                    "BIAS": not split,
+                    "ROWS": 128,
+                    "GROUP": min(span, c["BLOCK_K"]),
+                    "SPAN": span,
+                    "PRECISION": "ieee" if t == "fp32" else None,
+                    "BLOCK_T": tall,
+                },
+                config["num_warps"],
+                config["num_stages"],
+                divisible=("N", "K", "x_stride", "width", "piece"),
+                load=128,
+                store=64 if t == "bf16" else 128,
+                per_sm=_PER_SM if split else 1,
+                **{**archs, "uses": uses},
+            )
+        )
+    return specs
+
+
+_FIELDS = ("format", "N", "K", "itemsize", "rows")
+_KEYS = [
+    (kind, 4096, 4096, itemsize, rows)
+    for kind in FORMATS.values()
+    for itemsize, rows in ((2, 16), (2, 64), (4, 16))
+] + [(NVFP4, 32768, 4096, 2, 64)]
+FEW_ROWS = Tunable(
+    "quantized_linear", "few_rows", _FIELDS, "forward", _heuristic, _space, _KEYS, _few_rows_specs
+)
+
+
+# ---- block-scaled FP8 by block-scaled FP8
+
+
+@triton.jit
+def _fp8(
+    x_ptr,
+    x_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    T,
+    N,
+    K,
+    across,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """out [T, N].   x [T, K] with scales [T, across], w [N, K] with scales [ceil(N / 128), across];
+    one scale per 128 columns. The tensor cores sum only within these, since FP8 sums there keep few
+    bits; the rest is accumulated in float32.
+    """
+    n_tiles, m_tiles = tl.cdiv(N, BLOCK_N), tl.cdiv(T, BLOCK_M)
+    # Neighboring programs share rows and columns, for L2.
+    first = tl.program_id(0) // (GROUP * n_tiles) * GROUP
+    height = tl.minimum(m_tiles - first, GROUP)
+    inside = tl.program_id(0) - first * n_tiles
+    t = (first + inside % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n_tile = inside // height
+    n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, 128)
+    x_at = x_ptr + t.to(tl.int64)[:, None] * K + ks[None, :]
+    w_at = w_ptr + n.to(tl.int64)[None, :] * K + ks[:, None]
+    x_scale_at = x_scale_ptr + t.to(tl.int64) * across
+    # One scale for the tile: BLOCK_N <= 128.
+    w_scale_at = w_scale_ptr + (n_tile * BLOCK_N // 128).to(tl.int64) * across
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for b in range(across):
+        left = K - b * 128
+        x = tl.load(x_at + b * 128, mask=(t < T)[:, None] & (ks < left)[None, :], other=0.0)
+        w = tl.load(w_at + b * 128, mask=(ks < left)[:, None] & (n < N)[None, :], other=0.0)
+        scale = tl.load(x_scale_at + b, mask=t < T, other=0.0) * tl.load(w_scale_at + b)
+        acc += tl.dot(x, w) * scale[:, None]
+    if BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        out_ptr + t.to(tl.int64)[:, None] * N + n[None, :],
+        acc.to(out_ptr.dtype.element_ty),
+        mask=(t < T)[:, None] & (n < N)[None, :],
+    )
+
+
+def fp8(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    w: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """y [T, N] from x [T, K] and w [N, K], float8_e4m3fn, contiguous, with scales for 1 x 128 and
+    128 x 128 blocks.
+    """
+    (T, K), N = x.shape, w.shape[0]
+    out = torch.empty((T, N), dtype=dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    c = FP8.config(x.device, N, K, min(4096, next_power_of_2(T)), large_shared_memory(x.device))
+    grid = cdiv(T, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"])
+    launch(
+        _fp8,
+        (grid,),
+        x,
+        x_scale,
+        w,
+        w_scale,
+        bias,
+        out,
+        T,
+        N,
+        K,
+        x_scale.shape[1],
+        BIAS=bias is not None,
+        **c,
+    )
+    return out
+
+
+_FP8_NAMES = ("BLOCK_M", "BLOCK_N", "GROUP", "num_warps", "num_stages")
+
+
+def _fp8_heuristic(N: int, K: int, rows: int, large: bool) -> dict:
+    """Not measured on a GPU. Two sums, of the tensor cores and of float32, are 128 registers per
+    thread for tiles of 128 x 128 on eight warps; sm_120, whose tensor cores take both factors from
+    registers, has room for half.
+    """
+    tile = (
+        (64, 128, 8, 4, 3) if rows <= 64 else (128, 128, 8, 8, 3) if large else (64, 128, 8, 8, 3)
+    )
+    return dict(zip(_FP8_NAMES, tile, strict=True))
+
+
+def _fp8_space(N: int, K: int, rows: int, large: bool) -> list[dict]:
+    tiles = (
+        ((64, 64), 4),
+        ((64, 128), 4),
+        ((64, 128), 8),
+        ((128, 64), 8),
+        *((((128, 128), 8),) if large else ()),
+    )
+    return [
+        dict(zip(_FP8_NAMES, (*tile, group, warps, stages), strict=True))
+        for tile, warps in tiles
+        for group in (4, 8)
+        for stages in (2, 3)
+    ]
+
+
+def _fp8_specs(key: dict, config: dict) -> list[KernelSpec]:
+    types = {
+        "x_ptr": "*fp8e4nv",
+        "x_scale_ptr": "*fp32",
+        "w_ptr": "*fp8e4nv",
+        "w_scale_ptr": "*fp32",
+        "bias_ptr": "*bf16",
+        "out_ptr": "*bf16",
+        "T": "i32",
+        "N": "i32",
+        "K": "i32",
+        "across": "i32",
+    }
+    c = {n: v for n, v in config.items() if n not in ("num_warps", "num_stages")}
+    return [
+        KernelSpec(
+            _fp8,
+            f"fp8 {key['rows']} rows{' large' if key['large'] else ''}",
+            types,
+            {**c, "BIAS": True},
+            config["num_warps"],
+            config["num_stages"],
+            divisible=("N", "K"),
+            min_arch=90,
+            max_arch=119 if key["large"] else 999,
+            uses={90: ("wgmma",), 100: ("tcgen05",)},
+        )
+    ]
+
+
+FP8 = Tunable(
+    "fp8_linear",
+    "fp8",
+    ("N", "K", "rows", "large"),
+    "forward",
+    _fp8_heuristic,
+    _fp8_space,
+    [(4096, 4096, 64, False), (4096, 4096, 4096, False), (4096, 4096, 4096, True)],
+    _fp8_specs,
+)
+
+
+# ---- for the compile gate
+
+
+@functools.cache
+def gate() -> tuple[KernelSpec, ...]:
+    return tuple(
+        KernelSpec(
+            _sum_pieces,
+            f"sum of pieces {t}",
+            {
+                "sums_ptr": "*fp32",
+                "bias_ptr": f"*{t}",
+                "out_ptr": f"*{t}",
+                "N": "i32",
+                "size": "i32",
+            },
+            {"BIAS": True, "SPLIT": 4, "BLOCK": _SUM_BLOCK},
+            divisible=("N", "size"),
+            load=128,
+            store=64 if t == "bf16" else 128,
+        )
+        for t in ("bf16", "fp32")
+    )

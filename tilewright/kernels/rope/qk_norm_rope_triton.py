@@ -1,0 +1,809 @@
+"""The ops between a merged projection and attention, in Triton: RMSNorm of each head of q and k,
+and rotary embedding. The definition is tilewright/ops/rope/qk_norm_rope.py.
+
+qkv is [B, S, (HQ + 2 HK) D]: a token's heads are adjacent. A program processes a token: some heads
+of q at a time, then of k, so that the table row is read once; each head stays in registers from its
+load to its store, as the two halves (or neighbors) that are rotated into each other and the
+unrotated rest. Sums are fp32. Each program accumulates the weights' gradients over its tokens, and
+they are added in fixed order: no atomics, the same bits every run on one kind of device.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.kernels.device import older_triton, programs
+from tilewright.kernels.launch import launch
+from tilewright.kernels.launchers import next_power_of_2
+from tilewright.kernels.norm.rmsnorm_triton import summed
+from tilewright.kernels.spec import KernelSpec
+from tilewright.kernels.tuning import Tunable
+
+
+@triton.jit
+def _load_pairs(
+    at,
+    rows,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """The pairs that are rotated into each other, [BLOCK_H, BLOCK_R] twice, in fp32. at: pointers
+    to heads, [BLOCK_H, 1].
+    """
+    if INTERLEAVED:  # one contiguous read, split in registers
+        both = tl.arange(0, 2 * BLOCK_R)
+        x = tl.load(at + both[None, :], mask=rows & (both < 2 * HALF)[None, :], other=0.0).to(
+            tl.float32
+        )
+        a, b = tl.split(tl.reshape(x, (BLOCK_H, BLOCK_R, 2)))
+    else:
+        i = tl.arange(0, BLOCK_R)
+        mask = rows & (i < HALF)[None, :]
+        a = tl.load(at + i[None, :], mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(at + (HALF + i)[None, :], mask=mask, other=0.0).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def _store_pairs(
+    at,
+    rows,
+    a,
+    b,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    if INTERLEAVED:
+        both = tl.arange(0, 2 * BLOCK_R)
+        x = tl.reshape(tl.join(a, b), (BLOCK_H, 2 * BLOCK_R))
+        tl.store(
+            at + both[None, :], x.to(at.dtype.element_ty), mask=rows & (both < 2 * HALF)[None, :]
+        )
+    else:
+        i = tl.arange(0, BLOCK_R)
+        mask = rows & (i < HALF)[None, :]
+        tl.store(at + i[None, :], a.to(at.dtype.element_ty), mask=mask)
+        tl.store(at + (HALF + i)[None, :], b.to(at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _angles(
+    cos_ptr,
+    sin_ptr,
+    pos_ptr,
+    t,
+    s,
+    P,
+    HALF: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    HAS_POS: tl.constexpr,
+):
+    """cos and sin of token t, [1, BLOCK_R]; NaN, without a read, where its position is outside the
+    tables.
+    """
+    p = s
+    if HAS_POS:
+        p = tl.load(pos_ptr + t)
+    i = tl.arange(0, BLOCK_R)
+    row = p + tl.zeros([BLOCK_R], tl.int64)
+    inside = (i < HALF) & (row >= 0) & (row < P)
+    cos = tl.load(cos_ptr + row * HALF + i, mask=inside, other=float("nan")).to(tl.float32)
+    sin = tl.load(sin_ptr + row * HALF + i, mask=inside, other=float("nan")).to(tl.float32)
+    # Past the last pair: a NaN that belongs to no position must not enter sums over a head.
+    return tl.where(i < HALF, cos, 0.0)[None, :], tl.where(i < HALF, sin, 0.0)[None, :]
+
+
+@triton.jit
+def _weights(
+    w_ptr,
+    offset,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """A norm's weights in the layout of heads: [1, BLOCK_R] twice, and [1, BLOCK_D] for the
+    unrotated rest.
+    """
+    one = tl.zeros([1, 1], tl.int32)
+    a, b = _load_pairs(w_ptr + one, one == 0, HALF, 1, BLOCK_R, INTERLEAVED)
+    d = 2 * HALF + tl.arange(0, BLOCK_D)
+    rest = tl.load(w_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+    return a + offset, b + offset, rest[None, :] + offset
+
+
+@triton.jit
+def _write_heads(
+    x_ptr,
+    y_ptr,
+    w_ptr,
+    rstd_ptr,
+    cos,
+    sin,
+    eps,
+    offset,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+    KEEP: tl.constexpr,
+    INPLACE: tl.constexpr,
+):
+    if NORM:
+        wa, wb, w_rest = _weights(w_ptr, offset, D, HALF, BLOCK_R, BLOCK_D, INTERLEAVED)
+    d = 2 * HALF + tl.arange(0, BLOCK_D)
+    for first in range(0, H, BLOCK_H):
+        h = first + tl.arange(0, BLOCK_H)
+        rows = (h < H)[:, None]
+        x = x_ptr + (h * D)[:, None]
+        y = y_ptr + (h * D)[:, None]
+        a, b = _load_pairs(x, rows, HALF, BLOCK_H, BLOCK_R, INTERLEAVED)
+        unturned = rows & (d < D)[None, :]
+        if NORM:
+            total = tl.sum(a * a + b * b, axis=1)
+            if 2 * HALF < D:
+                rest = tl.load(x + d[None, :], mask=unturned, other=0.0).to(tl.float32)
+                total += tl.sum(rest * rest, axis=1)
+            if INPLACE:
+                # Threads may hold copies of elements that one of them is about to overwrite.
+                tl.debug_barrier()
+            rstd = 1.0 / tl.sqrt(total / D + eps)
+            if KEEP:
+                tl.store(rstd_ptr + h, rstd, mask=h < H)
+            a = a * rstd[:, None] * wa
+            b = b * rstd[:, None] * wb
+            if 2 * HALF < D:
+                tl.store(
+                    y + d[None, :],
+                    (rest * rstd[:, None] * w_rest).to(y_ptr.dtype.element_ty),
+                    mask=unturned,
+                )
+        else:
+            if INPLACE:
+                tl.debug_barrier()
+            elif 2 * HALF < D:
+                tl.store(y + d[None, :], tl.load(x + d[None, :], mask=unturned), mask=unturned)
+        _store_pairs(
+            y, rows, a * cos - b * sin, b * cos + a * sin, HALF, BLOCK_H, BLOCK_R, INTERLEAVED
+        )
+
+
+@triton.jit(do_not_specialize=["S", "P"])
+def _forward(
+    x_ptr,
+    q_ptr,
+    k_ptr,
+    rstd_ptr,
+    qw_ptr,
+    kw_ptr,
+    cos_ptr,
+    sin_ptr,
+    pos_ptr,
+    S,
+    P,
+    eps,
+    offset,
+    x_b,
+    x_s,
+    q_b,
+    q_s,
+    k_b,
+    k_s,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_POS: tl.constexpr,
+    KEEP: tl.constexpr,
+    INPLACE: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    b = t // S
+    s = t % S
+    cos, sin = _angles(cos_ptr, sin_ptr, pos_ptr, t, s, P, HALF, BLOCK_R, HAS_POS)
+    x = x_ptr + b * x_b + s * x_s
+    rstd = rstd_ptr
+    if KEEP:
+        rstd += t * (HQ + HK)
+    _write_heads(
+        x,
+        q_ptr + b * q_b + s * q_s,
+        qw_ptr,
+        rstd,
+        cos,
+        sin,
+        eps,
+        offset,
+        HQ,
+        D,
+        HALF,
+        BLOCK_H,
+        BLOCK_R,
+        BLOCK_D,
+        INTERLEAVED,
+        NORM,
+        KEEP,
+        INPLACE,
+    )
+    if KEEP:
+        rstd += HQ
+    _write_heads(
+        x + HQ * D,
+        k_ptr + b * k_b + s * k_s,
+        kw_ptr,
+        rstd,
+        cos,
+        sin,
+        eps,
+        offset,
+        HK,
+        D,
+        HALF,
+        BLOCK_H,
+        BLOCK_R,
+        BLOCK_D,
+        INTERLEAVED,
+        NORM,
+        KEEP,
+        INPLACE,
+    )
+
+
+@triton.jit
+def _heads_gradient(
+    dy_ptr,
+    dy_head,
+    x_ptr,
+    dx_ptr,
+    w_ptr,
+    rstd_ptr,
+    cos,
+    sin,
+    offset,
+    dw_a,
+    dw_b,
+    dw_rest,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+    GIVEN: tl.constexpr,
+):
+    """dx of one token's heads; the sums for dw, with these heads' contribution."""
+    if NORM and GIVEN:
+        wa, wb, w_rest = _weights(w_ptr, offset, D, HALF, BLOCK_R, BLOCK_D, INTERLEAVED)
+    d = 2 * HALF + tl.arange(0, BLOCK_D)
+    for first in range(0, H, BLOCK_H):
+        h = first + tl.arange(0, BLOCK_H)
+        rows = (h < H)[:, None]
+        unturned = rows & (d < D)[None, :]
+        dx = dx_ptr + (h * D)[:, None]
+        if GIVEN:
+            dy = dy_ptr + (h.to(tl.int64) * dy_head)[:, None]
+            ya, yb = _load_pairs(dy, rows, HALF, BLOCK_H, BLOCK_R, INTERLEAVED)
+            a = ya * cos + yb * sin  # rotate back by the same angle
+            b = yb * cos - ya * sin
+            if NORM:
+                x = x_ptr + (h * D)[:, None]
+                xa, xb = _load_pairs(x, rows, HALF, BLOCK_H, BLOCK_R, INTERLEAVED)
+                rstd = tl.load(rstd_ptr + h, mask=h < H, other=0.0)[:, None]
+                xa = xa * rstd
+                xb = xb * rstd
+                dw_a += a * xa
+                dw_b += b * xb
+                a = a * wa
+                b = b * wb
+                c = tl.sum(a * xa + b * xb, axis=1)
+                if 2 * HALF < D:
+                    g = tl.load(dy + d[None, :], mask=unturned, other=0.0).to(tl.float32)
+                    xr = tl.load(x + d[None, :], mask=unturned, other=0.0).to(tl.float32) * rstd
+                    dw_rest += g * xr
+                    g = g * w_rest
+                    c += tl.sum(g * xr, axis=1)
+                    g = (g - xr * (c / D)[:, None]) * rstd
+                    tl.store(dx + d[None, :], g.to(dx_ptr.dtype.element_ty), mask=unturned)
+                c = (c / D)[:, None]
+                a = (a - xa * c) * rstd
+                b = (b - xb * c) * rstd
+            elif 2 * HALF < D:
+                tl.store(dx + d[None, :], tl.load(dy + d[None, :], mask=unturned), mask=unturned)
+        else:
+            a = tl.zeros([BLOCK_H, BLOCK_R], tl.float32)
+            b = a
+            if 2 * HALF < D:
+                tl.store(
+                    dx + d[None, :],
+                    tl.zeros([BLOCK_H, BLOCK_D], dx_ptr.dtype.element_ty),
+                    mask=unturned,
+                )
+        _store_pairs(dx, rows, a, b, HALF, BLOCK_H, BLOCK_R, INTERLEAVED)
+    return dw_a, dw_b, dw_rest
+
+
+@triton.jit
+def _store_weights(
+    at,
+    dw_a,
+    dw_b,
+    dw_rest,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    i = tl.arange(0, BLOCK_R)
+    step: tl.constexpr = 2 if INTERLEAVED else 1
+    apart: tl.constexpr = 1 if INTERLEAVED else HALF
+    tl.store(at + i * step, tl.sum(dw_a, axis=0), mask=i < HALF)
+    tl.store(at + i * step + apart, tl.sum(dw_b, axis=0), mask=i < HALF)
+    if 2 * HALF < D:
+        d = 2 * HALF + tl.arange(0, BLOCK_D)
+        tl.store(at + d, tl.sum(dw_rest, axis=0), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["tokens", "S", "P"])
+def _backward(
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    x_ptr,
+    rstd_ptr,
+    qw_ptr,
+    kw_ptr,
+    dx_ptr,
+    dw_ptr,
+    cos_ptr,
+    sin_ptr,
+    pos_ptr,
+    tokens,
+    S,
+    P,
+    offset,
+    dq_b,
+    dq_h,
+    dq_s,
+    dk_b,
+    dk_h,
+    dk_s,
+    dv_b,
+    dv_h,
+    dv_s,
+    x_b,
+    x_s,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_POS: tl.constexpr,
+    DQ: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+):
+    """The gradient of tokens p, p + programs, ..., and their contribution to the weights'
+    gradients.
+    """
+    p = tl.program_id(0)
+    qa = tl.zeros([BLOCK_H, BLOCK_R], tl.float32)
+    qb = qa
+    ka = qa
+    kb = qa
+    q_rest = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    k_rest = q_rest
+    for token in range(p, tokens, tl.num_programs(0)):
+        t = token + tl.full([], 0, tl.int64)  # a Python int in the interpreter
+        b = t // S
+        s = t % S
+        cos, sin = _angles(cos_ptr, sin_ptr, pos_ptr, t, s, P, HALF, BLOCK_R, HAS_POS)
+        dx = dx_ptr + t * ((HQ + 2 * HK) * D)
+        dq = dq_ptr
+        dk = dk_ptr
+        x = x_ptr
+        k_x = x_ptr
+        q_rstd = rstd_ptr
+        k_rstd = rstd_ptr
+        if DQ:
+            dq += b * dq_b + s * dq_s
+        if DK:
+            dk += b * dk_b + s * dk_s
+        if NORM:
+            x += b * x_b + s * x_s
+            k_x = x + HQ * D
+            q_rstd += t * (HQ + HK)
+            k_rstd = q_rstd + HQ
+        qa, qb, q_rest = _heads_gradient(
+            dq,
+            dq_h,
+            x,
+            dx,
+            qw_ptr,
+            q_rstd,
+            cos,
+            sin,
+            offset,
+            qa,
+            qb,
+            q_rest,
+            HQ,
+            D,
+            HALF,
+            BLOCK_H,
+            BLOCK_R,
+            BLOCK_D,
+            INTERLEAVED,
+            NORM,
+            DQ,
+        )
+        ka, kb, k_rest = _heads_gradient(
+            dk,
+            dk_h,
+            k_x,
+            dx + HQ * D,
+            kw_ptr,
+            k_rstd,
+            cos,
+            sin,
+            offset,
+            ka,
+            kb,
+            k_rest,
+            HK,
+            D,
+            HALF,
+            BLOCK_H,
+            BLOCK_R,
+            BLOCK_D,
+            INTERLEAVED,
+            NORM,
+            DK,
+        )
+        d = tl.arange(0, BLOCK_V)
+        for first in range(0, HK, BLOCK_H):
+            h = first + tl.arange(0, BLOCK_H)
+            mask = (h < HK)[:, None] & (d < D)[None, :]
+            to = dx + ((HQ + HK + h) * D)[:, None] + d[None, :]
+            if DV:
+                dv = dv_ptr + b * dv_b + s * dv_s + (h.to(tl.int64) * dv_h)[:, None] + d[None, :]
+                tl.store(to, tl.load(dv, mask=mask), mask=mask)
+            else:
+                tl.store(to, tl.zeros([BLOCK_H, BLOCK_V], dx_ptr.dtype.element_ty), mask=mask)
+    if NORM:
+        at = dw_ptr + p.to(tl.int64) * (2 * D)
+        _store_weights(at, qa, qb, q_rest, D, HALF, BLOCK_R, BLOCK_D, INTERLEAVED)
+        _store_weights(at + D, ka, kb, k_rest, D, HALF, BLOCK_R, BLOCK_D, INTERLEAVED)
+
+
+# ---- launch configurations
+
+
+def _blocks(D: int, half: int) -> dict:
+    rest = D - 2 * half
+    return {"BLOCK_R": next_power_of_2(half), "BLOCK_D": next_power_of_2(rest) if rest else 1}
+
+
+def _pairs(D: int, half: int) -> int:
+    """The pairs of a head that a tile covers, or as many unrotated elements."""
+    blocks = _blocks(D, half)
+    return max(blocks["BLOCK_R"], blocks["BLOCK_D"] // 2)
+
+
+def _heuristic(D: int, half: int, itemsize: int, HQ: int, HK: int, norm: bool) -> dict:
+    """About 1,024 pairs in flight per program: 8 per thread, a 128-bit load of 16-bit elements."""
+    most = next_power_of_2(max(HQ, HK))  # wide enough for all heads
+    return {"BLOCK_H": max(1, min(most, 1024 // _pairs(D, half))), "num_warps": 4}
+
+
+def _space(D: int, half: int, itemsize: int, HQ: int, HK: int, norm: bool) -> list[dict]:
+    """One or two 128-bit loads of each half per thread."""
+    return [
+        {"BLOCK_H": block_h, "num_warps": warps}
+        for block_h in (4, 8, 16, 32)
+        for warps in (1, 2, 4, 8)
+        if block_h < 2 * max(HQ, HK)
+        and 16 // itemsize <= block_h * _pairs(D, half) // (32 * warps) <= 8
+    ]
+
+
+def _backward_heuristic(D: int, half: int, itemsize: int, HQ: int, HK: int, norm: bool) -> dict:
+    """As many programs as fit on an SM: of four warps, four with 128 registers per thread for D =
+    128, three with 168 for wider heads.
+    """
+    c = _heuristic(D, half, itemsize, HQ, HK, norm)
+    limit = None
+    if norm and 2 * half < D:
+        # The sums of the unrotated rest are wide: with 64 features of 192, 255 registers.
+        c["BLOCK_H"] = max(1, c["BLOCK_H"] // 2)
+        # For sm_100, ptxas limits Triton 3.6's code to 168 registers and spills 8 bytes, unless the
+        # limit is explicit.
+        limit = 168 if older_triton() else None
+    return {**c, "PROGRAMS": 4 if D <= 128 else 3, "maxnreg": limit}
+
+
+def _backward_space(D: int, half: int, itemsize: int, HQ: int, HK: int, norm: bool) -> list[dict]:
+    return [
+        {**c, "PROGRAMS": each, "maxnreg": None}
+        for c in _space(D, half, itemsize, HQ, HK, norm)
+        for each in ((2, 4, 8, 16) if norm else (4,))
+    ]
+
+
+# ---- launches
+
+
+def forward(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    rstd: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    interleaved: bool,
+) -> None:
+    """Writes q, k [B, H, S, D] and, if given, rstd [B, S, HQ + HK]. q and k: each token's heads
+    adjacent, or the views in qkv itself.
+    """
+    B, HQ, S, D = q.shape
+    HK, half, norm = k.shape[1], cos.shape[1], q_weight is not None
+    if B * S == 0:
+        return
+    c = FORWARD.config(q.device, D, half, q.element_size(), HQ, HK, norm)
+    launch(
+        _forward,
+        (B * S,),
+        qkv,
+        q,
+        k,
+        rstd,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        positions,
+        S,
+        cos.shape[0],
+        eps,
+        offset,
+        *qkv.stride()[:2],
+        q.stride(0),
+        q.stride(2),
+        k.stride(0),
+        k.stride(2),
+        HQ=HQ,
+        HK=HK,
+        D=D,
+        HALF=half,
+        **_blocks(D, half),
+        INTERLEAVED=interleaved,
+        NORM=norm,
+        HAS_POS=positions is not None,
+        KEEP=rstd is not None,
+        INPLACE=q.data_ptr() == qkv.data_ptr(),
+        **c,
+    )
+
+
+def backward(
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    qkv: torch.Tensor | None,
+    rstd: torch.Tensor | None,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    dqkv: torch.Tensor,
+    dq_weight: torch.Tensor | None,
+    dk_weight: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor | None,
+    HQ: int,
+    HK: int,
+    offset: float,
+    interleaved: bool,
+) -> None:
+    """Writes dqkv [B, S, (HQ + 2 HK) D] and, with weights, their gradients, [D] each. A gradient
+    that is None is zero.
+    """
+    B, S, W = dqkv.shape
+    D, half, norm = W // (HQ + 2 * HK), cos.shape[1], q_weight is not None
+    if B * S == 0:
+        for d in (dq_weight, dk_weight) if norm else ():
+            d.zero_()
+        return
+    c = BACKWARD.config(dqkv.device, D, half, dqkv.element_size(), HQ, HK, norm)
+    c = {name: value for name, value in c.items() if value is not None}
+    each = c.pop("PROGRAMS")
+    P = min(programs(dqkv, each), B * S) if norm else B * S
+    dw = torch.empty((P, 2, D), dtype=torch.float32, device=dqkv.device) if norm else None
+    strides = [s for d in (dq, dk, dv) for s in (d.stride()[:3] if d is not None else (0, 0, 0))]
+    launch(
+        _backward,
+        (P,),
+        dq,
+        dk,
+        dv,
+        qkv,
+        rstd,
+        q_weight,
+        k_weight,
+        dqkv,
+        dw,
+        cos,
+        sin,
+        positions,
+        B * S,
+        S,
+        cos.shape[0],
+        offset,
+        *strides,
+        *(qkv.stride()[:2] if norm else (0, 0)),
+        HQ=HQ,
+        HK=HK,
+        D=D,
+        HALF=half,
+        **_blocks(D, half),
+        BLOCK_V=next_power_of_2(D),
+        INTERLEAVED=interleaved,
+        NORM=norm,
+        HAS_POS=positions is not None,
+        DQ=dq is not None,
+        DK=dk is not None,
+        DV=dv is not None,
+        **c,
+    )
+    if norm:
+        summed(dw, dq_weight, dk_weight)
+
+
+# ---- specs for the compile gate
+
+
+def _specs(
+    kernel, name: str, key: dict, config: dict, pointers: dict, integers: tuple, more: dict
+) -> list[KernelSpec]:
+    data = "bf16" if key["itemsize"] == 2 else "fp32"
+    D, half, norm = key["D"], key["half"], key["norm"]
+    specs = []
+    for interleaved in (False, True) if 2 * half == D else (True,):
+        types = {
+            **{f"{n}_ptr": f"*{kind or data}" for n, kind in pointers.items()},
+            **dict.fromkeys(integers, "i32"),
+            "S": "i32",
+            "P": "i32",
+            "eps": "fp32",
+            "offset": "fp32",
+            "cos_ptr": "*fp32",
+            "sin_ptr": "*fp32",
+            "pos_ptr": "*i64",
+        }
+        part = f" R={2 * half}" if 2 * half < D else ""
+        label = (
+            f"{name} {'interleaved' if interleaved else 'half-split'} D={D}{part} "
+            f"heads={key['HQ']}+{key['HK']}"
+            f"{' norm' if norm else ''} {data}"
+        )
+        constexprs = {
+            "HQ": key["HQ"],
+            "HK": key["HK"],
+            "D": D,
+            "HALF": half,
+            "BLOCK_H": config["BLOCK_H"],
+            **_blocks(D, half),
+            "INTERLEAVED": interleaved,
+            "NORM": norm,
+            "HAS_POS": True,
+            **more,
+        }
+        if not norm:  # None, as the launcher passes it
+            constexprs |= dict.fromkeys(set(types) & {"rstd_ptr", "qw_ptr", "kw_ptr"})
+            constexprs |= {"x_ptr": None, "dw_ptr": None} if kernel is _backward else {}
+        signature = {n: types[n] for n in kernel.arg_names if n in types and n not in constexprs}
+        specs.append(
+            KernelSpec(
+                kernel,
+                label,
+                signature,
+                constexprs,
+                config["num_warps"],
+                divisible=integers,
+                options={"maxnreg": limit} if (limit := config.get("maxnreg")) else {},
+                elements=config["BLOCK_H"] * D,
+                per_sm=config.get("PROGRAMS", 1) if norm else 1,
+            )
+        )
+    return specs
+
+
+def _forward_specs(key: dict, config: dict) -> list[KernelSpec]:
+    """Whole heads, by halves and interleaved; and 64 features of 192."""
+    return _specs(
+        _forward,
+        "forward",
+        key,
+        config,
+        {"x": None, "q": None, "k": None, "rstd": "fp32", "qw": None, "kw": None},
+        tuple(f"{t}_{d}" for t in "xqk" for d in "bs"),
+        {"KEEP": key["norm"], "INPLACE": False},
+    )
+
+
+def _backward_specs(key: dict, config: dict) -> list[KernelSpec]:
+    strides = (*(f"{t}_{d}" for t in ("dq", "dk", "dv") for d in "bhs"), "x_b", "x_s")
+    specs = _specs(
+        _backward,
+        "backward",
+        key,
+        config,
+        {
+            "dq": None,
+            "dk": None,
+            "dv": None,
+            "x": None,
+            "rstd": "fp32",
+            "qw": None,
+            "kw": None,
+            "dx": None,
+            "dw": "fp32",
+        },
+        strides,
+        {"BLOCK_V": next_power_of_2(key["D"]), "DQ": True, "DK": True, "DV": True},
+    )
+    for spec in specs:
+        spec.signature["tokens"] = "i32"
+    return specs
+
+
+_FIELDS = ("D", "half", "itemsize", "HQ", "HK", "norm")
+_KEYS = [
+    (128, 64, 2, 32, 8, True),
+    (128, 64, 2, 32, 4, True),
+    (128, 64, 2, 32, 8, False),
+    (256, 128, 2, 8, 4, True),
+    (192, 32, 2, 128, 128, True),
+    (128, 64, 4, 32, 8, True),
+]
+FORWARD = Tunable(
+    "qk_norm_rope", "forward", _FIELDS, "forward", _heuristic, _space, _KEYS, _forward_specs
+)
+BACKWARD = Tunable(
+    "qk_norm_rope",
+    "backward",
+    _FIELDS,
+    "backward",
+    _backward_heuristic,
+    _backward_space,
+    _KEYS,
+    _backward_specs,
+)
+TUNABLES = (FORWARD, BACKWARD)

@@ -1,0 +1,285 @@
+"""Rotary position embedding in Triton. The definition is tilewright/ops/rope/rope.py.
+
+A program rotates one token: all heads of q, then all heads of k, so that the table row is read
+once. Inputs are [B, H, S, D] with any strides but a contiguous last dimension; the output may be
+the input.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.kernels.launch import launch
+from tilewright.kernels.launchers import next_power_of_2
+from tilewright.kernels.spec import KernelSpec
+from tilewright.kernels.tuning import Tunable
+
+
+@triton.jit
+def _heads(
+    x_ptr,
+    y_ptr,
+    x_head,
+    y_head,
+    cos,
+    sin,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    i = tl.arange(0, BLOCK_R)
+    for first in range(0, H, BLOCK_H):
+        h = first + tl.arange(0, BLOCK_H)
+        x = x_ptr + (h.to(tl.int64) * x_head)[:, None]
+        y = y_ptr + (h.to(tl.int64) * y_head)[:, None]
+        mask = (h < H)[:, None] & (i < HALF)[None, :]
+        if INTERLEAVED:  # one contiguous read, split in registers
+            both = tl.arange(0, 2 * BLOCK_R)
+            wide = (h < H)[:, None] & (both < 2 * HALF)[None, :]
+            pair = tl.load(x + both[None, :], mask=wide, other=0.0).to(tl.float32)
+            a, b = tl.split(tl.reshape(pair, (BLOCK_H, BLOCK_R, 2)))
+            out = tl.join(a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :])
+            tl.store(
+                y + both[None, :],
+                tl.reshape(out, (BLOCK_H, 2 * BLOCK_R)).to(y_ptr.dtype.element_ty),
+                mask=wide,
+            )
+        else:
+            a = tl.load(x + i[None, :], mask=mask, other=0.0).to(tl.float32)
+            b = tl.load(x + (HALF + i)[None, :], mask=mask, other=0.0).to(tl.float32)
+            tl.store(
+                y + i[None, :],
+                (a * cos[None, :] - b * sin[None, :]).to(y_ptr.dtype.element_ty),
+                mask=mask,
+            )
+            tl.store(
+                y + (HALF + i)[None, :],
+                (b * cos[None, :] + a * sin[None, :]).to(y_ptr.dtype.element_ty),
+                mask=mask,
+            )
+        if COPY:  # the unrotated features
+            d = 2 * HALF + tl.arange(0, BLOCK_D)
+            rest = (h < H)[:, None] & (d < D)[None, :]
+            tl.store(y + d[None, :], tl.load(x + d[None, :], mask=rest), mask=rest)
+
+
+@triton.jit(do_not_specialize=["S", "P"])
+def _rotate(
+    q_ptr,
+    k_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    cos_ptr,
+    sin_ptr,
+    pos_ptr,
+    S,
+    P,
+    q_b,
+    q_h,
+    q_s,
+    k_b,
+    k_h,
+    k_s,
+    qo_b,
+    qo_h,
+    qo_s,
+    ko_b,
+    ko_h,
+    ko_s,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INVERSE: tl.constexpr,
+    HAS_POS: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    b = t // S
+    s = t % S
+    p = s
+    if HAS_POS:
+        p = tl.load(pos_ptr + t)
+    i = tl.arange(0, BLOCK_R)
+    row = p + tl.zeros([BLOCK_R], tl.int64)
+    # An id outside the tables reads nothing and rotates to NaN.
+    inside = (i < HALF) & (row >= 0) & (row < P)
+    at = row * HALF + i
+    cos = tl.load(cos_ptr + at, mask=inside, other=float("nan")).to(tl.float32)
+    sin = tl.load(sin_ptr + at, mask=inside, other=float("nan")).to(tl.float32)
+    if INVERSE:
+        sin = -sin
+    _heads(
+        q_ptr + b * q_b + s * q_s,
+        q_out_ptr + b * qo_b + s * qo_s,
+        q_h,
+        qo_h,
+        cos,
+        sin,
+        HQ,
+        D,
+        HALF,
+        BLOCK_H,
+        BLOCK_R,
+        BLOCK_D,
+        INTERLEAVED,
+        COPY,
+    )
+    if HK > 0:
+        _heads(
+            k_ptr + b * k_b + s * k_s,
+            k_out_ptr + b * ko_b + s * ko_s,
+            k_h,
+            ko_h,
+            cos,
+            sin,
+            HK,
+            D,
+            HALF,
+            BLOCK_H,
+            BLOCK_R,
+            BLOCK_D,
+            INTERLEAVED,
+            COPY,
+        )
+
+
+def _heuristic(half: int, itemsize: int, HQ: int, HK: int) -> dict:
+    """8 pairs per thread, a 128-bit load of 16-bit elements. For 64 features of 192, with which
+    four warps spill, half as many threads.
+    """
+    warps = 4 if half > 32 else 2
+    return {"BLOCK_H": max(1, 256 * warps // next_power_of_2(half)), "num_warps": warps}
+
+
+def _space(half: int, itemsize: int, HQ: int, HK: int) -> list[dict]:
+    """One or two 128-bit loads of each half per thread. Fewer than one pair would break in-place
+    use: two threads would load an element that one of them overwrites. (With 64 features of 192, 16
+    pairs per thread spill, and so do 8 on four warps.)
+    """
+    block_r, most = next_power_of_2(half), 16 if half > 32 else 8
+    return [
+        {"BLOCK_H": block_h, "num_warps": warps}
+        for block_h in (4, 8, 16, 32)
+        for warps in (1, 2, 4, 8)
+        if block_h < 2 * max(HQ, HK)
+        and 16 // itemsize <= block_h * block_r // (32 * warps) <= most
+        and (half > 32 or (block_h * block_r, warps) != (1024, 4))
+    ]
+
+
+def rotate(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    q_out: torch.Tensor,
+    k_out: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor | None,
+    interleaved: bool,
+    inverse: bool,
+) -> None:
+    B, HQ, S, D = q.shape
+    half = cos.shape[1]
+    if B * S == 0:
+        return
+    kk, ko = (q, q_out) if k is None else (k, k_out)
+    c = ROTATE.config(q.device, half, q.element_size(), HQ, 0 if k is None else k.shape[1])
+    rest = D - 2 * half
+    launch(
+        _rotate,
+        (B * S,),
+        q,
+        kk,
+        q_out,
+        ko,
+        cos,
+        sin,
+        positions,
+        S,
+        cos.shape[0],
+        *q.stride()[:3],
+        *kk.stride()[:3],
+        *q_out.stride()[:3],
+        *ko.stride()[:3],
+        HQ=HQ,
+        HK=0 if k is None else k.shape[1],
+        D=D,
+        HALF=half,
+        BLOCK_R=next_power_of_2(half),
+        BLOCK_D=next_power_of_2(rest) if rest else 1,
+        INTERLEAVED=interleaved,
+        INVERSE=inverse,
+        HAS_POS=positions is not None,
+        COPY=rest > 0 and q.data_ptr() != q_out.data_ptr(),
+        **c,
+    )
+
+
+def _specs(key: dict, config: dict) -> list[KernelSpec]:
+    """Rotation of a whole head, by halves and interleaved; and of 64 features of 192."""
+    half, hq, hk = key["half"], key["HQ"], key["HK"]
+    strides = [f"{t}_{d}" for t in ("q", "k", "qo", "ko") for d in "bhs"]
+    data = "bf16" if key["itemsize"] == 2 else "fp32"
+    types = {
+        **{f"{n}_ptr": f"*{data}" for n in ("q", "k", "q_out", "k_out")},
+        "cos_ptr": "*fp32",
+        "sin_ptr": "*fp32",
+        "pos_ptr": "*i64",
+        "S": "i32",
+        "P": "i32",
+        **dict.fromkeys(strides, "i32"),
+    }
+    specs = []
+    for d, interleaved in ((2 * half, False), (2 * half, True)) if half != 32 else ((192, True),):
+        rest = d - 2 * half
+        label = f"{'interleaved' if interleaved else 'half-split'} D={d}{f' R={2 * half}' if rest else ''}"
+        constexprs = {
+            "HQ": hq,
+            "HK": hk,
+            "D": d,
+            "HALF": half,
+            "BLOCK_R": next_power_of_2(half),
+            "BLOCK_H": config["BLOCK_H"],
+            "BLOCK_D": next_power_of_2(rest) if rest else 1,
+            "INTERLEAVED": interleaved,
+            "INVERSE": False,
+            "HAS_POS": True,
+            "COPY": rest > 0,
+        }
+        specs.append(
+            KernelSpec(
+                _rotate,
+                f"rotate {label} {data}",
+                types,
+                constexprs,
+                config["num_warps"],
+                divisible=tuple(strides),
+                elements=config["BLOCK_H"] * d,
+            )
+        )
+    return specs
+
+
+ROTATE = Tunable(
+    "rope",
+    "rotate",
+    ("half", "itemsize", "HQ", "HK"),
+    "forward",
+    _heuristic,
+    _space,
+    [(64, 2, 32, 8), (128, 2, 8, 4), (32, 2, 128, 128), (64, 4, 32, 8)],
+    _specs,
+)
+TUNABLES = (ROTATE,)

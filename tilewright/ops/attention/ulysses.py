@@ -1,0 +1,75 @@
+"""Ulysses: ranks exchange heads for tokens by an all-to-all, and back."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from tilewright.core.library import once_across
+
+_once = once_across("context_parallel_attention")
+
+
+def _exchanged(message, cp):
+    received = torch.empty_like(message, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, message.contiguous(), group=cp.ulysses)
+    return received
+
+
+def _heads_for_tokens(tensors, cp):
+    """[B, U h, s, D] each, of own tokens, to [B, h, U s, D] of own heads, all in one message."""
+    message = torch.cat(
+        [t.unflatten(1, (cp.ulysses_size, -1)).permute(1, 3, 0, 2, 4) for t in tensors], 3
+    )
+    heads = [t.shape[1] // cp.ulysses_size for t in tensors]
+    return _exchanged(message, cp).flatten(0, 1).permute(1, 2, 0, 3).split(heads, 1)
+
+
+def _tokens_for_heads(tensors, cp):
+    """The reverse. In memory [s, B, heads, D], the layout that a projection reads."""
+    message = torch.cat(
+        [t.unflatten(2, (cp.ulysses_size, -1)).permute(2, 3, 0, 1, 4) for t in tensors], 3
+    )
+    parts = _exchanged(message, cp).split([t.shape[1] for t in tensors], 3)
+    return [t.permute(1, 2, 0, 3, 4).flatten(2, 3).permute(1, 2, 0, 3) for t in parts]
+
+
+class Scatter(torch.autograd.Function):
+    """q, k and v of own tokens and all heads, to those of own heads and all tokens."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, cp):
+        # Query head h reads head h // groups of keys. With each key head repeated `again` times,
+        # every rank gets as many, and its queries read them in order.
+        groups = q.shape[1] // k.shape[1]
+        ctx.cp, ctx.again = cp, groups // math.gcd(groups, q.shape[1] // cp.ulysses_size)
+        if ctx.again > 1:
+            k, v = (t.repeat_interleave(ctx.again, 1) for t in (k, v))
+        return tuple(_heads_for_tokens((q, k, v), cp))
+
+    @staticmethod
+    @_once
+    def backward(ctx, dq, dk, dv):
+        dq, dk, dv = _tokens_for_heads((dq, dk, dv), ctx.cp)
+        if ctx.again > 1:
+            acc = torch.promote_types(dq.dtype, torch.float32)
+            dk, dv = (
+                t.unflatten(1, (-1, ctx.again)).sum(2, dtype=acc).to(t.dtype) for t in (dk, dv)
+            )
+        return dq, dk, dv, None
+
+
+class Gather(torch.autograd.Function):
+    """The results of own heads, back to own tokens."""
+
+    @staticmethod
+    def forward(ctx, out, cp):
+        ctx.cp = cp
+        return _tokens_for_heads((out,), cp)[0]
+
+    @staticmethod
+    @_once
+    def backward(ctx, dout):
+        return _heads_for_tokens((dout,), ctx.cp)[0], None

@@ -1,0 +1,264 @@
+"""Attention by third-party kernels: PyTorch's, and FlashAttention 2, 3 and 4."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from tilewright import platform
+from tilewright.core.layout import last_contiguous
+from tilewright.core.registry import Implementation
+from tilewright.ops.attention.eager import by_document, host_seqlens
+from tilewright.ops.attention.options import (
+    PART,
+    SINKS,
+    SOFTCAP,
+    WINDOW,
+    Request,
+    head_widths,
+    unsupported_features,
+)
+
+HALVES = (torch.bfloat16, torch.float16)
+
+# ---- PyTorch's fused attention: one call per document, so no mask is built
+
+
+def _fused(q, k, v, variant):
+    q, k, v = map(last_contiguous, (q, k, v))  # otherwise PyTorch takes its path with S x Sk scores
+    grouped = False
+    if q.shape[1] != k.shape[1]:  # a constant, where compiled code has symbolic heads
+        grouped = True
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=variant.causal, scale=variant.scale, enable_gqa=grouped
+    )
+
+
+def attention_sdpa(q, k, v, cu_seqlens, variant, sinks, max_seqlen):
+    return by_document(lambda *document: (_fused(*document, variant),), (q, k, v), cu_seqlens)[0]
+
+
+def _aligned_at_the_first_key(
+    lacks: Callable[[Request], str | None],
+) -> Callable[[Request], str | None]:
+    """`lacks`, and the limits of all implementations that pass is_causal on."""
+
+    def refuses(request: Request) -> str | None:
+        if request.shorter and request.causal:
+            return "aligns a causal mask at the first key: it takes as many queries as keys"
+        return lacks(request)
+
+    return refuses
+
+
+sdpa_refuses = _aligned_at_the_first_key(
+    unsupported_features(
+        window=f"{WINDOW} without a mask of S x S", softcap=SOFTCAP, sinks=SINKS, part=PART
+    )
+)
+
+
+# ---- PyTorch's fused attention, cuDNN's kernels first, and its varlen_attn for packed documents
+
+
+@functools.cache
+def varlen():
+    """torch.nn.attention.varlen's function and whether it supports grouped heads, or the reason why
+    it is unavailable.
+    """
+    try:
+        function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except ImportError:
+        return f"torch {torch.__version__} has no torch.nn.attention.varlen"
+    names = inspect.signature(function).parameters
+    if absent := {"scale", "window_size"} - set(names):
+        return f"torch {torch.__version__}: varlen_attn takes no {' and no '.join(sorted(absent))}"
+    return function, "enable_gqa" in names
+
+
+def no_native(device_type: str) -> str | None:
+    if device_type != "cuda":
+        return f"cuDNN's attention and varlen_attn take CUDA tensors, not {device_type}"
+    if reason := platform.no_cuda(80):
+        return reason
+    return varlen() if isinstance(varlen(), str) else None
+
+
+_native_lacks = _aligned_at_the_first_key(
+    unsupported_features(softcap=SOFTCAP, sinks=SINKS, part=PART)
+)
+
+
+def native_refuses(request: Request) -> str | None:
+    return _native_lacks(request) or head_widths(request, 8, 256)
+
+
+def native():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backends = [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+    ]
+    attend, grouped = varlen()
+
+    def attention_native(q, k, v, cu_seqlens, variant, sinks, max_seqlen):
+        causal, window, _, scale = variant
+        B, H, S, _ = q.shape
+        if not q.numel() or (cu_seqlens is None and not window):
+            with sdpa_kernel(backends, set_priority=True):
+                return _fused(q, k, v, variant)
+        cu, longest = _boundaries(q, cu_seqlens, max_seqlen)
+        if not grouped and k.shape[1] != H:
+            k, v = (t.repeat_interleave(H // k.shape[1], 1) for t in (k, v))
+        more = {"enable_gqa": k.shape[1] != H} if grouped else {}
+        sides = (window - 1 if window else -1, 0) if causal else (-1, -1)
+        out = attend(
+            *map(_rows, (q, k, v)), cu, cu, longest, longest, scale=scale, window_size=sides, **more
+        )
+        return out.unflatten(0, (B, S)).transpose(1, 2)
+
+    return attention_native
+
+
+def _rows(t):
+    """[B, H, S, D] as [B S, H, D], a view if the memory layout allows it."""
+    return t.transpose(1, 2).flatten(0, 1)
+
+
+def _boundaries(q, cu_seqlens, max_seqlen):
+    """int32 cu_seqlens of documents, or of a batch's sequences, and the longest length."""
+    B, _, S, _ = q.shape
+    if cu_seqlens is None:
+        return torch.arange(0, B * S + 1, S, dtype=torch.int32, device=q.device), S
+    if max_seqlen is None:
+        ends = host_seqlens(cu_seqlens, S)
+        max_seqlen = max(b - a for a, b in itertools.pairwise(ends))
+    return cu_seqlens.to(torch.int32), min(max_seqlen, S)
+
+
+# ---- FlashAttention 2, 3 and 4
+
+
+class Flash(NamedTuple):
+    """One of flash-attn's packages. capabilities: supported major versions of the compute
+    capability.
+    """
+
+    distribution: str
+    oldest: str | None
+    module: str
+    capabilities: tuple[int, ...]
+    lacks: Callable[[Request], str | None]
+    head_dims: dict[int, int]  # the widest, by major version of the compute capability
+    whole: object  # its value for an unlimited window
+
+    def missing(self, device_type: str) -> str | None:
+        if reason := platform.no_distribution(self.distribution, self.oldest):
+            return reason
+        if device_type != "cuda":
+            return f"{self.distribution} takes CUDA tensors, not {device_type}"
+        if reason := platform.no_cuda():
+            return reason
+        tens = torch.cuda.get_device_capability()[0]
+        if tens not in self.capabilities:
+            return (
+                f"{self.distribution} is for compute capability "
+                f"{' and '.join(f'{c}.x' for c in self.capabilities)}"
+                f", this device has {tens}.x"
+            )
+        return None
+
+    def refuses(self, request: Request) -> str | None:
+        tens = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+        # On a device that it does not support `missing` says so.
+        widest = self.head_dims.get(tens, self.head_dims[self.capabilities[0]])
+        return self.lacks(request) or head_widths(request, 8, widest)
+
+    def load(self):
+        module = importlib.import_module(self.module)
+
+        def attention_flash(q, k, v, cu_seqlens, variant, sinks, max_seqlen):
+            causal, window, softcap, scale = variant
+            options = {
+                "softmax_scale": scale,
+                "causal": causal,
+                "softcap": softcap,
+                "window_size": (window - 1, 0) if window else (self.whole, self.whole),
+                "deterministic": torch.are_deterministic_algorithms_enabled(),
+            }
+            if sinks is not None:
+                options["learnable_sink"] = sinks.float() if sinks.dtype == torch.float64 else sinks
+            if cu_seqlens is None:
+                out = module.flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), **options)
+            else:
+                cu, longest = _boundaries(q, cu_seqlens, max_seqlen)
+                out = module.flash_attn_varlen_func(
+                    *map(_rows, (q, k, v)),
+                    cu_seqlens_q=cu,
+                    cu_seqlens_k=cu,
+                    max_seqlen_q=longest,
+                    max_seqlen_k=longest,
+                    **options,
+                )
+            # Version 4, and early 3, also return the log-sum-exp.
+            out = out[0] if isinstance(out, tuple) else out
+            return (out if cu_seqlens is None else out.unsqueeze(0)).transpose(1, 2)
+
+        return attention_flash
+
+
+FLASH = {
+    # Older betas silently give sinks no gradient, and have no backward of softcap on packed
+    # documents.
+    "flash_attention_4": Flash(
+        "flash-attn-4",
+        "4.0.0b36",
+        "flash_attn.cute",
+        (9, 10, 11),
+        unsupported_features(part=PART),
+        {9: 256, 10: 128, 11: 128},
+        None,
+    ),
+    "flash_attention_3": Flash(
+        "flash-attn-3",
+        None,
+        "flash_attn_interface",
+        (9,),
+        unsupported_features(sinks=SINKS, part=PART),
+        {9: 256},
+        -1,
+    ),
+    # Earlier ones have no softcap.
+    "flash_attention_2": Flash(
+        "flash-attn",
+        "2.6.0",
+        "flash_attn",
+        (8, 9, 10, 12),
+        unsupported_features(sinks=SINKS, part=PART),
+        {8: 256, 9: 256, 10: 256, 12: 256},
+        -1,
+    ),
+}
+
+
+def flash(name: str) -> Implementation:
+    """An implementation of `FLASH`."""
+    package = FLASH[name]
+    return Implementation(
+        name,
+        package.load,
+        package.missing,
+        dtypes=HALVES,
+        refuses=package.refuses,
+        reads_host="host",
+        aliases=(f"fa{name[-1]}",),
+    )

@@ -1,0 +1,379 @@
+"""Three ops whose results are in FP8, as the following product takes its inputs: block-scaled in
+blocks of 1 x 128, or MXFP8. The bfloat16 result is not written to memory, or written in the same
+pass.
+
+Each gives, byte for byte, the result of the op followed by `quantize_mxfp8` or
+`quantize_block_fp8(..., block=(1, 128))` in the same implementation: the op's result is rounded to
+the input's dtype before it is quantized.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from tilewright import platform
+from tilewright.core import checks
+from tilewright.core.library import from_kernels
+from tilewright.core.registry import Implementation, Judged, Op
+from tilewright.ops import cases
+from tilewright.ops.activation import activation
+from tilewright.ops.fused_quantize.cases import ADD_NORM_CASES, NORM_CASES, SILU_CASES
+from tilewright.ops.fused_quantize.operators import load_cpp, load_triton
+from tilewright.ops.norm.rmsnorm import (
+    add_rmsnorm,
+    check_norm,
+    check_residual,
+    rmsnorm,
+    rmsnorm_eager,
+    sum_eager,
+)
+from tilewright.ops.quant import block_fp8, mxfp8, quantize
+from tilewright.ops.quant.block_fp8 import BlockFP8
+from tilewright.ops.quant.mxfp8 import MXFP8
+
+BLOCK = (1, 128)
+FORMATS = ("block_fp8", "mxfp8")
+
+
+class Norm(NamedTuple):
+    """Options of `rmsnorm`."""
+
+    eps: float
+    offset: float
+    cast: str
+
+
+class Into(NamedTuple):
+    """A norm kernel's output. keep: also the normalized rows.   mx: MXFP8, not 1 x 128 blocks."""
+
+    seed: int | None
+    keep: bool
+    mx: bool
+
+
+@checks.autocast("inputs")
+def silu_mul_quantize(
+    gate: torch.Tensor,
+    up: torch.Tensor | None = None,
+    *,
+    seed: int | None = None,
+    format: str = "block_fp8",
+    transpose: bool = False,
+    implementation: str = "auto",
+) -> BlockFP8 | MXFP8 | tuple[MXFP8, MXFP8]:
+    """silu(gate) * up in FP8, the input of a down projection in FP8.
+
+    Computed in float32; the product is rounded to gate's dtype, then quantized as by
+    `quantize_block_fp8` or `quantize_mxfp8`: byte for byte as the two ops in sequence, in the same
+    implementation. Not differentiable: for inference, and for a forward whose backward recomputes
+    `silu_mul`. Deterministic.
+
+    Args:
+        gate, up: [..., I] as in `silu_mul`, or gate [..., 2 I] = [gate; up] alone. They and their
+            result must be finite.
+        seed: as in `quantize_block_fp8`.
+        format: "block_fp8", with a float32 scale per 1 x 128 block, or "mxfp8", with a power of two
+            per 32 elements of a row.
+        transpose: returns (q, that of the product's transpose), bit for bit as `quantize_mxfp8`
+            does, from one read of gate and up (eager: two of the product): an operand of the
+            gradient of the projection's weight. MXFP8 only, whose transposed blocks, 32 rows, a
+            program holds; the result has 2 dimensions or more.
+        implementation: "auto", or one of triton, cpp, eager.
+
+    Returns:
+        A BlockFP8 or MXFP8 of shape [..., I], of gate's dtype.
+
+    Raises:
+        TypeError, ValueError: Invalid arguments.
+        ValueError: The product is not finite (not checked on CUDA, which would synchronize: such a
+            block's scale is not finite).
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import silu_mul_quantize
+        >>> silu_mul_quantize(torch.ones(2, 256)).shape
+        (2, 128)
+    """
+    activation.check_gate_up(gate, up)
+    quantize.source(gate, "gate")
+    quantize.seed(seed)
+    checks.choice("format", format, FORMATS)
+    shape = gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)
+    if not isinstance(transpose, bool):
+        raise TypeError(f"transpose must be a bool, got {transpose!r}")
+    if transpose and format != "mxfp8":
+        raise ValueError(
+            f"transpose must be False with format {format!r}: no program holds 128 rows; quantize "
+            "silu_mul's result by quantize_block_fp8 with transpose=True"
+        )
+    if transpose and len(shape) < 2:
+        raise ValueError(
+            f"gate must have at least 2 dimensions for a transpose, got shape {list(gate.shape)}"
+        )
+    gate, up = gate.detach(), None if up is None else up.detach()
+    parts = SILU_MUL_QUANTIZE.pick(implementation, gate)(
+        gate, up, seed, format == "mxfp8", transpose
+    )
+    q = _wrap(*parts[:2], shape, gate.dtype, "silu(gate) * up", format)
+    if not transpose:
+        return q
+    return q, mxfp8.blocks_of(
+        *parts[2:], (*shape[:-2], shape[-1], shape[-2]), gate.dtype, checked=True
+    )
+
+
+@checks.autocast("norm", "x")
+def rmsnorm_quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    bias: torch.Tensor | None = None,
+    offset: float = 0.0,
+    cast: str = "llama",
+    seed: int | None = None,
+    return_normalized: bool = False,
+    format: str = "block_fp8",
+    implementation: str = "auto",
+) -> BlockFP8 | MXFP8 | tuple[BlockFP8 | MXFP8, torch.Tensor]:
+    """rmsnorm(x, weight) in FP8, the input of a projection in FP8.
+
+    Sums in float32 or wider; the normalized row is rounded to x's dtype, then quantized as by
+    `quantize_block_fp8` or `quantize_mxfp8`: byte for byte as the two ops in sequence, in the same
+    implementation (Triton: with rmsnorm's launch configuration, which decides the order of sums).
+    It cannot return the transpose in the same pass: a program holds one row, and a block of the
+    transpose 32; `quantize_mxfp8` of the normalized rows, returned or recomputed, gives it. Not
+    differentiable, the normalized rows neither: for inference, and for a forward whose backward is
+    `rmsnorm`'s. Deterministic.
+
+    Args:
+        x, weight, eps, bias, offset, cast: as in `rmsnorm`; the normalized rows must be finite.
+        seed: as in `quantize_block_fp8`.
+        format: as in `silu_mul_quantize`.
+        return_normalized: also return the normalized rows in x's dtype, for consumers not in FP8.
+        implementation: "auto", or one of triton, cpp, eager.
+
+    Returns:
+        A BlockFP8 or MXFP8 of x's shape and dtype, or (it, normalized [..., D]).
+
+    Raises:
+        TypeError, ValueError: Invalid arguments.
+        ValueError: Normalized rows are not finite (not checked on CUDA, which would synchronize:
+            such a block's scale is not finite).
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import rmsnorm_quantize
+        >>> rmsnorm_quantize(torch.ones(2, 256), torch.ones(256)).scale_inv.shape
+        torch.Size([2, 2])
+    """
+    check_norm(x, weight, bias, eps, offset, cast)
+    _check_options(x, seed, return_normalized, format)
+    x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
+    norm = Norm(eps, offset, cast)
+    run = RMSNORM_QUANTIZE.pick(implementation, x)
+    data, inverse, y, _ = run(
+        x, None, weight, bias, norm, Into(seed, return_normalized, format == "mxfp8")
+    )
+    q = _wrap(data, inverse, x.shape, x.dtype, "the normalized x", format)
+    return (q, y.view(x.shape)) if return_normalized else q
+
+
+@checks.autocast("norm", "x", "residual")
+def add_rmsnorm_quantize(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    bias: torch.Tensor | None = None,
+    offset: float = 0.0,
+    cast: str = "llama",
+    seed: int | None = None,
+    return_normalized: bool = False,
+    format: str = "block_fp8",
+    implementation: str = "auto",
+) -> tuple[BlockFP8 | MXFP8 | torch.Tensor, ...]:
+    """(rmsnorm(x + residual) in FP8, x + residual) in one pass over memory: the residual step of a
+    pre-norm transformer before a projection in FP8.
+
+    Byte for byte as `add_rmsnorm` followed by the quantization, in the same implementation. Not
+    differentiable, the sum neither. Deterministic.
+
+    Args:
+        residual: as in `add_rmsnorm`: x's shape, x's dtype or float32; the sum is rounded to its
+            dtype.
+        x, weight, eps, bias, offset, cast, seed, return_normalized, format: as in
+            `rmsnorm_quantize`.
+        implementation: "auto", or one that `tilewright explain add_rmsnorm_quantize` lists.
+
+    Returns:
+        (BlockFP8 or MXFP8 of x's shape and dtype, sum [..., D]), and with return_normalized the
+        normalized rows in x's dtype as a third.
+
+    Raises:
+        TypeError, ValueError, ImplementationUnavailable: As `rmsnorm_quantize`.
+
+    Example:
+        >>> from tilewright.ops import add_rmsnorm_quantize
+        >>> q, total = add_rmsnorm_quantize(torch.ones(2, 4), torch.ones(2, 4), torch.ones(4))
+        >>> total[0]
+        tensor([2., 2., 2., 2.])
+    """
+    check_norm(x, weight, bias, eps, offset, cast)
+    check_residual(x, residual)
+    _check_options(x, seed, return_normalized, format)
+    x, residual, weight = x.detach(), residual.detach(), weight.detach()
+    bias = None if bias is None else bias.detach()
+    norm = Norm(eps, offset, cast)
+    run = ADD_RMSNORM_QUANTIZE.pick(implementation, x)
+    data, inverse, y, total = run(
+        x, residual, weight, bias, norm, Into(seed, return_normalized, format == "mxfp8")
+    )
+    q = _wrap(data, inverse, x.shape, x.dtype, "the normalized x + residual", format)
+    return (
+        (q, total.view(x.shape), y.view(x.shape)) if return_normalized else (q, total.view(x.shape))
+    )
+
+
+def _check_options(x, seed, return_normalized, format):
+    quantize.source(x)
+    quantize.seed(seed)
+    if not isinstance(return_normalized, bool):
+        raise TypeError(f"return_normalized must be a bool, got {return_normalized!r}")
+    checks.choice("format", format, FORMATS)
+
+
+def _wrap(data, inverse, shape, dtype, name, format):
+    """Wraps codes [rows, columns] and inverse scales [rows, blocks]."""
+    rows = shape[-2] if len(shape) > 1 else 1
+    inverse = inverse.view(math.prod(shape[:-2]), rows, inverse.shape[-1])
+    if format == "mxfp8":
+        return mxfp8.blocks_of(data, inverse, tuple(shape), dtype, name)
+    return block_fp8.blocks_of(data, inverse, tuple(shape), BLOCK, dtype, name)
+
+
+# ---- the definitions: the two ops in sequence
+
+
+def _quantized(y, seed, mx):
+    parts = (
+        mxfp8.quantize_eager(y.unsqueeze(0), seed)
+        if mx
+        else block_fp8.quantize_eager(y.unsqueeze(0), *BLOCK, seed)
+    )
+    return tuple(t[0] for t in parts)
+
+
+def silu_mul_quantize_eager(gate, up, seed, mx, transpose):
+    y = activation.act_mul_eager(gate, up)
+    return (
+        mxfp8.quantize_eager(quantize.as_3d(y), seed, True)
+        if transpose
+        else _quantized(_flat(y), seed, mx)
+    )
+
+
+def rmsnorm_quantize_eager(x, residual, weight, bias, norm, into):
+    total = x if residual is None else sum_eager(x, residual)
+    y = _flat(rmsnorm_eager(total, weight, bias, *norm).to(x.dtype))
+    return *_quantized(y, into.seed, into.mx), y, total
+
+
+def _flat(t):
+    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1]).contiguous()
+
+
+# ---- the values that the results hold: an implementation's may differ by their op's contract, and
+# a code by a step where a tie is that near; a scale in bfloat16 by 3 to 4 %. Normalized rows that
+# are returned too are those of rmsnorm.
+
+
+def _held_silu(gate, up=None, transpose=False, **options):
+    y = activation.silu_mul(gate, up, implementation="eager")
+    return [y, y.mT] if transpose else [y]
+
+
+def _held_norm(x, weight, bias=None, offset=0.0, cast="llama", eps=1e-6, **options):
+    return [rmsnorm(x, weight, eps, bias=bias, offset=offset, cast=cast, implementation="eager")]
+
+
+def _held_add_norm(x, residual, weight, bias=None, offset=0.0, cast="llama", eps=1e-6, **options):
+    parameters = {"bias": bias, "offset": offset, "cast": cast}
+    return [add_rmsnorm(x, residual, weight, eps, **parameters, implementation="eager")[0]]
+
+
+SILU_MUL_QUANTIZE = Op(
+    "silu_mul_quantize",
+    silu_mul_quantize,
+    silu_mul_quantize_eager,
+    (
+        Implementation(
+            "triton",
+            lambda: load_triton().silu_mul,
+            platform.no_triton,
+            gate=from_kernels("fused_quantize.fused_quantize_triton", "silu_mul_gate"),
+        ),
+        Implementation(
+            "cpp",
+            lambda: load_cpp().silu_mul,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
+        ),
+    ),
+    SILU_CASES,
+    judged=Judged(quantizes=_held_silu, detects={torch.bfloat16: {"out 1": 0.04}}),
+    goals=cases.near_copy(85, "forward"),
+)
+RMSNORM_QUANTIZE = Op(
+    "rmsnorm_quantize",
+    rmsnorm_quantize,
+    rmsnorm_quantize_eager,
+    (
+        Implementation(
+            "triton",
+            lambda: load_triton().rmsnorm,
+            platform.no_triton,
+            gate=from_kernels("fused_quantize.fused_quantize_triton", "rmsnorm_gate"),
+        ),
+        Implementation(
+            "cpp",
+            lambda: load_cpp().rmsnorm,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
+        ),
+    ),
+    NORM_CASES,
+    judged=Judged(quantizes=_held_norm, detects={torch.bfloat16: {"out 1": 0.036, "out 2": 0.05}}),
+    goals=cases.near_copy(85, "forward"),
+)
+ADD_RMSNORM_QUANTIZE = Op(
+    "add_rmsnorm_quantize",
+    add_rmsnorm_quantize,
+    rmsnorm_quantize_eager,
+    (
+        Implementation(
+            "triton",
+            lambda: load_triton().rmsnorm,
+            platform.no_triton,
+            gate=from_kernels("fused_quantize.fused_quantize_triton", "add_rmsnorm_gate"),
+        ),
+        Implementation(
+            "cpp",
+            lambda: load_cpp().rmsnorm,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
+        ),
+    ),
+    ADD_NORM_CASES,
+    judged=Judged(
+        quantizes=_held_add_norm, detects={torch.bfloat16: {"out 1": 0.04, "out 3": 0.057}}
+    ),
+    goals=cases.near_copy(85, "forward"),
+)

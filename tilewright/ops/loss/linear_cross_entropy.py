@@ -1,0 +1,324 @@
+"""Cross-entropy of a language model's head, without materializing its logits:
+
+    logits = x weight^T + bias
+    loss   = cross_entropy(logits, target, ...)
+
+T = tokens, H = hidden width, V = vocabulary, y = target, z = logits, soft-capped if a cap is given.
+The eager twin allocates the logits [T, V], rounded to x's dtype, and continues as `cross_entropy`.
+The chunked implementations allocate the logits of some rows at a time: GEMM, statistics kernel,
+gradient over the logits in place, two GEMMs, next rows. `linear_chunks.py` has the rule for the
+number of rows per chunk.
+
+With reduction "mean" and "sum" forward computes the gradients too, and backward scales them by the
+upstream gradient: 6 T H V flops in total. For "none" the upstream gradient differs per row: forward
+saves [T] statistics only, and backward recomputes the logits, 8 T H V.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tilewright import platform
+from tilewright.core import checks
+from tilewright.core.library import in_transform, refuse_tangents
+from tilewright.core.registry import Goal, Implementation, Judged, Op
+from tilewright.ops.loss.linear_chunks import CHUNK, Precision
+from tilewright.ops.loss.linear_fused import fused
+from tilewright.ops.loss.linear_head import (
+    atol,
+    case,
+    check_chunks,
+    check_head,
+    logits_of,
+    offsets,
+    replicated,
+    timed,
+)
+from tilewright.ops.loss.losses import (
+    CrossEntropyOutput,
+    Labels,
+    Options,
+    Request,
+    check_options,
+    floats,
+    in_torch,
+    losses_eager,
+    losses_of_torch,
+    output,
+    reduced,
+    whole_rows_only,
+)
+from tilewright.ops.loss.targets import presence, weight_of
+
+
+@checks.autocast("products", "x", "weight", "bias")
+@checks.torch_names(input="x", linear_weight="weight", linear_bias="bias")
+def linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    class_weight: torch.Tensor | None = None,
+    token_weight: torch.Tensor | None = None,
+    reduction: str = "mean",
+    num_tokens: int | torch.Tensor | None = None,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    return_argmax: bool = False,
+    group: torch.distributed.ProcessGroup | None = None,
+    accumulate: str = "fp32",
+    fp32_logits: bool = False,
+    chunk_size: int | None = None,
+    implementation: str = "auto",
+) -> torch.Tensor | CrossEntropyOutput:
+    """`cross_entropy(x @ weight.T + bias, target, ...)`, a chunk of rows at a time.
+
+    GEMMs run as torch.mm does in x's dtype (on a CPU with AVX-512, those into float32 by
+    tilewright's own, accumulated in float32). Logits are rounded to x's dtype (except with
+    fp32_logits), statistics and loss are float32, and the gradient of the logits is rounded to x's
+    dtype. Deterministic for the same chunks: no atomics. Under torch.autocast x, weight and bias
+    are cast to its dtype; the loss is float32.
+
+    Memory beside inputs and gradients: one chunk of logits in x's dtype (see fp32_logits), and
+    float32 sums for a 16-bit weight.
+
+    Differentiable once in x, weight, bias and token_weight. Gradients that are not required cost
+    nothing: with a frozen weight (LoRA), its GEMM and its sums are skipped.
+
+    Args:
+        x: [..., H] fp32 | bf16 | fp16 (fp64 with eager), any strides.
+        weight: [V, H] in x's dtype.
+        target: [...] int64, each in [0, V) or ignore_index, whose tokens have loss 0 and a gradient
+            of 0 in x. But weight's gradient is a product with all rows of x, so an ignored row that
+            holds a NaN or infinity makes it NaN (0 * NaN): clear such rows first. Any other target
+            is treated as in `cross_entropy`; on CUDA tensors its NaN is in its row of x's gradient
+            (torch: in every row) and in all of weight's.
+        bias: [V] in x's dtype, or None.
+        ignore_index, label_smoothing, z_loss, softcap: as in `cross_entropy`.
+        class_weight, token_weight, reduction, num_tokens: as in `cross_entropy`.
+        return_lse, return_entropy, return_argmax: as in `cross_entropy`.
+        group: weight and bias are this rank's shard of the vocabulary, [V / world, H] and
+            [V / world], in rank order, all shards of one size; x, target and the rest are
+            replicated. Each chunk costs the all-reduces of `cross_entropy`; backward all-reduces
+            the gradient of x, [T, H], in x's dtype. Unsupported under torch.compile and by torch.
+        accumulate: the dtype in which the gradients of weight and bias are summed over chunks.
+            "fp32"; or "bf16", their own dtype (so fp16 for fp16), which saves 4 bytes per element
+            of a 16-bit head and loses precision with every chunk. In fp16 it can overflow, because
+            the sums are not yet divided by the number of tokens. No effect on a float32 weight. A
+            single chunk needs no sum, so "fp32" costs it nothing (except for fp16, whose sum stays
+            in float32 for the same reason).
+        fp32_logits: keep the GEMM's float32 sums as logits instead of rounding them to a 16-bit x's
+            dtype. A chunk then holds float32 logits and, if gradients are required, a copy in x's
+            dtype for the GEMMs. On a CPU without AVX-512's bfloat16 instructions, and in float16,
+            operands are cast first, since such a GEMM does not exist there.
+        chunk_size: rows per chunk, or None for the rule of `linear_chunks.py`. The eager twin has
+            one chunk.
+        implementation: "auto", or one of triton, cpp, torch, eager.
+
+    Returns:
+        As `cross_entropy`.
+
+    Raises:
+        TypeError, ValueError: invalid arguments.
+        IndexError: a target out of range (as `cross_entropy`).
+        ImplementationUnavailable: a named implementation that cannot run here, or not with these
+            options.
+
+    Example:
+        >>> x, weight = torch.zeros(3, 8), torch.zeros(4, 8, requires_grad=True)
+        >>> target = torch.tensor([0, 3, -100])
+        >>> loss = tilewright.ops.linear_cross_entropy(x, weight, target, chunk_size=2)
+        >>> f"{loss.item():.4f}"  # log 4, over two tokens
+        '1.3863'
+
+    Source: chunks with gradients in forward as in Liger-Kernel (arXiv:2410.10989, section 3.2).
+    """
+    check_options(ignore_index, label_smoothing, z_loss, softcap, reduction)
+    check_chunks(accumulate, chunk_size)
+    labels = Labels(target, class_weight, token_weight, num_tokens, group)
+    check_head(x, weight, bias, labels, fp32_logits)
+    x = replicated(x, group)
+    options = Options(
+        ignore_index=ignore_index,
+        label_smoothing=float(label_smoothing),
+        z_loss=float(z_loss),
+        softcap=0.0 if softcap is None else float(softcap),
+        reduction=reduction,
+        lse=return_lse,
+        entropy=return_entropy,
+        argmax=return_argmax,
+    )
+    precision = Precision(fp32_sums=accumulate == "fp32", fp32_logits=fp32_logits)
+    fn = LINEAR_CROSS_ENTROPY.pick(implementation, x, Request.of(labels))
+    rows = x.reshape(-1, x.shape[-1])
+    with checks.no_autocast(x):
+        loss, *extra = fn(rows, weight, bias, labels, options, precision, chunk_size)
+    return output(loss, extra, options, target.shape)
+
+
+# ---- the definition
+
+
+def linear_cross_entropy_eager(x, weight, bias, labels, options, precision, chunk_size):
+    return in_torch(losses_eager)(
+        logits_of(x, weight, bias, precision.fp32_logits), labels, options
+    )
+
+
+# ---- PyTorch's own: chunked for the options of F.linear_cross_entropy, else with all logits
+
+
+def _no_torch(device_type: str) -> str | None:
+    return (
+        None
+        if hasattr(F, "linear_cross_entropy")
+        else "needs torch >= 2.13, for F.linear_cross_entropy"
+    )
+
+
+def linear_cross_entropy_torch(x, weight, bias, labels, options, precision, chunk_size):
+    beyond = options.label_smoothing or options.softcap or options.z_loss or any(options.extra)
+    # F.linear_cross_entropy has none of these, and no rule for torch.func's transforms.
+    if beyond or (not torch.compiler.is_compiling() and in_transform()):
+        return in_torch(losses_of_torch)(F.linear(x, weight, bias), labels, options)
+    refuse_tangents("linear_cross_entropy[torch]", x, weight, bias)
+    target, class_weight, token_weight, num_tokens, _ = labels
+    reduction = options.reduction
+    valid, target = (
+        presence(target, weight.shape[0], options.ignore_index).reshape(-1),
+        target.reshape(-1),
+    )
+    chunks = torch.nn.LinearCrossEntropyOptions(
+        batch_chunk_size=chunk_size,
+        chunking_method="auto" if chunk_size is None else None,
+        acc_policy="accurate" if precision.fp32_sums else "compact",
+        # Compiled code retains the graph anyway, with a warning.
+        allow_retain_graph=torch.compiler.is_compiling(),
+    )
+    losses = F.linear_cross_entropy(
+        x,
+        weight,
+        torch.where(valid == 1, target, -100),
+        linear_bias=bias,
+        weight=None if class_weight is None else class_weight.to(x.dtype),
+        reduction="sum" if reduction != "none" and token_weight is None else "none",
+        ignore_index=-100,
+        options=chunks,
+    )
+    # Targets out of range were ignored above; here they make the loss and the gradient NaN, of all
+    # rows if summed.
+    losses = losses * (1 + 0 * (valid if losses.dim() else valid.sum()))
+    y_weight = weight_of(target, floats(class_weight))
+    return reduced(losses, valid, y_weight, token_weight, reduction, num_tokens), None, None, None
+
+
+# ---- cases
+
+
+def _all_cases():
+    returns = {"return_lse": True, "return_entropy": True, "return_argmax": True}
+    everything = {
+        "bias": True,
+        "label_smoothing": 0.1,
+        "z_loss": 1e-2,
+        "softcap": 5.0,
+        "token_weight": True,
+        "class_weight": True,
+        "chunk_size": 4,
+        **returns,
+    }
+    return (
+        case("ragged", ((3, 7), 33, 203)),
+        case("tiny", (5, 3, 7), chunk_size=2),
+        case("chunks", (11, 32, 100), chunk_size=4),
+        case("bias", (11, 32, 100), bias=True, chunk_size=4),
+        case("sum", (11, 32, 100), chunk_size=4, reduction="sum", ignored="none"),
+        case("frozen_weight", (11, 32, 100), chunk_size=4, bias=True, frozen=True),
+        case("all_ignored", (6, 32, 100), ignored="all", chunk_size=4, z_loss=1e-2),
+        case("no_rows", (0, 16, 64), bias=True),
+        case("none", ((2, 5), 32, 100), reduction="none", bias=True, chunk_size=4),
+        case("bf16_sums", (11, 32, 100), chunk_size=6, accumulate="bf16", ignored="none"),
+        case("num_tokens", (11, 32, 100), chunk_size=4, num_tokens=17, token_weight=True),
+        case("smoothing", (11, 32, 100), chunk_size=4, label_smoothing=0.2, class_weight=True),
+        case("softcap", (11, 32, 100), chunk_size=4, softcap=5.0),
+        case("everything", ((2, 5), 32, 300), **everything),
+        case("fp32_logits", (11, 32, 100), chunk_size=4, bias=True, fp32_logits=True),
+        case("everything_none", ((2, 5), 32, 300), reduction="none", **everything),
+        *offsets(chunk_size=4, label_smoothing=0.1),
+        *timed(),
+    )
+
+
+def _within(device: str, ms: float, gib: float | None = None, otherwise: Goal | None = None):
+    return Goal(
+        device,
+        "forward_backward",
+        "median_ms",
+        at_most=ms,
+        cases=("llama-3-8b",),
+        dtypes=("bfloat16",),
+        within_mib=gib and gib * 1024,
+        otherwise=otherwise,
+    )
+
+
+LINEAR_CROSS_ENTROPY = Op(
+    "linear_cross_entropy",
+    linear_cross_entropy,
+    linear_cross_entropy_eager,
+    (
+        Implementation(
+            "triton",
+            lambda: fused("triton").cross_entropy,
+            platform.no_triton,
+            tunables=lambda: (CHUNK,),
+        ),
+        Implementation(
+            "cpp",
+            lambda: fused("cpp").cross_entropy,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
+            tunables=lambda: (CHUNK,),
+        ),
+        Implementation(
+            "torch",
+            lambda: linear_cross_entropy_torch,
+            _no_torch,
+            (),
+            (torch.float32,),
+            refuses=whole_rows_only,
+        ),
+    ),
+    _all_cases(),
+    atol,
+    # Classes that are no row's target have elements of the weight's gradient that are 20 to 40
+    # times smaller than its root mean square: sums of small terms of either sign, which the twin
+    # computes from rounded logits too. There its own error is a quarter to a third in bfloat16.
+    judged=Judged(
+        of_sums=True,
+        detects={
+            torch.bfloat16: {
+                "out 3": 0.3,  # of the rows: the largest logit, of rounded ones
+                "grad x": 0.053,
+                "grad weight": 0.91,
+                "grad bias": 0.28,
+            },
+            torch.float16: {"grad weight": 0.12, "grad bias": 0.041},
+        },
+    ),
+    # The products, 6 T H V flops, take 33 ms at an H200's 790 TFLOP/s. One chunk of logits, 2,004
+    # MiB, lies beside the gradients of x and weight, 64 and 1,002 MiB; in chunks, the weight's
+    # gradient is summed in passes over it, which takes 3 ms more.
+    goals=(
+        _within("H100", 38),
+        _within("H200", 36, 3.4, otherwise=_within("H200", 39, 1.5)),
+    ),
+    requests=(Request(sharded=True),),
+)

@@ -1,0 +1,145 @@
+"""Softmax statistics of rows whose vocabulary is sharded over ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewright.core import torch_names
+from tilewright.kernels.launchers import Stats
+from tilewright.ops.loss.softmax_stats import finite, stats_eager
+from tilewright.ops.loss.targets import within
+
+
+class _Across(torch.autograd.Function):
+    """Statistics of whole rows from those of this rank's shard. Every rank computes the same loss
+    from the result and differentiates it separately, so gradients are those of the local shard and
+    need no communication.
+    """
+
+    @staticmethod
+    def forward(ctx, group, unit, peak, log_sum, target, weighted, mean, inside, total):
+        reduce = torch.distributed.all_reduce
+        op = torch.distributed.ReduceOp
+        low = float("-inf")
+        whole = torch.where(log_sum == low, low, peak)  # a masked-out shard has no peak
+        reduce(whole, op.MAX, group)
+        whole = finite(whole)
+        shift = (peak - whole) * unit  # from relative to this shard's peak to that of the row
+        share = torch.where(log_sum == low, 0.0, torch.exp(log_sum + shift))
+        parts = [share, torch.where(inside, target + shift, 0.0)]
+        if weighted is not None:
+            parts.append(weighted + total * shift)
+        if mean is not None:  # a masked-out shard has no mean either
+            mean = mean + shift
+            parts.append(torch.where(share == 0, 0.0, share * mean))
+        parts = torch.stack(parts)
+        reduce(parts, op.SUM, group)
+        share = share / parts[0]  # of the whole row's probability
+        whole_mean = None if mean is None else parts[-1] / parts[0]
+        ctx.save_for_backward(share, mean, whole_mean)
+        ctx.mark_non_differentiable(whole)
+        ctx.set_materialize_grads(False)
+        return (
+            whole,
+            parts[0].log(),
+            parts[1].clone(),
+            None if weighted is None else parts[2].clone(),
+            whole_mean,
+        )
+
+    @staticmethod
+    def backward(ctx, g_peak, g_log_sum, g_target, g_weighted, g_mean):
+        share, mean, whole_mean = ctx.saved_tensors
+        g = None if g_log_sum is None else g_log_sum * share
+        if g_mean is not None:
+            through = g_mean * torch.where(share == 0, 0.0, share * (mean - whole_mean))
+            g = through if g is None else g + through
+            g_mean = g_mean * share
+        return None, None, None, g, g_target, g_weighted, g_mean, None, None
+
+
+def across(
+    stats: Stats,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    group: torch.distributed.ProcessGroup,
+    unit: float = 1.0,
+) -> Stats:
+    """Statistics of whole rows, on every rank, from those of equal shards of the vocabulary, one
+    per rank of `group` in rank order. Two all-reduces of at most [4, T] (four with argmax).
+    Differentiable in this rank's statistics.
+
+    stats: those of this rank's shard, of the following.
+    logits: [T, V / world].
+    target: [T], relative to the shard's first column.
+    class_weight: [V / world] or None.
+    unit: of peaks, in that of the other statistics: kernels return the peak of logits that they
+        multiply by 1 / temperature before that.
+    """
+    columns = logits.shape[-1]
+    total = columns if class_weight is None else class_weight.sum()
+    *parts, best = stats
+    whole = _Across.apply(group, unit, *parts, within(target, columns), total)
+    if best is not None:
+        op = torch.distributed.ReduceOp
+        with torch.no_grad():
+            value = logits.gather(-1, best[:, None])[:, 0].to(stats.peak.dtype)
+            largest = value.clone()
+            torch.distributed.all_reduce(largest, op.MAX, group)
+            first = best + torch.distributed.get_rank(group) * columns
+            best = first.where(value == largest, torch.iinfo(torch.int64).max)
+            torch.distributed.all_reduce(best, op.MIN, group)
+    return Stats(*whole, best)
+
+
+def named(group: torch.distributed.ProcessGroup | None) -> str:
+    """A group's name, since operators' schemas have strings but no groups. `group_of` is the
+    inverse.
+    """
+    return "" if group is None else group.group_name
+
+
+def group_of(name: str) -> torch.distributed.ProcessGroup | None:
+    return torch_names.group_by_name(name) if name else None
+
+
+def shard(
+    columns: int,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    group: torch.distributed.ProcessGroup | None,
+) -> tuple[int, torch.Tensor, torch.Tensor | None]:
+    """(whole vocabulary, target and class weights relative to this rank's columns)."""
+    if group is None:
+        return columns, target, class_weight
+    start = torch.distributed.get_rank(group) * columns
+    shard_weight = None if class_weight is None else class_weight[start : start + columns]
+    return torch.distributed.get_world_size(group) * columns, target - start, shard_weight
+
+
+def shard_stats_eager(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    softcap: float,
+    smooth: bool,
+    entropy: bool,
+    argmax: bool,
+) -> Stats:
+    """`stats_eager` of a shard of the vocabulary.
+
+    A shard may be all -inf in a row although the whole row is not: log_sum is -inf there, and
+    gradients are 0, where autograd's formulas for logsumexp and softmax give NaN.
+    """
+    options = softcap, smooth, entropy, argmax
+    if softcap:  # it makes -inf finite
+        return stats_eager(logits, target, class_weight, *options)
+    low = float("-inf")
+    empty = (logits == low).all(-1)
+    stats = stats_eager(logits.masked_fill(empty[:, None], 0), target, class_weight, *options)
+    return stats._replace(
+        log_sum=stats.log_sum.masked_fill(empty, low),
+        target=stats.target.masked_fill(empty & within(target, logits.shape[-1]), low),
+        weighted=stats.weighted.masked_fill(empty, low) if smooth else None,
+    )

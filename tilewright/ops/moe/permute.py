@@ -1,0 +1,433 @@
+"""Sorting tokens' rows by expert, and back: the steps before and after a grouped product.
+
+T = tokens, K = experts per token, R = T * K token slots (slot t * K + k is token t's k-th expert)
+and rows, E = experts, H = columns. An expert index equal to E is a sentinel: the slot's expert is
+not on this rank, as under expert parallelism. Result shapes depend on input shapes only, and on
+CUDA nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from tilewright import platform
+from tilewright.core import checks
+from tilewright.core.library import Operator, adopt, define, differentiate, from_kernels
+from tilewright.core.registry import Case, Cost, DispatchOn, Implementation, Op, short
+from tilewright.ops import cases
+from tilewright.ops.moe.permute_checks import checked_index, checked_position
+from tilewright.ops.moe.permute_eager import permute_eager, sort_eager, unpermute_eager
+
+
+class Order(NamedTuple):
+    """Slots sorted by expert, all int32.
+
+    offsets [E]: the end of each expert's rows; offsets[-1] rows are in use.   slots [R]: the slot
+    of each row.   position [T, K]: the row of each slot, -1 for a sentinel.
+    """
+
+    offsets: torch.Tensor
+    slots: torch.Tensor
+    position: torch.Tensor
+
+
+class Permuted(NamedTuple):
+    """rows [R, H] in the order that the other three fields, `Order`'s, describe."""
+
+    rows: torch.Tensor
+    offsets: torch.Tensor
+    slots: torch.Tensor
+    position: torch.Tensor
+
+
+def sort_by_expert(
+    expert_index: torch.Tensor, num_experts: int, *, implementation: str = "auto"
+) -> Order:
+    """Sorts slots by expert with a stable counting sort: by slot within an expert, sentinels last.
+
+    Deterministic, and the same in every implementation. Not differentiable.
+
+    Args:
+        expert_index: [T, K] int32 or int64, 0 to num_experts (the sentinel). T * K is below 2^31.
+        num_experts: E, 1 to 4,096.
+        implementation: "auto", or one that `tilewright explain permute` lists.
+
+    Returns:
+        Order.
+
+    Raises:
+        TypeError, ValueError: Invalid arguments.
+        IndexError: An index out of range (not checked on CUDA, which would synchronize: it counts
+            as a sentinel).
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import sort_by_expert
+        >>> sort_by_expert(torch.tensor([[1], [0], [1]]), 2).slots
+        tensor([1, 0, 2], dtype=torch.int32)
+    """
+    index = checked_index(expert_index, num_experts)
+    return Order(
+        *PERMUTE.pick(implementation, DispatchOn(index.device))(None, index, num_experts)[1:]
+    )
+
+
+@checks.autocast("inputs")
+def permute(
+    x: torch.Tensor, expert_index: torch.Tensor, num_experts: int, *, implementation: str = "auto"
+) -> Permuted:
+    """Copies x's row for each of its experts, in the order of `sort_by_expert`.
+
+    Differentiable in x: dx[t] is the sum over k, sentinels excluded, of drows[position[t, k]], in
+    float32, in the order of k, rounded once. Saved for backward: `position` alone.
+
+    Args:
+        x: [T, H] fp32 | bf16 | fp16 (fp64 with eager), any strides; rows of a wider tensor are read
+            in place.
+        expert_index, num_experts: as in `sort_by_expert`.
+        implementation: "auto", or one that `tilewright explain permute` lists.
+
+    Returns:
+        Permuted: rows[r] = x[slots[r] // K] for r < offsets[-1], and 0 for the rest, in x's dtype.
+
+    Raises:
+        TypeError, ValueError, IndexError, ImplementationUnavailable: As `sort_by_expert`.
+
+    Example:
+        >>> from tilewright.ops import permute
+        >>> x, expert_index = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1], [0], [1]])
+        >>> permute(x, expert_index, 2).rows.flatten()
+        tensor([2., 1., 3.])
+    """
+    checks.floating("x", x)
+    if x.dim() != 2:
+        raise ValueError(f"x must have shape [T, H], got {list(x.shape)}")
+    checks.same_device(x=x, expert_index=expert_index)
+    if expert_index.dim() == 2 and expert_index.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"expert_index must have a row for each of x's {x.shape[0]}, got "
+            f"{list(expert_index.shape)}"
+        )
+    index = checked_index(expert_index, num_experts)
+    return Permuted(*PERMUTE.pick(implementation, x)(x, index, num_experts))
+
+
+@checks.autocast("inputs")
+def unpermute(
+    rows: torch.Tensor,
+    expert_weight: torch.Tensor | None,
+    position: torch.Tensor,
+    *,
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """Sums each token's rows with weights:
+
+        y[t] = sum_k expert_weight[t, k] * rows[position[t, k]]
+
+    Differentiable in rows (0 for rows without a slot) and expert_weight (<dy[t],
+    rows[position[t, k]]> in float32, 0 for a sentinel). Saved for backward: expert_weight and
+    position, and rows if expert_weight requires a gradient.
+
+    Args:
+        rows: [T * K, H] fp32 | bf16 | fp16 (fp64 with eager), any strides.
+        expert_weight: [T, K], any floating dtype, used in float32; None: ones.
+        position: [T, K] int32, from `permute`: the slots that are not -1 have the rows 0, 1, ... in
+            some order, each once. Rows without a slot are not read, so NaN in them is harmless.
+        implementation: "auto", or one that `tilewright explain unpermute` lists.
+
+    Returns:
+        [T, H], contiguous, in rows' dtype, summed in float32 in the order of k, rounded once.
+
+    Raises:
+        TypeError, ValueError: Invalid arguments.
+        IndexError: Positions other than those above (not checked on CUDA, which would synchronize:
+            one outside rows counts as -1, and the gradient of rows that share a position is
+            undefined).
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import unpermute
+        >>> rows = torch.tensor([[1.0], [2.0]])
+        >>> position = torch.tensor([[1, 0]], dtype=torch.int32)
+        >>> unpermute(rows, torch.tensor([[0.5, 1.0]]), position)
+        tensor([[2.]])
+    """
+    checks.floating("rows", rows)
+    checks.same_device(rows=rows, expert_weight=expert_weight, position=position)
+    checks.dense("position", position)
+    if position.dtype != torch.int32:
+        raise TypeError(f"position must be int32, got {short(position.dtype)}")
+    if position.dim() != 2 or position.shape[1] == 0:
+        raise ValueError(f"position must have shape [T, K], K not 0, got {list(position.shape)}")
+    if rows.dim() != 2 or rows.shape[0] != position.numel():
+        raise ValueError(
+            f"rows must have shape [T * K, H], a row for each of position's {position.numel()} "
+            f"slots, "
+            f"got {list(rows.shape)}"
+        )
+    if expert_weight is not None:
+        checks.floating("expert_weight", expert_weight)
+        checks.shape("expert_weight", expert_weight, tuple(position.shape), "that of position")
+        expert_weight = expert_weight.to(torch.promote_types(rows.dtype, torch.float32))
+    position = position.contiguous() if position.is_cuda else checked_position(position)
+    return UNPERMUTE.pick(implementation, rows)(rows, expert_weight, position)
+
+
+# ---- fused implementations. PyTorch has no alternative to the twins': a sort, an index, a sum.
+
+
+def _rows(t):
+    return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
+
+
+def _fake_sort(expert_index, num_experts):
+    index, R = expert_index, expert_index.shape[0] * expert_index.shape[1]
+    return (
+        index.new_empty(num_experts, dtype=torch.int32),
+        index.new_empty(R, dtype=torch.int32),
+        index.new_empty(index.shape, dtype=torch.int32),
+    )
+
+
+def _fake_spread(x, position, offsets):
+    return x.new_empty((position.shape[0] * position.shape[1], x.shape[1]))
+
+
+def _fake_collect(rows, weight, position):
+    return rows.new_empty((position.shape[0], rows.shape[1]))
+
+
+def _fake_backward(dy, rows, weight, position):
+    R = position.shape[0] * position.shape[1]
+    return dy.new_empty((R, dy.shape[1])), weight.new_empty(0 if rows is None else position.shape)
+
+
+def _setup_spread(ctx, inputs, output):
+    ctx.save_for_backward(inputs[1])
+
+
+def _backward_spread(ctx, drows):
+    return ctx.backward_op(_rows(drows), None, ctx.saved_tensors[0]), None, None
+
+
+def _setup_collect(ctx, inputs, output):
+    rows, weight, position = inputs
+    ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight, position)
+
+
+def _backward_collect(ctx, dy):
+    spread, backward = ctx.backward_op
+    rows, weight, position = ctx.saved_tensors
+    if weight is None:
+        return spread(_rows(dy), position, None), None, None
+    drows, dweight = backward(_rows(dy), rows, weight, position)
+    return drows, None if rows is None else dweight, None
+
+
+class _Fused:
+    """The calls of one implementation and its four operators: `spread` copies a token's row to its
+    experts' rows, `collect` sums them, and each is the other's backward; `backward` is that of
+    `collect` with weights.
+    """
+
+    def __init__(self, sort: Callable, spread: Operator, collect: Operator, backward: Callable):
+        self.sort, self.spread, self.collect = sort, spread, collect
+        differentiate(spread, _backward_spread, _setup_spread, backward_op=collect)
+        differentiate(collect, _backward_collect, _setup_collect, backward_op=(spread, backward))
+
+    def permute(self, x, expert_index, num_experts):
+        offsets, slots, position = self.sort(expert_index, num_experts)
+        rows = None if x is None else self.spread(_rows(x), position, offsets)
+        return rows, offsets, slots, position
+
+    def unpermute(self, rows, expert_weight, position):
+        weight = None if expert_weight is None else expert_weight.contiguous()
+        return self.collect(_rows(rows), weight, position)
+
+
+@functools.cache
+def _triton():
+    from tilewright.kernels.moe import permute_triton as k
+
+    return _Fused(
+        define("permute_triton_sort", k.sort, _fake_sort),
+        define("permute_triton_spread", k.spread, _fake_spread),
+        define("permute_triton_collect", k.collect, _fake_collect),
+        define("permute_triton_backward", k.backward, _fake_backward),
+    )
+
+
+@functools.cache
+def _cpp():
+    return _Fused(
+        adopt("permute_cpp_sort", _fake_sort),
+        adopt("permute_cpp_spread", _fake_spread),
+        adopt("permute_cpp_collect", _fake_collect),
+        adopt("permute_cpp_backward", _fake_backward),
+    )
+
+
+def _tunables(op):
+    return tuple(t for t in from_kernels("moe.permute_triton", "TUNABLES")() if t.op == op)
+
+
+# ---- cases
+
+# E, K, H, and tokens of timed cases: on a GPU enough to make the tensors large, half as many where
+# rows are wide, so that the float64 truth fits too.
+MODELS = {
+    "qwen3-30b-a3b": (128, 8, 2048, 1),
+    "mixtral-8x7b": (8, 2, 4096, 1),
+    "deepseek-v3": (256, 8, 7168, 2),
+}
+
+
+def _index(device, gen, T, E, K, kind):
+    """Distinct experts per token. kind: "sentinels" for some slots without one, "none" for none at
+    all, "empty" for experts without tokens, "one" for the last expert only (K is 1).
+    """
+    if kind == "none":
+        return torch.full((T, K), E, device=device)
+    if kind == "one":
+        return torch.full((T, K), E - 1, device=device)
+    scores = torch.rand(T, E, device=device, generator=gen)
+    if kind == "empty":
+        scores[:, E // 3 : 2 * E // 3] -= 2
+    index = (
+        scores.argsort(dim=1)[:, -K:] if T else torch.zeros(0, K, dtype=torch.int64, device=device)
+    )
+    if kind == "sentinels":
+        index[torch.rand(T, K, device=device, generator=gen) < 0.4] = E
+    return index.contiguous()
+
+
+def _permute_case(
+    name, T, E, K, H, *, kind="", strided=False, small_index=False, tags=cases.CONTRACT
+):
+    def make(device, dtype, seed):
+        g = cases.generator(device, seed)
+        new = {"device": device, "dtype": dtype, "gen": g, "requires_grad": False}
+        x = cases.randn(T, 3 * H, **new)[:, H : 2 * H] if strided else cases.randn(T, H, **new)
+        index = _index(device, g, T, E, K, kind)
+        return {
+            "x": x.requires_grad_(),
+            "expert_index": index.int() if small_index else index,
+            "num_experts": E,
+        }
+
+    # A row in, K out, an index in, two tables out; backward: K rows in, one out, one table in.
+    def cost(itemsize):
+        n = T * (K + 1) * H * itemsize
+        return Cost(n + T * K * 16, n + T * K * 4, 0, T * K * H)
+
+    return Case(name, make, cost, tags)
+
+
+def _unpermute_case(
+    name, T, E, K, H, *, kind="", strided=False, weighted=True, fixed=False, tags=cases.CONTRACT
+):
+    def make(device, dtype, seed):
+        g = cases.generator(device, seed)
+        new = {"device": device, "dtype": dtype, "gen": g, "requires_grad": False}
+        rows = (
+            cases.randn(T * K, 3 * H, **new)[:, H : 2 * H]
+            if strided
+            else cases.randn(T * K, H, **new)
+        )
+        weight = None
+        if weighted:
+            weight = torch.rand(T, K, device=device, generator=g).requires_grad_(not fixed)
+        position = sort_eager(_index(device, g, T, E, K, kind), E)[2]
+        return {"rows": rows.requires_grad_(), "expert_weight": weight, "position": position}
+
+    # K rows in, one out; backward: one in, K out, and K in for the weights' gradient.
+    def cost(itemsize):
+        n = T * (K + 1) * H * itemsize
+        return Cost(n + T * K * 8, n + T * K * (H * itemsize + 12), 2 * T * K * H, 3 * T * K * H)
+
+    return Case(name, make, cost, tags)
+
+
+def _all_cases(case, more):
+    small = [
+        case("ragged", 13, 6, 2, 33),
+        case("sentinels", 11, 5, 3, 20, kind="sentinels"),
+        case("all_sentinels", 4, 3, 2, 8, kind="none"),
+        case("no_tokens", 0, 4, 2, 16),
+        case("one_token", 1, 4, 3, 40),
+        case("one_expert", 9, 1, 1, 24),
+        case("empty_experts", 10, 9, 2, 16, kind="empty"),
+        case("one_for_all", 21, 7, 1, 12, kind="one"),
+        case("k_is_all", 5, 6, 6, 18),
+        case("more_than_eight", 3, 20, 11, 10, kind="sentinels"),
+        case("strided", 6, 4, 2, 36, strided=True),
+        case("by_eight", 3, 5, 2, 1048),  # rows aligned to 16 bytes only
+        case("wide", 2, 4, 2, 2500),
+        case("no_columns", 3, 4, 2, 0),
+        case("many_slots", 70, 130, 4, 1, kind="sentinels"),  # several tiles, and blocks of experts
+        *more,
+    ]
+    timed = [
+        case(name, cases.TOKENS[device] // part, E, K, H, tags=tags)
+        for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU))
+        for name, (E, K, H, part) in MODELS.items()
+    ]
+    return (*small, *timed, case("big", 2**17 + 1, 128, 8, 2048, kind="sentinels", tags=cases.BIG))
+
+
+PERMUTE = Op(
+    "permute",
+    permute,
+    permute_eager,
+    (
+        Implementation(
+            "triton",
+            lambda: _triton().permute,
+            platform.no_triton,
+            gate=from_kernels("moe.permute_triton", "sort_gate"),
+            tunables=functools.partial(_tunables, "permute"),
+        ),
+        Implementation(
+            "cpp",
+            lambda: _cpp().permute,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
+        ),
+    ),
+    _all_cases(_permute_case, [_permute_case("int32", 7, 5, 2, 9, small_index=True)]),
+    goals=cases.near_copy(92, "forward", "backward"),
+)
+UNPERMUTE = Op(
+    "unpermute",
+    unpermute,
+    unpermute_eager,
+    (
+        Implementation(
+            "triton",
+            lambda: _triton().unpermute,
+            platform.no_triton,
+            gate=from_kernels("moe.permute_triton", "count_gate"),
+            tunables=functools.partial(_tunables, "unpermute"),
+        ),
+        Implementation(
+            "cpp",
+            lambda: _cpp().unpermute,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
+        ),
+    ),
+    _all_cases(
+        _unpermute_case,
+        [
+            _unpermute_case("unweighted", 7, 5, 2, 19, weighted=False, kind="sentinels"),
+            _unpermute_case("fixed_weights", 7, 5, 2, 19, fixed=True, kind="sentinels"),
+        ],
+    ),
+    goals=cases.near_copy(92, "forward", "backward"),
+)

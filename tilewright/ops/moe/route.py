@@ -1,0 +1,393 @@
+"""Routing of tokens to experts: scores, top-k choice, weights, and the losses that balance a
+router. Switch (arXiv:2101.03961), ST-MoE (arXiv:2202.08906), DeepSeek-V3 (arXiv:2412.19437).
+
+T = tokens, E = experts, K = experts per token.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from tilewright import platform
+from tilewright.core import checks
+from tilewright.core.library import Operator, adopt, define, differentiate, from_kernels
+from tilewright.core.registry import Implementation, Op, short
+from tilewright.ops import cases
+from tilewright.ops.moe.route_cases import all_cases
+
+SCORES = ("softmax", "sigmoid")
+# A kernel holds whole rows in registers. Published models have up to 512 experts.
+MOST_EXPERTS = 4096
+TINY = 1e-20  # added to sums of scores before a division, as published
+
+
+class Routing(NamedTuple):
+    """The result of `route`."""
+
+    expert_index: torch.Tensor
+    expert_weight: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    load_balance_loss: torch.Tensor
+    z_loss: torch.Tensor
+
+
+@checks.autocast("float32")
+def route(
+    logits: torch.Tensor,
+    k: int,
+    *,
+    score: str = "softmax",
+    renormalize: bool = False,
+    bias: torch.Tensor | None = None,
+    groups: int = 1,
+    topk_groups: int = 1,
+    scale: float = 1.0,
+    round_to: int = 0,
+    expert_index: torch.Tensor | None = None,
+    implementation: str = "auto",
+) -> Routing:
+    """Chooses the k best experts of each token, with their weights and two losses; or replays a
+    recorded choice with today's weights.
+
+    Differentiable once in logits, through expert_weight, load_balance_loss (through P; f is a
+    count) and z_loss; all sums in float32. Saved for backward: logits, expert_index and the counts.
+    Logits may be -inf. With softmax scores, NaN or +inf (or a row of -inf alone) makes all weights
+    of the row NaN. With sigmoid scores logits are independent: +inf has score 1, -inf 0, and NaN
+    makes its own weight NaN where it is chosen, and with renormalize its whole row's. Indices are
+    valid in any case. Such a row's gradient, and both losses, need not be finite.
+
+    Args:
+        logits: [T, E] fp32 | bf16 | fp16 (fp64 with eager), any strides (columns that are not
+            contiguous are copied); E is at most 4,096.
+        k: experts per token, 1 to topk_groups * E / groups. The choice is the k largest of s +
+            bias, best first; without a bias, of the logits, which have the order of s, so that
+            rounding makes no ties. Ties: the lower index first, of experts and of groups.
+        score: "softmax" for s = softmax(logits) over experts, "sigmoid" for s = sigmoid(logits); in
+            float32.
+        renormalize: divide the k weights by their sum + 1e-20.
+        bias: [E] fp32 (fp64 with fp64 logits), added to s for the choice only; not differentiable.
+        groups, topk_groups: the E experts are `groups` equal runs, and only those of the
+            `topk_groups` best runs can be chosen. A group's value is its largest score
+            (DeepSeek-V2's softmax router); with a bias or with sigmoid scores it is the sum of its
+            two largest s + bias (DeepSeek-V3's; of one, if a group is a single expert).
+        scale: multiplies the weights, after renormalizing.
+        round_to: M > 0 for token rounding, by `round_tokens` after everything else: every expert
+            keeps a multiple of M tokens, its best ones. 0: off.
+        expert_index: [T, k] int32 or int64, the recorded choice, as an inference engine or an
+            earlier call gives it, or None. It replaces the choice, so that bias, groups and
+            topk_groups have no effect; all else is computed from logits as usual, and weights keep
+            their gradients. Experts of a token are distinct and in [0, E). On CUDA tensors and in
+            compiled code that is not checked: a slot that breaks it (the first of two equal ones)
+            gets expert 0 and weight NaN, and is not counted.
+        implementation: "auto", or one that `tilewright explain route` lists.
+    Returns:
+        Routing. Neither loss is multiplied by a coefficient; both are of the choice before
+        rounding, and 0 for T = 0. (fp32 below is fp64 for fp64 logits.)
+            expert_index [T, K] int64; with round_to, E where a slot was dropped.
+            expert_weight [T, K] fp32: the chosen s (without bias), renormalized, times scale; with
+                round_to, 0 where a slot was dropped.
+            tokens_per_expert [E] int64: slots per expert; with round_to, those that are kept.
+            load_balance_loss [] fp32: E * sum_e f_e P_e, where f_e is the number of tokens that
+                chose e, over T (so the f_e sum to K), and P_e is the mean over tokens of the
+                softmax score, or of s_e / (sum_e s_e + 1e-20) with sigmoid scores. As
+                transformers' load_balancing_loss_func for one layer; DeepSeek-V3's is this over K.
+            z_loss [] fp32: mean over tokens of logsumexp(logits)^2.
+
+    Raises:
+        TypeError, ValueError: Invalid arguments.
+        IndexError: An expert of expert_index that does not exist, as stated above.
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import route
+        >>> route(torch.tensor([[0.0, 3.0, 1.0]]), 2).expert_index
+        tensor([[1, 2]])
+
+    Source of the replay: arXiv:2510.11370.
+    """
+    _validate(logits, k, score, bias, groups, topk_groups, scale, round_to)
+    if expert_index is not None:
+        expert_index = _recorded(expert_index, logits, k)
+        bias, groups, topk_groups = None, 1, 1
+    if bias is not None:
+        bias = bias.detach()
+    routing = Routing(
+        *ROUTE.pick(implementation, logits)(
+            logits,
+            bias,
+            expert_index,
+            k,
+            score == "sigmoid",
+            bool(renormalize),
+            groups,
+            topk_groups,
+            float(scale),
+        )
+    )
+    if not round_to:
+        return routing
+    return Routing(*round_tokens(*routing[:3], round_to), *routing[3:])
+
+
+def _whole(name, value, low, high, accepted):
+    """accepted: the bounds in words, with {high} in place of the upper one: under
+    torch.compile(dynamic=True) it is no number that a text could hold before an error needs it.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be {accepted.format(high=high)}, got {value}")
+
+
+def _validate(logits, k, score, bias, groups, topk_groups, scale, round_to):
+    checks.floating("logits", logits)
+    if logits.dim() != 2 or not 1 <= logits.shape[1] <= MOST_EXPERTS:
+        raise ValueError(
+            f"logits must have shape [T, E] with 1 to {MOST_EXPERTS} experts, got "
+            f"{list(logits.shape)}"
+        )
+    E = logits.shape[1]
+    checks.choice("score", score, SCORES)
+    _whole("groups", groups, 1, E, "1 to {high}, the number of experts")
+    if E % groups:
+        raise ValueError(f"groups must divide the number of experts, {E}, got {groups}")
+    _whole("topk_groups", topk_groups, 1, groups, "1 to groups ({high})")
+    most = topk_groups * (E // groups)
+    _whole("k", k, 1, most, "1 to {high}, the number of experts to choose from")
+    _whole("round_to", round_to, 0, 2**31 - 1, "0 (off) or more, below 2^31")
+    checks.number("scale", scale, -checks.LARGEST, checks.LARGEST, "finite in float32")
+    if bias is not None:
+        checks.same_device(logits=logits, bias=bias)
+        checks.shape("bias", bias, (E,), "one for each expert")
+        bias_dtype = torch.promote_types(logits.dtype, torch.float32)
+        if bias.dtype != bias_dtype:
+            raise TypeError(
+                f"bias must be {short(bias_dtype)} for {short(logits.dtype)} logits, got "
+                f"{short(bias.dtype)}"
+            )
+
+
+def _recorded(expert_index, logits, k):
+    """expert_index as kernels take it: contiguous int64."""
+    if not isinstance(expert_index, torch.Tensor):
+        raise TypeError(
+            f"expert_index must be a torch.Tensor or None, got {type(expert_index).__name__}"
+        )
+    if expert_index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"expert_index must be int32 or int64, got {short(expert_index.dtype)}")
+    checks.dense("expert_index", expert_index)
+    shape = logits.shape[0], k
+    checks.shape("expert_index", expert_index, shape, "k experts for each row of logits")
+    checks.same_device(logits=logits, expert_index=expert_index)
+    index, E = expert_index.to(torch.int64).contiguous(), logits.shape[1]
+    if not index.is_cuda and not torch.compiler.is_compiling():
+        if outside := index[(index < 0) | (index >= E)].tolist():
+            raise IndexError(f"expert_index holds {outside[0]}; accepted are 0 to {E - 1}")
+        if (index.sort(-1).values.diff(dim=-1) == 0).any():
+            raise ValueError("expert_index must hold distinct experts in each row, got equal ones")
+    return index
+
+
+# ---- the definition
+
+
+def route_eager(
+    logits,
+    bias=None,
+    recorded=None,
+    k=1,
+    sigmoid=False,
+    renormalize=False,
+    groups=1,
+    topk_groups=1,
+    scale=1.0,
+):
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    T, E = x.shape
+    s = torch.sigmoid(x) if sigmoid else torch.softmax(x, -1)
+    wrong = None
+    if recorded is None:
+        index = _choose(x.detach(), s.detach(), bias, k, sigmoid, groups, topk_groups)
+    else:
+        wrong = (recorded < 0) | (recorded >= E)
+        equal = recorded[:, :, None] == recorded[:, None, :]
+        wrong |= equal.triu(1).any(-1)
+        index = recorded.where(~wrong, 0)
+    weight = s.gather(-1, index)
+    weight = weight if wrong is None else weight.where(~wrong, 0)
+    if renormalize:
+        weight = weight / (weight.sum(-1, keepdim=True) + TINY)
+    counts = torch.zeros(E, dtype=torch.int64, device=x.device)
+    ones = torch.ones_like(index) if wrong is None else (~wrong).to(index.dtype)
+    counts = counts.scatter_add(0, index.flatten(), ones.flatten())
+    tokens = max(T, 1)
+    p = s / (s.sum(-1, keepdim=True) + TINY) if sigmoid else s
+    balance = E * (counts.to(x.dtype) / tokens * (p.sum(0) / tokens)).sum()
+    z = x.logsumexp(-1).square().sum() / tokens
+    weight = weight * scale
+    return index, weight if wrong is None else weight.where(~wrong, torch.nan), counts, balance, z
+
+
+def _choose(x, s, bias, k, sigmoid, groups, topk_groups):
+    value = x if bias is None else s + bias
+    # Stable: ties by the lower index.
+    order = value.sort(dim=-1, descending=True, stable=True).indices
+    if topk_groups < groups:
+        runs = (s if bias is None and sigmoid else value).unflatten(-1, (groups, -1))
+        two = min(2, runs.shape[-1]) if sigmoid or bias is not None else 1
+        best = (
+            runs.topk(two, dim=-1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices
+        )
+        out = torch.ones_like(best, dtype=torch.bool).scatter(-1, best[:, :topk_groups], False)
+        # Experts of chosen groups come first, in their previous order, even where a value is -inf.
+        out = out.repeat_interleave(runs.shape[-1], dim=-1).gather(-1, order)
+        order = order.gather(-1, out.to(torch.uint8).sort(dim=-1, stable=True).indices)
+    return order[:, :k].contiguous()
+
+
+def round_tokens(
+    expert_index: torch.Tensor,
+    expert_weight: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    multiple: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token rounding: every expert keeps the largest multiple of `multiple` tokens that it has,
+    those with the highest weights (ties: the lower token index), so that a grouped product computes
+    no padding.
+
+    expert_index [T, K] int64, distinct per token; expert_weight [T, K]; tokens_per_expert [E]: how
+    often each expert occurs, as in `route`'s result. Returns the three after rounding. A dropped
+    slot has index E, weight 0 and no gradient; the other weights of its token are unchanged, not
+    renormalized. Composed of PyTorch's own operators for every implementation, two stable sorts of
+    T * K elements; nothing is read on the host.
+    Source: after arXiv:2512.14080, which rounds to the nearest multiple; this one never adds a
+    token.
+    """
+    E = tokens_per_expert.shape[0]
+    expert = expert_index.flatten()
+    best_first = expert_weight.detach().flatten().argsort(descending=True, stable=True)
+    # By expert, best first, ties by slot.
+    order = best_first[expert[best_first].argsort(stable=True)]
+    rounded = tokens_per_expert - tokens_per_expert % multiple
+    first = tokens_per_expert.cumsum(0) - tokens_per_expert
+    expert_of_slot = expert[order]
+    rank = torch.arange(order.shape[0], device=order.device) - first[expert_of_slot]
+    keep = (
+        torch.zeros_like(expert_of_slot, dtype=torch.bool)
+        .scatter(0, order, rank < rounded[expert_of_slot])
+        .view(expert_index.shape)
+    )
+    return torch.where(keep, expert_index, E), torch.where(keep, expert_weight, 0), rounded
+
+
+# ---- fused implementations. torch.topk guarantees nothing about ties; the twin is the nearest.
+
+
+def _fake_forward(logits, bias, recorded, k, sigmoid, renormalize, groups, topk_groups, scale):
+    T, E = logits.shape
+    return (
+        logits.new_empty((T, k), dtype=torch.float32),
+        logits.new_empty((T, k), dtype=torch.int64),
+        logits.new_empty(E, dtype=torch.int64),
+        logits.new_empty((), dtype=torch.float32),
+        logits.new_empty((), dtype=torch.float32),
+    )
+
+
+def _fake_backward(g_weight, g_balance, g_z, logits, index, counts, sigmoid, renormalize, scale):
+    return logits.new_empty(logits.shape)
+
+
+def _setup(ctx, inputs, output):
+    logits, _, _, _, ctx.sigmoid, ctx.renormalize, _, _, ctx.scale = inputs
+    _, index, counts, _, _ = output
+    ctx.save_for_backward(logits, index, counts)
+    ctx.mark_non_differentiable(index, counts)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, g_weight, g_index, g_counts, g_balance, g_z):
+    if g_weight is None and g_balance is None and g_z is None:
+        return (None,) * 9
+    logits, index, counts = ctx.saved_tensors
+    gradients = (
+        logits.new_zeros(shape, dtype=torch.float32) if g is None else g.contiguous()
+        for g, shape in ((g_weight, index.shape), (g_balance, ()), (g_z, ()))
+    )
+    options = ctx.sigmoid, ctx.renormalize, ctx.scale
+    d = ctx.backward_op(*gradients, logits, index, counts, *options)
+    return (d, *(None,) * 8)
+
+
+def _fused(forward: Operator, backward: Operator) -> Callable:
+    """The call of one implementation."""
+    differentiate(forward, _backward, _setup, backward_op=backward)
+
+    def route_fused(logits, bias, recorded, *options):
+        if logits.stride(1) != 1 and logits.shape[1] > 1:
+            logits = logits.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        weight, index, *rest = forward(logits, bias, recorded, *options)
+        return index, weight, *rest
+
+    return route_fused
+
+
+@functools.cache
+def _triton():
+    from tilewright.kernels.moe import route_triton as k
+
+    return _fused(
+        define("route_triton_forward", k.forward, _fake_forward),
+        define("route_triton_backward", k.backward, _fake_backward),
+    )
+
+
+@functools.cache
+def _cpp():
+    return _fused(
+        adopt("route_cpp_forward", _fake_forward), adopt("route_cpp_backward", _fake_backward)
+    )
+
+
+def _atol(dtype, kwargs, name):
+    """A logit's gradient is a difference of sums over a row that nearly cancel, so in float32
+    either side may lose 12 eps; in the smallest cases the twin's error may be small by chance, and
+    the other's exceeds twice it by up to 4.3 (40 seeds). With ties whole rows cancel: C++ exceeds
+    it by up to 39 there (12 seeds, every layout of gradients, AVX2).
+    """
+    if dtype != torch.float32:
+        return None
+    row = kwargs["logits"][:1]
+    return (64 if row.numel() and row.equal(row.round()) else 8) * torch.finfo(dtype).eps
+
+
+ROUTE = Op(
+    "route",
+    route,
+    route_eager,
+    (
+        Implementation(
+            "triton",
+            _triton,
+            platform.no_triton,
+            batch_invariant=cases.ANYWHERE,
+            gate=from_kernels("moe.route_triton", "gate"),
+            tunables=from_kernels("moe.route_triton", "TUNABLES"),
+        ),
+        Implementation(
+            "cpp",
+            _cpp,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
+            batch_invariant=("cpu",),
+        ),
+    ),
+    all_cases(),
+    atol=_atol,
+)

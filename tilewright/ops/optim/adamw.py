@@ -1,0 +1,307 @@
+"""AdamW over many tensors, in place (Loshchilov & Hutter, arXiv:1711.05101).
+
+m <- m + (1 - beta1) (g - m)            v <- beta2 v + (1 - beta2) g^2
+p <- (1 - lr weight_decay) p - lr / (1 - beta1^step) m / (sqrt(v / (1 - beta2^step)) + eps)
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+
+from tilewright import platform
+from tilewright.core import checks
+from tilewright.core.library import adopt, define, from_kernels
+from tilewright.core.registry import Case, Cost, Goal, Implementation, Judged, Op
+from tilewright.ops import cases
+
+STATES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@checks.autocast("inputs")
+def adamw_(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    compensations: Sequence[torch.Tensor] | None = None,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    implementation: str = "auto",
+) -> tuple[list[torch.Tensor], ...]:
+    """A step of AdamW with decoupled weight decay and bias correction, in place, over all tensors
+    in one launch.
+
+    Computed in float32; the new values are rounded once, when they are stored, and the update uses
+    the moments before that. Not differentiable.
+
+    Args:
+        params: Tensors of any shapes, fp32 | bf16 | fp16 (fp64 with eager), all of one dtype;
+            overwritten. Contiguous, as are all other tensors but the gradients.
+        grads: the gradients, of the shapes of params and all of one floating dtype; any strides.
+        exp_avgs, exp_avg_sqs: the moments m and v, of the shapes of params, fp32 or bf16 (fp64 with
+            eager), all of one dtype; overwritten. In bfloat16, which rounds to 8 bits, a moment
+            that decays by less than 2^-8 in a step (beta > 0.996) may stay where it is.
+        compensations: None, or for each parameter a tensor of its shape and dtype, at first zero:
+            what rounding has cut off it (Kahan summation). It lets 16-bit parameters take steps
+            that are smaller than their last place; overwritten.
+        step: the number of this step, from 1.
+        lr: learning rate, >= 0.
+        betas: decays of m and v, each in [0, 1).
+        eps: > 0.
+        weight_decay: >= 0.
+        implementation: "auto", or one of triton, cpp, eager.
+
+    Returns:
+        (params, exp_avgs, exp_avg_sqs), and compensations unless None, as lists of the tensors that
+        were passed.
+
+    Raises:
+        TypeError, ValueError: invalid arguments.
+        ImplementationUnavailable: a named implementation that cannot run here.
+
+    Example:
+        >>> p, m, v = torch.tensor([1.0]), torch.zeros(1), torch.zeros(1)
+        >>> _ = adamw_([p], [torch.tensor([0.5])], [m], [v], step=1, lr=0.1, weight_decay=0.0)
+        >>> p
+        tensor([0.9000])
+
+    Source: arXiv:1711.05101, as torch.optim.AdamW; compensation: arXiv:2010.06192.
+    """
+    tensors = _checked(params, grads, exp_avgs, exp_avg_sqs, compensations)
+    _check_numbers(step, lr, betas, eps, weight_decay)
+    p, _, m, v, kahan = tensors
+    changed = (p, m, v) if compensations is None else (p, m, v, kahan)
+    numbers = [float(n) for n in (lr, *betas, eps, weight_decay)]
+    if p:
+        run = ADAMW.pick(implementation, p[0])
+        with torch.no_grad():
+            run(*tensors, numbers, step)
+    return changed
+
+
+def _checked(params, grads, exp_avgs, exp_avg_sqs, compensations):
+    """The lists, with contiguous gradients; [] for no compensations."""
+    lists = {
+        "params": list(params),
+        "grads": list(grads),
+        "exp_avgs": list(exp_avgs),
+        "exp_avg_sqs": list(exp_avg_sqs),
+    }
+    if compensations is not None:
+        lists["compensations"] = list(compensations)
+    params = lists["params"]
+    for name, tensors in lists.items():
+        if len(tensors) != len(params):
+            raise ValueError(
+                f"{name} must have as many tensors as params, {len(params)}, got {len(tensors)}"
+            )
+        for i, (t, p) in enumerate(zip(tensors, params, strict=True)):
+            one, wanted = f"{name}[{i}]", tensors[0].dtype
+            checks.floating(one, t)
+            if name == "compensations":
+                wanted = p.dtype
+            if t.dtype != wanted:
+                raise TypeError(f"{one} must be {wanted}, as the others are, got {t.dtype}")
+            checks.shape(one, t, tuple(p.shape), f"that of params[{i}]")
+            checks.same_device(**{"params[0]": params[0], one: t})
+            if name != "grads" and not t.is_contiguous():
+                raise ValueError(f"{one} must be contiguous, got strides {list(t.stride())}")
+    m, v = lists["exp_avgs"], lists["exp_avg_sqs"]
+    if m and (m[0].dtype not in STATES or v[0].dtype != m[0].dtype):
+        raise TypeError(
+            "exp_avgs and exp_avg_sqs must be float32 or bfloat16, both of one dtype, got "
+            f"{m[0].dtype} and {v[0].dtype}"
+        )
+    g = [t.contiguous() for t in lists["grads"]]
+    if g and g[0].dtype not in (params[0].dtype, torch.float32, torch.bfloat16):
+        g = [t.to(torch.promote_types(params[0].dtype, torch.float32)) for t in g]
+    return params, g, m, v, lists.get("compensations", [])
+
+
+def _check_numbers(step, lr, betas, eps, weight_decay):
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise TypeError(f"step must be an int, got {step!r}")
+    if not 1 <= step < 2**63:
+        raise ValueError(f"step must be at least 1 and below 2^63, got {step}")
+    checks.number("lr", lr, 0.0, checks.LARGEST, "a finite number >= 0")
+    if len(betas) != 2:
+        raise ValueError(f"betas must be two numbers, got {betas!r}")
+    for i, beta in enumerate(betas):
+        checks.number(f"betas[{i}]", beta, 0.0, 1 - 2.0**-24, "at least 0 and below 1")
+    checks.number("eps", eps, checks.SMALLEST, checks.LARGEST, "a number > 0")
+    checks.number("weight_decay", weight_decay, 0.0, checks.LARGEST, "a finite number >= 0")
+
+
+def corrected(lr: float, beta1: float, beta2: float, step: int) -> tuple[float, float]:
+    """lr / (1 - beta1^step) and (1 - beta2^step)^-1/2, in double precision."""
+    return lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
+
+
+# ---- the definition
+
+
+def adamw_eager_(params, grads, exp_avgs, exp_avg_sqs, compensations, numbers, step):
+    lr, beta1, beta2, eps, weight_decay = numbers
+    size, root = corrected(lr, beta1, beta2, step)
+    for i, (p, g, m, v) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
+        acc = torch.promote_types(p.dtype, torch.float32)
+        g, a, b, old = g.to(acc), m.to(acc), v.to(acc), p.to(acc)
+        # From the nearer end: next to a large difference, the other one would lose its digits.
+        a = a + (1 - beta1) * (g - a) if beta1 >= 0.5 else g + beta1 * (a - g)
+        b = beta2 * b + (1 - beta2) * g * g
+        change = -lr * weight_decay * old - size * a / (b.sqrt() * root + eps)
+        if compensations:
+            change = change + compensations[i].to(acc)
+        new = (old + change).to(p.dtype)
+        if compensations:
+            compensations[i].copy_(old - new.to(acc) + change)
+        for to, value in ((m, a), (v, b), (p, new)):
+            to.copy_(value)
+
+
+# ---- fused implementations
+
+
+def _fake(params, grads, exp_avgs, exp_avg_sqs, compensations, numbers, step):
+    pass
+
+
+@functools.cache
+def _triton():
+    from tilewright.kernels.optim import adamw_triton
+
+    return define("adamw_triton_", adamw_triton.adamw_, _fake, mutates=WRITES)
+
+
+@functools.cache
+def _cpp():
+    return adopt("adamw_cpp_", _fake)
+
+
+WRITES = ("params", "exp_avgs", "exp_avg_sqs", "compensations")
+
+# ---- cases
+
+
+def _case(name, shapes, tags=cases.CONTRACT, *, half=False, kahan=False, tiny=False, **options):
+    """half: states in bfloat16; in contract cases only for bfloat16 parameters, because Triton's
+    interpreter truncates on a cast to bfloat16.   tiny: gradients far below the first moments.
+    """
+
+    def make(device, dtype, seed):
+        gen = cases.generator(device, seed)
+        half_here = half and (dtype == torch.bfloat16 or "contract" not in tags)
+        states = torch.bfloat16 if half_here else torch.float32
+
+        def draw(dtype, scale, shift=0.0):
+            return [
+                cases.randn(
+                    *(s or (1,)),
+                    device=device,
+                    dtype=dtype,
+                    gen=gen,
+                    scale=scale,
+                    requires_grad=False,
+                ).view(s)
+                + shift
+                for s in shapes
+            ]
+
+        given = {
+            "params": draw(dtype, 1.0),
+            "grads": draw(dtype, 1e-6 if tiny else 0.1),
+            "exp_avgs": draw(states, 0.1),
+            "exp_avg_sqs": [t.abs() for t in draw(states, 0.01, 0.01)],
+        }
+        if kahan:
+            given["compensations"] = draw(dtype, 1e-3)
+        # A step that is seen in 16 bits; a compensation holds what is far smaller.
+        return {**given, "step": 3, "lr": 1e-2 if kahan else 0.1, **options}
+
+    def cost(itemsize):
+        n, wide = sum(math.prod(s) for s in shapes), 2 if half else 4
+        traffic = n * (3 * itemsize + 4 * wide + (2 * itemsize if kahan else 0))
+        return Cost(traffic, 0, 14 * n, 0)
+
+    return Case(name, make, cost, tags)
+
+
+def _layers(model: str, layers: int) -> list[tuple[int, ...]]:
+    m = cases.MODELS[model]
+    heads = m.head_dim * (m.heads + 2 * m.kv_heads)
+    layer = [(heads, m.hidden), (m.hidden, m.heads * m.head_dim), (2 * m.inner, m.hidden)]
+    return [*layer, (m.hidden, m.inner), (m.hidden,), (m.hidden,)] * layers
+
+
+def _with_compensations(results, kwargs):
+    """A parameter and its compensation are the two parts of one number, and the second is what
+    rounding has left of it: it is judged as their sum.
+    """
+    n = len(kwargs["params"])
+    return {
+        name: results[f"out {int(name.split()[1]) - 3 * n}"].double() + t.double()
+        if _is_compensation(name, kwargs)
+        else t
+        for name, t in results.items()
+    }
+
+
+def _atol(dtype, kwargs, name):
+    """Of a parameter and its compensation: half an eps of the compensation, which is at most half
+    an eps of the parameter; and the update, which is about a hundredth of it in these cases, has an
+    error of 8 eps in float32.
+    """
+    if _is_compensation(name, kwargs):
+        return torch.finfo(dtype).eps ** 2 / 4 + torch.finfo(torch.float32).eps / 12
+    return None
+
+
+def _is_compensation(name, kwargs):
+    return "compensations" in kwargs and int(name.split()[1]) >= 3 * len(kwargs["params"])
+
+
+_RAGGED = [(3, 5), (1,), (37,), (2, 3, 4), (0, 4), ()]
+
+ADAMW = Op(
+    "adamw_",
+    adamw_,
+    adamw_eager_,
+    (
+        Implementation(
+            "triton",
+            _triton,
+            platform.no_triton,
+            gate=from_kernels("optim.adamw_triton", "gate"),
+        ),
+        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+    ),
+    (
+        _case("ragged", _RAGGED),
+        _case("bf16_states", _RAGGED, half=True, betas=(0.8, 0.9), weight_decay=0.1),
+        _case("kahan", _RAGGED, half=True, kahan=True, betas=(0.9, 0.95)),
+        _case("chunks", [(1100,), (5,), (2, 700)], kahan=True, step=1, eps=1e-3),
+        _case("small", [(3,), (2, 2)]),
+        *(_case(f"beta1_{b}", [(5, 7), (3,)], betas=(b, 0.9), tiny=True) for b in (0.0, 1e-3)),
+        _case("nothing", [(0,), (2, 0)]),
+        *(
+            _case(f"{name}{suffix}", _layers("qwen3-30b-a3b", n), tags, **options)
+            for name, n, tags in (
+                ("qwen3-30b-a3b_6_layers", 6, cases.CUDA),
+                ("qwen3-30b-a3b", 1, cases.CPU),
+            )
+            for suffix, options in (("", {}), ("-bf16-states", {"half": True}))
+        ),
+        _case("big", [(7,), (2**18 + 1, 8192)], cases.BIG, half=True),
+    ),
+    atol=_atol,
+    judged=Judged(together=_with_compensations),
+    goals=(Goal(cases.HOPPER, "forward", "over torch-fused", at_least=1.0),),
+)

@@ -1,0 +1,378 @@
+"""Block-scaled FP8: float8_e4m3fn with one float32 scale per block of a matrix, 128 x 128 for
+weights and 1 x 128 for activations, as in DeepSeek-V3's checkpoints.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tilewright import platform
+from tilewright.core import checks
+from tilewright.core.library import adopt, define, from_kernels
+from tilewright.core.registry import Case, DispatchOn, Implementation, Judged, Op
+from tilewright.ops import cases
+from tilewright.ops.quant import aqn, quantize
+from tilewright.ops.quant.aqn import AQN
+from tilewright.ops.quant.block_cases import all_cases, draw, timed_cases
+
+STEP = 0.125  # of noise, in units of the scale
+LEAST = 2.0**-100  # lower bound of a block's largest magnitude: its scale's inverse is finite
+MOST_ELEMENTS = 2**14  # per block: the Triton kernel holds one in registers
+
+
+@dataclass(frozen=True)
+class BlockFP8(quantize.Quantized):
+    """A tensor in block-scaled FP8. Made by `quantize_block_fp8` or `BlockFP8.from_safetensors`.
+
+    data: float8_e4m3fn [..., R, C].   scale_inv: float32 [..., ceil(R / block[0]),
+        ceil(C / block[1])]; an element is its code's value times its block's scale_inv.
+    block: rows and columns.   dtype: of the tensor that was quantized.
+    """
+
+    data: torch.Tensor
+    scale_inv: torch.Tensor
+    block: tuple[int, int]
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+    def to_safetensors(self, prefix: str = "weight") -> dict[str, torch.Tensor]:
+        """The tensors of a checkpoint: `prefix` and `prefix_scale_inv`."""
+        return {prefix: self.data, f"{prefix}_scale_inv": self.scale_inv}
+
+    @classmethod
+    def from_safetensors(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        prefix: str = "weight",
+        *,
+        block: tuple[int, int] = (128, 128),
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> BlockFP8:
+        """The inverse of `to_safetensors`. block: the configuration's weight_block_size. Raises
+        KeyError for a missing tensor, and TypeError or ValueError, naming the tensor, for
+        inconsistent ones. Reads scales on the host.
+        """
+        data = quantize.key(tensors, prefix)
+        scale, name = quantize.float_scales(tensors, f"{prefix}_scale_inv"), f"{prefix}_scale_inv"
+        rows, columns = _block(block)
+        quantize.part(prefix, data, quantize.E4M3, data.shape, data)
+        quantize.part(name, scale, torch.float32, _scales_shape(data.shape, rows, columns), data)
+        return cls(data, quantize.scales(name, scale), (rows, columns), dtype)
+
+
+quantize.register(BlockFP8, ("data", "scale_inv"))
+
+
+@checks.autocast("inputs")
+def quantize_block_fp8(
+    x: torch.Tensor,
+    *,
+    block: tuple[int, int] = (128, 128),
+    seed: int | None = None,
+    transpose: bool = False,
+    implementation: str = "auto",
+) -> BlockFP8 | tuple[BlockFP8, BlockFP8]:
+    """Quantizes x to block-scaled FP8; with `transpose` its transpose too.
+
+    Computed in float32. With m a block's largest magnitude (at least 2^-100 unless 0):
+    scale_inv = m / 448 and the codes are those of x * (1 / m * 448); scale_inv is 1 for a block of
+    zeros. Not differentiable: x is detached. Deterministic, and the same in every implementation.
+
+    Args:
+        x: [..., R, C], or [C] for blocks of one row; fp32 | bf16 | fp16 (fp64 with eager, through
+            fp32); finite. R and C need not be multiples of the block.
+        block: rows and columns of a block of the last two dimensions, 16,384 elements at most:
+            (128, 128) for weights, (1, 128) for activations.
+        seed: None rounds to nearest, ties to even. An int selects stochastic rounding, as in
+            `quantize_nvfp4`.
+        transpose: returns (q, that of x.mT) with the same options, bit for bit as two calls would:
+            in blocks of 1 x 128, the operands of a layer's forward and of its weight gradient. x
+            has 2 dimensions or more. Triton reads x once for blocks whose sides are powers of two
+            up to 128 and no seed, C++ for blocks one side of which divides the other.
+        implementation: "auto", or one of triton, cpp, eager.
+
+    Returns:
+        A BlockFP8 of x's shape and dtype; with `transpose` a pair.
+
+    Raises:
+        TypeError, ValueError: Invalid arguments.
+        ValueError: x is not finite (not checked on CUDA, which would synchronize: such a block's
+            scale_inv is not finite, and its codes are unspecified).
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import quantize_block_fp8
+        >>> q = quantize_block_fp8(torch.full((2, 256), 448.0), block=(1, 128))
+        >>> q.data.dtype, q.scale_inv
+        (torch.float8_e4m3fn, tensor([[1., 1.],
+                [1., 1.]]))
+    """
+    quantize.source(x)
+    quantize.seed(seed)
+    rows, columns = _block(block)
+    if not isinstance(transpose, bool):
+        raise TypeError(f"transpose must be a bool, got {transpose!r}")
+    if x.dim() == 0:
+        raise ValueError("x must have at least 1 dimension, got a scalar")
+    matrices = quantize.as_3d(x.detach(), least=1 + (rows > 1 or transpose))
+    parts = QUANTIZE_BLOCK_FP8.pick(implementation, matrices)(
+        matrices, rows, columns, seed, transpose
+    )
+    q = blocks_of(*parts[:2], x.shape, (rows, columns), x.dtype)
+    if not transpose:
+        return q
+    return q, blocks_of(*parts[2:], x.mT.shape, (rows, columns), x.dtype, checked=True)
+
+
+def blocks_of(data, inverse, shape, block, dtype, name="x", *, checked=False) -> BlockFP8:
+    """Wraps an implementation's codes and inverse scales [matrices, bands, across].
+
+    name: of the tensor that must be finite.
+    checked: another tensor with the same values has been checked.
+    """
+    inverse = inverse if checked else quantize.finite(inverse, name)
+    lead = (*shape[:-2], *inverse.shape[1:2]) if len(shape) > 1 else ()
+    return BlockFP8(
+        data.view(quantize.E4M3).view(shape),
+        inverse.view(*lead, inverse.shape[2]),
+        tuple(block),
+        dtype,
+    )
+
+
+@checks.autocast("inputs")
+def dequantize_block_fp8(
+    q: BlockFP8,
+    *,
+    dtype: torch.dtype | None = None,
+    noise: AQN | None = None,
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """Dequantizes q: value * scale_inv in float32, rounded to the result's dtype.
+
+    Not differentiable. Deterministic.
+
+    Args:
+        q: the result of `quantize_block_fp8` or `BlockFP8.from_safetensors`.
+        dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); default: that of the tensor that
+            was quantized.
+        noise: adds alpha * n * step in float32, before the rounding, where n is the `aqn_noise` of
+            q.shape and step = 0.125 * scale_inv, the gap above 1. None, or an alpha of 0, adds
+            nothing.
+        implementation: "auto", or one that `tilewright explain dequantize_block_fp8` lists.
+
+    Returns:
+        A contiguous tensor of q.shape.
+
+    Raises:
+        TypeError, ValueError: q is inconsistent, or an argument invalid.
+        ImplementationUnavailable: as `quantize_block_fp8`.
+
+    Example:
+        >>> from tilewright.ops import dequantize_block_fp8, quantize_block_fp8
+        >>> dequantize_block_fp8(quantize_block_fp8(torch.tensor([[448.0, -3.5]])))
+        tensor([[448.0000,  -3.5000]])
+    """
+    quantize.instance(q, BlockFP8)
+    dtype = quantize.output_dtype(dtype, q.dtype)
+    of_noise = aqn.arguments(noise)
+    rows, columns = _block(q.block)
+    quantize.part("q.data", q.data, quantize.E4M3, q.shape, q.data)
+    quantize.part(
+        "q.scale_inv", q.scale_inv, torch.float32, _scales_shape(q.shape, rows, columns), q.data
+    )
+    run = DEQUANTIZE_BLOCK_FP8.pick(implementation, DispatchOn(q.data.device, dtype))
+    data = quantize.as_3d(q.data.contiguous().view(torch.uint8), "q.data", 1 + (rows > 1))
+    return run(
+        data, quantize.as_3d(q.scale_inv, "q.scale_inv"), rows, columns, dtype, *of_noise
+    ).view(q.shape)
+
+
+def _scales_shape(shape, rows: int, columns: int) -> tuple[int, ...]:
+    return (*shape[:-2], *(-(-n // rows) for n in shape[-2:-1]), -(-shape[-1] // columns))
+
+
+def _block(block) -> tuple[int, int]:
+    good = isinstance(block, (tuple, list)) and len(block) == 2
+    if good:
+        rows, columns = block
+        good = (
+            isinstance(rows, int)
+            and isinstance(columns, int)
+            and 1 <= rows <= MOST_ELEMENTS
+            and (1 <= columns <= MOST_ELEMENTS)
+            and _power_of_2(rows) * _power_of_2(columns) <= MOST_ELEMENTS
+        )
+    if not good:
+        raise ValueError(
+            f"block must be two positive ints (rows, columns), of at most {MOST_ELEMENTS} "
+            f"elements with "
+            f"both rounded up to powers of two, got {block!r}"
+        )
+    return rows, columns
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+# ---- the definitions
+
+
+def quantize_eager(x, rows, columns, seed, transpose=False):
+    if transpose:
+        return *quantize_eager(x, rows, columns, seed), *quantize_eager(
+            x.mT.contiguous(), rows, columns, seed
+        )
+    B, R, C = x.shape
+    v = quantize.pad_to(quantize.pad_to(x.float(), -1, columns), -2, rows)
+    blocks = v.view(B, v.shape[1] // rows, rows, v.shape[2] // columns, columns)
+    most = blocks.abs().amax((2, 4))
+    floor = most.clamp_min(LEAST)
+    inverse = torch.where(most == 0, 1.0, floor / 448.0)
+    scale = torch.where(most == 0, 1.0, floor.reciprocal() * 448.0)
+    scaled = (blocks * scale[:, :, None, :, None]).view(v.shape)[:, :R, :C]
+    random = None if seed is None else quantize.philox(seed, x.numel(), x.device).view(B, R, C)
+    return quantize.to_e4m3(scaled.contiguous(), random), inverse
+
+
+def dequantize_eager(data, inverse, rows, columns, dtype, alpha=0.0, *key):
+    acc = torch.promote_types(dtype, torch.float32)
+    _, R, C = data.shape
+    factor = (
+        inverse.to(acc).repeat_interleave(rows, 1)[:, :R].repeat_interleave(columns, 2)[:, :, :C]
+    )
+    values = data.view(quantize.E4M3).to(acc) * factor
+    if alpha:
+        values = aqn.add_eager(values, alpha * STEP * factor, *key)
+    return values.to(dtype)
+
+
+# ---- fused implementations
+
+
+def _fake_quantize(x, rows, columns, seed):
+    B, R, C = x.shape
+    return (
+        x.new_empty(x.shape, dtype=torch.uint8),
+        x.new_empty((B, (R + rows - 1) // rows, (C + columns - 1) // columns), dtype=torch.float32),
+    )
+
+
+def _fake_dequantize(data, inverse, rows, columns, dtype, *noise):
+    return data.new_empty(data.shape, dtype=dtype)
+
+
+def _fake_both(x, rows, columns, seed):
+    return *_fake_quantize(x, rows, columns, seed), *_fake_quantize(
+        x.mT.contiguous(), rows, columns, seed
+    )
+
+
+def _either(one, both):
+    return lambda x, rows, columns, seed, transpose: (both if transpose else one)(
+        x, rows, columns, seed
+    )
+
+
+@functools.cache
+def _triton():
+    from tilewright.kernels.fused_quantize import fused_quantize_triton as fused
+    from tilewright.kernels.quant import quantize_triton as k
+
+    return (
+        _either(
+            define("block_fp8_triton_quantize", k.block_fp8_quantize, _fake_quantize),
+            define("block_fp8_triton_quantize_both", fused.block_fp8_quantize_both, _fake_both),
+        ),
+        define("block_fp8_triton_dequantize", k.block_fp8_dequantize, _fake_dequantize),
+    )
+
+
+@functools.cache
+def _cpp():
+    one, dequantize = quantize.of_extension("block_fp8", _fake_quantize, _fake_dequantize)
+    return (
+        _either(one, adopt("block_fp8_cpp_quantize_both", _fake_both)),
+        dequantize,
+    )
+
+
+# ---- cases
+
+
+def _case(name, shape, quantized=False, noise=None, **options):
+    def make(device, dtype, seed):
+        x = draw(device, dtype, seed, shape)
+        return (
+            {"q": quantize_block_fp8(x, **options), "noise": noise}
+            if quantized
+            else {"x": x, **options}
+        )
+
+    return Case(name, make)
+
+
+def _variants(quantized):
+    case = lambda *a, **k: _case(*a, quantized, **k)  # noqa: E731
+    return [
+        case("weights", (150, 130)),
+        case("weights_experts", (2, 20, 33), block=(16, 32)),
+        case("odd_blocks", (10, 50), block=(3, 7)),
+        case("activations", (7, 200), block=(1, 128)),
+    ]
+
+
+_COMPILED = (torch.float32, torch.bfloat16)
+QUANTIZE_BLOCK_FP8 = Op(
+    "quantize_block_fp8",
+    quantize_block_fp8,
+    quantize_eager,
+    (
+        Implementation(
+            "triton", lambda: _triton()[0], platform.no_triton, gate=quantize.gates("block_fp8")
+        ),
+        Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED),
+    ),
+    (
+        *all_cases(lambda x: {"x": x, "block": (1, 128)}, 8.25),
+        *_variants(False),
+        _case("random", (5, 36), block=(3, 7), seed=1),
+        _case("random_weights", (40, 52), block=(32, 32), seed=7),
+        _case("transpose", (40, 37), block=(1, 16), transpose=True),
+        _case("transpose_activations", (7, 130), block=(1, 128), transpose=True),
+        _case("transpose_weights", (2, 20, 33), block=(16, 32), transpose=True, seed=3),
+        _case("transpose_odd_blocks", (10, 50), block=(3, 7), transpose=True),
+        *timed_cases("transpose", 8.25, results=2, block=(1, 128), transpose=True),
+    ),
+    judged=Judged(exact=True),
+    goals=cases.near_copy(85, "forward"),
+)
+DEQUANTIZE_BLOCK_FP8 = Op(
+    "dequantize_block_fp8",
+    dequantize_block_fp8,
+    dequantize_eager,
+    (
+        Implementation(
+            "triton",
+            lambda: _triton()[1],
+            platform.no_triton,
+            gate=from_kernels("quant.quantize_triton", "block_fp8_dequantize_gate"),
+        ),
+        Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED),
+    ),
+    (
+        *all_cases(lambda x: {"q": quantize_block_fp8(x, block=(1, 128))}, 8.25),
+        *_variants(True),
+        _case("noise", (3, 10, 72), True, aqn.SOME, block=(16, 16)),
+        _case("noise_ragged", (5, 37), True, aqn.SOME, block=(3, 7)),
+    ),
+    goals=cases.near_copy(90, "forward"),
+)

@@ -1,0 +1,401 @@
+"""NVFP4: 4-bit floats (e2m1), one float8_e4m3fn scale per block of 16 along the last dimension, and
+one float32 scale per tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from tilewright import platform
+from tilewright.core import checks
+from tilewright.core.library import adopt, define, from_kernels
+from tilewright.core.registry import Case, DispatchOn, Goal, Implementation, Judged, Op
+from tilewright.ops import cases
+from tilewright.ops.quant import aqn, quantize
+from tilewright.ops.quant.aqn import AQN
+from tilewright.ops.quant.block_cases import all_cases, draw, timed_cases
+from tilewright.ops.quant.hadamard import check_options, hadamard_eager
+from tilewright.ops.quant.nvfp4_format import BLOCK, NVFP4
+
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Lower bounds of scales, so that their inverses and the inverses of products with block scales are
+# finite in float32.
+LEAST, LEAST_BLOCK = 2.0**-112, 2.0**-9  # the latter is e4m3's smallest number
+STEP = 0.5  # of noise, in units of the scale
+
+
+_values = quantize.constant(
+    "nvfp4_values", lambda: torch.tensor((*VALUES, *(-v for v in VALUES))), 16
+)
+
+
+@checks.autocast("inputs")
+def quantize_nvfp4(
+    x: torch.Tensor,
+    *,
+    square: bool = False,
+    global_scale: torch.Tensor | None = None,
+    seed: int | None = None,
+    hadamard: int | None = None,
+    hadamard_seed: int | None = None,
+    transpose: bool = False,
+    implementation: str = "auto",
+) -> NVFP4 | tuple[NVFP4, NVFP4]:
+    """Quantizes x, or its Hadamard transform, to NVFP4; with `transpose` its transpose too.
+
+    Computed in float32. With m a block's largest magnitude: scale = e4m3(m / 6 / global_scale), at
+    least e4m3's smallest positive number unless m is 0, and then 0; codes are those of
+    x * (1 / global_scale / scale), which compensates for the rounding of the scale. Magnitudes
+    above 6 saturate at 6. Not differentiable: x is detached. Deterministic, and the same in every
+    implementation.
+
+    Args:
+        x: [..., C] fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite, as is its transform.
+            C need not be a multiple of 16.
+        square: one scale per 16 x 16 block of the last two dimensions, so that the transpose has
+            the same values; it is stored for each of the block's rows.
+        global_scale: float32 [], to share among tensors; default: (largest magnitude of x) / 2688,
+            or 1 if that is 0.
+        seed: None rounds to nearest, ties to even. An int selects stochastic rounding, unbiased for
+            x / scale: element i (row-major) takes word i % 4 of Philox4x32-10 with counter i // 4
+            and key seed. Block scales are always rounded to nearest.
+        hadamard: 16 or 32 quantizes `hadamard(x.float(), hadamard, seed=hadamard_seed)` instead of
+            x: in float32, not rounded to x's dtype in between, and never written to memory. C must
+            be a multiple of it. `dequantize_nvfp4` then gives the transform;
+            tilewright.ops.hadamard with inverse=True undoes it.
+        hadamard_seed: of the transform's signs, as in `hadamard`; None without a transform.
+        transpose: returns (q, that of x.mT) with the same options, bit for bit as two calls would,
+            from one read of x after that for the largest magnitude: a layer's forward needs one,
+            its backward the other. x has 2 dimensions or more. Not with hadamard, since the
+            transforms of the two differ.
+        implementation: "auto", or one of triton, cpp, eager.
+
+    Returns:
+        An NVFP4 of x's shape and dtype; with `transpose` a pair.
+
+    Raises:
+        TypeError, ValueError: Invalid arguments.
+        ValueError: x is not finite (not checked on CUDA, which would synchronize: global_scale is
+            then not finite).
+        ImplementationUnavailable: A named implementation that cannot run here.
+
+    Example:
+        >>> from tilewright.ops import dequantize_nvfp4, quantize_nvfp4
+        >>> dequantize_nvfp4(quantize_nvfp4(torch.tensor([6.0, -3.0, 0.5])))
+        tensor([ 6.0000, -3.0000,  0.5000])
+    """
+    quantize.source(x)
+    quantize.seed(seed)
+    for name, value in (("square", square), ("transpose", transpose)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {value!r}")
+    if x.dim() == 0:
+        raise ValueError("x must have at least 1 dimension, got a scalar")
+    if hadamard is not None:
+        check_options(x.shape[-1], hadamard, hadamard_seed, "hadamard", "hadamard_seed")
+        if transpose:
+            raise ValueError(
+                f"transpose must be False with a hadamard of {hadamard}: transforms of x and of "
+                f"its "
+                "transpose differ; quantize x.mT by itself"
+            )
+    elif hadamard_seed is not None:
+        raise ValueError(f"hadamard_seed must be None without hadamard, got {hadamard_seed!r}")
+    matrices = quantize.as_3d(x.detach(), least=1 + (square or transpose))
+    if global_scale is not None:
+        quantize.part("global_scale", global_scale, torch.float32, (), x)
+    run = QUANTIZE_NVFP4.pick(implementation, matrices)
+    total, *parts = run(matrices, global_scale, square, seed, hadamard, hadamard_seed, transpose)
+
+    def wrap(data, scale, shape):
+        return NVFP4(
+            data.view(*shape[:-1], data.shape[-1]),
+            scale.view(quantize.E4M3).view(*shape[:-1], scale.shape[-1]),
+            total,
+            tuple(shape),
+            x.dtype,
+        )
+
+    q = wrap(*parts[:2], x.shape)
+    return (q, wrap(*parts[2:], x.mT.shape)) if transpose else q
+
+
+@checks.autocast("inputs")
+def dequantize_nvfp4(
+    q: NVFP4,
+    *,
+    dtype: torch.dtype | None = None,
+    noise: AQN | None = None,
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """Dequantizes q: value * (scale * global_scale) in float32, rounded to the result's dtype.
+
+    Not differentiable. Deterministic.
+
+    Args:
+        q: the result of `quantize_nvfp4` or `NVFP4.from_safetensors`.
+        dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); default: that of the tensor that
+            was quantized.
+        noise: adds alpha * n * step in float32, before the rounding, where n is the `aqn_noise` of
+            q.shape and step = 0.5 * scale * global_scale, the gap next to 0. None, or an alpha of
+            0, adds nothing.
+        implementation: "auto", or one that `tilewright explain dequantize_nvfp4` lists.
+
+    Returns:
+        A contiguous tensor of q.shape.
+
+    Raises:
+        TypeError, ValueError: q is inconsistent, or an argument invalid.
+        ImplementationUnavailable: as `quantize_nvfp4`.
+
+    Example:
+        >>> from tilewright.ops import dequantize_nvfp4, quantize_nvfp4
+        >>> dequantize_nvfp4(quantize_nvfp4(torch.ones(16)), dtype=torch.bfloat16).dtype
+        torch.bfloat16
+    """
+    quantize.instance(q, NVFP4)
+    dtype = quantize.output_dtype(dtype, q.dtype)
+    of_noise = aqn.arguments(noise)
+    *lead, C = q.shape
+    quantize.part("q.data", q.data, torch.uint8, (*lead, -(-C // 2)), q.data)
+    quantize.part("q.scale", q.scale, quantize.E4M3, (*lead, -(-C // BLOCK)), q.data)
+    quantize.part("q.global_scale", q.global_scale, torch.float32, (), q.data)
+    rows = math.prod(lead)
+    run = DEQUANTIZE_NVFP4.pick(implementation, DispatchOn(q.data.device, dtype))
+    out = run(
+        q.data.contiguous().view(rows, -(-C // 2)),
+        q.scale.contiguous().view(torch.uint8).view(rows, -(-C // BLOCK)),
+        q.global_scale,
+        C,
+        dtype,
+        *of_noise,
+    )
+    return out.view(q.shape)
+
+
+def _largest_of(x: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude in float32; NaN if there is one."""
+    if x.numel() == 0:
+        return x.new_zeros((), dtype=torch.float32)
+    low, high = x.aminmax()
+    return torch.maximum(-low.float(), high.float()).abs()  # abs: -0.0 is no largest magnitude
+
+
+_largest = define(
+    "largest_magnitude",
+    _largest_of,
+    lambda x: x.new_empty((), dtype=torch.float32),
+    plain=_largest_of,
+)
+
+
+# ---- the definitions
+
+
+def quantize_eager(x, global_scale, square, seed, hadamard=None, hadamard_seed=None):
+    if hadamard is not None:
+        x = hadamard_eager(x.float(), hadamard, hadamard_seed, False)
+    B, R, C = x.shape
+    v = quantize.pad_to(x.float(), -1, BLOCK)
+    blocks = v.view(B, R, v.shape[2] // BLOCK, BLOCK)
+    most = blocks.abs().amax(3)
+    if square:
+        tall = quantize.pad_to(most, -2, BLOCK)
+        tall = tall.view(B, tall.shape[1] // BLOCK, BLOCK, most.shape[2]).amax(2)
+        most = tall.repeat_interleave(BLOCK, 1)[:, :R]
+    exact_scale = (most / 6.0 / global_scale).clamp_min(LEAST_BLOCK)
+    scale = torch.where(most > 0, quantize.to_e4m3(exact_scale), 0).to(torch.uint8)
+    stored = scale.view(quantize.E4M3).float()
+    inverse = torch.where(stored > 0, (1.0 / global_scale) / stored, 0.0)
+    random = None
+    if seed is not None:
+        random = quantize.philox(seed, x.numel(), x.device).view(B, R, C)
+        random = quantize.pad_to(random, -1, BLOCK).view(blocks.shape)
+    codes = quantize.to_e2m1(blocks * inverse[..., None], random).view(v.shape)[:, :, :C]
+    codes = quantize.pad_to(codes, -1, 2)
+    return codes[..., ::2] | codes[..., 1::2] << 4, scale
+
+
+def both_eager(x, global_scale, square, seed):
+    return (
+        *quantize_eager(x, global_scale, square, seed),
+        *quantize_eager(x.mT.contiguous(), global_scale, square, seed),
+    )
+
+
+def largest_eager(x, hadamard, hadamard_seed):
+    return _largest(hadamard_eager(x.float(), hadamard, hadamard_seed, False))
+
+
+def _whole(one, both, largest):
+    """Composes the public function's two steps: the tensor's scale, then codes and block scales,
+    once or twice.
+    """
+
+    def run(x, global_scale, square, seed, hadamard, hadamard_seed, transpose):
+        most = quantize.finite(
+            _largest(x) if hadamard is None else largest(x, hadamard, hadamard_seed)
+        )
+        if global_scale is None:
+            global_scale = torch.where(most > 0, (most / 2688.0).clamp_min(LEAST), 1.0)
+        else:  # keeps a non-finite x visible
+            global_scale = global_scale * torch.where(most.isfinite(), 1.0, most)
+        if transpose:
+            return global_scale, *both(x, global_scale, square, seed)
+        return global_scale, *one(x, global_scale, square, seed, hadamard, hadamard_seed)
+
+    return run
+
+
+def dequantize_eager(data, scale, global_scale, C, dtype, alpha=0.0, *key):
+    acc = torch.promote_types(dtype, torch.float32)
+    codes = (
+        torch.stack([data & 15, data >> 4], -1).view(data.shape[0], 2 * data.shape[1])[:, :C].long()
+    )
+    factor = scale.view(quantize.E4M3).to(acc) * global_scale.to(acc)
+    factor = factor.repeat_interleave(BLOCK, 1)[:, :C]
+    values = _values(data).to(acc)[codes] * factor
+    if alpha:
+        values = aqn.add_eager(values, alpha * STEP * factor, *key)
+    return values.to(dtype)
+
+
+# ---- fused implementations
+
+
+def _fake_quantize(x, global_scale, square, seed, hadamard=0, signs=None):
+    B, R, C = x.shape
+    return (
+        x.new_empty((B, R, (C + 1) // 2), dtype=torch.uint8),
+        x.new_empty((B, R, (C + BLOCK - 1) // BLOCK), dtype=torch.uint8),
+    )
+
+
+def _fake_dequantize(data, scale, global_scale, C, dtype, *noise):
+    return data.new_empty((data.shape[0], C), dtype=dtype)
+
+
+def _fake_both(x, global_scale, square, seed):
+    return (
+        *_fake_quantize(x, global_scale, square, seed),
+        *_fake_quantize(x.mT, global_scale, square, seed),
+    )
+
+
+def _fake_largest(x, hadamard, signs):
+    return x.new_empty((), dtype=torch.float32)
+
+
+def _fused(one, both, largest):
+    return _whole(
+        lambda x, total, square, seed, size, signs: one(x, total, square, seed, size or 0, signs),
+        both,
+        largest,
+    )
+
+
+@functools.cache
+def _triton():
+    from tilewright.kernels.fused_quantize import fused_quantize_triton as fused
+    from tilewright.kernels.quant import quantize_triton as k
+
+    return (
+        _fused(
+            define("nvfp4_triton_quantize", k.nvfp4_quantize, _fake_quantize),
+            define("nvfp4_triton_quantize_both", fused.nvfp4_quantize_both, _fake_both),
+            define("nvfp4_triton_largest", fused.nvfp4_largest, _fake_largest),
+        ),
+        define("nvfp4_triton_dequantize", k.nvfp4_dequantize, _fake_dequantize),
+    )
+
+
+@functools.cache
+def _cpp():
+    one, dequantize = quantize.of_extension("nvfp4", _fake_quantize, _fake_dequantize)
+    return (
+        _fused(
+            one,
+            adopt("nvfp4_cpp_quantize_both", _fake_both),
+            adopt("nvfp4_cpp_largest", _fake_largest),
+        ),
+        dequantize,
+    )
+
+
+# ---- cases
+
+
+def _variants():
+    def case(name, shape, **options):
+        return Case(
+            name, lambda device, dtype, seed: {"x": draw(device, dtype, seed, shape), **options}
+        )
+
+    return [
+        case("square", (19, 40), square=True),
+        case("square_experts", (2, 33, 48), square=True),
+        case("random", (5, 37), seed=1),
+        case("random_square", (18, 50), seed=2**40 + 3, square=True),
+        case("hadamard", (5, 48), hadamard=16),
+        case("hadamard_signs", (3, 7, 64), hadamard=32, hadamard_seed=3),
+        case("hadamard_square", (18, 32), hadamard=16, hadamard_seed=1, square=True, seed=4),
+        case("transpose", (19, 70), transpose=True),
+        case("transpose_random", (2, 17, 33), transpose=True, seed=1),
+        case("transpose_square", (40, 24), transpose=True, square=True),
+    ]
+
+
+def _noisy():
+    def case(name, shape):
+        return Case(
+            name,
+            lambda device, dtype, seed: {
+                "q": quantize_nvfp4(draw(device, dtype, seed, shape)),
+                "noise": aqn.SOME,
+            },
+        )
+
+    return [
+        case("noise", (3, 5, 72)),
+        case("noise_ragged", (5, 37)),
+    ]  # rows of whole blocks of random bits, and not
+
+
+_COMPILED = (torch.float32, torch.bfloat16)
+QUANTIZE_NVFP4 = Op(
+    "quantize_nvfp4",
+    quantize_nvfp4,
+    _whole(quantize_eager, both_eager, largest_eager),
+    (
+        Implementation(
+            "triton", lambda: _triton()[0], platform.no_triton, gate=quantize.gates("nvfp4")
+        ),
+        Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED),
+    ),
+    (
+        *all_cases(lambda x: {"x": x}, 4.5),
+        *_variants(),
+        *timed_cases("hadamard", 4.5, passes=2, hadamard=16, hadamard_seed=1),
+        *timed_cases("transpose", 4.5, passes=2, results=2, transpose=True),
+    ),
+    judged=Judged(exact=True),
+)
+DEQUANTIZE_NVFP4 = Op(
+    "dequantize_nvfp4",
+    dequantize_nvfp4,
+    dequantize_eager,
+    (
+        Implementation(
+            "triton",
+            lambda: _triton()[1],
+            platform.no_triton,
+            gate=from_kernels("quant.quantize_triton", "nvfp4_dequantize_gate"),
+        ),
+        Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED),
+    ),
+    (*all_cases(lambda x: {"q": quantize_nvfp4(x)}, 4.5), *_noisy()),
+    goals=(*cases.near_copy(90, "forward"), Goal("EPYC", "forward", "over torchao", at_least=3)),
+)

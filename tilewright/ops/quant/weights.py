@@ -1,0 +1,171 @@
+"""A weight as four arguments of an operator: a tensor, or a quantized one with the noise that is
+added to it. So an operator that multiplies by weights has one schema for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from tilewright.core.registry import DispatchOn, Op, short
+from tilewright.ops.quant import aqn, nf4_format, quantize
+from tilewright.ops.quant.aqn import AQN
+from tilewright.ops.quant.block_fp8 import DEQUANTIZE_BLOCK_FP8, BlockFP8
+from tilewright.ops.quant.mxfp8 import DEQUANTIZE_MXFP8, E8M0, MXFP8
+from tilewright.ops.quant.nf4 import DEQUANTIZE_NF4
+from tilewright.ops.quant.nf4_format import NF4
+from tilewright.ops.quant.nvfp4 import DEQUANTIZE_NVFP4, NVFP4
+from tilewright.ops.quant.quantize import Quantized
+
+DEQUANTIZE: dict[type[Quantized], Op] = {
+    NF4: DEQUANTIZE_NF4,
+    NVFP4: DEQUANTIZE_NVFP4,
+    BlockFP8: DEQUANTIZE_BLOCK_FP8,
+    MXFP8: DEQUANTIZE_MXFP8,
+}
+FORMATS = ("dense", "nf4", "nvfp4", "block_fp8", "mxfp8")
+_BLOCK_SIZES = {"nf4": 1, "block_fp8": 2}  # integers of a format's block; others have none
+
+
+def check_quantized(q: object) -> None:
+    """Raises TypeError unless q is one of the quantized tensors."""
+    if type(q) not in DEQUANTIZE:
+        raise TypeError(f"q must be an NF4, NVFP4, BlockFP8 or MXFP8, got {type(q).__name__}")
+
+
+def dequantize(
+    q: Quantized,
+    *,
+    dtype: torch.dtype | None = None,
+    noise: AQN | None = None,
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """`dequantize_nf4`, `dequantize_nvfp4`, `dequantize_block_fp8` or `dequantize_mxfp8`, by q's
+    format, with the same arguments.
+    """
+    check_quantized(q)
+    options = {} if noise is None else {"noise": noise}
+    return DEQUANTIZE[type(q)].public(q, dtype=dtype, implementation=implementation, **options)
+
+
+class Packed(NamedTuple):
+    """A weight as arguments of an operator.
+
+    data: the tensor itself, the only one that can have a gradient, or codes; FP8 as bytes, which
+        share memory.
+    scales: the other tensors of a quantized weight, in its order; FP8 and E8M0 as bytes.
+    ints: the format's index in FORMATS; for a quantized weight also the noise's seed, step and
+        layer, NF4's block_size or block FP8's rows and columns, and the weight's shape.
+    alpha: the noise's scale, 0 for none.
+    """
+
+    data: torch.Tensor
+    scales: list[torch.Tensor]
+    ints: list[int]
+    alpha: float
+
+    @property
+    def format(self) -> str:
+        return FORMATS[self.ints[0]]
+
+    @property
+    def is_dense(self) -> bool:
+        return self.ints[0] == 0
+
+    @property
+    def block(self) -> list[int]:
+        return self.ints[4 : 4 + _BLOCK_SIZES.get(self.format, 0)]
+
+    @property
+    def shape(self) -> Sequence[int]:
+        if self.is_dense:
+            return self.data.shape
+        return self.ints[4 + _BLOCK_SIZES.get(self.format, 0) :]
+
+
+def _packed(format, data, scales, q, block=(), noise=None):
+    alpha, *key = aqn.arguments(noise)
+    return Packed(data, scales, [FORMATS.index(format), *key, *block, *q.shape], alpha)
+
+
+def pack(weight: torch.Tensor | Quantized, noise: AQN | None = None) -> Packed:
+    """Raises TypeError for other kinds of FP8: their bytes would be misread as this one's."""
+    if isinstance(weight, torch.Tensor):
+        return Packed(weight, [], [0], 0.0)
+    q = weight
+    if isinstance(q, NF4):
+        scales = [q.absmax] if q.offset is None else [q.absmax, q.nested_absmax, q.offset]
+        return _packed("nf4", q.data, scales, q, (q.block_size,), noise)
+    if isinstance(q, NVFP4):
+        scales = [_bytes("scale", q.scale, quantize.E4M3), q.global_scale]
+        return _packed("nvfp4", q.data, scales, q, (), noise)
+    data = _bytes("data", q.data, quantize.E4M3)
+    if isinstance(q, MXFP8):
+        return _packed("mxfp8", data, [_bytes("scale", q.scale, E8M0)], q, (), noise)
+    return _packed("block_fp8", data, [q.scale_inv], q, q.block, noise)
+
+
+def _bytes(name, t, dtype):
+    if t.dtype != dtype:
+        raise TypeError(f"q.{name} must be a {short(dtype)} tensor, got {short(t.dtype)}")
+    return t.view(torch.uint8)
+
+
+def unpack(p: Packed, dtype: torch.dtype) -> tuple[Quantized, AQN | None]:
+    """The quantized tensor, with this dtype, and its noise."""
+    shape = tuple(p.shape)
+    if p.format == "nf4":
+        absmax, nested, offset = p.scales if len(p.scales) == 3 else (*p.scales, None, None)
+        q = NF4(p.data, absmax, nested, offset, shape, dtype, p.block[0])
+    elif p.format == "nvfp4":
+        q = NVFP4(p.data, p.scales[0].view(quantize.E4M3), p.scales[1], shape, dtype)
+    elif p.format == "mxfp8":
+        q = MXFP8(p.data.view(quantize.E4M3), p.scales[0].view(E8M0), dtype)
+    else:
+        q = BlockFP8(p.data.view(quantize.E4M3), p.scales[0], tuple(p.block), dtype)
+    return q, AQN(p.alpha, *p.ints[1:4]) if p.alpha else None
+
+
+def dense(p: Packed, dtype: torch.dtype, implementation: str | None = None) -> torch.Tensor:
+    """The dense tensor of a packed weight.
+
+    implementation: of `dequantize_*`; None: the `unpinned` one.
+    """
+    if p.is_dense:
+        return p.data
+    q, noise = unpack(p, dtype)
+    if implementation is None:
+        implementation = DEQUANTIZE[type(q)].unpinned(DispatchOn(p.data.device, dtype))
+    return dequantize(q, dtype=dtype, noise=noise, implementation=implementation)
+
+
+def check_parts(p: Packed) -> None:
+    """The checks of `dequantize_*`, for kernels that read a matrix's codes directly."""
+    N, K = p.shape
+    if p.format == "nf4":
+        nf4_format.check_parts(p.data, p.scales, N * K, p.block[0])
+    elif p.format == "nvfp4":
+        quantize.part("q.data", p.data, torch.uint8, (N, -(-K // 2)), p.data)
+        quantize.part("q.scale", p.scales[0], torch.uint8, (N, -(-K // 16)), p.data)
+        quantize.part("q.global_scale", p.scales[1], torch.float32, (), p.data)
+    else:
+        rows, columns = p.block
+        shape = (-(-N // rows), -(-K // columns))
+        quantize.part("q.scale_inv", p.scales[0], torch.float32, shape, p.data)
+
+
+def to_save(*weights: Packed) -> tuple[list[torch.Tensor], list[tuple]]:
+    """The tensors of packed weights, for `save_for_backward`, and their other fields."""
+    tensors = [t for w in weights for t in (w.data, *w.scales)]
+    return tensors, [(len(w.scales), w.ints, w.alpha) for w in weights]
+
+
+def saved(tensors: Sequence[torch.Tensor], rest: Sequence[tuple]) -> list[Packed]:
+    """The weights from which `to_save` made these."""
+    weights, at = [], 0
+    for count, ints, alpha in rest:
+        weights.append(Packed(tensors[at], list(tensors[at + 1 : at + 1 + count]), ints, alpha))
+        at += 1 + count
+    return weights
