@@ -42,7 +42,7 @@ OWN = {
     "ops/quant/fp8_linear.py": "ops/test_quantized_linear",
     "ops/optim/newton_schulz.py": "ops/test_newton_schulz ops/test_numerics",
     "ops/loss/logprob_entropy.py": "ops/test_logprob_entropy",
-    "core/selection.py": "ops/test_registry",
+    "selection.py": "ops/test_registry",
     "nn/modules.py": "nn/test_nn",
     "nn/weights.py": "ops/test_moe_lora nn/test_lora nn/test_quantizer",
     "nn/row_blocks.py": "ops/test_batch_invariant nn/test_nn",

@@ -143,7 +143,8 @@ def files(raw_results: Raw, results: str) -> list[str]:
         "Every result, shown above or not. Where several cover the same row, the newest is shown. "
         "Load is the "
         "machine's highest one-minute load average at the start or end, including the benchmark "
-        "itself.",
+        "itself. The command of a suite is that of its last call, which packs what all calls "
+        "measured.",
         "",
         "| folder | kind | device | command | date | commit | complete | local changes | load |",
         "|" + "---|" * 9,

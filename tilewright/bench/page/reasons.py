@@ -62,9 +62,9 @@ def read_reasons(path: pathlib.Path) -> list[Reason]:
 def why(p: Pair, reasons: Sequence[Reason]) -> str:
     """The measured reasons, then the known ones."""
     sentences = []
-    if p.overlap:
+    if p.equal:
         ranges = " and ".join(_range(r[p.pass_name]) for r in (p.auto, p.other))
-        sentences.append(f"Within spread: p20 to p80 overlap ({ranges} ms).")
+        sentences.append(f"Within spread: p20 to p80 are {ranges} ms.")
     if report.beyond(p.other):
         sentences.append(
             "It breaks the numerics contract and was timed within the slack for baselines."
@@ -73,7 +73,7 @@ def why(p: Pair, reasons: Sequence[Reason]) -> str:
         sentences.append(known_reason)
     return (
         " ".join(sentences)
-        if sentences and (p.overlap or known_reason)
+        if sentences and (p.equal or known_reason)
         else " ".join([*sentences, NO_REASON])
     )
 

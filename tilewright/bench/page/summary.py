@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tilewright import selection
+from tilewright.bench import report
 from tilewright.bench.page import raw
 from tilewright.bench.page.comparisons import (
     NOBODY_RUNS,
@@ -138,7 +139,8 @@ def headline(device: Device, plots: list[Picture]) -> list[str]:
         "backward), above 1 if `auto` is faster: the median and the geometric mean over ops, each "
         "op once, as the geometric mean of its cases. Of a peer's several ways, the fastest counts "
         "in each case. Only results of today's code without local changes count. A comparison is "
-        "equal if the p20 to p80 of its rounds' ratios hold 1.",
+        "equal if the p20 to p80 of its rounds' ratios hold 1. Implementations of this library that "
+        "`auto` does not choose, such as `native`, are compared by their names.",
         "",
     ]
     if rows:
@@ -148,6 +150,13 @@ def headline(device: Device, plots: list[Picture]) -> list[str]:
         out += [
             f"**No comparison here is of today's code: {count(sum(old.values()), 'comparison')} "
             "left out.** The table by op has them, marked; `make bench` measures again.",
+            "",
+        ]
+    if broken := [p.group.op for pairs in kept.values() for p in pairs if report.beyond(p.other)]:
+        named = ", ".join(f"`{op}` ({broken.count(op)})" for op in dict.fromkeys(broken))
+        out += [
+            f"{count(len(broken), 'comparison')} with a baseline that breaks the contract, within "
+            f"the slack with which it is timed, count too: {named}.",
             "",
         ]
     for reason, where in excluded.items():

@@ -159,7 +159,7 @@ def _with_v(operator: Operator, backward_op: Operator, title: str) -> type[torch
 class Fused:
     """One implementation: the call, and its launchers for `in_place`.
 
-    write, gradients: launchers as in kernels/qk_norm_rope_triton.py.
+    write, gradients: launchers as in kernels/rope/qk_norm_rope_triton.py.
     dtypes: those of weights that they read; others are cast to float32, in which the kernels
         compute.
     """
