@@ -209,8 +209,14 @@ def check_table(tried: Sequence[Entry]) -> list[str]:
     ):
         row_entries = [e for e in tried if (e.op, e.data["implementation"]) == (op, implementation)]
         cells = [_count_holding([e for e in row_entries if e.data["dtype"] == d]) for d in dtypes]
+        cells.append(_marks(row_entries))
         rows.append(([f"`{op}`", implementation, *cells], [e.source for e in row_entries]))
-    return table(["op", "implementation", *dtypes], rows)
+    return table(["op", "implementation", *dtypes, "mark"], rows)
+
+
+def _marks(entries: Sequence[Entry]) -> str:
+    """Why results are no evidence about today's code; "" if they are."""
+    return "; ".join(dict.fromkeys(f for e in entries for f in flaws(e.source, e.op)))
 
 
 def _entry_order(entry: Entry) -> tuple:
@@ -304,6 +310,7 @@ def overheads(device: Device, results: Raw) -> list[str]:
                 "yes" if e.data["grad"] else "no",
                 *(number(e.data["us"].get(level)) for level in levels),
                 number(e.data["overhead_us"]),
+                _marks([e]),
             ],
             [e.source],
         )
@@ -321,7 +328,10 @@ def overheads(device: Device, results: Raw) -> list[str]:
         "[benchmarking](benchmarking.md).",
         "",
         *table(
-            ["op", "implementation", "case", "dtype", "gradients", *levels, "public - operator"],
+            [
+                *("op", "implementation", "case", "dtype", "gradients"),
+                *(*levels, "public - operator", "mark"),
+            ],
             rows,
         ),
         *([*errors, ""] if errors else []),
