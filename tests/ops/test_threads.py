@@ -65,7 +65,8 @@ def test_installed_implementations_are_there_for_every_thread():
     source = """
         import importlib.metadata, sys, threading
         import torch
-        from tilewright import Implementation, installed, ops
+        from tilewright import Implementation, ops
+        from tilewright.core import installed
         from tilewright.ops import OPS
 
         importing, go_on = threading.Event(), threading.Event()

@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import textwrap
+import types
 from multiprocessing import forkserver
 
 import layout_steps
@@ -314,6 +315,19 @@ def test_ranks_end_if_their_start_is_interrupted(tmp_path, monkeypatch):
     left = started[0].is_alive()
     started[0].kill()  # the tests' process would wait for it at its end
     assert not left
+
+
+def test_a_death_is_where_the_rank_last_said_it_was():
+    """Also if another rank, which lost its connection, was heard first."""
+    ours, theirs = multiprocessing.Pipe()
+    for where in ("the start", "the function"):
+        theirs.send(("at", where))
+    theirs.close()
+    ranks = object.__new__(Ranks)
+    ranks.number, ranks._pipes, ranks._at = 2, [None, ours], ["the function", "the import"]
+    ranks._processes = [None, types.SimpleNamespace(join=lambda wait: None, exitcode=7)]
+    said = ranks._death("x", 1)
+    assert said == "x on 2 processes, rank 1: the process ended in the function with exit code 7"
 
 
 def test_a_rank_that_dies(tmp_path):

@@ -163,6 +163,11 @@ class Ranks:
     def _death(self, layout: str | None, rank: int) -> str:
         process = self._processes[rank]
         process.join(ANSWER)
+        with contextlib.suppress(EOFError, OSError):  # where it said that it was, last
+            while self._pipes[rank].poll():
+                kind, value = self._pipes[rank].recv()
+                if kind == "at":
+                    self._at[rank] = value
         code = process.exitcode
         how = f"exit code {code}"
         if code is not None and code < 0:
