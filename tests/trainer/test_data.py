@@ -1014,6 +1014,31 @@ def damaged(content, rng):
     return bytes(content)
 
 
+@pytest.mark.parametrize(
+    "other, kind, suffix",
+    [
+        ([1, 2.5, 3], "List", "jsonl"),
+        ([1, 2.5, 3], "List", "parquet"),
+        ([1, "x"], "values of several types", "jsonl"),
+        ("text", "values of several types", "jsonl"),
+    ],
+)
+def test_one_row_of_another_type_is_named(other, kind, suffix, make, tmp_path):
+    rows = [{"input_ids": [1, 2, 3]} for _ in range(30)]
+    rows[17] = {"input_ids": other}
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "jsonl":
+        jsonl(path, rows)
+    else:
+        datasets.Dataset.from_list(
+            [{"input_ids": [float(n) for n in r["input_ids"]]} for r in rows]
+        ).to_parquet(path)
+    where = {"jsonl": "line", "parquet": "row"}[suffix]
+    said = f"{re.escape(str(path))}: {where} 18: the column `input_ids` must hold lists of integers, not {kind}"
+    with pytest.raises(ValueError, match=said):
+        prepared(make(path))
+
+
 @pytest.mark.parametrize("skip", [False, True], ids=["rebuilt", "refused"])
 def test_a_damaged_cache_is_never_read(make, skip, tmp_path, caplog, monkeypatch):
     """100 accidents to any of its files, in the order of their names: the data are prepared again,

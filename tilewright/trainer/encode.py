@@ -86,6 +86,18 @@ def lists(parts: Iterable[np.ndarray], dtype: Any = np.int32) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
+class NotIntegers(ValueError):
+    """A column that does not hold lists of integers."""
+
+    def __init__(self, place: str, column: str, kind: object):
+        mixed = "Json(" in str(kind)  # how the datasets package calls it
+        self.column, self.kind = column, kind
+        super().__init__(
+            f"{place}: the column `{column}` must hold lists of integers, not "
+            f"{'values of several types' if mixed else kind}"
+        )
+
+
 def check_columns(entry: Dataset, names: list[str], features: Any) -> None:
     """Raises ValueError if the columns are not those of `entry.type`. Warns of a column that is
     not read, whose name is nearly that of one that would be.
@@ -115,10 +127,7 @@ def check_columns(entry: Dataset, names: list[str], features: Any) -> None:
         for name in sorted({*COLUMNS} & {*names}):
             kind = getattr(getattr(features[name], "feature", None), "dtype", "")
             if not kind.startswith(("int", "uint")):
-                raise ValueError(
-                    f"{entry.path}: the column `{name}` must hold lists of integers, not "
-                    f"{features[name]}"
-                )
+                raise NotIntegers(entry.path, name, features[name])
 
 
 def has_target(labels: np.ndarray) -> bool:

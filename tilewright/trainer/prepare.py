@@ -29,6 +29,7 @@ from tilewright.trainer.encode import (
     SCHEMA,
     Encoded,
     Encoder,
+    NotIntegers,
     RefusedRow,
     check_columns,
     longest,
@@ -164,6 +165,21 @@ class Counts:
         )
 
 
+def _first_other(source: Rows, column: str) -> str:
+    """The place of the first row whose value is no list of integers. One number with a fraction
+    makes floating-point numbers of all others.
+    """
+    rows = dataclasses.replace(source.select_columns([column]), arrow=False)
+    for part in rows.parts():
+        for row, values in rows.read(part):
+            value = values[column]
+            if not isinstance(value, list) or not all(
+                isinstance(n, int | float) and n == int(n) for n in value if n is not None
+            ):
+                return source.place(row)
+    return source.place(source.first)
+
+
 def prepare_entry(
     source: Source,
     entry: Dataset,
@@ -178,7 +194,10 @@ def prepare_entry(
     """
     data, most = config.data, longest(entry, config.data)
     names, features = source.column_names, source.features
-    check_columns(entry, list(names), features)
+    try:
+        check_columns(entry, list(names), features)
+    except NotIntegers as wrong:
+        raise NotIntegers(_first_other(source, wrong.column), wrong.column, wrong.kind) from wrong
     if routes is not None and ROUTES not in names:
         raise ValueError(
             f"train.router_replay = True: {entry.path} has no column {ROUTES}, has {list(names)}"
