@@ -139,10 +139,7 @@ test: $(STAMP)
 	$(MAKE) -j 2 pytest beside
 
 # Before every commit: the linters, and a test of everything that matters, in under two minutes on two idle cores.
-quick: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/lint-imports
+quick: lint
 	$(BIN)/python -m pytest -q -n 2 --dist load @tests/quick.txt
 
 # What was built must run: without it thousands of tests would be skipped.

@@ -21,7 +21,8 @@ __all__ = [
     "verify",
 ]
 
-__path__.append(str(pathlib.Path(__file__).with_name("_moved")))
+_MOVED = pathlib.Path(__file__).with_name("_moved")
+__path__.append(str(_MOVED))
 
 # What imports the ops, which the rest does not need.
 _LATER = {"quantize_": "tilewright.nn", "verify": "tilewright.tools.verify"}
@@ -30,4 +31,6 @@ _LATER = {"quantize_": "tilewright.nn", "verify": "tilewright.tools.verify"}
 def __getattr__(name: str):
     if name in _LATER:
         return getattr(importlib.import_module(_LATER[name]), name)
+    if (_MOVED / f"{name}.py").exists():  # `import tilewright` has given some of these
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,6 @@ torch.library.opcheck.
 
 import contextlib
 import functools
-import importlib
 import pathlib
 import re
 from types import SimpleNamespace
@@ -347,10 +346,6 @@ def test_autocast_makes_one_dtype_of_several():
 
 
 # ---- several devices
-
-
-def module(op):
-    return importlib.import_module(OPS[op].public.__module__)
 
 
 class OfDevice(torch.Tensor):

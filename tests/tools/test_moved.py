@@ -20,6 +20,9 @@ for name in sys.argv[1:]:
     assert importlib.import_module(module.__name__) is module
     parent, _, last = name.rpartition(".")
     assert getattr(sys.modules[parent], last) is module
+    if parent == "tilewright":
+        delattr(sys.modules[parent], last)  # as after `import tilewright` alone
+        assert getattr(sys.modules[parent], last) is module
     said[name] = str(warning.message)
 print(json.dumps(said))
 """

@@ -1019,6 +1019,9 @@ def damaged(content, rng):
     [
         ([1, 2.5, 3], "List", "jsonl"),
         ([1, 2.5, 3], "List", "parquet"),
+        ([1, float("nan")], "List", "jsonl"),
+        ([1, float("inf")], "List", "parquet"),
+        ([1, True], "values of several types", "jsonl"),
         ([1, "x"], "values of several types", "jsonl"),
         ("text", "values of several types", "jsonl"),
     ],
@@ -1026,6 +1029,8 @@ def damaged(content, rng):
 def test_one_row_of_another_type_is_named(other, kind, suffix, make, tmp_path):
     rows = [{"input_ids": [1, 2, 3]} for _ in range(30)]
     rows[17] = {"input_ids": other}
+    if suffix == "jsonl":
+        rows[3] = {"input_ids": None}  # a row without a value has no other type
     path = tmp_path / f"rows.{suffix}"
     if suffix == "jsonl":
         jsonl(path, rows)

@@ -144,8 +144,8 @@ def _hash(text: str) -> str:
 
 
 def _meaning(path: pathlib.Path, named: bool = True) -> str:
-    """The digest of a file. named: names from other modules are qualified, each by the digest of
-    its module without this.
+    """The digest of a file.   named: whether a name from another module counts with the digest of
+    that module, which is made with named=False, since modules may import each other.
     """
     return _hash(_text(path, path.stat().st_mtime_ns, named))
 

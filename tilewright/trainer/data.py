@@ -24,7 +24,7 @@ from tilewright.core.files import replace_folder
 from tilewright.trainer import sealed
 from tilewright.trainer.cache_key import cache_key
 from tilewright.trainer.config import Config, Dataset
-from tilewright.trainer.encode import COLUMNS, REPLAYED, ROUTES, SCHEMA, has_target
+from tilewright.trainer.encode import COLUMNS, REPLAYED, ROUTES, SCHEMA, NotIntegers, has_target
 from tilewright.trainer.loss import IGNORE
 from tilewright.trainer.prepare import Counts, Writer, prepare_entry, split_file
 from tilewright.trainer.routes import Routes
@@ -249,10 +249,7 @@ def _saved(root: pathlib.Path, test: bool, vocab: int, routes: Routes | None, ch
     for name in COLUMNS:
         kind = prepared.data.column(name).type
         if not pa.types.is_integer(getattr(kind, "value_type", pa.null())):
-            raise ValueError(
-                f"data.skip_prepare_dataset: {root}: the column `{name}` must hold lists of "
-                f"integers, not {kind}"
-            )
+            raise NotIntegers(f"data.skip_prepare_dataset: {root}", name, kind)
     if check:
         try:
             _check_samples(prepared, vocab)

@@ -165,17 +165,21 @@ class Counts:
         )
 
 
+def _is_whole(n: object) -> bool:
+    return type(n) is int or (isinstance(n, float) and n.is_integer())
+
+
 def _first_other(source: Rows, column: str) -> str:
-    """The place of the first row whose value is no list of integers. One number with a fraction
-    makes floating-point numbers of all others.
+    """The place of the first row whose value is no list of integers, or of the first row if each
+    is one: a number with a fraction makes floating-point numbers of all others in its column.
     """
     rows = dataclasses.replace(source.select_columns([column]), arrow=False)
     for part in rows.parts():
         for row, values in rows.read(part):
             value = values[column]
-            if not isinstance(value, list) or not all(
-                isinstance(n, int | float) and n == int(n) for n in value if n is not None
-            ):
+            if value is None:  # refused by itself
+                continue
+            if not isinstance(value, list) or not all(n is None or _is_whole(n) for n in value):
                 return source.place(row)
     return source.place(source.first)
 

@@ -58,11 +58,6 @@ class Pair:
             or None
         )
 
-    @property
-    def overlap(self) -> bool:
-        a, b = self.auto[self.pass_name], self.other[self.pass_name]
-        return b["p80_ms"] >= a["p20_ms"] and a["p80_ms"] >= b["p20_ms"]
-
 
 def holds_one(interval: tuple[float, float]) -> bool:
     return interval[0] <= 1 <= interval[1]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tilewright import platform
-from tilewright.bench.page.comparisons import NOBODY_RUNS, Device, Pair, flaws
+from tilewright.bench.page.comparisons import NOBODY_RUNS, Device, flaws
 from tilewright.bench.page.pictures import Picture
-from tilewright.bench.page.raw import Raw
+from tilewright.bench.page.raw import Group, Raw
 from tilewright.bench.page.text import origins
 from tilewright.bench.timing import geomean
 
@@ -31,8 +31,8 @@ def plots_of(device: Device, results: Raw, folder: str) -> list[Picture]:
     return [p for p in pictures if p.data["panels"]]
 
 
-def is_of_today(pair: Pair) -> bool:
-    return not flaws(pair.group.source, pair.group.op)
+def is_of_today(group: Group) -> bool:
+    return not flaws(group.source, group.op)
 
 
 def hollow(panels: list[dict]) -> str:
@@ -74,7 +74,7 @@ def _headline_picture(device: Device, folder: str) -> list[Picture]:
                     if (o, d) == (op, dtype) and provider in p
                 ]
                 if pairs:
-                    today = all(is_of_today(p) for p in pairs)
+                    today = all(is_of_today(p.group) for p in pairs)
                     points.append([y, provider, geomean(p.ratio for p in pairs), today])
                     used += [p.group.source for p in pairs]
         if points:
@@ -110,7 +110,7 @@ def _roofline_picture(device: Device, results: Raw, folder: str) -> list[Picture
             f = group.auto["forward_backward"] or group.auto["forward"]
             if d == dtype and f.get("gb_per_s") and f.get("tflop_per_s"):
                 intensity, rate = f["tflop_per_s"] * 1e3 / f["gb_per_s"], f["tflop_per_s"] * 1e12
-                points.append([op, intensity, rate, not flaws(group.source, op)])
+                points.append([op, intensity, rate, is_of_today(group)])
                 used.append(group.source)
             elif d == dtype:
                 without_rate.append(op)
@@ -168,7 +168,7 @@ def _ratio_pictures(device: Device, folder: str) -> list[Picture]:
             points = []
             for y, (op, case) in enumerate(page):
                 for p in filter(None, over.get((op, case, dtype), {}).values()):
-                    points.append([y, p.other["provider"], p.ratio, is_of_today(p)])
+                    points.append([y, p.other["provider"], p.ratio, is_of_today(p.group)])
                     used.append(p.group.source)
             if points:
                 panels.append({"dtype": dtype, "points": points})

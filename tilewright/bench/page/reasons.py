@@ -71,11 +71,9 @@ def why(p: Pair, reasons: Sequence[Reason]) -> str:
         )
     if known_reason := next((r.reason for r in reasons if r.fits(p)), None):
         sentences.append(known_reason)
-    return (
-        " ".join(sentences)
-        if sentences and (p.equal or known_reason)
-        else " ".join([*sentences, NO_REASON])
-    )
+    if not (p.equal or known_reason):
+        sentences.append(NO_REASON)
+    return " ".join(sentences)
 
 
 def _range(figures: dict[str, Any]) -> str:
