@@ -44,12 +44,12 @@ setup: $(STAMP)
 
 # The version of torch is pinned; whether its build is for a CPU or for CUDA, gigabytes more, the package index decides.
 # The package is installed once, without its C++ extension, and what extras need afterwards.
-$(TORCH_STAMP): pyproject.toml $(LOCK)
+$(TORCH_STAMP): pyproject.toml lab/pyproject.toml $(LOCK)
 	@echo "set-up: torch into $(VENV) (a download of 200 MB for a CPU, gigabytes with CUDA)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c $(LOCK) $(SETUP)
 	$(PIP) "$(TORCH)" numpy safetensors
-	TILEWRIGHT_SKIP_CPP=1 $(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	TILEWRIGHT_SKIP_CPP=1 $(BIN)/python -m pip install -q --no-deps --no-build-isolation -e . -e ./lab
 	echo "$(TORCH)" > $@
 
 $(BUILT_STAMP): $(TORCH_STAMP)
@@ -109,7 +109,7 @@ TESTS ?= -m packages
 newest: $(STAMP) .cache/smollm2/config.json
 	test -x $(NEWEST) || $(PYTHON) -m venv .venv-newest
 	$(NEWEST) -m pip install -q --upgrade $(SETUP)
-	TILEWRIGHT_SKIP_CPP=1 $(NEWEST) -m pip install -q --no-deps --no-build-isolation -e .
+	TILEWRIGHT_SKIP_CPP=1 $(NEWEST) -m pip install -q --no-deps --no-build-isolation -e . -e ./lab
 	$(NEWEST) -m pip install -q --no-compile --upgrade --upgrade-strategy eager "$(NEWEST_TORCH)" matplotlib "tilewright[trainer,dev,docs]"
 	$(NEWEST) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
@@ -165,11 +165,11 @@ else
 GATE_PYTHON := .venv-gate-$(TRITON)/bin/python
 gate: .venv-gate-$(TRITON)/.installed
 endif
-	$(GATE_PYTHON) -m tilewright.bench compile-gate $(REQUIRED) $(GATE_ARGS)
+	$(GATE_PYTHON) -m tilewright gate --registry $(REQUIRED) $(GATE_ARGS)
 
 gate-all:
 	$(MAKE) gate GATE_ARGS="--all $(GATE_ARGS)"
-	$(MAKE) gate GATE_ARGS="--variants $(GATE_ARGS)"
+	$(GATE_PYTHON) -m bench gate-variants $(GATE_ARGS)
 
 # Every compiled kernel on the emulated GPU, about four minutes of a CPU; `make test` runs what has changed since it passed,
 # and a draw of one in twenty.
@@ -184,12 +184,12 @@ whole: ptx-all
 	$(BIN)/python tests/plants build/plants.jsonl
 
 # What a GPU launches first, compiled here by the Triton and for the Python that its machine has (3.12 with torch 2.11),
-# so that its minutes are not spent on compiling: for scripts/gpu.sh, in RESULTS.
+# so that its minutes are not spent on compiling: for bench/gpu.sh, in RESULTS.
 GPU_PYTHON := 3.12
 GPU_ARCH := 90
 RESULTS ?= build/gpu
 gpu-cache: .venv-gate-$(GPU_TRITON)/.installed build/triton-$(GPU_TRITON)-$(GPU_PYTHON)/.unpacked
-	TRITON_CACHE_DIR=$(CURDIR)/build/gpu-cache .venv-gate-$(GPU_TRITON)/bin/python -m tilewright.bench gpu-cache \
+	TRITON_CACHE_DIR=$(CURDIR)/build/gpu-cache .venv-gate-$(GPU_TRITON)/bin/python -m bench gpu-cache \
 		--arch $(GPU_ARCH) --triton build/triton-$(GPU_TRITON)-$(GPU_PYTHON)/triton --out $(RESULTS)/triton-cache.tar.gz
 
 build/triton-$(GPU_TRITON)-$(GPU_PYTHON)/.unpacked: $(STAMP)
@@ -212,7 +212,7 @@ bench: $(STAMP)
 
 # docs/performance.md and its pictures, from the results that are committed.
 report: $(STAMP)
-	$(BIN)/python -m tilewright.bench report
+	$(BIN)/python -m bench report
 
 # The site, in build/site. Warnings, and links and anchors that lead nowhere, are errors; with -q they would not count.
 docs: $(DOCS)
@@ -240,4 +240,4 @@ wheel: $(STAMP) .venv-wheel/.installed
 	touch $@
 
 clean:
-	rm -rf build dist outputs .cache *.egg-info tilewright/*.so
+	rm -rf build dist outputs .cache *.egg-info lab/*.egg-info tilewright/*.so

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from measurement import where
 
+from bench.end_to_end import DTYPES, Shape, of_transformers, peak_mib, tokens_of
 from tilewright.integrations.transformers import accelerate, restore
-from tilewright.tools.end_to_end import DTYPES, Shape, of_transformers, peak_mib, tokens_of
 
 PARTS = ("norm", "rope", "mlp", "attention", "loss")
 # name -> the parts of accelerate; None: its default.

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tilewright.tools.check_layout import Step
+from tilewright_lab.check_layout import Step
 
 LENGTHS = (11, 4, 7, 9)  # tokens of each document
 

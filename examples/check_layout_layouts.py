@@ -3,7 +3,7 @@
 tilewright check-layout examples/check_layout_layouts.py:step
 """
 
-from tilewright.tools.trainer_step import trainer_step
+from tilewright_lab.check_layout.trainer_step import trainer_step
 
 NO_EXPERTS = "--train.expert_parallel_size=1"
 

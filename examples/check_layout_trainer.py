@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from tilewright.tools.check_layout import Step
+from tilewright_lab.check_layout import Step
 
 LENGTHS = (12, 5, 9, 7)
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

@@ -18,7 +18,7 @@ from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from tilewright.bench.page import api, op
+from bench.page import api, op
 from tilewright.ops import OPS
 
 log = get_plugin_logger("docs_hook")
@@ -36,7 +36,7 @@ CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     for source, page in AT_ROOT.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
-    pages = {f"ops/{name}.md": text for name, text in op.pages(ROOT / "bench_results")}
+    pages = {f"ops/{name}.md": text for name, text in op.pages(ROOT / "bench/results")}
     pages |= {f"api/{name}.md": text for name, text in api.pages()}
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))

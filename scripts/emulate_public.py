@@ -22,10 +22,10 @@ import torch
 from public_kernels import CASES, Case
 
 from tilewright.bench.tensors import convert
-from tilewright.tools.emulate import NOTED, attempted, emulated_gpu
-from tilewright.tools.emulation import compared, emulate, kernels_of
-from tilewright.tools.emulator.faults import Fault, Unsupported
-from tilewright.tools.kernel_target import Call, Rejected
+from tilewright_lab.emulate.command import NOTED, attempted, emulated_gpu
+from tilewright_lab.emulate.emulation import compared, emulate, kernels_of
+from tilewright_lab.emulator.faults import Fault, Unsupported
+from tilewright_lab.kernel_target import Call, Rejected
 
 PACKAGES = ("torch", "triton", "liger-kernel", "fla-core")
 

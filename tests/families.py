@@ -1,6 +1,6 @@
 """What `accelerate` does to every family of transformers that can be built small.
 
-    python tests/families.py bench_results/families [--only llama,bert] [--jobs 2]
+    python tests/families.py bench/results/families [--only llama,bert] [--jobs 2]
 
 Every call that works before `accelerate(model, parts=PARTS)` is made after it: training with the
 dropout of the default configuration, evaluation with each optional argument of the forward's

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tilewright.tools import check_layout_ranks
-from tilewright.tools.check_layout import Step
+from tilewright_lab.check_layout import Step
+from tilewright_lab.check_layout import ranks as check_layout_ranks
 
 VOCAB, HIDDEN, WIDE, EXPERTS = 24, 8, 16, 4
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

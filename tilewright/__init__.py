@@ -24,13 +24,19 @@ __all__ = [
 _MOVED = pathlib.Path(__file__).with_name("_moved")
 __path__.append(str(_MOVED))
 
+NO_LAB = "is of tilewright-lab, which is not installed: pip install ./lab in a checkout"
 # What imports the ops, which the rest does not need.
-_LATER = {"quantize_": "tilewright.nn", "verify": "tilewright.tools.verify"}
+_LATER = {"quantize_": "tilewright.nn", "verify": "tilewright_lab.verify.verify"}
 
 
 def __getattr__(name: str):
     if name in _LATER:
-        return getattr(importlib.import_module(_LATER[name]), name)
+        try:
+            return getattr(importlib.import_module(_LATER[name]), name)
+        except ModuleNotFoundError as error:
+            if error.name != "tilewright_lab":
+                raise
+            raise ImportError(f"tilewright.{name} {NO_LAB}") from error
     if (_MOVED / f"{name}.py").exists():  # `import tilewright` has given some of these
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
+from importlib import metadata
 
 import torch
 
-from tilewright import __version__, platform, selection
+from tilewright import NO_LAB, __version__, platform, selection
 from tilewright.core import explain as explanation
 from tilewright.core import registry
 from tilewright.core.registry import Op
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-# Tools for other people's code: the module, whose main(arguments) returns the exit status, and the
-# line that `tilewright --help` shows.
-TOOLS: dict[str, tuple[str, str]] = {
-    "check-layout": (
-        "tilewright.tools.check_layout",
-        "compare a training step on 1, 2 and 4 processes",
-    ),
-    "emulate": ("tilewright.tools.emulate", "run Triton kernels on a CPU, each access checked"),
-    "gate": ("tilewright.tools.gate", "registers, spills and accesses of Triton kernels"),
-    "verify": (
-        "tilewright.tools.verify_command",
-        "compare every module of a transformers model with float64",
-    ),
+# Commands of tilewright-lab, by entry points, with the line that `tilewright --help` shows.
+LAB = {
+    "check-layout": "compare a training step on 1, 2 and 4 processes",
+    "emulate": "run Triton kernels on a CPU, each access checked",
+    "gate": "registers, spills and accesses of Triton kernels",
+    "verify": "compare every module of a transformers model with float64",
 }
 
 
@@ -72,6 +65,15 @@ def check(op: Op, implementation: str, device_type: str, dtype: str | None) -> i
     return check.check(op, impl.name, device_type, dtypes)
 
 
+def _of_lab(name: str, arguments: list[str]) -> int:
+    """Runs a command of tilewright-lab; 2 where that is not installed."""
+    found = metadata.entry_points(group="tilewright.commands", name=name)
+    if not found:
+        print(f"tilewright {name} {NO_LAB}", file=sys.stderr)
+        return 2
+    return next(iter(found)).load()(arguments)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tilewright", description=__doc__)
     parser.add_argument("--version", action="version", version=f"tilewright {__version__}")
@@ -92,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("op")
     p.add_argument("--implementation", required=True, metavar="NAME")
     p.add_argument("--dtype", choices=DTYPES, help="default: float32, bfloat16 and float16")
-    for name, (_, help_) in TOOLS.items():
+    for name, help_ in LAB.items():
         commands.add_parser(name, help=help_, add_help=False)
     return parser
 
@@ -100,8 +102,8 @@ def _parser() -> argparse.ArgumentParser:
 @platform.command
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0] in TOOLS:
-        return importlib.import_module(TOOLS[argv[0]][0]).main(argv[1:])
+    if argv and argv[0] in LAB:
+        return _of_lab(argv[0], argv[1:])
     parser = _parser()
     args = parser.parse_args(argv)
     if args.command is None:

@@ -65,7 +65,7 @@ def test_the_committed_table_is_of_all_families():
     """Whoever installs another transformers writes it again; for the version of the table, each
     family stands there.
     """
-    folder = pathlib.Path(__file__).parents[2] / "bench_results/families"
+    folder = pathlib.Path(__file__).parents[2] / "bench/results/families"
     rows = [json.loads(line) for line in (folder / "families.jsonl").read_text().splitlines()]
     if rows[-1]["versions"]["transformers"] != importlib.metadata.version("transformers"):
         pytest.skip(f"the table is of transformers {rows[-1]['versions']['transformers']}")

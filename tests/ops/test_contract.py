@@ -10,7 +10,8 @@ from helpers import DEVICE, skip_if_refused, skip_unless_usable, threads
 from small_cases import differentiable
 from torch.utils import _pytree as pytree
 
-from tilewright.bench import contract, faults, margins, tensors
+from bench import faults, margins
+from tilewright.bench import contract, tensors
 from tilewright.core.cases import DETECTED
 from tilewright.core.registry import FLOATS, Implementation, Op, short
 from tilewright.ops import OPS, quantize_block_fp8, quantize_mxfp8, silu_mul
@@ -149,7 +150,7 @@ def test_inputs_of_a_case_are_zeros_only_if_it_says_so(op):
 @pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
 def test_planted_faults_break_the_contract(op):
     """Zeros, another result, an argument, an ordinary element that is off: in every output and
-    gradient, in every dtype. `python -m tilewright.bench margins --faults` plants them in every
+    gradient, in every dtype. `python -m bench margins --faults` plants them in every
     layout of upstream gradients.
     """
     planted = set()

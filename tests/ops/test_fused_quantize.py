@@ -659,7 +659,7 @@ def test_compiled_kernels_give_the_bytes(case, verdicts):
 
 
 def main():
-    from tilewright.tools.emulator.driver import Driver, installed
+    from tilewright_lab.emulator.driver import Driver, installed
 
     platform.interpreting = lambda: (
         True

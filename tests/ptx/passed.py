@@ -20,10 +20,10 @@ import torch
 import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
 
+from bench.page.files import counts_of
 from tilewright.bench import sources
-from tilewright.bench.page.files import counts_of
 from tilewright.core.registry import Op
-from tilewright.tools import emulator
+from tilewright_lab import emulator
 
 FOLDER = pathlib.Path(__file__).parent
 SHARE = 20  # one run in so many is repeated

@@ -15,11 +15,14 @@ import pytest
 import torch
 
 from tilewright import platform
-from tilewright.bench import compile_gate, contract, gate_compilers, gate_verdict
+from tilewright.bench import contract
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.kernels.spec import CuteSpec
 from tilewright.selection import operations
-from tilewright.tools.emulator import Kernel, Memory
+from tilewright_lab.emulator import Kernel, Memory
+from tilewright_lab.gate import compile_gate
+from tilewright_lab.gate import compilers as gate_compilers
+from tilewright_lab.gate import verdict as gate_verdict
 
 pytest.importorskip("triton")
 

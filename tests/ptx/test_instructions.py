@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tilewright.tools.emulator import Counts, Kernel, Memory
-from tilewright.tools.emulator.faults import Fault, Unsupported
+from tilewright_lab.emulator import Counts, Kernel, Memory
+from tilewright_lab.emulator.faults import Fault, Unsupported
 
 KERNEL = """
 .file 1 "kernels.py"

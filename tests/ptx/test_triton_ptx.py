@@ -26,10 +26,10 @@ import numpy as np
 import pytest
 import torch
 
+from bench.page.files import counts_of
+from bench.variants import VARIANTS
 from tilewright import platform
 from tilewright.bench import contract
-from tilewright.bench.page.files import counts_of
-from tilewright.bench.variants import VARIANTS
 from tilewright.core.registry import short
 from tilewright.ops import (
     BlockFP8,
@@ -776,7 +776,7 @@ def started():
     from tilewright.kernels.moe import grouped_gemm_triton
     from tilewright.kernels.optim import adamw_triton, newton_schulz_triton
     from tilewright.kernels.quant import quantize_triton, quantized_linear_triton
-    from tilewright.tools.emulator.driver import Driver, installed
+    from tilewright_lab.emulator.driver import Driver, installed
 
     knobs.compilation.disable_line_info = (
         True  # without debug information, a fifth less compile time
@@ -987,7 +987,7 @@ ACCESS = """
     "stride, sectors, conflicts", [(4, 4, 0), (8, 8, 1), (32, 32, 7), (128, 32, 31), (0, 1, 0)]
 )
 def test_an_access_is_counted_as_the_sectors_and_passes_that_it_takes(stride, sectors, conflicts):
-    from tilewright.tools import emulator
+    from tilewright_lab import emulator
 
     memory, counts = emulator.Memory(), emulator.Counts()
     emulator.Kernel(ACCESS.format(stride=stride)).run(

@@ -12,9 +12,10 @@ import time
 import pytest
 import torch
 
-from tilewright.bench import contract, overhead, providers, report, run, store, suite, timing
+from tilewright.bench import contract, overhead, plan, providers, report, run, store, timing
 from tilewright.bench.__main__ import main
 from tilewright.bench.peers import PEERS
+from tilewright.bench.timed import RUN
 from tilewright.core.registry import Case, Cost, Implementation, Op
 from tilewright.ops.norm.rmsnorm import RMSNORM, rmsnorm_eager
 
@@ -311,14 +312,11 @@ def test_metadata_say_what_was_measured_with():
     assert meta["argv"] == ["run"] and meta["threads"] == torch.get_num_threads()
 
 
-def test_run_is_a_short_form_of_suite(monkeypatch):
-    """Its defaults come first, so that given options override them."""
-    given = []
-    monkeypatch.setattr(suite, "main", lambda argv, start_time: given.append(argv) or 3)
-    assert main(["run", "--op", "rmsnorm", "--rounds", "2"]) == 3
-    args = suite.parser().parse_args(given[0])
-    assert args.stage == ["time"] and args.op == ["rmsnorm"] and args.rounds == 2
-    assert args.baseline_slack == 1 and args.dtype == ["float32", "bfloat16"]
+def test_run_holds_baselines_to_the_contract_unless_asked():
+    args = plan.parser(RUN).parse_args(["--op", "rmsnorm", "--rounds", "2"])
+    assert args.stage == ["roofline", "time"] and args.op == ["rmsnorm"] and args.rounds == 2
+    assert args.baseline_slack == 1 and args.dtype == ["bfloat16", "float32"]
+    assert args.minutes == 1440 and args.sample_ms == 8
 
 
 def test_packed_units_are_one_line_each_and_come_back(tmp_path):

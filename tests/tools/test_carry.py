@@ -14,7 +14,7 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def carry():
-    spec = importlib.util.spec_from_file_location("carry", ROOT / "scripts/carry.py")
+    spec = importlib.util.spec_from_file_location("carry", ROOT / "bench/carry.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -22,12 +22,11 @@ from helpers import until  # and what the process that ranks are forked from imp
 from plants import layout as plants
 from plants.layout import STEPS
 
-from tilewright.tools import check_layout
-from tilewright.tools import check_layout_compare as compare
-from tilewright.tools.check_layout import Refused
-from tilewright.tools.check_layout_findings import find
-from tilewright.tools.check_layout_notes import notes, notes_of_one
-from tilewright.tools.check_layout_ranks import Ranks, Target, load_function
+from tilewright_lab.check_layout import check_layout, compare
+from tilewright_lab.check_layout.command import Refused
+from tilewright_lab.check_layout.findings import find
+from tilewright_lab.check_layout.notes import notes, notes_of_one
+from tilewright_lab.check_layout.ranks import Ranks, Target, load_function
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -178,7 +177,7 @@ def test_examples_print_what_the_page_says(example, monkeypatch):
 # ---- what cannot be checked
 
 BAD = {
-    "dict": "the function returned a value of type dict; it must be a tilewright.tools.check_layout.Step",
+    "dict": "the function returned a value of type dict; it must be a tilewright_lab.check_layout.command.Step",
     "text": "loss() returned a value of type str; it must be a tensor of one element",
     "rows": "loss() returned a tensor of shape [3]; it must be a tensor of one element",
     "nan": "loss() returned nan; it must be finite",

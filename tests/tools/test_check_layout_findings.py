@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from tilewright.tools.check_layout_compare import Alone, Compared, deviation
-from tilewright.tools.check_layout_findings import find
-from tilewright.tools.check_layout_notes import notes, notes_of_one
+from tilewright_lab.check_layout.compare import Alone, Compared, deviation
+from tilewright_lab.check_layout.findings import find
+from tilewright_lab.check_layout.notes import notes, notes_of_one
 
 NAMES = ("a", "b", "c", "d")
 TOKENS = (6, 4)

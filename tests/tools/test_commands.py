@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import tomllib
 
 import pytest
 
+import tilewright
+from bench import __main__ as root
 from tilewright import __main__ as cli
 from tilewright import platform
 from tilewright.bench import __main__ as bench
@@ -78,7 +81,7 @@ def test_commands_without_their_packages_name_what_installs_them():
         ["tilewright.trainer.train", "config.yaml"],
         ["tilewright.trainer.config", "check", "config.yaml"],
         ["tilewright", "explain", "--all"],
-        ["tilewright.bench", "compile-gate", "--require", "triton"],
+        ["tilewright", "gate", "--registry", "--require", "triton"],
         [
             "tilewright.bench",
             "list",
@@ -101,7 +104,8 @@ def test_commands_without_their_packages_name_what_installs_them():
     assert train[0] == config[0] == TRAINER
     assert (
         gate[0] == 2
-        and gate[2] == "compile-gate: the package 'triton' is not installed (pip install triton)\n"
+        and gate[2]
+        == "tilewright gate: the package 'triton' is not installed (pip install triton)\n"
     )
     assert explain[0] == peers[0] == 0
     for name, how in (
@@ -199,7 +203,7 @@ def test_commands_in_a_checkout_without_the_extension_say_so_first(tmp_path):
     shutil.copytree(ROOT / "tilewright", root / "tilewright", ignore=left)
     commands = [
         ["tilewright", "explain", "rope"],
-        ["tilewright", "verify", "--help"],
+        ["tilewright", "gate", "--help"],
         ["tilewright.bench", "list", "--op", "rope"],
         ["tilewright.trainer.train", "nowhere.yaml"],
     ]
@@ -251,20 +255,44 @@ def test_another_pipe_that_breaks_is_an_error():
 
 
 def test_bare_commands_print_their_help(capsys):
-    for main, word in ((cli.main, "explain"), (bench.main, "compile-gate")):
+    for main, word in ((cli.main, "explain"), (bench.main, "tune"), (root.main, "suite")):
         assert main([]) == 2
         assert word in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "main, name",
-    [(bench.main, name) for name in bench.ELSEWHERE] + [(cli.main, name) for name in cli.TOOLS],
+    [(bench.main, name) for name in ("run", "tune")]
+    + [(root.main, name) for name in root.COMMANDS]
+    + [(cli.main, name) for name in cli.LAB],
 )
 def test_a_command_of_another_module_is_found(main, name, capsys):
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
     assert ended.value.code == 0
     assert re.match(rf"usage: .*\b{name} ", capsys.readouterr().out)
+
+
+def test_a_command_that_moved_says_where_it_is(capsys):
+    for name, now in bench.ELSEWHERE.items():
+        assert bench.main([name, "--minutes", "1"]) == 2
+        assert f"{name} is `{now}` now" in capsys.readouterr().err
+        program, *words = shlex.split(now.removeprefix("python -m "))
+        assert words[0] in (root.COMMANDS if program == "bench" else cli.LAB)
+
+
+def test_without_the_laboratory_its_commands_name_what_installs_it(monkeypatch, capsys):
+    monkeypatch.setattr(cli.metadata, "entry_points", lambda **_: [])
+    assert cli.main(["verify", "model"]) == 2
+    assert capsys.readouterr().err == (
+        "tilewright verify is of tilewright-lab, which is not installed: pip install ./lab in a "
+        "checkout\n"
+    )
+    monkeypatch.setitem(sys.modules, "tilewright_lab", None)
+    for name in ("tilewright_lab.verify", "tilewright_lab.verify.verify"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(ImportError, match=r"tilewright\.verify is of tilewright-lab"):
+        tilewright.verify  # noqa: B018  the attribute is looked up
 
 
 def test_version(capsys):

@@ -11,8 +11,10 @@ from dataclasses import replace
 
 import pytest
 
-from tilewright.bench import compile_gate, gate_compilers, gate_verdict, machine_code, ptx_loops
 from tilewright.kernels.spec import KernelSpec
+from tilewright_lab.gate import compile_gate, machine_code, ptx_loops
+from tilewright_lab.gate import compilers as gate_compilers
+from tilewright_lab.gate import verdict as gate_verdict
 
 ROOT = pathlib.Path(__file__).parents[2]
 pytest.importorskip("triton")
@@ -25,10 +27,10 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from tilewright.bench import compile_gate, gate_compilers, kernel_digest
+from tilewright_lab.gate import compile_gate, compilers as gate_compilers, kernel_digest
 from tilewright.kernels.spec import KernelSpec
 from tilewright.core.registry import Implementation, Op
-from tilewright.tools.gate import recorded
+from tilewright_lab.gate.kernel_gate import recorded
 
 
 @triton.jit
@@ -657,8 +659,8 @@ def test_the_interpreter_is_refused_with_a_sentence(monkeypatch, capsys):
 
 COLLECTED = """
 import json, pathlib, sys
-from tilewright.bench import gate_compilers as gate
-from tilewright.bench.gate_verdict import budgeted, judge
+from tilewright_lab.gate import compilers as gate
+from tilewright_lab.gate.verdict import budgeted, judge
 from tilewright.kernels import tuning
 from tilewright.ops import OPS
 from tilewright.selection import operations
@@ -714,7 +716,7 @@ def test_every_triton_module_is_in_the_gate_and_every_kernel_has_a_budget(collec
     budgets = json.loads(path.read_text())
     archs = tuple({key.split()[-1] for key in budgets})  # all architectures, for the pinned Triton
     differ = set(budgets) ^ {key for key in keys if key.endswith(archs)}
-    assert not differ, f"run `python -m tilewright.bench compile-gate --update`: {sorted(differ)}"
+    assert not differ, f"run `python -m tilewright gate --registry --update`: {sorted(differ)}"
 
 
 def test_every_entry_of_every_table_is_compiled_for_every_architecture(collected):

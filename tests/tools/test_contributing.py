@@ -21,7 +21,7 @@ import forked, torch
 from tools.test_docstrings import missing
 from tilewright import __main__ as cli
 from tilewright.bench import __main__ as bench
-from tilewright.bench import compile_gate
+from tilewright_lab.gate import compile_gate
 from tilewright.ops import OPS
 
 scale = sys.modules["tilewright.ops.activation.scale"]

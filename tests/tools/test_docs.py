@@ -10,8 +10,8 @@ import re
 import pytest
 import torch
 
+from bench.page import api, op
 from tilewright import ImplementationUnavailable, ops, use
-from tilewright.bench.page import api, op
 from tilewright.core.registry import Implementation
 from tilewright.ops.norm.rmsnorm import RMSNORM
 
@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def pages():
-    return dict(op.pages(ROOT / "bench_results"))
+    return dict(op.pages(ROOT / "bench/results"))
 
 
 def section(text, title):
@@ -84,7 +84,7 @@ def test_an_implementation_from_outside_is_listed(monkeypatch):
     other = Implementation("acme", lambda: RMSNORM.eager, devices=())
     monkeypatch.setattr(RMSNORM, "_implementations", (*RMSNORM.implementations, other))
     monkeypatch.setattr(op, "operations", lambda: {"rmsnorm": RMSNORM})
-    [(_, text)] = op.pages(ROOT / "bench_results")
+    [(_, text)] = op.pages(ROOT / "bench/results")
     assert f"| `acme` | {op.FROM_OUTSIDE} | never: by name only |" in text
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tilewright
-from tilewright.bench.page import api
+from bench.page import api
 
 PACKAGE = pathlib.Path(tilewright.__file__).parent
 MODULES = sorted(

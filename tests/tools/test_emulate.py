@@ -18,9 +18,9 @@ from plants.kernels import ROOT, ROW, TWO
 
 from tilewright import platform
 from tilewright.__main__ import main
-from tilewright.tools.emulate import shown
-from tilewright.tools.emulation import Report
-from tilewright.tools.emulator.faults import Fault
+from tilewright_lab.emulate.command import shown
+from tilewright_lab.emulate.emulation import Report
+from tilewright_lab.emulator.faults import Fault
 
 REFUSED = {
     "emulate _add --arg z=3": "the kernel has no argument z; it has x_ptr, y_ptr, out_ptr, n, BLOCK",
@@ -140,7 +140,7 @@ def test_the_page_has_the_example_and_commands_that_pass_in_continuous_integrati
 
 
 def test_the_page_and_the_results_of_public_kernels_are_one():
-    folder = ROOT / "bench_results/emulated-public-2026-11-23"
+    folder = ROOT / "bench/results/emulated-public-2026-11-23"
     results = json.loads((folder / "results.json").read_text())
     sys.path.insert(0, str(ROOT / "scripts"))
     try:

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
+from bench import end_to_end
+from bench.page.build import build
+from bench.page.text import number
 from tilewright.bench import report, store
-from tilewright.bench.page.build import build
-from tilewright.bench.page.text import number
-from tilewright.tools import end_to_end
 
 pytest.importorskip("transformers")
 TINY = end_to_end.Shape(
@@ -53,7 +53,7 @@ def test_errors_are_of_the_same_function(rows):
 
 PEAKS = """
 import json, torch
-from tilewright.tools.end_to_end import peak_mib
+from bench.end_to_end import peak_mib
 
 def one_after_the_other():
     for _ in range(3):

@@ -24,7 +24,7 @@ PAGES = [
 
 def raw(folder, file, of):
     """of: contents of a raw file -> the number."""
-    text = (ROOT / "bench_results" / folder / file).read_text()
+    text = (ROOT / "bench/results" / folder / file).read_text()
     lines = text.splitlines() if file.endswith(".jsonl") else None
     return of([json.loads(line) for line in lines] if lines else json.loads(text))
 
@@ -159,16 +159,16 @@ SOURCES = {
         "8 ms": ("tilewright/bench/timing.py", "sample_seconds: float = 0.008"),
         "50 ms": ("tilewright/bench/timing.py", "SLOW_CALL = 0.05"),
         "1 %": ("tilewright/bench/timing.py", "LEAST_GAIN = 1.01"),
-        "20 seconds": ("tilewright/bench/stages/smoke.py", "LIMIT = 20.0"),
-        "8 seconds": ("tilewright/bench/rehearse.py", "START, COLD = 8.0, 12.0"),
-        "40 %": ("tilewright/bench/rehearse.py", "790e12, 0.4"),
+        "20 seconds": ("bench/stages/smoke.py", "LIMIT = 20.0"),
+        "8 seconds": ("bench/rehearse.py", "START, COLD = 8.0, 12.0"),
+        "40 %": ("bench/rehearse.py", "790e12, 0.4"),
         "5 %": ("tilewright/bench/report.py", "threshold: float = 0.05"),
         "32 MiB": "glibc's own threshold",
         "8 GiB": ("tilewright/bench/piece.py", "MEMORY = 8 * 2**30"),
         "16 GiB": "twice that",
-        "15 MiB": ("scripts/carry.py", "BACK_MIB = 15"),
-        "64 MiB": ("scripts/carry.py", "In the same 64 MiB"),
-        "7 MiB": ("scripts/carry.py", "compiled kernels, 7"),
+        "15 MiB": ("bench/carry.py", "BACK_MIB = 15"),
+        "64 MiB": ("bench/carry.py", "In the same 64 MiB"),
+        "7 MiB": ("bench/carry.py", "compiled kernels, 7"),
         "92 MiB": "of a package on PyPI",
     },
     "docs/numerics.md": {

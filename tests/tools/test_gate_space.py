@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tilewright.bench import gate_space
-from tilewright.bench.gate_compilers import Facts, Result, collect
 from tilewright.kernels import tuning
 from tilewright.ops import OPS
+from tilewright_lab.gate import space as gate_space
+from tilewright_lab.gate.compilers import Facts, Result, collect
 
 ROPE = {"rope": OPS["rope"]}
 

@@ -19,21 +19,16 @@ COMPUTE_CAPABILITY = 90
 def measured(folder):
     """Results of `fill` in its own process, where Triton compiles: for a call; for it again; with
     another constant; as for another Triton; from its packed cache in another folder, whose lists
-    `scripts/gpu.sh` fixes.
+    `bench/gpu.sh` fixes.
     """
     from triton import knobs
 
-    from tilewright.bench import (
-        gate_compilers,
-        gate_variants,
-        gpu_cache,
-        launches,
-        pretend,
-        variants,
-    )
-    from tilewright.bench.gpu_cache import Call
+    from bench import gate_variants, gpu_cache, variants
+    from bench.gpu_cache import Call
+    from tilewright.bench import launches, pretend
     from tilewright.kernels.norm import rmsnorm_triton
     from tilewright.ops import OPS
+    from tilewright_lab.gate import compilers as gate_compilers
 
     key, first = (
         gpu_cache.key_of_build(None),
@@ -64,7 +59,7 @@ def measured(folder):
         "UNPACK_CACHE": "1",
     }
     said = subprocess.run(
-        ["bash", ROOT / "scripts/gpu.sh", folder / "results", "1", "report"],
+        ["bash", ROOT / "bench/gpu.sh", folder / "results", "1", "report"],
         env=script,
         text=True,
         capture_output=True,
@@ -180,7 +175,7 @@ def test_the_plan_is_all_that_a_first_call_launches(ran):
 
 
 def test_every_variant_changes_the_launch_that_its_case_makes(ran):
-    from tilewright.bench.variants import VARIANTS
+    from bench.variants import VARIANTS
 
     cuda = [v for v in VARIANTS if v.launch and "CPU" not in v.name]
     assert set(ran["variants"]) == {v.name for v in cuda}
@@ -193,7 +188,7 @@ def test_every_variant_changes_the_launch_that_its_case_makes(ran):
 
 def test_the_gate_compiles_the_alternatives_of_launches(ran):
     """Of kernels; linear_cross_entropy's chunks are none."""
-    from tilewright.bench.gate_verdict import budgeted
+    from tilewright_lab.gate.verdict import budgeted
 
     for name, found in ran["variants"].items():
         constants = "; " + " ".join(f"{n}={value}" for n, value in found["other"].items()) + "]"
@@ -203,7 +198,7 @@ def test_the_gate_compiles_the_alternatives_of_launches(ran):
 
 
 def test_a_build_of_another_triton_is_refused(tmp_path):
-    from tilewright.bench import gpu_cache
+    from bench import gpu_cache
 
     with pytest.raises(ValueError, match="is another Triton than"):
         gpu_cache.key_of_build(tmp_path)

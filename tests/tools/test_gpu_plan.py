@@ -1,4 +1,4 @@
-"""A dry run of scripts/gpu.sh on the CPU: its real stages, over three ops with tiny cases, in
+"""A dry run of bench/gpu.sh on the CPU: its real stages, over three ops with tiny cases, in
 interrupted calls.
 """
 
@@ -84,8 +84,8 @@ def environment(tree):
 @pytest.fixture(scope="module")
 def python(tree):
     """The script's, which forks from one that has imported the bench of the tree."""
-    imports = "import torch._dynamo\nfrom tilewright.bench import suite, tune\nfrom tilewright.bench.page import build"
-    variables = environment(tree) | {"PYTHONPATH": str(tree)}
+    imports = "import torch._dynamo\nfrom bench import search, suite\nfrom bench.page import build"
+    variables = environment(tree) | {"PYTHONPATH": f"{tree}:{tree}/lab"}
     with forked.python(imports, tree, variables, "pytest") as command:
         yield command
 
@@ -110,13 +110,16 @@ def tree(tmp_path_factory):
     ):
         with (tree / "tilewright" / path).open("a") as file:
             file.write(text)
-    for folder in ("scripts", "tests/ops", "tests/nn", "bench_results", "docs", "csrc", "out"):
+    for folder in ("bench", "lab/tilewright_lab"):
+        left = shutil.ignore_patterns("__pycache__", "results", "carry.py", "gpu.sh")
+        shutil.copytree(ROOT / folder, tree / folder, ignore=left)
+    for folder in ("tests/ops", "tests/nn", "bench/results", "docs", "csrc", "out"):
         (tree / folder).mkdir(parents=True)
-    script, least = (ROOT / "scripts/gpu.sh").read_text(), "(m > 0.1 ? m : 0.1)"
+    script, least = (ROOT / "bench/gpu.sh").read_text(), "(m > 0.1 ? m : 0.1)"
     assert least in script
-    (tree / "scripts/gpu.sh").write_text(script.replace(least, "(m > 0.05 ? m : 0.05)"))
-    shutil.copy(ROOT / "scripts/carry.py", tree / "scripts")
-    (tree / "bench_results/reasons.toml").touch()
+    (tree / "bench/gpu.sh").write_text(script.replace(least, "(m > 0.05 ? m : 0.05)"))
+    shutil.copy(ROOT / "bench/carry.py", tree / "bench")
+    (tree / "bench/results/reasons.toml").touch()
     (tree / "tests/ops/test_one.py").write_text("def test_one():\n    assert True\n")
     return tree
 
@@ -125,7 +128,7 @@ def call(tree, python, minutes, *stages, hang=""):
     """Calls the script: its exit code, that of each stage, and what it said."""
     variables = {"PYTHON": str(python), "HANG": hang}
     done = subprocess.run(
-        ["bash", "scripts/gpu.sh", "bench_results/dry", str(minutes), *stages],
+        ["bash", "bench/gpu.sh", "bench/results/dry", str(minutes), *stages],
         cwd=tree,
         env=environment(tree) | variables,
         stdout=subprocess.PIPE,
@@ -178,13 +181,13 @@ def test_every_stage_ends_in_time_and_is_resumed(tree, python):
     (entry,) = tuning.read(table)["launches"]["chunk"]
     assert entry["config"] in CHUNK.candidates(**entry["key"])
     assert (tree / "out/results.tar.gz").exists() and (
-        tree / "bench_results/dry/tests.passed"
+        tree / "bench/results/dry/tests.passed"
     ).exists()
-    searched = [p.stat().st_mtime_ns for p in (tree / "bench_results/dry/tune").glob("*.json")]
+    searched = [p.stat().st_mtime_ns for p in (tree / "bench/results/dry/tune").glob("*.json")]
     code, found, said = call(tree, python, 60, "goals", "search")
     assert code == 0 and made(tree) == times, "what is there is not made again"
     assert (
         searched
-        == [p.stat().st_mtime_ns for p in (tree / "bench_results/dry/tune").glob("*.json")]
+        == [p.stat().st_mtime_ns for p in (tree / "bench/results/dry/tune").glob("*.json")]
         != []
     )

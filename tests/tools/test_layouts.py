@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("accelerate")
 pytest.importorskip("pydantic")
 
+from bench import layouts
+from bench.end_to_end import Shape
 from tilewright.bench import store
-from tilewright.tools import layouts
-from tilewright.tools.end_to_end import Shape
 from tilewright.trainer.config import load
 
 TINY = Shape(tokens=128, layers=2, hidden=32, inner=48, heads=4, kv_heads=2, vocabulary=96)

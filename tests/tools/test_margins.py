@@ -1,11 +1,12 @@
-"""`python -m tilewright.bench margins`."""
+"""`python -m bench margins`."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tilewright.bench import contract, margins
+from bench import margins
+from tilewright.bench import contract
 from tilewright.ops import OPS
 
 

@@ -37,4 +37,4 @@ def test_old_names_are_the_modules_that_they_became():
     said = json.loads(done.stdout)
     for name in names:
         old, _, new = said[name].removesuffix(" now").partition(" is ")
-        assert old == name and new != name and new.startswith("tilewright.")
+        assert old == name and new != name and new.startswith(("tilewright.", "tilewright_lab."))

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from tilewright.bench.stages import checks, tools
+from bench.stages import checks, tools
 from tilewright.ops import OPS
 
 HEAD = "========= COMPUTE-SANITIZER\n"

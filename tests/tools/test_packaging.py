@@ -114,11 +114,12 @@ PLANNED = """
 import pathlib, sys
 sys.modules["triton"] = None
 from tilewright import selection
-from tilewright.bench import run, schedule, suite
+from bench import suite
+from tilewright.bench import plan, run
 
-chosen = schedule.Chosen("cpu", run.Settings(), pathlib.Path("nowhere"))
+chosen = plan.Chosen("cpu", run.Settings(), pathlib.Path("nowhere"))
 for stage in suite.STAGES:
-    planned = schedule.units(stage, selection.operations().values(), suite.DTYPES, chosen)
+    planned = suite.units(stage, selection.operations().values(), plan.DTYPES, chosen)
     print(stage, len(planned))
 """
 

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
+from bench.page import build as page_of
+from bench.page.reasons import NO_REASON
+from bench.page.text import COMMAND, number
 from tilewright import selection
 from tilewright.bench import report, sources, store
-from tilewright.bench.page import build as page_of
-from tilewright.bench.page.reasons import NO_REASON
-from tilewright.bench.page.text import COMMAND, number
 from tilewright.core.registry import Goal
 from tilewright.ops import OPS
 from tilewright.ops.norm.rmsnorm import RMSNORM
@@ -122,8 +122,8 @@ BEHIND = [row("eager", 9.0), row("compile", 1.0), row("triton", 2.0)]
 
 @pytest.fixture
 def root(tmp_path):
-    (tmp_path / "bench_results").mkdir()
-    return tmp_path / "bench_results"
+    (tmp_path / "bench/results").mkdir()
+    return tmp_path / "bench/results"
 
 
 def build(root):
@@ -674,10 +674,7 @@ def test_a_suite_is_read_whole(root, packed):
     assert "1 of 1" in line(graph, "| triton |") and "error: no capture" in graph
     assert "| yes | 1.50 | 1.50 | 1.50 | 1.50 | 0.250 |" in section(page, "### Host time of a call")
     said = line(page, "| [suite]")
-    assert (
-        said.endswith("| unknown | 3.50 |")
-        and "| `python -m tilewright.bench suite --minutes 9` |" in said
-    )
+    assert said.endswith("| unknown | 3.50 |") and "| `python -m bench suite --minutes 9` |" in said
     assert "4000 | 50.0 | 800 | 1980 MHz SM" in section(page, "### Measured roofline")
     assert "no: 1 of 2 units not reached" in section(page, "## Raw files")
     assert "time/rope.a.bfloat16" in line(page, "SIGSEGV")
@@ -720,7 +717,7 @@ def test_overhead_and_training_folders_are_listed(root):
         "7.00" in line(section(page, "### Host time of a call"), "| cpp |")
         and "`rope` pick: no" in page
     )
-    assert "[README.md](../bench_results/training-x/README.md)" in section(page, "## Training runs")
+    assert "[README.md](../bench/results/training-x/README.md)" in section(page, "## Training runs")
     assert "not read" in line(page, "| [notes]")
 
 
@@ -985,7 +982,7 @@ def test_the_committed_page_is_what_the_committed_results_make(monkeypatch):
     monkeypatch.chdir(ROOT)  # the links of the page are relative
     out = pathlib.Path("docs/performance.md")
     page = page_of.build(
-        pathlib.Path("bench_results"), out, pathlib.Path("tilewright/kernels/tuned")
+        pathlib.Path("bench/results"), out, pathlib.Path("tilewright/kernels/tuned")
     )
     for path, text in page.texts.items():
         assert path.read_text() == text, f"run `{COMMAND}`"

@@ -6,7 +6,8 @@ import pytest
 from helpers import keep_tables
 from plants.verify import PLANTS
 
-from tilewright.tools import verify_result, verify_structure
+from tilewright_lab.verify import result as verify_result
+from tilewright_lab.verify import structure as verify_structure
 
 pytestmark = pytest.mark.packages
 

@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from tilewright.bench.page.build import build
+from bench.page.build import build
 from tilewright.ops import OPS
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -29,7 +29,7 @@ def test_readme_is_one_screen_and_says_what_is_not_measured_before_any_number():
 
 def test_its_numbers_are_those_of_the_raw_results():
     text = (ROOT / "README.md").read_text()
-    folder = "bench_results/training-accelerate-amd-epyc-2026-11-23"
+    folder = "bench/results/training-accelerate-amd-epyc-2026-11-23"
     assert f"]({folder}/README.md)" in text
     rows = {line.split(" | ")[0][2:]: line for line in text.splitlines() if line.startswith("| ")}
     step = json.loads((ROOT / folder / "step_float32.json").read_text())
@@ -57,7 +57,7 @@ def test_its_numbers_are_those_of_the_raw_results():
 def test_its_counts_are_those_of_the_library_and_of_the_page():
     text, page = (
         (ROOT / "README.md").read_text(),
-        build(ROOT / "bench_results", DOCS / "performance.md"),
+        build(ROOT / "bench/results", DOCS / "performance.md"),
     )
     [picture] = (p for p in page.pictures if p.link in text)
     points = [p for panel in picture.data["panels"] for p in panel["points"]]

@@ -13,10 +13,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def measured():
     """The rehearsed parts, and the units of two stages, in a process where Triton compiles."""
+    from bench.schedule import Chosen, units
+
+    from bench.rehearse import rehearse
     from tilewright.bench import pretend, run
-    from tilewright.bench.rehearse import rehearse
-    from tilewright.bench.schedule import Chosen, units
-    from tilewright.bench.stages.common import DTYPES
+    from tilewright.bench.units import DTYPES
     from tilewright.ops import OPS
 
     parts = rehearse(8.0)
@@ -81,7 +82,7 @@ def test_every_unit_runs_on_the_simulated_device(parts):
     ],
 )
 def test_the_exit_code_tells_a_plan_that_does_not_run(problems, compiled, code, monkeypatch):
-    from tilewright.bench import rehearse
+    from bench import rehearse
 
     part = rehearse.Part("goals", 0.0, 1.0, compiled=compiled, problems=problems)
     monkeypatch.setattr(rehearse, "rehearse", lambda *a, **k: [part])

@@ -2,6 +2,7 @@
 end to end on a CPU.
 """
 
+import argparse
 import contextlib
 import functools
 import json
@@ -24,28 +25,37 @@ import torch
 from helpers import pause, until
 from triton.runtime.interpreter import InterpretedFunction
 
+from bench import search, suite, variants
+from bench.__main__ import main
+from bench.stages import checks, goals, smoke
+from bench.variants import Variant
 from tilewright.bench import (
     contract,
     launches,
+    plan,
     run,
     runner,
-    schedule,
     sources,
     store,
-    suite,
     timing,
     tune,
     tune_tables,
-    variants,
 )
-from tilewright.bench.__main__ import main
+from tilewright.bench.__main__ import main as bench
+from tilewright.bench.plan import Chosen
 from tilewright.bench.providers import Provider
 from tilewright.bench.report import PASSES
 from tilewright.bench.runner import Unit
-from tilewright.bench.schedule import Chosen
-from tilewright.bench.stages import checks, common, smoke, timed
-from tilewright.bench.variants import Variant
-from tilewright.core.registry import Case, Cost, Goal, Implementation, ImplementationUnavailable, Op
+from tilewright.bench.units import DTYPES, TIMED, failures, roofline_unit
+from tilewright.core.registry import (
+    Case,
+    Cost,
+    Goal,
+    Implementation,
+    ImplementationUnavailable,
+    Op,
+    short,
+)
 from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Tunable
 from tilewright.ops import OPS
@@ -384,7 +394,7 @@ def test_the_device_is_asked_after_an_exception(monkeypatch):
     with pytest.raises(timing.DeviceLost, match="bad: ZeroDivisionError"):
         timing.interleave(tasks, timing.CpuClock(0.0), rounds=1)
     with pytest.raises(timing.DeviceLost, match="broken float32: RuntimeError: an illegal address"):
-        plan(fake_op(broken=raises), "parity")[0].make()
+        planned(fake_op(broken=raises), "parity")[0].make()
     op = fake_op(right=rmsnorm_eager)
     unit = checks.check_unit("big", op, RAGGED, "cpu", [torch.float32], raises, lambda *_: None)
     with pytest.raises(timing.DeviceLost, match="right float32: RuntimeError: an illegal address"):
@@ -499,9 +509,10 @@ def test_the_time_that_imports_took_is_in_the_budget(tmp_path, monkeypatch):
     assert runner.started(tmp_path / "another system") == START
     assert runner.started() < START, "the format is that of this system"
     given = []
-    monkeypatch.setattr(suite, "main", lambda argv, start_time: given.append(start_time))
-    main(["suite"], start_time=5.0)
-    assert given == [5.0]
+    for module, command, name in ((suite, main, "suite"), (tune, bench, "tune")):
+        monkeypatch.setattr(module, "main", lambda argv, start_time: given.append(start_time))
+        command([name], start_time=5.0)
+    assert given == [5.0, 5.0]
 
 
 def test_an_interrupt_leaves_no_worker(tmp_path):
@@ -569,16 +580,16 @@ def raises(*args):
     raise RuntimeError("an illegal address")
 
 
-def plan(op, stage, out=pathlib.Path()):
+def planned(op, stage, out=pathlib.Path()):
     settings = run.Settings(rounds=1, sample_seconds=0.0)
-    return suite.units(stage, [op], suite.DTYPES, Chosen("cpu", settings, out))
+    return suite.units(stage, [op], DTYPES, Chosen("cpu", settings, out))
 
 
 def test_parity_tells_what_holds_what_is_broken_and_what_raised():
     op = fake_op(
         right=rmsnorm_eager, wrong=lambda x, *rest: rmsnorm_eager(x, *rest) * 1.02, broken=raises
     )
-    (unit,) = plan(op, "parity")
+    (unit,) = planned(op, "parity")
     assert (
         unit.name == "parity/rmsnorm.ragged"
         and unit.source == sources.digest(op) != sources.digest()
@@ -596,7 +607,7 @@ def test_parity_tells_what_holds_what_is_broken_and_what_raised():
         {**document, "results": [found["right"], found["wrong"]]}
     )
     assert "exceeds" in found["wrong"]["reason"] and "illegal address" in found["broken"]["reason"]
-    assert len(checks.failures(document)) == 2
+    assert len(failures(document)) == 2
     json.dumps(document, allow_nan=False)
 
 
@@ -611,7 +622,7 @@ def test_parity_sees_a_fault_that_only_strided_gradients_show():
             return torch.as_strided(g, g.shape, g.contiguous().stride())  # assumes contiguous
 
     op = fake_op(careless=lambda x, *rest: Careless.apply(rmsnorm_eager(x, *rest)))
-    (result,) = plan(op, "parity")[0].make()["results"]
+    (result,) = planned(op, "parity")[0].make()["results"]
     assert result["status"] in ("broken", "error")
 
 
@@ -621,7 +632,7 @@ def test_parity_sees_what_was_never_written():
         y[1:] = rmsnorm_eager(x, weight, bias, eps, offset, cast)[1:]
         return y
 
-    (result,) = plan(fake_op(unwritten=unwritten), "parity")[0].make()["results"]
+    (result,) = planned(fake_op(unwritten=unwritten), "parity")[0].make()["results"]
     assert result["status"] == "broken"
     assert next(t for t in result["tensors"] if t["name"] == "out 0")["error"] is None, (
         "NaN: no number"
@@ -640,7 +651,7 @@ def test_parity_goes_on_through_every_dtype_that_is_taken():
         *op.implementations[1:],
     )
     op._by_name = {i.name: i for i in op.implementations}
-    found = plan(op, "parity")[0].make()["results"]
+    found = planned(op, "parity")[0].make()["results"]
     assert {r["dtype"]: r["status"] for r in found} == {"float32": "holds", "float16": "broken"}
 
 
@@ -656,10 +667,10 @@ def test_pytorchs_own_failures_are_no_fault_of_this_library():
             ("cpp", "unavailable"),
         )
     ]
-    assert checks.failures(
-        {"results": [{**result, "implementation": n} for n in ("torch", "cpp")]}
-    ) == ["cpp float32: exceeds"]
-    assert checks.failures({"rows": rows}) == ["triton: r"]
+    assert failures({"results": [{**result, "implementation": n} for n in ("torch", "cpp")]}) == [
+        "cpp float32: exceeds"
+    ]
+    assert failures({"rows": rows}) == ["triton: r"]
 
 
 def test_numbers_that_json_does_not_have_are_none():
@@ -692,17 +703,17 @@ def test_what_cannot_run_here_says_why():
         replace(op.implementations[0], missing=lambda device: f"no {device} here"),
         *op.implementations[1:],
     )
-    document = plan(op, "parity")[0].make()
+    document = planned(op, "parity")[0].make()
     assert [(r["status"], r["reason"]) for r in document["results"]] == [
         ("unavailable", "no cpu here")
     ]
-    assert not checks.failures(document)
-    assert plan(OPS["silu_mul"], "graph") == [] and plan(OPS["silu_mul"], "big") == []
+    assert not failures(document)
+    assert planned(OPS["silu_mul"], "graph") == [] and planned(OPS["silu_mul"], "big") == []
 
 
 def test_a_new_op_is_taken_in_by_every_stage(tmp_path):
     op = fake_op(right=rmsnorm_eager)
-    names = [u.name for stage in suite.STAGES for u in plan(op, stage, tmp_path)]
+    names = [u.name for stage in suite.STAGES for u in planned(op, stage, tmp_path)]
     assert names == [
         "smoke/rmsnorm.ragged",
         "roofline",
@@ -720,7 +731,7 @@ def test_a_new_op_is_taken_in_by_every_stage(tmp_path):
             if u.name == "roofline"
             else u
             for stage in suite.STAGES
-            for u in plan(op, stage, tmp_path)
+            for u in planned(op, stage, tmp_path)
         ],
         tmp_path,
         FOREVER,
@@ -728,8 +739,8 @@ def test_a_new_op_is_taken_in_by_every_stage(tmp_path):
     )
     rows = value(tmp_path, "time/rmsnorm.tiny.float32")["rows"]
     assert {r["provider"]: r["status"] for r in rows}["right"] == "ok"
-    document, broken = suite.conclude(
-        [u for s in suite.STAGES for u in plan(op, s, tmp_path)], tmp_path, META, False
+    document, broken = plan.conclude(
+        [u for s in suite.STAGES for u in planned(op, s, tmp_path)], tmp_path, META, False
     )
     assert document["complete"] and not broken
     assert {u["status"] for u in document["units"].values()} == {"done"}
@@ -742,8 +753,8 @@ def test_host_time_without_a_gpu_is_of_ops_with_triton_kernels():
         suite.units(
             "overhead",
             [without, OPS["rope"]],
-            suite.DTYPES,
-            Chosen("cpu", settings, pathlib.Path(), not_launched=n),
+            DTYPES,
+            Chosen("cpu", settings, pathlib.Path(), args=argparse.Namespace(not_launched=n)),
         )
         for n in (False, True)
     ]
@@ -757,7 +768,7 @@ def test_every_registered_case_is_in_the_plan():
         return {
             u.name
             for u in suite.units(
-                stage, OPS.values(), suite.DTYPES, Chosen(device, run.Settings(), pathlib.Path())
+                stage, OPS.values(), DTYPES, Chosen(device, run.Settings(), pathlib.Path())
             )
         }
 
@@ -770,16 +781,14 @@ def test_every_registered_case_is_in_the_plan():
             if "big" in case.tags:
                 assert f"big/{op.name}.{case.name}" in names("big", "cuda")
             for device in {"cpu", "cuda"} & case.tags:
-                for dtype in common.TIMED:
+                for dtype in TIMED:
                     if any(dtype in i.dtypes for i in others):
-                        assert f"time/{op.name}.{case.name}.{suite.short(dtype)}" in names(
-                            "time", device
-                        )
+                        assert f"time/{op.name}.{case.name}.{short(dtype)}" in names("time", device)
 
 
 def test_float8_is_checked_where_an_op_takes_it():
     op = fake_op(right=rmsnorm_eager)
-    assert suite.DTYPES[-2:] == (torch.float8_e4m3fn, torch.float8_e5m2)
+    assert DTYPES[-2:] == (torch.float8_e4m3fn, torch.float8_e5m2)
     op.implementations = (
         replace(op.implementations[0], dtypes=(torch.float8_e4m3fn,)),
         *op.implementations[1:],
@@ -791,7 +800,7 @@ def test_float8_is_checked_where_an_op_takes_it():
             "parity_results",
             lambda op, case, device, dtype, names: seen.append((dtype, names)) or [],
         )
-        plan(op, "parity")[0].make()
+        planned(op, "parity")[0].make()
     assert seen == [(torch.float8_e4m3fn, ["right"])]
 
 
@@ -815,17 +824,17 @@ def test_the_cases_of_goals_come_before_the_others(tmp_path):
         Goal(("sm_90",), "backward", "peak_mib", at_most=1, dtypes=("bfloat16",)),
         right=rmsnorm_eager,
     )
-    (unit,) = plan(op, "goals", tmp_path)
+    (unit,) = planned(op, "goals", tmp_path)
     assert (
         unit.name == "goals/rmsnorm.tiny.float32"
-        and plan(fake_op(right=rmsnorm_eager), "goals") == []
+        and planned(fake_op(right=rmsnorm_eager), "goals") == []
     )
     assert suite.STAGES.index("goals") < min(
         suite.STAGES.index(s) for s in ("parity", "graph", "big", "time")
     )
-    assert timed.unmet(op, "cpu", tmp_path) == set(), "what was not measured is not missed"
+    assert goals.unmet(op, "cpu", tmp_path) == set(), "what was not measured is not missed"
     units = tmp_path / store.UNITS
-    (unit,) = plan(op, "goals", units)
+    (unit,) = planned(op, "goals", units)
     store.write_json(
         units / "roofline.json",
         {"roofline": {"copy_bytes_per_second": 1e10, "flops_per_second": {}}},
@@ -843,11 +852,11 @@ def test_the_cases_of_goals_come_before_the_others(tmp_path):
         and rows["right"]["auto"]
         and not {"eager", "compile"} & set(rows)
     )
-    assert timed.unmet(op, "cpu", tmp_path) == set()
+    assert goals.unmet(op, "cpu", tmp_path) == set()
     op.goals = (replace(here, at_least=1e9), here)
-    assert timed.unmet(op, "cpu", tmp_path) == {("tiny", torch.float32)}
+    assert goals.unmet(op, "cpu", tmp_path) == {("tiny", torch.float32)}
     op.goals = (Goal("", "forward", "over liger", at_least=1e9, dtypes=("float32",)),)
-    assert timed.unmet(op, "cpu", tmp_path) == set(), "there is nothing to compare with"
+    assert goals.unmet(op, "cpu", tmp_path) == set(), "there is nothing to compare with"
     lines = [json.loads(text) for text in (tmp_path / "lines.jsonl").read_text().splitlines()]
     assert [(d["unit"], d.get("error")) for d in lines] == [
         (unit.name, None),
@@ -858,7 +867,7 @@ def test_the_cases_of_goals_come_before_the_others(tmp_path):
 
 STUB = """#!/bin/sh
 echo "$*" >>"$CALLS"
-case "$*" in *tune*) exit 3;; *smoke*) exit "${SMOKE:-0}";; *pytest*) exit "${TESTS:-0}";; esac
+case "$*" in *search*) exit 3;; *smoke*) exit "${SMOKE:-0}";; *pytest*) exit "${TESTS:-0}";; esac
 """
 
 
@@ -867,8 +876,8 @@ def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
     the remaining time; results are packed after each.
     """
     root = pathlib.Path(run.__file__).parents[2]
-    (tmp_path / "scripts").mkdir()
-    shutil.copy(root / "scripts/gpu.sh", tmp_path / "scripts")
+    (tmp_path / "bench").mkdir()
+    shutil.copy(root / "bench/gpu.sh", tmp_path / "bench")
     stub, out = tmp_path / "python", tmp_path / "out"
     stub.write_text(STUB)
     stub.chmod(0o755)
@@ -879,7 +888,7 @@ def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
     def call(*stages, minutes="10.5", **variables):
         (tmp_path / "calls").unlink(missing_ok=True)
         done = subprocess.run(
-            ["bash", "scripts/gpu.sh", "results", minutes, *stages],
+            ["bash", "bench/gpu.sh", "results", minutes, *stages],
             cwd=tmp_path,
             env=env | variables,
             capture_output=True,
@@ -891,10 +900,8 @@ def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
 
     code, calls, said = call()
     assert code == 3, said  # no time was left for the search
-    bench = [
-        c.removeprefix("-m tilewright.bench ") for c in calls if c.startswith("-m tilewright.bench")
-    ]
-    assert [b.split()[0] for b in bench] == ["suite", "tune", "suite", "suite", "report"]
+    bench = [c.removeprefix("-m bench ") for c in calls if c.startswith("-m bench")]
+    assert [b.split()[0] for b in bench] == ["suite", "search", "suite", "suite", "report"]
     first = "smoke,roofline,products,ab,goals,host,sanitize,counters"
     assert f"--stage {first}" in bench[0] and "--goals results" in bench[1]
     assert "--stage roofline,products,goals" in bench[2] and "--stage" not in bench[3]
@@ -903,7 +910,7 @@ def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
     assert all("--commit results/commit.json" in b for b in bench[:4])
     tests = [c for c in calls if c.startswith("-m pytest")]
     assert len(tests) == 1 and "-q -n 6" in tests[0]
-    packed = f"scripts/carry.py cache {tmp_path}/build/triton-cache {out}"
+    packed = f"bench/carry.py cache {tmp_path}/build/triton-cache {out}"
     assert calls.count(packed) == 6 and (out / "results.tar.gz").exists()
 
     def minutes_of(bench):
@@ -916,7 +923,7 @@ def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
     assert found == pytest.approx(expected, rel=0.1), (found, said)
     code, calls, said = call("smoke", "products", "search", "ab", SMOKE="4")
     assert code == 4 and "nothing else is run" in said and (out / "results.tar.gz").exists()
-    assert sum("tilewright.bench" in c for c in calls) == 1
+    assert sum("-m bench" in c for c in calls) == 1
     code, calls, said = call("tests", "report", TESTS="4")  # as where pytest-xdist is missing
     assert code == 1 and "nothing else is run" not in said
     assert calls[-2].endswith("bench report"), "the page is written all the same"
@@ -932,7 +939,7 @@ def test_pieces_of_a_larger_cache_that_stayed_are_no_part_of_this_one(tmp_path):
     root = pathlib.Path(run.__file__).parents[2]
     (tmp_path / "scripts").mkdir()
     (tmp_path / "results").mkdir()
-    shutil.copy(root / "scripts/gpu.sh", tmp_path / "scripts")
+    shutil.copy(root / "bench/gpu.sh", tmp_path / "scripts")
     stub = tmp_path / "python"
     stub.write_text("#!/bin/sh\n")
     stub.chmod(0o755)
@@ -948,7 +955,7 @@ def test_pieces_of_a_larger_cache_that_stayed_are_no_part_of_this_one(tmp_path):
 
     def call(**asked):
         return subprocess.run(
-            ["bash", "scripts/gpu.sh", "results", "1", "report"],
+            ["bash", "bench/gpu.sh", "results", "1", "report"],
             cwd=tmp_path,
             env={
                 **os.environ,
@@ -970,7 +977,7 @@ def test_pieces_of_a_larger_cache_that_stayed_are_no_part_of_this_one(tmp_path):
 
 def test_a_tool_that_hangs_leaves_no_process_behind(monkeypatch):
     """The process under the tool holds the GPU, which the next unit needs."""
-    from tilewright.bench.stages import tools
+    from bench.stages import tools
 
     monkeypatch.setattr(tools, "SECONDS", 0.5)
     child = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
@@ -1050,13 +1057,13 @@ def test_the_command_end_to_end_and_resumed(tmp_path, capfd, monkeypatch):
 
 def test_suite_json_tells_of_all_there_is_to_do(tmp_path, monkeypatch):
     """Made with the full call's own dtypes, a result of a narrow call counts there."""
-    monkeypatch.setattr(suite, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(plan, "DTYPES", (torch.float32,))
     monkeypatch.setattr(
-        suite.selection, "operations", lambda: {"rmsnorm": OPS["rmsnorm"], "rope": OPS["rope"]}
+        plan.selection, "operations", lambda: {"rmsnorm": OPS["rmsnorm"], "rope": OPS["rope"]}
     )
-    monkeypatch.setattr(suite.runner, "supervise", lambda *_, **__: True)
+    monkeypatch.setattr(plan.runner, "supervise", lambda *_, **__: True)
     for name, stage in (("parity/rmsnorm.ragged", "parity"), ("roofline", "roofline")):
-        unit = next(u for u in plan(OPS["rmsnorm"], stage, tmp_path) if u.name == name)
+        unit = next(u for u in planned(OPS["rmsnorm"], stage, tmp_path) if u.name == name)
         meta = unit.about(run.metadata("cpu", run.Settings(), []))
         result = {
             "implementation": "cpp",
@@ -1083,7 +1090,7 @@ def test_suite_json_tells_of_all_there_is_to_do(tmp_path, monkeypatch):
 def test_only_what_times_nothing_runs_side_by_side(tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(
-        suite.runner, "supervise", lambda commands, *_, **__: started.append(commands) or True
+        plan.runner, "supervise", lambda commands, *_, **__: started.append(commands) or True
     )
     assert (
         main(
@@ -1123,9 +1130,7 @@ def test_a_call_ends_if_many_ops_fail_on_small_cases(
         task = runner.parse_task(commands[0])[1]
         started.append(task["group"])
         for i, name in enumerate(ops if task["group"] == 0 else ()):
-            (unit,) = suite.units(
-                "smoke", [OPS[name]], suite.DTYPES, Chosen("cpu", run.Settings(), out)
-            )
+            (unit,) = suite.units("smoke", [OPS[name]], DTYPES, Chosen("cpu", run.Settings(), out))
             meta = unit.about(run.metadata("cpu", run.Settings(), []))
             status = "broken" if i < failing else "holds"
             results = [checks.result("cpp", torch.bfloat16, status, "out 0 exceeds")]
@@ -1133,7 +1138,7 @@ def test_a_call_ends_if_many_ops_fail_on_small_cases(
             store.write_json(unit.path(out), document)
         return True
 
-    monkeypatch.setattr(suite.runner, "supervise", supervise)
+    monkeypatch.setattr(plan.runner, "supervise", supervise)
     argv = ["suite", "--device", "cpu", "--op", ",".join(ops), "--stage", "smoke,parity"]
     assert main([*argv, "--minutes", "0.2", "--out", str(tmp_path)]) == code
     assert started == groups
@@ -1143,7 +1148,7 @@ def test_a_call_ends_if_many_ops_fail_on_small_cases(
 def test_small_cases_are_of_our_own_kernels():
     """Of Triton by name: `auto` may be another library's kernel."""
     chosen = Chosen("cuda", run.Settings(), pathlib.Path())
-    units = suite.units("smoke", OPS.values(), suite.DTYPES, chosen)
+    units = suite.units("smoke", OPS.values(), DTYPES, chosen)
     assert [u.name.partition("/")[2].partition(".")[0] for u in units] == list(OPS)
     assert {u.limit for u in units} == {20.0}
     asked = []
@@ -1158,30 +1163,34 @@ def test_small_cases_are_of_our_own_kernels():
 
 def test_the_share_of_each_stage():
     """Of the time, in the stages' order; all of it is given away."""
-    found = schedule.ends(["goals", "smoke", "products"], 100.0, 168.0)
+    found = suite.SUITE.ends(["goals", "smoke", "products"], 100.0, 168.0)
     assert found == {"smoke": 110.0, "products": 143.0, "goals": 168.0}
-    first = schedule.ends(schedule.FIRST, 0.0, 480.0)
-    assert list(first) == list(schedule.FIRST) and first["counters"] == 480.0
+    first = suite.SUITE.ends(suite.FIRST, 0.0, 480.0)
+    assert list(first) == list(suite.FIRST) and first["counters"] == 480.0
     assert first["products"] < 240.0 and first["smoke"] < 60.0
-    assert sum(schedule.SHARES[s] for s in schedule.FIRST) == 100
-    assert sorted(schedule.STAGES) == sorted(s for g in schedule.GROUPS for s in g.stages)
+    assert sum(suite.SHARES[s] for s in suite.FIRST) == 100
+    assert sorted(suite.STAGES) == sorted(s for g in suite.GROUPS for s in g.stages)
 
 
 @pytest.mark.parametrize(
     "command",
-    [["suite", "--op", "rope", "--out"], ["tune", "--op", "linear_cross_entropy", "--work"]],
+    [
+        [main, "suite", "--op", "rope", "--out"],
+        [bench, "run", "--op", "rope", "--out"],
+        [bench, "tune", "--op", "linear_cross_entropy", "--work"],
+    ],
 )
 def test_two_calls_do_not_share_a_folder(command, tmp_path, capsys):
     with runner.locked(tmp_path), pytest.raises(SystemExit) as ended:
-        main([*command, str(tmp_path), "--minutes", "1", "--device", "cpu"])
+        command[0]([*command[1:], str(tmp_path), "--minutes", "1", "--device", "cpu"])
     assert ended.value.code == 2 and "another call is at work" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        ["suite", "--op", "rope", "--stage", "parity", "--out"],
-        ["tune", "--op", "linear_cross_entropy", "--work"],
+        ["bench", "suite", "--op", "rope", "--stage", "parity", "--out"],
+        ["tilewright.bench", "tune", "--op", "linear_cross_entropy", "--work"],
     ],
 )
 def test_a_worker_of_a_command_ends_with_its_supervisor(command, tmp_path):
@@ -1190,7 +1199,6 @@ def test_a_worker_of_a_command_ends_with_its_supervisor(command, tmp_path):
         [
             sys.executable,
             "-m",
-            "tilewright.bench",
             *command,
             str(tmp_path),
             "--minutes",
@@ -1207,7 +1215,7 @@ def test_a_worker_of_a_command_ends_with_its_supervisor(command, tmp_path):
 def test_tables_that_cannot_be_written_are_found_out_first(tmp_path, capsys):
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit):
-        main(
+        bench(
             ["tune", "--minutes", "1", "--device", "cpu", "--tables", str(tmp_path / "file/tables")]
         )
     assert "argument --tables:" in capsys.readouterr().err
@@ -1221,7 +1229,7 @@ def test_what_a_result_depends_on(tables, monkeypatch):
 
     usual, changed = run.Settings(), run.Settings(rounds=3)
 
-    def options(stage, settings=usual, dtypes=suite.DTYPES):
+    def options(stage, settings=usual, dtypes=DTYPES):
         return [
             dict(u.options)
             for u in suite.units(stage, [op], dtypes, Chosen("cpu", settings, pathlib.Path()))
@@ -1266,8 +1274,7 @@ def test_what_a_result_depends_on(tables, monkeypatch):
         "overhead",
     ]
     assert all(
-        a != b
-        for a, b in zip(options("parity"), options("parity", dtypes=suite.DTYPES[:1]), strict=True)
+        a != b for a, b in zip(options("parity"), options("parity", dtypes=DTYPES[:1]), strict=True)
     )
 
 
@@ -1307,8 +1314,7 @@ def test_an_edit_makes_stale_what_comes_from_it(copied):
         (("tilewright/ops/norm/rmsnorm.py", "near_copy(92", "near_copy(91"), set()),
         (("csrc/cpu/rope.cpp", "", "// another\n/* and more */\n"), set()),
         (("tilewright/trainer/config.py", "", "another = 1\n"), set()),
-        (("tilewright/bench/page/goals.py", "", "another = 1\n"), set()),
-        (("tilewright/bench/suite.py", "", "another = 1\n"), set()),
+        (("tilewright/bench/plan.py", "", "another = 1\n"), set()),
         (("tilewright/kernels/tuned/h200/rmsnorm.json", "", "{}"), set()),
         (("tilewright/kernels/moe/route_triton.py", "", "another = 1\n"), {"route"}),
         (("csrc/cpu/route.cpp", "", "int another;\n"), {"route"}),
@@ -1783,24 +1789,24 @@ def test_candidates_are_compiled_beforehand_in_half_of_the_time(tmp_path, monkey
             raise subprocess.TimeoutExpired(self.args, timeout)
 
     fake = types.SimpleNamespace(Popen=Impatient, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(tune, "subprocess", fake)
-    monkeypatch.setattr(tune, "time", types.SimpleNamespace(time=lambda: START))
+    monkeypatch.setattr(search, "subprocess", fake)
+    monkeypatch.setattr(search, "time", types.SimpleNamespace(time=lambda: START))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr(tune.sys, "executable", str(stub))
+    monkeypatch.setattr(search.sys, "executable", str(stub))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(tune.platform, "device_name", lambda device: "an H200")
-    tune.compile_beforehand(["rope", "rmsnorm"], tmp_path, START + 240)
+    monkeypatch.setattr(search.platform, "device_name", lambda device: "an H200")
+    search.compile_beforehand(["rope", "rmsnorm"], tmp_path, START + 240)
     assert waits == [120 + runner.DYING]
     devices, said, child = (tmp_path / "said").read_text().strip().split("|")
     until(lambda: not alive(child))
     assert devices == "" and said.startswith(
-        "-m tilewright.bench gpu-cache --what search --arch 90 --name an H200 --op rope,rmsnorm "
+        "-m bench gpu-cache --what search --arch 90 --name an H200 --op rope,rmsnorm "
     )
     assert f"--goals {tmp_path}" in said and "--minutes 2.00 " in said
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     (tmp_path / "said").unlink()
-    tune.compile_beforehand(["rope"], None, START + 600)
+    search.compile_beforehand(["rope"], tmp_path, START + 600)
     assert not (tmp_path / "said").exists(), (
         "kernels of another capability are not what is launched"
     )
@@ -1934,7 +1940,7 @@ def test_which_of_two_ways_is_faster(tables, monkeypatch, other, spoil, status, 
             Variant("of another op", "rope", "tiny", "fake/step", {"WAIT": other}),
         ),
     )
-    (unit,) = plan(op, "ab")
+    (unit,) = planned(op, "ab")
     document = unit.make()
     assert unit.name == "ab/rmsnorm.tiny.a-shorter-wait" and [
         r["status"] for r in document["results"]
@@ -1947,7 +1953,7 @@ def test_which_of_two_ways_is_faster(tables, monkeypatch, other, spoil, status, 
         assert v["pass"] == "forward" and (v["faster_percent"] > 0) == (better == "other")
         assert v["now"]["p20"] <= v["now"]["median"] <= v["now"]["p80"]
         assert f"{better} is faster" in suite.describe(document)
-    assert not checks.failures(document)
+    assert not failures(document)
     json.dumps(document, allow_nan=False)
 
 
@@ -1965,11 +1971,14 @@ def test_luck_is_not_taken_for_speed(tables, monkeypatch):
     assert measured == [[0, 1, 2, 3], [0, 1]]
 
 
+@pytest.mark.parametrize(
+    "command, words", [(main, ["suite", "--stage", "time"]), (bench, ["run"])], ids=["suite", "run"]
+)
 def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(
-    tmp_path, monkeypatch, forks
+    command, words, tmp_path, monkeypatch, forks
 ):
     argv = [
-        "suite",
+        *words,
         "--minutes",
         "50",
         "--out",
@@ -1980,8 +1989,6 @@ def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(
         "rmsnorm",
         "--dtype",
         "float32",
-        "--stage",
-        "time",
         "--case",
         "gemma-3-4b",
         "--rounds",
@@ -1994,7 +2001,7 @@ def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(
     meta = run.metadata("cpu", run.Settings(), [])
     failed = {
         "meta": meta,
-        "options": dict(timed.roofline_unit("cpu").options),
+        "options": dict(roofline_unit("cpu").options),
         "roofline": None,
         "error": "out of memory",
     }
@@ -2006,13 +2013,13 @@ def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(
             "supervise",
             lambda *a, **k: store.write_json(roof, failed) or True,
         )
-        assert main(argv) == 1
+        assert command(argv) == 1
     assert set(stored(tmp_path)) == {"suite", "roofline"}
-    assert main(argv) == 0
+    assert command(argv) == 0
     document = stored(tmp_path)["time/rmsnorm.gemma-3-4b.float32"]
     assert next(r for r in document["rows"] if r["auto"])["status"] == "ok"
     assert {r["provider"] for r in document["rows"]} == {"eager", "cpp"}
-    assert "--task" not in document["meta"]["argv"] and document["meta"]["argv"][0] == "suite"
+    assert "--task" not in document["meta"]["argv"] and document["meta"]["argv"][0] == words[0]
 
 
 def test_a_variant_that_is_refused_is_no_failure(monkeypatch):

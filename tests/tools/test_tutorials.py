@@ -243,14 +243,19 @@ def parsed(program, arguments):
         if "--model.model_path" in arguments:
             assert config.model.config_path == config.model.model_path
         return config
-    if arguments[:2] == ["-m", "tilewright.bench"]:
-        from tilewright.bench import __main__ as bench
-        from tilewright.bench import suite
+    if arguments[:1] == ["-m"] and arguments[1] in ("bench", "tilewright.bench"):
+        from bench import __main__ as root
+        from bench.suite import SUITE
+        from tilewright.bench import plan, tune
+        from tilewright.bench.timed import RUN
 
-        command, rest = arguments[2], arguments[3:]
-        if command in ("run", "suite"):
-            return suite.parser().parse_args([*(bench.RUN if command == "run" else ()), *rest])
-        assert command in (*bench.ELSEWHERE, "compare")
+        (module, command), rest = arguments[1:3], arguments[3:]
+        for of in (SUITE, RUN):
+            if of.command == (module, command):
+                return plan.parser(of).parse_args(rest)
+        if command == "tune":
+            return tune.parser().parse_args(rest)
+        assert command in (root.COMMANDS if module == "bench" else ("list", "compare"))
         return None
     script = arguments[0] if program == "python" else program
     assert (ROOT / script).is_file(), script

@@ -17,7 +17,7 @@ from torch import nn
 
 import tilewright
 from tilewright.integrations.transformers import PARTS, accelerate
-from tilewright.tools import verify as tool
+from tilewright_lab.verify import verify as tool
 
 pytestmark = pytest.mark.packages
 
@@ -379,10 +379,10 @@ def test_a_clean_model_of_another_kind_has_no_finding(kind, dtype, changes):
 
 def test_a_cache_may_differ_as_far_as_the_eager_twin_does(monkeypatch):
     """Roundings behind massive activations: of a trained model, so that its drift is planted."""
-    from tilewright.tools.verify_probes import Moved, cache_drift
-    from tilewright.tools.verify_record import observable
-    from tilewright.tools.verify_reference import weights_of
-    from tilewright.tools.verify_scenes import quiet_state, scenes
+    from tilewright_lab.verify.probes import Moved, cache_drift
+    from tilewright_lab.verify.record import observable
+    from tilewright_lab.verify.reference import weights_of
+    from tilewright_lab.verify.scenes import quiet_state, scenes
 
     model, drifts = tiny(num_hidden_layers=1), []
     for one in (model, stale_cache(torch.float32)[0]):

@@ -7,8 +7,15 @@ import importlib
 import sys
 import warnings
 
+from tilewright import NO_LAB
+
 
 def moved(old: str, new: str) -> None:
     """Makes `import old` give the module `new`, with a DeprecationWarning that says so."""
     warnings.warn(f"{old} is {new} now", DeprecationWarning, stacklevel=3)
-    sys.modules[old] = importlib.import_module(new)
+    try:
+        sys.modules[old] = importlib.import_module(new)
+    except ModuleNotFoundError as error:
+        if error.name != "tilewright_lab":
+            raise
+        raise ImportError(f"{old} {NO_LAB}") from error

@@ -1,11 +1,10 @@
-"""python -m tilewright.bench: lists ops that can be timed here, times and tunes them, reports the
-results, and compiles kernels without a GPU.
+"""python -m tilewright.bench: lists ops that can be timed here, times them, compares two
+measurements, and searches launch configurations.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import pathlib
 import sys
 
@@ -15,52 +14,14 @@ from tilewright import platform, selection
 from tilewright.bench.options import at_least, chosen, has_device, names
 from tilewright.core import registry
 
-# Commands with their own parsers: name -> (module with main(argv) -> int, help). Imported on
-# demand.
+# Commands that belong to a checkout: by their names, the commands that have them.
 ELSEWHERE = {
-    "compile-gate": (
-        "tilewright.bench.compile_gate",
-        "compile every GPU kernel without a GPU and check its budgets",
-    ),
-    "suite": (
-        "tilewright.bench.suite",
-        "check and time every op on this device within a time budget; resumable",
-    ),
-    "tune": (
-        "tilewright.bench.tune",
-        "search launch configurations within a time budget and write the tables",
-    ),
-    "gpu-cache": (
-        "tilewright.bench.gpu_cache",
-        "fill Triton's cache with the kernels that a GPU launches first, without a GPU",
-    ),
-    "margins": (
-        "tilewright.bench.margins",
-        "write docs/margins.md: errors as shares of what the numerics contract allows",
-    ),
-    "rehearse": (
-        "tilewright.bench.rehearse",
-        "run the first call on a GPU on a simulated one, and estimate its clock",
-    ),
-    "end-to-end": (
-        "tilewright.tools.end_to_end",
-        "time a training step of the trainer's model and of transformers' on a CPU",
-    ),
-    "layouts": (
-        "tilewright.tools.layouts",
-        "train with each layout of the trainer, and of transformers' Trainer, on a CPU",
-    ),
-    "report": (
-        "tilewright.bench.page.build",
-        "write docs/performance.md from committed raw results",
-    ),
+    **{
+        name: f"python -m bench {name}"
+        for name in ["suite", "gpu-cache", "margins", "rehearse", "end-to-end", "layouts", "report"]
+    },
+    "compile-gate": "tilewright gate --registry",
 }
-BUDGETED = ("suite", "tune")  # their minutes count from the start of the process
-# `run ARGS` stands for `suite RUN ARGS`.
-RUN = [
-    *("--stage", "time", "--minutes", "1440", "--rounds", "15", "--case-seconds", "60"),
-    *("--baseline-slack", "1", "--dtype", "float32,bfloat16"),
-]
 DTYPES = {registry.short(d): d for d in (*registry.FLOATS, torch.float64)}
 
 
@@ -83,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         help="default: float32,bfloat16",
     )
     c = commands.add_parser(
-        "compare", help="compare the timed rows of two suites; exit code 1 on a regression"
+        "compare", help="compare the timed rows of two measurements; exit code 1 on a regression"
     )
     c.add_argument("before", type=pathlib.Path, help="suite.jsonl or its folder")
     c.add_argument("after", type=pathlib.Path)
@@ -94,9 +55,10 @@ def _parser() -> argparse.ArgumentParser:
         help="a significant slowdown by more than this fraction is a regression (default "
         "%(default)s)",
     )
-    commands.add_parser("run", help=f"time every provider: suite {' '.join(RUN)}", add_help=False)
-    for name, (_, about) in ELSEWHERE.items():
-        commands.add_parser(name, help=about, add_help=False)
+    help_ = "time every provider of every op on its timed cases; resumable"
+    commands.add_parser("run", help=help_, add_help=False)
+    help_ = "search launch configurations within a time budget and write the tables"
+    commands.add_parser("tune", help=help_, add_help=False)
     return parser
 
 
@@ -105,11 +67,17 @@ def main(argv: list[str] | None = None, start_time: float | None = None) -> int:
     """start_time: when the process started, for commands with a time budget (default: now)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["run"]:
-        argv = ["suite", *RUN, *argv[1:]]
+        from tilewright.bench import plan
+        from tilewright.bench.timed import RUN
+
+        return plan.main(RUN, argv[1:], start_time)
+    if argv[:1] == ["tune"]:
+        from tilewright.bench import tune
+
+        return tune.main(argv[1:], start_time)
     if argv and argv[0] in ELSEWHERE:
-        command = importlib.import_module(ELSEWHERE[argv[0]][0]).main
-        more = (start_time,) if argv[0] in BUDGETED else ()
-        return command(argv[1:], *more) or 0
+        print(f"{argv[0]} is `{ELSEWHERE[argv[0]]}` now, in a checkout", file=sys.stderr)
+        return 2
     parser = _parser()
     args = parser.parse_args(argv)
     if args.command == "compare":

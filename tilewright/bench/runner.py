@@ -437,11 +437,12 @@ def split(units: Sequence[Unit], worker: int, of: int) -> Iterator[Unit]:
 
 
 def worker_command(arguments: Sequence[str], **task: Any) -> list[str]:
-    """The command line of this command as a worker with this task (see `parse_task`)."""
+    """The command line of a module and its arguments as a worker with this task (see
+    `parse_task`).
+    """
     return [
         sys.executable,
         "-m",
-        "tilewright.bench",
         *arguments,
         "--task",
         json.dumps({**task, "parent": os.getpid()}),

@@ -18,10 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import os
 import pathlib
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -34,7 +31,6 @@ from tilewright.bench import (
     contract,
     launches,
     pieces,
-    pretend,
     run,
     runner,
     sources,
@@ -45,7 +41,6 @@ from tilewright.bench import (
 from tilewright.bench.options import at_least, has_device, names
 from tilewright.bench.providers import Provider
 from tilewright.bench.runner import Unit
-from tilewright.bench.stages import timed
 from tilewright.core.registry import Case, Implementation, Op, short
 from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Config, Tunable
@@ -205,46 +200,6 @@ def unit(
     )
 
 
-def compile_beforehand(ops: Sequence[str], goals: pathlib.Path | None, until: float) -> None:
-    """Compiles the candidates behind goals into Triton's cache, on all cores but one, before they
-    are timed; within half of the remaining time.
-    """
-    major, minor = torch.cuda.get_device_capability()
-    arch = 10 * major + minor
-    if pretend.no_compiling() or arch not in pretend.DEVICES:
-        return
-    seconds = (until - time.time()) / 2
-    # It needs no GPU; if one were visible, PyTorch would initialize it in each process.
-    command = [
-        "env",
-        "CUDA_VISIBLE_DEVICES=",
-        sys.executable,
-        "-m",
-        "tilewright.bench",
-        "gpu-cache",
-        "--what",
-        "search",
-        "--arch",
-        str(arch),
-        "--name",
-        platform.device_name("cuda"),
-        "--op",
-        ",".join(ops),
-        "--minutes",
-        f"{seconds / 60:.2f}",
-        "--jobs",
-        str(max(1, len(os.sched_getaffinity(0)) - 1)),
-        *(["--goals", str(goals)] if goals else []),
-    ]
-    process = subprocess.Popen(command, start_new_session=True)
-    try:
-        process.wait(seconds + runner.DYING)
-    except subprocess.TimeoutExpired:
-        print("compiling beforehand: did not end in time")
-    finally:
-        runner.kill(process)
-
-
 def units(
     ops: Sequence[Op],
     device: str,
@@ -262,13 +217,11 @@ def units(
     ]
 
 
-def main(argv: Sequence[str], start_time: float | None = None) -> int:
-    start_time = start_time or time.time()
-    argv, task = runner.parse_task(argv)
+def parser(prog: str = "python -m tilewright.bench tune", about: str = __doc__):
     ops = selection.operations()
     p = argparse.ArgumentParser(
-        prog="python -m tilewright.bench tune",
-        description=__doc__,
+        prog=prog,
+        description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = p.add_argument
@@ -289,11 +242,10 @@ def main(argv: Sequence[str], start_time: float | None = None) -> int:
         help="default: %(default)s",
     )
     add(
-        "--goals",
-        type=pathlib.Path,
-        metavar="DIR",
-        help="only cases with a goal that the suite's results in DIR do not "
-        "meet (default: every timed case)",
+        "--only",
+        type=names(),
+        metavar="NAME,..",
+        help="only these of the cases, as op.case.dtype (default: every timed case)",
     )
     add(
         "--tables",
@@ -313,8 +265,14 @@ def main(argv: Sequence[str], start_time: float | None = None) -> int:
         metavar="COMMIT|FILE",
         help="the commit of these sources, or gpu-cache's commit.json, if git cannot tell",
     )
-    args = p.parse_args(argv)
-    has_device(p, args.device)
+    return p
+
+
+def searches(
+    args: argparse.Namespace, argv: Sequence[str]
+) -> tuple[list[Unit], pathlib.Path, dict[str, Any]]:
+    """What a call was asked to search, the folder of its state, and its metadata."""
+    ops = selection.operations()
     meta = run.metadata(args.device, run.Settings(), ["tune", *argv], commit=args.commit)
     out = args.work or pathlib.Path("build/tune") / platform.slug(meta["device"])
     plan = units(
@@ -325,17 +283,22 @@ def main(argv: Sequence[str], start_time: float | None = None) -> int:
         meta,
         args.case,
     )
-    if args.goals:
-        behind = {
-            f"{op}.{case}.{short(dtype)}"
-            for op in args.op
-            for case, dtype in timed.unmet(ops[op], args.device, args.goals)
-        }
+    if args.only is not None:  # a unit's name is op.implementation.case.dtype
         plan = [
             u
             for u in plan
-            if ".".join(u.name.split(".", 1)[:1] + u.name.split(".", 2)[2:]) in behind
+            if ".".join(u.name.split(".", 1)[:1] + u.name.split(".", 2)[2:]) in args.only
         ]
+    return plan, out, meta
+
+
+def main(argv: Sequence[str], start_time: float | None = None) -> int:
+    start_time = start_time or time.time()
+    argv, task = runner.parse_task(argv)
+    p = parser()
+    args = p.parse_args(argv)
+    has_device(p, args.device)
+    plan, out, meta = searches(args, argv)
     if task is not None:
         runner.end_with_parent(task["parent"])
         runner.work(
@@ -360,12 +323,9 @@ def main(argv: Sequence[str], start_time: float | None = None) -> int:
         with runner.locked(out):
             # After an interrupt, the results so far are still written.
             with contextlib.suppress(KeyboardInterrupt):
-                if args.device == "cuda" and not all(runner.current(u, out, meta) for u in plan):
-                    compile_beforehand(args.op, args.goals, until)
+                command = ["tilewright.bench", "tune", *argv]
                 going = runner.supervise(
-                    [runner.worker_command(["tune", *argv], until=until, since=start_time)],
-                    out,
-                    until,
+                    [runner.worker_command(command, until=until, since=start_time)], out, until
                 )
             for path in tune_tables.write_tables(out, args.tables, meta):
                 print(f"wrote {path}")

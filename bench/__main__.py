@@ -1,0 +1,67 @@
+"""python -m bench: measurements of a checkout, and the pages that report them.
+
+`python -m tilewright.bench` times, compares and tunes wherever the package is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from tilewright import platform
+
+# name -> (module with main(argv), help). Imported on demand.
+COMMANDS = {
+    "suite": ("bench.suite", "check and time every op within a time budget; resumable"),
+    "search": ("bench.search", "search the launch configurations behind goals that were missed"),
+    "gpu-cache": (
+        "bench.gpu_cache",
+        "fill Triton's cache with the kernels that a GPU launches first, without a GPU",
+    ),
+    "gate-variants": (
+        "bench.gate_variants",
+        "compile the alternative of every open question about a launch configuration",
+    ),
+    "margins": (
+        "bench.margins",
+        "write docs/margins.md: errors as shares of what the numerics contract allows",
+    ),
+    "rehearse": (
+        "bench.rehearse",
+        "run the first call on a GPU on a simulated one, and estimate its clock",
+    ),
+    "end-to-end": (
+        "bench.end_to_end",
+        "time a training step of the trainer's model and of transformers' on a CPU",
+    ),
+    "layouts": (
+        "bench.layouts",
+        "train with each layout of the trainer, and of transformers' Trainer, on a CPU",
+    ),
+    "report": ("bench.page.build", "write docs/performance.md from committed raw results"),
+}
+BUDGETED = ("suite", "search")  # their minutes count from the start of the process
+
+
+@platform.command
+def main(argv: list[str] | None = None, start_time: float | None = None) -> int:
+    """start_time: when the process started, for commands with a time budget (default: now)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in COMMANDS:
+        command = importlib.import_module(COMMANDS[argv[0]][0]).main
+        more = (start_time,) if argv[0] in BUDGETED else ()
+        return command(argv[1:], *more) or 0
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    commands = parser.add_subparsers(dest="command")
+    for name, (_, about) in COMMANDS.items():
+        commands.add_parser(name, help=about, add_help=False)
+    parser.parse_args(argv)
+    parser.print_help()
+    return 2
+
+
+if __name__ == "__main__":
+    from tilewright.bench.runner import started
+
+    sys.exit(main(start_time=started()))

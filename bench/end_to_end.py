@@ -1,0 +1,333 @@
+"""A training step's forward and backward on a CPU: the trainer's model compared to transformers'.
+
+Both have the same random weights and the same tokens. transformers' runs with its defaults and sdpa
+and computes the loss itself; the trainer's is called as in training, with its default numerics. The
+optimizer is left out, being PyTorch's in both.
+
+Times are wall clock, in interleaved rounds of one process. Memory: each model in its own process,
+the peak during a step (the kernel's high-water mark) above the level before it, so gradients count
+and weights do not. Errors are relative to transformers' model in float64: of the loss, and
+|g - truth| / |truth| over all gradients (Frobenius), and for the parameter where that is largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tilewright import platform
+from tilewright.bench import report, run, store, timing
+from tilewright.bench.options import at_least, chosen, names
+
+PROVIDERS = ("transformers", "trainer")
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}  # of products; weights are float32, as in training
+SEED = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The shape of a Llama, by default that of SmolLM2-135M with 8 of its 30 layers."""
+
+    tokens: int = 1024
+    layers: int = 8
+    hidden: int = 576
+    inner: int = 1536
+    heads: int = 9
+    kv_heads: int = 3
+    vocabulary: int = 49152
+
+    @property
+    def name(self) -> str:
+        known = dataclasses.replace(self, tokens=1024, layers=8) == Shape()
+        return f"{'smollm2-135m' if known else f'llama-{self.hidden}'}_{self.layers}_layers_{self.tokens}_tokens"
+
+
+def of_transformers(shape: Shape) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(SEED)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=shape.hidden,
+            intermediate_size=shape.inner,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            vocab_size=shape.vocabulary,
+            max_position_embeddings=max(2048, shape.tokens),
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=True,
+            attn_implementation="sdpa",
+        )
+    )
+
+
+def of_trainer(like: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """The trainer's model with the weights of a transformers model."""
+    from tilewright.trainer import hf
+    from tilewright.trainer.model import ModelConfig, Ops, Transformer
+
+    config = ModelConfig.from_hf(like.config.to_dict())
+    model, weights = (
+        Transformer(config, Ops.resolve(device_type="cpu", dtype=dtype)),
+        like.state_dict(),
+    )
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(hf.fuse(name, [weights[n] for n in hf.sources(name, config)]))
+    return model
+
+
+def tokens_of(shape: Shape) -> torch.Tensor:
+    return torch.randint(
+        shape.vocabulary, (1, shape.tokens), generator=torch.Generator().manual_seed(SEED + 1)
+    )
+
+
+def step(model: torch.nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The next-token loss; the parameters get its gradients."""
+    for p in model.parameters():
+        p.grad = None
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        if hasattr(model, "generation_config"):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            return loss.detach()
+        # As the engine: a bin of one document, the backward of a sum, and gradients divided once.
+        from tilewright.trainer.gradients import scale
+        from tilewright.trainer.loss import language_modeling
+
+        n = ids.shape[1]
+        outcome = model(
+            ids,
+            labels=torch.cat((ids[:, 1:], ids.new_full((1, 1), -100)), 1),
+            cu_seqlens=torch.tensor((0, n), dtype=torch.int32),
+            ends=(0, n),
+            loss=language_modeling,
+        )
+    outcome.total.backward()
+    scale(list(model.parameters()), 1.0 / outcome.denominator.double())
+    return outcome.total.detach() / outcome.denominator
+
+
+def gradients(model: torch.nn.Module, like: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """By the trainer's parameter names.   like: the trainer's model."""
+    from tilewright.trainer import hf
+
+    own = {name: p.grad for name, p in model.named_parameters()}
+    return {
+        name: hf.fuse(
+            name,
+            [own[n] for n in hf.sources(name, like.config)] if model is not like else [own[name]],
+        )
+        for name, _ in like.named_parameters()
+    }
+
+
+def errors(
+    loss: torch.Tensor,
+    found: dict[str, torch.Tensor],
+    truth: tuple[torch.Tensor, dict[str, torch.Tensor]],
+) -> dict[str, float]:
+    """Errors of a loss and gradients relative to float64."""
+    exact, grads = truth
+    apart = {
+        name: ((found[name].double() - g).square().sum(), g.square().sum())
+        for name, g in grads.items()
+    }
+    total = [torch.stack(parts).sum() for parts in zip(*apart.values(), strict=True)]
+    return {
+        "loss_error": float((loss.double() - exact).abs() / exact.abs()),
+        "gradient_error": float((total[0] / total[1]).sqrt()),
+        "worst_gradient_error": max(float((a / b).sqrt()) for a, b in apart.values()),
+    }
+
+
+# ---- memory
+
+
+def status_mib(field: str) -> float:
+    """A field of this process's status, in MiB: VmRSS, what is resident; VmHWM, its peak."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) / 1024
+
+
+def peak_mib(fn: Callable[[], object]) -> float | None:
+    """Peak memory of this process during fn, above the level before it, in MiB; None if the kernel
+    does not report it. The allocator's cached free memory is released first.
+    """
+
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+        before = status_mib("VmRSS")
+    except (OSError, AttributeError):
+        return None
+    fn()
+    return status_mib("VmHWM") - before
+
+
+def peak_in_child(provider: str, shape: Shape, dtype: str) -> float | None:
+    """`peak_mib` of a step in a process with this model alone. A step of 64 tokens runs first, so
+    that the libraries' own memory is not counted.
+    """
+    asked = json.dumps(
+        {
+            "provider": provider,
+            "shape": dataclasses.asdict(shape),
+            "dtype": dtype,
+            "threads": torch.get_num_threads(),
+        }
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.end_to_end", asked],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _child(asked: dict[str, Any]) -> float | None:
+    torch.set_num_threads(asked["threads"])
+    shape, dtype = Shape(**asked["shape"]), DTYPES[asked["dtype"]]
+    model = of_transformers(shape)
+    if asked["provider"] == "trainer":
+        model = of_trainer(model, dtype)
+    ids = tokens_of(shape)
+    step(model, ids[:, :64], dtype)
+    for p in model.parameters():
+        p.grad = None
+    return peak_mib(lambda: step(model, ids, dtype))
+
+
+# ---- the whole
+
+
+def measure(
+    shape: Shape,
+    dtypes: Sequence[str],
+    rounds: int,
+    memory: Callable[[str, Shape, str], float | None] = peak_in_child,
+) -> list[dict[str, Any]]:
+    """One row per dtype and provider."""
+    ids, rows = tokens_of(shape), []
+    memory_of = {
+        (name, dtype): memory(name, shape, dtype) for dtype in dtypes for name in PROVIDERS
+    }
+    reference = of_transformers(shape)
+    like = of_trainer(reference, torch.float32)
+    exact = reference.double()
+    truth = step(exact, ids, torch.float64), gradients(exact, like)
+    del exact, reference
+    theirs = of_transformers(shape)
+    for dtype in dtypes:
+        models = {"transformers": theirs, "trainer": of_trainer(theirs, DTYPES[dtype])}
+        judged = {}
+        for name, model in models.items():
+            loss = step(model, ids, DTYPES[dtype])
+            judged[name] = errors(loss, gradients(model, models["trainer"]), truth)
+        tasks = {
+            name: functools.partial(step, model, ids, DTYPES[dtype])
+            for name, model in models.items()
+        }
+        timings, failed = timing.interleave(tasks, timing.CpuClock(0.0), rounds=rounds, seed=SEED)
+        if failed:
+            raise RuntimeError("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
+        for name in PROVIDERS:
+            t = timings[name]
+            rows.append(
+                {
+                    "case": shape.name,
+                    "dtype": dtype,
+                    "provider": name,
+                    "median_ms": t.median * 1e3,
+                    "p20_ms": t.p20 * 1e3,
+                    "p80_ms": t.p80 * 1e3,
+                    "samples_ms": [s * 1e3 for s in t.samples],
+                    "peak_mib": memory_of[name, dtype],
+                    **judged[name],
+                }
+            )
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    out = []
+    for theirs, ours in zip(rows[::2], rows[1::2], strict=True):
+        for r in (theirs, ours):
+            peak = "-" if r["peak_mib"] is None else f"{r['peak_mib']:.0f}"
+            out.append(
+                f"{r['case']} {r['dtype']:<9} {r['provider']:<12} {r['median_ms']:8.0f} ms "
+                f"[{r['p20_ms']:.0f}, {r['p80_ms']:.0f}]  peak {peak} MiB  loss "
+                f"{r['loss_error']:.1e}  "
+                f"gradients {r['gradient_error']:.1e} (worst {r['worst_gradient_error']:.1e})"
+            )
+        less = (
+            "-"
+            if None in (theirs["peak_mib"], ours["peak_mib"])
+            else f"{ours['peak_mib'] / theirs['peak_mib']:.2f}"
+        )
+        out.append(
+            f"{ours['case']} {ours['dtype']:<9} {theirs['median_ms'] / ours['median_ms']:.2f} "
+            f"times as fast as "
+            f"transformers, with {less} of its memory"
+        )
+    return "\n".join(out)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench end-to-end",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--dtype", type=names(), metavar="DTYPE,..", help="default: float32,bfloat16 (autocast)"
+    )
+    parser.add_argument("--threads", type=at_least(1, int), metavar="N", help="default: torch's")
+    parser.add_argument("--rounds", type=at_least(1, int), default=9, help="default %(default)s")
+    parser.add_argument(
+        "--layers", type=at_least(1, int), default=Shape.layers, help="default %(default)s"
+    )
+    parser.add_argument(
+        "--tokens", type=at_least(2, int), default=Shape.tokens, help="default %(default)s"
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, metavar="DIR", help="write end_to_end.json there"
+    )
+    args = parser.parse_args(argv)
+    dtypes = chosen(parser, "--dtype", args.dtype, list(DTYPES))
+    for module in ("transformers", "pydantic"):
+        if reason := platform.no_module(module):
+            parser.error(reason)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    shape = Shape(tokens=args.tokens, layers=args.layers)
+    settings = SimpleNamespace(rounds=args.rounds, **dataclasses.asdict(shape))
+    meta = run.metadata("cpu", settings, ["end-to-end", *argv], trainer=True)
+    rows = measure(shape, dtypes, args.rounds)
+    print(table(rows))
+    if args.out:
+        store.write_json(
+            args.out / "end_to_end.json", {"schema": report.SCHEMA, "meta": meta, "rows": rows}
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    print(json.dumps(_child(json.loads(sys.argv[1]))))

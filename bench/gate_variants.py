@@ -1,0 +1,56 @@
+"""Compiles both alternatives of every open question (`variants.VARIANTS`) whose alternatives are
+launch configurations, for the deciding case's launch on a simulated GPU.
+
+    python -m bench gate-variants [options of `tilewright gate --registry`]
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from bench import variants
+from bench.stages import questions
+from tilewright.bench import launches, pretend
+from tilewright.core.registry import Op
+from tilewright.selection import operations
+from tilewright_lab.gate import compile_gate
+from tilewright_lab.gate.compilers import labeled
+
+ARCH = 90  # a GPU that the questions are asked on
+
+
+def collect(ops: Iterable[Op]) -> dict[str, Any]:
+    """Specs by name, as `gate_compilers.collect` names those of tables."""
+    by_name = {op.name: op for op in ops}
+    specs: dict[str, Any] = {}
+    with pretend.gpu(ARCH, compiles=False):
+        for variant in variants.VARIANTS:
+            op = by_name.get(variant.op)
+            cases = op.cases if op and variant.launch else ()
+            for case in (c for c in cases if c.name == variant.case and "cuda" in c.tags):
+                impl = questions.implementation(variant, op, variant.other, "cuda")
+                tunable, key = next(
+                    (t, key)
+                    for t, key in launches.requested_keys(
+                        op, impl, case.make("cuda", torch.bfloat16, 0)
+                    )
+                    if t.name == variant.launch
+                )
+                named = tunable.named(key)
+                for way in filter(None, variant.ways.values()):
+                    config = {**tunable.heuristic(**named), **way}
+                    for spec in labeled(tunable, named, config, f"{variant.name}: "):
+                        # Nothing counts on its blocks: it is measured.
+                        specs[f"{op.name}/{spec.label}"] = replace(spec, per_sm=1)
+    return specs
+
+
+def main(argv: Sequence[str]) -> int:
+    """See `tilewright gate --registry --help` for the options."""
+    ops = operations().values()
+    return compile_gate.main(list(argv), functools.partial(collect, ops), [ARCH])

@@ -1,0 +1,1 @@
+"""Tools that examine models, training steps and kernels, other people's and tilewright's."""

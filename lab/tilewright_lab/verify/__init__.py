@@ -1,0 +1,1 @@
+"""`tilewright verify`: what a patched transformers model computes, against float64."""

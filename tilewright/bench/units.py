@@ -1,0 +1,142 @@
+"""Units that time the roofline and cases, and what all units share: dtypes, clocks, the options
+that a result depends on, and how a document is judged and described.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tilewright import platform
+from tilewright.bench import report, run, sources, store, timing
+from tilewright.bench.providers import BASELINES
+from tilewright.bench.runner import Unit
+from tilewright.core.registry import Case, Op, short
+from tilewright.kernels import tuning
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
+TIMED = (torch.bfloat16, torch.float32)
+BY_NAME = {short(d): d for d in (*DTYPES, torch.float64)}
+
+
+def threads(device: str) -> dict[str, Any]:
+    return {"threads": torch.get_num_threads()} if device == "cpu" else {}
+
+
+def constants(op: Op, device: str) -> list[list[Any]]:
+    """The tuned configurations of this op's launches on this device, which replace the
+    heuristic's.
+    """
+    configs = []
+    for t in dict.fromkeys(
+        t for i in op.implementations if i.why_not(device) is None for t in i.tunables()
+    ):
+        folder = platform.slug(platform.device_name(device))
+        configs += [
+            [t.name, e["key"], e["config"]]
+            for e in tuning.table(folder, t.op).get(t.launch, ())
+            if set(e["key"]) == set(t.fields) and e["config"] != t.heuristic(**e["key"])
+        ]
+    return configs
+
+
+def smallest(op: Op, cases: Sequence[str] | None = None) -> Case | None:
+    """The op's first contract case (among those named), which stands for a small call of it."""
+    return next(
+        (c for c in op.cases if "contract" in c.tags and (cases is None or c.name in cases)), None
+    )
+
+
+@functools.cache  # creating a CUDA clock measures its flush
+def clock(device: str, sample_seconds: float) -> timing.CpuClock | timing.CudaClock:
+    return timing.clock(device, sample_seconds)
+
+
+def roofline_unit(device: str) -> Unit:
+    def make():
+        return {"roofline": timing.measure_roofline(device, TIMED).asdict()}
+
+    return Unit("roofline", make, {"roofline": None}, 60.0, threads(device))
+
+
+def time_unit(
+    op: Op,
+    case: Case,
+    device: str,
+    dtype: torch.dtype,
+    settings: run.Settings,
+    out: pathlib.Path,
+    only: Sequence[str] | None = None,
+    say: Callable[[str], object] | None = None,
+) -> Unit:
+    def make():
+        roof = store.parse((out / "roofline.json").read_text())["roofline"]
+        if roof is None:
+            raise RuntimeError("the roofline could not be measured")
+        rows = run.measure(
+            op,
+            case,
+            device,
+            dtype,
+            timing.Roofline(**roof),
+            clock(device, settings.sample_seconds),
+            settings,
+            only,
+            say,
+        )
+        run.free(device)
+        return {"roofline": roof, "rows": rows}
+
+    options = {
+        "settings": vars(settings),
+        "only": only and list(only),
+        "constants": constants(op, device),
+        **threads(device),
+    }
+    return Unit(
+        f"time/{op.name}.{case.name}.{short(dtype)}",
+        make,
+        {"roofline": None, "rows": []},
+        300.0,
+        options,
+        raised,
+        sources.digest(op),
+    )
+
+
+def _ours(document: dict[str, Any], kinds: Sequence[str]) -> Iterator[str]:
+    """Outcomes of this library's implementations: failures of peers and unavailable
+    implementations are left out.
+    """
+    for r in document.get("results", ()):
+        if r["status"] in kinds and r["implementation"] not in BASELINES:
+            yield f"{r['implementation']} {r['dtype']}: {r['reason']}"
+    for r in document.get("rows", ()):
+        if r.get("status") in kinds and r["provider"] not in BASELINES:
+            yield f"{r['provider']}: {r['reason']}"
+
+
+def failures(document: dict[str, Any]) -> list[str]:
+    """Failures of this library's implementations."""
+    return (
+        [document["error"]]
+        if document.get("error")
+        else list(_ours(document, ("broken", "failed", "error")))
+    )
+
+
+def raised(document: dict[str, Any]) -> bool:
+    return bool(document.get("error")) or any(_ours(document, ("error",)))
+
+
+def describe(document: dict[str, Any]) -> str:
+    """A short description of a document, for the terminal."""
+    if "rows" not in document:
+        return report.roofline_text(document["roofline"])
+    return "".join(
+        "\n    " + report.line(r) for r in document["rows"] if r["status"] != "unavailable"
+    )

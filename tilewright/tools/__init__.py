@@ -1,1 +1,0 @@
-"""Tools that examine other people's models, training steps and kernels."""
