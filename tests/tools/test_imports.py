@@ -1,0 +1,90 @@
+"""Modules that are named in strings, and imported by them, follow import-linter's arrows too."""
+
+import ast
+import pathlib
+import re
+import tomllib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+FOLDERS = {"tilewright": ROOT, "tilewright_lab": ROOT / "lab", "bench": ROOT}
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+[ARROWS] = [c for c in CONTRACTS["contracts"] if c["name"] == "arrows point one way"]
+# Rooms from the lowest; those of one layer do not import each other.
+LAYERS = [re.split(r" [|:] ", layer) for layer in reversed(ARROWS["layers"])]
+# The package's face and its old names stand above every room.
+FACES = ("tilewright/__init__.py", "tilewright/__main__.py", "tilewright/_moved/")
+
+
+def is_module(name: str) -> bool:
+    package, *inner = name.split(".")
+    if not inner or package not in FOLDERS:
+        return False
+    path = FOLDERS[package].joinpath(package, *inner)
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def named(tree: ast.AST) -> list[tuple[int, str]]:
+    """Line and name of each module that a string is or imports; `from_kernels` takes its end."""
+    found = []
+    documentation = {n.value for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "from_kernels":
+            found.append((node.lineno, f"tilewright.kernels.{ast.literal_eval(node.args[0])}"))
+        elif isinstance(node, ast.Constant) and node not in documentation:
+            text = str(node.value)
+            names = [text] if is_module(text) else re.findall(r"(?:from|import) ([\w.]+)", text)
+            found += [(node.lineno, name) for name in names if is_module(name)]
+    return found
+
+
+def layer(module: str) -> tuple[int, str]:
+    """The number of a module's layer, and its room; -1: of none."""
+    for i, rooms in enumerate(LAYERS):
+        for room in rooms:
+            if module == room or module.startswith(f"{room}."):
+                return i, room
+    return -1, module
+
+
+def against(path: str, source: str) -> list[str]:
+    """What a file names that is not below it."""
+    if path.startswith(FACES):
+        return []
+    module = path.removeprefix("lab/").removesuffix(".py").replace("/", ".")
+    own = layer(module)
+    return [
+        f"{path}:{line} names {name}"
+        for line, name in named(ast.parse(source))
+        for there in [layer(name)]
+        if own[1] != there[1] and own[0] <= there[0]
+    ]
+
+
+def test_strings_that_name_modules_follow_the_arrows():
+    files = [
+        p
+        for folder in ("tilewright", "lab/tilewright_lab", "bench")
+        for p in ROOT.glob(f"{folder}/**/*.py")
+    ]
+    sources = {str(p.relative_to(ROOT)): p.read_text() for p in files}
+    seen = sum(len(named(ast.parse(text))) for text in sources.values())
+    assert seen > 60, "those of from_kernels alone are as many"
+    assert not [line for path, text in sources.items() for line in against(path, text)]
+
+
+@pytest.mark.parametrize(
+    "path, source, found",
+    [
+        ("tilewright/core/library.py", 'from_kernels("norm.rmsnorm_triton")', 1),
+        ("tilewright/ops/norm/rmsnorm.py", 'from_kernels("norm.rmsnorm_triton")', 0),
+        ("tilewright/trainer/loop.py", 'import_module("tilewright_lab.verify.verify")', 1),
+        ("tilewright/bench/tune.py", 'command = ["-m", "bench.suite"]', 1),
+        ("tilewright/trainer/loop.py", 'import_module("tilewright.integrations.hub")', 1),
+        ("bench/suite.py", 'import_module("tilewright_lab.verify.verify")', 0),
+        ("tilewright/__init__.py", 'LATER = {"verify": "tilewright_lab.verify.verify"}', 0),
+    ],
+)
+def test_an_arrow_against_the_layers_is_found(path, source, found):
+    assert len(against(path, source)) == found
