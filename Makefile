@@ -219,7 +219,7 @@ docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "build/site/index.html is written; python -m http.server -d build/site serves it, with its search"
 
-# An sdist, and from it a wheel for every Python from 3.11 on, in dist/, both checked. auditwheel names the oldest C
+# An sdist, and from it a wheel for every Python from 3.11 on, in dist/, both checked, and those of the laboratory. auditwheel names the oldest C
 # library that the wheel runs on, which depends on this machine's compiler. torch's libraries are those of the torch that
 # loads the wheel.
 TORCH_LIBRARIES := libc10.so libtorch_cpu.so
@@ -229,8 +229,9 @@ wheel: $(STAMP) .venv-wheel/.installed
 	PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" auditwheel repair $(TORCH_LIBRARIES:%=--exclude %) -w dist dist/built/*.whl
 	mv dist/built/*.tar.gz dist
 	rm -r dist/built
-	.venv-wheel/bin/auditwheel show dist/*.whl
-	.venv-wheel/bin/abi3audit --strict --summary dist/*.whl
+	$(BIN)/python -m build -q --no-isolation --outdir dist lab
+	.venv-wheel/bin/auditwheel show dist/tilewright-*.whl
+	.venv-wheel/bin/abi3audit --strict --summary dist/tilewright-*.whl
 	.venv-wheel/bin/twine check --strict dist/*
 	$(BIN)/python scripts/check_dist.py dist
 

@@ -1,7 +1,8 @@
 """Checks the files of `make wheel`: python scripts/check_dist.py dist
 
-Installs the wheel into an empty folder and runs a C++ kernel there; then runs some of the sdist's
-tests, in the unpacked sdist, with the wheel's compiled files. This interpreter's torch is used.
+Installs the wheels into an empty folder and runs a C++ kernel and a command of the laboratory
+there; then runs some of the sdist's tests, in the unpacked sdist, with the wheel's compiled files.
+This interpreter's torch is used.
 """
 
 import os
@@ -32,12 +33,21 @@ def run(*command: str, folder: pathlib.Path, **variables: str) -> None:
 
 
 def main(dist: pathlib.Path) -> None:
-    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    (wheel,), (sdist,) = dist.glob("tilewright-*.whl"), dist.glob("tilewright-*.tar.gz")
+    (lab,) = dist.glob("tilewright_lab-*.whl")
     with tempfile.TemporaryDirectory() as name:
         work = pathlib.Path(name)
         site = work / "site"
         options = ("-q", "--no-deps", "--no-index", "--target", str(site))
-        run("-m", "pip", "install", *options, str(wheel.resolve()), folder=work)
+        run(
+            "-m",
+            "pip",
+            "install",
+            *options,
+            *map(str, (wheel.resolve(), lab.resolve())),
+            folder=work,
+        )
+        run("-m", "tilewright", "gate", "--help", folder=work, PYTHONPATH=str(site))
         run("-c", KERNELS, str(site), folder=work, PYTHONPATH=str(site))
         with tarfile.open(sdist) as archive:
             safely: dict = (

@@ -475,6 +475,7 @@ def test_list_shows_the_registry_and_its_reasons(capsys):
             "argument --dtype: unknown 'float8'; did you mean 'float64'? have [",
         ),
         (["run", "--rounds", "0"], "must be an integer of at least 1, got '0'"),
+        (["run", "--op", "rope", "--case", "ragged", "--device", "cpu"], "nothing to do: no op of"),
         (["compare", "a", "b", "--threshold", "-1"], "must be a number of at least 0, got '-1'"),
     ],
 )

@@ -339,6 +339,21 @@ def test_an_installed_wheel_works_away_from_the_repository(built, with_torch, tm
     assert any("* cpp " in line and line.endswith("usable") for line in out.splitlines())
 
 
+def test_the_laboratorys_wheel_adds_its_commands(built, source, with_torch, tmp_path):
+    wheel_of_pip(None, source / "lab", tmp_path / "dist")
+    [wheel] = (tmp_path / "dist").glob("tilewright_lab-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    lab = ROOT / "lab"
+    files = {str(p.relative_to(lab)) for p in lab.rglob("*") if p.suffix in (".py", ".json")}
+    assert files <= set(names)
+    target = installed(built[1], tmp_path)
+    command = (target / "bin" / "tilewright", "gate", "--help")
+    run("-c", COMMAND, *command, cwd=target, python=with_torch, code=2)
+    installed(wheel, tmp_path)
+    said = run("-c", COMMAND, *command, cwd=target, python=with_torch)
+    assert said.startswith("usage: tilewright gate ")
+
+
 def wheel_of_pip(_, source, out, **variables):
     """What pip prints, which hides what a build does."""
     way = ("--no-deps", "--no-index", "--no-build-isolation")

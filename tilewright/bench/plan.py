@@ -180,7 +180,7 @@ def parser(plan: Plan) -> argparse.ArgumentParser:
         type=at_least(0.05, float),
         default=plan.minutes,
         required=plan.minutes is None,
-        help=f"time budget of this call{(plan.minutes and ' (default %(default)s)') or ''}",
+        help="time budget of this call" + (" (default %(default)s)" if plan.minutes else ""),
     )
     add(
         "--out",
@@ -290,7 +290,10 @@ def main(plan: Plan, argv: Sequence[str], start_time: float | None = None) -> in
     )
     groups = _groups(plan, args, units)
     if not any(
-        units_ for g in groups for s, units_ in g.items() if s != "roofline" or s in args.stage
+        units_
+        for g in groups
+        for s, units_ in g.items()
+        if s != "roofline" or args.stage == ["roofline"]
     ):
         p.error(
             f"nothing to do: no op of --op has a case of --case that takes --dtype in --stage on "
