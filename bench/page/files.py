@@ -12,8 +12,7 @@ from bench.page import raw
 from bench.page.raw import Entry, Raw, Source
 from bench.page.text import cell, command, count, number, table
 from tilewright.bench.timing import geomean
-
-BUDGETS = pathlib.Path(__file__).parents[1] / "budgets"
+from tilewright_lab.gate.compilers import BUDGETS
 
 
 def counts_of(triton: str) -> pathlib.Path:

@@ -231,7 +231,8 @@ def _is_torchs(file: str) -> bool:
 
 def _is_in_a_package(file: str) -> bool:
     path = pathlib.PurePath(os.path.abspath(file))
-    folders = (sysconfig.get_path("stdlib"), pathlib.Path(__file__).parents[1])
+    ours = (pathlib.Path(__file__).parents[1], pathlib.Path(platform.__file__).parent)
+    folders = (sysconfig.get_path("stdlib"), *ours)
     return (
         file.startswith("<")
         or bool({"site-packages", "dist-packages"} & set(path.parts))

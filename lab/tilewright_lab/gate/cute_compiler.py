@@ -9,7 +9,7 @@ import struct
 import tempfile
 from typing import Any
 
-from tilewright import platform
+from tilewright import kernels, platform
 from tilewright.kernels.spec import CuteSpec
 from tilewright_lab.gate import kernel_digest, machine_code
 
@@ -45,7 +45,7 @@ def source() -> str:
     """The digest of all CuTe DSL kernel modules. They share functions, so a change in one counts
     for all.
     """
-    folder = pathlib.Path(__file__).parents[1] / "kernels"
+    folder = pathlib.Path(kernels.__file__).parent
     return kernel_digest.of_files([folder / "cute.py", *folder.rglob("*_cute.py")])
 
 
