@@ -1,6 +1,6 @@
-"""Which layouts go together. The table in docs/trainer.md is made from the code that refuses:
+"""Which layouts go together. The table in docs/trainer/layouts.md is made from the code that refuses:
 
-python tests/trainer/test_combinations.py docs/trainer.md
+python tests/trainer/test_combinations.py docs/trainer/layouts.md
 """
 
 import itertools
@@ -99,8 +99,8 @@ def page(text):
 
 
 def test_the_table_is_current():
-    text = (ROOT / "docs/trainer.md").read_text()
-    assert text == page(text), "run python tests/trainer/test_combinations.py docs/trainer.md"
+    text = (ROOT / "docs/trainer/layouts.md").read_text()
+    assert text == page(text), "run python tests/trainer/test_combinations.py docs/trainer/layouts.md"
 
 
 def test_the_table_says_what_the_trainer_does():
