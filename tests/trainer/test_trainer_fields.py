@@ -971,8 +971,9 @@ def page(text):
 
 
 def test_the_page_is_current():
-    text = (ROOT / "docs/trainer/fields.md").read_text()
-    assert text == page(text), "run python tests/trainer/test_trainer_fields.py docs/trainer/fields.md"
+    where = "docs/trainer/fields.md"
+    text = (ROOT / where).read_text()
+    assert text == page(text), f"run python tests/trainer/test_trainer_fields.py {where}"
 
 
 if __name__ == "__main__":
