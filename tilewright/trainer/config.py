@@ -110,21 +110,23 @@ NOTES = {
 
 BEGIN, END = "<!-- fields: generated -->", "<!-- end of fields -->"
 TITLE = """
-Written by `python -m tilewright.trainer.config docs docs/trainer/fields.md` from the fields in `fields.py` and
-`train_fields.py`.
-
-A configuration is a YAML file with the sections `model`, `data`, `train` and `lora`. Any field can be set on the command
-line too, as `--section.field value` or `--section.field=value`: hyphens and underscores are equivalent, lists and
-mappings are JSON. All errors are reported at once, with exit code 2.
+A configuration is a YAML file with the sections `model`, `data`, `train` and `lora`. Any field can
+be set on the command line too, as `--section.field value` or `--section.field=value`: hyphens and
+underscores are equivalent, lists and mappings are JSON. All errors are reported at once, with exit
+code 2.
 
 | `python -m tilewright.trainer.config` | |
 |---|---|
 | `check config.yaml` | prints the resolved configuration, which a run also writes to `train.output_dir` |
 | `--explain FIELD` | prints what a field means and needs, and what a change does where a run resumes |
-| `--schema` | prints the JSON schema; editors complete and check a file whose first line is `# yaml-language-server: $schema=FILE` |
+| `--schema` | prints the JSON schema |
+| `docs docs/trainer/fields.md` | writes this reference, from `fields.py` and `train_fields.py` |
 
-The column `resume` says what happens if the value is not that of the checkpoint from which a run resumes: it is refused,
-refused if the contents that it names differ, or free to change.
+With the schema in FILE, editors complete and check a configuration whose first line is
+`# yaml-language-server: $schema=FILE`.
+
+The column `resume` says what happens if the value is not that of the checkpoint from which a run
+resumes: it is refused, refused if the contents that it names differ, or free to change.
 """
 
 
