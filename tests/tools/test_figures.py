@@ -14,7 +14,7 @@ from tilewright.ops import OPS
 ROOT = pathlib.Path(__file__).parents[2]
 UNITS = "s|ms|µs|seconds|minutes|min|MiB|GiB|MB|GB|GB/s|TFLOP/s|tokens/s|times|x|%"
 FIGURE = re.compile(rf"(?<![\w.`/-])\d[\d,]*(?:\.\d+)?\s?(?:{UNITS})(?![\w/])")
-OTHERS = ("performance.md", "performance_ops.md", "margins.md", "goals.md", "fields.md")
+OTHERS = ("performance.md", "performance_ops.md", "margins.md", "goals.md")
 PAGES = [
     ROOT / name
     for name in ("README.md", "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -83,6 +83,7 @@ STEPS = {
     "724 MiB": lambda: head("after"),
 }
 A_GIB = "the size of what was prepared"
+LARGE = ("tilewright/trainer/prepare.py", "LARGE = 64 << 20")
 CUSTOM = "a shape or an exponent, no quantity"
 # By page: the number itself, (a file, what it says) for what code sets, or the reason why it is
 # none of these.
@@ -116,30 +117,30 @@ SOURCES = {
         "0.52 GB": lambda: size("cute"),
         "0.26 GB": lambda: size("formats"),
     },
-    "docs/trainer.md": {
+    "docs/trainer/data.md": {
         "98 %": ("tests/trainer/test_data.py", "0.98"),
-        "743 MiB": lambda: memory("jsonl", "pss"),
-        "1812 MiB": lambda: memory("jsonl", "rss"),
-        "1168 MiB": lambda: memory("txt", "rss"),
-        "1955 MiB": lambda: memory("smollm2", "rss"),
-        "1 GiB": A_GIB,
         "1 MiB": ("tilewright/trainer/encode.py", "PIECE = 1 << 20"),
-        "64 MiB": ("tilewright/trainer/prepare.py", "LARGE = 64 << 20"),
-        "1.22 times": lambda: pair(1),
+        "64 MiB": LARGE,
+    },
+    "docs/trainer/memory.md": {
         "10 %": ("tests/trainer/test_memory.py", "0.1"),
         "2 GiB": "what a GPU needs beside the plan: an estimate, and named as one",
-        "30 seconds": "torchrun's own limit",
+    },
+    "docs/trainer/context_parallel.md": {"2 x": CUSTOM},
+    "docs/trainer/failures.md": {"30 seconds": "torchrun's own limit"},
+    "docs/trainer/fields.md": {"64 MiB": LARGE, "2 x": CUSTOM, "10%": CUSTOM},
+    "docs/trainer/measured.md": {
+        "743 MiB": lambda: memory("jsonl", "pss"),
+        "1812 MiB": lambda: memory("jsonl", "rss"),
+        "1 GiB": A_GIB,
+        "1.22 times": lambda: pair(1),
         "0.96 GB": lambda: (
             raw("checkpoint-cost-2026-11-25", "cost.json", lambda d: d["bytes"]) / 1e9
         ),
         "0.333 s": lambda: least("with checksums, from the page cache"),
         "0.324 s": lambda: least("without, from the page cache"),
         "0.061 s": lambda: least("checksums alone, from the page cache"),
-        "0.514 s": lambda: least("without, from the disk"),
         "2.9 minutes": lambda: minutes("demo"),
-        "2.4 minutes": lambda: minutes("finetune_smollm2"),
-        "2 x": CUSTOM,
-        "10%": CUSTOM,
     },
     "docs/troubleshooting.md": {"30 seconds": "torchrun's own limit"},
     "docs/trl.md": {

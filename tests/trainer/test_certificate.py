@@ -692,8 +692,8 @@ def test_what_is_left_out_are_fields_that_change_no_step():
     fields = {path for path in leaves(Config) if not path.startswith("data.datasets.")}
     left_out = {f"{s}.{n}" for s, names in certificate.LEFT_OUT.items() for n in names}
     assert left_out <= fields | {"data.datasets", "data.test_datasets"}
-    # docs/fields.md, which another test makes from runs: field, other value, what differs, in what.
-    page = (ROOT / "docs" / "fields.md").read_text()
+    # A table that another test makes from runs: field, other value, what differs, in what.
+    page = (ROOT / "docs/trainer/fields.md").read_text().split("## What each field changes")[1]
     differs = dict(re.findall(r"^\| `([\w.]+)` \| .* \| ([\w ]+) \| [^|]*\|$", page, re.M))
     assert differs["train.weight_decay"] == "weights" and len(differs) > 100
     changing = {
@@ -835,9 +835,8 @@ def test_shards_are_told_apart_by_rank():
 
 
 def test_the_example_of_the_page(tmp_path, monkeypatch, capsys):
-    page = (ROOT / "docs/trainer.md").read_text()
-    section = page.split("## Two runs with the same bits")[1].split("\n## ")[0]
-    commands, said, *_ = re.findall(r"```\w+\n(.*?)```", section, re.DOTALL)
+    page = (ROOT / "docs/trainer/determinism.md").read_text()
+    commands, said, *_ = re.findall(r"```\w+\n(.*?)```", page, re.DOTALL)
     (tmp_path / "outputs").mkdir()
     write_config(
         tmp_path,
@@ -852,4 +851,4 @@ def test_the_example_of_the_page(tmp_path, monkeypatch, capsys):
     assert said.strip() in capsys.readouterr().out
     again = ["config.yaml", "--train.output_dir", "outputs/other", "--train.lr", "0.02"]
     assert train.main([*again, "--train.assert_deterministic", "outputs/first"]) == 1
-    assert capsys.readouterr().err.strip() in section
+    assert capsys.readouterr().err.strip() in page

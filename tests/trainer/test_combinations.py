@@ -1,6 +1,7 @@
-"""Which layouts go together. The table in docs/trainer.md is made from the code that refuses:
+"""Which layouts go together. The table in docs/trainer/layouts.md is made from the code that
+refuses:
 
-python tests/trainer/test_combinations.py docs/trainer.md
+python tests/trainer/test_combinations.py docs/trainer/layouts.md
 """
 
 import itertools
@@ -99,8 +100,9 @@ def page(text):
 
 
 def test_the_table_is_current():
-    text = (ROOT / "docs/trainer.md").read_text()
-    assert text == page(text), "run python tests/trainer/test_combinations.py docs/trainer.md"
+    where = "docs/trainer/layouts.md"
+    text = (ROOT / where).read_text()
+    assert text == page(text), f"run python tests/trainer/test_combinations.py {where}"
 
 
 def test_the_table_says_what_the_trainer_does():

@@ -142,9 +142,9 @@ def test_every_field_of_the_reference_exists_and_no_other():
 
 
 def test_reference_is_current():
-    text = (ROOT / "docs/trainer.md").read_text()
+    text = (ROOT / "docs/trainer/fields.md").read_text()
     assert text == module.page(text), (
-        "run `python -m tilewright.trainer.config docs docs/trainer.md`"
+        "run `python -m tilewright.trainer.config docs docs/trainer/fields.md`"
     )
     assert all(path in LEAVES for path in module.DIFFERENCES)
     assert all(field.description.endswith((".", ")")) for field in LEAVES.values())

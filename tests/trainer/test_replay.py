@@ -560,8 +560,8 @@ def test_routes_of_a_model_are_of_its_layers_with_experts():
 
 
 def test_the_example_of_the_page_writes_what_the_trainer_reads():
-    page = (ROOT / "docs/trainer.md").read_text()
-    section = page.split("### Recorded routes")[1].split("\n## ")[0]
+    page = (ROOT / "docs/trainer/experts.md").read_text()
+    section = page.split("## Recorded routes")[1].split("\n## ")[0]
     [code] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     names = {}
     exec(code, names)

@@ -2,7 +2,7 @@
 
 A row names a field, another value, and the expected difference between two runs of the public
 command in this process that differ in nothing else. Run as a program, with the page's path as its
-argument, it writes the table of docs/fields.md.
+argument, it writes the last table of docs/trainer/fields.md.
 """
 
 import contextlib
@@ -940,14 +940,14 @@ def test_what_is_refused_is_refused(path, world):
     assert REFUSED[path] in said, said
 
 
+BEGIN, END = "<!-- changes: generated -->", "<!-- end of changes -->"
+
+
 def table():
-    """docs/fields.md."""
     lines = [
-        "# What each field of the configuration changes",
-        "",
         "Written by the module `test_trainer_fields.py`, with this page's path as its argument. As a",
-        "test it runs the trainer twice for each line, with nothing else changed, and sees the",
-        "difference.",
+        "test it runs the trainer twice for each row, with nothing else changed, and checks that the",
+        "two runs differ as the row says.",
         "",
         "| field | other value | what differs | in runs with |",
         "|---|---|---|---|",
@@ -962,12 +962,20 @@ def table():
         for path, why in REFUSED.items()
         if path not in {r.path for r in ROWS} | HELD.keys()
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
+
+
+def page(text):
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
 
 
 def test_the_page_is_current():
-    assert (ROOT / "docs/fields.md").read_text() == table()
+    where = "docs/trainer/fields.md"
+    text = (ROOT / where).read_text()
+    assert text == page(text), f"run python tests/trainer/test_trainer_fields.py {where}"
 
 
 if __name__ == "__main__":
-    pathlib.Path(sys.argv[1]).write_text(table())
+    file = pathlib.Path(sys.argv[1])
+    file.write_text(page(file.read_text()))

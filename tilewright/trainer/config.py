@@ -6,7 +6,7 @@ configuration; DIFFERENCES lists where a default or a meaning departs from it, a
 The fields are in `fields.py` and `train_fields.py`; `overrides.py` reads files and command lines.
 
     python -m tilewright.trainer.config check config.yaml --train.lr 2e-5  # the resolved YAML
-    python -m tilewright.trainer.config docs docs/trainer.md               # writes the reference
+    python -m tilewright.trainer.config docs docs/trainer/fields.md        # writes the reference
     python -m tilewright.trainer.config --schema                           # JSON schema
     python -m tilewright.trainer.config --explain train.lr                 # one field
 """
@@ -110,13 +110,23 @@ NOTES = {
 
 BEGIN, END = "<!-- fields: generated -->", "<!-- end of fields -->"
 TITLE = """
-Written by `python -m tilewright.trainer.config docs docs/trainer.md` from the fields in `fields.py` and
-`train_fields.py`. A configuration is a YAML file with the sections `model`, `data`, `train` and `lora`, then any number
-of `--section.field value` or `--section.field=value` (hyphens and underscores are the same; lists and mappings as
-JSON). All errors are reported at once, and the command ends with exit code 2. The resolved configuration is written to
-`train.output_dir`; `python -m tilewright.trainer.config check config.yaml` prints it, `--explain FIELD` says what one
-field means and needs, and `--schema` prints the JSON schema, with which editors complete and check a file whose first
-line is `# yaml-language-server: $schema=FILE`. [fields.md](fields.md) shows what each field changes.
+A configuration is a YAML file with the sections `model`, `data`, `train` and `lora`. Any field can
+be set on the command line too, as `--section.field value` or `--section.field=value`: hyphens and
+underscores are equivalent, lists and mappings are JSON. All errors are reported at once, with exit
+code 2.
+
+| `python -m tilewright.trainer.config` | |
+|---|---|
+| `check config.yaml` | prints the resolved configuration, which a run also writes to `train.output_dir` |
+| `--explain FIELD` | prints what a field means and needs, and what a change does where a run resumes |
+| `--schema` | prints the JSON schema |
+| `docs docs/trainer/fields.md` | writes this reference, from `fields.py` and `train_fields.py` |
+
+With the schema in FILE, editors complete and check a configuration whose first line is
+`# yaml-language-server: $schema=FILE`.
+
+The column `resume` says what happens if the value is not that of the checkpoint from which a run
+resumes: it is refused, refused if the contents that it names differ, or free to change.
 """
 
 

@@ -44,8 +44,8 @@ def markdown(
         section, _, name = path.rpartition(".")
         note = " **Only {}:** {}.".format(*refused[path]) if path in refused else ""
         tables.setdefault(section, []).append(
-            f"| `{name}` | {cell(kind(field.annotation))} | `{_default(field)}` | "
-            f"{cell(field.description + note)} |"
+            f"| `{name}` | {cell(_type(field))} | `{_default(field)}` | "
+            f"{cell(field.description + note)} | {resume_of(field).partition(':')[0]} |"
         )
     out = [title.strip()]
     for section, rows in tables.items():
@@ -55,11 +55,12 @@ def markdown(
         if section == "data.test_datasets":
             continue  # the same fields
         out += [
-            f"\n### {section}{entries}\n\n| field | type | default | meaning |\n|---|---|---|---|",
+            f"\n## {section}{entries}\n\n| field | type | default | meaning | resume |"
+            "\n|---|---|---|---|---|",
             *rows,
         ]
     out.append(
-        "\n### Differences from xorl's documentation\n\n| field | there | here, and why "
+        "\n## Differences from xorl's documentation\n\n| field | there | here, and why "
         "|\n|---|---|---|"
     )
     out += [
@@ -89,6 +90,10 @@ def limits(field: Any) -> str:
     return ", ".join(found)
 
 
+def _type(field: Any) -> str:
+    return f"{kind(field.annotation)}{', ' * bool(limits(field))}{limits(field)}"
+
+
 def resume_of(field: Any) -> str:
     """What a change of the field does where a run resumes."""
     return field.json_schema_extra["resume"]
@@ -107,7 +112,7 @@ def explain(
     field = leaves(model)[path]
     lines = [
         path,
-        f"  type:    {kind(field.annotation)}{', ' * bool(limits(field))}{limits(field)}",
+        f"  type:    {_type(field)}",
         f"  default: {_default(field)}",
         f"  meaning: {field.description}",
         f"  resume:  {resume_of(field)}",
