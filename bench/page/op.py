@@ -33,7 +33,7 @@ KINDS = {
     "flash_attention_2": "the package flash-attn",
     "flash_attention_3": "FlashAttention 3: compute capability 9.x, built from its repository",
     "flash_attention_4": "the package flash-attn-4: `pip install --pre flash-attn-4`",
-    "eager": "the eager twin: plain PyTorch, any device",
+    "eager": "the reference implementation (eager twin): plain PyTorch, any device",
     ("fp8_linear", "triton"): "Triton kernels: compute capability 9.0 or later",
     ("newton_schulz", "cpp"): "C++ kernels: a CPU with AVX-512",
 }
@@ -126,7 +126,8 @@ def definition(op: Op) -> list[str]:
     return [
         "## Definition",
         "",
-        "The eager twin, which every implementation must equal within the contract:",
+        "The reference implementation (eager twin), which every implementation must equal within "
+        "the contract:",
         "",
         "```python",
         source,
@@ -139,8 +140,8 @@ def numerics(op: Op, results: raw.Raw, devices: Sequence[Device]) -> list[str]:
     out = [
         "## Numerics",
         "",
-        "In every output and every gradient, an implementation's error is at most twice the eager "
-        f"twin's in the same dtype plus {_slack(op)} ([the contract](../numerics.md#the-contract)). "
+        "In every output and every gradient, an implementation's error is at most twice that of "
+        f"`eager` in the same dtype plus {_slack(op)} ([the contract](../numerics.md#the-contract)). "
         f"It is checked in {count(_checked(op), 'case')}.",
         "",
     ]

@@ -149,8 +149,12 @@ def test_the_page_and_the_results_of_public_kernels_are_one():
     finally:
         sys.path.pop(0)
     table = emulate_public.table(results)
-    assert table in PAGE and table in (folder / "README.md").read_text()
+    assert table in (folder / "README.md").read_text()
+    assert "(../bench/results/emulated-public-2026-11-23/README.md)" in PAGE
     ran = [(r["library"], r["function"]) for r in results["functions"]]
     assert ran == [(c.library, c.name) for c in public_kernels.CASES]
-    number = sum(r["ended"] == "runs" for r in results["functions"])
-    assert f"{number} of {len(ran)}" in PAGE
+    rows = results["functions"]
+    assert f"{sum(r['ended'] == 'runs' for r in rows)} of {len(ran)}" in PAGE
+    assert f"{sum(r.get('holds') is False for r in rows)} exceed the contract" in PAGE
+    assert f"{sum(bool(r['findings']) for r in rows)} have findings" in PAGE
+    assert f"{sum('error' not in r for r in rows)} were not compared" in PAGE

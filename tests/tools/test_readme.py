@@ -19,7 +19,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"
 
 def test_readme_is_one_screen_and_says_what_is_not_measured_before_any_number():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 120
+    assert len(text.splitlines()) <= 90 and len(text.split()) <= 900
     measured = any(
         "| cuda |" in line for line in (DOCS / "performance.md").read_text().splitlines()
     )
@@ -66,7 +66,7 @@ def test_its_counts_are_those_of_the_library_and_of_the_page():
     )
     # Whoever measures again removes the sentence.
     assert ("the code has changed since" in text) == ("No comparison here is of" in page.text)
-    ops = f"{eager} of the {len(OPS)} ops beside their eager twins"
+    ops = f"{eager} of the {len(OPS)} ops beside their references"
     assert ops in text and f"and {compiled} of them beside `torch.compile`" in text
     source = ast.parse((ROOT / "tests/nn/test_accelerate.py").read_text())
     [families] = (
