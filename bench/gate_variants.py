@@ -21,6 +21,7 @@ from tilewright.selection import operations
 from tilewright_lab.gate import compile_gate
 from tilewright_lab.gate.compilers import labeled
 
+PROG = "python -m bench gate-variants"
 ARCH = 90  # a GPU that the questions are asked on
 
 
@@ -53,4 +54,4 @@ def collect(ops: Iterable[Op]) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """See `tilewright gate --registry --help` for the options."""
     ops = operations().values()
-    return compile_gate.main(list(argv), functools.partial(collect, ops), [ARCH])
+    return compile_gate.main(list(argv), functools.partial(collect, ops), [ARCH], PROG)

@@ -23,10 +23,11 @@ from typing import Any
 from unittest import mock
 
 from bench import gpu_cache
-from bench.stages import goals, questions
+from bench.stages import questions
 from bench.suite import FIRST, GROUPS, SUITE, units
 from tilewright import selection
 from tilewright.bench import contract, pieces, pretend, run, runner, store, timing
+from tilewright.bench import units as timed
 from tilewright.bench.options import at_least
 from tilewright.bench.plan import Chosen
 from tilewright.bench.runner import Unit
@@ -173,7 +174,7 @@ def _counting(ledger: Ledger, arch: int, name: str | None) -> Iterator[None]:
             (pieces, "of", lambda op, kwargs: True),  # its numbers of blocks depend on values
             (contract, "judge", judge),
             (contract, "poisoned", contextlib.nullcontext),
-            (goals, "clock", lambda *_: clock),
+            (timed, "clock", lambda *_: clock),
             (questions, "clock", lambda *_: clock),
             (run, "free", lambda *_, **__: None),
             (run, "peak_mib", lambda fn: 0.0),

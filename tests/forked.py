@@ -72,21 +72,21 @@ class Forked:
 
 
 class Child:
-    """As Popen(command, start_new_session=True) of the bench's own command, forked from here: for a
+    """As Popen(command, start_new_session=True) of a bench's own command, forked from here: for a
     process of one thread, OMP_NUM_THREADS=1, since a fork has none of the pool that it waits for.
     """
 
     def __init__(self, command, start_new_session=True):
-        assert command[1:3] == ["-m", "tilewright.bench"] and start_new_session
+        assert command[1] == "-m" and command[2] in ("bench", "tilewright.bench")
+        assert start_new_session
         assert torch.get_num_threads() == 1
         self.pid, self._code = os.fork(), None
         if not self.pid:
             os.setsid()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            from tilewright.bench.__main__ import main
-
             try:
-                os._exit(main(command[3:]))
+                module = __import__(f"{command[2]}.__main__", fromlist=["main"])
+                os._exit(module.main(command[3:]))
             finally:
                 os._exit(1)
 

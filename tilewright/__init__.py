@@ -34,7 +34,7 @@ def __getattr__(name: str):
         try:
             return getattr(importlib.import_module(_LATER[name]), name)
         except ModuleNotFoundError as error:
-            if error.name != "tilewright_lab":
+            if not (error.name or "").startswith("tilewright_lab"):
                 raise
             raise ImportError(f"tilewright.{name} {NO_LAB}") from error
     if (_MOVED / f"{name}.py").exists():  # `import tilewright` has given some of these

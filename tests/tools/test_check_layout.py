@@ -22,7 +22,8 @@ from helpers import until  # and what the process that ranks are forked from imp
 from plants import layout as plants
 from plants.layout import STEPS
 
-from tilewright_lab.check_layout import check_layout, compare
+from tilewright_lab.check_layout import command as tool
+from tilewright_lab.check_layout import compare
 from tilewright_lab.check_layout.command import Refused
 from tilewright_lab.check_layout.findings import find
 from tilewright_lab.check_layout.notes import notes, notes_of_one
@@ -94,11 +95,9 @@ def test_numbers_of_tokens_that_hide_faults_are_noted(found):
 
 
 def test_a_narrower_dtype_is_on_its_line():
-    one = check_layout.Alone(
-        1.0, 8, None, None, torch.float64, ["w"], {"w": 1.0}, True, [], False, []
-    )
-    result = check_layout.Result("half", 2, [], [], 0.0, "bfloat16", 5e-2)
-    lines = check_layout.as_text(one, [result]).splitlines()
+    one = compare.Alone(1.0, 8, None, None, torch.float64, ["w"], {"w": 1.0}, True, [], False, [])
+    result = tool.Result("half", 2, [], [], 0.0, "bfloat16", 5e-2)
+    lines = tool.as_text(one, [result]).splitlines()
     assert lines[1] == "half on 2: equal; computed in bfloat16, equal within 5e-02"
 
 
@@ -177,7 +176,7 @@ def test_examples_print_what_the_page_says(example, monkeypatch):
 # ---- what cannot be checked
 
 BAD = {
-    "dict": "the function returned a value of type dict; it must be a tilewright_lab.check_layout.command.Step",
+    "dict": "the function returned a value of type dict; it must be a tilewright_lab.check_layout.Step",
     "text": "loss() returned a value of type str; it must be a tensor of one element",
     "rows": "loss() returned a tensor of shape [3]; it must be a tensor of one element",
     "nan": "loss() returned nan; it must be finite",
@@ -379,7 +378,7 @@ def test_a_file_that_cannot_be_imported(tmp_path, imports):
 
 
 def test_layouts_are_names_and_numbers_of_processes():
-    plan = check_layout.plan
+    plan = tool.plan
     assert plan(None) == {2: ["default"], 4: ["default"]}
     assert plan(["a", "b"], ["b"], [4]) == {4: ["b"]}
     assert plan({"a": 2, "b": (1, 2)}) == {2: ["a", "b"], 1: ["b"]}

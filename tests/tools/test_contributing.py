@@ -83,7 +83,7 @@ def test_the_template_makes_an_op(tmp_path):
             **os.environ,
             "TRITON_INTERPRET": "1",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}",
+            "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}:{ROOT}",
         },
         capture_output=True,
         text=True,

@@ -5,7 +5,8 @@ import sys
 import pytest
 import torch
 
-from bench.stages import checks, tools
+from bench.stages import tools
+from tilewright.bench.units import failures
 from tilewright.ops import OPS
 
 HEAD = "========= COMPUTE-SANITIZER\n"
@@ -70,7 +71,7 @@ def test_what_a_sanitizer_finds_is_told_of_the_op_that_it_is_about(
     )
     assert {r["implementation"] for r in results} == {"memcheck"}
     broken = any(status in ("broken", "error") for status in found)
-    assert bool(checks.failures({"results": results})) == broken
+    assert bool(failures({"results": results})) == broken
     if "broken" in found:
         assert "Invalid __global__ read" in results[0]["reason"]
     assert len(commands) == 3
@@ -84,7 +85,7 @@ def test_without_the_tools_nothing_is_broken(monkeypatch):
     for unit in (launches(), *tools.counter_units([(OPS["rmsnorm"], timed_case())])):
         document = unit.make()
         assert {r["status"] for r in document["results"]} == {"unavailable"}
-        assert not checks.failures(document)
+        assert not failures(document)
 
 
 def timed_case():

@@ -122,8 +122,8 @@ BEHIND = [row("eager", 9.0), row("compile", 1.0), row("triton", 2.0)]
 
 @pytest.fixture
 def root(tmp_path):
-    (tmp_path / "bench/results").mkdir()
-    return tmp_path / "bench/results"
+    (tmp_path / "results").mkdir()
+    return tmp_path / "results"
 
 
 def build(root):
@@ -717,7 +717,7 @@ def test_overhead_and_training_folders_are_listed(root):
         "7.00" in line(section(page, "### Host time of a call"), "| cpp |")
         and "`rope` pick: no" in page
     )
-    assert "[README.md](../bench/results/training-x/README.md)" in section(page, "## Training runs")
+    assert "[README.md](../results/training-x/README.md)" in section(page, "## Training runs")
     assert "not read" in line(page, "| [notes]")
 
 

@@ -13,10 +13,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def measured():
     """The rehearsed parts, and the units of two stages, in a process where Triton compiles."""
-    from bench.schedule import Chosen, units
-
     from bench.rehearse import rehearse
+    from bench.suite import units
     from tilewright.bench import pretend, run
+    from tilewright.bench.plan import Chosen
     from tilewright.bench.units import DTYPES
     from tilewright.ops import OPS
 

@@ -582,7 +582,7 @@ def raises(*args):
 
 def planned(op, stage, out=pathlib.Path()):
     settings = run.Settings(rounds=1, sample_seconds=0.0)
-    return suite.units(stage, [op], DTYPES, Chosen("cpu", settings, out))
+    return suite.units(stage, [op], plan.DTYPES, Chosen("cpu", settings, out))
 
 
 def test_parity_tells_what_holds_what_is_broken_and_what_raised():
@@ -937,9 +937,9 @@ def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
 def test_pieces_of_a_larger_cache_that_stayed_are_no_part_of_this_one(tmp_path):
     """carry.py names how many pieces there are; RESULTS may have those of an earlier call, too."""
     root = pathlib.Path(run.__file__).parents[2]
-    (tmp_path / "scripts").mkdir()
+    (tmp_path / "bench").mkdir()
     (tmp_path / "results").mkdir()
-    shutil.copy(root / "bench/gpu.sh", tmp_path / "scripts")
+    shutil.copy(root / "bench/gpu.sh", tmp_path / "bench")
     stub = tmp_path / "python"
     stub.write_text("#!/bin/sh\n")
     stub.chmod(0o755)

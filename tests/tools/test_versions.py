@@ -105,7 +105,7 @@ def test_all_that_make_installs_is_held_by_the_lock():
     assert re.search(r"^PIP := .* -c \$\(LOCK\)$", MAKEFILE, re.M)
     lines = MAKEFILE.replace("\\\n", " ").splitlines()
     alone = [line for line in lines if "--no-deps" in line]
-    alone = [line for line in alone if not line.endswith("-e .")]
+    alone = [line for line in alone if not line.endswith("-e . -e ./lab")]
     assert len(alone) >= 4 and all("$(call exact," in line for line in alone), alone
 
 
@@ -144,8 +144,9 @@ def test_what_make_test_has_built_must_run(monkeypatch):
 @pytest.mark.parametrize("asked, again", [((), False), (("TORCH=torch==2.14.1",), True)])
 def test_another_torch_is_installed_where_one_is(asked, again, tmp_path):
     """`make` with a TORCH that is not the environment's sets all of it up again."""
-    for name in ("Makefile", "pyproject.toml", "requirements.lock"):
-        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "lab").mkdir()
+    for name in ("Makefile", "pyproject.toml", "lab/pyproject.toml", "requirements.lock"):
+        shutil.copy(ROOT / name, tmp_path / name)
     torch = re.search(r"^TORCH \?= (.*)$", MAKEFILE, re.M)[1]
     (tmp_path / ".venv").mkdir()
     for stamp in (".torch", ".trainer", ".built", ".dev", ".docs", ".ready", ".installed"):
@@ -174,7 +175,7 @@ def test_what_is_installed_is_what_the_lock_says():
         canonicalize_name(d.metadata["Name"]): d.version
         for d in importlib.metadata.distributions(path=sorted(places))
     }
-    own = {"tilewright", *BESIDE}
+    own = {"tilewright", "tilewright-lab", *BESIDE}
     of_torch = {name for name in found if re.match(r"nvidia-(?!cutlass)|cuda-toolkit", name)}
     assert {n: v for n, v in found.items() if n not in own | of_torch} == {
         n: v for n, v in locked(python).items() if n in found

@@ -16,6 +16,6 @@ def moved(old: str, new: str) -> None:
     try:
         sys.modules[old] = importlib.import_module(new)
     except ModuleNotFoundError as error:
-        if error.name != "tilewright_lab":
+        if not (error.name or "").startswith("tilewright_lab"):
             raise
         raise ImportError(f"{old} {NO_LAB}") from error

@@ -273,8 +273,7 @@ def _forward_backward(step: Step, at: Callable[[str], None]) -> float | None:
 def _check(step: Any) -> None:
     if not isinstance(step, Step):
         raise Refused(
-            f"the function returned {_described(step)}; it must be a tilewright_lab.check_layout.command"
-            ".Step"
+            f"the function returned {_described(step)}; it must be a tilewright_lab.check_layout.Step"
         )
     if not isinstance(step.model, nn.Module):
         raise Refused(f"Step.model is {_described(step.model)}; it must be a torch.nn.Module")

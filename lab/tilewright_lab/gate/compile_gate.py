@@ -83,15 +83,17 @@ def main(
     argv: list[str],
     others: Callable[[], dict[str, Any]] | None = None,
     archs: Sequence[int] = ARCHS,
+    prog: str = "tilewright gate --registry",
 ) -> int:
     """Exit code. 0: passed; 1: a failure; 2: the gate cannot run here, with the reason.
 
     others: gives specs, by name, that are compiled in place of the registry's; a budget of which
         they have none is no failure.
     archs: what is compiled for without --arch.
+    prog: the command's name.
     """
     ops = operations()
-    parser = _parser(ops)
+    parser = _parser(ops, prog)
     args = parser.parse_args(argv)
     start = time.time()
     names = {c.name for c in COMPILERS.values()}
@@ -225,10 +227,8 @@ def _judge(
     return judge(results, plan.specs, budgets, stale)
 
 
-def _parser(ops: dict[str, Op]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="tilewright gate --registry", description=__doc__.split("\n\n")[0]
-    )
+def _parser(ops: dict[str, Op], prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("--op", action="append", choices=list(ops), help="only this op's kernels (repeatable)")
     add(
