@@ -95,6 +95,7 @@ OWN = {  # models that need fields beyond these rules to build, or to have atten
         "indexer_compress_ratio": 2,
         "output_gate_type": "sigmoid",
     },
+    "qwen2_vl_vision": {"depth": 2, "embed_dim": 32, "num_heads": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "xmod": {"default_language": "en_XX"},
     "chameleon": {"vocabulary_map": {"<image>": 60, "IMGIMGAZ": 61, "IMGIMGBZ": 62}},
