@@ -1971,14 +1971,13 @@ def test_luck_is_not_taken_for_speed(tables, monkeypatch):
     assert measured == [[0, 1, 2, 3], [0, 1]]
 
 
-@pytest.mark.parametrize(
-    "command, words", [(main, ["suite", "--stage", "time"]), (bench, ["run"])], ids=["suite", "run"]
-)
 def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(
-    command, words, tmp_path, monkeypatch, forks
+    tmp_path, monkeypatch, forks
 ):
     argv = [
-        *words,
+        "suite",
+        "--stage",
+        "time",
         "--minutes",
         "50",
         "--out",
@@ -2013,13 +2012,30 @@ def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(
             "supervise",
             lambda *a, **k: store.write_json(roof, failed) or True,
         )
-        assert command(argv) == 1
+        assert main(argv) == 1
     assert set(stored(tmp_path)) == {"suite", "roofline"}
-    assert command(argv) == 0
+    assert main(argv) == 0
     document = stored(tmp_path)["time/rmsnorm.gemma-3-4b.float32"]
     assert next(r for r in document["rows"] if r["auto"])["status"] == "ok"
     assert {r["provider"] for r in document["rows"]} == {"eager", "cpp"}
-    assert "--task" not in document["meta"]["argv"] and document["meta"]["argv"][0] == words[0]
+    assert "--task" not in document["meta"]["argv"] and document["meta"]["argv"][0] == "suite"
+
+
+def test_run_times_what_is_missing(tmp_path, forks):
+    roof, meta = roofline_unit("cpu"), run.metadata("cpu", run.Settings(), [])
+    document = {"roofline": {"copy_bytes_per_second": 1e10, "flops_per_second": {}}}
+    document |= {"schema": 1, "meta": roof.about(meta), "options": dict(roof.options)}
+    store.write_json(roof.path(tmp_path / store.UNITS), document)
+    argv = ["run", "--op", "rmsnorm", "--case", "gemma-3-4b", "--provider", "eager,cpp"]
+    argv += ["--device", "cpu", "--dtype", "float32", "--rounds", "1", "--sample-ms", "0"]
+    for _ in range(2):
+        assert bench([*argv, "--out", str(tmp_path)]) == 0
+    found = stored(tmp_path)
+    assert found["roofline"]["roofline"] == document["roofline"], "it is there, and kept"
+    assert next(iter(found["suite"]["units"])) == "roofline"
+    rows = found["time/rmsnorm.gemma-3-4b.float32"]["rows"]
+    assert {r["provider"]: r["status"] for r in rows} == {"eager": "ok", "cpp": "ok"}
+    assert found["time/rmsnorm.gemma-3-4b.float32"]["meta"]["argv"][0] == "run"
 
 
 def test_a_variant_that_is_refused_is_no_failure(monkeypatch):
