@@ -102,7 +102,7 @@ lock: .venv-lock/.installed
 
 # The newest of everything that pyproject.toml admits, in an environment of its own, and the tests that touch other
 # packages. torch stays as it is unless asked: `make newest NEWEST_TORCH=torch TESTS="tests/ops tests/nn tests/trainer"`
-# takes the newest of it, too. The C++ extension is that of $(VENV)'s torch; it runs with every torch.
+# takes the newest of it, too; NEWEST_ALSO has further bounds, without spaces in them. The C++ extension is that of $(VENV)'s torch; it runs with every torch.
 NEWEST := .venv-newest/bin/python
 NEWEST_TORCH ?= $(TORCH)
 TESTS ?= -m packages
@@ -110,7 +110,7 @@ newest: $(STAMP) .cache/smollm2/config.json
 	test -x $(NEWEST) || $(PYTHON) -m venv .venv-newest
 	$(NEWEST) -m pip install -q --upgrade $(SETUP)
 	TILEWRIGHT_SKIP_CPP=1 $(NEWEST) -m pip install -q --no-deps --no-build-isolation -e . -e ./lab
-	$(NEWEST) -m pip install -q --no-compile --upgrade --upgrade-strategy eager "$(NEWEST_TORCH)" matplotlib "tilewright[trainer,dev,docs]"
+	$(NEWEST) -m pip install -q --no-compile --upgrade --upgrade-strategy eager "$(NEWEST_TORCH)" $(NEWEST_ALSO:%="%") matplotlib "tilewright[trainer,dev,docs]"
 	$(NEWEST) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # Rebuilds the C++ extension in place.

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import itertools
 import pathlib
 import re
 import tomllib
@@ -9,20 +10,25 @@ import tomllib
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-LIBRARY = sorted((ROOT / "tilewright").rglob("*.py")) + sorted((ROOT / "examples").rglob("*.py"))
+LIBRARY = [
+    path
+    for folder in ("tilewright", "lab/tilewright_lab", "bench", "examples")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
 KERNELS = sorted((ROOT / "tilewright/kernels").rglob("*_triton.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
 @functools.cache
 def parsed(path):
-    return tree_of(path.read_text(), ".".join(path.relative_to(ROOT).with_suffix("").parts))
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return tree_of(path.read_text(), ".".join(parts).removeprefix("lab."))
 
 
 def tree_of(text, module="tilewright.bench.planted"):
     """Its syntax tree, with the module's name."""
     tree = ast.parse(text)
-    tree.module = module.removesuffix(".__init__")
+    tree.module, tree.lines = module.removesuffix(".__init__"), text.splitlines()
     return tree
 
 
@@ -178,6 +184,7 @@ def undocumented(tree):
 
 
 MOST_PARAMETERS = 10
+MOST_LINES = 60
 OF_OPERATORS = ("tilewright.ops", "tilewright.kernels")
 
 
@@ -266,6 +273,23 @@ def crowded(tree):
                 yield node.lineno, f"a lambda has {count} parameters"
 
 
+def long(tree):
+    """A function of more than MOST_LINES lines, its docstring aside, has the reason above it, in a
+    comment `# Long: ...`.
+    """
+    for name, node in functions_of(tree.body):
+        first = node.body[0]
+        described = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+        about = first.end_lineno - first.lineno + 1 if described else 0
+        lines = node.end_lineno - node.lineno + 1 - about
+        begin = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+        above = itertools.takewhile(
+            lambda line: line.lstrip().startswith("#"), reversed(tree.lines[: begin - 1])
+        )
+        if lines > MOST_LINES and not any(line.lstrip().startswith("# Long: ") for line in above):
+            yield node.lineno, f"{name} has {lines} lines"
+
+
 def private(tree):
     """A name with a leading underscore is private to its module, a module `_name` to its
     package. A subclass may use what it inherits.
@@ -273,7 +297,7 @@ def private(tree):
     modules = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (
-            node.level or (node.module or "").startswith("tilewright")
+            node.level or (node.module or "").startswith(("tilewright", "bench"))
         ):
             for a in node.names:
                 if is_module(node.module, a.name):
@@ -308,8 +332,9 @@ def underscored(name):
 
 
 def is_module(*names):
-    path = ROOT.joinpath(*".".join(filter(None, names)).split("."))
-    return path.with_suffix(".py").exists() or path.is_dir()
+    parts = ".".join(filter(None, names)).split(".")
+    paths = [root.joinpath(*parts) for root in (ROOT, ROOT / "lab")]
+    return any(path.with_suffix(".py").exists() or path.is_dir() for path in paths)
 
 
 def private_names(tree):
@@ -448,6 +473,7 @@ RULES = [
     (pickled, LIBRARY),
     (hoarding, LIBRARY),
     (crowded, LIBRARY),
+    (long, [p for p in LIBRARY if not {"ops", "kernels", "trainer"} & set(p.parts)]),
     (private, LIBRARY),
     (positional, LIBRARY + TESTS),
     (swallowed, LIBRARY),
@@ -479,6 +505,8 @@ MANY = ", ".join(f"p{i}" for i in range(MOST_PARAMETERS + 1))
 @pytest.mark.parametrize(
     "rule, source",
     [
+        (long, "def f():\n" + MOST_LINES * "    x = 1\n"),
+        (long, "class A:\n    # Short: no.\n    def f(self):\n" + MOST_LINES * "        x = 1\n"),
         (crowded, f"def f({MANY}): pass"),
         (crowded, f"def f(a, *, {MANY}): pass"),
         (crowded, f"class A:\n    def f(self, {MANY}): pass"),
@@ -563,6 +591,8 @@ def test_rule_sees_a_planted_fault(rule, source):
         ),
         (swallowed, "try:\n    f()\nexcept KeyError:\n    pass"),
         (hoarding, "def f():\n    _loaded = {}"),
+        (long, 'def f():\n    """One.\n\n    Two.\n    """\n' + (MOST_LINES - 1) * "    x = 1\n"),
+        (long, "# Long: a table.\n# Of x.\n@cache\ndef f():\n" + MOST_LINES * "    x = 1\n"),
         (crowded, f"@triton.jit\ndef f({MANY}): pass"),
         (crowded, f"class A:\n    def f(self, {MANY[4:]}): pass"),
         (private, "class A(Op):\n    def f(self): return self._table"),
