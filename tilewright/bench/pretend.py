@@ -96,8 +96,11 @@ def _on_meta(value: object) -> object:
     return META if isinstance(value, torch.device) and value.type == "cuda" else value
 
 
-_Base: Any = torch._C.TensorBase  # its stubs declare the values that these descriptors give
-_is_meta, _device_of, _where = _Base.is_meta.__get__, _Base.device.__get__, _Base.get_device
+_is_meta, _device_of, _where = (
+    torch._C.TensorBase.is_meta.__get__,  # pyright: ignore[reportAttributeAccessIssue] (stub: bool)
+    torch._C.TensorBase.device.__get__,
+    torch._C.TensorBase.get_device,
+)
 _Real = torch.Generator
 
 
