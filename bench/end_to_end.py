@@ -20,15 +20,20 @@ import json
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tilewright import platform
 from tilewright.bench import report, run, store, timing
 from tilewright.bench.options import at_least, chosen, names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from tilewright.trainer.model import Transformer
 
 PROVIDERS = ("transformers", "trainer")
 DTYPES = {
@@ -56,9 +61,10 @@ class Shape:
         return f"{'smollm2-135m' if known else f'llama-{self.hidden}'}_{self.layers}_layers_{self.tokens}_tokens"
 
 
-def of_transformers(shape: Shape) -> torch.nn.Module:
+def of_transformers(shape: Shape) -> PreTrainedModel:
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    attention: dict[str, Any] = {"attn_implementation": "sdpa"}  # a field of no config's class
     torch.manual_seed(SEED)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -71,12 +77,12 @@ def of_transformers(shape: Shape) -> torch.nn.Module:
             max_position_embeddings=max(2048, shape.tokens),
             rms_norm_eps=1e-5,
             tie_word_embeddings=True,
-            attn_implementation="sdpa",
+            **attention,
         )
     )
 
 
-def of_trainer(like: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+def of_trainer(like: PreTrainedModel, dtype: torch.dtype) -> Transformer:
     """The trainer's model with the weights of a transformers model."""
     from tilewright.trainer import hf
     from tilewright.trainer.model import ModelConfig, Ops, Transformer
@@ -124,11 +130,11 @@ def step(model: torch.nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch
     return outcome.total.detach() / outcome.denominator
 
 
-def gradients(model: torch.nn.Module, like: torch.nn.Module) -> dict[str, torch.Tensor]:
+def gradients(model: torch.nn.Module, like: Transformer) -> dict[str, torch.Tensor]:
     """By the trainer's parameter names.   like: the trainer's model."""
     from tilewright.trainer import hf
 
-    own = {name: p.grad for name, p in model.named_parameters()}
+    own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {
         name: hf.fuse(
             name,
@@ -205,7 +211,7 @@ def peak_in_child(provider: str, shape: Shape, dtype: str) -> float | None:
 def _child(asked: dict[str, Any]) -> float | None:
     torch.set_num_threads(asked["threads"])
     shape, dtype = Shape(**asked["shape"]), DTYPES[asked["dtype"]]
-    model = of_transformers(shape)
+    model: torch.nn.Module = of_transformers(shape)
     if asked["provider"] == "trainer":
         model = of_trainer(model, dtype)
     ids = tokens_of(shape)
@@ -236,12 +242,13 @@ def measure(
     del exact, reference
     theirs = of_transformers(shape)
     for dtype in dtypes:
-        models = {"transformers": theirs, "trainer": of_trainer(theirs, DTYPES[dtype])}
+        ours = of_trainer(theirs, DTYPES[dtype])
+        models = {"transformers": theirs, "trainer": ours}
         judged = {}
         for name, model in models.items():
             loss = step(model, ids, DTYPES[dtype])
-            judged[name] = errors(loss, gradients(model, models["trainer"]), truth)
-        tasks = {
+            judged[name] = errors(loss, gradients(model, ours), truth)
+        tasks: dict[Hashable, Callable[[], object]] = {
             name: functools.partial(step, model, ids, DTYPES[dtype])
             for name, model in models.items()
         }
@@ -318,7 +325,8 @@ def main(argv: Sequence[str]) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     shape = Shape(tokens=args.tokens, layers=args.layers)
-    settings = SimpleNamespace(rounds=args.rounds, **dataclasses.asdict(shape))
+    # `run.metadata` records the fields of any object.
+    settings: Any = SimpleNamespace(rounds=args.rounds, **dataclasses.asdict(shape))
     meta = run.metadata("cpu", settings, ["end-to-end", *argv], trainer=True)
     rows = measure(shape, dtypes, args.rounds)
     print(table(rows))

@@ -32,9 +32,11 @@ def collect(ops: Iterable[Op]) -> dict[str, Any]:
     with pretend.gpu(ARCH, compiles=False):
         for variant in variants.VARIANTS:
             op = by_name.get(variant.op)
-            cases = op.cases if op and variant.launch else ()
-            for case in (c for c in cases if c.name == variant.case and "cuda" in c.tags):
+            if op is None or not variant.launch:
+                continue
+            for case in (c for c in op.cases if c.name == variant.case and "cuda" in c.tags):
                 impl = questions.implementation(variant, op, variant.other, "cuda")
+                assert impl is not None, "every launch here is of some implementation"
                 tunable, key = next(
                     (t, key)
                     for t, key in launches.requested_keys(
@@ -44,6 +46,7 @@ def collect(ops: Iterable[Op]) -> dict[str, Any]:
                 )
                 named = tunable.named(key)
                 for way in filter(None, variant.ways.values()):
+                    assert not isinstance(way, str), "alternatives of a launch are configurations"
                     config = {**tunable.heuristic(**named), **way}
                     for spec in labeled(tunable, named, config, f"{variant.name}: "):
                         # Nothing counts on its blocks: it is measured.

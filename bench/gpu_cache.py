@@ -136,6 +136,7 @@ def calls(
                     continue
                 for way in v.ways.values():
                     impl = questions.implementation(v, op, way, "cuda")
+                    assert impl is not None, "every launch here is of some implementation"
                     if impl.name == "cute":  # not compiled by Triton
                         continue
                     call = Call(op.name, impl.name, case.name, "cuda", registry.short(DTYPE))
@@ -187,15 +188,15 @@ def key_of_build(triton: pathlib.Path | None) -> str:
                 f"differs"
             )
     library = "_C/libtriton.so"
-    digests = [
+    old, new = (
         hashlib.sha256((where / library).read_bytes()).hexdigest() for where in (ours, triton)
-    ]
-    if digests[0] not in key:
+    )
+    if old not in key:
         raise ValueError(
             f"Triton {here.__version__} does not make its key of its library's digest, as is "
             f"relied on"
         )
-    return key.replace(*digests)
+    return key.replace(old, new)
 
 
 @contextlib.contextmanager

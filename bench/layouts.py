@@ -136,6 +136,9 @@ def peer_rank(job: Job, folder: pathlib.Path) -> dict[str, Any]:
 
     imported = status_mib("VmRSS")
 
+    more: dict[str, Any] = dict(PEER[job.layout])
+    if job.recompute == "layers":
+        more["gradient_checkpointing"] = True
     arguments = TrainingArguments(
         output_dir=str(folder / "run"),
         use_cpu=True,
@@ -152,13 +155,12 @@ def peer_rank(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         save_strategy="no",
         train_sampling_strategy="sequential",
         disable_tqdm=True,
-        **PEER[job.layout],
-        **({"gradient_checkpointing": True} if job.recompute == "layers" else {}),
+        **more,
     )
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
     lines = pathlib.Path(job.data).read_text().splitlines()
     rows = [json.loads(line)["input_ids"] for line in lines]
-    data = [{"input_ids": ids, "labels": ids} for ids in rows]
+    data: Any = [{"input_ids": ids, "labels": ids} for ids in rows]  # a list will do
     trainer = Trainer(model, arguments, train_dataset=data)
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
@@ -342,7 +344,8 @@ def main(argv: Sequence[str]) -> int:
         if reason := platform.no_module(module):
             parser.error(reason)
     shape = Shape(tokens=args.tokens, layers=args.layers)
-    settings = SimpleNamespace(**{**vars(args), "out": None})
+    # `run.metadata` records the fields of any object.
+    settings: Any = SimpleNamespace(**{**vars(args), "out": None})
     meta = run.metadata("cpu", settings, ["layouts", *argv], trainer=True)
     with tempfile.TemporaryDirectory() as folder:
         inputs = write_inputs(pathlib.Path(folder), shape, args.steps, args.model)

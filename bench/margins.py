@@ -15,7 +15,7 @@ import argparse
 import datetime
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -99,7 +99,9 @@ def _labels(op: Op, kwargs: dict[str, Any]) -> dict[str, str]:
     if not (isinstance(outs, tuple) and any(isinstance(o, list) for o in outs)):
         return {}
     paths, _ = pytree.tree_flatten_with_path(outs)
-    return {f"out {i}": f"out {path[0].idx}" for i, (path, _) in enumerate(paths)}
+    # The result is a tuple, so a path begins with an index.
+    firsts = [cast("pytree.SequenceKey[Any]", path[0]) for path, _ in paths]
+    return {f"out {i}": f"out {first.idx}" for i, first in enumerate(firsts)}
 
 
 def planted(op: Op) -> tuple[int, int]:
@@ -175,14 +177,14 @@ def page(found: Sequence[Row], made: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--op", type=names(), metavar="OP,..", help="default: every op")
     parser.add_argument(
         "--implementation", type=names(), metavar="NAME,..", help="default: those that run here"
     )
     parser.add_argument("--faults", action="store_true", help="plant faults; write nothing")
     parser.add_argument("--out", type=pathlib.Path, default=PAGE, help="default: %(default)s")
-    args = parser.parse_args(argv)
+    args: Any = parser.parse_args(argv)
     table_ = operations()
     ops = [table_[n] for n in chosen(parser, "--op", args.op, list(table_))]
     if args.faults:

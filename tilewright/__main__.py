@@ -111,12 +111,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         op = None if args.op is None else selection.known(args.op)
-        if args.command == "check" and args.implementation != "auto":
+        if op is not None and args.command == "check" and args.implementation != "auto":
             op.implementation(args.implementation)
     except ValueError as error:
         print(f"tilewright {args.command}: {error}", file=sys.stderr)
         return 2
-    if args.command == "check":
+    if op is not None and args.command == "check":
         return check(op, args.implementation, args.device, args.dtype)
     return explain(args, op)
 

@@ -26,6 +26,7 @@ class Pair:
 
     @property
     def auto(self) -> dict[str, Any]:
+        assert self.group.auto is not None  # or there were no pair
         return self.group.auto
 
     @property
@@ -73,6 +74,7 @@ def spread(pairs: Sequence[Pair]) -> str:
     if not pairs:
         return ""
     low, high = (timing.geomean(p.interval[i] for p in pairs) for i in (0, 1))
+    assert low is not None and high is not None
     text = f"{number(timing.geomean(p.ratio for p in pairs))} [{number(low)}, {number(high)}]"
     return f"equal, {text}" if holds_one((low, high)) else text
 
@@ -98,6 +100,7 @@ def flaws(source: Source, op: str) -> list[str]:
 def pair(group: Group, provider: str) -> Pair | None:
     """The comparison of two rows; None unless both have a time."""
     auto, other = group.auto, group.rows[provider]
+    assert auto is not None, "only groups with `auto` are compared"
     if auto["status"] != "ok" or other["status"] != "ok":
         return None
     for pass_name in ("forward_backward", "forward"):
@@ -129,16 +132,15 @@ class Device:
         self.groups = sorted(self.groups, key=_registry_order)
         tried = [g for g in self.groups if is_tried(g.auto)]
         self.auto = newest(tried, lambda g: (g.op, g.case, g.dtype))
-        self.pairs = {
-            name: self._pairs(name, tried)
-            for name, g in self.auto.items()
-            if g.auto["status"] == "ok"
-        }
+        self.pairs = {name: self._pairs(name, tried) for name in self.timed}
 
     def _pairs(self, name: tuple[str, str, str], tried: list[Group]) -> dict[str, Pair]:
-        provider = self.auto[name].auto["provider"]
+        row = self.auto[name].auto
+        assert row is not None  # as it was tried
         same = [
-            g for g in tried if (g.op, g.case, g.dtype) == name and g.auto["provider"] == provider
+            g
+            for g in tried
+            if (g.op, g.case, g.dtype) == name and g.auto and g.auto["provider"] == row["provider"]
         ]
         known = dict.fromkeys(p for g in same for p in g.rows)
         chosen = {
@@ -147,12 +149,12 @@ class Device:
             )
             for p in known
         }
-        pairs = {p: pair(g[0], p) for p, g in chosen.items() if g}
-        return {p: pairs[p] for p in sorted(pairs, key=provider_order) if pairs[p]}
+        pairs = {p: found for p, g in chosen.items() if g and (found := pair(g[0], p))}
+        return {p: pairs[p] for p in sorted(pairs, key=provider_order)}
 
     @property
     def timed(self) -> dict[tuple[str, str, str], Group]:
-        return {n: g for n, g in self.auto.items() if g.auto["status"] == "ok"}
+        return {n: g for n, g in self.auto.items() if g.auto and g.auto["status"] == "ok"}
 
     @property
     def title(self) -> str:

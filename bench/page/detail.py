@@ -71,6 +71,7 @@ def op_table(device: Device, op: str) -> list[str]:
 def _auto_cells(device: Device, name: tuple[str, str, str]) -> list[str]:
     group = device.timed[name]
     row, pairs, peer = group.auto, device.pairs[name], device.best_peer(name)
+    assert row is not None, "what is timed has a row"
     times = [
         f"{number(f['median_ms'])} [{number(f['p20_ms'])}, {number(f['p80_ms'])}]" if f else ""
         for f in (row.get(p) for p in report.PASSES)

@@ -135,6 +135,9 @@ def training(raw_results: Raw, results: str) -> list[str]:
     ]
 
 
+YES_NO: dict[Any, str] = {True: "yes", False: "no"}
+
+
 def files(raw_results: Raw, results: str) -> list[str]:
     out = [
         "## Raw files",
@@ -161,7 +164,7 @@ def files(raw_results: Raw, results: str) -> list[str]:
             dates[0] + (f" to {dates[-1]}" if len(dates) > 1 else "") if dates else "",
             _each(s.commit.removesuffix(" + local changes") for s in sources),
             _complete(folder),
-            _each({True: "yes", False: "no"}.get(s.meta.get("dirty"), "unknown") for s in sources),
+            _each(YES_NO.get(s.meta.get("dirty"), "unknown") for s in sources),
             number(
                 max((load for s in sources if (load := _load(s.meta)) is not None), default=None)
             ),

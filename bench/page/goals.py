@@ -88,7 +88,7 @@ def _goal_cases(op: Op, goal: Goal, device: Device) -> tuple[list[Measured], lis
             group = device.timed.get((op.name, case, dtype))
             peak = group.roofline["flops_per_second"].get(dtype) if group else None
             judged = judge(goal, group.rows, peak) if group else None
-            if judged is None:
+            if group is None or judged is None:
                 unmeasured.append(f"{case} {dtype}")
             else:
                 measured.append(Measured(f"{case} {dtype}", judged.value, judged.met, group.source))
@@ -112,8 +112,14 @@ def judge(goal: Goal, rows: Mapping[str, dict], peak: float | None) -> Judged | 
 
 
 def _meets(goal: Goal, value: float, mib: float | None) -> bool:
-    reached = value >= goal.at_least if goal.at_least is not None else value <= goal.at_most
-    return reached and (goal.within_mib is None or mib <= goal.within_mib)
+    if goal.at_least is not None:
+        reached = value >= goal.at_least
+    else:
+        assert goal.at_most is not None, "a goal has one of the two bounds"
+        reached = value <= goal.at_most
+    if goal.within_mib is None or not reached:
+        return reached
+    return mib is not None and mib <= goal.within_mib
 
 
 def _value(goal: Goal, row: dict, rows: Mapping[str, dict], peak: float | None) -> float | None:

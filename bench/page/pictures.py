@@ -186,7 +186,7 @@ def _ratios(data: dict[str, Any]):
     return figure
 
 
-def _legend(figure, entries: list[tuple[str, dict[str, str]]], columns: int) -> None:
+def _legend(figure, entries: list[tuple[str, dict[str, Any]]], columns: int) -> None:
     from matplotlib.lines import Line2D
 
     handles = [

@@ -59,7 +59,9 @@ def _headline_picture(device: Device, folder: str) -> list[Picture]:
             other: [p[other].ratio for (o, _, _), p in compared.items() if o == op and other in p]
             for other in over
         }
-        return geomean(by["eager"] or by["compile"])
+        mean = geomean(by["eager"] or by["compile"])
+        assert mean is not None, "an op in `rows` is compared with one of the two"
+        return mean
 
     ops = dict.fromkeys(op for (op, _, _), p in compared.items() if p.keys() & over)
     rows = sorted(ops, key=gain, reverse=True)
@@ -107,7 +109,9 @@ def _roofline_picture(device: Device, results: Raw, folder: str) -> list[Picture
         roof = next((e for e in entries if dtype in e.data["flops"]), None)
         points = []
         for (op, _, d), group in device.timed.items():
-            f = group.auto["forward_backward"] or group.auto["forward"]
+            row = group.auto
+            assert row is not None, "what is timed has a row"
+            f = row["forward_backward"] or row["forward"]
             if d == dtype and f.get("gb_per_s") and f.get("tflop_per_s"):
                 intensity, rate = f["tflop_per_s"] * 1e3 / f["gb_per_s"], f["tflop_per_s"] * 1e12
                 points.append([op, intensity, rate, is_of_today(group)])

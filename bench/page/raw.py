@@ -139,11 +139,12 @@ class Raw:
 
 
 T = TypeVar("T", Group, Entry)
+K = TypeVar("K", bound=Hashable)
 
 
-def newest(items: Iterable[T], key: Callable[[T], Hashable]) -> dict[Hashable, T]:
+def newest(items: Iterable[T], key: Callable[[T], K]) -> dict[K, T]:
     """The item with the newest date for each key, in order of the keys' first occurrence."""
-    chosen: dict[Hashable, T] = {}
+    chosen: dict[K, T] = {}
     for item in items:
         k = key(item)
         if k not in chosen or item.source.age > chosen[k].source.age:

@@ -111,8 +111,9 @@ def headline(device: Device, plots: list[Picture]) -> list[str]:
     for peer in sorted(kept, key=provider_order):
         pairs = kept[peer]
         ops = [
-            geomean(p.ratio for p in pairs if p.group.op == op)
+            mean
             for op in dict.fromkeys(p.group.op for p in pairs)
+            if (mean := geomean(p.ratio for p in pairs if p.group.op == op)) is not None
         ]
         low, middle, high = (number(quantile(ops, q)) for q in (0.2, 0.5, 0.8))
         rows.append(

@@ -11,7 +11,9 @@ from bench.page.raw import Source
 from tilewright.bench import report
 
 COMMAND = "python -m bench report"
-TITLES = dict(zip(report.PASSES, ("forward", "backward", "forward + backward"), strict=False))
+TITLES: dict[str, str] = dict(
+    zip(report.PASSES, ("forward", "backward", "forward + backward"), strict=False)
+)
 # The order of columns, independent of the order of results.
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float64")
 UNITS = {
@@ -63,9 +65,8 @@ def table(
     empty = [i for i in range(len(head)) if all(cells[i] in ("", None) for cells, _ in named)]
     agree = len({origin for _, origin in named}) == 1
     named = [([*cells, *([] if agree else [origin])], origin) for cells, origin in named]
-    shown = [
-        h for i, h in enumerate([*head, *([] if agree else ["measured at"])]) if i not in empty
-    ]
+    columns = [*head] if agree else [*head, "measured at"]
+    shown = [h for i, h in enumerate(columns) if i not in empty]
     out = ["| " + " | ".join(shown) + " |", "|" + "---|" * len(shown)]
     for cells, _ in named:
         out.append("| " + " | ".join(cell(c) for i, c in enumerate(cells) if i not in empty) + " |")

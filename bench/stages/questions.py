@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -49,7 +49,8 @@ def ab_unit(
 
     def answer():
         kwargs, reference = _inputs(op, case, device)
-        results, tasks, shared = [], {}, {}
+        results, shared = [], {}
+        tasks: dict[Hashable, Callable[[], object]] = {}  # by (way, pass)
         for way, alternative in variant.ways.items():
             impl = implementation(variant, op, alternative, device)
             assert impl is not None, "a question is asked where its implementation is usable"
@@ -71,6 +72,7 @@ def ab_unit(
             max_seconds=settings.max_seconds,
             seed=run.SEED,
         )
+        failed = cast("dict[tuple[str, str], str]", errors)
         tasks.clear()
         for t in contract.leaves(kwargs):
             t.grad = None
@@ -79,7 +81,7 @@ def ab_unit(
             "case": case.name,
             "results": results,
             "timed": _verdicts(variant, timings),
-            "not_timed": [f"{' '.join(key)}: {reason}" for key, reason in errors.items()],
+            "not_timed": [f"{' '.join(key)}: {reason}" for key, reason in failed.items()],
         }
 
     unit = checks("ab", op, case, device, [dtype], make, SECONDS)
@@ -153,9 +155,7 @@ def implementation(
     return next((i for i in usable if variant.launch in {t.name for t in i.tunables()}), None)
 
 
-def _verdicts(
-    variant: Variant, timings: Mapping[tuple[str, str], timing.Timing]
-) -> list[dict[str, Any]]:
+def _verdicts(variant: Variant, timings: Mapping[Hashable, timing.Timing]) -> list[dict[str, Any]]:
     """For each pass with both times: microseconds, by how much the other alternative is faster (in
     percent of its time), and which one is faster by more than the spread, or None.
     """

@@ -65,6 +65,7 @@ def launch(ops: Sequence[str], cases: Sequence[str] = (), passes: Sequence[str] 
             if cases
             else smallest(op)
         )
+        assert case is not None, "every op has a contract case"
         kwargs = case.make("cuda", torch.bfloat16, 0)
         try:
             if passes and passes[i] == "forward":

@@ -97,7 +97,7 @@ class Plan:
     """
 
     command: tuple[str, str]
-    about: str
+    about: str | None
     shares: Mapping[str, float]
     groups: Sequence[Group]
     units: Callable[..., list[Unit]]

@@ -97,7 +97,7 @@ def _on_meta(value: object) -> object:
 
 
 _is_meta, _device_of, _where = (
-    torch._C.TensorBase.is_meta.__get__,
+    torch._C.TensorBase.is_meta.__get__,  # pyright: ignore[reportAttributeAccessIssue] (stub: bool)
     torch._C.TensorBase.device.__get__,
     torch._C.TensorBase.get_device,
 )

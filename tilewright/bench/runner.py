@@ -266,7 +266,7 @@ def supervise(
 
     starting = interrupted = False
 
-    def start(i):
+    def start(i: int):
         nonlocal starting
         (out / f"running-{i}.json").unlink(missing_ok=True)
         starting = True  # an exception within Popen would lose the process that it has started
@@ -278,7 +278,7 @@ def supervise(
         if interrupted:
             raise KeyboardInterrupt
 
-    def stop(*indices):
+    def stop(*indices: int):
         processes = [running.pop(i) for i in indices]
         for process in processes:
             kill(process)

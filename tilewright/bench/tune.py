@@ -22,7 +22,7 @@ import pathlib
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -88,7 +88,11 @@ def search(
 
     shared: dict[tuple, torch.Tensor] = {}
     tasks = {i: task(c) for i, c in enumerate(candidates) if c not in crashed}
-    measure = functools.partial(timing.interleave, clock=clock, rounds=rounds, max_seconds=seconds)
+    # Of the candidates' numbers, where `interleave` takes any keys.
+    measure = cast(
+        "Callable[..., tuple[dict[int, timing.Timing], dict[int, str]]]",
+        functools.partial(timing.interleave, clock=clock, rounds=rounds, max_seconds=seconds),
+    )
     timings, errors = measure(tasks, seed=run.SEED)
     rejected = {
         **errors,
@@ -217,7 +221,7 @@ def units(
     ]
 
 
-def parser(prog: str = "python -m tilewright.bench tune", about: str = __doc__):
+def parser(prog: str = "python -m tilewright.bench tune", about: str | None = __doc__):
     ops = selection.operations()
     p = argparse.ArgumentParser(
         prog=prog,

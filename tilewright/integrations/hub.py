@@ -87,9 +87,9 @@ def modules(start: pathlib.Path = pathlib.Path(hub_layers.__file__)) -> set[path
         if path in found:
             continue
         found.add(path)
-        for node in _imports(ast.parse(path.read_text())):
+        for node, module in _imports(ast.parse(path.read_text())):
             # `from tilewright.ops import cases, silu_mul`: a module, and a name of the package.
-            base = ROOT.joinpath(*node.module.split(".")[1:])
+            base = ROOT.joinpath(*module.split(".")[1:])
             of = [_file_of(base / alias.name) for alias in node.names]
             waiting += [file for file in of if file]
             if None in of and (file := _file_of(base)):
@@ -103,9 +103,10 @@ def _file_of(name: pathlib.Path) -> pathlib.Path | None:
     return next((file for file in files if file.exists()), None)
 
 
-def _imports(tree: ast.AST) -> list[ast.ImportFrom]:
+def _imports(tree: ast.AST) -> list[tuple[ast.ImportFrom, str]]:
+    """The imports from this package, with the names of the modules."""
     return [
-        node
+        (node, node.module)
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
         and node.module is not None
@@ -118,11 +119,11 @@ def relative(path: pathlib.Path) -> str:
     text = path.read_text()
     lines = text.splitlines(keepends=True)
     up = "." * len(path.relative_to(ROOT).parts)
-    for node in _imports(ast.parse(text)):
-        inner = node.module.partition(".")[2]
+    for node, module in _imports(ast.parse(text)):
+        inner = module.partition(".")[2]
         line = lines[node.lineno - 1]
         lines[node.lineno - 1] = line.replace(
-            f"from {node.module} import", f"from {up}{inner} import", 1
+            f"from {module} import", f"from {up}{inner} import", 1
         )
     return "".join(lines)
 

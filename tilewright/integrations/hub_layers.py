@@ -6,6 +6,8 @@ modules of the same parameters.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -14,10 +16,11 @@ from tilewright.core import checks
 from tilewright.integrations.transformers.experts import experts_entry
 
 # A layer may have no member beyond `forward` and these two flags: whether it is differentiable
-# (`has_backward`, the default), and whether torch.compile traces it without a graph break.
+# (`has_backward`, the default), and whether torch.compile traces it without a graph break. The
+# annotated attributes are the module's that it is put on.
 
 
-def _eps(norm: nn.Module) -> float:
+def _eps(norm: Any) -> float:
     return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
 
 
@@ -29,6 +32,7 @@ class RMSNorm(nn.Module):
     """
 
     can_torch_compile = True
+    weight: torch.Tensor
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         dtype = torch.promote_types(self.weight.dtype, hidden_states.dtype)
@@ -40,6 +44,7 @@ class RMSNormRoundedOnce(nn.Module):
     """x / rms(x) * weight in float32, rounded once: gpt-oss."""
 
     can_torch_compile = True
+    weight: torch.Tensor
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         with checks.no_autocast(hidden_states):
@@ -50,6 +55,7 @@ class RMSNormZeroCentered(nn.Module):
     """x / rms(x) * (1 + weight) in float32, rounded once: Gemma, Qwen3.5."""
 
     can_torch_compile = True
+    weight: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with checks.no_autocast(x):
@@ -69,6 +75,9 @@ class SwiGLUMLP(nn.Module):
     """down_proj(silu(gate_proj(x)) * up_proj(x)): Llama, Mistral, Qwen2, Qwen3."""
 
     can_torch_compile = True
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(ops.silu_mul(self.gate_proj(x), self.up_proj(x)))
@@ -78,6 +87,9 @@ class GeGLUMLP(nn.Module):
     """down_proj(gelu_tanh(gate_proj(x)) * up_proj(x)): Gemma."""
 
     can_torch_compile = True
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gated = ops.gelu_mul(self.gate_proj(x), self.up_proj(x), approximate="tanh")
@@ -88,6 +100,8 @@ class MergedSwiGLUMLP(nn.Module):
     """down_proj(silu(gate) * up) with gate and up in one gate_up_proj: Phi-3, GLM-4."""
 
     can_torch_compile = True
+    gate_up_proj: nn.Module
+    down_proj: nn.Module
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.down_proj(ops.silu_mul(self.gate_up_proj(hidden_states)))

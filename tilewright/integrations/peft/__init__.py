@@ -42,11 +42,12 @@ def register() -> None:
     """
     if reason := platform.no_module("peft"):
         raise ImplementationUnavailable(reason)
-    from peft.tuners.lora import model as lora_model
+    from peft.tuners.lora import model
 
     from tilewright.integrations.peft.layer import QuantizedLoraLinear
 
-    own: Any = lora_model.dispatch_default
+    lora_model: Any = model  # which imports that function, and does not export it
+    own = lora_model.dispatch_default
     if getattr(own, "knows_quantized_linear", False):
         return
 

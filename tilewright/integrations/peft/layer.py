@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.tuners.lora.layer import Linear
@@ -60,7 +60,7 @@ class QuantizedLoraLinear(Linear):
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """As PEFT's: adds adapters to the weight, which is quantized again."""
-        base = self.get_base_layer()
+        base = cast(QuantizedLinear, self.get_base_layer())
         for name in check_adapters_to_merge(self, adapter_names):
             if name not in self.lora_A:
                 continue
@@ -77,7 +77,7 @@ class QuantizedLoraLinear(Linear):
 
     def unmerge(self) -> None:
         """As PEFT's: takes all merged adapters out."""
-        base = self.get_base_layer()
+        base = cast(QuantizedLinear, self.get_base_layer())
         while self.merged_adapters:
             self.merged_adapters.pop()
             base.fill([_on(base.qweight.device, q) for q in self.before.pop()])

@@ -133,6 +133,7 @@ def attention_or_other(ours: Callable, other: str, table: Any) -> Callable:
         mask = attention_mask.for_other() if isinstance(attention_mask, Mask) else attention_mask
         # transformers' table has no eager attention: each module of models has its own.
         compute = eager_attention(type(module)) if other == "eager" else table[other]
+        assert compute is not None, "`accelerate` takes eager attention only where there is one"
         return compute(module, query, key, value, mask, *arguments, **options)
 
     return attention_forward

@@ -267,7 +267,7 @@ class Logits:
         return getattr(self.tensor(name), name)
 
     @classmethod
-    def __torch_function__(cls, function, types, arguments=(), options=None):
+    def __torch_function__(cls, function: Callable, types, arguments=(), options=None):
         options, name = options or {}, getattr(function, "__name__", str(function))
         if arguments and _is_record(arguments[0]) and hasattr(torch.Tensor, name):
             first, *rest = arguments
@@ -304,8 +304,9 @@ class Logits:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         self._check_x()
         shape = ()
-        if hasattr(num_items_in_batch, "item") and not isinstance(num_items_in_batch, torch.Tensor):
-            num_items_in_batch = num_items_in_batch.item()  # NumPy's
+        item = getattr(num_items_in_batch, "item", None)
+        if item is not None and not isinstance(num_items_in_batch, torch.Tensor):
+            num_items_in_batch = item()  # NumPy's
         if isinstance(num_items_in_batch, torch.Tensor):  # by which transformers' loss broadcasts
             shape = num_items_in_batch.shape
             if num_items_in_batch.numel() != 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple
+from typing import Any
 
 import torch
 
@@ -20,26 +21,27 @@ ACCEPTED = (
 )
 
 
+# Before torch 2.12 Dynamo accepts no module as an argument of such a function: a graph break.
+_once: Callable = torch.compiler.disable if torch.__version__ < "2.12" else torch_names.constant
+
+
+@_once
 def _reason_and_gate(experts: torch.nn.Module, attributes: tuple) -> tuple[str | None, tuple]:
     """`why_not`, and if it is None the fields of the module's gate. Constants for Dynamo, which
     calls it once while tracing.
     """
-    reason = why_not(experts)
-    return reason, () if reason else astuple(gate_of(experts, attributes))
-
-
-# Before torch 2.12 Dynamo accepts no module as an argument of such a function: a graph break.
-if torch.__version__ < "2.12":
-    _reason_and_gate = torch.compiler.disable(_reason_and_gate)
-else:
-    _reason_and_gate = torch_names.constant(_reason_and_gate)
+    if reason := why_not(experts):
+        return reason, ()
+    gate = gate_of(experts, attributes)
+    assert isinstance(gate, Gate), "else `why_not` has given the reason"
+    return None, astuple(gate)
 
 
 def experts_entry(name: str, implementation: str) -> Callable:
     """Returns the function that transformers calls for a layer's experts under this name."""
 
     def experts_forward(
-        self: torch.nn.Module,
+        self: Any,
         hidden_states: torch.Tensor,
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,

@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -95,7 +95,9 @@ def as_before(base: type) -> Callable:
 
 
 @functools.cache
-def _subclass(base: type, make: Callable, options: tuple, forward: Callable) -> type:
+def _subclass(
+    base: type[nn.Module], make: Callable, options: tuple, forward: Callable
+) -> type[nn.Module]:
     """forward: base's, which another library may have replaced since the last call."""
 
     def reduce(self, protocol):
@@ -112,10 +114,11 @@ def _subclass(base: type, make: Callable, options: tuple, forward: Callable) -> 
     body = {name: getattr(base, name) for name in names}
     body |= {BASE: base, "forward": make(base, *options), "__reduce_ex__": reduce}
     body["__setattr__"] = set_attribute
-    return type(base)(base.__name__, (base,), body)
+    metaclass = cast("Callable[..., type[nn.Module]]", type(base))
+    return metaclass(base.__name__, (base,), body)
 
 
-def _new(base: type, make: Callable, options: tuple) -> nn.Module:
+def _new(base: type[nn.Module], make: Callable, options: tuple) -> nn.Module:
     """An instance without state, for pickle and copy."""
     cls = _subclass(base, make, options, base.forward)
     if hasattr(cls, "set_attn_implementation"):  # its configuration may name the registered entries

@@ -33,7 +33,7 @@ from tilewright.ops.norm.rmsnorm import rmsnorm_eager
 from tilewright.ops.rope.rope import prepare_tables, rope_eager
 
 # 1e-5: a few roundings in float32.
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 
 
 # ---- norms
@@ -125,9 +125,9 @@ def mlp_options(module: nn.Module) -> tuple | str:
     try:
         expected = type(module).forward(probe(module, modules=linears), x)
         inputs = [linear(x) for linear in list(linears.values())[:-1]]
-        halves = inputs[0].chunk(2, -1) if merged else inputs
+        gate, up = inputs[0].chunk(2, -1) if merged else inputs
         for kind in (SILU, GELU_TANH, GELU_ERF):
-            if torch.allclose(expected, down(act_mul_eager(*halves, kind)), **CLOSE):
+            if torch.allclose(expected, down(act_mul_eager(gate, up, kind)), **CLOSE):
                 return kind, merged
     except Exception as error:
         return f"cannot be evaluated ({type(error).__name__}: {error})"
@@ -187,12 +187,15 @@ def rope_forward(base: type) -> Callable:
     `kernels` is installed, and only for about half of its attentions.
     """
     own = own_function(base.forward)
+    assert own is not None, "else `rope_reason` has refused it"
     rotations = tuple(own.__globals__.get(name) for name in ROTATIONS)
     space = own.__globals__
     # Whatever another library has replaced there since: the copies hold what they were made of, so
     # that no other object gets the same id.
     now = tuple((key, id(value)) for key, value in space.items() if key != "__builtins__")
-    return with_globals(base.forward, _namespace(space["__name__"], rotations, now).__dict__)
+    copied = with_globals(base.forward, _namespace(space["__name__"], rotations, now).__dict__)
+    assert copied is not None, "else `rope_reason` has refused it"
+    return copied
 
 
 @functools.cache
@@ -267,5 +270,7 @@ def _rotate_eager(q, k, cos, sin, interleaved: bool, apart: bool) -> Any:
     cos, sin, ids = prepare_tables(2, 3, 8, cos, sin, None, None)
     found = rope_eager(q, k, Rotation(cos, sin, ids, interleaved))
     if apart:
-        return tuple(t.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for t in found)
+        return tuple(
+            t.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for t in found if t is not None
+        )
     return found

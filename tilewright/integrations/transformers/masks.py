@@ -106,7 +106,7 @@ class Mask:
         if self._values is None:
             if self.dense is None:
                 raise computed_mask(what)
-            values = self._place(self.dense.build(False))
+            values: torch.Tensor = self._place(self.dense.build(False))
             self._values = values
             known = not torch.compiler.is_compiling() and not values.is_inference()
             self._as_built = values._version if known else 0
@@ -321,7 +321,7 @@ class _MaskFunction:
         self.causal, self.window, self.around, self.chunk = False, None, None, None
         self.padding, self.documents, self.refused = [], None, []
 
-    def read(self, function: Callable) -> None:
+    def read(self, function: Callable | None) -> None:
         name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
         short = name.removeprefix("transformers.masking_utils.")
         held = closed_over(function)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 
@@ -18,7 +18,7 @@ class Layout(NamedTuple):
     holes: bool
 
 
-def is_numbered(kept: torch.Tensor | None) -> bool:
+def is_numbered(kept: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     """Whether `Mask.kept` holds document numbers."""
     return kept is not None and kept.dtype != torch.bool
 
@@ -35,8 +35,9 @@ def layout_of(kept, position_ids, B, S) -> Layout | None:
     if kept is None and position_ids is None:
         return None
     if kept is None or (is_numbered(kept) and bool(kept.all())):
-        device = (position_ids if kept is None else kept).device
-        index, place = None, torch.arange(B * S, device=device)
+        given = position_ids if kept is None else kept
+        assert given is not None
+        index, place = None, torch.arange(B * S, device=given.device)
     else:
         index = place = kept.flatten().nonzero().squeeze(1)
     step, within = place.diff(), (place // max(S, 1)).diff() == 0

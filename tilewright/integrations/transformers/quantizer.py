@@ -223,8 +223,9 @@ class TilewrightHfQuantizer(HfQuantizer):
             layer = model.get_submodule(path)
             if isinstance(layer, nn.Linear):
                 q = self.quantization_config.quantize(layer.weight.detach())
-                if layer.bias is not None:
-                    layer.bias._is_hf_initialized = True
+                bias: Any = layer.bias
+                if bias is not None:
+                    bias._is_hf_initialized = True
                 _put(model, f"{path}.weight", q)
         _finish_biases(model)
         # Saving reverts conversions, of which this one is done by get_state_dict_and_metadata.
@@ -284,7 +285,14 @@ class _Quantize(ConversionOps):
     def __init__(self, hf_quantizer: TilewrightHfQuantizer):
         self.hf_quantizer = hf_quantizer
 
-    def convert(self, input_dict, full_layer_name=None, model=None, missing_keys=None, **kwargs):
+    def convert(
+        self,
+        input_dict,
+        full_layer_name: Any = None,
+        model: Any = None,
+        missing_keys: Any = None,
+        **kwargs,
+    ):
         if len(input_dict) == 1:  # whatever its key, which versions give otherwise
             input_dict = {full_layer_name: next(iter(input_dict.values()))}
         left = {}
@@ -306,7 +314,14 @@ class _Read(ConversionOps):
     def __init__(self, hf_quantizer: TilewrightHfQuantizer):
         self.hf_quantizer = hf_quantizer
 
-    def convert(self, input_dict, full_layer_name=None, model=None, missing_keys=None, **kwargs):
+    def convert(
+        self,
+        input_dict,
+        full_layer_name: Any = None,
+        model: Any = None,
+        missing_keys: Any = None,
+        **kwargs,
+    ):
         tensors = {
             pattern.removeprefix(r"\.").removesuffix("$").replace("\\", ""): t[0]
             if isinstance(t, list)
@@ -369,7 +384,8 @@ def _codes_of(tensors: dict) -> dict:
 
 def _put(model: nn.Module, name: str, q: Quantized) -> None:
     path = name.removesuffix(".weight")
-    bias = model.get_submodule(path).bias
+    linear: Any = model.get_submodule(path)
+    bias = linear.bias
     layer: Any = QuantizedLinear(q, bias)
     # transformers initializes what has no such mark, also from the module around the layer.
     for marked in (layer, *layer.buffers()):
@@ -483,8 +499,13 @@ def _format_of(folder: str | pathlib.Path, found: dict[str, Any]) -> tuple[str, 
     if method == "compressed-tensors" and found.get("format") == "mxfp8-quantized":
         return "mxfp8", None
     block = found.get("weight_block_size")
-    square = isinstance(block, (list, tuple)) and len(block) == 2 and block[0] == block[1]
-    if method == "fp8" and square and found.get("scale_fmt", "float") == "float":
+    if (
+        method == "fp8"
+        and isinstance(block, (list, tuple))
+        and len(block) == 2
+        and block[0] == block[1]
+        and found.get("scale_fmt", "float") == "float"
+    ):
         return "block_fp8", block[0]
     details = {
         k: found[k] for k in ("bnb_4bit_quant_type", "format", "weight_block_size") if k in found

@@ -54,21 +54,23 @@ def resolve(head: nn.Module) -> Head:
 
     Raises ImplementationUnavailable for a head that cannot be computed.
     """
-    modules, adapters = [head], ()
-    if kind := _peft_class(head, "peft.utils.other", "ModulesToSaveWrapper"):
-        _check_forward(head, kind)
-        active = () if head.disable_adapters else head.active_adapters[:1]
-        copies = [head.modules_to_save[name] for name in active if name in head.modules_to_save]
-        head = copies[0] if copies else head.original_module
-        modules.append(head)
-    if kind := _peft_class(head, "peft.tuners.lora.layer", "Linear"):
-        _check_forward(head, kind)
-        adapters = _adapters(head)
-        head = head.base_layer
-        modules += [head, *(m for adapter in adapters for m in adapter[:2])]
-    for module in (head, *(m for adapter in adapters for m in adapter[:2])):
+    modules: list[nn.Module] = [head]
+    adapters: tuple[Adapter, ...] = ()
+    inner: Any = head
+    if kind := _peft_class(inner, "peft.utils.other", "ModulesToSaveWrapper"):
+        _check_forward(inner, kind)
+        active = () if inner.disable_adapters else inner.active_adapters[:1]
+        copies = [inner.modules_to_save[name] for name in active if name in inner.modules_to_save]
+        inner = copies[0] if copies else inner.original_module
+        modules.append(inner)
+    if kind := _peft_class(inner, "peft.tuners.lora.layer", "Linear"):
+        _check_forward(inner, kind)
+        adapters = _adapters(inner)
+        inner = inner.base_layer
+        modules += [inner, *(m for adapter in adapters for m in adapter[:2])]
+    for module in (inner, *(m for adapter in adapters for m in adapter[:2])):
         _check_forward(module, nn.Linear)
-    return Head(head, tuple(adapters), tuple(modules))
+    return Head(inner, adapters, tuple(modules))
 
 
 def _peft_class(module: Any, where: str, name: str) -> Any:
@@ -241,18 +243,21 @@ def low_rank(adapters: Sequence[Adapter], dtype: torch.dtype) -> dict[str, Any]:
 
 def mean_logits(x: torch.Tensor, weight: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
     """The mean over the vocabulary of the (capped) logits of each row, in float32."""
-    bias, softcap, scale = options["bias"], options["softcap"], options.get("lora_scale")
-    A, B = options.get("lora_A"), options.get("lora_B")
+    bias, softcap = options["bias"], options["softcap"]
+    adapted = "lora_A" in options
     if softcap is None:  # the logits of the mean row
         mean = x.float() @ weight.mean(0, dtype=torch.float32)
-        if B is not None:
-            mean = mean + scale * ((x @ A.T).float() @ B.mean(0, dtype=torch.float32))
+        if adapted:
+            A, B = options["lora_A"], options["lora_B"]
+            low = (x @ A.T).float() @ B.mean(0, dtype=torch.float32)
+            mean = mean + options["lora_scale"] * low
         return mean if bias is None else mean + bias.float().mean()
     rows = max(BUDGET_BYTES // (4 * weight.shape[0]), 1)
     means = [x.new_zeros(0, dtype=torch.float32)]
     for part in x.split(rows):
         z = F.linear(part, weight, bias).float()
-        if B is not None:
-            z += scale * F.linear(F.linear(part, A), B).float()
+        if adapted:
+            low = F.linear(F.linear(part, options["lora_A"]), options["lora_B"])
+            z += options["lora_scale"] * low.float()
         means.append((softcap * torch.tanh(z / softcap)).mean(-1))
     return torch.cat(means)

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import importlib.metadata
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -213,12 +213,12 @@ def _check(trainer: str, model: Any) -> None:
     heads.check_adapters(head)
 
 
-def _choices(model: Any) -> dict[str, Any] | None:
+def _choices(model: Any) -> Mapping[str, Any] | None:
     """TRL's choices for this model's fused head, or None if it has none."""
     ours = getattr(model, OURS, None)
     function = _trl_forward(model) if ours is None else ours.trl_forward
     code = getattr(function, "__code__", None)
-    if code is None or "fused_lm_head" not in code.co_varnames:
+    if function is None or code is None or "fused_lm_head" not in code.co_varnames:
         return None
     found = inspect.getclosurevars(function).nonlocals
     return found if set(CHOICES) <= found.keys() else None
@@ -246,7 +246,7 @@ def fuse(model: Any, context: Callable = contextlib.nullcontext) -> tuple[str, .
     return tuple(choices["outputs"])
 
 
-def _forward(model: Any, choices: dict[str, Any], context: Callable) -> Callable:
+def _forward(model: Any, choices: Mapping[str, Any], context: Callable) -> Callable:
     """A forward as TRL's. context: what the fused part runs in."""
     theirs, trl_function = model.forward, _trl_forward(model)
     scaling = Scaling(
