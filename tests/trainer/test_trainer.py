@@ -998,14 +998,14 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(asynchronous, tmp_path)
 def test_a_checkpoint_that_was_not_finished_is_not_found(tmp_path):
     path = write_config(tmp_path, train__save_steps=2)
     with pytest.MonkeyPatch.context() as patch:
-        real = checkpoint.dcp.save
+        real = checkpoint.state_dict_saver.save
 
         def dies(tensors, checkpoint_id, **options):
             real(tensors, checkpoint_id=checkpoint_id, **options)
             if "step_4" in str(checkpoint_id):
                 raise OSError("disk full")
 
-        patch.setattr(checkpoint.dcp, "save", dies)
+        patch.setattr(checkpoint.state_dict_saver, "save", dies)
         with pytest.raises(OSError, match="disk full"):
             run(path)
     out = tmp_path / "out"
@@ -1063,7 +1063,7 @@ def stopped(step, error):
 @contextlib.contextmanager
 def written_at_once():
     """Asynchronous checkpoints are complete when the next step begins."""
-    real = checkpoint.dcp.async_save
+    real = checkpoint.state_dict_saver.async_save
 
     def save(*arguments, **options):
         future = real(*arguments, **options)
@@ -1071,7 +1071,7 @@ def written_at_once():
         return future
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.dcp, "async_save", save)
+        patch.setattr(checkpoint.state_dict_saver, "async_save", save)
         yield
 
 

@@ -539,7 +539,7 @@ def spies(seen):
             "load_weights",
             keep("read", lambda *a, mode, **k: mode),
         )
-        spy(checkpoint.dcp, "async_save", keep("asynchronous", lambda *a, **k: 1))
+        spy(checkpoint.state_dict_saver, "async_save", keep("asynchronous", lambda *a, **k: 1))
         spy(
             train.Engine,
             "forward_backward",

@@ -91,7 +91,9 @@ def _in_order(model: Transformer, draw: torch.Generator) -> Iterator[Adapted]:
 
 def _set_noise(model: Transformer, noise: AQN) -> None:
     """As `adapt.set_noise`, with the layers numbered as in the whole model."""
-    own, layer = dict(model.named_modules()), noise.layer
+    own: dict[str, Any] = dict(model.named_modules())
+    layer = noise.layer
+    module: Any
     for path, module in model.whole.named_modules():
         if not hasattr(module, "set_noise"):
             continue

@@ -100,11 +100,12 @@ class Witness:
         self.train, self.mesh = train, mesh
         self.file = pathlib.Path(train.output_dir, CHECKSUMS)
         self.earlier: Earlier | None = None
-        self.asserts = train.assert_deterministic is not None
+        path = train.assert_deterministic
+        self.asserts = path is not None
         problem = None
-        if self.asserts and mesh.main:
+        if path is not None and mesh.main:
             try:
-                self.earlier = Earlier(train.assert_deterministic)
+                self.earlier = Earlier(path)
             except (OSError, ValueError) as error:
                 problem = error
         if self.asserts:

@@ -15,15 +15,18 @@ import functools
 import hashlib
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
+import pyarrow.compute
 import torch
 
 from tilewright.ops.attention.context_parallel import ContextParallel, shard
 from tilewright.trainer import interrupts, packing
 from tilewright.trainer.config import Data, Train
 from tilewright.trainer.loss import IGNORE
+
+pc: Any = pyarrow.compute  # which makes its functions when it is imported
 
 
 def lengths_of(dataset) -> np.ndarray:
@@ -206,7 +209,7 @@ class Batches:
         """
         order = self.order(self.epoch)
         for first in range(self.used, len(order), self.per_step):
-            step = list(map(int, order[first : first + self.per_step]))
+            step: list[int | None] = list(map(int, order[first : first + self.per_step]))
             if len(step) < self.per_step:
                 if self.data.dataloader_drop_last:
                     return
@@ -270,6 +273,6 @@ def evaluation_batches(
     groups: list[list[int | None]] = [
         list(range(i, min(i + size, len(bins)))) for i in range(0, len(bins), size)
     ]
-    groups += [[None]] * (-len(groups) % world_size)
+    groups.extend([None] for _ in range(-len(groups) % world_size))
     own = groups[rank::world_size]
     return _loader(bins, own, bins.data, pin, cp or ContextParallel(), tp)

@@ -9,9 +9,10 @@ import pathlib
 from typing import Any
 
 import torch
+from torch import nn
 
 from tilewright.nn.sharded import local
-from tilewright.nn.weights import base_weights, quantized
+from tilewright.nn.weights import base_weights
 from tilewright.trainer import adapters, hf, packing
 from tilewright.trainer.batches import Batches, Bins, padding
 from tilewright.trainer.config import Config, Model, Train
@@ -73,7 +74,7 @@ def build_model(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> tor
 @torch.no_grad()
 def _not_finite(model: torch.nn.Module, path: str) -> ValueError | None:
     """An error if a weight that was loaded is NaN or infinite: a run would blame its data."""
-    named = [(n, local(p)) for n, p in base_weights(model) if not quantized(p)]
+    named = [(n, local(p)) for n, p in base_weights(model) if isinstance(p, nn.Parameter)]
     finite = torch.stack([p.isfinite().all() for _, p in named]).tolist()
     wrong = [name for (name, _), good in zip(named, finite, strict=True) if not good]
     if not wrong:
@@ -151,7 +152,9 @@ def build_data(
     d = config.data
 
     def tokenizer():
-        return load_tokenizer(config.model.tokenizer_path, config.model.revision)
+        path = config.model.tokenizer_path
+        assert path is not None  # at least config_path is given
+        return load_tokenizer(path, config.model.revision)
 
     options: dict[str, Any] = {
         "main": mesh.main,

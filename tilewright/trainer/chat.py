@@ -171,13 +171,15 @@ def _marked(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> Marke
     """The text, with the answers that the template's `generation` blocks mark."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    [text], [spans] = render_jinja_template(
+    # Two lists, whatever its annotation says.
+    rendered: Any = render_jinja_template(
         conversations=[messages],
         tools=tools,
         chat_template=tokenizer.get_chat_template(tools=tools),
         return_assistant_tokens_mask=True,
         **tokenizer.special_tokens_map,
     )
+    [text], [spans] = rendered
     if not any(end > start for start, end in spans):
         raise Refused("the chat template marks no answer in it")
     return text, spans

@@ -24,10 +24,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -193,19 +193,20 @@ class Saver:
             **state,
         }
         if self.group is not None:
-            written = dcp.async_save(
+            written = state_dict_saver.async_save(
                 tensors,
                 checkpoint_id=aside / "dcp",
                 planner=SavePlanner(),
                 process_group=self.group,
                 async_stager=self.stager,
             )
+            assert isinstance(written, Future)  # the stager is not asynchronous
             self.pending = self._published_by_itself(written, aside, target, state), target
             if again:
                 self.finish()
         else:
             with _first_failure(OSError, f"{aside}: cannot be written"):
-                dcp.save(tensors, checkpoint_id=aside / "dcp", planner=SavePlanner())
+                state_dict_saver.save(tensors, checkpoint_id=aside / "dcp", planner=SavePlanner())
             self._publish(self.mesh.control, aside, target, state)
             self.last = target
         return target
@@ -251,8 +252,9 @@ class Saver:
         """
         wrong = _not_finite(model, optimizer)
         self.mesh.control.agree(
-            wrong
-            and ValueError(
+            None
+            if wrong is None
+            else ValueError(
                 f"step {step}: {wrong} or its moments are not finite, so that {spared}; "
                 f"{self.go_on()}"
             )
@@ -385,6 +387,7 @@ def restore(
     except (OSError, ValueError) as error:
         problem = error
     mesh.control.agree(problem)
+    assert state is not None and metadata is not None  # else there was a problem
     if mesh.main and (
         changed := {k: (v, ops.get(k)) for k, v in state["ops"].items() if ops.get(k) != v}
     ):
@@ -425,7 +428,7 @@ def _load(
         verified = pool.submit(verify, folder, files)
         try:
             with _first_failure(Damaged, f"{folder}: cannot be read"):
-                dcp.load(
+                state_dict_loader.load(
                     tensors, storage_reader=Reader(folder / "dcp", metadata), planner=Planner()
                 )
         except Damaged as error:  # of which the checksums name the file

@@ -14,20 +14,22 @@ import pickle
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 import xxhash
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
 )
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.tensor import DTensor, Shard
 
 from tilewright.core.files import read_json, write_text
 from tilewright.core.torch_names import dtensor_of, parts_of_shard
 from tilewright.nn.sharded import is_sharded
 from tilewright.trainer.exchange import crosses_ranks
+from tilewright.trainer.tensor_parallel import dim_of
 
 
 @crosses_ranks
@@ -156,7 +158,8 @@ def _member(owner: Any, name: str) -> enum.Enum:
     """What Python 3.11.0 to 3.11.3 name as builtins.getattr in a pickle of an enum's member."""
     if not isinstance(owner, enum.EnumMeta):
         raise pickle.UnpicklingError(f"it names builtins.getattr of {owner!r:.60}")
-    return owner[name]
+    members: Any = owner
+    return members[name]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -206,7 +209,7 @@ def read_metadata(folder: pathlib.Path) -> Metadata:
     return metadata
 
 
-class Reader(dcp.FileSystemReader):
+class Reader(FileSystemReader):
     """Reads a folder whose metadata have been read already."""
 
     def __init__(self, folder: pathlib.Path, metadata: Metadata):
@@ -225,13 +228,14 @@ class Parts:
     def __init__(self, tensor: DTensor):
         self.whole = tensor.size()
         [axis] = [i for i, at in enumerate(tensor.placements) if parts_of_shard(at) > 1]
-        self.number, dim = parts_of_shard(tensor.placements[axis]), tensor.placements[axis].dim
+        at = tensor.placements[axis]
+        self.number, dim = parts_of_shard(at), dim_of(at)
         if dim != 0:
             raise ValueError(f"parts must be of rows, got dimension {dim}")
         shape = torch.Size([self.whole[0] // self.number, *self.whole[1:]])
         placements = list(tensor.placements)
         placements[axis] = Shard(0)
-        self.parts = [
+        self.parts: list[Any] = [  # DTensors
             dtensor_of(part, tensor.device_mesh, placements, shape, tensor.stride())
             for part in tensor.to_local().chunk(self.number)
         ]
@@ -259,6 +263,7 @@ class Parts:
         return items
 
     def shard(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None  # a chunk has one
         offsets = [chunk.offsets for chunk in self.__create_chunk_list__()]
         return self.parts[offsets.index(index.offset)].to_local()
 
@@ -270,7 +275,7 @@ def _in_parts(tensors: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class SavePlanner(dcp.DefaultSavePlanner):
+class SavePlanner(DefaultSavePlanner):
     """Writes such tensors as `Parts`."""
 
     def set_up_planner(
@@ -284,7 +289,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
         return found.shard(index) if isinstance(found, Parts) else super().lookup_object(index)
 
 
-class Planner(dcp.DefaultLoadPlanner):
+class Planner(DefaultLoadPlanner):
     """DCP unpickles tensors by a list of allowed types, but not numbers and names."""
 
     def set_up_planner(
@@ -297,7 +302,7 @@ class Planner(dcp.DefaultLoadPlanner):
         found = self.state_dict[index.fqn]
         return found.shard(index) if isinstance(found, Parts) else super().lookup_tensor(index)
 
-    def load_bytes(self, read_item: dcp.planner.ReadItem, value: Any) -> None:
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         torch.save(torch.load(value, weights_only=True), safe := io.BytesIO())
         safe.seek(0)
         super().load_bytes(read_item, safe)

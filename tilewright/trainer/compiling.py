@@ -45,7 +45,7 @@ def compile_layers(model: Transformer, train: Train, basic_modules: list[str]) -
     experts_alone = recomputes and train.moe_checkpoint_method == "moe_act"
     in_parts = recomputes and train.recompute_modules is not None
     compiled: dict[tuple[type, str], Compiled] = {}
-    for block in model.model.layers:
+    for block in model.model.blocks:
         attention, mlp = block.self_attn, block.mlp
         # Tokens sent to other ranks wait for them, and experts that are recomputed alone have their
         # own checkpoint. With ranks that share experts, or matrices, FSDP2

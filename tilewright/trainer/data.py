@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+import pyarrow.compute
 
 from tilewright.core.files import replace_folder
 from tilewright.trainer import sealed
@@ -31,6 +31,7 @@ from tilewright.trainer.routes import Routes
 from tilewright.trainer.rows import MOST_ROWS
 from tilewright.trainer.sources import check_sources, dummy, read_raw
 
+pc: Any = pyarrow.compute  # which makes its functions when it is imported
 log = logging.getLogger("tilewright")
 ORDER = "order.npy"
 
@@ -210,7 +211,8 @@ def _push(folder: pathlib.Path, config: Config, split: str) -> None:
     told = folder / "pushed.txt"  # the target folder: the same at every start
     pushed = told.read_text(errors="replace").splitlines() if told.is_file() else []
     if target and target not in pushed:
-        _load(folder).push_to_hub(target, split=split, token=True, private=True)
+        token: Any = True  # the saved one, which push_to_hub takes and its annotation does not
+        _load(folder).push_to_hub(target, split=split, token=token, private=True)
         told.write_text("".join(f"{name}\n" for name in (*pushed, target)))
 
 
@@ -234,7 +236,7 @@ def _saved(root: pathlib.Path, test: bool, vocab: int, routes: Routes | None, ch
             "data.val_set_size instead of data.test_datasets"
         )
     try:
-        prepared = datasets.load_from_disk(str(root))
+        prepared: Any = datasets.load_from_disk(str(root))
         for name in {"input_ids", "labels"} & {*prepared.column_names}:
             # Arrow would read where a damaged file's offsets point.
             prepared.data.column(name).validate(full=True)

@@ -49,13 +49,14 @@ ALPACA = (
     "; of Alpaca's columns make `prompt` (instruction and input) and `completion` (output), and "
     "set type to prompt_completion"
 )
+Row = Any  # names a row: its number, or a document's file and first byte
 Arrays = tuple[np.ndarray, ...]  # input_ids, labels and, if they are replayed, routes of a sample
 
 
 class RefusedRow(ValueError):
-    """A row cannot be used.   row: its index in the data set that was read."""
+    """A row cannot be used.   row: where it is in the data set that was read."""
 
-    def __init__(self, row: int, reason: str):
+    def __init__(self, row: Row, reason: str):
         super().__init__(row, reason)
         self.row, self.reason = row, reason
 
@@ -108,7 +109,11 @@ def check_columns(entry: Dataset, names: list[str], features: Any) -> None:
         other = next(
             (kind for kind, ways in NEEDED.items() if any(set(w) <= set(names) for w in ways)), None
         )
-        kinds = {"tokenized": "tokens", "text": "text", "chat": "conversations"}
+        kinds: dict[str | None, str] = {
+            "tokenized": "tokens",
+            "text": "text",
+            "chat": "conversations",
+        }
         also = f"; for samples that are {kinds.get(other, 'prompts')} set type to {other}"
         if other is None:
             also = ALPACA if {"instruction", "output"} <= set(names) else ""
@@ -157,7 +162,7 @@ class Encoder:
         elif entry.type == "text":
             self.start, self.end = _around(tokenizer)
 
-    def __call__(self, rows: Iterable[tuple[int, Any]]) -> Encoded:
+    def __call__(self, rows: Iterable[tuple[Row, Any]]) -> Encoded:
         """rows: (index, row). Raises RefusedRow."""
         out: tuple[list[np.ndarray], ...] = [], [], []
         cut = unlabeled = short = 0

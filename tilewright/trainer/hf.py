@@ -129,7 +129,7 @@ def save_weights(
         stored = shard = None
         for name, tensor in _full_tensors(model, dtype):
             stored = stored or tensor.dtype
-            if not writes:
+            if aside is None:
                 continue
             if shard is None or shard.full(name, tensor, max_shard_bytes):
                 if shard is not None:
@@ -137,7 +137,8 @@ def save_weights(
                 shard = Shard(aside / f"part-{len(shards)}.safetensors")
                 shards.append(shard.sizes)
             shard.add(name, tensor)
-        if writes:
+        if aside is not None:
+            assert shard is not None and stored is not None  # a model has tensors
             shard.close()
             there = {p.name for p in target.iterdir()}
             files = _name_shards(aside, shards, there)

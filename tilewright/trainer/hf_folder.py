@@ -164,6 +164,7 @@ class Folder:
         formats'.
         """
         format, stem = self.format(name), name.removesuffix(".weight")
+        assert format is not None  # `read` takes a dense weight
         tensors = {
             n: self._tensor(n)
             for n in (name, *(name + s for s in BESIDE[format]))
@@ -185,7 +186,7 @@ class Folder:
 
 def checksum_of(t: torch.Tensor) -> str:
     """A tensor's dtype and shape, and XXH3 of its bytes as they are stored."""
-    stored = t.contiguous().view(-1).view(torch.uint8).numpy()
+    stored = t.contiguous().view(-1).view(torch.uint8).numpy().data
     return f"{short(t.dtype)} {list(t.shape)} {xxhash.xxh3_64_hexdigest(stored)}"
 
 

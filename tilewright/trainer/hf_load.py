@@ -8,17 +8,26 @@ import dataclasses
 import json
 import pathlib
 import re
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import xxhash
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tilewright.core.registry import short
 from tilewright.core.torch_names import pytree
-from tilewright.nn.quantized_layers import BESIDE, format_of, join, quantize_as
-from tilewright.nn.weights import Stored, base_weights, fill, quantized, shape_of
+from tilewright.nn.quantized_layers import (
+    BESIDE,
+    QuantFormat,
+    QuantizedExperts,
+    QuantizedLinear,
+    format_of,
+    join,
+    quantize_as,
+)
+from tilewright.nn.weights import base_weights, fill, quantized, shape_of
 from tilewright.ops.quant.block_fp8 import BlockFP8
 from tilewright.ops.quant.nf4_format import NF4
 from tilewright.ops.quant.nvfp4 import NVFP4
@@ -43,7 +52,7 @@ def _check_fits(model: Transformer, folder: Folder) -> None:
             n + beside
             for n in names
             for format in [folder.format(n)]
-            for beside in ("", *BESIDE.get(format, ()))
+            for beside in ("", *(BESIDE[format] if format else ()))
         }
         missing = [n for n in names if n not in folder]
         problems += [f"missing {n}" for n in missing]
@@ -64,6 +73,7 @@ def _check_fits(model: Transformer, folder: Folder) -> None:
             )
         elif like := quantized(p):
             want = format_of(like[0])
+            assert isinstance(want, QuantFormat)  # by which the model was quantized
             for n in stored:
                 have = (folder.format(n), folder.group(n))
                 if have != (want.name, want.group_size):
@@ -126,13 +136,13 @@ def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "b
     if problem is not None:
         raise problem
     for name, p in base_weights(model):
-        if quantized(p):
+        if not isinstance(p, nn.Parameter):
             sends = (source, group) if many and mode == "broadcast" else None
             _fill(name, p, model.config, folder, sends)
             continue
         full = (
             _read(name, model.config, folder).to(p.device, p.dtype)
-            if reads
+            if folder is not None
             else torch.empty(p.shape, dtype=p.dtype, device=p.device)
         )
         if isinstance(p, DTensor):
@@ -174,7 +184,7 @@ def _read(name: str, config: ModelConfig, folder: Folder) -> torch.Tensor:
 
 def _fill(
     name: str,
-    stored: Stored,
+    stored: QuantizedLinear | QuantizedExperts,
     config: ModelConfig,
     folder: Folder | None,
     sends: tuple[int, dist.ProcessGroup | None] | None,
@@ -198,6 +208,7 @@ def _fill(
             weights = [_empty(one, like.device) for one in told[0]]
     if error:
         raise error
+    assert weights is not None  # else there was an error
     fill(stored, weights)
     if sends is not None:
         for buffer in stored.buffers():
@@ -240,6 +251,7 @@ def _quantized(name: str, like: Quantized, config: ModelConfig, folder: Folder) 
                 q, data=q.data.view(like.shape), scale_inv=q.scale_inv.unflatten(0, (E, -1))
             )
         ]
+    assert isinstance(q, NF4 | NVFP4)
     parts = (
         {}
         if isinstance(q, NF4)
@@ -249,7 +261,8 @@ def _quantized(name: str, like: Quantized, config: ModelConfig, folder: Folder) 
 
 
 def _quantize_dense(like: Quantized, weight: torch.Tensor) -> Quantized:
-    return dataclasses.replace(quantize_as(like, weight.to(like.device)), dtype=weight.dtype)
+    q: Any = quantize_as(like, weight.to(like.device))
+    return dataclasses.replace(q, dtype=weight.dtype)
 
 
 KINDS = {kind.__name__: kind for kind in (NF4, NVFP4, BlockFP8)}
@@ -263,7 +276,7 @@ def _described(q: Quantized) -> dict[str, Any]:
             return {"shape": list(value.shape), "dtype": short(value.dtype)}
         return {"dtype": short(value)} if isinstance(value, torch.dtype) else value
 
-    entries = {f.name: told(getattr(q, f.name)) for f in dataclasses.fields(q)}
+    entries = {f.name: told(getattr(q, f.name)) for f in dataclasses.fields(cast(Any, q))}
     return {"kind": type(q).__name__, **entries}
 
 

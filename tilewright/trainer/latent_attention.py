@@ -27,6 +27,7 @@ EPS = 1e-6  # of the norms of narrow vectors, whatever config.json says
 class LatentAttention(Attention):
     def add_projections(self, config: ModelConfig, merge_qkv: bool) -> None:
         sizes = config.latent
+        assert sizes is not None  # else the layer has `Attention`
         self.merge_qkv = False  # there is nothing to merge
         self.kv_widths = (sizes.kv_lora_rank, sizes.qk_rope_head_dim)
         self.q_parts = (sizes.qk_nope_head_dim, sizes.qk_rope_head_dim)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -108,7 +110,8 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, sequence: Sequence) -> torch.Tensor:
         apart = self.breaks and sequence.cu_seqlens is not None
-        attend = self._attend_uncompiled if apart else self._attend
+        # `torch.compiler.disable` returns something without a type.
+        attend: Any = self._attend_uncompiled if apart else self._attend
         return self.output(attend(*self.project(x, sequence), sequence))
 
     @property
@@ -128,7 +131,8 @@ class Attention(nn.Module):
         if self.merge_qkv and not self.apart:
             q, k, v = self._heads_of_merged(self.qkv_proj(x), sequence)
         elif self.merge_qkv:
-            q, k, v = self._heads(*self.qkv_proj(x).split(self.widths, -1), sequence)
+            q, k, v = self.qkv_proj(x).split(self.widths, -1)
+            q, k, v = self._heads(q, k, v, sequence)
         else:
             q, k, v = self._heads(self.q_proj(x), self.k_proj(x), self.v_proj(x), sequence)
         return *self.rounded(q, k), v
@@ -154,7 +158,8 @@ class Attention(nn.Module):
             "implementation": self.ops.attention,
         }
         if self.cp.size > 1:
-            return context_parallel_attention(q, k, v, self.cp, ends=sequence.ends, **options)
+            attend: Any = context_parallel_attention
+            return attend(q, k, v, self.cp, ends=sequence.ends, **options)
         return tw.attention(q, k, v, max_seqlen=sequence.longest, **options)
 
     @torch.compiler.disable

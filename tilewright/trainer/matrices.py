@@ -13,12 +13,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from tilewright.core.torch_names import movable
+from tilewright.core.torch_names import movable, parts_of_shard, strided_shard
 from tilewright.nn import SwiGLU
 from tilewright.nn.weights import is_adapter
 from tilewright.trainer.latent_attention import LatentAttention
 from tilewright.trainer.layers import Attention
 from tilewright.trainer.moe import Experts, Router
+from tilewright.trainer.tensor_parallel import dim_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ def matrices(model: nn.Module) -> dict[nn.Parameter, Parts]:
 
     Not among them: embeddings, the head, routers, norms, and adapters.
     """
-    merged: dict[nn.Parameter, Parts] = {}
+    merged: dict[torch.Tensor, Parts] = {}
     found: dict[nn.Parameter, Parts] = {}
     head = getattr(model, "lm_head", None)
     for module in model.modules():
@@ -127,11 +128,11 @@ class _Stack:
         if self.nested:  # whole on every rank, which keeps its own part
             for i in self.nested:
                 at = self.path[0][i]
-                blocks = 1 if type(at) is Shard else at.split_factor
+                blocks = parts_of_shard(at)
                 # Of each block, this rank's share.
-                cut = result.unflatten(_dim_of(at), (blocks, mesh.size(i), -1))
-                own = cut.select(_dim_of(at) + 1, mesh.get_local_rank(i))
-                result = own.flatten(_dim_of(at), _dim_of(at) + 1)
+                cut = result.unflatten(dim_of(at), (blocks, mesh.size(i), -1))
+                own = cut.select(dim_of(at) + 1, mesh.get_local_rank(i))
+                result = own.flatten(dim_of(at), dim_of(at) + 1)
             return result
         whole = DTensor.from_local(
             result,
@@ -156,7 +157,7 @@ def _gathered(shards: list[torch.Tensor], like: nn.Parameter) -> _Stack:
         return _Stack(stack)
     placed = [_along_stack(placement) for placement in like.placements]
     # Dimensions of the mesh that shard rows or columns.
-    split = [i for i, p in enumerate(placed) if _dim_of(p) > like.dim() - 2]
+    split = [i for i, p in enumerate(placed) if dim_of(p) > like.dim() - 2]
     nested = any(type(placed[i]) is not Shard for i in split)
     path = [tuple(placed)]
     # Undone from the last to the first. Along the first one, ranks get different matrices.
@@ -180,16 +181,9 @@ def _gathered(shards: list[torch.Tensor], like: nn.Parameter) -> _Stack:
 
 def _along_stack(placement: Placement) -> Placement:
     """The same sharding of a tensor behind one more dimension."""
-    if _dim_of(placement) < 0:
+    if dim_of(placement) < 0:
         return placement
-    dim = _dim_of(placement) + 1
+    dim = dim_of(placement) + 1
     if type(placement) is Shard:
         return Shard(dim)
-    return type(placement)(dim, split_factor=placement.split_factor)
-
-
-def _dim_of(placement: Placement) -> int:
-    """The sharded dimension, or -1. `is_shard` is false where FSDP2 and tensor parallelism share
-    one.
-    """
-    return getattr(placement, "dim", -1)
+    return strided_shard(dim, parts_of_shard(placement))

@@ -32,6 +32,7 @@ from tilewright.trainer.config import Config, ConfigError, Train
 from tilewright.trainer.loss import language_modeling
 from tilewright.trainer.memory_tracker import Tracker
 from tilewright.trainer.mesh import AXES, Mesh, build, layout_of
+from tilewright.trainer.model import Transformer
 from tilewright.trainer.model_config import ModelConfig
 from tilewright.trainer.offload import offload_activations
 
@@ -179,7 +180,7 @@ def full_batch(config: Config, mesh: Mesh) -> dict[str, torch.Tensor]:
     return collate([[document]] * config.train.micro_batch_size, multiple, mesh.context)
 
 
-def _mark(model: nn.Module, tracker: Tracker) -> dict[str, int]:
+def _mark(model: Transformer, tracker: Tracker) -> dict[str, int]:
     """Tells the tracker which layer is running. Returns the bytes by layer that are there when a
     forward pass has ended, filled by the first one.
     """
@@ -196,7 +197,9 @@ def _mark(model: nn.Module, tracker: Tracker) -> dict[str, int]:
             saved.update({k: v for k, v in tracker.live().items() if k in names and v})
         tracker.phase = "temporary"
 
-    layers = [(f"layers.{i}", layer) for i, layer in enumerate(model.model.layers)]
+    layers: list[tuple[str, nn.Module]] = [
+        (f"layers.{i}", layer) for i, layer in enumerate(model.model.layers)
+    ]
     layers.insert(0, ("embed_tokens", model.model.embed_tokens))
     names = ["head", *(name for name, _ in layers)]
     for name, module in layers:

@@ -74,14 +74,15 @@ class Tracker(TorchDispatchMode):
     @contextmanager
     def watching(self) -> Iterator[Tracker]:
         """Counts within the block; FSDP2 frees gathered parameters by resizing their storages."""
-        resize = torch.UntypedStorage.resize_
+        resize: Any = torch.UntypedStorage.resize_
 
         def counted(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             result = resize(storage, size)
             self._note(storage)
             return result
 
-        torch.UntypedStorage.resize_ = counted
+        replaced: Any = counted
+        torch.UntypedStorage.resize_ = replaced
         try:
             with self:
                 yield self

@@ -31,7 +31,7 @@ import datetime
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -301,7 +301,10 @@ def join(train: Train) -> Mesh:
         torch.cuda.set_device(local)
     # One process is a group too: FSDP2 and asynchronous checkpoints need one, and all runs take the
     # same path.
-    alone = {"store": dist.HashStore()} if launched is None else {}
+    alone: dict[str, Any] = {}
+    if launched is None:
+        exported: Any = dist  # torch does not list what it exports
+        alone["store"] = exported.HashStore()
     # The CPU backend beside NCCL carries asynchronous checkpoints.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -324,7 +327,8 @@ def build(
     """The mesh of an initialized process group. Every rank must call it."""
     layout = layout_of(train, size)
     everyone = Group(dist.group.WORLD, size, device)
-    control = dist.new_group(backend=control_backend, timeout=CONTROL_TIMEOUT)
+    # A rank that is no member would get an int.
+    control: Any = dist.new_group(backend=control_backend, timeout=CONTROL_TIMEOUT)
     shards = tensor = experts = None
     pipeline = Group()
     fsdp2 = train.data_parallel_mode == "fsdp2"
@@ -370,7 +374,7 @@ def checkpoint_group() -> dist.ProcessGroup:
     """A group for the thread that writes checkpoints: in training's group their messages would
     interleave. Every rank must call it.
     """
-    return dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT)
+    return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT))
 
 
 def _device_mesh(device: torch.device, ranks: torch.Tensor, *names: str) -> DeviceMesh:
@@ -385,12 +389,14 @@ def _device_mesh(device: torch.device, ranks: torch.Tensor, *names: str) -> Devi
 
 def _slice(mesh: DeviceMesh, *names: str) -> DeviceMesh:
     """This rank's part of a mesh along the axes that it has of these."""
-    return mesh[tuple(name for name in names if name in mesh.mesh_dim_names)]
+    axes = mesh.mesh_dim_names or ()
+    return mesh[tuple(name for name in names if name in axes)]
 
 
 def _subgroup(everyone: Group, ranks: torch.Tensor) -> Group:
     """This rank's row of ranks [groups, size]. Every rank must call it."""
     if len(ranks) == 1:
         return everyone
+    own: Any
     own, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
     return Group(own, ranks.shape[1], everyone.device)

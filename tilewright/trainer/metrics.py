@@ -5,6 +5,7 @@ Biases, TensorBoard and a picture of the loss.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import pathlib
 import resource
@@ -102,8 +103,7 @@ class Metrics:
         self.every = 1 if not bar else max(1, total // 20)
         self.wandb = None
         if self.train.use_wandb:
-            import wandb
-
+            wandb = importlib.import_module("wandb")  # an optional package
             self.wandb = wandb.init(
                 project=self.train.wandb_project,
                 name=self.train.wandb_name,

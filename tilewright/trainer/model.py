@@ -8,9 +8,9 @@ token, I inner width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -86,6 +86,11 @@ class Decoder(nn.Module):
         # Reentrant checkpointing computes gradients only if an input requires them.
         self.inputs_need_gradients = False
 
+    @property
+    def blocks(self) -> list[Block]:
+        """`layers`, as what they are."""
+        return cast(list[Block], list(self.layers))
+
     def forward(
         self, input_ids: torch.Tensor, sequence: Sequence
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -103,7 +108,7 @@ class Decoder(nn.Module):
 
     def through(
         self, layers: Iterable[nn.Module], x: torch.Tensor, sequence: Sequence
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """The last layer's output and residual stream, whose sum is the input of a further layer;
         and the routers' reports.
         """
@@ -186,21 +191,26 @@ class Transformer(nn.Module):
         for name, p in base_weights(self):
             constant = _initial(name, self.config.architecture.norm_offset)
             if constant is not None:
+                assert isinstance(p, nn.Parameter)  # norms and biases are not quantized
                 p.fill_(constant)
                 continue
             generator = torch.Generator(device="cpu").manual_seed(
                 seed * 1_000_003 + order.index(name)
             )
             full = torch.randn(shape_of(p), generator=generator) * std
-            if like := quantized(p):
-                fill(p, [quantize_as(like[0], full.to(like[0].device))])
+            if not isinstance(p, nn.Parameter):
+                like = quantized(p)[0]
+                fill(p, [quantize_as(like, full.to(like.device))])
             elif isinstance(p, DTensor):
                 p.copy_(distribute_tensor(full.to(p.device, p.dtype), p.device_mesh, p.placements))
             else:
                 p.copy_(full)
 
     def recompute_activations(
-        self, modules: list[str] | None = None, reentrant: bool = False, experts_alone: bool = False
+        self,
+        modules: Collection[str] | None = None,
+        reentrant: bool = False,
+        experts_alone: bool = False,
     ) -> None:
         """Recomputes whole layers (None), or only "self_attn" and/or "mlp" of each.
 
@@ -211,7 +221,7 @@ class Transformer(nn.Module):
         if unknown := set(modules or ()) - {"self_attn", "mlp"}:
             raise ValueError(f"recompute_modules accepts self_attn and mlp, got {sorted(unknown)}")
         self.model.inputs_need_gradients = reentrant
-        for block in self.model.layers:
+        for block in self.model.blocks:
             experts = block.mlp.experts if isinstance(block.mlp, MoE) else None
             names = set(modules or ("layer",))
             if experts_alone and experts is not None and names & {"layer", "mlp"}:
@@ -233,7 +243,7 @@ class Transformer(nn.Module):
 
         Raises ValueError if the heads cannot be sharded accordingly.
         """
-        sharing = min(block.self_attn.tp.heads for block in self.model.layers)
+        sharing = min(block.self_attn.tp.heads for block in self.model.blocks)
         heads = self.config.num_attention_heads // sharing
         if heads % cp.ulysses_size:
             of = f" of a tensor-parallel rank (of {sharing})" if sharing > 1 else ""
@@ -242,12 +252,12 @@ class Transformer(nn.Module):
                 f"heads{of} do not divide by {cp.ulysses_size}"
             )
         self.cp = cp
-        for block in self.model.layers:
+        for block in self.model.blocks:
             block.self_attn.cp = cp
 
     def freeze_router(self) -> None:
         """Freezes the routers' weights. Raises ValueError without experts."""
-        gates = [block.mlp.gate for block in self.model.layers if isinstance(block.mlp, MoE)]
+        gates = [block.mlp.gate for block in self.model.blocks if isinstance(block.mlp, MoE)]
         if not gates:
             raise ValueError("train.freeze_router = True: the model has no experts")
         for gate in gates:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -49,7 +51,9 @@ class Experts(nn.Module):
 
     def forward(self, x_TH, index_TK, weight_TK, kept=None):
         if self.group is not None:
-            return ep_moe_mlp(
+            # `torch.compiler.disable` returns something without a type.
+            spread: Any = ep_moe_mlp
+            return spread(
                 x_TH,
                 local(self.gate_up_proj),
                 local(self.down_proj),
@@ -83,6 +87,7 @@ class Experts(nn.Module):
     def _compute(self, x_TH, index_TK, weight_TK):
         gate_up, down = self.gate_up_proj, self.down_proj
         if isinstance(down, QuantizedExperts):
+            assert isinstance(gate_up, QuantizedExperts)
             return tw.moe_mlp(
                 x_TH,
                 gate_up.weight(),

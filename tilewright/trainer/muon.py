@@ -76,6 +76,7 @@ class Muon(torch.optim.Optimizer):
     def _adamw(self, trained: list[tuple[nn.Parameter, dict[str, Any]]]) -> None:
         together: dict[tuple, list[list[torch.Tensor]]] = {}
         for p, group in trained:
+            assert p.grad is not None
             state = self.state[p]
             if not state:
                 state["step"] = torch.zeros(())  # on the CPU, where reading it waits for nothing
@@ -111,6 +112,7 @@ class Muon(torch.optim.Optimizer):
 
     def _with_momentum(self, p: nn.Parameter) -> torch.Tensor:
         """Updates the momentum; returns this rank's shard of what is orthogonalized."""
+        assert p.grad is not None
         s, state = self.settings, self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p, dtype=s.states)

@@ -118,6 +118,8 @@ class Offload:
         self._kept[id(saved)] = weakref.ref(saved, leave)
         while self.kept > self.limit:
             going = next(iter(self._kept.values()))()
+            # One that is gone, or has left, is not among them.
+            assert going is not None and going.on_device is not None
             going.host = self.copies.to_host(going.on_device)
             going.on_device = None
             self._leave(id(going), going.size)
@@ -140,11 +142,13 @@ class Offload:
         elif saved.on_device is None:  # it left after the layer's backward had begun
             self._load(layer)
             self.copies.wait()
+        assert saved.on_device is not None  # loaded, or never gone
         return saved.on_device
 
     def _load(self, layer: Layer) -> None:
         for saved in layer.saved:
             if saved.on_device is None:
+                assert saved.host is not None
                 saved.on_device = self.copies.to_device(saved.host)
                 saved.host = None
 

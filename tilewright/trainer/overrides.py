@@ -16,6 +16,8 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from yaml.composer import ComposerError
+from yaml.constructor import ConstructorError
 
 from tilewright.trainer.field_tree import (
     ConfigError,
@@ -45,7 +47,7 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()
         alias, before = isinstance(event, yaml.AliasEvent), self.values
         if alias and event.anchor in self.anchors and event.anchor not in self.sizes:
-            raise yaml.composer.ComposerError(
+            raise ComposerError(
                 None, None, f"alias *{event.anchor} is within what it stands for", event.start_mark
             )
         self.values += self.sizes.get(event.anchor, 0) if alias else 1
@@ -56,9 +58,7 @@ class _Loader(yaml.SafeLoader):
                 if self.depth > DEEPEST
                 else (f"{MOST_VALUES:,} values (an alias counts as everything it stands for)")
             )
-            raise yaml.composer.ComposerError(
-                None, None, f"the file has more than {most}", event.start_mark
-            )
+            raise ComposerError(None, None, f"the file has more than {most}", event.start_mark)
         node = super().compose_node(parent, index)
         self.depth -= 1
         if not alias and event.anchor is not None:
@@ -76,7 +76,7 @@ class _Loader(yaml.SafeLoader):
             # `!!bool x` and the like.
             except (ValueError, KeyError, AttributeError):
                 problem = f"{node.value!r} is no {kind}"
-        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        raise ConstructorError(None, None, problem, node.start_mark)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
@@ -85,13 +85,9 @@ class _Loader(yaml.SafeLoader):
                 continue
             name = self.construct_object(key, deep=True)
             if not isinstance(name, str):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {name!r} is not a string", key.start_mark
-                )
+                raise ConstructorError(None, None, f"key {name!r} is not a string", key.start_mark)
             if name.replace("-", "_") in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {name!r} is given twice", key.start_mark
-                )
+                raise ConstructorError(None, None, f"key {name!r} is given twice", key.start_mark)
             seen.add(name.replace("-", "_"))
         return super().construct_mapping(node, deep)
 
@@ -238,7 +234,7 @@ def _explain(
     elsewhere: Mapping[str, str],
 ) -> list[str]:
     """One line per invalid location, which is also removed from `data`."""
-    messages: dict[tuple, list[str]] = {}
+    messages: dict[tuple, list[tuple[str, str, Any]]] = {}
     for e in error.errors():
         at = _existing(data, e["loc"], e["type"] == "missing")
         messages.setdefault(at, []).append((e["type"], e["msg"], e["input"]))

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from typing import Any
+from collections.abc import Collection
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -33,7 +34,7 @@ from tilewright.trainer.tensor_parallel import (
 )
 
 
-def parallelize(model: Transformer, train: Train, names: Model, mesh: Mesh) -> nn.Module:
+def parallelize(model: Transformer, train: Train, names: Model, mesh: Mesh) -> Transformer:
     """Applies tensor parallelism, context parallelism, compilation, recomputation, offload and
     sharding, in this order: each wraps the result of the previous one.
     """
@@ -75,6 +76,7 @@ def _shard_experts(
     tokens of its own there, as with data parallelism, so FSDP2 shards over the tp ranks too.
     """
     over = mesh.experts
+    assert over is not None and over.mesh_dim_names is not None
     own, shards = over["expert"], over["expert_shard"].size()
     sizes = {"expert": own.size()} | ({} if mesh.tensor is None else {"tensor": mesh.layout.tp})
     shown = ", ".join(f"train.{axis}_parallel_size = {n}" for axis, n in sizes.items())
@@ -101,6 +103,7 @@ def _shard_experts(
         mp_policy=policy,
         shard_placement_fn=lambda p: Shard(1),
     )
+    assert isinstance(experts, FSDPModule)
     # An expert's gradient is already summed over the ranks that sent tokens to it. Dividing by all
     # ranks, as for every other parameter, makes it the average over ranks too.
     experts.set_gradient_divide_factor(float(mesh.layout.averaged))
@@ -123,7 +126,7 @@ def _fsdp2(model: Transformer, train: Train, names: Model, mesh: Mesh) -> Transf
     if mesh.tensor is not None:
         options["shard_placement_fn"] = fsdp_placement
         check_shards(model, mesh.layout.parameters[1])
-    blocks, spread = list(model.model.layers), []
+    blocks, spread = model.model.blocks, []
     if mesh.experts is not None:
         spread = [block.mlp.experts for block in blocks if isinstance(block.mlp, MoE)]
         wanted = mesh.layout.expert > 1
@@ -146,12 +149,13 @@ def _fsdp2(model: Transformer, train: Train, names: Model, mesh: Mesh) -> Transf
     return model
 
 
-def _prefetch(blocks: list[Block], spread: list[nn.Module]) -> None:
+def _prefetch(blocks: list[Block], spread: Collection[nn.Module]) -> None:
     """Gathers a layer's sharded experts, and the next layer, while the layer runs."""
     for block, following in itertools.zip_longest(blocks, blocks[1:]):
         own = [block.mlp.experts] if isinstance(block.mlp, MoE) else []
         own = [experts for experts in own if experts in spread]
         if ahead := [*own, *([] if following is None else [following])]:
+            assert isinstance(block, FSDPModule)
             block.set_modules_to_forward_prefetch(ahead)
 
 
@@ -194,7 +198,8 @@ def wrap_ddp(model: nn.Module, mode: str, mesh: Mesh) -> nn.Module:
 
 
 def unwrap(model: nn.Module) -> Transformer:
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    inside = model.module if isinstance(model, DistributedDataParallel) else model
+    return cast(Transformer, inside)
 
 
 def reshard(model: Transformer) -> None:

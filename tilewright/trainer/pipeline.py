@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -96,7 +96,7 @@ class Pipeline:
 
     # ---- training
 
-    def forward_backward(self, batches: list[Mapping[str, Any]], loss: Loss) -> list[Outcome]:
+    def forward_backward(self, batches: Sequence[Mapping[str, Any]], loss: Loss) -> list[Outcome]:
         """Runs the schedule; gradients are averaged over the ranks of a stage at its end. Returns
         an outcome per micro-batch, in which the parts of other stages are zero.
         """
@@ -165,12 +165,13 @@ class Pipeline:
         """
         outcomes = []
         for parts in zip(*(stage.outcomes for stage in self.stages), strict=True):
-            reports = None
+            reports: torch.Tensor | None = None
             if self.with_experts:
                 rows = len(self.with_experts), self.whole.config.num_experts + 2
                 reports = torch.zeros(rows, device=self.mesh.device)
             for stage, part in zip(self.stages, parts, strict=True):
                 if part.reports is not None:
+                    assert reports is not None
                     own = [n for n, i in enumerate(self.with_experts) if i in stage.layer_numbers]
                     reports[own] = part.reports
             outcomes.append(parts[-1]._replace(reports=reports))
@@ -187,7 +188,7 @@ class Pipeline:
 
     @property
     def tied(self) -> nn.Parameter:
-        return self.model.model.embed_tokens.weight
+        return cast(nn.Parameter, self.model.model.embed_tokens.weight)
 
     @property
     def copy(self) -> nn.Parameter | None:
@@ -251,7 +252,8 @@ class Pipeline:
 
     def forward(self, batches: Iterable[Mapping[str, Any]], loss: Loss) -> list[Outcome]:
         """The outcomes without gradients: micro-batches follow each other through the stages."""
-        outcomes, sent = [], []
+        outcomes: list[Outcome] = []
+        sent: list[tuple[Any, torch.Tensor]] = []
         for batch in batches:
             hidden = None
             for stage in self.stages:

@@ -201,6 +201,7 @@ def prepare_entry(
     try:
         check_columns(entry, list(names), features)
     except NotIntegers as wrong:
+        assert isinstance(source, Rows)  # documents are strings
         raise NotIntegers(_first_other(source, wrong.column), wrong.column, wrong.kind) from wrong
     if routes is not None and ROUTES not in names:
         raise ValueError(

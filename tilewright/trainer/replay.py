@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ def _values(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.Ten
     return per_token.values().sum(), count_labels(batch)
 
 
-def compare(engine: Engine, batches: list[Batch]) -> dict[str, float]:
+def compare(engine: Engine, batches: Sequence[Batch]) -> dict[str, float]:
     """Mean log-probabilities of a step's labels, in nats, with recorded and with today's routes,
     and the mean absolute difference per token, from two forward passes without gradients. Every
     rank must call it. {} for a step without a label.

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+import pyarrow.compute
 import torch
 
 from tilewright.nn import read_routed_experts
 from tilewright.nn.routed_experts import check
 from tilewright.trainer.model_config import ModelConfig
 
+pc: Any = pyarrow.compute  # which makes its functions when it is imported
 CHECKED = 256  # samples of a prepared set that are checked at a time
 
 

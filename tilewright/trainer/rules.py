@@ -93,7 +93,11 @@ def _dataset(at: str, entry: Dataset) -> Iterator[Problem]:
         yield Problem((f"{at}preprocess_shards", f"{at}shards"), "give one of them")
     if (entry.shards is None) != (entry.shards_idx is None):
         yield Problem((f"{at}shards", f"{at}shards_idx"), "give both, or neither")
-    elif entry.shards is not None and entry.shards_idx >= entry.shards:
+    elif (
+        entry.shards is not None
+        and entry.shards_idx is not None
+        and entry.shards_idx >= entry.shards
+    ):
         yield Problem(
             (f"{at}shards_idx", f"{at}shards"), "indices run from 0 to one below the number"
         )
@@ -124,8 +128,8 @@ def _model_and_data(config: Config) -> Iterator[tuple[bool, str, str]]:
         "model.model_path model.config_path",
         "one of them must be given",
     )
-    named = {model.model_path, model.config_path, model.tokenizer_path} - {None}
-    on_hub = {path for path in named if is_hub_id(path)}
+    named = {model.model_path, model.config_path, model.tokenizer_path}
+    on_hub = {path for path in named if path is not None and is_hub_id(path)}
     yield (
         model.revision is not None and len(on_hub) != 1,
         "model.revision model.model_path model.config_path model.tokenizer_path",
@@ -160,7 +164,7 @@ def _model_and_data(config: Config) -> Iterator[tuple[bool, str, str]]:
         "give both, or neither",
     )
     yield (
-        None not in (num, index) and index >= num,
+        num is not None and index is not None and index >= num,
         "data.dataset_shard_idx data.dataset_shard_num",
         "indices run from 0 to one below the number",
     )

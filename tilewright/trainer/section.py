@@ -21,6 +21,7 @@ class Section(BaseModel):
     @classmethod
     def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Python's True is an int: `micro_batch_size: true` would mean 1."""
+        assert info.field_name is not None  # it validates a field
         annotation = cls.model_fields[info.field_name].annotation
         if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
             raise ValueError("a boolean does not fit here")
@@ -61,5 +62,5 @@ THIS_START = FREE + "it is about one start of the command"
 
 def field(default: Any, description: str, resume: str, **limits: Any) -> Any:
     """resume: what a change does where a run resumes, one of the constants above."""
-    extra = {"resume": resume}
+    extra: dict[str, Any] = {"resume": resume}
     return Field(default, description=description, json_schema_extra=extra, **limits)

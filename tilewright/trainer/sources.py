@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 import numpy as np
 
@@ -43,12 +44,13 @@ def _files(path: pathlib.Path, kind: str | None) -> tuple[str, list[str]]:
             p for p in path.rglob("*") if p.suffix in FORMATS and kind in (None, FORMATS[p.suffix])
         )
         kinds = {FORMATS[p.suffix] for p in files}
-    if len(kinds) != 1 or None in kinds:
+    found = sorted(kind for kind in kinds if kind is not None)
+    if len(kinds) != 1 or not found:
         raise ValueError(
             f"{path}: needs files of one kind ({', '.join(FORMATS)}; or ds_type), "
-            f"found {sorted(kinds - {None}) or 'none of them'}"
+            f"found {found or 'none of them'}"
         )
-    return kinds.pop(), list(map(str, files))
+    return found[0], list(map(str, files))
 
 
 def _saved(path: pathlib.Path) -> bool:
@@ -132,6 +134,7 @@ def _matching(folder: pathlib.Path, pattern: str) -> list[str]:
 def read_raw(entry: Dataset, data: Data) -> Rows | Documents:
     """The rows of an entry. Raises ValueError or OSError with one sentence."""
     import datasets
+    from datasets.exceptions import DatasetGenerationError
 
     kind, files = located(entry)
     token = data.hf_use_auth_token
@@ -142,9 +145,13 @@ def read_raw(entry: Dataset, data: Data) -> Rows | Documents:
     if kind is None and files:
         return Rows(_only(datasets.load_from_disk(entry.path), entry), by_row)
     if kind is None:  # a Hub id
-        options = {"name": entry.name, "revision": entry.revision, "split": entry.split}
+        options: dict[str, Any] = {
+            "name": entry.name,
+            "revision": entry.revision,
+            "split": entry.split,
+        }
         try:
-            loaded = datasets.load_dataset(entry.path, **options, token=token)
+            loaded: Any = datasets.load_dataset(entry.path, **options, token=token)
         except OSError as error:
             raise FileNotFoundError(
                 f"{entry.path}: no file here, and the Hub does not give it: {error}"
@@ -160,7 +167,7 @@ def read_raw(entry: Dataset, data: Data) -> Rows | Documents:
             options["download_config"] = datasets.DownloadConfig(use_etag=True)
         loaded = datasets.load_dataset(kind, **options)
     except Exception as error:  # readers of URLs raise exceptions without a common base
-        of_data = isinstance(error, datasets.exceptions.DatasetGenerationError | StopIteration)
+        of_data = isinstance(error, DatasetGenerationError | StopIteration)
         if "://" in files[0] and not of_data:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise OSError(f"{entry.path}: cannot be read: {reason}") from error

@@ -51,8 +51,9 @@ def split_layers(weights: list[int], ends: tuple[int, int], stages: int) -> list
             else None
             for i in range(1, n + 1)
         ]
-    assert least[n] is not None
-    return least[n][1]
+    best = least[n]
+    assert best is not None
+    return best[1]
 
 
 def layers_of_stages(model: Transformer, train: Train) -> list[range]:
@@ -150,6 +151,7 @@ class Stage(nn.Module):
             outcome = model.outcome(decoder.norm(x, residual)[0], self.loss, seen)
             self.outcomes.append(outcome._replace(total=outcome.total.detach(), reports=reports))
             return outcome.total
+        assert residual is not None  # a stage has a layer
         zero = torch.zeros((), device=x.device)
         self.outcomes.append(Outcome(zero, zero, None, reports))
         x, rest = x + residual, 0 if self.length is None else self.length - T
@@ -164,7 +166,8 @@ def keep(model: Transformer, stages: list[Stage]) -> None:
         if i not in kept:
             delattr(layers, str(i))
     held = {name for stage in stages for name, _ in stage.named_children()}
+    parts: Any = model  # a stage's model lacks what others have
     if "embed_tokens" not in held:
-        model.model.embed_tokens = None
+        parts.model.embed_tokens = None
     if "lm_head" not in held:
-        model.model.norm = model.lm_head = None
+        parts.model.norm = parts.lm_head = None

@@ -25,7 +25,7 @@ the whole sequence, and keeps its shard of the result.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -228,6 +228,7 @@ def shard_matrices(model: Transformer, mesh: DeviceMesh) -> None:
                 if name not in PLAIN:
                     register(module, name, p, mesh, at)
     model.tie()
+    module: Any
     for path, module in model.named_modules():
         projection = path.removesuffix(".base").rpartition(".")[2]
         whole = not shares and ".self_attn" in path
@@ -240,7 +241,7 @@ def shard_matrices(model: Transformer, mesh: DeviceMesh) -> None:
         elif biased and projection in BY_COLUMNS:
             module.__class__ = BiasOfSum
         if hasattr(module, "tp"):
-            module.tp = RepeatedAttention.of(mesh) if whole else tp
+            cast(Any, module).tp = RepeatedAttention.of(mesh) if whole else tp
 
 
 def _placement(model: nn.Module, path: str, name: str) -> Placement:
@@ -258,13 +259,20 @@ def _placement(model: nn.Module, path: str, name: str) -> Placement:
     return Replicate()
 
 
+def dim_of(placement: Placement) -> int:
+    """The sharded dimension, or -1. `is_shard` is false where FSDP2 and tensor parallelism share
+    one.
+    """
+    return getattr(placement, "dim", -1)
+
+
 def register(
     module: nn.Module, name: str, p: nn.Parameter, mesh: DeviceMesh, placement: Placement
 ) -> None:
     """Replaces a parameter on meta by a DTensor of its shape on a mesh of one dimension."""
     shape = list(p.shape)
-    if not placement.is_replicate():
-        shape[placement.dim] //= mesh.size()
+    if (dim := dim_of(placement)) >= 0:
+        shape[dim] //= mesh.size()
     part = torch.empty(shape, dtype=p.dtype, device=p.device)
     whole = DTensor.from_local(part, mesh, [placement], run_check=False)
     module.register_parameter(name, nn.Parameter(whole, p.requires_grad))
@@ -272,9 +280,7 @@ def register(
 
 def fsdp_placement(p: nn.Parameter) -> Shard:
     """The dimension along which FSDP2 shards a parameter: another one than tp."""
-    rows = isinstance(p, DTensor) and any(
-        not at.is_replicate() and at.dim == 0 for at in p.placements
-    )
+    rows = isinstance(p, DTensor) and any(dim_of(at) == 0 for at in p.placements)
     return Shard(1 if rows else 0)
 
 

@@ -21,7 +21,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -135,7 +135,7 @@ class Run:
         self.metrics.evaluation(self.done, loss)
         self.end_if(self.witness.evaluation(self.done, loss))
 
-    def compare(self, batches: list[Batch]) -> dict[str, float]:
+    def compare(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Log-probabilities with and without recorded routes, in the steps that report them."""
         every = self.config.train.router_replay_compare_steps
         return replay.compare(self.engine, batches) if every and not (self.done + 1) % every else {}
@@ -324,11 +324,13 @@ def check_data(config: Config) -> None:
 def exported(config: Config) -> dict[str, Any]:
     """How to export the last checkpoint: the arguments of `Engine.export`."""
     m, save = config.model, config.train.save_hf_weights
-    base = m.model_path
-    folder = hf.local_folder(base or m.config_path, m.revision)
+    base, tokenizer = m.model_path, m.tokenizer_path
+    described = base or m.config_path
+    assert described is not None and tokenizer is not None  # at least config_path is given
+    folder = hf.local_folder(described, m.revision)
     dtype = hf.stored_dtype(folder, weights=base is not None)
     return {
-        "tokenizer": hf.local_folder(m.tokenizer_path, m.revision) if save else None,
+        "tokenizer": hf.local_folder(tokenizer, m.revision) if save else None,
         "dtype": dtype,
         "adapter_of": base if config.lora.save_lora_only else None,
     }
