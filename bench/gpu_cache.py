@@ -89,6 +89,7 @@ class Call:
                 )
 
 
+# Long: the parts of a plan, one after the other.
 def calls(
     parts: Sequence[str], ops: Iterable[registry.Op], goals: pathlib.Path | None = None
 ) -> list[Call]:
@@ -309,6 +310,7 @@ def pack(cache: pathlib.Path, hashes: Iterable[str], path: pathlib.Path) -> int:
 # ---- the command
 
 
+# Long: a list of options and their use.
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code. 0: everything that compiles is cached; 3: time ran out first; 2: nothing can be
     compiled here, with the reason.

@@ -90,6 +90,7 @@ def untimed(devices: Sequence[Device]) -> list[str]:
     ]
 
 
+# Long: one section, sentence by sentence.
 def headline(device: Device, plots: list[Picture]) -> list[str]:
     """Median and mean speedups over ops, and the table by op."""
     if not device.pairs:

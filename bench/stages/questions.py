@@ -24,6 +24,7 @@ SECONDS = 60.0  # of a question: its launches take milliseconds
 ROUNDS = 5
 
 
+# Long: the functions of one unit, which share its inputs.
 def ab_unit(
     variant: Variant,
     op: Op,

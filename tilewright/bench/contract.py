@@ -208,6 +208,7 @@ def _next(name: str) -> str:
     return f"out {int(name.removeprefix('out ')) + 1}"
 
 
+# Long: the steps of one piece, whose functions share the whole's tensors.
 def _by_pieces(op: Op, kwargs: dict[str, Any], layout: str, cut: Pieces):
     """Truth and the twin's results in the inputs' dtype, by name and part; upstream gradients of
     the whole call; dtypes by name.

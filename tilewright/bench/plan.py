@@ -167,6 +167,7 @@ def conclude(
     }, broken
 
 
+# Long: a list of options.
 def parser(plan: Plan) -> argparse.ArgumentParser:
     ops, stages, settings = selection.operations(), list(plan.shares), plan.settings
     p = argparse.ArgumentParser(

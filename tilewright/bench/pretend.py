@@ -163,6 +163,7 @@ def not_compiled(kernel, key, signature, device, *_):
     return dummy
 
 
+# Long: a list of what is replaced while it lasts.
 @contextlib.contextmanager
 def gpu(arch: int = 90, name: str | None = None, compiles: bool = True) -> Iterator[None]:
     """Inside, "cuda" is a device of compute capability `arch` (90: 9.0) without memory.

@@ -93,6 +93,7 @@ def passes(provider: Provider, kwargs: dict[str, Any]) -> dict[str, Callable[[],
     }
 
 
+# Long: a case's steps in their order, which share its inputs, tasks and rows.
 def measure(
     op: Op,
     case: Case,

@@ -112,6 +112,7 @@ def _attempts(unit: Unit, out: pathlib.Path, meta: dict[str, Any], keep: bool) -
     return before.get("attempts", 1) + 1 if before is not None and unit.failed(before) else 1
 
 
+# Long: a unit's life in its order, since what a crash leaves follows from where it came.
 def work(
     units: Iterable[Unit],
     out: pathlib.Path,
@@ -239,6 +240,7 @@ def locked(out: pathlib.Path) -> Iterator[None]:
         yield
 
 
+# Long: its functions share the workers' state, which nothing else may change.
 def supervise(
     commands: Sequence[Sequence[str]],
     out: pathlib.Path,

@@ -48,6 +48,7 @@ from tilewright.kernels.tuning import Config, Tunable
 DTYPES = (torch.bfloat16, torch.float32)
 
 
+# Long: a search's steps in their order, each of which reads what came before.
 def search(
     op: Op,
     impl: Implementation,
@@ -140,6 +141,7 @@ def search(
     }
 
 
+# Long: the functions of one unit, which share its state file.
 def unit(
     op: Op,
     impl: Implementation,

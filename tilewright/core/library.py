@@ -290,6 +290,7 @@ def _count_writes(overload) -> None:
     _LIBRARY.impl(name, counted, "ADInplaceOrView", with_keyset=True)
 
 
+# Long: the functions that autograd is given, which close over the operator's.
 def differentiate(
     op: Operator,
     backward: Callable,

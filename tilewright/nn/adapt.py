@@ -46,6 +46,7 @@ from tilewright.ops.quant.quantized_linear import dequantize
 # ---- adding adapters
 
 
+# Long: half of it is its signature and its checks.
 def add_lora(
     model: nn.Module,
     targets: Iterable[str] | None = None,

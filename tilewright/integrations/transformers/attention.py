@@ -26,6 +26,7 @@ from tilewright.ops.attention.attention import ATTENTION
 PAGED = ("cache", "read_index", "block_table")
 
 
+# Long: the function that it returns has transformers' whole signature.
 def attention_entry(
     name: str, implementation: str, collector: Any, by_positions: bool = True
 ) -> Callable:
@@ -35,6 +36,7 @@ def attention_entry(
     by_positions: position ids that are not consecutive begin a document, beside the mask's.
     """
 
+    # Long: transformers' whole signature, argument by argument.
     def attention_forward(
         module: torch.nn.Module,
         query: torch.Tensor,

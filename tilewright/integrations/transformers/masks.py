@@ -213,6 +213,7 @@ def _define_operators():
 _define_operators()
 
 
+# Long: transformers' whole signature, argument by argument.
 def make_mask(
     batch_size: int,
     q_length: int,
