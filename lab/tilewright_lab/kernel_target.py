@@ -73,6 +73,8 @@ def _of_file(path: pathlib.Path):
     if (known := sys.modules.get(name)) is not None and known.__file__ == str(path):
         return known
     spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise Rejected(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -241,7 +243,7 @@ def _value(node: ast.expr, known: dict[str, Any]) -> Any:
         return known[node.id]
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         return OPERATORS[type(node.op)](_value(node.left, known), _value(node.right, known))
-    if isinstance(node, ast.Call) and getattr(node.func, "id", "") in FUNCTIONS:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS:
         return FUNCTIONS[node.func.id](*(_value(a, known) for a in node.args))
     raise ValueError(
         f"{ast.unparse(node)} is none of numbers, arguments ({', '.join(known)}), + - * // % and "

@@ -188,6 +188,7 @@ PLANTS = {
 # Files that commands name by FOLDER.
 FILES = {
     "ends.py": "import sys\nsys.exit(0)",
+    "notes.txt": "",
     "skips.py": "import pytest\npytest.skip('needs a GPU', allow_module_level=True)",
     "late.py": "def late(x, y):\n    import copied\n    return copied.add(x, y)",
     **{f"{folder}copied.py": (ROOT / HERE).read_text() for folder in ("", "one/", "two/")},
@@ -216,7 +217,8 @@ def run(commands: Iterable[str]) -> Iterator[tuple[str, tuple[int, str, str]]]:
     """(command, (exit code, output, errors)) of each, all in one other process: kernels of this one
     may belong to Triton's interpreter.
     """
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    path = f"{ROOT}{os.pathsep}{ROOT / 'lab'}"
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path}
     interpreting = {**environment, "TRITON_INTERPRET": "1"}
     with (
         tempfile.TemporaryDirectory() as folder,

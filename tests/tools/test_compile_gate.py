@@ -208,7 +208,8 @@ print(json.dumps(found))
 
 def without_interpreter(**variables):
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    return {**inherited, "PYTHONPATH": str(ROOT), **variables}
+    path = f"{ROOT}{os.pathsep}{ROOT / 'lab'}"
+    return {**inherited, "PYTHONPATH": path, **variables}
 
 
 def run_python(python, *args, **variables):

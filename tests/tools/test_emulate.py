@@ -34,6 +34,7 @@ REFUSED = {
     f"emulate add {TWO} --num-warps 4": "is a function, which chooses its launches",
     "emulate nothing": "has no nothing; it has .*_add, add, add_on_cuda",
     "emulate missing.py:add": "there is no file missing.py",
+    "emulate FOLDER/notes.txt:add": r"notes\.txt is no Python file",
     "emulate no_such_module:add": "no_such_module cannot be imported: ModuleNotFoundError",
     "emulate HERE": "give FILE:NAME",
     "emulate add --arg x": "--arg x: give NAME=VALUE",

@@ -83,6 +83,7 @@ def add_call_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    assert __doc__ is not None
     parser = argparse.ArgumentParser(
         prog="tilewright emulate", description=" ".join(__doc__.split(":", 1)[1].split())
     )
@@ -226,8 +227,10 @@ def run(args: argparse.Namespace, words: list[str]) -> Report:
                 if reference is None
                 else compared(call, reference, found, kept, args.backward)
             )
-    fills = FILLS if found is not None and driver.undefined else ()
-    if fault := next(filter(None, (_undefined(args, found, fill) for fill in fills)), None):
+    fills = FILLS if driver.undefined else ()
+    if found is not None and (
+        fault := next(filter(None, (_undefined(args, found, fill) for fill in fills)), None)
+    ):
         (report.allowed if fault.kind in args.allow else report.breaks).append(fault)
     return report
 
@@ -309,7 +312,7 @@ def shown(report: Report) -> str:
         "conflicts",
         "instructions",
     )
-    rows = [columns]
+    rows: list[tuple[str, ...]] = [columns]
     for k in report.kernels:
         sectors = [
             f"{k['requested'][kind]} ({k['requested'][kind] / least:.2f})" if least else "0"

@@ -187,7 +187,9 @@ def over_limits(rows: list[dict[str, Any]], conflicts: int | None, sectors: floa
             yield _limit(
                 row, f"has {row['conflicts']} bank conflicts{_at(worst)}; accepted: {conflicts}"
             )
-        for kind, needed in row["needed"].items() if sectors is not None else ():
+        if sectors is None:
+            continue
+        for kind, needed in row["needed"].items():
             ratio = row["requested"][kind] / needed if needed else 0
             if ratio > sectors:
                 worst = max(row["sectors by line"].items(), key=lambda item: item[1])

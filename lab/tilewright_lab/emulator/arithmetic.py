@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Any
 
 import numpy as np
 
 from tilewright_lab.emulator.faults import Fault
 from tilewright_lab.emulator.formats import E2M1, f32, from_e4m3, narrow, to_e2m1, to_e4m3, widen
 from tilewright_lab.emulator.memory import I, U
+from tilewright_lab.emulator.part import Part
 
 
-class Arithmetic:
+class Arithmetic(Part):
     def move(self, name, op, args, who, text, bits):
         spaces = ("global", "shared", "param", "local")
         space = next(o for o in op if o.split(":")[0] in spaces).split(":")[0]
@@ -269,9 +271,8 @@ class Arithmetic:
             return shifted.astype(np.uint32)
         if name == "popc":  # of 32 bits or 64, into 32
             one = given[0].dtype.type(1)
-            return sum(given[0] >> given[0].dtype.type(i) & one for i in range(bits)).astype(
-                np.uint32
-            )
+            ones: Any = sum(given[0] >> given[0].dtype.type(i) & one for i in range(bits))
+            return ones.astype(np.uint32)
         found = {
             "add": np.add,
             "sub": np.subtract,

@@ -8,12 +8,13 @@ import numpy as np
 
 from tilewright_lab.emulator.formats import narrow, widen
 from tilewright_lab.emulator.memory import I, U
+from tilewright_lab.emulator.part import Part
 
 ORDERS = {"acq_rel", "acquire", "release", "relaxed"}
 SCOPES = {"cta", "cluster", "gpu", "sys"}
 
 
-class Atomics:
+class Atomics(Part):
     def atomic(self, op, args, who, text, bits):
         """atom and red: threads take turns, the lowest first; a vector is one operation per
         element.
@@ -21,14 +22,15 @@ class Atomics:
         rest = [o for o in op[1:-1] if o not in ORDERS | SCOPES | {"noftz", "l2", "L2::cache_hint"}]
         space = next((o.split(":")[0] for o in rest if o.startswith(("global", "shared"))), "")
         what = [o for o in rest if o.split(":")[0] != space and not re.fullmatch(r"v\d", o)]
-        if not space or len(what) != 1:
+        kind = op[-1]
+        digits = re.search(r"\d+", kind)
+        if not space or len(what) != 1 or digits is None:
             raise KeyError(text)
         returns = op[0] == "atom"
         target, *operands = args[1:] if returns else args
         given = [[p.strip() for p in a.strip("{}").split(",")] for a in operands]
         old = [p.strip() for p in args[0].strip("{}").split(",")] if returns else []
-        kind = op[-1]
-        width = int(re.search(r"\d+", kind)[0]) * (2 if kind.endswith("x2") else 1)
+        width = int(digits[0]) * (2 if kind.endswith("x2") else 1)
         size, address = width // 8, self.address(target)
         count = len(given[0])
         places = self.places(space, address, size * count, who, "st")

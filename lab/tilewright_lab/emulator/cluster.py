@@ -84,6 +84,7 @@ class Cluster(Transfers, Atomics, TensorCores, Uncommon, Arithmetic):
                 if (self.pc >= end).all():
                     for kind, sectors in self.touched.items():
                         if sectors:
+                            assert self.counts is not None  # they are of `count`
                             self.counts.least[kind] += len(np.unique(np.concatenate(sectors)))
                     return
                 self.release()
@@ -315,6 +316,7 @@ class Cluster(Transfers, Atomics, TensorCores, Uncommon, Arithmetic):
 
     def count(self, kind, at, lanes, size):
         """Counts sectors of global memory, for accesses that each lie in one."""
+        assert self.counts is not None
         self.counts.sectors(kind, at, lanes, size)
         self.touched[kind].append(np.unique(at // 32))
 

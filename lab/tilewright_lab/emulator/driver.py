@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -59,7 +59,7 @@ class Driver:
         self.fill = ""  # of masked elements of loads without `other`, as in FILLS; "": zero
         self.undefined: dict[str, Loads] = {}  # such loads, by the kernel that was launched
         self.most: int | None = None  # instructions that a program may execute
-        self.counts = None  # kernel name -> Counts, if requested
+        self.counts: dict[str, Counts] | None = None  # kernel name -> Counts, if requested
         self.pointed = {}  # address of a table of addresses -> the tensors, at its end
         self.compiles = ""  # the file of the kernel that Triton compiles now
         self.all_configs, self._tuned, self._probing = False, 0, False
@@ -109,10 +109,8 @@ class Driver:
     def get_benchmarker(self):
         """Triton's autotuner: the first configuration that a GPU can launch is the fastest."""
 
-        from triton.runtime import driver
-
         # Autotuners keep it, and a later run of this process has another driver.
-        return lambda call, quantiles=None, **_: driver.active.timed(call, len(quantiles or (0,)))
+        return lambda call, quantiles=None, **_: active_driver().timed(call, len(quantiles or (0,)))
 
     def timed(self, kernel_call, count):
         if self.all_configs or not self._tuned:
@@ -134,19 +132,18 @@ class Driver:
         self._tuned = 0
 
     def launcher_cls(self, source, metadata):
-        from triton.runtime import driver
         from triton.runtime.cache import get_cache_manager
 
         cached = get_cache_manager(metadata.hash)
-        text, ttir = (
-            pathlib.Path(cached.get_file(f"{metadata.name}.{kind}")).read_text()
+        text, ttir = (  # Triton has just compiled both
+            pathlib.Path(cast(str, cached.get_file(f"{metadata.name}.{kind}"))).read_text()
             for kind in ("ptx", "ttir")
         )
         undefined = loads_without_other(ttir)
         kernels = {}
 
         def launch(x, y, z, stream, function, packed, about, enter, leave, *arguments):
-            active = driver.active  # a later run of this process may have another
+            active = active_driver()  # a later run of this process may have another
             if active.probes:
                 return
             key = active.change, active.fill
@@ -220,6 +217,13 @@ class Driver:
             self.names.append(metadata.name)
 
 
+def active_driver() -> Driver:
+    """The driver that Triton launches on now, inside `installed`."""
+    from triton.runtime import driver
+
+    return cast(Driver, driver.active)
+
+
 def _of(unsupported: Unsupported, kernel: str) -> Unsupported:
     unsupported.kernel = kernel
     return unsupported
@@ -262,9 +266,7 @@ def without_machine_code(backend=None, stages=None, options=None, language=None,
     key that distinguishes such kernels in Triton's cache.
     """
     if stages is None:
-        from triton.runtime import driver
-
-        key = f"without machine code {driver.active.compiles}".strip()
+        key = f"without machine code {active_driver().compiles}".strip()
         return key, key
     stages["cubin"] = lambda text, metadata: b""
     return None
@@ -308,7 +310,8 @@ def installed(driver: Driver) -> Iterator[Driver]:
         warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
         for group in (knobs.runtime, knobs.cache):
             stack.enter_context(group.scope())
-        knobs.runtime.add_stages_inspection_hook = without_machine_code
+        # Triton's protocol for it has neither all arguments nor the call without any.
+        knobs.runtime.add_stages_inspection_hook = cast(Any, without_machine_code)
         knobs.cache.dir = str(pathlib.Path(knobs.cache.dir) / "emulated")
         stack.enter_context(mock.patch.object(triton_driver, "_active", driver))
         stack.enter_context(mock.patch.object(JITFunction, "_do_compile", compile_))

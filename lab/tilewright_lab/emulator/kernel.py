@@ -37,7 +37,10 @@ class Kernel:
             for line in lines
             if line.startswith(".param")
         ]
-        self.threads = int(re.search(r"\.reqntid (\d+)", head)[1])
+        threads = re.search(r"\.reqntid (\d+)", head)
+        if threads is None:
+            raise ValueError("the PTX has no .reqntid")
+        self.threads = int(threads[1])
         self.shared, self.shared_size = dict.fromkeys(outer, 1024), 1024 + dynamic_shared
         self.widths = {
             name: 1 if kind == "pred" else int(kind[1:])
@@ -66,6 +69,7 @@ class Kernel:
                 self.labels[local.get(m[1], m[1])] = len(self.code)
             elif s and not s.startswith("."):
                 m = re.match(r"(?:@(!?)(%?\w+) )?(\S+) ?(.*)", s)
+                assert m is not None  # s is not empty and begins with no space
                 operands = [
                     o.strip()
                     for o in re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,]+", m[4].replace(", ", ","))
@@ -92,9 +96,9 @@ class Kernel:
         most: int | None = None,
     ) -> None:
         """most: instructions that a program may execute."""
-        values = dict(zip(self.parameters, values, strict=True))
+        named = dict(zip(self.parameters, values, strict=True))
         with np.errstate(all="ignore"):
             for z, y, first in itertools.product(
                 range(grid[2]), range(grid[1]), range(0, grid[0], cluster)
             ):
-                Cluster(self, memory, values, (first, y, z), cluster, grid, counts, most).run()
+                Cluster(self, memory, named, (first, y, z), cluster, grid, counts, most).run()

@@ -8,10 +8,11 @@ import numpy as np
 
 from tilewright_lab.emulator.faults import Fault
 from tilewright_lab.emulator.formats import f32, from_float8, widen
+from tilewright_lab.emulator.part import Part
 from tilewright_lab.emulator.tma import swizzled
 
 
-class TensorCores:
+class TensorCores(Part):
     # ---- wgmma
 
     def operand(self, described, rows, size, transposed, block, text):

@@ -18,5 +18,7 @@ def text_and_bits(op):
 
 @functools.cache
 def base_and_offset(operand):
-    base, offset = re.match(r"\[\s*(\S+?)\s*(?:\+\s*(-?\d+)\s*)?\]$", operand).groups()
-    return base, int(offset or 0)
+    m = re.match(r"\[\s*(\S+?)\s*(?:\+\s*(-?\d+)\s*)?\]$", operand)
+    if m is None:
+        raise KeyError(operand)
+    return m[1], int(m[2] or 0)

@@ -8,6 +8,7 @@ import numpy as np
 
 from tilewright_lab.emulator.faults import Fault
 from tilewright_lab.emulator.memory import SEVERAL, owning_block, shared_in
+from tilewright_lab.emulator.part import Part
 from tilewright_lab.emulator.tma import swizzled
 
 
@@ -26,7 +27,7 @@ def alike(one, other):
     return bool((np.abs(a - b) <= 1).all())
 
 
-class Transfers:
+class Transfers(Part):
     def own(self, address, size, who):
         """Indices of bytes of the threads' own memory."""
         at = address[who][:, None] + np.arange(size)
@@ -233,8 +234,11 @@ class Transfers:
         if op[5:] != ["shared::cta", "global", "mbarrier::complete_tx::bytes"]:
             raise KeyError(text)
         to, source, barrier = args
-        source, corner = re.match(r"\[(\S+?),\{(.*)\}\]", source.replace(" ", "")).groups()
-        corner = [self.get(c, 32).view(np.int32) for c in corner.split(",")]
+        found = re.match(r"\[(\S+?),\{(.*)\}\]", source.replace(" ", ""))
+        if found is None:
+            raise KeyError(text)
+        source = found[1]
+        corner = [self.get(c, 32).view(np.int32) for c in found[2].split(",")]
         for thread in np.flatnonzero(who):
             described = self.values[
                 self.k.parameters[int(self.get(source, 64)[thread]) // 4096 - 1]

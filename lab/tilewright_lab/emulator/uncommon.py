@@ -7,6 +7,7 @@ import numpy as np
 from tilewright_lab.emulator.faults import Fault
 from tilewright_lab.emulator.formats import f32
 from tilewright_lab.emulator.memory import I, U
+from tilewright_lab.emulator.part import Part
 
 # They order memory, or tell the hardware something, and change no value.
 SILENT = {"membar", "griddepcontrol", "prefetch", "prefetchu", "nanosleep", "createpolicy"}
@@ -25,7 +26,7 @@ FLOAT64 = {
 }
 
 
-class Uncommon:
+class Uncommon(Part):
     def uncommon(self, op, args, who, text, bits) -> bool:
         """Executes an instruction; False if it is none of these."""
         name, kind = op[0], op[-1]

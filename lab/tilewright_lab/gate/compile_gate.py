@@ -228,6 +228,7 @@ def _judge(
 
 
 def _parser(ops: dict[str, Op], prog: str) -> argparse.ArgumentParser:
+    assert __doc__ is not None
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("--op", action="append", choices=list(ops), help="only this op's kernels (repeatable)")

@@ -408,9 +408,11 @@ def compile_all(specs: dict[str, Any], tasks: Sequence[tuple[str, int]], jobs: i
             results = [r for r, _ in compiled]
             for indices, read in zip(by_arch.values(), listings, strict=True):
                 for i, sass in zip(indices, read, strict=True):
-                    count = _per_element(specs[results[i].name], sass["instructions"])
+                    name, facts = results[i].name, results[i].facts
+                    assert facts is not None  # by_arch has those that compiled
+                    count = _per_element(specs[name], sass["instructions"])
                     results[i] = replace(
-                        results[i], facts=replace(results[i].facts, **sass, per_element=count)
+                        results[i], facts=replace(facts, **sass, per_element=count)
                     )
             return results
     except BrokenProcessPool:

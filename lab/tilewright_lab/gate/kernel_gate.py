@@ -21,7 +21,7 @@ from unittest import mock
 from tilewright import platform
 from tilewright_lab.cuda_stand_in import stand_in
 from tilewright_lab.emulate.command import add_call_options, attempted, number_of, prepared
-from tilewright_lab.emulator.driver import Driver, installed
+from tilewright_lab.emulator.driver import Driver, active_driver, installed
 from tilewright_lab.emulator.faults import Fault
 from tilewright_lab.gate import machine_code
 from tilewright_lab.gate import verdict as gate_verdict
@@ -81,7 +81,6 @@ def recorded(arch: int, all_configs: bool = False) -> Iterator[list[LaunchSpec]]
 def spec_of(kernel, signature, constexprs, options, attrs) -> LaunchSpec:
     """What the compile gate compiles for a launch."""
     from triton.compiler import make_backend
-    from triton.runtime import driver
 
     names = list(signature)
     if deep := [name for name, kind in signature.items() if isinstance(kind, tuple)]:
@@ -91,7 +90,7 @@ def spec_of(kernel, signature, constexprs, options, attrs) -> LaunchSpec:
         for path, found in attrs.items()
         if len(path) == 1 and ["tt.divisibility", 16] in [list(a) for a in found]
     ]
-    defaults = make_backend(driver.active.get_current_target()).parse_options({})
+    defaults = make_backend(active_driver().get_current_target()).parse_options({})
     # Fusion as Triton's version bound it, which may be another choice than our launchers make.
     chosen = {"enable_fp_fusion": options.enable_fp_fusion} | {
         f.name: value
@@ -159,6 +158,7 @@ def widest(facts: Facts, kind: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    assert __doc__ is not None
     parser = argparse.ArgumentParser(
         prog="tilewright gate",
         description=" ".join(__doc__.split(":", 1)[1].split()),

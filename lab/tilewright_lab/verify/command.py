@@ -133,12 +133,13 @@ def _pretrained(name: str, dtype: str | None) -> nn.Module:
         raise Unverifiable(f"{name} names no function: give {file}:FUNCTION")
     check_path(name)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             dtype="auto" if dtype is None else getattr(torch, dtype),
             trust_remote_code=False,  # else transformers asks the terminal
             output_loading_info=True,
         )
+        model, report = loaded
     except Exception as error:  # of transformers' loaders, of any class
         text = said(error)
         if "custom code" in text or "trust_remote_code" in text:

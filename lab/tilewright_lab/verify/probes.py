@@ -203,7 +203,8 @@ def _probe_mask(module: nn.Module, call: Call, visible: torch.Tensor, scene: Sce
                 outputs.append(module(*args, **{**kwargs, "hidden_states": value}))
             else:
                 outputs.append(module(value, *args[1:], **kwargs))
-        move, _ = _difference(*outputs, lambda t, rows=rows: _rows(t, rows))
+        one, other = outputs
+        move, _ = _difference(one, other, lambda t, rows=rows: _rows(t, rows))
         allowed = 4 * SLACK.get(hidden.dtype, SLACK[torch.float32])
         if move > allowed:
             text = f"token {j} moves tokens from which its mask hides it, {_why(visible, j, scene)}"

@@ -82,7 +82,7 @@ def run(
     starts = [*wanted.values(), *recorder.starts]
     if starts and ends and ends[0].requires_grad:
         got = torch.autograd.grad(ends, starts, upstream, allow_unused=True)
-    gradients = dict(zip(wanted, got, strict=False))
+    gradients: dict[str, torch.Tensor | None] = dict(zip(wanted, got, strict=False))
     return Ran(recorder.calls, {n: t.detach() for n, t in values.items()}, gradients)
 
 
@@ -132,7 +132,7 @@ def compare_scene(
     rows = _rows(entries, scene, replayers[0])
     rows += _detached(ran, twins[0], scene)
     flips = _flips(ran, twins[0], scene)
-    whole = _whole(ran, *twins, scene, wide, eager)
+    whole = _whole(ran, twins[0], twins[1], scene, wide, eager)
     return Compared(rows, whole, unchecked, ran, twins[0], flips, replayers)
 
 
@@ -158,8 +158,9 @@ def _rows(entries: list[_Entry], scene: Scene, wide: Replayer) -> list[Row]:
     for entry in entries:
         path, what = entry.label[1:3]
         atol = slack_of(entry.calls, what, type(wide.twin.module(path)).__name__)
-        tensors = (None if t is None else kept_rows(t, scene.kept) for t in entry[1:4])
-        row = compare(*tensors, entry.label, atol)
+        result = None if entry.result is None else kept_rows(entry.result, scene.kept)
+        truth, eager = (kept_rows(t, scene.kept) for t in (entry.truth, entry.eager))
+        row = compare(result, truth, eager, entry.label, atol)
         if row.units > 1 and math.isfinite(row.error):
             row = _conditioned(row, entry, scene, wide)
         rows.append(row)

@@ -117,11 +117,11 @@ def _vocabulary(root: Any) -> int:
         return 0
 
 
-def _random_ids(root: nn.Module, tokens: int) -> torch.Tensor:
+def _random_ids(root: Any, tokens: int) -> torch.Tensor:
     """Two rows of tokens that are none of the special ones."""
     vocab = _vocabulary(root)
     config = root.config.get_text_config()
-    special: set[int] = set()
+    special: set[int | None] = set()
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         value = getattr(config, name, None)
         special.update(value if isinstance(value, (list, tuple)) else [value])
@@ -187,7 +187,7 @@ def quiet_state(root: nn.Module, training: bool) -> Iterator[str | None]:
     it was. Yields a note if only the model itself could be set to training mode.
     """
     before = {m: m.training for m in root.modules()}
-    checkpointing = {
+    checkpointing: dict[Any, Any] = {
         m: m.gradient_checkpointing
         for m in root.modules()
         if getattr(m, "gradient_checkpointing", False)

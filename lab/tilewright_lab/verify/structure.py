@@ -202,12 +202,12 @@ def _scales(path: str, module: Any, adapters: dict[str, Any]) -> list[str]:
 
     found = []
     for name in module.active_adapters:
-        config = adapters.get(name)
+        config: Any = adapters.get(name)
         if name not in module.lora_A or not hasattr(config, "lora_alpha"):
             continue
 
         def by_pattern(pattern: dict[str, int], default: int) -> int:
-            return pattern.get(get_pattern_key(pattern.keys(), path), default)
+            return pattern.get(get_pattern_key(list(pattern), path), default)
 
         alpha = by_pattern(config.alpha_pattern, config.lora_alpha)
         rank = by_pattern(config.rank_pattern, config.r)

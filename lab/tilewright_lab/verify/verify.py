@@ -194,7 +194,7 @@ class _Work:
                 return
         if note and first:
             self.notes.append(note)
-        if scene.documents is not None and self._documents_meet(found, scene):
+        if scene.documents is not None and self._documents_meet(found, scene.documents):
             self.notes.append(
                 f"{scene.name} input: not compared, since documents given by position ids see each "
                 "other in transformers' own model"
@@ -232,8 +232,8 @@ class _Work:
             return True
         return False
 
-    def _documents_meet(self, found: Compared, scene: Scene) -> bool:
-        apart = scene.documents[:, None, :, None] != scene.documents[:, None, None, :]
+    def _documents_meet(self, found: Compared, documents: torch.Tensor) -> bool:
+        apart = documents[:, None, :, None] != documents[:, None, None, :]
         for masks in found.truth.masks().values():
             for mask in attention_masks(masks).values():
                 return bool((seen(mask) & apart).any())
@@ -347,7 +347,7 @@ class _Work:
             "in evaluation mode": _broken(ran(False, True).rows),
             "under torch.no_grad": _broken(ran(True, False).rows),
         }
-        agrees = {
+        agrees: dict[tuple[str, ...], str] = {
             ("in evaluation mode",): "in training mode it agrees",
             ("under torch.no_grad",): "with gradients it agrees",
         }
@@ -357,7 +357,8 @@ class _Work:
             self._say(path, rows, named, found, where)
 
     def _probe(self, found: list[Scene]) -> None:
-        vocab = self.root.get_input_embeddings().num_embeddings
+        root: Any = self.root
+        vocab = root.get_input_embeddings().num_embeddings
         for probe in probes(found, vocab, self._reach()):
             moved = leak(self.root, self.modules, probe)
             if moved is None:
