@@ -189,6 +189,7 @@ class _Generator:
         return cls._real(device=on_cpu(device))
 
 
+# Long: a list of what is replaced while it lasts.
 @contextlib.contextmanager
 def stand_in(arch: int):
     """Inside, "cuda" is the CPU and a GPU of this architecture (90: sm_90).

@@ -176,6 +176,7 @@ def read(path: str) -> Measured:
     return Measured(**{**rest, **parts, **narrow})
 
 
+# Long: the parts of a step in their order, each announced before it starts.
 def measure(
     function: Callable[..., Step],
     layout: str,

@@ -207,6 +207,7 @@ class Arithmetic(Part):
             else value.view(np.uint32)
         )
 
+    # Long: a table of instructions.
     def integer(self, op, args, bits):
         name = op[0]
         given = [self.get(a, bits) for a in args[1:]]

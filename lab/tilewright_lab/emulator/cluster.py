@@ -322,6 +322,7 @@ class Cluster(Transfers, Atomics, TensorCores, Uncommon, Arithmetic):
 
     # ---- instructions
 
+    # Long: a table of instructions.
     def step(self, op, args, who, pc):
         name, kind = op[0], op[-1]
         text, bits = text_and_bits(tuple(op))

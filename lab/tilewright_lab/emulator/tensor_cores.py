@@ -52,6 +52,7 @@ class TensorCores(Part):
             raise Fault("barrier", "part of a warpgroup")
         return np.flatnonzero(groups[:, 0])
 
+    # Long: one instruction, whose operands have layouts of their own.
     def wgmma(self, op, args, who, text):
         groups = self.warpgroups(who, text)
         if op[1] == "fence":
