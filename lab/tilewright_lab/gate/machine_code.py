@@ -159,13 +159,11 @@ def disassemble(cubins: Sequence[bytes], arch: int) -> list[str]:
     codes = [_code(c) for c in cubins]
     if not any(codes):  # nvdisasm rejects an empty file
         return [""] * len(codes)
-    tool = _nvdisasm()
-    assert tool is not None  # as `cannot_disassemble` has found
     with tempfile.NamedTemporaryFile(suffix=".bin") as file:
         file.write(b"".join(codes))
         file.flush()
         run = subprocess.run(
-            [tool, "--binary", _machine(arch), "--no-dataflow", file.name],
+            [_nvdisasm(), "--binary", _machine(arch), "--no-dataflow", file.name],
             capture_output=True,
             text=True,
             check=False,
