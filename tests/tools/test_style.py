@@ -3,6 +3,7 @@
 import ast
 import functools
 import itertools
+import json
 import pathlib
 import re
 import tomllib
@@ -628,11 +629,30 @@ def test_pre_commit_and_the_workflow_run_what_make_does():
     assert "run: make test\n" in (ROOT / ".github/workflows/test.yml").read_text()
 
 
-def test_no_line_asks_the_type_checker_to_look_away():
+# Modules with errors from before everything was checked: their syntax trees identify measurements.
+UNTYPED = (
+    *("tilewright/core/", "tilewright/ops/", "tilewright/bench/", "lab/tilewright_lab/gate/"),
+    # Names that are given when they are asked for.
+    *("tilewright/__init__.py", "tilewright/integrations/transformers/__init__.py"),
+)
+
+
+def test_the_type_checker_reads_everything():
+    """Where it is told to look away, a line names the rule and the reason; and the list of errors
+    from before does not grow.
+    """
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["basedpyright"]
-    assert set(settings) == {"typeCheckingMode", "pythonVersion", "include"}
-    paths = [ROOT / name for name in settings["include"]]
-    assert all(path.exists() for path in paths)
-    files = [f for path in paths for f in ([path] if path.is_file() else path.rglob("*.py"))]
-    asking = [f for f in files if re.search(r"# (type|pyright|basedpyright):", f.read_text())]
-    assert files and not asking
+    assert settings["include"] == ["tilewright", "lab/tilewright_lab", "bench"]
+    assert settings["exclude"] == ["tilewright/kernels", "**/__pycache__"]
+    assert settings["typeCheckingMode"] == "basic" and len(settings) == 5
+    asking = [
+        line
+        for path in LIBRARY
+        for line in path.read_text().splitlines()
+        if re.search(r"# (type|pyright|basedpyright):", line)
+    ]
+    assert len(asking) <= 2, asking
+    assert all(re.search(r"# pyright: ignore\[\w+\] +\(.{5,}\)$", line) for line in asking), asking
+    before = json.loads((ROOT / ".basedpyright/baseline.json").read_text())["files"]
+    assert all(name.removeprefix("./").startswith(UNTYPED) for name in before), list(before)
+    assert sum(map(len, before.values())) <= 195

@@ -271,7 +271,7 @@ def _main(rank: int, number: int, target: Target, folder: str, pipe: Any) -> Non
         torch.set_default_dtype(torch.float64)
     platform.become_rank(rank, number)
     path = os.path.join(folder, f"store_{number}")
-    store = dist.FileStore(path, number)  # pyright: ignore[reportPrivateImportUsage]: it is documented
+    store = dist.FileStore(path, number)  # pyright: ignore[reportPrivateImportUsage] (it is documented)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=number, timeout=FOREVER)
     # For the comparison, so that a collective that a step leaves out does not meet another.
     group = dist.new_group(timeout=FOREVER)

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +95,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
         elif type(model).__module__.split(".")[0] == "peft" and hasattr(model, "get_base_model"):
-            model = model.get_base_model()  # pyright: ignore
+            model = cast(Any, model).get_base_model()
         else:
             break
     for name, p in model.named_parameters():
