@@ -902,7 +902,8 @@ def test_a_shard_is_refused_by_pytorch_and_passed_over_by_auto(op, tmp_path, mon
     op = OPS[op]
     request = Request(sharded=True)
     assert [i.name for i in op.implementations if i.refuses(request)] == ["torch"]
-    assert op.implementation("torch").why_not("cpu", torch.float32) is None, "else nothing is seen"
+    if reason := op.implementation("torch").why_not("cpu", torch.float32):
+        pytest.skip(reason)
     group = join_group(0, 1, tmp_path)
     try:
         y = torch.zeros(4, dtype=torch.int64)

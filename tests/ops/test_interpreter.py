@@ -78,6 +78,9 @@ def beside(x_ptr, out_ptr):
     tl.store(out_ptr + 16 + at, 3 - (at == 1))
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="the interpreter of its Triton (3.6) drops a zero's sign"
+)
 def test_a_number_takes_the_type_of_what_it_is_beside():
     """Zeros have a sign; 1 and 1.0, beside a block of integers, are not the same. Twice, since
     numbers are kept.

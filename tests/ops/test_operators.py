@@ -668,6 +668,8 @@ def test_derivatives_by_torch_func_are_right_or_refused(op, name):
 @pytest.mark.parametrize("name", OPS["fp8_linear"].names())
 def test_a_straight_through_gradient_by_torch_func_is_that_of_autograd(name):
     """Cases of the contract do not differentiate fp8_linear in x."""
+    if name == "eager" and torch.__version__ < "2.13":
+        pytest.skip(f"torch {torch.__version__} has no batching rule for a view of another dtype")
     op = OPS["fp8_linear"]
     skip_unless_usable(op, name, torch.float32)
     kwargs = inputs(whole_case(op))

@@ -222,8 +222,10 @@ def unshard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
     )
 
 
-@torch.compiler.disable  # document lengths are known at run time only
+# Document lengths are known at run time only. Below the other: torch 2.11 takes an outermost
+# `disable` off a function that it is asked to compile.
 @checks.autocast("products", "q", "k", "v")
+@torch.compiler.disable
 def context_parallel_attention(
     q: torch.Tensor,
     k: torch.Tensor,

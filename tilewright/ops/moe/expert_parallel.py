@@ -76,8 +76,10 @@ class Dispatched(NamedTuple):
     plan: Plan
 
 
-@torch.compiler.disable  # sizes are known at run time only
+# Sizes are known at run time only. Below the other: torch 2.11 takes an outermost `disable` off a
+# function that it is asked to compile, and the gradient of x is then zero.
 @checks.autocast("products", "x", "gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
+@torch.compiler.disable
 def ep_moe_mlp(
     x: torch.Tensor,
     gate_up_proj: torch.Tensor | Quantized,
