@@ -26,7 +26,7 @@ ARCH = 90  # a GPU that the questions are asked on
 
 
 def collect(ops: Iterable[Op]) -> dict[str, Any]:
-    """Specs by name, as `gate_compilers.collect` names those of tables."""
+    """Specs by name, as `compilers.collect` names those of tables."""
     by_name = {op.name: op for op in ops}
     specs: dict[str, Any] = {}
     with pretend.gpu(ARCH, compiles=False):

@@ -20,7 +20,7 @@ import torch
 
 from bench.stages import goals
 from tilewright import platform, selection
-from tilewright.bench import pretend, runner, tune
+from tilewright.bench import pretend, runner, store, tune
 from tilewright.bench.options import has_device
 from tilewright.core.registry import short
 
@@ -78,12 +78,19 @@ def main(argv: Sequence[str], start_time: float | None = None) -> int:
     )
     args = p.parse_args(argv)
     has_device(p, args.device)
+    if args.only is not None:
+        p.error("argument --only: search takes the cases whose goals were missed")
+    if not any((args.goals / name).exists() for name in (store.FILE, store.UNITS)):
+        p.error(f"argument --goals: {args.goals} has no results of the suite")
     ops = selection.operations()
     behind = [
         f"{op}.{case}.{short(dtype)}"
         for op in args.op
         for case, dtype in goals.unmet(ops[op], args.device, args.goals)
     ]
+    if not behind:
+        print(f"no goal that {args.goals} has was missed: nothing is searched")
+        return 0
     of_goals = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     of_goals.add_argument("--goals")
     rest = [*of_goals.parse_known_args(argv)[1], "--only", ",".join(behind)]

@@ -18,7 +18,6 @@ __all__ = [
     "register_implementation",
     "resolve",
     "use",
-    "verify",
 ]
 
 _MOVED = pathlib.Path(__file__).with_name("_moved")
@@ -36,7 +35,7 @@ def __getattr__(name: str):
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith("tilewright_lab"):
                 raise
-            raise ImportError(f"tilewright.{name} {NO_LAB}") from error
+            raise AttributeError(f"tilewright.{name} {NO_LAB}") from error
     if (_MOVED / f"{name}.py").exists():  # `import tilewright` has given some of these
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

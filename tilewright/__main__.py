@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from importlib import metadata
 
@@ -67,11 +68,19 @@ def check(op: Op, implementation: str, device_type: str, dtype: str | None) -> i
 
 def _of_lab(name: str, arguments: list[str]) -> int:
     """Runs a command of tilewright-lab; 2 where that is not installed."""
-    found = metadata.entry_points(group="tilewright.commands", name=name)
-    if not found:
+    found = [*metadata.entry_points(group="tilewright.commands", name=name)]
+    try:
+        if found:
+            main = found[0].load()
+        else:  # a copy of a checkout that nobody installed
+            package = name.replace("-", "_")
+            main = importlib.import_module(f"tilewright_lab.{package}.command").main
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("tilewright_lab"):
+            raise
         print(f"tilewright {name} {NO_LAB}", file=sys.stderr)
         return 2
-    return next(iter(found)).load()(arguments)
+    return main(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:

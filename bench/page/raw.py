@@ -1,4 +1,4 @@
-"""Reads committed raw results: every folder of bench_results, and the tables of tuned constants.
+"""Reads committed raw results: every folder of bench/results, and the tables of tuned constants.
 
 Each number keeps its device, date and commit as its `Source`. Nothing is dropped here: the user of
 `Raw` selects among several results with `newest`.

@@ -82,6 +82,7 @@ def listed(by_reason: dict[str, list[str]]) -> list[str]:
     return [*lines, ""] if lines else []
 
 
+PACKAGED = "tilewright.bench"
 WORKERS = ("--until", "--group", "--worker", "--of")  # options of `suite`'s own processes
 
 
@@ -94,5 +95,6 @@ def command(meta: dict[str, Any]) -> str:
         if a not in WORKERS and before not in WORKERS
     ]
     shown = [f".../{pathlib.PurePath(a).name}" if a.startswith("/") else a for a in shown]
-    module = "tilewright.bench" if argv[:1] in (["run"], ["tune"]) else "bench"
+    # Other commands were `tilewright.bench`'s when they were run, and are no more.
+    module = "bench" if argv[:1] and argv[0] in ("suite", "layouts", "end-to-end") else PACKAGED
     return " ".join([f"python -m {module}", *shown]) if shown else ""

@@ -472,10 +472,18 @@ def test_list_shows_the_registry_and_its_reasons(capsys):
         (["run", "--case", "gpt-2"], "argument --case: unknown 'gpt-2'; have ["),
         (
             ["run", "--dtype", "float8"],
-            "argument --dtype: unknown 'float8'; did you mean 'float64'? have [",
+            "argument --dtype: unknown 'float8'; did you mean 'float32'? have [",
         ),
         (["run", "--rounds", "0"], "must be an integer of at least 1, got '0'"),
         (["run", "--op", "rope", "--case", "ragged", "--device", "cpu"], "nothing to do: no op of"),
+        (
+            ["tune", "--minutes", "1", "--device", "cpu", "--only", "rope.nothing.float32"],
+            "--only: unknown 'rope.nothing.float32'",
+        ),
+        (
+            ["tune", "--minutes", "1", "--device", "cpu", "--op", "rmsnorm"],
+            "nothing to do: no op of --op has a launch to search on cpu",
+        ),
         (["compare", "a", "b", "--threshold", "-1"], "must be a number of at least 0, got '-1'"),
     ],
 )

@@ -2038,6 +2038,39 @@ def test_run_times_what_is_missing(tmp_path, forks):
     assert found["time/rmsnorm.gemma-3-4b.float32"]["meta"]["argv"][0] == "run"
 
 
+def test_a_folder_is_of_one_command(tmp_path, capsys):
+    """Its document says whether that command's whole plan was reached."""
+    store.write_json(tmp_path / store.UNITS / "roofline.json", {})
+    store.pack(tmp_path, {"meta": {"argv": ["suite", "--minutes", "1"]}, "units": {}})
+    argv = ["run", "--op", "rmsnorm", "--device", "cpu", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        bench(argv)
+    assert "has the results of `suite`; take another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["search", "--goals", "nowhere"], "argument --goals: nowhere has no results of the suite"),
+        (["search", "--goals", ".", "--only", "a.b.c"], "argument --only: search takes the cases"),
+        (["search", "--goal", "."], "python -m bench search: error: "),
+        (["gate-variants", "--space"], "--space and --update are of the registry's own kernels"),
+    ],
+)
+def test_what_a_command_does_not_do_is_refused(argv, message, capsys):
+    minutes = ["--minutes", "1", "--device", "cpu"] if argv[0] == "search" else []
+    with pytest.raises(SystemExit) as ended:
+        main([*argv, *minutes])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_search_without_a_missed_goal_says_so(tmp_path, capsys):
+    (tmp_path / store.UNITS).mkdir()
+    argv = ["search", "--goals", str(tmp_path), "--minutes", "1", "--device", "cpu"]
+    assert main(argv) == 0
+    assert "was missed: nothing is searched" in capsys.readouterr().out
+
+
 def test_a_variant_that_is_refused_is_no_failure(monkeypatch):
     op = OPS["rmsnorm"]
     case = next(c for c in op.cases if c.name == "ragged")

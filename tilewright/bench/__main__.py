@@ -21,6 +21,7 @@ ELSEWHERE = {
         for name in ["suite", "gpu-cache", "margins", "rehearse", "end-to-end", "layouts", "report"]
     },
     "compile-gate": "tilewright gate --registry",
+    "overhead": "python -m bench suite --stage overhead",
 }
 DTYPES = {registry.short(d): d for d in (*registry.FLOATS, torch.float64)}
 
@@ -71,12 +72,15 @@ def main(argv: list[str] | None = None, start_time: float | None = None) -> int:
         from tilewright.bench.timed import RUN
 
         return plan.main(RUN, argv[1:], start_time)
+    if argv[:1] == ["tune"] and "--goals" in argv:
+        print("tune --goals is `python -m bench search --goals` now", file=sys.stderr)
+        return 2
     if argv[:1] == ["tune"]:
         from tilewright.bench import tune
 
         return tune.main(argv[1:], start_time)
     if argv and argv[0] in ELSEWHERE:
-        print(f"{argv[0]} is `{ELSEWHERE[argv[0]]}` now, in a checkout", file=sys.stderr)
+        print(f"{argv[0]} is `{ELSEWHERE[argv[0]]}` now", file=sys.stderr)
         return 2
     parser = _parser()
     args = parser.parse_args(argv)

@@ -213,17 +213,18 @@ def parser(plan: Plan) -> argparse.ArgumentParser:
     )
     add(
         "--dtype",
-        type=names(BY_NAME),
+        type=names([short(d) for d in plan.dtypes]),
         default=[short(d) for d in plan.dtypes],
         metavar="DTYPE,..",
         help="default: %(default)s",
     )
-    add(
-        "--jobs",
-        type=at_least(1, int),
-        help="worker processes of stages without timing (default: by the number of cores; 1 on a "
-        "CPU)",
-    )
+    if any(group.most > 1 for group in plan.groups):
+        add(
+            "--jobs",
+            type=at_least(1, int),
+            help="worker processes of stages without timing (default: by the number of cores; 1 on "
+            "a CPU)",
+        )
     add("--provider", type=names(), metavar="NAME,..", help="of timed cases (default: all)")
     add("--threads", type=at_least(1, int), metavar="N", help="CPU threads (default: torch's)")
     add(
@@ -395,7 +396,7 @@ class _Call:
         )
         if all(current(u) for u in units_):
             return True
-        of = self.plan.groups[i].processes(self.args.device, self.args.jobs)
+        of = self.plan.groups[i].processes(self.args.device, getattr(self.args, "jobs", None))
         task = {"ends": limits, "since": self.began, "group": i, "of": min(of, len(units_))}
         commands = [
             runner.worker_command([*self.plan.command, *self.argv], worker=k, **task)
@@ -413,6 +414,10 @@ class _Call:
 
 def _supervise(call: _Call, whole: Sequence[Unit]) -> int:
     args, meta = call.args, call.meta
+    for name, _, document in store.read(args.out) if args.out.exists() else ():
+        argv = (document.get("meta") or {}).get("argv") or [call.plan.command[1]]
+        if name == "suite" and argv[0] != call.plan.command[1]:
+            raise runner.Unusable(f"{args.out} has the results of `{argv[0]}`; take another folder")
     store.unpack(args.out)
     # Nothing is timed without the roofline, so it is tried again however often it failed.
     if any("roofline" in g for g in call.groups) and runner.has_failed(call.out / "roofline.json"):

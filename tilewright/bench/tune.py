@@ -9,7 +9,7 @@ the requested (launch, key) pairs. Each launch is then timed with all candidates
 kernel's launch in isolation, other constants in the pass of the op that uses them. The fastest
 candidate that holds the op's numerics contract is chosen if it is faster than the heuristic by more
 than the spread; else the heuristic is, and that is recorded too. Each (launch, key) is searched
-once, in the first case that requests it. As with `suite`, a call ends in time and the next one
+once, in the first case that requests it. A call ends in time and the next one
 resumes.
 """
 
@@ -41,7 +41,7 @@ from tilewright.bench import (
 from tilewright.bench.options import at_least, has_device, names
 from tilewright.bench.providers import Provider
 from tilewright.bench.runner import Unit
-from tilewright.core.registry import Case, Implementation, Op, short
+from tilewright.core.registry import Case, Implementation, Op, instead_of, short
 from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Config, Tunable
 
@@ -229,6 +229,7 @@ def parser(prog: str = "python -m tilewright.bench tune", about: str | None = __
         prog=prog,
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = p.add_argument
     add("--minutes", type=at_least(0.05, float), required=True, help="time budget of this call")
@@ -277,7 +278,10 @@ def parser(prog: str = "python -m tilewright.bench tune", about: str | None = __
 def searches(
     args: argparse.Namespace, argv: Sequence[str]
 ) -> tuple[list[Unit], pathlib.Path, dict[str, Any]]:
-    """What a call was asked to search, the folder of its state, and its metadata."""
+    """What a call was asked to search, the folder of its state, and its metadata.
+
+    Raises ValueError if that is nothing, or a case that is none.
+    """
     ops = selection.operations()
     meta = run.metadata(args.device, run.Settings(), ["tune", *argv], commit=args.commit)
     out = args.work or pathlib.Path("build/tune") / platform.slug(meta["device"])
@@ -289,12 +293,18 @@ def searches(
         meta,
         args.case,
     )
-    if args.only is not None:  # a unit's name is op.implementation.case.dtype
-        plan = [
-            u
-            for u in plan
-            if ".".join(u.name.split(".", 1)[:1] + u.name.split(".", 2)[2:]) in args.only
-        ]
+    # A unit's name is op.implementation.case.dtype.
+    by_case = [".".join(u.name.split(".", 1)[:1] + u.name.split(".", 2)[2:]) for u in plan]
+    if args.only is not None:
+        for name in args.only:
+            if name not in by_case:
+                raise ValueError(f"--only: unknown {name!r}{instead_of(name, by_case)}")
+        plan = [u for u, case in zip(plan, by_case, strict=True) if case in args.only]
+    if not plan:
+        raise ValueError(
+            f"nothing to do: no op of --op has a launch to search on {args.device} for a case of "
+            "--case in --dtype"
+        )
     return plan, out, meta
 
 
@@ -304,7 +314,10 @@ def main(argv: Sequence[str], start_time: float | None = None) -> int:
     p = parser()
     args = p.parse_args(argv)
     has_device(p, args.device)
-    plan, out, meta = searches(args, argv)
+    try:
+        plan, out, meta = searches(args, argv)
+    except ValueError as error:
+        p.error(str(error))
     if task is not None:
         runner.end_with_parent(task["parent"])
         runner.work(

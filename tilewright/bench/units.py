@@ -137,6 +137,8 @@ def describe(document: dict[str, Any]) -> str:
     """A short description of a document, for the terminal."""
     if "rows" not in document:
         return report.roofline_text(document["roofline"])
-    return "".join(
-        "\n    " + report.line(r) for r in document["rows"] if r["status"] != "unavailable"
-    )
+    rows = [r for r in document["rows"] if r["status"] != "unavailable"]
+    if not rows:
+        reasons = [f"{r['provider']}: {r['reason']}" for r in document["rows"]]
+        return f"\n    nothing was timed: {'; '.join(reasons) or 'no provider has this op'}"
+    return "".join("\n    " + report.line(r) for r in rows)

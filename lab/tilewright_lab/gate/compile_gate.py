@@ -95,6 +95,8 @@ def main(
     ops = operations()
     parser = _parser(ops, prog)
     args = parser.parse_args(argv)
+    if others is not None and (args.space or args.update):
+        parser.error("--space and --update are of the registry's own kernels")
     start = time.time()
     names = {c.name for c in COMPILERS.values()}
     if unknown := set(args.require) - names:
@@ -105,7 +107,7 @@ def main(
     absent = {c.name: reason for c in COMPILERS.values() if (reason := c.missing())}
     for name, reason in absent.items():
         if name in args.require:
-            print(f"tilewright gate: {reason}", file=sys.stderr)
+            print(f"{prog}: {reason}", file=sys.stderr)
             return 2
     args.arch, args.whole = args.arch or archs, others is None and not args.space
     specs = collect(ops.values(), args.space, absent) if others is None else others()
@@ -113,7 +115,7 @@ def main(
         specs = {name: spec for name, spec in specs.items() if name.split("/")[0] in args.op}
     if not specs:
         print(
-            f"tilewright gate: no kernels to compile for {', '.join(args.op or ops)}",
+            f"{prog}: no kernels to compile for {', '.join(args.op or ops)}",
             file=sys.stderr,
         )
         return 2

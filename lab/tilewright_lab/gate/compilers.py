@@ -417,6 +417,6 @@ def compile_all(specs: dict[str, Any], tasks: Sequence[tuple[str, int]], jobs: i
             return results
     except BrokenProcessPool:
         raise SystemExit(
-            "compile-gate: a compiler crashed and took its process with it; "
+            "tilewright gate: a compiler crashed and took its process with it; "
             "run again with --jobs 1 and --op to find the kernel"
         ) from None

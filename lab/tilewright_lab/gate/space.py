@@ -1,4 +1,4 @@
-"""Candidates that leave the search spaces: kernels/rejected.json, from `compile-gate --space`."""
+"""Candidates that leave the search spaces: kernels/rejected.json, of `gate --registry --space`."""
 
 from __future__ import annotations
 
