@@ -2038,6 +2038,15 @@ def test_run_times_what_is_missing(tmp_path, forks):
     assert found["time/rmsnorm.gemma-3-4b.float32"]["meta"]["argv"][0] == "run"
 
 
+def test_a_packed_line_that_cannot_be_read_is_measured_again(tmp_path, forks):
+    assert suite_command(tmp_path, "--case", "ragged") == 0
+    whole = (tmp_path / store.FILE).read_text()
+    for damaged in (whole[: len(whole) // 2], whole.replace('"unit"', "unit", 1)):
+        (tmp_path / store.FILE).write_text(damaged)
+        assert suite_command(tmp_path, "--case", "ragged") == 0
+        assert set(stored(tmp_path)) == {"suite", "parity/rmsnorm.ragged"}
+
+
 def test_a_folder_is_of_one_command(tmp_path, capsys):
     """Its document says whether that command's whole plan was reached."""
     store.write_json(tmp_path / store.UNITS / "roofline.json", {})

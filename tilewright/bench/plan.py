@@ -412,12 +412,20 @@ class _Call:
         return len(broken) > self.plan.decides[stage]
 
 
+def _owner(out: pathlib.Path) -> str | None:
+    """The command whose packed results a folder has; None: none, or they cannot be read."""
+    try:
+        with (out / store.FILE).open() as file:
+            summary = store.parse(file.readline())
+        return summary["meta"]["argv"][0]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
 def _supervise(call: _Call, whole: Sequence[Unit]) -> int:
     args, meta = call.args, call.meta
-    for name, _, document in store.read(args.out) if args.out.exists() else ():
-        argv = (document.get("meta") or {}).get("argv") or [call.plan.command[1]]
-        if name == "suite" and argv[0] != call.plan.command[1]:
-            raise runner.Unusable(f"{args.out} has the results of `{argv[0]}`; take another folder")
+    if (owner := _owner(args.out)) not in (None, call.plan.command[1]):
+        raise runner.Unusable(f"{args.out} has the results of `{owner}`; take another folder")
     store.unpack(args.out)
     # Nothing is timed without the roofline, so it is tried again however often it failed.
     if any("roofline" in g for g in call.groups) and runner.has_failed(call.out / "roofline.json"):
