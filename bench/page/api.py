@@ -17,6 +17,7 @@ MODULES = (
     "tilewright.ops",
     "tilewright.ops.attention.context_parallel",
     "tilewright.ops.moe.expert_parallel",
+    "tilewright_lab.verify.verify",
 )
 
 
