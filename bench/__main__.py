@@ -9,7 +9,7 @@ import argparse
 import importlib
 import sys
 
-from tilewright import NO_LAB, platform
+from tilewright import lab, platform
 
 # name -> (module with main(argv), help). Imported on demand.
 COMMANDS = {
@@ -50,11 +50,10 @@ def main(argv: list[str] | None = None, start_time: float | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in COMMANDS:
         try:
-            command = importlib.import_module(COMMANDS[argv[0]][0]).main
-        except ModuleNotFoundError as error:
-            if not (error.name or "").startswith("tilewright_lab"):
-                raise
-            print(f"python -m bench {argv[0]}: a part of it {NO_LAB}", file=sys.stderr)
+            with lab.needed(f"python -m bench {argv[0]}: a part of it"):
+                command = importlib.import_module(COMMANDS[argv[0]][0]).main
+        except lab.LabMissing as error:
+            print(error, file=sys.stderr)
             return 2
         more = (start_time,) if argv[0] in BUDGETED else ()
         return command(argv[1:], *more) or 0

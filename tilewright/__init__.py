@@ -5,6 +5,7 @@ must equal.
 import importlib
 import pathlib
 
+from tilewright import lab
 from tilewright._version import __version__
 from tilewright.core.registry import Implementation, ImplementationUnavailable, Op
 from tilewright.selection import register_implementation, resolve, use
@@ -23,7 +24,6 @@ __all__ = [
 _MOVED = pathlib.Path(__file__).with_name("_moved")
 __path__.append(str(_MOVED))
 
-NO_LAB = "is of tilewright-lab, which is not installed: pip install ./lab in a checkout"
 # What imports the ops, which the rest does not need.
 _LATER = {"quantize_": "tilewright.nn", "verify": "tilewright_lab.verify.verify"}
 
@@ -31,11 +31,10 @@ _LATER = {"quantize_": "tilewright.nn", "verify": "tilewright_lab.verify.verify"
 def __getattr__(name: str):
     if name in _LATER:
         try:
-            return getattr(importlib.import_module(_LATER[name]), name)
-        except ModuleNotFoundError as error:
-            if not (error.name or "").startswith("tilewright_lab"):
-                raise
-            raise AttributeError(f"tilewright.{name} {NO_LAB}") from error
+            with lab.needed(f"tilewright.{name}"):
+                return getattr(importlib.import_module(_LATER[name]), name)
+        except lab.LabMissing as error:  # so that hasattr() is False
+            raise AttributeError(str(error)) from error
     if (_MOVED / f"{name}.py").exists():  # `import tilewright` has given some of these
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@ from importlib import metadata
 
 import torch
 
-from tilewright import NO_LAB, __version__, platform, selection
+from tilewright import __version__, lab, platform, selection
 from tilewright.core import explain as explanation
 from tilewright.core import registry
 from tilewright.core.registry import Op
@@ -70,15 +70,14 @@ def _of_lab(name: str, arguments: list[str]) -> int:
     """Runs a command of tilewright-lab; 2 where that is not installed."""
     found = [*metadata.entry_points(group="tilewright.commands", name=name)]
     try:
-        if found:
-            main = found[0].load()
-        else:  # a copy of a checkout that nobody installed
-            package = name.replace("-", "_")
-            main = importlib.import_module(f"tilewright_lab.{package}.command").main
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("tilewright_lab"):
-            raise
-        print(f"tilewright {name} {NO_LAB}", file=sys.stderr)
+        with lab.needed(f"tilewright {name}"):
+            if found:
+                main = found[0].load()
+            else:  # a copy of a checkout that nobody installed
+                package = name.replace("-", "_")
+                main = importlib.import_module(f"tilewright_lab.{package}.command").main
+    except lab.LabMissing as error:
+        print(error, file=sys.stderr)
         return 2
     return main(arguments)
 

@@ -296,6 +296,28 @@ def test_without_the_laboratory_its_commands_name_what_installs_it(monkeypatch, 
         tilewright.verify  # noqa: B018  the attribute is looked up
 
 
+@pytest.mark.parametrize("name", cli.LAB)
+def test_a_checkout_that_nobody_installed_has_the_laboratorys_commands(name, monkeypatch, capsys):
+    monkeypatch.setattr(cli.metadata, "entry_points", lambda **_: [])
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: tilewright {name} ")
+
+
+def test_a_command_of_the_bench_that_needs_the_laboratory_names_what_installs_it(
+    monkeypatch, capsys
+):
+    monkeypatch.setitem(sys.modules, "tilewright_lab", None)
+    for name in [n for n in sys.modules if n.startswith(("tilewright_lab.", "bench."))]:
+        if name != "bench.__main__":
+            monkeypatch.delitem(sys.modules, name)
+    assert root.main(["gate-variants"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "python -m bench gate-variants: a part of it is of tilewright-lab, which is not installed"
+    )
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])

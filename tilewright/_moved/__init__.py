@@ -7,15 +7,11 @@ import importlib
 import sys
 import warnings
 
-from tilewright import NO_LAB
+from tilewright import lab
 
 
 def moved(old: str, new: str) -> None:
     """Makes `import old` give the module `new`, with a DeprecationWarning that says so."""
     warnings.warn(f"{old} is {new} now", DeprecationWarning, stacklevel=3)
-    try:
+    with lab.needed(old):
         sys.modules[old] = importlib.import_module(new)
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("tilewright_lab"):
-            raise
-        raise ImportError(f"{old} {NO_LAB}") from error
