@@ -94,7 +94,8 @@ def main(argv: Sequence[str], start_time: float | None = None) -> int:
     of_goals = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     of_goals.add_argument("--goals")
     rest = [*of_goals.parse_known_args(argv)[1], "--only", ",".join(behind)]
-    plan, out, meta = tune.searches(tune.parser().parse_args(rest), rest)
-    if args.device == "cuda" and not all(runner.current(u, out, meta) for u in plan):
-        compile_beforehand(args.op, args.goals, start_time + 60 * args.minutes - runner.FINISH)
+    if args.device == "cuda":
+        plan, out, meta = tune.searches(tune.parser().parse_args(rest), rest)
+        if not all(runner.current(u, out, meta) for u in plan):
+            compile_beforehand(args.op, args.goals, start_time + 60 * args.minutes - runner.FINISH)
     return tune.main(rest, start_time)

@@ -46,7 +46,8 @@ from tilewright.bench import contract, overhead, plan, pretend, run
 from tilewright.bench import units as timed
 from tilewright.bench.plan import Chosen, Group, Plan, supported, tagged
 from tilewright.bench.runner import Unit
-from tilewright.bench.units import TIMED, roofline_unit, smallest, time_unit
+from tilewright.bench.timed import RUN
+from tilewright.bench.units import TIMED, smallest
 from tilewright.core.registry import Op
 
 # Stages in their order, each with its weight: a stage's share of a call is its weight over the sum
@@ -121,8 +122,8 @@ def units(
 
     if stage == "smoke":
         return smoke_units(ops, device, accepted, cases)
-    if stage == "roofline":
-        return [roofline_unit(device)]
+    if stage in RUN.shares:
+        return RUN.units(stage, ops, dtypes, chosen, cases)
     if stage in ("products", "goals"):
         order = products if stage == "products" else others
         return goal_units(order, ops, device, settings, out, cases)
@@ -142,13 +143,6 @@ def units(
         return _checked(
             stage, tagged(ops, "contract" if stage == "graph" else "big", cases), accepted
         )
-    if stage == "time":
-        return [
-            time_unit(op, case, device, dtype, settings, out, chosen.only, chosen.say)
-            for dtype in TIMED
-            for op, case in tagged(ops, device, cases)
-            if dtype in accepted[op.name]
-        ]
     if stage in ("host", "overhead"):
         dtypes_of = {op.name: [d for d in TIMED if d in accepted[op.name]][:1] for op in ops}
         return [

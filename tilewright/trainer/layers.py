@@ -158,8 +158,7 @@ class Attention(nn.Module):
             "implementation": self.ops.attention,
         }
         if self.cp.size > 1:
-            attend: Any = context_parallel_attention
-            return attend(q, k, v, self.cp, ends=sequence.ends, **options)
+            return context_parallel_attention(q, k, v, self.cp, ends=sequence.ends, **options)
         return tw.attention(q, k, v, max_seqlen=sequence.longest, **options)
 
     @torch.compiler.disable

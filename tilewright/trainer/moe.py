@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -51,9 +49,7 @@ class Experts(nn.Module):
 
     def forward(self, x_TH, index_TK, weight_TK, kept=None):
         if self.group is not None:
-            # `torch.compiler.disable` returns something without a type.
-            spread: Any = ep_moe_mlp
-            return spread(
+            return ep_moe_mlp(
                 x_TH,
                 local(self.gate_up_proj),
                 local(self.down_proj),

@@ -268,9 +268,7 @@ def _rotate_eager(q, k, cos, sin, interleaved: bool, apart: bool) -> Any:
     from tilewright.ops.rope.rope_fused import Rotation
 
     cos, sin, ids = prepare_tables(2, 3, 8, cos, sin, None, None)
-    found = rope_eager(q, k, Rotation(cos, sin, ids, interleaved))
+    found: Any = rope_eager(q, k, Rotation(cos, sin, ids, interleaved))  # k is given
     if apart:
-        return tuple(
-            t.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for t in found if t is not None
-        )
+        return tuple(t.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for t in found)
     return found
