@@ -12,7 +12,7 @@ namespace {
 
 // Some rows: dx for each, and their contribution to dw [H, D] and db [D].
 template <class T, class R>
-void backward_rows(int64_t begin, int64_t end, const T* dy, const R* dsum, const R* x, const float* rstd,
+void backward_rows(int64_t begin, int64_t end, const T* dy, const R* dtotal, const R* x, const float* rstd,
                              const float* w, R* dx, float* dw, float* db, Norm n) {
   const int64_t D = n.D;
   for (int64_t row = begin; row < end; ++row) {
@@ -45,11 +45,11 @@ void backward_rows(int64_t begin, int64_t end, const T* dy, const R* dsum, const
     }
     // xi is normalized first: where s is 0, since the squares overflow, so may the sum.
     const float c = float(total * s / double(D));
-    if (dsum == nullptr) {
+    if (dtotal == nullptr) {
       TW_SIMD
       for (int64_t i = 0; i < D; ++i) store(dxr + i, s * (load(g[i]) * wr[i] - load(xr[i]) * c));
     } else {
-      const R* ds = dsum + row * D;
+      const R* ds = dtotal + row * D;
       TW_SIMD
       for (int64_t i = 0; i < D; ++i) store(dxr + i, s * (load(g[i]) * wr[i] - load(xr[i]) * c) + load(ds[i]));
     }
@@ -75,9 +75,9 @@ void check_wider(const char* name, const Tensor& wide, const Tensor& narrow) {
                   "tilewright: ", name, " must be float32 or of one dtype with what it goes with");
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const std::optional<Tensor>& residual,
-                                           const Tensor& weight, const std::optional<Tensor>& bias, double eps,
-                                           double offset, bool round_xhat) {
+// residual: added to x first; without one, the last result is None.
+std::tuple<Tensor, Tensor, Tensor> rmsnorm(Tensor x, std::optional<Tensor> residual, Tensor weight,
+                                           std::optional<Tensor> bias, double eps, double offset, bool round_xhat) {
   const Norm n = describe(x, weight, eps, round_xhat);
   if (bias.has_value()) {
     check_row_major("bias", *bias);
@@ -109,29 +109,17 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const std::optional<
       });
     });
   });
-  return {y, sum, rstd};
+  return {y, rstd, residual.has_value() ? sum : Tensor()};
 }
 
-std::tuple<Tensor, Tensor> rmsnorm_forward(Tensor x, Tensor weight, std::optional<Tensor> bias, double eps,
-                                           double offset, bool round_xhat) {
-  auto [y, sum, rstd] = forward(x, std::nullopt, weight, bias, eps, offset, round_xhat);
-  return {y, rstd};
-}
-
-std::tuple<Tensor, Tensor, Tensor> add_rmsnorm_forward(Tensor x, Tensor residual, Tensor weight,
-                                                       std::optional<Tensor> bias, double eps, double offset,
-                                                       bool round_xhat) {
-  return forward(x, residual, weight, bias, eps, offset, round_xhat);
-}
-
-// x: the input of the norm (for add + RMSNorm, the sum). dsum: the sum's own gradient.
-std::tuple<Tensor, Tensor, Tensor> rmsnorm_backward(Tensor dy, std::optional<Tensor> dsum, Tensor x, Tensor rstd,
-                                                    Tensor weight, double offset, bool round_xhat, bool has_bias) {
-  const Norm n = describe(x, weight, 0, round_xhat);
+// x: the input of the norm (for add + RMSNorm, the sum). dtotal: the sum's own gradient.
+std::tuple<Tensor, Tensor, Tensor> rmsnorm_backward(Tensor dy, std::optional<Tensor> dtotal, Tensor x, Tensor rstd,
+                                                    Tensor weight, double eps, double offset, bool round_xhat, bool has_bias) {
+  const Norm n = describe(x, weight, eps, round_xhat);
   const int64_t rows = n.D > 0 ? x.numel() / n.D : 0;
   check_like_x("dy", dy, x, false);
   check_wider("x", x, dy);
-  if (dsum.has_value()) check_like_x("dsum", *dsum, x, true);
+  if (dtotal.has_value()) check_like_x("dtotal", *dtotal, x, true);
   check_row_major("rstd", rstd);
   STD_TORCH_CHECK(rstd.scalar_type() == ScalarType::Float && rstd.numel() == rows,
                   "tilewright: rstd must be float32 with one element for each row of x");
@@ -140,12 +128,12 @@ std::tuple<Tensor, Tensor, Tensor> rmsnorm_backward(Tensor dy, std::optional<Ten
   std::vector<double> dw(chunks * HD, 0.0), db(has_bias ? chunks * n.D : 0, 0.0);
   Tensor dx = huge(torch::stable::empty_like(x));
   Tensor dweight = torch::stable::empty_like(weight);
-  Tensor dbias = torch::stable::new_empty(weight, {has_bias ? n.D : 0});
+  Tensor dbias = has_bias ? torch::stable::new_empty(weight, {n.D}) : Tensor();
   dispatch(dy, [&](auto t) {
     dispatch(x, [&](auto r) {
       using T = decltype(t);
       using R = decltype(r);
-      const R* ds = dsum.has_value() ? in<R>(*dsum) : nullptr;
+      const R* ds = dtotal.has_value() ? in<R>(*dtotal) : nullptr;
       torch::stable::parallel_for(0, chunks, rows * n.D < 32768 ? chunks : 1, [&](int64_t lo, int64_t hi) {
         std::vector<float> dw_part(HD, 0.0f), db_part(has_bias ? n.D : 0, 0.0f);
         for (int64_t k = lo; k < hi; ++k) {
@@ -170,16 +158,13 @@ std::tuple<Tensor, Tensor, Tensor> rmsnorm_backward(Tensor dy, std::optional<Ten
 }  // namespace tw
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
-  m.def("rmsnorm_cpp_forward(Tensor x, Tensor weight, Tensor? bias, float eps, float offset, bool round_xhat)"
-        " -> (Tensor, Tensor)");
-  m.def("add_rmsnorm_cpp_forward(Tensor x, Tensor residual, Tensor weight, Tensor? bias, float eps, float offset,"
+  m.def("rmsnorm_cpp(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, float offset,"
         " bool round_xhat) -> (Tensor, Tensor, Tensor)");
-  m.def("rmsnorm_cpp_backward(Tensor dy, Tensor? dsum, Tensor x, Tensor rstd, Tensor weight, float offset,"
-        " bool round_xhat, bool has_bias) -> (Tensor, Tensor, Tensor)");
+  m.def("rmsnorm_cpp_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor rstd, Tensor weight, float eps,"
+        " float offset, bool round_xhat, bool has_bias) -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
-  m.impl("rmsnorm_cpp_forward", TORCH_BOX(&tw::rmsnorm_forward));
-  m.impl("add_rmsnorm_cpp_forward", TORCH_BOX(&tw::add_rmsnorm_forward));
+  m.impl("rmsnorm_cpp", TORCH_BOX(&tw::rmsnorm));
   m.impl("rmsnorm_cpp_backward", TORCH_BOX(&tw::rmsnorm_backward));
 }

@@ -34,6 +34,7 @@ def steps(tokens, dtype=torch.bfloat16):
     from tilewright.kernels.fused_quantize import fused_quantize_triton
     from tilewright.kernels.moe import grouped_gemm_triton, permute_triton, route_triton
     from tilewright.kernels.norm import rmsnorm_triton
+    from tilewright.kernels.norm.operators import Norm
     from tilewright.kernels.quant import quantize_triton
     from tilewright.kernels.rope import qk_norm_rope_triton, rope_triton
 
@@ -45,9 +46,10 @@ def steps(tokens, dtype=torch.bfloat16):
 
     T, H, E, K, f32, i64 = tokens, 128, 8, 2, torch.float32, torch.int64
     x, w, table = new(T, H), new(H), new(8192, 32, dtype=f32)
-    y, rstd = rmsnorm_triton.forward(x, w, None, 1e-6, 0.0, True)
-    rmsnorm_triton.add_forward(x, x, w, None, 1e-6, 0.0, True)
-    rmsnorm_triton.backward(y, None, x, rstd, w, 0.0, True, False)
+    llama = Norm(1e-6, 0.0, True)
+    y, rstd, _ = rmsnorm_triton.forward(x, None, w, None, llama)
+    rmsnorm_triton.forward(x, x, w, None, llama)
+    rmsnorm_triton.backward(y, None, x, rstd, w, llama, False)
     q, k, cu = heads(4), heads(2), torch.tensor([0, T // 3, T])
     positions = new(1, T, dtype=i64)
     rope_triton.rotate(q, k, q, k, table, table, positions, False, False)
@@ -235,13 +237,13 @@ def kept():
         rmsnorm = sys.modules["tilewright.kernels.norm.rmsnorm_triton"]
         for shift in (0, 0, 1, 0):  # the first element after a 16-byte boundary
             x = torch.empty(8 * 64 + shift)[shift:].view(8, 64)
-            rmsnorm.forward(x, x[0], None, 1e-6, 0.0, True)
+            rmsnorm.forward(x, None, x[0], None, rmsnorm.Norm(1e-6, 0.0, True))
         rmsnorm.launch, watched = launch, []
         with launches._launch_hooks(
             lambda *a: None, lambda kernel, *a: watched.append(kernel.fn.__name__)
         ):
             for _ in range(2):
-                rmsnorm.forward(x, x[0], None, 1e-6, 0.0, True)
+                rmsnorm.forward(x, None, x[0], None, rmsnorm.Norm(1e-6, 0.0, True))
     return {"counts": counts, "different": sorted(other), "watched": watched}
 
 

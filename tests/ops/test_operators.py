@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewright import ImplementationUnavailable, platform
 from tilewright.bench import contract
-from tilewright.core import checks
+from tilewright.core import checks, schema
 from tilewright.core import library as _library
 from tilewright.core.registry import DispatchOn, Implementation, Op, short
 from tilewright.ops import OPS
@@ -402,8 +402,7 @@ def test_launchers_run_with_their_tensors_device_current(devices, own_library, m
     """Every operator is defined by `define`. The first argument may be absent."""
     ran = []
     if past:
-        monkeypatch.setattr(_library, "_PLAIN", (OfDevice, torch.Tensor))
-        monkeypatch.setitem(_library._TYPES, "Tensor", _library._PLAIN)
+        monkeypatch.setattr(schema, "PLAIN", (OfDevice, torch.Tensor))
         monkeypatch.setattr(OfDevice, "__torch_dispatch__", None)
 
     def launcher(bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:

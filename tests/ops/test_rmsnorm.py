@@ -130,15 +130,15 @@ def test_an_expanded_bias(name):
 
 X, W = torch.randn(4, 8), torch.randn(8)
 R = torch.ones(4)
-FORWARD = {"x": X, "weight": W, "bias": None, "eps": 1e-6, "offset": 0.0, "round_xhat": True}
+OPTIONS = {"eps": 1e-6, "offset": 0.0, "round_xhat": True}
+FORWARD = {"x": X, "residual": X, "weight": W, "bias": None, **OPTIONS}
 BACKWARD = {
     "dy": X,
-    "dsum": None,
+    "dtotal": None,
     "x": X,
     "rstd": R,
     "weight": W,
-    "offset": 0.0,
-    "round_xhat": True,
+    **OPTIONS,
     "has_bias": True,
 }
 
@@ -146,46 +146,51 @@ BACKWARD = {
 @pytest.mark.parametrize(
     "op, right, wrong, message",
     [
-        ("rmsnorm_cpp_forward", FORWARD, {"x": X.t()}, "x must be a contiguous CPU tensor"),
         (
-            "rmsnorm_cpp_forward",
+            "rmsnorm_cpp",
+            FORWARD,
+            {"x": X.t(), "residual": None},
+            "x must be a contiguous CPU tensor",
+        ),
+        (
+            "rmsnorm_cpp",
             FORWARD,
             {"x": torch.tensor(1.0)},
             "x must have at least one dimension",
         ),
-        ("rmsnorm_cpp_forward", FORWARD, {"x": X.double()}, "float32 and bfloat16"),
-        ("rmsnorm_cpp_forward", FORWARD, {"weight": W[:2]}, r"weight must be \[D\]"),
+        ("rmsnorm_cpp", FORWARD, {"x": X.double(), "residual": None}, "float32 and bfloat16"),
+        ("rmsnorm_cpp", FORWARD, {"weight": W[:2]}, r"weight must be \[D\]"),
         (
-            "rmsnorm_cpp_forward",
+            "rmsnorm_cpp",
             FORWARD,
             {"weight": torch.ones(3, 8)},
             r"weight must be \[D\], or \[H, D\]",
         ),
-        ("rmsnorm_cpp_forward", FORWARD, {"weight": torch.ones(1, 4, 8)}, r"weight must be \[D\]"),
+        ("rmsnorm_cpp", FORWARD, {"weight": torch.ones(1, 4, 8)}, r"weight must be \[D\]"),
         (
-            "rmsnorm_cpp_forward",
+            "rmsnorm_cpp",
             FORWARD,
             {"weight": torch.ones(16)[::2]},
             "weight must be a contiguous",
         ),
-        ("rmsnorm_cpp_forward", FORWARD, {"weight": W.half()}, "float32 and bfloat16"),
-        ("rmsnorm_cpp_forward", FORWARD, {"bias": W[:2]}, r"bias must be \[D\]"),
+        ("rmsnorm_cpp", FORWARD, {"weight": W.half()}, "float32 and bfloat16"),
+        ("rmsnorm_cpp", FORWARD, {"bias": W[:2]}, r"bias must be \[D\]"),
         (
-            "rmsnorm_cpp_forward",
+            "rmsnorm_cpp",
             FORWARD,
             {"bias": torch.ones(1).expand(8)},
             "bias must be a contiguous",
         ),
-        ("rmsnorm_cpp_forward", FORWARD, {"bias": W.bfloat16()}, "bias must have weight's dtype"),
-        ("add_rmsnorm_cpp_forward", FORWARD, {"residual": X[:1]}, "residual must have x's shape"),
+        ("rmsnorm_cpp", FORWARD, {"bias": W.bfloat16()}, "bias must have weight's dtype"),
+        ("rmsnorm_cpp", FORWARD, {"residual": X[:1]}, "residual must have x's shape"),
         (
-            "add_rmsnorm_cpp_forward",
+            "rmsnorm_cpp",
             FORWARD,
             {"residual": X.bfloat16()},
             "residual must be float32 or",
         ),
         (
-            "add_rmsnorm_cpp_forward",
+            "rmsnorm_cpp",
             FORWARD,
             {"residual": X.double()},
             "residual must be float32 or",
@@ -193,8 +198,8 @@ BACKWARD = {
         ("rmsnorm_cpp_backward", BACKWARD, {"dy": X[:1]}, "dy must have x's shape"),
         ("rmsnorm_cpp_backward", BACKWARD, {"dy": torch.ones(8, 4).t()}, "dy must be a contiguous"),
         ("rmsnorm_cpp_backward", BACKWARD, {"x": X.bfloat16()}, "x must be float32 or"),
-        ("rmsnorm_cpp_backward", BACKWARD, {"dsum": X[:1]}, "dsum must have x's shape"),
-        ("rmsnorm_cpp_backward", BACKWARD, {"dsum": X.bfloat16()}, "dsum must have x's dtype"),
+        ("rmsnorm_cpp_backward", BACKWARD, {"dtotal": X[:1]}, "dtotal must have x's shape"),
+        ("rmsnorm_cpp_backward", BACKWARD, {"dtotal": X.bfloat16()}, "dtotal must have x's dtype"),
         (
             "rmsnorm_cpp_backward",
             BACKWARD,
@@ -209,8 +214,6 @@ def test_cpp_operators_themselves_check_every_tensor(op, right, wrong, message):
     skip_unless_usable(RMSNORM, "cpp", torch.float32)
     RMSNORM.resolve("cpp", "cpu")
     call = getattr(torch.ops.tilewright, op)
-    if op.startswith("add"):
-        right = {**right, "residual": X}
     call(**right)
     with pytest.raises(RuntimeError, match=message):
         call(**{**right, **wrong})

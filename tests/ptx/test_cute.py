@@ -34,6 +34,7 @@ if reason := platform.no_cutlass():
 from tilewright.kernels import cute as tw
 from tilewright.kernels.loss import softmax_stats_cute
 from tilewright.kernels.norm import rmsnorm_cute
+from tilewright.kernels.norm.operators import Norm
 from tilewright.ops.loss import softmax_stats
 
 rmsnorm, cross_entropy = (
@@ -42,6 +43,7 @@ rmsnorm, cross_entropy = (
 
 OPS = ("rmsnorm", "add_rmsnorm", "cross_entropy")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+LLAMA = Norm(1e-6, 0.0, True)
 
 
 @functools.cache
@@ -264,7 +266,7 @@ def test_the_emulator_sees_a_missing_barrier(monkeypatch):
         with pytest.raises(
             RuntimeError, match=r"without a barrier|may not have begun|deadlock|barrier\.cluster"
         ):
-            rmsnorm_cute.forward(torch.ones(2, D), torch.ones(D), None, 1e-6, 0.0, True)
+            rmsnorm_cute.forward(torch.ones(2, D), None, torch.ones(D), None, LLAMA)
     compiled.cache_clear()
 
 
@@ -388,7 +390,7 @@ def test_arguments_reach_a_compiled_function(monkeypatch):
     )
     monkeypatch.setattr(tw, "_compiled", {})
     x, w = torch.ones(3, 1024), torch.ones(1024)
-    rmsnorm_cute.forward(x, w, None, 1e-6, 0.0, True)
+    rmsnorm_cute.forward(x, None, w, None, LLAMA)
     softmax_stats_cute.forward(x, torch.zeros(3, dtype=torch.int64), None, 0.0, False, False, False)
     assert len(seen) == 2
 
@@ -398,7 +400,7 @@ def test_rows_off_16_bytes(emulator):
     for dtype, offset in ((F32, 1), (BF16, 4)):
         x, w = (torch.randn(n + offset).to(dtype)[offset:] for n in (3 * 1024, 1024))
         x = x.view(3, 1024)
-        y, _ = rmsnorm_cute.forward(x, w, None, 1e-6, 0.0, True)
+        y = rmsnorm_cute.forward(x, None, w, None, LLAMA).y
         expected = operations()["rmsnorm"].eager(x.double(), w.double())
         assert contract.error(y, expected)[0] < 4 * torch.finfo(dtype).eps
         vec = next(a.vec for a in emulator.calls[-1][1] if hasattr(a, "vec"))

@@ -147,7 +147,7 @@ class _Generator:
 
 def _call(operator: library.Operator, *args) -> Any:
     """Calls an operator's launcher directly: the dispatcher has none for meta tensors."""
-    return operator.launch(*args) if operator.cuda else operator.overload(*args)
+    return (operator.launch if operator.cuda else operator.through_dispatcher)(*args)
 
 
 def not_compiled(kernel, key, signature, device, *_):

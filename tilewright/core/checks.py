@@ -21,17 +21,20 @@ from tilewright.core.registry import FLOATS, ImplementationUnavailable, short
 ACCEPTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Numbers > 0 that are finite in float32, the kernels' dtype, and have a finite inverse.
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+# Queried in each call.
+Tensor, STRIDED = torch.Tensor, torch.strided
 INT64 = torch.iinfo(torch.int64)
 
 
 def floating(name: str, t: torch.Tensor) -> None:
-    if not isinstance(t, torch.Tensor):
+    if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
     if t.dtype not in ACCEPTED:
         raise TypeError(
             f"{name} must be one of {', '.join(map(short, ACCEPTED))}, got {short(t.dtype)}"
         )
-    dense(name, t)
+    if t.layout is not STRIDED or t.is_nested:
+        dense(name, t)
 
 
 def dense(name: str, t: torch.Tensor) -> None:
@@ -215,9 +218,9 @@ def same_device(**tensors: torch.Tensor | None) -> None:
     for name, t in tensors.items():
         if t is None:
             continue
-        if not isinstance(t, torch.Tensor):
+        if not isinstance(t, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
-        if first is None:
+        if device is None:
             first, device = name, t.device
         elif t.device != device:
             raise ValueError(
@@ -226,7 +229,7 @@ def same_device(**tensors: torch.Tensor | None) -> None:
 
 
 def shape(name: str, t: torch.Tensor, expected: tuple[int, ...], why: str) -> None:
-    if t.shape != expected and tuple(t.shape) != tuple(expected):
+    if t.shape != expected and tuple(t.shape) != tuple(expected):  # torch.Size, or a tuple
         raise ValueError(f"{name} must have shape {list(expected)} ({why}), got {list(t.shape)}")
 
 

@@ -1,4 +1,6 @@
-"""Makes a pair of launchers a `torch.library` operator that supports autograd and torch.compile."""
+"""`torch.library` operators that support autograd and torch.compile, from what they have in common
+(`declare`) and a launcher each.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,13 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from tilewright.core import torch_names
+from tilewright.core import schema, torch_names
 from tilewright.core.installed import PACKAGE
+from tilewright.core.schema import Signature
 from tilewright.core.torch_names import in_transform
 
 _LIBRARY = torch.library.Library(PACKAGE, "FRAGMENT")
-# The launchers of operators that are written in Python, by name.
+# The launchers of operators that are written in Python, by name; of flat arguments (`Signature`).
 LAUNCHERS: dict[str, Callable] = {}
 _ADVICE = "use implementation='eager'"
 
@@ -30,24 +33,6 @@ _profiled, _traced, _any_requires_grad = (
     torch_names.any_requires_grad,
 )
 _in_forward_mode = torch_names.in_forward_mode
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Schema type -> types that launchers take unchanged. The dispatcher converts or refuses others.
-_TYPES = {
-    "Tensor": _PLAIN,
-    "float": (float,),
-    "int": (int,),
-    "SymInt": (int,),
-    "bool": (bool,),
-    "str": (str,),
-    "ScalarType": (torch.dtype,),
-    "List[int]": (list,),
-    "List[SymInt]": (list,),
-    "List[float]": (list,),
-    "List[bool]": (list,),
-    "List[Tensor]": (list,),  # whose elements a call inspects
-}
-
 
 _plain = False
 
@@ -83,17 +68,22 @@ class Operator:
     """
 
     def __init__(
-        self, overload: Callable, launch: Callable, *, cuda: bool, plain: Callable | None = None
+        self,
+        overload: Callable,
+        launch: Callable,
+        signature: Signature,
+        *,
+        cuda: bool,
+        plain: Callable | None = None,
     ):
         self.overload, self._launch, self.cuda, self.plain = overload, launch, cuda, plain
+        self.signature = signature
+        self._expand = signature.expand if signature.expands else None
         self.__name__ = self.__qualname__ = overload.name()  # function attributes
         self._apply: Callable | None = None  # the launcher with its derivative
         self._first: dict[tuple[type, ...], int] = {}  # argument types -> `_first_tensor`
-        self._lists = tuple(
-            i
-            for i, a in enumerate(overload._schema.arguments)
-            if "List[Tensor]" in str(a.real_type)
-        )
+        # The places of lists of tensors, whose elements a call inspects.
+        self._lists = tuple(i for i, a in enumerate(signature.direct) if a.list_of_tensors)
 
     def name(self) -> str:
         return self.overload.name()
@@ -115,53 +105,55 @@ class Operator:
         ):
             if self.plain and _tracing() and _is_plain():
                 return self.plain(*args)
-            return self.overload(*args)
-        types = tuple(map(type, args))
+            return self.through_dispatcher(*args)
+        direct = args if self._expand is None else self._expand(args)
+        types = tuple(map(type, direct))
         first = self._first.get(types)
         if first is None:
             first = self._first[types] = self._first_tensor(types)
         if first < 0:
-            return self.overload(*args)
+            return self.through_dispatcher(*args)
         for i in self._lists:
-            for element in args[i]:
-                if type(element) not in _PLAIN:
-                    return self.overload(*args)
-        tensor = args[first]
+            for element in direct[i]:
+                if type(element) not in schema.PLAIN:
+                    return self.through_dispatcher(*args)
+        tensor = direct[first]
         if tensor.is_cuda and self.cuda:
             if tensor.get_device() != torch.cuda.current_device():
                 with torch.cuda.device(tensor.get_device()):
                     return self(*args)
         elif not tensor.is_cpu:
-            return self.overload(*args)
-        if not (_recording() and _any_requires_grad(*args)):
+            return self.through_dispatcher(*args)
+        if not (_recording() and _any_requires_grad(*direct)):
             return self._launch(*args)
-        return (self._apply or self.overload)(*args)
+        if self._apply is None:
+            return self.through_dispatcher(*args)
+        found, structure = self._apply(*direct), self.signature.result
+        return found if structure is None else structure(*found)
+
+    def through_dispatcher(self, *args):
+        """Calls the operator of PyTorch."""
+        return self.signature.read_result(self.overload(*self.signature.flat(args)))
 
     def launch(self, *args):
         """Calls the launcher itself, through its autograd.Function where a graph is recorded."""
-        if self._apply and _recording() and _any_requires_grad(*args):
-            return self._apply(*args)
-        return self._launch(*args)
+        direct = self.signature.expand(args)
+        if not (self._apply and _recording() and _any_requires_grad(*direct)):
+            return self._launch(*args)
+        found, structure = self._apply(*direct), self.signature.result
+        return found if structure is None else structure(*found)
 
     def _first_tensor(self, types: tuple[type, ...]) -> int:
         """The first tensor's index in arguments of these types; -1 unless the launcher takes all of
         them.
         """
-        schema = self.overload._schema
-        if schema.is_mutable or len(types) != len(schema.arguments):
+        direct = self.signature.direct
+        if self.overload._schema.is_mutable or len(types) != len(direct):
             return -1
-        for given_type, argument in zip(types, schema.arguments, strict=True):
-            kind = str(argument.real_type)
-            base_kind = (
-                kind.removeprefix("Optional[").removesuffix("]")
-                if kind.startswith("Optional[")
-                else kind
-            )
-            if given_type not in _TYPES.get(base_kind, ()) and not (
-                base_kind != kind and given_type is type(None)
-            ):
+        for given, argument in zip(types, direct, strict=True):
+            if argument.types and given not in argument.types:
                 return -1
-        return next((i for i, given_type in enumerate(types) if given_type in _PLAIN), -1)
+        return next((i for i, given in enumerate(types) if given in schema.PLAIN), -1)
 
 
 def from_kernels(module: str, name: str) -> Callable[[], Any]:
@@ -179,40 +171,158 @@ def from_kernels(module: str, name: str) -> Callable[[], Any]:
     return fetch
 
 
-def define(
-    name: str,
-    fn: Callable,
-    fake: Callable,
-    *,
-    mutates: Sequence[str] = (),
-    plain: Callable | None = None,
-) -> Operator:
-    """Registers `tilewright::name` for CPU and CUDA tensors and returns the operator.
+class Declaration:
+    """What all implementations of an operator have in common: arguments, results, derivative.
 
-    fn: the launcher; its annotations give the schema (see torch.library.infer_schema).
-    fake: same signature, returns empty tensors of the right shapes, dtypes and strides.
-    mutates: names of arguments that `fn` writes.
-    plain: same arguments and results, of PyTorch's operators alone, without checks of values; see
-        `plain_operators`.
-
-    It uses the low-level Library, not torch.library.custom_op: same operator, about half the host
-    time per call.
+    Made by `declare` from a function. Its annotations are the operator's (`core.schema`), and it
+    returns uninitialized results: it is the operator's fake, and launchers call it to allocate.
     """
-    _LIBRARY.define(
-        name + torch.library.infer_schema(fn, mutates_args=mutates),
-        tags=(torch.Tag.pt2_compliant_tag,),
-    )
-    _LIBRARY.impl(name, fn, "CPU")
-    _LIBRARY.impl(name, on_its_device(fn), "CUDA")
-    torch.library.register_fake(f"{PACKAGE}::{name}", fake, lib=_LIBRARY)
-    LAUNCHERS[f"{PACKAGE}::{name}"] = fn
-    overload = getattr(getattr(torch.ops, PACKAGE), name).default
-    _count_writes(overload)
-    op = Operator(overload, fn, cuda=True, plain=plain)
-    if op.has_lists:  # PyTorch's own vmap fallback does not support lists
-        rule = functools.partial(_one_by_one, op.overload)
-        torch.library.register_vmap(f"{PACKAGE}::{name}", rule, lib=_LIBRARY)
-    return op
+
+    def __init__(self, allocate: Callable):
+        self.allocate, self.signature = allocate, Signature(allocate)
+        functools.update_wrapper(self, allocate)
+        self._derivative: tuple[Callable, Callable, bool] | None = None
+
+    def __call__(self, *args):
+        return self.allocate(*args)
+
+    def differentiate(self, save: Callable, backward: Callable, *, twice: bool = False) -> None:
+        """Gives the operators that are defined from now on their autograd formula.
+
+        save: (ctx, arguments, result) keeps what `backward` needs.
+        backward: (ctx, *gradients of the results; one NamedTuple of them where the result is one)
+            -> a dict of the gradients of arguments by their names. Missing ones are zero, and those
+            that are not needed are dropped.
+            `ctx.backward_op` is what `define` was given, and `ctx.needs[name]` tells whether an
+            argument's gradient is needed.
+        twice: the formula consists of differentiable calls only.
+        """
+        self._derivative = save, backward, twice
+
+    def define(
+        self,
+        name: str,
+        launch: Callable,
+        backward_op: Any = None,
+        *,
+        mutates: Sequence[str] = (),
+        plain: Callable | None = None,
+    ) -> Operator:
+        """Registers `tilewright::name` for CPU and CUDA tensors and returns the operator.
+
+        launch: arguments -> results.
+        backward_op: the operators that the formula launches.
+        mutates: names of arguments that `launch` writes.
+        plain: the same of PyTorch's operators alone, without checks of values; see
+            `plain_operators`.
+
+        It uses the low-level Library, not torch.library.custom_op: same operator, about half the
+        host time per call.
+        """
+        launcher = self._flat(launch)
+        _LIBRARY.define(name + self.signature.schema(mutates), tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, launcher, "CPU")
+        _LIBRARY.impl(name, on_its_device(launcher), "CUDA")
+        LAUNCHERS[f"{PACKAGE}::{name}"] = launcher
+        op = Operator(self._overload(name), launch, self.signature, cuda=True, plain=plain)
+        if op.has_lists:  # PyTorch's own vmap fallback does not support lists
+            rule = functools.partial(_one_by_one, op.overload)
+            torch.library.register_vmap(f"{PACKAGE}::{name}", rule, lib=_LIBRARY)
+        return self._differentiated(op, backward_op)
+
+    def adopt(self, name: str, backward_op: Any = None) -> Operator:
+        """Gives an operator that the C++ extension has defined, on these arguments, its fake and
+        its formula, and returns it.
+        """
+        overload, signature = self._overload(name), self.signature
+        launch = torch_names.cpu_kernel(overload)
+        if signature.structured:
+            kernel = launch
+
+            def launch(*args):
+                return signature.read_result(kernel(*signature.flat(args)))
+
+        op = Operator(overload, launch, signature, cuda=False)
+        return self._differentiated(op, backward_op)
+
+    def _flat(self, function: Callable) -> Callable:
+        """The function, of flat arguments and results."""
+        signature = self.signature
+        if not signature.structured:
+            return function
+
+        @functools.wraps(function)
+        def flat_function(*flat):
+            return signature.flat_result(function(*signature.read(flat)))
+
+        return flat_function
+
+    def _overload(self, name: str):
+        torch.library.register_fake(f"{PACKAGE}::{name}", self._flat(self.allocate), lib=_LIBRARY)
+        overload = getattr(getattr(torch.ops, PACKAGE), name).default
+        _count_writes(overload)
+        return overload
+
+    def _differentiated(self, op: Operator, backward_op: Any) -> Operator:
+        if self._derivative is not None:
+            save, backward, twice = self._derivative
+            _differentiate(op, save, backward, backward_op=backward_op, twice=twice)
+        return op
+
+
+declare = Declaration
+
+
+def define(name: str, launch: Callable, allocate: Callable, **options: Any) -> Operator:
+    """A declaration and its only operator."""
+    declaration = Declaration.__new__(Declaration)  # TRANSITION: fakes without annotations
+    annotated = allocate if "return" in getattr(allocate, "__annotations__", {}) else launch
+    declaration.allocate, declaration.signature = allocate, Signature(annotated)
+    declaration._derivative = None
+    return declaration.define(name, launch, **options)
+
+
+class _OfSchema(Signature):  # TRANSITION
+    def __init__(self, name):
+        of = {
+            "Tensor": torch.Tensor,
+            "float": float,
+            "int": int,
+            "SymInt": int,
+            "bool": bool,
+            "str": str,
+        }
+        of |= {
+            "ScalarType": torch.dtype,
+            "List[Tensor]": list[torch.Tensor],
+            "List[int]": list[int],
+        }
+        of |= {"List[SymInt]": list[int], "List[float]": list[float], "List[bool]": list[bool]}
+        self.direct, self.structured, self.result, self.expands = [], False, None, False
+        for a in getattr(getattr(torch.ops, PACKAGE), name).default._schema.arguments:
+            kind = str(a.real_type)
+            base = (
+                kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Opt") else kind
+            )
+            annotation = of[base] | None if kind.startswith("Opt") else of[base]
+            self.direct.append(schema._argument(a.name, annotation))
+        self.names, self._only = [a.name for a in self.direct], None
+
+
+def adopt(name: str, fake: Callable) -> Operator:  # TRANSITION
+    declaration = Declaration.__new__(Declaration)
+    declaration.allocate, declaration.signature = fake, _OfSchema(name)
+    declaration._derivative = None
+    return declaration.adopt(name)
+
+
+def differentiate(op, backward, setup_context, *, backward_op=None, twice=False):  # TRANSITION
+    def named(ctx, *grads):
+        found = backward(ctx, *grads)
+        found = found if isinstance(found, tuple) else (found,)
+        return dict(zip(op.signature.names, found, strict=True))
+
+    _differentiate(op, setup_context, named, backward_op=backward_op, twice=twice)
 
 
 def _one_by_one(overload, info, in_dims, *args):
@@ -259,15 +369,6 @@ def on_its_device(fn: Callable) -> Callable:
     return guarded
 
 
-def adopt(name: str, fake: Callable) -> Operator:
-    """Adds a fake to an operator that the C++ extension has defined, and returns the operator."""
-    torch.library.register_fake(f"{PACKAGE}::{name}", fake, lib=_LIBRARY)
-    overload = getattr(getattr(torch.ops, PACKAGE), name).default
-    _count_writes(overload)
-    on_cpu = functools.partial(overload.redispatch, torch_names.CPU_KERNELS)
-    return Operator(overload, on_cpu, cuda=False)
-
-
 def _count_writes(overload) -> None:
     """Makes an operator that writes its arguments raise their version counters, by which autograd
     knows that a tensor that it saved was changed. PyTorch does that for its own operators and for
@@ -290,33 +391,54 @@ def _count_writes(overload) -> None:
     _LIBRARY.impl(name, counted, "ADInplaceOrView", with_keyset=True)
 
 
-# Long: the functions that autograd is given, which close over the operator's.
-def differentiate(
-    op: Operator,
-    backward: Callable,
-    setup_context: Callable,
-    *,
-    backward_op: Callable | None = None,
-    twice: bool = False,
-) -> None:
-    """Gives an operator its autograd formula, and refuses derivatives that it does not have.
+class _Needs:
+    """Whether the gradient of an argument is needed, by its name."""
 
-    backward_op: the operator that the formula launches, available as `ctx.backward_op`. So one
-        formula, a module-level function, serves all implementations of an op.
-    twice: the formula consists of differentiable calls only.
+    def __init__(self, flags: Sequence[bool], places: dict[str, int]):
+        self._flags, self._places = flags, places
+
+    def __getitem__(self, name: str) -> bool:
+        return self._flags[self._places[name]]
+
+
+# Long: the functions that autograd is given, which close over the operator's.
+def _differentiate(
+    op: Operator, keep: Callable, backward: Callable, *, backward_op: Any, twice: bool
+) -> None:
+    """Gives an operator the autograd formula of its declaration, and refuses derivatives that it
+    does not have.
 
     Kernels have no formulas of their own, so autograd would treat the results of a formula as
     constants: a second derivative would be silently wrong. Forward-mode tangents would be dropped
     as silently.
 
-    Tensors in a list (`Tensor[]`) have no gradient: the formula returns None for the list.
+    Tensors in a list (`Tensor[]`) have no gradient.
     """
-    name = op.name().split(".")[0]
-    formula = backward if twice else once(name, backward)
+    name, signature = op.name().split(".")[0], op.signature
+    structure = signature.result
+
+    def formula_of(names):
+        """The formula for arguments of these names."""
+        places = {argument: i for i, argument in enumerate(names)}
+
+        def by_name(ctx, *grads):
+            need = ctx.needs_input_grad
+            ctx.needs = _Needs(need, places)
+            found = backward(ctx, *(grads if structure is None else (structure(*grads),)))
+            return tuple([found.get(n) if on else None for n, on in zip(names, need, strict=True)])
+
+        return by_name if twice else once(name, by_name)
+
+    formula = formula_of(signature.names)
+
+    def prepare(ctx, args, result):
+        ctx.backward_op = backward_op
+        if structure is not None:
+            ctx.set_materialize_grads(False)
+        keep(ctx, args, result)
 
     def save(ctx, inputs, output):
-        ctx.backward_op = backward_op
-        setup_context(ctx, inputs, output)
+        prepare(ctx, signature.read(inputs), signature.read_result(output))
 
     def listed(ctx, *grads):  # where PyTorch makes each element of a list a separate input
         results = formula(ctx, *grads)
@@ -330,16 +452,20 @@ def differentiate(
     )
     launch = op._launch
 
-    def forward(ctx, *args):
+    def forward(ctx, *direct):
+        args = signature.collect(direct) if signature.expands else direct
         result = launch(*args)
-        save(ctx, args, result)
-        return result
+        prepare(ctx, args, result)
+        return result if structure is None else tuple(result)
 
     # The same, bypassing the dispatcher.
     direct = type(
         name.replace("::", "_"),
         (torch.autograd.Function,),
-        {"forward": staticmethod(forward), "backward": staticmethod(formula)},
+        {
+            "forward": staticmethod(forward),
+            "backward": staticmethod(formula_of([a.name for a in signature.direct])),
+        },
     )
     # Skips Function's own apply, which prepares for torch.func.
     op._apply = super(torch.autograd.Function, direct).apply
@@ -361,8 +487,7 @@ def differentiate(
         def backward(ctx, *grads):
             _refuse_beneath(name, grads)
             ctx = _WithoutFirst(ctx)
-            results = formula(ctx, *grads)
-            return None, *(results if isinstance(results, tuple) else (results,))
+            return None, *formula(ctx, *grads)
 
     def guarded(keyset, *args):
         refuse_tangents(name, *args)
@@ -445,11 +570,8 @@ def once(name: str, backward: Callable) -> Callable:
         # torch.autograd.function.once_differentiable attaches its error to new leaves, so that
         # autograd.grad with respect to the real ones bypasses it. This one is attached to the
         # inputs of the result.
-        several = isinstance(results, tuple)
-        results = results if several else (results,)
         error = torch_names.DelayedError(again.encode(), len(results) + len(behind))
-        refused = error(*results, *behind)[: len(results)]
-        return refused if several else refused[0]
+        return error(*results, *behind)[: len(results)]
 
     return refusing
 

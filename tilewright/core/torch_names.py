@@ -5,6 +5,7 @@ which says that one is deprecated.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -55,7 +56,7 @@ BELOW_AUTOGRAD = _C._after_autograd_keyset
 # Beneath what raises version counters.
 BelowCounters = _C._AutoDispatchBelowADInplaceOrView
 BELOW_COUNTERS = _C._after_ADInplaceOrView_keyset
-CPU_KERNELS = _C.DispatchKeySet(_C.DispatchKey.CPU)
+_CPU_KERNELS = _C.DispatchKeySet(_C.DispatchKey.CPU)
 DelayedError = _C._functions.DelayedError
 is_wrapped, unwrapped = _C._functorch.is_functorch_wrapped_tensor, _C._functorch.get_unwrapped
 # Within torch.func transforms, a single-level Function raises unless this is set.
@@ -65,6 +66,12 @@ allow_single_level = _C._functorch.set_single_level_autograd_function_allowed
 keeps_graph: Callable[[], bool] = getattr(
     _C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
+
+
+def cpu_kernel(overload: torch._ops.OpOverload) -> Callable:
+    """An operator's kernel for the CPU, called without the keys above it."""
+    return functools.partial(overload._handle.redispatch_boxed, _CPU_KERNELS)
+
 
 # ---- tensors
 

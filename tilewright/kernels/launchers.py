@@ -31,58 +31,6 @@ def unit(itemsize: int, columns: int, *strides: int) -> int:
     return 1 if columns % vector else vector
 
 
-# ---- rmsnorm and add_rmsnorm
-
-
-def sizes(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int]:
-    """T, H and D of x [..., D] or [..., H, D]: rows per head, heads (1 unless weight is [H, D]),
-    columns.
-    """
-    D = x.shape[-1]
-    H = weight.shape[0] if weight.dim() == 2 else 1
-    return (x.numel() // (D * H) if x.numel() else 0), H, D
-
-
-def normalized(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Uninitialized y, x + residual (None without a residual) and rstd."""
-    total = None if residual is None else torch.empty_like(residual)
-    return (
-        torch.empty_like(x),
-        total,
-        torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device),
-    )
-
-
-def rmsnorm_forwards(launch: Callable) -> tuple[Callable, Callable]:
-    """forward and add_forward, from launch(x, residual or None, weight, ...), which returns the
-    filled results of `normalized`.
-    """
-
-    def forward(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        eps: float,
-        offset: float,
-        round_xhat: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        y, _, rstd = launch(x, None, weight, bias, eps, offset, round_xhat)
-        return y, rstd
-
-    def add_forward(
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        eps: float,
-        offset: float,
-        round_xhat: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return launch(x, residual, weight, bias, eps, offset, round_xhat)
-
-    return forward, add_forward
-
-
 # ---- statistics of rows of logits, and the losses computed from them
 
 

@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewright.kernels import launchers
 from tilewright.kernels.activation import activation_triton
 from tilewright.kernels.device import conversions
 from tilewright.kernels.launch import launch
@@ -25,6 +24,7 @@ from tilewright.kernels.math_triton import (
     widened,
 )
 from tilewright.kernels.norm import rmsnorm_triton
+from tilewright.kernels.norm.operators import sizes
 from tilewright.kernels.quant.hadamard_triton import TILE, butterflies, sign_mask, signed
 from tilewright.kernels.quant.quantize_triton import (
     E2M1,
@@ -870,7 +870,7 @@ def rmsnorm_quantize(
     with the residual [rows, D], or [0, D] without one. Uses rmsnorm's or add_rmsnorm's launch
     configuration, which determines the order of its sums.
     """
-    T, H, D = launchers.sizes(x, weight)
+    T, H, D = sizes(x, weight)
     rows, add = T * H, residual is not None
     data = x.new_empty((rows, D), dtype=torch.uint8)
     inverse, block = _scales(x, rows, D, mx)

@@ -20,8 +20,15 @@ import torch
 from cutlass import Float32, Int32, Int64, const_expr
 
 from tilewright.kernels import cute as tw
-from tilewright.kernels import launchers
 from tilewright.kernels.device import multiprocessors
+from tilewright.kernels.norm.operators import (
+    Gradients,
+    Norm,
+    Normalized,
+    no_rows,
+    normalize,
+    sizes,
+)
 from tilewright.kernels.spec import CuteSpec
 
 # Widest row of one block. Forward: 512 threads with 32 elements of x each. Backward also holds dy,
@@ -377,32 +384,22 @@ def _launch_backward(
 # ---- launchers
 
 
-def _run_forward(x, residual, weight, bias, eps, offset, round_xhat):
-    T, H, D = launchers.sizes(x, weight)
-    y, total, rstd = launchers.normalized(x, residual)
+def forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: Norm,
+) -> Normalized:
+    T, H, D = sizes(x, weight)
+    found = normalize(x, residual, weight, bias, norm)
+    y, rstd, total = found
     if T:
         p = plan(D, H, tw.vector(D, x, residual, weight, bias, y, total))
-        tw.launch(
-            _launch_forward,
-            x,
-            residual,
-            weight,
-            bias,
-            y,
-            total,
-            rstd,
-            T,
-            eps,
-            offset,
-            p,
-            round_xhat,
-            -(-T // p.rows) * p.cluster,
-            H,
-        )
-    return y, total, rstd
-
-
-forward, add_forward = launchers.rmsnorm_forwards(_run_forward)
+        grid = -(-T // p.rows) * p.cluster, H
+        tensors = x, residual, weight, bias, y, total, rstd
+        tw.launch(_launch_forward, *tensors, T, norm.eps, norm.offset, p, norm.round_xhat, *grid)
+    return found
 
 
 def _clusters(x: torch.Tensor, p: Plan, T: int) -> int:
@@ -424,19 +421,18 @@ def _registers(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, has_bias
 
 def backward(
     dy: torch.Tensor,
-    dsum: torch.Tensor | None,
+    dtotal: torch.Tensor | None,
     x: torch.Tensor,
     rstd: torch.Tensor,
     weight: torch.Tensor,
-    offset: float,
-    round_xhat: bool,
+    norm: Norm,
     has_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    T, H, D = launchers.sizes(x, weight)
-    dx = torch.empty_like(x)
+) -> Gradients:
+    T, H, D = sizes(x, weight)
     if T == 0:
-        return dx, torch.zeros_like(weight), weight.new_zeros(D if has_bias else 0)
-    p = plan(D, H, tw.vector(D, dy, dsum, x, weight, dx), backward=True)
+        return no_rows(x, weight, has_bias)
+    dx = torch.empty_like(x)
+    p = plan(D, H, tw.vector(D, dy, dtotal, x, weight, dx), backward=True)
     P = _clusters(x, p, T)
     dw = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
     # 512 threads have 128 registers each; where these took 72 of them, ptxas spilled up to 24
@@ -445,34 +441,15 @@ def backward(
     many = _registers(dy, x, weight, has_bias) > 64
     ahead, alone = p.block <= 256 or not many, many or p.cluster > 1
     # Without registers to prefetch there are none for db either: PyTorch sums dy.
-    db = (
-        torch.empty((P, H, D), dtype=torch.float32, device=x.device) if has_bias and ahead else None
-    )
-    tw.launch(
-        _launch_backward,
-        dy,
-        dsum,
-        x,
-        rstd,
-        weight,
-        dx,
-        dw,
-        db,
-        T,
-        P,
-        offset,
-        p,
-        round_xhat,
-        ahead,
-        alone,
-        P * p.cluster,
-        H,
-    )
+    db = torch.empty_like(dw) if has_bias and ahead else None
+    tensors = dy, dtotal, x, rstd, weight, dx, dw, db
+    options = norm.offset, p, norm.round_xhat, ahead, alone
+    tw.launch(_launch_backward, *tensors, T, P, *options, P * p.cluster, H)
     dweight = dw.sum(0).reshape(weight.shape).to(weight.dtype)
     if not has_bias:
-        return dx, dweight, weight.new_empty(0)
+        return Gradients(dx, dweight, None)
     dbias = dy.reshape(-1, D).sum(0, dtype=torch.float32) if db is None else db.sum((0, 1))
-    return dx, dweight, dbias.to(weight.dtype)
+    return Gradients(dx, dweight, dbias.to(weight.dtype))
 
 
 def specs() -> list[CuteSpec]:
@@ -501,11 +478,10 @@ def specs() -> list[CuteSpec]:
             b = new(D, dtype=weight_type) if bias else None
             rstd = new(4, H, dtype=fp32)
             tail = f"{tw.name(data)} weight={tw.name(weight_type)}{' bias' if bias else ''} D={D}"
+            norm = Norm(1e-6, 0.0, cast)
             found += [
-                tw.spec(f"cute forward {tail}", forward, x, w, b, 1e-6, 0.0, cast, **needs),
-                tw.spec(
-                    f"cute add_forward {tail}", add_forward, x, x, w, b, 1e-6, 0.0, cast, **needs
-                ),
+                tw.spec(f"cute forward {tail}", forward, x, None, w, b, norm, **needs),
+                tw.spec(f"cute add_forward {tail}", forward, x, x, w, b, norm, **needs),
                 tw.spec(
                     f"cute backward {tail}",
                     backward,
@@ -514,8 +490,7 @@ def specs() -> list[CuteSpec]:
                     x,
                     rstd,
                     w,
-                    0.0,
-                    cast,
+                    norm,
                     bias,
                     **needs,
                 ),

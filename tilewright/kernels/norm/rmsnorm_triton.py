@@ -13,9 +13,18 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewright.kernels import launchers
 from tilewright.kernels.device import resident
 from tilewright.kernels.launch import launch, warm_up
+from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.norm.operators import (
+    Gradients,
+    Norm,
+    Normalized,
+    no_rows,
+    normalize,
+    normalize_backward,
+    sizes,
+)
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -37,7 +46,7 @@ NARROW = 512
 def _heuristic(D: int, backward: bool) -> dict:
     """Targets 16 to 32 elements per thread in one operand."""
     walk = (WHOLE_ROW_BACKWARD if backward else WHOLE_ROW) < D
-    block_d = WALK_BLOCK if walk else launchers.next_power_of_2(D)
+    block_d = WALK_BLOCK if walk else next_power_of_2(D)
     # Narrow rows (QK norm) share a program: a warp's loads stay 512 B.
     block_t = max(
         1,
@@ -391,7 +400,7 @@ def summed(
     columns = out.numel()
     launch(
         _sum_programs,
-        (launchers.cdiv(columns, _SUM["BLOCK"]), 1 if second is None else 2),
+        (cdiv(columns, _SUM["BLOCK"]), 1 if second is None else 2),
         partial,
         out,
         second,
@@ -428,85 +437,90 @@ def _sharing(
             compiled = warm_up(kernel, *arguments, **constants, num_warps=warps)
             _resident[key] = resident(compiled.n_regs, compiled.metadata.shared, warps, of)
         each = _resident[key] * of.multi_processor_count
-    return max(1, min(each // groups, launchers.cdiv(T, block_t)))
+    return max(1, min(each // groups, cdiv(T, block_t)))
 
 
-def _launch_forward(x, residual, weight, bias, eps, offset, round_xhat):
-    T, H, D = launchers.sizes(x, weight)
-    y, total, rstd = launchers.normalized(x, residual)
+def forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: Norm,
+) -> Normalized:
+    T, H, D = sizes(x, weight)
+    found = normalize(x, residual, weight, bias, norm)
     if T:
         c = FORWARD.config(x.device, D, x.element_size(), residual is not None)
         launch(
             _forward,
-            (launchers.cdiv(T, c["BLOCK_T"]), H),
+            (cdiv(T, c["BLOCK_T"]), H),
             x,
             residual,
             weight,
             bias,
-            y,
-            total,
-            rstd,
+            found.y,
+            found.total,
+            found.rstd,
             T,
-            eps,
-            offset,
+            norm.eps,
+            norm.offset,
             H=H,
             D=D,
             WALK=c["BLOCK_D"] < D,
             ADD=residual is not None,
             BIAS=bias is not None,
-            ROUND_XHAT=round_xhat,
+            ROUND_XHAT=norm.round_xhat,
             **c,
         )
-    return y, total, rstd
-
-
-forward, add_forward = launchers.rmsnorm_forwards(_launch_forward)
+    return found
 
 
 def backward(
     dy: torch.Tensor,
-    dsum: torch.Tensor | None,
+    dtotal: torch.Tensor | None,
     x: torch.Tensor,
     rstd: torch.Tensor,
     weight: torch.Tensor,
-    offset: float,
-    round_xhat: bool,
+    norm: Norm,
     has_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    T, H, D = launchers.sizes(x, weight)
-    dx = torch.empty_like(x)
+) -> Gradients:
+    T, H, D = sizes(x, weight)
     if T == 0:
-        return dx, torch.zeros_like(weight), weight.new_zeros(D if has_bias else 0)
+        return no_rows(x, weight, has_bias)
+    found = normalize_backward(dy, dtotal, x, rstd, weight, norm, has_bias)
+    dx, dweight, dbias = found
     c = BACKWARD.config(x.device, D, x.element_size())
     block_d, warps = c["BLOCK_D"], c["num_warps"]
     walk = block_d < D
     # A stand-in for both until the number of programs is known.
-    db = torch.empty(
-        0,
-        dtype=torch.float32,
-        device=x.device,
-    )
+    db = torch.empty(0, dtype=torch.float32, device=x.device)
     if walk:
         launch(
             _backward_walk,
             (T, H),
             dy,
-            dsum,
+            dtotal,
             x,
             rstd,
             weight,
             dx,
             T,
-            offset,
+            norm.offset,
             H=H,
             D=D,
             BLOCK_D=block_d,
-            DSUM=dsum is not None,
+            DSUM=dtotal is not None,
             num_warps=warps,
         )
         kernel, warps, block_t = _weight_walk, 4, 1
-        columns = launchers.cdiv(D, 1024)
-        constants = {"H": H, "D": D, "BLOCK_D": 1024, "BIAS": has_bias, "ROUND_XHAT": round_xhat}
+        columns = cdiv(D, 1024)
+        constants = {
+            "H": H,
+            "D": D,
+            "BLOCK_D": 1024,
+            "BIAS": has_bias,
+            "ROUND_XHAT": norm.round_xhat,
+        }
 
         def arguments(dw, db):
             return dy, x, rstd, dw, db, T
@@ -517,24 +531,25 @@ def backward(
             "D": D,
             "BLOCK_T": block_t,
             "BLOCK_D": block_d,
-            "DSUM": dsum is not None,
+            "DSUM": dtotal is not None,
             "BIAS": has_bias,
-            "ROUND_XHAT": round_xhat,
+            "ROUND_XHAT": norm.round_xhat,
             "STAGES": c["STAGES"],
         }
 
         def arguments(dw, db):
-            return dy, dsum, x, rstd, weight, dx, dw, db, T, offset
+            return dy, dtotal, x, rstd, weight, dx, dw, db, T, norm.offset
 
-    dtypes = (x.dtype, dy.dtype, weight.dtype, None if dsum is None else dsum.dtype)
+    dtypes = (x.dtype, dy.dtype, weight.dtype, None if dtotal is None else dtotal.dtype)
     P = _sharing(kernel, T, block_t, H * columns, warps, x, dtypes, *arguments(db, db), **constants)
     dw = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
     if has_bias:
         db = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
     launch(kernel, (P, H, columns), *arguments(dw, db), **constants, num_warps=warps)
-    # All heads share one bias, so it is a sum over heads too.
-    dbias = summed(db.view(P * H, D), weight.new_empty(D)) if has_bias else weight.new_empty(0)
-    return dx, summed(dw, torch.empty_like(weight)), dbias
+    if dbias is not None:  # all heads share one bias, so it is a sum over heads too
+        summed(db.view(P * H, D), dbias)
+    summed(dw, dweight)
+    return found
 
 
 # The usual training step; float32 weights, which need the most registers in forward; and all in

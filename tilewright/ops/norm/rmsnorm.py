@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 
 from tilewright import platform
 from tilewright.core import checks
-from tilewright.core.library import adopt, define, differentiate, from_kernels
+from tilewright.core.library import Operator, from_kernels
 from tilewright.core.registry import FLOATS, Goal, Implementation, Judged, Op
+from tilewright.kernels.norm.operators import Norm, normalize, normalize_backward
 from tilewright.ops import cases
 from tilewright.ops.norm.cases import norm_cases
 from tilewright.ops.quant import aqn
@@ -227,95 +229,59 @@ def _torch():
     return rmsnorm_torch
 
 
-# ---- fused implementations: two operators each, one autograd formula for all
+# ---- fused implementations: an operator each, one autograd formula for all
 
 
-def _fake_forward(x, weight, bias, eps, offset, round_xhat):
-    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+def _save(ctx, arguments, found):
+    x, _, weight, bias, norm = arguments
+    ctx.save_for_backward(x if found.total is None else found.total, found.rstd, weight)
+    ctx.norm, ctx.has_bias, ctx.x_dtype = norm, bias is not None, x.dtype
 
 
-def _fake_add_forward(x, residual, weight, bias, eps, offset, round_xhat):
-    return (
-        torch.empty_like(x),
-        torch.empty_like(residual),
-        x.new_empty(x.shape[:-1], dtype=torch.float32),
-    )
-
-
-def _fake_backward(dy, dsum, x, rstd, weight, offset, round_xhat, has_bias):
-    return (
-        torch.empty_like(x),
-        torch.empty_like(weight),
-        weight.new_empty(x.shape[-1] if has_bias else 0),
-    )
-
-
-def _save(ctx, normed, rstd, weight, bias, offset, round_xhat):
-    ctx.save_for_backward(normed, rstd, weight)
-    ctx.options = offset, round_xhat, bias is not None
-    ctx.set_materialize_grads(False)
-
-
-def _setup(ctx, inputs, output):
-    x, weight, bias, _, offset, round_xhat = inputs
-    _save(ctx, x, output[1], weight, bias, offset, round_xhat)
-
-
-def _backward(ctx, dy, drstd):
-    x, rstd, weight = ctx.saved_tensors
+def _backward(ctx, g):
+    normalized, rstd, weight = ctx.saved_tensors
+    dy, dtotal = g.y, g.total
     if dy is None:
-        return (None,) * 6
-    dx, dw, db = ctx.backward_op(dy.contiguous(), None, x, rstd, weight, *ctx.options)
-    return dx, dw, db if ctx.options[2] else None, None, None, None
+        if dtotal is None:
+            return {}
+        dy = torch.zeros_like(normalized, dtype=ctx.x_dtype)
+    dtotal = None if dtotal is None else dtotal.contiguous()
+    d, dweight, dbias = ctx.backward_op(
+        dy.contiguous(), dtotal, normalized, rstd, weight, ctx.norm, ctx.has_bias
+    )
+    return {"x": d.to(ctx.x_dtype), "residual": d, "weight": dweight, "bias": dbias}
 
 
-def _add_setup(ctx, inputs, output):
-    x, _, weight, bias, _, offset, round_xhat = inputs
-    _save(ctx, output[1], output[2], weight, bias, offset, round_xhat)
-    ctx.x_dtype = x.dtype
+normalize.differentiate(_save, _backward)
 
 
-def _add_backward(ctx, dy, dsum, drstd):
-    total, rstd, weight = ctx.saved_tensors
-    if dy is None:
-        dy = torch.zeros_like(total, dtype=ctx.x_dtype)
-    dsum = None if dsum is None else dsum.contiguous()
-    d, dw, db = ctx.backward_op(dy.contiguous(), dsum, total, rstd, weight, *ctx.options)
-    return d.to(ctx.x_dtype), d, dw, db if ctx.options[2] else None, None, None, None
-
-
-class _Fused:
-    """The operators of one implementation, and the functions that call them.
+class _Fused(NamedTuple):
+    """The operator of one implementation, and the functions that call it.
 
     dtypes: those of weight and bias that the kernels read; others are cast to float32, in which
     the kernels compute.
     """
 
-    def __init__(self, forward, add_forward, backward, dtypes=checks.ACCEPTED):
-        differentiate(forward, _backward, _setup, backward_op=backward)
-        differentiate(add_forward, _add_backward, _add_setup, backward_op=backward)
-        self.forward, self.add_forward, self.dtypes = forward, add_forward, dtypes
+    normalize: Operator
+    dtypes: tuple[torch.dtype, ...] = checks.ACCEPTED
 
     @classmethod
-    def define(cls, name, launchers, dtypes=checks.ACCEPTED):
-        return cls(
-            define(f"rmsnorm_{name}_forward", launchers.forward, _fake_forward),
-            define(f"add_rmsnorm_{name}_forward", launchers.add_forward, _fake_add_forward),
-            define(f"rmsnorm_{name}_backward", launchers.backward, _fake_backward),
-            dtypes,
-        )
+    def of(cls, name, launchers, *dtypes):
+        backward = normalize_backward.define(f"rmsnorm_{name}_backward", launchers.backward)
+        return cls(normalize.define(f"rmsnorm_{name}", launchers.forward, backward), *dtypes)
 
     def rmsnorm(self, x, weight, bias, eps, offset, cast):
         weight, bias = self._parameters(weight, bias)
-        return self.forward(x.contiguous(), weight, bias, eps, offset, cast == "llama")[0]
+        norm = Norm(float(eps), float(offset), cast == "llama")
+        return self.normalize(x.contiguous(), None, weight, bias, norm).y
 
     def add_rmsnorm(self, x, residual, weight, bias, eps, offset, cast):
+        weight, bias = self._parameters(weight, bias)
         # The llama cast rounds to x's dtype only if the sum that is normalized has it: with a
         # float32 residual stream there is no rounding.
-        round_xhat = cast == "llama" and residual.dtype == x.dtype
-        weight, bias = self._parameters(weight, bias)
-        tensors = x.contiguous(), residual.contiguous(), weight, bias
-        return self.add_forward(*tensors, eps, offset, round_xhat)[:2]
+        norm = Norm(float(eps), float(offset), cast == "llama" and residual.dtype == x.dtype)
+        found = self.normalize(x.contiguous(), residual.contiguous(), weight, bias, norm)
+        return found.y, found.total
 
     def _parameters(self, weight, bias):
         if weight.dtype not in self.dtypes:  # bias has weight's dtype
@@ -327,24 +293,20 @@ class _Fused:
 def _triton():
     from tilewright.kernels.norm import rmsnorm_triton
 
-    return _Fused.define("triton", rmsnorm_triton)
+    return _Fused.of("triton", rmsnorm_triton)
 
 
 @functools.cache
 def _cute():
     from tilewright.kernels.norm import rmsnorm_cute
 
-    return _Fused.define("cute", rmsnorm_cute, FLOATS)
+    return _Fused.of("cute", rmsnorm_cute, FLOATS)
 
 
 @functools.cache
 def _cpp():
-    return _Fused(
-        adopt("rmsnorm_cpp_forward", _fake_forward),
-        adopt("add_rmsnorm_cpp_forward", _fake_add_forward),
-        adopt("rmsnorm_cpp_backward", _fake_backward),
-        (torch.float32, torch.bfloat16),
-    )
+    backward = normalize_backward.adopt("rmsnorm_cpp_backward")
+    return _Fused(normalize.adopt("rmsnorm_cpp", backward), (torch.float32, torch.bfloat16))
 
 
 RMSNORM = Op(

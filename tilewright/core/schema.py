@@ -1,0 +1,251 @@
+"""What an operator takes and returns, as its Python code has it, and as PyTorch's schemas do.
+
+Options and tensors that belong together are one NamedTuple in Python. A schema has neither that,
+nor a process group, nor a number that may be a tensor. So for the dispatcher arguments and results
+are written flat, in order, and read back:
+
+    NamedTuple            its fields, under their names; all None for an optional one that is absent
+    Tensor | float | None two arguments: the tensor, and the number under its name and "_number"
+    ProcessGroup | None   the group's name, "" for None
+    result: NamedTuple    its fields, of which an operator returns None for an absent one
+
+Where a call bypasses the dispatcher, only NamedTuples with tensors are written field by field,
+since autograd looks for tensors among arguments, and not inside them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tilewright.core import torch_names
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+_ABSENT = type(None)
+
+
+class _Leaf:
+    """An argument that schemas have.
+
+    leaves: the names and annotations of its flat arguments.
+    types: those that launchers take unchanged; the dispatcher converts or refuses others. Empty
+        for any.
+    """
+
+    def __init__(self, name: str, annotation: Any):
+        self.name, self.leaves = name, [(name, annotation)]
+        kinds = _options(annotation)
+        self.tensors = torch.Tensor in kinds
+        self.list_of_tensors = list[torch.Tensor] in kinds
+        taken = [PLAIN if k is torch.Tensor else (typing.get_origin(k) or k,) for k in kinds]
+        self.types: tuple[type, ...] = tuple(t for group in taken for t in group)
+
+    def write(self, value, flat: list) -> None:
+        flat.append(value)
+
+    def read(self, flat: Sequence, at: int) -> tuple[Any, int]:
+        return flat[at], at + 1
+
+
+class _Number(_Leaf):
+    """A number that may be a tensor."""
+
+    def __init__(self, name: str):
+        self.name, self.tensors, self.list_of_tensors = name, True, False
+        self.leaves = [(name, torch.Tensor | None), (f"{name}_number", float | None)]
+        self.types = *PLAIN, float, int, _ABSENT
+
+    def write(self, value, flat):
+        if value is None or isinstance(value, torch.Tensor):
+            flat += (value, None)
+        else:
+            flat += (None, float(value))
+
+    def read(self, flat, at):
+        return (flat[at + 1] if flat[at] is None else flat[at]), at + 2
+
+
+class _Group(_Leaf):
+    """A process group."""
+
+    def __init__(self, name: str):
+        self.name, self.tensors, self.list_of_tensors = name, False, False
+        self.leaves, self.types = [(name, str)], ()
+
+    def write(self, value, flat):
+        flat.append("" if value is None else value.group_name)
+
+    def read(self, flat, at):
+        return (torch_names.group_by_name(flat[at]) if flat[at] else None), at + 1
+
+
+class _Structure(_Leaf):
+    """A NamedTuple. An optional one is absent where its first field is, a tensor."""
+
+    def __init__(self, name: str, structure: type, optional: bool):
+        self.name, self.structure, self.optional = name, structure, optional
+        hints = typing.get_type_hints(structure)
+        self.fields = [_argument(field, hints[field]) for field in structure._fields]
+        self.tensors, self.list_of_tensors = any(f.tensors for f in self.fields), False
+        self.types = (structure, _ABSENT) if optional else (structure,)
+        self.leaves = [leaf for field in self.fields for leaf in field.leaves]
+        if optional:
+            self.leaves = [(name, kind | None) for name, kind in self.leaves]
+        self.flat = all(type(field) is _Leaf for field in self.fields)
+
+    def write(self, value, flat):
+        if value is None and self.optional:
+            flat += (None,) * len(self.leaves)
+        elif self.flat:
+            flat += value
+        else:
+            for field, part in zip(self.fields, value, strict=True):
+                field.write(part, flat)
+
+    def read(self, flat, at):
+        end = at + len(self.leaves)
+        if self.optional and flat[at] is None:
+            return None, end
+        if self.flat:
+            return self.structure(*flat[at:end]), end
+        values = []
+        for field in self.fields:
+            value, at = field.read(flat, at)
+            values.append(value)
+        return self.structure(*values), end
+
+
+def _options(annotation: Any) -> tuple:
+    """The members of a union, or the annotation."""
+    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def _argument(name: str, annotation: Any) -> _Leaf:
+    kinds = _options(annotation)
+    if torch.Tensor in kinds and float in kinds:
+        return _Number(name)
+    if torch.distributed.is_available() and torch.distributed.ProcessGroup in kinds:
+        return _Group(name)
+    if hasattr(kinds[0], "_fields"):
+        return _Structure(name, kinds[0], _ABSENT in kinds)
+    return _Leaf(name, annotation)
+
+
+class Signature:
+    """An operator's arguments and results, from the annotations of a function.
+
+    names: of the flat arguments.
+    structured: whether the schema has other arguments or results than Python.
+    result: the NamedTuple of the results, or None.
+    direct: the arguments of a call that bypasses the dispatcher.
+    expands: whether those are more than Python's, which are NamedTuples with tensors.
+    """
+
+    def __init__(self, function: Callable):
+        hints = typing.get_type_hints(function)
+        parameters = inspect.signature(function).parameters.values()
+        self._arguments = [_argument(p.name, hints[p.name]) for p in parameters]
+        self._leaves = [leaf for a in self._arguments for leaf in a.leaves]
+        self.names = [name for name, _ in self._leaves]
+        if len(set(self.names)) < len(self.names):
+            raise ValueError(f"{function.__qualname__}: two arguments have one name: {self.names}")
+        returned = None if hints["return"] is _ABSENT else hints["return"]
+        self.result = returned if hasattr(returned, "_fields") else None
+        self._returned = returned
+        if self.result is not None:
+            self._returned = tuple[tuple(torch.Tensor for _ in self.result._fields)]
+        self.structured = self.result is not None or any(
+            type(a) is not _Leaf for a in self._arguments
+        )
+        # The place of the only structure, if its fields are written as they are.
+        others = [i for i, a in enumerate(self._arguments) if type(a) is not _Leaf]
+        first = self._arguments[others[0]] if others else None
+        simple = isinstance(first, _Structure) and first.flat and not first.optional
+        self._only = others[0] if len(others) == 1 and simple else None
+        # Arguments that a call may leave out: only where it passes them as they are.
+        self._defaults = {} if self.structured else {p.name: p.default for p in parameters}
+        self._expanded = [
+            a if isinstance(a, _Structure) and a.tensors else None for a in self._arguments
+        ]
+        self.expands = any(self._expanded)
+        self.direct = [
+            part
+            for argument, expanded in zip(self._arguments, self._expanded, strict=True)
+            for part in (expanded.fields if expanded else (argument,))
+        ]
+
+    def schema(self, mutates: Sequence[str] = ()) -> str:
+        """As PyTorch writes it, without the operator's name."""
+
+        def prototype():
+            raise NotImplementedError
+
+        def parameter(name, annotation):
+            default = self._defaults.get(name, inspect.Parameter.empty)
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+        prototype.__signature__ = inspect.Signature(
+            [parameter(*leaf) for leaf in self._leaves], return_annotation=self._returned
+        )
+        return torch.library.infer_schema(prototype, mutates_args=mutates)
+
+    def flat(self, args: Sequence) -> Sequence:
+        """Arguments as the schema has them."""
+        i = self._only
+        if i is not None:  # as most are; the general way takes four times as long
+            return *args[:i], *args[i], *args[i + 1 :]
+        if not self.structured:
+            return args
+        flat: list = []
+        for argument, value in zip(self._arguments, args, strict=True):
+            argument.write(value, flat)
+        return flat
+
+    def read(self, flat: Sequence) -> Sequence:
+        """Arguments as Python code has them; the inverse of `flat`."""
+        if not self.structured:
+            return flat
+        args, at = [], 0
+        for argument in self._arguments:
+            value, at = argument.read(flat, at)
+            args.append(value)
+        return args
+
+    def expand(self, args: Sequence) -> Sequence:
+        """Arguments for a call that bypasses the dispatcher."""
+        direct: list = []
+        for structure, value in zip(self._expanded, args, strict=True):
+            if structure is None:
+                direct.append(value)
+            elif value is None:
+                direct += (None,) * len(structure.fields)
+            else:
+                direct += value
+        return direct
+
+    def collect(self, direct: Sequence) -> Sequence:
+        """The inverse of `expand`."""
+        args, at = [], 0
+        for structure in self._expanded:
+            end = at + (1 if structure is None else len(structure.fields))
+            if structure is None:
+                args.append(direct[at])
+            elif structure.optional and direct[at] is None:
+                args.append(None)
+            else:
+                args.append(structure.structure(*direct[at:end]))
+            at = end
+        return args
+
+    def flat_result(self, result):
+        return result if self.result is None else tuple(result)
+
+    def read_result(self, flat):
+        return flat if self.result is None else self.result(*flat)
