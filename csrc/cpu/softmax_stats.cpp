@@ -151,11 +151,11 @@ void forward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* ta
 
 struct Gradients {
   // mean and the last three may be null
-  const float *peak, *log_sum, *mean, *g_log_sum, *g_target, *g_weighted, *g_mean, *scale;
+  const float *peak, *log_sum, *mean, *g_log_sum, *g_picked, *g_weighted, *g_mean, *scale;
   int64_t scales;  // 1, or one per row
 };
 
-// g = p (in_p + g_mean (z - peak - mean)) + g_weighted w + [c = y] g_target, times dz / dlogit.
+// g = p (in_p + g_mean (z - peak - mean)) + g_weighted w + [c = y] g_picked, times dz / dlogit.
 struct RowGradient {
   float peak, log_sum, in_p, mean, g_mean, g_weighted;
 };
@@ -179,17 +179,17 @@ void backward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* t
     float g_mean = MEAN ? g.g_mean[row] : 0, g_weighted = g.g_weighted == nullptr ? 0 : g.g_weighted[row];
     const int64_t y = target[row];
     const bool inside = y >= 0 && y < n.V;
-    float g_log_sum = g.g_log_sum[row], g_target = inside ? g.g_target[row] : 0;
-    if (g_log_sum == 0 && g_target == 0 && g_weighted == 0 && g_mean == 0) {  // an ignored row
+    float g_log_sum = g.g_log_sum[row], g_picked = inside ? g.g_picked[row] : 0;
+    if (g_log_sum == 0 && g_picked == 0 && g_weighted == 0 && g_mean == 0) {  // an ignored row
       std::memset(d, 0, size_t(n.V) * sizeof(T));
       continue;
     }
     const float scale = g.scale == nullptr ? 1 : g.scale[g.scales == 1 ? 0 : row];
-    g_log_sum *= scale, g_target *= scale, g_weighted *= scale, g_mean *= scale;
+    g_log_sum *= scale, g_picked *= scale, g_weighted *= scale, g_mean *= scale;
     const RowGradient r{g.peak[row], g.log_sum[row], g_log_sum + g_mean, MEAN ? g.mean[row] : 0, g_mean, g_weighted};
     T at_target{};
     if (inside)
-      store(&at_target, gradient<S, WEIGHTS, MEAN>(load(x[y]), WEIGHTS ? w[y] : 0, g_target, cap, r));
+      store(&at_target, gradient<S, WEIGHTS, MEAN>(load(x[y]), WEIGHTS ? w[y] : 0, g_picked, cap, r));
     TW_SIMD
     for (int64_t i = 0; i < n.V; ++i)
       store(d + i, gradient<S, WEIGHTS, MEAN>(load(x[i]), WEIGHTS ? w[i] : 0, 0, cap, r));
@@ -230,12 +230,14 @@ auto choose_forward(Scaling scaling) {
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> softmax_stats_forward(
-    Tensor logits, Tensor target, std::optional<Tensor> class_weight, double softcap, bool smooth, bool entropy,
-    bool argmax, double inverse_temperature) {
+    Tensor logits, Tensor target, std::optional<Tensor> class_weight, double softcap, double temperature, bool smooth,
+    bool entropy, bool argmax) {
   const Rows n = describe(logits, target);
+  const double inverse_temperature = 1 / temperature;
+  softcap /= temperature;
   STD_TORCH_CHECK(!smooth || inverse_temperature == 1, "tilewright: smooth needs a temperature of 1");
   auto make = [&](bool wanted, ScalarType type) {
-    return torch::stable::new_empty(logits, {wanted ? n.T : 0}, type);
+    return wanted ? torch::stable::new_empty(logits, {n.T}, type) : Tensor();
   };
   Tensor peak = make(true, ScalarType::Float), log_sum = make(true, ScalarType::Float);
   Tensor picked = make(true, ScalarType::Float);
@@ -268,18 +270,19 @@ auto choose(Scaling scaling, bool weights, bool mean) {
 }
 
 void backward_into(const Tensor& dlogits, const Tensor& logits, const Tensor& target,
-                   const std::optional<Tensor>& class_weight, double softcap, const Tensor& peak,
+                   const std::optional<Tensor>& class_weight, double softcap, double temperature, const Tensor& peak,
                    const Tensor& log_sum, const std::optional<Tensor>& mean, const Tensor& g_log_sum,
-                   const Tensor& g_target, const std::optional<Tensor>& g_weighted,
-                   const std::optional<Tensor>& g_mean, const std::optional<Tensor>& scale,
-                   double inverse_temperature) {
+                   const Tensor& g_picked, const std::optional<Tensor>& g_weighted,
+                   const std::optional<Tensor>& g_mean, const std::optional<Tensor>& scale) {
   const Rows n = describe(logits, target);
+  const double inverse_temperature = 1 / temperature;
+  softcap /= temperature;
   const int64_t scales = scale.has_value() ? scale->numel() : 1;
   STD_TORCH_CHECK(scales == 1 || scales == n.T, "tilewright: scale must be one number, or one for each row");
   const float* w = g_weighted.has_value() ? vector("class_weight", class_weight, n.V) : nullptr;
   const Gradients g{vector("peak", peak, n.T),           vector("log_sum", log_sum, n.T),
                     vector("mean", mean, n.T),           vector("g_log_sum", g_log_sum, n.T),
-                    vector("g_target", g_target, n.T),   vector("g_weighted", g_weighted, n.T),
+                    vector("g_picked", g_picked, n.T),   vector("g_weighted", g_weighted, n.T),
                     vector("g_mean", g_mean, n.T),       vector("scale", scale, scales),
                     scales};
   STD_TORCH_CHECK(g.g_mean == nullptr || g.mean != nullptr, "tilewright: g_mean needs mean");
@@ -294,36 +297,36 @@ void backward_into(const Tensor& dlogits, const Tensor& logits, const Tensor& ta
 }
 
 Tensor softmax_stats_backward(Tensor logits, Tensor target, std::optional<Tensor> class_weight, double softcap,
-                              Tensor peak, Tensor log_sum, std::optional<Tensor> mean, Tensor g_log_sum,
-                              Tensor g_target, std::optional<Tensor> g_weighted, std::optional<Tensor> g_mean,
-                              std::optional<Tensor> scale, double inverse_temperature) {
+                              double temperature, Tensor peak, Tensor log_sum, std::optional<Tensor> mean,
+                              Tensor g_log_sum, Tensor g_picked, std::optional<Tensor> g_weighted,
+                              std::optional<Tensor> g_mean, std::optional<Tensor> scale) {
   Tensor dlogits = huge(torch::stable::new_empty(logits, {logits.size(0), logits.size(1)}));
-  backward_into(dlogits, logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target,
-                g_weighted, g_mean, scale, inverse_temperature);
+  backward_into(dlogits, logits, target, class_weight, softcap, temperature, peak, log_sum, mean, g_log_sum, g_picked,
+                g_weighted, g_mean, scale);
   return dlogits;
 }
 
 void softmax_stats_backward_(Tensor logits, Tensor target, std::optional<Tensor> class_weight, double softcap,
-                             Tensor peak, Tensor log_sum, std::optional<Tensor> mean, Tensor g_log_sum,
-                             Tensor g_target, std::optional<Tensor> g_weighted, std::optional<Tensor> g_mean,
-                              std::optional<Tensor> scale, double inverse_temperature) {
-  backward_into(logits, logits, target, class_weight, softcap, peak, log_sum, mean, g_log_sum, g_target,
-                g_weighted, g_mean, scale, inverse_temperature);
+                             double temperature, Tensor peak, Tensor log_sum, std::optional<Tensor> mean,
+                             Tensor g_log_sum, Tensor g_picked, std::optional<Tensor> g_weighted,
+                             std::optional<Tensor> g_mean, std::optional<Tensor> scale) {
+  backward_into(logits, logits, target, class_weight, softcap, temperature, peak, log_sum, mean, g_log_sum, g_picked,
+                g_weighted, g_mean, scale);
 }
 
 }  // namespace
 }  // namespace tw
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
-  m.def("softmax_stats_cpp_forward(Tensor logits, Tensor target, Tensor? class_weight, float softcap, bool smooth,"
-        " bool entropy, bool argmax, float inverse_temperature=1.0) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def("softmax_stats_cpp_backward(Tensor logits, Tensor target, Tensor? class_weight, float softcap, Tensor peak,"
-        " Tensor log_sum, Tensor? mean, Tensor g_log_sum, Tensor g_target, Tensor? g_weighted, Tensor? g_mean,"
-        " Tensor? scale, float inverse_temperature=1.0) -> Tensor");
+  m.def("softmax_stats_cpp_forward(Tensor logits, Tensor target, Tensor? class_weight, float softcap,"
+        " float temperature, bool weighted, bool mean, bool argmax)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("softmax_stats_cpp_backward(Tensor logits, Tensor target, Tensor? class_weight, float softcap,"
+        " float temperature, Tensor peak, Tensor log_sum, Tensor? mean, Tensor g_log_sum, Tensor g_picked,"
+        " Tensor? g_weighted, Tensor? g_mean, Tensor? scale) -> Tensor");
   m.def("softmax_stats_cpp_backward_(Tensor(a!) logits, Tensor target, Tensor? class_weight, float softcap,"
-        " Tensor peak, Tensor log_sum, Tensor? mean, Tensor g_log_sum, Tensor g_target, Tensor? g_weighted,"
-        " Tensor? g_mean, Tensor? scale,"
-        " float inverse_temperature=1.0) -> ()");
+        " float temperature, Tensor peak, Tensor log_sum, Tensor? mean, Tensor g_log_sum, Tensor g_picked,"
+        " Tensor? g_weighted, Tensor? g_mean, Tensor? scale) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {

@@ -23,12 +23,18 @@ from helpers import (
 
 from tilewright.bench import contract
 from tilewright.core.registry import ImplementationUnavailable
-from tilewright.kernels.launchers import LossInputs, LossOutputs, Stats
+from tilewright.kernels.loss.operators import (
+    LossInputs,
+    LossOutputs,
+    Scaling,
+    Stats,
+    StatsGradients,
+    Wanted,
+)
 from tilewright.ops import OPS, checked_targets, cross_entropy
 from tilewright.ops.loss import softmax_stats, targets
-from tilewright.ops.loss.cross_entropy import CROSS_ENTROPY
-from tilewright.ops.loss.losses import Request
-from tilewright.ops.loss.softmax_stats import StatsGradients
+from tilewright.ops.loss.cross_entropy import CROSS_ENTROPY, Options, Request
+from tilewright.ops.loss.targets import Labels
 
 # In `tilewright.ops` the name is the function.
 module = importlib.import_module("tilewright.ops.loss.cross_entropy")
@@ -56,7 +62,7 @@ def problem(T=9, V=37, dtype=torch.float32, seed=0):
 
 def fused(name):
     skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
-    return softmax_stats.LOADERS[name]()
+    return softmax_stats.kernels(name)
 
 
 # ---- against independent definitions, in float64
@@ -346,25 +352,20 @@ def test_gradient_of_every_statistic(name):
         for t in g:
             t[2] = 0
         leaf = x.detach().double().requires_grad_()
-        stats = softmax_stats.stats_eager(leaf, y, weights, softcap, True, True, False)
+        how = weights, Scaling(softcap)
+        wanted = Wanted(True, True, False)
+        stats = softmax_stats.stats_eager(leaf, y, *how, wanted)
         (truth,) = torch.autograd.grad(
             stats[1:5], leaf, [t.double() for t in g]
         )  # all but the peak, and argmax
-        found = kernels.forward(x.detach(), y, weights, softcap, True, True, False)
+        found = kernels.of_rows(x.detach(), y, *how, wanted, None)
         for scale in (
             None,
             torch.tensor(3.0, device=DEVICE),
             torch.tensor([2.0, 0.0, math.inf, -1.0], device=DEVICE),
         ):
-            gradient = kernels.backward(
-                x.detach(),
-                y,
-                weights,
-                softcap,
-                found,
-                StatsGradients(*g),
-                scale,
-            )
+            of_loss = found.softmax, StatsGradients(*g)
+            gradient = kernels.gradient(x.detach(), y, *how, *of_loss, None, scale)
             by = 1 if scale is None else scale.expand(4).clone().nan_to_num_(posinf=1)[:, None]
             assert contract.error(gradient, truth * by)[0] < 3e-6, scale
 
@@ -421,7 +422,7 @@ def test_losses_in_one_kernel_equal_those_in_torch(options):
         )
         results = []
         for losses, sizes in (
-            (softmax_stats.losses_in_torch, (T,)),
+            (module.losses_in_torch, (T,)),
             (kernels.losses, (T,)),
             (kernels.losses, (128, 4096, T)),
         ):
@@ -572,10 +573,11 @@ def test_kernels_read_and_write_nothing_outside_for_bad_targets(name):
     kernels = fused(name)
     x, _ = problem(T=3)
     y = torch.tensor([2**40, -(2**40), 37], device=DEVICE)
-    stats = kernels.forward(x.detach(), y, None, 0.0, False, False, False)
-    assert not stats.target.any()
+    stats = kernels.of_rows(x.detach(), y, None, Scaling(), Wanted(), None)
+    assert not stats.picked.any()
     g = torch.ones(3, device=DEVICE)
-    d = kernels.backward(x.detach(), y, None, 0.0, stats, StatsGradients(g, g))
+    of_loss = stats.softmax, StatsGradients(g, g)
+    d = kernels.gradient(x.detach(), y, None, Scaling(), *of_loss, None)
     torch.testing.assert_close(d, x.detach().softmax(-1))
 
 
@@ -705,35 +707,23 @@ def test_compiles_whole(name):
 
 @pytest.mark.parametrize("name", FUSED)
 def test_opcheck(name):
-    kernels = fused(name)
-    forward, backward, backward_ = (o.overload for o in module.fused(name).operators)
+    kernels, forward = fused(name), module.operator(name)
     x, y = problem()
     w, u = torch.rand(37, device=DEVICE), torch.rand(9, device=DEVICE, requires_grad=True)
-    for options in (
-        (None, None, None, None, -100, 0.0, 0.0, 0.0, False, False, False, False, ""),
-        (
-            w,
-            u,
-            torch.tensor(7, device=DEVICE),
-            None,
-            -100,
-            5.0,
-            0.1,
-            0.1,
-            True,
-            True,
-            True,
-            False,
-            "",
-        ),
+    seven = torch.tensor(7, device=DEVICE)
+    for labels, options in (
+        (Labels(y), Options(reduction="sum")),
+        (Labels(y, w, u, seven), Options(-100, 0.1, 0.1, 5.0, "mean", False, True, True)),
     ):
-        torch.library.opcheck(forward, (x, y, *options))
-    x = x.detach()
-    peak, log_sum, _, _, mean, _ = kernels.forward(x, y, w, 5.0, True, True, False)
+        flat = forward.signature.flat((x, labels, options, False))
+        torch.library.opcheck(forward.overload, tuple(flat))
+    x, wanted = x.detach(), Wanted(True, True, False)
+    softmax = kernels.of_rows(x, y, w, Scaling(5.0), wanted, None).softmax
     g = [torch.randn(9, device=DEVICE) for _ in range(4)]
     for scale in (None, torch.tensor(3.0, device=DEVICE), g[0]):
-        torch.library.opcheck(backward, (x, y, w, 5.0, peak, log_sum, mean, *g, scale))
-        torch.library.opcheck(backward_, (x.clone(), y, w, 5.0, peak, log_sum, mean, *g, scale))
+        for operator in (kernels.dlogits, kernels.dlogits_):
+            given = x.clone(), y, w, Scaling(5.0), softmax, StatsGradients(*g), scale
+            torch.library.opcheck(operator.overload, tuple(operator.signature.flat(given)))
     torch.library.opcheck(targets.presence.overload, (y, 37, -100))
 
 

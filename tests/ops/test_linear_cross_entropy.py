@@ -3,6 +3,7 @@ test_contract.py.
 """
 
 import functools
+import importlib
 import math
 import pathlib
 import re
@@ -20,10 +21,12 @@ from helpers import DEVICE, as_on_a_gpu, join_group, launches, skip_unless_usabl
 from tilewright.bench import contract
 from tilewright.core.registry import ImplementationUnavailable, short
 from tilewright.ops import OPS, cross_entropy, linear_cross_entropy, linear_logprob
-from tilewright.ops.loss import linear_chunks, softmax_stats
-from tilewright.ops.loss.linear_chunks import Precision
+from tilewright.ops.loss import head as head_of_loss
+from tilewright.ops.loss.head import Plan
 
 ROOT = pathlib.Path(__file__).parents[2]
+# In `tilewright.ops` the name is the function.
+linear_module = importlib.import_module("tilewright.ops.loss.linear_cross_entropy")
 LINEAR, LOGPROB = OPS["linear_cross_entropy"], OPS["linear_logprob"]
 CHUNKED = ("triton", "cpp")
 ALL = LINEAR.names()
@@ -219,17 +222,17 @@ def test_what_is_frozen_costs_no_gemm(name, reduction, monkeypatch):
         linear_cross_entropy(x, w, y, bias=b, reduction=reduction, implementation="eager").sum(), x
     )
     made = []
-    real = linear_chunks.Gradients
-    monkeypatch.setattr(linear_chunks, "Gradients", lambda *a: made.append(real(*a)) or made[-1])
+    real = head_of_loss.Sums
+    monkeypatch.setattr(head_of_loss, "Sums", lambda *a: made.append(real(*a)) or made[-1])
     loss = linear_cross_entropy(
         x, w.detach(), y, bias=b.detach(), reduction=reduction, implementation=name
     ).sum()
     (found,) = grads(loss, x)
     assert contract.error(found, expected)[0] < 2e-6
-    assert made[-1].dw.numel() == made[-1].db.numel() == 0
+    assert made[-1].dw is made[-1].db is None
     with torch.no_grad():
         linear_cross_entropy(x, w, y, implementation=name)
-    assert reduction == "none" or not made[-1].needed
+    assert reduction == "none" or made[-1].dx is None
 
 
 @pytest.mark.parametrize("name", CHUNKED)
@@ -359,25 +362,24 @@ def test_an_upstream_gradient_of_one_reads_and_writes_nothing():
             before = memory.clone()
     out = torch.ones(3, device=DEVICE)
     version = out._version
-    for name in ("triton", "cpp"):
-        if LINEAR.implementation(name).why_not(DEVICE, torch.float32) is None:
-            softmax_stats.LOADERS[name]().scale_(out, torch.ones((), device=DEVICE))
-            assert out._version == version
+    for scale_ in (kernels.scale_, linear_module.scale_in_torch_):
+        scale_(out, torch.ones((), device=DEVICE))
+        assert out._version == version
 
 
 # ---- the rule for chunks
 
 
-SUMMED = Precision(fp32_sums=True, learns=True)
+SUMMED = Plan(fp32_sums=True, learns=True)
 
 
-def rows(T, V, itemsize=4, device="cpu", chunk_size=None, H=64, precision=SUMMED):
+def rows(T, V, itemsize=4, device="cpu", H=64, plan=SUMMED):
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     x = types.SimpleNamespace(
         shape=(T, H), device=torch.device(device), element_size=lambda: itemsize, dtype=dtype
     )
     weight = types.SimpleNamespace(shape=(V, H), dtype=dtype)
-    return linear_chunks.chunk_rows(x, weight, chunk_size, precision)
+    return head_of_loss.chunk_rows(x, weight, plan)
 
 
 @pytest.mark.parametrize(
@@ -399,8 +401,8 @@ def test_rows_in_a_chunk_on_a_cpu(T, V, itemsize, expected):
 
 
 def test_rows_in_a_chunk_as_asked_for():
-    assert [rows(10, 100, chunk_size=n) for n in (1, 7, 10, 11)] == [1, 7, 10, 10]
-    assert rows(0, 100, chunk_size=3) == 1
+    assert [rows(10, 100, plan=Plan(chunk_size=n)) for n in (1, 7, 10, 11)] == [1, 7, 10, 10]
+    assert rows(0, 100, plan=Plan(chunk_size=3)) == 1
 
 
 GPU = {"itemsize": 2, "device": "cuda"}
@@ -414,13 +416,13 @@ LLAMA = {"H": 4096, "V": 128256, **GPU}
         (8192, {**LLAMA, "itemsize": 4}, 4),  # a float32 gradient is its own sum
         (
             8192,
-            {**LLAMA, "precision": Precision(fp32_sums=True)},
+            {**LLAMA, "plan": Plan(fp32_sums=True)},
             2,
         ),  # without a gradient of the weight there is no sum
-        (8192, {**LLAMA, "precision": Precision(learns=True)}, 2),  # accumulate="bf16"
+        (8192, {**LLAMA, "plan": Plan(learns=True)}, 2),  # accumulate="bf16"
         (
             8192,
-            {**LLAMA, "precision": Precision(True, True, True)},
+            {**LLAMA, "plan": Plan(True, True, True)},
             7,
         ),  # 6,012 MiB, or 859 and 2,004
         (12288, LLAMA, 1),
@@ -448,7 +450,7 @@ def test_chunks_follow_from_shapes(T, options, chunks, monkeypatch):
             torch.cuda, name, lambda *a, name=name: pytest.fail(f"{name} was asked for")
         )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "one that nobody tuned")
-    chunk = linear_chunks.CHUNK
+    chunk = head_of_loss.CHUNK
     monkeypatch.setattr(chunk, "config", lambda device, *key: chunk.heuristic(*key))
     found = rows(T, **options)
     assert -(-T // found) == chunks and (
@@ -457,7 +459,7 @@ def test_chunks_follow_from_shapes(T, options, chunks, monkeypatch):
 
 
 def test_a_launch_configuration_may_refuse_a_single_chunk(monkeypatch):
-    chunk = linear_chunks.CHUNK
+    chunk = head_of_loss.CHUNK
     monkeypatch.setattr(
         chunk, "config", lambda device, *key: {**chunk.heuristic(*key), "whole": False}
     )
@@ -468,18 +470,18 @@ def test_a_launch_configuration_may_refuse_a_single_chunk(monkeypatch):
 def test_forward_and_backward_choose_the_same_chunks(name, monkeypatch):
     """The logits that backward recomputes are those of the statistics."""
     skip_unless_usable(LINEAR, name, torch.float32)
-    seen, real = [], linear_chunks.chunk_rows
+    seen, real = [], head_of_loss.chunk_rows
     monkeypatch.setattr(
-        linear_chunks,
+        head_of_loss,
         "chunk_rows",
-        lambda x, w, *how: seen.append(how) or real(x, w, *how),
+        lambda x, w, plan: seen.append(plan) or real(x, w, plan),
     )
     x, w, _, y = problem()
     for frozen in (False, True):
         weight = w.detach() if frozen else w
         grads(linear_cross_entropy(x, weight, y, reduction="none", implementation=name).sum(), x)
         grads(linear_logprob(x, weight, y, implementation=name)[0].sum(), x)
-    assert seen == [(None, SUMMED)] * 4 + [(None, Precision(fp32_sums=True))] * 4
+    assert seen == [SUMMED] * 4 + [Plan(fp32_sums=True)] * 4
 
 
 # ---- out-of-range targets, unchecked
@@ -602,7 +604,7 @@ def test_one_chunk_needs_no_sum(name):
 )
 def test_what_is_allocated_for_the_sum(accumulate, chunk, dtype):
     x, w, _, _ = problem(T=8, dtype=torch.bfloat16)
-    made = linear_chunks.Gradients(x, w, chunk, accumulate == "fp32", 1.0, (True,) * 3)
+    made = head_of_loss.Sums(x, w, chunk, accumulate == "fp32", 1.0, True, True, True)
     assert made.dw.dtype == dtype and made.dx.dtype == torch.bfloat16
 
 

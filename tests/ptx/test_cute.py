@@ -33,6 +33,7 @@ if reason := platform.no_cutlass():
 
 from tilewright.kernels import cute as tw
 from tilewright.kernels.loss import softmax_stats_cute
+from tilewright.kernels.loss.operators import Scaling, Softmax, StatsGradients, Wanted
 from tilewright.kernels.norm import rmsnorm_cute
 from tilewright.kernels.norm.operators import Norm
 from tilewright.ops.loss import softmax_stats
@@ -99,7 +100,7 @@ def emulator(request, chosen, monkeypatch):
     loaded = {
         "rmsnorm": rmsnorm._cute().rmsnorm,
         "add_rmsnorm": rmsnorm._cute().add_rmsnorm,
-        "cross_entropy": cross_entropy.fused("cute").cross_entropy,
+        "cross_entropy": cross_entropy.fused("cute"),
     }
     for op, fn in loaded.items():
         for dtype in (F32, BF16, F16):
@@ -206,7 +207,7 @@ def test_any_row_of_logits(V, stride, offset, emulator):
         inf = float("inf")
         x[1], x[2, V // 2], x[3, 5], x[4, : V // 2] = -inf, inf, float("nan"), -inf
         target = torch.tensor([0, 1, 2, 3, V - 1, -100, V, 7])
-        options = 0.0, True, True, True
+        options = Scaling(), Wanted(True, True, True)
         found = softmax_stats_cute.forward(x, target, None, *options)
         truth = softmax_stats.stats_eager(x.double(), target, None, *options)
         inside = (target >= 0) & (target < V)
@@ -215,7 +216,7 @@ def test_any_row_of_logits(V, stride, offset, emulator):
             rows = {
                 "log_sum": range(8),
                 "peak": [0, 1, 2, 4, 5, 6, 7],
-                "target": [0, 1, 2, 4, 5, 6, 7],
+                "picked": [0, 1, 2, 4, 5, 6, 7],
             }.get(name, [0, 4, 5, 6, 7])
             # error accepts NaN where truth is NaN, and equal infinities
             for i in rows:
@@ -225,7 +226,8 @@ def test_any_row_of_logits(V, stride, offset, emulator):
         g_lse[[1, 2, 3, 5]] = 0  # rows 1 to 3 have a target, row 5 has none
         g_target[[1, 2, 3]] = 0
         before, peak, log_sum = x.clone(), *found[:2]
-        args = x, target, None, 0.0, peak, log_sum, None, g_lse, g_target, None, None, None
+        of_loss = Softmax(peak, log_sum), StatsGradients(g_lse, g_target)
+        args = x, target, None, Scaling(), *of_loss, None
         expected = (
             torch.exp(x.double() - (peak.double() + log_sum.double())[:, None])
             * g_lse.double()[:, None]
@@ -391,7 +393,7 @@ def test_arguments_reach_a_compiled_function(monkeypatch):
     monkeypatch.setattr(tw, "_compiled", {})
     x, w = torch.ones(3, 1024), torch.ones(1024)
     rmsnorm_cute.forward(x, None, w, None, LLAMA)
-    softmax_stats_cute.forward(x, torch.zeros(3, dtype=torch.int64), None, 0.0, False, False, False)
+    softmax_stats_cute.forward(x, torch.zeros(3, dtype=torch.int64), None, Scaling(), Wanted())
     assert len(seen) == 2
 
 

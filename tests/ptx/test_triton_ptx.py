@@ -283,6 +283,7 @@ def any_row_of_logits(driver, V, stride, offset, dtype):
     alignments.
     """
     from tilewright.kernels.loss import softmax_stats_triton as kernels
+    from tilewright.kernels.loss.operators import Scaling, Softmax, StatsGradients, Wanted
     from tilewright.ops.loss import softmax_stats
 
     g = torch.Generator().manual_seed(0)
@@ -291,7 +292,7 @@ def any_row_of_logits(driver, V, stride, offset, dtype):
     inf = float("inf")
     x[1], x[2, V // 2], x[3, 5], x[4, : V // 2] = -inf, inf, float("nan"), -inf
     target = torch.tensor([0, 1, 2, 3, V - 1, -100, V, 7])
-    options = 0.0, True, True, True
+    options = Scaling(), Wanted(True, True, True)
     found = kernels.forward(x, target, None, *options)
     truth = softmax_stats.stats_eager(x.double(), target, None, *options)
     for name, a, t in zip(truth._fields, found, truth, strict=True):
@@ -299,7 +300,7 @@ def any_row_of_logits(driver, V, stride, offset, dtype):
         for i in {
             "log_sum": range(8),
             "peak": [0, 1, 2, 4, 5, 6, 7],
-            "target": [0, 1, 2, 4, 5, 6, 7],
+            "picked": [0, 1, 2, 4, 5, 6, 7],
         }.get(name, [0, 4, 5, 6, 7]):
             assert contract.error(a[i : i + 1], t[i : i + 1])[0] < 2e-5, (name, i, a[i], t[i])
     inside = (target >= 0) & (target < V)
@@ -313,7 +314,8 @@ def any_row_of_logits(driver, V, stride, offset, dtype):
     )
     expected[inside.nonzero()[:, 0], target[inside]] += g_target.double()[inside]
     expected[[1, 2, 3, 5]] = 0
-    args = x, target, None, 0.0, peak, log_sum, None, g_lse, g_target, None, None, None
+    of_loss = Softmax(peak, log_sum), StatsGradients(g_lse, g_target)
+    args = x, target, None, Scaling(), *of_loss, None
     out = kernels.backward(*args)
     assert (
         not driver.memories[-1].times(x, "read")[[1, 2, 3, 5]].any()
@@ -328,9 +330,10 @@ def any_row_of_logits(driver, V, stride, offset, dtype):
 
 def losses_of_rows(driver):
     """In parts of more and fewer rows than a block of the kernel, with all options."""
-    from tilewright.kernels.launchers import LossInputs, LossOutputs, Stats
     from tilewright.kernels.loss import softmax_stats_triton as kernels
-    from tilewright.ops.loss import softmax_stats
+    from tilewright.kernels.loss.operators import LossInputs, LossOutputs, Stats
+
+    cross_entropy = importlib.import_module("tilewright.ops.loss.cross_entropy")
 
     g = torch.Generator().manual_seed(0)
     T, V = 4500, 37
@@ -351,7 +354,7 @@ def losses_of_rows(driver):
         True,
     )
     results = []
-    for losses, ends in ((softmax_stats.losses_in_torch, (T,)), (kernels.losses, (4200, 4203, T))):
+    for losses, ends in ((cross_entropy.losses_in_torch, (T,)), (kernels.losses, (4200, 4203, T))):
         found, parts, start, total = LossOutputs(torch.empty(T), torch.empty(())), [], 0, None
         for end in ends:
             rows = slice(start, end)

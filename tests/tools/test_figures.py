@@ -148,8 +148,8 @@ SOURCES = {
     },
     "docs/troubleshooting.md": {"30 seconds": "torchrun's own limit"},
     "docs/trl.md": {
-        "64 MiB": ("tilewright/ops/loss/linear_chunks.py", "on a CPU 64 MiB"),
-        "1 GiB": ("tilewright/ops/loss/linear_chunks.py", "on a GPU 1 GiB"),
+        "64 MiB": ("tilewright/ops/loss/head.py", "on a CPU 64 MiB"),
+        "1 GiB": ("tilewright/ops/loss/head.py", "on a GPU 1 GiB"),
     },
     "docs/verify.md": {
         "1 %": ("tests/plants/verify.py", "1.01"),

@@ -15,7 +15,7 @@ import forked
 import pytest
 
 from tilewright.kernels import tuning
-from tilewright.ops.loss.linear_chunks import CHUNK
+from tilewright.ops.loss.head import CHUNK
 
 ROOT = pathlib.Path(__file__).parents[2]
 FIRST = "smoke products ab goals host check"  # one call of the suite

@@ -1322,7 +1322,7 @@ def test_an_edit_makes_stale_what_comes_from_it(copied):
         (("tilewright/kernels/norm/rmsnorm_cute.py", "", "another = 1\n"), fused),
         (("tilewright/kernels/attention/attention_triton.py", "", "another = 1\n"), {"attention"}),
         (
-            ("tilewright/ops/loss/linear_chunks.py", "", "another = 1\n"),
+            ("tilewright/ops/loss/head.py", "", "another = 1\n"),
             {"linear_cross_entropy", "linear_logprob"},
         ),
         (("tilewright/core/checks.py", "", "another = 1\n"), set(OPS)),
@@ -1720,7 +1720,7 @@ def test_recording_sees_every_launch_and_key_in_order():
 
 
 def test_the_chunk_of_rows_follows_its_table(monkeypatch):
-    from tilewright.ops.loss.linear_chunks import CHUNK, chunk_rows
+    from tilewright.ops.loss.head import CHUNK, chunk_rows
 
     x, weight = (
         torch.empty(4096, 64, dtype=torch.bfloat16),
@@ -1737,9 +1737,9 @@ def test_contract_of_an_op_holds_with_every_candidate(monkeypatch):
     """On a CPU only the chunk is tunable; Triton's configurations are checked by a search itself,
     on a GPU.
     """
-    from tilewright.ops.loss import linear_chunks
+    from tilewright.ops.loss import head
 
-    monkeypatch.setattr(linear_chunks, "MiB", 4096)  # several chunks of small inputs
+    monkeypatch.setattr(head, "MiB", 4096)  # several chunks of small inputs
     op, g = OPS["linear_cross_entropy"], torch.Generator().manual_seed(0)
     kwargs = {
         "x": torch.randn(200, 8, generator=g).requires_grad_(),
@@ -1750,7 +1750,7 @@ def test_contract_of_an_op_holds_with_every_candidate(monkeypatch):
     for t, key in launches.requested_keys(op, op.implementation("cpp"), kwargs):
         for config in t.candidates(**t.named(key)):
             with t.override(CPU, key, config):
-                rows.append(linear_chunks.chunk_rows(kwargs["x"], kwargs["weight"]))
+                rows.append(head.chunk_rows(kwargs["x"], kwargs["weight"]))
                 assert all(f.holds for f in contract.judge(op, "cpp", kwargs, by))
     assert {32, 64, 128, 200} <= set(rows)
 

@@ -13,7 +13,7 @@ from tilewright.core import checks
 from tilewright.nn.sharded import local
 from tilewright.ops import products
 from tilewright.ops.loss.cross_entropy import check_options
-from tilewright.ops.loss.linear_cross_entropy import check_chunks
+from tilewright.ops.loss.head import check_chunks
 from tilewright.ops.norm.rmsnorm import check_options as check_norm
 
 

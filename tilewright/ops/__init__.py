@@ -14,8 +14,12 @@ from tilewright.ops.fused_quantize.fused_quantize import (
 )
 from tilewright.ops.loss.cross_entropy import CROSS_ENTROPY, cross_entropy
 from tilewright.ops.loss.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy
-from tilewright.ops.loss.linear_logprob import LINEAR_LOGPROB, linear_logprob
-from tilewright.ops.loss.logprob_entropy import LOGPROB_ENTROPY, logprob_entropy
+from tilewright.ops.loss.logprob import (
+    LINEAR_LOGPROB,
+    LOGPROB_ENTROPY,
+    linear_logprob,
+    logprob_entropy,
+)
 from tilewright.ops.loss.targets import checked_targets
 from tilewright.ops.moe.grouped_gemm import GROUPED_GEMM, grouped_gemm
 from tilewright.ops.moe.moe import MOE_MLP, moe_mlp

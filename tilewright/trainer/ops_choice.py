@@ -8,7 +8,7 @@ import torch
 
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.ops.attention.attention import Request
-from tilewright.ops.loss.losses import Request as LossRequest
+from tilewright.ops.loss.cross_entropy import Request as LossRequest
 from tilewright.selection import operations
 from tilewright.trainer.model_config import ModelConfig
 

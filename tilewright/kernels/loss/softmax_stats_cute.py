@@ -23,7 +23,15 @@ import torch
 from cutlass import Float32, Int32, Int64, const_expr
 
 from tilewright.kernels import cute as tw
-from tilewright.kernels import launchers
+from tilewright.kernels.loss.operators import (
+    Scaling,
+    Softmax,
+    Stats,
+    StatsGradients,
+    Wanted,
+    empty_statistics,
+    into,
+)
 from tilewright.kernels.spec import CuteSpec
 
 ONE_BLOCK = 16384  # columns that a single block processes
@@ -649,26 +657,21 @@ def forward(
     logits: torch.Tensor,
     target: torch.Tensor,
     class_weight: torch.Tensor | None,
-    softcap: float,
-    smooth: bool,
-    entropy: bool,
-    argmax: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Results that were not requested are empty."""
+    scaling: Scaling,
+    wanted: Wanted,
+) -> Stats:
     T, V = logits.shape
-    peak, log_sum, picked, weighted, mean, best = launchers.statistics(
-        logits, smooth, entropy, argmax
-    )
+    found = empty_statistics(logits, wanted)
     if T:
-        weights = class_weight if smooth else None
+        weights = class_weight if wanted.weighted else None
         o = Options(
             16 // logits.element_size(),
             tw.cluster_for(V, ONE_BLOCK),
-            softcap != 0,
-            smooth,
+            scaling.softcap != 0,
+            wanted.weighted,
             weights is not None,
-            entropy,
-            argmax,
+            wanted.mean,
+            wanted.argmax,
         )
         tw.launch(
             _launch_forward,
@@ -676,21 +679,16 @@ def forward(
             target,
             weights,
             None if weights is None else weights.sum(),
-            peak,
-            log_sum,
-            picked,
-            weighted if smooth else None,
-            mean if entropy else None,
-            best if argmax else None,
+            *found,
             V,
             logits.stride(0),
-            softcap,
-            launchers.inverse(softcap),
+            scaling.cap,
+            scaling.inverse,
             o,
             T * o.cluster,
             1,
         )
-    return peak, log_sum, picked, weighted, mean, best
+    return found
 
 
 def _common(logits: torch.Tensor, out: torch.Tensor) -> int:
@@ -704,21 +702,29 @@ def _common(logits: torch.Tensor, out: torch.Tensor) -> int:
     return apart // itemsize
 
 
-def _run_backward(out: torch.Tensor, logits: torch.Tensor, given: launchers.StatsGradient) -> None:
+def _run_backward(
+    out: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    scaling: Scaling,
+    softmax: Softmax,
+    gradients: StatsGradients,
+    scale: torch.Tensor | None,
+) -> None:
+    """No op with a temperature has these kernels."""
     T, V = logits.shape
     if T == 0:
         return
-    # No op with a temperature has these kernels.
-    target, class_weight, softcap, peak, log_sum, mean, *gradients, scale, _ = given
-    g_log_sum, g_target, g_weighted, g_mean = gradients
-    weights = class_weight if g_weighted is not None else None
+    smooth, mean = gradients.g_weighted is not None, gradients.g_mean is not None
+    weights = class_weight if smooth else None
     o = Options(
         _common(logits, out),
         1,
-        softcap != 0,
-        g_weighted is not None,
+        scaling.softcap != 0,
+        smooth,
         weights is not None,
-        g_mean is not None,
+        mean,
         scale=0 if scale is None else 1 if scale.numel() == 1 else 2,
     )
     tw.launch(
@@ -726,27 +732,22 @@ def _run_backward(out: torch.Tensor, logits: torch.Tensor, given: launchers.Stat
         logits,
         target,
         weights,
-        peak,
-        log_sum,
-        mean if o.mean else None,
-        g_log_sum,
-        g_target,
-        g_weighted,
-        g_mean,
+        *softmax,
+        *gradients,
         scale,
         out,
         V,
         logits.stride(0),
         out.stride(0),
-        softcap,
-        launchers.inverse(softcap),
+        scaling.cap,
+        scaling.inverse,
         o,
         T,
         max(1, -(-(V // o.vec) // (UNROLL * THREADS))),
     )
 
 
-backward, backward_ = launchers.statistics_backwards(_run_backward)
+backward, backward_ = into(_run_backward)
 
 
 def specs() -> list[CuteSpec]:
@@ -763,64 +764,19 @@ def specs() -> list[CuteSpec]:
             label = f"{tw.name(data)}{' all options' if everything else ''}"
             y, rows = new(4, dtype=torch.int64), new(4)
             more = rows if everything else None
-            softcap = 30.0 if everything else 0.0
+            scaling = Scaling(30.0 if everything else 0.0)
             for V in (16000, 32000, 50257, 128256):  # forward stores a number or two per row
                 x, w = new(4, V, dtype=data), new(V) if everything else None
-                found.append(
-                    tw.spec(
-                        f"cute forward {label} V={V}",
-                        forward,
-                        x,
-                        y,
-                        w,
-                        softcap,
-                        everything,
-                        everything,
-                        everything,
-                        store=0,
-                    )
-                )
-            scale = rows if everything else new()
+                wanted = Wanted(everything, everything, everything)
+                forwards = x, y, w, scaling, wanted
+                found.append(tw.spec(f"cute forward {label} V={V}", forward, *forwards, store=0))
+            of_loss = Softmax(rows, rows, more), StatsGradients(rows, rows, more, more)
+            rest = y, w, scaling, *of_loss, rows if everything else new()
+            found.append(tw.spec(f"cute backward {label}", backward, x, *rest))
+            # A row stride one element larger than the gradient's.
+            apart = new(4, V + 1, dtype=data)[:, :V]
+            narrow = {"load": 0, "store": 0}
             found.append(
-                tw.spec(
-                    f"cute backward {label}",
-                    backward,
-                    x,
-                    y,
-                    w,
-                    softcap,
-                    rows,
-                    rows,
-                    more,
-                    rows,
-                    rows,
-                    more,
-                    more,
-                    scale,
-                )
-            )
-            apart = new(4, V + 1, dtype=data)[
-                :, :V
-                # A row stride one element larger than the gradient's.
-            ]
-            found.append(
-                tw.spec(
-                    f"cute backward {label} odd stride",
-                    backward,
-                    apart,
-                    y,
-                    w,
-                    softcap,
-                    rows,
-                    rows,
-                    more,
-                    rows,
-                    rows,
-                    more,
-                    more,
-                    scale,
-                    load=0,
-                    store=0,
-                )
+                tw.spec(f"cute backward {label} odd stride", backward, apart, *rest, **narrow)
             )
     return found

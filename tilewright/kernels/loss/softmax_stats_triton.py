@@ -23,9 +23,20 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewright.kernels import launchers
 from tilewright.kernels.device import multiprocessors, older_triton
 from tilewright.kernels.launch import launch
+from tilewright.kernels.launchers import cdiv
+from tilewright.kernels.loss.operators import (
+    LossInputs,
+    LossOutputs,
+    Scaling,
+    Softmax,
+    Stats,
+    StatsGradients,
+    Wanted,
+    empty_statistics,
+    into,
+)
 from tilewright.kernels.math_triton import tanh_and_derivative
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
@@ -618,10 +629,10 @@ def _losses(
 
 
 def losses(
-    stats: launchers.Stats,
+    stats: Stats,
     rows: slice,
-    inputs: launchers.LossInputs,
-    outputs: launchers.LossOutputs,
+    inputs: LossInputs,
+    outputs: LossOutputs,
     before: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Writes the losses of some rows, in one launch. Returns the total, which is the sum of the
@@ -656,7 +667,7 @@ def losses(
         (1,),
         stats.peak,
         stats.log_sum,
-        stats.target,
+        stats.picked,
         stats.weighted,
         target,
         inputs.target if divisor_mode == "count" else None,
@@ -728,7 +739,7 @@ def scale_(out: torch.Tensor, factor: torch.Tensor) -> None:
         most = SCALE_PER_SM * multiprocessors(out.device) if out.is_cuda else 2
         launch(
             _scale,
-            (min(most, launchers.cdiv(n, SCALE_BLOCK.value)),),
+            (min(most, cdiv(n, SCALE_BLOCK.value)),),
             out,
             factor,
             n,
@@ -760,76 +771,76 @@ def peels(V: int, *tensors: torch.Tensor) -> bool:
     return len(strides) == 1 and strides.pop() % vector(tensors[0]) != 0 and V > 0
 
 
-def _scaling(softcap: float, inverse_temperature: float) -> int:
-    if softcap:
+def _mode(scaling: Scaling) -> int:
+    if scaling.softcap:
         return SOFTCAP.value
-    return PLAIN.value if inverse_temperature == 1.0 else SCALED.value
+    return PLAIN.value if scaling.plain else SCALED.value
 
 
 def forward(
     logits: torch.Tensor,
     target: torch.Tensor,
     class_weight: torch.Tensor | None,
-    softcap: float,
-    smooth: bool,
-    entropy: bool,
-    argmax: bool,
-    inverse_temperature: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Results that were not requested are empty."""
+    scaling: Scaling,
+    wanted: Wanted,
+) -> Stats:
     T, V = logits.shape
-    peak, log_sum, picked, weighted, mean, best = launchers.statistics(
-        logits, smooth, entropy, argmax
+    found = empty_statistics(logits, wanted)
+    if T == 0:
+        return found
+    weights = class_weight if wanted.weighted else None
+    plain = scaling.plain and not any(wanted)
+    by = units(V, logits)
+    launch(
+        _forward,
+        (T,),
+        logits,
+        target,
+        weights,
+        None if weights is None else weights.sum(),
+        found.peak,
+        found.log_sum,
+        found.picked,
+        # The kernel does not write what is not requested.
+        found.weighted if wanted.weighted else found.log_sum,
+        found.mean if wanted.mean else found.log_sum,
+        found.argmax if wanted.argmax else target,
+        V // by["V_UNIT"],
+        logits.stride(0) // by["UNIT"],
+        scaling.cap,
+        scaling.inverse,
+        **by,
+        VECTOR=vector(logits),
+        PEEL=peels(V, logits),
+        CAPPED=_mode(scaling),
+        SMOOTH=wanted.weighted,
+        WEIGHTS=weights is not None,
+        MEAN=wanted.mean,
+        ARGMAX=wanted.argmax,
+        **FORWARD.config(logits.device, V, logits.element_size(), plain),
     )
-    if T:
-        weights = class_weight if smooth else None
-        scaled = _scaling(softcap, inverse_temperature)
-        c = FORWARD.config(
-            logits.device, V, logits.element_size(), not (scaled or smooth or entropy or argmax)
-        )
-        by = units(V, logits)
-        launch(
-            _forward,
-            (T,),
-            logits,
-            target,
-            weights,
-            None if weights is None else weights.sum(),
-            peak,
-            log_sum,
-            picked,
-            weighted,
-            mean,
-            best,
-            V // by["V_UNIT"],
-            logits.stride(0) // by["UNIT"],
-            softcap,
-            launchers.inverse(softcap, inverse_temperature),
-            **by,
-            VECTOR=vector(logits),
-            PEEL=peels(V, logits),
-            CAPPED=scaled,
-            SMOOTH=smooth,
-            WEIGHTS=weights is not None,
-            MEAN=entropy,
-            ARGMAX=argmax,
-            **c,
-        )
-    return peak, log_sum, picked, weighted, mean, best
+    return found
 
 
 def _launch_backward(
-    out: torch.Tensor, logits: torch.Tensor, gradient: launchers.StatsGradient
+    out: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    scaling: Scaling,
+    softmax: Softmax,
+    gradients: StatsGradients,
+    scale: torch.Tensor | None,
 ) -> None:
     T, V = logits.shape
     if T == 0:
         return
-    target, class_weight, softcap, peak, log_sum, mean, *gradients, scale, inverse = gradient
-    g_log_sum, g_target, g_weighted, g_mean = gradients
-    peel, scaled = peels(V, logits, out), _scaling(softcap, inverse)
-    plain = not (scaled or g_weighted is not None or g_mean is not None)
-    c = BACKWARD.config(logits.device, V, logits.element_size(), plain)
-    blocks = launchers.cdiv(V + (vector(logits) - 1 if peel else 0), c["BLOCK"])
+    smooth, mean = gradients.g_weighted is not None, gradients.g_mean is not None
+    c = BACKWARD.config(
+        logits.device, V, logits.element_size(), scaling.plain and not (smooth or mean)
+    )
+    peel = peels(V, logits, out)
+    blocks = cdiv(V + (vector(logits) - 1 if peel else 0), c["BLOCK"])
     by = units(V, logits, out)
     launch(
         _backward,
@@ -837,33 +848,28 @@ def _launch_backward(
         logits,
         target,
         class_weight,
-        peak,
-        log_sum,
-        mean,
-        g_log_sum,
-        g_target,
-        g_weighted,
-        g_mean,
+        *softmax,
+        *gradients,
         scale,
         out,
         V // by["V_UNIT"],
         logits.stride(0) // by["UNIT"],
         out.stride(0) // by["UNIT"],
-        softcap,
-        launchers.inverse(softcap, inverse),
+        scaling.cap,
+        scaling.inverse,
         **by,
         VECTOR=vector(logits),
         PEEL=peel,
-        CAPPED=scaled,
-        SMOOTH=g_weighted is not None,
-        WEIGHTS=g_weighted is not None and class_weight is not None,
-        MEAN=g_mean is not None,
+        CAPPED=_mode(scaling),
+        SMOOTH=smooth,
+        WEIGHTS=smooth and class_weight is not None,
+        MEAN=mean,
         SCALE=0 if scale is None else 1 if scale.numel() == 1 else 2,
         **c,
     )
 
 
-backward, backward_ = launchers.statistics_backwards(_launch_backward)
+backward, backward_ = into(_launch_backward)
 
 
 def _specs(kernel):

@@ -6,37 +6,60 @@
              (0 for ignored targets)
 
 V = vocabulary, T = tokens, y = target, e = label_smoothing, w = class weights, u = token weights.
-The eager twin is `losses_eager` of `losses.py`, on `stats_eager` and `combine` of
-`softmax_stats.py`. The fused implementations are three kernels, forward and backward together: the
-statistics of the rows; the losses and their derivatives with respect to the statistics; and the
-gradient of the logits, which multiplies by the upstream gradient.
+It is computed from the statistics of `softmax_stats.py`. The fused implementations are three
+kernels, forward and backward together: the statistics of the rows; the losses and their derivatives
+with respect to the statistics; and the gradient of the logits, which multiplies by the upstream
+gradient.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from tilewright import platform
 from tilewright.core import checks
-from tilewright.core.library import from_kernels
+from tilewright.core.library import Operator, declare, from_kernels
 from tilewright.core.registry import Case, Cost, Implementation, Op
-from tilewright.ops import cases
-from tilewright.ops.loss.cross_entropy_fused import fused
-from tilewright.ops.loss.losses import (
-    CrossEntropyOutput,
-    Labels,
-    Options,
-    Request,
-    check_labels,
-    check_options,
-    in_torch,
-    losses_eager,
-    losses_of_torch,
-    output,
-    whole_rows_only,
+from tilewright.kernels.loss.operators import (
+    LossInputs,
+    LossOutputs,
+    Scaling,
+    Softmax,
+    Stats,
+    StatsGradients,
+    Wanted,
+    empty_statistics,
 )
+from tilewright.ops import cases
+from tilewright.ops.loss import softmax_stats, targets
+from tilewright.ops.loss.softmax_stats import (
+    Kernels,
+    capped,
+    peak_of,
+    reshaped,
+    stats_eager,
+    without_gradient,
+)
+from tilewright.ops.loss.targets import Labels, check_labels, divisor, presence, present, weight_of
+from tilewright.ops.loss.vocabulary import world_size
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class CrossEntropyOutput(NamedTuple):
+    """loss, and the requested per-token results (else None): lse, entropy in nats, argmax. Only
+    loss is differentiable.
+    """
+
+    loss: torch.Tensor
+    lse: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    argmax: torch.Tensor | None = None
 
 
 @checks.autocast("float32")
@@ -135,24 +158,440 @@ def cross_entropy(
     if inplace:
         checks.overwritable("logits", logits)
     options = Options(
-        ignore_index=ignore_index,
-        label_smoothing=float(label_smoothing),
-        z_loss=float(z_loss),
-        softcap=0.0 if softcap is None else float(softcap),
-        reduction=reduction,
-        lse=return_lse,
-        entropy=return_entropy,
-        argmax=return_argmax,
+        ignore_index,
+        float(label_smoothing),
+        float(z_loss),
+        0.0 if softcap is None else float(softcap),
+        reduction,
+        return_lse,
+        return_entropy,
+        return_argmax,
     )
     fn = CROSS_ENTROPY.pick(implementation, logits, Request.of(labels))
     loss, *extra = fn(logits.reshape(-1, logits.shape[-1]), labels, options, inplace)
     return output(loss, extra, options, target.shape)
 
 
-# ---- the definition
+# ---- options
+
+
+class Options(NamedTuple):
+    """The options of a loss. softcap: 0.0 for none.   lse, entropy, argmax: whether they are
+    returned.
+    """
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float = 0.0
+    reduction: str = "mean"
+    lse: bool = False
+    entropy: bool = False
+    argmax: bool = False
+
+    @property
+    def scaling(self) -> Scaling:
+        return Scaling(self.softcap)
+
+    @property
+    def wanted(self) -> Wanted:
+        return Wanted(self.label_smoothing != 0, self.entropy, self.argmax)
+
+    def extra(self, stats: Stats) -> tuple[torch.Tensor | None, ...]:
+        """The requested per-token results."""
+        return (
+            stats.lse if self.lse else None,
+            stats.entropy if self.entropy else None,
+            stats.argmax,
+        )
+
+
+class Request(NamedTuple):
+    """Features of a loss that not every implementation supports. sharded: the vocabulary is."""
+
+    sharded: bool = False
+
+    @classmethod
+    def of(cls, labels: Labels) -> Request | None:
+        return None if labels.group is None else cls(sharded=True)
+
+
+def whole_rows_only(request: Request) -> str | None:
+    """`refuses` of an implementation that PyTorch computes."""
+    if request.sharded:
+        return "takes whole rows of logits, not a shard of the vocabulary (group)"
+    return None
+
+
+def check_options(ignore_index, label_smoothing, z_loss, softcap, reduction):
+    """Raises TypeError or ValueError for an option that is invalid for all logits."""
+    if not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
+    if not checks.INT64.min <= ignore_index <= checks.INT64.max:
+        raise ValueError(f"ignore_index must fit in int64, as targets do, got {ignore_index!r}")
+    checks.number("label_smoothing", label_smoothing, 0, 1, "in [0, 1]")
+    checks.number("z_loss", z_loss, 0, checks.LARGEST, "a finite number >= 0 (in float32)")
+    if softcap is not None:
+        checks.number(
+            "softcap",
+            softcap,
+            checks.SMALLEST,
+            checks.LARGEST,
+            "a finite number > 0 (in float32), or None for no cap",
+        )
+    checks.choice("reduction", reduction, REDUCTIONS)
+
+
+def output(
+    loss: torch.Tensor, extra: list[torch.Tensor | None], options: Options, shape: torch.Size
+) -> torch.Tensor | CrossEntropyOutput:
+    """The public functions' result, for targets of this shape."""
+    loss = reshaped(loss, shape if options.reduction == "none" else ())
+    if not (options.lse or options.entropy or options.argmax):
+        return loss
+    return CrossEntropyOutput(
+        loss, *(None if t is None else t.detach().reshape(shape) for t in extra)
+    )
+
+
+# ---- the loss of the statistics: arithmetic on [T] vectors
+
+
+def combine(
+    stats: Stats,
+    presence: torch.Tensor,
+    y_weight: torch.Tensor | None,
+    *,
+    V: int,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    weight_sum: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Loss per row, before token weights and reduction; 0 for ignored rows:
+
+        (1 - e) w_y (lse - z_y) + e / V * sum_c w_c (lse - z_c) + z_loss * lse^2
+
+    with e = label_smoothing. The differences are computed relative to the peak. Differentiable in
+    the statistics.
+
+    stats: of whole rows, with `weighted` where label_smoothing is not 0.
+    presence: [T], as `presence` returns it.
+    y_weight: [T], the class weight of each row's target, or None for ones.
+    V: size of the whole vocabulary.
+    weight_sum: scalar tensor, sum of the class weights; None for V.
+    """
+    loss = stats.log_sum - stats.picked
+    if y_weight is not None:
+        loss = loss * y_weight
+    if label_smoothing:
+        total = V if weight_sum is None else weight_sum
+        loss = (1 - label_smoothing) * loss + (label_smoothing / V) * (
+            total * stats.log_sum - stats.weighted
+        )
+    if z_loss:
+        # where: an ignored row's lse may be infinite or NaN, and so would 0 times it in the
+        # gradient.
+        loss = loss + z_loss * torch.where(presence == 0, 0.0, stats.lse).square()
+    return torch.where(presence == 0, 0.0, loss * presence)
+
+
+def losses_in_torch(
+    stats: Stats, rows: slice, inputs: LossInputs, outputs: LossOutputs, before: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`softmax_stats_triton.losses` in plain PyTorch."""
+    target = inputs.target[rows]
+    valid = present(target, inputs.V, inputs.ignore_index)
+    y_weight = weight_of(target, inputs.class_weight)
+    if before is None and outputs.divisor is not None:
+        full_target = inputs.target
+        by = divisor(
+            present(full_target, inputs.V, inputs.ignore_index),
+            weight_of(full_target, inputs.class_weight),
+            inputs.num_tokens,
+        )
+        outputs.divisor.copy_(by) if isinstance(by, torch.Tensor) else outputs.divisor.fill_(by)
+    losses = outputs.losses[rows]
+    losses.copy_(
+        combine(
+            stats,
+            valid,
+            y_weight,
+            V=inputs.V,
+            label_smoothing=inputs.label_smoothing,
+            z_loss=inputs.z_loss,
+            weight_sum=inputs.weight_sum,
+        )
+    )
+    row = valid
+    if inputs.token_weight is not None:
+        u = inputs.token_weight[rows].to(torch.float32)
+        row, losses = (
+            torch.where(valid == 0, 0.0, valid * u),
+            torch.where(valid == 0, 0.0, losses * u),
+        )
+    total = losses.sum()
+    if inputs.divide:
+        row, total = row / outputs.divisor, total / outputs.divisor
+    total = total if before is None else before + total
+    hard = (row if y_weight is None else row * y_weight) * (1 - inputs.label_smoothing)
+    g_log_sum, g_weighted = hard, None
+    if inputs.label_smoothing:
+        soft = row * (inputs.label_smoothing / inputs.V)
+        g_log_sum, g_weighted = (
+            hard + soft * (inputs.V if inputs.weight_sum is None else inputs.weight_sum),
+            -soft,
+        )
+    if inputs.z_loss:  # where: lse of an ignored row may be infinite
+        g_log_sum = g_log_sum + torch.where(row == 0, 0.0, 2 * inputs.z_loss * row * stats.lse)
+    return total, g_log_sum, -hard, g_weighted
+
+
+def reduced(losses, valid, y_weight, token_weight, reduction, num_tokens):
+    """Losses [T] times token weights, or their sum or mean."""
+    if token_weight is not None:
+        losses = losses * token_weight.reshape(-1).to(losses.dtype)
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    if reduction == "sum":
+        return total
+    by = divisor(valid, y_weight, num_tokens)
+    return total / (by.to(losses.dtype) if isinstance(by, torch.Tensor) else by)
+
+
+# ---- in plain PyTorch
+
+
+def in_torch(losses_of: Callable) -> Callable:
+    """An implementation of cross_entropy from losses_of(rows, target [T], valid, class_weight,
+    y_weight, options, group) -> [T] losses before token weights, lse, entropy, argmax.
+    """
+
+    def cross_entropy_in_torch(rows, labels, options, inplace=False):
+        target, class_weight, token_weight, num_tokens, group = labels
+        V = world_size(group) * rows.shape[-1]
+        valid, flat = presence(target, V, options.ignore_index).reshape(-1), target.reshape(-1)
+        class_weight = (
+            None
+            if class_weight is None
+            else class_weight.to(torch.promote_types(rows.dtype, torch.float32))
+        )
+        y_weight = weight_of(flat, class_weight)
+        losses, *extra = losses_of(rows, flat, valid, class_weight, y_weight, options, group)
+        loss = reduced(losses, valid, y_weight, token_weight, options.reduction, num_tokens)
+        return loss, *extra
+
+    return cross_entropy_in_torch
+
+
+def losses_eager(rows, target, valid, class_weight, y_weight, options, group):
+    rows = without_gradient(rows, valid == 0)
+    stats = stats_eager(rows, target, class_weight, options.scaling, options.wanted, group)
+    losses = combine(
+        stats,
+        valid,
+        y_weight,
+        V=world_size(group) * rows.shape[-1],
+        label_smoothing=options.label_smoothing,
+        z_loss=options.z_loss,
+        weight_sum=None if class_weight is None else class_weight.sum(),
+    )
+    return losses, *options.extra(stats)
 
 
 cross_entropy_eager = in_torch(losses_eager)
+
+
+def losses_of_torch(rows, target, valid, class_weight, y_weight, options, group):
+    """F.cross_entropy on float32 logits (in bf16 it would round its log-probabilities), with the
+    missing parts around it: softcap before, z-loss after, lse and entropy beside it. It supports no
+    sharded vocabulary.
+    """
+    # A pass over the logits, skipped if there is nothing to ignore and the host may check that.
+    if valid.is_cuda or torch.compiler.is_compiling() or not valid.all():
+        rows = without_gradient(rows, valid == 0)
+    z = capped(rows.to(torch.promote_types(rows.dtype, torch.float32)), options.softcap)
+    # A target out of range is replaced by some class, and `valid` makes it NaN: ignored, it would
+    # have no gradient.
+    safe_target = torch.where(valid == 0, -100, target.clamp(0, rows.shape[-1] - 1))
+    losses = torch.nn.functional.cross_entropy(
+        z,
+        safe_target,
+        class_weight,
+        ignore_index=-100,
+        reduction="none",
+        label_smoothing=options.label_smoothing,
+    )
+    lse = None
+    if options.z_loss or options.lse:
+        # Relative to the peak: otherwise the gradient would contain the rounding of lse.
+        peak = peak_of(z)
+        lse = peak + (z - peak[:, None]).logsumexp(-1)
+    if options.z_loss:
+        losses = losses + options.z_loss * lse.square()
+    losses = torch.where(valid == 0, 0.0, losses * valid)
+    log_p = z.detach().log_softmax(-1) if options.entropy else None
+    # A masked-out class has p = 0 and log p = -inf, and contributes 0.
+    H = (
+        None
+        if log_p is None
+        else -(log_p.exp() * log_p.masked_fill(log_p == float("-inf"), 0)).sum(-1)
+    )
+    return (
+        losses,
+        lse if options.lse else None,
+        H,
+        rows.detach().argmax(-1) if options.argmax else None,
+    )
+
+
+# ---- the fused kernels
+
+
+class Summed(NamedTuple):
+    """total: [] the sum of the losses times their token weights, divided if the reduction is
+    "mean".   losses: [T], before token weights.   g_log_sum, g_picked, g_weighted: the total's
+    derivatives in the statistics.   divisor: [], of "mean".
+    """
+
+    total: torch.Tensor
+    losses: torch.Tensor
+    peak: torch.Tensor
+    log_sum: torch.Tensor
+    mean: torch.Tensor | None
+    argmax: torch.Tensor | None
+    g_log_sum: torch.Tensor
+    g_picked: torch.Tensor
+    g_weighted: torch.Tensor | None
+    divisor: torch.Tensor | None
+
+
+@declare
+def summed(logits: torch.Tensor, labels: Labels, options: Options, overwrite: bool) -> Summed:
+    """overwrite: whether backward overwrites the logits with their gradient."""
+    peak, log_sum, losses, g_weighted, mean, argmax = empty_statistics(logits, options.wanted)
+    one = logits.new_empty((), dtype=torch.float32)
+    return Summed(
+        one,
+        losses,
+        peak,
+        log_sum,
+        mean,
+        argmax,
+        torch.empty_like(peak),
+        torch.empty_like(peak),
+        g_weighted,
+        torch.empty_like(one) if options.reduction == "mean" else None,
+    )
+
+
+def _save(ctx, arguments, found):
+    logits, labels, options, overwrite = arguments
+    ctx.save_for_backward(
+        logits,
+        labels.target,
+        labels.class_weight if options.label_smoothing else None,
+        found.peak,
+        found.log_sum,
+        found.g_log_sum,
+        found.g_picked,
+        found.g_weighted,
+        found.losses if labels.token_weight is not None else None,
+        found.divisor,
+    )
+    ctx.options, ctx.overwrite, ctx.group = options, overwrite, labels.group
+    ctx.mark_non_differentiable(*(t for t in found[2:] if t is not None))
+
+
+def _backward(ctx, g):
+    upstream = g.losses if g.total is None else g.total  # the loss is computed from one of the two
+    if upstream is None:
+        return {}
+    logits, target, class_weight, peak, log_sum, *of_stats, losses, divisor = ctx.saved_tensors
+    grads = {}
+    if ctx.needs["logits"]:
+        grads["logits"] = ctx.backward_op(
+            logits,
+            target.view(-1),
+            class_weight,
+            ctx.options.scaling,
+            Softmax(peak, log_sum),
+            StatsGradients(*of_stats),
+            ctx.group,
+            upstream,
+            ctx.overwrite,
+        )
+    if ctx.needs["token_weight"]:
+        each = upstream * losses
+        grads["token_weight"] = each if divisor is None else each / divisor
+    return grads
+
+
+summed.differentiate(_save, _backward)
+
+
+def loss_inputs(labels: Labels, V: int, options: Options, divide: bool) -> LossInputs:
+    """labels: as of `Labels.for_kernels`."""
+    class_weight, smooth = labels.class_weight, options.label_smoothing != 0
+    return LossInputs(
+        labels.target.view(-1),
+        V,
+        options.ignore_index,
+        class_weight,
+        class_weight.sum() if smooth and class_weight is not None else None,
+        labels.token_weight,
+        labels.num_tokens,
+        options.label_smoothing,
+        options.z_loss,
+        divide,
+    )
+
+
+def _launch(
+    kernels: Kernels, logits: torch.Tensor, labels: Labels, options: Options, overwrite: bool
+) -> Summed:
+    V, mean = world_size(labels.group) * logits.shape[1], options.reduction == "mean"
+    targets.check(labels.target, V, options.ignore_index)
+    inputs = loss_inputs(labels, V, options, divide=mean)
+    stats = kernels.of_rows(
+        logits, inputs.target, labels.class_weight, options.scaling, options.wanted, labels.group
+    )
+    outputs = LossOutputs(torch.empty_like(stats.peak), stats.peak.new_empty(()) if mean else None)
+    total, *of_stats = (kernels.losses or losses_in_torch)(
+        stats, slice(0, logits.shape[0]), inputs, outputs, None
+    )
+    peak, log_sum, _, _, entropy_mean, argmax = stats
+    kept = peak, log_sum, entropy_mean, argmax
+    return Summed(total, outputs.losses, *kept, *of_stats, outputs.divisor)
+
+
+@functools.cache
+def operator(name: str) -> Operator:
+    """`summed` on the kernels of this name."""
+    kernels = softmax_stats.kernels(name)
+    launch = functools.partial(_launch, kernels)
+    return summed.define(f"cross_entropy_{name}", launch, kernels.gradient)
+
+
+def fused(name: str) -> Callable:
+    """The implementation on the kernels of this name."""
+    launch = operator(name)
+
+    def cross_entropy_fused(rows, labels, options, inplace):
+        if rows.stride(-1) != 1:
+            rows = rows.contiguous()
+        labels = labels.for_kernels()
+        token_weight, each = labels.token_weight, options.reduction == "none"
+        if each:
+            labels = labels._replace(token_weight=None)
+        found = launch(rows, labels, options, inplace)
+        loss = found.losses if each else found.total
+        if each and token_weight is not None:
+            loss = loss * token_weight.to(loss.dtype)
+        stats = Stats(found.peak, found.log_sum, found.losses, None, found.mean, found.argmax)
+        return loss, *options.extra(stats)
+
+    return cross_entropy_fused
 
 
 # ---- cases
@@ -279,7 +718,7 @@ CROSS_ENTROPY = Op(
     (
         Implementation(
             "triton",
-            lambda: fused("triton").cross_entropy,
+            lambda: fused("triton"),
             platform.no_triton,
             batch_invariant=cases.ANYWHERE,
             gate=from_kernels("loss.softmax_stats_triton", "gate"),
@@ -288,14 +727,14 @@ CROSS_ENTROPY = Op(
         # Not chosen by `auto` until measured to be faster than Triton on a GPU.
         Implementation(
             "cute",
-            lambda: fused("cute").cross_entropy,
+            lambda: fused("cute"),
             platform.no_cute,
             devices=(),
             gate=from_kernels("loss.softmax_stats_cute", "specs"),
         ),
         Implementation(
             "cpp",
-            lambda: fused("cpp").cross_entropy,
+            lambda: fused("cpp"),
             platform.no_cpp,
             ("cpu",),
             (torch.float32, torch.bfloat16),

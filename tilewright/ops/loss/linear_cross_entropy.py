@@ -3,53 +3,62 @@
     logits = x weight^T + bias
     loss   = cross_entropy(logits, target, ...)
 
-T = tokens, H = hidden width, V = vocabulary, y = target, z = logits, soft-capped if a cap is given.
 The eager twin allocates the logits [T, V], rounded to x's dtype, and continues as `cross_entropy`.
-The chunked implementations allocate the logits of some rows at a time: GEMM, statistics kernel,
-gradient over the logits in place, two GEMMs, next rows. `linear_chunks.py` has the rule for the
-number of rows per chunk.
 
 With reduction "mean" and "sum" forward computes the gradients too, and backward scales them by the
-upstream gradient: 6 T H V flops in total. For "none" the upstream gradient differs per row: forward
-saves [T] statistics only, and backward recomputes the logits, 8 T H V.
+upstream gradient: GEMM, statistics kernel, gradient over the logits in place, two GEMMs, next rows.
+For "none" the upstream gradient differs per row, and the loss is computed from `head_statistics`,
+whose backward recomputes the logits. `head.py` has the chunks.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from tilewright import platform
-from tilewright.core import checks
-from tilewright.core.library import in_transform, refuse_tangents
+from tilewright.core import checks, torch_names
+from tilewright.core.library import Operator, declare, in_transform, refuse_tangents
 from tilewright.core.registry import Goal, Implementation, Judged, Op
-from tilewright.ops.loss.linear_chunks import CHUNK, Precision
-from tilewright.ops.loss.linear_fused import fused
-from tilewright.ops.loss.linear_head import (
-    atol,
-    case,
-    check_chunks,
-    check_head,
-    logits_of,
-    offsets,
-    replicated,
-    timed,
-)
-from tilewright.ops.loss.losses import (
+from tilewright.kernels.loss.operators import LossOutputs, StatsGradients, empty_statistics
+from tilewright.ops.loss import softmax_stats, targets
+from tilewright.ops.loss.cross_entropy import (
     CrossEntropyOutput,
-    Labels,
     Options,
     Request,
     check_options,
-    floats,
+    combine,
     in_torch,
+    loss_inputs,
     losses_eager,
+    losses_in_torch,
     losses_of_torch,
     output,
     reduced,
     whole_rows_only,
 )
-from tilewright.ops.loss.targets import presence, weight_of
+from tilewright.ops.loss.head import (
+    CHUNK,
+    Chunks,
+    Head,
+    Needs,
+    Plan,
+    check_chunks,
+    check_head,
+    joined,
+    logits_eager,
+    replicated,
+    statistics_of,
+    summed_dtype,
+)
+from tilewright.ops.loss.head_cases import atol, case, offsets, timed
+from tilewright.ops.loss.softmax_stats import Kernels
+from tilewright.ops.loss.targets import Labels, presence, weight_of
+from tilewright.ops.loss.vocabulary import world_size
 
 
 @checks.autocast("products", "x", "weight", "bias")
@@ -117,7 +126,7 @@ def linear_cross_entropy(
             dtype. A chunk then holds float32 logits and, if gradients are required, a copy in x's
             dtype for the GEMMs. On a CPU without AVX-512's bfloat16 instructions, and in float16,
             operands are cast first, since such a GEMM does not exist there.
-        chunk_size: rows per chunk, or None for the rule of `linear_chunks.py`. The eager twin has
+        chunk_size: rows per chunk, or None for the rule of `head.py`. The eager twin has
             one chunk.
         implementation: "auto", or one of triton, cpp, torch, eager.
 
@@ -143,32 +152,29 @@ def linear_cross_entropy(
     check_chunks(accumulate, chunk_size)
     labels = Labels(target, class_weight, token_weight, num_tokens, group)
     check_head(x, weight, bias, labels, fp32_logits)
-    x = replicated(x, group)
     options = Options(
-        ignore_index=ignore_index,
-        label_smoothing=float(label_smoothing),
-        z_loss=float(z_loss),
-        softcap=0.0 if softcap is None else float(softcap),
-        reduction=reduction,
-        lse=return_lse,
-        entropy=return_entropy,
-        argmax=return_argmax,
+        ignore_index,
+        float(label_smoothing),
+        float(z_loss),
+        0.0 if softcap is None else float(softcap),
+        reduction,
+        return_lse,
+        return_entropy,
+        return_argmax,
     )
-    precision = Precision(fp32_sums=accumulate == "fp32", fp32_logits=fp32_logits)
+    plan = Plan(accumulate == "fp32", fp32_logits, False, chunk_size)
     fn = LINEAR_CROSS_ENTROPY.pick(implementation, x, Request.of(labels))
-    rows = x.reshape(-1, x.shape[-1])
+    head = Head(replicated(x, group).reshape(-1, x.shape[-1]), weight, bias)
     with checks.no_autocast(x):
-        loss, *extra = fn(rows, weight, bias, labels, options, precision, chunk_size)
+        loss, *extra = fn(head, labels, options, plan)
     return output(loss, extra, options, target.shape)
 
 
 # ---- the definition
 
 
-def linear_cross_entropy_eager(x, weight, bias, labels, options, precision, chunk_size):
-    return in_torch(losses_eager)(
-        logits_of(x, weight, bias, precision.fp32_logits), labels, options
-    )
+def linear_cross_entropy_eager(head, labels, options, plan):
+    return in_torch(losses_eager)(logits_eager(head, plan.fp32_logits), labels, options)
 
 
 # ---- PyTorch's own: chunked for the options of F.linear_cross_entropy, else with all logits
@@ -182,8 +188,10 @@ def _no_torch(device_type: str) -> str | None:
     )
 
 
-def linear_cross_entropy_torch(x, weight, bias, labels, options, precision, chunk_size):
-    beyond = options.label_smoothing or options.softcap or options.z_loss or any(options.extra)
+def linear_cross_entropy_torch(head, labels, options, plan):
+    x, weight, bias, *_ = head
+    beyond = options.label_smoothing or options.softcap or options.z_loss
+    beyond = beyond or options.lse or options.entropy or options.argmax
     # F.linear_cross_entropy has none of these, and no rule for torch.func's transforms.
     if beyond or (not torch.compiler.is_compiling() and in_transform()):
         return in_torch(losses_of_torch)(F.linear(x, weight, bias), labels, options)
@@ -195,9 +203,9 @@ def linear_cross_entropy_torch(x, weight, bias, labels, options, precision, chun
         target.reshape(-1),
     )
     chunks = torch.nn.LinearCrossEntropyOptions(
-        batch_chunk_size=chunk_size,
-        chunking_method="auto" if chunk_size is None else None,
-        acc_policy="accurate" if precision.fp32_sums else "compact",
+        batch_chunk_size=plan.chunk_size,
+        chunking_method="auto" if plan.chunk_size is None else None,
+        acc_policy="accurate" if plan.fp32_sums else "compact",
         # Compiled code retains the graph anyway, with a warning.
         allow_retain_graph=torch.compiler.is_compiling(),
     )
@@ -214,8 +222,188 @@ def linear_cross_entropy_torch(x, weight, bias, labels, options, precision, chun
     # Targets out of range were ignored above; here they make the loss and the gradient NaN, of all
     # rows if summed.
     losses = losses * (1 + 0 * (valid if losses.dim() else valid.sum()))
-    y_weight = weight_of(target, floats(class_weight))
+    y_weight = weight_of(target, None if class_weight is None else class_weight.float())
     return reduced(losses, valid, y_weight, token_weight, reduction, num_tokens), None, None, None
+
+
+# ---- the sum of the losses, whose forward computes the gradients too
+
+
+class SummedHead(NamedTuple):
+    """total, losses, divisor: as `cross_entropy.Summed`, but in float16 the total is not divided
+    (see `divides_later`).   dx, dweight, dbias: the total's gradients, the last two in
+    `summed_dtype`.
+    """
+
+    total: torch.Tensor
+    losses: torch.Tensor
+    lse: torch.Tensor | None
+    entropy: torch.Tensor | None
+    argmax: torch.Tensor | None
+    dx: torch.Tensor | None
+    dweight: torch.Tensor | None
+    dbias: torch.Tensor | None
+    divisor: torch.Tensor | None
+
+
+@declare
+def summed_head(
+    head: Head, labels: Labels, options: Options, plan: Plan, needs: Needs
+) -> SummedHead:
+    x, weight = head.x, head.weight
+    one, dtype = x.new_empty((), dtype=torch.float32), summed_dtype(weight.dtype, plan.fp32_sums)
+    losses, lse, entropy, _, _, argmax = empty_statistics(x, options.wanted)
+    return SummedHead(
+        one,
+        losses,
+        lse if options.lse else None,
+        entropy if options.entropy else None,
+        argmax,
+        x.new_empty(x.shape) if needs.need_x else None,
+        weight.new_empty(weight.shape, dtype=dtype) if needs.need_weight else None,
+        weight.new_empty(weight.shape[:1], dtype=dtype) if needs.need_bias else None,
+        torch.empty_like(one) if options.reduction == "mean" else None,
+    )
+
+
+def divides_later(x: torch.Tensor) -> bool:
+    """Whether "mean" divides after the gradients are computed: in float16 a logit's gradient,
+    divided by the number of tokens, would underflow.
+    """
+    return x.dtype == torch.float16
+
+
+def _save(ctx, arguments, found):
+    head, *_ = arguments
+    divisor = None if divides_later(head.x) else found.divisor
+    ctx.save_for_backward(found.losses, divisor, found.dx, found.dweight, found.dbias)
+    ctx.dtype = head.x.dtype
+    ctx.mark_non_differentiable(*(t for t in found[1:] if t is not None))
+
+
+def _backward(ctx, g):
+    if g.total is None:
+        return {}
+    losses, divisor, *of_head = ctx.saved_tensors
+    grads = {
+        name: times_upstream(t, g.total, ctx.dtype, ctx.backward_op)
+        for name, t in zip(Head._fields, of_head, strict=False)
+        if ctx.needs[name]
+    }
+    if ctx.needs["token_weight"]:
+        each = g.total * losses
+        grads["token_weight"] = each if divisor is None else each / divisor
+    return grads
+
+
+summed_head.differentiate(_save, _backward)
+
+
+def _scale(acc: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """acc *= factor [] float32, in float32. If acc is bfloat16, a 0-dim CUDA factor would be
+    rounded to it first; a CPU one is not, and a 1-dim one makes a float32 copy of acc.
+    """
+    return acc.mul_(factor.reshape(1) if acc.is_cuda else factor)
+
+
+def times_upstream(
+    acc: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, scale_: Callable
+) -> torch.Tensor:
+    """acc * factor in dtype, in acc's memory if the graph is freed; scale_(acc, factor) then skips
+    a factor of 1.
+    """
+    if type(acc) is not torch.Tensor or torch_names.keeps_graph():
+        # Tensor subclasses: torch.compile traces.
+        return _scale(acc.clone(), factor).to(dtype)
+    scale_(acc, factor)
+    return acc.to(dtype)
+
+
+def scale_in_torch_(acc: torch.Tensor, factor: torch.Tensor) -> None:
+    """acc *= factor [], on a CPU, where reading the factor is free."""
+    if factor.item() != 1:
+        acc.mul_(factor)
+
+
+def _launch(
+    kernels: Kernels, head: Head, labels: Labels, options: Options, plan: Plan, needs: Needs
+) -> SummedHead:
+    x, mean = head.x, options.reduction == "mean"
+    V = world_size(labels.group) * head.weight.shape[0]
+    targets.check(labels.target, V, options.ignore_index)
+    inputs = loss_inputs(labels, V, options, divide=mean and not divides_later(x))
+    losses = kernels.losses or losses_in_torch
+    empty = empty_statistics(x, options.wanted)
+    outputs = LossOutputs(empty.peak, x.new_empty((), dtype=torch.float32) if mean else None)
+    chunks, parts, total = Chunks(head, plan, needs=needs), [], None
+    if x.shape[0] == 0:
+        total, *_ = losses(empty, slice(0, 0), inputs, outputs, None)
+    for rows, logits in chunks:
+        where = logits, inputs.target[rows], labels.class_weight, options.scaling
+        stats = kernels.of_rows(*where, options.wanted, labels.group)
+        if options.lse or options.entropy or options.argmax:
+            parts.append(stats)
+        total, *of_stats = losses(stats, rows, inputs, outputs, total)
+        if chunks.needed:
+            gradients = StatsGradients(*of_stats)
+            dlogits = kernels.gradient(*where, stats.softmax, gradients, labels.group, inplace=True)
+            chunks.add(rows, dlogits)
+    extra = options.extra(joined(parts, empty))
+    return SummedHead(
+        total, outputs.losses, *extra, *chunks.gradients(wide=True)[:3], outputs.divisor
+    )
+
+
+@functools.cache
+def operator(name: str) -> Operator:
+    """`summed_head` on the kernels of this name."""
+    kernels = softmax_stats.kernels(name)
+    return summed_head.define(
+        f"linear_cross_entropy_{name}_forward",
+        functools.partial(_launch, kernels),
+        kernels.scale_ or scale_in_torch_,
+    )
+
+
+def fused(name: str) -> Callable:
+    """The implementation on the kernels of this name."""
+    launch, statistics = operator(name), statistics_of(name)
+
+    def linear_cross_entropy_fused(head, labels, options, plan):
+        head, labels = head._replace(x=head.x.contiguous()), labels.for_kernels()
+        if options.reduction == "none":
+            return _each(statistics, head, labels, options, plan)
+        on = torch.is_grad_enabled()
+        need = [on and t is not None and t.requires_grad for t in head[:3]]
+        plan = plan._replace(learns=need[1])
+        found = launch(head, labels, options, plan, Needs(*need))
+        total = found.total
+        if options.reduction == "mean" and divides_later(head.x):
+            total = total / found.divisor
+        return total, found.lse, found.entropy, found.argmax
+
+    return linear_cross_entropy_fused
+
+
+def _each(statistics, head, labels, options, plan):
+    """The loss per row."""
+    target, class_weight, token_weight, _, group = labels
+    V = world_size(group) * head.weight.shape[0]
+    valid, target = presence(target, V, options.ignore_index).reshape(-1), target.reshape(-1)
+    stats = statistics(
+        head, target, valid, class_weight, options.scaling, options.wanted, plan, group
+    )
+    losses = combine(
+        stats,
+        valid,
+        weight_of(target, class_weight),
+        V=V,
+        label_smoothing=options.label_smoothing,
+        z_loss=options.z_loss,
+        weight_sum=None if class_weight is None else class_weight.sum(),
+    )
+    losses = reduced(losses, valid, None, token_weight, "none", None)
+    return losses, *options.extra(stats)
 
 
 # ---- cases
@@ -275,13 +463,13 @@ LINEAR_CROSS_ENTROPY = Op(
     (
         Implementation(
             "triton",
-            lambda: fused("triton").cross_entropy,
+            lambda: fused("triton"),
             platform.no_triton,
             tunables=lambda: (CHUNK,),
         ),
         Implementation(
             "cpp",
-            lambda: fused("cpp").cross_entropy,
+            lambda: fused("cpp"),
             platform.no_cpp,
             ("cpu",),
             (torch.float32, torch.bfloat16),

@@ -1,12 +1,11 @@
-"""Statistics of rows of logits, from which every softmax loss here is computed. Shared by
-cross_entropy and linear_cross_entropy.
+"""Statistics of rows of logits, from which every softmax loss here is computed.
 
-T = rows, V = columns, y = target; z = softcap * tanh(logits / softcap), or logits where softcap is
-0. For each row
+T = rows, V = columns, y = target; z = scaled logits (`Scaling`: softcap, then temperature). For
+each row
 
     peak     = max_c z_c, up to rounding; 0 where that is infinite or NaN
     log_sum  = log sum_c exp(z_c - peak)
-    target   = z_y - peak, or 0 where y is outside [0, V): an ignored row, or another shard's row
+    picked   = z_y - peak, or 0 where y is outside [0, V): an ignored row, or another shard's row
     weighted = sum_c w_c (z_c - peak), w = class weights or ones  (for label smoothing)
     mean     = sum_c p_c (z_c - peak), p = softmax z              (entropy = log_sum - mean)
     argmax   = first index of the largest logit                   (any index if the row has a NaN)
@@ -16,14 +15,19 @@ magnitude: at logits of 1e6, to 1/16. So all but the peak are relative to it, an
 to a row changes none of them. The peak is treated as a constant: what depends on it alone has no
 gradient. A loss with gradients g in the others has, with respect to the logits,
 
-    dlogits_c = (g_log_sum p_c + g_target [c = y] + g_weighted w_c
-                 + g_mean p_c (1 + z_c - peak - mean)) * (1 - (z_c / softcap)^2)
+    dlogits_c = (g_log_sum p_c + g_picked [c = y] + g_weighted w_c
+                 + g_mean p_c (1 + z_c - peak - mean)) * (1 - (z_c / softcap)^2) / temperature
     p_c       = exp((z_c - peak) - log_sum)
 
 so one kernel for the statistics and one from their gradients to dlogits serve all losses. Between
-them there is arithmetic on [T] vectors: `combine` in plain PyTorch, or `losses`, which also
-computes its derivatives, in one kernel. Statistics are float32 (float64 for float64 logits, eager
-only). A class that is masked out by a logit of -inf contributes nothing to log_sum and mean.
+them there is arithmetic on [T] vectors, in plain PyTorch: a kind of loss. Statistics are float32
+(float64 for float64 logits, eager only). A class that is masked out by a logit of -inf contributes
+nothing to log_sum and mean.
+
+The other files, in order: `vocabulary.py`, whose rows are sharded over ranks; `rows.py`, the
+statistics of given logits as an operator; `head.py`, those of a language model's head, which has
+no logits but a chunk of rows at a time; and the kinds: `cross_entropy.py`,
+`linear_cross_entropy.py`, `logprob.py`.
 """
 
 from __future__ import annotations
@@ -34,9 +38,13 @@ from typing import NamedTuple
 
 import torch
 
-from tilewright.core.library import Operator, adopt, define
-from tilewright.kernels.launchers import LossInputs, LossOutputs, Stats
-from tilewright.ops.loss.targets import divisor, present, weight_of, within
+from tilewright.core.library import Operator
+from tilewright.kernels.loss import operators
+from tilewright.kernels.loss.operators import Scaling, Softmax, Stats, StatsGradients, Wanted
+from tilewright.ops.loss.targets import within
+from tilewright.ops.loss.vocabulary import across, finite, shard
+
+Group = torch.distributed.ProcessGroup | None
 
 # ---- the definition
 
@@ -45,33 +53,45 @@ def stats_eager(
     logits: torch.Tensor,
     target: torch.Tensor,
     class_weight: torch.Tensor | None,
-    softcap: float,
-    smooth: bool,
-    entropy: bool,
-    argmax: bool,
+    scaling: Scaling,
+    wanted: Wanted,
+    group: Group = None,
 ) -> Stats:
-    """logits: [T, V].   target: [T] int64.   class_weight: [V] or None, read if `smooth`.
-    softcap: 0.0 for none.   smooth, entropy, argmax: whether to compute weighted, mean and argmax.
-    Differentiable in logits.
+    """The statistics of rows of logits [T, V], or [T, V / world], this rank's shard; target [T] and
+    class_weight [V], read for `weighted`, are of the whole vocabulary. Differentiable in logits.
     """
-    z = capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
+    columns, dtype = logits.shape[-1], torch.promote_types(logits.dtype, torch.float32)
+    _, target, class_weight = shard(columns, target, class_weight, group)
+    # Peaks of shards are compared: in float32 the division would take digits of large ones.
+    z = capped(logits.to(dtype if group is None else torch.float64), scaling.softcap)
     peak = peak_of(z)
-    z = z - peak[:, None]
-    inside = within(target, z.shape[-1])
-    picked = z.gather(-1, target.where(inside, 0)[:, None])[:, 0].where(inside, 0)
+    z = z - peak[:, None]  # before the division, for the same reason
+    if scaling.temperature != 1.0:
+        z, peak = z / scaling.temperature, peak / scaling.temperature
+    low, masked_out = float("-inf"), None
+    if group is not None and not scaling.softcap:
+        # A shard may be all -inf in a row although the whole row is not: its gradients are 0, where
+        # autograd's formulas for logsumexp and softmax give NaN.
+        masked_out = (z == low).all(-1)
+        z = z.masked_fill(masked_out[:, None], 0)
+    inside = within(target, columns)
     weighted = mean = None
-    if smooth:
+    picked = z.gather(-1, target.where(inside, 0)[:, None])[:, 0].where(inside, 0)
+    if wanted.weighted:
         weighted = z.sum(-1) if class_weight is None else (z * class_weight.to(z.dtype)).sum(-1)
-    if entropy:  # p = 0 where z = -inf, and 0 * -inf would be NaN
-        mean = (z.softmax(-1) * z.masked_fill(z == float("-inf"), 0)).sum(-1)
-    return Stats(
-        peak,
-        z.logsumexp(-1),
-        picked,
-        weighted,
-        mean,
-        logits.detach().argmax(-1) if argmax else None,
-    )
+    if wanted.mean:  # p = 0 where z = -inf, and 0 * -inf would be NaN
+        mean = (z.softmax(-1) * z.masked_fill(z == low, 0)).sum(-1)
+    log_sum = z.logsumexp(-1)
+    if masked_out is not None:
+        log_sum = log_sum.masked_fill(masked_out, low)
+        picked = picked.masked_fill(masked_out & inside, low)
+        weighted = None if weighted is None else weighted.masked_fill(masked_out, low)
+    argmax = logits.detach().argmax(-1) if wanted.argmax else None
+    stats = Stats(peak, log_sum, picked, weighted, mean, argmax)
+    if group is None:
+        return stats
+    *parts, argmax = across(stats, logits, target, class_weight, group)
+    return Stats(*(None if t is None else t.to(dtype) for t in parts), argmax)
 
 
 def capped(z: torch.Tensor, softcap: float) -> torch.Tensor:
@@ -94,11 +114,6 @@ def peak_of(z: torch.Tensor) -> torch.Tensor:
     return finite(z.detach().amax(-1))
 
 
-def finite(peak: torch.Tensor) -> torch.Tensor:
-    """The peak; 0 where it is infinite or NaN."""
-    return torch.nan_to_num(peak, nan=0.0, posinf=0.0, neginf=0.0)
-
-
 def without_gradient(logits: torch.Tensor, ignored: torch.Tensor) -> torch.Tensor:
     """logits [T, V], whose ignored rows get a gradient of 0 whatever their values; their statistics
     do not change. A loss of 0 would not suffice: autograd multiplies its gradient, 0, by the
@@ -107,312 +122,116 @@ def without_gradient(logits: torch.Tensor, ignored: torch.Tensor) -> torch.Tenso
     return torch.where(ignored[:, None], logits.detach(), logits)
 
 
-# ---- arithmetic on [T] vectors, the same for all implementations
+def reshaped(rows: torch.Tensor, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
+    """In this shape, but not as a view: FSDP2 warns if a module returns one."""
+    return rows if rows.shape == shape else rows.reshape(shape).clone()
 
 
-def combine(
-    stats: Stats,
-    presence: torch.Tensor,
-    y_weight: torch.Tensor | None,
-    *,
-    V: int,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    weight_sum: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Loss per row, before token weights and reduction; 0 for ignored rows:
-
-        (1 - e) w_y (lse - z_y) + e / V * sum_c w_c (lse - z_c) + z_loss * lse^2
-
-    with e = label_smoothing. The differences are computed relative to the peak. Differentiable in
-    the statistics.
-
-    stats: of whole rows, with `weighted` where label_smoothing is not 0.
-    presence: [T], as `presence` returns it.
-    y_weight: [T], the class weight of each row's target, or None for ones.
-    V: size of the whole vocabulary.
-    weight_sum: scalar tensor, sum of the class weights; None for V.
-    """
-    loss = stats.log_sum - stats.target
-    if y_weight is not None:
-        loss = loss * y_weight
-    if label_smoothing:
-        total = V if weight_sum is None else weight_sum
-        loss = (1 - label_smoothing) * loss + (label_smoothing / V) * (
-            total * stats.log_sum - stats.weighted
-        )
-    if z_loss:
-        # where: an ignored row's lse may be infinite or NaN, and so would 0 times it in the
-        # gradient.
-        loss = loss + z_loss * torch.where(presence == 0, 0.0, stats.lse).square()
-    return torch.where(presence == 0, 0.0, loss * presence)
+# ---- the kernels of an implementation
 
 
-def entropy(stats: Stats) -> torch.Tensor:
-    """Entropy of softmax z in nats, [T]. `stats` must have `mean`."""
-    return stats.log_sum - stats.mean
-
-
-# ---- losses and their derivatives in the statistics, in one pass
-
-
-def losses_in_torch(
-    stats: Stats, rows: slice, inputs: LossInputs, outputs: LossOutputs, before: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`softmax_stats_triton.losses` in plain PyTorch."""
-    target = inputs.target[rows]
-    valid = present(target, inputs.V, inputs.ignore_index)
-    y_weight = weight_of(target, inputs.class_weight)
-    if before is None and outputs.divisor is not None:
-        full_target = inputs.target
-        by = divisor(
-            present(full_target, inputs.V, inputs.ignore_index),
-            weight_of(full_target, inputs.class_weight),
-            inputs.num_tokens,
-        )
-        outputs.divisor.copy_(by) if isinstance(by, torch.Tensor) else outputs.divisor.fill_(by)
-    losses = outputs.losses[rows]
-    losses.copy_(
-        combine(
-            stats,
-            valid,
-            y_weight,
-            V=inputs.V,
-            label_smoothing=inputs.label_smoothing,
-            z_loss=inputs.z_loss,
-            weight_sum=inputs.weight_sum,
-        )
-    )
-    row = valid
-    if inputs.token_weight is not None:
-        u = inputs.token_weight[rows].to(torch.float32)
-        row, losses = (
-            torch.where(valid == 0, 0.0, valid * u),
-            torch.where(valid == 0, 0.0, losses * u),
-        )
-    total = losses.sum()
-    if inputs.divide:
-        row, total = row / outputs.divisor, total / outputs.divisor
-    total = total if before is None else before + total
-    hard = (row if y_weight is None else row * y_weight) * (1 - inputs.label_smoothing)
-    g_log_sum, g_weighted = hard, None
-    if inputs.label_smoothing:
-        soft = row * (inputs.label_smoothing / inputs.V)
-        g_log_sum, g_weighted = (
-            hard + soft * (inputs.V if inputs.weight_sum is None else inputs.weight_sum),
-            -soft,
-        )
-    if inputs.z_loss:  # where: lse of an ignored row may be infinite
-        g_log_sum = g_log_sum + torch.where(row == 0, 0.0, 2 * inputs.z_loss * row * stats.lse)
-    return total, g_log_sum, -hard, g_weighted
-
-
-# ---- fused implementations: the kernels of statistics, of losses and of the logits' gradient
-
-
-class StatsGradients(NamedTuple):
-    """Gradients of a loss in the statistics of its rows, [T] each; None means zeros."""
-
-    log_sum: torch.Tensor | None = None
-    target: torch.Tensor | None = None
-    weighted: torch.Tensor | None = None
-    mean: torch.Tensor | None = None
-
-
-def _fake_backward(
-    logits,
-    target,
-    class_weight,
-    softcap,
-    peak,
-    log_sum,
-    mean,
-    g_log_sum,
-    g_target,
-    g_weighted,
-    g_mean,
-    scale,
-    inverse_temperature=1.0,
-):
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-def _fake_backward_(
-    logits,
-    target,
-    class_weight,
-    softcap,
-    peak,
-    log_sum,
-    mean,
-    g_log_sum,
-    g_target,
-    g_weighted,
-    g_mean,
-    scale,
-    inverse_temperature=1.0,
-):
-    return None
-
-
-class Kernels:
+class Kernels(NamedTuple):
     """The kernels of one implementation, without autograd.
 
-    statistics: the launcher of the statistics.
+    statistics: as `operators.statistics`.
     dlogits, dlogits_: the operators of the logits' gradient, out of place and in place.
-    losses: (stats, rows, inputs, outputs, before) -> the total and its derivatives in the
-        statistics.
-    scale_: acc *= factor, for an upstream gradient.
+    losses, scale_: as `cross_entropy.losses_in_torch` and `linear_cross_entropy.scale_in_torch_`,
+        in one launch each; or None.
     """
 
-    def __init__(
-        self,
-        statistics: Callable,
-        dlogits: Operator,
-        dlogits_: Operator,
-        losses: Callable,
-        scale_: Callable,
-    ):
-        self._statistics, self._dlogits, self._dlogits_ = statistics, dlogits, dlogits_
-        self.losses, self.scale_ = losses, scale_
-        self.operators = dlogits, dlogits_
+    statistics: Callable
+    dlogits: Operator
+    dlogits_: Operator
+    losses: Callable | None = None
+    scale_: Callable | None = None
 
     @classmethod
-    def define(cls, name: str, launchers, losses: Callable, scale_: Callable) -> Kernels:
+    def of(cls, name: str, launchers, *fused: Callable) -> Kernels:
+        prefix = f"softmax_stats_{name}_backward"
         return cls(
             launchers.forward,
-            define(f"softmax_stats_{name}_backward", launchers.backward, _fake_backward),
-            define(
-                f"softmax_stats_{name}_backward_",
-                launchers.backward_,
-                _fake_backward_,
-                mutates=("logits",),
-            ),
-            losses,
-            scale_,
+            operators.dlogits.define(prefix, launchers.backward),
+            operators.dlogits_.define(f"{prefix}_", launchers.backward_, mutates=("logits",)),
+            *fused,
         )
 
-    def forward(
+    def of_rows(
         self,
         logits: torch.Tensor,
         target: torch.Tensor,
         class_weight: torch.Tensor | None,
-        softcap: float,
-        smooth: bool,
-        entropy: bool,
-        argmax: bool,
-        *tempered: float,
+        scaling: Scaling,
+        wanted: Wanted,
+        group: Group,
     ) -> Stats:
-        """`stats_eager` of logits with contiguous rows and float32 class weights.
-
-        tempered: 1 / temperature, by which z is multiplied; none for 1. softcap is already divided
-            by the temperature. Without a softcap, peak is that of z before the multiplication,
-            which would round it: a large one would lose the digits of the differences.
+        """`stats_eager`, of logits with contiguous rows and float32 class weights. The peak is in
+        `scaling.unit`.
         """
-        peak, log_sum, picked, weighted, mean, best = self._statistics(
-            logits,
-            target,
-            class_weight if smooth else None,
-            softcap,
-            smooth,
-            entropy,
-            argmax,
-            *tempered,
-        )
-        return Stats(
-            peak,
-            log_sum,
-            picked,
-            weighted if smooth else None,
-            mean if entropy else None,
-            best if argmax else None,
-        )
+        _, target, class_weight = shard(logits.shape[1], target, class_weight, group)
+        stats = self.statistics(logits, target, class_weight, scaling, wanted)
+        if group is None:
+            return stats
+        return across(stats, logits, target, class_weight, group, scaling.unit)
 
-    def backward(
+    def gradient(
         self,
         logits: torch.Tensor,
         target: torch.Tensor,
         class_weight: torch.Tensor | None,
-        softcap: float,
-        stats: Stats,
+        scaling: Scaling,
+        softmax: Softmax,
         gradients: StatsGradients,
+        group: Group,
         scale: torch.Tensor | None = None,
-        *tempered: float,
         inplace: bool = False,
     ) -> torch.Tensor:
-        """The gradient of the logits from the gradients of the statistics, times `scale`.
-
-        stats: peak, log_sum and, for a gradient in the mean, mean are read.
-        scale: [], [T], or None for 1.
-        tempered: as in `forward`; `scale` must contain this factor of the derivative.
-        inplace: overwrites the logits' memory, and returns a view of it.
+        """The gradient of the logits, times `scale`: [], [T], or None for 1. inplace: it overwrites
+        the logits' memory, and is a view of it.
         """
+        _, target, class_weight = shard(logits.shape[1], target, class_weight, group)
+        if scaling.temperature != 1.0:
+            factor = 1 / scaling.temperature
+            scale = softmax.peak.new_full((), factor) if scale is None else scale * factor
 
         def vector(g):
-            return torch.zeros_like(stats.peak) if g is None else g.contiguous()
+            return torch.zeros_like(softmax.peak) if g is None else g.contiguous()
 
-        g_log_sum, g_target, g_weighted, g_mean = gradients
+        g_log_sum, g_picked, g_weighted, g_mean = gradients
         args = (
             logits,
             target,
-            class_weight if g_weighted is not None else None,
-            softcap,
-            stats.peak,
-            stats.log_sum,
-            stats.mean if g_mean is not None else None,
-            vector(g_log_sum),
-            vector(g_target),
-            None if g_weighted is None else g_weighted.contiguous(),
-            None if g_mean is None else g_mean.contiguous(),
+            None if g_weighted is None else class_weight,
+            scaling,
+            softmax if g_mean is not None else Softmax(softmax.peak, softmax.log_sum),
+            StatsGradients(
+                vector(g_log_sum),
+                vector(g_picked),
+                None if g_weighted is None else g_weighted.contiguous(),
+                None if g_mean is None else g_mean.contiguous(),
+            ),
             None if scale is None else scale.contiguous(),
-            *tempered,
         )
         if not inplace:
-            return self._dlogits(*args)
-        self._dlogits_(*args)
+            return self.dlogits(*args)
+        self.dlogits_(*args)
         return logits.detach()
 
 
-def _fake_statistics(
-    logits, target, class_weight, softcap, smooth, entropy, argmax, inverse_temperature=1.0
-):
-    rows = logits.shape[:1]
-    values = [logits.new_empty(rows, dtype=torch.float32) for _ in range(5)]
-    return *values, logits.new_empty(rows, dtype=torch.int64)
-
-
-def _scale_in_torch_(acc: torch.Tensor, factor: torch.Tensor) -> None:
-    """acc *= factor [], on a CPU, where reading the factor is free."""
-    if factor.item() != 1:
-        acc.mul_(factor)
-
-
 @functools.cache
-def triton() -> Kernels:
-    """The kernels in Triton: statistics, losses, gradients and scale_."""
-    from tilewright.kernels.loss import softmax_stats_triton as k
+def kernels(name: str) -> Kernels:
+    """Those in Triton, in CuTe DSL (for sm_90 and sm_100), or in C++ (for the CPU, float32 and
+    bfloat16).
+    """
+    if name == "triton":
+        from tilewright.kernels.loss import softmax_stats_triton as k
 
-    return Kernels.define("triton", k, k.losses, k.scale_)
+        return Kernels.of(name, k, k.losses, k.scale_)
+    if name == "cute":
+        from tilewright.kernels.loss import softmax_stats_cute
 
-
-@functools.cache
-def cute() -> Kernels:
-    """The kernels in CuTe DSL for sm_90 and sm_100, with losses in PyTorch."""
-    from tilewright.kernels.loss import softmax_stats_cute as k
-
-    return Kernels.define("cute", k, losses_in_torch, _scale_in_torch_)
-
-
-@functools.cache
-def cpp() -> Kernels:
-    """The kernels in C++ for the CPU (float32 and bfloat16), with losses in PyTorch."""
+        return Kernels.of(name, softmax_stats_cute)
     return Kernels(
-        adopt("softmax_stats_cpp_forward", _fake_statistics).overload,
-        adopt("softmax_stats_cpp_backward", _fake_backward),
-        adopt("softmax_stats_cpp_backward_", _fake_backward_),
-        losses_in_torch,
-        _scale_in_torch_,
+        operators.statistics.adopt("softmax_stats_cpp_forward"),
+        operators.dlogits.adopt("softmax_stats_cpp_backward"),
+        operators.dlogits_.adopt("softmax_stats_cpp_backward_"),
     )
-
-
-LOADERS = {"triton": triton, "cute": cute, "cpp": cpp}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilewright.core import torch_names
-from tilewright.kernels.launchers import Stats
-from tilewright.ops.loss.softmax_stats import finite, stats_eager
+from tilewright.kernels.loss.operators import Stats
 from tilewright.ops.loss.targets import within
 
 
@@ -17,7 +15,7 @@ class _Across(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, group, unit, peak, log_sum, target, weighted, mean, inside, total):
+    def forward(ctx, group, unit, peak, log_sum, picked, weighted, mean, inside, total):
         reduce = torch.distributed.all_reduce
         op = torch.distributed.ReduceOp
         low = float("-inf")
@@ -26,7 +24,7 @@ class _Across(torch.autograd.Function):
         whole = finite(whole)
         shift = (peak - whole) * unit  # from relative to this shard's peak to that of the row
         share = torch.where(log_sum == low, 0.0, torch.exp(log_sum + shift))
-        parts = [share, torch.where(inside, target + shift, 0.0)]
+        parts = [share, torch.where(inside, picked + shift, 0.0)]
         if weighted is not None:
             parts.append(weighted + total * shift)
         if mean is not None:  # a masked-out shard has no mean either
@@ -48,14 +46,14 @@ class _Across(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx, g_peak, g_log_sum, g_target, g_weighted, g_mean):
+    def backward(ctx, g_peak, g_log_sum, g_picked, g_weighted, g_mean):
         share, mean, whole_mean = ctx.saved_tensors
         g = None if g_log_sum is None else g_log_sum * share
         if g_mean is not None:
             through = g_mean * torch.where(share == 0, 0.0, share * (mean - whole_mean))
             g = through if g is None else g + through
             g_mean = g_mean * share
-        return None, None, None, g, g_target, g_weighted, g_mean, None, None
+        return None, None, None, g, g_picked, g_weighted, g_mean, None, None
 
 
 def across(
@@ -93,15 +91,13 @@ def across(
     return Stats(*whole, best)
 
 
-def named(group: torch.distributed.ProcessGroup | None) -> str:
-    """A group's name, since operators' schemas have strings but no groups. `group_of` is the
-    inverse.
-    """
-    return "" if group is None else group.group_name
+def finite(peak: torch.Tensor) -> torch.Tensor:
+    """The peak; 0 where it is infinite or NaN."""
+    return torch.nan_to_num(peak, nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def group_of(name: str) -> torch.distributed.ProcessGroup | None:
-    return torch_names.group_by_name(name) if name else None
+def world_size(group: torch.distributed.ProcessGroup | None) -> int:
+    return 1 if group is None else torch.distributed.get_world_size(group)
 
 
 def shard(
@@ -116,30 +112,3 @@ def shard(
     start = torch.distributed.get_rank(group) * columns
     shard_weight = None if class_weight is None else class_weight[start : start + columns]
     return torch.distributed.get_world_size(group) * columns, target - start, shard_weight
-
-
-def shard_stats_eager(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    class_weight: torch.Tensor | None,
-    softcap: float,
-    smooth: bool,
-    entropy: bool,
-    argmax: bool,
-) -> Stats:
-    """`stats_eager` of a shard of the vocabulary.
-
-    A shard may be all -inf in a row although the whole row is not: log_sum is -inf there, and
-    gradients are 0, where autograd's formulas for logsumexp and softmax give NaN.
-    """
-    options = softcap, smooth, entropy, argmax
-    if softcap:  # it makes -inf finite
-        return stats_eager(logits, target, class_weight, *options)
-    low = float("-inf")
-    empty = (logits == low).all(-1)
-    stats = stats_eager(logits.masked_fill(empty[:, None], 0), target, class_weight, *options)
-    return stats._replace(
-        log_sum=stats.log_sum.masked_fill(empty, low),
-        target=stats.target.masked_fill(empty & within(target, logits.shape[-1]), low),
-        weighted=stats.weighted.masked_fill(empty, low) if smooth else None,
-    )

@@ -1,99 +1,13 @@
-"""Shared code of linear_cross_entropy and linear_logprob: the checks of a language model's head,
-its logits in plain PyTorch, and their cases.
-"""
+"""Cases of the losses on a language model's head, and their tolerances."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-import torch.nn.functional as F
 
-from tilewright.core import checks
 from tilewright.core.registry import Case, Cost
 from tilewright.ops import cases
-from tilewright.ops.loss.losses import Labels, check_labels
-
-ACCUMULATE = ("fp32", "bf16")
-
-
-def check_chunks(accumulate, chunk_size):
-    """Raises ValueError for an option that is invalid for all inputs."""
-    checks.choice("accumulate", accumulate, ACCUMULATE)
-    if chunk_size is not None and (
-        not isinstance(chunk_size, int) or not 1 <= chunk_size <= checks.INT64.max
-    ):
-        raise ValueError(
-            f"chunk_size must be an int >= 1 (and an int64) or None, got {chunk_size!r}"
-        )
-
-
-def check_head(x, weight, bias, labels: Labels, fp32_logits: bool) -> None:
-    """Raises TypeError or ValueError for a head and labels that do not fit each other."""
-    if not isinstance(fp32_logits, bool):
-        raise TypeError(f"fp32_logits must be a bool, got {fp32_logits!r}")
-    for name, t in (("x", x), ("weight", weight), ("bias", bias)):
-        if t is None and name == "bias":
-            continue
-        checks.floating(name, t)
-        if t.dtype != x.dtype:
-            raise TypeError(
-                f"{name} must have x's dtype {x.dtype}, got {t.dtype}; cast one of the two"
-            )
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x must have a last dimension of at least 1, got shape {list(x.shape)}")
-    if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"weight must have shape [V, {x.shape[-1]}] (x's last dimension) with V >= 1, got "
-            f"{list(weight.shape)}"
-        )
-    if bias is not None:
-        checks.shape("bias", bias, weight.shape[:1], "rows of weight")
-    if isinstance(labels.target, torch.Tensor):
-        checks.shape("target", labels.target, tuple(x.shape[:-1]), "x without its last dimension")
-    checks.same_device(x=x, weight=weight, bias=bias)
-    # The shape, dtype and device of the logits: one element, expanded to V * T.
-    check_labels(x.new_empty(1).expand(*x.shape[:-1], weight.shape[0]), labels)
-
-
-class _Replicated(torch.autograd.Function):
-    """x, replicated over the group: its gradient is summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        torch.distributed.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-def replicated(x: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:
-    """x, whose gradient is summed over the ranks that shard the vocabulary. Raises ValueError under
-    torch.compile.
-    """
-    if group is None:
-        return x
-    if torch.compiler.is_compiling():
-        raise ValueError(
-            "group is refused under torch.compile: a chunk's all-reduce is a step of a loop "
-            "that it cannot see; leave the sharded loss outside the compiled region"
-        )
-    return _Replicated.apply(x, group)
-
-
-def logits_of(x, weight, bias, fp32_logits):
-    """x weight^T + bias, in float32 or wider if `fp32_logits`."""
-    if fp32_logits:
-        acc = torch.promote_types(x.dtype, torch.float32)
-        x, weight, bias = x.to(acc), weight.to(acc), None if bias is None else bias.to(acc)
-    return F.linear(x, weight, bias)
-
-
-# ---- cases
 
 
 def atol(dtype, kwargs, name):

@@ -1,0 +1,577 @@
+"""The statistics of a language model's head, without materializing its logits:
+
+    logits = x weight^T + bias + low up^T          (low = scale * x A^T, up = B: an adapter)
+
+T = tokens, H = hidden width, V = vocabulary, r = rank of the adapter. The logits of some rows are
+allocated at a time: GEMM, statistics kernel, next rows. Every kind of loss on the head is computed
+from the statistics (`softmax_stats.py`), which are differentiable: backward recomputes the logits,
+8 T H V flops in total. Where a loss is a sum over rows, its gradients can be computed in forward
+(`linear_cross_entropy.py`): 6 T H V.
+
+The chunk size in rows (`chunk_rows`) follows from shapes and dtypes alone, so that it, and with it
+the bits, are the same in every run, on every rank, and in a captured CUDA graph. n chunks need T V
+s / n bytes of logits at a time (s: bytes per logit), and from the second on 4 V H bytes, in which
+the gradient of a bfloat16 weight is summed. There is one chunk if that needs no more memory than
+the chunks of a fixed budget (on a GPU 1 GiB, on a CPU 64 MiB, or a tuned one for this H and V).
+Chunks of a budget have budget / (V s) rows, rounded down to a multiple of 128 (CPU: 32) but at
+least one such tile, balanced over the smallest number of chunks that cover T.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from tilewright.core import checks
+from tilewright.core.library import Operator, declare
+from tilewright.kernels.loss.operators import (
+    Scaling,
+    Softmax,
+    Stats,
+    StatsGradients,
+    Wanted,
+    empty_statistics,
+)
+from tilewright.kernels.tuning import Tunable
+from tilewright.ops import products
+from tilewright.ops.loss import softmax_stats
+from tilewright.ops.loss.softmax_stats import Group, Kernels, stats_eager, without_gradient
+from tilewright.ops.loss.targets import Labels, check_labels
+
+MiB = 2**20
+# The budget of several chunks. On a CPU smaller chunks read and write the weight's gradient more
+# often, and larger ones exceed the caches. On a GPU 1 GiB gives GEMMs of 4,096 rows at V=128,256.
+# whole: whether there is one chunk if that needs no more memory; on a CPU always.
+CHUNK = Tunable(
+    "linear_cross_entropy",
+    "chunk",
+    ("H", "V", "itemsize", "cuda"),
+    "forward_backward",
+    lambda H, V, itemsize, cuda: (
+        {"budget_mib": 1024, "whole": True} if cuda else {"budget_mib": 64}
+    ),
+    lambda H, V, itemsize, cuda: (
+        [
+            {"budget_mib": n, "whole": whole}
+            for n in (256, 512, 1024, 2048)
+            for whole in (True, False)
+        ]
+        if cuda
+        else [{"budget_mib": n} for n in (8, 16, 32, 128, 256)]
+    ),
+)
+# The block of the logits' gradient that is cast to float32 at a time where the GEMM needs that. It
+# fits in a core's cache.
+BLOCK_BYTES = MiB
+# ATen's GEMMs from 16-bit operands into, and accumulating onto, a float32 result: CUDA only.
+HAS_OUT_DTYPE = "dtype_out" in torch.ops.aten.addmm.overloads()
+
+
+ROWS = torch.contiguous_format
+ACCUMULATE = ("fp32", "bf16")
+
+
+class Head(NamedTuple):
+    """x: [T, H].   weight: [V, H], or this rank's shard of the vocabulary, as bias [V] and up are.
+    low, up: [T, r] and [V, r], whose product is added to the logits.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    low: torch.Tensor | None = None
+    up: torch.Tensor | None = None
+
+
+class Plan(NamedTuple):
+    """How the logits are computed.
+
+    fp32_sums: sums over chunks of the gradients of weight and bias are float32 although the weight
+        is not.
+    fp32_logits: so are the logits.
+    learns: whether weight gets a gradient at all, on which the chunks depend. Backward must use the
+        chunks of forward, whose logits it recomputes.
+    chunk_size: rows per chunk; None for the rule.
+    """
+
+    fp32_sums: bool = False
+    fp32_logits: bool = False
+    learns: bool = False
+    chunk_size: int | None = None
+
+
+class Needs(NamedTuple):
+    """Which parts of a head get a gradient."""
+
+    need_x: bool
+    need_weight: bool
+    need_bias: bool = False
+    need_low: bool = False
+    need_up: bool = False
+
+
+class HeadGradients(NamedTuple):
+    """Of the parts of a head; None for those that get none."""
+
+    dx: torch.Tensor | None
+    dweight: torch.Tensor | None
+    dbias: torch.Tensor | None
+    dlow: torch.Tensor | None = None
+    dup: torch.Tensor | None = None
+
+
+# ---- checks
+
+
+def check_chunks(accumulate, chunk_size):
+    """Raises ValueError for an option that is invalid for all inputs."""
+    checks.choice("accumulate", accumulate, ACCUMULATE)
+    if chunk_size is not None and (
+        not isinstance(chunk_size, int) or not 1 <= chunk_size <= checks.INT64.max
+    ):
+        raise ValueError(
+            f"chunk_size must be an int >= 1 (and an int64) or None, got {chunk_size!r}"
+        )
+
+
+def check_head(x, weight, bias, labels: Labels, fp32_logits: bool) -> None:
+    """Raises TypeError or ValueError for a head and labels that do not fit each other."""
+    if not isinstance(fp32_logits, bool):
+        raise TypeError(f"fp32_logits must be a bool, got {fp32_logits!r}")
+    for name, t in (("x", x), ("weight", weight), ("bias", bias)):
+        if t is None and name == "bias":
+            continue
+        checks.floating(name, t)
+        if t.dtype != x.dtype:
+            raise TypeError(
+                f"{name} must have x's dtype {x.dtype}, got {t.dtype}; cast one of the two"
+            )
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x must have a last dimension of at least 1, got shape {list(x.shape)}")
+    if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"weight must have shape [V, {x.shape[-1]}] (x's last dimension) with V >= 1, got "
+            f"{list(weight.shape)}"
+        )
+    if bias is not None:
+        checks.shape("bias", bias, weight.shape[:1], "rows of weight")
+    if isinstance(labels.target, torch.Tensor):
+        checks.shape("target", labels.target, tuple(x.shape[:-1]), "x without its last dimension")
+    checks.same_device(x=x, weight=weight, bias=bias)
+    # The shape, dtype and device of the logits: one element, expanded to V * T.
+    check_labels(x.new_empty(1).expand(*x.shape[:-1], weight.shape[0]), labels)
+
+
+def adapter(x, weight, lora_A, lora_B, lora_scale) -> torch.Tensor | None:
+    """lora_scale * x lora_A^T [T, r], or None. Raises TypeError or ValueError for an adapter that
+    does not fit the head.
+    """
+    checks.number(
+        "lora_scale", lora_scale, -checks.LARGEST, checks.LARGEST, "a finite number (in float32)"
+    )
+    given = {"lora_A": lora_A, "lora_B": lora_B}
+    if lora_A is None and lora_B is None:
+        return None
+    if absent := [name for name, t in given.items() if t is None]:
+        raise ValueError(f"{absent[0]} must be given with the other factor, got None")
+    for name, t in given.items():
+        checks.floating(name, t)
+        if t.dtype != x.dtype:
+            raise TypeError(f"{name} must have x's dtype {x.dtype}, got {t.dtype}; cast it")
+    if lora_A.dim() != 2 or lora_A.shape[0] == 0 or lora_A.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"lora_A must have shape [r, {x.shape[-1]}] (x's last dimension) with r >= 1, got "
+            f"{list(lora_A.shape)}"
+        )
+    shape = weight.shape[0], lora_A.shape[0]
+    checks.shape("lora_B", lora_B, shape, "rows of weight and of lora_A")
+    checks.same_device(x=x, lora_A=lora_A, lora_B=lora_B)
+    with checks.no_autocast(x):
+        return F.linear(x.reshape(-1, x.shape[-1]), lora_A) * lora_scale
+
+
+class _Replicated(torch.autograd.Function):
+    """x, replicated over the group: its gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def replicated(x: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:
+    """x, whose gradient is summed over the ranks that shard the vocabulary. Raises ValueError under
+    torch.compile.
+    """
+    if group is None:
+        return x
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "group is refused under torch.compile: a chunk's all-reduce is a step of a loop "
+            "that it cannot see; leave the sharded loss outside the compiled region"
+        )
+    return _Replicated.apply(x, group)
+
+
+# ---- the definition
+
+
+def logits_eager(head: Head, fp32_logits: bool) -> torch.Tensor:
+    """[T, V], in float32 or wider if `fp32_logits`."""
+    x, weight, bias, low, up = head
+    if fp32_logits:
+        acc = torch.promote_types(x.dtype, torch.float32)
+        x, weight, bias, low, up = (None if t is None else t.to(acc) for t in head)
+    logits = F.linear(x, weight, bias)
+    return logits if low is None else logits + F.linear(low, up)
+
+
+# ---- chunks of rows
+
+
+def chunk_rows(x: torch.Tensor, weight: torch.Tensor, plan: Plan = Plan()) -> int:  # noqa: B008
+    """Rows of x [T, H] per chunk, at least 1; weight: [V, H], this rank's. The module's docstring
+    has the rule.
+    """
+    (T, H), V, chunk_size = x.shape, weight.shape[0], plan.chunk_size
+    if chunk_size is None:
+        cuda, size = x.device.type == "cuda", x.element_size()
+        tile = 128 if cuda else 32
+        # Float32 logits need their gradient in x's dtype beside them.
+        logit = size if size >= 4 or not plan.fp32_logits else 4 + size
+        config = CHUNK.config(x.device, H, V, size, cuda)
+        budget = config["budget_mib"] * MiB
+        chunk_size = max(budget // (V * logit) // tile, 1) * tile
+        chunks = max(-(-T // chunk_size), 1)
+        # float16 accumulates in float32 anyway: see `summed_dtype`.
+        summed = plan.fp32_sums and plan.learns and weight.dtype == torch.bfloat16
+        sums = 4 * V * H if summed else 0
+        if config.get("whole", True) and T * V * logit <= T * V * logit / chunks + sums:
+            chunks = 1
+        chunk_size = -(-T // chunks // tile) * tile
+    return max(min(chunk_size, T), 1)
+
+
+def _multiplies_here(t: torch.Tensor) -> bool:
+    """Whether `products` multiplies factors like t into float32."""
+    return t.is_cpu and products.takes(t.dtype)
+
+
+def _gemm(out, a, b, add: bool, alpha: float = 1.0) -> None:
+    """out (+)= alpha * a b. out: in the factors' dtype, or float32 where `_multiplies_here`."""
+    if out.dtype == torch.float32 and _multiplies_here(a):
+        products.product_(out, a, b, add=add, scale=alpha)
+    elif not add and alpha == 1.0:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(out, a, b, beta=1 if add else 0, alpha=alpha, out=out)
+
+
+class Sums:
+    """The gradients of the factors of scale * x weight^T + bias, accumulated chunk by chunk."""
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        chunk: int,
+        fp32_sums: bool,
+        scale: float,
+        need_x: bool,
+        need_w: bool,
+        need_b: bool = False,
+    ):
+        V, H = weight.shape
+        chunks = -(-x.shape[0] // chunk)
+        # A single chunk is summed inside the GEMM, in float32.
+        acc = torch.float32 if fp32_sums and chunks > 1 else summed_dtype(weight.dtype, fp32_sums)
+        self.x, self.weight, self.scale, self.chunks = x, weight, scale, chunks
+        self.need_x, self.need_w, self.need_b = need_x, need_w, need_b
+        self.fp32_sums = fp32_sums
+        self.dx = x.new_empty(x.shape) if need_x else None
+        self.dw = weight.new_empty((V, H), dtype=acc) if need_w else None
+        wide = torch.float32 if fp32_sums else weight.dtype
+        self.db = weight.new_zeros(V, dtype=wide) if need_b else None
+        self.wide = None  # a block of the logits' gradient and the chunk's x, in float32
+        if (
+            need_w
+            and acc != x.dtype
+            and not (x.is_cuda and HAS_OUT_DTYPE)
+            and not _multiplies_here(x)
+        ):
+            columns = min(max(BLOCK_BYTES // (4 * chunk), 64), V)
+            self.wide = self.dw.new_empty((chunk, columns)), self.dw.new_empty((chunk, H))
+
+    def add(self, rows: slice, dlogits: torch.Tensor) -> None:
+        x, first = self.x[rows], rows.start == 0
+        dlogits = dlogits.to(x.dtype)
+        if self.need_x:
+            _gemm(self.dx[rows], dlogits, self.weight, False, self.scale)
+        if self.need_b:
+            self.db += dlogits.sum(0, dtype=self.db.dtype) * self.scale
+        if not self.need_w:
+            return
+        if self.dw.dtype == x.dtype or _multiplies_here(x):
+            _gemm(self.dw, dlogits.t(), x, not first, self.scale)
+        elif self.wide is None:
+            torch.addmm(
+                self.dw,
+                dlogits.t(),
+                x,
+                out_dtype=torch.float32,
+                beta=0 if first else 1,
+                alpha=self.scale,
+                out=self.dw,
+            )
+        else:
+            n = x.shape[0]
+            wide, x = self.wide[0][:n], self.wide[1][:n].copy_(x)
+            for v in range(0, dlogits.shape[1], wide.shape[1]):
+                part = dlogits[:, v : v + wide.shape[1]]
+                part = wide[:, : part.shape[1]].copy_(part)
+                _gemm(self.dw[v : v + part.shape[1]], part.t(), x, not first, self.scale)
+
+    def done(self, wide: bool) -> tuple[torch.Tensor | None, ...]:
+        """dx, dw, db, in the inputs' dtype; the last two in `summed_dtype` if wide."""
+        if self.chunks == 0 and self.dw is not None:
+            self.dw.zero_()
+        dtype = summed_dtype(self.weight.dtype, self.fp32_sums) if wide else self.weight.dtype
+        return self.dx, *(None if t is None else t.to(dtype) for t in (self.dw, self.db))
+
+
+def summed_dtype(dtype: torch.dtype, fp32_sums: bool) -> torch.dtype:
+    """The dtype in which the gradient of the sum of losses is saved for backward, for a weight of
+    this dtype. It is not yet divided by the number of tokens, so it could overflow in float16.
+    """
+    return torch.float32 if fp32_sums and dtype == torch.float16 else dtype
+
+
+def _wide_logits(logits, x, weight, bias, scale):
+    """logits = scale * (x weight^T + bias) in float32, from 16-bit operands."""
+    if x.is_cuda and HAS_OUT_DTYPE:
+        torch.mm(x, weight.t(), out_dtype=torch.float32, out=logits)
+    elif _multiplies_here(x):
+        _gemm(logits, x, weight.t(), False)
+    else:  # a block of the weight at a time
+        x, step = x.float(), max(BLOCK_BYTES // (4 * max(weight.shape[1], 1)), 64)
+        for v in range(0, weight.shape[0], step):
+            torch.mm(x, weight[v : v + step].float().t(), out=logits[:, v : v + step])
+    if bias is not None:
+        logits += bias
+    if scale != 1.0:
+        logits *= scale
+
+
+class Chunks:
+    """The chunks of a head's rows: iterating yields rows, and their logits times `scale` in a
+    buffer that the next chunk overwrites. `add` and `gradients` sum up the gradients.
+    """
+
+    def __init__(self, head: Head, plan: Plan, scale: float = 1.0, needs: Needs | None = None):
+        x, weight, _, low, up = head
+        self.head, self.plan, self.scale = head, plan, scale
+        self.rows = chunk_rows(x, weight, plan)
+        self.needed = needs is not None and any(needs)
+        self._sums: list[Sums] = []
+        if needs is not None:
+            options = self.rows, plan.fp32_sums, scale
+            self._sums = [Sums(x, weight, *options, *needs[:3])]
+            if low is not None and up is not None:
+                self._sums.append(Sums(low, up, *options, *needs[3:]))
+
+    def __iter__(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        x, weight, bias, low, up = self.head
+        T, scale = x.shape[0], self.scale
+        wide = self.plan.fp32_logits and x.dtype != torch.float32
+        shape = min(self.rows, T), weight.shape[0]
+        buffer = x.new_empty(shape, dtype=torch.float32 if wide else x.dtype)
+        for start in range(0, T, self.rows):
+            rows = slice(start, min(start + self.rows, T))
+            logits = buffer[: rows.stop - start]
+            if wide:
+                _wide_logits(logits, x[rows], weight, bias, scale)
+            elif bias is not None:
+                torch.addmm(bias, x[rows], weight.t(), beta=scale, alpha=scale, out=logits)
+            else:
+                _gemm(logits, x[rows], weight.t(), False, scale)
+            if low is not None and up is not None:
+                here, by = low[rows], up.t()
+                if wide and not _multiplies_here(here):
+                    here, by = here.float(), by.float()
+                _gemm(logits, here, by, True, scale)
+            yield rows, logits
+
+    def add(self, rows: slice, dlogits: torch.Tensor) -> None:
+        """dlogits: the gradient of these rows' logits."""
+        for factor in self._sums:
+            factor.add(rows, dlogits)
+
+    def gradients(self, wide: bool = False) -> HeadGradients:
+        """wide: of weight and bias in `summed_dtype`."""
+        base, *of_adapter = (factor.done(wide) for factor in self._sums)
+        return HeadGradients(*base, *(of_adapter[0][:2] if of_adapter else ()))
+
+
+def joined(parts: list[Stats], empty: Stats) -> Stats:
+    """Statistics of all rows. empty: of no rows, with the same statistics."""
+    if len(parts) < 2:
+        return parts[0] if parts else empty
+    columns = zip(*parts, strict=True)
+    return Stats(*(None if pieces[0] is None else torch.cat(pieces) for pieces in columns))
+
+
+# ---- the statistics as an operator
+
+
+@declare
+def head_statistics(
+    head: Head,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    scaling: Scaling,
+    wanted: Wanted,
+    plan: Plan,
+    group: torch.distributed.ProcessGroup | None,
+) -> Stats:
+    """Differentiable in each statistic.   target: [T] int64.   class_weight: [V] float32, read for
+    `weighted`.
+    """
+    return empty_statistics(head.x, wanted)
+
+
+@declare
+def head_statistics_backward(
+    head: Head,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    scaling: Scaling,
+    softmax: Softmax,
+    gradients: StatsGradients,
+    plan: Plan,
+    needs: Needs,
+    group: torch.distributed.ProcessGroup | None,
+) -> HeadGradients:
+    return HeadGradients(
+        *(
+            None if t is None or not need else torch.empty_like(t, memory_format=ROWS)
+            for t, need in zip(head, needs, strict=True)
+        )
+    )
+
+
+def _save(ctx, arguments, found):
+    head, target, class_weight, ctx.scaling, wanted, ctx.plan, ctx.group = arguments
+    class_weight = class_weight if wanted.weighted else None
+    ctx.save_for_backward(*head, target, class_weight, *found.softmax)
+    ctx.mark_non_differentiable(found.peak, *(() if found.argmax is None else (found.argmax,)))
+
+
+def _backward(ctx, g):
+    gradients = StatsGradients(
+        *(None if t is None else t.contiguous() for t in (g.log_sum, g.picked, g.weighted, g.mean))
+    )
+    if all(t is None for t in gradients):
+        return {}
+    tensors, parts = ctx.saved_tensors, len(Head._fields)
+    head, (target, class_weight, *softmax) = Head(*tensors[:parts]), tensors[parts:]
+    needs = Needs(*(ctx.needs[name] for name in Head._fields))
+    found = ctx.backward_op(
+        head,
+        target,
+        class_weight,
+        ctx.scaling,
+        Softmax(*softmax),
+        gradients,
+        ctx.plan,
+        needs,
+        ctx.group,
+    )
+    return dict(zip(Head._fields, found, strict=True))
+
+
+head_statistics.differentiate(_save, _backward)
+
+
+def _launch(
+    kernels: Kernels,
+    head: Head,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    scaling: Scaling,
+    wanted: Wanted,
+    plan: Plan,
+    group: Group,
+) -> Stats:
+    # The GEMM divides by the temperature.
+    capped = Scaling(scaling.cap)
+    parts = [
+        kernels.of_rows(logits, target[rows], class_weight, capped, wanted, group)
+        for rows, logits in Chunks(head, plan, 1 / scaling.temperature)
+    ]
+    return joined(parts, empty_statistics(head.x, wanted))
+
+
+def _launch_backward(
+    kernels: Kernels,
+    head: Head,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    scaling: Scaling,
+    softmax: Softmax,
+    gradients: StatsGradients,
+    plan: Plan,
+    needs: Needs,
+    group: Group,
+) -> HeadGradients:
+    chunks = Chunks(head, plan, 1 / scaling.temperature, needs)
+    for rows, logits in chunks:
+        of_rows = Softmax(*(None if t is None else t[rows] for t in softmax))
+        g = StatsGradients(*(None if t is None else t[rows] for t in gradients))
+        where = logits, target[rows], class_weight, Scaling(scaling.cap)
+        chunks.add(rows, kernels.gradient(*where, of_rows, g, group, inplace=True))
+    return chunks.gradients()
+
+
+@functools.cache
+def operator(name: str) -> Operator:
+    """`head_statistics` on the kernels of this name."""
+    kernels = softmax_stats.kernels(name)
+    backward = head_statistics_backward.define(
+        f"linear_stats_{name}_backward", functools.partial(_launch_backward, kernels)
+    )
+    launch = functools.partial(_launch, kernels)
+    return head_statistics.define(f"linear_stats_{name}_forward", launch, backward)
+
+
+def statistics_of(name: str) -> Callable:
+    """The statistics of a head, by "eager" or by the kernels of this name: (head, target, valid,
+    class_weight, scaling, wanted, plan, group) -> Stats, as `head_statistics`.
+
+    valid: [T], 0 for rows that the loss ignores, whose gradient in their statistics must be 0.
+    """
+
+    def eager(head, target, valid, class_weight, scaling, wanted, plan, group):
+        logits = without_gradient(logits_eager(head, plan.fp32_logits), valid == 0)
+        return stats_eager(logits, target, class_weight, scaling, wanted, group)
+
+    if name == "eager":
+        return eager
+    launch = operator(name)
+
+    def fused(head, target, valid, class_weight, scaling, wanted, plan, group):
+        head = head._replace(x=head.x.contiguous())
+        plan = plan._replace(learns=torch.is_grad_enabled() and head.weight.requires_grad)
+        class_weight = class_weight if wanted.weighted else None
+        return launch(head, target.contiguous(), class_weight, scaling, wanted, plan, group)
+
+    return fused

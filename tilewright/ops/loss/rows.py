@@ -1,0 +1,80 @@
+"""The statistics of rows of given logits as an operator, differentiable in each statistic: what a
+kind of loss on logits is computed from. Its backward reads the logits once more, and what it saves
+beside them is [T].
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from tilewright.core.library import Operator, declare
+from tilewright.kernels.loss.operators import (
+    Scaling,
+    Softmax,
+    Stats,
+    StatsGradients,
+    Wanted,
+    empty_statistics,
+)
+from tilewright.ops.loss import softmax_stats
+from tilewright.ops.loss.softmax_stats import Group
+
+
+@declare
+def row_statistics(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    scaling: Scaling,
+    wanted: Wanted,
+    overwrite: bool,
+    group: torch.distributed.ProcessGroup | None,
+) -> Stats:
+    """As `softmax_stats.Kernels.of_rows`.   overwrite: whether backward overwrites the logits with
+    their gradient.
+    """
+    return empty_statistics(logits, wanted)
+
+
+def _save(ctx, arguments, found):
+    logits, target, class_weight, ctx.scaling, wanted, ctx.overwrite, ctx.group = arguments
+    class_weight = class_weight if wanted.weighted else None
+    ctx.save_for_backward(logits, target, class_weight, *found.softmax)
+    ctx.mark_non_differentiable(found.peak, *(() if found.argmax is None else (found.argmax,)))
+
+
+def _backward(ctx, g):
+    gradients = StatsGradients(g.log_sum, g.picked, g.weighted, g.mean)
+    if all(t is None for t in gradients):
+        return {}
+    logits, target, class_weight, *softmax = ctx.saved_tensors
+    of_loss = Softmax(*softmax), gradients
+    return {
+        "logits": ctx.backward_op(
+            logits, target, class_weight, ctx.scaling, *of_loss, ctx.group, inplace=ctx.overwrite
+        )
+    }
+
+
+row_statistics.differentiate(_save, _backward)
+
+
+@functools.cache
+def operator(name: str) -> Operator:
+    """`row_statistics` on the kernels of this name."""
+    kernels = softmax_stats.kernels(name)
+
+    def launch(
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        class_weight: torch.Tensor | None,
+        scaling: Scaling,
+        wanted: Wanted,
+        overwrite: bool,
+        group: Group,
+    ) -> Stats:
+        return kernels.of_rows(logits, target, class_weight, scaling, wanted, group)
+
+    return row_statistics.define(f"row_statistics_{name}", launch, kernels.gradient)
