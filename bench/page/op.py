@@ -146,7 +146,10 @@ def numerics(op: Op, results: raw.Raw, devices: Sequence[Device]) -> list[str]:
         "",
     ]
     if op.autocast is not None:
-        out += ["Under `torch.autocast`: see [the table](../numerics.md#under-torchautocast).", ""]
+        out += [
+            f"Under [`torch.autocast`](../numerics.md#under-torchautocast): {op.autocast}.",
+            "",
+        ]
     for device in devices:
         entries = [e for e in detail.checked(device, results, "parity") if e.op == op.name]
         if tried := [e for e in entries if e.data["status"] != "unavailable"]:

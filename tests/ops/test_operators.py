@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewright import ImplementationUnavailable, platform
 from tilewright.bench import contract
-from tilewright.core import checks, schema
+from tilewright.core import checks, explain, schema
 from tilewright.core import library as _library
 from tilewright.core.registry import DispatchOn, Implementation, Op, short
 from tilewright.ops import OPS
@@ -222,15 +222,15 @@ def test_every_op_declares_what_autocast_does_to_it(op):
     assert op.autocast is not None, f"{op.name}'s public function has no @checks.autocast"
     assert op.autocast.convention in checks.CONVENTIONS
     assert bool(op.autocast.arguments) == (op.autocast.convention in ("products", "norm"))
+    said = explain.contract(op)
+    assert checks.CONVENTIONS[op.autocast.convention] in said
+    assert not op.autocast.arguments or f"casts {', '.join(op.autocast.arguments)}" in said
+
+
+def test_the_page_has_every_convention_of_autocast():
     page = (pathlib.Path(__file__).parents[2] / "docs" / "numerics.md").read_text()
-    [row] = [
-        line
-        for line in page.splitlines()
-        if line.startswith("| autocast |") and f"`{op.name}`" in line
-    ]
-    assert f"| {op.autocast.convention} |" in row
-    casts = re.search(rf"`{op.name}`(?: \(([^)]*)\))?", row)[1] or ""
-    assert tuple(filter(None, casts.split(", "))) == op.autocast.arguments
+    for convention, meaning in checks.CONVENTIONS.items():
+        assert f"| {convention} | {meaning} |" in page
 
 
 @EVERY_IMPLEMENTATION

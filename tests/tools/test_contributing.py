@@ -11,6 +11,7 @@ import sys
 import pytest
 
 import tilewright
+from tilewright.ops import OPS
 
 ROOT = pathlib.Path(tilewright.__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
@@ -53,19 +54,6 @@ def test_the_template_makes_an_op(tmp_path):
     ]
     for name, code in blocks:
         (tmp_path / name).write_text(code)
-    table = package / "ops/__init__.py"
-    text = table.read_text()
-    for line, added in (
-        (
-            "from tilewright.ops.activation.activation import GELU_MUL, SILU_MUL, Gate, gelu_mul, silu_mul\n",
-            "from tilewright.ops.activation.scale import SCALE, scale\n",
-        ),
-        ("        SILU_MUL,\n", "        SCALE,\n"),
-        ('    "route",\n', '    "scale",\n'),
-    ):
-        assert text.count(line) == 1
-        text = text.replace(line, line + added)
-    table.write_text(text)
     lint = [
         sys.executable,
         "-m",
@@ -109,3 +97,68 @@ def test_the_template_makes_an_op(tmp_path):
     units = [json.loads(u) for u in (tmp_path / "out/suite.jsonl").read_text().splitlines()]
     rows = [row for unit in units for row in unit.get("rows", ()) if row.get("provider")]
     assert [(r["op"], r["case"], r["provider"]) for r in rows] == [("scale", "cpu", "eager")]
+
+
+KIND = (ROOT / "docs/tutorials/own_kind_of_loss.md").read_text()
+KIND_SCRIPT = """
+import doctest, functools, json, sys
+import forked, torch
+from tools.test_docstrings import missing
+from tilewright import __main__ as cli
+from tilewright.ops import OPS
+
+focal = sys.modules["tilewright.ops.loss.linear_focal"]
+forked.briefly()
+fn = functools.partial(OPS["linear_focal"].public, implementation=sys.argv[1])
+x, w = torch.randn(5, 8, requires_grad=True), torch.randn(12, 8)
+y = torch.arange(5)
+logprob = (x @ w.T).log_softmax(-1)[y, y]
+compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+print(json.dumps({
+    "package": sys.modules["tilewright"].__file__,
+    "documented": [missing(OPS["linear_focal"].public), *doctest.testmod(focal)[::-1]],
+    "explain": cli.main(["explain", "linear_focal", "--device", "cpu"]),
+    "contract": cli.main(["check", "linear_focal", "--implementation", sys.argv[1], "--device",
+                          "cpu", "--dtype", "float32"]),
+    "right": torch.allclose(fn(x, w, y), -(1 - logprob.exp()) ** 2 * logprob, atol=1e-6),
+    "compiled": torch.equal(compiled(x, w, y), fn(x, w, y)),
+}))
+"""
+
+
+def test_the_page_makes_a_kind_of_loss_on_the_head(tmp_path):
+    """In one file, without an edit."""
+    package = tmp_path / "tilewright"
+    built = OPS["linear_cross_entropy"].implementation("cpp").why_not("cpu") is None
+    shutil.copytree(ROOT / "tilewright", package, ignore=shutil.ignore_patterns("__pyc*"))
+    code = (ROOT / "examples/linear_focal.py").read_text()  # the block of the page
+    [name] = re.findall(r"as `(tilewright/\S+)`", KIND)
+    assert not (tmp_path / name).exists()
+    (tmp_path / name).write_text(code)
+    run = subprocess.run(
+        [sys.executable, "-c", KIND_SCRIPT, "cpp" if built else "eager"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}:{ROOT}",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    result = json.loads(lines[-1])
+    assert result.pop("package") == str(package / "__init__.py")
+    assert result == {
+        "documented": [[], 2, 0],
+        "explain": 0,
+        "contract": 0,
+        "right": True,
+        "compiled": True,
+    }
+    [page] = re.findall(r"<!-- kind -->\n```console\n(.*?)```", KIND, re.S)
+    said = [line for line in page.splitlines() if not line.startswith("$ ")]
+    assert len(said) == 3 and (not built or {*said} <= {*lines})
+    assert code.count("\n") < 75, "one screen and a half"

@@ -13,10 +13,11 @@ from torch._dynamo.testing import CompileCounter
 import tilewright
 from tilewright import __main__ as cli
 from tilewright.core.registry import Implementation, ImplementationUnavailable, Op
-from tilewright.ops import AQN, HADAMARD, OPS, RMSNORM, hadamard, rmsnorm
+from tilewright.ops import AQN, OPS, hadamard, rmsnorm
 from tilewright.ops.attention.attention import ATTENTION
-from tilewright.ops.norm.rmsnorm import rmsnorm_eager
+from tilewright.ops.norm.rmsnorm import RMSNORM, rmsnorm_eager
 from tilewright.ops.quant.aqn import AQN_NOISE
+from tilewright.ops.quant.hadamard import HADAMARD
 
 
 def times(name, factor, **options):

@@ -285,7 +285,7 @@ def test_all_subjects_are_there():
     assert [p.stem for p in PAGES] == sorted(
         (
             *("hugging_face", "qlora", "mixture_of_experts", "your_own_op"),
-            *("outside_implementation", "torchrun", "benchmark", "own_loss"),
+            *("outside_implementation", "torchrun", "benchmark", "own_loss", "own_kind_of_loss"),
         )
     )
 

@@ -101,6 +101,10 @@ class Autocast(NamedTuple):
     convention: str
     arguments: tuple[str, ...]
 
+    def __str__(self) -> str:
+        cast = f"; casts {', '.join(self.arguments)}" if self.arguments else ""
+        return f"{CONVENTIONS[self.convention]}{cast}"
+
 
 def autocasts(device: str) -> bool:
     """Whether autocast is on; False for a device type that has none, such as meta."""

@@ -109,11 +109,15 @@ def as_json(every: list[Row], device_type: str, dtype: torch.dtype) -> str:
 
 
 def contract(op: Op) -> str:
-    """The options that single implementations do not support, and the op's documentation."""
+    """The options that single implementations do not support, what torch.autocast does, and the
+    op's documentation.
+    """
     text, narrow = [], max(map(len, op.names()))
     for impl in op.implementations:
         if unsupported := dict.fromkeys(filter(None, map(impl.refuses, op.requests))):
             text.append(f"{impl.name:<{narrow}}  {'; '.join(unsupported)}")
     if op.requests:
         text = ["unsupported:", *text, ""]
+    if op.autocast is not None:
+        text += [f"under torch.autocast: {op.autocast}", ""]
     return "\n".join([*text, inspect.getdoc(op.public) or ""])

@@ -211,7 +211,7 @@ class Declaration:
         """Registers `tilewright::name` for CPU and CUDA tensors and returns the operator.
 
         launch: arguments -> results.
-        backward_op: the operators that the formula launches.
+        backward_op: the operators that the formula launches; default: the operator itself.
         mutates: names of arguments that `launch` writes.
         plain: the same of PyTorch's operators alone, without checks of values; see
             `plain_operators`.
@@ -266,6 +266,7 @@ class Declaration:
     def _differentiated(self, op: Operator, backward_op: Any) -> Operator:
         if self._derivative is not None:
             save, backward, twice = self._derivative
+            backward_op = op if backward_op is None else backward_op
             _differentiate(op, save, backward, backward_op=backward_op, twice=twice)
         return op
 

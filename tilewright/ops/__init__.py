@@ -1,103 +1,71 @@
-"""The public functions, and `OPS`, the table of all ops."""
+"""The public functions, and `OPS`, the table of all ops.
 
+A module of a family, `tilewright/ops/<family>/<module>.py`, that assigns an `Op` at its left margin
+(`SILU_MUL = Op(`, or a function of another name that ends in `_op`) is found and imported: no list
+of ops exists. The imports below are for readers and type checkers.
+"""
+
+import importlib
 import pathlib
+import pkgutil
+import re
 
-from tilewright.ops.activation.activation import GELU_MUL, SILU_MUL, Gate, gelu_mul, silu_mul
-from tilewright.ops.attention.attention import ATTENTION, attention
+from tilewright.core.registry import Op
+from tilewright.ops.activation.activation import Gate, gelu_mul, silu_mul
+from tilewright.ops.attention.attention import attention
 from tilewright.ops.fused_quantize.fused_quantize import (
-    ADD_RMSNORM_QUANTIZE,
-    RMSNORM_QUANTIZE,
-    SILU_MUL_QUANTIZE,
     add_rmsnorm_quantize,
     rmsnorm_quantize,
     silu_mul_quantize,
 )
-from tilewright.ops.loss.cross_entropy import CROSS_ENTROPY, cross_entropy
-from tilewright.ops.loss.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy
-from tilewright.ops.loss.logprob import (
-    LINEAR_LOGPROB,
-    LOGPROB_ENTROPY,
-    linear_logprob,
-    logprob_entropy,
-)
+from tilewright.ops.loss.cross_entropy import cross_entropy
+from tilewright.ops.loss.linear_cross_entropy import linear_cross_entropy
+from tilewright.ops.loss.logprob import linear_logprob, logprob_entropy
 from tilewright.ops.loss.targets import checked_targets
-from tilewright.ops.moe.grouped_gemm import GROUPED_GEMM, grouped_gemm
-from tilewright.ops.moe.moe import MOE_MLP, moe_mlp
-from tilewright.ops.moe.moe_lora import MOE_LORA, moe_lora
-from tilewright.ops.moe.permute import PERMUTE, UNPERMUTE, permute, sort_by_expert, unpermute
-from tilewright.ops.moe.route import ROUTE, route
-from tilewright.ops.norm.rmsnorm import ADD_RMSNORM, RMSNORM, add_rmsnorm, rmsnorm
-from tilewright.ops.optim.adamw import ADAMW, adamw_
-from tilewright.ops.optim.newton_schulz import NEWTON_SCHULZ, newton_schulz
-from tilewright.ops.quant.aqn import AQN, AQN_NOISE, aqn_noise, aqn_schedule
-from tilewright.ops.quant.block_fp8 import (
-    DEQUANTIZE_BLOCK_FP8,
-    QUANTIZE_BLOCK_FP8,
-    BlockFP8,
-    dequantize_block_fp8,
-    quantize_block_fp8,
-)
-from tilewright.ops.quant.fp8_linear import FP8_LINEAR, fp8_linear
-from tilewright.ops.quant.hadamard import HADAMARD, hadamard
-from tilewright.ops.quant.mxfp8 import (
-    DEQUANTIZE_MXFP8,
-    MXFP8,
-    QUANTIZE_MXFP8,
-    dequantize_mxfp8,
-    quantize_mxfp8,
-)
-from tilewright.ops.quant.nf4 import DEQUANTIZE_NF4, QUANTIZE_NF4, dequantize_nf4, quantize_nf4
+from tilewright.ops.moe.grouped_gemm import grouped_gemm
+from tilewright.ops.moe.moe import moe_mlp
+from tilewright.ops.moe.moe_lora import moe_lora
+from tilewright.ops.moe.permute import permute, sort_by_expert, unpermute
+from tilewright.ops.moe.route import route
+from tilewright.ops.norm.rmsnorm import add_rmsnorm, rmsnorm
+from tilewright.ops.optim.adamw import adamw_
+from tilewright.ops.optim.newton_schulz import newton_schulz
+from tilewright.ops.quant.aqn import AQN, aqn_noise, aqn_schedule
+from tilewright.ops.quant.block_fp8 import BlockFP8, dequantize_block_fp8, quantize_block_fp8
+from tilewright.ops.quant.fp8_linear import fp8_linear
+from tilewright.ops.quant.hadamard import hadamard
+from tilewright.ops.quant.mxfp8 import MXFP8, dequantize_mxfp8, quantize_mxfp8
+from tilewright.ops.quant.nf4 import dequantize_nf4, quantize_nf4
 from tilewright.ops.quant.nf4_format import NF4
-from tilewright.ops.quant.nvfp4 import (
-    DEQUANTIZE_NVFP4,
-    NVFP4,
-    QUANTIZE_NVFP4,
-    dequantize_nvfp4,
-    quantize_nvfp4,
-)
-from tilewright.ops.quant.quantized_linear import QUANTIZED_LINEAR, quantized_linear
-from tilewright.ops.rope.qk_norm_rope import QK_NORM_ROPE, qk_norm_rope
-from tilewright.ops.rope.rope import ROPE, rope
+from tilewright.ops.quant.nvfp4 import NVFP4, dequantize_nvfp4, quantize_nvfp4
+from tilewright.ops.quant.quantized_linear import quantized_linear
+from tilewright.ops.rope.qk_norm_rope import qk_norm_rope
+from tilewright.ops.rope.rope import rope
 
-OPS = {
-    op.name: op
-    for op in (
-        RMSNORM,
-        ADD_RMSNORM,
-        SILU_MUL,
-        GELU_MUL,
-        ROPE,
-        QK_NORM_ROPE,
-        ATTENTION,
-        CROSS_ENTROPY,
-        LINEAR_CROSS_ENTROPY,
-        LINEAR_LOGPROB,
-        LOGPROB_ENTROPY,
-        ROUTE,
-        PERMUTE,
-        UNPERMUTE,
-        GROUPED_GEMM,
-        MOE_MLP,
-        MOE_LORA,
-        QUANTIZE_NF4,
-        DEQUANTIZE_NF4,
-        QUANTIZE_NVFP4,
-        DEQUANTIZE_NVFP4,
-        QUANTIZE_BLOCK_FP8,
-        DEQUANTIZE_BLOCK_FP8,
-        QUANTIZE_MXFP8,
-        DEQUANTIZE_MXFP8,
-        HADAMARD,
-        SILU_MUL_QUANTIZE,
-        RMSNORM_QUANTIZE,
-        ADD_RMSNORM_QUANTIZE,
-        QUANTIZED_LINEAR,
-        FP8_LINEAR,
-        AQN_NOISE,
-        NEWTON_SCHULZ,
-        ADAMW,
-    )
-}
+# The order of families in tables; others follow.
+FAMILIES = ("norm", "activation", "rope", "attention", "loss", "moe", "quant", "fused_quantize")
+_ASSIGNS_AN_OP = re.compile(r"^[A-Z][A-Z0-9_]* = (?:Op|\w+_op)\(", re.MULTILINE)
+
+
+def _found() -> dict[str, Op]:
+    """All ops by name. Modules without one are not imported: those that communicate take long."""
+    places = {name: i for i, name in enumerate(FAMILIES)}
+    root, modules = str(pathlib.Path(__file__).parent), []
+    for found in pkgutil.walk_packages([root], f"{__name__}."):
+        spec = found.module_finder.find_spec(found.name)
+        source = None if found.ispkg or spec is None else spec.loader.get_source(found.name)
+        if source and _ASSIGNS_AN_OP.search(source):
+            family = found.name.split(".")[2]
+            modules.append((places.get(family, len(places)), found.name))
+    ops = {}
+    for _, name in sorted(modules):
+        values = vars(importlib.import_module(name)).values()
+        ops |= {v.name: v for v in values if isinstance(v, Op) and v.public.__module__ == name}
+    return ops
+
+
+OPS = _found()
+globals().update({op.public.__name__: op.public for op in OPS.values()})
 
 __path__.append(str(pathlib.Path(__file__).parents[1] / "_moved/ops"))
 

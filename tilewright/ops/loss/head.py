@@ -21,13 +21,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from tilewright import platform
 from tilewright.core import checks
 from tilewright.core.library import Operator, declare
+from tilewright.core.registry import Case, Implementation, Judged, Op
 from tilewright.kernels.loss.operators import (
     Scaling,
     Softmax,
@@ -39,8 +41,16 @@ from tilewright.kernels.loss.operators import (
 from tilewright.kernels.tuning import Tunable
 from tilewright.ops import products
 from tilewright.ops.loss import softmax_stats
-from tilewright.ops.loss.softmax_stats import Group, Kernels, stats_eager, without_gradient
-from tilewright.ops.loss.targets import Labels, check_labels
+from tilewright.ops.loss.head_cases import atol
+from tilewright.ops.loss.softmax_stats import (
+    Group,
+    Kernels,
+    reshaped,
+    stats_eager,
+    without_gradient,
+)
+from tilewright.ops.loss.targets import Labels, check_labels, presence
+from tilewright.ops.loss.vocabulary import world_size
 
 MiB = 2**20
 # The budget of several chunks. On a CPU smaller chunks read and write the weight's gradient more
@@ -166,32 +176,37 @@ def check_head(x, weight, bias, labels: Labels, fp32_logits: bool) -> None:
     check_labels(x.new_empty(1).expand(*x.shape[:-1], weight.shape[0]), labels)
 
 
-def adapter(x, weight, lora_A, lora_B, lora_scale) -> torch.Tensor | None:
-    """lora_scale * x lora_A^T [T, r], or None. Raises TypeError or ValueError for an adapter that
-    does not fit the head.
+def low_rank(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    A: torch.Tensor | None,
+    B: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor | None:
+    """scale * x A^T [T, r], or None without an adapter. Raises TypeError or ValueError, naming
+    lora_A, lora_B or lora_scale, for one that does not fit the head.
     """
     checks.number(
-        "lora_scale", lora_scale, -checks.LARGEST, checks.LARGEST, "a finite number (in float32)"
+        "lora_scale", scale, -checks.LARGEST, checks.LARGEST, "a finite number (in float32)"
     )
-    given = {"lora_A": lora_A, "lora_B": lora_B}
-    if lora_A is None and lora_B is None:
+    if A is None and B is None:
         return None
-    if absent := [name for name, t in given.items() if t is None]:
-        raise ValueError(f"{absent[0]} must be given with the other factor, got None")
-    for name, t in given.items():
+    if A is None or B is None:
+        missing = "lora_A" if A is None else "lora_B"
+        raise ValueError(f"{missing} must be given with the other factor, got None")
+    for name, t in (("lora_A", A), ("lora_B", B)):
         checks.floating(name, t)
         if t.dtype != x.dtype:
             raise TypeError(f"{name} must have x's dtype {x.dtype}, got {t.dtype}; cast it")
-    if lora_A.dim() != 2 or lora_A.shape[0] == 0 or lora_A.shape[1] != x.shape[-1]:
+    if A.dim() != 2 or A.shape[0] == 0 or A.shape[1] != x.shape[-1]:
         raise ValueError(
             f"lora_A must have shape [r, {x.shape[-1]}] (x's last dimension) with r >= 1, got "
-            f"{list(lora_A.shape)}"
+            f"{list(A.shape)}"
         )
-    shape = weight.shape[0], lora_A.shape[0]
-    checks.shape("lora_B", lora_B, shape, "rows of weight and of lora_A")
-    checks.same_device(x=x, lora_A=lora_A, lora_B=lora_B)
+    checks.shape("lora_B", B, (weight.shape[0], A.shape[0]), "rows of weight and of lora_A")
+    checks.same_device(x=x, lora_A=A, lora_B=B)
     with checks.no_autocast(x):
-        return F.linear(x.reshape(-1, x.shape[-1]), lora_A) * lora_scale
+        return F.linear(x.reshape(-1, x.shape[-1]), A) * scale
 
 
 class _Replicated(torch.autograd.Function):
@@ -575,3 +590,92 @@ def statistics_of(name: str) -> Callable:
         return launch(head, target.contiguous(), class_weight, scaling, wanted, plan, group)
 
     return fused
+
+
+# ---- a kind of loss on the head
+
+
+class HeadRows(NamedTuple):
+    """A head and its targets, as a kind of loss gets them.
+
+    target: [T] int64.   valid: [T], see `targets.presence`.   shape: of the results.
+    """
+
+    head: Head
+    target: torch.Tensor
+    valid: torch.Tensor
+    plan: Plan
+    group: Group
+    shape: torch.Size
+
+    @classmethod
+    def checked(
+        cls,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        adapter: tuple[torch.Tensor | None, torch.Tensor | None, float] = (None, None, 1.0),
+        ignore_index: int = -100,
+        fp32_logits: bool = False,
+        chunk_size: int | None = None,
+        group: Group = None,
+    ) -> HeadRows:
+        """Raises TypeError or ValueError for arguments that do not fit each other. adapter: (A, B,
+        scale), None for none.
+        """
+        check_chunks("fp32", chunk_size)
+        check_head(x, weight, bias, Labels(target, group=group), fp32_logits)
+        low = low_rank(x, weight, *adapter)
+        valid = presence(target, world_size(group) * weight.shape[0], ignore_index).reshape(-1)
+        rows = replicated(x, group).reshape(-1, x.shape[-1])
+        low = None if low is None else replicated(low, group)
+        plan = Plan(True, fp32_logits, False, chunk_size)
+        head = Head(rows, weight, bias, low, adapter[1])
+        return cls(head, target.reshape(-1), valid, plan, group, x.shape[:-1])
+
+
+def head_op(
+    name: str,
+    public: Callable,
+    kind: Callable,
+    cases: tuple[Case, ...],
+    judged: Judged = Judged(of_sums=True),  # noqa: B008 (a constant)
+    **options: Any,
+) -> Op:
+    """The op of a kind of loss on the head, by the eager twin and by every fused implementation.
+
+    public: picks one of them for x, and calls it under `checks.no_autocast` with HeadRows, Scaling,
+        Wanted and the kind's own options. It gets a tuple of tensors in the shape of the targets.
+    kind: (Stats, valid, the options) -> tensors [T] or None, in plain PyTorch, differentiable in
+        the statistics.
+    """
+
+    def on(implementation: str) -> Callable:
+        statistics = statistics_of(implementation)
+
+        def computed(of: HeadRows, scaling: Scaling, wanted: Wanted, *own) -> tuple:
+            stats = statistics(
+                of.head, of.target, of.valid, None, scaling, wanted, of.plan, of.group
+            )
+            found = kind(stats, of.valid, *own)
+            return tuple(reshaped(t, of.shape) for t in found if t is not None)
+
+        return computed
+
+    fused = (
+        Implementation(
+            "triton", lambda: on("triton"), platform.no_triton, tunables=lambda: (CHUNK,)
+        ),
+        Implementation(
+            "cpp",
+            lambda: on("cpp"),
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
+            tunables=lambda: (CHUNK,),
+        ),
+    )
+    options.setdefault("atol", atol)
+    return Op(name, public, on("eager"), fused, cases, judged=judged, **options)

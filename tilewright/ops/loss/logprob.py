@@ -27,16 +27,7 @@ from tilewright.kernels.loss.operators import Scaling, Stats, Wanted
 from tilewright.ops import cases
 from tilewright.ops.loss import rows
 from tilewright.ops.loss.cross_entropy import check_options
-from tilewright.ops.loss.head import (
-    CHUNK,
-    Head,
-    Plan,
-    adapter,
-    check_chunks,
-    check_head,
-    replicated,
-    statistics_of,
-)
+from tilewright.ops.loss.head import HeadRows, head_op
 from tilewright.ops.loss.head_cases import atol, case, offsets, timed
 from tilewright.ops.loss.softmax_stats import reshaped, stats_eager, without_gradient
 from tilewright.ops.loss.targets import Labels, check_labels, presence
@@ -169,18 +160,20 @@ def linear_logprob(
         '-1.3863 1.3863'
     """
     scaling = _scaling(temperature, softcap, ignore_index)
-    check_chunks("fp32", chunk_size)
-    check_head(x, weight, bias, Labels(target, group=group), fp32_logits)
-    low = adapter(x, weight, lora_A, lora_B, lora_scale)
-    plan = Plan(True, fp32_logits, False, chunk_size)
-    valid = presence(target, world_size(group) * weight.shape[0], ignore_index).reshape(-1)
+    of = HeadRows.checked(
+        x,
+        weight,
+        target,
+        bias=bias,
+        adapter=(lora_A, lora_B, lora_scale),
+        ignore_index=ignore_index,
+        fp32_logits=fp32_logits,
+        chunk_size=chunk_size,
+        group=group,
+    )
     fn = LINEAR_LOGPROB.pick(implementation, x)
-    flat = replicated(x, group).reshape(-1, x.shape[-1])
-    head = Head(flat, weight, bias, None if low is None else replicated(low, group), lora_B)
-    wanted = Wanted(mean=True, argmax=return_argmax)
     with checks.no_autocast(x):
-        found = fn(head, target.reshape(-1), valid, scaling, wanted, plan, group)
-    return tuple(reshaped(t, x.shape[:-1]) for t in found if t is not None)
+        return fn(of, scaling, Wanted(mean=True, argmax=return_argmax))
 
 
 def _scaling(temperature: float, softcap: float | None, ignore_index: int) -> Scaling:
@@ -227,10 +220,6 @@ def _of_logits(statistics, logits, target, valid, scaling, wanted, inplace, grou
         logits = logits.contiguous()
     target = target.contiguous()
     return results(statistics(logits, target, None, scaling, wanted, inplace, group), valid)
-
-
-def _of_head(statistics, head, target, valid, scaling, wanted, plan, group=None):
-    return results(statistics(head, target, valid, None, scaling, wanted, plan, group), valid)
 
 
 # ---- cases of logits
@@ -372,28 +361,11 @@ def _head_cases():
     )
 
 
-LINEAR_LOGPROB = Op(
+LINEAR_LOGPROB = head_op(
     "linear_logprob",
     linear_logprob,
-    functools.partial(_of_head, statistics_of("eager")),
-    (
-        Implementation(
-            "triton",
-            lambda: functools.partial(_of_head, statistics_of("triton")),
-            platform.no_triton,
-            tunables=lambda: (CHUNK,),
-        ),
-        Implementation(
-            "cpp",
-            lambda: functools.partial(_of_head, statistics_of("cpp")),
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-            tunables=lambda: (CHUNK,),
-        ),
-    ),
+    results,
     _head_cases(),
-    atol=_logprob_atol,
     # Classes that are no row's target have elements of the weight's gradient that are 20 to 40
     # times smaller than its root mean square: sums of small terms of either sign, which the twin
     # computes from rounded logits too. There its own error is a quarter to a third in bfloat16.
@@ -410,6 +382,7 @@ LINEAR_LOGPROB = Op(
             torch.float16: {"grad weight": 0.14, "grad bias": 0.087, "grad lora_B": 0.21},
         },
     ),
+    atol=_logprob_atol,
     # (8192, 4096, 151936): the products alone take 42 ms there (huggingface/trl, issue 7244), and
     # the logits' recomputation a third of that. The gradients of x and weight take 1.3 GiB.
     goals=(
