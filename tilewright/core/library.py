@@ -235,13 +235,21 @@ class Declaration:
         its formula, and returns it.
         """
         overload, signature = self._overload(name), self.signature
-        launch = torch_names.cpu_kernel(overload)
-        if signature.structured:
-            kernel = launch
+        kernel, flat, structure = (
+            torch_names.cpu_kernel(overload),
+            signature.flat,
+            signature.result,
+        )
+        if structure is not None:
 
             def launch(*args):
-                return signature.read_result(kernel(*signature.flat(args)))
+                return structure(*kernel(*flat(args)))
+        elif signature.structured:
 
+            def launch(*args):
+                return kernel(*flat(args))
+        else:
+            launch = kernel
         op = Operator(overload, launch, signature, cuda=False)
         return self._differentiated(op, backward_op)
 

@@ -163,6 +163,11 @@ class Signature:
         self.structured = self.result is not None or any(
             type(a) is not _Leaf for a in self._arguments
         )
+        # None for an argument of the schema, True for a structure of such, False for others.
+        self._written = [
+            None if type(a) is _Leaf else isinstance(a, _Structure) and a.flat
+            for a in self._arguments
+        ]
         # The place of the only structure, if its fields are written as they are.
         others = [i for i, a in enumerate(self._arguments) if type(a) is not _Leaf]
         first = self._arguments[others[0]] if others else None
@@ -204,8 +209,13 @@ class Signature:
         if not self.structured:
             return args
         flat: list = []
-        for argument, value in zip(self._arguments, args, strict=True):
-            argument.write(value, flat)
+        for written, argument, value in zip(self._written, self._arguments, args, strict=True):
+            if written is None:  # without a call of `write`, as it is
+                flat.append(value)
+            elif written and value is not None:
+                flat += value
+            else:
+                argument.write(value, flat)
         return flat
 
     def read(self, flat: Sequence) -> Sequence:

@@ -1,0 +1,174 @@
+"""Operators whose arguments and results are structures (core/schema.py), by every way of a call."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tilewright.core import library
+from tilewright.core.library import declare
+from tilewright.core.schema import Signature
+
+
+class Factors(NamedTuple):
+    a: torch.Tensor
+    b: torch.Tensor | None
+
+
+class Sum(NamedTuple):
+    c: torch.Tensor
+    d: torch.Tensor | None
+
+
+class Options(NamedTuple):
+    power: float
+    total: bool
+
+
+class Found(NamedTuple):
+    y: torch.Tensor
+    total: torch.Tensor | None
+
+
+def allocate(
+    factors: Factors,
+    extra: Sum | None,
+    by: torch.Tensor | float | None,
+    options: Options,
+    group: torch.distributed.ProcessGroup | None,
+) -> Found:
+    total = factors.a.new_empty(()) if options.total else None
+    return Found(torch.empty_like(factors.a), total)
+
+
+def compute(factors, extra, by, options, group):
+    """y = (a b)^power + c d + by; total = its sum, if requested."""
+    assert type(options) is Options and type(factors) is Factors
+    assert extra is None or type(extra) is Sum
+    y = factors.a if factors.b is None else factors.a * factors.b
+    y = y**options.power
+    if extra is not None:
+        y = y + (extra.c if extra.d is None else extra.c * extra.d)
+    y = y if by is None else y + by
+    return Found(y, y.sum() if options.total else None)
+
+
+@pytest.fixture
+def operator(monkeypatch):
+    """seen: what `save` and `backward` were given."""
+    with torch.library._scoped_library("tilewright", "FRAGMENT") as scoped:
+        monkeypatch.setattr(library, "_LIBRARY", scoped)
+        seen = []
+
+        declared = declare(allocate)
+
+        def save(ctx, arguments, found):
+            seen.append((arguments, found))
+            factors, extra, *_ = arguments
+            ctx.save_for_backward(*factors, *(extra or (None, None)))
+            ctx.options = arguments[3]
+
+        def backward(ctx, g):
+            assert type(g) is Found
+            a, b, c, d = ctx.saved_tensors
+            grad = g.y if g.total is None else g.total.expand_as(a) + (0 if g.y is None else g.y)
+            p, ab = ctx.options.power, a if b is None else a * b
+            inner = grad * p * ab ** (p - 1)
+            seen.append({n: ctx.needs[n] for n in "abcd"})
+            return {
+                "a": inner if b is None else inner * b,
+                "b": inner * a,
+                "c": grad if d is None else grad * d,
+                "d": None if c is None else grad * c,
+            }
+
+        declared.differentiate(save, backward)
+        op = declared.define("structured", compute)
+        op.seen = seen
+        yield op
+
+
+def given(requires_grad="a", extra=True, by=None, total=True):
+    g = torch.Generator().manual_seed(0)
+    a, b, c, d = (torch.rand(5, generator=g) + 0.5 for _ in range(4))
+    for name, t in zip("abcd", (a, b, c, d), strict=True):
+        t.requires_grad_(name in requires_grad)
+    return Factors(a, b), Sum(c, d) if extra else None, by, Options(2.0, total), None
+
+
+def derivatives(fn, args):
+    found = fn(*args)
+    leaves = [t for t in (*args[0], *(args[1] or ())) if t.requires_grad]
+    outs = [t for t in found if t is not None]
+    return found, torch.autograd.grad(outs, leaves, [torch.ones_like(t) for t in outs])
+
+
+@pytest.mark.parametrize("extra", [True, False])
+@pytest.mark.parametrize("total", [True, False])
+@pytest.mark.parametrize("by", [None, 3, 2.5, torch.tensor(1.5)])
+def test_it_computes_the_same_directly_dispatched_and_compiled(operator, extra, total, by):
+    args = given("abcd" if extra else "ab", extra, by, total)
+    found, grads = derivatives(operator, args)
+    torch._dynamo.reset()
+    compiled = torch.compile(operator, fullgraph=True, backend="aot_eager")
+    for other in (compute, operator.through_dispatcher, compiled):
+        same, same_grads = derivatives(other, args)
+        assert type(same) is Found and (same.total is None) == (not total)
+        for f, s in zip((*found, *grads), (*same, *same_grads), strict=True):
+            assert f is s is None or torch.equal(f, s)
+    assert type(found) is Found
+
+
+def test_formulas_get_structures_and_only_needed_gradients_are_returned(operator):
+    args = given("bc")
+    for call in (operator, operator.through_dispatcher):
+        del operator.seen[:]
+        _, grads = derivatives(call, args)
+        assert len(grads) == 2
+        (arguments, found), needs = operator.seen
+        assert type(found) is Found and type(arguments[0]) is Factors
+        assert type(arguments[1]) is Sum and type(arguments[3]) is Options
+        assert needs == {"a": False, "b": True, "c": True, "d": False}
+
+
+def test_a_missing_gradient_is_none(operator):
+    """Of one result alone."""
+    args = given("a")
+    found = operator(*args)
+    (alone,) = torch.autograd.grad(found.total, args[0].a)
+    torch.testing.assert_close(alone, 2 * args[0].a.detach() * args[0].b ** 2)
+
+
+def test_opcheck(operator):
+    for args in (given("abcd"), given("a", extra=False, by=2.0, total=False)):
+        flat = tuple(operator.signature.flat(args))
+        torch.library.opcheck(operator.overload, flat)
+        assert list(operator.signature.read(flat)) == list(args)
+
+
+def test_the_schema_has_the_fields(operator):
+    assert str(operator.overload._schema) == (
+        "tilewright::structured(Tensor a, Tensor? b, Tensor? c, Tensor? d, Tensor? by, "
+        "float? by_number, float power, bool total, str group) -> (Tensor, Tensor)"
+    )
+
+
+def test_fields_with_a_tensor_subclass_go_through_the_dispatcher(operator):
+    class Subclass(torch.Tensor):
+        pass
+
+    calls, real = [], operator.overload
+    operator.overload = lambda *flat: calls.append(flat) or real(*flat)
+    args = given("")
+    args = args[0]._replace(b=args[0].b.as_subclass(Subclass)), *args[1:]
+    operator.overload._schema = real._schema
+    operator(*args)
+    assert len(calls) == 1 and len(calls[0]) == len(operator.signature.names)
+
+
+def test_two_arguments_of_one_name_are_refused():
+    def twice(factors: Factors, a: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    with pytest.raises(ValueError, match=r"twice: two arguments have one name: \['a', 'b', 'a'\]"):
+        Signature(twice)
