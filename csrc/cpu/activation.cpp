@@ -1,7 +1,7 @@
 // silu(gate) * up and gelu(gate) * up on the CPU. The definition is tilewright/ops/activation/activation.py.
 //
-// gate and up are [rows, I] with their own row strides, so that the halves of a packed [rows, 2I] tensor need no copy;
-// the backward writes into halves of a packed gradient the same way.
+// gate and up are read as [rows, I] with their own row strides, so that the halves of a packed [rows, 2I] tensor need no
+// copy; the backward writes into halves of a packed gradient the same way.
 #include <algorithm>
 
 #include "cpu/common.h"
@@ -92,18 +92,44 @@ void with_kind(int64_t kind, F&& f) {
   return f(std::integral_constant<int, GELU_ERF>{});
 }
 
-// The loops trust sizes and element types. A row may be longer than the part that is read, so only columns must be
-// contiguous.
-void check(const char* name, const Tensor& t, const Tensor& gate) {
-  STD_TORCH_CHECK(t.is_cpu() && t.dim() == 2 && (t.numel() == 0 || t.size(1) == 1 || t.stride(1) == 1),
-                  "tilewright: ", name, " must be a CPU matrix with contiguous rows");
-  STD_TORCH_CHECK(t.size(0) == gate.size(0) && t.size(1) == gate.size(1) && t.scalar_type() == gate.scalar_type(),
-                  "tilewright: ", name, " must have gate's shape and dtype");
+// [..., I] as a matrix of rows: a view if the last dimension is contiguous and the leading ones merge, else a copy.
+Tensor as_rows(const Tensor& t) {
+  const int64_t I = t.size(t.dim() - 1);
+  const Tensor rows = t.dim() == 2 ? t : torch::stable::reshape(t, {t.numel() / std::max<int64_t>(1, I), I});
+  return I <= 1 || rows.stride(1) == 1 ? rows : torch::stable::contiguous(rows);
 }
 
-void check_kind(int64_t kind) {
+std::vector<int64_t> shape_of(const Tensor& gate, int64_t columns) {
+  std::vector<int64_t> shape;
+  for (int64_t d = 0; d + 1 < gate.dim(); ++d) shape.push_back(gate.size(d));
+  shape.push_back(columns);
+  return shape;
+}
+
+// The loops trust sizes and element types.
+void check(const char* name, const Tensor& t, const Tensor& gate, int64_t columns) {
+  bool same = t.is_cpu() && t.dim() == gate.dim() && t.scalar_type() == gate.scalar_type();
+  for (int64_t d = 0; same && d < t.dim(); ++d) same = t.size(d) == (d + 1 < t.dim() ? gate.size(d) : columns);
+  STD_TORCH_CHECK(same, "tilewright: ", name, " must be a CPU tensor of gate's dtype, with ", columns,
+                  " columns and gate's other sizes");
+}
+
+// gate and up, which may be the halves of one matrix: up is columns `first` and on of its own.
+struct Inputs {
+  Tensor gate, up;
+  int64_t rows, columns, first;
+};
+
+Inputs inputs(const Tensor& gate, const std::optional<Tensor>& up, int64_t kind) {
   STD_TORCH_CHECK(kind == SILU || kind == GELU_TANH || kind == GELU_ERF, "tilewright: kind must be 0, 1 or 2, got ",
                   kind);
+  STD_TORCH_CHECK(gate.is_cpu() && gate.dim() > 0, "tilewright: gate must be a CPU tensor with a dimension");
+  const int64_t width = gate.size(gate.dim() - 1);
+  STD_TORCH_CHECK(up.has_value() || width % 2 == 0, "tilewright: a packed gate must have an even last dimension");
+  const Tensor g = as_rows(gate);
+  if (!up.has_value()) return {g, g, g.size(0), width / 2, width / 2};
+  check("up", *up, gate, width);
+  return {g, as_rows(*up), g.size(0), width, 0};
 }
 
 // Calls f(row, first column, columns) for every row in pieces of at most PIECE columns, in parallel.
@@ -128,59 +154,54 @@ struct Rows {
   T* at(int64_t row, int64_t column) const { return data + row * stride + column; }
 };
 template <class T>
-Rows<const T> read(const Tensor& t) { return {in<T>(t), t.stride(0)}; }
-template <class T>
-Rows<T> write(const Tensor& t) { return {out<T>(t), t.stride(0)}; }
+Rows<const T> read(const Tensor& t, int64_t first = 0) { return {in<T>(t) + first, t.stride(0)}; }
 
-Tensor act_mul_forward(Tensor gate, Tensor up, int64_t kind) {
-  check("gate", gate, gate);
-  check("up", up, gate);
-  check_kind(kind);
-  Tensor y = huge(torch::stable::new_empty(gate, {gate.size(0), gate.size(1)}));
+Tensor act_mul(Tensor gate, std::optional<Tensor> up, int64_t kind) {
+  const Inputs n = inputs(gate, up, kind);
+  Tensor y = huge(torch::stable::new_empty(gate, shape_of(gate, n.columns)));
   dispatch(gate, [&](auto e) {
     using T = decltype(e);
-    const auto g = read<T>(gate), u = read<T>(up);
-    const auto to = write<T>(y);
+    const auto g = read<T>(n.gate), u = read<T>(n.up, n.first);
+    const Rows<T> to{out<T>(y), n.columns};
     with_kind(kind, [&](auto k) {
-      for_pieces(gate.size(0), gate.size(1), [&](int64_t r, int64_t c, int64_t n) {
-        forward_row<k.value, T>(g.at(r, c), u.at(r, c), to.at(r, c), n);
+      for_pieces(n.rows, n.columns, [&](int64_t r, int64_t c, int64_t count) {
+        forward_row<k.value, T>(g.at(r, c), u.at(r, c), to.at(r, c), count);
       });
     });
   });
   return y;
 }
 
-// Writes dgate and dup, which may be the halves of one tensor.
-void act_mul_backward(Tensor dy, Tensor gate, Tensor up, Tensor dgate, Tensor dup, int64_t kind) {
-  check("gate", gate, gate);
-  check("up", up, gate);
-  check("dy", dy, gate);
-  check("dgate", dgate, gate);
-  check("dup", dup, gate);
-  check_kind(kind);
-  huge(dgate);
-  huge(dup);
+// The gradient of a packed gate is packed, too.
+std::tuple<Tensor, Tensor> act_mul_backward(Tensor dy, Tensor gate, std::optional<Tensor> up, int64_t kind) {
+  const Inputs n = inputs(gate, up, kind);
+  check("dy", dy, gate, n.columns);
+  const Tensor d_rows = as_rows(dy);
+  const int64_t width = gate.size(gate.dim() - 1);
+  Tensor dgate = huge(torch::stable::new_empty(gate, shape_of(gate, width)));
+  Tensor dup = up.has_value() ? huge(torch::stable::new_empty(gate, shape_of(gate, width))) : dgate;
   dispatch(gate, [&](auto e) {
     using T = decltype(e);
-    const auto d = read<T>(dy), g = read<T>(gate), u = read<T>(up);
-    const auto dg = write<T>(dgate), du = write<T>(dup);
+    const auto d = read<T>(d_rows), g = read<T>(n.gate), u = read<T>(n.up, n.first);
+    const Rows<T> dg{out<T>(dgate), width}, du{out<T>(dup) + n.first, width};
     with_kind(kind, [&](auto k) {
-      for_pieces(gate.size(0), gate.size(1), [&](int64_t r, int64_t c, int64_t n) {
-        backward_row<k.value, T>(d.at(r, c), g.at(r, c), u.at(r, c), dg.at(r, c), du.at(r, c), n);
+      for_pieces(n.rows, n.columns, [&](int64_t r, int64_t c, int64_t count) {
+        backward_row<k.value, T>(d.at(r, c), g.at(r, c), u.at(r, c), dg.at(r, c), du.at(r, c), count);
       });
     });
   });
+  return {dgate, up.has_value() ? dup : Tensor()};
 }
 
 }  // namespace
 }  // namespace tw
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
-  m.def("act_mul_cpp_forward(Tensor gate, Tensor up, int kind) -> Tensor");
-  m.def("act_mul_cpp_backward(Tensor dy, Tensor gate, Tensor up, Tensor(a!) dgate, Tensor(b!) dup, int kind) -> ()");
+  m.def("act_mul_cpp(Tensor gate, Tensor? up, int kind) -> Tensor");
+  m.def("act_mul_cpp_backward(Tensor dy, Tensor gate, Tensor? up, int kind) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
-  m.impl("act_mul_cpp_forward", TORCH_BOX(&tw::act_mul_forward));
+  m.impl("act_mul_cpp", TORCH_BOX(&tw::act_mul));
   m.impl("act_mul_cpp_backward", TORCH_BOX(&tw::act_mul_backward));
 }

@@ -461,7 +461,6 @@ def test_a_name_fixes_its_parts_whatever_is_pinned(alone):
         "moe_mlp_cpp",
         "permute_cpp_sort",
         "permute_cpp_collect",
-        "act_mul_cpp_packed",
         "act_mul_cpp",
         "grouped_gemm_cpp",
         "grouped_gemm_cpp_backward_x",

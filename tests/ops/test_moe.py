@@ -216,8 +216,7 @@ def test_each_bias_alone_and_its_gradient_alone(name):
 CPP_PARTS = {
     "permute_cpp_sort",
     "permute_cpp_collect",
-    "act_mul_cpp_packed_forward",
-    "act_mul_cpp_forward",
+    "act_mul_cpp",
     "grouped_gemm_cpp_forward",
     "grouped_gemm_cpp_backward_x",
 }

@@ -15,6 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.kernels.activation.operators import (
+    Gradients,
+    act_mul,
+    act_mul_backward,
+    as_rows,
+)
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2, unit
 from tilewright.kernels.math_triton import normal_distribution, sigmoid, sigmoid_pair
@@ -125,68 +131,51 @@ def _backward(
     tl.store(dup_ptr + row * dup_stride * UNIT + c, (d * a).to(dup_ptr.dtype.element_ty), mask=mask)
 
 
-def _stride(t: torch.Tensor, columns: int) -> int:
-    """The row stride."""
-    return t.stride(0) if t.dim() == 2 else columns
+def _rows(t: torch.Tensor) -> torch.Tensor:
+    """`as_rows`, but a contiguous tensor is returned as is: a view costs half a launch and more."""
+    return t if t.is_contiguous() else as_rows(t)
 
 
-def forward(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
-    """Returns a result of gate's shape."""
-    shape = gate.shape
-    columns = shape[-1]
-    y = torch.empty(shape, dtype=gate.dtype, device=gate.device)
-    if n := y.numel():
-        size = gate.element_size()
-        c = FORWARD[kind].config(gate.device, columns, size)
-        blocks = cdiv(columns, c["BLOCK"])
-        gate_stride, up_stride = _stride(gate, columns), _stride(up, columns)
-        by = unit(size, columns, gate_stride, up_stride)
-        launch(
-            _forward,
-            (n // columns * blocks,),
-            gate,
-            up,
-            y,
-            columns // by,
-            blocks,
-            gate_stride // by,
-            up_stride // by,
-            columns // by,
-            KIND=kind,
-            UNIT=by,
-            **c,
-        )
+def _pair(gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in the layout that the kernels take."""
+    if up is not None:
+        return _rows(gate), _rows(up)
+    both, columns = as_rows(gate), gate.shape[-1] // 2
+    return both[:, :columns], both[:, columns:]
+
+
+def _launch(kernel, tunables, kind, tensors) -> None:
+    """tensors: as `_rows` or `_pair` return them."""
+    if not (n := tensors[0].numel()):
+        return
+    columns, size = tensors[0].shape[-1], tensors[0].element_size()
+    c = tunables[kind].config(tensors[0].device, columns, size)
+    blocks = cdiv(columns, c["BLOCK"])
+    strides = [t.stride(0) if t.dim() == 2 else columns for t in tensors]
+    by = unit(size, columns, *strides)
+    launch(
+        kernel,
+        (n // columns * blocks,),
+        *tensors,
+        columns // by,
+        blocks,
+        *[s // by for s in strides],
+        KIND=kind,
+        UNIT=by,
+        **c,
+    )
+
+
+def forward(gate: torch.Tensor, up: torch.Tensor | None, kind: int) -> torch.Tensor:
+    y = act_mul(gate, up, kind)
+    _launch(_forward, FORWARD, kind, (*_pair(gate, up), y))
     return y
 
 
-def backward(
-    dy: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    dgate: torch.Tensor,
-    dup: torch.Tensor,
-    kind: int,
-) -> None:
-    """Writes dgate and dup, which may be the halves of one tensor."""
-    columns = gate.shape[-1]
-    if n := gate.numel():
-        size = gate.element_size()
-        c = BACKWARD[kind].config(gate.device, columns, size)
-        blocks = cdiv(columns, c["BLOCK"])
-        tensors = (dy, gate, up, dgate, dup)
-        strides = [_stride(t, columns) for t in tensors]
-        by = unit(size, columns, *strides)
-        launch(
-            _backward,
-            (n // columns * blocks,),
-            *tensors,
-            columns // by,
-            blocks,
-            *(s // by for s in strides),
-            KIND=kind,
-            UNIT=by,
-            **c,
-        )
+def backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, kind: int) -> Gradients:
+    found = act_mul_backward(dy, gate, up, kind)
+    _launch(_backward, BACKWARD, kind, (_rows(dy), *_pair(gate, up), *_pair(*found)))
+    return found
 
 
 _NAMES = ("silu", "gelu_tanh", "gelu_erf")

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 from tilewright import platform
 from tilewright.core import checks
-from tilewright.core.library import define, differentiate
 from tilewright.core.registry import Case, Cost, Implementation, Op
+from tilewright.kernels.activation.operators import act_mul, act_mul_backward, as_rows
 from tilewright.ops import cases
 from tilewright.ops.activation.gate import ACTIVATIONS, Gate, gate_eager, gate_parts, gelu_tanh
 
@@ -25,6 +24,7 @@ __all__ = [
     "GELU_MUL",
     "SILU_MUL",
     "Gate",
+    "as_rows",
     "gate_eager",
     "gate_parts",
     "gelu_mul",
@@ -148,114 +148,30 @@ def act_mul_torch(gate, up, kind):
 # ---- fused implementations
 
 
-def as_rows(t: torch.Tensor) -> torch.Tensor:
-    """Reshapes [..., I] to [rows, I]: a view if the last dimension is contiguous and the leading
-    ones merge, else a copy.
-    """
-    if t.dim() != 2:
-        # reshape(-1, ...) fails for a tensor without elements.
-        t = t.reshape(t.numel() // max(1, t.shape[-1]), t.shape[-1])
-    return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
+def _save(ctx, arguments, y):
+    gate, up, ctx.kind = arguments
+    ctx.save_for_backward(gate, up)
 
 
-def _rows_or_dense(t: torch.Tensor) -> torch.Tensor:
-    """`as_rows`, but a contiguous tensor is returned as is: a view costs half a launch and more."""
-    return t if t.is_contiguous() else as_rows(t)
+def _backward(ctx, dy):
+    dgate, dup = ctx.backward_op(dy, *ctx.saved_tensors, ctx.kind)
+    return {"gate": dgate, "up": dup}
 
 
-def _fake_split(gate, up, kind):
-    return gate.new_empty(gate.shape)
-
-
-def _fake_split_backward(dy, gate, up, kind):
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
-
-
-def _fake_packed(packed, kind):
-    return packed.new_empty((*packed.shape[:-1], packed.shape[-1] // 2))
-
-
-def _fake_packed_backward(dy, packed, kind):
-    return packed.new_empty(packed.shape)
-
-
-def _setup(ctx, inputs, output):
-    *tensors, ctx.kind = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _split_backward(ctx, dy):
-    return *ctx.backward_op(dy, *ctx.saved_tensors, ctx.kind), None
-
-
-def _packed_backward(ctx, dy):
-    return ctx.backward_op(dy, *ctx.saved_tensors, ctx.kind), None
-
-
-class _Fused:
-    """Two operators, split and packed: slicing a packed input would pad and add two gradients.
-
-    forward, backward: launchers.   rows: converts [..., I] to the layout that they take.
-    """
-
-    def __init__(self, name: str, forward: Callable, backward: Callable, rows: Callable = as_rows):
-        self._forward, self._backward, self._rows = forward, backward, rows
-        op = f"act_mul_{name}"
-        self.split = define(f"{op}_split_forward", self._launch_split, _fake_split)
-        self.packed = define(f"{op}_packed_forward", self._launch_packed, _fake_packed)
-        split_backward = define(
-            f"{op}_split_backward", self._launch_split_backward, _fake_split_backward
-        )
-        packed_backward = define(
-            f"{op}_packed_backward", self._launch_packed_backward, _fake_packed_backward
-        )
-        differentiate(self.split, _split_backward, _setup, backward_op=split_backward)
-        differentiate(self.packed, _packed_backward, _setup, backward_op=packed_backward)
-
-    def act_mul(self, gate, up, kind):
-        return self.packed(gate, kind) if up is None else self.split(gate, up, kind)
-
-    def _launch_split(self, gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
-        y = self._forward(self._rows(gate), self._rows(up), kind)
-        return y if y.dim() == gate.dim() else y.view(gate.shape)
-
-    def _launch_split_backward(
-        self, dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = self._rows
-        dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
-        self._backward(rows(dy), rows(gate), rows(up), rows(dgate), rows(dup), kind)
-        return dgate, dup
-
-    def _launch_packed(self, packed: torch.Tensor, kind: int) -> torch.Tensor:
-        inner = packed.shape[-1] // 2
-        both = as_rows(packed)
-        y = self._forward(both[:, :inner], both[:, inner:], kind)
-        return y if packed.dim() == 2 else y.view(*packed.shape[:-1], inner)
-
-    def _launch_packed_backward(
-        self, dy: torch.Tensor, packed: torch.Tensor, kind: int
-    ) -> torch.Tensor:
-        inner = packed.shape[-1] // 2
-        both, d = as_rows(packed), packed.new_empty(packed.shape)
-        flat = as_rows(d)  # a view: d is contiguous
-        self._backward(
-            as_rows(dy), both[:, :inner], both[:, inner:], flat[:, :inner], flat[:, inner:], kind
-        )
-        return d
+act_mul.differentiate(_save, _backward)
 
 
 @functools.cache
 def _triton():
     from tilewright.kernels.activation import activation_triton as k
 
-    return _Fused("triton", k.forward, k.backward, _rows_or_dense)
+    backward = act_mul_backward.define("act_mul_triton_backward", k.backward)
+    return act_mul.define("act_mul_triton", k.forward, backward)
 
 
 @functools.cache
 def _cpp():
-    ops = torch.ops.tilewright
-    return _Fused("cpp", ops.act_mul_cpp_forward.default, ops.act_mul_cpp_backward.default)
+    return act_mul.adopt("act_mul_cpp", act_mul_backward.adopt("act_mul_cpp_backward"))
 
 
 def _tunables(op):
@@ -317,14 +233,14 @@ def _implementations(op):
     return (
         Implementation(
             "triton",
-            lambda: _triton().act_mul,
+            _triton,
             platform.no_triton,
             batch_invariant=cases.ANYWHERE,
             tunables=lambda: _tunables(op),
         ),
         Implementation(
             "cpp",
-            lambda: _cpp().act_mul,
+            _cpp,
             platform.no_cpp,
             ("cpu",),
             (torch.float32, torch.bfloat16),

@@ -1,0 +1,44 @@
+"""The operators of gated activations: what every implementation's launchers take and return.
+
+I = inner width. `kind` is the activation's: 0 SiLU, 1 GELU (tanh), 2 GELU (erf).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tilewright.core.library import declare
+
+
+class Gradients(NamedTuple):
+    """Of gate and of up; of a packed gate one tensor, so that no slices are padded and added."""
+
+    dgate: torch.Tensor
+    dup: torch.Tensor | None
+
+
+@declare
+def act_mul(gate: torch.Tensor, up: torch.Tensor | None, kind: int) -> torch.Tensor:
+    """gate, up: [..., I]; or [..., 2 I], both packed, and None. Any strides."""
+    columns = gate.shape[-1] if up is not None else gate.shape[-1] // 2
+    return gate.new_empty((*gate.shape[:-1], columns))
+
+
+@declare
+def act_mul_backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, kind: int
+) -> Gradients:
+    dup = None if up is None else up.new_empty(up.shape)
+    return Gradients(gate.new_empty(gate.shape), dup)
+
+
+def as_rows(t: torch.Tensor) -> torch.Tensor:
+    """Reshapes [..., I] to [rows, I]: a view if the last dimension is contiguous and the leading
+    ones merge, else a copy.
+    """
+    if t.dim() != 2:
+        # reshape(-1, ...) fails for a tensor without elements.
+        t = t.reshape(t.numel() // max(1, t.shape[-1]), t.shape[-1])
+    return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
