@@ -1,7 +1,7 @@
 // Rotary position embedding on the CPU. The definition is tilewright/ops/rope/rope.py.
 //
-// q and k are [B, H, S, D] with any strides but a contiguous last dimension; the output may be the input. The tables are
-// [P, R / 2] float; `positions` [B, S] picks their rows (none: row s). sign -1 is the inverse rotation: the backward.
+// q and k are [B, H, S, D] with any strides; the kernel reads rows with a contiguous last dimension, and its output may
+// be its input. The tables are [P, R / 2] float; `positions` [B, S] picks their rows (none: row s). sign -1 is the inverse rotation: the backward.
 #include <algorithm>
 
 #include "cpu/rope.h"
@@ -9,13 +9,13 @@
 namespace tw {
 namespace {
 
-// `like`: same shape and element type.
-void check(const char* name, const Tensor& t, const Tensor& like) {
-  STD_TORCH_CHECK(t.is_cpu() && t.dim() == 4 && (t.numel() == 0 || t.size(3) == 1 || t.stride(3) == 1),
-                  "tilewright: ", name, " must be a 4-D CPU tensor with a contiguous last dimension");
-  bool same = t.scalar_type() == like.scalar_type();
-  for (int64_t d = 0; same && d < 4; ++d) same = t.size(d) == like.size(d);
-  STD_TORCH_CHECK(same, "tilewright: ", name, " must have the shape and dtype of what it goes with");
+void check(const Tensor& q, const std::optional<Tensor>& k, const Tensor& cos, const Tensor& sin,
+           const std::optional<Tensor>& positions) {
+  STD_TORCH_CHECK(q.is_cpu() && q.dim() == 4, "tilewright: q must be a 4-D CPU tensor");
+  STD_TORCH_CHECK(!k.has_value() || (k->is_cpu() && k->dim() == 4 && k->scalar_type() == q.scalar_type() &&
+                                     k->size(0) == q.size(0) && k->size(2) == q.size(2) && k->size(3) == q.size(3)),
+                  "tilewright: k must have q's dtype, batch, sequence and head width");
+  check_tables(q.size(0), q.size(2), q.size(3), cos, sin, positions);
 }
 
 void rotate(const Tensor& x, const Tensor& y, const Tensor& cos, const Tensor& sin,
@@ -45,33 +45,39 @@ void rotate(const Tensor& x, const Tensor& y, const Tensor& cos, const Tensor& s
   });
 }
 
-void rope_rotate(Tensor q, std::optional<Tensor> k, Tensor q_out, std::optional<Tensor> k_out, Tensor cos, Tensor sin,
-                 std::optional<Tensor> positions, bool interleaved, bool inverse) {
-  check("q", q, q);
-  check("q_out", q_out, q);
-  check_tables(q.size(0), q.size(2), q.size(3), cos, sin, positions);
-  const float sign = inverse ? -1.0f : 1.0f;
-  if (k.has_value()) {
-    STD_TORCH_CHECK(k_out.has_value(), "tilewright: k needs k_out");
-    check("k", *k, *k);
-    check("k_out", *k_out, *k);
-    STD_TORCH_CHECK(k->size(0) == q.size(0) && k->size(2) == q.size(2) && 2 * cos.size(1) <= k->size(3),
-                    "tilewright: k must have q's batch, sequence and head width");
-  }
-  rotate(q, huge(q_out), cos, sin, positions, interleaved, sign);
-  if (k.has_value()) {
-    rotate(*k, huge(*k_out), cos, sin, positions, interleaved, sign);
-  }
+std::tuple<Tensor, Tensor> rope(Tensor q, std::optional<Tensor> k, Tensor cos, Tensor sin,
+                                std::optional<Tensor> positions, bool interleaved, bool inverse) {
+  check(q, k, cos, sin, positions);
+  auto rotated = [&](const Tensor& x) {
+    const Tensor from = last_contiguous(x);
+    Tensor y = huge(torch::stable::empty_like(from));
+    rotate(from, y, cos, sin, positions, interleaved, inverse ? -1.0f : 1.0f);
+    return y;
+  };
+  return {rotated(q), k.has_value() ? rotated(*k) : Tensor()};
+}
+
+// Over q and k.
+void rope_(Tensor q, std::optional<Tensor> k, Tensor cos, Tensor sin, std::optional<Tensor> positions,
+           bool interleaved) {
+  check(q, k, cos, sin, positions);
+  for (const Tensor& x : {q, k.value_or(q)})
+    STD_TORCH_CHECK(x.numel() == 0 || x.size(3) == 1 || x.stride(3) == 1,
+                    "tilewright: what is overwritten must have a contiguous last dimension");
+  rotate(q, q, cos, sin, positions, interleaved, 1.0f);
+  if (k.has_value()) rotate(*k, *k, cos, sin, positions, interleaved, 1.0f);
 }
 
 }  // namespace
 }  // namespace tw
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
-  m.def("rope_cpp_rotate(Tensor q, Tensor? k, Tensor(a!) q_out, Tensor(b!)? k_out, Tensor cos, Tensor sin,"
-        " Tensor? positions, bool interleaved, bool inverse) -> ()");
+  m.def("rope_cpp(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool inverse)"
+        " -> (Tensor, Tensor)");
+  m.def("rope_cpp_(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor sin, Tensor? positions, bool interleaved) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
-  m.impl("rope_cpp_rotate", TORCH_BOX(&tw::rope_rotate));
+  m.impl("rope_cpp", TORCH_BOX(&tw::rope));
+  m.impl("rope_cpp_", TORCH_BOX(&tw::rope_));
 }

@@ -27,6 +27,12 @@ TW_INLINE void rotate_interleaved(const X* x, Y* y, const float* c, const float*
   }
 }
 
+// x, or a copy if its last dimension is not contiguous.
+inline Tensor last_contiguous(const Tensor& x) {
+  const int64_t last = x.dim() - 1;
+  return x.stride(last) == 1 || x.size(last) == 1 ? x : torch::stable::contiguous(x);
+}
+
 // Checked before anything is written, and outside the parallel loop, which would replace the message.
 inline void check_tables(int64_t B, int64_t S, int64_t D, const Tensor& cos, const Tensor& sin,
                          const std::optional<Tensor>& positions) {

@@ -37,6 +37,7 @@ def steps(tokens, dtype=torch.bfloat16):
     from tilewright.kernels.norm.operators import Norm
     from tilewright.kernels.quant import quantize_triton
     from tilewright.kernels.rope import qk_norm_rope_triton, rope_triton
+    from tilewright.kernels.rope.operators import Rotation
 
     def new(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype)
@@ -52,7 +53,7 @@ def steps(tokens, dtype=torch.bfloat16):
     rmsnorm_triton.backward(y, None, x, rstd, w, llama, False)
     q, k, cu = heads(4), heads(2), torch.tensor([0, T // 3, T])
     positions = new(1, T, dtype=i64)
-    rope_triton.rotate(q, k, q, k, table, table, positions, False, False)
+    rope_triton.overwrite(q, k, Rotation(table, table, positions))
     qkv, norm = new(1, T, 8 * 64), new(64)
     qk_norm_rope_triton.forward(
         qkv, norm, norm, q, k, new(1, T, 6, dtype=f32), table, table, positions, 1e-6, 0.0, False

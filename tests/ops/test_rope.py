@@ -5,9 +5,9 @@ import torch
 from helpers import DEVICE, skip_unless_usable
 
 from tilewright.core import checks, layout
+from tilewright.kernels.rope.operators import Rotation
 from tilewright.ops import rope
 from tilewright.ops.rope.rope import ROPE, document_positions
-from tilewright.ops.rope.rope_fused import Rotation
 
 # In `tilewright.ops` the name is the function.
 
@@ -546,30 +546,31 @@ def test_position_outside_the_tables(name, compiled):
         )
 
 
-def test_cpp_operator_itself_reads_nothing_outside_the_tables():
+def test_cpp_operators_themselves_read_nothing_outside_the_tables():
     """Below the public function's checks, with the same error."""
     skip_unless_usable(ROPE, "cpp", torch.float32)
     ROPE.resolve("cpp")
     q = torch.zeros(1, 1, 3, D)
-    for ids, message in (
-        (torch.tensor([[0, P, 1]]), rf"position_ids\[0, 1\] = {P} .* rows 0 to {P - 1}"),
-        (torch.tensor([[0, 1, -5]]), r"position_ids\[0, 2\] = -5"),
-        (torch.zeros(1, 2, dtype=torch.int64), "positions must be int64"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            torch.ops.tilewright.rope_cpp_rotate(
-                q, None, torch.empty_like(q), None, COS, SIN, ids, False, False
-            )
-    with pytest.raises(
-        RuntimeError, match="S is 3: position 2 is outside the tables, which have rows 0 to 1"
-    ):
-        torch.ops.tilewright.rope_cpp_rotate(
-            q, None, torch.empty_like(q), None, COS[:2], SIN[:2], None, False, False
-        )
-    with pytest.raises(RuntimeError, match="cos and sin must be float"):
-        torch.ops.tilewright.rope_cpp_rotate(
-            q, None, torch.empty_like(q), None, COS, SIN[:3], None, False, False
-        )
+    ops = torch.ops.tilewright
+    for call in (lambda *args: ops.rope_cpp(*args, False), ops.rope_cpp_):
+        for ids, message in (
+            (torch.tensor([[0, P, 1]]), rf"position_ids\[0, 1\] = {P} .* rows 0 to {P - 1}"),
+            (torch.tensor([[0, 1, -5]]), r"position_ids\[0, 2\] = -5"),
+            (torch.zeros(1, 2, dtype=torch.int64), "positions must be int64"),
+        ):
+            with pytest.raises(RuntimeError, match=message):
+                call(q, None, COS, SIN, ids, False)
+        with pytest.raises(
+            RuntimeError, match="S is 3: position 2 is outside the tables, which have rows 0 to 1"
+        ):
+            call(q, None, COS[:2], SIN[:2], None, False)
+        with pytest.raises(RuntimeError, match="cos and sin must be float"):
+            call(q, None, COS, SIN[:3], None, False)
+        for k in (q[:, :, :2], q.double(), q[0], q.expand(2, 1, 3, D)):
+            with pytest.raises(RuntimeError, match="k must have q's dtype, batch, sequence"):
+                call(q, k, COS, SIN, None, False)
+    with pytest.raises(RuntimeError, match="must have a contiguous last dimension"):
+        ops.rope_cpp_(torch.zeros(1, 1, D, 3).mT, None, COS, SIN, None, False)
 
 
 @pytest.mark.parametrize("name", ["triton", "eager"])

@@ -11,8 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.core.layout import last_contiguous
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import next_power_of_2
+from tilewright.kernels.rope.operators import Rotated, Rotation, rotate
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -179,31 +181,28 @@ def _space(half: int, itemsize: int, HQ: int, HK: int) -> list[dict]:
     ]
 
 
-def rotate(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    q_out: torch.Tensor,
-    k_out: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
-    interleaved: bool,
-    inverse: bool,
+def _rotations(half: int, D: int) -> dict:
+    rest = D - 2 * half
+    return {"BLOCK_R": next_power_of_2(half), "BLOCK_D": next_power_of_2(rest) if rest else 1}
+
+
+def _write(
+    q: torch.Tensor, k: torch.Tensor | None, to: Rotated, rotation: Rotation, inverse: bool
 ) -> None:
     B, HQ, S, D = q.shape
+    cos, sin, positions, interleaved = rotation
     half = cos.shape[1]
     if B * S == 0:
         return
-    kk, ko = (q, q_out) if k is None else (k, k_out)
-    c = ROTATE.config(q.device, half, q.element_size(), HQ, 0 if k is None else k.shape[1])
-    rest = D - 2 * half
+    HK = 0 if k is None else k.shape[1]
+    kk, k_out = (q, to.q) if k is None else (k, to.k)
     launch(
         _rotate,
         (B * S,),
         q,
         kk,
-        q_out,
-        ko,
+        to.q,
+        k_out,
         cos,
         sin,
         positions,
@@ -211,20 +210,30 @@ def rotate(
         cos.shape[0],
         *q.stride()[:3],
         *kk.stride()[:3],
-        *q_out.stride()[:3],
-        *ko.stride()[:3],
+        *to.q.stride()[:3],
+        *k_out.stride()[:3],
         HQ=HQ,
-        HK=0 if k is None else k.shape[1],
+        HK=HK,
         D=D,
         HALF=half,
-        BLOCK_R=next_power_of_2(half),
-        BLOCK_D=next_power_of_2(rest) if rest else 1,
+        **_rotations(half, D),
         INTERLEAVED=interleaved,
         INVERSE=inverse,
         HAS_POS=positions is not None,
-        COPY=rest > 0 and q.data_ptr() != q_out.data_ptr(),
-        **c,
+        COPY=2 * half < D and q.data_ptr() != to.q.data_ptr(),
+        **ROTATE.config(q.device, half, q.element_size(), HQ, HK),
     )
+
+
+def forward(q: torch.Tensor, k: torch.Tensor | None, rotation: Rotation, inverse: bool) -> Rotated:
+    q, k = last_contiguous(q), last_contiguous(k)
+    found = rotate(q, k, rotation, inverse)
+    _write(q, k, found, rotation, inverse)
+    return found
+
+
+def overwrite(q: torch.Tensor, k: torch.Tensor | None, rotation: Rotation) -> None:
+    _write(q, k, Rotated(q, k), rotation, False)
 
 
 def _specs(key: dict, config: dict) -> list[KernelSpec]:
@@ -250,9 +259,8 @@ def _specs(key: dict, config: dict) -> list[KernelSpec]:
             "HK": hk,
             "D": d,
             "HALF": half,
-            "BLOCK_R": next_power_of_2(half),
+            **_rotations(half, d),
             "BLOCK_H": config["BLOCK_H"],
-            "BLOCK_D": next_power_of_2(rest) if rest else 1,
             "INTERLEAVED": interleaved,
             "INVERSE": False,
             "HAS_POS": True,

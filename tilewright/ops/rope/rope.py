@@ -15,9 +15,10 @@ from tilewright import platform
 from tilewright.core import checks
 from tilewright.core.library import define, from_kernels
 from tilewright.core.registry import Case, Cost, Implementation, Op, short
+from tilewright.kernels.rope.operators import Rotation
 from tilewright.ops import cases
 from tilewright.ops.rope import rope_fused
-from tilewright.ops.rope.rope_fused import Rotation, in_place
+from tilewright.ops.rope.rope_fused import in_place
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -149,7 +150,7 @@ def _outside(name, value, rows):
     return f"{name} {value} is outside the tables, which have rows 0 to {rows - 1}"
 
 
-def _positions(ids: torch.Tensor, rows: int) -> torch.Tensor:
+def _positions(ids, rows):
     """ids as contiguous int64, checked unless that would synchronize with a GPU."""
     if not ids.is_cuda:
         wrong = ((ids < 0) | (ids >= rows)).nonzero()
@@ -159,11 +160,15 @@ def _positions(ids: torch.Tensor, rows: int) -> torch.Tensor:
     return ids.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
 
 
+def _new_positions(ids: torch.Tensor, rows: int) -> torch.Tensor:
+    return ids.new_empty(ids.shape, dtype=torch.int64)
+
+
 # An operator, so that compiled code checks too, at run time, with the same message.
 _checked_positions = define(
     "rope_checked_positions",
     _positions,
-    lambda ids, rows: ids.new_empty(ids.shape, dtype=torch.int64),
+    _new_positions,
     plain=lambda ids, rows: ids.to(torch.int64),
 )
 

@@ -4,117 +4,68 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
-from tilewright.core.layout import (
-    check_overwritable,
-    empty_dense_like,
-    last_contiguous,
-    share_no_element,
-)
-from tilewright.core.library import define, differentiate, on_its_device
-
-
-class Rotation(NamedTuple):
-    """The angles per token, as implementations take them.
-
-    cos, sin: [P, R / 2], without gradients.
-    positions: the table row per token, int64 [B, S]; None if token s of a sequence uses row s.
-    interleaved: pairs are neighbors.
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    positions: torch.Tensor | None = None
-    interleaved: bool = False
-
-    def for_kernels(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool]:
-        """With contiguous float32 tables."""
-        cos, sin = self.cos.float().contiguous(), self.sin.float().contiguous()
-        return cos, sin, self.positions, self.interleaved
-
-    def inverse(self) -> Rotation:
-        return Rotation(self.cos, -self.sin, self.positions, self.interleaved)
-
+from tilewright.core.layout import check_overwritable, share_no_element
+from tilewright.core.library import Operator, on_its_device
+from tilewright.kernels.rope.operators import Rotation, rotate
 
 # ---- one operator, whose gradient is the operator itself
 
 
-def _fake(q, k, cos, sin, positions, interleaved, inverse):
-    k_out = q.new_empty(0) if k is None else empty_dense_like(last_contiguous(k))
-    return empty_dense_like(last_contiguous(q)), k_out
+def _save(ctx, arguments, found):
+    _, _, rotation, ctx.inverse = arguments
+    ctx.save_for_backward(rotation.cos, rotation.sin, rotation.positions)
+    ctx.interleaved = rotation.interleaved
 
 
-def _setup(ctx, inputs, output):
-    _, k, cos, sin, positions, ctx.interleaved, ctx.inverse = inputs
-    ctx.has_k = k is not None
-    ctx.save_for_backward(cos, sin, positions)
-    ctx.set_materialize_grads(False)
+def _backward(ctx, g):
+    rotation = Rotation(*ctx.saved_tensors, ctx.interleaved)
+    if g.q is None:
+        if g.k is None:
+            return {}
+        return {"k": ctx.backward_op(g.k, None, rotation, not ctx.inverse).q}
+    dq, dk = ctx.backward_op(g.q, g.k, rotation, not ctx.inverse)
+    return {"q": dq, "k": dk}
 
 
-def _backward(ctx, dq, dk):
-    cos, sin, positions = ctx.saved_tensors
-    dk = dk if ctx.has_k else None
-    if dq is None and dk is None:
-        return (None,) * 7
-    first, second = (dq, dk) if dq is not None else (dk, None)
-    first, second = ctx.backward_op(
-        first, second, cos, sin, positions, ctx.interleaved, not ctx.inverse
-    )
-    if dq is None:
-        first, second = None, first
-    return first, second if dk is not None else None, None, None, None, None, None
+rotate.differentiate(_save, _backward, twice=True)
 
 
 class Fused:
-    """One implementation: the call, and its launcher for `in_place`.
+    """One implementation: the call, and what `in_place` launches.
 
-    launch: (q, k, q_out, k_out, cos, sin, positions, interleaved, inverse), writes q_out and k_out.
-    rotate: the launcher on its tensors' device.
-    operator: the same out of place.
+    overwrite: (q, k, rotation), writes over q and k; on their device.
     """
 
-    def __init__(self, name: str, launch: Callable):
-        self.__name__ = self.__qualname__ = f"rope_{name}"  # function attributes
-        self._launch = launch
-        self.rotate = on_its_device(launch)
-        self.operator = define(f"rope_{name}", self._launch_new, _fake)
-        differentiate(self.operator, _backward, _setup, backward_op=self.operator, twice=True)
+    def __init__(self, operator: Operator, overwrite: Callable):
+        self.operator, self.overwrite = operator, on_its_device(overwrite)
 
     def __call__(self, q, k, rotation):
-        cos, sin, positions, interleaved = rotation.for_kernels()
-        q_out, k_out = self.operator(q, k, cos, sin, positions, interleaved, False)
-        return q_out, None if k is None else k_out
-
-    def _launch_new(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        positions: torch.Tensor | None,
-        interleaved: bool,
-        inverse: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k = last_contiguous(q), last_contiguous(k)
-        q_out = empty_dense_like(q)
-        k_out = None if k is None else empty_dense_like(k)
-        self._launch(q, k, q_out, k_out, cos, sin, positions, interleaved, inverse)
-        return q_out, q.new_empty(0) if k_out is None else k_out
+        q_out, k_out = self.operator(q, k, rotation.for_kernels(), False)
+        return q_out, k_out
 
 
 @functools.cache
 def triton() -> Fused:
     from tilewright.kernels.rope import rope_triton
 
-    return Fused("triton", rope_triton.rotate)
+    operator = rotate.define("rope_triton", rope_triton.forward, _backward_of(triton))
+    return Fused(operator, rope_triton.overwrite)
 
 
 @functools.cache
 def cpp() -> Fused:
-    return Fused("cpp", torch.ops.tilewright.rope_cpp_rotate.default)
+    overwrite = torch.ops.tilewright.rope_cpp_.default
+    return Fused(
+        rotate.adopt("rope_cpp", _backward_of(cpp)),
+        lambda q, k, rotation: overwrite(q, k, *rotation),
+    )
+
+
+def _backward_of(load: Callable[[], Fused]) -> Callable:
+    return lambda *args: load().operator(*args)
 
 
 # ---- in place
@@ -138,16 +89,16 @@ def in_place(fn: Callable, q: torch.Tensor, k: torch.Tensor | None, rotation: Ro
             f"{list(k.stride())}, {k.data_ptr() - q.data_ptr()} bytes from q to k; pass "
             "inplace=False"
         )
-    rotation = Rotation(*rotation.for_kernels())
+    rotation = rotation.for_kernels()
     # One Function per tensor: autograd lets a Function overwrite a view only if that is its only
     # result. They precede the single launch that writes both, so that a tensor that autograd
     # refuses is unchanged.
     for _, x in named:
-        _Overwritten.apply(x, *rotation, fn)
+        _Overwritten.apply(x, rotation, fn)
     with torch.no_grad():
         q_data, k_data = q.detach(), None if k is None else k.detach()
         if isinstance(fn, Fused):
-            fn.rotate(q_data, k_data, q_data, k_data, *rotation, False)
+            fn.overwrite(q_data, k_data, rotation)
         else:
             results = fn(q_data, k_data, rotation)
             for x, new in zip((q_data, k_data), results, strict=True):
@@ -162,9 +113,9 @@ class _Overwritten(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, cos, sin, positions, interleaved, fn):
-        ctx.save_for_backward(cos, sin, positions)
-        ctx.interleaved, ctx.fn = interleaved, fn
+    def forward(ctx, x, rotation, fn):
+        ctx.save_for_backward(rotation.cos, rotation.sin, rotation.positions)
+        ctx.interleaved, ctx.fn = rotation.interleaved, fn
         ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)
         return x
@@ -173,7 +124,7 @@ class _Overwritten(torch.autograd.Function):
     def backward(ctx, dx):
         rotation = Rotation(*ctx.saved_tensors, ctx.interleaved)
         if dx is not None and isinstance(ctx.fn, Fused):
-            dx = ctx.fn.operator(dx, None, *rotation, True)[0]
+            dx = ctx.fn.operator(dx, None, rotation, True).q
         elif dx is not None:
             dx = ctx.fn(dx, None, rotation.inverse())[0]
-        return dx, None, None, None, None, None
+        return dx, None, None
