@@ -84,21 +84,8 @@ void head_gradient(const T* dy, const T* x, T* dx, const float* w, float* dw, co
 // The loops trust sizes and element types, so everything is checked first. `like`: the element type.
 void check_heads(const char* name, const Tensor& t, int64_t B, int64_t H, int64_t S, int64_t D, const Tensor& like) {
   STD_TORCH_CHECK(t.is_cpu() && t.dim() == 4 && t.size(0) == B && t.size(1) == H && t.size(2) == S && t.size(3) == D &&
-                      (t.numel() == 0 || D == 1 || t.stride(3) == 1) && t.scalar_type() == like.scalar_type(),
-                  "tilewright: ", name, " must be [B, heads, S, D] of one dtype with qkv, with a contiguous last"
-                  " dimension");
-}
-
-void check_merged(const Tensor& t, int64_t B, int64_t S, int64_t width) {
-  STD_TORCH_CHECK(t.is_cpu() && t.dim() == 3 && t.size(0) == B && t.size(1) == S && t.size(2) == width &&
-                      (t.numel() == 0 || t.stride(2) == 1),
-                  "tilewright: qkv must be [B, S, (heads + 2 kv_heads) D] with a contiguous last dimension");
-}
-
-void check_rstd(const Tensor& t, int64_t elements) {
-  check_row_major("rstd", t);
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.numel() == elements,
-                  "tilewright: rstd must be float32 with one element for each head of q and k");
+                      t.scalar_type() == like.scalar_type(),
+                  "tilewright: ", name, " must be [B, heads, S, D], all gradients of one dtype");
 }
 
 std::vector<float> weights(const std::optional<Tensor>& w, int64_t D, double offset) {
@@ -108,25 +95,30 @@ std::vector<float> weights(const std::optional<Tensor>& w, int64_t D, double off
   return as_float(*w, float(offset));
 }
 
-void write(Tensor qkv, std::optional<Tensor> q_weight, std::optional<Tensor> k_weight, Tensor q, Tensor k,
-           std::optional<Tensor> rstd, Tensor cos, Tensor sin, std::optional<Tensor> positions, double eps,
-           double offset, bool interleaved) {
-  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4, "tilewright: q and k must be [B, heads, S, D]");
+struct HeadNorm {
+  std::optional<Tensor> q_weight, k_weight;
+  double eps, offset;
+  bool given() const { return q_weight.has_value(); }
+};
+
+struct Rotation {
+  Tensor cos, sin;
+  std::optional<Tensor> positions;
+  bool interleaved;
+};
+
+// q and k may be those in qkv.   rstd: [B, S, HQ + HK] float, or none.
+void write(const Tensor& qkv, const HeadNorm& norm, const Rotation& rotation, const Tensor& q, const Tensor& k,
+           const std::optional<Tensor>& rstd) {
   const int64_t B = q.size(0), HQ = q.size(1), S = q.size(2), D = q.size(3), HK = k.size(1);
-  check_merged(qkv, B, S, (HQ + 2 * HK) * D);
-  check_heads("q", q, B, HQ, S, D, qkv);
-  check_heads("k", k, B, HK, S, D, qkv);
-  check_tables(B, S, D, cos, sin, positions);
-  if (rstd.has_value()) check_rstd(*rstd, B * S * (HQ + HK));
-  STD_TORCH_CHECK(q_weight.has_value() == k_weight.has_value(), "tilewright: give both weights or none");
-  const auto qw = weights(q_weight, D, offset), kw = weights(k_weight, D, offset);
-  const Heads n{D, cos.size(1), eps, interleaved};
-  const int64_t* pos = in<int64_t>(positions);
-  const float *cs = in<float>(cos), *sn = in<float>(sin);
-  float* stat = rstd.has_value() && q_weight.has_value() ? out<float>(*rstd) : nullptr;
+  check_tables(B, S, D, rotation.cos, rotation.sin, rotation.positions);
+  STD_TORCH_CHECK(norm.given() == norm.k_weight.has_value(), "tilewright: give both weights or none");
+  const auto qw = weights(norm.q_weight, D, norm.offset), kw = weights(norm.k_weight, D, norm.offset);
+  const Heads n{D, rotation.cos.size(1), norm.eps, rotation.interleaved};
+  const int64_t* pos = in<int64_t>(rotation.positions);
+  const float *cs = in<float>(rotation.cos), *sn = in<float>(rotation.sin);
+  float* stat = rstd.has_value() ? out<float>(*rstd) : nullptr;
   const int64_t xs[2] = {qkv.stride(0), qkv.stride(1)};
-  huge(q);
-  huge(k);
   dispatch(qkv, [&](auto e) {
     using T = decltype(e);
     const T* from = in<T>(qkv);
@@ -153,45 +145,87 @@ void write(Tensor qkv, std::optional<Tensor> q_weight, std::optional<Tensor> k_w
   });
 }
 
-void gradients(std::optional<Tensor> dq, std::optional<Tensor> dk, std::optional<Tensor> dv, std::optional<Tensor> qkv,
-               std::optional<Tensor> rstd, std::optional<Tensor> q_weight, std::optional<Tensor> k_weight, Tensor dqkv,
-               std::optional<Tensor> dw, Tensor cos, Tensor sin, std::optional<Tensor> positions, int64_t HQ,
-               int64_t HK, double offset, bool interleaved) {
-  check_row_major("dqkv", dqkv);
-  STD_TORCH_CHECK(dqkv.dim() == 3 && HQ > 0 && HK > 0 && dqkv.size(2) % (HQ + 2 * HK) == 0,
-                  "tilewright: dqkv must be [B, S, (heads + 2 kv_heads) D]");
-  const int64_t B = dqkv.size(0), S = dqkv.size(1), W = dqkv.size(2), D = W / (HQ + 2 * HK);
-  const std::optional<Tensor>* given[3] = {&dq, &dk, &dv};
+// D of heads in qkv.
+int64_t width_of(const Tensor& qkv, int64_t HQ, int64_t HK) {
+  STD_TORCH_CHECK(qkv.is_cpu() && qkv.dim() == 3 && HQ > 0 && HK > 0 && qkv.size(2) % (HQ + 2 * HK) == 0 &&
+                      (qkv.numel() == 0 || qkv.stride(2) == 1),
+                  "tilewright: qkv must be a CPU tensor [B, S, (heads + 2 kv_heads) D] with a contiguous last dimension");
+  return qkv.size(2) / (HQ + 2 * HK);
+}
+
+std::tuple<Tensor, Tensor, Tensor> qk_norm_rope(Tensor qkv, int64_t HQ, int64_t HK, std::optional<Tensor> q_weight,
+                                                std::optional<Tensor> k_weight, double eps, double offset, Tensor cos,
+                                                Tensor sin, std::optional<Tensor> positions, bool interleaved) {
+  const int64_t D = width_of(qkv, HQ, HK), B = qkv.size(0), S = qkv.size(1);
+  auto heads = [&](int64_t H) {
+    return huge(torch::stable::transpose(torch::stable::new_empty(qkv, {B, S, H, D}), 1, 2));
+  };
+  const Tensor q = heads(HQ), k = heads(HK);
+  std::optional<Tensor> rstd;
+  if (q_weight.has_value()) rstd = torch::stable::new_empty(qkv, {B, S, HQ + HK}, ScalarType::Float);
+  write(qkv, {q_weight, k_weight, eps, offset}, {cos, sin, positions, interleaved}, q, k, rstd);
+  return {q, k, rstd.value_or(Tensor())};
+}
+
+// Over q and k in qkv.
+void qk_norm_rope_(Tensor qkv, int64_t HQ, int64_t HK, std::optional<Tensor> q_weight, std::optional<Tensor> k_weight,
+                   double eps, double offset, Tensor cos, Tensor sin, std::optional<Tensor> positions,
+                   bool interleaved) {
+  const int64_t D = width_of(qkv, HQ, HK);
+  Tensor heads = torch::stable::view(qkv, {qkv.size(0), qkv.size(1), HQ + 2 * HK, D});
+  auto part = [&](int64_t first, int64_t H) {
+    return torch::stable::transpose(torch::stable::narrow(heads, 2, first, H), 1, 2);
+  };
+  write(qkv, {q_weight, k_weight, eps, offset}, {cos, sin, positions, interleaved}, part(0, HQ), part(HQ, HK), {});
+}
+
+std::tuple<Tensor, Tensor, Tensor> qk_norm_rope_backward(std::optional<Tensor> dq, std::optional<Tensor> dk,
+                                                         std::optional<Tensor> dv, std::optional<Tensor> qkv,
+                                                         std::optional<Tensor> rstd, int64_t HQ, int64_t HK,
+                                                         std::optional<Tensor> q_weight, std::optional<Tensor> k_weight,
+                                                         double eps, double offset, Tensor cos, Tensor sin,
+                                                         std::optional<Tensor> positions, bool interleaved) {
+  std::optional<Tensor>* given[3] = {&dq, &dk, &dv};
   const int64_t H[3] = {HQ, HK, HK};
   const char* names[3] = {"dq", "dk", "dv"};
-  for (int j = 0; j < 3; ++j)
-    if (given[j]->has_value()) check_heads(names[j], **given[j], B, H[j], S, D, dqkv);
+  const Tensor* like = nullptr;
+  for (auto* d : given)
+    if (like == nullptr && d->has_value()) like = &**d;
+  STD_TORCH_CHECK(like != nullptr && like->dim() == 4 && HQ > 0 && HK > 0,
+                  "tilewright: one of dq, dk and dv must be given, [B, heads, S, D]");
+  const int64_t B = like->size(0), S = like->size(2), D = like->size(3), W = (HQ + 2 * HK) * D;
+  for (int j = 0; j < 3; ++j) {
+    if (!given[j]->has_value()) continue;
+    check_heads(names[j], **given[j], B, H[j], S, D, *like);
+    *given[j] = last_contiguous(**given[j]);
+  }
   check_tables(B, S, D, cos, sin, positions);
   const bool norm = q_weight.has_value();
-  STD_TORCH_CHECK(k_weight.has_value() == norm && dw.has_value() == norm && rstd.has_value() == norm &&
-                      qkv.has_value() == norm,
-                  "tilewright: both weights, qkv, rstd and dw are needed, or none");
+  STD_TORCH_CHECK(k_weight.has_value() == norm && rstd.has_value() == norm && qkv.has_value() == norm,
+                  "tilewright: both weights, qkv and rstd are needed, or none");
   int64_t xs[2] = {0, 0};
   if (norm) {
-    check_merged(*qkv, B, S, W);
-    STD_TORCH_CHECK(qkv->scalar_type() == dqkv.scalar_type(), "tilewright: dqkv must have qkv's dtype");
-    check_rstd(*rstd, B * S * (HQ + HK));
-    check_row_major("dw", *dw);
-    STD_TORCH_CHECK(dw->scalar_type() == ScalarType::Float && dw->numel() == 2 * D,
-                    "tilewright: dw must be float32 [2, D]");
+    STD_TORCH_CHECK(width_of(*qkv, HQ, HK) == D && qkv->size(0) == B && qkv->size(1) == S &&
+                        qkv->scalar_type() == like->scalar_type(),
+                    "tilewright: qkv must have the gradients' sizes and dtype");
+    check_row_major("rstd", *rstd);
+    STD_TORCH_CHECK(rstd->scalar_type() == ScalarType::Float && rstd->numel() == B * S * (HQ + HK),
+                    "tilewright: rstd must be float32 with one element for each head of q and k");
     xs[0] = qkv->stride(0);
     xs[1] = qkv->stride(1);
   }
   const auto qw = weights(q_weight, D, offset), kw = weights(k_weight, D, offset);
-  const Heads n{D, cos.size(1), 0, interleaved};
+  const Heads n{D, cos.size(1), eps, interleaved};
   const int64_t* pos = in<int64_t>(positions);
   const float *cs = in<float>(cos), *sn = in<float>(sin), *stat = in<float>(rstd);
-  huge(dqkv);
+  const Tensor dqkv = huge(torch::stable::new_empty(*like, {B, S, W}));
+  Tensor dw[2];
+  if (norm) dw[0] = torch::stable::empty_like(*q_weight), dw[1] = torch::stable::empty_like(*k_weight);
   dispatch(dqkv, [&](auto e) {
     using T = decltype(e);
     const T* xall = in<T>(qkv);
     T* to = out<T>(dqkv);
-    auto token = [&](int64_t t, float* room, float* dw_part) {
+    auto token = [&](int64_t t, float* room, std::vector<float>* part) {
       const int64_t b = t / S, i = t % S, p = pos != nullptr ? pos[t] : i;
       const float *c = cs + p * n.half, *s = sn + p * n.half;
       T* dx = to + t * W;
@@ -210,7 +244,7 @@ void gradients(std::optional<Tensor> dq, std::optional<Tensor> dk, std::optional
             std::copy(own, own + D, dx + at * D);
           else if (norm)
             head_gradient(own, xall + b * xs[0] + i * xs[1] + at * D, dx + at * D, (j == 0 ? qw : kw).data(),
-                          dw_part + j * D, c, s, stat[t * (HQ + HK) + at], room, n);
+                          part[j].data(), c, s, stat[t * (HQ + HK) + at], room, n);
           else
             head_gradient<T>(own, nullptr, dx + at * D, nullptr, nullptr, c, s, 0, room, n);
         }
@@ -224,34 +258,38 @@ void gradients(std::optional<Tensor> dq, std::optional<Tensor> dk, std::optional
     }
     const int64_t chunks = row_chunks(B * S), per = (B * S + chunks - 1) / chunks;
     const int64_t a_sum = std::max<int64_t>(1, ROWS_A_SUM / std::max(HQ, HK));
-    std::vector<double> total(chunks * 2 * D, 0.0);
+    std::vector<double> total[2] = {std::vector<double>(chunks * D, 0.0), std::vector<double>(chunks * D, 0.0)};
     torch::stable::parallel_for(0, chunks, B * S * W < 32768 ? chunks : 1, [&](int64_t lo, int64_t hi) {
-      std::vector<float> room(D), part(2 * D, 0.0f);
+      std::vector<float> room(D), part[2] = {std::vector<float>(D, 0.0f), std::vector<float>(D, 0.0f)};
       for (int64_t k = lo; k < hi; ++k) {
         const int64_t end = std::min(B * S, (k + 1) * per);
         for (int64_t first = k * per; first < end; first += a_sum) {
-          for (int64_t t = first; t < std::min(end, first + a_sum); ++t) token(t, room.data(), part.data());
-          flush(part, total.data() + k * 2 * D);
+          for (int64_t t = first; t < std::min(end, first + a_sum); ++t) token(t, room.data(), part);
+          for (int j = 0; j < 2; ++j) flush(part[j], total[j].data() + k * D);
         }
       }
     });
-    add_chunks(total, *dw);
+    for (int j = 0; j < 2; ++j) add_chunks(total[j], dw[j]);
   });
+  return {dqkv, dw[0], dw[1]};
 }
 
 }  // namespace
 }  // namespace tw
 
+#define TW_OPTIONS                                                                                               \
+  "int q, int kv, Tensor? q_weight, Tensor? k_weight, float eps, float offset, Tensor cos, Tensor sin, Tensor? " \
+  "positions, bool interleaved"
+
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
-  m.def("qk_norm_rope_cpp_write(Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor(a!) q, Tensor(b!) k,"
-        " Tensor(c!)? rstd, Tensor cos, Tensor sin, Tensor? positions, float eps, float offset, bool interleaved)"
-        " -> ()");
-  m.def("qk_norm_rope_cpp_gradients(Tensor? dq, Tensor? dk, Tensor? dv, Tensor? qkv, Tensor? rstd, Tensor? q_weight,"
-        " Tensor? k_weight, Tensor(a!) dqkv, Tensor(b!)? dw, Tensor cos, Tensor sin, Tensor? positions, int HQ, int HK,"
-        " float offset, bool interleaved) -> ()");
+  m.def("qk_norm_rope_cpp(Tensor qkv, " TW_OPTIONS ") -> (Tensor, Tensor, Tensor)");
+  m.def("qk_norm_rope_cpp_(Tensor(a!) qkv, " TW_OPTIONS ") -> ()");
+  m.def("qk_norm_rope_cpp_backward(Tensor? dq, Tensor? dk, Tensor? dv, Tensor? qkv, Tensor? rstd, " TW_OPTIONS
+        ") -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
-  m.impl("qk_norm_rope_cpp_write", TORCH_BOX(&tw::write));
-  m.impl("qk_norm_rope_cpp_gradients", TORCH_BOX(&tw::gradients));
+  m.impl("qk_norm_rope_cpp", TORCH_BOX(&tw::qk_norm_rope));
+  m.impl("qk_norm_rope_cpp_", TORCH_BOX(&tw::qk_norm_rope_));
+  m.impl("qk_norm_rope_cpp_backward", TORCH_BOX(&tw::qk_norm_rope_backward));
 }

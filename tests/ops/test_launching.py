@@ -37,7 +37,7 @@ def steps(tokens, dtype=torch.bfloat16):
     from tilewright.kernels.norm.operators import Norm
     from tilewright.kernels.quant import quantize_triton
     from tilewright.kernels.rope import qk_norm_rope_triton, rope_triton
-    from tilewright.kernels.rope.operators import Rotation
+    from tilewright.kernels.rope.operators import HeadNorm, Heads, Rotation
 
     def new(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype)
@@ -55,28 +55,9 @@ def steps(tokens, dtype=torch.bfloat16):
     positions = new(1, T, dtype=i64)
     rope_triton.overwrite(q, k, Rotation(table, table, positions))
     qkv, norm = new(1, T, 8 * 64), new(64)
-    qk_norm_rope_triton.forward(
-        qkv, norm, norm, q, k, new(1, T, 6, dtype=f32), table, table, positions, 1e-6, 0.0, False
-    )
-    qk_norm_rope_triton.backward(
-        q,
-        k,
-        k,
-        qkv,
-        new(1, T, 6, dtype=f32),
-        norm,
-        norm,
-        qkv,
-        norm,
-        norm,
-        table,
-        table,
-        positions,
-        4,
-        2,
-        0.0,
-        False,
-    )
+    prepared = qkv, Heads(4, 2), HeadNorm(norm, norm), Rotation(table, table, positions)
+    q, k, rstd = qk_norm_rope_triton.forward(*prepared)
+    qk_norm_rope_triton.backward(q, k, k, qkv, rstd, *prepared[1:])
     for window in (0, 4096):
         out, lse = attention_triton.forward(q, k, k, cu, True, window, 0.0, None, 0.125, 0)
         attention_triton.backward(out, q, k, k, out, lse, cu, True, window, 0.0, None, 0.125, 0)

@@ -26,7 +26,7 @@ from tilewright.bench import contract
 from tilewright.core import checks, explain, schema
 from tilewright.core import library as _library
 from tilewright.core.registry import DispatchOn, Implementation, Op, short
-from tilewright.kernels.rope.operators import Rotation
+from tilewright.kernels.rope.operators import HeadNorm, Heads, Rotation, prepare
 from tilewright.ops import OPS
 from tilewright.ops.quant.quantize import Quantized
 from tilewright.ops.rope import qk_norm_rope_fused, rope_fused
@@ -430,11 +430,8 @@ def test_what_writes_in_place_runs_with_its_tensors_device_current(
 
     x, table = OfDevice(torch.ones(1, 2, 4), 1), torch.ones(2, 2)
     rope_fused.Fused(None, launcher).overwrite(x, None, Rotation(table, table))
-    qk = qk_norm_rope_fused
-    monkeypatch.setattr(qk, "slices", lambda qkv, heads: [qkv] * 3)
-    qk.Fused("probe", launcher, launcher).overwrite(
-        x, qk.Heads(1, 1), qk.HeadNorm(), qk.Rotation(table, table)
-    )
+    qk = qk_norm_rope_fused.Fused(prepare.define("probe", launcher), None, launcher)
+    qk.overwrite(x, Heads(1, 1), HeadNorm(), Rotation(table, table))
     assert ran == [1, 1] and devices.current == 0
 
 

@@ -6,10 +6,9 @@ from helpers import DEVICE, OperatorNames, skip_unless_usable, threads
 from torch.utils.checkpoint import checkpoint
 
 from tilewright import platform
+from tilewright.kernels.rope.operators import HeadNorm, Heads, Rotation
 from tilewright.ops import qk_norm_rope, rmsnorm, rope
 from tilewright.ops.rope.qk_norm_rope import QK_NORM_ROPE
-from tilewright.ops.rope.qk_norm_rope_fused import HeadNorm, Heads
-from tilewright.ops.rope.rope_fused import Rotation
 
 EVERY = pytest.mark.parametrize("name", QK_NORM_ROPE.names())
 FUSED = pytest.mark.parametrize("name", [n for n in QK_NORM_ROPE.names() if n != "eager"])
@@ -331,37 +330,18 @@ def test_backward_is_two_launches_and_no_other_kernel(monkeypatch):
 
     qkv, w = torch.ones(1, 5, 32, device=DEVICE), torch.ones(8, device=DEVICE)
     q, k_and_v = (torch.ones(1, n, 5, 8, device=DEVICE) for n in (2, 1))
-    rstd, table, new = (
-        torch.ones(1, 5, 3, device=DEVICE),
-        torch.ones(5, 4, device=DEVICE),
-        [w.clone(), w.clone()],
-    )
+    rstd, table = torch.ones(1, 5, 3, device=DEVICE), torch.ones(5, 4, device=DEVICE)
     for module in (k, rmsnorm_triton):
         monkeypatch.setattr(
             module, "launch", lambda kernel, *_, **__: seen.names.append(kernel.fn.__name__)
         )
     with OperatorNames() as seen:
         k.backward(
-            q,
-            k_and_v,
-            k_and_v,
-            qkv,
-            rstd,
-            w,
-            w,
-            qkv.clone(),
-            *new,
-            table,
-            table,
-            None,
-            2,
-            1,
-            0.0,
-            False,
+            q, k_and_v, k_and_v, qkv, rstd, Heads(2, 1), HeadNorm(w, w), Rotation(table, table)
         )
-    assert [
-        name for name in seen.names if name not in ("aten::empty.memory_format", "aten::clone")
-    ] == ["_backward", "_sum_programs"]
+    allocations = "aten::empty.memory_format", "aten::empty_like", "aten::new_empty"
+    launched = [name for name in seen.names if name not in allocations]
+    assert launched == ["_backward", "_sum_programs"]
 
 
 @FUSED
@@ -668,47 +648,49 @@ def test_cpp_operators_check_what_they_are_given():
     """Below the public function's checks: nothing is read or written outside a tensor."""
     skip_unless_usable(QK_NORM_ROPE, "cpp", torch.float32)
     QK_NORM_ROPE.resolve("cpp")
-    write = torch.ops.tilewright.qk_norm_rope_cpp_write
-    gradients = torch.ops.tilewright.qk_norm_rope_cpp_gradients
+    ops = torch.ops.tilewright
     qkv, w, _ = (t.cpu() for t in inputs())
     cos, sin = (t.cpu() for t in (COS, SIN))
     q, k, rstd = torch.empty(B, HQ, S, D), torch.empty(B, HK, S, D), torch.empty(B, S, HQ + HK)
 
-    def call(qkv=qkv, q=q, k=k, rstd=rstd, q_weight=w, k_weight=w, cos=cos, positions=None):
-        write(qkv, q_weight, k_weight, q, k, rstd, cos, sin, positions, 1e-6, 0.0, False)
+    def call(op, qkv=qkv, heads=(HQ, HK), q_weight=w, k_weight=w, cos=cos, positions=None):
+        op(qkv, *heads, q_weight, k_weight, 1e-6, 0.0, cos, sin, positions, False)
 
-    call()
-    for change, message in (
-        ({"qkv": qkv[..., :-1]}, "qkv must be"),
-        ({"q": q[:, :, :3]}, "qkv must be"),
-        ({"k": k.double()}, "k must be .* of one dtype"),
-        ({"k": k[:1]}, "k must be"),
-        ({"rstd": rstd[:, 1:].contiguous()}, "rstd must be"),
-        ({"k_weight": None}, "give both"),
-        ({"q_weight": w[1:]}, r"weights must be \[D\]"),
-        ({"cos": cos[1:]}, "cos and sin must be"),
-        ({"positions": torch.full((B, S), P)}, r"position_ids\[0, 0\] = 24 is outside"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            call(**change)
+    for op in (ops.qk_norm_rope_cpp, ops.qk_norm_rope_cpp_):
+        call(op)
+        for change, message in (
+            ({"qkv": qkv[..., :-1]}, "qkv must be"),
+            ({"qkv": qkv[0]}, "qkv must be"),
+            ({"qkv": qkv.mT.contiguous().mT}, "qkv must be"),
+            ({"heads": (0, HK)}, "qkv must be"),
+            ({"k_weight": None}, "give both"),
+            ({"q_weight": w[1:]}, r"weights must be \[D\]"),
+            ({"cos": cos[1:]}, "cos and sin must be"),
+            ({"positions": torch.full((B, S), P)}, r"position_ids\[0, 0\] = 24 is outside"),
+        ):
+            with pytest.raises(RuntimeError, match=message):
+                call(op, **change)
 
-    new, total = torch.empty_like(qkv), torch.empty(2, D)
-
-    def back(dq=q, dk=k, dv=k, qkv=qkv, rstd=rstd, w=w, dqkv=new, dw=total, heads=(HQ, HK)):
-        gradients(dq, dk, dv, qkv, rstd, w, w, dqkv, dw, cos, sin, None, *heads, 0.0, False)
+    def back(dq=q, dk=k, dv=k, qkv=qkv, rstd=rstd, k_weight=w, heads=(HQ, HK)):
+        return ops.qk_norm_rope_cpp_backward(
+            dq, dk, dv, qkv, rstd, *heads, w, k_weight, 0.0, 0.0, cos, sin, None, False
+        )
 
     back()
-    back(None, None, None)
+    assert not back(None, None)[0][..., : (HQ + HK) * D].any()
     for change, message in (
+        (dict.fromkeys(("dq", "dk", "dv")), "one of dq, dk and dv must be given"),
         ({"dq": q[:, 1:]}, "dq must be"),
+        ({"dk": k.double()}, "dk must be .* of one dtype"),
         ({"dv": k[..., :8]}, "dv must be"),
         ({"qkv": None}, "are needed, or none"),
         ({"rstd": None}, "are needed, or none"),
-        ({"dw": None}, "are needed, or none"),
-        ({"dw": torch.empty(2, D - 1)}, "dw must be"),
-        ({"dqkv": qkv[..., 1:].contiguous()}, "dqkv must be"),
-        ({"heads": (0, HK)}, "dqkv must be"),
-        ({"qkv": qkv.double()}, "dqkv must have qkv's dtype"),
+        ({"k_weight": None}, "are needed, or none"),
+        ({"rstd": rstd[:, 1:].contiguous()}, "rstd must be"),
+        ({"qkv": qkv[..., 1:].contiguous()}, "qkv must be"),
+        ({"qkv": qkv[:, 1:]}, "qkv must have the gradients' sizes"),
+        ({"heads": (0, HK)}, "must be given"),
+        ({"qkv": qkv.double()}, "qkv must have the gradients' sizes and dtype"),
     ):
         with pytest.raises(RuntimeError, match=message):
             back(**change)

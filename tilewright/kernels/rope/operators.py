@@ -124,15 +124,19 @@ def prepare_backward(
 
 def by_head(qkv: torch.Tensor, heads: Heads) -> torch.Tensor:
     """[B, S, Hq + 2 Hk, D]."""
-    total = heads.q + 2 * heads.kv
-    return qkv.unflatten(-1, (total, qkv.shape[-1] // total))
+    (B, S, W), total = qkv.shape, heads.q + 2 * heads.kv
+    return qkv.view(B, S, total, W // total)
 
 
-def slices(qkv: torch.Tensor, heads: Heads) -> tuple[torch.Tensor, ...]:
-    """q, k and v as views of qkv, [B, H, S, D]. Autograd allows in-place writes to them, and pads
+def slices(qkv: torch.Tensor, heads: Heads) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k as views of qkv, [B, H, S, D]. Autograd allows in-place writes to them, and pads
     each one's gradient.
     """
-    (hq, hk), whole = heads, by_head(qkv, heads)
-    return tuple(
-        whole[:, :, a:b].transpose(1, 2) for a, b in ((0, hq), (hq, hq + hk), (hq + hk, None))
-    )
+    whole = by_head(qkv, heads)
+    q, k = whole.narrow(2, 0, heads.q), whole.narrow(2, heads.q, heads.kv)
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def values(qkv: torch.Tensor, heads: Heads) -> torch.Tensor:
+    """v as a view of qkv, [B, Hk, S, D]."""
+    return by_head(qkv, heads).narrow(2, heads.q + heads.kv, heads.kv).transpose(1, 2)

@@ -14,10 +14,21 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.core.layout import last_contiguous
 from tilewright.kernels.device import older_triton, programs
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import next_power_of_2
 from tilewright.kernels.norm.rmsnorm_triton import summed
+from tilewright.kernels.rope.operators import (
+    Gradients,
+    HeadNorm,
+    Heads,
+    Prepared,
+    Rotation,
+    prepare,
+    prepare_backward,
+    slices,
+)
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -556,28 +567,24 @@ def _backward_space(D: int, half: int, itemsize: int, HQ: int, HK: int, norm: bo
 # ---- launches
 
 
-def forward(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    rstd: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
-    eps: float,
-    offset: float,
-    interleaved: bool,
-) -> None:
-    """Writes q, k [B, H, S, D] and, if given, rstd [B, S, HQ + HK]. q and k: each token's heads
-    adjacent, or the views in qkv itself.
-    """
+def forward(qkv: torch.Tensor, heads: Heads, norm: HeadNorm, rotation: Rotation) -> Prepared:
+    found = prepare(qkv, heads, norm, rotation)
+    _write(qkv, found, norm, rotation)
+    return found
+
+
+def overwrite(qkv: torch.Tensor, heads: Heads, norm: HeadNorm, rotation: Rotation) -> None:
+    _write(qkv, Prepared(*slices(qkv, heads), None), norm, rotation)
+
+
+def _write(qkv: torch.Tensor, to: Prepared, norm: HeadNorm, rotation: Rotation) -> None:
+    """to: with each token's heads adjacent, or the views in qkv itself."""
+    q, k, rstd = to
+    cos, sin, positions, interleaved = rotation
     B, HQ, S, D = q.shape
-    HK, half, norm = k.shape[1], cos.shape[1], q_weight is not None
+    HK, half, normalized = k.shape[1], cos.shape[1], norm.q_weight is not None
     if B * S == 0:
         return
-    c = FORWARD.config(q.device, D, half, q.element_size(), HQ, HK, norm)
     launch(
         _forward,
         (B * S,),
@@ -585,15 +592,15 @@ def forward(
         q,
         k,
         rstd,
-        q_weight,
-        k_weight,
+        norm.q_weight,
+        norm.k_weight,
         cos,
         sin,
         positions,
         S,
         cos.shape[0],
-        eps,
-        offset,
+        norm.eps,
+        norm.offset,
         *qkv.stride()[:2],
         q.stride(0),
         q.stride(2),
@@ -605,11 +612,11 @@ def forward(
         HALF=half,
         **_blocks(D, half),
         INTERLEAVED=interleaved,
-        NORM=norm,
+        NORM=normalized,
         HAS_POS=positions is not None,
         KEEP=rstd is not None,
         INPLACE=q.data_ptr() == qkv.data_ptr(),
-        **c,
+        **FORWARD.config(q.device, D, half, q.element_size(), HQ, HK, normalized),
     )
 
 
@@ -619,44 +626,41 @@ def backward(
     dv: torch.Tensor | None,
     qkv: torch.Tensor | None,
     rstd: torch.Tensor | None,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    dqkv: torch.Tensor,
-    dq_weight: torch.Tensor | None,
-    dk_weight: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
-    HQ: int,
-    HK: int,
-    offset: float,
-    interleaved: bool,
-) -> None:
-    """Writes dqkv [B, S, (HQ + 2 HK) D] and, with weights, their gradients, [D] each. A gradient
-    that is None is zero.
-    """
-    B, S, W = dqkv.shape
-    D, half, norm = W // (HQ + 2 * HK), cos.shape[1], q_weight is not None
-    if B * S == 0:
-        for d in (dq_weight, dk_weight) if norm else ():
+    heads: Heads,
+    norm: HeadNorm,
+    rotation: Rotation,
+) -> Gradients:
+    given = [last_contiguous(d) for d in (dq, dk, dv)]
+    found = prepare_backward(*given, qkv, rstd, heads, norm, rotation)
+    normalized = norm.q_weight is not None
+    if not found.dqkv.numel():
+        for d in found[1:] if normalized else ():
             d.zero_()
-        return
-    c = BACKWARD.config(dqkv.device, D, half, dqkv.element_size(), HQ, HK, norm)
+        return found
+    dw = _write_gradients(given, qkv, rstd, found.dqkv, heads, norm, rotation)
+    if normalized:
+        summed(dw, found.dq_weight, found.dk_weight)
+    return found
+
+
+def _write_gradients(given, qkv, rstd, dqkv, heads, norm, rotation) -> torch.Tensor | None:
+    """Returns the weights' gradients of each program, [P, 2, D] float32."""
+    cos, sin, positions, interleaved = rotation
+    B, S, W = dqkv.shape
+    D, half, normalized = W // (heads.q + 2 * heads.kv), cos.shape[1], norm.q_weight is not None
+    c = BACKWARD.config(dqkv.device, D, half, dqkv.element_size(), *heads, normalized)
     c = {name: value for name, value in c.items() if value is not None}
     each = c.pop("PROGRAMS")
-    P = min(programs(dqkv, each), B * S) if norm else B * S
-    dw = torch.empty((P, 2, D), dtype=torch.float32, device=dqkv.device) if norm else None
-    strides = [s for d in (dq, dk, dv) for s in (d.stride()[:3] if d is not None else (0, 0, 0))]
+    P = min(programs(dqkv, each), B * S) if normalized else B * S
+    dw = torch.empty((P, 2, D), dtype=torch.float32, device=dqkv.device) if normalized else None
     launch(
         _backward,
         (P,),
-        dq,
-        dk,
-        dv,
+        *given,
         qkv,
         rstd,
-        q_weight,
-        k_weight,
+        norm.q_weight,
+        norm.k_weight,
         dqkv,
         dw,
         cos,
@@ -665,25 +669,22 @@ def backward(
         B * S,
         S,
         cos.shape[0],
-        offset,
-        *strides,
-        *(qkv.stride()[:2] if norm else (0, 0)),
-        HQ=HQ,
-        HK=HK,
+        norm.offset,
+        *(s for d in given for s in ((0, 0, 0) if d is None else d.stride()[:3])),
+        *(qkv.stride()[:2] if normalized else (0, 0)),
+        HQ=heads.q,
+        HK=heads.kv,
         D=D,
         HALF=half,
         **_blocks(D, half),
         BLOCK_V=next_power_of_2(D),
         INTERLEAVED=interleaved,
-        NORM=norm,
+        NORM=normalized,
         HAS_POS=positions is not None,
-        DQ=dq is not None,
-        DK=dk is not None,
-        DV=dv is not None,
+        **{name: d is not None for name, d in zip(("DQ", "DK", "DV"), given, strict=True)},
         **c,
     )
-    if norm:
-        summed(dw, dq_weight, dk_weight)
+    return dw
 
 
 # ---- specs for the compile gate

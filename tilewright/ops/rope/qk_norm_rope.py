@@ -14,16 +14,16 @@ from tilewright import platform
 from tilewright.core import checks
 from tilewright.core.library import from_kernels
 from tilewright.core.registry import Case, Cost, Implementation, Op
+from tilewright.kernels.rope.operators import HeadNorm, Heads, Rotation
 from tilewright.ops import cases
 from tilewright.ops.norm.rmsnorm import check_options, rmsnorm_eager
 from tilewright.ops.rope import qk_norm_rope_fused
-from tilewright.ops.rope.qk_norm_rope_fused import HeadNorm, Heads, in_place, pieces
+from tilewright.ops.rope.qk_norm_rope_fused import in_place, pieces
 from tilewright.ops.rope.rope import (
     check_tables,
     prepare_tables,
     rope_eager,
 )
-from tilewright.ops.rope.rope_fused import Rotation
 
 MAX_D = 1024  # the fused kernels hold a head in registers
 

@@ -49,23 +49,17 @@ class Fused:
 
 @functools.cache
 def triton() -> Fused:
-    from tilewright.kernels.rope import rope_triton
+    from tilewright.kernels.rope import rope_triton as k
 
-    operator = rotate.define("rope_triton", rope_triton.forward, _backward_of(triton))
-    return Fused(operator, rope_triton.overwrite)
+    operator = rotate.define("rope_triton", k.forward, lambda *args: operator(*args))
+    return Fused(operator, k.overwrite)
 
 
 @functools.cache
 def cpp() -> Fused:
+    operator = rotate.adopt("rope_cpp", lambda *args: operator(*args))
     overwrite = torch.ops.tilewright.rope_cpp_.default
-    return Fused(
-        rotate.adopt("rope_cpp", _backward_of(cpp)),
-        lambda q, k, rotation: overwrite(q, k, *rotation),
-    )
-
-
-def _backward_of(load: Callable[[], Fused]) -> Callable:
-    return lambda *args: load().operator(*args)
+    return Fused(operator, lambda q, k, rotation: overwrite(q, k, *rotation))
 
 
 # ---- in place
