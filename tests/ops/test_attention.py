@@ -269,8 +269,8 @@ def test_triton_masks_blocks_at_the_edge_alone(monkeypatch, window):
     monkeypatch.setattr(k, "_seen", lambda *a, own=k._seen: masks.append(own(*a)) or masks[-1])
     monkeypatch.setattr(k, "_logits", lambda *a, own=k._logits: blocks.append(0) or own(*a))
     q, *kv = (t[:, :1] for t in qkv(128))
-    out, lse = k.forward(q, *kv, None, True, window, 0.0, None, 1.0, 0)
-    k.backward(out, q, *kv, out, lse, None, True, window, 0.0, None, 1.0, 0)
+    out, lse = k.forward(q, *kv, None, None, Variant(window=window), 0)
+    k.backward(out, q, *kv, out, lse, None, None, Variant(window=window), 0)
     assert masks and all(not m.handle.data.all() for m in masks)
     assert len(blocks) >= (1.3 if window else 2) * len(masks), (len(blocks), len(masks))
 

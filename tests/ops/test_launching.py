@@ -31,6 +31,7 @@ def steps(tokens, dtype=torch.bfloat16):
     documents, so one sequence. Nothing is launched, so tensors are uninitialized.
     """
     from tilewright.kernels.attention import attention_triton
+    from tilewright.kernels.attention.operators import Variant
     from tilewright.kernels.fused_quantize import fused_quantize_triton
     from tilewright.kernels.moe import grouped_gemm_triton, permute_triton, route_triton
     from tilewright.kernels.norm import rmsnorm_triton
@@ -59,8 +60,9 @@ def steps(tokens, dtype=torch.bfloat16):
     q, k, rstd = qk_norm_rope_triton.forward(*prepared)
     qk_norm_rope_triton.backward(q, k, k, qkv, rstd, *prepared[1:])
     for window in (0, 4096):
-        out, lse = attention_triton.forward(q, k, k, cu, True, window, 0.0, None, 0.125, 0)
-        attention_triton.backward(out, q, k, k, out, lse, cu, True, window, 0.0, None, 0.125, 0)
+        variant = Variant(window=window, scale=0.125)
+        out, lse = attention_triton.forward(q, k, k, cu, None, variant, 0)
+        attention_triton.backward(out, q, k, k, out, lse, cu, None, variant, 0)
     loss = cross_entropy(
         new(T, H).requires_grad_(), torch.zeros(T, dtype=i64), implementation="triton"
     )

@@ -19,10 +19,20 @@ not on what else is packed.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from tilewright.core.layout import last_contiguous
+from tilewright.kernels.attention.operators import (
+    Attended,
+    Gradients,
+    Variant,
+    attend,
+    attend_backward,
+)
 from tilewright.kernels.device import dot_precision, large_shared_memory
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
@@ -772,39 +782,63 @@ def _tiles(cu_seqlens, batch, rows, block):
     return tiles, tiles.shape[0] // 3, tiles.shape[0] // 3
 
 
-def empty_rows(t: torch.Tensor) -> torch.Tensor:
-    """Uninitialized [B, H, S, D], in memory [B, S, H, D], the layout that a projection reads."""
-    B, H, S, D = t.shape
-    return t.new_empty(B, S, H, D).transpose(1, 2)
+class _Problem(NamedTuple):
+    """What the passes have in common; as `operators.attend` takes it."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    cu_seqlens: torch.Tensor | None
+    variant: Variant
+    offset: int
+
+    def key(self) -> tuple[int, int, bool, bool]:
+        """Of its launch configurations."""
+        q, capped = self.q, self.variant.softcap > 0
+        width = next_power_of_2(max(16, q.shape[-1]))
+        return width, q.element_size(), large_shared_memory(q.device), capped
+
+    def numbers(self) -> tuple:
+        """S, Sk, offset, window, scale and softcap. The window is at most the largest distance of
+        two positions: larger ones would exceed 32 bits.
+        """
+        S, Sk, v = self.q.shape[2], self.k.shape[2], self.variant
+        window = min(v.window, S + Sk + abs(self.offset))
+        return S, Sk, self.offset, window, v.scale, v.softcap
+
+    def constants(self) -> dict:
+        q, v = self.q, self.variant
+        return {
+            "GROUP": q.shape[1] // self.k.shape[1],
+            "D": q.shape[-1],
+            "WIDTH": next_power_of_2(max(16, q.shape[-1])),
+            "PACKED": self.cu_seqlens is not None,
+            "CAUSAL": v.causal,
+            "WINDOW": v.window > 0,
+            "SOFTCAP": v.softcap > 0,
+            "PRECISION": dot_precision(q),
+        }
 
 
-def _key(t, softcap):
-    return (
-        next_power_of_2(max(16, t.shape[-1])),
-        t.element_size(),
-        large_shared_memory(t.device),
-        softcap > 0,
-    )
-
-
-def _reach(window, q, k, offset):
-    """Clamps the window to the largest distance of two positions: larger ones would
-    exceed 32 bits.
+def _launch(kernel, tunable, block, problem, tiled, tensors, **constants) -> None:
+    """A program for each tile of `block` rows of `tiled`, and each of its heads. The kernel takes
+    the strides of those tensors that are [B, H, S, D].
     """
-    return min(window, q.shape[2] + k.shape[2] + abs(offset))
-
-
-def _options(q, k, cu_seqlens, causal, window, softcap):
-    return {
-        "GROUP": q.shape[1] // k.shape[1],
-        "D": q.shape[-1],
-        "WIDTH": next_power_of_2(max(16, q.shape[-1])),
-        "PACKED": cu_seqlens is not None,
-        "CAUSAL": causal,
-        "WINDOW": window > 0,
-        "SOFTCAP": softcap > 0,
-        "PRECISION": dot_precision(q),
-    }
+    c = tunable.config(tiled.device, *problem.key())
+    B, H, rows, _ = tiled.shape
+    tiles, capacity, count = _tiles(problem.cu_seqlens, B, rows, c[block])
+    launch(
+        kernel,
+        (count, H),
+        *tensors,
+        tiles,
+        problem.cu_seqlens,
+        capacity,
+        *problem.numbers(),
+        *(n for t in tensors if t is not None and t.dim() == 4 for n in t.stride()[:3]),
+        **problem.constants(),
+        **constants,
+        **c,
+    )
 
 
 def forward(
@@ -812,48 +846,18 @@ def forward(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens: torch.Tensor | None,
-    causal: bool,
-    window: int,
-    softcap: float,
     sinks: torch.Tensor | None,
-    scale: float,
+    variant: Variant,
     offset: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [B, Hq, S, D] and lse [B, Hq, S] float32. window 0, softcap 0: none."""
-    B, H, S, _ = q.shape
-    out = empty_rows(q)
-    lse = torch.empty((B, H, S), dtype=torch.float32, device=q.device)
-    window = _reach(window, q, k, offset)
-    if lse.numel():
-        c = FORWARD.config(q.device, *_key(q, softcap))
-        tiles, capacity, count = _tiles(cu_seqlens, B, S, c["BLOCK_M"])
-        launch(
-            _forward,
-            (count, H),
-            q,
-            k,
-            v,
-            None if sinks is None else sinks.float().contiguous(),
-            out,
-            lse,
-            tiles,
-            cu_seqlens,
-            capacity,
-            S,
-            k.shape[2],
-            offset,
-            window,
-            scale,
-            softcap,
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *v.stride()[:3],
-            *out.stride()[:3],
-            **_options(q, k, cu_seqlens, causal, window, softcap),
-            SINKS=sinks is not None,
-            **c,
-        )
-    return out, lse
+) -> Attended:
+    q, k, v = map(last_contiguous, (q, k, v))
+    found = attend(q, k, v, cu_seqlens, sinks, variant, offset)
+    if found.lse.numel():
+        problem = _Problem(q, k, cu_seqlens, variant, offset)
+        logits = None if sinks is None else sinks.float().contiguous()
+        tensors = q, k, v, logits, *found
+        _launch(_forward, FORWARD, "BLOCK_M", problem, q, tensors, SINKS=sinks is not None)
+    return found
 
 
 def backward(
@@ -864,91 +868,28 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     cu_seqlens: torch.Tensor | None,
-    causal: bool,
-    window: int,
-    softcap: float,
     sinks: torch.Tensor | None,
-    scale: float,
+    variant: Variant,
     offset: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv in q's dtype, and the sinks' gradient [Hq] in float32, empty without sinks."""
-    B, H, S, _ = q.shape
-    Hk, Sk = k.shape[1:3]
-    dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
+) -> Gradients:
+    dout, q, k, v, out = map(last_contiguous, (dout, q, k, v, out))
+    found = attend_backward(dout, q, k, v, out, lse, cu_seqlens, sinks, variant, offset)
+    dq, dk, dv, dsinks = found
     lse = lse.float().contiguous()
     delta = torch.zeros_like(lse)
-    window = _reach(window, q, k, offset)
-    options = _options(q, k, cu_seqlens, causal, window, softcap)
+    problem = _Problem(q, k, cu_seqlens, variant, offset)
     if lse.numel():
-        c = BACKWARD_Q.config(q.device, *_key(q, softcap))
-        tiles, capacity, count = _tiles(cu_seqlens, B, S, c["BLOCK_M"])
-        launch(
-            _backward_q,
-            (count, H),
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dq,
-            delta,
-            tiles,
-            cu_seqlens,
-            capacity,
-            S,
-            Sk,
-            offset,
-            window,
-            scale,
-            softcap,
-            *dout.stride()[:3],
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *v.stride()[:3],
-            *out.stride()[:3],
-            *dq.stride()[:3],
-            **options,
-            **c,
-        )
+        tensors = dout, q, k, v, out, lse, dq, delta
+        _launch(_backward_q, BACKWARD_Q, "BLOCK_M", problem, q, tensors)
     if dk.numel():
-        c = BACKWARD_KV.config(q.device, *_key(q, softcap))
-        tiles, capacity, count = _tiles(cu_seqlens, B, Sk, c["BLOCK_N"])
-        launch(
-            _backward_kv,
-            (count, Hk),
-            dout,
-            q,
-            k,
-            v,
-            lse,
-            delta,
-            dk,
-            dv,
-            tiles,
-            cu_seqlens,
-            capacity,
-            S,
-            Sk,
-            offset,
-            window,
-            scale,
-            softcap,
-            *dout.stride()[:3],
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *v.stride()[:3],
-            *dk.stride()[:3],
-            *dv.stride()[:3],
-            **options,
-            **c,
-        )
-    if sinks is None:
-        return dq, dk, dv, lse.new_empty(0)
-    # A sink is a logit whose value is 0: of its gradient p (dp - delta) only the second part is
-    # left.
-    share = torch.exp(sinks.float()[:, None] - lse)
-    return dq, dk, dv, -(share * delta).sum((0, 2))
+        tensors = dout, q, k, v, lse, delta, dk, dv
+        _launch(_backward_kv, BACKWARD_KV, "BLOCK_N", problem, k, tensors)
+    if dsinks is not None:
+        # A sink is a logit whose value is 0: of its gradient p (dp - delta) only the second part is
+        # left.
+        share = torch.exp(sinks.float()[:, None] - lse)
+        torch.sum(share * delta, (0, 2), out=dsinks).neg_()
+    return found
 
 
 # ---- launch configurations
@@ -1064,6 +1005,21 @@ def _arch(key):
     return {"min_arch": 90, "max_arch": 109} if key["large"] else {"min_arch": 110}
 
 
+def _variants(key: dict) -> dict[str, dict]:
+    """The constants of the variants to compile. All of them for the most frequent key alone."""
+    window_sinks = {"PACKED": True, "WINDOW": True, "SINKS": True}
+    if key["capped"]:
+        return {"packed window softcap sinks": {**window_sinks, "SOFTCAP": True}}
+    packed = {"packed": {"PACKED": True}}
+    if key["itemsize"] == 4:
+        # Its products are long chains of FMAs, and each takes half a minute to compile.
+        return packed
+    packed["packed window sinks"] = window_sinks
+    if key["width"] == 128 and key["large"]:
+        return {"causal": {}, "full": {"CAUSAL": False}, **packed}
+    return packed
+
+
 def _specs_of(kernel, name, pointers, strides, sinks, tiled):
     def specs(key: dict, config: dict) -> list[KernelSpec]:
         width, data = key["width"], "bf16" if key["itemsize"] == 2 else "fp32"
@@ -1073,23 +1029,7 @@ def _specs_of(kernel, name, pointers, strides, sinks, tiled):
             types["delta_ptr"] = "*fp32"
         constants = {n: v for n, v in config.items() if n.startswith("BLOCK")}
         kernel_specs = []
-        variants = {
-            "causal": {},
-            "full": {"CAUSAL": False},
-            "packed": {"PACKED": True},
-            "packed window sinks": {"PACKED": True, "WINDOW": True, "SINKS": True},
-        }
-        if key["capped"]:
-            variants = {
-                "packed window softcap sinks": {**variants["packed window sinks"], "SOFTCAP": True}
-            }
-        elif data == "fp32":
-            # Its products are long chains of FMAs, and each takes half a minute to compile.
-            variants = {"packed": variants["packed"]}
-        elif not (width == 128 and key["large"]):
-            # All variants of the most frequent key, two of the others.
-            variants = dict(list(variants.items())[2:])
-        for label, options in variants.items():
+        for label, options in _variants(key).items():
             constexprs = {
                 "GROUP": 4,
                 "D": width,

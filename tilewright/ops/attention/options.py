@@ -8,15 +8,7 @@ from typing import NamedTuple
 import torch
 
 from tilewright.core import checks
-
-
-class Variant(NamedTuple):
-    """The variant of attention to compute. window: 0 for none.   softcap: 0.0 for none."""
-
-    causal: bool = True
-    window: int = 0
-    softcap: float = 0.0
-    scale: float = 1.0
+from tilewright.kernels.attention.operators import Variant
 
 
 def variant_of(

@@ -6,115 +6,55 @@ import functools
 
 import torch
 
-from tilewright.core.layout import last_contiguous
-from tilewright.core.library import define, differentiate
+from tilewright.core.library import Operator
+from tilewright.kernels.attention.operators import attend, attend_backward
 from tilewright.ops.attention.options import Request
 
 
-def _setup(ctx, inputs, output):
-    q, k, v, cu_seqlens, causal, window, softcap, sinks, scale, offset = inputs
-    ctx.variant, ctx.position = (causal, window, softcap), (scale, offset)
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens, sinks)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
+def _save(ctx, arguments, found):
+    q, k, v, cu_seqlens, sinks, ctx.variant, ctx.offset = arguments
+    ctx.save_for_backward(q, k, v, *found, cu_seqlens, sinks)
+    ctx.mark_non_differentiable(found.lse)
 
 
-def _backward(ctx, dout, _):
-    if dout is None:
-        return (None,) * 10
-    q, k, v, out, lse, cu_seqlens, sinks = ctx.saved_tensors
-    dq, dk, dv, dsinks = ctx.backward_op(
-        dout, q, k, v, out, lse, cu_seqlens, *ctx.variant, sinks, *ctx.position
-    )
-    dsinks = None if sinks is None else dsinks.to(sinks.dtype)
-    return dq, dk, dv, None, None, None, None, dsinks, None, None
+def _backward(ctx, g):
+    if g.out is None:
+        return {}
+    *tensors, sinks = ctx.saved_tensors
+    found = ctx.backward_op(g.out, *tensors, sinks, ctx.variant, ctx.offset)
+    dsinks = None if sinks is None else found.dsinks.to(sinks.dtype)
+    return {"q": found.dq, "k": found.dk, "v": found.dv, "sinks": dsinks}
+
+
+attend.differentiate(_save, _backward)
 
 
 class _Fused:
-    """attention, and the two passes over a part of the keys, on one set of launchers."""
+    """attention, and the two passes over a part of the keys, by one implementation's operators."""
 
-    def __init__(self, kernels):
-        self.__name__ = self.__qualname__ = "attention_triton"  # function attributes
-        self._kernels = kernels
-        self._forward = define("attention_triton", self._launch_forward, self._fake_forward)
-        self._backward = define(
-            "attention_triton_backward", self._launch_backward, self._fake_backward
-        )
-        differentiate(self._forward, _backward, _setup, backward_op=self._backward)
+    def __init__(self, forward: Operator, backward: Operator):
+        self._forward, self._backward = forward, backward
 
     def __call__(self, q, k, v, cu_seqlens, variant, sinks, max_seqlen):
-        causal, window, softcap, scale = variant
-        offset = k.shape[2] - q.shape[2]
-        return self._forward(q, k, v, cu_seqlens, causal, window, softcap, sinks, scale, offset)[0]
+        return self._forward(q, k, v, cu_seqlens, sinks, variant, k.shape[2] - q.shape[2]).out
 
     def part(self, q, k, v, cu_seqlens, variant, offset):
-        causal, window, softcap, scale = variant
         with torch.no_grad():
-            return self._forward(q, k, v, cu_seqlens, causal, window, softcap, None, scale, offset)
+            found = self._forward(q, k, v, cu_seqlens, None, variant, offset)
+        return found.out, found.lse
 
     def part_backward(self, dout, q, k, v, out, lse, cu_seqlens, variant, offset):
-        causal, window, softcap, scale = variant
         with torch.no_grad():
-            return self._backward(
-                dout, q, k, v, out, lse, cu_seqlens, causal, window, softcap, None, scale, offset
-            )[:3]
-
-    def _launch_forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens: torch.Tensor | None,
-        causal: bool,
-        window: int,
-        softcap: float,
-        sinks: torch.Tensor | None,
-        scale: float,
-        offset: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v = map(last_contiguous, (q, k, v))
-        return self._kernels.forward(
-            q, k, v, cu_seqlens, causal, window, softcap, sinks, scale, offset
-        )
-
-    def _fake_forward(self, q, k, v, cu_seqlens, causal, window, softcap, sinks, scale, offset):
-        return self._kernels.empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-    def _launch_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        cu_seqlens: torch.Tensor | None,
-        causal: bool,
-        window: int,
-        softcap: float,
-        sinks: torch.Tensor | None,
-        scale: float,
-        offset: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        dout, q, k, v, out = map(last_contiguous, (dout, q, k, v, out))
-        return self._kernels.backward(
-            dout, q, k, v, out, lse, cu_seqlens, causal, window, softcap, sinks, scale, offset
-        )
-
-    def _fake_backward(
-        self, dout, q, k, v, out, lse, cu_seqlens, causal, window, softcap, sinks, scale, offset
-    ):
-        return (
-            *map(self._kernels.empty_rows, (q, k, v)),
-            lse.new_empty(0 if sinks is None else q.shape[1]),
-        )
+            found = self._backward(dout, q, k, v, out, lse, cu_seqlens, None, variant, offset)
+        return found.dq, found.dk, found.dv
 
 
 @functools.cache
 def triton() -> _Fused:
-    from tilewright.kernels.attention import attention_triton
+    from tilewright.kernels.attention import attention_triton as k
 
-    return _Fused(attention_triton)
+    backward = attend_backward.define("attention_triton_backward", k.backward)
+    return _Fused(attend.define("attention_triton", k.forward, backward), backward)
 
 
 def triton_refuses(request: Request) -> str | None:

@@ -1,0 +1,75 @@
+"""The operators of attention: what every implementation's launchers take and return.
+
+B = batch, Hq / Hk = query / key heads, S / Sk = query / key positions, D = head width. q and its
+like are [B, Hq, S, D], k and v [B, Hk, Sk, D], sinks [Hq]. cu_seqlens are the bounds of packed
+documents, int64, with B = 1. offset is the position of the first query minus that of the first key.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tilewright.core.library import declare
+
+
+class Variant(NamedTuple):
+    """The variant of attention to compute. window: 0 for none.   softcap: 0.0 for none."""
+
+    causal: bool = True
+    window: int = 0
+    softcap: float = 0.0
+    scale: float = 1.0
+
+
+class Attended(NamedTuple):
+    """out: like q.   lse: [B, Hq, S] float32, the natural log-sum-exp of each row of logits."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+class Gradients(NamedTuple):
+    """Of q, k and v, and of sinks if there are any, in float32."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    dsinks: torch.Tensor | None
+
+
+@declare
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    variant: Variant,
+    offset: int,
+) -> Attended:
+    return Attended(_rows_like(q), q.new_empty(q.shape[:3], dtype=torch.float32))
+
+
+@declare
+def attend_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    variant: Variant,
+    offset: int,
+) -> Gradients:
+    dsinks = None if sinks is None else lse.new_empty(q.shape[1], dtype=torch.float32)
+    return Gradients(*map(_rows_like, (q, k, v)), dsinks)
+
+
+def _rows_like(t: torch.Tensor) -> torch.Tensor:
+    """[B, H, S, D], in memory [B, S, H, D], the layout that a projection reads."""
+    B, H, S, D = t.shape
+    return t.new_empty(B, S, H, D).transpose(1, 2)
