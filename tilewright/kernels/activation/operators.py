@@ -22,8 +22,8 @@ class Gradients(NamedTuple):
 @declare
 def act_mul(gate: torch.Tensor, up: torch.Tensor | None, kind: int) -> torch.Tensor:
     """gate, up: [..., I]; or [..., 2 I], both packed, and None. Any strides."""
-    columns = gate.shape[-1] if up is not None else gate.shape[-1] // 2
-    return gate.new_empty((*gate.shape[:-1], columns))
+    shape = gate.shape
+    return gate.new_empty(shape if up is not None else (*shape[:-1], shape[-1] // 2))
 
 
 @declare

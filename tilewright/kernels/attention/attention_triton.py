@@ -791,51 +791,41 @@ class _Problem(NamedTuple):
     variant: Variant
     offset: int
 
-    def key(self) -> tuple[int, int, bool, bool]:
-        """Of its launch configurations."""
-        q, capped = self.q, self.variant.softcap > 0
-        width = next_power_of_2(max(16, q.shape[-1]))
-        return width, q.element_size(), large_shared_memory(q.device), capped
 
-    def numbers(self) -> tuple:
-        """S, Sk, offset, window, scale and softcap. The window is at most the largest distance of
-        two positions: larger ones would exceed 32 bits.
-        """
-        S, Sk, v = self.q.shape[2], self.k.shape[2], self.variant
-        window = min(v.window, S + Sk + abs(self.offset))
-        return S, Sk, self.offset, window, v.scale, v.softcap
+def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constants) -> None:
+    """A program for each tile of `block` rows of `tiled`, and each of its heads.
 
-    def constants(self) -> dict:
-        q, v = self.q, self.variant
-        return {
-            "GROUP": q.shape[1] // self.k.shape[1],
-            "D": q.shape[-1],
-            "WIDTH": next_power_of_2(max(16, q.shape[-1])),
-            "PACKED": self.cu_seqlens is not None,
-            "CAUSAL": v.causal,
-            "WINDOW": v.window > 0,
-            "SOFTCAP": v.softcap > 0,
-            "PRECISION": dot_precision(q),
-        }
-
-
-def _launch(kernel, tunable, block, problem, tiled, tensors, **constants) -> None:
-    """A program for each tile of `block` rows of `tiled`, and each of its heads. The kernel takes
-    the strides of those tensors that are [B, H, S, D].
+    strided: those of `tensors` whose strides the kernel takes.
     """
-    c = tunable.config(tiled.device, *problem.key())
-    B, H, rows, _ = tiled.shape
-    tiles, capacity, count = _tiles(problem.cu_seqlens, B, rows, c[block])
+    q, k, cu_seqlens, (causal, window, softcap, scale), offset = problem
+    B, H, rows, D = tiled.shape
+    S, Sk = q.shape[2], k.shape[2]
+    width, large = next_power_of_2(max(16, D)), large_shared_memory(q.device)
+    c = tunable.config(q.device, width, q.element_size(), large, softcap > 0)
+    tiles, capacity, count = _tiles(cu_seqlens, B, rows, c[block])
     launch(
         kernel,
         (count, H),
         *tensors,
         tiles,
-        problem.cu_seqlens,
+        cu_seqlens,
         capacity,
-        *problem.numbers(),
-        *(n for t in tensors if t is not None and t.dim() == 4 for n in t.stride()[:3]),
-        **problem.constants(),
+        S,
+        Sk,
+        offset,
+        # At most the largest distance of two positions: larger ones would exceed 32 bits.
+        min(window, S + Sk + abs(offset)),
+        scale,
+        softcap,
+        *[n for t in strided for n in t.stride()[:3]],
+        GROUP=q.shape[1] // k.shape[1],
+        D=D,
+        WIDTH=width,
+        PACKED=cu_seqlens is not None,
+        CAUSAL=causal,
+        WINDOW=window > 0,
+        SOFTCAP=softcap > 0,
+        PRECISION=dot_precision(q),
         **constants,
         **c,
     )
@@ -855,8 +845,8 @@ def forward(
     if found.lse.numel():
         problem = _Problem(q, k, cu_seqlens, variant, offset)
         logits = None if sinks is None else sinks.float().contiguous()
-        tensors = q, k, v, logits, *found
-        _launch(_forward, FORWARD, "BLOCK_M", problem, q, tensors, SINKS=sinks is not None)
+        tensors, strided = (q, k, v, logits, *found), (q, k, v, found.out)
+        _launch(_forward, FORWARD, "BLOCK_M", problem, q, tensors, strided, SINKS=sinks is not None)
     return found
 
 
@@ -878,12 +868,13 @@ def backward(
     lse = lse.float().contiguous()
     delta = torch.zeros_like(lse)
     problem = _Problem(q, k, cu_seqlens, variant, offset)
+    inputs = dout, q, k, v
     if lse.numel():
-        tensors = dout, q, k, v, out, lse, dq, delta
-        _launch(_backward_q, BACKWARD_Q, "BLOCK_M", problem, q, tensors)
+        tensors, strided = (*inputs, out, lse, dq, delta), (*inputs, out, dq)
+        _launch(_backward_q, BACKWARD_Q, "BLOCK_M", problem, q, tensors, strided)
     if dk.numel():
-        tensors = dout, q, k, v, lse, delta, dk, dv
-        _launch(_backward_kv, BACKWARD_KV, "BLOCK_N", problem, k, tensors)
+        tensors, strided = (*inputs, lse, delta, dk, dv), (*inputs, dk, dv)
+        _launch(_backward_kv, BACKWARD_KV, "BLOCK_N", problem, k, tensors, strided)
     if dsinks is not None:
         # A sink is a logit whose value is 0: of its gradient p (dp - delta) only the second part is
         # left.

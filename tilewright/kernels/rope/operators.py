@@ -30,8 +30,10 @@ class Rotation(NamedTuple):
 
     def for_kernels(self) -> Rotation:
         """With contiguous float32 tables."""
-        cos, sin = self.cos.float().contiguous(), self.sin.float().contiguous()
-        return Rotation(cos, sin, self.positions, self.interleaved)
+        cos, sin, positions, interleaved = self
+        if cos.dtype is torch.float32 is sin.dtype and cos.is_contiguous() and sin.is_contiguous():
+            return self
+        return Rotation(cos.float().contiguous(), sin.float().contiguous(), positions, interleaved)
 
     def inverse(self) -> Rotation:
         return Rotation(self.cos, -self.sin, self.positions, self.interleaved)
