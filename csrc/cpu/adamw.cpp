@@ -46,20 +46,19 @@ void update(const Numbers& f, P* p, const G* g, S* m, S* v, P* c, int64_t n) {
 using Tensors = std::vector<Tensor>;
 
 void adamw_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors compensations,
-            std::vector<double> numbers, int64_t step) {
-  STD_TORCH_CHECK(numbers.size() == 5 && step >= 1, "tilewright: numbers must be lr, beta1, beta2, eps, weight_decay");
+            double lr, double beta1, double beta2, double eps, double weight_decay, int64_t step) {
+  STD_TORCH_CHECK(step >= 1, "tilewright: step must be at least 1, got ", step);
   STD_TORCH_CHECK(grads.size() == params.size() && exp_avgs.size() == params.size() &&
                       exp_avg_sqs.size() == params.size() &&
                       (compensations.empty() || compensations.size() == params.size()),
                   "tilewright: adamw_ takes as many tensors in each list");
-  const double lr = numbers[0], beta1 = numbers[1], beta2 = numbers[2];
-  const Numbers f{float(-lr * numbers[4]),
+  const Numbers f{float(-lr * weight_decay),
                   float(beta1 >= 0.5 ? 1 - beta1 : -beta1),
                   float(beta2),
                   float(1 - beta2),
                   float(lr / (1 - std::pow(beta1, double(step)))),
                   float(1 / std::sqrt(1 - std::pow(beta2, double(step)))),
-                  float(numbers[3])};
+                  float(eps)};
   std::vector<int64_t> starts{0};  // pieces before each tensor
   for (size_t i = 0; i < params.size(); ++i) {
     const Tensor* all[] = {&params[i], &grads[i], &exp_avgs[i], &exp_avg_sqs[i],
@@ -113,7 +112,7 @@ void adamw_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
   m.def(
       "adamw_cpp_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-      "Tensor(d!)[] compensations, float[] numbers, int step) -> ()");
+      "Tensor(d!)[] compensations, float lr, float beta1, float beta2, float eps, float weight_decay, int step) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) { m.impl("adamw_cpp_", TORCH_BOX(&tw::adamw_)); }

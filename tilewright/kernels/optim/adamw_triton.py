@@ -15,6 +15,7 @@ import triton.language as tl
 
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
+from tilewright.kernels.optim.operators import Step
 from tilewright.kernels.spec import KernelSpec
 
 TILE = 2048  # elements of a program: with 8 warps, a 128-bit load of bf16 per thread
@@ -148,19 +149,14 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-def adamw_(
+def update(
     params: list[torch.Tensor],
     grads: list[torch.Tensor],
     exp_avgs: list[torch.Tensor],
     exp_avg_sqs: list[torch.Tensor],
     compensations: list[torch.Tensor],
-    numbers: list[float],
-    step: int,
+    numbers: Step,
 ) -> None:
-    """Contiguous tensors; compensations may be empty.   numbers: lr, beta1, beta2, eps and
-    weight_decay.
-    """
-    lr, beta1, beta2, eps, weight_decay = numbers
     device, sizes = params[0].device, tuple(p.numel() for p in params)
     if not any(sizes):
         return
@@ -170,6 +166,7 @@ def adamw_(
     examples = [tensors[0] for tensors in lists]
     if not compensations:
         examples.append(None)
+    short = numbers.beta1 < 0.5
     launch(
         _adamw,
         (tiles.shape[1],),
@@ -178,16 +175,15 @@ def adamw_(
         *examples,
         len(params),
         tiles.shape[1],
-        -lr * weight_decay,
-        beta1 if beta1 < 0.5 else 1 - beta1,
-        beta2,
-        1 - beta2,
-        lr / (1 - beta1**step),
-        (1 - beta2**step) ** -0.5,
-        eps,
+        -numbers.lr * numbers.weight_decay,
+        numbers.beta1 if short else 1 - numbers.beta1,
+        numbers.beta2,
+        1 - numbers.beta2,
+        *numbers.corrected(),
+        numbers.eps,
         ALIGNED=not any(t.data_ptr() % 16 for tensors in lists for t in tensors),
         KAHAN=bool(compensations),
-        SHORT=beta1 < 0.5,
+        SHORT=short,
         VECTOR=16 // max(t.element_size() for t in examples if t is not None),
         TILE=TILE,
         num_warps=WARPS,

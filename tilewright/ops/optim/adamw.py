@@ -14,8 +14,9 @@ import torch
 
 from tilewright import platform
 from tilewright.core import checks
-from tilewright.core.library import adopt, define, from_kernels
+from tilewright.core.library import from_kernels
 from tilewright.core.registry import Case, Cost, Goal, Implementation, Judged, Op
+from tilewright.kernels.optim.operators import Step, update
 from tilewright.ops import cases
 
 STATES = (torch.float32, torch.bfloat16, torch.float64)
@@ -79,11 +80,11 @@ def adamw_(
     _check_numbers(step, lr, betas, eps, weight_decay)
     p, _, m, v, kahan = tensors
     changed = (p, m, v) if compensations is None else (p, m, v, kahan)
-    numbers = [float(n) for n in (lr, *betas, eps, weight_decay)]
+    numbers = Step(*map(float, (lr, *betas, eps, weight_decay)), step)
     if p:
         run = ADAMW.pick(implementation, p[0])
         with torch.no_grad():
-            run(*tensors, numbers, step)
+            run(*tensors, numbers)
     return changed
 
 
@@ -140,17 +141,12 @@ def _check_numbers(step, lr, betas, eps, weight_decay):
     checks.number("weight_decay", weight_decay, 0.0, checks.LARGEST, "a finite number >= 0")
 
 
-def corrected(lr: float, beta1: float, beta2: float, step: int) -> tuple[float, float]:
-    """lr / (1 - beta1^step) and (1 - beta2^step)^-1/2, in double precision."""
-    return lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
-
-
 # ---- the definition
 
 
-def adamw_eager_(params, grads, exp_avgs, exp_avg_sqs, compensations, numbers, step):
-    lr, beta1, beta2, eps, weight_decay = numbers
-    size, root = corrected(lr, beta1, beta2, step)
+def adamw_eager_(params, grads, exp_avgs, exp_avg_sqs, compensations, numbers):
+    lr, beta1, beta2, eps, weight_decay, _ = numbers
+    size, root = numbers.corrected()
     for i, (p, g, m, v) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
         acc = torch.promote_types(p.dtype, torch.float32)
         g, a, b, old = g.to(acc), m.to(acc), v.to(acc), p.to(acc)
@@ -170,23 +166,18 @@ def adamw_eager_(params, grads, exp_avgs, exp_avg_sqs, compensations, numbers, s
 # ---- fused implementations
 
 
-def _fake(params, grads, exp_avgs, exp_avg_sqs, compensations, numbers, step):
-    pass
-
-
 @functools.cache
 def _triton():
     from tilewright.kernels.optim import adamw_triton
 
-    return define("adamw_triton_", adamw_triton.adamw_, _fake, mutates=WRITES)
+    written = "params", "exp_avgs", "exp_avg_sqs", "compensations"
+    return update.define("adamw_triton_", adamw_triton.update, mutates=written)
 
 
 @functools.cache
 def _cpp():
-    return adopt("adamw_cpp_", _fake)
+    return update.adopt("adamw_cpp_")
 
-
-WRITES = ("params", "exp_avgs", "exp_avg_sqs", "compensations")
 
 # ---- cases
 

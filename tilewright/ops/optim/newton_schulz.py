@@ -16,7 +16,7 @@ import torch
 
 from tilewright import platform
 from tilewright.core import checks
-from tilewright.core.library import define, from_kernels, refuse_tangents
+from tilewright.core.library import declare, from_kernels, refuse_tangents
 from tilewright.core.registry import Case, Cost, Goal, Implementation, Judged, Op
 from tilewright.kernels.optim.newton_schulz import WIDE, iterate, normalized
 from tilewright.ops import cases, products
@@ -144,7 +144,8 @@ def newton_schulz_eager(x, coefficients, eps):
 # ---- faster implementations
 
 
-def _fake(x, coefficients, eps):
+@declare
+def orthogonalize(x: torch.Tensor, coefficients: list[float], eps: float) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -152,7 +153,7 @@ def _fake(x, coefficients, eps):
 def _triton():
     from tilewright.kernels.optim import newton_schulz_triton
 
-    return define("newton_schulz_triton", newton_schulz_triton.newton_schulz, _fake)
+    return orthogonalize.define("newton_schulz_triton", newton_schulz_triton.newton_schulz)
 
 
 # Rows of a block of a symmetric product; what is above the diagonal of blocks is copied.
@@ -187,13 +188,11 @@ def _general(left, right, beta):
     return out.to(right.dtype)
 
 
-def _newton_schulz_cpp(x: torch.Tensor, coefficients: list[float], eps: float) -> torch.Tensor:
-    return iterate(x, coefficients, eps, _symmetric, _general)
-
-
 @functools.cache
 def _cpp():
-    return define("newton_schulz_cpp", _newton_schulz_cpp, _fake)
+    return orthogonalize.define(
+        "newton_schulz_cpp", functools.partial(iterate, symmetric=_symmetric, general=_general)
+    )
 
 
 def _no_products(device_type: str) -> str | None:

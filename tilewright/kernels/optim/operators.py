@@ -1,0 +1,39 @@
+"""The operator of AdamW: what every implementation's launchers take."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tilewright.core.library import declare
+
+
+class Step(NamedTuple):
+    """The numbers of a step; step: its own, from 1."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+
+    def corrected(self) -> tuple[float, float]:
+        """lr / (1 - beta1^step) and (1 - beta2^step)^-1/2, in double precision."""
+        return (
+            self.lr / (1 - self.beta1**self.step),
+            (1 - self.beta2**self.step) ** -0.5,
+        )
+
+
+@declare
+def update(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    compensations: list[torch.Tensor],
+    numbers: Step,
+) -> None:
+    """Contiguous tensors; there may be no compensations."""
