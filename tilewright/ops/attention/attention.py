@@ -25,7 +25,6 @@ from tilewright.ops.attention import triton, vendors
 from tilewright.ops.attention.eager import attention_eager
 from tilewright.ops.attention.options import (
     Request,
-    check_options,
     check_qkv,
     layout_hint,
     request_of,
@@ -114,7 +113,7 @@ def attention(
     """
     B, _, S, D = check_qkv(q, k, v)
     Sk = k.shape[2]
-    check_options(causal, window, softcap, scale)
+    variant = variant_of(D, causal, window, softcap, scale)
     if causal and Sk < S:
         raise ValueError(
             f"k must have at least q's {S} positions for causal attention, got {Sk}{layout_hint(q, k)}"
@@ -151,7 +150,6 @@ def attention(
         gradient=gradient,
     )
     fn = ATTENTION.pick(implementation, q, request)
-    variant = variant_of(D, causal, window, softcap, scale)
     return fn(q, k, v, cu_seqlens, variant, sinks, max_seqlen)
 
 
@@ -191,7 +189,7 @@ def attention_part(
         ['0.0000', '0.6931']
     """
     cu_seqlens = _check_part(q, k, v, cu_seqlens, offset)
-    check_options(causal, window, softcap, scale)
+    variant = variant_of(q.shape[3], causal, window, softcap, scale)
     request = request_of(
         q.shape[3],
         causal,
@@ -202,7 +200,6 @@ def attention_part(
         part=True,
     )
     fn = ATTENTION.pick(implementation, q, request)
-    variant = variant_of(q.shape[3], causal, window, softcap, scale)
     return fn.part(q, k, v, cu_seqlens, variant, offset)
 
 
@@ -245,7 +242,7 @@ def attention_part_backward(
         [1.5, 0.5]
     """
     cu_seqlens = _check_part(q, k, v, cu_seqlens, offset)
-    check_options(causal, window, softcap, scale)
+    variant = variant_of(q.shape[3], causal, window, softcap, scale)
     for name, t in (("dout", dout), ("out", out)):
         checks.shape(name, t, tuple(q.shape), "that of q")
     checks.shape("lse", lse, tuple(q.shape[:3]), "q's without the head width")
@@ -260,7 +257,6 @@ def attention_part_backward(
         part=True,
     )
     fn = ATTENTION.pick(implementation, q, request)
-    variant = variant_of(q.shape[3], causal, window, softcap, scale)
     return fn.part_backward(dout, q, k, v, out, lse, cu_seqlens, variant, offset)
 
 

@@ -14,7 +14,8 @@ from tilewright.kernels.attention.operators import Variant
 def variant_of(
     head_dim: int, causal: bool, window: int | None, softcap: float | None, scale: float | None
 ) -> Variant:
-    """From options that passed `check_options`."""
+    """Raises TypeError or ValueError for an invalid option."""
+    check_options(causal, window, softcap, scale)
     scale = head_dim**-0.5 if scale is None else float(scale)
     return Variant(causal, window or 0, float(softcap or 0.0), scale)
 

@@ -155,6 +155,7 @@ def _merge(out, lse, part, part_lse):
     lse.copy_(total)
 
 
+# Long: one schedule, in which sending, computing and receiving overlap.
 def _ring_backward(dout, q, k, v, out, lse, cu_seqlens, cp, plan, options):
     acc = lse.dtype
 

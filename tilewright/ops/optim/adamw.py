@@ -80,7 +80,8 @@ def adamw_(
     _check_numbers(step, lr, betas, eps, weight_decay)
     p, _, m, v, kahan = tensors
     changed = (p, m, v) if compensations is None else (p, m, v, kahan)
-    numbers = Step(*map(float, (lr, *betas, eps, weight_decay)), step)
+    beta1, beta2 = map(float, betas)
+    numbers = Step(float(lr), beta1, beta2, float(eps), float(weight_decay), step)
     if p:
         run = ADAMW.pick(implementation, p[0])
         with torch.no_grad():

@@ -22,15 +22,15 @@ from tilewright.kernels.rope.operators import (
     values,
 )
 from tilewright.ops.rope.rope import rope_eager
+from tilewright.ops.rope.rope_fused import save, saved
 
 
 def pieces(qkv, heads):
     """As `slices`; autograd does not allow in-place writes to them, and concatenates their
     gradients.
     """
-    return tuple(
-        t.transpose(1, 2) for t in by_head(qkv, heads).split((heads.q, heads.kv, heads.kv), 2)
-    )
+    q, k, v = by_head(qkv, heads).split((heads.q, heads.kv, heads.kv), 2)
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 # ---- two operators
@@ -144,7 +144,7 @@ class Fused:
 
     def _rotate_back(self, ctx, d):
         """The gradient of qkv before a rotation in place."""
-        rotation = Rotation(*ctx.saved_tensors, ctx.interleaved).for_kernels()
+        rotation = saved(ctx).for_kernels()
         parts = *slices(d, ctx.heads), values(d, ctx.heads)
         return self.backward_op(*parts, None, None, ctx.heads, HeadNorm(), rotation).dqkv
 
@@ -222,8 +222,8 @@ class _Overwritten(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qkv, rotation, heads, fn):
-        ctx.save_for_backward(rotation.cos, rotation.sin, rotation.positions)
-        ctx.heads, ctx.interleaved, ctx.fn = heads, rotation.interleaved, fn
+        save(ctx, rotation)
+        ctx.heads, ctx.fn = heads, fn
         ctx.mark_dirty(qkv)
         ctx.set_materialize_grads(False)
         return qkv
@@ -233,5 +233,5 @@ class _Overwritten(torch.autograd.Function):
         if d is not None and isinstance(ctx.fn, Fused):
             d = ctx.fn.rotate_back(ctx, d)
         elif d is not None:
-            d = _rotate_back_eager(d, ctx.heads, Rotation(*ctx.saved_tensors, ctx.interleaved))
+            d = _rotate_back_eager(d, ctx.heads, saved(ctx))
         return d, None, None, None

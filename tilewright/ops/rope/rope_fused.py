@@ -11,17 +11,27 @@ from tilewright.core.layout import check_overwritable, share_no_element
 from tilewright.core.library import Operator, on_its_device
 from tilewright.kernels.rope.operators import Rotation, rotate
 
+
+def save(ctx, rotation: Rotation) -> None:
+    ctx.save_for_backward(rotation.cos, rotation.sin, rotation.positions)
+    ctx.interleaved = rotation.interleaved
+
+
+def saved(ctx) -> Rotation:
+    cos, sin, positions = ctx.saved_tensors
+    return Rotation(cos, sin, positions, ctx.interleaved)
+
+
 # ---- one operator, whose gradient is the operator itself
 
 
 def _save(ctx, arguments, found):
     _, _, rotation, ctx.inverse = arguments
-    ctx.save_for_backward(rotation.cos, rotation.sin, rotation.positions)
-    ctx.interleaved = rotation.interleaved
+    save(ctx, rotation)
 
 
 def _backward(ctx, g):
-    rotation = Rotation(*ctx.saved_tensors, ctx.interleaved)
+    rotation = saved(ctx)
     if g.q is None:
         if g.k is None:
             return {}
@@ -108,17 +118,16 @@ class _Overwritten(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, rotation, fn):
-        ctx.save_for_backward(rotation.cos, rotation.sin, rotation.positions)
-        ctx.interleaved, ctx.fn = rotation.interleaved, fn
+        save(ctx, rotation)
+        ctx.fn = fn
         ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)
         return x
 
     @staticmethod
     def backward(ctx, dx):
-        rotation = Rotation(*ctx.saved_tensors, ctx.interleaved)
         if dx is not None and isinstance(ctx.fn, Fused):
-            dx = ctx.fn.operator(dx, None, rotation, True).q
+            dx = ctx.fn.operator(dx, None, saved(ctx), True).q
         elif dx is not None:
-            dx = ctx.fn(dx, None, rotation.inverse())[0]
+            dx = ctx.fn(dx, None, saved(ctx).inverse())[0]
         return dx, None, None
