@@ -15,6 +15,8 @@ import triton.language as tl
 
 from tilewright.kernels.activation import activation_triton
 from tilewright.kernels.device import conversions
+from tilewright.kernels.fused_quantize import operators
+from tilewright.kernels.fused_quantize.operators import NormalizedCodes
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2, unit
 from tilewright.kernels.math_triton import (
@@ -24,12 +26,14 @@ from tilewright.kernels.math_triton import (
     widened,
 )
 from tilewright.kernels.norm import rmsnorm_triton
-from tilewright.kernels.norm.operators import sizes
+from tilewright.kernels.norm.operators import Norm, sizes
+from tilewright.kernels.quant import operators as quantizing
+from tilewright.kernels.quant import quantize_triton
 from tilewright.kernels.quant.hadamard_triton import TILE, butterflies, sign_mask, signed
+from tilewright.kernels.quant.operators import FP8, Codes, NVFP4Options
 from tilewright.kernels.quant.quantize_triton import (
     E2M1,
     E4M3,
-    block_fp8_quantize,
     fp8_tile,
     nvfp4_tile,
     random_bits,
@@ -53,10 +57,7 @@ def _largest_transformed(x_ptr, most_ptr, n, signs, SIZE: tl.constexpr, TILE: tl
     tl.store(most_ptr + tl.program_id(0), largest_magnitude(v, 0))
 
 
-def nvfp4_largest(x: torch.Tensor, hadamard: int, signs: int | None) -> torch.Tensor:
-    """The largest magnitude, float32 [], of the transform of x, whose last dimension is divisible
-    by `hadamard`.
-    """
+def nvfp4_largest(x: torch.Tensor, hadamard: int, hadamard_seed: int | None) -> torch.Tensor:
     if not x.numel():
         return x.new_zeros((), dtype=torch.float32)
     programs = cdiv(x.numel(), TILE)
@@ -67,7 +68,7 @@ def nvfp4_largest(x: torch.Tensor, hadamard: int, signs: int | None) -> torch.Te
         x,
         most,
         x.numel(),
-        sign_mask(signs),
+        sign_mask(hadamard_seed),
         SIZE=hadamard,
         TILE=TILE,
         num_warps=4,
@@ -199,16 +200,13 @@ def _nvfp4_tile(itemsize: int, random: bool) -> tuple[int, int]:
     return 2 * WIDE // itemsize, (16 if random else 8) * 2 // itemsize
 
 
-def nvfp4_quantize_both(
-    x: torch.Tensor, global_scale: torch.Tensor, square: bool, seed: int | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`nvfp4_quantize` of x and of its transpose, in one pass."""
-    B, R, C = x.shape
-    data = x.new_empty((B, R, (C + 1) // 2), dtype=torch.uint8)
-    scale = x.new_empty((B, R, cdiv(C, 16)), dtype=torch.uint8)
-    data_t = x.new_empty((B, C, (R + 1) // 2), dtype=torch.uint8)
-    scale_t = x.new_empty((B, C, cdiv(R, 16)), dtype=torch.uint8)
+def nvfp4_quantize(x: torch.Tensor, global_scale: torch.Tensor, options: NVFP4Options) -> Codes:
+    if not options.transpose:
+        return quantize_triton.nvfp4_quantize(x, global_scale, options)
+    codes = quantizing.nvfp4_quantize(x, global_scale, options)
     if x.numel():
+        B, R, C = x.shape
+        seed = options.seed
         most, warps = _nvfp4_tile(x.element_size(), seed is not None)
         high = min(HIGH, max(16, next_power_of_2(R)))
         wide = min(most, max(16, next_power_of_2(C)))
@@ -218,25 +216,22 @@ def nvfp4_quantize_both(
             (B * bands * tiles,),
             x,
             global_scale,
-            data,
-            scale,
-            data_t,
-            scale_t,
+            *codes,
             R,
             C,
-            data.shape[2],
-            data_t.shape[2],
+            cdiv(C, 2),
+            cdiv(R, 2),
             bands,
             tiles,
             seed or 0,
-            TALL=16 if square else 1,
+            TALL=16 if options.square else 1,
             HIGH=high,
             WIDE=wide,
             RANDOM=random_kind(seed, R, C),
             HARDWARE=conversions(x.device),
             num_warps=warps,
         )
-    return data, scale, data_t, scale_t
+    return codes
 
 
 # ---- block-scaled FP8
@@ -373,40 +368,33 @@ def _strips(rows: int, columns: int) -> dict:
     }
 
 
-def block_fp8_quantize_both(
-    x: torch.Tensor, rows: int, columns: int, seed: int | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`block_fp8_quantize` of x and of its transpose. One pass if blocks fill a square tile:
+def fp8_quantize(x: torch.Tensor, fp8: FP8) -> Codes:
+    """With the transpose, one pass over x in MXFP8, and otherwise if blocks fill a square tile:
     power-of-two sides up to 128. Not with stochastic rounding, whose random words for whole tiles
     do not fit in registers (ptxas spills 900 bytes and more for sm_90).
     """
+    if not fp8.transpose:
+        return quantize_triton.fp8_quantize(x, fp8)
+    codes = quantizing.fp8_quantize(x, fp8)
+    if not x.numel():
+        return codes
+    rows, columns, mx, seed, _ = fp8
     B, R, C = x.shape
+    if mx:
+        return _mxfp8(x.view(B * R, C), None, codes, seed)
     side = max(rows, columns, 32)
-    if (
-        side > 128
-        or rows & (rows - 1)
-        or columns & (columns - 1)
-        or seed is not None
-        or not x.numel()
-    ):
-        return *block_fp8_quantize(x, rows, columns, seed), *block_fp8_quantize(
-            x.mT.contiguous(), rows, columns, seed
+    if side > 128 or rows & (rows - 1) or columns & (columns - 1) or seed is not None:
+        one = fp8._replace(transpose=False)
+        return Codes(
+            *quantize_triton.fp8_quantize(x, one)[:2],
+            *quantize_triton.fp8_quantize(x.mT.contiguous(), one)[:2],
         )
-    data, data_t = (
-        x.new_empty(x.shape, dtype=torch.uint8),
-        x.new_empty((B, C, R), dtype=torch.uint8),
-    )
-    inverse = x.new_empty((B, cdiv(R, rows), cdiv(C, columns)), dtype=torch.float32)
-    inverse_t = x.new_empty((B, cdiv(C, rows), cdiv(R, columns)), dtype=torch.float32)
     bands, tiles = cdiv(R, side), cdiv(C, side)
     launch(
         _block_fp8_both,
         (B * bands * tiles,),
         x,
-        data,
-        inverse,
-        data_t,
-        inverse_t,
+        *codes,
         R,
         C,
         bands,
@@ -414,7 +402,7 @@ def block_fp8_quantize_both(
         HARDWARE=conversions(x.device),
         **_strips(rows, columns),
     )
-    return data, inverse, data_t, inverse_t
+    return codes
 
 
 # ---- MXFP8 of a matrix, or of silu(gate) * up, and of its transpose
@@ -493,58 +481,36 @@ def _mxfp8_warps(random: bool) -> int:
     return 16 if random else 8
 
 
-def _both(x, up, B, R, C, seed):
-    """x and up [B * R, C] with contiguous columns."""
-    data, data_t = (
-        x.new_empty((B, R, C), dtype=torch.uint8),
-        x.new_empty((B, C, R), dtype=torch.uint8),
+def _mxfp8(x: torch.Tensor, up: torch.Tensor | None, codes: Codes, seed: int | None) -> Codes:
+    """Fills codes [B, R, C] and their transposes from x and up [B * R, C] with contiguous columns,
+    of at least one element.
+    """
+    B, R, C = codes.data.shape
+    bands, tiles = cdiv(R, HIGH), cdiv(C, WIDE)
+    by = unit(x.element_size(), C, x.stride(0), 0 if up is None else up.stride(0))
+    row_unit = 16 if R % 16 == 0 else 1
+    launch(
+        _mxfp8_both,
+        (B * bands * tiles,),
+        x,
+        up,
+        *codes,
+        R // row_unit,
+        C // by,
+        bands,
+        tiles,
+        x.stride(0) // by,
+        0 if up is None else up.stride(0) // by,
+        seed or 0,
+        ROW_UNIT=row_unit,
+        UNIT=by,
+        HIGH=HIGH,
+        WIDE=WIDE,
+        RANDOM=random_kind(seed, R, C),
+        HARDWARE=conversions(x.device),
+        num_warps=_mxfp8_warps(seed is not None),
     )
-    scale = x.new_empty((B, R, cdiv(C, MX_BLOCK)), dtype=torch.uint8)
-    scale_t = x.new_empty((B, C, cdiv(R, MX_BLOCK)), dtype=torch.uint8)
-    if x.numel():
-        bands, tiles = cdiv(R, HIGH), cdiv(C, WIDE)
-        by = unit(x.element_size(), C, x.stride(0), 0 if up is None else up.stride(0))
-        row_unit = 16 if R % 16 == 0 else 1
-        launch(
-            _mxfp8_both,
-            (B * bands * tiles,),
-            x,
-            up,
-            data,
-            scale,
-            data_t,
-            scale_t,
-            R // row_unit,
-            C // by,
-            bands,
-            tiles,
-            x.stride(0) // by,
-            0 if up is None else up.stride(0) // by,
-            seed or 0,
-            ROW_UNIT=row_unit,
-            UNIT=by,
-            HIGH=HIGH,
-            WIDE=WIDE,
-            RANDOM=random_kind(seed, R, C),
-            HARDWARE=conversions(x.device),
-            num_warps=_mxfp8_warps(seed is not None),
-        )
-    return data, scale, data_t, scale_t
-
-
-def mxfp8_quantize_both(
-    x: torch.Tensor, seed: int | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`mxfp8_quantize` of x and of its transpose, in one pass."""
-    B, R, C = x.shape
-    return _both(x.view(B * R, C), None, B, R, C, seed)
-
-
-def silu_mul_mxfp8_both(
-    gate: torch.Tensor, up: torch.Tensor, rows: int, seed: int | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same for silu(gate) * up.   gate, up: [matrices * rows, I] with contiguous columns."""
-    return _both(gate, up, gate.shape[0] // max(rows, 1), rows, gate.shape[1], seed)
+    return codes
 
 
 # ---- silu(gate) * up, then FP8
@@ -597,48 +563,38 @@ def _silu_mul_quantize(
 SILU_TILE = 1024
 
 
-def _scales(x, rows, columns, mx):
-    """Uninitialized inverse scales of rows, and the columns of a block."""
-    block = MX_BLOCK if mx else BLOCK
-    return x.new_empty(
-        (rows, cdiv(columns, block)), dtype=torch.uint8 if mx else torch.float32
-    ), block
-
-
-def silu_mul_quantize(
-    gate: torch.Tensor, up: torch.Tensor, seed: int | None, mx: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """gate, up [rows, I] with contiguous columns -> bytes of codes [rows, I], inverse scales [rows,
-    ceil(I / 128)]; mx: bytes of scales [rows, ceil(I / 32)].
-    """
+def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor, R: int, fp8: FP8) -> Codes:
+    codes = operators.silu_mul_quantize(gate, up, R, fp8)
+    if not gate.numel():
+        return codes
+    seed, block = fp8.seed, fp8.columns
+    if fp8.transpose:
+        return _mxfp8(gate, up, codes, seed)
     rows, columns = gate.shape
-    data = gate.new_empty((rows, columns), dtype=torch.uint8)
-    inverse, block = _scales(gate, rows, columns, mx)
-    if gate.numel():
-        across = inverse.shape[1]
-        groups = min(SILU_TILE // block, next_power_of_2(across))
-        tiles = cdiv(across, groups)
-        by = unit(gate.element_size(), columns, gate.stride(0), up.stride(0))
-        launch(
-            _silu_mul_quantize,
-            (rows * tiles,),
-            gate,
-            up,
-            data,
-            inverse,
-            columns // by,
-            tiles,
-            gate.stride(0) // by,
-            up.stride(0) // by,
-            seed or 0,
-            UNIT=by,
-            BLOCK=block,
-            GROUPS=groups,
-            RANDOM=random_kind(seed, columns),
-            HARDWARE=conversions(gate.device),
-            num_warps=max(1, groups * block // 512),
-        )
-    return data, inverse
+    across = cdiv(columns, block)
+    groups = min(SILU_TILE // block, next_power_of_2(across))
+    tiles = cdiv(across, groups)
+    by = unit(gate.element_size(), columns, gate.stride(0), up.stride(0))
+    launch(
+        _silu_mul_quantize,
+        (rows * tiles,),
+        gate,
+        up,
+        codes.data,
+        codes.scale,
+        columns // by,
+        tiles,
+        gate.stride(0) // by,
+        up.stride(0) // by,
+        seed or 0,
+        UNIT=by,
+        BLOCK=block,
+        GROUPS=groups,
+        RANDOM=random_kind(seed, columns),
+        HARDWARE=conversions(gate.device),
+        num_warps=max(1, groups * block // 512),
+    )
+    return codes
 
 
 # ---- RMSNorm, or add + RMSNorm, then FP8
@@ -858,24 +814,16 @@ def rmsnorm_quantize(
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    eps: float,
-    offset: float,
-    round_xhat: bool,
-    seed: int | None,
+    norm: Norm,
     keep: bool,
-    mx: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [.., D] -> bytes of codes [rows, D], inverse scales [rows, ceil(D / 128)] (mx: bytes of
-    scales [rows, ceil(D / 32)]), the quantized input [rows, D] if `keep`, else [0, D], and the sum
-    with the residual [rows, D], or [0, D] without one. Uses rmsnorm's or add_rmsnorm's launch
-    configuration, which determines the order of its sums.
+    fp8: FP8,
+) -> NormalizedCodes:
+    """Uses rmsnorm's or add_rmsnorm's launch configuration, which determines the order of its
+    sums.
     """
     T, H, D = sizes(x, weight)
-    rows, add = T * H, residual is not None
-    data = x.new_empty((rows, D), dtype=torch.uint8)
-    inverse, block = _scales(x, rows, D, mx)
-    y = x.new_empty((rows if keep else 0, D))
-    total = residual.new_empty((rows, D)) if add else x.new_empty((0, D))
+    add = residual is not None
+    found = operators.rmsnorm_quantize(x, residual, weight, bias, norm, keep, fp8)
     if T:
         c = rmsnorm_triton.FORWARD.config(x.device, D, x.element_size(), add)
         launch(
@@ -885,27 +833,27 @@ def rmsnorm_quantize(
             residual,
             weight,
             bias,
-            y,
-            total,
-            data,
-            inverse,
+            found.y,
+            found.total,
+            found.data,
+            found.scale,
             T,
-            eps,
-            seed or 0,
+            norm.eps,
+            fp8.seed or 0,
             H=H,
             D=D,
-            OFFSET=offset,
+            OFFSET=norm.offset,
             WALK=c["BLOCK_D"] < D,
             BIAS=bias is not None,
-            ROUND_XHAT=round_xhat,
-            BLOCK=min(block, c["BLOCK_D"]),
-            RANDOM=seed is not None,
+            ROUND_XHAT=norm.round_xhat,
+            BLOCK=min(fp8.columns, c["BLOCK_D"]),
+            RANDOM=fp8.seed is not None,
             KEEP=keep,
             HARDWARE=conversions(x.device),
-            **_registers(total.dtype != x.dtype),
+            **_registers(add and residual.dtype != x.dtype),
             **c,
         )
-    return data, inverse, y, total
+    return found
 
 
 # ---- for the compile gate

@@ -27,8 +27,9 @@ from tilewright.kernels.device import conversions
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.math_triton import largest_magnitude, widened
-from tilewright.kernels.quant import aqn_triton
+from tilewright.kernels.quant import aqn_triton, nf4_tables, operators
 from tilewright.kernels.quant.hadamard_triton import butterflies, sign_mask, signed
+from tilewright.kernels.quant.operators import FP8, Codes, Noise, NVFP4Options
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -366,20 +367,16 @@ def _nf4_dequantize(
         )
 
 
-def nf4_quantize(
-    x: torch.Tensor, bounds: torch.Tensor, block: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [n] -> bytes of codes, absmax [blocks].   bounds: the 15 between code values."""
+def nf4_quantize(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     n = x.shape[0]
-    data = x.new_empty((n + 1) // 2, dtype=torch.uint8)
-    absmax = x.new_empty(cdiv(n, block), dtype=torch.float32)
+    data, absmax = operators.nf4_quantize(x, block)
     if n:
         groups = max(1, TILE // block)
         launch(
             _nf4_quantize,
             (cdiv(n, groups * block),),
             x,
-            bounds,
+            nf4_tables.on(x.device).bounds,
             data,
             absmax,
             n,
@@ -393,7 +390,6 @@ def nf4_quantize(
 
 def nf4_dequantize(
     data: torch.Tensor,
-    pairs: torch.Tensor,
     absmax: torch.Tensor,
     nested_absmax: torch.Tensor | None,
     table: torch.Tensor | None,
@@ -401,14 +397,8 @@ def nf4_dequantize(
     n: int,
     block: int,
     dtype: torch.dtype,
-    alpha: float,
-    seed: int,
-    step: int,
-    layer: int,
+    noise: Noise,
 ) -> torch.Tensor:
-    """pairs: float32 [512], the two values of each byte.   table: the values of the 256 scale
-    codes.   alpha, seed, step, layer: of the noise.
-    """
     out = data.new_empty(n, dtype=dtype)
     if n:
         # A block of scales lies within one store.
@@ -416,22 +406,19 @@ def nf4_dequantize(
             _nf4_dequantize,
             (cdiv(n, max(OUT, block) * PARTS),),
             data,
-            pairs.view(torch.int64),
+            nf4_tables.on(data.device).pairs,
             absmax,
             nested_absmax,
             table,
             offset,
             out,
             n,
-            alpha,
-            seed,
-            step,
-            layer,
+            *noise,
             BLOCK=block,
             NESTED=offset is not None,
             OUT=max(OUT, block),
             PARTS=PARTS,
-            NOISE=2 if alpha else 0,
+            NOISE=2 if noise.alpha else 0,
             num_warps=max(OUT, block) // 256,
             **NF4_DEQUANTIZE.config(data.device, block),
         )
@@ -639,68 +626,34 @@ def _parts(C: int) -> int:
     return min(PARTS, next_power_of_2(cdiv(C, OUT)))
 
 
-def nvfp4_quantize(
-    x: torch.Tensor,
-    global_scale: torch.Tensor,
-    square: bool,
-    seed: int | None,
-    hadamard: int,
-    signs: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [matrices, rows, C] -> bytes of codes [.., .., ceil(C / 2)], bytes of scales [.., ..,
-    ceil(C / 16)].
-
-    hadamard: 0, or the size of the transform applied to x before quantization.   signs: its seed.
-    """
+def nvfp4_quantize(x: torch.Tensor, global_scale: torch.Tensor, options: NVFP4Options) -> Codes:
+    """Without the transpose."""
+    codes = operators.nvfp4_quantize(x, global_scale, options)
+    if not x.numel():
+        return codes
     B, R, C = x.shape
-    groups = cdiv(C, 16)
-    data = x.new_empty((B, R, (C + 1) // 2), dtype=torch.uint8)
-    scale = x.new_empty((B, R, groups), dtype=torch.uint8)
-    if x.numel():
-        tall = 16 if square else 1
-        across = min(TILE // (16 * tall), next_power_of_2(groups))
-        bands, tiles = cdiv(R, tall), cdiv(groups, across)
-        options = {
-            "GROUPS": across,
-            "RANDOM": random_kind(seed, C),
-            "HARDWARE": conversions(x.device),
-        }
-        if square or hadamard:
-            launch(
-                _nvfp4_quantize,
-                (B * bands * tiles,),
-                x,
-                global_scale,
-                data,
-                scale,
-                R,
-                C,
-                data.shape[2],
-                bands,
-                tiles,
-                seed or 0,
-                sign_mask(signs),
-                TALL=tall,
-                HADAMARD=hadamard,
-                num_warps=4,
-                **options,
-            )
-        else:
-            launch(
-                _nvfp4_rows,
-                (B * R * tiles,),
-                x,
-                global_scale,
-                data,
-                scale,
-                C,
-                data.shape[2],
-                tiles,
-                seed or 0,
-                num_warps=_nvfp4_warps(across, seed is not None),
-                **options,
-            )
-    return data, scale
+    square, seed, hadamard, hadamard_seed, _ = options
+    width, groups = codes.data.shape[2], codes.scale.shape[2]
+    tall = 16 if square else 1
+    across = min(TILE // (16 * tall), next_power_of_2(groups))
+    bands, tiles = cdiv(R, tall), cdiv(groups, across)
+    grid, tensors = (B * bands * tiles,), (x, global_scale, codes.data, codes.scale)
+    constants = {
+        "GROUPS": across,
+        "RANDOM": random_kind(seed, C),
+        "HARDWARE": conversions(x.device),
+    }
+    if square or hadamard:
+        signs = sign_mask(hadamard_seed)
+        numbers = R, C, width, bands, tiles, seed or 0, signs
+        constants |= {"TALL": tall, "HADAMARD": hadamard, "num_warps": 4}
+        launch(_nvfp4_quantize, grid, *tensors, *numbers, **constants)
+    else:
+        warps = _nvfp4_warps(across, seed is not None)
+        launch(
+            _nvfp4_rows, grid, *tensors, C, width, tiles, seed or 0, num_warps=warps, **constants
+        )
+    return codes
 
 
 def _nvfp4_warps(groups: int, random: bool) -> int:
@@ -714,13 +667,9 @@ def nvfp4_dequantize(
     global_scale: torch.Tensor,
     C: int,
     dtype: torch.dtype,
-    alpha: float,
-    seed: int,
-    step: int,
-    layer: int,
+    noise: Noise,
 ) -> torch.Tensor:
-    """data [R, ceil(C / 2)], scale [R, ceil(C / 16)], bytes -> [R, C]."""
-    out = data.new_empty((data.shape[0], C), dtype=dtype)
+    out = operators.nvfp4_dequantize(data, scale, global_scale, C, dtype, noise)
     if out.numel():
         parts = _parts(C)
         tiles = cdiv(C, OUT * parts)
@@ -734,13 +683,10 @@ def nvfp4_dequantize(
             C,
             data.shape[1],
             tiles,
-            alpha,
-            seed,
-            step,
-            layer,
+            *noise,
             OUT=OUT,
             PARTS=parts,
-            NOISE=_noise_kind(alpha, C),
+            NOISE=_noise_kind(noise.alpha, C),
             HARDWARE=conversions(data.device),
             num_warps=OUT // 256,
         )
@@ -905,26 +851,13 @@ def _block_fp8_dequantize(
         )
 
 
-def block_fp8_quantize(
-    x: torch.Tensor, rows: int, columns: int, seed: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [matrices, R, C] -> bytes of codes, inverse scales [.., ceil(R / rows), ceil(C /
-    columns)].
-    """
-    return _quantize(x, rows, columns, seed, torch.float32)
-
-
-def mxfp8_quantize(x: torch.Tensor, seed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [matrices, R, C] -> bytes of codes, bytes of scales [.., R, ceil(C / 32)]."""
-    return _quantize(x, 1, 32, seed, torch.uint8)
-
-
-def _quantize(x, rows, columns, seed, scales):
-    B, R, C = x.shape
-    bands, across = cdiv(R, rows), cdiv(C, columns)
-    data = x.new_empty(x.shape, dtype=torch.uint8)
-    inverse = x.new_empty((B, bands, across), dtype=scales)
+def fp8_quantize(x: torch.Tensor, fp8: FP8) -> Codes:
+    """Without the transpose."""
+    codes = operators.fp8_quantize(x, fp8)
     if x.numel():
+        B, R, C = x.shape
+        rows, columns, _, seed, _ = fp8
+        _, bands, across = codes.scale.shape
         tall, wide = next_power_of_2(rows), next_power_of_2(columns)
         groups = max(1, min(TILE // (tall * wide), next_power_of_2(across)))
         tiles = cdiv(across, groups)
@@ -932,8 +865,8 @@ def _quantize(x, rows, columns, seed, scales):
             _block_fp8_quantize,
             (B * bands * tiles,),
             x,
-            data,
-            inverse,
+            codes.data,
+            codes.scale,
             R,
             C,
             bands,
@@ -948,7 +881,7 @@ def _quantize(x, rows, columns, seed, scales):
             HARDWARE=conversions(x.device),
             num_warps=_warps(tall * wide * groups, seed is not None),
         )
-    return data, inverse
+    return codes
 
 
 def _warps(elements: int, random: bool) -> int:
@@ -956,20 +889,16 @@ def _warps(elements: int, random: bool) -> int:
     return max(1, min(16, elements // (512 if random else 1024)))
 
 
-def block_fp8_dequantize(
+def fp8_dequantize(
     data: torch.Tensor,
-    inverse: torch.Tensor,
+    scale: torch.Tensor,
     rows: int,
     columns: int,
     dtype: torch.dtype,
-    alpha: float,
-    seed: int,
-    step: int,
-    layer: int,
+    noise: Noise,
 ) -> torch.Tensor:
-    """data [matrices, R, C], bytes -> the same shape."""
     B, R, C = data.shape
-    out = data.new_empty(data.shape, dtype=dtype)
+    out = operators.fp8_dequantize(data, scale, rows, columns, dtype, noise)
     if out.numel():
         parts = _parts(C)
         tiles = cdiv(C, OUT * parts)
@@ -977,38 +906,22 @@ def block_fp8_dequantize(
             _block_fp8_dequantize,
             (B * R * tiles,),
             data,
-            inverse,
+            scale,
             out,
             R,
             C,
             tiles,
-            alpha,
-            seed,
-            step,
-            layer,
+            *noise,
             ROWS=rows,
             COLUMNS=columns,
             SPAN=min(OUT, columns & -columns),
             OUT=OUT,
             PARTS=parts,
-            NOISE=_noise_kind(alpha, C),
+            NOISE=_noise_kind(noise.alpha, C),
             HARDWARE=conversions(data.device),
             num_warps=OUT // 256,
         )
     return out
-
-
-def mxfp8_dequantize(
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    dtype: torch.dtype,
-    alpha: float,
-    seed: int,
-    step: int,
-    layer: int,
-) -> torch.Tensor:
-    """data [R, C], scale [R, ceil(C / 32)], bytes -> [R, C]."""
-    return block_fp8_dequantize(data[None], scale, 1, 32, dtype, alpha, seed, step, layer)[0]
 
 
 # ---- for the compile gate

@@ -22,12 +22,13 @@ import triton.language as tl
 from tilewright.kernels.device import conversions, dot_precision, large_shared_memory
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.quant import nf4_tables, operators
+from tilewright.kernels.quant.operators import FORMATS, Matrix
 from tilewright.kernels.quant.quantize_triton import E2M1, E4M3, from_e2m1, from_e4m3
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
 NF4, NVFP4, BLOCK_FP8 = 0, 1, 2
-FORMATS = {"nf4": NF4, "nvfp4": NVFP4, "block_fp8": BLOCK_FP8}
 MOST_ROWS = 64  # rows of x in a tile of `_few_rows`
 
 
@@ -200,70 +201,49 @@ def _sum_pieces(
 # ---- few rows
 
 
-def constants(x: torch.Tensor, format: str, N: int, block: list[int]) -> dict | None:
+def constants(x: torch.Tensor, format: int, N: int, span: int) -> dict | None:
     """The launch configuration of `few_rows`, or None if the weight should be dequantized: many
     rows, or scales that change within a step of the kernel.
     """
     T, K = x.shape
-    span = {"nf4": block[:1], "nvfp4": [16], "block_fp8": block[1:]}[format][0]
-    if T * N * K == 0 or (format != "block_fp8" and (K % span or K % 2)):
+    if T * N * K == 0 or (format != BLOCK_FP8 and (K % span or K % 2)):
         return None
     rows = min(1024, next_power_of_2(T))
-    config = FEW_ROWS.config(x.device, FORMATS[format], N, K, x.element_size(), rows)
-    fits = span % config["BLOCK_K"] == 0 or (
-        format != "block_fp8" and config["BLOCK_K"] % span == 0
-    )
+    config = FEW_ROWS.config(x.device, format, N, K, x.element_size(), rows)
+    step = config["BLOCK_K"]
+    fits = span % step == 0 or (format != BLOCK_FP8 and step % span == 0)
     return config if config["fused"] and fits else None
 
 
 def few_rows(
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    weight: tuple[torch.Tensor | None, ...],
-    format: str,
-    N: int,
-    block: list[int],
-    config: dict,
+    x: torch.Tensor, bias: torch.Tensor | None, weight: Matrix, config: dict
 ) -> torch.Tensor:
-    """y [T, N] = x w^T + bias from x [T, K] and the codes and scales of w [N, K]. T, N and K are
-    not 0.
-
-    weight: (data, scale, nested, table, extra, values).
-    data, scale: bytes; scale is float32 for NF4 without double quantization and for block FP8.
-    nested, table, extra: of double quantization: nested_absmax, the values of the 256 scale codes,
-        and the offset; extra is also NVFP4's global scale.
-    values: of NF4's 16 codes.
-    config: from `constants`.
-    """
-    data, scale, nested, table, extra, values = weight
+    """config: from `constants`."""
+    data, scale, nested, table, extra, kind, N, rows, span = weight
     T, K = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     c = {n: v for n, v in config.items() if n not in ("fused", "SPLIT")}
-    kind, split = FORMATS[format], config["SPLIT"]
-    rows, span = block if kind == BLOCK_FP8 else (1, block[0] if kind == NF4 else 16)
-    width = K if kind == BLOCK_FP8 else K // 2
-    tall = _block_t(T)
+    split, tall = config["SPLIT"], _block_t(T)
     piece = cdiv(cdiv(K, c["BLOCK_K"]), split) * c["BLOCK_K"]
-    out = torch.empty((T, N), dtype=x.dtype, device=x.device)
+    out = operators.few_rows(x, bias, weight)
     sums = out if split == 1 else torch.empty((split, T, N), dtype=torch.float32, device=x.device)
-    grid = (cdiv(N, c["BLOCK_N"]), cdiv(T, tall), split)
     launch(
         _few_rows,
-        grid,
+        (cdiv(N, c["BLOCK_N"]), cdiv(T, tall), split),
         x,
         data,
         scale,
         nested,
         table,
         extra,
-        values,
+        nf4_tables.on(x.device).codes if kind == NF4 else None,
         bias,
         sums,
         T,
         N,
         K,
         x.stride(0),
-        width,
+        K if kind == BLOCK_FP8 else K // 2,
         cdiv(K, span),
         piece,
         FORMAT=kind,
@@ -278,19 +258,9 @@ def few_rows(
         **c,
     )
     if split > 1:
-        launch(
-            _sum_pieces,
-            (cdiv(T * N, _SUM_BLOCK),),
-            sums,
-            bias,
-            out,
-            N,
-            T * N,
-            BIAS=bias is not None,
-            SPLIT=split,
-            BLOCK=_SUM_BLOCK,
-            num_warps=4,
-        )
+        constants = {"BIAS": bias is not None, "SPLIT": split, "BLOCK": _SUM_BLOCK, "num_warps": 4}
+        grid = (cdiv(T * N, _SUM_BLOCK),)
+        launch(_sum_pieces, grid, sums, bias, out, N, T * N, **constants)
     return out
 
 
