@@ -38,6 +38,7 @@ from tilewright.kernels.quant.quantize_triton import (
     nvfp4_tile,
     random_bits,
     random_kind,
+    spec,
 )
 from tilewright.kernels.spec import KernelSpec
 
@@ -859,50 +860,22 @@ def rmsnorm_quantize(
 # ---- for the compile gate
 
 
-def _spec(kernel, label, types, constexprs, num_warps, **need):
-    signature = {n: types[n] for n in kernel.arg_names if n in types}
-    absent = dict.fromkeys({"up_ptr", "residual_ptr"} & set(kernel.arg_names) - set(types))
-    return KernelSpec(kernel, label, signature, {**constexprs, **absent}, num_warps, **need)
-
-
 def nvfp4_gate() -> list[KernelSpec]:
     specs = []
+    codes = {"data": "u8", "scale": "u8", "turned": "u8", "turned_scale": "u8"}
     for d in ("bf16", "fp32"):
-        types = {
-            "x_ptr": f"*{d}",
-            "total_ptr": "*fp32",
-            "data_ptr": "*u8",
-            "scale_ptr": "*u8",
-            "R": "i32",
-            "C": "i32",
-            "width": "i32",
-            "bands": "i32",
-            "tiles": "i32",
-            "key": "i64",
-            "turned_ptr": "*u8",
-            "turned_scale_ptr": "*u8",
-            "turned_width": "i32",
-            "most_ptr": "*fp32",
-            "n": "i32",
-            "signs": "i32",
-        }
         for tall in (1, 16):
             for random in (False, True):
                 wide, warps = _nvfp4_tile(2 if d == "bf16" else 4, random)
                 label = f"nvfp4 quantize both {d}{' square' if tall == 16 else ''}{' random' if random else ''}"
+                constexprs = {"TALL": tall, "HIGH": HIGH, "WIDE": wide, "RANDOM": 2 * random}
                 for hardware, (name, archs) in ((1, ("", E4M3)),) if random else E2M1.items():
                     specs.append(
-                        _spec(
+                        spec(
                             _nvfp4_both,
                             f"{label}{name}",
-                            types,
-                            {
-                                "TALL": tall,
-                                "HIGH": HIGH,
-                                "WIDE": wide,
-                                "RANDOM": 2 * random,
-                                "HARDWARE": hardware,
-                            },
+                            {"x": d, "total": "fp32", **codes},
+                            {**constexprs, "HARDWARE": hardware},
                             warps,
                             store=0,
                             divisible=("R", "C", "width", "turned_width"),
@@ -910,42 +883,32 @@ def nvfp4_gate() -> list[KernelSpec]:
                             **archs,
                         )
                     )
-        for size in (16, 32):  # a program writes one number
-            specs.append(
-                _spec(
-                    _largest_transformed,
-                    f"nvfp4 largest {d} hadamard {size}",
-                    types,
-                    {"SIZE": size, "TILE": TILE},
-                    4,
-                    store=0,
-                    divisible=("n",),
-                )
+        specs += [
+            spec(
+                _largest_transformed,
+                f"nvfp4 largest {d} hadamard {size}",
+                {"x": d, "most": "fp32"},
+                {"SIZE": size, "TILE": TILE},
+                store=0,  # a program writes one number
+                divisible=("n",),
             )
+            for size in (16, 32)
+        ]
     return specs
 
 
 def block_fp8_gate() -> list[KernelSpec]:
     specs = []
+    codes = {"data": "u8", "inverse": "fp32", "turned": "u8", "turned_inverse": "fp32"}
     for d in ("bf16", "fp32"):
         for rows in (1, 128):
             constexprs = {"HARDWARE": 1, **_strips(rows, 128)}
             num_warps = constexprs.pop("num_warps")
             specs.append(
-                _spec(
+                spec(
                     _block_fp8_both,
                     f"block_fp8 quantize both {d} {rows}x128",
-                    {
-                        "x_ptr": f"*{d}",
-                        "data_ptr": "*u8",
-                        "inverse_ptr": "*fp32",
-                        "turned_ptr": "*u8",
-                        "turned_inverse_ptr": "*fp32",
-                        "R": "i32",
-                        "C": "i32",
-                        "bands": "i32",
-                        "tiles": "i32",
-                    },
+                    {"x": d, **codes},
                     constexprs,
                     num_warps,
                     divisible=("R", "C"),
@@ -960,51 +923,29 @@ def mxfp8_gate(silu: bool = False) -> list[KernelSpec]:
     """Matrices whose sides are multiples of 16; and silu(gate) * up with an odd number of rows,
     whose transpose is stored byte by byte.
     """
-    specs = []
-    for d, row_unit, random in (
-        ("bf16", 16, False),
-        ("bf16", 16, True),
-        ("fp32", 16, False),
-        ("bf16", 1, False),
-    ):
-        if row_unit == 1 and not silu:
-            continue
-        types = {
-            "x_ptr": f"*{d}",
-            "data_ptr": "*u8",
-            "scale_ptr": "*u8",
-            "turned_ptr": "*u8",
-            "turned_scale_ptr": "*u8",
-            "rows": "i32",
-            "columns": "i32",
-            "bands": "i32",
-            "tiles": "i32",
-            "stride": "i32",
-            "up_stride": "i32",
-            "key": "i64",
-            **({"up_ptr": f"*{d}"} if silu else {}),
-        }
-        label = f"{'silu_mul mxfp8' if silu else 'mxfp8 quantize'} both {d}{' random' if random else ''}"
-        specs.append(
-            _spec(
-                _mxfp8_both,
-                f"{label}{' odd' if row_unit == 1 else ''}",
-                types,
-                {
-                    "ROW_UNIT": row_unit,
-                    "UNIT": 8 if d == "bf16" else 4,
-                    "HIGH": HIGH,
-                    "WIDE": WIDE,
-                    "RANDOM": 2 * random,
-                    "HARDWARE": 1,
-                },
-                _mxfp8_warps(random),
-                store=0,
-                elements=2 * HIGH * WIDE,
-                **{} if random else E4M3,
-            )
+    op = "silu_mul mxfp8" if silu else "mxfp8 quantize"
+    codes = {"data": "u8", "scale": "u8", "turned": "u8", "turned_scale": "u8"}
+    kinds = (("bf16", 16, False), ("bf16", 16, True), ("fp32", 16, False), ("bf16", 1, False))
+    return [
+        spec(
+            _mxfp8_both,
+            f"{op} both {d}{' random' if random else ''}{' odd' if row_unit == 1 else ''}",
+            {"x": d, **({"up": d} if silu else {}), **codes},
+            {
+                "ROW_UNIT": row_unit,
+                "UNIT": 8 if d == "bf16" else 4,
+                "HIGH": HIGH,
+                "WIDE": WIDE,
+                "RANDOM": 2 * random,
+                "HARDWARE": 1,
+            },
+            _mxfp8_warps(random),
+            store=0,
+            elements=2 * HIGH * WIDE,
+            **{} if random else E4M3,
         )
-    return specs
+        for d, row_unit, random in kinds[: 4 if silu else 3]
+    ]
 
 
 def silu_mul_gate() -> list[KernelSpec]:
@@ -1021,23 +962,12 @@ def silu_mul_gate() -> list[KernelSpec]:
         ("fp32", 4, True, True),
     ):
         block = MX_BLOCK if mx else BLOCK
-        types = {
-            "gate_ptr": f"*{d}",
-            "up_ptr": f"*{d}",
-            "data_ptr": "*u8",
-            "inverse_ptr": "*u8" if mx else "*fp32",
-            "columns": "i32",
-            "tiles": "i32",
-            "gate_stride": "i32",
-            "up_stride": "i32",
-            "key": "i64",
-        }
         label = f"silu_mul quantize {'mxfp8 ' if mx else ''}{d}{' random' if random else ''}"
         specs.append(
-            _spec(
+            spec(
                 _silu_mul_quantize,
                 f"{label}{' odd' if by == 1 else ''}",
-                types,
+                {"gate": d, "up": d, "data": "u8", "inverse": "u8" if mx else "fp32"},
                 {
                     "UNIT": by,
                     "BLOCK": block,
@@ -1055,13 +985,7 @@ def silu_mul_gate() -> list[KernelSpec]:
     return [*specs, *mxfp8_gate(silu=True)]
 
 
-_WIDTHS = (
-    128,
-    4096,
-    8192,
-    16384,
-    65536,
-)  # several rows per program, one, and a part of one
+_WIDTHS = 128, 4096, 8192, 16384, 65536  # several rows per program, one, and a part of one
 # x and weight, whether there is a bias, whether the normalized row is rounded, stochastic rounding,
 # whether the normalized row is returned.
 _NORMS = (
@@ -1095,18 +1019,13 @@ def add_rmsnorm_gate() -> list[KernelSpec]:
 
 def _rmsnorm_spec(d, weight, bias, cast, random, keep, D, *, add="", mx=False) -> KernelSpec:
     """add: the residual's dtype, or none."""
-    types = {
-        "x_ptr": f"*{d}",
-        "w_ptr": f"*{weight}",
-        "b_ptr": f"*{weight}",
-        "y_ptr": f"*{d}",
-        "data_ptr": "*u8",
-        "inverse_ptr": "*u8" if mx else "*fp32",
-        "T": "i32",
-        "eps": "fp32",
-        "key": "i64",
-        "sum_ptr": f"*{add or d}",
-        **({"residual_ptr": f"*{add}"} if add else {}),
+    pointers = {
+        **dict.fromkeys(("x", "y"), d),
+        **dict.fromkeys(("w", "b"), weight),
+        "sum": add or d,
+        "data": "u8",
+        "inverse": "u8" if mx else "fp32",
+        **({"residual": add} if add else {}),
     }
     c = dict(rmsnorm_triton.FORWARD.heuristic(D=D, itemsize=2 if d == "bf16" else 4, add=bool(add)))
     num_warps = c.pop("num_warps")
@@ -1114,10 +1033,10 @@ def _rmsnorm_spec(d, weight, bias, cast, random, keep, D, *, add="", mx=False) -
         f"{'add_' if add else ''}rmsnorm quantize {'mxfp8 ' if mx else ''}{d} weight={weight}"
         f"{f' residual={add}' if add else ''}{' bias' if bias else ''}{' random' if random else ''} D={D}"
     )
-    return _spec(
+    return spec(
         _rmsnorm_quantize,
         label,
-        types,
+        pointers,
         {
             "H": 8 if D == 128 else 1,
             "D": D,

@@ -936,25 +936,30 @@ E2M1 = {
 }
 
 
-def _spec(kernel, label, types, constexprs, warps=4, load=128, store=128, divisible=(), **more):
-    return KernelSpec(
-        kernel, label, types, constexprs, warps, load=load, store=store, divisible=divisible, **more
-    )
+_NUMBERS = {**aqn_triton.TYPES, "key": "i64", "eps": "fp32"}  # others are 32-bit integers
+
+
+def spec(
+    kernel, label: str, pointers: dict[str, str], constexprs: dict, warps: int = 4, **need
+) -> KernelSpec:
+    """pointers: name without "_ptr" -> type, of those that the launch has."""
+    signature, absent = {}, {}
+    for name in kernel.arg_names:
+        if name.removesuffix("_ptr") in pointers and name.endswith("_ptr"):
+            signature[name] = f"*{pointers[name.removesuffix('_ptr')]}"
+        elif name.endswith("_ptr"):
+            absent[name] = None
+        elif name not in constexprs:
+            signature[name] = _NUMBERS.get(name, "i32")
+    return KernelSpec(kernel, label, signature, {**absent, **constexprs}, warps, **need)
 
 
 def nf4_quantize_gate() -> list[KernelSpec]:
     return [
-        _spec(
+        spec(
             _nf4_quantize,
             f"nf4 quantize {d}",
-            {
-                "x_ptr": f"*{d}",
-                "bound_ptr": "*fp32",
-                "data_ptr": "*u8",
-                "absmax_ptr": "*fp32",
-                "n": "i32",
-                "size": "i32",
-            },
+            {"x": d, "bound": "fp32", "data": "u8", "absmax": "fp32"},
             {"BLOCK": 64, "GROUPS": TILE // 64},
             divisible=("n", "size"),
             store=64,
@@ -965,39 +970,30 @@ def nf4_quantize_gate() -> list[KernelSpec]:
 
 
 def _nf4_dequantize_specs(key: dict, config: dict) -> list[KernelSpec]:
-    types = {
-        "data_ptr": "*u8",
-        "pair_ptr": "*i64",
-        "nested_ptr": "*fp32",
-        "map_ptr": "*fp32",
-        "offset_ptr": "*fp32",
-    }
+    nested_scales = {"nested": "fp32", "map": "fp32", "offset": "fp32"}
     out = max(OUT, key["block"])
-    specs = []
-    for d in ("bf16", "fp32"):
-        for nested in (False, True):
-            signature = {
-                **types,
-                "absmax_ptr": "*u8" if nested else "*fp32",
-                "out_ptr": f"*{d}",
-                "n": "i32",
-                **aqn_triton.TYPES,
-            }
-            constexprs = {"BLOCK": key["block"], "NESTED": nested, "OUT": out, "PARTS": PARTS}
-            for noise, kind in NOISES:
-                specs.append(
-                    _spec(
-                        _nf4_dequantize,
-                        f"nf4 dequantize {d}{' nested' if nested else ''}{kind}",
-                        {n: signature[n] for n in _nf4_dequantize.arg_names if n in signature},
-                        {**constexprs, "NOISE": noise, **config},
-                        out // 256,
-                        load=0,
-                        divisible=("n",),
-                        elements=out * PARTS,
-                    )
-                )
-    return specs
+    constexprs = {"BLOCK": key["block"], "OUT": out, "PARTS": PARTS, **config}
+    return [
+        spec(
+            _nf4_dequantize,
+            f"nf4 dequantize {d}{' nested' if nested else ''}{kind}",
+            {
+                "data": "u8",
+                "pair": "i64",
+                "absmax": "u8" if nested else "fp32",
+                "out": d,
+                **nested_scales,
+            },
+            {**constexprs, "NESTED": nested, "NOISE": noise},
+            out // 256,
+            load=0,
+            divisible=("n",),
+            elements=out * PARTS,
+        )
+        for d in ("bf16", "fp32")
+        for nested in (False, True)
+        for noise, kind in NOISES
+    ]
 
 
 def _nf4_dequantize_heuristic(block: int) -> dict:
@@ -1020,18 +1016,7 @@ NF4_DEQUANTIZE = Tunable(
 
 
 def nvfp4_quantize_gate() -> list[KernelSpec]:
-    types = {
-        "total_ptr": "*fp32",
-        "data_ptr": "*u8",
-        "scale_ptr": "*u8",
-        "R": "i32",
-        "C": "i32",
-        "width": "i32",
-        "bands": "i32",
-        "tiles": "i32",
-        "key": "i64",
-        "signs": "i32",
-    }
+    pointers = {"total": "fp32", "data": "u8", "scale": "u8"}
     specs = []
     for d in ("bf16", "fp32"):
         for tall, random, size in (
@@ -1046,6 +1031,7 @@ def nvfp4_quantize_gate() -> list[KernelSpec]:
         ):
             label = (
                 f"nvfp4 quantize {d}{' square' if tall == 16 else ''}{' random' if random else ''}"
+                f"{f' hadamard {size}' if size else ''}"
             )
             groups = TILE // 16 // tall
             kernel, warps, options = _nvfp4_rows, _nvfp4_warps(groups, random), {}
@@ -1053,14 +1039,10 @@ def nvfp4_quantize_gate() -> list[KernelSpec]:
                 kernel, warps, options = _nvfp4_quantize, 4, {"TALL": tall, "HADAMARD": size}
             for hardware, (name, archs) in ((1, ("", E4M3)),) if random else E2M1.items():
                 specs.append(
-                    _spec(
+                    spec(
                         kernel,
-                        f"{label}{f' hadamard {size}' if size else ''}{name}",
-                        {
-                            n: t
-                            for n, t in {"x_ptr": f"*{d}", **types}.items()
-                            if n in kernel.arg_names
-                        },
+                        f"{label}{name}",
+                        {"x": d, **pointers},
                         {"GROUPS": groups, "RANDOM": 2 * random, "HARDWARE": hardware, **options},
                         warps,
                         divisible=("C", "width"),
@@ -1074,19 +1056,10 @@ def nvfp4_quantize_gate() -> list[KernelSpec]:
 
 def nvfp4_dequantize_gate() -> list[KernelSpec]:
     return [
-        _spec(
+        spec(
             _nvfp4_dequantize,
             f"nvfp4 dequantize {d}{kind}{name}",
-            {
-                "data_ptr": "*u8",
-                "scale_ptr": "*u8",
-                "total_ptr": "*fp32",
-                "out_ptr": f"*{d}",
-                "C": "i32",
-                "width": "i32",
-                "tiles": "i32",
-                **aqn_triton.TYPES,
-            },
+            {"data": "u8", "scale": "u8", "total": "fp32", "out": d},
             {"OUT": OUT, "PARTS": PARTS, "NOISE": noise, "HARDWARE": hardware},
             OUT // 256,
             load=0,
@@ -1102,75 +1075,49 @@ def nvfp4_dequantize_gate() -> list[KernelSpec]:
 
 def _fp8_quantize_specs(name: str, scales: str, blocks) -> list[KernelSpec]:
     """blocks: label, rows, columns, and blocks per tile."""
-    specs = []
-    for d in ("bf16", "fp32"):
-        for label, rows, columns, groups in blocks:
-            for random in (False, True):
-                specs.append(
-                    _spec(
-                        _block_fp8_quantize,
-                        f"{name} quantize {d}{label}{' random' if random else ''}",
-                        {
-                            "x_ptr": f"*{d}",
-                            "data_ptr": "*u8",
-                            "inverse_ptr": scales,
-                            "R": "i32",
-                            "C": "i32",
-                            "bands": "i32",
-                            "tiles": "i32",
-                            "key": "i64",
-                        },
-                        {
-                            "ROWS": rows,
-                            "COLUMNS": columns,
-                            "TALL": rows,
-                            "WIDE": columns,
-                            "GROUPS": groups,
-                            "RANDOM": 2 * random,
-                            "HARDWARE": 1,
-                        },
-                        _warps(rows * columns * groups, random),
-                        divisible=("C",),
-                        elements=rows * columns * groups,
-                        **{} if random else E4M3,
-                    )
-                )
-    return specs
+    return [
+        spec(
+            _block_fp8_quantize,
+            f"{name} quantize {d}{label}{' random' if random else ''}",
+            {"x": d, "data": "u8", "inverse": scales},
+            {
+                "ROWS": rows,
+                "COLUMNS": columns,
+                "TALL": rows,
+                "WIDE": columns,
+                "GROUPS": groups,
+                "RANDOM": 2 * random,
+                "HARDWARE": 1,
+            },
+            _warps(rows * columns * groups, random),
+            divisible=("C",),
+            elements=rows * columns * groups,
+            **{} if random else E4M3,
+        )
+        for d in ("bf16", "fp32")
+        for label, rows, columns, groups in blocks
+        for random in (False, True)
+    ]
 
 
 def block_fp8_quantize_gate() -> list[KernelSpec]:
     return _fp8_quantize_specs(
-        "block_fp8", "*fp32", ((" 128x128", 128, 128, 1), (" 1x128", 1, 128, TILE // 128))
+        "block_fp8", "fp32", ((" 128x128", 128, 128, 1), (" 1x128", 1, 128, TILE // 128))
     )
 
 
 def mxfp8_quantize_gate() -> list[KernelSpec]:
-    return _fp8_quantize_specs("mxfp8", "*u8", (("", 1, 32, TILE // 32),))
+    return _fp8_quantize_specs("mxfp8", "u8", (("", 1, 32, TILE // 32),))
 
 
 def _fp8_dequantize_specs(name: str, scales: str, rows: int, columns: int) -> list[KernelSpec]:
+    constexprs = {"ROWS": rows, "COLUMNS": columns, "SPAN": columns, "OUT": OUT, "PARTS": PARTS}
     return [
-        _spec(
+        spec(
             _block_fp8_dequantize,
             f"{name} dequantize {d}{kind}",
-            {
-                "data_ptr": "*u8",
-                "inverse_ptr": scales,
-                "out_ptr": f"*{d}",
-                "R": "i32",
-                "C": "i32",
-                "tiles": "i32",
-                **aqn_triton.TYPES,
-            },
-            {
-                "ROWS": rows,
-                "COLUMNS": columns,
-                "SPAN": columns,
-                "OUT": OUT,
-                "PARTS": PARTS,
-                "NOISE": noise,
-                "HARDWARE": 1,
-            },
+            {"data": "u8", "inverse": scales, "out": d},
+            {**constexprs, "NOISE": noise, "HARDWARE": 1},
             OUT // 256,
             load=0,
             divisible=("C",),
@@ -1183,8 +1130,8 @@ def _fp8_dequantize_specs(name: str, scales: str, rows: int, columns: int) -> li
 
 
 def block_fp8_dequantize_gate() -> list[KernelSpec]:
-    return _fp8_dequantize_specs("block_fp8", "*fp32", 128, 128)
+    return _fp8_dequantize_specs("block_fp8", "fp32", 128, 128)
 
 
 def mxfp8_dequantize_gate() -> list[KernelSpec]:
-    return _fp8_dequantize_specs("mxfp8", "*u8", 1, 32)
+    return _fp8_dequantize_specs("mxfp8", "u8", 1, 32)

@@ -24,7 +24,7 @@ from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.quant import nf4_tables, operators
 from tilewright.kernels.quant.operators import FORMATS, Matrix
-from tilewright.kernels.quant.quantize_triton import E2M1, E4M3, from_e2m1, from_e4m3
+from tilewright.kernels.quant.quantize_triton import E2M1, E4M3, from_e2m1, from_e4m3, spec
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -302,74 +302,66 @@ def _space(format: int, N: int, K: int, itemsize: int, rows: int) -> list[dict]:
     return configs
 
 
+# Of a format: whether scales are nested, and HARDWARE.
+_VARIANTS = {
+    NF4: ((False, 0), (True, 0)),
+    NVFP4: ((False, 1), (False, 2)),
+    BLOCK_FP8: ((False, 1),),
+}
+
+
 def _few_rows_specs(key: dict, config: dict) -> list[KernelSpec]:
     if not config["fused"]:
         return []
+    return [_few_rows_spec(key, config, *variant) for variant in _VARIANTS[key["format"]]]
+
+
+def _few_rows_spec(key: dict, config: dict, nested: bool, hardware: int) -> KernelSpec:
     t = {2: "bf16", 4: "fp32"}[key["itemsize"]]
     kind = key["format"]
     name = next(n for n, k in FORMATS.items() if k == kind)
     c = {n: v for n, v in config.items() if n not in ("fused", "SPLIT", "num_warps", "num_stages")}
     span = {NF4: 64, NVFP4: 16, BLOCK_FP8: 128}[kind]
     tall, split = min(MOST_ROWS, max(16, key["rows"])), config["SPLIT"] > 1
-    specs = []
-    variants = {
-        NF4: ((False, 0), (True, 0)),
-        NVFP4: ((False, 1), (False, 2)),
-        BLOCK_FP8: ((False, 1),),
-    }[kind]
-    for nested, hardware in variants:
-        signature = {
-            "x_ptr": f"*{t}",
-            "data_ptr": "*u8",
-            "scale_ptr": "*u8" if nested or kind == NVFP4 else "*fp32",
-            "out_ptr": "*fp32" if split else f"*{t}",
-            "bias_ptr": f"*{t}",
-            **dict.fromkeys(("T", "N", "K", "x_stride", "width", "across", "piece"), "i32"),
-        }
-        if kind == NF4:
-            signature["value_ptr"] = "*fp32"
-        if nested:
-            signature |= {"nested_ptr": "*fp32", "map_ptr": "*fp32"}
-        if nested or kind == NVFP4:
-            signature["extra_ptr"] = "*fp32"
-        absent = dict.fromkeys(
-            n for n in ("nested_ptr", "map_ptr", "extra_ptr", "value_ptr") if n not in signature
-        )
-        suffix, archs = E2M1[hardware] if kind == NVFP4 else ("", E4M3 if kind == BLOCK_FP8 else {})
-        matrix = {} if t == "fp32" else {90: ("wgmma",), 100: ("tcgen05",)}
-        uses = {
-            arch: (*matrix.get(arch, ()), *archs.get("uses", {}).get(arch, ()))
-            for arch in (90, 100, 120)
-        }
-        specs.append(
-            KernelSpec(
-                _few_rows,
-                f"{name}{' nested' if nested else ''} {t} {tall} "
-                f"rows{' split' if split else ''}{suffix}",
-                {n: signature[n] for n in _few_rows.arg_names if n in signature},
-                {
-                    **absent,
-                    **c,
-                    "FORMAT": kind,
-                    "NESTED": nested,
-                    "HARDWARE": hardware,
-                    "BIAS": not split,
-                    "ROWS": 128,
-                    "GROUP": min(span, c["BLOCK_K"]),
-                    "SPAN": span,
-                    "PRECISION": "ieee" if t == "fp32" else None,
-                    "BLOCK_T": tall,
-                },
-                config["num_warps"],
-                config["num_stages"],
-                divisible=("N", "K", "x_stride", "width", "piece"),
-                load=128,
-                store=64 if t == "bf16" else 128,
-                per_sm=_PER_SM if split else 1,
-                **{**archs, "uses": uses},
-            )
-        )
-    return specs
+    pointers = {
+        "x": t,
+        "data": "u8",
+        "scale": "u8" if nested or kind == NVFP4 else "fp32",
+        "out": "fp32" if split else t,
+        "bias": t,
+        **({"value": "fp32"} if kind == NF4 else {}),
+        **({"nested": "fp32", "map": "fp32"} if nested else {}),
+        **({"extra": "fp32"} if nested or kind == NVFP4 else {}),
+    }
+    suffix, archs = E2M1[hardware] if kind == NVFP4 else ("", E4M3 if kind == BLOCK_FP8 else {})
+    matrix = {} if t == "fp32" else {90: ("wgmma",), 100: ("tcgen05",)}
+    uses = {
+        arch: (*matrix.get(arch, ()), *archs.get("uses", {}).get(arch, ()))
+        for arch in (90, 100, 120)
+    }
+    return spec(
+        _few_rows,
+        f"{name}{' nested' if nested else ''} {t} {tall} rows{' split' if split else ''}{suffix}",
+        pointers,
+        {
+            **c,
+            "FORMAT": kind,
+            "NESTED": nested,
+            "HARDWARE": hardware,
+            "BIAS": not split,
+            "ROWS": 128,
+            "GROUP": min(span, c["BLOCK_K"]),
+            "SPAN": span,
+            "PRECISION": "ieee" if t == "fp32" else None,
+            "BLOCK_T": tall,
+        },
+        config["num_warps"],
+        num_stages=config["num_stages"],
+        divisible=("N", "K", "x_stride", "width", "piece"),
+        store=64 if t == "bf16" else 128,
+        per_sm=_PER_SM if split else 1,
+        **{**archs, "uses": uses},
+    )
 
 
 _FIELDS = ("format", "N", "K", "itemsize", "rows")
@@ -504,27 +496,16 @@ def _fp8_space(N: int, K: int, rows: int, large: bool) -> list[dict]:
 
 
 def _fp8_specs(key: dict, config: dict) -> list[KernelSpec]:
-    types = {
-        "x_ptr": "*fp8e4nv",
-        "x_scale_ptr": "*fp32",
-        "w_ptr": "*fp8e4nv",
-        "w_scale_ptr": "*fp32",
-        "bias_ptr": "*bf16",
-        "out_ptr": "*bf16",
-        "T": "i32",
-        "N": "i32",
-        "K": "i32",
-        "across": "i32",
-    }
     c = {n: v for n, v in config.items() if n not in ("num_warps", "num_stages")}
+    factors = {"x": "fp8e4nv", "w": "fp8e4nv", "x_scale": "fp32", "w_scale": "fp32"}
     return [
-        KernelSpec(
+        spec(
             _fp8,
             f"fp8 {key['rows']} rows{' large' if key['large'] else ''}",
-            types,
+            {**factors, "bias": "bf16", "out": "bf16"},
             {**c, "BIAS": True},
             config["num_warps"],
-            config["num_stages"],
+            num_stages=config["num_stages"],
             divisible=("N", "K"),
             min_arch=90,
             max_arch=119 if key["large"] else 999,
@@ -551,19 +532,12 @@ FP8 = Tunable(
 @functools.cache
 def gate() -> tuple[KernelSpec, ...]:
     return tuple(
-        KernelSpec(
+        spec(
             _sum_pieces,
             f"sum of pieces {t}",
-            {
-                "sums_ptr": "*fp32",
-                "bias_ptr": f"*{t}",
-                "out_ptr": f"*{t}",
-                "N": "i32",
-                "size": "i32",
-            },
+            {"sums": "fp32", "bias": t, "out": t},
             {"BIAS": True, "SPLIT": 4, "BLOCK": _SUM_BLOCK},
             divisible=("N", "size"),
-            load=128,
             store=64 if t == "bf16" else 128,
         )
         for t in ("bf16", "fp32")

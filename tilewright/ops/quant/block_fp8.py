@@ -4,6 +4,7 @@ weights and 1 x 128 for activations, as in DeepSeek-V3's checkpoints.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,12 +12,17 @@ import torch
 
 from tilewright.core import checks
 from tilewright.core.library import from_kernels
-from tilewright.core.registry import Case, DispatchOn, Judged, Op
+from tilewright.core.registry import DispatchOn, Judged, Op
 from tilewright.kernels.quant.operators import FP8
 from tilewright.ops import cases
 from tilewright.ops.quant import aqn, fp8, quantize
 from tilewright.ops.quant.aqn import AQN
-from tilewright.ops.quant.block_cases import all_cases, draw, timed_cases
+from tilewright.ops.quant.block_cases import (
+    all_cases,
+    dequantize_case,
+    quantize_case,
+    timed_cases,
+)
 
 MOST_ELEMENTS = 2**14  # per block: the Triton kernel holds one in registers
 
@@ -111,13 +117,8 @@ def quantize_block_fp8(
         (torch.float8_e4m3fn, tensor([[1., 1.],
                 [1., 1.]]))
     """
-    quantize.source(x)
-    quantize.seed(seed)
+    quantize.in_rows(x, seed, transpose=transpose)
     rows, columns = _block(block)
-    if not isinstance(transpose, bool):
-        raise TypeError(f"transpose must be a bool, got {transpose!r}")
-    if x.dim() == 0:
-        raise ValueError("x must have at least 1 dimension, got a scalar")
     matrices = quantize.as_3d(x.detach(), least=1 + (rows > 1 or transpose))
     run = QUANTIZE_BLOCK_FP8.pick(implementation, matrices)
     codes, block = run(matrices, FP8(rows, columns, False, seed, transpose)), (rows, columns)
@@ -218,28 +219,14 @@ def _power_of_2(n: int) -> int:
 # ---- cases
 
 
-def _case(name, shape, quantized=False, noise=None, **options):
-    def make(device, dtype, seed):
-        x = draw(device, dtype, seed, shape)
-        return (
-            {"q": quantize_block_fp8(x, **options), "noise": noise}
-            if quantized
-            else {"x": x, **options}
-        )
+_VARIANTS = (
+    ("weights", (150, 130), (128, 128)),
+    ("weights_experts", (2, 20, 33), (16, 32)),
+    ("odd_blocks", (10, 50), (3, 7)),
+    ("activations", (7, 200), (1, 128)),
+)
 
-    return Case(name, make)
-
-
-def _variants(quantized):
-    case = lambda *a, **k: _case(*a, quantized, **k)  # noqa: E731
-    return [
-        case("weights", (150, 130)),
-        case("weights_experts", (2, 20, 33), block=(16, 32)),
-        case("odd_blocks", (10, 50), block=(3, 7)),
-        case("activations", (7, 200), block=(1, 128)),
-    ]
-
-
+_dequantize_case = functools.partial(dequantize_case, quantize_block_fp8)
 QUANTIZE_BLOCK_FP8 = Op(
     "quantize_block_fp8",
     quantize_block_fp8,
@@ -247,13 +234,13 @@ QUANTIZE_BLOCK_FP8 = Op(
     fp8.quantizers("block_fp8"),
     (
         *all_cases(lambda x: {"x": x, "block": (1, 128)}, 8.25),
-        *_variants(False),
-        _case("random", (5, 36), block=(3, 7), seed=1),
-        _case("random_weights", (40, 52), block=(32, 32), seed=7),
-        _case("transpose", (40, 37), block=(1, 16), transpose=True),
-        _case("transpose_activations", (7, 130), block=(1, 128), transpose=True),
-        _case("transpose_weights", (2, 20, 33), block=(16, 32), transpose=True, seed=3),
-        _case("transpose_odd_blocks", (10, 50), block=(3, 7), transpose=True),
+        *(quantize_case(name, shape, block=block) for name, shape, block in _VARIANTS),
+        quantize_case("random", (5, 36), block=(3, 7), seed=1),
+        quantize_case("random_weights", (40, 52), block=(32, 32), seed=7),
+        quantize_case("transpose", (40, 37), block=(1, 16), transpose=True),
+        quantize_case("transpose_activations", (7, 130), block=(1, 128), transpose=True),
+        quantize_case("transpose_weights", (2, 20, 33), block=(16, 32), transpose=True, seed=3),
+        quantize_case("transpose_odd_blocks", (10, 50), block=(3, 7), transpose=True),
         *timed_cases("transpose", 8.25, results=2, block=(1, 128), transpose=True),
     ),
     judged=Judged(exact=True),
@@ -266,9 +253,9 @@ DEQUANTIZE_BLOCK_FP8 = Op(
     fp8.dequantizers(from_kernels("quant.quantize_triton", "block_fp8_dequantize_gate")),
     (
         *all_cases(lambda x: {"q": quantize_block_fp8(x, block=(1, 128))}, 8.25),
-        *_variants(True),
-        _case("noise", (3, 10, 72), True, aqn.SOME, block=(16, 16)),
-        _case("noise_ragged", (5, 37), True, aqn.SOME, block=(3, 7)),
+        *(_dequantize_case(name, shape, block=block) for name, shape, block in _VARIANTS),
+        _dequantize_case("noise", (3, 10, 72), aqn.SOME, block=(16, 16)),
+        _dequantize_case("noise_ragged", (5, 37), aqn.SOME, block=(3, 7)),
     ),
     goals=cases.near_copy(90, "forward"),
 )

@@ -5,6 +5,7 @@ Formats 1.0).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,11 +13,16 @@ import torch
 
 from tilewright.core import checks
 from tilewright.core.library import from_kernels
-from tilewright.core.registry import Case, DispatchOn, Judged, Op
+from tilewright.core.registry import DispatchOn, Judged, Op
 from tilewright.ops import cases
 from tilewright.ops.quant import aqn, fp8, quantize
 from tilewright.ops.quant.aqn import AQN
-from tilewright.ops.quant.block_cases import all_cases, draw, timed_cases
+from tilewright.ops.quant.block_cases import (
+    all_cases,
+    dequantize_case,
+    quantize_case,
+    timed_cases,
+)
 from tilewright.ops.quant.fp8 import E8M0
 from tilewright.ops.quant.fp8 import MX_BLOCK as BLOCK
 
@@ -111,12 +117,7 @@ def quantize_mxfp8(
     Source: OCP Microscaling Formats (MX) Specification 1.0, section 5, but the exponent is rounded
     up, where section 6.3 rounds it down.
     """
-    quantize.source(x)
-    quantize.seed(seed)
-    if not isinstance(transpose, bool):
-        raise TypeError(f"transpose must be a bool, got {transpose!r}")
-    if x.dim() == 0:
-        raise ValueError("x must have at least 1 dimension, got a scalar")
+    quantize.in_rows(x, seed, transpose=transpose)
     matrices = quantize.as_3d(x.detach(), least=1 + transpose)
     codes = QUANTIZE_MXFP8.pick(implementation, matrices)(matrices, fp8.mx(seed, transpose))
     q = blocks_of(codes.data, codes.scale, x.shape, x.dtype)
@@ -175,28 +176,14 @@ def dequantize_mxfp8(
     quantize.part("q.data", q.data, quantize.E4M3, q.shape, q.data)
     quantize.part("q.scale", q.scale, E8M0, _scales_shape(q.shape), q.data)
     run = DEQUANTIZE_MXFP8.pick(implementation, DispatchOn(q.data.device, dtype))
-    data = quantize.as_3d(q.data.contiguous().view(torch.uint8), "q.data")
-    scale = quantize.as_3d(q.scale.contiguous().view(torch.uint8), "q.scale")
+    rows, C = math.prod(q.shape[:-1]), q.shape[-1]
+    data = q.data.contiguous().view(torch.uint8).view(1, rows, C)
+    scale = q.scale.contiguous().view(torch.uint8).view(1, rows, -(-C // BLOCK))
     return run(data, scale, 1, BLOCK, dtype, drawn).view(q.shape)
 
 
 def _scales_shape(shape) -> tuple[int, ...]:
-    return fp8.scales_shape(shape, 1, BLOCK)
-
-
-# ---- cases
-
-
-def _case(name, shape, quantized=False, noise=None, **options):
-    def make(device, dtype, seed):
-        x = draw(device, dtype, seed, shape)
-        return (
-            {"q": quantize_mxfp8(x, **options), "noise": noise}
-            if quantized
-            else {"x": x, **options}
-        )
-
-    return Case(name, make)
+    return (*shape[:-1], -(-shape[-1] // BLOCK))
 
 
 QUANTIZE_MXFP8 = Op(
@@ -206,10 +193,10 @@ QUANTIZE_MXFP8 = Op(
     fp8.quantizers("mxfp8"),
     (
         *all_cases(lambda x: {"x": x}, 8.25),
-        _case("random", (5, 37), seed=1),
-        _case("transpose", (40, 70), transpose=True),
-        _case("transpose_experts", (2, 33, 48), transpose=True),
-        _case("transpose_random", (2, 20, 36), transpose=True, seed=3),
+        quantize_case("random", (5, 37), seed=1),
+        quantize_case("transpose", (40, 70), transpose=True),
+        quantize_case("transpose_experts", (2, 33, 48), transpose=True),
+        quantize_case("transpose_random", (2, 20, 36), transpose=True, seed=3),
         *timed_cases("transpose", 8.25, results=2, transpose=True),
     ),
     judged=Judged(exact=True),
@@ -222,8 +209,8 @@ DEQUANTIZE_MXFP8 = Op(
     fp8.dequantizers(from_kernels("quant.quantize_triton", "mxfp8_dequantize_gate")),
     (
         *all_cases(lambda x: {"q": quantize_mxfp8(x)}, 8.25),
-        _case("noise", (3, 5, 72), True, aqn.SOME),
-        _case("noise_ragged", (5, 37), True, aqn.SOME),
+        dequantize_case(quantize_mxfp8, "noise", (3, 5, 72), aqn.SOME),
+        dequantize_case(quantize_mxfp8, "noise_ragged", (5, 37), aqn.SOME),
     ),
     goals=cases.near_copy(90, "forward"),
 )

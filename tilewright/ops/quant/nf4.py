@@ -20,6 +20,7 @@ from tilewright.kernels.quant.nf4_tables import CODES
 from tilewright.ops import cases
 from tilewright.ops.quant import aqn, quantize
 from tilewright.ops.quant.aqn import AQN
+from tilewright.ops.quant.block_cases import shapes
 from tilewright.ops.quant.nf4_format import (
     BLOCKS,
     NESTED_BLOCK,
@@ -237,62 +238,41 @@ def _draw(device, dtype, seed, shape):
     return x.to(dtype)
 
 
-def _cases(make):
-    small = {
-        "ragged": (7, 33),
-        "matrix": (16, 128),
-        "one": (1,),
-        "scalar": (),
-        "no_elements": (0, 5),
-        "half": (3, 96),
-    }
-    shapes = [(name, shape, cases.CONTRACT) for name, shape in small.items()]
-    shapes += [
-        (name, shape, tags)
-        for tags in (cases.CUDA, cases.CPU)
-        for name, shape in quantize.SHAPES.items()
-        if tags is cases.CUDA or name == "llama-3-8b-down"
-    ]
-    return tuple(make(name, shape, tags) for name, shape, tags in shapes)
+_SMALL = {
+    "ragged": (7, 33),
+    "matrix": (16, 128),
+    "one": (1,),
+    "scalar": (),
+    "no_elements": (0, 5),
+    "half": (3, 96),
+}
 
 
-def _quantize_case(double, block=64):
-    def make(name, shape, tags):
+def _cases(double, make, listed=None):
+    """make: (x, whether scales are quantized) -> arguments."""
+
+    def case(name, shape, tags):
         n = math.prod(shape)
         return Case(
             f"{name} nested" if double else name,
-            lambda device, dtype, seed: {
-                "x": _draw(device, dtype, seed, shape),
-                "double_quant": double,
-                "block_size": block,
-            },
+            lambda device, dtype, seed: make(_draw(device, dtype, seed, shape), double),
             lambda itemsize: Cost(n * itemsize + n // 2 + n * 4 // 64, 0, 0, 0),
             tags,
         )
 
-    return make
+    return [case(*each) for each in listed or shapes(_SMALL)]
 
 
-def _dequantize_case(double, block=64, **options):
-    def make(name, shape, tags):
-        n = math.prod(shape)
+def _options(x, double):
+    return {"x": x, "double_quant": double, "block_size": 64}
 
-        def inputs(device, dtype, seed):
-            return {
-                "q": quantize_nf4(
-                    _draw(device, dtype, seed, shape), double_quant=double, block_size=block
-                ),
-                **options,
-            }
 
-        return Case(
-            f"{name} nested" if double else name,
-            inputs,
-            lambda itemsize: Cost(n * itemsize + n // 2 + n * 4 // 64, 0, 0, 0),
-            tags,
-        )
+def _codes(x, double):
+    return {"q": quantize_nf4(x, double_quant=double)}
 
-    return make
+
+def _noisy(x, double):
+    return {**_codes(x, double), "noise": aqn.SOME}
 
 
 QUANTIZE_NF4 = Op(
@@ -304,7 +284,7 @@ QUANTIZE_NF4 = Op(
         lambda: _cpp().quantize,
         gate=from_kernels("quant.quantize_triton", "nf4_quantize_gate"),
     ),
-    _cases(_quantize_case(False)) + _cases(_quantize_case(True)),
+    (*_cases(False, _options), *_cases(True, _options)),
     judged=Judged(exact=True),
 )
 DEQUANTIZE_NF4 = Op(
@@ -317,10 +297,10 @@ DEQUANTIZE_NF4 = Op(
         tunables=lambda: (from_kernels("quant.quantize_triton", "NF4_DEQUANTIZE")(),),
     ),
     (
-        *_cases(_dequantize_case(False)),
-        *_cases(_dequantize_case(True)),
-        _dequantize_case(False, noise=aqn.SOME)("noise", (3, 7, 33), cases.CONTRACT),
-        _dequantize_case(True, noise=aqn.SOME)("noise", (5, 96), cases.CONTRACT),
+        *_cases(False, _codes),
+        *_cases(True, _codes),
+        *_cases(False, _noisy, [("noise", (3, 7, 33), cases.CONTRACT)]),
+        *_cases(True, _noisy, [("noise", (5, 96), cases.CONTRACT)]),
     ),
     goals=(
         *cases.near_copy(90, "forward"),

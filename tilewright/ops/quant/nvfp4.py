@@ -11,13 +11,18 @@ import torch
 
 from tilewright.core import checks
 from tilewright.core.library import declare, from_kernels
-from tilewright.core.registry import Case, DispatchOn, Goal, Judged, Op
+from tilewright.core.registry import DispatchOn, Goal, Judged, Op
 from tilewright.kernels.quant import operators
 from tilewright.kernels.quant.operators import Codes, NVFP4Options
 from tilewright.ops import cases
 from tilewright.ops.quant import aqn, quantize
 from tilewright.ops.quant.aqn import AQN
-from tilewright.ops.quant.block_cases import all_cases, draw, timed_cases
+from tilewright.ops.quant.block_cases import (
+    all_cases,
+    dequantize_case,
+    quantize_case,
+    timed_cases,
+)
 from tilewright.ops.quant.hadamard import check_options, hadamard_eager
 from tilewright.ops.quant.nvfp4_format import BLOCK, NVFP4
 
@@ -88,13 +93,7 @@ def quantize_nvfp4(
         >>> dequantize_nvfp4(quantize_nvfp4(torch.tensor([6.0, -3.0, 0.5])))
         tensor([ 6.0000, -3.0000,  0.5000])
     """
-    quantize.source(x)
-    quantize.seed(seed)
-    for name, value in (("square", square), ("transpose", transpose)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be a bool, got {value!r}")
-    if x.dim() == 0:
-        raise ValueError("x must have at least 1 dimension, got a scalar")
+    quantize.in_rows(x, seed, square=square, transpose=transpose)
     if hadamard is not None:
         check_options(x.shape[-1], hadamard, hadamard_seed, "hadamard", "hadamard_seed")
         if transpose:
@@ -284,45 +283,6 @@ def _cpp():
     )
 
 
-# ---- cases
-
-
-def _variants():
-    def case(name, shape, **options):
-        return Case(
-            name, lambda device, dtype, seed: {"x": draw(device, dtype, seed, shape), **options}
-        )
-
-    return [
-        case("square", (19, 40), square=True),
-        case("square_experts", (2, 33, 48), square=True),
-        case("random", (5, 37), seed=1),
-        case("random_square", (18, 50), seed=2**40 + 3, square=True),
-        case("hadamard", (5, 48), hadamard=16),
-        case("hadamard_signs", (3, 7, 64), hadamard=32, hadamard_seed=3),
-        case("hadamard_square", (18, 32), hadamard=16, hadamard_seed=1, square=True, seed=4),
-        case("transpose", (19, 70), transpose=True),
-        case("transpose_random", (2, 17, 33), transpose=True, seed=1),
-        case("transpose_square", (40, 24), transpose=True, square=True),
-    ]
-
-
-def _noisy():
-    def case(name, shape):
-        return Case(
-            name,
-            lambda device, dtype, seed: {
-                "q": quantize_nvfp4(draw(device, dtype, seed, shape)),
-                "noise": aqn.SOME,
-            },
-        )
-
-    return [
-        case("noise", (3, 5, 72)),
-        case("noise_ragged", (5, 37)),
-    ]  # rows of whole blocks of random bits, and not
-
-
 QUANTIZE_NVFP4 = Op(
     "quantize_nvfp4",
     quantize_nvfp4,
@@ -332,7 +292,18 @@ QUANTIZE_NVFP4 = Op(
     ),
     (
         *all_cases(lambda x: {"x": x}, 4.5),
-        *_variants(),
+        quantize_case("square", (19, 40), square=True),
+        quantize_case("square_experts", (2, 33, 48), square=True),
+        quantize_case("random", (5, 37), seed=1),
+        quantize_case("random_square", (18, 50), seed=2**40 + 3, square=True),
+        quantize_case("hadamard", (5, 48), hadamard=16),
+        quantize_case("hadamard_signs", (3, 7, 64), hadamard=32, hadamard_seed=3),
+        quantize_case(
+            "hadamard_square", (18, 32), hadamard=16, hadamard_seed=1, square=True, seed=4
+        ),
+        quantize_case("transpose", (19, 70), transpose=True),
+        quantize_case("transpose_random", (2, 17, 33), transpose=True, seed=1),
+        quantize_case("transpose_square", (40, 24), transpose=True, square=True),
         *timed_cases("hadamard", 4.5, passes=2, hadamard=16, hadamard_seed=1),
         *timed_cases("transpose", 4.5, passes=2, results=2, transpose=True),
     ),
@@ -347,6 +318,11 @@ DEQUANTIZE_NVFP4 = Op(
         lambda: _cpp().dequantize,
         gate=from_kernels("quant.quantize_triton", "nvfp4_dequantize_gate"),
     ),
-    (*all_cases(lambda x: {"q": quantize_nvfp4(x)}, 4.5), *_noisy()),
+    (
+        *all_cases(lambda x: {"q": quantize_nvfp4(x)}, 4.5),
+        # Rows of whole blocks of random bits, and not.
+        dequantize_case(quantize_nvfp4, "noise", (3, 5, 72), aqn.SOME),
+        dequantize_case(quantize_nvfp4, "noise_ragged", (5, 37), aqn.SOME),
+    ),
     goals=(*cases.near_copy(90, "forward"), Goal("EPYC", "forward", "over torchao", at_least=3)),
 )

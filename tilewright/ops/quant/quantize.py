@@ -144,6 +144,17 @@ def seed(value: int | None, name: str = "seed") -> None:
         raise ValueError(f"{name} must be 0 to 2^63 - 1, got {value}")
 
 
+def in_rows(x: torch.Tensor, seed_of: int | None, **flags: object) -> None:
+    """The checks of formats whose blocks lie in rows."""
+    source(x)
+    seed(seed_of)
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {value!r}")
+    if x.dim() == 0:
+        raise ValueError("x must have at least 1 dimension, got a scalar")
+
+
 def instance(q, cls) -> None:
     if not isinstance(q, cls):
         raise TypeError(f"q must be tilewright.ops' {cls.__name__}, got {type(q).__name__}")
