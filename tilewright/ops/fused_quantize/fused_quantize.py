@@ -10,7 +10,7 @@ the input's dtype before it is quantized.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -227,7 +227,7 @@ def _into(format: str, seed: int | None, transpose: bool = False) -> FP8:
     return fp8.mx(seed, transpose) if format == "mxfp8" else FP8(*BLOCK, False, seed, transpose)
 
 
-def _wrap(codes, shape, dtype, name, format):
+def _wrap(codes, shape, dtype, name, format) -> Any:
     if format == "mxfp8":
         return mxfp8.blocks_of(codes.data, codes.scale, tuple(shape), dtype, name)
     return block_fp8.blocks_of(codes.data, codes.scale, tuple(shape), BLOCK, dtype, name)
@@ -242,7 +242,7 @@ def silu_mul_quantize_eager(gate, up, into):
 
 def rmsnorm_quantize_eager(x, residual, weight, bias, eps, offset, cast, keep, into):
     total = x if residual is None else sum_eager(x, residual)
-    y = rmsnorm_eager(total, weight, bias, eps, offset, cast).to(x.dtype)
+    y = rmsnorm_eager(total, weight, bias, eps, offset, cast).to(x.dtype).contiguous()
     codes = fp8.quantize_eager(quantize.as_3d(y), into)
     return NormalizedCodes(codes.data, codes.scale, y, total)
 

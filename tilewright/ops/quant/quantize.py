@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -93,7 +93,7 @@ class Fused(NamedTuple):
 
 
 def implementations(
-    triton: Callable, cpp: Callable, **gates: Callable[[], object]
+    triton: Callable, cpp: Callable, **gates: Any
 ) -> tuple[Implementation, Implementation]:
     """The implementations of an op whose results are the same in all, from what loads them."""
     return (

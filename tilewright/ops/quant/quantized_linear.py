@@ -39,8 +39,6 @@ from tilewright.ops.quant.weights import (
     dense,
     dequantize,
     pack,
-    saved,
-    to_save,
     unpack,
 )
 
@@ -144,26 +142,30 @@ def _mm(x, w, bias):
 
 
 def _save(ctx, arguments, out):
-    tensors, ctx.options = to_save(arguments[-1])
-    ctx.save_for_backward(*tensors)
+    weight = arguments[-1]
+    ctx.save_for_backward(weight.data, *weight.scales)
+    ctx.ints, ctx.alpha = weight.ints, weight.alpha
+
+
+def _saved(ctx):
+    data, *scales = ctx.saved_tensors
+    return Packed(data, scales, ctx.ints, ctx.alpha)
 
 
 # Each is linear in x, and the other is its gradient. `ctx.backward_op` has both.
 
 
 def _backward(ctx, dy):
-    (weight,) = saved(ctx.saved_tensors, ctx.options)
     found = {}
     if ctx.needs["x"]:
-        found["x"] = ctx.backward_op.transposed(dy, weight)
+        found["x"] = ctx.backward_op.transposed(dy, _saved(ctx))
     if ctx.needs["bias"]:
         found["bias"] = bias_gradient(dy)
     return found
 
 
 def _backward_transposed(ctx, ddx):
-    (weight,) = saved(ctx.saved_tensors, ctx.options)
-    return {"dy": ctx.backward_op.product(ddx, None, weight)}
+    return {"dy": ctx.backward_op.product(ddx, None, _saved(ctx))}
 
 
 product.differentiate(_save, _backward, twice=True)
