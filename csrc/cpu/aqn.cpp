@@ -8,10 +8,12 @@ namespace {
 
 constexpr int64_t PIECE = 1024;
 
-Tensor aqn_noise(Tensor like, int64_t first, int64_t n, int64_t seed, int64_t step, int64_t layer, bool half) {
+// alpha is not used.
+Tensor aqn_noise(Tensor like, int64_t first, int64_t n, double alpha, int64_t seed, int64_t step, int64_t layer,
+                 ScalarType dtype) {
   STD_TORCH_CHECK(first >= 0 && n >= 0, "tilewright: first and n must be >= 0, got ", first, " and ", n);
   const Noise noise = noise_of(1, seed, step, layer);
-  Tensor y = huge(torch::stable::new_empty(like, {n}, half ? ScalarType::BFloat16 : ScalarType::Float));
+  Tensor y = huge(torch::stable::new_empty(like, {n}, dtype));
   dispatch(y, [&](auto element) {
     using T = decltype(element);
     T* const to = out<T>(y);
@@ -32,7 +34,8 @@ Tensor aqn_noise(Tensor like, int64_t first, int64_t n, int64_t seed, int64_t st
 }  // namespace tw
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
-  m.def("aqn_cpp_noise(Tensor like, int first, int n, SymInt seed, SymInt step, SymInt layer, bool half) -> Tensor");
+  m.def("aqn_cpp_noise(Tensor like, int first, int n, float alpha, SymInt seed, SymInt step, SymInt layer, "
+        "ScalarType dtype) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) { m.impl("aqn_cpp_noise", TORCH_BOX(&tw::aqn_noise)); }

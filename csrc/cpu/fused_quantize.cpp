@@ -12,13 +12,6 @@ namespace {
 template <class S>
 constexpr int64_t BLOCK = std::is_same_v<S, float> ? 128 : 32;   // columns that share a scale
 
-// Calls f with a value of the scales' type.
-template <class F>
-void with_scales(bool mx, F&& f) {
-  if (mx) return f(uint8_t{});
-  return f(float{});
-}
-
 // Quantizes a row's blocks. row: its number, for rows of n elements. inverse: of the row.
 template <class S, class T>
 void quantize_row(const T* x, int64_t row, int64_t first, int64_t last, int64_t n, std::optional<int64_t> seed,
@@ -31,6 +24,11 @@ void quantize_row(const T* x, int64_t row, int64_t first, int64_t last, int64_t 
                                                 uint64_t(seed.value_or(0)), at, 0, words, code + c, 0);
     }
   });
+}
+
+void check_blocks(int64_t rows, int64_t columns, bool mx) {
+  STD_TORCH_CHECK(rows == 1 && columns == (mx ? BLOCK<uint8_t> : BLOCK<float>),
+                  "tilewright: blocks must be 1 x 128, and in MXFP8 1 x 32");
 }
 
 constexpr int64_t PIECE = 8192;  // columns at a time: a multiple of BLOCK
@@ -54,43 +52,12 @@ void silu_mul(const T* gate, const T* up, int64_t n, T* y) {
   }
 }
 
-std::tuple<Tensor, Tensor> silu_mul_quantize(Tensor gate, Tensor up, std::optional<int64_t> seed, bool mx) {
-  check_inputs(gate, up);
-  const int64_t rows = gate.size(0), n = gate.size(1), pieces = ceil_div(n, PIECE);
-  Tensor data = torch::stable::new_empty(gate, {rows, n}, ScalarType::Byte), inverse = data;
-  with_scales(mx, [&](auto scale) {
-    using S = decltype(scale);
-    const int64_t across = ceil_div(n, BLOCK<S>);
-    inverse = torch::stable::new_empty(gate, {rows, across}, scales_type<S>());
-    dispatch(gate, [&](auto element) {
-      using T = decltype(element);
-      const T *const g = in<T>(gate), *const u = in<T>(up);
-      const int64_t g_stride = gate.stride(0), u_stride = up.stride(0);
-      uint8_t* const to = out<uint8_t>(data);
-      S* const scales = out<S>(inverse);
-      torch::stable::parallel_for(0, rows * pieces, grain(std::min(n, PIECE)), [&](int64_t begin, int64_t end) {
-        std::vector<uint32_t> words;
-        std::vector<T> product(static_cast<size_t>(std::min(n, PIECE)));
-        for (int64_t p = begin; p < end; ++p) {
-          const int64_t row = p / pieces, first = p % pieces * PIECE, last = std::min(n, first + PIECE);
-          silu_mul(g + row * g_stride + first, u + row * u_stride + first, last - first, product.data());
-          quantize_row(product.data(), row, first, last, n, seed, words, to + row * n, scales + row * across);
-        }
-      });
-    });
-  });
-  return {data, inverse};
-}
-
 constexpr int64_t SIDE = 32, WIDE = 256;  // tile that is also transposed: 16 KiB of bf16, 32 of float
 
-// In MXFP8, and the transposes of matrices of R rows.
-std::tuple<Tensor, Tensor, Tensor, Tensor> silu_mul_mxfp8_both(Tensor gate, Tensor up, int64_t R,
+// In MXFP8, and the transposes.
+std::tuple<Tensor, Tensor, Tensor, Tensor> silu_mul_mxfp8_both(const Tensor& gate, const Tensor& up, int64_t B, int64_t R,
                                                                std::optional<int64_t> seed) {
-  check_inputs(gate, up);
-  const int64_t rows = gate.size(0), C = gate.size(1), B = R > 0 ? rows / R : 0;
-  STD_TORCH_CHECK(R >= 0 && B * R == rows, "tilewright: gate must be matrices of ", R, " rows, got ", rows, " in all");
-  const int64_t across = ceil_div(C, SIDE), bands = ceil_div(R, SIDE), tiles = ceil_div(C, WIDE);
+  const int64_t C = gate.size(1), across = ceil_div(C, SIDE), bands = ceil_div(R, SIDE), tiles = ceil_div(C, WIDE);
   Tensor data = torch::stable::new_empty(gate, {B, R, C}, ScalarType::Byte);
   Tensor scale = torch::stable::new_empty(gate, {B, R, across}, ScalarType::Byte);
   Tensor turned = torch::stable::new_empty(gate, {B, C, R}, ScalarType::Byte);
@@ -126,12 +93,49 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> silu_mul_mxfp8_both(Tensor gate, Tens
   return {data, scale, turned, turned_scale};
 }
 
-// keep: also returns the quantized values; otherwise an empty tensor. The last result is the sum with the residual, or
-// empty.
+// Of matrices of R rows.
+std::tuple<Tensor, Tensor, Tensor, Tensor> silu_mul_quantize(Tensor gate, Tensor up, int64_t R, int64_t block_rows,
+                                                             int64_t block_columns, bool mx,
+                                                             std::optional<int64_t> seed, bool transpose) {
+  check_inputs(gate, up);
+  check_blocks(block_rows, block_columns, mx);
+  const int64_t rows = gate.size(0), n = gate.size(1), B = R > 0 ? rows / R : 0, pieces = ceil_div(n, PIECE);
+  STD_TORCH_CHECK(R >= 0 && B * R == rows, "tilewright: gate must be matrices of ", R, " rows, got ", rows, " in all");
+  STD_TORCH_CHECK(mx || !transpose, "tilewright: a transpose is in MXFP8");
+  if (transpose) return silu_mul_mxfp8_both(gate, up, B, R, seed);
+  Tensor data = torch::stable::new_empty(gate, {B, R, n}, ScalarType::Byte), inverse = data;
+  with_scales(mx, [&](auto scale) {
+    using S = decltype(scale);
+    const int64_t across = ceil_div(n, BLOCK<S>);
+    inverse = torch::stable::new_empty(gate, {B, R, across}, scales_type<S>());
+    dispatch(gate, [&](auto element) {
+      using T = decltype(element);
+      const T *const g = in<T>(gate), *const u = in<T>(up);
+      const int64_t g_stride = gate.stride(0), u_stride = up.stride(0);
+      uint8_t* const to = out<uint8_t>(data);
+      S* const scales = out<S>(inverse);
+      torch::stable::parallel_for(0, rows * pieces, grain(std::min(n, PIECE)), [&](int64_t begin, int64_t end) {
+        std::vector<uint32_t> words;
+        std::vector<T> product(static_cast<size_t>(std::min(n, PIECE)));
+        for (int64_t p = begin; p < end; ++p) {
+          const int64_t row = p / pieces, first = p % pieces * PIECE, last = std::min(n, first + PIECE);
+          silu_mul(g + row * g_stride + first, u + row * u_stride + first, last - first, product.data());
+          quantize_row(product.data(), row, first, last, n, seed, words, to + row * n, scales + row * across);
+        }
+      });
+    });
+  });
+  return {data, inverse, Tensor(), Tensor()};
+}
+
+// keep: also returns the quantized values. The last result is the sum with the residual, if there is one.
 std::tuple<Tensor, Tensor, Tensor, Tensor> rmsnorm_quantize(Tensor x, std::optional<Tensor> residual, Tensor weight,
                                                             std::optional<Tensor> bias, double eps, double offset,
-                                                            bool round_xhat, std::optional<int64_t> seed, bool keep,
-                                                            bool mx) {
+                                                            bool round_xhat, bool keep, int64_t block_rows,
+                                                            int64_t block_columns, bool mx,
+                                                            std::optional<int64_t> seed, bool transpose) {
+  check_blocks(block_rows, block_columns, mx);
+  STD_TORCH_CHECK(!transpose, "tilewright: normalized rows are not transposed");
   const Norm norm = describe(x, weight, eps, round_xhat);
   const int64_t D = norm.D, rows = D > 0 ? x.numel() / D : 0;
   if (bias.has_value()) {
@@ -148,13 +152,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rmsnorm_quantize(Tensor x, std::optio
   const auto w = as_float(weight, float(offset));
   const auto b = bias.has_value() ? as_float(*bias, 0) : std::vector<float>();
   const Tensor& like = add ? *residual : x;
-  Tensor data = torch::stable::new_empty(x, {rows, D}, ScalarType::Byte), inverse = data;
-  Tensor y = torch::stable::new_empty(x, {keep ? rows : 0, D});
-  Tensor sum = torch::stable::new_empty(like, {add ? rows : 0, D});
+  const int64_t dims = x.dim(), R = dims > 1 ? x.size(dims - 2) : 1;
+  int64_t B = 1;
+  for (int64_t d = 0; d + 2 < dims; ++d) B *= x.size(d);
+  Tensor data = torch::stable::new_empty(x, {B, R, D}, ScalarType::Byte), inverse = data;
+  Tensor y = keep ? torch::stable::empty_like(x) : Tensor();
+  Tensor sum = add ? torch::stable::empty_like(*residual) : Tensor();
   with_scales(mx, [&](auto scale) {
     using S = decltype(scale);
     const int64_t across = ceil_div(D, BLOCK<S>);
-    inverse = torch::stable::new_empty(x, {rows, across}, scales_type<S>());
+    inverse = torch::stable::new_empty(x, {B, R, across}, scales_type<S>());
     dispatch(x, [&](auto element) {
       dispatch(like, [&](auto wide) {
         using T = decltype(element);
@@ -187,14 +194,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rmsnorm_quantize(Tensor x, std::optio
 }  // namespace tw
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
-  m.def("silu_mul_cpp_quantize(Tensor gate, Tensor up, int? seed, bool mx) -> (Tensor, Tensor)");
-  m.def("silu_mul_cpp_mxfp8_both(Tensor gate, Tensor up, int rows, int? seed) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("silu_mul_cpp_quantize(Tensor gate, Tensor up, int R, int rows, int columns, bool mx, int? seed, "
+        "bool transpose) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("rmsnorm_cpp_quantize(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, float offset, "
-        "bool round_xhat, int? seed, bool keep, bool mx) -> (Tensor, Tensor, Tensor, Tensor)");
+        "bool round_xhat, bool keep, int rows, int columns, bool mx, int? seed, bool transpose) -> "
+        "(Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
   m.impl("silu_mul_cpp_quantize", TORCH_BOX(&tw::silu_mul_quantize));
-  m.impl("silu_mul_cpp_mxfp8_both", TORCH_BOX(&tw::silu_mul_mxfp8_both));
   m.impl("rmsnorm_cpp_quantize", TORCH_BOX(&tw::rmsnorm_quantize));
 }

@@ -147,7 +147,7 @@ TW_INLINE void nf4_block(const uint8_t* data, float scale, T* to, int64_t n) {
 }
 
 Tensor nf4_dequantize(Tensor data, Tensor absmax, std::optional<Tensor> nested_absmax, std::optional<Tensor> table,
-                      std::optional<Tensor> offset, int64_t n, int64_t block, bool half, double alpha,
+                      std::optional<Tensor> offset, int64_t n, int64_t block, ScalarType dtype, double alpha,
                       int64_t seed, int64_t step, int64_t layer) {
   check_block(n, block);
   const Noise noise = noise_of(alpha, seed, step, layer);
@@ -164,8 +164,8 @@ Tensor nf4_dequantize(Tensor data, Tensor absmax, std::optional<Tensor> nested_a
   } else {
     check_floats("absmax", absmax, blocks);
   }
-  Tensor y = huge(torch::stable::new_empty(data, {n}, half ? ScalarType::BFloat16 : ScalarType::Float));
-  with_dtype(half, [&](auto element) {
+  Tensor y = huge(torch::stable::new_empty(data, {n}, dtype));
+  dispatch(y, [&](auto element) {
     using T = decltype(element);
     const uint8_t *const from = in<uint8_t>(data), *const codes = nested ? in<uint8_t>(absmax) : nullptr;
     const float* const scales = nested ? in<float>(*nested_absmax) : in<float>(absmax);
@@ -273,19 +273,19 @@ void nvfp4_band(const T* x, int64_t stride, int64_t rows, int64_t n, float total
 constexpr int64_t TURN_ROWS = 128, TURN_COLUMNS = 64;  // NVFP4 tile: 32 KiB
 
 // x [matrices, rows, C] and, if requested, the transposes; hadamard: 0 or the size of the preceding transform.
-std::tuple<Tensor, Tensor, Tensor, Tensor> nvfp4_any(const Tensor& x, const Tensor& global_scale, bool square,
-                                                     std::optional<int64_t> seed, int64_t hadamard,
-                                                     std::optional<int64_t> signs, bool transpose) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> nvfp4_quantize(Tensor x, Tensor global_scale, bool square,
+                                                          std::optional<int64_t> seed, int64_t hadamard,
+                                                          std::optional<int64_t> signs, bool transpose) {
   check_matrices("x", x);
   check_floats("global_scale", global_scale, 1);
   const int64_t B = x.size(0), R = x.size(1), C = x.size(2), groups = ceil_div(C, GROUP), bytes = (C + 1) / 2;
   const int64_t across = ceil_div(R, GROUP), turned = (R + 1) / 2, tall = square ? GROUP : 1;
   if (hadamard != 0) check_size(hadamard, C);
+  STD_TORCH_CHECK(hadamard == 0 || !transpose, "tilewright: transforms of x and of its transpose differ");
   Tensor data = torch::stable::new_empty(x, {B, R, bytes}, ScalarType::Byte);
   Tensor scale = torch::stable::new_empty(x, {B, R, groups}, ScalarType::Byte);
-  const int64_t T_B = transpose ? B : 0;
-  Tensor data_t = torch::stable::new_empty(x, {T_B, C, turned}, ScalarType::Byte);
-  Tensor scale_t = torch::stable::new_empty(x, {T_B, C, across}, ScalarType::Byte);
+  Tensor data_t = transpose ? torch::stable::new_empty(x, {B, C, turned}, ScalarType::Byte) : Tensor();
+  Tensor scale_t = transpose ? torch::stable::new_empty(x, {B, C, across}, ScalarType::Byte) : Tensor();
   const float total = in<float>(global_scale)[0];
   const uint64_t key = uint64_t(seed.value_or(0));
   const uint32_t mask = sign_mask(signs);
@@ -294,7 +294,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> nvfp4_any(const Tensor& x, const Tens
     using T = decltype(element);
     const T* const from = in<T>(x);
     const Nvfp4Rows to{out<uint8_t>(data), out<uint8_t>(scale), bytes, groups};
-    const Nvfp4Rows to_t{out<uint8_t>(data_t), out<uint8_t>(scale_t), turned, across};
+    const Nvfp4Rows to_t{transpose ? out<uint8_t>(data_t) : nullptr, transpose ? out<uint8_t>(scale_t) : nullptr, turned,
+                         across};
     with_random(seed.has_value(), [&](auto random_bits) {
       constexpr bool RANDOM = decltype(random_bits)::value;
       torch::stable::parallel_for(0, B * bands, grain(height * C), [&](int64_t begin, int64_t end) {
@@ -331,17 +332,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> nvfp4_any(const Tensor& x, const Tens
     });
   });
   return {data, scale, data_t, scale_t};
-}
-
-std::tuple<Tensor, Tensor> nvfp4_quantize(Tensor x, Tensor global_scale, bool square, std::optional<int64_t> seed,
-                                          int64_t hadamard, std::optional<int64_t> signs) {
-  auto [data, scale, data_t, scale_t] = nvfp4_any(x, global_scale, square, seed, hadamard, signs, false);
-  return {data, scale};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> nvfp4_quantize_both(Tensor x, Tensor global_scale, bool square,
-                                                               std::optional<int64_t> seed) {
-  return nvfp4_any(x, global_scale, square, seed, 0, std::nullopt, true);
 }
 
 // The largest magnitude of the transform.
@@ -427,19 +417,19 @@ TW_INLINE void nvfp4_row(const uint8_t* data, const uint8_t* scale, const float*
 
 constexpr int64_t PIECE = 1024;   // elements of a row to which noise is added at a time
 
-Tensor nvfp4_dequantize(Tensor data, Tensor scale, Tensor global_scale, int64_t C, bool half, double alpha, int64_t seed,
-                        int64_t step, int64_t layer) {
+Tensor nvfp4_dequantize(Tensor data, Tensor scale, Tensor global_scale, int64_t C, ScalarType dtype, double alpha,
+                        int64_t seed, int64_t step, int64_t layer) {
   const Noise noise = noise_of(alpha, seed, step, layer);
   STD_TORCH_CHECK(data.dim() == 2 && C >= 0, "tilewright: data must be a matrix");
   const int64_t R = data.size(0), bytes = (C + 1) / 2, groups = ceil_div(C, GROUP);
   check_bytes("data", data, R * bytes);
   check_bytes("scale", scale, R * groups);
   check_floats("global_scale", global_scale, 1);
-  Tensor y = huge(torch::stable::new_empty(data, {R, C}, half ? ScalarType::BFloat16 : ScalarType::Float));
+  Tensor y = huge(torch::stable::new_empty(data, {R, C}, dtype));
   float map[256];  // values of a block's codes
   const float total = in<float>(global_scale)[0];
   for (int k = 0; k < 256; ++k) map[k] = from_e4m3(uint8_t(k)) * total;
-  with_dtype(half, [&](auto element) {
+  dispatch(y, [&](auto element) {
     using T = decltype(element);
     const uint8_t *const from = in<uint8_t>(data), *const scales = in<uint8_t>(scale);
     T* const to = out<T>(y);
@@ -466,26 +456,28 @@ Tensor nvfp4_dequantize(Tensor data, Tensor scale, Tensor global_scale, int64_t 
   return y;
 }
 
-// ---- block-scaled FP8
+// ---- block-scaled FP8, and MXFP8, whose scales are bytes
 
 void check_tile(int64_t rows, int64_t columns) {
   STD_TORCH_CHECK(rows >= 1 && columns >= 1, "tilewright: a block must have rows and columns");
 }
 
-// x [matrices, R, C] and, if requested, the transposes.   S: type of the scales; uint8_t for MXFP8, in blocks of 1 x
-// 32.
+// x [matrices, R, C] and, if requested, the transposes.   S: type of the scales.
 template <class S>
-std::tuple<Tensor, Tensor, Tensor, Tensor> block_fp8_any(const Tensor& x, int64_t rows, int64_t columns,
+std::tuple<Tensor, Tensor, Tensor, Tensor> fp8_codes(const Tensor& x, int64_t rows, int64_t columns,
                                                          std::optional<int64_t> seed, bool transpose) {
   check_matrices("x", x);
   check_tile(rows, columns);
   const int64_t B = x.size(0), R = x.size(1), C = x.size(2);
   const int64_t own_bands = ceil_div(R, rows), own_across = ceil_div(C, columns);
-  const int64_t turned_bands = ceil_div(C, rows), turned_across = ceil_div(R, columns), T_B = transpose ? B : 0;
+  const int64_t turned_bands = ceil_div(C, rows), turned_across = ceil_div(R, columns);
   Tensor data = torch::stable::new_empty(x, {B, R, C}, ScalarType::Byte);
   Tensor inverse = torch::stable::new_empty(x, {B, own_bands, own_across}, scales_type<S>());
-  Tensor data_t = torch::stable::new_empty(x, {T_B, C, R}, ScalarType::Byte);
-  Tensor inverse_t = torch::stable::new_empty(x, {T_B, turned_bands, turned_across}, scales_type<S>());
+  Tensor data_t, inverse_t;
+  if (transpose) {
+    data_t = torch::stable::new_empty(x, {B, C, R}, ScalarType::Byte);
+    inverse_t = torch::stable::new_empty(x, {B, turned_bands, turned_across}, scales_type<S>());
+  }
   const uint64_t key = uint64_t(seed.value_or(0));
   // Rows of a band with whole blocks both ways, or all rows.
   const int64_t long_side = std::max(rows, columns), short_side = std::min(rows, columns);
@@ -494,8 +486,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> block_fp8_any(const Tensor& x, int64_
   dispatch(x, [&](auto element) {
     using T = decltype(element);
     const T* const from = in<T>(x);
-    uint8_t *const to = out<uint8_t>(data), *const to_t = out<uint8_t>(data_t);
-    S *const scales = out<S>(inverse), *const scales_t = out<S>(inverse_t);
+    uint8_t *const to = out<uint8_t>(data), *const to_t = transpose ? out<uint8_t>(data_t) : nullptr;
+    S *const scales = out<S>(inverse), *const scales_t = transpose ? out<S>(inverse_t) : nullptr;
     with_random(seed.has_value(), [&](auto random_bits) {
       constexpr bool RANDOM = decltype(random_bits)::value;
       torch::stable::parallel_for(0, B * bands, grain(height * C), [&](int64_t begin, int64_t end) {
@@ -531,34 +523,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> block_fp8_any(const Tensor& x, int64_
   return {data, inverse, data_t, inverse_t};
 }
 
-std::tuple<Tensor, Tensor> block_fp8_quantize(Tensor x, int64_t rows, int64_t columns, std::optional<int64_t> seed) {
-  auto [data, inverse, data_t, inverse_t] = block_fp8_any<float>(x, rows, columns, seed, false);
-  return {data, inverse};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> block_fp8_quantize_both(Tensor x, int64_t rows, int64_t columns,
-                                                                   std::optional<int64_t> seed) {
-  return block_fp8_any<float>(x, rows, columns, seed, true);
-}
-
-std::tuple<Tensor, Tensor> mxfp8_quantize(Tensor x, std::optional<int64_t> seed) {
-  auto [data, scale, data_t, scale_t] = block_fp8_any<uint8_t>(x, 1, 32, seed, false);
-  return {data, scale};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> mxfp8_quantize_both(Tensor x, std::optional<int64_t> seed) {
-  return block_fp8_any<uint8_t>(x, 1, 32, seed, true);
+std::tuple<Tensor, Tensor, Tensor, Tensor> fp8_quantize(Tensor x, int64_t rows, int64_t columns, bool mx,
+                                                        std::optional<int64_t> seed, bool transpose) {
+  return with_scales(mx, [&](auto scale) { return fp8_codes<decltype(scale)>(x, rows, columns, seed, transpose); });
 }
 
 template <class S>
-Tensor block_fp8_values(const Tensor& data, const Tensor& inverse, int64_t B, int64_t R, int64_t C, int64_t rows,
-                        int64_t columns, bool half, double alpha, int64_t seed, int64_t step, int64_t layer) {
-  const Noise noise = noise_of(alpha, seed, step, layer);
+Tensor fp8_values(const Tensor& data, const Tensor& inverse, int64_t rows, int64_t columns, ScalarType dtype,
+                  const Noise& noise) {
+  check_matrices("data", data);
+  check_tile(rows, columns);
+  const int64_t B = data.size(0), R = data.size(1), C = data.size(2);
   const int64_t bands = ceil_div(R, rows), across = ceil_div(C, columns);
   check_bytes("data", data, B * R * C);
   check_scales<S>("inverse", inverse, B * bands * across);
-  Tensor y = huge(torch::stable::new_empty(data, data.sizes(), half ? ScalarType::BFloat16 : ScalarType::Float));
-  with_dtype(half, [&](auto element) {
+  Tensor y = huge(torch::stable::new_empty(data, data.sizes(), dtype));
+  dispatch(y, [&](auto element) {
     using T = decltype(element);
     const uint8_t* const from = in<uint8_t>(data);
     const S* const scales = in<S>(inverse);
@@ -592,17 +572,12 @@ Tensor block_fp8_values(const Tensor& data, const Tensor& inverse, int64_t B, in
   return y;
 }
 
-Tensor block_fp8_dequantize(Tensor data, Tensor inverse, int64_t rows, int64_t columns, bool half, double alpha,
-                            int64_t seed, int64_t step, int64_t layer) {
-  check_matrices("data", data);
-  check_tile(rows, columns);
-  return block_fp8_values<float>(data, inverse, data.size(0), data.size(1), data.size(2), rows, columns, half, alpha,
-                                 seed, step, layer);
-}
-
-Tensor mxfp8_dequantize(Tensor data, Tensor scale, bool half, double alpha, int64_t seed, int64_t step, int64_t layer) {
-  STD_TORCH_CHECK(data.dim() == 2, "tilewright: data must be a matrix");
-  return block_fp8_values<uint8_t>(data, scale, 1, data.size(0), data.size(1), 1, 32, half, alpha, seed, step, layer);
+Tensor fp8_dequantize(Tensor data, Tensor inverse, int64_t rows, int64_t columns, ScalarType dtype, double alpha,
+                      int64_t seed, int64_t step, int64_t layer) {
+  const Noise noise = noise_of(alpha, seed, step, layer);
+  return with_scales(inverse.scalar_type() == ScalarType::Byte, [&](auto scale) {
+    return fp8_values<decltype(scale)>(data, inverse, rows, columns, dtype, noise);
+  });
 }
 
 }  // namespace
@@ -611,35 +586,24 @@ Tensor mxfp8_dequantize(Tensor data, Tensor scale, bool half, double alpha, int6
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
   m.def("nf4_cpp_quantize(Tensor x, int block) -> (Tensor, Tensor)");
   m.def("nf4_cpp_dequantize(Tensor data, Tensor absmax, Tensor? nested_absmax, Tensor? table, Tensor? offset, int n, "
-        "int block, bool half, float alpha, SymInt seed, SymInt step, SymInt layer) -> Tensor");
-  m.def("nvfp4_cpp_quantize(Tensor x, Tensor global_scale, bool square, int? seed, int hadamard, int? signs) -> "
-        "(Tensor, Tensor)");
-  m.def("nvfp4_cpp_quantize_both(Tensor x, Tensor global_scale, bool square, int? seed) -> "
+        "int block, ScalarType dtype, float alpha, SymInt seed, SymInt step, SymInt layer) -> Tensor");
+  m.def("nvfp4_cpp_quantize(Tensor x, Tensor global_scale, bool square, int? seed, int hadamard, int? hadamard_seed, "
+        "bool transpose) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("nvfp4_cpp_largest(Tensor x, int hadamard, int? hadamard_seed) -> Tensor");
+  m.def("nvfp4_cpp_dequantize(Tensor data, Tensor scale, Tensor global_scale, int columns, ScalarType dtype, "
+        "float alpha, SymInt seed, SymInt step, SymInt layer) -> Tensor");
+  m.def("fp8_cpp_quantize(Tensor x, int rows, int columns, bool mx, int? seed, bool transpose) -> "
         "(Tensor, Tensor, Tensor, Tensor)");
-  m.def("nvfp4_cpp_largest(Tensor x, int hadamard, int? signs) -> Tensor");
-  m.def("nvfp4_cpp_dequantize(Tensor data, Tensor scale, Tensor global_scale, int columns, bool half, float alpha, "
+  m.def("fp8_cpp_dequantize(Tensor data, Tensor scale, int rows, int columns, ScalarType dtype, float alpha, "
         "SymInt seed, SymInt step, SymInt layer) -> Tensor");
-  m.def("block_fp8_cpp_quantize(Tensor x, int rows, int columns, int? seed) -> (Tensor, Tensor)");
-  m.def("block_fp8_cpp_quantize_both(Tensor x, int rows, int columns, int? seed) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def("block_fp8_cpp_dequantize(Tensor data, Tensor inverse, int rows, int columns, bool half, float alpha, SymInt seed, "
-        "SymInt step, SymInt layer) -> Tensor");
-  m.def("mxfp8_cpp_quantize(Tensor x, int? seed) -> (Tensor, Tensor)");
-  m.def("mxfp8_cpp_quantize_both(Tensor x, int? seed) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def("mxfp8_cpp_dequantize(Tensor data, Tensor scale, bool half, float alpha, SymInt seed, SymInt step, "
-        "SymInt layer) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
   m.impl("nf4_cpp_quantize", TORCH_BOX(&tw::nf4_quantize));
   m.impl("nf4_cpp_dequantize", TORCH_BOX(&tw::nf4_dequantize));
   m.impl("nvfp4_cpp_quantize", TORCH_BOX(&tw::nvfp4_quantize));
-  m.impl("nvfp4_cpp_quantize_both", TORCH_BOX(&tw::nvfp4_quantize_both));
   m.impl("nvfp4_cpp_largest", TORCH_BOX(&tw::nvfp4_largest_transformed));
   m.impl("nvfp4_cpp_dequantize", TORCH_BOX(&tw::nvfp4_dequantize));
-  m.impl("block_fp8_cpp_quantize", TORCH_BOX(&tw::block_fp8_quantize));
-  m.impl("block_fp8_cpp_quantize_both", TORCH_BOX(&tw::block_fp8_quantize_both));
-  m.impl("block_fp8_cpp_dequantize", TORCH_BOX(&tw::block_fp8_dequantize));
-  m.impl("mxfp8_cpp_quantize", TORCH_BOX(&tw::mxfp8_quantize));
-  m.impl("mxfp8_cpp_quantize_both", TORCH_BOX(&tw::mxfp8_quantize_both));
-  m.impl("mxfp8_cpp_dequantize", TORCH_BOX(&tw::mxfp8_dequantize));
+  m.impl("fp8_cpp_quantize", TORCH_BOX(&tw::fp8_quantize));
+  m.impl("fp8_cpp_dequantize", TORCH_BOX(&tw::fp8_dequantize));
 }

@@ -182,10 +182,10 @@ void with_random(bool random, F&& f) {
   return f(std::false_type{});
 }
 
+// f of a value of the scales' type.
 template <class F>
-void with_dtype(bool half, F&& f) {
-  if (half) return f(bf16{});
-  return f(float{});
+auto with_scales(bool mx, F&& f) {
+  return mx ? f(uint8_t{}) : f(float{});
 }
 
 }  // namespace tw

@@ -13,6 +13,7 @@ from helpers import DEVICE, skip_unless_usable, with_dtypes
 from torch.utils.checkpoint import checkpoint
 
 from tilewright.core.registry import short
+from tilewright.kernels.quant.operators import Noise
 from tilewright.ops import (
     AQN,
     add_rmsnorm,
@@ -42,7 +43,7 @@ def randn(*shape, dtype=torch.float32, seed=0):
 
 
 def implementation(name, dtype=torch.float32):
-    """The callable (like, first, n, seed, step, layer, dtype) -> elements first to first
+    """The callable (like, first, n, noise, dtype) -> elements first to first
     + n - 1.
     """
     skip_unless_usable(aqn.AQN_NOISE, name, dtype)
@@ -51,7 +52,7 @@ def implementation(name, dtype=torch.float32):
 
 def draw(name, n, first=0, noise=NOISE):
     return implementation(name)(
-        torch.empty(0, device=DEVICE), first, n, noise.seed, noise.step, noise.layer, torch.float32
+        torch.empty(0, device=DEVICE), first, n, aqn.arguments(noise), torch.float32
     )
 
 
@@ -158,7 +159,7 @@ def test_the_largest_and_smallest_u(monkeypatch):
     """
     words = torch.tensor([[0, 0, 2**32 - 1, 2**31], [2**32 - 1, 2**32 - 1, 255, 2**30]])
     monkeypatch.setattr(quantize, "philox", lambda *a, **k: words)
-    found = aqn._noise_eager(torch.empty(0), 0, 8, 0, 0, 0, torch.float64)
+    found = aqn._noise_eager(torch.empty(0), 0, 8, aqn.NONE, torch.float64)
     top, near = math.sqrt(-2 * math.log(2.0**-25)), math.sqrt(-2 * math.log1p(-(2.0**-25)))
     assert found.abs().max() == pytest.approx(top, rel=1e-12) and top < 5.89
     expected = [top, 0, -near, 0, near, 0, 0, top]
@@ -173,7 +174,7 @@ def test_errors_are_some_units_in_the_last_place(name):
     """Units of float32, also in the tails."""
     n = MANY[name]
     truth = implementation("eager", torch.float64)(
-        torch.empty(0, device=DEVICE), 0, n, 9, 1, 2, torch.float64
+        torch.empty(0, device=DEVICE), 0, n, Noise(1.0, 9, 1, 2), torch.float64
     )
     found = draw(name, n, noise=AQN(1, 9, 1, 2)).double()
     assert ((found - truth).abs() <= 3 * 2.0**-23 * truth.abs().clamp_min(1)).all()
@@ -760,4 +761,4 @@ def test_the_cpp_operator_itself_checks_its_numbers():
         with pytest.raises(
             RuntimeError, match=r"seed must be >= 0, step 0 to 2\^31 - 1 and layer 0 to 2\^32 - 1"
         ):
-            run(torch.empty(0), 0, 4, *bad, torch.float32)
+            run(torch.empty(0), 0, 4, Noise(1.0, *bad), torch.float32)

@@ -37,6 +37,7 @@ def steps(tokens, dtype=torch.bfloat16):
     from tilewright.kernels.norm import rmsnorm_triton
     from tilewright.kernels.norm.operators import Norm
     from tilewright.kernels.quant import quantize_triton
+    from tilewright.kernels.quant.operators import FP8, Noise, NVFP4Options
     from tilewright.kernels.rope import qk_norm_rope_triton, rope_triton
     from tilewright.kernels.rope.operators import HeadNorm, Heads, Rotation
 
@@ -68,21 +69,22 @@ def steps(tokens, dtype=torch.bfloat16):
     )
     loss.backward()
     one, square = torch.ones(()), T // 128 * 128  # rows in whole blocks of 128
-    low = quantize_triton.nvfp4_quantize(x[None], one, False, None, 0, None)
-    quantize_triton.nvfp4_quantize(x[None, :square], one, True, T, 16, None)
-    quantize_triton.nvfp4_dequantize(low[0][0], low[1][0], one, H, torch.bfloat16, 0.0, 0, 0, 0)
-    for block in (1, 128), (128, 128):
-        low = quantize_triton.block_fp8_quantize(x[None], *block, None)
-        quantize_triton.block_fp8_dequantize(*low, *block, torch.bfloat16, 0.0, 0, 0, 0)
-        fused_quantize_triton.block_fp8_quantize_both(x[None], *block, None)
-    fused_quantize_triton.nvfp4_quantize_both(x[None, :square], one, False, T)
-    for mx in (False, True):
-        fused_quantize_triton.silu_mul_quantize(x, x, None, mx)
-        fused_quantize_triton.rmsnorm_quantize(x, x, w, None, 1e-6, 0.0, True, None, True, mx)
-    quantize_triton.mxfp8_dequantize(
-        *(t[0] for t in quantize_triton.mxfp8_quantize(x[None], None)), torch.bfloat16, 0.0, 0, 0, 0
+    none, plain = Noise(0.0, 0, 0, 0), NVFP4Options(False, None, 0, None, False)
+    low = fused_quantize_triton.nvfp4_quantize(x[None], one, plain)
+    transformed = NVFP4Options(True, T, 16, None, False)
+    fused_quantize_triton.nvfp4_quantize(x[None, :square], one, transformed)
+    quantize_triton.nvfp4_dequantize(low.data[0], low.scale[0], one, H, torch.bfloat16, none)
+    fused_quantize_triton.nvfp4_quantize(
+        x[None, :square], one, plain._replace(seed=T, transpose=True)
     )
-    fused_quantize_triton.mxfp8_quantize_both(x[None], None)
+    for block in (1, 128, False), (128, 128, False), (1, 32, True):
+        fp8 = FP8(*block, None, False)
+        low = fused_quantize_triton.fp8_quantize(x[None], fp8)
+        quantize_triton.fp8_dequantize(low.data, low.scale, *block[:2], torch.bfloat16, none)
+        fused_quantize_triton.fp8_quantize(x[None], fp8._replace(transpose=True))
+        if fp8.rows == 1:
+            fused_quantize_triton.silu_mul_quantize(x, x, T, fp8)
+            fused_quantize_triton.rmsnorm_quantize(x, x, w, None, llama, True, fp8)
     offsets, slots, position = permute_triton.sort(new(T, K, dtype=i64), E)
     weight = new(T, K, dtype=f32)
     rows = permute_triton.spread(x, position, offsets)

@@ -24,6 +24,7 @@ from tilewright.ops import (
 from tilewright.ops.quant.aqn import AQN
 from tilewright.ops.quant.fp8_linear import FP8_LINEAR
 from tilewright.ops.quant.quantized_linear import QUANTIZED_LINEAR, dequantize
+from tilewright.ops.quant.weights import pack
 from tilewright.selection import use
 
 MODULE = sys.modules["tilewright.ops.quant.quantized_linear"]
@@ -123,7 +124,7 @@ def test_a_name_fixes_what_dequantizes_whatever_is_pinned(format):
     own = {"quantized_linear_cpp_forward": 1, "quantized_linear_cpp_backward": 1}
     assert {n: count for n, count in ran.items() if n != "nf4_map"} == {
         **own,
-        f"{format}_cpp_dequantize": 2,
+        f"{format.removeprefix('block_').removeprefix('mx')}_cpp_dequantize": 2,
     }
 
 
@@ -171,11 +172,11 @@ def test_which_way_triton_takes(format, T, K, few):
     from tilewright.kernels.quant import quantized_linear_triton as k
 
     x = torch.empty(T, K, dtype=torch.bfloat16)
-    block = {"nf4": [64], "nvfp4": [], "block_fp8": [128, 128]}[format]
-    assert (k.constants(x, format, 24, block) is not None) == few
-    assert (
-        format != "block_fp8" or k.constants(x, format, 24, [128, 16]) is None
-    )  # narrower than one read
+    span = {"nf4": 64, "nvfp4": 16, "block_fp8": 128}[format]
+    format = k.FORMATS[format]
+    assert (k.constants(x, format, 24, span) is not None) == few
+    # narrower than one read
+    assert format != k.BLOCK_FP8 or k.constants(x, format, 24, 16) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -397,7 +398,7 @@ def test_fp8_keeps_only_the_codes_and_passes_opcheck_with_gradients():
     assert storages(*kept) == storages(*q.tensors())
     torch.library.opcheck(
         torch.ops.tilewright.fp8_linear_triton_forward.default,
-        (x, bias, q.data.view(torch.uint8), q.scale_inv),
+        (x, bias, *pack(q)),
     )
 
 

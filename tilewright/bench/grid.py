@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilewright.ops.quant import block_fp8, mxfp8
+from tilewright.ops.quant import fp8
 from tilewright.ops.quant.quantize import E4M3, LARGEST_E4M3
 
 ARITHMETIC = 4 * torch.finfo(torch.float32).eps  # of the quantization, which is in float32
@@ -61,13 +61,13 @@ def of_scales(
         return (
             torch.maximum(low - exponent, exponent - high).clamp_min(0).nan_to_num(nan=float("inf"))
         )
-    expected = largest.clamp_min(block_fp8.LEAST).where(largest > 0, LARGEST_E4M3)
+    expected = largest.clamp_min(fp8.LEAST).where(largest > 0, LARGEST_E4M3)
     beyond = ((scale.double() * LARGEST_E4M3 - expected).abs() - free).clamp_min(0)
     return (beyond / expected).nan_to_num(nan=float("inf"))
 
 
 def _width(scale: torch.Tensor) -> int:
-    return 128 if scale.dtype == torch.float32 else mxfp8.BLOCK
+    return 128 if scale.dtype == torch.float32 else fp8.MX_BLOCK
 
 
 def _blocks(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

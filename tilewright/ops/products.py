@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from tilewright import platform
-from tilewright.core.library import define, differentiate
+from tilewright.core.library import declare
 
 # Below this, packing a factor takes as long as multiplying it.
 ROWS = 48
@@ -39,30 +39,36 @@ def product_(
     torch.ops.tilewright.product_cpp_.default(a, b, out, scale, add)
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    out = a.new_empty(a.shape[0], b.shape[1])
+@declare
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a b."""
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+def _save(ctx, arguments, out):
+    ctx.save_for_backward(*arguments)
+
+
+def _backward(ctx, dy):
+    a, b = ctx.saved_tensors
+    found = {}
+    if ctx.needs["a"]:
+        found["a"] = _operator(dy, b.t())
+    if ctx.needs["b"]:  # in b's memory layout, that of a layer's weight
+        found["b"] = _operator(dy.t(), a).t() if b.stride(0) == 1 else _operator(a.t(), dy)
+    return found
+
+
+product.differentiate(_save, _backward, twice=True)
+
+
+def _launch(a, b):
+    out = product(a, b)
     product_(out, a, b)
     return out
 
 
-_operator = define("product_cpp", _product, lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
-
-
-def _setup(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def _formula(ctx, dy):
-    a, b = ctx.saved_tensors
-    da = db = None
-    if ctx.needs_input_grad[0]:
-        da = _operator(dy, b.t())
-    if ctx.needs_input_grad[1]:  # in b's memory layout, that of a layer's weight
-        db = _operator(dy.t(), a).t() if b.stride(0) == 1 else _operator(a.t(), dy)
-    return da, db
-
-
-differentiate(_operator, _formula, _setup, twice=True)
+_operator = product.define("product_cpp", _launch)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

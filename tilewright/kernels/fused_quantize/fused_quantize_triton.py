@@ -15,6 +15,8 @@ import triton.language as tl
 
 from tilewright.kernels.activation import activation_triton
 from tilewright.kernels.device import conversions
+from tilewright.kernels.fused_quantize import operators
+from tilewright.kernels.fused_quantize.operators import NormalizedCodes
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2, unit
 from tilewright.kernels.math_triton import (
@@ -24,16 +26,19 @@ from tilewright.kernels.math_triton import (
     widened,
 )
 from tilewright.kernels.norm import rmsnorm_triton
-from tilewright.kernels.norm.operators import sizes
+from tilewright.kernels.norm.operators import Norm, sizes
+from tilewright.kernels.quant import operators as quantizing
+from tilewright.kernels.quant import quantize_triton
 from tilewright.kernels.quant.hadamard_triton import TILE, butterflies, sign_mask, signed
+from tilewright.kernels.quant.operators import FP8, Codes, NVFP4Options
 from tilewright.kernels.quant.quantize_triton import (
     E2M1,
     E4M3,
-    block_fp8_quantize,
     fp8_tile,
     nvfp4_tile,
     random_bits,
     random_kind,
+    spec,
 )
 from tilewright.kernels.spec import KernelSpec
 
@@ -53,10 +58,7 @@ def _largest_transformed(x_ptr, most_ptr, n, signs, SIZE: tl.constexpr, TILE: tl
     tl.store(most_ptr + tl.program_id(0), largest_magnitude(v, 0))
 
 
-def nvfp4_largest(x: torch.Tensor, hadamard: int, signs: int | None) -> torch.Tensor:
-    """The largest magnitude, float32 [], of the transform of x, whose last dimension is divisible
-    by `hadamard`.
-    """
+def nvfp4_largest(x: torch.Tensor, hadamard: int, hadamard_seed: int | None) -> torch.Tensor:
     if not x.numel():
         return x.new_zeros((), dtype=torch.float32)
     programs = cdiv(x.numel(), TILE)
@@ -67,7 +69,7 @@ def nvfp4_largest(x: torch.Tensor, hadamard: int, signs: int | None) -> torch.Te
         x,
         most,
         x.numel(),
-        sign_mask(signs),
+        sign_mask(hadamard_seed),
         SIZE=hadamard,
         TILE=TILE,
         num_warps=4,
@@ -199,16 +201,13 @@ def _nvfp4_tile(itemsize: int, random: bool) -> tuple[int, int]:
     return 2 * WIDE // itemsize, (16 if random else 8) * 2 // itemsize
 
 
-def nvfp4_quantize_both(
-    x: torch.Tensor, global_scale: torch.Tensor, square: bool, seed: int | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`nvfp4_quantize` of x and of its transpose, in one pass."""
-    B, R, C = x.shape
-    data = x.new_empty((B, R, (C + 1) // 2), dtype=torch.uint8)
-    scale = x.new_empty((B, R, cdiv(C, 16)), dtype=torch.uint8)
-    data_t = x.new_empty((B, C, (R + 1) // 2), dtype=torch.uint8)
-    scale_t = x.new_empty((B, C, cdiv(R, 16)), dtype=torch.uint8)
+def nvfp4_quantize(x: torch.Tensor, global_scale: torch.Tensor, options: NVFP4Options) -> Codes:
+    if not options.transpose:
+        return quantize_triton.nvfp4_quantize(x, global_scale, options)
+    codes = quantizing.nvfp4_quantize(x, global_scale, options)
     if x.numel():
+        B, R, C = x.shape
+        seed = options.seed
         most, warps = _nvfp4_tile(x.element_size(), seed is not None)
         high = min(HIGH, max(16, next_power_of_2(R)))
         wide = min(most, max(16, next_power_of_2(C)))
@@ -218,25 +217,22 @@ def nvfp4_quantize_both(
             (B * bands * tiles,),
             x,
             global_scale,
-            data,
-            scale,
-            data_t,
-            scale_t,
+            *codes,
             R,
             C,
-            data.shape[2],
-            data_t.shape[2],
+            cdiv(C, 2),
+            cdiv(R, 2),
             bands,
             tiles,
             seed or 0,
-            TALL=16 if square else 1,
+            TALL=16 if options.square else 1,
             HIGH=high,
             WIDE=wide,
             RANDOM=random_kind(seed, R, C),
             HARDWARE=conversions(x.device),
             num_warps=warps,
         )
-    return data, scale, data_t, scale_t
+    return codes
 
 
 # ---- block-scaled FP8
@@ -373,40 +369,33 @@ def _strips(rows: int, columns: int) -> dict:
     }
 
 
-def block_fp8_quantize_both(
-    x: torch.Tensor, rows: int, columns: int, seed: int | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`block_fp8_quantize` of x and of its transpose. One pass if blocks fill a square tile:
+def fp8_quantize(x: torch.Tensor, fp8: FP8) -> Codes:
+    """With the transpose, one pass over x in MXFP8, and otherwise if blocks fill a square tile:
     power-of-two sides up to 128. Not with stochastic rounding, whose random words for whole tiles
     do not fit in registers (ptxas spills 900 bytes and more for sm_90).
     """
+    if not fp8.transpose:
+        return quantize_triton.fp8_quantize(x, fp8)
+    codes = quantizing.fp8_quantize(x, fp8)
+    if not x.numel():
+        return codes
+    rows, columns, mx, seed, _ = fp8
     B, R, C = x.shape
+    if mx:
+        return _mxfp8(x.view(B * R, C), None, codes, seed)
     side = max(rows, columns, 32)
-    if (
-        side > 128
-        or rows & (rows - 1)
-        or columns & (columns - 1)
-        or seed is not None
-        or not x.numel()
-    ):
-        return *block_fp8_quantize(x, rows, columns, seed), *block_fp8_quantize(
-            x.mT.contiguous(), rows, columns, seed
+    if side > 128 or rows & (rows - 1) or columns & (columns - 1) or seed is not None:
+        one = fp8._replace(transpose=False)
+        return Codes(
+            *quantize_triton.fp8_quantize(x, one)[:2],
+            *quantize_triton.fp8_quantize(x.mT.contiguous(), one)[:2],
         )
-    data, data_t = (
-        x.new_empty(x.shape, dtype=torch.uint8),
-        x.new_empty((B, C, R), dtype=torch.uint8),
-    )
-    inverse = x.new_empty((B, cdiv(R, rows), cdiv(C, columns)), dtype=torch.float32)
-    inverse_t = x.new_empty((B, cdiv(C, rows), cdiv(R, columns)), dtype=torch.float32)
     bands, tiles = cdiv(R, side), cdiv(C, side)
     launch(
         _block_fp8_both,
         (B * bands * tiles,),
         x,
-        data,
-        inverse,
-        data_t,
-        inverse_t,
+        *codes,
         R,
         C,
         bands,
@@ -414,7 +403,7 @@ def block_fp8_quantize_both(
         HARDWARE=conversions(x.device),
         **_strips(rows, columns),
     )
-    return data, inverse, data_t, inverse_t
+    return codes
 
 
 # ---- MXFP8 of a matrix, or of silu(gate) * up, and of its transpose
@@ -493,58 +482,36 @@ def _mxfp8_warps(random: bool) -> int:
     return 16 if random else 8
 
 
-def _both(x, up, B, R, C, seed):
-    """x and up [B * R, C] with contiguous columns."""
-    data, data_t = (
-        x.new_empty((B, R, C), dtype=torch.uint8),
-        x.new_empty((B, C, R), dtype=torch.uint8),
+def _mxfp8(x: torch.Tensor, up: torch.Tensor | None, codes: Codes, seed: int | None) -> Codes:
+    """Fills codes [B, R, C] and their transposes from x and up [B * R, C] with contiguous columns,
+    of at least one element.
+    """
+    B, R, C = codes.data.shape
+    bands, tiles = cdiv(R, HIGH), cdiv(C, WIDE)
+    by = unit(x.element_size(), C, x.stride(0), 0 if up is None else up.stride(0))
+    row_unit = 16 if R % 16 == 0 else 1
+    launch(
+        _mxfp8_both,
+        (B * bands * tiles,),
+        x,
+        up,
+        *codes,
+        R // row_unit,
+        C // by,
+        bands,
+        tiles,
+        x.stride(0) // by,
+        0 if up is None else up.stride(0) // by,
+        seed or 0,
+        ROW_UNIT=row_unit,
+        UNIT=by,
+        HIGH=HIGH,
+        WIDE=WIDE,
+        RANDOM=random_kind(seed, R, C),
+        HARDWARE=conversions(x.device),
+        num_warps=_mxfp8_warps(seed is not None),
     )
-    scale = x.new_empty((B, R, cdiv(C, MX_BLOCK)), dtype=torch.uint8)
-    scale_t = x.new_empty((B, C, cdiv(R, MX_BLOCK)), dtype=torch.uint8)
-    if x.numel():
-        bands, tiles = cdiv(R, HIGH), cdiv(C, WIDE)
-        by = unit(x.element_size(), C, x.stride(0), 0 if up is None else up.stride(0))
-        row_unit = 16 if R % 16 == 0 else 1
-        launch(
-            _mxfp8_both,
-            (B * bands * tiles,),
-            x,
-            up,
-            data,
-            scale,
-            data_t,
-            scale_t,
-            R // row_unit,
-            C // by,
-            bands,
-            tiles,
-            x.stride(0) // by,
-            0 if up is None else up.stride(0) // by,
-            seed or 0,
-            ROW_UNIT=row_unit,
-            UNIT=by,
-            HIGH=HIGH,
-            WIDE=WIDE,
-            RANDOM=random_kind(seed, R, C),
-            HARDWARE=conversions(x.device),
-            num_warps=_mxfp8_warps(seed is not None),
-        )
-    return data, scale, data_t, scale_t
-
-
-def mxfp8_quantize_both(
-    x: torch.Tensor, seed: int | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`mxfp8_quantize` of x and of its transpose, in one pass."""
-    B, R, C = x.shape
-    return _both(x.view(B * R, C), None, B, R, C, seed)
-
-
-def silu_mul_mxfp8_both(
-    gate: torch.Tensor, up: torch.Tensor, rows: int, seed: int | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same for silu(gate) * up.   gate, up: [matrices * rows, I] with contiguous columns."""
-    return _both(gate, up, gate.shape[0] // max(rows, 1), rows, gate.shape[1], seed)
+    return codes
 
 
 # ---- silu(gate) * up, then FP8
@@ -597,48 +564,38 @@ def _silu_mul_quantize(
 SILU_TILE = 1024
 
 
-def _scales(x, rows, columns, mx):
-    """Uninitialized inverse scales of rows, and the columns of a block."""
-    block = MX_BLOCK if mx else BLOCK
-    return x.new_empty(
-        (rows, cdiv(columns, block)), dtype=torch.uint8 if mx else torch.float32
-    ), block
-
-
-def silu_mul_quantize(
-    gate: torch.Tensor, up: torch.Tensor, seed: int | None, mx: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """gate, up [rows, I] with contiguous columns -> bytes of codes [rows, I], inverse scales [rows,
-    ceil(I / 128)]; mx: bytes of scales [rows, ceil(I / 32)].
-    """
+def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor, R: int, fp8: FP8) -> Codes:
+    codes = operators.silu_mul_quantize(gate, up, R, fp8)
+    if not gate.numel():
+        return codes
+    seed, block = fp8.seed, fp8.columns
+    if fp8.transpose:
+        return _mxfp8(gate, up, codes, seed)
     rows, columns = gate.shape
-    data = gate.new_empty((rows, columns), dtype=torch.uint8)
-    inverse, block = _scales(gate, rows, columns, mx)
-    if gate.numel():
-        across = inverse.shape[1]
-        groups = min(SILU_TILE // block, next_power_of_2(across))
-        tiles = cdiv(across, groups)
-        by = unit(gate.element_size(), columns, gate.stride(0), up.stride(0))
-        launch(
-            _silu_mul_quantize,
-            (rows * tiles,),
-            gate,
-            up,
-            data,
-            inverse,
-            columns // by,
-            tiles,
-            gate.stride(0) // by,
-            up.stride(0) // by,
-            seed or 0,
-            UNIT=by,
-            BLOCK=block,
-            GROUPS=groups,
-            RANDOM=random_kind(seed, columns),
-            HARDWARE=conversions(gate.device),
-            num_warps=max(1, groups * block // 512),
-        )
-    return data, inverse
+    across = cdiv(columns, block)
+    groups = min(SILU_TILE // block, next_power_of_2(across))
+    tiles = cdiv(across, groups)
+    by = unit(gate.element_size(), columns, gate.stride(0), up.stride(0))
+    launch(
+        _silu_mul_quantize,
+        (rows * tiles,),
+        gate,
+        up,
+        codes.data,
+        codes.scale,
+        columns // by,
+        tiles,
+        gate.stride(0) // by,
+        up.stride(0) // by,
+        seed or 0,
+        UNIT=by,
+        BLOCK=block,
+        GROUPS=groups,
+        RANDOM=random_kind(seed, columns),
+        HARDWARE=conversions(gate.device),
+        num_warps=max(1, groups * block // 512),
+    )
+    return codes
 
 
 # ---- RMSNorm, or add + RMSNorm, then FP8
@@ -858,24 +815,16 @@ def rmsnorm_quantize(
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    eps: float,
-    offset: float,
-    round_xhat: bool,
-    seed: int | None,
+    norm: Norm,
     keep: bool,
-    mx: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [.., D] -> bytes of codes [rows, D], inverse scales [rows, ceil(D / 128)] (mx: bytes of
-    scales [rows, ceil(D / 32)]), the quantized input [rows, D] if `keep`, else [0, D], and the sum
-    with the residual [rows, D], or [0, D] without one. Uses rmsnorm's or add_rmsnorm's launch
-    configuration, which determines the order of its sums.
+    fp8: FP8,
+) -> NormalizedCodes:
+    """Uses rmsnorm's or add_rmsnorm's launch configuration, which determines the order of its
+    sums.
     """
     T, H, D = sizes(x, weight)
-    rows, add = T * H, residual is not None
-    data = x.new_empty((rows, D), dtype=torch.uint8)
-    inverse, block = _scales(x, rows, D, mx)
-    y = x.new_empty((rows if keep else 0, D))
-    total = residual.new_empty((rows, D)) if add else x.new_empty((0, D))
+    add = residual is not None
+    found = operators.rmsnorm_quantize(x, residual, weight, bias, norm, keep, fp8)
     if T:
         c = rmsnorm_triton.FORWARD.config(x.device, D, x.element_size(), add)
         launch(
@@ -885,76 +834,48 @@ def rmsnorm_quantize(
             residual,
             weight,
             bias,
-            y,
-            total,
-            data,
-            inverse,
+            found.y,
+            found.total,
+            found.data,
+            found.scale,
             T,
-            eps,
-            seed or 0,
+            norm.eps,
+            fp8.seed or 0,
             H=H,
             D=D,
-            OFFSET=offset,
+            OFFSET=norm.offset,
             WALK=c["BLOCK_D"] < D,
             BIAS=bias is not None,
-            ROUND_XHAT=round_xhat,
-            BLOCK=min(block, c["BLOCK_D"]),
-            RANDOM=seed is not None,
+            ROUND_XHAT=norm.round_xhat,
+            BLOCK=min(fp8.columns, c["BLOCK_D"]),
+            RANDOM=fp8.seed is not None,
             KEEP=keep,
             HARDWARE=conversions(x.device),
-            **_registers(total.dtype != x.dtype),
+            **_registers(add and residual.dtype != x.dtype),
             **c,
         )
-    return data, inverse, y, total
+    return found
 
 
 # ---- for the compile gate
 
 
-def _spec(kernel, label, types, constexprs, num_warps, **need):
-    signature = {n: types[n] for n in kernel.arg_names if n in types}
-    absent = dict.fromkeys({"up_ptr", "residual_ptr"} & set(kernel.arg_names) - set(types))
-    return KernelSpec(kernel, label, signature, {**constexprs, **absent}, num_warps, **need)
-
-
 def nvfp4_gate() -> list[KernelSpec]:
     specs = []
+    codes = {"data": "u8", "scale": "u8", "turned": "u8", "turned_scale": "u8"}
     for d in ("bf16", "fp32"):
-        types = {
-            "x_ptr": f"*{d}",
-            "total_ptr": "*fp32",
-            "data_ptr": "*u8",
-            "scale_ptr": "*u8",
-            "R": "i32",
-            "C": "i32",
-            "width": "i32",
-            "bands": "i32",
-            "tiles": "i32",
-            "key": "i64",
-            "turned_ptr": "*u8",
-            "turned_scale_ptr": "*u8",
-            "turned_width": "i32",
-            "most_ptr": "*fp32",
-            "n": "i32",
-            "signs": "i32",
-        }
         for tall in (1, 16):
             for random in (False, True):
                 wide, warps = _nvfp4_tile(2 if d == "bf16" else 4, random)
                 label = f"nvfp4 quantize both {d}{' square' if tall == 16 else ''}{' random' if random else ''}"
+                constexprs = {"TALL": tall, "HIGH": HIGH, "WIDE": wide, "RANDOM": 2 * random}
                 for hardware, (name, archs) in ((1, ("", E4M3)),) if random else E2M1.items():
                     specs.append(
-                        _spec(
+                        spec(
                             _nvfp4_both,
                             f"{label}{name}",
-                            types,
-                            {
-                                "TALL": tall,
-                                "HIGH": HIGH,
-                                "WIDE": wide,
-                                "RANDOM": 2 * random,
-                                "HARDWARE": hardware,
-                            },
+                            {"x": d, "total": "fp32", **codes},
+                            {**constexprs, "HARDWARE": hardware},
                             warps,
                             store=0,
                             divisible=("R", "C", "width", "turned_width"),
@@ -962,42 +883,32 @@ def nvfp4_gate() -> list[KernelSpec]:
                             **archs,
                         )
                     )
-        for size in (16, 32):  # a program writes one number
-            specs.append(
-                _spec(
-                    _largest_transformed,
-                    f"nvfp4 largest {d} hadamard {size}",
-                    types,
-                    {"SIZE": size, "TILE": TILE},
-                    4,
-                    store=0,
-                    divisible=("n",),
-                )
+        specs += [
+            spec(
+                _largest_transformed,
+                f"nvfp4 largest {d} hadamard {size}",
+                {"x": d, "most": "fp32"},
+                {"SIZE": size, "TILE": TILE},
+                store=0,  # a program writes one number
+                divisible=("n",),
             )
+            for size in (16, 32)
+        ]
     return specs
 
 
 def block_fp8_gate() -> list[KernelSpec]:
     specs = []
+    codes = {"data": "u8", "inverse": "fp32", "turned": "u8", "turned_inverse": "fp32"}
     for d in ("bf16", "fp32"):
         for rows in (1, 128):
             constexprs = {"HARDWARE": 1, **_strips(rows, 128)}
             num_warps = constexprs.pop("num_warps")
             specs.append(
-                _spec(
+                spec(
                     _block_fp8_both,
                     f"block_fp8 quantize both {d} {rows}x128",
-                    {
-                        "x_ptr": f"*{d}",
-                        "data_ptr": "*u8",
-                        "inverse_ptr": "*fp32",
-                        "turned_ptr": "*u8",
-                        "turned_inverse_ptr": "*fp32",
-                        "R": "i32",
-                        "C": "i32",
-                        "bands": "i32",
-                        "tiles": "i32",
-                    },
+                    {"x": d, **codes},
                     constexprs,
                     num_warps,
                     divisible=("R", "C"),
@@ -1012,51 +923,29 @@ def mxfp8_gate(silu: bool = False) -> list[KernelSpec]:
     """Matrices whose sides are multiples of 16; and silu(gate) * up with an odd number of rows,
     whose transpose is stored byte by byte.
     """
-    specs = []
-    for d, row_unit, random in (
-        ("bf16", 16, False),
-        ("bf16", 16, True),
-        ("fp32", 16, False),
-        ("bf16", 1, False),
-    ):
-        if row_unit == 1 and not silu:
-            continue
-        types = {
-            "x_ptr": f"*{d}",
-            "data_ptr": "*u8",
-            "scale_ptr": "*u8",
-            "turned_ptr": "*u8",
-            "turned_scale_ptr": "*u8",
-            "rows": "i32",
-            "columns": "i32",
-            "bands": "i32",
-            "tiles": "i32",
-            "stride": "i32",
-            "up_stride": "i32",
-            "key": "i64",
-            **({"up_ptr": f"*{d}"} if silu else {}),
-        }
-        label = f"{'silu_mul mxfp8' if silu else 'mxfp8 quantize'} both {d}{' random' if random else ''}"
-        specs.append(
-            _spec(
-                _mxfp8_both,
-                f"{label}{' odd' if row_unit == 1 else ''}",
-                types,
-                {
-                    "ROW_UNIT": row_unit,
-                    "UNIT": 8 if d == "bf16" else 4,
-                    "HIGH": HIGH,
-                    "WIDE": WIDE,
-                    "RANDOM": 2 * random,
-                    "HARDWARE": 1,
-                },
-                _mxfp8_warps(random),
-                store=0,
-                elements=2 * HIGH * WIDE,
-                **{} if random else E4M3,
-            )
+    op = "silu_mul mxfp8" if silu else "mxfp8 quantize"
+    codes = {"data": "u8", "scale": "u8", "turned": "u8", "turned_scale": "u8"}
+    kinds = (("bf16", 16, False), ("bf16", 16, True), ("fp32", 16, False), ("bf16", 1, False))
+    return [
+        spec(
+            _mxfp8_both,
+            f"{op} both {d}{' random' if random else ''}{' odd' if row_unit == 1 else ''}",
+            {"x": d, **({"up": d} if silu else {}), **codes},
+            {
+                "ROW_UNIT": row_unit,
+                "UNIT": 8 if d == "bf16" else 4,
+                "HIGH": HIGH,
+                "WIDE": WIDE,
+                "RANDOM": 2 * random,
+                "HARDWARE": 1,
+            },
+            _mxfp8_warps(random),
+            store=0,
+            elements=2 * HIGH * WIDE,
+            **{} if random else E4M3,
         )
-    return specs
+        for d, row_unit, random in kinds[: 4 if silu else 3]
+    ]
 
 
 def silu_mul_gate() -> list[KernelSpec]:
@@ -1073,23 +962,12 @@ def silu_mul_gate() -> list[KernelSpec]:
         ("fp32", 4, True, True),
     ):
         block = MX_BLOCK if mx else BLOCK
-        types = {
-            "gate_ptr": f"*{d}",
-            "up_ptr": f"*{d}",
-            "data_ptr": "*u8",
-            "inverse_ptr": "*u8" if mx else "*fp32",
-            "columns": "i32",
-            "tiles": "i32",
-            "gate_stride": "i32",
-            "up_stride": "i32",
-            "key": "i64",
-        }
         label = f"silu_mul quantize {'mxfp8 ' if mx else ''}{d}{' random' if random else ''}"
         specs.append(
-            _spec(
+            spec(
                 _silu_mul_quantize,
                 f"{label}{' odd' if by == 1 else ''}",
-                types,
+                {"gate": d, "up": d, "data": "u8", "inverse": "u8" if mx else "fp32"},
                 {
                     "UNIT": by,
                     "BLOCK": block,
@@ -1107,13 +985,7 @@ def silu_mul_gate() -> list[KernelSpec]:
     return [*specs, *mxfp8_gate(silu=True)]
 
 
-_WIDTHS = (
-    128,
-    4096,
-    8192,
-    16384,
-    65536,
-)  # several rows per program, one, and a part of one
+_WIDTHS = 128, 4096, 8192, 16384, 65536  # several rows per program, one, and a part of one
 # x and weight, whether there is a bias, whether the normalized row is rounded, stochastic rounding,
 # whether the normalized row is returned.
 _NORMS = (
@@ -1147,18 +1019,13 @@ def add_rmsnorm_gate() -> list[KernelSpec]:
 
 def _rmsnorm_spec(d, weight, bias, cast, random, keep, D, *, add="", mx=False) -> KernelSpec:
     """add: the residual's dtype, or none."""
-    types = {
-        "x_ptr": f"*{d}",
-        "w_ptr": f"*{weight}",
-        "b_ptr": f"*{weight}",
-        "y_ptr": f"*{d}",
-        "data_ptr": "*u8",
-        "inverse_ptr": "*u8" if mx else "*fp32",
-        "T": "i32",
-        "eps": "fp32",
-        "key": "i64",
-        "sum_ptr": f"*{add or d}",
-        **({"residual_ptr": f"*{add}"} if add else {}),
+    pointers = {
+        **dict.fromkeys(("x", "y"), d),
+        **dict.fromkeys(("w", "b"), weight),
+        "sum": add or d,
+        "data": "u8",
+        "inverse": "u8" if mx else "fp32",
+        **({"residual": add} if add else {}),
     }
     c = dict(rmsnorm_triton.FORWARD.heuristic(D=D, itemsize=2 if d == "bf16" else 4, add=bool(add)))
     num_warps = c.pop("num_warps")
@@ -1166,10 +1033,10 @@ def _rmsnorm_spec(d, weight, bias, cast, random, keep, D, *, add="", mx=False) -
         f"{'add_' if add else ''}rmsnorm quantize {'mxfp8 ' if mx else ''}{d} weight={weight}"
         f"{f' residual={add}' if add else ''}{' bias' if bias else ''}{' random' if random else ''} D={D}"
     )
-    return _spec(
+    return spec(
         _rmsnorm_quantize,
         label,
-        types,
+        pointers,
         {
             "H": 8 if D == 128 else 1,
             "D": D,

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
+from tilewright.kernels.quant.operators import Noise, draw_noise
 from tilewright.kernels.spec import KernelSpec
 
 TILE = 1024  # elements per program of the kernel that stores noise
@@ -119,11 +120,8 @@ def _noise(
     tl.store(out_ptr + at, v.to(out_ptr.dtype.element_ty), mask=at < n)
 
 
-def noise(
-    like: torch.Tensor, first: int, n: int, seed: int, step: int, layer: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Noise for elements first to first + n - 1, on like's device."""
-    out = like.new_empty(n, dtype=dtype)
+def noise(like: torch.Tensor, first: int, n: int, noise: Noise, dtype: torch.dtype) -> torch.Tensor:
+    out = draw_noise(like, first, n, noise, dtype)
     if n:
         launch(
             _noise,
@@ -131,9 +129,9 @@ def noise(
             out,
             first,
             n,
-            seed,
-            step,
-            layer,
+            noise.seed,
+            noise.step,
+            noise.layer,
             TILE=TILE,
             BY_FOUR=first % 4 == 0,
             num_warps=4,

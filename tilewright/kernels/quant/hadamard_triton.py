@@ -16,6 +16,7 @@ import triton.language as tl
 
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
+from tilewright.kernels.quant.operators import transform
 from tilewright.kernels.spec import KernelSpec
 
 TILE = 2048  # elements per program: with 4 warps, two 128-bit loads of bf16 per thread
@@ -92,8 +93,7 @@ def sign_mask(seed: int | None) -> int:
 
 
 def hadamard(x: torch.Tensor, size: int, seed: int | None, inverse: bool) -> torch.Tensor:
-    """x: contiguous, with a last dimension divisible by size."""
-    y = torch.empty_like(x)
+    y = transform(x, size, seed, inverse)
     if x.numel():
         launch(
             _hadamard,

@@ -27,8 +27,9 @@ from tilewright.kernels.device import conversions
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.math_triton import largest_magnitude, widened
-from tilewright.kernels.quant import aqn_triton
+from tilewright.kernels.quant import aqn_triton, nf4_tables, operators
 from tilewright.kernels.quant.hadamard_triton import butterflies, sign_mask, signed
+from tilewright.kernels.quant.operators import FP8, Codes, Noise, NVFP4Options
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -366,20 +367,16 @@ def _nf4_dequantize(
         )
 
 
-def nf4_quantize(
-    x: torch.Tensor, bounds: torch.Tensor, block: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [n] -> bytes of codes, absmax [blocks].   bounds: the 15 between code values."""
+def nf4_quantize(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     n = x.shape[0]
-    data = x.new_empty((n + 1) // 2, dtype=torch.uint8)
-    absmax = x.new_empty(cdiv(n, block), dtype=torch.float32)
+    data, absmax = operators.nf4_quantize(x, block)
     if n:
         groups = max(1, TILE // block)
         launch(
             _nf4_quantize,
             (cdiv(n, groups * block),),
             x,
-            bounds,
+            nf4_tables.on(x.device).bounds,
             data,
             absmax,
             n,
@@ -393,7 +390,6 @@ def nf4_quantize(
 
 def nf4_dequantize(
     data: torch.Tensor,
-    pairs: torch.Tensor,
     absmax: torch.Tensor,
     nested_absmax: torch.Tensor | None,
     table: torch.Tensor | None,
@@ -401,14 +397,8 @@ def nf4_dequantize(
     n: int,
     block: int,
     dtype: torch.dtype,
-    alpha: float,
-    seed: int,
-    step: int,
-    layer: int,
+    noise: Noise,
 ) -> torch.Tensor:
-    """pairs: float32 [512], the two values of each byte.   table: the values of the 256 scale
-    codes.   alpha, seed, step, layer: of the noise.
-    """
     out = data.new_empty(n, dtype=dtype)
     if n:
         # A block of scales lies within one store.
@@ -416,22 +406,19 @@ def nf4_dequantize(
             _nf4_dequantize,
             (cdiv(n, max(OUT, block) * PARTS),),
             data,
-            pairs.view(torch.int64),
+            nf4_tables.on(data.device).pairs,
             absmax,
             nested_absmax,
             table,
             offset,
             out,
             n,
-            alpha,
-            seed,
-            step,
-            layer,
+            *noise,
             BLOCK=block,
             NESTED=offset is not None,
             OUT=max(OUT, block),
             PARTS=PARTS,
-            NOISE=2 if alpha else 0,
+            NOISE=2 if noise.alpha else 0,
             num_warps=max(OUT, block) // 256,
             **NF4_DEQUANTIZE.config(data.device, block),
         )
@@ -639,68 +626,34 @@ def _parts(C: int) -> int:
     return min(PARTS, next_power_of_2(cdiv(C, OUT)))
 
 
-def nvfp4_quantize(
-    x: torch.Tensor,
-    global_scale: torch.Tensor,
-    square: bool,
-    seed: int | None,
-    hadamard: int,
-    signs: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [matrices, rows, C] -> bytes of codes [.., .., ceil(C / 2)], bytes of scales [.., ..,
-    ceil(C / 16)].
-
-    hadamard: 0, or the size of the transform applied to x before quantization.   signs: its seed.
-    """
+def nvfp4_quantize(x: torch.Tensor, global_scale: torch.Tensor, options: NVFP4Options) -> Codes:
+    """Without the transpose."""
+    codes = operators.nvfp4_quantize(x, global_scale, options)
+    if not x.numel():
+        return codes
     B, R, C = x.shape
-    groups = cdiv(C, 16)
-    data = x.new_empty((B, R, (C + 1) // 2), dtype=torch.uint8)
-    scale = x.new_empty((B, R, groups), dtype=torch.uint8)
-    if x.numel():
-        tall = 16 if square else 1
-        across = min(TILE // (16 * tall), next_power_of_2(groups))
-        bands, tiles = cdiv(R, tall), cdiv(groups, across)
-        options = {
-            "GROUPS": across,
-            "RANDOM": random_kind(seed, C),
-            "HARDWARE": conversions(x.device),
-        }
-        if square or hadamard:
-            launch(
-                _nvfp4_quantize,
-                (B * bands * tiles,),
-                x,
-                global_scale,
-                data,
-                scale,
-                R,
-                C,
-                data.shape[2],
-                bands,
-                tiles,
-                seed or 0,
-                sign_mask(signs),
-                TALL=tall,
-                HADAMARD=hadamard,
-                num_warps=4,
-                **options,
-            )
-        else:
-            launch(
-                _nvfp4_rows,
-                (B * R * tiles,),
-                x,
-                global_scale,
-                data,
-                scale,
-                C,
-                data.shape[2],
-                tiles,
-                seed or 0,
-                num_warps=_nvfp4_warps(across, seed is not None),
-                **options,
-            )
-    return data, scale
+    square, seed, hadamard, hadamard_seed, _ = options
+    width, groups = codes.data.shape[2], codes.scale.shape[2]
+    tall = 16 if square else 1
+    across = min(TILE // (16 * tall), next_power_of_2(groups))
+    bands, tiles = cdiv(R, tall), cdiv(groups, across)
+    grid, tensors = (B * bands * tiles,), (x, global_scale, codes.data, codes.scale)
+    constants = {
+        "GROUPS": across,
+        "RANDOM": random_kind(seed, C),
+        "HARDWARE": conversions(x.device),
+    }
+    if square or hadamard:
+        signs = sign_mask(hadamard_seed)
+        numbers = R, C, width, bands, tiles, seed or 0, signs
+        constants |= {"TALL": tall, "HADAMARD": hadamard, "num_warps": 4}
+        launch(_nvfp4_quantize, grid, *tensors, *numbers, **constants)
+    else:
+        warps = _nvfp4_warps(across, seed is not None)
+        launch(
+            _nvfp4_rows, grid, *tensors, C, width, tiles, seed or 0, num_warps=warps, **constants
+        )
+    return codes
 
 
 def _nvfp4_warps(groups: int, random: bool) -> int:
@@ -714,13 +667,9 @@ def nvfp4_dequantize(
     global_scale: torch.Tensor,
     C: int,
     dtype: torch.dtype,
-    alpha: float,
-    seed: int,
-    step: int,
-    layer: int,
+    noise: Noise,
 ) -> torch.Tensor:
-    """data [R, ceil(C / 2)], scale [R, ceil(C / 16)], bytes -> [R, C]."""
-    out = data.new_empty((data.shape[0], C), dtype=dtype)
+    out = operators.nvfp4_dequantize(data, scale, global_scale, C, dtype, noise)
     if out.numel():
         parts = _parts(C)
         tiles = cdiv(C, OUT * parts)
@@ -734,13 +683,10 @@ def nvfp4_dequantize(
             C,
             data.shape[1],
             tiles,
-            alpha,
-            seed,
-            step,
-            layer,
+            *noise,
             OUT=OUT,
             PARTS=parts,
-            NOISE=_noise_kind(alpha, C),
+            NOISE=_noise_kind(noise.alpha, C),
             HARDWARE=conversions(data.device),
             num_warps=OUT // 256,
         )
@@ -905,26 +851,13 @@ def _block_fp8_dequantize(
         )
 
 
-def block_fp8_quantize(
-    x: torch.Tensor, rows: int, columns: int, seed: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [matrices, R, C] -> bytes of codes, inverse scales [.., ceil(R / rows), ceil(C /
-    columns)].
-    """
-    return _quantize(x, rows, columns, seed, torch.float32)
-
-
-def mxfp8_quantize(x: torch.Tensor, seed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [matrices, R, C] -> bytes of codes, bytes of scales [.., R, ceil(C / 32)]."""
-    return _quantize(x, 1, 32, seed, torch.uint8)
-
-
-def _quantize(x, rows, columns, seed, scales):
-    B, R, C = x.shape
-    bands, across = cdiv(R, rows), cdiv(C, columns)
-    data = x.new_empty(x.shape, dtype=torch.uint8)
-    inverse = x.new_empty((B, bands, across), dtype=scales)
+def fp8_quantize(x: torch.Tensor, fp8: FP8) -> Codes:
+    """Without the transpose."""
+    codes = operators.fp8_quantize(x, fp8)
     if x.numel():
+        B, R, C = x.shape
+        rows, columns, _, seed, _ = fp8
+        _, bands, across = codes.scale.shape
         tall, wide = next_power_of_2(rows), next_power_of_2(columns)
         groups = max(1, min(TILE // (tall * wide), next_power_of_2(across)))
         tiles = cdiv(across, groups)
@@ -932,8 +865,8 @@ def _quantize(x, rows, columns, seed, scales):
             _block_fp8_quantize,
             (B * bands * tiles,),
             x,
-            data,
-            inverse,
+            codes.data,
+            codes.scale,
             R,
             C,
             bands,
@@ -948,7 +881,7 @@ def _quantize(x, rows, columns, seed, scales):
             HARDWARE=conversions(x.device),
             num_warps=_warps(tall * wide * groups, seed is not None),
         )
-    return data, inverse
+    return codes
 
 
 def _warps(elements: int, random: bool) -> int:
@@ -956,20 +889,16 @@ def _warps(elements: int, random: bool) -> int:
     return max(1, min(16, elements // (512 if random else 1024)))
 
 
-def block_fp8_dequantize(
+def fp8_dequantize(
     data: torch.Tensor,
-    inverse: torch.Tensor,
+    scale: torch.Tensor,
     rows: int,
     columns: int,
     dtype: torch.dtype,
-    alpha: float,
-    seed: int,
-    step: int,
-    layer: int,
+    noise: Noise,
 ) -> torch.Tensor:
-    """data [matrices, R, C], bytes -> the same shape."""
     B, R, C = data.shape
-    out = data.new_empty(data.shape, dtype=dtype)
+    out = operators.fp8_dequantize(data, scale, rows, columns, dtype, noise)
     if out.numel():
         parts = _parts(C)
         tiles = cdiv(C, OUT * parts)
@@ -977,38 +906,22 @@ def block_fp8_dequantize(
             _block_fp8_dequantize,
             (B * R * tiles,),
             data,
-            inverse,
+            scale,
             out,
             R,
             C,
             tiles,
-            alpha,
-            seed,
-            step,
-            layer,
+            *noise,
             ROWS=rows,
             COLUMNS=columns,
             SPAN=min(OUT, columns & -columns),
             OUT=OUT,
             PARTS=parts,
-            NOISE=_noise_kind(alpha, C),
+            NOISE=_noise_kind(noise.alpha, C),
             HARDWARE=conversions(data.device),
             num_warps=OUT // 256,
         )
     return out
-
-
-def mxfp8_dequantize(
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    dtype: torch.dtype,
-    alpha: float,
-    seed: int,
-    step: int,
-    layer: int,
-) -> torch.Tensor:
-    """data [R, C], scale [R, ceil(C / 32)], bytes -> [R, C]."""
-    return block_fp8_dequantize(data[None], scale, 1, 32, dtype, alpha, seed, step, layer)[0]
 
 
 # ---- for the compile gate
@@ -1023,25 +936,30 @@ E2M1 = {
 }
 
 
-def _spec(kernel, label, types, constexprs, warps=4, load=128, store=128, divisible=(), **more):
-    return KernelSpec(
-        kernel, label, types, constexprs, warps, load=load, store=store, divisible=divisible, **more
-    )
+_NUMBERS = {**aqn_triton.TYPES, "key": "i64", "eps": "fp32"}  # others are 32-bit integers
+
+
+def spec(
+    kernel, label: str, pointers: dict[str, str], constexprs: dict, warps: int = 4, **need
+) -> KernelSpec:
+    """pointers: name without "_ptr" -> type, of those that the launch has."""
+    signature, absent = {}, {}
+    for name in kernel.arg_names:
+        if name.removesuffix("_ptr") in pointers and name.endswith("_ptr"):
+            signature[name] = f"*{pointers[name.removesuffix('_ptr')]}"
+        elif name.endswith("_ptr"):
+            absent[name] = None
+        elif name not in constexprs:
+            signature[name] = _NUMBERS.get(name, "i32")
+    return KernelSpec(kernel, label, signature, {**absent, **constexprs}, warps, **need)
 
 
 def nf4_quantize_gate() -> list[KernelSpec]:
     return [
-        _spec(
+        spec(
             _nf4_quantize,
             f"nf4 quantize {d}",
-            {
-                "x_ptr": f"*{d}",
-                "bound_ptr": "*fp32",
-                "data_ptr": "*u8",
-                "absmax_ptr": "*fp32",
-                "n": "i32",
-                "size": "i32",
-            },
+            {"x": d, "bound": "fp32", "data": "u8", "absmax": "fp32"},
             {"BLOCK": 64, "GROUPS": TILE // 64},
             divisible=("n", "size"),
             store=64,
@@ -1052,39 +970,30 @@ def nf4_quantize_gate() -> list[KernelSpec]:
 
 
 def _nf4_dequantize_specs(key: dict, config: dict) -> list[KernelSpec]:
-    types = {
-        "data_ptr": "*u8",
-        "pair_ptr": "*i64",
-        "nested_ptr": "*fp32",
-        "map_ptr": "*fp32",
-        "offset_ptr": "*fp32",
-    }
+    nested_scales = {"nested": "fp32", "map": "fp32", "offset": "fp32"}
     out = max(OUT, key["block"])
-    specs = []
-    for d in ("bf16", "fp32"):
-        for nested in (False, True):
-            signature = {
-                **types,
-                "absmax_ptr": "*u8" if nested else "*fp32",
-                "out_ptr": f"*{d}",
-                "n": "i32",
-                **aqn_triton.TYPES,
-            }
-            constexprs = {"BLOCK": key["block"], "NESTED": nested, "OUT": out, "PARTS": PARTS}
-            for noise, kind in NOISES:
-                specs.append(
-                    _spec(
-                        _nf4_dequantize,
-                        f"nf4 dequantize {d}{' nested' if nested else ''}{kind}",
-                        {n: signature[n] for n in _nf4_dequantize.arg_names if n in signature},
-                        {**constexprs, "NOISE": noise, **config},
-                        out // 256,
-                        load=0,
-                        divisible=("n",),
-                        elements=out * PARTS,
-                    )
-                )
-    return specs
+    constexprs = {"BLOCK": key["block"], "OUT": out, "PARTS": PARTS, **config}
+    return [
+        spec(
+            _nf4_dequantize,
+            f"nf4 dequantize {d}{' nested' if nested else ''}{kind}",
+            {
+                "data": "u8",
+                "pair": "i64",
+                "absmax": "u8" if nested else "fp32",
+                "out": d,
+                **nested_scales,
+            },
+            {**constexprs, "NESTED": nested, "NOISE": noise},
+            out // 256,
+            load=0,
+            divisible=("n",),
+            elements=out * PARTS,
+        )
+        for d in ("bf16", "fp32")
+        for nested in (False, True)
+        for noise, kind in NOISES
+    ]
 
 
 def _nf4_dequantize_heuristic(block: int) -> dict:
@@ -1107,18 +1016,7 @@ NF4_DEQUANTIZE = Tunable(
 
 
 def nvfp4_quantize_gate() -> list[KernelSpec]:
-    types = {
-        "total_ptr": "*fp32",
-        "data_ptr": "*u8",
-        "scale_ptr": "*u8",
-        "R": "i32",
-        "C": "i32",
-        "width": "i32",
-        "bands": "i32",
-        "tiles": "i32",
-        "key": "i64",
-        "signs": "i32",
-    }
+    pointers = {"total": "fp32", "data": "u8", "scale": "u8"}
     specs = []
     for d in ("bf16", "fp32"):
         for tall, random, size in (
@@ -1133,6 +1031,7 @@ def nvfp4_quantize_gate() -> list[KernelSpec]:
         ):
             label = (
                 f"nvfp4 quantize {d}{' square' if tall == 16 else ''}{' random' if random else ''}"
+                f"{f' hadamard {size}' if size else ''}"
             )
             groups = TILE // 16 // tall
             kernel, warps, options = _nvfp4_rows, _nvfp4_warps(groups, random), {}
@@ -1140,14 +1039,10 @@ def nvfp4_quantize_gate() -> list[KernelSpec]:
                 kernel, warps, options = _nvfp4_quantize, 4, {"TALL": tall, "HADAMARD": size}
             for hardware, (name, archs) in ((1, ("", E4M3)),) if random else E2M1.items():
                 specs.append(
-                    _spec(
+                    spec(
                         kernel,
-                        f"{label}{f' hadamard {size}' if size else ''}{name}",
-                        {
-                            n: t
-                            for n, t in {"x_ptr": f"*{d}", **types}.items()
-                            if n in kernel.arg_names
-                        },
+                        f"{label}{name}",
+                        {"x": d, **pointers},
                         {"GROUPS": groups, "RANDOM": 2 * random, "HARDWARE": hardware, **options},
                         warps,
                         divisible=("C", "width"),
@@ -1161,19 +1056,10 @@ def nvfp4_quantize_gate() -> list[KernelSpec]:
 
 def nvfp4_dequantize_gate() -> list[KernelSpec]:
     return [
-        _spec(
+        spec(
             _nvfp4_dequantize,
             f"nvfp4 dequantize {d}{kind}{name}",
-            {
-                "data_ptr": "*u8",
-                "scale_ptr": "*u8",
-                "total_ptr": "*fp32",
-                "out_ptr": f"*{d}",
-                "C": "i32",
-                "width": "i32",
-                "tiles": "i32",
-                **aqn_triton.TYPES,
-            },
+            {"data": "u8", "scale": "u8", "total": "fp32", "out": d},
             {"OUT": OUT, "PARTS": PARTS, "NOISE": noise, "HARDWARE": hardware},
             OUT // 256,
             load=0,
@@ -1189,75 +1075,49 @@ def nvfp4_dequantize_gate() -> list[KernelSpec]:
 
 def _fp8_quantize_specs(name: str, scales: str, blocks) -> list[KernelSpec]:
     """blocks: label, rows, columns, and blocks per tile."""
-    specs = []
-    for d in ("bf16", "fp32"):
-        for label, rows, columns, groups in blocks:
-            for random in (False, True):
-                specs.append(
-                    _spec(
-                        _block_fp8_quantize,
-                        f"{name} quantize {d}{label}{' random' if random else ''}",
-                        {
-                            "x_ptr": f"*{d}",
-                            "data_ptr": "*u8",
-                            "inverse_ptr": scales,
-                            "R": "i32",
-                            "C": "i32",
-                            "bands": "i32",
-                            "tiles": "i32",
-                            "key": "i64",
-                        },
-                        {
-                            "ROWS": rows,
-                            "COLUMNS": columns,
-                            "TALL": rows,
-                            "WIDE": columns,
-                            "GROUPS": groups,
-                            "RANDOM": 2 * random,
-                            "HARDWARE": 1,
-                        },
-                        _warps(rows * columns * groups, random),
-                        divisible=("C",),
-                        elements=rows * columns * groups,
-                        **{} if random else E4M3,
-                    )
-                )
-    return specs
+    return [
+        spec(
+            _block_fp8_quantize,
+            f"{name} quantize {d}{label}{' random' if random else ''}",
+            {"x": d, "data": "u8", "inverse": scales},
+            {
+                "ROWS": rows,
+                "COLUMNS": columns,
+                "TALL": rows,
+                "WIDE": columns,
+                "GROUPS": groups,
+                "RANDOM": 2 * random,
+                "HARDWARE": 1,
+            },
+            _warps(rows * columns * groups, random),
+            divisible=("C",),
+            elements=rows * columns * groups,
+            **{} if random else E4M3,
+        )
+        for d in ("bf16", "fp32")
+        for label, rows, columns, groups in blocks
+        for random in (False, True)
+    ]
 
 
 def block_fp8_quantize_gate() -> list[KernelSpec]:
     return _fp8_quantize_specs(
-        "block_fp8", "*fp32", ((" 128x128", 128, 128, 1), (" 1x128", 1, 128, TILE // 128))
+        "block_fp8", "fp32", ((" 128x128", 128, 128, 1), (" 1x128", 1, 128, TILE // 128))
     )
 
 
 def mxfp8_quantize_gate() -> list[KernelSpec]:
-    return _fp8_quantize_specs("mxfp8", "*u8", (("", 1, 32, TILE // 32),))
+    return _fp8_quantize_specs("mxfp8", "u8", (("", 1, 32, TILE // 32),))
 
 
 def _fp8_dequantize_specs(name: str, scales: str, rows: int, columns: int) -> list[KernelSpec]:
+    constexprs = {"ROWS": rows, "COLUMNS": columns, "SPAN": columns, "OUT": OUT, "PARTS": PARTS}
     return [
-        _spec(
+        spec(
             _block_fp8_dequantize,
             f"{name} dequantize {d}{kind}",
-            {
-                "data_ptr": "*u8",
-                "inverse_ptr": scales,
-                "out_ptr": f"*{d}",
-                "R": "i32",
-                "C": "i32",
-                "tiles": "i32",
-                **aqn_triton.TYPES,
-            },
-            {
-                "ROWS": rows,
-                "COLUMNS": columns,
-                "SPAN": columns,
-                "OUT": OUT,
-                "PARTS": PARTS,
-                "NOISE": noise,
-                "HARDWARE": 1,
-            },
+            {"data": "u8", "inverse": scales, "out": d},
+            {**constexprs, "NOISE": noise, "HARDWARE": 1},
             OUT // 256,
             load=0,
             divisible=("C",),
@@ -1270,8 +1130,8 @@ def _fp8_dequantize_specs(name: str, scales: str, rows: int, columns: int) -> li
 
 
 def block_fp8_dequantize_gate() -> list[KernelSpec]:
-    return _fp8_dequantize_specs("block_fp8", "*fp32", 128, 128)
+    return _fp8_dequantize_specs("block_fp8", "fp32", 128, 128)
 
 
 def mxfp8_dequantize_gate() -> list[KernelSpec]:
-    return _fp8_dequantize_specs("mxfp8", "*u8", 1, 32)
+    return _fp8_dequantize_specs("mxfp8", "u8", 1, 32)

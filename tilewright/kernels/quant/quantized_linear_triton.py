@@ -22,12 +22,13 @@ import triton.language as tl
 from tilewright.kernels.device import conversions, dot_precision, large_shared_memory
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
-from tilewright.kernels.quant.quantize_triton import E2M1, E4M3, from_e2m1, from_e4m3
+from tilewright.kernels.quant import nf4_tables, operators
+from tilewright.kernels.quant.operators import FORMATS, Matrix
+from tilewright.kernels.quant.quantize_triton import E2M1, E4M3, from_e2m1, from_e4m3, spec
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
 NF4, NVFP4, BLOCK_FP8 = 0, 1, 2
-FORMATS = {"nf4": NF4, "nvfp4": NVFP4, "block_fp8": BLOCK_FP8}
 MOST_ROWS = 64  # rows of x in a tile of `_few_rows`
 
 
@@ -200,70 +201,49 @@ def _sum_pieces(
 # ---- few rows
 
 
-def constants(x: torch.Tensor, format: str, N: int, block: list[int]) -> dict | None:
+def constants(x: torch.Tensor, format: int, N: int, span: int) -> dict | None:
     """The launch configuration of `few_rows`, or None if the weight should be dequantized: many
     rows, or scales that change within a step of the kernel.
     """
     T, K = x.shape
-    span = {"nf4": block[:1], "nvfp4": [16], "block_fp8": block[1:]}[format][0]
-    if T * N * K == 0 or (format != "block_fp8" and (K % span or K % 2)):
+    if T * N * K == 0 or (format != BLOCK_FP8 and (K % span or K % 2)):
         return None
     rows = min(1024, next_power_of_2(T))
-    config = FEW_ROWS.config(x.device, FORMATS[format], N, K, x.element_size(), rows)
-    fits = span % config["BLOCK_K"] == 0 or (
-        format != "block_fp8" and config["BLOCK_K"] % span == 0
-    )
+    config = FEW_ROWS.config(x.device, format, N, K, x.element_size(), rows)
+    step = config["BLOCK_K"]
+    fits = span % step == 0 or (format != BLOCK_FP8 and step % span == 0)
     return config if config["fused"] and fits else None
 
 
 def few_rows(
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    weight: tuple[torch.Tensor | None, ...],
-    format: str,
-    N: int,
-    block: list[int],
-    config: dict,
+    x: torch.Tensor, bias: torch.Tensor | None, weight: Matrix, config: dict
 ) -> torch.Tensor:
-    """y [T, N] = x w^T + bias from x [T, K] and the codes and scales of w [N, K]. T, N and K are
-    not 0.
-
-    weight: (data, scale, nested, table, extra, values).
-    data, scale: bytes; scale is float32 for NF4 without double quantization and for block FP8.
-    nested, table, extra: of double quantization: nested_absmax, the values of the 256 scale codes,
-        and the offset; extra is also NVFP4's global scale.
-    values: of NF4's 16 codes.
-    config: from `constants`.
-    """
-    data, scale, nested, table, extra, values = weight
+    """config: from `constants`."""
+    data, scale, nested, table, extra, kind, N, rows, span = weight
     T, K = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     c = {n: v for n, v in config.items() if n not in ("fused", "SPLIT")}
-    kind, split = FORMATS[format], config["SPLIT"]
-    rows, span = block if kind == BLOCK_FP8 else (1, block[0] if kind == NF4 else 16)
-    width = K if kind == BLOCK_FP8 else K // 2
-    tall = _block_t(T)
+    split, tall = config["SPLIT"], _block_t(T)
     piece = cdiv(cdiv(K, c["BLOCK_K"]), split) * c["BLOCK_K"]
-    out = torch.empty((T, N), dtype=x.dtype, device=x.device)
+    out = operators.few_rows(x, bias, weight)
     sums = out if split == 1 else torch.empty((split, T, N), dtype=torch.float32, device=x.device)
-    grid = (cdiv(N, c["BLOCK_N"]), cdiv(T, tall), split)
     launch(
         _few_rows,
-        grid,
+        (cdiv(N, c["BLOCK_N"]), cdiv(T, tall), split),
         x,
         data,
         scale,
         nested,
         table,
         extra,
-        values,
+        nf4_tables.on(x.device).codes if kind == NF4 else None,
         bias,
         sums,
         T,
         N,
         K,
         x.stride(0),
-        width,
+        K if kind == BLOCK_FP8 else K // 2,
         cdiv(K, span),
         piece,
         FORMAT=kind,
@@ -278,19 +258,9 @@ def few_rows(
         **c,
     )
     if split > 1:
-        launch(
-            _sum_pieces,
-            (cdiv(T * N, _SUM_BLOCK),),
-            sums,
-            bias,
-            out,
-            N,
-            T * N,
-            BIAS=bias is not None,
-            SPLIT=split,
-            BLOCK=_SUM_BLOCK,
-            num_warps=4,
-        )
+        constants = {"BIAS": bias is not None, "SPLIT": split, "BLOCK": _SUM_BLOCK, "num_warps": 4}
+        grid = (cdiv(T * N, _SUM_BLOCK),)
+        launch(_sum_pieces, grid, sums, bias, out, N, T * N, **constants)
     return out
 
 
@@ -332,74 +302,66 @@ def _space(format: int, N: int, K: int, itemsize: int, rows: int) -> list[dict]:
     return configs
 
 
+# Of a format: whether scales are nested, and HARDWARE.
+_VARIANTS = {
+    NF4: ((False, 0), (True, 0)),
+    NVFP4: ((False, 1), (False, 2)),
+    BLOCK_FP8: ((False, 1),),
+}
+
+
 def _few_rows_specs(key: dict, config: dict) -> list[KernelSpec]:
     if not config["fused"]:
         return []
+    return [_few_rows_spec(key, config, *variant) for variant in _VARIANTS[key["format"]]]
+
+
+def _few_rows_spec(key: dict, config: dict, nested: bool, hardware: int) -> KernelSpec:
     t = {2: "bf16", 4: "fp32"}[key["itemsize"]]
     kind = key["format"]
     name = next(n for n, k in FORMATS.items() if k == kind)
     c = {n: v for n, v in config.items() if n not in ("fused", "SPLIT", "num_warps", "num_stages")}
     span = {NF4: 64, NVFP4: 16, BLOCK_FP8: 128}[kind]
     tall, split = min(MOST_ROWS, max(16, key["rows"])), config["SPLIT"] > 1
-    specs = []
-    variants = {
-        NF4: ((False, 0), (True, 0)),
-        NVFP4: ((False, 1), (False, 2)),
-        BLOCK_FP8: ((False, 1),),
-    }[kind]
-    for nested, hardware in variants:
-        signature = {
-            "x_ptr": f"*{t}",
-            "data_ptr": "*u8",
-            "scale_ptr": "*u8" if nested or kind == NVFP4 else "*fp32",
-            "out_ptr": "*fp32" if split else f"*{t}",
-            "bias_ptr": f"*{t}",
-            **dict.fromkeys(("T", "N", "K", "x_stride", "width", "across", "piece"), "i32"),
-        }
-        if kind == NF4:
-            signature["value_ptr"] = "*fp32"
-        if nested:
-            signature |= {"nested_ptr": "*fp32", "map_ptr": "*fp32"}
-        if nested or kind == NVFP4:
-            signature["extra_ptr"] = "*fp32"
-        absent = dict.fromkeys(
-            n for n in ("nested_ptr", "map_ptr", "extra_ptr", "value_ptr") if n not in signature
-        )
-        suffix, archs = E2M1[hardware] if kind == NVFP4 else ("", E4M3 if kind == BLOCK_FP8 else {})
-        matrix = {} if t == "fp32" else {90: ("wgmma",), 100: ("tcgen05",)}
-        uses = {
-            arch: (*matrix.get(arch, ()), *archs.get("uses", {}).get(arch, ()))
-            for arch in (90, 100, 120)
-        }
-        specs.append(
-            KernelSpec(
-                _few_rows,
-                f"{name}{' nested' if nested else ''} {t} {tall} "
-                f"rows{' split' if split else ''}{suffix}",
-                {n: signature[n] for n in _few_rows.arg_names if n in signature},
-                {
-                    **absent,
-                    **c,
-                    "FORMAT": kind,
-                    "NESTED": nested,
-                    "HARDWARE": hardware,
-                    "BIAS": not split,
-                    "ROWS": 128,
-                    "GROUP": min(span, c["BLOCK_K"]),
-                    "SPAN": span,
-                    "PRECISION": "ieee" if t == "fp32" else None,
-                    "BLOCK_T": tall,
-                },
-                config["num_warps"],
-                config["num_stages"],
-                divisible=("N", "K", "x_stride", "width", "piece"),
-                load=128,
-                store=64 if t == "bf16" else 128,
-                per_sm=_PER_SM if split else 1,
-                **{**archs, "uses": uses},
-            )
-        )
-    return specs
+    pointers = {
+        "x": t,
+        "data": "u8",
+        "scale": "u8" if nested or kind == NVFP4 else "fp32",
+        "out": "fp32" if split else t,
+        "bias": t,
+        **({"value": "fp32"} if kind == NF4 else {}),
+        **({"nested": "fp32", "map": "fp32"} if nested else {}),
+        **({"extra": "fp32"} if nested or kind == NVFP4 else {}),
+    }
+    suffix, archs = E2M1[hardware] if kind == NVFP4 else ("", E4M3 if kind == BLOCK_FP8 else {})
+    matrix = {} if t == "fp32" else {90: ("wgmma",), 100: ("tcgen05",)}
+    uses = {
+        arch: (*matrix.get(arch, ()), *archs.get("uses", {}).get(arch, ()))
+        for arch in (90, 100, 120)
+    }
+    return spec(
+        _few_rows,
+        f"{name}{' nested' if nested else ''} {t} {tall} rows{' split' if split else ''}{suffix}",
+        pointers,
+        {
+            **c,
+            "FORMAT": kind,
+            "NESTED": nested,
+            "HARDWARE": hardware,
+            "BIAS": not split,
+            "ROWS": 128,
+            "GROUP": min(span, c["BLOCK_K"]),
+            "SPAN": span,
+            "PRECISION": "ieee" if t == "fp32" else None,
+            "BLOCK_T": tall,
+        },
+        config["num_warps"],
+        num_stages=config["num_stages"],
+        divisible=("N", "K", "x_stride", "width", "piece"),
+        store=64 if t == "bf16" else 128,
+        per_sm=_PER_SM if split else 1,
+        **{**archs, "uses": uses},
+    )
 
 
 _FIELDS = ("format", "N", "K", "itemsize", "rows")
@@ -534,27 +496,16 @@ def _fp8_space(N: int, K: int, rows: int, large: bool) -> list[dict]:
 
 
 def _fp8_specs(key: dict, config: dict) -> list[KernelSpec]:
-    types = {
-        "x_ptr": "*fp8e4nv",
-        "x_scale_ptr": "*fp32",
-        "w_ptr": "*fp8e4nv",
-        "w_scale_ptr": "*fp32",
-        "bias_ptr": "*bf16",
-        "out_ptr": "*bf16",
-        "T": "i32",
-        "N": "i32",
-        "K": "i32",
-        "across": "i32",
-    }
     c = {n: v for n, v in config.items() if n not in ("num_warps", "num_stages")}
+    factors = {"x": "fp8e4nv", "w": "fp8e4nv", "x_scale": "fp32", "w_scale": "fp32"}
     return [
-        KernelSpec(
+        spec(
             _fp8,
             f"fp8 {key['rows']} rows{' large' if key['large'] else ''}",
-            types,
+            {**factors, "bias": "bf16", "out": "bf16"},
             {**c, "BIAS": True},
             config["num_warps"],
-            config["num_stages"],
+            num_stages=config["num_stages"],
             divisible=("N", "K"),
             min_arch=90,
             max_arch=119 if key["large"] else 999,
@@ -581,19 +532,12 @@ FP8 = Tunable(
 @functools.cache
 def gate() -> tuple[KernelSpec, ...]:
     return tuple(
-        KernelSpec(
+        spec(
             _sum_pieces,
             f"sum of pieces {t}",
-            {
-                "sums_ptr": "*fp32",
-                "bias_ptr": f"*{t}",
-                "out_ptr": f"*{t}",
-                "N": "i32",
-                "size": "i32",
-            },
+            {"sums": "fp32", "bias": t, "out": t},
             {"BIAS": True, "SPLIT": 4, "BLOCK": _SUM_BLOCK},
             divisible=("N", "size"),
-            load=128,
             store=64 if t == "bf16" else 128,
         )
         for t in ("bf16", "fp32")

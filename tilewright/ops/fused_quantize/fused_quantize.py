@@ -9,19 +9,21 @@ the input's dtype before it is quantized.
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 
-from tilewright import platform
 from tilewright.core import checks
-from tilewright.core.library import from_kernels
-from tilewright.core.registry import Implementation, Judged, Op
+from tilewright.core.library import Operator, from_kernels
+from tilewright.core.registry import Judged, Op
+from tilewright.kernels.fused_quantize import operators
+from tilewright.kernels.fused_quantize.operators import NormalizedCodes
+from tilewright.kernels.norm.operators import Norm
+from tilewright.kernels.quant.operators import FP8
 from tilewright.ops import cases
 from tilewright.ops.activation import activation
 from tilewright.ops.fused_quantize.cases import ADD_NORM_CASES, NORM_CASES, SILU_CASES
-from tilewright.ops.fused_quantize.operators import load_cpp, load_triton
 from tilewright.ops.norm.rmsnorm import (
     add_rmsnorm,
     check_norm,
@@ -30,28 +32,12 @@ from tilewright.ops.norm.rmsnorm import (
     rmsnorm_eager,
     sum_eager,
 )
-from tilewright.ops.quant import block_fp8, mxfp8, quantize
+from tilewright.ops.quant import block_fp8, fp8, mxfp8, quantize
 from tilewright.ops.quant.block_fp8 import BlockFP8
 from tilewright.ops.quant.mxfp8 import MXFP8
 
 BLOCK = (1, 128)
 FORMATS = ("block_fp8", "mxfp8")
-
-
-class Norm(NamedTuple):
-    """Options of `rmsnorm`."""
-
-    eps: float
-    offset: float
-    cast: str
-
-
-class Into(NamedTuple):
-    """A norm kernel's output. keep: also the normalized rows.   mx: MXFP8, not 1 x 128 blocks."""
-
-    seed: int | None
-    keep: bool
-    mx: bool
 
 
 @checks.autocast("inputs")
@@ -114,15 +100,13 @@ def silu_mul_quantize(
             f"gate must have at least 2 dimensions for a transpose, got shape {list(gate.shape)}"
         )
     gate, up = gate.detach(), None if up is None else up.detach()
-    parts = SILU_MUL_QUANTIZE.pick(implementation, gate)(
-        gate, up, seed, format == "mxfp8", transpose
-    )
-    q = _wrap(*parts[:2], shape, gate.dtype, "silu(gate) * up", format)
+    run = SILU_MUL_QUANTIZE.pick(implementation, gate)
+    codes = run(gate, up, _into(format, seed, transpose))
+    q = _wrap(codes, shape, gate.dtype, "silu(gate) * up", format)
     if not transpose:
         return q
-    return q, mxfp8.blocks_of(
-        *parts[2:], (*shape[:-2], shape[-1], shape[-2]), gate.dtype, checked=True
-    )
+    turned, shape = (codes.turned, codes.turned_scale), (*shape[:-2], shape[-1], shape[-2])
+    return q, mxfp8.blocks_of(*turned, shape, gate.dtype, checked=True)
 
 
 @checks.autocast("norm", "x")
@@ -173,13 +157,10 @@ def rmsnorm_quantize(
     check_norm(x, weight, bias, eps, offset, cast)
     _check_options(x, seed, return_normalized, format)
     x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
-    norm = Norm(eps, offset, cast)
-    run = RMSNORM_QUANTIZE.pick(implementation, x)
-    data, inverse, y, _ = run(
-        x, None, weight, bias, norm, Into(seed, return_normalized, format == "mxfp8")
-    )
-    q = _wrap(data, inverse, x.shape, x.dtype, "the normalized x", format)
-    return (q, y.view(x.shape)) if return_normalized else q
+    run, into = RMSNORM_QUANTIZE.pick(implementation, x), _into(format, seed)
+    found = run(x, None, weight, bias, eps, offset, cast, return_normalized, into)
+    q = _wrap(found, x.shape, x.dtype, "the normalized x", format)
+    return (q, found.y) if return_normalized else q
 
 
 @checks.autocast("norm", "x", "residual")
@@ -228,15 +209,10 @@ def add_rmsnorm_quantize(
     _check_options(x, seed, return_normalized, format)
     x, residual, weight = x.detach(), residual.detach(), weight.detach()
     bias = None if bias is None else bias.detach()
-    norm = Norm(eps, offset, cast)
-    run = ADD_RMSNORM_QUANTIZE.pick(implementation, x)
-    data, inverse, y, total = run(
-        x, residual, weight, bias, norm, Into(seed, return_normalized, format == "mxfp8")
-    )
-    q = _wrap(data, inverse, x.shape, x.dtype, "the normalized x + residual", format)
-    return (
-        (q, total.view(x.shape), y.view(x.shape)) if return_normalized else (q, total.view(x.shape))
-    )
+    run, into = ADD_RMSNORM_QUANTIZE.pick(implementation, x), _into(format, seed)
+    found = run(x, residual, weight, bias, eps, offset, cast, return_normalized, into)
+    q = _wrap(found, x.shape, x.dtype, "the normalized x + residual", format)
+    return (q, found.total, found.y) if return_normalized else (q, found.total)
 
 
 def _check_options(x, seed, return_normalized, format):
@@ -247,44 +223,84 @@ def _check_options(x, seed, return_normalized, format):
     checks.choice("format", format, FORMATS)
 
 
-def _wrap(data, inverse, shape, dtype, name, format):
-    """Wraps codes [rows, columns] and inverse scales [rows, blocks]."""
-    rows = shape[-2] if len(shape) > 1 else 1
-    inverse = inverse.view(math.prod(shape[:-2]), rows, inverse.shape[-1])
+def _into(format: str, seed: int | None, transpose: bool = False) -> FP8:
+    return fp8.mx(seed, transpose) if format == "mxfp8" else FP8(*BLOCK, False, seed, transpose)
+
+
+def _wrap(codes, shape, dtype, name, format) -> Any:
     if format == "mxfp8":
-        return mxfp8.blocks_of(data, inverse, tuple(shape), dtype, name)
-    return block_fp8.blocks_of(data, inverse, tuple(shape), BLOCK, dtype, name)
+        return mxfp8.blocks_of(codes.data, codes.scale, tuple(shape), dtype, name)
+    return block_fp8.blocks_of(codes.data, codes.scale, tuple(shape), BLOCK, dtype, name)
 
 
 # ---- the definitions: the two ops in sequence
 
 
-def _quantized(y, seed, mx):
-    parts = (
-        mxfp8.quantize_eager(y.unsqueeze(0), seed)
-        if mx
-        else block_fp8.quantize_eager(y.unsqueeze(0), *BLOCK, seed)
-    )
-    return tuple(t[0] for t in parts)
+def silu_mul_quantize_eager(gate, up, into):
+    return fp8.quantize_eager(quantize.as_3d(activation.act_mul_eager(gate, up)), into)
 
 
-def silu_mul_quantize_eager(gate, up, seed, mx, transpose):
-    y = activation.act_mul_eager(gate, up)
-    return (
-        mxfp8.quantize_eager(quantize.as_3d(y), seed, True)
-        if transpose
-        else _quantized(_flat(y), seed, mx)
-    )
-
-
-def rmsnorm_quantize_eager(x, residual, weight, bias, norm, into):
+def rmsnorm_quantize_eager(x, residual, weight, bias, eps, offset, cast, keep, into):
     total = x if residual is None else sum_eager(x, residual)
-    y = _flat(rmsnorm_eager(total, weight, bias, *norm).to(x.dtype))
-    return *_quantized(y, into.seed, into.mx), y, total
+    y = rmsnorm_eager(total, weight, bias, eps, offset, cast).to(x.dtype).contiguous()
+    codes = fp8.quantize_eager(quantize.as_3d(y), into)
+    return NormalizedCodes(codes.data, codes.scale, y, total)
 
 
-def _flat(t):
-    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1]).contiguous()
+# ---- fused implementations
+
+
+class _Fused(NamedTuple):
+    """The operators of one implementation, and the functions that call them.
+
+    dtypes: those of weight and bias that rmsnorm's kernels read; others are cast to float32.
+    """
+
+    silu: Operator
+    norm: Operator
+    dtypes: tuple[torch.dtype, ...] = checks.ACCEPTED
+
+    def silu_mul(self, gate, up, into):
+        rows = gate.shape[-2] if gate.dim() > 1 else 1
+        if up is None:
+            packed = activation.as_rows(gate)
+            gate, up = packed.chunk(2, -1) if packed.shape[-1] else (packed, packed)
+        return self.silu(activation.as_rows(gate), activation.as_rows(up), rows, into)
+
+    def rmsnorm(self, x, residual, weight, bias, eps, offset, cast, keep, into):
+        if weight.dtype not in self.dtypes:  # bias has weight's dtype
+            weight, bias = weight.float(), None if bias is None else bias.float()
+        # The llama cast rounds to the dtype of the norm's input, which is no rounding for a float32
+        # residual stream.
+        round_xhat = cast == "llama" and (residual is None or residual.dtype == x.dtype)
+        return self.norm(
+            x.contiguous(),
+            None if residual is None else residual.contiguous(),
+            weight.contiguous(),
+            None if bias is None else bias.contiguous(),
+            Norm(float(eps), float(offset), round_xhat),
+            keep,
+            into,
+        )
+
+
+@functools.cache
+def _triton():
+    from tilewright.kernels.fused_quantize import fused_quantize_triton as k
+
+    return _Fused(
+        operators.silu_mul_quantize.define("silu_mul_triton_quantize", k.silu_mul_quantize),
+        operators.rmsnorm_quantize.define("rmsnorm_triton_quantize", k.rmsnorm_quantize),
+    )
+
+
+@functools.cache
+def _cpp():
+    return _Fused(
+        operators.silu_mul_quantize.adopt("silu_mul_cpp_quantize"),
+        operators.rmsnorm_quantize.adopt("rmsnorm_cpp_quantize"),
+        (torch.float32, torch.bfloat16),
+    )
 
 
 # ---- the values that the results hold: an implementation's may differ by their op's contract, and
@@ -310,20 +326,10 @@ SILU_MUL_QUANTIZE = Op(
     "silu_mul_quantize",
     silu_mul_quantize,
     silu_mul_quantize_eager,
-    (
-        Implementation(
-            "triton",
-            lambda: load_triton().silu_mul,
-            platform.no_triton,
-            gate=from_kernels("fused_quantize.fused_quantize_triton", "silu_mul_gate"),
-        ),
-        Implementation(
-            "cpp",
-            lambda: load_cpp().silu_mul,
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-        ),
+    quantize.implementations(
+        lambda: _triton().silu_mul,
+        lambda: _cpp().silu_mul,
+        gate=from_kernels("fused_quantize.fused_quantize_triton", "silu_mul_gate"),
     ),
     SILU_CASES,
     judged=Judged(quantizes=_held_silu, detects={torch.bfloat16: {"out 1": 0.04}}),
@@ -333,20 +339,10 @@ RMSNORM_QUANTIZE = Op(
     "rmsnorm_quantize",
     rmsnorm_quantize,
     rmsnorm_quantize_eager,
-    (
-        Implementation(
-            "triton",
-            lambda: load_triton().rmsnorm,
-            platform.no_triton,
-            gate=from_kernels("fused_quantize.fused_quantize_triton", "rmsnorm_gate"),
-        ),
-        Implementation(
-            "cpp",
-            lambda: load_cpp().rmsnorm,
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-        ),
+    quantize.implementations(
+        lambda: _triton().rmsnorm,
+        lambda: _cpp().rmsnorm,
+        gate=from_kernels("fused_quantize.fused_quantize_triton", "rmsnorm_gate"),
     ),
     NORM_CASES,
     judged=Judged(quantizes=_held_norm, detects={torch.bfloat16: {"out 1": 0.036, "out 2": 0.05}}),
@@ -356,20 +352,10 @@ ADD_RMSNORM_QUANTIZE = Op(
     "add_rmsnorm_quantize",
     add_rmsnorm_quantize,
     rmsnorm_quantize_eager,
-    (
-        Implementation(
-            "triton",
-            lambda: load_triton().rmsnorm,
-            platform.no_triton,
-            gate=from_kernels("fused_quantize.fused_quantize_triton", "add_rmsnorm_gate"),
-        ),
-        Implementation(
-            "cpp",
-            lambda: load_cpp().rmsnorm,
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-        ),
+    quantize.implementations(
+        lambda: _triton().rmsnorm,
+        lambda: _cpp().rmsnorm,
+        gate=from_kernels("fused_quantize.fused_quantize_triton", "add_rmsnorm_gate"),
     ),
     ADD_NORM_CASES,
     judged=Judged(

@@ -175,7 +175,7 @@ def _with_noise(weight, bias, offset, noise, dtype, implementation):
     """Weight with noise, bias and offset for x of `dtype`. The weight becomes float32 or wider: 16
     bits would round the noise away.
     """
-    if not aqn.arguments(noise)[0]:
+    if not aqn.arguments(noise).alpha:
         return weight, bias, offset
     acc = torch.promote_types(dtype, torch.float32)
     weight = aqn.add(_shifted(weight.to(acc), offset), noise, implementation)

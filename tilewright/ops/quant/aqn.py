@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewright import platform
 from tilewright.core import checks
-from tilewright.core.library import adopt, define, from_kernels
-from tilewright.core.registry import Case, Cost, DispatchOn, Implementation, Op
+from tilewright.core.library import from_kernels
+from tilewright.core.registry import Case, Cost, DispatchOn, Op
+from tilewright.kernels.quant.operators import Noise, draw_noise
 from tilewright.ops import cases
 from tilewright.ops.quant import quantize
 
@@ -102,7 +102,7 @@ def aqn_noise(
     dtype = quantize.output_dtype(dtype, torch.float32)
     like = torch.empty(0, device=device)
     run = AQN_NOISE.pick(implementation, DispatchOn(like.device, dtype))
-    return run(like, 0, math.prod(shape), noise.seed, noise.step, noise.layer, dtype).view(shape)
+    return run(like, 0, math.prod(shape), _unscaled(noise), dtype).view(shape)
 
 
 def aqn_schedule(step: int, total_steps: int, *, start: float, end: float, stages: int) -> float:
@@ -150,20 +150,23 @@ def aqn_schedule(step: int, total_steps: int, *, start: float, end: float, stage
 
 # ---- for ops that add noise
 
-NONE = (0.0, 0, 0, 0)
+NONE = Noise(0.0, 0, 0, 0)
 
 
-def arguments(noise: AQN | None) -> tuple[float, int, int, int]:
-    """alpha, seed, step and layer, as operators take them; alpha 0 for None. Raises TypeError for
-    anything but an AQN.
-    """
+def arguments(noise: AQN | None) -> Noise:
+    """The noise as operators take it. Raises TypeError for anything but an AQN or None."""
     if noise is None:
         return NONE
     if not isinstance(noise, AQN):
         raise TypeError(f"noise must be an AQN or None, got {type(noise).__name__}")
     if noise.alpha == 0:  # compiled code then has one graph for no noise, whatever the other fields
         return NONE
-    return float(noise.alpha), noise.seed, noise.step, noise.layer
+    return Noise(float(noise.alpha), noise.seed, noise.step, noise.layer)
+
+
+def _unscaled(noise: AQN) -> Noise:
+    """For draws, which do not use alpha: compiled code should not depend on it."""
+    return Noise(1.0, noise.seed, noise.step, noise.layer)
 
 
 def add(values: torch.Tensor, noise: AQN, implementation: str = "auto") -> torch.Tensor:
@@ -174,31 +177,32 @@ def add(values: torch.Tensor, noise: AQN, implementation: str = "auto") -> torch
     ignores `use`.
     """
     run = AQN_NOISE.part(values, like=implementation)
-    n = run(
-        values.new_empty(0), 0, values.numel(), noise.seed, noise.step, noise.layer, values.dtype
-    )
+    n = run(values.new_empty(0), 0, values.numel(), _unscaled(noise), values.dtype)
     return values + noise.alpha * n.view(values.shape)
 
 
 def add_eager(
-    values: torch.Tensor, amount: torch.Tensor | float, seed: int, step: int, layer: int
+    values: torch.Tensor, scale: torch.Tensor, units: float, noise: Noise
 ) -> torch.Tensor:
-    """values + amount * noise, in values' dtype."""
-    n = noise_eager(values.new_empty(0), 0, values.numel(), seed, step, layer, values.dtype).view(
-        values.shape
-    )
-    return values + amount * n
+    """values + alpha * units * scale * noise in values' dtype: the end of a format's definition."""
+    if not noise.alpha:
+        return values
+    n = noise_eager(values.new_empty(0), 0, values.numel(), noise, values.dtype)
+    return values + noise.alpha * units * scale * n.view(values.shape)
 
 
 # ---- the definition
 
 
-def _noise_eager(
-    like: torch.Tensor, first: int, n: int, seed: int, step: int, layer: int, dtype: torch.dtype
-) -> torch.Tensor:
+def _noise_eager(like, first, n, noise, dtype):
     skip = first % 4
     words = quantize.philox(
-        seed, n + skip, like.device, (layer, 0x80000000 | step), first // 4, whole=True
+        noise.seed,
+        n + skip,
+        like.device,
+        (noise.layer, 0x80000000 | noise.step),
+        first // 4,
+        whole=True,
     )
     u = ((words >> 8).double() + 0.5) * 2.0**-24
     r = torch.sqrt(-2.0 * torch.log(u[:, ::2]))
@@ -207,13 +211,9 @@ def _noise_eager(
     return values.view(-1)[skip : skip + n].to(dtype)
 
 
-def _fake(like, first, n, seed, step, layer, dtype):
-    return like.new_empty(n, dtype=dtype)
-
-
 # An operator, so that a compiler cannot round it one way in forward and another way in the
 # recomputation. In float64: float32 cannot hold the last bit of u, which near 1 is half of ln u.
-noise_eager = define("aqn_eager_noise", _noise_eager, _fake, plain=_noise_eager)
+noise_eager = draw_noise.define("aqn_eager_noise", _noise_eager, plain=_noise_eager)
 
 
 # ---- fused implementations
@@ -223,22 +223,12 @@ noise_eager = define("aqn_eager_noise", _noise_eager, _fake, plain=_noise_eager)
 def _triton():
     from tilewright.kernels.quant import aqn_triton
 
-    return define("aqn_triton_noise", aqn_triton.noise, _fake)
+    return draw_noise.define("aqn_triton_noise", aqn_triton.noise)
 
 
 @functools.cache
 def _cpp():
-    low = adopt(
-        "aqn_cpp_noise",
-        lambda *arguments: _fake(
-            *arguments[:-1], torch.bfloat16 if arguments[-1] else torch.float32
-        ),
-    )
-
-    def noise_cpp(*arguments):
-        return low(*arguments[:-1], arguments[-1] == torch.bfloat16)
-
-    return noise_cpp
+    return draw_noise.adopt("aqn_cpp_noise")
 
 
 # ---- cases
@@ -272,12 +262,7 @@ AQN_NOISE = Op(
     "aqn_noise",
     aqn_noise,
     noise_eager,
-    (
-        Implementation(
-            "triton", _triton, platform.no_triton, gate=from_kernels("quant.aqn_triton", "gate")
-        ),
-        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
-    ),
+    quantize.implementations(_triton, _cpp, gate=from_kernels("quant.aqn_triton", "gate")),
     (
         _case("ragged", (5, 33)),
         _case("experts", (3, 7, 24), AQN(1.0, 1, 2**31 - 1, 2**32 - 1)),

@@ -50,15 +50,33 @@ SMALL = {
 }
 
 
-def all_cases(make, bits):
-    shapes = [(name, shape, cases.CONTRACT) for name, shape in SMALL.items()]
-    shapes += [
+def shapes(small):
+    """(name, shape, tags) of small and of timed cases."""
+    return [(name, shape, cases.CONTRACT) for name, shape in small.items()] + [
         (name, shape, tags)
         for tags in (cases.CUDA, cases.CPU)
         for name, shape in quantize.SHAPES.items()
         if tags is cases.CUDA or name == "llama-3-8b-down"
     ]
 
+
+def quantize_case(name, shape, **options):
+    def make(device, dtype, seed):
+        return {"x": draw(device, dtype, seed, shape), **options}
+
+    return Case(name, make)
+
+
+def dequantize_case(quantized, name, shape, noise=None, **options):
+    """quantized: of the format, called with the options."""
+
+    def make(device, dtype, seed):
+        return {"q": quantized(draw(device, dtype, seed, shape), **options), "noise": noise}
+
+    return Case(name, make)
+
+
+def all_cases(make, bits):
     def case(name, shape, tags):
         n = math.prod(shape)
         drawn = draw if tags is cases.CONTRACT else plain
@@ -69,7 +87,7 @@ def all_cases(make, bits):
             tags,
         )
 
-    return [case(*s) for s in shapes]
+    return [case(*s) for s in shapes(SMALL)]
 
 
 def timed_cases(name, bits, *, passes=1, results=1, **options):

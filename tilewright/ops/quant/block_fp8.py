@@ -10,17 +10,20 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewright import platform
 from tilewright.core import checks
-from tilewright.core.library import adopt, define, from_kernels
-from tilewright.core.registry import Case, DispatchOn, Implementation, Judged, Op
+from tilewright.core.library import from_kernels
+from tilewright.core.registry import DispatchOn, Judged, Op
+from tilewright.kernels.quant.operators import FP8
 from tilewright.ops import cases
-from tilewright.ops.quant import aqn, quantize
+from tilewright.ops.quant import aqn, fp8, quantize
 from tilewright.ops.quant.aqn import AQN
-from tilewright.ops.quant.block_cases import all_cases, draw, timed_cases
+from tilewright.ops.quant.block_cases import (
+    all_cases,
+    dequantize_case,
+    quantize_case,
+    timed_cases,
+)
 
-STEP = 0.125  # of noise, in units of the scale
-LEAST = 2.0**-100  # lower bound of a block's largest magnitude: its scale's inverse is finite
 MOST_ELEMENTS = 2**14  # per block: the Triton kernel holds one in registers
 
 
@@ -63,7 +66,7 @@ class BlockFP8(quantize.Quantized):
         scale, name = quantize.float_scales(tensors, f"{prefix}_scale_inv"), f"{prefix}_scale_inv"
         rows, columns = _block(block)
         quantize.part(prefix, data, quantize.E4M3, data.shape, data)
-        quantize.part(name, scale, torch.float32, _scales_shape(data.shape, rows, columns), data)
+        quantize.part(name, scale, torch.float32, fp8.scales_shape(data.shape, rows, columns), data)
         return cls(data, quantize.scales(name, scale), (rows, columns), dtype)
 
 
@@ -114,21 +117,16 @@ def quantize_block_fp8(
         (torch.float8_e4m3fn, tensor([[1., 1.],
                 [1., 1.]]))
     """
-    quantize.source(x)
-    quantize.seed(seed)
+    quantize.in_rows(x, seed, transpose=transpose)
     rows, columns = _block(block)
-    if not isinstance(transpose, bool):
-        raise TypeError(f"transpose must be a bool, got {transpose!r}")
-    if x.dim() == 0:
-        raise ValueError("x must have at least 1 dimension, got a scalar")
     matrices = quantize.as_3d(x.detach(), least=1 + (rows > 1 or transpose))
-    parts = QUANTIZE_BLOCK_FP8.pick(implementation, matrices)(
-        matrices, rows, columns, seed, transpose
-    )
-    q = blocks_of(*parts[:2], x.shape, (rows, columns), x.dtype)
+    run = QUANTIZE_BLOCK_FP8.pick(implementation, matrices)
+    codes, block = run(matrices, FP8(rows, columns, False, seed, transpose)), (rows, columns)
+    q = blocks_of(codes.data, codes.scale, x.shape, block, x.dtype)
     if not transpose:
         return q
-    return q, blocks_of(*parts[2:], x.mT.shape, (rows, columns), x.dtype, checked=True)
+    turned = codes.turned, codes.turned_scale
+    return q, blocks_of(*turned, x.mT.shape, block, x.dtype, checked=True)
 
 
 def blocks_of(data, inverse, shape, block, dtype, name="x", *, checked=False) -> BlockFP8:
@@ -182,21 +180,16 @@ def dequantize_block_fp8(
     """
     quantize.instance(q, BlockFP8)
     dtype = quantize.output_dtype(dtype, q.dtype)
-    of_noise = aqn.arguments(noise)
+    drawn = aqn.arguments(noise)
     rows, columns = _block(q.block)
     quantize.part("q.data", q.data, quantize.E4M3, q.shape, q.data)
     quantize.part(
-        "q.scale_inv", q.scale_inv, torch.float32, _scales_shape(q.shape, rows, columns), q.data
+        "q.scale_inv", q.scale_inv, torch.float32, fp8.scales_shape(q.shape, rows, columns), q.data
     )
     run = DEQUANTIZE_BLOCK_FP8.pick(implementation, DispatchOn(q.data.device, dtype))
     data = quantize.as_3d(q.data.contiguous().view(torch.uint8), "q.data", 1 + (rows > 1))
-    return run(
-        data, quantize.as_3d(q.scale_inv, "q.scale_inv"), rows, columns, dtype, *of_noise
-    ).view(q.shape)
-
-
-def _scales_shape(shape, rows: int, columns: int) -> tuple[int, ...]:
-    return (*shape[:-2], *(-(-n // rows) for n in shape[-2:-1]), -(-shape[-1] // columns))
+    scale = quantize.as_3d(q.scale_inv, "q.scale_inv")
+    return run(data, scale, rows, columns, dtype, drawn).view(q.shape)
 
 
 def _block(block) -> tuple[int, int]:
@@ -223,133 +216,31 @@ def _power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-# ---- the definitions
-
-
-def quantize_eager(x, rows, columns, seed, transpose=False):
-    if transpose:
-        return *quantize_eager(x, rows, columns, seed), *quantize_eager(
-            x.mT.contiguous(), rows, columns, seed
-        )
-    B, R, C = x.shape
-    v = quantize.pad_to(quantize.pad_to(x.float(), -1, columns), -2, rows)
-    blocks = v.view(B, v.shape[1] // rows, rows, v.shape[2] // columns, columns)
-    most = blocks.abs().amax((2, 4))
-    floor = most.clamp_min(LEAST)
-    inverse = torch.where(most == 0, 1.0, floor / 448.0)
-    scale = torch.where(most == 0, 1.0, floor.reciprocal() * 448.0)
-    scaled = (blocks * scale[:, :, None, :, None]).view(v.shape)[:, :R, :C]
-    random = None if seed is None else quantize.philox(seed, x.numel(), x.device).view(B, R, C)
-    return quantize.to_e4m3(scaled.contiguous(), random), inverse
-
-
-def dequantize_eager(data, inverse, rows, columns, dtype, alpha=0.0, *key):
-    acc = torch.promote_types(dtype, torch.float32)
-    _, R, C = data.shape
-    factor = (
-        inverse.to(acc).repeat_interleave(rows, 1)[:, :R].repeat_interleave(columns, 2)[:, :, :C]
-    )
-    values = data.view(quantize.E4M3).to(acc) * factor
-    if alpha:
-        values = aqn.add_eager(values, alpha * STEP * factor, *key)
-    return values.to(dtype)
-
-
-# ---- fused implementations
-
-
-def _fake_quantize(x, rows, columns, seed):
-    B, R, C = x.shape
-    return (
-        x.new_empty(x.shape, dtype=torch.uint8),
-        x.new_empty((B, (R + rows - 1) // rows, (C + columns - 1) // columns), dtype=torch.float32),
-    )
-
-
-def _fake_dequantize(data, inverse, rows, columns, dtype, *noise):
-    return data.new_empty(data.shape, dtype=dtype)
-
-
-def _fake_both(x, rows, columns, seed):
-    return *_fake_quantize(x, rows, columns, seed), *_fake_quantize(
-        x.mT.contiguous(), rows, columns, seed
-    )
-
-
-def _either(one, both):
-    return lambda x, rows, columns, seed, transpose: (both if transpose else one)(
-        x, rows, columns, seed
-    )
-
-
-@functools.cache
-def _triton():
-    from tilewright.kernels.fused_quantize import fused_quantize_triton as fused
-    from tilewright.kernels.quant import quantize_triton as k
-
-    return (
-        _either(
-            define("block_fp8_triton_quantize", k.block_fp8_quantize, _fake_quantize),
-            define("block_fp8_triton_quantize_both", fused.block_fp8_quantize_both, _fake_both),
-        ),
-        define("block_fp8_triton_dequantize", k.block_fp8_dequantize, _fake_dequantize),
-    )
-
-
-@functools.cache
-def _cpp():
-    one, dequantize = quantize.of_extension("block_fp8", _fake_quantize, _fake_dequantize)
-    return (
-        _either(one, adopt("block_fp8_cpp_quantize_both", _fake_both)),
-        dequantize,
-    )
-
-
 # ---- cases
 
 
-def _case(name, shape, quantized=False, noise=None, **options):
-    def make(device, dtype, seed):
-        x = draw(device, dtype, seed, shape)
-        return (
-            {"q": quantize_block_fp8(x, **options), "noise": noise}
-            if quantized
-            else {"x": x, **options}
-        )
+_VARIANTS = (
+    ("weights", (150, 130), (128, 128)),
+    ("weights_experts", (2, 20, 33), (16, 32)),
+    ("odd_blocks", (10, 50), (3, 7)),
+    ("activations", (7, 200), (1, 128)),
+)
 
-    return Case(name, make)
-
-
-def _variants(quantized):
-    case = lambda *a, **k: _case(*a, quantized, **k)  # noqa: E731
-    return [
-        case("weights", (150, 130)),
-        case("weights_experts", (2, 20, 33), block=(16, 32)),
-        case("odd_blocks", (10, 50), block=(3, 7)),
-        case("activations", (7, 200), block=(1, 128)),
-    ]
-
-
-_COMPILED = (torch.float32, torch.bfloat16)
+_dequantize_case = functools.partial(dequantize_case, quantize_block_fp8)
 QUANTIZE_BLOCK_FP8 = Op(
     "quantize_block_fp8",
     quantize_block_fp8,
-    quantize_eager,
-    (
-        Implementation(
-            "triton", lambda: _triton()[0], platform.no_triton, gate=quantize.gates("block_fp8")
-        ),
-        Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED),
-    ),
+    fp8.quantize_eager,
+    fp8.quantizers("block_fp8"),
     (
         *all_cases(lambda x: {"x": x, "block": (1, 128)}, 8.25),
-        *_variants(False),
-        _case("random", (5, 36), block=(3, 7), seed=1),
-        _case("random_weights", (40, 52), block=(32, 32), seed=7),
-        _case("transpose", (40, 37), block=(1, 16), transpose=True),
-        _case("transpose_activations", (7, 130), block=(1, 128), transpose=True),
-        _case("transpose_weights", (2, 20, 33), block=(16, 32), transpose=True, seed=3),
-        _case("transpose_odd_blocks", (10, 50), block=(3, 7), transpose=True),
+        *(quantize_case(name, shape, block=block) for name, shape, block in _VARIANTS),
+        quantize_case("random", (5, 36), block=(3, 7), seed=1),
+        quantize_case("random_weights", (40, 52), block=(32, 32), seed=7),
+        quantize_case("transpose", (40, 37), block=(1, 16), transpose=True),
+        quantize_case("transpose_activations", (7, 130), block=(1, 128), transpose=True),
+        quantize_case("transpose_weights", (2, 20, 33), block=(16, 32), transpose=True, seed=3),
+        quantize_case("transpose_odd_blocks", (10, 50), block=(3, 7), transpose=True),
         *timed_cases("transpose", 8.25, results=2, block=(1, 128), transpose=True),
     ),
     judged=Judged(exact=True),
@@ -358,21 +249,13 @@ QUANTIZE_BLOCK_FP8 = Op(
 DEQUANTIZE_BLOCK_FP8 = Op(
     "dequantize_block_fp8",
     dequantize_block_fp8,
-    dequantize_eager,
-    (
-        Implementation(
-            "triton",
-            lambda: _triton()[1],
-            platform.no_triton,
-            gate=from_kernels("quant.quantize_triton", "block_fp8_dequantize_gate"),
-        ),
-        Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED),
-    ),
+    fp8.dequantize_eager,
+    fp8.dequantizers(from_kernels("quant.quantize_triton", "block_fp8_dequantize_gate")),
     (
         *all_cases(lambda x: {"q": quantize_block_fp8(x, block=(1, 128))}, 8.25),
-        *_variants(True),
-        _case("noise", (3, 10, 72), True, aqn.SOME, block=(16, 16)),
-        _case("noise_ragged", (5, 37), True, aqn.SOME, block=(3, 7)),
+        *(_dequantize_case(name, shape, block=block) for name, shape, block in _VARIANTS),
+        _dequantize_case("noise", (3, 10, 72), aqn.SOME, block=(16, 16)),
+        _dequantize_case("noise_ragged", (5, 37), aqn.SOME, block=(3, 7)),
     ),
     goals=cases.near_copy(90, "forward"),
 )

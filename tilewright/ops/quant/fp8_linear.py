@@ -9,25 +9,26 @@ that of `quantized_linear`.
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 
 from tilewright import platform
 from tilewright.core import checks
-from tilewright.core.library import define, differentiate, from_kernels
+from tilewright.core.library import from_kernels
 from tilewright.core.registry import Implementation, Op
+from tilewright.kernels.quant.operators import FP8
 from tilewright.ops.quant import quantize
 from tilewright.ops.quant.block_fp8 import BlockFP8, dequantize_block_fp8, quantize_block_fp8
 from tilewright.ops.quant.quantized_linear import (
-    bias_gradient,
+    by_rows,
     check_linear,
     linear_case,
     load_triton,
+    product,
     product_eager,
     timed_cases,
 )
-from tilewright.ops.quant.weights import check_parts, pack
+from tilewright.ops.quant.weights import check_parts
 
 BLOCK = (128, 128)
 
@@ -111,51 +112,26 @@ def fp8_linear_eager(x, q, bias):
 # ---- Triton
 
 
-def _fake(x, bias, data, scale):
-    return x.new_empty((x.shape[0], data.shape[0]))
-
-
-def _weight(data, scale):
-    return pack(BlockFP8(data.view(quantize.E4M3), scale, BLOCK, torch.bfloat16))
-
-
-def _forward(
-    x: torch.Tensor, bias: torch.Tensor | None, data: torch.Tensor, scale: torch.Tensor
-) -> torch.Tensor:
+def _launch(x, bias, weight):
     from tilewright.kernels.quant import quantize_triton, quantized_linear_triton
 
-    check_parts(_weight(data, scale))
-    codes, x_scale = quantize_triton.block_fp8_quantize(x.contiguous()[None], 1, 128, None)
+    check_parts(weight)
+    codes = quantize_triton.fp8_quantize(x.contiguous()[None], FP8(1, 128, False, None, False))
+    (scale,) = weight.scales
     return quantized_linear_triton.fp8(
-        codes[0].view(quantize.E4M3),
-        x_scale[0],
-        data.contiguous().view(quantize.E4M3),
+        codes.data[0].view(quantize.E4M3),
+        codes.scale[0],
+        weight.data.contiguous().view(quantize.E4M3),
         scale.contiguous(),
         None if bias is None else bias.contiguous(),
         x.dtype,
     )
 
 
-def _setup(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[2:])
-
-
-def _backward(ctx, dy):
-    dx = ctx.backward_op(dy, *_weight(*ctx.saved_tensors)) if ctx.needs_input_grad[0] else None
-    return dx, bias_gradient(dy) if ctx.needs_input_grad[1] else None, None, None
-
-
 @functools.cache
 def _triton():
-    product = define("fp8_linear_triton_forward", _forward, _fake)
-    differentiate(product, _backward, _setup, backward_op=load_triton().transposed, twice=True)
-
-    def fp8_linear_triton(x, q, bias):
-        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        y = product(rows, bias, q.data.view(torch.uint8), q.scale_inv)
-        return y.view(*x.shape[:-1], q.shape[0])
-
-    return fp8_linear_triton
+    op = product.define("fp8_linear_triton_forward", _launch, load_triton())
+    return lambda x, q, bias: by_rows(op, x, q, bias)
 
 
 def _no_fp8(device_type: str) -> str | None:

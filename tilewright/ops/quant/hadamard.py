@@ -15,10 +15,10 @@ import math
 
 import torch
 
-from tilewright import platform
 from tilewright.core import checks
-from tilewright.core.library import adopt, define, differentiate, from_kernels
-from tilewright.core.registry import Case, Cost, Implementation, Op
+from tilewright.core.library import from_kernels
+from tilewright.core.registry import Case, Cost, Op
+from tilewright.kernels.quant.operators import transform
 from tilewright.ops import cases
 from tilewright.ops.quant import quantize
 
@@ -115,33 +115,28 @@ def hadamard_eager(x, size, seed, inverse):
 # ---- fused implementations
 
 
-def _fake(x, size, seed, inverse):
-    return torch.empty_like(x)
-
-
-def _setup(ctx, inputs, output):
-    _, ctx.size, ctx.seed, ctx.inverse = inputs
+def _save(ctx, arguments, y):
+    _, ctx.size, ctx.seed, ctx.inverse = arguments
 
 
 def _backward(ctx, dy):
-    return ctx.backward_op(dy.contiguous(), ctx.size, ctx.seed, not ctx.inverse), None, None, None
+    load = ctx.backward_op
+    return {"x": load()(dy.contiguous(), ctx.size, ctx.seed, not ctx.inverse)}
 
 
-def _differentiable(op):
-    differentiate(op, _backward, _setup, backward_op=op, twice=True)
-    return op
+transform.differentiate(_save, _backward, twice=True)
 
 
 @functools.cache
 def _triton():
     from tilewright.kernels.quant import hadamard_triton
 
-    return _differentiable(define("hadamard_triton", hadamard_triton.hadamard, _fake))
+    return transform.define("hadamard_triton", hadamard_triton.hadamard, _triton)
 
 
 @functools.cache
 def _cpp():
-    return _differentiable(adopt("hadamard_cpp", _fake))
+    return transform.adopt("hadamard_cpp", _cpp)
 
 
 # ---- cases
@@ -163,15 +158,7 @@ HADAMARD = Op(
     "hadamard",
     hadamard,
     hadamard_eager,
-    (
-        Implementation(
-            "triton",
-            _triton,
-            platform.no_triton,
-            gate=from_kernels("quant.hadamard_triton", "gate"),
-        ),
-        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
-    ),
+    quantize.implementations(_triton, _cpp, gate=from_kernels("quant.hadamard_triton", "gate")),
     (
         _case("plain", (3, 5, 48)),
         _case("signs", (7, 64), seed=1),

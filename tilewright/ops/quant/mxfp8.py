@@ -5,26 +5,26 @@ Formats 1.0).
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from tilewright import platform
 from tilewright.core import checks
-from tilewright.core.library import adopt, define, from_kernels
-from tilewright.core.registry import Case, DispatchOn, Implementation, Judged, Op
+from tilewright.core.library import from_kernels
+from tilewright.core.registry import DispatchOn, Judged, Op
 from tilewright.ops import cases
-from tilewright.ops.quant import aqn, quantize
+from tilewright.ops.quant import aqn, fp8, quantize
 from tilewright.ops.quant.aqn import AQN
-from tilewright.ops.quant.block_cases import all_cases, draw, timed_cases
-from tilewright.ops.quant.block_fp8 import STEP
-
-BLOCK = 32
-E8M0 = torch.float8_e8m0fnu
-NAN = 255  # its byte
+from tilewright.ops.quant.block_cases import (
+    all_cases,
+    dequantize_case,
+    quantize_case,
+    timed_cases,
+)
+from tilewright.ops.quant.fp8 import E8M0
+from tilewright.ops.quant.fp8 import MX_BLOCK as BLOCK
 
 
 @dataclass(frozen=True)
@@ -117,16 +117,13 @@ def quantize_mxfp8(
     Source: OCP Microscaling Formats (MX) Specification 1.0, section 5, but the exponent is rounded
     up, where section 6.3 rounds it down.
     """
-    quantize.source(x)
-    quantize.seed(seed)
-    if not isinstance(transpose, bool):
-        raise TypeError(f"transpose must be a bool, got {transpose!r}")
-    if x.dim() == 0:
-        raise ValueError("x must have at least 1 dimension, got a scalar")
+    quantize.in_rows(x, seed, transpose=transpose)
     matrices = quantize.as_3d(x.detach(), least=1 + transpose)
-    parts = QUANTIZE_MXFP8.pick(implementation, matrices)(matrices, seed, transpose)
-    q = blocks_of(*parts[:2], x.shape, x.dtype)
-    return (q, blocks_of(*parts[2:], x.mT.shape, x.dtype, checked=True)) if transpose else q
+    codes = QUANTIZE_MXFP8.pick(implementation, matrices)(matrices, fp8.mx(seed, transpose))
+    q = blocks_of(codes.data, codes.scale, x.shape, x.dtype)
+    if not transpose:
+        return q
+    return q, blocks_of(codes.turned, codes.turned_scale, x.mT.shape, x.dtype, checked=True)
 
 
 def blocks_of(data, scale, shape, dtype, name="x", *, checked=False) -> MXFP8:
@@ -175,129 +172,31 @@ def dequantize_mxfp8(
     """
     quantize.instance(q, MXFP8)
     dtype = quantize.output_dtype(dtype, q.dtype)
-    of_noise = aqn.arguments(noise)
+    drawn = aqn.arguments(noise)
     quantize.part("q.data", q.data, quantize.E4M3, q.shape, q.data)
     quantize.part("q.scale", q.scale, E8M0, _scales_shape(q.shape), q.data)
     run = DEQUANTIZE_MXFP8.pick(implementation, DispatchOn(q.data.device, dtype))
-    data = q.data.contiguous().view(torch.uint8).view(_rows(q.shape), q.shape[-1])
-    scale = q.scale.contiguous().view(torch.uint8).view(data.shape[0], -(-q.shape[-1] // BLOCK))
-    return run(data, scale, dtype, *of_noise).view(q.shape)
-
-
-def _rows(shape) -> int:
-    return math.prod(shape[:-1])
+    rows, C = math.prod(q.shape[:-1]), q.shape[-1]
+    data = q.data.contiguous().view(torch.uint8).view(1, rows, C)
+    scale = q.scale.contiguous().view(torch.uint8).view(1, rows, -(-C // BLOCK))
+    return run(data, scale, 1, BLOCK, dtype, drawn).view(q.shape)
 
 
 def _scales_shape(shape) -> tuple[int, ...]:
     return (*shape[:-1], -(-shape[-1] // BLOCK))
 
 
-# ---- the definitions
-
-
-def quantize_eager(x, seed, transpose=False):
-    if transpose:
-        return *quantize_eager(x, seed), *quantize_eager(x.mT.contiguous(), seed)
-    B, R, C = x.shape
-    v = quantize.pad_to(x.float(), -1, BLOCK)
-    blocks = v.view(B, R, v.shape[2] // BLOCK, BLOCK)
-    # As bits, of which a NaN has the largest.
-    most = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(-1)
-    # For m 2^e with 1 <= m < 2 the scale's exponent is e - 8, plus one where m > 1.75: then the sum
-    # carries into the exponent.
-    e = ((most + 0x1FFFFF >> 23) - 8).clamp_min(0).masked_fill(most >= 0x7F800000, NAN)
-    scaled = (
-        (blocks * (254 - e << 23).view(torch.float32)[..., None])
-        .view(v.shape)[..., :C]
-        .contiguous()
-    )
-    random = None if seed is None else quantize.philox(seed, x.numel(), x.device).view(B, R, C)
-    return quantize.to_e4m3(scaled, random), e.to(torch.uint8)
-
-
-def dequantize_eager(data, scale, dtype, alpha=0.0, *key):
-    acc = torch.promote_types(dtype, torch.float32)
-    factor = scale.view(E8M0).to(acc).repeat_interleave(BLOCK, 1)[:, : data.shape[1]]
-    values = data.view(quantize.E4M3).to(acc) * factor
-    if alpha:
-        values = aqn.add_eager(values, alpha * STEP * factor, *key)
-    return values.to(dtype)
-
-
-# ---- fused implementations
-
-
-def fake_quantize(x, seed):
-    return (
-        x.new_empty(x.shape, dtype=torch.uint8),
-        x.new_empty((*x.shape[:-1], (x.shape[-1] + BLOCK - 1) // BLOCK), dtype=torch.uint8),
-    )
-
-
-def fake_both(x, seed):
-    return *fake_quantize(x, seed), *fake_quantize(x.mT.contiguous(), seed)
-
-
-def _fake_dequantize(data, scale, dtype, *noise):
-    return data.new_empty(data.shape, dtype=dtype)
-
-
-def _either(one, both):
-    return lambda x, seed, transpose: (both if transpose else one)(x, seed)
-
-
-@functools.cache
-def _triton():
-    from tilewright.kernels.fused_quantize import fused_quantize_triton as fused
-    from tilewright.kernels.quant import quantize_triton as k
-
-    return (
-        _either(
-            define("mxfp8_triton_quantize", k.mxfp8_quantize, fake_quantize),
-            define("mxfp8_triton_quantize_both", fused.mxfp8_quantize_both, fake_both),
-        ),
-        define("mxfp8_triton_dequantize", k.mxfp8_dequantize, _fake_dequantize),
-    )
-
-
-@functools.cache
-def _cpp():
-    one, dequantize = quantize.of_extension("mxfp8", fake_quantize, _fake_dequantize)
-    return _either(one, adopt("mxfp8_cpp_quantize_both", fake_both)), dequantize
-
-
-# ---- cases
-
-
-def _case(name, shape, quantized=False, noise=None, **options):
-    def make(device, dtype, seed):
-        x = draw(device, dtype, seed, shape)
-        return (
-            {"q": quantize_mxfp8(x, **options), "noise": noise}
-            if quantized
-            else {"x": x, **options}
-        )
-
-    return Case(name, make)
-
-
-_COMPILED = (torch.float32, torch.bfloat16)
 QUANTIZE_MXFP8 = Op(
     "quantize_mxfp8",
     quantize_mxfp8,
-    quantize_eager,
-    (
-        Implementation(
-            "triton", lambda: _triton()[0], platform.no_triton, gate=quantize.gates("mxfp8")
-        ),
-        Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED),
-    ),
+    fp8.quantize_eager,
+    fp8.quantizers("mxfp8"),
     (
         *all_cases(lambda x: {"x": x}, 8.25),
-        _case("random", (5, 37), seed=1),
-        _case("transpose", (40, 70), transpose=True),
-        _case("transpose_experts", (2, 33, 48), transpose=True),
-        _case("transpose_random", (2, 20, 36), transpose=True, seed=3),
+        quantize_case("random", (5, 37), seed=1),
+        quantize_case("transpose", (40, 70), transpose=True),
+        quantize_case("transpose_experts", (2, 33, 48), transpose=True),
+        quantize_case("transpose_random", (2, 20, 36), transpose=True, seed=3),
         *timed_cases("transpose", 8.25, results=2, transpose=True),
     ),
     judged=Judged(exact=True),
@@ -306,20 +205,12 @@ QUANTIZE_MXFP8 = Op(
 DEQUANTIZE_MXFP8 = Op(
     "dequantize_mxfp8",
     dequantize_mxfp8,
-    dequantize_eager,
-    (
-        Implementation(
-            "triton",
-            lambda: _triton()[1],
-            platform.no_triton,
-            gate=from_kernels("quant.quantize_triton", "mxfp8_dequantize_gate"),
-        ),
-        Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED),
-    ),
+    fp8.dequantize_eager,
+    fp8.dequantizers(from_kernels("quant.quantize_triton", "mxfp8_dequantize_gate")),
     (
         *all_cases(lambda x: {"q": quantize_mxfp8(x)}, 8.25),
-        _case("noise", (3, 5, 72), True, aqn.SOME),
-        _case("noise_ragged", (5, 37), True, aqn.SOME),
+        dequantize_case(quantize_mxfp8, "noise", (3, 5, 72), aqn.SOME),
+        dequantize_case(quantize_mxfp8, "noise_ragged", (5, 37), aqn.SOME),
     ),
     goals=cases.near_copy(90, "forward"),
 )

@@ -12,22 +12,22 @@ import math
 
 import torch
 
-from tilewright import platform
 from tilewright.core import checks
-from tilewright.core.library import define, from_kernels
-from tilewright.core.registry import Case, Cost, DispatchOn, Goal, Implementation, Judged, Op
+from tilewright.core.library import declare, from_kernels
+from tilewright.core.registry import Case, Cost, DispatchOn, Goal, Judged, Op
+from tilewright.kernels.quant import operators
+from tilewright.kernels.quant.nf4_tables import CODES
 from tilewright.ops import cases
 from tilewright.ops.quant import aqn, quantize
 from tilewright.ops.quant.aqn import AQN
+from tilewright.ops.quant.block_cases import shapes
 from tilewright.ops.quant.nf4_format import (
     BLOCKS,
-    CODES,
     NESTED_BLOCK,
     NF4,
     bound_table,
     check_parts,
     code_table,
-    pair_table,
     scale_table,
 )
 
@@ -120,7 +120,7 @@ def dequantize_nf4(
     """
     quantize.instance(q, NF4)
     dtype = quantize.output_dtype(dtype, q.dtype)
-    of_noise = aqn.arguments(noise)
+    drawn = aqn.arguments(noise)
     checks.choice("q.block_size", q.block_size, BLOCKS)
     n = math.prod(q.shape)
     nested = q.offset is not None
@@ -137,7 +137,7 @@ def dequantize_nf4(
         n,
         q.block_size,
         dtype,
-        *of_noise,
+        drawn,
     )
     return out.view(q.shape)
 
@@ -160,7 +160,7 @@ def quantize_eager(x, block):
     return codes[::2] << 4 | codes[1::2], absmax
 
 
-def dequantize_eager(data, absmax, nested_absmax, table, offset, n, block, dtype, alpha=0.0, *key):
+def dequantize_eager(data, absmax, nested_absmax, table, offset, n, block, dtype, noise):
     acc = torch.promote_types(dtype, torch.float32)
     codes = torch.stack([data >> 4, data & 15], -1).view(-1)[:n].long()
     if offset is not None:
@@ -170,15 +170,18 @@ def dequantize_eager(data, absmax, nested_absmax, table, offset, n, block, dtype
         ] + offset.to(acc)
     scale = absmax.to(acc).repeat_interleave(block)[:n]
     values = code_table(data).to(acc)[codes] * scale
-    if alpha:
-        values = aqn.add_eager(values, alpha * STEP * scale, *key)
-    return values.to(dtype)
+    return aqn.add_eager(values, scale, STEP, noise).to(dtype)
 
 
-def _nest_scales(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Double quantization: codes, scales of blocks of codes, and the mean. A 64th of the work, so
-    all implementations use torch.
-    """
+@declare
+def _nested(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> codes, scales of blocks of codes, the mean."""
+    nested = absmax.new_empty(-(-absmax.shape[0] // NESTED_BLOCK))
+    return torch.empty_like(absmax, dtype=torch.uint8), nested, absmax.new_empty(())
+
+
+def _nest_scales(absmax):
+    """Double quantization. A 64th of the work, so all implementations use torch."""
     n = absmax.shape[0]
     if n == 0:
         return absmax.new_empty(0, dtype=torch.uint8), absmax.new_empty(0), absmax.new_zeros(())
@@ -198,57 +201,28 @@ def _nest_scales(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 # An operator: a compiler that computes the mean in another order would change bytes.
-_nest = define(
-    "nf4_nest",
-    _nest_scales,
-    lambda absmax: (
-        torch.empty_like(absmax, dtype=torch.uint8),
-        absmax.new_empty(-(-absmax.shape[0] // NESTED_BLOCK)),
-        absmax.new_empty(()),
-    ),
-    plain=_nest_scales,
-)
+_nest = _nested.define("nf4_nest", _nest_scales, plain=_nest_scales)
 
 
 # ---- fused implementations
-
-
-def _fake_quantize(x, block):
-    n = x.shape[0]
-    return x.new_empty((n + 1) // 2, dtype=torch.uint8), x.new_empty(
-        (n + block - 1) // block, dtype=torch.float32
-    )
-
-
-def _fake_dequantize(data, absmax, nested_absmax, table, offset, n, block, dtype, *noise):
-    return data.new_empty(n, dtype=dtype)
 
 
 @functools.cache
 def _triton():
     from tilewright.kernels.quant import quantize_triton as k
 
-    high = define(
-        "nf4_triton_quantize", k.nf4_quantize, lambda x, bounds, block: _fake_quantize(x, block)
+    return quantize.Fused(
+        operators.nf4_quantize.define("nf4_triton_quantize", k.nf4_quantize),
+        operators.nf4_dequantize.define("nf4_triton_dequantize", k.nf4_dequantize),
     )
-    low = define(
-        "nf4_triton_dequantize",
-        k.nf4_dequantize,
-        lambda data, pairs, *rest: _fake_dequantize(data, *rest),
-    )
-
-    def quantize_triton(x, block):
-        return high(x, bound_table(x), block)
-
-    def dequantize_triton(data, *rest):
-        return low(data, pair_table(data), *rest)
-
-    return (quantize_triton, dequantize_triton)
 
 
 @functools.cache
 def _cpp():
-    return quantize.of_extension("nf4", _fake_quantize, _fake_dequantize)
+    return quantize.Fused(
+        operators.nf4_quantize.adopt("nf4_cpp_quantize"),
+        operators.nf4_dequantize.adopt("nf4_cpp_dequantize"),
+    )
 
 
 # ---- cases
@@ -264,99 +238,69 @@ def _draw(device, dtype, seed, shape):
     return x.to(dtype)
 
 
-def _cases(make):
-    small = {
-        "ragged": (7, 33),
-        "matrix": (16, 128),
-        "one": (1,),
-        "scalar": (),
-        "no_elements": (0, 5),
-        "half": (3, 96),
-    }
-    shapes = [(name, shape, cases.CONTRACT) for name, shape in small.items()]
-    shapes += [
-        (name, shape, tags)
-        for tags in (cases.CUDA, cases.CPU)
-        for name, shape in quantize.SHAPES.items()
-        if tags is cases.CUDA or name == "llama-3-8b-down"
-    ]
-    return tuple(make(name, shape, tags) for name, shape, tags in shapes)
+_SMALL = {
+    "ragged": (7, 33),
+    "matrix": (16, 128),
+    "one": (1,),
+    "scalar": (),
+    "no_elements": (0, 5),
+    "half": (3, 96),
+}
 
 
-def _quantize_case(double, block=64):
-    def make(name, shape, tags):
+def _cases(double, make, listed=None):
+    """make: (x, whether scales are quantized) -> arguments."""
+
+    def case(name, shape, tags):
         n = math.prod(shape)
         return Case(
             f"{name} nested" if double else name,
-            lambda device, dtype, seed: {
-                "x": _draw(device, dtype, seed, shape),
-                "double_quant": double,
-                "block_size": block,
-            },
+            lambda device, dtype, seed: make(_draw(device, dtype, seed, shape), double),
             lambda itemsize: Cost(n * itemsize + n // 2 + n * 4 // 64, 0, 0, 0),
             tags,
         )
 
-    return make
+    return [case(*each) for each in listed or shapes(_SMALL)]
 
 
-def _dequantize_case(double, block=64, **options):
-    def make(name, shape, tags):
-        n = math.prod(shape)
-
-        def inputs(device, dtype, seed):
-            return {
-                "q": quantize_nf4(
-                    _draw(device, dtype, seed, shape), double_quant=double, block_size=block
-                ),
-                **options,
-            }
-
-        return Case(
-            f"{name} nested" if double else name,
-            inputs,
-            lambda itemsize: Cost(n * itemsize + n // 2 + n * 4 // 64, 0, 0, 0),
-            tags,
-        )
-
-    return make
+def _options(x, double):
+    return {"x": x, "double_quant": double, "block_size": 64}
 
 
-_COMPILED = (torch.float32, torch.bfloat16)
+def _codes(x, double):
+    return {"q": quantize_nf4(x, double_quant=double)}
+
+
+def _noisy(x, double):
+    return {**_codes(x, double), "noise": aqn.SOME}
+
+
 QUANTIZE_NF4 = Op(
     "quantize_nf4",
     quantize_nf4,
     quantize_eager,
-    (
-        Implementation(
-            "triton",
-            lambda: _triton()[0],
-            platform.no_triton,
-            gate=from_kernels("quant.quantize_triton", "nf4_quantize_gate"),
-        ),
-        Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED),
+    quantize.implementations(
+        lambda: _triton().quantize,
+        lambda: _cpp().quantize,
+        gate=from_kernels("quant.quantize_triton", "nf4_quantize_gate"),
     ),
-    _cases(_quantize_case(False)) + _cases(_quantize_case(True)),
+    (*_cases(False, _options), *_cases(True, _options)),
     judged=Judged(exact=True),
 )
 DEQUANTIZE_NF4 = Op(
     "dequantize_nf4",
     dequantize_nf4,
     dequantize_eager,
-    (
-        Implementation(
-            "triton",
-            lambda: _triton()[1],
-            platform.no_triton,
-            tunables=lambda: (from_kernels("quant.quantize_triton", "NF4_DEQUANTIZE")(),),
-        ),
-        Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED),
+    quantize.implementations(
+        lambda: _triton().dequantize,
+        lambda: _cpp().dequantize,
+        tunables=lambda: (from_kernels("quant.quantize_triton", "NF4_DEQUANTIZE")(),),
     ),
     (
-        *_cases(_dequantize_case(False)),
-        *_cases(_dequantize_case(True)),
-        _dequantize_case(False, noise=aqn.SOME)("noise", (3, 7, 33), cases.CONTRACT),
-        _dequantize_case(True, noise=aqn.SOME)("noise", (5, 96), cases.CONTRACT),
+        *_cases(False, _codes),
+        *_cases(True, _codes),
+        *_cases(False, _noisy, [("noise", (3, 7, 33), cases.CONTRACT)]),
+        *_cases(True, _noisy, [("noise", (5, 96), cases.CONTRACT)]),
     ),
     goals=(
         *cases.near_copy(90, "forward"),

@@ -13,66 +13,18 @@ import torch
 
 from tilewright.core import checks
 from tilewright.core.registry import short
+from tilewright.kernels.quant.nf4_tables import bounds, codes, dynamic_map
 from tilewright.ops.quant import quantize
 
-# float32 values of the 16 codes: quantiles of a normal distribution, scaled to [-1, 1], with an
-# exact 0.
-CODES = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-)
 NESTED_BLOCK = 256  # scales in a block of double quantization
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
-def codes_of() -> torch.Tensor:
-    return torch.tensor(CODES, dtype=torch.float32)
-
-
-def bounds_of() -> torch.Tensor:
-    codes = codes_of()
-    return (codes[:-1] + codes[1:]) / 2
-
-
-def dynamic_map() -> torch.Tensor:
-    """The 256 float32 values of the 8-bit code for scales: signed, in seven decades below 1 with 1,
-    2, 4, ... 64 values each at the middles of even steps (dynamic tree quantization, arXiv
-    1511.04561), and 0 and 1.
-    """
-    values = [0.0, 1.0]
-    for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
-        middles = (10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2.0)).tolist()
-        values += [*middles, *(-m for m in middles)]
-    return torch.tensor(sorted(values), dtype=torch.float32)
-
-
-def pairs_of() -> torch.Tensor:
-    """float32 [512]: the two values of each byte, the even element's first."""
-    codes = codes_of()
-    return torch.stack((codes.repeat_interleave(16), codes.repeat(16)), -1).view(-1)
-
-
-code_table, pair_table, bound_table, scale_table = (
+code_table, bound_table, scale_table = (
     quantize.constant(f"nf4_{name}", make, n)
     for name, make, n in (
-        ("codes", codes_of, 16),
-        ("pairs", pairs_of, 512),
-        ("bounds", bounds_of, 15),
+        ("codes", codes, 16),
+        ("bounds", bounds, 15),
         ("map", dynamic_map, 256),
     )
 )

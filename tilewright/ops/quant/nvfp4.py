@@ -9,14 +9,20 @@ import math
 
 import torch
 
-from tilewright import platform
 from tilewright.core import checks
-from tilewright.core.library import adopt, define, from_kernels
-from tilewright.core.registry import Case, DispatchOn, Goal, Implementation, Judged, Op
+from tilewright.core.library import declare, from_kernels
+from tilewright.core.registry import DispatchOn, Goal, Judged, Op
+from tilewright.kernels.quant import operators
+from tilewright.kernels.quant.operators import Codes, NVFP4Options
 from tilewright.ops import cases
 from tilewright.ops.quant import aqn, quantize
 from tilewright.ops.quant.aqn import AQN
-from tilewright.ops.quant.block_cases import all_cases, draw, timed_cases
+from tilewright.ops.quant.block_cases import (
+    all_cases,
+    dequantize_case,
+    quantize_case,
+    timed_cases,
+)
 from tilewright.ops.quant.hadamard import check_options, hadamard_eager
 from tilewright.ops.quant.nvfp4_format import BLOCK, NVFP4
 
@@ -87,13 +93,7 @@ def quantize_nvfp4(
         >>> dequantize_nvfp4(quantize_nvfp4(torch.tensor([6.0, -3.0, 0.5])))
         tensor([ 6.0000, -3.0000,  0.5000])
     """
-    quantize.source(x)
-    quantize.seed(seed)
-    for name, value in (("square", square), ("transpose", transpose)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be a bool, got {value!r}")
-    if x.dim() == 0:
-        raise ValueError("x must have at least 1 dimension, got a scalar")
+    quantize.in_rows(x, seed, square=square, transpose=transpose)
     if hadamard is not None:
         check_options(x.shape[-1], hadamard, hadamard_seed, "hadamard", "hadamard_seed")
         if transpose:
@@ -108,7 +108,8 @@ def quantize_nvfp4(
     if global_scale is not None:
         quantize.part("global_scale", global_scale, torch.float32, (), x)
     run = QUANTIZE_NVFP4.pick(implementation, matrices)
-    total, *parts = run(matrices, global_scale, square, seed, hadamard, hadamard_seed, transpose)
+    options = NVFP4Options(square, seed, hadamard or 0, hadamard_seed, transpose)
+    total, codes = run(matrices, global_scale, options)
 
     def wrap(data, scale, shape):
         return NVFP4(
@@ -119,8 +120,8 @@ def quantize_nvfp4(
             x.dtype,
         )
 
-    q = wrap(*parts[:2], x.shape)
-    return (q, wrap(*parts[2:], x.mT.shape)) if transpose else q
+    q = wrap(codes.data, codes.scale, x.shape)
+    return (q, wrap(codes.turned, codes.turned_scale, x.mT.shape)) if transpose else q
 
 
 @checks.autocast("inputs")
@@ -158,7 +159,7 @@ def dequantize_nvfp4(
     """
     quantize.instance(q, NVFP4)
     dtype = quantize.output_dtype(dtype, q.dtype)
-    of_noise = aqn.arguments(noise)
+    drawn = aqn.arguments(noise)
     *lead, C = q.shape
     quantize.part("q.data", q.data, torch.uint8, (*lead, -(-C // 2)), q.data)
     quantize.part("q.scale", q.scale, quantize.E4M3, (*lead, -(-C // BLOCK)), q.data)
@@ -171,12 +172,17 @@ def dequantize_nvfp4(
         q.global_scale,
         C,
         dtype,
-        *of_noise,
+        drawn,
     )
     return out.view(q.shape)
 
 
-def _largest_of(x: torch.Tensor) -> torch.Tensor:
+@declare
+def _magnitude(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+def _largest_of(x):
     """The largest magnitude in float32; NaN if there is one."""
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float32)
@@ -184,19 +190,18 @@ def _largest_of(x: torch.Tensor) -> torch.Tensor:
     return torch.maximum(-low.float(), high.float()).abs()  # abs: -0.0 is no largest magnitude
 
 
-_largest = define(
-    "largest_magnitude",
-    _largest_of,
-    lambda x: x.new_empty((), dtype=torch.float32),
-    plain=_largest_of,
-)
+_largest = _magnitude.define("largest_magnitude", _largest_of, plain=_largest_of)
 
 
 # ---- the definitions
 
 
-def quantize_eager(x, global_scale, square, seed, hadamard=None, hadamard_seed=None):
-    if hadamard is not None:
+def quantize_eager(x, global_scale, options):
+    square, seed, hadamard, hadamard_seed, transpose = options
+    if transpose:
+        one = options._replace(transpose=False)
+        return quantize.both(lambda t: quantize_eager(t, global_scale, one), x)
+    if hadamard:
         x = hadamard_eager(x.float(), hadamard, hadamard_seed, False)
     B, R, C = x.shape
     v = quantize.pad_to(x.float(), -1, BLOCK)
@@ -216,41 +221,30 @@ def quantize_eager(x, global_scale, square, seed, hadamard=None, hadamard_seed=N
         random = quantize.pad_to(random, -1, BLOCK).view(blocks.shape)
     codes = quantize.to_e2m1(blocks * inverse[..., None], random).view(v.shape)[:, :, :C]
     codes = quantize.pad_to(codes, -1, 2)
-    return codes[..., ::2] | codes[..., 1::2] << 4, scale
-
-
-def both_eager(x, global_scale, square, seed):
-    return (
-        *quantize_eager(x, global_scale, square, seed),
-        *quantize_eager(x.mT.contiguous(), global_scale, square, seed),
-    )
+    return Codes(codes[..., ::2] | codes[..., 1::2] << 4, scale, None, None)
 
 
 def largest_eager(x, hadamard, hadamard_seed):
     return _largest(hadamard_eager(x.float(), hadamard, hadamard_seed, False))
 
 
-def _whole(one, both, largest):
-    """Composes the public function's two steps: the tensor's scale, then codes and block scales,
-    once or twice.
-    """
+def _whole(codes_of, largest):
+    """Composes the public function's two steps: the tensor's scale, then codes and block scales."""
 
-    def run(x, global_scale, square, seed, hadamard, hadamard_seed, transpose):
-        most = quantize.finite(
-            _largest(x) if hadamard is None else largest(x, hadamard, hadamard_seed)
-        )
+    def run(x, global_scale, options):
+        hadamard = options.hadamard
+        most = largest(x, hadamard, options.hadamard_seed) if hadamard else _largest(x)
+        most = quantize.finite(most)
         if global_scale is None:
             global_scale = torch.where(most > 0, (most / 2688.0).clamp_min(LEAST), 1.0)
         else:  # keeps a non-finite x visible
             global_scale = global_scale * torch.where(most.isfinite(), 1.0, most)
-        if transpose:
-            return global_scale, *both(x, global_scale, square, seed)
-        return global_scale, *one(x, global_scale, square, seed, hadamard, hadamard_seed)
+        return global_scale, codes_of(x, global_scale, options)
 
     return run
 
 
-def dequantize_eager(data, scale, global_scale, C, dtype, alpha=0.0, *key):
+def dequantize_eager(data, scale, global_scale, C, dtype, noise):
     acc = torch.promote_types(dtype, torch.float32)
     codes = (
         torch.stack([data & 15, data >> 4], -1).view(data.shape[0], 2 * data.shape[1])[:, :C].long()
@@ -258,43 +252,10 @@ def dequantize_eager(data, scale, global_scale, C, dtype, alpha=0.0, *key):
     factor = scale.view(quantize.E4M3).to(acc) * global_scale.to(acc)
     factor = factor.repeat_interleave(BLOCK, 1)[:, :C]
     values = _values(data).to(acc)[codes] * factor
-    if alpha:
-        values = aqn.add_eager(values, alpha * STEP * factor, *key)
-    return values.to(dtype)
+    return aqn.add_eager(values, factor, STEP, noise).to(dtype)
 
 
 # ---- fused implementations
-
-
-def _fake_quantize(x, global_scale, square, seed, hadamard=0, signs=None):
-    B, R, C = x.shape
-    return (
-        x.new_empty((B, R, (C + 1) // 2), dtype=torch.uint8),
-        x.new_empty((B, R, (C + BLOCK - 1) // BLOCK), dtype=torch.uint8),
-    )
-
-
-def _fake_dequantize(data, scale, global_scale, C, dtype, *noise):
-    return data.new_empty((data.shape[0], C), dtype=dtype)
-
-
-def _fake_both(x, global_scale, square, seed):
-    return (
-        *_fake_quantize(x, global_scale, square, seed),
-        *_fake_quantize(x.mT, global_scale, square, seed),
-    )
-
-
-def _fake_largest(x, hadamard, signs):
-    return x.new_empty((), dtype=torch.float32)
-
-
-def _fused(one, both, largest):
-    return _whole(
-        lambda x, total, square, seed, size, signs: one(x, total, square, seed, size or 0, signs),
-        both,
-        largest,
-    )
 
 
 @functools.cache
@@ -302,82 +263,47 @@ def _triton():
     from tilewright.kernels.fused_quantize import fused_quantize_triton as fused
     from tilewright.kernels.quant import quantize_triton as k
 
-    return (
-        _fused(
-            define("nvfp4_triton_quantize", k.nvfp4_quantize, _fake_quantize),
-            define("nvfp4_triton_quantize_both", fused.nvfp4_quantize_both, _fake_both),
-            define("nvfp4_triton_largest", fused.nvfp4_largest, _fake_largest),
+    return quantize.Fused(
+        _whole(
+            operators.nvfp4_quantize.define("nvfp4_triton_quantize", fused.nvfp4_quantize),
+            operators.nvfp4_largest.define("nvfp4_triton_largest", fused.nvfp4_largest),
         ),
-        define("nvfp4_triton_dequantize", k.nvfp4_dequantize, _fake_dequantize),
+        operators.nvfp4_dequantize.define("nvfp4_triton_dequantize", k.nvfp4_dequantize),
     )
 
 
 @functools.cache
 def _cpp():
-    one, dequantize = quantize.of_extension("nvfp4", _fake_quantize, _fake_dequantize)
-    return (
-        _fused(
-            one,
-            adopt("nvfp4_cpp_quantize_both", _fake_both),
-            adopt("nvfp4_cpp_largest", _fake_largest),
+    return quantize.Fused(
+        _whole(
+            operators.nvfp4_quantize.adopt("nvfp4_cpp_quantize"),
+            operators.nvfp4_largest.adopt("nvfp4_cpp_largest"),
         ),
-        dequantize,
+        operators.nvfp4_dequantize.adopt("nvfp4_cpp_dequantize"),
     )
 
 
-# ---- cases
-
-
-def _variants():
-    def case(name, shape, **options):
-        return Case(
-            name, lambda device, dtype, seed: {"x": draw(device, dtype, seed, shape), **options}
-        )
-
-    return [
-        case("square", (19, 40), square=True),
-        case("square_experts", (2, 33, 48), square=True),
-        case("random", (5, 37), seed=1),
-        case("random_square", (18, 50), seed=2**40 + 3, square=True),
-        case("hadamard", (5, 48), hadamard=16),
-        case("hadamard_signs", (3, 7, 64), hadamard=32, hadamard_seed=3),
-        case("hadamard_square", (18, 32), hadamard=16, hadamard_seed=1, square=True, seed=4),
-        case("transpose", (19, 70), transpose=True),
-        case("transpose_random", (2, 17, 33), transpose=True, seed=1),
-        case("transpose_square", (40, 24), transpose=True, square=True),
-    ]
-
-
-def _noisy():
-    def case(name, shape):
-        return Case(
-            name,
-            lambda device, dtype, seed: {
-                "q": quantize_nvfp4(draw(device, dtype, seed, shape)),
-                "noise": aqn.SOME,
-            },
-        )
-
-    return [
-        case("noise", (3, 5, 72)),
-        case("noise_ragged", (5, 37)),
-    ]  # rows of whole blocks of random bits, and not
-
-
-_COMPILED = (torch.float32, torch.bfloat16)
 QUANTIZE_NVFP4 = Op(
     "quantize_nvfp4",
     quantize_nvfp4,
-    _whole(quantize_eager, both_eager, largest_eager),
-    (
-        Implementation(
-            "triton", lambda: _triton()[0], platform.no_triton, gate=quantize.gates("nvfp4")
-        ),
-        Implementation("cpp", lambda: _cpp()[0], platform.no_cpp, ("cpu",), _COMPILED),
+    _whole(quantize_eager, largest_eager),
+    quantize.implementations(
+        lambda: _triton().quantize, lambda: _cpp().quantize, gate=quantize.gates("nvfp4")
     ),
     (
         *all_cases(lambda x: {"x": x}, 4.5),
-        *_variants(),
+        quantize_case("square", (19, 40), square=True),
+        quantize_case("square_experts", (2, 33, 48), square=True),
+        quantize_case("random", (5, 37), seed=1),
+        quantize_case("random_square", (18, 50), seed=2**40 + 3, square=True),
+        quantize_case("hadamard", (5, 48), hadamard=16),
+        quantize_case("hadamard_signs", (3, 7, 64), hadamard=32, hadamard_seed=3),
+        quantize_case(
+            "hadamard_square", (18, 32), hadamard=16, hadamard_seed=1, square=True, seed=4
+        ),
+        quantize_case("transpose", (19, 70), transpose=True),
+        quantize_case("transpose_random", (2, 17, 33), transpose=True, seed=1),
+        quantize_case("transpose_square", (40, 24), transpose=True, square=True),
         *timed_cases("hadamard", 4.5, passes=2, hadamard=16, hadamard_seed=1),
         *timed_cases("transpose", 4.5, passes=2, results=2, transpose=True),
     ),
@@ -387,15 +313,16 @@ DEQUANTIZE_NVFP4 = Op(
     "dequantize_nvfp4",
     dequantize_nvfp4,
     dequantize_eager,
-    (
-        Implementation(
-            "triton",
-            lambda: _triton()[1],
-            platform.no_triton,
-            gate=from_kernels("quant.quantize_triton", "nvfp4_dequantize_gate"),
-        ),
-        Implementation("cpp", lambda: _cpp()[1], platform.no_cpp, ("cpu",), _COMPILED),
+    quantize.implementations(
+        lambda: _triton().dequantize,
+        lambda: _cpp().dequantize,
+        gate=from_kernels("quant.quantize_triton", "nvfp4_dequantize_gate"),
     ),
-    (*all_cases(lambda x: {"q": quantize_nvfp4(x)}, 4.5), *_noisy()),
+    (
+        *all_cases(lambda x: {"q": quantize_nvfp4(x)}, 4.5),
+        # Rows of whole blocks of random bits, and not.
+        dequantize_case(quantize_nvfp4, "noise", (3, 5, 72), aqn.SOME),
+        dequantize_case(quantize_nvfp4, "noise_ragged", (5, 37), aqn.SOME),
+    ),
     goals=(*cases.near_copy(90, "forward"), Goal("EPYC", "forward", "over torchao", at_least=3)),
 )

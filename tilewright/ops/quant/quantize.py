@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
+from tilewright import platform
 from tilewright.core import checks, torch_names
 from tilewright.core.installed import PACKAGE
-from tilewright.core.library import adopt, define, from_kernels
-from tilewright.core.registry import short
+from tilewright.core.library import Operator, declare, define, from_kernels
+from tilewright.core.registry import Implementation, short
 from tilewright.core.torch_names import pytree
+from tilewright.kernels.quant.operators import Codes
 
 E4M3 = torch.float8_e4m3fn
 LARGEST_E4M3, LARGEST_E2M1 = 448.0, 6.0
@@ -80,23 +83,23 @@ def register(cls, tensors: tuple[str, ...]):
 # ---- implementations
 
 
-def of_extension(
-    name: str, fake_quantize: Callable, fake_dequantize: Callable
-) -> tuple[Callable, Callable]:
-    """A format's two C++ operators. The dequantize operator takes its dtype as a flag for bfloat16,
-    followed by the noise's four numbers.
+class Fused(NamedTuple):
+    """A format's operators of one implementation.   quantize: what calls them, where they are
+    several.
     """
-    low = adopt(
-        f"{name}_cpp_dequantize",
-        lambda *arguments: fake_dequantize(
-            *arguments[:-5], torch.bfloat16 if arguments[-5] else torch.float32
-        ),
+
+    quantize: Callable
+    dequantize: Operator
+
+
+def implementations(
+    triton: Callable, cpp: Callable, **gates: Any
+) -> tuple[Implementation, Implementation]:
+    """The implementations of an op whose results are the same in all, from what loads them."""
+    return (
+        Implementation("triton", triton, platform.no_triton, **gates),
+        Implementation("cpp", cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
     )
-
-    def dequantize_cpp(*arguments):
-        return low(*arguments[:-5], arguments[-5] == torch.bfloat16, *arguments[-4:])
-
-    return adopt(f"{name}_cpp_quantize", fake_quantize), dequantize_cpp
 
 
 def gates(format: str) -> Callable[[], list]:
@@ -107,6 +110,11 @@ def gates(format: str) -> Callable[[], list]:
         return [*one(), *from_kernels("fused_quantize.fused_quantize_triton", f"{format}_gate")()]
 
     return specs
+
+
+def both(quantize_one: Callable[[torch.Tensor], Codes], x: torch.Tensor) -> Codes:
+    """The codes of x and of its transpose, from those of one."""
+    return Codes(*quantize_one(x)[:2], *quantize_one(x.mT.contiguous())[:2])
 
 
 # ---- checks
@@ -134,6 +142,17 @@ def seed(value: int | None, name: str = "seed") -> None:
         raise TypeError(f"{name} must be an int or None, got {value!r}")
     if not 0 <= value < 2**63:
         raise ValueError(f"{name} must be 0 to 2^63 - 1, got {value}")
+
+
+def in_rows(x: torch.Tensor, seed_of: int | None, **flags: object) -> None:
+    """The checks of formats whose blocks lie in rows."""
+    source(x)
+    seed(seed_of)
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {value!r}")
+    if x.dim() == 0:
+        raise ValueError("x must have at least 1 dimension, got a scalar")
 
 
 def instance(q, cls) -> None:
@@ -191,12 +210,14 @@ def _check_finite(scales: torch.Tensor, what: str) -> torch.Tensor:
     return scales.clone()
 
 
+@declare
+def _checked(scales: torch.Tensor, what: str) -> torch.Tensor:
+    return torch.empty_like(scales)
+
+
 # An operator, so that torch.compile checks values at run time; the caller uses its result.
-_checked_scales = define(
-    "checked_scales",
-    _check_finite,
-    lambda scales, what: torch.empty_like(scales),
-    plain=lambda scales, what: scales,
+_checked_scales = _checked.define(
+    "checked_scales", _check_finite, plain=lambda scales, what: scales
 )
 
 
@@ -221,15 +242,10 @@ def constant(name: str, make: Callable[[], torch.Tensor], size: int) -> Callable
         fill(like.device)
         return tables[like.device]
 
-    def table(like: torch.Tensor) -> torch.Tensor:
-        return cached(like).clone()
+    def allocate(like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty(size, dtype=torch.float32)
 
-    return define(
-        name,
-        table,
-        lambda like: like.new_empty(size, dtype=torch.float32),
-        plain=cached,
-    )
+    return define(name, lambda like: cached(like).clone(), allocate, plain=cached)
 
 
 # ---- rounding

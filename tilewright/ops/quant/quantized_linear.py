@@ -19,16 +19,16 @@ from collections.abc import Callable
 
 import torch
 
-from tilewright import platform
 from tilewright.core import checks
-from tilewright.core.library import define, differentiate, from_kernels
-from tilewright.core.registry import Case, Cost, Implementation, Judged, Op, short
+from tilewright.core.library import Operator, declare, from_kernels
+from tilewright.core.registry import Case, Cost, Judged, Op, short
+from tilewright.kernels.quant import nf4_tables, operators
+from tilewright.kernels.quant.operators import FORMATS, Matrix
 from tilewright.ops import cases
-from tilewright.ops.quant import aqn, nf4_format, quantize
+from tilewright.ops.quant import aqn, quantize
 from tilewright.ops.quant.aqn import AQN
 from tilewright.ops.quant.block_fp8 import BlockFP8, quantize_block_fp8
-from tilewright.ops.quant.mxfp8 import BLOCK as MX_BLOCK
-from tilewright.ops.quant.mxfp8 import E8M0
+from tilewright.ops.quant.fp8 import E8M0, MX_BLOCK
 from tilewright.ops.quant.nf4 import quantize_nf4
 from tilewright.ops.quant.nvfp4 import quantize_nvfp4
 from tilewright.ops.quant.quantize import Quantized
@@ -39,8 +39,6 @@ from tilewright.ops.quant.weights import (
     dense,
     dequantize,
     pack,
-    saved,
-    to_save,
     unpack,
 )
 
@@ -125,12 +123,16 @@ def product_eager(x, w, bias):
 # ---- fused implementations
 
 
-def _fake_forward(x, bias, *weight):
-    return x.new_empty((x.shape[0], Packed(*weight).shape[0]))
+@declare
+def product(x: torch.Tensor, bias: torch.Tensor | None, weight: Packed) -> torch.Tensor:
+    """x [T, K] -> [T, N]."""
+    return x.new_empty((x.shape[0], weight.shape[0]))
 
 
-def _fake_backward(dy, *weight):
-    return dy.new_empty((dy.shape[0], Packed(*weight).shape[1]))
+@declare
+def transposed(dy: torch.Tensor, weight: Packed) -> torch.Tensor:
+    """dy [T, N] -> [T, K]."""
+    return dy.new_empty((dy.shape[0], weight.shape[1]))
 
 
 def _mm(x, w, bias):
@@ -139,33 +141,48 @@ def _mm(x, w, bias):
         return torch.mm(x, w) if bias is None else torch.addmm(bias, x, w)
 
 
-def _save(ctx, *weight):
-    tensors, ctx.options = to_save(Packed(*weight))
-    ctx.save_for_backward(*tensors)
+def _save(ctx, arguments, out):
+    weight = arguments[-1]
+    ctx.save_for_backward(weight.data, *weight.scales)
+    ctx.ints, ctx.alpha = weight.ints, weight.alpha
 
 
-def _setup(ctx, inputs, output):
-    _save(ctx, *inputs[2:])
+def _saved(ctx):
+    data, *scales = ctx.saved_tensors
+    return Packed(data, scales, ctx.ints, ctx.alpha)
+
+
+# Each is linear in x, and the other is its gradient. `ctx.backward_op` has both.
 
 
 def _backward(ctx, dy):
-    (weight,) = saved(ctx.saved_tensors, ctx.options)
-    dx = ctx.backward_op(dy, *weight) if ctx.needs_input_grad[0] else None
-    return dx, bias_gradient(dy) if ctx.needs_input_grad[1] else None, *[None] * 4
-
-
-def _setup_transposed(ctx, inputs, output):
-    _save(ctx, *inputs[1:])
+    found = {}
+    if ctx.needs["x"]:
+        found["x"] = ctx.backward_op.transposed(dy, _saved(ctx))
+    if ctx.needs["bias"]:
+        found["bias"] = bias_gradient(dy)
+    return found
 
 
 def _backward_transposed(ctx, ddx):
-    (weight,) = saved(ctx.saved_tensors, ctx.options)
-    return ctx.backward_op(ddx, None, *weight), *[None] * 4
+    return {"dy": ctx.backward_op.product(ddx, None, _saved(ctx))}
+
+
+product.differentiate(_save, _backward, twice=True)
+transposed.differentiate(_save, _backward_transposed, twice=True)
 
 
 def bias_gradient(dy: torch.Tensor) -> torch.Tensor:
     """The gradient of a bias that is added to every row."""
     return dy.sum(0, dtype=torch.float32).to(dy.dtype)
+
+
+def by_rows(op: Operator, x, q, bias, noise=None):
+    """An operator declared as `product`, for x of any shape."""
+    if x.dim() == 2:  # no view where none is needed
+        return op(x, bias, pack(q, noise))
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return op(rows, bias, pack(q, noise)).view(*x.shape[:-1], q.shape[0])
 
 
 class _Fused:
@@ -176,89 +193,59 @@ class _Fused:
 
     def __init__(self, name: str, few_rows: Callable):
         self.name, self.few_rows = name, few_rows
-        self.product = define(f"quantized_linear_{name}_forward", self.forward, _fake_forward)
-        self.transposed = define(f"quantized_linear_{name}_backward", self.backward, _fake_backward)
-        # Each is linear, and the other is its gradient.
-        differentiate(self.product, _backward, _setup, backward_op=self.transposed, twice=True)
-        differentiate(
-            self.transposed,
-            _backward_transposed,
-            _setup_transposed,
-            backward_op=self.product,
-            twice=True,
+        self.product = product.define(f"quantized_linear_{name}_forward", self.forward, self)
+        self.transposed = transposed.define(
+            f"quantized_linear_{name}_backward", self.backward, self
         )
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        data: torch.Tensor,
-        scales: list[torch.Tensor],
-        ints: list[int],
-        alpha: float,
-    ) -> torch.Tensor:
-        weight = Packed(data, scales, ints, alpha)
-        y = self.few_rows(x, bias, weight) if alpha == 0 else None
+    def forward(self, x, bias, weight):
+        y = self.few_rows(x, bias, weight) if weight.alpha == 0 else None
         return _mm(x, dense(weight, x.dtype, self.name).t(), bias) if y is None else y
 
-    def backward(
-        self,
-        dy: torch.Tensor,
-        data: torch.Tensor,
-        scales: list[torch.Tensor],
-        ints: list[int],
-        alpha: float,
-    ) -> torch.Tensor:
-        weight = Packed(data, scales, ints, alpha)
+    def backward(self, dy, weight):
         return _mm(dy, dense(weight, dy.dtype, self.name), None)
 
     def quantized_linear(self, x, q, bias, noise):
-        if x.dim() == 2:  # no view where none is needed
-            return self.product(x, bias, *pack(q, noise))
-        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        return self.product(rows, bias, *pack(q, noise)).view(*x.shape[:-1], q.shape[0])
+        return by_rows(self.product, x, q, bias, noise)
 
 
-@functools.cache
-def _nf4_tables(device):
-    """The values of NF4's codes and those of the scales' codes, cached per device. Called within an
-    operator, which compilers do not trace.
-    """
-    return nf4_format.codes_of().to(device), nf4_format.dynamic_map().to(device)
-
-
-def _read_by_kernel(x, bias, weight):
-    """Arguments that the fused kernels share: bias, data, scale, nested scales, their codes'
-    values, the factor of all scales, the codes' values.
-    """
+def _matrix(weight: Packed, rows: int, span: int) -> Matrix:
     check_parts(weight)
     scale, *more = weight.scales
-    values, table, nested, total = None, None, None, None
-    if weight.format == "nf4":
-        values, table = _nf4_tables(x.device)
-        nested, total = more or (None, None)
-    elif weight.format == "nvfp4":
-        (total,) = more
-    return (
-        None if bias is None else bias.contiguous(),
+    nested, table, extra = None, None, None
+    if len(more) == 2:
+        (nested, extra), table = more, nf4_tables.on(scale.device).map
+    elif more:
+        (extra,) = more
+    return Matrix(
         weight.data.contiguous(),
         scale.contiguous(),
         nested,
-        table if nested is not None else None,
-        total,
-        values,
+        table,
+        extra,
+        FORMATS[weight.format],
+        weight.shape[0],
+        rows,
+        span,
     )
+
+
+def _shared(weight: Packed) -> tuple[int, int]:
+    """Rows and columns that share a scale."""
+    block = {"nvfp4": [16], "mxfp8": [MX_BLOCK]}.get(weight.format, weight.block)
+    rows, span = block if len(block) == 2 else (1, *block)
+    return rows, span
 
 
 def _few_rows_triton(kernels, x, bias, weight):
     if weight.format == "mxfp8":  # a step of the kernel covers more columns than share a scale
         return None
-    format, N, block = weight.format, weight.shape[0], weight.block
-    config = kernels.constants(x, format, N, block)
+    rows, span = _shared(weight)
+    config = kernels.constants(x, FORMATS[weight.format], weight.shape[0], span)
     if config is None:
         return None
-    bias, *parts = _read_by_kernel(x, bias, weight)
-    return kernels.few_rows(x, bias, parts, format, N, block, config)
+    bias = None if bias is None else bias.contiguous()
+    return kernels.few_rows(x, bias, _matrix(weight, rows, span), config)
 
 
 @functools.cache
@@ -268,10 +255,9 @@ def load_triton() -> _Fused:
     return _Fused("triton", functools.partial(_few_rows_triton, quantized_linear_triton))
 
 
-def _few_rows_cpp(x, bias, weight):
+def _few_rows_cpp(kernel, x, bias, weight):
     N, K = weight.shape
-    block = {"nvfp4": [16], "mxfp8": [MX_BLOCK]}.get(weight.format, weight.block)
-    rows, span = block if len(block) == 2 else (1, *block)
+    rows, span = _shared(weight)
     # Codes are read 16 at a time, with one scale.
     if (
         not 0 < x.shape[0] <= _CPP_ROWS[x.dtype]
@@ -286,18 +272,16 @@ def _few_rows_cpp(x, bias, weight):
         q, _ = unpack(weight, x.dtype)
         quantize.part("q.scale", q.scale, E8M0, (N, -(-K // MX_BLOCK)), q.data)
         weight = pack(BlockFP8(q.data, q.scale.float(), (rows, span), x.dtype))
-    bias, data, scale, nested, table, total, _ = _read_by_kernel(x, bias, weight)
-    product = torch.ops.tilewright.quantized_linear_cpp_few_rows.default
-    format = _CPP_FORMATS[weight.format]
-    return product(x.contiguous(), bias, data, scale, nested, table, total, format, N, rows, span)
+    bias = None if bias is None else bias.contiguous()
+    return kernel(x.contiguous(), bias, _matrix(weight, rows, span))
 
 
 @functools.cache
 def _cpp():
-    return _Fused("cpp", _few_rows_cpp)
+    kernel = operators.few_rows.adopt("quantized_linear_cpp_few_rows")
+    return _Fused("cpp", functools.partial(_few_rows_cpp, kernel))
 
 
-_CPP_FORMATS = {"nf4": 0, "nvfp4": 1, "block_fp8": 2}
 # Rows up to which the fused C++ product is faster than dequantizing and PyTorch's GEMM. Measured on
 # two (shared) cores of an AMD EPYC with 2,048 x 2,048 and 4,096 x 14,336 weights of each format: in
 # float32 1.4 to 5 times as fast up to 64 rows and about even at 256; in bfloat16 1.1 to 3 times up
@@ -397,21 +381,11 @@ QUANTIZED_LINEAR = Op(
     "quantized_linear",
     quantized_linear,
     quantized_linear_eager,
-    (
-        Implementation(
-            "triton",
-            lambda: load_triton().quantized_linear,
-            platform.no_triton,
-            gate=from_kernels("quant.quantized_linear_triton", "gate"),
-            tunables=lambda: (from_kernels("quant.quantized_linear_triton", "FEW_ROWS")(),),
-        ),
-        Implementation(
-            "cpp",
-            lambda: _cpp().quantized_linear,
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-        ),
+    quantize.implementations(
+        lambda: load_triton().quantized_linear,
+        lambda: _cpp().quantized_linear,
+        gate=from_kernels("quant.quantized_linear_triton", "gate"),
+        tunables=lambda: (from_kernels("quant.quantized_linear_triton", "FEW_ROWS")(),),
     ),
     _CASES,
     # The twin rounds the weight, and then the product.

@@ -13,7 +13,8 @@ from tilewright.core.registry import DispatchOn, Op, short
 from tilewright.ops.quant import aqn, nf4_format, quantize
 from tilewright.ops.quant.aqn import AQN
 from tilewright.ops.quant.block_fp8 import DEQUANTIZE_BLOCK_FP8, BlockFP8
-from tilewright.ops.quant.mxfp8 import DEQUANTIZE_MXFP8, E8M0, MXFP8
+from tilewright.ops.quant.fp8 import E8M0
+from tilewright.ops.quant.mxfp8 import DEQUANTIZE_MXFP8, MXFP8
 from tilewright.ops.quant.nf4 import DEQUANTIZE_NF4
 from tilewright.ops.quant.nf4_format import NF4
 from tilewright.ops.quant.nvfp4 import DEQUANTIZE_NVFP4, NVFP4
@@ -86,8 +87,9 @@ class Packed(NamedTuple):
 
 
 def _packed(format, data, scales, q, block=(), noise=None):
-    alpha, *key = aqn.arguments(noise)
-    return Packed(data, scales, [FORMATS.index(format), *key, *block, *q.shape], alpha)
+    drawn = aqn.arguments(noise)
+    ints = [FORMATS.index(format), drawn.seed, drawn.step, drawn.layer, *block, *q.shape]
+    return Packed(data, scales, ints, drawn.alpha)
 
 
 def pack(weight: torch.Tensor | Quantized, noise: AQN | None = None) -> Packed:
