@@ -17,7 +17,7 @@ from tilewright.core import checks
 from tilewright.core.registry import Implementation, no_kernels
 from tilewright.ops.activation.activation import Gate, gate_parts
 from tilewright.ops.moe.grouped_gemm import GROUPED_GEMM
-from tilewright.ops.moe.permute_checks import checked_index
+from tilewright.ops.moe.permute import checked_index
 from tilewright.ops.quant.aqn import AQN
 from tilewright.ops.quant.weights import Packed, dense
 

@@ -259,15 +259,13 @@ class _Triton:
 
     def forward(self, x, experts, index, weight, keep):
         gate_up, down, gate_up_bias, down_bias, gate = experts
-        offsets, slots, position = self.rows.sort(index, gate_up.shape[0])
+        offsets, slots, position = order = self.rows.sort(index, gate_up.shape[0])
         # For this pass and its backward.
         tiles = self.gemm.tile_map(offsets, slots.shape[0], whole=True)
         pre, h = self.gemm.up_swiglu(
             x,
             gate_up.dense(),
-            offsets,
-            slots,
-            index.shape[1],
+            order,
             keep,
             gate_up_bias,
             _constants(gate),
