@@ -66,6 +66,12 @@ def sort_by_expert(
     )
 
 
+def sort_slots(index: torch.Tensor, num_experts: int) -> Order:
+    """`sort_by_expert` of a valid index, by the implementation of `auto`, whatever is pinned."""
+    sorting = PERMUTE.part(DispatchOn(index.device))
+    return Order(*sorting(None, index.contiguous(), num_experts)[1:])
+
+
 @checks.autocast("inputs")
 def permute(
     x: torch.Tensor, expert_index: torch.Tensor, num_experts: int, *, implementation: str = "auto"
