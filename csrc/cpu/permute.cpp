@@ -186,7 +186,7 @@ Tensor collect(Tensor rows, std::optional<Tensor> weight, Tensor position) {
   return y;
 }
 
-// Gradients of rows and of weight; the latter is empty if rows are not given.
+// Gradients of rows and of weight; the latter is None if rows are not given.
 std::tuple<Tensor, Tensor> backward(Tensor dy, std::optional<Tensor> rows, Tensor weight, Tensor position) {
   check_position(position);
   const int64_t T = position.size(0), K = position.size(1), R = T * K;
@@ -199,14 +199,14 @@ std::tuple<Tensor, Tensor> backward(Tensor dy, std::optional<Tensor> rows, Tenso
   check_rows(p, R);
   const int64_t after = used(p, R);
   Tensor drows = huge(torch::stable::new_empty(dy, {R, H}));
-  Tensor dweight = rows.has_value() ? torch::stable::new_empty(weight, {T, K}) : torch::stable::new_empty(weight, {0});
-  const float* const w = in<float>(weight);
-  float* const dw = out<float>(dweight);
   const bool dots = rows.has_value();
+  Tensor dweight = dots ? torch::stable::new_empty(weight, {T, K}) : Tensor();
+  const float* const w = in<float>(weight);
+  float* const dw = dots ? out<float>(dweight) : nullptr;
   dispatch(dy, [&](auto element) {
     using X = decltype(element);
     const X* const up = in<X>(dy);
-    const int64_t stride = dy.stride(0), rows_stride = rows.has_value() ? rows->stride(0) : 0;
+    const int64_t stride = dy.stride(0), rows_stride = dots ? rows->stride(0) : 0;
     const X* const from = in<X>(rows);
     X* const to = out<X>(drows);
     torch::stable::parallel_for(0, T, grain(K * H), [&](int64_t begin, int64_t end) {

@@ -240,18 +240,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> route_forward(Tensor logits, 
 }
 
 Tensor route_backward(Tensor g_weight, Tensor g_balance, Tensor g_z, Tensor logits, Tensor index, Tensor counts,
-                      bool sigmoid, bool renormalize, double scale) {
+                      int64_t K, bool sigmoid, bool renormalize, int64_t groups, int64_t topk_groups,
+                      double scale) {
   check_logits(logits);
   const int64_t T = logits.size(0), E = logits.size(1);
-  STD_TORCH_CHECK(index.dim() == 2 && index.size(0) == T, "tilewright: index must have a row for each token");
-  const int64_t K = index.size(1);
   check_vector("index", index, ScalarType::Long, T * K);
   check_vector("g_weight", g_weight, ScalarType::Float, T * K);
   check_vector("g_balance", g_balance, ScalarType::Float, 1);
   check_vector("g_z", g_z, ScalarType::Float, 1);
   check_vector("counts", counts, ScalarType::Long, E);
   Tensor d = torch::stable::new_empty(logits, {T, E});
-  const Options o{T, E, K, 1, 1, sigmoid, renormalize, float(scale)};
+  const Options o{T, E, K, groups, topk_groups, sigmoid, renormalize, float(scale)};
   const int64_t* const chosen = in<int64_t>(index);
   for (int64_t i = 0; i < T * K; ++i)
     STD_TORCH_CHECK(chosen[i] >= 0 && chosen[i] < E, "tilewright: index must be below ", E, ", got ", chosen[i]);
@@ -319,7 +318,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
       "int topk_groups, float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "route_cpp_backward(Tensor g_weight, Tensor g_balance, Tensor g_z, Tensor logits, Tensor index, Tensor counts, "
-      "bool sigmoid, bool renormalize, float scale) -> Tensor");
+      "int k, bool sigmoid, bool renormalize, int groups, int topk_groups, float scale) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {

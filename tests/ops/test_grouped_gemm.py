@@ -326,7 +326,8 @@ def expert_rows(index, offsets, slots, k):
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_up_swiglu(hidden, inner, dtype, interleaved):
     """With biases, and transposed weights with interleaved gates and ups."""
-    kernel, (index, offsets, slots, _) = kernels(), routed(25, 3, 4)
+    kernel, (index, *order) = kernels(), routed(25, 3, 4)
+    offsets, slots, _ = order
     x = torch.randn(25, hidden, device=DEVICE).to(dtype)
     weight = (torch.randn(4, 2 * inner, hidden, device=DEVICE) * hidden**-0.5).to(dtype)
     bias = torch.randn(4, 2 * inner, device=DEVICE).to(dtype) if interleaved else None
@@ -340,8 +341,8 @@ def test_up_swiglu(hidden, inner, dtype, interleaved):
     if interleaved:
         weight = weight.mT.contiguous().mT
     with contract.poisoned():
-        pre, h = kernel.up_swiglu(x, weight, offsets, slots, 3, True, *options)
-        none, same = kernel.up_swiglu(x, weight, offsets, slots, 3, False, *options)
+        pre, h = kernel.up_swiglu(x, weight, order, True, *options)
+        none, same = kernel.up_swiglu(x, weight, order, False, *options)
     assert none is None and torch.equal(h, same)
     eps = torch.finfo(dtype).eps
     close([pre], [expected], 8 * eps)
@@ -364,7 +365,8 @@ def test_down_dswiglu(monkeypatch, hidden, inner, dtype, split, interleaved):
     of 16 columns give several partial sums per row. With a bias where gates and ups are
     interleaved.
     """
-    kernel, (index, offsets, slots, position) = kernels(), routed(25, 3, 4, seed=1)
+    kernel, (index, *order) = kernels(), routed(25, 3, 4, seed=1)
+    offsets, slots, _ = order
     if split is not None:
         config = {**kernel._constants(32, 16, 32, 4, 2, 1, split=split)}
         inner //= 3  # three tiles, the third whole or not
@@ -395,7 +397,7 @@ def test_down_dswiglu(monkeypatch, hidden, inner, dtype, split, interleaved):
             down,
             pre,
             weight,
-            (offsets, slots, position),
+            order,
             keep,
             bias,
             {**kernel.SILU_MUL, "INTERLEAVED": interleaved},

@@ -85,7 +85,7 @@ def steps(tokens, dtype=torch.bfloat16):
         if fp8.rows == 1:
             fused_quantize_triton.silu_mul_quantize(x, x, T, fp8)
             fused_quantize_triton.rmsnorm_quantize(x, x, w, None, llama, True, fp8)
-    offsets, slots, position = permute_triton.sort(new(T, K, dtype=i64), E)
+    offsets, _, position = order = permute_triton.sort(new(T, K, dtype=i64), E)
     weight = new(T, K, dtype=f32)
     rows = permute_triton.spread(x, position, offsets)
     permute_triton.spread(x, position, None)
@@ -96,21 +96,12 @@ def steps(tokens, dtype=torch.bfloat16):
         grouped_gemm_triton.forward(rows, down, offsets), rows, offsets
     )
     grouped_gemm_triton.backward_x(rows, down, offsets)
-    pre, _ = grouped_gemm_triton.up_swiglu(x, up, offsets, slots, K, True)
-    grouped_gemm_triton.down_dswiglu(x, down, pre, weight, (offsets, slots, position), True)
+    pre, _ = grouped_gemm_triton.up_swiglu(x, up, order, True)
+    grouped_gemm_triton.down_dswiglu(x, down, pre, weight, order, True)
     logits = new(T, E, dtype=f32)
-    route_triton.forward(logits, None, None, K, False, True, 1, 1, 1.0)
-    route_triton.backward(
-        weight,
-        new(dtype=f32),
-        new(dtype=f32),
-        logits,
-        new(T, K, dtype=i64),
-        new(E, dtype=i64),
-        False,
-        True,
-        1.0,
-    )
+    router = route_triton.Router(K, False, True, 1, 1, 1.0)
+    _, index, counts, balance, z = route_triton.forward(logits, None, None, router)
+    route_triton.backward(weight, balance, z, logits, index, counts, router)
 
 
 def main():

@@ -16,7 +16,6 @@ from tilewright.ops import moe_lora, moe_mlp
 from tilewright.ops.moe import experts as _experts
 from tilewright.ops.moe import moe_lora_fused
 from tilewright.ops.moe.moe_lora import ADAPTERS, MODES, MOE_LORA, saved_bytes
-from tilewright.ops.quant import weights as _weights
 from tilewright.ops.quant.aqn import AQN
 from tilewright.ops.quant.block_fp8 import quantize_block_fp8
 from tilewright.ops.quant.nf4 import quantize_nf4
@@ -197,7 +196,7 @@ def test_each_base_weight_is_multiplied_once_and_no_factor_is_expanded(name):
     launches = moe_lora_fused.Composed(name)
     a = {n: t.detach() for n, t in inputs("shared").items()}
     x, gate_up, down, index, weight, *adapters = a.values()
-    base = [_experts.Weight(_weights.pack(w), x.dtype) for w in (gate_up, down)]
+    base = _experts.Projections.of(gate_up, down)
     adapters = moe_lora_fused.Adapters(*adapters)
 
     class Seen(TorchDispatchMode):
@@ -212,17 +211,18 @@ def test_each_base_weight_is_multiplied_once_and_no_factor_is_expanded(name):
                 self.products.append(args[1].data_ptr())
             return out
 
-    def watched(fn, *arguments):
+    def watched(fn, first, *arguments):
         with Seen() as seen:
             seen.made, seen.products = [], []
-            found = fn(base, *arguments)
+            found = fn(first, base, *arguments)
         assert sorted(seen.products) == sorted((gate_up.data_ptr(), down.data_ptr()))
         assert seen.made and not [shape for shape in seen.made if len(shape) == 3 and shape[0] == E]
         return found
 
     y, *saved = watched(launches.forward, x, index, weight, adapters, SCALE, True)
     dy = torch.ones_like(y)
-    found = watched(launches.backward, dy, x, weight, adapters, saved, SCALE, [True] * 8)
+    of, needs = moe_lora_fused.Saved(*saved), moe_lora_fused.Needs(*[True] * 8)
+    found = watched(launches.backward, dy, x, weight, adapters, SCALE, of, needs)
     expected = moe_lora(**inputs("shared"), scale=SCALE, implementation=name)
     assert torch.equal(y, expected) and [g.shape for g in found] == [
         t.shape for t in (x, weight, *adapters)

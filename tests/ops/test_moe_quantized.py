@@ -10,7 +10,7 @@ import torch
 from helpers import DEVICE, join_group, skip_unless_usable, two_processes, with_dtypes
 
 from tilewright.ops import moe_mlp, quantize_block_fp8, quantize_nf4, quantize_nvfp4, route
-from tilewright.ops.moe import experts
+from tilewright.ops.moe import moe_fused
 from tilewright.ops.moe.moe import MOE_MLP, saved_bytes
 from tilewright.ops.quant.aqn import AQN
 from tilewright.ops.quant.quantized_linear import dequantize
@@ -134,9 +134,9 @@ def test_each_weight_is_dequantized_once_a_product(name, monkeypatch):
     skip_unless_usable(MOE_MLP, name, torch.float32)
     shapes = []
     monkeypatch.setattr(
-        experts,
+        moe_fused,
         "dense",
-        lambda *a, real=experts.dense: shapes.append(list(a[0].shape)) or real(*a),
+        lambda *a, real=moe_fused.dense: shapes.append(list(a[0].shape)) or real(*a),
     )
     x, up, down, index, weight = inputs()
     y = moe_mlp(x, up, down, index, weight, implementation=name)

@@ -337,6 +337,21 @@ def test_unknown_implementation():
         sort_by_expert(I, 3, implementation="c")
 
 
+@FUSED
+def test_gradients_within_torch_func_are_those_of_autograd(name):
+    """Each alone: what is saved depends on which is needed."""
+    skip_unless_usable(UNPERMUTE, name, torch.float32)
+    position = sort_by_expert(indices(9, 4, 2), 4).position
+    rows, weight = torch.randn(18, 5, device=DEVICE), torch.rand(9, 2, device=DEVICE)
+
+    def total(rows, weight):
+        return unpermute(rows, weight, position, implementation=name).square().sum()
+
+    leaves = [t.clone().requires_grad_() for t in (rows, weight)]
+    for i, expected in enumerate(torch.autograd.grad(total(*leaves), leaves)):
+        assert torch.equal(torch.func.grad(total, i)(rows, weight), expected)
+
+
 def test_cpp_operators_themselves_check_every_tensor():
     """Below the public functions' checks: no loop leaves its tensors."""
     skip_unless_usable(PERMUTE, "cpp", torch.float32)

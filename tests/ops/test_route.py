@@ -403,43 +403,45 @@ def test_cpp_operators_themselves_check_every_tensor():
         torch.ops.tilewright.route_cpp_forward,
         torch.ops.tilewright.route_cpp_backward,
     )
-    weight, index, counts, balance, z = forward(X, None, None, 2, False, False, 1, 1, 1.0)
+    options = False, False, 1, 1, 1.0
+    weight, index, counts, balance, z = forward(X, None, None, 2, *options)
     right = [weight, balance, z, X, index, counts]
     for wrong, message in (
         (
-            lambda: forward(X.t(), None, None, 2, False, False, 1, 1, 1.0),
+            lambda: forward(X.t(), None, None, 2, *options),
             "logits must be a CPU matrix",
         ),
         (
-            lambda: forward(X.half(), None, None, 2, False, False, 1, 1, 1.0),
+            lambda: forward(X.half(), None, None, 2, *options),
             "take float32 and bfloat16",
         ),
         (
-            lambda: forward(X, torch.zeros(7), None, 2, False, False, 1, 1, 1.0),
+            lambda: forward(X, torch.zeros(7), None, 2, *options),
             "bias has the wrong dtype or size",
         ),
-        (lambda: forward(X, None, None, 9, False, False, 1, 1, 1.0), "do not fit 8 experts"),
+        (lambda: forward(X, None, None, 9, *options), "do not fit 8 experts"),
         (lambda: forward(X, None, None, 2, False, False, 3, 1, 1.0), "do not fit 8 experts"),
         (
-            lambda: forward(X, None, index[:1], 2, False, False, 1, 1, 1.0),
+            lambda: forward(X, None, index[:1], 2, *options),
             "recorded has the wrong dtype or size",
         ),
         (
-            lambda: backward(*right[:4], index + 7, counts, False, False, 1.0),
+            lambda: backward(*right[:4], index + 7, counts, 2, *options),
             "index must be below 8, got",
         ),
         (
-            lambda: backward(*right[:4], index.int(), counts, False, False, 1.0),
+            lambda: backward(*right[:4], index.int(), counts, 2, *options),
             "index has the wrong dtype",
         ),
         (
-            lambda: backward(weight[:2], *right[1:], False, False, 1.0),
+            lambda: backward(weight[:2], *right[1:], 2, *options),
             "g_weight has the wrong dtype or size",
         ),
         (
-            lambda: backward(*right[:5], counts[1:], False, False, 1.0),
+            lambda: backward(*right[:5], counts[1:], 2, *options),
             "counts must|counts has the wrong",
         ),
+        (lambda: backward(*right, 3, *options), "index has the wrong dtype or size"),
     ):
         with pytest.raises(RuntimeError, match=message):
             wrong()

@@ -284,54 +284,7 @@ declare = Declaration
 
 def define(name: str, launch: Callable, allocate: Callable, **options: Any) -> Operator:
     """A declaration and its only operator."""
-    declaration = Declaration.__new__(Declaration)  # TRANSITION: fakes without annotations
-    annotated = allocate if "return" in getattr(allocate, "__annotations__", {}) else launch
-    declaration.allocate, declaration.signature = allocate, Signature(annotated)
-    declaration._derivative = None
-    return declaration.define(name, launch, **options)
-
-
-class _OfSchema(Signature):  # TRANSITION
-    def __init__(self, name):
-        of = {
-            "Tensor": torch.Tensor,
-            "float": float,
-            "int": int,
-            "SymInt": int,
-            "bool": bool,
-            "str": str,
-        }
-        of |= {
-            "ScalarType": torch.dtype,
-            "List[Tensor]": list[torch.Tensor],
-            "List[int]": list[int],
-        }
-        of |= {"List[SymInt]": list[int], "List[float]": list[float], "List[bool]": list[bool]}
-        self.direct, self.structured, self.result, self.expands = [], False, None, False
-        for a in getattr(getattr(torch.ops, PACKAGE), name).default._schema.arguments:
-            kind = str(a.real_type)
-            base = (
-                kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Opt") else kind
-            )
-            annotation = of[base] | None if kind.startswith("Opt") else of[base]
-            self.direct.append(schema._argument(a.name, annotation))
-        self.names, self._only = [a.name for a in self.direct], None
-
-
-def adopt(name: str, fake: Callable) -> Operator:  # TRANSITION
-    declaration = Declaration.__new__(Declaration)
-    declaration.allocate, declaration.signature = fake, _OfSchema(name)
-    declaration._derivative = None
-    return declaration.adopt(name)
-
-
-def differentiate(op, backward, setup_context, *, backward_op=None, twice=False):  # TRANSITION
-    def named(ctx, *grads):
-        found = backward(ctx, *grads)
-        found = found if isinstance(found, tuple) else (found,)
-        return dict(zip(op.signature.names, found, strict=True))
-
-    _differentiate(op, setup_context, named, backward_op=backward_op, twice=twice)
+    return declare(allocate).define(name, launch, **options)
 
 
 def _one_by_one(overload, info, in_dims, *args):

@@ -37,13 +37,19 @@ from tilewright.kernels.device import (
 )
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.moe.operators import (
+    MAP_ROWS,
+    Order,
+    map_size,
+    product,
+    product_backward_weight,
+    product_backward_x,
+)
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
 # What _gemm computes from a tile of x @ w.
 PLAIN, SWIGLU, DSWIGLU = 0, 1, 2
-# Rows per tile of the map that all products of a layer share; _gemm may split it.
-MAP_ROWS = 128
 _TILE_BLOCK = 128  # tiles that a program of _map_tiles writes at a time
 _SLOTS, _COLUMNS = 8, 256  # per program of _router_gradient that reads dy and a bias
 # Per program of _dswiglu: 8 elements per thread, a 128-bit load of 16 bits each.
@@ -793,13 +799,6 @@ def _key(N: int, K: int, x: torch.Tensor, rows: int, experts: int, aligned: bool
     return N, K, x.element_size(), average, aligned, large_shared_memory(x.device)
 
 
-def map_size(rows: int, E: int, block: int = MAP_ROWS) -> int:
-    """Elements of `tile_map`'s result: each of E experts and the tail has at most one
-    partial tile.
-    """
-    return 3 * ((rows + (E + 1) * (block - 1)) // block) + 1
-
-
 def tile_map(
     offsets: torch.Tensor, rows: int, block: int = MAP_ROWS, whole: bool = False
 ) -> torch.Tensor:
@@ -857,6 +856,7 @@ class _Outputs(NamedTuple):
     partial: torch.Tensor | None = None
 
 
+# Long: one launch, whose arguments are half of it.
 def _launch(
     tunable,
     x,
@@ -938,15 +938,13 @@ def _launch(
     )
 
 
-def _product(tunable, x, weight, offsets, transposed, bias=None, tiles=None):
-    out = x.new_empty((x.shape[0], weight.shape[2 if transposed else 1]))
+def _product(tunable, out, x, weight, transposed, tokens, bias=None):
     if out.numel() and x.shape[1] == 0:
         return out.zero_()
     if out.numel():
         bias = None if bias is None else bias.contiguous()
-        w, w_transposed = _weights(weight, transposed)
-        tokens = _Tokens(offsets, tiles=tiles)
-        _launch(tunable, _rows(x), w, w_transposed, tokens, _Outputs(out), bias=bias)
+        w, transposed = _weights(weight, transposed)
+        _launch(tunable, _rows(x), w, transposed, tokens, _Outputs(out), bias=bias)
     return out
 
 
@@ -960,14 +958,16 @@ def forward(
     """y [R, N] from x [R, K], weight [E, N, K] and optional bias [E, N], which needs K > 0; zeros
     in the tail. tiles: `tile_map` of the offsets; None: computed here.
     """
-    return _product(FORWARD, x, weight, offsets, False, bias, tiles)
+    y = product(x, weight, offsets)
+    return _product(FORWARD, y, x, weight, False, _Tokens(offsets, tiles=tiles), bias)
 
 
 def backward_x(
     dy: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, tiles: torch.Tensor | None = None
 ) -> torch.Tensor:
     """dx [R, K] from dy [R, N] and weight [E, N, K]; zeros in the tail. tiles: as in `forward`."""
-    return _product(BACKWARD_X, dy, weight, offsets, True, tiles=tiles)
+    dx = product_backward_x(dy, weight, offsets)
+    return _product(BACKWARD_X, dx, dy, weight, True, _Tokens(offsets, tiles=tiles))
 
 
 def backward_weight(
@@ -986,7 +986,7 @@ def backward_weight(
     dy, x = _rows(dy), _rows(x)
     E, N, K = offsets.shape[0], dy.shape[1], x.shape[1]
     rows = dy.shape[0] if slots is None else slots.shape[0]
-    out = torch.empty((E, N, K), dtype=dy.dtype, device=dy.device)
+    out = product_backward_weight(dy, x, offsets)
     if out.numel() == 0:
         return out
     if rows == 0:
@@ -1035,9 +1035,7 @@ def _gathered(config: dict) -> dict:
 def up_swiglu(
     x: torch.Tensor,
     gate_up_proj: torch.Tensor,
-    offsets: torch.Tensor,
-    slots: torch.Tensor,
-    top_k: int,
+    order: Order,
     keep_pre: bool,
     bias: torch.Tensor | None = None,
     gate: dict = SILU_MUL,
@@ -1046,10 +1044,10 @@ def up_swiglu(
     """(pre [R, 2 I] or None, h [R, I]) from x [T, H] and gate_up_proj [E, 2 I, H], gates first or
     interleaved.
 
-    slots [R] int32: row r is token slots[r] // top_k. pre = x[token] @ gate_up_proj[e]^T + bias[e],
-    rounded once; h = silu(gate) * up of the rounded pre, or as the constants in `gate` define it.
-    Zeros in the tail. R, I and H are not 0.
+    pre = x[token] @ gate_up_proj[e]^T + bias[e], rounded once; h = silu(gate) * up of the rounded
+    pre, or as the constants in `gate` define it. Zeros in the tail. R, I and H are not 0.
     """
+    offsets, slots, position = order
     rows, N = slots.shape[0], gate_up_proj.shape[1] // 2
     pre = torch.empty((rows, 2 * N), dtype=x.dtype, device=x.device) if keep_pre else None
     h = torch.empty((rows, N), dtype=x.dtype, device=x.device)
@@ -1059,7 +1057,7 @@ def up_swiglu(
         _rows(x),
         w,
         w_transposed,
-        _Tokens(offsets, slots, top_k, tiles),
+        _Tokens(offsets, slots, position.shape[1], tiles),
         _Outputs(h, pre),
         SWIGLU,
         bias=None if bias is None else bias.contiguous(),
@@ -1073,7 +1071,7 @@ def down_dswiglu(
     down_proj: torch.Tensor,
     pre: torch.Tensor,
     expert_weight: torch.Tensor,
-    sorted_slots: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    order: Order,
     keep_h: bool,
     bias: torch.Tensor | None = None,
     gate: dict = SILU_MUL,
@@ -1085,8 +1083,6 @@ def down_dswiglu(
     down_proj [E, H, I].
     pre [R, 2 I]: contiguous, as `up_swiglu` saved it.
     expert_weight [T, K] fp32.
-    sorted_slots: offsets [E], slots [R] and position [T, K], int32, as `sort_by_expert` returns
-        them.
     bias [E, H]: that of the down-projection.
     gate: as in `up_swiglu`.
 
@@ -1096,9 +1092,8 @@ def down_dswiglu(
     gradient: backward_weight(dy, weighted h, ..., "dy"). Zeros in the tail and for sentinels. R, I
     and H are not 0.
     """
-    offsets, slots, position = sorted_slots
+    offsets, slots, position = order
     rows, K, N = slots.shape[0], dy.shape[1], down_proj.shape[2]
-    top_k = expert_weight.shape[1]
     dpre = torch.empty_like(pre)
     hw = torch.empty((rows, N), dtype=dy.dtype, device=dy.device) if keep_h else None
     dy = _rows(dy)
@@ -1106,23 +1101,13 @@ def down_dswiglu(
     c = DOWN_DSWIGLU.config(dy.device, *_key(N, K, dy, rows, offsets.shape[0], _fits(dy, w, N)))
     parts = cdiv(N, c["BLOCK_N"] if c["SPLIT"] else _DSWIGLU["COLUMNS"])
     partial = torch.empty((rows, parts), dtype=torch.float32, device=dy.device)
-    tokens = _Tokens(offsets, slots, top_k, tiles)
+    operands = dy, w, w_transposed, _Tokens(offsets, slots, position.shape[1], tiles)
     if c["SPLIT"]:
         outputs = _Outputs(dpre, pre, hw, partial)
-        _launch(
-            DOWN_DSWIGLU,
-            dy,
-            w,
-            w_transposed,
-            tokens,
-            outputs,
-            DSWIGLU,
-            router_weight=expert_weight,
-            gate=gate,
-        )
+        _launch(DOWN_DSWIGLU, *operands, outputs, DSWIGLU, router_weight=expert_weight, gate=gate)
     else:
         dh = torch.empty((rows, N), dtype=dy.dtype, device=dy.device)
-        _launch(DOWN_DSWIGLU, dy, w, w_transposed, tokens, _Outputs(dh))
+        _launch(DOWN_DSWIGLU, *operands, _Outputs(dh))
         launch(
             _dswiglu,
             (cdiv(rows, _DSWIGLU["ROWS"]) * parts,),
@@ -1142,10 +1127,16 @@ def down_dswiglu(
             **_DSWIGLU,
             num_warps=4,
         )
+    return dpre, _router_weight_gradient(partial, order, dy, bias), hw
+
+
+def _router_weight_gradient(partial, order, dy, bias):
+    """[T, K] fp32: the sums of partial [R, parts], plus <dy[token], bias[e]>."""
+    offsets, _, position = order
     dweight = torch.empty(position.shape, dtype=torch.float32, device=dy.device)
+    parts, E = partial.shape[1], offsets.shape[0]
     columns = next_power_of_2(parts)
     block = max(1, 1024 // columns) if bias is None else _SLOTS
-    E = offsets.shape[0]
     launch(
         _router_gradient,
         (cdiv(dweight.numel(), block),),
@@ -1158,16 +1149,16 @@ def down_dswiglu(
         dweight.numel(),
         parts,
         E,
-        K,
+        dy.shape[1],
         dy.stride(0),
-        top_k,
+        position.shape[1],
         BIAS=bias is not None,
         BLOCK=block,
         TILES=columns,
         COLUMNS=_COLUMNS,
         EXPERTS=next_power_of_2(E),
     )
-    return dpre, dweight, hw
+    return dweight
 
 
 # ---- launch configurations
@@ -1412,6 +1403,7 @@ _CLAMPED = {
 }
 
 
+# Long: one kernel's arguments and constants.
 def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
     """One spec without a bias; and with a bias or another gate, gpt-oss's, whose weights are
     transposed. With a key's `plain`, only the one that it is about.

@@ -23,6 +23,8 @@ import triton.language as tl
 
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2, unit
+from tilewright.kernels.moe import operators
+from tilewright.kernels.moe.operators import Collected, Order
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -116,15 +118,9 @@ def _place(
         next_other += TILE - tl.sum(counts, axis=0)
 
 
-def sort(
-    expert_index: torch.Tensor, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """expert_index [T, K] int32 or int64, contiguous -> offsets [E], slots [R], position [T, K],
-    all int32.
-    """
+def sort(expert_index: torch.Tensor, num_experts: int) -> Order:
     R = expert_index.numel()
-    offsets, slots = (expert_index.new_empty(n, dtype=torch.int32) for n in (num_experts, R))
-    position = expert_index.new_empty(expert_index.shape, dtype=torch.int32)
+    order = operators.sort(expert_index, num_experts)
     tiles = cdiv(R, TILE)
     steps = max(1, cdiv(tiles, RUNS))
     runs = max(1, cdiv(tiles, steps))
@@ -150,9 +146,7 @@ def sort(
         expert_index,
         by_tile,
         by_run,
-        offsets,
-        slots,
-        position,
+        *order,
         R,
         num_experts,
         steps,
@@ -162,7 +156,7 @@ def sort(
         ROWS=max(1, 4096 // width),
         num_warps=8,
     )
-    return offsets, slots, position
+    return order
 
 
 # ---- moving rows
@@ -371,11 +365,8 @@ def _used(position: torch.Tensor) -> torch.Tensor:
 
 
 def spread(x: torch.Tensor, position: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
-    """x [T, H] with contiguous columns, position [T, K] -> rows [T * K, H], zero from offsets[-1]
-    on; without offsets the used rows are counted.
-    """
     K, columns = position.shape[1], x.shape[1]
-    rows = x.new_empty((position.numel(), columns))
+    rows = operators.spread(x, position, offsets)
     if rows.numel():
         used = _used(position) if offsets is None else offsets[-1:]
         c = SPREAD.config(x.device, columns, x.element_size())
@@ -404,9 +395,8 @@ def spread(x: torch.Tensor, position: torch.Tensor, offsets: torch.Tensor | None
 def collect(
     rows: torch.Tensor, weight: torch.Tensor | None, position: torch.Tensor
 ) -> torch.Tensor:
-    """rows [R, H] with contiguous columns, weight [T, K] fp32 -> y [T, H]."""
     (T, K), columns = position.shape, rows.shape[1]
-    y = rows.new_empty((T, columns))
+    y = operators.collect(rows, weight, position)
     if y.numel():
         c = COLLECT.config(rows.device, columns, rows.element_size())
         blocks = cdiv(columns, c["BLOCK"])
@@ -433,11 +423,9 @@ def collect(
 
 def backward(
     dy: torch.Tensor, rows: torch.Tensor | None, weight: torch.Tensor, position: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of rows and of weight; the latter is empty if rows are not given."""
+) -> Collected:
     (T, K), columns = position.shape, dy.shape[1]
-    drows = dy.new_empty((T * K, columns))
-    dweight = weight.new_empty((T, K) if rows is not None else 0)
+    drows, dweight = found = operators.collect_backward(dy, rows, weight, position)
     if drows.numel():
         c = BACKWARD.config(dy.device, columns, dy.element_size())
         c = {name: value for name, value in c.items() if value is not None}
@@ -464,9 +452,9 @@ def backward(
             UNROLL=_unroll(K),
             **c,
         )
-    else:
+    elif dweight is not None:
         dweight.zero_()
-    return drows, dweight
+    return found
 
 
 _TYPES = {

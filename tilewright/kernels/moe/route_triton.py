@@ -20,6 +20,7 @@ import triton.language as tl
 
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.moe.operators import Chosen, Router, choose, choose_backward
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -313,18 +314,6 @@ def _backward(
     tl.store(out_ptr + t[:, None] * E + c[None, :], d.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def results(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
-    """Uninitialized weights, indices, counts and the two losses."""
-    T, E = logits.shape
-    return (
-        logits.new_empty((T, k), dtype=torch.float32),
-        logits.new_empty((T, k), dtype=torch.int64),
-        logits.new_empty(E, dtype=torch.int64),
-        logits.new_empty((), dtype=torch.float32),
-        logits.new_empty((), dtype=torch.float32),
-    )
-
-
 def _rows(constants: dict, T: int) -> int:
     """Rows per program, fewer for a few tokens."""
     return min(constants["ROWS"], next_power_of_2(max(1, T)))
@@ -335,31 +324,20 @@ def _options(config: dict) -> dict:
     return {"maxnreg": limit} if (limit := config.get("maxnreg")) else {}
 
 
+# Long: two launches, whose arguments are most of it.
 def forward(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
     recorded: torch.Tensor | None,
-    k: int,
-    sigmoid: bool,
-    renormalize: bool,
-    groups: int,
-    topk_groups: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """logits [T, E] with contiguous columns, bias [E] fp32 -> weights, indices, counts, balance
-    loss, z loss.
-
-    recorded: [T, k] int64, the choice, of experts that are distinct in each row; or None. A slot
-        that has another value, or the value of a later
-        one, has weight NaN and expert 0.
-    """
+    router: Router,
+) -> Chosen:
     T, E = logits.shape
-    weight, index, counts, balance, z = outputs = results(logits, k)
+    weight, index, counts, balance, z = found = choose(logits, bias, recorded, router)
     if recorded is not None:
         weight.fill_(float("nan"))
         index.zero_()
-    size = E // groups
-    GP, SP = next_power_of_2(groups), next_power_of_2(size)
+    size = E // router.groups
+    GP, SP = next_power_of_2(router.groups), next_power_of_2(size)
     c = FORWARD.config(logits.device, GP * SP)
     rows = _rows(c, T)
     blocks = cdiv(T, rows)
@@ -383,15 +361,15 @@ def forward(
             T,
             logits.stride(0),
             steps,
-            scale,
+            router.scale,
             E=E,
-            K=k,
+            K=router.k,
             SIZE=size,
-            GROUPS=groups,
-            TOP=topk_groups,
+            GROUPS=router.groups,
+            TOP=router.topk_groups,
             BIASED=bias is not None,
-            SIGMOID=sigmoid,
-            RENORMALIZE=renormalize,
+            SIGMOID=router.sigmoid,
+            RENORMALIZE=router.renormalize,
             REPLAYED=recorded is not None,
             GP=GP,
             SP=SP,
@@ -416,7 +394,7 @@ def forward(
         ROWS=max(1, 4096 // width),
         num_warps=8,
     )
-    return outputs
+    return found
 
 
 def backward(
@@ -426,13 +404,10 @@ def backward(
     logits: torch.Tensor,
     index: torch.Tensor,
     counts: torch.Tensor,
-    sigmoid: bool,
-    renormalize: bool,
-    scale: float,
+    router: Router,
 ) -> torch.Tensor:
-    """Gradient of the logits, contiguous, from those of weights and losses."""
     T, E = logits.shape
-    out = logits.new_empty((T, E))
+    out = choose_backward(g_weight, g_balance, g_z, logits, index, counts, router)
     if T:
         width = next_power_of_2(E)
         c = BACKWARD.config(logits.device, width)
@@ -449,11 +424,11 @@ def backward(
             out,
             T,
             logits.stride(0),
-            scale,
+            router.scale,
             E=E,
-            K=index.shape[1],
-            SIGMOID=sigmoid,
-            RENORMALIZE=renormalize,
+            K=router.k,
+            SIGMOID=router.sigmoid,
+            RENORMALIZE=router.renormalize,
             WIDTH=width,
             ROWS=rows,
             num_warps=c["num_warps"],

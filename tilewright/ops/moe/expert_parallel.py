@@ -36,13 +36,14 @@ from tilewright.ops.moe.expert_transport import (
     Return,
     no_deepep,
     once,
-    sort_slots,
     sum_rows,
     transport_of,
     values_at,
 )
 from tilewright.ops.moe.experts import SWIGLU, check_routing
 from tilewright.ops.moe.moe import moe_mlp, moe_mlp_eager
+from tilewright.ops.moe.moe_fused import NO_BIASES, Biases
+from tilewright.ops.moe.permute import sort_slots
 from tilewright.ops.quant.quantize import Quantized
 
 __all__ = ["DeepEP", "Dispatched", "Plan", "combine", "dispatch", "ep_moe_mlp"]
@@ -160,7 +161,7 @@ def ep_moe_mlp(
     weight = expert_weight.to(torch.promote_types(x.dtype, torch.float32))
     if dispatch == "eager":
         return ep_moe_mlp_eager(
-            x, gate_up_proj, down_proj, index, weight, group, (gate_up_bias, down_bias), gate
+            x, gate_up_proj, down_proj, index, weight, group, Biases(gate_up_bias, down_bias), gate
         )
 
     received, local_index, local_weight, pairs, route = transport_of(dispatch, group, deepep).send(
@@ -330,7 +331,7 @@ def ep_moe_mlp_eager(
     expert_index,
     expert_weight,
     group,
-    biases=(None, None),
+    biases=NO_BIASES,
     gate=SWIGLU,
 ):
     sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=x.device)

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from tilewright import platform
 from tilewright.core.library import once_across
-from tilewright.core.registry import DispatchOn, short
-from tilewright.ops.moe.permute import PERMUTE, UNPERMUTE, Order
+from tilewright.core.registry import short
+from tilewright.ops.moe.permute import UNPERMUTE, sort_slots
 
 once = once_across("ep_moe_mlp")
 
@@ -41,12 +41,6 @@ def no_deepep(device_type: str) -> str | None:
     if device_type != "cuda":
         return f"DeepEP takes CUDA tensors, not {device_type}"
     return platform.no_cuda(90)
-
-
-def sort_slots(index: torch.Tensor, num_experts: int) -> Order:
-    """`sort_by_expert` of a valid index, by the implementation of `auto`, whatever is pinned."""
-    sort = PERMUTE.part(DispatchOn(index.device))
-    return Order(*sort(None, index.contiguous(), num_experts)[1:])
 
 
 def sum_rows(rows: torch.Tensor, position: torch.Tensor) -> torch.Tensor:

@@ -9,71 +9,102 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from tilewright.core import checks
+from tilewright.core.library import Declaration
 from tilewright.core.registry import Implementation, no_kernels
 from tilewright.ops.activation.activation import Gate, gate_parts
 from tilewright.ops.moe.grouped_gemm import GROUPED_GEMM
-from tilewright.ops.moe.permute_checks import checked_index
+from tilewright.ops.moe.permute import checked_index
 from tilewright.ops.quant.aqn import AQN
-from tilewright.ops.quant.weights import Packed, dense
+from tilewright.ops.quant.quantize import Quantized
+from tilewright.ops.quant.weights import Packed, pack, saved, to_save
 
 SWIGLU = Gate()
 
 
-class Weight(NamedTuple):
-    """One projection's weight [E, out, in] in an operator.
-
-    implementation: of `dequantize_*`; None: the `unpinned` one.
+class Projections(NamedTuple):
+    """The weights of both projections in an operator, gate_up [E, 2 I, H] and down [E, H, I], each
+    with the fields of a `Packed`.
     """
 
-    packed: Packed
-    dtype: torch.dtype
-    implementation: str | None = None
+    gate_up_data: torch.Tensor
+    gate_up_scales: list[torch.Tensor]
+    gate_up_ints: list[int]
+    gate_up_alpha: float
+    down_data: torch.Tensor
+    down_scales: list[torch.Tensor]
+    down_ints: list[int]
+    down_alpha: float
+
+    @classmethod
+    def of(
+        cls,
+        gate_up: torch.Tensor | Quantized,
+        down: torch.Tensor | Quantized,
+        noise: AQN | None = None,
+    ) -> Projections:
+        first, second = projection_noises(noise)
+        return cls(*pack(gate_up, first), *pack(down, second))
 
     @property
-    def shape(self):
-        return self.packed.shape
+    def gate_up(self) -> Packed:
+        return Packed(*self[:4])
 
-    def dense(self) -> torch.Tensor:
-        """The tensor. For a quantized weight it is a new one, to be freed after one product."""
-        return dense(self.packed, self.dtype, self.implementation)
+    @property
+    def down(self) -> Packed:
+        return Packed(*self[4:])
+
+    def to_save(self) -> tuple[list[torch.Tensor], list[tuple]]:
+        return to_save(self.gate_up, self.down)
+
+    @classmethod
+    def saved(cls, tensors: list[torch.Tensor], rest: list[tuple]) -> Projections:
+        """From what `to_save` returned."""
+        gate_up, down = saved(tensors, rest)
+        return cls(*gate_up, *down)
 
 
-class Experts(NamedTuple):
-    """The experts of `moe_mlp` in an operator: gate_up [E, 2 I, H], down [E, H, I], and biases."""
-
-    gate_up: Weight
-    down: Weight
-    gate_up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
-    gate: Gate
+Given = TypeVar("Given", bound=NamedTuple)
 
 
-class Saved(NamedTuple):
-    """Saved for backward: gates and ups pre [R, 2 I], the order of rows (see `permute.Order`), and
-    Triton's tile map (else empty).
+def filled(results: Given, x: torch.Tensor) -> Given:
+    """The results with empty tensors for those that are None, which torch.vmap's rule of operators
+    with lists of tensors does not take.
     """
-
-    pre: torch.Tensor
-    offsets: torch.Tensor
-    slots: torch.Tensor
-    position: torch.Tensor
-    tiles: torch.Tensor
+    return type(results)(*[x.new_empty(0) if t is None else t for t in results])
 
 
-class Needs(NamedTuple):
-    """Which gradients of `moe_mlp` are needed."""
+def or_zeros(declared: Declaration, launch: Callable) -> Callable:
+    """The launcher (x, weights, ...), or its results as zeros where a size is 0."""
 
-    x: bool
-    gate_up: bool
-    down: bool
-    weight: bool
-    gate_up_bias: bool
-    down_bias: bool
+    def launched(x, weights, *rest):
+        if x.numel() and all(weights.down.shape):
+            with checks.no_autocast(x):
+                return filled(launch(x, weights, *rest), x)
+        results = declared(x, weights, *rest)
+        return type(results)(*[t.zero_() for t in results])
+
+    return launched
+
+
+def check_sizes(
+    x: torch.Tensor, gate_up_proj: torch.Tensor | Quantized, down_proj: torch.Tensor | Quantized
+) -> tuple[int, int, int]:
+    """E, I and H, if x [T, H] and the projections have fitting shapes; else raises ValueError."""
+    if x.dim() != 2:
+        raise ValueError(f"x must have shape [T, H], got {list(x.shape)}")
+    if len(gate_up_proj.shape) != 3 or gate_up_proj.shape[1] % 2:
+        raise ValueError(
+            f"gate_up_proj must have shape [E, 2 I, H], got {list(gate_up_proj.shape)}"
+        )
+    E, I, H = gate_up_proj.shape[0], gate_up_proj.shape[1] // 2, x.shape[1]
+    checks.shape("gate_up_proj", gate_up_proj, (E, 2 * I, H), "[E, 2 I, H], with x's H")
+    checks.shape("down_proj", down_proj, (E, H, I), "[E, H, I] of gate_up_proj")
+    return E, I, H
 
 
 def check_routing(

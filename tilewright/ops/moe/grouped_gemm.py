@@ -20,8 +20,13 @@ import torch.nn.functional as F
 
 from tilewright import platform
 from tilewright.core import checks
-from tilewright.core.library import Operator, adopt, define, differentiate, from_kernels
+from tilewright.core.library import Operator, define, from_kernels
 from tilewright.core.registry import Goal, Implementation, Op, short
+from tilewright.kernels.moe.operators import (
+    product,
+    product_backward_weight,
+    product_backward_x,
+)
 from tilewright.ops import cases
 from tilewright.ops.moe.grouped_gemm_cases import CASES
 
@@ -89,7 +94,7 @@ def _validate(x, weight, offsets):
         raise ValueError(f"x must have fewer than 2^31 rows, got {x.shape[0]}")
 
 
-def _look_at_offsets(offsets: torch.Tensor, rows: int) -> torch.Tensor:
+def _look_at_offsets(offsets, rows):
     last = 0
     for e, end in enumerate(offsets.tolist() if not offsets.is_cuda else ()):
         if not last <= end <= rows:
@@ -102,12 +107,13 @@ def _look_at_offsets(offsets: torch.Tensor, rows: int) -> torch.Tensor:
     return offsets.clone(memory_format=torch.contiguous_format)
 
 
+def _empty_offsets(offsets: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.empty_like(offsets, memory_format=torch.contiguous_format)
+
+
 # An operator, so that compiled code checks at run time; the caller uses its result.
 _checked_offsets = define(
-    "checked_offsets",
-    _look_at_offsets,
-    lambda offsets, rows: torch.empty_like(offsets, memory_format=torch.contiguous_format),
-    plain=lambda offsets, rows: offsets,
+    "checked_offsets", _look_at_offsets, _empty_offsets, plain=lambda offsets, rows: offsets
 )
 
 
@@ -127,28 +133,20 @@ def grouped_gemm_eager(x, weight, offsets):
 # ---- fused implementations
 
 
-def _fake_rows(x, weight, offsets):
-    return x.new_empty(x.shape[0], weight.shape[1])
-
-
-def _fake_backward_x(dy, weight, offsets):
-    return dy.new_empty(dy.shape[0], weight.shape[2])
-
-
-def _fake_backward_weight(dy, x, offsets):
-    return dy.new_empty(offsets.shape[0], dy.shape[1], x.shape[1])
-
-
-def _setup(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
+def _save(ctx, arguments, y):
+    ctx.save_for_backward(*arguments)
 
 
 def _backward(ctx, dy):
     backward_x, backward_weight = ctx.backward_op
     x, weight, offsets = ctx.saved_tensors
-    dx = backward_x(dy, weight, offsets) if ctx.needs_input_grad[0] else None
-    dweight = backward_weight(dy, x, offsets) if ctx.needs_input_grad[1] else None
-    return dx, dweight, None
+    return {
+        "x": backward_x(dy, weight, offsets) if ctx.needs["x"] else None,
+        "weight": backward_weight(dy, x, offsets) if ctx.needs["weight"] else None,
+    }
+
+
+product.differentiate(_save, _backward)
 
 
 class Fused(NamedTuple):
@@ -159,21 +157,14 @@ class Fused(NamedTuple):
     backward_weight: Operator
 
     @classmethod
-    def of(cls, *operators: Operator) -> Fused:
-        """Makes them differentiable."""
-        fused = cls(*operators)
-        differentiate(fused.forward, _backward, _setup, backward_op=fused[1:])
-        return fused
-
-    @classmethod
     def define(cls, name: str, launches) -> Fused:
         """launches: an object with the three launchers."""
         name = f"grouped_gemm_{name}"
-        return cls.of(
-            define(f"{name}_forward", launches.forward, _fake_rows),
-            define(f"{name}_backward_x", launches.backward_x, _fake_backward_x),
-            define(f"{name}_backward_weight", launches.backward_weight, _fake_backward_weight),
+        backward = (
+            product_backward_x.define(f"{name}_backward_x", launches.backward_x),
+            product_backward_weight.define(f"{name}_backward_weight", launches.backward_weight),
         )
+        return cls(product.define(f"{name}_forward", launches.forward, backward), *backward)
 
 
 def operators(name: str) -> Fused:
@@ -181,40 +172,20 @@ def operators(name: str) -> Fused:
     return _LOADERS[name]()
 
 
-class _Triton:
-    """The launchers, without the options that only `moe_mlp` uses."""
-
-    def __init__(self, kernels):
-        self.kernels = kernels
-
-    def forward(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        return self.kernels.forward(x, weight, offsets)
-
-    def backward_x(
-        self, dy: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor
-    ) -> torch.Tensor:
-        return self.kernels.backward_x(dy, weight, offsets)
-
-    def backward_weight(
-        self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor
-    ) -> torch.Tensor:
-        return self.kernels.backward_weight(dy, x, offsets)
-
-
 @functools.cache
 def _triton():
     from tilewright.kernels.moe import grouped_gemm_triton
 
-    return Fused.define("triton", _Triton(grouped_gemm_triton))
+    return Fused.define("triton", grouped_gemm_triton)
 
 
 @functools.cache
 def _cpp():
-    return Fused.of(
-        adopt("grouped_gemm_cpp_forward", _fake_rows),
-        adopt("grouped_gemm_cpp_backward_x", _fake_backward_x),
-        adopt("grouped_gemm_cpp_backward_weight", _fake_backward_weight),
+    backward = (
+        product_backward_x.adopt("grouped_gemm_cpp_backward_x"),
+        product_backward_weight.adopt("grouped_gemm_cpp_backward_weight"),
     )
+    return Fused(product.adopt("grouped_gemm_cpp_forward", backward), *backward)
 
 
 # ---- kernels of other libraries: rows times one matrix per expert, and a sum over rows. They need
@@ -245,25 +216,21 @@ class _Library:
     def __init__(self, rows_by_matrix: Callable, sum_over_rows: Callable):
         self.rows_by_matrix, self.sum_over_rows = rows_by_matrix, sum_over_rows
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, weight, offsets):
         N = weight.shape[1]
         if x.numel() == 0 or weight.numel() == 0:
             return x.new_zeros(x.shape[0], N)
         y = self.rows_by_matrix(_padded(x), _padded(weight).mT, offsets)
         return _without_tail(y, N, offsets)
 
-    def backward_x(
-        self, dy: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor
-    ) -> torch.Tensor:
+    def backward_x(self, dy, weight, offsets):
         K = weight.shape[2]
         if dy.numel() == 0 or weight.numel() == 0:
             return dy.new_zeros(dy.shape[0], K)
         dx = self.rows_by_matrix(_padded(dy), _padded(weight), offsets)
         return _without_tail(dx, K, offsets)
 
-    def backward_weight(
-        self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor
-    ) -> torch.Tensor:
+    def backward_weight(self, dy, x, offsets):
         N, K = dy.shape[1], x.shape[1]
         if dy.numel() == 0 or x.numel() == 0:
             return dy.new_zeros(offsets.shape[0], N, K)

@@ -34,13 +34,20 @@ import torch
 from tilewright import platform
 from tilewright.core import checks
 from tilewright.core.registry import FLOATS, Goal, Implementation, Judged, Op, no_kernels, short
+from tilewright.kernels.moe.operators import map_size
 from tilewright.ops import cases
 from tilewright.ops.activation.activation import Gate, gate_eager
 from tilewright.ops.moe import moe_quack
-from tilewright.ops.moe.experts import SWIGLU, check_routing, over_grouped_gemm, projection_noises
+from tilewright.ops.moe.experts import (
+    SWIGLU,
+    check_routing,
+    check_sizes,
+    over_grouped_gemm,
+    projection_noises,
+)
 from tilewright.ops.moe.grouped_gemm import grouped_gemm_eager
 from tilewright.ops.moe.moe_cases import CASES
-from tilewright.ops.moe.moe_fused import add_bias, load_composed, load_triton, map_size
+from tilewright.ops.moe.moe_fused import NO_BIASES, Biases, add_bias, load_composed, load_triton
 from tilewright.ops.moe.permute import permute_eager, unpermute_eager
 from tilewright.ops.quant import aqn
 from tilewright.ops.quant.aqn import AQN
@@ -110,6 +117,7 @@ def moe_mlp(
     Source: the experts of Mixtral, arXiv:2401.04088, and Qwen3-MoE, in the layout of transformers
     5; biases and `Gate`: gpt-oss, arXiv:2508.10925. See the module's docstring for the backward.
     """
+    biases = Biases(gate_up_bias, down_bias)
     index = _validate(
         x,
         gate_up_proj,
@@ -117,13 +125,12 @@ def moe_mlp(
         expert_index,
         expert_weight,
         noise,
-        gate_up_bias,
-        down_bias,
+        biases,
         gate,
     )
     weight = expert_weight.to(torch.promote_types(x.dtype, torch.float32))
     return MOE_MLP.pick(implementation, x)(
-        x, gate_up_proj, down_proj, index, weight, noise, (gate_up_bias, down_bias), gate
+        x, gate_up_proj, down_proj, index, weight, noise, biases, gate
     )
 
 
@@ -149,9 +156,7 @@ def saved_bytes(
     )
 
 
-def _validate(
-    x, gate_up_proj, down_proj, expert_index, expert_weight, noise, gate_up_bias, down_bias, gate
-):
+def _validate(x, gate_up_proj, down_proj, expert_index, expert_weight, noise, biases, gate):
     weights = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
     frozen = [name for name, t in weights.items() if isinstance(t, Quantized)]
     if len(frozen) == 1:
@@ -167,35 +172,27 @@ def _validate(
         raise ValueError("noise is for quantized weights, got it with tensors")
     if not isinstance(gate, Gate):
         raise TypeError(f"gate must be a Gate, got {type(gate).__name__}")
-    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    by_name = dict(zip(biases._fields, biases, strict=True))
     for name, is_set in {
-        **{name: t is not None for name, t in biases.items()},
+        **{name: t is not None for name, t in by_name.items()},
         "gate": not gate.is_swiglu,
     }.items():
         if is_set and frozen:
             raise ValueError(f"{name} is for weights that are tensors, got it with quantized ones")
     tensors = {name: t.tensors()[0] if frozen else t for name, t in weights.items()}
     checks.same_device(
-        x=x, **tensors, expert_index=expert_index, expert_weight=expert_weight, **biases
+        x=x, **tensors, expert_index=expert_index, expert_weight=expert_weight, **by_name
     )
-    if x.dim() != 2:
-        raise ValueError(f"x must have shape [T, H], got {list(x.shape)}")
-    if len(gate_up_proj.shape) != 3 or gate_up_proj.shape[1] % 2:
-        raise ValueError(
-            f"gate_up_proj must have shape [E, 2 I, H], got {list(gate_up_proj.shape)}"
-        )
-    E, I, H = gate_up_proj.shape[0], gate_up_proj.shape[1] // 2, x.shape[1]
-    checks.shape("gate_up_proj", gate_up_proj, (E, 2 * I, H), "[E, 2 I, H], with x's H")
-    checks.shape("down_proj", down_proj, (E, H, I), "[E, H, I] of gate_up_proj")
+    E, I, H = check_sizes(x, gate_up_proj, down_proj)
     for name, t in weights.items():
         if not frozen and t.dtype != x.dtype:
             raise TypeError(f"{name} must have x's dtype {short(x.dtype)}, got {short(t.dtype)}")
-    if I == 0 and down_bias is not None:
+    if I == 0 and biases.down_bias is not None:
         raise ValueError(
             "down_bias needs an inner width I that is not 0, got gate_up_proj of shape "
             f"{list(gate_up_proj.shape)}"
         )
-    for (name, t), expected in zip(biases.items(), ((E, 2 * I), (E, H)), strict=True):
+    for (name, t), expected in zip(by_name.items(), ((E, 2 * I), (E, H)), strict=True):
         if t is not None:
             checks.floating(name, t)
             checks.shape(name, t, expected, "that of its weight without the last dimension")
@@ -216,7 +213,7 @@ def moe_mlp_eager(
     expert_index,
     expert_weight,
     noise=None,
-    biases=(None, None),
+    biases=NO_BIASES,
     gate=SWIGLU,
 ):
     if isinstance(gate_up_proj, Quantized):
@@ -226,11 +223,10 @@ def moe_mlp_eager(
                 (gate_up_proj, down_proj), projection_noises(noise), strict=True
             )
         )
-    gate_up_bias, down_bias = biases
     rows, offsets, _, position = permute_eager(x, expert_index, gate_up_proj.shape[0])
-    pre = add_bias(grouped_gemm_eager(rows, gate_up_proj, offsets), gate_up_bias, offsets)
+    pre = add_bias(grouped_gemm_eager(rows, gate_up_proj, offsets), biases.gate_up_bias, offsets)
     down = add_bias(
-        grouped_gemm_eager(gate_eager(pre, gate), down_proj, offsets), down_bias, offsets
+        grouped_gemm_eager(gate_eager(pre, gate), down_proj, offsets), biases.down_bias, offsets
     )
     return unpermute_eager(down, expert_weight, position)
 

@@ -7,206 +7,238 @@ Letters are those of moe.py.
 from __future__ import annotations
 
 import functools
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from tilewright.core.library import define, differentiate
+from tilewright.core.library import declare
+from tilewright.kernels.moe.operators import Order, map_size
 from tilewright.ops.activation.activation import ACTIVATIONS, SILU, SILU_MUL, Gate, gate_eager
 from tilewright.ops.moe.experts import (
     SWIGLU,
-    Experts,
-    Needs,
-    Saved,
-    Weight,
+    Projections,
     expert_of,
+    filled,
     gate_backward,
-    projection_noises,
+    or_zeros,
     rows_to_slots,
 )
 from tilewright.ops.moe.grouped_gemm import operators
-from tilewright.ops.moe.permute import PERMUTE, UNPERMUTE
-from tilewright.ops.quant.quantize import Quantized
-from tilewright.ops.quant.weights import Packed, pack, saved, to_save
+from tilewright.ops.moe.permute import UNPERMUTE, sort_slots
+from tilewright.ops.quant.weights import dense
 
 _T = torch.Tensor
 
 
-class Launches(Protocol):
-    """The launches of an implementation. No size is 0; weights may be quantized."""
-
-    def forward(
-        self, x: _T, experts: Experts, index: _T, weight: _T, keep: bool
-    ) -> tuple[_T, Saved]:
-        """y [T, H] and what is saved for backward; without `keep`, pre has no rows."""
-
-    def backward(
-        self, dy: _T, x: _T | None, experts: Experts, weight: _T, of: Saved, needs: Needs
-    ) -> tuple[_T | None, ...]:
-        """The gradients of x, both projections, the routing's weights and both biases; None unless
-        `needs` requests it. x is None unless gate_up's is requested.
-        """
-
-
 # ---- the operators
 
-# Indices of the forward's inputs that can have a gradient: x, the projections' data, the routing's
-# weights, biases.
-_DIFFERENTIABLE = (0, 1, 5, 10, 12, 13)
-_INPUTS = 15
+
+class Biases(NamedTuple):
+    """[E, 2 I] and [E, H], or None."""
+
+    gate_up_bias: _T | None = None
+    down_bias: _T | None = None
 
 
-def gate_numbers(gate: Gate) -> list[float]:
-    """A gate as an operator argument; 0 for no limit."""
-    limits = float(gate.limit or 0), float(gate.up_limit or 0)
-    activation = float(ACTIVATIONS.index(gate.activation))
-    return [activation, float(gate.alpha), *limits, float(gate.up_offset), float(gate.interleaved)]
+NO_BIASES = Biases()
 
 
-def _gate_of(numbers):
-    activation, alpha, limit, up_limit, offset, interleaved = numbers
-    return Gate(
-        ACTIVATIONS[int(activation)],
-        alpha,
-        limit or None,
-        up_limit or None,
-        offset,
-        bool(interleaved),
+class GateOptions(NamedTuple):
+    """A `Gate` in an operator."""
+
+    activation: str
+    alpha: float
+    limit: float | None
+    up_limit: float | None
+    up_offset: float
+    interleaved: bool
+
+    @classmethod
+    def of(cls, gate: Gate) -> GateOptions:
+        limit, up_limit = (
+            None if limit is None else float(limit) for limit in (gate.limit, gate.up_limit)
+        )
+        numbers = float(gate.alpha), limit, up_limit, float(gate.up_offset)
+        return cls(gate.activation, *numbers, gate.interleaved)
+
+
+class Results(NamedTuple):
+    """y [T, H], and what is saved for backward (`Saved`)."""
+
+    y: _T
+    pre: _T | None
+    offsets: _T
+    slots: _T
+    position: _T
+    tiles: _T | None
+
+
+class Saved(NamedTuple):
+    """Gates and ups pre [R, 2 I], the order of rows (see `permute.Order`), and Triton's map of
+    tiles.
+    """
+
+    pre: _T
+    offsets: _T
+    slots: _T
+    position: _T
+    tiles: _T | None
+
+
+class Needs(NamedTuple):
+    """Which gradients are needed."""
+
+    dx: bool
+    dgate_up: bool
+    ddown: bool
+    dweight: bool
+    dgate_up_bias: bool
+    ddown_bias: bool
+
+
+class Gradients(NamedTuple):
+    """Those that are needed, else None; dweight: of the routing's weights."""
+
+    dx: _T | None
+    dgate_up: _T | None
+    ddown: _T | None
+    dweight: _T | None
+    dgate_up_bias: _T | None
+    ddown_bias: _T | None
+
+
+# The arguments of `mlp` that have them.
+_DIFFERENTIABLE = (
+    "x",
+    "gate_up_data",
+    "down_data",
+    "expert_weight",
+    "gate_up_bias",
+    "down_bias",
+)
+
+
+@declare
+def mlp(
+    x: _T,
+    weights: Projections,
+    biases: Biases,
+    gate: GateOptions,
+    expert_index: _T,
+    expert_weight: _T,
+    keep: bool,
+    tiled: bool,
+) -> Results:
+    """keep: whether the result has pre.   tiled: whether it has a map of tiles, as Triton's has."""
+    (E, N, _), R, i32 = weights.gate_up.shape, expert_index.numel(), torch.int32
+    return filled(
+        Results(
+            x.new_empty(x.shape),
+            x.new_empty((R, N)) if keep else None,
+            x.new_empty(E, dtype=i32),
+            x.new_empty(R, dtype=i32),
+            x.new_empty(expert_index.shape, dtype=i32),
+            x.new_empty(map_size(R, E), dtype=i32) if tiled else None,
+        ),
+        x,
     )
 
 
-def map_size(R: int, E: int) -> int:
-    """Elements of Triton's tile map; tests check it against kernels.grouped_gemm_triton.map_size,
-    which needs Triton.
-    """
-    return 3 * ((R + (E + 1) * 127) // 128) + 1
+@declare
+def mlp_backward(
+    dy: _T,
+    weights: Projections,
+    x: _T | None,
+    down_bias: _T | None,
+    gate: GateOptions,
+    expert_weight: _T,
+    of: Saved,
+    needs: Needs,
+) -> Gradients:
+    """x: None unless gate_up's gradient is needed."""
+    E, N, H = weights.gate_up.shape
+    return filled(
+        Gradients(
+            dy.new_empty(dy.shape) if needs.dx else None,
+            dy.new_empty((E, N, H)) if needs.dgate_up else None,
+            dy.new_empty(weights.down.shape) if needs.ddown else None,
+            expert_weight.new_empty(expert_weight.shape) if needs.dweight else None,
+            dy.new_empty((E, N)) if needs.dgate_up_bias else None,
+            dy.new_empty((E, H)) if needs.ddown_bias else None,
+        ),
+        dy,
+    )
 
 
-def _setup(ctx, inputs, output):
-    x, weight, down_bias, ctx.gate = inputs[0], inputs[10], inputs[13], inputs[14]
-    gate_up, down = Packed(*inputs[1:5]), Packed(*inputs[5:9])
-    tensors, ctx.projections = to_save(gate_up, down)
+def _save(ctx, arguments, found):
+    x, weights, biases, ctx.gate, _, expert_weight, _, _ = arguments
+    _, *kept = found
+    tensors, ctx.projections = weights.to_save()
     # x is for the gradient of gate_up_proj, which a quantized one does not have.
-    saved_x = x if gate_up.is_dense else None
-    ctx.save_for_backward(saved_x, weight, down_bias, *output[1:], *tensors)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
+    x = x if weights.gate_up.is_dense else None
+    ctx.save_for_backward(x, expert_weight, biases.down_bias, *kept, *tensors)
+    ctx.mark_non_differentiable(found.pre)
 
 
-def _backward(ctx, dy, *_):
-    grads = [None] * _INPUTS
-    if dy is None:
-        return tuple(grads)
-    needs = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
-    x, weight, down_bias, *rest = ctx.saved_tensors
-    gate_up, down = saved(rest[5:], ctx.projections)
-    results = ctx.backward_op(dy, x, *gate_up, *down, weight, down_bias, rest[:5], ctx.gate, needs)
-    for i, need, grad in zip(_DIFFERENTIABLE, needs, results, strict=True):
-        grads[i] = grad if need else None
-    return tuple(grads)
-
-
-def _fake_backward(dy, x, data, scales, ints, alpha, *rest):
-    gate_up, down = Packed(data, scales, ints, alpha), Packed(*rest[:4])
-    weight, needs = rest[4], rest[-1]
-    E, N, H = gate_up.shape
-    shapes = (dy.shape, (E, N, H), down.shape, weight.shape, (E, N), (E, H))
-    return tuple(
-        (weight if i == 3 else dy).new_empty(shape if need else 0)
-        for i, (shape, need) in enumerate(zip(shapes, needs, strict=True))
+def _backward(ctx, g):
+    if g.y is None:
+        return {}
+    x, expert_weight, down_bias, pre, offsets, slots, position, tiles, *tensors = ctx.saved_tensors
+    found = ctx.backward_op(
+        g.y,
+        Projections.saved(tensors, ctx.projections),
+        x,
+        down_bias,
+        ctx.gate,
+        expert_weight,
+        Saved(pre, offsets, slots, position, tiles),
+        Needs(*[ctx.needs[name] for name in _DIFFERENTIABLE]),
     )
+    return dict(zip(_DIFFERENTIABLE, found, strict=True))
 
 
-class Fused:
-    """One implementation: its two operators, and the call.
+mlp.differentiate(_save, _backward)
 
-    dequantizes: the implementation that dequantizes weights; None: the `unpinned` one.
+
+class Launches(Protocol):
+    """The launches of an implementation: those of `mlp` and `mlp_backward`, where no size is 0. A
+    quantized weight's dense tensor is a new one, freed after one product.
     """
-
-    def __init__(self, name: str, launches: Launches, dequantizes: str | None = None):
-        self.name, self.launches, self.dequantizes = name, launches, dequantizes
-        self.forward_op = define(f"moe_mlp_{name}_forward", self.forward, self.fake_forward)
-        backward_op = define(f"moe_mlp_{name}_backward", self.backward, _fake_backward)
-        differentiate(self.forward_op, _backward, _setup, backward_op=backward_op)
 
     def forward(
         self,
         x: _T,
-        up_data: _T,
-        up_scales: list[_T],
-        up_ints: list[int],
-        up_alpha: float,
-        down_data: _T,
-        down_scales: list[_T],
-        down_ints: list[int],
-        down_alpha: float,
-        expert_index: _T,
+        weights: Projections,
+        biases: Biases,
+        gate: GateOptions,
+        index: _T,
         expert_weight: _T,
         keep: bool,
-        gate_up_bias: _T | None,
-        down_bias: _T | None,
-        gate: list[float],
-    ) -> tuple[_T, _T, _T, _T, _T, _T]:
-        gate_up = Packed(up_data, up_scales, up_ints, up_alpha)
-        down = Packed(down_data, down_scales, down_ints, down_alpha)
-        if not (x.numel() and all(down.shape)):
-            return tuple(t.zero_() for t in self._results(x, gate_up.shape, expert_index, keep))
-        experts = self._experts(gate_up, down, x.dtype, (gate_up_bias, down_bias), gate)
-        y, of = self.launches.forward(x, experts, expert_index, expert_weight, keep)
-        return y, *of
-
-    def fake_forward(self, x, *rest):
-        return self._results(x, Packed(*rest[:4]).shape, rest[8], rest[10])
-
-    def _results(self, x, gate_up_shape, index, keep):
-        (E, N, _), R = gate_up_shape, index.shape[0] * index.shape[1]
-        return (
-            x.new_empty(x.shape),
-            x.new_empty((R, N) if keep else (0, N)),
-            x.new_empty(E, dtype=torch.int32),
-            x.new_empty(R, dtype=torch.int32),
-            x.new_empty(index.shape, dtype=torch.int32),
-            x.new_empty(map_size(R, E) if self.name == "triton" else 0, dtype=torch.int32),
-        )
+        tiled: bool,
+    ) -> Results: ...
 
     def backward(
         self,
         dy: _T,
+        weights: Projections,
         x: _T | None,
-        up_data: _T,
-        up_scales: list[_T],
-        up_ints: list[int],
-        up_alpha: float,
-        down_data: _T,
-        down_scales: list[_T],
-        down_ints: list[int],
-        down_alpha: float,
-        expert_weight: _T,
         down_bias: _T | None,
-        saved: list[_T],
-        gate: list[float],
-        needs: list[bool],
-    ) -> tuple[_T, _T, _T, _T, _T, _T]:
-        gate_up = Packed(up_data, up_scales, up_ints, up_alpha)
-        down = Packed(down_data, down_scales, down_ints, down_alpha)
-        if not (dy.numel() and all(down.shape)):
-            results = _fake_backward(
-                dy, x, *gate_up, *down, expert_weight, down_bias, saved, gate, needs
-            )
-            return tuple(g.zero_() for g in results)
-        experts = self._experts(gate_up, down, dy.dtype, (None, down_bias), gate)
-        results = self.launches.backward(
-            dy, x, experts, expert_weight, Saved(*saved), Needs(*needs)
-        )
-        # Results must not share memory.
-        return tuple(
-            (expert_weight if i == 3 else dy).new_empty(0) if g is None else g
-            for i, g in enumerate(results)
-        )
+        gate: GateOptions,
+        expert_weight: _T,
+        of: Saved,
+        needs: Needs,
+    ) -> Gradients: ...
 
-    def _experts(self, gate_up, down, dtype, biases, gate):
-        weights = (Weight(p, dtype, self.dequantizes) for p in (gate_up, down))
-        return Experts(*weights, *biases, _gate_of(gate))
+
+class Fused:
+    """One implementation: its operator, and the call."""
+
+    def __init__(self, name: str, launches: Launches):
+        backward = mlp_backward.define(
+            f"moe_mlp_{name}_backward", or_zeros(mlp_backward, launches.backward)
+        )
+        self.mlp = mlp.define(f"moe_mlp_{name}_forward", or_zeros(mlp, launches.forward), backward)
+        self.tiled = name == "triton"
 
     def moe_mlp(
         self,
@@ -216,24 +248,14 @@ class Fused:
         expert_index,
         expert_weight,
         noise=None,
-        biases=(None, None),
+        biases=NO_BIASES,
         gate=SWIGLU,
     ):
-        leaves = [x, expert_weight, *biases]
-        if not isinstance(gate_up_proj, Quantized):
-            leaves += [gate_up_proj, down_proj]
+        weights = Projections.of(gate_up_proj, down_proj, noise)
+        leaves = x, weights.gate_up_data, weights.down_data, expert_weight, *biases
         keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)
-        noises = projection_noises(noise)
-        return self.forward_op(
-            x,
-            *pack(gate_up_proj, noises[0]),
-            *pack(down_proj, noises[1]),
-            expert_index,
-            expert_weight.contiguous(),
-            keep,
-            *biases,
-            gate_numbers(gate),
-        )[0]
+        options, routing = GateOptions.of(gate), (expert_index, expert_weight.contiguous())
+        return self.mlp(x, weights, biases, options, *routing, keep, self.tiled).y
 
 
 # ---- Triton
@@ -257,58 +279,57 @@ class _Triton:
     def __init__(self, gemm, rows):
         self.gemm, self.rows = gemm, rows  # the kernels' modules
 
-    def forward(self, x, experts, index, weight, keep):
-        gate_up, down, gate_up_bias, down_bias, gate = experts
-        offsets, slots, position = self.rows.sort(index, gate_up.shape[0])
+    def forward(self, x, weights, biases, gate, index, expert_weight, keep, tiled):
+        order = self.rows.sort(index, weights.gate_up.shape[0])
         # For this pass and its backward.
-        tiles = self.gemm.tile_map(offsets, slots.shape[0], whole=True)
+        tiles = self.gemm.tile_map(order.offsets, order.slots.shape[0], whole=True)
         pre, h = self.gemm.up_swiglu(
             x,
-            gate_up.dense(),
-            offsets,
-            slots,
-            index.shape[1],
+            dense(weights.gate_up, x.dtype, "triton"),
+            order,
             keep,
-            gate_up_bias,
+            biases.gate_up_bias,
             _constants(gate),
             tiles,
         )
-        rows = self.gemm.forward(h, down.dense(), offsets, down_bias, tiles)
-        y = self.rows.collect(rows, weight, position)
-        pre = x.new_empty(0, gate_up.shape[1]) if pre is None else pre
-        return y, Saved(pre, offsets, slots, position, tiles)
+        rows = self.gemm.forward(
+            h, dense(weights.down, x.dtype, "triton"), order.offsets, biases.down_bias, tiles
+        )
+        y = self.rows.collect(rows, expert_weight, order.position)
+        return Results(y, pre, *order, tiles)
 
-    def backward(self, dy, x, experts, weight, of, needs):
+    def backward(self, dy, weights, x, down_bias, gate, expert_weight, of, needs):
         gemm, (pre, offsets, slots, position, tiles) = self.gemm, of
         K = position.shape[1]
         dpre, dweight, weighted = gemm.down_dswiglu(
             dy,
-            experts.down.dense(),
+            dense(weights.down, dy.dtype, "triton"),
             pre,
-            weight,
-            (offsets, slots, position),
-            needs.down,
-            experts.down_bias if needs.weight else None,
-            _constants(experts.gate),
+            expert_weight,
+            Order(offsets, slots, position),
+            needs.ddown,
+            down_bias if needs.dweight else None,
+            _constants(gate),
             tiles,
         )
         dx = dgate_up = ddown = dgate_up_bias = ddown_bias = None
-        if needs.down:
+        if needs.ddown:
             ddown = gemm.backward_weight(dy, weighted, offsets, slots, K, gather="dy")
         del weighted  # as large as half of pre
-        if needs.gate_up:
+        if needs.dgate_up:
             dgate_up = gemm.backward_weight(dpre, x, offsets, slots, K)
-        if needs.x:
-            rows = gemm.backward_x(dpre, experts.gate_up.dense(), offsets, tiles)
+        if needs.dx:
+            rows = gemm.backward_x(dpre, dense(weights.gate_up, dy.dtype, "triton"), offsets, tiles)
             dx = self.rows.collect(rows, None, position)
-        if needs.gate_up_bias:
+        if needs.dgate_up_bias:
             column = gemm.backward_weight(dpre, ones(dpre), offsets)
             dgate_up_bias = column[..., 0].contiguous()
-        if needs.down_bias:
-            column = weight_column(weight, slots, dy.dtype)
+        if needs.ddown_bias:
+            column = weight_column(expert_weight, slots, dy.dtype)
             column = gemm.backward_weight(dy, column, offsets, slots, K, gather="dy")
             ddown_bias = column[..., 0].contiguous()
-        return dx, dgate_up, ddown, dweight if needs.weight else None, dgate_up_bias, ddown_bias
+        dweight = dweight if needs.dweight else None
+        return Gradients(dx, dgate_up, ddown, dweight, dgate_up_bias, ddown_bias)
 
 
 # The gradient of a bias is a product too: of an expert's rows with a column of ones, or with the
@@ -329,7 +350,7 @@ def weight_column(
 def load_triton() -> Fused:
     from tilewright.kernels.moe import grouped_gemm_triton, permute_triton
 
-    return Fused("triton", _Triton(grouped_gemm_triton, permute_triton), "triton")
+    return Fused("triton", _Triton(grouped_gemm_triton, permute_triton))
 
 
 # ---- over a grouped GEMM
@@ -352,59 +373,55 @@ class Composed:
     def __init__(self, name):
         self.product, self.backward_x, self.backward_weight = operators(name)
 
-    def forward(self, x, experts, index, weight, keep):
-        gate_up, down, gate_up_bias, down_bias, gate = experts
-        _, offsets, slots, position = PERMUTE.part(x)(None, index, gate_up.shape[0])
-        pre = self.product(x[slots // index.shape[1]], gate_up.dense(), offsets)
-        pre = add_bias(pre, gate_up_bias, offsets)
+    def forward(self, x, weights, biases, gate, index, expert_weight, keep, tiled):
+        gate, order = Gate(*gate), sort_slots(index, weights.gate_up.shape[0])
+        offsets, slots, position = order
+        pre = self.product(x[slots // index.shape[1]], dense(weights.gate_up, x.dtype), offsets)
+        pre = add_bias(pre, biases.gate_up_bias, offsets)
         h = SILU_MUL.part(pre)(pre, None, SILU) if gate.is_swiglu else gate_eager(pre, gate)
-        rows = add_bias(self.product(h, down.dense(), offsets), down_bias, offsets)
-        y = UNPERMUTE.part(h)(rows, weight, position)
-        pre = pre if keep else pre.new_empty(0, pre.shape[1])
-        return y, Saved(pre, offsets, slots, position, offsets.new_empty(0))
+        rows = self.product(h, dense(weights.down, x.dtype), offsets)
+        rows = add_bias(rows, biases.down_bias, offsets)
+        y = UNPERMUTE.part(h)(rows, expert_weight, position)
+        return Results(y, pre if keep else None, *order, None)
 
-    def backward(self, dy, x, experts, weight, of, needs):
+    def backward(self, dy, weights, x, down_bias, gate, expert_weight, of, needs):
         pre, offsets, slots, position, _ = of
         token = slots // position.shape[1]
         rows = dy[token]
-        dh = self.backward_x(rows, experts.down.dense(), offsets)
-        column = weight.flatten()[slots][:, None]
-        weighted, dpre, dots = gate_backward(dh, pre, column, experts.gate)
+        dh = self.backward_x(rows, dense(weights.down, dy.dtype), offsets)
+        column = expert_weight.flatten()[slots][:, None]
+        weighted, dpre, dots = gate_backward(dh, pre, column, Gate(*gate))
         dx = dgate_up = ddown = dweight = dgate_up_bias = ddown_bias = None
-        if needs.down:
+        if needs.ddown:
             ddown = self.backward_weight(rows, weighted, offsets)
-        if needs.down_bias:
+        if needs.ddown_bias:
             ddown_bias = self.bias_gradient(rows, column.to(dy.dtype), offsets)
         del rows, dh, weighted
-        if needs.gate_up:
+        if needs.dgate_up:
             dgate_up = self.backward_weight(dpre, x[token], offsets)
-        if needs.gate_up_bias:
+        if needs.dgate_up_bias:
             dgate_up_bias = self.bias_gradient(dpre, ones(dpre), offsets)
-        if needs.x:
-            rows = self.backward_x(dpre, experts.gate_up.dense(), offsets)
+        if needs.dx:
+            rows = self.backward_x(dpre, dense(weights.gate_up, dy.dtype), offsets)
             dx = UNPERMUTE.part(dy)(rows, None, position)
-        if needs.weight:
-            dweight = routing_gradient(dots, dy, experts.down_bias, offsets, position)
-        return dx, dgate_up, ddown, dweight, dgate_up_bias, ddown_bias
+        if needs.dweight:
+            dweight = routing_gradient(dots, dy, down_bias, of)
+        return Gradients(dx, dgate_up, ddown, dweight, dgate_up_bias, ddown_bias)
 
     def bias_gradient(self, rows, column, offsets):
         return self.backward_weight(rows, column, offsets)[..., 0].contiguous()
 
 
 def routing_gradient(
-    dots: torch.Tensor,
-    dy: torch.Tensor,
-    down_bias: torch.Tensor | None,
-    offsets: torch.Tensor,
-    position: torch.Tensor,
+    dots: torch.Tensor, dy: torch.Tensor, down_bias: torch.Tensor | None, of: Saved
 ) -> torch.Tensor:
     """The gradient [T, K] of the routing's weights, from <dh, h> per row."""
-    dweight = rows_to_slots(dots, position)
+    dweight = rows_to_slots(dots, of.position)
     if down_bias is None:
         return dweight
     # <dy[t], down_bias[e]> in float32; 0 for a slot without a row.
-    of_bias = (dy.float() @ down_bias.float().t()).gather(1, expert_of(position, offsets))
-    return dweight.add_(torch.where(position < 0, 0, of_bias))
+    of_bias = (dy.float() @ down_bias.float().t()).gather(1, expert_of(of.position, of.offsets))
+    return dweight.add_(torch.where(of.position < 0, 0, of_bias))
 
 
 @functools.cache

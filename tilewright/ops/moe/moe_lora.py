@@ -31,32 +31,26 @@ import torch
 from tilewright.core import checks
 from tilewright.core.registry import FLOATS, Judged, Op, short
 from tilewright.ops.activation.activation import SILU, act_mul_eager
-from tilewright.ops.moe.experts import check_routing, over_grouped_gemm, projection_noises
+from tilewright.ops.moe.experts import (
+    check_routing,
+    check_sizes,
+    over_grouped_gemm,
+    projection_noises,
+)
 from tilewright.ops.moe.grouped_gemm import GROUPED_GEMM, grouped_gemm_eager
 from tilewright.ops.moe.moe_lora_cases import CASES
 from tilewright.ops.moe.moe_lora_cases import MODES as MODES
-from tilewright.ops.moe.moe_lora_fused import load
+from tilewright.ops.moe.moe_lora_fused import Adapters, load
 from tilewright.ops.moe.permute import permute_eager, unpermute_eager
 from tilewright.ops.quant import aqn
 from tilewright.ops.quant.aqn import AQN
 from tilewright.ops.quant.quantize import Quantized
 from tilewright.ops.quant.weights import dequantize
 
-ADAPTERS = ("gate_A", "gate_B", "up_A", "up_B", "down_A", "down_B")
+ADAPTERS = Adapters._fields
 
 
-@checks.autocast(
-    "products",
-    "x",
-    "gate_up_proj",
-    "down_proj",
-    "gate_A",
-    "gate_B",
-    "up_A",
-    "up_B",
-    "down_A",
-    "down_B",
-)
+@checks.autocast("products", "x", "gate_up_proj", "down_proj", *ADAPTERS)
 def moe_lora(
     x: torch.Tensor,
     gate_up_proj: torch.Tensor | Quantized,
@@ -123,7 +117,7 @@ def moe_lora(
 
     Source: LoRA, arXiv:2106.09685, on the experts of `moe_mlp`.
     """
-    adapters = (gate_A, gate_B, up_A, up_B, down_A, down_B)
+    adapters = Adapters(gate_A, gate_B, up_A, up_B, down_A, down_B)
     index = _validate(
         x, gate_up_proj, down_proj, expert_index, expert_weight, adapters, scale, noise
     )
@@ -159,8 +153,6 @@ def saved_bytes(
 def _validate(x, gate_up_proj, down_proj, expert_index, expert_weight, adapters, scale, noise):
     checks.floating("x", x)
     checks.floating("expert_weight", expert_weight)
-    if x.dim() != 2:
-        raise ValueError(f"x must have shape [T, H], got {list(x.shape)}")
     first = {}
     for name, w in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
         if isinstance(w, Quantized):
@@ -172,22 +164,13 @@ def _validate(x, gate_up_proj, down_proj, expert_index, expert_weight, adapters,
         if w.requires_grad:
             raise ValueError(f"{name} must not require a gradient: under adapters it is frozen")
         first[name] = w
-    for name, t in zip(ADAPTERS, adapters, strict=True):
+    by_name = dict(zip(ADAPTERS, adapters, strict=True))
+    for name, t in by_name.items():
         checks.floating(name, t)
     checks.same_device(
-        x=x,
-        **first,
-        expert_index=expert_index,
-        expert_weight=expert_weight,
-        **dict(zip(ADAPTERS, adapters, strict=True)),
+        x=x, **first, expert_index=expert_index, expert_weight=expert_weight, **by_name
     )
-    if len(gate_up_proj.shape) != 3 or gate_up_proj.shape[1] % 2:
-        raise ValueError(
-            f"gate_up_proj must have shape [E, 2 I, H], got {list(gate_up_proj.shape)}"
-        )
-    E, I, H = gate_up_proj.shape[0], gate_up_proj.shape[1] // 2, x.shape[1]
-    checks.shape("gate_up_proj", gate_up_proj, (E, 2 * I, H), "[E, 2 I, H], with x's H")
-    checks.shape("down_proj", down_proj, (E, H, I), "[E, H, I] of gate_up_proj")
+    E, I, H = check_sizes(x, gate_up_proj, down_proj)
     for i, (inner, outer) in enumerate(((H, I), (H, I), (I, H))):
         _pair(*ADAPTERS[2 * i : 2 * i + 2], *adapters[2 * i : 2 * i + 2], E, inner, outer, x.dtype)
     for one, other in ((0, 2), (1, 3)):

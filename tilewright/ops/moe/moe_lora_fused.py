@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 
-from tilewright.core import checks
-from tilewright.core.library import define, differentiate
+from tilewright.core.library import declare
 from tilewright.ops.activation.activation import SILU, SILU_MUL
-from tilewright.ops.moe.experts import Weight, gate_backward, projection_noises, rows_to_slots
+from tilewright.ops.moe.experts import Projections, filled, gate_backward, or_zeros, rows_to_slots
 from tilewright.ops.moe.grouped_gemm import operators
-from tilewright.ops.moe.permute import PERMUTE, UNPERMUTE, Order
-from tilewright.ops.quant.weights import Packed, pack, saved, to_save
+from tilewright.ops.moe.permute import UNPERMUTE, sort_slots
+from tilewright.ops.quant.weights import dense
 
 _T = torch.Tensor
 
@@ -34,171 +34,159 @@ class Adapters(NamedTuple):
     down_B: _T
 
 
-class Low(NamedTuple):
-    """A's results, saved for backward: those of gate and up together, and of down; per token if the
-    factor (of down: B) is shared, else per row.
+class Results(NamedTuple):
+    """y [T, H], and what is saved for backward (`Saved`)."""
+
+    y: _T
+    pre: _T | None
+    low_gate_up: _T | None
+    low_down: _T | None
+    offsets: _T
+    slots: _T
+    position: _T
+
+
+class Saved(NamedTuple):
+    """Gates and ups pre [R, 2 I], A's results, and the order of rows (see `permute.Order`).
+
+    A's results: those of gate and up together, and of down; per token if the factor (of down: B) is
+    shared, else per row.
     """
 
-    gate_up: _T
-    down: _T
+    pre: _T
+    low_gate_up: _T
+    low_down: _T
+    offsets: _T
+    slots: _T
+    position: _T
 
 
-# Indices of the forward's inputs that can have a gradient: x, the routing's weights, adapters.
-_DIFFERENTIABLE = (0, *range(2, 9))
-_INPUTS = 19
+class Needs(NamedTuple):
+    """Which gradients are needed."""
+
+    dx: bool
+    dweight: bool
+    dgate_A: bool
+    dgate_B: bool
+    dup_A: bool
+    dup_B: bool
+    ddown_A: bool
+    ddown_B: bool
 
 
-def _fake_forward(x, index, weight, *rest):
-    adapters, keep, gate_up = Adapters(*rest[:6]), rest[7], Packed(*rest[8:12])
-    T, R = x.shape[0] if keep else 0, index.shape[0] * index.shape[1]
-    rows = R if keep else 0
-    return (
-        x.new_empty(x.shape),
-        x.new_empty(rows, 2 * adapters.gate_B.shape[1]),
-        x.new_empty(
-            T if _is_shared(adapters.gate_A) else rows,
-            adapters.gate_A.shape[1] + adapters.up_A.shape[1],
+class Gradients(NamedTuple):
+    """Those that are needed, else None; dweight: of the routing's weights."""
+
+    dx: _T | None
+    dweight: _T | None
+    dgate_A: _T | None
+    dgate_B: _T | None
+    dup_A: _T | None
+    dup_B: _T | None
+    ddown_A: _T | None
+    ddown_B: _T | None
+
+
+# The arguments of `lora` that have them.
+_DIFFERENTIABLE = "x", "expert_weight", *Adapters._fields
+
+
+@declare
+def lora(
+    x: _T,
+    weights: Projections,
+    expert_index: _T,
+    expert_weight: _T,
+    adapters: Adapters,
+    scale: float,
+    keep: bool,
+) -> Results:
+    """keep: whether the result has what only the backward reads."""
+    T, R, i32 = x.shape[0], expert_index.numel(), torch.int32
+    A, B = adapters.gate_A, adapters.down_B
+    shapes = (
+        (R, weights.gate_up.shape[1]),
+        (T if _is_shared(A) else R, sum(_ranks(adapters))),
+        (T if _is_shared(B) else R, B.shape[2]),
+    )
+    return filled(
+        Results(
+            x.new_empty(x.shape),
+            *[x.new_empty(shape) if keep else None for shape in shapes],
+            x.new_empty(weights.gate_up.shape[0], dtype=i32),
+            x.new_empty(R, dtype=i32),
+            x.new_empty(expert_index.shape, dtype=i32),
         ),
-        x.new_empty(T if _is_shared(adapters.down_B) else rows, adapters.down_A.shape[1]),
-        x.new_empty(gate_up.shape[0], dtype=torch.int32),
-        x.new_empty(R, dtype=torch.int32),
-        x.new_empty(index.shape, dtype=torch.int32),
+        x,
     )
 
 
-def _fake_backward(dy, x, weight, *rest):
-    inputs, needs = (x, weight, *rest[:6]), rest[7]
-    return tuple(t.new_empty(t.shape if need else 0) for t, need in zip(inputs, needs, strict=True))
-
-
-def _setup(ctx, inputs, output):
-    tensors, ctx.projections = to_save(Packed(*inputs[11:15]), Packed(*inputs[15:]))
-    ctx.save_for_backward(*(inputs[i] for i in _DIFFERENTIABLE), *output[1:], *tensors)
-    ctx.scale = inputs[9]
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy, *_):
-    grads = [None] * _INPUTS
-    if dy is None:
-        return tuple(grads)
-    needs = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
-    tensors = ctx.saved_tensors
-    gate_up, down = saved(tensors[14:], ctx.projections)
-    results = ctx.backward_op(
-        dy, *tensors[:8], list(tensors[8:14]), needs, ctx.scale, *gate_up, *down
+@declare
+def lora_backward(
+    dy: _T,
+    weights: Projections,
+    x: _T,
+    expert_weight: _T,
+    adapters: Adapters,
+    scale: float,
+    of: Saved,
+    needs: Needs,
+) -> Gradients:
+    leaves = x, expert_weight, *adapters
+    return filled(
+        Gradients(
+            *[t.new_empty(t.shape) if need else None for t, need in zip(leaves, needs, strict=True)]
+        ),
+        dy,
     )
-    for i, need, grad in zip(_DIFFERENTIABLE, needs, results, strict=True):
-        grads[i] = grad if need else None
-    return tuple(grads)
+
+
+def _save(ctx, arguments, found):
+    x, weights, _, expert_weight, adapters, ctx.scale, _ = arguments
+    _, *kept = found
+    tensors, ctx.projections = weights.to_save()
+    ctx.save_for_backward(x, expert_weight, *adapters, *kept, *tensors)
+    ctx.mark_non_differentiable(*kept)
+
+
+def _backward(ctx, g):
+    if g.y is None:
+        return {}
+    tensors = iter(ctx.saved_tensors)
+    x, expert_weight = next(tensors), next(tensors)
+    adapters, of = (kind(*islice(tensors, len(kind._fields))) for kind in (Adapters, Saved))
+    found = ctx.backward_op(
+        g.y,
+        Projections.saved(list(tensors), ctx.projections),
+        x,
+        expert_weight,
+        adapters,
+        ctx.scale,
+        of,
+        Needs(*[ctx.needs[name] for name in _DIFFERENTIABLE]),
+    )
+    return dict(zip(_DIFFERENTIABLE, found, strict=True))
+
+
+lora.differentiate(_save, _backward)
 
 
 class _Fused:
-    """One implementation: its two operators, and the call.
+    """One implementation: its operator, and the call."""
 
-    launches: computes both passes. No size is 0 there.
-    """
-
-    def __init__(self, name: str, launches: Composed):
-        self.launches = launches
-        self.dequantizes = "triton" if name == "triton" else None
-        self.forward_op = define(f"moe_lora_{name}_forward", self.forward, _fake_forward)
-        backward_op = define(f"moe_lora_{name}_backward", self.backward, _fake_backward)
-        differentiate(self.forward_op, _backward, _setup, backward_op=backward_op)
-
-    def forward(
-        self,
-        x: _T,
-        index: _T,
-        weight: _T,
-        gate_A: _T,
-        gate_B: _T,
-        up_A: _T,
-        up_B: _T,
-        down_A: _T,
-        down_B: _T,
-        scale: float,
-        keep: bool,
-        base_data: _T,
-        base_scales: list[_T],
-        base_ints: list[int],
-        base_alpha: float,
-        last_data: _T,
-        last_scales: list[_T],
-        last_ints: list[int],
-        last_alpha: float,
-    ) -> tuple[_T, _T, _T, _T, _T, _T, _T]:
-        gate_up = Packed(base_data, base_scales, base_ints, base_alpha)
-        down = Packed(last_data, last_scales, last_ints, last_alpha)
-        adapters = Adapters(gate_A, gate_B, up_A, up_B, down_A, down_B)
-        if not (x.numel() and gate_B.numel()):
-            results = _fake_forward(x, index, weight, *adapters, scale, keep, *gate_up, *down)
-            return tuple(t.zero_() for t in results)
-        base = self._projections(gate_up, down, x.dtype)
-        with checks.no_autocast(x):
-            y, pre, low, order = self.launches.forward(
-                base, x, index, weight, adapters, scale, keep
-            )
-        return y, pre, *low, *order
-
-    def backward(
-        self,
-        dy: _T,
-        x: _T,
-        weight: _T,
-        gate_A: _T,
-        gate_B: _T,
-        up_A: _T,
-        up_B: _T,
-        down_A: _T,
-        down_B: _T,
-        saved: list[_T],
-        needs: list[bool],
-        scale: float,
-        base_data: _T,
-        base_scales: list[_T],
-        base_ints: list[int],
-        base_alpha: float,
-        last_data: _T,
-        last_scales: list[_T],
-        last_ints: list[int],
-        last_alpha: float,
-    ) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T]:
-        adapters = Adapters(gate_A, gate_B, up_A, up_B, down_A, down_B)
-        if not (x.numel() and gate_B.numel()):
-            results = _fake_backward(dy, x, weight, *adapters, saved, needs)
-            return tuple(t.zero_() for t in results)
-        base = self._projections(
-            Packed(base_data, base_scales, base_ints, base_alpha),
-            Packed(last_data, last_scales, last_ints, last_alpha),
-            x.dtype,
+    def __init__(self, name: str):
+        launches = Composed(name)
+        backward = lora_backward.define(
+            f"moe_lora_{name}_backward", or_zeros(lora_backward, launches.backward)
         )
-        pre, *rest = saved
-        with checks.no_autocast(x):
-            results = self.launches.backward(
-                base, dy, x, weight, adapters, (pre, Low(*rest[:2]), Order(*rest[2:])), scale, needs
-            )
-        # Results must not share memory.
-        return tuple(
-            (weight if i == 1 else dy).new_empty(0) if g is None else g
-            for i, g in enumerate(results)
+        self.lora = lora.define(
+            f"moe_lora_{name}_forward", or_zeros(lora, launches.forward), backward
         )
-
-    def _projections(self, gate_up, down, dtype):
-        return tuple(Weight(p, dtype, self.dequantizes) for p in (gate_up, down))
 
     def moe_lora(self, x, gate_up_proj, down_proj, index, weight, adapters, scale, noise):
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, *adapters))
-        base, last = (
-            pack(w, weight_noise)
-            for w, weight_noise in zip(
-                (gate_up_proj, down_proj), projection_noises(noise), strict=True
-            )
-        )
-        return self.forward_op(x, index, weight.contiguous(), *adapters, scale, keep, *base, *last)[
-            0
-        ]
+        weights = Projections.of(gate_up_proj, down_proj, noise)
+        return self.lora(x, weights, index, weight.contiguous(), adapters, scale, keep).y
 
 
 class Composed:
@@ -208,6 +196,13 @@ class Composed:
 
     def __init__(self, name: str):
         self.product, self.backward_x, self.backward_weight = operators(name)
+        self.dequantizes = "triton" if name == "triton" else None
+
+    def _dense(self, packed, like):
+        """A projection's tensor. For a quantized one it is a new one, to be freed after one
+        product.
+        """
+        return dense(packed, like.dtype, self.dequantizes)
 
     # A factor by rows, its transpose by rows, and its gradient: dense if it is shared. Rows of the
     # tail are 0 in `upstream`, and finite in `rows`.
@@ -224,26 +219,14 @@ class Composed:
             return (upstream.t() @ rows)[None]
         return self.backward_weight(upstream, rows, offsets)
 
-    def forward(
-        self,
-        base: tuple[Weight, Weight],
-        x: _T,
-        index: _T,
-        weight: _T,
-        adapters: Adapters,
-        scale: float,
-        keep: bool,
-    ) -> tuple[_T, _T, Low, Order]:
-        """y, pre and A's results (without rows unless `keep`), and the order of rows."""
-        gate_up, down = base
-        order = Order(*PERMUTE.part(x)(None, index, gate_up.shape[0])[1:])
-        offsets, slots, position = order
+    def forward(self, x, weights, index, expert_weight, adapters, scale, keep):
+        order = offsets, slots, position = sort_slots(index, weights.gate_up.shape[0])
         token = slots // index.shape[1]
         rows = x[token]
         A = torch.cat((adapters.gate_A, adapters.up_A), 1)  # one pass over the rows for both
         low = self._times(x if _is_shared(A) else rows, A, offsets)  # per token if A is shared
         low_rows = _at_rows(low, token, offsets) if _is_shared(A) else low
-        pre = self.product(rows, gate_up.dense(), offsets)
+        pre = self.product(rows, self._dense(weights.gate_up, x), offsets)
         del rows
         factors = adapters.gate_B, adapters.up_B
         for half, part, B in zip(
@@ -251,51 +234,32 @@ class Composed:
         ):
             half.add_(self._times(part, B, offsets), alpha=scale)
         h = SILU_MUL.part(pre)(pre, None, SILU)
-        pre = pre if keep else pre.new_empty(0, pre.shape[1])
+        pre = pre if keep else None
         low_down = self._times(h, adapters.down_A, offsets)
-        rows = self.product(h, down.dense(), offsets)
+        rows = self.product(h, self._dense(weights.down, x), offsets)
         del h
         B, collect = adapters.down_B, UNPERMUTE.part(x)
         if _is_shared(B):  # per token, with the weights of its experts
-            low_down = collect(low_down, weight, position)
-            y = collect(rows, weight, position).add_(low_down @ B[0].t(), alpha=scale)
+            low_down = collect(low_down, expert_weight, position)
+            y = collect(rows, expert_weight, position).add_(low_down @ B[0].t(), alpha=scale)
         else:
             rows = rows.add_(self.product(low_down, B, offsets), alpha=scale)
-            y = collect(rows, weight, position)
-        if not keep:
-            low, low_down = low.new_empty(0, low.shape[1]), low_down.new_empty(0, low_down.shape[1])
-        return y, pre, Low(low, low_down), order
+            y = collect(rows, expert_weight, position)
+        kept = (pre, low, low_down) if keep else (None, None, None)
+        return Results(y, *kept, *order)
 
-    def backward(
-        self,
-        base: tuple[Weight, Weight],
-        dy: _T,
-        x: _T,
-        weight: _T,
-        adapters: Adapters,
-        of: tuple[_T, Low, Order],
-        scale: float,
-        needs: list[bool],
-    ) -> tuple[_T | None, ...]:
-        """The gradients of x, the routing's weights and the adapters, None if not needed.
-
-        of: pre, A's results and the order of rows, as forward returned them.
-        """
-        need_x, need_weight, *need_factors = needs
-        pre, low, (offsets, slots, position) = of
-        rows = _Rows(
-            slots // position.shape[1], weight.flatten()[slots][:, None], offsets, position
-        )
-        dpre, dots, *ddown = self._down_backward(
-            base[1], dy, pre, low.down, adapters, rows, scale, need_factors[4:]
-        )
+    def backward(self, dy, weights, x, expert_weight, adapters, scale, of, needs):
+        offsets, slots, position = of.offsets, of.slots, of.position
+        column = expert_weight.flatten()[slots][:, None]
+        rows = _Rows(slots // position.shape[1], column, offsets, position)
+        dpre, dots, *ddown = self._down_backward(weights.down, dy, of, adapters, rows, scale, needs)
         dx, *dgate_up = self._gate_up_backward(
-            base[0], dpre, x, low.gate_up, adapters, rows, scale, [need_x, *need_factors[:4]]
+            weights.gate_up, dpre, x, of, adapters, rows, scale, needs
         )
-        dweight = rows_to_slots(dots, position) if need_weight else None
-        return dx, dweight, *dgate_up, *ddown
+        dweight = rows_to_slots(dots, position) if needs.dweight else None
+        return Gradients(dx, dweight, *dgate_up, *ddown)
 
-    def _down_backward(self, down, dy, pre, low, adapters, rows, scale, needs):
+    def _down_backward(self, down, dy, of, adapters, rows, scale, needs):
         """dpre, <dh, h> per row, and the gradients of down's factors."""
         token, column, offsets, _ = rows
         A, B, dA, dB = adapters.down_A, adapters.down_B, None, None
@@ -304,34 +268,33 @@ class Composed:
             upstream = _at_rows((dy @ B[0]).mul_(scale), token, offsets)
         else:
             upstream = self.backward_x(dy_rows, B, offsets).mul_(scale)
-        dh = self.backward_x(dy_rows, down.dense(), offsets)
+        dh = self.backward_x(dy_rows, self._dense(down, dy), offsets)
         dh = dh.add_(self._times_transposed(upstream, A, offsets))
-        h, dpre, dots = gate_backward(dh, pre, column)  # h weighted per row
+        h, dpre, dots = gate_backward(dh, of.pre, column)  # h weighted per row
         del dh
-        if needs[0]:
+        if needs.ddown_A:
             dA = self._gradient(upstream, h, A, offsets)
         del h
-        if needs[1] and _is_shared(B):
-            dB = (dy.t() @ (low * scale))[None]
-        elif needs[1]:
-            weighted = (scale * column * low.float()).to(dy.dtype)
+        if needs.ddown_B and _is_shared(B):
+            dB = (dy.t() @ (of.low_down * scale))[None]
+        elif needs.ddown_B:
+            weighted = (scale * column * of.low_down.float()).to(dy.dtype)
             dB = self.backward_weight(dy_rows, weighted, offsets)
         return dpre, dots, dA, dB
 
-    def _gate_up_backward(self, gate_up, dpre, x, low, adapters, rows, scale, needs):
+    def _gate_up_backward(self, gate_up, dpre, x, of, adapters, rows, scale, needs):
         """The gradients of x and of gate's and up's factors."""
         token, _, offsets, position = rows
-        need_x, need_gate_A, need_gate_B, need_up_A, need_up_B = needs
-        need_A = need_gate_A or need_up_A
-        A = torch.cat((adapters.gate_A, adapters.up_A), 1)
-        if (need_gate_B or need_up_B) and _is_shared(A):
+        need_A, need_B = (needs.dgate_A, needs.dup_A), (needs.dgate_B, needs.dup_B)
+        A, low = torch.cat((adapters.gate_A, adapters.up_A), 1), of.low_gate_up
+        if any(need_B) and _is_shared(A):
             low = _at_rows(low, token, offsets)
         dB, upstream = [], []
         for half, part, B, need in zip(
             dpre.chunk(2, -1),
             _split(low, adapters),
             (adapters.gate_B, adapters.up_B),
-            (need_gate_B, need_up_B),
+            need_B,
             strict=True,
         ):
             upstream.append(self._times_transposed(half, B, offsets).mul_(scale))
@@ -340,24 +303,24 @@ class Composed:
         collect, dx, dA = UNPERMUTE.part(dpre), None, None
         if _is_shared(A):
             upstream = collect(upstream, None, position)  # per token
-            if need_A:
+            if any(need_A):
                 dA = (upstream.t() @ x)[None]
-            if need_x:
-                dx = collect(self.backward_x(dpre, gate_up.dense(), offsets), None, position)
+            if needs.dx:
+                dx = collect(
+                    self.backward_x(dpre, self._dense(gate_up, dpre), offsets), None, position
+                )
                 dx = dx.add_(upstream @ A[0])
         else:
-            if need_A:
+            if any(need_A):
                 dA = self.backward_weight(upstream, x[token], offsets)
-            if need_x:
-                dx = self.backward_x(dpre, gate_up.dense(), offsets)
+            if needs.dx:
+                dx = self.backward_x(dpre, self._dense(gate_up, dpre), offsets)
                 dx = collect(dx.add_(self.backward_x(upstream, A, offsets)), None, position)
         # Copies: two results of an operator must not share memory.
         dgate_A, dup_A = (
             part.clone(memory_format=torch.contiguous_format) if need else None
             for part, need in zip(
-                (None, None) if dA is None else dA.split(_ranks(adapters), 1),
-                (need_gate_A, need_up_A),
-                strict=True,
+                (None, None) if dA is None else dA.split(_ranks(adapters), 1), need_A, strict=True
             )
         )
         return dx, dgate_A, dB[0], dup_A, dB[1]
@@ -396,7 +359,7 @@ def _split(low, adapters):
 
 @functools.cache
 def _fused(name):
-    return _Fused(name, Composed(name))
+    return _Fused(name)
 
 
 def load(name: str) -> Callable:

@@ -25,16 +25,18 @@ import torch
 import torch.nn.functional as F
 
 from tilewright.ops.activation.activation import Gate
-from tilewright.ops.moe.experts import Saved
 from tilewright.ops.moe.moe_fused import (
     Composed,
     Fused,
+    Gradients,
+    Results,
     load_composed,
     ones,
     routing_gradient,
     weight_column,
 )
-from tilewright.ops.moe.permute import PERMUTE, UNPERMUTE
+from tilewright.ops.moe.permute import UNPERMUTE, sort_slots
+from tilewright.ops.quant.weights import dense
 
 # Parameters that are used of each function of quack.gemm_interface.
 PARAMETERS = {
@@ -109,24 +111,26 @@ def fits(gate_up_proj: torch.Tensor, itemsize: int, gate: Gate) -> bool:
     return plain and N // 2 % step == 0 and H % step == 0
 
 
-class Epilogues:
-    """forward and backward, as in `moe_fused.Launches`, for what `fits` accepts."""
+class _Quack(Composed):
+    """Fuses what QuACK's epilogues support (`fits`); other gates and widths are composed."""
 
     def __init__(self, interface: ModuleType):
+        super().__init__("quack")
         self.gemm, self.gemm_gated, self.gemm_dgated = (
             getattr(interface, name) for name in PARAMETERS
         )
 
     # tuned=False: QuACK would tune at the first call for every number of rows.
-    def forward(self, x, experts, index, weight, keep):
-        gate_up, down, gate_up_bias, down_bias, gate = experts
-        _, offsets, slots, position = PERMUTE.part(x)(None, index, gate_up.shape[0])
+    def forward(self, x, weights, biases, gate, index, expert_weight, keep, tiled):
+        if not fits(weights.gate_up, x.element_size(), Gate(*gate)):
+            return super().forward(x, weights, biases, gate, index, expert_weight, keep, tiled)
+        order = offsets, slots, position = sort_slots(index, weights.gate_up.shape[0])
         ends = F.pad(offsets, (1, 0))
-        ordered = ("B",) if gate_up_bias is None else ("B", "bias")
+        ordered = ("B",) if biases.gate_up_bias is None else ("B", "bias")
         pre, h = self.gemm_gated(
             x.contiguous(),
-            gate_up.dense().contiguous().mT,
-            bias=gate_up_bias,
+            dense(weights.gate_up, x.dtype).contiguous().mT,
+            bias=biases.gate_up_bias,
             activation="swiglu",
             cu_seqlens_m=ends,
             A_idx=slots // index.shape[1],
@@ -135,93 +139,66 @@ class Epilogues:
             **_layout(gate, *ordered),
         )
         rows = self.gemm(
-            h, down.dense().contiguous().mT, bias=down_bias, cu_seqlens_m=ends, tuned=False
+            h,
+            dense(weights.down, x.dtype).contiguous().mT,
+            bias=biases.down_bias,
+            cu_seqlens_m=ends,
+            tuned=False,
         )
-        y = UNPERMUTE.part(rows)(rows, weight, position)
-        pre = pre if keep else x.new_empty(0, gate_up.shape[1])
-        return y, Saved(pre, offsets, slots, position, offsets.new_empty(0))
+        y = UNPERMUTE.part(rows)(rows, expert_weight, position)
+        return Results(y, pre if keep else None, *order, None)
 
-    def backward(self, dy, x, experts, weight, of, needs):
-        """The gradients of x and both weights, None where not needed; <dh, h> per row; and dpre, in
-        the order of the up-projection's bias, if that needs its gradient.
-        """
-        gate_up, down, _, _, gate = experts
-        (E, N, H), dy = gate_up.shape, dy.contiguous()
+    def backward(self, dy, weights, x, down_bias, gate, expert_weight, of, needs):
+        if not fits(weights.gate_up, dy.element_size(), Gate(*gate)):
+            return super().backward(dy, weights, x, down_bias, gate, expert_weight, of, needs)
+        (E, N, H), dy = weights.gate_up.shape, dy.contiguous()
         ends, token = F.pad(of.offsets, (1, 0)), of.slots // of.position.shape[1]
         dpre, weighted, dots = self.gemm_dgated(
             dy,
-            down.dense().contiguous(),
+            dense(weights.down, dy.dtype).contiguous(),
             of.pre,
             activation="swiglu",
-            colvec_scale=weight.flatten()[of.slots],
+            colvec_scale=expert_weight.flatten()[of.slots],
             colvec_reduce=True,
             cu_seqlens_m=ends,
             A_idx=token,
             tuned=False,
         )
         idle = (torch.diff(ends) == 0)[:, None, None]  # QuACK may leave empty sums unwritten
-        dx = dgate_up = ddown = None
-        if needs.down:
+        dx = dgate_up = ddown = dweight = dgate_up_bias = ddown_bias = None
+        if needs.ddown:
             ddown = self.gemm(dy.t(), weighted, cu_seqlens_k=ends, A_idx=token, tuned=False)
             ddown.masked_fill_(idle, 0)
         del weighted
-        if needs.gate_up:  # x^T dpre, written as its transpose: the first operand is gathered
+        if needs.dgate_up:  # x^T dpre, written as its transpose: the first operand is gathered
             dgate_up = x.new_empty(E, N, H)
-            self.gemm(
-                x.contiguous().t(),
-                dpre,
-                out=dgate_up.mT,
-                cu_seqlens_k=ends,
-                A_idx=token,
-                tuned=False,
-                **_layout(gate, "out"),
-            )
+            options = {"out": dgate_up.mT, "cu_seqlens_k": ends, "A_idx": token, "tuned": False}
+            self.gemm(x.contiguous().t(), dpre, **options, **_layout(gate, "out"))
             dgate_up.masked_fill_(idle, 0)
-        if needs.x:
+        if needs.dx:
             rows = self.gemm(
                 dpre,
-                gate_up.dense().contiguous(),
+                dense(weights.gate_up, dy.dtype).contiguous(),
                 cu_seqlens_m=ends,
                 tuned=False,
                 **_layout(gate, "B"),
             )
             dx = UNPERMUTE.part(rows)(rows, None, of.position)
-        if needs.gate_up_bias and not gate.interleaved:
-            dpre = torch.cat((dpre[:, ::2], dpre[:, 1::2]), 1)
-        return dx, dgate_up, ddown, dots, dpre
+        if needs.dweight:
+            dweight = routing_gradient(dots, dy, down_bias, of)
+        if needs.dgate_up_bias:
+            if not gate.interleaved:  # in the order of the bias
+                dpre = torch.cat((dpre[:, ::2], dpre[:, 1::2]), 1)
+            dgate_up_bias = self.bias_gradient(dpre, ones(dpre), of.offsets)
+        if needs.ddown_bias:
+            column = weight_column(expert_weight, of.slots, dy.dtype)
+            ddown_bias = self.bias_gradient(dy[token], column, of.offsets)
+        return Gradients(dx, dgate_up, ddown, dweight, dgate_up_bias, ddown_bias)
 
 
 def _layout(gate, *names):
     """Names for QuACK the tensors with gates before ups."""
     return {} if gate.interleaved else {"concat_layout": names}
-
-
-class _Quack(Composed):
-    """Fuses what QuACK's epilogues support; other gates and widths are composed."""
-
-    def __init__(self, interface):
-        super().__init__("quack")
-        self.fused = Epilogues(interface)
-
-    def forward(self, x, experts, index, weight, keep):
-        if not fits(experts.gate_up, x.element_size(), experts.gate):
-            return super().forward(x, experts, index, weight, keep)
-        return self.fused.forward(x, experts, index, weight, keep)
-
-    def backward(self, dy, x, experts, weight, of, needs):
-        if not fits(experts.gate_up, dy.element_size(), experts.gate):
-            return super().backward(dy, x, experts, weight, of, needs)
-        *results, dots, dpre = self.fused.backward(dy, x, experts, weight, of, needs)
-        offsets, slots, position = of.offsets, of.slots, of.position
-        dweight = dgate_up_bias = ddown_bias = None
-        if needs.weight:
-            dweight = routing_gradient(dots, dy, experts.down_bias, offsets, position)
-        if needs.gate_up_bias:
-            dgate_up_bias = self.bias_gradient(dpre, ones(dpre), offsets)
-        if needs.down_bias:
-            column = weight_column(weight, slots, dy.dtype)
-            ddown_bias = self.bias_gradient(dy[slots // position.shape[1]], column, offsets)
-        return *results, dweight, dgate_up_bias, ddown_bias
 
 
 @functools.cache

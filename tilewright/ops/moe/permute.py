@@ -16,23 +16,13 @@ import torch
 
 from tilewright import platform
 from tilewright.core import checks
-from tilewright.core.library import Operator, adopt, define, differentiate, from_kernels
+from tilewright.core.library import Operator, define, from_kernels
 from tilewright.core.registry import Case, Cost, DispatchOn, Implementation, Op, short
+from tilewright.core.torch_names import in_transform
+from tilewright.kernels.moe.operators import Order, collect, collect_backward, sort, spread
 from tilewright.ops import cases
-from tilewright.ops.moe.permute_checks import checked_index, checked_position
-from tilewright.ops.moe.permute_eager import permute_eager, sort_eager, unpermute_eager
 
-
-class Order(NamedTuple):
-    """Slots sorted by expert, all int32.
-
-    offsets [E]: the end of each expert's rows; offsets[-1] rows are in use.   slots [R]: the slot
-    of each row.   position [T, K]: the row of each slot, -1 for a sentinel.
-    """
-
-    offsets: torch.Tensor
-    slots: torch.Tensor
-    position: torch.Tensor
+MOST_EXPERTS = 4096  # the sort keeps a number for each in registers
 
 
 class Permuted(NamedTuple):
@@ -74,6 +64,12 @@ def sort_by_expert(
     return Order(
         *PERMUTE.pick(implementation, DispatchOn(index.device))(None, index, num_experts)[1:]
     )
+
+
+def sort_slots(index: torch.Tensor, num_experts: int) -> Order:
+    """`sort_by_expert` of a valid index, by the implementation of `auto`, whatever is pinned."""
+    sorting = PERMUTE.part(DispatchOn(index.device))
+    return Order(*sorting(None, index.contiguous(), num_experts)[1:])
 
 
 @checks.autocast("inputs")
@@ -173,8 +169,121 @@ def unpermute(
         checks.floating("expert_weight", expert_weight)
         checks.shape("expert_weight", expert_weight, tuple(position.shape), "that of position")
         expert_weight = expert_weight.to(torch.promote_types(rows.dtype, torch.float32))
-    position = position.contiguous() if position.is_cuda else checked_position(position)
+    position = position.contiguous() if position.is_cuda else _checked_position(position)
     return UNPERMUTE.pick(implementation, rows)(rows, expert_weight, position)
+
+
+# ---- checks of expert indices and positions, whose values are read only without a device
+# synchronization
+
+
+def checked_index(index: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """index, contiguous; its values are checked if that does not synchronize."""
+    checks.same_device(expert_index=index)
+    checks.dense("expert_index", index)
+    if index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"expert_index must be int32 or int64, got {short(index.dtype)}")
+    if index.dim() != 2 or index.shape[1] == 0:
+        raise ValueError(f"expert_index must have shape [T, K], K not 0, got {list(index.shape)}")
+    if index.numel() >= 2**31:
+        raise ValueError(
+            f"expert_index must have fewer than 2^31 elements, got {list(index.shape)}"
+        )
+    if not isinstance(num_experts, int) or isinstance(num_experts, bool):
+        raise TypeError(f"num_experts must be an int, got {num_experts!r}")
+    if not 1 <= num_experts <= MOST_EXPERTS:
+        raise ValueError(f"num_experts must be 1 to {MOST_EXPERTS}, got {num_experts}")
+    return index.contiguous() if index.is_cuda else _checked_index(index, num_experts)
+
+
+def _look_at_index(index, num_experts):
+    if index.numel() and not index.is_cuda:
+        low, high = index.aminmax()
+        if low < 0 or high > num_experts:
+            first = ((index < 0) | (index > num_experts)).nonzero()[0].tolist()
+            raise IndexError(
+                f"expert_index{first} is {int(index[tuple(first)])}; accepted are 0 to "
+                f"{num_experts - 1}, "
+                f"and {num_experts} for a slot without an expert"
+            )
+    return index.clone(memory_format=torch.contiguous_format)
+
+
+def _look_at_position(position):
+    if position.numel() and not position.is_cuda:
+        used = position[position >= 0].long()
+        seen = torch.zeros(used.shape[0] + 1, dtype=torch.bool)
+        seen[used.clamp(max=used.shape[0])] = True
+        if position.min() < -1 or not seen[:-1].all():
+            raise IndexError(
+                f"position must be -1 or a row, and its {used.shape[0]} rows be 0 to "
+                f"{used.shape[0] - 1}, "
+                f"each once; got rows from {int(position.min())} to {int(position.max())}"
+            )
+    return position.clone(memory_format=torch.contiguous_format)
+
+
+def _empty_index(index: torch.Tensor, num_experts: int) -> torch.Tensor:
+    return torch.empty_like(index, memory_format=torch.contiguous_format)
+
+
+def _empty_position(position: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(position, memory_format=torch.contiguous_format)
+
+
+# Operators, so that torch.compile defers the check of values to run time, with a result that is
+# used, so that they are not removed.
+_checked_index = define(
+    "checked_expert_index",
+    _look_at_index,
+    _empty_index,
+    plain=lambda index, num_experts: index.contiguous(),
+)
+_checked_position = define(
+    "checked_position",
+    _look_at_position,
+    _empty_position,
+    plain=lambda position: position.contiguous(),
+)
+
+
+# ---- the definitions
+
+
+def sort_eager(expert_index, num_experts):
+    E = num_experts
+    expert = expert_index.flatten().long()
+    expert = torch.where((expert < 0) | (expert > E), E, expert)
+    slots = expert.argsort(stable=True)
+    counts = torch.zeros(E + 1, dtype=torch.int64, device=expert.device)
+    offsets = counts.scatter_add(0, expert, torch.ones_like(expert))[:E].cumsum(0)
+    row = torch.empty_like(slots).scatter(
+        0, slots, torch.arange(slots.shape[0], device=slots.device)
+    )
+    position = torch.where(expert < E, row, -1).view(expert_index.shape)
+    return offsets.int(), slots.int(), position.int()
+
+
+def permute_eager(x, expert_index, num_experts):
+    offsets, slots, position = sort_eager(expert_index, num_experts)
+    if x is None:
+        return None, offsets, slots, position
+    # For the backward: a sum over each token's rows.
+    acc = torch.promote_types(x.dtype, torch.float32)
+    rows = x.to(acc).index_select(0, slots // expert_index.shape[1])
+    used = torch.arange(slots.shape[0], device=x.device) < offsets[-1]
+    return torch.where(used[:, None], rows, 0).to(x.dtype), offsets, slots, position
+
+
+def unpermute_eager(rows, expert_weight, position):
+    (T, K), H = position.shape, rows.shape[1]
+    acc = torch.promote_types(rows.dtype, torch.float32)
+    present = position >= 0
+    picked = rows.to(acc).index_select(0, position.flatten().clamp_min(0)).view(T, K, H)
+    picked = torch.where(present[..., None], picked, 0)  # before the product: 0 times NaN is NaN
+    if expert_weight is not None:
+        picked = picked * torch.where(present, expert_weight.to(acc), 0)[..., None]
+    return picked.sum(1).to(rows.dtype)
 
 
 # ---- fused implementations. PyTorch has no alternative to the twins': a sort, an index, a sum.
@@ -184,48 +293,34 @@ def _rows(t):
     return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
 
 
-def _fake_sort(expert_index, num_experts):
-    index, R = expert_index, expert_index.shape[0] * expert_index.shape[1]
-    return (
-        index.new_empty(num_experts, dtype=torch.int32),
-        index.new_empty(R, dtype=torch.int32),
-        index.new_empty(index.shape, dtype=torch.int32),
-    )
-
-
-def _fake_spread(x, position, offsets):
-    return x.new_empty((position.shape[0] * position.shape[1], x.shape[1]))
-
-
-def _fake_collect(rows, weight, position):
-    return rows.new_empty((position.shape[0], rows.shape[1]))
-
-
-def _fake_backward(dy, rows, weight, position):
-    R = position.shape[0] * position.shape[1]
-    return dy.new_empty((R, dy.shape[1])), weight.new_empty(0 if rows is None else position.shape)
-
-
-def _setup_spread(ctx, inputs, output):
-    ctx.save_for_backward(inputs[1])
+def _save_spread(ctx, arguments, rows):
+    _, position, _ = arguments
+    ctx.save_for_backward(position)
 
 
 def _backward_spread(ctx, drows):
-    return ctx.backward_op(_rows(drows), None, ctx.saved_tensors[0]), None, None
+    (position,) = ctx.saved_tensors
+    return {"x": ctx.backward_op.collect(_rows(drows), None, position)}
 
 
-def _setup_collect(ctx, inputs, output):
-    rows, weight, position = inputs
-    ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight, position)
+def _save_collect(ctx, arguments, y):
+    rows, weight, position = arguments
+    # Within torch.func too, where a formula needs a saved tensor that requires a gradient (`once`).
+    needed = in_transform() or (weight is not None and weight.requires_grad)
+    ctx.save_for_backward(rows if needed else None, weight, position)
 
 
 def _backward_collect(ctx, dy):
-    spread, backward = ctx.backward_op
     rows, weight, position = ctx.saved_tensors
     if weight is None:
-        return spread(_rows(dy), position, None), None, None
-    drows, dweight = backward(_rows(dy), rows, weight, position)
-    return drows, None if rows is None else dweight, None
+        return {"rows": ctx.backward_op.spread(_rows(dy), position, None)}
+    rows = rows if ctx.needs["weight"] else None
+    drows, dweight = ctx.backward_op.backward(_rows(dy), rows, weight, position)
+    return {"rows": drows, "weight": dweight}
+
+
+spread.differentiate(_save_spread, _backward_spread)
+collect.differentiate(_save_collect, _backward_collect)
 
 
 class _Fused:
@@ -234,15 +329,16 @@ class _Fused:
     `collect` with weights.
     """
 
-    def __init__(self, sort: Callable, spread: Operator, collect: Operator, backward: Callable):
-        self.sort, self.spread, self.collect = sort, spread, collect
-        differentiate(spread, _backward_spread, _setup_spread, backward_op=collect)
-        differentiate(collect, _backward_collect, _setup_collect, backward_op=(spread, backward))
+    def __init__(self, operator: Callable[..., Operator]):
+        """operator: (declaration, part of its name, what its formula launches) -> the operator."""
+        self.sort = operator(sort, "sort")
+        self.backward = operator(collect_backward, "backward")
+        self.spread = operator(spread, "spread", self)
+        self.collect = operator(collect, "collect", self)
 
     def permute(self, x, expert_index, num_experts):
-        offsets, slots, position = self.sort(expert_index, num_experts)
-        rows = None if x is None else self.spread(_rows(x), position, offsets)
-        return rows, offsets, slots, position
+        order = offsets, _, position = self.sort(expert_index, num_experts)
+        return None if x is None else self.spread(_rows(x), position, offsets), *order
 
     def unpermute(self, rows, expert_weight, position):
         weight = None if expert_weight is None else expert_weight.contiguous()
@@ -251,23 +347,18 @@ class _Fused:
 
 @functools.cache
 def _triton():
-    from tilewright.kernels.moe import permute_triton as k
+    from tilewright.kernels.moe import permute_triton
 
-    return _Fused(
-        define("permute_triton_sort", k.sort, _fake_sort),
-        define("permute_triton_spread", k.spread, _fake_spread),
-        define("permute_triton_collect", k.collect, _fake_collect),
-        define("permute_triton_backward", k.backward, _fake_backward),
-    )
+    def operator(declared, part, *launched):
+        return declared.define(f"permute_triton_{part}", getattr(permute_triton, part), *launched)
+
+    return _Fused(operator)
 
 
 @functools.cache
 def _cpp():
     return _Fused(
-        adopt("permute_cpp_sort", _fake_sort),
-        adopt("permute_cpp_spread", _fake_spread),
-        adopt("permute_cpp_collect", _fake_collect),
-        adopt("permute_cpp_backward", _fake_backward),
+        lambda declared, part, *launched: declared.adopt(f"permute_cpp_{part}", *launched)
     )
 
 

@@ -14,8 +14,9 @@ import torch
 
 from tilewright import platform
 from tilewright.core import checks
-from tilewright.core.library import Operator, adopt, define, differentiate, from_kernels
+from tilewright.core.library import Operator, from_kernels
 from tilewright.core.registry import Implementation, Op, short
+from tilewright.kernels.moe.operators import Router, choose, choose_backward
 from tilewright.ops import cases
 from tilewright.ops.moe.route_cases import all_cases
 
@@ -115,19 +116,9 @@ def route(
         bias, groups, topk_groups = None, 1, 1
     if bias is not None:
         bias = bias.detach()
-    routing = Routing(
-        *ROUTE.pick(implementation, logits)(
-            logits,
-            bias,
-            expert_index,
-            k,
-            score == "sigmoid",
-            bool(renormalize),
-            groups,
-            topk_groups,
-            float(scale),
-        )
-    )
+    sigmoid = score == "sigmoid"
+    router = Router(k, sigmoid, bool(renormalize), groups, topk_groups, float(scale))
+    routing = ROUTE.pick(implementation, logits)(logits, bias, expert_index, router)
     if not round_to:
         return routing
     return Routing(*round_tokens(*routing[:3], round_to), *routing[3:])
@@ -195,23 +186,13 @@ def _recorded(expert_index, logits, k):
 # ---- the definition
 
 
-def route_eager(
-    logits,
-    bias=None,
-    recorded=None,
-    k=1,
-    sigmoid=False,
-    renormalize=False,
-    groups=1,
-    topk_groups=1,
-    scale=1.0,
-):
+def route_eager(logits, bias, recorded, router):
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     T, E = x.shape
-    s = torch.sigmoid(x) if sigmoid else torch.softmax(x, -1)
+    s = torch.sigmoid(x) if router.sigmoid else torch.softmax(x, -1)
     wrong = None
     if recorded is None:
-        index = _choose(x.detach(), s.detach(), bias, k, sigmoid, groups, topk_groups)
+        index = _choose(x.detach(), s.detach(), bias, router)
     else:
         wrong = (recorded < 0) | (recorded >= E)
         equal = recorded[:, :, None] == recorded[:, None, :]
@@ -219,34 +200,38 @@ def route_eager(
         index = recorded.where(~wrong, 0)
     weight = s.gather(-1, index)
     weight = weight if wrong is None else weight.where(~wrong, 0)
-    if renormalize:
+    if router.renormalize:
         weight = weight / (weight.sum(-1, keepdim=True) + TINY)
     counts = torch.zeros(E, dtype=torch.int64, device=x.device)
     ones = torch.ones_like(index) if wrong is None else (~wrong).to(index.dtype)
     counts = counts.scatter_add(0, index.flatten(), ones.flatten())
     tokens = max(T, 1)
-    p = s / (s.sum(-1, keepdim=True) + TINY) if sigmoid else s
+    p = s / (s.sum(-1, keepdim=True) + TINY) if router.sigmoid else s
     balance = E * (counts.to(x.dtype) / tokens * (p.sum(0) / tokens)).sum()
     z = x.logsumexp(-1).square().sum() / tokens
-    weight = weight * scale
-    return index, weight if wrong is None else weight.where(~wrong, torch.nan), counts, balance, z
+    weight = weight * router.scale
+    weight = weight if wrong is None else weight.where(~wrong, torch.nan)
+    return Routing(index, weight, counts, balance, z)
 
 
-def _choose(x, s, bias, k, sigmoid, groups, topk_groups):
+def _choose(x, s, bias, router):
     value = x if bias is None else s + bias
     # Stable: ties by the lower index.
     order = value.sort(dim=-1, descending=True, stable=True).indices
-    if topk_groups < groups:
-        runs = (s if bias is None and sigmoid else value).unflatten(-1, (groups, -1))
-        two = min(2, runs.shape[-1]) if sigmoid or bias is not None else 1
+    if router.topk_groups < router.groups:
+        of_groups = s if bias is None and router.sigmoid else value
+        runs = of_groups.unflatten(-1, (router.groups, -1))
+        two = min(2, runs.shape[-1]) if router.sigmoid or bias is not None else 1
         best = (
             runs.topk(two, dim=-1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices
         )
-        out = torch.ones_like(best, dtype=torch.bool).scatter(-1, best[:, :topk_groups], False)
+        out = torch.ones_like(best, dtype=torch.bool).scatter(
+            -1, best[:, : router.topk_groups], False
+        )
         # Experts of chosen groups come first, in their previous order, even where a value is -inf.
         out = out.repeat_interleave(runs.shape[-1], dim=-1).gather(-1, order)
         order = order.gather(-1, out.to(torch.uint8).sort(dim=-1, stable=True).indices)
-    return order[:, :k].contiguous()
+    return order[:, : router.k].contiguous()
 
 
 def round_tokens(
@@ -287,71 +272,51 @@ def round_tokens(
 # ---- fused implementations. torch.topk guarantees nothing about ties; the twin is the nearest.
 
 
-def _fake_forward(logits, bias, recorded, k, sigmoid, renormalize, groups, topk_groups, scale):
-    T, E = logits.shape
-    return (
-        logits.new_empty((T, k), dtype=torch.float32),
-        logits.new_empty((T, k), dtype=torch.int64),
-        logits.new_empty(E, dtype=torch.int64),
-        logits.new_empty((), dtype=torch.float32),
-        logits.new_empty((), dtype=torch.float32),
-    )
+def _save(ctx, arguments, found):
+    logits, _, _, ctx.router = arguments
+    ctx.save_for_backward(logits, found.index, found.counts)
 
 
-def _fake_backward(g_weight, g_balance, g_z, logits, index, counts, sigmoid, renormalize, scale):
-    return logits.new_empty(logits.shape)
-
-
-def _setup(ctx, inputs, output):
-    logits, _, _, _, ctx.sigmoid, ctx.renormalize, _, _, ctx.scale = inputs
-    _, index, counts, _, _ = output
-    ctx.save_for_backward(logits, index, counts)
-    ctx.mark_non_differentiable(index, counts)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, g_weight, g_index, g_counts, g_balance, g_z):
-    if g_weight is None and g_balance is None and g_z is None:
-        return (None,) * 9
+def _backward(ctx, g):
     logits, index, counts = ctx.saved_tensors
+    given = (g.weight, index.shape), (g.balance, ()), (g.z, ())
+    if all(d is None for d, _ in given):
+        return {}
     gradients = (
-        logits.new_zeros(shape, dtype=torch.float32) if g is None else g.contiguous()
-        for g, shape in ((g_weight, index.shape), (g_balance, ()), (g_z, ()))
+        logits.new_zeros(shape, dtype=torch.float32) if d is None else d.contiguous()
+        for d, shape in given
     )
-    options = ctx.sigmoid, ctx.renormalize, ctx.scale
-    d = ctx.backward_op(*gradients, logits, index, counts, *options)
-    return (d, *(None,) * 8)
+    return {"logits": ctx.backward_op(*gradients, logits, index, counts, ctx.router)}
 
 
-def _fused(forward: Operator, backward: Operator) -> Callable:
+choose.differentiate(_save, _backward)
+
+
+def _fused(forward: Operator) -> Callable:
     """The call of one implementation."""
-    differentiate(forward, _backward, _setup, backward_op=backward)
 
-    def route_fused(logits, bias, recorded, *options):
+    def route_fused(logits, bias, recorded, router):
         if logits.stride(1) != 1 and logits.shape[1] > 1:
             logits = logits.contiguous()
         bias = None if bias is None else bias.contiguous()
-        weight, index, *rest = forward(logits, bias, recorded, *options)
-        return index, weight, *rest
+        weight, index, counts, balance, z = forward(logits, bias, recorded, router)
+        return Routing(index, weight, counts, balance, z)
 
     return route_fused
 
 
 @functools.cache
 def _triton():
-    from tilewright.kernels.moe import route_triton as k
+    from tilewright.kernels.moe import route_triton
 
-    return _fused(
-        define("route_triton_forward", k.forward, _fake_forward),
-        define("route_triton_backward", k.backward, _fake_backward),
-    )
+    backward = choose_backward.define("route_triton_backward", route_triton.backward)
+    return _fused(choose.define("route_triton_forward", route_triton.forward, backward))
 
 
 @functools.cache
 def _cpp():
-    return _fused(
-        adopt("route_cpp_forward", _fake_forward), adopt("route_cpp_backward", _fake_backward)
-    )
+    backward = choose_backward.adopt("route_cpp_backward")
+    return _fused(choose.adopt("route_cpp_forward", backward))
 
 
 def _atol(dtype, kwargs, name):

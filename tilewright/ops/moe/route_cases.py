@@ -74,9 +74,7 @@ def case(
         }
 
     # Logits in; out: int64 indices and fp32 weights; backward: those and a gradient.
-    def cost(
-        itemsize,
-    ):
+    def cost(itemsize):
         return Cost(
             T * E * itemsize + 12 * T * k,
             2 * T * E * itemsize + 12 * T * k,
