@@ -50,12 +50,12 @@ def _save(ctx, arguments, out):
 
 
 def _backward(ctx, dy):
-    a, b = ctx.saved_tensors
+    (a, b), op = ctx.saved_tensors, ctx.backward_op
     found = {}
     if ctx.needs["a"]:
-        found["a"] = _operator(dy, b.t())
+        found["a"] = op(dy, b.t())
     if ctx.needs["b"]:  # in b's memory layout, that of a layer's weight
-        found["b"] = _operator(dy.t(), a).t() if b.stride(0) == 1 else _operator(a.t(), dy)
+        found["b"] = op(dy.t(), a).t() if b.stride(0) == 1 else op(a.t(), dy)
     return found
 
 

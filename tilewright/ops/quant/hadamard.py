@@ -120,8 +120,7 @@ def _save(ctx, arguments, y):
 
 
 def _backward(ctx, dy):
-    load = ctx.backward_op
-    return {"x": load()(dy.contiguous(), ctx.size, ctx.seed, not ctx.inverse)}
+    return {"x": ctx.backward_op(dy.contiguous(), ctx.size, ctx.seed, not ctx.inverse)}
 
 
 transform.differentiate(_save, _backward, twice=True)
@@ -131,12 +130,12 @@ transform.differentiate(_save, _backward, twice=True)
 def _triton():
     from tilewright.kernels.quant import hadamard_triton
 
-    return transform.define("hadamard_triton", hadamard_triton.hadamard, _triton)
+    return transform.define("hadamard_triton", hadamard_triton.hadamard)
 
 
 @functools.cache
 def _cpp():
-    return transform.adopt("hadamard_cpp", _cpp)
+    return transform.adopt("hadamard_cpp")
 
 
 # ---- cases

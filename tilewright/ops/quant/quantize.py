@@ -95,7 +95,7 @@ class Fused(NamedTuple):
 def implementations(
     triton: Callable, cpp: Callable, **gates: Any
 ) -> tuple[Implementation, Implementation]:
-    """The implementations of an op whose results are the same in all, from what loads them."""
+    """The two that the ops of this family have, from what loads them."""
     return (
         Implementation("triton", triton, platform.no_triton, **gates),
         Implementation("cpp", cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
