@@ -209,6 +209,18 @@ def test_each_bias_alone_and_its_gradient_alone(name):
         )
 
 
+@pytest.mark.parametrize("name", FUSED)
+def test_a_backward_within_autocast_is_the_same(name):
+    skip_unless_usable(MOE_MLP, name, torch.float32)
+    arguments, more = inputs(), biases()
+    y = moe_mlp(*arguments, **more, implementation=name)
+    dy = torch.randn_like(y)
+    expected, y = grads(y, arguments, dy), moe_mlp(*arguments, **more, implementation=name)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = grads(y, arguments, dy)
+    assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
 CPP_PARTS = {
     "permute_cpp_sort",
     "permute_cpp_collect",

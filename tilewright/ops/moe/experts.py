@@ -21,7 +21,7 @@ from tilewright.ops.moe.grouped_gemm import GROUPED_GEMM
 from tilewright.ops.moe.permute import checked_index
 from tilewright.ops.quant.aqn import AQN
 from tilewright.ops.quant.quantize import Quantized
-from tilewright.ops.quant.weights import Packed, pack, saved, to_save
+from tilewright.ops.quant.weights import Packed, dense, pack, saved, to_save
 
 SWIGLU = Gate()
 
@@ -47,8 +47,12 @@ class Projections(NamedTuple):
         down: torch.Tensor | Quantized,
         noise: AQN | None = None,
     ) -> Projections:
-        first, second = projection_noises(noise)
-        return cls(*pack(gate_up, first), *pack(down, second))
+        """down gets the noise of the layer after gate_up's."""
+        after = None if noise is None else replace(noise, layer=noise.layer + 1)
+        return cls(*pack(gate_up, noise), *pack(down, after))
+
+    def dense(self, dtype: torch.dtype, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return dense(self.gate_up, dtype, implementation), dense(self.down, dtype, implementation)
 
     @property
     def gate_up(self) -> Packed:
@@ -120,11 +124,6 @@ def check_routing(
         )
     checks.shape("expert_weight", expert_weight, tuple(index.shape), "that of expert_index")
     return index
-
-
-def projection_noises(noise: AQN | None) -> tuple[AQN | None, AQN | None]:
-    """The noises of gate_up_proj and of down_proj: those of one layer and the next."""
-    return (None, None) if noise is None else (noise, replace(noise, layer=noise.layer + 1))
 
 
 def expert_of(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -201,11 +201,6 @@ def _padded(t: torch.Tensor) -> torch.Tensor:
     return F.pad(t, [n for m in missing for n in (0, m)]) if any(missing) else t.contiguous()
 
 
-def _without_tail(y: torch.Tensor, columns: int, offsets: torch.Tensor) -> torch.Tensor:
-    tail = torch.arange(y.shape[0], device=y.device) >= offsets[-1]
-    return y[:, :columns].contiguous().masked_fill_(tail[:, None], 0)
-
-
 class _Library:
     """The launchers over another library's two products, both with padded sizes.
 
@@ -217,18 +212,17 @@ class _Library:
         self.rows_by_matrix, self.sum_over_rows = rows_by_matrix, sum_over_rows
 
     def forward(self, x, weight, offsets):
-        N = weight.shape[1]
-        if x.numel() == 0 or weight.numel() == 0:
-            return x.new_zeros(x.shape[0], N)
-        y = self.rows_by_matrix(_padded(x), _padded(weight).mT, offsets)
-        return _without_tail(y, N, offsets)
+        return self._product(x, _padded(weight).mT, weight.shape[1], offsets)
 
     def backward_x(self, dy, weight, offsets):
-        K = weight.shape[2]
-        if dy.numel() == 0 or weight.numel() == 0:
-            return dy.new_zeros(dy.shape[0], K)
-        dx = self.rows_by_matrix(_padded(dy), _padded(weight), offsets)
-        return _without_tail(dx, K, offsets)
+        return self._product(dy, _padded(weight), weight.shape[2], offsets)
+
+    def _product(self, rows, matrix, columns, offsets):
+        if rows.numel() == 0 or matrix.numel() == 0:
+            return rows.new_zeros(rows.shape[0], columns)
+        y = self.rows_by_matrix(_padded(rows), matrix, offsets)
+        tail = torch.arange(y.shape[0], device=y.device) >= offsets[-1]
+        return y[:, :columns].contiguous().masked_fill_(tail[:, None], 0)
 
     def backward_weight(self, dy, x, offsets):
         N, K = dy.shape[1], x.shape[1]

@@ -40,10 +40,10 @@ from tilewright.ops.activation.activation import Gate, gate_eager
 from tilewright.ops.moe import moe_quack
 from tilewright.ops.moe.experts import (
     SWIGLU,
+    Projections,
     check_routing,
     check_sizes,
     over_grouped_gemm,
-    projection_noises,
 )
 from tilewright.ops.moe.grouped_gemm import grouped_gemm_eager
 from tilewright.ops.moe.moe_cases import CASES
@@ -52,7 +52,6 @@ from tilewright.ops.moe.permute import permute_eager, unpermute_eager
 from tilewright.ops.quant import aqn
 from tilewright.ops.quant.aqn import AQN
 from tilewright.ops.quant.quantize import Quantized
-from tilewright.ops.quant.weights import dequantize
 
 
 @checks.autocast("products", "x", "gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
@@ -216,19 +215,12 @@ def moe_mlp_eager(
     biases=NO_BIASES,
     gate=SWIGLU,
 ):
-    if isinstance(gate_up_proj, Quantized):
-        gate_up_proj, down_proj = (
-            dequantize(q, dtype=x.dtype, noise=weight_noise, implementation="eager")
-            for q, weight_noise in zip(
-                (gate_up_proj, down_proj), projection_noises(noise), strict=True
-            )
-        )
-    rows, offsets, _, position = permute_eager(x, expert_index, gate_up_proj.shape[0])
-    pre = add_bias(grouped_gemm_eager(rows, gate_up_proj, offsets), biases.gate_up_bias, offsets)
-    down = add_bias(
-        grouped_gemm_eager(gate_eager(pre, gate), down_proj, offsets), biases.down_bias, offsets
-    )
-    return unpermute_eager(down, expert_weight, position)
+    gate_up, down = Projections.of(gate_up_proj, down_proj, noise).dense(x.dtype, "eager")
+    rows, offsets, _, position = permute_eager(x, expert_index, gate_up.shape[0])
+    pre = add_bias(grouped_gemm_eager(rows, gate_up, offsets), biases.gate_up_bias, offsets)
+    rows = grouped_gemm_eager(gate_eager(pre, gate), down, offsets)
+    rows = add_bias(rows, biases.down_bias, offsets)
+    return unpermute_eager(rows, expert_weight, position)
 
 
 def _composed(name):

@@ -7,7 +7,7 @@ Letters are those of moe.py.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -55,11 +55,16 @@ class GateOptions(NamedTuple):
 
     @classmethod
     def of(cls, gate: Gate) -> GateOptions:
-        limit, up_limit = (
-            None if limit is None else float(limit) for limit in (gate.limit, gate.up_limit)
-        )
+        limit = None if gate.limit is None else float(gate.limit)
+        up_limit = None if gate.up_limit is None else float(gate.up_limit)
         numbers = float(gate.alpha), limit, up_limit, float(gate.up_offset)
         return cls(gate.activation, *numbers, gate.interleaved)
+
+    def gate(self) -> Gate:
+        return SWIGLU if self == _SWIGLU else Gate(*self)
+
+
+_SWIGLU = GateOptions.of(SWIGLU)
 
 
 class Results(NamedTuple):
@@ -108,14 +113,7 @@ class Gradients(NamedTuple):
 
 
 # The arguments of `mlp` that have them.
-_DIFFERENTIABLE = (
-    "x",
-    "gate_up_data",
-    "down_data",
-    "expert_weight",
-    "gate_up_bias",
-    "down_bias",
-)
+_DIFFERENTIABLE = "x", "gate_up_data", "down_data", "expert_weight", *Biases._fields
 
 
 @declare
@@ -200,40 +198,14 @@ def _backward(ctx, g):
 mlp.differentiate(_save, _backward)
 
 
-class Launches(Protocol):
-    """The launches of an implementation: those of `mlp` and `mlp_backward`, where no size is 0. A
-    quantized weight's dense tensor is a new one, freed after one product.
+class Fused:
+    """One implementation: its operator, and the call.
+
+    launches: has the launchers of `mlp` and of its backward, for sizes that are not 0. The dense
+        tensor of a quantized weight is a new one there, freed after one product.
     """
 
-    def forward(
-        self,
-        x: _T,
-        weights: Projections,
-        biases: Biases,
-        gate: GateOptions,
-        index: _T,
-        expert_weight: _T,
-        keep: bool,
-        tiled: bool,
-    ) -> Results: ...
-
-    def backward(
-        self,
-        dy: _T,
-        weights: Projections,
-        x: _T | None,
-        down_bias: _T | None,
-        gate: GateOptions,
-        expert_weight: _T,
-        of: Saved,
-        needs: Needs,
-    ) -> Gradients: ...
-
-
-class Fused:
-    """One implementation: its operator, and the call."""
-
-    def __init__(self, name: str, launches: Launches):
+    def __init__(self, name: str, launches: _Triton | Composed):
         backward = mlp_backward.define(
             f"moe_mlp_{name}_backward", or_zeros(mlp_backward, launches.backward)
         )
@@ -374,7 +346,7 @@ class Composed:
         self.product, self.backward_x, self.backward_weight = operators(name)
 
     def forward(self, x, weights, biases, gate, index, expert_weight, keep, tiled):
-        gate, order = Gate(*gate), sort_slots(index, weights.gate_up.shape[0])
+        gate, order = gate.gate(), sort_slots(index, weights.gate_up.shape[0])
         offsets, slots, position = order
         pre = self.product(x[slots // index.shape[1]], dense(weights.gate_up, x.dtype), offsets)
         pre = add_bias(pre, biases.gate_up_bias, offsets)
@@ -390,7 +362,7 @@ class Composed:
         rows = dy[token]
         dh = self.backward_x(rows, dense(weights.down, dy.dtype), offsets)
         column = expert_weight.flatten()[slots][:, None]
-        weighted, dpre, dots = gate_backward(dh, pre, column, Gate(*gate))
+        weighted, dpre, dots = gate_backward(dh, pre, column, gate.gate())
         dx = dgate_up = ddown = dweight = dgate_up_bias = ddown_bias = None
         if needs.ddown:
             ddown = self.backward_weight(rows, weighted, offsets)

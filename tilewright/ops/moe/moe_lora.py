@@ -32,10 +32,10 @@ from tilewright.core import checks
 from tilewright.core.registry import FLOATS, Judged, Op, short
 from tilewright.ops.activation.activation import SILU, act_mul_eager
 from tilewright.ops.moe.experts import (
+    Projections,
     check_routing,
     check_sizes,
     over_grouped_gemm,
-    projection_noises,
 )
 from tilewright.ops.moe.grouped_gemm import GROUPED_GEMM, grouped_gemm_eager
 from tilewright.ops.moe.moe_lora_cases import CASES
@@ -45,7 +45,6 @@ from tilewright.ops.moe.permute import permute_eager, unpermute_eager
 from tilewright.ops.quant import aqn
 from tilewright.ops.quant.aqn import AQN
 from tilewright.ops.quant.quantize import Quantized
-from tilewright.ops.quant.weights import dequantize
 
 ADAPTERS = Adapters._fields
 
@@ -207,12 +206,7 @@ def _pair(name_A, name_B, A, B, E, inner, outer, dtype):
 
 def moe_lora_eager(x, gate_up_proj, down_proj, expert_index, expert_weight, adapters, scale, noise):
     gate_A, gate_B, up_A, up_B, down_A, down_B = adapters
-    gate_up, down = (
-        dequantize(w, dtype=x.dtype, noise=weight_noise, implementation="eager")
-        if isinstance(w, Quantized)
-        else w.detach()
-        for w, weight_noise in zip((gate_up_proj, down_proj), projection_noises(noise), strict=True)
-    )
+    gate_up, down = Projections.of(gate_up_proj, down_proj, noise).dense(x.dtype, "eager")
     rows, offsets, _, position = permute_eager(x, expert_index, gate_up.shape[0])
     gate, up = grouped_gemm_eager(rows, gate_up, offsets).chunk(2, -1)
     gate = _adapted(gate, rows, gate_A, gate_B, offsets, scale)

@@ -122,7 +122,7 @@ class _Quack(Composed):
 
     # tuned=False: QuACK would tune at the first call for every number of rows.
     def forward(self, x, weights, biases, gate, index, expert_weight, keep, tiled):
-        if not fits(weights.gate_up, x.element_size(), Gate(*gate)):
+        if not fits(weights.gate_up, x.element_size(), gate.gate()):
             return super().forward(x, weights, biases, gate, index, expert_weight, keep, tiled)
         order = offsets, slots, position = sort_slots(index, weights.gate_up.shape[0])
         ends = F.pad(offsets, (1, 0))
@@ -149,7 +149,7 @@ class _Quack(Composed):
         return Results(y, pre if keep else None, *order, None)
 
     def backward(self, dy, weights, x, down_bias, gate, expert_weight, of, needs):
-        if not fits(weights.gate_up, dy.element_size(), Gate(*gate)):
+        if not fits(weights.gate_up, dy.element_size(), gate.gate()):
             return super().backward(dy, weights, x, down_bias, gate, expert_weight, of, needs)
         (E, N, H), dy = weights.gate_up.shape, dy.contiguous()
         ends, token = F.pad(of.offsets, (1, 0)), of.slots // of.position.shape[1]

@@ -362,8 +362,26 @@ def _cpp():
     )
 
 
-def _tunables(op):
-    return tuple(t for t in from_kernels("moe.permute_triton", "TUNABLES")() if t.op == op)
+def _implementations(op: str, gate: str) -> tuple[Implementation, ...]:
+    def tunables():
+        return tuple(t for t in from_kernels("moe.permute_triton", "TUNABLES")() if t.op == op)
+
+    return (
+        Implementation(
+            "triton",
+            lambda: getattr(_triton(), op),
+            platform.no_triton,
+            gate=from_kernels("moe.permute_triton", gate),
+            tunables=tunables,
+        ),
+        Implementation(
+            "cpp",
+            lambda: getattr(_cpp(), op),
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
+        ),
+    )
 
 
 # ---- cases
@@ -474,22 +492,7 @@ PERMUTE = Op(
     "permute",
     permute,
     permute_eager,
-    (
-        Implementation(
-            "triton",
-            lambda: _triton().permute,
-            platform.no_triton,
-            gate=from_kernels("moe.permute_triton", "sort_gate"),
-            tunables=functools.partial(_tunables, "permute"),
-        ),
-        Implementation(
-            "cpp",
-            lambda: _cpp().permute,
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-        ),
-    ),
+    _implementations("permute", "sort_gate"),
     _all_cases(_permute_case, [_permute_case("int32", 7, 5, 2, 9, small_index=True)]),
     goals=cases.near_copy(92, "forward", "backward"),
 )
@@ -497,22 +500,7 @@ UNPERMUTE = Op(
     "unpermute",
     unpermute,
     unpermute_eager,
-    (
-        Implementation(
-            "triton",
-            lambda: _triton().unpermute,
-            platform.no_triton,
-            gate=from_kernels("moe.permute_triton", "count_gate"),
-            tunables=functools.partial(_tunables, "unpermute"),
-        ),
-        Implementation(
-            "cpp",
-            lambda: _cpp().unpermute,
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-        ),
-    ),
+    _implementations("unpermute", "count_gate"),
     _all_cases(
         _unpermute_case,
         [
