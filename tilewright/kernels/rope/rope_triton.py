@@ -181,7 +181,7 @@ def _space(half: int, itemsize: int, HQ: int, HK: int) -> list[dict]:
     ]
 
 
-def _rotations(half: int, D: int) -> dict:
+def _blocks(half: int, D: int) -> dict:
     rest = D - 2 * half
     return {"BLOCK_R": next_power_of_2(half), "BLOCK_D": next_power_of_2(rest) if rest else 1}
 
@@ -216,7 +216,7 @@ def _write(
         HK=HK,
         D=D,
         HALF=half,
-        **_rotations(half, D),
+        **_blocks(half, D),
         INTERLEAVED=interleaved,
         INVERSE=inverse,
         HAS_POS=positions is not None,
@@ -259,7 +259,7 @@ def _specs(key: dict, config: dict) -> list[KernelSpec]:
             "HK": hk,
             "D": d,
             "HALF": half,
-            **_rotations(half, d),
+            **_blocks(half, d),
             "BLOCK_H": config["BLOCK_H"],
             "INTERLEAVED": interleaved,
             "INVERSE": False,

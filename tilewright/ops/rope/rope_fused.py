@@ -61,15 +61,13 @@ class Fused:
 def triton() -> Fused:
     from tilewright.kernels.rope import rope_triton as k
 
-    operator = rotate.define("rope_triton", k.forward, lambda *args: operator(*args))
-    return Fused(operator, k.overwrite)
+    return Fused(rotate.define("rope_triton", k.forward), k.overwrite)
 
 
 @functools.cache
 def cpp() -> Fused:
-    operator = rotate.adopt("rope_cpp", lambda *args: operator(*args))
     overwrite = torch.ops.tilewright.rope_cpp_.default
-    return Fused(operator, lambda q, k, rotation: overwrite(q, k, *rotation))
+    return Fused(rotate.adopt("rope_cpp"), lambda q, k, rotation: overwrite(q, k, *rotation))
 
 
 # ---- in place
