@@ -766,23 +766,27 @@ def test_a_tensor_without_elements_may_have_any_strides(op, name):
 def probe(own_library):
     """y = x * factor. ran: the arguments of each launch.   overload: counts its calls."""
 
-    def launcher(
+    def launcher(x, factor, bias, dtype, sizes):
+        ran.append((factor, sizes))
+        return x * factor
+
+    def allocate(
         x: torch.Tensor,
         factor: float,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         sizes: list[int],
     ) -> torch.Tensor:
-        ran.append((factor, sizes))
-        return x * factor
+        return torch.empty_like(x)
 
-    def keep(ctx, inputs, output):
-        ctx.save_for_backward(inputs[0])
-        ctx.factor = inputs[1]
+    def keep(ctx, arguments, found):
+        ctx.save_for_backward(arguments[0])
+        ctx.factor = arguments[1]
 
     ran = []
-    op = _library.define("past_the_dispatcher", launcher, lambda x, *_: torch.empty_like(x))
-    _library.differentiate(op, lambda ctx, dy: (dy * ctx.factor, None, None, None, None), keep)
+    declared = _library.declare(allocate)
+    declared.differentiate(keep, lambda ctx, dy: {"x": dy * ctx.factor})
+    op = declared.define("past_the_dispatcher", launcher)
     op.ran, op.overload = ran, mock.Mock(wraps=op.overload, _schema=op.overload._schema)
     return op
 

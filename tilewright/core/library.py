@@ -178,8 +178,8 @@ class Declaration:
     returns uninitialized results: it is the operator's fake, and launchers call it to allocate.
     """
 
-    def __init__(self, allocate: Callable):
-        self.allocate, self.signature = allocate, Signature(allocate)
+    def __init__(self, allocate: Callable, annotated: Callable | None = None):
+        self.allocate, self.signature = allocate, Signature(annotated or allocate)
         functools.update_wrapper(self, allocate)
         self._derivative: tuple[Callable, Callable, bool] | None = None
 
@@ -283,8 +283,9 @@ declare = Declaration
 
 
 def define(name: str, launch: Callable, allocate: Callable, **options: Any) -> Operator:
-    """A declaration and its only operator."""
-    return declare(allocate).define(name, launch, **options)
+    """A declaration and its only operator. The annotations may be those of `launch`."""
+    annotated = allocate if "return" in getattr(allocate, "__annotations__", ()) else launch
+    return Declaration(allocate, annotated).define(name, launch, **options)
 
 
 def _one_by_one(overload, info, in_dims, *args):
