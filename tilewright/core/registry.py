@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 import threading
 import types
 import weakref
@@ -124,6 +125,7 @@ class DispatchOn(NamedTuple):
 
 
 PINS: dict[str, str] = {}
+_serials = itertools.count()
 # Held while an implementation is loaded, which registers operators, and while an op's list of
 # implementations changes: first calls may come from several threads.
 _SETUP = threading.RLock()
@@ -162,6 +164,7 @@ class Op:
         )
         self._table: dict[tuple[str, torch.device, torch.dtype, Any], Callable] = {}  # of `pick`
         self._unpinned: dict[tuple[torch.device, torch.dtype], str] = {}
+        self.serial = next(_serials)  # an op is made after the ops that are its parts
         self._id = f"{self.name} {id(self)}"
         _by_id[self._id] = self
         # Whether installed implementations have been added, or are being added by this thread.

@@ -55,6 +55,41 @@ class KernelSpec:
     per_sm: int = 1
     stack: Mapping[int, int] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls,
+        kernel: Any,
+        label: str,
+        pointers: Mapping[str, str],
+        constexprs: Mapping[str, Any],
+        numbers: Mapping[str, str] = {},
+        **needs: Any,
+    ) -> KernelSpec:
+        """A spec whose signature is that of the kernel's parameters.
+
+        pointers: name without "_ptr" -> type of its elements, of those that the launch has; the
+            others are None. "*" is the type of all that are not named.
+        constexprs: also of other kernels of this configuration; and num_warps, num_stages and
+            Triton's other options, as a launch gets them.
+        numbers: types of those that are not 32-bit integers.
+        needs: other fields.
+        """
+        chosen, signature = dict(constexprs), {}
+        for name in kernel.arg_names:
+            short = name.removesuffix("_ptr")
+            if short == name:
+                if name not in chosen:
+                    signature[name] = numbers.get(name, "i32")
+            elif kind := pointers.get(short, pointers.get("*")):
+                signature[name] = f"*{kind}"
+            else:
+                chosen.setdefault(name, None)
+        for name in ("num_warps", "num_stages"):
+            if name in chosen:
+                needs[name] = chosen.pop(name)
+        given = {name: value for name, value in chosen.items() if name in kernel.arg_names}
+        return cls(kernel, label, signature, given, **needs)
+
 
 @dataclass(frozen=True)
 class CuteSpec:

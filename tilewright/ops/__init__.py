@@ -48,7 +48,9 @@ _ASSIGNS_AN_OP = re.compile(r"^[A-Z][A-Z0-9_]* = (?:Op|\w+_op)\(", re.MULTILINE)
 
 
 def _found() -> dict[str, Op]:
-    """All ops by name. Modules without one are not imported: those that communicate take long."""
+    """All ops by name, in each family the parts of an op before it. Modules without one are not
+    imported: those that communicate take long.
+    """
     places = {name: i for i, name in enumerate(FAMILIES)}
     root, modules = str(pathlib.Path(__file__).parent), []
     for found in pkgutil.walk_packages([root], f"{__name__}."):
@@ -57,11 +59,12 @@ def _found() -> dict[str, Op]:
         if source and _ASSIGNS_AN_OP.search(source):
             family = found.name.split(".")[2]
             modules.append((places.get(family, len(places)), found.name))
-    ops = {}
-    for _, name in sorted(modules):
+    ops: list[tuple[int, int, Op]] = []
+    for family, name in sorted(modules):
         values = vars(importlib.import_module(name)).values()
-        ops |= {v.name: v for v in values if isinstance(v, Op) and v.public.__module__ == name}
-    return ops
+        own = [v for v in values if isinstance(v, Op) and v.public.__module__ == name]
+        ops += [(family, op.serial, op) for op in own]
+    return {op.name: op for *_, op in sorted(ops)}
 
 
 OPS = _found()

@@ -872,68 +872,41 @@ def _launch_backward(
 backward, backward_ = into(_launch_backward)
 
 
+# Pointers are to float32 except these.
+_INDICES = {"target": "i64", "argmax": "i64", "every_target": "i64", "num_tokens": "i64"}
+_NUMBERS = dict.fromkeys(("softcap", "inverse", "num_tokens", "label_smoothing", "z_loss"), "fp32")
+
+
 def _specs(kernel):
     """No option and all of them, whole and odd row strides. Whole ones are multiples of 16 bytes,
     and no argument is divisible by more.
     """
-    types = {
-        "target_ptr": "*i64",
-        "argmax_ptr": "*i64",
-        "V": "i32",
-        "stride": "i32",
-        "out_stride": "i32",
-        "softcap": "fp32",
-        "inverse": "fp32",
-        **{
-            f"{n}_ptr": "*fp32"
-            for n in (
-                "weight",
-                "weight_sum",
-                "peak",
-                "log_sum",
-                "picked",
-                "weighted",
-                "mean",
-                "g_log_sum",
-                "g_target",
-                "g_weighted",
-                "g_mean",
-                "scale",
-            )
-        },
-    }
 
     def specs(key: dict, config: dict) -> list[KernelSpec]:
-        kernel_specs = []
         data, options = "bf16" if key["itemsize"] == 2 else "fp32", not key["plain"]
-        types_of_args = {**types, "logits_ptr": f"*{data}", "out_ptr": f"*{data}"}
-        signature = {n: types_of_args[n] for n in kernel.arg_names if n in types_of_args}
-        for peel in (False, True):
-            flags = dict.fromkeys(("CAPPED", "SMOOTH", "WEIGHTS", "MEAN", "ARGMAX"), options)
-            size = 16 // key["itemsize"]
-            unit = 1 if peel else size
-            constexprs = {
-                "UNIT": unit,
-                "V_UNIT": unit,
-                "VECTOR": size,
-                "PEEL": peel,
-                "SCALE": 2 if options else 1,
-                **flags,
-                **config,
-            }
-            label = f"{data}{' all options' if options else ''}{' odd' if peel else ''}"
-            kernel_specs.append(
-                KernelSpec(
-                    kernel,
-                    f"{kernel.fn.__name__[1:]} {label}",
-                    signature,
-                    {n: v for n, v in constexprs.items() if n in kernel.arg_names},
-                    config["num_warps"],
-                    # Forward writes a few scalars per row, and no vector.
-                    store=0 if kernel is _forward else 128,
-                )
+        size = 16 // key["itemsize"]
+        flags = dict.fromkeys(("CAPPED", "SMOOTH", "WEIGHTS", "MEAN", "ARGMAX"), options)
+        return [
+            KernelSpec.of(
+                kernel,
+                f"{kernel.fn.__name__[1:]} {data}{' all options' if options else ''}"
+                f"{' odd' if peel else ''}",
+                {"logits": data, "out": data, **_INDICES, "*": "fp32"},
+                {
+                    "UNIT": 1 if peel else size,
+                    "V_UNIT": 1 if peel else size,
+                    "VECTOR": size,
+                    "PEEL": peel,
+                    "SCALE": 2 if options else 1,
+                    **flags,
+                    **config,
+                },
+                _NUMBERS,
+                # Forward writes a few scalars per row, and no vector.
+                store=0 if kernel is _forward else 128,
             )
-        return kernel_specs
+            for peel in (False, True)
+        ]
 
     return specs
 
@@ -983,62 +956,33 @@ def gate_scaled() -> list[KernelSpec]:
 
 def gate() -> list[KernelSpec]:
     """The kernels without tuned configurations: no option and all of them."""
-    pointers = {
-        f"{n}_ptr": "*fp32"
-        for n in (
-            "peak",
-            "log_sum",
-            "picked",
-            "weighted",
-            "class_weight",
-            "weight_sum",
-            "token_weight",
-            "before",
-            "losses",
-            "total",
-            "divisor",
-            "g_log_sum",
-            "g_target",
-            "g_weighted",
+    specs = [
+        KernelSpec.of(
+            _losses,
+            f"losses {divisor_mode}{' all options' if options else ''}",
+            {**_INDICES, "*": "fp32"},
+            {
+                **dict.fromkeys(("SMOOTH", "WEIGHTS", "Z_LOSS", "TOKENS"), options),
+                "DIVISOR": divisor_mode,
+                "DIVIDE": True,
+                "FIRST": first,
+                "num_warps": LOSS_WARPS,
+            },
+            _NUMBERS,
+            # Any number of rows, a few numbers each: masks are not constant over 16 bytes.
+            load=0,
+            store=0,
         )
-    }
-    types = {
-        **pointers,
-        "target_ptr": "*i64",
-        "every_target_ptr": "*i64",
-        "num_tokens_ptr": "*i64",
-        "rows": "i32",
-        "T": "i32",
-        "V": "i32",
-        "ignore_index": "i32",
-        "num_tokens": "fp32",
-        "label_smoothing": "fp32",
-        "z_loss": "fp32",
-    }
-    specs = []
-    for options in (False, True):
-        flags = dict.fromkeys(("SMOOTH", "WEIGHTS", "Z_LOSS", "TOKENS"), options)
-        for divisor_mode, first in (("count", True), ("known", False)):
-            constexprs = {**flags, "DIVISOR": divisor_mode, "DIVIDE": True, "FIRST": first}
-            specs.append(
-                KernelSpec(
-                    _losses,
-                    f"losses {divisor_mode}{' all options' if options else ''}",
-                    {n: types[n] for n in _losses.arg_names if n in types},
-                    constexprs,
-                    LOSS_WARPS,
-                    # Any number of rows, a few numbers each: masks are not constant over 16 bytes.
-                    load=0,
-                    store=0,
-                )
-            )
+        for options in (False, True)
+        for divisor_mode, first in (("count", True), ("known", False))
+    ]
     specs.extend(
-        KernelSpec(
+        KernelSpec.of(
             _scale,
             f"scale {data}",
-            {"out_ptr": f"*{data}", "factor_ptr": "*fp32", "n": "i64"},
-            {},
-            8,
+            {"out": data, "factor": "fp32"},
+            {"num_warps": 8},
+            {"n": "i64"},
             options={"maxnreg": SCALE_REGISTERS},
             per_sm=SCALE_PER_SM,
         )

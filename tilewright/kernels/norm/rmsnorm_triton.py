@@ -561,34 +561,19 @@ _TYPES = {
 
 
 def _specs(D: int, itemsize: int, launches) -> list[KernelSpec]:
-    specs = []
     shape = {"H": 8 if D == 128 else 1, "D": D}
-    for data, weight, bias, cast in _TYPES[itemsize]:
-        types = {
-            "T": "i32",
-            "eps": "fp32",
-            "offset": "fp32",
-            "rstd_ptr": "*fp32",
-            "dw_ptr": "*fp32",
-            "db_ptr": "*fp32",
-            "w_ptr": f"*{weight}",
-            "b_ptr": f"*{weight}",
-            **{f"{n}_ptr": f"*{data}" for n in ("x", "residual", "y", "sum", "dy", "dsum", "dx")},
-        }
-        tail = f"{data} weight={weight}{' bias' if bias else ''} D={D}"
-        for kernel, label, constexprs, warps in launches({"BIAS": bias, "ROUND_XHAT": cast}):
-            signature = {n: types[n] for n in kernel.arg_names if n in types}
-            specs.append(
-                KernelSpec(
-                    kernel,
-                    f"{label} {tail}",
-                    signature,
-                    {**shape, **constexprs},
-                    warps,
-                    elements=constexprs.get("BLOCK_T", 1) * constexprs["BLOCK_D"],
-                )
-            )
-    return specs
+    return [
+        KernelSpec.of(
+            kernel,
+            f"{label} {data} weight={weight}{' bias' if bias else ''} D={D}",
+            {**dict.fromkeys(("rstd", "dw", "db"), "fp32"), "w": weight, "b": weight, "*": data},
+            {**shape, **constexprs, "num_warps": warps},
+            {"eps": "fp32", "offset": "fp32"},
+            elements=constexprs.get("BLOCK_T", 1) * constexprs["BLOCK_D"],
+        )
+        for data, weight, bias, cast in _TYPES[itemsize]
+        for kernel, label, constexprs, warps in launches({"BIAS": bias, "ROUND_XHAT": cast})
+    ]
 
 
 def _forward_specs(key: dict, config: dict) -> list[KernelSpec]:
@@ -659,17 +644,11 @@ def gate() -> tuple[KernelSpec, ...]:
     thread of its input.
     """
     return tuple(
-        KernelSpec(
+        KernelSpec.of(
             _sum_programs,
             f"sum of dw {t}{' twice' if two else ''}",
-            {
-                "partial_ptr": "*fp32",
-                "out_ptr": f"*{t}",
-                **({"second_ptr": f"*{t}"} if two else {}),
-                "P": "i32",
-                "COLUMNS": "i32",
-            },
-            {**({} if two else {"second_ptr": None}), **_SUM},
+            {"partial": "fp32", "out": t, **({"second": t} if two else {})},
+            _SUM,
             divisible=("COLUMNS",),
             store=32 if t == "fp32" else 16,
         )

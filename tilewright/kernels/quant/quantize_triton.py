@@ -936,22 +936,15 @@ E2M1 = {
 }
 
 
-_NUMBERS = {**aqn_triton.TYPES, "key": "i64", "eps": "fp32"}  # others are 32-bit integers
+NUMBERS = {**aqn_triton.TYPES, "key": "i64", "eps": "fp32"}
 
 
 def spec(
-    kernel, label: str, pointers: dict[str, str], constexprs: dict, warps: int = 4, **need
+    kernel, label: str, pointers: dict[str, str], constexprs: dict, warps: int = 4, **needs
 ) -> KernelSpec:
-    """pointers: name without "_ptr" -> type, of those that the launch has."""
-    signature, absent = {}, {}
-    for name in kernel.arg_names:
-        if name.removesuffix("_ptr") in pointers and name.endswith("_ptr"):
-            signature[name] = f"*{pointers[name.removesuffix('_ptr')]}"
-        elif name.endswith("_ptr"):
-            absent[name] = None
-        elif name not in constexprs:
-            signature[name] = _NUMBERS.get(name, "i32")
-    return KernelSpec(kernel, label, signature, {**absent, **constexprs}, warps, **need)
+    return KernelSpec.of(
+        kernel, label, pointers, {"num_warps": warps, **constexprs}, NUMBERS, **needs
+    )
 
 
 def nf4_quantize_gate() -> list[KernelSpec]:
