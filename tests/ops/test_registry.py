@@ -105,11 +105,17 @@ def test_a_name_gives_that_implementation_or_its_reason(op, impl, device_type, d
     reason = impl.why_not(device_type, dtype)
     if reason is None:
         found = op.resolve(impl.name, device_type, dtype)
-        assert found.__qualname__ == impl.load().__qualname__  # `load` may return a new closure
+        assert qualified(found) == qualified(impl.load())  # `load` may return a new closure
         return
     with pytest.raises(ImplementationUnavailable) as caught:
         op.resolve(impl.name, device_type, dtype)
     assert str(caught.value).startswith(f"{op.name}[{impl.name}]: {reason} (usable here: ")
+
+
+def qualified(fn):
+    """A callable's name: of a function, a functools.partial of one, or a class."""
+    fn = getattr(fn, "func", fn)
+    return getattr(fn, "__qualname__", type(fn).__qualname__)
 
 
 def smallest(op):

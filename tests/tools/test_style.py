@@ -186,28 +186,6 @@ def undocumented(tree):
 
 MOST_PARAMETERS = 10
 MOST_LINES = 60
-OF_OPERATORS = ("tilewright.ops", "tilewright.kernels")
-
-
-def called_by_name(tree, *functions):
-    """Names of functions that a module passes to one of `functions`: `f` of define("x", k.f, g)."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] in functions:
-            for argument in node.args:
-                if isinstance(argument, ast.Name | ast.Attribute):
-                    yield dotted(argument).split(".")[-1]
-
-
-@functools.cache
-def operators():
-    """Functions that define operators' schemas: launchers and fakes, wherever they are written."""
-    return {
-        name
-        for path in LIBRARY
-        for name in called_by_name(
-            parsed(path), "define", "adopt", "differentiate", "register_fake"
-        )
-    }
 
 
 def public(tree):
@@ -251,16 +229,17 @@ def functions_of(body, prefix=""):
         yield from functions_of(ast.iter_child_nodes(node), inner)
 
 
+def device_code(node):
+    """Whether a function is a kernel, or inlined in one: of Triton, or of CuTe DSL."""
+    said = [ast.unparse(d) for d in node.decorator_list]
+    return any("jit" in d or d == "cute.kernel" for d in said)
+
+
 def crowded(tree):
-    """Options that belong together are one value. Exempt are public signatures, Triton kernels and
-    functions whose signature is an operator's schema.
-    """
+    """Options that belong together are one value. Exempt are public signatures and kernels."""
     allowed = set(public(tree))
-    schemas = operators() if tree.module.startswith(OF_OPERATORS) else ()
     for name, node in functions_of(tree.body):
-        own = name.split(".")[-1]
-        jitted = any("jit" in ast.dump(d) for d in node.decorator_list)
-        if jitted or name in allowed or own in schemas:
+        if device_code(node) or name in allowed:
             continue
         a = node.args
         count = len([p for p in (*a.posonlyargs, *a.args) if p.arg not in ("self", "cls")])
@@ -276,9 +255,11 @@ def crowded(tree):
 
 def long(tree):
     """A function of more than MOST_LINES lines, its docstring aside, has the reason above it, in a
-    comment `# Long: ...`.
+    comment `# Long: ...`. Exempt are kernels.
     """
     for name, node in functions_of(tree.body):
+        if device_code(node):
+            continue
         first = node.body[0]
         described = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
         about = first.end_lineno - first.lineno + 1 if described else 0
@@ -474,7 +455,7 @@ RULES = [
     (pickled, LIBRARY),
     (hoarding, LIBRARY),
     (crowded, LIBRARY),
-    (long, [p for p in LIBRARY if not {"ops", "kernels", "trainer"} & set(p.parts)]),
+    (long, [p for p in LIBRARY if "trainer" not in p.parts]),
     (private, LIBRARY),
     (positional, LIBRARY + TESTS),
     (swallowed, LIBRARY),

@@ -181,12 +181,19 @@ class Declaration:
     def __init__(self, allocate: Callable, annotated: Callable | None = None):
         self.allocate, self.signature = allocate, Signature(annotated or allocate)
         functools.update_wrapper(self, allocate)
-        self._derivative: tuple[Callable, Callable, bool] | None = None
+        self._derivative: tuple | None = None
 
     def __call__(self, *args):
         return self.allocate(*args)
 
-    def differentiate(self, save: Callable, backward: Callable, *, twice: bool = False) -> None:
+    def differentiate(
+        self,
+        save: Callable,
+        backward: Callable,
+        *,
+        constants: Sequence[str] = (),
+        twice: bool = False,
+    ) -> None:
         """Gives the operators that are defined from now on their autograd formula.
 
         save: (ctx, arguments, result) keeps what `backward` needs.
@@ -195,9 +202,10 @@ class Declaration:
             that are not needed are dropped.
             `ctx.backward_op` is what `define` was given, and `ctx.needs[name]` tells whether an
             argument's gradient is needed.
+        constants: floating-point results without a derivative.
         twice: the formula consists of differentiable calls only.
         """
-        self._derivative = save, backward, twice
+        self._derivative = save, backward, constants, twice
 
     def define(
         self,
@@ -273,9 +281,7 @@ class Declaration:
 
     def _differentiated(self, op: Operator, backward_op: Any) -> Operator:
         if self._derivative is not None:
-            save, backward, twice = self._derivative
-            backward_op = op if backward_op is None else backward_op
-            _differentiate(op, save, backward, backward_op=backward_op, twice=twice)
+            _differentiate(op, *self._derivative, op if backward_op is None else backward_op)
         return op
 
 
@@ -302,7 +308,9 @@ def _one_by_one(overload, info, in_dims, *args):
     ]
     if isinstance(results[0], torch.Tensor):
         return torch.stack(results), 0
-    return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
+    columns = list(zip(*results, strict=True))
+    batched = (None if column[0] is None else torch.stack(column) for column in columns)
+    return tuple(batched), tuple(None if column[0] is None else 0 for column in columns)
 
 
 def _tensors(args: Iterable[object]) -> Iterator[torch.Tensor]:
@@ -366,7 +374,12 @@ class _Needs:
 
 # Long: the functions that autograd is given, which close over the operator's.
 def _differentiate(
-    op: Operator, keep: Callable, backward: Callable, *, backward_op: Any, twice: bool
+    op: Operator,
+    keep: Callable,
+    backward: Callable,
+    constants: Sequence[str],
+    twice: bool,
+    backward_op: Any,
 ) -> None:
     """Gives an operator the autograd formula of its declaration, and refuses derivatives that it
     does not have.
@@ -398,6 +411,8 @@ def _differentiate(
         ctx.backward_op = backward_op
         if structure is not None:
             ctx.set_materialize_grads(False)
+            if fixed := [t for name in constants if (t := getattr(result, name)) is not None]:
+                ctx.mark_non_differentiable(*fixed)
         keep(ctx, args, result)
 
     def save(ctx, inputs, output):
@@ -443,7 +458,7 @@ def _differentiate(
             _refuse_beneath(name, args)
             with torch_names.BelowAutograd():
                 result = op.overload.redispatch(keyset & torch_names.BELOW_AUTOGRAD, *args)
-            save(ctx, args, result)
+            save(_WithoutFirst(ctx), args, result)
             return result
 
         @staticmethod
@@ -501,10 +516,13 @@ class _WithoutFirst:
     """A context without its first input."""
 
     def __init__(self, ctx):
-        self._ctx, self.needs_input_grad = ctx, ctx.needs_input_grad[1:]
+        self.__dict__.update(_ctx=ctx, needs_input_grad=ctx.needs_input_grad[1:])
 
     def __getattr__(self, name):
         return getattr(self._ctx, name)
+
+    def __setattr__(self, name, value):
+        setattr(self._ctx, name, value)
 
 
 def _again(name: str) -> str:

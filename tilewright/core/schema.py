@@ -173,12 +173,19 @@ class Signature:
         first = self._arguments[others[0]] if others else None
         simple = isinstance(first, _Structure) and first.flat and not first.optional
         self._only = others[0] if len(others) == 1 and simple else None
+        self._as_they_are = not any(type(a) is not _Leaf for a in self._arguments)
         # Arguments that a call may leave out: only where it passes them as they are.
         self._defaults = {} if self.structured else {p.name: p.default for p in parameters}
         self._expanded = [
             a if isinstance(a, _Structure) and a.tensors else None for a in self._arguments
         ]
         self.expands = any(self._expanded)
+        # The only structure with tensors, if it is not optional: its place, its end, its type.
+        spread = [(i, a) for i, a in enumerate(self._expanded) if a is not None]
+        self._spread = None
+        if len(spread) == 1 and not spread[0][1].optional:
+            i, only = spread[0]
+            self._spread = i, i + len(only.fields), only.structure
         self.direct = [
             part
             for argument, expanded in zip(self._arguments, self._expanded, strict=True)
@@ -206,7 +213,7 @@ class Signature:
         i = self._only
         if i is not None:  # as most are; the general way takes four times as long
             return *args[:i], *args[i], *args[i + 1 :]
-        if not self.structured:
+        if self._as_they_are:
             return args
         flat: list = []
         for written, argument, value in zip(self._written, self._arguments, args, strict=True):
@@ -230,6 +237,9 @@ class Signature:
 
     def expand(self, args: Sequence) -> Sequence:
         """Arguments for a call that bypasses the dispatcher."""
+        if self._spread is not None:  # as most are
+            i = self._spread[0]
+            return *args[:i], *args[i], *args[i + 1 :]
         direct: list = []
         for structure, value in zip(self._expanded, args, strict=True):
             if structure is None:
@@ -242,6 +252,9 @@ class Signature:
 
     def collect(self, direct: Sequence) -> Sequence:
         """The inverse of `expand`."""
+        if self._spread is not None:
+            i, end, structure = self._spread
+            return *direct[:i], structure(*direct[i:end]), *direct[end:]
         args, at = [], 0
         for structure in self._expanded:
             end = at + (1 if structure is None else len(structure.fields))

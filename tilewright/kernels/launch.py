@@ -116,6 +116,7 @@ class _CachedLaunch:
         self.pretended = any(issubclass(kind, FakeTensor) for kind in types)
         self.hooks = [getattr(knobs.runtime, name) for name in _CHAINS]
 
+    # Long: every launch takes this path, on which a function call would cost as much as a step.
     def launch(self, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> bool:
         """Returns whether it launched."""
         runtime, (enter, leave) = knobs.runtime, self.hooks

@@ -628,6 +628,7 @@ def _losses(
     tl.store(total_ptr, total)
 
 
+# Long: the arguments of a launch, one a line.
 def losses(
     stats: Stats,
     rows: slice,

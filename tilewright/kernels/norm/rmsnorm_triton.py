@@ -475,6 +475,7 @@ def forward(
     return found
 
 
+# Long: the arguments of two launches, one a line.
 def backward(
     dy: torch.Tensor,
     dtotal: torch.Tensor | None,

@@ -222,6 +222,7 @@ def unshard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
     )
 
 
+# Long: 16 lines of keyword arguments, and the order in which ranks communicate.
 # Document lengths are known at run time only. Below the other: torch 2.11 takes an outermost
 # `disable` off a function that it is asked to compile.
 @checks.autocast("products", "q", "k", "v")

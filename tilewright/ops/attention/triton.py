@@ -14,7 +14,6 @@ from tilewright.ops.attention.options import Request
 def _save(ctx, arguments, found):
     q, k, v, cu_seqlens, sinks, ctx.variant, ctx.offset = arguments
     ctx.save_for_backward(q, k, v, *found, cu_seqlens, sinks)
-    ctx.mark_non_differentiable(found.lse)
 
 
 def _backward(ctx, g):
@@ -26,7 +25,7 @@ def _backward(ctx, g):
     return {"q": found.dq, "k": found.dk, "v": found.dv, "sinks": dsinks}
 
 
-attend.differentiate(_save, _backward)
+attend.differentiate(_save, _backward, constants=("lse",))
 
 
 class _Fused:

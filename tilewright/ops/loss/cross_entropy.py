@@ -500,7 +500,6 @@ def _save(ctx, arguments, found):
         found.divisor,
     )
     ctx.options, ctx.overwrite, ctx.group = options, overwrite, labels.group
-    ctx.mark_non_differentiable(*(t for t in found[2:] if t is not None))
 
 
 def _backward(ctx, g):
@@ -527,7 +526,7 @@ def _backward(ctx, g):
     return grads
 
 
-summed.differentiate(_save, _backward)
+summed.differentiate(_save, _backward, constants=Summed._fields[2:])
 
 
 def loss_inputs(labels: Labels, V: int, options: Options, divide: bool) -> LossInputs:

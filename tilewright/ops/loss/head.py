@@ -488,7 +488,6 @@ def _save(ctx, arguments, found):
     head, target, class_weight, ctx.scaling, wanted, ctx.plan, ctx.group = arguments
     class_weight = class_weight if wanted.weighted else None
     ctx.save_for_backward(*head, target, class_weight, *found.softmax)
-    ctx.mark_non_differentiable(found.peak, *(() if found.argmax is None else (found.argmax,)))
 
 
 def _backward(ctx, g):
@@ -514,7 +513,7 @@ def _backward(ctx, g):
     return dict(zip(Head._fields, found, strict=True))
 
 
-head_statistics.differentiate(_save, _backward)
+head_statistics.differentiate(_save, _backward, constants=("peak", "argmax"))
 
 
 def _launch(

@@ -278,7 +278,6 @@ def _save(ctx, arguments, found):
     divisor = None if divides_later(head.x) else found.divisor
     ctx.save_for_backward(found.losses, divisor, found.dx, found.dweight, found.dbias)
     ctx.dtype = head.x.dtype
-    ctx.mark_non_differentiable(*(t for t in found[1:] if t is not None))
 
 
 def _backward(ctx, g):
@@ -296,7 +295,7 @@ def _backward(ctx, g):
     return grads
 
 
-summed_head.differentiate(_save, _backward)
+summed_head.differentiate(_save, _backward, constants=SummedHead._fields[1:])
 
 
 def _scale(acc: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,6 @@ def _save(ctx, arguments, found):
     logits, target, class_weight, ctx.scaling, wanted, ctx.overwrite, ctx.group = arguments
     class_weight = class_weight if wanted.weighted else None
     ctx.save_for_backward(logits, target, class_weight, *found.softmax)
-    ctx.mark_non_differentiable(found.peak, *(() if found.argmax is None else (found.argmax,)))
 
 
 def _backward(ctx, g):
@@ -58,7 +57,7 @@ def _backward(ctx, g):
     }
 
 
-row_statistics.differentiate(_save, _backward)
+row_statistics.differentiate(_save, _backward, constants=("peak", "argmax"))
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -72,25 +72,15 @@ class Projections(NamedTuple):
         return cls(*gate_up, *down)
 
 
-Given = TypeVar("Given", bound=NamedTuple)
-
-
-def filled(results: Given, x: torch.Tensor) -> Given:
-    """The results with empty tensors for those that are None, which torch.vmap's rule of operators
-    with lists of tensors does not take.
-    """
-    return type(results)(*[x.new_empty(0) if t is None else t for t in results])
-
-
 def or_zeros(declared: Declaration, launch: Callable) -> Callable:
     """The launcher (x, weights, ...), or its results as zeros where a size is 0."""
 
     def launched(x, weights, *rest):
         if x.numel() and all(weights.down.shape):
             with checks.no_autocast(x):
-                return filled(launch(x, weights, *rest), x)
+                return launch(x, weights, *rest)
         results = declared(x, weights, *rest)
-        return type(results)(*[t.zero_() for t in results])
+        return type(results)(*[None if t is None else t.zero_() for t in results])
 
     return launched
 

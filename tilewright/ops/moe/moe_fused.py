@@ -18,7 +18,6 @@ from tilewright.ops.moe.experts import (
     SWIGLU,
     Projections,
     expert_of,
-    filled,
     gate_backward,
     or_zeros,
     rows_to_slots,
@@ -129,16 +128,13 @@ def mlp(
 ) -> Results:
     """keep: whether the result has pre.   tiled: whether it has a map of tiles, as Triton's has."""
     (E, N, _), R, i32 = weights.gate_up.shape, expert_index.numel(), torch.int32
-    return filled(
-        Results(
-            x.new_empty(x.shape),
-            x.new_empty((R, N)) if keep else None,
-            x.new_empty(E, dtype=i32),
-            x.new_empty(R, dtype=i32),
-            x.new_empty(expert_index.shape, dtype=i32),
-            x.new_empty(map_size(R, E), dtype=i32) if tiled else None,
-        ),
-        x,
+    return Results(
+        x.new_empty(x.shape),
+        x.new_empty((R, N)) if keep else None,
+        x.new_empty(E, dtype=i32),
+        x.new_empty(R, dtype=i32),
+        x.new_empty(expert_index.shape, dtype=i32),
+        x.new_empty(map_size(R, E), dtype=i32) if tiled else None,
     )
 
 
@@ -155,16 +151,13 @@ def mlp_backward(
 ) -> Gradients:
     """x: None unless gate_up's gradient is needed."""
     E, N, H = weights.gate_up.shape
-    return filled(
-        Gradients(
-            dy.new_empty(dy.shape) if needs.dx else None,
-            dy.new_empty((E, N, H)) if needs.dgate_up else None,
-            dy.new_empty(weights.down.shape) if needs.ddown else None,
-            expert_weight.new_empty(expert_weight.shape) if needs.dweight else None,
-            dy.new_empty((E, N)) if needs.dgate_up_bias else None,
-            dy.new_empty((E, H)) if needs.ddown_bias else None,
-        ),
-        dy,
+    return Gradients(
+        dy.new_empty(dy.shape) if needs.dx else None,
+        dy.new_empty((E, N, H)) if needs.dgate_up else None,
+        dy.new_empty(weights.down.shape) if needs.ddown else None,
+        expert_weight.new_empty(expert_weight.shape) if needs.dweight else None,
+        dy.new_empty((E, N)) if needs.dgate_up_bias else None,
+        dy.new_empty((E, H)) if needs.ddown_bias else None,
     )
 
 
@@ -175,7 +168,6 @@ def _save(ctx, arguments, found):
     # x is for the gradient of gate_up_proj, which a quantized one does not have.
     x = x if weights.gate_up.is_dense else None
     ctx.save_for_backward(x, expert_weight, biases.down_bias, *kept, *tensors)
-    ctx.mark_non_differentiable(found.pre)
 
 
 def _backward(ctx, g):
@@ -195,7 +187,7 @@ def _backward(ctx, g):
     return dict(zip(_DIFFERENTIABLE, found, strict=True))
 
 
-mlp.differentiate(_save, _backward)
+mlp.differentiate(_save, _backward, constants=("pre",))
 
 
 class Fused:

@@ -15,7 +15,7 @@ import torch
 
 from tilewright.core.library import declare
 from tilewright.ops.activation.activation import SILU, SILU_MUL
-from tilewright.ops.moe.experts import Projections, filled, gate_backward, or_zeros, rows_to_slots
+from tilewright.ops.moe.experts import Projections, gate_backward, or_zeros, rows_to_slots
 from tilewright.ops.moe.grouped_gemm import operators
 from tilewright.ops.moe.permute import UNPERMUTE, sort_slots
 from tilewright.ops.quant.weights import dense
@@ -109,15 +109,12 @@ def lora(
         (T if _is_shared(A) else R, sum(_ranks(adapters))),
         (T if _is_shared(B) else R, B.shape[2]),
     )
-    return filled(
-        Results(
-            x.new_empty(x.shape),
-            *[x.new_empty(shape) if keep else None for shape in shapes],
-            x.new_empty(weights.gate_up.shape[0], dtype=i32),
-            x.new_empty(R, dtype=i32),
-            x.new_empty(expert_index.shape, dtype=i32),
-        ),
-        x,
+    return Results(
+        x.new_empty(x.shape),
+        *[x.new_empty(shape) if keep else None for shape in shapes],
+        x.new_empty(weights.gate_up.shape[0], dtype=i32),
+        x.new_empty(R, dtype=i32),
+        x.new_empty(expert_index.shape, dtype=i32),
     )
 
 
@@ -133,11 +130,8 @@ def lora_backward(
     needs: Needs,
 ) -> Gradients:
     leaves = x, expert_weight, *adapters
-    return filled(
-        Gradients(
-            *[t.new_empty(t.shape) if need else None for t, need in zip(leaves, needs, strict=True)]
-        ),
-        dy,
+    return Gradients(
+        *[t.new_empty(t.shape) if need else None for t, need in zip(leaves, needs, strict=True)]
     )
 
 
@@ -146,7 +140,6 @@ def _save(ctx, arguments, found):
     _, *kept = found
     tensors, ctx.projections = weights.to_save()
     ctx.save_for_backward(x, expert_weight, *adapters, *kept, *tensors)
-    ctx.mark_non_differentiable(*kept)
 
 
 def _backward(ctx, g):
@@ -168,7 +161,7 @@ def _backward(ctx, g):
     return dict(zip(_DIFFERENTIABLE, found, strict=True))
 
 
-lora.differentiate(_save, _backward)
+lora.differentiate(_save, _backward, constants=Results._fields[1:])
 
 
 class _Fused:
