@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -232,7 +232,7 @@ def same_device(**tensors: torch.Tensor | None) -> None:
             )
 
 
-def shape(name: str, t: torch.Tensor, expected: tuple[int, ...], why: str) -> None:
+def shape(name: str, t: Any, expected: tuple[int, ...], why: str) -> None:
     if t.shape != expected and tuple(t.shape) != tuple(expected):  # torch.Size, or a tuple
         raise ValueError(f"{name} must have shape {list(expected)} ({why}), got {list(t.shape)}")
 

@@ -243,21 +243,16 @@ class Declaration:
         its formula, and returns it.
         """
         overload, signature = self._overload(name), self.signature
-        kernel, flat, structure = (
-            torch_names.cpu_kernel(overload),
-            signature.flat,
-            signature.result,
-        )
-        if structure is not None:
+        kernel, flat = torch_names.cpu_kernel(overload), signature.flat
+        structure: Any = signature.result
 
-            def launch(*args):
-                return structure(*kernel(*flat(args)))
-        elif signature.structured:
+        def structured(*args):
+            return structure(*kernel(*flat(args)))
 
-            def launch(*args):
-                return kernel(*flat(args))
-        else:
-            launch = kernel
+        def flattened(*args):
+            return kernel(*flat(args))
+
+        launch = kernel if not signature.structured else structured if structure else flattened
         op = Operator(overload, launch, signature, cuda=False)
         return self._differentiated(op, backward_op)
 
@@ -281,7 +276,9 @@ class Declaration:
 
     def _differentiated(self, op: Operator, backward_op: Any) -> Operator:
         if self._derivative is not None:
-            _differentiate(op, *self._derivative, op if backward_op is None else backward_op)
+            save, backward, constants, twice = self._derivative
+            backward_op = op if backward_op is None else backward_op
+            _differentiate(op, save, backward, constants, twice, backward_op)
         return op
 
 

@@ -99,7 +99,7 @@ class _Structure(_Leaf):
         self.flat = all(type(field) is _Leaf for field in self.fields)
 
     def write(self, value, flat):
-        if value is None and self.optional:
+        if value is None:
             flat += (None,) * len(self.leaves)
         elif self.flat:
             flat += value

@@ -6,9 +6,11 @@ of ops exists. The imports below are for readers and type checkers.
 """
 
 import importlib
+import importlib.util
 import pathlib
 import pkgutil
 import re
+from importlib.abc import InspectLoader
 
 from tilewright.core.registry import Op
 from tilewright.ops.activation.activation import Gate, gelu_mul, silu_mul
@@ -54,9 +56,10 @@ def _found() -> dict[str, Op]:
     places = {name: i for i, name in enumerate(FAMILIES)}
     root, modules = str(pathlib.Path(__file__).parent), []
     for found in pkgutil.walk_packages([root], f"{__name__}."):
-        spec = found.module_finder.find_spec(found.name)
-        source = None if found.ispkg or spec is None else spec.loader.get_source(found.name)
-        if source and _ASSIGNS_AN_OP.search(source):
+        spec = importlib.util.find_spec(found.name)
+        if found.ispkg or spec is None or not isinstance(spec.loader, InspectLoader):
+            continue
+        if _ASSIGNS_AN_OP.search(spec.loader.get_source(found.name) or ""):
             family = found.name.split(".")[2]
             modules.append((places.get(family, len(places)), found.name))
     ops: list[tuple[int, int, Op]] = []

@@ -561,7 +561,7 @@ def _launch(
     )
     peak, log_sum, _, _, entropy_mean, argmax = stats
     kept = peak, log_sum, entropy_mean, argmax
-    return Summed(total, outputs.losses, *kept, *of_stats, outputs.divisor)
+    return Summed._make((total, outputs.losses, *kept, *of_stats, outputs.divisor))
 
 
 @functools.cache

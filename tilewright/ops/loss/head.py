@@ -243,12 +243,13 @@ def replicated(x: torch.Tensor, group: torch.distributed.ProcessGroup | None) ->
 
 def logits_eager(head: Head, fp32_logits: bool) -> torch.Tensor:
     """[T, V], in float32 or wider if `fp32_logits`."""
-    x, weight, bias, low, up = head
     if fp32_logits:
-        acc = torch.promote_types(x.dtype, torch.float32)
-        x, weight, bias, low, up = (None if t is None else t.to(acc) for t in head)
-    logits = F.linear(x, weight, bias)
-    return logits if low is None else logits + F.linear(low, up)
+        acc = torch.promote_types(head.x.dtype, torch.float32)
+        head = Head._make(None if t is None else t.to(acc) for t in head)
+    logits = F.linear(head.x, head.weight, head.bias)
+    if head.low is None or head.up is None:
+        return logits
+    return logits + F.linear(head.low, head.up)
 
 
 # ---- chunks of rows
@@ -311,7 +312,6 @@ class Sums:
         # A single chunk is summed inside the GEMM, in float32.
         acc = torch.float32 if fp32_sums and chunks > 1 else summed_dtype(weight.dtype, fp32_sums)
         self.x, self.weight, self.scale, self.chunks = x, weight, scale, chunks
-        self.need_x, self.need_w, self.need_b = need_x, need_w, need_b
         self.fp32_sums = fp32_sums
         self.dx = x.new_empty(x.shape) if need_x else None
         self.dw = weight.new_empty((V, H), dtype=acc) if need_w else None
@@ -325,28 +325,28 @@ class Sums:
             and not _multiplies_here(x)
         ):
             columns = min(max(BLOCK_BYTES // (4 * chunk), 64), V)
-            self.wide = self.dw.new_empty((chunk, columns)), self.dw.new_empty((chunk, H))
+            self.wide = x.new_empty((chunk, columns), dtype=acc), x.new_empty((chunk, H), dtype=acc)
 
     def add(self, rows: slice, dlogits: torch.Tensor) -> None:
         x, first = self.x[rows], rows.start == 0
-        dlogits = dlogits.to(x.dtype)
-        if self.need_x:
-            _gemm(self.dx[rows], dlogits, self.weight, False, self.scale)
-        if self.need_b:
-            self.db += dlogits.sum(0, dtype=self.db.dtype) * self.scale
-        if not self.need_w:
+        dx, dw, db, dlogits = self.dx, self.dw, self.db, dlogits.to(x.dtype)
+        if dx is not None:
+            _gemm(dx[rows], dlogits, self.weight, False, self.scale)
+        if db is not None:
+            db += dlogits.sum(0, dtype=db.dtype) * self.scale
+        if dw is None:
             return
-        if self.dw.dtype == x.dtype or _multiplies_here(x):
-            _gemm(self.dw, dlogits.t(), x, not first, self.scale)
+        if dw.dtype == x.dtype or _multiplies_here(x):
+            _gemm(dw, dlogits.t(), x, not first, self.scale)
         elif self.wide is None:
             torch.addmm(
-                self.dw,
+                dw,
                 dlogits.t(),
                 x,
                 out_dtype=torch.float32,
                 beta=0 if first else 1,
                 alpha=self.scale,
-                out=self.dw,
+                out=dw,
             )
         else:
             n = x.shape[0]
@@ -354,7 +354,7 @@ class Sums:
             for v in range(0, dlogits.shape[1], wide.shape[1]):
                 part = dlogits[:, v : v + wide.shape[1]]
                 part = wide[:, : part.shape[1]].copy_(part)
-                _gemm(self.dw[v : v + part.shape[1]], part.t(), x, not first, self.scale)
+                _gemm(dw[v : v + part.shape[1]], part.t(), x, not first, self.scale)
 
     def done(self, wide: bool) -> tuple[torch.Tensor | None, ...]:
         """dx, dw, db, in the inputs' dtype; the last two in `summed_dtype` if wide."""
@@ -442,7 +442,7 @@ def joined(parts: list[Stats], empty: Stats) -> Stats:
     if len(parts) < 2:
         return parts[0] if parts else empty
     columns = zip(*parts, strict=True)
-    return Stats(*(None if pieces[0] is None else torch.cat(pieces) for pieces in columns))
+    return Stats._make(None if pieces[0] is None else torch.cat(pieces) for pieces in columns)
 
 
 # ---- the statistics as an operator
@@ -549,8 +549,8 @@ def _launch_backward(
 ) -> HeadGradients:
     chunks = Chunks(head, plan, 1 / scaling.temperature, needs)
     for rows, logits in chunks:
-        of_rows = Softmax(*(None if t is None else t[rows] for t in softmax))
-        g = StatsGradients(*(None if t is None else t[rows] for t in gradients))
+        of_rows = Softmax._make(None if t is None else t[rows] for t in softmax)
+        g = StatsGradients._make(None if t is None else t[rows] for t in gradients)
         where = logits, target[rows], class_weight, Scaling(scaling.cap)
         chunks.add(rows, kernels.gradient(*where, of_rows, g, group, inplace=True))
     return chunks.gradients()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -97,7 +98,7 @@ def timed(logprob=False):
     listed = []
     for name in ("llama-3-8b", "qwen3-8b", "gemma-3-4b", "deepseek-v3"):
         m = cases.MODELS[name]
-        options = {"softcap": 30.0} if name.startswith("gemma") else {}
+        options: dict[str, Any] = {"softcap": 30.0} if name.startswith("gemma") else {}
         listed.append(
             case(
                 name,

@@ -348,9 +348,8 @@ def _launch(
             dlogits = kernels.gradient(*where, stats.softmax, gradients, labels.group, inplace=True)
             chunks.add(rows, dlogits)
     extra = options.extra(joined(parts, empty))
-    return SummedHead(
-        total, outputs.losses, *extra, *chunks.gradients(wide=True)[:3], outputs.divisor
-    )
+    of_head = chunks.gradients(wide=True)[:3]
+    return SummedHead._make((total, outputs.losses, *extra, *of_head, outputs.divisor))
 
 
 @functools.cache

@@ -91,7 +91,7 @@ def stats_eager(
     if group is None:
         return stats
     *parts, argmax = across(stats, logits, target, class_weight, group)
-    return Stats(*(None if t is None else t.to(dtype) for t in parts), argmax)
+    return Stats._make((*[None if t is None else t.to(dtype) for t in parts], argmax))
 
 
 def capped(z: torch.Tensor, softcap: float) -> torch.Tensor:

@@ -260,7 +260,7 @@ class _Triton:
             h, dense(weights.down, x.dtype, "triton"), order.offsets, biases.down_bias, tiles
         )
         y = self.rows.collect(rows, expert_weight, order.position)
-        return Results(y, pre, *order, tiles)
+        return Results._make((y, pre, *order, tiles))
 
     def backward(self, dy, weights, x, down_bias, gate, expert_weight, of, needs):
         gemm, (pre, offsets, slots, position, tiles) = self.gemm, of

@@ -109,9 +109,12 @@ def lora(
         (T if _is_shared(A) else R, sum(_ranks(adapters))),
         (T if _is_shared(B) else R, B.shape[2]),
     )
+    pre, hidden, up = (x.new_empty(shape) if keep else None for shape in shapes)
     return Results(
         x.new_empty(x.shape),
-        *[x.new_empty(shape) if keep else None for shape in shapes],
+        pre,
+        hidden,
+        up,
         x.new_empty(weights.gate_up.shape[0], dtype=i32),
         x.new_empty(R, dtype=i32),
         x.new_empty(expert_index.shape, dtype=i32),

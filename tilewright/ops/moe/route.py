@@ -121,7 +121,7 @@ def route(
     routing = ROUTE.pick(implementation, logits)(logits, bias, expert_index, router)
     if not round_to:
         return routing
-    return Routing(*round_tokens(*routing[:3], round_to), *routing[3:])
+    return Routing._make((*round_tokens(*routing[:3], round_to), *routing[3:]))
 
 
 def _whole(name, value, low, high, accepted):
