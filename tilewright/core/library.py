@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -128,8 +129,8 @@ class Operator:
             return self._launch(*args)
         if self._apply is None:
             return self.through_dispatcher(*args)
-        found, structure = self._apply(*direct), self.signature.result
-        return found if structure is None else structure(*found)
+        found, made = self._apply(*direct), self.signature.made
+        return found if made is None else made(found)
 
     def through_dispatcher(self, *args):
         """Calls the operator of PyTorch."""
@@ -140,8 +141,8 @@ class Operator:
         direct = self.signature.expand(args)
         if not (self._apply and _recording() and _any_requires_grad(*direct)):
             return self._launch(*args)
-        found, structure = self._apply(*direct), self.signature.result
-        return found if structure is None else structure(*found)
+        found, made = self._apply(*direct), self.signature.made
+        return found if made is None else made(found)
 
     def _first_tensor(self, types: tuple[type, ...]) -> int:
         """The first tensor's index in arguments of these types; -1 unless the launcher takes all of
@@ -200,8 +201,8 @@ class Declaration:
         backward: (ctx, *gradients of the results; one NamedTuple of them where the result is one)
             -> a dict of the gradients of arguments by their names. Missing ones are zero, and those
             that are not needed are dropped.
-            `ctx.backward_op` is what `define` was given, and `ctx.needs[name]` tells whether an
-            argument's gradient is needed.
+            `ctx.backward_op` is what `define` was given. If it has a parameter `needs`,
+            `needs[name]` tells whether an argument's gradient is needed.
         constants: floating-point results without a derivative.
         twice: the formula consists of differentiable calls only.
         """
@@ -244,15 +245,15 @@ class Declaration:
         """
         overload, signature = self._overload(name), self.signature
         kernel, flat = torch_names.cpu_kernel(overload), signature.flat
-        structure: Any = signature.result
+        made: Any = signature.made
 
         def structured(*args):
-            return structure(*kernel(*flat(args)))
+            return made(kernel(*flat(args)))
 
         def flattened(*args):
             return kernel(*flat(args))
 
-        launch = kernel if not signature.structured else structured if structure else flattened
+        launch = kernel if not signature.structured else structured if made else flattened
         op = Operator(overload, launch, signature, cuda=False)
         return self._differentiated(op, backward_op)
 
@@ -388,7 +389,7 @@ def _differentiate(
     Tensors in a list (`Tensor[]`) have no gradient.
     """
     name, signature = op.name().split(".")[0], op.signature
-    structure = signature.result
+    made, asks = signature.made, "needs" in inspect.signature(backward).parameters
 
     def formula_of(names):
         """The formula for arguments of these names."""
@@ -396,9 +397,18 @@ def _differentiate(
 
         def by_name(ctx, *grads):
             need = ctx.needs_input_grad
-            ctx.needs = _Needs(need, places)
-            found = backward(ctx, *(grads if structure is None else (structure(*grads),)))
-            return tuple([found.get(n) if on else None for n, on in zip(names, need, strict=True)])
+            if made is not None:
+                grads = (made(grads),)
+            if asks:
+                found = backward(ctx, *grads, needs=_Needs(need, places))
+            else:
+                found = backward(ctx, *grads)
+            in_order: list[torch.Tensor | None] = [None] * len(need)
+            for name, grad in found.items():
+                i = places[name]
+                if need[i]:
+                    in_order[i] = grad
+            return tuple(in_order)
 
         return by_name if twice else once(name, by_name)
 
@@ -406,10 +416,11 @@ def _differentiate(
 
     def prepare(ctx, args, result):
         ctx.backward_op = backward_op
-        if structure is not None:
+        if made is not None:
             ctx.set_materialize_grads(False)
-            if fixed := [t for name in constants if (t := getattr(result, name)) is not None]:
-                ctx.mark_non_differentiable(*fixed)
+        if constants:
+            fixed = [t for name in constants if (t := getattr(result, name)) is not None]
+            ctx.mark_non_differentiable(*fixed)
         keep(ctx, args, result)
 
     def save(ctx, inputs, output):
@@ -431,7 +442,7 @@ def _differentiate(
         args = signature.collect(direct) if signature.expands else direct
         result = launch(*args)
         prepare(ctx, args, result)
-        return result if structure is None else tuple(result)
+        return result if made is None else tuple(result)
 
     # The same, bypassing the dispatcher.
     direct = type(

@@ -49,12 +49,12 @@ def _save(ctx, arguments, out):
     ctx.save_for_backward(*arguments)
 
 
-def _backward(ctx, dy):
+def _backward(ctx, dy, needs):
     (a, b), op = ctx.saved_tensors, ctx.backward_op
     found = {}
-    if ctx.needs["a"]:
+    if needs["a"]:
         found["a"] = op(dy, b.t())
-    if ctx.needs["b"]:  # in b's memory layout, that of a layer's weight
+    if needs["b"]:  # in b's memory layout, that of a layer's weight
         found["b"] = op(dy.t(), a).t() if b.stride(0) == 1 else op(a.t(), dy)
     return found
 

@@ -502,13 +502,13 @@ def _save(ctx, arguments, found):
     ctx.options, ctx.overwrite, ctx.group = options, overwrite, labels.group
 
 
-def _backward(ctx, g):
+def _backward(ctx, g, needs):
     upstream = g.losses if g.total is None else g.total  # the loss is computed from one of the two
     if upstream is None:
         return {}
     logits, target, class_weight, peak, log_sum, *of_stats, losses, divisor = ctx.saved_tensors
     grads = {}
-    if ctx.needs["logits"]:
+    if needs["logits"]:
         grads["logits"] = ctx.backward_op(
             logits,
             target.view(-1),
@@ -520,7 +520,7 @@ def _backward(ctx, g):
             upstream,
             ctx.overwrite,
         )
-    if ctx.needs["token_weight"]:
+    if needs["token_weight"]:
         each = upstream * losses
         grads["token_weight"] = each if divisor is None else each / divisor
     return grads

@@ -490,7 +490,7 @@ def _save(ctx, arguments, found):
     ctx.save_for_backward(*head, target, class_weight, *found.softmax)
 
 
-def _backward(ctx, g):
+def _backward(ctx, g, needs):
     gradients = StatsGradients(
         *(None if t is None else t.contiguous() for t in (g.log_sum, g.picked, g.weighted, g.mean))
     )
@@ -498,7 +498,7 @@ def _backward(ctx, g):
         return {}
     tensors, parts = ctx.saved_tensors, len(Head._fields)
     head, (target, class_weight, *softmax) = Head(*tensors[:parts]), tensors[parts:]
-    needs = Needs(*(ctx.needs[name] for name in Head._fields))
+    parts_needed = Needs(*(needs[name] for name in Head._fields))
     found = ctx.backward_op(
         head,
         target,
@@ -507,7 +507,7 @@ def _backward(ctx, g):
         Softmax(*softmax),
         gradients,
         ctx.plan,
-        needs,
+        parts_needed,
         ctx.group,
     )
     return dict(zip(Head._fields, found, strict=True))

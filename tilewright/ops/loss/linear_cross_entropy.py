@@ -280,16 +280,16 @@ def _save(ctx, arguments, found):
     ctx.dtype = head.x.dtype
 
 
-def _backward(ctx, g):
+def _backward(ctx, g, needs):
     if g.total is None:
         return {}
     losses, divisor, *of_head = ctx.saved_tensors
     grads = {
         name: times_upstream(t, g.total, ctx.dtype, ctx.backward_op)
         for name, t in zip(Head._fields, of_head, strict=False)
-        if ctx.needs[name]
+        if needs[name]
     }
-    if ctx.needs["token_weight"]:
+    if needs["token_weight"]:
         each = g.total * losses
         grads["token_weight"] = each if divisor is None else each / divisor
     return grads

@@ -137,12 +137,12 @@ def _save(ctx, arguments, y):
     ctx.save_for_backward(*arguments)
 
 
-def _backward(ctx, dy):
+def _backward(ctx, dy, needs):
     backward_x, backward_weight = ctx.backward_op
     x, weight, offsets = ctx.saved_tensors
     return {
-        "x": backward_x(dy, weight, offsets) if ctx.needs["x"] else None,
-        "weight": backward_weight(dy, x, offsets) if ctx.needs["weight"] else None,
+        "x": backward_x(dy, weight, offsets) if needs["x"] else None,
+        "weight": backward_weight(dy, x, offsets) if needs["weight"] else None,
     }
 
 

@@ -170,7 +170,7 @@ def _save(ctx, arguments, found):
     ctx.save_for_backward(x, expert_weight, biases.down_bias, *kept, *tensors)
 
 
-def _backward(ctx, g):
+def _backward(ctx, g, needs):
     if g.y is None:
         return {}
     x, expert_weight, down_bias, pre, offsets, slots, position, tiles, *tensors = ctx.saved_tensors
@@ -182,7 +182,7 @@ def _backward(ctx, g):
         ctx.gate,
         expert_weight,
         Saved(pre, offsets, slots, position, tiles),
-        Needs(*[ctx.needs[name] for name in _DIFFERENTIABLE]),
+        Needs(*[needs[name] for name in _DIFFERENTIABLE]),
     )
     return dict(zip(_DIFFERENTIABLE, found, strict=True))
 

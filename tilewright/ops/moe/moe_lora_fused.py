@@ -145,7 +145,7 @@ def _save(ctx, arguments, found):
     ctx.save_for_backward(x, expert_weight, *adapters, *kept, *tensors)
 
 
-def _backward(ctx, g):
+def _backward(ctx, g, needs):
     if g.y is None:
         return {}
     tensors = iter(ctx.saved_tensors)
@@ -159,7 +159,7 @@ def _backward(ctx, g):
         adapters,
         ctx.scale,
         of,
-        Needs(*[ctx.needs[name] for name in _DIFFERENTIABLE]),
+        Needs(*[needs[name] for name in _DIFFERENTIABLE]),
     )
     return dict(zip(_DIFFERENTIABLE, found, strict=True))
 

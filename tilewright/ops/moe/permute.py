@@ -310,11 +310,11 @@ def _save_collect(ctx, arguments, y):
     ctx.save_for_backward(rows if needed else None, weight, position)
 
 
-def _backward_collect(ctx, dy):
+def _backward_collect(ctx, dy, needs):
     rows, weight, position = ctx.saved_tensors
     if weight is None:
         return {"rows": ctx.backward_op.spread(_rows(dy), position, None)}
-    rows = rows if ctx.needs["weight"] else None
+    rows = rows if needs["weight"] else None
     drows, dweight = ctx.backward_op.backward(_rows(dy), rows, weight, position)
     return {"rows": drows, "weight": dweight}
 

@@ -233,23 +233,26 @@ def _torch():
 
 
 def _save(ctx, arguments, found):
-    x, _, weight, bias, norm = arguments
-    ctx.save_for_backward(x if found.total is None else found.total, found.rstd, weight)
-    ctx.norm, ctx.has_bias, ctx.x_dtype = norm, bias is not None, x.dtype
+    x, residual, weight, bias, norm = arguments
+    ctx.save_for_backward(x if residual is None else found.total, found.rstd, weight)
+    ctx.options = norm, bias is not None, x.dtype
 
 
 def _backward(ctx, g):
     normalized, rstd, weight = ctx.saved_tensors
-    dy, dtotal = g.y, g.total
+    norm, has_bias, dtype = ctx.options
+    dy, _, dtotal = g
     if dy is None:
         if dtotal is None:
             return {}
-        dy = torch.zeros_like(normalized, dtype=ctx.x_dtype)
-    dtotal = None if dtotal is None else dtotal.contiguous()
+        dy = torch.zeros_like(normalized, dtype=dtype)
+    if dtotal is not None:
+        dtotal = dtotal.contiguous()
     d, dweight, dbias = ctx.backward_op(
-        dy.contiguous(), dtotal, normalized, rstd, weight, ctx.norm, ctx.has_bias
+        dy.contiguous(), dtotal, normalized, rstd, weight, norm, has_bias
     )
-    return {"x": d.to(ctx.x_dtype), "residual": d, "weight": dweight, "bias": dbias}
+    dx = d if d.dtype == dtype else d.to(dtype)
+    return {"x": dx, "residual": d, "weight": dweight, "bias": dbias}
 
 
 normalize.differentiate(_save, _backward)

@@ -155,11 +155,11 @@ def _saved(ctx):
 # Each is linear in x, and the other is its gradient. `ctx.backward_op` has both.
 
 
-def _backward(ctx, dy):
+def _backward(ctx, dy, needs):
     found = {}
-    if ctx.needs["x"]:
+    if needs["x"]:
         found["x"] = ctx.backward_op.transposed(dy, _saved(ctx))
-    if ctx.needs["bias"]:
+    if needs["bias"]:
         found["bias"] = bias_gradient(dy)
     return found
 
