@@ -70,7 +70,7 @@ class KernelSpec:
         pointers: name without "_ptr" -> type of its elements, of those that the launch has; the
             others are None. "*" is the type of all that are not named.
         constexprs: also of other kernels of this configuration; and num_warps, num_stages and
-            Triton's other options, as a launch gets them.
+            maxnreg, as a launch gets them.
         numbers: types of those that are not 32-bit integers.
         needs: other fields.
         """
@@ -87,6 +87,8 @@ class KernelSpec:
         for name in ("num_warps", "num_stages"):
             if name in chosen:
                 needs[name] = chosen.pop(name)
+        if limit := chosen.pop("maxnreg", None):
+            needs["options"] = {"maxnreg": limit}
         given = {name: value for name, value in chosen.items() if name in kernel.arg_names}
         return cls(kernel, label, signature, given, **needs)
 

@@ -186,40 +186,25 @@ def _specs(kernel, kind: int):
     rows are read element by element and whose strides exceed 2^31.
     """
     label = f"{_NAMES[kind]} {'forward' if kernel is _forward else 'backward'}"
-    strides = ("dy_stride", "gate_stride", "up_stride", "y_stride", "dgate_stride", "dup_stride")
+    strides = [name for name in kernel.arg_names if name.endswith("_stride")]
 
     def specs(key: dict, config: dict) -> list[KernelSpec]:
-        kernel_specs = []
-        for data, tail in (
-            (("bf16", ""), ("bf16", " odd")) if key["itemsize"] == 2 else (("fp32", ""),)
-        ):
-            types = {
-                **{n: f"*{data}" for n in kernel.arg_names if n.endswith("_ptr")},
-                "columns": "i32",
-                "BLOCKS": "i32",
-                **dict.fromkeys(strides, "i64" if tail else "i32"),
-            }
-            signature = {n: types[n] for n in kernel.arg_names if n in types}
-            # Rows with odd strides start at any element, differently in each tensor: no access
-            # wider than one element is aligned.
-            need = 0 if tail else 128
-            kernel_specs.append(
-                KernelSpec(
-                    kernel,
-                    f"{label} {data}{tail}",
-                    signature,
-                    {
-                        "KIND": kind,
-                        "UNIT": 1 if tail else 16 // key["itemsize"],
-                        "BLOCK": config["BLOCK"],
-                    },
-                    config["num_warps"],
-                    load=need,
-                    store=need,
-                    elements=config["BLOCK"],
-                )
+        data = "bf16" if key["itemsize"] == 2 else "fp32"
+        return [
+            KernelSpec.of(
+                kernel,
+                f"{label} {data}{' odd' if odd else ''}",
+                {"*": data},
+                {"KIND": kind, "UNIT": 1 if odd else 16 // key["itemsize"], **config},
+                dict.fromkeys(strides, "i64" if odd else "i32"),
+                # Rows with odd strides start at any element, differently in each tensor: no access
+                # wider than one element is aligned.
+                load=0 if odd else 128,
+                store=0 if odd else 128,
+                elements=config["BLOCK"],
             )
-        return kernel_specs
+            for odd in ((False, True) if data == "bf16" else (False,))
+        ]
 
     return specs
 

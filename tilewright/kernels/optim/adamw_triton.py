@@ -191,42 +191,36 @@ def update(
 
 
 def gate() -> list[KernelSpec]:
-    found = []
-    for p, state, kahan, aligned, short in (
-        ("fp32", "fp32", False, True, False),
-        ("fp32", "bf16", False, True, False),
-        ("bf16", "bf16", True, True, False),
-        ("fp32", "fp32", False, False, False),
-        ("fp32", "fp32", False, True, True),
-    ):
-        signature = {
-            "table_ptr": "*i64",
-            "tiles_ptr": "*i32",
-            **dict.fromkeys(("p_ptr", "g_ptr"), f"*{p}"),
-            **dict.fromkeys(("m_ptr", "v_ptr"), f"*{state}"),
-            **({"c_ptr": f"*{p}"} if kahan else {}),
-            **dict.fromkeys(("count", "tiles"), "i32"),
-            **dict.fromkeys(("decay", "rate1", "beta2", "rise2", "size", "root", "eps"), "fp32"),
-        }
-        wide = 128 if aligned else 32  # tensors off 16 bytes, such as views
-        found.append(
-            KernelSpec(
-                _adamw,
-                f"{p} {state} states{' kahan' if kahan else ''}{'' if aligned else ' unaligned'}"
-                f"{' short' if short else ''}",
-                signature,
-                {
-                    **({} if kahan else {"c_ptr": None}),
-                    "ALIGNED": aligned,
-                    "KAHAN": kahan,
-                    "SHORT": short,
-                    "VECTOR": 4 if "fp32" in (p, state) else 8,
-                    "TILE": TILE,
-                },
-                WARPS,
-                load=wide,
-                store=wide,
-                elements=TILE,
-            )
+    return [
+        KernelSpec.of(
+            _adamw,
+            f"{p} {state} states{' kahan' if kahan else ''}{'' if aligned else ' unaligned'}"
+            f"{' short' if short else ''}",
+            {
+                "table": "i64",
+                "tiles": "i32",
+                **dict.fromkeys("pgc" if kahan else "pg", p),
+                **dict.fromkeys("mv", state),
+            },
+            {
+                "ALIGNED": aligned,
+                "KAHAN": kahan,
+                "SHORT": short,
+                "VECTOR": 4 if "fp32" in (p, state) else 8,
+                "TILE": TILE,
+                "num_warps": WARPS,
+            },
+            dict.fromkeys(("decay", "rate1", "beta2", "rise2", "size", "root", "eps"), "fp32"),
+            # Tensors off 16 bytes, such as views, are read and written by elements.
+            load=128 if aligned else 32,
+            store=128 if aligned else 32,
+            elements=TILE,
         )
-    return found
+        for p, state, kahan, aligned, short in (
+            ("fp32", "fp32", False, True, False),
+            ("fp32", "bf16", False, True, False),
+            ("bf16", "bf16", True, True, False),
+            ("fp32", "fp32", False, False, False),
+            ("fp32", "fp32", False, True, True),
+        )
+    ]

@@ -138,40 +138,20 @@ def _space(M: int, itemsize: int, hopper: bool) -> list[dict]:
 
 def _specs(key: dict, config: dict) -> list[KernelSpec]:
     t = {2: "bf16", 4: "fp32"}[key["itemsize"]]
-    constants = {n: v for n, v in config.items() if n.isupper()}
-    limit = config["maxnreg"]
-    found = []
-    for add in (False, True):
-        signature = {
-            **dict.fromkeys(("left_ptr", "right_ptr", "addend_ptr", "out_ptr"), f"*{t}"),
-            **dict.fromkeys(("M", "K"), "i32"),
-            **dict.fromkeys(("alpha", "beta"), "fp32"),
-        }
-        absent = {}
-        if not add:
-            del signature["addend_ptr"]
-            absent = {"addend_ptr": None}
-        found.append(
-            KernelSpec(
-                _symmetric,
-                f"{t} {config['BLOCK']}{' add' if add else ''}{' hopper' if key['hopper'] else ''}",
-                signature,
-                {
-                    **absent,
-                    **constants,
-                    "ADD": add,
-                    "PRECISION": "ieee" if t == "fp32" else None,
-                },
-                config["num_warps"],
-                config["num_stages"],
-                divisible=("M", "K"),
-                max_arch=99 if key["hopper"] else 999,
-                options={"maxnreg": limit} if limit else {},
-                per_sm=2 if limit else 1,
-                uses={} if t == "fp32" else {90: ("wgmma",), 100: ("tcgen05",)},
-            )
+    return [
+        KernelSpec.of(
+            _symmetric,
+            f"{t} {config['BLOCK']}{' add' if add else ''}{' hopper' if key['hopper'] else ''}",
+            dict.fromkeys(("left", "right", "out", *(("addend",) if add else ())), t),
+            {**config, "ADD": add, "PRECISION": "ieee" if t == "fp32" else None},
+            {"alpha": "fp32", "beta": "fp32"},
+            divisible=("M", "K"),
+            max_arch=99 if key["hopper"] else 999,
+            per_sm=2 if config["maxnreg"] else 1,
+            uses={} if t == "fp32" else {90: ("wgmma",), 100: ("tcgen05",)},
         )
-    return found
+        for add in (False, True)
+    ]
 
 
 SYMMETRIC = Tunable(

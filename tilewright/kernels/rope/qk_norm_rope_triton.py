@@ -691,98 +691,52 @@ def _write_gradients(given, qkv, rstd, dqkv, heads, norm, rotation) -> torch.Ten
 
 
 def _specs(
-    kernel, name: str, key: dict, config: dict, pointers: dict, integers: tuple, more: dict
+    kernel, name: str, key: dict, config: dict, strides: tuple[str, ...], more: dict
 ) -> list[KernelSpec]:
     data = "bf16" if key["itemsize"] == 2 else "fp32"
     D, half, norm = key["D"], key["half"], key["norm"]
-    specs = []
-    for interleaved in (False, True) if 2 * half == D else (True,):
-        types = {
-            **{f"{n}_ptr": f"*{kind or data}" for n, kind in pointers.items()},
-            **dict.fromkeys(integers, "i32"),
-            "S": "i32",
-            "P": "i32",
-            "eps": "fp32",
-            "offset": "fp32",
-            "cos_ptr": "*fp32",
-            "sin_ptr": "*fp32",
-            "pos_ptr": "*i64",
-        }
-        part = f" R={2 * half}" if 2 * half < D else ""
-        label = (
-            f"{name} {'interleaved' if interleaved else 'half-split'} D={D}{part} "
-            f"heads={key['HQ']}+{key['HK']}"
-            f"{' norm' if norm else ''} {data}"
+    part = f" R={2 * half}" if 2 * half < D else ""
+    tail = f"D={D}{part} heads={key['HQ']}+{key['HK']}{' norm' if norm else ''} {data}"
+    absent = ["rstd", "qw", "kw", *(("x", "dw") if kernel is _backward else ())]
+    types = dict.fromkeys(("rstd", "dw", "cos", "sin"), "fp32") | {"pos": "i64", "*": data}
+    if not norm:  # None, as the launcher passes it
+        types |= dict.fromkeys(absent)
+    return [
+        KernelSpec.of(
+            kernel,
+            f"{name} {'interleaved' if interleaved else 'half-split'} {tail}",
+            types,
+            {
+                **{n: key[n] for n in ("HQ", "HK", "D")},
+                "HALF": half,
+                **_blocks(D, half),
+                **config,
+                "INTERLEAVED": interleaved,
+                "NORM": norm,
+                "HAS_POS": True,
+                **more,
+            },
+            {"eps": "fp32", "offset": "fp32"},
+            divisible=strides,
+            elements=config["BLOCK_H"] * D,
+            per_sm=config.get("PROGRAMS", 1) if norm else 1,
         )
-        constexprs = {
-            "HQ": key["HQ"],
-            "HK": key["HK"],
-            "D": D,
-            "HALF": half,
-            "BLOCK_H": config["BLOCK_H"],
-            **_blocks(D, half),
-            "INTERLEAVED": interleaved,
-            "NORM": norm,
-            "HAS_POS": True,
-            **more,
-        }
-        if not norm:  # None, as the launcher passes it
-            constexprs |= dict.fromkeys(set(types) & {"rstd_ptr", "qw_ptr", "kw_ptr"})
-            constexprs |= {"x_ptr": None, "dw_ptr": None} if kernel is _backward else {}
-        signature = {n: types[n] for n in kernel.arg_names if n in types and n not in constexprs}
-        specs.append(
-            KernelSpec(
-                kernel,
-                label,
-                signature,
-                constexprs,
-                config["num_warps"],
-                divisible=integers,
-                options={"maxnreg": limit} if (limit := config.get("maxnreg")) else {},
-                elements=config["BLOCK_H"] * D,
-                per_sm=config.get("PROGRAMS", 1) if norm else 1,
-            )
-        )
-    return specs
+        for interleaved in ((False, True) if 2 * half == D else (True,))
+    ]
 
 
 def _forward_specs(key: dict, config: dict) -> list[KernelSpec]:
     """Whole heads, by halves and interleaved; and 64 features of 192."""
+    strides = tuple(f"{t}_{d}" for t in "xqk" for d in "bs")
     return _specs(
-        _forward,
-        "forward",
-        key,
-        config,
-        {"x": None, "q": None, "k": None, "rstd": "fp32", "qw": None, "kw": None},
-        tuple(f"{t}_{d}" for t in "xqk" for d in "bs"),
-        {"KEEP": key["norm"], "INPLACE": False},
+        _forward, "forward", key, config, strides, {"KEEP": key["norm"], "INPLACE": False}
     )
 
 
 def _backward_specs(key: dict, config: dict) -> list[KernelSpec]:
     strides = (*(f"{t}_{d}" for t in ("dq", "dk", "dv") for d in "bhs"), "x_b", "x_s")
-    specs = _specs(
-        _backward,
-        "backward",
-        key,
-        config,
-        {
-            "dq": None,
-            "dk": None,
-            "dv": None,
-            "x": None,
-            "rstd": "fp32",
-            "qw": None,
-            "kw": None,
-            "dx": None,
-            "dw": "fp32",
-        },
-        strides,
-        {"BLOCK_V": next_power_of_2(key["D"]), "DQ": True, "DK": True, "DV": True},
-    )
-    for spec in specs:
-        spec.signature["tokens"] = "i32"
-    return specs
+    more = {"BLOCK_V": next_power_of_2(key["D"]), "DQ": True, "DK": True, "DV": True}
+    return _specs(_backward, "backward", key, config, strides, more)
 
 
 _FIELDS = ("D", "half", "itemsize", "HQ", "HK", "norm")

@@ -238,42 +238,29 @@ def overwrite(q: torch.Tensor, k: torch.Tensor | None, rotation: Rotation) -> No
 
 def _specs(key: dict, config: dict) -> list[KernelSpec]:
     """Rotation of a whole head, by halves and interleaved; and of 64 features of 192."""
-    half, hq, hk = key["half"], key["HQ"], key["HK"]
-    strides = [f"{t}_{d}" for t in ("q", "k", "qo", "ko") for d in "bhs"]
-    data = "bf16" if key["itemsize"] == 2 else "fp32"
-    types = {
-        **{f"{n}_ptr": f"*{data}" for n in ("q", "k", "q_out", "k_out")},
-        "cos_ptr": "*fp32",
-        "sin_ptr": "*fp32",
-        "pos_ptr": "*i64",
-        "S": "i32",
-        "P": "i32",
-        **dict.fromkeys(strides, "i32"),
-    }
+    half, data = key["half"], "bf16" if key["itemsize"] == 2 else "fp32"
     specs = []
     for d, interleaved in ((2 * half, False), (2 * half, True)) if half != 32 else ((192, True),):
         rest = d - 2 * half
         label = f"{'interleaved' if interleaved else 'half-split'} D={d}{f' R={2 * half}' if rest else ''}"
-        constexprs = {
-            "HQ": hq,
-            "HK": hk,
-            "D": d,
-            "HALF": half,
-            **_blocks(half, d),
-            "BLOCK_H": config["BLOCK_H"],
-            "INTERLEAVED": interleaved,
-            "INVERSE": False,
-            "HAS_POS": True,
-            "COPY": rest > 0,
-        }
         specs.append(
-            KernelSpec(
+            KernelSpec.of(
                 _rotate,
                 f"rotate {label} {data}",
-                types,
-                constexprs,
-                config["num_warps"],
-                divisible=tuple(strides),
+                {"cos": "fp32", "sin": "fp32", "pos": "i64", "*": data},
+                {
+                    "HQ": key["HQ"],
+                    "HK": key["HK"],
+                    "D": d,
+                    "HALF": half,
+                    **_blocks(half, d),
+                    **config,
+                    "INTERLEAVED": interleaved,
+                    "INVERSE": False,
+                    "HAS_POS": True,
+                    "COPY": rest > 0,
+                },
+                divisible=tuple(f"{t}_{d}" for t in ("q", "k", "qo", "ko") for d in "bhs"),
                 elements=config["BLOCK_H"] * d,
             )
         )
