@@ -974,22 +974,6 @@ def _space(heuristic, tiled, walked):
     return space
 
 
-def _types(data, more):
-    strides = [f"{t}_{d}" for t in more for d in ("batch", "head", "row")]
-    return {
-        "tiles_ptr": "*i32",
-        "cu_ptr": "*i64",
-        "capacity": "i32",
-        "S": "i32",
-        "Sk": "i32",
-        "offset": "i32",
-        "window": "i32",
-        "scale": "fp32",
-        "cap": "fp32",
-        **dict.fromkeys(strides, "i32"),
-    }, tuple(strides)
-
-
 def _arch(key):
     # Configurations with little shared memory are for all other architectures (and sm_80, which the
     # gate does not compile).
@@ -1011,57 +995,46 @@ def _variants(key: dict) -> dict[str, dict]:
     return packed
 
 
-def _specs_of(kernel, name, pointers, strides, sinks, tiled):
+def _specs_of(kernel, name: str, tensors: tuple[str, ...], tiled: str):
+    """tensors: whose strides are multiples of 16.   tiled: the constant that decides on tensor
+    cores of Hopper.
+    """
+    strides = tuple(f"{t}_{d}" for t in tensors for d in ("batch", "head", "row"))
+
     def specs(key: dict, config: dict) -> list[KernelSpec]:
         width, data = key["width"], "bf16" if key["itemsize"] == 2 else "fp32"
-        types, divisible = _types(data, strides)
-        types = {**{f"{p}_ptr": f"*{data}" for p in pointers}, "lse_ptr": "*fp32", **types}
-        if "delta_ptr" in kernel.arg_names:
-            types["delta_ptr"] = "*fp32"
-        constants = {n: v for n, v in config.items() if n.startswith("BLOCK")}
-        kernel_specs = []
+        wide = data == "bf16" and config[tiled] >= 64
+        found = []
         for label, options in _variants(key).items():
-            constexprs = {
-                "GROUP": 4,
-                "D": width,
-                "WIDTH": width,
-                "PACKED": False,
-                "CAUSAL": True,
-                "WINDOW": False,
-                "SOFTCAP": False,
-                "SINKS": False,
-                "PRECISION": "ieee" if data == "fp32" else None,
-                **options,
-                **constants,
-            }
-            signature = dict(types)
-            if sinks:
-                if constexprs["SINKS"]:
-                    signature["sinks_ptr"] = "*fp32"
-                else:
-                    constexprs["sinks_ptr"] = None
-            else:
-                del constexprs["SINKS"]
-            if not constexprs["PACKED"]:
-                constexprs |= {"tiles_ptr": None, "cu_ptr": None}
-                del signature["tiles_ptr"], signature["cu_ptr"]
-            kernel_specs.append(
-                KernelSpec(
+            packed, sinks = options.get("PACKED"), options.get("SINKS")
+            types = dict.fromkeys(("lse", "delta"), "fp32") | {"*": data}
+            types["sinks"] = "fp32" if sinks else None
+            types |= {"tiles": "i32", "cu": "i64"} if packed else {"tiles": None, "cu": None}
+            chosen = {n: v for n, v in config.items() if n.startswith(("BLOCK", "num_"))}
+            flags = dict.fromkeys(("PACKED", "WINDOW", "SOFTCAP", "SINKS"), False)
+            found.append(
+                KernelSpec.of(
                     kernel,
                     f"{name} {label} D={width} {data}{'' if key['large'] else ' small'}",
-                    signature,
-                    constexprs,
-                    config["num_warps"],
-                    config["num_stages"],
-                    divisible=divisible,
+                    types,
+                    {
+                        "GROUP": 4,
+                        "D": width,
+                        "WIDTH": width,
+                        "CAUSAL": True,
+                        "PRECISION": "ieee" if data == "fp32" else None,
+                        **flags,
+                        **options,
+                        **chosen,
+                    },
+                    {"scale": "fp32", "cap": "fp32"},
+                    divisible=strides,
                     **_arch(key),
                     undivided=kernel is not _forward and data == "bf16" and not key["capped"],
-                    uses={90: ("wgmma",), 100: ("tcgen05",)}
-                    if data == "bf16" and config[tiled] >= 64
-                    else {},
+                    uses={90: ("wgmma",), 100: ("tcgen05",)} if wide else {},
                 )
             )
-        return kernel_specs
+        return found
 
     return specs
 
@@ -1082,7 +1055,7 @@ FORWARD = Tunable(
     _forward_heuristic,
     _space(_forward_heuristic, "BLOCK_M", "BLOCK_N"),
     _KEYS,
-    _specs_of(_forward, "forward", ("q", "k", "v", "out"), ("q", "k", "v", "o"), True, "BLOCK_M"),
+    _specs_of(_forward, "forward", ("q", "k", "v", "o"), "BLOCK_M"),
 )
 BACKWARD_Q = Tunable(
     "attention",
@@ -1092,14 +1065,7 @@ BACKWARD_Q = Tunable(
     _backward_q_heuristic,
     _space(_backward_q_heuristic, "BLOCK_M", "BLOCK_N"),
     _KEYS,
-    _specs_of(
-        _backward_q,
-        "backward_q",
-        ("g", "q", "k", "v", "out", "dq"),
-        ("g", "q", "k", "v", "o", "dq"),
-        False,
-        "BLOCK_M",
-    ),
+    _specs_of(_backward_q, "backward_q", ("g", "q", "k", "v", "o", "dq"), "BLOCK_M"),
 )
 BACKWARD_KV = Tunable(
     "attention",
@@ -1109,13 +1075,6 @@ BACKWARD_KV = Tunable(
     _backward_kv_heuristic,
     _space(_backward_kv_heuristic, "BLOCK_N", "BLOCK_M"),
     _KEYS,
-    _specs_of(
-        _backward_kv,
-        "backward_kv",
-        ("g", "q", "k", "v", "dk", "dv"),
-        ("g", "q", "k", "v", "dk", "dv"),
-        False,
-        "BLOCK_N",
-    ),
+    _specs_of(_backward_kv, "backward_kv", ("g", "q", "k", "v", "dk", "dv"), "BLOCK_N"),
 )
 TUNABLES = (FORWARD, BACKWARD_Q, BACKWARD_KV)
