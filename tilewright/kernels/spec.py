@@ -60,7 +60,7 @@ class KernelSpec:
         cls,
         kernel: Any,
         label: str,
-        pointers: Mapping[str, str],
+        pointers: Mapping[str, str | None],
         constexprs: Mapping[str, Any],
         numbers: Mapping[str, str] = {},
         **needs: Any,
@@ -68,10 +68,10 @@ class KernelSpec:
         """A spec whose signature is that of the kernel's parameters.
 
         pointers: name without "_ptr" -> type of its elements, of those that the launch has; the
-            others are None. "*" is the type of all that are not named.
+            others are None. "*" is the type of all that are not named, None no pointer.
         constexprs: also of other kernels of this configuration; and num_warps, num_stages and
             maxnreg, as a launch gets them.
-        numbers: types of those that are not 32-bit integers.
+        numbers: types of other arguments that are not 32-bit integers, descriptors too.
         needs: other fields.
         """
         chosen, signature = dict(constexprs), {}

@@ -1358,6 +1358,11 @@ def _dweight_space(
 # ---- for the compile gate
 
 _TYPES = {2: "bf16", 4: "fp32"}
+# Pointers to other types than the operands'.
+_POINTERS = {
+    **dict.fromkeys(("tiles", "slots", "offsets", "position"), "i32"),
+    **dict.fromkeys(("partial", "weight"), "fp32"),
+}
 _MATRIX = {90: ("wgmma",), 100: ("tcgen05",)}
 _COPIES = {90: ("wgmma", "tma"), 100: ("tcgen05", "tma")}
 # For sm_120, ptxas 12.9 gives each TMA load a branch to a function for shared memory of another
@@ -1403,97 +1408,66 @@ _CLAMPED = {
 }
 
 
-# Long: one kernel's arguments and constants.
+def _operand(t: str, tma: bool, *block: int) -> str:
+    return f"tensordesc<{t}[{','.join(map(str, block))}]>" if tma else f"*{t}"
+
+
 def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
     """One spec without a bias; and with a bias or another gate, gpt-oss's, whose weights are
     transposed. With a key's `plain`, only the one that it is about.
     """
+    dswiglu = epilogue == DSWIGLU
+    kinds = [("", transposed, SILU_MUL)]
+    if epilogue != PLAIN:
+        # down_proj [E, I, H] is read with the opposite layout of [E, H, I].
+        kinds.append((" gpt-oss", epilogue == SWIGLU, _CLAMPED))
+    elif not transposed:
+        kinds.append((" biased", True, SILU_MUL))
 
     def spec(key: dict, config: dict, kind: str, transposed: bool, gate: dict) -> KernelSpec:
         t = _TYPES[key["itemsize"]]
-        c = {n: v for n, v in config.items() if n.isupper()}
+        m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
         # The down-projection's bias is added where it is the forward.
-        m, n, k = c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"]
-        bias = bool(kind) and epilogue != DSWIGLU
+        bias = bool(kind) and not dswiglu
         halves = epilogue == SWIGLU and not gate["INTERLEAVED"]
-        block = [2, n // 2, k] if halves else [k, n] if transposed else [n, k]
+        block = (2, n // 2, k) if halves else (k, n) if transposed else (n, k)
         tma = key["itemsize"] == 2 and key["aligned"]
-        tma_x = tma and not gather
-        signature = {
-            "x": f"tensordesc<{t}[{m},{k}]>" if tma_x else f"*{t}",
-            "w": f"tensordesc<{t}[{','.join(map(str, (1, *block)))}]>" if tma else f"*{t}",
-            "out_ptr": f"*{t}",
-            "tiles_ptr": "*i32",
-            **dict.fromkeys(
-                ("E", "capacity", "N", "K", "x_stride", "w_expert_stride", "w_stride", "TOP_K"),
-                "i32",
-            ),
-        }
-        if gather:
-            signature["slots_ptr"] = "*i32"
-        if epilogue != PLAIN:
-            signature["pre_ptr"] = f"*{t}"
-        if epilogue == DSWIGLU:
-            signature |= {"hw_ptr": f"*{t}", "partial_ptr": "*fp32", "weight_ptr": "*fp32"}
-        if bias:
-            signature["bias_ptr"] = f"*{t}"
-        absent = dict.fromkeys(
-            n
-            for n in ("pre_ptr", "hw_ptr", "partial_ptr", "slots_ptr", "weight_ptr", "bias_ptr")
-            if n not in signature
-        )
-        constexprs = {
-            **absent,
-            **c,
-            "GATHER": gather,
-            "TRANSPOSED": transposed,
-            "EPILOGUE": epilogue,
-            "STORE_PRE": epilogue == SWIGLU,
-            "STORE_H": epilogue == DSWIGLU,
-            "BIAS": bias,
-            **gate,
-            "TMA_X": tma_x,
-            "TMA_W": tma,
-            "PRECISION": "ieee" if key["itemsize"] == 4 else None,
-            "MAP_ROWS": MAP_ROWS,
-        }
-        return KernelSpec(
+        there = {"slots": gather, "pre": epilogue != PLAIN, "bias": bias}
+        there |= dict.fromkeys(("hw", "partial", "weight"), dswiglu)
+        return KernelSpec.of(
             _gemm,
             f"{label}{kind} {_about(key)}",
-            signature,
-            constexprs,
-            config["num_warps"],
-            config["num_stages"],
+            {**_POINTERS, "*": t, **{name: None for name, has in there.items() if not has}},
+            {
+                "GATHER": gather,
+                "TRANSPOSED": transposed,
+                "EPILOGUE": epilogue,
+                "STORE_PRE": epilogue == SWIGLU,
+                "STORE_H": dswiglu,
+                "BIAS": bias,
+                "TMA_X": tma and not gather,
+                "TMA_W": tma,
+                "PRECISION": "ieee" if key["itemsize"] == 4 else None,
+                "MAP_ROWS": MAP_ROWS,
+                **gate,
+                **config,
+            },
+            {"x": _operand(t, tma and not gather, m, k), "w": _operand(t, tma, 1, *block)},
             per_sm=config["per_sm"],
-            options={"maxnreg": limit} if (limit := config["maxnreg"]) else {},
             **_needs(key, tma),
         )
 
-    def specs(key: dict, config: dict) -> list[KernelSpec]:
-        kernel_specs = [spec(key, config, "", transposed, SILU_MUL)]
-        if epilogue != PLAIN:
-            # down_proj [E, I, H] is read with the opposite layout of [E, H, I].
-            kernel_specs.append(spec(key, config, " gpt-oss", epilogue == SWIGLU, _CLAMPED))
-        elif not transposed:
-            kernel_specs.append(spec(key, config, " biased", True, SILU_MUL))
-        plain = key.get("plain")
-        return kernel_specs if plain is None else kernel_specs[:1] if plain else kernel_specs[1:]
-
-    return specs
+    return lambda key, config: [
+        spec(key, config, *kind) for kind in kinds if key.get("plain") in (None, not kind[0])
+    ]
 
 
 def _dswiglu_specs(key: dict) -> list[KernelSpec]:
-    t = _TYPES[key["itemsize"]]
     return [
-        KernelSpec(
+        KernelSpec.of(
             _dswiglu,
             f"dswiglu{kind} {_about(key)}",
-            {
-                **dict.fromkeys(("dh_ptr", "pre_ptr", "dpre_ptr", "hw_ptr"), f"*{t}"),
-                **dict.fromkeys(("partial_ptr", "weight_ptr"), "*fp32"),
-                **dict.fromkeys(("slots_ptr", "offsets_ptr"), "*i32"),
-                **dict.fromkeys(("E", "R", "N"), "i32"),
-            },
+            {**_POINTERS, "*": _TYPES[key["itemsize"]]},
             {"STORE_H": True, **gate, **_DSWIGLU},
             elements=_DSWIGLU["ROWS"] * _DSWIGLU["COLUMNS"],
             **{**_needs(key, False), "min_arch": 80, "max_arch": 999, "uses": {}},
@@ -1510,76 +1484,45 @@ def _down_specs(key: dict, config: dict) -> list[KernelSpec]:
 
 
 def _dweight_specs(key: dict, config: dict) -> list[KernelSpec]:
-    t = _TYPES[key["itemsize"]]
-    c = {n: v for n, v in config.items() if n not in ("num_warps", "num_stages")}
-    n, k, r = c["BLOCK_N"], c["BLOCK_K"], c["BLOCK_R"]
+    t, r = _TYPES[key["itemsize"]], config["BLOCK_R"]
     tma = key["itemsize"] == 2 and key["aligned"]
-    specs = []
-    for name, gather in (("", ""), (" gathered x", "x"), (" gathered dy", "dy")):
-        stages = (_gathered(config) if gather else config)["num_stages"]
-        tma_dy, tma_x = tma and gather != "dy", tma and gather != "x"
-        signature = {
-            "dy": f"tensordesc<{t}[{r},{n}]>" if tma_dy else f"*{t}",
-            "x": f"tensordesc<{t}[{r},{k}]>" if tma_x else f"*{t}",
-            "out_ptr": f"*{t}",
-            "offsets_ptr": "*i32",
-            **dict.fromkeys(("R", "N", "K", "dy_stride", "x_stride", "TOP_K"), "i32"),
-        }
-        if gather:
-            signature["slots_ptr"] = "*i32"
-        constexprs = {
-            **({} if gather else {"slots_ptr": None}),
-            **c,
-            "GATHER_DY": gather == "dy",
-            "GATHER_X": gather == "x",
-            "TMA_DY": tma_dy,
-            "TMA_X": tma_x,
-            "PRECISION": "ieee" if key["itemsize"] == 4 else None,
-        }
-        specs.append(
-            KernelSpec(
-                _dweight,
-                f"backward weight{name} {_about(key)}",
-                signature,
-                constexprs,
-                config["num_warps"],
-                stages,
-                **_needs(key, tma),
-            )
+    return [
+        KernelSpec.of(
+            _dweight,
+            f"backward weight{f' gathered {gather}' if gather else ''} {_about(key)}",
+            {"out": t, "offsets": "i32", **({"slots": "i32"} if gather else {})},
+            {
+                "GATHER_DY": gather == "dy",
+                "GATHER_X": gather == "x",
+                "TMA_DY": tma and gather != "dy",
+                "TMA_X": tma and gather != "x",
+                "PRECISION": "ieee" if key["itemsize"] == 4 else None,
+                **(_gathered(config) if gather else config),
+            },
+            {
+                "dy": _operand(t, tma and gather != "dy", r, config["BLOCK_N"]),
+                "x": _operand(t, tma and gather != "x", r, config["BLOCK_K"]),
+            },
+            **_needs(key, tma),
         )
-    return specs
+        for gather in ("", "x", "dy")
+    ]
 
 
 def gate() -> tuple[KernelSpec, ...]:
     """The small kernels, whose configurations are not tuned: a few numbers per thread, at any
     position.
     """
+    blocks = {"BLOCK_M": 128, "BLOCK": _TILE_BLOCK, "EXPERTS": 256}
+    biased = {"dy": "bf16", "bias": "bf16", "offsets": "i32"}
     return (
-        KernelSpec(
-            _map_tiles,
-            "tiles",
-            {"offsets_ptr": "*i32", "tiles_ptr": "*i32", "E": "i32", "R": "i32", "capacity": "i32"},
-            {"BLOCK_M": 128, "BLOCK": _TILE_BLOCK, "EXPERTS": 256},
-            load=32,
-            store=32,
-        ),
+        KernelSpec.of(_map_tiles, "tiles", _POINTERS, blocks, load=32, store=32),
         *(
-            KernelSpec(
+            KernelSpec.of(
                 _router_gradient,
                 f"router gradient{' biased' if bias else ''}",
+                {"partial": "fp32", "position": "i32", "out": "fp32", **(biased if bias else {})},
                 {
-                    "partial_ptr": "*fp32",
-                    "position_ptr": "*i32",
-                    "out_ptr": "*fp32",
-                    **(
-                        dict.fromkeys(("dy_ptr", "bias_ptr"), "*bf16") | {"offsets_ptr": "*i32"}
-                        if bias
-                        else {}
-                    ),
-                    **dict.fromkeys(("SLOTS", "tiles", "E", "H", "dy_stride", "TOP_K"), "i32"),
-                },
-                {
-                    **({} if bias else dict.fromkeys(("dy_ptr", "bias_ptr", "offsets_ptr"))),
                     "BIAS": bias,
                     "BLOCK": _SLOTS if bias else 128,
                     "TILES": 8,

@@ -457,106 +457,60 @@ def backward(
     return found
 
 
-_TYPES = {
-    "position_ptr": "*i32",
-    "used_ptr": "*i32",
-    "weight_ptr": "*fp32",
-    "dweight_ptr": "*fp32",
-    "columns": "i32",
-    "BLOCKS": "i32",
-    "R": "i32",
-    "steps": "i32",
-}
+# Pointers of the kernels that move rows, except those to rows.
+_TYPES = {"position": "i32", "used": "i32", "weight": "fp32", "dweight": "fp32"}
 
 
 def _specs(kernel):
     """Rows aligned to 16 bytes with no argument divisible by more; and an odd width in bf16."""
-    name = kernel.fn.__name__[1:]
 
     def specs(key: dict, config: dict) -> list[KernelSpec]:
-        kernel_specs = []
-        for data, tail in (
-            (("bf16", ""), ("bf16", " odd")) if key["itemsize"] == 2 else (("fp32", ""),)
-        ):
-            types = {
-                **_TYPES,
-                **{f"{n}_ptr": f"*{data}" for n in ("x", "out", "rows", "y", "dy", "drows")},
-                **dict.fromkeys(("x_stride", "rows_stride", "dy_stride"), "i64" if tail else "i32"),
-            }
-            constexprs = {
-                "K": 8,
-                "COUNTS": COUNTS,
-                "UNIT": 1 if tail else 16 // key["itemsize"],
-                "UNROLL": 8,
-                "WEIGHTED": True,
-                "DOTS": True,
-                "BLOCK": config["BLOCK"],
-            }
-            need = 0 if tail else 128  # rows of odd strides start at any element
-            kernel_specs.append(
-                KernelSpec(
-                    kernel,
-                    f"{name} {data}{tail} H={key['columns']}",
-                    {n: types[n] for n in kernel.arg_names if n in types},
-                    {n: v for n, v in constexprs.items() if n in kernel.arg_names},
-                    config["num_warps"],
-                    load=need,
-                    store=need,
-                    elements=config["BLOCK"],
-                    options={"maxnreg": limit} if (limit := config.get("maxnreg")) else {},
-                    per_sm=PER_SM if limit else 1,
-                )
+        aligned, data = 16 // key["itemsize"], "bf16" if key["itemsize"] == 2 else "fp32"
+        return [
+            KernelSpec.of(
+                kernel,
+                f"{kernel.fn.__name__[1:]} {data}{tail} H={key['columns']}",
+                {**_TYPES, "*": data},
+                {
+                    **dict.fromkeys(("K", "UNROLL"), 8),
+                    **dict.fromkeys(("WEIGHTED", "DOTS"), True),
+                    "COUNTS": COUNTS,
+                    "UNIT": by,
+                    **config,
+                },
+                dict.fromkeys(("x_stride", "rows_stride", "dy_stride"), "i64" if tail else "i32"),
+                load=need,
+                store=need,
+                elements=config["BLOCK"],
+                per_sm=PER_SM if config.get("maxnreg") else 1,
             )
-        return kernel_specs
+            # Rows of odd strides start at any element.
+            for tail, by, need in (("", aligned, 128), (" odd", 1, 0))
+            if data == "bf16" or not tail
+        ]
 
     return specs
 
 
-def sort_gate() -> list[KernelSpec]:
-    """The counting sort, for Qwen3-30B-A3B's experts and DeepSeek-V3's. Its tables are small beside
-    the rows that are moved next, and its writes are scattered by nature.
+def _small(kernel, label: str, warps: int = 8, **constexprs) -> KernelSpec:
+    """Without wide accesses: the sort's tables are small beside the rows that are moved next, and
+    its writes are scattered by nature.
     """
-    types = {
-        **_TYPES,
-        "index_ptr": "*i64",
-        "tile_ptr": "*i32",
-        "run_ptr": "*i32",
-        "offsets_ptr": "*i32",
-        "slots_ptr": "*i32",
-        "E": "i32",
-        "runs": "i32",
-    }
+    types, options = {"index": "i64", "*": "i32"}, {"TILE": TILE, "num_warps": warps}
+    return KernelSpec.of(kernel, label, types, {**options, **constexprs}, load=0, store=0)
 
-    def spec(kernel, label, **constexprs):
-        return KernelSpec(
-            kernel,
-            label,
-            {n: types[n] for n in kernel.arg_names if n in types},
-            {"TILE": TILE, **constexprs},
-            8,
-            load=0,
-            store=0,
-        )
 
+def sort_gate() -> list[KernelSpec]:
+    """The counting sort, for Qwen3-30B-A3B's experts and DeepSeek-V3's."""
     return [
-        spec(_histogram, "histogram", EXPERTS=EXPERTS),
-        *(spec(_place, f"place E={E}", WIDTH=E, ROWS=4096 // E) for E in (128, 256)),
+        _small(_histogram, "histogram", EXPERTS=EXPERTS),
+        *(_small(_place, f"place E={E}", WIDTH=E, ROWS=4096 // E) for E in (128, 256)),
     ]
 
 
 def count_gate() -> list[KernelSpec]:
     """The count of used rows reads a few hundred KiB."""
-    return [
-        KernelSpec(
-            _count,
-            "count",
-            {n: _TYPES[n] for n in _count.arg_names if n in _TYPES},
-            {"BLOCK": 1024},
-            4,
-            load=0,
-            store=0,
-        )
-    ]
+    return [_small(_count, "count", 4, BLOCK=1024)]
 
 
 _FIELDS, _KEYS = ("columns", "itemsize"), [(2048, 2), (4096, 4), (7168, 2)]

@@ -436,118 +436,64 @@ def backward(
     return out
 
 
-# Two routers: Qwen3-30B-A3B's, and DeepSeek-V3's with groups and a bias.
-_QWEN = {
-    "E": 128,
-    "K": 8,
-    "SIZE": 128,
-    "GROUPS": 1,
-    "TOP": 1,
-    "BIASED": False,
-    "SIGMOID": False,
-    "RENORMALIZE": True,
-    "REPLAYED": False,
-    "GP": 1,
-    "SP": 128,
-    "WIDTH": 128,
-}
-_DEEPSEEK = {
-    "E": 256,
-    "K": 8,
-    "SIZE": 32,
-    "GROUPS": 8,
-    "TOP": 4,
-    "BIASED": True,
-    "SIGMOID": True,
-    "RENORMALIZE": True,
-    "REPLAYED": False,
-    "GP": 8,
-    "SP": 32,
-    "WIDTH": 256,
-}
-_TYPES = {
-    "bias_ptr": "*fp32",
-    "recorded_ptr": "*i64",
-    "index_ptr": "*i64",
-    "weight_ptr": "*fp32",
-    "probability_ptr": "*fp32",
-    "count_ptr": "*i32",
-    "square_ptr": "*fp32",
-    "total_ptr": "*i64",
-    "balance_ptr": "*fp32",
-    "z_ptr": "*fp32",
-    "g_weight_ptr": "*fp32",
-    "g_balance_ptr": "*fp32",
-    "g_z_ptr": "*fp32",
-    "T": "i32",
-    "stride": "i32",
-    "steps": "i32",
-    "programs": "i32",
-    "scale": "fp32",
-}
+def _router(E: int, groups: int, top: int, biased: bool) -> dict:
+    """The constants of a router; biased: sigmoid scores and a bias."""
+    return {
+        "E": E,
+        "K": 8,
+        "SIZE": E // groups,
+        "GROUPS": groups,
+        "TOP": top,
+        "BIASED": biased,
+        "SIGMOID": biased,
+        "RENORMALIZE": True,
+        "REPLAYED": False,
+        "GP": groups,
+        "SP": E // groups,
+        "WIDTH": E,
+    }
 
 
-def _spec(kernel, label, constexprs, warps, data, **more):
-    types = {**_TYPES, "logits_ptr": f"*{data}", "out_ptr": f"*{data}"}
-    if kernel is _backward:
-        types["count_ptr"] = "*i64"
-    chosen = {n: v for n, v in constexprs.items() if n in kernel.arg_names}
-    signature = {n: types[n] for n in kernel.arg_names if n in types}
-    # Rows are a small part of a model's traffic and as short as a cache line; results are
-    # scattered.
-    return KernelSpec(
+# Qwen3-30B-A3B's, and DeepSeek-V3's with groups and a bias.
+_ROUTERS = {"qwen": _router(128, 1, 1, False), "deepseek": _router(256, 8, 4, True)}
+# Pointers are to float32 except these.
+_INDICES = {"recorded": "i64", "index": "i64", "total": "i64"}
+
+
+def _spec(kernel, label: str, constexprs: dict, data: str = "bf16") -> KernelSpec:
+    """Rows are a small part of a model's traffic and as short as a cache line; results are
+    scattered.
+    """
+    count = "i64" if kernel is _backward else "i32"
+    return KernelSpec.of(
         kernel,
         label,
-        signature,
-        chosen,
-        warps,
+        {"logits": data, "out": data, "count": count, **_INDICES, "*": "fp32"},
+        constexprs,
+        {"scale": "fp32"},
         load=0,
         store=0,
-        divisible=("stride",) if "stride" in signature else (),
+        divisible=("stride",) if "stride" in kernel.arg_names else (),
         per_sm=PER_SM if kernel is _forward else 1,
-        **more,
     )
 
 
 def _specs(kernel):
-    def specs(key: dict, config: dict) -> list[KernelSpec]:
-        name = kernel.fn.__name__[1:]
-        kernel_specs = []
-        for model, shape in (("qwen", _QWEN), ("deepseek", _DEEPSEEK)):
-            if shape["WIDTH"] == key["width"]:
-                for data in ("bf16", "fp32"):
-                    kernel_specs.append(
-                        _spec(
-                            kernel,
-                            f"{name} {model} {data}",
-                            {**shape, "ROWS": config["ROWS"]},
-                            config["num_warps"],
-                            data,
-                            options=_options(config),
-                        )
-                    )
-        return kernel_specs
-
-    return specs
+    return lambda key, config: [
+        _spec(kernel, f"{kernel.fn.__name__[1:]} {model} {data}", {**router, **config}, data)
+        for model, router in _ROUTERS.items()
+        if router["WIDTH"] == key["width"]
+        for data in ("bf16", "fp32")
+    ]
 
 
 def gate() -> list[KernelSpec]:
     """The kernels without tuned configurations, and the replay of a recorded choice."""
-    config = FORWARD.heuristic(128)
-    replay = {**_QWEN, "REPLAYED": True, "ROWS": config["ROWS"]}
+    replay = {**_ROUTERS["qwen"], "REPLAYED": True, **FORWARD.heuristic(128)}
+    finish = {E: {"E": E, "WIDTH": E, "ROWS": 4096 // E, "num_warps": 8} for E in (128, 256)}
     return [
-        *(
-            _spec(_finish, f"finish E={E}", {"E": E, "WIDTH": E, "ROWS": 4096 // E}, 8, "bf16")
-            for E in (128, 256)
-        ),
-        _spec(
-            _forward,
-            "forward replay bf16",
-            replay,
-            config["num_warps"],
-            "bf16",
-            options=_options(config),
-        ),
+        *(_spec(_finish, f"finish E={E}", constants) for E, constants in finish.items()),
+        _spec(_forward, "forward replay bf16", replay),
     ]
 
 
