@@ -47,9 +47,9 @@ def linear_focal(
 
 
 def focal(stats, valid, gamma):
-    logprob = stats.picked - stats.log_sum
-    loss = -((1 - logprob.exp()) ** gamma) * logprob
-    return (torch.where(valid == 0, 0.0, loss * valid),)
+    logprob = (stats.picked - stats.log_sum).clamp_max(0.0)
+    missed = (-logprob.expm1()).clamp_min(1e-30)  # 1 - p; 0 ** gamma may have no derivative
+    return (torch.where(valid == 0, 0.0, -(missed**gamma) * logprob * valid),)
 
 
 LINEAR_FOCAL = head_op(

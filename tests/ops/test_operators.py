@@ -662,6 +662,36 @@ def test_derivatives_by_torch_func_are_right_or_refused(op, name):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("op", list(filter(differentiable, OPS.values())), ids=lambda op: op.name)
+def test_batched_gradients_are_those_of_each_or_refused(op):
+    """torch.autograd.grad(is_grads_batched=True) calls a formula with tensors that have a hidden
+    dimension, and look like any other.
+    """
+    if (name := op.choose(DEVICE, torch.float32)) == "eager":
+        pytest.skip("made of PyTorch's own operators")
+    kwargs = inputs(whole_case(op))
+    outs = contract.leaves(op.public(**kwargs, implementation=name))
+    out = next(o for o in outs if o.requires_grad)
+    leaves = [t for t in contract.leaves(kwargs) if t.requires_grad]
+    batch = torch.stack([torch.ones_like(out), torch.rand_like(out)])
+    options = {"allow_unused": True, "retain_graph": True}
+    try:
+        both = torch.autograd.grad(out, leaves, batch, is_grads_batched=True, **options)
+    except RuntimeError as error:
+        theirs = "Batching rule not implemented|not implemented for|doesn't work with in-place"
+        assert re.search(theirs, str(error)), error
+        assert "cross_entropy" not in op.name
+        return
+    for i, g in enumerate(batch):
+        for found, expected in zip(
+            both, torch.autograd.grad(out, leaves, g, **options), strict=True
+        ):
+            assert (found is None) == (expected is None)
+            if found is not None:
+                torch.testing.assert_close(found[i], expected)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", OPS["fp8_linear"].names())
 def test_a_straight_through_gradient_by_torch_func_is_that_of_autograd(name):
     """Cases of the contract do not differentiate fp8_linear in x."""

@@ -114,6 +114,14 @@ x, w = torch.randn(5, 8, requires_grad=True), torch.randn(12, 8)
 y = torch.arange(5)
 logprob = (x @ w.T).log_softmax(-1)[y, y]
 compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+
+def ignored():  # a row of NaN whose target is ignored
+    leaf = torch.full((5, 8), 0.5)
+    leaf[1] = float("nan")
+    leaf.requires_grad_()
+    fn(leaf, w, y.masked_fill(y == 1, -100), gamma=0.5).sum().backward()
+    return [bool(leaf.grad[1].any()), bool(leaf.grad.isnan().any())]
+
 print(json.dumps({
     "package": sys.modules["tilewright"].__file__,
     "documented": [missing(OPS["linear_focal"].public), *doctest.testmod(focal)[::-1]],
@@ -122,6 +130,7 @@ print(json.dumps({
                           "cpu", "--dtype", "float32"]),
     "right": torch.allclose(fn(x, w, y), -(1 - logprob.exp()) ** 2 * logprob, atol=1e-6),
     "compiled": torch.equal(compiled(x, w, y), fn(x, w, y)),
+    "ignored": ignored(),
 }))
 """
 
@@ -157,8 +166,24 @@ def test_the_page_makes_a_kind_of_loss_on_the_head(tmp_path):
         "contract": 0,
         "right": True,
         "compiled": True,
+        "ignored": [False, False],
     }
     [page] = re.findall(r"<!-- kind -->\n```console\n(.*?)```", KIND, re.S)
-    said = [line for line in page.splitlines() if not line.startswith("$ ")]
+    said = [line for line in page.splitlines() if line != "..." and line[0] != "$"]
     assert len(said) == 3 and (not built or {*said} <= {*lines})
     assert code.count("\n") < 75, "one screen and a half"
+
+
+def test_an_op_or_a_function_of_a_name_that_is_taken_is_refused(tmp_path):
+    """A copied module would silently replace the op."""
+    package = tmp_path / "tilewright"
+    shutil.copytree(ROOT / "tilewright", package, ignore=shutil.ignore_patterns("*.so", "__pyc*"))
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", "import tilewright.ops"]
+    (package / "ops/norm/notes.py").write_bytes(b"# caf\xe9, in no encoding\n")
+    subprocess.run(command, cwd=tmp_path, env=env, check=True)
+    shutil.copy(package / "ops/norm/rmsnorm.py", package / "ops/norm/rmsnorm_old.py")
+    run = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert run.returncode and "the name 'rmsnorm' of an op" in run.stderr

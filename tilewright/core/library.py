@@ -33,7 +33,7 @@ _profiled, _traced, _any_requires_grad = (
     torch_names.traced_by_jit,
     torch_names.any_requires_grad,
 )
-_in_forward_mode = torch_names.in_forward_mode
+_in_forward_mode, _in_legacy_vmap = torch_names.in_forward_mode, torch_names.in_legacy_vmap
 
 _plain = False
 
@@ -100,6 +100,7 @@ class Operator:
             or _modes()
             or _function_modes()
             or in_transform()
+            or _in_legacy_vmap()
             or _in_forward_mode()
             or _profiled()
             or _traced()

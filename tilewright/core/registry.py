@@ -253,7 +253,7 @@ class Op:
 
     @property
     def autocast(self) -> Any:
-        """The op's behavior under torch.autocast (ops._checks.Autocast), as its public function
+        """The op's behavior under torch.autocast (core.checks.Autocast), as its public function
         declares it; None if it declares none.
         """
         return getattr(self.public, "autocast", None)

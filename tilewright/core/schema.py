@@ -131,7 +131,7 @@ def _argument(name: str, annotation: Any) -> _Leaf:
     kinds = _options(annotation)
     if torch.Tensor in kinds and float in kinds:
         return _Number(name)
-    if torch.distributed.is_available() and torch.distributed.ProcessGroup in kinds:
+    if torch_names.ProcessGroup in kinds:
         return _Group(name)
     if hasattr(kinds[0], "_fields"):
         return _Structure(name, kinds[0], _ABSENT in kinds)

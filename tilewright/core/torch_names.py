@@ -19,10 +19,19 @@ from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+if torch.distributed.is_available():
+    from torch.distributed import ProcessGroup
+else:
+
+    class ProcessGroup:
+        """Stands in annotations where PyTorch is built without torch.distributed."""
+
+
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "Info",
+    "ProcessGroup",
     "SingleLevelFunction",
     "TorchDispatchMode",
     "make_autograd_impl",
@@ -39,6 +48,13 @@ profiled, traced_by_jit = _C._autograd._profiler_enabled, _C._is_tracing
 # Whether torch.func transforms (grad, vjp, vmap) are active.
 in_transform = _C._are_functorch_transforms_active
 any_requires_grad = _C._any_requires_grad
+
+_VMAP_MODE = _C._parse_dispatch_key("VmapMode")
+
+
+def in_legacy_vmap() -> bool:
+    """Whether torch.autograd.grad(is_grads_batched=True) is vectorizing."""
+    return _C._dispatch_tls_is_dispatch_key_included(_VMAP_MODE)
 
 
 def in_forward_mode() -> bool:

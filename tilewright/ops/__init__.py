@@ -10,7 +10,7 @@ import importlib.util
 import pathlib
 import pkgutil
 import re
-from importlib.abc import InspectLoader
+from typing import Any, cast
 
 from tilewright.core.registry import Op
 from tilewright.ops.activation.activation import Gate, gelu_mul, silu_mul
@@ -46,7 +46,15 @@ from tilewright.ops.rope.rope import rope
 
 # The order of families in tables; others follow.
 FAMILIES = ("norm", "activation", "rope", "attention", "loss", "moe", "quant", "fused_quantize")
-_ASSIGNS_AN_OP = re.compile(r"^[A-Z][A-Z0-9_]* = (?:Op|\w+_op)\(", re.MULTILINE)
+_ASSIGNS_AN_OP = re.compile(rb"^[A-Z][A-Z0-9_]* = (?:Op|\w+_op)\(", re.MULTILINE)
+
+
+def _may_have_an_op(name: str) -> bool:
+    """From the source; True where there is none to read."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or not (spec.origin or "").endswith(".py"):
+        return True
+    return bool(_ASSIGNS_AN_OP.search(cast(Any, spec.loader).get_data(spec.origin)))
 
 
 def _found() -> dict[str, Op]:
@@ -54,20 +62,24 @@ def _found() -> dict[str, Op]:
     imported: those that communicate take long.
     """
     places = {name: i for i, name in enumerate(FAMILIES)}
-    root, modules = str(pathlib.Path(__file__).parent), []
-    for found in pkgutil.walk_packages([root], f"{__name__}."):
-        spec = importlib.util.find_spec(found.name)
-        if found.ispkg or spec is None or not isinstance(spec.loader, InspectLoader):
-            continue
-        if _ASSIGNS_AN_OP.search(spec.loader.get_source(found.name) or ""):
-            family = found.name.split(".")[2]
-            modules.append((places.get(family, len(places)), found.name))
     ops: list[tuple[int, int, Op]] = []
-    for family, name in sorted(modules):
-        values = vars(importlib.import_module(name)).values()
-        own = [v for v in values if isinstance(v, Op) and v.public.__module__ == name]
-        ops += [(family, op.serial, op) for op in own]
-    return {op.name: op for *_, op in sorted(ops)}
+    for module in pkgutil.walk_packages([str(pathlib.Path(__file__).parent)], f"{__name__}."):
+        if module.ispkg or not _may_have_an_op(module.name):
+            continue
+        place = places.get(module.name.split(".")[2], len(places))
+        values = vars(importlib.import_module(module.name)).values()
+        own = [v for v in values if isinstance(v, Op) and v.public.__module__ == module.name]
+        ops += [(place, op.serial, op) for op in own]
+    table: dict[str, Op] = {}
+    for *_, op in sorted(ops):
+        name = op.public.__name__
+        if op.name in table or globals().get(name, op.public) is not op.public:
+            raise ImportError(
+                f"{op.public.__module__}: the name {op.name!r} of an op, or {name!r} of its "
+                "function, is taken"
+            )
+        table[op.name] = op
+    return table
 
 
 OPS = _found()

@@ -30,6 +30,7 @@ from tilewright import platform
 from tilewright.core import checks
 from tilewright.core.library import Operator, declare
 from tilewright.core.registry import Case, Implementation, Judged, Op
+from tilewright.core.torch_names import ProcessGroup
 from tilewright.kernels.loss.operators import (
     Scaling,
     Softmax,
@@ -456,7 +457,7 @@ def head_statistics(
     scaling: Scaling,
     wanted: Wanted,
     plan: Plan,
-    group: torch.distributed.ProcessGroup | None,
+    group: ProcessGroup | None,
 ) -> Stats:
     """Differentiable in each statistic.   target: [T] int64.   class_weight: [V] float32, read for
     `weighted`.
@@ -474,7 +475,7 @@ def head_statistics_backward(
     gradients: StatsGradients,
     plan: Plan,
     needs: Needs,
-    group: torch.distributed.ProcessGroup | None,
+    group: ProcessGroup | None,
 ) -> HeadGradients:
     return HeadGradients(
         *(
@@ -641,6 +642,7 @@ def head_op(
     kind: Callable,
     cases: tuple[Case, ...],
     judged: Judged = Judged(of_sums=True),  # noqa: B008 (a constant)
+    ignores: bool = False,
     **options: Any,
 ) -> Op:
     """The op of a kind of loss on the head, by the eager twin and by every fused implementation.
@@ -649,6 +651,8 @@ def head_op(
         Wanted and the kind's own options. It gets a tuple of tensors in the shape of the targets.
     kind: (Stats, valid, the options) -> tensors [T] or None, in plain PyTorch, differentiable in
         the statistics.
+    ignores: the kind itself gives ignored rows a gradient of 0 in their statistics, also in those
+        that are infinite or NaN.
     """
 
     def on(implementation: str) -> Callable:
@@ -658,6 +662,14 @@ def head_op(
             stats = statistics(
                 of.head, of.target, of.valid, None, scaling, wanted, of.plan, of.group
             )
+            if not ignores:  # 0 times the derivative of a loss there may be NaN
+                ignored = of.valid == 0
+                stats = Stats._make(
+                    t
+                    if t is None or t.dtype == torch.int64
+                    else torch.where(ignored, t.detach(), t)
+                    for t in stats
+                )
             found = kind(stats, of.valid, *own)
             return tuple(reshaped(t, of.shape) for t in found if t is not None)
 

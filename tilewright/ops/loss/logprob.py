@@ -366,6 +366,7 @@ LINEAR_LOGPROB = head_op(
     linear_logprob,
     results,
     _head_cases(),
+    ignores=True,
     # Classes that are no row's target have elements of the weight's gradient that are 20 to 40
     # times smaller than its root mean square: sums of small terms of either sign, which the twin
     # computes from rounded logits too. There its own error is a quarter to a third in bfloat16.

@@ -10,6 +10,7 @@ import functools
 import torch
 
 from tilewright.core.library import Operator, declare
+from tilewright.core.torch_names import ProcessGroup
 from tilewright.kernels.loss.operators import (
     Scaling,
     Softmax,
@@ -30,7 +31,7 @@ def row_statistics(
     scaling: Scaling,
     wanted: Wanted,
     overwrite: bool,
-    group: torch.distributed.ProcessGroup | None,
+    group: ProcessGroup | None,
 ) -> Stats:
     """As `softmax_stats.Kernels.of_rows`.   overwrite: whether backward overwrites the logits with
     their gradient.

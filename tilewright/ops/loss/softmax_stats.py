@@ -39,12 +39,13 @@ from typing import NamedTuple
 import torch
 
 from tilewright.core.library import Operator
+from tilewright.core.torch_names import ProcessGroup
 from tilewright.kernels.loss import operators
 from tilewright.kernels.loss.operators import Scaling, Softmax, Stats, StatsGradients, Wanted
 from tilewright.ops.loss.targets import within
 from tilewright.ops.loss.vocabulary import across, finite, shard
 
-Group = torch.distributed.ProcessGroup | None
+Group = ProcessGroup | None
 
 # ---- the definition
 

@@ -16,6 +16,7 @@ import torch
 
 from tilewright.core import checks
 from tilewright.core.library import define
+from tilewright.core.torch_names import ProcessGroup
 
 
 class Labels(NamedTuple):
@@ -25,7 +26,7 @@ class Labels(NamedTuple):
     class_weight: torch.Tensor | None = None
     token_weight: torch.Tensor | None = None
     num_tokens: torch.Tensor | float | None = None
-    group: torch.distributed.ProcessGroup | None = None
+    group: ProcessGroup | None = None
 
     def for_kernels(self) -> Labels:
         """Contiguous; class weights in float32, token weights [T], num_tokens a constant."""
