@@ -357,9 +357,9 @@ def _triton():
 
 @functools.cache
 def _cpp():
-    return _Fused(
-        lambda declared, part, *launched: declared.adopt(f"permute_cpp_{part}", *launched)
-    )
+    names = "permute_cpp_sort", "permute_cpp_backward", "permute_cpp_spread", "permute_cpp_collect"
+    by_part = {name.split("_")[-1]: name for name in names}
+    return _Fused(lambda declared, part, *launched: declared.adopt(by_part[part], *launched))
 
 
 def _implementations(op: str, gate: str) -> tuple[Implementation, ...]:
