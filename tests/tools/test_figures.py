@@ -72,12 +72,6 @@ def pair(i):
     return theirs / ours
 
 
-def headline(over):
-    """The median over ops of a page that the report writes from raw files, which a test holds."""
-    page = (ROOT / "docs/performance.md").read_text()
-    return float(re.search(rf"^\| {re.escape(over)} \| ([\d.]+) \|", page, re.M)[1])
-
-
 STEPS = {
     "2.83 s": lambda: step("float32", "before", "median_s"),
     "2.19 s": lambda: step("float32", "after", "median_s"),
@@ -95,8 +89,6 @@ SOURCES = {
     "README.md": {
         **STEPS,
         "1854 MiB": lambda: head("before"),
-        "9.20 times": lambda: headline("eager"),
-        "2.43 times": lambda: headline("torch.compile"),
     },
     "docs/integrations.md": {
         **STEPS,

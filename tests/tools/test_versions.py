@@ -31,8 +31,10 @@ LINE = re.compile(r"([a-z0-9-]+)==([0-9][0-9a-z.]*)(?: ; (.+))?")
 
 
 def environment(python):
-    full = {"3.11": "3.11.7", "3.12": "3.12.1", "3.13": "3.13.0"}[python]
-    return {"python_version": python, "python_full_version": full, "sys_platform": "linux"}
+    """Of a minor version, or of one in full."""
+    minor = ".".join(python.split(".")[:2])
+    full = {"3.11": "3.11.7", "3.12": "3.12.1", "3.13": "3.13.0"}.get(python, python)
+    return {"python_version": minor, "python_full_version": full, "sys_platform": "linux"}
 
 
 @functools.cache
@@ -168,7 +170,7 @@ def test_another_torch_is_installed_where_one_is(asked, again, tmp_path):
 def test_what_is_installed_is_what_the_lock_says():
     if pathlib.Path(sys.prefix) != ROOT / ".venv":
         pytest.skip("not in the environment that `make test` sets up")
-    python = ".".join(map(str, sys.version_info[:2]))
+    python = ".".join(map(str, sys.version_info[:3]))
     # Not those that setuptools brings for itself, which it adds to sys.path where it is imported.
     places = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
     found = {

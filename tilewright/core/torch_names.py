@@ -49,12 +49,10 @@ profiled, traced_by_jit = _C._autograd._profiler_enabled, _C._is_tracing
 in_transform = _C._are_functorch_transforms_active
 any_requires_grad = _C._any_requires_grad
 
-_VMAP_MODE = _C._parse_dispatch_key("VmapMode")
-
-
-def in_legacy_vmap() -> bool:
-    """Whether torch.autograd.grad(is_grads_batched=True) is vectorizing."""
-    return _C._dispatch_tls_is_dispatch_key_included(_VMAP_MODE)
+# Whether torch.autograd.grad(is_grads_batched=True) is vectorizing.
+in_legacy_vmap: Callable[[], bool] = functools.partial(
+    _C._dispatch_tls_is_dispatch_key_included, _C._parse_dispatch_key("VmapMode")
+)
 
 
 def in_forward_mode() -> bool:
