@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import _C
@@ -19,7 +19,7 @@ from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-if torch.distributed.is_available():
+if TYPE_CHECKING or torch.distributed.is_available():
     from torch.distributed import ProcessGroup
 else:
 
@@ -51,7 +51,7 @@ any_requires_grad = _C._any_requires_grad
 
 # Whether torch.autograd.grad(is_grads_batched=True) is vectorizing.
 in_legacy_vmap: Callable[[], bool] = functools.partial(
-    _C._dispatch_tls_is_dispatch_key_included, _C._parse_dispatch_key("VmapMode")
+    _C._dispatch_tls_is_dispatch_key_included, cast(Any, _C._parse_dispatch_key("VmapMode"))
 )
 
 
