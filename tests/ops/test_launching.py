@@ -34,6 +34,7 @@ def steps(tokens, dtype=torch.bfloat16):
     from tilewright.kernels.attention.operators import Variant
     from tilewright.kernels.fused_quantize import fused_quantize_triton
     from tilewright.kernels.moe import grouped_gemm_triton, permute_triton, route_triton
+    from tilewright.kernels.moe.operators import Router
     from tilewright.kernels.norm import rmsnorm_triton
     from tilewright.kernels.norm.operators import Norm
     from tilewright.kernels.quant import quantize_triton
@@ -99,7 +100,7 @@ def steps(tokens, dtype=torch.bfloat16):
     pre, _ = grouped_gemm_triton.up_swiglu(x, up, order, True)
     grouped_gemm_triton.down_dswiglu(x, down, pre, weight, order, True)
     logits = new(T, E, dtype=f32)
-    router = route_triton.Router(K, False, True, 1, 1, 1.0)
+    router = Router(K, False, True, 1, 1, 1.0)
     _, index, counts, balance, z = route_triton.forward(logits, None, None, router)
     route_triton.backward(weight, balance, z, logits, index, counts, router)
 
@@ -212,15 +213,16 @@ def kept():
             for dtype in (torch.bfloat16, torch.float16):
                 steps(max(tokens, 128), dtype)
         rmsnorm = sys.modules["tilewright.kernels.norm.rmsnorm_triton"]
+        norm = sys.modules["tilewright.kernels.norm.operators"]
         for shift in (0, 0, 1, 0):  # the first element after a 16-byte boundary
             x = torch.empty(8 * 64 + shift)[shift:].view(8, 64)
-            rmsnorm.forward(x, None, x[0], None, rmsnorm.Norm(1e-6, 0.0, True))
+            rmsnorm.forward(x, None, x[0], None, norm.Norm(1e-6, 0.0, True))
         rmsnorm.launch, watched = launch, []
         with launches._launch_hooks(
             lambda *a: None, lambda kernel, *a: watched.append(kernel.fn.__name__)
         ):
             for _ in range(2):
-                rmsnorm.forward(x, None, x[0], None, rmsnorm.Norm(1e-6, 0.0, True))
+                rmsnorm.forward(x, None, x[0], None, norm.Norm(1e-6, 0.0, True))
     return {"counts": counts, "different": sorted(other), "watched": watched}
 
 

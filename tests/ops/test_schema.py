@@ -172,3 +172,30 @@ def test_two_arguments_of_one_name_are_refused():
 
     with pytest.raises(ValueError, match=r"twice: two arguments have one name: \['a', 'b', 'a'\]"):
         Signature(twice)
+
+
+class Nested(NamedTuple):
+    factors: Factors
+
+
+class Listed(NamedTuple):
+    scales: list[torch.Tensor]
+
+
+def nested(given: Nested) -> torch.Tensor:
+    raise NotImplementedError
+
+
+def listed(given: Listed) -> torch.Tensor:
+    raise NotImplementedError
+
+
+def test_tensors_two_structures_deep_are_refused():
+    """Autograd looks for tensors among the arguments of a direct call."""
+    with pytest.raises(TypeError, match=r"Nested\.factors must not be a structure with tensors"):
+        Signature(nested)
+
+
+def test_a_list_of_tensors_in_a_structure_is_inspected():
+    signature = Signature(listed)
+    assert signature.expands and [a.list_of_tensors for a in signature.direct] == [True]

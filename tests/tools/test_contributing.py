@@ -43,6 +43,28 @@ print(json.dumps({
 """
 
 
+def printed(script, argument, tree, **environment):
+    """The lines that a script prints with the package in a folder, and the object of the last."""
+    run = subprocess.run(
+        [sys.executable, "-c", script, argument],
+        cwd=tree,
+        env={
+            **os.environ,
+            **environment,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{tree}:{ROOT / 'tests'}:{ROOT}",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    result = json.loads(lines[-1])
+    assert result.pop("package") == str(tree / "tilewright/__init__.py")
+    return lines, result
+
+
 def test_the_template_makes_an_op(tmp_path):
     pytest.importorskip("triton")
     package = tmp_path / "tilewright"
@@ -64,23 +86,7 @@ def test_the_template_makes_an_op(tmp_path):
         package / "ops",
     ]
     subprocess.run(lint, check=True)
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, tmp_path / "out"],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}:{ROOT}",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    lines = run.stdout.splitlines()
-    result = json.loads(lines[-1])
-    assert result.pop("package") == str(package / "__init__.py")
+    lines, result = printed(SCRIPT, tmp_path / "out", tree=tmp_path, TRITON_INTERPRET="1")
     assert result == {
         "documented": [[], 1, 0],
         "explain": 0,
@@ -144,22 +150,7 @@ def test_the_page_makes_a_kind_of_loss_on_the_head(tmp_path):
     [name] = re.findall(r"as `(tilewright/\S+)`", KIND)
     assert not (tmp_path / name).exists()
     (tmp_path / name).write_text(code)
-    run = subprocess.run(
-        [sys.executable, "-c", KIND_SCRIPT, "cpp" if built else "eager"],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}:{ROOT}",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    lines = run.stdout.splitlines()
-    result = json.loads(lines[-1])
-    assert result.pop("package") == str(package / "__init__.py")
+    lines, result = printed(KIND_SCRIPT, "cpp" if built else "eager", tree=tmp_path)
     assert result == {
         "documented": [[], 2, 0],
         "explain": 0,

@@ -220,7 +220,7 @@ class Declaration:
     ) -> Operator:
         """Registers `tilewright::name` for CPU and CUDA tensors and returns the operator.
 
-        launch: arguments -> results.
+        launch: arguments -> results, of the declaration's types.
         backward_op: the operators that the formula launches; default: the operator itself.
         mutates: names of arguments that `launch` writes.
         plain: the same of PyTorch's operators alone, without checks of values; see
@@ -391,6 +391,8 @@ def _differentiate(
     """
     name, signature = op.name().split(".")[0], op.signature
     made, asks = signature.made, "needs" in inspect.signature(backward).parameters
+    results: tuple[str, ...] = getattr(signature.result, "_fields", ())
+    fixed = [results.index(name) for name in constants]
 
     def formula_of(names):
         """The formula for arguments of these names."""
@@ -419,9 +421,8 @@ def _differentiate(
         ctx.backward_op = backward_op
         if made is not None:
             ctx.set_materialize_grads(False)
-        if constants:
-            fixed = [t for name in constants if (t := getattr(result, name)) is not None]
-            ctx.mark_non_differentiable(*fixed)
+        if fixed:
+            ctx.mark_non_differentiable(*[t for i in fixed if (t := result[i]) is not None])
         keep(ctx, args, result)
 
     def save(ctx, inputs, output):

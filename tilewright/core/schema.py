@@ -86,13 +86,23 @@ class _Group(_Leaf):
 
 
 class _Structure(_Leaf):
-    """A NamedTuple. An optional one is absent where its first field is, a tensor."""
+    """A NamedTuple. An optional one is absent where its first field is, a tensor.
+
+    flat: whether its fields are arguments that schemas have.
+    """
 
     def __init__(self, name: str, structure: type, optional: bool):
         self.name, self.structure, self.optional = name, structure, optional
         hints = typing.get_type_hints(structure)
         self.fields = [_argument(field, hints[field]) for field in structure._fields]
-        self.tensors, self.list_of_tensors = any(f.tensors for f in self.fields), False
+        self.tensors = any(f.tensors or f.list_of_tensors for f in self.fields)
+        self.list_of_tensors = False
+        for field in self.fields:
+            if isinstance(field, _Structure) and field.tensors:  # autograd would not see them
+                raise TypeError(
+                    f"{structure.__name__}.{field.name} must not be a structure with tensors, got "
+                    f"{field.structure.__name__}: its fields would be two structures deep"
+                )
         self.types = (structure, _ABSENT) if optional else (structure,)
         self.leaves = [leaf for field in self.fields for leaf in field.leaves]
         if optional:
@@ -143,6 +153,16 @@ def _maker(structure: type) -> Callable:
     return functools.partial(tuple.__new__, structure)
 
 
+def _single(structures: list[tuple[int, Any]]) -> tuple[int, int, Callable] | None:
+    """The place, the end and the maker of a structure that is the only one and always there."""
+    if len(structures) != 1:
+        return None
+    [(i, only)] = structures
+    if not isinstance(only, _Structure) or only.optional:
+        return None
+    return i, i + len(only.fields), _maker(only.structure)
+
+
 class Signature:
     """An operator's arguments and results, from the annotations of a function.
 
@@ -168,32 +188,22 @@ class Signature:
         if self.result is not None:
             self._returned = tuple[tuple(torch.Tensor for _ in self.result._fields)]
         self.made = None if self.result is None else _maker(self.result)
-        self.structured = self.result is not None or any(
-            type(a) is not _Leaf for a in self._arguments
-        )
-        # None for an argument of the schema, True for a structure of such, False for others.
-        self._written = [
-            None if type(a) is _Leaf else isinstance(a, _Structure) and a.flat
-            for a in self._arguments
+        others: list[tuple[int, Any]] = [
+            (i, a) for i, a in enumerate(self._arguments) if type(a) is not _Leaf
         ]
-        # The place of the only structure, if its fields are written as they are.
-        others = [i for i, a in enumerate(self._arguments) if type(a) is not _Leaf]
-        first = self._arguments[others[0]] if others else None
-        simple = isinstance(first, _Structure) and first.flat and not first.optional
-        self._only = others[0] if len(others) == 1 and simple else None
-        self._as_they_are = not any(type(a) is not _Leaf for a in self._arguments)
+        self._as_they_are = not others
+        self.structured = self.result is not None or bool(others)
+        # The only structure, if its fields are written as they are.
+        self._only = _single(others)
+        if self._only is not None and not others[0][1].flat:
+            self._only = None
         # Arguments that a call may leave out: only where it passes them as they are.
         self._defaults = {} if self.structured else {p.name: p.default for p in parameters}
         self._expanded = [
             a if isinstance(a, _Structure) and a.tensors else None for a in self._arguments
         ]
         self.expands = any(self._expanded)
-        # The only structure with tensors, if it is not optional: its place, its end, its type.
-        spread = [(i, a) for i, a in enumerate(self._expanded) if a is not None]
-        self._spread = None
-        if len(spread) == 1 and not spread[0][1].optional:
-            i, only = spread[0]
-            self._spread = i, i + len(only.fields), _maker(only.structure)
+        self._spread = _single([(i, a) for i, a in enumerate(self._expanded) if a is not None])
         self.direct = [
             part
             for argument, expanded in zip(self._arguments, self._expanded, strict=True)
@@ -218,19 +228,14 @@ class Signature:
 
     def flat(self, args: Sequence) -> Sequence:
         """Arguments as the schema has them."""
-        i = self._only
-        if i is not None:  # as most are; the general way takes four times as long
+        if self._only is not None:  # as most are; the general way takes four times as long
+            i = self._only[0]
             return *args[:i], *args[i], *args[i + 1 :]
         if self._as_they_are:
             return args
         flat: list = []
-        for written, argument, value in zip(self._written, self._arguments, args, strict=True):
-            if written is None:  # without a call of `write`, as it is
-                flat.append(value)
-            elif written and value is not None:
-                flat += value
-            else:
-                argument.write(value, flat)
+        for argument, value in zip(self._arguments, args, strict=True):
+            argument.write(value, flat)
         return flat
 
     def read(self, flat: Sequence) -> Sequence:

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels.activation.operators import (
-    Gradients,
     act_mul,
     act_mul_backward,
     as_rows,
@@ -166,13 +165,13 @@ def _launch(kernel, tunables, kind, tensors) -> None:
     )
 
 
-def forward(gate: torch.Tensor, up: torch.Tensor | None, kind: int) -> torch.Tensor:
+def forward(gate, up, kind):
     y = act_mul(gate, up, kind)
     _launch(_forward, FORWARD, kind, (*_pair(gate, up), y))
     return y
 
 
-def backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, kind: int) -> Gradients:
+def backward(dy, gate, up, kind):
     found = act_mul_backward(dy, gate, up, kind)
     _launch(_backward, BACKWARD, kind, (_rows(dy), *_pair(gate, up), *_pair(*found)))
     return found

@@ -27,8 +27,6 @@ import triton.language as tl
 
 from tilewright.core.layout import last_contiguous
 from tilewright.kernels.attention.operators import (
-    Attended,
-    Gradients,
     Variant,
     attend,
     attend_backward,
@@ -831,15 +829,7 @@ def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constant
     )
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    variant: Variant,
-    offset: int,
-) -> Attended:
+def forward(q, k, v, cu_seqlens, sinks, variant, offset):
     q, k, v = map(last_contiguous, (q, k, v))
     found = attend(q, k, v, cu_seqlens, sinks, variant, offset)
     if found.lse.numel():
@@ -850,18 +840,7 @@ def forward(
     return found
 
 
-def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    variant: Variant,
-    offset: int,
-) -> Gradients:
+def backward(dout, q, k, v, out, lse, cu_seqlens, sinks, variant, offset):
     dout, q, k, v, out = map(last_contiguous, (dout, q, k, v, out))
     found = attend_backward(dout, q, k, v, out, lse, cu_seqlens, sinks, variant, offset)
     dq, dk, dv, dsinks = found

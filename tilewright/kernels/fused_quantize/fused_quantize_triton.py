@@ -16,7 +16,6 @@ import triton.language as tl
 from tilewright.kernels.activation import activation_triton
 from tilewright.kernels.device import conversions
 from tilewright.kernels.fused_quantize import operators
-from tilewright.kernels.fused_quantize.operators import NormalizedCodes
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2, unit
 from tilewright.kernels.math_triton import (
@@ -26,11 +25,11 @@ from tilewright.kernels.math_triton import (
     widened,
 )
 from tilewright.kernels.norm import rmsnorm_triton
-from tilewright.kernels.norm.operators import Norm, sizes
+from tilewright.kernels.norm.operators import sizes
 from tilewright.kernels.quant import operators as quantizing
 from tilewright.kernels.quant import quantize_triton
 from tilewright.kernels.quant.hadamard_triton import TILE, butterflies, sign_mask, signed
-from tilewright.kernels.quant.operators import FP8, Codes, NVFP4Options
+from tilewright.kernels.quant.operators import Codes
 from tilewright.kernels.quant.quantize_triton import (
     E2M1,
     E4M3,
@@ -58,7 +57,7 @@ def _largest_transformed(x_ptr, most_ptr, n, signs, SIZE: tl.constexpr, TILE: tl
     tl.store(most_ptr + tl.program_id(0), largest_magnitude(v, 0))
 
 
-def nvfp4_largest(x: torch.Tensor, hadamard: int, hadamard_seed: int | None) -> torch.Tensor:
+def nvfp4_largest(x, hadamard, hadamard_seed):
     if not x.numel():
         return x.new_zeros((), dtype=torch.float32)
     programs = cdiv(x.numel(), TILE)
@@ -201,7 +200,7 @@ def _nvfp4_tile(itemsize: int, random: bool) -> tuple[int, int]:
     return 2 * WIDE // itemsize, (16 if random else 8) * 2 // itemsize
 
 
-def nvfp4_quantize(x: torch.Tensor, global_scale: torch.Tensor, options: NVFP4Options) -> Codes:
+def nvfp4_quantize(x, global_scale, options):
     if not options.transpose:
         return quantize_triton.nvfp4_quantize(x, global_scale, options)
     codes = quantizing.nvfp4_quantize(x, global_scale, options)
@@ -369,7 +368,7 @@ def _strips(rows: int, columns: int) -> dict:
     }
 
 
-def fp8_quantize(x: torch.Tensor, fp8: FP8) -> Codes:
+def fp8_quantize(x, fp8):
     """With the transpose, one pass over x in MXFP8, and otherwise if blocks fill a square tile:
     power-of-two sides up to 128. Not with stochastic rounding, whose random words for whole tiles
     do not fit in registers (ptxas spills 900 bytes and more for sm_90).
@@ -564,7 +563,7 @@ def _silu_mul_quantize(
 SILU_TILE = 1024
 
 
-def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor, R: int, fp8: FP8) -> Codes:
+def silu_mul_quantize(gate, up, R, fp8):
     codes = operators.silu_mul_quantize(gate, up, R, fp8)
     if not gate.numel():
         return codes
@@ -810,15 +809,7 @@ def _registers(wider: bool) -> dict:
     return {"maxnreg": 128} if wider else {}
 
 
-def rmsnorm_quantize(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm: Norm,
-    keep: bool,
-    fp8: FP8,
-) -> NormalizedCodes:
+def rmsnorm_quantize(x, residual, weight, bias, norm, keep, fp8):
     """Uses rmsnorm's or add_rmsnorm's launch configuration, which determines the order of its
     sums.
     """

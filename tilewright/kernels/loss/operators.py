@@ -7,7 +7,7 @@ T = rows, V = columns. Statistics are [T] float32, and contiguous.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,16 +64,6 @@ class Stats(NamedTuple):
     argmax: torch.Tensor | None = None
 
     @property
-    def lse(self) -> torch.Tensor:
-        """log sum_c exp z_c, for callers that need its value: losses use the other statistics."""
-        return self.peak + self.log_sum
-
-    @property
-    def entropy(self) -> torch.Tensor:
-        """Of softmax z, in nats; there must be a mean."""
-        return self.log_sum - self.mean
-
-    @property
     def softmax(self) -> Softmax:
         return Softmax(self.peak, self.log_sum, self.mean)
 
@@ -86,6 +76,16 @@ class Softmax(NamedTuple):
     peak: torch.Tensor
     log_sum: torch.Tensor
     mean: torch.Tensor | None = None
+
+    @property
+    def lse(self) -> torch.Tensor:
+        """log sum_c exp z_c, for callers that need its value: losses use the other statistics."""
+        return self.peak + self.log_sum
+
+    @property
+    def entropy(self) -> torch.Tensor:
+        """Of softmax z, in nats; there must be a mean."""
+        return self.log_sum - self.mean
 
 
 class StatsGradients(NamedTuple):
@@ -111,14 +111,19 @@ def statistics(
     return empty_statistics(logits, wanted)
 
 
+def empty_rows(like: torch.Tensor, wanted: bool = True, dtype: torch.dtype = torch.float32) -> Any:
+    """An uninitialized number for each row of a tensor, [T]; None unless wanted."""
+    return like.new_empty(like.shape[0], dtype=dtype) if wanted else None
+
+
 def empty_statistics(logits: torch.Tensor, wanted: Wanted) -> Stats:
     """Uninitialized statistics of the rows of a tensor."""
-
-    def rows(on=True, dtype=torch.float32):
-        return logits.new_empty(logits.shape[0], dtype=dtype) if on else None
-
-    weighted, mean, argmax = wanted
-    return Stats(rows(), rows(), rows(), rows(weighted), rows(mean), rows(argmax, torch.int64))
+    return Stats(
+        *(empty_rows(logits) for _ in ("peak", "log_sum", "picked")),
+        empty_rows(logits, wanted.weighted),
+        empty_rows(logits, wanted.mean),
+        empty_rows(logits, wanted.argmax, torch.int64),
+    )
 
 
 @declare

@@ -26,7 +26,6 @@ from tilewright.kernels import cute as tw
 from tilewright.kernels.loss.operators import (
     Scaling,
     Softmax,
-    Stats,
     StatsGradients,
     Wanted,
     empty_statistics,
@@ -653,13 +652,7 @@ def _launch_backward(
 # ---- launchers
 
 
-def forward(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    class_weight: torch.Tensor | None,
-    scaling: Scaling,
-    wanted: Wanted,
-) -> Stats:
+def forward(logits, target, class_weight, scaling, wanted):
     T, V = logits.shape
     found = empty_statistics(logits, wanted)
     if T:
@@ -702,16 +695,7 @@ def _common(logits: torch.Tensor, out: torch.Tensor) -> int:
     return apart // itemsize
 
 
-def _run_backward(
-    out: torch.Tensor,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    class_weight: torch.Tensor | None,
-    scaling: Scaling,
-    softmax: Softmax,
-    gradients: StatsGradients,
-    scale: torch.Tensor | None,
-) -> None:
+def _run_backward(out, logits, target, class_weight, scaling, softmax, gradients, scale):
     """No op with a temperature has these kernels."""
     T, V = logits.shape
     if T == 0:

@@ -30,10 +30,7 @@ from tilewright.kernels.loss.operators import (
     LossInputs,
     LossOutputs,
     Scaling,
-    Softmax,
     Stats,
-    StatsGradients,
-    Wanted,
     empty_statistics,
     into,
 )
@@ -778,13 +775,7 @@ def _mode(scaling: Scaling) -> int:
     return PLAIN.value if scaling.plain else SCALED.value
 
 
-def forward(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    class_weight: torch.Tensor | None,
-    scaling: Scaling,
-    wanted: Wanted,
-) -> Stats:
+def forward(logits, target, class_weight, scaling, wanted):
     T, V = logits.shape
     found = empty_statistics(logits, wanted)
     if T == 0:
@@ -823,16 +814,7 @@ def forward(
     return found
 
 
-def _launch_backward(
-    out: torch.Tensor,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    class_weight: torch.Tensor | None,
-    scaling: Scaling,
-    softmax: Softmax,
-    gradients: StatsGradients,
-    scale: torch.Tensor | None,
-) -> None:
+def _launch_backward(out, logits, target, class_weight, scaling, softmax, gradients, scale):
     T, V = logits.shape
     if T == 0:
         return

@@ -24,7 +24,6 @@ import triton.language as tl
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2, unit
 from tilewright.kernels.moe import operators
-from tilewright.kernels.moe.operators import Collected, Order
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -118,7 +117,7 @@ def _place(
         next_other += TILE - tl.sum(counts, axis=0)
 
 
-def sort(expert_index: torch.Tensor, num_experts: int) -> Order:
+def sort(expert_index, num_experts):
     R = expert_index.numel()
     order = operators.sort(expert_index, num_experts)
     tiles = cdiv(R, TILE)
@@ -364,7 +363,7 @@ def _used(position: torch.Tensor) -> torch.Tensor:
     return used
 
 
-def spread(x: torch.Tensor, position: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
+def spread(x, position, offsets):
     K, columns = position.shape[1], x.shape[1]
     rows = operators.spread(x, position, offsets)
     if rows.numel():
@@ -392,9 +391,7 @@ def spread(x: torch.Tensor, position: torch.Tensor, offsets: torch.Tensor | None
     return rows
 
 
-def collect(
-    rows: torch.Tensor, weight: torch.Tensor | None, position: torch.Tensor
-) -> torch.Tensor:
+def collect(rows, weight, position):
     (T, K), columns = position.shape, rows.shape[1]
     y = operators.collect(rows, weight, position)
     if y.numel():
@@ -421,9 +418,7 @@ def collect(
     return y
 
 
-def backward(
-    dy: torch.Tensor, rows: torch.Tensor | None, weight: torch.Tensor, position: torch.Tensor
-) -> Collected:
+def backward(dy, rows, weight, position):
     (T, K), columns = position.shape, dy.shape[1]
     drows, dweight = found = operators.collect_backward(dy, rows, weight, position)
     if drows.numel():

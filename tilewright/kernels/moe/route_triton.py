@@ -20,7 +20,7 @@ import triton.language as tl
 
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
-from tilewright.kernels.moe.operators import Chosen, Router, choose, choose_backward
+from tilewright.kernels.moe.operators import choose, choose_backward
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -325,12 +325,7 @@ def _options(config: dict) -> dict:
 
 
 # Long: two launches, whose arguments are most of it.
-def forward(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    recorded: torch.Tensor | None,
-    router: Router,
-) -> Chosen:
+def forward(logits, bias, recorded, router):
     T, E = logits.shape
     weight, index, counts, balance, z = found = choose(logits, bias, recorded, router)
     if recorded is not None:
@@ -397,15 +392,7 @@ def forward(
     return found
 
 
-def backward(
-    g_weight: torch.Tensor,
-    g_balance: torch.Tensor,
-    g_z: torch.Tensor,
-    logits: torch.Tensor,
-    index: torch.Tensor,
-    counts: torch.Tensor,
-    router: Router,
-) -> torch.Tensor:
+def backward(g_weight, g_balance, g_z, logits, index, counts, router):
     T, E = logits.shape
     out = choose_backward(g_weight, g_balance, g_z, logits, index, counts, router)
     if T:

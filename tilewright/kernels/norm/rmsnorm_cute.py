@@ -24,7 +24,6 @@ from tilewright.kernels.device import multiprocessors
 from tilewright.kernels.norm.operators import (
     Gradients,
     Norm,
-    Normalized,
     no_rows,
     normalize,
     sizes,
@@ -384,13 +383,7 @@ def _launch_backward(
 # ---- launchers
 
 
-def forward(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm: Norm,
-) -> Normalized:
+def forward(x, residual, weight, bias, norm):
     T, H, D = sizes(x, weight)
     found = normalize(x, residual, weight, bias, norm)
     y, rstd, total = found
@@ -419,15 +412,7 @@ def _registers(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, has_bias
     return PER_THREAD_BACKWARD * (data + others) // 4
 
 
-def backward(
-    dy: torch.Tensor,
-    dtotal: torch.Tensor | None,
-    x: torch.Tensor,
-    rstd: torch.Tensor,
-    weight: torch.Tensor,
-    norm: Norm,
-    has_bias: bool,
-) -> Gradients:
+def backward(dy, dtotal, x, rstd, weight, norm, has_bias):
     T, H, D = sizes(x, weight)
     if T == 0:
         return no_rows(x, weight, has_bias)

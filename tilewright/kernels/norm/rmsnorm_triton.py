@@ -17,9 +17,6 @@ from tilewright.kernels.device import resident
 from tilewright.kernels.launch import launch, warm_up
 from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.norm.operators import (
-    Gradients,
-    Norm,
-    Normalized,
     no_rows,
     normalize,
     normalize_backward,
@@ -440,13 +437,7 @@ def _sharing(
     return max(1, min(each // groups, cdiv(T, block_t)))
 
 
-def forward(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm: Norm,
-) -> Normalized:
+def forward(x, residual, weight, bias, norm):
     T, H, D = sizes(x, weight)
     found = normalize(x, residual, weight, bias, norm)
     if T:
@@ -476,15 +467,7 @@ def forward(
 
 
 # Long: the arguments of two launches, one a line.
-def backward(
-    dy: torch.Tensor,
-    dtotal: torch.Tensor | None,
-    x: torch.Tensor,
-    rstd: torch.Tensor,
-    weight: torch.Tensor,
-    norm: Norm,
-    has_bias: bool,
-) -> Gradients:
+def backward(dy, dtotal, x, rstd, weight, norm, has_bias):
     T, H, D = sizes(x, weight)
     if T == 0:
         return no_rows(x, weight, has_bias)

@@ -15,7 +15,6 @@ import triton.language as tl
 
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
-from tilewright.kernels.optim.operators import Step
 from tilewright.kernels.spec import KernelSpec
 
 TILE = 2048  # elements of a program: with 8 warps, a 128-bit load of bf16 per thread
@@ -149,14 +148,7 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-def update(
-    params: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    exp_avgs: list[torch.Tensor],
-    exp_avg_sqs: list[torch.Tensor],
-    compensations: list[torch.Tensor],
-    numbers: Step,
-) -> None:
+def update(params, grads, exp_avgs, exp_avg_sqs, compensations, numbers):
     device, sizes = params[0].device, tuple(p.numel() for p in params)
     if not any(sizes):
         return

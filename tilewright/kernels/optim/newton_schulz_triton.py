@@ -98,7 +98,7 @@ def _general(left, right, beta):
     return torch.baddbmm(right, left, right, beta=beta) if beta else torch.bmm(left, right)
 
 
-def newton_schulz(x: torch.Tensor, coefficients: list[float], eps: float) -> torch.Tensor:
+def newton_schulz(x, coefficients, eps):
     """x: [..., M, N], any strides.   coefficients: a, b, c of each step."""
     return iterate(x, coefficients, eps, _product, _general)
 

@@ -7,13 +7,12 @@ bits in every kernel that computes it, in forward and backward.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
-from tilewright.kernels.quant.operators import Noise, draw_noise
+from tilewright.kernels.quant.operators import draw_noise
 from tilewright.kernels.spec import KernelSpec
 
 TILE = 1024  # elements per program of the kernel that stores noise
@@ -120,7 +119,7 @@ def _noise(
     tl.store(out_ptr + at, v.to(out_ptr.dtype.element_ty), mask=at < n)
 
 
-def noise(like: torch.Tensor, first: int, n: int, noise: Noise, dtype: torch.dtype) -> torch.Tensor:
+def noise(like, first, n, noise, dtype):
     out = draw_noise(like, first, n, noise, dtype)
     if n:
         launch(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 
-import torch
 import triton
 import triton.language as tl
 
@@ -92,7 +91,7 @@ def sign_mask(seed: int | None) -> int:
     return mask - (mask >> 31 << 32)
 
 
-def hadamard(x: torch.Tensor, size: int, seed: int | None, inverse: bool) -> torch.Tensor:
+def hadamard(x, size, seed, inverse):
     y = transform(x, size, seed, inverse)
     if x.numel():
         launch(

@@ -19,7 +19,6 @@ magnitudes (a NaN is the largest), rounds and packs.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -29,7 +28,6 @@ from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.math_triton import largest_magnitude, widened
 from tilewright.kernels.quant import aqn_triton, nf4_tables, operators
 from tilewright.kernels.quant.hadamard_triton import butterflies, sign_mask, signed
-from tilewright.kernels.quant.operators import FP8, Codes, Noise, NVFP4Options
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -367,7 +365,7 @@ def _nf4_dequantize(
         )
 
 
-def nf4_quantize(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def nf4_quantize(x, block):
     n = x.shape[0]
     data, absmax = operators.nf4_quantize(x, block)
     if n:
@@ -388,17 +386,7 @@ def nf4_quantize(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tenso
     return data, absmax
 
 
-def nf4_dequantize(
-    data: torch.Tensor,
-    absmax: torch.Tensor,
-    nested_absmax: torch.Tensor | None,
-    table: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    n: int,
-    block: int,
-    dtype: torch.dtype,
-    noise: Noise,
-) -> torch.Tensor:
+def nf4_dequantize(data, absmax, nested_absmax, table, offset, n, block, dtype, noise):
     out = data.new_empty(n, dtype=dtype)
     if n:
         # A block of scales lies within one store.
@@ -626,7 +614,7 @@ def _parts(C: int) -> int:
     return min(PARTS, next_power_of_2(cdiv(C, OUT)))
 
 
-def nvfp4_quantize(x: torch.Tensor, global_scale: torch.Tensor, options: NVFP4Options) -> Codes:
+def nvfp4_quantize(x, global_scale, options):
     """Without the transpose."""
     codes = operators.nvfp4_quantize(x, global_scale, options)
     if not x.numel():
@@ -661,14 +649,7 @@ def _nvfp4_warps(groups: int, random: bool) -> int:
     return max(1, groups // (32 if random else 64))
 
 
-def nvfp4_dequantize(
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor,
-    C: int,
-    dtype: torch.dtype,
-    noise: Noise,
-) -> torch.Tensor:
+def nvfp4_dequantize(data, scale, global_scale, C, dtype, noise):
     out = operators.nvfp4_dequantize(data, scale, global_scale, C, dtype, noise)
     if out.numel():
         parts = _parts(C)
@@ -851,7 +832,7 @@ def _block_fp8_dequantize(
         )
 
 
-def fp8_quantize(x: torch.Tensor, fp8: FP8) -> Codes:
+def fp8_quantize(x, fp8):
     """Without the transpose."""
     codes = operators.fp8_quantize(x, fp8)
     if x.numel():
@@ -889,14 +870,7 @@ def _warps(elements: int, random: bool) -> int:
     return max(1, min(16, elements // (512 if random else 1024)))
 
 
-def fp8_dequantize(
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    rows: int,
-    columns: int,
-    dtype: torch.dtype,
-    noise: Noise,
-) -> torch.Tensor:
+def fp8_dequantize(data, scale, rows, columns, dtype, noise):
     B, R, C = data.shape
     out = operators.fp8_dequantize(data, scale, rows, columns, dtype, noise)
     if out.numel():

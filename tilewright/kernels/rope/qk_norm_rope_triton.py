@@ -20,9 +20,7 @@ from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import next_power_of_2
 from tilewright.kernels.norm.rmsnorm_triton import summed
 from tilewright.kernels.rope.operators import (
-    Gradients,
     HeadNorm,
-    Heads,
     Prepared,
     Rotation,
     prepare,
@@ -567,13 +565,13 @@ def _backward_space(D: int, half: int, itemsize: int, HQ: int, HK: int, norm: bo
 # ---- launches
 
 
-def forward(qkv: torch.Tensor, heads: Heads, norm: HeadNorm, rotation: Rotation) -> Prepared:
+def forward(qkv, heads, norm, rotation):
     found = prepare(qkv, heads, norm, rotation)
     _write(qkv, found, norm, rotation)
     return found
 
 
-def overwrite(qkv: torch.Tensor, heads: Heads, norm: HeadNorm, rotation: Rotation) -> None:
+def overwrite(qkv, heads, norm, rotation):
     _write(qkv, Prepared(*slices(qkv, heads), None), norm, rotation)
 
 
@@ -620,16 +618,7 @@ def _write(qkv: torch.Tensor, to: Prepared, norm: HeadNorm, rotation: Rotation) 
     )
 
 
-def backward(
-    dq: torch.Tensor | None,
-    dk: torch.Tensor | None,
-    dv: torch.Tensor | None,
-    qkv: torch.Tensor | None,
-    rstd: torch.Tensor | None,
-    heads: Heads,
-    norm: HeadNorm,
-    rotation: Rotation,
-) -> Gradients:
+def backward(dq, dk, dv, qkv, rstd, heads, norm, rotation):
     given = [last_contiguous(d) for d in (dq, dk, dv)]
     found = prepare_backward(*given, qkv, rstd, heads, norm, rotation)
     normalized = norm.q_weight is not None

@@ -225,7 +225,7 @@ def _write(
     )
 
 
-def forward(q: torch.Tensor, k: torch.Tensor | None, rotation: Rotation, inverse: bool) -> Rotated:
+def forward(q, k, rotation, inverse):
     q, k = last_contiguous(q), last_contiguous(k)
     found = rotate(q, k, rotation, inverse)
     _write(q, k, found, rotation, inverse)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,12 +33,12 @@ from tilewright.kernels.loss.operators import (
     Stats,
     StatsGradients,
     Wanted,
+    empty_rows,
     empty_statistics,
 )
 from tilewright.ops import cases
 from tilewright.ops.loss import softmax_stats, targets
 from tilewright.ops.loss.softmax_stats import (
-    Kernels,
     capped,
     peak_of,
     reshaped,
@@ -152,21 +152,12 @@ def cross_entropy(
     section 5); softcap as in Gemma 2 (arXiv:2408.00118, section 2); sharded vocabulary as in
     Megatron-LM (arXiv:1909.08053, section 3).
     """
-    check_options(ignore_index, label_smoothing, z_loss, softcap, reduction)
+    returns = return_lse, return_entropy, return_argmax
+    options = Options.checked(ignore_index, label_smoothing, z_loss, softcap, reduction, *returns)
     labels = Labels(target, class_weight, token_weight, num_tokens, group)
     check_labels(logits, labels)
     if inplace:
         checks.overwritable("logits", logits)
-    options = Options(
-        ignore_index,
-        float(label_smoothing),
-        float(z_loss),
-        0.0 if softcap is None else float(softcap),
-        reduction,
-        return_lse,
-        return_entropy,
-        return_argmax,
-    )
     fn = CROSS_ENTROPY.pick(implementation, logits, Request.of(labels))
     loss, *extra = fn(logits.reshape(-1, logits.shape[-1]), labels, options, inplace)
     return output(loss, extra, options, target.shape)
@@ -189,6 +180,17 @@ class Options(NamedTuple):
     entropy: bool = False
     argmax: bool = False
 
+    @classmethod
+    def checked(
+        cls, ignore_index, label_smoothing, z_loss, softcap, reduction, *returns: bool
+    ) -> Options:
+        """As the public functions take them. Raises as `check_options`."""
+        check_options(ignore_index, label_smoothing, z_loss, softcap, reduction)
+        softcap = 0.0 if softcap is None else float(softcap)
+        return cls(
+            ignore_index, float(label_smoothing), float(z_loss), softcap, reduction, *returns
+        )
+
     @property
     def scaling(self) -> Scaling:
         return Scaling(self.softcap)
@@ -197,13 +199,11 @@ class Options(NamedTuple):
     def wanted(self) -> Wanted:
         return Wanted(self.label_smoothing != 0, self.entropy, self.argmax)
 
-    def extra(self, stats: Stats) -> tuple[torch.Tensor | None, ...]:
+    def extra(
+        self, softmax: Softmax, argmax: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         """The requested per-token results."""
-        return (
-            stats.lse if self.lse else None,
-            stats.entropy if self.entropy else None,
-            stats.argmax,
-        )
+        return softmax.lse if self.lse else None, softmax.entropy if self.entropy else None, argmax
 
 
 class Request(NamedTuple):
@@ -291,8 +291,22 @@ def combine(
     if z_loss:
         # where: an ignored row's lse may be infinite or NaN, and so would 0 times it in the
         # gradient.
-        loss = loss + z_loss * torch.where(presence == 0, 0.0, stats.lse).square()
+        loss = loss + z_loss * torch.where(presence == 0, 0.0, stats.softmax.lse).square()
     return torch.where(presence == 0, 0.0, loss * presence)
+
+
+def results(stats, valid, y_weight, class_weight, V, options):
+    """The loss per row, as `combine`, and the requested per-token results."""
+    losses = combine(
+        stats,
+        valid,
+        y_weight,
+        V=V,
+        label_smoothing=options.label_smoothing,
+        z_loss=options.z_loss,
+        weight_sum=None if class_weight is None else class_weight.sum(),
+    )
+    return losses, *options.extra(stats.softmax, stats.argmax)
 
 
 def losses_in_torch(
@@ -342,7 +356,9 @@ def losses_in_torch(
             -soft,
         )
     if inputs.z_loss:  # where: lse of an ignored row may be infinite
-        g_log_sum = g_log_sum + torch.where(row == 0, 0.0, 2 * inputs.z_loss * row * stats.lse)
+        g_log_sum = g_log_sum + torch.where(
+            row == 0, 0.0, 2 * inputs.z_loss * row * stats.softmax.lse
+        )
     return total, g_log_sum, -hard, g_weighted
 
 
@@ -387,16 +403,8 @@ def in_torch(losses_of: Callable) -> Callable:
 def losses_eager(rows, target, valid, class_weight, y_weight, options, group):
     rows = without_gradient(rows, valid == 0)
     stats = stats_eager(rows, target, class_weight, options.scaling, options.wanted, group)
-    losses = combine(
-        stats,
-        valid,
-        y_weight,
-        V=world_size(group) * rows.shape[-1],
-        label_smoothing=options.label_smoothing,
-        z_loss=options.z_loss,
-        weight_sum=None if class_weight is None else class_weight.sum(),
-    )
-    return losses, *options.extra(stats)
+    V = world_size(group) * rows.shape[-1]
+    return results(stats, valid, y_weight, class_weight, V, options)
 
 
 cross_entropy_eager = in_torch(losses_eager)
@@ -469,20 +477,11 @@ class Summed(NamedTuple):
 @declare
 def summed(logits: torch.Tensor, labels: Labels, options: Options, overwrite: bool) -> Summed:
     """overwrite: whether backward overwrites the logits with their gradient."""
-    peak, log_sum, losses, g_weighted, mean, argmax = empty_statistics(logits, options.wanted)
-    one = logits.new_empty((), dtype=torch.float32)
-    return Summed(
-        one,
-        losses,
-        peak,
-        log_sum,
-        mean,
-        argmax,
-        torch.empty_like(peak),
-        torch.empty_like(peak),
-        g_weighted,
-        torch.empty_like(one) if options.reduction == "mean" else None,
-    )
+    stats = empty_statistics(logits, options.wanted)
+    rows, one = functools.partial(empty_rows, logits), logits.new_empty((), dtype=torch.float32)
+    divisor = torch.empty_like(one) if options.reduction == "mean" else None
+    of_stats = rows(), rows(), rows(options.wanted.weighted)
+    return Summed._make((one, rows(), *stats.softmax, stats.argmax, *of_stats, divisor))
 
 
 def _save(ctx, arguments, found):
@@ -546,9 +545,7 @@ def loss_inputs(labels: Labels, V: int, options: Options, divide: bool) -> LossI
     )
 
 
-def _launch(
-    kernels: Kernels, logits: torch.Tensor, labels: Labels, options: Options, overwrite: bool
-) -> Summed:
+def _launch(kernels, logits, labels, options, overwrite):
     V, mean = world_size(labels.group) * logits.shape[1], options.reduction == "mean"
     targets.check(labels.target, V, options.ignore_index)
     inputs = loss_inputs(labels, V, options, divide=mean)
@@ -559,8 +556,7 @@ def _launch(
     total, *of_stats = (kernels.losses or losses_in_torch)(
         stats, slice(0, logits.shape[0]), inputs, outputs, None
     )
-    peak, log_sum, _, _, entropy_mean, argmax = stats
-    kept = peak, log_sum, entropy_mean, argmax
+    kept = *stats.softmax, stats.argmax
     return Summed._make((total, outputs.losses, *kept, *of_stats, outputs.divisor))
 
 
@@ -587,8 +583,7 @@ def fused(name: str) -> Callable:
         loss = found.losses if each else found.total
         if each and token_weight is not None:
             loss = loss * token_weight.to(loss.dtype)
-        stats = Stats(found.peak, found.log_sum, found.losses, None, found.mean, found.argmax)
-        return loss, *options.extra(stats)
+        return loss, *options.extra(Softmax(found.peak, found.log_sum, found.mean), found.argmax)
 
     return cross_entropy_fused
 
@@ -596,11 +591,12 @@ def fused(name: str) -> Callable:
 # ---- cases
 
 
-def _case(
+def logits_case(
     name,
     shape,
     *,
     tags=cases.CONTRACT,
+    flops=(4, 5),
     ignored="some",
     token_weight=False,
     class_weight=False,
@@ -608,8 +604,8 @@ def _case(
     saturated=False,
     **options,
 ):
-    """offset: added to all logits, as far as the dtype represents it.   saturated: logits of 3.5 to
-    5 softcaps.
+    """flops: per logit, forward and backward.   offset: added to all logits, as far as the dtype
+    represents it.   saturated: logits of 3.5 to 5 softcaps.
     """
     V, T = shape[-1], math.prod(shape[:-1])
 
@@ -647,14 +643,14 @@ def _case(
 
     def cost(itemsize):
         n = T * V * itemsize  # forward: logits in; backward: logits in, their gradient out
-        return Cost(n, 2 * n, 4 * T * V, 5 * T * V)
+        return Cost(n, 2 * n, flops[0] * T * V, flops[1] * T * V)
 
     return Case(name, make, cost, tags)
 
 
 def _all_cases():
-    returns = {"return_lse": True, "return_entropy": True, "return_argmax": True}
-    everything = {
+    returns: dict[str, Any] = {"return_lse": True, "return_entropy": True, "return_argmax": True}
+    everything: dict[str, Any] = {
         "label_smoothing": 0.1,
         "z_loss": 1e-2,
         "softcap": 5.0,
@@ -662,41 +658,45 @@ def _all_cases():
         "class_weight": True,
     }
     small = [
-        _case("ragged", (3, 7, 1003)),
-        _case("tiny", (5, 7)),
-        _case("by_eight", (3, 4408)),  # rows aligned to 16 bytes only
-        _case("none_ignored", (6, 100), ignored="none"),
-        _case("all_ignored", (4, 100), ignored="all", **returns),
-        _case("no_rows", (0, 64)),
-        _case("one_class", (3, 1), label_smoothing=0.1, z_loss=0.1, **returns),
-        _case("ignore_index_inside", (6, 100), ignore_index=7, label_smoothing=0.1),
-        _case("label_smoothing", (6, 100), label_smoothing=0.1),
-        _case("z_loss", (6, 100), z_loss=1e-2),
-        _case("softcap", (6, 300), softcap=5.0),
-        _case("softcap_saturated", (6, 300), softcap=5.0, saturated=True),
-        _case("class_weight", (6, 100), class_weight=True),
-        _case("class_weight_smoothing", (6, 100), class_weight=True, label_smoothing=0.2),
-        _case("token_weight", (2, 3, 100), token_weight=True),
-        _case("sum", (6, 100), reduction="sum"),
-        _case("none", (2, 5, 100), reduction="none"),
-        _case("num_tokens", (6, 100), num_tokens=17),
-        _case("returns", (2, 5, 1003), **returns),
-        _case("offset_1e3", (6, 100), offset=1e3),
-        _case("offset_1e4", (6, 100), offset=1e4, class_weight=True, label_smoothing=0.2),
-        _case("offset_1e6", (2, 5, 1003), offset=1e6, **returns),
-        _case("inplace", (6, 100), inplace=True, label_smoothing=0.1),
-        _case("everything", (2, 5, 1000), reduction="none", **everything, **returns),
-        _case("everything_wide", (3, 9001), num_tokens=3, inplace=True, **everything, **returns),
+        logits_case("ragged", (3, 7, 1003)),
+        logits_case("tiny", (5, 7)),
+        logits_case("by_eight", (3, 4408)),  # rows aligned to 16 bytes only
+        logits_case("none_ignored", (6, 100), ignored="none"),
+        logits_case("all_ignored", (4, 100), ignored="all", **returns),
+        logits_case("no_rows", (0, 64)),
+        logits_case("one_class", (3, 1), label_smoothing=0.1, z_loss=0.1, **returns),
+        logits_case("ignore_index_inside", (6, 100), ignore_index=7, label_smoothing=0.1),
+        logits_case("label_smoothing", (6, 100), label_smoothing=0.1),
+        logits_case("z_loss", (6, 100), z_loss=1e-2),
+        logits_case("softcap", (6, 300), softcap=5.0),
+        logits_case("softcap_saturated", (6, 300), softcap=5.0, saturated=True),
+        logits_case("class_weight", (6, 100), class_weight=True),
+        logits_case("class_weight_smoothing", (6, 100), class_weight=True, label_smoothing=0.2),
+        logits_case("token_weight", (2, 3, 100), token_weight=True),
+        logits_case("sum", (6, 100), reduction="sum"),
+        logits_case("none", (2, 5, 100), reduction="none"),
+        logits_case("num_tokens", (6, 100), num_tokens=17),
+        logits_case("returns", (2, 5, 1003), **returns),
+        logits_case("offset_1e3", (6, 100), offset=1e3),
+        logits_case("offset_1e4", (6, 100), offset=1e4, class_weight=True, label_smoothing=0.2),
+        logits_case("offset_1e6", (2, 5, 1003), offset=1e6, **returns),
+        logits_case("inplace", (6, 100), inplace=True, label_smoothing=0.1),
+        logits_case("everything", (2, 5, 1000), reduction="none", **everything, **returns),
+        logits_case(
+            "everything_wide", (3, 9001), num_tokens=3, inplace=True, **everything, **returns
+        ),
     ]
     timed = []
     for tags, T in ((cases.CUDA, 8192), (cases.CPU, 256)):
         for name in ("qwen3-8b", "llama-3-8b", "gemma-3-4b", "deepseek-v3"):
-            options = {"softcap": 30.0} if name.startswith("gemma") else {}
+            options: dict[str, Any] = {"softcap": 30.0} if name.startswith("gemma") else {}
             timed.append(
-                _case(name, (T, cases.MODELS[name].vocab), tags=tags, ignored="none", **options)
+                logits_case(
+                    name, (T, cases.MODELS[name].vocab), tags=tags, ignored="none", **options
+                )
             )
     timed.append(
-        _case(
+        logits_case(
             "llama-3-8b-inplace",
             (8192, cases.MODELS["llama-3-8b"].vocab),
             tags=cases.CUDA,
@@ -704,7 +704,7 @@ def _all_cases():
             inplace=True,
         )
     )
-    big = _case("big", (2**13 + 3, 2**18), tags=cases.BIG, reduction="none", ignored="none")
+    big = logits_case("big", (2**13 + 3, 2**18), tags=cases.BIG, reduction="none", ignored="none")
     return (*small, *timed, big)
 
 

@@ -45,7 +45,6 @@ from tilewright.ops.loss import softmax_stats
 from tilewright.ops.loss.head_cases import atol
 from tilewright.ops.loss.softmax_stats import (
     Group,
-    Kernels,
     reshaped,
     stats_eager,
     without_gradient,
@@ -80,9 +79,6 @@ CHUNK = Tunable(
 BLOCK_BYTES = MiB
 # ATen's GEMMs from 16-bit operands into, and accumulating onto, a float32 result: CUDA only.
 HAS_OUT_DTYPE = "dtype_out" in torch.ops.aten.addmm.overloads()
-
-
-ROWS = torch.contiguous_format
 ACCUMULATE = ("fp32", "bf16")
 
 
@@ -438,10 +434,10 @@ class Chunks:
         return HeadGradients(*base, *(of_adapter[0][:2] if of_adapter else ()))
 
 
-def joined(parts: list[Stats], empty: Stats) -> Stats:
-    """Statistics of all rows. empty: of no rows, with the same statistics."""
+def joined(parts: list[Stats], x: torch.Tensor, wanted: Wanted) -> Stats:
+    """Statistics of all rows of x, from those of its chunks."""
     if len(parts) < 2:
-        return parts[0] if parts else empty
+        return parts[0] if parts else empty_statistics(x, wanted)
     columns = zip(*parts, strict=True)
     return Stats._make(None if pieces[0] is None else torch.cat(pieces) for pieces in columns)
 
@@ -477,11 +473,9 @@ def head_statistics_backward(
     needs: Needs,
     group: ProcessGroup | None,
 ) -> HeadGradients:
-    return HeadGradients(
-        *(
-            None if t is None or not need else torch.empty_like(t, memory_format=ROWS)
-            for t, need in zip(head, needs, strict=True)
-        )
+    return HeadGradients._make(
+        None if t is None or not need else t.new_empty(t.shape)
+        for t, need in zip(head, needs, strict=True)
     )
 
 
@@ -517,37 +511,19 @@ def _backward(ctx, g, needs):
 head_statistics.differentiate(_save, _backward, constants=("peak", "argmax"))
 
 
-def _launch(
-    kernels: Kernels,
-    head: Head,
-    target: torch.Tensor,
-    class_weight: torch.Tensor | None,
-    scaling: Scaling,
-    wanted: Wanted,
-    plan: Plan,
-    group: Group,
-) -> Stats:
+def _launch(kernels, head, target, class_weight, scaling, wanted, plan, group):
     # The GEMM divides by the temperature.
     capped = Scaling(scaling.cap)
     parts = [
         kernels.of_rows(logits, target[rows], class_weight, capped, wanted, group)
         for rows, logits in Chunks(head, plan, 1 / scaling.temperature)
     ]
-    return joined(parts, empty_statistics(head.x, wanted))
+    return joined(parts, head.x, wanted)
 
 
 def _launch_backward(
-    kernels: Kernels,
-    head: Head,
-    target: torch.Tensor,
-    class_weight: torch.Tensor | None,
-    scaling: Scaling,
-    softmax: Softmax,
-    gradients: StatsGradients,
-    plan: Plan,
-    needs: Needs,
-    group: Group,
-) -> HeadGradients:
+    kernels, head, target, class_weight, scaling, softmax, gradients, plan, needs, group
+):
     chunks = Chunks(head, plan, 1 / scaling.temperature, needs)
     for rows, logits in chunks:
         of_rows = Softmax._make(None if t is None else t[rows] for t in softmax)

@@ -14,7 +14,7 @@ whose backward recomputes the logits. `head.py` has the chunks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,14 +24,17 @@ from tilewright import platform
 from tilewright.core import checks, torch_names
 from tilewright.core.library import Operator, declare, in_transform, refuse_tangents
 from tilewright.core.registry import Goal, Implementation, Judged, Op
-from tilewright.kernels.loss.operators import LossOutputs, StatsGradients, empty_statistics
+from tilewright.kernels.loss.operators import (
+    LossOutputs,
+    StatsGradients,
+    empty_rows,
+    empty_statistics,
+)
 from tilewright.ops.loss import softmax_stats, targets
 from tilewright.ops.loss.cross_entropy import (
     CrossEntropyOutput,
     Options,
     Request,
-    check_options,
-    combine,
     in_torch,
     loss_inputs,
     losses_eager,
@@ -39,6 +42,7 @@ from tilewright.ops.loss.cross_entropy import (
     losses_of_torch,
     output,
     reduced,
+    results,
     whole_rows_only,
 )
 from tilewright.ops.loss.head import (
@@ -56,7 +60,6 @@ from tilewright.ops.loss.head import (
     summed_dtype,
 )
 from tilewright.ops.loss.head_cases import atol, case, offsets, timed
-from tilewright.ops.loss.softmax_stats import Kernels
 from tilewright.ops.loss.targets import Labels, presence, weight_of
 from tilewright.ops.loss.vocabulary import world_size
 
@@ -148,20 +151,11 @@ def linear_cross_entropy(
 
     Source: chunks with gradients in forward as in Liger-Kernel (arXiv:2410.10989, section 3.2).
     """
-    check_options(ignore_index, label_smoothing, z_loss, softcap, reduction)
+    returns = return_lse, return_entropy, return_argmax
+    options = Options.checked(ignore_index, label_smoothing, z_loss, softcap, reduction, *returns)
     check_chunks(accumulate, chunk_size)
     labels = Labels(target, class_weight, token_weight, num_tokens, group)
     check_head(x, weight, bias, labels, fp32_logits)
-    options = Options(
-        ignore_index,
-        float(label_smoothing),
-        float(z_loss),
-        0.0 if softcap is None else float(softcap),
-        reduction,
-        return_lse,
-        return_entropy,
-        return_argmax,
-    )
     plan = Plan(accumulate == "fp32", fp32_logits, False, chunk_size)
     fn = LINEAR_CROSS_ENTROPY.pick(implementation, x, Request.of(labels))
     head = Head(replicated(x, group).reshape(-1, x.shape[-1]), weight, bias)
@@ -252,13 +246,12 @@ def summed_head(
 ) -> SummedHead:
     x, weight = head.x, head.weight
     one, dtype = x.new_empty((), dtype=torch.float32), summed_dtype(weight.dtype, plan.fp32_sums)
-    losses, lse, entropy, _, _, argmax = empty_statistics(x, options.wanted)
     return SummedHead(
         one,
-        losses,
-        lse if options.lse else None,
-        entropy if options.entropy else None,
-        argmax,
+        empty_rows(x),
+        empty_rows(x, options.lse),
+        empty_rows(x, options.entropy),
+        empty_rows(x, options.argmax, torch.int64),
         x.new_empty(x.shape) if needs.need_x else None,
         weight.new_empty(weight.shape, dtype=dtype) if needs.need_weight else None,
         weight.new_empty(weight.shape[:1], dtype=dtype) if needs.need_bias else None,
@@ -326,30 +319,33 @@ def scale_in_torch_(acc: torch.Tensor, factor: torch.Tensor) -> None:
         acc.mul_(factor)
 
 
-def _launch(
-    kernels: Kernels, head: Head, labels: Labels, options: Options, plan: Plan, needs: Needs
-) -> SummedHead:
+def _launch(kernels, head, labels, options, plan, needs):
     x, mean = head.x, options.reduction == "mean"
     V = world_size(labels.group) * head.weight.shape[0]
     targets.check(labels.target, V, options.ignore_index)
     inputs = loss_inputs(labels, V, options, divide=mean and not divides_later(x))
     losses = kernels.losses or losses_in_torch
-    empty = empty_statistics(x, options.wanted)
-    outputs = LossOutputs(empty.peak, x.new_empty((), dtype=torch.float32) if mean else None)
+    divisor = x.new_empty((), dtype=torch.float32) if mean else None
+    outputs = LossOutputs(empty_rows(x), divisor)
     chunks, parts, total = Chunks(head, plan, needs=needs), [], None
+    keeps = options.lse or options.entropy or options.argmax
     if x.shape[0] == 0:
+        empty = empty_statistics(x, options.wanted)
         total, *_ = losses(empty, slice(0, 0), inputs, outputs, None)
     for rows, logits in chunks:
         where = logits, inputs.target[rows], labels.class_weight, options.scaling
         stats = kernels.of_rows(*where, options.wanted, labels.group)
-        if options.lse or options.entropy or options.argmax:
+        if keeps:
             parts.append(stats)
         total, *of_stats = losses(stats, rows, inputs, outputs, total)
         if chunks.needed:
             gradients = StatsGradients(*of_stats)
             dlogits = kernels.gradient(*where, stats.softmax, gradients, labels.group, inplace=True)
             chunks.add(rows, dlogits)
-    extra = options.extra(joined(parts, empty))
+    extra: Sequence[torch.Tensor | None] = (None, None, None)
+    if keeps:
+        stats = joined(parts, x, options.wanted)
+        extra = options.extra(stats.softmax, stats.argmax)
     of_head = chunks.gradients(wide=True)[:3]
     return SummedHead._make((total, outputs.losses, *extra, *of_head, outputs.divisor))
 
@@ -393,17 +389,9 @@ def _each(statistics, head, labels, options, plan):
     stats = statistics(
         head, target, valid, class_weight, options.scaling, options.wanted, plan, group
     )
-    losses = combine(
-        stats,
-        valid,
-        weight_of(target, class_weight),
-        V=V,
-        label_smoothing=options.label_smoothing,
-        z_loss=options.z_loss,
-        weight_sum=None if class_weight is None else class_weight.sum(),
-    )
-    losses = reduced(losses, valid, None, token_weight, "none", None)
-    return losses, *options.extra(stats)
+    y_weight = weight_of(target, class_weight)
+    losses, *extra = results(stats, valid, y_weight, class_weight, V, options)
+    return reduced(losses, valid, None, token_weight, "none", None), *extra
 
 
 # ---- cases

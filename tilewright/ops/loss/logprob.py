@@ -15,18 +15,17 @@ low-rank adapter on the head adds scale B (A x) to a chunk's logits; with a froz
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 
 from tilewright import platform
 from tilewright.core import checks
 from tilewright.core.library import from_kernels
-from tilewright.core.registry import Case, Cost, Goal, Implementation, Judged, Op
+from tilewright.core.registry import Goal, Implementation, Judged, Op
 from tilewright.kernels.loss.operators import Scaling, Stats, Wanted
 from tilewright.ops import cases
 from tilewright.ops.loss import rows
-from tilewright.ops.loss.cross_entropy import check_options
+from tilewright.ops.loss.cross_entropy import check_options, logits_case
 from tilewright.ops.loss.head import HeadRows, head_op
 from tilewright.ops.loss.head_cases import atol, case, offsets, timed
 from tilewright.ops.loss.softmax_stats import reshaped, stats_eager, without_gradient
@@ -205,7 +204,7 @@ def results(
     # p = 1 and the gradient is 0.
     return (
         torch.where(valid == 0, 0.0, (stats.picked - stats.log_sum).clamp_max(0.0) * valid),
-        torch.where(valid == 0, 0.0, stats.entropy.clamp_min(0.0) * valid),
+        torch.where(valid == 0, 0.0, stats.softmax.entropy.clamp_min(0.0) * valid),
         stats.argmax,
     )
 
@@ -225,30 +224,7 @@ def _of_logits(statistics, logits, target, valid, scaling, wanted, inplace, grou
 # ---- cases of logits
 
 
-def _logit_case(name, shape, *, tags=cases.CONTRACT, ignored="some", offset=0.0, **options):
-    """offset: added to all logits, as far as the dtype represents it."""
-    V, T = shape[-1], math.prod(shape[:-1])
-
-    def make(device, dtype, seed):
-        g = cases.generator(device, seed)
-        kw = {
-            "logits": cases.randn(*shape, device=device, dtype=dtype, gen=g, scale=2.0),
-            "target": torch.randint(V, shape[:-1], device=device, generator=g),
-        }
-        if offset:
-            logits = kw["logits"].detach()
-            logits += cases.representable(offset, dtype)
-        if ignored == "all":
-            kw["target"].fill_(-100)
-        elif ignored == "some":
-            kw["target"].flatten()[1::3] = -100
-        return {**kw, **options}
-
-    def cost(itemsize):
-        n = T * V * itemsize  # forward: logits in; backward: logits in, their gradient out
-        return Cost(n, 2 * n, 6 * T * V, 8 * T * V)
-
-    return Case(name, make, cost, tags)
+_logit_case = functools.partial(logits_case, flops=(6, 8))
 
 
 def _logit_cases():

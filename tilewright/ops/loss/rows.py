@@ -20,7 +20,6 @@ from tilewright.kernels.loss.operators import (
     empty_statistics,
 )
 from tilewright.ops.loss import softmax_stats
-from tilewright.ops.loss.softmax_stats import Group
 
 
 @declare
@@ -66,15 +65,7 @@ def operator(name: str) -> Operator:
     """`row_statistics` on the kernels of this name."""
     kernels = softmax_stats.kernels(name)
 
-    def launch(
-        logits: torch.Tensor,
-        target: torch.Tensor,
-        class_weight: torch.Tensor | None,
-        scaling: Scaling,
-        wanted: Wanted,
-        overwrite: bool,
-        group: Group,
-    ) -> Stats:
+    def launch(logits, target, class_weight, scaling, wanted, overwrite, group):
         return kernels.of_rows(logits, target, class_weight, scaling, wanted, group)
 
     return row_statistics.define(f"row_statistics_{name}", launch, kernels.gradient)
