@@ -20,6 +20,7 @@ from helpers import DEVICE, as_on_a_gpu, join_group, launches, skip_unless_usabl
 
 from tilewright.bench import contract
 from tilewright.core.registry import ImplementationUnavailable, short
+from tilewright.kernels.loss.operators import Scaling, Wanted
 from tilewright.ops import OPS, cross_entropy, linear_cross_entropy, linear_logprob
 from tilewright.ops.loss import head as head_of_loss
 from tilewright.ops.loss.head import Plan
@@ -969,3 +970,26 @@ def test_bad_temperature(value):
         linear_logprob(X, W, Y, softcap=1e30, temperature=1e-20)
     with pytest.raises(TypeError, match="temperature must be a number, got None"):
         linear_logprob(X, W, Y, temperature=None)
+
+
+# ---- another kind of loss on the head
+
+
+@pytest.mark.parametrize("name", LOGPROB.names())
+def test_a_kind_need_not_know_of_rows_of_nan_that_are_ignored(name):
+    """Its derivative there is NaN, and 0 times it, too."""
+    skip_unless_usable(LOGPROB, name, torch.float32)
+
+    def kind(stats, valid):
+        logprob = stats.picked - stats.log_sum
+        return (torch.where(valid == 0, 0.0, -((1 - logprob.exp()) ** 2) * logprob * valid),)
+
+    op = head_of_loss.head_op("probe", lambda: None, kind, ())
+    x, w, _, y = problem()
+    with torch.no_grad():
+        x[1] = math.nan
+    assert y[1] == -100
+    rows = head_of_loss.HeadRows.checked(x, w.detach(), y)
+    (loss,) = op.resolve(name, DEVICE)(rows, Scaling(), Wanted())
+    (dx,) = torch.autograd.grad(loss.sum(), x)
+    assert not dx[1].any() and not dx.isnan().any() and dx.any()

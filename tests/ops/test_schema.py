@@ -131,6 +131,32 @@ def test_formulas_get_structures_and_only_needed_gradients_are_returned(operator
         assert needs == {"a": False, "b": True, "c": True, "d": False}
 
 
+def test_what_is_saved_may_depend_on_what_is_needed(operator):
+    """Also under torch.func, whose Function has the dispatcher's keys as its first input."""
+    needed = []
+
+    def save(ctx, arguments, found):
+        needed.append(ctx.needs_input_grad[:4])
+        ctx.save_for_backward(*arguments[0])
+
+    def backward(ctx, g):
+        a, b = ctx.saved_tensors
+        return {"a": g.y * 2 * a * b * b}
+
+    probe = declare(allocate)
+    probe.differentiate(save, backward)
+    op = probe.define("needs_of_save", compute)
+    args = given("")
+
+    def loss(a):
+        return op(args[0]._replace(a=a), *args[1:]).y.sum()
+
+    found = torch.func.grad(loss)(args[0].a)
+    leaf = args[0].a.requires_grad_()
+    loss(leaf).backward()
+    assert torch.equal(found, leaf.grad) and needed == [(True, False, False, False)] * 2
+
+
 def test_a_missing_gradient_is_none(operator):
     """Of one result alone."""
     args = given("a")

@@ -121,6 +121,11 @@ y = torch.arange(5)
 logprob = (x @ w.T).log_softmax(-1)[y, y]
 compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
 
+def under_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fn(x, w, y)
+    return torch.equal(found, fn(x.bfloat16(), w.bfloat16(), y))
+
 def ignored():  # a row of NaN whose target is ignored
     leaf = torch.full((5, 8), 0.5)
     leaf[1] = float("nan")
@@ -137,6 +142,7 @@ print(json.dumps({
     "right": torch.allclose(fn(x, w, y), -(1 - logprob.exp()) ** 2 * logprob, atol=1e-6),
     "compiled": torch.equal(compiled(x, w, y), fn(x, w, y)),
     "ignored": ignored(),
+    "autocast": under_autocast(),
 }))
 """
 
@@ -158,6 +164,7 @@ def test_the_page_makes_a_kind_of_loss_on_the_head(tmp_path):
         "right": True,
         "compiled": True,
         "ignored": [False, False],
+        "autocast": True,
     }
     [page] = re.findall(r"<!-- kind -->\n```console\n(.*?)```", KIND, re.S)
     said = [line for line in page.splitlines() if line != "..." and line[0] != "$"]
