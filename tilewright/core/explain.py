@@ -109,8 +109,8 @@ def as_json(every: list[Row], device_type: str, dtype: torch.dtype) -> str:
 
 
 def contract(op: Op) -> str:
-    """The options that single implementations do not support, what torch.autocast does, and the
-    op's documentation.
+    """The options that single implementations do not support, what torch.autocast does, the
+    arguments as they are checked, and the op's documentation.
     """
     text, narrow = [], max(map(len, op.names()))
     for impl in op.implementations:
@@ -120,4 +120,6 @@ def contract(op: Op) -> str:
         text = ["unsupported:", *text, ""]
     if op.autocast is not None:
         text += [f"under torch.autocast: {op.autocast}", ""]
+    if op.takes is not None:
+        text += ["takes:", *(f"  {line}" for line in op.takes.lines()), ""]
     return "\n".join([*text, inspect.getdoc(op.public) or ""])

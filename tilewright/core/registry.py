@@ -258,6 +258,13 @@ class Op:
         """
         return getattr(self.public, "autocast", None)
 
+    @property
+    def takes(self) -> Any:
+        """The arguments that its public function declares (core.takes.Takes); None if it declares
+        none.
+        """
+        return getattr(self.public, "takes", None)
+
     def names(self) -> list[str]:
         return [impl.name for impl in self.implementations]
 

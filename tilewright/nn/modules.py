@@ -14,7 +14,6 @@ from tilewright.nn.sharded import local
 from tilewright.ops import products
 from tilewright.ops.loss.cross_entropy import check_options
 from tilewright.ops.loss.head import check_chunks
-from tilewright.ops.norm.rmsnorm import check_options as check_norm
 
 
 def _shown(**options) -> str:
@@ -78,7 +77,7 @@ class RMSNorm(nn.Module):
             raise TypeError(f"dim must be an int or a pair of them, got {dim!r}")
         if len(shape) not in (1, 2) or min(shape) < 1:
             raise ValueError(f"dim must be D or (heads, D), all positive, got {dim!r}")
-        check_norm(eps, offset, cast)
+        ops.rmsnorm.takes.check(eps=eps, offset=offset, cast=cast)
         _known("rmsnorm", implementation)
         self.eps, self.offset, self.cast, self.implementation = eps, offset, cast, implementation
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))

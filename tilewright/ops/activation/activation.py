@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from tilewright import platform
 from tilewright.core import checks
 from tilewright.core.registry import Case, Cost, Implementation, Op
+from tilewright.core.takes import takes
 from tilewright.kernels.activation.operators import act_mul, act_mul_backward, as_rows
 from tilewright.ops import cases
 from tilewright.ops.activation.gate import ACTIVATIONS, Gate, gate_eager, gate_parts, gelu_tanh
@@ -35,7 +36,13 @@ SILU, GELU_TANH, GELU_ERF = 0, 1, 2
 APPROXIMATE = {"tanh": GELU_TANH, "none": GELU_ERF}
 
 
+# Without `up`, gate holds both.
+GATED = "gate: up is not None or I % 2 == 0"
+GATE_UP = {"gate": "float [..., I]", "up": "gate [gate]"}
+
+
 @checks.autocast("inputs")
+@takes(GATED, **GATE_UP)
 def silu_mul(
     gate: torch.Tensor, up: torch.Tensor | None = None, *, implementation: str = "auto"
 ) -> torch.Tensor:
@@ -65,11 +72,11 @@ def silu_mul(
 
     Source: SwiGLU without its projections, arXiv:2002.05202; as in transformers' LlamaMLP.
     """
-    check_gate_up(gate, up)
     return SILU_MUL.pick(implementation, gate)(gate, up, SILU)
 
 
 @checks.autocast("inputs")
+@takes(GATED, **GATE_UP, approximate=tuple(APPROXIMATE))
 def gelu_mul(
     gate: torch.Tensor,
     up: torch.Tensor | None = None,
@@ -100,26 +107,7 @@ def gelu_mul(
 
     Source: arXiv:2002.05202 and arXiv:1606.08415; "tanh" as in transformers' GemmaMLP.
     """
-    check_gate_up(gate, up)
-    checks.choice("approximate", approximate, tuple(APPROXIMATE))
     return GELU_MUL.pick(implementation, gate)(gate, up, APPROXIMATE[approximate])
-
-
-def check_gate_up(gate, up):
-    checks.floating("gate", gate)
-    if gate.dim() == 0:
-        raise ValueError("gate must have at least one dimension, got a scalar")
-    if up is None:
-        if gate.shape[-1] % 2:
-            raise ValueError(
-                f"a packed gate must have an even last dimension, got {list(gate.shape)}"
-            )
-        return
-    checks.floating("up", up)
-    checks.shape("up", up, gate.shape, "that of gate")
-    if up.dtype != gate.dtype:
-        raise TypeError(f"up must have gate's dtype {gate.dtype}, got {up.dtype}")
-    checks.same_device(gate=gate, up=up)
 
 
 # ---- the definition

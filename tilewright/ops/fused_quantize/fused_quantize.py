@@ -17,6 +17,7 @@ import torch
 from tilewright.core import checks
 from tilewright.core.library import Operator, from_kernels
 from tilewright.core.registry import Judged, Op
+from tilewright.core.takes import takes
 from tilewright.kernels.fused_quantize import operators
 from tilewright.kernels.fused_quantize.operators import NormalizedCodes
 from tilewright.kernels.norm.operators import Norm
@@ -25,9 +26,10 @@ from tilewright.ops import cases
 from tilewright.ops.activation import activation
 from tilewright.ops.fused_quantize.cases import ADD_NORM_CASES, NORM_CASES, SILU_CASES
 from tilewright.ops.norm.rmsnorm import (
+    NORM,
+    RESIDUAL,
+    WIDTH,
     add_rmsnorm,
-    check_norm,
-    check_residual,
     rmsnorm,
     rmsnorm_eager,
     sum_eager,
@@ -40,7 +42,11 @@ BLOCK = (1, 128)
 FORMATS = ("block_fp8", "mxfp8")
 
 
+QUANTIZED = {"seed": quantize.SEED, "format": FORMATS}
+
+
 @checks.autocast("inputs")
+@takes(activation.GATED, **activation.GATE_UP, **QUANTIZED, transpose="bool")
 def silu_mul_quantize(
     gate: torch.Tensor,
     up: torch.Tensor | None = None,
@@ -83,13 +89,8 @@ def silu_mul_quantize(
         >>> silu_mul_quantize(torch.ones(2, 256)).shape
         (2, 128)
     """
-    activation.check_gate_up(gate, up)
-    quantize.source(gate, "gate")
-    quantize.seed(seed)
-    checks.choice("format", format, FORMATS)
+    quantize.on_device("gate", gate)
     shape = gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)
-    if not isinstance(transpose, bool):
-        raise TypeError(f"transpose must be a bool, got {transpose!r}")
     if transpose and format != "mxfp8":
         raise ValueError(
             f"transpose must be False with format {format!r}: no program holds 128 rows; quantize "
@@ -110,6 +111,7 @@ def silu_mul_quantize(
 
 
 @checks.autocast("norm", "x")
+@takes(WIDTH, **NORM, **QUANTIZED, return_normalized="bool")
 def rmsnorm_quantize(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -154,8 +156,7 @@ def rmsnorm_quantize(
         >>> rmsnorm_quantize(torch.ones(2, 256), torch.ones(256)).scale_inv.shape
         torch.Size([2, 2])
     """
-    check_norm(x, weight, bias, eps, offset, cast)
-    _check_options(x, seed, return_normalized, format)
+    quantize.on_device("x", x)
     x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
     run, into = RMSNORM_QUANTIZE.pick(implementation, x), _into(format, seed)
     found = run(x, None, weight, bias, eps, offset, cast, return_normalized, into)
@@ -164,6 +165,7 @@ def rmsnorm_quantize(
 
 
 @checks.autocast("norm", "x", "residual")
+@takes(WIDTH, **NORM, residual=RESIDUAL, **QUANTIZED, return_normalized="bool")
 def add_rmsnorm_quantize(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -204,23 +206,13 @@ def add_rmsnorm_quantize(
         >>> total[0]
         tensor([2., 2., 2., 2.])
     """
-    check_norm(x, weight, bias, eps, offset, cast)
-    check_residual(x, residual)
-    _check_options(x, seed, return_normalized, format)
+    quantize.on_device("x", x)
     x, residual, weight = x.detach(), residual.detach(), weight.detach()
     bias = None if bias is None else bias.detach()
     run, into = ADD_RMSNORM_QUANTIZE.pick(implementation, x), _into(format, seed)
     found = run(x, residual, weight, bias, eps, offset, cast, return_normalized, into)
     q = _wrap(found, x.shape, x.dtype, "the normalized x + residual", format)
     return (q, found.total, found.y) if return_normalized else (q, found.total)
-
-
-def _check_options(x, seed, return_normalized, format):
-    quantize.source(x)
-    quantize.seed(seed)
-    if not isinstance(return_normalized, bool):
-        raise TypeError(f"return_normalized must be a bool, got {return_normalized!r}")
-    checks.choice("format", format, FORMATS)
 
 
 def _into(format: str, seed: int | None, transpose: bool = False) -> FP8:

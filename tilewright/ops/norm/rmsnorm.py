@@ -10,7 +10,6 @@ do).
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from tilewright import platform
 from tilewright.core import checks
 from tilewright.core.library import Operator, from_kernels
 from tilewright.core.registry import FLOATS, Goal, Implementation, Judged, Op
+from tilewright.core.takes import takes
 from tilewright.kernels.norm.operators import Norm, normalize, normalize_backward
 from tilewright.ops import cases
 from tilewright.ops.norm.cases import norm_cases
@@ -29,7 +29,20 @@ CASTS = ("llama", "gemma", "none")
 MAX_D = 65536  # widest row that the Triton kernels are compiled and tested for
 
 
+NORM = {
+    "x": "float [..., H, D] | [..., D]",
+    "weight": "float [D] | [H, D]",
+    "bias": "weight [D]",
+    "eps": "number [0, inf)",
+    "offset": "number",
+    "cast": CASTS,
+}
+WIDTH = f"1 <= D <= {MAX_D}"
+RESIDUAL = "x | float32 [x]"
+
+
 @checks.autocast("norm", "x")
+@takes(WIDTH, **NORM)
 def rmsnorm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -77,13 +90,13 @@ def rmsnorm(
     Source: arXiv:1910.07467; cast policies as in transformers' LlamaRMSNorm and GemmaRMSNorm;
     noise: arXiv:2510.11696.
     """
-    check_norm(x, weight, bias, eps, offset, cast)
     if noise is not None:
         weight, bias, offset = _with_noise(weight, bias, offset, noise, x.dtype, implementation)
     return RMSNORM.pick(implementation, x)(x, weight, bias, eps, offset, cast)
 
 
 @checks.autocast("norm", "x", "residual")
+@takes(WIDTH, **NORM, residual=RESIDUAL)
 def add_rmsnorm(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -120,55 +133,9 @@ def add_rmsnorm(
         >>> y, total
         (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
-    check_norm(x, weight, bias, eps, offset, cast)
-    check_residual(x, residual)
     if noise is not None:
         weight, bias, offset = _with_noise(weight, bias, offset, noise, x.dtype, implementation)
     return ADD_RMSNORM.pick(implementation, x)(x, residual, weight, bias, eps, offset, cast)
-
-
-def check_options(eps, offset, cast):
-    """Raises TypeError or ValueError for an option that is invalid whatever the tensors."""
-    if not (type(eps) is float is type(offset)):  # the fast path of nearly every call
-        for name, value in (("eps", eps), ("offset", offset)):
-            if not isinstance(value, (int, float, torch.SymFloat)):
-                raise TypeError(f"{name} must be a number, got {value!r}")
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"eps must be a finite number >= 0, got {eps!r}")
-    if not -math.inf < offset < math.inf:
-        raise ValueError(f"offset must be a finite number, got {offset!r}")
-    checks.choice("cast", cast, CASTS)
-
-
-def check_residual(x, residual):
-    checks.floating("residual", residual)
-    checks.shape("residual", residual, tuple(x.shape), "that of x")
-    if residual.dtype not in (x.dtype, torch.float32):
-        raise TypeError(
-            f"residual must be {x.dtype} (that of x) or torch.float32, got {residual.dtype}"
-        )
-    checks.same_device(x=x, residual=residual)
-
-
-def check_norm(x, weight, bias, eps, offset, cast):
-    checks.floating("x", x)
-    checks.floating("weight", weight)
-    if x.dim() == 0:
-        raise ValueError("x must have at least one dimension, got a scalar")
-    D = x.shape[-1]
-    if not 0 < D <= MAX_D:
-        raise ValueError(f"x's last dimension must be 1 to {MAX_D}, got {D}")
-    if weight.dim() == 2 and x.dim() >= 2:
-        checks.shape("weight", weight, tuple(x.shape[-2:]), "x's last two dimensions")
-    else:
-        checks.shape("weight", weight, (D,), "x's last dimension; or [H, D] for per-head weights")
-    if bias is not None:
-        checks.floating("bias", bias)
-        checks.shape("bias", bias, (D,), "x's last dimension")
-        if bias.dtype != weight.dtype:
-            raise TypeError(f"bias must have weight's dtype {weight.dtype}, got {bias.dtype}")
-    check_options(eps, offset, cast)
-    checks.same_device(x=x, weight=weight, bias=bias)
 
 
 def _with_noise(weight, bias, offset, noise, dtype, implementation):

@@ -120,8 +120,15 @@ def both(quantize_one: Callable[[torch.Tensor], Codes], x: torch.Tensor) -> Code
 # ---- checks
 
 
+SEED = "int [0, inf)"
+
+
 def source(x: torch.Tensor, name: str = "x") -> None:
     checks.floating(name, x)
+    on_device(name, x)
+
+
+def on_device(name: str, x: torch.Tensor) -> None:
     if x.is_meta:
         return
     if x.device.type not in ("cpu", "cuda"):

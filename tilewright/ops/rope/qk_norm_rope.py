@@ -14,21 +14,37 @@ from tilewright import platform
 from tilewright.core import checks
 from tilewright.core.library import from_kernels
 from tilewright.core.registry import Case, Cost, Implementation, Op
+from tilewright.core.takes import takes
 from tilewright.kernels.rope.operators import HeadNorm, Heads, Rotation
 from tilewright.ops import cases
-from tilewright.ops.norm.rmsnorm import check_options, rmsnorm_eager
+from tilewright.ops.norm.rmsnorm import NORM, rmsnorm_eager
 from tilewright.ops.rope import qk_norm_rope_fused
 from tilewright.ops.rope.qk_norm_rope_fused import in_place, pieces
 from tilewright.ops.rope.rope import (
-    check_tables,
+    TABLE_SIZES,
+    TABLES,
     prepare_tables,
     rope_eager,
+    rotated,
 )
 
 MAX_D = 1024  # the fused kernels hold a head in registers
 
 
 @checks.autocast("inputs")
+@takes(
+    "2 <= D <= MAX_D",
+    *TABLE_SIZES,
+    num_heads="int [1, inf)",
+    num_kv_heads="int [1, inf)",
+    qkv="float [B, S, (num_heads + 2 * num_kv_heads) * D]",
+    q_weight="float [D]",
+    k_weight="float [D]",
+    eps=NORM["eps"],
+    offset=NORM["offset"],
+    **TABLES,
+    inplace="bool",
+)
 def qk_norm_rope(
     qkv: torch.Tensor,
     cos: torch.Tensor,
@@ -88,20 +104,13 @@ def qk_norm_rope(
 
     Source: QK norm as in transformers' Qwen3Attention; arXiv:1910.07467 and arXiv:2104.09864.
     """
-    D = _check_heads(qkv, num_heads, num_kv_heads)
-    _check_norm(D, q_weight, k_weight, eps, offset)
-    for name, t in (("cos", cos), ("sin", sin)):
-        checks.floating(name, t)
-    R = check_tables(*qkv.shape[:2], D, cos, sin, rotary_dim, position_ids, cu_seqlens)
-    checks.same_device(
-        qkv=qkv,
-        q_weight=q_weight,
-        k_weight=k_weight,
-        cos=cos,
-        sin=sin,
-        position_ids=position_ids,
-        cu_seqlens=cu_seqlens,
-    )
+    D = qkv.shape[2] // (num_heads + 2 * num_kv_heads)
+    if (q_weight is None) != (k_weight is None):
+        present, absent = ("k_weight", "q_weight") if q_weight is None else ("q_weight", "k_weight")
+        raise ValueError(
+            f"q_weight and k_weight must be given both or neither, got {present} without {absent}"
+        )
+    R = rotated(D, rotary_dim, cos)
     cos, sin, position_ids = prepare_tables(
         qkv.shape[0], qkv.shape[1], R, cos, sin, position_ids, cu_seqlens
     )
@@ -112,42 +121,6 @@ def qk_norm_rope(
     if inplace:
         return in_place(fn, qkv, heads, norm, rotation)
     return fn(qkv, heads, norm, rotation)
-
-
-def _check_heads(qkv, num_heads, num_kv_heads):
-    """Returns D. Raises TypeError or ValueError for a projection that cannot hold such heads."""
-    checks.floating("qkv", qkv)
-    for name, n in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if not isinstance(n, int) or isinstance(n, bool):
-            raise TypeError(f"{name} must be an int, got {n!r}")
-        if n < 1:
-            raise ValueError(f"{name} must be at least 1, got {n}")
-    heads = num_heads + 2 * num_kv_heads
-    if qkv.dim() != 3 or qkv.shape[2] % heads:
-        raise ValueError(
-            f"qkv must have shape [B, S, {heads} D] for num_heads {num_heads} and num_kv_heads "
-            f"{num_kv_heads}, got {list(qkv.shape)}"
-        )
-    D = qkv.shape[2] // heads
-    if not 2 <= D <= MAX_D:
-        raise ValueError(
-            f"qkv must have a head width of 2 to {MAX_D}, got {D}: {list(qkv.shape)} with "
-            f"{heads} heads"
-        )
-    return D
-
-
-def _check_norm(D, q_weight, k_weight, eps, offset):
-    if (q_weight is None) != (k_weight is None):
-        present, absent = ("k_weight", "q_weight") if q_weight is None else ("q_weight", "k_weight")
-        raise ValueError(
-            f"q_weight and k_weight must be given both or neither, got {present} without {absent}"
-        )
-    for name, w in (("q_weight", q_weight), ("k_weight", k_weight)):
-        if w is not None:
-            checks.floating(name, w)
-            checks.shape(name, w, (D,), "the head width")
-    check_options(eps, offset, "gemma")
 
 
 # ---- the definition

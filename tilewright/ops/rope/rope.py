@@ -14,16 +14,33 @@ import torch
 from tilewright import platform
 from tilewright.core import checks
 from tilewright.core.library import define, from_kernels
-from tilewright.core.registry import Case, Cost, Implementation, Op, short
+from tilewright.core.registry import Case, Cost, Implementation, Op
+from tilewright.core.takes import takes
 from tilewright.kernels.rope.operators import Rotation
 from tilewright.ops import cases
 from tilewright.ops.rope import rope_fused
 from tilewright.ops.rope.rope_fused import in_place
 
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+# Tables for tokens [B, S] and heads of width D, and what they are read by.
+TABLES = {
+    "cos": "float [P, W] | [1, S, W] | [B, S, W]",
+    "sin": "float [cos]",
+    "rotary_dim": "int [2, D]",
+    "position_ids": "int64 | int32 | int16 | uint8 [S] | [B, S]",
+    "cu_seqlens": "int32 | int64 [ends]",
+    "interleaved": "bool",
+}
+TABLE_SIZES = (
+    "cos: P > 0 or B * S == 0",
+    "ends > 1",
+    "cu_seqlens: position_ids is None or cu_seqlens is None",
+)
 
 
 @checks.autocast("inputs")
+@takes(
+    "D >= 2", *TABLE_SIZES, q="float [B, H, S, D]", k="q [B, Hk, S, D]", **TABLES, inplace="bool"
+)
 def rope(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -83,7 +100,7 @@ def rope(
     Source: arXiv:2104.09864; pairs as in transformers' LlamaRotaryEmbedding, or neighboring as in
     GPT-J.
     """
-    R = _validate(q, k, cos, sin, rotary_dim, position_ids, cu_seqlens)
+    R = rotated(q.shape[3], rotary_dim, cos)
     cos, sin, position_ids = prepare_tables(
         q.shape[0], q.shape[2], R, cos, sin, position_ids, cu_seqlens
     )
@@ -101,7 +118,7 @@ def prepare_tables(
     position_ids: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Converts tables and positions that `check_tables` has passed to the form that implementations
+    """Converts tables and positions of a valid call to the form that implementations
     take: cos and sin [P, R / 2] without gradients, and the table row of each token, int64 [B, S],
     or None if token s of a sequence has row s.
 
@@ -173,83 +190,16 @@ _checked_positions = define(
 )
 
 
-def _validate(q, k, cos, sin, rotary_dim, position_ids, cu_seqlens):
-    for name, t in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
-        if t is not None or name != "k":
-            checks.floating(name, t)
-    if q.dim() != 4:
-        raise ValueError(f"q must have shape [B, H, S, D], got {list(q.shape)}")
-    B, _, S, D = q.shape
-    if k is not None:
-        if k.dim() != 4 or (k.shape[0], k.shape[2], k.shape[3]) != (B, S, D):
-            raise ValueError(
-                f"k must have shape [{B}, heads, {S}, {D}] to go with q, got {list(k.shape)}"
-            )
-        if k.dtype != q.dtype:
-            raise TypeError(f"k must have q's dtype {q.dtype}, got {k.dtype}")
-    if D < 2:
-        raise ValueError(f"q must have a head width of at least 2, got {list(q.shape)}")
-    R = check_tables(B, S, D, cos, sin, rotary_dim, position_ids, cu_seqlens)
-    if (
-        position_ids is not None
-        or cu_seqlens is not None
-        or not q.device == cos.device == sin.device
-        or (k is not None and k.device != q.device)
-    ):
-        checks.same_device(
-            q=q, k=k, cos=cos, sin=sin, position_ids=position_ids, cu_seqlens=cu_seqlens
-        )
-    return R
-
-
-def check_tables(
-    B: int,
-    S: int,
-    D: int,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    rotary_dim: int | None,
-    position_ids: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-) -> int:
-    """Returns R, for heads of width D >= 2. Raises TypeError or ValueError, as `rope`, for invalid
-    tables (tensors of floats) or positions; the caller checks their devices.
-    """
-    if rotary_dim is not None and (not isinstance(rotary_dim, int) or isinstance(rotary_dim, bool)):
-        raise TypeError(f"rotary_dim must be an int or None, got {rotary_dim!r}")
+def rotated(D: int, rotary_dim: int | None, cos: torch.Tensor) -> int:
+    """R, for heads of width D. Raises ValueError for tables that are not of this width."""
     R = D if rotary_dim is None else rotary_dim
-    if R % 2 or not 0 < R <= D:
+    if R % 2:
         raise ValueError(f"rotary_dim must be even and 2 to {D} (head width), got {R}")
-    if cos.shape != sin.shape:
-        raise ValueError(f"sin must have cos's shape {list(cos.shape)}, got {list(sin.shape)}")
-    if cos.dim() not in (2, 3) or cos.shape[-1] not in (R, R // 2):
+    if cos.shape[-1] not in (R, R // 2):
         raise ValueError(
             f"cos must have shape [P, {R // 2}] or [P, {R}] for rotary_dim {R}, got "
             f"{list(cos.shape)}"
         )
-    if cos.shape[0] == 0 and B * S:
-        raise ValueError(f"cos must have rows, got {list(cos.shape)}")
-    if cos.dim() == 3 and (cos.shape[1] != S or cos.shape[0] not in (1, B)):
-        raise ValueError(
-            f"cos with three dimensions must be [{B}, {S}, ...], got {list(cos.shape)}"
-        )
-    if position_ids is not None:
-        if cu_seqlens is not None:
-            raise ValueError("position_ids and cu_seqlens exclude each other; got both")
-        if not isinstance(position_ids, torch.Tensor):
-            raise TypeError(
-                f"position_ids must be a torch.Tensor, got {type(position_ids).__name__}"
-            )
-        if position_ids.dtype not in INTEGERS:
-            raise TypeError(
-                f"position_ids must be one of {', '.join(map(short, INTEGERS))}, got "
-                f"{short(position_ids.dtype)}"
-            )
-        checks.dense("position_ids", position_ids)
-        if tuple(position_ids.shape) not in ((S,), (B, S)):
-            raise ValueError(
-                f"position_ids must have shape [{S}] or [{B}, {S}], got {list(position_ids.shape)}"
-            )
     return R
 
 

@@ -1,0 +1,277 @@
+"""Public functions refuse what they do not declare: each op's declaration, spoiled one argument at
+a time, and the declarations themselves.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from helpers import DEVICE
+
+from tilewright.core.takes import NumberArgument, TensorArgument, takes
+from tilewright.ops import OPS
+
+MODES = ("llama", "none")
+MOST = 8
+
+
+@takes(
+    f"1 <= D <= {2 * 8}",
+    "k <= E",
+    "x: mask is not None or D % 2 == 0",
+    x="float [..., H, D] | [..., D]",
+    weight="x | float32 [D] | [H, D]",
+    experts="int32 | int64 [E, 2*I, D]",
+    mask="bool [x]",
+    sums="float [I] | [*L, E, I]",
+    again="float [*L]",
+    k="int [1, MOST]",
+    eps="number (0, 1]",
+    offset="number",
+    mode=MODES,
+    inplace="bool",
+)
+def declared(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    experts: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    sums: torch.Tensor | None = None,
+    again: torch.Tensor | None = None,
+    k: int | None = None,
+    eps: float = 0.5,
+    offset: float = 0.0,
+    mode: str = "llama",
+    inplace: bool = False,
+):
+    """x times two."""
+    return x * 2
+
+
+def a(*shape, dtype=torch.float32, device="cpu"):
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def call(**changes):
+    given = {"x": a(5, 3, 4), "weight": a(4), "experts": a(2, 6, 4, dtype=torch.int32)}
+    return declared(**{**given, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"x": a(4)},
+        {"x": a(5, 3, 4).bfloat16(), "weight": a(3, 4)},
+        {"weight": torch.nn.Parameter(a(4))},
+        {"mask": a(5, 3, 4, dtype=torch.bool)},
+        {"mask": a(1, 3, dtype=torch.bool), "x": a(1, 3), "weight": a(3)}
+        | {"experts": a(2, 0, 3, dtype=torch.int64)},
+        {"sums": a(3)},
+        {"sums": a(7, 1, 2, 3), "again": a(7, 1)},
+        {"k": 2, "eps": 1, "offset": -3, "mode": "none", "inplace": True},
+    ],
+)
+def test_what_is_declared_is_taken(changes):
+    assert call(**changes).shape == changes.get("x", a(5, 3, 4)).shape
+
+
+REFUSED = [
+    ({"x": 3}, TypeError, "x must be a torch.Tensor, got int"),
+    ({"mask": 3}, TypeError, "mask must be a torch.Tensor or None, got int"),
+    (
+        {"x": a(4).int()},
+        TypeError,
+        "x must be one of float32, bfloat16, float16, float64, got int32",
+    ),
+    (
+        {"x": a(4).half(), "weight": a(4).double()},
+        TypeError,
+        "weight must be x's dtype float16 or float32, got float64",
+    ),
+    ({"experts": a(2, 6, 4)}, TypeError, "experts must be int32 or int64, got float32"),
+    (
+        {"x": a(4).to_sparse()},
+        TypeError,
+        "x must be a strided (dense) tensor, got layout sparse_coo",
+    ),
+    ({"x": a()}, ValueError, "x must have shape [..., H, D] or [..., D], got []"),
+    (
+        {"x": a(3, 0)},
+        ValueError,
+        "x must have shape [..., H, D] or [..., D] with 1 <= D <= 16, got [3, 0]",
+    ),
+    (
+        {"weight": a(2, 4)},
+        ValueError,
+        "weight must have shape [D] or [H, D], where D = 4, H = 3, got [2, 4]",
+    ),
+    # A size that x does not give: with one dimension it has no H.
+    (
+        {"x": a(4), "weight": a(1, 4)},
+        ValueError,
+        "weight must have shape [D] or [H, D], where D = 4, got [1, 4]",
+    ),
+    (
+        {"experts": a(2, 5, 4, dtype=torch.int32)},
+        ValueError,
+        "experts must have shape [E, 2*I, D], where D = 4, got [2, 5, 4]",
+    ),
+    (
+        {"mask": a(5, 3, dtype=torch.bool)},
+        ValueError,
+        "mask must have shape [x], where x = [5, 3, 4], got [5, 3]",
+    ),
+    (
+        {"x": a(3), "weight": a(3), "experts": a(2, 6, 3, dtype=torch.int32)},
+        ValueError,
+        "x must have shape [..., H, D] or [..., D] with mask is not None or D % 2 == 0, got [3]",
+    ),
+    (
+        {"sums": a(7, 2, 3), "again": a(6)},
+        ValueError,
+        "again must have shape [*L], where L = [7], got [6]",
+    ),
+    ({"sums": a(3), "again": a(6)}, ValueError, "again must have shape [*L], got [6]"),
+    ({"k": 9}, ValueError, "k must be an int in [1, 8] or None, got 9"),
+    ({"k": 3}, ValueError, "k must be such that k <= E, where E = 2, got 3"),
+    ({"k": 1.0}, TypeError, "k must be an int or None, got 1.0"),
+    ({"k": True}, TypeError, "k must be an int or None, got True"),
+    ({"eps": 0}, ValueError, "eps must be a number in (0, 1], got 0"),
+    ({"eps": 1e-46}, ValueError, "eps must be a number in (0, 1], got 1e-46"),
+    ({"eps": float("nan")}, ValueError, "eps must be a number in (0, 1], got nan"),
+    ({"eps": None}, TypeError, "eps must be a number, got None"),
+    ({"offset": 1e39}, ValueError, "offset must be a number in (-inf, inf), got 1e+39"),
+    ({"mode": "gemma"}, ValueError, "mode must be one of ['llama', 'none'], got 'gemma'"),
+    ({"inplace": 1}, TypeError, "inplace must be a bool, got 1"),
+    (
+        {"weight": a(4, device="meta")},
+        ValueError,
+        "weight is on meta, x on cpu; they must be on one device",
+    ),
+]
+
+
+@pytest.mark.parametrize("changes, error, message", REFUSED, ids=[r[2] for r in REFUSED])
+def test_what_is_not_declared_is_refused_by_name(changes, error, message):
+    with pytest.raises(error) as raised:
+        call(**changes)
+    assert str(raised.value) == message
+
+
+def test_some_arguments_alone():
+    declared.takes.check(eps=0.5, mode="none", k=8)
+    for values, message in (({"eps": 2}, "eps"), ({"k": 0, "eps": 1}, "k"), ({"x": a()}, "x")):
+        with pytest.raises(ValueError, match=f"^{message} must "):
+            declared.takes.check(**values)
+
+
+def test_function_keeps_its_name_signature_and_documentation():
+    assert declared.__name__ == "declared" and declared.__doc__ == "x times two."
+    assert list(inspect.signature(declared).parameters) == list(declared.__annotations__)
+    lines = declared.takes.lines()
+    assert (
+        "k        int [1, 8] or None" in lines and "x        float [..., H, D] | [..., D]" in lines
+    )
+
+
+@pytest.mark.parametrize(
+    "declaration, message",
+    [
+        ({"x": "float [D]", "n": "whole"}, "n must be declared"),
+        ({"x": "float [2*D*E]"}, "2.D.E"),
+        ({"x": "floats [D]"}, "floats"),
+        ({"y": "float [D]"}, "y"),
+    ],
+)
+def test_a_wrong_declaration_is_refused(declaration, message):
+    def fn(x: torch.Tensor, n: int = 1):
+        return x
+
+    with pytest.raises((ValueError, TypeError), match=message):
+        takes(**declaration)(fn)
+    with pytest.raises(ValueError, match="E > 0"):
+        takes("E > 0", x="float [D]")(fn)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_checks_are_compiled_with_their_function(dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=dynamic)
+    for rows in (5, 6, 7):
+        assert compiled(x=a(rows, 3, 4), mask=a(rows, 3, 4, dtype=torch.bool)).shape == (rows, 3, 4)
+    with pytest.raises(Exception, match="weight must have shape"):
+        compiled(weight=a(5))
+
+
+# ---- every op
+
+
+def spoiled(argument, value):
+    """(a value that the declaration excludes, the error) for each way to leave it."""
+    if isinstance(argument, TensorArgument):
+        yield 3, TypeError
+        if isinstance(value, torch.Tensor):
+            if argument.dtypes:
+                yield value.detach().to(torch.complex64), TypeError
+            yield value.detach().to_sparse(), TypeError
+            if argument.shapes:
+                if not any(shape.batch for shape in argument.shapes):
+                    yield value.detach().expand(2, 1, 1, *value.shape).clone(), ValueError
+                if all(shape.sizes for shape in argument.shapes):
+                    yield value.detach().new_zeros(()), ValueError
+    elif isinstance(argument, NumberArgument):
+        yield "1", TypeError
+        yield True, TypeError
+        yield 1j, TypeError
+        if argument.integer:
+            yield 1.5, TypeError
+        for bound, beyond in ((argument.low, -1), (argument.high, 1)):
+            try:
+                edge = float(bound)
+            except ValueError:  # a size
+                continue
+            yield (
+                (int(edge) + beyond * 2**64 if argument.integer else edge + beyond * 1e39),
+                ValueError,
+            )
+        if not argument.integer:
+            yield float("nan"), ValueError
+    else:
+        yield ("yes", TypeError) if argument.values == (True, False) else ("nonsense", ValueError)
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_ops_refuse_what_they_do_not_declare(name):
+    """One error, that names the argument, before any implementation is asked."""
+    op = OPS[name]
+    declaration = op.public.takes
+    cases = [c for c in op.cases if "contract" in c.tags]
+    tried = set()
+    for case in cases:
+        given = case.make(DEVICE, torch.float32, 0)
+        for argument in declaration.arguments:
+            value = given.get(argument.name)
+            if argument.name in tried or (isinstance(argument, TensorArgument) and value is None):
+                continue
+            tried.add(argument.name)
+            for wrong, error in spoiled(argument, value):
+                with pytest.raises(error) as raised:
+                    op.public(**{**given, argument.name: wrong})
+                assert str(raised.value).startswith(f"{argument.name} must "), (argument, raised)
+                assert raised.type is error
+            if not argument.optional:
+                with pytest.raises((TypeError, ValueError), match=f"^{argument.name} must "):
+                    op.public(**{**given, argument.name: None})
+        tensors = [
+            x.name
+            for x in declaration.arguments
+            if isinstance(x, TensorArgument) and isinstance(given.get(x.name), torch.Tensor)
+        ]
+        for other in tensors[1:]:
+            with pytest.raises(ValueError, match="they must be on one device"):
+                op.public(**{**given, other: given[other].detach().to("meta")})
+    assert tried

@@ -1,0 +1,568 @@
+"""What a public function takes, declared once: the checks of its arguments and their errors follow
+from it, and so do the refusals that tests provoke and the lines of `tilewright explain OP`.
+
+    @takes("R < 2**31", x="float [R, K]", weight="x [E, N, K]", offsets="int32 [E]")
+
+A tensor's declaration is its dtypes, then its shape:
+
+    float               float32 | bfloat16 | float16 | float64
+    int32 | int64       these dtypes
+    x | float32         the dtype of x, an argument declared before, or float32
+    [T, K]              names of sizes; the first argument with a name gives it its size
+    [..., D], [*B, D]   any leading dimensions; the same ones wherever *B stands
+    [E, 2*I, D//2]      a size times, or computed from, sizes and int arguments declared before
+    [x]                 the shape of x, an argument declared before
+    [D] | [H, D]        one of these shapes, the first that fits; one whose names an earlier
+                        argument declares fits only where that argument gave them sizes
+
+A number's is its type, and an interval that is open at a round bracket. A number is also finite in
+float32, in which kernels compute, and so is its inverse where the interval is open at 0:
+
+    number (0, inf)
+    int [1, E]
+
+A bool's is "bool", and a str's the tuple of its values. Whether None is accepted, or an object
+in a tensor's place, is in the function's annotation. Tensors must be on one device. Conditions are
+Python expressions over sizes, numbers and arguments, checked after the last one that they name, of
+which the error speaks; "x: condition" speaks of x. Other names are constants of fn's module.
+
+The checks run at every call, so they are generated as code: one comparison each.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import linecache
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from tilewright.core.registry import short
+
+FLOAT = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Numbers > 0 that are finite in float32, the kernels' dtype, and have a finite inverse.
+SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+INT64 = torch.iinfo(torch.int64)
+NAME = r"\b[A-Za-z_]\w*\b"
+Function = TypeVar("Function", bound=Callable)
+
+
+# ---- errors
+
+
+def _or(accepted: Iterable[str]) -> str:
+    return " or ".join(accepted)
+
+
+def _not_a_tensor(name: str, value: object, accepted: str) -> TypeError:
+    return TypeError(f"{name} must be a {accepted}, got {type(value).__name__}")
+
+
+def _wrong_dtype(name: str, t: torch.Tensor, accepted: str) -> TypeError:
+    return TypeError(f"{name} must be {accepted}, got {short(t.dtype)}")
+
+
+def _not_dense(name: str, t: torch.Tensor) -> TypeError:  # kernels read memory
+    got = "a nested one" if t.is_nested else f"layout {short(t.layout)}"
+    return TypeError(f"{name} must be a strided (dense) tensor, got {got}")
+
+
+def _where(sizes: Mapping[str, Any]) -> str:
+    known = {n: list(v) if isinstance(v, tuple) else v for n, v in sizes.items() if v is not None}
+    return ", where " + ", ".join(f"{n} = {v}" for n, v in known.items()) if known else ""
+
+
+def _wrong_shape(name: str, t: Any, accepted: str, sizes: Mapping[str, Any]) -> ValueError:
+    return ValueError(f"{name} must have shape {accepted}{_where(sizes)}, got {list(t.shape)}")
+
+
+def _wrong_device(name: str, t: torch.Tensor, first: str, device: torch.device) -> ValueError:
+    return ValueError(f"{name} is on {t.device}, {first} on {device}; they must be on one device")
+
+
+def _wrong_type(name: str, value: object, accepted: str) -> TypeError:
+    return TypeError(f"{name} must be {accepted}, got {value!r}")
+
+
+def _wrong_value(name: str, value: object, accepted: str, sizes: Mapping[str, Any]) -> ValueError:
+    return ValueError(f"{name} must be {accepted}{_where(sizes)}, got {value!r}")
+
+
+ERRORS = (
+    _not_a_tensor,
+    _wrong_dtype,
+    _not_dense,
+    _wrong_shape,
+    _wrong_device,
+    _wrong_type,
+    _wrong_value,
+)
+
+
+# ---- declarations
+
+
+class Shape(NamedTuple):
+    """text: as declared.   batch: "", "..." or the name of its leading dimensions.
+    sizes: an expression for each dimension after it.
+    """
+
+    text: str
+    batch: str
+    sizes: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        sizes = [size.strip() for size in text.strip("[] ").split(",") if size.strip()]
+        leading = bool(sizes) and (sizes[0] == "..." or sizes[0].startswith("*"))
+        batch = sizes.pop(0).lstrip("*") if leading else ""
+        return cls(text, batch, tuple(sizes))
+
+    def names(self) -> set[str]:
+        return set().union(*map(_names, self.sizes), {self.batch} - {"", "..."})
+
+
+@dataclass(frozen=True)
+class Argument:
+    """text: the declaration.   optional: None is accepted.   others: the types that its annotation
+    accepts beside a tensor's.
+    """
+
+    name: str
+    text: str
+    optional: bool = False
+
+    def accepted(self, what: str) -> str:
+        return f"{what} or None" if self.optional else what
+
+    def names(self) -> set[str]:
+        """What expressions may refer to."""
+        return set()
+
+
+@dataclass(frozen=True)
+class TensorArgument(Argument):
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[Shape, ...] = ()
+    others: tuple[type, ...] = ()
+
+    def names(self) -> set[str]:
+        return set().union(*(shape.names() for shape in self.shapes))
+
+
+@dataclass(frozen=True)
+class NumberArgument(Argument):
+    """low, high: expressions, checked as `low <= value`, or `<` where above, below.
+
+    interval: as declared.
+    """
+
+    integer: bool = False
+    low: str = ""
+    high: str = ""
+    above: str = "<="
+    below: str = "<="
+    interval: str = ""
+
+    def names(self) -> set[str]:
+        return {self.name}
+
+
+@dataclass(frozen=True)
+class ChoiceArgument(Argument):
+    values: tuple[Any, ...] = ()
+
+
+class Condition(NamedTuple):
+    """of: the argument that does not hold it, where it is not the last one that it names."""
+
+    text: str
+    of: Argument | None = None
+
+
+@dataclass(frozen=True)
+class Takes:
+    """A function's declaration, in the order of the checks."""
+
+    arguments: tuple[Argument, ...]
+    conditions: tuple[Condition, ...]
+
+    def check(self, **values: Any) -> None:
+        """Raises as the function does for these of its arguments."""
+        _checks_of(self, tuple(values))(**values)
+
+    def lines(self) -> list[str]:
+        """A line for each argument, and one for each condition, as a person reads them."""
+        width = max(len(a.name) for a in self.arguments)
+        lines = [f"{a.name:{width}}  {a.accepted(a.text)}" for a in self.arguments]
+        return lines + [f"{'':{width}}  {c.text}" for c in self.conditions]
+
+
+def _parse(name: str, declared: Any, annotation: Any) -> Argument:
+    kinds = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+    optional = type(None) in kinds
+    if isinstance(declared, tuple):
+        return ChoiceArgument(name, str(list(declared)), optional, declared)
+    if torch.Tensor in kinds:
+        dtypes, bracket, shapes = declared.partition("[")
+        others = tuple(k for k in kinds if k not in (torch.Tensor, type(None)))
+        return TensorArgument(
+            name,
+            declared,
+            optional,
+            tuple(d.strip() for d in dtypes.split("|") if d.strip()),
+            tuple(Shape.parse(s.strip()) for s in (bracket + shapes).split("|") if s.strip()),
+            others,
+        )
+    kind, _, interval = declared.partition(" ")
+    if kind == "bool":
+        return ChoiceArgument(name, "a bool", optional, (True, False))
+    if kind not in ("int", "number"):
+        raise ValueError(
+            f"{name} must be declared as an int, a number, a bool or a tuple, got {declared!r}"
+        )
+    return _number(name, declared, optional, kind == "int", interval or "(-inf, inf)")
+
+
+def _number(
+    name: str, declared: str, optional: bool, integer: bool, interval: str
+) -> NumberArgument:
+    least, most = (INT64.min, INT64.max) if integer else (-LARGEST, LARGEST)
+    low, high = (bound.strip() for bound in interval[1:-1].split(","))
+    above, below = ("<" if bracket in "()" else "<=" for bracket in (interval[0], interval[-1]))
+    if low == "-inf":
+        low, above = repr(least), "<="
+    elif low == "0" and above == "<" and not integer:
+        low, above = repr(SMALLEST), "<="
+    if high == "inf":
+        high, below = repr(most), "<="
+    return NumberArgument(name, declared, optional, integer, low, high, above, below, interval)
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (types.UnionType, typing.Union)
+
+
+def _names(expression: str) -> set[str]:
+    return {n.id for n in ast.walk(ast.parse(expression, mode="eval")) if isinstance(n, ast.Name)}
+
+
+# ---- generated code
+
+
+class _Code:
+    """A function's checks, as they are written: `lines` of the body, and the `objects` and the
+    sizes that it may refer to.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.objects: dict[str, Any] = {}
+        self.sizes: set[str] = set()
+        self.absent: set[str] = set()  # sizes and numbers that a call may leave None
+        self.tensors: set[str] = set()  # arguments, whose names stand for their dtypes and shapes
+
+    def add(self, depth: int, *lines: str) -> None:
+        self.lines += ["    " * depth + line for line in lines]
+
+    def object(self, value: Any) -> str:
+        name = f"_{len(self.objects)}"
+        self.objects[name] = value
+        return name
+
+    def known(self, text: str, own: Set[str] = frozenset()) -> str:
+        """Source of a dictionary of the sizes in text, less the argument's own."""
+        names = [n for n in dict.fromkeys(re.findall(NAME, text)) if n in self.sizes - own]
+        return "{" + ", ".join(f"{n!r}: {n}" for n in names) + "}"
+
+    def argument(self, a: Argument, conditions: Iterable[Condition]) -> None:
+        """conditions: those that a completes."""
+        depth = 0
+        new = a.names() - self.sizes - self.tensors
+        maybe = new if a.optional else set()
+        if isinstance(a, TensorArgument):
+            if not a.optional:  # what only some of its shapes name
+                maybe = {n for n in new if not all(n in s.names() for s in a.shapes)}
+            self.add(0, *(f"{size} = None" for size in sorted(maybe)))
+        if a.optional:
+            self.add(0, f"if {a.name} is not None:")
+            depth = 1
+        if isinstance(a, TensorArgument):
+            self.tensor(a, depth, new)
+        elif isinstance(a, NumberArgument):
+            self.number(a, depth)
+        else:
+            self.choice(a, depth)
+        if isinstance(a, TensorArgument):
+            self.tensors.add(a.name)
+        self.sizes |= new
+        self.absent |= maybe
+        for condition in conditions:
+            self.condition(condition, a)
+
+    def condition(self, condition: Condition, last: Argument) -> None:
+        a, text = condition.of or last, condition.text
+        there = [f"{n} is not None and " for n in sorted(_names(text) & self.absent)]
+        wrong, accepted = "_wrong_value", f"such that {text}"
+        if isinstance(a, TensorArgument):
+            wrong, accepted = "_wrong_shape", f"{_or(s.text for s in a.shapes)} with {text}"
+        others = self.known(text, a.names())
+        self.add(
+            0,
+            f"if {''.join(there)}not ({text}):",
+            f"    raise {wrong}({a.name!r}, {a.name}, {accepted!r}, {others})",
+        )
+
+    def tensor(self, a: TensorArgument, depth: int, new: set[str]) -> None:
+        name, body = a.name, depth
+        if a.others:
+            self.add(depth, f"if not isinstance({name}, {self.object(a.others)}):")
+            body += 1
+        accepted = a.accepted(_or(["torch.Tensor", *(t.__name__ for t in a.others)]))
+        self.add(
+            body,
+            f"if not isinstance({name}, _Tensor):",
+            f"    raise _not_a_tensor({name!r}, {name}, {accepted!r})",
+        )
+        self.dtype(a, body)
+        self.add(
+            body,
+            f"if {name}.layout is not _STRIDED or {name}.is_nested:",
+            f"    raise _not_dense({name!r}, {name})",
+        )
+        self.shape(a, depth, new)
+
+    def dtype(self, a: TensorArgument, depth: int) -> None:
+        fixed: list[torch.dtype] = []
+        wrong, says = [], []
+        for dtype in a.dtypes:
+            if dtype == "float":
+                fixed += FLOAT
+                says.append("one of " + ", ".join(map(short, FLOAT)))
+            elif isinstance(getattr(torch, dtype, None), torch.dtype):
+                fixed.append(getattr(torch, dtype))
+                says.append(dtype)
+            elif dtype not in self.tensors:
+                raise ValueError(
+                    f"{dtype!r} of {a.text!r} is no dtype, nor a tensor before {a.name}"
+                )
+            else:
+                wrong.append(f"{a.name}.dtype != {dtype}.dtype")
+                says.append(f"{dtype}'s dtype {{_short({dtype}.dtype)}}")
+        if fixed:
+            wrong.append(f"{a.name}.dtype not in {self.object(tuple(fixed))}")
+        if wrong:
+            self.add(
+                depth,
+                f"if {' and '.join(wrong)}:",
+                f"    raise _wrong_dtype({a.name!r}, {a.name}, f{_or(says)!r})",
+            )
+
+    def shape(self, a: TensorArgument, depth: int, new: set[str]) -> None:
+        s, text = f"_shape_{a.name}", _or(shape.text for shape in a.shapes)
+        sizes = self.known(text)
+        if text.strip("[]") in self.tensors:
+            sizes = f"{{{text.strip('[]')!r}: list(_shape_{text.strip('[]')})}}"
+        wrong = f"raise _wrong_shape({a.name!r}, {a.name}, {text!r}, {sizes})"
+        if a.shapes:
+            self.add(depth, f"{s} = {a.name}.shape")
+        for i, shape in enumerate(a.shapes):
+            tests, given = self.fits(shape, s, new)
+            self.add(depth, f"{'elif' if i else 'if'} {' and '.join(tests)}:")
+            self.add(depth + 1, *(given or ["pass"]))
+        if a.shapes:
+            self.add(depth, "else:", f"    {wrong}")
+
+    def fits(self, shape: Shape, s: str, new: set[str]) -> tuple[list[str], list[str]]:
+        """(tests that the shape `s` is this one, assignments of the sizes that it then gives)"""
+        if shape.sizes and shape.sizes[0] in self.tensors:
+            like = f"_shape_{shape.sizes[0]}"  # in compiled code, equal Sizes may differ as Sizes
+            return [f"({s} == {like} or tuple({s}) == tuple({like}))"], []
+        n = len(shape.sizes)
+        tests, given = [f"len({s}) {'>=' if shape.batch else '=='} {n}"], []
+        for name in shape.names():
+            if name in self.absent:
+                tests.append(f"{name} is not None")
+        for i, size in enumerate(shape.sizes):
+            at = f"{s}[{i - n if shape.batch else i}]"
+            if size in new:
+                given.append(f"{size} = {at}")
+            elif not _names(size) & new:
+                tests.append(f"{at} == {size}")
+            else:
+                factor, of = (part.strip() for part in size.rsplit("*", 1))
+                if of not in new or _names(factor) & new:
+                    raise ValueError(f"{size} in {shape.text} must be a factor * one new size")
+                tests += (
+                    [f"{factor} > 0", f"{at} % ({factor}) == 0"]
+                    if _names(factor)
+                    else [f"{at} % {factor} == 0"]
+                )
+                given.append(f"{of} = {at} // ({factor})")
+        if shape.batch not in ("", "..."):
+            leading = f"{s}[:{-n}]" if n else s
+            if shape.batch in new:
+                given.append(f"{shape.batch} = {leading}")
+            else:
+                tests.append(f"tuple({leading}) == tuple({shape.batch})")
+        return tests, given
+
+    def number(self, a: NumberArgument, depth: int) -> None:
+        kinds = (int, torch.SymInt) if a.integer else (int, float, torch.SymInt, torch.SymFloat)
+        what = "an int" if a.integer else "a number"
+        within = f"{what} in {a.interval}"
+        self.add(
+            depth,
+            f"if type({a.name}) is not {'int' if a.integer else 'float'} and (",
+            f"    not isinstance({a.name}, {self.object(kinds)}) or isinstance({a.name}, bool)",
+            "):",
+            f"    raise _wrong_type({a.name!r}, {a.name}, {a.accepted(what)!r})",
+            f"if not {a.low} {a.above} {a.name} {a.below} {a.high}:",
+            f"    raise _wrong_value({a.name!r}, {a.name}, {a.accepted(within)!r}, "
+            f"{self.known(a.interval)})",
+        )
+
+    def choice(self, a: ChoiceArgument, depth: int) -> None:
+        if a.values == (True, False):  # 1 == True
+            self.add(
+                depth,
+                f"if {a.name} is not True and {a.name} is not False:",
+                f"    raise _wrong_type({a.name!r}, {a.name}, {a.accepted('a bool')!r})",
+            )
+        else:
+            says = a.accepted(f"one of {list(a.values)}")
+            self.add(
+                depth,
+                f"if {a.name} not in {self.object(a.values)}:",
+                f"    raise _wrong_value({a.name!r}, {a.name}, {says!r}, {{}})",
+            )
+
+    def devices(self, tensors: list[TensorArgument]) -> None:
+        """All on one device: that of the first tensor that is always there."""
+        if len(tensors) < 2:
+            return
+        first, *rest = sorted(tensors, key=lambda a: a.optional)
+        self.add(0, f"_device = {first.name}.device")
+        for a in rest:
+            there = f"{a.name} is not None and " if a.optional else ""
+            self.add(
+                0,
+                f"if {there}{a.name}.device != _device:",
+                f"    raise _wrong_device({a.name!r}, {a.name}, {first.name!r}, _device)",
+            )
+
+    def function(
+        self,
+        name: str,
+        parameters: Iterable[str],
+        objects: Mapping[str, Any],
+        module: str,
+        globals_: dict[str, Any],
+    ) -> Any:
+        """The function of these lines. It is a closure over what it refers to, among the globals of
+        a module, and so a function as any other to torch.compile.
+        """
+        names = {
+            "_Tensor": torch.Tensor,
+            "_STRIDED": torch.strided,
+            "_short": short,
+            **{error.__name__: error for error in ERRORS},
+            **self.objects,
+            **objects,
+        }
+        lines = [
+            f"def make({', '.join(names)}):",
+            f"    def {name}({', '.join(parameters)}):",
+            *("        " + line for line in self.lines),
+            f"    return {name}",
+        ]
+        source, file = "\n".join(lines) + "\n", f"<checks of {module}.{name}>"
+        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+        made: dict[str, Any] = {}
+        exec(compile(source, file, "exec"), globals_, made)
+        return made["make"](**names)
+
+
+def takes(*conditions: str, **declared: Any) -> Callable[[Function], Function]:
+    """A decorator that declares a public function's arguments and checks them at each call (see the
+    module's docstring). The function's `takes` is the declaration.
+
+    Raises TypeError for a type or dtype, and ValueError for a shape, value or device, that is not
+    as declared; the message names the argument, its value and what is accepted.
+    """
+
+    def decorate(fn: Function) -> Function:
+        hints, constants = typing.get_type_hints(fn), fn.__globals__
+
+        def fixed(text: Any) -> Any:
+            def constant(name: re.Match) -> str:
+                value = constants.get(name[0])
+                return str(value) if type(value) in (int, float) else name[0]
+
+            return re.sub(NAME, constant, text) if isinstance(text, str) else text
+
+        if unknown := set(declared) - set(hints):
+            raise TypeError(f"{fn.__name__}() has no annotated arguments {sorted(unknown)}")
+        arguments = [_parse(name, fixed(text), hints[name]) for name, text in declared.items()]
+        by_name = {a.name: a for a in arguments}
+        declaration = Takes(
+            tuple(arguments), tuple(_condition(fixed(text), by_name) for text in conditions)
+        )
+        code = _checks(declaration.arguments, declaration.conditions)
+        parameters, passed = _parameters(fn)
+        code.add(0, f"return _checked({', '.join(passed)})")
+        defaults = {f"_default_{n}": p.default for n, p in inspect.signature(fn).parameters.items()}
+        checked = code.function(
+            fn.__name__, parameters, {"_checked": fn, **defaults}, fn.__module__, fn.__globals__
+        )
+        functools.update_wrapper(checked, fn)
+        checked.takes = declaration
+        return checked
+
+    return decorate
+
+
+def _condition(text: str, arguments: Mapping[str, Argument]) -> Condition:
+    of, colon, rest = text.partition(": ")
+    return Condition(rest, arguments[of]) if colon else Condition(text)
+
+
+def _checks(arguments: Sequence[Argument], conditions: Sequence[Condition]) -> _Code:
+    code, waiting = _Code(), list(conditions)
+    for a in arguments:
+        known = code.sizes | code.tensors | a.names() | {a.name}
+        completed = [c for c in waiting if _names(c.text) <= known]
+        waiting = [c for c in waiting if c not in completed]
+        code.argument(a, completed)
+    if waiting:
+        raise ValueError(f"no argument declares all names of the conditions {waiting}")
+    code.devices([a for a in arguments if isinstance(a, TensorArgument)])
+    return code
+
+
+@functools.cache
+def _checks_of(declaration: Takes, names: tuple[str, ...]) -> Callable[..., None]:
+    """The checks of these arguments alone, and of the conditions over nothing else."""
+    arguments = [a for a in declaration.arguments if a.name in names]
+    known = set().union(*(a.names() for a in arguments))
+    code = _checks(arguments, [c for c in declaration.conditions if _names(c.text) <= known])
+    return code.function("check", names, {}, __name__, globals())
+
+
+def _parameters(fn: Callable) -> tuple[list[str], list[str]]:
+    """(fn's parameters as a def has them, the arguments of a call that passes them on)"""
+    parameters, passed, keyword = [], [], False
+    for p in inspect.signature(fn).parameters.values():
+        if p.kind is p.KEYWORD_ONLY and not keyword:
+            parameters.append("*")
+            keyword = True
+        parameters.append(p.name + ("" if p.default is p.empty else f"=_default_{p.name}"))
+        passed.append(f"{p.name}={p.name}" if keyword else p.name)
+    return parameters, passed
