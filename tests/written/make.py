@@ -92,14 +92,21 @@ def configuration(fields, base):
     return tree
 
 
-def write_run(folder, shape, ranks, fields, base):
+def write_model(folder, shape, fields, more=None, base=None):
+    """A model's shape, data and a configuration.   more: fields of train."""
     (folder / "model").mkdir(parents=True)
     (folder / "model/config.json").write_text(json.dumps(shape))
-    (folder / "config.yaml").write_text(yaml.safe_dump(configuration(fields, base)))
+    tree = configuration(fields, base)
+    tree["train"] |= {**(more or {}), **tree["train"]}
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     draw = random.Random(0)
     samples = ([draw.randrange(1, 64) for _ in range(draw.randrange(8, 28))] for _ in range(40))
     text = "".join(json.dumps({"input_ids": s}) + "\n" for s in samples)
     (folder / "tokens.jsonl").write_text(text)
+
+
+def write_run(folder, shape, ranks, fields, base):
+    write_model(folder, shape, fields, base=base)
     train(folder, ranks)
     (folder / "losses.json").write_text(json.dumps(losses(folder), indent=1) + "\n")
     for path in (*(folder / "out").iterdir(), folder / "prepared"):
