@@ -33,7 +33,7 @@ from tilewright.bench.options import at_least, chosen, names
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from tilewright.trainer.model import Transformer
+    from tilewright.trainer.models.model import Transformer
 
 PROVIDERS = ("transformers", "trainer")
 DTYPES = {
@@ -84,8 +84,8 @@ def of_transformers(shape: Shape) -> PreTrainedModel:
 
 def of_trainer(like: PreTrainedModel, dtype: torch.dtype) -> Transformer:
     """The trainer's model with the weights of a transformers model."""
-    from tilewright.trainer import hf
-    from tilewright.trainer.model import ModelConfig, Ops, Transformer
+    from tilewright.trainer.checkpoint import hf
+    from tilewright.trainer.models.model import ModelConfig, Ops, Transformer
 
     config = ModelConfig.from_hf(like.config.to_dict())
     model, weights = (
@@ -114,8 +114,8 @@ def step(model: torch.nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch
             loss.backward()
             return loss.detach()
         # As the engine: a bin of one document, the backward of a sum, and gradients divided once.
-        from tilewright.trainer.gradients import scale
-        from tilewright.trainer.loss import language_modeling
+        from tilewright.trainer.losses.loss import language_modeling
+        from tilewright.trainer.parallel.gradients import scale
 
         n = ids.shape[1]
         outcome = model(
@@ -132,7 +132,7 @@ def step(model: torch.nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch
 
 def gradients(model: torch.nn.Module, like: Transformer) -> dict[str, torch.Tensor]:
     """By the trainer's parameter names.   like: the trainer's model."""
-    from tilewright.trainer import hf
+    from tilewright.trainer.checkpoint import hf
 
     own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {

@@ -27,8 +27,8 @@ from torch.nn import functional as F
 
 from tilewright import nn, ops
 from tilewright.nn import QuantFormat
-from tilewright.trainer import hf
-from tilewright.trainer.model import Ops, Transformer
+from tilewright.trainer.checkpoint import hf
+from tilewright.trainer.models.model import Ops, Transformer
 
 WEIGHTS, OUT = ROOT / ".cache/smollm2", ROOT / "outputs/qlora_smollm2"
 WINDOW, EVERY = 256, 30

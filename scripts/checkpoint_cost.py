@@ -22,11 +22,11 @@ from collections.abc import Callable
 import torch
 
 from tilewright import platform
-from tilewright.trainer import checkpoint, hf
 from tilewright.trainer.build import build_engine, choose_ops
-from tilewright.trainer.checkpoint_files import read_state, share, verify
+from tilewright.trainer.checkpoint import checkpoint, hf
+from tilewright.trainer.checkpoint.checkpoint_files import read_state, share, verify
 from tilewright.trainer.config import load
-from tilewright.trainer.mesh import join
+from tilewright.trainer.parallel.mesh import join
 
 SHAPE = {
     "model_type": "qwen3",

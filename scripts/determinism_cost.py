@@ -26,16 +26,16 @@ import time
 import torch
 
 from tilewright import ops, platform
-from tilewright.trainer.batches import collate
 from tilewright.trainer.build import engine_around
-from tilewright.trainer.checksums import Checksums
-from tilewright.trainer.computation import Outputs
 from tilewright.trainer.config import Config
-from tilewright.trainer.loss import language_modeling
-from tilewright.trainer.mesh import Mesh
-from tilewright.trainer.model import Transformer
-from tilewright.trainer.model_config import ModelConfig
-from tilewright.trainer.ops_choice import Ops
+from tilewright.trainer.data.batches import collate
+from tilewright.trainer.losses.loss import language_modeling
+from tilewright.trainer.models.model import Transformer
+from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.ops_choice import Ops
+from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.plugins.checksums import Checksums
+from tilewright.trainer.plugins.computation import Outputs
 
 TOKENS = 1024
 SHAPE = {

@@ -20,9 +20,9 @@ from collections.abc import Callable
 
 import torch
 
-from tilewright.trainer import hf
-from tilewright.trainer.model import Ops, Transformer
-from tilewright.trainer.model_config import ModelConfig
+from tilewright.trainer.checkpoint import hf
+from tilewright.trainer.models.model import Ops, Transformer
+from tilewright.trainer.models.model_config import ModelConfig
 
 
 def resident() -> int:

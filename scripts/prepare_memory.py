@@ -31,7 +31,7 @@ import sys, datasets
 import numpy as np
 from tilewright.trainer.build import load_tokenizer
 from tilewright.trainer.config import Config
-from tilewright.trainer.data import prepare
+from tilewright.trainer.data.prepared import prepare
 path, tokenizer, prepared, workers = sys.argv[1:]
 datasets.config.HF_DATASETS_CACHE = prepared + "-cache"
 config = Config(

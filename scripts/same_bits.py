@@ -3,7 +3,7 @@
     python scripts/same_bits.py record A.json        # at the first commit
     python scripts/same_bits.py compare A.json       # at the second, on the same machine
 
-Trains small models of every kind and layout for four steps, of which two after a resume, and records
+Trains small models of every kind and layout for four steps, two of them after a resume, and records
 a hash of the checksums of all outputs, gradients and weights of each step, the losses and the
 exported weights. `compare` exits with 1 and the names of the runs that differ.
 """
@@ -94,7 +94,9 @@ def main() -> int:
         return 0
     before = json.loads(file.read_text())
     differ = [name for name in found if found[name] != before.get(name)]
-    print(f"differ: {', '.join(differ)}" if differ else f"{len(found)} runs are the same bit for bit")
+    print(
+        f"differ: {', '.join(differ)}" if differ else f"{len(found)} runs are the same bit for bit"
+    )
     return int(bool(differ))
 
 

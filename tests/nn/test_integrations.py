@@ -26,7 +26,7 @@ from tilewright import ImplementationUnavailable, ops
 from tilewright.integrations import transformers as integration
 from tilewright.ops.attention.attention import ATTENTION
 from tilewright.ops.moe.moe import MOE_MLP
-from tilewright.trainer.model import Ops
+from tilewright.trainer.models.model import Ops
 
 pytestmark = pytest.mark.packages
 

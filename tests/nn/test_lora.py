@@ -37,8 +37,8 @@ from tilewright.nn.quantized_layers import wrong_group_size  # noqa: E402
 from tilewright.nn.weights import adapted, dense_weights, is_adapter  # noqa: E402
 from tilewright.ops.quant.aqn import AQN  # noqa: E402
 from tilewright.ops.quant.quantized_linear import dequantize  # noqa: E402
-from tilewright.trainer import hf  # noqa: E402
-from tilewright.trainer.model import ModelConfig, Ops, Transformer  # noqa: E402
+from tilewright.trainer.checkpoint import hf  # noqa: E402
+from tilewright.trainer.models.model import ModelConfig, Ops, Transformer  # noqa: E402
 
 pytestmark = pytest.mark.packages
 

@@ -577,8 +577,8 @@ def test_quantize_leaves_what_it_would_break():
 
 
 def test_experts_that_are_named_stay_dense():
-    moe = pytest.importorskip("tilewright.trainer.moe")
-    from tilewright.trainer.model_config import ModelConfig
+    moe = pytest.importorskip("tilewright.trainer.models.moe")
+    from tilewright.trainer.models.model_config import ModelConfig
 
     sizes = ModelConfig(
         "qwen3_moe", 8, 64, 64, 1, 1, 1, 64, num_experts=2, moe_intermediate_size=64

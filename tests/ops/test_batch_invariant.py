@@ -9,9 +9,9 @@ from tilewright import ops as tw
 from tilewright.core.registry import short
 from tilewright.nn import ROWS, RowBlockLinear, in_row_blocks, linear_in_row_blocks
 from tilewright.selection import operations
-from tilewright.trainer.model import Transformer
-from tilewright.trainer.model_config import ModelConfig
-from tilewright.trainer.ops_choice import INVARIANT, Numerics, Ops
+from tilewright.trainer.models.model import Transformer
+from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.ops_choice import INVARIANT, Numerics, Ops
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 # Numbers of rows, which kernels may treat differently, and the positions of the two compared rows.

@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from helpers import OperatorNames
 
 from tilewright import ops as tw
-from tilewright.trainer import config, layers
 from tilewright.trainer.build import choose_ops
-from tilewright.trainer.config import load
-from tilewright.trainer.mesh import Mesh
-from tilewright.trainer.model import Transformer
-from tilewright.trainer.model_config import ModelConfig
-from tilewright.trainer.moe import MoE
-from tilewright.trainer.ops_choice import Numerics, Ops
-from tilewright.trainer.positions import Sequence
+from tilewright.trainer.config import config, load
+from tilewright.trainer.models import layers
+from tilewright.trainer.models.model import Transformer
+from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.moe import MoE
+from tilewright.trainer.models.ops_choice import Numerics, Ops
+from tilewright.trainer.models.positions import Sequence
+from tilewright.trainer.parallel.mesh import Mesh
 
 SHAPE = {
     "model_type": "qwen3",

@@ -357,8 +357,9 @@ def train(tmp_path, capsys, monkeypatch):
     """Runs the trainer on a tiny model; returns its exit code and its standard error."""
     pytest.importorskip("pydantic")
     pytest.importorskip("datasets")
-    from tilewright.trainer import data, hf
     from tilewright.trainer import train as module
+    from tilewright.trainer.checkpoint import hf
+    from tilewright.trainer.data import prepared as data
 
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(
@@ -459,7 +460,7 @@ def test_a_misspelt_file_is_not_looked_for_on_the_hub(train, monkeypatch, name):
 def test_what_is_prepared_needs_no_package(train, monkeypatch):
     import datasets
 
-    from tilewright.trainer.rows import Rows
+    from tilewright.trainer.data.rows import Rows
 
     address = "--data.datasets.0.path=s3://bucket/x.jsonl"
     rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 30})

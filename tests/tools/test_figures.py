@@ -81,7 +81,7 @@ STEPS = {
     "724 MiB": lambda: head("after"),
 }
 A_GIB = "the size of what was prepared"
-LARGE = ("tilewright/trainer/prepare.py", "LARGE = 64 << 20")
+LARGE = ("tilewright/trainer/data/prepare.py", "LARGE = 64 << 20")
 CUSTOM = "a shape or an exponent, no quantity"
 # By page: the number itself, (a file, what it says) for what code sets, or the reason why it is
 # none of these.
@@ -115,7 +115,7 @@ SOURCES = {
     },
     "docs/trainer/data.md": {
         "98 %": ("tests/trainer/test_data.py", "0.98"),
-        "1 MiB": ("tilewright/trainer/encode.py", "PIECE = 1 << 20"),
+        "1 MiB": ("tilewright/trainer/data/encode.py", "PIECE = 1 << 20"),
         "64 MiB": LARGE,
     },
     "docs/trainer/memory.md": {

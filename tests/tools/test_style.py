@@ -402,9 +402,14 @@ def hoarding(tree):
 
 # Where pickles are read: the module, what is at its top level there, and why.
 MAY_UNPICKLE = {
-    ("tilewright.trainer.checkpoint_files", "import pickle"): "the reader of DCP's metadata, which "
-    "allows only listed types",
-    ("tilewright.trainer.checkpoint_files", "Planner"): "DCP's own planner takes pickled objects "
+    (
+        "tilewright.trainer.checkpoint.checkpoint_files",
+        "import pickle",
+    ): "the reader of DCP's metadata, which allows only listed types",
+    (
+        "tilewright.trainer.checkpoint.checkpoint_files",
+        "Planner",
+    ): "DCP's own planner takes pickled objects "
     "that are not tensors; they are read with a list of allowed types before",
 }
 OBJECTS = r"(all_gather|broadcast|gather|recv|scatter|send)_object(_list)?"

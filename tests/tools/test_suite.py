@@ -1313,7 +1313,7 @@ def test_an_edit_makes_stale_what_comes_from_it(copied):
         ),
         (("tilewright/ops/norm/rmsnorm.py", "near_copy(92", "near_copy(91"), set()),
         (("csrc/cpu/rope.cpp", "", "// another\n/* and more */\n"), set()),
-        (("tilewright/trainer/config.py", "", "another = 1\n"), set()),
+        (("tilewright/trainer/config/config.py", "", "another = 1\n"), set()),
         (("tilewright/bench/plan.py", "", "another = 1\n"), set()),
         (("tilewright/kernels/tuned/h200/rmsnorm.json", "", "{}"), set()),
         (("tilewright/kernels/moe/route_triton.py", "", "another = 1\n"), {"route"}),

@@ -22,12 +22,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tilewright.kernels import tuning
 from tilewright.nn import sharded
-from tilewright.trainer import adapters, checkpoint, hf, matrices, memory_plan, mesh, train
-from tilewright.trainer.batches import collate, padding
+from tilewright.trainer import memory_plan, train
 from tilewright.trainer.build import build_engine, build_model, choose_ops, compute_dtype
+from tilewright.trainer.checkpoint import checkpoint, hf
 from tilewright.trainer.config import load
+from tilewright.trainer.data.batches import collate, padding
 from tilewright.trainer.engine import Engine, NotFinite
-from tilewright.trainer.loss import language_modeling
+from tilewright.trainer.losses.loss import language_modeling
+from tilewright.trainer.optim import matrices
+from tilewright.trainer.parallel import mesh
+from tilewright.trainer.plugins import adapters
 
 
 def build(config, ranks):

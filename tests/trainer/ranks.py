@@ -22,7 +22,7 @@ from torch.distributed.launcher import api as launcher
 
 from tilewright.trainer import train
 from tilewright.trainer.config import load
-from tilewright.trainer.mesh import Mesh
+from tilewright.trainer.parallel.mesh import Mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Freed memory stays a process's: faults of pages that it gets again for each large tensor, and for

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright.core.torch_names import join_pretended_group
-from tilewright.trainer import mesh
+from tilewright.trainer.parallel import mesh
 
 
 @contextmanager

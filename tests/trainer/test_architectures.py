@@ -19,14 +19,15 @@ from test_trainer import QWEN3, check_moves, make_bins, run, write_config
 from tilewright import nn
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.nn.weights import is_adapter
-from tilewright.trainer import hf, matrices
 from tilewright.trainer.build import choose_ops
-from tilewright.trainer.compiling import compile_layers, compiled_parts
+from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Train, load
-from tilewright.trainer.mesh import Mesh
-from tilewright.trainer.model import Transformer
-from tilewright.trainer.model_config import ModelConfig
-from tilewright.trainer.ops_choice import Numerics, Ops, attention_request
+from tilewright.trainer.models.model import Transformer
+from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.ops_choice import Numerics, Ops, attention_request
+from tilewright.trainer.optim import matrices
+from tilewright.trainer.parallel.compiling import compile_layers, compiled_parts
+from tilewright.trainer.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.packages
 

@@ -23,20 +23,21 @@ from tilewright import platform
 from tilewright.core.installed import Installed
 from tilewright.kernels import tuning
 from tilewright.ops import OPS
-from tilewright.trainer import certificate, checksums, train
-from tilewright.trainer.assertion import Earlier
-from tilewright.trainer.batches import Bins
-from tilewright.trainer.checksums import Checksums, checksum, factors
-from tilewright.trainer.compiling import compile_layers
-from tilewright.trainer.computation import Outputs, in_backward
+from tilewright.trainer import train
 from tilewright.trainer.config import Config
-from tilewright.trainer.data_files import digests, moved
+from tilewright.trainer.config.field_tree import leaves
+from tilewright.trainer.data.batches import Bins
+from tilewright.trainer.data.data_files import digests, moved
 from tilewright.trainer.engine import Engine
-from tilewright.trainer.field_tree import leaves
-from tilewright.trainer.mesh import Mesh
-from tilewright.trainer.model import Transformer
-from tilewright.trainer.model_config import ModelConfig
-from tilewright.trainer.ops_choice import Ops
+from tilewright.trainer.models.model import Transformer
+from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.ops_choice import Ops
+from tilewright.trainer.parallel.compiling import compile_layers
+from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.plugins import certificate, checksums
+from tilewright.trainer.plugins.assertion import Earlier
+from tilewright.trainer.plugins.checksums import Checksums, checksum, factors
+from tilewright.trainer.plugins.computation import Outputs, in_backward
 
 CPU = torch.device("cpu")
 FSDP2 = "--train.data_parallel_mode=fsdp2"

@@ -18,10 +18,10 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tilewright.trainer import chat, encode
 from tilewright.trainer.config import Config
-from tilewright.trainer.data import prepare
-from tilewright.trainer.loss import IGNORE
+from tilewright.trainer.data import chat, encode
+from tilewright.trainer.data.prepared import prepare
+from tilewright.trainer.losses.loss import IGNORE
 
 pytestmark = pytest.mark.packages
 

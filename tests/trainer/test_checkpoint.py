@@ -28,8 +28,8 @@ from test_trainer import (
 
 from tilewright import nn
 from tilewright.nn.weights import is_adapter
-from tilewright.trainer import checkpoint, packing
-from tilewright.trainer.checkpoint_files import (
+from tilewright.trainer.checkpoint import checkpoint
+from tilewright.trainer.checkpoint.checkpoint_files import (
     Damaged,
     checksums,
     read_metadata,
@@ -37,6 +37,7 @@ from tilewright.trainer.checkpoint_files import (
     share,
     verify,
 )
+from tilewright.trainer.data import packing
 
 AUTO = "--train.load_checkpoint_path=auto"
 UNTIED = {**QWEN3, "tie_word_embeddings": False}
@@ -109,7 +110,7 @@ def test_weights_are_the_same_in_other_files(bases, tmp_path):
     from safetensors.torch import load_file, save_file
     from test_trainer import build
 
-    from tilewright.trainer import hf
+    from tilewright.trainer.checkpoint import hf
 
     tensors = load_file(bases[0] / "model.safetensors")
     split = tmp_path / "split"

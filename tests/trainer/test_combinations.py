@@ -17,9 +17,9 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from tilewright.trainer.config import Config, ConfigError  # noqa: E402
-from tilewright.trainer.field_tree import default_of  # noqa: E402
-from tilewright.trainer.mesh import layout_of  # noqa: E402
-from tilewright.trainer.rules import problems  # noqa: E402
+from tilewright.trainer.config.field_tree import default_of  # noqa: E402
+from tilewright.trainer.config.rules import problems  # noqa: E402
+from tilewright.trainer.parallel.mesh import layout_of  # noqa: E402
 
 pytestmark = pytest.mark.packages
 

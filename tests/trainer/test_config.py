@@ -14,12 +14,11 @@ import yaml
 pytest.importorskip("pydantic")
 
 from tilewright import platform
-from tilewright.trainer import config as module
-from tilewright.trainer import parallel_rules
-from tilewright.trainer.config import Config, ConfigError, Train, load, resolved
-from tilewright.trainer.field_tree import default_of, get, kind, leaves, unknown
-from tilewright.trainer.mesh import layout_of
-from tilewright.trainer.refused import ACCEPTED, REFUSED
+from tilewright.trainer.config import Config, ConfigError, Train, load, parallel_rules, resolved
+from tilewright.trainer.config import config as module
+from tilewright.trainer.config.field_tree import default_of, get, kind, leaves, unknown
+from tilewright.trainer.config.refused import ACCEPTED, REFUSED
+from tilewright.trainer.parallel.mesh import layout_of
 
 pytestmark = pytest.mark.packages
 

@@ -20,16 +20,16 @@ from helpers import processes
 from test_trainer import QWEN3, engine_of, make_bins, rows, run, shape_of, write_config
 
 from tilewright.nn.sharded import whole
-from tilewright.trainer import checkpoint
-from tilewright.trainer.batches import collate, evaluation_batches
 from tilewright.trainer.build import build_data, build_model, identity
+from tilewright.trainer.checkpoint import checkpoint
 from tilewright.trainer.config import load
+from tilewright.trainer.data.batches import collate, evaluation_batches
 from tilewright.trainer.engine import NotFinite
-from tilewright.trainer.housekeeping import Housekeeping
-from tilewright.trainer.loss import IGNORE, count_labels, language_modeling
-from tilewright.trainer.mesh import Mesh, build, join
-from tilewright.trainer.ops_choice import Ops
-from tilewright.trainer.plan import Plan
+from tilewright.trainer.losses.loss import IGNORE, count_labels, language_modeling
+from tilewright.trainer.models.ops_choice import Ops
+from tilewright.trainer.optim.plan import Plan
+from tilewright.trainer.parallel.mesh import Mesh, build, join
+from tilewright.trainer.plugins.housekeeping import Housekeeping
 
 
 def micro_batches(size=2):

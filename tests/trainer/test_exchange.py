@@ -14,10 +14,11 @@ from tilewright.core.files import load_tensors, save_tensors
 from tilewright.ops.quant.block_fp8 import BlockFP8
 from tilewright.ops.quant.nf4_format import NF4
 from tilewright.ops.quant.nvfp4 import NVFP4
-from tilewright.trainer import exchange, hf_load
-from tilewright.trainer.checkpoint_files import Damaged, Incomplete
+from tilewright.trainer.checkpoint import hf_load
+from tilewright.trainer.checkpoint.checkpoint_files import Damaged, Incomplete
 from tilewright.trainer.config import ConfigError
-from tilewright.trainer.mesh import Group
+from tilewright.trainer.parallel import exchange
+from tilewright.trainer.parallel.mesh import Group
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from helpers import until
 from ranks import ROOT, agents, torchrun
 from test_trainer import Engine, rows, run, tensors, write_config
 
-from tilewright.trainer import checkpoint, train
+from tilewright.trainer import train
+from tilewright.trainer.checkpoint import checkpoint
 from tilewright.trainer.interrupts import Interrupts
 
 

@@ -23,14 +23,15 @@ from symmetric_ranks import symmetric_ranks
 from test_trainer import MOE, QWEN3, engine_of, make_bins, shape_of, write_config
 
 from tilewright.core.torch_names import FakeTensor
-from tilewright.trainer import memory_plan, offload, train
-from tilewright.trainer.batches import collate
+from tilewright.trainer import memory_plan, train
 from tilewright.trainer.build import engine_around, unfilled
 from tilewright.trainer.config import load
-from tilewright.trainer.loss import language_modeling
+from tilewright.trainer.data.batches import collate
+from tilewright.trainer.losses.loss import language_modeling
 from tilewright.trainer.memory_tracker import Tracker
-from tilewright.trainer.mesh import Mesh, join
-from tilewright.trainer.ops_choice import Ops
+from tilewright.trainer.models.ops_choice import Ops
+from tilewright.trainer.parallel import offload
+from tilewright.trainer.parallel.mesh import Mesh, join
 
 CPU, ROOT = torch.device("cpu"), pathlib.Path(__file__).parents[2]
 

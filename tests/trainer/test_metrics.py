@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("pydantic")
 
 from tilewright import platform
-from tilewright.trainer import metrics
 from tilewright.trainer.config import Train
+from tilewright.trainer.plugins import metrics
 
 pytestmark = pytest.mark.packages
 

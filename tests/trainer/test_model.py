@@ -14,9 +14,9 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from tilewright import ops as tw  # noqa: E402
-from tilewright.trainer import hf  # noqa: E402
-from tilewright.trainer.model import ModelConfig, Ops, Transformer  # noqa: E402
-from tilewright.trainer.ops_choice import attention_request  # noqa: E402
+from tilewright.trainer.checkpoint import hf  # noqa: E402
+from tilewright.trainer.models.model import ModelConfig, Ops, Transformer  # noqa: E402
+from tilewright.trainer.models.ops_choice import attention_request  # noqa: E402
 
 pytestmark = pytest.mark.packages
 

@@ -13,13 +13,14 @@ pytest.importorskip("datasets")
 
 from test_trainer import MOE, QWEN3, rows, run, schedule, write_config
 
-from tilewright.trainer import engine, optim
-from tilewright.trainer.matrices import Parts, matrices
-from tilewright.trainer.model import Transformer
-from tilewright.trainer.model_config import ModelConfig
-from tilewright.trainer.muon import Muon, Settings, adjustment
-from tilewright.trainer.ops_choice import Ops
-from tilewright.trainer.plan import Plan
+from tilewright.trainer import engine
+from tilewright.trainer.models.model import Transformer
+from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.ops_choice import Ops
+from tilewright.trainer.optim import optim
+from tilewright.trainer.optim.matrices import Parts, matrices
+from tilewright.trainer.optim.muon import Muon, Settings, adjustment
+from tilewright.trainer.optim.plan import Plan
 
 
 def parameters(*shapes, dtype=torch.float32, seed=0):

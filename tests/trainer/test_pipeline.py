@@ -29,11 +29,11 @@ from test_trainer import (
 from tilewright import nn
 from tilewright.core.torch_names import no_zero_bubble
 from tilewright.trainer.config import load
-from tilewright.trainer.mesh import Layout, Mesh
-from tilewright.trainer.model import Transformer
-from tilewright.trainer.ops_choice import Ops
-from tilewright.trainer.pipeline import Pipeline
-from tilewright.trainer.stages import length_of_hidden, split_layers
+from tilewright.trainer.models.model import Transformer
+from tilewright.trainer.models.ops_choice import Ops
+from tilewright.trainer.parallel.mesh import Layout, Mesh
+from tilewright.trainer.parallel.pipeline import Pipeline
+from tilewright.trainer.parallel.stages import length_of_hidden, split_layers
 
 # Before torch 2.13 zero-bubble schedules are refused.
 ZERO, ZERO_V = "InterleavedZeroBubble", "ZBVZeroBubble"

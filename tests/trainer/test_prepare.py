@@ -25,11 +25,12 @@ import datasets
 
 from tilewright import platform
 from tilewright.core import files
-from tilewright.trainer import cache_key, data_files, encode, hf, packing, rows, sources
-from tilewright.trainer import prepare as preparing
-from tilewright.trainer.batches import lengths_of
+from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Config, Dataset
-from tilewright.trainer.data import prepare, split_validation
+from tilewright.trainer.data import cache_key, data_files, encode, packing, rows, sources
+from tilewright.trainer.data import prepare as preparing
+from tilewright.trainer.data.batches import lengths_of
+from tilewright.trainer.data.prepared import prepare, split_validation
 
 pytestmark = pytest.mark.packages
 

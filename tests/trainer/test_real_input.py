@@ -23,11 +23,11 @@ from ranks import KEEP, ROOT, agents, run_modes
 from safetensors.torch import load_file, save_file
 from test_trainer import rows
 
-from tilewright.trainer.batches import evaluation_batches
 from tilewright.trainer.build import build_data
 from tilewright.trainer.config import load
-from tilewright.trainer.loss import language_modeling
-from tilewright.trainer.mesh import Mesh
+from tilewright.trainer.data.batches import evaluation_batches
+from tilewright.trainer.losses.loss import language_modeling
+from tilewright.trainer.parallel.mesh import Mesh
 
 MODEL, CONFIG = ROOT / ".cache/smollm2", ROOT / "examples/chat_smollm2.yaml"
 HELD_OUT = ROOT / "examples/data/chat/heldout.jsonl"

@@ -20,12 +20,13 @@ from test_trainer import MOE, QWEN3, ROOT, make_bins, rows, run, write_config
 
 from tilewright import ops as tw
 from tilewright.nn import read_routed_experts
-from tilewright.trainer import moe, train
-from tilewright.trainer.cache_key import cache_key
+from tilewright.trainer import train
 from tilewright.trainer.config import ConfigError, load
-from tilewright.trainer.data import prepare
-from tilewright.trainer.model import Transformer
-from tilewright.trainer.routes import Routes
+from tilewright.trainer.data.cache_key import cache_key
+from tilewright.trainer.data.prepared import prepare
+from tilewright.trainer.data.routes import Routes
+from tilewright.trainer.models import moe
+from tilewright.trainer.models.model import Transformer
 
 L, K, E = MOE["num_hidden_layers"], MOE["num_experts_per_tok"], MOE["num_experts"]
 
@@ -226,7 +227,7 @@ def test_routes_stay_with_their_tokens_in_every_layout(mode, spread):
 def test_the_routes_of_the_layouts_test_are_not_the_routers(spread):
     import distributed_worker
 
-    from tilewright.trainer.mesh import Mesh
+    from tilewright.trainer.parallel.mesh import Mesh
 
     _, want, (path, plain) = spread
     config = load(path, ["--train.micro_batch_size=4"])

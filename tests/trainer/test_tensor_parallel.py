@@ -28,15 +28,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tilewright.nn import Linear, LoRALinear
 from tilewright.ops.attention.context_parallel import ContextParallel
-from tilewright.trainer import tensor_parallel
-from tilewright.trainer.batches import padding
-from tilewright.trainer.compiling import compile_layers, compiled_parts
 from tilewright.trainer.config import Train, load
-from tilewright.trainer.mesh import Mesh
-from tilewright.trainer.model import Ops, Transformer
-from tilewright.trainer.model_config import ModelConfig
-from tilewright.trainer.positions import Sequence, rope_tables
-from tilewright.trainer.tensor_parallel import RepeatedAttention, TensorParallel
+from tilewright.trainer.data.batches import padding
+from tilewright.trainer.models.model import Ops, Transformer
+from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.positions import Sequence, rope_tables
+from tilewright.trainer.parallel import tensor_parallel
+from tilewright.trainer.parallel.compiling import compile_layers, compiled_parts
+from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.parallel.tensor_parallel import RepeatedAttention, TensorParallel
 
 SHARDED = {
     "vocab_size": 100,

@@ -43,29 +43,21 @@ from tilewright.nn.weights import dense_weights, is_adapter  # noqa: E402
 from tilewright.ops.loss import targets  # noqa: E402
 from tilewright.ops.moe.moe_lora import MOE_LORA  # noqa: E402
 from tilewright.ops.quant.aqn import AQN  # noqa: E402
-from tilewright.trainer import (  # noqa: E402
-    adapters,
-    batches,
-    checkpoint,
-    checkpoint_files,
-    compiling,
-    exchange,
-    hf,
-    memory_plan,
-    mesh,
-    optim,
-    parallel,
-    train,
-    writable,
-)
-from tilewright.trainer.batches import evaluation_batches  # noqa: E402
+from tilewright.trainer import memory_plan, train  # noqa: E402
 from tilewright.trainer.build import build_data, build_engine, build_model  # noqa: E402
+from tilewright.trainer.checkpoint import checkpoint, checkpoint_files, hf, writable  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
+from tilewright.trainer.data import batches  # noqa: E402
+from tilewright.trainer.data.batches import evaluation_batches  # noqa: E402
 from tilewright.trainer.engine import Engine  # noqa: E402
-from tilewright.trainer.loss import language_modeling  # noqa: E402
-from tilewright.trainer.mesh import Group, Mesh, join  # noqa: E402
-from tilewright.trainer.model import ModelConfig, Ops, Transformer  # noqa: E402
-from tilewright.trainer.plan import Plan  # noqa: E402
+from tilewright.trainer.losses.loss import language_modeling  # noqa: E402
+from tilewright.trainer.models.model import ModelConfig, Ops, Transformer  # noqa: E402
+from tilewright.trainer.optim import optim  # noqa: E402
+from tilewright.trainer.optim.plan import Plan  # noqa: E402
+from tilewright.trainer.parallel import compiling, exchange, mesh  # noqa: E402
+from tilewright.trainer.parallel import layouts as parallel  # noqa: E402
+from tilewright.trainer.parallel.mesh import Group, Mesh, join  # noqa: E402
+from tilewright.trainer.plugins import adapters  # noqa: E402
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -26,13 +26,16 @@ from test_trainer import (
 
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.ops.attention.context_parallel import ContextParallel, shard
-from tilewright.trainer import batches as data
-from tilewright.trainer import hf, layers, mesh, parallel
 from tilewright.trainer.build import build_data, choose_ops
+from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Train, load
-from tilewright.trainer.loss import count_labels
-from tilewright.trainer.mesh import Layout, Mesh, layout_of
-from tilewright.trainer.model import Ops, Transformer
+from tilewright.trainer.data import batches as data
+from tilewright.trainer.losses.loss import count_labels
+from tilewright.trainer.models import layers
+from tilewright.trainer.models.model import Ops, Transformer
+from tilewright.trainer.parallel import layouts as parallel
+from tilewright.trainer.parallel import mesh
+from tilewright.trainer.parallel.mesh import Layout, Mesh, layout_of
 
 
 def spread(ring, ulysses, processes=4, **more):

@@ -29,27 +29,18 @@ transformers = pytest.importorskip("transformers")
 from torch.distributed.pipelining import PipelineStage  # noqa: E402
 
 from tilewright import ops as tw  # noqa: E402
-from tilewright.trainer import (  # noqa: E402
-    batches,
-    build,
-    checkpoint,
-    checkpoint_files,
-    hf,
-    housekeeping,
-    metrics,
-    ops_choice,
-    packing,
-    pipeline,
-    recompute,
-    stages,
-    train,
-)
-from tilewright.trainer import prepare as preparing  # noqa: E402
+from tilewright.trainer import build, train  # noqa: E402
+from tilewright.trainer.checkpoint import checkpoint, checkpoint_files, hf  # noqa: E402
 from tilewright.trainer.config import Config, ConfigError, load  # noqa: E402
-from tilewright.trainer.field_tree import kind, leaves  # noqa: E402
-from tilewright.trainer.mesh import Mesh, layout_of  # noqa: E402
-from tilewright.trainer.moe import MoE  # noqa: E402
-from tilewright.trainer.refused import REFUSED  # noqa: E402
+from tilewright.trainer.config.field_tree import kind, leaves  # noqa: E402
+from tilewright.trainer.config.refused import REFUSED  # noqa: E402
+from tilewright.trainer.data import batches, packing  # noqa: E402
+from tilewright.trainer.data import prepare as preparing  # noqa: E402
+from tilewright.trainer.models import ops_choice  # noqa: E402
+from tilewright.trainer.models.moe import MoE  # noqa: E402
+from tilewright.trainer.parallel import pipeline, recompute, stages  # noqa: E402
+from tilewright.trainer.parallel.mesh import Mesh, layout_of  # noqa: E402
+from tilewright.trainer.plugins import housekeeping, metrics  # noqa: E402
 
 ROOT = next(p for p in pathlib.Path(__file__).resolve().parents if (p / "pyproject.toml").is_file())
 DENSE = {

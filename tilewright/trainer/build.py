@@ -13,19 +13,21 @@ from torch import nn
 
 from tilewright.nn.sharded import local
 from tilewright.nn.weights import base_weights
-from tilewright.trainer import adapters, hf, packing
-from tilewright.trainer.batches import Batches, Bins, padding
+from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Config, Model, Train
-from tilewright.trainer.data import check_targets, prepare, split_validation
+from tilewright.trainer.data import packing
+from tilewright.trainer.data.batches import Batches, Bins, padding
+from tilewright.trainer.data.prepared import check_targets, prepare, split_validation
+from tilewright.trainer.data.routes import Routes
 from tilewright.trainer.engine import Engine
-from tilewright.trainer.mesh import Mesh
-from tilewright.trainer.model import Transformer
-from tilewright.trainer.model_config import ModelConfig
-from tilewright.trainer.ops_choice import Numerics, Ops, attention_request
-from tilewright.trainer.optim import build_optimizer
-from tilewright.trainer.parallel import parallelize, wrap_ddp
-from tilewright.trainer.pipeline import Pipeline
-from tilewright.trainer.routes import Routes
+from tilewright.trainer.models.model import Transformer
+from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.ops_choice import Numerics, Ops, attention_request
+from tilewright.trainer.optim.optim import build_optimizer
+from tilewright.trainer.parallel.layouts import parallelize, wrap_ddp
+from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.parallel.pipeline import Pipeline
+from tilewright.trainer.plugins import adapters
 
 log = logging.getLogger("tilewright")
 

@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from tilewright.nn.peft import save_adapter
-from tilewright.trainer import checkpoint, hf
-from tilewright.trainer.gradients import global_norm, scale
-from tilewright.trainer.loss import Loss
-from tilewright.trainer.mesh import Mesh
-from tilewright.trainer.model import Outcome, Transformer
-from tilewright.trainer.optim import peaks, set_lr
-from tilewright.trainer.parallel import reshard, synchronize, unwrap
+from tilewright.trainer.checkpoint import checkpoint, hf
+from tilewright.trainer.losses.loss import Loss
+from tilewright.trainer.models.model import Outcome, Transformer
+from tilewright.trainer.optim.optim import peaks, set_lr
+from tilewright.trainer.parallel.gradients import global_norm, scale
+from tilewright.trainer.parallel.layouts import reshard, synchronize, unwrap
+from tilewright.trainer.parallel.mesh import Mesh
 
 Batch = Mapping[str, torch.Tensor]
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from tilewright.trainer.mesh import Mesh
+from tilewright.trainer.parallel.mesh import Mesh
 
 log = logging.getLogger("tilewright")
 

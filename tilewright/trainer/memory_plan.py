@@ -25,16 +25,16 @@ from tilewright import platform
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.core.torch_names import join_pretended_group
 from tilewright.ops.moe.expert_transport import balanced_routing
-from tilewright.trainer import hf
-from tilewright.trainer.batches import collate, padding
 from tilewright.trainer.build import choose_ops, compute_dtype, engine_around, unfilled
+from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Config, ConfigError, Train
-from tilewright.trainer.loss import language_modeling
+from tilewright.trainer.data.batches import collate, padding
+from tilewright.trainer.losses.loss import language_modeling
 from tilewright.trainer.memory_tracker import Tracker
-from tilewright.trainer.mesh import AXES, Mesh, build, layout_of
-from tilewright.trainer.model import Transformer
-from tilewright.trainer.model_config import ModelConfig
-from tilewright.trainer.offload import offload_activations
+from tilewright.trainer.models.model import Transformer
+from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.parallel.mesh import AXES, Mesh, build, layout_of
+from tilewright.trainer.parallel.offload import offload_activations
 
 log = logging.getLogger("tilewright")
 PARTS = {

@@ -29,22 +29,24 @@ import torch.distributed as dist
 from tilewright import platform
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.ops import checked_targets
-from tilewright.trainer import adapters, checkpoint, hf, memory_plan, replay, writable
-from tilewright.trainer.assertion import Witness
-from tilewright.trainer.batches import Batches, Bins, evaluation_batches
+from tilewright.trainer import memory_plan
 from tilewright.trainer.build import build_data, build_engine, choose_ops, compute_dtype, identity
-from tilewright.trainer.certificate import facts, files_of_data
+from tilewright.trainer.checkpoint import checkpoint, hf, writable
 from tilewright.trainer.config import Config, ConfigError, from_command_line, resolved
+from tilewright.trainer.data.batches import Batches, Bins, evaluation_batches
+from tilewright.trainer.data.routes import Routes
+from tilewright.trainer.data.sources import check_sources
 from tilewright.trainer.engine import Batch, Engine, NotFinite, Sums, reproducible
-from tilewright.trainer.housekeeping import Housekeeping
 from tilewright.trainer.interrupts import Interrupts, Stopped
-from tilewright.trainer.loss import language_modeling
-from tilewright.trainer.mesh import Mesh, device_of, join
-from tilewright.trainer.metrics import Metrics
-from tilewright.trainer.plan import Plan
-from tilewright.trainer.routes import Routes
-from tilewright.trainer.sources import check_sources
-from tilewright.trainer.summary import choices, summary, too_long
+from tilewright.trainer.losses.loss import language_modeling
+from tilewright.trainer.optim.plan import Plan
+from tilewright.trainer.parallel.mesh import Mesh, device_of, join
+from tilewright.trainer.plugins import adapters, replay
+from tilewright.trainer.plugins.assertion import Witness
+from tilewright.trainer.plugins.certificate import facts, files_of_data
+from tilewright.trainer.plugins.housekeeping import Housekeeping
+from tilewright.trainer.plugins.metrics import Metrics
+from tilewright.trainer.plugins.summary import choices, summary, too_long
 
 log = logging.getLogger("tilewright")
 

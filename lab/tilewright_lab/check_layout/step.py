@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tilewright.core.files import load_tensors, save_tensors
 from tilewright.core.registry import short
 from tilewright.core.torch_names import TorchDispatchMode
-from tilewright.trainer import exchange
+from tilewright.trainer.parallel import exchange
 
 SEED = 0
 # Collectives of the check.

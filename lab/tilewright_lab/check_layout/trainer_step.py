@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from tilewright.trainer import hf, mesh
-from tilewright.trainer.batches import collate, padding
 from tilewright.trainer.build import build_engine, choose_ops, compute_dtype
+from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import load
-from tilewright.trainer.loss import IGNORE, language_modeling
+from tilewright.trainer.data.batches import collate, padding
+from tilewright.trainer.losses.loss import IGNORE, language_modeling
+from tilewright.trainer.parallel import mesh
 from tilewright_lab.check_layout.step import Step
 
 __all__ = ["trainer_step"]

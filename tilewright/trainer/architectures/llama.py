@@ -1,5 +1,0 @@
-"""Llama (arXiv 2407.21783): the ground of all others."""
-
-from tilewright.trainer.architectures.architecture import Architecture
-
-LLAMA = Architecture("llama", "Llama", neutral={"use_sliding_window": False})

@@ -1,0 +1,481 @@
+"""Training checkpoints in PyTorch's distributed format (DCP): written under a temporary name and
+renamed; found and resumed from.
+
+{output_dir}/checkpoints/global_step_N/ holds the model and optimizer (DCP, resharded on load as
+needed), each rank's random state, state.json (step, samples used, compatibility keys, op choices,
+checksums of the files before), and, in the last one, hf/.
+
+Of a model with adapters the frozen weights are left out where the folder that they were read from
+holds them still (`adapters_suffice`). Tied weights are stored once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import pathlib
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+
+from tilewright.nn.sharded import shard
+from tilewright.nn.weights import adapted, is_adapter
+from tilewright.trainer.checkpoint.checkpoint_files import (
+    Damaged,
+    Planner,
+    Reader,
+    SavePlanner,
+    checksums,
+    read_metadata,
+    read_state,
+    share,
+    verify,
+    write_state,
+)
+from tilewright.trainer.checkpoint.run_folder import (
+    candidates,
+    claim,
+    complete,
+    earlier,
+    find,
+    publish,
+    recover,
+    time_after,
+)
+from tilewright.trainer.models.model import Transformer
+from tilewright.trainer.parallel.mesh import Group, Mesh, checkpoint_group
+
+__all__ = [
+    "Damaged",
+    "Saver",
+    "candidates",
+    "claim",
+    "complete",
+    "earlier",
+    "find",
+    "read_metadata",
+    "recover",
+    "restore",
+    "resume",
+]
+log = logging.getLogger("tilewright")
+
+
+@contextlib.contextmanager
+def _first_failure(kind: type[Exception], what: str) -> Iterator[None]:
+    """DCP's exception collects the failures of all ranks, with their traces, and is not an
+    Exception: reduces it to one sentence.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        [(rank, (first, _)), *_] = error.failures.items()
+        if isinstance(first, KeyboardInterrupt):
+            raise first from None
+        reason = str(first).partition("\n")[0]
+        raise kind(f"{what} (rank {rank}: {type(first).__name__}: {reason})") from first
+
+
+def _not_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
+    """The name of a parameter on this rank that is not finite or has non-finite moments."""
+    names, finite = [], []
+    for name, p in model.named_parameters():
+        for t in (p, *optimizer.state.get(p, {}).values()):
+            if torch.is_tensor(t) and t.is_floating_point():
+                names.append(name)
+                finite.append(shard(t).isfinite().all().to(p.device))
+    good = torch.stack(finite).tolist()  # the only synchronization
+    return None if all(good) else names[good.index(False)]
+
+
+def adapters_suffice(model: nn.Module) -> bool:
+    """Whether all else than adapters is what a folder holds: read from it, and not merged since."""
+    return (
+        isinstance(model, Transformer)
+        and model.origin is not None
+        and not model.merged
+        and any(True for _ in adapted(model.whole))
+    )
+
+
+def _contents(
+    model: nn.Module, optimizer: torch.optim.Optimizer, adapters_alone: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint stores, or is to fill; and the optimizer's whole state dictionary."""
+    weights, moments = get_state_dict(model, optimizer)
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    again = every.difference(name for name, _ in model.named_parameters())  # of tied weights
+    stored = {
+        name: t
+        for name, t in weights.items()
+        if name not in again and (is_adapter(name) or not adapters_alone)
+    }
+    # Without the groups: their settings are the configuration's, and a pipeline's stages have
+    # different parameters in them.
+    return {"model": stored, "optimizer": {"state": moments["state"]}}, moments
+
+
+class Saver:
+    """Writes checkpoints; with save_async, one may be in progress while training continues.
+
+    Every rank must create one, and call its methods at the same steps.   last: the newest complete
+    checkpoint.   keep: `run_folder.publish`'s.   base: store frozen weights in any case.
+    """
+
+    def __init__(
+        self,
+        output_dir: str,
+        mesh: Mesh,
+        asynchronous: bool,
+        last: pathlib.Path | None = None,
+        keep: int = 0,
+        base: bool = False,
+    ):
+        self.root, self.mesh = pathlib.Path(output_dir, "checkpoints"), mesh
+        self.last, self.keep, self.base = last, keep, base
+        self.pending: tuple[Future[None], pathlib.Path] | None = (
+            None  # published, and under what name
+        )
+        self.group = checkpoint_group() if asynchronous else None
+        # Host memory that is page-locked takes copies at the bus's speed; it is allocated once.
+        self.stager = None
+        if asynchronous and mesh.device.type == "cuda":
+            options = {"use_shared_memory": False, "use_async_staging": False}
+            self.stager = DefaultStager(StagingOptions(use_pinned_memory=True, **options))
+
+    def folder(self, step: int) -> pathlib.Path:
+        return self.root / f"global_step_{step}"
+
+    def save(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> pathlib.Path:
+        """state: JSON. The folder gets its final name only when it is complete.
+
+        Raises ValueError, and writes nothing, if a weight or a moment is not finite. If the one
+        before could not be written, this one is waited for.
+        """
+        again = self._failed()
+        self.check(step, model, optimizer, "no checkpoint is written")
+        target, aside = self.folder(step), self.root / f".global_step_{step}.partial"
+        if self.mesh.main:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+        self.mesh.control.barrier()
+        adapters_alone = adapters_suffice(model) and not self.base
+        tensors, _ = _contents(model, optimizer, adapters_alone)
+        random = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            random["cuda"] = torch.cuda.get_rng_state()
+        save_file(random, aside / f"random_{self.mesh.rank}.safetensors")
+        state = {
+            "step": step,
+            "weights": "adapters" if adapters_alone else "all",
+            "merged": getattr(model, "merged", False),
+            **state,
+        }
+        if self.group is not None:
+            written = state_dict_saver.async_save(
+                tensors,
+                checkpoint_id=aside / "dcp",
+                planner=SavePlanner(),
+                process_group=self.group,
+                async_stager=self.stager,
+            )
+            assert isinstance(written, Future)  # the stager is not asynchronous
+            self.pending = self._published_by_itself(written, aside, target, state), target
+            if again:
+                self.finish()
+        else:
+            with _first_failure(OSError, f"{aside}: cannot be written"):
+                state_dict_saver.save(tensors, checkpoint_id=aside / "dcp", planner=SavePlanner())
+            self._publish(self.mesh.control, aside, target, state)
+            self.last = target
+        return target
+
+    def _failed(self) -> bool:
+        """Waits for a checkpoint in progress; whether it could not be written."""
+        try:
+            self.finish()
+        except OSError as error:
+            if self.mesh.main:
+                log.warning("%s; another one is written now", error)
+            return True
+        return False
+
+    def _publish(
+        self, group: Group, aside: pathlib.Path, target: pathlib.Path, state: dict[str, Any]
+    ) -> None:
+        """Writes the state, with the checksums of all ranks' files, and renames the checkpoint.
+        Every rank of the group must call it once it has written its files; raises on all of them.
+        """
+        problem, own = None, {}
+        try:
+            own = checksums(aside, self.mesh.rank)
+        except OSError as error:
+            problem = OSError(f"{aside}: cannot be read back ({error})")
+        group.agree(problem)
+        files = dict(itertools.chain.from_iterable(one.items() for one in group.gather(own)))
+        if self.mesh.main:
+            try:
+                written = time_after(target.parent, time.time())
+                write_state(aside, {"written": written, **state, "files": files})
+                publish(aside, target, self.keep)
+            except OSError as error:
+                problem = OSError(f"{aside}: cannot be written ({error})")
+        group.agree(problem)
+
+    def check(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, spared: str
+    ) -> None:
+        """Raises ValueError, on every rank, if a weight or a moment of any rank is not finite.
+
+        spared: what therefore does not happen.
+        """
+        wrong = _not_finite(model, optimizer)
+        self.mesh.control.agree(
+            None
+            if wrong is None
+            else ValueError(
+                f"step {step}: {wrong} or its moments are not finite, so that {spared}; "
+                f"{self.go_on()}"
+            )
+        )
+
+    def _published_by_itself(
+        self,
+        written: Future[None],
+        aside: pathlib.Path,
+        target: pathlib.Path,
+        state: dict[str, Any],
+    ) -> Future[None]:
+        """Once all ranks have written their parts, a thread publishes the checkpoint."""
+        published: Future[None] = Future()
+
+        def wait_and_publish() -> None:
+            try:
+                written.result()
+                self._publish(Group(self.group, self.mesh.size), aside, target, state)
+            except BaseException as error:  # of any kind: `finish` raises it
+                published.set_exception(error)
+            else:
+                published.set_result(None)
+
+        threading.Thread(target=wait_and_publish, daemon=True).start()
+        return published
+
+    def finish(self) -> None:
+        """Waits for a checkpoint in progress."""
+        if self.pending is not None:
+            (published, target), self.pending = self.pending, None
+            with _first_failure(OSError, f"{target}: cannot be written"):
+                published.result()
+            self.last = target
+
+    def go_on(self) -> str:
+        """How to continue, for the message of a run that must stop."""
+        last = (
+            f"and resume from {self.last}"
+            if self.last
+            else "and start anew: no checkpoint has been written"
+        )
+        return f"lower train.lr or look at the data, {last}"
+
+    def interrupted(self) -> str:
+        """The newest complete checkpoint, for the last message of a run.
+
+        Waits for one in progress; an interrupt abandons it. The other processes may be gone: no
+        message is sent.
+        """
+        lost = ""
+        if self.pending is not None:
+            (published, target), self.pending = self.pending, None
+            if self.mesh.main:
+                log.info("waiting for %s to be written; interrupt again to give it up", target)
+            try:
+                published.result()
+                self.last = target
+            except (Exception, CheckpointException, KeyboardInterrupt):
+                lost = f"; {target.name} was being written and is given up"
+        return (
+            f"the last whole checkpoint is {self.last}"
+            if self.last
+            else "no checkpoint has been written"
+        ) + lost
+
+
+# ---- resuming
+
+
+def resume(
+    folders: list[pathlib.Path],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: Mesh,
+    **options: Any,
+) -> tuple[pathlib.Path, dict[str, Any]]:
+    """`restore` of the first folder that is not damaged, with its options; also returns which one.
+    Raises Damaged if all are.
+    """
+    passed = []
+    for folder, following in zip(folders, [*folders[1:], None], strict=True):
+        try:
+            state = restore(folder, model, optimizer, mesh, **options)
+        except Damaged as error:
+            if following is None:
+                raise
+            passed.append(f"{folder.name} is passed over: {error}")
+            if mesh.main:
+                log.warning("%s; going on from the one before it, %s", error, following)
+        else:
+            if mesh.main:
+                log.info("; ".join([f"resumed from {folder}, step {state['step']}", *passed]))
+            return folder, state
+    raise ValueError("there is no checkpoint to resume from")
+
+
+def restore(
+    folder: pathlib.Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: Mesh,
+    *,
+    run: dict[str, dict[str, Any]],
+    ops: dict[str, str],
+    checked: bool = True,
+) -> dict[str, Any]:
+    """Fills model and optimizer and returns the saved state. Every rank must call it.
+
+    run: compatibility keys that must equal the checkpoint's, by kind (model, optimizer, data,
+    base).   checked: compare the checksums of all files.
+    Raises ValueError if a key differs, and Damaged, on all ranks, if the checkpoint cannot be read
+    or has changed since it was written; warns if ops were computed by other implementations.
+    """
+    problem = state = metadata = None
+    random: dict[str, torch.Tensor] = {}
+    adapters_alone, large = False, {}
+    try:
+        state = read_state(folder)
+        _check(folder, state, run)
+        small, large = share(folder, state, mesh.rank, mesh.size) if checked else ({}, {})
+        verify(folder, small)
+        metadata = read_metadata(folder / "dcp")
+        file = folder / f"random_{mesh.rank}.safetensors"
+        if file.is_file():  # a new rank starts from its seed
+            random = load_file(file)
+        adapters_alone = _without_base(folder, state, model)
+    except SafetensorError as error:
+        problem = Damaged(f"{file}: cannot be read as safetensors: {error}")
+    except (OSError, ValueError) as error:
+        problem = error
+    mesh.control.agree(problem)
+    assert state is not None and metadata is not None  # else there was a problem
+    if mesh.main and (
+        changed := {k: (v, ops.get(k)) for k, v in state["ops"].items() if ops.get(k) != v}
+    ):
+        log.warning(
+            "ops are computed differently from when %s was written: %s (then, now)", folder, changed
+        )
+    tensors, moments = _contents(model, optimizer, adapters_alone)
+    _load(folder, tensors, metadata, mesh, large)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=tensors["model"],
+        optim_state_dict={**moments, **tensors["optimizer"]},
+        # Names that are left out: of tied weights, and of those that are not the checkpoint's.
+        options=StateDictOptions(strict=False),
+    )
+    if isinstance(model, Transformer):
+        model.merged = state.get("merged", False)
+    if random:
+        torch.set_rng_state(random["cpu"])
+        if "cuda" in random and torch.cuda.is_available():
+            torch.cuda.set_rng_state(random["cuda"])
+    return state
+
+
+def _load(
+    folder: pathlib.Path,
+    tensors: dict[str, Any],
+    metadata: Metadata,
+    mesh: Mesh,
+    files: dict[str, dict[str, Any]],
+) -> None:
+    """Fills tensors. While they are read a thread compares the checksums of `files`. Raises Damaged
+    on all ranks.
+    """
+    problem = None
+    with ThreadPoolExecutor(1) as pool:
+        verified = pool.submit(verify, folder, files)
+        try:
+            with _first_failure(Damaged, f"{folder}: cannot be read"):
+                state_dict_loader.load(
+                    tensors, storage_reader=Reader(folder / "dcp", metadata), planner=Planner()
+                )
+        except Damaged as error:  # of which the checksums name the file
+            problem = error
+        mesh.control.agree(verified.exception())
+    if problem is not None:
+        raise problem
+
+
+def _without_base(folder: pathlib.Path, state: dict[str, Any], model: nn.Module) -> bool:
+    """Whether adapters alone are read: the checkpoint holds no others, or the run goes on from
+    other weights than it began from. Raises ValueError if the model has no other weights.
+    """
+    origin = getattr(model, "origin", None)
+    if state.get("weights") == "adapters":
+        if origin is None:
+            raise ValueError(
+                f"{folder} holds adapters alone: set model.model_path to the weights below them"
+            )
+        return True
+    began = state["run"].get("base", {}).get("weights", origin)
+    return began != origin and not state.get("merged") and adapters_suffice(model)
+
+
+_ANEW = "To start anew from its weights, set model.model_path to its hf folder"
+
+
+def _check(folder: pathlib.Path, state: dict[str, Any], run: dict[str, dict[str, Any]]) -> None:
+    then, now = state["run"], json.loads(json.dumps(run))  # tuples as lists
+    # Differences first: another optimizer may have keys that this checkpoint's has not.
+    for kind, keys in now.items():
+        had = then.get(kind, {})
+        differ = {k: (had[k], v) for k, v in keys.items() if k in had and had[k] != v}
+        if differ and kind == "base":
+            raise ValueError(
+                f"{folder} belongs to a run that began from other weights than those of "
+                f"model.model_path: {differ} (checkpoint, configuration). Set model.model_path to "
+                "the former ones, or train.allow_other_base to true to go on with these"
+            )
+        if differ:
+            raise ValueError(
+                f"{folder} was written with another {kind}: {differ} (checkpoint, configuration). "
+                f"{_ANEW}"
+            )
+    for kind, keys in now.items():
+        if absent := keys.keys() - then.get(kind, {}).keys():
+            raise ValueError(
+                f"{folder} was written by a version that did not record {kind}: "
+                f"{', '.join(sorted(absent))}. It cannot be compared with this run's. {_ANEW}"
+            )

@@ -1,0 +1,297 @@
+"""Fills a model from a Hugging Face folder. One parameter at a time is in memory in full, whatever
+the model's size; sharded parameters (FSDP2's DTensors) are filled in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import re
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tilewright.core.registry import short
+from tilewright.core.torch_names import pytree
+from tilewright.nn.quantized_layers import (
+    BESIDE,
+    QuantFormat,
+    QuantizedExperts,
+    QuantizedLinear,
+    format_of,
+    join,
+    quantize_as,
+)
+from tilewright.nn.weights import base_weights, fill, quantized, shape_of
+from tilewright.ops.quant.block_fp8 import BlockFP8
+from tilewright.ops.quant.nf4_format import NF4
+from tilewright.ops.quant.nvfp4 import NVFP4
+from tilewright.ops.quant.quantize import Quantized
+from tilewright.trainer.checkpoint.hf_folder import ACTIVATIONS, Folder
+from tilewright.trainer.checkpoint.hf_names import fuse, sources, split
+from tilewright.trainer.models.model import Transformer
+from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.parallel import exchange
+
+LOAD_MODES = ("broadcast", "all_ranks")
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def _check_fits(model: Transformer, folder: Folder) -> None:
+    problems, expected = [], set()
+    weights = list(base_weights(model))
+    any_quantized = any(quantized(p) for _, p in weights)
+    for name, p in weights:
+        names = sources(name, model.config)
+        expected |= {
+            n + beside
+            for n in names
+            for format in [folder.format(n)]
+            for beside in ("", *(BESIDE[format] if format else ()))
+        }
+        missing = [n for n in names if n not in folder]
+        problems += [f"missing {n}" for n in missing]
+        if missing:
+            continue
+        whole = torch.empty(shape_of(p), device="meta")
+        for n, part in zip(names, split(name, whole, model.config), strict=True):
+            if folder.shape(n) != list(part.shape):
+                problems.append(
+                    f"{n} has shape {folder.shape(n)}, the model's has {list(part.shape)}"
+                )
+        problems += [sentence for sentence in map(folder.refused, names) if sentence]
+        stored = [n for n in names if folder.format(n) is not None]
+        if stored and not any_quantized:
+            problems.append(
+                f"{stored[0]} is quantized: set lora.enable_qlora to true and lora.quant_format to "
+                f"{folder.format(stored[0])}"
+            )
+        elif like := quantized(p):
+            want = format_of(like[0])
+            assert isinstance(want, QuantFormat)  # by which the model was quantized
+            for n in stored:
+                have = (folder.format(n), folder.group(n))
+                if have != (want.name, want.group_size):
+                    problems.append(
+                        f"{n} is {have[0]} in groups of {have[1]}; lora.quant_format and "
+                        f"lora.quant_group_size say {want.name} and {want.group_size}"
+                    )
+    # A tied head may be stored nevertheless; older files contain the rotary frequencies.
+    spare = {
+        n
+        for n in folder.file_of
+        if n not in expected and not n.endswith(("rotary_emb.inv_freq", *ACTIVATIONS))
+    }
+    if model.config.architecture.further_layers:
+        layers = model.config.num_hidden_layers
+        spare = {n for n in spare if not ((m := LAYER.match(n)) and int(m[1]) >= layers)}
+    problems += [f"unexpected {n}" for n in sorted(spare - {"lm_head.weight"})]
+    if problems:
+        raise ValueError("the checkpoint does not fit the model:\n  " + "\n  ".join(problems))
+
+
+@torch.no_grad()
+def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "broadcast") -> None:
+    """Fills every parameter, in the parameter's dtype, and every quantized weight, in its format.
+
+    A quantized weight is copied from a quantized checkpoint, or quantized from a dense one, one
+    layer at a time. Adapters are unchanged. Every rank must call it. `model.origin` then identifies
+    the weights that were read.
+
+    Args:
+        model: to be filled; its parameters may be sharded.
+        path: a folder with config.json and safetensors.
+        mode: "broadcast": rank 0 reads and sends; "all_ranks": every rank reads.
+
+    Raises:
+        ValueError: the folder does not match the model; the message lists every missing,
+            unexpected and mis-shaped tensor. Every rank raises it.
+        FileNotFoundError: the folder contains no weights.
+    """
+    if mode not in LOAD_MODES:
+        raise ValueError(f"mode must be one of {list(LOAD_MODES)}, got {mode!r}")
+    many = dist.is_initialized() and dist.get_world_size() > 1
+    stages = model.pipeline
+    # Of each stage one rank reads for the others.
+    source, group = (0, None) if stages is None else (stages.reader, stages.mesh.stage.group)
+    reads = not many or mode == "all_ranks" or dist.get_rank() == source
+    folder = problem = None
+    if reads:
+        try:
+            folder = Folder(path)
+            _check_fits(model.whole, folder)
+        except (OSError, ValueError) as error:
+            problem = error
+    if stages is not None:
+        stages.mesh.control.agree(problem)
+    elif many:  # all ranks fail together; otherwise they would wait for rank 0 forever
+        verdict = exchange.broadcast(exchange.described(problem))
+        if verdict is not None and problem is None:
+            problem = exchange.raised(verdict)
+    if problem is not None:
+        raise problem
+    for name, p in base_weights(model):
+        if not isinstance(p, nn.Parameter):
+            sends = (source, group) if many and mode == "broadcast" else None
+            _fill(name, p, model.config, folder, sends)
+            continue
+        full = (
+            _read(name, model.config, folder).to(p.device, p.dtype)
+            if folder is not None
+            else torch.empty(p.shape, dtype=p.dtype, device=p.device)
+        )
+        if isinstance(p, DTensor):
+            first = None if mode == "all_ranks" else 0
+            p.copy_(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=first))
+        else:
+            if many and mode == "broadcast":
+                dist.broadcast(full, src=source, group=group)
+            p.copy_(full)
+    model.origin = _origin({} if folder is None else folder.checksums, model, many)
+
+
+def _origin(checksums: dict[str, str], model: Transformer, many: bool) -> str:
+    """A hash of the tensors that were read, in whatever files and by whatever ranks. Every rank
+    must call it.
+    """
+    if model.pipeline is not None:  # each stage's reader has read its own
+        for read in model.pipeline.mesh.control.gather(checksums):
+            checksums |= read
+    elif many:
+        checksums = exchange.broadcast(checksums)
+    text = json.dumps(checksums, sort_keys=True)
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _read(name: str, config: ModelConfig, folder: Folder) -> torch.Tensor:
+    """`fuse` of the tensors of one parameter, without holding all of them and the result at
+    once.
+    """
+    first, *rest = sources(name, config)
+    if not rest:
+        return fuse(name, [folder.read(first)])
+    whole = fuse(name, [torch.empty(folder.shape(n), device="meta") for n in (first, *rest)])
+    whole = torch.empty_like(whole, dtype=folder.read(first).dtype, device="cpu")
+    for n, part in zip((first, *rest), split(name, whole, config), strict=True):
+        part.copy_(folder.read(n))
+    return whole
+
+
+def _fill(
+    name: str,
+    stored: QuantizedLinear | QuantizedExperts,
+    config: ModelConfig,
+    folder: Folder | None,
+    sends: tuple[int, dist.ProcessGroup | None] | None,
+) -> None:
+    """folder: None on ranks that do not read.   sends: which rank sends, and to whom."""
+    like, error, weights = quantized(stored)[0], None, None
+    if folder is not None:
+        try:
+            weights = _quantized(name, like, config, folder)
+        except ValueError as problem:
+            error = problem
+    if sends is not None:  # the weights' description, or why there are none
+        source, group = sends
+        at = source if group is None else dist.get_group_rank(group, source)
+        told = exchange.broadcast(
+            [weights and [_described(q) for q in weights], exchange.described(error)], group, at
+        )
+        if told[1] is not None and error is None:
+            error = exchange.raised(told[1])
+        if not weights and told[0] is not None:
+            weights = [_empty(one, like.device) for one in told[0]]
+    if error:
+        raise error
+    assert weights is not None  # else there was an error
+    fill(stored, weights)
+    if sends is not None:
+        for buffer in stored.buffers():
+            dist.broadcast(buffer, src=source, group=group)
+
+
+def _quantized(name: str, like: Quantized, config: ModelConfig, folder: Folder) -> list[Quantized]:
+    """The contents of a quantized weight. Projections that are stored quantized stay so, bit for
+    bit; they are joined into one matrix if possible (`lora.join`). Dense ones that are fused are
+    quantized as one. Raises ValueError for experts that are stored quantized and cannot become one
+    tensor.
+    """
+    names = sources(name, config)
+    if all(folder.format(n) is None for n in names):
+        return [_quantize_dense(like, _read(name, config, folder))]
+    joined = join(
+        [
+            _on(
+                like.device,
+                _quantize_dense(like, folder.read(n))
+                if folder.format(n) is None
+                else folder.quantized(n),
+            )
+            for n in names
+        ]
+    )
+    if len(like.shape) == 2:
+        return joined
+    [q, *more], E = joined, like.shape[0]
+    if more or (isinstance(q, BlockFP8) and like.shape[1] % q.block[0]):
+        raise ValueError(
+            f"{name}: the experts are stored in {folder.format(names[0])} in a way that does not "
+            "make one tensor of them (NVFP4 needs one global scale for all, NF4 scales that are "
+            "not quantized, block FP8 whole blocks); start from the weights before they were "
+            "quantized"
+        )
+    if isinstance(q, BlockFP8):
+        return [
+            dataclasses.replace(
+                q, data=q.data.view(like.shape), scale_inv=q.scale_inv.unflatten(0, (E, -1))
+            )
+        ]
+    assert isinstance(q, NF4 | NVFP4)
+    parts = (
+        {}
+        if isinstance(q, NF4)
+        else {"data": q.data.unflatten(0, (E, -1)), "scale": q.scale.unflatten(0, (E, -1))}
+    )
+    return [dataclasses.replace(q, shape=tuple(like.shape), **parts)]
+
+
+def _quantize_dense(like: Quantized, weight: torch.Tensor) -> Quantized:
+    q: Any = quantize_as(like, weight.to(like.device))
+    return dataclasses.replace(q, dtype=weight.dtype)
+
+
+KINDS = {kind.__name__: kind for kind in (NF4, NVFP4, BlockFP8)}
+
+
+def _described(q: Quantized) -> dict[str, Any]:
+    """A quantized weight without its values, as JSON."""
+
+    def told(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return {"shape": list(value.shape), "dtype": short(value.dtype)}
+        return {"dtype": short(value)} if isinstance(value, torch.dtype) else value
+
+    entries = {f.name: told(getattr(q, f.name)) for f in dataclasses.fields(cast(Any, q))}
+    return {"kind": type(q).__name__, **entries}
+
+
+def _empty(told: dict[str, Any], device: torch.device) -> Quantized:
+    """The weight that `_described` has described, with memory for its values."""
+
+    def made(value: Any) -> Any:
+        if isinstance(value, dict):
+            dtype = getattr(torch, value["dtype"])
+            shape = value.get("shape")
+            return dtype if shape is None else torch.empty(shape, dtype=dtype, device=device)
+        return tuple(value) if isinstance(value, list) else value
+
+    return KINDS[told["kind"]](**{k: made(v) for k, v in told.items() if k != "kind"})
+
+
+def _on(device: torch.device, q: Any) -> Any:
+    return pytree.tree_map(lambda t: t if t is None else t.to(device), q)

@@ -1,0 +1,5 @@
+import sys
+
+from tilewright.trainer.config.config import main
+
+sys.exit(main())

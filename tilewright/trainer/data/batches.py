@@ -1,0 +1,279 @@
+"""Packed bins as micro-batches, per rank, resumable at any step.
+
+A batch is one packed row:
+    input_ids [1, T], labels [1, T] (shifted: labels[t] follows token t of the same document; the
+    last is -100), position_ids [1, T] (from 0 in every document), cu_seqlens int32 [documents + 1];
+    if routes are replayed, routed_experts int16 [1, T, layers with experts x top_k], -1 for a token
+    without a record.
+With context parallelism all but cu_seqlens are this rank's shard of the row, and the ranks of one
+row read the same bins.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow.compute
+import torch
+
+from tilewright.ops.attention.context_parallel import ContextParallel, shard
+from tilewright.trainer import interrupts
+from tilewright.trainer.config import Data, Train
+from tilewright.trainer.data import packing
+from tilewright.trainer.losses.loss import IGNORE
+
+pc: Any = pyarrow.compute  # which makes its functions when it is imported
+
+
+def lengths_of(dataset) -> np.ndarray:
+    """The number of tokens of each sample, int64, from Arrow's offsets: no token is read."""
+    stored = dataset.data.column("input_ids")
+    lengths = np.concatenate(
+        [np.empty(0, np.int64)]
+        + [pc.list_value_length(chunk).to_numpy(zero_copy_only=False) for chunk in stored.chunks]
+    ).astype(np.int64)
+    # The datasets package has no public name for the rows of a selection or shuffle.
+    rows = dataset._indices
+    return lengths if rows is None else lengths[rows.column(0).to_numpy()]
+
+
+class Bins(torch.utils.data.Dataset):
+    """A data set packed into bins. bins[i] is a list of (input_ids, labels), or (input_ids, labels,
+    routes [tokens, width]).
+    """
+
+    def __init__(self, dataset, data: Data, *, packed: bool = True, width: int = 0):
+        """width: experts that each token has recorded, in all layers; 0: none."""
+        self.width = width
+        self.dataset, self.data = dataset.with_format("numpy"), data
+        self.lengths = lengths = lengths_of(dataset)
+        self.tokens = int(lengths.sum())
+        if packed:
+            method = (
+                "sequential" if data.sample_packing_sequentially else data.sample_packing_method
+            )
+            self.bins = packing.pack(
+                lengths,
+                data.sample_packing_sequence_len,
+                method,
+                data.sample_packing_group_size,
+                data.sample_packing_mp_start_method,
+            )
+        else:
+            self.bins = [np.array([i]) for i in range(len(lengths))]
+        self.sizes = np.array([lengths[b].sum() for b in self.bins], dtype=np.int64)  # tokens
+
+    @property
+    def full(self) -> float:
+        """The part of the bins that holds tokens."""
+        return self.tokens / max(1, len(self) * self.data.sample_packing_sequence_len)
+
+    def identity(self) -> dict[str, int | str]:
+        """The compatibility key of a position in these bins."""
+        return {"bins": len(self), "tokens": self.tokens, "contents": self.fingerprint()}
+
+    def fingerprint(self) -> str:
+        """A hash of every sample's length, and of the contents of samples spread over the data: all
+        of them, or as many as have four million tokens in total.
+        """
+        few = max(2, min(len(self.lengths), (1 << 22) * len(self.lengths) // max(1, self.tokens)))
+        rows = self.dataset[np.unique(np.linspace(0, len(self.lengths) - 1, few).astype(np.int64))]
+        digest = hashlib.sha256(self.lengths.tobytes())
+        for name in ("input_ids", "labels", *(["routed_experts"] if self.width else [])):
+            for sample in rows[name]:
+                digest.update(np.asarray(sample, dtype=np.int64).tobytes())
+        return digest.hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def __getitem__(self, i: int | None) -> list[tuple[np.ndarray, ...]]:
+        if i is None:  # filler, so that every rank has a batch
+            return [_filler(2, self.width)]
+        rows = self.dataset[self.bins[i]]
+        columns = [rows["input_ids"], rows["labels"]]
+        if self.width:
+            columns.append([r.reshape(-1, self.width) for r in rows["routed_experts"]])
+        return list(zip(*columns, strict=True))
+
+
+def _filler(tokens: int, width: int) -> tuple[np.ndarray, ...]:
+    """A document without a label."""
+    routes = [np.full((tokens, width), -1, np.int16)] if width else []
+    return np.zeros(tokens, np.int64), np.full(tokens, IGNORE, np.int64), *routes
+
+
+def padding(multiple: int, cp: ContextParallel, tp: int = 1) -> int:
+    """The multiple to which a micro-batch is padded.   multiple: pad_to_multiple_of.
+
+    Each of the ranks that share a sequence has the same number of tokens, and each tensor-parallel
+    rank the same number of those.
+    """
+    return math.lcm(multiple, cp.multiple * tp)
+
+
+def collate(
+    bins: list[list[tuple[np.ndarray, ...]]],
+    multiple: int,
+    cp: ContextParallel | None = None,
+) -> dict[str, torch.Tensor]:
+    """Concatenates bins into one packed row, or a rank's shard of it. Padding is a document of its
+    own, with every label ignored.
+    """
+    documents = [d for b in bins for d in b]
+    lengths = [len(d[0]) for d in documents]
+    total, width = sum(lengths), documents[0][2].shape[1] if len(documents[0]) > 2 else 0
+    if pad := -total % multiple:
+        documents.append(_filler(pad, width))
+        lengths.append(pad)
+    ids = np.concatenate([d[0] for d in documents])
+    shifted = np.concatenate([np.append(d[1][1:], IGNORE) for d in documents])
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    row = {"input_ids": ids, "labels": shifted, "position_ids": positions}
+    tensors = {name: torch.from_numpy(t).long() for name, t in row.items()}
+    if width:
+        routes = np.concatenate([d[2] for d in documents])
+        tensors["routed_experts"] = torch.from_numpy(routes.astype(np.int16, copy=False))
+    return {
+        **{name: shard(t[None], 1, cp or ContextParallel()) for name, t in tensors.items()},
+        "cu_seqlens": torch.from_numpy(np.cumsum([0, *lengths])).int(),
+    }
+
+
+class Batches:
+    """One rank's micro-batches, grouped by optimizer step, resumable at any step.
+
+    rank, world_size: of data parallelism; ranks of one `cp` have the same. A step takes world_size
+    * micro_batch_size * accumulation bins. The position is an epoch and the number of its bins that
+    are used up, whatever the number of ranks, so a run can resume with another one.
+    """
+
+    def __init__(
+        self,
+        bins: Bins,
+        data: Data,
+        train: Train,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        pin: bool = False,
+        cp: ContextParallel | None = None,
+        tp: int = 1,
+    ):
+        self.data, self.cp, self.tp = data, cp or ContextParallel(), tp
+        self.bins, self.rank, self.world, self.pin = bins, rank, world_size, pin
+        self.micro, self.accumulation, self.seed = (
+            train.micro_batch_size,
+            train.gradient_accumulation_steps,
+            train.seed,
+        )
+        self.per_step = world_size * self.micro * self.accumulation
+        self.steps_per_epoch = self._steps_in(len(bins))
+        if self.steps_per_epoch == 0:
+            raise ValueError(
+                f"an optimizer step takes {self.per_step} bins (ranks x micro_batch_size x "
+                f"gradient_accumulation_steps) and the data fill {len(bins)}; use smaller bins or "
+                f"steps"
+            )
+        self.epoch = self.used = 0
+        self.tokens = 0  # handed out so far, to all ranks together
+
+    def _steps_in(self, bins: int) -> int:
+        whole, rest = divmod(bins, self.per_step)
+        return whole + (rest > 0 and not self.data.dataloader_drop_last)
+
+    @property
+    def position(self) -> int:
+        """The number of optimizer steps of this size up to the present position in the data."""
+        return (self.epoch + 1) * self.steps_per_epoch - self._steps_in(len(self.bins) - self.used)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "used": self.used}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.used = state["epoch"], state["used"]
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Indices of all bins in the order of an epoch."""
+        if not self.data.shuffle_merged_datasets:
+            return np.arange(len(self.bins))
+        return np.random.default_rng((self.seed, epoch)).permutation(len(self.bins))
+
+    def _mine(self) -> Iterator[list[int | None]]:
+        """Indices of this rank's micro-batches from the present position to the end of the
+        epoch.
+        """
+        order = self.order(self.epoch)
+        for first in range(self.used, len(order), self.per_step):
+            step: list[int | None] = list(map(int, order[first : first + self.per_step]))
+            if len(step) < self.per_step:
+                if self.data.dataloader_drop_last:
+                    return
+                step += [None] * (self.per_step - len(step))
+            for a in range(self.accumulation):
+                start = (a * self.world + self.rank) * self.micro
+                yield step[start : start + self.micro]
+
+    def steps(self) -> Iterator[list[dict[str, torch.Tensor]]]:
+        """Yields the micro-batches of each following step, epoch after epoch, without end."""
+        while True:
+            loader = _loader(self.bins, list(self._mine()), self.data, self.pin, self.cp, self.tp)
+            step, sizes = [], self.bins.sizes[self.order(self.epoch)]
+            for batch in loader:
+                step.append(batch)
+                if len(step) == self.accumulation:
+                    # The position after this step, set before yielding: a checkpoint is written
+                    # after the step, before the next one is requested.
+                    self.tokens += int(sizes[self.used : self.used + self.per_step].sum())
+                    self.used = min(self.used + self.per_step, len(self.bins))
+                    yield step
+                    step = []
+            self.epoch, self.used = self.epoch + 1, 0
+
+
+def _loader(
+    bins: Bins,
+    indices: list[list[int | None]],
+    data: Data,
+    pin: bool,
+    cp: ContextParallel,
+    tp: int,
+) -> torch.utils.data.DataLoader:
+    return torch.utils.data.DataLoader(
+        bins,
+        batch_sampler=indices,
+        collate_fn=functools.partial(
+            collate, multiple=padding(data.pad_to_multiple_of, cp, tp), cp=cp.layout()
+        ),
+        num_workers=data.dataloader_num_workers,
+        prefetch_factor=data.dataloader_prefetch_factor,
+        pin_memory=pin and data.dataloader_pin_memory,
+        worker_init_fn=interrupts.ignored,
+        # Without one it draws from the global generator, whose state a resumed run restores.
+        generator=torch.Generator(),
+    )
+
+
+def evaluation_batches(
+    bins: Bins,
+    size: int,
+    rank: int,
+    world_size: int,
+    pin: bool = False,
+    cp: ContextParallel | None = None,
+    tp: int = 1,
+) -> torch.utils.data.DataLoader:
+    """Every bin once over all ranks, `size` per micro-batch; ranks get the same number of batches,
+    filled up with empty ones. Bins are read and padded by their own settings.
+    """
+    groups: list[list[int | None]] = [
+        list(range(i, min(i + size, len(bins)))) for i in range(0, len(bins), size)
+    ]
+    groups.extend([None] for _ in range(-len(groups) % world_size))
+    own = groups[rank::world_size]
+    return _loader(bins, own, bins.data, pin, cp or ContextParallel(), tp)

@@ -1,0 +1,179 @@
+"""The name of a prepared data set: a hash of what it is made from.
+
+Local files and the tokenizer's are known by their contents, whatever their paths and times. Data
+that are elsewhere are known by their address and by the ETag or commit that the server tells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import pathlib
+from typing import Any
+
+from tilewright.trainer.checkpoint.hf_names import CHAT_TEMPLATES, local_folder
+from tilewright.trainer.config import Config, Dataset, Model
+from tilewright.trainer.data.data_files import Digests, digests
+from tilewright.trainer.data.encode import longest
+from tilewright.trainer.data.routes import Routes
+from tilewright.trainer.data.sources import located
+
+log = logging.getLogger("tilewright")
+# Increment when the same settings prepare other data, to invalidate earlier caches.
+PREPARATION = 5
+# Fields that say where data are, or how they are prepared, and not which samples come out.
+WITHOUT = {"path", "preprocess_shards", "trust_remote_code", "max_seq_len"}
+SETTINGS = (
+    "select_columns",
+    "shuffle_merged_datasets",
+    "shuffle_before_merging_datasets",
+    "dataset_shard_num",
+    "dataset_shard_idx",
+)
+
+
+class Notes:
+    """Hashes of files, and what servers have said, kept beside the prepared sets: a file is read
+    again only if its size or time has changed. Jobs share them.
+    """
+
+    def __init__(self, root: pathlib.Path):
+        self.path = root / "hashes.json"
+        self.known, self.new = self._saved(), {}
+
+    def _saved(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self.path.read_text())
+        except (OSError, ValueError):  # a new folder, or a torn file
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _note(self, name: str, what: Any) -> None:
+        self.known[name] = self.new[name] = what
+
+    def file(self, path: str) -> Digests:
+        """The hashes of a file's contents."""
+        stat, name = os.stat(path), os.path.realpath(path)
+        state, fields = [stat.st_size, stat.st_mtime_ns], len(Digests._fields)
+        noted = self.known.get(name)
+        if not isinstance(noted, list) or noted[:2] != state or len(noted) != 2 + fields:
+            self._note(name, [*state, *digests(path)])
+        return Digests(*self.known[name][2:])
+
+    def remote(self, entry: Dataset, config: Config) -> Any:
+        """What the server of an entry's data says about their version; if it cannot be asked, what
+        it said last.
+        """
+        name = json.dumps([entry.path, entry.name, entry.revision, entry.data_files])
+        try:
+            self._note(name, version(entry, config.data.hf_use_auth_token))
+        except Exception as error:  # readers of URLs raise exceptions without a common base
+            if name in self.known:
+                log.warning(
+                    "%s: cannot ask whether it has changed (%s); taking it as it was",
+                    entry.path,
+                    type(error).__name__,
+                )
+        if not known(said := self.known.get(name)):
+            log.warning(
+                "%s: its server tells no version (ETag or commit), so that later changes of it are "
+                "not seen",
+                entry.path,
+            )
+        return said
+
+    def save(self) -> None:
+        """Adds what is new to what other jobs have saved meanwhile."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        aside = self.path.with_name(f".{self.path.name}.partial")
+        with self.path.with_name(f".{self.path.name}.lock").open("w") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            aside.write_text(json.dumps(self._saved() | self.new))
+            aside.replace(self.path)
+
+
+def version(entry: Dataset, token: bool | None) -> Any:
+    """The commit of a set on the Hub, or (address, ETag) of each file."""
+    _, files = located(entry)
+    if not files:
+        from huggingface_hub import HfApi
+
+        return HfApi(token=token).dataset_info(entry.path, revision=entry.revision).sha
+    import datasets
+    from datasets.data_files import DataFilesList
+
+    found = DataFilesList.from_patterns(files, download_config=datasets.DownloadConfig(token=token))
+    return [[f, list(map(str, m))] for f, m in zip(found, found.origin_metadata, strict=True)]
+
+
+def known(said: Any) -> bool:
+    """Whether what `version` returns tells two versions of all files apart."""
+    return bool(said) and (isinstance(said, str) or all(told for _, told in said))
+
+
+def files_of(entries: list[Dataset], config: Config, blocks: int) -> list[dict[str, Any]]:
+    """The local files that entries are read from, as `data_files.moved` compares them.   blocks:
+    of all together, at most, but one of each.
+    """
+    notes = Notes(pathlib.Path(config.data.dataset_prepared_path))
+    found = [f for e in entries if e.path != "dummy" for f in located(e)[1] if "://" not in f]
+    made = [{"file": f, **notes.file(f).within(blocks // len(found))._asdict()} for f in found]
+    notes.save()
+    return made
+
+
+def cache_key(
+    entries: list[Dataset],
+    config: Config,
+    vocab: int,
+    shuffle: bool,
+    routes: Routes | None = None,
+) -> str:
+    """Changes whenever the prepared data would."""
+    data = config.data
+    notes = Notes(pathlib.Path(data.dataset_prepared_path))
+
+    def contents(entry: Dataset) -> Any:
+        if entry.path == "dummy":
+            return ["dummy", data.sample_packing_sequence_len]
+        kind, files = located(entry)
+        if files and "://" not in files[0]:
+            return [kind, [[pathlib.PurePath(f).suffix, notes.file(f).sha256] for f in files]]
+        return [kind, entry.path, notes.remote(entry, config)]
+
+    what = [
+        PREPARATION,
+        [[e.model_dump(exclude=WITHOUT), longest(e, data), contents(e)] for e in entries],
+        {k: getattr(data, k) for k in SETTINGS},
+        vocab,
+        shuffle,
+        config.train.seed,
+        _tokenizer(config.model, notes) if any(e.type != "tokenized" for e in entries) else None,
+        *([] if routes is None else [dataclasses.asdict(routes)]),
+    ]
+    notes.save()
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _tokenizer(model: Model, notes: Notes) -> Any:
+    """The tokenizer's files; its id, and revision, if the Hub does not give them."""
+    path, revision = model.tokenizer_path, model.revision
+    try:
+        folder = pathlib.Path(local_folder(path, revision)) if path else None
+    except FileNotFoundError:
+        folder = None
+    if folder is None or not folder.is_dir():
+        return path if revision is None else [path, revision]
+    # Not its other subfolders: a model's checkpoints may be there.
+    files = sorted(
+        p
+        for p in (*folder.iterdir(), *folder.glob(f"{CHAT_TEMPLATES}/*.jinja"))
+        if p.suffix in (".json", ".model", ".txt", ".jinja", ".tiktoken")
+        and p.is_file()
+        and not p.name.endswith(".index.json")
+    )
+    return [[str(p.relative_to(folder)), notes.file(str(p)).sha256] for p in files]

@@ -1,0 +1,314 @@
+"""From files or the Hub to prepared samples: load, tokenize, cache, split.
+
+A sample has input_ids and labels (default: the same; -100 is ignored). `batches.py` packs samples
+into batches. A prepared set is a folder with the samples in Arrow files, in the order in which they
+were read, order.npy, if they are shuffled, and the checksums of all these files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
+from tilewright.core.files import replace_folder
+from tilewright.trainer.config import Config, Dataset
+from tilewright.trainer.data import sealed
+from tilewright.trainer.data.cache_key import cache_key
+from tilewright.trainer.data.encode import (
+    COLUMNS,
+    REPLAYED,
+    ROUTES,
+    SCHEMA,
+    NotIntegers,
+    has_target,
+)
+from tilewright.trainer.data.prepare import Counts, Writer, prepare_entry, split_file
+from tilewright.trainer.data.routes import Routes
+from tilewright.trainer.data.rows import MOST_ROWS
+from tilewright.trainer.data.sources import check_sources, dummy, read_raw
+from tilewright.trainer.losses.loss import IGNORE
+
+pc: Any = pyarrow.compute  # which makes its functions when it is imported
+log = logging.getLogger("tilewright")
+ORDER = "order.npy"
+
+
+def _source(entry: Dataset, config: Config, vocab: int, seed: tuple[int, ...]):
+    """The rows of an entry that are asked for."""
+    data = config.data
+    source = dummy(data, vocab, seed) if entry.path == "dummy" else read_raw(entry, data)
+    if data.select_columns is not None:
+        names = list(source.column_names)
+        if absent := [c for c in data.select_columns if c not in names]:
+            raise ValueError(
+                f"data.select_columns: {absent} not in {entry.path}, which has {names}"
+            )
+        source = source.select_columns(data.select_columns)
+    if entry.shards is not None:
+        source = source.shard(entry.shards, entry.shards_idx or 0)
+    if data.dataset_shard_num is not None:
+        source = source.shard(data.dataset_shard_num, data.dataset_shard_idx or 0)
+    return source
+
+
+def _build(
+    entries: list[Dataset],
+    config: Config,
+    tokenizer: Callable[[], Any],
+    vocab: int,
+    shuffle: bool,
+    folder: pathlib.Path,
+    routes: Routes | None,
+) -> None:
+    """Writes a prepared set."""
+    check_sources(entries)
+    data, seed, order, begun = config.data, config.train.seed, [], time.monotonic()
+    path, counts = folder / "samples.arrow", Counts()
+    schema = SCHEMA if routes is None else REPLAYED
+    with contextlib.closing(Writer(path, schema)) as writer:
+        for i, entry in enumerate(entries):
+            # Training and evaluation must not share documents.
+            source = _source(entry, config, vocab, (seed, i, int(shuffle)))
+            loaded = None if entry.type == "tokenized" else tokenizer()
+            first = writer.samples
+            found = prepare_entry(source, entry, config, loaded, vocab, writer, routes)
+            if not found.made and not found.unlabeled:
+                log.warning("%s: holds no sample of two tokens or more", entry.path)
+            counts += found
+            part = np.arange(first, first + found.made)
+            if shuffle and data.shuffle_before_merging_datasets:
+                part = np.random.default_rng(seed).permutation(part)
+            order.append(part)
+    if not counts.targets:
+        raise ValueError(f"{_listed(entries)}: nothing can be learned: {counts.nothing()}")
+    merged = np.concatenate(order)
+    if shuffle and data.shuffle_merged_datasets:
+        merged = np.random.default_rng(seed).permutation(merged)
+    if shuffle:
+        np.save(folder / ORDER, merged)
+    if (count := min(data.num_dataset_shards_to_save or 1, writer.samples)) > 1:
+        split_file(path, count, writer.samples)
+    sealed.seal(folder)
+    log.info(
+        "data: prepared %d samples of %d tokens in %.1f s",
+        writer.samples,
+        writer.tokens,
+        time.monotonic() - begun,
+    )
+
+
+def _listed(entries: list[Dataset]) -> str:
+    return ", ".join(entry.path for entry in entries)
+
+
+def check_targets(dataset, what: str) -> None:
+    """Raises ValueError if no sample of a prepared set has a target. Reads up to the first."""
+    labels = dataset.select_columns(["labels"]).with_format("arrow")
+    for first in range(0, len(labels), MOST_ROWS):
+        lists = labels[first : first + MOST_ROWS].column("labels").combine_chunks()
+        if any(has_target(row.values.to_numpy()) for row in lists):
+            return
+    raise ValueError(
+        f"{what}: nothing can be learned: none of the {len(labels)} samples has a label after its "
+        "first token"
+    )
+
+
+def _load(folder: pathlib.Path):
+    """A prepared set, as it was checked by the process that builds."""
+    import datasets
+
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: not there; every process must see this folder")
+    names = sealed.names(folder)
+    files = [datasets.Dataset.from_file(str(folder / n)) for n in names if n.endswith(".arrow")]
+    merged = datasets.concatenate_datasets(files)
+    return merged.select(np.load(folder / ORDER)) if ORDER in names else merged
+
+
+@contextlib.contextmanager
+def _alone(path: pathlib.Path) -> Iterator[None]:
+    """Only one process prepares a set: others wait. The system releases the lock of a process that
+    has ended, and processes that it had started do not have it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            log.info("data: another process is preparing the same data; waiting for it")
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        yield
+
+
+def prepare(
+    entries: list[Dataset],
+    config: Config,
+    tokenizer: Callable[[], Any],
+    vocab: int,
+    *,
+    shuffle: bool = True,
+    routes: Routes | None = None,
+    main: bool = True,
+    broadcast: Callable[[str | None], str | None] = lambda name: name,
+):
+    """The merged, tokenized data set with columns input_ids and labels, and routed_experts if
+    `routes` are replayed, from the cache if present.
+
+    main: this process builds and saves (rank 0), and says at `broadcast` how its folder is named;
+    the others wait there and read it. Another name could be theirs: files and answers of servers
+    change.
+    """
+    data = config.data
+    root = pathlib.Path(data.dataset_prepared_path)
+    if is_saved(config):
+        return _saved(root, entries is data.test_datasets, vocab, routes, check=main)
+    for entry in entries:
+        if pathlib.Path(entry.path).is_dir() and root.resolve().is_relative_to(
+            pathlib.Path(entry.path).resolve()
+        ):
+            raise ValueError(
+                f"data.dataset_prepared_path = {root}: lies in the data set {entry.path}, and "
+                "would be read as part of it"
+            )
+    check_sources(entries, cached=True)
+    if not main:
+        return _load(root / str(broadcast(None)))
+    folder = root / cache_key(entries, config, vocab, shuffle, routes)
+    if data.skip_prepare_dataset:
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"data.skip_prepare_dataset: no prepared data set at {root} or {folder}"
+            )
+        try:
+            sealed.check(folder)
+        except sealed.Damaged as damage:
+            raise ValueError(f"data.skip_prepare_dataset: {damage}") from damage
+    else:
+        with _alone(root / f".{folder.name}.lock"):
+            try:
+                if there := folder.is_dir():
+                    sealed.check(folder)
+            except sealed.Damaged as damage:
+                log.warning("data: %s; preparing them again", damage)
+                there = False
+            if not there:
+                aside = folder.with_name(f".{folder.name}.partial")
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir()
+                _build(entries, config, tokenizer, vocab, shuffle, aside, routes)
+                replace_folder(aside, folder)
+            _push(folder, config, split="test" if entries is data.test_datasets else "train")
+    broadcast(folder.name)
+    return _load(folder)
+
+
+def _push(folder: pathlib.Path, config: Config, split: str) -> None:
+    target = config.data.push_dataset_to_hub
+    told = folder / "pushed.txt"  # the target folder: the same at every start
+    pushed = told.read_text(errors="replace").splitlines() if told.is_file() else []
+    if target and target not in pushed:
+        token: Any = True  # the saved one, which push_to_hub takes and its annotation does not
+        _load(folder).push_to_hub(target, split=split, token=token, private=True)
+        told.write_text("".join(f"{name}\n" for name in (*pushed, target)))
+
+
+def is_saved(config: Config) -> bool:
+    """Whether the data are one prepared set that the datasets package saved, and no other files."""
+    data = config.data
+    saved = pathlib.Path(data.dataset_prepared_path, "dataset_info.json")
+    return data.skip_prepare_dataset and saved.is_file()
+
+
+def _saved(root: pathlib.Path, test: bool, vocab: int, routes: Routes | None, check: bool):
+    """A set that the datasets package saved, with the columns of a prepared one.   check: read
+    all tokens and recorded routes, since a token or an expert that does not exist would end a GPU
+    run without a sentence.
+    """
+    import datasets
+
+    if test:
+        raise ValueError(
+            f"data.skip_prepare_dataset: {root} is one data set, to train on; for evaluation set "
+            "data.val_set_size instead of data.test_datasets"
+        )
+    try:
+        prepared: Any = datasets.load_from_disk(str(root))
+        for name in {"input_ids", "labels"} & {*prepared.column_names}:
+            # Arrow would read where a damaged file's offsets point.
+            prepared.data.column(name).validate(full=True)
+    except Exception as error:  # readers' exceptions have no common base
+        reason = " ".join(str(error).split())
+        raise ValueError(f"data.skip_prepare_dataset: {root}: cannot be read: {reason}") from error
+    needed = {"input_ids", "labels"} | ({ROUTES} if routes is not None else set())
+    if absent := needed - {*prepared.column_names}:
+        raise ValueError(
+            f"data.skip_prepare_dataset: {root} has no column {' or '.join(sorted(absent))}"
+        )
+    for name in COLUMNS:
+        kind = prepared.data.column(name).type
+        if not pa.types.is_integer(getattr(kind, "value_type", pa.null())):
+            raise NotIntegers(f"data.skip_prepare_dataset: {root}", name, kind)
+    if check:
+        try:
+            _check_samples(prepared, vocab)
+            if routes is not None:
+                routes.check(*(prepared.data.column(name) for name in (ROUTES, "input_ids")))
+        except ValueError as error:
+            raise ValueError(f"data.skip_prepare_dataset: {root}: {error}") from error
+    return prepared
+
+
+def _check_samples(prepared, vocab: int) -> None:
+    """Raises ValueError, with the row, if the encoder of tokenized rows would have refused one."""
+    rows = prepared.select_columns(list(COLUMNS)).with_format("arrow")
+    for first in range(0, len(rows), MOST_ROWS):
+        part = rows[first : first + MOST_ROWS]
+        lists = [part.column(name).combine_chunks() for name in COLUMNS]
+        ids, labels = (
+            pc.fill_null(pc.list_value_length(column), -1).to_numpy() for column in lists
+        )
+        if (ids != labels).any() or (ids < 0).any():
+            at = int(((ids != labels) | (ids < 0)).argmax())
+            found = [
+                f"{max(0, n[at])} {name}" for n, name in ((ids, "input_ids"), (labels, "labels"))
+            ]
+            raise ValueError(f"row {first + at + 1}: it has {' and '.join(found)}")
+        row_of = np.repeat(np.arange(len(ids)), ids)
+        for column, accepted in zip(lists, (None, IGNORE), strict=True):
+            flat = column.flatten()
+            tokens = flat.fill_null(-1).to_numpy(zero_copy_only=False)
+            wrong = ((tokens < 0) | (tokens >= vocab)) & (tokens != accepted)
+            if wrong.any():
+                at = int(wrong.argmax())
+                raise ValueError(
+                    f"row {first + row_of[at] + 1}: "
+                    + (
+                        f"token {tokens[at]} is not in the model's vocabulary of {vocab}"
+                        if flat[at].is_valid
+                        else "a token in it is null"
+                    )
+                )
+
+
+def split_validation(dataset, size: int | float | None, seed: int):
+    """Returns (training, validation or None), both in the original order. size: a count, or a
+    fraction below 1.
+    """
+    if size is None:
+        return dataset, None
+    count = int(size) if size >= 1 else max(1, round(len(dataset) * size))
+    if count >= len(dataset):
+        raise ValueError(f"data.val_set_size = {size} leaves no training sample of {len(dataset)}")
+    order = np.random.default_rng(seed).permutation(len(dataset))
+    return dataset.select(np.sort(order[count:])), dataset.select(np.sort(order[:count]))

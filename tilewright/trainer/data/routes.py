@@ -1,0 +1,122 @@
+"""Recorded routes: the experts that an inference engine chose, which training replays."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+import torch
+
+from tilewright.nn import read_routed_experts
+from tilewright.nn.routed_experts import check
+from tilewright.trainer.models.model_config import ModelConfig
+
+pc: Any = pyarrow.compute  # which makes its functions when it is imported
+CHECKED = 256  # samples of a prepared set that are checked at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Routes:
+    """What a model's recorded routes look like.
+
+    layers: of the model.   routed: those with experts.   top_k: experts per token.
+    """
+
+    layers: int
+    routed: tuple[int, ...]
+    top_k: int
+    experts: int
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Routes:
+        """Raises ValueError for a model without experts."""
+        layers = config.num_hidden_layers
+        routed = tuple(i for i in range(layers) if config.is_moe(i))
+        if not routed:
+            raise ValueError("train.router_replay = True: the model has no experts")
+        return cls(layers, routed, config.num_experts_per_tok, config.num_experts)
+
+    @property
+    def width(self) -> int:
+        """Numbers per token."""
+        return len(self.routed) * self.top_k
+
+    def read(self, given: Any, tokens: int) -> np.ndarray:
+        """A cell of the data: int16 [tokens, width], -1 for a token without a record.
+
+        given: as in `read_routed_experts`, lists as an Arrow array.   tokens: of the sample.
+        Raises TypeError or ValueError.
+        """
+        if given is None:
+            raise ValueError("it has no routed_experts")
+        found = read_routed_experts(
+            _nested(given) if isinstance(given, pa.Array) else given,
+            layers=self.layers,
+            top_k=self.top_k,
+            experts=self.experts,
+            routed=self.routed,
+            tokens=tokens,
+        )
+        return found.transpose(0, 1).reshape(tokens, self.width).to(torch.int16).numpy()
+
+    def check(self, column: pa.ChunkedArray, tokens: pa.ChunkedArray) -> None:
+        """Raises ValueError for the first sample of a prepared set whose routes are not such.
+
+        column: those of each sample, token after token.   tokens: of each sample.
+        """
+        if not (
+            any(is_list(column.type) for is_list in LISTS)
+            and pa.types.is_integer(column.type.value_type)
+        ):
+            raise ValueError(f"routed_experts are {column.type}; accepted are lists of integers")
+        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
+        counts = pc.fill_null(pc.list_value_length(tokens), 0).to_numpy()
+        if len(wrong := (lengths != counts * self.width).nonzero()[0]):
+            i = wrong[0]
+            raise ValueError(
+                f"sample {i} has {lengths[i]} numbers in routed_experts; accepted are "
+                f"{counts[i] * self.width}, {self.width} for each of its {counts[i]} tokens"
+            )
+        first = 0
+        for part in column.chunks:
+            for at in range(0, len(part), CHECKED):
+                some = part.slice(at, CHECKED)
+                try:
+                    self._check(some)
+                except ValueError:
+                    for i in range(len(some)):  # to name the sample
+                        try:
+                            self._check(some.slice(i, 1))
+                        except ValueError as error:
+                            raise ValueError(f"sample {first + i}: {error}") from error
+                    raise
+                first += len(some)
+
+    def _check(self, samples: pa.Array) -> None:
+        values = samples.flatten()
+        if values.null_count:
+            raise ValueError("an expert in routed_experts is null")
+        found = values.to_numpy(zero_copy_only=False).reshape(-1, len(self.routed), self.top_k)
+        check(found, self.experts, self.routed)
+
+
+LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+
+
+def _nested(values: Any) -> np.ndarray:
+    """Lists of lists, an Arrow array, as an array, without Python's numbers."""
+    shape: list[int] = [len(values)]
+    while any(is_list(values.type) for is_list in LISTS):
+        lengths = pc.unique(pc.list_value_length(values)).to_pylist()
+        if len(lengths) > 1 or None in lengths:
+            raise ValueError(
+                f"routed experts have no shape: lists of lengths {sorted(map(str, lengths))}"
+            )
+        shape.append(lengths[0] if lengths else 0)
+        values = values.flatten()
+    if values.null_count:
+        raise ValueError("an expert in routed_experts is null")
+    return values.to_numpy(zero_copy_only=False).reshape(shape)

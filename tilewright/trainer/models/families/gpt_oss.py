@@ -1,0 +1,90 @@
+"""gpt-oss (arXiv 2508.10925): sinks, windows in every second layer, biases everywhere, and experts
+with a clamped gate.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tilewright.trainer.models.families.architecture import Architecture
+from tilewright.trainer.models.families.reading import (
+    FULL,
+    SLIDING,
+    dense,
+    experts,
+    number,
+    windows,
+)
+
+if TYPE_CHECKING:
+    from tilewright.trainer.models.model_config import ModelConfig
+
+
+ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _read(hf: dict[str, Any]) -> dict[str, Any]:
+    quantization = hf.get("quantization_config")
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
+        raise ValueError(
+            "config.json: quantization_config.quant_method = 'mxfp4' is not supported; accepted "
+            "are dense weights, which transformers writes after from_pretrained with "
+            "quantization_config=Mxfp4Config(dequantize=True)"
+        )
+    given = hf.get("rope_parameters") or hf.get("rope_scaling")
+    found = dense(hf if given else {**hf, "rope_scaling": ROPE})
+    alternating = [FULL if i % 2 else SLIDING for i in range(found["num_hidden_layers"])]
+    return {
+        **found,
+        **windows(hf, alternating),
+        **experts(
+            {**hf, "moe_intermediate_size": found["intermediate_size"], "norm_topk_prob": True}
+        ),
+        "swiglu_alpha": number(hf, "swiglu_alpha", 1.702, float),
+        "swiglu_limit": number(hf, "swiglu_limit", 7.0, float),
+    }
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_local_experts": config.num_experts,
+        "num_experts_per_tok": config.num_experts_per_tok,
+        "sliding_window": config.sliding_window,
+        "attention_bias": True,
+    }
+
+
+GPT_OSS = Architecture(
+    "gpt_oss",
+    "GptOss",
+    read=_read,
+    write=_write,
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "rope_theta": 150_000.0,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 128,
+    },
+    neutral={
+        "attention_bias": True,
+        "mlp_only_layers": None,
+        "decoder_sparse_step": 1,
+    },
+    norm_cast="gemma",
+    qkv_bias=True,
+    output_bias=True,
+    sinks=True,
+    router_bias=True,
+    expert_bias=True,
+    stacked_experts=True,
+    renamed=((".mlp.gate.", ".mlp.router."),),
+)

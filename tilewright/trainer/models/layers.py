@@ -1,0 +1,224 @@
+"""The layers of a dense decoder: norms on the residual stream, attention, and the MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewright import ops as tw
+from tilewright.nn import Linear, RMSNorm, SwiGLU
+from tilewright.nn.sharded import local
+from tilewright.ops.attention.context_parallel import ContextParallel, context_parallel_attention
+from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.ops_choice import Ops
+from tilewright.trainer.models.positions import Sequence
+from tilewright.trainer.parallel.tensor_parallel import TensorParallel
+
+
+class AddRMSNorm(RMSNorm):
+    """Adds to the residual stream and normalizes the sum. Returns (normalized, sum).
+
+    A residual of None is zero.
+    """
+
+    def __init__(
+        self, size: int, eps: float, ops: Ops, *, offset: float = 0.0, cast: str = "llama"
+    ):
+        super().__init__(size, eps, offset=offset, cast=cast, implementation=ops.rmsnorm)
+        self.add_implementation, self.native = ops.add_rmsnorm, ops.numerics.rmsnorm_native
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            return super().forward(x), x
+        if self.native:
+            total = x + residual
+            return super().forward(total), total
+        return tw.add_rmsnorm(
+            x,
+            residual,
+            local(self.weight),
+            self.eps,
+            offset=self.offset,
+            cast=self.cast,
+            implementation=self.add_implementation,
+        )
+
+
+def norm(config: ModelConfig, ops: Ops, size: int) -> RMSNorm:
+    """A norm of the model's kind, of another vector than the residual stream."""
+    family = config.architecture
+    return RMSNorm(
+        size,
+        config.rms_norm_eps,
+        offset=family.norm_offset,
+        cast=family.norm_cast,
+        implementation=ops.rmsnorm,
+    )
+
+
+def residual_norm(config: ModelConfig, ops: Ops) -> AddRMSNorm:
+    family = config.architecture
+    return AddRMSNorm(
+        config.hidden_size,
+        config.rms_norm_eps,
+        ops,
+        offset=family.norm_offset,
+        cast=family.norm_cast,
+    )
+
+
+class Attention(nn.Module):
+    """Grouped queries, with what the model's family adds: biases, norms of queries and keys, sinks,
+    a window.
+    """
+
+    def __init__(self, config: ModelConfig, ops: Ops, merge_qkv: bool, layer: int = 0):
+        super().__init__()
+        family = config.architecture
+        self.heads, self.kv_heads, self.head_dim, self.ops = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            ops,
+        )
+        self.sinks = nn.Parameter(torch.empty(self.heads)) if family.sinks else None
+        self.local = config.is_local(layer)
+        self.window = config.sliding_window if self.local else None
+        self.scale = family.scale(config)
+        self.cp, self.tp = ContextParallel(), TensorParallel()
+        self.add_projections(config, merge_qkv)
+
+    def add_projections(self, config: ModelConfig, merge_qkv: bool) -> None:
+        H, D, family = config.hidden_size, config.head_dim, config.architecture
+        widths = (self.heads * D, self.kv_heads * D, self.kv_heads * D)
+        self.widths, self.merge_qkv = widths, merge_qkv
+        # No fused pass computes as PyTorch does.
+        numerics, bias = self.ops.numerics, family.qkv_bias
+        self.apart = numerics.rmsnorm_native or numerics.rope_native
+        if merge_qkv:
+            self.qkv_proj = Linear(H, sum(widths), bias=bias)
+        else:
+            self.q_proj, self.k_proj, self.v_proj = (Linear(H, n, bias=bias) for n in widths)
+        self.o_proj = Linear(widths[0], H, bias=family.output_bias)
+        self.qk_norm = family.qk_norm
+        if self.qk_norm:
+            self.q_norm, self.k_norm = (norm(config, self.ops, D) for _ in "qk")
+
+    def forward(self, x: torch.Tensor, sequence: Sequence) -> torch.Tensor:
+        apart = self.breaks and sequence.cu_seqlens is not None
+        # `torch.compiler.disable` returns something without a type.
+        attend: Any = self._attend_uncompiled if apart else self._attend
+        return self.output(attend(*self.project(x, sequence), sequence))
+
+    @property
+    def breaks(self) -> bool:
+        """Whether attention over packed documents stays outside a compiled graph.
+
+        A loop over documents would recompile for each number of them, and ranks that share a
+        sequence wait for each other.
+        """
+        return self.ops.attention == "sdpa" or self.cp.size > 1
+
+    def project(
+        self, x: torch.Tensor, sequence: Sequence
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Projects x [B, S, H] to q, k and v, [B, heads, S, D]: this rank's heads."""
+        x = self.tp.gather(x)
+        if self.merge_qkv and not self.apart:
+            q, k, v = self._heads_of_merged(self.qkv_proj(x), sequence)
+        elif self.merge_qkv:
+            q, k, v = self.qkv_proj(x).split(self.widths, -1)
+            q, k, v = self._heads(q, k, v, sequence)
+        else:
+            q, k, v = self._heads(self.q_proj(x), self.k_proj(x), self.v_proj(x), sequence)
+        return *self.rounded(q, k), v
+
+    def rounded(self, q, k):
+        """Queries and keys, in bfloat16 if the numerics say so, and back: attention takes one
+        dtype.
+        """
+        if not self.ops.numerics.attention_cast_bf16:
+            return q, k
+        return q.bfloat16().to(q.dtype), k.bfloat16().to(k.dtype)
+
+    def output(self, attended):
+        """Projects attention's result [B, heads, S, D] to [B, S, H]."""
+        return self.tp.reduce_scatter(self.o_proj(attended.transpose(1, 2).flatten(2)))
+
+    def _attend(self, q, k, v, sequence):
+        options = {
+            "cu_seqlens": sequence.cu_seqlens,
+            "window": self.window,
+            "scale": self.scale,
+            "sinks": None if self.sinks is None else self.tp.own(local(self.sinks)),
+            "implementation": self.ops.attention,
+        }
+        if self.cp.size > 1:
+            return context_parallel_attention(q, k, v, self.cp, ends=sequence.ends, **options)
+        return tw.attention(q, k, v, max_seqlen=sequence.longest, **options)
+
+    @torch.compiler.disable
+    def _attend_uncompiled(self, *args):
+        return self._attend(*args)
+
+    def _heads(self, q, k, v, sequence):
+        """Attention's inputs [B, heads, S, D] from the three projections."""
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        rotated = tw.rope(
+            q,
+            k,
+            *sequence.angles(self.local),
+            position_ids=sequence.position_ids,
+            implementation=self.ops.rope,
+        )
+        return *rotated, v
+
+    def _heads_of_merged(self, qkv, sequence):
+        """The same from the merged projection, in one pass; the norms' modules hold weights
+        only.
+        """
+        norms = {}
+        if self.qk_norm:
+            norms = {
+                "q_weight": self.q_norm.weight,
+                "k_weight": self.k_norm.weight,
+                "eps": self.q_norm.eps,
+                "offset": self.q_norm.offset,
+            }
+        return tw.qk_norm_rope(
+            qkv,
+            *sequence.angles(self.local),
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            position_ids=sequence.position_ids,
+            implementation=self.ops.qk_norm_rope,
+            **norms,
+        )
+
+
+class MLP(SwiGLU):
+    """down(a(gate(x)) * up(x)), where a is SiLU, or GELU approximated by tanh."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, inner: int | None = None):
+        """inner: default: the model's intermediate_size."""
+        super().__init__(
+            config.hidden_size,
+            config.intermediate_size if inner is None else inner,
+            implementation=ops.silu_mul,
+        )
+        self.gelu = ops.gelu_mul if config.architecture.activation == "gelu" else None
+        self.tp = TensorParallel()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.tp.gather(x)
+        if self.gelu is None:
+            return self.tp.reduce_scatter(super().forward(x))
+        gated = tw.gelu_mul(self.gate_up_proj(x), approximate="tanh", implementation=self.gelu)
+        return self.tp.reduce_scatter(self.down_proj(gated))

@@ -1,0 +1,189 @@
+"""Layers with experts: the router, the experts, and the router's report."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from tilewright import ops as tw
+from tilewright.nn.quantized_layers import QuantizedExperts
+from tilewright.nn.sharded import local
+from tilewright.ops.activation.gate import Gate
+from tilewright.ops.moe.expert_parallel import DeepEP, ep_moe_mlp
+from tilewright.ops.quant.aqn import AQN
+from tilewright.trainer.models.layers import MLP
+from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.ops_choice import Ops
+from tilewright.trainer.parallel.recompute import Recomputed
+
+
+class Experts(nn.Module):
+    """All experts, or after `spread` this rank's; its parameters are then DTensors, sharded by
+    expert.
+
+    `adapt.quantize_model` replaces the two tensors by modules, `adapt.add_lora` the whole by
+    LoRAExperts.
+    """
+
+    noise_layers = 2  # number of `AQN.layer` values that it may use
+
+    def __init__(self, config: ModelConfig, ops: Ops):
+        super().__init__()
+        E, H, I = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * I, H))
+        self.down_proj = nn.Parameter(torch.empty(E, H, I))
+        self.biased = config.architecture.expert_bias
+        if self.biased:
+            self.gate_up_proj_bias = nn.Parameter(torch.empty(E, 2 * I))
+            self.down_proj_bias = nn.Parameter(torch.empty(E, H))
+        self.gate = _gate_of(config)
+        self.ops, self.recompute = ops, False
+        self.noise: AQN | None = None
+        self.group: dist.ProcessGroup | None = None
+
+    def spread(self, group: dist.ProcessGroup, dispatch: str, deepep: DeepEP) -> None:
+        """Sends tokens to the rank of `group` that has their experts."""
+        self.group, self.dispatch, self.deepep = group, dispatch, deepep
+
+    def forward(self, x_TH, index_TK, weight_TK, kept=None):
+        if self.group is not None:
+            return ep_moe_mlp(
+                x_TH,
+                local(self.gate_up_proj),
+                local(self.down_proj),
+                index_TK,
+                weight_TK,
+                self.group,
+                **self._options(),
+                dispatch=self.dispatch,
+                implementation=self.ops.moe_mlp,
+                recompute=self.recompute,
+                kept=kept,
+                deepep=self.deepep,
+            )
+        compute = Recomputed(self._compute) if self.recompute else self._compute
+        return compute(x_TH, index_TK, weight_TK)
+
+    def set_noise(self, noise: AQN | None) -> None:
+        """Sets noise on quantized experts for future forward passes, in training only."""
+        self.noise = noise if isinstance(self.down_proj, QuantizedExperts) else None
+
+    def _options(self):
+        """What differs from SiLU(gate) * up without biases."""
+        if not self.biased:
+            return {"gate": self.gate}
+        return {
+            "gate_up_bias": local(self.gate_up_proj_bias),
+            "down_bias": local(self.down_proj_bias),
+            "gate": self.gate,
+        }
+
+    def _compute(self, x_TH, index_TK, weight_TK):
+        gate_up, down = self.gate_up_proj, self.down_proj
+        if isinstance(down, QuantizedExperts):
+            assert isinstance(gate_up, QuantizedExperts)
+            return tw.moe_mlp(
+                x_TH,
+                gate_up.weight(),
+                down.weight(),
+                index_TK,
+                weight_TK,
+                noise=self.noise if self.training else None,
+                implementation=self.ops.moe_mlp,
+            )
+        return tw.moe_mlp(
+            x_TH,
+            gate_up,
+            down,
+            index_TK,
+            weight_TK,
+            **self._options(),
+            implementation=self.ops.moe_mlp,
+        )
+
+
+def _gate_of(config: ModelConfig) -> Gate:
+    """What experts make of gates and ups: SwiGLU, or gpt-oss's clamped one."""
+    alpha, limit = config.swiglu_alpha, config.swiglu_limit
+    if alpha is None:
+        return Gate()
+    return Gate(alpha=alpha, limit=limit, up_limit=limit, up_offset=1.0)
+
+
+class Router(nn.Linear):
+    """Logits of experts. fp32: in float32, from x and weight in the dtypes of the call.
+
+    Of a sigmoid router e_score_correction_bias is added to scores for the choice alone. It has no
+    gradient, and stays whole and in float32 on every rank.
+    """
+
+    def __init__(self, config: ModelConfig, fp32: bool):
+        family = config.architecture
+        super().__init__(config.hidden_size, config.num_experts, bias=family.router_bias)
+        self.fp32 = fp32
+        self.e_score_correction_bias = (
+            nn.Parameter(torch.empty(config.num_experts), requires_grad=False)
+            if family.score == "sigmoid"
+            else None
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
+        if not self.fp32:
+            return F.linear(x, weight, bias)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+
+
+class MoE(nn.Module):
+    def __init__(self, config: ModelConfig, ops: Ops, number: int = 0):
+        """number: of layers with experts before this one."""
+        super().__init__()
+        self.number = number
+        self.gate = Router(config, ops.numerics.router_fp32)
+        self.experts = Experts(config, ops)
+        self.shared_experts = (
+            MLP(config, ops, config.n_shared_experts * config.moe_intermediate_size)
+            if config.n_shared_experts
+            else None
+        )
+        self.top_k, self.ops = config.num_experts_per_tok, ops
+        scale = config.routed_scaling_factor
+        self.options = {
+            "score": config.architecture.score,
+            "renormalize": config.norm_topk_prob,
+            "groups": config.n_group or 1,
+            "topk_groups": config.topk_group or 1,
+            "scale": 1.0 if scale is None else scale,
+            "implementation": ops.route,
+        }
+
+    def forward(self, x, routes=None, kept=None):
+        """The layer's output, and the router's report [E + 2]: tokens per expert, load-balance
+        loss, z-loss.
+
+        routes: recorded experts of this layer, int16 [K, T], -1 for a token without a record.
+        kept: as in `ep_moe_mlp`, for a call that the backward repeats.
+        """
+        x_TH = x.reshape(-1, x.shape[-1])
+        logits_TE, bias = self.gate(x_TH), self.gate.e_score_correction_bias
+        recorded_TK = None
+        if routes is not None:
+            recorded_TK = self._completed(logits_TE.detach(), routes.T)
+        routing = tw.route(
+            logits_TE, self.top_k, bias=bias, expert_index=recorded_TK, **self.options
+        )
+        index_TK, weight_TK, tokens_E, *losses = routing
+        report = torch.cat((tokens_E.float(), torch.stack(losses))).detach()
+        # Like F.linear's, the result must not be a view: FSDP2 warns of views, since operations in
+        # place would bypass its hooks.
+        y = torch.ops.aten._unsafe_view(self.experts(x_TH, index_TK, weight_TK, kept), x.shape)
+        return (y if self.shared_experts is None else y + self.shared_experts(x)), report
+
+    def _completed(self, logits_TE, recorded_TK):
+        """Recorded routes; of tokens without a whole record today's."""
+        bias = self.gate.e_score_correction_bias
+        today = tw.route(logits_TE, self.top_k, bias=bias, **self.options).expert_index
+        return torch.where((recorded_TK < 0).any(-1, keepdim=True), today, recorded_TK.long())

@@ -1,0 +1,123 @@
+"""torch.compile of layers: whole, or the parts around code that cannot be in a graph."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilewright.core import torch_names
+from tilewright.trainer.config import Train
+from tilewright.trainer.models.model import Transformer
+from tilewright.trainer.models.moe import MoE
+from tilewright.trainer.models.positions import Sequence
+from tilewright.trainer.parallel.recompute import inner
+
+log = logging.getLogger("tilewright")
+
+
+def compile_layers(model: Transformer, train: Train, basic_modules: list[str]) -> None:
+    """Compiles whole layers, each as one graph, or, where attention or experts cannot be in a
+    graph, the code around them.
+
+    Call it before `recompute_activations`: a graph break within a checkpointed function would leave
+    all of it uncompiled.
+
+    Raises ValueError for a module that FSDP2 would gather within a graph.
+    """
+    names = {
+        name
+        for path, module in next(iter(model.model.layers)).named_modules()
+        if path
+        for name in (path.rpartition(".")[2], type(module).__name__)
+    }
+    if inside := names & {*basic_modules}:
+        raise ValueError(
+            f"model.basic_modules, train.enable_compile = True: {', '.join(sorted(inside))} would "
+            f"be gathered in the midst of a layer's compiled code; leave one of them out"
+        )
+    recomputes = train.enable_gradient_checkpointing
+    experts_alone = recomputes and train.moe_checkpoint_method == "moe_act"
+    in_parts = recomputes and train.recompute_modules is not None
+    compiled: dict[tuple[type, str], Compiled] = {}
+    for block in model.model.blocks:
+        attention, mlp = block.self_attn, block.mlp
+        # Tokens sent to other ranks wait for them, and experts that are recomputed alone have their
+        # own checkpoint. With ranks that share experts, or matrices, FSDP2
+        # gathers them by themselves.
+        own_unit = train.expert_parallel_size > 1 or train.tensor_parallel_size > 1
+        apart = isinstance(mlp, MoE) and (own_unit or experts_alone)
+        if attention.breaks or apart or in_parts:
+            norms = (m for name, m in block.named_children() if name.endswith("layernorm"))
+            parts = [
+                *((module, "forward") for module in norms),
+                (attention, "project"),
+                (attention, "output"),
+                *([] if apart else [(mlp, "forward")]),
+            ]
+        else:
+            parts = [(block, "forward")]
+        for module, name in parts:
+            kind = (type(mlp if module is block else module), name)
+            if kind not in compiled:
+                compiled[kind] = Compiled(getattr(type(module), name))
+            setattr(module, name, functools.partial(compiled[kind], module))
+
+
+class Compiled:
+    """A method that is compiled once for all modules of a kind.
+
+    Dynamo caches compiled code per code object, up to a limit for all that share it: this method
+    gets its own copy of the code.
+    """
+
+    def __init__(self, method: Callable):
+        self.name, code = method.__qualname__, method.__code__.replace()
+        self.plain = types.FunctionType(
+            code, method.__globals__, method.__name__, method.__defaults__, method.__closure__
+        )
+        self.run = torch.compile(self.plain, fullgraph=True)
+
+    def __call__(self, *args: Any) -> Any:
+        dynamo = torch_names.dynamo()
+        # Batches have different lengths: a static size would recompile at once.
+        for t in _tensors(args):  # x [B, S, H], cos [S, D], attended [B, heads, S, D]; ids [B, S]
+            dynamo.maybe_mark_dynamic(t, t.dim() - (2 if t.is_floating_point() else 1))
+        try:
+            return self.run(*args)
+        except dynamo.exc.FailOnRecompileLimitHit as error:
+            log.warning(
+                "train.enable_compile: %s has been compiled %d times and runs uncompiled from "
+                "here on; TORCH_LOGS=recompiles says why",
+                self.name,
+                dynamo.config.recompile_limit,
+            )
+            log.debug("", exc_info=error)
+            self.run = self.plain
+        except dynamo.exc.Unsupported as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"train.enable_compile = True: {self.name} cannot be compiled: {reason}"
+            ) from error
+        return self.run(*args)
+
+
+def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
+    flat = [t for a in args for t in (a.tensors() if isinstance(a, Sequence) else [a])]
+    return [t for t in flat if torch.is_tensor(t)]
+
+
+def is_compiled(method: Callable) -> bool:
+    method = inner(method)
+    return isinstance(method, functools.partial) and isinstance(method.func, Compiled)
+
+
+def compiled_parts(model: Transformer) -> dict[str, int]:
+    """The compiled methods, and the number of their modules."""
+    methods = (v for m in model.model.layers.modules() for v in vars(m).values())
+    return dict(Counter(inner(v).func.name for v in methods if is_compiled(v)))

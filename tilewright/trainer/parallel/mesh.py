@@ -1,0 +1,402 @@
+"""One named mesh of all ranks: its sizes, checked once, and the process groups by purpose.
+
+A rank's number counts through the axes in this order, the last one fastest:
+
+    pp, replicate, shard, ring, ulysses, tp
+
+So the ranks of a tensor-parallel group are neighbors, then those that share a sequence (ring,
+Ulysses). Experts have their own view of the ranks of a pipeline stage.
+
+Purposes, and the ranks of each group:
+
+    batch     ranks with the same batch rank read the same bins: the shards of one sequence, the
+              shards of one matrix, and the stages
+    loss      ranks whose losses are added: those with the same tp coordinate. Tensor-parallel
+              ranks compute the same loss; of the stages only the last has one
+    params    ranks that hold the model's parameters, shards and stages of them: all ranks. Norms
+              of gradients are summed over them
+    stage     ranks of the same pipeline stage: statistics of its layers are summed
+    tensor    ranks that shard matrices (tp);   pipeline: the stages of one model, in order
+    experts   the ranks of a stage as (replicate, expert_shard, expert)
+    control   all ranks, on gloo: agreement, barriers; its timeout allows for preparing data
+
+Device meshes are slices of one mesh of all ranks, (pp, replicate, shard, tp) without the axes of
+size 1 except shard: FSDP2 takes (replicate, shard), and a parameter that is a DTensor on tp becomes
+one on (replicate, shard, tp).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tilewright import platform
+from tilewright.ops.attention.context_parallel import ContextParallel
+from tilewright.trainer.config import ConfigError, Train
+from tilewright.trainer.parallel import exchange
+
+AXES = ("pp", "replicate", "shard", "ring", "ulysses", "tp")
+# A step's collectives wait for the slowest rank: a step and a checkpoint take minutes.
+STEP_TIMEOUT = datetime.timedelta(minutes=30)
+# Rank 0 downloads, tokenizes and packs while the others wait.
+CONTROL_TIMEOUT = datetime.timedelta(hours=24)
+# A checkpoint is written in parallel to training, to file systems that may be slow.
+CHECKPOINT_TIMEOUT = datetime.timedelta(hours=2)
+# Axes of [replicate, shard, ring, ulysses] in the order (replicas ..., shards ...) of parameters.
+_PARAMETER_ORDER = {
+    "all": (0, 1, 2, 3),
+    "ulysses_only": (0, 2, 1, 3),
+    "ring_only": (0, 3, 1, 2),
+    "none": (0, 2, 3, 1),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes, and which of them shard parameters and experts."""
+
+    pp: int = 1
+    replicate: int = 1
+    shard: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tp: int = 1
+    expert: int = 1
+    cp_fsdp_mode: str = "all"
+    ep_outside: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def data(self) -> int:
+        """Number of ranks, or groups of ranks that share a sequence, with their own batches."""
+        return self.replicate * self.shard
+
+    @property
+    def context(self) -> int:
+        """Number of ranks that share a sequence."""
+        return self.ring * self.ulysses
+
+    @property
+    def parameters(self) -> tuple[int, int]:
+        """(replicas, shards) of parameters over which FSDP2 and DDP average gradients;
+        `cp_fsdp_mode` assigns ring and Ulysses to them.
+        """
+        replicas, shards = self.replicate, self.shard
+        for mode, size in (("ulysses_only", self.ulysses), ("ring_only", self.ring)):
+            if self.cp_fsdp_mode in ("all", mode):
+                shards *= size
+            else:
+                replicas *= size
+        return replicas, shards
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        place = {}
+        for axis, size in reversed([*zip(AXES, self.sizes, strict=True)]):
+            rank, place[axis] = divmod(rank, size)
+        return place
+
+    def batch_rank(self, rank: int) -> int:
+        """Which of the `data` streams of batches a rank reads."""
+        place = self.coordinates(rank)
+        return place["replicate"] * self.shard + place["shard"]
+
+    @property
+    def averaged(self) -> int:
+        """Number of ranks over which FSDP2 and DDP average gradients."""
+        return math.prod(self.parameters)
+
+    def stages(self) -> torch.Tensor:
+        """[pp, replicas, shards, tp]: all ranks."""
+        order = [1 + axis for axis in _PARAMETER_ORDER[self.cp_fsdp_mode]]
+        ranks = torch.arange(self.size).view(self.sizes).permute(0, *order, 5)
+        return ranks.reshape(self.pp, *self.parameters, self.tp)
+
+    def parameter_ranks(self, rank: int = 0) -> torch.Tensor:
+        """[replicas, shards]: the ranks that hold the same parameters as this one."""
+        place = self.coordinates(rank)
+        return self.stages()[place["pp"], ..., place["tp"]]
+
+    def stages_of_experts(self) -> torch.Tensor:
+        """[pp, replicas, shards of an expert, ranks that share a layer's experts]: all ranks.
+
+        Tensor-parallel ranks have tokens of their own in a layer with experts, so experts are
+        sharded over them too. With ep_outside the shards of an expert are neighbors.
+        """
+        ranks, n = self.stages().flatten(2), self.expert
+        if self.ep_outside:
+            return ranks.unflatten(2, (n, -1)).transpose(2, 3)
+        return ranks.unflatten(2, (-1, n))
+
+    def expert_ranks(self, rank: int = 0) -> torch.Tensor:
+        """[replicas, shards of an expert, ranks that share a layer's experts] of a rank's stage."""
+        return self.stages_of_experts()[self.coordinates(rank)["pp"]]
+
+
+def layout_of(train: Train, world_size: int) -> Layout:
+    """The layout of a configuration. Raises ConfigError if its sizes do not multiply to
+    world_size.
+    """
+    mode, ring, ulysses, pp, tp = (
+        train.data_parallel_mode,
+        train.ringattn_parallel_size,
+        train.ulysses_parallel_size,
+        train.pipeline_parallel_size,
+        train.tensor_parallel_size,
+    )
+    fields = {
+        "pipeline_parallel_size": pp,
+        "ringattn_parallel_size": ring,
+        "ulysses_parallel_size": ulysses,
+        "tensor_parallel_size": tp,
+    }
+    model = math.prod(fields.values())  # ranks that work on one batch
+    data, rest = divmod(world_size, model)
+    if rest:
+        shown = ", ".join(f"train.{name} = {n}" for name, n in fields.items() if n > 1)
+        raise ConfigError([f"{shown}: {world_size} processes do not divide by {model}"])
+    if mode == "none" and data > 1:
+        trained = "one process" if model == 1 else f"{model} processes"
+        raise ConfigError(
+            [f"train.data_parallel_mode = none: trains {trained}, but {world_size} were started"]
+        )
+    if mode != "fsdp2":
+        return Layout(pp=pp, replicate=data, tp=tp)
+    replicas, shards = train.data_parallel_replicate_size, train.data_parallel_shard_size
+    if shards == -1:
+        shards = data // max(1, replicas)
+    if replicas == -1:
+        replicas = data // max(1, shards)
+    if replicas * shards != data:
+        spread = f" of {model} for each batch" if model > 1 else ""
+        raise ConfigError(
+            [
+                f"train.data_parallel_shard_size = {train.data_parallel_shard_size}, "
+                f"train.data_parallel_replicate_size = {train.data_parallel_replicate_size}: "
+                f"do not make {world_size} processes{spread}"
+            ]
+        )
+    layout = Layout(
+        pp=pp,
+        replicate=replicas,
+        shard=shards,
+        ring=ring,
+        ulysses=ulysses,
+        tp=tp,
+        expert=train.expert_parallel_size,
+        cp_fsdp_mode=train.cp_fsdp_mode,
+        ep_outside=train.ep_outside,
+    )
+    group = layout.parameters[1] * tp
+    if group % layout.expert:
+        raise ConfigError(
+            [
+                f"train.expert_parallel_size = {layout.expert}: does not divide the "
+                f"{group} processes of a shard group"
+            ]
+        )
+    return layout
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate for one purpose. Without a process group it is one rank alone."""
+
+    group: dist.ProcessGroup | None = None
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def total(self, t: torch.Tensor) -> torch.Tensor:
+        """Sums t over the ranks, in place, and returns it."""
+        if self.group is not None:
+            dist.all_reduce(t, group=self.group)
+        return t
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over the ranks, in float64."""
+        return self.total(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
+
+    def barrier(self) -> None:
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+    def broadcast(self, value: Any) -> Any:
+        """The first rank's value, which JSON can hold, on every rank of the group."""
+        if self.group is None:
+            return json.loads(json.dumps(value))
+        return exchange.broadcast(value, self.group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Each rank's value, which JSON can hold, in order, on every rank of the group."""
+        if self.group is None:
+            return [json.loads(json.dumps(value))]
+        return exchange.gather(value, self.group)
+
+    def agree(self, problem: BaseException | None) -> None:
+        """Raises, on every rank, the first exception that any of them has; otherwise the others
+        would wait for it forever. A rank raises its own as it is, another one's with its message.
+        """
+        found = self.gather(exchange.described(problem))
+        first = next((i for i, one in enumerate(found) if one is not None), None)
+        if first is None:
+            return
+        own = self.group is None or dist.get_rank(self.group) == first
+        raise problem if own and problem is not None else exchange.raised(found[first])
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank in the mesh, and its groups by purpose. `Mesh()` is one process without a group."""
+
+    layout: Layout = field(default_factory=Layout)
+    rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    context: ContextParallel = field(default_factory=ContextParallel)
+    loss: Group = field(default_factory=Group)
+    params: Group = field(default_factory=Group)
+    stage: Group = field(default_factory=Group)
+    pipeline: Group = field(default_factory=Group)
+    control: Group = field(default_factory=Group)
+    shards: DeviceMesh | None = None  # of parameters: ([replicate,] shard)
+    tensor: DeviceMesh | None = None  # (tp,); None if its size is 1
+    experts: DeviceMesh | None = None  # ([replicate,] expert_shard, expert)
+
+    @property
+    def size(self) -> int:
+        return self.layout.size
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def batch_rank(self) -> int:
+        return self.layout.batch_rank(self.rank)
+
+
+def join(train: Train) -> Mesh:
+    """Joins the group that torchrun describes (NCCL on CUDA, gloo on CPU), or makes a group of one.
+
+    Raises ConfigError, before any communication, if the configured sizes do not multiply to that
+    number of processes.
+    """
+    launched = platform.launched()
+    rank, size, local = launched or (0, 1, 0)
+    layout_of(train, size)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(local)
+    # One process is a group too: FSDP2 and asynchronous checkpoints need one, and all runs take the
+    # same path.
+    alone: dict[str, Any] = {}
+    if launched is None:
+        exported: Any = dist  # torch does not list what it exports
+        alone["store"] = exported.HashStore()
+    # The CPU backend beside NCCL carries asynchronous checkpoints.
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        rank=rank,
+        world_size=size,
+        timeout=STEP_TIMEOUT,
+        **alone,
+    )
+    return build(train, rank, size, device_of(local))
+
+
+def device_of(local: int) -> torch.device:
+    """The device of a local rank."""
+    return torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def build(
+    train: Train, rank: int, size: int, device: torch.device, control_backend: str = "gloo"
+) -> Mesh:
+    """The mesh of an initialized process group. Every rank must call it."""
+    layout = layout_of(train, size)
+    everyone = Group(dist.group.WORLD, size, device)
+    # A rank that is no member would get an int.
+    control: Any = dist.new_group(backend=control_backend, timeout=CONTROL_TIMEOUT)
+    shards = tensor = experts = None
+    pipeline = Group()
+    fsdp2 = train.data_parallel_mode == "fsdp2"
+    if fsdp2 or layout.pp * layout.tp > 1:
+        root = _device_mesh(device, layout.stages(), "shard", "tp")
+        if fsdp2:
+            shards = _slice(root, "replicate", "shard")
+        if layout.tp > 1:
+            tensor = root["tp"]
+        if layout.pp > 1:
+            pipeline = Group(root.get_group("pp"), layout.pp, device)
+    # Beside tensor parallelism a rank has tokens of its own in every layer with experts.
+    if fsdp2 and (layout.expert > 1 or layout.tp > 1):
+        names = ("expert_shard", "expert")
+        root = _device_mesh(device, layout.stages_of_experts(), *names)
+        experts = _slice(root, "replicate", *names)
+    return Mesh(
+        layout,
+        rank,
+        device,
+        context_parallel(layout, device),
+        loss=_subgroup(everyone, layout.stages().flatten(0, 2).T),
+        params=everyone,
+        stage=_subgroup(everyone, layout.stages().flatten(1)),
+        pipeline=pipeline,
+        control=Group(control, size),
+        shards=shards,
+        tensor=tensor,
+        experts=experts,
+    )
+
+
+def context_parallel(layout: Layout, device: torch.device) -> ContextParallel:
+    """The ranks with which this one shares sequences. Every rank must call it."""
+    if layout.context == 1:
+        return ContextParallel()
+    sizes = (layout.pp * layout.data, layout.ring, layout.ulysses, layout.tp)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("data", "ring", "ulysses", "tp"))
+    return ContextParallel.of(mesh.get_group("ulysses"), mesh.get_group("ring"))
+
+
+def checkpoint_group() -> dist.ProcessGroup:
+    """A group for the thread that writes checkpoints: in training's group their messages would
+    interleave. Every rank must call it.
+    """
+    return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT))
+
+
+def _device_mesh(device: torch.device, ranks: torch.Tensor, *names: str) -> DeviceMesh:
+    """A mesh of ranks [pp, replicas, *names], without the axes pp, replicate and tp of size 1."""
+    kept = {
+        name: size
+        for name, size in zip(("pp", "replicate", *names), ranks.shape, strict=True)
+        if size > 1 or name not in ("pp", "replicate", "tp")
+    }
+    return DeviceMesh(device.type, ranks.reshape(tuple(kept.values())), mesh_dim_names=tuple(kept))
+
+
+def _slice(mesh: DeviceMesh, *names: str) -> DeviceMesh:
+    """This rank's part of a mesh along the axes that it has of these."""
+    axes = mesh.mesh_dim_names or ()
+    return mesh[tuple(name for name in names if name in axes)]
+
+
+def _subgroup(everyone: Group, ranks: torch.Tensor) -> Group:
+    """This rank's row of ranks [groups, size]. Every rank must call it."""
+    if len(ranks) == 1:
+        return everyone
+    own: Any
+    own, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+    return Group(own, ranks.shape[1], everyone.device)

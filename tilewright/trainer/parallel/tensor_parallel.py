@@ -1,0 +1,297 @@
+"""Tensor parallelism with sequence-parallel residual streams (arXiv 1909.08053, 2205.05198).
+
+Ranks of a tp group read the same tokens. Between layers each has a shard [B, S / tp, H] of the
+residual stream, along the sequence. Attention and MLP gather it, compute with a shard of their
+matrices, and reduce-scatter the sum over ranks:
+
+    norm            on the shard             weight whole; its gradient is a sum over ranks
+    biases, sinks   of own rows and heads    whole, gradients summed
+    q, k, v         [B, S, H] -> own heads   rows (column parallel)
+    QK norm, rope,  on own heads             weights whole, gradients summed
+    attention
+    o_proj          -> sum over ranks        columns (row parallel)
+    gate_up, down   the same                 rows of gate and of up; columns
+    embedding       own rows of the table    rows of the vocabulary; sum over ranks
+    head and loss   own logits               rows of the vocabulary; `group=` of the fused loss
+    experts         whole, on own tokens     as with data parallelism: see `parallel.py`
+
+Parameters are DTensors on the axis tp with the names and shapes of the whole model, so that FSDP2,
+checkpoints, norms and exports treat them as usual; layers compute with their local shards.
+
+Where the heads do not divide by tp, each rank has the weights of attention whole, computes it for
+the whole sequence, and keeps its shard of the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from tilewright.core import torch_names
+from tilewright.nn import Linear
+from tilewright.nn.lora import LoRALinear
+from tilewright.nn.sharded import local
+from tilewright.trainer.models.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from tilewright.trainer.models.model import Transformer
+
+# Modules whose matrices are sharded by rows, and by columns.
+BY_ROWS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "q_b_proj",
+    "kv_b_proj",
+    "gate_up_proj",
+    "embed_tokens",
+    "lm_head",
+)
+BY_COLUMNS = ("o_proj", "down_proj")
+# Parameters that are no DTensors in any layout, and are not cast: a router's bias for the choice is
+# no weight, and in bfloat16 it would choose other experts.
+PLAIN = ("e_score_correction_bias",)
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The ranks that shard a layer's matrices. Tensors of each are [B, S, ...]. `TensorParallel()`
+    is one rank alone, whose methods return their argument.
+    """
+
+    group: dist.ProcessGroup | None = None
+    size: int = 1
+    rank: int = 0
+    name: str = ""
+
+    @property
+    def heads(self) -> int:
+        """Among how many ranks the heads are divided."""
+        return self.size
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> TensorParallel:
+        group = mesh.get_group()
+        return cls(group, mesh.size(), mesh.get_local_rank(), group.group_name)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All ranks' shards [B, S / size, ...] -> [B, S, ...]. The gradient on each rank is its
+        part of a sum.
+        """
+        return x if self.size == 1 else _Gather.apply(x, self.size, self.name, None)
+
+    def gather_for_all(self, x: torch.Tensor) -> torch.Tensor:
+        """`gather` for a computation that every rank repeats: each has the whole gradient."""
+        return x if self.size == 1 else _Gather.apply(x, self.size, self.name, self.rank)
+
+    def own(self, t: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a vector that every rank has whole."""
+        return t if self.size == 1 else t.chunk(self.size)[self.rank]
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """Sums [B, S, ...] over ranks -> this rank's shard [B, S / size, ...]."""
+        return x if self.size == 1 else _ReduceScatter.apply(x, self.size, self.name)
+
+
+class RepeatedAttention(TensorParallel):
+    """Of attention that each rank computes whole."""
+
+    @property
+    def heads(self) -> int:
+        return 1
+
+    def own(self, t: torch.Tensor) -> torch.Tensor:
+        return t
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of what is the same on each."""
+        return x.chunk(self.size, 1)[self.rank]
+
+
+class _Gather(torch.autograd.Function):
+    """rank: None, or of one whose gradient is whole."""
+
+    @staticmethod
+    def forward(ctx, x, size, name, rank):
+        ctx.size, ctx.name, ctx.rank = size, name, rank
+        return _all_gather(x, size, name)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.rank is None:
+            return _reduce_scatter(grad, ctx.size, ctx.name), None, None, None
+        return grad.chunk(ctx.size, 1)[ctx.rank].contiguous(), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, size, name):
+        ctx.size, ctx.name = size, name
+        return _reduce_scatter(x, size, name)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _all_gather(grad, ctx.size, ctx.name), None, None
+
+
+def _all_gather(x, size, name):
+    """Collectives act on the first dimension. For one row, B = 1, nothing is copied."""
+    parts = torch_names.all_gather(x.contiguous(), size, name).unflatten(0, (size, -1))
+    return parts.transpose(0, 1).flatten(1, 2)
+
+
+def _reduce_scatter(x, size, name):
+    parts = x.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)
+    return torch_names.reduce_scatter(parts.contiguous(), size, name)
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """A table sharded by rows. Returns this rank's shard [B, S / tp, H] of the vectors."""
+
+    tp = TensorParallel()
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] % self.tp.size:
+            raise ValueError(
+                f"train.tensor_parallel_size = {self.tp.size}: {input_ids.shape[1]} tokens of a "
+                f"sequence do not divide by {self.tp.size}; batches.collate pads them"
+            )
+        table = local(self.weight)
+        row = input_ids - self.tp.rank * len(table)
+        inside = (row >= 0) & (row < len(table))
+        found = F.embedding(row.where(inside, 0), table)
+        return self.tp.reduce_scatter(found * inside.unsqueeze(-1))
+
+
+class BiasOfRows(Linear):
+    """A projection whose matrix is sharded by rows. Its bias is whole on every rank, as norms'
+    weights are, and each adds the part of its rows.
+    """
+
+    tp = TensorParallel()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, local(self.weight), self.tp.own(local(self.bias)))
+
+
+class BiasOfSum(Linear):
+    """A projection whose matrix is sharded by columns: the first rank alone adds the bias to the
+    sum over ranks.
+    """
+
+    tp = TensorParallel()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, local(self.weight), local(self.bias) * float(self.tp.rank == 0))
+
+
+def check(config: ModelConfig, size: int) -> None:
+    """Raises ValueError for a model that so many ranks cannot shard evenly."""
+    dense = not all(config.is_moe(layer) for layer in range(config.num_hidden_layers))
+    for what, n in (
+        ("columns of the MLP", config.intermediate_size if dense else 0),
+        (
+            "columns of the shared experts",
+            (config.n_shared_experts or 0) * config.moe_intermediate_size,
+        ),
+        ("tokens of the vocabulary", config.vocab_size),
+    ):
+        if n % size:
+            raise ValueError(
+                f"train.tensor_parallel_size = {size}: the model's {n} {what} do not divide by "
+                f"{size}"
+            )
+
+
+def shares_heads(config: ModelConfig, size: int) -> bool:
+    """Whether so many ranks each have as many heads."""
+    return config.num_attention_heads % size == config.num_key_value_heads % size == 0
+
+
+def shard_matrices(model: Transformer, mesh: DeviceMesh) -> None:
+    """Shards a model that is built on meta over the ranks of a mesh (tp,)."""
+    tp = TensorParallel.of(mesh)
+    check(model.config, tp.size)
+    shares = shares_heads(model.config, tp.size)
+    for path, module in model.named_modules():
+        if ".experts" not in path:
+            for name, p in list(module.named_parameters(recurse=False)):
+                whole = not shares and ".self_attn." in path
+                at = Replicate() if whole else _placement(model, path, name)
+                if name not in PLAIN:
+                    register(module, name, p, mesh, at)
+    model.tie()
+    module: Any
+    for path, module in model.named_modules():
+        projection = path.removesuffix(".base").rpartition(".")[2]
+        whole = not shares and ".self_attn" in path
+        biased = getattr(module, "bias", None) is not None and not whole
+        # Only the forward differs.
+        if isinstance(module, nn.Embedding):
+            module.__class__ = VocabularyEmbedding
+        elif biased and projection in BY_ROWS:
+            module.__class__ = BiasOfRows
+        elif biased and projection in BY_COLUMNS:
+            module.__class__ = BiasOfSum
+        if hasattr(module, "tp"):
+            cast(Any, module).tp = RepeatedAttention.of(mesh) if whole else tp
+
+
+def _placement(model: nn.Module, path: str, name: str) -> Placement:
+    """name: of a parameter of the module at a path; adapters follow the projection's weight."""
+    owner = path.removesuffix(".base")
+    projection, adapted = owner.rpartition(".")[2], model.get_submodule(owner)
+    if projection in BY_ROWS and name in ("weight", "lora_B"):
+        # Of fused projections each rank has rows of every part.
+        parts = 2 if projection == "gate_up_proj" else 1
+        if name == "lora_B" and isinstance(adapted, LoRALinear):
+            parts = len(adapted.slices)
+        return Shard(0) if parts == 1 else torch_names.strided_shard(0, parts)
+    if projection in BY_COLUMNS and name in ("weight", "lora_A"):
+        return Shard(1)
+    return Replicate()
+
+
+def dim_of(placement: Placement) -> int:
+    """The sharded dimension, or -1. `is_shard` is false where FSDP2 and tensor parallelism share
+    one.
+    """
+    return getattr(placement, "dim", -1)
+
+
+def register(
+    module: nn.Module, name: str, p: nn.Parameter, mesh: DeviceMesh, placement: Placement
+) -> None:
+    """Replaces a parameter on meta by a DTensor of its shape on a mesh of one dimension."""
+    shape = list(p.shape)
+    if (dim := dim_of(placement)) >= 0:
+        shape[dim] //= mesh.size()
+    part = torch.empty(shape, dtype=p.dtype, device=p.device)
+    whole = DTensor.from_local(part, mesh, [placement], run_check=False)
+    module.register_parameter(name, nn.Parameter(whole, p.requires_grad))
+
+
+def fsdp_placement(p: nn.Parameter) -> Shard:
+    """The dimension along which FSDP2 shards a parameter: another one than tp."""
+    rows = isinstance(p, DTensor) and any(dim_of(at) == 0 for at in p.placements)
+    return Shard(1 if rows else 0)
+
+
+def check_shards(model: nn.Module, shards: int) -> None:
+    """Raises ValueError for a parameter that FSDP2 cannot shard evenly along the other dimension,
+    which it requires of all but the first.
+    """
+    for name, p in model.named_parameters():
+        if fsdp_placement(p).dim == 1 and p.shape[1] % shards:
+            raise ValueError(
+                f"train.tensor_parallel_size, train.data_parallel_shard_size: {name} has "
+                f"{p.shape[1]} columns, which do not divide by the {shards} processes that shard "
+                "them beside tensor parallelism"
+            )

@@ -1,0 +1,167 @@
+"""The configuration's section `lora`: adapters, quantized weights, noise on them, merging."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tilewright.nn.adapt import add_lora, check_merge
+from tilewright.nn.lora_experts import LoRAExperts
+from tilewright.nn.quantize import quantize_model
+from tilewright.nn.quantized_layers import QuantFormat
+from tilewright.nn.weights import Adapted, adapted, is_adapter, trainable_parameters
+from tilewright.ops.moe.moe_lora import MOE_LORA
+from tilewright.ops.quant.aqn import AQN
+from tilewright.trainer.checkpoint import hf
+from tilewright.trainer.config import Lora, Model
+from tilewright.trainer.models.model import Transformer
+from tilewright.trainer.parallel.mesh import Mesh
+
+
+def add(model: Transformer, wanted: Lora, names: Model) -> None:
+    """Quantizes the layers of a model without values yet, if configured, and adds adapters."""
+    path = names.model_path
+    if wanted.enable_qlora:
+        exclude = wanted.exclude_modules
+        if exclude is None:
+            exclude = hf.excluded(hf.local_folder(path, names.revision)) if path else []
+        try:
+            done = quantize_model(
+                model,
+                QuantFormat(wanted.quant_format, wanted.quant_group_size),
+                exclude=exclude,
+                strict=wanted.exclude_modules is not None,
+            )
+        except ValueError as error:
+            raise ValueError(f"lora.exclude_modules = {exclude}: {error}") from error
+        if not done:
+            raise ValueError(f"lora.exclude_modules = {exclude}: leaves nothing to quantize")
+    try:
+        add_lora(model, wanted.lora_target_modules, rank=wanted.lora_rank, alpha=wanted.lora_alpha)
+    except ValueError as error:
+        raise ValueError(f"lora.lora_target_modules: {error}") from error
+    for module in mixtures(model):  # the configured name, or none: raises if it cannot run here
+        module.implementation = names.moe_implementation or "auto"
+        MOE_LORA.resolve(module.implementation)
+
+
+def mixtures(model: Transformer) -> list[LoRAExperts]:
+    """The experts with adapters."""
+    return [module for _, module in adapted(model) if isinstance(module, LoRAExperts)]
+
+
+def operations(model: Transformer, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """The implementations of experts with adapters, which `Ops` does not list."""
+    experts = mixtures(model)
+    name = experts[0].implementation if experts else ""
+    return (
+        {"moe_lora": MOE_LORA.choose(device.type, dtype) if name == "auto" else name}
+        if experts
+        else {}
+    )
+
+
+def generator(seed: int, step: int) -> torch.Generator:
+    """The generator of adapters initialized after that many optimizer steps."""
+    return torch.Generator().manual_seed(seed << 31 | step)
+
+
+def reset(model: Transformer, draw: torch.Generator) -> None:
+    """Initializes all adapters."""
+    for module in _in_order(model, draw):
+        module.reset_parameters(draw)
+
+
+def _in_order(model: Transformer, draw: torch.Generator) -> Iterator[Adapted]:
+    """The modules with adapters. Where other stages of a pipeline have some, the generator skips
+    their values, so that each module has those of one process.
+    """
+    own = dict(adapted(model))
+    for path, module in adapted(model.whole):
+        if path in own:
+            yield own[path]
+            continue
+        for name, p in module.named_parameters():
+            if is_adapter(name) and name.endswith("A"):
+                torch.empty(p.shape).uniform_(generator=draw)
+
+
+def _set_noise(model: Transformer, noise: AQN) -> None:
+    """As `adapt.set_noise`, with the layers numbered as in the whole model."""
+    own: dict[str, Any] = dict(model.named_modules())
+    layer = noise.layer
+    module: Any
+    for path, module in model.whole.named_modules():
+        if not hasattr(module, "set_noise"):
+            continue
+        if path in own:
+            own[path].set_noise(dataclasses.replace(noise, layer=layer))
+        layer += module.noise_layers
+
+
+def before_step(model: Transformer, wanted: Lora, seed: int, step: int) -> None:
+    """step: optimizer steps done."""
+    if wanted.enable_aqn:
+        _set_noise(model, AQN(wanted.aqn_alpha, seed, step))
+
+
+def merges(wanted: Lora, done: int) -> bool:
+    """Whether adapters are merged after that many optimizer steps."""
+    return wanted.merge_lora_interval > 0 and done % wanted.merge_lora_interval == 0
+
+
+def after_step(
+    model: Transformer,
+    optimizer: torch.optim.Optimizer,
+    wanted: Lora,
+    seed: int,
+    done: int,
+    mesh: Mesh,
+) -> None:
+    """done: optimizer steps done. Raises ValueError, on every rank, if the sum of a quantized
+    weight and its adapter is not finite on any: no rank has then merged.
+    """
+    if not merges(wanted, done):
+        return
+    problem = None
+    try:
+        check_merge(model)
+    except ValueError as error:
+        problem = error
+    mesh.control.agree(problem)
+    draw = generator(seed, done)
+    for module in _in_order(model, draw):
+        module.merge_(draw)
+    model.merged = True
+    if wanted.reset_optimizer_on_merge:
+        # Zeros are an optimizer's initial state, step counts included.
+        for state in optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+
+
+def identity(wanted: Lora) -> dict[str, Any] | None:
+    """The compatibility key of a checkpoint with adapters."""
+    if not wanted.enable_lora:
+        return None
+    # Not save_lora_only: a merged run's weights are lost in a checkpoint of adapters alone.
+    free = (
+        "save_base",
+        "merge_lora_interval",
+        "reset_optimizer_on_merge",
+        "enable_aqn",
+        "aqn_alpha",
+    )
+    return {k: v for k, v in wanted.model_dump(mode="json").items() if k not in free}
+
+
+def size(model: Transformer) -> str:
+    """The number of parameters, and of trainable ones."""
+    trained, every = trainable_parameters(model)
+    adapters = any(True for _ in adapted(model))
+    return f"{every / 1e6:.1f} M parameters" + (
+        f", {trained / 1e6:.2f} M of them in adapters," if adapters else ""
+    )

@@ -1,0 +1,67 @@
+"""Tasks beside training: the profiler, garbage collection, the allocator's cache."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+import torch
+
+from tilewright.trainer.config import Train
+from tilewright.trainer.parallel.mesh import Mesh
+
+
+def profiler(t: Train, mesh: Mesh) -> torch.profiler.profile | None:
+    if not t.enable_profiling or (t.profile_rank0_only and not mesh.main):
+        return None
+    return torch.profiler.profile(
+        # The step before the first recorded one starts the tracer, whose start-up is then not
+        # recorded.
+        schedule=torch.profiler.schedule(
+            wait=max(0, t.profile_start_step - 1),
+            warmup=min(1, t.profile_start_step),
+            active=t.profile_end_step - t.profile_start_step,
+            repeat=1,
+        ),
+        on_trace_ready=torch.profiler.tensorboard_trace_handler(
+            t.profile_trace_dir, f"rank{mesh.rank}"
+        ),
+        record_shapes=t.profile_record_shapes,
+        profile_memory=t.profile_profile_memory,
+        with_stack=t.profile_with_stack,
+    )
+
+
+class Housekeeping:
+    """Called after each step of a run."""
+
+    def __init__(self, train: Train, mesh: Mesh):
+        self.train, self.cuda, self.profile = train, mesh.device.type == "cuda", None
+        self.profile = profiler(train, mesh)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Housekeeping]:
+        """Restores the state of Python's garbage collection at the end."""
+        was_on = gc.isenabled()
+        try:
+            if self.train.gc_steps:
+                gc.collect()
+                gc.disable()  # collected between steps instead, at the same time on all ranks
+            if self.profile:
+                self.profile.start()
+            yield self
+            if self.profile:
+                self.profile.stop()
+        finally:
+            if was_on:
+                gc.enable()
+
+    def after(self, done: int) -> None:
+        """done: optimizer steps done."""
+        if self.profile:
+            self.profile.step()
+        if self.train.gc_steps and done % self.train.gc_steps == 0:
+            gc.collect()
+        if self.cuda and self.train.empty_cache_steps and done % self.train.empty_cache_steps == 0:
+            torch.cuda.empty_cache()

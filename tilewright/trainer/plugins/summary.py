@@ -1,0 +1,65 @@
+"""The report of a run before its first step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+from tilewright.trainer.config import Config
+from tilewright.trainer.data.batches import Batches, Bins, padding
+from tilewright.trainer.engine import Engine
+from tilewright.trainer.models.ops_choice import Numerics
+from tilewright.trainer.optim.plan import Plan
+from tilewright.trainer.parallel.compiling import compiled_parts
+from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.parallel.tensor_parallel import shares_heads
+from tilewright.trainer.plugins import adapters
+
+
+def summary(
+    config: Config, mesh: Mesh, engine: Engine, batches: Batches, plan: Plan
+) -> Iterator[str]:
+    """What is trained, where, and on how many tokens, a line each."""
+    yield (
+        f"{adapters.size(engine.model.whole)} on {mesh.size} x {mesh.device.type}, {plan.total} steps, "
+        f"{batches.steps_per_epoch} per epoch, {batches.bins.tokens} tokens of data"
+    )
+    multiple = padding(config.data.pad_to_multiple_of, mesh.context, mesh.layout.tp)
+    if (tp := mesh.layout.tp) > 1:
+        shape = engine.model.config
+        heads = f"{shape.num_attention_heads} and {shape.num_key_value_heads}"
+        repeated = f", attention whole on each, as {heads} heads do not divide by {tp}"
+        yield (
+            f"matrices on {tp} tensor-parallel ranks"
+            f"{'' if shares_heads(shape, tp) else repeated}, micro-batches padded to a multiple of "
+            f"{multiple} tokens"
+        )
+    if mesh.context.size > 1:
+        yield (
+            f"a sequence on {mesh.context.ring_size} ring x {mesh.context.ulysses_size} Ulysses "
+            f"ranks, padded to a multiple of {multiple} tokens"
+        )
+    if config.train.enable_compile:
+        parts = compiled_parts(engine.model).items()
+        yield "compiled: " + ", ".join(f"{n} x {part}" for part, n in parts)
+
+
+def too_long(most: int, data: Mapping[str, Bins | None]) -> Iterator[str]:
+    """A warning for each set with samples beyond the positions that a model was made for.
+
+    most: its max_position_embeddings.
+    """
+    for name, bins in data.items():
+        if bins is not None and (count := int((bins.lengths > most).sum())):
+            yield (
+                f"warning: {count} of {len(bins.lengths)} samples of {name} are longer than the "
+                f"model's max_position_embeddings = {most} (up to {bins.lengths.max()} tokens): it "
+                "may not have seen such positions; data.datasets.max_seq_len cuts samples"
+            )
+
+
+def choices(chosen: dict[str, str], numerics: Numerics) -> Iterator[str]:
+    """The implementations of ops, and the model's numerics."""
+    yield "ops: " + " ".join(f"{k}={v}" for k, v in chosen.items())
+    settings = dataclasses.asdict(numerics)
+    yield "numerics: " + " ".join(f"{k}={v}" for k, v in settings.items())
