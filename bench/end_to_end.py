@@ -114,7 +114,7 @@ def step(model: torch.nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch
             loss.backward()
             return loss.detach()
         # As the engine: a bin of one document, the backward of a sum, and gradients divided once.
-        from tilewright.trainer.losses.loss import language_modeling
+        from tilewright.trainer.losses.language_modeling import language_modeling
         from tilewright.trainer.parallel.gradients import scale
 
         n = ids.shape[1]

@@ -29,7 +29,8 @@ from tilewright import ops, platform
 from tilewright.trainer.build import engine_around
 from tilewright.trainer.config import Config
 from tilewright.trainer.data.batches import collate
-from tilewright.trainer.losses.loss import language_modeling
+from tilewright.trainer.losses.language_modeling import language_modeling
+from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.ops_choice import Ops
@@ -73,7 +74,7 @@ def training(rounds):
         | {"enable_mixed_precision": False, "enable_gradient_checkpointing": False},
     )
     model = Transformer(ModelConfig.from_hf(SHAPE), Ops.resolve())
-    model.init_weights(0)
+    init_weights(model, 0)
     engine = engine_around(model, config, Mesh())
     ids = torch.randint(SHAPE["vocab_size"], (TOKENS,), generator=torch.Generator().manual_seed(0))
     batch = collate([[(ids.numpy(), ids.numpy())]], 1)

@@ -38,7 +38,9 @@ from tilewright.nn.weights import adapted, dense_weights, is_adapter  # noqa: E4
 from tilewright.ops.quant.aqn import AQN  # noqa: E402
 from tilewright.ops.quant.quantized_linear import dequantize  # noqa: E402
 from tilewright.trainer.checkpoint import hf  # noqa: E402
+from tilewright.trainer.models.initialize import init_weights  # noqa: E402
 from tilewright.trainer.models.model import ModelConfig, Ops, Transformer  # noqa: E402
+from tilewright.trainer.parallel.recomputation import recompute_activations  # noqa: E402
 
 pytestmark = pytest.mark.packages
 
@@ -79,7 +81,7 @@ IDS = torch.arange(40).view(2, 20) * 7 % 97
 
 def make(merge_qkv=True, shape=QWEN3, seed=1):
     model = Transformer(ModelConfig.from_hf(shape), Ops.resolve(), merge_qkv)
-    model.init_weights(seed)
+    init_weights(model, seed)
     return model
 
 
@@ -757,7 +759,7 @@ def test_recomputed_layers_see_the_same_noise_and_learn(reentrant):
         learn(model)
         nn.set_noise(model, AQN(2.0, 7, 3))
         if recompute:
-            model.recompute_activations(None, reentrant)
+            recompute_activations(model, None, reentrant)
         model(IDS, labels=IDS).backward()
         found.append([p.grad for p in model.parameters() if p.requires_grad])
     assert all(a is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))

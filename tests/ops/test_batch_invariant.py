@@ -9,6 +9,7 @@ from tilewright import ops as tw
 from tilewright.core.registry import short
 from tilewright.nn import ROWS, RowBlockLinear, in_row_blocks, linear_in_row_blocks
 from tilewright.selection import operations
+from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.ops_choice import INVARIANT, Numerics, Ops
@@ -243,7 +244,7 @@ def test_logits_and_losses_do_not_depend_on_the_batch(dtype, merge_qkv, length):
         numerics=Numerics(batch_invariant=True), experts=False, device_type=DEVICE, dtype=dtype
     )
     model = Transformer(config, ops, merge_qkv).to(DEVICE)
-    model.init_weights(0, std=0.3)
+    init_weights(model, 0, std=0.3)
     model.to(dtype)
     torch.manual_seed(0)
     own = torch.randint(0, 61, (length,), device=DEVICE)

@@ -11,6 +11,7 @@ from tilewright import ops as tw
 from tilewright.trainer.build import choose_ops
 from tilewright.trainer.config import config, load
 from tilewright.trainer.models import layers
+from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.moe import MoE
@@ -44,7 +45,7 @@ BF16 = torch.bfloat16
 def build(shape=SHAPE, dtype=torch.float32, merge_qkv=True, **switches):
     ops = Ops.resolve(numerics=Numerics(**switches), dtype=dtype, experts="num_experts" in shape)
     made = Transformer(ModelConfig.from_hf(shape), ops, merge_qkv)
-    made.init_weights(0, std=0.3)
+    init_weights(made, 0, std=0.3)
     return made.to(dtype)
 
 

@@ -28,7 +28,7 @@ from tilewright.trainer.checkpoint import checkpoint, hf
 from tilewright.trainer.config import load
 from tilewright.trainer.data.batches import collate, padding
 from tilewright.trainer.engine import Engine, NotFinite
-from tilewright.trainer.losses.loss import language_modeling
+from tilewright.trainer.losses.language_modeling import language_modeling
 from tilewright.trainer.optim import matrices
 from tilewright.trainer.parallel import mesh
 from tilewright.trainer.plugins import adapters

@@ -22,6 +22,8 @@ from tilewright.nn.weights import is_adapter
 from tilewright.trainer.build import choose_ops
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Train, load
+from tilewright.trainer.models.flops import flops_per_token
+from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.ops_choice import Numerics, Ops, attention_request
@@ -461,7 +463,7 @@ def test_experts_with_biases_take_neither_adapters_nor_codes(merge_qkv):
     adapted = model()
     paths = nn.add_lora(adapted, ["q_proj", "o_proj"], rank=2)
     assert len(paths) == 2 * 4
-    adapted.init_weights(0)
+    init_weights(adapted, 0)
     ids = torch.arange(16)[None]
     adapted(ids, labels=ids).backward()
     assert all((p.grad is not None) == p.requires_grad for p in adapted.parameters())
@@ -471,7 +473,7 @@ def test_experts_with_biases_take_neither_adapters_nor_codes(merge_qkv):
 def test_adapters_of_latent_attention_and_of_both_kinds_of_experts(codes, tmp_path):
     """All projections have some by default; with them merged, an export computes the same."""
     model, ids = model_of("deepseek_v3"), torch.arange(16)[None]
-    model.init_weights(0, std=0.1)
+    init_weights(model, 0, std=0.1)
     if codes:
         nn.quantize_model(model, codes)
     paths = nn.add_lora(model, rank=2)
@@ -514,13 +516,13 @@ def test_operations_are_those_of_the_matrices_and_of_the_keys_that_are_seen(fami
             continue
         share = c.num_experts_per_tok / c.num_experts if ".experts." in name else 1.0
         products += share * p.numel()
-    assert model.flops_per_token(0) == pytest.approx(6 * products)
+    assert flops_per_token(model, 0) == pytest.approx(6 * products)
     S, widths = 64, c.head_dim + (c.v_head_dim or c.head_dim)
     seen = 0.0
     for block in model.model.layers:
         window = block.self_attn.window or S
         seen += sum(min(i + 1, window) for i in range(S)) / S
-    work = model.flops_per_token(S) - model.flops_per_token(0)
+    work = flops_per_token(model, S) - flops_per_token(model, 0)
     assert work == pytest.approx(6 * c.num_attention_heads * widths * seen, rel=0.1)
 
 
@@ -594,7 +596,7 @@ def test_initial_weights_of_a_family():
     """Norms scale by one, and biases are zero; sinks are drawn."""
     gemma, oss = model_of("gemma3"), model_of("gpt_oss")
     for model in (gemma, oss):
-        model.init_weights(0)
+        init_weights(model, 0)
     assert not gemma.model.norm.weight.any() and (oss.model.norm.weight == 1).all()
     assert not gemma.model.layers[0].post_feedforward_layernorm.weight.any()
     layer = oss.model.layers[0]

@@ -29,11 +29,13 @@ from tilewright.trainer.config.field_tree import leaves
 from tilewright.trainer.data.batches import Bins
 from tilewright.trainer.data.data_files import digests, moved
 from tilewright.trainer.engine import Engine
+from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.parallel.compiling import compile_layers
 from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.parallel.recomputation import recompute_activations
 from tilewright.trainer.plugins import certificate, checksums
 from tilewright.trainer.plugins.assertion import Earlier
 from tilewright.trainer.plugins.checksums import Checksums, checksum, factors
@@ -532,7 +534,7 @@ def test_the_order_of_gradients_is_that_of_the_backward(name, merged):
     """Gradients that one operator makes have any order."""
     shape = {**SHAPES, "qwen3": QWEN3, "moe": MOE}[name]
     model = Transformer(ModelConfig.from_hf(shape), Ops.resolve("eager"), merged)
-    model.init_weights(0)
+    init_weights(model, 0)
     made = []
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -562,7 +564,7 @@ def test_outputs_of_compiled_layers_are_those_of_whole_layers():
         model = Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve(attention))
         settings = {"recompute_modules": recomputed, "enable_gradient_checkpointing": True}
         compile_layers(model, config.train.model_copy(update=settings), [])
-        model.recompute_activations(recomputed)
+        recompute_activations(model, recomputed)
         layers[attention, bool(recomputed)] = Outputs(model, Mesh()).names
     whole = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"]
     assert layers == {("eager", False): whole, ("sdpa", False): OUTPUTS, ("eager", True): OUTPUTS}
@@ -570,7 +572,7 @@ def test_outputs_of_compiled_layers_are_those_of_whole_layers():
 
 def test_outputs_that_are_swapped_are_told_apart():
     model = Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve())
-    model.init_weights(0)
+    init_weights(model, 0)
     outputs, sums = Outputs(model, Mesh()), []
     wanted = [True]
     outputs.record(lambda: wanted[0])

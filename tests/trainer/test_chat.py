@@ -20,8 +20,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tilewright.trainer.config import Config
 from tilewright.trainer.data import chat, encode
+from tilewright.trainer.data.columns import IGNORE
 from tilewright.trainer.data.prepared import prepare
-from tilewright.trainer.losses.loss import IGNORE
 
 pytestmark = pytest.mark.packages
 

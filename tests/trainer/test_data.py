@@ -33,9 +33,9 @@ from tilewright.trainer.data import batches as module_of_batches
 from tilewright.trainer.data import cache_key, packing, sources
 from tilewright.trainer.data import prepare as preparing
 from tilewright.trainer.data.batches import Bins, collate, evaluation_batches
+from tilewright.trainer.data.columns import IGNORE
 from tilewright.trainer.data.packing import pack
 from tilewright.trainer.data.prepared import check_targets, prepare, split_validation
-from tilewright.trainer.losses.loss import IGNORE
 
 pytestmark = pytest.mark.packages
 

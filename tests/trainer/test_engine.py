@@ -24,8 +24,10 @@ from tilewright.trainer.build import build_data, build_model, identity
 from tilewright.trainer.checkpoint import checkpoint
 from tilewright.trainer.config import load
 from tilewright.trainer.data.batches import collate, evaluation_batches
+from tilewright.trainer.data.columns import IGNORE
 from tilewright.trainer.engine import NotFinite
-from tilewright.trainer.losses.loss import IGNORE, count_labels, language_modeling
+from tilewright.trainer.losses.language_modeling import language_modeling
+from tilewright.trainer.losses.loss import count_labels
 from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.optim.plan import Plan
 from tilewright.trainer.parallel.mesh import Mesh, build, join

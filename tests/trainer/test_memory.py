@@ -27,7 +27,7 @@ from tilewright.trainer import memory_plan, train
 from tilewright.trainer.build import engine_around, unfilled
 from tilewright.trainer.config import load
 from tilewright.trainer.data.batches import collate
-from tilewright.trainer.losses.loss import language_modeling
+from tilewright.trainer.losses.language_modeling import language_modeling
 from tilewright.trainer.memory_tracker import Tracker
 from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.parallel import offload

@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from tilewright import ops as tw  # noqa: E402
 from tilewright.trainer.checkpoint import hf  # noqa: E402
+from tilewright.trainer.models.initialize import init_weights  # noqa: E402
 from tilewright.trainer.models.model import ModelConfig, Ops, Transformer  # noqa: E402
 from tilewright.trainer.models.ops_choice import attention_request  # noqa: E402
+from tilewright.trainer.parallel.recomputation import recompute_activations  # noqa: E402
 
 pytestmark = pytest.mark.packages
 
@@ -292,7 +294,7 @@ def test_recomputed_activations_give_the_same_gradients(name, reentrant, tmp_pat
     for modules in ("off", None, ["self_attn"], ["mlp"], ["self_attn", "mlp"]):
         model = ours(tmp_path / "theirs")
         if modules != "off":
-            model.recompute_activations(modules, reentrant)
+            recompute_activations(model, modules, reentrant)
         calls.append(0)
         for module in model.modules():
             module.register_forward_pre_hook(lambda *_: calls.append(calls.pop() + 1))
@@ -315,7 +317,7 @@ def test_experts_alone_are_recomputed_without_choosing_again(modules, tmp_path):
     def measure(alone):
         model = ours(tmp_path / "theirs")
         if alone:
-            model.recompute_activations(modules, experts_alone=True)
+            recompute_activations(model, modules, experts_alone=True)
         calls, kept = {"gate": 0, "experts": 0}, {}
 
         def counted(name, call):
@@ -372,7 +374,7 @@ def test_meta_construction_and_initialisation_depend_on_the_seed_alone():
         if meta:
             model.to_empty(device="cpu")
             model.tie()
-        model.init_weights(seed)
+        init_weights(model, seed)
         models.append(model)
     a, b, c = (torch.cat([p.flatten() for p in m.parameters()]) for m in models)
     assert torch.equal(a, b) and not torch.equal(a, c)
@@ -386,7 +388,7 @@ def test_no_two_parameters_start_from_the_same_numbers(kind):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     shape = {"model_type": kind, **SMALL, **(experts if kind == "qwen3_moe" else {})}
     model = Transformer(ModelConfig.from_hf(shape), Ops.resolve())
-    model.init_weights(3)
+    init_weights(model, 3)
     drawn = {}
     for name, p in model.named_parameters():
         if p.std() > 0:  # norms are constant

@@ -14,6 +14,7 @@ pytest.importorskip("datasets")
 from test_trainer import MOE, QWEN3, rows, run, schedule, write_config
 
 from tilewright.trainer import engine
+from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.ops_choice import Ops
@@ -129,7 +130,7 @@ def test_parameters_in_bfloat16_are_compensated():
 
 def model_of(shape, **options):
     model = Transformer(ModelConfig.from_hf(shape), Ops.resolve())
-    model.init_weights(0)
+    init_weights(model, 0)
     train = schedule(
         optimizer="muon", optimizer_dtype="fp32", enable_mixed_precision="false", **options
     )

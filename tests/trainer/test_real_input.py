@@ -26,7 +26,7 @@ from test_trainer import rows
 from tilewright.trainer.build import build_data
 from tilewright.trainer.config import load
 from tilewright.trainer.data.batches import evaluation_batches
-from tilewright.trainer.losses.loss import language_modeling
+from tilewright.trainer.losses.language_modeling import language_modeling
 from tilewright.trainer.parallel.mesh import Mesh
 
 MODEL, CONFIG = ROOT / ".cache/smollm2", ROOT / "examples/chat_smollm2.yaml"

@@ -33,10 +33,11 @@ from tilewright.trainer.data.batches import padding
 from tilewright.trainer.models.model import Ops, Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.positions import Sequence, rope_tables
+from tilewright.trainer.models.shared import RepeatedAttention, TensorParallel
 from tilewright.trainer.parallel import tensor_parallel
 from tilewright.trainer.parallel.compiling import compile_layers, compiled_parts
+from tilewright.trainer.parallel.context_parallel import spread_sequence
 from tilewright.trainer.parallel.mesh import Mesh
-from tilewright.trainer.parallel.tensor_parallel import RepeatedAttention, TensorParallel
 
 SHARDED = {
     "vocab_size": 100,
@@ -243,11 +244,11 @@ def test_heads_are_divided_among_tensor_parallel_and_ulysses_ranks():
     for block in model.model.layers:
         block.self_attn.tp = TensorParallel(size=4)
     with pytest.raises(ValueError, match=r"model's 2 query heads of a tensor-parallel rank \(of 4"):
-        model.spread_sequence(ContextParallel(4))
-    model.spread_sequence(ContextParallel(2))
+        spread_sequence(model, ContextParallel(4))
+    spread_sequence(model, ContextParallel(2))
     for block in model.model.layers:
         block.self_attn.tp = RepeatedAttention(size=4)
-    model.spread_sequence(ContextParallel(8))
+    spread_sequence(model, ContextParallel(8))
 
 
 def test_sequences_are_padded_to_a_multiple_of_all_ranks():

@@ -50,13 +50,16 @@ from tilewright.trainer.config import ConfigError, load  # noqa: E402
 from tilewright.trainer.data import batches  # noqa: E402
 from tilewright.trainer.data.batches import evaluation_batches  # noqa: E402
 from tilewright.trainer.engine import Engine  # noqa: E402
-from tilewright.trainer.losses.loss import language_modeling  # noqa: E402
+from tilewright.trainer.losses.language_modeling import language_modeling  # noqa: E402
+from tilewright.trainer.models.flops import flops_per_token  # noqa: E402
+from tilewright.trainer.models.initialize import init_weights  # noqa: E402
 from tilewright.trainer.models.model import ModelConfig, Ops, Transformer  # noqa: E402
 from tilewright.trainer.optim import optim  # noqa: E402
 from tilewright.trainer.optim.plan import Plan  # noqa: E402
 from tilewright.trainer.parallel import compiling, exchange, mesh  # noqa: E402
 from tilewright.trainer.parallel import layouts as parallel  # noqa: E402
 from tilewright.trainer.parallel.mesh import Group, Mesh, join  # noqa: E402
+from tilewright.trainer.parallel.recomputation import recompute_activations  # noqa: E402
 from tilewright.trainer.plugins import adapters  # noqa: E402
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -328,7 +331,7 @@ def test_a_frozen_router_stays_what_it_was_and_the_rest_learns(mode, tmp_path):
     late, again = tensors(tmp_path, 4), tensors(tmp_path / "again", 4)
     config = load(path)
     fresh = Transformer(shape_of(config), Ops.resolve())
-    fresh.init_weights(config.train.seed)
+    init_weights(fresh, config.train.seed)
     gates = [n for n in late if n.endswith("mlp.gate.weight")]
     assert len(gates) == 2
     for name in gates:
@@ -382,7 +385,7 @@ def pairs(tmp_path_factory):
             at.mkdir(parents=True)
             if kind == "adapters":  # from weights that one process reads and broadcasts
                 source = Transformer(ModelConfig.from_hf(shape), Ops.resolve())
-                source.init_weights(3)
+                init_weights(source, 3)
                 hf.save_weights(source, at / "weights")
                 options = {
                     "train__optimizer": "sgd",
@@ -1214,7 +1217,7 @@ def test_a_ruined_checkpoint_is_not_what_a_run_is_told_to_go_on_with(tmp_path):
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_weights_that_are_not_finite_are_named_before_training(value, tmp_path):
     source = Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve())
-    source.init_weights(3)
+    init_weights(source, 3)
     with torch.no_grad():
         source.model.layers[1].mlp.down_proj.weight[3, 5] = value
     hf.save_weights(source, tmp_path / "weights")
@@ -1800,7 +1803,7 @@ def test_what_of_a_layer_is_compiled_is_chosen_by_what_can_be(
             compiling.compile_layers(*arguments)
     else:
         compiling.compile_layers(*arguments)
-        model.recompute_activations(config.train.recompute_modules)
+        recompute_activations(model, config.train.recompute_modules)
         assert compiling.compiled_parts(model) == parts
 
 
@@ -1812,7 +1815,7 @@ def test_few_recompilations_serve_all_lengths(backend):
     model = Transformer(ModelConfig.from_hf(shape), Ops.resolve("eager"))
     compiling.compile_layers(model, schedule(enable_compile="true"), [])
     draw, counts, lengths = np.random.default_rng(0), [], set()
-    model.init_weights(0)
+    init_weights(model, 0)
     for _ in range(150):
         documents = [np.zeros(n, np.int64) for n in draw.integers(1, 14, draw.integers(1, 7))]
         batch = batches.collate([[(ids, ids) for ids in documents]], 1)
@@ -2056,7 +2059,7 @@ def test_adapters_alone_learn(shape, kind, tmp_path):
     )
     config, fresh = build(path)
     plain = Transformer(shape_of(config), Ops.resolve())
-    plain.init_weights(config.train.seed)
+    init_weights(plain, config.train.seed)
     ids = torch.arange(12)[None]
     if kind == "lora":
         # Experts with adapters use another op than experts without.
@@ -2342,7 +2345,7 @@ def test_what_a_quantized_checkpoint_leaves_out_is_left_out_unless_the_user_says
     tmp_path,
 ):
     model = Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve())
-    model.init_weights(3)
+    init_weights(model, 3)
     hf.save_weights(model, tmp_path / "weights")
     file = tmp_path / "weights/config.json"
     shape = json.loads(file.read_text())
@@ -2479,7 +2482,7 @@ def test_adapters_of_experts_are_counted_as_routed(tmp_path):
     path = write_config(tmp_path, MOE, **LORA)
     config, model = build(path)
     shape = shape_of(config)
-    plain = Transformer(shape, Ops.resolve()).flops_per_token(0)
+    plain = flops_per_token(Transformer(shape, Ops.resolve()), 0)
     of_experts, others = (
         sum(
             p.numel()
@@ -2490,7 +2493,7 @@ def test_adapters_of_experts_are_counted_as_routed(tmp_path):
     )
     routed = of_experts * shape.num_experts_per_tok / shape.num_experts
     assert (
-        model.flops_per_token(0) == pytest.approx(plain * 4 / 6 + 6 * (others + routed))
+        flops_per_token(model, 0) == pytest.approx(plain * 4 / 6 + 6 * (others + routed))
         and of_experts
         and others
     )

@@ -35,6 +35,7 @@ from tilewright.trainer.models import layers
 from tilewright.trainer.models.model import Ops, Transformer
 from tilewright.trainer.parallel import layouts as parallel
 from tilewright.trainer.parallel import mesh
+from tilewright.trainer.parallel.context_parallel import spread_sequence
 from tilewright.trainer.parallel.mesh import Layout, Mesh, layout_of
 
 
@@ -319,7 +320,7 @@ def test_positions_that_are_not_given_are_those_of_the_whole_sequence():
     decoder.model.layers[1].self_attn.forward = lambda x, sequence: x
     ids, cu = torch.randint(0, 97, (1, 16)), torch.tensor([0, 5, 16])
     for cp in (ContextParallel(1, 2, 0, r) for r in range(2)):
-        decoder.spread_sequence(cp)
+        spread_sequence(decoder, cp)
         decoder(shard(ids, 1, cp), cu_seqlens=cu)
         assert seen.pop() == (16, SeenPositions(torch.cat((torch.arange(5), torch.arange(11))), cp))
         decoder(shard(ids, 1, cp).repeat(2, 1))
@@ -345,7 +346,7 @@ def test_compiled_layers_are_not_made_anew_for_other_documents(monkeypatch, no_c
     )
     shape, cp = hf.ModelConfig.from_hf({**QWEN3, "num_hidden_layers": 1}), ContextParallel(1, 2)
     decoder, counter = Transformer(shape, Ops.resolve()), CompileCounter()
-    decoder.spread_sequence(cp)
+    spread_sequence(decoder, cp)
     decoder.model.layers[0].compile(backend=counter)
     position_ids = shard(torch.arange(16)[None], 1, cp)
     for ends in ((0, 16), (0, 5, 16), (0, 7, 8, 16), (0, 1, 2, 3, 16)):

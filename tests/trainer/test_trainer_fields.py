@@ -36,9 +36,10 @@ from tilewright.trainer.config.field_tree import kind, leaves  # noqa: E402
 from tilewright.trainer.config.refused import REFUSED  # noqa: E402
 from tilewright.trainer.data import batches, packing  # noqa: E402
 from tilewright.trainer.data import prepare as preparing  # noqa: E402
-from tilewright.trainer.models import ops_choice  # noqa: E402
+from tilewright.trainer.models import ops_choice, recompute  # noqa: E402
+from tilewright.trainer.models.initialize import init_weights  # noqa: E402
 from tilewright.trainer.models.moe import MoE  # noqa: E402
-from tilewright.trainer.parallel import pipeline, recompute, stages  # noqa: E402
+from tilewright.trainer.parallel import pipeline, stages  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh, layout_of  # noqa: E402
 from tilewright.trainer.plugins import housekeeping, metrics  # noqa: E402
 
@@ -682,7 +683,7 @@ def gates(model, config):
     if not now:
         return torch.zeros(1), torch.zeros(1)
     fresh = build.Transformer(model.config, model.ops)
-    fresh.init_weights(config.train.seed)
+    init_weights(fresh, config.train.seed)
     then = [m.gate.weight.detach() for m in fresh.modules() if isinstance(m, MoE)]
     return torch.stack(now), torch.stack(then)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import pathlib
 from typing import Any
 
@@ -16,17 +15,19 @@ from tilewright.nn.weights import base_weights
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Config, Model, Train
 from tilewright.trainer.data import packing
-from tilewright.trainer.data.batches import Batches, Bins, padding
+from tilewright.trainer.data.batches import Batches, Bins
 from tilewright.trainer.data.prepared import check_targets, prepare, split_validation
 from tilewright.trainer.data.routes import Routes
 from tilewright.trainer.engine import Engine
+from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.moe import freeze_router
 from tilewright.trainer.models.ops_choice import Numerics, Ops, attention_request
 from tilewright.trainer.optim.optim import build_optimizer
-from tilewright.trainer.parallel.layouts import parallelize, wrap_ddp
+from tilewright.trainer.parallel.layouts import apply_layouts
 from tilewright.trainer.parallel.mesh import Mesh
-from tilewright.trainer.parallel.pipeline import Pipeline
+from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.plugins import adapters
 
 log = logging.getLogger("tilewright")
@@ -60,17 +61,18 @@ def choose_ops(model: Model, shape: ModelConfig, mesh: Mesh, dtype: torch.dtype)
     )
 
 
-def build_model(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> torch.nn.Module:
+def build_model(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> Parts:
     """The model with its weights and adapters, sharded over the mesh."""
     m, t = config.model, config.train
-    model = unfilled(config, shape, mesh, ops, t.init_device)
+    parts = unfilled(config, shape, mesh, ops, t.init_device)
     if m.model_path is None:
-        model.init_weights(t.seed)
+        init_weights(parts.model, t.seed)
     else:
-        hf.load_weights(model, hf.local_folder(m.model_path, m.revision), mode=t.load_weights_mode)
-        mesh.control.agree(_not_finite(model, m.model_path))
-    adapters.reset(model, adapters.generator(t.seed, 0))
-    return wrap_ddp(model, t.data_parallel_mode, mesh)
+        folder = hf.local_folder(m.model_path, m.revision)
+        hf.load_weights(parts, folder, mode=t.load_weights_mode)
+        mesh.control.agree(_not_finite(parts.model, m.model_path))
+    adapters.reset(parts, adapters.generator(t.seed, 0))
+    return apply_layouts(parts, config, mesh, filled=True)
 
 
 @torch.no_grad()
@@ -87,16 +89,9 @@ def _not_finite(model: torch.nn.Module, path: str) -> ValueError | None:
     )
 
 
-def longest_micro_batch(config: Config, mesh: Mesh) -> int:
-    """Tokens of a rank in a micro-batch of full bins."""
-    tokens = config.train.micro_batch_size * config.data.sample_packing_sequence_len
-    multiple = padding(config.data.pad_to_multiple_of, mesh.context, mesh.layout.tp)
-    return math.ceil(tokens / multiple) * multiple // mesh.context.size
-
-
 def unfilled(
     config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops, init_device: str | torch.device
-) -> Transformer:
+) -> Parts:
     """The model, sharded over the mesh, with memory for its weights and without their values."""
     t = config.train
     # A quantized model is never in full precision: its layers are filled one at a time.
@@ -104,31 +99,29 @@ def unfilled(
     with torch.device("meta" if meta else init_device):
         model = Transformer(shape, ops, config.model.merge_qkv)
     if t.freeze_router:
-        model.freeze_router()
+        freeze_router(model)
     if config.lora.enable_lora:
         adapters.add(model, config.lora, config.model)
     if not meta and torch.device(init_device).type != mesh.device.type:
         model.to(mesh.device)
-    if mesh.layout.pp > 1:
-        model.pipeline = Pipeline(model, t, mesh, longest_micro_batch(config, mesh))
-    model = parallelize(model, t, config.model, mesh)
+    parts = apply_layouts(Parts(model), config, mesh, filled=False)
     if meta:
-        for part in model.pipeline.stages if model.pipeline else [model]:
-            part.to_empty(device=mesh.device)
+        for root in parts.roots:
+            root.to_empty(device=mesh.device)
         model.tie()
-    return model
+    return parts
 
 
 def build_engine(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> Engine:
     return engine_around(build_model(config, shape, mesh, ops), config, mesh)
 
 
-def engine_around(model: torch.nn.Module, config: Config, mesh: Mesh) -> Engine:
+def engine_around(parts: Parts, config: Config, mesh: Mesh) -> Engine:
     # FSDP2 casts by itself; the other modes keep float32 weights and run matrix products in
     # bfloat16.
     half = config.train.enable_mixed_precision and config.train.data_parallel_mode != "fsdp2"
-    optimizer = build_optimizer(getattr(model, "module", model), config.train)
-    return Engine(model, optimizer, mesh, autocast=torch.bfloat16 if half else None)
+    parts.autocast = torch.bfloat16 if half else None
+    return Engine(parts, build_optimizer(parts.model, config.train, parts.whole), mesh)
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> Any:
@@ -195,7 +188,7 @@ def identity(
     """A checkpoint's compatibility keys, by kind: its position counts bins of these data, its
     moments are of these parameter groups, its adapters of these weights.
 
-    origin: `Transformer.origin`; None for weights that were drawn.
+    origin: `Parts.origin`; None for weights that were drawn.
     """
     t = config.train
     return {

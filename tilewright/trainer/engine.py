@@ -18,16 +18,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from tilewright.nn.peft import save_adapter
 from tilewright.trainer.checkpoint import checkpoint, hf
-from tilewright.trainer.losses.loss import Loss
+from tilewright.trainer.models.head import LossFunction
 from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.optim.optim import peaks, set_lr
 from tilewright.trainer.parallel.gradients import global_norm, scale
-from tilewright.trainer.parallel.layouts import reshard, synchronize, unwrap
 from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.parallel.parts import Parts
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -40,14 +39,17 @@ class NotFinite(ValueError):
 class Sums:
     """The sums of one call over all ranks. Reading a number synchronizes.
 
-    totals: [loss, denominator], float64.   per_token: this rank's, one entry per micro-batch.
+    totals: [loss, denominator, *further sums of the loss], float64.   per_token: this rank's, one
+        entry per micro-batch.
     reports: the routers', summed over micro-batches and ranks, and their number.
+    names: of the further sums.
     """
 
     totals: torch.Tensor
     per_token: list[torch.Tensor | None]
     reports: torch.Tensor | None = None
     passes: int = 1
+    names: tuple[str, ...] = ()
 
     @property
     def denominator(self) -> float:
@@ -56,8 +58,15 @@ class Sums:
     @property
     def mean(self) -> float:
         """NaN if the denominator is 0: a sum without a target has no mean."""
-        total, denominator = self.totals.tolist()
+        total, denominator = self.totals[:2].tolist()
         return total / denominator if denominator else math.nan
+
+    def reported(self) -> dict[str, float]:
+        """The loss's further sums over its denominator, by name."""
+        if not self.names:
+            return {}
+        _, denominator, *more = self.totals.tolist()
+        return {n: v / denominator for n, v in zip(self.names, more, strict=True) if denominator}
 
     def router(self) -> dict[str, float]:
         """{} without experts. The busiest expert's tokens relative to the mean, for the mean layer
@@ -78,64 +87,42 @@ class Sums:
 class Engine:
     """A prepared model and its optimizer on a mesh. Every rank must make the same calls.
 
-    autocast: the dtype of matrix products where FSDP2 does not cast by itself, or None.
     empty_steps: the number of steps so far whose denominator was 0.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        mesh: Mesh,
-        *,
-        autocast: torch.dtype | None = None,
-    ):
-        self.wrapped, self.optimizer, self.mesh, self.autocast = model, optimizer, mesh, autocast
-        self.parameters, self.peaks = list(model.parameters()), peaks(optimizer)
+    def __init__(self, parts: Parts, optimizer: torch.optim.Optimizer, mesh: Mesh):
+        self.parts, self.optimizer, self.mesh = parts, optimizer, mesh
+        self.parameters, self.peaks = list(parts.model.parameters()), peaks(optimizer)
         self.empty_steps = 0
         self._totals: torch.Tensor | None = None  # of all calls since the last step
 
     @property
     def model(self) -> Transformer:
-        """The model without DDP's wrapper."""
-        return unwrap(self.wrapped)
+        """This rank's weights, under their names in the whole model."""
+        return self.parts.model
 
     # ---- forward and backward
 
-    def forward_backward(self, batches: Iterable[Batch], loss: Loss) -> Sums:
+    def forward_backward(self, batches: Iterable[Batch], loss: LossFunction) -> Sums:
         """Accumulates the gradients of a loss's sum over the micro-batches."""
-        batches = list(batches)
-        if self.model.pipeline is not None:
-            moved = [self._moved(batch) for batch in batches]
-            sums = self._sums(self.model.pipeline.forward_backward(moved, loss))
-        else:
-            sums = self._sums(self._one_by_one(batches, loss))
-        self._totals = sums.totals if self._totals is None else self._totals + sums.totals
+        moved = [self._moved(batch) for batch in batches]
+        sums = self._sums(self.parts.forward_backward(moved, loss), loss)
+        own = sums.totals[:2]
+        self._totals = own if self._totals is None else self._totals + own
         return sums
 
-    def _one_by_one(self, batches: list[Batch], loss: Loss) -> list[Outcome]:
-        outcomes = []
-        for i, batch in enumerate(batches):
-            with synchronize(self.wrapped, last=i == len(batches) - 1):
-                outcome = self._outcome(batch, loss)
-                outcome.total.backward()
-                outcomes.append(outcome._replace(total=outcome.total.detach()))
-        return outcomes
-
     @torch.no_grad()
-    def forward(self, batches: Iterable[Batch], loss: Loss) -> Sums:
+    def forward(self, batches: Iterable[Batch], loss: LossFunction) -> Sums:
         """The same without gradients and without noise."""
-        self.wrapped.eval()
+        self.parts.wrapped.eval()
         try:
-            if self.model.pipeline is not None:
-                return self._sums(self.model.pipeline.forward(map(self._moved, batches), loss))
-            return self._sums([self._outcome(batch, loss) for batch in batches])
+            return self._sums(self.parts.forward(map(self._moved, batches), loss), loss)
         finally:
             # No backward pass does it; gathered weights would outlive a step of the optimizer.
-            reshard(self.model)
-            self.wrapped.train()
+            self.parts.reshard()
+            self.parts.wrapped.train()
 
-    def evaluate(self, batches: Iterable[Batch], loss: Loss) -> float:
+    def evaluate(self, batches: Iterable[Batch], loss: LossFunction) -> float:
         """The mean of a loss; NaN if no batch has a target."""
         return self.forward(batches, loss).mean
 
@@ -144,19 +131,12 @@ class Engine:
         # Read here, on the host: otherwise each layer would synchronize.
         return {**moved, "ends": tuple(batch["cu_seqlens"].tolist())}
 
-    def _outcome(self, batch: Batch, loss: Loss) -> Outcome:
-        half = self.autocast
-        # The cache would hold the casts of all weights until the end of the forward pass. A weight
-        # is used once in it.
-        with torch.autocast(
-            self.mesh.device.type, half, enabled=half is not None, cache_enabled=False
-        ):
-            return self.wrapped(**self._moved(batch), loss=loss)
-
-    def _sums(self, outcomes: list[Outcome]) -> Sums:
-        totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+    def _sums(self, outcomes: list[Outcome], loss: LossFunction) -> Sums:
+        names = getattr(loss, "reports", ())
+        totals = torch.zeros(2 + len(names), dtype=torch.float64, device=self.mesh.device)
         for outcome in outcomes:
-            totals += torch.stack((outcome.total.detach().double(), outcome.denominator.double()))
+            own = (outcome.total, outcome.denominator, *outcome.more)
+            totals[: len(own)] += torch.stack([t.detach().double() for t in own])
         reports = [outcome.reports for outcome in outcomes if outcome.reports is not None]
         router = torch.stack(reports).double().sum(0) if reports else None
         return Sums(
@@ -164,6 +144,7 @@ class Engine:
             [outcome.per_token for outcome in outcomes],
             None if router is None else self.mesh.pipeline.total(self.mesh.stage.total(router)),
             len(reports) * self.mesh.stage.size,
+            names,
         )
 
     # ---- the optimizer
@@ -178,10 +159,9 @@ class Engine:
         Returns their norm before clipping, on the device.
         """
         divisor = self._divisor(denominator)
-        counted = self.parameters
-        if (pipeline := self.model.pipeline) is not None:
-            pipeline.sum_tied()
-            counted = [p for p in counted if p is not pipeline.copy]
+        self.parts.sum_copies()
+        elsewhere = set(self.parts.copies)
+        counted = [p for p in self.parameters if p not in elsewhere]
         # DDP and FSDP2 average over ranks.
         factor = torch.where(divisor == 0, 0.0, self.mesh.layout.averaged / divisor)
         norm = global_norm(counted, self.mesh).to(factor.device) * factor
@@ -249,7 +229,7 @@ class Engine:
 
     def save(self, saver: checkpoint.Saver, step: int, state: dict[str, Any]) -> pathlib.Path:
         """See `Saver.save`."""
-        return saver.save(step, self.model, self.optimizer, state)
+        return saver.save(step, self.parts, self.optimizer, state)
 
     def load(
         self,
@@ -260,7 +240,7 @@ class Engine:
     ) -> tuple[pathlib.Path, dict[str, Any]]:
         """See `checkpoint.resume`."""
         options = {"run": identity, "ops": ops, "checked": checked}
-        return checkpoint.resume(folders, self.model, self.optimizer, self.mesh, **options)
+        return checkpoint.resume(folders, self.parts, self.optimizer, self.mesh, **options)
 
     def export(
         self,
@@ -273,11 +253,9 @@ class Engine:
         """Writes Hugging Face's files: dense weights, or, with adapter_of, the adapters alone."""
         if adapter_of is not None:
             files = hf.tokenizer_files(tokenizer) if tokenizer is not None else []
-            pipeline = self.model.pipeline
-            model = self.model if pipeline is None else pipeline.with_all_adapters()
-            save_adapter(model, target, base_model=adapter_of, files=files)
+            save_adapter(self.parts.with_all_adapters(), target, base_model=adapter_of, files=files)
         else:
-            hf.save_weights(self.model, target, tokenizer_path=tokenizer, dtype=dtype)
+            hf.save_weights(self.parts, target, tokenizer_path=tokenizer, dtype=dtype)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from tilewright.trainer.build import choose_ops, compute_dtype, engine_around, u
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Config, ConfigError, Train
 from tilewright.trainer.data.batches import collate, padding
-from tilewright.trainer.losses.loss import language_modeling
+from tilewright.trainer.losses.language_modeling import language_modeling
 from tilewright.trainer.memory_tracker import Tracker
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
@@ -119,11 +119,11 @@ def _measured(
     tracker = Tracker(mesh.device)
     with tracker.watching():
         with tracker.owned_by("parameters"):
-            model = unfilled(config, shape, mesh, ops, mesh.device)
-            engine = engine_around(model, config, mesh)
+            parts = unfilled(config, shape, mesh, ops, mesh.device)
+            engine = engine_around(parts, config, mesh)
             if t.enable_activation_offload:
                 limit = t.activation_gpu_limit * 1e9
-                offload_activations(model, limit, NoCopies(mesh.device))
+                offload_activations(parts.model, limit, NoCopies(mesh.device))
         saved = _mark(engine.model, tracker)
         stored = [*engine.model.parameters(), *engine.model.buffers()]
         owners = tracker.own("parameters", stored)

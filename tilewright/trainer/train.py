@@ -38,7 +38,8 @@ from tilewright.trainer.data.routes import Routes
 from tilewright.trainer.data.sources import check_sources
 from tilewright.trainer.engine import Batch, Engine, NotFinite, Sums, reproducible
 from tilewright.trainer.interrupts import Interrupts, Stopped
-from tilewright.trainer.losses.loss import language_modeling
+from tilewright.trainer.losses.language_modeling import language_modeling
+from tilewright.trainer.models.flops import flops_per_token
 from tilewright.trainer.optim.plan import Plan
 from tilewright.trainer.parallel.mesh import Mesh, device_of, join
 from tilewright.trainer.plugins import adapters, replay
@@ -76,7 +77,7 @@ def loop(run: Run, interrupts: Interrupts) -> None:
         run.evaluate()
     with interrupts.watched(), Housekeeping(t, run.mesh).running() as housekeeping:
         for step in range(run.done, plan.total):
-            adapters.before_step(engine.model, lora, t.seed, step)
+            adapters.before_step(engine.parts, lora, t.seed, step)
             before, batches = run.batches.tokens, next(steps)
             replayed = run.compare(batches)
             # An error that names the target is worth one synchronization, in the first step: later,
@@ -89,7 +90,7 @@ def loop(run: Run, interrupts: Interrupts) -> None:
             if adapters.merges(lora, run.done):
                 # Quantized weights do not show that they were merged with what is not finite.
                 run.saver.check(run.done, engine.model, engine.optimizer, "nothing is merged")
-            adapters.after_step(engine.model, engine.optimizer, lora, t.seed, run.done, run.mesh)
+            adapters.after_step(engine.parts, engine.optimizer, lora, t.seed, run.done, run.mesh)
             run.report(sums, norm, run.batches.tokens - before, replayed)
             housekeeping.after(run.done)
             if (signum := interrupts.asked()) and run.done < plan.total:
@@ -240,8 +241,8 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     routes = Routes.of(shape) if t.router_replay else None
     batches, held = build_data(config, mesh, shape.vocab_size, routes)
     engine = build_engine(config, shape, mesh, ops)
-    belongs = identity(config, shape, batches, engine.model.origin)
-    chosen = ops.names() | adapters.operations(engine.model.whole, mesh.device, dtype)
+    belongs = identity(config, shape, batches, engine.parts.origin)
+    chosen = ops.names() | adapters.operations(engine.parts.whole, mesh.device, dtype)
     start, resumed = 0, None
     if folders:
         wanted = {k: v for k, v in belongs.items() if k != "base" or not t.allow_other_base}
@@ -263,7 +264,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     certified = witness.start(engine, own, files, start, plan.total)
     if mesh.main:
         pathlib.Path(t.output_dir, "resolved_config.yaml").write_text(resolved(config))
-    flops = engine.model.whole.flops_per_token(config.data.sample_packing_sequence_len)
+    flops = flops_per_token(engine.parts.whole, config.data.sample_packing_sequence_len)
     metrics = Metrics(
         t,
         main=mesh.main,

@@ -61,8 +61,8 @@ from tilewright.trainer.checkpoint.run_folder import (
     recover,
     time_after,
 )
-from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.parallel.mesh import Group, Mesh, checkpoint_group
+from tilewright.trainer.parallel.parts import Parts
 
 __all__ = [
     "Damaged",
@@ -107,14 +107,10 @@ def _not_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | Non
     return None if all(good) else names[good.index(False)]
 
 
-def adapters_suffice(model: nn.Module) -> bool:
+def adapters_suffice(parts: Parts) -> bool:
     """Whether all else than adapters is what a folder holds: read from it, and not merged since."""
-    return (
-        isinstance(model, Transformer)
-        and model.origin is not None
-        and not model.merged
-        and any(True for _ in adapted(model.whole))
-    )
+    read = parts.origin is not None and not parts.merged
+    return read and any(True for _ in adapted(parts.whole))
 
 
 def _contents(
@@ -166,7 +162,7 @@ class Saver:
         return self.root / f"global_step_{step}"
 
     def save(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+        self, step: int, parts: Parts, optimizer: torch.optim.Optimizer, state: dict[str, Any]
     ) -> pathlib.Path:
         """state: JSON. The folder gets its final name only when it is complete.
 
@@ -174,14 +170,14 @@ class Saver:
         before could not be written, this one is waited for.
         """
         again = self._failed()
-        self.check(step, model, optimizer, "no checkpoint is written")
+        self.check(step, parts.model, optimizer, "no checkpoint is written")
         target, aside = self.folder(step), self.root / f".global_step_{step}.partial"
         if self.mesh.main:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
         self.mesh.control.barrier()
-        adapters_alone = adapters_suffice(model) and not self.base
-        tensors, _ = _contents(model, optimizer, adapters_alone)
+        adapters_alone = adapters_suffice(parts) and not self.base
+        tensors, _ = _contents(parts.model, optimizer, adapters_alone)
         random = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             random["cuda"] = torch.cuda.get_rng_state()
@@ -189,7 +185,7 @@ class Saver:
         state = {
             "step": step,
             "weights": "adapters" if adapters_alone else "all",
-            "merged": getattr(model, "merged", False),
+            "merged": parts.merged,
             **state,
         }
         if self.group is not None:
@@ -327,7 +323,7 @@ class Saver:
 
 def resume(
     folders: list[pathlib.Path],
-    model: nn.Module,
+    parts: Parts,
     optimizer: torch.optim.Optimizer,
     mesh: Mesh,
     **options: Any,
@@ -338,7 +334,7 @@ def resume(
     passed = []
     for folder, following in zip(folders, [*folders[1:], None], strict=True):
         try:
-            state = restore(folder, model, optimizer, mesh, **options)
+            state = restore(folder, parts, optimizer, mesh, **options)
         except Damaged as error:
             if following is None:
                 raise
@@ -354,7 +350,7 @@ def resume(
 
 def restore(
     folder: pathlib.Path,
-    model: nn.Module,
+    parts: Parts,
     optimizer: torch.optim.Optimizer,
     mesh: Mesh,
     *,
@@ -362,7 +358,7 @@ def restore(
     ops: dict[str, str],
     checked: bool = True,
 ) -> dict[str, Any]:
-    """Fills model and optimizer and returns the saved state. Every rank must call it.
+    """Fills the parts and the optimizer, and returns the saved state. Every rank must call it.
 
     run: compatibility keys that must equal the checkpoint's, by kind (model, optimizer, data,
     base).   checked: compare the checksums of all files.
@@ -381,7 +377,7 @@ def restore(
         file = folder / f"random_{mesh.rank}.safetensors"
         if file.is_file():  # a new rank starts from its seed
             random = load_file(file)
-        adapters_alone = _without_base(folder, state, model)
+        adapters_alone = _without_base(folder, state, parts)
     except SafetensorError as error:
         problem = Damaged(f"{file}: cannot be read as safetensors: {error}")
     except (OSError, ValueError) as error:
@@ -394,18 +390,17 @@ def restore(
         log.warning(
             "ops are computed differently from when %s was written: %s (then, now)", folder, changed
         )
-    tensors, moments = _contents(model, optimizer, adapters_alone)
+    tensors, moments = _contents(parts.model, optimizer, adapters_alone)
     _load(folder, tensors, metadata, mesh, large)
     set_state_dict(
-        model,
+        parts.model,
         optimizer,
         model_state_dict=tensors["model"],
         optim_state_dict={**moments, **tensors["optimizer"]},
         # Names that are left out: of tied weights, and of those that are not the checkpoint's.
         options=StateDictOptions(strict=False),
     )
-    if isinstance(model, Transformer):
-        model.merged = state.get("merged", False)
+    parts.merged = state.get("merged", False)
     if random:
         torch.set_rng_state(random["cpu"])
         if "cuda" in random and torch.cuda.is_available():
@@ -438,11 +433,11 @@ def _load(
         raise problem
 
 
-def _without_base(folder: pathlib.Path, state: dict[str, Any], model: nn.Module) -> bool:
+def _without_base(folder: pathlib.Path, state: dict[str, Any], parts: Parts) -> bool:
     """Whether adapters alone are read: the checkpoint holds no others, or the run goes on from
     other weights than it began from. Raises ValueError if the model has no other weights.
     """
-    origin = getattr(model, "origin", None)
+    origin = parts.origin
     if state.get("weights") == "adapters":
         if origin is None:
             raise ValueError(
@@ -450,7 +445,7 @@ def _without_base(folder: pathlib.Path, state: dict[str, Any], model: nn.Module)
             )
         return True
     began = state["run"].get("base", {}).get("weights", origin)
-    return began != origin and not state.get("merged") and adapters_suffice(model)
+    return began != origin and not state.get("merged") and adapters_suffice(parts)
 
 
 _ANEW = "To start anew from its weights, set model.model_path to its hf folder"

@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor, Shard
 from tilewright.core.files import read_json, write_text
 from tilewright.core.torch_names import dtensor_of, parts_of_shard
 from tilewright.nn.sharded import is_sharded
+from tilewright.trainer.models.shared import dim_of
 from tilewright.trainer.parallel.exchange import crosses_ranks
-from tilewright.trainer.parallel.tensor_parallel import dim_of
 
 
 @crosses_ranks

@@ -37,7 +37,8 @@ from tilewright.trainer.checkpoint.hf_names import (
 from tilewright.trainer.checkpoint.hf_write import Shard
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
-from tilewright.trainer.parallel.tensor_parallel import PLAIN
+from tilewright.trainer.models.shared import PLAIN
+from tilewright.trainer.parallel.parts import Parts
 
 __all__ = [
     "INDEX",
@@ -74,16 +75,12 @@ TOKENIZER_FILES = (
 SHARD = re.compile(r"model(-g\d+)?-\d{5}-of-\d{5}\.safetensors")
 
 
-def _full_tensors(
-    model: Transformer, dtype: torch.dtype | None
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _full_tensors(parts: Parts, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields Hugging Face names and full tensors on the CPU. Every rank must exhaust it:
     gathering is collective.
     """
-    weights = dense_weights(model)
-    if model.pipeline is not None:
-        weights = model.pipeline.of_all_stages(weights)
-    for name, full, own in weights:
+    model = parts.model
+    for name, full, own in parts.of_all_ranks(dense_weights(model)):
         for target, part in zip(
             sources(name, model.config), split(name, full, model.config), strict=True
         ):
@@ -92,7 +89,7 @@ def _full_tensors(
 
 
 def save_weights(
-    model: Transformer,
+    parts: Parts,
     path: str | pathlib.Path,
     *,
     tokenizer_path: str | pathlib.Path | None = None,
@@ -107,7 +104,7 @@ def save_weights(
     `files.publish`); other files in the folder are kept. Every rank must call it.
 
     Args:
-        model: its parameters may be sharded; one at a time is gathered.
+        parts: their parameters may be sharded; one at a time is gathered.
         path: the folder, which may exist.
         tokenizer_path: a folder whose tokenizer's files are copied; None: none.
         dtype: of the stored tensors, but for a router's bias for the choice; default: the
@@ -117,7 +114,7 @@ def save_weights(
     Raises:
         ValueError: the folder is a file, or holds an adapter.
     """
-    writes = not dist.is_initialized() or dist.get_rank() == 0
+    model, writes = parts.model, not dist.is_initialized() or dist.get_rank() == 0
     target = target_folder(path)
     if (target / ADAPTER_CONFIG).exists():
         raise ValueError(
@@ -127,7 +124,7 @@ def save_weights(
     shards: list[dict[str, int]] = []
     with written_aside(target) if writes else contextlib.nullcontext() as aside:
         stored = shard = None
-        for name, tensor in _full_tensors(model, dtype):
+        for name, tensor in _full_tensors(parts, dtype):
             stored = stored or tensor.dtype
             if aside is None:
                 continue

@@ -37,6 +37,7 @@ from tilewright.trainer.checkpoint.hf_names import fuse, sources, split
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.parallel import exchange
+from tilewright.trainer.parallel.parts import Parts, many
 
 LOAD_MODES = ("broadcast", "all_ranks")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -96,15 +97,15 @@ def _check_fits(model: Transformer, folder: Folder) -> None:
 
 
 @torch.no_grad()
-def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "broadcast") -> None:
+def load_weights(parts: Parts, path: str | pathlib.Path, *, mode: str = "broadcast") -> None:
     """Fills every parameter, in the parameter's dtype, and every quantized weight, in its format.
 
     A quantized weight is copied from a quantized checkpoint, or quantized from a dense one, one
-    layer at a time. Adapters are unchanged. Every rank must call it. `model.origin` then identifies
+    layer at a time. Adapters are unchanged. Every rank must call it. `parts.origin` then identifies
     the weights that were read.
 
     Args:
-        model: to be filled; its parameters may be sharded.
+        parts: to be filled; their parameters may be sharded.
         path: a folder with config.json and safetensors.
         mode: "broadcast": rank 0 reads and sends; "all_ranks": every rank reads.
 
@@ -115,29 +116,20 @@ def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "b
     """
     if mode not in LOAD_MODES:
         raise ValueError(f"mode must be one of {list(LOAD_MODES)}, got {mode!r}")
-    many = dist.is_initialized() and dist.get_world_size() > 1
-    stages = model.pipeline
-    # Of each stage one rank reads for the others.
-    source, group = (0, None) if stages is None else (stages.reader, stages.mesh.stage.group)
-    reads = not many or mode == "all_ranks" or dist.get_rank() == source
+    several = many()
+    model, source, group = parts.model, parts.reader, parts.readers
+    reads = not several or mode == "all_ranks" or dist.get_rank() == source
     folder = problem = None
     if reads:
         try:
             folder = Folder(path)
-            _check_fits(model.whole, folder)
+            _check_fits(parts.whole, folder)
         except (OSError, ValueError) as error:
             problem = error
-    if stages is not None:
-        stages.mesh.control.agree(problem)
-    elif many:  # all ranks fail together; otherwise they would wait for rank 0 forever
-        verdict = exchange.broadcast(exchange.described(problem))
-        if verdict is not None and problem is None:
-            problem = exchange.raised(verdict)
-    if problem is not None:
-        raise problem
+    parts.agree(problem)
     for name, p in base_weights(model):
         if not isinstance(p, nn.Parameter):
-            sends = (source, group) if many and mode == "broadcast" else None
+            sends = (source, group) if several and mode == "broadcast" else None
             _fill(name, p, model.config, folder, sends)
             continue
         full = (
@@ -149,21 +141,14 @@ def load_weights(model: Transformer, path: str | pathlib.Path, *, mode: str = "b
             first = None if mode == "all_ranks" else 0
             p.copy_(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=first))
         else:
-            if many and mode == "broadcast":
+            if several and mode == "broadcast":
                 dist.broadcast(full, src=source, group=group)
             p.copy_(full)
-    model.origin = _origin({} if folder is None else folder.checksums, model, many)
+    parts.origin = _origin(parts.read_by_all({} if folder is None else folder.checksums))
 
 
-def _origin(checksums: dict[str, str], model: Transformer, many: bool) -> str:
-    """A hash of the tensors that were read, in whatever files and by whatever ranks. Every rank
-    must call it.
-    """
-    if model.pipeline is not None:  # each stage's reader has read its own
-        for read in model.pipeline.mesh.control.gather(checksums):
-            checksums |= read
-    elif many:
-        checksums = exchange.broadcast(checksums)
+def _origin(checksums: dict[str, str]) -> str:
+    """A hash of the tensors that were read, in whatever files and by whatever ranks."""
     text = json.dumps(checksums, sort_keys=True)
     return xxhash.xxh3_128_hexdigest(text.encode())
 

@@ -25,7 +25,7 @@ from tilewright.ops.attention.context_parallel import ContextParallel, shard
 from tilewright.trainer import interrupts
 from tilewright.trainer.config import Data, Train
 from tilewright.trainer.data import packing
-from tilewright.trainer.losses.loss import IGNORE
+from tilewright.trainer.data.columns import IGNORE
 
 pc: Any = pyarrow.compute  # which makes its functions when it is imported
 

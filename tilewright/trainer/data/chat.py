@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tilewright.trainer.losses.loss import IGNORE
+from tilewright.trainer.data.columns import IGNORE
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHARE_GPT = {"human": "user", "gpt": "assistant"}

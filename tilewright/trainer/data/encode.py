@@ -19,8 +19,8 @@ import pyarrow as pa
 
 from tilewright.trainer.config import Data, Dataset
 from tilewright.trainer.data import chat
+from tilewright.trainer.data.columns import IGNORE
 from tilewright.trainer.data.routes import Routes
-from tilewright.trainer.losses.loss import IGNORE
 
 log = logging.getLogger("tilewright")
 COLUMNS = ("input_ids", "labels")

@@ -24,6 +24,7 @@ from tilewright.core.files import replace_folder
 from tilewright.trainer.config import Config, Dataset
 from tilewright.trainer.data import sealed
 from tilewright.trainer.data.cache_key import cache_key
+from tilewright.trainer.data.columns import IGNORE
 from tilewright.trainer.data.encode import (
     COLUMNS,
     REPLAYED,
@@ -36,7 +37,6 @@ from tilewright.trainer.data.prepare import Counts, Writer, prepare_entry, split
 from tilewright.trainer.data.routes import Routes
 from tilewright.trainer.data.rows import MOST_ROWS
 from tilewright.trainer.data.sources import check_sources, dummy, read_raw
-from tilewright.trainer.losses.loss import IGNORE
 
 pc: Any = pyarrow.compute  # which makes its functions when it is imported
 log = logging.getLogger("tilewright")

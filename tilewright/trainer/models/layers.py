@@ -14,7 +14,7 @@ from tilewright.ops.attention.context_parallel import ContextParallel, context_p
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.models.positions import Sequence
-from tilewright.trainer.parallel.tensor_parallel import TensorParallel
+from tilewright.trainer.models.shared import TensorParallel
 
 
 class AddRMSNorm(RMSNorm):

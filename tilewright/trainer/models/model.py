@@ -1,4 +1,4 @@
-"""Decoder-only transformers, written on tilewright's ops, of the families in `architectures`.
+"""Decoder-only transformers, written on tilewright's ops, of the families in `families`.
 
 Parameter names are Hugging Face's, except what is fused: qkv_proj [q; k; v], gate_up_proj [gate;
 up], and the experts' gate_up_proj [E, 2 I, H] and down_proj [E, H, I]; `hf.py` converts. Shape
@@ -8,32 +8,23 @@ token, I inner width.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tilewright.nn import in_row_blocks
-from tilewright.nn.lora_experts import LoRAExperts
-from tilewright.nn.quantized_layers import quantize_as
 from tilewright.nn.sharded import local
-from tilewright.nn.weights import adapted, base_weights, fill, is_adapter, quantized, shape_of
 from tilewright.ops.attention.context_parallel import ContextParallel
-from tilewright.trainer.losses.loss import Loss, TokenLosses, logits
+from tilewright.trainer.models.head import LossFunction, TokenLosses, logits
 from tilewright.trainer.models.latent_attention import LatentAttention
 from tilewright.trainer.models.layers import MLP, Attention, norm, residual_norm
 from tilewright.trainer.models.model_config import ModelConfig
-from tilewright.trainer.models.moe import Experts, MoE
+from tilewright.trainer.models.moe import MoE
 from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.models.positions import Sequence
-from tilewright.trainer.parallel.recompute import recompute
-from tilewright.trainer.parallel.tensor_parallel import TensorParallel
-
-if TYPE_CHECKING:
-    from tilewright.trainer.parallel.pipeline import Pipeline
+from tilewright.trainer.models.shared import TensorParallel
 
 
 class Block(nn.Module):
@@ -123,34 +114,25 @@ class Decoder(nn.Module):
         return x, residual, torch.stack(reports) if reports else None
 
 
-def _initial(name: str, norm_offset: float) -> float | None:
-    """The constant that a parameter is initialized with; None: a random one."""
-    if name.endswith("norm.weight"):
-        return 1.0 - norm_offset
-    return 0.0 if name.endswith("bias") else None
-
-
-def _is_spread(experts: Experts | LoRAExperts) -> bool:
-    return experts.group is not None
-
-
 class Outcome(NamedTuple):
     """A loss on one micro-batch. Its tensors are this rank's.
 
     total: the summed loss.   per_token: [B, S], detached; None if the loss used the sum alone.
-    reports: the routers', see `MoE.forward`.
+    reports: the routers', see `MoE.forward`.   more: the loss's further sums.
     """
 
     total: torch.Tensor
     denominator: torch.Tensor
-    per_token: torch.Tensor | None
-    reports: torch.Tensor | None
+    per_token: torch.Tensor | None = None
+    reports: torch.Tensor | None = None
+    more: tuple[torch.Tensor, ...] = ()
 
 
 class Transformer(nn.Module):
     """A causal language model.
 
-    For FSDP2, build it under torch.device("meta"), then call `to_empty` and `init_weights`.
+    For FSDP2, build it under torch.device("meta"), then call `to_empty` and
+    `initialize.init_weights`.
     """
 
     def __init__(self, config: ModelConfig, ops: Ops, merge_qkv: bool = True):
@@ -159,17 +141,9 @@ class Transformer(nn.Module):
         self.model = Decoder(config, ops, merge_qkv)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.cp, self.tp = ContextParallel(), TensorParallel()
-        self.pipeline: Pipeline | None = None  # this rank's stages, if it has not all layers
-        self.origin: str | None = None  # identifies the weights that were read from a folder
-        self.merged = False  # whether adapters have been merged into them since
         if ops.numerics.batch_invariant:
             in_row_blocks(self)
         self.tie()
-
-    @property
-    def whole(self) -> Transformer:
-        """The model; of a pipeline's stages, one with all layers, on meta."""
-        return self if self.pipeline is None else self.pipeline.whole
 
     def tie(self) -> None:
         """Shares the embedding with the head again; call it after `to_empty`, which separates
@@ -177,91 +151,6 @@ class Transformer(nn.Module):
         """
         if self.config.tie_word_embeddings and self.lm_head is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
-
-    @torch.no_grad()
-    def init_weights(self, seed: int, std: float = 0.02) -> None:
-        """Draws normal weights; norms scale by one, and biases are zero.
-
-        Each parameter has its own generator, so its values depend on the seed and its name only,
-        not on how the model is sharded. Adapters are unchanged.
-        """
-        with torch.device("meta"):  # without adapters, which are initialized separately
-            bare = Transformer(self.config, self.ops, self.merge_qkv)
-        order = [name for name, _ in bare.named_parameters()]
-        for name, p in base_weights(self):
-            constant = _initial(name, self.config.architecture.norm_offset)
-            if constant is not None:
-                assert isinstance(p, nn.Parameter)  # norms and biases are not quantized
-                p.fill_(constant)
-                continue
-            generator = torch.Generator(device="cpu").manual_seed(
-                seed * 1_000_003 + order.index(name)
-            )
-            full = torch.randn(shape_of(p), generator=generator) * std
-            if not isinstance(p, nn.Parameter):
-                like = quantized(p)[0]
-                fill(p, [quantize_as(like, full.to(like.device))])
-            elif isinstance(p, DTensor):
-                p.copy_(distribute_tensor(full.to(p.device, p.dtype), p.device_mesh, p.placements))
-            else:
-                p.copy_(full)
-
-    def recompute_activations(
-        self,
-        modules: Collection[str] | None = None,
-        reentrant: bool = False,
-        experts_alone: bool = False,
-    ) -> None:
-        """Recomputes whole layers (None), or only "self_attn" and/or "mlp" of each.
-
-        experts_alone: in layers with experts, recomputes the part before the router as usual, and
-        after it only the experts' computation: the routing is saved, and no token is sent to its
-        experts a second time. Call it after compilation, which wraps the inner functions.
-        """
-        if unknown := set(modules or ()) - {"self_attn", "mlp"}:
-            raise ValueError(f"recompute_modules accepts self_attn and mlp, got {sorted(unknown)}")
-        self.model.inputs_need_gradients = reentrant
-        for block in self.model.blocks:
-            experts = block.mlp.experts if isinstance(block.mlp, MoE) else None
-            names = set(modules or ("layer",))
-            if experts_alone and experts is not None and names & {"layer", "mlp"}:
-                experts.recompute = True
-                names = {"before_mlp"} if "layer" in names else names - {"mlp"}
-            keeps = None if experts is None else partial(_is_spread, experts)
-            for name, module, method, communicates in (
-                ("layer", block, "forward", True),
-                ("before_mlp", block, "before_mlp", False),
-                ("self_attn", block.self_attn, "forward", False),
-                ("mlp", block.mlp, "forward", True),
-            ):
-                if name in names:
-                    wrap = keeps if communicates else None
-                    recompute(module, method, reentrant=reentrant, keeps=wrap)
-
-    def spread_sequence(self, cp: ContextParallel) -> None:
-        """Shards sequences: each rank of `cp` is called with its own shard.
-
-        Raises ValueError if the heads cannot be sharded accordingly.
-        """
-        sharing = min(block.self_attn.tp.heads for block in self.model.blocks)
-        heads = self.config.num_attention_heads // sharing
-        if heads % cp.ulysses_size:
-            of = f" of a tensor-parallel rank (of {sharing})" if sharing > 1 else ""
-            raise ValueError(
-                f"train.ulysses_parallel_size = {cp.ulysses_size}: the model's {heads} query "
-                f"heads{of} do not divide by {cp.ulysses_size}"
-            )
-        self.cp = cp
-        for block in self.model.blocks:
-            block.self_attn.cp = cp
-
-    def freeze_router(self) -> None:
-        """Freezes the routers' weights. Raises ValueError without experts."""
-        gates = [block.mlp.gate for block in self.model.blocks if isinstance(block.mlp, MoE)]
-        if not gates:
-            raise ValueError("train.freeze_router = True: the model has no experts")
-        for gate in gates:
-            gate.requires_grad_(False)
 
     def forward(
         self,
@@ -272,7 +161,7 @@ class Transformer(nn.Module):
         cu_seqlens: torch.Tensor | None = None,
         ends: tuple[int, ...] | None = None,
         routed_experts: torch.Tensor | None = None,
-        loss: Loss | None = None,
+        loss: LossFunction | None = None,
         **more: Any,
     ) -> torch.Tensor | Outcome:
         """Logits [B, S, V] (float32 with `lm_head_fp32`); with labels the mean loss per token; with
@@ -282,11 +171,11 @@ class Transformer(nn.Module):
             input_ids: [B, S]; with cu_seqlens [n + 1], packed documents and B = 1.
             labels: [B, S], already shifted: labels[t] is the token that follows t; -100 is ignored.
             position_ids: [B, S]; default: from 0 in every document.
-            cu_seqlens, ends: see `Sequence`. After `spread_sequence` they describe the whole
+            cu_seqlens, ends: see `Sequence`. With context parallelism they describe the whole
                 sequence, and all other tensors are this rank's shard.
             routed_experts: [1, S, layers with experts x K]: recorded routes, which are replayed; -1
                 for a token that is routed as usual.
-            loss: see `loss.py`; called with the head's values and all of these tensors.
+            loss: see `losses.loss`; called with the head's values and all of these tensors.
             more: further tensors of the batch, for the loss.
         """
         sequence = Sequence.of(
@@ -315,43 +204,16 @@ class Transformer(nn.Module):
         K = self.config.num_experts_per_tok
         return own.T.contiguous().unflatten(0, (-1, K))
 
-    def outcome(self, hidden: torch.Tensor, loss: Loss, batch: Mapping[str, Any]) -> Outcome:
+    def outcome(
+        self, hidden: torch.Tensor, loss: LossFunction, batch: Mapping[str, Any]
+    ) -> Outcome:
         """A loss of the final hidden states, this rank's shard; without reports."""
         per_token = self.token_losses(hidden, batch["labels"])
-        total, denominator = loss(per_token, batch)
+        total, denominator, *more = loss(per_token, batch)
         values = None if per_token.computed is None else per_token.computed.detach()
-        return Outcome(total, denominator, values, None)
+        return Outcome(total, denominator, values, more=tuple(more))
 
     def token_losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> TokenLosses:
         """hidden: this rank's shard of the final hidden states."""
         weight, group = local(self.lm_head.weight), self.tp.group
         return TokenLosses(self.tp.gather_for_all(hidden), weight, labels, self.ops, group)
-
-    def flops_per_token(self, sequence: int) -> float:
-        """Floating-point operations per token, forward and backward, counting the experts that a
-        token is routed to.
-        """
-        c = self.config
-        layers = range(c.num_hidden_layers)
-        dense = 3 * c.hidden_size * c.intermediate_size
-        sparse = (
-            3
-            * c.hidden_size
-            * c.moe_intermediate_size
-            * (c.num_experts_per_tok + (c.n_shared_experts or 0))
-            + c.hidden_size * c.num_experts
-        )
-        mlp = sum(sparse if c.is_moe(i) else dense for i in layers)
-        attention, per_key = c.attention_work()
-        matrix = c.num_hidden_layers * attention + mlp + c.hidden_size * c.vocab_size
-        score = per_key * sum(c.keys_seen(i, sequence) for i in layers)
-        # Two per multiply-add in the forward, and two again for each factor's gradient; a frozen
-        # matrix has none.
-        routed = c.num_experts_per_tok / max(1, c.num_experts)
-        adapters = sum(
-            p.numel() * (routed if isinstance(module, LoRAExperts) else 1.0)
-            for _, module in adapted(self)
-            for name, p in module.named_parameters()
-            if is_adapter(name)
-        )
-        return (4.0 if adapters else 6.0) * matrix + 6.0 * (score + adapters)

@@ -16,7 +16,7 @@ from tilewright.ops.quant.aqn import AQN
 from tilewright.trainer.models.layers import MLP
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.ops_choice import Ops
-from tilewright.trainer.parallel.recompute import Recomputed
+from tilewright.trainer.models.recompute import Recomputed
 
 
 class Experts(nn.Module):
@@ -187,3 +187,12 @@ class MoE(nn.Module):
         bias = self.gate.e_score_correction_bias
         today = tw.route(logits_TE, self.top_k, bias=bias, **self.options).expert_index
         return torch.where((recorded_TK < 0).any(-1, keepdim=True), today, recorded_TK.long())
+
+
+def freeze_router(model: nn.Module) -> None:
+    """Freezes the routers' weights. Raises ValueError without experts."""
+    gates = [module.gate for module in model.modules() if isinstance(module, MoE)]
+    if not gates:
+        raise ValueError("train.freeze_router = True: the model has no experts")
+    for gate in gates:
+        gate.requires_grad_(False)

@@ -19,7 +19,7 @@ from tilewright.nn.weights import is_adapter
 from tilewright.trainer.models.latent_attention import LatentAttention
 from tilewright.trainer.models.layers import Attention
 from tilewright.trainer.models.moe import Experts, Router
-from tilewright.trainer.parallel.tensor_parallel import dim_of
+from tilewright.trainer.models.shared import dim_of
 
 
 @dataclasses.dataclass(frozen=True)

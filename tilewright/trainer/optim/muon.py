@@ -5,6 +5,7 @@ bfloat16.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,10 @@ from torch import nn
 
 from tilewright import ops as tw
 from tilewright.nn.sharded import shard
-from tilewright.trainer.optim.matrices import Parts, alike, compute_whole
+from tilewright.trainer.optim.matrices import Parts, alike, compute_whole, matrices
+from tilewright.trainer.optim.optim import OPTIMIZERS, Optimizer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,3 +151,39 @@ def adjustment(adjust: str, rows: int, columns: int) -> float:
     if adjust == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns))
+
+
+def muon(
+    groups: list[dict[str, Any]],
+    apart: Mapping[nn.Parameter, Parts],
+    *,
+    adam_beta1: float,
+    adam_beta2: float,
+    adam_epsilon: float,
+    optimizer_dtype: str,
+    enable_mixed_precision: bool,
+    muon_momentum: float,
+    muon_nesterov: bool,
+    muon_ns_steps: int,
+    muon_ns_coefficients: str,
+    muon_adjust_lr_fn: str | None,
+    muon_lr: float,
+) -> torch.optim.Optimizer:
+    settings = Settings(
+        betas=(adam_beta1, adam_beta2),
+        eps=adam_epsilon,
+        states=DTYPES[optimizer_dtype],
+        products=torch.bfloat16 if enable_mixed_precision else torch.float32,
+        momentum=muon_momentum,
+        nesterov=muon_nesterov,
+        steps=muon_ns_steps,
+        coefficients=muon_ns_coefficients,
+        adjust=muon_adjust_lr_fn or "original",
+    )
+    return Muon(groups, settings, apart)
+
+
+_FIELDS = tuple(
+    n for n, p in inspect.signature(muon).parameters.items() if p.kind is p.KEYWORD_ONLY
+)
+OPTIMIZERS.add("muon", Optimizer(muon, _FIELDS, apart=matrices, apart_lr="muon_lr"))

@@ -1,56 +1,70 @@
-"""Optimizers, parameter groups, and the schedule as a factor of each group's peak learning rate."""
+"""Optimizers by name, and the groups of parameters that they get."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from pydantic import BaseModel
 from torch import nn
 
-from tilewright.trainer.config import Train
-from tilewright.trainer.optim.matrices import matrices
-from tilewright.trainer.optim.muon import Muon, Settings
+from tilewright.trainer.table import Table
 
 
-def schedule(step: int, total: int, train: Train) -> float:
-    """The factor of the peak learning rate in optimizer step `step` (from 0) of `total`.
+def _none(model: nn.Module) -> Mapping[nn.Parameter, Any]:
+    return {}
 
-    It rises linearly from lr_start / lr, at step 0, to 1 over the first lr_warmup_ratio of the
-    steps; then it stays, or falls to lr_min / lr, linearly or along half a cosine, until
-    lr_decay_ratio of the steps, and stays there.
+
+@dataclass(frozen=True)
+class Optimizer:
+    """A row of OPTIMIZERS.
+
+    build: (parameter groups, `apart` of the model, and by keyword the values of `fields` and of
+        `options`) -> the optimizer. A group has params, lr and weight_decay.
+    fields: of the section `train` that it reads, beside those of the groups.
+    options: of an optimizer without fields of its own: the pydantic model of
+        `train.optimizer_args`, or None.
+    apart: model -> trainable parameters in groups of their own, with what the optimizer must know
+        of each.
+    apart_lr: the field with their peak learning rate.
     """
-    warm = round(train.lr_warmup_ratio * total)
-    if step < warm:
-        start = train.lr_start / train.lr
-        return start + (1 - start) * step / warm
-    if train.lr_decay_style == "constant":
-        return 1.0
-    end = max(round(train.lr_decay_ratio * total), warm + 1)
-    done = min(1.0, (step - warm) / max(1, end - warm - 1))
-    share = 1 - done if train.lr_decay_style == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    least = train.lr_min / train.lr
-    return least + (1 - least) * share
+
+    build: Callable[..., torch.optim.Optimizer]
+    fields: tuple[str, ...] = ()
+    options: type[BaseModel] | None = None
+    apart: Callable[[nn.Module], Mapping[nn.Parameter, Any]] = _none
+    apart_lr: str | None = None
 
 
+OPTIMIZERS = Table("optimizers", "tilewright.trainer.optim", Optimizer)
 NUMBER = re.compile(r"\.\d+\.")  # of a layer, or of an expert
 
 
 def parameter_groups(
-    model: nn.Module, train: Train, matrices: Collection[nn.Parameter] = ()
-) -> list[dict]:
-    """Two groups, with weight decay and without, and two of matrices, whose learning rate is
-    muon_lr; every trainable parameter is in exactly one.
+    model: nn.Module,
+    rates: Collection[float],
+    weight_decay: float,
+    no_decay: Mapping[str, Collection[str]],
+    apart: Collection[nn.Parameter] = (),
+    whole: nn.Module | None = None,
+) -> list[dict[str, Any]]:
+    """For each rate two groups, with weight decay and without. Every trainable parameter is in one:
+    those of `apart` at the second rate, all others at the first.
 
-    no_decay_modules are substrings of the path of a parameter's module, no_decay_params of its
-    full name. Raises ValueError for one that no name contains.
+    no_decay: no_decay_modules, substrings of the path of a parameter's module, and no_decay_params,
+        of its full name.
+    whole: the model with the names of all ranks' parameters: a name that is another's is no mistake
+        here.
+
+    Raises ValueError for a substring that no name contains.
     """
-    # Of all stages of a pipeline: a name that is another's is no mistake here.
-    names = [name for name, _ in getattr(model, "whole", model).named_parameters()]
+    names = [name for name, _ in (whole or model).named_parameters()]
     paths = [name.rpartition(".")[0] for name in names]
     for field, what in (("no_decay_modules", paths), ("no_decay_params", names)):
-        for text in getattr(train, field):
+        for text in no_decay[field]:
             if not text:
                 raise ValueError(f"train.{field}: '' is in every name; write a part of one")
             if not any(text in name for name in what):
@@ -59,46 +73,36 @@ def parameter_groups(
                     f"{', '.join(dict.fromkeys(NUMBER.sub('.N.', name) for name in what))}"
                 )
     groups = [
-        {"params": [], "lr": lr, "weight_decay": weight_decay}
-        for lr in (train.lr, train.muon_lr)
-        for weight_decay in (train.weight_decay, 0.0)
+        {"params": [], "lr": lr, "weight_decay": decay}
+        for lr in rates
+        for decay in (weight_decay, 0.0)
     ]
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
         path = name.rpartition(".")[0]
-        exempt = any(text in path for text in train.no_decay_modules)
-        exempt |= any(text in name for text in train.no_decay_params)
-        groups[2 * (p in matrices) + exempt]["params"].append(p)
-    return groups if matrices else groups[:2]
+        exempt = any(text in path for text in no_decay["no_decay_modules"])
+        exempt |= any(text in name for text in no_decay["no_decay_params"])
+        groups[2 * (p in apart) + exempt]["params"].append(p)
+    return groups
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+def build_optimizer(
+    model: nn.Module, train: Any, whole: nn.Module | None = None
+) -> torch.optim.Optimizer:
+    """Each group starts at its peak learning rate.
 
-
-def build_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
-    """Each group starts at its peak learning rate."""
-    chosen = matrices(model) if train.optimizer == "muon" else {}
-    if train.optimizer == "muon" and not chosen:
-        raise ValueError("train.optimizer = muon: the model has no trainable matrix")
-    groups = [g for g in parameter_groups(model, train, set(chosen)) if g["params"]]
-    betas = (train.adam_beta1, train.adam_beta2)
-    if train.optimizer == "sgd":
-        return torch.optim.SGD(groups)
-    if train.optimizer == "adamw":  # states in the parameters' dtype, float32; one fused kernel
-        return torch.optim.AdamW(groups, betas=betas, eps=train.adam_epsilon, fused=True)
-    settings = Settings(
-        betas=betas,
-        eps=train.adam_epsilon,
-        states=DTYPES[train.optimizer_dtype],
-        products=torch.bfloat16 if train.enable_mixed_precision else torch.float32,
-        momentum=train.muon_momentum,
-        nesterov=train.muon_nesterov,
-        steps=train.muon_ns_steps,
-        coefficients=train.muon_ns_coefficients,
-        adjust=train.muon_adjust_lr_fn or "original",
-    )
-    return Muon(groups, settings, chosen)
+    train: the section of the configuration.   whole: see `parameter_groups`.
+    """
+    row = OPTIMIZERS[train.optimizer]
+    apart = row.apart(model)
+    if row.apart_lr is not None and not apart:
+        raise ValueError(f"train.optimizer = {train.optimizer}: the model has no trainable matrix")
+    rates = [train.lr] if row.apart_lr is None else [train.lr, getattr(train, row.apart_lr)]
+    no_decay = {name: getattr(train, name) for name in ("no_decay_modules", "no_decay_params")}
+    groups = parameter_groups(model, rates, train.weight_decay, no_decay, set(apart), whole)
+    values = {name: getattr(train, name) for name in row.fields}
+    return row.build([g for g in groups if g["params"]], apart, **values)
 
 
 def peaks(optimizer: torch.optim.Optimizer) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tilewright.trainer.config import Train
-from tilewright.trainer.optim.optim import schedule
+from tilewright.trainer.optim.schedules import schedule
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,8 @@ from tilewright.trainer.config import Train
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.moe import MoE
 from tilewright.trainer.models.positions import Sequence
-from tilewright.trainer.parallel.recompute import inner
+from tilewright.trainer.models.recompute import inner
+from tilewright.trainer.parallel.layouts import LAYOUTS, Layout
 
 log = logging.getLogger("tilewright")
 
@@ -121,3 +122,15 @@ def compiled_parts(model: Transformer) -> dict[str, int]:
     """The compiled methods, and the number of their modules."""
     methods = (v for m in model.model.layers.modules() for v in vars(m).values())
     return dict(Counter(inner(v).func.name for v in methods if is_compiled(v)))
+
+
+LAYOUTS.add(
+    "compile",
+    Layout(
+        40,
+        lambda config, mesh: config.train.enable_compile,
+        lambda parts, config, mesh: compile_layers(
+            parts.model, config.train, config.model.basic_modules
+        ),
+    ),
+)

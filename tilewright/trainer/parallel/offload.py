@@ -18,7 +18,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tilewright.trainer.models.model import Transformer
-from tilewright.trainer.parallel.recompute import Wrapped
+from tilewright.trainer.models.recompute import Wrapped
+from tilewright.trainer.parallel.layouts import LAYOUTS, Layout
 
 # Bytes below which a tensor stays: a copy's latency is that of about a hundred kilobytes.
 SMALL = 1 << 18
@@ -191,3 +192,15 @@ def offload_activations(model: Transformer, limit: float, copies: Copies) -> Off
     for block in model.model.layers:
         block.forward = Offloaded(block, block.forward, offload)
     return offload
+
+
+LAYOUTS.add(
+    "offload",
+    Layout(
+        55,
+        lambda config, mesh: config.train.enable_activation_offload,
+        lambda parts, config, mesh: offload_activations(
+            parts.model, config.train.activation_gpu_limit * 1e9, StreamCopies(mesh.device)
+        ),
+    ),
+)

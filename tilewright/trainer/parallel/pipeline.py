@@ -6,14 +6,14 @@ same ones, so that only hidden states travel forward and their gradients backwar
 positions are known everywhere. Between stages travels the residual stream, x + residual, [1, T, H].
 
 A stage's weights keep their names in the whole model. Tied embeddings are held twice, on the first
-stage and on the last; their gradients are added (see `Pipeline.sum_tied`).
+stage and on the last; their gradients are added (see `Pipeline.sum_copies`).
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -32,12 +32,15 @@ from tilewright.core.registry import short
 from tilewright.core.torch_names import known_stage
 from tilewright.nn.sharded import shard, whole
 from tilewright.nn.weights import is_adapter
-from tilewright.trainer.config import Train
+from tilewright.trainer.config import Config, Train
 from tilewright.trainer.config.parallel_rules import too_few
-from tilewright.trainer.losses.loss import Loss
+from tilewright.trainer.data.batches import padding
+from tilewright.trainer.models.head import LossFunction
 from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.parallel import exchange
+from tilewright.trainer.parallel.layouts import LAYOUTS, Layout
 from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.parallel.parts import Parts, Weights
 from tilewright.trainer.parallel.stages import (
     Stage,
     keep,
@@ -63,11 +66,12 @@ def make_schedule(train: Train, stages: list[PipelineStage], micro_batches: int)
     return SINGLE[name](stages[0], micro_batches, **options)
 
 
-class Pipeline:
+class Pipeline(Parts):
     """This rank's stages of a model, which keeps only their weights."""
 
     def __init__(self, model: Transformer, train: Train, mesh: Mesh, longest: int):
         """longest: tokens of the longest micro-batch on a rank."""
+        super().__init__(model)
         self.train, self.mesh, self.longest = train, mesh, longest
         self.dtype = torch.bfloat16 if train.enable_mixed_precision else torch.float32
         self.rank = mesh.layout.coordinates(mesh.rank)["pp"]
@@ -87,7 +91,8 @@ class Pipeline:
         ]
         self.with_experts = [i for i in range(config.num_hidden_layers) if config.is_moe(i)]
         # On meta: the names, shapes and order of what other ranks have.
-        self.model, self.whole = model, copy.deepcopy(model)
+        self.whole = copy.deepcopy(model)
+        self.roots = [*self.stages]
         keep(model, self.stages)
         self.holds_tied = tied and self.rank in (self.ranks[0], self.ranks[-1])
         self.ends = _ends(mesh) if tied else None
@@ -96,7 +101,9 @@ class Pipeline:
 
     # ---- training
 
-    def forward_backward(self, batches: Sequence[Mapping[str, Any]], loss: Loss) -> list[Outcome]:
+    def forward_backward(
+        self, batches: Sequence[Mapping[str, Any]], loss: LossFunction
+    ) -> list[Outcome]:
         """Runs the schedule; gradients are averaged over the ranks of a stage at its end. Returns
         an outcome per micro-batch, in which the parts of other stages are zero.
         """
@@ -181,7 +188,7 @@ class Pipeline:
 
     # ---- weights
 
-    def sum_tied(self) -> None:
+    def sum_copies(self) -> None:
         """Adds the gradients of the two copies of a tied weight; both then have the same bits."""
         if self.holds_tied and (gradient := self.tied.grad) is not None:
             dist.all_reduce(shard(gradient), group=self.ends)
@@ -191,23 +198,33 @@ class Pipeline:
         return cast(nn.Parameter, self.model.model.embed_tokens.weight)
 
     @property
-    def copy(self) -> nn.Parameter | None:
+    def copies(self) -> list[nn.Parameter]:
         """The tied weight of the last stage, which counts and is written once, on the first."""
-        return self.tied if self.holds_tied and self._holds_last else None
+        return [self.tied] if self.holds_tied and self._holds_last else []
 
     @property
     def reader(self) -> int:
         """The first rank of this rank's stage, which reads its weights for the others."""
         return int(self.mesh.layout.stages()[self.rank].flatten()[0])
 
-    def of_all_stages(
-        self, weights: Iterator[tuple[str, torch.Tensor, torch.dtype]]
-    ) -> Iterator[tuple[str, torch.Tensor, torch.dtype]]:
+    @property
+    def readers(self) -> dist.ProcessGroup | None:
+        return self.mesh.stage.group
+
+    def agree(self, problem: Exception | None) -> None:
+        self.mesh.control.agree(problem)
+
+    def read_by_all(self, checksums: dict[str, str]) -> dict[str, str]:
+        for read in self.mesh.control.gather(checksums):
+            checksums |= read
+        return checksums
+
+    def of_all_ranks(self, weights: Weights) -> Weights:
         """This rank's weights, by name, and on rank 0 then those of the other stages, one at a
         time, on the CPU. Every rank must exhaust it.
         """
-        last, group = self.copy, self.mesh.pipeline.group
-        tied = {name for name, p in self.model.named_parameters() if p is last}
+        group = self.mesh.pipeline.group
+        tied = {n for n, p in self.model.named_parameters() if any(p is c for c in self.copies)}
         own = (entry for entry in weights if entry[0] not in tied)
         if self.rank == 0:
             yield from own
@@ -250,7 +267,7 @@ class Pipeline:
 
     # ---- evaluation
 
-    def forward(self, batches: Iterable[Mapping[str, Any]], loss: Loss) -> list[Outcome]:
+    def forward(self, batches: Iterable[Mapping[str, Any]], loss: LossFunction) -> list[Outcome]:
         """The outcomes without gradients: micro-batches follow each other through the stages."""
         outcomes: list[Outcome] = []
         sent: list[tuple[Any, torch.Tensor]] = []
@@ -279,8 +296,27 @@ class Pipeline:
         return hidden
 
 
+def longest_micro_batch(config: Config, mesh: Mesh) -> int:
+    """Tokens of a rank in a micro-batch of full bins."""
+    tokens = config.train.micro_batch_size * config.data.sample_packing_sequence_len
+    multiple = padding(config.data.pad_to_multiple_of, mesh.context, mesh.layout.tp)
+    return math.ceil(tokens / multiple) * multiple // mesh.context.size
+
+
 def _ends(mesh: Mesh) -> Any:
     """The group of this rank's first and last stage. Every rank must call it."""
     ranks = torch.arange(mesh.size).view(mesh.layout.pp, -1)[[0, -1]].T
     own, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
     return own
+
+
+LAYOUTS.add(
+    "pipeline",
+    Layout(
+        10,
+        lambda config, mesh: mesh.layout.pp > 1,
+        lambda parts, config, mesh: Pipeline(
+            parts.model, config.train, mesh, longest_micro_batch(config, mesh)
+        ),
+    ),
+)

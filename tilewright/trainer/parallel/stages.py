@@ -13,7 +13,7 @@ from torch import nn
 
 from tilewright.nn.weights import base_weights, shape_of
 from tilewright.trainer.config import Train
-from tilewright.trainer.losses.loss import Loss
+from tilewright.trainer.models.head import LossFunction
 from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.models.positions import Sequence
 
@@ -123,11 +123,13 @@ class Stage(nn.Module):
         if self.last:
             self.norm, self.lm_head = model.model.norm, model.lm_head
         self.queue: Iterator[Mapping[str, Any]] = iter(())
-        self.loss: Loss | None = None
+        self.loss: LossFunction | None = None
         self.length: int | None = None  # on this rank; None: as long as the micro-batch
         self.outcomes: list[Outcome] = []
 
-    def start(self, batches: Iterable[Mapping[str, Any]], loss: Loss, length: int | None) -> None:
+    def start(
+        self, batches: Iterable[Mapping[str, Any]], loss: LossFunction, length: int | None
+    ) -> None:
         self.queue, self.loss, self.length, self.outcomes = iter(batches), loss, length, []
 
     def forward(self, hidden: torch.Tensor | None = None) -> torch.Tensor:
@@ -153,7 +155,7 @@ class Stage(nn.Module):
             return outcome.total
         assert residual is not None  # a stage has a layer
         zero = torch.zeros((), device=x.device)
-        self.outcomes.append(Outcome(zero, zero, None, reports))
+        self.outcomes.append(Outcome(zero, zero, reports=reports))
         x, rest = x + residual, 0 if self.length is None else self.length - T
         return F.pad(x, (0, 0, 0, rest)) if rest else x
 

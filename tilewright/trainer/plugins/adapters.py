@@ -19,6 +19,7 @@ from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Lora, Model
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.parallel.parts import Parts
 
 
 def add(model: Transformer, wanted: Lora, names: Model) -> None:
@@ -69,18 +70,18 @@ def generator(seed: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed << 31 | step)
 
 
-def reset(model: Transformer, draw: torch.Generator) -> None:
+def reset(parts: Parts, draw: torch.Generator) -> None:
     """Initializes all adapters."""
-    for module in _in_order(model, draw):
+    for module in _in_order(parts, draw):
         module.reset_parameters(draw)
 
 
-def _in_order(model: Transformer, draw: torch.Generator) -> Iterator[Adapted]:
+def _in_order(parts: Parts, draw: torch.Generator) -> Iterator[Adapted]:
     """The modules with adapters. Where other stages of a pipeline have some, the generator skips
     their values, so that each module has those of one process.
     """
-    own = dict(adapted(model))
-    for path, module in adapted(model.whole):
+    own = dict(adapted(parts.model))
+    for path, module in adapted(parts.whole):
         if path in own:
             yield own[path]
             continue
@@ -89,12 +90,12 @@ def _in_order(model: Transformer, draw: torch.Generator) -> Iterator[Adapted]:
                 torch.empty(p.shape).uniform_(generator=draw)
 
 
-def _set_noise(model: Transformer, noise: AQN) -> None:
+def _set_noise(parts: Parts, noise: AQN) -> None:
     """As `adapt.set_noise`, with the layers numbered as in the whole model."""
-    own: dict[str, Any] = dict(model.named_modules())
+    own: dict[str, Any] = dict(parts.model.named_modules())
     layer = noise.layer
     module: Any
-    for path, module in model.whole.named_modules():
+    for path, module in parts.whole.named_modules():
         if not hasattr(module, "set_noise"):
             continue
         if path in own:
@@ -102,10 +103,10 @@ def _set_noise(model: Transformer, noise: AQN) -> None:
         layer += module.noise_layers
 
 
-def before_step(model: Transformer, wanted: Lora, seed: int, step: int) -> None:
+def before_step(parts: Parts, wanted: Lora, seed: int, step: int) -> None:
     """step: optimizer steps done."""
     if wanted.enable_aqn:
-        _set_noise(model, AQN(wanted.aqn_alpha, seed, step))
+        _set_noise(parts, AQN(wanted.aqn_alpha, seed, step))
 
 
 def merges(wanted: Lora, done: int) -> bool:
@@ -114,7 +115,7 @@ def merges(wanted: Lora, done: int) -> bool:
 
 
 def after_step(
-    model: Transformer,
+    parts: Parts,
     optimizer: torch.optim.Optimizer,
     wanted: Lora,
     seed: int,
@@ -128,14 +129,14 @@ def after_step(
         return
     problem = None
     try:
-        check_merge(model)
+        check_merge(parts.model)
     except ValueError as error:
         problem = error
     mesh.control.agree(problem)
     draw = generator(seed, done)
-    for module in _in_order(model, draw):
+    for module in _in_order(parts, draw):
         module.merge_(draw)
-    model.merged = True
+    parts.merged = True
     if wanted.reset_optimizer_on_merge:
         # Zeros are an optimizer's initial state, step counts included.
         for state in optimizer.state.values():

@@ -125,8 +125,8 @@ class Witness:
         apart = certificate.between_ranks(own, self.mesh)
         if apart and self.asserts:
             raise ValueError(f"{FIELD} = {self.train.assert_deterministic}: ranks differ: {apart}")
-        self.checksums = Checksums(engine.model, self.mesh)
-        self.outputs = Outputs(engine.model, self.mesh)
+        self.checksums = Checksums(engine.parts, self.mesh)
+        self.outputs = Outputs(engine.parts, self.mesh)
         made, problem, lines = certificate.certify(own, self.checksums, start, files), None, []
         if self.mesh.main:
             try:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.parallel.parts import Parts
 
 # Words of a row, each with its factor; rows have factors too.
 ROW = 1 << 16
@@ -54,9 +54,9 @@ class Checksums:
     number that depends on the rank, added over all ranks.
     """
 
-    def __init__(self, model: Transformer, mesh: Mesh):
-        self.model, self.mesh = model, mesh
-        whole = model.whole
+    def __init__(self, parts: Parts, mesh: Mesh):
+        self.model, self.mesh = parts.model, mesh
+        whole = parts.whole
         self.names = [name for name, _ in (*whole.named_parameters(), *whole.named_buffers())]
         self.trained = [name for name, p in whole.named_parameters() if p.requires_grad]
         self.factor = factors(ROW, mesh.device)

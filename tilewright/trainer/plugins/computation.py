@@ -19,6 +19,7 @@ from torch import nn
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.parallel.compiling import is_compiled
 from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.plugins.checksums import ROW, checksum, factors
 
 # Parts of names in the order of the forward: modules are registered in another one.
@@ -62,11 +63,11 @@ class Outputs:
     order of the forward. Every rank must make one.
     """
 
-    def __init__(self, model: Transformer, mesh: Mesh):
-        self.own = dict(_recorded(model))
+    def __init__(self, parts: Parts, mesh: Mesh):
+        self.own = dict(_recorded(parts.model))
         of_ranks = mesh.control.gather(list(self.own))
         self.names = in_forward(dict.fromkeys(chain.from_iterable(of_ranks)))
-        self.model, self.mesh, self.factor = model, mesh, factors(ROW, mesh.device)
+        self.parts, self.mesh, self.factor = parts, mesh, factors(ROW, mesh.device)
         self.recording = False
         self.drop()
 
@@ -85,8 +86,7 @@ class Outputs:
         def end(*_: Any) -> None:
             self.recording = False
 
-        pipeline = self.model.pipeline
-        for root in [self.model] if pipeline is None else pipeline.stages:
+        for root in self.parts.roots:
             root.register_forward_pre_hook(begin)
             root.register_forward_hook(end)
         for name, module in self.own.items():

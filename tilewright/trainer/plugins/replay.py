@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from tilewright.trainer.data.columns import IGNORE
 from tilewright.trainer.engine import Batch, Engine
-from tilewright.trainer.losses.loss import IGNORE, TokenLosses, count_labels
+from tilewright.trainer.losses.loss import count_labels
+from tilewright.trainer.models.head import TokenLosses
 
 
 def _values(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

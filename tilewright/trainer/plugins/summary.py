@@ -21,7 +21,7 @@ def summary(
 ) -> Iterator[str]:
     """What is trained, where, and on how many tokens, a line each."""
     yield (
-        f"{adapters.size(engine.model.whole)} on {mesh.size} x {mesh.device.type}, {plan.total} steps, "
+        f"{adapters.size(engine.parts.whole)} on {mesh.size} x {mesh.device.type}, {plan.total} steps, "
         f"{batches.steps_per_epoch} per epoch, {batches.bins.tokens} tokens of data"
     )
     multiple = padding(config.data.pad_to_multiple_of, mesh.context, mesh.layout.tp)

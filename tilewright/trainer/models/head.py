@@ -1,0 +1,86 @@
+"""The head of a language model: the losses of tokens, and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tilewright import ops as tw
+from tilewright.nn import linear_in_row_blocks
+from tilewright.trainer.models.ops_choice import Ops
+
+
+class TokenLosses:
+    """Negative log-probabilities of labels [B, S], 0 where a label is IGNORE.
+
+    Either `sum()`, whose gradient the head computes in its forward pass, or `values()`, whose
+    upstream gradient may differ per token: the backward pass then recomputes the logits.
+    """
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        ops: Ops,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """group: of the ranks that have the weight's rows, if it is this rank's shard of them."""
+        self._operands, self._labels, self._ops = (hidden, weight), labels, ops
+        self._group = group
+        self.computed: torch.Tensor | None = None
+
+    def sum(self) -> torch.Tensor:
+        return self.reduced("sum")
+
+    def values(self) -> torch.Tensor:
+        """[B, S], float32. Computed once."""
+        if self.computed is None:
+            self.computed = self.reduced("none")
+        return self.computed
+
+    def reduced(self, reduction: str) -> torch.Tensor:
+        """reduction: as in `ops.cross_entropy`."""
+        numerics = self._ops.numerics
+        if numerics.batch_invariant:
+            name = self._ops.cross_entropy
+            return tw.cross_entropy(
+                logits(*self._operands, self._ops),
+                self._labels,
+                reduction=reduction,
+                implementation=name,
+            )
+        return tw.linear_cross_entropy(
+            *in_autocast(*self._operands),
+            self._labels,
+            reduction=reduction,
+            fp32_logits=numerics.lm_head_fp32,
+            group=self._group,
+            implementation=self._ops.linear_cross_entropy,
+        )
+
+
+# (per_token, the batch's tensors by name) -> (sum, denominator, *further sums)
+LossFunction = Callable[[TokenLosses, Mapping[str, Any]], tuple[torch.Tensor, ...]]
+
+
+def logits(hidden: torch.Tensor, weight: torch.Tensor, ops: Ops) -> torch.Tensor:
+    """[B, S, V], float32 with `Numerics.lm_head_fp32`."""
+    hidden, weight = in_autocast(hidden, weight)
+    if ops.numerics.lm_head_fp32:
+        hidden, weight = hidden.float(), weight.float()
+    product = linear_in_row_blocks if ops.numerics.batch_invariant else F.linear
+    with torch.autocast(hidden.device.type, enabled=False):
+        return product(hidden, weight)
+
+
+def in_autocast(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Casts the head's operands to autocast's dtype; autocast is off around the product."""
+    device = operands[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return operands
+    return tuple(t.to(torch.get_autocast_dtype(device)) for t in operands)

@@ -1,0 +1,27 @@
+"""Data parallelism of replicas."""
+
+from __future__ import annotations
+
+from torch.nn.parallel import DistributedDataParallel
+
+from tilewright.trainer.config import Config
+from tilewright.trainer.parallel.layouts import LAYOUTS, Layout
+from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.parallel.parts import Parts
+
+
+def wrap(parts: Parts, config: Config, mesh: Mesh) -> None:
+    # The buffers are frozen weights, the same on all ranks.
+    parts.wrapped = DistributedDataParallel(
+        parts.model,
+        device_ids=[mesh.device.index] if mesh.device.type == "cuda" else None,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,  # else gradients would be in memory twice
+    )
+
+
+def _applies(config: Config, mesh: Mesh) -> bool:
+    return config.train.data_parallel_mode == "ddp" and mesh.size > 1
+
+
+LAYOUTS.add("ddp", Layout(70, _applies, wrap, filled=True))

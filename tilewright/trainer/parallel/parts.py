@@ -1,0 +1,131 @@
+"""The parts of a model that a rank holds, and how it runs them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from tilewright.trainer.models.head import LossFunction
+from tilewright.trainer.models.model import Outcome, Transformer
+from tilewright.trainer.parallel import exchange
+
+Weights = Iterator[tuple[str, torch.Tensor, torch.dtype]]  # name, full, dtype
+
+
+class Parts:
+    """All layers of a model, whose parameters are whole or shards. `Pipeline` holds stages.
+
+    Attributes:
+        model: with this rank's weights, under their names in the whole.
+        whole: with the names, shapes and order of all weights: the model, or one on meta.
+        roots: the modules that run by themselves, each a root of FSDP2.
+        wrapped: what is called: the model, or DDP around it.
+        autocast: the dtype of matrix products where FSDP2 does not cast by itself, or None.
+        origin: identifies the weights that were read from a folder; None: they were drawn.
+        merged: whether adapters have been merged into the weights since.
+    """
+
+    def __init__(self, model: Transformer):
+        self.model = self.whole = model
+        self.roots: list[nn.Module] = [model]
+        self.wrapped: nn.Module = model
+        self.autocast: torch.dtype | None = None
+        self.origin: str | None = None
+        self.merged = False
+
+    # ---- forward and backward of micro-batches that are on the device
+
+    def forward_backward(
+        self, batches: Sequence[Mapping[str, Any]], loss: LossFunction
+    ) -> list[Outcome]:
+        """An outcome for each micro-batch. The last backward averages gradients over ranks."""
+        outcomes = []
+        for i, batch in enumerate(batches):
+            with self._synchronizing(last=i == len(batches) - 1):
+                outcome = self._outcome(batch, loss)
+                outcome.total.backward()
+                outcomes.append(outcome._replace(total=outcome.total.detach()))
+        return outcomes
+
+    def forward(self, batches: Iterable[Mapping[str, Any]], loss: LossFunction) -> list[Outcome]:
+        return [self._outcome(batch, loss) for batch in batches]
+
+    def _outcome(self, batch: Mapping[str, Any], loss: LossFunction) -> Outcome:
+        device, half = batch["input_ids"].device.type, self.autocast
+        # The cache would hold the casts of all weights until the end of the forward pass. A weight
+        # is used once in it.
+        with torch.autocast(device, half, enabled=half is not None, cache_enabled=False):
+            return self.wrapped(**batch, loss=loss)
+
+    @contextlib.contextmanager
+    def _synchronizing(self, last: bool) -> Iterator[None]:
+        """Averages gradients over ranks in the last micro-batch's backward only."""
+        if isinstance(self.wrapped, FSDPModule):
+            self.wrapped.set_requires_gradient_sync(last)
+            yield
+        elif isinstance(self.wrapped, DistributedDataParallel) and not last:
+            with self.wrapped.no_sync():
+                yield
+        else:
+            yield
+
+    def reshard(self) -> None:
+        """Frees gathered parameters."""
+        for root in self.roots:
+            for module in root.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    # ---- parameters that two ranks hold
+
+    def sum_copies(self) -> None:
+        """Adds the gradients of the copies of a parameter; all then have the same bits."""
+
+    @property
+    def copies(self) -> Collection[nn.Parameter]:
+        """Parameters that count on another rank."""
+        return ()
+
+    # ---- weights of all ranks
+
+    @property
+    def reader(self) -> int:
+        """The rank that reads this rank's weights from a folder, and sends them to `readers`."""
+        return 0
+
+    @property
+    def readers(self) -> dist.ProcessGroup | None:
+        return None
+
+    def agree(self, problem: Exception | None) -> None:
+        """Raises the reader's problem, on every rank: the others would wait for it forever."""
+        if many():
+            verdict = exchange.broadcast(exchange.described(problem))
+            if verdict is not None and problem is None:
+                problem = exchange.raised(verdict)
+        if problem is not None:
+            raise problem
+
+    def read_by_all(self, checksums: dict[str, str]) -> dict[str, str]:
+        """The checksums that all readers have read."""
+        return exchange.broadcast(checksums) if many() else checksums
+
+    def of_all_ranks(self, weights: Weights) -> Weights:
+        """This rank's weights, and on rank 0 those of all. Every rank must exhaust it."""
+        return weights
+
+    def with_all_adapters(self) -> Transformer:
+        """The model with the adapters of all ranks. Every rank must call it."""
+        return self.model
+
+
+def many() -> bool:
+    """Whether there are other ranks."""
+    return dist.is_initialized() and dist.get_world_size() > 1
