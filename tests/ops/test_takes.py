@@ -297,7 +297,10 @@ def spoiled(argument, value):
         if not argument.integer:
             yield float("nan"), ValueError
     else:
-        yield "nonsense", ValueError if isinstance(argument.values[0], str) else TypeError
+        kind = type(argument.values[0])
+        yield "nonsense", ValueError if kind is str else TypeError
+        if kind is int:
+            yield max(argument.values) + 1, ValueError
 
 
 @pytest.mark.parametrize("name", sorted(OPS))

@@ -456,11 +456,13 @@ class _Code:
     def choice(self, a: ChoiceArgument, depth: int) -> None:
         kind, name = type(a.values[0]), a.name
         says = a.accepted(a.text if kind is bool else f"one of {list(a.values)}")
-        wrong = f"{name} not in {self.object(a.values)}"
         if kind is bool:  # 1 == True
             wrong = f"{name} is not True and {name} is not False"
-        elif kind is int:  # 16.0 == 16
+        elif kind is int:  # 16.0 == 16; and Dynamo may not find a symbol in a tuple
             self.kind(name, depth, True, says)
+            wrong = " and ".join(f"{name} != {value}" for value in a.values)
+        else:
+            wrong = f"{name} not in {self.object(a.values)}"
         given = f"{name!r}, {name}, {says!r}"
         of_type = kind in (bool, torch.dtype)
         error = f"_wrong_type({given})" if of_type else f"_wrong_value({given}, {{}})"
