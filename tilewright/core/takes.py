@@ -21,8 +21,9 @@ float32, in which kernels compute, and so is its inverse where the interval is o
     number (0, inf)
     int [1, E]
 
-A bool's is "bool", and that of a str, an int or a dtype with few values the tuple of them. That of
-an object of another class is what errors call it, and its shape if it has a `shape` and a `device`:
+A bool's is "bool"; that of a str, an int or a dtype with few accepted values, the tuple of those.
+An object of another class is declared as errors call it, with its shape if it has one (and then a
+device too):
 
     an AQN
     an NF4 or BlockFP8 [N, K]
@@ -165,7 +166,7 @@ class TensorArgument(Argument):
 
 @dataclass(frozen=True)
 class ObjectArgument(TensorArgument):
-    """One of the types `others`, which errors call `what`; with a shape it has a device too."""
+    """One of the types `others`, which errors call `what`; one with a shape has a device too."""
 
     what: str = ""
 
