@@ -156,13 +156,7 @@ GOOD = {"step": 1, "lr": 0.1}
             r"compensations\[0\] must be torch.float32",
         ),
         ({"params": [torch.ones(2, 3).int()]}, TypeError, r"params\[0\] must be one of"),
-        ({"step": 0}, ValueError, r"step must be at least 1 and below 2\^63, got 0"),
-        ({"step": 2**63}, ValueError, r"step must be at least 1 and below 2\^63, got 922337"),
-        ({"step": 1.0}, TypeError, "step must be an int, got 1.0"),
-        ({"lr": -1.0}, ValueError, "lr must be a finite number >= 0, got -1.0"),
         ({"betas": (0.9, 1.0)}, ValueError, r"betas\[1\] must be at least 0 and below 1, got 1.0"),
-        ({"eps": 0.0}, ValueError, "eps must be a number > 0, got 0.0"),
-        ({"weight_decay": -1}, ValueError, "weight_decay must be a finite number >= 0, got -1"),
     ],
 )
 def test_bad_input(changes, error, sentence):

@@ -673,16 +673,27 @@ Q = quantize_nf4(torch.ones(2, 64))
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda: AQN(-1.0, 0), ValueError, "alpha must be a finite number >= 0, got -1.0"),
+        (
+            lambda: AQN(-1.0, 0),
+            ValueError,
+            r"alpha must be a number in \[0, inf\), got -1.0",
+        ),
         (
             lambda: AQN(1.0, 2**63),
             ValueError,
-            "seed must be 0 to 9223372036854775807, got 9223372036854775808",
+            r"seed must be an int in \[0, 2\*\*63\), got 9223372036854775808",
         ),
-        (lambda: AQN(1.0, 0, 2**31), ValueError, "step must be 0 to 2147483647, got 2147483648"),
-        (lambda: AQN(1.0, 0, 0, -1), ValueError, "layer must be 0 to 4294967295, got -1"),
+        (
+            lambda: AQN(1.0, 0, 2**31),
+            ValueError,
+            r"step must be an int in \[0, 2\*\*31\), got 2147483648",
+        ),
+        (
+            lambda: AQN(1.0, 0, 0, 2**32),
+            ValueError,
+            r"layer must be an int in \[0, 2\*\*32\), got 4294967296",
+        ),
         (lambda: AQN(1.0, 0.5), TypeError, "seed must be an int, got 0.5"),
-        (lambda: aqn_noise(3, 0.5), TypeError, "noise must be an AQN, got float"),
         (
             lambda: aqn_noise((3, -1), NOISE),
             ValueError,
@@ -694,54 +705,29 @@ Q = quantize_nf4(torch.ones(2, 64))
             r"size must be an int or a sequence of ints, got \(3, 1.5\)",
         ),
         (
-            lambda: aqn_noise(3, NOISE, dtype=torch.int8),
-            TypeError,
-            "dtype must be one of float32.*, got torch.int8",
-        ),
-        (
             lambda: aqn_noise(3, NOISE, implementation="cuda"),
             ValueError,
             "unknown implementation 'cuda'",
         ),
         (
-            lambda: dequantize_nf4(Q, noise=0.1),
-            TypeError,
-            "noise must be an AQN or None, got float",
-        ),
-        (
-            lambda: rmsnorm(torch.ones(2, 4), torch.ones(4), noise=(1, 2)),
-            TypeError,
-            "noise must be an AQN or None, got tuple",
-        ),
-        (
             lambda: aqn_schedule(-1, 10, start=1, end=0.1, stages=3),
             ValueError,
-            "step must be >= 0, got -1",
-        ),
-        (
-            lambda: aqn_schedule(1.0, 10, start=1, end=0.1, stages=3),
-            TypeError,
-            "step must be an int, got 1.0",
+            r"step must be an int in \[0, inf\), got -1",
         ),
         (
             lambda: aqn_schedule(1, 0, start=1, end=0.1, stages=3),
             ValueError,
-            "total_steps must be >= 1, got 0",
+            r"total_steps must be an int in \[1, inf\), got 0",
         ),
         (
             lambda: aqn_schedule(1, 10, start=1, end=0.1, stages=1),
             ValueError,
-            "stages must be >= 2, got 1",
+            r"stages must be an int in \[2, inf\), got 1",
         ),
         (
             lambda: aqn_schedule(1, 10, start=0, end=0.1, stages=3),
             ValueError,
-            "start must be a finite number > 0, got 0",
-        ),
-        (
-            lambda: aqn_schedule(1, 10, start=1, end=math.inf, stages=3),
-            ValueError,
-            "end must be a finite number > 0, got",
+            r"start must be a number in \(0, inf\), got 0",
         ),
         (
             lambda: aqn_schedule(1, 10, start=1, end="1", stages=3),

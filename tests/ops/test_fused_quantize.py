@@ -461,102 +461,34 @@ def test_compile_as_one_graph(name):
 
 def test_arguments_that_do_not_fit_are_refused_by_name():
     x = randn(4, 72)
-    w = torch.ones(72, device=DEVICE)
-    for call, error, message in [
+    for call, message in [
         (
             lambda: quantize_nvfp4(x, hadamard=16),
-            ValueError,
-            "x's last dimension must divide by hadamard, 16, got 72",
-        ),
-        (
-            lambda: quantize_nvfp4(x, hadamard=64),
-            ValueError,
-            r"hadamard must be one of \[16, 32\], got 64",
-        ),
-        (
-            lambda: quantize_nvfp4(x, hadamard=True),
-            TypeError,
-            r"hadamard must be one of \[16, 32\], got True",
-        ),
-        (
-            lambda: quantize_nvfp4(x[:, :64], hadamard=16, hadamard_seed=-2),
-            ValueError,
-            "hadamard_seed must be 0 to",
+            r"x must have shape .* with C % hadamard == 0, where hadamard = 16, got \[4, 72\]",
         ),
         (
             lambda: quantize_nvfp4(x, hadamard_seed=1),
-            ValueError,
             "hadamard_seed must be None without hadamard, got 1",
         ),
         (
             lambda: quantize_nvfp4(x[:, :64], hadamard=16, transpose=True),
-            ValueError,
             "transpose must be False with",
         ),
-        (lambda: quantize_nvfp4(x, transpose=1), TypeError, "transpose must be a bool, got 1"),
+        (lambda: quantize_nvfp4(x[0], transpose=True), "x must have at least 2 dimensions"),
         (
-            lambda: quantize_nvfp4(x[0], transpose=True),
-            ValueError,
+            lambda: quantize_block_fp8(x[0], block=(1, 8), transpose=True),
             "x must have at least 2 dimensions",
         ),
         (
-            lambda: quantize_block_fp8(x, transpose=None),
-            TypeError,
-            "transpose must be a bool, got None",
-        ),
-        (
-            lambda: quantize_block_fp8(x[0], block=(1, 8), transpose=True),
-            ValueError,
-            "x must have at least 2 dim",
-        ),
-        (
-            lambda: silu_mul_quantize(x[:, :71]),
-            ValueError,
-            "a packed gate must have an even last dimension",
-        ),
-        (lambda: silu_mul_quantize(x, x[:2]), ValueError, "up must have shape"),
-        (lambda: silu_mul_quantize(x, seed=-1), ValueError, "seed must be 0 to"),
-        (lambda: rmsnorm_quantize(x, w[:5]), ValueError, "weight must have shape"),
-        (
-            lambda: rmsnorm_quantize(x, w, seed=2.0),
-            TypeError,
-            "seed must be an int or None, got 2.0",
-        ),
-        (
-            lambda: rmsnorm_quantize(x, w, return_normalized=1),
-            TypeError,
-            "return_normalized must be a bool, got 1",
-        ),
-        (
-            lambda: rmsnorm_quantize(x, w, format="nf4"),
-            ValueError,
-            r"format must be one of \['block_fp8', 'mxfp8'\]",
-        ),
-        (lambda: add_rmsnorm_quantize(x, x[:2], w), ValueError, "residual must have shape"),
-        (lambda: add_rmsnorm_quantize(x, x.half(), w), TypeError, "residual must be torch.float32"),
-        (lambda: add_rmsnorm_quantize(x, x, w, seed=-1), ValueError, "seed must be 0 to"),
-        (
-            lambda: silu_mul_quantize(x, format="nvfp4"),
-            ValueError,
-            "format must be one of .*, got 'nvfp4'",
-        ),
-        (
             lambda: silu_mul_quantize(x, transpose=True),
-            ValueError,
             "transpose must be False with format 'block_fp8'",
         ),
         (
-            lambda: silu_mul_quantize(x, format="mxfp8", transpose=0),
-            TypeError,
-            "transpose must be a bool, got 0",
-        ),
-        (
             lambda: silu_mul_quantize(x[0], format="mxfp8", transpose=True),
-            ValueError,
             r"gate must have at least 2 dimensions for a transpose, got shape \[72\]",
         ),
     ]:
-        with pytest.raises(error, match=message):
+        with pytest.raises(ValueError, match=message):
             call()
 
 

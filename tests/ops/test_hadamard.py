@@ -156,21 +156,12 @@ def test_what_is_not_finite_stays_in_its_block():
 
 def test_arguments_that_do_not_fit_are_refused_by_name():
     x = randn(4, 48)
-    for call, error, message in [
-        (lambda: hadamard(3), TypeError, "x must be a torch.Tensor, got int"),
-        (lambda: hadamard(x.int()), TypeError, "x must be one of float32.*, got int32"),
-        (lambda: hadamard(x[0, 0]), ValueError, "x must have at least 1 dimension, got a scalar"),
-        (lambda: hadamard(x, 32), ValueError, "x's last dimension must divide by size, 32, got 48"),
+    for call, message in [
         (
-            lambda: hadamard(x[:, :40]),
-            ValueError,
-            "x's last dimension must divide by size, 16, got 40",
+            lambda: hadamard(x, 32),
+            r"x must have shape \[..., C\] with C % size == 0, where size = 32, got \[4, 48\]",
         ),
-        (lambda: hadamard(x, 8), ValueError, r"size must be one of \[16, 32\], got 8"),
-        (lambda: hadamard(x, 16.0), TypeError, r"size must be one of \[16, 32\], got 16.0"),
-        (lambda: hadamard(x, seed=-1), ValueError, r"seed must be 0 to 2\^63 - 1, got -1"),
-        (lambda: hadamard(x, seed=True), TypeError, "seed must be an int or None, got True"),
-        (lambda: hadamard(x, inverse=1), TypeError, "inverse must be a bool, got 1"),
+        (lambda: hadamard(x[:, :40]), r"x must .*, where size = 16, got \[4, 40\]"),
     ]:
-        with pytest.raises(error, match=message):
+        with pytest.raises(ValueError, match=message):
             call()

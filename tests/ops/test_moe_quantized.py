@@ -258,7 +258,7 @@ def test_experts_spread_over_processes(tmp_path):
         (
             {"noise": AQN(1.0, 0, layer=2**32 - 1)},
             ValueError,
-            "layer must be 0 to 4294967295, got 4294967296",
+            "layer must be an int in [0, 2**32), got 4294967296",
         ),
         (
             {

@@ -184,21 +184,17 @@ def test_autocast_changes_nothing():
     "arguments, error, sentence",
     [
         ((torch.ones(3),), ValueError, r"x must have shape \[..., M, N\], got \[3\]"),
-        ((torch.ones(2, 2, dtype=torch.int64),), TypeError, "x must be one of"),
         (
             (torch.ones(2, 2, requires_grad=True),),
             ValueError,
             r"x requires a gradient, and newton_schulz has none; pass x.detach\(\)",
         ),
-        ((torch.ones(2, 2), 0), ValueError, "steps must be >= 1, got 0"),
-        ((torch.ones(2, 2), 2.0), TypeError, "steps must be an int, got 2.0"),
         (
             (torch.ones(2, 2), 5, "cubic"),
             ValueError,
             r"coefficients must be one of \['quintic', 'polar_express'\], got 'cubic'",
         ),
         ((torch.ones(2, 2), 5, [(1.0, 2.0)]), ValueError, r"or \(a, b, c\) of each step, got"),
-        ((torch.ones(2, 2), 5, "quintic", 0.0), ValueError, "eps must be a number > 0, got 0.0"),
     ],
 )
 def test_bad_input(arguments, error, sentence):

@@ -959,13 +959,10 @@ def test_arguments_that_do_not_fit_are_refused_by_name(format):
     x = randn(4, 64)
     q = up(x)
     for call, error, message in [
-        (lambda: up(3), TypeError, "x must be a torch.Tensor, got int"),
-        (lambda: up(x.int()), TypeError, "x must be one of float32.*, got int32"),
-        (lambda: down(x), TypeError, r"q must be tilewright.ops' \w+, got Tensor"),
         (
-            lambda: down(q, dtype=torch.int8),
+            lambda: down(dataclasses.replace(q, dtype=torch.int8)),
             TypeError,
-            "dtype must be one of float32.*, got torch.int8",
+            r"q\.dtype must be one of \[torch.float32, .*, got torch.int8",
         ),
         (
             lambda: down(dataclasses.replace(q, data=q.data[:1])),
@@ -986,13 +983,10 @@ def test_options_that_do_not_fit_are_refused_by_name():
     x = randn(4, 64)
     for call, error, message in [
         (
-            lambda: quantize_nf4(x, block_size=48),
+            lambda: quantize_nvfp4(x, seed=2**63),
             ValueError,
-            r"block_size must be one of \[32, .*, got 48",
+            r"seed must be an int in \[0, 2\*\*63\) or None, got 9223372036854775808",
         ),
-        (lambda: quantize_nvfp4(x, seed=-1), ValueError, r"seed must be 0 to 2\^63 - 1, got -1"),
-        (lambda: quantize_nvfp4(x, seed=1.0), TypeError, "seed must be an int or None, got 1.0"),
-        (lambda: quantize_nvfp4(x, square=1), TypeError, "square must be a bool, got 1"),
         (
             lambda: quantize_nvfp4(x[0], square=True),
             ValueError,
@@ -1001,17 +995,13 @@ def test_options_that_do_not_fit_are_refused_by_name():
         (
             lambda: quantize_nvfp4(x, global_scale=torch.ones(1, device=DEVICE)),
             ValueError,
-            r"global_scale must have shape \[\]",
+            r"global_scale must have shape \[\], got \[1\]",
         ),
-        (lambda: quantize_nvfp4(x[0, 0]), ValueError, "x must have at least 1 dimension"),
-        (lambda: quantize_mxfp8(x, transpose=1), TypeError, "transpose must be a bool, got 1"),
         (
             lambda: quantize_mxfp8(x[0], transpose=True),
             ValueError,
             "x must have at least 2 dimensions",
         ),
-        (lambda: quantize_mxfp8(x[0, 0]), ValueError, "x must have at least 1 dimension"),
-        (lambda: quantize_mxfp8(x, seed=-1), ValueError, r"seed must be 0 to 2\^63 - 1, got -1"),
         (lambda: quantize_block_fp8(x[0]), ValueError, "x must have at least 2 dimensions"),
         (
             lambda: quantize_block_fp8(x, block=128),

@@ -461,26 +461,18 @@ def test_mxfp8_is_read_as_the_others(name, rows, K, monkeypatch):
         (
             {"x": torch.ones(5, 63)},
             ValueError,
-            "x must have shape [..., 64], with q's K, got [5, 63]",
-        ),
-        ({"x": torch.ones(())}, ValueError, "x must have shape [..., 64], with q's K, got []"),
-        (
-            {"x": torch.ones(5, 64, dtype=torch.int32)},
-            TypeError,
-            "x must be one of float32, bfloat16, float16, float64",
+            "x must have shape [..., K], where K = 64, got [5, 63]",
         ),
         (
             {"bias": torch.ones(23)},
             ValueError,
-            "bias must have shape [24] ([N], with q's N), got [23]",
+            "bias must have shape [N], where N = 24, got [23]",
         ),
         (
-            {"bias": torch.ones(24).half()},
-            TypeError,
-            "bias must have x's dtype float32, got float16",
+            {"x": torch.ones(5, 64, device="meta")},
+            ValueError,
+            "x is on meta, q on cpu; they must be on one device",
         ),
-        ({"bias": 1.0}, TypeError, "bias must be a torch.Tensor, got float"),
-        ({"noise": 0.5}, TypeError, "noise must be an AQN or None, got float"),
     ],
 )
 def test_bad_input_is_named(change, error, message):
@@ -544,7 +536,7 @@ def test_fp8_needs_a_gpu_that_multiplies_it(monkeypatch):
 
 def test_fp8_refuses_other_formats_and_blocks():
     x = torch.ones(3, 64)
-    with pytest.raises(TypeError, match=r"q must be tilewright\.ops' BlockFP8, got NF4"):
+    with pytest.raises(TypeError, match="q must be a BlockFP8, got NF4"):
         fp8_linear(x, quantize_nf4(torch.ones(24, 64)))
     with pytest.raises(ValueError, match=re.escape("q.block must be (128, 128), got (64, 64)")):
         fp8_linear(x, quantize_block_fp8(torch.ones(24, 64), block=(64, 64)))

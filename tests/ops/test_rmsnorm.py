@@ -225,49 +225,35 @@ def test_cpp_operators_themselves_check_every_tensor(op, right, wrong, message):
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda: rmsnorm(X.long(), W), TypeError, "x must be one of float32.*int64"),
-        (lambda: rmsnorm([1.0], W), TypeError, "x must be a torch.Tensor, got list"),
-        (lambda: rmsnorm(X, W.int()), TypeError, "weight must be one of"),
-        (lambda: rmsnorm(torch.tensor(1.0), W), ValueError, "at least one dimension"),
-        (lambda: rmsnorm(X, W[:5]), ValueError, r"weight must have shape \[8\].*got \[5\]"),
+        (
+            lambda: rmsnorm(X, W[:5]),
+            ValueError,
+            r"weight must have shape \[D\] or \[H, D\], where D = 8, H = 4, got \[5\]",
+        ),
         (
             lambda: rmsnorm(torch.randn(2, 4, 8), torch.randn(3, 8)),
             ValueError,
-            r"weight must have shape \[4, 8\].*\[3, 8\]",
+            r"weight must have shape .*, where D = 8, H = 4, got \[3, 8\]",
         ),
-        (lambda: rmsnorm(X, W, bias=torch.randn(7)), ValueError, r"bias must have shape \[8\]"),
+        (
+            lambda: rmsnorm(X, W, bias=torch.randn(7)),
+            ValueError,
+            r"bias must have shape \[D\], where D = 8, got \[7\]",
+        ),
         (
             lambda: rmsnorm(X, W, bias=torch.randn(8).double()),
             TypeError,
-            "bias must have weight's dtype",
+            "bias must be weight's dtype float32, got float64",
         ),
-        (lambda: rmsnorm(X, W, cast="lama"), ValueError, "cast must be one of .*'lama'"),
-        (lambda: rmsnorm(X, W.to("meta")), ValueError, "weight is on meta, x on cpu"),
         (
             lambda: rmsnorm(torch.empty(1, 65537), torch.empty(65537)),
             ValueError,
-            "1 to 65536, got 65537",
+            r"x must have shape .* with 1 <= D <= 65536, got \[1, 65537\]",
         ),
-        (lambda: rmsnorm(torch.empty(3, 0), torch.empty(0)), ValueError, "1 to 65536, got 0"),
-        (lambda: rmsnorm(X, W, None), TypeError, "eps must be a number, got None"),
-        (lambda: rmsnorm(X, W, "1e-6"), TypeError, "eps must be a number, got '1e-6'"),
-        (lambda: rmsnorm(X, W, 1e-6j), TypeError, "eps must be a number, got 1e-06j"),
-        (lambda: rmsnorm(X, W, -1e-6), ValueError, "eps must be a finite number >= 0, got -1e-06"),
         (
-            lambda: rmsnorm(X, W, float("nan")),
+            lambda: rmsnorm(torch.empty(3, 0), torch.empty(0)),
             ValueError,
-            "eps must be a finite number >= 0, got nan",
-        ),
-        (lambda: add_rmsnorm(X, X, W, offset=None), TypeError, "offset must be a number, got None"),
-        (
-            lambda: rmsnorm(X, W, offset=float("inf")),
-            ValueError,
-            "offset must be a finite number, got inf",
-        ),
-        (
-            lambda: rmsnorm(X.to_sparse(), W),
-            TypeError,
-            r"x must be a strided \(dense\) tensor, got layout sparse_coo",
+            r"x must have shape .* with 1 <= D <= 65536, got \[3, 0\]",
         ),
         (
             lambda: rmsnorm(X, W, implementation=[]),
@@ -277,9 +263,13 @@ def test_cpp_operators_themselves_check_every_tensor(op, right, wrong, message):
         (
             lambda: add_rmsnorm(X, X[:2], W),
             ValueError,
-            r"residual must have shape \[4, 8\].*\[2, 8\]",
+            r"residual must have shape \[x\], where x = \[4, 8\], got \[2, 8\]",
         ),
-        (lambda: add_rmsnorm(X, X.half(), W), TypeError, "residual must be"),
+        (
+            lambda: add_rmsnorm(X, X.half(), W),
+            TypeError,
+            "residual must be x's dtype float32 or float32, got float16",
+        ),
         (
             lambda: rmsnorm(X, W, implementation="tritn"),
             ValueError,

@@ -594,47 +594,20 @@ def packed(*ends, dtype=torch.int32):
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda: rope([1.0], K, C, N), TypeError, "q must be a torch.Tensor, got list"),
-        (lambda: rope(None, K, C, N), TypeError, "q must be a torch.Tensor, got NoneType"),
-        (lambda: rope(Q, K, None, N), TypeError, "cos must be a torch.Tensor, got NoneType"),
-        (lambda: rope(Q, K, C, None), TypeError, "sin must be a torch.Tensor, got NoneType"),
-        (
-            lambda: rope(Q, K, C, N, rotary_dim="8"),
-            TypeError,
-            "rotary_dim must be an int or None, got '8'",
-        ),
-        (
-            lambda: rope(Q, K, C, N, rotary_dim=8.0),
-            TypeError,
-            r"rotary_dim must be an int or None, got 8\.0",
-        ),
-        (
-            lambda: rope(Q, K.to_sparse(), C, N),
-            TypeError,
-            "k must be a strided .dense. tensor, got layout sparse_coo",
-        ),
-        (lambda: rope(Q.long(), None, C, N), TypeError, "q must be one of float32.*int64"),
         (
             lambda: rope(Q, K.half(), C, N),
             TypeError,
-            "k must have q's dtype torch.float32, got torch.float16",
-        ),
-        (lambda: rope(Q, K, C.int(), N), TypeError, "cos must be one of"),
-        (
-            lambda: rope(Q[0], None, C, N),
-            ValueError,
-            r"q must have shape \[B, H, S, D\], got \[4, 7, 16\]",
+            "k must be q's dtype float32, got float16",
         ),
         (
             lambda: rope(Q, K[:, :, :3], C, N),
             ValueError,
-            r"k must have shape \[2, heads, 7, 16\].*\[2, 2, 3, 16\]",
+            r"k must have shape .*, where B = 2, S = 7, D = 16, got \[2, 2, 3, 16\]",
         ),
-        (lambda: rope(Q, K[0], C, N), ValueError, "k must have shape"),
         (
-            lambda: rope(Q[..., :0], None, C, N),
+            lambda: rope(Q[..., :1], None, C, N),
             ValueError,
-            r"q must have a head width of at least 2.*\[2, 4, 7, 0\]",
+            r"q must have shape \[B, H, S, D\] with D >= 2, got \[2, 4, 7, 1\]",
         ),
         (
             lambda: rope(Q, K, C, N, rotary_dim=3),
@@ -644,24 +617,27 @@ def packed(*ends, dtype=torch.int32):
         (
             lambda: rope(Q, K, C, N, rotary_dim=18),
             ValueError,
-            "rotary_dim must be even and 2 to 16.*got 18",
+            r"rotary_dim must be an int in \[2, D\] or None, where D = 16, got 18",
         ),
-        (lambda: rope(Q, K, C, N, rotary_dim=0), ValueError, "rotary_dim must be even.*got 0"),
         (
             lambda: rope(Q, K, C, N[:5]),
             ValueError,
-            r"sin must have cos's shape \[24, 8\], got \[5, 8\]",
+            r"sin must have shape \[cos\], where cos = \[24, 8\], got \[5, 8\]",
         ),
         (
             lambda: rope(Q, K, C[:, :5], N[:, :5]),
             ValueError,
             r"cos must have shape \[P, 8\] or \[P, 16\].*got \[24, 5\]",
         ),
-        (lambda: rope(Q, K, C[:0], N[:0]), ValueError, r"cos must have rows, got \[0, 8\]"),
+        (
+            lambda: rope(Q, K, C[:0], N[:0]),
+            ValueError,
+            r"cos must have shape .* with P > 0 or B \* S == 0, got \[0, 8\]",
+        ),
         (
             lambda: rope(Q, K, C[None], N[None]),
             ValueError,
-            r"three dimensions must be \[2, 7, ...\].*\[1, 24, 8\]",
+            r"cos must have shape .*, where S = 7, B = 2, got \[1, 24, 8\]",
         ),
         (
             lambda: rope(Q, K, C[None, :S], N[None, :S], position_ids=torch.arange(S)),
@@ -669,43 +645,22 @@ def packed(*ends, dtype=torch.int32):
             "neither position_ids",
         ),
         (
-            lambda: rope(Q, K, C, N, position_ids=torch.zeros(S)),
-            TypeError,
-            "position_ids must be one of int64.*float32",
-        ),
-        (
-            lambda: rope(Q, K, C, N, position_ids=[0, 1]),
-            TypeError,
-            "position_ids must be a torch.Tensor, got list",
-        ),
-        (
             lambda: rope(Q, K, C, N, position_ids=torch.arange(3)),
             ValueError,
-            r"shape \[7\] or \[2, 7\], got \[3\]",
+            r"position_ids must have shape \[S\] or \[B, S\], where S = 7, B = 2, got \[3\]",
         ),
         (
             lambda: rope(
                 Q, K, C, N, position_ids=torch.arange(S), cu_seqlens=torch.tensor([0, 14])
             ),
             ValueError,
-            "exclude",
+            "position_ids and cu_seqlens exclude each other; got both",
         ),
-        (
-            lambda: rope(Q, K, C, N, cu_seqlens=[0, 14]),
-            TypeError,
-            "cu_seqlens must be a torch.Tensor, got list",
-        ),
-        (
-            packed(0.0, 14.0, dtype=torch.float32),
-            TypeError,
-            "cu_seqlens must be int32 or int64, got float32",
-        ),
-        (packed(0), ValueError, r"cu_seqlens must have shape \[documents \+ 1\], got \[1\]"),
+        (packed(0), ValueError, r"cu_seqlens must have shape \[ends\] with ends > 1, got \[1\]"),
         (packed(1, 14), ValueError, "cu_seqlens must start at 0, got 1"),
         (packed(0, 9, 5, 14), ValueError, "cu_seqlens must not decrease, got 5 after 9 at index 2"),
         (packed(0, 13), ValueError, "cu_seqlens must end at 14, the number of tokens, got 13"),
         (packed(0, 15, dtype=torch.int64), ValueError, "cu_seqlens must end at 14.*got 15"),
-        (lambda: rope(Q, K, C.to("meta"), N.to("meta")), ValueError, "cos is on meta, q on cpu"),
         (
             lambda: rope(Q, K, C, N, implementation="cuda"),
             ValueError,

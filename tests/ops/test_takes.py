@@ -162,6 +162,62 @@ def test_what_is_not_declared_is_refused_by_name(changes, error, message):
     assert str(raised.value) == message
 
 
+class Codes:
+    def __init__(self, *shape, device="cpu"):
+        self.shape, self.device = shape, torch.device(device)
+
+
+@takes(
+    "q: N % size == 0",
+    q="a Codes [N, K]",
+    x="float [..., K]",
+    like="a Codes",
+    size=(16, 32),
+    dtype=(torch.float32, torch.float64),
+)
+def of_objects(
+    x: torch.Tensor,
+    q: Codes,
+    like: Codes | None = None,
+    size: int | None = None,
+    dtype: torch.dtype = torch.float32,
+):
+    return x
+
+
+OBJECTS = [
+    ({"q": 3}, TypeError, "q must be a Codes, got int"),
+    ({"q": a(4, 4)}, TypeError, "q must be a Codes, got Tensor"),
+    ({"q": Codes(32)}, ValueError, "q must have shape [N, K], got [32]"),
+    ({"x": a(5)}, ValueError, "x must have shape [..., K], where K = 4, got [5]"),
+    ({"x": a(4, device="meta")}, ValueError, "x is on meta, q on cpu; they must be on one device"),
+    ({"like": 3}, TypeError, "like must be a Codes or None, got int"),
+    ({"size": 8}, ValueError, "size must be one of [16, 32] or None, got 8"),
+    ({"size": 16.0}, TypeError, "size must be one of [16, 32] or None, got 16.0"),
+    (
+        {"size": 32, "q": Codes(48, 4)},
+        ValueError,
+        "q must have shape [N, K] with N % size == 0, where size = 32, got [48, 4]",
+    ),
+    (
+        {"dtype": torch.int8},
+        TypeError,
+        "dtype must be one of [torch.float32, torch.float64], got torch.int8",
+    ),
+    ({"dtype": None}, TypeError, "dtype must be one of [torch.float32, torch.float64], got None"),
+]
+
+
+@pytest.mark.parametrize("changes, error, message", OBJECTS, ids=[r[2] for r in OBJECTS])
+def test_objects_and_choices_are_refused_by_name(changes, error, message):
+    given = {"x": a(3, 4), "q": Codes(48, 4)}
+    for size in (None, 16):  # of no tensors, an object on another device is none of x's concern
+        of_objects(**given, size=size, like=Codes(1, device="meta"))
+    with pytest.raises(error) as raised:
+        of_objects(**{**given, **changes})
+    assert str(raised.value) == message
+
+
 def test_some_arguments_alone():
     declared.takes.check(eps=0.5, mode="none", k=8)
     for values, message in (({"eps": 2}, "eps"), ({"k": 0, "eps": 1}, "k"), ({"x": a()}, "x")):
@@ -241,7 +297,10 @@ def spoiled(argument, value):
         if not argument.integer:
             yield float("nan"), ValueError
     else:
-        yield ("yes", TypeError) if argument.values == (True, False) else ("nonsense", ValueError)
+        kind = type(argument.values[0])
+        yield "nonsense", ValueError if kind is str else TypeError
+        if kind is int:
+            yield max(argument.values) + 1, ValueError
 
 
 @pytest.mark.parametrize("name", sorted(OPS))
@@ -255,7 +314,7 @@ def test_ops_refuse_what_they_do_not_declare(name):
         given = case.make(DEVICE, torch.float32, 0)
         for argument in declaration.arguments:
             value = given.get(argument.name)
-            if argument.name in tried or (isinstance(argument, TensorArgument) and value is None):
+            if argument.name in tried or (type(argument) is TensorArgument and value is None):
                 continue
             tried.add(argument.name)
             for wrong, error in spoiled(argument, value):

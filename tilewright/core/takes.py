@@ -21,10 +21,17 @@ float32, in which kernels compute, and so is its inverse where the interval is o
     number (0, inf)
     int [1, E]
 
-A bool's is "bool", and a str's the tuple of its values. Whether None is accepted, or an object
-in a tensor's place, is in the function's annotation. Tensors must be on one device. Conditions are
-Python expressions over sizes, numbers and arguments, checked after the last one that they name, of
-which the error speaks; "x: condition" speaks of x. Other names are constants of fn's module.
+A bool's is "bool"; that of a str, an int or a dtype with few accepted values, the tuple of those.
+An object of another class is declared as errors call it, with its shape if it has one (and then a
+device too):
+
+    an AQN
+    an NF4 or BlockFP8 [N, K]
+
+Its class is in the function's annotation, as is whether None is accepted, or an object in a
+tensor's place. Tensors must be on one device. Conditions are Python expressions over sizes, numbers
+and arguments, checked after the last one that they name, of which the error speaks; "x: condition"
+speaks of x. Other names are constants of fn's module.
 
 The checks run at every call, so they are generated as code: one comparison each.
 """
@@ -61,8 +68,8 @@ def _or(accepted: Iterable[str]) -> str:
     return " or ".join(accepted)
 
 
-def _not_a_tensor(name: str, value: object, accepted: str) -> TypeError:
-    return TypeError(f"{name} must be a {accepted}, got {type(value).__name__}")
+def _wrong_class(name: str, value: object, accepted: str) -> TypeError:
+    return TypeError(f"{name} must be {accepted}, got {type(value).__name__}")
 
 
 def _wrong_dtype(name: str, t: torch.Tensor, accepted: str) -> TypeError:
@@ -96,7 +103,7 @@ def _wrong_value(name: str, value: object, accepted: str, sizes: Mapping[str, An
 
 
 ERRORS = (
-    _not_a_tensor,
+    _wrong_class,
     _wrong_dtype,
     _not_dense,
     _wrong_shape,
@@ -158,6 +165,13 @@ class TensorArgument(Argument):
 
 
 @dataclass(frozen=True)
+class ObjectArgument(TensorArgument):
+    """One of the types `others`, which errors call `what`; one with a shape has a device too."""
+
+    what: str = ""
+
+
+@dataclass(frozen=True)
 class NumberArgument(Argument):
     """low, high: expressions, checked as `low <= value`, or `<` where above, below.
 
@@ -178,6 +192,9 @@ class NumberArgument(Argument):
 @dataclass(frozen=True)
 class ChoiceArgument(Argument):
     values: tuple[Any, ...] = ()
+
+    def names(self) -> set[str]:
+        return {self.name}
 
 
 class Condition(NamedTuple):
@@ -210,23 +227,21 @@ def _parse(name: str, declared: Any, annotation: Any) -> Argument:
     optional = type(None) in kinds
     if isinstance(declared, tuple):
         return ChoiceArgument(name, str(list(declared)), optional, declared)
+    first, bracket, rest = declared.partition("[")
+    shapes = tuple(Shape.parse(s.strip()) for s in (bracket + rest).split("|") if s.strip())
+    others = tuple(k for k in kinds if k not in (torch.Tensor, type(None)))
+    if declared.startswith(("a ", "an ")):
+        return ObjectArgument(name, declared, optional, (), shapes, others, first.strip())
     if torch.Tensor in kinds:
-        dtypes, bracket, shapes = declared.partition("[")
-        others = tuple(k for k in kinds if k not in (torch.Tensor, type(None)))
-        return TensorArgument(
-            name,
-            declared,
-            optional,
-            tuple(d.strip() for d in dtypes.split("|") if d.strip()),
-            tuple(Shape.parse(s.strip()) for s in (bracket + shapes).split("|") if s.strip()),
-            others,
-        )
+        dtypes = tuple(d.strip() for d in first.split("|") if d.strip())
+        return TensorArgument(name, declared, optional, dtypes, shapes, others)
     kind, _, interval = declared.partition(" ")
     if kind == "bool":
         return ChoiceArgument(name, "a bool", optional, (True, False))
     if kind not in ("int", "number"):
         raise ValueError(
-            f"{name} must be declared as an int, a number, a bool or a tuple, got {declared!r}"
+            f"{name} must be declared as an int, a number, a bool, a tuple or an object, got "
+            f"{declared!r}"
         )
     return _number(name, declared, optional, kind == "int", interval or "(-inf, inf)")
 
@@ -325,11 +340,15 @@ class _Code:
         if a.others:
             self.add(depth, f"if not isinstance({name}, {self.object(a.others)}):")
             body += 1
-        accepted = a.accepted(_or(["torch.Tensor", *(t.__name__ for t in a.others)]))
+        if isinstance(a, ObjectArgument):
+            self.add(body, f"raise _wrong_class({name!r}, {name}, {a.accepted(a.what)!r})")
+            self.shape(a, depth, new)
+            return
+        accepted = a.accepted(_or(["a torch.Tensor", *(t.__name__ for t in a.others)]))
         self.add(
             body,
             f"if not isinstance({name}, _Tensor):",
-            f"    raise _not_a_tensor({name!r}, {name}, {accepted!r})",
+            f"    raise _wrong_class({name!r}, {name}, {accepted!r})",
         )
         self.dtype(a, body)
         self.add(
@@ -414,38 +433,46 @@ class _Code:
                 tests.append(f"tuple({leading}) == tuple({shape.batch})")
         return tests, given
 
-    def number(self, a: NumberArgument, depth: int) -> None:
-        kinds = (int, torch.SymInt) if a.integer else (int, float, torch.SymInt, torch.SymFloat)
-        what = "an int" if a.integer else "a number"
-        within = f"{what} in {a.interval}"
+    def kind(self, name: str, depth: int, integer: bool, accepted: str) -> None:
+        kinds = (int, torch.SymInt) if integer else (int, float, torch.SymInt, torch.SymFloat)
         self.add(
             depth,
-            f"if type({a.name}) is not {'int' if a.integer else 'float'} and (",
-            f"    not isinstance({a.name}, {self.object(kinds)}) or isinstance({a.name}, bool)",
+            f"if type({name}) is not {'int' if integer else 'float'} and (",
+            f"    not isinstance({name}, {self.object(kinds)}) or isinstance({name}, bool)",
             "):",
-            f"    raise _wrong_type({a.name!r}, {a.name}, {a.accepted(what)!r})",
+            f"    raise _wrong_type({name!r}, {name}, {accepted!r})",
+        )
+
+    def number(self, a: NumberArgument, depth: int) -> None:
+        what = "an int" if a.integer else "a number"
+        within = f"{what} in {a.interval}"
+        self.kind(a.name, depth, a.integer, a.accepted(what))
+        self.add(
+            depth,
             f"if not {a.low} {a.above} {a.name} {a.below} {a.high}:",
             f"    raise _wrong_value({a.name!r}, {a.name}, {a.accepted(within)!r}, "
             f"{self.known(a.interval)})",
         )
 
     def choice(self, a: ChoiceArgument, depth: int) -> None:
-        if a.values == (True, False):  # 1 == True
-            self.add(
-                depth,
-                f"if {a.name} is not True and {a.name} is not False:",
-                f"    raise _wrong_type({a.name!r}, {a.name}, {a.accepted('a bool')!r})",
-            )
+        kind, name = type(a.values[0]), a.name
+        says = a.accepted(a.text if kind is bool else f"one of {list(a.values)}")
+        if kind is bool:  # 1 == True
+            wrong = f"{name} is not True and {name} is not False"
+        elif kind is int:  # 16.0 == 16; and Dynamo may not find a symbol in a tuple
+            self.kind(name, depth, True, says)
+            wrong = " and ".join(f"{name} != {value}" for value in a.values)
         else:
-            says = a.accepted(f"one of {list(a.values)}")
-            self.add(
-                depth,
-                f"if {a.name} not in {self.object(a.values)}:",
-                f"    raise _wrong_value({a.name!r}, {a.name}, {says!r}, {{}})",
-            )
+            wrong = f"{name} not in {self.object(a.values)}"
+        given = f"{name!r}, {name}, {says!r}"
+        of_type = kind in (bool, torch.dtype)
+        error = f"_wrong_type({given})" if of_type else f"_wrong_value({given}, {{}})"
+        self.add(depth, f"if {wrong}:", f"    raise {error}")
 
-    def devices(self, tensors: list[TensorArgument]) -> None:
+    def devices(self, arguments: Iterable[Argument]) -> None:
         """All on one device: that of the first tensor that is always there."""
+        tensors = [a for a in arguments if isinstance(a, TensorArgument)]
+        tensors = [a for a in tensors if a.shapes or not isinstance(a, ObjectArgument)]
         if len(tensors) < 2:
             return
         first, *rest = sorted(tensors, key=lambda a: a.optional)
@@ -543,7 +570,7 @@ def _checks(arguments: Sequence[Argument], conditions: Sequence[Condition]) -> _
         code.argument(a, completed)
     if waiting:
         raise ValueError(f"no argument declares all names of the conditions {waiting}")
-    code.devices([a for a in arguments if isinstance(a, TensorArgument)])
+    code.devices(arguments)
     return code
 
 

@@ -42,7 +42,7 @@ RESIDUAL = "x | float32 [x]"
 
 
 @checks.autocast("norm", "x")
-@takes(WIDTH, **NORM)
+@takes(WIDTH, **NORM, noise="an AQN")
 def rmsnorm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -96,7 +96,7 @@ def rmsnorm(
 
 
 @checks.autocast("norm", "x", "residual")
-@takes(WIDTH, **NORM, residual=RESIDUAL)
+@takes(WIDTH, **NORM, residual=RESIDUAL, noise="an AQN")
 def add_rmsnorm(
     x: torch.Tensor,
     residual: torch.Tensor,

@@ -16,6 +16,7 @@ from tilewright import platform
 from tilewright.core import checks
 from tilewright.core.library import from_kernels
 from tilewright.core.registry import Case, Cost, Goal, Implementation, Judged, Op
+from tilewright.core.takes import takes
 from tilewright.kernels.optim.operators import Step, update
 from tilewright.ops import cases
 
@@ -23,6 +24,12 @@ STATES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 @checks.autocast("inputs")
+@takes(
+    step="int [1, inf)",
+    lr="number [0, inf)",
+    eps="number (0, inf)",
+    weight_decay="number [0, inf)",
+)
 def adamw_(
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
@@ -77,7 +84,10 @@ def adamw_(
     Source: arXiv:1711.05101, as torch.optim.AdamW; compensation: arXiv:2010.06192.
     """
     tensors = _checked(params, grads, exp_avgs, exp_avg_sqs, compensations)
-    _check_numbers(step, lr, betas, eps, weight_decay)
+    if len(betas) != 2:
+        raise ValueError(f"betas must be two numbers, got {betas!r}")
+    for i, beta in enumerate(betas):
+        checks.number(f"betas[{i}]", beta, 0.0, 1 - 2.0**-24, "at least 0 and below 1")
     p, _, m, v, kahan = tensors
     changed = (p, m, v) if compensations is None else (p, m, v, kahan)
     beta1, beta2 = map(float, betas)
@@ -126,20 +136,6 @@ def _checked(params, grads, exp_avgs, exp_avg_sqs, compensations):
     if g and g[0].dtype not in (params[0].dtype, torch.float32, torch.bfloat16):
         g = [t.to(torch.promote_types(params[0].dtype, torch.float32)) for t in g]
     return params, g, m, v, lists.get("compensations", [])
-
-
-def _check_numbers(step, lr, betas, eps, weight_decay):
-    if isinstance(step, bool) or not isinstance(step, int):
-        raise TypeError(f"step must be an int, got {step!r}")
-    if not 1 <= step < 2**63:
-        raise ValueError(f"step must be at least 1 and below 2^63, got {step}")
-    checks.number("lr", lr, 0.0, checks.LARGEST, "a finite number >= 0")
-    if len(betas) != 2:
-        raise ValueError(f"betas must be two numbers, got {betas!r}")
-    for i, beta in enumerate(betas):
-        checks.number(f"betas[{i}]", beta, 0.0, 1 - 2.0**-24, "at least 0 and below 1")
-    checks.number("eps", eps, checks.SMALLEST, checks.LARGEST, "a number > 0")
-    checks.number("weight_decay", weight_decay, 0.0, checks.LARGEST, "a finite number >= 0")
 
 
 # ---- the definition

@@ -18,6 +18,7 @@ from tilewright import platform
 from tilewright.core import checks
 from tilewright.core.library import declare, from_kernels, refuse_tangents
 from tilewright.core.registry import Case, Cost, Goal, Implementation, Judged, Op
+from tilewright.core.takes import takes
 from tilewright.kernels.optim.newton_schulz import WIDE, iterate, normalized
 from tilewright.ops import cases, products
 
@@ -41,6 +42,7 @@ COEFFICIENTS = ("quintic", "polar_express")
 
 
 @checks.autocast("inputs")
+@takes(x="float [..., M, N]", steps="int [1, inf)", eps="number (0, inf)")
 def newton_schulz(
     x: torch.Tensor,
     steps: int = 5,
@@ -81,16 +83,8 @@ def newton_schulz(
     Source: Keller Jordan, "Muon: An optimizer for hidden layers in neural networks";
     arXiv 2505.16932 (Polar Express).
     """
-    checks.floating("x", x)
-    if x.dim() < 2:
-        raise ValueError(f"x must have shape [..., M, N], got {list(x.shape)}")
     if torch.is_grad_enabled() and x.requires_grad:
         raise ValueError("x requires a gradient, and newton_schulz has none; pass x.detach()")
-    if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(f"steps must be an int, got {steps!r}")
-    if steps < 1:
-        raise ValueError(f"steps must be >= 1, got {steps}")
-    checks.number("eps", eps, checks.SMALLEST, checks.LARGEST, "a number > 0")
     polynomials = _polynomials(coefficients, steps)
     run = NEWTON_SCHULZ.pick(implementation, x)
     if run is not newton_schulz_eager:

@@ -21,6 +21,7 @@ import torch
 from tilewright.core import checks
 from tilewright.core.library import from_kernels
 from tilewright.core.registry import Case, Cost, DispatchOn, Op
+from tilewright.core.takes import takes
 from tilewright.kernels.quant.operators import Noise, draw_noise
 from tilewright.ops import cases
 from tilewright.ops.quant import quantize
@@ -42,23 +43,22 @@ class AQN:
     layer: int = 0
 
     def __post_init__(self):
-        if not isinstance(self.alpha, (int, float)) or not 0 <= self.alpha < math.inf:
-            raise ValueError(f"alpha must be a finite number >= 0, got {self.alpha!r}")
-        for name, end in (("seed", 2**63), ("step", 2**31), ("layer", 2**32)):
-            value = getattr(self, name)
-            if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
-                raise TypeError(f"{name} must be an int, got {value!r}")
-            if not 0 <= value < end:
-                raise ValueError(f"{name} must be 0 to {end - 1}, got {value}")
+        _check_fields(self.alpha, self.seed, self.step, self.layer)
+
+
+@takes(alpha="number [0, inf)", seed=quantize.SEED, step="int [0, 2**31)", layer="int [0, 2**32)")
+def _check_fields(alpha: float, seed: int, step: int, layer: int) -> None:
+    pass
 
 
 @checks.autocast("inputs")
+@takes(noise="an AQN", dtype=quantize.OUTPUTS)
 def aqn_noise(
     size: int | Sequence[int],
     noise: AQN,
     *,
     device: torch.device | str | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
     """Draws the noise, mean 0 and variance 1, before it is multiplied by alpha.
@@ -75,7 +75,7 @@ def aqn_noise(
         size: shape of the result, an int or several.
         noise: the noise; its alpha is not used.
         device: of the result; default: torch's default device.
-        dtype: fp32 | bf16 | fp16 (fp64 with eager).
+        dtype: fp32 (the default) | bf16 | fp16 (fp64 with eager).
         implementation: "auto", or one of triton, cpp, eager.
 
     Returns:
@@ -97,14 +97,19 @@ def aqn_noise(
             raise TypeError(f"size must be an int or a sequence of ints, got {size!r}")
         if n < 0:
             raise ValueError(f"size must not be negative, got {size!r}")
-    if not isinstance(noise, AQN):
-        raise TypeError(f"noise must be an AQN, got {type(noise).__name__}")
-    dtype = quantize.output_dtype(dtype, torch.float32)
+    dtype = torch.float32 if dtype is None else dtype
     like = torch.empty(0, device=device)
     run = AQN_NOISE.pick(implementation, DispatchOn(like.device, dtype))
     return run(like, 0, math.prod(shape), _unscaled(noise), dtype).view(shape)
 
 
+@takes(
+    step="int [0, inf)",
+    total_steps="int [1, inf)",
+    start="number (0, inf)",
+    end="number (0, inf)",
+    stages="int [2, inf)",
+)
 def aqn_schedule(step: int, total_steps: int, *, start: float, end: float, stages: int) -> float:
     """QeRL's standard deviation for a training step: 0 in the first stage, then from `start` in the
     second to `end` in the last by equal factors.
@@ -128,20 +133,6 @@ def aqn_schedule(step: int, total_steps: int, *, start: float, end: float, stage
 
     Source: arXiv 2510.11696, section 3.3 (adaptive quantization noise).
     """
-    for name, value, least in (
-        ("step", step, 0),
-        ("total_steps", total_steps, 1),
-        ("stages", stages, 2),
-    ):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < least:
-            raise ValueError(f"{name} must be >= {least}, got {value}")
-    for name, value in (("start", start), ("end", end)):
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a number, got {value!r}")
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
     stage = min(step * stages // total_steps, stages - 1)
     if stage == 0:
         return 0.0

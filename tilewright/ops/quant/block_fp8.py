@@ -13,6 +13,7 @@ import torch
 from tilewright.core import checks
 from tilewright.core.library import from_kernels
 from tilewright.core.registry import DispatchOn, Judged, Op
+from tilewright.core.takes import takes
 from tilewright.kernels.quant.operators import FP8
 from tilewright.ops import cases
 from tilewright.ops.quant import aqn, fp8, quantize
@@ -74,6 +75,7 @@ quantize.register(BlockFP8, ("data", "scale_inv"))
 
 
 @checks.autocast("inputs")
+@takes(x="float [..., C]", seed=quantize.SEED, transpose="bool")
 def quantize_block_fp8(
     x: torch.Tensor,
     *,
@@ -117,7 +119,7 @@ def quantize_block_fp8(
         (torch.float8_e4m3fn, tensor([[1., 1.],
                 [1., 1.]]))
     """
-    quantize.in_rows(x, seed, transpose=transpose)
+    quantize.on_device("x", x)
     rows, columns = _block(block)
     matrices = quantize.as_3d(x.detach(), least=1 + (rows > 1 or transpose))
     run = QUANTIZE_BLOCK_FP8.pick(implementation, matrices)
@@ -146,6 +148,7 @@ def blocks_of(data, inverse, shape, block, dtype, name="x", *, checked=False) ->
 
 
 @checks.autocast("inputs")
+@takes(q="a BlockFP8", dtype=quantize.OUTPUTS, noise="an AQN")
 def dequantize_block_fp8(
     q: BlockFP8,
     *,
@@ -178,8 +181,7 @@ def dequantize_block_fp8(
         >>> dequantize_block_fp8(quantize_block_fp8(torch.tensor([[448.0, -3.5]])))
         tensor([[448.0000,  -3.5000]])
     """
-    quantize.instance(q, BlockFP8)
-    dtype = quantize.output_dtype(dtype, q.dtype)
+    dtype = quantize.output_dtype(q, dtype)
     drawn = aqn.arguments(noise)
     rows, columns = _block(q.block)
     quantize.part("q.data", q.data, quantize.E4M3, q.shape, q.data)

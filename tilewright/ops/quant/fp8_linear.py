@@ -16,12 +16,13 @@ from tilewright import platform
 from tilewright.core import checks
 from tilewright.core.library import from_kernels
 from tilewright.core.registry import Implementation, Op
+from tilewright.core.takes import takes
 from tilewright.kernels.quant.operators import FP8
 from tilewright.ops.quant import quantize
 from tilewright.ops.quant.block_fp8 import BlockFP8, dequantize_block_fp8, quantize_block_fp8
 from tilewright.ops.quant.quantized_linear import (
+    LINEAR,
     by_rows,
-    check_linear,
     linear_case,
     load_triton,
     product,
@@ -34,6 +35,7 @@ BLOCK = (128, 128)
 
 
 @checks.autocast("products", "x", "bias")
+@takes(q="a BlockFP8 [N, K]", **LINEAR)
 def fp8_linear(
     x: torch.Tensor, q: BlockFP8, bias: torch.Tensor | None = None, *, implementation: str = "auto"
 ) -> torch.Tensor:
@@ -69,8 +71,7 @@ def fp8_linear(
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
     """
-    check_linear(x, q, bias)
-    quantize.instance(q, BlockFP8)
+    quantize.on_device("x", x)
     if tuple(q.block) != BLOCK:
         raise ValueError(f"q.block must be (128, 128), got {tuple(q.block)}")
     return FP8_LINEAR.pick(implementation, x)(x, q, bias)

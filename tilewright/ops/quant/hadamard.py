@@ -18,6 +18,7 @@ import torch
 from tilewright.core import checks
 from tilewright.core.library import from_kernels
 from tilewright.core.registry import Case, Cost, Op
+from tilewright.core.takes import takes
 from tilewright.kernels.quant.operators import transform
 from tilewright.ops import cases
 from tilewright.ops.quant import quantize
@@ -26,6 +27,7 @@ SIZES = (16, 32)
 
 
 @checks.autocast("inputs")
+@takes("x: C % size == 0", x="float [..., C]", size=SIZES, seed=quantize.SEED, inverse="bool")
 def hadamard(
     x: torch.Tensor,
     size: int = 16,
@@ -68,25 +70,7 @@ def hadamard(
     transforms the inputs of the weight gradient in blocks of 16 with one vector of signs per run,
     as does Transformer Engine's NVFP4 recipe.
     """
-    checks.floating("x", x)
-    if x.dim() == 0:
-        raise ValueError("x must have at least 1 dimension, got a scalar")
-    check_options(x.shape[-1], size, seed)
-    if not isinstance(inverse, bool):
-        raise TypeError(f"inverse must be a bool, got {inverse!r}")
     return HADAMARD.pick(implementation, x)(x.contiguous(), size, seed, inverse)
-
-
-def check_options(
-    columns: int, size: object, seed: int | None, name: str = "size", seed_name: str = "seed"
-) -> None:
-    """Raises for a size or seed that is invalid for rows of this many elements."""
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"{name} must be one of {list(SIZES)}, got {size!r}")
-    checks.choice(name, size, SIZES)
-    if columns % size:
-        raise ValueError(f"x's last dimension must divide by {name}, {size}, got {columns}")
-    quantize.seed(seed, seed_name)
 
 
 # ---- the definition

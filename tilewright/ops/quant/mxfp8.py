@@ -14,6 +14,7 @@ import torch
 from tilewright.core import checks
 from tilewright.core.library import from_kernels
 from tilewright.core.registry import DispatchOn, Judged, Op
+from tilewright.core.takes import takes
 from tilewright.ops import cases
 from tilewright.ops.quant import aqn, fp8, quantize
 from tilewright.ops.quant.aqn import AQN
@@ -74,6 +75,7 @@ quantize.register(MXFP8, ("data", "scale"))
 
 
 @checks.autocast("inputs")
+@takes(x="float [..., C]", seed=quantize.SEED, transpose="bool")
 def quantize_mxfp8(
     x: torch.Tensor,
     *,
@@ -117,7 +119,7 @@ def quantize_mxfp8(
     Source: OCP Microscaling Formats (MX) Specification 1.0, section 5, but the exponent is rounded
     up, where section 6.3 rounds it down.
     """
-    quantize.in_rows(x, seed, transpose=transpose)
+    quantize.on_device("x", x)
     matrices = quantize.as_3d(x.detach(), least=1 + transpose)
     codes = QUANTIZE_MXFP8.pick(implementation, matrices)(matrices, fp8.mx(seed, transpose))
     q = blocks_of(codes.data, codes.scale, x.shape, x.dtype)
@@ -139,6 +141,7 @@ def blocks_of(data, scale, shape, dtype, name="x", *, checked=False) -> MXFP8:
 
 
 @checks.autocast("inputs")
+@takes(q="an MXFP8", dtype=quantize.OUTPUTS, noise="an AQN")
 def dequantize_mxfp8(
     q: MXFP8,
     *,
@@ -170,8 +173,7 @@ def dequantize_mxfp8(
         >>> dequantize_mxfp8(quantize_mxfp8(torch.tensor([448.0, 1.0])))
         tensor([448.,   1.])
     """
-    quantize.instance(q, MXFP8)
-    dtype = quantize.output_dtype(dtype, q.dtype)
+    dtype = quantize.output_dtype(q, dtype)
     drawn = aqn.arguments(noise)
     quantize.part("q.data", q.data, quantize.E4M3, q.shape, q.data)
     quantize.part("q.scale", q.scale, E8M0, _scales_shape(q.shape), q.data)

@@ -15,6 +15,7 @@ import torch
 from tilewright.core import checks
 from tilewright.core.library import declare, from_kernels
 from tilewright.core.registry import Case, Cost, DispatchOn, Goal, Judged, Op
+from tilewright.core.takes import takes
 from tilewright.kernels.quant import operators
 from tilewright.kernels.quant.nf4_tables import CODES
 from tilewright.ops import cases
@@ -37,6 +38,7 @@ LEAST = 1e-38  # lower bound of a scale as a divisor
 
 
 @checks.autocast("inputs")
+@takes(x="float", double_quant="bool", block_size=BLOCKS)
 def quantize_nf4(
     x: torch.Tensor,
     *,
@@ -74,8 +76,7 @@ def quantize_nf4(
         >>> dequantize_nf4(quantize_nf4(torch.tensor([-2.0, 0.0, 2.0])))
         tensor([-2.,  0.,  2.])
     """
-    quantize.source(x)
-    checks.choice("block_size", block_size, BLOCKS)
+    quantize.on_device("x", x)
     flat = x.detach().reshape(-1).contiguous()
     data, absmax = QUANTIZE_NF4.pick(implementation, flat)(flat, block_size)
     absmax = quantize.finite(absmax)
@@ -86,6 +87,7 @@ def quantize_nf4(
 
 
 @checks.autocast("inputs")
+@takes(q="an NF4", dtype=quantize.OUTPUTS, noise="an AQN")
 def dequantize_nf4(
     q: NF4,
     *,
@@ -118,8 +120,7 @@ def dequantize_nf4(
         >>> dequantize_nf4(quantize_nf4(torch.tensor([-2.0, 0.0, 2.0])), dtype=torch.bfloat16).dtype
         torch.bfloat16
     """
-    quantize.instance(q, NF4)
-    dtype = quantize.output_dtype(dtype, q.dtype)
+    dtype = quantize.output_dtype(q, dtype)
     drawn = aqn.arguments(noise)
     checks.choice("q.block_size", q.block_size, BLOCKS)
     n = math.prod(q.shape)

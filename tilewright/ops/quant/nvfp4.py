@@ -12,6 +12,7 @@ import torch
 from tilewright.core import checks
 from tilewright.core.library import declare, from_kernels
 from tilewright.core.registry import DispatchOn, Goal, Judged, Op
+from tilewright.core.takes import takes
 from tilewright.kernels.quant import operators
 from tilewright.kernels.quant.operators import Codes, NVFP4Options
 from tilewright.ops import cases
@@ -23,7 +24,7 @@ from tilewright.ops.quant.block_cases import (
     quantize_case,
     timed_cases,
 )
-from tilewright.ops.quant.hadamard import check_options, hadamard_eager
+from tilewright.ops.quant.hadamard import SIZES, hadamard_eager
 from tilewright.ops.quant.nvfp4_format import BLOCK, NVFP4
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -39,6 +40,16 @@ _values = quantize.constant(
 
 
 @checks.autocast("inputs")
+@takes(
+    "x: C % hadamard == 0",
+    x="float [..., C]",
+    square="bool",
+    global_scale="float32 []",
+    seed=quantize.SEED,
+    hadamard=SIZES,
+    hadamard_seed=quantize.SEED,
+    transpose="bool",
+)
 def quantize_nvfp4(
     x: torch.Tensor,
     *,
@@ -93,20 +104,15 @@ def quantize_nvfp4(
         >>> dequantize_nvfp4(quantize_nvfp4(torch.tensor([6.0, -3.0, 0.5])))
         tensor([ 6.0000, -3.0000,  0.5000])
     """
-    quantize.in_rows(x, seed, square=square, transpose=transpose)
-    if hadamard is not None:
-        check_options(x.shape[-1], hadamard, hadamard_seed, "hadamard", "hadamard_seed")
-        if transpose:
-            raise ValueError(
-                f"transpose must be False with a hadamard of {hadamard}: transforms of x and of "
-                f"its "
-                "transpose differ; quantize x.mT by itself"
-            )
-    elif hadamard_seed is not None:
+    quantize.on_device("x", x)
+    if hadamard is not None and transpose:
+        raise ValueError(
+            f"transpose must be False with a hadamard of {hadamard}: transforms of x and of its "
+            "transpose differ; quantize x.mT by itself"
+        )
+    if hadamard is None and hadamard_seed is not None:
         raise ValueError(f"hadamard_seed must be None without hadamard, got {hadamard_seed!r}")
     matrices = quantize.as_3d(x.detach(), least=1 + (square or transpose))
-    if global_scale is not None:
-        quantize.part("global_scale", global_scale, torch.float32, (), x)
     run = QUANTIZE_NVFP4.pick(implementation, matrices)
     options = NVFP4Options(square, seed, hadamard or 0, hadamard_seed, transpose)
     total, codes = run(matrices, global_scale, options)
@@ -125,6 +131,7 @@ def quantize_nvfp4(
 
 
 @checks.autocast("inputs")
+@takes(q="an NVFP4", dtype=quantize.OUTPUTS, noise="an AQN")
 def dequantize_nvfp4(
     q: NVFP4,
     *,
@@ -157,8 +164,7 @@ def dequantize_nvfp4(
         >>> dequantize_nvfp4(quantize_nvfp4(torch.ones(16)), dtype=torch.bfloat16).dtype
         torch.bfloat16
     """
-    quantize.instance(q, NVFP4)
-    dtype = quantize.output_dtype(dtype, q.dtype)
+    dtype = quantize.output_dtype(q, dtype)
     drawn = aqn.arguments(noise)
     *lead, C = q.shape
     quantize.part("q.data", q.data, torch.uint8, (*lead, -(-C // 2)), q.data)

@@ -34,9 +34,10 @@ class Quantized:
     """Base class of the quantized tensors NF4, NVFP4, BlockFP8 and MXFP8, each a frozen dataclass
     and a pytree node.
 
-    shape, dtype: of the tensor that was quantized.
+    data: the codes.   shape, dtype: of the tensor that was quantized.
     """
 
+    data: torch.Tensor
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -45,7 +46,7 @@ class Quantized:
 
     @property
     def device(self) -> torch.device:
-        return self.tensors()[0].device
+        return self.data.device
 
     @property
     def nbytes(self) -> int:
@@ -120,12 +121,7 @@ def both(quantize_one: Callable[[torch.Tensor], Codes], x: torch.Tensor) -> Code
 # ---- checks
 
 
-SEED = "int [0, inf)"
-
-
-def source(x: torch.Tensor, name: str = "x") -> None:
-    checks.floating(name, x)
-    on_device(name, x)
+SEED = "int [0, 2**63)"
 
 
 def on_device(name: str, x: torch.Tensor) -> None:
@@ -135,36 +131,12 @@ def on_device(name: str, x: torch.Tensor) -> None:
         raise ValueError(f"{name} must be on a CPU or CUDA device, got {x.device}")
 
 
-def output_dtype(dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
-    dtype = default if dtype is None else dtype
-    if dtype not in OUTPUTS:
-        raise TypeError(f"dtype must be one of {', '.join(map(short, OUTPUTS))}, got {dtype!r}")
-    return dtype
-
-
-def seed(value: int | None, name: str = "seed") -> None:
-    if value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int or None, got {value!r}")
-    if not 0 <= value < 2**63:
-        raise ValueError(f"{name} must be 0 to 2^63 - 1, got {value}")
-
-
-def in_rows(x: torch.Tensor, seed_of: int | None, **flags: object) -> None:
-    """The checks of formats whose blocks lie in rows."""
-    source(x)
-    seed(seed_of)
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be a bool, got {value!r}")
-    if x.dim() == 0:
-        raise ValueError("x must have at least 1 dimension, got a scalar")
-
-
-def instance(q, cls) -> None:
-    if not isinstance(q, cls):
-        raise TypeError(f"q must be tilewright.ops' {cls.__name__}, got {type(q).__name__}")
+def output_dtype(q: Quantized, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is not None:
+        return dtype
+    if q.dtype not in OUTPUTS:
+        raise TypeError(f"q.dtype must be one of {list(OUTPUTS)}, got {q.dtype!r}")
+    return q.dtype
 
 
 def part(

@@ -21,11 +21,12 @@ import torch
 
 from tilewright.core import checks
 from tilewright.core.library import Operator, declare, from_kernels
-from tilewright.core.registry import Case, Cost, Judged, Op, short
+from tilewright.core.registry import Case, Cost, Judged, Op
+from tilewright.core.takes import takes
 from tilewright.kernels.quant import nf4_tables, operators
 from tilewright.kernels.quant.operators import FORMATS, Matrix
 from tilewright.ops import cases
-from tilewright.ops.quant import aqn, quantize
+from tilewright.ops.quant import quantize
 from tilewright.ops.quant.aqn import AQN
 from tilewright.ops.quant.block_fp8 import BlockFP8, quantize_block_fp8
 from tilewright.ops.quant.fp8 import E8M0, MX_BLOCK
@@ -35,15 +36,17 @@ from tilewright.ops.quant.quantize import Quantized
 from tilewright.ops.quant.weights import (
     Packed,
     check_parts,
-    check_quantized,
     dense,
     dequantize,
     pack,
     unpack,
 )
 
+LINEAR = {"x": "float [..., K]", "bias": "x [N]"}
+
 
 @checks.autocast("products", "x", "bias")
+@takes(q="an NF4, NVFP4, BlockFP8 or MXFP8 [N, K]", **LINEAR, noise="an AQN")
 def quantized_linear(
     x: torch.Tensor,
     q: Quantized,
@@ -84,26 +87,8 @@ def quantized_linear(
 
     Source: QLoRA, arXiv:2305.14314, equation 5.
     """
-    check_linear(x, q, bias)
-    aqn.arguments(noise)
+    quantize.on_device("x", x)
     return QUANTIZED_LINEAR.pick(implementation, x)(x, q, bias, noise)
-
-
-def check_linear(x: torch.Tensor, q: Quantized, bias: torch.Tensor | None) -> None:
-    """Raises TypeError or ValueError for inconsistent arguments of a linear layer."""
-    quantize.source(x)
-    check_quantized(q)
-    if len(q.shape) != 2:
-        raise ValueError(f"q must have shape [N, K], got {list(q.shape)}")
-    checks.same_device(x=x, q=q.tensors()[0], bias=bias)
-    N, K = q.shape
-    if x.dim() == 0 or x.shape[-1] != K:
-        raise ValueError(f"x must have shape [..., {K}], with q's K, got {list(x.shape)}")
-    if bias is not None:
-        checks.floating("bias", bias)
-        checks.shape("bias", bias, (N,), "[N], with q's N")
-        if bias.dtype != x.dtype:
-            raise TypeError(f"bias must have x's dtype {short(x.dtype)}, got {short(bias.dtype)}")
 
 
 # ---- the definitions

@@ -30,12 +30,6 @@ FORMATS = ("dense", "nf4", "nvfp4", "block_fp8", "mxfp8")
 _BLOCK_SIZES = {"nf4": 1, "block_fp8": 2}  # integers of a format's block; others have none
 
 
-def check_quantized(q: object) -> None:
-    """Raises TypeError unless q is one of the quantized tensors."""
-    if type(q) not in DEQUANTIZE:
-        raise TypeError(f"q must be an NF4, NVFP4, BlockFP8 or MXFP8, got {type(q).__name__}")
-
-
 def dequantize(
     q: Quantized,
     *,
@@ -46,7 +40,6 @@ def dequantize(
     """`dequantize_nf4`, `dequantize_nvfp4`, `dequantize_block_fp8` or `dequantize_mxfp8`, by q's
     format, with the same arguments.
     """
-    check_quantized(q)
     options = {} if noise is None else {"noise": noise}
     return DEQUANTIZE[type(q)].public(q, dtype=dtype, implementation=implementation, **options)
 

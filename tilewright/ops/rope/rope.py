@@ -33,7 +33,6 @@ TABLES = {
 TABLE_SIZES = (
     "cos: P > 0 or B * S == 0",
     "ends > 1",
-    "cu_seqlens: position_ids is None or cu_seqlens is None",
 )
 
 
@@ -136,6 +135,8 @@ def prepare_tables(
             position_ids = torch.arange(B * S, device=cos.device).view(B, S)
         cos, sin = cos.reshape(-1, cos.shape[-1]), sin.reshape(-1, sin.shape[-1])
     elif cu_seqlens is not None:
+        if position_ids is not None:
+            raise ValueError("position_ids and cu_seqlens exclude each other; got both")
         position_ids = _checked_positions(
             document_positions(cu_seqlens, B * S).view(B, S), cos.shape[0]
         )
