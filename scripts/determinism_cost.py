@@ -35,6 +35,7 @@ from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.plugins.checksums import Checksums
 from tilewright.trainer.plugins.computation import Outputs
 
@@ -75,10 +76,10 @@ def training(rounds):
     )
     model = Transformer(ModelConfig.from_hf(SHAPE), Ops.resolve())
     init_weights(model, 0)
-    engine = engine_around(model, config, Mesh())
+    engine = engine_around(Parts(model), config, Mesh())
     ids = torch.randint(SHAPE["vocab_size"], (TOKENS,), generator=torch.Generator().manual_seed(0))
     batch = collate([[(ids.numpy(), ids.numpy())]], 1)
-    sums = Checksums(model, Mesh())
+    sums = Checksums(Parts(model), Mesh())
 
     def step():
         engine.forward_backward([batch], language_modeling)
@@ -92,7 +93,7 @@ def training(rounds):
         step()
         torch.use_deterministic_algorithms(False)
 
-    outputs, recording = Outputs(model, Mesh()), []
+    outputs, recording = Outputs(Parts(model), Mesh()), []
     outputs.record(lambda: bool(recording))
 
     def with_outputs():

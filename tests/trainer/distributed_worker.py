@@ -105,7 +105,7 @@ def several_steps(config, ranks, bins, steps=None, calls=1):
 
     hook = engine.optimizer.register_step_pre_hook(lambda *_: found.update(grads=gradients(engine)))
     for i in range(min(4, t.max_steps) if steps is None else steps):
-        adapters.before_step(engine.model, config.lora, t.seed, i)
+        adapters.before_step(engine.parts, config.lora, t.seed, i)
         batches = micro_batches(config, ranks, bins[i:] + bins[:i])
         with Count() as count:
             size = len(batches) // calls
@@ -116,7 +116,7 @@ def several_steps(config, ranks, bins, steps=None, calls=1):
             found["evaluated"] = engine.evaluate(batches, language_modeling)
         norm = engine.optim_step(max_norm=t.max_grad_norm)
         hook.remove()
-        adapters.after_step(engine.model, engine.optimizer, config.lora, t.seed, i + 1, engine.mesh)
+        adapters.after_step(engine.parts, engine.optimizer, config.lora, t.seed, i + 1, engine.mesh)
         loss, tokens = sum(part.totals for part in sums).tolist()
         router = sums[0].router() if calls == 1 else {}
         for key, value in (("loss", loss / tokens), ("norm", norm), ("router", router)):
@@ -363,7 +363,7 @@ def main(folder):
                 for mode in hf.LOAD_MODES:
                     read = build_model(config, again.model.config, ranks, again.model.ops)
                     hf.load_weights(read, folder / "hf", mode=mode)
-                    found[mode] = weights(read, ranks)
+                    found[mode] = weights(read.model, ranks)
         else:
             found = one_step(config, ranks, bins)
         if ranks.main:

@@ -35,6 +35,7 @@ from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.parallel.compiling import compile_layers
 from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.parallel.recomputation import recompute_activations
 from tilewright.trainer.plugins import certificate, checksums
 from tilewright.trainer.plugins.assertion import Earlier
@@ -565,7 +566,7 @@ def test_outputs_of_compiled_layers_are_those_of_whole_layers():
         settings = {"recompute_modules": recomputed, "enable_gradient_checkpointing": True}
         compile_layers(model, config.train.model_copy(update=settings), [])
         recompute_activations(model, recomputed)
-        layers[attention, bool(recomputed)] = Outputs(model, Mesh()).names
+        layers[attention, bool(recomputed)] = Outputs(Parts(model), Mesh()).names
     whole = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"]
     assert layers == {("eager", False): whole, ("sdpa", False): OUTPUTS, ("eager", True): OUTPUTS}
 
@@ -573,7 +574,7 @@ def test_outputs_of_compiled_layers_are_those_of_whole_layers():
 def test_outputs_that_are_swapped_are_told_apart():
     model = Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve())
     init_weights(model, 0)
-    outputs, sums = Outputs(model, Mesh()), []
+    outputs, sums = Outputs(Parts(model), Mesh()), []
     wanted = [True]
     outputs.record(lambda: wanted[0])
     batches = torch.arange(12)[None], torch.arange(20, 32)[None]
@@ -822,12 +823,11 @@ def test_shards_are_told_apart_by_rank():
     factor = factors(16, CPU)
     a, b = torch.randn(8), torch.randn(8)
     model = torch.nn.Linear(4, 2)
-    model.whole = model
     parts = []
     for order in ((a, b), (b, a)):
         total = 0
         for rank, t in enumerate(order):
-            sums = Checksums(model, Mesh(rank=rank))
+            sums = Checksums(Parts(model), Mesh(rank=rank))
             sums.factor = factor
             total += int(sums.of([("weight", t)], ["weight"]))
         parts.append(total)

@@ -111,6 +111,7 @@ def test_weights_are_the_same_in_other_files(bases, tmp_path):
     from test_trainer import build
 
     from tilewright.trainer.checkpoint import hf
+    from tilewright.trainer.parallel.parts import Parts
 
     tensors = load_file(bases[0] / "model.safetensors")
     split = tmp_path / "split"
@@ -130,11 +131,11 @@ def test_weights_are_the_same_in_other_files(bases, tmp_path):
     tensors[name].view(torch.int32)[3, 5] ^= 1
     save_file(tensors, changed / "model.safetensors")
     _, model = build(write_config(tmp_path, UNTIED))
-    found = []
+    parts, found = Parts(model), []
     for folder in (bases[0], split, changed):
         for mode in hf.LOAD_MODES:
-            hf.load_weights(model, folder, mode=mode)
-            found.append(model.origin)
+            hf.load_weights(parts, folder, mode=mode)
+            found.append(parts.origin)
     assert len({*found[:4]}) == 1 and found[4] == found[5] != found[0]
 
 

@@ -202,7 +202,7 @@ def test_a_step_is_divided_by_the_sum_of_its_weights_however_small(tmp_path):
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     processes(2, _weighted_rank, str(tmp_path), store.port)
     eager = Ops(**{f.name: "eager" for f in dataclasses.fields(Ops) if f.name != "numerics"})
-    model = build_model(config, shape_of(config), Mesh(), eager).double()
+    model = build_model(config, shape_of(config), Mesh(), eager).model.double()
     total = 0.0
     for batch in micro_batches()[:3]:
         places = {k: batch[k] for k in ("position_ids", "cu_seqlens")}

@@ -237,7 +237,7 @@ def test_gradients_of_replicas_are_in_memory_once(tmp_path):
     assert found.peak["gradients"] == found.peak["parameters"]
     assert found.peak["communication"] == 0
     with symmetric_ranks(config.train, 2) as ranks:
-        wrapped = engine_of(config, ranks).wrapped
+        wrapped = engine_of(config, ranks).parts.wrapped
         assert wrapped.gradient_as_bucket_view
 
 
@@ -361,8 +361,8 @@ def test_a_step_waits_for_the_device_once(shape, mode, tmp_path, monkeypatch):
     ranks = join(config.train)
     try:
         with Reads().watching() as tracker:
-            model = unfilled(config, shape_of(config), ranks, Ops.resolve(), CPU)
-            engine = engine_around(model, config, ranks)
+            parts = unfilled(config, shape_of(config), ranks, Ops.resolve(), CPU)
+            engine = engine_around(parts, config, ranks)
             batches = [collate(make_bins()[i : i + 4], 8) for i in (0, 4)]
             sums = engine.forward_backward(batches, language_modeling)
             assert tracker.reads == []

@@ -57,8 +57,9 @@ from tilewright.trainer.models.model import ModelConfig, Ops, Transformer  # noq
 from tilewright.trainer.optim import optim  # noqa: E402
 from tilewright.trainer.optim.plan import Plan  # noqa: E402
 from tilewright.trainer.parallel import compiling, exchange, mesh  # noqa: E402
-from tilewright.trainer.parallel import layouts as parallel  # noqa: E402
+from tilewright.trainer.parallel.layouts import apply_layouts  # noqa: E402
 from tilewright.trainer.parallel.mesh import Group, Mesh, join  # noqa: E402
+from tilewright.trainer.parallel.parts import Parts  # noqa: E402
 from tilewright.trainer.parallel.recomputation import recompute_activations  # noqa: E402
 from tilewright.trainer.plugins import adapters  # noqa: E402
 
@@ -183,9 +184,14 @@ def test_learning_rate_follows_its_closed_form():
     )  # one step is not a division by zero
 
 
+def groups_of(model, train):
+    no_decay = {name: getattr(train, name) for name in ("no_decay_modules", "no_decay_params")}
+    return optim.parameter_groups(model, [train.lr], train.weight_decay, no_decay)
+
+
 def test_every_parameter_is_in_one_group_and_decay_follows_the_names():
     model = Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve())
-    groups = optim.parameter_groups(
+    groups = groups_of(
         model, schedule(weight_decay=0.1, no_decay_modules='["norm"]', no_decay_params="[]")
     )
     names = {id(p): n for n, p in model.named_parameters()}
@@ -193,13 +199,13 @@ def test_every_parameter_is_in_one_group_and_decay_follows_the_names():
     assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
     assert found[0] | found[1] == set(names.values()) and not found[0] & found[1]
     assert found[1] == {n for n in names.values() if "norm" in n}
-    by_parameter = optim.parameter_groups(model, schedule(no_decay_params='["weight"]'))
+    by_parameter = groups_of(model, schedule(no_decay_params='["weight"]'))
     assert not by_parameter[0]["params"]
     # A parameter's own name is `weight` alone.
     for texts in ('["norm"]', '["input_layernorm", "post_attention_layernorm", "_norm", "l.norm"]'):
-        _, exempt = optim.parameter_groups(model, schedule(no_decay_params=texts))
+        _, exempt = groups_of(model, schedule(no_decay_params=texts))
         assert {names[id(p)] for p in exempt["params"]} == found[1]
-    _, exempt = optim.parameter_groups(model, schedule(no_decay_params='["layers.1.mlp.down"]'))
+    _, exempt = groups_of(model, schedule(no_decay_params='["layers.1.mlp.down"]'))
     assert [names[id(p)] for p in exempt["params"]] == ["model.layers.1.mlp.down_proj.weight"]
 
 
@@ -215,17 +221,16 @@ def test_a_name_without_decay_that_finds_nothing_is_refused_with_the_names(field
     model = Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve())
     said = f"train.{field}: no name in the model contains 'bias'; names are {names}"
     with pytest.raises(ValueError, match=re.escape(said)) as error:
-        optim.parameter_groups(model, schedule(**{field: '["norm", "bias"]'}))
+        groups_of(model, schedule(**{field: '["norm", "bias"]'}))
     assert str(error.value).count("input_layernorm") == 1
     with pytest.raises(ValueError, match=rf"train\.{field}: '' is in every name"):
-        optim.parameter_groups(model, schedule(**{field: '[""]'}))
+        groups_of(model, schedule(**{field: '[""]'}))
 
 
 def test_clipping_scales_to_the_norm_and_zero_only_measures():
     p = torch.nn.Parameter(torch.zeros(2))
     model = torch.nn.ParameterList([p])
-    model.pipeline = None
-    held = Engine(model, torch.optim.SGD([p], lr=1.0), Mesh())
+    held = Engine(Parts(model), torch.optim.SGD([p], lr=1.0), Mesh())
 
     def norm(*arguments):
         p.grad = torch.tensor([6.0, 8.0])
@@ -301,7 +306,7 @@ def test_accumulation_gives_the_gradients_of_one_large_batch(shape, tmp_path):
     same(cut, at_once)
     # and the loss is the mean over tokens, not over micro-batches
     config = load(path)
-    model = build_model(config, shape_of(config), Mesh(), Ops.resolve())
+    model = build_model(config, shape_of(config), Mesh(), Ops.resolve()).model
     whole = batches.collate(make_bins(), 8)
     logits = model(
         whole["input_ids"], position_ids=whole["position_ids"], cu_seqlens=whole["cu_seqlens"]
@@ -573,7 +578,7 @@ def check_moves(trained, options=("--train.optimizer=adamw",)):
     model = Transformer(shape_of(config), Ops.resolve(), config.model.merge_qkv)
     optimizer = optim.build_optimizer(model, config.train)
     checkpoint.restore(
-        folder / "checkpoints/global_step_1", model, optimizer, Mesh(), run={}, ops={}
+        folder / "checkpoints/global_step_1", Parts(model), optimizer, Mesh(), run={}, ops={}
     )
     assert all(torch.equal(p, want["weights"][name]) for name, p in model.named_parameters())
     held = distributed_worker.moments(model, optimizer, Mesh())
@@ -633,7 +638,7 @@ def test_what_cannot_be_spread_is_one_sentence(shape, message, tmp_path):
         model = Transformer(shape_of(config), Ops.resolve())
     with pytest.raises(ValueError, match=message), fake_group(8):
         ranks = mesh.build(config.train, 0, 8, torch.device("cpu"), control_backend="fake")
-        parallel.parallelize(model, config.train, config.model, ranks)
+        apply_layouts(Parts(model), config, ranks, filled=False)
 
 
 @contextlib.contextmanager
@@ -1314,7 +1319,7 @@ def test_moments_that_are_not_finite_reach_no_checkpoint(tmp_path):
     optimizer.state[model.bias]["exp_avg_sq"][1] = math.nan
     with pytest.raises(ValueError, match=r"step 1: bias or its moments are not finite"):
         checkpoint.Saver(str(tmp_path), Mesh(), False).save(
-            1, model, optimizer, {"data": {}, "run": {}, "ops": {}}
+            1, Parts(model), optimizer, {"data": {}, "run": {}, "ops": {}}
         )
     assert not checkpoint.complete(str(tmp_path))
 
@@ -1347,10 +1352,12 @@ def test_reading_a_checkpoint_runs_no_code_of_its(tmp_path):
     saver = checkpoint.Saver(str(tmp_path), Mesh(), False)
 
     def save(step):
-        return saver.save(step, model, optimizer, {"data": {}, "run": {}, "ops": {}})
+        return saver.save(step, Parts(model), optimizer, {"data": {}, "run": {}, "ops": {}})
 
     def load(folder):
-        return checkpoint.restore(folder, model, optimizer, Mesh(), run={}, ops={}, checked=False)
+        return checkpoint.restore(
+            folder, Parts(model), optimizer, Mesh(), run={}, ops={}, checked=False
+        )
 
     touched = tmp_path / "touched"
     whole = save(1)
@@ -2038,7 +2045,7 @@ KINDS = {"lora": LORA, "nvfp4": QLORA, "nf4": NF4, "block_fp8": FP8}
 
 def build(path, *arguments):
     config = load(path, list(arguments))
-    return config, build_model(config, shape_of(config), Mesh(), Ops.resolve())
+    return config, build_model(config, shape_of(config), Mesh(), Ops.resolve()).model
 
 
 def adapter_names(model):
@@ -2169,7 +2176,7 @@ def test_no_rank_merges_if_one_cannot(tmp_path):
     optimizer = optim.build_optimizer(model, config.train)
     before = {n: t.clone() for n, t in model.state_dict().items()}
     with pytest.raises(ValueError, match=r"^layers\.9\.mlp: nothing is merged"):
-        adapters.after_step(model, optimizer, config.lora, 0, 3, Mesh(control=Others()))
+        adapters.after_step(Parts(model), optimizer, config.lora, 0, 3, Mesh(control=Others()))
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
@@ -2186,13 +2193,15 @@ def test_merging_happens_every_so_many_steps_and_may_forget_moments(kind, reset,
         model(ids, labels=ids).backward()
         optimizer.step()
         optimizer.zero_grad()
-        adapters.after_step(model, optimizer, config.lora, config.train.seed, step + 1, Mesh())
+        adapters.after_step(
+            Parts(model), optimizer, config.lora, config.train.seed, step + 1, Mesh()
+        )
     before = {n: t.clone() for n, t in model.state_dict().items()}
     moments = [v.clone() for s in optimizer.state.values() for v in s.values()]
     assert all(m.any() for m in moments)
     dense = {n: t.clone() for n, t, _ in dense_weights(model)}
     want = model(ids)
-    adapters.after_step(model, optimizer, config.lora, config.train.seed, 3, Mesh())
+    adapters.after_step(Parts(model), optimizer, config.lora, config.train.seed, 3, Mesh())
     assert all(
         not torch.equal(t, before[n]) for n, t in model.state_dict().items() if is_adapter(n)
     )

@@ -33,10 +33,11 @@ from tilewright.trainer.data import batches as data
 from tilewright.trainer.losses.loss import count_labels
 from tilewright.trainer.models import layers
 from tilewright.trainer.models.model import Ops, Transformer
-from tilewright.trainer.parallel import layouts as parallel
 from tilewright.trainer.parallel import mesh
 from tilewright.trainer.parallel.context_parallel import spread_sequence
+from tilewright.trainer.parallel.layouts import apply_layouts
 from tilewright.trainer.parallel.mesh import Layout, Mesh, layout_of
+from tilewright.trainer.parallel.parts import Parts
 
 
 def spread(ring, ulysses, processes=4, **more):
@@ -299,7 +300,7 @@ def test_what_cannot_be_spread_is_one_sentence(tmp_path):
     with pytest.raises(
         ValueError, match=r"ulysses_parallel_size = 4: the model's 6 query heads do not divide by 4"
     ):
-        parallel.parallelize(decoder, config.train, config.model, Mesh(context=ContextParallel(4)))
+        apply_layouts(Parts(decoder), config, Mesh(context=ContextParallel(4)), filled=False)
     config = load(write_config(tmp_path), [*spread(2, 1), "--model.attn_implementation=native"])
     with pytest.raises(ImplementationUnavailable, match=r"attention\[native\]"):
         choose_ops(

@@ -38,7 +38,7 @@ from tilewright.trainer.checkpoint.hf_write import Shard
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.shared import PLAIN
-from tilewright.trainer.parallel.parts import Parts
+from tilewright.trainer.parallel.parts import Parts, parts_of
 
 __all__ = [
     "INDEX",
@@ -89,7 +89,7 @@ def _full_tensors(parts: Parts, dtype: torch.dtype | None) -> Iterator[tuple[str
 
 
 def save_weights(
-    parts: Parts,
+    model: Transformer | Parts,
     path: str | pathlib.Path,
     *,
     tokenizer_path: str | pathlib.Path | None = None,
@@ -104,7 +104,7 @@ def save_weights(
     `files.publish`); other files in the folder are kept. Every rank must call it.
 
     Args:
-        parts: their parameters may be sharded; one at a time is gathered.
+        model: the model, or its parts. Parameters may be sharded; one at a time is gathered.
         path: the folder, which may exist.
         tokenizer_path: a folder whose tokenizer's files are copied; None: none.
         dtype: of the stored tensors, but for a router's bias for the choice; default: the
@@ -114,7 +114,7 @@ def save_weights(
     Raises:
         ValueError: the folder is a file, or holds an adapter.
     """
-    model, writes = parts.model, not dist.is_initialized() or dist.get_rank() == 0
+    parts, writes = parts_of(model), not dist.is_initialized() or dist.get_rank() == 0
     target = target_folder(path)
     if (target / ADAPTER_CONFIG).exists():
         raise ValueError(
@@ -139,14 +139,14 @@ def save_weights(
             shard.close()
             there = {p.name for p in target.iterdir()}
             files = _name_shards(aside, shards, there)
-            _write_config(model, aside, stored, tokenizer_path)
+            _write_config(parts.model, aside, stored, tokenizer_path)
             weights, other = (SINGLE, INDEX) if not files else (INDEX, SINGLE)
             publish(
                 aside,
                 target,
                 weights,
                 "config.json",
-                fits=_fits(target, model.config),
+                fits=_fits(target, parts.model.config),
                 first=files,
                 superseded=other,
                 stale=sorted(filter(SHARD.fullmatch, there - set(files))),

@@ -37,7 +37,7 @@ from tilewright.trainer.checkpoint.hf_names import fuse, sources, split
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.parallel import exchange
-from tilewright.trainer.parallel.parts import Parts, many
+from tilewright.trainer.parallel.parts import Parts, many, parts_of
 
 LOAD_MODES = ("broadcast", "all_ranks")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -97,7 +97,9 @@ def _check_fits(model: Transformer, folder: Folder) -> None:
 
 
 @torch.no_grad()
-def load_weights(parts: Parts, path: str | pathlib.Path, *, mode: str = "broadcast") -> None:
+def load_weights(
+    model: Transformer | Parts, path: str | pathlib.Path, *, mode: str = "broadcast"
+) -> None:
     """Fills every parameter, in the parameter's dtype, and every quantized weight, in its format.
 
     A quantized weight is copied from a quantized checkpoint, or quantized from a dense one, one
@@ -105,7 +107,7 @@ def load_weights(parts: Parts, path: str | pathlib.Path, *, mode: str = "broadca
     the weights that were read.
 
     Args:
-        parts: to be filled; their parameters may be sharded.
+        model: the model, or its parts, to be filled. Parameters may be sharded.
         path: a folder with config.json and safetensors.
         mode: "broadcast": rank 0 reads and sends; "all_ranks": every rank reads.
 
@@ -117,6 +119,7 @@ def load_weights(parts: Parts, path: str | pathlib.Path, *, mode: str = "broadca
     if mode not in LOAD_MODES:
         raise ValueError(f"mode must be one of {list(LOAD_MODES)}, got {mode!r}")
     several = many()
+    parts = parts_of(model)
     model, source, group = parts.model, parts.reader, parts.readers
     reads = not several or mode == "all_ranks" or dist.get_rank() == source
     folder = problem = None

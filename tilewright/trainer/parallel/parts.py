@@ -126,6 +126,10 @@ class Parts:
         return self.model
 
 
+def parts_of(model: Transformer | Parts) -> Parts:
+    return model if isinstance(model, Parts) else Parts(model)
+
+
 def many() -> bool:
     """Whether there are other ranks."""
     return dist.is_initialized() and dist.get_world_size() > 1

@@ -1,0 +1,274 @@
+"""A run from its parts to its last checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import pathlib
+import signal
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from tilewright.ops import checked_targets
+from tilewright.trainer import build
+from tilewright.trainer.checkpoint import checkpoint, writable
+from tilewright.trainer.config import Config, resolved
+from tilewright.trainer.data.batches import Batches, Bins, evaluation_batches
+from tilewright.trainer.engine import Engine, NotFinite, reproducible
+from tilewright.trainer.interrupts import Interrupts, Stopped
+from tilewright.trainer.losses.loss import LOSSES, Loss
+from tilewright.trainer.models.flops import flops_per_token
+from tilewright.trainer.optim.plan import Plan
+from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.plugins.assertion import Witness
+from tilewright.trainer.plugins.callback import Callback, Step, callbacks
+from tilewright.trainer.plugins.certificate import facts, files_of_data
+from tilewright.trainer.plugins.metrics import Metrics
+from tilewright.trainer.plugins.summary import choices, summary, too_long
+
+log = logging.getLogger("tilewright")
+
+
+def train(config: Config, mesh: Mesh) -> None:
+    """Trains. Raises KeyboardInterrupt with a sentence if the run is interrupted."""
+    t, interrupts = config.train, Interrupts(mesh)
+    with (
+        reproducible(t.seed + mesh.rank, t.enable_full_determinism),
+        checkpoint.claim(t.output_dir, mesh),
+    ):
+        run = prepare(config, mesh)
+        with run.interruptible():
+            loop(run, interrupts)
+            run.export()
+        run.close()
+
+
+def loop(run: Run, interrupts: Interrupts) -> None:
+    t, engine, plan, steps = run.config.train, run.engine, run.plan, run.batches.steps()
+    if run.done == 0:
+        run.evaluate()
+    with interrupts.watched(), contextlib.ExitStack() as stack:
+        for callback in run.callbacks:
+            stack.enter_context(callback.running())
+        for number in range(run.done + 1, plan.total + 1):
+            before, batches = run.batches.tokens, next(steps)
+            step = Step(number, batches)
+            for callback in run.callbacks:
+                callback.before_step(step)
+            # An error that names the target is worth one synchronization, in the first step: later,
+            # a target out of range makes the loss NaN.
+            first = number == run.start + 1
+            with checked_targets() if first else contextlib.nullcontext():
+                step.sums = engine.forward_backward(batches, run.loss)
+            with run.refusing(number):
+                step.norm = engine.optim_step(plan.factor(number - 1), t.max_grad_norm)
+            run.done, step.tokens = number, run.batches.tokens - before
+            for callback in run.callbacks:
+                callback.after_step(step)
+            if (signum := interrupts.asked()) and run.done < plan.total:
+                run.stop(signum)
+            if plan.saves(run.done) or plan.ends_epoch(run.done):
+                run.evaluate()
+            if plan.saves(run.done):
+                run.save()
+
+
+@dataclasses.dataclass
+class Run:
+    """The parts of a run, and its position. done: optimizer steps."""
+
+    config: Config
+    mesh: Mesh
+    engine: Engine
+    batches: Batches
+    held: Bins | None
+    loss: Loss
+    plan: Plan
+    metrics: Metrics
+    witness: Witness
+    saver: checkpoint.Saver
+    identity: dict[str, dict[str, Any]]
+    ops: dict[str, str]
+    export_as: dict[str, Any]
+    start: int
+    done: int
+    callbacks: list[Callback] = dataclasses.field(default_factory=list)
+
+    def evaluate(self) -> None:
+        if self.held is None:
+            return
+        batches = evaluation_batches(
+            self.held,
+            self.config.train.micro_batch_size,
+            self.mesh.batch_rank,
+            self.mesh.layout.data,
+            pin=self.mesh.device.type == "cuda",
+            cp=self.mesh.context,
+            tp=self.mesh.layout.tp,
+        )
+        loss = self.engine.evaluate(batches, self.loss)
+        if not math.isfinite(loss):
+            self.give_up(f"step {self.done}: the loss of evaluation is {loss}, so it is not saved")
+        for callback in self.callbacks:
+            callback.evaluated(self.done, loss)
+
+    def save(self) -> None:
+        state = {
+            "data": self.batches.state_dict(),
+            "tokens": self.batches.tokens,
+            "run": self.identity,
+            "ops": self.ops,
+        }
+        self.engine.save(self.saver, self.done, state)
+        self.metrics.restart_clock()
+
+    def stop(self, signum: int) -> NoReturn:
+        """Saves the step that is done, and ends the run, since some rank has got this signal."""
+        self.save()
+        self.saver.finish()
+        self.metrics.close()
+        # A rank that ends makes torchrun end the others, which may still be writing.
+        self.mesh.control.barrier()
+        raise Stopped(
+            signum,
+            f"{signal.Signals(signum).name} after step {self.done} of {self.plan.total}: "
+            f"{self.saver.last} is written",
+        )
+
+    def export(self) -> None:
+        """Waits for the last checkpoint, and writes Hugging Face's files beside it."""
+        self.saver.finish()
+        if self.config.train.save_hf_weights:
+            self.engine.export(self.saver.folder(self.plan.total) / "hf", **self.export_as)
+
+    def close(self) -> None:
+        if empty := self.engine.empty_steps:
+            steps = self.done - self.start
+            self.metrics.say(f"{empty} of {steps} steps had no label, and no effect")
+        for callback in self.callbacks:
+            callback.close()
+        self.metrics.close()
+
+    @contextlib.contextmanager
+    def refusing(self, step: int) -> Iterator[None]:
+        """Adds to the error of a step that is not finite how to continue."""
+        try:
+            yield
+        except NotFinite as error:
+            self.give_up(f"step {step}: the {error}, so the step was not taken")
+
+    def give_up(self, why: str) -> NoReturn:
+        """Waits for the last checkpoint, and ends the run with how to continue."""
+        self.saver.finish()
+        how, last = self.saver.go_on(), self.saver.last
+        if last is not None and step_of(last) == self.done:
+            # Its weights and this batch gave it, whatever the learning rate is now.
+            earlier = [p for p in checkpoint.complete(self.config.train.output_dir) if p != last]
+            before = max((p for p in earlier if step_of(p) < self.done), key=step_of, default=None)
+            how = (
+                f"{last.name} has the weights that gave this: lower train.lr or look at the data, "
+                f"and {'start anew' if before is None else f'resume from {before}'}"
+            )
+        raise ValueError(f"{why}; {how}") from None
+
+    def end_if(self, problem: str | None) -> None:
+        """Waits for the last checkpoint, and ends the run with a sentence, if there is one."""
+        if problem is not None:
+            self.saver.finish()
+            raise ValueError(problem)
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        try:
+            yield
+        except Stopped:
+            raise
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"interrupted after step {self.done}; {self.saver.interrupted()}"
+            ) from None
+
+
+def prepare(config: Config, mesh: Mesh) -> Run:
+    """Builds everything, and resumes if configured. Steps that can fail by a user's mistake come
+    first.
+    """
+    t = config.train
+    folders = checkpoint.earlier(t.output_dir, t.load_checkpoint_path)
+    writable.check(t, mesh)
+    witness = Witness(t, mesh)
+    made = build.build(config, mesh)
+    engine, batches, held = made.engine, made.batches, made.held
+    start, resumed = 0, None
+    if folders:
+        wanted = {k: v for k, v in made.identity.items() if k != "base" or not t.allow_other_base}
+        resumed, state = engine.load(folders, wanted, made.ops, t.verify_checkpoint)
+        start = state["step"]
+        batches.load_state_dict(state["data"])
+        batches.tokens = state.get("tokens", 0)
+    elif t.load_checkpoint_path and mesh.main:
+        log.info("%s holds no checkpoint to resume from: the run starts anew", t.output_dir)
+    plan = Plan(t, batches.steps_per_epoch, start - batches.position)
+    if start > plan.total:
+        raise ValueError(f"{resumed} is at step {start}, and the run ends at step {plan.total}")
+    if t.enable_profiling and t.profile_start_step >= plan.total:
+        raise ValueError(
+            f"train.profile_start_step = {t.profile_start_step}: the run has {plan.total} steps"
+        )
+    own = facts(config, mesh, (batches, held), made.identity, made.ops)
+    files = files_of_data(config) if mesh.main else {}
+    certified = witness.start(engine, own, files, start, plan.total)
+    if mesh.main:
+        pathlib.Path(t.output_dir, "resolved_config.yaml").write_text(resolved(config))
+    flops = flops_per_token(engine.parts.whole, config.data.sample_packing_sequence_len)
+    metrics = Metrics(
+        t,
+        main=mesh.main,
+        steps=(start, plan.total),
+        tokens=batches.tokens,
+        work=(flops, mesh.size),
+        settings=config.model_dump(mode="json"),
+    )
+    longest = made.shape.max_position_embeddings
+    for line in (
+        *summary(config, mesh, engine, batches, plan),
+        *too_long(longest, {"training": batches.bins, "evaluation": held}),
+        metrics.basis(),
+        *choices(made.ops, engine.model.ops.numerics),
+        *certified,
+    ):
+        metrics.say(line)
+    run = Run(
+        config=config,
+        mesh=mesh,
+        engine=engine,
+        batches=batches,
+        held=held,
+        loss=LOSSES[t.loss],
+        plan=plan,
+        metrics=metrics,
+        witness=witness,
+        saver=checkpoint.Saver(
+            t.output_dir,
+            mesh,
+            t.save_async,
+            resumed,
+            keep=t.save_total_limit or 0,
+            base=config.lora.save_base,
+        ),
+        identity=made.identity,
+        ops=made.ops,
+        export_as=made.export_as,
+        start=start,
+        done=start,
+    )
+    run.callbacks = callbacks(run)
+    return run
+
+
+def step_of(folder: pathlib.Path) -> int:
+    """The step of a checkpoint, by its name; -1 for a folder that has been renamed."""
+    number = folder.name.rpartition("_")[2]
+    return int(number) if number.isdecimal() else -1

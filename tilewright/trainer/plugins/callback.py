@@ -1,0 +1,85 @@
+"""Callbacks: what happens in a run beside its steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tilewright.trainer.engine import Batch, Sums
+from tilewright.trainer.table import Table
+
+if TYPE_CHECKING:
+    from tilewright.trainer.loop import Run
+
+
+@dataclass
+class Step:
+    """An optimizer step. number: from 1.   sums, norm, tokens: once it is taken; tokens are those
+    that all ranks together processed.   values: numbers to report, to which callbacks may add.
+    """
+
+    number: int
+    batches: Sequence[Batch]
+    sums: Sums | None = None
+    norm: float = 0.0
+    tokens: int = 0
+    values: dict[str, float] = field(default_factory=dict)
+
+
+class Callback:
+    """Methods are called on every rank, and do nothing unless a subclass says so.
+
+    run: the run's parts: its engine, metrics, saver, mesh and configuration.
+    """
+
+    def __init__(self, run: Run):
+        self.run = run
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around all steps."""
+        yield
+
+    def before_step(self, step: Step) -> None:
+        """Before the forward passes of a step."""
+
+    def after_step(self, step: Step) -> None:
+        """After the weights have changed, and before a checkpoint is saved."""
+
+    def evaluated(self, done: int, loss: float) -> None:
+        """After an evaluation; done: optimizer steps."""
+
+    def close(self) -> None:
+        """After the last checkpoint."""
+
+
+def _asked(run: Run) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A row of CALLBACKS.
+
+    make: run -> the callback.
+    order: callbacks are called in this order, those of equal order by name. Metrics, which report
+        `Step.values`, have 50; the comparison with an earlier run has 60.
+    wanted: run -> whether the run's configuration asks for it; it is there if `train.callbacks`
+        names it, too.
+    """
+
+    make: Callable[[Run], Callback]
+    order: int = 40
+    wanted: Callable[[Run], bool] = _asked
+
+
+CALLBACKS: Table[Plugin] = Table("callbacks", "tilewright.trainer.plugins", Plugin)
+
+
+def callbacks(run: Run) -> list[Callback]:
+    """Those of a run, in order."""
+    named: Any = run.config.train.callbacks
+    rows = [(n, row) for n, row in CALLBACKS.items() if n in named or row.wanted(run)]
+    return [row.make(run) for _, row in sorted(rows, key=lambda item: item[1].order)]
