@@ -216,3 +216,54 @@ def identity(
         },
         "base": {"weights": origin},
     }
+
+
+@dataclasses.dataclass
+class Built:
+    """What a run is made of. held: what it is evaluated on.   identity: see `identity`.   ops: the
+    implementation of each op.   export_as: the arguments of `Engine.export`.
+    """
+
+    shape: ModelConfig
+    engine: Engine
+    batches: Batches
+    held: Bins | None
+    identity: dict[str, dict[str, Any]]
+    ops: dict[str, str]
+    export_as: dict[str, Any]
+
+
+def build(config: Config, mesh: Mesh) -> Built:
+    """The parts of a configuration. Steps that can fail by a user's mistake come first."""
+    shape = hf.shape_of(config.model)
+    # Checked now, not after the last step: a missing tokenizer or an unsupported dtype.
+    export_as = exported(config)
+    dtype = compute_dtype(config.train)
+    ops = choose_ops(config.model, shape, mesh, dtype)
+    routes = Routes.of(shape) if config.train.router_replay else None
+    batches, held = build_data(config, mesh, shape.vocab_size, routes)
+    engine = build_engine(config, shape, mesh, ops)
+    return Built(
+        shape,
+        engine,
+        batches,
+        held,
+        identity(config, shape, batches, engine.parts.origin),
+        ops.names() | adapters.operations(engine.parts.whole, mesh.device, dtype),
+        export_as,
+    )
+
+
+def exported(config: Config) -> dict[str, Any]:
+    """How to export the last checkpoint: the arguments of `Engine.export`."""
+    m, save = config.model, config.train.save_hf_weights
+    base, tokenizer = m.model_path, m.tokenizer_path
+    described = base or m.config_path
+    assert described is not None and tokenizer is not None  # at least config_path is given
+    folder = hf.local_folder(described, m.revision)
+    dtype = hf.stored_dtype(folder, weights=base is not None)
+    return {
+        "tokenizer": hf.local_folder(tokenizer, m.revision) if save else None,
+        "dtype": dtype,
+        "adapter_of": base if config.lora.save_lora_only else None,
+    }

@@ -18,7 +18,7 @@ from tilewright.trainer.config import Config, resolved
 from tilewright.trainer.data.batches import Batches, Bins, evaluation_batches
 from tilewright.trainer.engine import Engine, NotFinite, reproducible
 from tilewright.trainer.interrupts import Interrupts, Stopped
-from tilewright.trainer.losses.loss import LOSSES, Loss
+from tilewright.trainer.losses.loss import Loss
 from tilewright.trainer.models.flops import flops_per_token
 from tilewright.trainer.optim.plan import Plan
 from tilewright.trainer.parallel.mesh import Mesh
@@ -27,6 +27,7 @@ from tilewright.trainer.plugins.callback import Callback, Step, callbacks
 from tilewright.trainer.plugins.certificate import facts, files_of_data
 from tilewright.trainer.plugins.metrics import Metrics
 from tilewright.trainer.plugins.summary import choices, summary, too_long
+from tilewright.trainer.tables import LOSSES
 
 log = logging.getLogger("tilewright")
 

@@ -16,7 +16,6 @@ import torch
 
 from tilewright.trainer.data.columns import IGNORE
 from tilewright.trainer.models.head import LossFunction, TokenLosses
-from tilewright.trainer.table import Table
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,6 @@ class Loss:
         self, per_token: TokenLosses, batch: Mapping[str, Any]
     ) -> tuple[torch.Tensor, ...]:
         return self.function(per_token, batch)
-
-
-LOSSES = Table("losses", "tilewright.trainer.losses", Loss)
 
 
 def count_labels(batch: Mapping[str, Any]) -> torch.Tensor:

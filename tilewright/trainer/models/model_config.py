@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tilewright.trainer.models.families import ARCHITECTURES, Architecture
-from tilewright.trainer.models.families.reading import SLIDING, flag, number
+from tilewright.trainer.models.items import SLIDING, flag, number
+from tilewright.trainer.tables import FAMILIES
 
-MODEL_TYPES = tuple(ARCHITECTURES)
+if TYPE_CHECKING:
+    from tilewright.trainer.models.families.architecture import Architecture
+
 # Fields of config.json that are accepted at one value only.
 NEUTRAL = {
     "attention_bias": False,
@@ -92,11 +94,10 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> ModelConfig:
         """Raises ValueError, naming the field, for an unsupported model or feature."""
-        family = ARCHITECTURES.get(str(hf.get("model_type")))
-        if family is None:
-            raise ValueError(
-                f"model_type must be one of {list(MODEL_TYPES)}, got {hf.get('model_type')!r}"
-            )
+        names = FAMILIES.names()
+        if hf.get("model_type") not in names:
+            raise ValueError(f"model_type must be one of {names}, got {hf.get('model_type')!r}")
+        family = FAMILIES[hf["model_type"]]
         hf = {**family.defaults, **hf}
         for key, neutral in {**NEUTRAL, **family.neutral}.items():
             if hf.get(key, neutral) not in (neutral, None):
@@ -132,7 +133,7 @@ class ModelConfig:
 
     @property
     def architecture(self) -> Architecture:
-        return ARCHITECTURES[self.model_type]
+        return FAMILIES[self.model_type]
 
     @property
     def rope_dim(self) -> int:

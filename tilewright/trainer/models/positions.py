@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,9 +16,7 @@ from tilewright.ops.attention.context_parallel import (
     shard,
 )
 from tilewright.ops.rope.rope import document_positions
-
-if TYPE_CHECKING:
-    from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.model_config import ModelConfig
 
 
 def _default(inv_freq, theta, scaling):

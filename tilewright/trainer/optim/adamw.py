@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from tilewright.trainer.optim.muon import DTYPES, Muon, Settings
-from tilewright.trainer.optim.optim import OPTIMIZERS, Optimizer
+from tilewright.trainer.optim.optim import Optimizer
+from tilewright.trainer.tables import OPTIMIZERS
 
 
 def adamw(

@@ -16,7 +16,8 @@ from torch import nn
 from tilewright import ops as tw
 from tilewright.nn.sharded import shard
 from tilewright.trainer.optim.matrices import Parts, alike, compute_whole, matrices
-from tilewright.trainer.optim.optim import OPTIMIZERS, Optimizer
+from tilewright.trainer.optim.optim import Optimizer
+from tilewright.trainer.tables import OPTIMIZERS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

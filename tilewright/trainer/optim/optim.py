@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel
 from torch import nn
 
-from tilewright.trainer.table import Table
+from tilewright.trainer.tables import OPTIMIZERS
 
 
 def _none(model: nn.Module) -> Mapping[nn.Parameter, Any]:
@@ -39,7 +39,6 @@ class Optimizer:
     apart_lr: str | None = None
 
 
-OPTIMIZERS = Table("optimizers", "tilewright.trainer.optim", Optimizer)
 NUMBER = re.compile(r"\.\d+\.")  # of a layer, or of an expert
 
 
@@ -102,7 +101,19 @@ def build_optimizer(
     no_decay = {name: getattr(train, name) for name in ("no_decay_modules", "no_decay_params")}
     groups = parameter_groups(model, rates, train.weight_decay, no_decay, set(apart), whole)
     values = {name: getattr(train, name) for name in row.fields}
+    values |= options_of(row, train.optimizer_args)
     return row.build([g for g in groups if g["params"]], apart, **values)
+
+
+def options_of(row: Optimizer, given: Mapping[str, Any]) -> dict[str, Any]:
+    """`train.optimizer_args` as the row's model has them. Raises ValueError."""
+    if row.options is None:
+        if given:
+            raise ValueError(
+                f"train.optimizer_args = {dict(given)}: the optimizer has no such options"
+            )
+        return {}
+    return row.options.model_validate(given).model_dump()
 
 
 def peaks(optimizer: torch.optim.Optimizer) -> list[float]:

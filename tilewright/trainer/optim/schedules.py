@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from tilewright.trainer.table import Table
+from tilewright.trainer.tables import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,6 @@ class Schedule:
     decays: bool = True
 
 
-SCHEDULES = Table("schedules", "tilewright.trainer.optim", Schedule)
 SCHEDULES.add("constant", Schedule(lambda done: 1.0, decays=False))
 SCHEDULES.add("linear", Schedule(lambda done: 1 - done))
 SCHEDULES.add("cosine", Schedule(lambda done: 0.5 * (1 + math.cos(math.pi * done))))

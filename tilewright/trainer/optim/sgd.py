@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from tilewright.trainer.optim.optim import OPTIMIZERS, Optimizer
+from tilewright.trainer.optim.optim import Optimizer
+from tilewright.trainer.tables import OPTIMIZERS
 
 
 def sgd(groups: list[dict[str, Any]], apart: Any) -> torch.optim.Optimizer:

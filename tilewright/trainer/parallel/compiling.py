@@ -17,7 +17,8 @@ from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.moe import MoE
 from tilewright.trainer.models.positions import Sequence
 from tilewright.trainer.models.recompute import inner
-from tilewright.trainer.parallel.layouts import LAYOUTS, Layout
+from tilewright.trainer.parallel.layouts import Layout
+from tilewright.trainer.tables import LAYOUTS
 
 log = logging.getLogger("tilewright")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tilewright.ops.attention.context_parallel import ContextParallel
 from tilewright.trainer.models.model import Transformer
-from tilewright.trainer.parallel.layouts import LAYOUTS, Layout
+from tilewright.trainer.parallel.layouts import Layout
+from tilewright.trainer.tables import LAYOUTS
 
 
 def spread_sequence(model: Transformer, cp: ContextParallel) -> None:

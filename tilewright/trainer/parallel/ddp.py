@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch.nn.parallel import DistributedDataParallel
 
 from tilewright.trainer.config import Config
-from tilewright.trainer.parallel.layouts import LAYOUTS, Layout
+from tilewright.trainer.parallel.layouts import Layout
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
+from tilewright.trainer.tables import LAYOUTS
 
 
 def wrap(parts: Parts, config: Config, mesh: Mesh) -> None:

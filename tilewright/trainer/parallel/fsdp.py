@@ -20,10 +20,11 @@ from tilewright.trainer.config import Config, Model
 from tilewright.trainer.models.model import Block
 from tilewright.trainer.models.moe import Experts, MoE
 from tilewright.trainer.models.shared import PLAIN
-from tilewright.trainer.parallel.layouts import LAYOUTS, Layout
+from tilewright.trainer.parallel.layouts import Layout
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.parallel.tensor_parallel import check_shards, fsdp_placement, register
+from tilewright.trainer.tables import LAYOUTS
 
 
 def _shard_experts(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tilewright.trainer.config import Config
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
-from tilewright.trainer.table import Table
+from tilewright.trainer.tables import LAYOUTS
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,6 @@ class Layout:
     applies: Callable[[Config, Mesh], bool]
     apply: Callable[[Parts, Config, Mesh], Parts | None]
     filled: bool = False
-
-
-LAYOUTS = Table("layouts", "tilewright.trainer.parallel", Layout)
 
 
 def apply_layouts(parts: Parts, config: Config, mesh: Mesh, *, filled: bool) -> Parts:

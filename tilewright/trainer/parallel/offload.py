@@ -19,7 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.recompute import Wrapped
-from tilewright.trainer.parallel.layouts import LAYOUTS, Layout
+from tilewright.trainer.parallel.layouts import Layout
+from tilewright.trainer.tables import LAYOUTS
 
 # Bytes below which a tensor stays: a copy's latency is that of about a hundred kilobytes.
 SMALL = 1 << 18

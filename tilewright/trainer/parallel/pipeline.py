@@ -38,7 +38,7 @@ from tilewright.trainer.data.batches import padding
 from tilewright.trainer.models.head import LossFunction
 from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.parallel import exchange
-from tilewright.trainer.parallel.layouts import LAYOUTS, Layout
+from tilewright.trainer.parallel.layouts import Layout
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts, Weights
 from tilewright.trainer.parallel.stages import (
@@ -48,6 +48,7 @@ from tilewright.trainer.parallel.stages import (
     length_of_hidden,
     ranks_of_stages,
 )
+from tilewright.trainer.tables import LAYOUTS
 
 SINGLE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}  # one stage per rank
 SEVERAL = {

@@ -9,7 +9,8 @@ from tilewright.nn.lora_experts import LoRAExperts
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.moe import Experts, MoE
 from tilewright.trainer.models.recompute import recompute
-from tilewright.trainer.parallel.layouts import LAYOUTS, Layout
+from tilewright.trainer.parallel.layouts import Layout
+from tilewright.trainer.tables import LAYOUTS
 
 
 def recompute_activations(

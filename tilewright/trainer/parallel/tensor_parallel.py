@@ -38,7 +38,8 @@ from tilewright.nn.lora import LoRALinear
 from tilewright.nn.sharded import local
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.shared import PLAIN, RepeatedAttention, TensorParallel, dim_of
-from tilewright.trainer.parallel.layouts import LAYOUTS, Layout
+from tilewright.trainer.parallel.layouts import Layout
+from tilewright.trainer.tables import LAYOUTS
 
 if TYPE_CHECKING:
     from tilewright.trainer.models.model import Transformer

@@ -20,6 +20,8 @@ from tilewright.trainer.config import Lora, Model
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
+from tilewright.trainer.plugins.callback import Callback, Plugin, Step
+from tilewright.trainer.tables import CALLBACKS
 
 
 def add(model: Transformer, wanted: Lora, names: Model) -> None:
@@ -166,3 +168,22 @@ def size(model: Transformer) -> str:
     return f"{every / 1e6:.1f} M parameters" + (
         f", {trained / 1e6:.2f} M of them in adapters," if adapters else ""
     )
+
+
+class Adapters(Callback):
+    """Noise before a step; a merge after it."""
+
+    def before_step(self, step: Step) -> None:
+        config = self.run.config
+        before_step(self.run.engine.parts, config.lora, config.train.seed, step.number - 1)
+
+    def after_step(self, step: Step) -> None:
+        run, engine, lora = self.run, self.run.engine, self.run.config.lora
+        if merges(lora, step.number):
+            # Quantized weights do not show that they were merged with what is not finite.
+            run.saver.check(step.number, engine.model, engine.optimizer, "nothing is merged")
+        seed = run.config.train.seed
+        after_step(engine.parts, engine.optimizer, lora, seed, step.number, run.mesh)
+
+
+CALLBACKS.add("adapters", Plugin(Adapters, 10, lambda run: run.config.lora.enable_lora))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tilewright.trainer.engine import Batch, Sums
-from tilewright.trainer.table import Table
+from tilewright.trainer.tables import CALLBACKS
 
 if TYPE_CHECKING:
     from tilewright.trainer.loop import Run
@@ -73,9 +73,6 @@ class Plugin:
     make: Callable[[Run], Callback]
     order: int = 40
     wanted: Callable[[Run], bool] = _asked
-
-
-CALLBACKS: Table[Plugin] = Table("callbacks", "tilewright.trainer.plugins", Plugin)
 
 
 def callbacks(run: Run) -> list[Callback]:

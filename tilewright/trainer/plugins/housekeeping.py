@@ -5,11 +5,17 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from tilewright.trainer.config import Train
 from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.plugins.callback import Callback, Plugin, Step
+from tilewright.trainer.tables import CALLBACKS
+
+if TYPE_CHECKING:
+    from tilewright.trainer.loop import Run
 
 
 def profiler(t: Train, mesh: Mesh) -> torch.profiler.profile | None:
@@ -33,15 +39,14 @@ def profiler(t: Train, mesh: Mesh) -> torch.profiler.profile | None:
     )
 
 
-class Housekeeping:
-    """Called after each step of a run."""
-
-    def __init__(self, train: Train, mesh: Mesh):
-        self.train, self.cuda, self.profile = train, mesh.device.type == "cuda", None
-        self.profile = profiler(train, mesh)
+class Housekeeping(Callback):
+    def __init__(self, run: Run):
+        super().__init__(run)
+        self.train, self.cuda = run.config.train, run.mesh.device.type == "cuda"
+        self.profile = profiler(self.train, run.mesh)
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[Housekeeping]:
+    def running(self) -> Iterator[None]:
         """Restores the state of Python's garbage collection at the end."""
         was_on = gc.isenabled()
         try:
@@ -50,18 +55,21 @@ class Housekeeping:
                 gc.disable()  # collected between steps instead, at the same time on all ranks
             if self.profile:
                 self.profile.start()
-            yield self
+            yield
             if self.profile:
                 self.profile.stop()
         finally:
             if was_on:
                 gc.enable()
 
-    def after(self, done: int) -> None:
-        """done: optimizer steps done."""
+    def after_step(self, step: Step) -> None:
+        done = step.number
         if self.profile:
             self.profile.step()
         if self.train.gc_steps and done % self.train.gc_steps == 0:
             gc.collect()
         if self.cuda and self.train.empty_cache_steps and done % self.train.empty_cache_steps == 0:
             torch.cuda.empty_cache()
+
+
+CALLBACKS.add("housekeeping", Plugin(Housekeeping, 100, lambda run: True))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import pathlib
 import resource
 import sys
@@ -19,6 +20,8 @@ from tqdm import tqdm
 from tilewright import platform
 from tilewright.core.files import write_text
 from tilewright.trainer.config import Train
+from tilewright.trainer.plugins.callback import Callback, Plugin, Step
+from tilewright.trainer.tables import CALLBACKS
 
 # Dense bf16 peak, FLOP/s, from NVIDIA's data sheets (without sparsity): the denominator of MFU. The
 # first name that the device's has in it counts.
@@ -217,3 +220,29 @@ def draw(rows: list[dict[str, Any]], target: pathlib.Path) -> None:
     if axes.lines:
         axes.legend()
     figure.savefig(target)
+
+
+class Report(Callback):
+    """Reports each step and evaluation."""
+
+    def after_step(self, step: Step) -> None:
+        run, sums = self.run, step.sums
+        assert sums is not None  # the step is taken
+        lr, loss = run.config.train.lr * run.plan.factor(step.number - 1), sums.mean
+        # The step was finite, so NaN means that it had no target. JSON has no NaN.
+        empty = run.engine.empty_steps
+        losses = {"empty_steps": empty} if math.isnan(loss) else {"loss": loss}
+        numbers = {"lr": lr, "grad_norm": step.norm, **sums.router(), **sums.reported()}
+        step.values = {**losses, **numbers, **step.values}
+        if losses.get("empty_steps") == 1:
+            run.metrics.say(
+                f"step {step.number}: no token of it has a label, so no weight has changed; later "
+                "steps without one are counted"
+            )
+        run.metrics.step(step.number, step.tokens, **step.values)
+
+    def evaluated(self, done: int, loss: float) -> None:
+        self.run.metrics.evaluation(done, loss)
+
+
+CALLBACKS.add("report", Plugin(Report, 50, lambda run: True))

@@ -11,6 +11,8 @@ from tilewright.trainer.data.columns import IGNORE
 from tilewright.trainer.engine import Batch, Engine
 from tilewright.trainer.losses.loss import count_labels
 from tilewright.trainer.models.head import TokenLosses
+from tilewright.trainer.plugins.callback import Callback, Plugin, Step
+from tilewright.trainer.tables import CALLBACKS
 
 
 def _values(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,3 +40,17 @@ def compare(engine: Engine, batches: Sequence[Batch]) -> dict[str, float]:
         "logprob_routed_today": -without.mean,
         "logprob_difference": total / tokens,
     }
+
+
+class Comparison(Callback):
+    """Reports `compare` every `train.router_replay_compare_steps`."""
+
+    def before_step(self, step: Step) -> None:
+        if step.number % self.run.config.train.router_replay_compare_steps == 0:
+            step.values |= compare(self.run.engine, step.batches)
+
+
+CALLBACKS.add(
+    "replay",
+    Plugin(Comparison, 20, lambda run: run.config.train.router_replay_compare_steps > 0),
+)

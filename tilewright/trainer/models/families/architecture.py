@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilewright.trainer.models.families.reading import dense
-
-if TYPE_CHECKING:
-    from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.model_config import ModelConfig
 
 
 def _nothing(config: ModelConfig) -> dict[str, Any]:

@@ -5,14 +5,14 @@ predict further tokens are neither read nor written.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilewright.trainer.models.families.architecture import Architecture
-from tilewright.trainer.models.families.reading import dense, experts, flag, number
+from tilewright.trainer.models.families.reading import dense, experts
+from tilewright.trainer.models.items import flag, number
+from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.positions import yarn_mscale
-
-if TYPE_CHECKING:
-    from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.tables import FAMILIES
 
 SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 ROUTER = ("n_group", "topk_group", "n_shared_experts")
@@ -113,3 +113,4 @@ DEEPSEEK_V3 = Architecture(
     score="sigmoid",
     further_layers=True,
 )
+FAMILIES.add("deepseek_v3", DEEPSEEK_V3)

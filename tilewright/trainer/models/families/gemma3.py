@@ -5,20 +5,13 @@ offsets from one; norms of queries and keys; GEGLU; and an embedding that is sca
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilewright.trainer.models.families.architecture import Architecture
-from tilewright.trainer.models.families.reading import (
-    FULL,
-    SLIDING,
-    number,
-    rope,
-    sizes,
-    windows,
-)
-
-if TYPE_CHECKING:
-    from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.families.reading import rope, sizes, windows
+from tilewright.trainer.models.items import FULL, SLIDING, number
+from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.tables import FAMILIES
 
 GELU = "gelu_pytorch_tanh"
 PATTERN = 6  # every sixth layer sees everything
@@ -109,3 +102,4 @@ GEMMA3 = Architecture(
     activation="gelu",
     scaled_embedding=True,
 )
+FAMILIES.add("gemma3_text", GEMMA3)

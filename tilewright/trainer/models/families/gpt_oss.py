@@ -4,21 +4,13 @@ with a clamped gate.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilewright.trainer.models.families.architecture import Architecture
-from tilewright.trainer.models.families.reading import (
-    FULL,
-    SLIDING,
-    dense,
-    experts,
-    number,
-    windows,
-)
-
-if TYPE_CHECKING:
-    from tilewright.trainer.models.model_config import ModelConfig
-
+from tilewright.trainer.models.families.reading import dense, experts, windows
+from tilewright.trainer.models.items import FULL, SLIDING, number
+from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.tables import FAMILIES
 
 ROPE = {
     "rope_type": "yarn",
@@ -88,3 +80,4 @@ GPT_OSS = Architecture(
     stacked_experts=True,
     renamed=((".mlp.gate.", ".mlp.router."),),
 )
+FAMILIES.add("gpt_oss", GPT_OSS)

@@ -1,5 +1,7 @@
 """Llama (arXiv 2407.21783): the ground of all others."""
 
 from tilewright.trainer.models.families.architecture import Architecture
+from tilewright.trainer.tables import FAMILIES
 
 LLAMA = Architecture("llama", "Llama", neutral={"use_sliding_window": False})
+FAMILIES.add("llama", LLAMA)

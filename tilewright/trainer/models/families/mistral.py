@@ -6,6 +6,7 @@ from typing import Any
 
 from tilewright.trainer.models.families.architecture import Architecture
 from tilewright.trainer.models.families.reading import dense, windows
+from tilewright.trainer.tables import FAMILIES
 
 
 def _read(hf: dict[str, Any]) -> dict[str, Any]:
@@ -25,3 +26,4 @@ MISTRAL = Architecture(
     # transformers leaves them to its class Ministral.
     neutral={"use_sliding_window": False, "layer_types": None},
 )
+FAMILIES.add("mistral", MISTRAL)

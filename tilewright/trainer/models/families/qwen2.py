@@ -4,13 +4,12 @@ later layers, if at all.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilewright.trainer.models.families.architecture import Architecture
 from tilewright.trainer.models.families.reading import dense, late_windows
-
-if TYPE_CHECKING:
-    from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.tables import FAMILIES
 
 
 def read(hf: dict[str, Any]) -> dict[str, Any]:
@@ -29,3 +28,4 @@ QWEN2 = Architecture(
     defaults={"sliding_window": 4096, "max_position_embeddings": 32_768},
     qkv_bias=True,
 )
+FAMILIES.add("qwen2", QWEN2)

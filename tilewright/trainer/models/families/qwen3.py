@@ -2,6 +2,7 @@
 
 from tilewright.trainer.models.families import qwen2
 from tilewright.trainer.models.families.architecture import Architecture
+from tilewright.trainer.tables import FAMILIES
 
 QWEN3 = Architecture(
     "qwen3",
@@ -11,3 +12,4 @@ QWEN3 = Architecture(
     defaults={"sliding_window": 4096, "head_dim": 128, "max_position_embeddings": 32_768},
     qk_norm=True,
 )
+FAMILIES.add("qwen3", QWEN3)

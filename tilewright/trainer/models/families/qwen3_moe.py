@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilewright.trainer.models.families.architecture import Architecture
 from tilewright.trainer.models.families.reading import dense, experts
-
-if TYPE_CHECKING:
-    from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.tables import FAMILIES
 
 FIELDS = (
     "num_experts",
@@ -40,3 +39,4 @@ QWEN3_MOE = Architecture(
     neutral={"use_sliding_window": False},
     qk_norm=True,
 )
+FAMILIES.add("qwen3_moe", QWEN3_MOE)
