@@ -320,7 +320,7 @@ def test_a_fault_of_a_forward_is_named_by_its_module(name, first, tmp_path, monk
                 t = output[0] if isinstance(output, tuple) else output
                 t.detach().view(-1).view(torch.int32)[5] ^= 1
 
-        self.model.model.get_submodule(name).register_forward_hook(flip)
+        self.parts.model.model.get_submodule(name).register_forward_hook(flip)
         real(self, wanted)
 
     monkeypatch.setattr(Outputs, "record", record)
@@ -344,7 +344,7 @@ def test_gradients_are_named_in_the_order_of_the_backward(first, tmp_path, monke
     def divide(self, *args):
         norm = real(self, *args)
         for name in ("embed_tokens", "layers.0.mlp.down_proj", "layers.1.input_layernorm"):
-            module = self.model.model.get_submodule(name)
+            module = self.parts.model.model.get_submodule(name)
             module.weight.grad.view(-1).view(torch.int32)[7] ^= 1
         return norm
 

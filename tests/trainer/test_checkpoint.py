@@ -371,9 +371,9 @@ def test_adapters_go_on_with_the_base_that_the_export_names(bases, tmp_path):
         with pytest.MonkeyPatch.context() as patch:
             real = checkpoint.Saver.save
 
-            def save(self, step, model, *arguments, real=real, held=held):
-                held.append(dict(nn.base_weights(model))[down].detach().clone())
-                return real(self, step, model, *arguments)
+            def save(self, step, parts, *arguments, real=real, held=held):
+                held.append(dict(nn.base_weights(parts.model))[down].detach().clone())
+                return real(self, step, parts, *arguments)
 
             patch.setattr(checkpoint.Saver, "save", save)
             run(*arguments, "--train.allow_other_base=true")

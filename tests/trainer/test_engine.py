@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from tilewright.trainer.losses.loss import count_labels
 from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.optim.plan import Plan
 from tilewright.trainer.parallel.mesh import Mesh, build, join
+from tilewright.trainer.plugins.callback import Step
 from tilewright.trainer.plugins.housekeeping import Housekeeping
 
 
@@ -401,10 +403,11 @@ def test_weights_and_adapters_start_from_the_seed(tmp_path):
 
 
 def test_garbage_is_collected_at_the_start_and_between_steps_only(tmp_path, monkeypatch):
-    train, collected = load(write_config(tmp_path, train__gc_steps=2)).train, []
+    config, collected = load(write_config(tmp_path, train__gc_steps=2)), []
+    keeper = Housekeeping(SimpleNamespace(config=config, mesh=Mesh()))
     monkeypatch.setattr(gc, "collect", lambda: collected.append(gc.isenabled()))
-    with Housekeeping(train, Mesh()).running() as keeper:
+    with keeper.running():
         assert collected == [True] and not gc.isenabled()
         for done in range(1, 5):
-            keeper.after(done)
+            keeper.after_step(Step(done, []))
     assert collected == [True, False, False] and gc.isenabled()

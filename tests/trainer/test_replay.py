@@ -20,11 +20,11 @@ from test_trainer import MOE, QWEN3, ROOT, make_bins, rows, run, write_config
 
 from tilewright import ops as tw
 from tilewright.nn import read_routed_experts
-from tilewright.trainer import train
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.data.cache_key import cache_key
 from tilewright.trainer.data.prepared import prepare
 from tilewright.trainer.data.routes import Routes
+from tilewright.trainer.engine import Engine
 from tilewright.trainer.models import moe
 from tilewright.trainer.models.model import Transformer
 
@@ -277,7 +277,7 @@ def of_a_run(tmp_path_factory):
     path = settings(folder, train__router_replay=False)
     write_rows(folder / "train.jsonl", [(ids, None) for ids in samples])
     seen, packed = [], []
-    real, forward = tw.route, train.Engine.forward_backward
+    real, forward = tw.route, Engine.forward_backward
 
     def route(*args, **options):
         found = real(*args, **options)
@@ -290,7 +290,7 @@ def of_a_run(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe.tw, "route", route)
-        patch.setattr(train.Engine, "forward_backward", forward_backward)
+        patch.setattr(Engine, "forward_backward", forward_backward)
         run(path)
     assert len(seen) == L * len(packed) == L * 4
     found = {}

@@ -43,7 +43,7 @@ from tilewright.nn.weights import dense_weights, is_adapter  # noqa: E402
 from tilewright.ops.loss import targets  # noqa: E402
 from tilewright.ops.moe.moe_lora import MOE_LORA  # noqa: E402
 from tilewright.ops.quant.aqn import AQN  # noqa: E402
-from tilewright.trainer import memory_plan, train  # noqa: E402
+from tilewright.trainer import loop, memory_plan, train  # noqa: E402
 from tilewright.trainer.build import build_data, build_engine, build_model  # noqa: E402
 from tilewright.trainer.checkpoint import checkpoint, checkpoint_files, hf, writable  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
@@ -1539,7 +1539,7 @@ def test_a_run_does_not_start_over_an_earlier_one_and_auto_takes_what_was_writte
     out = tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:  # resumed from step 2, and stopped after step 4
         patch.setattr(
-            train.Metrics,
+            loop.Metrics,
             "step",
             lambda self, step, *a, **k: (
                 (_ for _ in ()).throw(KeyboardInterrupt) if step == 5 else None

@@ -29,7 +29,7 @@ transformers = pytest.importorskip("transformers")
 from torch.distributed.pipelining import PipelineStage  # noqa: E402
 
 from tilewright import ops as tw  # noqa: E402
-from tilewright.trainer import build, train  # noqa: E402
+from tilewright.trainer import build, loop, train  # noqa: E402
 from tilewright.trainer.checkpoint import checkpoint, checkpoint_files, hf  # noqa: E402
 from tilewright.trainer.config import Config, ConfigError, load  # noqa: E402
 from tilewright.trainer.config.field_tree import kind, leaves  # noqa: E402
@@ -533,7 +533,7 @@ def spies(seen):
         )
         spy(checkpoint.state_dict_saver, "async_save", keep("asynchronous", lambda *a, **k: 1))
         spy(
-            train.Engine,
+            loop.Engine,
             "forward_backward",
             keep("shapes", lambda self, given, loss: [b["input_ids"].shape[1] for b in given]),
         )
@@ -545,11 +545,11 @@ def spies(seen):
             keep("packing_processes", lambda n, mp_context, **_: mp_context.get_start_method()),
         )
         spy(
-            train.Engine,
+            loop.Engine,
             "optim_step",
             keep("deterministic", lambda *a, **k: torch.are_deterministic_algorithms_enabled()),
         )
-        real_prepare = train.prepare
+        real_prepare = loop.prepare
         seen["compiled"] = []
 
         def uncompiled(method, *, fullgraph):
@@ -562,7 +562,7 @@ def spies(seen):
             seen["run"] = real_prepare(*args)
             return seen["run"]
 
-        patch.setattr(train, "prepare", prepare)
+        patch.setattr(loop, "prepare", prepare)
         yield
 
 
