@@ -19,7 +19,7 @@ from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tilewright.trainer.config import Config
-from tilewright.trainer.data import chat, encode
+from tilewright.trainer.data import chat
 from tilewright.trainer.data.columns import IGNORE
 from tilewright.trainer.data.prepared import prepare
 
@@ -431,13 +431,3 @@ def test_unusable_tokenizers_are_refused(tmp_path, made):
     pairs["path"] = lines(tmp_path / "c.jsonl", {"prompt": ASKED[:1], "completion": ASKED[1:]})
     with pytest.raises(ValueError, match="type prompt_completion needs a tokenizer with a chat"):
         made(pairs, tokenizer=characters(None))
-    assert encode.NEEDED.keys() == encode_types()
-
-
-def encode_types():
-    """The types of the field."""
-    from typing import get_args
-
-    from tilewright.trainer.config import Dataset
-
-    return set(get_args(Dataset.model_fields["type"].annotation))

@@ -31,6 +31,8 @@ from tilewright.trainer.data import cache_key, data_files, encode, packing, rows
 from tilewright.trainer.data import prepare as preparing
 from tilewright.trainer.data.batches import lengths_of
 from tilewright.trainer.data.prepared import prepare, split_validation
+from tilewright.trainer.data.types import text as text_rows
+from tilewright.trainer.tables import DATASETS
 
 pytestmark = pytest.mark.packages
 
@@ -291,7 +293,7 @@ def test_a_column_whose_name_is_nearly_read_is_warned_of(row, kind, said, tmp_pa
     assert len(caplog.messages) == 2
     assert all(m.startswith(f"a.jsonl: the column {said}") for m in caplog.messages)
     caplog.clear()
-    columns = [*encode.NEEDED[kind][0], *encode.OPTIONAL[kind], *row]  # the right one as well
+    columns = [*DATASETS[kind].needed[0], *DATASETS[kind].optional, *row]  # the right one as well
     integers = datasets.List(datasets.Value("int64"))
     encode.check_columns(entry, columns, {"input_ids": integers, "labels": integers})
     assert not caplog.messages
@@ -336,10 +338,10 @@ TEXTS = [
 def test_parts_join_to_the_document(tmp_path, made, monkeypatch, size):
     """Whatever the size of a part. The tokenizer's start and the end token are there once."""
     monkeypatch.setattr(rows, "PIECE", size)
-    monkeypatch.setattr(encode, "PIECE", size)
+    monkeypatch.setattr(text_rows, "PIECE", size)
     for text in TEXTS:
-        assert "".join(encode.pieces(text)) == text
-        assert max(map(len, encode.pieces(text))) <= size
+        assert "".join(text_rows.pieces(text)) == text
+        assert max(map(len, text_rows.pieces(text))) <= size
     (tmp_path / "text").mkdir()
     for i, text in enumerate(TEXTS):
         (tmp_path / f"text/{i}.txt").write_text(text)

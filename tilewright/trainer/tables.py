@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
+    from tilewright.trainer.data.types.dataset_type import DatasetType
     from tilewright.trainer.losses.loss import Loss
     from tilewright.trainer.models.families.architecture import Architecture
     from tilewright.trainer.optim.optim import Optimizer
@@ -103,6 +104,9 @@ HERE = "tilewright.trainer"
 LOSSES: Table[Loss] = Table("losses", f"{HERE}.losses", f"{HERE}.losses.loss:Loss")
 OPTIMIZERS: Table[Optimizer] = Table("optimizers", f"{HERE}.optim", f"{HERE}.optim.optim:Optimizer")
 SCHEDULES: Table[Schedule] = Table("schedules", f"{HERE}.optim", f"{HERE}.optim.schedules:Schedule")
+DATASETS: Table[DatasetType] = Table(
+    "datasets", f"{HERE}.data.types", f"{HERE}.data.types.dataset_type:DatasetType"
+)
 FAMILIES: Table[Architecture] = Table(
     "families", f"{HERE}.models.families", f"{HERE}.models.families.architecture:Architecture"
 )

@@ -21,6 +21,7 @@ from tilewright.trainer.data.data_files import Digests, digests
 from tilewright.trainer.data.encode import longest
 from tilewright.trainer.data.routes import Routes
 from tilewright.trainer.data.sources import located
+from tilewright.trainer.tables import DATASETS
 
 log = logging.getLogger("tilewright")
 # Increment when the same settings prepare other data, to invalidate earlier caches.
@@ -145,6 +146,8 @@ def cache_key(
             return [kind, [[pathlib.PurePath(f).suffix, notes.file(f).sha256] for f in files]]
         return [kind, entry.path, notes.remote(entry, config)]
 
+    kinds = [DATASETS[e.type] for e in entries]
+    versions = [k.version for k in kinds]
     what = [
         PREPARATION,
         [[e.model_dump(exclude=WITHOUT), longest(e, data), contents(e)] for e in entries],
@@ -152,8 +155,9 @@ def cache_key(
         vocab,
         shuffle,
         config.train.seed,
-        _tokenizer(config.model, notes) if any(e.type != "tokenized" for e in entries) else None,
+        _tokenizer(config.model, notes) if any(k.tokenizer for k in kinds) else None,
         *([] if routes is None else [dataclasses.asdict(routes)]),
+        *([versions] if any(versions) else []),
     ]
     notes.save()
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]

@@ -12,16 +12,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tilewright.trainer.data.columns import IGNORE
+from tilewright.trainer.data.types.dataset_type import Refused
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHARE_GPT = {"human": "user", "gpt": "assistant"}
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Sample = tuple[list[int], list[int]]
-
-
-class Refused(ValueError):
-    """A row cannot be used. The caller adds where it is."""
 
 
 def check_tokenizer(path: str, kind: str, tokenizer: Any, *, template: bool = True) -> None:

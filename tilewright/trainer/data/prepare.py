@@ -22,20 +22,13 @@ from tqdm import tqdm
 
 from tilewright import platform
 from tilewright.trainer.config import Config, Dataset
-from tilewright.trainer.data.encode import (
-    COLUMNS,
-    PIECE,
-    ROUTES,
-    SCHEMA,
-    Encoded,
-    Encoder,
-    NotIntegers,
-    RefusedRow,
-    check_columns,
-    longest,
-)
+from tilewright.trainer.data.columns import ROUTES, SCHEMA
+from tilewright.trainer.data.encode import Encoded, Encoder, RefusedRow, check_columns, longest
 from tilewright.trainer.data.routes import Routes
 from tilewright.trainer.data.rows import Documents, Part, Rows
+from tilewright.trainer.data.types.text import PIECE
+from tilewright.trainer.data.types.tokenized import NotIntegers
+from tilewright.trainer.tables import DATASETS
 
 log = logging.getLogger("tilewright")
 LARGE = 64 << 20  # bytes that are worth processes
@@ -196,7 +189,7 @@ def prepare_entry(
     """Writes the samples of an entry. tokenizer: None if not needed.   routes: of rows that have
     them, if they are replayed.
     """
-    data, most = config.data, longest(entry, config.data)
+    data, most, kind = config.data, longest(entry, config.data), DATASETS[entry.type]
     names, features = source.column_names, source.features
     try:
         check_columns(entry, list(names), features)
@@ -208,13 +201,11 @@ def prepare_entry(
             f"train.router_replay = True: {entry.path} has no column {ROUTES}, has {list(names)}"
         )
     if isinstance(source, Rows):
-        source.arrow = entry.type == "tokenized"
-        wanted = (*USED[entry.type], *([ROUTES] if routes is not None else []))
+        source.arrow = kind.arrow
+        wanted = (*kind.columns, *([ROUTES] if routes is not None else []))
         used = [n for n in names if n in wanted]
         source = source.select_columns(used)
-    strings = ("string", "large_string")
-    messages = "prompt" not in names or getattr(features["prompt"], "dtype", "list") not in strings
-    encoder = Encoder(entry, most, vocab, tokenizer, messages, routes)
+    encoder = Encoder(entry, most, vocab, tokenizer, features, routes)
     count = workers(entry, data.dataset_num_proc, source.nbytes)
     chunks = entry.preprocess_shards or 1
     before, cut, unlabeled, short = writer.samples, 0, 0, 0
@@ -234,7 +225,7 @@ def prepare_entry(
             f"a process that prepares {entry.path} has ended, perhaps for lack of memory; set "
             "data.dataset_num_proc lower"
         ) from ended
-    made, kept = writer.samples - before, entry.type == "tokenized"
+    made, kept = writer.samples - before, kind.keeps_unlabeled
     total = made + short + (0 if kept else unlabeled)
     if cut:
         log.warning(
@@ -255,14 +246,6 @@ def prepare_entry(
     if short:
         log.warning("%s: %d samples of fewer than two tokens were left out", entry.path, short)
     return Counts(made, made - unlabeled if kept else made, unlabeled, short)
-
-
-USED = {
-    "tokenized": COLUMNS,
-    "text": ("text",),
-    "chat": ("messages", "conversations", "tools"),
-    "prompt_completion": ("prompt", "completion", "tools"),
-}
 
 
 def split_file(path: pathlib.Path, count: int, samples: int) -> None:

@@ -24,19 +24,14 @@ from tilewright.core.files import replace_folder
 from tilewright.trainer.config import Config, Dataset
 from tilewright.trainer.data import sealed
 from tilewright.trainer.data.cache_key import cache_key
-from tilewright.trainer.data.columns import IGNORE
-from tilewright.trainer.data.encode import (
-    COLUMNS,
-    REPLAYED,
-    ROUTES,
-    SCHEMA,
-    NotIntegers,
-    has_target,
-)
+from tilewright.trainer.data.columns import COLUMNS, IGNORE, REPLAYED, ROUTES, SCHEMA
+from tilewright.trainer.data.encode import has_target
 from tilewright.trainer.data.prepare import Counts, Writer, prepare_entry, split_file
 from tilewright.trainer.data.routes import Routes
 from tilewright.trainer.data.rows import MOST_ROWS
 from tilewright.trainer.data.sources import check_sources, dummy, read_raw
+from tilewright.trainer.data.types.tokenized import NotIntegers
+from tilewright.trainer.tables import DATASETS
 
 pc: Any = pyarrow.compute  # which makes its functions when it is imported
 log = logging.getLogger("tilewright")
@@ -79,7 +74,7 @@ def _build(
         for i, entry in enumerate(entries):
             # Training and evaluation must not share documents.
             source = _source(entry, config, vocab, (seed, i, int(shuffle)))
-            loaded = None if entry.type == "tokenized" else tokenizer()
+            loaded = tokenizer() if DATASETS[entry.type].tokenizer else None
             first = writer.samples
             found = prepare_entry(source, entry, config, loaded, vocab, writer, routes)
             if not found.made and not found.unlabeled:

@@ -13,7 +13,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tilewright.trainer.data.encode import PIECE, RefusedRow
+from tilewright.trainer.data.encode import RefusedRow
+from tilewright.trainer.data.types.text import PIECE
 
 MOST_ROWS = 1000  # of a part: short rows cost memory too
 # A tokenizer splits text before the first character of a line.

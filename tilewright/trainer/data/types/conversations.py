@@ -1,0 +1,37 @@
+"""Conversations, and prompts with completions (see `data.chat`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tilewright.trainer.data import chat
+from tilewright.trainer.data.types.dataset_type import Asked, DatasetType
+from tilewright.trainer.tables import DATASETS
+
+STRINGS = ("string", "large_string")
+
+
+def _chat(asked: Asked) -> Callable[[dict[str, Any]], list[chat.Sample]]:
+    chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer)
+    return lambda row: chat.chat(asked.tokenizer, row)
+
+
+def _prompt_completion(asked: Asked) -> Callable[[dict[str, Any]], list[chat.Sample]]:
+    messages = getattr(asked.features["prompt"], "dtype", "list") not in STRINGS
+    chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer, template=messages)
+    return lambda row: chat.prompt_completion(asked.tokenizer, row)
+
+
+DATASETS.add(
+    "chat",
+    DatasetType(
+        (("messages",), ("conversations",)), _chat, optional=("tools",), says="conversations"
+    ),
+)
+DATASETS.add(
+    "prompt_completion",
+    DatasetType(
+        (("prompt", "completion"),), _prompt_completion, optional=("tools",), says="prompts"
+    ),
+)

@@ -1,0 +1,73 @@
+"""Types of data sets: how rows with some columns become samples of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.trainer.data.columns import COLUMNS
+from tilewright.trainer.data.routes import Routes
+
+
+class Refused(ValueError):
+    """A row cannot be used. The caller adds where it is."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What samples are made for.   path: of the data set, for errors.   kind: the type's name.
+    most: tokens of a sample.   features: of the rows' columns, as the datasets package has them.
+    routes: those that rows have, if they are replayed.
+    """
+
+    path: str
+    kind: str
+    most: int
+    tokenizer: Any
+    features: Any
+    routes: Routes | None = None
+
+
+Sample = Iterable[Any]  # (input_ids, labels), or with routes a third
+
+
+def _no_check(path: str, features: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class DatasetType:
+    """A row of DATASETS.
+
+    needed: sets of columns, one of which rows must have.   optional: further columns that are read.
+    samples: what is asked for -> a function of a row, the mapping of its columns, that returns its
+        samples: lists or arrays of input_ids and labels, IGNORE for a token that is not trained on.
+        It raises Refused for a row that cannot be used, and ValueError if the tokenizer cannot
+        serve.
+    says: what the samples are, for the hint to another type.
+    yields: columns of its samples, which losses may read.
+    check: (path, features) -> raises ValueError for columns of another kind.
+    tokenizer: whether it needs one.
+    arrow: its lists are read as Arrow arrays.
+    keeps_unlabeled: a sample without a target is kept.   counts_short: one of fewer than two tokens
+        is counted in the log.
+    version: to be raised when samples change: prepared sets of another version are not used.
+    """
+
+    needed: tuple[tuple[str, ...], ...]
+    samples: Callable[[Asked], Callable[[Any], Iterable[Sample]]]
+    optional: tuple[str, ...] = ()
+    says: str = "rows"
+    yields: tuple[str, ...] = COLUMNS
+    check: Callable[[str, Any], None] = _no_check
+    tokenizer: bool = True
+    arrow: bool = False
+    keeps_unlabeled: bool = False
+    counts_short: bool = True
+    version: int = 0
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All that are read, if they are there."""
+        return (*(column for columns in self.needed for column in columns), *self.optional)

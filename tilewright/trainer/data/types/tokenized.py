@@ -1,0 +1,74 @@
+"""Rows that are tokens: input_ids and, if they are there, labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from tilewright.trainer.data.columns import COLUMNS, ROUTES
+from tilewright.trainer.data.types.dataset_type import Asked, DatasetType, Refused, Sample
+from tilewright.trainer.tables import DATASETS
+
+
+class NotIntegers(ValueError):
+    """A column that does not hold lists of integers."""
+
+    def __init__(self, place: str, column: str, kind: object):
+        mixed = "Json(" in str(kind)  # how the datasets package calls it
+        self.column, self.kind = column, kind
+        super().__init__(
+            f"{place}: the column `{column}` must hold lists of integers, not "
+            f"{'values of several types' if mixed else kind}"
+        )
+
+
+def _check(path: str, features: Any) -> None:
+    for name in sorted({*COLUMNS} & {*features}):
+        kind = getattr(getattr(features[name], "feature", None), "dtype", "")
+        if not kind.startswith(("int", "uint")):
+            raise NotIntegers(path, name, features[name])
+
+
+def _samples(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
+    def samples(row: dict[str, Any]) -> Iterator[Sample]:
+        ids, labels = _integers(row["input_ids"]), _integers(row.get("labels"))
+        if ids is None:
+            raise Refused("it has no input_ids")
+        labels = ids if labels is None else labels
+        if len(labels) != len(ids):
+            raise Refused(f"it has {len(ids)} input_ids and {len(labels)} labels")
+        if asked.routes is None:
+            yield ids, labels
+            return
+        try:
+            yield ids, labels, asked.routes.read(row[ROUTES], len(ids))
+        except (TypeError, ValueError) as error:
+            raise Refused(str(error)) from error
+
+    return samples
+
+
+def _integers(values: pa.Array | None) -> np.ndarray | None:
+    if values is None:
+        return None
+    if values.null_count:
+        raise Refused("a token in it is null")
+    return values.to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+DATASETS.add(
+    "tokenized",
+    DatasetType(
+        (("input_ids",),),
+        _samples,
+        optional=("labels",),
+        says="tokens",
+        check=_check,
+        tokenizer=False,
+        arrow=True,
+        keeps_unlabeled=True,
+    ),
+)
