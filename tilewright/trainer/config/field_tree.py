@@ -71,6 +71,8 @@ def show(value: Any) -> str:
 def kind(annotation: Any) -> str:
     """An annotation in a YAML reader's words."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return " | ".join(inner[1].table.names())
     if origin is typing.Literal:
         return " | ".join(map(show, inner))
     if origin in (typing.Union, types.UnionType):

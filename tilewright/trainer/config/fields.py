@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
@@ -19,9 +19,11 @@ from tilewright.trainer.config.section import (
     PLACE,
     ROUNDING,
     THIS_START,
+    RowOf,
     Section,
     field,
 )
+from tilewright.trainer.tables import DATASETS
 
 
 class Model(Section):
@@ -119,7 +121,7 @@ class Dataset(Section):
         "gs, abfs or http), or dummy.",
         OTHER_CONTENTS,
     )
-    type: Literal["tokenized", "text", "chat", "prompt_completion"] = field(
+    type: Annotated[str, RowOf(DATASETS)] = field(
         "tokenized",
         "tokenized: rows with input_ids and, if there, labels; text: rows with text, tokenized; "
         "chat: rows with messages, rendered by the tokenizer's chat template, loss on the "

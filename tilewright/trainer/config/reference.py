@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from tilewright.trainer.config.field_tree import kind, leaves
+from tilewright.trainer.config.section import RowOf
 
 
 def _default(field: Any) -> str:
@@ -91,6 +92,8 @@ def limits(field: Any) -> str:
 
 
 def _type(field: Any) -> str:
+    if rows := [m for m in field.metadata if isinstance(m, RowOf)]:
+        return " | ".join(rows[0].table.names())
     return f"{kind(field.annotation)}{', ' * bool(limits(field))}{limits(field)}"
 
 

@@ -26,6 +26,8 @@ from tilewright.trainer.config.refused import (
     OPTIMIZERS_ONLY,
     REFUSED,
 )
+from tilewright.trainer.optim.optim import wrong_options
+from tilewright.trainer.tables import OPTIMIZERS
 
 if TYPE_CHECKING:
     from tilewright.trainer.config import Config, Dataset
@@ -332,6 +334,8 @@ def _optimizers(config: Config) -> Iterator[tuple[bool, str, str]]:
             f"train.{name} train.optimizer",
             f"only {' and '.join(readers)} read{'s' * (len(readers) == 1)} this",
         )
+    wrong = wrong_options(OPTIMIZERS[t.optimizer], t.optimizer_args)
+    yield wrong is not None, "train.optimizer_args train.optimizer", str(wrong)
     half = t.optimizer_dtype == "bf16" and t.optimizer in OPTIMIZERS_ONLY["optimizer_dtype"]
     for name in ("adam_beta1", "adam_beta2", "muon_momentum"):
         yield (

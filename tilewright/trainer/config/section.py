@@ -4,7 +4,39 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import core_schema
+
+from tilewright.trainer.tables import Table
+
+
+class RowOf:
+    """Annotates a str: the name of a row of a table."""
+
+    def __init__(self, table: Table):
+        self.table = table
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(self._known, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {**handler(schema), "enum": self.table.names()}
+
+    def _known(self, name: str) -> str:
+        self.table[name]
+        return name
 
 
 class Section(BaseModel):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationInfo, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from tilewright import platform
 from tilewright.trainer.config.section import (
@@ -18,17 +18,11 @@ from tilewright.trainer.config.section import (
     PLACE,
     ROUNDING,
     THIS_START,
+    RowOf,
     Section,
     field,
 )
 from tilewright.trainer.tables import CALLBACKS, LOSSES, OPTIMIZERS, SCHEDULES
-
-ROWS_OF = {
-    "loss": LOSSES,
-    "optimizer": OPTIMIZERS,
-    "lr_decay_style": SCHEDULES,
-    "callbacks": CALLBACKS,
-}
 
 
 class Train(Section):
@@ -116,13 +110,13 @@ class Train(Section):
         "one expert.",
         LAYOUT,
     )
-    loss: str = field(
+    loss: Annotated[str, RowOf(LOSSES)] = field(
         "language_modeling",
-        "What is minimized: a row of LOSSES. language_modeling: cross-entropy of the labels.",
+        "What is minimized; language_modeling: the cross-entropy of the labels.",
         NEXT_STEP,
     )
     # optimizer
-    optimizer: str = field("adamw", "Optimizer: a row of OPTIMIZERS.", OTHER_STATES)
+    optimizer: Annotated[str, RowOf(OPTIMIZERS)] = field("adamw", "Optimizer.", OTHER_STATES)
     optimizer_args: dict[str, Any] = field(
         {}, "Options of an optimizer that has no fields here, by name.", NEXT_STEP
     )
@@ -142,8 +136,8 @@ class Train(Section):
     lr_warmup_ratio: float = field(
         0.0, "Fraction of all steps for the linear warmup.", NEXT_STEP, ge=0, le=1
     )
-    lr_decay_style: str = field(
-        "constant", "Decay after the warmup: a row of SCHEDULES.", NEXT_STEP
+    lr_decay_style: Annotated[str, RowOf(SCHEDULES)] = field(
+        "constant", "After the warmup.", NEXT_STEP
     )
     lr_decay_ratio: float = field(
         1.0, "Fraction of all steps after which the decay has ended.", NEXT_STEP, ge=0, le=1
@@ -321,8 +315,8 @@ class Train(Section):
     plot_loss: bool = field(
         False, "Draw output_dir/loss.png at the end: the loss of training and evaluation.", OUTPUT
     )
-    callbacks: list[str] = field(
-        [], "Rows of CALLBACKS beside those that other fields ask for, by name.", NEXT_STEP
+    callbacks: list[Annotated[str, RowOf(CALLBACKS)]] = field(
+        [], "Callbacks beside those that other fields ask for.", NEXT_STEP
     )
     # determinism
     checksum_steps: int = field(
@@ -349,14 +343,6 @@ class Train(Section):
     profile_with_stack: bool = field(True, "Record Python stacks.", OUTPUT)
     profile_rank0_only: bool = field(True, "Profile rank 0 only; false: every rank.", OUTPUT)
     seed: int = field(42, "Seed of weights and shuffling.", OTHER_ORDER, ge=0, lt=2**32)
-
-    @field_validator("loss", "optimizer", "lr_decay_style", "callbacks")
-    @classmethod
-    def _is_a_row(cls, value: Any, info: ValidationInfo) -> Any:
-        table = ROWS_OF[str(info.field_name)]
-        for name in value if isinstance(value, list) else [value]:
-            table[name]
-        return value
 
     @field_validator("load_checkpoint_path")
     @classmethod

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from torch import nn
 
 from tilewright.trainer.tables import OPTIMIZERS
@@ -101,19 +101,20 @@ def build_optimizer(
     no_decay = {name: getattr(train, name) for name in ("no_decay_modules", "no_decay_params")}
     groups = parameter_groups(model, rates, train.weight_decay, no_decay, set(apart), whole)
     values = {name: getattr(train, name) for name in row.fields}
-    values |= options_of(row, train.optimizer_args)
+    if row.options is not None:
+        values |= row.options.model_validate(train.optimizer_args).model_dump()
     return row.build([g for g in groups if g["params"]], apart, **values)
 
 
-def options_of(row: Optimizer, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`train.optimizer_args` as the row's model has them. Raises ValueError."""
+def wrong_options(row: Optimizer, given: Mapping[str, Any]) -> str | None:
+    """Why these are no options of the optimizer, or None."""
     if row.options is None:
-        if given:
-            raise ValueError(
-                f"train.optimizer_args = {dict(given)}: the optimizer has no such options"
-            )
-        return {}
-    return row.options.model_validate(given).model_dump()
+        return "the optimizer has no options but its fields" if given else None
+    try:
+        row.options.model_validate(dict(given))
+    except ValidationError as error:
+        return "; ".join(f"{e['loc'][0]}: {e['msg'].lower()}" for e in error.errors())
+    return None
 
 
 def peaks(optimizer: torch.optim.Optimizer) -> list[float]:
