@@ -20,6 +20,7 @@ float32, in which kernels compute, and so is its inverse where the interval is o
 
     number (0, inf)
     int [1, E]
+    float | int64 [] or number [0, inf)     a tensor, on any device, or a number
 
 A bool's is "bool", and a str's the tuple of its values. Whether None is accepted, or an object
 in a tensor's place, is in the function's annotation. Tensors must be on one device. Conditions are
@@ -180,6 +181,12 @@ class ChoiceArgument(Argument):
     values: tuple[Any, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class EitherArgument(Argument):
+    tensor: TensorArgument
+    number: NumberArgument
+
+
 class Condition(NamedTuple):
     """of: the argument that does not hold it, where it is not the last one that it names."""
 
@@ -211,6 +218,13 @@ def _parse(name: str, declared: Any, annotation: Any) -> Argument:
     if isinstance(declared, tuple):
         return ChoiceArgument(name, str(list(declared)), optional, declared)
     if torch.Tensor in kinds:
+        tensor, either, number = declared.partition(" or ")
+        if either:
+            parts: Any = {
+                "tensor": _parse(name, tensor, torch.Tensor),
+                "number": _parse(name, number, float),
+            }
+            return EitherArgument(name, declared, optional, **parts)
         dtypes, bracket, shapes = declared.partition("[")
         others = tuple(k for k in kinds if k not in (torch.Tensor, type(None)))
         return TensorArgument(
@@ -298,6 +312,13 @@ class _Code:
             self.tensor(a, depth, new)
         elif isinstance(a, NumberArgument):
             self.number(a, depth)
+        elif isinstance(a, EitherArgument):
+            if undeclared := a.tensor.names() - self.sizes - self.tensors:
+                raise ValueError(f"{undeclared} of {a.text!r} must be declared before {a.name}")
+            self.add(depth, f"if isinstance({a.name}, _Tensor):")
+            self.tensor(a.tensor, depth + 1, set())
+            self.add(depth, "else:")
+            self.number(a.number, depth + 1, lambda what: a.accepted(f"{what} or a torch.Tensor"))
         else:
             self.choice(a, depth)
         if isinstance(a, TensorArgument):
@@ -414,7 +435,10 @@ class _Code:
                 tests.append(f"tuple({leading}) == tuple({shape.batch})")
         return tests, given
 
-    def number(self, a: NumberArgument, depth: int) -> None:
+    def number(
+        self, a: NumberArgument, depth: int, accepted: Callable[[str], str] | None = None
+    ) -> None:
+        accepted = accepted or a.accepted
         kinds = (int, torch.SymInt) if a.integer else (int, float, torch.SymInt, torch.SymFloat)
         what = "an int" if a.integer else "a number"
         within = f"{what} in {a.interval}"
@@ -423,9 +447,9 @@ class _Code:
             f"if type({a.name}) is not {'int' if a.integer else 'float'} and (",
             f"    not isinstance({a.name}, {self.object(kinds)}) or isinstance({a.name}, bool)",
             "):",
-            f"    raise _wrong_type({a.name!r}, {a.name}, {a.accepted(what)!r})",
+            f"    raise _wrong_type({a.name!r}, {a.name}, {accepted(what)!r})",
             f"if not {a.low} {a.above} {a.name} {a.below} {a.high}:",
-            f"    raise _wrong_value({a.name!r}, {a.name}, {a.accepted(within)!r}, "
+            f"    raise _wrong_value({a.name!r}, {a.name}, {accepted(within)!r}, "
             f"{self.known(a.interval)})",
         )
 
@@ -516,6 +540,9 @@ def takes(*conditions: str, **declared: Any) -> Callable[[Function], Function]:
             tuple(arguments), tuple(_condition(fixed(text), by_name) for text in conditions)
         )
         code = _checks(declaration.arguments, declaration.conditions)
+        numbers = {a.name for a in arguments if isinstance(a, NumberArgument)}
+        if taken := (code.sizes - numbers) & set(inspect.signature(fn).parameters):
+            raise ValueError(f"{sorted(taken)} are arguments, and cannot be sizes too")
         parameters, passed = _parameters(fn)
         code.add(0, f"return _checked({', '.join(passed)})")
         defaults = {f"_default_{n}": p.default for n, p in inspect.signature(fn).parameters.items()}
