@@ -251,8 +251,8 @@ def spoiled(argument, value):
             yield 1.5, TypeError
         for bound, beyond in ((argument.low, -1), (argument.high, 1)):
             try:
-                edge = float(bound)
-            except ValueError:  # a size
+                edge = eval(bound, {})
+            except NameError:  # a size
                 continue
             yield (
                 (int(edge) + beyond * 2**64 if argument.integer else edge + beyond * 1e39),
