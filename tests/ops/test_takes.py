@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import DEVICE
 
-from tilewright.core.takes import EitherArgument, NumberArgument, TensorArgument, takes
+from tilewright.core.takes import NumberArgument, NumberOrTensorArgument, TensorArgument, takes
 from tilewright.ops import OPS
 
 MODES = ("llama", "none")
@@ -232,6 +232,9 @@ def test_checks_are_compiled_with_their_function(dynamic):
 
 def spoiled(argument, value):
     """(a value that the declaration excludes, the error) for each way to leave it."""
+    if isinstance(argument, NumberOrTensorArgument):
+        yield torch.zeros((), dtype=torch.complex64), TypeError
+        yield torch.zeros(2, 3, 5), ValueError
     if isinstance(argument, TensorArgument):
         yield 3, TypeError
         if isinstance(value, torch.Tensor):
@@ -260,10 +263,6 @@ def spoiled(argument, value):
             )
         if not argument.integer:
             yield float("nan"), ValueError
-    elif isinstance(argument, EitherArgument):
-        yield from spoiled(argument.number, value)
-        yield torch.zeros((), dtype=torch.complex64), TypeError
-        yield torch.zeros(2, 3, 5), ValueError
     else:
         yield ("yes", TypeError) if argument.values == (True, False) else ("nonsense", ValueError)
 

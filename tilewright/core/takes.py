@@ -177,14 +177,19 @@ class NumberArgument(Argument):
 
 
 @dataclass(frozen=True)
+class NumberOrTensorArgument(NumberArgument):
+    tensor: TensorArgument | None = None
+
+    def accepted(self, what: str) -> str:
+        return super().accepted(f"{what} or a torch.Tensor")
+
+    def names(self) -> set[str]:
+        return set()
+
+
+@dataclass(frozen=True)
 class ChoiceArgument(Argument):
     values: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class EitherArgument(Argument):
-    tensor: TensorArgument
-    number: NumberArgument
 
 
 class Condition(NamedTuple):
@@ -208,23 +213,20 @@ class Takes:
     def lines(self) -> list[str]:
         """A line for each argument, and one for each condition, as a person reads them."""
         width = max(len(a.name) for a in self.arguments)
-        lines = [f"{a.name:{width}}  {a.accepted(a.text)}" for a in self.arguments]
+        lines = [f"{a.name:{width}}  {Argument.accepted(a, a.text)}" for a in self.arguments]
         return lines + [f"{'':{width}}  {c.text}" for c in self.conditions]
 
 
 def _parse(name: str, declared: Any, annotation: Any) -> Argument:
     kinds = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
     optional = type(None) in kinds
+    if torch.Tensor in kinds and " or " in declared:
+        tensor, _, number = declared.partition(" or ")
+        parts = {**vars(_parse(name, number, float)), "text": declared, "optional": optional}
+        return NumberOrTensorArgument(**parts, tensor=_parse(name, tensor, torch.Tensor))
     if isinstance(declared, tuple):
         return ChoiceArgument(name, str(list(declared)), optional, declared)
     if torch.Tensor in kinds:
-        tensor, either, number = declared.partition(" or ")
-        if either:
-            parts: Any = {
-                "tensor": _parse(name, tensor, torch.Tensor),
-                "number": _parse(name, number, float),
-            }
-            return EitherArgument(name, declared, optional, **parts)
         dtypes, bracket, shapes = declared.partition("[")
         others = tuple(k for k in kinds if k not in (torch.Tensor, type(None)))
         return TensorArgument(
@@ -310,15 +312,15 @@ class _Code:
             depth = 1
         if isinstance(a, TensorArgument):
             self.tensor(a, depth, new)
-        elif isinstance(a, NumberArgument):
-            self.number(a, depth)
-        elif isinstance(a, EitherArgument):
-            if undeclared := a.tensor.names() - self.sizes - self.tensors:
-                raise ValueError(f"{undeclared} of {a.text!r} must be declared before {a.name}")
+        elif isinstance(a, NumberOrTensorArgument) and a.tensor:
+            if unknown := a.tensor.names() - self.sizes - self.tensors:
+                raise ValueError(f"{a.name} of {a.text!r} cannot declare the sizes {unknown}")
             self.add(depth, f"if isinstance({a.name}, _Tensor):")
             self.tensor(a.tensor, depth + 1, set())
             self.add(depth, "else:")
-            self.number(a.number, depth + 1, lambda what: a.accepted(f"{what} or a torch.Tensor"))
+            self.number(a, depth + 1)
+        elif isinstance(a, NumberArgument):
+            self.number(a, depth)
         else:
             self.choice(a, depth)
         if isinstance(a, TensorArgument):
@@ -435,10 +437,7 @@ class _Code:
                 tests.append(f"tuple({leading}) == tuple({shape.batch})")
         return tests, given
 
-    def number(
-        self, a: NumberArgument, depth: int, accepted: Callable[[str], str] | None = None
-    ) -> None:
-        accepted = accepted or a.accepted
+    def number(self, a: NumberArgument, depth: int) -> None:
         kinds = (int, torch.SymInt) if a.integer else (int, float, torch.SymInt, torch.SymFloat)
         what = "an int" if a.integer else "a number"
         within = f"{what} in {a.interval}"
@@ -447,9 +446,9 @@ class _Code:
             f"if type({a.name}) is not {'int' if a.integer else 'float'} and (",
             f"    not isinstance({a.name}, {self.object(kinds)}) or isinstance({a.name}, bool)",
             "):",
-            f"    raise _wrong_type({a.name!r}, {a.name}, {accepted(what)!r})",
+            f"    raise _wrong_type({a.name!r}, {a.name}, {a.accepted(what)!r})",
             f"if not {a.low} {a.above} {a.name} {a.below} {a.high}:",
-            f"    raise _wrong_value({a.name!r}, {a.name}, {accepted(within)!r}, "
+            f"    raise _wrong_value({a.name!r}, {a.name}, {a.accepted(within)!r}, "
             f"{self.known(a.interval)})",
         )
 
@@ -540,8 +539,8 @@ def takes(*conditions: str, **declared: Any) -> Callable[[Function], Function]:
             tuple(arguments), tuple(_condition(fixed(text), by_name) for text in conditions)
         )
         code = _checks(declaration.arguments, declaration.conditions)
-        numbers = {a.name for a in arguments if isinstance(a, NumberArgument)}
-        if taken := (code.sizes - numbers) & set(inspect.signature(fn).parameters):
+        own = {a.name for a in arguments if not isinstance(a, TensorArgument)}
+        if taken := (code.sizes - own) & set(hints):
             raise ValueError(f"{sorted(taken)} are arguments, and cannot be sizes too")
         parameters, passed = _parameters(fn)
         code.add(0, f"return _checked({', '.join(passed)})")
