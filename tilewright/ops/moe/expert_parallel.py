@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from tilewright.core import checks
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.core.takes import takes
+from tilewright.core.torch_names import ProcessGroup
 from tilewright.ops.activation.gate import Gate
 from tilewright.ops.moe.expert_transport import (
     AllToAll,
@@ -89,7 +90,7 @@ def ep_moe_mlp(
     down_proj: torch.Tensor | Quantized,
     expert_index: torch.Tensor,
     expert_weight: torch.Tensor,
-    group: dist.ProcessGroup,
+    group: ProcessGroup,
     *,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
@@ -196,7 +197,7 @@ def dispatch(
     expert_index: torch.Tensor,
     expert_weight: torch.Tensor,
     num_experts: int,
-    group: dist.ProcessGroup,
+    group: ProcessGroup,
 ) -> Dispatched:
     """Sends tokens to their experts: the first half of `ep_moe_mlp`.
 
