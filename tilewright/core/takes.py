@@ -223,7 +223,8 @@ def _parse(name: str, declared: Any, annotation: Any) -> Argument:
     if torch.Tensor in kinds and " or " in declared:
         tensor, _, number = declared.partition(" or ")
         parts = {**vars(_parse(name, number, float)), "text": declared, "optional": optional}
-        return NumberOrTensorArgument(**parts, tensor=_parse(name, tensor, torch.Tensor))
+        parts["tensor"] = _parse(name, tensor, torch.Tensor)
+        return NumberOrTensorArgument(**parts)
     if isinstance(declared, tuple):
         return ChoiceArgument(name, str(list(declared)), optional, declared)
     if torch.Tensor in kinds:

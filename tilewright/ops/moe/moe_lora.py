@@ -129,14 +129,14 @@ def moe_lora(
     Source: LoRA, arXiv:2106.09685, on the experts of `moe_mlp`.
     """
     adapters = Adapters(gate_A, gate_B, up_A, up_B, down_A, down_B)
-    base = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
-    dense = [name for name, w in base.items() if not isinstance(w, Quantized)]
-    for name in dense:
-        if base[name].requires_grad:
-            raise ValueError(f"{name} must not require a gradient: under adapters it is frozen")
     aqn.arguments(noise)
-    if noise is not None and dense:
-        raise ValueError("noise is for quantized weights, got it with tensors")
+    for name, w in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
+        if isinstance(w, Quantized):
+            continue
+        if w.requires_grad:
+            raise ValueError(f"{name} must not require a gradient: under adapters it is frozen")
+        if noise is not None:
+            raise ValueError("noise is for quantized weights, got it with tensors")
     index = checked_index(expert_index, gate_up_proj.shape[0])
     weight = expert_weight.to(torch.promote_types(x.dtype, torch.float32))
     return MOE_LORA.pick(implementation, x)(
