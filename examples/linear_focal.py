@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from tilewright.core import checks
+from tilewright.core.takes import takes
 from tilewright.kernels.loss.operators import Scaling, Wanted
-from tilewright.ops.loss.head import HeadRows, head_op
+from tilewright.ops.loss.head import HEAD, SIZES, HeadRows, head_op
 from tilewright.ops.loss.head_cases import case
 
 
 @checks.autocast("products", "x", "weight")
+@takes(*SIZES, **HEAD, gamma="number [0, inf)")
 def linear_focal(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -39,8 +41,7 @@ def linear_focal(
         >>> f"{linear_focal(x, weight, torch.tensor([0, 3]), gamma=0.0)[0].item():.4f}"  # log 4
         '1.3863'
     """
-    checks.number("gamma", gamma, 0, checks.LARGEST, "a finite number >= 0")
-    rows = HeadRows.checked(x, weight, target)
+    rows = HeadRows.of(x, weight, target)
     fn = LINEAR_FOCAL.pick(implementation, x)
     with checks.no_autocast(x):
         return fn(rows, Scaling(), Wanted(), gamma)[0]

@@ -467,11 +467,13 @@ def test_parts_of_documents():
         D,
     )
     with pytest.raises(
-        ValueError, match=r"with cu_seqlens queries and keys are the same positions, got offset 3"
+        ValueError, match="offset must be such that cu_seqlens is None or offset == 0, got 3"
     ):
         attention_part(q, k, v, cu_seqlens=cu, offset=3)
     with pytest.raises(TypeError, match=r"offset must be an int, got 1\.5"):
         attention_part(q, k, v, offset=1.5)
+    with pytest.raises(ValueError, match=r"lse must have shape \[B, Hq, S\], where B = 1, Hq = 4"):
+        attention_part_backward(q, q, k, v, q, lse[:, :1])
 
 
 # ---- what implementations declare
@@ -802,22 +804,10 @@ def packed(*values, dtype=torch.int32):
 @pytest.mark.parametrize(
     "bad, error, message",
     [
-        (lambda n: call(n, [1.0], K, V), TypeError, "q must be a torch.Tensor, got list"),
-        (lambda n: call(n, Q, K.long(), V), TypeError, "k must be one of float32.*int64"),
-        (
-            lambda n: call(n, Q, K, V.half()),
-            TypeError,
-            "v must have q's dtype torch.float32, got torch.float16",
-        ),
-        (
-            lambda n: call(n, Q[0], K, V),
-            ValueError,
-            r"q must have shape \[B, H, S, D\], got \[4, 6, 8\]",
-        ),
         (
             lambda n: call(n, Q, K[:, :, :5], V),
             ValueError,
-            r"v must have shape \[1, 2, 5, 8\] \(that of k\)",
+            r"v must have shape \[k\], where k = \[1, 2, 5, 8\], got \[1, 2, 6, 8\]",
         ),
         (
             lambda n: call(n, Q, K[:, :, :5], V[:, :, :5]),
@@ -827,17 +817,12 @@ def packed(*values, dtype=torch.int32):
         (
             lambda n: call(n, Q[:, :, :5], K, V, cu_seqlens=torch.tensor([0, 5])),
             ValueError,
-            "packed documents need as many keys as queries, got 6 and 5",
+            r"k must have shape .* with cu_seqlens is None or Sk == S, where S = 5, got \[1, 2, 6, 8\]",
         ),
         (
-            lambda n: call(n, Q, K, V, window=0),
+            lambda n: call(n, Q, K, V, window=2**31),
             ValueError,
-            r"window must be from 1 to 2\^31 - 1, or None, got 0",
-        ),
-        (
-            lambda n: call(n, Q, K, V, window=2.0),
-            TypeError,
-            "window must be an int or None, got 2.0",
+            r"window must be an int in \[1, 2\*\*31\) or None, got 2147483648",
         ),
         (
             lambda n: call(n, Q, K, V, window=2, causal=False),
@@ -845,26 +830,15 @@ def packed(*values, dtype=torch.int32):
             "window = 2 needs causal=True",
         ),
         (
-            lambda n: call(n, Q, K, V, softcap=0.0),
-            ValueError,
-            "softcap must be a finite number > 0, or None, got 0.0",
-        ),
-        (
             lambda n: call(n, Q, K, V, sinks=torch.zeros(2)),
             ValueError,
-            r"sinks must have shape \[4\] \(one a query head\)",
+            r"sinks must have shape \[Hq\], where Hq = 4, got \[2\]",
         ),
         (
-            lambda n: call(n, Q, K, V, sinks=torch.zeros(4).long()),
-            TypeError,
-            "sinks must be one of float32.*int64",
-        ),
-        (
-            lambda n: call(n, Q, K, V, max_seqlen=-1),
+            lambda n: call(n, Q[:, :3], K, V),
             ValueError,
-            "max_seqlen must be an int of at least 0, got -1",
+            r"k must have a divisor of q's 3 heads, got \[1, 2, 6, 8\]$",
         ),
-        (lambda n: call(n, Q[:, :3], K, V), ValueError, r"a divisor of 3.*got \[1, 2, 6, 8\]$"),
         # [B, S, H, D], flash-attn's layout.
         *(
             (
@@ -880,40 +854,28 @@ def packed(*values, dtype=torch.int32):
         (
             lambda n: call(n, Q, K[:, :0], V[:, :0]),
             ValueError,
-            r"a divisor of 4.*got \[1, 0, 6, 8\]",
-        ),
-        (
-            lambda n: call(n, Q, K, V[:, :1]),
-            ValueError,
-            r"v must have shape \[1, 2, 6, 8\] \(that of k\)",
+            r"a divisor of q's 4 heads, got \[1, 0, 6, 8\]",
         ),
         (
             lambda n: call(n, Q[..., :0], K[..., :0], V[..., :0]),
             ValueError,
-            r"head width of at least 1.*\[1, 4, 6, 0\]",
+            r"q must have shape \[B, Hq, S, D\] with D >= 1, got \[1, 4, 6, 0\]",
         ),
         (
             lambda n: call(n, Q[:, :0], K[:, :0], V[:, :0]),
             ValueError,
-            r"at least one head.*\[1, 0, 6, 8\]",
+            r"q must have shape \[B, Hq, S, D\] with Hq >= 1, got \[1, 0, 6, 8\]",
         ),
-        (lambda n: call(n, Q, K.to("meta"), V), ValueError, "k is on meta, q on cpu"),
         (
             lambda n: attention(Q, K, V, implementation="flash"),
             ValueError,
             "unknown implementation 'flash'",
         ),
         (
-            lambda n: call(n, Q, K, V, cu_seqlens=[0, 6]),
-            TypeError,
-            "cu_seqlens must be a torch.Tensor, got list",
+            packed(6),
+            ValueError,
+            r"cu_seqlens must have shape \[bounds\] with bounds >= 2, got \[1\]",
         ),
-        (
-            packed(0.0, 6.0, dtype=torch.float32),
-            TypeError,
-            "cu_seqlens must be int32 or int64, got float32",
-        ),
-        (packed(6), ValueError, r"cu_seqlens must have shape \[documents \+ 1\], got \[1\]"),
         (packed(2, 6), ValueError, "cu_seqlens must start at 0, got 2"),
         (packed(0, 4, 3, 6), ValueError, "cu_seqlens must not decrease, got 3 after 4 at index 2"),
         (packed(0, 5), ValueError, "cu_seqlens must end at 6, the number of tokens, got 5"),
@@ -923,7 +885,7 @@ def packed(*values, dtype=torch.int32):
                 n, *(t.expand(2, -1, -1, -1) for t in (Q, K, V)), cu_seqlens=torch.tensor([0, 6])
             ),
             ValueError,
-            "packed documents need B = 1",
+            r"q must have shape .* with cu_seqlens is None or B == 1, got \[2, 4, 6, 8\]",
         ),
         (
             lambda n: call(
@@ -935,11 +897,6 @@ def packed(*values, dtype=torch.int32):
             "cu_seqlens must be on a device that holds values.*got one on meta",
         ),
         (
-            lambda n: call(n, Q.to_sparse(), K, V),
-            TypeError,
-            "q must be a strided .dense. tensor, got layout sparse_coo",
-        ),
-        (
             lambda n: call(n, Q, K, torch.nested.nested_tensor([V[0]])),
             TypeError,
             "v must be a strided .dense.*nested",
@@ -948,25 +905,9 @@ def packed(*values, dtype=torch.int32):
             (
                 lambda n, s=s: call(n, Q, K, V, scale=s),
                 ValueError,
-                f"scale must be a finite number > 0.*{re.escape(repr(s))}",
+                rf"scale must be a number in \(0, inf\) or None, got {re.escape(repr(s))}",
             )
-            for s in (0.0, -0.3, float("nan"), float("inf"), 1e300, 10**400, 1e-300)
-        ),
-        *(
-            (
-                lambda n, s=s: call(n, Q, K, V, scale=s),
-                TypeError,
-                f"scale must be a number, got {s!r}",
-            )
-            for s in ("1", True)
-        ),
-        *(
-            (
-                lambda n, c=c: call(n, Q, K, V, causal=c),
-                TypeError,
-                f"causal must be a bool, got {c!r}",
-            )
-            for c in (0, None, "yes")
+            for s in (0.0, 1e300, 10**400, 1e-300)
         ),
     ],
 )

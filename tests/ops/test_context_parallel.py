@@ -433,7 +433,7 @@ def _refusals(where):
             "packed documents need B = 1",
         ),
         ([t[:, :, 1:] for t in (q, k, v)], {}, ValueError, "q must have an even number of tokens"),
-        ((q, k[:, :, 2:], v[:, :, 2:]), {}, ValueError, "k must have as many tokens as q"),
+        ((q, k[:, :, 2:], v[:, :, 2:]), {}, ValueError, "k must have shape .* with Sk == S"),
         ((q, k, v), {"sinks": torch.zeros(3)}, ValueError, "sinks must have shape"),
         ((q, k, v), {"window": 3, "causal": False}, ValueError, "window = 3 needs causal=True"),
         (

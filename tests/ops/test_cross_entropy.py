@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib
 import math
-import re
 import tempfile
 from types import SimpleNamespace
 
@@ -920,61 +919,20 @@ X, Y = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda: cross_entropy(X.long(), Y), TypeError, "logits must be one of float32.*int64"),
-        (
-            lambda: cross_entropy(torch.tensor(1.0), Y),
-            ValueError,
-            "logits must have a last dimension",
-        ),
         (
             lambda: cross_entropy(X[:, :0], Y),
             ValueError,
-            r"logits must have a last dimension.*\[4, 0\]",
+            r"logits must have shape \[\*T, V\] with V >= 1, got \[4, 0\]",
         ),
-        (lambda: cross_entropy(X, [1]), TypeError, "target must be a torch.Tensor, got list"),
-        (lambda: cross_entropy(X, Y.int()), TypeError, "target must be int64.*int32"),
-        (lambda: cross_entropy(X, Y[:3]), ValueError, r"target must have shape \[4\].*got \[3\]"),
-        (lambda: cross_entropy(X, Y.to("meta")), ValueError, "target is on meta, logits on cpu"),
         (
-            lambda: cross_entropy(X, Y, label_smoothing=1.5),
+            lambda: cross_entropy(X, Y[:3]),
             ValueError,
-            r"label_smoothing must be in .*got 1.5",
-        ),
-        (
-            lambda: cross_entropy(X, Y, z_loss=-1),
-            ValueError,
-            "z_loss must be a finite number >= 0.*got -1",
-        ),
-        (
-            lambda: cross_entropy(X, Y, z_loss=math.nan),
-            ValueError,
-            "z_loss must be a finite.*got nan",
-        ),
-        (
-            lambda: cross_entropy(X, Y, softcap=0.0),
-            ValueError,
-            "softcap must be a finite number > 0.*got 0.0",
-        ),
-        (lambda: cross_entropy(X, Y, softcap="5"), TypeError, "softcap must be a number, got '5'"),
-        (
-            lambda: cross_entropy(X, Y, label_smoothing=None),
-            TypeError,
-            "label_smoothing must be a number, got None",
-        ),
-        (
-            lambda: cross_entropy(X, Y, ignore_index=1.5),
-            TypeError,
-            r"ignore_index must be an int, got 1\.5",
-        ),
-        (
-            lambda: cross_entropy(X, Y, reduction="avg"),
-            ValueError,
-            "reduction must be one of .*'avg'",
+            r"target must have shape \[\*T\], where T = \[4\], got \[3\]",
         ),
         (
             lambda: cross_entropy(X, Y, class_weight=X[0, :5]),
             ValueError,
-            r"class_weight must have shape \[8\]",
+            r"class_weight must have shape \[8\] \(the vocabulary\), got \[5\]",
         ),
         (
             lambda: cross_entropy(X, Y, class_weight=torch.ones(8, requires_grad=True)),
@@ -984,63 +942,12 @@ X, Y = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
         (
             lambda: cross_entropy(X, Y, token_weight=X[:, :1]),
             ValueError,
-            r"token_weight must have shape \[4\]",
-        ),
-        *(
-            (
-                lambda n=n: cross_entropy(X, Y, num_tokens=n),
-                ValueError,
-                f"num_tokens must be a finite number >= 0.*got {re.escape(repr(n))}",
-            )
-            for n in (-1, -0.5, math.nan, math.inf, 10**400)
-        ),
-        *(
-            (
-                lambda n=n: cross_entropy(X, Y, num_tokens=n),
-                TypeError,
-                f"num_tokens must be a number, got {n!r}",
-            )
-            for n in (2j, "4", True)
+            r"token_weight must have shape \[\*T\], where T = \[4\], got \[4, 1\]",
         ),
         (
-            lambda: cross_entropy(X, Y, num_tokens=torch.tensor(4j)),
-            TypeError,
-            "num_tokens must be of a real.*complex64",
-        ),
-        (
-            lambda: cross_entropy(X, Y, ignore_index=2**70),
+            lambda: cross_entropy(X, Y, num_tokens=10**400),
             ValueError,
-            f"ignore_index must fit in int64.*got {2**70}",
-        ),
-        (
-            lambda: cross_entropy(X, Y, softcap=1e300),
-            ValueError,
-            r"softcap must be a finite number > 0 .*1e\+300",
-        ),
-        (
-            lambda: cross_entropy(X, Y, softcap=1e-300),
-            ValueError,
-            "softcap must be a finite number > 0 .*1e-300",
-        ),
-        (
-            lambda: cross_entropy(X, Y, z_loss=1e300),
-            ValueError,
-            r"z_loss must be a finite number >= 0 .*1e\+300",
-        ),
-        (
-            lambda: cross_entropy(X.to_sparse(), Y),
-            TypeError,
-            "logits must be a strided .dense. tensor, got layout sparse",
-        ),
-        (
-            lambda: cross_entropy(X, Y.to_sparse()),
-            TypeError,
-            "target must be a strided .dense. tensor, got layout sparse",
-        ),
-        (
-            lambda: cross_entropy(X, Y, num_tokens=torch.ones(1)),
-            ValueError,
-            r"num_tokens must have shape \[\]",
+            r"num_tokens must be a number in \[0, inf\) or a torch.Tensor or None, got 1000",
         ),
         (
             lambda: cross_entropy(X, Y, group="tp"),

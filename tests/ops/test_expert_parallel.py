@@ -234,7 +234,7 @@ def _refusals(group):
     for change, options, error, message in (
         ({}, {"dispatch": "ring"}, ValueError, "dispatch must be one of"),
         ({"x": parts["x"][0]}, {}, ValueError, r"x must have shape \[T, H\]"),
-        ({"x": parts["x"][1:]}, {}, ValueError, "expert_index must have a row for each of x's"),
+        ({"x": parts["x"][1:]}, {}, ValueError, r"expert_index must have shape \[T, K\], where T"),
         (
             {"gate_up_proj": parts["gate_up_proj"][0]},
             {},

@@ -207,20 +207,17 @@ X, W, O = torch.randn(5, 6), torch.randn(2, 4, 6), torch.tensor([2, 5], dtype=to
 @pytest.mark.parametrize(
     "args, error, message",
     [
-        (([1.0], W, O), TypeError, "x must be a torch.Tensor, got list"),
-        ((X.long(), W, O), TypeError, "x must be one of float32.*int64"),
-        ((X[0], W, O), ValueError, r"x must have shape \[R, K\], got \[6\]"),
-        ((X, W[0], O), ValueError, r"weight must have shape \[E, N, K\], E not 0, got \[4, 6\]"),
-        ((X, W[:0], O[:0]), ValueError, r"E not 0, got \[0, 4, 6\]"),
-        ((X, W[..., :5], O), ValueError, r"weight must have shape \[2, 4, 6\].*got \[2, 4, 5\]"),
-        ((X, W.half(), O), TypeError, "weight must have x's dtype float32, got float16"),
-        ((X, W, O.long()), TypeError, "offsets must be int32, got int64"),
-        ((X, W, [2, 5]), TypeError, "offsets must be a torch.Tensor, got list"),
         (
-            (X, W, O[:1]),
+            (X, W[:0], O[:0]),
             ValueError,
-            r"offsets must have shape \[2\] \(\[E\]: an end for each expert.*got \[1\]",
+            r"weight must have shape \[E, N, K\] with E >= 1, got \[0, 4, 6\]",
         ),
+        (
+            (X, W[..., :5], O),
+            ValueError,
+            r"weight must have shape \[E, N, K\], where K = 6, got \[2, 4, 5\]",
+        ),
+        ((X, W, O[:1]), ValueError, r"offsets must have shape \[E\], where E = 2, got \[1\]"),
         (
             (X, W, O.flip(0)),
             ValueError,
@@ -229,7 +226,6 @@ X, W, O = torch.randn(5, 6), torch.randn(2, 4, 6), torch.tensor([2, 5], dtype=to
         ),
         ((X, W, O + 1), ValueError, "got 6 at index 1 after 3"),
         ((X, W, O - 3), ValueError, "got -1 at index 0$"),
-        ((X, W.to("meta"), O), ValueError, "weight is on meta, x on cpu"),
     ],
 )
 def test_bad_input_is_one_clear_error(args, error, message):

@@ -6,7 +6,6 @@ import functools
 import importlib
 import math
 import pathlib
-import re
 import subprocess
 import sys
 import tempfile
@@ -866,51 +865,29 @@ def test_target_out_of_range(fn, names, bad):
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        ({"x": X.long()}, TypeError, "x must be one of float32.*int64"),
-        ({"x": torch.tensor(1.0)}, ValueError, r"x must have a last dimension.*\[\]"),
         (
-            {"weight": W.bfloat16()},
-            TypeError,
-            r"weight must have x's dtype torch\.float32, got torch\.bfloat16",
-        ),
-        ({"weight": W[:, :5]}, ValueError, r"weight must have shape \[V, 6\].*got \[8, 5\]"),
-        ({"weight": W[0]}, ValueError, r"weight must have shape \[V, 6\].*got \[6\]"),
-        ({"weight": W[:0]}, ValueError, r"weight must have shape \[V, 6\].*got \[0, 6\]"),
-        ({"weight": W.to("meta")}, ValueError, "weight is on meta, x on cpu"),
-        ({"bias": W[0]}, ValueError, r"bias must have shape \[8\].*got \[6\]"),
-        (
-            {"bias": torch.zeros(8, dtype=torch.float64)},
-            TypeError,
-            r"bias must have x's dtype.*float64",
-        ),
-        ({"target": [0]}, TypeError, "target must be a torch.Tensor, got list"),
-        ({"target": Y.int()}, TypeError, "target must be int64.*int32"),
-        ({"target": Y[:3]}, ValueError, r"target must have shape \[4\].*got \[3\]"),
-        ({"softcap": -1.0}, ValueError, "softcap must be a finite number > 0.*got -1.0"),
-        ({"ignore_index": None}, TypeError, "ignore_index must be an int, got None"),
-        ({"chunk_size": 0}, ValueError, "chunk_size must be an int >= 1 .*or None, got 0"),
-        (
-            {"x": X.to_sparse()},
-            TypeError,
-            "x must be a strided .dense. tensor, got layout sparse_coo",
-        ),
-        (
-            {"target": Y.to_sparse()},
-            TypeError,
-            "target must be a strided .dense. tensor, got layout sparse_coo",
-        ),
-        (
-            {"softcap": 1e300},
+            {"x": X[:, :0], "weight": W[:, :0]},
             ValueError,
-            r"softcap must be a finite number > 0 \(in float32\).*got 1e\+300",
+            r"x must have shape \[\*T, H\] with H >= 1, got \[4, 0\]",
         ),
-        ({"ignore_index": 2**70}, ValueError, f"ignore_index must fit in int64.*got {2**70}"),
+        ({"weight": W.bfloat16()}, TypeError, "weight must be x's dtype float32, got bfloat16"),
         (
-            {"chunk_size": 10**30},
+            {"weight": W[:, :5]},
             ValueError,
-            f"chunk_size must be an int >= 1 .*or None, got {10**30}",
+            r"weight must have shape \[V, H\], where H = 6, got \[8, 5\]",
         ),
-        ({"chunk_size": 2.5}, ValueError, "chunk_size must be an int >= 1 .*or None, got 2.5"),
+        (
+            {"weight": W[:0]},
+            ValueError,
+            r"weight must have shape \[V, H\] with V >= 1, got \[0, 6\]",
+        ),
+        ({"bias": W[0]}, ValueError, r"bias must have shape \[V\], where V = 8, got \[6\]"),
+        (
+            {"target": Y[:3]},
+            ValueError,
+            r"target must have shape \[\*T\], where T = \[4\], got \[3\]",
+        ),
+        ({"group": "tp"}, TypeError, r"group must be a torch\.distributed\.ProcessGroup.*str"),
         ({"implementation": "tritn"}, ValueError, "unknown implementation 'tritn'"),
     ],
 )
@@ -920,26 +897,9 @@ def test_bad_input_is_one_clear_error(fn, change, error, message):
         fn(**{"x": X, "weight": W, "target": Y, **change})
 
 
-@pytest.mark.parametrize(
-    "change, error, message",
-    [
-        ({"label_smoothing": 1.5}, ValueError, r"label_smoothing must be in .*got 1\.5"),
-        ({"z_loss": -1}, ValueError, "z_loss must be a finite number >= 0.*got -1"),
-        ({"reduction": "avg"}, ValueError, "reduction must be one of .*'avg'"),
-        (
-            {"accumulate": "fp16"},
-            ValueError,
-            "accumulate must be one of .*'fp32', 'bf16'.*got 'fp16'",
-        ),
-        ({"class_weight": W[0]}, ValueError, r"class_weight must have shape \[8\]"),
-        ({"token_weight": X[:, :1]}, ValueError, r"token_weight must have shape \[4\]"),
-        ({"num_tokens": -1}, ValueError, "num_tokens must be a finite number >= 0.*got -1"),
-        ({"group": "tp"}, TypeError, r"group must be a torch\.distributed\.ProcessGroup.*str"),
-    ],
-)
-def test_bad_options_of_the_loss(change, error, message):
-    with pytest.raises(error, match=message):
-        linear_cross_entropy(X, W, Y, **change)
+def test_class_weights_of_another_vocabulary_are_refused():
+    with pytest.raises(ValueError, match=r"class_weight must have shape \[8\].*got \[6\]"):
+        linear_cross_entropy(X, W, Y, class_weight=W[0])
 
 
 def test_a_refusal_of_the_dtype_that_autocast_has_made_says_so():
@@ -958,18 +918,11 @@ def test_a_refusal_of_the_dtype_that_autocast_has_made_says_so():
         linear_cross_entropy(X.bfloat16(), W.bfloat16(), Y, implementation="torch")
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan, 1e-300, 1e300])
-def test_bad_temperature(value):
-    with pytest.raises(
-        ValueError, match=f"temperature must be a finite number > 0.*got {re.escape(str(value))}"
-    ):
-        linear_logprob(X, W, Y, temperature=value)
+def test_a_cap_that_is_none_in_units_of_the_temperature_is_refused():
     with pytest.raises(
         ValueError, match=r"softcap / temperature must be a finite.*got 1e\+30 / 1e-20"
     ):
         linear_logprob(X, W, Y, softcap=1e30, temperature=1e-20)
-    with pytest.raises(TypeError, match="temperature must be a number, got None"):
-        linear_logprob(X, W, Y, temperature=None)
 
 
 # ---- another kind of loss on the head
@@ -989,7 +942,7 @@ def test_a_kind_need_not_know_of_rows_of_nan_that_are_ignored(name):
     with torch.no_grad():
         x[1] = math.nan
     assert y[1] == -100
-    rows = head_of_loss.HeadRows.checked(x, w.detach(), y)
+    rows = head_of_loss.HeadRows.of(x, w.detach(), y)
     (loss,) = op.resolve(name, DEVICE)(rows, Scaling(), Wanted())
     (dx,) = torch.autograd.grad(loss.sum(), x)
     assert not dx[1].any() and not dx.isnan().any() and dx.any()

@@ -158,45 +158,25 @@ A, B = torch.randn(2, 8), torch.randn(10, 2)
         (
             lambda: linear_logprob(X, W, Y, lora_A=A[:, :7], lora_B=B),
             ValueError,
-            r"lora_A must have shape \[r, 8\].*got \[2, 7\]",
+            r"lora_A must have shape \[rank, H\], where H = 8, got \[2, 7\]",
         ),
         (
             lambda: linear_logprob(X, W, Y, lora_A=A, lora_B=B[:9]),
             ValueError,
-            r"lora_B must have shape \[10, 2\].*got \[9, 2\]",
+            r"lora_B must have shape \[V, r\], where V = 10, got \[9, 2\]",
         ),
         (
-            lambda: linear_logprob(X, W, Y, lora_A=A.half(), lora_B=B),
-            TypeError,
-            "lora_A must have x's dtype",
-        ),
-        (
-            lambda: linear_logprob(X, W, Y, lora_A=A, lora_B=B, lora_scale=float("nan")),
+            lambda: linear_logprob(X, W, Y, lora_A=A[:1], lora_B=B),
             ValueError,
-            "lora_scale must be a finite number",
+            r"lora_B must have shape \[V, r\] with r == rank, where rank = 1, got \[10, 2\]",
         ),
-        *(
-            (lambda a=a, b=b: linear_logprob(X, W, Y, lora_A=a, lora_B=b), error, message)
-            for a, b, error, message in (
-                (A[:0], B[:, :0], ValueError, r"with r >= 1, got \[0, 8\]"),
-                (A[0], B, ValueError, r"lora_A must have shape \[r, 8\].*got \[8\]"),
-                (A.tolist(), B, TypeError, "lora_A must be a torch.Tensor, got list"),
-                (A.int(), B, TypeError, "lora_A must be one of float32, .*, got int32"),
-                (A.to("meta"), B, ValueError, "lora_A is on meta, x on cpu"),
-            )
+        (
+            lambda: linear_logprob(X, W, Y, lora_A=A[:0], lora_B=B[:, :0]),
+            ValueError,
+            r"lora_A must have shape \[rank, H\] with rank >= 1, got \[0, 8\]",
         ),
         (lambda: linear_logprob(X, W, Y, group="tp"), TypeError, "group must be"),
         (lambda: logprob_entropy(W, Y), ValueError, "target must have shape"),
-        (lambda: logprob_entropy(X.long(), Y), TypeError, "logits must be one of .*, got int64"),
-        *(
-            (lambda c=c: logprob_entropy(X, Y, softcap=c), ValueError, "softcap must be a finite")
-            for c in (0.0, -1.0)
-        ),
-        (
-            lambda: logprob_entropy(X, Y, temperature=0.0),
-            ValueError,
-            "temperature must be a finite number > 0",
-        ),
         (
             lambda: logprob_entropy(X, Y, softcap=1e-30, temperature=1e30),
             ValueError,

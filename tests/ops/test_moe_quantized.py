@@ -247,12 +247,12 @@ def test_experts_spread_over_processes(tmp_path):
         (
             {"gate_up_proj": quantize_nf4(torch.ones(2 * I, H))},
             ValueError,
-            "gate_up_proj must have shape [E, 2 I, H], got [12, 16]",
+            "gate_up_proj must have shape [E, 2*I, H], where H = 16, got [12, 16]",
         ),
         (
             {"down_proj": quantize_nf4(torch.ones(E, H, I + 2))},
             ValueError,
-            "down_proj must have shape [3, 16, 6] ([E, H, I] of gate_up_proj), got [3, 16, 8]",
+            "down_proj must have shape [E, H, I], where E = 3, H = 16, I = 6, got [3, 16, 8]",
         ),
         ({"noise": 1.0}, TypeError, "noise must be an AQN or None, got float"),
         (

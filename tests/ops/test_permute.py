@@ -247,29 +247,16 @@ X, I, P = (
 @pytest.mark.parametrize(
     "args, error, message",
     [
-        (([1.0], I, 3), TypeError, "x must be a torch.Tensor, got list"),
-        ((X.long(), I, 3), TypeError, "x must be one of float32.*int64"),
-        ((X[0], I, 3), ValueError, r"x must have shape \[T, H\], got \[8\]"),
         (
             (X, I[:2], 3),
             ValueError,
-            r"expert_index must have a row for each of x's 3, got \[2, 2\]",
-        ),
-        ((X, I.float(), 3), TypeError, "expert_index must be int32 or int64, got float32"),
-        (
-            (X, I.flatten(), 3),
-            ValueError,
-            r"expert_index must have shape \[T, K\], K not 0, got \[6\]",
+            r"expert_index must have shape \[T, K\], where T = 3, got \[2, 2\]",
         ),
         (
             (X, I[:, :0], 3),
             ValueError,
-            r"expert_index must have shape \[T, K\], K not 0, got \[3, 0\]",
+            r"expert_index must have shape \[T, K\] with K >= 1, got \[3, 0\]",
         ),
-        ((X, I.to("meta"), 3), ValueError, "expert_index is on meta, x on cpu"),
-        ((X, I, 0), ValueError, "num_experts must be 1 to 4096, got 0"),
-        ((X, I, 4097), ValueError, "num_experts must be 1 to 4096, got 4097"),
-        ((X, I, 3.0), TypeError, "num_experts must be an int, got 3.0"),
         (
             (X, I, 1),
             IndexError,
@@ -286,27 +273,20 @@ def test_permute_refuses(args, error, message):
 @pytest.mark.parametrize(
     "args, error, message",
     [
-        ((None, None, P), TypeError, "rows must be a torch.Tensor, got NoneType"),
         (
             (X, None, P),
             ValueError,
-            r"rows must have shape \[T \* K, H\].*position's 6 slots, got \[3, 8\]",
+            r"rows must have shape \[T\*K, H\], where T = 3, K = 2, got \[3, 8\]",
         ),
-        ((X.repeat(2, 1), None, P.long()), TypeError, "position must be int32, got int64"),
         (
-            (X.repeat(2, 1), None, P.flatten()),
+            (X, None, P[:, :0]),
             ValueError,
-            r"position must have shape \[T, K\], K not 0, got \[6\]",
+            r"position must have shape \[T, K\] with K >= 1, got \[3, 0\]",
         ),
         (
             (X.repeat(2, 1), torch.ones(2, 3), P),
             ValueError,
-            r"expert_weight must have shape \[3, 2\] \(that of position\)",
-        ),
-        (
-            (X.repeat(2, 1), torch.ones(3, 2).int(), P),
-            TypeError,
-            "expert_weight must be one of float32.*int32",
+            r"expert_weight must have shape \[T, K\], where T = 3, K = 2, got \[2, 3\]",
         ),
         (
             (X.repeat(2, 1), None, P + 1),

@@ -321,66 +321,51 @@ X = torch.randn(3, 8)
 @pytest.mark.parametrize(
     "args, options, error, message",
     [
-        (([1.0], 2), {}, TypeError, "logits must be a torch.Tensor, got list"),
-        ((X.long(), 2), {}, TypeError, "logits must be one of float32.*int64"),
         (
-            (X[0], 2),
+            (X[:, :0], 1),
             {},
             ValueError,
-            r"logits must have shape \[T, E\] with 1 to 4096 experts, got \[8\]",
+            r"logits must have shape \[T, E\] with 1 <= E <= 4096, got \[3, 0\]",
         ),
-        ((X[:, :0], 1), {}, ValueError, r"logits must have shape .* got \[3, 0\]"),
-        ((torch.randn(1, 4097), 1), {}, ValueError, r"1 to 4096 experts, got \[1, 4097\]"),
-        ((X, 0), {}, ValueError, "k must be 1 to 8, the number of experts to choose from, got 0"),
-        ((X, 9), {}, ValueError, "k must be 1 to 8.*got 9"),
-        ((X, 2.0), {}, TypeError, "k must be an int, got 2.0"),
-        ((X, True), {}, TypeError, "k must be an int, got True"),
-        ((X, 5), {"groups": 4, "topk_groups": 2}, ValueError, "k must be 1 to 4, .* got 5"),
-        ((X, 2), {"groups": 3}, ValueError, "groups must divide the number of experts, 8, got 3"),
-        ((X, 2), {"groups": 9}, ValueError, "groups must be 1 to 8, the number of experts, got 9"),
+        ((torch.randn(1, 4097), 1), {}, ValueError, r"1 <= E <= 4096, got \[1, 4097\]"),
+        (
+            (X, 9),
+            {},
+            ValueError,
+            r"k must be an int in \[1, topk_groups \* E // groups\], where topk_groups = 1, E = 8, "
+            "groups = 1, got 9",
+        ),
+        ((X, 0), {}, ValueError, "k must be an int in .* got 0"),
+        ((X, 5), {"groups": 4, "topk_groups": 2}, ValueError, "k must be an int in .* got 5"),
+        (
+            (X, 2),
+            {"groups": 3},
+            ValueError,
+            "groups must be such that E % groups == 0, where E = 8, got 3",
+        ),
+        (
+            (X, 2),
+            {"groups": 9},
+            ValueError,
+            r"groups must be an int in \[1, E\], where E = 8, got 9",
+        ),
         (
             (X, 2),
             {"groups": 4, "topk_groups": 5},
             ValueError,
-            r"topk_groups must be 1 to groups \(4\), got 5",
-        ),
-        (
-            (X, 2),
-            {"score": "tanh"},
-            ValueError,
-            r"score must be one of \['softmax', 'sigmoid'\], got 'tanh'",
-        ),
-        ((X, 2), {"scale": float("nan")}, ValueError, "scale must be finite in float32, got nan"),
-        ((X, 2), {"scale": "1"}, TypeError, "scale must be a number, got '1'"),
-        (
-            (X, 2),
-            {"round_to": -1},
-            ValueError,
-            r"round_to must be 0 \(off\) or more, below 2\^31, got -1",
+            r"topk_groups must be an int in \[1, groups\], where groups = 4, got 5",
         ),
         (
             (X, 2),
             {"bias": torch.zeros(7)},
             ValueError,
-            r"bias must have shape \[8\] \(one for each expert\), got \[7\]",
-        ),
-        (
-            (X, 2),
-            {"bias": torch.zeros(8).half()},
-            TypeError,
-            "bias must be float32 for float32 logits, got float16",
+            r"bias must have shape \[E\], where E = 8, got \[7\]",
         ),
         (
             (X.double(), 2),
             {"bias": torch.zeros(8)},
             TypeError,
             "bias must be float64 for float64 logits, got float32",
-        ),
-        (
-            (X, 2),
-            {"bias": torch.zeros(8, device="meta")},
-            ValueError,
-            "bias is on meta, logits on cpu",
         ),
         (
             (X, 2),
@@ -502,7 +487,7 @@ def test_a_slot_that_cannot_be_replayed_is_nan_where_nothing_is_read(name, monke
     """On a GPU, and in compiled code, no value is checked."""
     skip_unless_usable(ROUTE, name, torch.float32)
     module = sys.modules["tilewright.ops.moe.route"]
-    monkeypatch.setattr(module, "_recorded", lambda index, logits, k: index)
+    monkeypatch.setattr(module, "_recorded", lambda index, E: index)
     x = torch.randn(4, 4, device=DEVICE)
     index = torch.tensor([[1, 4], [-1, 2], [3, 3], [2**32 + 1, 0]], device=DEVICE)
     found = route(x, 2, renormalize=True, expert_index=index, implementation=name)
@@ -529,9 +514,11 @@ def test_a_replay_has_no_bias_and_no_groups(name):
 @pytest.mark.parametrize(
     "index, error, message",
     [
-        ([[0, 1]], TypeError, "expert_index must be a torch.Tensor or None, got list"),
-        (torch.tensor([[0.0, 1.0]]), TypeError, "must be int32 or int64, got float32"),
-        (torch.tensor([[0]]), ValueError, r"expert_index must have shape \[1, 2\].*got \[1, 1\]"),
+        (
+            torch.tensor([[0]]),
+            ValueError,
+            r"expert_index must have shape \[T, k\], where T = 1, k = 2, got \[1, 1\]",
+        ),
         (torch.tensor([[0, 4]]), IndexError, "expert_index holds 4; accepted are 0 to 3"),
         (torch.tensor([[0, -1]]), IndexError, "expert_index holds -1; accepted are 0 to 3"),
         (torch.tensor([[1, 1]]), ValueError, "must hold distinct experts in each row"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import DEVICE
 
-from tilewright.core.takes import NumberArgument, TensorArgument, takes
+from tilewright.core.takes import NumberArgument, NumberOrTensorArgument, TensorArgument, takes
 from tilewright.ops import OPS
 
 MODES = ("llama", "none")
@@ -30,6 +30,7 @@ MOST = 8
     k="int [1, MOST]",
     eps="number (0, 1]",
     offset="number",
+    count="float | int64 [] or number [0, inf)",
     mode=MODES,
     inplace="bool",
 )
@@ -44,6 +45,7 @@ def declared(
     k: int | None = None,
     eps: float = 0.5,
     offset: float = 0.0,
+    count: float | torch.Tensor | None = None,
     mode: str = "llama",
     inplace: bool = False,
 ):
@@ -73,6 +75,9 @@ def call(**changes):
         {"sums": a(3)},
         {"sums": a(7, 1, 2, 3), "again": a(7, 1)},
         {"k": 2, "eps": 1, "offset": -3, "mode": "none", "inplace": True},
+        {"count": 0},
+        {"count": a()},
+        {"count": a(dtype=torch.int64, device="meta")},
     ],
 )
 def test_what_is_declared_is_taken(changes):
@@ -145,6 +150,19 @@ REFUSED = [
     ({"eps": float("nan")}, ValueError, "eps must be a number in (0, 1], got nan"),
     ({"eps": None}, TypeError, "eps must be a number, got None"),
     ({"offset": 1e39}, ValueError, "offset must be a number in (-inf, inf), got 1e+39"),
+    (
+        {"count": -1},
+        ValueError,
+        "count must be a number in [0, inf) or a torch.Tensor or None, got -1",
+    ),
+    ({"count": "1"}, TypeError, "count must be a number or a torch.Tensor or None, got '1'"),
+    ({"count": True}, TypeError, "count must be a number or a torch.Tensor or None, got True"),
+    ({"count": a(1)}, ValueError, "count must have shape [], got [1]"),
+    (
+        {"count": a(dtype=torch.int32)},
+        TypeError,
+        "count must be one of float32, bfloat16, float16, float64 or int64, got int32",
+    ),
     ({"mode": "gemma"}, ValueError, "mode must be one of ['llama', 'none'], got 'gemma'"),
     ({"inplace": 1}, TypeError, "inplace must be a bool, got 1"),
     (
@@ -241,10 +259,12 @@ def test_function_keeps_its_name_signature_and_documentation():
         ({"x": "float [2*D*E]"}, "2.D.E"),
         ({"x": "floats [D]"}, "floats"),
         ({"y": "float [D]"}, "y"),
+        ({"x": "float [n]"}, "n"),
+        ({"z": "float [E] or number"}, "E"),
     ],
 )
 def test_a_wrong_declaration_is_refused(declaration, message):
-    def fn(x: torch.Tensor, n: int = 1):
+    def fn(x: torch.Tensor, n: int = 1, z: float | torch.Tensor = 1.0):
         return x
 
     with pytest.raises((ValueError, TypeError), match=message):
@@ -268,6 +288,9 @@ def test_checks_are_compiled_with_their_function(dynamic):
 
 def spoiled(argument, value):
     """(a value that the declaration excludes, the error) for each way to leave it."""
+    if isinstance(argument, NumberOrTensorArgument):
+        yield torch.zeros((), dtype=torch.complex64), TypeError
+        yield torch.zeros(2, 3, 5), ValueError
     if isinstance(argument, TensorArgument):
         yield 3, TypeError
         if isinstance(value, torch.Tensor):
@@ -287,8 +310,8 @@ def spoiled(argument, value):
             yield 1.5, TypeError
         for bound, beyond in ((argument.low, -1), (argument.high, 1)):
             try:
-                edge = float(bound)
-            except ValueError:  # a size
+                edge = eval(bound, {})
+            except NameError:  # a size
                 continue
             yield (
                 (int(edge) + beyond * 2**64 if argument.integer else edge + beyond * 1e39),

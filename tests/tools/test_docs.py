@@ -191,7 +191,7 @@ SAID = {
     "cross_entropy() has no argument weight: it is class_weight here": lambda: ops.cross_entropy(
         LOGITS, TARGET, weight=W
     ),
-    "target must have shape [64] (x without its last dimension), got [4]": (
+    "target must have shape [*T], where T = [64], got [4]": (
         lambda: ops.linear_cross_entropy(torch.zeros(64, 8), X, TARGET)
     ),
     "target[0] is 110; accepted are 0 to 63 and ignore_index (-100)": lambda: ops.cross_entropy(

@@ -20,6 +20,7 @@ float32, in which kernels compute, and so is its inverse where the interval is o
 
     number (0, inf)
     int [1, E]
+    float | int64 [] or number [0, inf)     a tensor, on any device, or a number
 
 A bool's is "bool"; that of a str, an int or a dtype with few accepted values, the tuple of those.
 An object of another class is declared as errors call it, with its shape if it has one (and then a
@@ -190,6 +191,17 @@ class NumberArgument(Argument):
 
 
 @dataclass(frozen=True)
+class NumberOrTensorArgument(NumberArgument):
+    tensor: TensorArgument | None = None
+
+    def accepted(self, what: str) -> str:
+        return super().accepted(f"{what} or a torch.Tensor")
+
+    def names(self) -> set[str]:
+        return set()
+
+
+@dataclass(frozen=True)
 class ChoiceArgument(Argument):
     values: tuple[Any, ...] = ()
 
@@ -218,13 +230,18 @@ class Takes:
     def lines(self) -> list[str]:
         """A line for each argument, and one for each condition, as a person reads them."""
         width = max(len(a.name) for a in self.arguments)
-        lines = [f"{a.name:{width}}  {a.accepted(a.text)}" for a in self.arguments]
+        lines = [f"{a.name:{width}}  {Argument.accepted(a, a.text)}" for a in self.arguments]
         return lines + [f"{'':{width}}  {c.text}" for c in self.conditions]
 
 
 def _parse(name: str, declared: Any, annotation: Any) -> Argument:
     kinds = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
     optional = type(None) in kinds
+    if torch.Tensor in kinds and " or " in declared:
+        tensor, _, number = declared.partition(" or ")
+        parts = {**vars(_parse(name, number, float)), "text": declared, "optional": optional}
+        parts["tensor"] = _parse(name, tensor, torch.Tensor)
+        return NumberOrTensorArgument(**parts)
     if isinstance(declared, tuple):
         return ChoiceArgument(name, str(list(declared)), optional, declared)
     first, bracket, rest = declared.partition("[")
@@ -311,6 +328,13 @@ class _Code:
             depth = 1
         if isinstance(a, TensorArgument):
             self.tensor(a, depth, new)
+        elif isinstance(a, NumberOrTensorArgument) and a.tensor:
+            if unknown := a.tensor.names() - self.sizes - self.tensors:
+                raise ValueError(f"{a.name} of {a.text!r} cannot declare the sizes {unknown}")
+            self.add(depth, f"if isinstance({a.name}, _Tensor):")
+            self.tensor(a.tensor, depth + 1, set())
+            self.add(depth, "else:")
+            self.number(a, depth + 1)
         elif isinstance(a, NumberArgument):
             self.number(a, depth)
         else:
@@ -543,6 +567,9 @@ def takes(*conditions: str, **declared: Any) -> Callable[[Function], Function]:
             tuple(arguments), tuple(_condition(fixed(text), by_name) for text in conditions)
         )
         code = _checks(declaration.arguments, declaration.conditions)
+        own = {a.name for a in arguments if not isinstance(a, TensorArgument)}
+        if taken := (code.sizes - own) & set(hints):
+            raise ValueError(f"{sorted(taken)} are arguments, and cannot be sizes too")
         parameters, passed = _parameters(fn)
         code.add(0, f"return _checked({', '.join(passed)})")
         defaults = {f"_default_{n}": p.default for n, p in inspect.signature(fn).parameters.items()}

@@ -12,8 +12,7 @@ from tilewright import ops
 from tilewright.core import checks
 from tilewright.nn.sharded import local
 from tilewright.ops import products
-from tilewright.ops.loss.cross_entropy import check_options
-from tilewright.ops.loss.head import check_chunks
+from tilewright.ops.loss.vocabulary import world_size
 
 
 def _shown(**options) -> str:
@@ -206,23 +205,9 @@ class _Loss(nn.Module):
 
     def __init__(self, op: str, class_weight: torch.Tensor | None, options: dict):
         super().__init__()
-        check_options(
-            *(
-                options[name]
-                for name in ("ignore_index", "label_smoothing", "z_loss", "softcap", "reduction")
-            )
-        )
+        ops.OPS[op].takes.check(class_weight=class_weight, **options)
         _known(op, options["implementation"])
-        group = options["group"]
-        if group is not None and not (
-            torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)
-        ):
-            raise TypeError(
-                f"group must be a torch.distributed.ProcessGroup or None, got "
-                f"{type(group).__name__}"
-            )
-        if class_weight is not None:
-            checks.floating("class_weight", class_weight)
+        world_size(options["group"])
         self.register_buffer("class_weight", class_weight)
         self.options = options
 
@@ -326,7 +311,6 @@ class LinearCrossEntropyLoss(_Loss):
         chunk_size: int | None = None,
         implementation: str = "auto",
     ):
-        check_chunks(accumulate, chunk_size)
         super().__init__(
             "linear_cross_entropy",
             class_weight,

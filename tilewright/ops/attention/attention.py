@@ -20,12 +20,18 @@ from tilewright import platform
 from tilewright.core import checks
 from tilewright.core.library import from_kernels
 from tilewright.core.registry import Case, Cost, Goal, Implementation, Judged, Op
+from tilewright.core.takes import takes
 from tilewright.ops import cases
 from tilewright.ops.attention import triton, vendors
 from tilewright.ops.attention.eager import attention_eager
 from tilewright.ops.attention.options import (
+    DOCUMENTS,
+    HEADS,
+    OPTIONS,
+    PACKED,
+    QKV,
     Request,
-    check_qkv,
+    check_heads,
     layout_hint,
     request_of,
     variant_of,
@@ -46,6 +52,15 @@ __all__ = ["ATTENTION", "Request", "attention", "attention_part", "attention_par
     "torch.nn.functional.scaled_dot_product_attention",
     dropout_p="attention has no dropout",
     enable_gqa="k and v may always have fewer heads than q",
+)
+@takes(
+    *HEADS,
+    *PACKED,
+    **QKV,
+    cu_seqlens=DOCUMENTS,
+    **OPTIONS,
+    sinks="float [Hq]",
+    max_seqlen="int [0, inf)",
 )
 def attention(
     q: torch.Tensor,
@@ -111,27 +126,14 @@ def attention(
     Source: arXiv:1706.03762; grouped queries arXiv:2305.13245; windows arXiv:2004.05150; softcap
     arXiv:2408.00118; sinks arXiv:2309.17453, as gpt-oss trains them (arXiv:2508.10925).
     """
-    B, _, S, D = check_qkv(q, k, v)
-    Sk = k.shape[2]
-    variant = variant_of(D, causal, window, softcap, scale)
+    check_heads(q, k)
+    S, Sk, D = q.shape[2], k.shape[2], q.shape[3]
     if causal and Sk < S:
         raise ValueError(
             f"k must have at least q's {S} positions for causal attention, got {Sk}{layout_hint(q, k)}"
         )
-    if sinks is not None:
-        checks.floating("sinks", sinks)
-        checks.shape("sinks", sinks, (q.shape[1],), "one a query head")
-    if max_seqlen is not None and (
-        not isinstance(max_seqlen, int) or isinstance(max_seqlen, bool) or max_seqlen < 0
-    ):
-        raise ValueError(f"max_seqlen must be an int of at least 0, got {max_seqlen!r}")
     if cu_seqlens is not None:
-        if B != 1:
-            raise ValueError(f"packed documents need B = 1, got q of shape {list(q.shape)}")
-        if Sk != S:
-            raise ValueError(f"packed documents need as many keys as queries, got {Sk} and {S}")
-        cu_seqlens = checks.cu_seqlens(cu_seqlens, S, wait=getattr(cu_seqlens, "is_meta", False))
-    checks.same_device(q=q, k=k, v=v, cu_seqlens=cu_seqlens, sinks=sinks)
+        cu_seqlens = checks.cu_seqlens(cu_seqlens, S, wait=cu_seqlens.is_meta)
     gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (q, k, v, sinks)
     )
@@ -150,9 +152,14 @@ def attention(
         gradient=gradient,
     )
     fn = ATTENTION.pick(implementation, q, request)
+    variant = variant_of(D, causal, window, softcap, scale)
     return fn(q, k, v, cu_seqlens, variant, sinks, max_seqlen)
 
 
+PART = "cu_seqlens is None or offset == 0"
+
+
+@takes(*HEADS, *PACKED, PART, **QKV, cu_seqlens=DOCUMENTS, **OPTIONS, offset="int")
 def attention_part(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -188,7 +195,9 @@ def attention_part(
         >>> [f"{x:.4f}" for x in lse.flatten().tolist()]  # of one and of two keys
         ['0.0000', '0.6931']
     """
-    cu_seqlens = _check_part(q, k, v, cu_seqlens, offset)
+    check_heads(q, k)
+    if cu_seqlens is not None:
+        cu_seqlens = checks.cu_seqlens(cu_seqlens, q.shape[2], wait=False)
     variant = variant_of(q.shape[3], causal, window, softcap, scale)
     request = request_of(
         q.shape[3],
@@ -203,6 +212,18 @@ def attention_part(
     return fn.part(q, k, v, cu_seqlens, variant, offset)
 
 
+@takes(
+    *HEADS,
+    *PACKED,
+    PART,
+    **QKV,
+    dout="float [q]",
+    out="float [q]",
+    lse="float [B, Hq, S]",
+    cu_seqlens=DOCUMENTS,
+    **OPTIONS,
+    offset="int",
+)
 def attention_part_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -241,11 +262,10 @@ def attention_part_backward(
         >>> dv[0, 0, :, 0].tolist()
         [1.5, 0.5]
     """
-    cu_seqlens = _check_part(q, k, v, cu_seqlens, offset)
+    check_heads(q, k)
+    if cu_seqlens is not None:
+        cu_seqlens = checks.cu_seqlens(cu_seqlens, q.shape[2], wait=False)
     variant = variant_of(q.shape[3], causal, window, softcap, scale)
-    for name, t in (("dout", dout), ("out", out)):
-        checks.shape(name, t, tuple(q.shape), "that of q")
-    checks.shape("lse", lse, tuple(q.shape[:3]), "q's without the head width")
     request = request_of(
         q.shape[3],
         causal,
@@ -258,23 +278,6 @@ def attention_part_backward(
     )
     fn = ATTENTION.pick(implementation, q, request)
     return fn.part_backward(dout, q, k, v, out, lse, cu_seqlens, variant, offset)
-
-
-def _check_part(q, k, v, cu_seqlens, offset):
-    B, _, S, _ = check_qkv(q, k, v)
-    if not isinstance(offset, int) or isinstance(offset, bool):
-        raise TypeError(f"offset must be an int, got {offset!r}")
-    if cu_seqlens is not None:
-        if offset or k.shape[2] != S:
-            raise ValueError(
-                f"with cu_seqlens queries and keys are the same positions, got offset {offset}, "
-                f"{S} queries and {k.shape[2]} keys"
-            )
-        if B != 1:
-            raise ValueError(f"packed documents need B = 1, got q of shape {list(q.shape)}")
-        cu_seqlens = checks.cu_seqlens(cu_seqlens, S, wait=False)
-    checks.same_device(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
-    return cu_seqlens
 
 
 # ---- cases

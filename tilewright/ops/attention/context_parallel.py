@@ -40,8 +40,16 @@ import torch
 import torch.distributed as dist
 
 from tilewright.core import checks
+from tilewright.core.takes import takes
 from tilewright.ops.attention.attention import ATTENTION, attention
-from tilewright.ops.attention.options import check_options, check_qkv, request_of
+from tilewright.ops.attention.options import (
+    DOCUMENTS,
+    HEADS,
+    OPTIONS,
+    QKV,
+    check_heads,
+    request_of,
+)
 from tilewright.ops.attention.ring import Ring
 from tilewright.ops.attention.ring_plan import plan, united
 from tilewright.ops.attention.ulysses import Gather, Scatter
@@ -227,6 +235,15 @@ def unshard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
 # `disable` off a function that it is asked to compile.
 @checks.autocast("products", "q", "k", "v")
 @torch.compiler.disable
+@takes(
+    *HEADS,
+    "bounds >= 2",
+    "k: Sk == S",
+    **QKV,
+    cu_seqlens=DOCUMENTS,
+    **OPTIONS,
+    sinks="float [Hq]",
+)
 def context_parallel_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -279,10 +296,9 @@ def context_parallel_attention(
 
     Source: arXiv:2309.14509 (Ulysses); arXiv:2310.01889 (ring).
     """
-    B, H, s, D = _check_shards(q, k, v, cp, sinks)
-    check_options(causal, window, softcap, scale)
+    B, H, s, D = q.shape
+    _check_shards(q, k, cp)
     cu_seqlens, ends = check_boundaries(cu_seqlens, ends, B, s * cp.size)
-    checks.same_device(q=q, k=k, v=v, cu_seqlens=cu_seqlens, sinks=sinks)
     ringed = cp.ring_size > 1
     gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (q, k, v, sinks)
@@ -345,11 +361,10 @@ def context_parallel_attention(
     return Gather.apply(out, cp) if cp.ulysses_size > 1 else out
 
 
-def _check_shards(q, k, v, cp, sinks):
-    """Checks the shards and returns B, Hq, this rank's tokens and D."""
-    B, H, s, D = check_qkv(q, k, v)
-    if k.shape[2] != s:
-        raise ValueError(f"k must have as many tokens as q, {s}, got {k.shape[2]}")
+def _check_shards(q, k, cp):
+    """Raises ValueError for heads or tokens that the layout cannot share out."""
+    check_heads(q, k)
+    H, s = q.shape[1:3]
     if s * cp.size % cp.multiple:
         raise ValueError(
             f"q must have an even number of tokens (the sequence is cut in 2 x {cp.size} parts), "
@@ -366,10 +381,6 @@ def _check_shards(q, k, v, cp, sinks):
                 f"cp must have a process group for {name}_size = {getattr(cp, f'{name}_size')}: "
                 "it is a layout alone"
             )
-    if sinks is not None:
-        checks.floating("sinks", sinks)
-        checks.shape("sinks", sinks, (H,), "one a query head")
-    return B, H, s, D
 
 
 def check_boundaries(
@@ -382,7 +393,7 @@ def check_boundaries(
         return None, None
     if B != 1:
         raise ValueError(f"packed documents need B = 1, got {B} sequences")
-    cu_seqlens = checks.cu_seqlens(cu_seqlens, S, wait=getattr(cu_seqlens, "is_meta", False))
+    cu_seqlens = checks.cu_seqlens(cu_seqlens, S, wait=cu_seqlens.is_meta)
     if ends is not None:
         ends = tuple(ends)
         right = (

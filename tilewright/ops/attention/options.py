@@ -1,4 +1,4 @@
-"""The options of attention, their checks, and those that an implementation may not support."""
+"""The arguments of attention, and the options that an implementation may not support."""
 
 from __future__ import annotations
 
@@ -7,15 +7,25 @@ from typing import NamedTuple
 
 import torch
 
-from tilewright.core import checks
 from tilewright.kernels.attention.operators import Variant
+
+# Declarations (core.takes). PyTorch's kernels give NaN for a causal mask and a scale that is not
+# positive.
+QKV = {"q": "float [B, Hq, S, D]", "k": "q [B, Hk, Sk, D]", "v": "q [k]"}
+HEADS = "Hq >= 1", "D >= 1"
+OPTIONS = {
+    "causal": "bool",
+    "window": "int [1, 2**31)",
+    "softcap": "number (0, inf)",
+    "scale": "number (0, inf)",
+}
+DOCUMENTS = "int32 | int64 [bounds]"  # cu_seqlens
+PACKED = "bounds >= 2", "q: cu_seqlens is None or B == 1", "k: cu_seqlens is None or Sk == S"
 
 
 def variant_of(
     head_dim: int, causal: bool, window: int | None, softcap: float | None, scale: float | None
 ) -> Variant:
-    """Raises TypeError or ValueError for an invalid option."""
-    check_options(causal, window, softcap, scale)
     scale = head_dim**-0.5 if scale is None else float(scale)
     return Variant(causal, window or 0, float(softcap or 0.0), scale)
 
@@ -46,7 +56,11 @@ def request_of(
     gradient: bool = False,
     part: bool = False,
 ) -> Request:
-    """From options as the public functions take them."""
+    """From options as the public functions take them. Raises ValueError for a window that is not
+    causal.
+    """
+    if window is not None and not causal:
+        raise ValueError(f"window = {window} needs causal=True: it ends at a position itself")
     return Request(
         head_dim=_head_width(head_dim),
         causal=causal,
@@ -71,25 +85,13 @@ def _head_width(D: int) -> int:
     return D
 
 
-def check_qkv(q, k, v):
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        checks.floating(name, t)
-        if t.dim() != 4:
-            raise ValueError(f"{name} must have shape [B, H, S, D], got {list(t.shape)}")
-        if t.dtype != q.dtype:
-            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {t.dtype}")
-    B, H, S, D = q.shape
-    if H == 0 or D == 0:
+def check_heads(q: torch.Tensor, k: torch.Tensor) -> None:
+    """Raises ValueError for key heads among which query heads cannot be shared out."""
+    H, Hk = q.shape[1], k.shape[1]
+    if Hk == 0 or H % Hk:
         raise ValueError(
-            f"q must have at least one head and a head width of at least 1, got {list(q.shape)}"
+            f"k must have a divisor of q's {H} heads, got {list(k.shape)}{layout_hint(q, k)}"
         )
-    if (k.shape[0], k.shape[3]) != (B, D) or k.shape[1] == 0 or H % k.shape[1]:
-        raise ValueError(
-            f"k must have shape [{B}, a divisor of {H}, Sk, {D}] to go with q, got {list(k.shape)}"
-            f"{layout_hint(q, k)}"
-        )
-    checks.shape("v", v, tuple(k.shape), "that of k")
-    return B, H, S, D
 
 
 def layout_hint(q, k):
@@ -101,31 +103,6 @@ def layout_hint(q, k):
         f"; the layout is [B, H, S, D], heads before positions: for q {list(q.shape)} and k "
         f"{list(k.shape)} in [B, S, H, D] pass q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2)"
     )
-
-
-def check_options(causal, window, softcap, scale):
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be a bool, got {causal!r}")
-    if window is not None:
-        if not isinstance(window, int) or isinstance(window, bool):
-            raise TypeError(f"window must be an int or None, got {window!r}")
-        if not 1 <= window < 2**31:
-            raise ValueError(f"window must be from 1 to 2^31 - 1, or None, got {window!r}")
-        if not causal:
-            raise ValueError(f"window = {window} needs causal=True: it ends at a position itself")
-    if softcap is not None:
-        checks.number(
-            "softcap", softcap, checks.SMALLEST, checks.LARGEST, "a finite number > 0, or None"
-        )
-    # PyTorch's kernels give NaN for a causal mask and a scale that is not positive.
-    if scale is not None:
-        checks.number(
-            "scale",
-            scale,
-            checks.SMALLEST,
-            checks.LARGEST,
-            "a finite number > 0 (in float32), or None for D ** -0.5",
-        )
 
 
 # ---- unsupported options

@@ -25,6 +25,8 @@ from tilewright import platform
 from tilewright.core import checks
 from tilewright.core.library import Operator, declare, from_kernels
 from tilewright.core.registry import Case, Cost, Implementation, Op
+from tilewright.core.takes import takes
+from tilewright.core.torch_names import ProcessGroup
 from tilewright.kernels.loss.operators import (
     LossInputs,
     LossOutputs,
@@ -45,10 +47,36 @@ from tilewright.ops.loss.softmax_stats import (
     stats_eager,
     without_gradient,
 )
-from tilewright.ops.loss.targets import Labels, check_labels, divisor, presence, present, weight_of
+from tilewright.ops.loss.targets import (
+    IGNORE_INDEX,
+    TARGET,
+    Labels,
+    divisor,
+    presence,
+    present,
+    weight_of,
+)
 from tilewright.ops.loss.vocabulary import world_size
 
 REDUCTIONS = ("mean", "sum", "none")
+
+LOGITS = {"logits": "float [*T, V]", "target": TARGET}
+COLUMNS = "V >= 1"
+SOFTCAP = "number (0, inf)"
+# The options of a cross-entropy of targets [*T].
+LOSS = {
+    "ignore_index": IGNORE_INDEX,
+    "label_smoothing": "number [0, 1]",
+    "z_loss": "number [0, inf)",
+    "softcap": SOFTCAP,
+    "class_weight": "float [classes]",
+    "token_weight": "float [*T]",
+    "reduction": REDUCTIONS,
+    "num_tokens": "float | int64 | int32 | int16 | int8 | uint8 [] or number [0, inf)",
+    "return_lse": "bool",
+    "return_entropy": "bool",
+    "return_argmax": "bool",
+}
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -64,6 +92,7 @@ class CrossEntropyOutput(NamedTuple):
 
 @checks.autocast("float32")
 @checks.torch_names(input="logits", weight="class_weight")
+@takes(COLUMNS, **LOGITS, **LOSS, inplace="bool")
 def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -80,7 +109,7 @@ def cross_entropy(
     return_entropy: bool = False,
     return_argmax: bool = False,
     inplace: bool = False,
-    group: torch.distributed.ProcessGroup | None = None,
+    group: ProcessGroup | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor | CrossEntropyOutput:
     """Cross-entropy between logits and target, per token or reduced; natural logarithm.
@@ -153,9 +182,9 @@ def cross_entropy(
     Megatron-LM (arXiv:1909.08053, section 3).
     """
     returns = return_lse, return_entropy, return_argmax
-    options = Options.checked(ignore_index, label_smoothing, z_loss, softcap, reduction, *returns)
+    options = Options.of(ignore_index, label_smoothing, z_loss, softcap, reduction, *returns)
     labels = Labels(target, class_weight, token_weight, num_tokens, group)
-    check_labels(logits, labels)
+    check_class_weight(class_weight, logits.shape[-1], group)
     if inplace:
         checks.overwritable("logits", logits)
     fn = CROSS_ENTROPY.pick(implementation, logits, Request.of(labels))
@@ -181,11 +210,10 @@ class Options(NamedTuple):
     argmax: bool = False
 
     @classmethod
-    def checked(
+    def of(
         cls, ignore_index, label_smoothing, z_loss, softcap, reduction, *returns: bool
     ) -> Options:
-        """As the public functions take them. Raises as `check_options`."""
-        check_options(ignore_index, label_smoothing, z_loss, softcap, reduction)
+        """As the public functions take them."""
         softcap = 0.0 if softcap is None else float(softcap)
         return cls(
             ignore_index, float(label_smoothing), float(z_loss), softcap, reduction, *returns
@@ -223,23 +251,21 @@ def whole_rows_only(request: Request) -> str | None:
     return None
 
 
-def check_options(ignore_index, label_smoothing, z_loss, softcap, reduction):
-    """Raises TypeError or ValueError for an option that is invalid for all logits."""
-    if not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
-    if not checks.INT64.min <= ignore_index <= checks.INT64.max:
-        raise ValueError(f"ignore_index must fit in int64, as targets do, got {ignore_index!r}")
-    checks.number("label_smoothing", label_smoothing, 0, 1, "in [0, 1]")
-    checks.number("z_loss", z_loss, 0, checks.LARGEST, "a finite number >= 0 (in float32)")
-    if softcap is not None:
-        checks.number(
-            "softcap",
-            softcap,
-            checks.SMALLEST,
-            checks.LARGEST,
-            "a finite number > 0 (in float32), or None for no cap",
+def check_class_weight(
+    class_weight: torch.Tensor | None, columns: int, group: ProcessGroup | None
+) -> None:
+    """Raises TypeError or ValueError for a group, or for weights that do not fit the vocabulary of
+    which this rank's logits have so many columns.
+    """
+    V = world_size(group) * columns
+    if class_weight is None:
+        return
+    checks.shape("class_weight", class_weight, (V,), "the vocabulary")
+    if class_weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "class_weight must not require a gradient (it gets none), got one that does; "
+            "pass class_weight.detach()"
         )
-    checks.choice("reduction", reduction, REDUCTIONS)
 
 
 def output(

@@ -49,7 +49,7 @@ from tilewright.ops.loss.softmax_stats import (
     stats_eager,
     without_gradient,
 )
-from tilewright.ops.loss.targets import Labels, check_labels, presence
+from tilewright.ops.loss.targets import TARGET, presence
 from tilewright.ops.loss.vocabulary import world_size
 
 MiB = 2**20
@@ -80,6 +80,17 @@ BLOCK_BYTES = MiB
 # ATen's GEMMs from 16-bit operands into, and accumulating onto, a float32 result: CUDA only.
 HAS_OUT_DTYPE = "dtype_out" in torch.ops.aten.addmm.overloads()
 ACCUMULATE = ("fp32", "bf16")
+
+# Declarations (core.takes): of a head and its targets, and of what some losses on it take.
+HEAD = {"x": "float [*T, H]", "weight": "x [V, H]", "target": TARGET}
+SIZES = "H >= 1", "V >= 1"
+HEAD_OPTIONS = {
+    "bias": "x [V]",
+    "fp32_logits": "bool",
+    "chunk_size": "int [1, 2**63)",
+}
+ADAPTER = {"lora_A": "x [rank, H]", "lora_B": "x [V, r]", "lora_scale": "number"}
+RANKS = "rank >= 1", "r == rank"
 
 
 class Head(NamedTuple):
@@ -131,77 +142,15 @@ class HeadGradients(NamedTuple):
     dup: torch.Tensor | None = None
 
 
-# ---- checks
-
-
-def check_chunks(accumulate, chunk_size):
-    """Raises ValueError for an option that is invalid for all inputs."""
-    checks.choice("accumulate", accumulate, ACCUMULATE)
-    if chunk_size is not None and (
-        not isinstance(chunk_size, int) or not 1 <= chunk_size <= checks.INT64.max
-    ):
-        raise ValueError(
-            f"chunk_size must be an int >= 1 (and an int64) or None, got {chunk_size!r}"
-        )
-
-
-def check_head(x, weight, bias, labels: Labels, fp32_logits: bool) -> None:
-    """Raises TypeError or ValueError for a head and labels that do not fit each other."""
-    if not isinstance(fp32_logits, bool):
-        raise TypeError(f"fp32_logits must be a bool, got {fp32_logits!r}")
-    for name, t in (("x", x), ("weight", weight), ("bias", bias)):
-        if t is None and name == "bias":
-            continue
-        checks.floating(name, t)
-        if t.dtype != x.dtype:
-            raise TypeError(
-                f"{name} must have x's dtype {x.dtype}, got {t.dtype}; cast one of the two"
-            )
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x must have a last dimension of at least 1, got shape {list(x.shape)}")
-    if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"weight must have shape [V, {x.shape[-1]}] (x's last dimension) with V >= 1, got "
-            f"{list(weight.shape)}"
-        )
-    if bias is not None:
-        checks.shape("bias", bias, weight.shape[:1], "rows of weight")
-    if isinstance(labels.target, torch.Tensor):
-        checks.shape("target", labels.target, tuple(x.shape[:-1]), "x without its last dimension")
-    checks.same_device(x=x, weight=weight, bias=bias)
-    # The shape, dtype and device of the logits: one element, expanded to V * T.
-    check_labels(x.new_empty(1).expand(*x.shape[:-1], weight.shape[0]), labels)
-
-
 def low_rank(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    A: torch.Tensor | None,
-    B: torch.Tensor | None,
-    scale: float,
+    x: torch.Tensor, A: torch.Tensor | None, B: torch.Tensor | None, scale: float
 ) -> torch.Tensor | None:
-    """scale * x A^T [T, r], or None without an adapter. Raises TypeError or ValueError, naming
-    lora_A, lora_B or lora_scale, for one that does not fit the head.
-    """
-    checks.number(
-        "lora_scale", scale, -checks.LARGEST, checks.LARGEST, "a finite number (in float32)"
-    )
+    """scale * x A^T [T, r], or None without an adapter. Raises ValueError for half of one."""
     if A is None and B is None:
         return None
     if A is None or B is None:
         missing = "lora_A" if A is None else "lora_B"
         raise ValueError(f"{missing} must be given with the other factor, got None")
-    for name, t in (("lora_A", A), ("lora_B", B)):
-        checks.floating(name, t)
-        if t.dtype != x.dtype:
-            raise TypeError(f"{name} must have x's dtype {x.dtype}, got {t.dtype}; cast it")
-    if A.dim() != 2 or A.shape[0] == 0 or A.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"lora_A must have shape [r, {x.shape[-1]}] (x's last dimension) with r >= 1, got "
-            f"{list(A.shape)}"
-        )
-    checks.shape("lora_B", B, (weight.shape[0], A.shape[0]), "rows of weight and of lora_A")
-    checks.same_device(x=x, lora_A=A, lora_B=B)
     with checks.no_autocast(x):
         return F.linear(x.reshape(-1, x.shape[-1]), A) * scale
 
@@ -221,7 +170,7 @@ class _Replicated(torch.autograd.Function):
         return grad, None
 
 
-def replicated(x: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:
+def replicated(x: torch.Tensor, group: Group) -> torch.Tensor:
     """x, whose gradient is summed over the ranks that shard the vocabulary. Raises ValueError under
     torch.compile.
     """
@@ -585,7 +534,7 @@ class HeadRows(NamedTuple):
     shape: torch.Size
 
     @classmethod
-    def checked(
+    def of(
         cls,
         x: torch.Tensor,
         weight: torch.Tensor,
@@ -598,12 +547,10 @@ class HeadRows(NamedTuple):
         chunk_size: int | None = None,
         group: Group = None,
     ) -> HeadRows:
-        """Raises TypeError or ValueError for arguments that do not fit each other. adapter: (A, B,
+        """Of arguments that are as HEAD, HEAD_OPTIONS and ADAPTER declare them.   adapter: (A, B,
         scale), None for none.
         """
-        check_chunks("fp32", chunk_size)
-        check_head(x, weight, bias, Labels(target, group=group), fp32_logits)
-        low = low_rank(x, weight, *adapter)
+        low = low_rank(x, *adapter)
         valid = presence(target, world_size(group) * weight.shape[0], ignore_index).reshape(-1)
         rows = replicated(x, group).reshape(-1, x.shape[-1])
         low = None if low is None else replicated(low, group)

@@ -24,6 +24,8 @@ from tilewright import platform
 from tilewright.core import checks, torch_names
 from tilewright.core.library import Operator, declare, in_transform, refuse_tangents
 from tilewright.core.registry import Goal, Implementation, Judged, Op
+from tilewright.core.takes import takes
+from tilewright.core.torch_names import ProcessGroup
 from tilewright.kernels.loss.operators import (
     LossOutputs,
     StatsGradients,
@@ -32,9 +34,11 @@ from tilewright.kernels.loss.operators import (
 )
 from tilewright.ops.loss import softmax_stats, targets
 from tilewright.ops.loss.cross_entropy import (
+    LOSS,
     CrossEntropyOutput,
     Options,
     Request,
+    check_class_weight,
     in_torch,
     loss_inputs,
     losses_eager,
@@ -46,13 +50,15 @@ from tilewright.ops.loss.cross_entropy import (
     whole_rows_only,
 )
 from tilewright.ops.loss.head import (
+    ACCUMULATE,
     CHUNK,
+    HEAD,
+    HEAD_OPTIONS,
+    SIZES,
     Chunks,
     Head,
     Needs,
     Plan,
-    check_chunks,
-    check_head,
     joined,
     logits_eager,
     replicated,
@@ -66,6 +72,7 @@ from tilewright.ops.loss.vocabulary import world_size
 
 @checks.autocast("products", "x", "weight", "bias")
 @checks.torch_names(input="x", linear_weight="weight", linear_bias="bias")
+@takes(*SIZES, **HEAD, **HEAD_OPTIONS, **LOSS, accumulate=ACCUMULATE)
 def linear_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -83,7 +90,7 @@ def linear_cross_entropy(
     return_lse: bool = False,
     return_entropy: bool = False,
     return_argmax: bool = False,
-    group: torch.distributed.ProcessGroup | None = None,
+    group: ProcessGroup | None = None,
     accumulate: str = "fp32",
     fp32_logits: bool = False,
     chunk_size: int | None = None,
@@ -152,10 +159,9 @@ def linear_cross_entropy(
     Source: chunks with gradients in forward as in Liger-Kernel (arXiv:2410.10989, section 3.2).
     """
     returns = return_lse, return_entropy, return_argmax
-    options = Options.checked(ignore_index, label_smoothing, z_loss, softcap, reduction, *returns)
-    check_chunks(accumulate, chunk_size)
+    options = Options.of(ignore_index, label_smoothing, z_loss, softcap, reduction, *returns)
     labels = Labels(target, class_weight, token_weight, num_tokens, group)
-    check_head(x, weight, bias, labels, fp32_logits)
+    check_class_weight(class_weight, weight.shape[0], group)
     plan = Plan(accumulate == "fp32", fp32_logits, False, chunk_size)
     fn = LINEAR_CROSS_ENTROPY.pick(implementation, x, Request.of(labels))
     head = Head(replicated(x, group).reshape(-1, x.shape[-1]), weight, bias)

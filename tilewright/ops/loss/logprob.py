@@ -22,19 +22,37 @@ from tilewright import platform
 from tilewright.core import checks
 from tilewright.core.library import from_kernels
 from tilewright.core.registry import Goal, Implementation, Judged, Op
+from tilewright.core.takes import takes
+from tilewright.core.torch_names import ProcessGroup
 from tilewright.kernels.loss.operators import Scaling, Stats, Wanted
 from tilewright.ops import cases
 from tilewright.ops.loss import rows
-from tilewright.ops.loss.cross_entropy import check_options, logits_case
-from tilewright.ops.loss.head import HeadRows, head_op
+from tilewright.ops.loss.cross_entropy import COLUMNS, LOGITS, SOFTCAP, logits_case
+from tilewright.ops.loss.head import (
+    ADAPTER,
+    HEAD,
+    HEAD_OPTIONS,
+    RANKS,
+    SIZES,
+    HeadRows,
+    head_op,
+)
 from tilewright.ops.loss.head_cases import atol, case, offsets, timed
 from tilewright.ops.loss.softmax_stats import reshaped, stats_eager, without_gradient
-from tilewright.ops.loss.targets import Labels, check_labels, presence
+from tilewright.ops.loss.targets import IGNORE_INDEX, presence
 from tilewright.ops.loss.vocabulary import world_size
+
+OPTIONS = {
+    "temperature": "number (0, inf)",
+    "softcap": SOFTCAP,
+    "ignore_index": IGNORE_INDEX,
+    "return_argmax": "bool",
+}
 
 
 @checks.autocast("float32")
 @checks.torch_names(input="logits")
+@takes(COLUMNS, **LOGITS, **OPTIONS, inplace="bool")
 def logprob_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -44,7 +62,7 @@ def logprob_entropy(
     ignore_index: int = -100,
     return_argmax: bool = False,
     inplace: bool = False,
-    group: torch.distributed.ProcessGroup | None = None,
+    group: ProcessGroup | None = None,
     implementation: str = "auto",
 ) -> tuple[torch.Tensor, ...]:
     """Log-probability of each target and the entropy of its distribution, from given logits.
@@ -88,8 +106,7 @@ def logprob_entropy(
     Source: the quantities that policy-gradient losses with an entropy bonus need (arXiv:1602.01783,
     section 4; arXiv:2402.03300, section 4.1).
     """
-    scaling = _scaling(temperature, softcap, ignore_index)
-    check_labels(logits, Labels(target, group=group))
+    scaling = _scaling(temperature, softcap)
     if inplace:
         checks.overwritable("logits", logits)
     V = world_size(group) * logits.shape[-1]
@@ -102,6 +119,7 @@ def logprob_entropy(
 
 
 @checks.autocast("products", "x", "weight", "bias", "lora_A", "lora_B")
+@takes(*SIZES, *RANKS, **HEAD, **HEAD_OPTIONS, **ADAPTER, **OPTIONS)
 def linear_logprob(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -115,7 +133,7 @@ def linear_logprob(
     softcap: float | None = None,
     ignore_index: int = -100,
     return_argmax: bool = False,
-    group: torch.distributed.ProcessGroup | None = None,
+    group: ProcessGroup | None = None,
     fp32_logits: bool = False,
     chunk_size: int | None = None,
     implementation: str = "auto",
@@ -158,8 +176,8 @@ def linear_logprob(
         >>> f"{logprob[0].item():.4f} {entropy[0].item():.4f}"
         '-1.3863 1.3863'
     """
-    scaling = _scaling(temperature, softcap, ignore_index)
-    of = HeadRows.checked(
+    scaling = _scaling(temperature, softcap)
+    of = HeadRows.of(
         x,
         weight,
         target,
@@ -175,16 +193,8 @@ def linear_logprob(
         return fn(of, scaling, Wanted(mean=True, argmax=return_argmax))
 
 
-def _scaling(temperature: float, softcap: float | None, ignore_index: int) -> Scaling:
-    """Raises TypeError or ValueError for options that are invalid for all logits."""
-    check_options(ignore_index, 0.0, 0.0, softcap, "none")
-    checks.number(
-        "temperature",
-        temperature,
-        checks.SMALLEST,
-        checks.LARGEST,
-        "a finite number > 0 (in float32)",
-    )
+def _scaling(temperature: float, softcap: float | None) -> Scaling:
+    """Raises ValueError for a cap that is none in units of the temperature."""
     if softcap and not checks.SMALLEST <= softcap / temperature <= checks.LARGEST:
         raise ValueError(
             "softcap / temperature must be a finite number > 0 (in float32), got "

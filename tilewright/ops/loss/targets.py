@@ -1,4 +1,4 @@
-"""Labels of a loss, their checks, ignored rows, and the handling of a target out of range.
+"""Labels of a loss, ignored rows, and the handling of a target out of range.
 
 The losses read targets on the device, so that no loss synchronizes: a target that is neither in the
 vocabulary nor ignore_index makes its row's loss and gradient NaN, and the divisor of "mean" does
@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from tilewright.core import checks
 from tilewright.core.library import define
 from tilewright.core.torch_names import ProcessGroup
+
+# Declarations (core.takes) that the losses share: an index, also of no class, is an int64.
+TARGET, IGNORE_INDEX = "int64 [*T]", "int [-2**63, 2**63)"
 
 
 class Labels(NamedTuple):
@@ -38,59 +40,6 @@ class Labels(NamedTuple):
             num_tokens.detach() if isinstance(num_tokens, torch.Tensor) else num_tokens,
             group,
         )
-
-
-def check_labels(logits: torch.Tensor, labels: Labels) -> None:
-    """Raises TypeError or ValueError for labels that do not fit logits [..., V]."""
-    target, class_weight, token_weight, num_tokens, group = labels
-    checks.floating("logits", logits)
-    if logits.dim() == 0 or logits.shape[-1] == 0:
-        raise ValueError(
-            f"logits must have a last dimension of at least 1, got shape {list(logits.shape)}"
-        )
-    if not isinstance(target, torch.Tensor):
-        raise TypeError(f"target must be a torch.Tensor, got {type(target).__name__}")
-    if target.dtype != torch.int64:
-        raise TypeError(f"target must be int64 (class indices), got {target.dtype}")
-    checks.dense("target", target)
-    checks.shape("target", target, tuple(logits.shape[:-1]), "logits without its last dimension")
-    world = 1
-    if group is not None:
-        if not torch.distributed.is_available() or not isinstance(
-            group, torch.distributed.ProcessGroup
-        ):
-            raise TypeError(
-                "group must be a torch.distributed.ProcessGroup or None, got "
-                f"{type(group).__name__}"
-            )
-        world = torch.distributed.get_world_size(group)
-    if class_weight is not None:
-        checks.floating("class_weight", class_weight)
-        checks.shape("class_weight", class_weight, (world * logits.shape[-1],), "the vocabulary")
-        if class_weight.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                "class_weight must not require a gradient (it gets none), got one that does; "
-                "pass class_weight.detach()"
-            )
-    if token_weight is not None:
-        checks.floating("token_weight", token_weight)
-        checks.shape("token_weight", token_weight, tuple(target.shape), "that of target")
-    if isinstance(num_tokens, torch.Tensor):
-        checks.shape("num_tokens", num_tokens, (), "a 0-d tensor, or a number")
-        if num_tokens.is_complex() or num_tokens.dtype == torch.bool:
-            raise TypeError(f"num_tokens must be of a real dtype, got {num_tokens.dtype}")
-        checks.dense("num_tokens", num_tokens)
-    elif num_tokens is not None:  # 0, where every token everywhere is ignored, counts as 1
-        checks.number(
-            "num_tokens",
-            num_tokens,
-            0,
-            checks.LARGEST,
-            "a finite number >= 0, a 0-d tensor or None",
-        )
-    checks.same_device(
-        logits=logits, target=target, class_weight=class_weight, token_weight=token_weight
-    )
 
 
 # ---- targets out of range

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tilewright.core.torch_names import ProcessGroup
 from tilewright.kernels.loss.operators import Stats
 from tilewright.ops.loss.targets import within
 
@@ -61,7 +62,7 @@ def across(
     logits: torch.Tensor,
     target: torch.Tensor,
     class_weight: torch.Tensor | None,
-    group: torch.distributed.ProcessGroup,
+    group: ProcessGroup,
     unit: float = 1.0,
 ) -> Stats:
     """Statistics of whole rows, on every rank, from those of equal shards of the vocabulary, one
@@ -96,15 +97,22 @@ def finite(peak: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(peak, nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def world_size(group: torch.distributed.ProcessGroup | None) -> int:
-    return 1 if group is None else torch.distributed.get_world_size(group)
+def world_size(group: ProcessGroup | None) -> int:
+    """Raises TypeError for what is no group."""
+    if group is None:
+        return 1
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}"
+        )
+    return torch.distributed.get_world_size(group)
 
 
 def shard(
     columns: int,
     target: torch.Tensor,
     class_weight: torch.Tensor | None,
-    group: torch.distributed.ProcessGroup | None,
+    group: ProcessGroup | None,
 ) -> tuple[int, torch.Tensor, torch.Tensor | None]:
     """(whole vocabulary, target and class weights relative to this rank's columns)."""
     if group is None:

@@ -29,6 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewright.core import checks
 from tilewright.core.registry import ImplementationUnavailable
+from tilewright.core.takes import takes
+from tilewright.core.torch_names import ProcessGroup
 from tilewright.ops.activation.gate import Gate
 from tilewright.ops.moe.expert_transport import (
     AllToAll,
@@ -40,10 +42,10 @@ from tilewright.ops.moe.expert_transport import (
     transport_of,
     values_at,
 )
-from tilewright.ops.moe.experts import SWIGLU, check_routing
+from tilewright.ops.moe.experts import BIASED, BIASES, EXPERTS, SIZES, SWIGLU
 from tilewright.ops.moe.moe import moe_mlp, moe_mlp_eager
 from tilewright.ops.moe.moe_fused import NO_BIASES, Biases
-from tilewright.ops.moe.permute import sort_slots
+from tilewright.ops.moe.permute import INDICES, SLOTS, checked_index, sort_slots
 from tilewright.ops.quant.quantize import Quantized
 
 __all__ = ["DeepEP", "Dispatched", "Plan", "combine", "dispatch", "ep_moe_mlp"]
@@ -81,13 +83,14 @@ class Dispatched(NamedTuple):
 # function that it is asked to compile, and the gradient of x is then zero.
 @checks.autocast("products", "x", "gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 @torch.compiler.disable
+@takes(*SIZES, BIASED, **EXPERTS, **BIASES, dispatch=DISPATCHES, recompute="bool")
 def ep_moe_mlp(
     x: torch.Tensor,
     gate_up_proj: torch.Tensor | Quantized,
     down_proj: torch.Tensor | Quantized,
     expert_index: torch.Tensor,
     expert_weight: torch.Tensor,
-    group: dist.ProcessGroup,
+    group: ProcessGroup,
     *,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
@@ -149,15 +152,10 @@ def ep_moe_mlp(
         True
         >>> dist.destroy_process_group()
     """
-    checks.choice("dispatch", dispatch, DISPATCHES)
     if dispatch == "deepep" and (reason := no_deepep(x.device.type)):
         raise ImplementationUnavailable(f"ep_moe_mlp[deepep]: {reason}")
-    if len(gate_up_proj.shape) != 3:
-        raise ValueError(
-            f"gate_up_proj must have shape [L, 2 I, H], got {list(gate_up_proj.shape)}"
-        )
     E = gate_up_proj.shape[0] * dist.get_world_size(group)
-    index = _validate(x, expert_index, expert_weight, E)
+    index = checked_index(expert_index, E)
     weight = expert_weight.to(torch.promote_types(x.dtype, torch.float32))
     if dispatch == "eager":
         return ep_moe_mlp_eager(
@@ -193,12 +191,13 @@ def ep_moe_mlp(
     return Return.apply(results, route)
 
 
+@takes(*SLOTS, x="float [T, H]", **INDICES, expert_weight="float [T, K]")
 def dispatch(
     x: torch.Tensor,
     expert_index: torch.Tensor,
     expert_weight: torch.Tensor,
     num_experts: int,
-    group: dist.ProcessGroup,
+    group: ProcessGroup,
 ) -> Dispatched:
     """Sends tokens to their experts: the first half of `ep_moe_mlp`.
 
@@ -226,12 +225,12 @@ def dispatch(
         ([2.0, 1.0, 3.0], [0, 1, 1])
         >>> dist.destroy_process_group()
     """
-    index = _validate(x, expert_index, expert_weight, num_experts)
     if num_experts % dist.get_world_size(group):
         raise ValueError(
             f"num_experts must be a multiple of the group's {dist.get_world_size(group)} ranks, "
             f"got {num_experts}"
         )
+    index = checked_index(expert_index, num_experts)
     weight = expert_weight.to(torch.promote_types(x.dtype, torch.float32))
     return _dispatch(x, index, weight, num_experts, AllToAll(group))
 
@@ -268,15 +267,6 @@ def combine(rows: torch.Tensor, plan: Plan) -> torch.Tensor:
     if rows.dim() != 2 or rows.shape[0] != P:
         raise ValueError(f"rows must have shape [{P}, H], as dispatched, got {list(rows.shape)}")
     return Return.apply(_Collect.apply(rows, plan.slots, plan.position), plan.route)
-
-
-def _validate(x, expert_index, expert_weight, E):
-    checks.floating("x", x)
-    checks.floating("expert_weight", expert_weight)
-    checks.same_device(x=x, expert_index=expert_index, expert_weight=expert_weight)
-    if x.dim() != 2:
-        raise ValueError(f"x must have shape [T, H], got {list(x.shape)}")
-    return check_routing(x, expert_index, expert_weight, E)
 
 
 # ---- the definition

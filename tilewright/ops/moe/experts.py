@@ -1,5 +1,5 @@
-"""Shared code of ops over a mixture's experts: checks of a routing and its draws in cases, rows and
-token slots, and the backward of the gated activation between two products.
+"""Shared code of ops over a mixture's experts: declarations of their arguments, draws of a routing
+in cases, rows and token slots, and the backward of the gated activation between two products.
 
 T = tokens, K = experts per token, R = T K rows in the order of their experts, E = experts, H =
 model width, I = inner width of an expert.
@@ -18,12 +18,24 @@ from tilewright.core.library import Declaration
 from tilewright.core.registry import Implementation, no_kernels
 from tilewright.ops.activation.activation import Gate, gate_parts
 from tilewright.ops.moe.grouped_gemm import GROUPED_GEMM
-from tilewright.ops.moe.permute import checked_index
+from tilewright.ops.moe.permute import INDEX, MOST_EXPERTS, SLOTS
 from tilewright.ops.quant.aqn import AQN
 from tilewright.ops.quant.quantize import Quantized
 from tilewright.ops.quant.weights import Packed, dense, pack, saved, to_save
 
 SWIGLU = Gate()
+
+# Declarations (core.takes) of the tokens, weights and routing of E experts.
+EXPERTS = {
+    "x": "float [T, H]",
+    "gate_up_proj": "x [E, 2*I, H]",
+    "down_proj": "x [E, H, I]",
+    "expert_index": INDEX,
+    "expert_weight": "float [T, K]",
+}
+BIASES = {"gate_up_bias": "x [E, 2*I]", "down_bias": "x [E, H]"}
+SIZES = f"1 <= E <= {MOST_EXPERTS}", *SLOTS
+BIASED = "gate_up_proj: down_bias is None or I > 0"
 
 
 class Projections(NamedTuple):
@@ -83,37 +95,6 @@ def or_zeros(declared: Declaration, launch: Callable) -> Callable:
         return type(results)(*[None if t is None else t.zero_() for t in results])
 
     return launched
-
-
-def check_sizes(
-    x: torch.Tensor, gate_up_proj: torch.Tensor | Quantized, down_proj: torch.Tensor | Quantized
-) -> tuple[int, int, int]:
-    """E, I and H, if x [T, H] and the projections have fitting shapes; else raises ValueError."""
-    if x.dim() != 2:
-        raise ValueError(f"x must have shape [T, H], got {list(x.shape)}")
-    if len(gate_up_proj.shape) != 3 or gate_up_proj.shape[1] % 2:
-        raise ValueError(
-            f"gate_up_proj must have shape [E, 2 I, H], got {list(gate_up_proj.shape)}"
-        )
-    E, I, H = gate_up_proj.shape[0], gate_up_proj.shape[1] // 2, x.shape[1]
-    checks.shape("gate_up_proj", gate_up_proj, (E, 2 * I, H), "[E, 2 I, H], with x's H")
-    checks.shape("down_proj", down_proj, (E, H, I), "[E, H, I] of gate_up_proj")
-    return E, I, H
-
-
-def check_routing(
-    x: torch.Tensor, expert_index: torch.Tensor, expert_weight: torch.Tensor, E: int
-) -> torch.Tensor:
-    """Returns the index, as `checked_index` does, if it and its weights fit x [T, H]. Raises as
-    `moe_mlp` does.
-    """
-    index = checked_index(expert_index, E)
-    if index.shape[0] != x.shape[0]:
-        raise ValueError(
-            f"expert_index must have a row for each of x's {x.shape[0]}, got {list(index.shape)}"
-        )
-    checks.shape("expert_weight", expert_weight, tuple(index.shape), "that of expert_index")
-    return index
 
 
 def expert_of(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from tilewright import platform
 from tilewright.core import checks
 from tilewright.core.library import Operator, define, from_kernels
 from tilewright.core.registry import Goal, Implementation, Op, short
+from tilewright.core.takes import takes
 from tilewright.kernels.moe.operators import (
     product,
     product_backward_weight,
@@ -32,6 +33,7 @@ from tilewright.ops.moe.grouped_gemm_cases import CASES
 
 
 @checks.autocast("products", "x", "weight")
+@takes("R < 2**31", "E >= 1", x="float [R, K]", weight="x [E, N, K]", offsets="int32 [E]")
 def grouped_gemm(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, *, implementation: str = "auto"
 ) -> torch.Tensor:
@@ -69,29 +71,9 @@ def grouped_gemm(
     or dropped tokens as in MegaBlocks, arXiv:2211.15841; the signature is that of
     torch.nn.functional.grouped_mm.
     """
-    _validate(x, weight, offsets)
     if not offsets.is_cuda and not offsets.is_meta:
         offsets = _checked_offsets(offsets, x.shape[0])
     return GROUPED_GEMM.pick(implementation, x)(x, weight, offsets)
-
-
-def _validate(x, weight, offsets):
-    checks.floating("x", x)
-    checks.floating("weight", weight)
-    if x.dim() != 2:
-        raise ValueError(f"x must have shape [R, K], got {list(x.shape)}")
-    if weight.dim() != 3 or weight.shape[0] == 0:
-        raise ValueError(f"weight must have shape [E, N, K], E not 0, got {list(weight.shape)}")
-    checks.shape("weight", weight, (*weight.shape[:2], x.shape[1]), "[E, N, K], with x's K")
-    if weight.dtype != x.dtype:
-        raise TypeError(f"weight must have x's dtype {short(x.dtype)}, got {short(weight.dtype)}")
-    checks.same_device(x=x, weight=weight, offsets=offsets)
-    checks.dense("offsets", offsets)
-    if offsets.dtype != torch.int32:
-        raise TypeError(f"offsets must be int32, got {short(offsets.dtype)}")
-    checks.shape("offsets", offsets, (weight.shape[0],), "[E]: an end for each expert of weight")
-    if x.shape[0] >= 2**31:
-        raise ValueError(f"x must have fewer than 2^31 rows, got {x.shape[0]}")
 
 
 def _look_at_offsets(offsets, rows):

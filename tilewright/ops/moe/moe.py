@@ -33,28 +33,32 @@ import torch
 
 from tilewright import platform
 from tilewright.core import checks
-from tilewright.core.registry import FLOATS, Goal, Implementation, Judged, Op, no_kernels, short
+from tilewright.core.registry import FLOATS, Goal, Implementation, Judged, Op, no_kernels
+from tilewright.core.takes import takes
 from tilewright.kernels.moe.operators import map_size
 from tilewright.ops import cases
 from tilewright.ops.activation.activation import Gate, gate_eager
 from tilewright.ops.moe import moe_quack
 from tilewright.ops.moe.experts import (
+    BIASED,
+    BIASES,
+    EXPERTS,
+    SIZES,
     SWIGLU,
     Projections,
-    check_routing,
-    check_sizes,
     over_grouped_gemm,
 )
 from tilewright.ops.moe.grouped_gemm import grouped_gemm_eager
 from tilewright.ops.moe.moe_cases import CASES
 from tilewright.ops.moe.moe_fused import NO_BIASES, Biases, add_bias, load_composed, load_triton
-from tilewright.ops.moe.permute import permute_eager, unpermute_eager
+from tilewright.ops.moe.permute import checked_index, permute_eager, unpermute_eager
 from tilewright.ops.quant import aqn
 from tilewright.ops.quant.aqn import AQN
 from tilewright.ops.quant.quantize import Quantized
 
 
 @checks.autocast("products", "x", "gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
+@takes(*SIZES, BIASED, **EXPERTS, **BIASES)
 def moe_mlp(
     x: torch.Tensor,
     gate_up_proj: torch.Tensor | Quantized,
@@ -117,16 +121,8 @@ def moe_mlp(
     5; biases and `Gate`: gpt-oss, arXiv:2508.10925. See the module's docstring for the backward.
     """
     biases = Biases(gate_up_bias, down_bias)
-    index = _validate(
-        x,
-        gate_up_proj,
-        down_proj,
-        expert_index,
-        expert_weight,
-        noise,
-        biases,
-        gate,
-    )
+    _check_quantized(gate_up_proj, down_proj, biases, gate, noise)
+    index = checked_index(expert_index, gate_up_proj.shape[0])
     weight = expert_weight.to(torch.promote_types(x.dtype, torch.float32))
     return MOE_MLP.pick(implementation, x)(
         x, gate_up_proj, down_proj, index, weight, noise, biases, gate
@@ -155,51 +151,24 @@ def saved_bytes(
     )
 
 
-def _validate(x, gate_up_proj, down_proj, expert_index, expert_weight, noise, biases, gate):
+def _check_quantized(gate_up_proj, down_proj, biases, gate, noise):
+    """Raises TypeError or ValueError for what does not go with weights of this kind."""
     weights = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
     frozen = [name for name, t in weights.items() if isinstance(t, Quantized)]
     if len(frozen) == 1:
         raise TypeError(
-            f"gate_up_proj and down_proj must both be tensors or both be quantized, got only "
-            f"{frozen[0]} "
-            "quantized"
+            "gate_up_proj and down_proj must both be tensors or both be quantized, got only "
+            f"{frozen[0]} quantized"
         )
-    for name, t in {"x": x, **({} if frozen else weights), "expert_weight": expert_weight}.items():
-        checks.floating(name, t)
     aqn.arguments(noise)
     if noise is not None and not frozen:
         raise ValueError("noise is for quantized weights, got it with tensors")
     if not isinstance(gate, Gate):
         raise TypeError(f"gate must be a Gate, got {type(gate).__name__}")
-    by_name = dict(zip(biases._fields, biases, strict=True))
-    for name, is_set in {
-        **{name: t is not None for name, t in by_name.items()},
-        "gate": not gate.is_swiglu,
-    }.items():
-        if is_set and frozen:
+    if frozen:
+        given = [name for name, t in zip(biases._fields, biases, strict=True) if t is not None]
+        for name in given if gate.is_swiglu else [*given, "gate"]:
             raise ValueError(f"{name} is for weights that are tensors, got it with quantized ones")
-    tensors = {name: t.tensors()[0] if frozen else t for name, t in weights.items()}
-    checks.same_device(
-        x=x, **tensors, expert_index=expert_index, expert_weight=expert_weight, **by_name
-    )
-    E, I, H = check_sizes(x, gate_up_proj, down_proj)
-    for name, t in weights.items():
-        if not frozen and t.dtype != x.dtype:
-            raise TypeError(f"{name} must have x's dtype {short(x.dtype)}, got {short(t.dtype)}")
-    if I == 0 and biases.down_bias is not None:
-        raise ValueError(
-            "down_bias needs an inner width I that is not 0, got gate_up_proj of shape "
-            f"{list(gate_up_proj.shape)}"
-        )
-    for (name, t), expected in zip(by_name.items(), ((E, 2 * I), (E, H)), strict=True):
-        if t is not None:
-            checks.floating(name, t)
-            checks.shape(name, t, expected, "that of its weight without the last dimension")
-            if t.dtype != x.dtype:
-                raise TypeError(
-                    f"{name} must have x's dtype {short(x.dtype)}, got {short(t.dtype)}"
-                )
-    return check_routing(x, expert_index, expert_weight, E)
 
 
 # ---- the definition

@@ -29,19 +29,15 @@ from functools import partial
 import torch
 
 from tilewright.core import checks
-from tilewright.core.registry import FLOATS, Judged, Op, short
+from tilewright.core.registry import FLOATS, Judged, Op
+from tilewright.core.takes import takes
 from tilewright.ops.activation.activation import SILU, act_mul_eager
-from tilewright.ops.moe.experts import (
-    Projections,
-    check_routing,
-    check_sizes,
-    over_grouped_gemm,
-)
+from tilewright.ops.moe.experts import EXPERTS, SIZES, Projections, over_grouped_gemm
 from tilewright.ops.moe.grouped_gemm import GROUPED_GEMM, grouped_gemm_eager
 from tilewright.ops.moe.moe_lora_cases import CASES
 from tilewright.ops.moe.moe_lora_cases import MODES as MODES
 from tilewright.ops.moe.moe_lora_fused import Adapters, load
-from tilewright.ops.moe.permute import permute_eager, unpermute_eager
+from tilewright.ops.moe.permute import checked_index, permute_eager, unpermute_eager
 from tilewright.ops.quant import aqn
 from tilewright.ops.quant.aqn import AQN
 from tilewright.ops.quant.quantize import Quantized
@@ -50,6 +46,22 @@ ADAPTERS = Adapters._fields
 
 
 @checks.autocast("products", "x", "gate_up_proj", "down_proj", *ADAPTERS)
+@takes(
+    *SIZES,
+    "A in (1, E)",  # of gate and up, both for all experts or both for each
+    "B in (1, E)",
+    "gate_rank >= 1",
+    "up_rank >= 1",
+    "down_rank >= 1",
+    **EXPERTS,
+    gate_A="x [A, gate_rank, H]",
+    gate_B="x [B, I, gate_rank]",
+    up_A="x [A, up_rank, H]",
+    up_B="x [B, I, up_rank]",
+    down_A="x [E, down_rank, I] | [1, down_rank, I]",
+    down_B="x [E, H, down_rank] | [1, H, down_rank]",
+    scale="number",
+)
 def moe_lora(
     x: torch.Tensor,
     gate_up_proj: torch.Tensor | Quantized,
@@ -117,9 +129,15 @@ def moe_lora(
     Source: LoRA, arXiv:2106.09685, on the experts of `moe_mlp`.
     """
     adapters = Adapters(gate_A, gate_B, up_A, up_B, down_A, down_B)
-    index = _validate(
-        x, gate_up_proj, down_proj, expert_index, expert_weight, adapters, scale, noise
-    )
+    aqn.arguments(noise)
+    for name, w in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
+        if isinstance(w, Quantized):
+            continue
+        if w.requires_grad:
+            raise ValueError(f"{name} must not require a gradient: under adapters it is frozen")
+        if noise is not None:
+            raise ValueError("noise is for quantized weights, got it with tensors")
+    index = checked_index(expert_index, gate_up_proj.shape[0])
     weight = expert_weight.to(torch.promote_types(x.dtype, torch.float32))
     return MOE_LORA.pick(implementation, x)(
         x, gate_up_proj, down_proj, index, weight, adapters, float(scale), noise
@@ -147,58 +165,6 @@ def saved_bytes(
     R, (gate, up, down) = T * K, ranks
     low = (T if shared_A else R) * (gate + up) + (T if shared_B else R) * down
     return itemsize * (T * H + R * 2 * I + low) + 4 * (3 * R + E)
-
-
-def _validate(x, gate_up_proj, down_proj, expert_index, expert_weight, adapters, scale, noise):
-    checks.floating("x", x)
-    checks.floating("expert_weight", expert_weight)
-    first = {}
-    for name, w in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
-        if isinstance(w, Quantized):
-            first[name] = w.tensors()[0]
-            continue
-        checks.floating(name, w)
-        if w.dtype != x.dtype:
-            raise TypeError(f"{name} must have x's dtype {short(x.dtype)}, got {short(w.dtype)}")
-        if w.requires_grad:
-            raise ValueError(f"{name} must not require a gradient: under adapters it is frozen")
-        first[name] = w
-    by_name = dict(zip(ADAPTERS, adapters, strict=True))
-    for name, t in by_name.items():
-        checks.floating(name, t)
-    checks.same_device(
-        x=x, **first, expert_index=expert_index, expert_weight=expert_weight, **by_name
-    )
-    E, I, H = check_sizes(x, gate_up_proj, down_proj)
-    for i, (inner, outer) in enumerate(((H, I), (H, I), (I, H))):
-        _pair(*ADAPTERS[2 * i : 2 * i + 2], *adapters[2 * i : 2 * i + 2], E, inner, outer, x.dtype)
-    for one, other in ((0, 2), (1, 3)):
-        if adapters[one].shape[0] != adapters[other].shape[0]:
-            raise ValueError(
-                f"{ADAPTERS[one]} and {ADAPTERS[other]} must both be shared or both be of each "
-                f"expert, "
-                f"got {adapters[one].shape[0]} and {adapters[other].shape[0]} for {E} experts"
-            )
-    checks.number("scale", scale, -checks.LARGEST, checks.LARGEST, "a finite number")
-    aqn.arguments(noise)
-    if noise is not None and not (
-        isinstance(gate_up_proj, Quantized) and isinstance(down_proj, Quantized)
-    ):
-        raise ValueError("noise is for quantized weights, got it with tensors")
-    return check_routing(x, expert_index, expert_weight, E)
-
-
-def _pair(name_A, name_B, A, B, E, inner, outer, dtype):
-    for name, t, columns in ((name_A, A, inner), (name_B, B, A.shape[1] if A.dim() == 3 else None)):
-        shape = "[E or 1, r, in]" if name == name_A else "[E or 1, out, r]"
-        if t.dim() != 3 or t.shape[0] not in (1, E) or A.shape[1] == 0:
-            raise ValueError(
-                f"{name} must have shape {shape}, with E = {E} and r not 0, got {list(t.shape)}"
-            )
-        rows = t.shape[1] if name == name_A else outer
-        checks.shape(name, t, (t.shape[0], rows, columns), f"{shape}, in = {inner}, out = {outer}")
-        if t.dtype != dtype:
-            raise TypeError(f"{name} must have x's dtype {short(dtype)}, got {short(t.dtype)}")
 
 
 # ---- the definition

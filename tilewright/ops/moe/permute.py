@@ -17,12 +17,18 @@ import torch
 from tilewright import platform
 from tilewright.core import checks
 from tilewright.core.library import Operator, define, from_kernels
-from tilewright.core.registry import Case, Cost, DispatchOn, Implementation, Op, short
+from tilewright.core.registry import Case, Cost, DispatchOn, Implementation, Op
+from tilewright.core.takes import takes
 from tilewright.core.torch_names import in_transform
 from tilewright.kernels.moe.operators import Order, collect, collect_backward, sort, spread
 from tilewright.ops import cases
 
 MOST_EXPERTS = 4096  # the sort keeps a number for each in registers
+
+# Declarations (core.takes) of the experts of T tokens.
+INDEX = "int32 | int64 [T, K]"
+SLOTS = "K >= 1", "T * K < 2**31"
+INDICES = {"expert_index": INDEX, "num_experts": f"int [1, {MOST_EXPERTS}]"}
 
 
 class Permuted(NamedTuple):
@@ -34,6 +40,7 @@ class Permuted(NamedTuple):
     position: torch.Tensor
 
 
+@takes(*SLOTS, **INDICES)
 def sort_by_expert(
     expert_index: torch.Tensor, num_experts: int, *, implementation: str = "auto"
 ) -> Order:
@@ -73,6 +80,7 @@ def sort_slots(index: torch.Tensor, num_experts: int) -> Order:
 
 
 @checks.autocast("inputs")
+@takes(*SLOTS, x="float [T, H]", **INDICES)
 def permute(
     x: torch.Tensor, expert_index: torch.Tensor, num_experts: int, *, implementation: str = "auto"
 ) -> Permuted:
@@ -99,20 +107,12 @@ def permute(
         >>> permute(x, expert_index, 2).rows.flatten()
         tensor([2., 1., 3.])
     """
-    checks.floating("x", x)
-    if x.dim() != 2:
-        raise ValueError(f"x must have shape [T, H], got {list(x.shape)}")
-    checks.same_device(x=x, expert_index=expert_index)
-    if expert_index.dim() == 2 and expert_index.shape[0] != x.shape[0]:
-        raise ValueError(
-            f"expert_index must have a row for each of x's {x.shape[0]}, got "
-            f"{list(expert_index.shape)}"
-        )
     index = checked_index(expert_index, num_experts)
     return Permuted(*PERMUTE.pick(implementation, x)(x, index, num_experts))
 
 
 @checks.autocast("inputs")
+@takes("K >= 1", position="int32 [T, K]", rows="float [T*K, H]", expert_weight="float [T, K]")
 def unpermute(
     rows: torch.Tensor,
     expert_weight: torch.Tensor | None,
@@ -152,22 +152,7 @@ def unpermute(
         >>> unpermute(rows, torch.tensor([[0.5, 1.0]]), position)
         tensor([[2.]])
     """
-    checks.floating("rows", rows)
-    checks.same_device(rows=rows, expert_weight=expert_weight, position=position)
-    checks.dense("position", position)
-    if position.dtype != torch.int32:
-        raise TypeError(f"position must be int32, got {short(position.dtype)}")
-    if position.dim() != 2 or position.shape[1] == 0:
-        raise ValueError(f"position must have shape [T, K], K not 0, got {list(position.shape)}")
-    if rows.dim() != 2 or rows.shape[0] != position.numel():
-        raise ValueError(
-            f"rows must have shape [T * K, H], a row for each of position's {position.numel()} "
-            f"slots, "
-            f"got {list(rows.shape)}"
-        )
     if expert_weight is not None:
-        checks.floating("expert_weight", expert_weight)
-        checks.shape("expert_weight", expert_weight, tuple(position.shape), "that of position")
         expert_weight = expert_weight.to(torch.promote_types(rows.dtype, torch.float32))
     position = position.contiguous() if position.is_cuda else _checked_position(position)
     return UNPERMUTE.pick(implementation, rows)(rows, expert_weight, position)
@@ -179,20 +164,6 @@ def unpermute(
 
 def checked_index(index: torch.Tensor, num_experts: int) -> torch.Tensor:
     """index, contiguous; its values are checked if that does not synchronize."""
-    checks.same_device(expert_index=index)
-    checks.dense("expert_index", index)
-    if index.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"expert_index must be int32 or int64, got {short(index.dtype)}")
-    if index.dim() != 2 or index.shape[1] == 0:
-        raise ValueError(f"expert_index must have shape [T, K], K not 0, got {list(index.shape)}")
-    if index.numel() >= 2**31:
-        raise ValueError(
-            f"expert_index must have fewer than 2^31 elements, got {list(index.shape)}"
-        )
-    if not isinstance(num_experts, int) or isinstance(num_experts, bool):
-        raise TypeError(f"num_experts must be an int, got {num_experts!r}")
-    if not 1 <= num_experts <= MOST_EXPERTS:
-        raise ValueError(f"num_experts must be 1 to {MOST_EXPERTS}, got {num_experts}")
     return index.contiguous() if index.is_cuda else _checked_index(index, num_experts)
 
 

@@ -16,6 +16,7 @@ from tilewright import platform
 from tilewright.core import checks
 from tilewright.core.library import Operator, from_kernels
 from tilewright.core.registry import Implementation, Op, short
+from tilewright.core.takes import takes
 from tilewright.kernels.moe.operators import Router, choose, choose_backward
 from tilewright.ops import cases
 from tilewright.ops.moe.route_cases import all_cases
@@ -37,6 +38,20 @@ class Routing(NamedTuple):
 
 
 @checks.autocast("float32")
+@takes(
+    "1 <= E <= MOST_EXPERTS",
+    "E % groups == 0",
+    logits="float [T, E]",
+    score=SCORES,
+    renormalize="bool",
+    groups="int [1, E]",
+    topk_groups="int [1, groups]",
+    k="int [1, topk_groups * E // groups]",
+    bias="float32 | float64 [E]",
+    scale="number",
+    round_to="int [0, 2**31)",
+    expert_index="int32 | int64 [T, k]",
+)
 def route(
     logits: torch.Tensor,
     k: int,
@@ -110,71 +125,28 @@ def route(
 
     Source of the replay: arXiv:2510.11370.
     """
-    _validate(logits, k, score, bias, groups, topk_groups, scale, round_to)
-    if expert_index is not None:
-        expert_index = _recorded(expert_index, logits, k)
-        bias, groups, topk_groups = None, 1, 1
     if bias is not None:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        if bias.dtype != wide:
+            raise TypeError(
+                f"bias must be {short(wide)} for {short(logits.dtype)} logits, got "
+                f"{short(bias.dtype)}"
+            )
         bias = bias.detach()
+    if expert_index is not None:
+        expert_index = _recorded(expert_index, logits.shape[1])
+        bias, groups, topk_groups = None, 1, 1
     sigmoid = score == "sigmoid"
-    router = Router(k, sigmoid, bool(renormalize), groups, topk_groups, float(scale))
+    router = Router(k, sigmoid, renormalize, groups, topk_groups, float(scale))
     routing = ROUTE.pick(implementation, logits)(logits, bias, expert_index, router)
     if not round_to:
         return routing
     return Routing._make((*round_tokens(*routing[:3], round_to), *routing[3:]))
 
 
-def _whole(name, value, low, high, accepted):
-    """accepted: the bounds in words, with {high} in place of the upper one: under
-    torch.compile(dynamic=True) it is no number that a text could hold before an error needs it.
-    """
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if not low <= value <= high:
-        raise ValueError(f"{name} must be {accepted.format(high=high)}, got {value}")
-
-
-def _validate(logits, k, score, bias, groups, topk_groups, scale, round_to):
-    checks.floating("logits", logits)
-    if logits.dim() != 2 or not 1 <= logits.shape[1] <= MOST_EXPERTS:
-        raise ValueError(
-            f"logits must have shape [T, E] with 1 to {MOST_EXPERTS} experts, got "
-            f"{list(logits.shape)}"
-        )
-    E = logits.shape[1]
-    checks.choice("score", score, SCORES)
-    _whole("groups", groups, 1, E, "1 to {high}, the number of experts")
-    if E % groups:
-        raise ValueError(f"groups must divide the number of experts, {E}, got {groups}")
-    _whole("topk_groups", topk_groups, 1, groups, "1 to groups ({high})")
-    most = topk_groups * (E // groups)
-    _whole("k", k, 1, most, "1 to {high}, the number of experts to choose from")
-    _whole("round_to", round_to, 0, 2**31 - 1, "0 (off) or more, below 2^31")
-    checks.number("scale", scale, -checks.LARGEST, checks.LARGEST, "finite in float32")
-    if bias is not None:
-        checks.same_device(logits=logits, bias=bias)
-        checks.shape("bias", bias, (E,), "one for each expert")
-        bias_dtype = torch.promote_types(logits.dtype, torch.float32)
-        if bias.dtype != bias_dtype:
-            raise TypeError(
-                f"bias must be {short(bias_dtype)} for {short(logits.dtype)} logits, got "
-                f"{short(bias.dtype)}"
-            )
-
-
-def _recorded(expert_index, logits, k):
+def _recorded(expert_index: torch.Tensor, E: int) -> torch.Tensor:
     """expert_index as kernels take it: contiguous int64."""
-    if not isinstance(expert_index, torch.Tensor):
-        raise TypeError(
-            f"expert_index must be a torch.Tensor or None, got {type(expert_index).__name__}"
-        )
-    if expert_index.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"expert_index must be int32 or int64, got {short(expert_index.dtype)}")
-    checks.dense("expert_index", expert_index)
-    shape = logits.shape[0], k
-    checks.shape("expert_index", expert_index, shape, "k experts for each row of logits")
-    checks.same_device(logits=logits, expert_index=expert_index)
-    index, E = expert_index.to(torch.int64).contiguous(), logits.shape[1]
+    index = expert_index.to(torch.int64).contiguous()
     if not index.is_cuda and not torch.compiler.is_compiling():
         if outside := index[(index < 0) | (index >= E)].tolist():
             raise IndexError(f"expert_index holds {outside[0]}; accepted are 0 to {E - 1}")
