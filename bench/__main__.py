@@ -9,7 +9,8 @@ import argparse
 import importlib
 import sys
 
-from tilewright import lab, platform
+from tilewright import lab
+from tilewright.core import platform
 
 # name -> (module with main(argv), help). Imported on demand.
 COMMANDS = {

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewright import platform
 from tilewright.bench import report, run, store, timing
 from tilewright.bench.options import at_least, chosen, names
+from tilewright.core import platform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -39,11 +39,11 @@ import torch
 from bench import variants
 from bench.stages import goals as of_goals
 from bench.stages import questions
-from tilewright import platform, selection
+from tilewright import selection
 from tilewright.bench import contract, launches, pretend, run
 from tilewright.bench.options import names
 from tilewright.bench.units import BY_NAME, smallest
-from tilewright.core import registry
+from tilewright.core import platform, registry
 from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Config, Tunable
 

@@ -32,9 +32,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bench.end_to_end import SEED, Shape, of_transformers, status_mib
-from tilewright import platform
 from tilewright.bench import report, run, store, timing
 from tilewright.bench.options import at_least, chosen, names
+from tilewright.core import platform
 
 # Ranks, the micro-batches of a step, of one row each, and the fields of the section train.
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {

@@ -21,9 +21,9 @@ import torch
 
 from bench import faults
 from bench.page.text import table
-from tilewright import platform
 from tilewright.bench import contract, report, run
 from tilewright.bench.options import chosen, names
+from tilewright.core import platform
 from tilewright.core.cases import DETECTED
 from tilewright.core.registry import FLOATS, ImplementationUnavailable, Op, short
 from tilewright.core.torch_names import pytree

@@ -19,9 +19,10 @@ from collections.abc import Sequence
 import torch
 
 from bench.stages import goals
-from tilewright import platform, selection
+from tilewright import selection
 from tilewright.bench import pretend, runner, store, tune
 from tilewright.bench.options import has_device
+from tilewright.core import platform
 from tilewright.core.registry import short
 
 

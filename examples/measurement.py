@@ -9,7 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
-from tilewright import platform
+from tilewright.core import platform
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 

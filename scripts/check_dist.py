@@ -17,7 +17,7 @@ import zipfile
 TESTS = ("tests/ops/test_rmsnorm.py", "tests/ops/test_activation.py", "tests/ops/test_registry.py")
 KERNELS = """
 import pathlib, sys, torch, tilewright
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.bench import check
 from tilewright.ops import OPS
 assert pathlib.Path(tilewright.__file__).is_relative_to(sys.argv[1]), tilewright.__file__

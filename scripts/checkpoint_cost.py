@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import torch
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.trainer.build import build_engine, choose_ops
 from tilewright.trainer.checkpoint import checkpoint, hf
 from tilewright.trainer.checkpoint.checkpoint_files import read_state, share, verify

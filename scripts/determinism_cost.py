@@ -25,7 +25,8 @@ import time
 
 import torch
 
-from tilewright import ops, platform
+from tilewright import ops
+from tilewright.core import platform
 from tilewright.trainer.build import engine_around
 from tilewright.trainer.config import Config
 from tilewright.trainer.data.batches import collate

@@ -17,7 +17,7 @@ import sys
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tilewright import platform
+from tilewright.core import platform
 
 
 def closure(name: str, extras: frozenset[str], found: set[str]) -> set[str]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.core.registry import FLOATS, ImplementationUnavailable, short
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,9 +9,9 @@ from importlib import metadata
 
 import torch
 
-from tilewright import __version__, lab, platform, selection
+from tilewright import __version__, lab, selection
 from tilewright.core import explain as explanation
-from tilewright.core import registry
+from tilewright.core import platform, registry
 from tilewright.core.registry import Op
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -28,8 +28,8 @@ from bench.page.plots import plots_of
 from bench.page.raw import Raw
 from bench.page.reasons import NO_REASON, Reason, read_reasons, why
 from bench.page.text import COMMAND, number
-from tilewright import platform
 from tilewright.bench import report
+from tilewright.core import platform
 
 
 def device_section(

@@ -8,8 +8,8 @@ from bench.page.comparisons import NOBODY_RUNS, Device, flaws
 from bench.page.pictures import Picture
 from bench.page.raw import Group, Raw
 from bench.page.text import origins
-from tilewright import platform
 from tilewright.bench.timing import geomean
+from tilewright.core import platform
 
 
 def pictures_of(plots: Iterable[Picture], kind: str) -> list[str]:

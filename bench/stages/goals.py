@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from bench.page import goals
-from tilewright import platform
 from tilewright.bench import overhead, peers, run, sources, store
 from tilewright.bench.runner import Unit
 from tilewright.bench.units import BY_NAME, constants, threads, time_unit
-from tilewright.core import registry
+from tilewright.core import platform, registry
 from tilewright.core.registry import Op, short
 
 # Of a unit of goals and of host time: each takes a few, and what takes longer

@@ -12,12 +12,11 @@ import torch
 
 from bench.stages.checks import checks, result
 from bench.variants import Variant
-from tilewright import platform
 from tilewright.bench import contract, launches, pieces, report, run, timing
 from tilewright.bench.providers import Provider
 from tilewright.bench.runner import Unit
 from tilewright.bench.units import clock, threads
-from tilewright.core import registry
+from tilewright.core import platform, registry
 from tilewright.core.registry import Op
 
 SECONDS = 60.0  # of a question: its launches take milliseconds

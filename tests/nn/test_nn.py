@@ -271,7 +271,7 @@ def test_what_they_print(name, expected):
         (
             lambda: nn.RMSNorm(8, eps=-1.0),
             ValueError,
-            r"eps must be a finite number >= 0, got -1\.0",
+            r"eps must be a number in \[0, inf\) in float32, got -1\.0",
         ),
         (lambda: nn.RMSNorm(8, offset=None), TypeError, "offset must be a number, got None"),
         (
@@ -304,12 +304,12 @@ def test_what_they_print(name, expected):
         (
             lambda: nn.CrossEntropyLoss(z_loss=-1.0),
             ValueError,
-            r"z_loss must be a number in \[0, inf\), got -1\.0",
+            r"z_loss must be a number in \[0, inf\) in float32, got -1\.0",
         ),
         (
             lambda: nn.LinearCrossEntropyLoss(softcap=0.0),
             ValueError,
-            r"softcap must be a number in \(0, inf\) or None, got 0\.0",
+            r"softcap must be a number in \(0, inf\) in float32 or None, got 0\.0",
         ),
         (
             lambda: nn.LinearCrossEntropyLoss(accumulate="fp8"),

@@ -17,12 +17,8 @@ transformers = pytest.importorskip(
 
 from transformers.models.llama import modeling_llama  # noqa: E402
 
-from tilewright import (  # noqa: E402
-    ImplementationUnavailable,
-    ops,
-    platform,
-)
-from tilewright.core import explain  # noqa: E402
+from tilewright import ImplementationUnavailable, ops  # noqa: E402
+from tilewright.core import explain, platform  # noqa: E402
 from tilewright.integrations.transformers import (  # noqa: E402
     PARTS,
     accelerate,

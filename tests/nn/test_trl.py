@@ -530,7 +530,7 @@ def test_trainers_that_are_refused(tmp_path, monkeypatch):
         ImplementationUnavailable, match=r"^trl must be of version 1.16, .* 1.17.0$"
     ):
         accelerate_trainer(trainer)
-    monkeypatch.setattr("tilewright.platform.no_module", lambda name: f"{name} is missing")
+    monkeypatch.setattr("tilewright.core.platform.no_module", lambda name: f"{name} is missing")
     with pytest.raises(ImplementationUnavailable, match=r"^trl is missing$"):
         accelerate_trainer(trainer)
 

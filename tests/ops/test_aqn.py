@@ -676,7 +676,7 @@ Q = quantize_nf4(torch.ones(2, 64))
         (
             lambda: AQN(-1.0, 0),
             ValueError,
-            r"alpha must be a number in \[0, inf\), got -1.0",
+            r"alpha must be a number in \[0, inf\) in float32, got -1.0",
         ),
         (
             lambda: AQN(1.0, 2**63),
@@ -727,7 +727,7 @@ Q = quantize_nf4(torch.ones(2, 64))
         (
             lambda: aqn_schedule(1, 10, start=0, end=0.1, stages=3),
             ValueError,
-            r"start must be a number in \(0, inf\), got 0",
+            r"start must be a number in \(0, inf\) in float32, got 0",
         ),
         (
             lambda: aqn_schedule(1, 10, start=1, end="1", stages=3),

@@ -11,7 +11,8 @@ import torch
 from helpers import DEVICE, skip_if_refused, skip_unless_usable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewright import ImplementationUnavailable, platform
+from tilewright import ImplementationUnavailable
+from tilewright.core import platform
 from tilewright.core.registry import FLOATS, short
 from tilewright.ops import attention
 from tilewright.ops.attention import vendors
@@ -905,7 +906,7 @@ def packed(*values, dtype=torch.int32):
             (
                 lambda n, s=s: call(n, Q, K, V, scale=s),
                 ValueError,
-                rf"scale must be a number in \(0, inf\) or None, got {re.escape(repr(s))}",
+                rf"scale must be a number in \(0, inf\) in float32 or None, got {re.escape(repr(s))}",
             )
             for s in (0.0, 1e300, 10**400, 1e-300)
         ),

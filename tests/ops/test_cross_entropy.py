@@ -947,7 +947,7 @@ X, Y = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
         (
             lambda: cross_entropy(X, Y, num_tokens=10**400),
             ValueError,
-            r"num_tokens must be a number in \[0, inf\) or a torch.Tensor or None, got 1000",
+            r"num_tokens must be a number in \[0, inf\) in float32 or a torch.Tensor or None, got 1000",
         ),
         (
             lambda: cross_entropy(X, Y, group="tp"),

@@ -17,7 +17,7 @@ import pytest
 import torch
 from helpers import DEVICE, skip_unless_usable, with_dtypes
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.core.registry import FLOATS, short
 from tilewright.ops import (
     add_rmsnorm,

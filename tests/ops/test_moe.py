@@ -8,8 +8,8 @@ import pytest
 import torch
 from helpers import DEVICE, operators_of, skip_unless_usable, threads
 
-from tilewright import platform
 from tilewright.bench import contract
+from tilewright.core import platform
 from tilewright.ops import OPS, Gate, moe_mlp, permute, quantize_nf4, route
 from tilewright.ops.moe import moe_fused
 from tilewright.ops.moe.moe import MOE_MLP, saved_bytes

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tilewright import __main__ as cli
-from tilewright import platform, use
+from tilewright import use
 from tilewright.bench import contract
+from tilewright.core import platform
 from tilewright.core.registry import Op
 from tilewright.ops.moe import moe_quack
 from tilewright.ops.moe.moe import MOE_MLP

@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tilewright import ImplementationUnavailable, platform
+from tilewright import ImplementationUnavailable
 from tilewright.bench import contract
-from tilewright.core import checks, explain, schema
+from tilewright.core import checks, explain, platform, schema
 from tilewright.core import library as _library
 from tilewright.core.registry import DispatchOn, Implementation, Op, short
 from tilewright.kernels.rope.operators import HeadNorm, Heads, Rotation, prepare

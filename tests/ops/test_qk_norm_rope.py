@@ -5,7 +5,7 @@ import torch
 from helpers import DEVICE, OperatorNames, skip_unless_usable, threads
 from torch.utils.checkpoint import checkpoint
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.kernels.rope.operators import HeadNorm, Heads, Rotation
 from tilewright.ops import qk_norm_rope, rmsnorm, rope
 from tilewright.ops.rope.qk_norm_rope import QK_NORM_ROPE

@@ -10,8 +10,8 @@ import pytest
 import torch
 from helpers import DEVICE, operators_of, skip_unless_usable, threads
 
-from tilewright import platform
 from tilewright.bench import contract
+from tilewright.core import platform
 from tilewright.ops import (
     dequantize_block_fp8,
     fp8_linear,

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tilewright import __main__ as cli
-from tilewright import platform, selection
+from tilewright import selection
+from tilewright.core import platform
 from tilewright.core.registry import FLOATS, Implementation, ImplementationUnavailable, Op, short
 from tilewright.ops import OPS
 from tilewright.ops.attention.context_parallel import ContextParallel, context_parallel_attention

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import DEVICE, skip_unless_usable, threads
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.ops import add_rmsnorm, rmsnorm
 from tilewright.ops.norm.rmsnorm import ADD_RMSNORM, RMSNORM
 

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewright import platform
 from tilewright.bench import contract
+from tilewright.core import platform
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.kernels.spec import CuteSpec
 from tilewright.selection import operations

@@ -28,8 +28,8 @@ import torch
 
 from bench.page.files import counts_of
 from bench.variants import VARIANTS
-from tilewright import platform
 from tilewright.bench import contract
+from tilewright.core import platform
 from tilewright.core.registry import short
 from tilewright.ops import (
     BlockFP8,

@@ -16,8 +16,8 @@ import pytest
 import tilewright
 from bench import __main__ as root
 from tilewright import __main__ as cli
-from tilewright import platform
 from tilewright.bench import __main__ as bench
+from tilewright.core import platform
 from tilewright.ops import OPS
 
 pytestmark = pytest.mark.packages
@@ -168,7 +168,7 @@ def test_every_optional_package_is_named_with_what_installs_it(name):
 # Runs commands, each as the first of its process, and prints the first line that each shows.
 FIRST_LINES = """
 import contextlib, io, json, runpy, sys
-from tilewright import platform
+from tilewright.core import platform
 
 for module, *arguments in json.loads(sys.argv[1]):
     sys.argv = [module, *arguments]

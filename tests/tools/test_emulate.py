@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 from plants import kernels
 from plants.kernels import ROOT, ROW, TWO
 
-from tilewright import platform
 from tilewright.__main__ import main
+from tilewright.core import platform
 from tilewright_lab.emulate.command import shown
 from tilewright_lab.emulate.emulation import Report
 from tilewright_lab.emulator.faults import Fault

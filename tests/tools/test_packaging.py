@@ -432,7 +432,7 @@ def test_an_isolated_build_finds_the_torch_of_the_environment(source, tmp_path, 
 
 LOAD = """
 import sys, torch, tilewright
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.ops import rmsnorm
 x, w = torch.randn(3, 64), torch.ones(64)
 print(platform.no_extension())

@@ -19,7 +19,7 @@ from importlib import util
 import forked
 import pytest
 
-from tilewright import platform
+from tilewright.core import platform
 
 pytestmark = pytest.mark.packages
 

@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.integrations.transformers.versions import OLDEST
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -19,7 +19,7 @@ from test_architectures import SHAPES
 from test_trainer import MOE, QWEN3, ROOT, rows, run, write_config
 from torch.cuda import nccl
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.core.installed import Installed
 from tilewright.kernels import tuning
 from tilewright.ops import OPS

@@ -13,7 +13,7 @@ import yaml
 
 pytest.importorskip("pydantic")
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.trainer.config import Config, ConfigError, Train, load, parallel_rules, resolved
 from tilewright.trainer.config import config as module
 from tilewright.trainer.config.field_tree import default_of, get, kind, leaves, unknown

@@ -20,7 +20,7 @@ from helpers import until
 from ranks import ROOT, agents, torchrun
 from test_trainer import Engine, rows, run, tensors, write_config
 
-from tilewright.trainer import train
+from tilewright.trainer import loop, train
 from tilewright.trainer.checkpoint import checkpoint
 from tilewright.trainer.interrupts import Interrupts
 
@@ -102,7 +102,7 @@ def test_a_signal_ends_a_run_after_its_step_and_a_checkpoint(
 
 
 def test_an_interrupt_before_the_first_step_is_one_sentence(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train, "prepare", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(loop, "prepare", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     try:
         assert train.main([write_config(tmp_path)]) == 130
     finally:

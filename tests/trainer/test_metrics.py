@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("pydantic")
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.trainer.config import Train
 from tilewright.trainer.plugins import metrics
 

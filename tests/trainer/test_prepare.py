@@ -23,8 +23,7 @@ pytest.importorskip("pydantic")
 
 import datasets
 
-from tilewright import platform
-from tilewright.core import files
+from tilewright.core import files, platform
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Config, Dataset
 from tilewright.trainer.data import cache_key, data_files, encode, packing, rows, sources

@@ -43,6 +43,7 @@ from tilewright.nn.weights import dense_weights, is_adapter  # noqa: E402
 from tilewright.ops.loss import targets  # noqa: E402
 from tilewright.ops.moe.moe_lora import MOE_LORA  # noqa: E402
 from tilewright.ops.quant.aqn import AQN  # noqa: E402
+from tilewright.trainer import build as build_module  # noqa: E402
 from tilewright.trainer import loop, memory_plan, train  # noqa: E402
 from tilewright.trainer.build import build_data, build_engine, build_model  # noqa: E402
 from tilewright.trainer.checkpoint import checkpoint, checkpoint_files, hf, writable  # noqa: E402
@@ -54,7 +55,7 @@ from tilewright.trainer.losses.language_modeling import language_modeling  # noq
 from tilewright.trainer.models.flops import flops_per_token  # noqa: E402
 from tilewright.trainer.models.initialize import init_weights  # noqa: E402
 from tilewright.trainer.models.model import ModelConfig, Ops, Transformer  # noqa: E402
-from tilewright.trainer.optim import optim  # noqa: E402
+from tilewright.trainer.optim import optim, schedules  # noqa: E402
 from tilewright.trainer.optim.plan import Plan  # noqa: E402
 from tilewright.trainer.parallel import compiling, exchange, mesh  # noqa: E402
 from tilewright.trainer.parallel.layouts import apply_layouts  # noqa: E402
@@ -162,7 +163,7 @@ def schedule(**changes):
 
 
 def lr_at(step, total, settings):
-    return settings.lr * optim.schedule(step, total, settings)
+    return settings.lr * schedules.schedule(step, total, settings)
 
 
 def test_learning_rate_follows_its_closed_form():
@@ -1263,7 +1264,7 @@ def test_folders_are_tried_before_the_first_step(field, tmp_path, monkeypatch):
             "train__profile_trace_dir": str(place),
         },
     }.get(field, {})
-    monkeypatch.setattr(train, "build_data", lambda *_: pytest.fail("data were built"))
+    monkeypatch.setattr(build_module, "build_data", lambda *_: pytest.fail("data were built"))
     name = "profile_trace_dir" if field == "profile_trace_dir" else "output_dir"
     with pytest.raises(OSError, match=rf"^train.{name}: {place} cannot be written: \w+"):
         run(write_config(tmp_path, **changes))
@@ -1461,7 +1462,7 @@ def test_seconds_and_tokens_are_those_of_the_steps(tmp_path, monkeypatch):
         clock[0] += 1000
         return evaluate(*arguments)
 
-    monkeypatch.setattr(train.Metrics.__init__.__globals__["time"], "perf_counter", now)
+    monkeypatch.setattr(loop.Metrics.__init__.__globals__["time"], "perf_counter", now)
     monkeypatch.setattr(checkpoint.Saver, "save", slow)
     monkeypatch.setattr(Engine, "evaluate", evaluates)
     (tmp_path / "two.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:2]))
@@ -1771,7 +1772,7 @@ def test_every_layer_is_compiled_and_stays_so(case, tmp_path, backend, capsys):
         patch.setattr(
             compiling.Compiled, "__call__", lambda self, *a: ran.add(self) or real(self, *a)
         )
-        patch.setattr(train.Metrics, "step", lambda *a, **k: counts.append(backend.frame_count))
+        patch.setattr(loop.Metrics, "step", lambda *a, **k: counts.append(backend.frame_count))
         run(path, "--train.enable_compile=true")
     assert (
         "compiled: " + ", ".join(f"{n} x {name}" for name, n in parts.items()) + "\n"
@@ -2423,7 +2424,7 @@ def test_noise_is_trained_with_and_not_evaluated_with(kind, tmp_path):
     want = built.evaluate(few, language_modeling)
     nn.set_noise(model, AQN(1.0, 1))
     assert built.evaluate(few, language_modeling) == want
-    adapters.before_step(model, load(str(tmp_path / "more/config.yaml")).lora, 6, 5)
+    adapters.before_step(Parts(model), load(str(tmp_path / "more/config.yaml")).lora, 6, 5)
     used = {n for m in model.modules() if isinstance(m, QuantizedLinear) for n in m.noise}
     assert {(n.alpha, n.seed, n.step) for n in used} == {(2.0, 6, 5)} and len(used) == 8
 

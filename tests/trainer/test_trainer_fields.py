@@ -42,6 +42,7 @@ from tilewright.trainer.models.moe import MoE  # noqa: E402
 from tilewright.trainer.parallel import pipeline, stages  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh, layout_of  # noqa: E402
 from tilewright.trainer.plugins import housekeeping, metrics  # noqa: E402
+from tilewright.trainer.plugins.callback import Step  # noqa: E402
 
 ROOT = next(p for p in pathlib.Path(__file__).resolve().parents if (p / "pyproject.toml").is_file())
 DENSE = {
@@ -705,9 +706,12 @@ def emptied(config):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "empty_cache", lambda: kept.append(1))
         quiet = config.train.model_copy(update={"enable_profiling": False, "gc_steps": 0})
-        keeper = housekeeping.Housekeeping(quiet, Mesh(device=torch.device("cuda")))
-        for done in range(1, 5):
-            keeper.after(done)
+        run = types.SimpleNamespace(
+            config=types.SimpleNamespace(train=quiet), mesh=Mesh(device=torch.device("cuda"))
+        )
+        keeper = housekeeping.Housekeeping(run)
+        for number in range(1, 5):
+            keeper.after_step(Step(number, []))
     return kept
 
 

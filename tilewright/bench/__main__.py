@@ -10,9 +10,9 @@ import sys
 
 import torch
 
-from tilewright import platform, selection
+from tilewright import selection
 from tilewright.bench.options import at_least, chosen, has_device, names
-from tilewright.core import registry
+from tilewright.core import platform, registry
 
 # Commands that belong to a checkout: by their names, the commands that have them.
 ELSEWHERE = {

@@ -21,8 +21,8 @@ from unittest import mock
 
 import torch
 
-from tilewright import platform
 from tilewright.bench import pretend, timing
+from tilewright.core import platform
 from tilewright.core.registry import Op, short
 from tilewright.core.torch_names import TorchDispatchMode
 from tilewright.selection import operations

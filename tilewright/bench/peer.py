@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.ops.activation.activation import Gate
 
 

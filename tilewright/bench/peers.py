@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tilewright import platform
 from tilewright.bench import peers_attention, peers_liger, peers_packages, peers_quack
 from tilewright.bench.peer import Peer, on_cuda
+from tilewright.core import platform
 
 
 def versions() -> dict[str, str]:

@@ -8,9 +8,9 @@ import importlib
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tilewright import platform
 from tilewright.bench import peer
 from tilewright.bench.peer import Unsupported, on_cuda, only
+from tilewright.core import platform
 
 # Distribution, module, least compute capability of forward and backward. The modules of 2 and 4
 # share a package name, so the distribution decides which is installed.

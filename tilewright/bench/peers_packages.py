@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tilewright import platform
 from tilewright.bench.peer import PLAIN_LOSS, Unsupported, dense, only
+from tilewright.core import platform
 
 
 def experts_of_transformers(name):

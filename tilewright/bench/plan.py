@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 
-from tilewright import platform, selection
+from tilewright import selection
 from tilewright.bench import report, run, runner, store
 from tilewright.bench.options import at_least, chosen, has_device, names
 from tilewright.bench.providers import BASELINES
 from tilewright.bench.runner import Unit
 from tilewright.bench.units import BY_NAME, DTYPES, failures
+from tilewright.core import platform
 from tilewright.core.registry import Case, Op, short
 
 STOPPED = 4  # exit code

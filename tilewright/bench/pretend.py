@@ -21,8 +21,8 @@ from unittest import mock
 import torch
 from torch.utils import _device
 
-from tilewright import platform, selection
-from tilewright.core import library
+from tilewright import selection
+from tilewright.core import library, platform
 from tilewright.kernels.device import SMS
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from tilewright import platform
 from tilewright.bench import contract, peers, pieces, report, sources, store, timing
 from tilewright.bench.peer import Unsupported
 from tilewright.bench.providers import BASELINES, Provider, gate, providers
+from tilewright.core import platform
 from tilewright.core.registry import Case, ImplementationUnavailable, Op, short
 
 SEED = 0

@@ -26,7 +26,7 @@ from typing import Any, cast
 
 import torch
 
-from tilewright import platform, selection
+from tilewright import selection
 from tilewright.bench import (
     contract,
     launches,
@@ -41,6 +41,7 @@ from tilewright.bench import (
 from tilewright.bench.options import at_least, has_device, names
 from tilewright.bench.providers import Provider
 from tilewright.bench.runner import Unit
+from tilewright.core import platform
 from tilewright.core.registry import Case, Implementation, Op, instead_of, short
 from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Config, Tunable

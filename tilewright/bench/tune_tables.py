@@ -7,8 +7,9 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from tilewright import platform, selection
+from tilewright import selection
 from tilewright.bench import runner, sources, store
+from tilewright.core import platform
 from tilewright.kernels import tuning
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from tilewright import platform
 from tilewright.bench import report, run, sources, store, timing
 from tilewright.bench.providers import BASELINES
 from tilewright.bench.runner import Unit
+from tilewright.core import platform
 from tilewright.core.registry import Case, Op, short
 from tilewright.kernels import tuning
 

@@ -17,21 +17,18 @@ import torch
 
 from tilewright.core.library import define
 from tilewright.core.registry import FLOATS, ImplementationUnavailable, short
+from tilewright.core.takes import FLOAT
 
-ACCEPTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# Numbers > 0 that are finite in float32, the kernels' dtype, and have a finite inverse.
-SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 # Read in every call: a module's own names take half the time of torch's.
 Tensor, STRIDED = torch.Tensor, torch.strided
-INT64 = torch.iinfo(torch.int64)
 
 
 def floating(name: str, t: torch.Tensor) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
-    if t.dtype not in ACCEPTED:
+    if t.dtype not in FLOAT:
         raise TypeError(
-            f"{name} must be one of {', '.join(map(short, ACCEPTED))}, got {short(t.dtype)}"
+            f"{name} must be one of {', '.join(map(short, FLOAT))}, got {short(t.dtype)}"
         )
     if t.layout is not STRIDED or t.is_nested:  # `dense`, without a call where it is
         dense(name, t)

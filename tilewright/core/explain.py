@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.core.registry import Op, short
 
 

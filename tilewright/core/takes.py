@@ -469,7 +469,8 @@ class _Code:
 
     def number(self, a: NumberArgument, depth: int) -> None:
         what = "an int" if a.integer else "a number"
-        within = f"{what} in {a.interval}"
+        ends_in_float32 = not a.integer and ("inf" in a.interval or a.interval.startswith("(0,"))
+        within = f"{what} in {a.interval}{' in float32' * ends_in_float32}"
         self.kind(a.name, depth, a.integer, a.accepted(what))
         self.add(
             depth,

@@ -26,7 +26,8 @@ import json
 import pathlib
 import sys
 
-from tilewright import __version__, platform
+from tilewright import __version__
+from tilewright.core import platform
 from tilewright.integrations import hub_layers
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tilewright import platform
+from tilewright.core import platform
 
 TABLES = pathlib.Path(__file__).with_name("tuned")
 # Written by `compile-gate --space --update`: {launch, arch, triton, key, config}, one a line.

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from tilewright.core import checks
 from tilewright.core.registry import short
+from tilewright.core.takes import FLOAT
 from tilewright.ops.moe.moe_lora import ADAPTERS
 
 # Settings of PEFT's config that do not affect what its tensors compute, or that are supported here.
@@ -113,9 +113,9 @@ def settings(config: Mapping[str, Any], where: object) -> tuple[int, float, bool
 
 def check_dtype(name: str, t: torch.Tensor) -> None:
     """Raises ValueError for a dtype that is unsupported for adapters."""
-    if t.dtype not in checks.ACCEPTED:
+    if t.dtype not in FLOAT:
         raise ValueError(
-            f"{name} must be one of {', '.join(map(short, checks.ACCEPTED))}, got {short(t.dtype)}"
+            f"{name} must be one of {', '.join(map(short, FLOAT))}, got {short(t.dtype)}"
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.core.registry import ImplementationUnavailable
 
 LIBRARY = "transformers"

@@ -12,7 +12,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.core.library import declare
 
 # Below this, packing a factor takes as long as multiplying it.

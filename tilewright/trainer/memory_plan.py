@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.core.torch_names import join_pretended_group
 from tilewright.ops.moe.expert_transport import balanced_routing

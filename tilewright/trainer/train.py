@@ -7,7 +7,7 @@ prints the memory that each rank of N processes will need, and ends.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from tilewright.platform import require
+    from tilewright.core.platform import require
 
     require("trainer")  # else the imports below end in a traceback
 
@@ -20,7 +20,7 @@ import traceback
 
 import torch.distributed as dist
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.trainer import memory_plan
 from tilewright.trainer.config import Config, ConfigError, from_command_line

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright_lab.check_layout.compare import TOLERANCE, Alone
 from tilewright_lab.check_layout.findings import FOLLOWS, Finding, find, worst
 from tilewright_lab.check_layout.notes import notes, notes_of_one

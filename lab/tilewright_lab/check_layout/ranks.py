@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright_lab.check_layout import compare
 from tilewright_lab.check_layout.step import GATHERING, Refused, measure, read, written
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from tilewright import platform
 from tilewright.bench.tensors import convert
+from tilewright.core import platform
 from tilewright.core.files import save_tensors
 from tilewright_lab.cuda_stand_in import Unset, stand_in
 from tilewright_lab.emulate.emulation import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewright import platform
+from tilewright.core import platform
 
 
 @platform.command

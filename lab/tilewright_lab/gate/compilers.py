@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.core.registry import Op
 from tilewright.kernels import tuning
 from tilewright.kernels.spec import CuteSpec, KernelSpec

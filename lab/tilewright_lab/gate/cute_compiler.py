@@ -9,7 +9,8 @@ import struct
 import tempfile
 from typing import Any
 
-from tilewright import kernels, platform
+from tilewright import kernels
+from tilewright.core import platform
 from tilewright.kernels.spec import CuteSpec
 from tilewright_lab.gate import kernel_digest, machine_code
 

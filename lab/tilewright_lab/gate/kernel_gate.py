@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright_lab.cuda_stand_in import stand_in
 from tilewright_lab.emulate.command import add_call_options, attempted, number_of, prepared
 from tilewright_lab.emulator.driver import Driver, active_driver, installed

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright_lab.check_layout.ranks import load_function
 from tilewright_lab.check_layout.step import Refused

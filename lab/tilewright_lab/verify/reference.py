@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.nn.lora import LoRALinear
 from tilewright.nn.quantized_layers import QuantizedLinear
 from tilewright.ops.quant.quantized_linear import dequantize

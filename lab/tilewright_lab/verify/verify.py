@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.core.registry import ImplementationUnavailable, short
 from tilewright.integrations.transformers import report_of
 from tilewright_lab.verify.diagnose import Diagnosis, scaled, seen, window_of

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.nn.quantized_layers import QuantizedLinear
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tilewright.core import checks
+from tilewright.core.platform import newer_than_tested
 from tilewright.core.registry import PINS, ImplementationUnavailable
 from tilewright.integrations.transformers import causal_lm, layers
 from tilewright.integrations.transformers.attention import eager_attention
@@ -30,7 +31,6 @@ from tilewright.integrations.transformers.tables import OTHERS, register_once, w
 from tilewright.integrations.transformers.versions import require_transformers
 from tilewright.nn.experts import why_not
 from tilewright.ops import OPS
-from tilewright.platform import newer_than_tested
 
 PARTS = ("norm", "rope", "mlp", "attention", "experts", "loss")
 # Parts without which a CPU is not slower. Both attentions are sdpa there, and a call through

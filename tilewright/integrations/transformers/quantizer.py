@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from tilewright import ops, platform
+from tilewright import ops
+from tilewright.core import platform
 from tilewright.core.files import open_tensors
 from tilewright.integrations.transformers.errors import NAME
 from tilewright.integrations.transformers.versions import part_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.core.registry import ImplementationUnavailable
 
 OLDEST = (5, 17)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.integrations.trl import head as heads
 from tilewright.integrations.trl.head import Scaling

@@ -12,8 +12,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from tilewright import platform
-from tilewright.core import checks
+from tilewright.core import checks, platform
 from tilewright.core.registry import Case, Cost, Implementation, Op
 from tilewright.core.takes import takes
 from tilewright.kernels.activation.operators import act_mul, act_mul_backward, as_rows

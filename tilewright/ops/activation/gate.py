@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tilewright.core import checks
+from tilewright.core.takes import LARGEST, SMALLEST
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "softcapped")  # the index is that in kernels
 
@@ -50,16 +51,14 @@ class Gate:
     def __post_init__(self):
         checks.choice("activation", self.activation, ACTIVATIONS)
         for name in ("alpha", "up_offset"):
-            checks.number(
-                name, getattr(self, name), -checks.LARGEST, checks.LARGEST, "a finite number"
-            )
+            checks.number(name, getattr(self, name), -LARGEST, LARGEST, "a finite number")
         for name in ("limit", "up_limit"):
             if getattr(self, name) is not None:
                 checks.number(
                     name,
                     getattr(self, name),
-                    checks.SMALLEST,
-                    checks.LARGEST,
+                    SMALLEST,
+                    LARGEST,
                     "None or a positive finite number",
                 )
         if not isinstance(self.interleaved, bool):

@@ -16,11 +16,10 @@ import itertools
 
 import torch
 
-from tilewright import platform
-from tilewright.core import checks
+from tilewright.core import checks, platform
 from tilewright.core.library import from_kernels
 from tilewright.core.registry import Case, Cost, Goal, Implementation, Judged, Op
-from tilewright.core.takes import takes
+from tilewright.core.takes import FLOAT, takes
 from tilewright.ops import cases
 from tilewright.ops.attention import triton, vendors
 from tilewright.ops.attention.eager import attention_eager
@@ -385,7 +384,7 @@ ATTENTION = Op(
             "sdpa",
             lambda: vendors.attention_sdpa,
             devices=("cuda", "cpu"),
-            dtypes=checks.ACCEPTED,
+            dtypes=FLOAT,
             batch_invariant=("cpu",),
             refuses=vendors.sdpa_refuses,
             reads_host="host",

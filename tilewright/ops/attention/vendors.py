@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.core.layout import last_contiguous
 from tilewright.core.registry import Implementation
 from tilewright.ops.attention.eager import by_document, host_seqlens

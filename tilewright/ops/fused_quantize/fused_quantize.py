@@ -17,7 +17,7 @@ import torch
 from tilewright.core import checks
 from tilewright.core.library import Operator, from_kernels
 from tilewright.core.registry import Judged, Op
-from tilewright.core.takes import takes
+from tilewright.core.takes import FLOAT, takes
 from tilewright.kernels.fused_quantize import operators
 from tilewright.kernels.fused_quantize.operators import NormalizedCodes
 from tilewright.kernels.norm.operators import Norm
@@ -250,7 +250,7 @@ class _Fused(NamedTuple):
 
     silu: Operator
     norm: Operator
-    dtypes: tuple[torch.dtype, ...] = checks.ACCEPTED
+    dtypes: tuple[torch.dtype, ...] = FLOAT
 
     def silu_mul(self, gate, up, into):
         rows = gate.shape[-2] if gate.dim() > 1 else 1

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewright import platform
-from tilewright.core import checks
+from tilewright.core import checks, platform
 from tilewright.core.library import Operator, declare, from_kernels
 from tilewright.core.registry import Case, Cost, Implementation, Op
 from tilewright.core.takes import takes

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tilewright import platform
-from tilewright.core import checks
+from tilewright.core import checks, platform
 from tilewright.core.library import Operator, declare
 from tilewright.core.registry import Case, Implementation, Judged, Op
 from tilewright.core.torch_names import ProcessGroup

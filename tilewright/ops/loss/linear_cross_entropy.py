@@ -20,8 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tilewright import platform
-from tilewright.core import checks, torch_names
+from tilewright.core import checks, platform, torch_names
 from tilewright.core.library import Operator, declare, in_transform, refuse_tangents
 from tilewright.core.registry import Goal, Implementation, Judged, Op
 from tilewright.core.takes import takes

@@ -18,11 +18,10 @@ import functools
 
 import torch
 
-from tilewright import platform
-from tilewright.core import checks
+from tilewright.core import checks, platform
 from tilewright.core.library import from_kernels
 from tilewright.core.registry import Goal, Implementation, Judged, Op
-from tilewright.core.takes import takes
+from tilewright.core.takes import LARGEST, SMALLEST, takes
 from tilewright.core.torch_names import ProcessGroup
 from tilewright.kernels.loss.operators import Scaling, Stats, Wanted
 from tilewright.ops import cases
@@ -195,7 +194,7 @@ def linear_logprob(
 
 def _scaling(temperature: float, softcap: float | None) -> Scaling:
     """Raises ValueError for a cap that is none in units of the temperature."""
-    if softcap and not checks.SMALLEST <= softcap / temperature <= checks.LARGEST:
+    if softcap and not SMALLEST <= softcap / temperature <= LARGEST:
         raise ValueError(
             "softcap / temperature must be a finite number > 0 (in float32), got "
             f"{softcap!r} / {temperature!r}"

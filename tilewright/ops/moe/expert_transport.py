@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.core.library import once_across
 from tilewright.core.registry import short
 from tilewright.ops.moe.permute import UNPERMUTE, sort_slots

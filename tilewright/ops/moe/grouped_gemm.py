@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tilewright import platform
-from tilewright.core import checks
+from tilewright.core import checks, platform
 from tilewright.core.library import Operator, define, from_kernels
 from tilewright.core.registry import Goal, Implementation, Op, short
 from tilewright.core.takes import takes

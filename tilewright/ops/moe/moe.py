@@ -31,8 +31,7 @@ from functools import partial
 
 import torch
 
-from tilewright import platform
-from tilewright.core import checks
+from tilewright.core import checks, platform
 from tilewright.core.registry import FLOATS, Goal, Implementation, Judged, Op, no_kernels
 from tilewright.core.takes import takes
 from tilewright.kernels.moe.operators import map_size

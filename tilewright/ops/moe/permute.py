@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilewright import platform
-from tilewright.core import checks
+from tilewright.core import checks, platform
 from tilewright.core.library import Operator, define, from_kernels
 from tilewright.core.registry import Case, Cost, DispatchOn, Implementation, Op
 from tilewright.core.takes import takes

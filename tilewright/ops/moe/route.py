@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilewright import platform
-from tilewright.core import checks
+from tilewright.core import checks, platform
 from tilewright.core.library import Operator, from_kernels
 from tilewright.core.registry import Implementation, Op, short
 from tilewright.core.takes import takes

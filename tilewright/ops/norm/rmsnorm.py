@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from tilewright import platform
-from tilewright.core import checks
+from tilewright.core import checks, platform
 from tilewright.core.library import Operator, from_kernels
 from tilewright.core.registry import FLOATS, Goal, Implementation, Judged, Op
-from tilewright.core.takes import takes
+from tilewright.core.takes import FLOAT, takes
 from tilewright.kernels.norm.operators import Norm, normalize, normalize_backward
 from tilewright.ops import cases
 from tilewright.ops.norm.cases import norm_cases
@@ -233,7 +232,7 @@ class _Fused(NamedTuple):
     """
 
     normalize: Operator
-    dtypes: tuple[torch.dtype, ...] = checks.ACCEPTED
+    dtypes: tuple[torch.dtype, ...] = FLOAT
 
     @classmethod
     def of(cls, name, launchers, *dtypes):

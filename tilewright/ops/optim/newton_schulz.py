@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tilewright import platform
-from tilewright.core import checks
+from tilewright.core import checks, platform
 from tilewright.core.library import declare, from_kernels, refuse_tangents
 from tilewright.core.registry import Case, Cost, Goal, Implementation, Judged, Op
 from tilewright.core.takes import takes

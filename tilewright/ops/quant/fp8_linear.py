@@ -12,8 +12,7 @@ import functools
 
 import torch
 
-from tilewright import platform
-from tilewright.core import checks
+from tilewright.core import checks, platform
 from tilewright.core.library import from_kernels
 from tilewright.core.registry import Implementation, Op
 from tilewright.core.takes import takes

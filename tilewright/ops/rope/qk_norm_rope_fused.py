@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from tilewright.core import checks
 from tilewright.core.layout import check_overwritable, last_contiguous
 from tilewright.core.library import Operator, on_its_device, once
+from tilewright.core.takes import FLOAT
 from tilewright.core.torch_names import in_forward_mode, in_transform
 from tilewright.kernels.rope.operators import (
     HeadNorm,
@@ -113,7 +113,7 @@ class Fused:
     """
 
     def __init__(
-        self, operator: Operator, backward_op: Operator, overwrite: Callable, dtypes=checks.ACCEPTED
+        self, operator: Operator, backward_op: Operator, overwrite: Callable, dtypes=FLOAT
     ):
         self.operator, self.backward_op, self._dtypes = operator, backward_op, dtypes
         title = operator.name().split(".")[0]

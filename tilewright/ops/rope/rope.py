@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from tilewright import platform
-from tilewright.core import checks
+from tilewright.core import checks, platform
 from tilewright.core.library import define, from_kernels
 from tilewright.core.registry import Case, Cost, Implementation, Op
 from tilewright.core.takes import takes

@@ -2,7 +2,7 @@
 
 import sys
 
-from tilewright.platform import require
+from tilewright.core.platform import require
 
 if sys.argv[:1] == ["-m"]:  # `python -m` imports the package before its __main__
     require("trainer")

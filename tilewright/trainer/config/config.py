@@ -19,7 +19,7 @@ import sys
 import yaml
 from pydantic import Field, ValidationInfo, model_validator
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.trainer.config import overrides as reading
 from tilewright.trainer.config import reference
 from tilewright.trainer.config.differences import DIFFERENCES, ELSEWHERE

@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.core.files import is_hub_id
 from tilewright.nn.quantized_layers import wrong_group_size
 from tilewright.ops.moe.expert_parallel import no_deepep

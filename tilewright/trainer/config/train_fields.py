@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import field_validator, model_validator
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.trainer.config.section import (
     COST,
     LAYOUT,

@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.trainer.data.prepare import follow_parent
 
 

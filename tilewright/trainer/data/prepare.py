@@ -20,7 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 import pyarrow as pa
 from tqdm import tqdm
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.trainer.config import Config, Dataset
 from tilewright.trainer.data.columns import ROUTES, SCHEMA
 from tilewright.trainer.data.encode import Encoded, Encoder, RefusedRow, check_columns, longest

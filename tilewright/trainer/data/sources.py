@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.core.files import is_hub_id
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.trainer.config import Data, Dataset

@@ -5,7 +5,6 @@ bfloat16.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -155,36 +154,34 @@ def adjustment(adjust: str, rows: int, columns: int) -> float:
 
 
 def muon(
-    groups: list[dict[str, Any]],
-    apart: Mapping[nn.Parameter, Parts],
-    *,
-    adam_beta1: float,
-    adam_beta2: float,
-    adam_epsilon: float,
-    optimizer_dtype: str,
-    enable_mixed_precision: bool,
-    muon_momentum: float,
-    muon_nesterov: bool,
-    muon_ns_steps: int,
-    muon_ns_coefficients: str,
-    muon_adjust_lr_fn: str | None,
-    muon_lr: float,
+    groups: list[dict[str, Any]], apart: Mapping[nn.Parameter, Parts], **fields: Any
 ) -> torch.optim.Optimizer:
+    """fields: FIELDS."""
     settings = Settings(
-        betas=(adam_beta1, adam_beta2),
-        eps=adam_epsilon,
-        states=DTYPES[optimizer_dtype],
-        products=torch.bfloat16 if enable_mixed_precision else torch.float32,
-        momentum=muon_momentum,
-        nesterov=muon_nesterov,
-        steps=muon_ns_steps,
-        coefficients=muon_ns_coefficients,
-        adjust=muon_adjust_lr_fn or "original",
+        betas=(fields["adam_beta1"], fields["adam_beta2"]),
+        eps=fields["adam_epsilon"],
+        states=DTYPES[fields["optimizer_dtype"]],
+        products=torch.bfloat16 if fields["enable_mixed_precision"] else torch.float32,
+        momentum=fields["muon_momentum"],
+        nesterov=fields["muon_nesterov"],
+        steps=fields["muon_ns_steps"],
+        coefficients=fields["muon_ns_coefficients"],
+        adjust=fields["muon_adjust_lr_fn"] or "original",
     )
     return Muon(groups, settings, apart)
 
 
-_FIELDS = tuple(
-    n for n, p in inspect.signature(muon).parameters.items() if p.kind is p.KEYWORD_ONLY
+FIELDS = (
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "optimizer_dtype",
+    "enable_mixed_precision",
+    "muon_lr",
+    "muon_momentum",
+    "muon_nesterov",
+    "muon_ns_steps",
+    "muon_ns_coefficients",
+    "muon_adjust_lr_fn",
 )
-OPTIMIZERS.add("muon", Optimizer(muon, _FIELDS, apart=matrices, apart_lr="muon_lr"))
+OPTIMIZERS.add("muon", Optimizer(muon, FIELDS, apart=matrices, apart_lr="muon_lr"))

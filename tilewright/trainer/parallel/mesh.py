@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.ops.attention.context_parallel import ContextParallel
 from tilewright.trainer.config import ConfigError, Train
 from tilewright.trainer.parallel import exchange

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.core.files import read_json, write_text
 from tilewright.core.installed import installed
 from tilewright.kernels import tuning

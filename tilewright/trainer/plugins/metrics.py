@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from tilewright import platform
+from tilewright.core import platform
 from tilewright.core.files import write_text
 from tilewright.trainer.config import Train
 from tilewright.trainer.plugins.callback import Callback, Plugin, Step

@@ -241,7 +241,7 @@ def no_extension() -> str | None:
             f"the C++ extension tilewright._C needs torch {OLDEST_TORCH} or later, this is "
             f"{torch.__version__}"
         )
-    package = pathlib.Path(__file__).parent
+    package = pathlib.Path(__file__).parents[1]
     files = [f for f in (package / f"{name}.so" for name in names) if f.exists()]
     if not files:
         reason = package / "_no_extension.txt"  # written by the build
@@ -334,7 +334,7 @@ def provenance() -> dict[str, str]:
 @functools.cache
 def code() -> str:
     """SHA-256 of this library's modules and extensions."""
-    root, digest = pathlib.Path(__file__).parent, hashlib.sha256()
+    root, digest = pathlib.Path(__file__).parents[1], hashlib.sha256()
     for file in sorted((*root.rglob("*.py"), *root.glob("*.so"))):
         digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
     return digest.hexdigest()
