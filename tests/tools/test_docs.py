@@ -212,3 +212,21 @@ def test_troubleshooting_quotes_what_is_said(message):
         pytest.skip(str(error.value))
     assert message in str(error.value)
     assert message in (ROOT / "docs/troubleshooting.md").read_text()
+
+
+def test_the_step_of_the_architecture_is_that_of_the_code():
+    """At most ten files, each with the functions that its line names, in the order of the file."""
+    text = (ROOT / "docs/architecture.md").read_text()
+    rows = re.findall(r"^\| \d+ \| `(\S+)` \| (.*?) \|", text, re.M)
+    assert 5 < len(rows) <= 10
+    for file, named in rows:
+        tree = ast.parse((ROOT / "tilewright/trainer" / file).read_text())
+        there = [
+            f"{node.name}.{inner.name}" if inner is not node else node.name
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            for inner in (node, *(n for n in getattr(node, "body", ()) if hasattr(n, "name")))
+        ]
+        assert {*re.findall(r"`(.*?)`", named)} <= {*there}, file
+    loop = (ROOT / "tilewright/trainer/loop.py").read_text().splitlines()
+    assert len(loop) < 300
