@@ -26,7 +26,7 @@ from tilewright.trainer import memory_plan, train
 from tilewright.trainer.build import build_engine, build_model, choose_ops, compute_dtype
 from tilewright.trainer.checkpoint import checkpoint, hf
 from tilewright.trainer.config import load
-from tilewright.trainer.data.batches import collate, padding
+from tilewright.trainer.data.batches import collate
 from tilewright.trainer.engine import Engine, NotFinite
 from tilewright.trainer.losses.language_modeling import language_modeling
 from tilewright.trainer.optim import matrices
@@ -66,7 +66,7 @@ def micro_batches(config, ranks, bins):
     parts.
     """
     t, step = config.train, []
-    multiple = padding(config.data.pad_to_multiple_of, ranks.context, ranks.layout.tp)
+    multiple = mesh.padding(config.data.pad_to_multiple_of, ranks.context, ranks.layout.tp)
     for a in range(t.gradient_accumulation_steps):
         start = (a * ranks.layout.data + ranks.batch_rank) * t.micro_batch_size
         step.append(collate(bins[start : start + t.micro_batch_size], multiple, ranks.context))

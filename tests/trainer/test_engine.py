@@ -30,8 +30,8 @@ from tilewright.trainer.engine import NotFinite
 from tilewright.trainer.losses.language_modeling import language_modeling
 from tilewright.trainer.losses.loss import count_labels
 from tilewright.trainer.models.ops_choice import Ops
-from tilewright.trainer.optim.plan import Plan
 from tilewright.trainer.parallel.mesh import Mesh, build, join
+from tilewright.trainer.plan import Plan
 from tilewright.trainer.plugins.callback import Step
 from tilewright.trainer.plugins.housekeeping import Housekeeping
 

@@ -21,7 +21,7 @@ from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.optim import optim
 from tilewright.trainer.optim.matrices import Parts, matrices
 from tilewright.trainer.optim.muon import Muon, Settings, adjustment
-from tilewright.trainer.optim.plan import Plan
+from tilewright.trainer.plan import Plan
 
 
 def parameters(*shapes, dtype=torch.float32, seed=0):

@@ -29,7 +29,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from tilewright.nn import Linear, LoRALinear
 from tilewright.ops.attention.context_parallel import ContextParallel
 from tilewright.trainer.config import Train, load
-from tilewright.trainer.data.batches import padding
 from tilewright.trainer.models.model import Ops, Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.positions import Sequence, rope_tables
@@ -37,7 +36,7 @@ from tilewright.trainer.models.shared import RepeatedAttention, TensorParallel
 from tilewright.trainer.parallel import tensor_parallel
 from tilewright.trainer.parallel.compiling import compile_layers, compiled_parts
 from tilewright.trainer.parallel.context_parallel import spread_sequence
-from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.parallel.mesh import Mesh, padding
 
 SHARDED = {
     "vocab_size": 100,

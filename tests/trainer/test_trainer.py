@@ -56,12 +56,12 @@ from tilewright.trainer.models.flops import flops_per_token  # noqa: E402
 from tilewright.trainer.models.initialize import init_weights  # noqa: E402
 from tilewright.trainer.models.model import ModelConfig, Ops, Transformer  # noqa: E402
 from tilewright.trainer.optim import optim, schedules  # noqa: E402
-from tilewright.trainer.optim.plan import Plan  # noqa: E402
 from tilewright.trainer.parallel import compiling, exchange, mesh  # noqa: E402
 from tilewright.trainer.parallel.layouts import apply_layouts  # noqa: E402
 from tilewright.trainer.parallel.mesh import Group, Mesh, join  # noqa: E402
 from tilewright.trainer.parallel.parts import Parts  # noqa: E402
 from tilewright.trainer.parallel.recomputation import recompute_activations  # noqa: E402
+from tilewright.trainer.plan import Plan  # noqa: E402
 from tilewright.trainer.plugins import adapters  # noqa: E402
 
 ROOT = pathlib.Path(__file__).parents[2]

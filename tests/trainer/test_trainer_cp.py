@@ -163,7 +163,7 @@ def test_ranks_of_one_sequence_read_the_same_bins_and_have_all_of_a_batch(tmp_pa
     whole = next(data.Batches(held.bins, config.data, config.train, rank=1, world_size=3).steps())[
         0
     ]
-    S = data.padding(config.data.pad_to_multiple_of, ContextParallel(2, 2))
+    S = mesh.padding(config.data.pad_to_multiple_of, ContextParallel(2, 2))
     assert S == 24
     layouts = [ContextParallel(2, 2, u, r) for r in range(2) for u in range(2)]
     parts = [

@@ -11,10 +11,11 @@ import torch
 from tilewright.trainer.build import build_engine, choose_ops, compute_dtype
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import load
-from tilewright.trainer.data.batches import collate, padding
+from tilewright.trainer.data.batches import collate
 from tilewright.trainer.data.columns import IGNORE
 from tilewright.trainer.losses.language_modeling import language_modeling
 from tilewright.trainer.parallel import mesh
+from tilewright.trainer.parallel.mesh import padding
 from tilewright_lab.check_layout.step import Step
 
 __all__ = ["trainer_step"]

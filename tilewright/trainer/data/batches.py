@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +25,7 @@ from tilewright.trainer import interrupts
 from tilewright.trainer.config import Data, Train
 from tilewright.trainer.data import packing
 from tilewright.trainer.data.columns import IGNORE
+from tilewright.trainer.parallel.mesh import padding
 
 pc: Any = pyarrow.compute  # which makes its functions when it is imported
 
@@ -106,15 +106,6 @@ def _filler(tokens: int, width: int) -> tuple[np.ndarray, ...]:
     """A document without a label."""
     routes = [np.full((tokens, width), -1, np.int16)] if width else []
     return np.zeros(tokens, np.int64), np.full(tokens, IGNORE, np.int64), *routes
-
-
-def padding(multiple: int, cp: ContextParallel, tp: int = 1) -> int:
-    """The multiple to which a micro-batch is padded.   multiple: pad_to_multiple_of.
-
-    Each of the ranks that share a sequence has the same number of tokens, and each tensor-parallel
-    rank the same number of those.
-    """
-    return math.lcm(multiple, cp.multiple * tp)
 
 
 def collate(

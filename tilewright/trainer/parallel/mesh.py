@@ -287,6 +287,15 @@ class Mesh:
         return self.layout.batch_rank(self.rank)
 
 
+def padding(multiple: int, cp: ContextParallel, tp: int = 1) -> int:
+    """The multiple to which a micro-batch is padded.   multiple: pad_to_multiple_of.
+
+    Each of the ranks that share a sequence has the same number of tokens, and each tensor-parallel
+    rank the same number of those.
+    """
+    return math.lcm(multiple, cp.multiple * tp)
+
+
 def join(train: Train) -> Mesh:
     """Joins the group that torchrun describes (NCCL on CUDA, gloo on CPU), or makes a group of one.
 

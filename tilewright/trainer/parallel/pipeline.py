@@ -34,12 +34,11 @@ from tilewright.nn.sharded import shard, whole
 from tilewright.nn.weights import is_adapter
 from tilewright.trainer.config import Config, Train
 from tilewright.trainer.config.parallel_rules import too_few
-from tilewright.trainer.data.batches import padding
 from tilewright.trainer.models.head import LossFunction
 from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.parallel import exchange
 from tilewright.trainer.parallel.layouts import Layout
-from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.parallel.mesh import Mesh, padding
 from tilewright.trainer.parallel.parts import Parts, Weights
 from tilewright.trainer.parallel.stages import (
     Stage,

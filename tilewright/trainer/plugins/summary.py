@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from tilewright.trainer.config import Config
-from tilewright.trainer.data.batches import Batches, Bins, padding
+from tilewright.trainer.data.batches import Batches, Bins
 from tilewright.trainer.engine import Engine
 from tilewright.trainer.models.ops_choice import Numerics
-from tilewright.trainer.optim.plan import Plan
 from tilewright.trainer.parallel.compiling import compiled_parts
-from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.parallel.mesh import Mesh, padding
 from tilewright.trainer.parallel.tensor_parallel import shares_heads
+from tilewright.trainer.plan import Plan
 from tilewright.trainer.plugins import adapters
 
 
