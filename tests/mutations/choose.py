@@ -76,8 +76,7 @@ OWN = {
     "trainer/optim.py": "trainer/test_muon trainer/test_engine trainer/test_trainer_fields",
     "trainer/tensor_parallel.py": "trainer/test_tensor_parallel trainer/test_architectures",
     "trainer/memory_plan.py": "trainer/test_memory",
-    "trainer/train_fields.py": "trainer/test_config trainer/test_trainer_fields",
-    "trainer/overrides.py": "trainer/test_config",
+    "trainer/config/": "trainer/test_config trainer/test_trainer_fields",
     "trainer/architectures/": "trainer/test_architectures",
     "trainer/": "trainer/test_trainer",
 }

@@ -60,7 +60,7 @@ for name in hidden:
     sys.modules[name.replace("-", "_")] = None   # cannot be imported, and has no spec
 found = []
 for module, *arguments in commands:
-    sys.argv = [module, *arguments]
+    sys.argv = ["-m", *arguments]  # as `python -m` has it while it finds the module
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         try:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -236,7 +236,7 @@ def test_commands_whose_output_nobody_reads_end_quietly(tmp_path):
         assert unread(cli.main, *arguments) == 141
     for arguments in (["list", "--device", "cpu", "--op", "rope"], []):
         assert unread(bench.main, *arguments) == 141
-    config = pytest.importorskip("tilewright.trainer.config")
+    config = pytest.importorskip("tilewright.trainer.config.config")
     path = tmp_path / "c.yaml"
     path.write_text(
         "model: {config_path: x}\ndata: {datasets: [{path: dummy}]}\ntrain: {output_dir: o}\n"

@@ -17,8 +17,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from tilewright.trainer.config import Config, ConfigError  # noqa: E402
-from tilewright.trainer.config.field_tree import default_of  # noqa: E402
-from tilewright.trainer.config.rules import problems  # noqa: E402
+from tilewright.trainer.config.field_tree import leaves  # noqa: E402
+from tilewright.trainer.config.section import problems  # noqa: E402
 from tilewright.trainer.parallel.mesh import layout_of  # noqa: E402
 
 pytestmark = pytest.mark.packages
@@ -117,7 +117,7 @@ def test_the_table_says_what_the_trainer_does():
 def test_each_feature_changes_a_field():
     for settings in FEATURES.values():
         for path, value in settings.items():
-            assert path == "train.data_parallel_mode" or value != default_of(Config, path)
+            assert path == "train.data_parallel_mode" or value != leaves(Config)[path].default
 
 
 if __name__ == "__main__":

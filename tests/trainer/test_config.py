@@ -2,6 +2,7 @@
 written and reloaded.
 """
 
+import ast
 import json
 import pathlib
 import pickle
@@ -14,10 +15,23 @@ import yaml
 pytest.importorskip("pydantic")
 
 from tilewright.core import platform
-from tilewright.trainer.config import Config, ConfigError, Train, load, parallel_rules, resolved
+from tilewright.trainer.config import (
+    Config,
+    ConfigError,
+    Data,
+    Lora,
+    Model,
+    Train,
+    load,
+    overrides,
+    resolved,
+)
 from tilewright.trainer.config import config as module
-from tilewright.trainer.config.field_tree import default_of, get, kind, leaves, unknown
-from tilewright.trainer.config.refused import ACCEPTED, REFUSED
+from tilewright.trainer.config.field_tree import get, kind, leaves
+from tilewright.trainer.config.overrides import unknown
+from tilewright.trainer.config.readers import Scope, readers
+from tilewright.trainer.config.reference import meaning, page
+from tilewright.trainer.config.section import Accepts, Only, Resume, kept, places, properties
 from tilewright.trainer.parallel.mesh import layout_of
 
 pytestmark = pytest.mark.packages
@@ -25,6 +39,13 @@ pytestmark = pytest.mark.packages
 ROOT = pathlib.Path(__file__).parents[2]
 TRAINER = ROOT / "tilewright/trainer"
 LEAVES = leaves(Config)
+# Fields of which this version accepts some values only, with the rule.
+REFUSED = {
+    path: rule
+    for path, field in LEAVES.items()
+    for rule in properties(field).rules
+    if isinstance(rule, Accepts) and not path.startswith("data.test_datasets.")
+}
 LEAST = (
     "model: {config_path: nowhere}\ndata: {datasets: [{path: dummy}]}\ntrain: {output_dir: out}\n"
 )
@@ -113,12 +134,9 @@ OURS = {
     "train.adam_epsilon",
     "train.allow_other_base",
     "train.assert_deterministic",
-    "train.callbacks",
     "train.checksum_steps",
     "train.ignore_memory_plan",
-    "train.loss",
     "train.muon_ns_coefficients",
-    "train.optimizer_args",
     "train.pipeline_split",
     "train.plot_loss",
     "train.router_replay",
@@ -145,10 +163,9 @@ def test_every_field_of_the_reference_exists_and_no_other():
 
 def test_reference_is_current():
     text = (ROOT / "docs/trainer/fields.md").read_text()
-    assert text == module.page(text), (
+    assert text == page(Config, text), (
         "run `python -m tilewright.trainer.config docs docs/trainer/fields.md`"
     )
-    assert all(path in LEAVES for path in module.DIFFERENCES)
     assert all(field.description.endswith((".", ")")) for field in LEAVES.values())
 
 
@@ -156,18 +173,22 @@ def test_one_field_is_explained(capsys):
     assert module.main(["--explain", "train.ep_outside", "weight_decay"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[:3] == ["train.ep_outside", "  type:    boolean", "  default: false"]
-    assert said[5:8] == [
+    assert said[5:9] == [
+        "  read by: parallel.mesh",
         "  rule:    any value but false needs train.data_parallel_mode = fsdp2",
-        "  rule:    refused with some values of train.expert_parallel_size: there is nothing to place",
+        "  rule:    any value but false needs train.expert_parallel_size != 1: there is nothing to "
+        "place",
         "  in xorl: place it outside the EP-FSDP mesh; here: the same: the outer dimension of a shard "
         "group",
     ]
-    assert said[8:10] == ["train.weight_decay", "  type:    number, at least 0"]
+    assert said[9:11] == ["train.weight_decay", "  type:    number, at least 0"]
     assert module.main(["--explain", "lora.aqn_alpha", "model.encoders", "train.optimizer"]) == 0
     said = capsys.readouterr().out
-    assert "  rule:    any value but the default needs lora.enable_aqn = true\n" in said
-    assert f"  rule:    only {{}}: {REFUSED['model.encoders']}" in said
-    assert "refused with some values of lora.enable_lora: only adapters are trained" in said
+    assert "  rule:    any value but 1.0 needs lora.enable_aqn = true\n" in said
+    assert f"  rule:    only {{}}: {REFUSED['model.encoders'].why}" in said
+    assert "needs lora.enable_lora = false: only adapters are trained" in said
+    assert "  rule:    train.muon_lr: any value but 0.02 needs train.optimizer = muon\n" in said
+    assert said.endswith("  elsewhere: optim\n")
     assert module.main(["--explain", "train.weight_decai"]) == 2
     assert capsys.readouterr().err == (
         "train.weight_decai: unknown key; did you mean train.weight_decay?\n"
@@ -177,8 +198,89 @@ def test_one_field_is_explained(capsys):
 def test_every_field_can_be_explained():
     for path, field in LEAVES.items():
         said = module.explain(path)
-        assert f"  meaning: {field.description}" in said
-        assert f"  resume:  {field.json_schema_extra['resume']}" in said
+        assert f"  meaning: {meaning(field)}" in said
+        assert f"  resume:  {properties(field).resume}" in said
+        for other in (o for rule in properties(field).rules for o in rule.others):
+            section = path.rpartition(".")[0]
+            sentences = module.explain(other if "." in other else f"{section}.{other}")
+            assert f"  rule:    {path}: " in sentences
+
+
+READ = """
+class Run:
+    config: Config
+
+class Part:
+    def __init__(self, train: Train | None, unknown):
+        self.options = train
+        self.first = unknown.seed
+
+def run(config: Config, made: Run, other: Other):
+    t, d = config.train, config.data
+    made.config.lora.enable_lora
+    for entry in d.datasets:
+        print(entry.shards, t.seed, other.max_steps, t.context_parallel_size)
+    return Subset(**{name: getattr(config.model, name) for name in names})
+
+def read(one: Subset):
+    return one.router_fp32
+"""
+
+
+def test_readers_are_found_by_what_an_attribute_is_of():
+    classes = {kind.__name__: kind for kind in (Config, Train)}
+    scope = Scope([*ast.walk(ast.parse(READ))], classes, {})
+    scope.bind()
+    assert {(kind.__name__, name) for kind, name in scope.reads()} == {
+        ("Config", "train"),
+        ("Config", "data"),
+        ("Config", "lora"),
+        ("Config", "model"),
+        ("Data", "datasets"),
+        ("Dataset", "shards"),
+        ("Lora", "enable_lora"),
+        ("Model", "router_fp32"),
+        ("Train", "seed"),
+        ("Train", "context_parallel_size"),
+    }
+    assert "parallel.mesh" in readers(Config)["train.ringattn_parallel_size"]  # by a property
+
+
+def test_every_field_is_read():
+    """But those of which there is one value, and one that only rules need."""
+    single = {path for path, rule in REFUSED.items() if len(rule.values) < 2}
+    entries = {path for path in LEAVES if path.startswith("data.test_datasets.")}
+    assert LEAVES.keys() - entries - readers(Config).keys() == single | {
+        "train.allow_cuda_launch_blocking"
+    }
+
+
+def test_what_reads_a_field_may_come_from_a_table():
+    rule = Only("optimizer", table=lambda: ["muon", "lion"])
+    parts = {"model": {"config_path": "x"}, "data": {"datasets": [{"path": "dummy"}]}}
+    config = Config(**parts, train={"output_dir": "o", "optimizer": "muon", "muon_lr": 1})
+    [at] = [at for at in places(config) if at.path == "train.muon_lr"]
+    assert not rule.broken(at)
+    sgd = config.train.model_copy(update={"optimizer": "sgd"})
+    at = at._replace(config=config.model_copy(update={"train": sgd}))
+    assert rule.broken(at) and rule.sentence(at) == "only muon and lion read this"
+    assert rule.wanted(at) == "any value but 0.02 needs train.optimizer = muon or lion"
+
+
+def test_the_identity_of_a_run_has_the_names_and_the_order_of_earlier_checkpoints():
+    states = ["optimizer", "no_decay_modules", "no_decay_params", "freeze_router"]
+    for optimizer, more in (("adamw", []), ("sgd", []), ("muon", ["optimizer_dtype"])):
+        train = Train(output_dir="o", optimizer=optimizer)
+        assert [*kept(train, Resume.OTHER_STATES, unread=False)] == states + more
+    assert " ".join(kept(Lora(), Resume.OTHER_WEIGHTS)) == (
+        "enable_lora lora_rank lora_alpha lora_target_modules save_lora_only enable_qlora "
+        "quant_format quant_group_size exclude_modules"
+    )
+    orders = [
+        kept(section, Resume.OTHER_ORDER) for section in (train, Data(datasets=[{"path": "dummy"}]))
+    ]
+    assert orders == [{"seed": 42}, {"shuffle": True}]
+    assert kept(Model(), Resume.OTHER_WEIGHTS) == {"merge_qkv": True}
 
 
 def test_the_schema_has_every_field_with_its_meaning(capsys):
@@ -190,7 +292,7 @@ def test_the_schema_has_every_field_with_its_meaning(capsys):
             node = node.get("items", node)
             node = schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
             node = node["properties"][part]
-        assert node["description"] == field.description
+        assert node["description"] == meaning(field)
     assert schema["$defs"]["Train"]["additionalProperties"] is False
 
 
@@ -331,7 +433,7 @@ def test_the_commands_of_the_page_are_taken(write):
     assert config.data.sample_packing_sequence_len == 16384
 
 
-# Its defaults that are not ours; what is not listed here or in DIFFERENCES has its default.
+# Its defaults that are not ours.
 THEIRS = {
     "model.attn_implementation": "flash_attention_3",
     "data.dataloader_num_workers": 8,
@@ -380,10 +482,10 @@ def test_a_default_is_that_of_the_documentation_or_the_difference_is_explained()
             path = f"{section}.{name}"
             default = LEAVES[path].default
             if path in THEIRS:
-                assert default != THEIRS[path] and path in module.DIFFERENCES, path
+                assert default != THEIRS[path] and properties(LEAVES[path]).differs, path
             elif path not in ("data.datasets", "data.datasets.path", "train.output_dir"):
                 assert default == theirs.get(path), path
-    assert module.DIFFERENCES.keys() >= OURS | OF_THE_SERVER
+    assert all(properties(LEAVES[path]).differs for path in OURS | OF_THE_SERVER)
 
 
 # ---- reading
@@ -418,8 +520,8 @@ def test_wrong_types_and_broken_rules_are_reported_together(write):
     assert [line.split(":")[0] for line in found] == [
         "train.lr = fast",
         "train.output_dir",
-        "data.datasets.0.shards = 2, data.datasets.0.shards_idx = null",
         "model.model_path = null, model.config_path = null",
+        "data.datasets.0.shards = 2, data.datasets.0.shards_idx = null",
     ]
 
 
@@ -465,10 +567,13 @@ def test_keys_that_are_alike_and_other_libraries_names_are_known(least, given, m
     assert errors(least, f"--train.{given}", "1") == [f"--train.{given} = 1: {expected}"]
 
 
-def test_names_of_other_libraries_stand_for_fields_that_would_not_be_found():
-    for name, path in module.ELSEWHERE.items():
-        assert path in LEAVES and name not in {p.rpartition(".")[2] for p in LEAVES}
-        assert f"{path}?" not in unknown(Config, f"{path.rpartition('.')[0]}.{name}", {}), (
+def test_names_of_other_libraries_stand_for_fields_that_would_not_be_found(monkeypatch):
+    names = overrides.elsewhere(Config)
+    assert len(names) == sum(len(properties(field).names) for field in LEAVES.values())
+    monkeypatch.setattr(overrides, "elsewhere", lambda model: {})
+    for name, path in names.items():
+        assert name not in {p.rpartition(".")[2] for p in LEAVES}
+        assert f"{path}?" not in unknown(Config, f"{path.rpartition('.')[0]}.{name}"), (
             f"{name} is found without"
         )
 
@@ -478,7 +583,7 @@ def test_the_section_that_was_named_comes_before_other_libraries_names():
         ("data.datasets.max_seq_length", "data.datasets.max_seq_len"),
         ("data.max_seq_length", "data.sample_packing_sequence_len"),
     ):
-        assert unknown(Config, key, module.ELSEWHERE) == f"unknown key; did you mean {meant}?"
+        assert unknown(Config, key) == f"unknown key; did you mean {meant}?"
 
 
 @pytest.mark.parametrize(
@@ -870,36 +975,32 @@ def test_configurations_do_not_change(least):
 # ---- rejected values
 
 
-def other_values(path):
+def other_values(path, rule):
     """Values that the type allows, other than the accepted ones."""
-    named = kind(LEAVES[path].annotation)
-    accepted = ACCEPTED.get(path, (default_of(Config, path),))
-    candidates = {
-        "integer": ["7"],
-        "number": ["0.5"],
-        "boolean": ["true", "false"],
-        "mapping": ['{"a": 1}'],
-        "list of string | null": ['["a"]'],
-    }.get(named, [v for v in named.split(" | ") if v != "null"])
-    return [v for v in candidates if v.lower() != str(accepted[0]).lower() and v not in accepted]
+    named, accepted = kind(LEAVES[path].annotation), rule.values or (LEAVES[path].default,)
+    candidates = {"boolean": [True, False], "mapping": [{"a": 1}]}.get(named, named.split(" | "))
+    return [v for v in candidates if v not in accepted]
 
 
-@pytest.mark.parametrize("path, value", [(p, v) for p in REFUSED for v in other_values(p)])
+@pytest.mark.parametrize(
+    "path, value", [(path, v) for path, rule in REFUSED.items() for v in other_values(path, rule)]
+)
 def test_unsupported_fields_are_refused_with_their_sentence(least, path, value):
-    found = [line for line in errors(least, f"--{path}", value) if line.startswith(f"{path} = ")]
-    assert [line for line in found if line.endswith(f": {REFUSED[path]}")] == found[:1] != []
+    at = path.replace("datasets.", "datasets.0.")
+    found = [
+        line
+        for line in errors(least, f"--{at}", value if isinstance(value, str) else json.dumps(value))
+        if line.startswith(f"{at} = ")
+    ]
+    assert [line for line in found if line.endswith(f": {REFUSED[path].why}")] == found[:1] != []
 
 
-def test_every_refused_field_has_another_value_in_the_tests():
-    assert all(map(other_values, REFUSED))
-
-
-def test_refused_fields_may_name_their_default(least):
-    for path in REFUSED:
-        value = get(least(), path)
-        least(
-            f"--{path}={'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"
-        )
+def test_every_refused_field_has_another_value_and_takes_its_default(least):
+    for path, rule in REFUSED.items():
+        assert other_values(path, rule)
+        at = path.replace("datasets.", "datasets.0.")
+        value = get(least(), at)
+        least(f"--{at}={value if isinstance(value, str) else json.dumps(value)}")
 
 
 NONE, DDP = "--train.data_parallel_mode=none", "--train.data_parallel_mode=ddp"
@@ -1094,7 +1195,6 @@ RULES = [
     ),
     ("--train.adam_beta2=0.999 --train.optimizer=anyprecision_adamw", "must be at most 0.996", ""),
     (f"{MUON} {LORA}", "muon would have no matrix", LORA),
-    (f"{FIRST}trust_remote_code=true", "no longer runs", f"{FIRST}trust_remote_code=false"),
     (
         f"{FIRST}path=a/b {FIRST}data_files=f",
         "data_files needs ds_type",
@@ -1378,7 +1478,8 @@ RULES = [
     "broken, sentence, neighbor", RULES, ids=[b.replace("--", "") for b, _, _ in RULES]
 )
 def test_rule(least, broken, sentence, neighbor, monkeypatch):
-    monkeypatch.setattr(parallel_rules, "no_zero_bubble", lambda: None)  # as with a newer torch
+    # as with a newer torch
+    monkeypatch.setattr("tilewright.trainer.config.train.no_zero_bubble", lambda: None)
     found = errors(least, *broken.split())
     fields = {a[2:].partition("=")[0] for a in broken.split()}
     assert any(

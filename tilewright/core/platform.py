@@ -360,7 +360,7 @@ def slug(name: str) -> str:
     """A name as a folder name: lower-case letters and digits, single hyphens.
 
     Example:
-        >>> from tilewright import platform
+        >>> from tilewright.core import platform
         >>> platform.slug("NVIDIA H100 80GB HBM3")
         'nvidia-h100-80gb-hbm3'
     """

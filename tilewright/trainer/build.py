@@ -14,6 +14,7 @@ from tilewright.nn.sharded import local
 from tilewright.nn.weights import base_weights
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Config, Model, Train
+from tilewright.trainer.config.section import Resume, kept
 from tilewright.trainer.data import packing
 from tilewright.trainer.data.batches import Batches, Bins
 from tilewright.trainer.data.prepared import check_targets, prepare, split_validation
@@ -190,29 +191,18 @@ def identity(
 
     origin: `Parts.origin`; None for weights that were drawn.
     """
-    t = config.train
     return {
         "model": {
             **dataclasses.asdict(shape),
-            "merge_qkv": config.model.merge_qkv,
+            **kept(config.model, Resume.OTHER_WEIGHTS),
             "lora": adapters.identity(config.lora),
         },
-        "optimizer": {
-            k: getattr(t, k)
-            for k in (
-                "optimizer",
-                "no_decay_modules",
-                "no_decay_params",
-                "freeze_router",
-                # States in another dtype are other states.
-                *(["optimizer_dtype"] if t.optimizer in ("anyprecision_adamw", "muon") else []),
-            )
-        },
+        "optimizer": kept(config.train, Resume.OTHER_STATES, unread=False),
         "data": {
             **batches.bins.identity(),
             "packing": packing.fingerprint(batches.bins.bins),
-            "seed": t.seed,
-            "shuffle": config.data.shuffle_merged_datasets,
+            **kept(config.train, Resume.OTHER_ORDER),
+            **kept(config.data, Resume.OTHER_ORDER),
         },
         "base": {"weights": origin},
     }

@@ -7,18 +7,12 @@ from tilewright.core.platform import require
 if sys.argv[:1] == ["-m"]:  # `python -m` imports the package before its __main__
     require("trainer")
 
-from tilewright.trainer.config.config import (
-    Config,
-    ConfigError,
-    Data,
-    Dataset,
-    Lora,
-    Model,
-    Train,
-    from_command_line,
-    load,
-    resolved,
-)
+from tilewright.trainer.config.config import Config, from_command_line, load, resolved
+from tilewright.trainer.config.data import Data, Dataset
+from tilewright.trainer.config.field_tree import ConfigError
+from tilewright.trainer.config.lora import Lora
+from tilewright.trainer.config.model import Model
+from tilewright.trainer.config.train import Train
 
 __all__ = [
     "Config",

@@ -1,9 +1,10 @@
 """The trainer's configuration: every field, what it means, and which values this version refuses.
 
 A field that is accepted does what its description says. What cannot work is refused with one
-sentence (`rules.py`), never ignored. Names, types and meanings follow xorl's local training
-configuration; DIFFERENCES lists where a default or a meaning departs from it, and why.
-The fields are in `fields.py` and `train_fields.py`; `overrides.py` reads files and command lines.
+sentence, never ignored. Names, types and meanings follow xorl's local training configuration; where
+a default or a meaning departs from it, the field says so, and why. Everything about a field stands
+on it (`section.field`), in `model.py`, `data.py`, `train.py` and `lora.py`; `overrides.py` reads
+files and command lines.
 
     python -m tilewright.trainer.config check config.yaml --train.lr 2e-5  # the resolved YAML
     python -m tilewright.trainer.config docs docs/trainer/fields.md        # writes the reference
@@ -22,26 +23,12 @@ from pydantic import Field, ValidationInfo, model_validator
 from tilewright.core import platform
 from tilewright.trainer.config import overrides as reading
 from tilewright.trainer.config import reference
-from tilewright.trainer.config.differences import DIFFERENCES, ELSEWHERE
-from tilewright.trainer.config.field_tree import ConfigError, leaves, unknown
-from tilewright.trainer.config.fields import Data, Dataset, Lora, Model
-from tilewright.trainer.config.refused import ACCEPTED, REFUSED
-from tilewright.trainer.config.rules import needs, problems
-from tilewright.trainer.config.section import Section
-from tilewright.trainer.config.train_fields import Train
-
-__all__ = [
-    "Config",
-    "ConfigError",
-    "Data",
-    "Dataset",
-    "Lora",
-    "Model",
-    "Train",
-    "from_command_line",
-    "load",
-    "resolved",
-]
+from tilewright.trainer.config.data import Data
+from tilewright.trainer.config.field_tree import ConfigError, leaves
+from tilewright.trainer.config.lora import Lora
+from tilewright.trainer.config.model import Model
+from tilewright.trainer.config.section import Section, problems
+from tilewright.trainer.config.train import Train
 
 
 class Config(Section):
@@ -66,7 +53,7 @@ def load(path: str | None, overrides: list[str] | None = None) -> Config:
     Raises ConfigError with every misspelled key, wrong type, refused value and contradiction, one
     line each.
     """
-    return reading.build(Config, path, overrides or [], ELSEWHERE)
+    return reading.build(Config, path, overrides or [])
 
 
 def resolved(config: Config) -> str:
@@ -89,7 +76,7 @@ def from_command_line(
         print(f"usage: {program} {' '.join(usage)}\n")
         for name, meaning in options.items():
             print(f"{name}\n    {meaning}")
-        print(reference.help_text(Config, NOTES))
+        print(reference.help_text(Config))
         sys.exit(0 if argv else 2)
     path = None if argv[0].startswith("--") else argv[0]
     try:
@@ -99,54 +86,21 @@ def from_command_line(
         sys.exit(2)
 
 
-NOTES = {
-    path: (" or ".join(ACCEPTED.get(path, ["the default"])), why) for path, why in REFUSED.items()
-}
-
-BEGIN, END = "<!-- fields: generated -->", "<!-- end of fields -->"
-TITLE = """
-A configuration is a YAML file with the sections `model`, `data`, `train` and `lora`. Any field can
-be set on the command line too, as `--section.field value` or `--section.field=value`: hyphens and
-underscores are equivalent, lists and mappings are JSON. All errors are reported at once, with exit
-code 2.
-
-| `python -m tilewright.trainer.config` | |
-|---|---|
-| `check config.yaml` | prints the resolved configuration, which a run also writes to `train.output_dir` |
-| `--explain FIELD` | prints what a field means and needs, and what a change does where a run resumes |
-| `--schema` | prints the JSON schema |
-| `docs docs/trainer/fields.md` | writes this reference, from `fields.py` and `train_fields.py` |
-
-With the schema in FILE, editors complete and check a configuration whose first line is
-`# yaml-language-server: $schema=FILE`.
-
-The column `resume` says what happens if the value is not that of the checkpoint from which a run
-resumes: it is refused, refused if the contents that it names differ, or free to change.
-"""
-
-
-def page(text: str) -> str:
-    """A page with the current reference between its two marks."""
-    before, rest = text.split(BEGIN)
-    fields = reference.markdown(Config, TITLE, NOTES, DIFFERENCES)
-    return f"{before}{BEGIN}\n{fields}{END}{rest.split(END)[1]}"
-
-
-# A minimal valid configuration, from which rules state their sentences.
-LEAST = {"model": {"config_path": "-"}, "data": {"datasets": [{"path": "dummy"}]}}
-
-
 def explain(name: str) -> str:
     """`reference.explain` of a field, by its path with or without the section.
 
     Raises ConfigError for a name that no field has.
     """
-    paths = leaves(Config)
-    path = next((p for p in paths if name in (p, p.partition(".")[2])), None)
+    path = next((p for p in leaves(Config) if name in (p, p.partition(".")[2])), None)
     if path is None:
-        raise ConfigError([f"{name}: {unknown(Config, name, ELSEWHERE)}"])
-    least = Config.model_validate({**LEAST, "train": {"output_dir": "-"}})
-    return reference.explain(Config, path, list(needs(path, least)), DIFFERENCES.get(path))
+        raise ConfigError([f"{name}: {reading.unknown(Config, name)}"])
+    entries = [{"path": "dummy"}]
+    least = {
+        "model": {"config_path": "-"},
+        "data": {"datasets": entries, "test_datasets": entries},
+        "train": {"output_dir": "-"},
+    }
+    return reference.explain(Config.model_validate(least, context=[]), path)
 
 
 @platform.command
@@ -155,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     command, rest = argv[:1], argv[1:]
     if command == ["docs"] and len(rest) == 1:
         file = pathlib.Path(rest[0])
-        file.write_text(page(file.read_text("utf-8")), "utf-8")
+        file.write_text(reference.page(Config, file.read_text("utf-8")), "utf-8")
     elif command == ["check"]:
         config = from_command_line(rest, "python -m tilewright.trainer.config check")
         print(resolved(config), end="")

@@ -1,8 +1,7 @@
-"""The tree of a pydantic model's fields by dotted path, and hints for a path that is not in it."""
+"""The tree of a pydantic model's fields by dotted path."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import types
@@ -59,10 +58,6 @@ def get(config: Any, path: str) -> Any:
     return config
 
 
-def default_of(model: type[BaseModel], path: str) -> Any:
-    return leaves(model)[path].default
-
-
 def show(value: Any) -> str:
     text = value if isinstance(value, str) and value else json.dumps(value, default=str)
     return text if len(text) <= 200 else f"{text[:200]}..."
@@ -93,40 +88,3 @@ def kind(annotation: Any) -> str:
 
 def without_index(path: str) -> str:
     return ".".join(p for p in path.split(".") if not p.isdigit())
-
-
-def _likeness(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b).ratio()
-
-
-# Below it names agree by chance: learning_rate has half of log_format's letters, in their order.
-ALIKE = 0.75
-
-
-def unknown(model: type[BaseModel], path: str, elsewhere: Mapping[str, str]) -> str:
-    """The hint for a key that does not exist: where it belongs, its name here, or similar keys
-    anywhere in the tree. elsewhere: name in other libraries -> path here.
-    """
-    at, _, name = without_index(path).rpartition(".")
-    known = leaves(model)
-    sections = [*model.model_fields]
-    if "." not in path:
-        known = {**known, **dict.fromkeys(sections)}
-    by_name: dict[str, list[str]] = {}
-    for p in known:
-        by_name.setdefault(p.rpartition(".")[2], []).append(p)
-    if name in by_name:
-        return f"unknown key; {name} belongs under {' or '.join(p.rpartition('.')[0] for p in by_name[name])}"
-    likeness = {p: _likeness(name, p.rpartition(".")[2]) for p in known}
-    # Among similar names, those of the named section.
-    alike = {
-        p: much + 0.1 * _likeness(at, p.rpartition(".")[0])
-        for p, much in likeness.items()
-        if much >= ALIKE
-    }
-    meant = [p for p in alike if alike[p] == max(alike.values())]
-    if name in elsewhere and at not in {p.rpartition(".")[0] for p in meant} - {
-        elsewhere[name].rpartition(".")[0]
-    }:
-        meant = [elsewhere[name]]
-    return f"unknown key; did you mean {' or '.join(meant)}?" if meant else "unknown key"

@@ -1,17 +1,15 @@
 """YAML and `--section.field value` into a pydantic model, with every error reported at once.
 
-Independent of the fields' meanings, which are in `config.py` and `rules.py`. Written here, since
-pydantic-settings and argparse end at the first unknown argument, before any error of the file and
-with no suggestion, and OmegaConf takes an unknown key for a new one; neither changes an entry of a
-list (`--data.datasets.0.path`).
+Written here, since jsonargparse, tyro, pydantic-settings and OmegaConf end at the first wrong
+argument or value: the other errors, of the file too, would come to light one start after the other.
 """
 
 from __future__ import annotations
 
 import copy
+import difflib
 import json
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -25,9 +23,9 @@ from tilewright.trainer.config.field_tree import (
     leaves,
     show,
     submodel,
-    unknown,
     without_index,
 )
+from tilewright.trainer.config.section import properties
 
 MOST_VALUES, DEEPEST, LONGEST_NUMBER = 100_000, 50, 100
 
@@ -53,11 +51,9 @@ class _Loader(yaml.SafeLoader):
         self.values += self.sizes.get(event.anchor, 0) if alias else 1
         self.depth += 1
         if self.values > MOST_VALUES or self.depth > DEEPEST:
-            most = (
-                f"{DEEPEST} levels of nesting"
-                if self.depth > DEEPEST
-                else (f"{MOST_VALUES:,} values (an alias counts as everything it stands for)")
-            )
+            most = f"{MOST_VALUES:,} values (an alias counts as everything it stands for)"
+            if self.depth > DEEPEST:
+                most = f"{DEEPEST} levels of nesting"
             raise ComposerError(None, None, f"the file has more than {most}", event.start_mark)
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -133,9 +129,7 @@ def _value(text: str) -> Any:
     return yaml.load(text, _Loader) if text[:1] in ("[", "{", '"') else text
 
 
-def apply(
-    data: dict, model: type[BaseModel], arguments: list[str], elsewhere: Mapping[str, str]
-) -> list[str]:
+def apply(data: dict, model: type[BaseModel], arguments: list[str]) -> list[str]:
     """Applies `--a.b value` and `--a.b=value` to `data`. Returns the errors."""
     errors, rest = [], list(arguments)
     while rest:
@@ -152,7 +146,7 @@ def apply(
             text = rest.pop(0)
         if without_index(path) not in leaves(model):
             whole = "a section; give its fields" if path in model.model_fields else None
-            errors.append(f"--{key} = {text}: {whole or unknown(model, path, elsewhere)}")
+            errors.append(f"--{key} = {text}: {whole or unknown(model, path)}")
             continue
         try:
             value = _value(text)
@@ -171,44 +165,69 @@ def apply(
 
 
 def _write(data: Any, parts: list[str], value: Any) -> bool:
-    for i, part in enumerate(parts):
-        last = i == len(parts) - 1
-        if isinstance(data, list):
-            if not part.isdigit() or int(part) >= len(data):
+    """Whether there is a list for every index in the path."""
+    keys: list[Any] = [int(part) if part.isdigit() else part for part in parts]
+    for key, inner in zip(keys, [*keys[1:], None], strict=True):
+        if isinstance(key, int):
+            if not isinstance(data, list) or key >= len(data):
                 return False
-            key: Any = int(part)
-        elif isinstance(data, dict) and not part.isdigit():
-            key = part
-        else:
+        elif not isinstance(data, dict):
             return False
-        if last:
+        elif isinstance(inner, str):
+            data.setdefault(key, {})
+        if inner is None:
             data[key] = value
-        elif parts[i + 1].isdigit() and not isinstance(
-            data[key] if isinstance(data, list) else data.get(key), list
-        ):
-            # there is no list to change, and a mapping in its place would cause a second error
-            return False
-        elif isinstance(data, dict):
-            data = data.setdefault(key, {})
         else:
-            data = data[key]
+            data = data[key] if isinstance(data, list) else data.get(key)
     return True
+
+
+# ---- hints
+
+
+def _likeness(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()
+
+
+# Below it names agree by chance: learning_rate has half of log_format's letters, in their order.
+ALIKE = 0.75
+
+
+def elsewhere(model: type[BaseModel]) -> dict[str, str]:
+    """Name in other libraries -> path here."""
+    return {n: path for path, field in leaves(model).items() for n in properties(field).names}
+
+
+def unknown(model: type[BaseModel], path: str) -> str:
+    """The hint for a key that does not exist: where it belongs, its name here, or similar keys
+    anywhere in the tree.
+    """
+    at, _, name = without_index(path).rpartition(".")
+    known = {p: p.rpartition(".") for p in (*leaves(model), *(() if at else model.model_fields))}
+    if places := [section for section, _, own in known.values() if own == name]:
+        return f"unknown key; {name} belongs under {' or '.join(places)}"
+    # Among similar names, those of the named section.
+    alike = {
+        p: _likeness(name, own) + 0.1 * _likeness(at, section)
+        for p, (section, _, own) in known.items()
+        if _likeness(name, own) >= ALIKE
+    }
+    meant = [p for p in alike if alike[p] == max(alike.values())]
+    here = elsewhere(model).get(name, "")
+    if here and at not in {known[p][0] for p in meant} - {known[here][0]}:
+        meant = [here]
+    return f"unknown key; did you mean {' or '.join(meant)}?" if meant else "unknown key"
 
 
 # ---- validation
 
-# Replacements for missing or invalid values, so that the rules can check the rest in the same run.
-_STAND_INS = {"data.datasets": [{"path": "dummy"}], "train.output_dir": "-", "path": "dummy"}
 
-
-def build(
-    model: type[BaseModel], path: str | None, arguments: list[str], elsewhere: Mapping[str, str]
-) -> Any:
-    """The validated model. Raises ConfigError with all errors. elsewhere: see `unknown`."""
+def build(model: type[BaseModel], path: str | None, arguments: list[str]) -> Any:
+    """The validated model. Raises ConfigError with all errors."""
     data = _underscored(read_yaml(path) if path is not None else {}, model)
     for section in model.model_fields:
         data.setdefault(section, {})
-    errors = apply(data, model, arguments, elsewhere)
+    errors = apply(data, model, arguments)
     invalid: set[str] = set()
     while True:
         broken: list[Any] = []
@@ -217,7 +236,7 @@ def build(
             break
         except ValidationError as error:
             known = len(invalid)
-            errors += _explain(model, data, error, invalid, elsewhere)
+            errors += _explain(model, data, error, invalid)
             if len(invalid) == known:  # no invalid part could be removed
                 raise ConfigError(list(dict.fromkeys(errors))) from error
     errors += [p.line(config) for p in broken if not invalid & set(p.paths)]
@@ -227,31 +246,26 @@ def build(
 
 
 def _explain(
-    model: type[BaseModel],
-    data: dict,
-    error: ValidationError,
-    invalid: set[str],
-    elsewhere: Mapping[str, str],
+    model: type[BaseModel], data: dict, error: ValidationError, invalid: set[str]
 ) -> list[str]:
     """One line per invalid location, which is also removed from `data`."""
-    messages: dict[tuple, list[tuple[str, str, Any]]] = {}
+    first: dict[tuple, Any] = {}
     for e in error.errors():
-        at = _existing(data, e["loc"], e["type"] == "missing")
-        messages.setdefault(at, []).append((e["type"], e["msg"], e["input"]))
+        first.setdefault(_existing(data, e["loc"], e["type"] == "missing"), e)
     lines = []
     # Later list entries first, so that removing one does not move the others.
-    for at in sorted(messages, key=lambda at: [(isinstance(p, int), p) for p in at], reverse=True):
-        path, (reason, message, value) = ".".join(map(str, at)), messages[at][0]
+    for at in sorted(first, key=lambda at: [(isinstance(p, int), p) for p in at], reverse=True):
+        path, reason, value = ".".join(map(str, at)), first[at]["type"], first[at]["input"]
         if any(place.startswith(f"{path}.") for place in invalid):
             pass  # a list whose entry has been removed
         elif reason == "missing":
             lines.append(f"{path}: required")
         elif reason == "extra_forbidden":
-            lines.append(f"{path} = {show(value)}: {unknown(model, path, elsewhere)}")
+            lines.append(f"{path} = {show(value)}: {unknown(model, path)}")
         else:
             field = leaves(model).get(without_index(path))
             wanted = f"; expected {kind(field.annotation)}" if field else ""
-            text = message.removeprefix("Value error, ")
+            text = first[at]["msg"].removeprefix("Value error, ")
             if reason == "model_type":  # a section, or an entry of a list
                 text, wanted = "expected a mapping", ""
             lines.append(f"{path} = {show(value)}: {text[:1].lower()}{text[1:]}{wanted}")
@@ -259,33 +273,31 @@ def _explain(
         if reason == "model_type" and len(at) == 1:
             data[path] = {}
         else:
-            _take_out(data, at)
+            _take_out(model, data, at)
     return lines[::-1]
 
 
 def _existing(data: Any, location: tuple, missing: bool) -> tuple:
     """A location without the names of union members that pydantic adds at its end."""
-    out = []
-    for part in location:
-        inside = (isinstance(data, dict) and part in data) or (
-            isinstance(data, list) and isinstance(part, int) and part < len(data)
+    for depth, part in enumerate(location):
+        try:
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            return location[: depth + missing]
+    return location
+
+
+def _take_out(model: type[BaseModel], data: Any, at: tuple) -> None:
+    """Removes a missing or invalid value. An example stands in for one that is required, and for an
+    entry, so that the rules can check the rest in the same run.
+    """
+    for part in at[:-1]:
+        data = data[part]
+    last, field = at[-1], leaves(model).get(without_index(".".join(map(str, at))))
+    if field is not None and field.examples:
+        # It may be removed later in its turn.
+        data[last] = copy.deepcopy(
+            field.examples[0][0] if isinstance(last, int) else field.examples[0]
         )
-        if not inside:
-            return (*out, part) if missing else tuple(out)
-        data = data[part]
-        out.append(part)
-    return tuple(out)
-
-
-def _take_out(data: Any, at: tuple) -> None:
-    *parents, last = at
-    for part in parents:
-        data = data[part]
-    path = without_index(".".join(map(str, at)))
-    stand_in = _STAND_INS.get(path, _STAND_INS.get(str(last)) if path.startswith("data.") else None)
-    if path == "data.datasets" and isinstance(last, int):  # may be the only entry
-        data[last] = {"path": "dummy"}
-    elif stand_in is not None:
-        data[last] = copy.deepcopy(stand_in)  # it may be removed later in its turn
     elif isinstance(data, list) or last in data:
         del data[last]

@@ -1,8 +1,15 @@
-"""The base class of the configuration's sections: a frozen pydantic model without unknown keys."""
+"""What a field of the configuration states, and what reads it from there.
+
+Everything about a field stands on it: its default and meaning, what a change does where a run
+resumes, the rules that its values follow, and what it is called elsewhere.
+"""
 
 from __future__ import annotations
 
-from typing import Any, get_args
+import copy
+import enum
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -13,9 +20,14 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import core_schema
 
+from tilewright.trainer.config.field_tree import get, show, without_index
 from tilewright.trainer.tables import Table
+
+if TYPE_CHECKING:
+    from tilewright.trainer.config import Config, Dataset
 
 
 class RowOf:
@@ -47,6 +59,7 @@ class Section(BaseModel):
         allow_inf_nan=False,
         coerce_numbers_to_str=True,
         protected_namespaces=(),
+        use_attribute_docstrings=True,
     )
 
     @field_validator("*", mode="before")
@@ -73,26 +86,251 @@ class Section(BaseModel):
             object.__setattr__(self, name, value)
 
 
-# What a field does where it differs between a checkpoint and the run that resumes from it: the
-# identity of a run (`build.identity`) holds it, and a change is refused; or holds what it names,
-# such as a file's samples, and other contents are; or a change is free.
-REFUSED, CONTENTS, FREE = "refused: ", "refused with other contents: ", "free: "
-OTHER_WEIGHTS = REFUSED + "it decides which weights and adapters there are, and what they mean"
-OTHER_STATES = REFUSED + "it decides which states the optimizer has, and for what"
-OTHER_ORDER = REFUSED + "the position in the data is one in this order of samples"
-OTHER_BINS = CONTENTS + "the position in the data counts bins, which must be the same"
-OTHER_CONTENTS = CONTENTS + "the run continues with the weights, the model and the samples it had"
-NEXT_STEP = FREE + "it holds from the next step on"
-ROUNDING = FREE + "it changes how results are rounded, from the next step on"
-LAYOUT = FREE + "weights, moments and the position are the same under every layout"
-COST = FREE + "it changes time and memory"
-EVALUATION = FREE + "no step depends on an evaluation"
-PLACE = FREE + "it is where files are, not what they hold"
-OUTPUT = FREE + "it is what is written, not what is computed"
-THIS_START = FREE + "it is about one start of the command"
+class Resume(enum.StrEnum):
+    """What a field does where it differs between a checkpoint and the run that resumes from it: the
+    identity of a run (`build.identity`) holds it, and a change is refused; or holds what it names,
+    such as a file's samples, and other contents are; or a change is free.
+    """
+
+    OTHER_SHAPE = "refused: it is a part of the model's configuration, which must be the same"
+    OTHER_WEIGHTS = "refused: it decides which weights and adapters there are, and what they mean"
+    OTHER_STATES = "refused: it decides which states the optimizer has, and for what"
+    OTHER_ORDER = "refused: the position in the data is one in this order of samples"
+    OTHER_BINS = (
+        "refused with other contents: the position in the data counts bins, which must be the same"
+    )
+    OTHER_CONTENTS = (
+        "refused with other contents: the run continues with the weights, the model and the "
+        "samples it had"
+    )
+    NEXT_STEP = "free: it holds from the next step on"
+    ROUNDING = "free: it changes how results are rounded, from the next step on"
+    LAYOUT = "free: weights, moments and the position are the same under every layout"
+    COST = "free: it changes time and memory"
+    EVALUATION = "free: no step depends on an evaluation"
+    PLACE = "free: it is where files are, not what they hold"
+    OUTPUT = "free: it is what is written, not what is computed"
+    THIS_START = "free: it is about one start of the command"
 
 
-def field(default: Any, description: str, resume: str, **limits: Any) -> Any:
-    """resume: what a change does where a run resumes, one of the constants above."""
-    extra: dict[str, Any] = {"resume": resume}
-    return Field(default, description=description, json_schema_extra=extra, **limits)
+class Place(NamedTuple):
+    """Where a field stands in a configuration: its path, with the indices of lists' entries, and
+    what its rules are about, which is the configuration, or the entry that it is in.
+    """
+
+    path: str
+    field: FieldInfo
+    config: Config
+    within: Any
+
+    @property
+    def value(self) -> Any:
+        return get(self.config, self.path)
+
+    def paths(self, rule: Rule) -> tuple[str, ...]:
+        """Of the fields concerned; a name without a section is one beside this field."""
+        beside = self.path.rpartition(".")[0]
+        return (self.path, *(o if "." in o else f"{beside}.{o}" for o in rule.others))
+
+
+# ---- rules
+
+
+class _Rule:
+    """What a field's values follow: whether it is `broken`, and what is `wanted`, in words.
+
+    others: the fields that it concerns beside its own. why: the sentence where it is broken, or a
+    function that returns it, or None if nothing is wrong: on this machine, say.
+    """
+
+    others: tuple[str, ...] = ()
+    why: str | Callable[[Any], str | None] = ""
+
+    def because(self, why: str) -> Self:
+        return self._with(why=why)
+
+    def _with(self, **changes: Any) -> Self:
+        made = copy.copy(self)
+        vars(made).update(changes)
+        return made
+
+    def sentence(self, at: Place) -> str | None:
+        return self.why if isinstance(self.why, str) else self.why(at.within)
+
+
+class Accepts(_Rule):
+    """Only these values are accepted; without any, only the default."""
+
+    def __init__(self, *values: Any):
+        self.values = values
+
+    def broken(self, at: Place) -> object:
+        return at.value not in (self.values or (at.field.default,))
+
+    def wanted(self, at: Place) -> str:
+        return f"only {_either(self.values or (at.field.default,))}"
+
+
+class Only(_Rule):
+    """The default, and what `neutral` adds to it, are accepted everywhere; other values only where
+    another field has one of these values, one that `table` returns, or not the value `but`.
+
+    Without a reason of its own: something reads the field only there.
+    """
+
+    def __init__(
+        self,
+        other: str,
+        *values: Any,
+        table: Callable[[], Iterable[Any]] | None = None,
+        but: Any = ...,
+        neutral: tuple[Any, ...] = (),
+    ):
+        self.others, self.but, self.neutral = (other,), but, neutral
+        self._values = table or (lambda: values)
+
+    @property
+    def values(self) -> list[Any]:
+        return [*self._values()]
+
+    def holds(self, other: Any) -> bool:
+        return other in self.values if self.but is ... else other != self.but
+
+    def broken(self, at: Place) -> object:
+        other = get(at.config, at.paths(self)[1])
+        return not self.holds(other) and at.value not in (at.field.default, *self.neutral)
+
+    def wanted(self, at: Place) -> str:
+        values = f"= {_either(self.values)}" if self.but is ... else f"!= {show(self.but)}"
+        other = without_index(at.paths(self)[1])
+        return f"any value but {_either((at.field.default, *self.neutral))} needs {other} {values}"
+
+    def sentence(self, at: Place) -> str | None:
+        if self.why:
+            return super().sentence(at)
+        if self.values == [True]:
+            return f"only {self.others[0].rpartition('.')[2]} makes something read this"
+        return f"only {' and '.join(self.values)} read{'s' * (len(self.values) == 1)} this"
+
+
+class Refuse(_Rule):
+    """Values of this field, which is the one at fault, and others that do not go together. Without
+    `when`: any value but the default.
+    """
+
+    condition: Callable[[Any], object] | None = None
+
+    def __init__(self, why: str | Callable[[Config], str | None], *others: str):
+        self.why, self.others = why, others
+
+    def when(self, condition: Callable[[Config], object]) -> Self:
+        return self._with(condition=condition)
+
+    def when_entry(self, condition: Callable[[Dataset], object]) -> Self:
+        return self._with(condition=condition)
+
+    def broken(self, at: Place) -> object:
+        return self.condition(at.within) if self.condition else at.value != at.field.default
+
+    def wanted(self, at: Place) -> str:
+        others = ", ".join(map(without_index, at.paths(self)[1:]))
+        return f"refused with some values of {others}" if others else ""
+
+
+Rule = Accepts | Only | Refuse
+
+
+def _either(values: Iterable[Any]) -> str:
+    return " or ".join(map(show, values))
+
+
+# ---- fields
+
+
+class Properties(NamedTuple):
+    resume: Resume
+    rules: tuple[Rule, ...]
+    differs: tuple[str, str] | None
+    names: list[str]
+    stored: str | None
+
+
+def field(
+    default: Any,
+    resume: Resume,
+    *rules: Rule,
+    differs: tuple[str, str] | None = None,
+    names: str = "",
+    stored: str | None = None,
+    **limits: Any,
+) -> Any:
+    """A field, which means what the string below it says.
+
+    differs: the default or meaning in xorl's documentation, and why it is another here.
+    names: in transformers' TrainingArguments, TRL and peft, where they are too unlike the field's.
+    stored: its name in the identity of a run, if it has another one there.
+    limits: of pydantic's Field. An example of a required field stands in where it is missing.
+    """
+    made = Field(default, **limits)
+    made.metadata.append(Properties(resume, rules, differs, names.split(), stored))
+    return made
+
+
+def properties(field: FieldInfo) -> Properties:
+    return next(p for p in field.metadata if isinstance(p, Properties))
+
+
+def places(config: Config, at: str = "", entry: Section | None = None) -> Iterator[Place]:
+    """Every field of a configuration, and of its lists' entries, in order."""
+    section = entry or (get(config, at[:-1]) if at else config)
+    for name, field in type(section).model_fields.items():
+        value, path = getattr(section, name), at + name
+        if isinstance(value, Section):
+            yield from places(config, f"{path}.")
+            continue
+        yield Place(path, field, config, entry or config)
+        for i, one in enumerate(value if isinstance(value, list) else ()):
+            if isinstance(one, Section):
+                yield from places(config, f"{path}.{i}.", one)
+
+
+class Problem(NamedTuple):
+    """The fields concerned, the one at fault first, and one sentence."""
+
+    paths: tuple[str, ...]
+    message: str
+
+    def line(self, config: Config) -> str:
+        return f"{', '.join(f'{p} = {show(get(config, p))}' for p in self.paths)}: {self.message}"
+
+
+def problems(config: Config) -> Iterator[Problem]:
+    """Every rule that is broken."""
+    for at in places(config):
+        for rule in properties(at.field).rules:
+            if rule.broken(at) and (sentence := rule.sentence(at)):
+                yield Problem(at.paths(rule), sentence)
+
+
+def needs(path: str, config: Config) -> Iterator[str]:
+    """Every rule that concerns a field, at fault or not. config: any with an entry in each list."""
+    for at in places(config):
+        for rule in properties(at.field).rules:
+            own, *others = map(without_index, at.paths(rule))
+            if path in (own, *others):
+                parts = own * (own != path), rule.wanted(at), rule.why and rule.sentence(at)
+                yield ": ".join(filter(None, parts))
+
+
+def kept(section: Section, resume: Resume, *, unread: bool = True) -> dict[str, Any]:
+    """What the identity of a run holds of a section: its fields with this `resume`.
+
+    unread: with those that nothing reads; else what another field decides on comes last.
+    """
+    always, sometimes = {}, {}
+    for name, field in type(section).model_fields.items():
+        found = properties(field)
+        deciding = [r for r in found.rules if isinstance(r, Only) and not (r.why or unread)]
+        if found.resume == resume and all(r.holds(getattr(section, r.others[0])) for r in deciding):
+            (sometimes if deciding else always)[found.stored or name] = getattr(section, name)
+    return always | sometimes

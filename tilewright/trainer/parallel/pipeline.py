@@ -33,7 +33,7 @@ from tilewright.core.torch_names import known_stage
 from tilewright.nn.sharded import shard, whole
 from tilewright.nn.weights import is_adapter
 from tilewright.trainer.config import Config, Train
-from tilewright.trainer.config.parallel_rules import too_few
+from tilewright.trainer.config.train import too_few
 from tilewright.trainer.models.head import LossFunction
 from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.parallel import exchange

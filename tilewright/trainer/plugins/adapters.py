@@ -17,6 +17,7 @@ from tilewright.ops.moe.moe_lora import MOE_LORA
 from tilewright.ops.quant.aqn import AQN
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Lora, Model
+from tilewright.trainer.config.section import Resume, kept
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
@@ -148,17 +149,7 @@ def after_step(
 
 def identity(wanted: Lora) -> dict[str, Any] | None:
     """The compatibility key of a checkpoint with adapters."""
-    if not wanted.enable_lora:
-        return None
-    # Not save_lora_only: a merged run's weights are lost in a checkpoint of adapters alone.
-    free = (
-        "save_base",
-        "merge_lora_interval",
-        "reset_optimizer_on_merge",
-        "enable_aqn",
-        "aqn_alpha",
-    )
-    return {k: v for k, v in wanted.model_dump(mode="json").items() if k not in free}
+    return kept(wanted, Resume.OTHER_WEIGHTS) if wanted.enable_lora else None
 
 
 def size(model: Transformer) -> str:

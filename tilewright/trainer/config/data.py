@@ -1,0 +1,279 @@
+"""The section data, and the entries of its lists of data sets: what is trained and evaluated on."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import model_validator
+
+from tilewright.trainer.config.section import (
+    Accepts,
+    Only,
+    Refuse,
+    Resume,
+    RowOf,
+    Section,
+    field,
+)
+from tilewright.trainer.tables import DATASETS
+
+if TYPE_CHECKING:
+    from tilewright.trainer.config import Config
+
+READ = Only("path", but="dummy").because("dummy data is not read from anywhere")
+ON_HUB = "only a dataset on the Hub has one"
+SHARDS, INDICES = "give both, or neither", "indices run from 0 to one below the number"
+
+
+def _here(entry: Dataset) -> bool:
+    """Whether it is a file, a folder or an address."""
+    return entry.path != "dummy" and ("://" in entry.path or pathlib.Path(entry.path).exists())
+
+
+def _on_hub(entry: Dataset) -> bool:
+    return entry.path != "dummy" and not _here(entry)
+
+
+def _beyond(index: int | None, number: int | None) -> bool:
+    return index is not None and number is not None and index >= number
+
+
+class Dataset(Section):
+    path: str = field(..., Resume.OTHER_CONTENTS, examples=["dummy"])
+    """File, folder, Hub id, s3://, gs://, abfs:// or https:// address (which need the extra s3, gs,
+    abfs or http), or dummy.
+    """
+    type: Annotated[str, RowOf(DATASETS)] = field(
+        "tokenized",
+        Resume.OTHER_CONTENTS,
+        Only("path", but="dummy").because("dummy data is tokenized already"),
+        differs=(
+            "tokenized only",
+            "text, chat and prompt_completion are ours: tokenized on preparation with "
+            "tokenizer_path",
+        ),
+    )
+    """tokenized: rows with input_ids and, if there, labels; text: rows with text, tokenized; chat:
+    rows with messages, rendered by the tokenizer's chat template, loss on the assistant's answers;
+    prompt_completion: rows with prompt and completion, loss on the completion.
+    """
+    name: str | None = field(
+        None,
+        Resume.OTHER_CONTENTS,
+        READ,
+        Refuse(ON_HUB, "path").when_entry(lambda e: e.name is not None and _here(e)),
+        Refuse("give one of them", "data_files").when_entry(
+            lambda e: e.name is not None and e.data_files is not None and _on_hub(e)
+        ),
+    )
+    """Configuration (subset) of a Hub dataset."""
+    split: str | None = field(None, Resume.OTHER_CONTENTS, READ)
+    """Split, such as train or train[:10%]; null: the only one. Files are one split, train."""
+    revision: str | None = field(
+        None,
+        Resume.OTHER_CONTENTS,
+        READ,
+        Refuse(ON_HUB, "path").when_entry(lambda e: e.revision is not None and _here(e)),
+    )
+    """Commit or tag of a Hub dataset."""
+    trust_remote_code: bool = field(
+        False,
+        Resume.THIS_START,
+        Accepts().because("the package datasets no longer runs a dataset's own code"),
+    )
+    """Run a dataset's own code."""
+    data_files: str | list[str] | None = field(
+        None,
+        Resume.OTHER_CONTENTS,
+        READ,
+        Only("ds_type", but=None).because("data_files needs ds_type"),
+    )
+    """Files or patterns within path (a folder, Hub id or address); needs ds_type."""
+    ds_type: Literal["json", "csv", "parquet", "arrow", "text"] | None = field(
+        None,
+        Resume.OTHER_CONTENTS,
+        READ,
+        Refuse("the Hub knows the format, unless data_files are named", "data_files").when_entry(
+            lambda e: e.ds_type is not None and e.data_files is None and _on_hub(e)
+        ),
+    )
+    """Format of the files; null: by their suffix. Of a folder, only such files are read."""
+    max_seq_len: int | None = field(
+        None,
+        Resume.OTHER_CONTENTS,
+        differs=("truncate and filter", "samples are truncated, with a count in the log"),
+        ge=2,
+    )
+    """Tokens kept of a longer sample (text: of a piece of a document)."""
+    shards: int | None = field(
+        None,
+        Resume.OTHER_CONTENTS,
+        Refuse(SHARDS, "shards_idx").when_entry(
+            lambda e: (e.shards is None) != (e.shards_idx is None)
+        ),
+        ge=1,
+    )
+    """Take one of this many parts of the dataset."""
+    shards_idx: int | None = field(
+        None,
+        Resume.OTHER_CONTENTS,
+        Refuse(INDICES, "shards").when_entry(lambda e: _beyond(e.shards_idx, e.shards)),
+        ge=0,
+    )
+    """Which part, from 0."""
+    preprocess_shards: int | None = field(
+        None, Resume.COST, Only("shards", None).because("give one of them"), ge=1
+    )
+    """Prepare in this many chunks, one after the other."""
+
+
+def _packs_no_groups(config: Config) -> bool:
+    data = config.data
+    return data.sample_packing_mp_start_method is not None and (
+        data.sample_packing_method != "multipack" or bool(data.sample_packing_sequentially)
+    )
+
+
+def _no_size(size: float | None) -> bool:
+    return size is not None and not (0 < size < 1 if isinstance(size, float) else size >= 1)
+
+
+class Data(Section):
+    datasets: list[Dataset] = field(
+        ..., Resume.OTHER_CONTENTS, names="train_file", min_length=1, examples=[[{"path": "dummy"}]]
+    )
+    """What to train on."""
+    test_datasets: list[Dataset] = field([], Resume.EVALUATION, names="validation_file")
+    """What to evaluate on."""
+    dataset_prepared_path: str = field("last_prepared_dataset", Resume.PLACE)
+    """Folder for prepared datasets."""
+    select_columns: list[str] | None = field(None, Resume.OTHER_CONTENTS)
+    """Columns to read; null: those that type names."""
+    sample_packing_method: Literal["sequential", "multipack"] = field(
+        "sequential", Resume.OTHER_BINS, names="packing"
+    )
+    """sequential: in order; multipack: first-fit decreasing within a group."""
+    sample_packing_sequence_len: int = field(
+        32000, Resume.OTHER_BINS, names="max_length max_seq_length", ge=2
+    )
+    """Tokens of a packed bin, at most."""
+    sample_packing_group_size: int = field(100000, Resume.OTHER_BINS, ge=1)
+    """Samples that multipack packs together."""
+    sample_packing_sequentially: bool | None = field(None, Resume.OTHER_BINS)
+    """true: sequential whatever the method."""
+    sample_packing_mp_start_method: Literal["fork", "spawn", "forkserver"] | None = field(
+        None,
+        Resume.COST,
+        Refuse("only multipack packs groups, in processes or not", "sample_packing_method").when(
+            _packs_no_groups
+        ),
+        differs=(
+            "a start method",
+            "the same; null packs in one process, which takes seconds for a million samples",
+        ),
+    )
+    """Pack the groups of multipack in processes that are started so; null: in this process."""
+    eval_sample_packing: bool | None = field(None, Resume.EVALUATION)
+    """false: one document a bin in evaluation."""
+    dataloader_num_workers: int = field(
+        0,
+        Resume.COST,
+        differs=("8", "batches are slices of a memory-mapped file; processes cost memory"),
+        ge=0,
+    )
+    """Worker processes that read batches; 0: none."""
+    dataloader_prefetch_factor: int | None = field(
+        None,
+        Resume.COST,
+        Only("dataloader_num_workers", but=0).because("without workers it must be null"),
+        differs=("2", "it must be null without workers; 2 with them, as there"),
+        ge=1,
+    )
+    """Batches read ahead by each worker; null: 2 with workers."""
+    dataloader_pin_memory: bool = field(True, Resume.COST)
+    """Pin batches in memory where there is a CUDA device."""
+    dataloader_drop_last: bool = field(True, Resume.NEXT_STEP)
+    """Drop the last incomplete global batch of an epoch; false: fill it with empty bins."""
+    pad_to_multiple_of: int = field(
+        128,
+        Resume.ROUNDING,
+        differs=(
+            "128",
+            "the same; with context parallelism the least common multiple of it and 2 x ring x "
+            "Ulysses",
+        ),
+        ge=1,
+    )
+    """Micro-batches are padded to a multiple of this many tokens; with context parallelism to the
+    least common multiple of this and 2 x ring x Ulysses.
+    """
+    val_set_size: int | float | None = field(
+        None,
+        Resume.OTHER_CONTENTS,
+        Refuse("must be a number of samples (1 or more) or a fraction between 0 and 1").when(
+            lambda c: _no_size(c.data.val_set_size)
+        ),
+        Only("test_datasets", []).because("give one of them"),
+    )
+    """Held out of datasets for evaluation: a number of samples, or a fraction below 1."""
+    shuffle_merged_datasets: bool = field(True, Resume.OTHER_ORDER, stored="shuffle")
+    """Shuffle all samples, and the bins in every epoch."""
+    shuffle_before_merging_datasets: bool = field(True, Resume.OTHER_CONTENTS)
+    """Shuffle each dataset before merging."""
+    dataset_num_proc: int | None = field(
+        None,
+        Resume.COST,
+        differs=(
+            "XORL_DATASET_NUM_PROC, or the processors",
+            "TILEWRIGHT_DATASET_NUM_PROC, or the processors, from 64 MiB of data on; starting some "
+            "takes longer than small data",
+        ),
+        names="preprocessing_num_workers",
+        ge=1,
+    )
+    """Processes for preparation; null: TILEWRIGHT_DATASET_NUM_PROC or the number of CPUs for a
+    dataset of more than 64 MiB, this process alone for a smaller one.
+    """
+    dataset_shard_num: int | None = field(
+        None,
+        Resume.OTHER_CONTENTS,
+        Refuse(SHARDS, "dataset_shard_idx").when(
+            lambda c: (c.data.dataset_shard_num is None) != (c.data.dataset_shard_idx is None)
+        ),
+        differs=("splits the merged dataset", "splits each one first: the rest is not prepared"),
+        ge=1,
+    )
+    """Take one of this many parts of every dataset."""
+    dataset_shard_idx: int | None = field(
+        None,
+        Resume.OTHER_CONTENTS,
+        Refuse(INDICES, "dataset_shard_num").when(
+            lambda c: _beyond(c.data.dataset_shard_idx, c.data.dataset_shard_num)
+        ),
+        ge=0,
+    )
+    """Which of those parts, from 0."""
+    num_dataset_shards_to_save: int | None = field(None, Resume.OUTPUT, ge=1)
+    """Files of a prepared dataset; null: one."""
+    skip_prepare_dataset: bool = field(False, Resume.OTHER_CONTENTS)
+    """Load dataset_prepared_path as it is."""
+    push_dataset_to_hub: str | None = field(
+        None,
+        Resume.OUTPUT,
+        Only("hf_use_auth_token", True, neutral=("",)).because(
+            "pushing needs hf_use_auth_token: true"
+        ),
+        Only("skip_prepare_dataset", False, neutral=("",)).because(
+            "nothing is prepared, so nothing can be pushed"
+        ),
+    )
+    """Push what was prepared to this Hub repository, privately."""
+    hf_use_auth_token: bool | None = field(None, Resume.THIS_START)
+    """Send the Hub token; null: if there is one."""
+
+    @model_validator(mode="after")
+    def _prefetch(self) -> Data:
+        if self.dataloader_num_workers and self.dataloader_prefetch_factor is None:
+            self._fill(dataloader_prefetch_factor=2)
+        return self

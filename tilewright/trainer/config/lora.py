@@ -1,0 +1,130 @@
+"""The section lora: adapters, quantized weights and noise on them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from tilewright.nn.quantized_layers import wrong_group_size
+from tilewright.trainer.config.section import Only, Refuse, Resume, Section, field
+
+LORA, QLORA = Only("enable_lora", True), Only("enable_qlora", True)
+
+
+class Lora(Section):
+    enable_lora: bool = field(
+        False,
+        Resume.OTHER_WEIGHTS,
+        Refuse("QLoRA implies LoRA", "enable_qlora").when(
+            lambda c: c.lora.enable_qlora and not c.lora.enable_lora
+        ),
+        Only("model.batch_invariant", False).because(
+            "the products of adapters and of quantized weights do not claim that"
+        ),
+        Only("model.ep_dispatch", "alltoall").because(
+            "tokens travel to experts with adapters by alltoall only"
+        ),
+    )
+    """Train low-rank adapters on projections of the decoder layers; all else is frozen."""
+    lora_rank: int = field(16, Resume.OTHER_WEIGHTS, LORA, names="r", ge=1)
+    """Rank of the adapters."""
+    lora_alpha: float = field(16, Resume.OTHER_WEIGHTS, LORA, gt=0)
+    """Scale; the adapters are scaled by alpha / rank."""
+    lora_target_modules: list[str] | None = field(None, Resume.OTHER_WEIGHTS, LORA, min_length=1)
+    """Projections with adapters: names in their paths, or with * patterns of them; null: all."""
+    save_lora_only: bool = field(
+        False,
+        Resume.OTHER_WEIGHTS,
+        LORA,
+        Only("merge_lora_interval", 0).because(
+            "merging changes the weights under the adapters, so that adapters alone would lose "
+            "what was merged"
+        ),
+        Only("model.model_path", but=None).because(
+            "random weights are not stored anywhere that the adapters could be put on again"
+        ),
+        Only("train.save_hf_weights", True).because("no Hugging Face checkpoint is written"),
+    )
+    """true: write the adapters as peft reads them; false: dense weights with adapters merged."""
+    save_base: bool = field(
+        False,
+        Resume.OUTPUT,
+        LORA,
+        differs=("none", "ours: adapters are a small part of what a checkpoint would hold"),
+    )
+    """Store the frozen weights in every checkpoint too; false: only where no file holds them, since
+    they were drawn or adapters have been merged into them.
+    """
+    enable_qlora: bool = field(
+        False,
+        Resume.OTHER_WEIGHTS,
+        Only("train.expert_parallel_size", 1).because(
+            "quantized experts are buffers, the same on every process, and a checkpoint holds one "
+            "copy"
+        ),
+        names="load_in_4bit",
+    )
+    """Quantize the projections, layer by layer as they are read; every process has them all.
+    Implies enable_lora.
+    """
+    quant_format: Literal["nvfp4", "block_fp8", "nf4"] = field("nvfp4", Resume.OTHER_WEIGHTS, QLORA)
+    """Quantized format; of a checkpoint that is quantized already, its own."""
+    quant_group_size: int = field(
+        16,
+        Resume.OTHER_WEIGHTS,
+        QLORA,
+        Refuse(
+            lambda c: wrong_group_size(c.lora.quant_format, c.lora.quant_group_size), "quant_format"
+        ).when(lambda c: c.lora.enable_qlora),
+        differs=(
+            "16 for nvfp4, 128 for block_fp8, 64 for nf4 recommended",
+            "the same; a size that a format does not have is refused",
+        ),
+        ge=1,
+    )
+    """Elements that share a scale: 16 for nvfp4; edge of the square blocks of block_fp8, 1 to 128;
+    32 to 4096, a power of two, for nf4.
+    """
+    exclude_modules: list[str] | None = field(
+        None,
+        Resume.OTHER_WEIGHTS,
+        QLORA,
+        differs=("kept as bfloat16", "kept as other weights are: float32, computed in bfloat16"),
+    )
+    """Modules not to quantize; null: those that a quantized checkpoint's configuration names."""
+    merge_lora_interval: int = field(
+        0,
+        Resume.NEXT_STEP,
+        LORA,
+        differs=("with an EMA of NVFP4's largest magnitude", "with that of the merged weight"),
+        ge=0,
+    )
+    """Merge adapters into the weights, which are quantized again, every so many steps; 0: never."""
+    reset_optimizer_on_merge: bool = field(
+        False,
+        Resume.NEXT_STEP,
+        Only("merge_lora_interval", but=0).because("there is no merge to reset at"),
+    )
+    """Forget optimizer states at each merge."""
+    enable_aqn: bool = field(
+        False,
+        Resume.NEXT_STEP,
+        QLORA,
+        Only("train.enable_compile", False).because(
+            "the noise is another in each step, and compiled code would be recompiled for each"
+        ),
+        differs=(
+            "new noise in each forward pass",
+            "one noise a step, made again where activations are: forward and backward see the same",
+        ),
+    )
+    """Adaptive quantization noise on quantized weights, in training only."""
+    aqn_alpha: float = field(1.0, Resume.NEXT_STEP, Only("enable_aqn", True), ge=0)
+    """Scale of that noise, in units of the local quantization step."""
+
+    @model_validator(mode="after")
+    def _implied(self) -> Lora:
+        if self.enable_qlora and "enable_lora" not in self.model_fields_set:
+            self._fill(enable_lora=True)
+        return self

@@ -1,0 +1,156 @@
+"""The section model: what is trained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import model_validator
+
+from tilewright.core.files import is_hub_id
+from tilewright.ops.moe.expert_parallel import no_deepep
+from tilewright.trainer.config.section import Accepts, Only, Refuse, Resume, Section, field
+
+if TYPE_CHECKING:
+    from tilewright.trainer.config import Config
+
+DEEPEP = Only("ep_dispatch", "deepep")
+SERVER = ("of its server's configuration", "a trained model can be as its server computes it")
+
+
+def _of_several(config: Config) -> bool:
+    """A revision that is not one Hub id's."""
+    model = config.model
+    named = {model.model_path, model.config_path, model.tokenizer_path}
+    on_hub = {path for path in named if path is not None and is_hub_id(path)}
+    return model.revision is not None and len(on_hub) != 1
+
+
+class Model(Section):
+    model_path: str | None = field(
+        None,
+        Resume.OTHER_CONTENTS,
+        Refuse("one of them must be given", "config_path").when(
+            lambda c: c.model.config_path is None
+        ),
+    )
+    """Folder (or Hub id) with weights; null: random weights."""
+    revision: str | None = field(
+        None,
+        Resume.OTHER_CONTENTS,
+        Refuse(
+            "it is one Hub id's: local folders have none, and several ids would have different "
+            "ones",
+            "model_path",
+            "config_path",
+            "tokenizer_path",
+        ).when(_of_several),
+        differs=("none", "ours, as data sets have it: an id's main branch changes"),
+    )
+    """Commit, tag or branch of the Hub id; null: what its main branch is."""
+    config_path: str | None = field(None, Resume.OTHER_CONTENTS)
+    """Folder with config.json, or the file; null: as model_path."""
+    tokenizer_path: str | None = field(None, Resume.OTHER_CONTENTS)
+    """Folder with the tokenizer; null: as config_path."""
+    attn_implementation: str = field(
+        "auto",
+        Resume.ROUNDING,
+        differs=("flash_attention_3", "needs one kind of GPU; auto takes the best that runs here"),
+    )
+    """Attention: auto, eager, sdpa, native, triton or flash_attention_2 to _4 (fa2 to fa4)."""
+    moe_implementation: str | None = field(
+        None,
+        Resume.ROUNDING,
+        differs=("eager, triton, native, quack", "the same, and cpp, which runs on CPUs"),
+    )
+    """Experts: null (automatic), or a name of `tilewright explain moe_mlp`."""
+    ep_dispatch: Literal["alltoall", "deepep"] = field(
+        "alltoall",
+        Resume.COST,
+        Only("train.expert_parallel_size", but=1).because(
+            "one process has all experts: nothing travels"
+        ),
+        Refuse(lambda _: no_deepep("cuda")),
+        Only("train.enable_mixed_precision", True).because("DeepEP carries bfloat16"),
+    )
+    """How tokens travel to their experts; deepep needs deep_ep, and is untested on GPUs."""
+    deepep_buffer_size_gb: float = field(2.0, Resume.COST, DEEPEP, gt=0)
+    """DeepEP's buffer per GPU, in GB."""
+    deepep_num_sms: int = field(
+        20,
+        Resume.COST,
+        DEEPEP,
+        Refuse("must be even").when(lambda c: c.model.deepep_num_sms % 2 == 1),
+        gt=0,
+    )
+    """Streaming multiprocessors that DeepEP uses; an even number."""
+    deepep_async_combine: bool = field(
+        False,
+        Resume.COST,
+        Accepts().because(
+            "the next layer's norm reads what combine returns, so nothing could be computed "
+            "meanwhile"
+        ),
+    )
+    """Overlap DeepEP's combine with the next layer."""
+    merge_qkv: bool = field(True, Resume.OTHER_WEIGHTS)
+    """Keep the query, key and value projections as one qkv_proj; DeepSeek-V3 has none to merge."""
+    router_fp32: bool = field(True, Resume.ROUNDING, differs=SERVER)
+    """Keep the router's logits in float32 rather than rounding them to bfloat16."""
+    lm_head_fp32: bool = field(True, Resume.ROUNDING, differs=SERVER)
+    """Keep the head's logits in float32 rather than rounding them to bfloat16."""
+    rmsnorm_native: bool = field(False, Resume.ROUNDING, differs=SERVER)
+    """PyTorch's F.rms_norm instead of the fused kernels, and x + residual by itself."""
+    activation_native: bool = field(False, Resume.ROUNDING, differs=SERVER)
+    """F.silu(gate) * up (Gemma: F.gelu), rounded in between, instead of the fused kernel; in layers
+    without experts.
+    """
+    rope_native: bool = field(False, Resume.ROUNDING, differs=SERVER)
+    """PyTorch's operators instead of the fused rotation."""
+    attention_cast_bf16: bool = field(False, Resume.ROUNDING, differs=SERVER)
+    """Round queries and keys to bfloat16 after the rotation, as bfloat16 training does anyway."""
+    batch_invariant: bool = field(
+        False,
+        Resume.ROUNDING,
+        Only("train.ringattn_parallel_size", 1).because(
+            "where a ring cuts a document depends on what else is in the batch"
+        ),
+        *(
+            Only(native, False).because(
+                "PyTorch's own operators do not claim that a row's bits do not depend on the batch"
+            )
+            for native in ("rmsnorm_native", "activation_native", "rope_native")
+        ),
+        differs=("none", "ours: for numbers that do not depend on how a batch was made up"),
+    )
+    """A token's logits have the same bits whatever else is in the batch: implementations that claim
+    it, matrix products of 128 rows at a time, and all logits of a batch in memory. Slower.
+    """
+    basic_modules: list[str] = field([], Resume.LAYOUT, Only("train.data_parallel_mode", "fsdp2"))
+    """Further module names to shard as FSDP units of their own."""
+    foundation: dict[str, Any] = field(
+        {},
+        Resume.OTHER_SHAPE,
+        differs=(
+            "extra configuration of a foundation model",
+            "stated in full: entries that replace those of config.json",
+        ),
+    )
+    """Entries that replace those of config.json, such as rope_parameters."""
+    encoders: dict[str, Any] = field(
+        {},
+        Resume.OTHER_SHAPE,
+        Accepts().because(
+            "samples are tokens alone: none has an image, a video or a sound that an encoder could "
+            "read"
+        ),
+    )
+    """Multimodal encoders by kind (image, video, audio)."""
+
+    @model_validator(mode="after")
+    def _paths(self) -> Model:
+        self._fill(config_path=self.config_path or self.model_path)
+        folder = self.config_path
+        if folder is not None and folder.endswith(".json"):
+            folder = folder.rpartition("/")[0] or "."
+        self._fill(tokenizer_path=self.tokenizer_path or folder)
+        return self

@@ -1,0 +1,693 @@
+"""The section train: how it is trained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import field_validator, model_validator
+
+from tilewright.core import platform
+from tilewright.core.torch_names import no_zero_bubble
+from tilewright.trainer.config.section import (
+    Accepts,
+    Only,
+    Refuse,
+    Resume,
+    RowOf,
+    Section,
+    field,
+)
+from tilewright.trainer.optim.optim import wrong_options
+from tilewright.trainer.tables import CALLBACKS, LOSSES, OPTIMIZERS, SCHEDULES
+
+if TYPE_CHECKING:
+    from tilewright.trainer.config import Config
+
+FSDP2 = Only("data_parallel_mode", "fsdp2")
+SIZES = Only("data_parallel_mode", "fsdp2", neutral=(1,))
+STAGES = Only("pipeline_parallel_size", but=1).because("there is one stage")
+RECOMPUTED = Only("enable_gradient_checkpointing", True).because("nothing is recomputed")
+WHOLE = ("GPipe", "Interleaved1F1B")
+MANY = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+OURS = ("none", "ours; the default is what it has without one")
+
+
+def too_few(schedule: str, micro_batches: int, ranks: int) -> str | None:
+    """Why a pipeline's schedule cannot run so many micro-batches."""
+    if schedule == "1F1B" and micro_batches < ranks:
+        return f"1F1B needs at least as many micro-batches as the {ranks} stages; GPipe takes any"
+    rounds = max(1, micro_batches // ranks)
+    if schedule.startswith("Interleaved") and micro_batches % rounds:
+        return (
+            f"{schedule} runs them in {rounds} rounds of equal size, so their number must divide "
+            f"by {rounds}"
+        )
+    return None
+
+
+def _size(name: str) -> Refuse:
+    return Refuse("must be -1, or 1 or more").when(
+        lambda c: getattr(c.train, name) < 1 and getattr(c.train, name) != -1
+    )
+
+
+def _few(config: Config) -> str | None:
+    t = config.train
+    return too_few(
+        t.pipeline_parallel_schedule, t.gradient_accumulation_steps, t.pipeline_parallel_size
+    )
+
+
+def _splits_otherwise(config: Config) -> bool:
+    t = config.train
+    stages = t.pipeline_parallel_size * t.virtual_pipeline_size
+    return t.pipeline_split is not None and len(t.pipeline_split) != stages
+
+
+def _prepared(config: Config) -> list:
+    data = config.data
+    return [] if data.skip_prepare_dataset else [*data.datasets, *data.test_datasets]
+
+
+def _decays(config: Config) -> bool:
+    return SCHEDULES[config.train.lr_decay_style].decays
+
+
+def _wrong_options(config: Config) -> str | None:
+    return wrong_options(OPTIMIZERS[config.train.optimizer], config.train.optimizer_args)
+
+
+def _optimizers(field: str) -> list[str]:
+    """The optimizers that read a field."""
+    return [name for name, row in OPTIMIZERS.items() if field in row.fields]
+
+
+def _read(field: str) -> Only:
+    return Only("optimizer", table=lambda: _optimizers(field))
+
+
+def _bf16(name: str, *optimizers: str) -> Refuse:
+    return Refuse(
+        "must be at most 0.996: a state in bfloat16 that loses less than 1 / 256 in a step rounds "
+        "to where it was; fp32 keeps it",
+        "optimizer_dtype",
+    ).when(
+        lambda c: (
+            c.train.optimizer in (optimizers or _optimizers("optimizer_dtype"))
+            and c.train.optimizer_dtype == "bf16"
+            and getattr(c.train, name) > 1 - 2**-8
+        )
+    )
+
+
+class Train(Section):
+    # parallelism
+    data_parallel_mode: Literal["none", "ddp", "fsdp2"] = field(
+        "fsdp2",
+        Resume.LAYOUT,
+        Only("pipeline_parallel_size", 1).because(
+            "the schedules accumulate gradients of fsdp2's parameters; with it, data_parallel_shard_size: 1 "
+            "makes replicas of pipelines"
+        ),
+        names="fsdp ddp",
+    )
+    """none: one process; ddp: replicas; fsdp2: sharded parameters."""
+    data_parallel_shard_size: int = field(
+        -1,
+        Resume.LAYOUT,
+        SIZES,
+        _size("data_parallel_shard_size"),
+        differs=(
+            "the world's size",
+            "-1 is what remains of the processes after replicas, ring and Ulysses",
+        ),
+    )
+    """Processes of a shard group that read batches of their own; -1: all that remain. All processes
+    are stages x replicas x shards x ring x Ulysses x tensor-parallel.
+    """
+    data_parallel_replicate_size: int = field(
+        -1, Resume.LAYOUT, SIZES, _size("data_parallel_replicate_size")
+    )
+    """Replicas of shard groups (HSDP); -1: automatic."""
+    tensor_parallel_size: int = field(
+        1,
+        Resume.LAYOUT,
+        Only("data_parallel_mode", "fsdp2").because(
+            "of these only fsdp2 takes parameters that are sharded already; with it, "
+            "data_parallel_shard_size: 1 makes replicas of tensor-parallel groups"
+        ),
+        Only("lora.enable_qlora", False).because(
+            "every process has all of a quantized matrix, whose scales are those of blocks that a "
+            "shard would cut, so it would save neither memory nor time"
+        ),
+        Only("model.merge_qkv", False).because(
+            "each rank needs rows of queries, of keys and of values, which are not one shard of a "
+            "merged matrix; set merge_qkv: false"
+        ),
+        Only("model.batch_invariant", False).because(
+            "in which order the ranks' sums are added depends on where in the batch a token is"
+        ),
+        ge=1,
+    )
+    """Neighboring processes that share the matrices of each layer, and between layers each
+    sequence; divides the MLP's width and the vocabulary. Where it does not divide the heads, each
+    computes attention whole.
+    """
+    pipeline_parallel_size: int = field(1, Resume.LAYOUT, ge=1)
+    """Processes over which the layers are spread, as stages of a pipeline."""
+    pipeline_parallel_schedule: Literal[
+        "1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"
+    ] = field(
+        "1F1B",
+        Resume.LAYOUT,
+        STAGES,
+        Refuse(lambda _: no_zero_bubble()).when(
+            lambda c: (
+                c.train.pipeline_parallel_size > 1
+                and c.train.pipeline_parallel_schedule.endswith("ZeroBubble")
+            )
+        ),
+        Only("enable_compile", False, neutral=WHOLE).because(
+            "compiled code computes the gradients of inputs and weights at once, and cannot be "
+            "split"
+        ),
+        Only("enable_reentrant", False, neutral=WHOLE).because(
+            "reentrant recomputation cannot compute the gradients of inputs and weights apart"
+        ),
+    )
+    """The order in which stages run the gradient_accumulation_steps micro-batches."""
+    virtual_pipeline_size: int = field(
+        1,
+        Resume.LAYOUT,
+        STAGES,
+        Only("pipeline_parallel_schedule", *MANY).because(
+            "1F1B and GPipe run one stage on each process"
+        ),
+        Refuse(
+            "an interleaved schedule needs two or more stages on each process",
+            "pipeline_parallel_schedule",
+        ).when(
+            lambda c: (
+                c.train.pipeline_parallel_size > 1
+                and c.train.virtual_pipeline_size == 1
+                and c.train.pipeline_parallel_schedule.startswith("Interleaved")
+            )
+        ),
+        Refuse("ZBVZeroBubble needs two stages on each process", "pipeline_parallel_schedule").when(
+            lambda c: (
+                c.train.pipeline_parallel_size > 1
+                and c.train.virtual_pipeline_size != 2
+                and c.train.pipeline_parallel_schedule == "ZBVZeroBubble"
+            )
+        ),
+        differs=OURS,
+        ge=1,
+    )
+    """Stages of each process."""
+    pipeline_split: list[int] | None = field(
+        None,
+        Resume.LAYOUT,
+        STAGES,
+        Refuse(
+            "needs a number for each stage, of which there are pipeline_parallel_size x "
+            "virtual_pipeline_size",
+            "pipeline_parallel_size",
+            "virtual_pipeline_size",
+        ).when(_splits_otherwise),
+        Refuse("a stage has one layer or more").when(
+            lambda c: c.train.pipeline_split is not None and min(c.train.pipeline_split) < 1
+        ),
+        differs=OURS,
+        min_length=2,
+    )
+    """Numbers of layers of the stages, in order; null: such that the stage with the most parameters
+    has the fewest, with embedding and head.
+    """
+    pp_variable_seq_lengths: bool = field(True, Resume.LAYOUT, STAGES)
+    """Stages exchange hidden states as long as the longest micro-batch of each step, rounded up to
+    an eighth of a full one; false: always as long as a full one.
+    """
+    expert_parallel_size: int = field(
+        1,
+        Resume.LAYOUT,
+        FSDP2,
+        differs=("1", "the same; it divides the processes of a shard group, and needs fsdp2"),
+        ge=1,
+    )
+    """Processes over which the experts of a layer are spread; divides those of a shard group."""
+    ulysses_parallel_size: int = field(1, Resume.LAYOUT, FSDP2, ge=1)
+    """Neighboring ranks that exchange a sequence's tokens for heads; divides the query heads."""
+    ringattn_parallel_size: int = field(1, Resume.LAYOUT, FSDP2, ge=1)
+    """Processes, or groups of Ulysses, that share each sequence and send keys and values."""
+    cp_fsdp_mode: Literal["all", "ulysses_only", "ring_only", "none"] = field(
+        "all",
+        Resume.LAYOUT,
+        FSDP2,
+        Refuse("no sequence is spread", "ringattn_parallel_size", "ulysses_parallel_size").when(
+            lambda c: c.train.cp_fsdp_mode != "all" and c.train.context_parallel_size == 1
+        ),
+        differs=(
+            "how context parallelism interacts with FSDP",
+            "the same, in full: ranks that do not shard are replicas",
+        ),
+    )
+    """Which processes that share a sequence shard parameters too; others are replicas (HSDP)."""
+    reshard_after_forward: bool | None = field(
+        None,
+        Resume.LAYOUT,
+        FSDP2,
+        Only("enable_full_shard", True, neutral=(False,)).because(
+            "ZeRO-2 keeps parameters after the forward pass"
+        ),
+    )
+    """Free gathered parameters after forward; null: as enable_full_shard, false in pipelines."""
+    ep_outside: bool = field(
+        False,
+        Resume.LAYOUT,
+        FSDP2,
+        Only("expert_parallel_size", but=1).because("there is nothing to place"),
+        differs=(
+            "place it outside the EP-FSDP mesh",
+            "the same: the outer dimension of a shard group",
+        ),
+    )
+    """false: the processes that share a layer's experts are neighbors; true: those that shard one
+    expert.
+    """
+    loss: Annotated[str, RowOf(LOSSES)] = field(
+        "language_modeling",
+        Resume.NEXT_STEP,
+        differs=("none", "ours: a loss is a row of a table, and a file of its own"),
+    )
+    """What is minimized; language_modeling: the cross-entropy of the labels."""
+    # optimizer
+    optimizer: Annotated[str, RowOf(OPTIMIZERS)] = field(
+        "adamw",
+        Resume.OTHER_STATES,
+        Only("lora.enable_lora", False, neutral=("anyprecision_adamw", "sgd")).because(
+            "only adapters are trained, and those by AdamW: muon would have no matrix"
+        ),
+        names="optim",
+    )
+    """Optimizer."""
+    optimizer_args: dict[str, Any] = field(
+        {},
+        Resume.NEXT_STEP,
+        Refuse(_wrong_options, "optimizer").when(_wrong_options),
+        differs=("none", "ours: options of an optimizer that is added"),
+    )
+    """Options of an optimizer that has no fields here."""
+    optimizer_dtype: Literal["fp32", "bf16"] = field(
+        "bf16", Resume.OTHER_STATES, _read("optimizer_dtype")
+    )
+    """Dtype of the states of anyprecision_adamw and muon; adamw's are of the parameters' dtype."""
+    adam_beta1: float = field(
+        0.9,
+        Resume.NEXT_STEP,
+        _read("adam_beta1"),
+        _bf16("adam_beta1"),
+        differs=OURS,
+        names="beta1",
+        ge=0,
+        lt=1,
+    )
+    """AdamW: decay of the first moment."""
+    adam_beta2: float = field(
+        0.95,
+        Resume.NEXT_STEP,
+        _read("adam_beta2"),
+        _bf16("adam_beta2"),
+        differs=OURS,
+        names="beta2",
+        ge=0,
+        lt=1,
+    )
+    """AdamW: decay of the second moment."""
+    adam_epsilon: float = field(1e-8, Resume.NEXT_STEP, _read("adam_epsilon"), differs=OURS, gt=0)
+    """AdamW: added to the root of the second moment."""
+    lr: float = field(5e-5, Resume.NEXT_STEP, names="learning_rate", gt=0)
+    """Peak learning rate."""
+    lr_min: float = field(
+        1e-7,
+        Resume.NEXT_STEP,
+        Refuse("the decay would rise", "lr").when(
+            lambda c: _decays(c) and c.train.lr_min > c.train.lr
+        ),
+        ge=0,
+    )
+    """Learning rate at the end of the decay."""
+    lr_start: float = field(
+        0.0,
+        Resume.NEXT_STEP,
+        Refuse("the warmup would fall", "lr").when(
+            lambda c: c.train.lr_warmup_ratio > 0 and c.train.lr_start > c.train.lr
+        ),
+        ge=0,
+    )
+    """Learning rate at the start of the warmup."""
+    lr_warmup_ratio: float = field(0.0, Resume.NEXT_STEP, names="warmup_steps", ge=0, le=1)
+    """Fraction of all steps for the linear warmup."""
+    lr_decay_style: Annotated[str, RowOf(SCHEDULES)] = field(
+        "constant", Resume.NEXT_STEP, names="lr_scheduler_type"
+    )
+    """After the warmup."""
+    lr_decay_ratio: float = field(
+        1.0,
+        Resume.NEXT_STEP,
+        Refuse("the decay would end before the warmup", "lr_warmup_ratio").when(
+            lambda c: _decays(c) and c.train.lr_decay_ratio < c.train.lr_warmup_ratio
+        ),
+        ge=0,
+        le=1,
+    )
+    """Fraction of all steps after which the decay has ended."""
+    weight_decay: float = field(0.0, Resume.NEXT_STEP, ge=0)
+    """Decoupled weight decay (adamw), L2 term (sgd)."""
+    no_decay_modules: list[str] = field([], Resume.OTHER_STATES)
+    """No weight decay where the path of a parameter's module contains one of these."""
+    no_decay_params: list[str] = field([], Resume.OTHER_STATES, names="do_layer_norm_weight_decay")
+    """No weight decay where a parameter's full name (model.norm.weight) contains one of these."""
+    max_grad_norm: float = field(1.0, Resume.NEXT_STEP, ge=0)
+    """Gradients are clipped to this global norm; 0: not clipped."""
+    muon_lr: float = field(0.02, Resume.NEXT_STEP, _read("muon_lr"), gt=0)
+    """Muon: peak learning rate of hidden matrices; all else is trained by AdamW."""
+    muon_momentum: float = field(
+        0.95, Resume.NEXT_STEP, _read("muon_momentum"), _bf16("muon_momentum", "muon"), ge=0, lt=1
+    )
+    """Muon: momentum."""
+    muon_nesterov: bool = field(True, Resume.NEXT_STEP, _read("muon_nesterov"))
+    """Muon: Nesterov momentum."""
+    muon_ns_steps: int = field(5, Resume.NEXT_STEP, _read("muon_ns_steps"), ge=1)
+    """Muon: Newton-Schulz iterations."""
+    muon_ns_coefficients: Literal["quintic", "polar_express"] = field(
+        "quintic", Resume.NEXT_STEP, _read("muon_ns_coefficients"), differs=OURS
+    )
+    """Muon: polynomials of the iterations; see newton_schulz."""
+    muon_adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = field(
+        None, Resume.NEXT_STEP, _read("muon_adjust_lr_fn")
+    )
+    """Muon: scaling of lr for an A x B matrix. original, or null: sqrt(max(1, A / B));
+    match_rms_adamw: 0.2 sqrt(max(A, B)), for lr and weight decay as AdamW's.
+    """
+    # batches
+    micro_batch_size: int = field(1, Resume.NEXT_STEP, names="per_device_train_batch_size", ge=1)
+    """Bins in a forward pass of a process, or of those that share a sequence."""
+    gradient_accumulation_steps: int = field(
+        1,
+        Resume.NEXT_STEP,
+        Refuse(_few, "pipeline_parallel_schedule", "pipeline_parallel_size").when(
+            lambda c: c.train.pipeline_parallel_size > 1
+        ),
+        ge=1,
+    )
+    """Forward passes before an optimizer step."""
+    num_train_epochs: int = field(1, Resume.NEXT_STEP, names="epochs", ge=1)
+    """Passes over the data."""
+    max_steps: int | None = field(None, Resume.NEXT_STEP, names="steps", ge=1)
+    """Optimizer steps in all; overrides epochs."""
+    # memory and speed
+    enable_mixed_precision: bool = field(
+        True,
+        Resume.ROUNDING,
+        differs=("BF16", "the same; stated in full: parameters and optimizer states stay float32"),
+        names="bf16",
+    )
+    """Compute in bfloat16, keep parameters in float32."""
+    enable_gradient_checkpointing: bool = field(True, Resume.COST)
+    """Recompute activations in the backward pass."""
+    enable_reentrant: bool = field(False, Resume.COST, RECOMPUTED)
+    """Reentrant checkpointing."""
+    recompute_modules: list[Literal["self_attn", "mlp"]] | None = field(
+        None, Resume.COST, RECOMPUTED, min_length=1
+    )
+    """Recompute only these in each layer; null: whole layers."""
+    moe_checkpoint_method: Literal["moe_act"] | None = field(
+        None,
+        Resume.COST,
+        RECOMPUTED,
+        Refuse("without mlp the experts are not recomputed", "recompute_modules").when(
+            lambda c: (
+                c.train.moe_checkpoint_method == "moe_act"
+                and c.train.recompute_modules is not None
+                and "mlp" not in c.train.recompute_modules
+            )
+        ),
+        Only("enable_reentrant", False).because(
+            "the experts' activations are recomputed without reentering the backward"
+        ),
+    )
+    """null: recompute experts with their layer, communication too; moe_act: activations only."""
+    router_replay: bool = field(
+        False,
+        Resume.OTHER_CONTENTS,
+        Refuse(
+            "an engine's records are of its tokens, so every data set must be of type tokenized"
+        ).when(
+            lambda c: c.train.router_replay and any(e.type != "tokenized" for e in _prepared(c))
+        ),
+        Refuse("dummy data have no recorded routes").when(
+            lambda c: c.train.router_replay and any(e.path == "dummy" for e in _prepared(c))
+        ),
+        differs=("none", "ours: experts as the engine that generated the data chose them"),
+    )
+    """Send tokens to the experts that an inference engine recorded in the column routed_experts."""
+    router_replay_compare_steps: int = field(
+        0,
+        Resume.OUTPUT,
+        Only("router_replay", True).because("nothing is replayed"),
+        differs=("none", "ours: what replaying changes"),
+        ge=0,
+    )
+    """Every so many steps, report the log-probabilities of tokens with recorded and with today's
+    experts, which takes two more forward passes; 0: never.
+    """
+    freeze_router: bool = field(
+        False, Resume.OTHER_STATES, differs=("of its server's configuration", "ours too")
+    )
+    """Keep the weights that choose experts as they are."""
+    enable_full_shard: bool = field(True, Resume.LAYOUT, FSDP2)
+    """FSDP2: shard parameters too (ZeRO-3); false: ZeRO-2."""
+    enable_forward_prefetch: bool = field(True, Resume.LAYOUT, FSDP2)
+    """FSDP2: gather the next unit during the forward pass."""
+    enable_activation_offload: bool = field(
+        False,
+        Resume.COST,
+        Refuse(
+            lambda _: (
+                (cuda := platform.no_cuda()) and f"activations are in CPU memory already: {cuda}"
+            )
+        ),
+        differs=("offload to CPU", "the same; on a CPU it is refused, since nothing would move"),
+    )
+    """Keep what layers save for backward in CPU memory until the backward pass."""
+    activation_gpu_limit: float = field(
+        0.0,
+        Resume.COST,
+        Only("enable_activation_offload", True).because("nothing is offloaded"),
+        ge=0,
+    )
+    """GB (10^9 bytes) of it that stay on the GPU: the last layers'."""
+    enable_compile: bool = field(False, Resume.ROUNDING, names="torch_compile")
+    """torch.compile the layers."""
+    init_device: Literal["auto", "cpu", "cuda", "meta", "npu"] = field(
+        "auto",
+        Resume.COST,
+        Accepts("auto", "cpu", "cuda", "meta").because(
+            "no op and no process group here runs on NPUs"
+        ),
+        Only("data_parallel_mode", but="fsdp2", neutral=("meta", "npu")).because(
+            "fsdp2 builds the model on meta; leave it at auto"
+        ),
+        Only("data_parallel_mode", "fsdp2", neutral=("cpu", "cuda", "npu")).because(
+            "only fsdp2 builds the model on meta; leave it at auto"
+        ),
+        Refuse(lambda _: platform.no_cuda()).when(lambda c: c.train.init_device == "cuda"),
+        differs=("cuda", "fsdp2, the default, needs meta; auto takes the device that fits"),
+    )
+    """Where the model is built; auto: meta for fsdp2, else cuda, or cpu where there is none. With
+    lora.enable_qlora always meta.
+    """
+    load_weights_mode: Literal["broadcast", "all_ranks"] = field("broadcast", Resume.COST)
+    """broadcast: rank 0 (of a pipeline, the first of each stage) reads the weights and sends them;
+    all_ranks: each reads.
+    """
+    enable_full_determinism: bool = field(
+        False,
+        Resume.ROUNDING,
+        Only("allow_cuda_launch_blocking", True).because(
+            "full determinism needs allow_cuda_launch_blocking: true"
+        ),
+    )
+    """Deterministic algorithms only; slow."""
+    allow_cuda_launch_blocking: bool = field(
+        False,
+        Resume.THIS_START,
+        Refuse("CUDA_LAUNCH_BLOCKING is set, which slows training down; unset it").when(
+            lambda c: (
+                platform.env_flag("CUDA_LAUNCH_BLOCKING") and not c.train.allow_cuda_launch_blocking
+            )
+        ),
+    )
+    """Run although CUDA_LAUNCH_BLOCKING is set."""
+    ignore_memory_plan: bool = field(
+        False, Resume.THIS_START, differs=("none", "ours: a run that cannot fit is not started")
+    )
+    """Start although the plan of memory does not fit into the device."""
+    empty_cache_steps: int = field(
+        500, Resume.COST, differs=("500", "the same; 0 switches it off"), ge=0
+    )
+    """torch.cuda.empty_cache() every so many steps; 0: never."""
+    gc_steps: int = field(
+        500, Resume.COST, differs=("500", "the same; 0 leaves garbage collection to Python"), ge=0
+    )
+    """Collect garbage every so many steps only; 0: when Python likes."""
+    # checkpoints
+    output_dir: str = field(..., Resume.PLACE, min_length=1, examples=["outputs"])
+    """Folder for checkpoints, logs and the resolved configuration."""
+    ckpt_manager: Literal["dcp", "torch"] = field(
+        "dcp",
+        Resume.OUTPUT,
+        Accepts("dcp").because("torch.save writes pickles, which run code when they are read"),
+    )
+    """The format of checkpoints: dcp (torch.distributed.checkpoint)."""
+    save_steps: int = field(0, Resume.OUTPUT, ge=0)
+    """Save every so many optimizer steps; 0: not by steps."""
+    save_epochs: float = field(
+        1.0,
+        Resume.OUTPUT,
+        differs=("1", "the same; 0 switches it off, for runs that are counted in steps"),
+        ge=0,
+    )
+    """Save every so many epochs, fractions too; 0: not by epochs."""
+    save_async: bool = field(False, Resume.OUTPUT)
+    """Write checkpoints while training goes on."""
+    save_total_limit: int | None = field(
+        None, Resume.OUTPUT, differs=("none", "ours, named as in transformers"), ge=0
+    )
+    """Checkpoints that stay in output_dir, the last ones written; null or 0: all."""
+    save_hf_weights: bool = field(True, Resume.OUTPUT)
+    """Write Hugging Face safetensors with the last checkpoint."""
+    load_checkpoint_path: str | None = field(
+        None, Resume.THIS_START, names="resume_from_checkpoint"
+    )
+    """Folder to resume from; auto: the last complete in output_dir, if any; "" or null: none."""
+    verify_checkpoint: bool = field(
+        True, Resume.THIS_START, differs=("none", "ours: a flipped bit would be trained with")
+    )
+    """Compare the checksums of all files of a checkpoint that is loaded."""
+    allow_other_base: bool = field(
+        False,
+        Resume.THIS_START,
+        differs=("none", "ours: a run belongs to the weights that it began from"),
+    )
+    """Resume although model.model_path holds other weights than those the run began from. Adapters
+    go on with these, unless merges have changed the former ones.
+    """
+    # logging
+    log_format: Literal["progress_bar", "structured"] = field("progress_bar", Resume.OUTPUT)
+    """progress_bar, or structured: key=value lines."""
+    use_wandb: bool = field(
+        False,
+        Resume.OUTPUT,
+        Refuse(lambda _: platform.no_module("wandb")),
+        differs=("true", "needs an account and a network: opt in"),
+        names="report_to",
+    )
+    """Log to Weights & Biases."""
+    wandb_project: str = field(
+        "tilewright", Resume.OUTPUT, differs=("Xorl", "the project's own name")
+    )
+    """W&B project."""
+    wandb_name: str | None = field(None, Resume.OUTPUT, names="run_name")
+    """W&B run name."""
+    wandb_tags: list[str] | None = field(None, Resume.OUTPUT)
+    """W&B tags."""
+    wandb_log_interval: int = field(1, Resume.OUTPUT, ge=1)
+    """Log to W&B every so many steps."""
+    use_tensorboard: bool = field(
+        False,
+        Resume.OUTPUT,
+        Refuse(lambda _: platform.no_module("tensorboard")),
+        differs=("none", "ours, as use_wandb, without an account"),
+    )
+    """Log to TensorBoard: event files in output_dir/tensorboard."""
+    plot_loss: bool = field(
+        False,
+        Resume.OUTPUT,
+        Refuse(lambda _: platform.no_module("matplotlib")),
+        differs=("none", "ours: a picture that needs no other program"),
+    )
+    """Draw output_dir/loss.png at the end: the loss of training and evaluation."""
+    callbacks: list[Annotated[str, RowOf(CALLBACKS)]] = field(
+        [],
+        Resume.NEXT_STEP,
+        differs=("none", "ours: what happens beside a run's steps, added by name"),
+    )
+    """Callbacks beside those that other fields ask for."""
+    # determinism
+    checksum_steps: int = field(
+        0, Resume.OUTPUT, differs=("none", "ours: what a later run is compared with"), ge=0
+    )
+    """Write checksums of modules' outputs, gradients and trained weights to checksums.jsonl every
+    so many steps; 0: never.
+    """
+    assert_deterministic: str | None = field(
+        None,
+        Resume.THIS_START,
+        differs=("none", "ours: two runs are bit-identical, or the run says where they differ"),
+        min_length=1,
+    )
+    """An earlier run, by its output_dir or a file in it: refuse to start where the certificates
+    differ, or ranks do, and end at the first step that is not the same bit for bit.
+    """
+    # profiling
+    enable_profiling: bool = field(False, Resume.OUTPUT)
+    """Run PyTorch's profiler."""
+    profile_start_step: int = field(1, Resume.OUTPUT, ge=0)
+    """First step that is profiled."""
+    profile_end_step: int = field(
+        2,
+        Resume.OUTPUT,
+        Refuse("profiling must end after it starts", "profile_start_step").when(
+            lambda c: c.train.profile_end_step <= c.train.profile_start_step
+        ),
+        ge=1,
+    )
+    """Step at which profiling ends."""
+    profile_trace_dir: str = field("./trace", Resume.OUTPUT)
+    """Folder for traces."""
+    profile_record_shapes: bool = field(True, Resume.OUTPUT)
+    """Record input shapes."""
+    profile_profile_memory: bool = field(True, Resume.OUTPUT)
+    """Record memory."""
+    profile_with_stack: bool = field(True, Resume.OUTPUT)
+    """Record Python stacks."""
+    profile_rank0_only: bool = field(True, Resume.OUTPUT)
+    """Profile rank 0 only; false: every rank."""
+    seed: int = field(42, Resume.OTHER_ORDER, ge=0, lt=2**32)
+    """Seed of weights and shuffling."""
+
+    @field_validator("load_checkpoint_path")
+    @classmethod
+    def _empty_is_none(cls, value: str | None) -> str | None:
+        return value or None
+
+    @model_validator(mode="after")
+    def _device(self) -> Train:
+        if self.init_device == "auto":
+            here = "cpu" if platform.no_cuda() else "cuda"
+            self._fill(init_device="meta" if self.data_parallel_mode == "fsdp2" else here)
+        return self
+
+    @property
+    def reshard(self) -> bool:
+        """FSDP2's reshard_after_forward: ZeRO-3 if true, ZeRO-2 if false."""
+        if self.reshard_after_forward is not None:
+            return self.reshard_after_forward
+        # The schedule keeps parameters gathered from micro-batch to micro-batch.
+        return self.enable_full_shard and self.pipeline_parallel_size == 1
+
+    @property
+    def context_parallel_size(self) -> int:
+        """Number of processes that share a sequence."""
+        return self.ringattn_parallel_size * self.ulysses_parallel_size
