@@ -398,7 +398,7 @@ def train(tmp_path, capsys, monkeypatch):
     def first_step(*arguments):
         raise AssertionError("the first step is reached")
 
-    monkeypatch.setattr(module.Engine, "forward_backward", first_step)
+    monkeypatch.setattr("tilewright.trainer.engine.Engine.forward_backward", first_step)
 
     def run(*arguments):
         code = module.main([str(tmp_path / "config.yaml"), *arguments])
