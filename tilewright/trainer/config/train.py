@@ -27,7 +27,7 @@ FSDP2 = Only("data_parallel_mode", "fsdp2")
 SIZES = Only("data_parallel_mode", "fsdp2", neutral=(1,))
 STAGES = Only("pipeline_parallel_size", but=1).because("there is one stage")
 RECOMPUTED = Only("enable_gradient_checkpointing", True).because("nothing is recomputed")
-WHOLE = ("GPipe", "Interleaved1F1B")
+WHOLE = ("GPipe", "Interleaved1F1B")  # one backward for inputs and weights, as 1F1B
 MANY = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 OURS = ("none", "ours; the default is what it has without one")
 
@@ -87,6 +87,7 @@ def _read(field: str) -> Only:
 
 
 def _bf16(name: str, *optimizers: str) -> Refuse:
+    """optimizers: those of IN_DTYPE that read the field, if not all."""
     return Refuse(
         "must be at most 0.996: a state in bfloat16 that loses less than 1 / 256 in a step rounds "
         "to where it was; fp32 keeps it",
