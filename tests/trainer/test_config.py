@@ -207,7 +207,7 @@ def test_readers_are_found_by_what_an_attribute_is_of():
         ("Train", "max_steps"),
         ("Train", "context_parallel_size"),
     }
-    assert readers(Config)["train.enable_full_shard"] == ["parallel.layouts"]  # by a property
+    assert readers(Config)["train.enable_full_shard"] == ["parallel.fsdp"]  # by a property
 
 
 def test_every_field_is_read():

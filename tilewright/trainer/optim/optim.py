@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel, ValidationError
 from torch import nn
 
 from tilewright.trainer.tables import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from tilewright.trainer.config import Train
 
 
 def _none(model: nn.Module) -> Mapping[nn.Parameter, Any]:
@@ -87,18 +90,21 @@ def parameter_groups(
 
 
 def build_optimizer(
-    model: nn.Module, train: Any, whole: nn.Module | None = None
+    model: nn.Module, train: Train, whole: nn.Module | None = None
 ) -> torch.optim.Optimizer:
     """Each group starts at its peak learning rate.
 
-    train: the section of the configuration.   whole: see `parameter_groups`.
+    whole: see `parameter_groups`.
     """
     row = OPTIMIZERS[train.optimizer]
     apart = row.apart(model)
     if row.apart_lr is not None and not apart:
         raise ValueError(f"train.optimizer = {train.optimizer}: the model has no trainable matrix")
     rates = [train.lr] if row.apart_lr is None else [train.lr, getattr(train, row.apart_lr)]
-    no_decay = {name: getattr(train, name) for name in ("no_decay_modules", "no_decay_params")}
+    no_decay = {
+        "no_decay_modules": train.no_decay_modules,
+        "no_decay_params": train.no_decay_params,
+    }
     groups = parameter_groups(model, rates, train.weight_decay, no_decay, set(apart), whole)
     values = {name: getattr(train, name) for name in row.fields}
     if row.options is not None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tilewright.trainer.tables import SCHEDULES
+
+if TYPE_CHECKING:
+    from tilewright.trainer.config import Train
 
 
 @dataclass(frozen=True)
@@ -27,32 +30,21 @@ SCHEDULES.add("linear", Schedule(lambda done: 1 - done))
 SCHEDULES.add("cosine", Schedule(lambda done: 0.5 * (1 + math.cos(math.pi * done))))
 
 
-class Rates(Protocol):
-    """The fields of the section `train` that a schedule reads."""
-
-    lr: float
-    lr_min: float
-    lr_start: float
-    lr_warmup_ratio: float
-    lr_decay_style: str
-    lr_decay_ratio: float
-
-
-def schedule(step: int, total: int, rates: Rates) -> float:
+def schedule(step: int, total: int, train: Train) -> float:
     """The factor of the peak learning rate in optimizer step `step` (from 0) of `total`.
 
     It rises linearly from lr_start / lr, at step 0, to 1 over the first lr_warmup_ratio of the
     steps; then it stays, or falls to lr_min / lr, as the row `lr_decay_style` says, until
     lr_decay_ratio of the steps, and stays there.
     """
-    warm = round(rates.lr_warmup_ratio * total)
+    warm = round(train.lr_warmup_ratio * total)
     if step < warm:
-        start = rates.lr_start / rates.lr
+        start = train.lr_start / train.lr
         return start + (1 - start) * step / warm
-    row = SCHEDULES[rates.lr_decay_style]
+    row = SCHEDULES[train.lr_decay_style]
     if not row.decays:
         return 1.0
-    end = max(round(rates.lr_decay_ratio * total), warm + 1)
+    end = max(round(train.lr_decay_ratio * total), warm + 1)
     done = min(1.0, (step - warm) / max(1, end - warm - 1))
-    least = rates.lr_min / rates.lr
+    least = train.lr_min / train.lr
     return least + (1 - least) * row.share(done)
