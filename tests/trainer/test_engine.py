@@ -29,8 +29,13 @@ from tilewright.trainer.data.columns import IGNORE
 from tilewright.trainer.engine import NotFinite
 from tilewright.trainer.losses.language_modeling import language_modeling
 from tilewright.trainer.losses.loss import count_labels
+from tilewright.trainer.memory_plan import NoCopies
+from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.ops_choice import Ops
+from tilewright.trainer.parallel import offload
+from tilewright.trainer.parallel.layouts import apply_layouts
 from tilewright.trainer.parallel.mesh import Mesh, build, join
+from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.plan import Plan
 from tilewright.trainer.plugins.callback import Step
 from tilewright.trainer.plugins.housekeeping import Housekeeping
@@ -411,3 +416,14 @@ def test_garbage_is_collected_at_the_start_and_between_steps_only(tmp_path, monk
         for done in range(1, 5):
             keeper.after_step(Step(done, []))
     assert collected == [True, False, False] and gc.isenabled()
+
+
+def test_offload_is_a_layout_like_the_others(tmp_path, monkeypatch):
+    """Refused on a CPU, where it moves nothing: here with copies that move nothing."""
+    monkeypatch.setattr(offload, "StreamCopies", NoCopies)
+    config = load(write_config(tmp_path))
+    train = config.train.model_copy(update={"enable_activation_offload": True})
+    parts = Parts(Transformer(shape_of(config), Ops.resolve()))
+    forward = parts.model.model.layers[0].forward
+    made = apply_layouts(parts, config.model_copy(update={"train": train}), Mesh(), filled=False)
+    assert made is parts and parts.model.model.layers[0].forward != forward

@@ -78,7 +78,7 @@ def _wrong_dtype(name: str, t: torch.Tensor, accepted: str) -> TypeError:
 
 
 def _not_dense(name: str, t: torch.Tensor) -> TypeError:  # kernels read memory
-    got = "a nested one" if t.is_nested else f"layout {short(t.layout)}"
+    got = "a nested one" if t.is_nested else f"layout {str(t.layout).removeprefix('torch.')}"
     return TypeError(f"{name} must be a strided (dense) tensor, got {got}")
 
 
@@ -337,7 +337,7 @@ class _Code:
             self.number(a, depth + 1)
         elif isinstance(a, NumberArgument):
             self.number(a, depth)
-        else:
+        elif isinstance(a, ChoiceArgument):
             self.choice(a, depth)
         if isinstance(a, TensorArgument):
             self.tensors.add(a.name)

@@ -45,7 +45,7 @@ def readers(model: type[BaseModel]) -> Mapping[str, list[str]]:
                 if module not in found.setdefault(path, []):
                     found[path].append(module)
     for _, row in OPTIMIZERS.items():  # by name, as their rows say
-        module = row.build.__module__.removeprefix(f"{__package__.rpartition('.')[0]}.")
+        module = row.build.__module__.removeprefix("tilewright.trainer.")
         for name in row.fields:
             if module not in found.setdefault(f"train.{name}", []):
                 found[f"train.{name}"].append(module)

@@ -17,9 +17,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from tilewright.trainer.config import Config
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.recompute import Wrapped
 from tilewright.trainer.parallel.layouts import Layout
+from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.tables import LAYOUTS
 
 # Bytes below which a tensor stays: a copy's latency is that of about a hundred kilobytes.
@@ -195,13 +198,11 @@ def offload_activations(model: Transformer, limit: float, copies: Copies) -> Off
     return offload
 
 
+def _apply(parts: Parts, config: Config, mesh: Mesh) -> None:
+    limit = config.train.activation_gpu_limit * 1e9
+    offload_activations(parts.model, limit, StreamCopies(mesh.device))
+
+
 LAYOUTS.add(
-    "offload",
-    Layout(
-        55,
-        lambda config, mesh: config.train.enable_activation_offload,
-        lambda parts, config, mesh: offload_activations(
-            parts.model, config.train.activation_gpu_limit * 1e9, StreamCopies(mesh.device)
-        ),
-    ),
+    "offload", Layout(55, lambda config, mesh: config.train.enable_activation_offload, _apply)
 )

@@ -104,7 +104,7 @@ class Parts:
     def readers(self) -> dist.ProcessGroup | None:
         return None
 
-    def agree(self, problem: Exception | None) -> None:
+    def agree(self, problem: BaseException | None) -> None:
         """Raises the reader's problem, on every rank: the others would wait for it forever."""
         if many():
             verdict = exchange.broadcast(exchange.described(problem))

@@ -211,7 +211,7 @@ class Pipeline(Parts):
     def readers(self) -> dist.ProcessGroup | None:
         return self.mesh.stage.group
 
-    def agree(self, problem: Exception | None) -> None:
+    def agree(self, problem: BaseException | None) -> None:
         self.mesh.control.agree(problem)
 
     def read_by_all(self, checksums: dict[str, str]) -> dict[str, str]:
