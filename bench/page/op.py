@@ -69,12 +69,30 @@ def page(op: Op, results: raw.Raw, devices: Sequence[Device]) -> str:
         "      show_root_full_path: false",
         '      heading: "Signature"',
         "",
+        *arguments(op),
         *implementations(op),
         *definition(op),
         *numerics(op, results, devices),
         *performance(op, devices),
     ]
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def arguments(op: Op) -> list[str]:
+    """What the public function declares, as it is checked."""
+    takes = op.takes
+    rows = [[f"`{a.name}`", f"`{a.accepted(a.text)}`"] for a in takes.arguments]
+    where = [f"`{c.text}`" for c in takes.conditions]
+    return [
+        "## Arguments",
+        "",
+        "As they are checked at each call: dtypes (of another argument, under its name), then the "
+        "shape, whose sizes are equal wherever they have one name; `float` is float32, bfloat16, "
+        "float16 or float64. Tensors are on one device.",
+        "",
+        *_plain(["name", "accepts"], rows),
+        *([f"Where {', '.join(where)}.", ""] if where else []),
+    ]
 
 
 def implementations(op: Op) -> list[str]:

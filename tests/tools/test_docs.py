@@ -32,6 +32,9 @@ def section(text, title):
 @pytest.mark.parametrize("name", ops.OPS)
 def test_an_op_has_a_page_with_its_implementations_and_numbers(pages, name):
     text = pages[name]
+    arguments = section(text, "Arguments")
+    for argument in ops.OPS[name].takes.arguments:
+        assert f"\n| `{argument.name}` |" in arguments
     table = section(text, "Implementations")
     for impl in ops.OPS[name].implementations:
         assert f"\n| `{impl.name}`" in table
