@@ -18,9 +18,9 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import Config
 from tilewright.trainer.data import chat
-from tilewright.trainer.data.columns import IGNORE
 from tilewright.trainer.data.prepared import prepare
 
 pytestmark = pytest.mark.packages

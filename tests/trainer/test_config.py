@@ -32,7 +32,9 @@ from tilewright.trainer.config.overrides import unknown
 from tilewright.trainer.config.readers import Scope, readers
 from tilewright.trainer.config.reference import meaning, page
 from tilewright.trainer.config.section import Accepts, Only, Resume, kept, places, properties
+from tilewright.trainer.losses.loss import Loss
 from tilewright.trainer.parallel.mesh import layout_of
+from tilewright.trainer.tables import LOSSES
 
 pytestmark = pytest.mark.packages
 
@@ -1608,3 +1610,12 @@ def test_reshard_follows_full_shard_unless_it_is_given():
 def test_an_error_comes_whole_from_another_process():
     error = pickle.loads(pickle.dumps(ConfigError(["one", "two"])))
     assert str(error) == "one\ntwo" and error.problems == ["one", "two"]
+
+
+def test_a_loss_that_reads_what_no_batch_has_is_refused(monkeypatch):
+    rows = {**LOSSES._rows, "weighted": Loss(lambda *_: (), columns=("labels", "weights"))}
+    monkeypatch.setattr(LOSSES, "_rows", rows)
+    parts = {"model": {"config_path": "x"}, "data": {"datasets": [{"path": "dummy"}]}}
+    said = "train.loss = weighted: reads weights of a batch, which has input_ids, labels"
+    with pytest.raises(ValueError, match=said):
+        Config(**parts, train={"output_dir": "o", "loss": "weighted"})

@@ -28,12 +28,12 @@ pytest.importorskip("pydantic")
 import datasets
 import fsspec
 
+from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import Config
 from tilewright.trainer.data import batches as module_of_batches
 from tilewright.trainer.data import cache_key, packing, sources
 from tilewright.trainer.data import prepare as preparing
 from tilewright.trainer.data.batches import Bins, collate, evaluation_batches
-from tilewright.trainer.data.columns import IGNORE
 from tilewright.trainer.data.packing import pack
 from tilewright.trainer.data.prepared import check_targets, prepare, split_validation
 

@@ -23,9 +23,9 @@ from test_trainer import QWEN3, engine_of, make_bins, rows, run, shape_of, write
 from tilewright.nn.sharded import whole
 from tilewright.trainer.build import build_data, build_model, identity
 from tilewright.trainer.checkpoint import checkpoint
+from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import load
 from tilewright.trainer.data.batches import collate, evaluation_batches
-from tilewright.trainer.data.columns import IGNORE
 from tilewright.trainer.engine import NotFinite
 from tilewright.trainer.losses.language_modeling import language_modeling
 from tilewright.trainer.losses.loss import count_labels

@@ -10,9 +10,9 @@ import torch
 
 from tilewright.trainer.build import build_engine, choose_ops, compute_dtype
 from tilewright.trainer.checkpoint import hf
+from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import load
 from tilewright.trainer.data.batches import collate
-from tilewright.trainer.data.columns import IGNORE
 from tilewright.trainer.losses.language_modeling import language_modeling
 from tilewright.trainer.parallel import mesh
 from tilewright.trainer.parallel.mesh import padding

@@ -8,6 +8,7 @@ from pydantic import field_validator, model_validator
 
 from tilewright.core import platform
 from tilewright.core.torch_names import no_zero_bubble
+from tilewright.trainer.columns import COLUMNS
 from tilewright.trainer.config.section import (
     Accepts,
     Only,
@@ -71,6 +72,12 @@ def _prepared(config: Config) -> list:
 
 def _decays(config: Config) -> bool:
     return SCHEDULES[config.train.lr_decay_style].decays
+
+
+def _absent_columns(config: Config) -> str | None:
+    absent = [c for c in LOSSES[config.train.loss].columns if c not in COLUMNS]
+    has = ", ".join(COLUMNS)
+    return f"reads {', '.join(absent)} of a batch, which has {has}" if absent else None
 
 
 def _wrong_options(config: Config) -> str | None:
@@ -278,6 +285,7 @@ class Train(Section):
     loss: Annotated[str, RowOf(LOSSES)] = field(
         "language_modeling",
         Resume.NEXT_STEP,
+        Refuse(_absent_columns).when(_absent_columns),
         differs=("none", "ours: a loss is a row of a table, and a file of its own"),
     )
     """What is minimized; language_modeling: the cross-entropy of the labels."""

@@ -22,9 +22,9 @@ import torch
 
 from tilewright.ops.attention.context_parallel import ContextParallel, shard
 from tilewright.trainer import interrupts
+from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import Data, Train
 from tilewright.trainer.data import packing
-from tilewright.trainer.data.columns import IGNORE
 from tilewright.trainer.parallel.mesh import padding
 
 pc: Any = pyarrow.compute  # which makes its functions when it is imported

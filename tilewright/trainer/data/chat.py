@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tilewright.trainer.data.columns import IGNORE
+from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.data.types.dataset_type import Refused
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from tilewright.trainer.columns import IGNORE, REPLAYED, SCHEMA
 from tilewright.trainer.config import Data, Dataset
-from tilewright.trainer.data.columns import IGNORE, REPLAYED, SCHEMA
 from tilewright.trainer.data.routes import Routes
 from tilewright.trainer.data.types.dataset_type import Asked, Refused
 from tilewright.trainer.tables import DATASETS

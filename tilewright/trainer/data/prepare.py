@@ -21,8 +21,8 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from tilewright.core import platform
+from tilewright.trainer.columns import ROUTES, SCHEMA
 from tilewright.trainer.config import Config, Dataset
-from tilewright.trainer.data.columns import ROUTES, SCHEMA
 from tilewright.trainer.data.encode import Encoded, Encoder, RefusedRow, check_columns, longest
 from tilewright.trainer.data.routes import Routes
 from tilewright.trainer.data.rows import Documents, Part, Rows

@@ -21,10 +21,10 @@ import pyarrow as pa
 import pyarrow.compute
 
 from tilewright.core.files import replace_folder
+from tilewright.trainer.columns import COLUMNS, IGNORE, REPLAYED, ROUTES, SCHEMA
 from tilewright.trainer.config import Config, Dataset
 from tilewright.trainer.data import sealed
 from tilewright.trainer.data.cache_key import cache_key
-from tilewright.trainer.data.columns import COLUMNS, IGNORE, REPLAYED, ROUTES, SCHEMA
 from tilewright.trainer.data.encode import has_target
 from tilewright.trainer.data.prepare import Counts, Writer, prepare_entry, split_file
 from tilewright.trainer.data.routes import Routes

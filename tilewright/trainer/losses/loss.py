@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tilewright.trainer.data.columns import IGNORE
+from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.models.head import LossFunction, TokenLosses
 
 
@@ -23,12 +23,12 @@ class Loss:
     """A row of LOSSES.
 
     function: (per_token, batch) -> (sum, denominator, *reported sums), one for each of `reports`.
-    columns: of a batch that it reads, beside input_ids and labels.
+    columns: of a batch that it reads. A run whose batches have not all of them is refused.
     reports: names of further sums, which are reported over the denominator.
     """
 
     function: LossFunction
-    columns: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ("labels",)
     reports: tuple[str, ...] = ()
 
     def __call__(

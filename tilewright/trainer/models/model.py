@@ -1,9 +1,9 @@
 """Decoder-only transformers, written on tilewright's ops, of the families in `families`.
 
 Parameter names are Hugging Face's, except what is fused: qkv_proj [q; k; v], gate_up_proj [gate;
-up], and the experts' gate_up_proj [E, 2 I, H] and down_proj [E, H, I]; `checkpoint/hf.py` converts. Shape
-suffixes: B batch, S sequence, T = B S tokens, H hidden, V vocabulary, E experts, K experts per
-token, I inner width.
+up], and the experts' gate_up_proj [E, 2 I, H] and down_proj [E, H, I]; `checkpoint.hf` converts.
+Shape suffixes: B batch, S sequence, T = B S tokens, H hidden, V vocabulary, E experts, K experts
+per token, I inner width.
 """
 
 from __future__ import annotations

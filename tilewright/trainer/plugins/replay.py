@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilewright.trainer.data.columns import IGNORE
+from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.engine import Batch, Engine
 from tilewright.trainer.losses.loss import count_labels
 from tilewright.trainer.models.head import TokenLosses

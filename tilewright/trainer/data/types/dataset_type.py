@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.trainer.data.columns import COLUMNS
 from tilewright.trainer.data.routes import Routes
 
 
@@ -46,7 +45,6 @@ class DatasetType:
         It raises Refused for a row that cannot be used, and ValueError if the tokenizer cannot
         serve.
     says: what the samples are, for the hint to another type.
-    yields: columns of its samples, which losses may read.
     check: (path, features) -> raises ValueError for columns of another kind.
     tokenizer: whether it needs one.
     arrow: its lists are read as Arrow arrays.
@@ -59,7 +57,6 @@ class DatasetType:
     samples: Callable[[Asked], Callable[[Any], Iterable[Sample]]]
     optional: tuple[str, ...] = ()
     says: str = "rows"
-    yields: tuple[str, ...] = COLUMNS
     check: Callable[[str, Any], None] = _no_check
     tokenizer: bool = True
     arrow: bool = False

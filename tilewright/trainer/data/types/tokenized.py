@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from tilewright.trainer.data.columns import COLUMNS, ROUTES
+from tilewright.trainer.columns import COLUMNS, ROUTES
 from tilewright.trainer.data.types.dataset_type import Asked, DatasetType, Refused, Sample
 from tilewright.trainer.tables import DATASETS
 
