@@ -15,7 +15,7 @@ import torch
 from tilewright.core import checks, platform
 from tilewright.core.library import from_kernels
 from tilewright.core.registry import Case, Cost, Goal, Implementation, Judged, Op
-from tilewright.core.takes import takes
+from tilewright.core.takes import FLOAT, takes
 from tilewright.kernels.optim.operators import Step, update
 from tilewright.ops import cases
 
@@ -114,17 +114,20 @@ def _checked(params, grads, exp_avgs, exp_avg_sqs, compensations):
             raise ValueError(
                 f"{name} must have as many tensors as params, {len(params)}, got {len(tensors)}"
             )
+        # One comparison for each tensor, since an optimizer may have thousands.
         for i, (t, p) in enumerate(zip(tensors, params, strict=True)):
-            one, wanted = f"{name}[{i}]", tensors[0].dtype
-            checks.floating(one, t)
-            if name == "compensations":
-                wanted = p.dtype
-            if t.dtype != wanted:
-                raise TypeError(f"{one} must be {wanted}, as the others are, got {t.dtype}")
-            checks.shape(one, t, tuple(p.shape), f"that of params[{i}]")
-            checks.same_device(**{"params[0]": params[0], one: t})
-            if name != "grads" and not t.is_contiguous():
-                raise ValueError(f"{one} must be contiguous, got strides {list(t.stride())}")
+            like = p if name == "compensations" else tensors[0]
+            fits = (
+                isinstance(t, torch.Tensor)
+                and t.dtype == getattr(like, "dtype", None)
+                and t.shape == p.shape
+                and t.device == params[0].device
+                and (name == "grads" or t.is_contiguous())
+                and t.dtype in FLOAT
+                and t.layout is torch.strided
+            )
+            if not fits:
+                _check(name, i, t, like, p, params[0])
     m, v = lists["exp_avgs"], lists["exp_avg_sqs"]
     if m and (m[0].dtype not in STATES or v[0].dtype != m[0].dtype):
         raise TypeError(
@@ -135,6 +138,18 @@ def _checked(params, grads, exp_avgs, exp_avg_sqs, compensations):
     if g and g[0].dtype not in (params[0].dtype, torch.float32, torch.bfloat16):
         g = [t.to(torch.promote_types(params[0].dtype, torch.float32)) for t in g]
     return params, g, m, v, lists.get("compensations", [])
+
+
+def _check(name, i, t, like, p, first):
+    """Raises for a tensor of a list that is not as the others are."""
+    one = f"{name}[{i}]"
+    checks.floating(one, t)
+    if t.dtype != like.dtype:
+        raise TypeError(f"{one} must be {like.dtype}, as the others are, got {t.dtype}")
+    checks.shape(one, t, tuple(p.shape), f"that of params[{i}]")
+    checks.same_device(**{"params[0]": first, one: t})
+    if name != "grads" and not t.is_contiguous():
+        raise ValueError(f"{one} must be contiguous, got strides {list(t.stride())}")
 
 
 # ---- the definition
