@@ -155,13 +155,14 @@ def most_allocated(config, ranks):
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
         engine = engine_of(config, ranks)
-        batch = memory_plan.full_batch(config, ranks)
+        batch, n = memory_plan.full_batch(config, ranks), config.train.gradient_accumulation_steps
         vocabulary = engine.model.config.vocab_size
         batch["input_ids"] = torch.randint(vocabulary, batch["input_ids"].shape, generator=draw)
         for _ in range(2):
-            for _ in range(config.train.gradient_accumulation_steps):
-                engine.forward_backward([batch], language_modeling)
-            engine.optim_step(max_norm=config.train.max_grad_norm)
+            for batches in [[batch] * n] if ranks.layout.pp > 1 else [[batch]] * n:
+                engine.forward_backward(batches, language_modeling)
+            # Alone, a stage that is not the last sees no denominator.
+            engine.optim_step(max_norm=config.train.max_grad_norm, denominator=1.0)
     events, changes = profile.profiler.kineto_results.experimental_event_tree(), []
     while events:
         event = events.pop()

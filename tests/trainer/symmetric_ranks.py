@@ -8,21 +8,22 @@ from helpers import threads
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewright.core.torch_names import join_pretended_group
+from tilewright.core.torch_names import join_pretended_group, messages_kept
 from tilewright.trainer.parallel import mesh
 
 
 @contextmanager
-def symmetric_ranks(train, size):
-    """The mesh of rank 0, and its collectives: every other rank sends what this one would receive
-    from itself. So all values are finite, and messages have about the sizes that they have between
-    ranks, while nothing is allocated but by this rank's own work.
+def symmetric_ranks(train, size, rank=0):
+    """The mesh of a rank, and its collectives: every other rank sends what this one would receive
+    from itself, and one rank alone random numbers. So all values are finite, and messages have
+    about the sizes that they have between ranks, while nothing is allocated but by this rank's own
+    work.
     """
-    join_pretended_group(0, size)
+    join_pretended_group(rank, size)
     try:
         # One thread, as a rank's: PyTorch's attention has buffers for each thread.
-        with threads(1), _Copies():
-            yield mesh.build(train, 0, size, torch.device("cpu"), control_backend="fake")
+        with threads(1), messages_kept(), _Copies():
+            yield mesh.build(train, rank, size, torch.device("cpu"), control_backend="fake")
     finally:
         dist.destroy_process_group()
 
@@ -30,13 +31,21 @@ def symmetric_ranks(train, size):
 class _Copies(TorchDispatchMode):
     """Writes what collectives, which do nothing here, leave unwritten. No line of it allocates."""
 
+    def __init__(self):
+        super().__init__()
+        self.draw = torch.Generator().manual_seed(0)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it calls again with this rank's tensors
         result = func(*args, **kwargs or {})
         namespace, _, name = func._schema.name.partition("::")
         if namespace == "c10d" and name == "recv_":
-            args[0][0].zero_()
+            message = args[0][0]
+            if message.is_floating_point():  # of zeros a router would make ties
+                message.normal_(generator=self.draw)
+            else:
+                message.zero_()
         elif namespace == "c10d" and name in WRITES:
             WRITES[name](*args)
         elif namespace == "_c10d_functional" and name in RETURNS:

@@ -19,10 +19,11 @@ pytest.importorskip("transformers")
 
 from distributed_worker import most_allocated
 from helpers import as_on_a_gpu
+from ranks import run_modes
 from symmetric_ranks import symmetric_ranks
 from test_trainer import MOE, QWEN3, engine_of, make_bins, shape_of, write_config
 
-from tilewright.core.torch_names import FakeTensor
+from tilewright.core.torch_names import FakeTensor, no_zero_bubble
 from tilewright.trainer import memory_plan, train
 from tilewright.trainer.build import engine_around, unfilled
 from tilewright.trainer.config import load
@@ -203,6 +204,104 @@ def test_the_plan_says_whose_it_is(size, said, tmp_path, monkeypatch):
     assert line.split("  ")[0] == said
 
 
+PIPELINE = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 4}
+UNTIED = {**QWEN3, "tie_word_embeddings": False}
+TURNS = {
+    "pipeline_parallel_schedule": "Interleaved1F1B",
+    "virtual_pipeline_size": 2,
+}
+# Of two ranks: the shape, the options of `train`, what adds adapters, and each rank's layers.
+HALVES = [[0, 1], [2, 3]]
+STAGES = {
+    "1f1b": (QWEN3, {}, {}, HALVES),
+    "gpipe": (QWEN3, {"pipeline_parallel_schedule": "GPipe"}, {}, HALVES),
+    "interleaved": (QWEN3, TURNS, {}, [[0, 2], [1, 3]]),
+    "recomputed": (QWEN3, {"enable_gradient_checkpointing": True}, {}, HALVES),
+    "adapters": (QWEN3, {}, {"lora__enable_lora": True}, HALVES),
+    "experts": (MOE, {}, {}, HALVES),
+}
+if no_zero_bubble() is None:
+    V = {**TURNS, "pipeline_parallel_schedule": "ZBVZeroBubble"}
+    STAGES["v"] = (UNTIED, V, {}, [[0, 3], [1, 2]])
+
+
+def staged(folder, shape=QWEN3, adapters=(), **options):
+    """The path of the configuration of a pipeline of two ranks and four layers."""
+    train = {"data_parallel_mode": "fsdp2", **PIPELINE, **options}
+    return write_config(
+        folder,
+        {**shape, **WIDE, "num_hidden_layers": 4},
+        data__sample_packing_sequence_len=768,
+        **{f"train__{name}": value for name, value in train.items()},
+        **dict(adapters),
+    )
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory):
+    """Two ranks run one pipeline after the other, and write what their allocators count."""
+    folder, modes = tmp_path_factory.mktemp("pipelines"), {}
+    for case, (shape, options, adapters, _) in STAGES.items():
+        modes[f"{case}/memory"] = [staged(folder / case, shape, adapters, **options)]
+    run_modes(2, folder, modes)
+    return folder
+
+
+@pytest.mark.parametrize("rank", range(2))
+@pytest.mark.parametrize("case", STAGES)
+def test_the_plan_of_a_stage_is_what_the_allocator_of_its_rank_counts(case, rank, pipelines):
+    """Within 5 %; the plan has all micro-batches in its second step only."""
+    config = load(str(pipelines / case / "config.yaml"))
+    found = memory_plan.plan(config, shape_of(config), 2, rank, CPU)
+    counted = int((pipelines / case / f"memory_{rank}").read_text())
+    assert found.total == pytest.approx(counted, rel=0.05)
+    many = config.train.model_copy(update={"gradient_accumulation_steps": 64})
+    bound = memory_plan.most(config.model_copy(update={"train": many}), shape_of(config))
+    assert bound > 16 * counted  # of four, which GPipe keeps all
+    layers = STAGES[case][3]
+    own = {f"layers.{i}" for i in layers[rank]}
+    own |= {name for name, i in (("embed_tokens", 0), ("head", 3)) if i in layers[rank]}
+    assert found.saved.keys() | found.otherwise.keys() == own
+    # The buffers of hidden states and gradients, which each micro-batch has.
+    assert found.whole["communication"] > 4 * 768 * 64 * 4
+    assert found.whole["head"] == 0 or "head" in own
+
+
+def test_a_plan_of_a_pipeline_is_printed_for_each_of_its_ranks(tmp_path, monkeypatch, capsys):
+    sizes, asked = dict.fromkeys(memory_plan.PARTS, 0), []
+
+    def planned(config, shape, size, rank, device, otherwise):
+        asked.append((size, rank, otherwise))
+        return memory_plan.RankPlan(rank, sizes, sizes, {f"layers.{rank}": 1 << 20}, {})
+
+    monkeypatch.setattr(memory_plan, "plan_apart", planned)
+    for world, options in (("8", []), ("2", [f"--train.{n}={v}" for n, v in TURNS.items()])):
+        assert train.main([staged(tmp_path), "--plan", "--world", world, *options]) == 0
+    said = capsys.readouterr().out
+    assert asked == [(8, 0, True), (8, 4, True), (2, 0, True), (2, 1, True)]
+    heads = [line[:40].strip() for line in said.splitlines() if "at the peak" in line]
+    assert heads == [
+        "ranks 0 to 3, each, stage 0",
+        "ranks 4 to 7, each, stage 1",
+        "rank 0, stages 0, 2",
+        "rank 1, stages 1, 3",
+    ]
+    assert "layers.4" in said
+
+
+def test_a_rank_of_a_pipeline_is_not_started_if_its_own_stage_does_not_fit(tmp_path, monkeypatch):
+    """The first stage keeps the activations of two micro-batches, the last those of one."""
+    config = load(staged(tmp_path))
+    first, last = (memory_plan.plan(config, shape_of(config), 2, i, CPU).total for i in range(2))
+    assert first > last
+    there = (first + last) // 2
+    monkeypatch.setattr(memory_plan, "available", lambda device: (there, "this machine has"))
+    monkeypatch.setattr(memory_plan, "plan_apart", memory_plan.plan)
+    memory_plan.check(config, 2, 1, CPU)
+    with pytest.raises(ValueError, match=r"^rank 0 needs \d+\.\d\d MiB \(parameters"):
+        memory_plan.check(config, 2, 0, CPU)
+
+
 SPREAD = {
     "shards": (2, QWEN3, {}),
     "replicas": (4, QWEN3, {"data_parallel_replicate_size": 2}),
@@ -210,6 +309,8 @@ SPREAD = {
     "ring": (2, QWEN3, {"ringattn_parallel_size": 2}),
     "tensors": (2, QWEN3, {"tensor_parallel_size": 2}),
     "experts": (2, MOE, {"expert_parallel_size": 2}),
+    "stages x shards": (4, QWEN3, PIPELINE),
+    "stages x tensors": (4, QWEN3, {**PIPELINE, "tensor_parallel_size": 2}),
 }
 
 

@@ -6,7 +6,9 @@ which says that one is deprecated.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -128,6 +130,27 @@ def join_pretended_group(rank: int, size: int) -> None:
     torch.distributed.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
 
 
+@contextmanager
+def messages_kept() -> Iterator[None]:
+    """Within the block a message that is sent lives as long as the handle of its sending, as those
+    of NCCL and gloo do: the handles of a pretended group hold nothing.
+    """
+    group: Any = torch.distributed.ProcessGroup
+    kept: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+    send = group.send
+
+    def keeping(*arguments: Any) -> torch.distributed.Work:
+        work = send(*arguments)
+        kept[work] = arguments
+        return work
+
+    group.send = keeping
+    try:
+        yield
+    finally:
+        group.send = send
+
+
 # ---- Dynamo
 
 
@@ -215,13 +238,19 @@ def known_stage() -> type:
     """PipelineStage for stages whose shapes are given, not tried out.
 
     The schedule then has nothing to clean up, and must not: gradients of an earlier schedule may
-    still be accumulating in the parameters, and it would drop those of FSDP2's.
+    still be accumulating in the parameters, and it would drop those of FSDP2's. That the shapes of
+    the other stages are given too it need not read from a message, which a pretended group leaves
+    unwritten.
     """
     from torch.distributed.pipelining import PipelineStage
 
     class KnownStage(PipelineStage):
         def _post_metadata_inference_cleanup(self) -> None:
             pass
+
+        def _warmup_backward_result(self, received_result=None) -> torch.Tensor:
+            super()._warmup_backward_result(received_result)
+            return torch.ones(1, dtype=torch.int32)
 
     return KnownStage
 

@@ -15,6 +15,7 @@ import multiprocessing
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,13 +29,15 @@ from tilewright.ops.moe.expert_transport import balanced_routing
 from tilewright.trainer.build import choose_ops, compute_dtype, engine_around, unfilled
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Config, ConfigError, Train
-from tilewright.trainer.data.batches import collate, padding
-from tilewright.trainer.losses.language_modeling import language_modeling
+from tilewright.trainer.data.batches import collate
 from tilewright.trainer.memory_tracker import Tracker
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
-from tilewright.trainer.parallel.mesh import AXES, Mesh, build, layout_of
+from tilewright.trainer.parallel.mesh import AXES, Layout, Mesh, build, layout_of, padding
 from tilewright.trainer.parallel.offload import offload_activations
+from tilewright.trainer.parallel.parts import Parts
+from tilewright.trainer.parallel.stages import Stage, ranks_of_stages
+from tilewright.trainer.tables import LOSSES
 
 log = logging.getLogger("tilewright")
 PARTS = {
@@ -82,14 +85,6 @@ def plan(
     alike. Must not be called while a process group is initialized. Raises ConfigError or ValueError
     as the run would.
     """
-    if config.train.pipeline_parallel_size > 1:
-        raise ConfigError(
-            [
-                f"train.pipeline_parallel_size = {config.train.pipeline_parallel_size}: the stages "
-                "of a pipeline agree by messages that the host reads, so it has no plan without its "
-                "processes"
-            ]
-        )
     layout_of(config.train, size)
     recomputed = config.train.enable_gradient_checkpointing
     join_pretended_group(rank, size)
@@ -115,8 +110,7 @@ def _measured(
     # Compiled code saves less or as much; tracing it needs real tensors.
     eager = {"enable_compile": False, "enable_activation_offload": False}
     config = config.model_copy(update={"train": t.model_copy(update=eager)})
-    batch = full_batch(config, mesh)
-    tracker = Tracker(mesh.device)
+    batch, tracker = full_batch(config, mesh), Tracker(mesh.device)
     with tracker.watching():
         with tracker.owned_by("parameters"):
             parts = unfilled(config, shape, mesh, ops, mesh.device)
@@ -124,13 +118,12 @@ def _measured(
             if t.enable_activation_offload:
                 limit = t.activation_gpu_limit * 1e9
                 offload_activations(parts.model, limit, NoCopies(mesh.device))
-        saved = _mark(engine.model, tracker)
+        saved = _mark(engine.parts, tracker)
         stored = [*engine.model.parameters(), *engine.model.buffers()]
         owners = tracker.own("parameters", stored)
         for step in range(max(1, steps)):
-            # More micro-batches than two are like the second.
-            for _ in range(min(2, t.gradient_accumulation_steps)):
-                engine.forward_backward([batch], language_modeling)
+            for micro_batches in _calls(t, last=step == steps - 1):
+                engine.forward_backward([batch] * micro_batches, LOSSES[t.loss])
             owners |= tracker.own(
                 "gradients", [p.grad for p in engine.parameters if p.grad is not None]
             )
@@ -146,6 +139,16 @@ def _measured(
         for sizes in (found, largest):
             sizes["gradients"] = max(sizes["gradients"], buckets)
     return found, largest, saved
+
+
+def _calls(train: Train, last: bool) -> list[int]:
+    """The micro-batches of each call of a step. last: the plan's last step, which needs the most
+    memory.
+    """
+    n, ranks = train.gradient_accumulation_steps, train.pipeline_parallel_size
+    if ranks > 1:  # several are under way at once, and a schedule has buffers for each
+        return [n if last else min(n, ranks)]
+    return [1] * min(2, n)  # one after the other: more are like the second
 
 
 class NoCopies:
@@ -180,9 +183,9 @@ def full_batch(config: Config, mesh: Mesh) -> dict[str, torch.Tensor]:
     return collate([[document]] * config.train.micro_batch_size, multiple, mesh.context)
 
 
-def _mark(model: Transformer, tracker: Tracker) -> dict[str, int]:
-    """Tells the tracker which layer is running. Returns the bytes by layer that are there when a
-    forward pass has ended, filled by the first one.
+def _mark(parts: Parts, tracker: Tracker) -> dict[str, int]:
+    """Tells the tracker which layer is running. Returns the bytes by layer that are there when the
+    first forward pass of the model, or of each stage, has ended; filled by then.
     """
     saved: dict[str, int] = {}
 
@@ -192,22 +195,37 @@ def _mark(model: Transformer, tracker: Tracker) -> dict[str, int]:
 
         return hook
 
-    def leave(*_):
-        if not saved:
-            saved.update({k: v for k, v in tracker.live().items() if k in names and v})
-        tracker.phase = "temporary"
+    def leave(names):
+        def hook(*_):
+            if not saved.keys() & set(names):
+                saved.update({k: v for k, v in tracker.live().items() if k in names and v})
+            tracker.phase = "temporary"
 
-    layers: list[tuple[str, nn.Module]] = [
-        (f"layers.{i}", layer) for i, layer in enumerate(model.model.layers)
-    ]
-    layers.insert(0, ("embed_tokens", model.model.embed_tokens))
-    names = ["head", *(name for name, _ in layers)]
-    for name, module in layers:
-        module.register_forward_pre_hook(enter(name), prepend=True)
-        module.register_forward_hook(enter("head"))
-    model.register_forward_pre_hook(enter("head"), prepend=True)
-    model.register_forward_hook(leave)
+        return hook
+
+    for root in parts.roots:
+        layers = _layers(root)
+        # What a stage that is not the last adds to its layers is the message to the next one.
+        after = "communication" if isinstance(root, Stage) and not root.last else "head"
+        for name, module in layers.items():
+            module.register_forward_pre_hook(enter(name), prepend=True)
+            module.register_forward_hook(enter(after))
+        root.register_forward_pre_hook(enter(after), prepend=True)
+        root.register_forward_hook(leave(["head", *layers]))
     return saved
+
+
+def _layers(root: nn.Module) -> dict[str, nn.Module]:
+    """The embedding and the layers of a model or of a stage, by name."""
+    if isinstance(root, Stage):
+        embedding, numbers, layers = root.first, root.layer_numbers, root.layers
+        stem: Any = root
+    else:
+        stem = cast(Transformer, root).model
+        embedding, layers = True, stem.layers
+        numbers = range(len(layers))
+    found = {"embed_tokens": stem.embed_tokens} if embedding else {}
+    return found | {f"layers.{i}": layer for i, layer in zip(numbers, layers, strict=True)}
 
 
 # ---- what is there
@@ -224,7 +242,7 @@ def available(device: torch.device) -> tuple[int, str]:
 
 def check(config: Config, size: int, rank: int, device: torch.device) -> None:
     """Raises ValueError if the plan of this rank does not fit into its device."""
-    if config.train.ignore_memory_plan or config.train.pipeline_parallel_size > 1:
+    if config.train.ignore_memory_plan:
         return
     layout_of(config.train, size)
     there, where = available(device)
@@ -248,14 +266,19 @@ def check(config: Config, size: int, rank: int, device: torch.device) -> None:
 
 
 def plan_apart(
-    config: Config, shape: ModelConfig, size: int, rank: int, device: torch.device
+    config: Config,
+    shape: ModelConfig,
+    size: int,
+    rank: int,
+    device: torch.device,
+    otherwise: bool = False,
 ) -> RankPlan:
-    """`plan` of the sums alone, in a process of its own: PyTorch caches device meshes by their
-    ranks, and would use those of the plan, whose groups are gone, in the run.
+    """`plan` in a process of its own: PyTorch caches device meshes by their ranks, and would use
+    those of the plan, whose groups are gone, in the run or in another rank's plan.
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as process:
-        return process.submit(plan, config, shape, size, rank, device, False).result()
+        return process.submit(plan, config, shape, size, rank, device, otherwise).result()
 
 
 def most(config: Config, shape: ModelConfig) -> int:
@@ -272,7 +295,9 @@ def most(config: Config, shape: ModelConfig) -> int:
     if config.model.attn_implementation == "eager" or shape.sliding_window is not None:
         row += 4 * shape.num_attention_heads * length
     tokens = t.micro_batch_size * length
-    values = 24 * weights + tokens * (shape.num_hidden_layers * row + 4 * shape.vocab_size)
+    under_way = t.gradient_accumulation_steps if t.pipeline_parallel_size > 1 else 1
+    saved = under_way * shape.num_hidden_layers * row
+    values = 24 * weights + tokens * (saved + 4 * shape.vocab_size)
     return 4 * values + (64 << 20)
 
 
@@ -284,20 +309,33 @@ def gib(size: int) -> str:
 
 
 def report(config: Config, size: int, device: torch.device) -> Iterator[str]:
-    """The lines of `--plan`, of the first rank: its shards are the largest, and the others' differ
-    only by the remainder of what does not divide.
+    """The lines of `--plan`, for each pipeline rank of the first of its ranks: its shards are the
+    largest, and the others' differ only by the remainder of what does not divide.
     """
     shape = hf.shape_of(config.model)
     layout = layout_of(config.train, size)
     axes = " x ".join(f"{getattr(layout, a)} {a}" for a in AXES if getattr(layout, a) > 1)
     experts = f", experts over {layout.expert}" if layout.expert > 1 else ""
     yield f"plan of memory, {axes or 'one process'}{experts}, on {device.type}"
-    ranks = "rank 0" if size == 1 else f"ranks 0 to {size - 1}, each"
-    yield ""
-    yield from table(plan(config, shape, size, 0, device), ranks, config.train)
+    planned = plan if layout.pp == 1 else plan_apart
+    for first in range(0, size, size // layout.pp):
+        found = planned(config, shape, size, first, device, True)
+        yield ""
+        yield from table(found, _whose(config.train, layout, first), config.train)
     there, where = available(device)
     yield ""
     yield f"{where} {gib(there)}"
+
+
+def _whose(train: Train, layout: Layout, first: int) -> str:
+    """The ranks that are alike, by the first of them, and their stages."""
+    number = layout.size // layout.pp
+    ranks = f"rank {first}" if number == 1 else f"ranks {first} to {first + number - 1}, each"
+    if layout.pp == 1:
+        return ranks
+    place = layout.coordinates(first)["pp"]
+    stages = [str(i) for i, rank in enumerate(ranks_of_stages(train)) if rank == place]
+    return f"{ranks}, stage{'s' if stages[1:] else ''} {', '.join(stages)}"
 
 
 def table(found: RankPlan, ranks: str, train: Train) -> Iterator[str]:

@@ -25,15 +25,18 @@ from tilewright.core.torch_names import (
     FakeTensorMode,
     TorchDispatchMode,
     active_fake_mode,
+    messages_kept,
     pytree,
 )
 from tilewright.nn.sharded import shard
 
 log = logging.getLogger("tilewright")
 # Code that allocates buffers of communication: FSDP2's gathered parameters and their gradients
-# before they are scattered, and rows and heads that ranks exchange.
+# before they are scattered, the hidden states that stages receive, and rows and heads that ranks
+# exchange.
 COMMUNICATION = (
     "torch/distributed/fsdp/",
+    "torch/distributed/pipelining/_utils",
     "torch/distributed/_functional_collectives",
     "tilewright/ops/moe/expert_transport",
     "tilewright/ops/attention/ulysses",
@@ -84,7 +87,7 @@ class Tracker(TorchDispatchMode):
         replaced: Any = counted
         torch.UntypedStorage.resize_ = replaced
         try:
-            with self:
+            with messages_kept(), self:
                 yield self
         finally:
             torch.UntypedStorage.resize_ = resize
