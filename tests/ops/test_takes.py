@@ -357,3 +357,17 @@ def test_ops_refuse_what_they_do_not_declare(name):
             with pytest.raises(ValueError, match="they must be on one device"):
                 op.public(**{**given, other: given[other].detach().to("meta")})
     assert tried
+
+
+def test_a_size_that_is_repeated_is_one_size():
+    @takes(n="int", x="float [N, N]", y="float [2*M, M]", z="float [n*K]")
+    def fn(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, n: int = 2):
+        return x
+
+    fn(a(3, 3), a(4, 2), a(6))
+    for name, wrong in (("x", (a(2, 3), a(4, 2), a(6))), ("y", (a(3, 3), a(4, 9), a(6)))):
+        with pytest.raises(ValueError, match=f"^{name} must have shape"):
+            fn(*wrong)
+    for n in (0, -2):  # no multiple of it is a size
+        with pytest.raises(ValueError, match=r"^z must have shape"):
+            fn(a(3, 3), a(4, 2), a(6), n)

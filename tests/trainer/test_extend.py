@@ -10,6 +10,9 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import yaml
@@ -17,6 +20,11 @@ import yaml
 import tilewright
 
 pytest.importorskip("datasets")
+from tilewright.trainer.losses.loss import Loss
+from tilewright.trainer.optim.schedules import Schedule, schedule
+from tilewright.trainer.plugins.callback import Plugin, callbacks
+from tilewright.trainer.tables import CALLBACKS, SCHEDULES, Table
+
 pytestmark = pytest.mark.packages
 ROOT = pathlib.Path(tilewright.__file__).parents[1]
 PAGE = (ROOT / "docs/trainer/extend.md").read_text()
@@ -165,7 +173,16 @@ def test_options_and_names_that_do_not_fit_are_refused(tmp_path):
     trainer = "-m", "tilewright.trainer.train", "config.yaml"
     done = run(tmp_path, tree, *trainer)
     assert done.returncode == 2
-    assert re.search(r"^train\.optimizer_args = .*: beta3: extra inputs are not", done.stderr)
+    said = (
+        r"^train\.optimizer_args = .*: beta3 is no option of the optimizer, which has beta1, beta2"
+    )
+    assert re.search(said, done.stderr)
+    done = run(tmp_path, tree, *trainer, "--train.optimizer", "adamw")
+    assert done.returncode == 2 and "only lion read" in done.stderr
+    done = run(
+        tmp_path, tree, *trainer, "--train.callbacks", "[report]", "--train.optimizer_args", "{}"
+    )
+    assert done.returncode == 2 and "report is there where other fields ask for it" in done.stderr
     done = run(tmp_path, tree, *trainer, "--train.loss", "focl", "--train.optimizer_args", "{}")
     assert done.returncode == 2 and "did you mean focal?" in done.stderr
 
@@ -196,6 +213,75 @@ def test_an_entry_point_is_a_row(tmp_path):
     done = run(tmp_path, f"{package}:{ROOT}", "-c", script)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
-    assert said[0] == "['broken', 'focal', 'language_modeling', 'other'] ('cross_entropy',)"
-    assert re.match("the entry point my_losses:NO gives no row of losses: AttributeError", said[1])
+    names = "['broken', 'focal', 'language_modeling', 'other']"
+    assert said[0] == f"{names} ('cross_entropy',)"
+    assert re.match(
+        "the entry point my_losses:NO of my-losses gives no row of losses: Attr", said[1]
+    )
     assert "other must be a tilewright.trainer.losses.loss:Loss" in said[2]
+
+
+def table(*points):
+    """A table of losses with these entry points, (name, object)."""
+    found = Table("losses", "tilewright.trainer.losses", "tilewright.trainer.losses.loss:Loss")
+    found._read = True
+    for name, load in points:
+        found._points[name] = types.SimpleNamespace(name=name, value=name, dist=None, load=load)
+    return found
+
+
+def test_a_name_has_one_row():
+    row, losses = Loss(len), table(("taken", lambda: Loss(len)))
+    losses.add("taken", row)
+    with pytest.raises(ValueError, match="losses: the name 'taken' is taken"):
+        losses.add("taken", row)
+    with pytest.raises(ValueError, match="the entry point taken has the name of another row"):
+        losses["taken"]
+    losses.add("other", row)
+    assert losses["other"] is row, "what is not asked for stops nothing"
+
+
+def test_an_entry_point_is_loaded_once_and_when_it_is_asked_for():
+    loaded, row = [], Loss(len)
+
+    def load():
+        time.sleep(0.02)
+        loaded.append(1)
+        losses.add("late", row)  # as a file of the table's folder does
+        return row
+
+    losses = table(("late", load), ("broken", lambda: 1 / 0))
+    assert list(losses.items()) == [] and losses.names() == ["broken", "late"]
+    with ThreadPoolExecutor(4) as pool:
+        assert {*pool.map(lambda _: losses["late"], range(4))} == {row} and loaded == [1]
+    assert list(losses.items()) == [("late", row)]
+
+
+def test_what_a_loss_returns_is_what_it_declares():
+    with pytest.raises(ValueError, match="reports: lr is a number of every step"):
+        Loss(len, reports=("lr",))
+    loss = Loss(lambda *_: (1, 2), reports=("entropy",))
+    with pytest.raises(ValueError, match="and 1 more to report, got 2 in all"):
+        loss(None, {})
+
+
+def test_callbacks_are_called_in_their_order(monkeypatch):
+    made, _ = [], CALLBACKS.names()  # before they are replaced
+    rows = {
+        name: Plugin(lambda run, name=name: made.append(name), order)
+        for name, order in (("a", 60), ("b", 10), ("c", 40), ("d", 5))
+    }
+    monkeypatch.setattr(CALLBACKS, "_rows", rows)
+    train = types.SimpleNamespace(callbacks=["a", "b", "c"])
+    callbacks(types.SimpleNamespace(config=types.SimpleNamespace(train=train)))
+    assert made == ["b", "c", "a"]
+
+
+def test_a_schedule_that_leaves_its_interval_ends_the_run(monkeypatch):
+    monkeypatch.setitem(SCHEDULES._rows, "wild", Schedule(lambda done: 2.0))
+    train = types.SimpleNamespace(
+        lr=1.0, lr_min=0.0, lr_start=0.0, lr_warmup_ratio=0.0, lr_decay_ratio=1.0
+    )
+    train.lr_decay_style = "wild"
+    with pytest.raises(ValueError, match="wild: its share must be 0 to 1"):
+        schedule(0, 4, train)

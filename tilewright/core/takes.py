@@ -428,15 +428,18 @@ class _Code:
         if shape.sizes and shape.sizes[0] in self.tensors:
             like = f"_shape_{shape.sizes[0]}"  # in compiled code, equal Sizes may differ as Sizes
             return [f"({s} == {like} or tuple({s}) == tuple({like}))"], []
-        n = len(shape.sizes)
+        n, at_first = len(shape.sizes), dict[str, str]()
         tests, given = [f"len({s}) {'>=' if shape.batch else '=='} {n}"], []
         for name in shape.names():
             if name in self.absent:
                 tests.append(f"{name} is not None")
         for i, size in enumerate(shape.sizes):
             at = f"{s}[{i - n if shape.batch else i}]"
-            if size in new:
+            if size in at_first:
+                tests.append(f"{at} == {at_first[size]}")
+            elif size in new:
                 given.append(f"{size} = {at}")
+                at_first[size] = at
             elif not _names(size) & new:
                 tests.append(f"{at} == {size}")
             else:
@@ -449,6 +452,7 @@ class _Code:
                     else [f"{at} % {factor} == 0"]
                 )
                 given.append(f"{of} = {at} // ({factor})")
+                at_first[of] = f"{at} // ({factor})"
         if shape.batch not in ("", "..."):
             leading = f"{s}[:{-n}]" if n else s
             if shape.batch in new:

@@ -92,6 +92,7 @@ class Engine:
 
     def __init__(self, parts: Parts, optimizer: torch.optim.Optimizer, mesh: Mesh):
         self.parts, self.optimizer, self.mesh = parts, optimizer, mesh
+        parts.device = mesh.device
         self.parameters, self.peaks = list(parts.model.parameters()), peaks(optimizer)
         self.empty_steps = 0
         self._totals: torch.Tensor | None = None  # of all calls since the last step
@@ -105,8 +106,7 @@ class Engine:
 
     def forward_backward(self, batches: Iterable[Batch], loss: LossFunction) -> Sums:
         """Accumulates the gradients of a loss's sum over the micro-batches."""
-        moved = [self._moved(batch) for batch in batches]
-        sums = self._sums(self.parts.forward_backward(moved, loss), loss)
+        sums = self._sums(self.parts.forward_backward(list(batches), loss), loss)
         own = sums.totals[:2]
         self._totals = own if self._totals is None else self._totals + own
         return sums
@@ -116,7 +116,7 @@ class Engine:
         """The same without gradients and without noise."""
         self.parts.wrapped.eval()
         try:
-            return self._sums(self.parts.forward(map(self._moved, batches), loss), loss)
+            return self._sums(self.parts.forward(batches, loss), loss)
         finally:
             # No backward pass does it; gathered weights would outlive a step of the optimizer.
             self.parts.reshard()
@@ -125,11 +125,6 @@ class Engine:
     def evaluate(self, batches: Iterable[Batch], loss: LossFunction) -> float:
         """The mean of a loss; NaN if no batch has a target."""
         return self.forward(batches, loss).mean
-
-    def _moved(self, batch: Batch) -> dict[str, Any]:
-        moved = {k: v.to(self.mesh.device, non_blocking=True) for k, v in batch.items()}
-        # Read here, on the host: otherwise each layer would synchronize.
-        return {**moved, "ends": tuple(batch["cu_seqlens"].tolist())}
 
     def _sums(self, outcomes: list[Outcome], loss: LossFunction) -> Sums:
         names = getattr(loss, "reports", ())

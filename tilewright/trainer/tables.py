@@ -48,7 +48,7 @@ class Table(Generic[Row]):
         self._points: dict[str, importlib.metadata.EntryPoint] = {}
         self._lock, self._read = threading.RLock(), False
 
-    def add(self, name: str, row: Row) -> Row:
+    def add(self, name: str, row: Row) -> None:
         """Raises ValueError for a name that is taken, TypeError for a row of another class."""
         module, _, kind = self.row.partition(":")
         if not isinstance(row, getattr(importlib.import_module(module), kind)):
@@ -56,22 +56,21 @@ class Table(Generic[Row]):
         if name in self._rows:
             raise ValueError(f"{self.name}: the name {name!r} is taken")
         self._rows[name] = row
-        return row
 
     def _complete(self) -> None:
         with self._lock:
             if self._read:
                 return
-            folder = importlib.import_module(self.package)
-            for module in pkgutil.iter_modules(folder.__path__, f"{self.package}."):
-                importlib.import_module(module.name)
-            for point in importlib.metadata.entry_points(group=f"tilewright.{self.name}"):
-                if point.name in self._rows or point.name in self._points:
-                    raise ValueError(
-                        f"{self.name}: the name {point.name!r} is taken ({point.value})"
-                    )
-                self._points[point.name] = point
-            self._read = True
+            self._read = True  # a row's file may read the table
+            try:
+                folder = importlib.import_module(self.package)
+                for module in pkgutil.iter_modules(folder.__path__, f"{self.package}."):
+                    importlib.import_module(module.name)
+                for point in importlib.metadata.entry_points(group=f"tilewright.{self.name}"):
+                    self._points.setdefault(point.name, point)
+            except BaseException:
+                self._read = False
+                raise
 
     def names(self) -> list[str]:
         self._complete()
@@ -80,24 +79,40 @@ class Table(Generic[Row]):
     def __getitem__(self, name: str) -> Row:
         """Raises ValueError for a name that has no row, and for an entry point that is none."""
         self._complete()
-        if name in self._rows:
-            return self._rows[name]
-        if name not in self._points:
+        point = self._points.get(name)
+        if point is None and name not in self._rows:
             near = difflib.get_close_matches(str(name), self.names(), 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f"must be one of {', '.join(self.names())}{hint}")
-        point = self._points[name]
+        if point is not None:
+            with self._lock:
+                if name in self._points:
+                    self._load(point)
+        return self._rows[name]
+
+    def _load(self, point: importlib.metadata.EntryPoint) -> None:
+        """Adds the row of an entry point."""
+        package = f" of {point.dist.name}" if point.dist else ""
+        if point.name in self._rows:
+            raise ValueError(
+                f"{self.name}: the entry point {point.value}{package} has the name of another row; "
+                "uninstall it, or give it another name"
+            )
         try:
-            return self.add(name, point.load())
+            row = point.load()
+            if self._rows.get(point.name) is not row:  # its module may have added it
+                self.add(point.name, row)
         except Exception as error:  # another package's code may raise any class
             raise ValueError(
-                f"the entry point {point.value} gives no row of {self.name}: "
+                f"the entry point {point.value}{package} gives no row of {self.name}: "
                 f"{type(error).__name__}: {error}"
             ) from error
+        del self._points[point.name]
 
     def items(self) -> Iterator[tuple[str, Row]]:
-        for name in self.names():
-            yield name, self[name]
+        """The rows that are there: an entry point's once it has been asked for."""
+        self._complete()
+        yield from sorted(self._rows.items())
 
 
 HERE = "tilewright.trainer"

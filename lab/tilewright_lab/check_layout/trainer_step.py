@@ -13,9 +13,9 @@ from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import load
 from tilewright.trainer.data.batches import collate
-from tilewright.trainer.losses.language_modeling import language_modeling
 from tilewright.trainer.parallel import mesh
 from tilewright.trainer.parallel.mesh import padding
+from tilewright.trainer.tables import LOSSES
 from tilewright_lab.check_layout.step import Step
 
 __all__ = ["trainer_step"]
@@ -81,7 +81,7 @@ def _step(config: Any, rank: int, world_size: int) -> Step:
     found: dict[str, Any] = {}
 
     def loss() -> torch.Tensor:
-        found["sums"] = engine.forward_backward(batches, language_modeling)
+        found["sums"] = engine.forward_backward(batches, LOSSES[config.train.loss])
         return torch.tensor(found["sums"].mean, dtype=torch.float64)
 
     def synchronize() -> None:

@@ -210,6 +210,8 @@ class Only(_Rule):
             return super().sentence(at)
         if self.values == [True]:
             return f"only {self.others[0].rpartition('.')[2]} makes something read this"
+        if not self.values:
+            return "nothing reads this here"
         return f"only {' and '.join(self.values)} read{'s' * (len(self.values) == 1)} this"
 
 

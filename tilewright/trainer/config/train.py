@@ -80,6 +80,19 @@ def _absent_columns(config: Config) -> str | None:
     return f"reads {', '.join(absent)} of a batch, which has {has}" if absent else None
 
 
+def _wrong_callbacks(config: Config) -> str | None:
+    names = config.train.callbacks
+    if len({*names}) < len(names):
+        return "each can be there once"
+    own = [name for name in names if not CALLBACKS[name].named]
+    return f"{own[0]} is there where other fields ask for it" if own else None
+
+
+def _with_options() -> list[str]:
+    """The optimizers that read optimizer_args."""
+    return [name for name, row in OPTIMIZERS.items() if row.options is not None]
+
+
 def _wrong_options(config: Config) -> str | None:
     return wrong_options(OPTIMIZERS[config.train.optimizer], config.train.optimizer_args)
 
@@ -293,15 +306,17 @@ class Train(Section):
     optimizer: Annotated[str, RowOf(OPTIMIZERS)] = field(
         "adamw",
         Resume.OTHER_STATES,
-        Only("lora.enable_lora", False, neutral=("anyprecision_adamw", "sgd")).because(
-            "only adapters are trained, and those by AdamW: muon would have no matrix"
-        ),
+        Refuse(
+            "only adapters are trained, and those by AdamW: muon would have no matrix",
+            "lora.enable_lora",
+        ).when(lambda c: c.lora.enable_lora and OPTIMIZERS[c.train.optimizer].apart_lr is not None),
         names="optim",
     )
     """Optimizer."""
     optimizer_args: dict[str, Any] = field(
         {},
-        Resume.NEXT_STEP,
+        Resume.OTHER_STATES,
+        Only("optimizer", table=_with_options),
         Refuse(_wrong_options, "optimizer").when(_wrong_options),
         differs=("none", "ours: options of an optimizer that is added"),
     )
@@ -630,6 +645,7 @@ class Train(Section):
     callbacks: list[Annotated[str, RowOf(CALLBACKS)]] = field(
         [],
         Resume.NEXT_STEP,
+        Refuse(_wrong_callbacks).when(_wrong_callbacks),
         differs=("none", "ours: what happens beside a run's steps, added by name"),
     )
     """Callbacks beside those that other fields ask for."""

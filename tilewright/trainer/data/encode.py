@@ -124,8 +124,8 @@ class Encoder:
         cut = unlabeled = short = 0
         for index, row in rows:
             try:
-                samples = [self._checked(*sample) for sample in self.samples_of(row)]
-            except Refused as refused:
+                samples = [self._checked(sample) for sample in self.samples_of(row)]
+            except (Refused, TypeError, ValueError) as refused:
                 raise RefusedRow(index, str(refused)) from refused
             for ids, labels, *routes in samples:
                 if len(ids) < 2:  # a single token has no target
@@ -146,15 +146,19 @@ class Encoder:
         batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
         return Encoded(batch, cut, unlabeled, short)
 
-    def _checked(self, ids: Any, labels: Any, *routes: np.ndarray) -> Arrays:
+    def _checked(self, sample: Any) -> Arrays:
         """An index outside the embedding would end a GPU run with an assertion that names no
         sample.
         """
-        ids, labels = np.asarray(ids, np.int64), np.asarray(labels, np.int64)
+        if len(sample) != (2 if self.routes is None else 3):
+            raise Refused(f"a sample must be input_ids and labels, got {len(sample)} columns")
+        ids, labels = (np.asarray(tokens, np.int64) for tokens in sample[:2])
+        if ids.shape != labels.shape or ids.ndim != 1:
+            raise Refused(f"it has {ids.size} input_ids and {labels.size} labels")
         for tokens in (ids, labels[labels != IGNORE]):
             outside = tokens[(tokens < 0) | (tokens >= self.vocab)]
             if len(outside):
                 raise Refused(
                     f"token {outside[0]} is not in the model's vocabulary of {self.vocab}"
                 )
-        return ids, labels, *routes
+        return ids, labels, *sample[2:]

@@ -1,9 +1,9 @@
 """Losses, separate from the model: functions of the head's per-token values, by name.
 
-A loss is a function `(per_token, batch) -> (sum, denominator)`. `per_token` is a `TokenLosses`;
-`batch` holds the micro-batch's tensors by name. Sums and denominators are added over micro-batches
-and ranks, and the optimizer's step divides gradients by the denominator once: each token has the
-same weight however a step is split into micro-batches.
+A loss is a function `(per_token, batch) -> (sum, denominator, *further sums)`. `per_token` is a
+`TokenLosses`; `batch` holds the micro-batch's tensors by name. Sums and denominators are added over
+micro-batches and ranks, and the optimizer's step divides gradients by the denominator once: each
+token has the same weight however a step is split into micro-batches.
 """
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ import torch
 
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.models.head import LossFunction, TokenLosses
+
+RESERVED = {
+    *("step", "loss", "eval_loss", "lr", "grad_norm", "empty_steps", "tokens"),
+    *("tokens_per_second", "seconds", "seconds_left", "mfu", "memory_gb"),
+}
 
 
 @dataclass(frozen=True)
@@ -31,10 +36,21 @@ class Loss:
     columns: tuple[str, ...] = ("labels",)
     reports: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if taken := sorted(RESERVED & {*self.reports}):
+            raise ValueError(f"reports: {taken[0]} is a number of every step")
+
     def __call__(
         self, per_token: TokenLosses, batch: Mapping[str, Any]
     ) -> tuple[torch.Tensor, ...]:
-        return self.function(per_token, batch)
+        """Raises ValueError if the function does not return what is declared."""
+        found = self.function(per_token, batch)
+        if len(found) != 2 + len(self.reports):
+            raise ValueError(
+                f"train.loss: {self.function.__name__} must return a sum, its denominator and "
+                f"{len(self.reports)} more to report, got {len(found)} in all"
+            )
+        return found
 
 
 def count_labels(batch: Mapping[str, Any]) -> torch.Tensor:

@@ -175,7 +175,7 @@ class Transformer(nn.Module):
                 sequence, and all other tensors are this rank's shard.
             routed_experts: [1, S, layers with experts x K]: recorded routes, which are replayed; -1
                 for a token that is routed as usual.
-            loss: see `losses.loss`; called with the head's values and all of these tensors.
+            loss: see `losses.loss`; called with the head's values, input_ids, labels and `more`.
             more: further tensors of the batch, for the loss.
         """
         sequence = Sequence.of(
@@ -211,7 +211,9 @@ class Transformer(nn.Module):
         per_token = self.token_losses(hidden, batch["labels"])
         total, denominator, *more = loss(per_token, batch)
         values = None if per_token.computed is None else per_token.computed.detach()
-        return Outcome(total, denominator, values, more=tuple(more))
+        like = total.detach()
+        denominator, *more = (torch.as_tensor(t, device=like.device) for t in (denominator, *more))
+        return Outcome(total, denominator, values, more=tuple(t.detach() for t in more))
 
     def token_losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> TokenLosses:
         """hidden: this rank's shard of the final hidden states."""

@@ -98,6 +98,10 @@ class ModelConfig:
         if hf.get("model_type") not in names:
             raise ValueError(f"model_type must be one of {names}, got {hf.get('model_type')!r}")
         family = FAMILIES[hf["model_type"]]
+        if family.model_type != hf["model_type"]:
+            raise ValueError(
+                f"families: the row {hf['model_type']} is of model_type {family.model_type}"
+            )
         hf = {**family.defaults, **hf}
         for key, neutral in {**NEUTRAL, **family.neutral}.items():
             if hf.get(key, neutral) not in (neutral, None):

@@ -115,11 +115,15 @@ def build_optimizer(
 def wrong_options(row: Optimizer, given: Mapping[str, Any]) -> str | None:
     """Why these are no options of the optimizer, or None."""
     if row.options is None:
-        return "the optimizer has no options but its fields" if given else None
+        return None  # `Only` says so
+    known = list(row.options.model_fields)
+    if unknown := sorted(given.keys() - {*known}):
+        return f"{unknown[0]} is no option of the optimizer, which has {', '.join(known)}"
     try:
         row.options.model_validate(dict(given))
     except ValidationError as error:
-        return "; ".join(f"{e['loc'][0]}: {e['msg'].lower()}" for e in error.errors())
+        found = error.errors()
+        return "; ".join(": ".join([*map(str, e["loc"]), e["msg"]]) for e in found)
     return None
 
 

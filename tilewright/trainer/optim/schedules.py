@@ -46,5 +46,10 @@ def schedule(step: int, total: int, train: Train) -> float:
         return 1.0
     end = max(round(train.lr_decay_ratio * total), warm + 1)
     done = min(1.0, (step - warm) / max(1, end - warm - 1))
-    least = train.lr_min / train.lr
-    return least + (1 - least) * row.share(done)
+    least, share = train.lr_min / train.lr, row.share(done)
+    if not 0 <= share <= 1:
+        raise ValueError(
+            f"train.lr_decay_style = {train.lr_decay_style}: its share must be 0 to 1, got {share} "
+            f"after {done} of the decay"
+        )
+    return least + (1 - least) * share

@@ -27,6 +27,7 @@ class Parts:
         whole: with the names, shapes and order of all weights: the model, or one on meta.
         roots: the modules that run by themselves, each a root of FSDP2.
         wrapped: what is called: the model, or DDP around it.
+        device: to which micro-batches are moved, one at a time.
         autocast: the dtype of matrix products where FSDP2 does not cast by itself, or None.
         origin: identifies the weights that were read from a folder; None: they were drawn.
         merged: whether adapters have been merged into the weights since.
@@ -36,11 +37,12 @@ class Parts:
         self.model = self.whole = model
         self.roots: list[nn.Module] = [model]
         self.wrapped: nn.Module = model
+        self.device = torch.device("cpu")
         self.autocast: torch.dtype | None = None
         self.origin: str | None = None
         self.merged = False
 
-    # ---- forward and backward of micro-batches that are on the device
+    # ---- forward and backward of micro-batches
 
     def forward_backward(
         self, batches: Sequence[Mapping[str, Any]], loss: LossFunction
@@ -49,13 +51,19 @@ class Parts:
         outcomes = []
         for i, batch in enumerate(batches):
             with self._synchronizing(last=i == len(batches) - 1):
-                outcome = self._outcome(batch, loss)
+                outcome = self._outcome(self.moved(batch), loss)
                 outcome.total.backward()
                 outcomes.append(outcome._replace(total=outcome.total.detach()))
         return outcomes
 
     def forward(self, batches: Iterable[Mapping[str, Any]], loss: LossFunction) -> list[Outcome]:
-        return [self._outcome(batch, loss) for batch in batches]
+        return [self._outcome(self.moved(batch), loss) for batch in batches]
+
+    def moved(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """A micro-batch on the device."""
+        moved = {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
+        # Read here, on the host: otherwise each layer would synchronize.
+        return {**moved, "ends": tuple(batch["cu_seqlens"].tolist())}
 
     def _outcome(self, batch: Mapping[str, Any], loss: LossFunction) -> Outcome:
         device, half = batch["input_ids"].device.type, self.autocast

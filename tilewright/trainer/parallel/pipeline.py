@@ -113,8 +113,9 @@ class Pipeline(Parts):
             self._agree(lengths)
         length = math.ceil(length / self.mesh.layout.tp)
         schedule = self._scheduled(len(batches), length)
+        moved = [self.moved(batch) for batch in batches]
         for stage in self.stages:
-            stage.start(batches, loss, length)
+            stage.start(moved, loss, length)
         # The target counts micro-batches: the loss is the last stage's output already.
         target = {"target": torch.arange(len(batches))} if self._holds_last else {}
         try:
@@ -271,7 +272,7 @@ class Pipeline(Parts):
         """The outcomes without gradients: micro-batches follow each other through the stages."""
         outcomes: list[Outcome] = []
         sent: list[tuple[Any, torch.Tensor]] = []
-        for batch in batches:
+        for batch in map(self.moved, batches):
             hidden = None
             for stage in self.stages:
                 stage.start([batch], loss, None)

@@ -49,10 +49,12 @@ class Callback:
         """After the weights have changed, and before a checkpoint is saved."""
 
     def evaluated(self, done: int, loss: float) -> None:
-        """After an evaluation; done: optimizer steps."""
+        """After an evaluation; done: optimizer steps. The one before the first step is outside
+        `running`.
+        """
 
     def close(self) -> None:
-        """After the last checkpoint."""
+        """After the last checkpoint of a run that has reached its last step."""
 
 
 def _asked(run: Run) -> bool:
@@ -66,13 +68,18 @@ class Plugin:
     make: run -> the callback.
     order: callbacks are called in this order, those of equal order by name. Metrics, which report
         `Step.values`, have 50; the comparison with an earlier run has 60.
-    wanted: run -> whether the run's configuration asks for it; it is there if `train.callbacks`
-        names it, too.
+    wanted: run -> whether the run's configuration asks for it; without one it is there if
+        `train.callbacks` names it.
     """
 
     make: Callable[[Run], Callback]
     order: int = 40
     wanted: Callable[[Run], bool] = _asked
+
+    @property
+    def named(self) -> bool:
+        """Whether it is there only where it is named."""
+        return self.wanted is _asked
 
 
 def callbacks(run: Run) -> list[Callback]:
