@@ -115,7 +115,7 @@ SOURCES = {
     },
     "docs/trainer/data.md": {
         "98 %": ("tests/trainer/test_data.py", "0.98"),
-        "1 MiB": ("tilewright/trainer/data/encode.py", "PIECE = 1 << 20"),
+        "1 MiB": ("tilewright/trainer/data/types/text.py", "PIECE = 1 << 20"),
         "64 MiB": LARGE,
     },
     "docs/trainer/memory.md": {

@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-import time
+import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 
@@ -242,18 +242,24 @@ def test_a_name_has_one_row():
 
 
 def test_an_entry_point_is_loaded_once_and_when_it_is_asked_for():
-    loaded, row = [], Loss(len)
+    loaded, row, asking = [], Loss(len), threading.Semaphore(0)
 
     def load():
-        time.sleep(0.02)
+        for _ in range(4):  # threads that ask for it meanwhile
+            asking.acquire(timeout=10)
         loaded.append(1)
         losses.add("late", row)  # as a file of the table's folder does
         return row
 
     losses = table(("late", load), ("broken", lambda: 1 / 0))
     assert list(losses.items()) == [] and losses.names() == ["broken", "late"]
+
+    def ask(_):
+        asking.release()
+        return losses["late"]
+
     with ThreadPoolExecutor(4) as pool:
-        assert {*pool.map(lambda _: losses["late"], range(4))} == {row} and loaded == [1]
+        assert {*pool.map(ask, range(4))} == {row} and loaded == [1]
     assert list(losses.items()) == [("late", row)]
 
 
