@@ -1350,14 +1350,14 @@ def test_an_edit_makes_stale_what_comes_from_it(copied):
 
 def test_a_module_that_moves_makes_nothing_stale(copied):
     def again(found):
-        rest = f"from tilewright.core import {found[2]}\n" if found[1] else ""
+        rest = f"from tilewright.core import {found[1][2:]}\n" if found[1] else ""
         return f"{rest}from tilewright.ops import argument_checks as checks"
 
     before = digests()
     moved = copied / "tilewright/ops/argument_checks.py"
     (copied / "tilewright/core/checks.py").rename(moved)
     for path in (copied / "tilewright").rglob("*.py"):
-        text = re.sub(r"from tilewright\.core import checks\b(, (\w+))?", again, path.read_text())
+        text = re.sub(r"from tilewright\.core import checks\b((?:, \w+)*)", again, path.read_text())
         path.write_text(text.replace("tilewright.core.checks", "tilewright.ops.argument_checks"))
     assert digests() == before
     moved.write_text(moved.read_text() + "another = 1\n")

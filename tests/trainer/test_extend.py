@@ -160,6 +160,13 @@ def test_each_file_of_the_page_is_a_row(tmp_path):
         "step": best,
         "eval_loss": losses[best],
     }
+    again = "train.load_checkpoint_path=auto", "train.max_steps=5"
+    trainer = "-m", "tilewright.trainer.train", "config.yaml"
+    resumed = run(tmp_path, tree, *trainer, *(f"--{a}" for a in again))
+    assert resumed.returncode == 0, resumed.stderr
+    other = "--train.optimizer_args", '{"beta2": 0.5}'
+    resumed = run(tmp_path, tree, *trainer, *(f"--{a}" for a in again), *other)
+    assert resumed.returncode == 1 and "was written with another optimizer" in resumed.stderr
 
 
 def test_options_and_names_that_do_not_fit_are_refused(tmp_path):

@@ -39,9 +39,9 @@ The checks run at every call, so they are generated as code: one comparison each
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
+import keyword
 import linecache
 import re
 import types
@@ -282,8 +282,9 @@ def _is_union(annotation: Any) -> bool:
     return typing.get_origin(annotation) in (types.UnionType, typing.Union)
 
 
-def _names(expression: str) -> set[str]:
-    return {n.id for n in ast.walk(ast.parse(expression, mode="eval")) if isinstance(n, ast.Name)}
+@functools.cache
+def _names(expression: str) -> frozenset[str]:
+    return frozenset(re.findall(NAME, expression)) - {*keyword.kwlist}
 
 
 # ---- generated code
@@ -555,29 +556,33 @@ def takes(*conditions: str, **declared: Any) -> Callable[[Function], Function]:
     """
 
     def decorate(fn: Function) -> Function:
-        hints, constants = typing.get_type_hints(fn), fn.__globals__
+        annotations, around = fn.__annotations__, fn.__globals__
+        numbers = {n: v for n, v in around.items() if type(v) in (int, float)}
 
         def fixed(text: Any) -> Any:
-            def constant(name: re.Match) -> str:
-                value = constants.get(name[0])
-                return str(value) if type(value) in (int, float) else name[0]
+            for name in numbers.keys() & _names(text) if isinstance(text, str) else ():
+                text = re.sub(rf"\b{name}\b", str(numbers[name]), text)
+            return text
 
-            return re.sub(NAME, constant, text) if isinstance(text, str) else text
+        def hint(name: str) -> Any:  # typing.get_type_hints evaluates all, in many more calls
+            found = annotations[name]
+            return eval(found, around) if isinstance(found, str) else found
 
-        if unknown := set(declared) - set(hints):
+        if unknown := set(declared) - set(annotations):
             raise TypeError(f"{fn.__name__}() has no annotated arguments {sorted(unknown)}")
-        arguments = [_parse(name, fixed(text), hints[name]) for name, text in declared.items()]
+        arguments = [_parse(name, fixed(text), hint(name)) for name, text in declared.items()]
         by_name = {a.name: a for a in arguments}
         declaration = Takes(
             tuple(arguments), tuple(_condition(fixed(text), by_name) for text in conditions)
         )
         code = _checks(declaration.arguments, declaration.conditions)
         own = {a.name for a in arguments if not isinstance(a, TensorArgument)}
-        if taken := (code.sizes - own) & set(hints):
+        if taken := (code.sizes - own) & set(annotations):
             raise ValueError(f"{sorted(taken)} are arguments, and cannot be sizes too")
-        parameters, passed = _parameters(fn)
+        signature = inspect.signature(fn).parameters
+        parameters, passed = _parameters(signature.values())
         code.add(0, f"return _checked({', '.join(passed)})")
-        defaults = {f"_default_{n}": p.default for n, p in inspect.signature(fn).parameters.items()}
+        defaults = {f"_default_{n}": p.default for n, p in signature.items()}
         checked = code.function(
             fn.__name__, parameters, {"_checked": fn, **defaults}, fn.__module__, fn.__globals__
         )
@@ -615,10 +620,10 @@ def _checks_of(declaration: Takes, names: tuple[str, ...]) -> Callable[..., None
     return code.function("check", names, {}, __name__, globals())
 
 
-def _parameters(fn: Callable) -> tuple[list[str], list[str]]:
-    """(fn's parameters as a def has them, the arguments of a call that passes them on)"""
+def _parameters(signature: Iterable[inspect.Parameter]) -> tuple[list[str], list[str]]:
+    """(parameters as a def has them, the arguments of a call that passes them on)"""
     parameters, passed, keyword = [], [], False
-    for p in inspect.signature(fn).parameters.values():
+    for p in signature:
         if p.kind is p.KEYWORD_ONLY and not keyword:
             parameters.append("*")
             keyword = True

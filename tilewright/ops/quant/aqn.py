@@ -58,7 +58,7 @@ def aqn_noise(
     noise: AQN,
     *,
     device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = torch.float32,
     implementation: str = "auto",
 ) -> torch.Tensor:
     """Draws the noise, mean 0 and variance 1, before it is multiplied by alpha.
@@ -75,7 +75,7 @@ def aqn_noise(
         size: shape of the result, an int or several.
         noise: the noise; its alpha is not used.
         device: of the result; default: torch's default device.
-        dtype: fp32 (the default) | bf16 | fp16 (fp64 with eager).
+        dtype: fp32 (None, too) | bf16 | fp16 (fp64 with eager).
         implementation: "auto", or one of triton, cpp, eager.
 
     Returns:
