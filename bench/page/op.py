@@ -81,7 +81,8 @@ def page(op: Op, results: raw.Raw, devices: Sequence[Device]) -> str:
 def arguments(op: Op) -> list[str]:
     """What the public function declares, as it is checked."""
     takes = op.takes
-    rows = [[f"`{a.name}`", f"`{a.accepted(a.text)}`"] for a in takes.arguments]
+    lines = [line.split(maxsplit=1) for line in takes.lines()[: len(takes.arguments)]]
+    rows = [[f"`{name}`", f"`{accepted}`"] for name, accepted in lines]
     where = [f"`{c.text}`" for c in takes.conditions]
     return [
         "## Arguments",

@@ -2,6 +2,7 @@
 in which nothing else is edited.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -20,10 +21,12 @@ import yaml
 import tilewright
 
 pytest.importorskip("datasets")
+from tilewright.trainer.config import Config
+from tilewright.trainer.data import cache_key
 from tilewright.trainer.losses.loss import Loss
 from tilewright.trainer.optim.schedules import Schedule, schedule
 from tilewright.trainer.plugins.callback import Plugin, callbacks
-from tilewright.trainer.tables import CALLBACKS, SCHEDULES, Table
+from tilewright.trainer.tables import CALLBACKS, DATASETS, SCHEDULES, Table
 
 pytestmark = pytest.mark.packages
 ROOT = pathlib.Path(tilewright.__file__).parents[1]
@@ -124,8 +127,10 @@ def prepared(folder, **train):
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
 
 
-def test_each_file_of_the_page_is_a_row(tmp_path):
-    tree = tmp_path / "tree"
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the package with the page's files, and no edit."""
+    tree = tmp_path_factory.mktemp("tree")
     shutil.copytree(
         ROOT / "tilewright", tree / "tilewright", ignore=shutil.ignore_patterns("__pyc*")
     )
@@ -133,6 +138,10 @@ def test_each_file_of_the_page_is_a_row(tmp_path):
     for name, code in FILES.items():
         assert not (tree / name).exists()
         (tree / name).write_text(code)
+    return tree
+
+
+def test_each_file_of_the_page_is_a_row(tmp_path, tree):
     prepared(
         tmp_path,
         loss="focal",
@@ -169,13 +178,36 @@ def test_each_file_of_the_page_is_a_row(tmp_path):
     assert resumed.returncode == 1 and "was written with another optimizer" in resumed.stderr
 
 
-def test_options_and_names_that_do_not_fit_are_refused(tmp_path):
-    tree = tmp_path / "tree"
-    shutil.copytree(
-        ROOT / "tilewright", tree / "tilewright", ignore=shutil.ignore_patterns("__pyc*")
-    )
-    for name in FILES:
-        (tree / name).write_text(FILES[name])
+def test_a_pipeline_reports_what_one_process_does(tmp_path, tree):
+    """The further sums of a loss are of the last stage alone."""
+    prepared(tmp_path, loss="focal", gradient_accumulation_steps=2, save_hf_weights=False)
+    trainer, found = ("-m", "tilewright.trainer.train", "config.yaml", "--train.max_steps=1"), {}
+    ranks = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    stages = "--train.data_parallel_mode=fsdp2", "--train.pipeline_parallel_size=2"
+    for name, command in (("one", trainer), ("two", (*ranks, *trainer, *stages))):
+        done = run(tmp_path, tree, *command, f"--train.output_dir={name}")
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        found[name] = next(row["cross_entropy"] for row in rows if "cross_entropy" in row)
+    assert found["two"] == pytest.approx(found["one"], rel=1e-5) and found["one"] > 4
+
+
+def test_a_type_of_another_version_is_prepared_anew(tmp_path, monkeypatch):
+    """Rows of version 0 have the names that prepared sets had before there were versions."""
+    (tmp_path / "a.txt").write_text("text")
+    parts = {"model": {"config_path": "x"}, "train": {"output_dir": "o"}}
+    entries = [{"path": str(tmp_path / "a.txt"), "type": "text"}]
+    config = Config(**parts, data={"datasets": entries, "dataset_prepared_path": str(tmp_path)})
+    monkeypatch.setattr(cache_key, "_tokenizer", lambda *_: None)
+    names, row = [], DATASETS["text"]
+    for version in (0, 1, 2):
+        changed = dataclasses.replace(row, version=version)
+        monkeypatch.setitem(DATASETS._rows, "text", changed)
+        names.append(cache_key.cache_key(config.data.datasets, config, 97, True, None))
+    assert len({*names}) == 3
+
+
+def test_options_and_names_that_do_not_fit_are_refused(tmp_path, tree):
     prepared(tmp_path, optimizer="lion", optimizer_args={"beta3": 0.9})
     trainer = "-m", "tilewright.trainer.train", "config.yaml"
     done = run(tmp_path, tree, *trainer)

@@ -84,7 +84,7 @@ def _wrong_callbacks(config: Config) -> str | None:
     names = config.train.callbacks
     if len({*names}) < len(names):
         return "each can be there once"
-    own = [name for name in names if not CALLBACKS[name].named]
+    own = [name for name in names if CALLBACKS[name].wanted is not None]
     return f"{own[0]} is there where other fields ask for it" if own else None
 
 
@@ -298,7 +298,7 @@ class Train(Section):
     loss: Annotated[str, RowOf(LOSSES)] = field(
         "language_modeling",
         Resume.NEXT_STEP,
-        Refuse(_absent_columns).when(_absent_columns),
+        Refuse(_absent_columns),
         differs=("none", "ours: a loss is a row of a table, and a file of its own"),
     )
     """What is minimized; language_modeling: the cross-entropy of the labels."""
@@ -645,7 +645,7 @@ class Train(Section):
     callbacks: list[Annotated[str, RowOf(CALLBACKS)]] = field(
         [],
         Resume.NEXT_STEP,
-        Refuse(_wrong_callbacks).when(_wrong_callbacks),
+        Refuse(_wrong_callbacks),
         differs=("none", "ours: what happens beside a run's steps, added by name"),
     )
     """Callbacks beside those that other fields ask for."""

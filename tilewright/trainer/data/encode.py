@@ -69,16 +69,9 @@ def check_columns(entry: Dataset, names: list[str], features: Any) -> None:
     not read, whose name is nearly that of one that would be.
     """
     row = DATASETS[entry.type]
-    if not any(set(columns) <= set(names) for columns in row.needed):
+    if not row.fits(names):
         either = " or ".join(" and ".join(f"`{c}`" for c in columns) for columns in row.needed)
-        other = next(
-            (
-                (kind, one)
-                for kind, one in DATASETS.items()
-                if any(set(columns) <= set(names) for columns in one.needed)
-            ),
-            None,
-        )
+        other = next(((kind, one) for kind, one in DATASETS.items() if one.fits(names)), None)
         if other is not None:
             also = f"; for samples that are {other[1].says} set type to {other[0]}"
         else:

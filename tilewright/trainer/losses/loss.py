@@ -17,9 +17,20 @@ import torch
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.models.head import LossFunction, TokenLosses
 
+# Numbers that are reported with every step or evaluation.
 RESERVED = {
-    *("step", "loss", "eval_loss", "lr", "grad_norm", "empty_steps", "tokens"),
-    *("tokens_per_second", "seconds", "seconds_left", "mfu", "memory_gb"),
+    "step",
+    "loss",
+    "eval_loss",
+    "lr",
+    "grad_norm",
+    "empty_steps",
+    "tokens",
+    "tokens_per_second",
+    "seconds",
+    "seconds_left",
+    "mfu",
+    "memory_gb",
 }
 
 

@@ -211,8 +211,7 @@ class Transformer(nn.Module):
         per_token = self.token_losses(hidden, batch["labels"])
         total, denominator, *more = loss(per_token, batch)
         values = None if per_token.computed is None else per_token.computed.detach()
-        like = total.detach()
-        denominator, *more = (torch.as_tensor(t, device=like.device) for t in (denominator, *more))
+        denominator, *more = (torch.as_tensor(t, device=total.device) for t in (denominator, *more))
         return Outcome(total, denominator, values, more=tuple(t.detach() for t in more))
 
     def token_losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> TokenLosses:

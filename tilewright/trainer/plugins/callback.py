@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tilewright.trainer.engine import Batch, Sums
 from tilewright.trainer.tables import CALLBACKS
@@ -57,10 +57,6 @@ class Callback:
         """After the last checkpoint of a run that has reached its last step."""
 
 
-def _asked(run: Run) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Plugin:
     """A row of CALLBACKS.
@@ -74,16 +70,11 @@ class Plugin:
 
     make: Callable[[Run], Callback]
     order: int = 40
-    wanted: Callable[[Run], bool] = _asked
-
-    @property
-    def named(self) -> bool:
-        """Whether it is there only where it is named."""
-        return self.wanted is _asked
+    wanted: Callable[[Run], bool] | None = None
 
 
 def callbacks(run: Run) -> list[Callback]:
     """Those of a run, in order."""
-    named: Any = run.config.train.callbacks
-    rows = [(n, row) for n, row in CALLBACKS.items() if n in named or row.wanted(run)]
-    return [row.make(run) for _, row in sorted(rows, key=lambda item: item[1].order)]
+    named = run.config.train.callbacks
+    rows = [row for n, row in CALLBACKS.items() if (row.wanted(run) if row.wanted else n in named)]
+    return [row.make(run) for row in sorted(rows, key=lambda row: row.order)]

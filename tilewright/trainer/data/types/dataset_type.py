@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,10 @@ class DatasetType:
     keeps_unlabeled: bool = False
     counts_short: bool = True
     version: int = 0
+
+    def fits(self, names: Collection[str]) -> bool:
+        """Whether rows with these columns have what is needed."""
+        return any({*columns} <= {*names} for columns in self.needed)
 
     @property
     def columns(self) -> tuple[str, ...]:
