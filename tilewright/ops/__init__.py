@@ -20,6 +20,8 @@ from tilewright.ops.fused_quantize.fused_quantize import (
     rmsnorm_quantize,
     silu_mul_quantize,
 )
+from tilewright.ops.linear_attention.causal_conv1d import causal_conv1d
+from tilewright.ops.linear_attention.gated_delta_rule import gated_delta_rule
 from tilewright.ops.loss.cross_entropy import cross_entropy
 from tilewright.ops.loss.linear_cross_entropy import linear_cross_entropy
 from tilewright.ops.loss.logprob import linear_logprob, logprob_entropy
@@ -45,7 +47,17 @@ from tilewright.ops.rope.qk_norm_rope import qk_norm_rope
 from tilewright.ops.rope.rope import rope
 
 # The order of families in tables; others follow.
-FAMILIES = ("norm", "activation", "rope", "attention", "loss", "moe", "quant", "fused_quantize")
+FAMILIES = (
+    "norm",
+    "activation",
+    "rope",
+    "attention",
+    "linear_attention",
+    "loss",
+    "moe",
+    "quant",
+    "fused_quantize",
+)
 _ASSIGNS_AN_OP = re.compile(rb"^[A-Z][A-Z0-9_]* = (?:Op|\w+_op)\(", re.MULTILINE)
 
 
@@ -101,6 +113,7 @@ __all__ = [
     "aqn_noise",
     "aqn_schedule",
     "attention",
+    "causal_conv1d",
     "checked_targets",
     "cross_entropy",
     "dequantize_block_fp8",
@@ -108,6 +121,7 @@ __all__ = [
     "dequantize_nf4",
     "dequantize_nvfp4",
     "fp8_linear",
+    "gated_delta_rule",
     "gelu_mul",
     "grouped_gemm",
     "hadamard",

@@ -1,0 +1,74 @@
+"""Tests specific to causal_conv1d; parity with the eager twin is in test_contract.py."""
+
+import itertools
+
+import pytest
+import torch
+from helpers import DEVICE, skip_unless_usable
+
+from tilewright.ops import causal_conv1d
+from tilewright.ops.linear_attention.causal_conv1d import CAUSAL_CONV1D
+
+EVERY = pytest.mark.parametrize("name", CAUSAL_CONV1D.names())
+
+
+def drawn(B, S, C, W, dtype=torch.float32):
+    gen = torch.Generator().manual_seed(0)
+    shapes = (B, S, C), (C, W), (C,)
+    return [
+        torch.randn(shape, generator=gen).to(DEVICE, dtype).requires_grad_() for shape in shapes
+    ]
+
+
+@pytest.mark.packages
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("W", [2, 4])
+def test_equals_transformers(activation, W):
+    qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    x, weight, bias = inputs = drawn(2, 9, 6, W)
+    found = causal_conv1d(x, weight, bias, activation=activation, implementation="eager")
+    expected = qwen.causal_conv1d_fn(x.mT, weight, bias, activation).mT
+    torch.testing.assert_close(found, expected)
+    grad = torch.randn_like(found)
+    for f, e in zip(
+        torch.autograd.grad(found, inputs, grad),
+        torch.autograd.grad(expected, inputs, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(f, e)
+
+
+@EVERY
+def test_documents_are_convolved_alone(name):
+    """Values of one, NaN included, reach neither another's results nor its gradients."""
+    skip_unless_usable(CAUSAL_CONV1D, name, torch.float32)
+    bounds = (0, 2, 2, 40, 41, 50)
+    x, weight, bias = drawn(1, 50, 5, 4)
+    with torch.no_grad():
+        x[:, 2:40] = float("nan")
+    y = causal_conv1d(
+        x, weight, bias, cu_seqlens=torch.tensor(bounds, device=DEVICE), implementation=name
+    )
+    [dx] = torch.autograd.grad(y.sum(), x)
+    for a, b in itertools.pairwise(bounds):
+        part = x.detach()[:, a:b].requires_grad_()
+        alone = causal_conv1d(part, weight, bias, implementation="eager")
+        torch.testing.assert_close(y[:, a:b], alone, equal_nan=True)
+        torch.testing.assert_close(dx[:, a:b], torch.autograd.grad(alone.sum(), part)[0])
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"weight": torch.zeros(6, 9)}, r"weight must have shape \[C, W\] with 2 <= W <= 8, .*9\]"),
+        ({"activation": "relu"}, r"activation must be one of \['silu'\] or None, got 'relu'"),
+        ({"cu_seqlens": torch.tensor([0, 3])}, "cu_seqlens must end at 4, .*got 3"),
+        ({"x": torch.zeros(2, 4, 6)}, r"x must have shape .* cu_seqlens is None or B == 1"),
+    ],
+)
+def test_bad_input_is_one_clear_error(changes, message):
+    given = {"x": torch.zeros(1, 4, 6), "weight": torch.zeros(6, 4), "cu_seqlens": None}
+    if "x" in changes:
+        given["cu_seqlens"] = torch.tensor([0, 4])
+    with pytest.raises(ValueError, match=message):
+        causal_conv1d(**{**given, **changes})

@@ -1,0 +1,92 @@
+"""Tests specific to gated_delta_rule; parity with the eager twin is in test_contract.py."""
+
+import itertools
+
+import pytest
+import torch
+
+from tilewright.ops import gated_delta_rule
+
+
+def drawn(B, S, HK, HV, DK, DV, *, seed=0, dtype=torch.float64, N=None):
+    """q, k, v, g, beta and, for N sequences, states; keys with a norm of about 1."""
+    gen = torch.Generator().manual_seed(seed)
+
+    def new(*shape):
+        return torch.randn(*shape, generator=gen, dtype=torch.float64)
+
+    q, k, v = new(B, S, HK, DK), new(B, S, HK, DK) * DK**-0.5, new(B, S, HV, DV)
+    g, beta = -0.2 * new(B, S, HV).exp(), new(B, S, HV).sigmoid()
+    state = (new(N or B, HV, DK, DV),)
+    return [t.to(dtype).requires_grad_() for t in (q, k, v, g, beta, *state)]
+
+
+def recurrence(q, k, v, g, beta, state, scale=None, normalize=False):
+    """One token at a time. Returns the outputs and the last state."""
+    if normalize:
+        q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    groups, out = v.shape[2] // q.shape[2], []
+    q, k = (t.repeat_interleave(groups, 2) for t in (q, k))
+    for t in range(q.shape[1]):
+        state = state * g[:, t].exp()[..., None, None]
+        read = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+        write = beta[:, t, :, None] * (v[:, t] - read)
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], write)
+        out.append(scale * torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return torch.stack(out, 1), state
+
+
+def gradients(results, inputs, seed=3):
+    gen = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(r.shape, generator=gen, dtype=r.dtype) for r in results]
+    return torch.autograd.grad(results, inputs, weights, allow_unused=True)
+
+
+@pytest.mark.parametrize(
+    "B, S, HK, HV, DK, DV, options",
+    [
+        (2, 1, 1, 1, 4, 3, {}),
+        (1, 64, 1, 2, 4, 3, {"scale": 0.7}),
+        (2, 130, 2, 4, 8, 5, {}),
+        (1, 200, 1, 3, 5, 8, {"use_qk_l2norm": True}),
+    ],
+)
+def test_chunks_equal_the_recurrence_in_float64(B, S, HK, HV, DK, DV, options):
+    inputs = drawn(B, S, HK, HV, DK, DV)
+    found = gated_delta_rule(
+        *inputs[:5],
+        initial_state=inputs[5],
+        output_final_state=True,
+        implementation="eager",
+        **options,
+    )
+    expected = recurrence(*inputs, options.get("scale"), options.get("use_qk_l2norm", False))
+    for f, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(f, e, rtol=1e-11, atol=1e-12)
+    for f, e in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
+        torch.testing.assert_close(f, e, rtol=1e-10, atol=1e-11)
+
+
+def test_packed_documents_start_from_their_own_states():
+    bounds = (0, 70, 70, 71, 199, 200)
+    inputs = drawn(1, 200, 1, 2, 4, 3, N=5)
+    *rows, states = inputs
+    found = gated_delta_rule(
+        *rows,
+        initial_state=states,
+        output_final_state=True,
+        cu_seqlens=torch.tensor(bounds),
+        implementation="eager",
+    )
+    alone = [
+        recurrence(*(t[:, a:b] for t in rows), states[i : i + 1])
+        if a < b
+        else (rows[2][:, :0], states[i : i + 1])
+        for i, (a, b) in enumerate(itertools.pairwise(bounds))
+    ]
+    expected = torch.cat([o for o, _ in alone], 1), torch.cat([s for _, s in alone])
+    for f, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(f, e, rtol=1e-11, atol=1e-12)
+    for f, e in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
+        torch.testing.assert_close(f, e, rtol=1e-10, atol=1e-11)
