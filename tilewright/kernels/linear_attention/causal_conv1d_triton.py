@@ -139,9 +139,7 @@ def _backward(
     taps = tl.arange(0, TAPS)
     dw = tl.zeros((TAPS, BLOCK_C), tl.float32)
     db = tl.zeros((BLOCK_C,), tl.float32)
-    for t in range(
-        p, number_of_tiles(map_ptr, capacity, count, PACKED), tl.num_programs(0)
-    ):
+    for t in range(p, number_of_tiles(map_ptr, capacity, count, PACKED), tl.num_programs(0)):
         first, begin, end = place(map_ptr, cu_ptr, capacity, S, t, t >= 0, BLOCK_T, PACKED)
         own = first + tl.arange(0, BLOCK_T)
         live = own < end

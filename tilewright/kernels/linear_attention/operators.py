@@ -1,8 +1,10 @@
 """The operators of linear attention and of its convolution: what every implementation's launchers
 take and return.
 
-B = batch, S = positions, C = channels, W = taps. cu_seqlens are the bounds of packed documents,
-int64, with B = 1.
+B = batch, S = positions, C = channels, W = taps, HK / HV = key / value heads, DK / DV = their
+widths, N = sequences (the packed documents, or B). q and k are [B, S, HK, DK], v [B, S, HV, DV], g
+and beta [B, S, HV] float32, states [N, HV, DK, DV] float32. cu_seqlens are the bounds of packed
+documents, int64, with B = 1.
 """
 
 from __future__ import annotations
@@ -12,6 +14,84 @@ from typing import NamedTuple
 import torch
 
 from tilewright.core.library import declare
+
+CHUNK = 64  # tokens of the gated delta rule that are computed at a time
+L2_EPS = 1e-6  # of normalized rows, as in transformers and flash-linear-attention
+
+
+class Delta(NamedTuple):
+    """o: like v.   state: at the end of each sequence.   decay: [B, S, HV] float32, the sum of g
+    from the start of a chunk.   solved: [B, S, HV, CHUNK], the rows of each chunk's (I + A)^-1.
+    """
+
+    o: torch.Tensor
+    state: torch.Tensor
+    decay: torch.Tensor
+    solved: torch.Tensor
+
+
+class DeltaGradients(NamedTuple):
+    """Of the arguments of these names."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    dg: torch.Tensor
+    dbeta: torch.Tensor
+    dinitial_state: torch.Tensor | None
+
+
+class DeltaOptions(NamedTuple):
+    """scale: of q.   normalize: whether rows of q and k are divided by their norms."""
+
+    scale: float
+    normalize: bool
+
+
+@declare
+def delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    options: DeltaOptions,
+) -> Delta:
+    (B, S, HV, DV), DK = v.shape, q.shape[3]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return Delta(
+        v.new_empty(v.shape),
+        v.new_empty((N, HV, DK, DV), dtype=torch.float32),
+        v.new_empty((B, S, HV), dtype=torch.float32),
+        v.new_empty((B, S, HV, CHUNK)),
+    )
+
+
+@declare
+def delta_rule_backward(
+    do: torch.Tensor,
+    dstate: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    decay: torch.Tensor,
+    solved: torch.Tensor,
+    options: DeltaOptions,
+) -> DeltaGradients:
+    """do, dstate: contiguous."""
+    return DeltaGradients(
+        q.new_empty(q.shape),
+        k.new_empty(k.shape),
+        v.new_empty(v.shape),
+        decay.new_empty(decay.shape),
+        decay.new_empty(decay.shape),
+        None if initial_state is None else initial_state.new_empty(initial_state.shape),
+    )
 
 
 class ConvGradients(NamedTuple):

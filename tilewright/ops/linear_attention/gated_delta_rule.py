@@ -22,17 +22,23 @@ and all corrections of the chunk solve one triangular system:
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 
-from tilewright.core import checks
-from tilewright.core.registry import Case, Cost, Op
+from tilewright.core import checks, platform
+from tilewright.core.library import from_kernels
+from tilewright.core.registry import Case, Cost, Implementation, Op
 from tilewright.core.takes import takes
+from tilewright.kernels.linear_attention.operators import (
+    CHUNK,
+    L2_EPS,
+    DeltaOptions,
+    delta_rule,
+    delta_rule_backward,
+)
 from tilewright.ops import cases
-
-CHUNK = 64  # tokens
-L2_EPS = 1e-6  # of use_qk_l2norm, as in transformers and flash-linear-attention
 
 
 class Request(NamedTuple):
@@ -107,7 +113,7 @@ def gated_delta_rule(
         use_qk_l2norm: divides each row of q and k by sqrt(its sum of squares + 1e-6), in float32.
         cu_seqlens: int32 or int64 [n + 1], 0 .. S, non-decreasing: packed documents of a sequence
             with B = 1, each of which starts from its own state. Values are checked on a CPU.
-        implementation: "auto", or one of eager.
+        implementation: "auto", or one of triton, eager.
 
     Returns:
         (o [B, S, HV, DV] in q's dtype; the last states [N, HV, DK, DV] in float32, or None).
@@ -230,11 +236,74 @@ def _chunks(S: int, cu_seqlens: torch.Tensor | None, device: torch.device) -> _C
     return _Chunks(token, document, own == 0, ends)
 
 
+# ---- fused implementations
+
+
+def _save(ctx, arguments, found):
+    q, k, v, g, beta, initial_state, cu_seqlens, ctx.options = arguments
+    ctx.save_for_backward(q, k, v, beta, initial_state, cu_seqlens, found.decay, found.solved)
+
+
+def _backward(ctx, given):
+    if given.o is None and given.state is None:
+        return {}
+    v = ctx.saved_tensors[2]
+    do = torch.zeros_like(v) if given.o is None else given.o
+    dstate = None if given.state is None else given.state.contiguous()
+    found = ctx.backward_op(do.contiguous(), dstate, *ctx.saved_tensors, ctx.options)
+    return {
+        name: getattr(found, f"d{name}") for name in ("q", "k", "v", "g", "beta", "initial_state")
+    }
+
+
+delta_rule.differentiate(_save, _backward, constants=("decay", "solved"))
+
+
+@functools.cache
+def _triton():
+    from tilewright.kernels.linear_attention import gated_delta_rule_triton as kernels
+
+    backward = delta_rule_backward.define("gated_delta_rule_triton_backward", kernels.backward)
+    operator = delta_rule.define("gated_delta_rule_triton", kernels.forward, backward)
+
+    def fused(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm):
+        if initial_state is not None:
+            initial_state = initial_state.float().contiguous()
+        options = DeltaOptions(scale, use_qk_l2norm)
+        g, beta = g.float().contiguous(), beta.float().contiguous()
+        found = operator(q, k, v, g, beta, initial_state, cu_seqlens, options)
+        return found.o, found.state
+
+    return fused
+
+
+WIDTHS = (64, 128, 256)
+
+
+def _triton_refuses(request: Request) -> str | None:
+    for name, width in (("q and k", request.key_dim), ("v", request.value_dim)):
+        if width not in WIDTHS:
+            return f"takes {name} of width {', '.join(map(str, WIDTHS))}, not {width}"
+    return None
+
+
 # ---- cases
 
 
 def _case(
-    name, B, HK, HV, S, DK, DV, *, documents=None, state=False, strided=False, tags, **options
+    name,
+    B,
+    HK,
+    HV,
+    S,
+    DK,
+    DV,
+    *,
+    documents=None,
+    state=False,
+    strided=False,
+    tags=cases.CONTRACT,
+    **options,
 ):
     N = len(documents) - 1 if documents else B
 
@@ -277,14 +346,45 @@ def _atol(dtype, kwargs, name):
     return None
 
 
+_NEXT = {"use_qk_l2norm": True}
+_QWEN = (16, 32), (128, 128)  # heads and widths of Qwen3-Next-80B-A3B
 GATED_DELTA_RULE = Op(
     "gated_delta_rule",
     gated_delta_rule,
     gated_delta_rule_eager,
-    (),
     (
-        _case("one_token", 1, 1, 2, 1, 64, 64, tags=cases.CONTRACT, use_qk_l2norm=True),
-        _case("few", 2, 1, 2, 4, 16, 24, tags=cases.CONTRACT, output_final_state=True),
+        Implementation(
+            "triton",
+            _triton,
+            platform.no_triton,
+            refuses=_triton_refuses,
+            tunables=from_kernels("linear_attention.gated_delta_rule_triton", "TUNABLES"),
+            gate=from_kernels("linear_attention.gated_delta_rule_triton", "gate"),
+        ),
     ),
+    (
+        _case("one_token", 1, 1, 2, 1, 64, 64, **_NEXT),
+        _case("few", 1, 1, 2, 5, 64, 64, scale=0.3, output_final_state=True),
+        _case("ragged", 2, 1, 2, 70, 64, 64, state=True, output_final_state=True, **_NEXT),
+        _case(
+            "documents",
+            1,
+            1,
+            2,
+            137,
+            64,
+            64,
+            documents=(0, 1, 66, 66, 137),
+            state=True,
+            output_final_state=True,
+        ),
+        _case("strided", 1, 2, 2, 66, 64, 128, strided=True),
+        _case("wide", 1, 1, 1, 65, 128, 64, **_NEXT),
+        _case("other_widths", 2, 1, 2, 4, 16, 24, output_final_state=True),
+        _case("no_tokens", 1, 1, 1, 0, 64, 64, state=True, output_final_state=True),
+        _case("qwen3-next-80b-a3b", 1, *_QWEN[0], 16384, *_QWEN[1], tags=cases.CUDA, **_NEXT),
+        _case("qwen3-next-80b-a3b", 1, *_QWEN[0], 1024, *_QWEN[1], tags=cases.CPU, **_NEXT),
+    ),
+    atol=_atol,
     requests=(Request(96, 128), Request(128, 512)),
 )

@@ -197,5 +197,16 @@ RMSNORM_GATED = Op(
         ),
         _case("big", (2**19 + 1, 4096), tags=cases.BIG),
     ),
+    # As of rmsnorm with cast="llama", with one more rounding, of the product with the weight.
+    judged=Judged(
+        detects={
+            torch.bfloat16: {
+                "out 0": 0.036,
+                "grad x": 0.047,
+                "grad gate": 0.038,
+                "grad weight": 0.12,
+            }
+        }
+    ),
     goals=(*cases.near_copy(92, "forward"), *cases.near_copy(85, "backward")),
 )
