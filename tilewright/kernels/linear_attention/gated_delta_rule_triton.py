@@ -1,4 +1,4 @@
-"""The gated delta rule in Triton, in chunks of 64 tokens. The definition, with the formulas of a
+"""The gated delta rule in Triton, in chunks of up to 64 tokens (C). The definition, with the formulas of a
 chunk and their names, is tilewright/ops/linear_attention/gated_delta_rule.py; chunks are those of
 arXiv:2412.06464. No chunk has tokens of two documents (`tiles_triton`).
 
@@ -36,17 +36,16 @@ from tilewright.kernels.device import large_shared_memory
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
 from tilewright.kernels.linear_attention.operators import (
-    CHUNK,
     L2_EPS,
     DeltaOptions,
+    chunk,
+    chunk_of,
     delta_rule,
     delta_rule_backward,
 )
 from tilewright.kernels.linear_attention.tiles_triton import number_of_tiles, place, tiles_of
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
-
-C: tl.constexpr = tl.constexpr(CHUNK)
 
 
 # ---- one chunk
@@ -76,14 +75,14 @@ def _decay(decay_ptr, row, end, h, HV: tl.constexpr):
     """G of rows, with the last one's beyond the end; and G of the last row, a number."""
     at = decay_ptr + h
     G = tl.load(at + tl.minimum(row, end - 1) * HV)
-    last = tl.load(at + (tl.minimum(tl.min(row, 0) + C, end) - 1) * HV)
+    last = tl.load(at + (tl.minimum(tl.min(row, 0) + row.shape[0], end) - 1) * HV)
     return G, last
 
 
 @triton.jit
 def _between(G):
     """exp(G_i - G_j) for j <= i, else 0."""
-    i = tl.arange(0, C)
+    i = tl.arange(0, G.shape[0])
     return tl.where(i[:, None] >= i[None, :], tl.exp(G[:, None] - G[None, :]), 0.0)
 
 
@@ -93,14 +92,15 @@ def _inverse(A, PRECISION: tl.constexpr):
     size s, that of a block of size 2 s has -T2 A21 T1 below them: exact substitution by blocks, and
     no power of A, whose growth would cancel.
     """
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
+    i = tl.arange(0, A.shape[0])[:, None]
+    j = tl.arange(0, A.shape[0])[None, :]
     T = tl.where(i == j, 1.0, 0.0) - tl.where((i // 2 == j // 2) & (j < i), A, 0.0)
     for level in tl.static_range(1, 6):
-        # i is in the second half of a block of size 2 s, j in the first half of the same.
-        joined = (i >> (level + 1) == j >> (level + 1)) & ((i >> level) > (j >> level))
-        below = tl.dot(T, tl.where(joined, A, 0.0), input_precision=PRECISION)
-        T -= tl.dot(below, T, input_precision=PRECISION)
+        if A.shape[0] > 1 << level:
+            # i is in the second half of a block of size 2 s, j in the first half of the same.
+            joined = (i >> (level + 1) == j >> (level + 1)) & ((i >> level) > (j >> level))
+            below = tl.dot(T, tl.where(joined, A, 0.0), input_precision=PRECISION)
+            T -= tl.dot(below, T, input_precision=PRECISION)
     return T
 
 
@@ -123,12 +123,14 @@ def _scores(
     q_head,
     k_row,
     k_head,
+    C: tl.constexpr,
     HV: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     PACKED: tl.constexpr,
     SOLVE: tl.constexpr,
     PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """P; with SOLVE also G and the inverse, else G is read."""
     t = tl.program_id(0)
@@ -139,30 +141,35 @@ def _scores(
         i = tl.arange(0, C)
         row = first + i
         live = row < end
-        k = _rows(k_ptr + (h // GROUP) * k_head, k_row, row, live, 0, DK)
-        q = _rows(q_ptr + (h // GROUP) * q_head, q_row, row, live, 0, DK)
+        qk = tl.zeros((C, C), tl.float32)
+        kk = tl.zeros((C, C), tl.float32)
+        for d in range(0, DK, BLOCK):
+            k = _rows(k_ptr + (h // GROUP) * k_head, k_row, row, live, d, BLOCK)
+            q = _rows(q_ptr + (h // GROUP) * q_head, q_row, row, live, d, BLOCK)
+            qk = tl.dot(q, tl.trans(k), qk, input_precision=PRECISION)
+            if SOLVE:
+                kk = tl.dot(k, tl.trans(k), kk, input_precision=PRECISION)
         to = (row * HV + h)[:, None] * C + i[None, :]
         if SOLVE:
             G = tl.cumsum(_number(g_ptr, row, live, h, HV), 0)
             tl.store(decay_ptr + row * HV + h, G, mask=live)
-            between = _between(G)
-            kk = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        else:
+            G, _ = _decay(decay_ptr, row, end, h, HV)
+        between = _between(G)
+        p = qk * between * scale
+        tl.store(p_ptr + to, p.to(p_ptr.dtype.element_ty), mask=live[:, None])
+        if SOLVE:
             beta = _number(beta_ptr, row, live, h, HV)
             A = tl.where(i[:, None] > i[None, :], beta[:, None] * kk * between, 0.0)
             T = _inverse(A, PRECISION)
             tl.store(solved_ptr + to, T.to(solved_ptr.dtype.element_ty), mask=live[:, None])
-        else:
-            G, _ = _decay(decay_ptr, row, end, h, HV)
-            between = _between(G)
-        p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between * scale
-        tl.store(p_ptr + to, p.to(p_ptr.dtype.element_ty), mask=live[:, None])
 
 
 # ---- one chunk after another
 
 
 @triton.jit
-def _chunks_of(cu_ptr, capacity, S, n, PACKED: tl.constexpr):
+def _chunks_of(cu_ptr, capacity, S, n, C: tl.constexpr, PACKED: tl.constexpr):
     """Of sequence n: the number of its first chunk and of its chunks, its first row, and its end.
     As the map of tiles has them.
     """
@@ -216,6 +223,7 @@ def _states(
     k_head,
     v_row,
     v_head,
+    C: tl.constexpr,
     HV: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
@@ -229,7 +237,7 @@ def _states(
     h = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BV
     DATA: tl.constexpr = k_ptr.dtype.element_ty
-    first, chunks, begin, end = _chunks_of(cu_ptr, capacity, S, n, PACKED)
+    first, chunks, begin, end = _chunks_of(cu_ptr, capacity, S, n, C, PACKED)
     whole = _state_at(n.to(tl.int64), h, column, HV, DK, DV, BV)
     if initial_ptr is not None:
         H = tl.load(initial_ptr + whole)
@@ -276,6 +284,7 @@ def _outputs(
     scale,
     q_row,
     q_head,
+    C: tl.constexpr,
     HV: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
@@ -327,6 +336,7 @@ def _state_gradients(
     q_head,
     k_row,
     k_head,
+    C: tl.constexpr,
     HV: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
@@ -340,7 +350,7 @@ def _state_gradients(
     h = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BV
     DATA: tl.constexpr = k_ptr.dtype.element_ty
-    first, chunks, begin, end = _chunks_of(cu_ptr, capacity, S, n, PACKED)
+    first, chunks, begin, end = _chunks_of(cu_ptr, capacity, S, n, C, PACKED)
     whole = _state_at(n.to(tl.int64), h, column, HV, DK, DV, BV)
     if dfinal_ptr is not None:
         dH = tl.load(dfinal_ptr + whole)
@@ -400,6 +410,7 @@ def _pair_gradients(
     k_head,
     v_row,
     v_head,
+    C: tl.constexpr,
     HV: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
@@ -486,6 +497,7 @@ def _row_gradients(
     q_head,
     k_row,
     k_head,
+    C: tl.constexpr,
     HV: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
@@ -569,6 +581,7 @@ def _gate_gradients(
     capacity,
     count,
     tokens,
+    C: tl.constexpr,
     HV: tl.constexpr,
     PARTS: tl.constexpr,
     PACKED: tl.constexpr,
@@ -689,8 +702,15 @@ class _Launcher:
         self.problem, self.device = problem, q.device
         tokens, HV, DV = v.shape
         batch = tokens // problem.S
-        self.tiles = tiles_of(batch, problem.S, problem.cu_seqlens, CHUNK)
-        self.shape = {"HV": HV, "GROUP": HV // q.shape[1], "DK": q.shape[2], "DV": DV}
+        self.chunk = chunk_of(q)
+        self.tiles = tiles_of(batch, problem.S, problem.cu_seqlens, self.chunk)
+        self.shape = {
+            "C": self.chunk,
+            "HV": HV,
+            "GROUP": HV // q.shape[1],
+            "DK": q.shape[2],
+            "DV": DV,
+        }
         self.key = q.shape[2], DV, q.element_size(), large_shared_memory(q.device)
         self.common = {
             "PACKED": problem.cu_seqlens is not None,
@@ -738,7 +758,7 @@ def _precision(itemsize: int) -> str:
 def _scored(run: _Launcher, g, decay, solved) -> torch.Tensor:
     """P; with g, also writes G and the inverses."""
     p = run.problem
-    scores = p.q.new_empty(*p.v.shape[:2], CHUNK)
+    scores = p.q.new_empty(*p.v.shape[:2], run.chunk)
     tensors = p.q, p.k, g, p.beta, decay, solved if g is not None else None, scores
     run.per_chunk(
         _scores,
@@ -801,7 +821,7 @@ def backward(do, dstate, q, k, v, beta, initial_state, cu_seqlens, decay, solved
 
     parts = 1 + DK // run.config(ROW_GRADIENTS)["BK"]
     dbetas, ddecays = beta.new_empty(parts, n, HV), beta.new_empty(parts, n, HV)
-    dqk, dkk = (p.q.new_empty(n, HV, CHUNK) for _ in range(2))
+    dqk, dkk = (p.q.new_empty(n, HV, run.chunk) for _ in range(2))
     tensors = do, p.q, p.k, p.v, beta, decay, new, x, dv, dqk, dkk, dbetas, ddecays
     run.per_chunk(_pair_gradients, PAIR_GRADIENTS, (HV,), tensors, (p.scale,), (p.q, p.k, p.v))
     to = dq, dk
@@ -826,6 +846,7 @@ def backward(do, dstate, q, k, v, beta, initial_state, cu_seqlens, decay, solved
         tiles.capacity,
         tiles.count,
         n,
+        C=run.chunk,
         HV=HV,
         PARTS=parts,
         PACKED=cu_seqlens is not None,
@@ -843,7 +864,11 @@ _OF_GATES = {"HEADS": HEADS, "num_warps": 4}
 
 
 def _scores_heuristic(DK: int, DV: int, itemsize: int, large: bool) -> dict:
-    return {"num_warps": 4 if itemsize == 2 else 8, "num_stages": 1}
+    return {
+        "BLOCK": 64 if itemsize == 2 else 32,
+        "num_warps": 4 if itemsize == 2 and large else 8,
+        "num_stages": 1,
+    }
 
 
 def _states_heuristic(DK: int, DV: int, itemsize: int, large: bool) -> dict:
@@ -851,7 +876,7 @@ def _states_heuristic(DK: int, DV: int, itemsize: int, large: bool) -> dict:
     return {
         "BV": 32 if itemsize == 2 else 16,
         "STAGES": 2 if itemsize == 2 and DK <= 128 else 1,
-        "num_warps": 4,
+        "num_warps": 4 if itemsize == 2 and large else 8,
         "num_stages": 1,
     }
 
@@ -868,7 +893,7 @@ def _state_gradients_heuristic(DK: int, DV: int, itemsize: int, large: bool) -> 
     return {
         "BV": 32 if itemsize == 2 else 16,
         "STAGES": 1,
-        "num_warps": 4 if itemsize == 2 else 8,
+        "num_warps": 8,
         "num_stages": 1,
     }
 
@@ -881,8 +906,8 @@ def _pair_gradients_heuristic(DK: int, DV: int, itemsize: int, large: bool) -> d
 def _row_gradients_heuristic(DK: int, DV: int, itemsize: int, large: bool) -> dict:
     """Five sums of 64 x BK."""
     return {
-        "BK": 64 if itemsize == 2 else 32,
-        "BV": 64 if itemsize == 2 else 32,
+        "BK": 32,
+        "BV": 64 if itemsize == 2 and DK <= 128 else 32,
         "num_warps": 8,
         "num_stages": 1,
     }
@@ -930,6 +955,7 @@ def _specs_of(kernel, name: str, strided: tuple[str, ...], needs: dict):
                     f"{'' if key['large'] else ' small'}",
                     types,
                     {
+                        "C": chunk(key["DK"], key["itemsize"]),
                         "HV": 32,
                         "GROUP": 2,
                         "DK": key["DK"],
@@ -989,7 +1015,7 @@ def gate() -> list[KernelSpec]:
             _gate_gradients,
             "gate_gradients",
             {"map": "i32", "cu": "i64", "*": "fp32"},
-            {"HV": 32, "PARTS": 3, "PACKED": True, **_OF_GATES},
+            {"C": 64, "HV": 32, "PARTS": 3, "PACKED": True, **_OF_GATES},
             # 16 heads of a token, each thread four of them
         )
     ]

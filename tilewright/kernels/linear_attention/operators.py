@@ -15,13 +15,23 @@ import torch
 
 from tilewright.core.library import declare
 
-CHUNK = 64  # tokens of the gated delta rule that are computed at a time
+CHUNK = 64  # tokens of the gated delta rule that are computed at a time, at most
+CHUNK_BYTES = 16384  # of a head's keys of a chunk: kernels hold a few such blocks in registers
 L2_EPS = 1e-6  # of normalized rows, as in transformers and flash-linear-attention
+
+
+def chunk(DK: int, itemsize: int) -> int:
+    """The tokens of a chunk in kernels."""
+    return min(CHUNK, CHUNK_BYTES // (DK * itemsize))
+
+
+def chunk_of(q: torch.Tensor) -> int:
+    return chunk(q.shape[-1], q.element_size())
 
 
 class Delta(NamedTuple):
     """o: like v.   state: at the end of each sequence.   decay: [B, S, HV] float32, the sum of g
-    from the start of a chunk.   solved: [B, S, HV, CHUNK], the rows of each chunk's (I + A)^-1.
+    from the start of a chunk.   solved: [B, S, HV, C], the rows of each chunk's (I + A)^-1.
     """
 
     o: torch.Tensor
@@ -65,7 +75,7 @@ def delta_rule(
         v.new_empty(v.shape),
         v.new_empty((N, HV, DK, DV), dtype=torch.float32),
         v.new_empty((B, S, HV), dtype=torch.float32),
-        v.new_empty((B, S, HV, CHUNK)),
+        v.new_empty((B, S, HV, chunk_of(q))),
     )
 
 

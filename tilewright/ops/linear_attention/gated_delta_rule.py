@@ -29,7 +29,7 @@ import torch
 
 from tilewright.core import checks, platform
 from tilewright.core.library import from_kernels
-from tilewright.core.registry import Case, Cost, Implementation, Op
+from tilewright.core.registry import Case, Cost, Implementation, Judged, Op
 from tilewright.core.takes import takes
 from tilewright.kernels.linear_attention.operators import (
     CHUNK,
@@ -343,7 +343,12 @@ def _case(
 
 
 def _atol(dtype, kwargs, name):
-    return None
+    """Operands of products (P, the inverse, V, X, states) are rounded to 16 bits where the twin keeps
+    float32: half an eps of each term of a sum, of which the largest element has three or four times
+    the root mean square. Measured beyond twice the twin's own: 4.3 eps in float16. In float32 the
+    inverse is computed by blocks, and gradients are sums in another order: 14 eps.
+    """
+    return (16 if dtype == torch.float32 else 8) * torch.finfo(dtype).eps
 
 
 _NEXT = {"use_qk_l2norm": True}
@@ -363,7 +368,7 @@ GATED_DELTA_RULE = Op(
         ),
     ),
     (
-        _case("one_token", 1, 1, 2, 1, 64, 64, **_NEXT),
+        _case("one_token", 2, 2, 4, 1, 64, 64, **_NEXT),
         _case("few", 1, 1, 2, 5, 64, 64, scale=0.3, output_final_state=True),
         _case("ragged", 2, 1, 2, 70, 64, 64, state=True, output_final_state=True, **_NEXT),
         _case(
@@ -386,5 +391,6 @@ GATED_DELTA_RULE = Op(
         _case("qwen3-next-80b-a3b", 1, *_QWEN[0], 1024, *_QWEN[1], tags=cases.CPU, **_NEXT),
     ),
     atol=_atol,
+    judged=Judged(of_sums=True),
     requests=(Request(96, 128), Request(128, 512)),
 )
