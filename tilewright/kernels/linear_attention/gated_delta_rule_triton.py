@@ -748,11 +748,10 @@ class _Launcher:
 
 
 def _precision(itemsize: int) -> str:
-    """Of products. 16-bit operands have no choice; the inverse, whose operands are float32, has 10
-    bits then, as many as what it is rounded to. In float32 three products of 10 bits each keep 21:
-    in full precision, 64 x 64 blocks would be long chains of FMAs whose operands spill.
+    """Of products: of the inverse, whose operands are float32 where the inputs have 16 bits, 10 bits,
+    as many as float16 has, to which it is rounded.
     """
-    return "tf32" if itemsize == 2 else "tf32x3"
+    return "tf32" if itemsize == 2 else "ieee"
 
 
 def _scored(run: _Launcher, g, decay, solved) -> torch.Tensor:
@@ -876,7 +875,7 @@ def _states_heuristic(DK: int, DV: int, itemsize: int, large: bool) -> dict:
     return {
         "BV": 32 if itemsize == 2 else 16,
         "STAGES": 2 if itemsize == 2 and DK <= 128 else 1,
-        "num_warps": 4 if itemsize == 2 and large else 8,
+        "num_warps": 4 if itemsize == 2 and large and DK <= 128 else 8,
         "num_stages": 1,
     }
 
@@ -891,7 +890,7 @@ def _outputs_heuristic(DK: int, DV: int, itemsize: int, large: bool) -> dict:
 
 def _state_gradients_heuristic(DK: int, DV: int, itemsize: int, large: bool) -> dict:
     return {
-        "BV": 32 if itemsize == 2 else 16,
+        "BV": 32 if itemsize == 2 and DK <= 128 else 16,
         "STAGES": 1,
         "num_warps": 8,
         "num_stages": 1,

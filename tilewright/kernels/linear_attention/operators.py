@@ -15,14 +15,15 @@ import torch
 
 from tilewright.core.library import declare
 
-CHUNK = 64  # tokens of the gated delta rule that are computed at a time, at most
-CHUNK_BYTES = 16384  # of a head's keys of a chunk: kernels hold a few such blocks in registers
+# Tokens of the gated delta rule that are computed at a time: at most, and in float32, whose products
+# run on FMA units and hold their operands in registers.
+CHUNK, CHUNK_FLOAT32 = 64, 16
 L2_EPS = 1e-6  # of normalized rows, as in transformers and flash-linear-attention
 
 
 def chunk(DK: int, itemsize: int) -> int:
-    """The tokens of a chunk in kernels."""
-    return min(CHUNK, CHUNK_BYTES // (DK * itemsize))
+    """The tokens of a chunk in kernels: with 64 of 256 wide keys, ptxas spills."""
+    return CHUNK_FLOAT32 if itemsize == 4 else CHUNK if DK <= 128 else CHUNK // 2
 
 
 def chunk_of(q: torch.Tensor) -> int:

@@ -46,6 +46,7 @@ class Request(NamedTuple):
 
     key_dim: int
     value_dim: int
+    float32: bool = False
 
 
 @checks.autocast("products", "q", "k", "v")
@@ -136,7 +137,7 @@ def gated_delta_rule(
     if cu_seqlens is not None:
         cu_seqlens = checks.cu_seqlens(cu_seqlens, q.shape[1], wait=cu_seqlens.is_meta)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    request = Request(q.shape[3], v.shape[3])
+    request = Request(q.shape[3], v.shape[3], q.dtype == torch.float32)
     fn = GATED_DELTA_RULE.pick(implementation, q, request)
     o, state = fn(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm)
     return o, state if output_final_state else None
@@ -284,6 +285,8 @@ def _triton_refuses(request: Request) -> str | None:
     for name, width in (("q and k", request.key_dim), ("v", request.value_dim)):
         if width not in WIDTHS:
             return f"takes {name} of width {', '.join(map(str, WIDTHS))}, not {width}"
+    if request.float32 and request.key_dim == WIDTHS[-1]:  # a state's columns fill the registers
+        return f"takes q and k of width {WIDTHS[-1]} in 16 bits, not in float32"
     return None
 
 
@@ -392,5 +395,5 @@ GATED_DELTA_RULE = Op(
     ),
     atol=_atol,
     judged=Judged(of_sums=True),
-    requests=(Request(96, 128), Request(128, 512)),
+    requests=(Request(96, 128), Request(128, 512), Request(256, 128, float32=True)),
 )
