@@ -36,6 +36,7 @@ from tilewright.kernels.device import large_shared_memory
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
 from tilewright.kernels.linear_attention.operators import (
+    CHUNK,
     L2_EPS,
     DeltaOptions,
     chunk,
@@ -46,7 +47,6 @@ from tilewright.kernels.linear_attention.operators import (
 from tilewright.kernels.linear_attention.tiles_triton import number_of_tiles, place, tiles_of
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
-
 
 # ---- one chunk
 
@@ -507,7 +507,7 @@ def _row_gradients(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """dbeta, ddecay: [1 + DK / BK, tokens, HV], the first of which _pair_gradients has written."""
+    """dbeta, ddecay: [DK / BK, tokens, HV]."""
     t = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     block = tl.program_id(2)
@@ -553,7 +553,7 @@ def _row_gradients(
             ddecay = tl.sum(q.to(tl.float32) * of_q, 1) - to_end + beta * dbeta
             of_last = tl.sum(to_end, 0) + tl.sum(shrunk, 0) * tl.exp(last)
             ddecay += tl.where(row == tl.minimum(first + C, end) - 1, of_last, 0.0)
-            at = ((block + 1) * tokens.to(tl.int64) + row) * HV + h
+            at = (block * tokens.to(tl.int64) + row) * HV + h
             tl.store(dbeta_ptr + at, dbeta, mask=live)
             tl.store(ddecay_ptr + at, ddecay, mask=live)
             dqk = _of_heads(dqk_ptr, row, live, h, 0, HV, C, C)
@@ -571,6 +571,8 @@ def _row_gradients(
 
 @triton.jit(do_not_specialize=["S", "capacity", "count", "tokens"])
 def _gate_gradients(
+    dbeta_pairs_ptr,
+    ddecay_pairs_ptr,
     dbetas_ptr,
     ddecays_ptr,
     dbeta_ptr,
@@ -595,9 +597,9 @@ def _gate_gradients(
         first, begin, end = place(map_ptr, cu_ptr, capacity, S, t, there, C, PACKED)
         row = first + tl.arange(0, C)
         mask = (row < end)[:, None] & (h < HV)[None, :]
-        dbeta = tl.zeros((C, HEADS), tl.float32)
-        ddecay = tl.zeros((C, HEADS), tl.float32)
         at = row[:, None] * HV + h[None, :]
+        dbeta = tl.load(dbeta_pairs_ptr + at, mask=mask, other=0.0)
+        ddecay = tl.load(ddecay_pairs_ptr + at, mask=mask, other=0.0)
         for part in range(PARTS):
             from_ = part * tokens.to(tl.int64) * HV + at
             dbeta += tl.load(dbetas_ptr + from_, mask=mask, other=0.0)
@@ -818,16 +820,17 @@ def backward(do, dstate, q, k, v, beta, initial_state, cu_seqlens, decay, solved
     tensors = do, p.q, p.k, beta, decay, solved, scores, dstate, dstates, x, dinitial
     run.per_sequence(_state_gradients, STATE_GRADIENTS, tensors, (p.scale,), (p.q, p.k))
 
-    parts = 1 + DK // run.config(ROW_GRADIENTS)["BK"]
+    parts = DK // run.config(ROW_GRADIENTS)["BK"]
+    of_pairs = torch.empty_like(dbeta), torch.empty_like(dg)
     dbetas, ddecays = beta.new_empty(parts, n, HV), beta.new_empty(parts, n, HV)
     dqk, dkk = (p.q.new_empty(n, HV, run.chunk) for _ in range(2))
-    tensors = do, p.q, p.k, p.v, beta, decay, new, x, dv, dqk, dkk, dbetas, ddecays
+    tensors = do, p.q, p.k, p.v, beta, decay, new, x, dv, dqk, dkk, *of_pairs
     run.per_chunk(_pair_gradients, PAIR_GRADIENTS, (HV,), tensors, (p.scale,), (p.q, p.k, p.v))
     to = dq, dk
     if options.normalize:  # float32, since part of it cancels
         to = tuple(p.q.new_empty(p.q.shape, dtype=torch.float32) for _ in range(2))
     tensors = do, p.q, p.k, beta, decay, new, x, states, dstates, dqk, dkk, *to, dbetas, ddecays
-    run.per_chunk(_row_gradients, ROW_GRADIENTS, (HK, parts - 1), tensors, (n, p.scale), (p.q, p.k))
+    run.per_chunk(_row_gradients, ROW_GRADIENTS, (HK, parts), tensors, (n, p.scale), (p.q, p.k))
     if options.normalize:
         _normalized_backward(to[0], q, dq)
         _normalized_backward(to[1], k, dk)
@@ -835,6 +838,7 @@ def backward(do, dstate, q, k, v, beta, initial_state, cu_seqlens, decay, solved
     launch(
         _gate_gradients,
         (tiles.count, cdiv(HV, HEADS)),
+        *of_pairs,
         dbetas,
         ddecays,
         dbeta,
@@ -934,7 +938,7 @@ _FLOAT32 = (
 )
 
 
-def _specs_of(kernel, name: str, strided: tuple[str, ...], needs: dict):
+def _specs_of(kernel, name: str, strided: tuple[str, ...]):
     divisible = tuple(f"{t}_{d}" for t in strided for d in ("row", "head"))
 
     def specs(key: dict, config: dict) -> list[KernelSpec]:
@@ -967,7 +971,7 @@ def _specs_of(kernel, name: str, strided: tuple[str, ...], needs: dict):
                     {"scale": "fp32"},
                     divisible=divisible,
                     **({"min_arch": 90, "max_arch": 109} if key["large"] else {"min_arch": 110}),
-                    **(needs if data == "bf16" else {}),
+                    **_accesses(key),
                 )
             )
         return found
@@ -975,10 +979,16 @@ def _specs_of(kernel, name: str, strided: tuple[str, ...], needs: dict):
     return specs
 
 
-_TENSOR_CORES = {"uses": {90: ("wgmma",), 100: ("tcgen05",)}}
+def _accesses(key: dict) -> dict:
+    """Chunks of 64 rows use tensor cores of Hopper and later, and move 128 bits at a time; a thread
+    has fewer elements of a smaller one.
+    """
+    if chunk(key["DK"], key["itemsize"]) == CHUNK:
+        return {"uses": {90: ("wgmma",), 100: ("tcgen05",)}}
+    return {"load": 64, "store": 32}
 
 
-def _tunable(kernel, name, pass_name, heuristic, strided, **needs) -> Tunable:
+def _tunable(kernel, name, pass_name, heuristic, strided) -> Tunable:
     return Tunable(
         "gated_delta_rule",
         name,
@@ -987,7 +997,7 @@ def _tunable(kernel, name, pass_name, heuristic, strided, **needs) -> Tunable:
         heuristic,
         _alone(heuristic),
         _KEYS,
-        _specs_of(kernel, name, strided, {**_TENSOR_CORES, **needs}),
+        _specs_of(kernel, name, strided),
     )
 
 
@@ -1014,7 +1024,7 @@ def gate() -> list[KernelSpec]:
             _gate_gradients,
             "gate_gradients",
             {"map": "i32", "cu": "i64", "*": "fp32"},
-            {"C": 64, "HV": 32, "PARTS": 3, "PACKED": True, **_OF_GATES},
+            {"C": 64, "HV": 32, "PARTS": 4, "PACKED": True, **_OF_GATES},
             # 16 heads of a token, each thread four of them
         )
     ]

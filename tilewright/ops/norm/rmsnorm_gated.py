@@ -15,11 +15,11 @@ import torch
 from tilewright.core import checks, platform
 from tilewright.core.library import declare, from_kernels
 from tilewright.core.registry import Case, Cost, Implementation, Judged, Op
-from tilewright.core.takes import FLOAT, takes
+from tilewright.core.takes import takes
 from tilewright.ops import cases
 
-# Widest row, which kernels keep in registers: with 8,192 columns on 512 threads ptxas spills 4 bytes
-# in the backward of bfloat16 for sm_120.
+# Widest row, which kernels keep in registers: with 8,192 columns on 512 threads ptxas spills 4
+# bytes in the backward of bfloat16 for sm_120.
 MAX_D = 4096
 
 
