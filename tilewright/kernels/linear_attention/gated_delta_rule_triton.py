@@ -1,6 +1,6 @@
-"""The gated delta rule in Triton, in chunks of up to 64 tokens (C). The definition, with the formulas of a
-chunk and their names, is tilewright/ops/linear_attention/gated_delta_rule.py; chunks are those of
-arXiv:2412.06464. No chunk has tokens of two documents (`tiles_triton`).
+"""The gated delta rule in Triton, in chunks of up to 64 tokens (C). The definition, with the
+formulas of a chunk and their names, is tilewright/ops/linear_attention/gated_delta_rule.py; chunks
+are those of arXiv:2412.06464. No chunk has tokens of two documents (`tiles_triton`).
 
     _scores           per chunk and head: G, P and (I + A)^-1.
     _states           per sequence, head and block of columns, one chunk after another: H at the
@@ -137,7 +137,7 @@ def _scores(
     h = tl.program_id(1).to(tl.int64)
     there = t < number_of_tiles(map_ptr, capacity, count, PACKED)
     if there:
-        first, begin, end = place(map_ptr, cu_ptr, capacity, S, t, there, C, PACKED)
+        first, _, end = place(map_ptr, cu_ptr, capacity, S, t, there, C, PACKED)
         i = tl.arange(0, C)
         row = first + i
         live = row < end
@@ -298,7 +298,7 @@ def _outputs(
     column = tl.program_id(2) * BV
     there = t < number_of_tiles(map_ptr, capacity, count, PACKED)
     if there:
-        first, begin, end = place(map_ptr, cu_ptr, capacity, S, t, there, C, PACKED)
+        first, _, end = place(map_ptr, cu_ptr, capacity, S, t, there, C, PACKED)
         row = first + tl.arange(0, C)
         live = row < end
         q = _rows(q_ptr + (h // GROUP) * q_head, q_row, row, live, 0, DK)
@@ -423,7 +423,7 @@ def _pair_gradients(
     h = tl.program_id(1).to(tl.int64)
     there = t < number_of_tiles(map_ptr, capacity, count, PACKED)
     if there:
-        first, begin, end = place(map_ptr, cu_ptr, capacity, S, t, there, C, PACKED)
+        first, _, end = place(map_ptr, cu_ptr, capacity, S, t, there, C, PACKED)
         i = tl.arange(0, C)
         row = first + i
         live = row < end
@@ -513,7 +513,7 @@ def _row_gradients(
     block = tl.program_id(2)
     there = t < number_of_tiles(map_ptr, capacity, count, PACKED)
     if there:
-        first, begin, end = place(map_ptr, cu_ptr, capacity, S, t, there, C, PACKED)
+        first, _, end = place(map_ptr, cu_ptr, capacity, S, t, there, C, PACKED)
         i = tl.arange(0, C)
         row = first + i
         live = row < end
@@ -594,7 +594,7 @@ def _gate_gradients(
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     there = t < number_of_tiles(map_ptr, capacity, count, PACKED)
     if there:
-        first, begin, end = place(map_ptr, cu_ptr, capacity, S, t, there, C, PACKED)
+        first, _, end = place(map_ptr, cu_ptr, capacity, S, t, there, C, PACKED)
         row = first + tl.arange(0, C)
         mask = (row < end)[:, None] & (h < HV)[None, :]
         at = row[:, None] * HV + h[None, :]
@@ -750,8 +750,8 @@ class _Launcher:
 
 
 def _precision(itemsize: int) -> str:
-    """Of products: of the inverse, whose operands are float32 where the inputs have 16 bits, 10 bits,
-    as many as float16 has, to which it is rounded.
+    """Of products: of the inverse, whose operands are float32 where the inputs have 16 bits, 10
+    bits, as many as float16 has, to which it is rounded.
     """
     return "tf32" if itemsize == 2 else "ieee"
 
@@ -813,7 +813,7 @@ def backward(do, dstate, q, k, v, beta, initial_state, cu_seqlens, decay, solved
         return found
     p = _problem(q, k, v, beta, cu_seqlens, options)
     run = _Launcher(p)
-    (n, HV, DV), (_, HK, DK) = p.v.shape, p.q.shape
+    (n, HV, _), (_, HK, DK) = p.v.shape, p.q.shape
     scores = _scored(run, None, decay, solved)
     states, new = _states_of(run, initial_state, decay, solved, None)
     dstates, x = torch.empty_like(states), torch.empty_like(new)

@@ -15,8 +15,8 @@ import torch
 
 from tilewright.core.library import declare
 
-# Tokens of the gated delta rule that are computed at a time: at most, and in float32, whose products
-# run on FMA units and hold their operands in registers.
+# Tokens of the gated delta rule that are computed at a time: at most, and in float32, whose
+# products run on FMA units and hold their operands in registers.
 CHUNK, CHUNK_FLOAT32 = 64, 16
 L2_EPS = 1e-6  # of normalized rows, as in transformers and flash-linear-attention
 

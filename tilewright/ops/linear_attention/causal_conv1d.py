@@ -155,8 +155,9 @@ def _case(name, B, S, C, W, *, bias=False, documents=None, strided=False, tags=c
 
 
 def _atol(dtype, kwargs, name):
-    """Gradients of weight and bias are sums over all tokens. Where upstream gradients are equal, the
-    twin's order may be exact by chance; a tile's rows, added one by one, are 3 eps off at 140 rows.
+    """Gradients of weight and bias are sums over all tokens. Where upstream gradients are equal,
+    the twin's order may be exact by chance; a tile's rows, added one by one, are 3 eps off at 140
+    rows.
     """
     wide = dtype == torch.float32 and name in ("grad weight", "grad bias")
     return 8 * torch.finfo(dtype).eps if wide else None

@@ -1,14 +1,14 @@
-"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464), linear attention whose state forgets by
-a gate and is corrected by what it predicts wrongly:
+"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464), linear attention whose state forgets
+by a gate and is corrected by what it predicts wrongly:
 
     S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T
     o_t = scale S_t^T q_t
 
-Shapes: B = batch, S = positions, HK / HV = key / value heads (HV a multiple of HK: key head h serves
-the value heads from h HV / HK on), DK / DV = their widths, N = sequences (the packed documents, or
-B). A state is [DK, DV] for each sequence and value head.
+Shapes: B = batch, S = positions, HK / HV = key / value heads (HV a multiple of HK: key head h
+serves the value heads from h HV / HK on), DK / DV = their widths, N = sequences (the packed
+documents, or B). A state is [DK, DV] for each sequence and value head.
 
-All implementations compute it a chunk of 64 tokens at a time. With G the sum of g from the start of
+All implementations compute it a chunk of up to 64 tokens at a time. With G the sum of g from the start of
 a chunk, whose state at the start is H, its rows j <= i see each other through
 
     A_ij = beta_i exp(G_i - G_j) k_i k_j   (j < i)       P_ij = exp(G_i - G_j) q_i k_j   (j <= i)
@@ -241,7 +241,7 @@ def _chunks(S: int, cu_seqlens: torch.Tensor | None, device: torch.device) -> _C
 
 
 def _save(ctx, arguments, found):
-    q, k, v, g, beta, initial_state, cu_seqlens, ctx.options = arguments
+    q, k, v, _, beta, initial_state, cu_seqlens, ctx.options = arguments
     ctx.save_for_backward(q, k, v, beta, initial_state, cu_seqlens, found.decay, found.solved)
 
 
@@ -346,8 +346,8 @@ def _case(
 
 
 def _atol(dtype, kwargs, name):
-    """Operands of products (P, the inverse, V, X, states) are rounded to 16 bits where the twin keeps
-    float32: half an eps of each term of a sum, of which the largest element has three or four times
+    """Operands of products (P, the inverse, V, X, states) are rounded to 16 bits where the twin
+    keeps float32: half an eps of each term of a sum, of which the largest element has three or four times
     the root mean square. Measured beyond twice the twin's own in float16: 3.0 eps in results, 4.3
     eps in gradients, to which two such products lead. In float32 the
     inverse is computed by blocks, and gradients are sums in another order: 14 eps.
@@ -397,6 +397,29 @@ GATED_DELTA_RULE = Op(
         _case("qwen3-next-80b-a3b", 1, *_QWEN[0], 1024, *_QWEN[1], tags=cases.CPU, **_NEXT),
     ),
     atol=_atol,
-    judged=Judged(of_sums=True),
+    # The slack is relative to the root mean square, which in a short sequence is several times as
+    # large as an ordinary element of a gradient, and more where upstream gradients are equal.
+    judged=Judged(
+        of_sums=True,
+        detects={
+            torch.bfloat16: {
+                "out 0": 0.16,
+                "out 1": 0.075,
+                "grad q": 0.17,
+                "grad k": 1.0,
+                "grad v": 1.2,
+                "grad g": 1.5,
+                "grad beta": 1.3,
+                "grad initial_state": 1.2,
+            },
+            torch.float16: {
+                "grad k": 0.12,
+                "grad v": 0.15,
+                "grad g": 0.2,
+                "grad beta": 0.16,
+                "grad initial_state": 0.15,
+            },
+        },
+    ),
     requests=(Request(96, 128), Request(128, 512), Request(256, 128, float32=True)),
 )
