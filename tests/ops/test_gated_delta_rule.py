@@ -90,3 +90,40 @@ def test_packed_documents_start_from_their_own_states():
         torch.testing.assert_close(f, e, rtol=1e-11, atol=1e-12)
     for f, e in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
         torch.testing.assert_close(f, e, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.packages
+@pytest.mark.parametrize(
+    "form", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"]
+)
+def test_equals_transformers(form):
+    qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    *inputs, state = drawn(2, 70, 2, 4, 16, 8, dtype=torch.float32)
+    found = gated_delta_rule(
+        *inputs,
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm=True,
+        implementation="eager",
+    )
+    expected = getattr(qwen, form)(
+        *inputs, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    for f, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(f, e, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"v": torch.zeros(1, 4, 3, 8)}, r"v must have shape .* with HV % HK == 0"),
+        ({"initial_state": torch.zeros(2, 2, 8, 8)}, r"initial_state must .* or N == B"),
+        ({"scale": 0.0}, r"scale must be a number in \(0, inf\) in float32 or None, got 0.0"),
+        ({"cu_seqlens": torch.tensor([0, 3])}, "cu_seqlens must end at 4, .*got 3"),
+    ],
+)
+def test_bad_input_is_one_clear_error(changes, message):
+    q, g = torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2)
+    given = {"q": q, "k": q, "v": q, "g": g, "beta": g, **changes}
+    with pytest.raises(ValueError, match=message):
+        gated_delta_rule(**given)

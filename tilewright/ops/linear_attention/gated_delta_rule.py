@@ -8,8 +8,8 @@ Shapes: B = batch, S = positions, HK / HV = key / value heads (HV a multiple of 
 serves the value heads from h HV / HK on), DK / DV = their widths, N = sequences (the packed
 documents, or B). A state is [DK, DV] for each sequence and value head.
 
-All implementations compute it a chunk of up to 64 tokens at a time. With G the sum of g from the start of
-a chunk, whose state at the start is H, its rows j <= i see each other through
+All implementations compute it a chunk of up to 64 tokens at a time. With G the sum of g from the
+start of a chunk, whose state at the start is H, its rows j <= i see each other through
 
     A_ij = beta_i exp(G_i - G_j) k_i k_j   (j < i)       P_ij = exp(G_i - G_j) q_i k_j   (j <= i)
 
@@ -347,8 +347,8 @@ def _case(
 
 def _atol(dtype, kwargs, name):
     """Operands of products (P, the inverse, V, X, states) are rounded to 16 bits where the twin
-    keeps float32: half an eps of each term of a sum, of which the largest element has three or four times
-    the root mean square. Measured beyond twice the twin's own in float16: 3.0 eps in results, 4.3
+    keeps float32: half an eps of each term of a sum, of which the largest element has three or
+    four times the root mean square. Measured beyond twice the twin's own in float16: 3.0 eps in results, 4.3
     eps in gradients, to which two such products lead. In float32 the
     inverse is computed by blocks, and gradients are sums in another order: 14 eps.
     """
@@ -405,7 +405,7 @@ GATED_DELTA_RULE = Op(
             torch.bfloat16: {
                 "out 0": 0.16,
                 "out 1": 0.075,
-                "grad q": 0.17,
+                "grad q": 0.2,
                 "grad k": 1.0,
                 "grad v": 1.2,
                 "grad g": 1.5,
