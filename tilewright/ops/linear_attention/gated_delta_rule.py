@@ -177,7 +177,7 @@ def gated_delta_rule_eager(q, k, v, g, beta, initial_state, cu_seqlens, scale, u
         out.append(q[:, c] @ H + P[:, c] @ V)
         H = last[:, c] * H + k[:, c].mT @ V
         states.append(H)
-    o = torch.stack(out, 1) if out else v
+    o = torch.stack(out, 1) if out else P @ (U - W @ start[:, None])  # empty
     return chunks.join(o, S).to(dtype), chunks.last(states, start)
 
 
@@ -348,9 +348,9 @@ def _case(
 def _atol(dtype, kwargs, name):
     """Operands of products (P, the inverse, V, X, states) are rounded to 16 bits where the twin
     keeps float32: half an eps of each term of a sum, of which the largest element has three or
-    four times the root mean square. Measured beyond twice the twin's own in float16: 3.0 eps in results, 4.3
-    eps in gradients, to which two such products lead. In float32 the
-    inverse is computed by blocks, and gradients are sums in another order: 14 eps.
+    four times the root mean square. Measured beyond twice the twin's own in float16: 3.0 eps in
+    results, 4.3 eps in gradients, to which two such products lead. In float32 gradients are sums
+    in another order, and the inverse is computed by blocks: 14 eps.
     """
     few = name in ("out 0", "out 1")
     number = 16 if dtype == torch.float32 else 4 if few else 8
@@ -391,7 +391,6 @@ GATED_DELTA_RULE = Op(
         ),
         _case("strided", 1, 2, 2, 66, 64, 128, strided=True),
         _case("wide", 1, 1, 1, 65, 128, 64, **_NEXT),
-        _case("other_widths", 2, 1, 2, 4, 16, 24, output_final_state=True),
         _case("no_tokens", 1, 1, 1, 0, 64, 64, state=True, output_final_state=True),
         _case("qwen3-next-80b-a3b", 1, *_QWEN[0], 16384, *_QWEN[1], tags=cases.CUDA, **_NEXT),
         _case("qwen3-next-80b-a3b", 1, *_QWEN[0], 1024, *_QWEN[1], tags=cases.CPU, **_NEXT),
