@@ -248,10 +248,10 @@ def _save(ctx, arguments, found):
 def _backward(ctx, given):
     if given.o is None and given.state is None:
         return {}
-    v = ctx.saved_tensors[2]
-    do = torch.zeros_like(v) if given.o is None else given.o
+    saved = ctx.saved_tensors
+    do = torch.zeros_like(saved[2]) if given.o is None else given.o
     dstate = None if given.state is None else given.state.contiguous()
-    found = ctx.backward_op(do.contiguous(), dstate, *ctx.saved_tensors, ctx.options)
+    found = ctx.backward_op(do.contiguous(), dstate, *saved, ctx.options)
     return {
         name: getattr(found, f"d{name}") for name in ("q", "k", "v", "g", "beta", "initial_state")
     }
