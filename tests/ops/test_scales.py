@@ -15,6 +15,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 # Sums of terms that are near the largest number overflow in some orders and not in others.
 SUMS = (
     "attention",
+    "gated_delta_rule",
     "linear_cross_entropy",
     "linear_logprob",
     "unpermute",
