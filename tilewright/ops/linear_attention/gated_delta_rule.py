@@ -137,7 +137,7 @@ def gated_delta_rule(
     if cu_seqlens is not None:
         cu_seqlens = checks.cu_seqlens(cu_seqlens, q.shape[1], wait=cu_seqlens.is_meta)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    request = Request(q.shape[3], v.shape[3], q.dtype == torch.float32)
+    request = Request(key_dim=q.shape[3], value_dim=v.shape[3], float32=q.dtype == torch.float32)
     fn = GATED_DELTA_RULE.pick(implementation, q, request)
     o, state = fn(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm)
     return o, state if output_final_state else None
@@ -420,5 +420,9 @@ GATED_DELTA_RULE = Op(
             },
         },
     ),
-    requests=(Request(96, 128), Request(128, 512), Request(256, 128, float32=True)),
+    requests=(
+        Request(key_dim=96, value_dim=128),
+        Request(key_dim=128, value_dim=512),
+        Request(key_dim=256, value_dim=128, float32=True),
+    ),
 )
