@@ -424,6 +424,10 @@ def narrow_rows_on_four_warps(driver):
 # cases of the op.
 ALTERNATIVES = (
     ("moe_mlp", "moe_mlp/up_swiglu", "BLOCK_N", ("aligned",)),
+    ("moe_mlp", "moe_mlp/up_swiglu", "ROLES", ("aligned", "sentinels", "gpt_oss_aligned")),
+    ("moe_mlp", "moe_mlp/down_dswiglu", "ROLES", ("aligned", "sentinels", "gpt_oss_aligned")),
+    ("grouped_gemm", "grouped_gemm/forward", "ROLES", ("aligned", "ragged", "tail")),
+    ("grouped_gemm", "grouped_gemm/backward_x", "ROLES", ("aligned", "tail")),
     ("moe_mlp", "moe_mlp/down_dswiglu", "SPLIT", ("aligned", "sentinels", "gpt_oss_aligned")),
     ("dequantize_nf4", "dequantize_nf4/dequantize", "GATHER", ("ragged", "matrix nested")),
 )
@@ -433,7 +437,11 @@ def alternative(driver, op, case, launch, changes):
     """As the suite would time it, with this case's sizes."""
     tunables = op.implementation("triton").tunables()
     [tunable] = [t for t in tunables if t.name == launch]
-    [variant] = [v for v in VARIANTS if v.launch == launch and changes in v.other]
+    [variant] = [
+        v
+        for v in VARIANTS
+        if v.launch == launch and changes in v.other and ("ROLES" in v.other) == (changes == "ROLES")
+    ]
 
     def config(device, *key):
         return {**tunable.heuristic(**tunable.named(key)), **variant.other}

@@ -135,9 +135,10 @@ class Driver:
         from triton.runtime.cache import get_cache_manager
 
         cached = get_cache_manager(metadata.hash)
-        text, ttir = (  # Triton has just compiled both
-            pathlib.Path(cast(str, cached.get_file(f"{metadata.name}.{kind}"))).read_text()
+        text, ttir = (  # Triton has just compiled them; of Gluon there is no ttir
+            pathlib.Path(file).read_text() if file else ""
             for kind in ("ptx", "ttir")
+            for file in (cached.get_file(f"{metadata.name}.{kind}"),)
         )
         undefined = loads_without_other(ttir)
         kernels = {}

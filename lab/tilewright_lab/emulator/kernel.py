@@ -80,6 +80,10 @@ class Kernel:
                 self.lines.append(line)
         self.classes = [instruction_class(op) for _, _, op, _ in self.code]
         self.synchronizes = any(op[0] in ("bar", "barrier") for _, _, op, _ in self.code)
+        # Whether warps run code of their own; the registers that they begin with.
+        self.specialized = any(op[0] == "setmaxnreg" for _, _, op, _ in self.code)
+        limit = re.search(r"\.maxnreg (\d+)", head)
+        self.registers = int(limit[1]) if limit else 0
 
     def where(self, pc: int) -> str:
         """The line of the source that an instruction comes from; empty if the PTX names none."""

@@ -111,7 +111,7 @@ def _tanh(x):
 
 
 @triton.jit
-def _gated(
+def gated(
     g,
     u,
     ACTIVATION: tl.constexpr,
@@ -175,7 +175,7 @@ def _h_epilogue(
     OFFSET: tl.constexpr,
 ):
     """h of a gate and an up, rounded as they are in memory."""
-    a, _, v, _ = _gated(
+    a, _, v, _ = gated(
         gate.to(tl.float32), up.to(tl.float32), ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET
     )
     tl.store(
@@ -348,7 +348,7 @@ def _dgate_epilogue(
             at = r[:, None] * (2 * N) + c[None, :]
             g = tl.load(pre_ptr + at, mask=known[:, None] & inside, other=0.0)
             u = tl.load(pre_ptr + N + at, mask=known[:, None] & inside, other=0.0)
-        a, da, v, dv = _gated(
+        a, da, v, dv = gated(
             g.to(tl.float32), u.to(tl.float32), ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET
         )
         d = scale[:, None] * dh
@@ -418,7 +418,7 @@ def _gemm(
     INTERLEAVED: rows of w are gate, up, gate, up, ..., as are columns of pre and of its gradient.
     BIAS: bias [E, N], with SWIGLU [E, 2 N] in the order of w's rows, is added to x @ w before
         rounding.
-    ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET: define h, see `_gated`.
+    ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET: define h, see `gated`.
     PLAIN: out [rows, N] = x @ w.
     SWIGLU: out [rows, N] = h, and with STORE_PRE pre [rows, 2 N] = x @ w.
     DSWIGLU: x @ w is the gradient of h, without the row's router weight. pre is read, out [rows, 2
@@ -892,6 +892,15 @@ def _launch(
     tma = aligned and x.element_size() == 2 and has_tma(x.device)
     halves = epilogue == SWIGLU and not gate["INTERLEAVED"]
     tma_x, tma_w = tma and slots is None, tma and not (halves and transposed)
+    grid = min(blocks, capacity * (MAP_ROWS // c["BLOCK_M"]) * cdiv(N, wide))
+    # What TMA does not read, a Triton kernel of the same tiles multiplies.
+    if c.pop("ROLES") and tma_w and epilogue != DSWIGLU:
+        from tilewright.kernels.moe import grouped_gemm_gluon
+
+        grouped_gemm_gluon.gemm(
+            grid, x, w, transposed, tiles, slots, top_k, out, pre, bias, E, epilogue, gate, c
+        )
+        return
     x_stride, w_stride = x.stride(0), w.stride(1)
     expert_stride = w.stride(0)
     if tma_x:
@@ -901,7 +910,6 @@ def _launch(
         if halves:
             w, block = w.unflatten(1, (2, N)), [2, wide, c["BLOCK_K"]]
         w = TensorDescriptor.from_tensor(w, [1, *block])
-    grid = min(blocks, capacity * (MAP_ROWS // c["BLOCK_M"]) * cdiv(N, wide))
     launch(
         _gemm,
         (grid,),
@@ -1164,8 +1172,10 @@ def _router_weight_gradient(partial, order, dy, bias):
 # ---- launch configurations
 
 
-def _constants(m, n, k, warps, stages, per_sm, group=8, split=1, maxnreg=None) -> dict:
-    """per_sm: blocks per SM, all of which run at once; the compile gate checks it."""
+def _constants(m, n, k, warps, stages, per_sm, group=8, split=1, maxnreg=None, roles=False) -> dict:
+    """per_sm: blocks per SM, all of which run at once; the compile gate checks it.   roles: whether
+    warps are specialized (grouped_gemm_gluon.py).
+    """
     return {
         "BLOCK_M": m,
         "BLOCK_N": n,
@@ -1176,6 +1186,7 @@ def _constants(m, n, k, warps, stages, per_sm, group=8, split=1, maxnreg=None) -
         "num_warps": warps,
         "num_stages": stages,
         "maxnreg": maxnreg,
+        "ROLES": roles,
     }
 
 
@@ -1184,6 +1195,8 @@ def _constants(m, n, k, warps, stages, per_sm, group=8, split=1, maxnreg=None) -
 _ODD = _constants(64, 64, 32, 4, 2, 2)
 _FP32 = _constants(64, 64, 32, 4, 3, 2)
 _PAIR = _constants(128, 128, 64, 8, 3, 2, maxnreg=128)
+# Specialized warps: 192 KiB of operands, and 32 of results.
+_ROLES = _constants(128, 256, 64, 8, 4, 1, roles=True)
 
 
 def _gemm_heuristic(
@@ -1237,7 +1250,8 @@ def _gemm_space(
             (64, 256, 64, 4, 4, 1),
         ]
     configs = [_constants(*shape, group) for shape in shapes for group in (4, 8, 16)]
-    return configs + [{**_PAIR, "GROUP": group} for group in (4, 8, 16) if large]
+    more = (_PAIR, _ROLES) if large else ()
+    return configs + [{**config, "GROUP": group} for config in more for group in (4, 8, 16)]
 
 
 def _up_heuristic(
@@ -1266,6 +1280,8 @@ def _up_space(
         c
         for c in _gemm_space(N, K, itemsize, rows, aligned, large)
         if included(c["BLOCK_M"], c["BLOCK_N"], c["num_warps"])
+        # The gate of gpt-oss spills there.
+        and (plain or not c["ROLES"])
     ]
 
 
@@ -1307,7 +1323,9 @@ def _down_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: 
             (128, 256, 64, 8, 3, 1, 0),
             (128, 256, 64, 8, 4, 1, 0),
         ]
-    return [_constants(*shape[:6], group, shape[6]) for shape in shapes for group in (4, 8, 16)]
+    configs = [_constants(*shape[:6], group, shape[6]) for shape in shapes for group in (4, 8, 16)]
+    roles = [{**_ROLES, "GROUP": group, "SPLIT": 0} for group in (4, 8, 16) if large]
+    return configs + roles
 
 
 _WEIGHT_NAMES = ("BLOCK_N", "BLOCK_K", "BLOCK_R", "num_warps", "num_stages", "GROUP")
@@ -1434,10 +1452,29 @@ def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
         tma = key["itemsize"] == 2 and key["aligned"]
         there = {"slots": gather, "pre": epilogue != PLAIN, "bias": bias}
         there |= dict.fromkeys(("hw", "partial", "weight"), dswiglu)
+        pointers = {**_POINTERS, "*": t, **{name: None for name, has in there.items() if not has}}
+        if config["ROLES"]:
+            from tilewright.kernels.moe import grouped_gemm_gluon
+
+            return grouped_gemm_gluon.spec(
+                f"{label}{kind} specialized {_about(key)}",
+                pointers,
+                {
+                    "GATHER": gather,
+                    "TRANSPOSED": transposed,
+                    "EPILOGUE": epilogue,
+                    "STORE_PRE": epilogue == SWIGLU,
+                    "BIAS": bias,
+                    **gate,
+                    **config,
+                },
+                (m, k),
+                (1, *block),
+            )
         return KernelSpec.of(
             _gemm,
             f"{label}{kind} {_about(key)}",
-            {**_POINTERS, "*": t, **{name: None for name, has in there.items() if not has}},
+            pointers,
             {
                 "GATHER": gather,
                 "TRANSPOSED": transposed,

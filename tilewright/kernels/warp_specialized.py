@@ -1,0 +1,157 @@
+"""The parts of a persistent, warp-specialized matrix product for sm_90, in Gluon.
+
+A block has two partitions. The loading one fills a ring of stages in shared memory; two warpgroups,
+the other, multiply what is there and store the result:
+
+    loads:        wait empty[s], expect bytes on full[s], copy both operands to stage s
+    multiplies:   wait full[s], wgmma on stage s, wait for the product before, arrive empty of its stage
+
+full[s] completes when stage s is written, empty[s] when it is free, each once per turn of the ring;
+whoever waits keeps the parity of the turn. A barrier in its first phase lets a wait for the phase
+before pass, so that the first turn finds all stages empty.
+
+A tile's result goes through shared memory, from which TMA stores it while the next tile is
+multiplied. TMA cannot leave out rows: the last tile of an expert, which others follow, is stored
+from there by threads.
+
+float32 sums. Deterministic. What Triton 3.6 and 3.9 call by different names has one here.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Up to 3.6, and later.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+thread_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+# Registers per thread of the loading partition. A block of twelve warps may have 168 per thread;
+# what loads do not take, the warpgroups that multiply get: 240 and 224.
+ONE_WARP, GATHERING = gl.constexpr(24), gl.constexpr(56)
+
+
+# ---- tensor descriptors, made by the host
+
+
+def _layout(block: list[int], dtype: gl.dtype) -> gl.NVMMASharedLayout:
+    """With the widest swizzle that the block's rows have."""
+    return gl.NVMMASharedLayout.get_default_for(block, dtype)
+
+
+def descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """Of t, with contiguous rows at multiples of 16 bytes."""
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[t.dtype]
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), block, _layout(block, dtype))
+
+
+def descriptor_type(dtype: str, *block: int) -> str:
+    """What a compilation takes for a `descriptor` of "bf16" or "fp16"."""
+    element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
+    return f"tensordesc<{dtype}{list(block)},{_layout(list(block), element)!r}>"
+
+
+# ---- the ring
+
+
+@gluon.jit
+def stages(dtype: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Shared memory [STAGES, ROWS, COLUMNS] of an operand."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
+    return gl.allocate_shared_memory(dtype, [STAGES, ROWS, COLUMNS], layout)
+
+
+@gluon.jit
+def ring(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
+    """(full, empty): mbarriers of the stages. ARRIVALS: on full, per turn."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=ARRIVALS)
+        mbarrier.init(empty.index(s), count=1)
+    return full, empty
+
+
+@gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    """The stage that follows, and the parity of its turn."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def accumulate(acc, steps, a, b, full, empty, stage, phase, TURNED: gl.constexpr):
+    """Adds `steps` stages' products a b to acc [M, N]. One product is always in flight, so that
+    the tensor cores do not wait for the barriers between two.
+
+    a: [STAGES, M, K].   b: [STAGES, N, K], or TURNED [STAGES, K, N].
+    """
+    STAGES: gl.constexpr = a.shape[0]
+    before = stage
+    for step in range(steps):
+        mbarrier.wait(full.index(stage), phase)
+        right = b.index(stage)
+        if not TURNED:
+            right = right.permute((1, 0))
+        acc = warpgroup_mma(a.index(stage), right, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        mbarrier.arrive(empty.index(before), pred=step > 0)
+        before = stage
+        stage, phase = advance(stage, phase, STAGES)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index(before), pred=steps > 0)
+    return acc, stage, phase
+
+
+# ---- results
+
+
+@gluon.jit
+def halves(t):
+    """The left and the right half of a tile, in registers."""
+    ROWS: gl.constexpr = t.shape[0]
+    COLUMNS: gl.constexpr = t.shape[1] // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS, 16])
+    left, right = t.reshape([ROWS, 2, COLUMNS]).permute((0, 2, 1)).split()
+    left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
+    return left, gl.convert_layout(right, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def store_tile(tile, staging, to, to_ptr, row, end, column, width, stride):
+    """Stores a tile at (row, column) of a matrix, without the rows from `end` on and the columns
+    from `width` on; TMA may still read it from `staging` on return.
+
+    staging: shared memory of the tile's shape.   to: descriptor of the matrix, with its rows of
+        `stride` elements, all of which are its columns.   width: a multiple of 8 elements.
+    """
+    ROWS: gl.constexpr = staging.shape[0]
+    COLUMNS: gl.constexpr = staging.shape[1]
+    tma.store_wait(0)
+    thread_barrier()
+    staging.store(tile)
+    fence_async_shared()
+    thread_barrier()
+    # The descriptor's last column is the matrix's, not this part's.
+    if (row + ROWS <= end) & (column + COLUMNS <= width):
+        tma_store(to, [row, column], staging)
+    else:
+        WIDE: gl.constexpr = gl.BlockedLayout(
+            [1, 8], [32 * 8 // COLUMNS, COLUMNS // 8], [gl.num_warps(), 1], [1, 0]
+        )
+        r = row + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+        c = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, WIDE))
+        at = to_ptr + r.to(gl.int64)[:, None] * stride + c[None, :]
+        gl.store(at, staging.load(WIDE), mask=(r < end)[:, None] & (c < width)[None, :])
