@@ -92,6 +92,14 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def previous(stage, STAGES: gl.constexpr):
+    """Computed, and not kept in a variable: where two names have one value before a loop, Triton
+    does not carry the one that the loop only sets to the other.
+    """
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
 def accumulate(acc, steps, a, b, full, empty, stage, phase, TURNED: gl.constexpr):
     """Adds `steps` stages' products a b to acc [M, N]. One product is always in flight, so that
     the tensor cores do not wait for the barriers between two.
@@ -99,7 +107,6 @@ def accumulate(acc, steps, a, b, full, empty, stage, phase, TURNED: gl.constexpr
     a: [STAGES, M, K].   b: [STAGES, N, K], or TURNED [STAGES, K, N].
     """
     STAGES: gl.constexpr = a.shape[0]
-    before = stage
     for step in range(steps):
         mbarrier.wait(full.index(stage), phase)
         right = b.index(stage)
@@ -107,11 +114,10 @@ def accumulate(acc, steps, a, b, full, empty, stage, phase, TURNED: gl.constexpr
             right = right.permute((1, 0))
         acc = warpgroup_mma(a.index(stage), right, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
-        mbarrier.arrive(empty.index(before), pred=step > 0)
-        before = stage
+        mbarrier.arrive(empty.index(previous(stage, STAGES)), pred=step > 0)
         stage, phase = advance(stage, phase, STAGES)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index(before), pred=steps > 0)
+    mbarrier.arrive(empty.index(previous(stage, STAGES)), pred=steps > 0)
     return acc, stage, phase
 
 
