@@ -273,9 +273,12 @@ def flat(counts):
 
 def long_sums(driver, name, dtype):
     """Sums long enough to reuse pipeline stages, and the large tiles for many rows."""
+    contract_holds(driver, operations()[name], long_case(name), dtype)
+
+
+def long_case(name):
     module, make = CASES_OF[name]
-    case = getattr(importlib.import_module(module), make)("long_sums", *LONG[name])
-    contract_holds(driver, operations()[name], case, dtype)
+    return getattr(importlib.import_module(module), make)("long_sums", *LONG[name])
 
 
 def any_row_of_logits(driver, V, stride, offset, dtype):
@@ -426,8 +429,8 @@ ALTERNATIVES = (
     ("moe_mlp", "moe_mlp/up_swiglu", "BLOCK_N", ("aligned",)),
     ("moe_mlp", "moe_mlp/up_swiglu", "ROLES", ("aligned", "sentinels", "gpt_oss_aligned")),
     ("moe_mlp", "moe_mlp/down_dswiglu", "ROLES", ("aligned", "sentinels", "gpt_oss_aligned")),
-    ("grouped_gemm", "grouped_gemm/forward", "ROLES", ("aligned", "ragged", "tail")),
-    ("grouped_gemm", "grouped_gemm/backward_x", "ROLES", ("aligned", "tail")),
+    ("grouped_gemm", "grouped_gemm/forward", "ROLES", ("aligned",)),
+    ("grouped_gemm", "grouped_gemm/backward_x", "ROLES", ("aligned",)),
     ("moe_mlp", "moe_mlp/down_dswiglu", "SPLIT", ("aligned", "sentinels", "gpt_oss_aligned")),
     ("dequantize_nf4", "dequantize_nf4/dequantize", "GATHER", ("ragged", "matrix nested")),
 )
@@ -698,6 +701,10 @@ def runs():
         for case in (c for c in op.cases if "contract" in c.tags and c.name in names):
             name = f"sm_90-{launch} {changes}-{case.name}-bfloat16"
             found[name] = 90, alternative, op, case, launch, changes
+    for launch in ("forward", "backward_x"):  # specialized warps, which use each stage four times
+        op, launch = operations()["grouped_gemm"], f"grouped_gemm/{launch}"
+        run = 90, alternative, op, long_case("grouped_gemm"), launch, "ROLES"
+        found[f"sm_90-{launch} ROLES-long_sums"] = run
     found["sm_90-cross_entropy-losses"] = 90, losses_of_rows
     found["sm_90-cross_entropy-scale"] = 90, scales, BF16
     if COUNTS.exists():  # of this version of Triton
@@ -774,6 +781,23 @@ def runs():
             new,
             *found[f"sm_{arch}-grouped_gemm-{test}"][1:],
         )
+    # What specialized warps say to each other.   gathering: where threads load, too.
+    test = found["sm_90-grouped_gemm/forward ROLES-long_sums"][1:]
+    gathering = found["sm_90-moe_mlp/up_swiglu ROLES-aligned-bfloat16"][1:]
+    waits = r"mbarrier\.try_wait\.parity\.shared::cta\.b64 complete, \[(%r\d+)\], (%r\d+);"
+    for name, old, new, test in (
+        ("free", r"@\S+ mbarrier\.arrive\.shared::cta\.b64[^;]*;", "", test),
+        ("phase", waits, r"mbarrier.try_wait.parity.shared::cta.b64 complete, [\1], 1;", test),
+        ("stored", r"cp\.async\.bulk\.wait_group\.read\s+0;", "", test),
+        ("committed", r"cp\.async\.bulk\.commit_group;", "", test),
+        ("fence", r"fence\.proxy\.async\S*;", "", test),
+        ("together", r"bar\.sync\s+0, 256;", "", test),
+        ("product", r"(wgmma\.wait_group\S+\s+)1;", r"\g<1>2;", test),
+        ("registers", r"(setmaxnreg\.inc\.sync\.aligned\.u32\s+)240;", r"\g<1>248;", test),
+        ("gathered-fence", r"fence\.proxy\.async\S*;", "", gathering),
+        ("gathered-wait", r"(cp\.async\.wait_group\s+)2;", r"\g<1>3;", gathering),
+    ):
+        found[f"planted-roles-{name}"] = 90, planted, old, new, *test
     fp8 = found["sm_90-fp8_linear-block_fp8 aligned-bfloat16"][1:]
     found["planted-fp8-product"] = 90, planted, r"wgmma\.mma_async[^;]*;", "", *fp8
     return found

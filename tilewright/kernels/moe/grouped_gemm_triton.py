@@ -1573,7 +1573,25 @@ def gate() -> tuple[KernelSpec, ...]:
             for bias in (False, True)
         ),
         *_dswiglu_specs(DOWN_DSWIGLU.named(_KEYS[-1])),
+        *_roles_specs(),
     )
+
+
+def _roles_specs() -> list[KernelSpec]:
+    """Specialized warps, which no heuristic chooses yet."""
+    chosen = (
+        (FORWARD, (True,)),
+        (BACKWARD_X, ()),
+        (UP_SWIGLU, (True,)),
+        (DOWN_DSWIGLU, ()),
+    )
+    config = {**_ROLES, "SPLIT": 0}
+    return [
+        spec
+        for tunable, plain in chosen
+        for spec in tunable.specs(tunable.named((*_KEYS[-1], *plain)), config)
+        if spec.kernel is not _dswiglu
+    ]
 
 
 _FIELDS = ("N", "K", "itemsize", "rows", "aligned", "large")
