@@ -68,6 +68,13 @@ VARIANTS = (
         _ROLES,
     ),
     Variant(
+        "grouped_gemm: specialized warps in dweight, for the same tiles",
+        "grouped_gemm",
+        _UP,
+        "grouped_gemm/backward_weight",
+        {"BLOCK_N": 128, "BLOCK_K": 256, "num_stages": 4, "ROLES": True},
+    ),
+    Variant(
         "grouped_gemm: specialized warps in dx, for the same tiles",
         "grouped_gemm",
         _UP,

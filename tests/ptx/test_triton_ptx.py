@@ -431,6 +431,8 @@ ALTERNATIVES = (
     ("moe_mlp", "moe_mlp/down_dswiglu", "ROLES", ("aligned", "sentinels", "gpt_oss_aligned")),
     ("grouped_gemm", "grouped_gemm/forward", "ROLES", ("aligned",)),
     ("grouped_gemm", "grouped_gemm/backward_x", "ROLES", ("aligned",)),
+    ("grouped_gemm", "grouped_gemm/backward_weight", "ROLES", ("aligned",)),
+    ("moe_mlp", "grouped_gemm/backward_weight", "ROLES", ("aligned", "sentinels")),
     ("moe_mlp", "moe_mlp/down_dswiglu", "SPLIT", ("aligned", "sentinels", "gpt_oss_aligned")),
     ("dequantize_nf4", "dequantize_nf4/dequantize", "GATHER", ("ragged", "matrix nested")),
 )
@@ -699,9 +701,10 @@ def runs():
     for op_name, launch, changes, names in ALTERNATIVES:
         op = operations()[op_name]
         for case in (c for c in op.cases if "contract" in c.tags and c.name in names):
-            name = f"sm_90-{launch} {changes}-{case.name}-bfloat16"
+            whose = "" if launch.startswith(f"{op_name}/") else f"{op_name} of "
+            name = f"sm_90-{whose}{launch} {changes}-{case.name}-bfloat16"
             found[name] = 90, alternative, op, case, launch, changes
-    for launch in ("forward", "backward_x"):  # specialized warps, which use each stage four times
+    for launch in ("forward", "backward_x", "backward_weight"):  # specialized warps, which use each stage four times
         op, launch = operations()["grouped_gemm"], f"grouped_gemm/{launch}"
         run = 90, alternative, op, long_case("grouped_gemm"), launch, "ROLES"
         found[f"sm_90-{launch} ROLES-long_sums"] = run
@@ -783,6 +786,7 @@ def runs():
         )
     # What specialized warps say to each other.   gathering: where threads load, too.
     test = found["sm_90-grouped_gemm/forward ROLES-long_sums"][1:]
+    summed = found["sm_90-grouped_gemm/backward_weight ROLES-long_sums"][1:]
     gathering = found["sm_90-moe_mlp/up_swiglu ROLES-aligned-bfloat16"][1:]
     waits = r"mbarrier\.try_wait\.parity\.shared::cta\.b64 complete, \[(%r\d+)\], (%r\d+);"
     for name, old, new, test in (
@@ -795,6 +799,7 @@ def runs():
         ("product", r"(wgmma\.wait_group\S+\s+)1;", r"\g<1>2;", test),
         ("registers", r"(setmaxnreg\.inc\.sync\.aligned\.u32\s+)240;", r"\g<1>248;", test),
         ("gathered-fence", r"fence\.proxy\.async\S*;", "", gathering),
+        ("rows", r"setp\.lt\.s32", "setp.le.s32", summed),
         ("gathered-wait", r"(cp\.async\.wait_group\s+)2;", r"\g<1>3;", gathering),
     ):
         found[f"planted-roles-{name}"] = 90, planted, old, new, *test

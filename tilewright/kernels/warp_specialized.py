@@ -39,8 +39,8 @@ thread_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_g
 thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 # Registers per thread of the loading partition. A block of twelve warps may have 168 per thread;
-# what loads do not take, the warpgroups that multiply get: 240 and 224.
-ONE_WARP, GATHERING = gl.constexpr(24), gl.constexpr(56)
+# what loads do not take, the warpgroups that multiply get: 240, 224, 208.
+ONE_WARP, GATHERING, GATHERING_WIDE = gl.constexpr(24), gl.constexpr(56), gl.constexpr(88)
 
 
 # ---- tensor descriptors, made by the host
@@ -100,25 +100,51 @@ def previous(stage, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def accumulate(acc, steps, a, b, full, empty, stage, phase, TURNED: gl.constexpr):
+def multiply(a, b, acc, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr):
+    """Begins acc + a b. a: [M, K], or A_TURNED [K, M].   b: [N, K], or B_TURNED [K, N]."""
+    if A_TURNED:
+        a = a.permute((1, 0))
+    if not B_TURNED:
+        b = b.permute((1, 0))
+    return warpgroup_mma(a, b, acc, is_async=True)
+
+
+@gluon.jit
+def accumulate(
+    acc, steps, a, b, full, empty, stage, phase, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr
+):
     """Adds `steps` stages' products a b to acc [M, N]. One product is always in flight, so that
     the tensor cores do not wait for the barriers between two.
 
-    a: [STAGES, M, K].   b: [STAGES, N, K], or TURNED [STAGES, K, N].
+    a: [STAGES, M, K], or A_TURNED [STAGES, K, M].   b: [STAGES, N, K], or B_TURNED [STAGES, K, N].
     """
     STAGES: gl.constexpr = a.shape[0]
     for step in range(steps):
         mbarrier.wait(full.index(stage), phase)
-        right = b.index(stage)
-        if not TURNED:
-            right = right.permute((1, 0))
-        acc = warpgroup_mma(a.index(stage), right, acc, is_async=True)
+        acc = multiply(a.index(stage), b.index(stage), acc, A_TURNED, B_TURNED)
         acc = warpgroup_mma_wait(1, deps=[acc])
         mbarrier.arrive(empty.index(previous(stage, STAGES)), pred=step > 0)
         stage, phase = advance(stage, phase, STAGES)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index(previous(stage, STAGES)), pred=steps > 0)
     return acc, stage, phase
+
+
+@gluon.jit
+def clear_rows(tile, live):
+    """Sets the rows of a tile in shared memory from `live` on to zero. Eight at a time, which the
+    swizzle keeps together, since the warps that multiply have few registers left.
+    """
+    ROWS: gl.constexpr = tile.shape[0]
+    COLUMNS: gl.constexpr = tile.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    i = gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+    for first in gl.static_range(0, ROWS, 8):
+        if first + 8 > live:
+            rows = tile.slice(first, 8)
+            held = rows.load(LAYOUT)
+            kept = (first + i < live)[:, None] & gl.full([8, COLUMNS], True, gl.int1, LAYOUT)
+            rows.store(gl.where(kept, held, gl.zeros_like(held)))
 
 
 # ---- results
@@ -136,6 +162,26 @@ def halves(t):
 
 
 @gluon.jit
+def stage_result(tile, staging):
+    """Writes a tile to shared memory, for TMA, when it has read what was there."""
+    tma.store_wait(0)
+    thread_barrier()
+    staging.store(tile)
+    fence_async_shared()
+    thread_barrier()
+
+
+@gluon.jit
+def store_box(tile, staging, to, corner):
+    """Stores a tile at a corner of a tensor [.., ROWS, COLUMNS], whose descriptor leaves out what
+    is not in it; TMA may still read it from `staging`, shared memory of the tile's shape, on
+    return.
+    """
+    stage_result(tile, staging)
+    tma_store(to, corner, staging.reshape(to.block_shape))
+
+
+@gluon.jit
 def store_tile(tile, staging, to, to_ptr, row, end, column, width, stride):
     """Stores a tile at (row, column) of a matrix, without the rows from `end` on and the columns
     from `width` on; TMA may still read it from `staging` on return.
@@ -145,11 +191,7 @@ def store_tile(tile, staging, to, to_ptr, row, end, column, width, stride):
     """
     ROWS: gl.constexpr = staging.shape[0]
     COLUMNS: gl.constexpr = staging.shape[1]
-    tma.store_wait(0)
-    thread_barrier()
-    staging.store(tile)
-    fence_async_shared()
-    thread_barrier()
+    stage_result(tile, staging)
     # The descriptor's last column is the matrix's, not this part's.
     if (row + ROWS <= end) & (column + COLUMNS <= width):
         tma_store(to, [row, column], staging)

@@ -13,22 +13,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
+    warpgroup_mma_wait,
 )
 
+from tilewright.kernels.device import multiprocessors
 from tilewright.kernels.launch import launch
+from tilewright.kernels.launchers import cdiv
 from tilewright.kernels.moe.grouped_gemm_triton import gated
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.warp_specialized import (
     GATHERING,
+    GATHERING_WIDE,
     ONE_WARP,
     accumulate,
     advance,
+    clear_rows,
     descriptor,
     descriptor_type,
     halves,
+    multiply,
     ring,
     stages,
+    store_box,
     store_tile,
+    thread_barrier,
     thread_load,
     tma_load,
 )
@@ -147,7 +155,7 @@ def _multiply(out, pre, out_ptr, pre_ptr, bias_ptr, tiles_ptr, capacity, n_tiles
             t, tiles_ptr, capacity, m_tiles, n_tiles, E, K, BLOCK_K, GROUP
         )
         acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
-        acc, stage, phase = accumulate(acc, steps, a, b, full, empty, stage, phase, TRANSPOSED)
+        acc, stage, phase = accumulate(acc, steps, a, b, full, empty, stage, phase, False, TRANSPOSED)
         if BIAS:
             j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
             if EPILOGUE == 0:
@@ -249,7 +257,181 @@ def _gemm(x, w, out, pre, out_ptr, pre_ptr, tiles_ptr, slots_ptr, bias_ptr, E, c
         )
 
 
-# ---- the launch
+# ---- gradients of weights: a sum over an expert's rows
+
+
+@gluon.jit
+def _weight_tile(t, offsets_ptr, R, n_tiles, k_tiles, GROUP: gl.constexpr):
+    """Of tile t: its expert, the first row and the end of its rows, and its tiles of N and K."""
+    e = t // (n_tiles * k_tiles)
+    t -= e * (n_tiles * k_tiles)
+    first = t // (GROUP * k_tiles) * GROUP
+    height = gl.minimum(n_tiles - first, GROUP)
+    inside = t - first * k_tiles
+    begin = gl.load(offsets_ptr + e - 1, mask=e > 0, other=0)
+    begin = gl.minimum(gl.maximum(begin, 0), R)
+    end = gl.minimum(gl.maximum(gl.load(offsets_ptr + e), begin), R)
+    return e, begin, end, first + inside % height, inside // height
+
+
+@gluon.jit
+def _load_rows(dy, x, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, full, empty,
+               GROUP: gl.constexpr):
+    """One warp: both operands by TMA."""
+    BLOCK_R: gl.constexpr = a.shape[1]
+    stage, phase = 0, 0
+    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        _, begin, end, n, k = _weight_tile(t, offsets_ptr, R, n_tiles, k_tiles, GROUP)
+        for row in range(begin, end, BLOCK_R):
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            mbarrier.expect(full.index(stage), dy.block_type.nbytes + x.block_type.nbytes)
+            tma_load(dy, [row, n * a.shape[2]], full.index(stage), a.index(stage))
+            tma_load(x, [row, k * b.shape[2]], full.index(stage), b.index(stage))
+            stage, phase = advance(stage, phase, a.shape[0])
+
+
+@gluon.jit
+def _gather_rows(gathered, other, slots_ptr, stride, width, TOP_K, offsets_ptr, R, tiles, n_tiles,
+                 k_tiles, mine, others, full, empty, DY: gl.constexpr, GROUP: gl.constexpr):
+    """A warpgroup: row r of `gathered`, which is DY or x, is its row slots[r] // TOP_K. The slots
+    of a step are read one step before.
+    """
+    BLOCK_R: gl.constexpr = mine.shape[1]
+    COLUMNS: gl.constexpr = mine.shape[2]
+    LANES: gl.constexpr = min(COLUMNS // 8, 32)
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
+    )
+    i = gl.arange(0, BLOCK_R, gl.SliceLayout(1, LAYOUT))
+    c = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    stage, phase, issued = 0, 0, 0
+    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        _, begin, end, n, k = _weight_tile(t, offsets_ptr, R, n_tiles, k_tiles, GROUP)
+        if DY:
+            column, opposite = n * COLUMNS, k * others.shape[2]
+        else:
+            column, opposite = k * COLUMNS, n * others.shape[2]
+        slot = gl.load(slots_ptr + begin + i, mask=begin + i < end, other=0)
+        for row in range(begin, end, BLOCK_R):
+            live = row + i < end
+            source = (slot // TOP_K).to(gl.int64) * stride + column
+            slot = gl.load(slots_ptr + row + BLOCK_R + i, mask=row + BLOCK_R + i < end, other=0)
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            mbarrier.expect(full.index(stage), other.block_type.nbytes)
+            tma_load(other, [row, opposite], full.index(stage), others.index(stage))
+            at = gathered + source[:, None] + c[None, :]
+            mask = live[:, None] & (column + c < width)[None, :]
+            thread_load(mine.index(stage), at, mask=mask)
+            async_copy.commit_group()
+            issued += 1
+            async_copy.wait_group(_BEHIND)
+            _announce(full, issued)
+            stage, phase = advance(stage, phase, mine.shape[0])
+    async_copy.wait_group(0)
+    for _ in gl.static_range(_BEHIND):
+        issued += 1
+        _announce(full, issued)
+
+
+@gluon.jit
+def _sum_rows(out, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, staging, full, empty,
+              GROUP: gl.constexpr):
+    """Two warpgroups."""
+    STAGES: gl.constexpr = a.shape[0]
+    BLOCK_R: gl.constexpr = a.shape[1]
+    BLOCK_N: gl.constexpr = a.shape[2]
+    BLOCK_K: gl.constexpr = b.shape[2]
+    HALF: gl.constexpr = BLOCK_K // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_K, 16])
+    stage, phase = 0, 0
+    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        e, begin, end, n, k = _weight_tile(t, offsets_ptr, R, n_tiles, k_tiles, GROUP)
+        acc = gl.zeros((BLOCK_N, BLOCK_K), gl.float32, LAYOUT)
+        whole = (end - begin) // BLOCK_R
+        acc, stage, phase = accumulate(acc, whole, a, b, full, empty, stage, phase, True, True)
+        rest = end - begin - whole * BLOCK_R
+        if rest > 0:
+            # Rows past the expert's end are another's, or the tail's: both factors become 0, since
+            # 0 * NaN is NaN.
+            mbarrier.wait(full.index(stage), phase)
+            clear_rows(a.index(stage), rest)
+            clear_rows(b.index(stage), rest)
+            fence_async_shared()
+            thread_barrier()
+            acc = multiply(a.index(stage), b.index(stage), acc, True, True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(empty.index(stage))
+            stage, phase = advance(stage, phase, STAGES)
+        left, right = halves(acc)
+        store_box(left.to(staging.dtype), staging, out, [e, n * BLOCK_N, k * BLOCK_K])
+        store_box(right.to(staging.dtype), staging, out, [e, n * BLOCK_N, k * BLOCK_K + HALF])
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["R"])
+def _dweight(dy, x, out, offsets_ptr, slots_ptr, E, R, N, K, dy_stride, x_stride, TOP_K,
+             GATHER_DY: gl.constexpr, GATHER_X: gl.constexpr, BLOCK_N: gl.constexpr,
+             BLOCK_K: gl.constexpr, BLOCK_R: gl.constexpr, GROUP: gl.constexpr,
+             STAGES: gl.constexpr):
+    """The arguments are those of grouped_gemm_triton's kernel.
+
+    dy: [rows, N], x: [rows, K]: descriptors, pointers where gathered.
+    out: a descriptor of [E, N, K], for boxes of BLOCK_N by BLOCK_K // 2.
+    """
+    a = stages(out.dtype, STAGES, BLOCK_R, BLOCK_N)
+    b = stages(out.dtype, STAGES, BLOCK_R, BLOCK_K)
+    staging = gl.allocate_shared_memory(
+        out.dtype,
+        [BLOCK_N, BLOCK_K // 2],
+        gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_K // 2], out.dtype),
+    )
+    full, empty = ring(STAGES, 2 if GATHER_DY or GATHER_X else 1)
+    n_tiles, k_tiles = gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K)
+    tiles = E * n_tiles * k_tiles
+    if GATHER_DY:
+        gl.warp_specialize(
+            [
+                (_sum_rows, (
+                    out, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, staging, full, empty, GROUP,
+                )),
+                (_gather_rows, (
+                    dy, x, slots_ptr, dy_stride, N, TOP_K, offsets_ptr, R, tiles, n_tiles, k_tiles,
+                    a, b, full, empty, True, GROUP,
+                )),
+            ],
+            [4],
+            [GATHERING_WIDE],
+        )
+    elif GATHER_X:
+        gl.warp_specialize(
+            [
+                (_sum_rows, (
+                    out, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, staging, full, empty, GROUP,
+                )),
+                (_gather_rows, (
+                    x, dy, slots_ptr, x_stride, K, TOP_K, offsets_ptr, R, tiles, n_tiles, k_tiles,
+                    b, a, full, empty, False, GROUP,
+                )),
+            ],
+            [4],
+            [GATHERING_WIDE],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_sum_rows, (
+                    out, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, staging, full, empty, GROUP,
+                )),
+                (_load_rows, (
+                    dy, x, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, full, empty, GROUP,
+                )),
+            ],
+            [1],
+            [ONE_WARP],
+        )
+
+
+# ---- launches
 
 
 def gemm(
@@ -306,7 +488,92 @@ def gemm(
     )
 
 
+def _weight_blocks(gathered: str, config: dict) -> tuple[int, int, int]:
+    """BLOCK_N, BLOCK_K, BLOCK_R. The narrow one is the gathered operand's: of 256 columns the
+    addresses need more registers than the warps that load have.
+    """
+    n, k = config["BLOCK_N"], config["BLOCK_K"]
+    narrow, wide = sorted((n, k))
+    n, k = {"x": (wide, narrow), "dy": (narrow, wide)}.get(gathered, (n, k))
+    return n, k, config["BLOCK_R"]
+
+
+def weight(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    offsets: torch.Tensor,
+    slots: torch.Tensor | None,
+    rows: int,
+    top_k: int,
+    gathers: dict[str, bool],
+    config: dict,
+) -> None:
+    """Launches `_dweight` on arguments that grouped_gemm_triton has prepared."""
+    n, k, r = _weight_blocks(next((name for name, has in gathers.items() if has), ""), config)
+    E, N, K = out.shape
+    tiles = E * cdiv(N, n) * cdiv(K, k)
+    launch(
+        _dweight,
+        (min(multiprocessors(out.device), tiles),),
+        dy if gathers["dy"] else descriptor(dy, [r, n]),
+        x if gathers["x"] else descriptor(x, [r, k]),
+        descriptor(out, [1, n, k // 2]),
+        offsets,
+        slots,
+        E,
+        rows,
+        N,
+        K,
+        dy.stride(0),
+        x.stride(0),
+        top_k,
+        GATHER_DY=gathers["dy"],
+        GATHER_X=gathers["x"],
+        BLOCK_N=n,
+        BLOCK_K=k,
+        BLOCK_R=r,
+        GROUP=config["GROUP"],
+        STAGES=config["num_stages"],
+        num_warps=config["num_warps"],
+    )
+
+
 # ---- for the compile gate
+
+
+def _needs(gather: bool) -> dict:
+    return {
+        "min_arch": 90,
+        "max_arch": 99,
+        "uses": {90: ("wgmma", "tma")},
+        "divisible": ("N", "K", "x_stride", "dy_stride"),
+        # TMA reads and stores; threads read maps, and 16 bytes of gathered rows.
+        "load": 128 if gather else 32,
+    }
+
+
+def weight_spec(about: str, t: str, gathered: str, config: dict) -> KernelSpec:
+    n, k, r = _weight_blocks(gathered, config)
+    return KernelSpec.of(
+        _dweight,
+        f"backward weight{f' gathered {gathered}' if gathered else ''} specialized {about}",
+        {"offsets": "i32", **({"slots": "i32"} if gathered else {})},
+        {
+            "GATHER_DY": gathered == "dy",
+            "GATHER_X": gathered == "x",
+            "STAGES": config["num_stages"],
+            **config,
+            "BLOCK_N": n,
+            "BLOCK_K": k,
+        },
+        {
+            "dy": f"*{t}" if gathered == "dy" else descriptor_type(t, r, n),
+            "x": f"*{t}" if gathered == "x" else descriptor_type(t, r, k),
+            "out": descriptor_type(t, 1, n, k // 2),
+        },
+        **{**_needs(bool(gathered)), "store": 0},
+    )
 
 
 def spec(
@@ -333,10 +600,5 @@ def spec(
         pointers,
         {**constants, "STAGES": constants["num_stages"]},
         described,
-        min_arch=90,
-        max_arch=99,
-        uses={90: ("wgmma", "tma")},
-        divisible=("N", "K", "x_stride"),
-        # TMA reads; threads read maps, and 16 bytes of gathered rows.
-        load=128 if constants["GATHER"] else 32,
+        **_needs(constants["GATHER"]),
     )

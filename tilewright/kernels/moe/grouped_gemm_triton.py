@@ -1002,9 +1002,15 @@ def backward_weight(
     gathers = {"dy": slots is not None and gather == "dy", "x": slots is not None and gather == "x"}
     aligned = _aligned(dy, x)
     c = BACKWARD_WEIGHT.config(dy.device, *_key(N, K, dy, rows, E, aligned))
-    c = c if slots is None else _gathered(c)
+    c = c if slots is None or c["ROLES"] else _gathered(c)
     descriptors = aligned and dy.element_size() == 2 and has_tma(dy.device)
     tma = {n: descriptors and not gathered for n, gathered in gathers.items()}
+    if c["ROLES"] and descriptors:
+        from tilewright.kernels.moe import grouped_gemm_gluon
+
+        grouped_gemm_gluon.weight(dy, x, out, offsets, slots, rows, top_k, gathers, c)
+        return out
+    c = {name: value for name, value in c.items() if name != "ROLES"}
     grid = E * cdiv(N, c["BLOCK_N"]) * cdiv(K, c["BLOCK_K"])
     launch(
         _dweight,
@@ -1328,7 +1334,8 @@ def _down_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: 
     return configs + roles
 
 
-_WEIGHT_NAMES = ("BLOCK_N", "BLOCK_K", "BLOCK_R", "num_warps", "num_stages", "GROUP")
+_WEIGHT_NAMES = ("BLOCK_N", "BLOCK_K", "BLOCK_R", "num_warps", "num_stages", "GROUP", "ROLES")
+_WEIGHT_ROLES = dict(zip(_WEIGHT_NAMES, (128, 256, 64, 8, 4, 8, True), strict=True))
 
 
 def _dweight_heuristic(
@@ -1341,7 +1348,7 @@ def _dweight_heuristic(
         shape = (
             (128, 256, 64, 8, 4) if large and rows > 512 and K % 256 == 0 else (128, 128, 64, 8, 3)
         )
-    return dict(zip(_WEIGHT_NAMES, (*shape, 8), strict=True))
+    return dict(zip(_WEIGHT_NAMES, (*shape, 8, False), strict=True))
 
 
 def _dweight_space(
@@ -1366,11 +1373,13 @@ def _dweight_space(
                 (256, 128, 64, 8, 3),
                 (256, 128, 64, 8, 4),
             ]
-    return [
-        dict(zip(_WEIGHT_NAMES, (*shape, group), strict=True))
+    configs = [
+        dict(zip(_WEIGHT_NAMES, (*shape, group, False), strict=True))
         for shape in shapes
         for group in (4, 8, 16)
     ]
+    roles = large and aligned and itemsize == 2
+    return configs + [{**_WEIGHT_ROLES, "GROUP": group} for group in (4, 8, 16) if roles]
 
 
 # ---- for the compile gate
@@ -1523,6 +1532,13 @@ def _down_specs(key: dict, config: dict) -> list[KernelSpec]:
 def _dweight_specs(key: dict, config: dict) -> list[KernelSpec]:
     t, r = _TYPES[key["itemsize"]], config["BLOCK_R"]
     tma = key["itemsize"] == 2 and key["aligned"]
+    if config["ROLES"]:
+        from tilewright.kernels.moe import grouped_gemm_gluon
+
+        return [
+            grouped_gemm_gluon.weight_spec(_about(key), t, gather, config)
+            for gather in ("", "x", "dy")
+        ]
     return [
         KernelSpec.of(
             _dweight,
@@ -1591,7 +1607,7 @@ def _roles_specs() -> list[KernelSpec]:
         for tunable, plain in chosen
         for spec in tunable.specs(tunable.named((*_KEYS[-1], *plain)), config)
         if spec.kernel is not _dswiglu
-    ]
+    ] + BACKWARD_WEIGHT.specs(BACKWARD_WEIGHT.named(_KEYS[-1]), _WEIGHT_ROLES)
 
 
 _FIELDS = ("N", "K", "itemsize", "rows", "aligned", "large")
