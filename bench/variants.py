@@ -103,6 +103,13 @@ VARIANTS = (
         {**_WIDE, "SPLIT": 0},
     ),
     Variant(
+        "fp8_linear: specialized warps and two sums in turn, for one",
+        "fp8_linear",
+        "block_fp8 llama-3-8b-down_8192",
+        "fp8_linear/fp8",
+        {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 6, "ROLES": True},
+    ),
+    Variant(
         "attention of packed documents: triton, for native",
         "attention",
         _PACKED,

@@ -434,6 +434,7 @@ ALTERNATIVES = (
     ("grouped_gemm", "grouped_gemm/backward_weight", "ROLES", ("aligned",)),
     ("moe_mlp", "grouped_gemm/backward_weight", "ROLES", ("aligned", "sentinels")),
     ("moe_mlp", "moe_mlp/down_dswiglu", "SPLIT", ("aligned", "sentinels", "gpt_oss_aligned")),
+    ("fp8_linear", "fp8_linear/fp8", "ROLES", ("block_fp8 aligned", "block_fp8 two_scales")),
     ("dequantize_nf4", "dequantize_nf4/dequantize", "GATHER", ("ragged", "matrix nested")),
 )
 

@@ -45,6 +45,13 @@ ONE_WARP, GATHERING, GATHERING_WIDE = gl.constexpr(24), gl.constexpr(56), gl.con
 
 # ---- tensor descriptors, made by the host
 
+# By the names that Triton and PyTorch give them.
+_DTYPES = {
+    **dict.fromkeys(("bf16", "bfloat16"), gl.bfloat16),
+    **dict.fromkeys(("fp16", "float16"), gl.float16),
+    **dict.fromkeys(("fp8e4nv", "float8_e4m3fn"), gl.float8e4nv),
+}
+
 
 def _layout(block: list[int], dtype: gl.dtype) -> gl.NVMMASharedLayout:
     """With the widest swizzle that the block's rows have."""
@@ -53,14 +60,13 @@ def _layout(block: list[int], dtype: gl.dtype) -> gl.NVMMASharedLayout:
 
 def descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
     """Of t, with contiguous rows at multiples of 16 bytes."""
-    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[t.dtype]
+    dtype = _DTYPES[str(t.dtype).removeprefix("torch.")]
     return TensorDescriptor(t, list(t.shape), list(t.stride()), block, _layout(block, dtype))
 
 
 def descriptor_type(dtype: str, *block: int) -> str:
-    """What a compilation takes for a `descriptor` of "bf16" or "fp16"."""
-    element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
-    return f"tensordesc<{dtype}{list(block)},{_layout(list(block), element)!r}>"
+    """What a compilation takes for a `descriptor` of "bf16", "fp16" or "fp8e4nv"."""
+    return f"tensordesc<{dtype}{list(block)},{_layout(list(block), _DTYPES[dtype])!r}>"
 
 
 # ---- the ring
