@@ -171,12 +171,9 @@ class Driver:
             if found:
                 raise _of(Unsupported(what), metadata.name)
         try:
-            kernel = Kernel(text, metadata.shared)
+            return Kernel(text, metadata.shared)
         except (KeyError, TypeError, ValueError) as error:
             raise _of(Unsupported("such PTX"), metadata.name) from error
-        if kernel.threads != 32 * metadata.num_warps:
-            raise _of(Unsupported("warp specialization"), metadata.name)
-        return kernel
 
     def execute(self, kernel, source, metadata, grid, arguments):
         values, given = [], flat(arguments, source.signature, metadata.name)
