@@ -132,6 +132,13 @@ VARIANTS = (
         {"GATHER": True},
     ),
     Variant(
+        "newton_schulz: specialized warps, for two blocks of 128 x 128 an SM",
+        "newton_schulz",
+        "qwen3-8b-q",
+        "newton_schulz/symmetric",
+        {"num_stages": 6, "maxnreg": None, "ROLES": True},
+    ),
+    Variant(
         "newton_schulz: registers without a limit, for 128",
         "newton_schulz",
         "qwen3-8b-q",

@@ -427,13 +427,14 @@ def narrow_rows_on_four_warps(driver):
 # cases of the op.
 ALTERNATIVES = (
     ("moe_mlp", "moe_mlp/up_swiglu", "BLOCK_N", ("aligned",)),
-    ("moe_mlp", "moe_mlp/up_swiglu", "ROLES", ("aligned", "sentinels", "gpt_oss_aligned")),
-    ("moe_mlp", "moe_mlp/down_dswiglu", "ROLES", ("aligned", "sentinels", "gpt_oss_aligned")),
+    ("moe_mlp", "moe_mlp/up_swiglu", "ROLES", ("aligned", "gpt_oss_aligned")),
+    ("moe_mlp", "moe_mlp/down_dswiglu", "ROLES", ("aligned", "gpt_oss_aligned")),
     ("grouped_gemm", "grouped_gemm/forward", "ROLES", ("aligned",)),
     ("grouped_gemm", "grouped_gemm/backward_x", "ROLES", ("aligned",)),
     ("grouped_gemm", "grouped_gemm/backward_weight", "ROLES", ("aligned",)),
-    ("moe_mlp", "grouped_gemm/backward_weight", "ROLES", ("aligned", "sentinels")),
+    ("moe_mlp", "grouped_gemm/backward_weight", "ROLES", ("aligned",)),
     ("moe_mlp", "moe_mlp/down_dswiglu", "SPLIT", ("aligned", "sentinels", "gpt_oss_aligned")),
+    ("newton_schulz", "newton_schulz/symmetric", "ROLES", ("square", "tall aligned", "tiles")),
     ("fp8_linear", "fp8_linear/fp8", "ROLES", ("block_fp8 aligned", "block_fp8 two_scales")),
     ("dequantize_nf4", "dequantize_nf4/dequantize", "GATHER", ("ragged", "matrix nested")),
 )
@@ -446,14 +447,19 @@ def alternative(driver, op, case, launch, changes):
     [variant] = [
         v
         for v in VARIANTS
-        if v.launch == launch and changes in v.other and ("ROLES" in v.other) == (changes == "ROLES")
+        if v.launch == launch
+        and changes in v.other
+        and ("ROLES" in v.other) == (changes == "ROLES")
     ]
 
     def config(device, *key):
         return {**tunable.heuristic(**tunable.named(key)), **variant.other}
 
+    before = len(driver.launches)
     with mock.patch.object(tunable, "config", config):
         contract_holds(driver, op, case, BF16)
+    if changes == "ROLES":
+        assert any(each.kernel.specialized for each in driver.launches[before:])
 
 
 def rounds_to_nearest(driver):
@@ -705,9 +711,15 @@ def runs():
             whose = "" if launch.startswith(f"{op_name}/") else f"{op_name} of "
             name = f"sm_90-{whose}{launch} {changes}-{case.name}-bfloat16"
             found[name] = 90, alternative, op, case, launch, changes
-    for launch in ("forward", "backward_x", "backward_weight"):  # specialized warps, which use each stage four times
-        op, launch = operations()["grouped_gemm"], f"grouped_gemm/{launch}"
-        run = 90, alternative, op, long_case("grouped_gemm"), launch, "ROLES"
+    # Specialized warps, which use each stage several times.
+    for op_name, launch in (
+        ("grouped_gemm", "grouped_gemm/forward"),
+        ("grouped_gemm", "grouped_gemm/backward_x"),
+        ("grouped_gemm", "grouped_gemm/backward_weight"),
+        ("moe_mlp", "moe_mlp/up_swiglu"),
+        ("moe_mlp", "moe_mlp/down_dswiglu"),
+    ):
+        run = 90, alternative, operations()[op_name], long_case(op_name), launch, "ROLES"
         found[f"sm_90-{launch} ROLES-long_sums"] = run
     found["sm_90-cross_entropy-losses"] = 90, losses_of_rows
     found["sm_90-cross_entropy-scale"] = 90, scales, BF16
@@ -786,19 +798,19 @@ def runs():
             *found[f"sm_{arch}-grouped_gemm-{test}"][1:],
         )
     # What specialized warps say to each other.   gathering: where threads load, too.
-    test = found["sm_90-grouped_gemm/forward ROLES-long_sums"][1:]
+    product = found["sm_90-grouped_gemm/forward ROLES-long_sums"][1:]
     summed = found["sm_90-grouped_gemm/backward_weight ROLES-long_sums"][1:]
-    gathering = found["sm_90-moe_mlp/up_swiglu ROLES-aligned-bfloat16"][1:]
+    gathering = found["sm_90-moe_mlp/up_swiglu ROLES-long_sums"][1:]
     waits = r"mbarrier\.try_wait\.parity\.shared::cta\.b64 complete, \[(%r\d+)\], (%r\d+);"
     for name, old, new, test in (
-        ("free", r"@\S+ mbarrier\.arrive\.shared::cta\.b64[^;]*;", "", test),
-        ("phase", waits, r"mbarrier.try_wait.parity.shared::cta.b64 complete, [\1], 1;", test),
-        ("stored", r"cp\.async\.bulk\.wait_group\.read\s+0;", "", test),
-        ("committed", r"cp\.async\.bulk\.commit_group;", "", test),
-        ("fence", r"fence\.proxy\.async\S*;", "", test),
-        ("together", r"bar\.sync\s+0, 256;", "", test),
-        ("product", r"(wgmma\.wait_group\S+\s+)1;", r"\g<1>2;", test),
-        ("registers", r"(setmaxnreg\.inc\.sync\.aligned\.u32\s+)240;", r"\g<1>248;", test),
+        ("free", r"@\S+ mbarrier\.arrive\.shared::cta\.b64[^;]*;", "", product),
+        ("phase", waits, r"mbarrier.try_wait.parity.shared::cta.b64 complete, [\1], 1;", product),
+        ("stored", r"cp\.async\.bulk\.wait_group\.read\s+0;", "", product),
+        ("committed", r"cp\.async\.bulk\.commit_group;", "", product),
+        ("fence", r"fence\.proxy\.async\S*;", "", product),
+        ("together", r"bar\.sync\s+0, 256;", "", product),
+        ("product", r"(wgmma\.wait_group\S+\s+)1;", r"\g<1>2;", product),
+        ("registers", r"(setmaxnreg\.inc\.sync\.aligned\.u32\s+)240;", r"\g<1>248;", product),
         ("gathered-fence", r"fence\.proxy\.async\S*;", "", gathering),
         ("rows", r"setp\.lt\.s32", "setp.le.s32", summed),
         ("gathered-wait", r"(cp\.async\.wait_group\s+)2;", r"\g<1>3;", gathering),

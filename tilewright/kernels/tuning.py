@@ -117,8 +117,8 @@ class Tunable:
     def candidates(self, arch: int | None = None, /, **key) -> list[Config]:
         """The heuristic's configuration first, then the rest of the space, without duplicates.
 
-        arch: leaves out what has no kernel for this compute capability, or the compile gate rejected
-            for it; None: nothing.
+        arch: leaves out what has no kernel for this compute capability, or was rejected for it by
+            the compile gate; None: nothing.
         """
         configs = [self.heuristic(**key)]
         for config in self._space(**key):

@@ -4,7 +4,7 @@ A block has two partitions. The loading one fills a ring of stages in shared mem
 the other, multiply what is there and store the result:
 
     loads:        wait empty[s], expect bytes on full[s], copy both operands to stage s
-    multiplies:   wait full[s], wgmma on stage s, wait for the product before, arrive empty of its stage
+    multiplies:   wait full[s], wgmma on stage s, wait for the product before, arrive empty[s - 1]
 
 full[s] completes when stage s is written, empty[s] when it is free, each once per turn of the ring;
 whoever waits keeps the parity of the turn. A barrier in its first phase lets a wait for the phase

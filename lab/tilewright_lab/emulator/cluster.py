@@ -9,7 +9,7 @@ from tilewright_lab.emulator.atomics import Atomics
 from tilewright_lab.emulator.faults import Fault, Unsupported
 from tilewright_lab.emulator.formats import f32
 from tilewright_lab.emulator.memory import WINDOW, U
-from tilewright_lab.emulator.partitions import Clocks, Partitions
+from tilewright_lab.emulator.partitions import Partitions
 from tilewright_lab.emulator.tensor_cores import TensorCores
 from tilewright_lab.emulator.text import LEAVES, base_and_offset, text_and_bits
 from tilewright_lab.emulator.transfers import Transfers
@@ -73,15 +73,9 @@ class Cluster(Partitions, Transfers, Atomics, TensorCores, Uncommon, Arithmetic)
         self.pc = np.zeros(n, np.int64)
         # 1: at bar.sync, 2: at barrier.cluster.wait, 3: at an mbarrier, 4: for registers
         self.waits = np.zeros(n, np.int8)
-        # At which bar.sync a thread waits, and how many threads it takes.
-        self.at_bar, self.bar_size = np.zeros(n, np.int64), np.zeros(n, np.int64)
-        # Per warp: registers of a thread, and those that it waits for; all of the block.
-        self.registers = np.full(n // 32, kernel.registers)
-        self.wanted, self.pool = self.registers.copy(), int(self.registers.sum())
-        own = kernel.specialized and cluster == 1
-        self.clocks = Clocks(n // 32, kernel.shared_size) if own else None
         # By thread: its bulk stores that may still read shared memory, [groups since, places].
         self.stores = {}
+        self.divide()
         self.arrived = np.zeros(n, np.int64)
         self.waited = np.zeros(n, np.int64)
 
@@ -346,7 +340,7 @@ class Cluster(Partitions, Transfers, Atomics, TensorCores, Uncommon, Arithmetic)
                     "ret: wrote to another block, which may have ended: no barrier.cluster.arrive "
                     "since",
                 )
-            if any(self.stores.get(thread) for thread in np.flatnonzero(who)):
+            if any(self.stores.get(thread) for thread in np.flatnonzero(who).tolist()):
                 raise Fault("barrier", "ret: a bulk store may still read shared memory")
             self.pc[who] = len(self.k.code)
         elif name == "bra":

@@ -38,7 +38,7 @@ class Part:
     unfenced: np.ndarray
     pinned: np.ndarray
     barriers: dict[tuple[int, int], dict[str, Any]]
-    awaited: dict[np.intp, tuple[dict[str, Any], int]]
+    awaited: dict[int, tuple[dict[str, Any], int]]
     products: list[list[dict[str, Any]]]
     pc: np.ndarray
     waits: np.ndarray
@@ -69,7 +69,7 @@ class Part:
     meet: Callable[[int], None]
     clocks: Any
     ordered: Callable[[str, np.ndarray, np.ndarray], None]
-    ordered_for: Callable[[str, int, np.ndarray], None]
+    ordered_for: Callable[..., None]
     land: Callable[[dict], None]
     arrive: Callable[[dict, int], None]
     passed: Callable[[dict, int], None]

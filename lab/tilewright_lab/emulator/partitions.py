@@ -59,6 +59,16 @@ class Clocks:
 class Partitions(Part):
     clocks: Clocks | None
 
+    def divide(self) -> None:
+        """A cluster begins."""
+        # At which bar.sync a thread waits, and how many threads it takes.
+        self.at_bar, self.bar_size = np.zeros(self.n, np.int64), np.zeros(self.n, np.int64)
+        # Per warp: registers of a thread, and those that it waits for; all of the block.
+        self.registers = np.full(self.n // 32, self.k.registers)
+        self.wanted, self.pool = self.registers.copy(), int(self.registers.sum())
+        own = self.k.specialized and self.cluster == 1
+        self.clocks = Clocks(self.n // 32, self.k.shared_size) if own else None
+
     def ordered(self, does: str, who: np.ndarray, at: np.ndarray) -> None:
         """Fails if these threads access bytes (a row each) that another warp accessed, with
         nothing between that orders them; notes that they do.   does: "reads" or "writes".
@@ -118,7 +128,7 @@ class Partitions(Part):
         self.bar_size[who] = int(args[1]) if len(args) > 1 else self.k.threads
 
     def free(self, b: int) -> bool:
-        """Lets the threads go on that a barrier of this block waited for; whether there were any."""
+        """Lets threads go on that a barrier of this block waited for; whether there were any."""
         moved = False
         standing = (self.waits == 1) & (self.block == b)
         for number in np.unique(self.at_bar[standing]):
@@ -160,9 +170,7 @@ class Partitions(Part):
         for warp in np.unique(np.flatnonzero(who) // 32):
             less = count < self.registers[warp]
             if count != self.registers[warp] and less != (op[1] == "dec"):
-                raise Fault(
-                    "barrier", f"{op[1]} from {self.registers[warp]} to {count} registers"
-                )
+                raise Fault("barrier", f"{op[1]} from {self.registers[warp]} to {count} registers")
             if less:
                 self.registers[warp] = count
             else:

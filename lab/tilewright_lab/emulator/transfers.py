@@ -206,7 +206,7 @@ class Transfers(Part):
             self.turn(barrier)
 
     def mbarrier(self, op, args, who, text, pc):
-        threads = np.flatnonzero(who)
+        threads = np.flatnonzero(who).tolist()
         if op[1] == "init":
             for thread in threads:
                 at = np.array([self.address(args[0])[thread]])
@@ -257,11 +257,11 @@ class Transfers(Part):
 
     def bulk(self, op, args, who, text):
         if op[3:] == ["commit_group"]:
-            for thread in np.flatnonzero(who):
+            for thread in np.flatnonzero(who).tolist():
                 for store in self.stores.get(thread, ()):
                     store[0] += 1
         elif op[3] == "wait_group":
-            for thread in np.flatnonzero(who):
+            for thread in np.flatnonzero(who).tolist():
                 self.stored(thread, int(args[0]))
             self.repin()
         elif op[5:] == ["global", "shared::cta", "bulk_group"]:
@@ -306,8 +306,8 @@ class Transfers(Part):
         return np.full(count, self.block[thread]), at
 
     def bulk_store(self, args, who, text):
-        """cp.async.bulk.tensor from shared memory, which it may read until its thread has waited."""
-        for thread in np.flatnonzero(who):
+        """cp.async.bulk.tensor from shared memory, which it may read until its thread waited."""
+        for thread in np.flatnonzero(who).tolist():
             described, each, inside = self.box(args[0], thread, text)
             places = self.staged(args[1], thread, len(each), described.swizzle)
             if self.flying[places].any():
@@ -334,7 +334,7 @@ class Transfers(Part):
         mbarrier.
         """
         to, source, barrier = args
-        for thread in np.flatnonzero(who):
+        for thread in np.flatnonzero(who).tolist():
             described, each, inside = self.box(source, thread, text)
             m, raw = self.memory, np.zeros(len(each), np.uint8)
             from_ = each[inside]

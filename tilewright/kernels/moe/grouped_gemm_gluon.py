@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewright.kernels.device import multiprocessors
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
-from tilewright.kernels.moe.grouped_gemm_triton import gated
+from tilewright.kernels.moe.grouped_gemm_triton import Outputs, Tokens, gated
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.warp_specialized import (
     GATHERING,
@@ -47,7 +47,9 @@ _BEHIND = gl.constexpr(2)
 
 
 @gluon.jit
-def _tile(t, tiles_ptr, capacity, m_tiles, n_tiles, E, K, BLOCK_K: gl.constexpr, GROUP: gl.constexpr):
+def _tile(
+    t, tiles_ptr, capacity, m_tiles, n_tiles, E, K, BLOCK_K: gl.constexpr, GROUP: gl.constexpr
+):
     """Of tile t: its expert, first row, end of rows, tile of columns, and steps along K, none in
     the tail. Blocks that run together share GROUP tiles of rows and a few of columns.
     """
@@ -74,8 +76,22 @@ def _weight(w, e, n, k, full, b, TRANSPOSED: gl.constexpr, HALVES: gl.constexpr)
 
 
 @gluon.jit
-def _load(x, w, tiles_ptr, capacity, n_tiles, E, K, a, b, full, empty,
-          TRANSPOSED: gl.constexpr, HALVES: gl.constexpr, GROUP: gl.constexpr):
+def _load(
+    x,
+    w,
+    tiles_ptr,
+    capacity,
+    n_tiles,
+    E,
+    K,
+    a,
+    b,
+    full,
+    empty,
+    TRANSPOSED: gl.constexpr,
+    HALVES: gl.constexpr,
+    GROUP: gl.constexpr,
+):
     """One warp: both operands by TMA."""
     BLOCK_K: gl.constexpr = a.shape[2]
     m_tiles = gl.load(tiles_ptr + 3 * capacity)
@@ -99,8 +115,25 @@ def _announce(full, issued):
 
 
 @gluon.jit
-def _gather(x_ptr, slots_ptr, x_stride, TOP_K, w, tiles_ptr, capacity, n_tiles, E, K, a, b, full,
-            empty, TRANSPOSED: gl.constexpr, HALVES: gl.constexpr, GROUP: gl.constexpr):
+def _gather(
+    x_ptr,
+    slots_ptr,
+    x_stride,
+    TOP_K,
+    w,
+    tiles_ptr,
+    capacity,
+    n_tiles,
+    E,
+    K,
+    a,
+    b,
+    full,
+    empty,
+    TRANSPOSED: gl.constexpr,
+    HALVES: gl.constexpr,
+    GROUP: gl.constexpr,
+):
     """A warpgroup: row r of the left operand is row slots[r] // TOP_K of x."""
     BLOCK_M: gl.constexpr = a.shape[1]
     BLOCK_K: gl.constexpr = a.shape[2]
@@ -136,11 +169,35 @@ def _gather(x_ptr, slots_ptr, x_stride, TOP_K, w, tiles_ptr, capacity, n_tiles, 
 
 
 @gluon.jit
-def _multiply(out, pre, out_ptr, pre_ptr, bias_ptr, tiles_ptr, capacity, n_tiles, E, N, K, a, b,
-              staging, full, empty, TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr,
-              STORE_PRE: gl.constexpr, BIAS: gl.constexpr, INTERLEAVED: gl.constexpr,
-              ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-              UP_LIMIT: gl.constexpr, OFFSET: gl.constexpr, GROUP: gl.constexpr):
+def _multiply(
+    out,
+    pre,
+    out_ptr,
+    pre_ptr,
+    bias_ptr,
+    tiles_ptr,
+    capacity,
+    n_tiles,
+    E,
+    N,
+    K,
+    a,
+    b,
+    staging,
+    full,
+    empty,
+    TRANSPOSED: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+    STORE_PRE: gl.constexpr,
+    BIAS: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    UP_LIMIT: gl.constexpr,
+    OFFSET: gl.constexpr,
+    GROUP: gl.constexpr,
+):
     """Two warpgroups."""
     BLOCK_M: gl.constexpr = a.shape[1]
     BLOCK_K: gl.constexpr = a.shape[2]
@@ -155,7 +212,9 @@ def _multiply(out, pre, out_ptr, pre_ptr, bias_ptr, tiles_ptr, capacity, n_tiles
             t, tiles_ptr, capacity, m_tiles, n_tiles, E, K, BLOCK_K, GROUP
         )
         acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
-        acc, stage, phase = accumulate(acc, steps, a, b, full, empty, stage, phase, False, TRANSPOSED)
+        acc, stage, phase = accumulate(
+            acc, steps, a, b, full, empty, stage, phase, False, TRANSPOSED
+        )
         if BIAS:
             j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
             if EPILOGUE == 0:
@@ -200,12 +259,39 @@ def _multiply(out, pre, out_ptr, pre_ptr, bias_ptr, tiles_ptr, capacity, n_tiles
 
 
 @gluon.jit(do_not_specialize=["capacity"])
-def _gemm(x, w, out, pre, out_ptr, pre_ptr, tiles_ptr, slots_ptr, bias_ptr, E, capacity, N, K,
-          x_stride, TOP_K, GATHER: gl.constexpr, TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr,
-          STORE_PRE: gl.constexpr, BIAS: gl.constexpr, INTERLEAVED: gl.constexpr,
-          ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-          UP_LIMIT: gl.constexpr, OFFSET: gl.constexpr, BLOCK_M: gl.constexpr,
-          BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr):
+def _gemm(
+    x,
+    w,
+    out,
+    pre,
+    out_ptr,
+    pre_ptr,
+    tiles_ptr,
+    slots_ptr,
+    bias_ptr,
+    E,
+    capacity,
+    N,
+    K,
+    x_stride,
+    TOP_K,
+    GATHER: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+    STORE_PRE: gl.constexpr,
+    BIAS: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    UP_LIMIT: gl.constexpr,
+    OFFSET: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """The arguments are those of grouped_gemm_triton's kernel.
 
     x: [rows, K], a descriptor, or with GATHER a pointer.
@@ -226,15 +312,60 @@ def _gemm(x, w, out, pre, out_ptr, pre_ptr, tiles_ptr, slots_ptr, bias_ptr, E, c
     if GATHER:
         gl.warp_specialize(
             [
-                (_multiply, (
-                    out, pre, out_ptr, pre_ptr, bias_ptr, tiles_ptr, capacity, n_tiles, E, N, K, a,
-                    b, staging, full, empty, TRANSPOSED, EPILOGUE, STORE_PRE, BIAS, INTERLEAVED,
-                    ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET, GROUP,
-                )),
-                (_gather, (
-                    x, slots_ptr, x_stride, TOP_K, w, tiles_ptr, capacity, n_tiles, E, K, a, b,
-                    full, empty, TRANSPOSED, HALVES, GROUP,
-                )),
+                (
+                    _multiply,
+                    (
+                        out,
+                        pre,
+                        out_ptr,
+                        pre_ptr,
+                        bias_ptr,
+                        tiles_ptr,
+                        capacity,
+                        n_tiles,
+                        E,
+                        N,
+                        K,
+                        a,
+                        b,
+                        staging,
+                        full,
+                        empty,
+                        TRANSPOSED,
+                        EPILOGUE,
+                        STORE_PRE,
+                        BIAS,
+                        INTERLEAVED,
+                        ACTIVATION,
+                        ALPHA,
+                        LIMIT,
+                        UP_LIMIT,
+                        OFFSET,
+                        GROUP,
+                    ),
+                ),
+                (
+                    _gather,
+                    (
+                        x,
+                        slots_ptr,
+                        x_stride,
+                        TOP_K,
+                        w,
+                        tiles_ptr,
+                        capacity,
+                        n_tiles,
+                        E,
+                        K,
+                        a,
+                        b,
+                        full,
+                        empty,
+                        TRANSPOSED,
+                        HALVES,
+                        GROUP,
+                    ),
+                ),
             ],
             [4],
             [GATHERING],
@@ -242,15 +373,57 @@ def _gemm(x, w, out, pre, out_ptr, pre_ptr, tiles_ptr, slots_ptr, bias_ptr, E, c
     else:
         gl.warp_specialize(
             [
-                (_multiply, (
-                    out, pre, out_ptr, pre_ptr, bias_ptr, tiles_ptr, capacity, n_tiles, E, N, K, a,
-                    b, staging, full, empty, TRANSPOSED, EPILOGUE, STORE_PRE, BIAS, INTERLEAVED,
-                    ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET, GROUP,
-                )),
-                (_load, (
-                    x, w, tiles_ptr, capacity, n_tiles, E, K, a, b, full, empty, TRANSPOSED,
-                    HALVES, GROUP,
-                )),
+                (
+                    _multiply,
+                    (
+                        out,
+                        pre,
+                        out_ptr,
+                        pre_ptr,
+                        bias_ptr,
+                        tiles_ptr,
+                        capacity,
+                        n_tiles,
+                        E,
+                        N,
+                        K,
+                        a,
+                        b,
+                        staging,
+                        full,
+                        empty,
+                        TRANSPOSED,
+                        EPILOGUE,
+                        STORE_PRE,
+                        BIAS,
+                        INTERLEAVED,
+                        ACTIVATION,
+                        ALPHA,
+                        LIMIT,
+                        UP_LIMIT,
+                        OFFSET,
+                        GROUP,
+                    ),
+                ),
+                (
+                    _load,
+                    (
+                        x,
+                        w,
+                        tiles_ptr,
+                        capacity,
+                        n_tiles,
+                        E,
+                        K,
+                        a,
+                        b,
+                        full,
+                        empty,
+                        TRANSPOSED,
+                        HALVES,
+                        GROUP,
+                    ),
+                ),
             ],
             [1],
             [ONE_WARP],
@@ -275,8 +448,9 @@ def _weight_tile(t, offsets_ptr, R, n_tiles, k_tiles, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _load_rows(dy, x, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, full, empty,
-               GROUP: gl.constexpr):
+def _load_rows(
+    dy, x, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, full, empty, GROUP: gl.constexpr
+):
     """One warp: both operands by TMA."""
     BLOCK_R: gl.constexpr = a.shape[1]
     stage, phase = 0, 0
@@ -291,8 +465,25 @@ def _load_rows(dy, x, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, full, empty
 
 
 @gluon.jit
-def _gather_rows(gathered, other, slots_ptr, stride, width, TOP_K, offsets_ptr, R, tiles, n_tiles,
-                 k_tiles, mine, others, full, empty, DY: gl.constexpr, GROUP: gl.constexpr):
+def _gather_rows(
+    gathered,
+    other,
+    slots_ptr,
+    stride,
+    width,
+    TOP_K,
+    offsets_ptr,
+    R,
+    tiles,
+    n_tiles,
+    k_tiles,
+    mine,
+    others,
+    full,
+    empty,
+    DY: gl.constexpr,
+    GROUP: gl.constexpr,
+):
     """A warpgroup: row r of `gathered`, which is DY or x, is its row slots[r] // TOP_K. The slots
     of a step are read one step before.
     """
@@ -334,8 +525,9 @@ def _gather_rows(gathered, other, slots_ptr, stride, width, TOP_K, offsets_ptr, 
 
 
 @gluon.jit
-def _sum_rows(out, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, staging, full, empty,
-              GROUP: gl.constexpr):
+def _sum_rows(
+    out, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, staging, full, empty, GROUP: gl.constexpr
+):
     """Two warpgroups."""
     STAGES: gl.constexpr = a.shape[0]
     BLOCK_R: gl.constexpr = a.shape[1]
@@ -369,10 +561,27 @@ def _sum_rows(out, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, staging, full,
 
 
 @gluon.jit(do_not_specialize=["R"])
-def _dweight(dy, x, out, offsets_ptr, slots_ptr, E, R, N, K, dy_stride, x_stride, TOP_K,
-             GATHER_DY: gl.constexpr, GATHER_X: gl.constexpr, BLOCK_N: gl.constexpr,
-             BLOCK_K: gl.constexpr, BLOCK_R: gl.constexpr, GROUP: gl.constexpr,
-             STAGES: gl.constexpr):
+def _dweight(
+    dy,
+    x,
+    out,
+    offsets_ptr,
+    slots_ptr,
+    E,
+    R,
+    N,
+    K,
+    dy_stride,
+    x_stride,
+    TOP_K,
+    GATHER_DY: gl.constexpr,
+    GATHER_X: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    BLOCK_R: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """The arguments are those of grouped_gemm_triton's kernel.
 
     dy: [rows, N], x: [rows, K]: descriptors, pointers where gathered.
@@ -391,13 +600,45 @@ def _dweight(dy, x, out, offsets_ptr, slots_ptr, E, R, N, K, dy_stride, x_stride
     if GATHER_DY:
         gl.warp_specialize(
             [
-                (_sum_rows, (
-                    out, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, staging, full, empty, GROUP,
-                )),
-                (_gather_rows, (
-                    dy, x, slots_ptr, dy_stride, N, TOP_K, offsets_ptr, R, tiles, n_tiles, k_tiles,
-                    a, b, full, empty, True, GROUP,
-                )),
+                (
+                    _sum_rows,
+                    (
+                        out,
+                        offsets_ptr,
+                        R,
+                        tiles,
+                        n_tiles,
+                        k_tiles,
+                        a,
+                        b,
+                        staging,
+                        full,
+                        empty,
+                        GROUP,
+                    ),
+                ),
+                (
+                    _gather_rows,
+                    (
+                        dy,
+                        x,
+                        slots_ptr,
+                        dy_stride,
+                        N,
+                        TOP_K,
+                        offsets_ptr,
+                        R,
+                        tiles,
+                        n_tiles,
+                        k_tiles,
+                        a,
+                        b,
+                        full,
+                        empty,
+                        True,
+                        GROUP,
+                    ),
+                ),
             ],
             [4],
             [GATHERING_WIDE],
@@ -405,13 +646,45 @@ def _dweight(dy, x, out, offsets_ptr, slots_ptr, E, R, N, K, dy_stride, x_stride
     elif GATHER_X:
         gl.warp_specialize(
             [
-                (_sum_rows, (
-                    out, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, staging, full, empty, GROUP,
-                )),
-                (_gather_rows, (
-                    x, dy, slots_ptr, x_stride, K, TOP_K, offsets_ptr, R, tiles, n_tiles, k_tiles,
-                    b, a, full, empty, False, GROUP,
-                )),
+                (
+                    _sum_rows,
+                    (
+                        out,
+                        offsets_ptr,
+                        R,
+                        tiles,
+                        n_tiles,
+                        k_tiles,
+                        a,
+                        b,
+                        staging,
+                        full,
+                        empty,
+                        GROUP,
+                    ),
+                ),
+                (
+                    _gather_rows,
+                    (
+                        x,
+                        dy,
+                        slots_ptr,
+                        x_stride,
+                        K,
+                        TOP_K,
+                        offsets_ptr,
+                        R,
+                        tiles,
+                        n_tiles,
+                        k_tiles,
+                        b,
+                        a,
+                        full,
+                        empty,
+                        False,
+                        GROUP,
+                    ),
+                ),
             ],
             [4],
             [GATHERING_WIDE],
@@ -419,12 +692,40 @@ def _dweight(dy, x, out, offsets_ptr, slots_ptr, E, R, N, K, dy_stride, x_stride
     else:
         gl.warp_specialize(
             [
-                (_sum_rows, (
-                    out, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, staging, full, empty, GROUP,
-                )),
-                (_load_rows, (
-                    dy, x, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, full, empty, GROUP,
-                )),
+                (
+                    _sum_rows,
+                    (
+                        out,
+                        offsets_ptr,
+                        R,
+                        tiles,
+                        n_tiles,
+                        k_tiles,
+                        a,
+                        b,
+                        staging,
+                        full,
+                        empty,
+                        GROUP,
+                    ),
+                ),
+                (
+                    _load_rows,
+                    (
+                        dy,
+                        x,
+                        offsets_ptr,
+                        R,
+                        tiles,
+                        n_tiles,
+                        k_tiles,
+                        a,
+                        b,
+                        full,
+                        empty,
+                        GROUP,
+                    ),
+                ),
             ],
             [1],
             [ONE_WARP],
@@ -439,18 +740,16 @@ def gemm(
     x: torch.Tensor,
     w: torch.Tensor,
     transposed: bool,
-    tiles: torch.Tensor,
-    slots: torch.Tensor | None,
-    top_k: int,
-    out: torch.Tensor,
-    pre: torch.Tensor | None,
+    tokens: Tokens,
+    outputs: Outputs,
     bias: torch.Tensor | None,
-    experts: int,
     epilogue: int,
     gate: dict,
     config: dict,
 ) -> None:
     """Launches `_gemm` on arguments that grouped_gemm_triton has prepared."""
+    (offsets, slots, top_k, tiles), (out, pre, _, _) = tokens, outputs
+    assert tiles is not None  # they are prepared
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     rows = [k, n] if transposed else [n, k]
     if epilogue and not gate["INTERLEAVED"]:
@@ -467,7 +766,7 @@ def gemm(
         tiles,
         slots,
         bias,
-        experts,
+        offsets.shape[0],
         tiles.shape[0] // 3,
         out.shape[1],
         x.shape[1],

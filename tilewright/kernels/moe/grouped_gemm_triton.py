@@ -835,7 +835,7 @@ SILU_MUL = {
 }
 
 
-class _Tokens(NamedTuple):
+class Tokens(NamedTuple):
     """The rows of a product: those of x, or, with slots, row r is x's row slots[r] // top_k.
 
     offsets: ends of the experts' rows.   tiles: `tile_map` of the offsets, if already computed.
@@ -847,7 +847,7 @@ class _Tokens(NamedTuple):
     tiles: torch.Tensor | None = None
 
 
-class _Outputs(NamedTuple):
+class Outputs(NamedTuple):
     """The tensors that `_gemm` writes (pre: read with DSWIGLU), by its argument names."""
 
     out: torch.Tensor
@@ -897,9 +897,8 @@ def _launch(
     if c.pop("ROLES") and tma_w and epilogue != DSWIGLU:
         from tilewright.kernels.moe import grouped_gemm_gluon
 
-        grouped_gemm_gluon.gemm(
-            grid, x, w, transposed, tiles, slots, top_k, out, pre, bias, E, epilogue, gate, c
-        )
+        tokens = tokens._replace(tiles=tiles)
+        grouped_gemm_gluon.gemm(grid, x, w, transposed, tokens, outputs, bias, epilogue, gate, c)
         return
     x_stride, w_stride = x.stride(0), w.stride(1)
     expert_stride = w.stride(0)
@@ -952,7 +951,7 @@ def _product(tunable, out, x, weight, transposed, tokens, bias=None):
     if out.numel():
         bias = None if bias is None else bias.contiguous()
         w, transposed = _weights(weight, transposed)
-        _launch(tunable, _rows(x), w, transposed, tokens, _Outputs(out), bias=bias)
+        _launch(tunable, _rows(x), w, transposed, tokens, Outputs(out), bias=bias)
     return out
 
 
@@ -967,7 +966,7 @@ def forward(
     in the tail. tiles: `tile_map` of the offsets; None: computed here.
     """
     y = product(x, weight, offsets)
-    return _product(FORWARD, y, x, weight, False, _Tokens(offsets, tiles=tiles), bias)
+    return _product(FORWARD, y, x, weight, False, Tokens(offsets, tiles=tiles), bias)
 
 
 def backward_x(
@@ -975,7 +974,7 @@ def backward_x(
 ) -> torch.Tensor:
     """dx [R, K] from dy [R, N] and weight [E, N, K]; zeros in the tail. tiles: as in `forward`."""
     dx = product_backward_x(dy, weight, offsets)
-    return _product(BACKWARD_X, dx, dy, weight, True, _Tokens(offsets, tiles=tiles))
+    return _product(BACKWARD_X, dx, dy, weight, True, Tokens(offsets, tiles=tiles))
 
 
 def backward_weight(
@@ -1071,8 +1070,8 @@ def up_swiglu(
         _rows(x),
         w,
         w_transposed,
-        _Tokens(offsets, slots, position.shape[1], tiles),
-        _Outputs(h, pre),
+        Tokens(offsets, slots, position.shape[1], tiles),
+        Outputs(h, pre),
         SWIGLU,
         bias=None if bias is None else bias.contiguous(),
         gate=gate,
@@ -1115,13 +1114,13 @@ def down_dswiglu(
     c = DOWN_DSWIGLU.config(dy.device, *_key(N, K, dy, rows, offsets.shape[0], _fits(dy, w, N)))
     parts = cdiv(N, c["BLOCK_N"] if c["SPLIT"] else _DSWIGLU["COLUMNS"])
     partial = torch.empty((rows, parts), dtype=torch.float32, device=dy.device)
-    operands = dy, w, w_transposed, _Tokens(offsets, slots, position.shape[1], tiles)
+    operands = dy, w, w_transposed, Tokens(offsets, slots, position.shape[1], tiles)
     if c["SPLIT"]:
-        outputs = _Outputs(dpre, pre, hw, partial)
+        outputs = Outputs(dpre, pre, hw, partial)
         _launch(DOWN_DSWIGLU, *operands, outputs, DSWIGLU, router_weight=expert_weight, gate=gate)
     else:
         dh = torch.empty((rows, N), dtype=dy.dtype, device=dy.device)
-        _launch(DOWN_DSWIGLU, *operands, _Outputs(dh))
+        _launch(DOWN_DSWIGLU, *operands, Outputs(dh))
         launch(
             _dswiglu,
             (cdiv(rows, _DSWIGLU["ROWS"]) * parts,),
@@ -1462,42 +1461,30 @@ def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
         there = {"slots": gather, "pre": epilogue != PLAIN, "bias": bias}
         there |= dict.fromkeys(("hw", "partial", "weight"), dswiglu)
         pointers = {**_POINTERS, "*": t, **{name: None for name, has in there.items() if not has}}
+        constants = {
+            "GATHER": gather,
+            "TRANSPOSED": transposed,
+            "EPILOGUE": epilogue,
+            "STORE_PRE": epilogue == SWIGLU,
+            "STORE_H": dswiglu,
+            "BIAS": bias,
+            "TMA_X": tma and not gather,
+            "TMA_W": tma,
+            "PRECISION": "ieee" if key["itemsize"] == 4 else None,
+            "MAP_ROWS": MAP_ROWS,
+            **gate,
+            **config,
+        }
         if config["ROLES"]:
             from tilewright.kernels.moe import grouped_gemm_gluon
 
-            return grouped_gemm_gluon.spec(
-                f"{label}{kind} specialized {_about(key)}",
-                pointers,
-                {
-                    "GATHER": gather,
-                    "TRANSPOSED": transposed,
-                    "EPILOGUE": epilogue,
-                    "STORE_PRE": epilogue == SWIGLU,
-                    "BIAS": bias,
-                    **gate,
-                    **config,
-                },
-                (m, k),
-                (1, *block),
-            )
+            about = f"{label}{kind} specialized {_about(key)}"
+            return grouped_gemm_gluon.spec(about, pointers, constants, (m, k), (1, *block))
         return KernelSpec.of(
             _gemm,
             f"{label}{kind} {_about(key)}",
             pointers,
-            {
-                "GATHER": gather,
-                "TRANSPOSED": transposed,
-                "EPILOGUE": epilogue,
-                "STORE_PRE": epilogue == SWIGLU,
-                "STORE_H": dswiglu,
-                "BIAS": bias,
-                "TMA_X": tma and not gather,
-                "TMA_W": tma,
-                "PRECISION": "ieee" if key["itemsize"] == 4 else None,
-                "MAP_ROWS": MAP_ROWS,
-                **gate,
-                **config,
-            },
+            constants,
             {"x": _operand(t, tma and not gather, m, k), "w": _operand(t, tma, 1, *block)},
             per_sm=config["per_sm"],
             **_needs(key, tma),

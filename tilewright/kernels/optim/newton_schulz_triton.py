@@ -72,7 +72,13 @@ def _product(left, right, alpha, addend, beta):
     B, M, K = left.shape
     out = torch.empty((B, M, M), dtype=left.dtype, device=left.device)
     config = SYMMETRIC.config(left.device, M, left.element_size(), hopper(left.device))
-    config = {n: v for n, v in config.items() if v is not None}
+    if config["ROLES"] and left.element_size() == 2 and M % 8 == K % 8 == 0:  # for TMA
+        from tilewright.kernels.optim import newton_schulz_gluon
+
+        operands = left.contiguous(), right.contiguous()
+        newton_schulz_gluon.symmetric(*operands, alpha, addend, beta, out, config)
+        return out
+    config = {n: v for n, v in config.items() if v is not None and n != "ROLES"}
     tiles = cdiv(M, config["BLOCK"])
     for first in range(0, B, MOST):
         part = slice(first, first + MOST)
@@ -103,7 +109,9 @@ def newton_schulz(x, coefficients, eps):
     return iterate(x, coefficients, eps, _product, _general)
 
 
-_NAMES = ("BLOCK", "BLOCK_K", "num_warps", "num_stages", "maxnreg")
+# ROLES: specialized warps (newton_schulz_gluon.py).
+_NAMES = ("BLOCK", "BLOCK_K", "num_warps", "num_stages", "maxnreg", "ROLES")
+_ROLES = dict(zip(_NAMES, (128, 64, 8, 6, None, True), strict=True))
 LIMIT = 128  # registers per thread with which an SM holds two blocks of eight warps
 
 
@@ -119,7 +127,7 @@ def _heuristic(M: int, itemsize: int, hopper: bool) -> dict:
         chosen = (128, 64, 8, 3, LIMIT if hopper else None)
     else:  # enough tiles for all SMs
         chosen = (64, 64, 4, 3, None)
-    return dict(zip(_NAMES, chosen, strict=True))
+    return dict(zip(_NAMES, (*chosen, False), strict=True))
 
 
 def _space(M: int, itemsize: int, hopper: bool) -> list[dict]:
@@ -133,11 +141,20 @@ def _space(M: int, itemsize: int, hopper: bool) -> list[dict]:
             (64, 64, 4, 4, None),
             (64, 32, 4, 4, None),
         ]
-    return [dict(zip(_NAMES, values, strict=True)) for values in found]
+    configs = [dict(zip(_NAMES, (*values, False), strict=True)) for values in found]
+    return [*configs, _ROLES] if hopper and itemsize == 2 else configs
 
 
 def _specs(key: dict, config: dict) -> list[KernelSpec]:
     t = {2: "bf16", 4: "fp32"}[key["itemsize"]]
+    if config["ROLES"]:
+        from tilewright.kernels.optim import newton_schulz_gluon
+
+        label = f"{t} {config['BLOCK']} specialized"
+        return [
+            newton_schulz_gluon.spec(f"{label}{' add' if add else ''}", t, add, config)
+            for add in (False, True)
+        ]
     return [
         KernelSpec.of(
             _symmetric,
@@ -165,3 +182,8 @@ SYMMETRIC = Tunable(
     _specs,
 )
 TUNABLES = (SYMMETRIC,)
+
+
+def gate() -> list[KernelSpec]:
+    """Specialized warps, which no heuristic chooses yet."""
+    return _specs(SYMMETRIC.named(SYMMETRIC.keys[0]), _ROLES)

@@ -70,15 +70,30 @@ def _begin(part, a, b, full, stage, phase):
 
 
 @gluon.jit
-def _multiply(out, x_scale_ptr, w_scale_ptr, bias_ptr, T, N, across, m_tiles, n_tiles, steps, a, b,
-              staging, full, empty, BIAS: gl.constexpr, GROUP: gl.constexpr):
+def _multiply(
+    out,
+    x_scale_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    T,
+    N,
+    across,
+    m_tiles,
+    n_tiles,
+    steps,
+    a,
+    b,
+    staging,
+    full,
+    empty,
+    BIAS: gl.constexpr,
+    GROUP: gl.constexpr,
+):
     """Two warpgroups."""
     STAGES: gl.constexpr = a.shape[0]
     M: gl.constexpr = a.shape[1]
     COLUMNS: gl.constexpr = b.shape[1]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [gl.num_warps(), 1], [16, COLUMNS, 32]
-    )
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS, 32])
     i = gl.arange(0, M, gl.SliceLayout(1, LAYOUT))
     j = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     stage, phase = 0, 0
@@ -117,9 +132,23 @@ def _multiply(out, x_scale_ptr, w_scale_ptr, bias_ptr, T, N, across, m_tiles, n_
 
 
 @gluon.jit
-def _fp8(x, w, out, x_scale_ptr, w_scale_ptr, bias_ptr, T, N, across, BIAS: gl.constexpr,
-         M: gl.constexpr, COLUMNS: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
-         STAGES: gl.constexpr):
+def _fp8(
+    x,
+    w,
+    out,
+    x_scale_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    T,
+    N,
+    across,
+    BIAS: gl.constexpr,
+    M: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    K: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """out [T, N], x [T, K] with scales [T, across], w [N, K] with scales [ceil(N / 128), across]:
     descriptors.
     """
@@ -131,10 +160,28 @@ def _fp8(x, w, out, x_scale_ptr, w_scale_ptr, bias_ptr, T, N, across, BIAS: gl.c
     steps = gl.cdiv(across, 2) * 2
     gl.warp_specialize(
         [
-            (_multiply, (
-                out, x_scale_ptr, w_scale_ptr, bias_ptr, T, N, across, m_tiles, n_tiles, steps, a,
-                b, staging, full, empty, BIAS, GROUP,
-            )),
+            (
+                _multiply,
+                (
+                    out,
+                    x_scale_ptr,
+                    w_scale_ptr,
+                    bias_ptr,
+                    T,
+                    N,
+                    across,
+                    m_tiles,
+                    n_tiles,
+                    steps,
+                    a,
+                    b,
+                    staging,
+                    full,
+                    empty,
+                    BIAS,
+                    GROUP,
+                ),
+            ),
             (_load, (x, w, m_tiles, n_tiles, steps, a, b, full, empty, GROUP)),
         ],
         [1],

@@ -246,6 +246,7 @@ NEWTON_SCHULZ = Op(
             _triton,
             platform.no_triton,
             dtypes=(torch.float32, torch.bfloat16),
+            gate=from_kernels("optim.newton_schulz_triton", "gate"),
             tunables=from_kernels("optim.newton_schulz_triton", "TUNABLES"),
         ),
         Implementation("cpp", _cpp, _no_products, ("cpu",), dtypes=(torch.float32, torch.bfloat16)),
