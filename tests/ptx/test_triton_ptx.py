@@ -81,6 +81,7 @@ PRODUCTS = [
 MORE = {
     "rmsnorm": ("gemma", "bias_none_cast", "wide"),
     "add_rmsnorm": ("qk_norm", "fp32_weight"),
+    "layernorm": ("no_bias", "ragged", "wide"),
     "silu_mul": ("packed", "by_eight"),
     "gelu_mul": ("ragged", "erf_packed"),
     "rope": ("per_token", "partial", "partial_interleaved"),
@@ -169,6 +170,7 @@ def moved():
 COUNTED = {
     "rmsnorm": lambda: {"x": of(16, 4096), "weight": of(4096)},
     "add_rmsnorm": lambda: {"x": of(16, 4096), "residual": of(16, 4096), "weight": of(4096)},
+    "layernorm": lambda: {"x": of(16, 4096), "weight": of(4096), "bias": of(4096)},
     "silu_mul": lambda: {"gate": of(4, 4096), "up": of(4, 4096)},
     "gelu_mul": lambda: {"gate": of(4, 4096), "up": of(4, 4096)},
     "rope": lambda: {
