@@ -128,6 +128,16 @@ def _forward(
     tl.store(rstd_ptr + row, rstd, mask=in_t)
 
 
+@triton.jit
+def _product(a, b, ROUND: tl.constexpr):
+    """a * b; with ROUND, rounded before it is added to anything."""
+    if ROUND:
+        y = tl.fma(a, b, 0.0)
+    else:
+        y = a * b
+    return y
+
+
 @triton.jit(do_not_specialize=["T"])
 def _backward(
     dy_ptr,
@@ -155,6 +165,8 @@ def _backward(
     w = tl.load(w_ptr + cols, mask=in_d, other=0.0).to(tl.float32)
     dw = tl.zeros([BLOCK_D], tl.float32)
     db = tl.zeros([BLOCK_D], tl.float32)
+    # Where a thread may have a single product of a sum: see rmsnorm_triton.
+    APART: tl.constexpr = BLOCK_T > 1 and x_ptr.dtype.element_ty != tl.float32
     for block in tl.range(p, tl.cdiv(T, BLOCK_T), P, num_stages=STAGES):
         row = block * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
         in_t = row < T
@@ -167,10 +179,10 @@ def _backward(
         xhat = (x - mean[:, None]) * rstd[:, None]
         if BIAS:
             db += tl.sum(g, axis=0)
-        dw += tl.sum(g * xhat, axis=0)
-        g = g * w[None, :]
+        dw += tl.sum(_product(g, xhat, APART), axis=0)
+        g = _product(g, w[None, :], APART)
         c = tl.sum(g, axis=1) / D
-        d = tl.sum(g * xhat, axis=1) / D
+        d = tl.sum(_product(g, xhat, APART), axis=1) / D
         dx = (g - c[:, None] - xhat * d[:, None]) * rstd[:, None]
         if dsum_ptr is not None:
             dx += tl.load(dsum_ptr + at, mask=mask, other=0.0).to(tl.float32)

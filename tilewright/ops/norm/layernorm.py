@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from tilewright.core import checks, platform
 from tilewright.core.library import Operator, from_kernels
-from tilewright.core.registry import Implementation, Op
+from tilewright.core.registry import Implementation, Judged, Op
 from tilewright.core.takes import FLOAT, takes
 from tilewright.kernels.norm.operators import standardize, standardize_backward
 from tilewright.ops import cases
@@ -223,5 +223,16 @@ ADD_LAYERNORM = Op(
         ),
     ),
     layernorm_cases(add=True),
+    # The sum is rounded, then its deviations from the mean are: the twin's own error is 1 to 2 %.
+    judged=Judged(
+        detects={
+            torch.bfloat16: {
+                "out 0": 0.031,
+                "grad x": 0.03,
+                "grad residual": 0.03,
+                "grad weight": 0.057,
+            }
+        }
+    ),
     goals=(*cases.near_copy(92, "forward"), *cases.near_copy(85, "backward")),
 )
