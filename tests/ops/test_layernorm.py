@@ -25,7 +25,9 @@ def test_a_large_mean_destroys_no_precision(op, outlier, D):
     norm breaks it there.
     """
     skip_unless_usable(LAYERNORM, "triton", torch.float32)
-    case = norm_case("", (9 if D < 1000 else 2, D), add=op == "add_layernorm", bias=True, mean=1000.0)
+    case = norm_case(
+        "", (9 if D < 1000 else 2, D), add=op == "add_layernorm", bias=True, mean=1000.0
+    )
     kwargs = case.make(DEVICE, torch.float32, 0)
     with torch.no_grad():
         kwargs["x"][:, 0] += outlier

@@ -267,7 +267,10 @@ def test_autocast_does_what_the_op_declares(op, name):
     [
         *((name, "cpu") for name in COUNTERPARTS),
         # Ops that can be traced without a device, where the device types' lists differ.
-        *((name, "cuda") for name in ("rmsnorm", "add_rmsnorm", "layernorm", "silu_mul", "gelu_mul")),
+        *(
+            (name, "cuda")
+            for name in ("rmsnorm", "add_rmsnorm", "layernorm", "silu_mul", "gelu_mul")
+        ),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=short)

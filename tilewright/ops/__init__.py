@@ -45,6 +45,7 @@ from tilewright.ops.quant.nvfp4 import NVFP4, dequantize_nvfp4, quantize_nvfp4
 from tilewright.ops.quant.quantized_linear import quantized_linear
 from tilewright.ops.rope.qk_norm_rope import qk_norm_rope
 from tilewright.ops.rope.rope import rope
+from tilewright.ops.rope.tables import mrope_tables, rope_tables
 
 # The order of families in tables; others follow.
 FAMILIES = ("norm", "activation", "rope", "attention", "loss", "moe", "quant", "fused_quantize")
@@ -121,6 +122,7 @@ __all__ = [
     "logprob_entropy",
     "moe_lora",
     "moe_mlp",
+    "mrope_tables",
     "newton_schulz",
     "permute",
     "qk_norm_rope",
@@ -132,6 +134,7 @@ __all__ = [
     "rmsnorm",
     "rmsnorm_quantize",
     "rope",
+    "rope_tables",
     "route",
     "silu_mul",
     "silu_mul_quantize",
