@@ -1,4 +1,4 @@
-"""Tests specific to layernorm and add_layernorm; parity with the eager twin is in test_contract.py."""
+"""Tests specific to layernorm and add_layernorm; parity with the twin is in test_contract.py."""
 
 import pytest
 import torch
@@ -21,9 +21,7 @@ def test_equals_torch_in_float64():
 @pytest.mark.parametrize("outlier", [0.0, 1e4], ids=["", "beside_an_outlier"])
 @pytest.mark.parametrize("op", ["layernorm", "add_layernorm"])
 def test_a_large_mean_destroys_no_precision(op, outlier, D):
-    """By the contract, against float64; also where one element is far from the others. PyTorch's own
-    norm breaks it there.
-    """
+    """By the contract, against float64; also where one element is far from the others."""
     skip_unless_usable(LAYERNORM, "triton", torch.float32)
     case = norm_case(
         "", (9 if D < 1000 else 2, D), add=op == "add_layernorm", bias=True, mean=1000.0

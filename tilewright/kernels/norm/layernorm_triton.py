@@ -155,7 +155,7 @@ def _backward(
     BIAS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dx, and this program's partial sums of dw and db over blocks of rows p, p + P, p + 2P, ..., in
+    """dx, and this program's partial sums of dw and db over blocks of rows p, p + P, ..., in
     registers.
     """
     p = tl.program_id(0)
@@ -351,7 +351,9 @@ def _specs(D: int, itemsize: int, launches) -> list[KernelSpec]:
             f"{label} {data} weight={weight}{' bias' if bias else ''} D={D}",
             {
                 **dict.fromkeys(("mean", "rstd", "partial"), "fp32"),
-                **{"w": weight, "b": weight if bias else None, "*": data},
+                "w": weight,
+                "b": weight if bias else None,
+                "*": data,
                 **pointers,
             },
             {"D": D, "BIAS": bias, **constexprs},

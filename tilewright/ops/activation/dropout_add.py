@@ -74,7 +74,7 @@ def dropout_add(
 
     Example:
         >>> dropout_add(torch.ones(8), torch.zeros(8), 0.5, seed=3).tolist()
-        [2.0, 2.0, 0.0, 2.0, 0.0, 2.0, 2.0, 0.0]
+        [2.0, 2.0, 2.0, 0.0, 2.0, 0.0, 0.0, 2.0]
 
     Source: JMLR 15:1929, 2014; scaled in training, as torch.nn.functional.dropout.
     """

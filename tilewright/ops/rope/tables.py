@@ -289,6 +289,6 @@ def _checked(scaling: dict[str, Any], dim: int) -> str:
     return kind
 
 
-def _is_positive(value: object) -> bool:
+def _is_positive(value: Any) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number and 0 < value < math.inf
