@@ -111,7 +111,7 @@ def positions(B=2, S=9, rows=40):
 )
 def test_multimodal_rotation_is_that_of_transformers_bit_for_bit(model, prefix, embedding):
     modeling = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
-    sections = (6, 5, 5)
+    sections = (8, 5, 3)
     config = getattr(modeling, f"{prefix}TextConfig")(
         hidden_size=2 * DIM,
         num_attention_heads=2,
