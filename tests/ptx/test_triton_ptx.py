@@ -81,6 +81,7 @@ PRODUCTS = [
 MORE = {
     "rmsnorm": ("gemma", "bias_none_cast", "wide"),
     "add_rmsnorm": ("qk_norm", "fp32_weight"),
+    "layernorm": ("no_bias", "ragged", "wide"),
     "silu_mul": ("packed", "by_eight"),
     "gelu_mul": ("ragged", "erf_packed"),
     "rope": ("per_token", "partial", "partial_interleaved"),
@@ -169,6 +170,7 @@ def moved():
 COUNTED = {
     "rmsnorm": lambda: {"x": of(16, 4096), "weight": of(4096)},
     "add_rmsnorm": lambda: {"x": of(16, 4096), "residual": of(16, 4096), "weight": of(4096)},
+    "layernorm": lambda: {"x": of(16, 4096), "weight": of(4096), "bias": of(4096)},
     "silu_mul": lambda: {"gate": of(4, 4096), "up": of(4, 4096)},
     "gelu_mul": lambda: {"gate": of(4, 4096), "up": of(4, 4096)},
     "rope": lambda: {
@@ -415,12 +417,17 @@ def narrow_rows_on_four_warps(driver):
     """Two threads exchange partial sums over rows and both write the result, which must have the
     same bits in both.
     """
-    from tilewright.kernels.norm.rmsnorm_triton import BACKWARD
+    from tilewright.kernels.norm import layernorm_triton, rmsnorm_triton
 
-    case = next(c for c in operations()["rmsnorm"].cases if c.name == "bias_none_cast")
-    constants = {**BACKWARD.heuristic(64, 2), "num_warps": 4}
-    with BACKWARD.override(torch.device("cpu"), (64, 2), constants):
-        contract_holds(driver, operations()["rmsnorm"], case, BF16)
+    for name, kernels, case, width in (
+        ("rmsnorm", rmsnorm_triton, "bias_none_cast", 64),
+        ("layernorm", layernorm_triton, "fp32_weight", 96),
+        ("layernorm", layernorm_triton, "ragged", 100),
+    ):
+        op, tunable = operations()[name], kernels.BACKWARD
+        constants = {**tunable.heuristic(width, 2), "num_warps": 4}
+        with tunable.override(torch.device("cpu"), (width, 2), constants):
+            contract_holds(driver, op, next(c for c in op.cases if c.name == case), BF16)
 
 
 # Alternatives of open questions that are other code than the heuristic's: launch, what changes, and
