@@ -328,14 +328,15 @@ def any_row_of_logits(driver, V, stride, offset, dtype):
 
 
 def losses_of_rows(driver):
-    """In parts of more and fewer rows than a block of the kernel, with all options."""
+    """In parts of more and fewer rows than a block of the kernel, of more targets than it counts at
+    a time, with all options."""
     from tilewright.kernels.loss import softmax_stats_triton as kernels
     from tilewright.kernels.loss.operators import LossInputs, LossOutputs, Stats
 
     cross_entropy = importlib.import_module("tilewright.ops.loss.cross_entropy")
 
     g = torch.Generator().manual_seed(0)
-    T, V = 4500, 37
+    T, V = 16_500, 37
     y = torch.randint(V, (T,), generator=g)
     y[::3], y[[1, 4201]] = -100, torch.tensor([V, -1])
     stats = Stats(*(torch.randn(T, generator=g) for _ in range(4)))
