@@ -247,6 +247,7 @@ NEWTON_SCHULZ = Op(
             platform.no_triton,
             dtypes=(torch.float32, torch.bfloat16),
             tunables=from_kernels("optim.newton_schulz_triton", "TUNABLES"),
+            gate=from_kernels("optim.newton_schulz_triton", "gate"),
         ),
         Implementation("cpp", _cpp, _no_products, ("cpu",), dtypes=(torch.float32, torch.bfloat16)),
     ),
