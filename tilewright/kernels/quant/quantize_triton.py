@@ -292,9 +292,9 @@ BISECTION: tl.constexpr = tl.constexpr(_bisection())
 
 
 @triton.jit
-def _nf4_code(v):
+def _nf4_code(v, HARDWARE: tl.constexpr):
     """The number of bounds below float32 v; 0 for NaN."""
-    if COMPILED:
+    if HARDWARE:
         code = tl.inline_asm_elementwise(
             BISECTION, "=r,f", [v], dtype=tl.int32, is_pure=True, pack=1
         )
@@ -324,7 +324,7 @@ def _nf4_quantize(x_ptr, data_ptr, absmax_ptr, n, size, BLOCK: tl.constexpr, GRO
             scaled,
             tl.div_rn(v, tl.broadcast_to(least[:, None, None], v.shape)),
         )
-    code = _nf4_code(scaled)
+    code = _nf4_code(scaled, COMPILED)
     code = tl.where(tl.reshape(at, (GROUPS, BLOCK // 2, 2)) < n, code, 7)
     first, second = tl.split(code)
     byte = tl.arange(0, GROUPS)[:, None] * (BLOCK // 2) + half[None, :]
