@@ -231,7 +231,6 @@ UNCOALESCED = {
     "_spread": FEW,
     "_histogram": "a table of eight experts",
     "_place": "a table of eight experts",
-    "_nf4_quantize": "the 15 bounds between codes",
     "_nf4_dequantize": "pairs of numbers, by a byte of codes",
     "_nvfp4_dequantize": "scales, a byte for 16 elements",
     "_block_fp8_dequantize": "a scale for 128 elements",
@@ -334,14 +333,15 @@ def any_row_of_logits(driver, V, stride, offset, dtype):
 
 
 def losses_of_rows(driver):
-    """In parts of more and fewer rows than a block of the kernel, with all options."""
+    """In parts of more and fewer rows than a block of the kernel, of more targets than it counts at
+    a time, with all options."""
     from tilewright.kernels.loss import softmax_stats_triton as kernels
     from tilewright.kernels.loss.operators import LossInputs, LossOutputs, Stats
 
     cross_entropy = importlib.import_module("tilewright.ops.loss.cross_entropy")
 
     g = torch.Generator().manual_seed(0)
-    T, V = 4500, 37
+    T, V = 16_500, 37
     y = torch.randint(V, (T,), generator=g)
     y[::3], y[[1, 4201]] = -100, torch.tensor([V, -1])
     stats = Stats(*(torch.randn(T, generator=g) for _ in range(4)))
@@ -612,6 +612,26 @@ def from_e4m3(driver, hardware):
     )
 
 
+def nf4_codes(driver):
+    """Of every 16th float16 in [-1, 1], of the bounds between codes, and of their neighbors in
+    float32. A NaN, which the op refuses, has code 0.
+    """
+    from tilewright.kernels.quant.nf4_tables import bounds
+    from tilewright.kernels.quant.quantize_triton import nf4_quantize
+
+    halves = torch.arange(-(2**15), 2**15, 16).to(torch.int16).view(F16).float()
+    ends = torch.full((15,), torch.inf)
+    near = (torch.nextafter(bounds(), -ends), bounds(), torch.nextafter(bounds(), ends))
+    v = torch.cat((halves[halves.abs() <= 1], *near))
+    x = torch.ones(-(-v.numel() // 63), 64)  # a 1 in each block: its scale
+    x[:, :63] = torch.cat((v, v.new_zeros(-v.numel() % 63))).view(-1, 63)
+    found, wanted = (quantize_nf4(x, implementation=name) for name in ("triton", "eager"))
+    assert torch.equal(found.data, wanted.data) and torch.equal(found.absmax, wanted.absmax)
+    x[0, 5], x[1, 6] = torch.nan, torch.inf
+    nan, inf = nf4_quantize(x[:2].view(-1), 64)[0].view(2, 32)
+    assert (nan == 0).all() and inf.tolist() == [0x77] * 3 + [0x07] + [0x77] * 28
+
+
 def planted(driver, old, new, test, *arguments):
     """A fault in the compiled kernels must be found."""
     changed = 0
@@ -735,6 +755,14 @@ def runs():
     for arch in (90, 100, 120):
         found[f"sm_{arch}-to_e2m1"] = arch, to_e2m1, arch >= 100
         found[f"sm_{arch}-from_e2m1"] = arch, from_e2m1, arch >= 100
+    found["sm_90-nf4_codes"] = 90, nf4_codes
+    found["planted-nf4-tie"] = (
+        90,
+        planted,
+        r"setp\.gt\.f32 p, (\S+), b1",
+        r"setp.ge.f32 p, \1, b1",
+        nf4_codes,
+    )
     for arch in (80, 90, 100):
         found[f"sm_{arch}-to_e4m3"] = arch, to_e4m3, arch >= 90
         found[f"sm_{arch}-from_e4m3"] = arch, from_e4m3, arch >= 90

@@ -37,6 +37,7 @@ from tilewright.kernels.device import (
 )
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.math_triton import sigmoid, tanh_and_derivative
 from tilewright.kernels.moe.operators import (
     MAP_ROWS,
     Order,
@@ -101,16 +102,6 @@ def _halves(t, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _tanh(x):
-    return 2.0 * _sigmoid(2.0 * x) - 1.0
-
-
-@triton.jit
 def gated(
     g,
     u,
@@ -125,13 +116,12 @@ def gated(
     """
     dv = 1.0
     if ACTIVATION == 3:
-        near = _tanh(u / UP_LIMIT)
+        near, dv = tanh_and_derivative(u / UP_LIMIT)
         v = UP_LIMIT * near + OFFSET
-        dv = 1.0 - near * near
-        s = _sigmoid(ALPHA * g)
-        soft = _tanh(g / LIMIT)
+        s = sigmoid(ALPHA * g)
+        soft, dsoft = tanh_and_derivative(g / LIMIT)
         a = LIMIT * soft * s
-        da = s * (1.0 - soft * soft) + ALPHA * a * (1.0 - s)
+        da = s * dsoft + ALPHA * a * (1.0 - s)
     else:
         v, z = u, g
         if UP_LIMIT is not None:  # written so that NaN propagates
@@ -141,13 +131,13 @@ def gated(
         if LIMIT is not None:
             z = tl.where(g > LIMIT, LIMIT, g)
         if ACTIVATION == 0:
-            s = _sigmoid(ALPHA * z)
+            s = sigmoid(ALPHA * z)
             a = z * s
             da = s + ALPHA * a * (1.0 - s)
         elif ACTIVATION == 1:
             # (1 + tanh w) / 2 = sigmoid(2 w); beyond 20 it is 0 or 1, and a cube may overflow.
             w = tl.where(z > 20.0, 20.0, tl.where(z < -20.0, -20.0, z))
-            s = _sigmoid(1.5957691216057308 * (w + 0.044715 * w * w * w))
+            s = sigmoid(1.5957691216057308 * (w + 0.044715 * w * w * w))
             a = z * s
             da = s + a * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * w * w)
         else:

@@ -248,6 +248,7 @@ NEWTON_SCHULZ = Op(
             dtypes=(torch.float32, torch.bfloat16),
             gate=from_kernels("optim.newton_schulz_triton", "gate"),
             tunables=from_kernels("optim.newton_schulz_triton", "TUNABLES"),
+            gate=from_kernels("optim.newton_schulz_triton", "gate"),
         ),
         Implementation("cpp", _cpp, _no_products, ("cpu",), dtypes=(torch.float32, torch.bfloat16)),
     ),
