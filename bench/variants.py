@@ -41,9 +41,46 @@ _MOE, _UP = "qwen3-30b-a3b_32768", "qwen3-30b-a3b_up_32768"
 _PACKED = "qwen3-30b-a3b_32k_packed"
 # One block an SM, with tiles that read each operand least often.
 _WIDE = {"BLOCK_M": 128, "BLOCK_N": 256, "num_warps": 8, "num_stages": 4, "per_sm": 1}
+# The same tiles by specialized warps, for sm_90.
+_ROLES = {**_WIDE, "maxnreg": None, "ROLES": True}
 # Those that decide designs first, and matmuls, which take most of a step, before the rest. Last
 # those that need a package beside PyTorch and Triton.
 VARIANTS = (
+    Variant(
+        "up_swiglu: specialized warps, for two blocks of 128 x 128 an SM",
+        "moe_mlp",
+        _MOE,
+        "moe_mlp/up_swiglu",
+        _ROLES,
+    ),
+    Variant(
+        "down_dswiglu: a product by specialized warps and a second kernel, for one kernel of 64 x 128",
+        "moe_mlp",
+        _MOE,
+        "moe_mlp/down_dswiglu",
+        {**_ROLES, "SPLIT": 0},
+    ),
+    Variant(
+        "grouped_gemm: specialized warps, for the same tiles",
+        "grouped_gemm",
+        _UP,
+        "grouped_gemm/forward",
+        _ROLES,
+    ),
+    Variant(
+        "grouped_gemm: specialized warps in dweight, for the same tiles",
+        "grouped_gemm",
+        _UP,
+        "grouped_gemm/backward_weight",
+        {"BLOCK_N": 128, "BLOCK_K": 256, "num_stages": 4, "ROLES": True},
+    ),
+    Variant(
+        "grouped_gemm: specialized warps in dx, for the same tiles",
+        "grouped_gemm",
+        _UP,
+        "grouped_gemm/backward_x",
+        _ROLES,
+    ),
     Variant(
         "up_swiglu: one block of 128 x 256 an SM, for two of 128 x 128",
         "moe_mlp",
@@ -66,6 +103,13 @@ VARIANTS = (
         {**_WIDE, "SPLIT": 0},
     ),
     Variant(
+        "fp8_linear: specialized warps and two sums in turn, for one",
+        "fp8_linear",
+        "block_fp8 llama-3-8b-down_8192",
+        "fp8_linear/fp8",
+        {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 6, "ROLES": True},
+    ),
+    Variant(
         "attention of packed documents: triton, for native",
         "attention",
         _PACKED,
@@ -86,6 +130,13 @@ VARIANTS = (
         "llama-3-8b-down",
         "dequantize_nf4/dequantize",
         {"GATHER": True},
+    ),
+    Variant(
+        "newton_schulz: specialized warps, for two blocks of 128 x 128 an SM",
+        "newton_schulz",
+        "qwen3-8b-q",
+        "newton_schulz/symmetric",
+        {"num_stages": 6, "maxnreg": None, "ROLES": True},
     ),
     Variant(
         "newton_schulz: registers without a limit, for 128",

@@ -45,9 +45,22 @@ void update(const Numbers& f, P* p, const G* g, S* m, S* v, P* c, int64_t n) {
 
 using Tensors = std::vector<Tensor>;
 
+double value_of(const Tensor& step) {
+  STD_TORCH_CHECK(step.numel() == 1, "tilewright: step must be a tensor of one number");
+  switch (step.scalar_type()) {
+    case ScalarType::Float: return *in<float>(step);
+    case ScalarType::Double: return *in<double>(step);
+    case ScalarType::Int: return *in<int32_t>(step);
+    case ScalarType::Long: return double(*in<int64_t>(step));
+    default: STD_TORCH_CHECK(false, "tilewright: step must be float32, float64, int32 or int64");
+  }
+}
+
 void adamw_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors compensations,
-            double lr, double beta1, double beta2, double eps, double weight_decay, int64_t step) {
-  STD_TORCH_CHECK(step >= 1, "tilewright: step must be at least 1, got ", step);
+            double lr, double beta1, double beta2, double eps, double weight_decay,
+            std::optional<Tensor> counter, std::optional<double> number) {
+  STD_TORCH_CHECK(counter.has_value() || number.value_or(0) >= 1, "tilewright: step must be a tensor or at least 1");
+  const double step = counter.has_value() ? value_of(*counter) : *number;
   STD_TORCH_CHECK(grads.size() == params.size() && exp_avgs.size() == params.size() &&
                       exp_avg_sqs.size() == params.size() &&
                       (compensations.empty() || compensations.size() == params.size()),
@@ -56,8 +69,8 @@ void adamw_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs
                   float(beta1 >= 0.5 ? 1 - beta1 : -beta1),
                   float(beta2),
                   float(1 - beta2),
-                  float(lr / (1 - std::pow(beta1, double(step)))),
-                  float(1 / std::sqrt(1 - std::pow(beta2, double(step)))),
+                  float(lr / (1 - std::pow(beta1, step))),
+                  float(1 / std::sqrt(1 - std::pow(beta2, step))),
                   float(eps)};
   std::vector<int64_t> starts{0};  // pieces before each tensor
   for (size_t i = 0; i < params.size(); ++i) {
@@ -112,7 +125,8 @@ void adamw_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
   m.def(
       "adamw_cpp_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-      "Tensor(d!)[] compensations, float lr, float beta1, float beta2, float eps, float weight_decay, int step) -> ()");
+      "Tensor(d!)[] compensations, float lr, float beta1, float beta2, float eps, float weight_decay, "
+      "Tensor? step, float? step_number) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) { m.impl("adamw_cpp_", TORCH_BOX(&tw::adamw_)); }

@@ -110,6 +110,24 @@ def test_gradients_of_any_strides_and_dtype(name):
 
 
 @IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", [F32, torch.float64, torch.int32, torch.int64], ids=short)
+def test_a_step_in_a_tensor_is_read_at_each_call(name, dtype):
+    """As in a CUDA graph, which is captured once: the tensor is counted up in place."""
+    skip_unless_usable(ADAMW, name, F32)
+    results, counter = [], torch.zeros((), dtype=dtype, device=DEVICE)
+    for counted in (False, True):
+        p, m, v = draw(), zeros(draw(), F32), zeros(draw(), F32)
+        for step in range(1, 4):
+            counter.fill_(step)
+            given = counter if counted else step
+            adamw_(p, draw(seed=step), m, v, step=given, lr=0.1, implementation=name)
+        results.append((p, m, v))
+    assert counter == 3
+    # The corrections, of about 1, have a few roundings of float32.
+    torch.testing.assert_close(*results, rtol=1e-6, atol=2e-7)
+
+
+@IMPLEMENTATIONS
 def test_tensors_off_sixteen_bytes(name):
     skip_unless_usable(ADAMW, name, F32)
     results = []
@@ -156,6 +174,11 @@ GOOD = {"step": 1, "lr": 0.1}
             r"compensations\[0\] must be torch.float32",
         ),
         ({"params": [torch.ones(2, 3).int()]}, TypeError, r"params\[0\] must be one of"),
+        (
+            {"step": torch.ones((), device="meta")},
+            ValueError,
+            r"step is on meta, params\[0\] on cpu; they must be on one device",
+        ),
         ({"betas": (0.9, 1.0)}, ValueError, r"betas\[1\] must be at least 0 and below 1, got 1.0"),
     ],
 )

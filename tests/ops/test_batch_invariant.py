@@ -43,6 +43,17 @@ def add_rmsnorm(x, name):
     return torch.cat((y, total), -1)
 
 
+def layernorm(x, name):
+    weight, bias = torch.linspace(0.5, 1.5, WIDTH, device=DEVICE).to(x.dtype).expand(2, WIDTH)
+    return tw.layernorm(x, weight, bias, implementation=name)
+
+
+def add_layernorm(x, name):
+    weight = torch.linspace(0.5, 1.5, WIDTH, device=DEVICE).to(x.dtype)
+    found = tw.add_layernorm(x, x.flip(-1).contiguous(), weight, implementation=name)
+    return torch.cat(found, -1)
+
+
 def rope(x, name):  # all tokens at one position, so that rows can move
     q = x.view(1, -1, 6, 16).transpose(1, 2)
     turned, _ = tw.rope(
@@ -89,6 +100,8 @@ def route(x, name):
 ROW_OPS = {
     "rmsnorm": rmsnorm,
     "add_rmsnorm": add_rmsnorm,
+    "layernorm": layernorm,
+    "add_layernorm": add_layernorm,
     "rope": rope,
     "qk_norm_rope": qk_norm_rope,
     "cross_entropy": cross_entropy,

@@ -228,6 +228,23 @@ def test_matrices_of_any_size_are_orthogonalized(name, size):
     torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("tall", [False, True])
+def test_programs_share_the_norm_of_a_matrix(tall, monkeypatch):
+    """Each of two has tiles whose largest elements differ by 1e9; and a NaN stays in its matrix."""
+    skip_unless_usable(NEWTON_SCHULZ, "triton", F32)
+    from tilewright.kernels.optim import newton_schulz, newton_schulz_triton
+
+    monkeypatch.setattr(newton_schulz_triton, "PARTS", 2)
+    x = torch.randn(3, 200, 70, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    x[0, 64:] *= 1e9
+    x[1, :, 64:] *= 1e9
+    x[2, 130, 3] = float("nan")
+    found = newton_schulz_triton._start(x, tall, 1e-7)
+    wanted = newton_schulz.start_in_torch(x, tall, 1e-7)
+    torch.testing.assert_close(found, wanted, rtol=2e-6, atol=0, equal_nan=True)
+    assert found[2].isnan().all() and not found[:2].isnan().any()
+
+
 @IMPLEMENTATIONS
 def test_the_result_is_contiguous_whatever_the_strides(name):
     skip_unless_usable(NEWTON_SCHULZ, name, torch.float32)

@@ -174,6 +174,10 @@ def test_a_pin_reaches_compiled_code(monkeypatch):
 COUNTERPARTS = {
     "rmsnorm": lambda x, weight, **_: F.rms_norm(x, x.shape[-1:], weight),
     "add_rmsnorm": lambda x, residual, weight, **_: F.rms_norm(x + residual, x.shape[-1:], weight),
+    "layernorm": lambda x, weight, **_: F.layer_norm(x, x.shape[-1:], weight),
+    "add_layernorm": lambda x, residual, weight, **_: F.layer_norm(
+        x + residual, x.shape[-1:], weight
+    ),
     "rmsnorm_quantize": lambda x, weight, **_: F.rms_norm(x, x.shape[-1:], weight),
     "add_rmsnorm_quantize": lambda x, residual, weight, **_: F.rms_norm(
         x + residual, x.shape[-1:], weight
@@ -263,7 +267,10 @@ def test_autocast_does_what_the_op_declares(op, name):
     [
         *((name, "cpu") for name in COUNTERPARTS),
         # Ops that can be traced without a device, where the device types' lists differ.
-        *((name, "cuda") for name in ("rmsnorm", "add_rmsnorm", "silu_mul", "gelu_mul")),
+        *(
+            (name, "cuda")
+            for name in ("rmsnorm", "add_rmsnorm", "layernorm", "silu_mul", "gelu_mul")
+        ),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=short)

@@ -325,7 +325,7 @@ def test_backward_programs_are_as_many_as_the_device_holds(monkeypatch):
         (16384, 8, 32, 8),
         (16384, 8, 1000, 1),
     ):
-        assert kernel._sharing(kernels, T, block, heads, 8, x, (), D=4096) == programs
+        assert kernel.sharing(kernels, T, block, heads, 8, x, (), D=4096) == programs
     assert asked == [{"D": 4096, "num_warps": 8, "grid": (1,), "enable_fp_fusion": True}]
 
 

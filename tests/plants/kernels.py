@@ -19,6 +19,7 @@ import forked
 ROOT = pathlib.Path(__file__).parents[2]
 HERE = "tests/tools/faulty_kernels.py"
 ROWS = "--arg 'x=tensor(f32, [3, 40])'"
+LANES = "--arg 'x=tensor(f32, [128])'"
 ROW = "--arg 'x=tensor(f32, [200])'"
 TWO = f"{ROW} --arg 'y=tensor(f32, [200])'"
 
@@ -56,6 +57,7 @@ RIGHT = {
         "error out 0: none",
         "1 launch, no breaks",
     ],
+    f"emulate handed {LANES} --reference twice": ["error out 0: none"],
     f"emulate FOLDER/late.py:late {TWO}": ["_add  ", "1 launch, no breaks"],
     "gate fill --arch 90 --min-load 128": [
         "for sm_90  registers",
@@ -87,6 +89,10 @@ PLANTS = {
     "emulate by_scratch --arg 'x=tensor(f32, [256])'": [
         r"BREAK race: reads scratch_ptr\[\d+\], which another thread of the program writes .*"
         r"{no barrier}",
+    ],
+    f"emulate handed_too_soon {LANES}": [
+        r"BREAK race: \w+ shared memory that another warp .* with no barrier between that both "
+        r"have passed .*faulty_kernels.py:\d",
     ],
     # sums in bfloat16
     "emulate normed_in_bfloat16 --arg 'x=tensor(bf16, [1, 16384])' --reference plain_normed": [

@@ -81,6 +81,7 @@ PRODUCTS = [
 MORE = {
     "rmsnorm": ("gemma", "bias_none_cast", "wide"),
     "add_rmsnorm": ("qk_norm", "fp32_weight"),
+    "layernorm": ("no_bias", "ragged", "wide"),
     "silu_mul": ("packed", "by_eight"),
     "gelu_mul": ("ragged", "erf_packed"),
     "rope": ("per_token", "partial", "partial_interleaved"),
@@ -176,6 +177,7 @@ def moved():
 COUNTED = {
     "rmsnorm": lambda: {"x": of(16, 4096), "weight": of(4096)},
     "add_rmsnorm": lambda: {"x": of(16, 4096), "residual": of(16, 4096), "weight": of(4096)},
+    "layernorm": lambda: {"x": of(16, 4096), "weight": of(4096), "bias": of(4096)},
     "silu_mul": lambda: {"gate": of(4, 4096), "up": of(4, 4096)},
     "gelu_mul": lambda: {"gate": of(4, 4096), "up": of(4, 4096)},
     "rope": lambda: {
@@ -236,7 +238,6 @@ UNCOALESCED = {
     "_spread": FEW,
     "_histogram": "a table of eight experts",
     "_place": "a table of eight experts",
-    "_nf4_quantize": "the 15 bounds between codes",
     "_nf4_dequantize": "pairs of numbers, by a byte of codes",
     "_nvfp4_dequantize": "scales, a byte for 16 elements",
     "_block_fp8_dequantize": "a scale for 128 elements",
@@ -280,9 +281,12 @@ def flat(counts):
 
 def long_sums(driver, name, dtype):
     """Sums long enough to reuse pipeline stages, and the large tiles for many rows."""
+    contract_holds(driver, operations()[name], long_case(name), dtype)
+
+
+def long_case(name):
     module, make = CASES_OF[name]
-    case = getattr(importlib.import_module(module), make)("long_sums", *LONG[name])
-    contract_holds(driver, operations()[name], case, dtype)
+    return getattr(importlib.import_module(module), make)("long_sums", *LONG[name])
 
 
 def any_row_of_logits(driver, V, stride, offset, dtype):
@@ -336,14 +340,15 @@ def any_row_of_logits(driver, V, stride, offset, dtype):
 
 
 def losses_of_rows(driver):
-    """In parts of more and fewer rows than a block of the kernel, with all options."""
+    """In parts of more and fewer rows than a block of the kernel, of more targets than it counts at
+    a time, with all options."""
     from tilewright.kernels.loss import softmax_stats_triton as kernels
     from tilewright.kernels.loss.operators import LossInputs, LossOutputs, Stats
 
     cross_entropy = importlib.import_module("tilewright.ops.loss.cross_entropy")
 
     g = torch.Generator().manual_seed(0)
-    T, V = 4500, 37
+    T, V = 16_500, 37
     y = torch.randint(V, (T,), generator=g)
     y[::3], y[[1, 4201]] = -100, torch.tensor([V, -1])
     stats = Stats(*(torch.randn(T, generator=g) for _ in range(4)))
@@ -419,19 +424,32 @@ def narrow_rows_on_four_warps(driver):
     """Two threads exchange partial sums over rows and both write the result, which must have the
     same bits in both.
     """
-    from tilewright.kernels.norm.rmsnorm_triton import BACKWARD
+    from tilewright.kernels.norm import layernorm_triton, rmsnorm_triton
 
-    case = next(c for c in operations()["rmsnorm"].cases if c.name == "bias_none_cast")
-    constants = {**BACKWARD.heuristic(64, 2), "num_warps": 4}
-    with BACKWARD.override(torch.device("cpu"), (64, 2), constants):
-        contract_holds(driver, operations()["rmsnorm"], case, BF16)
+    for name, kernels, case, width in (
+        ("rmsnorm", rmsnorm_triton, "bias_none_cast", 64),
+        ("layernorm", layernorm_triton, "fp32_weight", 96),
+        ("layernorm", layernorm_triton, "ragged", 100),
+    ):
+        op, tunable = operations()[name], kernels.BACKWARD
+        constants = {**tunable.heuristic(width, 2), "num_warps": 4}
+        with tunable.override(torch.device("cpu"), (width, 2), constants):
+            contract_holds(driver, op, next(c for c in op.cases if c.name == case), BF16)
 
 
 # Alternatives of open questions that are other code than the heuristic's: launch, what changes, and
 # cases of the op.
 ALTERNATIVES = (
     ("moe_mlp", "moe_mlp/up_swiglu", "BLOCK_N", ("aligned",)),
+    ("moe_mlp", "moe_mlp/up_swiglu", "ROLES", ("aligned", "gpt_oss_aligned")),
+    ("moe_mlp", "moe_mlp/down_dswiglu", "ROLES", ("aligned", "gpt_oss_aligned")),
+    ("grouped_gemm", "grouped_gemm/forward", "ROLES", ("aligned",)),
+    ("grouped_gemm", "grouped_gemm/backward_x", "ROLES", ("aligned",)),
+    ("grouped_gemm", "grouped_gemm/backward_weight", "ROLES", ("aligned",)),
+    ("moe_mlp", "grouped_gemm/backward_weight", "ROLES", ("aligned",)),
     ("moe_mlp", "moe_mlp/down_dswiglu", "SPLIT", ("aligned", "sentinels", "gpt_oss_aligned")),
+    ("newton_schulz", "newton_schulz/symmetric", "ROLES", ("square", "tall aligned", "tiles")),
+    ("fp8_linear", "fp8_linear/fp8", "ROLES", ("block_fp8 aligned", "block_fp8 two_scales")),
     ("dequantize_nf4", "dequantize_nf4/dequantize", "GATHER", ("ragged", "matrix nested")),
 )
 
@@ -440,13 +458,22 @@ def alternative(driver, op, case, launch, changes):
     """As the suite would time it, with this case's sizes."""
     tunables = op.implementation("triton").tunables()
     [tunable] = [t for t in tunables if t.name == launch]
-    [variant] = [v for v in VARIANTS if v.launch == launch and changes in v.other]
+    [variant] = [
+        v
+        for v in VARIANTS
+        if v.launch == launch
+        and changes in v.other
+        and ("ROLES" in v.other) == (changes == "ROLES")
+    ]
 
     def config(device, *key):
         return {**tunable.heuristic(**tunable.named(key)), **variant.other}
 
+    before = len(driver.launches)
     with mock.patch.object(tunable, "config", config):
         contract_holds(driver, op, case, BF16)
+    if changes == "ROLES":
+        assert any(each.kernel.specialized for each in driver.launches[before:])
 
 
 def rounds_to_nearest(driver):
@@ -592,6 +619,26 @@ def from_e4m3(driver, hardware):
     )
 
 
+def nf4_codes(driver):
+    """Of every 16th float16 in [-1, 1], of the bounds between codes, and of their neighbors in
+    float32. A NaN, which the op refuses, has code 0.
+    """
+    from tilewright.kernels.quant.nf4_tables import bounds
+    from tilewright.kernels.quant.quantize_triton import nf4_quantize
+
+    halves = torch.arange(-(2**15), 2**15, 16).to(torch.int16).view(F16).float()
+    ends = torch.full((15,), torch.inf)
+    near = (torch.nextafter(bounds(), -ends), bounds(), torch.nextafter(bounds(), ends))
+    v = torch.cat((halves[halves.abs() <= 1], *near))
+    x = torch.ones(-(-v.numel() // 63), 64)  # a 1 in each block: its scale
+    x[:, :63] = torch.cat((v, v.new_zeros(-v.numel() % 63))).view(-1, 63)
+    found, wanted = (quantize_nf4(x, implementation=name) for name in ("triton", "eager"))
+    assert torch.equal(found.data, wanted.data) and torch.equal(found.absmax, wanted.absmax)
+    x[0, 5], x[1, 6] = torch.nan, torch.inf
+    nan, inf = nf4_quantize(x[:2].view(-1), 64)[0].view(2, 32)
+    assert (nan == 0).all() and inf.tolist() == [0x77] * 3 + [0x07] + [0x77] * 28
+
+
 def planted(driver, old, new, test, *arguments):
     """A fault in the compiled kernels must be found."""
     changed = 0
@@ -695,8 +742,19 @@ def runs():
     for op_name, launch, changes, names in ALTERNATIVES:
         op = operations()[op_name]
         for case in (c for c in op.cases if "contract" in c.tags and c.name in names):
-            name = f"sm_90-{launch} {changes}-{case.name}-bfloat16"
+            whose = "" if launch.startswith(f"{op_name}/") else f"{op_name} of "
+            name = f"sm_90-{whose}{launch} {changes}-{case.name}-bfloat16"
             found[name] = 90, alternative, op, case, launch, changes
+    # Specialized warps, which use each stage several times.
+    for op_name, launch in (
+        ("grouped_gemm", "grouped_gemm/forward"),
+        ("grouped_gemm", "grouped_gemm/backward_x"),
+        ("grouped_gemm", "grouped_gemm/backward_weight"),
+        ("moe_mlp", "moe_mlp/up_swiglu"),
+        ("moe_mlp", "moe_mlp/down_dswiglu"),
+    ):
+        run = 90, alternative, operations()[op_name], long_case(op_name), launch, "ROLES"
+        found[f"sm_90-{launch} ROLES-long_sums"] = run
     found["sm_90-cross_entropy-losses"] = 90, losses_of_rows
     found["sm_90-cross_entropy-scale"] = 90, scales, BF16
     if COUNTS.exists():  # of this version of Triton
@@ -704,6 +762,14 @@ def runs():
     for arch in (90, 100, 120):
         found[f"sm_{arch}-to_e2m1"] = arch, to_e2m1, arch >= 100
         found[f"sm_{arch}-from_e2m1"] = arch, from_e2m1, arch >= 100
+    found["sm_90-nf4_codes"] = 90, nf4_codes
+    found["planted-nf4-tie"] = (
+        90,
+        planted,
+        r"setp\.gt\.f32 p, (\S+), b1",
+        r"setp.ge.f32 p, \1, b1",
+        nf4_codes,
+    )
     for arch in (80, 90, 100):
         found[f"sm_{arch}-to_e4m3"] = arch, to_e4m3, arch >= 90
         found[f"sm_{arch}-from_e4m3"] = arch, from_e4m3, arch >= 90
@@ -773,6 +839,25 @@ def runs():
             new,
             *found[f"sm_{arch}-grouped_gemm-{test}"][1:],
         )
+    # What specialized warps say to each other.   gathering: where threads load, too.
+    product = found["sm_90-grouped_gemm/forward ROLES-long_sums"][1:]
+    summed = found["sm_90-grouped_gemm/backward_weight ROLES-long_sums"][1:]
+    gathering = found["sm_90-moe_mlp/up_swiglu ROLES-long_sums"][1:]
+    waits = r"mbarrier\.try_wait\.parity\.shared::cta\.b64 complete, \[(%r\d+)\], (%r\d+);"
+    for name, old, new, test in (
+        ("free", r"@\S+ mbarrier\.arrive\.shared::cta\.b64[^;]*;", "", product),
+        ("phase", waits, r"mbarrier.try_wait.parity.shared::cta.b64 complete, [\1], 1;", product),
+        ("stored", r"cp\.async\.bulk\.wait_group\.read\s+0;", "", product),
+        ("committed", r"cp\.async\.bulk\.commit_group;", "", product),
+        ("fence", r"fence\.proxy\.async\S*;", "", product),
+        ("together", r"bar\.sync\s+0, 256;", "", product),
+        ("product", r"(wgmma\.wait_group\S+\s+)1;", r"\g<1>2;", product),
+        ("registers", r"(setmaxnreg\.inc\.sync\.aligned\.u32\s+)240;", r"\g<1>248;", product),
+        ("gathered-fence", r"fence\.proxy\.async\S*;", "", gathering),
+        ("rows", r"setp\.lt\.s32", "setp.le.s32", summed),
+        ("gathered-wait", r"(cp\.async\.wait_group\s+)2;", r"\g<1>3;", gathering),
+    ):
+        found[f"planted-roles-{name}"] = 90, planted, old, new, *test
     fp8 = found["sm_90-fp8_linear-block_fp8 aligned-bfloat16"][1:]
     found["planted-fp8-product"] = 90, planted, r"wgmma\.mma_async[^;]*;", "", *fp8
     return found

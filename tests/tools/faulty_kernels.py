@@ -3,6 +3,9 @@
 import torch
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @triton.jit
@@ -567,3 +570,43 @@ def plain_shifted(x):
 
 def plain_normed_in_float32(x):
     return plain_normed(x.float()).to(x.dtype)
+
+
+# ---- specialized warps
+
+
+@gluon.jit
+def _hand_over(x_ptr, held, ready):
+    at = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    held.store(gl.load(x_ptr + at))
+    mbarrier.arrive(ready)
+
+
+@gluon.jit
+def _take_over(out_ptr, held, ready, WAITS: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    if WAITS:
+        mbarrier.wait(ready, 0)
+    gl.store(out_ptr + gl.arange(0, 128, layout), 2 * held.load(layout))  # by other warps
+
+
+@gluon.jit
+def _handed(x_ptr, out_ptr, WAITS: gl.constexpr):
+    held = gl.allocate_shared_memory(gl.float32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    gl.warp_specialize(
+        [(_take_over, (out_ptr, held, ready, WAITS)), (_hand_over, (x_ptr, held, ready))],
+        [4],
+        [24],
+    )
+
+
+def handed(x, waits=True):
+    out = torch.empty_like(x)
+    _handed[(1,)](x, out, WAITS=waits, num_warps=4)
+    return out
+
+
+def handed_too_soon(x):
+    return handed(x, False)

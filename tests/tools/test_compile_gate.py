@@ -707,7 +707,8 @@ def test_every_triton_module_is_in_the_gate_and_every_kernel_has_a_budget(collec
     name, modules, keys = (collected[n] for n in ("budgets", "modules", "keys"))
     written = {
         ".".join(p.relative_to(ROOT).with_suffix("").parts)
-        for p in (ROOT / "tilewright/kernels").rglob("*_triton.py")
+        for end in ("triton", "gluon")
+        for p in (ROOT / "tilewright/kernels").rglob(f"*_{end}.py")
         if p.stem != "math_triton"
     }  # device functions, not kernels
     assert set(modules) == written, "no op's gate= compiles these modules"

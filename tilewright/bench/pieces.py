@@ -267,6 +267,8 @@ def _grouped_gemm(kwargs):
 TABLE: dict[str, Callable[[dict[str, Any]], Pieces | None]] = {
     "rmsnorm": _along(0, "x", outputs=("x",)),
     "add_rmsnorm": _along(0, "x", "residual", outputs=("x", "residual")),
+    "layernorm": _along(0, "x", outputs=("x",)),
+    "add_layernorm": _along(0, "x", "residual", outputs=("x", "residual")),
     "silu_mul": _along(0, "gate", "up", outputs=("gate",)),
     "gelu_mul": _along(0, "gate", "up", outputs=("gate",)),
     "silu_mul_quantize": _along(0, "gate", "up", outputs=("gate", "gate")),

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from triton import JITFunction, knobs
 from triton.runtime import driver
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewright.core.torch_names import FakeTensor
 
@@ -101,7 +100,7 @@ class _CachedLaunch:
         ):
             if kind in _TENSORS:
                 places["tensor"].append(i)
-            elif kind is TensorDescriptor:
+            elif kind.__name__ == "TensorDescriptor":  # of Triton or of Gluon
                 places["descriptor"].append(i)
             elif kind in (int, bool):
                 if not p.do_not_specialize:

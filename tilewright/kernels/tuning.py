@@ -117,7 +117,8 @@ class Tunable:
     def candidates(self, arch: int | None = None, /, **key) -> list[Config]:
         """The heuristic's configuration first, then the rest of the space, without duplicates.
 
-        arch: leaves out what the compile gate rejected for this compute capability; None: nothing.
+        arch: leaves out what has no kernel for this compute capability, or was rejected for it by
+            the compile gate; None: nothing.
         """
         configs = [self.heuristic(**key)]
         for config in self._space(**key):
@@ -128,7 +129,14 @@ class Tunable:
             if config not in configs:
                 configs.append(config)
         first, *rest = configs
-        return [first, *(c for c in rest if identity(self.name, arch, key, c) not in rejected())]
+        return [first, *(c for c in rest if self._fits(arch, key, c))]
+
+    def _fits(self, arch: int | None, key: dict[str, Any], config: Config) -> bool:
+        if arch is None:
+            return True
+        specs = self.specs(key, config)
+        launched = not specs or any(s.min_arch <= arch <= s.max_arch for s in specs)
+        return launched and identity(self.name, arch, key, config) not in rejected()
 
     @contextlib.contextmanager
     def override(self, device: torch.device, key: tuple, config: Config) -> Iterator[None]:

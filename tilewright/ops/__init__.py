@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from tilewright.core.registry import Op
 from tilewright.ops.activation.activation import Gate, gelu_mul, silu_mul
+from tilewright.ops.activation.dropout_add import dropout_add
 from tilewright.ops.attention.attention import attention
 from tilewright.ops.fused_quantize.fused_quantize import (
     add_rmsnorm_quantize,
@@ -31,6 +32,7 @@ from tilewright.ops.moe.moe import moe_mlp
 from tilewright.ops.moe.moe_lora import moe_lora
 from tilewright.ops.moe.permute import permute, sort_by_expert, unpermute
 from tilewright.ops.moe.route import route
+from tilewright.ops.norm.layernorm import add_layernorm, layernorm
 from tilewright.ops.norm.rmsnorm import add_rmsnorm, rmsnorm
 from tilewright.ops.optim.adamw import adamw_
 from tilewright.ops.optim.newton_schulz import newton_schulz
@@ -45,6 +47,7 @@ from tilewright.ops.quant.nvfp4 import NVFP4, dequantize_nvfp4, quantize_nvfp4
 from tilewright.ops.quant.quantized_linear import quantized_linear
 from tilewright.ops.rope.qk_norm_rope import qk_norm_rope
 from tilewright.ops.rope.rope import rope
+from tilewright.ops.rope.tables import mrope_tables, rope_tables
 
 # The order of families in tables; others follow.
 FAMILIES = (
@@ -108,6 +111,7 @@ __all__ = [
     "BlockFP8",
     "Gate",
     "adamw_",
+    "add_layernorm",
     "add_rmsnorm",
     "add_rmsnorm_quantize",
     "aqn_noise",
@@ -120,16 +124,19 @@ __all__ = [
     "dequantize_mxfp8",
     "dequantize_nf4",
     "dequantize_nvfp4",
+    "dropout_add",
     "fp8_linear",
     "gated_delta_rule",
     "gelu_mul",
     "grouped_gemm",
     "hadamard",
+    "layernorm",
     "linear_cross_entropy",
     "linear_logprob",
     "logprob_entropy",
     "moe_lora",
     "moe_mlp",
+    "mrope_tables",
     "newton_schulz",
     "permute",
     "qk_norm_rope",
@@ -141,6 +148,7 @@ __all__ = [
     "rmsnorm",
     "rmsnorm_quantize",
     "rope",
+    "rope_tables",
     "route",
     "silu_mul",
     "silu_mul_quantize",

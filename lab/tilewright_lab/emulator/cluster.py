@@ -9,13 +9,14 @@ from tilewright_lab.emulator.atomics import Atomics
 from tilewright_lab.emulator.faults import Fault, Unsupported
 from tilewright_lab.emulator.formats import f32
 from tilewright_lab.emulator.memory import WINDOW, U
+from tilewright_lab.emulator.partitions import Partitions
 from tilewright_lab.emulator.tensor_cores import TensorCores
 from tilewright_lab.emulator.text import LEAVES, base_and_offset, text_and_bits
 from tilewright_lab.emulator.transfers import Transfers
 from tilewright_lab.emulator.uncommon import Uncommon
 
 
-class Cluster(Transfers, Atomics, TensorCores, Uncommon, Arithmetic):
+class Cluster(Partitions, Transfers, Atomics, TensorCores, Uncommon, Arithmetic):
     def __init__(self, kernel, memory, values, at, cluster, grid, counts, most=None):
         """most: instructions that it may execute."""
         self.executed, self.most = 0, most
@@ -70,9 +71,11 @@ class Cluster(Transfers, Atomics, TensorCores, Uncommon, Arithmetic):
         self.regs, self.constants = {}, {}
         self.whole = None  # the threads at this instruction, if all are
         self.pc = np.zeros(n, np.int64)
-        self.waits = np.zeros(
-            n, np.int8
-        )  # 1: at bar.sync, 2: at barrier.cluster.wait, 3: at an mbarrier
+        # 1: at bar.sync, 2: at barrier.cluster.wait, 3: at an mbarrier, 4: for registers
+        self.waits = np.zeros(n, np.int8)
+        # By thread: its bulk stores that may still read shared memory, [groups since, places].
+        self.stores = {}
+        self.divide()
         self.arrived = np.zeros(n, np.int64)
         self.waited = np.zeros(n, np.int64)
 
@@ -198,11 +201,7 @@ class Cluster(Transfers, Atomics, TensorCores, Uncommon, Arithmetic):
         done = self.pc >= len(self.k.code)
         moved = False
         for b in range(self.cluster):
-            here = self.block == b
-            if (self.waits[here] == 1).all():  # bar.sync counts every thread of the block
-                self.waits[here] = 0
-                self.meet(b)
-                moved = True
+            moved |= self.free(b)
         if (self.waits == 2).any() and (self.arrived >= self.waited.max() + 1).all():
             self.waited[self.waits == 2] += 1
             self.waits[self.waits == 2] = 0
@@ -210,16 +209,19 @@ class Cluster(Transfers, Atomics, TensorCores, Uncommon, Arithmetic):
                 self.meet(b)
             moved = True
         for thread, (barrier, parity) in list(self.awaited.items()):
+            self.land(barrier)
             if barrier["phase"] % 2 != parity:
                 self.waits[thread] = 0
+                self.passed(barrier, thread)
                 del self.awaited[thread]
                 moved = True
+        moved |= self.hand_out()
         if not moved:
-            at = [int((self.waits == i).sum()) for i in (1, 2, 3)]
+            at = [int((self.waits == i).sum()) for i in (1, 2, 3, 4)]
             raise Fault(
                 "barrier",
                 f"deadlock: {at[0]} at bar.sync, {at[1]} at barrier.cluster.wait, {at[2]} at an "
-                f"mbarrier, {done.sum()} ended",
+                f"mbarrier, {at[3]} for registers, {done.sum()} ended",
             )
 
     # ---- operands
@@ -312,6 +314,9 @@ class Cluster(Transfers, Atomics, TensorCores, Uncommon, Arithmetic):
         """Whether the entry in `written` or `read` belongs to a thread that this one (from 1) has
         not synchronized with since.
         """
+        if self.clocks is not None:  # they order warps; what is left is a warp's own threads
+            same = (before - 1) // 32 == (thread - 1) // 32
+            return (before > 0) & (before != thread) & same
         return (before != 0) & (before != thread) & (before != -2 - (thread - 1) // 32)
 
     def count(self, kind, at, lanes, size):
@@ -335,13 +340,17 @@ class Cluster(Transfers, Atomics, TensorCores, Uncommon, Arithmetic):
                     "ret: wrote to another block, which may have ended: no barrier.cluster.arrive "
                     "since",
                 )
+            if any(self.stores.get(thread) for thread in np.flatnonzero(who).tolist()):
+                raise Fault("barrier", "ret: a bulk store may still read shared memory")
             self.pc[who] = len(self.k.code)
         elif name == "bra":
             self.pc[who] = self.k.labels[args[0]]
-        elif name == "bar" and (
-            op[1] == "sync" or self.k.threads == 32
-        ):  # of a warp, if it is complete
-            self.waits[who] = 1
+        elif name in ("bar", "barrier") and op[1] == "sync":
+            self.stand(args, who)
+        elif name == "bar" and self.k.threads == 32:  # of a warp, if it is complete
+            self.stand(["0"], who)
+        elif name == "setmaxnreg":
+            self.set_registers(op, args, who, text)
         elif text == "bar.warp.sync":
             self.whole_warps(who, text)
             for done in (self.written, self.read):
@@ -355,16 +364,14 @@ class Cluster(Transfers, Atomics, TensorCores, Uncommon, Arithmetic):
             self.atomic(op, args, who, text, bits)
         elif name in ("ld", "st"):
             self.move(name, op, args, who, text, bits)
-        elif name == "cp" and op[1:4] == ["async", "bulk", "tensor"]:
-            self.bulk_copy(op, args, who, text)
+        elif name == "cp" and op[1:3] == ["async", "bulk"]:
+            self.bulk(op, args, who, text)
         elif name == "mbarrier":
             self.mbarrier(op, args, who, text, pc)
         elif name == "wgmma":
             self.wgmma(op, args, who, text)
         elif text == "fence.proxy.async.shared::cta":  # for the writes that these threads see
-            threads = np.flatnonzero(who) + 1
-            seen = (self.written == 0) | np.isin(self.written, threads)
-            self.unfenced &= ~seen
+            self.unfenced &= ~self.visible(np.flatnonzero(who))
         elif name == "elect":
             chosen, p = args[0].split("|")
             self.whole_warps(who, text)

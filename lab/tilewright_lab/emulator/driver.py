@@ -135,9 +135,10 @@ class Driver:
         from triton.runtime.cache import get_cache_manager
 
         cached = get_cache_manager(metadata.hash)
-        text, ttir = (  # Triton has just compiled both
-            pathlib.Path(cast(str, cached.get_file(f"{metadata.name}.{kind}"))).read_text()
+        text, ttir = (  # Triton has just compiled them; of Gluon there is no ttir
+            pathlib.Path(file).read_text() if file else ""
             for kind in ("ptx", "ttir")
+            for file in (cached.get_file(f"{metadata.name}.{kind}"),)
         )
         undefined = loads_without_other(ttir)
         kernels = {}
@@ -170,12 +171,9 @@ class Driver:
             if found:
                 raise _of(Unsupported(what), metadata.name)
         try:
-            kernel = Kernel(text, metadata.shared)
+            return Kernel(text, metadata.shared)
         except (KeyError, TypeError, ValueError) as error:
             raise _of(Unsupported("such PTX"), metadata.name) from error
-        if kernel.threads != 32 * metadata.num_warps:
-            raise _of(Unsupported("warp specialization"), metadata.name)
-        return kernel
 
     def execute(self, kernel, source, metadata, grid, arguments):
         values, given = [], flat(arguments, source.signature, metadata.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 
@@ -80,6 +81,12 @@ class Kernel:
                 self.lines.append(line)
         self.classes = [instruction_class(op) for _, _, op, _ in self.code]
         self.synchronizes = any(op[0] in ("bar", "barrier") for _, _, op, _ in self.code)
+        self.registers = int((re.findall(r"\.maxnreg (\d+)", head) or [0])[0])  # at the start
+
+    @functools.cached_property
+    def specialized(self) -> bool:
+        """Whether warps run code of their own."""
+        return any(op[0] == "setmaxnreg" for _, _, op, _ in self.code)
 
     def where(self, pc: int) -> str:
         """The line of the source that an instruction comes from; empty if the PTX names none."""

@@ -38,10 +38,16 @@ class Part:
     unfenced: np.ndarray
     pinned: np.ndarray
     barriers: dict[tuple[int, int], dict[str, Any]]
-    awaited: dict[np.intp, tuple[dict[str, Any], int]]
+    awaited: dict[int, tuple[dict[str, Any], int]]
     products: list[list[dict[str, Any]]]
     pc: np.ndarray
     waits: np.ndarray
+    at_bar: np.ndarray
+    bar_size: np.ndarray
+    registers: np.ndarray
+    wanted: np.ndarray
+    pool: int
+    stores: dict[int, list[list[Any]]]
 
     # Methods of `Cluster`.
     get: Callable[[str, int], np.ndarray]
@@ -59,3 +65,11 @@ class Part:
     load: Callable[[str, np.ndarray, int, np.ndarray, str], np.ndarray]
     store: Callable[[str, np.ndarray, np.ndarray, np.ndarray, str], None]
     whole_warps: Callable[[np.ndarray, str], None]
+    repin: Callable[[], None]
+    meet: Callable[[int], None]
+    clocks: Any
+    ordered: Callable[[str, np.ndarray, np.ndarray], None]
+    ordered_for: Callable[..., None]
+    land: Callable[[dict], None]
+    arrive: Callable[[dict, int], None]
+    passed: Callable[[dict, int], None]

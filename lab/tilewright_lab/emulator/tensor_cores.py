@@ -42,7 +42,7 @@ class TensorCores(Part):
             self.memory.fail("race", "reads what a copy may still be writing")
         if self.unfenced[places].any():
             self.memory.fail("race", "reads what threads wrote, without a fence between")
-        if (self.written[places] != 0).any():
+        if self.clocks is None and (self.written[places] != 0).any():
             self.memory.fail("race", "reads what threads wrote, without a barrier between")
         return places
 
@@ -69,6 +69,7 @@ class TensorCores(Part):
                     done |= p["results"]
                     for places in p["read"]:
                         self.read[places] = -1  # read by all four warps
+                        self.by_warps(g, places)
                 self.products[g] = left
                 here = np.arange(self.n) // 128 == g
                 for r in done.keys() - {r for p in left for r in p["results"]}:
@@ -110,9 +111,11 @@ class TensorCores(Part):
                 places = self.operand(
                     int(self.get(args[1], 64)[128 * g]), 64, 4 // each, turned[0], block, text
                 )
+                self.by_warps(g, places)
                 a, read = from_bytes(self.shared[places], kinds[0])[:, :, 0], [places]
             at = int(described[128 * g])
             places = self.operand(at, columns, 4 // each, turned[-1], block, text)
+            self.by_warps(g, places)
             b = from_bytes(self.shared[places], kinds[1])[:, :, 0]
             read.append(places)
             waiting = {}  # pending results per register
@@ -140,8 +143,17 @@ class TensorCores(Part):
                 )
         self.repin()
 
+    def by_warps(self, group, places):
+        """The warps of a warpgroup read these bytes."""
+        if self.clocks is not None:
+            for warp in range(4 * group, 4 * group + 4):
+                self.ordered_for("reads", warp, places[1].reshape(-1))
+
     def repin(self):
         self.pinned[:] = False
+        for stores in self.stores.values():
+            for _, places in stores:
+                self.pinned[places] = True
         for products in self.products:
             for p in products:
                 for places in p["read"]:

@@ -61,6 +61,7 @@ class Transfers(Part):
             self.memory.fail(
                 "race", "reads shared memory that another thread wrote, without a barrier between"
             )
+        self.ordered("reads", who, places[1])
         self.read[places] = np.where(self.of_others(self.read[places], thread), -1, thread)
         again = self.read[places] != thread  # two lanes of this instruction
         if again.any():
@@ -113,6 +114,7 @@ class Transfers(Part):
                     "race",
                     "writes shared memory that another thread wrote or read, without a barrier between",
                 )
+        self.ordered("writes", who, places[1])
         self.written[places] = np.broadcast_to(thread, before.shape)
         if (again := self.written[places] != thread).any():
             trial = np.zeros_like(self.shared)
@@ -140,6 +142,10 @@ class Transfers(Part):
                 self.unfenced[landed] = True
                 # Visible to others after a barrier.
                 self.written[landed] = (threads[here] + 1)[:, None]
+                if here.any():
+                    done = np.zeros(self.n, bool)
+                    done[threads[here]] = True
+                    self.ordered("writes", done, landed[1])
                 if not here.all():
                     self.copies.append(
                         (threads[~here], group[~here], (block[~here], each[~here]), raw[~here])
@@ -170,7 +176,12 @@ class Transfers(Part):
         place = int(self.block[thread]), int(self.address(operand)[thread])
         if place not in self.barriers:
             raise Fault("barrier", "no mbarrier there")
-        if self.written[place] not in (0, thread + 1):
+        made = self.written[place]
+        if self.clocks is not None:
+            unknown = self.clocks.unknown(self.clocks.wrote, thread // 32, np.array([place[1]]))
+        else:
+            unknown = made not in (0, thread + 1)
+        if unknown:
             self.memory.fail("race", "another thread made the mbarrier, without a barrier between")
         return self.barriers[place]
 
@@ -179,9 +190,23 @@ class Transfers(Part):
         if barrier["missing"] == 0 and barrier["bytes"] == 0:
             barrier["phase"] += 1
             barrier["missing"] = barrier["count"]
+            barrier["told"] = barrier["known"]
+
+    def land(self, barrier):
+        """Copies in flight land as late as possible: when somebody waits for them."""
+        copies, barrier["copies"] = barrier["copies"], []
+        for places, raw in copies:
+            self.shared[places] = raw
+            self.flying[places] = False
+            barrier["bytes"] -= len(raw)
+            if self.clocks is not None:
+                known = self.clocks.landed(places[1])
+                barrier["known"] = np.maximum(barrier["known"], known)
+        if copies:
+            self.turn(barrier)
 
     def mbarrier(self, op, args, who, text, pc):
-        threads = np.flatnonzero(who)
+        threads = np.flatnonzero(who).tolist()
         if op[1] == "init":
             for thread in threads:
                 at = np.array([self.address(args[0])[thread]])
@@ -195,6 +220,9 @@ class Transfers(Part):
                     "bytes": 0,
                     "phase": 0,
                     "copies": [],
+                    # What those knew who arrived, until now and in the phases that are complete.
+                    "known": np.zeros(self.n // 32 + 1, np.int32),
+                    "told": np.zeros(self.n // 32 + 1, np.int32),
                 }
         elif op[1] == "inval":
             for thread in threads:
@@ -205,47 +233,109 @@ class Transfers(Part):
             for thread in threads:
                 barrier = self.barrier(args[1], thread, text)
                 barrier["bytes"] += int(self.get(args[2], 32)[thread])
-                barrier["missing"] -= 1
-                if barrier["missing"] < 0:
-                    raise Fault("barrier", "more arrive than were said to")
+                self.arrive(barrier, thread)
+                self.turn(barrier)
+        elif op[1] == "arrive" and op[2].startswith("shared") and args[0] == "_":
+            for thread in threads:
+                barrier = self.barrier(args[1], thread, text)
+                for _ in range(int(args[2]) if len(args) > 2 else 1):
+                    self.arrive(barrier, thread)
                 self.turn(barrier)
         elif op[1:3] == ["try_wait", "parity"]:
             parity = self.get(args[2], 32) & 1
             for thread in threads:
                 barrier = self.barrier(args[1], thread, text)
-                for places, raw in barrier["copies"]:  # copies in flight land as late as possible
-                    self.shared[places] = raw
-                    self.flying[places] = False
-                    barrier["bytes"] -= len(raw)
-                if barrier["copies"]:
-                    barrier["copies"] = []
-                    self.turn(barrier)
+                self.land(barrier)
                 if barrier["phase"] % 2 == parity[thread]:  # retried when the others cannot proceed
                     self.waits[thread], self.pc[thread] = 3, pc
                     self.awaited[thread] = barrier, parity[thread]
+                else:
+                    self.passed(barrier, thread)
             self.put(args[0], np.ones(self.n, bool), who & (self.waits == 0))
         else:
             raise KeyError(text)
 
-    def bulk_copy(self, op, args, who, text):
+    def bulk(self, op, args, who, text):
+        if op[3:] == ["commit_group"]:
+            for thread in np.flatnonzero(who).tolist():
+                for store in self.stores.get(thread, ()):
+                    store[0] += 1
+        elif op[3] == "wait_group":
+            for thread in np.flatnonzero(who).tolist():
+                self.stored(thread, int(args[0]))
+            self.repin()
+        elif op[5:] == ["global", "shared::cta", "bulk_group"]:
+            self.bulk_store(args, who, text)
+        elif op[5] in ("shared::cta", "shared::cluster") and op[6:] == [
+            "global",
+            "mbarrier::complete_tx::bytes",
+        ]:
+            self.bulk_load(args, who, text)
+        else:
+            raise KeyError(text)
+
+    def stored(self, thread, left):
+        """A thread has waited until at most `left` groups of its bulk stores read shared memory."""
+        pending = self.stores.get(thread, [])
+        self.stores[thread] = [s for s in pending if s[0] <= left]
+        for group, places in pending:
+            if group > left:
+                self.read[places] = thread + 1
+                if self.clocks is not None:
+                    self.ordered_for("reads", thread // 32, places[1])
+
+    def box(self, operand, thread, text):
+        """Of a tensor map and a corner: the map, the addresses of the box's bytes in memory order,
+        and which are in the tensor.
+        """
+        found = re.match(r"\[(\S+?),\{(.*)\}\]", operand.replace(" ", ""))
+        if found is None:
+            raise KeyError(text)
+        corner = [int(self.get(c, 32).view(np.int32)[thread]) for c in found[2].split(",")]
+        described = self.values[self.k.parameters[int(self.get(found[1], 64)[thread]) // 4096 - 1]]
+        return described, *described.places(corner[::-1])  # innermost first
+
+    def staged(self, operand, thread, count, swizzle):
+        """Where a box's bytes are in shared memory."""
+        start = int(self.address(operand)[thread])
+        if start % 128:
+            raise Fault("alignment", "address not a multiple of 128")
+        at = swizzled(start + np.arange(count), swizzle)
+        if at.max() >= self.k.shared_size:
+            raise Fault("bounds", "outside shared memory")
+        return np.full(count, self.block[thread]), at
+
+    def bulk_store(self, args, who, text):
+        """cp.async.bulk.tensor from shared memory, which it may read until its thread waited."""
+        for thread in np.flatnonzero(who).tolist():
+            described, each, inside = self.box(args[0], thread, text)
+            places = self.staged(args[1], thread, len(each), described.swizzle)
+            if self.flying[places].any():
+                self.memory.fail("race", "stores what a copy may still be writing")
+            if self.unfenced[places].any():
+                self.memory.fail("race", "stores what threads wrote, without a fence between")
+            if self.of_others(self.written[places], thread + 1).any():
+                self.memory.fail("race", "stores what threads wrote, without a barrier between")
+            if self.clocks is not None:
+                self.ordered_for("reads", thread // 32, places[1])
+            to, m = each[inside], self.memory
+            if not m.inside[to].all():
+                raise Fault("bounds", f"writes {m.nearest(int(to[~m.inside[to]][0]))}")
+            if self.counts:
+                self.count("written", to, np.zeros(len(to), np.int64), 1)
+            me, block = self.everywhere[[thread]][:, None], self.blocks[[thread]][:, None]
+            m.check_write(to[None], self.shared[places][inside][None], me, block, self.k.threads)
+            self.accessed[self.block[thread]].append(to)
+            self.stores.setdefault(thread, []).append([0, places])
+        self.repin()
+
+    def bulk_load(self, args, who, text):
         """cp.async.bulk.tensor: a box into shared memory; visible once a thread has waited at the
         mbarrier.
         """
-        if op[5:] != ["shared::cta", "global", "mbarrier::complete_tx::bytes"]:
-            raise KeyError(text)
         to, source, barrier = args
-        found = re.match(r"\[(\S+?),\{(.*)\}\]", source.replace(" ", ""))
-        if found is None:
-            raise KeyError(text)
-        source = found[1]
-        corner = [self.get(c, 32).view(np.int32) for c in found[2].split(",")]
-        for thread in np.flatnonzero(who):
-            described = self.values[
-                self.k.parameters[int(self.get(source, 64)[thread]) // 4096 - 1]
-            ]
-            each, inside = described.places(
-                [int(c[thread]) for c in reversed(corner)]
-            )  # innermost first
+        for thread in np.flatnonzero(who).tolist():
+            described, each, inside = self.box(source, thread, text)
             m, raw = self.memory, np.zeros(len(each), np.uint8)
             from_ = each[inside]
             if not m.inside[from_].all():
@@ -261,13 +351,7 @@ class Transfers(Part):
             if self.counts:
                 self.count("read", from_, np.zeros(len(from_), np.int64), 1)
             raw[inside] = m.data[from_]
-            start = int(self.address(to)[thread])
-            if start % 128:
-                raise Fault("alignment", "address not a multiple of 128")
-            at = swizzled(start + np.arange(len(raw)), described.swizzle)
-            if at.max() >= self.k.shared_size:
-                raise Fault("bounds", "outside shared memory")
-            places = np.full(len(at), self.block[thread]), at
+            places = self.staged(to, thread, len(raw), described.swizzle)
             # It must be ordered after the threads' accesses by a barrier. (A thread's own writes
             # also need a fence.)
             if self.flying[places].any() or self.pinned[places].any():
@@ -278,6 +362,8 @@ class Transfers(Part):
                         "race",
                         "writes shared memory that a thread wrote or read, without a barrier between",
                     )
+            if self.clocks is not None:
+                self.ordered_for("writes", thread // 32, places[1], False)
             self.flying[places] = True
             self.unfenced[places] = False
             self.barrier(barrier, thread, text)["copies"].append((places, raw))

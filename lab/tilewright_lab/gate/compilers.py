@@ -42,6 +42,7 @@ class Facts:
         elements per program.
     loop_divisions: divisions in loops of the PTX (`ptx_loops.divisions`), for specs that may have
         none.
+    serialized: whether ptxas lets each wgmma wait for the one before.
 
     The rest comes from machine code (`machine_code.sass_facts`); None if there is no disassembler.
     """
@@ -62,6 +63,7 @@ class Facts:
     instructions: int | None = None
     per_element: float | None = None
     loop_divisions: int | None = None
+    serialized: bool = False
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,7 @@ def compile_triton(spec: KernelSpec, arch: int) -> tuple[Facts, bytes]:
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     names = spec.kernel.arg_names
     if wrong := set(names) ^ (set(spec.signature) | set(spec.constexprs)):
@@ -213,7 +216,7 @@ def compile_triton(spec: KernelSpec, arch: int) -> tuple[Facts, bytes]:
     signature = {name: spec.signature.get(name, "constexpr") for name in names}
     pointers = {n for n in names if signature[n].startswith("*")} - set(_misaligned(spec))
     aligned = [i for i, n in enumerate(names) if n in pointers or n in spec.divisible]
-    source = ASTSource(
+    source = (GluonASTSource if spec.kernel.is_gluon() else ASTSource)(
         spec.kernel,
         signature,
         dict(spec.constexprs),
@@ -233,11 +236,12 @@ def compile_triton(spec: KernelSpec, arch: int) -> tuple[Facts, bytes]:
         raise RuntimeError(
             f"enable_fp_fusion is {found} after compiling, and the launch's {chosen}"
         )
-    ptx = compiled.asm["ptx"]
+    ptx, log = compiled.asm["ptx"], ptxas_log.getvalue()
     return (
         Facts(
-            *resources(ptxas_log.getvalue()),
+            *resources(log),
             compiled.metadata.shared,
+            serialized="wgmma.mma_async instructions are serialized" in log,
             **machine_code.ptx_facts(ptx),
             loop_divisions=ptx_loops.divisions(ptx) if spec.undivided else None,
         ),

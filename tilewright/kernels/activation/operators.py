@@ -1,4 +1,5 @@
-"""The operators of gated activations: what every implementation's launchers take and return.
+"""The operators of gated activations and of dropout: what every implementation's launchers take and
+return.
 
 I = inner width. `kind` is the activation's: 0 SiLU, 1 GELU (tanh), 2 GELU (erf).
 """
@@ -42,3 +43,22 @@ def as_rows(t: torch.Tensor) -> torch.Tensor:
         # reshape(-1, ...) fails for a tensor without elements.
         t = t.reshape(t.numel() // max(1, t.shape[-1]), t.shape[-1])
     return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
+
+
+class Dropout(NamedTuple):
+    """threshold: an element whose 32 random bits are below it is dropped, 0 to 2^32.
+    scale: of the others.   seed, offset: what the bits are drawn from.
+    """
+
+    threshold: int
+    scale: float
+    seed: int
+    offset: int
+
+
+@declare
+def drop_add(
+    x: torch.Tensor, residual: torch.Tensor | None, dropout: Dropout, dtype: torch.dtype
+) -> torch.Tensor:
+    """dropout(x), plus residual if there is one, in dtype. Both contiguous."""
+    return torch.empty_like(x, dtype=dtype)

@@ -37,6 +37,7 @@ from tilewright.kernels.device import (
 )
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.math_triton import sigmoid, tanh_and_derivative
 from tilewright.kernels.moe.operators import (
     MAP_ROWS,
     Order,
@@ -101,17 +102,7 @@ def _halves(t, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _tanh(x):
-    return 2.0 * _sigmoid(2.0 * x) - 1.0
-
-
-@triton.jit
-def _gated(
+def gated(
     g,
     u,
     ACTIVATION: tl.constexpr,
@@ -125,13 +116,12 @@ def _gated(
     """
     dv = 1.0
     if ACTIVATION == 3:
-        near = _tanh(u / UP_LIMIT)
+        near, dv = tanh_and_derivative(u / UP_LIMIT)
         v = UP_LIMIT * near + OFFSET
-        dv = 1.0 - near * near
-        s = _sigmoid(ALPHA * g)
-        soft = _tanh(g / LIMIT)
+        s = sigmoid(ALPHA * g)
+        soft, dsoft = tanh_and_derivative(g / LIMIT)
         a = LIMIT * soft * s
-        da = s * (1.0 - soft * soft) + ALPHA * a * (1.0 - s)
+        da = s * dsoft + ALPHA * a * (1.0 - s)
     else:
         v, z = u, g
         if UP_LIMIT is not None:  # written so that NaN propagates
@@ -141,13 +131,13 @@ def _gated(
         if LIMIT is not None:
             z = tl.where(g > LIMIT, LIMIT, g)
         if ACTIVATION == 0:
-            s = _sigmoid(ALPHA * z)
+            s = sigmoid(ALPHA * z)
             a = z * s
             da = s + ALPHA * a * (1.0 - s)
         elif ACTIVATION == 1:
             # (1 + tanh w) / 2 = sigmoid(2 w); beyond 20 it is 0 or 1, and a cube may overflow.
             w = tl.where(z > 20.0, 20.0, tl.where(z < -20.0, -20.0, z))
-            s = _sigmoid(1.5957691216057308 * (w + 0.044715 * w * w * w))
+            s = sigmoid(1.5957691216057308 * (w + 0.044715 * w * w * w))
             a = z * s
             da = s + a * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * w * w)
         else:
@@ -175,7 +165,7 @@ def _h_epilogue(
     OFFSET: tl.constexpr,
 ):
     """h of a gate and an up, rounded as they are in memory."""
-    a, _, v, _ = _gated(
+    a, _, v, _ = gated(
         gate.to(tl.float32), up.to(tl.float32), ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET
     )
     tl.store(
@@ -348,7 +338,7 @@ def _dgate_epilogue(
             at = r[:, None] * (2 * N) + c[None, :]
             g = tl.load(pre_ptr + at, mask=known[:, None] & inside, other=0.0)
             u = tl.load(pre_ptr + N + at, mask=known[:, None] & inside, other=0.0)
-        a, da, v, dv = _gated(
+        a, da, v, dv = gated(
             g.to(tl.float32), u.to(tl.float32), ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET
         )
         d = scale[:, None] * dh
@@ -418,7 +408,7 @@ def _gemm(
     INTERLEAVED: rows of w are gate, up, gate, up, ..., as are columns of pre and of its gradient.
     BIAS: bias [E, N], with SWIGLU [E, 2 N] in the order of w's rows, is added to x @ w before
         rounding.
-    ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET: define h, see `_gated`.
+    ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET: define h, see `gated`.
     PLAIN: out [rows, N] = x @ w.
     SWIGLU: out [rows, N] = h, and with STORE_PRE pre [rows, 2 N] = x @ w.
     DSWIGLU: x @ w is the gradient of h, without the row's router weight. pre is read, out [rows, 2
@@ -835,7 +825,7 @@ SILU_MUL = {
 }
 
 
-class _Tokens(NamedTuple):
+class Tokens(NamedTuple):
     """The rows of a product: those of x, or, with slots, row r is x's row slots[r] // top_k.
 
     offsets: ends of the experts' rows.   tiles: `tile_map` of the offsets, if already computed.
@@ -847,7 +837,7 @@ class _Tokens(NamedTuple):
     tiles: torch.Tensor | None = None
 
 
-class _Outputs(NamedTuple):
+class Outputs(NamedTuple):
     """The tensors that `_gemm` writes (pre: read with DSWIGLU), by its argument names."""
 
     out: torch.Tensor
@@ -892,6 +882,14 @@ def _launch(
     tma = aligned and x.element_size() == 2 and has_tma(x.device)
     halves = epilogue == SWIGLU and not gate["INTERLEAVED"]
     tma_x, tma_w = tma and slots is None, tma and not (halves and transposed)
+    grid = min(blocks, capacity * (MAP_ROWS // c["BLOCK_M"]) * cdiv(N, wide))
+    # What TMA does not read, a Triton kernel of the same tiles multiplies.
+    if c.pop("ROLES") and tma_w and epilogue != DSWIGLU:
+        from tilewright.kernels.moe import grouped_gemm_gluon
+
+        tokens = tokens._replace(tiles=tiles)
+        grouped_gemm_gluon.gemm(grid, x, w, transposed, tokens, outputs, bias, epilogue, gate, c)
+        return
     x_stride, w_stride = x.stride(0), w.stride(1)
     expert_stride = w.stride(0)
     if tma_x:
@@ -901,7 +899,6 @@ def _launch(
         if halves:
             w, block = w.unflatten(1, (2, N)), [2, wide, c["BLOCK_K"]]
         w = TensorDescriptor.from_tensor(w, [1, *block])
-    grid = min(blocks, capacity * (MAP_ROWS // c["BLOCK_M"]) * cdiv(N, wide))
     launch(
         _gemm,
         (grid,),
@@ -944,7 +941,7 @@ def _product(tunable, out, x, weight, transposed, tokens, bias=None):
     if out.numel():
         bias = None if bias is None else bias.contiguous()
         w, transposed = _weights(weight, transposed)
-        _launch(tunable, _rows(x), w, transposed, tokens, _Outputs(out), bias=bias)
+        _launch(tunable, _rows(x), w, transposed, tokens, Outputs(out), bias=bias)
     return out
 
 
@@ -959,7 +956,7 @@ def forward(
     in the tail. tiles: `tile_map` of the offsets; None: computed here.
     """
     y = product(x, weight, offsets)
-    return _product(FORWARD, y, x, weight, False, _Tokens(offsets, tiles=tiles), bias)
+    return _product(FORWARD, y, x, weight, False, Tokens(offsets, tiles=tiles), bias)
 
 
 def backward_x(
@@ -967,7 +964,7 @@ def backward_x(
 ) -> torch.Tensor:
     """dx [R, K] from dy [R, N] and weight [E, N, K]; zeros in the tail. tiles: as in `forward`."""
     dx = product_backward_x(dy, weight, offsets)
-    return _product(BACKWARD_X, dx, dy, weight, True, _Tokens(offsets, tiles=tiles))
+    return _product(BACKWARD_X, dx, dy, weight, True, Tokens(offsets, tiles=tiles))
 
 
 def backward_weight(
@@ -994,9 +991,15 @@ def backward_weight(
     gathers = {"dy": slots is not None and gather == "dy", "x": slots is not None and gather == "x"}
     aligned = _aligned(dy, x)
     c = BACKWARD_WEIGHT.config(dy.device, *_key(N, K, dy, rows, E, aligned))
-    c = c if slots is None else _gathered(c)
+    c = c if slots is None or c["ROLES"] else _gathered(c)
     descriptors = aligned and dy.element_size() == 2 and has_tma(dy.device)
     tma = {n: descriptors and not gathered for n, gathered in gathers.items()}
+    if c["ROLES"] and descriptors:
+        from tilewright.kernels.moe import grouped_gemm_gluon
+
+        grouped_gemm_gluon.weight(dy, x, out, offsets, slots, rows, top_k, gathers, c)
+        return out
+    c = {name: value for name, value in c.items() if name != "ROLES"}
     grid = E * cdiv(N, c["BLOCK_N"]) * cdiv(K, c["BLOCK_K"])
     launch(
         _dweight,
@@ -1057,8 +1060,8 @@ def up_swiglu(
         _rows(x),
         w,
         w_transposed,
-        _Tokens(offsets, slots, position.shape[1], tiles),
-        _Outputs(h, pre),
+        Tokens(offsets, slots, position.shape[1], tiles),
+        Outputs(h, pre),
         SWIGLU,
         bias=None if bias is None else bias.contiguous(),
         gate=gate,
@@ -1101,13 +1104,13 @@ def down_dswiglu(
     c = DOWN_DSWIGLU.config(dy.device, *_key(N, K, dy, rows, offsets.shape[0], _fits(dy, w, N)))
     parts = cdiv(N, c["BLOCK_N"] if c["SPLIT"] else _DSWIGLU["COLUMNS"])
     partial = torch.empty((rows, parts), dtype=torch.float32, device=dy.device)
-    operands = dy, w, w_transposed, _Tokens(offsets, slots, position.shape[1], tiles)
+    operands = dy, w, w_transposed, Tokens(offsets, slots, position.shape[1], tiles)
     if c["SPLIT"]:
-        outputs = _Outputs(dpre, pre, hw, partial)
+        outputs = Outputs(dpre, pre, hw, partial)
         _launch(DOWN_DSWIGLU, *operands, outputs, DSWIGLU, router_weight=expert_weight, gate=gate)
     else:
         dh = torch.empty((rows, N), dtype=dy.dtype, device=dy.device)
-        _launch(DOWN_DSWIGLU, *operands, _Outputs(dh))
+        _launch(DOWN_DSWIGLU, *operands, Outputs(dh))
         launch(
             _dswiglu,
             (cdiv(rows, _DSWIGLU["ROWS"]) * parts,),
@@ -1164,8 +1167,10 @@ def _router_weight_gradient(partial, order, dy, bias):
 # ---- launch configurations
 
 
-def _constants(m, n, k, warps, stages, per_sm, group=8, split=1, maxnreg=None) -> dict:
-    """per_sm: blocks per SM, all of which run at once; the compile gate checks it."""
+def _constants(m, n, k, warps, stages, per_sm, group=8, split=1, maxnreg=None, roles=False) -> dict:
+    """per_sm: blocks per SM, all of which run at once; the compile gate checks it.   roles: whether
+    warps are specialized (grouped_gemm_gluon.py).
+    """
     return {
         "BLOCK_M": m,
         "BLOCK_N": n,
@@ -1176,6 +1181,7 @@ def _constants(m, n, k, warps, stages, per_sm, group=8, split=1, maxnreg=None) -
         "num_warps": warps,
         "num_stages": stages,
         "maxnreg": maxnreg,
+        "ROLES": roles,
     }
 
 
@@ -1184,6 +1190,8 @@ def _constants(m, n, k, warps, stages, per_sm, group=8, split=1, maxnreg=None) -
 _ODD = _constants(64, 64, 32, 4, 2, 2)
 _FP32 = _constants(64, 64, 32, 4, 3, 2)
 _PAIR = _constants(128, 128, 64, 8, 3, 2, maxnreg=128)
+# Specialized warps: 192 KiB of operands, and 32 of results.
+_ROLES = _constants(128, 256, 64, 8, 4, 1, roles=True)
 
 
 def _gemm_heuristic(
@@ -1237,7 +1245,8 @@ def _gemm_space(
             (64, 256, 64, 4, 4, 1),
         ]
     configs = [_constants(*shape, group) for shape in shapes for group in (4, 8, 16)]
-    return configs + [{**_PAIR, "GROUP": group} for group in (4, 8, 16) if large]
+    more = (_PAIR, _ROLES) if large else ()
+    return configs + [{**config, "GROUP": group} for config in more for group in (4, 8, 16)]
 
 
 def _up_heuristic(
@@ -1266,6 +1275,8 @@ def _up_space(
         c
         for c in _gemm_space(N, K, itemsize, rows, aligned, large)
         if included(c["BLOCK_M"], c["BLOCK_N"], c["num_warps"])
+        # The gate of gpt-oss spills there.
+        and (plain or not c["ROLES"])
     ]
 
 
@@ -1307,10 +1318,13 @@ def _down_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: 
             (128, 256, 64, 8, 3, 1, 0),
             (128, 256, 64, 8, 4, 1, 0),
         ]
-    return [_constants(*shape[:6], group, shape[6]) for shape in shapes for group in (4, 8, 16)]
+    configs = [_constants(*shape[:6], group, shape[6]) for shape in shapes for group in (4, 8, 16)]
+    roles = [{**_ROLES, "GROUP": group, "SPLIT": 0} for group in (4, 8, 16) if large]
+    return configs + roles
 
 
-_WEIGHT_NAMES = ("BLOCK_N", "BLOCK_K", "BLOCK_R", "num_warps", "num_stages", "GROUP")
+_WEIGHT_NAMES = ("BLOCK_N", "BLOCK_K", "BLOCK_R", "num_warps", "num_stages", "GROUP", "ROLES")
+_WEIGHT_ROLES = dict(zip(_WEIGHT_NAMES, (128, 256, 64, 8, 4, 8, True), strict=True))
 
 
 def _dweight_heuristic(
@@ -1323,7 +1337,7 @@ def _dweight_heuristic(
         shape = (
             (128, 256, 64, 8, 4) if large and rows > 512 and K % 256 == 0 else (128, 128, 64, 8, 3)
         )
-    return dict(zip(_WEIGHT_NAMES, (*shape, 8), strict=True))
+    return dict(zip(_WEIGHT_NAMES, (*shape, 8, False), strict=True))
 
 
 def _dweight_space(
@@ -1348,11 +1362,13 @@ def _dweight_space(
                 (256, 128, 64, 8, 3),
                 (256, 128, 64, 8, 4),
             ]
-    return [
-        dict(zip(_WEIGHT_NAMES, (*shape, group), strict=True))
+    configs = [
+        dict(zip(_WEIGHT_NAMES, (*shape, group, False), strict=True))
         for shape in shapes
         for group in (4, 8, 16)
     ]
+    roles = large and aligned and itemsize == 2
+    return configs + [{**_WEIGHT_ROLES, "GROUP": group} for group in (4, 8, 16) if roles]
 
 
 # ---- for the compile gate
@@ -1434,24 +1450,31 @@ def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
         tma = key["itemsize"] == 2 and key["aligned"]
         there = {"slots": gather, "pre": epilogue != PLAIN, "bias": bias}
         there |= dict.fromkeys(("hw", "partial", "weight"), dswiglu)
+        pointers = {**_POINTERS, "*": t, **{name: None for name, has in there.items() if not has}}
+        constants = {
+            "GATHER": gather,
+            "TRANSPOSED": transposed,
+            "EPILOGUE": epilogue,
+            "STORE_PRE": epilogue == SWIGLU,
+            "STORE_H": dswiglu,
+            "BIAS": bias,
+            "TMA_X": tma and not gather,
+            "TMA_W": tma,
+            "PRECISION": "ieee" if key["itemsize"] == 4 else None,
+            "MAP_ROWS": MAP_ROWS,
+            **gate,
+            **config,
+        }
+        if config["ROLES"]:
+            from tilewright.kernels.moe import grouped_gemm_gluon
+
+            about = f"{label}{kind} specialized {_about(key)}"
+            return grouped_gemm_gluon.spec(about, pointers, constants, (m, k), (1, *block))
         return KernelSpec.of(
             _gemm,
             f"{label}{kind} {_about(key)}",
-            {**_POINTERS, "*": t, **{name: None for name, has in there.items() if not has}},
-            {
-                "GATHER": gather,
-                "TRANSPOSED": transposed,
-                "EPILOGUE": epilogue,
-                "STORE_PRE": epilogue == SWIGLU,
-                "STORE_H": dswiglu,
-                "BIAS": bias,
-                "TMA_X": tma and not gather,
-                "TMA_W": tma,
-                "PRECISION": "ieee" if key["itemsize"] == 4 else None,
-                "MAP_ROWS": MAP_ROWS,
-                **gate,
-                **config,
-            },
+            pointers,
+            constants,
             {"x": _operand(t, tma and not gather, m, k), "w": _operand(t, tma, 1, *block)},
             per_sm=config["per_sm"],
             **_needs(key, tma),
@@ -1486,6 +1509,13 @@ def _down_specs(key: dict, config: dict) -> list[KernelSpec]:
 def _dweight_specs(key: dict, config: dict) -> list[KernelSpec]:
     t, r = _TYPES[key["itemsize"]], config["BLOCK_R"]
     tma = key["itemsize"] == 2 and key["aligned"]
+    if config["ROLES"]:
+        from tilewright.kernels.moe import grouped_gemm_gluon
+
+        return [
+            grouped_gemm_gluon.weight_spec(_about(key), t, gather, config)
+            for gather in ("", "x", "dy")
+        ]
     return [
         KernelSpec.of(
             _dweight,
@@ -1536,7 +1566,25 @@ def gate() -> tuple[KernelSpec, ...]:
             for bias in (False, True)
         ),
         *_dswiglu_specs(DOWN_DSWIGLU.named(_KEYS[-1])),
+        *_roles_specs(),
     )
+
+
+def _roles_specs() -> list[KernelSpec]:
+    """Specialized warps, which no heuristic chooses yet."""
+    chosen = (
+        (FORWARD, (True,)),
+        (BACKWARD_X, ()),
+        (UP_SWIGLU, (True,)),
+        (DOWN_DSWIGLU, ()),
+    )
+    config = {**_ROLES, "SPLIT": 0}
+    return [
+        spec
+        for tunable, plain in chosen
+        for spec in tunable.specs(tunable.named((*_KEYS[-1], *plain)), config)
+        if spec.kernel is not _dswiglu
+    ] + BACKWARD_WEIGHT.specs(BACKWARD_WEIGHT.named(_KEYS[-1]), _WEIGHT_ROLES)
 
 
 _FIELDS = ("N", "K", "itemsize", "rows", "aligned", "large")

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.math_triton import sigmoid, sigmoid_pair
 from tilewright.kernels.moe.operators import choose, choose_backward
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
@@ -170,7 +171,7 @@ def _forward(
         total = tl.sum(e, axis=1)
         lse = top + tl.log(total)
         if SIGMOID:
-            s = 1.0 / (1.0 + tl.exp(-x))
+            s = sigmoid(x)
             q = s / (tl.sum(s, axis=1) + TINY)[:, None]
         else:
             s = e / total[:, None]
@@ -292,8 +293,9 @@ def _backward(
         g_score = tl.where(hit, (g * scale)[:, None], g_score)
         chosen = tl.where(hit, 1, chosen)
     s = p
+    rest = p
     if SIGMOID:
-        s = 1.0 / (1.0 + tl.exp(-x))
+        s, rest = sigmoid_pair(x)  # 1 - s would cancel
     if RENORMALIZE:
         picked = tl.sum(tl.where(chosen != 0, s, 0.0), axis=1) + TINY
         mean = tl.sum(g_score * s, axis=1) / picked
@@ -305,7 +307,7 @@ def _backward(
         whole = tl.sum(s, axis=1) + TINY
         mean = tl.sum(s * balance[None, :], axis=1) / whole
         g_score += (balance[None, :] - mean[:, None]) / whole[:, None]
-        d = g_score * s * (1.0 / (1.0 + tl.exp(x)))  # 1 - s would cancel
+        d = g_score * s * rest
     else:
         g_score += balance[None, :]
         d = p * (g_score - tl.sum(p * g_score, axis=1)[:, None])

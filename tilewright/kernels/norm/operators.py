@@ -1,4 +1,4 @@
-"""The operators of RMSNorm: what every implementation's launchers take and return.
+"""The operators of RMSNorm and LayerNorm: what every implementation's launchers take and return.
 
 T = rows per head, H = heads (1 unless weight is [H, D]), D = columns.
 """
@@ -72,6 +72,46 @@ def normalize_backward(
         torch.empty_like(weight),
         weight.new_empty(x.shape[-1]) if has_bias else None,
     )
+
+
+class Standardized(NamedTuple):
+    """y: like x.   mean, rstd: [...] float32, of each row: 1 / sqrt(variance + eps).
+    total: x + residual, like residual, or None.
+    """
+
+    y: torch.Tensor
+    mean: torch.Tensor
+    rstd: torch.Tensor
+    total: torch.Tensor | None
+
+
+@declare
+def standardize(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> Standardized:
+    """LayerNorm of x, or of x + residual rounded to residual's dtype."""
+    mean, rstd = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
+    total = None if residual is None else torch.empty_like(residual)
+    return Standardized(torch.empty_like(x), mean, rstd, total)
+
+
+@declare
+def standardize_backward(
+    dy: torch.Tensor,
+    dtotal: torch.Tensor | None,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    has_bias: bool,
+) -> Gradients:
+    """x: what was normalized.   dtotal: its gradient as a result of its own, added to dx."""
+    dbias = torch.empty_like(weight) if has_bias else None
+    return Gradients(torch.empty_like(x), torch.empty_like(weight), dbias)
 
 
 def no_rows(x: torch.Tensor, weight: torch.Tensor, has_bias: bool) -> Gradients:

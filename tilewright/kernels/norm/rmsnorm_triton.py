@@ -70,11 +70,11 @@ def _blocks(D: int, backward: bool, least: int, most: int) -> list[dict]:
     return configs
 
 
-def _forward_heuristic(D: int, itemsize: int, add: bool) -> dict:
+def forward_heuristic(D: int, itemsize: int, add: bool) -> dict:
     return _heuristic(D, False)
 
 
-def _forward_space(D: int, itemsize: int, add: bool) -> list[dict]:
+def forward_space(D: int, itemsize: int, add: bool) -> list[dict]:
     if D > WHOLE_ROW:
         return [
             {"BLOCK_D": block, "BLOCK_T": 1, "num_warps": warps}
@@ -83,7 +83,7 @@ def _forward_space(D: int, itemsize: int, add: bool) -> list[dict]:
     return _blocks(D, False, *((16 // itemsize, 8) if D <= NARROW else (8, 32)))
 
 
-def _backward_heuristic(D: int, itemsize: int) -> dict:
+def backward_heuristic(D: int, itemsize: int) -> dict:
     """STAGES: loop iterations over rows in flight; all but one of them are loads into shared
     memory.
     """
@@ -101,7 +101,7 @@ def _most_stages(c: dict, itemsize: int) -> int:
     return 1 + min(ahead, STAGED_BYTES // step)
 
 
-def _backward_space(D: int, itemsize: int) -> list[dict]:
+def backward_space(D: int, itemsize: int) -> list[dict]:
     if D > WHOLE_ROW_BACKWARD:
         return [
             {"BLOCK_D": block, "BLOCK_T": 1, "num_warps": warps, "STAGES": 1}
@@ -411,7 +411,7 @@ def summed(
 _resident: dict[tuple, int] = {}
 
 
-def _sharing(
+def sharing(
     kernel,
     T: int,
     block_t: int,
@@ -525,7 +525,7 @@ def backward(dy, dtotal, x, rstd, weight, norm, has_bias):
             return dy, dtotal, x, rstd, weight, dx, dw, db, T, norm.offset
 
     dtypes = (x.dtype, dy.dtype, weight.dtype, None if dtotal is None else dtotal.dtype)
-    P = _sharing(kernel, T, block_t, H * columns, warps, x, dtypes, *arguments(db, db), **constants)
+    P = sharing(kernel, T, block_t, H * columns, warps, x, dtypes, *arguments(db, db), **constants)
     dw = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
     if has_bias:
         db = torch.empty((P, H, D), dtype=torch.float32, device=x.device)
@@ -605,8 +605,8 @@ FORWARD = Tunable(
     "forward",
     ("D", "itemsize", "add"),
     "forward",
-    _forward_heuristic,
-    _forward_space,
+    forward_heuristic,
+    forward_space,
     [(D, size, add) for D in _WIDTHS for size in (2, 4) for add in (False, True)],
     _forward_specs,
 )
@@ -615,8 +615,8 @@ BACKWARD = Tunable(
     "backward",
     ("D", "itemsize"),
     "backward",
-    _backward_heuristic,
-    _backward_space,
+    backward_heuristic,
+    backward_space,
     [(D, size) for D in _WIDTHS for size in (2, 4)],
     _backward_specs,
 )

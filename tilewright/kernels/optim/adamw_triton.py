@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 
 import torch
 import triton
@@ -15,10 +16,15 @@ import triton.language as tl
 
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
+from tilewright.kernels.math_triton import tanh_and_derivative
 from tilewright.kernels.spec import KernelSpec
 
 TILE = 2048  # elements of a program: with 8 warps, a 128-bit load of bf16 per thread
 WARPS = 8
+NUMBERS = (
+    *("decay", "rate1", "beta2", "rise2", "size", "root", "eps"),
+    *("log_beta1", "log_beta2"),
+)
 
 
 @triton.jit
@@ -67,9 +73,19 @@ def _address(table_ptr, like_ptr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _correction(step, log_beta):
+    """1 - beta^step to a few ulp: where that cancels, so would its rounding in log_beta. With
+    h = tanh(x / 2), 1 - exp(-x) is 2h / (1 + h), which does not cancel.
+    """
+    h, _ = tanh_and_derivative(-0.5 * log_beta * step)
+    return 2.0 * h / (1.0 + h)
+
+
+@triton.jit
 def _adamw(
     table_ptr,
     tiles_ptr,
+    step_ptr,
     p_ptr,
     g_ptr,
     m_ptr,
@@ -84,6 +100,8 @@ def _adamw(
     size,
     root,
     eps,
+    log_beta1,
+    log_beta2,
     ALIGNED: tl.constexpr,
     KAHAN: tl.constexpr,
     SHORT: tl.constexpr,
@@ -92,6 +110,8 @@ def _adamw(
 ):
     """table [6, count]: elements of each tensor, and the addresses of p, g, m, v and c.
     tiles [2, tiles]: the tensor of each program, and its tile in it.
+    step: None, or the number of the step; size is then the learning rate, without its correction,
+        and root is computed here.
     p, g, m, v, c: of any of the tensors, for their types.
     VECTOR: neighboring elements of a thread, the same in all accesses: values need not move between
         threads, and a thread writes the elements that it has read.
@@ -105,6 +125,10 @@ def _adamw(
     m_at = _address(row + 3 * count, m_ptr, ALIGNED) + at
     v_at = _address(row + 4 * count, v_ptr, ALIGNED) + at
     c_at = _address(row + 5 * count, c_ptr, ALIGNED) + at if KAHAN else None
+    if step_ptr is not None:
+        step = tl.load(step_ptr).to(tl.float32)
+        size /= _correction(step, log_beta1)
+        root = 1.0 / tl.sqrt(_correction(step, log_beta2))
     # Only the last tile is masked: a mask by a loaded number would make each access narrow.
     if first + TILE <= n:
         _update(
@@ -121,8 +145,11 @@ def _adamw(
 @functools.lru_cache(maxsize=64)
 def _tiles(device: torch.device, stream: int, sizes: tuple[int, ...]) -> torch.Tensor:
     """[2, tiles] int32, in the order of the tensors. A stream has its own: it is not waited for."""
-    found = [(i, tile) for i, n in enumerate(sizes) for tile in range(cdiv(n, TILE))]
-    return _sent(torch.tensor(found, dtype=torch.int32).T.contiguous(), device)
+    counts = torch.tensor([cdiv(n, TILE) for n in sizes])
+    tensors = torch.arange(len(sizes)).repeat_interleave(counts)
+    first = counts.cumsum(0) - counts
+    tiles = torch.arange(len(tensors)) - first[tensors]
+    return _sent(torch.stack((tensors, tiles)).to(torch.int32), device)
 
 
 @functools.lru_cache(maxsize=64)
@@ -158,12 +185,14 @@ def update(params, grads, exp_avgs, exp_avg_sqs, compensations, numbers):
     examples = [tensors[0] for tensors in lists]
     if not compensations:
         examples.append(None)
-    short = numbers.beta1 < 0.5
+    short, step = numbers.beta1 < 0.5, numbers.step
+    on_device = isinstance(step, torch.Tensor)
     launch(
         _adamw,
         (tiles.shape[1],),
         addresses,
         tiles,
+        step if on_device else None,
         *examples,
         len(params),
         tiles.shape[1],
@@ -171,8 +200,10 @@ def update(params, grads, exp_avgs, exp_avg_sqs, compensations, numbers):
         numbers.beta1 if short else 1 - numbers.beta1,
         numbers.beta2,
         1 - numbers.beta2,
-        *numbers.corrected(),
+        *((numbers.lr, 1.0) if on_device else numbers.corrected()),
         numbers.eps,
+        _log(numbers.beta1),
+        _log(numbers.beta2),
         ALIGNED=not any(t.data_ptr() % 16 for tensors in lists for t in tensors),
         KAHAN=bool(compensations),
         SHORT=short,
@@ -182,13 +213,19 @@ def update(params, grads, exp_avgs, exp_avg_sqs, compensations, numbers):
     )
 
 
+def _log(beta: float) -> float:
+    """For 0 any number whose exponential is nothing beside 1."""
+    return math.log(beta) if beta else -100.0
+
+
 def gate() -> list[KernelSpec]:
     return [
         KernelSpec.of(
             _adamw,
             f"{p} {state} states{' kahan' if kahan else ''}{'' if aligned else ' unaligned'}"
-            f"{' short' if short else ''}",
+            f"{' short' if short else ''}{' step on device' if counter else ''}",
             {
+                "step": counter,
                 "table": "i64",
                 "tiles": "i32",
                 **dict.fromkeys("pgc" if kahan else "pg", p),
@@ -202,17 +239,19 @@ def gate() -> list[KernelSpec]:
                 "TILE": TILE,
                 "num_warps": WARPS,
             },
-            dict.fromkeys(("decay", "rate1", "beta2", "rise2", "size", "root", "eps"), "fp32"),
+            dict.fromkeys(NUMBERS, "fp32"),
             # Tensors off 16 bytes, such as views, are read and written by elements.
             load=128 if aligned else 32,
             store=128 if aligned else 32,
             elements=TILE,
         )
-        for p, state, kahan, aligned, short in (
-            ("fp32", "fp32", False, True, False),
-            ("fp32", "bf16", False, True, False),
-            ("bf16", "bf16", True, True, False),
-            ("fp32", "fp32", False, False, False),
-            ("fp32", "fp32", False, True, True),
+        for p, state, kahan, aligned, short, counter in (
+            ("fp32", "fp32", False, True, False, None),
+            ("fp32", "bf16", False, True, False, None),
+            ("bf16", "bf16", True, True, False, None),
+            ("fp32", "fp32", False, False, False, None),
+            ("fp32", "fp32", False, True, True, None),
+            ("fp32", "fp32", False, True, False, "fp32"),
+            ("bf16", "bf16", True, True, False, "i64"),
         )
     ]

@@ -3,6 +3,10 @@
 `_symmetric` computes the tiles on and below the diagonal of a product that is symmetric, and stores
 each of them twice, once transposed. The other product, of the M x M update and the M x N iterate,
 is PyTorch's. Factors in x's dtype, float32 accumulation.
+
+x is read twice and its normalized iterate written once: `_norms` writes each program's part of the
+norm of a matrix, and `_normalize` adds the parts, in order, and divides. Squares are those of x
+over a power of two, which is exact, so that none leaves float32's range.
 """
 
 from __future__ import annotations
@@ -13,10 +17,111 @@ import triton.language as tl
 
 from tilewright.kernels.device import dot_precision, hopper
 from tilewright.kernels.launch import launch
-from tilewright.kernels.launchers import cdiv
+from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.math_triton import largest_magnitude
 from tilewright.kernels.optim.newton_schulz import iterate
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
+
+TILE = 64  # rows and columns: with four warps, four 128-bit loads of bf16 per thread
+PARTS = 256  # programs per matrix at most: every tile of `_normalize` reads their 2 KiB
+
+
+@triton.jit
+def _tile(x_ptr, tile, b, R, C, x_batch, x_row, TILE: tl.constexpr):
+    """A tile of matrix b in float32, its rows and columns, and which of its elements exist."""
+    across = tl.cdiv(C, TILE)
+    r = tile // across * TILE + tl.arange(0, TILE)
+    c = tile % across * TILE + tl.arange(0, TILE)
+    mask = (r < R)[:, None] & (c < C)[None, :]
+    at = x_ptr + b * x_batch + r.to(tl.int64)[:, None] * x_row + c[None, :]
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32), r, c, mask
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _norms(x_ptr, part_ptr, R, C, x_batch, x_row, parts, TILE: tl.constexpr):
+    """part [B, 2, parts]: a power of two s next to a program's largest |x|, and its sum of
+    (x / s)^2.
+    """
+    b = (tl.program_id(0) // parts).to(tl.int64)
+    p = tl.program_id(0) % parts
+    scale = tl.full([], 2.0**-126, tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    for tile in range(p, tl.cdiv(R, TILE) * tl.cdiv(C, TILE), parts):
+        x, _, _, _ = _tile(x_ptr, tile, b, R, C, x_batch, x_row, TILE)
+        # A NaN or an infinity makes the sum NaN, whatever the scale.
+        most = tl.maximum(scale, largest_magnitude(tl.reshape(x, (TILE * TILE,)), 0))
+        exponent = tl.minimum(most.to(tl.int32, bitcast=True) >> 23, 253)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        x *= inverse
+        shrink = scale * inverse
+        total = total * shrink * shrink + tl.sum(tl.reshape(x * x, (TILE * TILE,)), axis=0)
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+    at = part_ptr + b * 2 * parts + p
+    tl.store(at, scale)
+    tl.store(at + parts, total)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _normalize(
+    x_ptr,
+    part_ptr,
+    w_ptr,
+    R,
+    C,
+    x_batch,
+    x_row,
+    eps,
+    parts,
+    TALL: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """w [B, R, C], or [B, C, R] if TALL, is x / max(|x|, eps)."""
+    tiles = tl.cdiv(R, TILE) * tl.cdiv(C, TILE)
+    b = (tl.program_id(0) // tiles).to(tl.int64)
+    x, r, c, mask = _tile(x_ptr, tl.program_id(0) % tiles, b, R, C, x_batch, x_row, TILE)
+    i = tl.arange(0, PARTS)
+    at = part_ptr + b * 2 * parts + i
+    scales = tl.load(at, mask=i < parts, other=0.0)
+    sums = tl.load(at + parts, mask=i < parts, other=0.0)
+    inverse = 1.0 / tl.max(scales, axis=0)
+    shrink = scales * inverse
+    norm = tl.sqrt(tl.sum(sums * shrink * shrink, axis=0))
+    norm = tl.where(norm < eps * inverse, eps * inverse, norm)  # written so that NaN propagates
+    y = (x * inverse * (1.0 / norm)).to(w_ptr.dtype.element_ty)
+    w = w_ptr + b * R * C
+    if TALL:
+        to = w + c.to(tl.int64)[:, None] * R + r[None, :]
+        tl.store(to, tl.trans(y), mask=tl.trans(mask))
+    else:
+        tl.store(w + r.to(tl.int64)[:, None] * C + c[None, :], y, mask=mask)
+
+
+def _start(x, tall, eps):
+    x = x if x.stride(2) == 1 else x.contiguous()
+    B, R, C = x.shape
+    tiles = cdiv(R, TILE) * cdiv(C, TILE)
+    parts = min(tiles, PARTS)
+    part = torch.empty((B, 2, parts), dtype=torch.float32, device=x.device)
+    w = torch.empty((B, C, R) if tall else (B, R, C), dtype=x.dtype, device=x.device)
+    sizes = R, C, x.stride(0), x.stride(1)
+    launch(_norms, (B * parts,), x, part, *sizes, parts, TILE=TILE, num_warps=4)
+    launch(
+        _normalize,
+        (B * tiles,),
+        x,
+        part,
+        w,
+        *sizes,
+        eps,
+        parts,
+        TALL=tall,
+        PARTS=next_power_of_2(parts),
+        TILE=TILE,
+        num_warps=4,
+    )
+    return w
 
 
 @triton.jit
@@ -72,7 +177,13 @@ def _product(left, right, alpha, addend, beta):
     B, M, K = left.shape
     out = torch.empty((B, M, M), dtype=left.dtype, device=left.device)
     config = SYMMETRIC.config(left.device, M, left.element_size(), hopper(left.device))
-    config = {n: v for n, v in config.items() if v is not None}
+    if config["ROLES"] and left.element_size() == 2 and M % 8 == K % 8 == 0:  # for TMA
+        from tilewright.kernels.optim import newton_schulz_gluon
+
+        operands = left.contiguous(), right.contiguous()
+        newton_schulz_gluon.symmetric(*operands, alpha, addend, beta, out, config)
+        return out
+    config = {n: v for n, v in config.items() if v is not None and n != "ROLES"}
     tiles = cdiv(M, config["BLOCK"])
     for first in range(0, B, MOST):
         part = slice(first, first + MOST)
@@ -100,10 +211,12 @@ def _general(left, right, beta):
 
 def newton_schulz(x, coefficients, eps):
     """x: [..., M, N], any strides.   coefficients: a, b, c of each step."""
-    return iterate(x, coefficients, eps, _product, _general)
+    return iterate(x, coefficients, eps, _product, _general, _start)
 
 
-_NAMES = ("BLOCK", "BLOCK_K", "num_warps", "num_stages", "maxnreg")
+# ROLES: specialized warps (newton_schulz_gluon.py).
+_NAMES = ("BLOCK", "BLOCK_K", "num_warps", "num_stages", "maxnreg", "ROLES")
+_ROLES = dict(zip(_NAMES, (128, 64, 8, 6, None, True), strict=True))
 LIMIT = 128  # registers per thread with which an SM holds two blocks of eight warps
 
 
@@ -119,7 +232,7 @@ def _heuristic(M: int, itemsize: int, hopper: bool) -> dict:
         chosen = (128, 64, 8, 3, LIMIT if hopper else None)
     else:  # enough tiles for all SMs
         chosen = (64, 64, 4, 3, None)
-    return dict(zip(_NAMES, chosen, strict=True))
+    return dict(zip(_NAMES, (*chosen, False), strict=True))
 
 
 def _space(M: int, itemsize: int, hopper: bool) -> list[dict]:
@@ -133,11 +246,20 @@ def _space(M: int, itemsize: int, hopper: bool) -> list[dict]:
             (64, 64, 4, 4, None),
             (64, 32, 4, 4, None),
         ]
-    return [dict(zip(_NAMES, values, strict=True)) for values in found]
+    configs = [dict(zip(_NAMES, (*values, False), strict=True)) for values in found]
+    return [*configs, _ROLES] if hopper and itemsize == 2 else configs
 
 
 def _specs(key: dict, config: dict) -> list[KernelSpec]:
     t = {2: "bf16", 4: "fp32"}[key["itemsize"]]
+    if config["ROLES"]:
+        from tilewright.kernels.optim import newton_schulz_gluon
+
+        label = f"{t} {config['BLOCK']} specialized"
+        return [
+            newton_schulz_gluon.spec(f"{label}{' add' if add else ''}", t, add, config)
+            for add in (False, True)
+        ]
     return [
         KernelSpec.of(
             _symmetric,
@@ -154,6 +276,24 @@ def _specs(key: dict, config: dict) -> list[KernelSpec]:
     ]
 
 
+def gate() -> list[KernelSpec]:
+    """What precedes the products."""
+    return [
+        KernelSpec.of(
+            kernel,
+            f"{kernel.fn.__name__[1:]} {data}{' tall' if tall else ''}",
+            {"part": "fp32", "*": data},
+            {"TALL": tall, "PARTS": PARTS, "TILE": TILE, "num_warps": 4},
+            {"eps": "fp32"},
+            divisible=("R", "C", "x_batch", "x_row"),
+            store=0 if kernel is _norms else 128,  # two numbers a program
+            elements=TILE * TILE,
+        )
+        for data in ("bf16", "fp32")
+        for kernel, tall in ((_norms, False), (_normalize, False), (_normalize, True))
+    ]
+
+
 SYMMETRIC = Tunable(
     "newton_schulz",
     "symmetric",
@@ -165,3 +305,8 @@ SYMMETRIC = Tunable(
     _specs,
 )
 TUNABLES = (SYMMETRIC,)
+
+
+def gate() -> list[KernelSpec]:
+    """Specialized warps, which no heuristic chooses yet."""
+    return _specs(SYMMETRIC.named(SYMMETRIC.keys[0]), _ROLES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,21 +10,21 @@ from tilewright.core.library import declare
 
 
 class Step(NamedTuple):
-    """The numbers of a step; step: its own, from 1."""
+    """The numbers of a step; step: its own, from 1, or a tensor [] of it on the params' device."""
 
     lr: float
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
-    step: int
+    step: torch.Tensor | float
 
-    def corrected(self) -> tuple[float, float]:
-        """lr / (1 - beta1^step) and (1 - beta2^step)^-1/2, in double precision."""
-        return (
-            self.lr / (1 - self.beta1**self.step),
-            (1 - self.beta2**self.step) ** -0.5,
-        )
+    def corrected(self) -> tuple[Any, Any]:
+        """lr / (1 - beta1^step) and (1 - beta2^step)^-1/2, in double precision; tensors if the step
+        is one.
+        """
+        step = self.step.double() if isinstance(self.step, torch.Tensor) else self.step
+        return self.lr / (1 - self.beta1**step), (1 - self.beta2**step) ** -0.5
 
 
 @declare

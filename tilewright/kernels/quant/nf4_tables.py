@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -28,14 +29,17 @@ CODES = (
     1.0,
 )
 
+# The 15 bounds between neighboring codes' values; rounded to float32, they are those that float32
+# gives, since the sums here are exact.
+BOUNDS = tuple((a + b) / 2 for a, b in itertools.pairwise(CODES))
+
 
 def codes() -> torch.Tensor:
     return torch.tensor(CODES, dtype=torch.float32)
 
 
 def bounds() -> torch.Tensor:
-    """The 15 bounds between neighboring codes' values."""
-    return (codes()[:-1] + codes()[1:]) / 2
+    return torch.tensor(BOUNDS, dtype=torch.float32)
 
 
 def dynamic_map() -> torch.Tensor:

@@ -19,12 +19,15 @@ magnitudes (a NaN is the largest), rounds and packs.
 
 from __future__ import annotations
 
+import struct
+
 import triton
 import triton.language as tl
 
 from tilewright.kernels.device import conversions
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.math_triton import HARDWARE as COMPILED
 from tilewright.kernels.math_triton import largest_magnitude, widened
 from tilewright.kernels.quant import aqn_triton, nf4_tables, operators
 from tilewright.kernels.quant.hadamard_triton import butterflies, sign_mask, signed
@@ -257,11 +260,53 @@ def _with_noise(v, size, first, seed, step, layer, N: tl.constexpr, NOISE: tl.co
 
 # ---- NF4
 
+BOUNDS: tl.constexpr = tl.constexpr(nf4_tables.BOUNDS)
+
+
+def _bisection() -> str:
+    """PTX: $0 = the number of bounds below $1, by 4 comparisons and 11 selections; 0 for NaN.
+
+    Triton's operations would compare all elements of a thread before the first selection, and ptxas
+    then packs the predicates into registers, which takes as many instructions as it saves.
+    """
+    at = [f"0f{struct.pack('>f', bound).hex()}" for bound in nf4_tables.BOUNDS]
+    return "\n".join(
+        (
+            "{\n.reg .pred p;\n.reg .f32 b<7>;",
+            f"setp.gt.f32 p, $1, {at[7]};",
+            *(f"selp.f32 b{i}, {at[8 + i]}, {at[i]}, p;" for i in range(7)),
+            "selp.b32 $0, 8, 0, p;",
+            "setp.gt.f32 p, $1, b3;",
+            *(f"selp.f32 b{i}, b{4 + i}, b{i}, p;" for i in range(3)),
+            "@p or.b32 $0, $0, 4;",
+            "setp.gt.f32 p, $1, b1;",
+            "selp.f32 b0, b2, b0, p;",
+            "@p or.b32 $0, $0, 2;",
+            "setp.gt.f32 p, $1, b0;",
+            "@p or.b32 $0, $0, 1;\n}",
+        )
+    )
+
+
+BISECTION: tl.constexpr = tl.constexpr(_bisection())
+
 
 @triton.jit
-def _nf4_quantize(
-    x_ptr, bound_ptr, data_ptr, absmax_ptr, n, size, BLOCK: tl.constexpr, GROUPS: tl.constexpr
-):
+def _nf4_code(v, HARDWARE: tl.constexpr):
+    """The number of bounds below float32 v; 0 for NaN."""
+    if HARDWARE:
+        code = tl.inline_asm_elementwise(
+            BISECTION, "=r,f", [v], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        code = tl.zeros(v.shape, tl.int32)
+        for k in tl.static_range(15):
+            code += (v > BOUNDS[k]).to(tl.int32)
+    return code
+
+
+@triton.jit
+def _nf4_quantize(x_ptr, data_ptr, absmax_ptr, n, size, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     g = pid * GROUPS + tl.arange(0, GROUPS)
     half = tl.arange(0, BLOCK // 2)
@@ -279,9 +324,7 @@ def _nf4_quantize(
             scaled,
             tl.div_rn(v, tl.broadcast_to(least[:, None, None], v.shape)),
         )
-    code = tl.zeros(v.shape, tl.int32)
-    for k in tl.static_range(15):
-        code += (scaled > tl.load(bound_ptr + k)).to(tl.int32)
+    code = _nf4_code(scaled, COMPILED)
     code = tl.where(tl.reshape(at, (GROUPS, BLOCK // 2, 2)) < n, code, 7)
     first, second = tl.split(code)
     byte = tl.arange(0, GROUPS)[:, None] * (BLOCK // 2) + half[None, :]
@@ -374,7 +417,6 @@ def nf4_quantize(x, block):
             _nf4_quantize,
             (cdiv(n, groups * block),),
             x,
-            nf4_tables.on(x.device).bounds,
             data,
             absmax,
             n,
@@ -926,7 +968,7 @@ def nf4_quantize_gate() -> list[KernelSpec]:
         spec(
             _nf4_quantize,
             f"nf4 quantize {d}",
-            {"x": d, "bound": "fp32", "data": "u8", "absmax": "fp32"},
+            {"x": d, "data": "u8", "absmax": "fp32"},
             {"BLOCK": 64, "GROUPS": TILE // 64},
             divisible=("n", "size"),
             store=64,

@@ -445,6 +445,12 @@ def fp8(
     if out.numel() == 0:
         return out
     c = FP8.config(x.device, N, K, min(4096, next_power_of_2(T)), large_shared_memory(x.device))
+    if c["ROLES"] and K % 16 == 0 and N % 8 == 0 and dtype.itemsize == 2:  # for TMA
+        from tilewright.kernels.quant import fp8_gluon
+
+        fp8_gluon.fp8(x, x_scale, w, w_scale, bias, out)
+        return out
+    c = {name: value for name, value in c.items() if name != "ROLES"}
     grid = cdiv(T, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"])
     launch(
         _fp8,
@@ -465,7 +471,9 @@ def fp8(
     return out
 
 
-_FP8_NAMES = ("BLOCK_M", "BLOCK_N", "GROUP", "num_warps", "num_stages")
+# ROLES: specialized warps (fp8_gluon.py), whose tiles these are.
+_FP8_NAMES = ("BLOCK_M", "BLOCK_N", "GROUP", "num_warps", "num_stages", "ROLES")
+_FP8_ROLES = dict(zip(_FP8_NAMES, (128, 128, 8, 8, 6, True), strict=True))
 
 
 def _fp8_heuristic(N: int, K: int, rows: int, large: bool) -> dict:
@@ -476,7 +484,7 @@ def _fp8_heuristic(N: int, K: int, rows: int, large: bool) -> dict:
     tile = (
         (64, 128, 8, 4, 3) if rows <= 64 else (128, 128, 8, 8, 3) if large else (64, 128, 8, 8, 3)
     )
-    return dict(zip(_FP8_NAMES, tile, strict=True))
+    return dict(zip(_FP8_NAMES, (*tile, False), strict=True))
 
 
 def _fp8_space(N: int, K: int, rows: int, large: bool) -> list[dict]:
@@ -487,16 +495,21 @@ def _fp8_space(N: int, K: int, rows: int, large: bool) -> list[dict]:
         ((128, 64), 8),
         *((((128, 128), 8),) if large else ()),
     )
-    return [
-        dict(zip(_FP8_NAMES, (*tile, group, warps, stages), strict=True))
+    configs = [
+        dict(zip(_FP8_NAMES, (*tile, group, warps, stages, False), strict=True))
         for tile, warps in tiles
         for group in (4, 8)
         for stages in (2, 3)
     ]
+    return [*configs, _FP8_ROLES] if large else configs
 
 
 def _fp8_specs(key: dict, config: dict) -> list[KernelSpec]:
-    c = {n: v for n, v in config.items() if n not in ("num_warps", "num_stages")}
+    if config["ROLES"]:
+        from tilewright.kernels.quant import fp8_gluon
+
+        return [fp8_gluon.spec(f"fp8 specialized {key['rows']} rows large")]
+    c = {n: v for n, v in config.items() if n not in ("num_warps", "num_stages", "ROLES")}
     factors = {"x": "fp8e4nv", "w": "fp8e4nv", "x_scale": "fp32", "w_scale": "fp32"}
     return [
         spec(
@@ -542,3 +555,8 @@ def gate() -> tuple[KernelSpec, ...]:
         )
         for t in ("bf16", "fp32")
     )
+
+
+def fp8_gate() -> list[KernelSpec]:
+    """Specialized warps, which no heuristic chooses yet."""
+    return _fp8_specs(FP8.named(FP8.keys[-1]), _FP8_ROLES)

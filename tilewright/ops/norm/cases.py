@@ -1,4 +1,4 @@
-"""Cases of rmsnorm and add_rmsnorm, for tests, benchmarks and tuning."""
+"""Cases of norms, for tests, benchmarks and tuning."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def norm_case(
     strided=False,
     tags=cases.CONTRACT,
     mixed=False,
+    mean=0.0,
     **options,
 ):
     D, rows = shape[-1], 1
@@ -28,7 +29,7 @@ def norm_case(
     def make(device, dtype, seed):
         g = cases.generator(device, seed)
         new = {"device": device, "gen": g}
-        kw = {"x": cases.randn(*shape, dtype=dtype, **new)}
+        kw = {"x": cases.randn(*shape, dtype=dtype, shift=mean, **new)}
         if add:
             kw["residual"] = cases.randn(*shape, dtype=torch.float32 if mixed else dtype, **new)
         w_dtype = torch.float32 if mixed else dtype
@@ -78,4 +79,22 @@ def norm_cases(add):
             timed.append(norm_case("qwen3-8b-q-norm", (T, m.heads, m.head_dim), tags=tags))
     if not add:  # the case that other libraries publish
         timed.append(norm_case("8192x4096", (8192, 4096), tags=cases.CUDA))
+    return (*small, *timed, norm_case("big", (2**18 + 1, 8192), add=add, tags=cases.BIG))
+
+
+def layernorm_cases(add):
+    small = [
+        norm_case("ragged", (3, 7, 100), add=add, bias=True),
+        norm_case("one_row", (1, 5), add=add),
+        norm_case("no_rows", (0, 64), add=add, bias=True),
+        norm_case("no_bias", (5, 257), add=add, eps=1e-6),
+        norm_case("strided_parameters", (3, 40), add=add, bias=True, strided=True),
+        norm_case("fp32_weight", (6, 96), add=add, bias=True, mixed=True),
+        norm_case("wide", (2, 16512), add=add, bias=True),
+    ]
+    timed = [
+        norm_case(name, (cases.TOKENS[device], D), add=add, bias=True, tags=tags)
+        for device, tags in (("cuda", cases.CUDA), ("cpu", cases.CPU))
+        for name, D in (("gpt2-xl", 1600), ("bert-large", 1024), ("opt-6.7b", 4096))
+    ]
     return (*small, *timed, norm_case("big", (2**18 + 1, 8192), add=add, tags=cases.BIG))

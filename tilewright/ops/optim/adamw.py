@@ -24,7 +24,7 @@ STATES = (torch.float32, torch.bfloat16, torch.float64)
 
 @checks.autocast("inputs")
 @takes(
-    step="int [1, inf)",
+    step="float32 | float64 | int32 | int64 [] or int [1, inf)",
     lr="number [0, inf)",
     eps="number (0, inf)",
     weight_decay="number [0, inf)",
@@ -36,7 +36,7 @@ def adamw_(
     exp_avg_sqs: Sequence[torch.Tensor],
     compensations: Sequence[torch.Tensor] | None = None,
     *,
-    step: int,
+    step: int | torch.Tensor,
     lr: float,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
@@ -59,7 +59,9 @@ def adamw_(
         compensations: None, or for each parameter a tensor of its shape and dtype, at first zero:
             what rounding has cut off it (Kahan summation). It lets 16-bit parameters take steps
             that are smaller than their last place; overwritten.
-        step: the number of this step, from 1.
+        step: the number of this step, from 1; or a tensor [] of it, float32 | float64 | int32 |
+            int64, on the device of params, as torch.optim has it with capturable=True. It is read
+            on the device, so a CUDA graph can be replayed at every step; its value is not checked.
         lr: learning rate, >= 0.
         betas: decays of m and v, each in [0, 1).
         eps: > 0.
@@ -83,6 +85,8 @@ def adamw_(
     Source: arXiv:1711.05101, as torch.optim.AdamW; compensation: arXiv:2010.06192.
     """
     tensors = _checked(params, grads, exp_avgs, exp_avg_sqs, compensations)
+    if isinstance(step, torch.Tensor) and tensors[0]:
+        checks.same_device(**{"params[0]": tensors[0][0], "step": step})
     if len(betas) != 2:
         raise ValueError(f"betas must be two numbers, got {betas!r}")
     for i, beta in enumerate(betas):
@@ -193,9 +197,20 @@ def _cpp():
 # ---- cases
 
 
-def _case(name, shapes, tags=cases.CONTRACT, *, half=False, kahan=False, tiny=False, **options):
+def _case(
+    name,
+    shapes,
+    tags=cases.CONTRACT,
+    *,
+    half=False,
+    kahan=False,
+    tiny=False,
+    counter=None,
+    **options,
+):
     """half: states in bfloat16; in contract cases only for bfloat16 parameters, because Triton's
     interpreter truncates on a cast to bfloat16.   tiny: gradients far below the first moments.
+    counter: the dtype of a step that is a tensor.
     """
 
     def make(device, dtype, seed):
@@ -226,7 +241,10 @@ def _case(name, shapes, tags=cases.CONTRACT, *, half=False, kahan=False, tiny=Fa
         if kahan:
             given["compensations"] = draw(dtype, 1e-3)
         # A step that is seen in 16 bits; a compensation holds what is far smaller.
-        return {**given, "step": 3, "lr": 1e-2 if kahan else 0.1, **options}
+        given |= {"step": 3, "lr": 1e-2 if kahan else 0.1, **options}
+        if counter is not None:
+            given["step"] = torch.tensor(given["step"], device=device, dtype=counter)
+        return given
 
     def cost(itemsize):
         n, wide = sum(math.prod(s) for s in shapes), 2 if half else 4
@@ -292,6 +310,10 @@ ADAMW = Op(
         _case("chunks", [(1100,), (5,), (2, 700)], kahan=True, step=1, eps=1e-3),
         _case("small", [(3,), (2, 2)]),
         *(_case(f"beta1_{b}", [(5, 7), (3,)], betas=(b, 0.9), tiny=True) for b in (0.0, 1e-3)),
+        # Corrections that cancel, that do not matter, and of a beta without a logarithm.
+        _case("counted", [(3, 5), (37,)], counter=torch.float32, step=1),
+        _case("counted_long", [(3, 5), (37,)], counter=torch.int64, step=700),
+        _case("counted_beta1_0", [(3, 5)], counter=torch.int32, betas=(0.0, 0.99)),
         _case("nothing", [(0,), (2, 0)]),
         *(
             _case(f"{name}{suffix}", _layers("qwen3-30b-a3b", n), tags, **options)

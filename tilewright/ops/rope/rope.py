@@ -136,11 +136,11 @@ def prepare_tables(
     elif cu_seqlens is not None:
         if position_ids is not None:
             raise ValueError("position_ids and cu_seqlens exclude each other; got both")
-        position_ids = _checked_positions(
+        position_ids = checked_positions(
             document_positions(cu_seqlens, B * S).view(B, S), cos.shape[0]
         )
     elif position_ids is not None:
-        position_ids = _checked_positions(position_ids.expand(B, S), cos.shape[0])
+        position_ids = checked_positions(position_ids.expand(B, S), cos.shape[0])
     elif cos.shape[0] < S:
         raise IndexError(_outside(f"S is {S}: position", cos.shape[0], cos.shape[0]))
     if cos.shape[1] != R // 2:  # a view costs two microseconds
@@ -172,8 +172,8 @@ def _positions(ids, rows):
     if not ids.is_cuda:
         wrong = ((ids < 0) | (ids >= rows)).nonzero()
         if len(wrong):
-            b, s = wrong[0].tolist()
-            raise IndexError(_outside(f"position_ids[{b}, {s}] =", int(ids[b, s]), rows))
+            index = wrong[0].tolist()
+            raise IndexError(_outside(f"position_ids{index} =", int(ids[tuple(index)]), rows))
     return ids.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -182,7 +182,7 @@ def _new_positions(ids: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 # An operator, so that compiled code checks too, at run time, with the same message.
-_checked_positions = define(
+checked_positions = define(
     "rope_checked_positions",
     _positions,
     _new_positions,

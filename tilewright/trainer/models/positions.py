@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -15,87 +12,18 @@ from tilewright.ops.attention.context_parallel import (
     positions,
     shard,
 )
+from tilewright.ops.rope import tables
 from tilewright.ops.rope.rope import document_positions
 from tilewright.trainer.models.model_config import ModelConfig
-
-
-def _default(inv_freq, theta, scaling):
-    return inv_freq
-
-
-def _linear(inv_freq, theta, scaling):
-    return inv_freq / scaling["factor"]
-
-
-def _llama3(inv_freq, theta, scaling):
-    """Llama 3.1: stretches long wavelengths, keeps short ones, interpolates between."""
-    factor, low, high = (scaling[k] for k in ("factor", "low_freq_factor", "high_freq_factor"))
-    context = scaling["original_max_position_embeddings"]
-    wavelength = 2 * math.pi / inv_freq
-    smooth = ((context / wavelength - low) / (high - low)).clamp(0, 1)
-    return (1 - smooth) * inv_freq / factor + smooth * inv_freq
-
-
-def _yarn(inv_freq, theta, scaling):
-    """arXiv 2309.00071: keeps features that rotate more than beta_fast times in the original
-    context, stretches those with fewer rotations than beta_slow, interpolates between by index.
-    """
-    R, context = 2 * len(inv_freq), scaling["original_max_position_embeddings"]
-
-    def index(rotations):
-        return R * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-
-    low = index(scaling.get("beta_fast") or 32)
-    high = index(scaling.get("beta_slow") or 1)
-    if scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, R - 1)
-    high += 0.001 * (low == high)
-    indices = torch.arange(R // 2, device=inv_freq.device, dtype=torch.float32)
-    stretched = ((indices - low) / (high - low)).clamp(0, 1)
-    return stretched * inv_freq / scaling["factor"] + (1 - stretched) * inv_freq
-
-
-def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """By how much YaRN scales queries and keys whose context is `factor` times as long."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def _amplitude(scaling: Mapping[str, Any]) -> float:
-    """The factor of cos and sin."""
-    if scaling.get("rope_type") != "yarn":
-        return 1.0
-    given, factor = scaling.get("attention_factor"), scaling["factor"]
-    if given is not None:
-        return given
-    own, every = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    if own and every:
-        return yarn_mscale(factor, own) / yarn_mscale(factor, every)
-    return yarn_mscale(factor)
-
-
-# type -> (inverse frequencies, the settings that it needs, and those that it may have)
-ROPE_TYPES = {
-    "default": (_default, (), ()),
-    "linear": (_linear, ("factor",), ()),
-    "llama3": (
-        _llama3,
-        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        (),
-    ),
-    "yarn": (
-        _yarn,
-        ("factor", "original_max_position_embeddings"),
-        ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
-    ),
-}
 
 
 def rope_tables(
     config: ModelConfig, length: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, [length, rotated features / 2], float32."""
-    return _tables(config.rope_dim, config.rope_theta, dict(config.rope_scaling), length, device)
+    return tables.rope_tables(
+        config.rope_theta, config.rope_dim, length, dict(config.rope_scaling), device=device
+    )
 
 
 def local_rope_tables(
@@ -103,17 +31,9 @@ def local_rope_tables(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Those of layers with a window, if they are others."""
     theta = config.rope_local_base_freq
-    return None if theta is None else _tables(config.rope_dim, theta, {}, length, device)
-
-
-def _tables(R, theta, scaling, length, device):
-    exponent = torch.arange(0, R, 2, device=device, dtype=torch.int64).float() / R
-    inv_freq = ROPE_TYPES[scaling.get("rope_type", "default")][0](
-        1.0 / theta**exponent, theta, scaling
-    )
-    angle = torch.outer(torch.arange(length, device=device).float(), inv_freq)
-    cos, sin, amplitude = angle.cos(), angle.sin(), _amplitude(scaling)
-    return (cos, sin) if amplitude == 1 else (amplitude * cos, amplitude * sin)
+    if theta is None:
+        return None
+    return tables.rope_tables(theta, config.rope_dim, length, device=device)
 
 
 class Sequence:

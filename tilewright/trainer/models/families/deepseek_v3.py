@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilewright.ops.rope.tables import yarn_mscale
 from tilewright.trainer.models.families.architecture import Architecture
 from tilewright.trainer.models.families.reading import dense, experts
 from tilewright.trainer.models.items import flag, number
 from tilewright.trainer.models.model_config import ModelConfig
-from tilewright.trainer.models.positions import yarn_mscale
 from tilewright.trainer.tables import FAMILIES
 
 SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

@@ -6,8 +6,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilewright.ops.rope import tables
 from tilewright.trainer.models.items import FULL, SLIDING, flag, number
-from tilewright.trainer.models.positions import ROPE_TYPES
+
+# Those whose frequencies depend on a sequence's length would need tables for each document.
+ROPE_TYPES = {name: kind for name, kind in tables.ROPE_TYPES.items() if not kind.by_length}
 
 
 def sizes(hf: dict[str, Any]) -> dict[str, int]:
@@ -53,7 +56,7 @@ def rope(hf: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"config.json: rope type {kind!r} is not supported; accepted: {list(ROPE_TYPES)}"
         )
-    _, required, optional = ROPE_TYPES[kind]
+    required, optional = ROPE_TYPES[kind].required, ROPE_TYPES[kind].optional
     if absent := [k for k in required if k not in settings]:
         raise ValueError(f"config.json: rope type {kind!r} needs {', '.join(absent)}")
     for name in (*required, *(n for n in optional if settings.get(n) is not None)):

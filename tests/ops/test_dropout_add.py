@@ -1,0 +1,97 @@
+"""dropout_add: the mask's bits and share, p at its ends, forward and backward; parity with the
+eager twin is in test_contract.py.
+"""
+
+import pytest
+import torch
+from helpers import DEVICE, skip_unless_usable
+
+from tilewright.ops import dropout_add
+from tilewright.ops.activation.dropout_add import DROPOUT_ADD
+from tilewright.ops.quant import quantize
+
+EVERY = pytest.mark.parametrize("name", DROPOUT_ADD.names())
+SEED, OFFSET = 2**62 + 5, 2**60 + 7
+
+
+def words(n):
+    stream = OFFSET % 2**32, 2**30 + OFFSET // 2**32
+    return quantize.philox(SEED, n, torch.device(DEVICE), stream)
+
+
+def drop(x, p, name, residual=None, **options):
+    residual = torch.zeros_like(x) if residual is None else residual
+    given = {"seed": SEED, "offset": OFFSET, **options}
+    return dropout_add(x, residual, p, **given, implementation=name)
+
+
+@EVERY
+def test_the_mask_is_that_of_the_generator_and_the_others_are_scaled(name):
+    """Bit for bit, in forward and backward, in several programs."""
+    skip_unless_usable(DROPOUT_ADD, name, torch.float32)
+    x = torch.ones(3, 701, device=DEVICE, requires_grad=True)
+    y = drop(x, 0.3, name)
+    scale = torch.tensor(1 / (1 - 0.3), device=DEVICE)
+    expected = torch.where(words(x.numel()).view(x.shape) < round(0.3 * 2**32), 0, scale)
+    assert torch.equal(y, expected)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+
+
+@EVERY
+def test_p_counts_to_the_generators_last_bit(name):
+    """An element is dropped if and only if its bits are below p 2^32."""
+    skip_unless_usable(DROPOUT_ADD, name, torch.float32)
+    x = torch.ones(64, device=DEVICE)
+    for i, word in enumerate(words(64).tolist()[:3]):
+        assert drop(x, word / 2**32, name)[i] != 0
+        assert drop(x, (word + 1) / 2**32, name)[i] == 0
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_the_share_of_dropped_elements_is_p(p):
+    n = 2**18
+    dropped = float((drop(torch.ones(n, device=DEVICE), p, "eager") == 0).double().mean())
+    assert abs(dropped - p) < 4 * (p * (1 - p) / n) ** 0.5  # standard deviations
+
+
+@EVERY
+def test_all_or_nothing(name):
+    """p = 1, as torch's dropout, but for elements that are not finite."""
+    skip_unless_usable(DROPOUT_ADD, name, torch.float32)
+    x, r = (torch.randn(9, 33, device=DEVICE, requires_grad=True) for _ in range(2))
+    y = drop(x, 1.0, name, r)
+    dx, dr = torch.autograd.grad(y.sum(), (x, r))
+    assert torch.equal(y, r) and not dx.any() and torch.equal(dr, torch.ones_like(r))
+    assert torch.equal(drop(torch.full_like(x, float("inf")), 1.0, name, r), r)
+    for options in ({"p": 0.0}, {"p": 1.0, "training": False}):
+        assert torch.equal(drop(x, name=name, residual=r, **options), x + r)
+
+
+@EVERY
+def test_seed_and_offset_choose_the_mask(name):
+    skip_unless_usable(DROPOUT_ADD, name, torch.float32)
+    x = torch.ones(256, device=DEVICE)
+    masks = [
+        drop(x, 0.5, name, seed=seed, offset=offset) != 0
+        for seed in (0, 1, 2**32)
+        for offset in (0, 1, 2**32)
+    ]
+    for i, mask in enumerate(masks):
+        for other in masks[:i]:
+            assert 64 < int((mask != other).sum()) < 192  # 128, by 8 standard deviations
+
+
+def test_another_seed_and_offset_do_not_recompile():
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    compiled = torch.compile(
+        lambda x, seed, offset: drop(x, 0.5, "eager", seed=seed, offset=offset),
+        backend=counter,
+        fullgraph=True,
+    )
+    x = torch.ones(64, device=DEVICE)
+    for seed, offset in ((5, 7), (6, 9), (2**40, 2**41), (8, 8)):
+        expected = drop(x, 0.5, "eager", seed=seed, offset=offset)
+        assert torch.equal(compiled(x, seed, offset), expected)
+    assert counter.frame_count <= 2

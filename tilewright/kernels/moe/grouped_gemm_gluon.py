@@ -1,0 +1,903 @@
+"""The grouped GEMM of grouped_gemm_triton.py with warp specialization, for sm_90: its `_gemm` with
+the epilogues PLAIN and SWIGLU, for operands that TMA reads. Tiles, epilogues and results are those
+of that module, which launches this one where a configuration says so.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from tilewright.kernels.device import multiprocessors
+from tilewright.kernels.launch import launch
+from tilewright.kernels.launchers import cdiv
+from tilewright.kernels.moe.grouped_gemm_triton import Outputs, Tokens, gated
+from tilewright.kernels.spec import KernelSpec
+from tilewright.kernels.warp_specialized import (
+    GATHERING,
+    GATHERING_WIDE,
+    ONE_WARP,
+    accumulate,
+    advance,
+    clear_rows,
+    descriptor,
+    descriptor_type,
+    halves,
+    multiply,
+    ring,
+    stages,
+    store_box,
+    store_tile,
+    thread_barrier,
+    thread_load,
+    tma_load,
+)
+
+# Gathered stages that the loading warps have issued and not yet announced: cp.async completes in
+# order, so waiting for an older one leaves these in flight.
+_BEHIND = gl.constexpr(2)
+
+
+@gluon.jit
+def _tile(
+    t, tiles_ptr, capacity, m_tiles, n_tiles, E, K, BLOCK_K: gl.constexpr, GROUP: gl.constexpr
+):
+    """Of tile t: its expert, first row, end of rows, tile of columns, and steps along K, none in
+    the tail. Blocks that run together share GROUP tiles of rows and a few of columns.
+    """
+    first = t // (GROUP * n_tiles) * GROUP
+    height = gl.minimum(m_tiles - first, GROUP)
+    inside = t - first * n_tiles
+    m = first + inside % height
+    e = gl.load(tiles_ptr + m)
+    row = gl.load(tiles_ptr + capacity + m)
+    end = gl.load(tiles_ptr + 2 * capacity + m)
+    steps = gl.where((e < E) & (row < end), gl.cdiv(K, BLOCK_K), 0)
+    return e, row, end, inside // height, steps
+
+
+@gluon.jit
+def _weight(w, e, n, k, full, b, TRANSPOSED: gl.constexpr, HALVES: gl.constexpr):
+    """Copies a step's tile of w to b."""
+    if TRANSPOSED:
+        tma_load(w, [e, k, n * b.shape[1]], full, b.reshape(w.block_shape))
+    elif HALVES:
+        tma_load(w, [e, 0, n * (b.shape[0] // 2), k], full, b.reshape(w.block_shape))
+    else:
+        tma_load(w, [e, n * b.shape[0], k], full, b.reshape(w.block_shape))
+
+
+@gluon.jit
+def _load(
+    x,
+    w,
+    tiles_ptr,
+    capacity,
+    n_tiles,
+    E,
+    K,
+    a,
+    b,
+    full,
+    empty,
+    TRANSPOSED: gl.constexpr,
+    HALVES: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """One warp: both operands by TMA."""
+    BLOCK_K: gl.constexpr = a.shape[2]
+    m_tiles = gl.load(tiles_ptr + 3 * capacity)
+    stage, phase = 0, 0
+    for t in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
+        e, row, _, n, steps = _tile(t, tiles_ptr, capacity, m_tiles, n_tiles, E, K, BLOCK_K, GROUP)
+        for step in range(steps):
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            mbarrier.expect(full.index(stage), x.block_type.nbytes + w.block_type.nbytes)
+            tma_load(x, [row, step * BLOCK_K], full.index(stage), a.index(stage))
+            _weight(w, e, n, step * BLOCK_K, full.index(stage), b.index(stage), TRANSPOSED, HALVES)
+            stage, phase = advance(stage, phase, a.shape[0])
+
+
+@gluon.jit
+def _announce(full, issued):
+    """Says that the oldest of the gathered stages that were not announced yet is written."""
+    STAGES: gl.constexpr = full.shape[0]
+    fence_async_shared()  # cp.async writes as threads do, wgmma reads by the async proxy
+    mbarrier.arrive(full.index((issued + STAGES - 1 - _BEHIND) % STAGES), pred=issued > _BEHIND)
+
+
+@gluon.jit
+def _gather(
+    x_ptr,
+    slots_ptr,
+    x_stride,
+    TOP_K,
+    w,
+    tiles_ptr,
+    capacity,
+    n_tiles,
+    E,
+    K,
+    a,
+    b,
+    full,
+    empty,
+    TRANSPOSED: gl.constexpr,
+    HALVES: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """A warpgroup: row r of the left operand is row slots[r] // TOP_K of x."""
+    BLOCK_M: gl.constexpr = a.shape[1]
+    BLOCK_K: gl.constexpr = a.shape[2]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    m_tiles = gl.load(tiles_ptr + 3 * capacity)
+    ks = gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
+    i = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
+    stage, phase, issued = 0, 0, 0
+    for t in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
+        e, row, end, n, steps = _tile(
+            t, tiles_ptr, capacity, m_tiles, n_tiles, E, K, BLOCK_K, GROUP
+        )
+        live = row + i < end
+        slot = gl.load(slots_ptr + row + i, mask=live, other=0)
+        at = x_ptr + (slot // TOP_K).to(gl.int64)[:, None] * x_stride + ks[None, :]
+        for step in range(steps):
+            k = step * BLOCK_K
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            mbarrier.expect(full.index(stage), w.block_type.nbytes)
+            _weight(w, e, n, k, full.index(stage), b.index(stage), TRANSPOSED, HALVES)
+            # Rows and columns that do not exist are zeros.
+            mask = live[:, None] & (k + ks < K)[None, :]
+            thread_load(a.index(stage), at + k, mask=mask)
+            async_copy.commit_group()
+            issued += 1
+            async_copy.wait_group(_BEHIND)
+            _announce(full, issued)
+            stage, phase = advance(stage, phase, a.shape[0])
+    async_copy.wait_group(0)
+    for _ in gl.static_range(_BEHIND):
+        issued += 1
+        _announce(full, issued)
+
+
+@gluon.jit
+def _multiply(
+    out,
+    pre,
+    out_ptr,
+    pre_ptr,
+    bias_ptr,
+    tiles_ptr,
+    capacity,
+    n_tiles,
+    E,
+    N,
+    K,
+    a,
+    b,
+    staging,
+    full,
+    empty,
+    TRANSPOSED: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+    STORE_PRE: gl.constexpr,
+    BIAS: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    UP_LIMIT: gl.constexpr,
+    OFFSET: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """Two warpgroups."""
+    BLOCK_M: gl.constexpr = a.shape[1]
+    BLOCK_K: gl.constexpr = a.shape[2]
+    BLOCK_N: gl.constexpr = b.shape[2] if TRANSPOSED else b.shape[1]
+    HALF: gl.constexpr = BLOCK_N // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
+    dtype: gl.constexpr = staging.dtype
+    m_tiles = gl.load(tiles_ptr + 3 * capacity)
+    stage, phase = 0, 0
+    for t in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
+        e, row, end, n, steps = _tile(
+            t, tiles_ptr, capacity, m_tiles, n_tiles, E, K, BLOCK_K, GROUP
+        )
+        acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
+        acc, stage, phase = accumulate(
+            acc, steps, a, b, full, empty, stage, phase, False, TRANSPOSED
+        )
+        if BIAS:
+            j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+            if EPILOGUE == 0:
+                column, columns = n * BLOCK_N + j, N
+            elif INTERLEAVED:
+                column, columns = n * BLOCK_N + j, 2 * N
+            else:  # column j: gate n HALF + j, or up n HALF + j - HALF
+                column = n * HALF + j % HALF
+                column, columns = gl.where(column < N, column + j // HALF * N, 2 * N), 2 * N
+            bias = gl.load(
+                bias_ptr + e.to(gl.int64) * columns + column,
+                mask=(column < columns) & (e < E),
+                other=0.0,
+            )
+            acc += bias.to(gl.float32)[None, :]
+        if EPILOGUE == 0:
+            left, right = halves(acc)
+            column = n * BLOCK_N
+            store_tile(left.to(dtype), staging, out, out_ptr, row, end, column, N, N)
+            store_tile(right.to(dtype), staging, out, out_ptr, row, end, column + HALF, N, N)
+        else:
+            if INTERLEAVED:
+                acc = acc.to(dtype)
+                if STORE_PRE:
+                    left, right = halves(acc)
+                    column = n * BLOCK_N
+                    store_tile(left, staging, pre, pre_ptr, row, end, column, 2 * N, 2 * N)
+                    store_tile(right, staging, pre, pre_ptr, row, end, column + HALF, 2 * N, 2 * N)
+                gate, up = acc.reshape([BLOCK_M, HALF, 2]).split()
+            else:
+                gate, up = halves(acc)
+                gate, up = gate.to(dtype), up.to(dtype)
+                if STORE_PRE:
+                    column = n * HALF
+                    store_tile(gate, staging, pre, pre_ptr, row, end, column, N, 2 * N)
+                    store_tile(up, staging, pre, pre_ptr, row, end, N + column, 2 * N, 2 * N)
+            h, _, v, _ = gated(
+                gate.to(gl.float32), up.to(gl.float32), ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET
+            )
+            store_tile((h * v).to(dtype), staging, out, out_ptr, row, end, n * HALF, N, N)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["capacity"])
+def _gemm(
+    x,
+    w,
+    out,
+    pre,
+    out_ptr,
+    pre_ptr,
+    tiles_ptr,
+    slots_ptr,
+    bias_ptr,
+    E,
+    capacity,
+    N,
+    K,
+    x_stride,
+    TOP_K,
+    GATHER: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+    STORE_PRE: gl.constexpr,
+    BIAS: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    UP_LIMIT: gl.constexpr,
+    OFFSET: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The arguments are those of grouped_gemm_triton's kernel.
+
+    x: [rows, K], a descriptor, or with GATHER a pointer.
+    w: a descriptor of [E, N, K], TRANSPOSED [E, K, N], or of halves [E, 2, N, K].
+    out, pre: descriptors of [rows, N] and [rows, 2 N], for boxes of BLOCK_M by BLOCK_N // 2.
+    """
+    HALVES: gl.constexpr = EPILOGUE == 1 and not INTERLEAVED
+    dtype: gl.constexpr = out.dtype
+    ROWS: gl.constexpr = BLOCK_K if TRANSPOSED else BLOCK_N
+    COLUMNS: gl.constexpr = BLOCK_N if TRANSPOSED else BLOCK_K
+    a = stages(dtype, STAGES, BLOCK_M, BLOCK_K)
+    b = stages(dtype, STAGES, ROWS, COLUMNS)
+    staging = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N // 2], out.layout)
+    # Gathered rows are announced by a second arrival.
+    full, empty = ring(STAGES, 2 if GATHER else 1)
+    n_tiles = gl.cdiv(N, BLOCK_N // 2 if EPILOGUE == 1 else BLOCK_N)
+    # The arguments stand here twice, since in a variable Triton makes tensors of constexprs.
+    if GATHER:
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        out,
+                        pre,
+                        out_ptr,
+                        pre_ptr,
+                        bias_ptr,
+                        tiles_ptr,
+                        capacity,
+                        n_tiles,
+                        E,
+                        N,
+                        K,
+                        a,
+                        b,
+                        staging,
+                        full,
+                        empty,
+                        TRANSPOSED,
+                        EPILOGUE,
+                        STORE_PRE,
+                        BIAS,
+                        INTERLEAVED,
+                        ACTIVATION,
+                        ALPHA,
+                        LIMIT,
+                        UP_LIMIT,
+                        OFFSET,
+                        GROUP,
+                    ),
+                ),
+                (
+                    _gather,
+                    (
+                        x,
+                        slots_ptr,
+                        x_stride,
+                        TOP_K,
+                        w,
+                        tiles_ptr,
+                        capacity,
+                        n_tiles,
+                        E,
+                        K,
+                        a,
+                        b,
+                        full,
+                        empty,
+                        TRANSPOSED,
+                        HALVES,
+                        GROUP,
+                    ),
+                ),
+            ],
+            [4],
+            [GATHERING],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        out,
+                        pre,
+                        out_ptr,
+                        pre_ptr,
+                        bias_ptr,
+                        tiles_ptr,
+                        capacity,
+                        n_tiles,
+                        E,
+                        N,
+                        K,
+                        a,
+                        b,
+                        staging,
+                        full,
+                        empty,
+                        TRANSPOSED,
+                        EPILOGUE,
+                        STORE_PRE,
+                        BIAS,
+                        INTERLEAVED,
+                        ACTIVATION,
+                        ALPHA,
+                        LIMIT,
+                        UP_LIMIT,
+                        OFFSET,
+                        GROUP,
+                    ),
+                ),
+                (
+                    _load,
+                    (
+                        x,
+                        w,
+                        tiles_ptr,
+                        capacity,
+                        n_tiles,
+                        E,
+                        K,
+                        a,
+                        b,
+                        full,
+                        empty,
+                        TRANSPOSED,
+                        HALVES,
+                        GROUP,
+                    ),
+                ),
+            ],
+            [1],
+            [ONE_WARP],
+        )
+
+
+# ---- gradients of weights: a sum over an expert's rows
+
+
+@gluon.jit
+def _weight_tile(t, offsets_ptr, R, n_tiles, k_tiles, GROUP: gl.constexpr):
+    """Of tile t: its expert, the first row and the end of its rows, and its tiles of N and K."""
+    e = t // (n_tiles * k_tiles)
+    t -= e * (n_tiles * k_tiles)
+    first = t // (GROUP * k_tiles) * GROUP
+    height = gl.minimum(n_tiles - first, GROUP)
+    inside = t - first * k_tiles
+    begin = gl.load(offsets_ptr + e - 1, mask=e > 0, other=0)
+    begin = gl.minimum(gl.maximum(begin, 0), R)
+    end = gl.minimum(gl.maximum(gl.load(offsets_ptr + e), begin), R)
+    return e, begin, end, first + inside % height, inside // height
+
+
+@gluon.jit
+def _load_rows(
+    dy, x, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, full, empty, GROUP: gl.constexpr
+):
+    """One warp: both operands by TMA."""
+    BLOCK_R: gl.constexpr = a.shape[1]
+    stage, phase = 0, 0
+    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        _, begin, end, n, k = _weight_tile(t, offsets_ptr, R, n_tiles, k_tiles, GROUP)
+        for row in range(begin, end, BLOCK_R):
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            mbarrier.expect(full.index(stage), dy.block_type.nbytes + x.block_type.nbytes)
+            tma_load(dy, [row, n * a.shape[2]], full.index(stage), a.index(stage))
+            tma_load(x, [row, k * b.shape[2]], full.index(stage), b.index(stage))
+            stage, phase = advance(stage, phase, a.shape[0])
+
+
+@gluon.jit
+def _gather_rows(
+    gathered,
+    other,
+    slots_ptr,
+    stride,
+    width,
+    TOP_K,
+    offsets_ptr,
+    R,
+    tiles,
+    n_tiles,
+    k_tiles,
+    mine,
+    others,
+    full,
+    empty,
+    DY: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """A warpgroup: row r of `gathered`, which is DY or x, is its row slots[r] // TOP_K. The slots
+    of a step are read one step before.
+    """
+    BLOCK_R: gl.constexpr = mine.shape[1]
+    COLUMNS: gl.constexpr = mine.shape[2]
+    LANES: gl.constexpr = min(COLUMNS // 8, 32)
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
+    )
+    i = gl.arange(0, BLOCK_R, gl.SliceLayout(1, LAYOUT))
+    c = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    stage, phase, issued = 0, 0, 0
+    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        _, begin, end, n, k = _weight_tile(t, offsets_ptr, R, n_tiles, k_tiles, GROUP)
+        if DY:
+            column, opposite = n * COLUMNS, k * others.shape[2]
+        else:
+            column, opposite = k * COLUMNS, n * others.shape[2]
+        slot = gl.load(slots_ptr + begin + i, mask=begin + i < end, other=0)
+        for row in range(begin, end, BLOCK_R):
+            live = row + i < end
+            source = (slot // TOP_K).to(gl.int64) * stride + column
+            slot = gl.load(slots_ptr + row + BLOCK_R + i, mask=row + BLOCK_R + i < end, other=0)
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            mbarrier.expect(full.index(stage), other.block_type.nbytes)
+            tma_load(other, [row, opposite], full.index(stage), others.index(stage))
+            at = gathered + source[:, None] + c[None, :]
+            mask = live[:, None] & (column + c < width)[None, :]
+            thread_load(mine.index(stage), at, mask=mask)
+            async_copy.commit_group()
+            issued += 1
+            async_copy.wait_group(_BEHIND)
+            _announce(full, issued)
+            stage, phase = advance(stage, phase, mine.shape[0])
+    async_copy.wait_group(0)
+    for _ in gl.static_range(_BEHIND):
+        issued += 1
+        _announce(full, issued)
+
+
+@gluon.jit
+def _sum_rows(
+    out, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, staging, full, empty, GROUP: gl.constexpr
+):
+    """Two warpgroups."""
+    STAGES: gl.constexpr = a.shape[0]
+    BLOCK_R: gl.constexpr = a.shape[1]
+    BLOCK_N: gl.constexpr = a.shape[2]
+    BLOCK_K: gl.constexpr = b.shape[2]
+    HALF: gl.constexpr = BLOCK_K // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_K, 16])
+    stage, phase = 0, 0
+    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        e, begin, end, n, k = _weight_tile(t, offsets_ptr, R, n_tiles, k_tiles, GROUP)
+        acc = gl.zeros((BLOCK_N, BLOCK_K), gl.float32, LAYOUT)
+        whole = (end - begin) // BLOCK_R
+        acc, stage, phase = accumulate(acc, whole, a, b, full, empty, stage, phase, True, True)
+        rest = end - begin - whole * BLOCK_R
+        if rest > 0:
+            # Rows past the expert's end are another's, or the tail's: both factors become 0, since
+            # 0 * NaN is NaN.
+            mbarrier.wait(full.index(stage), phase)
+            clear_rows(a.index(stage), rest)
+            clear_rows(b.index(stage), rest)
+            fence_async_shared()
+            thread_barrier()
+            acc = multiply(a.index(stage), b.index(stage), acc, True, True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(empty.index(stage))
+            stage, phase = advance(stage, phase, STAGES)
+        left, right = halves(acc)
+        store_box(left.to(staging.dtype), staging, out, [e, n * BLOCK_N, k * BLOCK_K])
+        store_box(right.to(staging.dtype), staging, out, [e, n * BLOCK_N, k * BLOCK_K + HALF])
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["R"])
+def _dweight(
+    dy,
+    x,
+    out,
+    offsets_ptr,
+    slots_ptr,
+    E,
+    R,
+    N,
+    K,
+    dy_stride,
+    x_stride,
+    TOP_K,
+    GATHER_DY: gl.constexpr,
+    GATHER_X: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    BLOCK_R: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The arguments are those of grouped_gemm_triton's kernel.
+
+    dy: [rows, N], x: [rows, K]: descriptors, pointers where gathered.
+    out: a descriptor of [E, N, K], for boxes of BLOCK_N by BLOCK_K // 2.
+    """
+    a = stages(out.dtype, STAGES, BLOCK_R, BLOCK_N)
+    b = stages(out.dtype, STAGES, BLOCK_R, BLOCK_K)
+    staging = gl.allocate_shared_memory(
+        out.dtype,
+        [BLOCK_N, BLOCK_K // 2],
+        gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_K // 2], out.dtype),
+    )
+    full, empty = ring(STAGES, 2 if GATHER_DY or GATHER_X else 1)
+    n_tiles, k_tiles = gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K)
+    tiles = E * n_tiles * k_tiles
+    if GATHER_DY:
+        gl.warp_specialize(
+            [
+                (
+                    _sum_rows,
+                    (
+                        out,
+                        offsets_ptr,
+                        R,
+                        tiles,
+                        n_tiles,
+                        k_tiles,
+                        a,
+                        b,
+                        staging,
+                        full,
+                        empty,
+                        GROUP,
+                    ),
+                ),
+                (
+                    _gather_rows,
+                    (
+                        dy,
+                        x,
+                        slots_ptr,
+                        dy_stride,
+                        N,
+                        TOP_K,
+                        offsets_ptr,
+                        R,
+                        tiles,
+                        n_tiles,
+                        k_tiles,
+                        a,
+                        b,
+                        full,
+                        empty,
+                        True,
+                        GROUP,
+                    ),
+                ),
+            ],
+            [4],
+            [GATHERING_WIDE],
+        )
+    elif GATHER_X:
+        gl.warp_specialize(
+            [
+                (
+                    _sum_rows,
+                    (
+                        out,
+                        offsets_ptr,
+                        R,
+                        tiles,
+                        n_tiles,
+                        k_tiles,
+                        a,
+                        b,
+                        staging,
+                        full,
+                        empty,
+                        GROUP,
+                    ),
+                ),
+                (
+                    _gather_rows,
+                    (
+                        x,
+                        dy,
+                        slots_ptr,
+                        x_stride,
+                        K,
+                        TOP_K,
+                        offsets_ptr,
+                        R,
+                        tiles,
+                        n_tiles,
+                        k_tiles,
+                        b,
+                        a,
+                        full,
+                        empty,
+                        False,
+                        GROUP,
+                    ),
+                ),
+            ],
+            [4],
+            [GATHERING_WIDE],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _sum_rows,
+                    (
+                        out,
+                        offsets_ptr,
+                        R,
+                        tiles,
+                        n_tiles,
+                        k_tiles,
+                        a,
+                        b,
+                        staging,
+                        full,
+                        empty,
+                        GROUP,
+                    ),
+                ),
+                (
+                    _load_rows,
+                    (
+                        dy,
+                        x,
+                        offsets_ptr,
+                        R,
+                        tiles,
+                        n_tiles,
+                        k_tiles,
+                        a,
+                        b,
+                        full,
+                        empty,
+                        GROUP,
+                    ),
+                ),
+            ],
+            [1],
+            [ONE_WARP],
+        )
+
+
+# ---- launches
+
+
+def gemm(
+    grid: int,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    transposed: bool,
+    tokens: Tokens,
+    outputs: Outputs,
+    bias: torch.Tensor | None,
+    epilogue: int,
+    gate: dict,
+    config: dict,
+) -> None:
+    """Launches `_gemm` on arguments that grouped_gemm_triton has prepared."""
+    (offsets, slots, top_k, tiles), (out, pre, _, _) = tokens, outputs
+    assert tiles is not None  # they are prepared
+    m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
+    rows = [k, n] if transposed else [n, k]
+    if epilogue and not gate["INTERLEAVED"]:
+        w, rows = w.unflatten(1, (2, out.shape[1])), [2, n // 2, k]
+    launch(
+        _gemm,
+        (grid,),
+        x if slots is not None else descriptor(x, [m, k]),
+        descriptor(w, [1, *rows]),
+        descriptor(out, [m, n // 2]),
+        None if pre is None else descriptor(pre, [m, n // 2]),
+        out,
+        pre,
+        tiles,
+        slots,
+        bias,
+        offsets.shape[0],
+        tiles.shape[0] // 3,
+        out.shape[1],
+        x.shape[1],
+        x.stride(0),
+        top_k,
+        GATHER=slots is not None,
+        TRANSPOSED=transposed,
+        EPILOGUE=epilogue,
+        STORE_PRE=pre is not None,
+        BIAS=bias is not None,
+        **gate,
+        BLOCK_M=m,
+        BLOCK_N=n,
+        BLOCK_K=k,
+        GROUP=config["GROUP"],
+        STAGES=config["num_stages"],
+        num_warps=config["num_warps"],
+    )
+
+
+def _weight_blocks(gathered: str, config: dict) -> tuple[int, int, int]:
+    """BLOCK_N, BLOCK_K, BLOCK_R. The narrow one is the gathered operand's: of 256 columns the
+    addresses need more registers than the warps that load have.
+    """
+    n, k = config["BLOCK_N"], config["BLOCK_K"]
+    narrow, wide = sorted((n, k))
+    n, k = {"x": (wide, narrow), "dy": (narrow, wide)}.get(gathered, (n, k))
+    return n, k, config["BLOCK_R"]
+
+
+def weight(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    offsets: torch.Tensor,
+    slots: torch.Tensor | None,
+    rows: int,
+    top_k: int,
+    gathers: dict[str, bool],
+    config: dict,
+) -> None:
+    """Launches `_dweight` on arguments that grouped_gemm_triton has prepared."""
+    n, k, r = _weight_blocks(next((name for name, has in gathers.items() if has), ""), config)
+    E, N, K = out.shape
+    tiles = E * cdiv(N, n) * cdiv(K, k)
+    launch(
+        _dweight,
+        (min(multiprocessors(out.device), tiles),),
+        dy if gathers["dy"] else descriptor(dy, [r, n]),
+        x if gathers["x"] else descriptor(x, [r, k]),
+        descriptor(out, [1, n, k // 2]),
+        offsets,
+        slots,
+        E,
+        rows,
+        N,
+        K,
+        dy.stride(0),
+        x.stride(0),
+        top_k,
+        GATHER_DY=gathers["dy"],
+        GATHER_X=gathers["x"],
+        BLOCK_N=n,
+        BLOCK_K=k,
+        BLOCK_R=r,
+        GROUP=config["GROUP"],
+        STAGES=config["num_stages"],
+        num_warps=config["num_warps"],
+    )
+
+
+# ---- for the compile gate
+
+
+def _needs(gather: bool) -> dict:
+    return {
+        "min_arch": 90,
+        "max_arch": 99,
+        "uses": {90: ("wgmma", "tma")},
+        "divisible": ("N", "K", "x_stride", "dy_stride"),
+        # TMA reads and stores; threads read maps, and 16 bytes of gathered rows.
+        "load": 128 if gather else 32,
+    }
+
+
+def weight_spec(about: str, t: str, gathered: str, config: dict) -> KernelSpec:
+    n, k, r = _weight_blocks(gathered, config)
+    return KernelSpec.of(
+        _dweight,
+        f"backward weight{f' gathered {gathered}' if gathered else ''} specialized {about}",
+        {"offsets": "i32", **({"slots": "i32"} if gathered else {})},
+        {
+            "GATHER_DY": gathered == "dy",
+            "GATHER_X": gathered == "x",
+            "STAGES": config["num_stages"],
+            **config,
+            "BLOCK_N": n,
+            "BLOCK_K": k,
+        },
+        {
+            "dy": f"*{t}" if gathered == "dy" else descriptor_type(t, r, n),
+            "x": f"*{t}" if gathered == "x" else descriptor_type(t, r, k),
+            "out": descriptor_type(t, 1, n, k // 2),
+        },
+        **{**_needs(bool(gathered)), "store": 0},
+    )
+
+
+def spec(
+    label: str,
+    pointers: dict[str, str | None],
+    constants: dict,
+    left: tuple[int, ...],
+    right: tuple[int, ...],
+) -> KernelSpec:
+    """left, right: blocks of x and w."""
+    t, result = pointers["*"], (left[0], constants["BLOCK_N"] // 2)
+    described = {"w": descriptor_type(t, *right), "out": descriptor_type(t, *result)}
+    if not constants["GATHER"]:
+        described["x"] = descriptor_type(t, *left)
+    else:
+        described["x"] = f"*{t}"
+    if constants["STORE_PRE"]:
+        described["pre"] = descriptor_type(t, *result)
+    else:
+        pointers, constants = {**pointers, "pre": None}, {**constants, "pre": None}
+    return KernelSpec.of(
+        _gemm,
+        label,
+        pointers,
+        {**constants, "STAGES": constants["num_stages"]},
+        described,
+        **_needs(constants["GATHER"]),
+    )

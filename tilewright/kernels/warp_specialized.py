@@ -1,0 +1,211 @@
+"""The parts of a persistent, warp-specialized matrix product for sm_90, in Gluon.
+
+A block has two partitions. The loading one fills a ring of stages in shared memory; two warpgroups,
+the other, multiply what is there and store the result:
+
+    loads:        wait empty[s], expect bytes on full[s], copy both operands to stage s
+    multiplies:   wait full[s], wgmma on stage s, wait for the product before, arrive empty[s - 1]
+
+full[s] completes when stage s is written, empty[s] when it is free, each once per turn of the ring;
+whoever waits keeps the parity of the turn. A barrier in its first phase lets a wait for the phase
+before pass, so that the first turn finds all stages empty.
+
+A tile's result goes through shared memory, from which TMA stores it while the next tile is
+multiplied. TMA cannot leave out rows: the last tile of an expert, which others follow, is stored
+from there by threads.
+
+float32 sums. Deterministic. What Triton 3.6 and 3.9 call by different names has one here.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Up to 3.6, and later.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+thread_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+# Registers per thread of the loading partition. A block of twelve warps may have 168 per thread;
+# what loads do not take, the warpgroups that multiply get: 240, 224, 208.
+ONE_WARP, GATHERING, GATHERING_WIDE = gl.constexpr(24), gl.constexpr(56), gl.constexpr(88)
+
+
+# ---- tensor descriptors, made by the host
+
+# By the names that Triton and PyTorch give them.
+_DTYPES = {
+    **dict.fromkeys(("bf16", "bfloat16"), gl.bfloat16),
+    **dict.fromkeys(("fp16", "float16"), gl.float16),
+    **dict.fromkeys(("fp8e4nv", "float8_e4m3fn"), gl.float8e4nv),
+}
+
+
+def _layout(block: list[int], dtype: gl.dtype) -> gl.NVMMASharedLayout:
+    """With the widest swizzle that the block's rows have."""
+    return gl.NVMMASharedLayout.get_default_for(block, dtype)
+
+
+def descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """Of t, with contiguous rows at multiples of 16 bytes."""
+    dtype = _DTYPES[str(t.dtype).removeprefix("torch.")]
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), block, _layout(block, dtype))
+
+
+def descriptor_type(dtype: str, *block: int) -> str:
+    """What a compilation takes for a `descriptor` of "bf16", "fp16" or "fp8e4nv"."""
+    return f"tensordesc<{dtype}{list(block)},{_layout(list(block), _DTYPES[dtype])!r}>"
+
+
+# ---- the ring
+
+
+@gluon.jit
+def stages(dtype: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Shared memory [STAGES, ROWS, COLUMNS] of an operand."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
+    return gl.allocate_shared_memory(dtype, [STAGES, ROWS, COLUMNS], layout)
+
+
+@gluon.jit
+def ring(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
+    """(full, empty): mbarriers of the stages. ARRIVALS: on full, per turn."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=ARRIVALS)
+        mbarrier.init(empty.index(s), count=1)
+    return full, empty
+
+
+@gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    """The stage that follows, and the parity of its turn."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def previous(stage, STAGES: gl.constexpr):
+    """Computed, and not kept in a variable: where two names have one value before a loop, Triton
+    does not carry the one that the loop only sets to the other.
+    """
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
+def multiply(a, b, acc, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr):
+    """Begins acc + a b. a: [M, K], or A_TURNED [K, M].   b: [N, K], or B_TURNED [K, N]."""
+    if A_TURNED:
+        a = a.permute((1, 0))
+    if not B_TURNED:
+        b = b.permute((1, 0))
+    return warpgroup_mma(a, b, acc, is_async=True)
+
+
+@gluon.jit
+def accumulate(
+    acc, steps, a, b, full, empty, stage, phase, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr
+):
+    """Adds `steps` stages' products a b to acc [M, N]. One product is always in flight, so that
+    the tensor cores do not wait for the barriers between two.
+
+    a: [STAGES, M, K], or A_TURNED [STAGES, K, M].   b: [STAGES, N, K], or B_TURNED [STAGES, K, N].
+    """
+    STAGES: gl.constexpr = a.shape[0]
+    for step in range(steps):
+        mbarrier.wait(full.index(stage), phase)
+        acc = multiply(a.index(stage), b.index(stage), acc, A_TURNED, B_TURNED)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        mbarrier.arrive(empty.index(previous(stage, STAGES)), pred=step > 0)
+        stage, phase = advance(stage, phase, STAGES)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index(previous(stage, STAGES)), pred=steps > 0)
+    return acc, stage, phase
+
+
+@gluon.jit
+def clear_rows(tile, live):
+    """Sets the rows of a tile in shared memory from `live` on to zero. Eight at a time, which the
+    swizzle keeps together, since the warps that multiply have few registers left.
+    """
+    ROWS: gl.constexpr = tile.shape[0]
+    COLUMNS: gl.constexpr = tile.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    i = gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+    for first in gl.static_range(0, ROWS, 8):
+        if first + 8 > live:
+            rows = tile.slice(first, 8)
+            held = rows.load(LAYOUT)
+            kept = (first + i < live)[:, None] & gl.full([8, COLUMNS], True, gl.int1, LAYOUT)
+            rows.store(gl.where(kept, held, gl.zeros_like(held)))
+
+
+# ---- results
+
+
+@gluon.jit
+def halves(t):
+    """The left and the right half of a tile, in registers."""
+    ROWS: gl.constexpr = t.shape[0]
+    COLUMNS: gl.constexpr = t.shape[1] // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS, 16])
+    left, right = t.reshape([ROWS, 2, COLUMNS]).permute((0, 2, 1)).split()
+    left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
+    return left, gl.convert_layout(right, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def stage_result(tile, staging):
+    """Writes a tile to shared memory, for TMA, when it has read what was there."""
+    tma.store_wait(0)
+    thread_barrier()
+    staging.store(tile)
+    fence_async_shared()
+    thread_barrier()
+
+
+@gluon.jit
+def store_box(tile, staging, to, corner):
+    """Stores a tile at a corner of a tensor [.., ROWS, COLUMNS], whose descriptor leaves out what
+    is not in it; TMA may still read it from `staging`, shared memory of the tile's shape, on
+    return.
+    """
+    stage_result(tile, staging)
+    tma_store(to, corner, staging.reshape(to.block_shape))
+
+
+@gluon.jit
+def store_tile(tile, staging, to, to_ptr, row, end, column, width, stride):
+    """Stores a tile at (row, column) of a matrix, without the rows from `end` on and the columns
+    from `width` on; TMA may still read it from `staging` on return.
+
+    staging: shared memory of the tile's shape.   to: descriptor of the matrix, with its rows of
+        `stride` elements, all of which are its columns.   width: a multiple of 8 elements.
+    """
+    ROWS: gl.constexpr = staging.shape[0]
+    COLUMNS: gl.constexpr = staging.shape[1]
+    stage_result(tile, staging)
+    # The descriptor's last column is the matrix's, not this part's.
+    if (row + ROWS <= end) & (column + COLUMNS <= width):
+        tma_store(to, [row, column], staging)
+    else:
+        WIDE: gl.constexpr = gl.BlockedLayout(
+            [1, 8], [32 * 8 // COLUMNS, COLUMNS // 8], [gl.num_warps(), 1], [1, 0]
+        )
+        r = row + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+        c = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, WIDE))
+        at = to_ptr + r.to(gl.int64)[:, None] * stride + c[None, :]
+        gl.store(at, staging.load(WIDE), mask=(r < end)[:, None] & (c < width)[None, :])
