@@ -39,6 +39,7 @@ from tilewright.kernels.linear_attention.operators import (
     CHUNK,
     L2_EPS,
     DeltaOptions,
+    DeltaSaved,
     chunk,
     chunk_of,
     delta_rule,
@@ -800,10 +801,9 @@ def forward(q, k, v, g, beta, initial_state, cu_seqlens, options):
 
 
 # Long: the tensors of four launches, one after another.
-def backward(do, dstate, q, k, v, beta, initial_state, cu_seqlens, decay, solved, options):
-    found = delta_rule_backward(
-        do, dstate, q, k, v, beta, initial_state, cu_seqlens, decay, solved, options
-    )
+def backward(do, dstate, saved: DeltaSaved, options):
+    found = delta_rule_backward(do, dstate, saved, options)
+    q, k, v, beta, initial_state, cu_seqlens, decay, solved = saved
     dq, dk, dv, dg, dbeta, dinitial = found
     if not v.numel():
         for t in (dq, dk):

@@ -52,6 +52,19 @@ class DeltaGradients(NamedTuple):
     dinitial_state: torch.Tensor | None
 
 
+class DeltaSaved(NamedTuple):
+    """What the backward takes of the forward: arguments, and the results of these names."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    beta: torch.Tensor
+    initial_state: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+    decay: torch.Tensor
+    solved: torch.Tensor
+
+
 class DeltaOptions(NamedTuple):
     """scale: of q.   normalize: whether rows of q and k are divided by their norms."""
 
@@ -82,25 +95,12 @@ def delta_rule(
 
 @declare
 def delta_rule_backward(
-    do: torch.Tensor,
-    dstate: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    decay: torch.Tensor,
-    solved: torch.Tensor,
-    options: DeltaOptions,
+    do: torch.Tensor, dstate: torch.Tensor | None, saved: DeltaSaved, options: DeltaOptions
 ) -> DeltaGradients:
     """do, dstate: contiguous."""
+    initial_state = saved.initial_state
     return DeltaGradients(
-        q.new_empty(q.shape),
-        k.new_empty(k.shape),
-        v.new_empty(v.shape),
-        decay.new_empty(decay.shape),
-        decay.new_empty(decay.shape),
+        *(t.new_empty(t.shape) for t in (saved.q, saved.k, saved.v, saved.decay, saved.decay)),
         None if initial_state is None else initial_state.new_empty(initial_state.shape),
     )
 

@@ -35,6 +35,7 @@ from tilewright.kernels.linear_attention.operators import (
     CHUNK,
     L2_EPS,
     DeltaOptions,
+    DeltaSaved,
     delta_rule,
     delta_rule_backward,
 )
@@ -242,16 +243,17 @@ def _chunks(S: int, cu_seqlens: torch.Tensor | None, device: torch.device) -> _C
 
 def _save(ctx, arguments, found):
     q, k, v, _, beta, initial_state, cu_seqlens, ctx.options = arguments
-    ctx.save_for_backward(q, k, v, beta, initial_state, cu_seqlens, found.decay, found.solved)
+    saved = DeltaSaved(q, k, v, beta, initial_state, cu_seqlens, found.decay, found.solved)
+    ctx.save_for_backward(*saved)
 
 
 def _backward(ctx, given):
     if given.o is None and given.state is None:
         return {}
-    saved = ctx.saved_tensors
-    do = torch.zeros_like(saved[2]) if given.o is None else given.o
+    saved = DeltaSaved(*ctx.saved_tensors)
+    do = torch.zeros_like(saved.v) if given.o is None else given.o
     dstate = None if given.state is None else given.state.contiguous()
-    found = ctx.backward_op(do.contiguous(), dstate, *saved, ctx.options)
+    found = ctx.backward_op(do.contiguous(), dstate, saved, ctx.options)
     return {
         name: getattr(found, f"d{name}") for name in ("q", "k", "v", "g", "beta", "initial_state")
     }
@@ -293,14 +295,20 @@ def _triton_refuses(request: Request) -> str | None:
 # ---- cases
 
 
+class _Shape(NamedTuple):
+    """Of q, k and v."""
+
+    B: int
+    S: int
+    HK: int
+    HV: int
+    DK: int
+    DV: int
+
+
 def _case(
     name,
-    B,
-    HK,
-    HV,
-    S,
-    DK,
-    DV,
+    shape: _Shape,
     *,
     documents=None,
     state=False,
@@ -308,6 +316,7 @@ def _case(
     tags=cases.CONTRACT,
     **options,
 ):
+    B, S, HK, HV, DK, DV = shape
     N = len(documents) - 1 if documents else B
 
     def make(device, dtype, seed):
@@ -357,8 +366,11 @@ def _atol(dtype, kwargs, name):
     return number * torch.finfo(dtype).eps
 
 
-_NEXT = {"use_qk_l2norm": True}
-_QWEN = (16, 32), (128, 128)  # heads and widths of Qwen3-Next-80B-A3B
+def _qwen(S: int) -> _Shape:
+    """Heads and widths of Qwen3-Next-80B-A3B."""
+    return _Shape(1, S, 16, 32, 128, 128)
+
+
 GATED_DELTA_RULE = Op(
     "gated_delta_rule",
     gated_delta_rule,
@@ -374,26 +386,27 @@ GATED_DELTA_RULE = Op(
         ),
     ),
     (
-        _case("one_token", 2, 2, 4, 1, 64, 64, **_NEXT),
-        _case("few", 1, 1, 2, 5, 64, 64, scale=0.3, output_final_state=True),
-        _case("ragged", 2, 1, 2, 70, 64, 64, state=True, output_final_state=True, **_NEXT),
+        _case("one_token", _Shape(2, 1, 2, 4, 64, 64), use_qk_l2norm=True),
+        _case("few", _Shape(1, 5, 1, 2, 64, 64), scale=0.3, output_final_state=True),
+        _case(
+            "ragged",
+            _Shape(2, 70, 1, 2, 64, 64),
+            state=True,
+            output_final_state=True,
+            use_qk_l2norm=True,
+        ),
         _case(
             "documents",
-            1,
-            1,
-            2,
-            137,
-            64,
-            64,
+            _Shape(1, 137, 1, 2, 64, 64),
             documents=(0, 1, 66, 66, 137),
             state=True,
             output_final_state=True,
         ),
-        _case("strided", 1, 2, 2, 66, 64, 128, strided=True),
-        _case("wide", 1, 1, 1, 65, 128, 64, **_NEXT),
-        _case("no_tokens", 1, 1, 1, 0, 64, 64, state=True, output_final_state=True),
-        _case("qwen3-next-80b-a3b", 1, *_QWEN[0], 16384, *_QWEN[1], tags=cases.CUDA, **_NEXT),
-        _case("qwen3-next-80b-a3b", 1, *_QWEN[0], 1024, *_QWEN[1], tags=cases.CPU, **_NEXT),
+        _case("strided", _Shape(1, 66, 2, 2, 64, 128), strided=True),
+        _case("wide", _Shape(1, 65, 1, 1, 128, 64), use_qk_l2norm=True),
+        _case("no_tokens", _Shape(1, 0, 1, 1, 64, 64), state=True, output_final_state=True),
+        _case("qwen3-next-80b-a3b", _qwen(16384), tags=cases.CUDA, use_qk_l2norm=True),
+        _case("qwen3-next-80b-a3b", _qwen(1024), tags=cases.CPU, use_qk_l2norm=True),
     ),
     atol=_atol,
     # The slack is relative to the root mean square, which in a short sequence is several times as
