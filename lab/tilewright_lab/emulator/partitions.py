@@ -100,9 +100,12 @@ class Partitions(Part):
                 )
 
     def visible(self, threads: np.ndarray) -> np.ndarray:
-        """[1, bytes]: whose writes these threads know, all of them."""
+        """[1, bytes]: whose writes these threads know, all of them. (-1: several threads wrote
+        copies of one value.)
+        """
         if self.clocks is None:
-            return (self.written == 0) | np.isin(self.written, threads + 1)
+            known = (self.written == 0) | np.isin(self.written, threads + 1)
+            return known | (self.written == -1) if len(threads) == self.n else known
         known = self.clocks.now[np.unique(threads // 32)].max(0)
         return (self.clocks.wrote <= known[:, None]).all(0)[None]
 
