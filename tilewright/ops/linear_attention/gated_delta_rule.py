@@ -357,19 +357,24 @@ def _case(
 def _atol(dtype, kwargs, name):
     """Operands of products (P, the inverse, V, X, states) are rounded to 16 bits where the twin
     keeps float32: half an eps of each term of a sum, of which the largest element has three or
-    four times the root mean square. Measured beyond twice the twin's own in float16: 3.0 eps in
-    results, 4.3 eps in gradients, to which two such products lead. In float32 gradients are sums
-    in another order, and the inverse is computed by blocks: 14 eps.
+    four times the root mean square. Measured beyond twice the twin's own in float16, over eight
+    seeds of each case: 2.9 eps in results, 3.3 eps in gradients, to which two such products lead;
+    the largest of 2^26 elements, in models, has six times the root mean square. In float32
+    gradients are sums in another order, and the inverse is computed by blocks: 14 eps.
     """
-    few = name in ("out 0", "out 1")
-    number = 16 if dtype == torch.float32 else 4 if few else 8
-    return number * torch.finfo(dtype).eps
+    if dtype == torch.float32:
+        return 16 * torch.finfo(dtype).eps
+    return (8 if kwargs["v"].numel() > 2**20 else 4) * torch.finfo(dtype).eps
 
 
 def _qwen(S: int) -> _Shape:
     """Heads and widths of Qwen3-Next-80B-A3B."""
     return _Shape(1, S, 16, 32, 128, 128)
 
+
+# With it, tokens have gradients from results as large as from the last states, which reach only
+# the last few of them: no element is far below the root mean square.
+_LARGE = 8.0
 
 GATED_DELTA_RULE = Op(
     "gated_delta_rule",
@@ -391,6 +396,7 @@ GATED_DELTA_RULE = Op(
         _case(
             "ragged",
             _Shape(2, 70, 1, 2, 64, 64),
+            scale=_LARGE,
             state=True,
             output_final_state=True,
             use_qk_l2norm=True,
@@ -398,6 +404,7 @@ GATED_DELTA_RULE = Op(
         _case(
             "documents",
             _Shape(1, 137, 1, 2, 64, 64),
+            scale=_LARGE,
             documents=(0, 1, 66, 66, 137),
             state=True,
             output_final_state=True,
@@ -409,28 +416,21 @@ GATED_DELTA_RULE = Op(
         _case("qwen3-next-80b-a3b", _qwen(1024), tags=cases.CPU, use_qk_l2norm=True),
     ),
     atol=_atol,
-    # The slack is relative to the root mean square, which in a short sequence is several times as
-    # large as an ordinary element of a gradient, and more where upstream gradients are equal.
+    # The slack is relative to the root mean square, here up to four times an ordinary element.
     judged=Judged(
         of_sums=True,
         detects={
             torch.bfloat16: {
                 "out 0": 0.16,
-                "out 1": 0.075,
-                "grad q": 0.19,
-                "grad k": 2.0,
-                "grad v": 1.5,
-                "grad g": 1.8,
-                "grad beta": 2.3,
-                "grad initial_state": 1.2,
-            },
-            torch.float16: {
-                "grad k": 0.25,
+                "out 1": 0.07,
+                "grad q": 0.1,
+                "grad k": 0.14,
                 "grad v": 0.19,
-                "grad g": 0.22,
-                "grad beta": 0.28,
-                "grad initial_state": 0.15,
+                "grad g": 0.1,
+                "grad beta": 0.14,
+                "grad initial_state": 0.07,
             },
+            torch.float16: {"grad v": 0.023},
         },
     ),
     requests=(
