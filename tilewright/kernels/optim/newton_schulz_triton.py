@@ -276,24 +276,6 @@ def _specs(key: dict, config: dict) -> list[KernelSpec]:
     ]
 
 
-def gate() -> list[KernelSpec]:
-    """What precedes the products."""
-    return [
-        KernelSpec.of(
-            kernel,
-            f"{kernel.fn.__name__[1:]} {data}{' tall' if tall else ''}",
-            {"part": "fp32", "*": data},
-            {"TALL": tall, "PARTS": PARTS, "TILE": TILE, "num_warps": 4},
-            {"eps": "fp32"},
-            divisible=("R", "C", "x_batch", "x_row"),
-            store=0 if kernel is _norms else 128,  # two numbers a program
-            elements=TILE * TILE,
-        )
-        for data in ("bf16", "fp32")
-        for kernel, tall in ((_norms, False), (_normalize, False), (_normalize, True))
-    ]
-
-
 SYMMETRIC = Tunable(
     "newton_schulz",
     "symmetric",
@@ -308,5 +290,19 @@ TUNABLES = (SYMMETRIC,)
 
 
 def gate() -> list[KernelSpec]:
-    """Specialized warps, which no heuristic chooses yet."""
-    return _specs(SYMMETRIC.named(SYMMETRIC.keys[0]), _ROLES)
+    """What precedes the products, and specialized warps, which no heuristic chooses yet."""
+    before = [
+        KernelSpec.of(
+            kernel,
+            f"{kernel.fn.__name__[1:]} {data}{' tall' if tall else ''}",
+            {"part": "fp32", "*": data},
+            {"TALL": tall, "PARTS": PARTS, "TILE": TILE, "num_warps": 4},
+            {"eps": "fp32"},
+            divisible=("R", "C", "x_batch", "x_row"),
+            store=0 if kernel is _norms else 128,  # two numbers a program
+            elements=TILE * TILE,
+        )
+        for data in ("bf16", "fp32")
+        for kernel, tall in ((_norms, False), (_normalize, False), (_normalize, True))
+    ]
+    return [*before, *_specs(SYMMETRIC.named(SYMMETRIC.keys[0]), _ROLES)]

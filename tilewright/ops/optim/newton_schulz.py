@@ -246,7 +246,6 @@ NEWTON_SCHULZ = Op(
             _triton,
             platform.no_triton,
             dtypes=(torch.float32, torch.bfloat16),
-            gate=from_kernels("optim.newton_schulz_triton", "gate"),
             tunables=from_kernels("optim.newton_schulz_triton", "TUNABLES"),
             gate=from_kernels("optim.newton_schulz_triton", "gate"),
         ),
