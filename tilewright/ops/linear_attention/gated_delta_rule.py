@@ -357,7 +357,7 @@ def _case(
 def _atol(dtype, kwargs, name):
     """Operands of products (P, the inverse, V, X, states) are rounded to 16 bits where the twin
     keeps float32: half an eps of each term of a sum, of which the largest element has three or
-    four times the root mean square. Measured beyond twice the twin's own: in float16, over eight
+    four times the root mean square. Measured beyond twice the twin's own: in float16, over seven
     seeds of each case, 2.9 eps in results and 3.3 eps in gradients; in bfloat16, over four, 3.3 and
     3.2 eps. The largest of 2^26 elements, in models, has six times the root mean square. In float32
     gradients are sums in another order, and the inverse is computed by blocks: 14 eps.
