@@ -35,6 +35,7 @@ class KernelSpec:
         warps must allow them.
     stack: compute capability -> bytes of stack that are accepted of a kernel without spills, with
         the reason in a comment.
+    serial: whether ptxas may serialize its wgmma, with the reason in a comment.
     """
 
     kernel: Any
@@ -54,6 +55,7 @@ class KernelSpec:
     undivided: bool = False
     per_sm: int = 1
     stack: Mapping[int, int] = field(default_factory=dict)
+    serial: bool = False
 
     @classmethod
     def of(

@@ -124,6 +124,8 @@ class Compiler:
             text += f" undivided {_loop_reader()}"
         if stack := getattr(spec, "stack", {}):
             text += f" stack {sorted(stack.items())}"
+        if getattr(spec, "serial", False):
+            text += " serial"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
