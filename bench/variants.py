@@ -160,13 +160,6 @@ VARIANTS = (
         {"maxnreg": None},
     ),
     Variant(
-        "up_swiglu: one block an SM with five stages, for two with three",
-        "moe_mlp",
-        _MOE,
-        "moe_mlp/up_swiglu",
-        {"num_stages": 5, "per_sm": 1, "maxnreg": None},
-    ),
-    Variant(
         "down_dswiglu: one block of 128 x 128 an SM, for two of 64 x 128",
         "moe_mlp",
         _MOE,
@@ -179,20 +172,6 @@ VARIANTS = (
         _UP,
         "grouped_gemm/forward",
         {"BLOCK_N": 128, "num_stages": 3, "per_sm": 2, "maxnreg": 128},
-    ),
-    Variant(
-        "grouped_gemm: a third stage, for a fourth",
-        "grouped_gemm",
-        _UP,
-        "grouped_gemm/forward",
-        {"num_stages": 3},
-    ),
-    Variant(
-        "grouped_gemm: 16 tiles of rows together, for 8",
-        "grouped_gemm",
-        _UP,
-        "grouped_gemm/forward",
-        {"GROUP": 16},
     ),
     Variant(
         "attention: 64 queries a step of keys' gradients, for 32",

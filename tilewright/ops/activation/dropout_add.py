@@ -178,5 +178,8 @@ DROPOUT_ADD = Op(
     ),
     # Ten rounds of multiplications for four elements are near the rate of a GPU's integer units,
     # and the backward moves less.
-    goals=(*cases.near_copy(92, "forward"), *cases.near_copy(85, "backward")),
+    goals=(
+        *cases.near_copy(92, "forward", only=("qwen3-8b",)),
+        *cases.near_copy(85, "backward", only=("qwen3-8b",)),
+    ),
 )

@@ -207,7 +207,10 @@ LAYERNORM = Op(
         Implementation("torch", _torch, devices=("cuda", "cpu"), dtypes=FLOAT),
     ),
     layernorm_cases(add=False),
-    goals=(*cases.near_copy(92, "forward"), *cases.near_copy(85, "backward")),
+    goals=(
+        *cases.near_copy(92, "forward", only=("opt-6.7b",)),
+        *cases.near_copy(85, "backward", only=("opt-6.7b",)),
+    ),
 )
 ADD_LAYERNORM = Op(
     "add_layernorm",
@@ -234,5 +237,8 @@ ADD_LAYERNORM = Op(
             }
         }
     ),
-    goals=(*cases.near_copy(92, "forward"), *cases.near_copy(85, "backward")),
+    goals=(
+        *cases.near_copy(92, "forward", only=("opt-6.7b",)),
+        *cases.near_copy(85, "backward", only=("opt-6.7b",)),
+    ),
 )
