@@ -89,13 +89,6 @@ VARIANTS = (
         {**_WIDE, "maxnreg": None},
     ),
     Variant(
-        "up_swiglu: registers without a limit, for 128",
-        "moe_mlp",
-        _MOE,
-        "moe_mlp/up_swiglu",
-        {"maxnreg": None},
-    ),
-    Variant(
         "down_dswiglu: a product of 128 x 256 and a second kernel, for one kernel of 64 x 128",
         "moe_mlp",
         _MOE,
@@ -139,39 +132,11 @@ VARIANTS = (
         {"num_stages": 6, "maxnreg": None, "ROLES": True},
     ),
     Variant(
-        "newton_schulz: registers without a limit, for 128",
-        "newton_schulz",
-        "qwen3-8b-q",
-        "newton_schulz/symmetric",
-        {"maxnreg": None},
-    ),
-    Variant(
-        "route: registers without a limit, for 128",
-        "route",
-        "qwen3-30b-a3b",
-        "route/forward",
-        {"maxnreg": None},
-    ),
-    Variant(
-        "unpermute: registers without a limit in the backward, for 168",
-        "unpermute",
-        "qwen3-30b-a3b",
-        "unpermute/backward",
-        {"maxnreg": None},
-    ),
-    Variant(
         "down_dswiglu: one block of 128 x 128 an SM, for two of 64 x 128",
         "moe_mlp",
         _MOE,
         "moe_mlp/down_dswiglu",
         {"BLOCK_M": 128, "num_warps": 8, "num_stages": 3, "per_sm": 1},
-    ),
-    Variant(
-        "grouped_gemm: two blocks of 128 x 128 an SM, for one of 128 x 256",
-        "grouped_gemm",
-        _UP,
-        "grouped_gemm/forward",
-        {"BLOCK_N": 128, "num_stages": 3, "per_sm": 2, "maxnreg": 128},
     ),
     Variant(
         "attention: 64 queries a step of keys' gradients, for 32",
@@ -189,27 +154,6 @@ VARIANTS = (
     ),
     Variant(
         "attention: triton, for native", "attention", "qwen3-30b-a3b_8k", None, "triton", "native"
-    ),
-    Variant(
-        "rmsnorm: no rows loaded ahead in the backward",
-        "rmsnorm",
-        "qwen3-8b",
-        "rmsnorm/backward",
-        {"STAGES": 1},
-    ),
-    Variant(
-        "rmsnorm: two rows a block, for one",
-        "rmsnorm",
-        "qwen3-30b-a3b",
-        "rmsnorm/forward",
-        {"BLOCK_T": 2, "num_warps": 8},
-    ),
-    Variant(
-        "cross_entropy: four pieces of a row loaded ahead, for three",
-        "cross_entropy",
-        "llama-3-8b",
-        "cross_entropy/forward",
-        {"STAGES": 4},
     ),
     Variant(
         "linear_cross_entropy: chunks of 128 MiB on a CPU, for 64",

@@ -469,7 +469,7 @@ def test_list_shows_the_registry_and_its_reasons(capsys):
             "argument --op: unknown 'rmsnrm'; did you mean 'rmsnorm'? have ['rmsnorm'",
         ),
         (["run", "--provider", "tensorrt"], "argument --provider: unknown 'tensorrt'; "),
-        (["run", "--case", "bert-1"], "argument --case: unknown 'bert-1'; have ["),
+        (["run", "--case", "palm"], "argument --case: unknown 'palm'; have ["),
         (
             ["run", "--dtype", "float8"],
             "argument --dtype: unknown 'float8'; did you mean 'float32'? have [",
