@@ -39,9 +39,8 @@ digits. Of several results for the same row the newest is shown. A ratio always 
 that were timed in the same interleaved rounds.
 """
 NO_GPU = f"""**No number here was measured on a GPU: the GPU suite has not been run, and nothing is estimated.**
-On a machine with a CUDA device,
-run `python -m bench suite --minutes 9 --out bench/results/<device>-<date>`, and repeat
-it while its exit code is 3. `{COMMAND}` then adds the results to this page.
+On a machine with a CUDA device, run `python -m bench suite --minutes 9 --out bench/results/<device>-<date>`, and \
+repeat it while its exit code is 3. `{COMMAND}` then adds the results to this page.
 """
 
 

@@ -162,12 +162,15 @@ def kept():
     """Compares cached launches with Triton's own, for the same arguments: the number of launches
     and kernels, and those that differ in kernel, grid or arguments.
     """
+    from triton.experimental.gluon.nvidia import hopper
     from triton.runtime.jit import JITFunction
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from tilewright.bench import launches
     from tilewright.kernels import launch as launch_cache
+    from tilewright.kernels.moe import grouped_gemm_gluon, grouped_gemm_triton  # noqa: F401  (its launches are watched)
 
+    descriptors = TensorDescriptor, hopper.TensorDescriptor
     ran, other = [], set()
     counts = Counter()
 
@@ -176,7 +179,7 @@ def kept():
             passed = [
                 str(
                     vars(a)
-                    if isinstance(a, TensorDescriptor)
+                    if isinstance(a, descriptors)
                     else a.data_ptr()
                     if isinstance(a, torch.Tensor)
                     else a
@@ -195,7 +198,7 @@ def kept():
         launch(kernel, grid, *arguments, **constants)
         kernel[grid](*arguments, **launch_cache.COMPILE_OPTIONS, **constants)
         (*first, is_kept), (*second, _) = ran
-        described = " with descriptors" * any(isinstance(a, TensorDescriptor) for a in arguments)
+        described = " with descriptors" * any(isinstance(a, descriptors) for a in arguments)
         counts[f"{kernel.fn.__module__}.{kernel.fn.__name__}{described}"] += is_kept
         if first != second:
             other.add(f"{kernel.fn.__name__}: {first} is not {second}")
@@ -207,11 +210,20 @@ def kept():
         for kernel in [k for k in vars(module).values() if isinstance(k, JITFunction)]:
             kernel.device_caches.clear()
     launch_cache.clear_launch_cache()
-    sys.modules["tilewright.kernels.moe.grouped_gemm_triton"].has_tma = lambda device: True
+    grouped_gemm_triton.has_tma = lambda device: True
     with overhead.not_launched():
         for tokens in (1024, 1024, 1040, 1041, 16, 1):
             for dtype in (torch.bfloat16, torch.float16):
                 steps(max(tokens, 128), dtype)
+        for rows in (256, 256, 300):  # by specialized warps
+            x, w = torch.empty(rows, 64, dtype=torch.bfloat16), torch.empty(2, 96, 64).bfloat16()
+            ends = torch.tensor([rows // 2, rows], dtype=torch.int32)
+            key = 96, 64, 2, 128, True, False, True
+            roles = grouped_gemm_triton.FORWARD.candidates(
+                **{**grouped_gemm_triton.FORWARD.named(key), "large": True}
+            )[-1]
+            with grouped_gemm_triton.FORWARD.override(x.device, key, roles):
+                grouped_gemm_triton.forward(x, w, ends)
         rmsnorm = sys.modules["tilewright.kernels.norm.rmsnorm_triton"]
         norm = sys.modules["tilewright.kernels.norm.operators"]
         for shift in (0, 0, 1, 0):  # the first element after a 16-byte boundary
@@ -254,6 +266,7 @@ def test_a_kept_launch_is_the_one_that_triton_would_make(ran):
     assert (
         len(kept) >= 20
         and "tilewright.kernels.moe.grouped_gemm_triton._gemm with descriptors" in kept
+        and "tilewright.kernels.moe.grouped_gemm_gluon._gemm with descriptors" in kept
     ), kept
 
 

@@ -69,6 +69,10 @@ def descriptor_type(dtype: str, *block: int) -> str:
     return f"tensordesc<{dtype}{list(block)},{_layout(list(block), _DTYPES[dtype])!r}>"
 
 
+# What the compile gate holds each such kernel to.
+HOPPER = {"min_arch": 90, "max_arch": 99, "uses": {90: ("wgmma", "tma")}}
+
+
 # ---- the ring
 
 
@@ -88,6 +92,17 @@ def ring(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
         mbarrier.init(full.index(s), count=ARRIVALS)
         mbarrier.init(empty.index(s), count=1)
     return full, empty
+
+
+@gluon.jit
+def grouped(t, m_tiles, n_tiles, GROUP: gl.constexpr):
+    """Tile t's row and column. Blocks that run together share GROUP tiles of rows and a few of
+    columns, which L2 then holds.
+    """
+    first = t // (GROUP * n_tiles) * GROUP
+    height = gl.minimum(m_tiles - first, GROUP)
+    inside = t - first * n_tiles
+    return first + inside % height, inside // height
 
 
 @gluon.jit

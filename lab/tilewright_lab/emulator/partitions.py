@@ -73,8 +73,7 @@ class Partitions(Part):
         """Fails if these threads access bytes (a row each) that another warp accessed, with
         nothing between that orders them; notes that they do.   does: "reads" or "writes".
         """
-        clocks = self.clocks
-        if clocks is None:
+        if self.clocks is None:
             return
         at = np.broadcast_to(at, (int(who.sum()), at.shape[-1]))
         warps = np.flatnonzero(who) // 32
@@ -85,7 +84,8 @@ class Partitions(Part):
     def ordered_for(self, does: str, warp: int, at: np.ndarray, note: bool | None = None) -> None:
         """For one warp. note: only notes, or only checks."""
         clocks = self.clocks
-        assert clocks is not None
+        if clocks is None:
+            return
         if note is not False:
             log = clocks.wrote if does == "writes" else clocks.read
             log[warp, at] = clocks.now[warp, warp]

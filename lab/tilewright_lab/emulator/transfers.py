@@ -281,8 +281,7 @@ class Transfers(Part):
         for group, places in pending:
             if group > left:
                 self.read[places] = thread + 1
-                if self.clocks is not None:
-                    self.ordered_for("reads", thread // 32, places[1])
+                self.ordered_for("reads", thread // 32, places[1])
 
     def box(self, operand, thread, text):
         """Of a tensor map and a corner: the map, the addresses of the box's bytes in memory order,
@@ -316,8 +315,7 @@ class Transfers(Part):
                 self.memory.fail("race", "stores what threads wrote, without a fence between")
             if self.of_others(self.written[places], thread + 1).any():
                 self.memory.fail("race", "stores what threads wrote, without a barrier between")
-            if self.clocks is not None:
-                self.ordered_for("reads", thread // 32, places[1])
+            self.ordered_for("reads", thread // 32, places[1])
             to, m = each[inside], self.memory
             if not m.inside[to].all():
                 raise Fault("bounds", f"writes {m.nearest(int(to[~m.inside[to]][0]))}")
@@ -362,8 +360,7 @@ class Transfers(Part):
                         "race",
                         "writes shared memory that a thread wrote or read, without a barrier between",
                     )
-            if self.clocks is not None:
-                self.ordered_for("writes", thread // 32, places[1], False)
+            self.ordered_for("writes", thread // 32, places[1], False)
             self.flying[places] = True
             self.unfenced[places] = False
             self.barrier(barrier, thread, text)["copies"].append((places, raw))

@@ -24,12 +24,14 @@ from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.warp_specialized import (
     GATHERING,
     GATHERING_WIDE,
+    HOPPER,
     ONE_WARP,
     accumulate,
     advance,
     clear_rows,
     descriptor,
     descriptor_type,
+    grouped,
     halves,
     multiply,
     ring,
@@ -51,17 +53,14 @@ def _tile(
     t, tiles_ptr, capacity, m_tiles, n_tiles, E, K, BLOCK_K: gl.constexpr, GROUP: gl.constexpr
 ):
     """Of tile t: its expert, first row, end of rows, tile of columns, and steps along K, none in
-    the tail. Blocks that run together share GROUP tiles of rows and a few of columns.
+    the tail.
     """
-    first = t // (GROUP * n_tiles) * GROUP
-    height = gl.minimum(m_tiles - first, GROUP)
-    inside = t - first * n_tiles
-    m = first + inside % height
+    m, n = grouped(t, m_tiles, n_tiles, GROUP)
     e = gl.load(tiles_ptr + m)
     row = gl.load(tiles_ptr + capacity + m)
     end = gl.load(tiles_ptr + 2 * capacity + m)
     steps = gl.where((e < E) & (row < end), gl.cdiv(K, BLOCK_K), 0)
-    return e, row, end, inside // height, steps
+    return e, row, end, n, steps
 
 
 @gluon.jit
@@ -166,6 +165,53 @@ def _gather(
     for _ in gl.static_range(_BEHIND):
         issued += 1
         _announce(full, issued)
+
+
+@gluon.jit
+def _fill(
+    x,
+    slots_ptr,
+    x_stride,
+    TOP_K,
+    w,
+    tiles_ptr,
+    capacity,
+    n_tiles,
+    E,
+    K,
+    a,
+    b,
+    full,
+    empty,
+    GATHER: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+    HALVES: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    if GATHER:
+        _gather(
+            x,
+            slots_ptr,
+            x_stride,
+            TOP_K,
+            w,
+            tiles_ptr,
+            capacity,
+            n_tiles,
+            E,
+            K,
+            a,
+            b,
+            full,
+            empty,
+            TRANSPOSED,
+            HALVES,
+            GROUP,
+        )
+    else:
+        _load(
+            x, w, tiles_ptr, capacity, n_tiles, E, K, a, b, full, empty, TRANSPOSED, HALVES, GROUP
+        )
 
 
 @gluon.jit
@@ -308,126 +354,67 @@ def _gemm(
     # Gathered rows are announced by a second arrival.
     full, empty = ring(STAGES, 2 if GATHER else 1)
     n_tiles = gl.cdiv(N, BLOCK_N // 2 if EPILOGUE == 1 else BLOCK_N)
-    # The arguments stand here twice, since in a variable Triton makes tensors of constexprs.
-    if GATHER:
-        gl.warp_specialize(
-            [
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
                 (
-                    _multiply,
-                    (
-                        out,
-                        pre,
-                        out_ptr,
-                        pre_ptr,
-                        bias_ptr,
-                        tiles_ptr,
-                        capacity,
-                        n_tiles,
-                        E,
-                        N,
-                        K,
-                        a,
-                        b,
-                        staging,
-                        full,
-                        empty,
-                        TRANSPOSED,
-                        EPILOGUE,
-                        STORE_PRE,
-                        BIAS,
-                        INTERLEAVED,
-                        ACTIVATION,
-                        ALPHA,
-                        LIMIT,
-                        UP_LIMIT,
-                        OFFSET,
-                        GROUP,
-                    ),
+                    out,
+                    pre,
+                    out_ptr,
+                    pre_ptr,
+                    bias_ptr,
+                    tiles_ptr,
+                    capacity,
+                    n_tiles,
+                    E,
+                    N,
+                    K,
+                    a,
+                    b,
+                    staging,
+                    full,
+                    empty,
+                    TRANSPOSED,
+                    EPILOGUE,
+                    STORE_PRE,
+                    BIAS,
+                    INTERLEAVED,
+                    ACTIVATION,
+                    ALPHA,
+                    LIMIT,
+                    UP_LIMIT,
+                    OFFSET,
+                    GROUP,
                 ),
+            ),
+            (
+                _fill,
                 (
-                    _gather,
-                    (
-                        x,
-                        slots_ptr,
-                        x_stride,
-                        TOP_K,
-                        w,
-                        tiles_ptr,
-                        capacity,
-                        n_tiles,
-                        E,
-                        K,
-                        a,
-                        b,
-                        full,
-                        empty,
-                        TRANSPOSED,
-                        HALVES,
-                        GROUP,
-                    ),
+                    x,
+                    slots_ptr,
+                    x_stride,
+                    TOP_K,
+                    w,
+                    tiles_ptr,
+                    capacity,
+                    n_tiles,
+                    E,
+                    K,
+                    a,
+                    b,
+                    full,
+                    empty,
+                    GATHER,
+                    TRANSPOSED,
+                    HALVES,
+                    GROUP,
                 ),
-            ],
-            [4],
-            [GATHERING],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    _multiply,
-                    (
-                        out,
-                        pre,
-                        out_ptr,
-                        pre_ptr,
-                        bias_ptr,
-                        tiles_ptr,
-                        capacity,
-                        n_tiles,
-                        E,
-                        N,
-                        K,
-                        a,
-                        b,
-                        staging,
-                        full,
-                        empty,
-                        TRANSPOSED,
-                        EPILOGUE,
-                        STORE_PRE,
-                        BIAS,
-                        INTERLEAVED,
-                        ACTIVATION,
-                        ALPHA,
-                        LIMIT,
-                        UP_LIMIT,
-                        OFFSET,
-                        GROUP,
-                    ),
-                ),
-                (
-                    _load,
-                    (
-                        x,
-                        w,
-                        tiles_ptr,
-                        capacity,
-                        n_tiles,
-                        E,
-                        K,
-                        a,
-                        b,
-                        full,
-                        empty,
-                        TRANSPOSED,
-                        HALVES,
-                        GROUP,
-                    ),
-                ),
-            ],
-            [1],
-            [ONE_WARP],
-        )
+            ),
+        ],
+        [4 if GATHER else 1],
+        [GATHERING if GATHER else ONE_WARP],
+    )
 
 
 # ---- gradients of weights: a sum over an expert's rows
@@ -437,14 +424,11 @@ def _gemm(
 def _weight_tile(t, offsets_ptr, R, n_tiles, k_tiles, GROUP: gl.constexpr):
     """Of tile t: its expert, the first row and the end of its rows, and its tiles of N and K."""
     e = t // (n_tiles * k_tiles)
-    t -= e * (n_tiles * k_tiles)
-    first = t // (GROUP * k_tiles) * GROUP
-    height = gl.minimum(n_tiles - first, GROUP)
-    inside = t - first * k_tiles
+    n, k = grouped(t - e * (n_tiles * k_tiles), n_tiles, k_tiles, GROUP)
     begin = gl.load(offsets_ptr + e - 1, mask=e > 0, other=0)
     begin = gl.minimum(gl.maximum(begin, 0), R)
     end = gl.minimum(gl.maximum(gl.load(offsets_ptr + e), begin), R)
-    return e, begin, end, first + inside % height, inside // height
+    return e, begin, end, n, k
 
 
 @gluon.jit
@@ -525,6 +509,73 @@ def _gather_rows(
 
 
 @gluon.jit
+def _fill_rows(
+    dy,
+    x,
+    slots_ptr,
+    dy_stride,
+    x_stride,
+    N,
+    K,
+    TOP_K,
+    offsets_ptr,
+    R,
+    tiles,
+    n_tiles,
+    k_tiles,
+    a,
+    b,
+    full,
+    empty,
+    GATHER_DY: gl.constexpr,
+    GATHER_X: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    if GATHER_DY:
+        _gather_rows(
+            dy,
+            x,
+            slots_ptr,
+            dy_stride,
+            N,
+            TOP_K,
+            offsets_ptr,
+            R,
+            tiles,
+            n_tiles,
+            k_tiles,
+            a,
+            b,
+            full,
+            empty,
+            True,
+            GROUP,
+        )
+    elif GATHER_X:
+        _gather_rows(
+            x,
+            dy,
+            slots_ptr,
+            x_stride,
+            K,
+            TOP_K,
+            offsets_ptr,
+            R,
+            tiles,
+            n_tiles,
+            k_tiles,
+            b,
+            a,
+            full,
+            empty,
+            False,
+            GROUP,
+        )
+    else:
+        _load_rows(dy, x, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, full, empty, GROUP)
+
+
+@gluon.jit
 def _sum_rows(
     out, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, staging, full, empty, GROUP: gl.constexpr
 ):
@@ -597,139 +648,41 @@ def _dweight(
     full, empty = ring(STAGES, 2 if GATHER_DY or GATHER_X else 1)
     n_tiles, k_tiles = gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K)
     tiles = E * n_tiles * k_tiles
-    if GATHER_DY:
-        gl.warp_specialize(
-            [
+    gl.warp_specialize(
+        [
+            (
+                _sum_rows,
+                (out, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, staging, full, empty, GROUP),
+            ),
+            (
+                _fill_rows,
                 (
-                    _sum_rows,
-                    (
-                        out,
-                        offsets_ptr,
-                        R,
-                        tiles,
-                        n_tiles,
-                        k_tiles,
-                        a,
-                        b,
-                        staging,
-                        full,
-                        empty,
-                        GROUP,
-                    ),
+                    dy,
+                    x,
+                    slots_ptr,
+                    dy_stride,
+                    x_stride,
+                    N,
+                    K,
+                    TOP_K,
+                    offsets_ptr,
+                    R,
+                    tiles,
+                    n_tiles,
+                    k_tiles,
+                    a,
+                    b,
+                    full,
+                    empty,
+                    GATHER_DY,
+                    GATHER_X,
+                    GROUP,
                 ),
-                (
-                    _gather_rows,
-                    (
-                        dy,
-                        x,
-                        slots_ptr,
-                        dy_stride,
-                        N,
-                        TOP_K,
-                        offsets_ptr,
-                        R,
-                        tiles,
-                        n_tiles,
-                        k_tiles,
-                        a,
-                        b,
-                        full,
-                        empty,
-                        True,
-                        GROUP,
-                    ),
-                ),
-            ],
-            [4],
-            [GATHERING_WIDE],
-        )
-    elif GATHER_X:
-        gl.warp_specialize(
-            [
-                (
-                    _sum_rows,
-                    (
-                        out,
-                        offsets_ptr,
-                        R,
-                        tiles,
-                        n_tiles,
-                        k_tiles,
-                        a,
-                        b,
-                        staging,
-                        full,
-                        empty,
-                        GROUP,
-                    ),
-                ),
-                (
-                    _gather_rows,
-                    (
-                        x,
-                        dy,
-                        slots_ptr,
-                        x_stride,
-                        K,
-                        TOP_K,
-                        offsets_ptr,
-                        R,
-                        tiles,
-                        n_tiles,
-                        k_tiles,
-                        b,
-                        a,
-                        full,
-                        empty,
-                        False,
-                        GROUP,
-                    ),
-                ),
-            ],
-            [4],
-            [GATHERING_WIDE],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    _sum_rows,
-                    (
-                        out,
-                        offsets_ptr,
-                        R,
-                        tiles,
-                        n_tiles,
-                        k_tiles,
-                        a,
-                        b,
-                        staging,
-                        full,
-                        empty,
-                        GROUP,
-                    ),
-                ),
-                (
-                    _load_rows,
-                    (
-                        dy,
-                        x,
-                        offsets_ptr,
-                        R,
-                        tiles,
-                        n_tiles,
-                        k_tiles,
-                        a,
-                        b,
-                        full,
-                        empty,
-                        GROUP,
-                    ),
-                ),
-            ],
-            [1],
-            [ONE_WARP],
-        )
+            ),
+        ],
+        [4 if GATHER_DY or GATHER_X else 1],
+        [GATHERING_WIDE if GATHER_DY or GATHER_X else ONE_WARP],
+    )
 
 
 # ---- launches
@@ -843,9 +796,7 @@ def weight(
 
 def _needs(gather: bool) -> dict:
     return {
-        "min_arch": 90,
-        "max_arch": 99,
-        "uses": {90: ("wgmma", "tma")},
+        **HOPPER,
         "divisible": ("N", "K", "x_stride", "dy_stride"),
         # TMA reads and stores; threads read maps, and 16 bytes of gathered rows.
         "load": 128 if gather else 32,

@@ -14,6 +14,7 @@ from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.warp_specialized import (
+    HOPPER,
     ONE_WARP,
     accumulate,
     advance,
@@ -190,11 +191,9 @@ def spec(label: str, t: str, add: bool, config: dict) -> KernelSpec:
             "alpha": "fp32",
             "beta": "fp32",
         },
-        min_arch=90,
-        max_arch=99,
-        uses={90: ("wgmma", "tma")},
         divisible=("M", "K"),
         # The addend's pairs, as wgmma holds sums; TMA reads and stores the rest.
         load=32 if add else 0,
         store=0,
+        **HOPPER,
     )

@@ -23,27 +23,19 @@ from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.warp_specialized import (
+    HOPPER,
     ONE_WARP,
     advance,
     descriptor,
     descriptor_type,
+    grouped,
     ring,
     stages,
     store_box,
     tma_load,
 )
 
-# Rows, columns and summed columns of a tile, and stages of 32 KiB: with 32 KiB of results, 224.
-_M, _N, _K, _STAGES, _GROUP = 128, 128, 128, 6, 8
-
-
-@gluon.jit
-def _tile(t, m_tiles, n_tiles, GROUP: gl.constexpr):
-    """Tile t's rows and columns. Blocks that run together share GROUP tiles of rows."""
-    first = t // (GROUP * n_tiles) * GROUP
-    height = gl.minimum(m_tiles - first, GROUP)
-    inside = t - first * n_tiles
-    return first + inside % height, inside // height
+_STEP = 128  # summed columns of a tile: those of one scale
 
 
 @gluon.jit
@@ -51,7 +43,7 @@ def _load(x, w, m_tiles, n_tiles, steps, a, b, full, empty, GROUP: gl.constexpr)
     """One warp. Steps past the last column read zeros."""
     stage, phase = 0, 0
     for t in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
-        m, n = _tile(t, m_tiles, n_tiles, GROUP)
+        m, n = grouped(t, m_tiles, n_tiles, GROUP)
         for step in range(steps):
             mbarrier.wait(empty.index(stage), phase ^ 1)
             mbarrier.expect(full.index(stage), x.block_type.nbytes + w.block_type.nbytes)
@@ -98,10 +90,11 @@ def _multiply(
     j = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     stage, phase = 0, 0
     for t in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
-        m, n = _tile(t, m_tiles, n_tiles, GROUP)
+        m, n = grouped(t, m_tiles, n_tiles, GROUP)
         row = m * M + i
         x_scale_at = x_scale_ptr + row.to(gl.int64) * across
-        w_scale_at = w_scale_ptr + n.to(gl.int64) * across
+        # One scale for the tile: COLUMNS <= 128.
+        w_scale_at = w_scale_ptr + (n * COLUMNS // 128).to(gl.int64) * across
         acc = gl.zeros((M, COLUMNS), gl.float32, LAYOUT)
         even = gl.zeros((M, COLUMNS), gl.float32, LAYOUT)
         odd = gl.zeros((M, COLUMNS), gl.float32, LAYOUT)
@@ -196,17 +189,18 @@ def fp8(
     w_scale: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    config: dict,
 ) -> None:
     """As quantized_linear_triton's, where rows of x, w and out, of 16 bits, begin at multiples of
     16 bytes.
     """
-    T, N = out.shape
+    (T, N), m, n = out.shape, config["BLOCK_M"], config["BLOCK_N"]
     launch(
         _fp8,
-        (min(multiprocessors(x.device), cdiv(T, _M) * cdiv(N, _N)),),
-        descriptor(x, [_M, _K]),
-        descriptor(w, [_N, _K]),
-        descriptor(out, [_M, _N]),
+        (min(multiprocessors(x.device), cdiv(T, m) * cdiv(N, n)),),
+        descriptor(x, [m, _STEP]),
+        descriptor(w, [n, _STEP]),
+        descriptor(out, [m, n]),
         x_scale,
         w_scale,
         bias,
@@ -214,39 +208,37 @@ def fp8(
         N,
         x_scale.shape[1],
         BIAS=bias is not None,
-        M=_M,
-        COLUMNS=_N,
-        K=_K,
-        GROUP=_GROUP,
-        STAGES=_STAGES,
-        num_warps=8,
+        M=m,
+        COLUMNS=n,
+        K=_STEP,
+        GROUP=config["GROUP"],
+        STAGES=config["num_stages"],
+        num_warps=config["num_warps"],
     )
 
 
-def spec(label: str) -> KernelSpec:
+def spec(label: str, config: dict) -> KernelSpec:
+    m, n = config["BLOCK_M"], config["BLOCK_N"]
     return KernelSpec.of(
         _fp8,
         label,
         {"x_scale": "fp32", "w_scale": "fp32", "bias": "bf16"},
         {
             "BIAS": True,
-            "M": _M,
-            "COLUMNS": _N,
-            "K": _K,
-            "GROUP": _GROUP,
-            "STAGES": _STAGES,
-            "num_warps": 8,
+            "M": m,
+            "COLUMNS": n,
+            "K": _STEP,
+            "STAGES": config["num_stages"],
+            **config,
         },
         {
-            "x": descriptor_type("fp8e4nv", _M, _K),
-            "w": descriptor_type("fp8e4nv", _N, _K),
-            "out": descriptor_type("bf16", _M, _N),
+            "x": descriptor_type("fp8e4nv", m, _STEP),
+            "w": descriptor_type("fp8e4nv", n, _STEP),
+            "out": descriptor_type("bf16", m, n),
         },
-        min_arch=90,
-        max_arch=99,
-        uses={90: ("wgmma", "tma")},
         divisible=("N",),
         # Scales, one per row and 128 columns; TMA reads and stores the rest.
         load=32,
         store=0,
+        **HOPPER,
     )

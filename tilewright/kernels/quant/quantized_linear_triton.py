@@ -451,7 +451,7 @@ def fp8(
     if c["ROLES"] and K % 16 == 0 and N % 8 == 0 and dtype.itemsize == 2:  # for TMA
         from tilewright.kernels.quant import fp8_gluon
 
-        fp8_gluon.fp8(x, x_scale, w, w_scale, bias, out)
+        fp8_gluon.fp8(x, x_scale, w, w_scale, bias, out, c)
         return out
     c = {name: value for name, value in c.items() if name != "ROLES"}
     grid = cdiv(T, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"])
@@ -474,7 +474,7 @@ def fp8(
     return out
 
 
-# ROLES: specialized warps (fp8_gluon.py), whose tiles these are.
+# ROLES: specialized warps (fp8_gluon.py).
 _FP8_NAMES = ("BLOCK_M", "BLOCK_N", "GROUP", "num_warps", "num_stages", "ROLES")
 _FP8_ROLES = dict(zip(_FP8_NAMES, (128, 128, 8, 8, 6, True), strict=True))
 
@@ -511,7 +511,7 @@ def _fp8_specs(key: dict, config: dict) -> list[KernelSpec]:
     if config["ROLES"]:
         from tilewright.kernels.quant import fp8_gluon
 
-        return [fp8_gluon.spec(f"fp8 specialized {key['rows']} rows large")]
+        return [fp8_gluon.spec(f"fp8 specialized {key['rows']} rows large", config)]
     c = {n: v for n, v in config.items() if n not in ("num_warps", "num_stages", "ROLES")}
     factors = {"x": "fp8e4nv", "w": "fp8e4nv", "x_scale": "fp32", "w_scale": "fp32"}
     return [

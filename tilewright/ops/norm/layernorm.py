@@ -16,12 +16,12 @@ import torch.nn.functional as F
 
 from tilewright.core import checks, platform
 from tilewright.core.library import Operator, from_kernels
-from tilewright.core.registry import Implementation, Judged, Op
+from tilewright.core.registry import FLOATS, Implementation, Judged, Op
 from tilewright.core.takes import FLOAT, takes
 from tilewright.kernels.norm.operators import standardize, standardize_backward
 from tilewright.ops import cases
 from tilewright.ops.norm.cases import layernorm_cases
-from tilewright.ops.norm.rmsnorm import RESIDUAL, WIDTH, sum_eager
+from tilewright.ops.norm.rmsnorm import RESIDUAL, WIDTH, gradients, parameters, sum_eager
 
 NORM = {"weight": "float [D]", "bias": "weight [D]", "eps": "number [0, inf)"}
 
@@ -144,20 +144,9 @@ def _save(ctx, arguments, found):
 
 
 def _backward(ctx, g):
-    normalized, mean, rstd, weight = ctx.saved_tensors
+    normalized, *saved = ctx.saved_tensors
     has_bias, dtype = ctx.options
-    dy, dtotal = g.y, g.total
-    if dy is None:
-        if dtotal is None:
-            return {}
-        dy = torch.zeros_like(normalized, dtype=dtype)
-    if dtotal is not None:
-        dtotal = dtotal.contiguous()
-    d, dweight, dbias = ctx.backward_op(
-        dy.contiguous(), dtotal, normalized, mean, rstd, weight, has_bias
-    )
-    dx = d if d.dtype == dtype else d.to(dtype)
-    return {"x": dx, "residual": d, "weight": dweight, "bias": dbias}
+    return gradients(ctx.backward_op, g, normalized, (*saved, has_bias), dtype)
 
 
 standardize.differentiate(_save, _backward)
@@ -169,19 +158,14 @@ class _Fused(NamedTuple):
     standardize: Operator
 
     def layernorm(self, x, weight, bias, eps):
-        return self.standardize(x.contiguous(), None, *_parameters(weight, bias), float(eps)).y
+        return self.standardize(
+            x.contiguous(), None, *parameters(weight, bias, FLOATS), float(eps)
+        ).y
 
     def add_layernorm(self, x, residual, weight, bias, eps):
-        given = x.contiguous(), residual.contiguous(), *_parameters(weight, bias)
+        given = x.contiguous(), residual.contiguous(), *parameters(weight, bias, FLOATS)
         found = self.standardize(*given, float(eps))
         return found.y, found.total
-
-
-def _parameters(weight, bias):
-    """As kernels read them: contiguous, float64 in float32."""
-    if weight.dtype == torch.float64:
-        weight, bias = weight.float(), None if bias is None else bias.float()
-    return weight.contiguous(), None if bias is None else bias.contiguous()
 
 
 @functools.cache

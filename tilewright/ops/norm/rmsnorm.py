@@ -198,6 +198,31 @@ def _torch():
 # ---- fused implementations: an operator each, one autograd formula for all
 
 
+def gradients(backward, g, normalized, more, dtype):
+    """Those of a norm's arguments, for the results' g.y and g.total.
+
+    backward: (dy, dtotal, normalized, *more) -> the gradients of what is normalized, of the weight
+        and of the bias.   dtype: of x.
+    """
+    dy, dtotal = g.y, g.total
+    if dy is None:
+        if dtotal is None:
+            return {}
+        dy = torch.zeros_like(normalized, dtype=dtype)
+    if dtotal is not None:
+        dtotal = dtotal.contiguous()
+    d, dweight, dbias = backward(dy.contiguous(), dtotal, normalized, *more)
+    dx = d if d.dtype == dtype else d.to(dtype)
+    return {"x": dx, "residual": d, "weight": dweight, "bias": dbias}
+
+
+def parameters(weight, bias, dtypes):
+    """As kernels read them: contiguous, and in float32 if they have none of these dtypes."""
+    if weight.dtype not in dtypes:  # bias has weight's dtype
+        weight, bias = weight.float(), None if bias is None else bias.float()
+    return weight.contiguous(), None if bias is None else bias.contiguous()
+
+
 def _save(ctx, arguments, found):
     x, residual, weight, bias, norm = arguments
     ctx.save_for_backward(x if residual is None else found.total, found.rstd, weight)
@@ -205,20 +230,9 @@ def _save(ctx, arguments, found):
 
 
 def _backward(ctx, g):
-    normalized, rstd, weight = ctx.saved_tensors
+    normalized, *saved = ctx.saved_tensors
     norm, has_bias, dtype = ctx.options
-    dy, _, dtotal = g
-    if dy is None:
-        if dtotal is None:
-            return {}
-        dy = torch.zeros_like(normalized, dtype=dtype)
-    if dtotal is not None:
-        dtotal = dtotal.contiguous()
-    d, dweight, dbias = ctx.backward_op(
-        dy.contiguous(), dtotal, normalized, rstd, weight, norm, has_bias
-    )
-    dx = d if d.dtype == dtype else d.to(dtype)
-    return {"x": dx, "residual": d, "weight": dweight, "bias": dbias}
+    return gradients(ctx.backward_op, g, normalized, (*saved, norm, has_bias), dtype)
 
 
 normalize.differentiate(_save, _backward)
@@ -240,22 +254,17 @@ class _Fused(NamedTuple):
         return cls(normalize.define(f"rmsnorm_{name}", launchers.forward, backward), *dtypes)
 
     def rmsnorm(self, x, weight, bias, eps, offset, cast):
-        weight, bias = self._parameters(weight, bias)
+        weight, bias = parameters(weight, bias, self.dtypes)
         norm = Norm(float(eps), float(offset), cast == "llama")
         return self.normalize(x.contiguous(), None, weight, bias, norm).y
 
     def add_rmsnorm(self, x, residual, weight, bias, eps, offset, cast):
-        weight, bias = self._parameters(weight, bias)
+        weight, bias = parameters(weight, bias, self.dtypes)
         # The llama cast rounds to x's dtype only if the sum that is normalized has it: with a
         # float32 residual stream there is no rounding.
         norm = Norm(float(eps), float(offset), cast == "llama" and residual.dtype == x.dtype)
         found = self.normalize(x.contiguous(), residual.contiguous(), weight, bias, norm)
         return found.y, found.total
-
-    def _parameters(self, weight, bias):
-        if weight.dtype not in self.dtypes:  # bias has weight's dtype
-            weight, bias = weight.float(), None if bias is None else bias.float()
-        return weight.contiguous(), None if bias is None else bias.contiguous()
 
 
 @functools.cache
