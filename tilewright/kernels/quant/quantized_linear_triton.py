@@ -360,9 +360,9 @@ def _few_rows_spec(key: dict, config: dict, nested: bool, hardware: int) -> Kern
         divisible=("N", "K", "x_stride", "width", "piece"),
         store=64 if t == "bf16" else 128,
         per_sm=_PER_SM if split else 1,
-        # Triton 3.6 has one such kernel: nested scales, pieces of a sum. Its products are short
-        # beside the dequantization of what they multiply.
-        serial=nested and split,
+        # Triton 3.6 makes such code of most of them, whose products are short beside the
+        # dequantization of what they multiply.
+        serial=t == "bf16",
         **{**archs, "uses": uses},
     )
 
