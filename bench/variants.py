@@ -103,6 +103,13 @@ VARIANTS = (
         {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 6, "ROLES": True},
     ),
     Variant(
+        "attention: specialized warps, for one loop of eight",
+        "attention",
+        "qwen3-30b-a3b_8k",
+        "attention/forward",
+        {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 4, "num_stages": 2, "ROLES": True},
+    ),
+    Variant(
         "attention of packed documents: triton, for native",
         "attention",
         _PACKED,

@@ -289,6 +289,43 @@ def long_case(name):
     return getattr(importlib.import_module(module), make)("long_sums", *LONG[name])
 
 
+# Of attention, with several blocks of keys: sizes, and options of its own case maker.
+ATTENDED = {
+    "blocks": ((1, 2, 1, 300, 64), {}),
+    "documents": ((1, 1, 1, 330, 64), {"documents": (0, 1, 140, 330)}),
+    "window": ((1, 1, 1, 300, 128), {"documents": (0, 3, 300), "window": 130, "sinks": True}),
+    "full softcap": ((1, 1, 1, 150, 32), {"causal": False, "softcap": 2.0}),
+    "last queries": ((1, 2, 1, 70, 40), {"keys": 300}),
+    "wide": ((1, 1, 1, 140, 256), {}),
+}
+
+
+def attended(name):
+    from tilewright.ops.attention import attention
+
+    sizes, options = ATTENDED[name]
+    return attention._case(name, *sizes, **options)
+
+
+def apart(driver):
+    """Documents share a block of keys, and one is NaN."""
+    from tilewright.kernels.attention import attention_triton as kernels
+
+    [roles] = [v.other for v in VARIANTS if v.launch == "attention/forward" and "ROLES" in v.other]
+    config = {**kernels.FORWARD.heuristic(64, 2, True, False), **roles}
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 200, 64, generator=g).to(BF16) for _ in range(3))
+    bounds, options = torch.tensor([0, 45, 70, 200]), kernels.Variant()
+    with mock.patch.object(kernels.FORWARD, "config", lambda *_: config):
+        alone = kernels.forward(q, k, v, bounds, None, options, 0)[0]
+        for t in (q, k, v):
+            t[:, :, 45:70] = float("nan")
+        found = kernels.forward(q, k, v, bounds, None, options, 0)[0]
+    assert found[:, :, 45:70].isnan().all()
+    for part in (slice(0, 45), slice(70, 200)):
+        assert torch.equal(found[:, :, part], alone[:, :, part])
+
+
 def any_row_of_logits(driver, V, stride, offset, dtype):
     """Rows of infinities and NaN, ignored and bad targets, in all widths, strides and
     alignments.
@@ -450,6 +487,12 @@ ALTERNATIVES = (
     ("moe_mlp", "moe_mlp/down_dswiglu", "SPLIT", ("aligned", "sentinels", "gpt_oss_aligned")),
     ("newton_schulz", "newton_schulz/symmetric", "ROLES", ("square", "tall aligned", "tiles")),
     ("fp8_linear", "fp8_linear/fp8", "ROLES", ("block_fp8 aligned", "block_fp8 two_scales")),
+    (
+        "attention",
+        "attention/forward",
+        "ROLES",
+        ("gqa", "full", "documents", "window", "sinks", "cache"),
+    ),
     ("dequantize_nf4", "dequantize_nf4/dequantize", "GATHER", ("ragged", "matrix nested")),
 )
 
@@ -755,6 +798,10 @@ def runs():
     ):
         run = 90, alternative, operations()[op_name], long_case(op_name), launch, "ROLES"
         found[f"sm_90-{launch} ROLES-long_sums"] = run
+    for name in ATTENDED:
+        run = alternative, operations()["attention"], attended(name), "attention/forward", "ROLES"
+        found[f"sm_90-attention/forward ROLES-{name}"] = 90, *run
+    found["sm_90-attention/forward ROLES-apart"] = 90, apart
     found["sm_90-cross_entropy-losses"] = 90, losses_of_rows
     found["sm_90-cross_entropy-scale"] = 90, scales, BF16
     if COUNTS.exists():  # of this version of Triton
@@ -843,6 +890,7 @@ def runs():
     product = found["sm_90-grouped_gemm/forward ROLES-long_sums"][1:]
     summed = found["sm_90-grouped_gemm/backward_weight ROLES-long_sums"][1:]
     gathering = found["sm_90-moe_mlp/up_swiglu ROLES-long_sums"][1:]
+    blocks = found["sm_90-attention/forward ROLES-blocks"][1:]
     waits = r"mbarrier\.try_wait\.parity\.shared::cta\.b64 complete, \[(%r\d+)\], (%r\d+);"
     for name, old, new, test in (
         ("free", r"@\S+ mbarrier\.arrive\.shared::cta\.b64[^;]*;", "", product),
@@ -856,6 +904,11 @@ def runs():
         ("gathered-fence", r"fence\.proxy\.async\S*;", "", gathering),
         ("rows", r"setp\.lt\.s32", "setp.le.s32", summed),
         ("gathered-wait", r"(cp\.async\.wait_group\s+)2;", r"\g<1>3;", gathering),
+        ("attention-free", r"@\S+ mbarrier\.arrive\.shared::cta\.b64[^;]*;", "", blocks),
+        ("attention-logits", r"(wgmma\.wait_group\S+\s+)1;", r"\g<1>2;", blocks),
+        ("attention-sums", r"(wgmma\.wait_group\S+\s+)0;", r"\g<1>1;", blocks),
+        ("attention-stored", r"bar\.sync\s+\d+, 128;", "", blocks),
+        ("attention-cleared", r"fence\.proxy\.async\S*;", "", (apart,)),
     ):
         found[f"planted-roles-{name}"] = 90, planted, old, new, *test
     fp8 = found["sm_90-fp8_linear-block_fp8 aligned-bfloat16"][1:]

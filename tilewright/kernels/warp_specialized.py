@@ -152,19 +152,22 @@ def accumulate(
 
 
 @gluon.jit
-def clear_rows(tile, live):
-    """Sets the rows of a tile in shared memory from `live` on to zero. Eight at a time, which the
-    swizzle keeps together, since the warps that multiply have few registers left.
+def clear_rows(tile, live, LANES: gl.constexpr, GROUP: gl.constexpr):
+    """Sets the rows of a tile in shared memory from `live` on to zero: GROUP at a time, a multiple
+    of the eight that the swizzle keeps together, with LANES of a warp side by side in a row. Few,
+    since the warps that multiply have few registers left.
     """
     ROWS: gl.constexpr = tile.shape[0]
     COLUMNS: gl.constexpr = tile.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
-    i = gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
-    for first in gl.static_range(0, ROWS, 8):
-        if first + 8 > live:
-            rows = tile.slice(first, 8)
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
+    )
+    i = gl.arange(0, GROUP, gl.SliceLayout(1, LAYOUT))
+    for first in gl.static_range(0, ROWS, GROUP):
+        if first + GROUP > live:
+            rows = tile.slice(first, GROUP)
             held = rows.load(LAYOUT)
-            kept = (first + i < live)[:, None] & gl.full([8, COLUMNS], True, gl.int1, LAYOUT)
+            kept = (first + i < live)[:, None] & gl.full([GROUP, COLUMNS], True, gl.int1, LAYOUT)
             rows.store(gl.where(kept, held, gl.zeros_like(held)))
 
 

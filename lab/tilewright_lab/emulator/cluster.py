@@ -345,6 +345,9 @@ class Cluster(Partitions, Transfers, Atomics, TensorCores, Uncommon, Arithmetic)
             self.pc[who] = len(self.k.code)
         elif name == "bra":
             self.pc[who] = self.k.labels[args[0]]
+        elif text == "brx.idx":
+            places = np.array([self.k.labels[label] for label in self.k.targets[args[1]]])
+            self.pc[who] = places[self.get(args[0], 32)[who]]
         elif name in ("bar", "barrier") and op[1] == "sync":
             self.stand(args, who)
         elif name == "bar" and self.k.threads == 32:  # of a warp, if it is complete

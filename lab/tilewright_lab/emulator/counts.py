@@ -7,7 +7,7 @@ import collections
 import numpy as np
 
 SPECIAL = {"ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh", "div"}
-CONTROL = {"bra", "ret", "bar", "barrier", "mbarrier", "fence", "elect", "setmaxnreg"}
+CONTROL = {"bra", "brx", "ret", "bar", "barrier", "mbarrier", "fence", "elect", "setmaxnreg"}
 
 
 def instruction_class(op):

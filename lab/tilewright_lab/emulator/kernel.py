@@ -48,6 +48,7 @@ class Kernel:
             for kind, name in re.findall(r"\.reg \.(\w+)\s+(%[a-z]+)<", body)
         }
         self.code, self.labels, local = [], {}, {}
+        self.targets, label = {}, ""  # of brx.idx, by the label of its table
         self.local, self.local_size = {}, 0  # memory of each thread
         self.texts, self.lines, line = [], [], (0, 0)  # per instruction
         for statement in re.split(r"(?<=;)|(?<=:)(?=\s)", body):
@@ -67,7 +68,10 @@ class Kernel:
                     "$"
                 ):  # of a block of its own, and there may be others with this name
                     local[m[1]] = f"{m[1]} {len(self.code)}"
-                self.labels[local.get(m[1], m[1])] = len(self.code)
+                label = m[1]
+                self.labels[local.get(label, label)] = len(self.code)
+            elif s.startswith(".branchtargets"):
+                self.targets[label] = s.split(None, 1)[1].replace(" ", "").split(",")
             elif s and not s.startswith("."):
                 m = re.match(r"(?:@(!?)(%?\w+) )?(\S+) ?(.*)", s)
                 assert m is not None  # s is not empty and begins with no space

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 
-LEAVES = ("ret", "bra", "bar", "barrier", "mbarrier", "setmaxnreg")
+LEAVES = ("ret", "bra", "brx", "bar", "barrier", "mbarrier", "setmaxnreg")
 
 
 @functools.cache

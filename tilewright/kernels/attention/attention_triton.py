@@ -799,14 +799,10 @@ def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constant
     B, H, rows, D = tiled.shape
     S, Sk = q.shape[2], k.shape[2]
     width, large = next_power_of_2(max(16, D)), large_shared_memory(q.device)
-    c = tunable.config(q.device, width, q.element_size(), large, softcap > 0)
+    c = dict(tunable.config(q.device, width, q.element_size(), large, softcap > 0))
+    roles = c.pop("ROLES", False)
     tiles, capacity, count = _tiles(cu_seqlens, B, rows, c[block])
-    launch(
-        kernel,
-        (count, H),
-        *tensors,
-        tiles,
-        cu_seqlens,
+    numbers = (
         capacity,
         S,
         Sk,
@@ -815,17 +811,45 @@ def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constant
         min(window, S + Sk + abs(offset)),
         scale,
         softcap,
+    )
+    constants |= {
+        "GROUP": q.shape[1] // k.shape[1],
+        "D": D,
+        "WIDTH": width,
+        "PACKED": cu_seqlens is not None,
+        "CAUSAL": causal,
+        "WINDOW": window > 0,
+        "SOFTCAP": softcap > 0,
+    }
+    if roles and by_tma(*tensors[:3]):
+        from tilewright.kernels.attention.attention_gluon import forward
+
+        forward(*tensors, tiles, cu_seqlens, numbers, constants, c, (count, H))
+        return
+    launch(
+        kernel,
+        (count, H),
+        *tensors,
+        tiles,
+        cu_seqlens,
+        *numbers,
         *[n for t in strided for n in t.stride()[:3]],
-        GROUP=q.shape[1] // k.shape[1],
-        D=D,
-        WIDTH=width,
-        PACKED=cu_seqlens is not None,
-        CAUSAL=causal,
-        WINDOW=window > 0,
-        SOFTCAP=softcap > 0,
         PRECISION=dot_precision(q),
         **constants,
         **c,
+    )
+
+
+def by_tma(*tensors: torch.Tensor) -> bool:
+    """Whether TMA reads these tensors [B, H, positions, D]: of 16 bits, not empty, in rows at
+    multiples of 16 bytes.
+    """
+    return all(
+        t.element_size() == 2
+        and t.numel() > 0
+        and t.data_ptr() % 16 == 0
+        and all(stride % 8 == 0 for stride in t.stride()[:3])
+        for t in tensors
     )
 
 
@@ -865,30 +889,28 @@ def backward(dout, q, k, v, out, lse, cu_seqlens, sinks, variant, offset):
 # ---- launch configurations
 
 
+# ROLES: specialized warps (attention_gluon.py), where TMA reads the operands.
+_FORWARD_NAMES = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "ROLES")
+_FORWARD_ROLES = dict(zip(_FORWARD_NAMES, (128, 128, 4, 2, True), strict=True))
+
+
 def _forward_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
     """As many rows as keep the sums in registers, and two or three stages of keys and values in
     shared memory.
     """
     if itemsize == 4:
-        return {
-            "BLOCK_M": 32 if width <= 128 else 16,
-            "BLOCK_N": 16,
-            "num_warps": 8,
-            "num_stages": 1,
-        }
-    if width == 256:
-        return {
-            "BLOCK_M": 128 if large else 64,
-            "BLOCK_N": 16 if large and capped else 32,
-            "num_warps": 8,
-            "num_stages": 2 if large else 1,
-        }
-    return {
-        "BLOCK_M": 128,
-        "BLOCK_N": 64 if large or width <= 64 else 32,
-        "num_warps": 8,
-        "num_stages": 3 if large else 2,
-    }
+        tile = (32 if width <= 128 else 16, 16, 8, 1)
+    elif width == 256:
+        tile = (128 if large else 64, 16 if large and capped else 32, 8, 2 if large else 1)
+    else:
+        tile = (128, 64 if large or width <= 64 else 32, 8, 3 if large else 2)
+    return dict(zip(_FORWARD_NAMES, (*tile, False), strict=True))
+
+
+def _forward_space(width: int, itemsize: int, large: bool, capped: bool) -> list[dict]:
+    configs = _space(_forward_heuristic, "BLOCK_M", "BLOCK_N")(width, itemsize, large, capped)
+    found = [{**c, "ROLES": False} for c in configs]
+    return [*found, _FORWARD_ROLES] if itemsize == 2 and large else found
 
 
 def _backward_q_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
@@ -991,19 +1013,21 @@ def _specs_of(kernel, name: str, tensors: tuple[str, ...], tiled: str):
             types |= {"tiles": "i32", "cu": "i64"} if packed else {"tiles": None, "cu": None}
             chosen = {n: v for n, v in config.items() if n.startswith(("BLOCK", "num_"))}
             flags = dict.fromkeys(("PACKED", "WINDOW", "SOFTCAP", "SINKS"), False)
+            constants = {"GROUP": 4, "D": width, "WIDTH": width, "CAUSAL": True, **flags, **options}
+            label = f"{name} {label} D={width} {data}{'' if key['large'] else ' small'}"
+            if config.get("ROLES"):
+                from tilewright.kernels.attention.attention_gluon import spec
+
+                found.append(spec(f"roles {label}", types, constants, config))
+                continue
             found.append(
                 KernelSpec.of(
                     kernel,
-                    f"{name} {label} D={width} {data}{'' if key['large'] else ' small'}",
+                    label,
                     types,
                     {
-                        "GROUP": 4,
-                        "D": width,
-                        "WIDTH": width,
-                        "CAUSAL": True,
                         "PRECISION": "ieee" if data == "fp32" else None,
-                        **flags,
-                        **options,
+                        **constants,
                         **chosen,
                     },
                     {"scale": "fp32", "cap": "fp32"},
@@ -1032,7 +1056,7 @@ FORWARD = Tunable(
     _FIELDS,
     "forward",
     _forward_heuristic,
-    _space(_forward_heuristic, "BLOCK_M", "BLOCK_N"),
+    _forward_space,
     _KEYS,
     _specs_of(_forward, "forward", ("q", "k", "v", "o"), "BLOCK_M"),
 )
@@ -1057,3 +1081,10 @@ BACKWARD_KV = Tunable(
     _specs_of(_backward_kv, "backward_kv", ("g", "q", "k", "v", "dk", "dv"), "BLOCK_N"),
 )
 TUNABLES = (FORWARD, BACKWARD_Q, BACKWARD_KV)
+
+
+def gate() -> list[KernelSpec]:
+    """Specialized warps, which no heuristic chooses, and every kind of mask that they have."""
+    keys = [FORWARD.named((width, 2, True, width == 128)) for width in (64, 128, 256)]
+    keys.append({**keys[1], "capped": False})
+    return [spec for key in keys for spec in FORWARD.specs(key, _FORWARD_ROLES)]

@@ -376,6 +376,7 @@ ATTENTION = Op(
             platform.no_triton,
             batch_invariant=cases.ANYWHERE,
             refuses=triton.triton_refuses,
+            gate=from_kernels("attention.attention_triton", "gate"),
             tunables=from_kernels("attention.attention_triton", "TUNABLES"),
         ),
         # A CPU computes each head of a document by itself; a CUDA kernel may split by the device's

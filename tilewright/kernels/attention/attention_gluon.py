@@ -1,0 +1,659 @@
+"""Attention's forward with warp specialization, for sm_90: the `_forward` of attention_triton.py,
+which launches it where a configuration says so. Tiles, masks and results are those of that module.
+
+A block has a tile of 128 queries. One warp loads it, and blocks of keys and values into a ring; two
+warpgroups have 64 queries each (FlashAttention-3, arXiv:2407.08608). Within a warpgroup the logits
+of the next block and this block's sums are multiplied together, and the softmax of the former is
+computed while the latter are in flight. Between the two, turns (`turn`) let one begin its products
+while the other computes its softmax.
+
+    loads:     wait empty, expect bytes on full, copy; a block of keys, a block of values, ...
+    attends:   logits of the first block, and their softmax p
+               per further block: begin q k^T, begin acc += p v of the block before; logits' softmax;
+                                  wait for acc, rescale it
+               acc += p v of the last block
+
+Blocks of keys go from last to first, since the last ones need masks. Two documents may share a
+block: rows of values that are the next document's are set to zero, since 0 times NaN is NaN.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewright.kernels.attention.attention_triton import LN2, LOG2E, _columns, _place, _tanh
+from tilewright.kernels.launch import launch
+from tilewright.kernels.spec import KernelSpec
+from tilewright.kernels.warp_specialized import (
+    GATHERING,
+    HOPPER,
+    ONE_WARP,
+    advance,
+    clear_rows,
+    descriptor,
+    descriptor_type,
+    stages,
+    thread_barrier,
+    tma_load,
+)
+
+_ROWS = gl.constexpr(64)  # queries of a warpgroup
+
+
+@gluon.jit
+def _barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
+    """mbarriers with ARRIVALS per phase."""
+    found = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(found.index(s), count=ARRIVALS)
+    return found
+
+
+@gluon.jit
+def _blocks(m, offset, keys, window, N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """Of 128 queries from row m on: the last block of keys, and how many before it need a mask, how
+    many need none, and how many that a window ends in. One block at least, be it masked.
+    """
+    first = m + offset
+    low, free, full, high = _columns(first, first + 127, keys, window, N, CAUSAL, WINDOW)
+    low, free, full = low // N, free // N, full // N
+    last = gl.maximum((high - 1) // N, low)
+    return (
+        last,
+        gl.maximum(last - full, 0),
+        gl.maximum(gl.minimum(full, last) - free, 0),
+        gl.maximum(gl.minimum(free, last) - low, 0),
+    )
+
+
+@gluon.jit
+def _load(
+    q,
+    k,
+    v,
+    batch,
+    h,
+    row,
+    begin,
+    keys,
+    last,
+    steps,
+    q_s,
+    k_s,
+    v_s,
+    q_full,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    cleared,
+    GROUP: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """One warp, with PACKED four, which clear rows. Rows past a tensor's last read zeros."""
+    STAGES: gl.constexpr = k_s.shape[0]
+    N: gl.constexpr = k_s.shape[1]
+    WIDTH: gl.constexpr = k_s.shape[2]
+    if steps > 0:
+        mbarrier.expect(q_full, 2 * q.block_type.nbytes)
+        for w in gl.static_range(2):
+            here = q_s.index(w).reshape(q.block_shape)
+            tma_load(q, [batch, h, row + w * _ROWS, 0], q_full, here)
+    stage, phase = 0, 0
+    for step in range(steps):
+        n = (last - step) * N
+        mbarrier.wait(k_empty.index(stage), phase ^ 1)
+        mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
+        here = k_s.index(stage).reshape(k.block_shape)
+        tma_load(k, [batch, h // GROUP, begin + n, 0], k_full.index(stage), here)
+        mbarrier.wait(v_empty.index(stage), phase ^ 1)
+        here = v_s.index(stage).reshape(v.block_shape)
+        if PACKED and n + N > keys:
+            # The last block of keys, the first that is loaded, and no other.
+            mbarrier.expect(cleared, v.block_type.nbytes)
+            tma_load(v, [batch, h // GROUP, begin + n, 0], cleared, here)
+            mbarrier.wait(cleared, 0)
+            clear_rows(v_s.index(stage), keys - n, WIDTH // 8, 32 if WIDTH <= 128 else 8)
+            fence_async_shared()
+            mbarrier.arrive(v_full.index(stage))
+        else:
+            mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
+            tma_load(v, [batch, h // GROUP, begin + n, 0], v_full.index(stage), here)
+        stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def _softmax(
+    s,
+    top,
+    total,
+    rows,
+    n,
+    keys,
+    window,
+    scale,
+    cap,
+    MASKED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+):
+    """Of products s [rows, keys from n on]: exponentials, the largest logit so far (in base 2),
+    their sum, and the factor of earlier sums.
+    """
+    if SOFTCAP:
+        s = _tanh(s * (scale / cap))
+        factor = cap * LOG2E
+    else:
+        factor = scale * LOG2E
+    if MASKED:
+        column = n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+        seen = (column < keys)[None, :] & (rows == rows)[:, None]
+        if CAUSAL:
+            seen = seen & (column[None, :] <= rows[:, None])
+        if WINDOW:
+            seen = seen & (rows[:, None] - column[None, :] < window)
+        s = gl.where(seen, s, float("-inf"))
+    new = gl.maximum(top, gl.max(s, 1) * factor)
+    base = gl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
+    p = gl.exp2(s * factor - base[:, None])
+    shrink = gl.exp2(top - base)
+    return p, new, total * shrink + gl.sum(p, 1), shrink
+
+
+@gluon.jit
+def _operand(p, dtype: gl.constexpr):
+    """Probabilities as the left operand of a product, in registers."""
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, p.type.layout, 2)
+    return gl.convert_layout(p.to(dtype), LAYOUT)
+
+
+@gluon.jit
+def _steps(
+    count,
+    n,
+    acc,
+    p,
+    s,
+    top,
+    total,
+    k_stage,
+    k_phase,
+    v_stage,
+    v_phase,
+    parity,
+    q,
+    k_s,
+    v_s,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    mine,
+    other,
+    rows,
+    keys,
+    window,
+    scale,
+    cap,
+    MASKED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+):
+    """`count` blocks of keys, down from the one before n."""
+    STAGES: gl.constexpr = k_s.shape[0]
+    N: gl.constexpr = k_s.shape[1]
+    for _ in range(count):
+        n -= N
+        mbarrier.wait(k_full.index(k_stage), k_phase)
+        mbarrier.wait(mine, parity)
+        s = warpgroup_mma(q, k_s.index(k_stage).permute((1, 0)), s, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(v_stage), v_phase)
+        acc = warpgroup_mma(p, v_s.index(v_stage), acc, is_async=True)
+        mbarrier.arrive(other)
+        s = warpgroup_mma_wait(1, deps=[s])
+        mbarrier.arrive(k_empty.index(k_stage))
+        s, top, total, shrink = _softmax(
+            s, top, total, rows, n, keys, window, scale, cap, MASKED, CAUSAL, WINDOW, SOFTCAP
+        )
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        mbarrier.arrive(v_empty.index(v_stage))
+        acc *= gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+        p = _operand(s, v_s.dtype)
+        k_stage, k_phase = advance(k_stage, k_phase, STAGES)
+        v_stage, v_phase = advance(v_stage, v_phase, STAGES)
+        parity ^= 1
+    return n, acc, p, s, top, total, k_stage, k_phase, v_stage, v_phase, parity
+
+
+@gluon.jit
+def _attend(
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    h,
+    m,
+    offset,
+    queries,
+    keys,
+    window,
+    last,
+    masked,
+    free,
+    ended,
+    scale,
+    cap,
+    out_at,
+    o_row,
+    lse_at,
+    q_s,
+    k_s,
+    v_s,
+    q_full,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    turn,
+    W: gl.constexpr,
+    D: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    SINKS: gl.constexpr,
+):
+    """Warpgroup W of two. last: -1 if there is nothing to do."""
+    STAGES: gl.constexpr = k_s.shape[0]
+    N: gl.constexpr = k_s.shape[1]
+    WIDTH: gl.constexpr = v_s.shape[2]
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    if last >= 0:
+        i = W * _ROWS + gl.arange(0, _ROWS, ROW)
+        rows = m + offset + i
+        top = gl.full([_ROWS], float("-inf"), gl.float32, ROW)
+        total = gl.zeros([_ROWS], gl.float32, ROW)
+        if SINKS:  # a key with this logit, whose value is 0
+            top = gl.zeros([_ROWS], gl.float32, ROW) + gl.load(sinks_ptr + h) * LOG2E
+            total = gl.where(top == float("-inf"), 0.0, 1.0)
+        q = q_s.index(W)
+        n = last * N
+        s = gl.zeros([_ROWS, N], gl.float32, LOGITS)
+        acc = gl.zeros([_ROWS, WIDTH], gl.float32, SUMS)
+        mbarrier.wait(q_full, 0)
+        mbarrier.wait(k_full.index(0), 0)
+        s = warpgroup_mma(q, k_s.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_empty.index(0))
+        s, top, total, _ = _softmax(
+            s, top, total, rows, n, keys, window, scale, cap, True, CAUSAL, WINDOW, SOFTCAP
+        )
+        p = _operand(s, v_s.dtype)
+        v_stage, v_phase = 0, 0
+        k_stage, k_phase = advance(v_stage, v_phase, STAGES)
+        parity = 1 - W  # the first warpgroup's first turn is free
+        n, acc, p, s, top, total, k_stage, k_phase, v_stage, v_phase, parity = _steps(
+            masked,
+            n,
+            acc,
+            p,
+            s,
+            top,
+            total,
+            k_stage,
+            k_phase,
+            v_stage,
+            v_phase,
+            parity,
+            q,
+            k_s,
+            v_s,
+            k_full,
+            k_empty,
+            v_full,
+            v_empty,
+            turn.index(W),
+            turn.index(1 - W),
+            rows,
+            keys,
+            window,
+            scale,
+            cap,
+            True,
+            CAUSAL,
+            WINDOW,
+            SOFTCAP,
+        )
+        n, acc, p, s, top, total, k_stage, k_phase, v_stage, v_phase, parity = _steps(
+            free,
+            n,
+            acc,
+            p,
+            s,
+            top,
+            total,
+            k_stage,
+            k_phase,
+            v_stage,
+            v_phase,
+            parity,
+            q,
+            k_s,
+            v_s,
+            k_full,
+            k_empty,
+            v_full,
+            v_empty,
+            turn.index(W),
+            turn.index(1 - W),
+            rows,
+            keys,
+            window,
+            scale,
+            cap,
+            False,
+            CAUSAL,
+            WINDOW,
+            SOFTCAP,
+        )
+        if WINDOW:
+            n, acc, p, s, top, total, k_stage, k_phase, v_stage, v_phase, parity = _steps(
+                ended,
+                n,
+                acc,
+                p,
+                s,
+                top,
+                total,
+                k_stage,
+                k_phase,
+                v_stage,
+                v_phase,
+                parity,
+                q,
+                k_s,
+                v_s,
+                k_full,
+                k_empty,
+                v_full,
+                v_empty,
+                turn.index(W),
+                turn.index(1 - W),
+                rows,
+                keys,
+                window,
+                scale,
+                cap,
+                True,
+                CAUSAL,
+                WINDOW,
+                SOFTCAP,
+            )
+        mbarrier.wait(v_full.index(v_stage), v_phase)
+        acc = warpgroup_mma(p, v_s.index(v_stage), acc, is_async=True)
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        live = m + i < queries
+        gl.store(lse_ptr + lse_at + i, (top + gl.log2(total)) * LN2, mask=live)
+        share = 1.0 / gl.where(total == 0, 1.0, total)
+        acc *= gl.convert_layout(share, gl.SliceLayout(1, SUMS))[:, None]
+        # Through the memory of these queries, so that a thread stores 16 bytes.
+        q.store(acc.to(q.dtype))
+        thread_barrier()
+        WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+        r = W * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, WIDE))
+        d = gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))
+        at = out_ptr + out_at + r.to(gl.int64)[:, None] * o_row + d[None, :]
+        gl.store(at, q.load(WIDE), mask=(m + r < queries)[:, None] & (d < D)[None, :])
+
+
+@gluon.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
+def _forward(
+    q,
+    k,
+    v,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    tiles_ptr,
+    cu_ptr,
+    capacity,
+    S,
+    Sk,
+    offset,
+    window,
+    scale,
+    cap,
+    o_batch,
+    o_head,
+    o_row,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    WIDTH: gl.constexpr,
+    PACKED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    SINKS: gl.constexpr,
+    N: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    LOADING: gl.constexpr,
+):
+    """q, k, v: descriptors [batch, heads, positions, D]."""
+    q_s = stages(q.dtype, 2, _ROWS, WIDTH)
+    k_s = stages(k.dtype, STAGES, N, WIDTH)
+    v_s = stages(v.dtype, STAGES, N, WIDTH)
+    k_full, k_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
+    v_full, v_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
+    single, turn = _barriers(2, 1), _barriers(2, 1)
+    # The last tiles of a document have the most keys, and start first.
+    t = gl.num_programs(0) - 1 - gl.program_id(0)
+    h = gl.program_id(1)
+    there, batch, m, begin, queries, keys = _place(
+        tiles_ptr, cu_ptr, capacity, S, Sk, t, S, 2 * _ROWS, PACKED
+    )
+    last, masked, free, ended = _blocks(m, offset, keys, window, N, CAUSAL, WINDOW)
+    steps = gl.where(there, 1 + masked + free + ended, 0)
+    last = gl.where(there, last, -1)
+    row = begin + m
+    b = batch.to(gl.int64)
+    out_at = b * o_batch + h.to(gl.int64) * o_head + row.to(gl.int64) * o_row
+    lse_at = (b * gl.num_programs(1) + h) * S + row
+    gl.warp_specialize(
+        [
+            (
+                _attend,
+                (
+                    sinks_ptr,
+                    out_ptr,
+                    lse_ptr,
+                    h,
+                    m,
+                    offset,
+                    queries,
+                    keys,
+                    window,
+                    last,
+                    masked,
+                    free,
+                    ended,
+                    scale,
+                    cap,
+                    out_at,
+                    o_row,
+                    lse_at,
+                    q_s,
+                    k_s,
+                    v_s,
+                    single.index(0),
+                    k_full,
+                    k_empty,
+                    v_full,
+                    v_empty,
+                    turn,
+                    0,
+                    D,
+                    CAUSAL,
+                    WINDOW,
+                    SOFTCAP,
+                    SINKS,
+                ),
+            ),
+            (
+                _attend,
+                (
+                    sinks_ptr,
+                    out_ptr,
+                    lse_ptr,
+                    h,
+                    m,
+                    offset,
+                    queries,
+                    keys,
+                    window,
+                    last,
+                    masked,
+                    free,
+                    ended,
+                    scale,
+                    cap,
+                    out_at,
+                    o_row,
+                    lse_at,
+                    q_s,
+                    k_s,
+                    v_s,
+                    single.index(0),
+                    k_full,
+                    k_empty,
+                    v_full,
+                    v_empty,
+                    turn,
+                    1,
+                    D,
+                    CAUSAL,
+                    WINDOW,
+                    SOFTCAP,
+                    SINKS,
+                ),
+            ),
+            (
+                _load,
+                (
+                    q,
+                    k,
+                    v,
+                    batch,
+                    h,
+                    row,
+                    begin,
+                    keys,
+                    last,
+                    steps,
+                    q_s,
+                    k_s,
+                    v_s,
+                    single.index(0),
+                    k_full,
+                    k_empty,
+                    v_full,
+                    v_empty,
+                    single.index(1),
+                    GROUP,
+                    PACKED,
+                ),
+            ),
+        ],
+        [4, 4 if PACKED else 1],
+        [REGISTERS, LOADING],
+    )
+
+
+def _pieces(config: dict, width: int, packed: bool, window: bool) -> tuple[int, int]:
+    """Keys in a block, and stages: as the configuration has them where registers allow it, else
+    fewer keys in as many stages more.
+    """
+    most = 128 if width <= 128 else 64
+    if width > 64 and (window or (packed and width > 128)):
+        most //= 2
+    keys = min(config["BLOCK_N"], most)
+    return keys, config["num_stages"] * config["BLOCK_N"] * 128 // (keys * max(width, 128))
+
+
+def _registers(packed: bool) -> dict[str, int]:
+    """Of the second warpgroup (and the first), and of the loading partition, which clears rows of
+    packed documents.
+    """
+    loading = GATHERING if packed else ONE_WARP
+    return {"REGISTERS": 240 if loading.value == ONE_WARP.value else 224, "LOADING": loading.value}
+
+
+def forward(
+    q, k, v, sinks, out, lse, tiles, cu_seqlens, numbers, constants: dict, config: dict, grid
+) -> None:
+    """As attention_triton's, of operands that TMA reads.
+
+    numbers: from `capacity` to `cap`.   constants: from GROUP to SINKS.
+    """
+    assert config["BLOCK_M"] == 2 * _ROWS.value, config  # the grid's tiles
+    width, packed = constants["WIDTH"], constants["PACKED"]
+    n, stages = _pieces(config, width, packed, constants["WINDOW"])
+    launch(
+        _forward,
+        grid,
+        descriptor(q, [1, 1, _ROWS.value, width]),
+        descriptor(k, [1, 1, n, width]),
+        descriptor(v, [1, 1, n, width]),
+        sinks,
+        out,
+        lse,
+        tiles,
+        cu_seqlens,
+        *numbers,
+        *out.stride()[:3],
+        **constants,
+        N=n,
+        STAGES=stages,
+        **_registers(packed),
+        num_warps=config["num_warps"],
+    )
+
+
+def spec(label: str, pointers: dict, constants: dict, config: dict) -> KernelSpec:
+    """pointers, constants: as attention_triton's."""
+    width, packed, t = constants["WIDTH"], constants["PACKED"], pointers["*"]
+    n, stages = _pieces(config, width, packed, constants["WINDOW"])
+    operand = descriptor_type(t, 1, 1, n, width)
+    return KernelSpec.of(
+        _forward,
+        label,
+        pointers,
+        {
+            **constants,
+            "N": n,
+            "STAGES": stages,
+            **_registers(packed),
+            "num_warps": config["num_warps"],
+        },
+        {
+            "q": descriptor_type(t, 1, 1, _ROWS.value, width),
+            "k": operand,
+            "v": operand,
+            "scale": "fp32",
+            "cap": "fp32",
+        },
+        divisible=("o_batch", "o_head", "o_row"),
+        # TMA reads all but one sink, and places of tiles.
+        load=0,
+        **HOPPER,
+    )
