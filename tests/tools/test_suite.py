@@ -3,7 +3,6 @@ end to end on a CPU.
 """
 
 import argparse
-import contextlib
 import functools
 import json
 import math

@@ -9,8 +9,8 @@ while the other computes its softmax.
 
     loads:     wait empty, expect bytes on full, copy; a block of keys, a block of values, ...
     attends:   logits of the first block, and their softmax p
-               per further block: begin q k^T, begin acc += p v of the block before; logits' softmax;
-                                  wait for acc, rescale it
+               per further block: begin q k^T, begin acc += p v of the block before;
+                                  the softmax of the logits; wait for acc, rescale it
                acc += p v of the last block
 
 Blocks of keys go from last to first, since the last ones need masks. Two documents may share a
@@ -24,7 +24,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )

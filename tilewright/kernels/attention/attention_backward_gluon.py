@@ -1,0 +1,500 @@
+"""Attention's backward in one kernel with warp specialization, for sm_90: attention_triton.py
+launches it in place of `_backward_q` and `_backward_kv` where a configuration says so. Five
+products for a block of queries and one of keys, where those two kernels need seven.
+
+A block has a tile of 128 keys and a query head, and walks the queries that see it, 64 at a time:
+
+    loads:           keys and values; per step, queries and gradients into a ring
+    differentiates:  two warpgroups, with 64 keys each; per step, as [keys, queries],
+                         s = k q^T, dp = v g^T, p = exp(s - lse), dv += p g,
+                         ds = p (dp - delta), dk += ds q
+                     and adds its part of dq, ds^T k
+
+Many warpgroups add to a row of dq, one after the other, from the last keys that it sees to the
+first: the order is fixed, so that results are deterministic. A counter per block of rows says whose
+turn it is. The last keys are launched first, and nobody waits for what is launched later; they
+start at the queries that no later keys see, so that nobody waits long. An addition is announced a
+step after it was made, when it has arrived. Query heads that share a key head add to its dk and dv
+in the same way.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewright.kernels.attention.attention_gluon import _barriers as barriers
+from tilewright.kernels.attention.attention_gluon import _operand as operand
+from tilewright.kernels.attention.attention_triton import _logits as logits
+from tilewright.kernels.attention.attention_triton import _place as place
+from tilewright.kernels.attention.attention_triton import _power as power_of
+from tilewright.kernels.attention.attention_triton import _rows_of as rows_of
+from tilewright.kernels.launch import launch
+from tilewright.kernels.spec import KernelSpec
+from tilewright.kernels.warp_specialized import (
+    HOPPER,
+    advance,
+    clear_rows,
+    descriptor,
+    descriptor_type,
+    stages,
+    thread_barrier,
+    tma_load,
+)
+
+_ROWS = gl.constexpr(64)  # queries of a step; keys of a warpgroup
+_KEYS = gl.constexpr(128)
+_STAGES = gl.constexpr(2)
+
+
+@gluon.jit
+def _await_turn(turn_ptr, turn):
+    """Waits until `turn` others have added, and sees what they wrote."""
+    seen = gl.atomic_add(turn_ptr, 0, sem="acquire", scope="gpu")
+    while seen < turn:
+        seen = gl.atomic_add(turn_ptr, 0, sem="acquire", scope="gpu")
+
+
+@gluon.jit
+def _end_turn(turn_ptr):
+    thread_barrier()
+    gl.atomic_add(turn_ptr, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def _turn_of(m, n, offset, keys, CAUSAL: gl.constexpr):
+    """How many tiles of keys add to dq at rows from m on before that of keys from n on. A tile of
+    keys sees these rows as `rows_of` says.
+    """
+    top = (keys - 1) // _KEYS
+    if CAUSAL:
+        top = gl.minimum(top, (m + offset + _ROWS - 1) // _KEYS)
+    return top - n // _KEYS
+
+
+@gluon.jit
+def _load_rows(x, corner, step, full, to, live, alone, PACKED: gl.constexpr):
+    """A box of rows, whose rows from `live` on are another document's: set to zero."""
+    here = to.reshape(x.block_shape)
+    WIDTH: gl.constexpr = to.shape[1]
+    if PACKED and live < _ROWS:
+        mbarrier.expect(alone, x.block_type.nbytes)
+        tma_load(x, corner, alone, here)
+        mbarrier.wait(alone, step & 1)
+        clear_rows(to, live, WIDTH // 8, 32)
+        fence_async_shared()
+        mbarrier.arrive(full)
+        step += 1
+    else:
+        mbarrier.expect(full, x.block_type.nbytes)
+        tma_load(x, corner, full, here)
+    return step
+
+
+@gluon.jit
+def _load(
+    q,
+    k,
+    v,
+    g,
+    lse_ptr,
+    delta_ptr,
+    batch,
+    h,
+    begin,
+    n,
+    queries,
+    keys,
+    low,
+    steps,
+    k_s,
+    v_s,
+    q_s,
+    g_s,
+    lse_s,
+    delta_s,
+    kv_full,
+    q_full,
+    g_full,
+    empty,
+    alone,
+    GROUP: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """One warp, with PACKED four, which clear rows. Rows past a tensor's last read zeros."""
+    r = gl.arange(0, _ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    cleared = 0  # boxes
+    if steps > 0:
+        for w in gl.static_range(2):
+            at = n + w * _ROWS
+            corner = [batch, h // GROUP, begin + at, 0]
+            live = keys - at
+            cleared = _load_rows(k, corner, cleared, kv_full, k_s.index(w), live, alone, PACKED)
+            cleared = _load_rows(v, corner, cleared, kv_full, v_s.index(w), live, alone, PACKED)
+    stage, phase = 0, 0
+    m = low
+    for _ in range(steps):
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        corner = [batch, h, begin + m, 0]
+        live = queries - m
+        here = q_full.index(stage)
+        cleared = _load_rows(q, corner, cleared, here, q_s.index(stage), live, alone, PACKED)
+        here = g_full.index(stage)
+        cleared = _load_rows(g, corner, cleared, here, g_s.index(stage), live, alone, PACKED)
+        lse = gl.load(lse_ptr + m + r, mask=r < live, other=float("inf"))
+        lse_s.index(stage).store(power_of(lse))
+        mbarrier.arrive(q_full.index(stage))
+        delta_s.index(stage).store(gl.load(delta_ptr + m + r, mask=r < live, other=0.0))
+        mbarrier.arrive(g_full.index(stage))
+        stage, phase = advance(stage, phase, _STAGES)
+        m += _ROWS
+
+
+@gluon.jit
+def _store(t, staging, to_ptr, stride, first, end, D: gl.constexpr):
+    """Stores rows [64, WIDTH] from row `first` on, without those from `end` on, in 16 bytes a
+    thread.   staging: memory of this warpgroup, of this shape.
+    """
+    WIDTH: gl.constexpr = staging.shape[1]
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    thread_barrier()
+    staging.store(t.to(staging.dtype))
+    thread_barrier()
+    r = first + gl.arange(0, _ROWS, gl.SliceLayout(1, WIDE))
+    d = gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))
+    at = to_ptr + r.to(gl.int64)[:, None] * stride + d[None, :]
+    gl.store(at, staging.load(WIDE), mask=(r < end)[:, None] & (d < D)[None, :])
+
+
+@gluon.jit
+def _add_head(t, sum_ptr, first, end, turn, GROUP: gl.constexpr, D: gl.constexpr):
+    """Adds a query head's part [64, WIDTH] to earlier heads', and keeps the sum for later ones."""
+    WIDTH: gl.constexpr = t.shape[1]
+    LAYOUT: gl.constexpr = t.type.layout
+    r = first + gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    at = sum_ptr + r.to(gl.int64)[:, None] * D + d[None, :]
+    mask = (r < end)[:, None] & (d < D)[None, :]
+    t += gl.load(at, mask=mask & (turn > 0), other=0.0)
+    gl.store(at, t, mask=mask & (turn < GROUP - 1))
+    return t
+
+
+@gluon.jit
+def _differentiate(
+    part_ptr,
+    row_turn_ptr,
+    dk_ptr,
+    dk_row,
+    dv_ptr,
+    dv_row,
+    dk_sum_ptr,
+    dv_sum_ptr,
+    key_turn_ptr,
+    turn,
+    n,
+    offset,
+    queries,
+    keys,
+    window,
+    scale,
+    cap,
+    low,
+    steps,
+    there,
+    k_s,
+    v_s,
+    q_s,
+    g_s,
+    lse_s,
+    delta_s,
+    p_s,
+    ds_s,
+    kv_full,
+    q_full,
+    g_full,
+    empty,
+    W: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+):
+    """Warpgroup W of two. Pointers are at the document's and the head's first row, or key.
+
+    turn: of this query head among those of its key head.
+    """
+    WIDTH: gl.constexpr = k_s.shape[2]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    i = gl.arange(0, _ROWS, gl.SliceLayout(0, LAYOUT))
+    j = n + W * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT))
+    row = gl.arange(0, _ROWS, gl.SliceLayout(1, SUMS))
+    d = gl.arange(0, WIDTH, gl.SliceLayout(0, SUMS))
+    k, v = k_s.index(W), v_s.index(W)
+    p_of, ds_of = p_s.index(W), ds_s.index(W)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    dk = gl.zeros([_ROWS, WIDTH], gl.float32, SUMS)
+    dv = gl.zeros([_ROWS, WIDTH], gl.float32, SUMS)
+    # Of products that begin anew: not carried by the loop, which would cost their registers.
+    none, none_of = gl.zeros([_ROWS, _ROWS], gl.float32, LAYOUT), gl.zeros_like(dk)
+    if steps > 0:
+        mbarrier.wait(kv_full, 0)
+    stage, phase = 0, 0
+    m = low
+    for step in range(steps):
+        mbarrier.wait(q_full.index(stage), phase)
+        s = warpgroup_mma(k, q_s.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+        mbarrier.wait(g_full.index(stage), phase)
+        dp = warpgroup_mma(v, g_s.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])
+        l, slope = logits(s, scale, cap, SOFTCAP)
+        p = gl.exp2(l - lse_s.index(stage).load(COLUMN)[None, :])
+        edge = n + _KEYS > keys
+        if CAUSAL:
+            edge = edge | (m + offset < n + _KEYS - 1)
+        if WINDOW:
+            edge = edge | (m + offset + _ROWS - 1 - n >= window)
+        if edge:
+            seen = (j < keys)[:, None] & (i == i)[None, :]
+            if CAUSAL:
+                seen = seen & (j[:, None] <= m + offset + i[None, :])
+            if WINDOW:
+                seen = seen & (m + offset + i[None, :] - j[:, None] < window)
+            p = gl.where(seen, p, 0.0)
+        p_of.store(p.to(p_of.dtype))
+        fence_async_shared()
+        thread_barrier()
+        dv = warpgroup_mma(p_of, g_s.index(stage), dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp])
+        ds = p * (dp - delta_s.index(stage).load(COLUMN)[None, :])
+        if SOFTCAP:
+            ds *= slope
+        ds_of.store(ds.to(ds_of.dtype))
+        fence_async_shared()
+        thread_barrier()
+        dk = warpgroup_mma(ds_of, q_s.index(stage), dk, is_async=True)
+        dq = warpgroup_mma(ds_of.permute((1, 0)), k, none_of, use_acc=False, is_async=True)
+        dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
+        mbarrier.arrive(empty.index(stage))
+        if step > 0:
+            _end_turn(row_turn_ptr + m - _ROWS)
+        _await_turn(row_turn_ptr + m, 2 * _turn_of(m, n, offset, keys, CAUSAL) + W)
+        at = part_ptr + (m + row).to(gl.int64)[:, None] * D + d[None, :]
+        mask = (m + row < queries)[:, None] & (d < D)[None, :]
+        gl.atomic_add(at, dq, mask=mask, sem="relaxed", scope="gpu")
+        stage, phase = advance(stage, phase, _STAGES)
+        m += _ROWS
+    if steps > 0:
+        _end_turn(row_turn_ptr + m - _ROWS)
+    if there:
+        dk *= scale
+        first = n + W * _ROWS
+        if GROUP > 1:
+            _await_turn(key_turn_ptr + first, turn)
+            dk = _add_head(dk, dk_sum_ptr, first, keys, turn, GROUP, D)
+            dv = _add_head(dv, dv_sum_ptr, first, keys, turn, GROUP, D)
+            _end_turn(key_turn_ptr + first)
+        if GROUP == 1 or turn == GROUP - 1:
+            _store(dk, k, dk_ptr, dk_row, first, keys, D)
+            _store(dv, v, dv_ptr, dv_row, first, keys, D)
+
+
+@gluon.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
+def _backward(
+    q,
+    k,
+    v,
+    g,
+    lse_ptr,
+    delta_ptr,
+    part_ptr,
+    row_turn_ptr,
+    dk_ptr,
+    dv_ptr,
+    dk_sum_ptr,
+    dv_sum_ptr,
+    key_turn_ptr,
+    tiles_ptr,
+    cu_ptr,
+    capacity,
+    S,
+    Sk,
+    offset,
+    window,
+    scale,
+    cap,
+    dk_batch,
+    dk_head,
+    dk_row,
+    dv_batch,
+    dv_head,
+    dv_row,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    WIDTH: gl.constexpr,
+    PACKED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    LOADING: gl.constexpr,
+):
+    """q, k, v, g: descriptors [batch, heads, positions, D].   part: dq without the scale, float32
+    [B, Hq, S, D], zeros.
+    dk_sum, dv_sum: float32 [B, Hk, Sk, D].   row_turn, key_turn: int32 [B, Hq, S] and [B, Hk, Sk],
+    zeros.
+    """
+    k_s, v_s = stages(q.dtype, 2, _ROWS, WIDTH), stages(q.dtype, 2, _ROWS, WIDTH)
+    q_s, g_s = stages(q.dtype, _STAGES, _ROWS, WIDTH), stages(q.dtype, _STAGES, _ROWS, WIDTH)
+    p_s, ds_s = stages(q.dtype, 2, _ROWS, _ROWS), stages(q.dtype, 2, _ROWS, _ROWS)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse_s = gl.allocate_shared_memory(gl.float32, [_STAGES, _ROWS], LINE)
+    delta_s = gl.allocate_shared_memory(gl.float32, [_STAGES, _ROWS], LINE)
+    q_full, g_full, empty = barriers(_STAGES, 2), barriers(_STAGES, 2), barriers(_STAGES, 2)
+    kv_full, alone = barriers(1, 4), barriers(1, 1)
+    # The last keys of a document first; those of a head before the next head's.
+    t = gl.num_programs(0) - 1 - gl.program_id(0)
+    h = gl.program_id(1)
+    there, batch, n, begin, queries, keys = place(
+        tiles_ptr, cu_ptr, capacity, S, Sk, t, Sk, _KEYS, PACKED
+    )
+    low, high = rows_of(n, n + _KEYS - 1, queries, offset, window, _ROWS, CAUSAL, WINDOW)
+    steps = gl.where(there, gl.cdiv(high - low, _ROWS), 0)
+    heads = gl.num_programs(1)
+    b, kv = batch.to(gl.int64), (h // GROUP).to(gl.int64)
+    row_at = (b * heads + h) * S + begin
+    key_at = (b * (heads // GROUP) + kv) * Sk + begin
+    start = begin.to(gl.int64)
+    gl.warp_specialize(
+        [
+            (
+                _differentiate,
+                (
+                    part_ptr + row_at * D,
+                    row_turn_ptr + row_at,
+                    dk_ptr + b * dk_batch + kv * dk_head + start * dk_row,
+                    dk_row,
+                    dv_ptr + b * dv_batch + kv * dv_head + start * dv_row,
+                    dv_row,
+                    dk_sum_ptr + key_at * D,
+                    dv_sum_ptr + key_at * D,
+                    key_turn_ptr + key_at,
+                    h % GROUP,
+                    n,
+                    offset,
+                    queries,
+                    keys,
+                    window,
+                    scale,
+                    cap,
+                    low,
+                    steps,
+                    there,
+                    k_s,
+                    v_s,
+                    q_s,
+                    g_s,
+                    lse_s,
+                    delta_s,
+                    p_s,
+                    ds_s,
+                    kv_full.index(0),
+                    q_full,
+                    g_full,
+                    empty,
+                    0,
+                    GROUP,
+                    D,
+                    CAUSAL,
+                    WINDOW,
+                    SOFTCAP,
+                ),
+            ),
+            (
+                _differentiate,
+                (
+                    part_ptr + row_at * D,
+                    row_turn_ptr + row_at,
+                    dk_ptr + b * dk_batch + kv * dk_head + start * dk_row,
+                    dk_row,
+                    dv_ptr + b * dv_batch + kv * dv_head + start * dv_row,
+                    dv_row,
+                    dk_sum_ptr + key_at * D,
+                    dv_sum_ptr + key_at * D,
+                    key_turn_ptr + key_at,
+                    h % GROUP,
+                    n,
+                    offset,
+                    queries,
+                    keys,
+                    window,
+                    scale,
+                    cap,
+                    low,
+                    steps,
+                    there,
+                    k_s,
+                    v_s,
+                    q_s,
+                    g_s,
+                    lse_s,
+                    delta_s,
+                    p_s,
+                    ds_s,
+                    kv_full.index(0),
+                    q_full,
+                    g_full,
+                    empty,
+                    1,
+                    GROUP,
+                    D,
+                    CAUSAL,
+                    WINDOW,
+                    SOFTCAP,
+                ),
+            ),
+            (
+                _load,
+                (
+                    q,
+                    k,
+                    v,
+                    g,
+                    lse_ptr + row_at,
+                    delta_ptr + row_at,
+                    batch,
+                    h,
+                    begin,
+                    n,
+                    queries,
+                    keys,
+                    low,
+                    steps,
+                    k_s,
+                    v_s,
+                    q_s,
+                    g_s,
+                    lse_s,
+                    delta_s,
+                    kv_full.index(0),
+                    q_full,
+                    g_full,
+                    empty,
+                    alone.index(0),
+                    GROUP,
+                    PACKED,
+                ),
+            ),
+        ],
+        [4, 4 if PACKED else 1],
+        [REGISTERS, LOADING],
+    )
