@@ -37,6 +37,8 @@ tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 thread_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+_memory = gl.shared_memory_descriptor
+reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 # Registers per thread of the loading partition. A block of twelve warps may have 168 per thread;
 # what loads do not take, the warpgroups that multiply get: 240, 224, 208.
@@ -152,23 +154,25 @@ def accumulate(
 
 
 @gluon.jit
-def clear_rows(tile, live, LANES: gl.constexpr, GROUP: gl.constexpr):
-    """Sets the rows of a tile in shared memory from `live` on to zero: GROUP at a time, a multiple
-    of the eight that the swizzle keeps together, with LANES of a warp side by side in a row. Few,
-    since the warps that multiply have few registers left.
+def clear_rows(tile, live):
+    """Sets the rows of a tile in shared memory from `live` on to zero. One after the other, the
+    pieces of eight rows that the swizzle keeps together: warps that load have few registers.
     """
     ROWS: gl.constexpr = tile.shape[0]
-    COLUMNS: gl.constexpr = tile.shape[1]
+    COLUMNS: gl.constexpr = min(tile.shape[1], 64)  # of 16 bits
+    PIECE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, COLUMNS], tile.dtype)
+    ACROSS: gl.constexpr = tile.shape[1] // COLUMNS
+    pieces = reinterpret(tile, tile.dtype, [ACROSS * ROWS // 8, 8, COLUMNS], PIECE)
     LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
+        [1, 8], [256 // COLUMNS, COLUMNS // 8], [gl.num_warps(), 1], [1, 0]
     )
-    i = gl.arange(0, GROUP, gl.SliceLayout(1, LAYOUT))
-    for first in gl.static_range(0, ROWS, GROUP):
-        if first + GROUP > live:
-            rows = tile.slice(first, GROUP)
-            held = rows.load(LAYOUT)
-            kept = (first + i < live)[:, None] & gl.full([GROUP, COLUMNS], True, gl.int1, LAYOUT)
-            rows.store(gl.where(kept, held, gl.zeros_like(held)))
+    i = gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+    for n in range(gl.maximum(live, 0) // 8, ROWS // 8):
+        for across in range(ACROSS):
+            piece = pieces.index(across * (ROWS // 8) + n)
+            held = piece.load(LAYOUT)
+            kept = (n * 8 + i < live)[:, None] & gl.full([8, COLUMNS], True, gl.int1, LAYOUT)
+            piece.store(gl.where(kept, held, gl.zeros_like(held)))
 
 
 # ---- results

@@ -55,6 +55,16 @@ _STAGES = gl.constexpr(2)
 
 
 @gluon.jit
+def _here(n):
+    """n, which the compiler takes for a value of this step: addresses made from it are computed
+    again in each, and not kept in registers, which are short.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def _await_turn(turn_ptr, turn):
     """Waits until `turn` others have added, and sees what they wrote."""
     seen = gl.atomic_add(turn_ptr, 0, sem="acquire", scope="gpu")
@@ -88,7 +98,7 @@ def _load_rows(x, corner, step, full, to, live, alone, PACKED: gl.constexpr):
         mbarrier.expect(alone, x.block_type.nbytes)
         tma_load(x, corner, alone, here)
         mbarrier.wait(alone, step & 1)
-        clear_rows(to, live, WIDTH // 8, 32)
+        clear_rows(to, live)
         fence_async_shared()
         mbarrier.arrive(full)
         step += 1
@@ -110,6 +120,7 @@ def _load(
     h,
     begin,
     n,
+    offset,
     queries,
     keys,
     low,
@@ -120,6 +131,7 @@ def _load(
     g_s,
     lse_s,
     delta_s,
+    at_s,
     kv_full,
     q_full,
     g_full,
@@ -150,6 +162,7 @@ def _load(
         cleared = _load_rows(g, corner, cleared, here, g_s.index(stage), live, alone, PACKED)
         lse = gl.load(lse_ptr + m + r, mask=r < live, other=float("inf"))
         lse_s.index(stage).store(power_of(lse))
+        at_s.index(stage).store(m + offset + r)
         mbarrier.arrive(q_full.index(stage))
         delta_s.index(stage).store(gl.load(delta_ptr + m + r, mask=r < live, other=0.0))
         mbarrier.arrive(g_full.index(stage))
@@ -192,13 +205,21 @@ def _differentiate(
     part_ptr,
     row_turn_ptr,
     dk_ptr,
+    dk_batch,
+    dk_head,
     dk_row,
     dv_ptr,
+    dv_batch,
+    dv_head,
     dv_row,
     dk_sum_ptr,
     dv_sum_ptr,
     key_turn_ptr,
-    turn,
+    S,
+    Sk,
+    batch,
+    h,
+    begin,
     n,
     offset,
     queries,
@@ -215,6 +236,7 @@ def _differentiate(
     g_s,
     lse_s,
     delta_s,
+    at_s,
     p_s,
     ds_s,
     kv_full,
@@ -228,19 +250,15 @@ def _differentiate(
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
-    """Warpgroup W of two. Pointers are at the document's and the head's first row, or key.
-
-    turn: of this query head among those of its key head.
+    """Warpgroup W of two. Arguments of the kernel are read where they are used; what is computed
+    from them would take registers, so it is computed here.
     """
     WIDTH: gl.constexpr = k_s.shape[2]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    i = gl.arange(0, _ROWS, gl.SliceLayout(0, LAYOUT))
     j = n + W * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT))
     row = gl.arange(0, _ROWS, gl.SliceLayout(1, SUMS))
     d = gl.arange(0, WIDTH, gl.SliceLayout(0, SUMS))
-    k, v = k_s.index(W), v_s.index(W)
-    p_of, ds_of = p_s.index(W), ds_s.index(W)
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     dk = gl.zeros([_ROWS, WIDTH], gl.float32, SUMS)
     dv = gl.zeros([_ROWS, WIDTH], gl.float32, SUMS)
@@ -250,7 +268,10 @@ def _differentiate(
         mbarrier.wait(kv_full, 0)
     stage, phase = 0, 0
     m = low
+    row_at = (batch.to(gl.int64) * gl.num_programs(1) + h) * S + begin
     for step in range(steps):
+        w = _here(h * 0 + W)
+        k, v, p_of, ds_of = k_s.index(w), v_s.index(w), p_s.index(w), ds_s.index(w)
         mbarrier.wait(q_full.index(stage), phase)
         s = warpgroup_mma(k, q_s.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(g_full.index(stage), phase)
@@ -264,11 +285,13 @@ def _differentiate(
         if WINDOW:
             edge = edge | (m + offset + _ROWS - 1 - n >= window)
         if edge:
-            seen = (j < keys)[:, None] & (i == i)[None, :]
+            # From memory: the loop would keep positions in registers, which are short.
+            at = at_s.index(stage).load(COLUMN)
+            seen = (j < keys)[:, None] & (at == at)[None, :]
             if CAUSAL:
-                seen = seen & (j[:, None] <= m + offset + i[None, :])
+                seen = seen & (j[:, None] <= at[None, :])
             if WINDOW:
-                seen = seen & (m + offset + i[None, :] - j[:, None] < window)
+                seen = seen & (at[None, :] - j[:, None] < window)
             p = gl.where(seen, p, 0.0)
         p_of.store(p.to(p_of.dtype))
         fence_async_shared()
@@ -286,26 +309,31 @@ def _differentiate(
         dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
         mbarrier.arrive(empty.index(stage))
         if step > 0:
-            _end_turn(row_turn_ptr + m - _ROWS)
-        _await_turn(row_turn_ptr + m, 2 * _turn_of(m, n, offset, keys, CAUSAL) + W)
-        at = part_ptr + (m + row).to(gl.int64)[:, None] * D + d[None, :]
+            _end_turn(row_turn_ptr + row_at + m - _ROWS)
+        _await_turn(row_turn_ptr + row_at + m, 2 * _turn_of(m, n, offset, keys, CAUSAL) + W)
+        at = part_ptr + row_at * D + ((m + row) * D)[:, None] + d[None, :]
         mask = (m + row < queries)[:, None] & (d < D)[None, :]
         gl.atomic_add(at, dq, mask=mask, sem="relaxed", scope="gpu")
         stage, phase = advance(stage, phase, _STAGES)
         m += _ROWS
     if steps > 0:
-        _end_turn(row_turn_ptr + m - _ROWS)
+        _end_turn(row_turn_ptr + row_at + m - _ROWS)
     if there:
         dk *= scale
         first = n + W * _ROWS
+        b, kv, turn = batch.to(gl.int64), (h // GROUP).to(gl.int64), h % GROUP
+        start = begin.to(gl.int64)
         if GROUP > 1:
-            _await_turn(key_turn_ptr + first, turn)
-            dk = _add_head(dk, dk_sum_ptr, first, keys, turn, GROUP, D)
-            dv = _add_head(dv, dv_sum_ptr, first, keys, turn, GROUP, D)
-            _end_turn(key_turn_ptr + first)
+            key_at = (b * (gl.num_programs(1) // GROUP) + kv) * Sk + begin
+            _await_turn(key_turn_ptr + key_at + first, turn)
+            dk = _add_head(dk, dk_sum_ptr + key_at * D, first, keys, turn, GROUP, D)
+            dv = _add_head(dv, dv_sum_ptr + key_at * D, first, keys, turn, GROUP, D)
+            _end_turn(key_turn_ptr + key_at + first)
         if GROUP == 1 or turn == GROUP - 1:
-            _store(dk, k, dk_ptr, dk_row, first, keys, D)
-            _store(dv, v, dv_ptr, dv_row, first, keys, D)
+            dk_at = b * dk_batch + kv * dk_head + start * dk_row
+            _store(dk, k_s.index(W), dk_ptr + dk_at, dk_row, first, keys, D)
+            dv_at = b * dv_batch + kv * dv_head + start * dv_row
+            _store(dv, v_s.index(W), dv_ptr + dv_at, dv_row, first, keys, D)
 
 
 @gluon.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
@@ -359,6 +387,7 @@ def _backward(
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_s = gl.allocate_shared_memory(gl.float32, [_STAGES, _ROWS], LINE)
     delta_s = gl.allocate_shared_memory(gl.float32, [_STAGES, _ROWS], LINE)
+    at_s = gl.allocate_shared_memory(gl.int32, [_STAGES, _ROWS], LINE)
     q_full, g_full, empty = barriers(_STAGES, 2), barriers(_STAGES, 2), barriers(_STAGES, 2)
     kv_full, alone = barriers(1, 4), barriers(1, 1)
     # The last keys of a document first; those of a head before the next head's.
@@ -369,26 +398,30 @@ def _backward(
     )
     low, high = rows_of(n, n + _KEYS - 1, queries, offset, window, _ROWS, CAUSAL, WINDOW)
     steps = gl.where(there, gl.cdiv(high - low, _ROWS), 0)
-    heads = gl.num_programs(1)
-    b, kv = batch.to(gl.int64), (h // GROUP).to(gl.int64)
-    row_at = (b * heads + h) * S + begin
-    key_at = (b * (heads // GROUP) + kv) * Sk + begin
-    start = begin.to(gl.int64)
+    row_at = (batch.to(gl.int64) * gl.num_programs(1) + h) * S + begin
     gl.warp_specialize(
         [
             (
                 _differentiate,
                 (
-                    part_ptr + row_at * D,
-                    row_turn_ptr + row_at,
-                    dk_ptr + b * dk_batch + kv * dk_head + start * dk_row,
+                    part_ptr,
+                    row_turn_ptr,
+                    dk_ptr,
+                    dk_batch,
+                    dk_head,
                     dk_row,
-                    dv_ptr + b * dv_batch + kv * dv_head + start * dv_row,
+                    dv_ptr,
+                    dv_batch,
+                    dv_head,
                     dv_row,
-                    dk_sum_ptr + key_at * D,
-                    dv_sum_ptr + key_at * D,
-                    key_turn_ptr + key_at,
-                    h % GROUP,
+                    dk_sum_ptr,
+                    dv_sum_ptr,
+                    key_turn_ptr,
+                    S,
+                    Sk,
+                    batch,
+                    h,
+                    begin,
                     n,
                     offset,
                     queries,
@@ -405,6 +438,7 @@ def _backward(
                     g_s,
                     lse_s,
                     delta_s,
+                    at_s,
                     p_s,
                     ds_s,
                     kv_full.index(0),
@@ -422,16 +456,24 @@ def _backward(
             (
                 _differentiate,
                 (
-                    part_ptr + row_at * D,
-                    row_turn_ptr + row_at,
-                    dk_ptr + b * dk_batch + kv * dk_head + start * dk_row,
+                    part_ptr,
+                    row_turn_ptr,
+                    dk_ptr,
+                    dk_batch,
+                    dk_head,
                     dk_row,
-                    dv_ptr + b * dv_batch + kv * dv_head + start * dv_row,
+                    dv_ptr,
+                    dv_batch,
+                    dv_head,
                     dv_row,
-                    dk_sum_ptr + key_at * D,
-                    dv_sum_ptr + key_at * D,
-                    key_turn_ptr + key_at,
-                    h % GROUP,
+                    dk_sum_ptr,
+                    dv_sum_ptr,
+                    key_turn_ptr,
+                    S,
+                    Sk,
+                    batch,
+                    h,
+                    begin,
                     n,
                     offset,
                     queries,
@@ -448,6 +490,7 @@ def _backward(
                     g_s,
                     lse_s,
                     delta_s,
+                    at_s,
                     p_s,
                     ds_s,
                     kv_full.index(0),
@@ -475,6 +518,7 @@ def _backward(
                     h,
                     begin,
                     n,
+                    offset,
                     queries,
                     keys,
                     low,
@@ -485,6 +529,7 @@ def _backward(
                     g_s,
                     lse_s,
                     delta_s,
+                    at_s,
                     kv_full.index(0),
                     q_full,
                     g_full,
@@ -495,6 +540,6 @@ def _backward(
                 ),
             ),
         ],
-        [4, 4 if PACKED else 1],
+        [4, 1],
         [REGISTERS, LOADING],
     )

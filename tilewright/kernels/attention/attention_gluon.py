@@ -120,7 +120,7 @@ def _load(
             mbarrier.expect(cleared, v.block_type.nbytes)
             tma_load(v, [batch, h // GROUP, begin + n, 0], cleared, here)
             mbarrier.wait(cleared, 0)
-            clear_rows(v_s.index(stage), keys - n, WIDTH // 8, 32 if WIDTH <= 128 else 8)
+            clear_rows(v_s.index(stage), keys - n)
             fence_async_shared()
             mbarrier.arrive(v_full.index(stage))
         else:
@@ -573,7 +573,7 @@ def _forward(
                 ),
             ),
         ],
-        [4, 4 if PACKED else 1],
+        [4, 1],
         [REGISTERS, LOADING],
     )
 

@@ -597,8 +597,8 @@ def _sum_rows(
             # Rows past the expert's end are another's, or the tail's: both factors become 0, since
             # 0 * NaN is NaN.
             mbarrier.wait(full.index(stage), phase)
-            clear_rows(a.index(stage), rest, 32, 8)
-            clear_rows(b.index(stage), rest, 32, 8)
+            clear_rows(a.index(stage), rest)
+            clear_rows(b.index(stage), rest)
             fence_async_shared()
             thread_barrier()
             acc = multiply(a.index(stage), b.index(stage), acc, True, True)
