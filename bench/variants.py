@@ -110,6 +110,13 @@ VARIANTS = (
         {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 4, "num_stages": 2, "ROLES": True},
     ),
     Variant(
+        "attention: all gradients in one kernel by specialized warps, for two kernels",
+        "attention",
+        "qwen3-30b-a3b_8k",
+        "attention/backward_kv",
+        {"BLOCK_N": 128, "BLOCK_M": 64, "num_warps": 4, "num_stages": 2, "ROLES": True},
+    ),
+    Variant(
         "attention of packed documents: triton, for native",
         "attention",
         _PACKED,

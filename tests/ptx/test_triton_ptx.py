@@ -138,6 +138,8 @@ def contract_holds(driver, op, case, dtype):
                 parts = times[:-1].view(3, -1)
                 assert times[-1] == 1 and not parts[:, count:].any(), (t, times)
                 times = parts[:, :count]
+            elif name == "_backward" and t.dtype in (F32, torch.int32):
+                continue  # sums that several programs add to, and whose turn it is
             elif name in PER_CHUNK and t.dim() == 4 and times.any():  # has room for extra chunks
                 chunks = times.view(t.shape[0], -1)
                 times = chunks[: int(chunks.any(1).sum())]
@@ -493,6 +495,7 @@ ALTERNATIVES = (
         "ROLES",
         ("gqa", "full", "documents", "window", "sinks", "cache"),
     ),
+    ("attention", "attention/backward_kv", "ROLES", ("gqa", "full", "sinks", "cache")),
     ("dequantize_nf4", "dequantize_nf4/dequantize", "GATHER", ("ragged", "matrix nested")),
 )
 
@@ -798,9 +801,11 @@ def runs():
     ):
         run = 90, alternative, operations()[op_name], long_case(op_name), launch, "ROLES"
         found[f"sm_90-{launch} ROLES-long_sums"] = run
-    for name in ATTENDED:
-        run = alternative, operations()["attention"], attended(name), "attention/forward", "ROLES"
-        found[f"sm_90-attention/forward ROLES-{name}"] = 90, *run
+    for launch in ("attention/forward", "attention/backward_kv"):
+        for name in ATTENDED:
+            run = alternative, operations()["attention"], attended(name), launch, "ROLES"
+            if launch == "attention/forward" or name not in ("wide", "window"):
+                found[f"sm_90-{launch} ROLES-{name}"] = 90, *run
     found["sm_90-attention/forward ROLES-apart"] = 90, apart
     found["sm_90-cross_entropy-losses"] = 90, losses_of_rows
     found["sm_90-cross_entropy-scale"] = 90, scales, BF16

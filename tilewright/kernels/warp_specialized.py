@@ -155,24 +155,19 @@ def accumulate(
 
 @gluon.jit
 def clear_rows(tile, live):
-    """Sets the rows of a tile in shared memory from `live` on to zero. One after the other, the
-    pieces of eight rows that the swizzle keeps together: warps that load have few registers.
+    """Sets the rows of a tile of 16-bit elements in shared memory from `live` on to zero. The
+    swizzle permutes 16 bytes of up to 128 of a row, all of which are set here, one row after the
+    other: warps that load have few registers.
     """
     ROWS: gl.constexpr = tile.shape[0]
-    COLUMNS: gl.constexpr = min(tile.shape[1], 64)  # of 16 bits
-    PIECE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, COLUMNS], tile.dtype)
-    ACROSS: gl.constexpr = tile.shape[1] // COLUMNS
-    pieces = reinterpret(tile, tile.dtype, [ACROSS * ROWS // 8, 8, COLUMNS], PIECE)
-    LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // COLUMNS, COLUMNS // 8], [gl.num_warps(), 1], [1, 0]
-    )
-    i = gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
-    for n in range(gl.maximum(live, 0) // 8, ROWS // 8):
+    WORDS: gl.constexpr = min(tile.shape[1], 64) // 2
+    ACROSS: gl.constexpr = tile.shape[1] // 2 // WORDS
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lines = reinterpret(tile, gl.int32, [ACROSS * ROWS, WORDS], PLAIN)
+    zeros = gl.zeros([WORDS], gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    for row in range(gl.maximum(live, 0), ROWS):
         for across in range(ACROSS):
-            piece = pieces.index(across * (ROWS // 8) + n)
-            held = piece.load(LAYOUT)
-            kept = (n * 8 + i < live)[:, None] & gl.full([8, COLUMNS], True, gl.int1, LAYOUT)
-            piece.store(gl.where(kept, held, gl.zeros_like(held)))
+            lines.index(across * ROWS + row).store(zeros)
 
 
 # ---- results

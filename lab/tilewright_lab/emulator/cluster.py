@@ -365,6 +365,9 @@ class Cluster(Partitions, Transfers, Atomics, TensorCores, Uncommon, Arithmetic)
             self.waits[who] = 2
         elif name in ("atom", "red"):
             self.atomic(op, args, who, text, bits)
+        elif name == "ld" and "acquire" in op:  # as an atomic that changes nothing
+            atom = ["atom", *op[1:-1], "or", kind]
+            self.atomic(atom, [*args, "0"], who, ".".join(atom), bits)
         elif name in ("ld", "st"):
             self.move(name, op, args, who, text, bits)
         elif name == "cp" and op[1:3] == ["async", "bulk"]:

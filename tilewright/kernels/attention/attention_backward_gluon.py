@@ -30,16 +30,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.attention.attention_gluon import _barriers as barriers
-from tilewright.kernels.attention.attention_gluon import _operand as operand
+from tilewright.kernels.attention.attention_gluon import ATTENDING, barriers
 from tilewright.kernels.attention.attention_triton import _logits as logits
 from tilewright.kernels.attention.attention_triton import _place as place
 from tilewright.kernels.attention.attention_triton import _power as power_of
 from tilewright.kernels.attention.attention_triton import _rows_of as rows_of
+from tilewright.kernels.device import older_triton
 from tilewright.kernels.launch import launch
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.warp_specialized import (
     HOPPER,
+    ONE_WARP,
     advance,
     clear_rows,
     descriptor,
@@ -50,7 +51,8 @@ from tilewright.kernels.warp_specialized import (
 )
 
 _ROWS = gl.constexpr(64)  # queries of a step; keys of a warpgroup
-_KEYS = gl.constexpr(128)
+KEYS = 128  # of a tile
+_KEYS = gl.constexpr(KEYS)
 _STAGES = gl.constexpr(2)
 
 
@@ -90,22 +92,28 @@ def _turn_of(m, n, offset, keys, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _load_rows(x, corner, step, full, to, live, alone, PACKED: gl.constexpr):
-    """A box of rows, whose rows from `live` on are another document's: set to zero."""
-    here = to.reshape(x.block_shape)
-    WIDTH: gl.constexpr = to.shape[1]
+def _load_pair(
+    x, y, corner, to_x, to_y, x_full, y_full, live, alone, cleared, PACKED: gl.constexpr
+):
+    """Two boxes of rows, whose rows from `live` on are another document's: set to zero."""
+    here_x, here_y = to_x.reshape(x.block_shape), to_y.reshape(y.block_shape)
     if PACKED and live < _ROWS:
-        mbarrier.expect(alone, x.block_type.nbytes)
-        tma_load(x, corner, alone, here)
-        mbarrier.wait(alone, step & 1)
-        clear_rows(to, live)
+        mbarrier.expect(alone, 2 * x.block_type.nbytes)
+        tma_load(x, corner, alone, here_x)
+        tma_load(y, corner, alone, here_y)
+        mbarrier.wait(alone, cleared & 1)
+        clear_rows(to_x, live)
+        clear_rows(to_y, live)
         fence_async_shared()
-        mbarrier.arrive(full)
-        step += 1
+        mbarrier.arrive(x_full)
+        mbarrier.arrive(y_full)
+        cleared += 1
     else:
-        mbarrier.expect(full, x.block_type.nbytes)
-        tma_load(x, corner, full, here)
-    return step
+        mbarrier.expect(x_full, x.block_type.nbytes)
+        tma_load(x, corner, x_full, here_x)
+        mbarrier.expect(y_full, y.block_type.nbytes)
+        tma_load(y, corner, y_full, here_y)
+    return cleared
 
 
 @gluon.jit
@@ -140,26 +148,26 @@ def _load(
     GROUP: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """One warp, with PACKED four, which clear rows. Rows past a tensor's last read zeros."""
+    """One warp. Rows past a tensor's last read zeros."""
     r = gl.arange(0, _ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    cleared = 0  # boxes
-    if steps > 0:
-        for w in gl.static_range(2):
-            at = n + w * _ROWS
-            corner = [batch, h // GROUP, begin + at, 0]
-            live = keys - at
-            cleared = _load_rows(k, corner, cleared, kv_full, k_s.index(w), live, alone, PACKED)
-            cleared = _load_rows(v, corner, cleared, kv_full, v_s.index(w), live, alone, PACKED)
+    cleared = 0  # pairs
+    for w in range(gl.where(steps > 0, 2, 0)):
+        at = n + w * _ROWS
+        corner = [batch, h // GROUP, begin + at, 0]
+        to_k, to_v = k_s.index(w), v_s.index(w)
+        cleared = _load_pair(
+            k, v, corner, to_k, to_v, kv_full, kv_full, keys - at, alone, cleared, PACKED
+        )
     stage, phase = 0, 0
     m = low
     for _ in range(steps):
         mbarrier.wait(empty.index(stage), phase ^ 1)
         corner = [batch, h, begin + m, 0]
         live = queries - m
-        here = q_full.index(stage)
-        cleared = _load_rows(q, corner, cleared, here, q_s.index(stage), live, alone, PACKED)
-        here = g_full.index(stage)
-        cleared = _load_rows(g, corner, cleared, here, g_s.index(stage), live, alone, PACKED)
+        to_q, to_g, full = q_s.index(stage), g_s.index(stage), q_full.index(stage)
+        cleared = _load_pair(
+            q, g, corner, to_q, to_g, full, g_full.index(stage), live, alone, cleared, PACKED
+        )
         lse = gl.load(lse_ptr + m + r, mask=r < live, other=float("inf"))
         lse_s.index(stage).store(power_of(lse))
         at_s.index(stage).store(m + offset + r)
@@ -171,19 +179,14 @@ def _load(
 
 
 @gluon.jit
-def _store(t, staging, to_ptr, stride, first, end, D: gl.constexpr):
-    """Stores rows [64, WIDTH] from row `first` on, without those from `end` on, in 16 bytes a
-    thread.   staging: memory of this warpgroup, of this shape.
+def _store(t, to_ptr, stride, first, end, D: gl.constexpr):
+    """Stores rows from row `first` on, without those from `end` on, as wgmma holds them: once per
+    tile, and wider stores would keep more addresses.
     """
-    WIDTH: gl.constexpr = staging.shape[1]
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    thread_barrier()
-    staging.store(t.to(staging.dtype))
-    thread_barrier()
-    r = first + gl.arange(0, _ROWS, gl.SliceLayout(1, WIDE))
-    d = gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))
+    r = first + gl.arange(0, _ROWS, gl.SliceLayout(1, t.type.layout))
+    d = gl.arange(0, t.shape[1], gl.SliceLayout(0, t.type.layout))
     at = to_ptr + r.to(gl.int64)[:, None] * stride + d[None, :]
-    gl.store(at, staging.load(WIDE), mask=(r < end)[:, None] & (d < D)[None, :])
+    gl.store(at, t.to(to_ptr.dtype.element_ty), mask=(r < end)[:, None] & (d < D)[None, :])
 
 
 @gluon.jit
@@ -287,7 +290,7 @@ def _differentiate(
         if edge:
             # From memory: the loop would keep positions in registers, which are short.
             at = at_s.index(stage).load(COLUMN)
-            seen = (j < keys)[:, None] & (at == at)[None, :]
+            seen = (at == at)[None, :] & (j < keys)[:, None]
             if CAUSAL:
                 seen = seen & (j[:, None] <= at[None, :])
             if WINDOW:
@@ -325,15 +328,16 @@ def _differentiate(
         start = begin.to(gl.int64)
         if GROUP > 1:
             key_at = (b * (gl.num_programs(1) // GROUP) + kv) * Sk + begin
-            _await_turn(key_turn_ptr + key_at + first, turn)
+            counter_ptr = key_turn_ptr + 2 * (key_at + n) + W
+            _await_turn(counter_ptr, turn)
             dk = _add_head(dk, dk_sum_ptr + key_at * D, first, keys, turn, GROUP, D)
             dv = _add_head(dv, dv_sum_ptr + key_at * D, first, keys, turn, GROUP, D)
-            _end_turn(key_turn_ptr + key_at + first)
+            _end_turn(counter_ptr)
         if GROUP == 1 or turn == GROUP - 1:
             dk_at = b * dk_batch + kv * dk_head + start * dk_row
-            _store(dk, k_s.index(W), dk_ptr + dk_at, dk_row, first, keys, D)
+            _store(dk, dk_ptr + dk_at, dk_row, first, keys, D)
             dv_at = b * dv_batch + kv * dv_head + start * dv_row
-            _store(dv, v_s.index(W), dv_ptr + dv_at, dv_row, first, keys, D)
+            _store(dv, dv_ptr + dv_at, dv_row, first, keys, D)
 
 
 @gluon.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
@@ -373,13 +377,11 @@ def _backward(
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    LOADING: gl.constexpr,
 ):
     """q, k, v, g: descriptors [batch, heads, positions, D].   part: dq without the scale, float32
     [B, Hq, S, D], zeros.
-    dk_sum, dv_sum: float32 [B, Hk, Sk, D].   row_turn, key_turn: int32 [B, Hq, S] and [B, Hk, Sk],
-    zeros.
+    dk_sum, dv_sum: float32 [B, Hk, Sk, D].   row_turn, key_turn: int32 [B, Hq, S] and
+    [B, Hk, Sk, 2], zeros.
     """
     k_s, v_s = stages(q.dtype, 2, _ROWS, WIDTH), stages(q.dtype, 2, _ROWS, WIDTH)
     q_s, g_s = stages(q.dtype, _STAGES, _ROWS, WIDTH), stages(q.dtype, _STAGES, _ROWS, WIDTH)
@@ -396,6 +398,8 @@ def _backward(
     there, batch, n, begin, queries, keys = place(
         tiles_ptr, cu_ptr, capacity, S, Sk, t, Sk, _KEYS, PACKED
     )
+    if PACKED:  # as is checked; known here, so that no register holds it
+        offset = 0
     low, high = rows_of(n, n + _KEYS - 1, queries, offset, window, _ROWS, CAUSAL, WINDOW)
     steps = gl.where(there, gl.cdiv(high - low, _ROWS), 0)
     row_at = (batch.to(gl.int64) * gl.num_programs(1) + h) * S + begin
@@ -541,5 +545,81 @@ def _backward(
             ),
         ],
         [4, 1],
-        [REGISTERS, LOADING],
+        [ATTENDING, ONE_WARP],
+    )
+
+
+def backward(
+    dout, q, k, v, lse, delta, dk, dv, tiles, cu_seqlens, numbers, constants: dict, grid
+) -> torch.Tensor:
+    """dk and dv as attention_triton's, of operands that TMA reads. Returns dq without the scale, in
+    float32.
+
+    numbers: from `capacity` to `cap`.   constants: from GROUP to SOFTCAP.
+    """
+    (B, Hq, S), (Hk, Sk), width = q.shape[:3], k.shape[1:3], constants["WIDTH"]
+    part = q.new_zeros(q.shape, dtype=torch.float32)
+    turns = q.new_zeros(B * (Hq * S + Hk * Sk * 2), dtype=torch.int32)
+    shared = Hq > Hk
+    sums = [lse.new_empty(k.shape) if shared else None for _ in range(2)]
+    rows = [1, 1, _ROWS.value, width]
+    launch(
+        _backward,
+        grid,
+        *(descriptor(t, rows) for t in (q, k, v, dout)),
+        lse,
+        delta,
+        part,
+        turns[: B * Hq * S],
+        dk,
+        dv,
+        *sums,
+        turns[B * Hq * S :] if shared else None,
+        tiles,
+        cu_seqlens,
+        *numbers,
+        *dk.stride()[:3],
+        *dv.stride()[:3],
+        **constants,
+        num_warps=4,
+    )
+    return part
+
+
+def fits(constants: dict) -> bool:
+    """Whether its registers hold this. Later Tritons than that of today's PyTorch for GPUs keep a
+    few thread indices more, which packed documents at full width have no room for.
+    """
+    wide = constants["WIDTH"] > 64
+    return constants["WIDTH"] <= 128 and not (
+        wide and (constants["SOFTCAP"] or (constants["PACKED"] and not older_triton()))
+    )
+
+
+def spec(label: str, pointers: dict, constants: dict) -> KernelSpec:
+    """pointers, constants: as attention_triton's."""
+    t, shared = pointers["*"], constants["GROUP"] > 1
+    operand = descriptor_type(t, 1, 1, _ROWS.value, constants["WIDTH"])
+    return KernelSpec.of(
+        _backward,
+        label,
+        {
+            **pointers,
+            "part": "fp32",
+            "row_turn": "i32",
+            "dk_sum": "fp32" if shared else None,
+            "dv_sum": "fp32" if shared else None,
+            "key_turn": "i32" if shared else None,
+        },
+        {**constants, "num_warps": 4},
+        {
+            **dict.fromkeys("qkvg", operand),
+            "scale": "fp32",
+            "cap": "fp32",
+        },
+        divisible=tuple(f"{t}_{of}" for t in ("dk", "dv") for of in ("batch", "head", "row")),
+        # TMA reads the operands; sums are added and stored in pairs, as wgmma holds them.
+        load=64,
+        store=32,
+        **HOPPER,
     )

@@ -32,7 +32,6 @@ from tilewright.kernels.attention.attention_triton import LN2, LOG2E, _columns, 
 from tilewright.kernels.launch import launch
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.warp_specialized import (
-    GATHERING,
     HOPPER,
     ONE_WARP,
     advance,
@@ -45,10 +44,12 @@ from tilewright.kernels.warp_specialized import (
 )
 
 _ROWS = gl.constexpr(64)  # queries of a warpgroup
+# Registers of a thread of a warpgroup, what one loading warp leaves.
+ATTENDING = gl.constexpr(240)
 
 
 @gluon.jit
-def _barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
+def barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
     """mbarriers with ARRIVALS per phase."""
     found = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -97,10 +98,9 @@ def _load(
     GROUP: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """One warp, with PACKED four, which clear rows. Rows past a tensor's last read zeros."""
+    """One warp. Rows past a tensor's last read zeros."""
     STAGES: gl.constexpr = k_s.shape[0]
     N: gl.constexpr = k_s.shape[1]
-    WIDTH: gl.constexpr = k_s.shape[2]
     if steps > 0:
         mbarrier.expect(q_full, 2 * q.block_type.nbytes)
         for w in gl.static_range(2):
@@ -169,7 +169,7 @@ def _softmax(
 
 
 @gluon.jit
-def _operand(p, dtype: gl.constexpr):
+def operand(p, dtype: gl.constexpr):
     """Probabilities as the left operand of a product, in registers."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, p.type.layout, 2)
     return gl.convert_layout(p.to(dtype), LAYOUT)
@@ -227,7 +227,7 @@ def _steps(
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         mbarrier.arrive(v_empty.index(v_stage))
         acc *= gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
-        p = _operand(s, v_s.dtype)
+        p = operand(s, v_s.dtype)
         k_stage, k_phase = advance(k_stage, k_phase, STAGES)
         v_stage, v_phase = advance(v_stage, v_phase, STAGES)
         parity ^= 1
@@ -297,7 +297,7 @@ def _attend(
         s, top, total, _ = _softmax(
             s, top, total, rows, n, keys, window, scale, cap, True, CAUSAL, WINDOW, SOFTCAP
         )
-        p = _operand(s, v_s.dtype)
+        p = operand(s, v_s.dtype)
         v_stage, v_phase = 0, 0
         k_stage, k_phase = advance(v_stage, v_phase, STAGES)
         parity = 1 - W  # the first warpgroup's first turn is free
@@ -445,16 +445,14 @@ def _forward(
     SINKS: gl.constexpr,
     N: gl.constexpr,
     STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    LOADING: gl.constexpr,
 ):
     """q, k, v: descriptors [batch, heads, positions, D]."""
     q_s = stages(q.dtype, 2, _ROWS, WIDTH)
     k_s = stages(k.dtype, STAGES, N, WIDTH)
     v_s = stages(v.dtype, STAGES, N, WIDTH)
-    k_full, k_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
-    v_full, v_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
-    single, turn = _barriers(2, 1), _barriers(2, 1)
+    k_full, k_empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    v_full, v_empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    single, turn = barriers(2, 1), barriers(2, 1)
     # The last tiles of a document have the most keys, and start first.
     t = gl.num_programs(0) - 1 - gl.program_id(0)
     h = gl.program_id(1)
@@ -574,27 +572,22 @@ def _forward(
             ),
         ],
         [4, 1],
-        [REGISTERS, LOADING],
+        [ATTENDING, ONE_WARP],
     )
 
 
-def _pieces(config: dict, width: int, packed: bool, window: bool) -> tuple[int, int]:
-    """Keys in a block, and stages: as the configuration has them where registers allow it, else
-    fewer keys in as many stages more.
+def _pieces(config: dict, constants: dict) -> dict[str, int]:
+    """Keys in a block, and stages: as the configuration has them for rows of up to 128; wider ones
+    have fewer keys, for their registers, and packed ones fewer still.
     """
-    most = 128 if width <= 128 else 64
-    if width > 64 and (window or (packed and width > 128)):
-        most //= 2
-    keys = min(config["BLOCK_N"], most)
-    return keys, config["num_stages"] * config["BLOCK_N"] * 128 // (keys * max(width, 128))
-
-
-def _registers(packed: bool) -> dict[str, int]:
-    """Of the second warpgroup (and the first), and of the loading partition, which clears rows of
-    packed documents.
-    """
-    loading = GATHERING if packed else ONE_WARP
-    return {"REGISTERS": 240 if loading.value == ONE_WARP.value else 224, "LOADING": loading.value}
+    keys, stages = config["BLOCK_N"], config["num_stages"]
+    if constants["WIDTH"] > 128:
+        return (
+            {"N": keys // 4, "STAGES": 2 * stages}
+            if constants["PACKED"]
+            else {"N": keys // 2, "STAGES": stages}
+        )
+    return {"N": keys, "STAGES": stages}
 
 
 def forward(
@@ -605,14 +598,15 @@ def forward(
     numbers: from `capacity` to `cap`.   constants: from GROUP to SINKS.
     """
     assert config["BLOCK_M"] == 2 * _ROWS.value, config  # the grid's tiles
-    width, packed = constants["WIDTH"], constants["PACKED"]
-    n, stages = _pieces(config, width, packed, constants["WINDOW"])
+    width = constants["WIDTH"]
+    pieces = _pieces(config, constants)
+    box = [1, 1, pieces["N"], width]
     launch(
         _forward,
         grid,
         descriptor(q, [1, 1, _ROWS.value, width]),
-        descriptor(k, [1, 1, n, width]),
-        descriptor(v, [1, 1, n, width]),
+        descriptor(k, box),
+        descriptor(v, box),
         sinks,
         out,
         lse,
@@ -621,29 +615,20 @@ def forward(
         *numbers,
         *out.stride()[:3],
         **constants,
-        N=n,
-        STAGES=stages,
-        **_registers(packed),
+        **pieces,
         num_warps=config["num_warps"],
     )
 
 
 def spec(label: str, pointers: dict, constants: dict, config: dict) -> KernelSpec:
     """pointers, constants: as attention_triton's."""
-    width, packed, t = constants["WIDTH"], constants["PACKED"], pointers["*"]
-    n, stages = _pieces(config, width, packed, constants["WINDOW"])
-    operand = descriptor_type(t, 1, 1, n, width)
+    width, t, pieces = constants["WIDTH"], pointers["*"], _pieces(config, constants)
+    operand = descriptor_type(t, 1, 1, pieces["N"], width)
     return KernelSpec.of(
         _forward,
         label,
         pointers,
-        {
-            **constants,
-            "N": n,
-            "STAGES": stages,
-            **_registers(packed),
-            "num_warps": config["num_warps"],
-        },
+        {**constants, **pieces, "num_warps": config["num_warps"]},
         {
             "q": descriptor_type(t, 1, 1, _ROWS.value, width),
             "k": operand,

@@ -769,6 +769,71 @@ def _backward_kv(
         tl.store(to, dv.to(dv_ptr.dtype.element_ty), mask=mask)
 
 
+# ---- around the backward by specialized warps
+
+_FEW_ROWS = 16
+
+
+@triton.jit
+def _row_of(batch_stride, head_stride, row_stride, i):
+    """Of program (rows, head, batch): offsets of rows i."""
+    b, h = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    return b * batch_stride + h * head_stride + i.to(tl.int64) * row_stride
+
+
+@triton.jit(do_not_specialize=["S"])
+def _delta(
+    g_ptr,
+    out_ptr,
+    delta_ptr,
+    S,
+    g_batch,
+    g_head,
+    g_row,
+    o_batch,
+    o_head,
+    o_row,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """<dout, out> of each row."""
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, WIDTH)
+    mask = (i < S)[:, None] & (d < D)[None, :]
+    at = _row_of(g_batch, g_head, g_row, i)[:, None] + d[None, :]
+    g = tl.load(g_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    at = _row_of(o_batch, o_head, o_row, i)[:, None] + d[None, :]
+    out = tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    heads = tl.num_programs(1)
+    at = (tl.program_id(2).to(tl.int64) * heads + tl.program_id(1)) * S + i
+    tl.store(delta_ptr + at, tl.sum(g * out, 1), mask=i < S)
+
+
+@triton.jit(do_not_specialize=["S"])
+def _round(
+    total_ptr,
+    dq_ptr,
+    S,
+    scale,
+    dq_batch,
+    dq_head,
+    dq_row,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """dq from its contiguous float32 sums, which lack the scale."""
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, WIDTH)
+    mask = (i < S)[:, None] & (d < D)[None, :]
+    heads = tl.num_programs(1)
+    row = (tl.program_id(2).to(tl.int64) * heads + tl.program_id(1)) * S + i
+    total = tl.load(total_ptr + row[:, None] * D + d[None, :], mask=mask, other=0.0)
+    at = _row_of(dq_batch, dq_head, dq_row, i)[:, None] + d[None, :]
+    tl.store(dq_ptr + at, (total * scale).to(dq_ptr.dtype.element_ty), mask=mask)
+
+
 # ---- launches
 
 
@@ -790,51 +855,63 @@ class _Problem(NamedTuple):
     offset: int
 
 
-def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constants) -> None:
-    """A program for each tile of `block` rows of `tiled`, and each of its heads.
-
-    strided: those of `tensors` whose strides the kernel takes.
-    """
-    q, k, cu_seqlens, (causal, window, softcap, scale), offset = problem
-    B, H, rows, D = tiled.shape
-    S, Sk = q.shape[2], k.shape[2]
-    width, large = next_power_of_2(max(16, D)), large_shared_memory(q.device)
-    c = dict(tunable.config(q.device, width, q.element_size(), large, softcap > 0))
-    roles = c.pop("ROLES", False)
-    tiles, capacity, count = _tiles(cu_seqlens, B, rows, c[block])
-    numbers = (
-        capacity,
-        S,
-        Sk,
-        offset,
-        # At most the largest distance of two positions: larger ones would exceed 32 bits.
-        min(window, S + Sk + abs(offset)),
-        scale,
-        softcap,
+def _config(tunable: Tunable, problem: _Problem) -> dict:
+    q, softcap = problem.q, problem.variant.softcap
+    return tunable.config(
+        q.device, _width(q), q.element_size(), large_shared_memory(q.device), softcap > 0
     )
-    constants |= {
+
+
+def _width(t: torch.Tensor) -> int:
+    return next_power_of_2(max(16, t.shape[3]))
+
+
+def _numbers(problem: _Problem, capacity: int) -> tuple:
+    """A kernel's arguments from `capacity` to `cap`."""
+    q, k, _, (_, window, softcap, scale), offset = problem
+    S, Sk = q.shape[2], k.shape[2]
+    # At most the largest distance of two positions: larger ones would exceed 32 bits.
+    return capacity, S, Sk, offset, min(window, S + Sk + abs(offset)), scale, softcap
+
+
+def _constants(problem: _Problem) -> dict:
+    """A kernel's constants from GROUP to SOFTCAP."""
+    q, k, cu_seqlens, (causal, window, softcap, _), _ = problem
+    return {
         "GROUP": q.shape[1] // k.shape[1],
-        "D": D,
-        "WIDTH": width,
+        "D": q.shape[3],
+        "WIDTH": _width(q),
         "PACKED": cu_seqlens is not None,
         "CAUSAL": causal,
         "WINDOW": window > 0,
         "SOFTCAP": softcap > 0,
     }
-    if roles and by_tma(*tensors[:3]):
+
+
+def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constants) -> None:
+    """A program for each tile of `block` rows of `tiled`, and each of its heads.
+
+    strided: those of `tensors` whose strides the kernel takes.
+    """
+    B, H, rows, _ = tiled.shape
+    c = dict(_config(tunable, problem))
+    roles = c.pop("ROLES", False)
+    tiles, capacity, count = _tiles(problem.cu_seqlens, B, rows, c[block])
+    numbers, constants = _numbers(problem, capacity), constants | _constants(problem)
+    if roles and kernel is _forward and by_tma(*tensors[:3]):
         from tilewright.kernels.attention.attention_gluon import forward
 
-        forward(*tensors, tiles, cu_seqlens, numbers, constants, c, (count, H))
+        forward(*tensors, tiles, problem.cu_seqlens, numbers, constants, c, (count, H))
         return
     launch(
         kernel,
         (count, H),
         *tensors,
         tiles,
-        cu_seqlens,
+        problem.cu_seqlens,
         *numbers,
         *[n for t in strided for n in t.stride()[:3]],
-        PRECISION=dot_precision(q),
+        PRECISION=dot_precision(problem.q),
         **constants,
         **c,
     )
@@ -869,21 +946,48 @@ def backward(dout, q, k, v, out, lse, cu_seqlens, sinks, variant, offset):
     found = attend_backward(dout, q, k, v, out, lse, cu_seqlens, sinks, variant, offset)
     dq, dk, dv, dsinks = found
     lse = lse.float().contiguous()
-    delta = torch.zeros_like(lse)
     problem = _Problem(q, k, cu_seqlens, variant, offset)
     inputs = dout, q, k, v
-    if lse.numel():
-        tensors, strided = (*inputs, out, lse, dq, delta), (*inputs, out, dq)
-        _launch(_backward_q, BACKWARD_Q, "BLOCK_M", problem, q, tensors, strided)
-    if dk.numel():
-        tensors, strided = (*inputs, lse, delta, dk, dv), (*inputs, dk, dv)
-        _launch(_backward_kv, BACKWARD_KV, "BLOCK_N", problem, k, tensors, strided)
+    if _config(BACKWARD_KV, problem)["ROLES"] and by_tma(*inputs) and _fits(problem):
+        delta = _together(problem, inputs, out, lse, found)
+    else:
+        delta = torch.zeros_like(lse)
+        if lse.numel():
+            tensors, strided = (*inputs, out, lse, dq, delta), (*inputs, out, dq)
+            _launch(_backward_q, BACKWARD_Q, "BLOCK_M", problem, q, tensors, strided)
+        if dk.numel():
+            tensors, strided = (*inputs, lse, delta, dk, dv), (*inputs, dk, dv)
+            _launch(_backward_kv, BACKWARD_KV, "BLOCK_N", problem, k, tensors, strided)
     if dsinks is not None:
         # A sink is a logit whose value is 0: of its gradient p (dp - delta) only the second part is
         # left.
         share = torch.exp(sinks.float()[:, None] - lse)
         torch.sum(share * delta, (0, 2), out=dsinks).neg_()
     return found
+
+
+def _fits(problem) -> bool:
+    from tilewright.kernels.attention.attention_backward_gluon import fits
+
+    return fits(_constants(problem))
+
+
+def _together(problem, inputs, out, lse, found) -> torch.Tensor:
+    """All gradients in one pass over the pairs, by specialized warps. Returns <dout, out>."""
+    from tilewright.kernels.attention import attention_backward_gluon as gluon
+
+    (dout, q, k, v), (dq, dk, dv, _) = inputs, found
+    (B, Hq, S, D), Sk = q.shape, k.shape[2]
+    rows = {"D": D, "WIDTH": _width(q), "ROWS": _FEW_ROWS, "num_warps": 4}
+    grid = cdiv(S, _FEW_ROWS), Hq, B
+    delta = torch.empty_like(lse)
+    launch(_delta, grid, dout, out, delta, S, *dout.stride()[:3], *out.stride()[:3], **rows)
+    tiles, capacity, count = _tiles(problem.cu_seqlens, B, Sk, gluon.KEYS)
+    numbers, constants = _numbers(problem, capacity), _constants(problem)
+    tensors = dout, q, k, v, lse, delta, dk, dv, tiles, problem.cu_seqlens
+    total = gluon.backward(*tensors, numbers, constants, (count, Hq))
+    launch(_round, grid, total, dq, S, problem.variant.scale, *dq.stride()[:3], **rows)
+    return delta
 
 
 # ---- launch configurations
@@ -931,27 +1035,33 @@ def _backward_q_heuristic(width: int, itemsize: int, large: bool, capped: bool) 
     }
 
 
+# ROLES: one kernel for all gradients, by specialized warps (attention_backward_gluon.py), where TMA
+# reads the operands. Its tiles are 128 keys and 64 queries, in two stages.
+_BACKWARD_NAMES = ("BLOCK_N", "BLOCK_M", "num_warps", "num_stages", "ROLES")
+_BACKWARD_ROLES = dict(zip(_BACKWARD_NAMES, (128, 64, 4, 2, True), strict=True))
+
+
 def _backward_kv_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
     """dk and dv together take half of the registers: the rest holds 32 rows of logits and their
     gradients.
     """
     if itemsize == 4:
-        return {
-            "BLOCK_N": 32 if width <= 64 else 16,
-            "BLOCK_M": 32 if width <= 64 else 16,
-            "num_warps": 4,
-            "num_stages": 1,
-        }
-    if width == 256:
-        return {"BLOCK_N": 32, "BLOCK_M": 32, "num_warps": 8, "num_stages": 1}
-    if not large:
-        return {"BLOCK_N": 64, "BLOCK_M": 32, "num_warps": 8, "num_stages": 1}
-    return {
-        "BLOCK_N": 64 if capped else 128,
-        "BLOCK_M": 64 if width <= 64 else 32,
-        "num_warps": 8,
-        "num_stages": 2,
-    }
+        tile = (32, 32, 4, 1) if width <= 64 else (16, 16, 4, 1)
+    elif width == 256:
+        tile = (32, 32, 8, 1)
+    elif not large:
+        tile = (64, 32, 8, 1)
+    else:
+        tile = (64 if capped else 128, 64 if width <= 64 else 32, 8, 2)
+    return dict(zip(_BACKWARD_NAMES, (*tile, False), strict=True))
+
+
+def _backward_kv_space(width: int, itemsize: int, large: bool, capped: bool) -> list[dict]:
+    configs = _space(_backward_kv_heuristic, "BLOCK_N", "BLOCK_M")(width, itemsize, large, capped)
+    found = [{**c, "ROLES": False} for c in configs]
+    # Wider rows, or the slope of a cap, exceed the registers.
+    fits = width <= (64 if capped else 128)
+    return [*found, _BACKWARD_ROLES] if itemsize == 2 and large and fits else found
 
 
 def _space(heuristic, tiled, walked):
@@ -996,6 +1106,16 @@ def _variants(key: dict) -> dict[str, dict]:
     return packed
 
 
+def _roles(kernel, label: str, types: dict, constants: dict, config: dict) -> list[KernelSpec]:
+    from tilewright.kernels.attention import attention_backward_gluon, attention_gluon
+
+    if kernel is _forward:
+        return [attention_gluon.spec(f"roles {label}", types, constants, config)]
+    if not attention_backward_gluon.fits(constants):
+        return []
+    return [attention_backward_gluon.spec(label.replace("_kv", " roles"), types, constants)]
+
+
 def _specs_of(kernel, name: str, tensors: tuple[str, ...], tiled: str):
     """tensors: whose strides are multiples of 16.   tiled: the constant that decides on tensor
     cores of Hopper.
@@ -1016,9 +1136,7 @@ def _specs_of(kernel, name: str, tensors: tuple[str, ...], tiled: str):
             constants = {"GROUP": 4, "D": width, "WIDTH": width, "CAUSAL": True, **flags, **options}
             label = f"{name} {label} D={width} {data}{'' if key['large'] else ' small'}"
             if config.get("ROLES"):
-                from tilewright.kernels.attention.attention_gluon import spec
-
-                found.append(spec(f"roles {label}", types, constants, config))
+                found += _roles(kernel, label, types, constants, config)
                 continue
             found.append(
                 KernelSpec.of(
@@ -1076,7 +1194,7 @@ BACKWARD_KV = Tunable(
     _FIELDS,
     "backward",
     _backward_kv_heuristic,
-    _space(_backward_kv_heuristic, "BLOCK_N", "BLOCK_M"),
+    _backward_kv_space,
     _KEYS,
     _specs_of(_backward_kv, "backward_kv", ("g", "q", "k", "v", "dk", "dv"), "BLOCK_N"),
 )
@@ -1084,7 +1202,21 @@ TUNABLES = (FORWARD, BACKWARD_Q, BACKWARD_KV)
 
 
 def gate() -> list[KernelSpec]:
-    """Specialized warps, which no heuristic chooses, and every kind of mask that they have."""
-    keys = [FORWARD.named((width, 2, True, width == 128)) for width in (64, 128, 256)]
-    keys.append({**keys[1], "capped": False})
-    return [spec for key in keys for spec in FORWARD.specs(key, _FORWARD_ROLES)]
+    """Specialized warps, which no heuristic chooses, with every kind of mask that they have; and
+    the kernels around their backward.
+    """
+    widths = (64, 128, 256)
+    keys = [FORWARD.named((width, 2, True, capped)) for width in widths for capped in (0, 1)]
+    found = [spec for key in keys for spec in FORWARD.specs(key, _FORWARD_ROLES)]
+    keys = [FORWARD.named(key) for key in ((64, 2, True, 0), (64, 2, True, 1), (128, 2, True, 0))]
+    found += [spec for key in keys for spec in BACKWARD_KV.specs(key, _BACKWARD_ROLES)]
+    rows = {"D": 128, "WIDTH": 128, "ROWS": _FEW_ROWS, "num_warps": 4}
+    strides = [f"{t}_{of}" for t in ("g", "o", "dq") for of in ("batch", "head", "row")]
+    types = {"*": "bf16", "delta": "fp32", "total": "fp32"}
+    for kernel, label in ((_delta, "delta"), (_round, "round")):
+        needs = {"divisible": tuple(n for n in strides if n in kernel.arg_names)}
+        elements = _FEW_ROWS * 128
+        found.append(
+            KernelSpec.of(kernel, label, types, rows, {"scale": "fp32"}, elements=elements, **needs)
+        )
+    return found
