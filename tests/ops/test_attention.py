@@ -30,9 +30,9 @@ HQ, HK, D = 4, 2, 8
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # float32 sums of a few dozen terms of size one
 
 
-def heads(n, seq, *, batch=1, dtype=torch.float32):
+def heads(n, seq, *, width=D, batch=1, dtype=torch.float32):
     """[B, n, S, D] with a projection's strides: [B, S, n, D] transposed."""
-    return torch.randn(batch, seq, n, D, device=DEVICE).to(dtype).transpose(1, 2)
+    return torch.randn(batch, seq, n, width, device=DEVICE).to(dtype).transpose(1, 2)
 
 
 def qkv(seq, **options):
@@ -170,7 +170,7 @@ def options_of(
     """The definition, spelled out per query, in float64."""
     q, k, v = (t.double() for t in (q, k, v))
     B, H, S, _ = q.shape
-    Sk, out = k.shape[2], torch.zeros_like(q)
+    Sk, out = k.shape[2], q.new_zeros(B, H, S, v.shape[3])
     for b in range(B):
         for h in range(H):
             for i in range(S):
@@ -274,6 +274,69 @@ def test_triton_masks_blocks_at_the_edge_alone(monkeypatch, window):
     k.backward(out, q, *kv, out, lse, None, None, Variant(window=window), 0)
     assert masks and all(not m.handle.data.all() for m in masks)
     assert len(blocks) >= (1.3 if window else 2) * len(masks), (len(blocks), len(masks))
+
+
+@EVERY
+@pytest.mark.parametrize("variant", ["window", "softcap", "all", "full_sinks"])
+@pytest.mark.parametrize("widths", [(24, 16), (8, 20)], ids=str)
+def test_values_of_another_width(name, variant, widths):
+    """As `test_options_are_what_they_say`, with narrower and with wider values than keys."""
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    options = dict(VARIANTS[variant])
+    torch.manual_seed(3)
+    cu = options.pop("cu", ())
+    sizes = zip((HQ, HK, HK), (widths[0], *widths), strict=True)
+    leaves = [heads(n, 21, width=w).requires_grad_() for n, w in sizes]
+    if options.get("sinks"):
+        leaves.append(torch.randn(HQ, device=DEVICE, requires_grad=True))
+        options["sinks"] = leaves[3]
+    with skip_if_refused():
+        out = attention(
+            *leaves[:3], cu_seqlens=ends(*cu) if cu else None, implementation=name, **options
+        )
+    expected = options_of(*leaves[:3], cu=cu, scale=widths[0] ** -0.5, **options)
+    grad = heads(HQ, 21, width=widths[1])
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    for f, e in zip(
+        torch.autograd.grad(out, leaves, grad),
+        torch.autograd.grad(expected, leaves, grad.double()),
+        strict=True,
+    ):
+        torch.testing.assert_close(f, e, rtol=1e-4, atol=2e-5)
+
+
+@EVERY
+@pytest.mark.parametrize(
+    "widths, variant",
+    [
+        ((192, 128), {}),
+        ((160, 24), {"cu": (0, 40, 70)}),
+        ((136, 144), {"window": 20}),
+        ((24, 40), {"cu": (0, 40, 70), "causal": False}),
+    ],
+    ids=str,
+)
+def test_widths_in_parts_and_in_many_tiles(name, widths, variant):
+    """Keys of 129 to 192 columns are two parts in Triton, the second of which may end early."""
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    options = dict(variant)
+    options["cu_seqlens"] = ends(*options.pop("cu")) if "cu" in options else None
+    torch.manual_seed(4)
+    sizes = zip((2, 1, 1), (widths[0], *widths), strict=True)
+    tensors = [heads(n, 70, width=w) for n, w in sizes]
+    grad = heads(2, 70, width=widths[1])
+    with skip_if_refused():
+        found = step(tensors, grad, name, **options)
+    for f, e in zip(found, step(tensors, grad, "eager", **options), strict=True):
+        torch.testing.assert_close(f, e, rtol=1e-4, atol=2e-5)
+
+
+def test_sdpa_of_other_values_allocates_no_scores():
+    """PyTorch's kernel of a CPU takes one width, and its other path has S x S scores."""
+    S = 256
+    tensors = [torch.randn(1, n, S, w, requires_grad=True) for n, w in ((4, 24), (2, 24), (2, 16))]
+    assert largest("sdpa", tensors) <= 4 * S * 24
+    assert largest("eager", tensors) >= S * S, "the recorder sees nothing"
 
 
 @EVERY
@@ -413,8 +476,8 @@ PARTS = [n for n in ATTENTION.names() if n in ("eager", "triton")]
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"softcap": 1.1}, {"window": 6}, {"causal": False}],
-    ids=["plain", "softcap", "window", "full"],
+    [{}, {"softcap": 1.1}, {"window": 6}, {"causal": False}, {"values": 20}],
+    ids=["plain", "softcap", "window", "full", "values"],
 )
 def test_parts_make_the_whole(name, options):
     """Keys in three parts, merged by their log-sum-exps, and their gradients equal those of one
@@ -422,8 +485,10 @@ def test_parts_make_the_whole(name, options):
     """
     skip_unless_usable(ATTENTION, name, torch.float32)
     S, cuts = 22, (0, 7, 16, 22)
-    q, k, v = qkv(S)
-    grad = heads(HQ, S)
+    options = dict(options)
+    width = options.pop("values", D)
+    (q, k, _), v = qkv(S), heads(HK, S, width=width)
+    grad = heads(HQ, S, width=width)
     whole = step((q, k, v), grad, name, **options)
     pieces = [(slice(a, b), a) for a, b in itertools.pairwise(cuts)]
     found = [
@@ -512,19 +577,23 @@ def test_every_implementation_declares_what_it_lacks():
         "wide": Request(head_dim=512),
         "odd": Request(head_dim=20),
         "packed": Request(head_dim=64, packed=True),
+        "values": Request(head_dim=64, value_dim=32),
+        "latent": Request(head_dim=192, value_dim=128),
+        "wide values": Request(head_dim=64, value_dim=512),
     }
     refused = {
         i.name: {ask for ask, request in asks.items() if i.refuses(request)}
         for i in ATTENTION.implementations
     }
+    others = ("values", "latent", "wide values")
     assert refused == {
         "eager": set(),
-        "triton": {"wide"},
+        "triton": {"wide", "wide values"},
         "sdpa": {"window", "softcap", "sinks", "shorter", "part"},
-        "native": {"softcap", "sinks", "shorter", "part", "wide", "odd"},
-        "flash_attention_2": {"sinks", "part", "wide", "odd"},
-        "flash_attention_3": {"sinks", "part", "wide", "odd"},
-        "flash_attention_4": {"part", "wide", "odd"},
+        "native": {"softcap", "sinks", "shorter", "part", "wide", "odd", *others},
+        "flash_attention_2": {"sinks", "part", "wide", "odd", *others},
+        "flash_attention_3": {"sinks", "part", "wide", "odd", "values", "wide values"},
+        "flash_attention_4": {"part", "wide", "odd", "wide values"},
     }
 
 
@@ -591,6 +660,9 @@ def test_what_auto_takes_on_cuda(installed, capability, expected, monkeypatch):
     ):
         assert ATTENTION.choose("cuda", torch.bfloat16, request) == "triton"
     assert ATTENTION.choose("cuda", torch.float32, Request(head_dim=128)) == "triton"
+    latent = Request(head_dim=192, value_dim=128, packed=True, gradient=True)
+    best = expected["plain"] if expected["plain"][-1] in "34" else "triton"
+    assert ATTENTION.choose("cuda", torch.bfloat16, latent) == best
     assert ATTENTION.choose("cuda", torch.bfloat16, Request(head_dim=512)) == "sdpa"
     assert ATTENTION.choose("cuda", torch.bfloat16, Request(head_dim=512, sinks=True)) == "eager"
 
@@ -808,7 +880,7 @@ def packed(*values, dtype=torch.int32):
         (
             lambda n: call(n, Q, K[:, :, :5], V),
             ValueError,
-            r"v must have shape \[k\], where k = \[1, 2, 5, 8\], got \[1, 2, 6, 8\]",
+            r"v must have shape \[B, Hk, Sk, Dv\], where B = 1, Hk = 2, Sk = 5, got \[1, 2, 6, 8\]",
         ),
         (
             lambda n: call(n, Q, K[:, :, :5], V[:, :, :5]),

@@ -165,12 +165,15 @@ def _attend(
     top,
     total,
     q,
+    q_rest,
     k_at,
     v_at,
     k_row,
     v_row,
     rows,
     d,
+    d_rest,
+    e,
     low,
     high,
     keys,
@@ -178,13 +181,16 @@ def _attend(
     scale,
     cap,
     D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REST: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH_V: tl.constexpr,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr,
 ):
     """The online softmax over keys `low` to `high`: top is the largest logit so far, total the sum
     of exponentials.
@@ -193,8 +199,12 @@ def _attend(
     k_at += low.to(tl.int64) * k_row
     v_at += low.to(tl.int64) * v_row
     for n in range(low, high, BLOCK_N):
-        k = _load(k_at, k_row, j, d, n + j < keys, D, MASKED, EVEN)
-        s, _ = _logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, cap, SOFTCAP)
+        k = _load(k_at, k_row, j, d, n + j < keys, D, MASKED, D >= WIDTH)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if REST:
+            more = _load(k_at, k_row, j, d_rest, n + j < keys, D, MASKED, D == WIDTH + REST)
+            s = tl.dot(q_rest, tl.trans(more), s, input_precision=PRECISION)
+        s, _ = _logits(s, scale, cap, SOFTCAP)
         if MASKED:
             s = tl.where(
                 _seen(rows[:, None], n + j[None, :], keys, window, CAUSAL, WINDOW), s, float("-inf")
@@ -204,7 +214,7 @@ def _attend(
         p = tl.exp2(s - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(p, 1)
-        v = _load(v_at, v_row, j, d, n + j < keys, D, MASKED, EVEN)
+        v = _load(v_at, v_row, j, e, n + j < keys, DV, MASKED, DV == WIDTH_V)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         top = new
         k_at += BLOCK_N * k_row
@@ -244,6 +254,9 @@ def _forward(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
+    REST: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH_V: tl.constexpr,
     PACKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -253,7 +266,7 @@ def _forward(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    EVEN: tl.constexpr = D == WIDTH
+    EVEN: tl.constexpr = D >= WIDTH
     # The last tiles of a document have the most keys, and start first.
     t = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1)
@@ -263,13 +276,20 @@ def _forward(
     if there:
         i = tl.arange(0, BLOCK_M)
         d = tl.arange(0, WIDTH)
+        d_rest = d
+        if REST:
+            d_rest = WIDTH + tl.arange(0, REST)
+        e = tl.arange(0, WIDTH_V)
         live = m + i < queries
         b, g, start = batch.to(tl.int64), (h // GROUP).to(tl.int64), begin.to(tl.int64)
         q_at = q_ptr + b * q_batch + h.to(tl.int64) * q_head + (start + m) * q_row
         k_at = k_ptr + b * k_batch + g * k_head + start * k_row
         v_at = v_ptr + b * v_batch + g * v_head + start * v_row
         q = _load(q_at, q_row, i, d, live, D, True, EVEN)
-        acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+        q_rest = q
+        if REST:
+            q_rest = _load(q_at, q_row, i, d_rest, live, D, True, D == WIDTH + REST)
+        acc = tl.zeros((BLOCK_M, WIDTH_V), tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         if SINKS:  # a key with this logit, whose value is 0
@@ -285,12 +305,15 @@ def _forward(
                 top,
                 total,
                 q,
+                q_rest,
                 k_at,
                 v_at,
                 k_row,
                 v_row,
                 rows,
                 d,
+                d_rest,
+                e,
                 low,
                 free,
                 keys,
@@ -298,25 +321,31 @@ def _forward(
                 scale,
                 cap,
                 D,
+                WIDTH,
+                REST,
+                DV,
+                WIDTH_V,
                 True,
                 CAUSAL,
                 WINDOW,
                 SOFTCAP,
                 PRECISION,
                 BLOCK_N,
-                EVEN,
             )
         acc, top, total = _attend(
             acc,
             top,
             total,
             q,
+            q_rest,
             k_at,
             v_at,
             k_row,
             v_row,
             rows,
             d,
+            d_rest,
+            e,
             free,
             full,
             keys,
@@ -324,25 +353,31 @@ def _forward(
             scale,
             cap,
             D,
+            WIDTH,
+            REST,
+            DV,
+            WIDTH_V,
             False,
             CAUSAL,
             WINDOW,
             SOFTCAP,
             PRECISION,
             BLOCK_N,
-            EVEN,
         )
         acc, top, total = _attend(
             acc,
             top,
             total,
             q,
+            q_rest,
             k_at,
             v_at,
             k_row,
             v_row,
             rows,
             d,
+            d_rest,
+            e,
             full,
             high,
             keys,
@@ -350,20 +385,23 @@ def _forward(
             scale,
             cap,
             D,
+            WIDTH,
+            REST,
+            DV,
+            WIDTH_V,
             True,
             CAUSAL,
             WINDOW,
             SOFTCAP,
             PRECISION,
             BLOCK_N,
-            EVEN,
         )
         out = acc / tl.where(total == 0, 1.0, total)[:, None]
         o_at = out_ptr + b * o_batch + h.to(tl.int64) * o_head + (start + m) * o_row
         tl.store(
-            o_at + i[:, None] * o_row + d[None, :],
+            o_at + i[:, None] * o_row + e[None, :],
             out.to(out_ptr.dtype.element_ty),
-            mask=live[:, None] & (d < D)[None, :],
+            mask=live[:, None] & (e < DV)[None, :],
         )
         lse_at = lse_ptr + (b * tl.num_programs(1) + h) * S + start + m
         tl.store(lse_at + i, (top + tl.log2(total)) * LN2, mask=live)
@@ -380,7 +418,9 @@ def _power(lse):
 @triton.jit
 def _walk_keys(
     dq,
+    dq_rest,
     q,
+    q_rest,
     g,
     power,
     delta,
@@ -390,6 +430,8 @@ def _walk_keys(
     v_row,
     rows,
     d,
+    d_rest,
+    e,
     low,
     high,
     keys,
@@ -397,22 +439,29 @@ def _walk_keys(
     scale,
     cap,
     D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REST: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH_V: tl.constexpr,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr,
 ):
-    """dq, without the scale, over keys `low` to `high`."""
+    """dq and the rest of its columns, without the scale, over keys `low` to `high`."""
     j = tl.arange(0, BLOCK_N)
     k_at += low.to(tl.int64) * k_row
     v_at += low.to(tl.int64) * v_row
     for n in range(low, high, BLOCK_N):
-        k = _load(k_at, k_row, j, d, n + j < keys, D, MASKED, EVEN)
-        v = _load(v_at, v_row, j, d, n + j < keys, D, MASKED, EVEN)
-        s, slope = _logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, cap, SOFTCAP)
+        k = _load(k_at, k_row, j, d, n + j < keys, D, MASKED, D >= WIDTH)
+        v = _load(v_at, v_row, j, e, n + j < keys, DV, MASKED, DV == WIDTH_V)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if REST:
+            more = _load(k_at, k_row, j, d_rest, n + j < keys, D, MASKED, D == WIDTH + REST)
+            s = tl.dot(q_rest, tl.trans(more), s, input_precision=PRECISION)
+        s, slope = _logits(s, scale, cap, SOFTCAP)
         p = tl.exp2(s - power[:, None])
         if MASKED:
             p = tl.where(_seen(rows[:, None], n + j[None, :], keys, window, CAUSAL, WINDOW), p, 0.0)
@@ -420,9 +469,11 @@ def _walk_keys(
         if SOFTCAP:
             ds = ds * slope
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        if REST:
+            dq_rest = tl.dot(ds.to(k.dtype), more, dq_rest, input_precision=PRECISION)
         k_at += BLOCK_N * k_row
         v_at += BLOCK_N * v_row
-    return dq
+    return dq, dq_rest
 
 
 @triton.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
@@ -465,6 +516,9 @@ def _backward_q(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
+    REST: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH_V: tl.constexpr,
     PACKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -473,7 +527,8 @@ def _backward_q(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    EVEN: tl.constexpr = D == WIDTH
+    EVEN: tl.constexpr = D >= WIDTH
+    EVEN_V: tl.constexpr = DV == WIDTH_V
     t = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1)
     there, batch, m, begin, queries, keys = _place(
@@ -482,37 +537,36 @@ def _backward_q(
     if there:
         i = tl.arange(0, BLOCK_M)
         d = tl.arange(0, WIDTH)
+        d_rest = d
+        if REST:
+            d_rest = WIDTH + tl.arange(0, REST)
+        e = tl.arange(0, WIDTH_V)
         live = m + i < queries
         b, head, start = batch.to(tl.int64), h.to(tl.int64), begin.to(tl.int64)
         g = _load(
             g_ptr + b * g_batch + head * g_head + (start + m) * g_row,
             g_row,
             i,
-            d,
+            e,
             live,
-            D,
+            DV,
             True,
-            EVEN,
+            EVEN_V,
         )
-        q = _load(
-            q_ptr + b * q_batch + head * q_head + (start + m) * q_row,
-            q_row,
-            i,
-            d,
-            live,
-            D,
-            True,
-            EVEN,
-        )
+        q_at = q_ptr + b * q_batch + head * q_head + (start + m) * q_row
+        q = _load(q_at, q_row, i, d, live, D, True, EVEN)
+        q_rest = q
+        if REST:
+            q_rest = _load(q_at, q_row, i, d_rest, live, D, True, D == WIDTH + REST)
         out = _load(
             out_ptr + b * o_batch + head * o_head + (start + m) * o_row,
             o_row,
             i,
-            d,
+            e,
             live,
-            D,
+            DV,
             True,
-            EVEN,
+            EVEN_V,
         )
         at = (b * tl.num_programs(1) + h) * S + start + m + i
         delta = tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
@@ -521,14 +575,19 @@ def _backward_q(
         k_at = k_ptr + b * k_batch + (head // GROUP) * k_head + start * k_row
         v_at = v_ptr + b * v_batch + (head // GROUP) * v_head + start * v_row
         dq = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+        dq_rest = dq
+        if REST:
+            dq_rest = tl.zeros((BLOCK_M, REST), tl.float32)
         low, free, full, high = _columns(
             m + offset, m + offset + BLOCK_M - 1, keys, window, BLOCK_N, CAUSAL, WINDOW
         )
         rows = m + i + offset
         if WINDOW:
-            dq = _walk_keys(
+            dq, dq_rest = _walk_keys(
                 dq,
+                dq_rest,
                 q,
+                q_rest,
                 g,
                 power,
                 delta,
@@ -538,6 +597,8 @@ def _backward_q(
                 v_row,
                 rows,
                 d,
+                d_rest,
+                e,
                 low,
                 free,
                 keys,
@@ -545,17 +606,22 @@ def _backward_q(
                 scale,
                 cap,
                 D,
+                WIDTH,
+                REST,
+                DV,
+                WIDTH_V,
                 True,
                 CAUSAL,
                 WINDOW,
                 SOFTCAP,
                 PRECISION,
                 BLOCK_N,
-                EVEN,
             )
-        dq = _walk_keys(
+        dq, dq_rest = _walk_keys(
             dq,
+            dq_rest,
             q,
+            q_rest,
             g,
             power,
             delta,
@@ -565,6 +631,8 @@ def _backward_q(
             v_row,
             rows,
             d,
+            d_rest,
+            e,
             free,
             full,
             keys,
@@ -572,17 +640,22 @@ def _backward_q(
             scale,
             cap,
             D,
+            WIDTH,
+            REST,
+            DV,
+            WIDTH_V,
             False,
             CAUSAL,
             WINDOW,
             SOFTCAP,
             PRECISION,
             BLOCK_N,
-            EVEN,
         )
-        dq = _walk_keys(
+        dq, dq_rest = _walk_keys(
             dq,
+            dq_rest,
             q,
+            q_rest,
             g,
             power,
             delta,
@@ -592,6 +665,8 @@ def _backward_q(
             v_row,
             rows,
             d,
+            d_rest,
+            e,
             full,
             high,
             keys,
@@ -599,25 +674,29 @@ def _backward_q(
             scale,
             cap,
             D,
+            WIDTH,
+            REST,
+            DV,
+            WIDTH_V,
             True,
             CAUSAL,
             WINDOW,
             SOFTCAP,
             PRECISION,
             BLOCK_N,
-            EVEN,
         )
-        to = (
-            dq_ptr
-            + b * dq_batch
-            + head * dq_head
-            + (start + m) * dq_row
-            + i[:, None] * dq_row
-            + d[None, :]
-        )
+        to = dq_ptr + b * dq_batch + head * dq_head + (start + m) * dq_row + i[:, None] * dq_row
         tl.store(
-            to, (dq * scale).to(dq_ptr.dtype.element_ty), mask=live[:, None] & (d < D)[None, :]
+            to + d[None, :],
+            (dq * scale).to(dq_ptr.dtype.element_ty),
+            mask=live[:, None] & (d < D)[None, :],
         )
+        if REST:
+            tl.store(
+                to + d_rest[None, :],
+                (dq_rest * scale).to(dq_ptr.dtype.element_ty),
+                mask=live[:, None] & (d_rest < D)[None, :],
+            )
 
 
 @triton.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
@@ -660,6 +739,9 @@ def _backward_kv(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
+    REST: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH_V: tl.constexpr,
     PACKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -668,7 +750,8 @@ def _backward_kv(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    EVEN: tl.constexpr = D == WIDTH
+    EVEN: tl.constexpr = D >= WIDTH
+    EVEN_V: tl.constexpr = DV == WIDTH_V
     # The first tiles of a document are read by the most queries, and start first.
     t = tl.program_id(0)
     kv = tl.program_id(1)
@@ -679,29 +762,29 @@ def _backward_kv(
         i = tl.arange(0, BLOCK_M)
         j = tl.arange(0, BLOCK_N)
         d = tl.arange(0, WIDTH)
+        d_rest = d
+        if REST:
+            d_rest = WIDTH + tl.arange(0, REST)
+        e = tl.arange(0, WIDTH_V)
         b, head, start = batch.to(tl.int64), kv.to(tl.int64), begin.to(tl.int64)
-        k = _load(
-            k_ptr + b * k_batch + head * k_head + (start + n) * k_row,
-            k_row,
-            j,
-            d,
-            n + j < keys,
-            D,
-            True,
-            EVEN,
-        )
+        k_at = k_ptr + b * k_batch + head * k_head + (start + n) * k_row
+        k = _load(k_at, k_row, j, d, n + j < keys, D, True, EVEN)
         v = _load(
             v_ptr + b * v_batch + head * v_head + (start + n) * v_row,
             v_row,
             j,
-            d,
+            e,
             n + j < keys,
-            D,
+            DV,
             True,
-            EVEN,
+            EVEN_V,
         )
         dk = tl.zeros((BLOCK_N, WIDTH), tl.float32)
-        dv = tl.zeros((BLOCK_N, WIDTH), tl.float32)
+        dv = tl.zeros((BLOCK_N, WIDTH_V), tl.float32)
+        k_rest, dk_rest = k, dk
+        if REST:
+            k_rest = _load(k_at, k_row, j, d_rest, n + j < keys, D, True, D == WIDTH + REST)
+            dk_rest = tl.zeros((BLOCK_N, REST), tl.float32)
         low, high = _rows_of(n, n + BLOCK_N - 1, queries, offset, window, BLOCK_M, CAUSAL, WINDOW)
         # One loop over the heads of the group and their rows: several loops, or an unmasked part,
         # need more registers for addresses than the two sums leave. So h and m are incremented, and
@@ -711,19 +794,20 @@ def _backward_kv(
         for _ in range(GROUP * tl.cdiv(high - low, BLOCK_M)):
             live = m + i < queries
             at = start + m
-            q = _load(
-                q_ptr + b * q_batch + h * q_head + at * q_row, q_row, i, d, live, D, True, EVEN
-            )
+            q_at = q_ptr + b * q_batch + h * q_head + at * q_row
+            q = _load(q_at, q_row, i, d, live, D, True, EVEN)
             g = _load(
-                g_ptr + b * g_batch + h * g_head + at * g_row, g_row, i, d, live, D, True, EVEN
+                g_ptr + b * g_batch + h * g_head + at * g_row, g_row, i, e, live, DV, True, EVEN_V
             )
             of_row = (b * tl.num_programs(1) * GROUP + h) * S + at + i
             power = _power(tl.load(lse_ptr + of_row, mask=live, other=float("inf")))
             delta = tl.load(delta_ptr + of_row, mask=live, other=0.0)
             # Products are transposed: [keys, rows].
-            s, slope = _logits(
-                tl.dot(k, tl.trans(q), input_precision=PRECISION), scale, cap, SOFTCAP
-            )
+            s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            if REST:
+                more = _load(q_at, q_row, i, d_rest, live, D, True, D == WIDTH + REST)
+                s = tl.dot(k_rest, tl.trans(more), s, input_precision=PRECISION)
+            s, slope = _logits(s, scale, cap, SOFTCAP)
             p = tl.exp2(s - power[None, :])
             # rows that see all of these keys need no mask; results of keys past the end are not
             # stored
@@ -744,29 +828,27 @@ def _backward_kv(
             if SOFTCAP:
                 ds = ds * slope
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+            if REST:
+                dk_rest = tl.dot(ds.to(q.dtype), more, dk_rest, input_precision=PRECISION)
             m += BLOCK_M
             last = m >= high
             h += last.to(tl.int64)
             m = tl.where(last, low, m)
-        mask = (n + j < keys)[:, None] & (d < D)[None, :]
-        to = (
-            dk_ptr
-            + b * dk_batch
-            + head * dk_head
-            + (start + n) * dk_row
-            + j[:, None] * dk_row
-            + d[None, :]
+        exists = (n + j < keys)[:, None]
+        to = dk_ptr + b * dk_batch + head * dk_head + (start + n) * dk_row + j[:, None] * dk_row
+        tl.store(
+            to + d[None, :],
+            (dk * scale).to(dk_ptr.dtype.element_ty),
+            mask=exists & (d < D)[None, :],
         )
-        tl.store(to, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)
-        to = (
-            dv_ptr
-            + b * dv_batch
-            + head * dv_head
-            + (start + n) * dv_row
-            + j[:, None] * dv_row
-            + d[None, :]
-        )
-        tl.store(to, dv.to(dv_ptr.dtype.element_ty), mask=mask)
+        if REST:
+            tl.store(
+                to + d_rest[None, :],
+                (dk_rest * scale).to(dk_ptr.dtype.element_ty),
+                mask=exists & (d_rest < D)[None, :],
+            )
+        to = dv_ptr + b * dv_batch + head * dv_head + (start + n) * dv_row + j[:, None] * dv_row
+        tl.store(to + e[None, :], dv.to(dv_ptr.dtype.element_ty), mask=exists & (e < DV)[None, :])
 
 
 # ---- launches
@@ -785,9 +867,36 @@ class _Problem(NamedTuple):
 
     q: torch.Tensor
     k: torch.Tensor
+    v: torch.Tensor
     cu_seqlens: torch.Tensor | None
     variant: Variant
     offset: int
+
+
+class _Widths(NamedTuple):
+    """The constants of widths: keys have D columns, in parts of WIDTH and REST, and values DV in
+    one of WIDTH_V. Parts are powers of 2, as Triton's blocks are.
+    """
+
+    D: int
+    WIDTH: int
+    REST: int
+    DV: int
+    WIDTH_V: int
+
+    @classmethod
+    def of(cls, D: int, DV: int) -> _Widths:
+        width, values = (next_power_of_2(max(16, n)) for n in (D, DV))
+        # Latent attention's 192 and 128. With values as wide as keys 256 and no rest: the sums of
+        # both would not leave registers for a second part.
+        if 128 < D <= 192 and values <= 128:
+            return cls(D, 128, 64, DV, values)
+        return cls(D, width, 0, DV, values)
+
+    @property
+    def key(self) -> int:
+        """The width by which launch configurations are chosen."""
+        return max(self.WIDTH + self.REST, self.WIDTH_V)
 
 
 def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constants) -> None:
@@ -795,11 +904,11 @@ def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constant
 
     strided: those of `tensors` whose strides the kernel takes.
     """
-    q, k, cu_seqlens, (causal, window, softcap, scale), offset = problem
-    B, H, rows, D = tiled.shape
+    q, k, v, cu_seqlens, (causal, window, softcap, scale), offset = problem
+    B, H, rows, _ = tiled.shape
     S, Sk = q.shape[2], k.shape[2]
-    width, large = next_power_of_2(max(16, D)), large_shared_memory(q.device)
-    c = tunable.config(q.device, width, q.element_size(), large, softcap > 0)
+    widths, large = _Widths.of(q.shape[3], v.shape[3]), large_shared_memory(q.device)
+    c = tunable.config(q.device, widths.key, q.element_size(), large, softcap > 0)
     tiles, capacity, count = _tiles(cu_seqlens, B, rows, c[block])
     launch(
         kernel,
@@ -817,8 +926,7 @@ def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constant
         softcap,
         *[n for t in strided for n in t.stride()[:3]],
         GROUP=q.shape[1] // k.shape[1],
-        D=D,
-        WIDTH=width,
+        **widths._asdict(),
         PACKED=cu_seqlens is not None,
         CAUSAL=causal,
         WINDOW=window > 0,
@@ -833,7 +941,7 @@ def forward(q, k, v, cu_seqlens, sinks, variant, offset):
     q, k, v = map(last_contiguous, (q, k, v))
     found = attend(q, k, v, cu_seqlens, sinks, variant, offset)
     if found.lse.numel():
-        problem = _Problem(q, k, cu_seqlens, variant, offset)
+        problem = _Problem(q, k, v, cu_seqlens, variant, offset)
         logits = None if sinks is None else sinks.float().contiguous()
         tensors, strided = (q, k, v, logits, *found), (q, k, v, found.out)
         _launch(_forward, FORWARD, "BLOCK_M", problem, q, tensors, strided, SINKS=sinks is not None)
@@ -846,7 +954,7 @@ def backward(dout, q, k, v, out, lse, cu_seqlens, sinks, variant, offset):
     dq, dk, dv, dsinks = found
     lse = lse.float().contiguous()
     delta = torch.zeros_like(lse)
-    problem = _Problem(q, k, cu_seqlens, variant, offset)
+    problem = _Problem(q, k, v, cu_seqlens, variant, offset)
     inputs = dout, q, k, v
     if lse.numel():
         tensors, strided = (*inputs, out, lse, dq, delta), (*inputs, out, dq)
@@ -883,18 +991,20 @@ def _forward_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> 
             "num_warps": 8,
             "num_stages": 2 if large else 1,
         }
+    stages = 3 if large else 2
     return {
         "BLOCK_M": 128,
         "BLOCK_N": 64 if large or width <= 64 else 32,
         "num_warps": 8,
-        "num_stages": 3 if large else 2,
+        # Two parts of keys need registers for their addresses.
+        "num_stages": stages - 1 if width == 192 else stages,
     }
 
 
 def _backward_q_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
     if itemsize == 4:
         return {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 8, "num_stages": 1}
-    if width == 256:
+    if width == 256 or (width == 192 and not large):
         return {
             "BLOCK_M": 32,
             "BLOCK_N": 16 if large else 32,
@@ -903,7 +1013,7 @@ def _backward_q_heuristic(width: int, itemsize: int, large: bool, capped: bool) 
         }
     return {
         "BLOCK_M": 128 if large else 64,
-        "BLOCK_N": 64 if large else 32,
+        "BLOCK_N": 64 if large and width != 192 else 32,
         "num_warps": 8 if large else 4,
         "num_stages": 2 if large else 1,
     }
@@ -920,12 +1030,12 @@ def _backward_kv_heuristic(width: int, itemsize: int, large: bool, capped: bool)
             "num_warps": 4,
             "num_stages": 1,
         }
-    if width == 256:
+    if width == 256 or (width == 192 and not large):
         return {"BLOCK_N": 32, "BLOCK_M": 32, "num_warps": 8, "num_stages": 1}
     if not large:
         return {"BLOCK_N": 64, "BLOCK_M": 32, "num_warps": 8, "num_stages": 1}
     return {
-        "BLOCK_N": 64 if capped else 128,
+        "BLOCK_N": 64 if capped or width == 192 else 128,
         "BLOCK_M": 64 if width <= 64 else 32,
         "num_warps": 8,
         "num_stages": 2,
@@ -982,6 +1092,8 @@ def _specs_of(kernel, name: str, tensors: tuple[str, ...], tiled: str):
 
     def specs(key: dict, config: dict) -> list[KernelSpec]:
         width, data = key["width"], "bf16" if key["itemsize"] == 2 else "fp32"
+        widths = _Widths.of(width, 128 if width == 192 else width)
+        name_of_widths = f"D={width}" if widths.D == widths.DV else f"D={width} DV={widths.DV}"
         wide = data == "bf16" and config[tiled] >= 64
         found = []
         for label, options in _variants(key).items():
@@ -994,12 +1106,11 @@ def _specs_of(kernel, name: str, tensors: tuple[str, ...], tiled: str):
             found.append(
                 KernelSpec.of(
                     kernel,
-                    f"{name} {label} D={width} {data}{'' if key['large'] else ' small'}",
+                    f"{name} {label} {name_of_widths} {data}{'' if key['large'] else ' small'}",
                     types,
                     {
                         "GROUP": 4,
-                        "D": width,
-                        "WIDTH": width,
+                        **widths._asdict(),
                         "CAUSAL": True,
                         "PRECISION": "ieee" if data == "fp32" else None,
                         **flags,
@@ -1021,7 +1132,7 @@ def _specs_of(kernel, name: str, tensors: tuple[str, ...], tiled: str):
 _FIELDS = ("width", "itemsize", "large", "capped")
 _KEYS = [
     (width, 2, large, capped)
-    for width in (128, 64, 256)
+    for width in (128, 64, 256, 192)
     for large in (True, False)
     for capped in (False, True)
 ]

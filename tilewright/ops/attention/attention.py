@@ -3,7 +3,8 @@
     softmax(mask(cap(scale q k^T))) v
 
 Shapes: B = batch, Hq / Hk = query / key heads (Hq a multiple of Hk), S = query positions, Sk = key
-positions (S unless stated otherwise), D = head width.
+positions (S unless stated otherwise), D = the width of a query's and key's head, Dv = that of a
+value's (D, but in latent attention).
 
 Implementations support different subsets. A call makes a `Request`, and each implementation returns
 one sentence if the request is unsupported. A named implementation then raises
@@ -16,7 +17,7 @@ import itertools
 
 import torch
 
-from tilewright.core import checks, platform
+from tilewright.core import checks, platform, torch_names
 from tilewright.core.library import from_kernels
 from tilewright.core.registry import Case, Cost, Goal, Implementation, Judged, Op
 from tilewright.core.takes import FLOAT, takes
@@ -89,8 +90,11 @@ def attention(
 
     Args:
         q: [B, Hq, S, D] fp32 | bf16 | fp16 (fp64 too).
-        k, v: [B, Hk, Sk, D] in q's dtype. With `causal` Sk >= S: the queries are the last S of the
+        k: [B, Hk, Sk, D] in q's dtype. With `causal` Sk >= S: the queries are the last S of the
             Sk positions, as with a key cache.
+        v: [B, Hk, Sk, Dv] in q's dtype. Where Dv is not D, as in multi-head latent attention,
+            native and flash-attn 2 refuse, and flash-attn 3 and 4 have some pairs; on a CPU sdpa
+            pads.
         cu_seqlens: int32 or int64 [n + 1], 0 .. S, non-decreasing: packed documents of a sequence
             with B = 1 and Sk = S, which never see each other. Values are checked on a CPU, and on
             CUDA by implementations that read them on the host (all but triton), which synchronizes.
@@ -109,7 +113,7 @@ def attention(
             flash_attention_2, triton, sdpa, eager.
 
     Returns:
-        [B, Hq, S, D] in q's dtype.
+        [B, Hq, S, Dv] in q's dtype.
 
     Raises:
         TypeError, ValueError: invalid arguments.
@@ -142,6 +146,7 @@ def attention(
         shorter = True
     request = request_of(
         D,
+        v.shape[3],
         causal,
         window,
         softcap,
@@ -181,7 +186,7 @@ def attention_part(
             cu_seqlens. A query may see no key at all: its output is then 0.
 
     Returns:
-        out [B, Hq, S, D] in q's dtype and the natural log-sum-exp of the logits, [B, Hq, S] in
+        out [B, Hq, S, Dv] in q's dtype and the natural log-sum-exp of the logits, [B, Hq, S] in
         float32 (float64 for float64), -inf where no key is seen.
 
     Raises:
@@ -200,6 +205,7 @@ def attention_part(
     variant = variant_of(q.shape[3], causal, window, softcap, scale)
     request = request_of(
         q.shape[3],
+        v.shape[3],
         causal,
         window,
         softcap,
@@ -216,8 +222,8 @@ def attention_part(
     *PACKED,
     PART,
     **QKV,
-    dout="float [q]",
-    out="float [q]",
+    dout="float [B, Hq, S, Dv]",
+    out="float [B, Hq, S, Dv]",
     lse="float [B, Hq, S]",
     cu_seqlens=DOCUMENTS,
     **OPTIONS,
@@ -242,7 +248,7 @@ def attention_part_backward(
     """The contribution of a part of the keys to the gradients of the whole attention.
 
     Args:
-        dout, out: [B, Hq, S, D], of the whole softmax, over all parts (and a sink, if there is
+        dout, out: [B, Hq, S, Dv], of the whole softmax, over all parts (and a sink, if there is
             one).
         lse: [B, Hq, S], of the whole softmax.
         q, k, v, cu_seqlens, causal, window, softcap, scale, offset: as in `attention_part`.
@@ -267,6 +273,7 @@ def attention_part_backward(
     variant = variant_of(q.shape[3], causal, window, softcap, scale)
     request = request_of(
         q.shape[3],
+        v.shape[3],
         causal,
         window,
         softcap,
@@ -279,20 +286,44 @@ def attention_part_backward(
     return fn.part_backward(dout, q, k, v, out, lse, cu_seqlens, variant, offset)
 
 
+@torch_names.constant
+def takes_values(implementation: str, D: int, Dv: int) -> bool:
+    """Whether an implementation takes values of width Dv beside keys of width D as they are; else
+    a caller may pad them. `auto` finds one that does.
+    """
+    request = Request(head_dim=D, value_dim=None if Dv == D else Dv)
+    chosen = None if implementation == "auto" else ATTENTION.implementation(implementation)
+    return chosen is None or chosen.refuses(request) is None
+
+
 # ---- cases
 
 
 def _case(
-    name, B, hq, hk, S, D, *, keys=None, documents=None, sinks=False, tags=cases.CONTRACT, **options
+    name,
+    B,
+    hq,
+    hk,
+    S,
+    D,
+    *,
+    values=None,
+    keys=None,
+    documents=None,
+    sinks=False,
+    tags=cases.CONTRACT,
+    **options,
 ):
+    Dv = values or D
+
     def make(device, dtype, seed):
         g = cases.generator(device, seed)
         lengths = (S, keys or S, keys or S)
         q, k, v = (
-            cases.randn(B, n, h, D, device=device, dtype=dtype, gen=g, requires_grad=False)
+            cases.randn(B, n, h, width, device=device, dtype=dtype, gen=g, requires_grad=False)
             .transpose(1, 2)
             .requires_grad_()
-            for h, n in zip((hq, hk, hk), lengths, strict=True)
+            for h, n, width in zip((hq, hk, hk), lengths, (D, D, Dv), strict=True)
         )
         kw = {"q": q, "k": k, "v": v, **options}
         if documents:
@@ -301,7 +332,9 @@ def _case(
             kw["sinks"] = cases.randn(hq, device=device, dtype=dtype, gen=g)
         return kw
 
-    def cost(itemsize):  # two products forward, five backward, over the pairs that see each other
+    def cost(itemsize):
+        # Over the pairs that see each other two products forward, and five backward, of which three
+        # are with keys or queries.
         longest = [b - a for a, b in itertools.pairwise(documents)] if documents else [S] * B
         window = options.get("window") or S
         pairs = sum(
@@ -310,12 +343,9 @@ def _case(
             else min(n, window) * (2 * n - min(n, window)) // 2
             for n in longest
         )
-        flops = 4 * hq * pairs * D
+        forward = itemsize * B * S * (D + Dv) * (hq + hk)
         return Cost(
-            itemsize * B * S * D * 2 * (hq + hk),
-            itemsize * B * S * D * 4 * (hq + hk),
-            flops,
-            5 * flops // 2,
+            forward, 2 * forward, 2 * hq * pairs * (D + Dv), 2 * hq * pairs * (3 * D + 2 * Dv)
         )
 
     return Case(name, make, cost, tags)
@@ -402,6 +432,7 @@ ATTENTION = Op(
             "sinks", 1, 4, 2, 17, 8, documents=(0, 1, 6, 17), sinks=True, window=5, tags=cases.HOST
         ),
         _case("cache", 2, 4, 2, 3, 8, keys=11),
+        _case("latent", 1, 4, 4, 19, 24, values=16, documents=(0, 7, 19), tags=cases.HOST),
         _case("qwen3-8b", 1, 32, 8, 4096, 128, tags=cases.CUDA),
         _case("qwen3-30b-a3b_8k", 1, 32, 4, 8192, 128, tags=cases.CUDA),
         _case("qwen3-30b-a3b_32k", 1, 32, 4, 32768, 128, tags=cases.CUDA),
@@ -416,6 +447,7 @@ ATTENTION = Op(
             documents=_documents(32768, 4096, 512, 1024, 8192, 2560),
         ),
         _case("gpt-oss-20b_8k", 1, 64, 8, 8192, 64, tags=cases.CUDA, sinks=True, window=128),
+        _case("deepseek-v3_8k", 1, 16, 16, 8192, 192, values=128, tags=cases.CUDA),
         _case("qwen3-8b", 1, 32, 8, 512, 128, tags=cases.CPU),
         # Short rows: the twin allocates every score.
         _case("big", 2**12 + 1, 64, 8, 64, 128, tags=cases.BIG),
@@ -457,5 +489,6 @@ ATTENTION = Op(
             for f in ("window", "softcap", "sinks", "shorter", "part")
         ),
         Request(head_dim=512),
+        Request(head_dim=128, value_dim=64),
     ),
 )

@@ -269,8 +269,8 @@ def context_parallel_attention(
 
     Args:
         q: [B, Hq, S / n, D], this rank's tokens, with n = R U ranks and Hq a multiple of U.
-        k, v: [B, Hk, S / n, D], Hk a divisor of Hq. If Hk < U, key heads are sent to every rank
-            with queries for them.
+        k, v: [B, Hk, S / n, D] and [B, Hk, S / n, Dv], Hk a divisor of Hq. If Hk < U, key heads are
+            sent to every rank with queries for them.
         cp: the layout, with its process groups.
         cu_seqlens: as in `attention`, for the whole sequence, on every rank: 0 .. S. Requires B =
             1.
@@ -281,7 +281,7 @@ def context_parallel_attention(
         implementation: of attention. A ring requires one that returns a part's log-sum-exp.
 
     Returns:
-        [B, Hq, S / n, D] in q's dtype: `attention` of the whole sequence for this rank's tokens.
+        [B, Hq, S / n, Dv] in q's dtype: `attention` of the whole sequence for this rank's tokens.
 
     Raises:
         TypeError, ValueError: invalid arguments.
@@ -306,6 +306,7 @@ def context_parallel_attention(
     # Unsupported requests raise here, before other ranks wait for this one.
     request = request_of(
         D,
+        v.shape[3],
         causal,
         window,
         softcap,

@@ -11,8 +11,8 @@ from tilewright.kernels.attention.operators import Variant
 
 # Declarations (core.takes). PyTorch's kernels give NaN for a causal mask and a scale that is not
 # positive.
-QKV = {"q": "float [B, Hq, S, D]", "k": "q [B, Hk, Sk, D]", "v": "q [k]"}
-HEADS = "Hq >= 1", "D >= 1"
+QKV = {"q": "float [B, Hq, S, D]", "k": "q [B, Hk, Sk, D]", "v": "q [B, Hk, Sk, Dv]"}
+HEADS = "Hq >= 1", "D >= 1", "Dv >= 1"
 OPTIONS = {
     "causal": "bool",
     "window": "int [1, 2**31)",
@@ -31,9 +31,13 @@ def variant_of(
 
 
 class Request(NamedTuple):
-    """A request for attention. Built with keywords; for a call, by `request_of`."""
+    """A request for attention. Built with keywords; for a call, by `request_of`.
+
+    value_dim: the width of values where it is not `head_dim`, that of queries and keys; else None.
+    """
 
     head_dim: int
+    value_dim: int | None = None
     causal: bool = True
     packed: bool = False  # documents of different lengths
     window: bool = False
@@ -46,6 +50,7 @@ class Request(NamedTuple):
 
 def request_of(
     head_dim: int,
+    value_dim: int,
     causal: bool,
     window: int | None,
     softcap: float | None,
@@ -61,8 +66,10 @@ def request_of(
     """
     if window is not None and not causal:
         raise ValueError(f"window = {window} needs causal=True: it ends at a position itself")
+    wide, narrow = _head_widths(head_dim, value_dim)
     return Request(
-        head_dim=_head_width(head_dim),
+        head_dim=wide,
+        value_dim=narrow,
         causal=causal,
         packed=packed,
         window=window is not None,
@@ -74,15 +81,15 @@ def request_of(
     )
 
 
-def _head_width(D: int) -> int:
-    """D, for a Request. Where Dynamo traces it as a symbol, one width represents all that every
-    implementation supports, and any other becomes a constant of the graph.
+def _head_widths(D: int, Dv: int) -> tuple[int, int | None]:
+    """head_dim and value_dim of a Request. Where Dynamo traces D as a symbol, one width represents
+    all that every implementation supports, and any other becomes a constant of the graph.
     """
-    if torch.compiler.is_dynamo_compiling():
-        if D % 8 == 0 and D <= 128:
-            return 128
-        return len(range(D))  # a constant; int(D) is not
-    return D
+    if not torch.compiler.is_dynamo_compiling():
+        return D, None if Dv == D else Dv
+    if Dv != D:
+        return len(range(D)), len(range(Dv))  # constants; int(D) is not
+    return (128 if D % 8 == 0 and D <= 128 else len(range(D))), None
 
 
 def check_heads(q: torch.Tensor, k: torch.Tensor) -> None:
@@ -122,6 +129,14 @@ def unsupported_features(**features: str) -> Callable[[Request], str | None]:
 
 
 def head_widths(request: Request, multiple: int, most: int) -> str | None:
-    if request.head_dim % multiple or request.head_dim > most:
-        return f"takes head widths that are multiples of {multiple} up to {most}, not {request.head_dim}"
+    for width in (request.head_dim, request.value_dim):
+        if width is not None and (width % multiple or width > most):
+            return f"takes head widths that are multiples of {multiple} up to {most}, not {width}"
+    return None
+
+
+def one_width(request: Request) -> str | None:
+    """A reason of implementations whose kernels have one width for keys and values."""
+    if request.value_dim is not None:
+        return f"takes values as wide as keys, not {request.value_dim} beside {request.head_dim}"
     return None
