@@ -20,7 +20,7 @@ from tilewright.integrations.transformers.instance import own_function
 from tilewright.integrations.transformers.masks import Mask
 from tilewright.integrations.transformers.packing import is_numbered
 from tilewright.ops import attention
-from tilewright.ops.attention.attention import ATTENTION, takes_values
+from tilewright.ops.attention.attention import ATTENTION, Request, takes_values
 
 # What transformers' cache of continuous batching passes: itself before 5.24, or what it reads by.
 PAGED = ("cache", "read_index", "block_table")
@@ -72,7 +72,10 @@ def attention_entry(
         packed_beside_mask = cu_seq_lens_q is not None and attention_mask is not None and S > 1
         if _attentions_are_collected(collector):
             kwargs["output_attentions"] = True
-        if refused := _refused(mask, (S, keys), dropout, packed_beside_mask, kwargs):
+        drops = 0 < dropout < 1 and _drops(implementation)
+        if refused := _refused(
+            mask, (S, keys), 0.0 if drops else dropout, packed_beside_mask, kwargs
+        ):
             raise NotComputed(
                 f'{type(module).__name__}: attn_implementation="{name}" does not compute '
                 f'{", ".join(refused)} (others: "sdpa", "eager")'
@@ -94,6 +97,10 @@ def attention_entry(
             "scale": scaling,
             "implementation": implementation,
         }
+        if drops:
+            # Of the CPU's default generator, whose state checkpointing restores before it
+            # recomputes a layer. Drawing it there makes no device wait.
+            options |= {"dropout_p": dropout, "seed": int(torch.randint(2**62, (), device="cpu"))}
         with checks.no_autocast(query):
             if S > 1 and cu_seq_lens_q is not None:  # of all rows, concatenated
                 if torch.compiler.is_compiling():
@@ -148,6 +155,16 @@ def eager_attention(cls: type) -> Callable | None:
         return None
     names = (n for n in own.__code__.co_names if n.endswith("attention_forward"))
     return next((own.__globals__[n] for n in names if n in own.__globals__), None)
+
+
+def _drops(implementation: str) -> bool:
+    """Whether an implementation computes dropout. Not in compiled code, whose graph cannot have a
+    number that is drawn on the host.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    chosen = None if implementation == "auto" else ATTENTION.implementation(implementation)
+    return chosen is None or chosen.refuses(Request(head_dim=64, dropout=True)) is None
 
 
 def _takes_values(implementation: str, D: int, Dv: int) -> bool:
@@ -322,9 +339,10 @@ def attend_cache(q, k, v, kept, name, options):
         )
     if options["window"] is not None and bool((kept[:, :-1] & ~kept[:, 1:]).any()):
         raise hole_in_window(name)
-    return torch.cat(
-        [
-            attention(q[b : b + 1], k[b : b + 1, :, kept[b]], v[b : b + 1, :, kept[b]], **options)
-            for b in range(q.shape[0])
-        ]
-    )
+    rows = []
+    for b in range(q.shape[0]):
+        if "dropout_p" in options:
+            options = {**options, "offset": b}  # another mask for each row
+        row = (k[b : b + 1, :, kept[b]], v[b : b + 1, :, kept[b]])
+        rows.append(attention(q[b : b + 1], *row, **options))
+    return torch.cat(rows)

@@ -160,6 +160,25 @@ def _load(at, row, i, d, live, D: tl.constexpr, MASKED: tl.constexpr, EVEN: tl.c
 
 
 @triton.jit
+def _kept(rows, n, head, threshold, seed, draw, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_M, BLOCK_N]: which probabilities dropout keeps, of queries at `rows` of the sequence
+    and keys from n of their document, a multiple of 4. A counter has the bits of four keys.
+    """
+    none = rows[:, None] * 0 + tl.zeros((BLOCK_M, BLOCK_N // 4), tl.int64)
+    a, b, c, d = tl.philox(
+        seed,
+        (none + (n // 4 + tl.arange(0, BLOCK_N // 4))[None, :]).to(tl.uint32),
+        (none + rows[:, None]).to(tl.uint32),
+        (none + head).to(tl.uint32),
+        (none + draw + 0x20000000).to(tl.uint32),
+    )
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK_M, BLOCK_N))
+    # threshold is at least 1 here and at most 2^32.
+    most = (tl.zeros((1, 1), tl.int64) + (threshold - 1)).to(tl.uint32)
+    return words > most
+
+
+@triton.jit
 def _attend(
     acc,
     top,
@@ -180,6 +199,11 @@ def _attend(
     window,
     scale,
     cap,
+    line,
+    head,
+    threshold,
+    seed,
+    draw,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     REST: tl.constexpr,
@@ -189,7 +213,9 @@ def _attend(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """The online softmax over keys `low` to `high`: top is the largest logit so far, total the sum
@@ -214,6 +240,8 @@ def _attend(
         p = tl.exp2(s - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(p, 1)
+        if DROPOUT:
+            p = tl.where(_kept(line, n, head, threshold, seed, draw, BLOCK_M, BLOCK_N), p, 0.0)
         v = _load(v_at, v_row, j, e, n + j < keys, DV, MASKED, DV == WIDTH_V)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         top = new
@@ -222,7 +250,9 @@ def _attend(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
+@triton.jit(
+    do_not_specialize=["capacity", "S", "Sk", "offset", "window", "threshold", "seed", "draw"]
+)
 def _forward(
     q_ptr,
     k_ptr,
@@ -239,6 +269,10 @@ def _forward(
     window,
     scale,
     cap,
+    threshold: tl.int64,
+    inverse,
+    seed: tl.int64,
+    draw,
     q_batch,
     q_head,
     q_row,
@@ -261,6 +295,7 @@ def _forward(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
     SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -299,6 +334,7 @@ def _forward(
             m + offset, m + offset + BLOCK_M - 1, keys, window, BLOCK_N, CAUSAL, WINDOW
         )
         rows = m + i + offset
+        line, head = begin + m + i, b * tl.num_programs(1) + h  # of the mask of dropout
         if WINDOW:
             acc, top, total = _attend(
                 acc,
@@ -320,6 +356,11 @@ def _forward(
                 window,
                 scale,
                 cap,
+                line,
+                head,
+                threshold,
+                seed,
+                draw,
                 D,
                 WIDTH,
                 REST,
@@ -329,7 +370,9 @@ def _forward(
                 CAUSAL,
                 WINDOW,
                 SOFTCAP,
+                DROPOUT,
                 PRECISION,
+                BLOCK_M,
                 BLOCK_N,
             )
         acc, top, total = _attend(
@@ -352,6 +395,11 @@ def _forward(
             window,
             scale,
             cap,
+            line,
+            head,
+            threshold,
+            seed,
+            draw,
             D,
             WIDTH,
             REST,
@@ -361,7 +409,9 @@ def _forward(
             CAUSAL,
             WINDOW,
             SOFTCAP,
+            DROPOUT,
             PRECISION,
+            BLOCK_M,
             BLOCK_N,
         )
         acc, top, total = _attend(
@@ -384,6 +434,11 @@ def _forward(
             window,
             scale,
             cap,
+            line,
+            head,
+            threshold,
+            seed,
+            draw,
             D,
             WIDTH,
             REST,
@@ -393,10 +448,14 @@ def _forward(
             CAUSAL,
             WINDOW,
             SOFTCAP,
+            DROPOUT,
             PRECISION,
+            BLOCK_M,
             BLOCK_N,
         )
         out = acc / tl.where(total == 0, 1.0, total)[:, None]
+        if DROPOUT:
+            out *= inverse
         o_at = out_ptr + b * o_batch + h.to(tl.int64) * o_head + (start + m) * o_row
         tl.store(
             o_at + i[:, None] * o_row + e[None, :],
@@ -438,6 +497,12 @@ def _walk_keys(
     window,
     scale,
     cap,
+    line,
+    head,
+    threshold,
+    inverse,
+    seed,
+    draw,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     REST: tl.constexpr,
@@ -447,7 +512,9 @@ def _walk_keys(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """dq and the rest of its columns, without the scale, over keys `low` to `high`."""
@@ -465,7 +532,11 @@ def _walk_keys(
         p = tl.exp2(s - power[:, None])
         if MASKED:
             p = tl.where(_seen(rows[:, None], n + j[None, :], keys, window, CAUSAL, WINDOW), p, 0.0)
-        ds = p * (tl.dot(g, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+        dp = tl.dot(g, tl.trans(v), input_precision=PRECISION)
+        if DROPOUT:
+            kept = _kept(line, n, head, threshold, seed, draw, BLOCK_M, BLOCK_N)
+            dp = tl.where(kept, dp * inverse, 0.0)
+        ds = p * (dp - delta[:, None])
         if SOFTCAP:
             ds = ds * slope
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -476,7 +547,9 @@ def _walk_keys(
     return dq, dq_rest
 
 
-@triton.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
+@triton.jit(
+    do_not_specialize=["capacity", "S", "Sk", "offset", "window", "threshold", "seed", "draw"]
+)
 def _backward_q(
     g_ptr,
     q_ptr,
@@ -495,6 +568,10 @@ def _backward_q(
     window,
     scale,
     cap,
+    threshold: tl.int64,
+    inverse,
+    seed: tl.int64,
+    draw,
     g_batch,
     g_head,
     g_row,
@@ -523,6 +600,7 @@ def _backward_q(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -582,6 +660,7 @@ def _backward_q(
             m + offset, m + offset + BLOCK_M - 1, keys, window, BLOCK_N, CAUSAL, WINDOW
         )
         rows = m + i + offset
+        line, of_mask = begin + m + i, b * tl.num_programs(1) + h
         if WINDOW:
             dq, dq_rest = _walk_keys(
                 dq,
@@ -605,6 +684,12 @@ def _backward_q(
                 window,
                 scale,
                 cap,
+                line,
+                of_mask,
+                threshold,
+                inverse,
+                seed,
+                draw,
                 D,
                 WIDTH,
                 REST,
@@ -614,7 +699,9 @@ def _backward_q(
                 CAUSAL,
                 WINDOW,
                 SOFTCAP,
+                DROPOUT,
                 PRECISION,
+                BLOCK_M,
                 BLOCK_N,
             )
         dq, dq_rest = _walk_keys(
@@ -639,6 +726,12 @@ def _backward_q(
             window,
             scale,
             cap,
+            line,
+            of_mask,
+            threshold,
+            inverse,
+            seed,
+            draw,
             D,
             WIDTH,
             REST,
@@ -648,7 +741,9 @@ def _backward_q(
             CAUSAL,
             WINDOW,
             SOFTCAP,
+            DROPOUT,
             PRECISION,
+            BLOCK_M,
             BLOCK_N,
         )
         dq, dq_rest = _walk_keys(
@@ -673,6 +768,12 @@ def _backward_q(
             window,
             scale,
             cap,
+            line,
+            of_mask,
+            threshold,
+            inverse,
+            seed,
+            draw,
             D,
             WIDTH,
             REST,
@@ -682,7 +783,9 @@ def _backward_q(
             CAUSAL,
             WINDOW,
             SOFTCAP,
+            DROPOUT,
             PRECISION,
+            BLOCK_M,
             BLOCK_N,
         )
         to = dq_ptr + b * dq_batch + head * dq_head + (start + m) * dq_row + i[:, None] * dq_row
@@ -699,7 +802,9 @@ def _backward_q(
             )
 
 
-@triton.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
+@triton.jit(
+    do_not_specialize=["capacity", "S", "Sk", "offset", "window", "threshold", "seed", "draw"]
+)
 def _backward_kv(
     g_ptr,
     q_ptr,
@@ -718,6 +823,10 @@ def _backward_kv(
     window,
     scale,
     cap,
+    threshold: tl.int64,
+    inverse,
+    seed: tl.int64,
+    draw,
     g_batch,
     g_head,
     g_row,
@@ -746,6 +855,7 @@ def _backward_kv(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -823,8 +933,19 @@ def _backward_kv(
                         p,
                         0.0,
                     )
-            dv = tl.dot(p.to(g.dtype), g, dv, input_precision=PRECISION)
-            ds = p * (tl.dot(v, tl.trans(g), input_precision=PRECISION) - delta[None, :])
+            used = p
+            if DROPOUT:
+                line = begin + m + i
+                head_of_row = b * tl.num_programs(1) * GROUP + h
+                kept = tl.trans(
+                    _kept(line, n, head_of_row, threshold, seed, draw, BLOCK_M, BLOCK_N)
+                )
+                used = tl.where(kept, p, 0.0)
+            dv = tl.dot(used.to(g.dtype), g, dv, input_precision=PRECISION)
+            dp = tl.dot(v, tl.trans(g), input_precision=PRECISION)
+            if DROPOUT:
+                dp = tl.where(kept, dp * inverse, 0.0)
+            ds = p * (dp - delta[None, :])
             if SOFTCAP:
                 ds = ds * slope
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
@@ -848,6 +969,8 @@ def _backward_kv(
                 mask=exists & (d_rest < D)[None, :],
             )
         to = dv_ptr + b * dv_batch + head * dv_head + (start + n) * dv_row + j[:, None] * dv_row
+        if DROPOUT:
+            dv *= inverse
         tl.store(to + e[None, :], dv.to(dv_ptr.dtype.element_ty), mask=exists & (e < DV)[None, :])
 
 
@@ -904,10 +1027,12 @@ def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constant
 
     strided: those of `tensors` whose strides the kernel takes.
     """
-    q, k, v, cu_seqlens, (causal, window, softcap, scale), offset = problem
+    q, k, v, cu_seqlens, (causal, window, softcap, scale, dropout), offset = problem
     B, H, rows, _ = tiled.shape
     S, Sk = q.shape[2], k.shape[2]
     widths, large = _Widths.of(q.shape[3], v.shape[3]), large_shared_memory(q.device)
+    if dropout.threshold > 0:
+        tunable = DROPPING[tunable]
     c = tunable.config(q.device, widths.key, q.element_size(), large, softcap > 0)
     tiles, capacity, count = _tiles(cu_seqlens, B, rows, c[block])
     launch(
@@ -924,6 +1049,7 @@ def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constant
         min(window, S + Sk + abs(offset)),
         scale,
         softcap,
+        *dropout,
         *[n for t in strided for n in t.stride()[:3]],
         GROUP=q.shape[1] // k.shape[1],
         **widths._asdict(),
@@ -931,6 +1057,7 @@ def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constant
         CAUSAL=causal,
         WINDOW=window > 0,
         SOFTCAP=softcap > 0,
+        DROPOUT=dropout.threshold > 0,
         PRECISION=dot_precision(q),
         **constants,
         **c,
@@ -1084,7 +1211,11 @@ def _variants(key: dict) -> dict[str, dict]:
     return packed
 
 
-def _specs_of(kernel, name: str, tensors: tuple[str, ...], tiled: str):
+def _dropping_variants(key: dict) -> dict[str, dict]:
+    return {"packed dropout": {"PACKED": True, "DROPOUT": True}}
+
+
+def _specs_of(kernel, name: str, tensors: tuple[str, ...], tiled: str, variants=_variants):
     """tensors: whose strides are multiples of 16.   tiled: the constant that decides on tensor
     cores of Hopper.
     """
@@ -1095,14 +1226,14 @@ def _specs_of(kernel, name: str, tensors: tuple[str, ...], tiled: str):
         widths = _Widths.of(width, 128 if width == 192 else width)
         name_of_widths = f"D={width}" if widths.D == widths.DV else f"D={width} DV={widths.DV}"
         wide = data == "bf16" and config[tiled] >= 64
-        found = []
-        for label, options in _variants(key).items():
+        floats, found = dict.fromkeys(("scale", "cap", "inverse"), "fp32"), []
+        for label, options in variants(key).items():
             packed, sinks = options.get("PACKED"), options.get("SINKS")
             types = dict.fromkeys(("lse", "delta"), "fp32") | {"*": data}
             types["sinks"] = "fp32" if sinks else None
             types |= {"tiles": "i32", "cu": "i64"} if packed else {"tiles": None, "cu": None}
             chosen = {n: v for n, v in config.items() if n.startswith(("BLOCK", "num_"))}
-            flags = dict.fromkeys(("PACKED", "WINDOW", "SOFTCAP", "SINKS"), False)
+            flags = dict.fromkeys(("PACKED", "WINDOW", "SOFTCAP", "DROPOUT", "SINKS"), False)
             found.append(
                 KernelSpec.of(
                     kernel,
@@ -1117,7 +1248,7 @@ def _specs_of(kernel, name: str, tensors: tuple[str, ...], tiled: str):
                         **options,
                         **chosen,
                     },
-                    {"scale": "fp32", "cap": "fp32"},
+                    {**floats, "threshold": "i64", "seed": "i64"},
                     divisible=strides,
                     **_arch(key),
                     undivided=kernel is not _forward and data == "bf16" and not key["capped"],
@@ -1167,4 +1298,38 @@ BACKWARD_KV = Tunable(
     _KEYS,
     _specs_of(_backward_kv, "backward_kv", ("g", "q", "k", "v", "dk", "dv"), "BLOCK_N"),
 )
-TUNABLES = (FORWARD, BACKWARD_Q, BACKWARD_KV)
+
+
+def _dropping(
+    tunable: Tunable, kernel, tensors: tuple[str, ...], tiled: str, walked: str, whole: int = 0
+):
+    """The launch with dropout. Random bits take registers beside logits, as a softcap does and
+    more, so that half as many pairs are computed at a time.   whole: a width at which all fit.
+    """
+
+    def heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
+        config = tunable.heuristic(width=width, itemsize=itemsize, large=large, capped=True)
+        return config if width == whole else {**config, walked: max(16, config[walked] // 2)}
+
+    return Tunable(
+        "attention",
+        f"{tunable.launch}_dropout",
+        _FIELDS,
+        tunable.pass_name,
+        heuristic,
+        lambda **key: [heuristic(**key)],
+        [(width, 2, large, False) for width in (128, 64, 192) for large in (True, False)],
+        _specs_of(kernel, tunable.launch, tensors, tiled, _dropping_variants),
+    )
+
+
+DROPPING = {
+    FORWARD: _dropping(FORWARD, _forward, ("q", "k", "v", "o"), "BLOCK_M", "BLOCK_N"),
+    BACKWARD_Q: _dropping(
+        BACKWARD_Q, _backward_q, ("g", "q", "k", "v", "o", "dq"), "BLOCK_M", "BLOCK_N", 64
+    ),
+    BACKWARD_KV: _dropping(
+        BACKWARD_KV, _backward_kv, ("g", "q", "k", "v", "dk", "dv"), "BLOCK_N", "BLOCK_M", 128
+    ),
+}
+TUNABLES = (FORWARD, BACKWARD_Q, BACKWARD_KV, *DROPPING.values())

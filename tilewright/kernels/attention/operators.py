@@ -15,6 +15,20 @@ import torch
 from tilewright.core.library import declare
 
 
+class Dropout(NamedTuple):
+    """Dropout of probabilities, by counters (see `ops.attention`).
+
+    threshold: one whose 32 random bits are below it is dropped, 0 (none) to 2^32.
+    inverse: what the others are multiplied by.
+    seed: the generator's key.   draw: the number of the call, in the counter.
+    """
+
+    threshold: int = 0
+    inverse: float = 1.0
+    seed: int = 0
+    draw: int = 0
+
+
 class Variant(NamedTuple):
     """The variant of attention to compute. window: 0 for none.   softcap: 0.0 for none."""
 
@@ -22,6 +36,7 @@ class Variant(NamedTuple):
     window: int = 0
     softcap: float = 0.0
     scale: float = 1.0
+    dropout: Dropout = Dropout()
 
 
 class Attended(NamedTuple):

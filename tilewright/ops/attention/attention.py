@@ -26,12 +26,14 @@ from tilewright.ops.attention import triton, vendors
 from tilewright.ops.attention.eager import attention_eager
 from tilewright.ops.attention.options import (
     DOCUMENTS,
+    DROPOUT,
     HEADS,
     OPTIONS,
     PACKED,
     QKV,
     Request,
     check_heads,
+    dropout_of,
     layout_hint,
     request_of,
     variant_of,
@@ -50,7 +52,6 @@ __all__ = ["ATTENTION", "Request", "attention", "attention_part", "attention_par
     window_size="window, the number of keys that a query sees, itself included",
     attn_mask="packed documents are cu_seqlens, windows are window; for other masks use "
     "torch.nn.functional.scaled_dot_product_attention",
-    dropout_p="attention has no dropout",
     enable_gqa="k and v may always have fewer heads than q",
 )
 @takes(
@@ -60,6 +61,7 @@ __all__ = ["ATTENTION", "Request", "attention", "attention_part", "attention_par
     cu_seqlens=DOCUMENTS,
     **OPTIONS,
     sinks="float [Hq]",
+    **DROPOUT,
     max_seqlen="int [0, inf)",
 )
 def attention(
@@ -73,6 +75,9 @@ def attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    offset: int = 0,
     max_seqlen: int | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
@@ -87,6 +92,15 @@ def attention(
     documents or their gradients (native and flash-attn: as their kernels do). Within a document, or
     a sequence, they may reach positions that do not see them, since masked positions are multiplied
     by 0: with eager and sdpa all positions, with triton those that share a block of keys.
+
+    Dropout is as in torch.nn.functional.scaled_dot_product_attention: of the softmax's
+    probabilities each is dropped with probability dropout_p, and the others are divided by
+    1 - dropout_p. The mask is a function of counters: in batch b and query head h, query i of the
+    sequence and key j of its document (of the sequence, without cu_seqlens) have the 32 bits of
+    word j % 4 of Philox4x32-10 (Salmon et al., SC 2011) with key seed and counter words (j // 4, i,
+    b Hq + h, 2^29 + offset). The pair is dropped if they are below dropout_p 2^32, rounded to an
+    integer. So the mask is the same in every implementation that has dropout, on any device and
+    with any launch configuration; backward draws it again, and nothing is saved for it.
 
     Args:
         q: [B, Hq, S, D] fp32 | bf16 | fp16 (fp64 too).
@@ -107,6 +121,11 @@ def attention(
         sinks: [Hq], any floating dtype, used in float32: one more logit per head, which takes its
             share of the softmax and has no value (gpt-oss).
         scale: a finite number > 0 (in float32); default D ** -0.5.
+        dropout_p: probability in [0, 1) of a pair to be dropped. With more than 0 only triton and
+            eager compute it. 0 has the bits of a call without it.
+        seed: 0 to 2^63 - 1, required where dropout_p is not 0.
+        offset: 0 to 2^29 - 1: the call's number. Calls with another one (other layers, other
+            micro-batches) have another mask; a recomputation needs the same.
         max_seqlen: length of the longest document, or an upper bound, where it is known on the
             host; used with cu_seqlens only.
         implementation: "auto", or one of flash_attention_4, flash_attention_3, native,
@@ -116,7 +135,7 @@ def attention(
         [B, Hq, S, Dv] in q's dtype.
 
     Raises:
-        TypeError, ValueError: invalid arguments.
+        TypeError, ValueError: invalid arguments, or dropout without a seed.
         ImplementationUnavailable: a named implementation that cannot run here, or for which the
             request is unsupported.
 
@@ -127,7 +146,8 @@ def attention(
         ((1, 4, 3, 8), True)
 
     Source: arXiv:1706.03762; grouped queries arXiv:2305.13245; windows arXiv:2004.05150; softcap
-    arXiv:2408.00118; sinks arXiv:2309.17453, as gpt-oss trains them (arXiv:2508.10925).
+    arXiv:2408.00118; sinks arXiv:2309.17453, as gpt-oss trains them (arXiv:2508.10925);
+    dropout JMLR 15:1929, 2014.
     """
     check_heads(q, k)
     S, Sk, D = q.shape[2], k.shape[2], q.shape[3]
@@ -140,10 +160,13 @@ def attention(
     gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (q, k, v, sinks)
     )
-    # Under dynamic shapes this makes it a constant, which a Request requires.
-    shorter = False
+    # Under dynamic shapes this makes them constants, which a Request requires.
+    shorter, drops = False, False
     if Sk != S:
         shorter = True
+    dropout = dropout_of(dropout_p, seed, offset)
+    if dropout.threshold > 0:
+        drops = True
     request = request_of(
         D,
         v.shape[3],
@@ -154,9 +177,10 @@ def attention(
         sinks=sinks is not None,
         shorter=shorter,
         gradient=gradient,
+        dropout=drops,
     )
     fn = ATTENTION.pick(implementation, q, request)
-    variant = variant_of(D, causal, window, softcap, scale)
+    variant = variant_of(D, causal, window, softcap, scale, dropout)
     return fn(q, k, v, cu_seqlens, variant, sinks, max_seqlen)
 
 
@@ -431,6 +455,21 @@ ATTENTION = Op(
         _case(
             "sinks", 1, 4, 2, 17, 8, documents=(0, 1, 6, 17), sinks=True, window=5, tags=cases.HOST
         ),
+        _case(
+            "dropout", 2, 4, 2, 13, 8, dropout_p=0.2, seed=2**40 + 11, offset=2**28 + 3, window=6
+        ),
+        _case(
+            "dropout_documents",
+            1,
+            4,
+            2,
+            23,
+            8,
+            documents=(0, 1, 6, 23),
+            dropout_p=0.5,
+            seed=7,
+            tags=cases.HOST,
+        ),
         _case("cache", 2, 4, 2, 3, 8, keys=11),
         _case("latent", 1, 4, 4, 19, 24, values=16, documents=(0, 7, 19), tags=cases.HOST),
         _case("qwen3-8b", 1, 32, 8, 4096, 128, tags=cases.CUDA),
@@ -486,7 +525,7 @@ ATTENTION = Op(
     requests=(
         *(
             Request(head_dim=64, **{f: True})
-            for f in ("window", "softcap", "sinks", "shorter", "part")
+            for f in ("window", "softcap", "sinks", "shorter", "dropout", "part")
         ),
         Request(head_dim=512),
         Request(head_dim=128, value_dim=64),

@@ -234,6 +234,10 @@ def unshard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
 # Document lengths are known at run time only. Below the other: torch 2.11 takes an outermost
 # `disable` off a function that it is asked to compile.
 @checks.autocast("products", "q", "k", "v")
+@checks.torch_names(
+    dropout_p="a mask of dropout has positions of the whole sequence, which a rank's part of the "
+    "keys does not have"
+)
 @torch.compiler.disable
 @takes(
     *HEADS,

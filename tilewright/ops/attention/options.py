@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from tilewright.kernels.attention.operators import Variant
+from tilewright.kernels.attention.operators import Dropout, Variant
+from tilewright.ops.quant import quantize
 
 # Declarations (core.takes). PyTorch's kernels give NaN for a causal mask and a scale that is not
 # positive.
@@ -19,15 +20,39 @@ OPTIONS = {
     "softcap": "number (0, inf)",
     "scale": "number (0, inf)",
 }
+DROPOUT = {
+    "dropout_p": "number [0, 1)",
+    "seed": quantize.SEED,
+    "offset": "int [0, 2**29)",
+}
 DOCUMENTS = "int32 | int64 [bounds]"  # cu_seqlens
 PACKED = "bounds >= 2", "q: cu_seqlens is None or B == 1", "k: cu_seqlens is None or Sk == S"
 
+NO_DROPOUT = Dropout()
+
 
 def variant_of(
-    head_dim: int, causal: bool, window: int | None, softcap: float | None, scale: float | None
+    head_dim: int,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+    dropout: Dropout = NO_DROPOUT,
 ) -> Variant:
     scale = head_dim**-0.5 if scale is None else float(scale)
-    return Variant(causal, window or 0, float(softcap or 0.0), scale)
+    return Variant(causal, window or 0, float(softcap or 0.0), scale, dropout)
+
+
+def dropout_of(dropout_p: float, seed: int | None, offset: int) -> Dropout:
+    """Raises ValueError for dropout without a seed: each call would have the same mask."""
+    if dropout_p == 0:
+        return NO_DROPOUT
+    if seed is None:
+        raise ValueError(
+            f"seed must be given where dropout_p is not 0, got dropout_p = {dropout_p}"
+        )
+    p = float(dropout_p)
+    return Dropout(round(p * 2**32), 1.0 / (1.0 - p), seed, offset)
 
 
 class Request(NamedTuple):
@@ -45,6 +70,7 @@ class Request(NamedTuple):
     sinks: bool = False
     shorter: bool = False  # fewer queries than keys
     gradient: bool = False
+    dropout: bool = False
     part: bool = False  # output and log-sum-exp for a part of the keys (`attention_part`)
 
 
@@ -59,6 +85,7 @@ def request_of(
     sinks: bool = False,
     shorter: bool = False,
     gradient: bool = False,
+    dropout: bool = False,
     part: bool = False,
 ) -> Request:
     """From options as the public functions take them. Raises ValueError for a window that is not
@@ -77,6 +104,7 @@ def request_of(
         sinks=sinks,
         shorter=shorter,
         gradient=gradient,
+        dropout=dropout,
         part=part,
     )
 
@@ -115,6 +143,8 @@ def layout_hint(q, k):
 # ---- unsupported options
 
 WINDOW, SOFTCAP, SINKS = "a sliding window", "a softcap", "sinks"
+# PyTorch's and flash-attn's draw from streams of their own.
+OWN_DROPOUT = "dropout by counters"
 PART = "a part of the keys with its log-sum-exp"
 
 

@@ -17,6 +17,7 @@ from tilewright.core.layout import last_contiguous
 from tilewright.core.registry import Implementation
 from tilewright.ops.attention.eager import by_document, host_seqlens
 from tilewright.ops.attention.options import (
+    OWN_DROPOUT,
     PART,
     SINKS,
     SOFTCAP,
@@ -67,7 +68,11 @@ def _aligned_at_the_first_key(
 
 sdpa_refuses = _aligned_at_the_first_key(
     unsupported_features(
-        window=f"{WINDOW} without a mask of S x S", softcap=SOFTCAP, sinks=SINKS, part=PART
+        window=f"{WINDOW} without a mask of S x S",
+        softcap=SOFTCAP,
+        sinks=SINKS,
+        dropout=OWN_DROPOUT,
+        part=PART,
     )
 )
 
@@ -99,7 +104,7 @@ def no_native(device_type: str) -> str | None:
 
 
 _native_lacks = _aligned_at_the_first_key(
-    unsupported_features(softcap=SOFTCAP, sinks=SINKS, part=PART)
+    unsupported_features(softcap=SOFTCAP, sinks=SINKS, dropout=OWN_DROPOUT, part=PART)
 )
 
 
@@ -119,7 +124,7 @@ def native():
     attend, grouped = varlen()
 
     def attention_native(q, k, v, cu_seqlens, variant, sinks, max_seqlen):
-        causal, window, _, scale = variant
+        causal, window, _, scale, _ = variant
         B, H, S, _ = q.shape
         if not q.numel() or (cu_seqlens is None and not window):
             with sdpa_kernel(backends, set_priority=True):
@@ -202,7 +207,7 @@ class Flash(NamedTuple):
         module = importlib.import_module(self.module)
 
         def attention_flash(q, k, v, cu_seqlens, variant, sinks, max_seqlen):
-            causal, window, softcap, scale = variant
+            causal, window, softcap, scale, _ = variant
             options = {
                 "softmax_scale": scale,
                 "causal": causal,
@@ -262,7 +267,7 @@ FLASH = {
         "4.0.0b36",
         "flash_attn.cute",
         (9, 10, 11),
-        unsupported_features(part=PART),
+        unsupported_features(dropout=OWN_DROPOUT, part=PART),
         {9: 256, 10: 128, 11: 128},
         None,
         _values_of_4,
@@ -272,7 +277,7 @@ FLASH = {
         None,
         "flash_attn_interface",
         (9,),
-        unsupported_features(sinks=SINKS, part=PART),
+        unsupported_features(sinks=SINKS, dropout=OWN_DROPOUT, part=PART),
         {9: 256},
         -1,
         _values_of_3,
@@ -283,7 +288,7 @@ FLASH = {
         "2.6.0",
         "flash_attn",
         (8, 9, 10, 12),
-        unsupported_features(sinks=SINKS, part=PART),
+        unsupported_features(sinks=SINKS, dropout=OWN_DROPOUT, part=PART),
         {8: 256, 9: 256, 10: 256, 12: 256},
         -1,
         _values_of_2,
