@@ -806,6 +806,22 @@ def test_attention_without_padding_is_one_plain_call(hf, attentions):
     assert attentions == [None, None]
 
 
+@pytest.mark.parametrize("takes", [True, False])
+def test_values_of_latent_attention_are_padded_where_an_implementation_needs_it(
+    hf, attentions, takes, monkeypatch
+):
+    model = tiny(hf, "deepseek_v3", v_head_dim=12)
+    tokens = torch.randint(1, 50, (2, 9), device=DEVICE)
+    expected = attend(model, "eager", input_ids=tokens)
+    own, config = integration.attention, model.config
+    monkeypatch.setattr(own, "takes_values", lambda name, D, Dv: takes)
+    with mock.patch.object(own, "attention", wraps=own.attention) as calls:
+        same_attention(attend(model, "tilewright:eager", input_ids=tokens), expected)
+    widths = {(call.args[1].shape[3], call.args[2].shape[3]) for call in calls.call_args_list}
+    D = config.qk_nope_head_dim + config.qk_rope_head_dim
+    assert widths == {(D, config.v_head_dim if takes else D)}
+
+
 @pytest.mark.parametrize("name", ["tilewright", "tilewright:triton"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_dropout_of_attention_is_drawn_for_each_call_and_again_when_recomputed(

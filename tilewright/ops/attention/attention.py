@@ -168,8 +168,7 @@ def attention(
     if dropout.threshold > 0:
         drops = True
     request = request_of(
-        D,
-        v.shape[3],
+        (D, v.shape[3]),
         causal,
         window,
         softcap,
@@ -228,8 +227,7 @@ def attention_part(
         cu_seqlens = checks.cu_seqlens(cu_seqlens, q.shape[2], wait=False)
     variant = variant_of(q.shape[3], causal, window, softcap, scale)
     request = request_of(
-        q.shape[3],
-        v.shape[3],
+        (q.shape[3], v.shape[3]),
         causal,
         window,
         softcap,
@@ -296,8 +294,7 @@ def attention_part_backward(
         cu_seqlens = checks.cu_seqlens(cu_seqlens, q.shape[2], wait=False)
     variant = variant_of(q.shape[3], causal, window, softcap, scale)
     request = request_of(
-        q.shape[3],
-        v.shape[3],
+        (q.shape[3], v.shape[3]),
         causal,
         window,
         softcap,
@@ -329,16 +326,16 @@ def _case(
     hq,
     hk,
     S,
-    D,
+    widths,
     *,
-    values=None,
     keys=None,
     documents=None,
     sinks=False,
     tags=cases.CONTRACT,
     **options,
 ):
-    Dv = values or D
+    """widths: of keys and of values, or of both."""
+    D, Dv = widths if isinstance(widths, tuple) else (widths, widths)
 
     def make(device, dtype, seed):
         g = cases.generator(device, seed)
@@ -471,7 +468,7 @@ ATTENTION = Op(
             tags=cases.HOST,
         ),
         _case("cache", 2, 4, 2, 3, 8, keys=11),
-        _case("latent", 1, 4, 4, 19, 24, values=16, documents=(0, 7, 19), tags=cases.HOST),
+        _case("latent", 1, 4, 4, 19, (24, 16), documents=(0, 7, 19), tags=cases.HOST),
         _case("qwen3-8b", 1, 32, 8, 4096, 128, tags=cases.CUDA),
         _case("qwen3-30b-a3b_8k", 1, 32, 4, 8192, 128, tags=cases.CUDA),
         _case("qwen3-30b-a3b_32k", 1, 32, 4, 32768, 128, tags=cases.CUDA),
@@ -486,7 +483,7 @@ ATTENTION = Op(
             documents=_documents(32768, 4096, 512, 1024, 8192, 2560),
         ),
         _case("gpt-oss-20b_8k", 1, 64, 8, 8192, 64, tags=cases.CUDA, sinks=True, window=128),
-        _case("deepseek-v3_8k", 1, 16, 16, 8192, 192, values=128, tags=cases.CUDA),
+        _case("deepseek-v3_8k", 1, 16, 16, 8192, (192, 128), tags=cases.CUDA),
         _case("qwen3-8b", 1, 32, 8, 512, 128, tags=cases.CPU),
         # Short rows: the twin allocates every score.
         _case("big", 2**12 + 1, 64, 8, 64, 128, tags=cases.BIG),

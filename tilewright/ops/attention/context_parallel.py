@@ -309,8 +309,7 @@ def context_parallel_attention(
     )
     # Unsupported requests raise here, before other ranks wait for this one.
     request = request_of(
-        D,
-        v.shape[3],
+        (D, v.shape[3]),
         causal,
         window,
         softcap,

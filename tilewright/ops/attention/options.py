@@ -75,8 +75,7 @@ class Request(NamedTuple):
 
 
 def request_of(
-    head_dim: int,
-    value_dim: int,
+    widths: tuple[int, int],
     causal: bool,
     window: int | None,
     softcap: float | None,
@@ -90,13 +89,15 @@ def request_of(
 ) -> Request:
     """From options as the public functions take them. Raises ValueError for a window that is not
     causal.
+
+    widths: of keys and of values.
     """
     if window is not None and not causal:
         raise ValueError(f"window = {window} needs causal=True: it ends at a position itself")
-    wide, narrow = _head_widths(head_dim, value_dim)
+    head_dim, value_dim = _head_widths(*widths)
     return Request(
-        head_dim=wide,
-        value_dim=narrow,
+        head_dim=head_dim,
+        value_dim=value_dim,
         causal=causal,
         packed=packed,
         window=window is not None,
