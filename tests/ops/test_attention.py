@@ -10,6 +10,7 @@ import types
 import pytest
 import torch
 from helpers import DEVICE, skip_if_refused, skip_unless_usable
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -691,6 +692,24 @@ def test_a_recomputation_has_the_mask_of_the_first_call(name):
         torch.randint(9, ())  # the generator moves on
         found.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_another_seed_and_offset_do_not_recompile(name):
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    q, k, v = (t.detach() for t in qkv(9))
+
+    def call(seed, offset):
+        options = {"dropout_p": 0.5, "seed": seed, "offset": offset, "implementation": name}
+        return attention(q, k, v, **options)
+
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
+    for seed, offset in ((5, 7), (6, 9), (2**40, 2**28), (8, 8)):
+        torch.testing.assert_close(compiled(seed, offset), call(seed, offset), **CLOSE)
+    assert counter.frame_count <= 2
+    torch._dynamo.reset()
 
 
 def test_dropout_needs_a_seed_and_whole_sequences():

@@ -14,7 +14,10 @@ document's values, including NaN, are never read.
 
 Statistics and sums are float32; probabilities and their gradients are rounded to the operands'
 dtype for the products. No atomics: deterministic. A row's bits depend on its own document alone,
-not on what else is packed.
+not on what else is packed (with dropout also on its place in the sequence).
+
+Keys of 129 to 192 columns with values of up to 128 are two parts, of 128 and 64 columns: one block
+would be padded to 256. All other widths are one block, padded to a power of 2.
 """
 
 from __future__ import annotations

@@ -100,7 +100,8 @@ def attention(
     word j % 4 of Philox4x32-10 (Salmon et al., SC 2011) with key seed and counter words (j // 4, i,
     b Hq + h, 2^29 + offset). The pair is dropped if they are below dropout_p 2^32, rounded to an
     integer. So the mask is the same in every implementation that has dropout, on any device and
-    with any launch configuration; backward draws it again, and nothing is saved for it.
+    with any launch configuration; backward draws it again, and nothing is saved for it. A document
+    has another mask elsewhere in the sequence.
 
     Args:
         q: [B, Hq, S, D] fp32 | bf16 | fp16 (fp64 too).
