@@ -1180,3 +1180,11 @@ def test_what_flash_attention_lacks_is_known_on_every_device(major, monkeypatch)
     for flash in vendors.FLASH.values():
         assert flash.refuses(Request(head_dim=64)) is None
         assert flash.refuses(Request(head_dim=512)) is not None
+    # Other widths of values, by package: (192, 128), (96, 64), (256, 128) and (128, 20).
+    pairs = (192, 128), (96, 64), (256, 128), (128, 20)
+    taken = {
+        name[-1]: [flash.refuses(Request(head_dim=D, value_dim=Dv)) is None for D, Dv in pairs]
+        for name, flash in vendors.FLASH.items()
+    }
+    assert taken["2"] == [False] * 4 and taken["3"] == [True, False, False, False]
+    assert taken["4"] == [True, True, major == 9, False]

@@ -241,7 +241,7 @@ def test_latent_attention_pads_values_only_for_implementations_of_one_width(attn
     found = []
     for padded in (False, True):
         model = ours(tmp_path / "theirs", attn_implementation=attn)
-        for layer in model.layers:
+        for layer in model.model.layers:
             assert layer.self_attn.takes_values
             layer.self_attn.takes_values = not padded
         with mock.patch.object(tw, "attention", wraps=tw.attention) as calls:
