@@ -1165,10 +1165,11 @@ def _backward_kv_heuristic(width: int, itemsize: int, large: bool, capped: bool)
     if not large:
         return {"BLOCK_N": 64, "BLOCK_M": 32, "num_warps": 8, "num_stages": 1}
     return {
-        "BLOCK_N": 64 if capped or width == 192 else 128,
+        "BLOCK_N": 64 if capped else 128,
         "BLOCK_M": 64 if width <= 64 else 32,
         "num_warps": 8,
-        "num_stages": 2,
+        # With keys in two parts, ptxas serializes the pipelined products of Hopper.
+        "num_stages": 1 if width == 192 and not capped else 2,
     }
 
 
@@ -1304,15 +1305,25 @@ BACKWARD_KV = Tunable(
 
 
 def _dropping(
-    tunable: Tunable, kernel, tensors: tuple[str, ...], tiled: str, walked: str, whole: int = 0
+    tunable: Tunable,
+    kernel,
+    tensors: tuple[str, ...],
+    tiled: str,
+    walked: str,
+    whole: int = 0,
+    stages: int = 3,
 ):
     """The launch with dropout. Random bits take registers beside logits, as a softcap does and
-    more, so that half as many pairs are computed at a time.   whole: a width at which all fit.
+    more, so that half as many pairs are computed at a time.
+
+    whole: the width up to which all fit.
+    stages: the most.
     """
 
     def heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
         config = tunable.heuristic(width=width, itemsize=itemsize, large=large, capped=True)
-        return config if width == whole else {**config, walked: max(16, config[walked] // 2)}
+        step = config[walked] if width <= whole else max(16, config[walked] // 2)
+        return {**config, walked: step, "num_stages": min(stages, config["num_stages"])}
 
     return Tunable(
         "attention",
@@ -1326,13 +1337,14 @@ def _dropping(
     )
 
 
+# In dk and dv, ptxas serializes the products of Hopper if they are pipelined beside random bits.
 DROPPING = {
     FORWARD: _dropping(FORWARD, _forward, ("q", "k", "v", "o"), "BLOCK_M", "BLOCK_N"),
     BACKWARD_Q: _dropping(
         BACKWARD_Q, _backward_q, ("g", "q", "k", "v", "o", "dq"), "BLOCK_M", "BLOCK_N", 64
     ),
     BACKWARD_KV: _dropping(
-        BACKWARD_KV, _backward_kv, ("g", "q", "k", "v", "dk", "dv"), "BLOCK_N", "BLOCK_M", 128
+        BACKWARD_KV, _backward_kv, ("g", "q", "k", "v", "dk", "dv"), "BLOCK_N", "BLOCK_M", 128, 1
     ),
 }
 TUNABLES = (FORWARD, BACKWARD_Q, BACKWARD_KV, *DROPPING.values())
