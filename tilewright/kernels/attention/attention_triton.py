@@ -22,6 +22,7 @@ would be padded to 256. All other widths are one block, padded to a power of 2.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -1325,13 +1326,20 @@ def _dropping(
         step = config[walked] if width <= whole else max(16, config[walked] // 2)
         return {**config, walked: step, "num_stages": min(stages, config["num_stages"])}
 
+    def space(width: int, itemsize: int, large: bool, capped: bool) -> list[dict]:
+        config = heuristic(width, itemsize, large, capped)
+        if itemsize == 4:
+            return [config]
+        steps = itertools.product((16, 32, 64), (1, 2, 3))
+        return [{**config, walked: step, "num_stages": stages} for step, stages in steps]
+
     return Tunable(
         "attention",
         f"{tunable.launch}_dropout",
         _FIELDS,
         tunable.pass_name,
         heuristic,
-        lambda **key: [heuristic(**key)],
+        space,
         [(width, 2, large, False) for width in (128, 64, 192) for large in (True, False)],
         _specs_of(kernel, tunable.launch, tensors, tiled, _dropping_variants),
     )
