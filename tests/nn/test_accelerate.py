@@ -8,6 +8,7 @@ import operator
 import pickle
 import types
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -356,7 +357,6 @@ def test_a_loss_has_the_shape_that_its_count_gives_it(shape):
 @pytest.mark.parametrize(
     "what, reason",
     [
-        ("dropout", "dropout = 0.5"),
         ("weights", "output_attentions"),
         ("mask of four dimensions", "a mask of shape"),
         ("mask that the model writes into", "a mask that the model has written into"),
@@ -366,7 +366,7 @@ def test_a_loss_has_the_shape_that_its_count_gives_it(shape):
 def test_attention_that_is_not_computed_here_is_the_models_own(what, reason, own, monkeypatch):
     """One warning, the numbers of before, and the other calls are this library's."""
     monkeypatch.setattr(integration.errors, "WARNED", set())
-    theirs = tiny("llama", attention_dropout=0.5)
+    theirs = tiny("llama").eval()
     theirs.set_attn_implementation(own)
     ours = copy.deepcopy(theirs)
     accelerate(ours, parts=("attention",), quiet=True)
@@ -374,8 +374,6 @@ def test_attention_that_is_not_computed_here_is_the_models_own(what, reason, own
     B, S = ids.shape
 
     def call(model):
-        torch.manual_seed(0)
-        model.train(what == "dropout")
         given = {"attention_mask": None}
         if what == "weights":
             given["output_attentions"] = True
@@ -1035,6 +1033,21 @@ def test_compiled_models_are_one_graph():
     restore(model)
     assert compiled(ids, labels=ids, use_cache=False).logits is not None, "compiled code is stale"
     torch._dynamo.reset()
+
+
+def test_dropout_of_attention_is_computed_here(monkeypatch):
+    monkeypatch.setattr(integration.errors, "WARNED", set())
+    model = tiny("llama", attention_dropout=0.5).train()
+    accelerate(model, parts=("attention",), quiet=True)
+    ids, _ = batch()
+    own, found = integration.attention, []
+    with mock.patch.object(own, "attention", wraps=own.attention) as calls:
+        for seed in (0, 0, 1):
+            torch.manual_seed(seed)
+            found.append(model(ids).logits)
+    assert {call.kwargs["dropout_p"] for call in calls.call_args_list} == {0.5}
+    assert torch.equal(found[0], found[1]) and not torch.allclose(found[0], found[2], atol=1e-3)
+    assert not integration.errors.WARNED
 
 
 @pytest.mark.parametrize("own", ["sdpa", "eager"])

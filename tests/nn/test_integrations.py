@@ -10,6 +10,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -805,20 +806,68 @@ def test_attention_without_padding_is_one_plain_call(hf, attentions):
     assert attentions == [None, None]
 
 
+@pytest.mark.parametrize("takes", [True, False])
+def test_values_of_latent_attention_are_padded_where_an_implementation_needs_it(
+    hf, attentions, takes, monkeypatch
+):
+    model = tiny(hf, "deepseek_v3", v_head_dim=12)
+    tokens = torch.randint(1, 50, (2, 9), device=DEVICE)
+    expected = attend(model, "eager", input_ids=tokens)
+    own, config = integration.attention, model.config
+    monkeypatch.setattr(own, "takes_values", lambda name, D, Dv: takes)
+    with mock.patch.object(own, "attention", wraps=own.attention) as calls:
+        same_attention(attend(model, "tilewright:eager", input_ids=tokens), expected)
+    widths = {(call.args[1].shape[3], call.args[2].shape[3]) for call in calls.call_args_list}
+    D = config.qk_nope_head_dim + config.qk_rope_head_dim
+    assert widths == {(D, config.v_head_dim if takes else D)}
+
+
+@pytest.mark.parametrize("name", ["tilewright", "tilewright:triton"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dropout_of_attention_is_drawn_for_each_call_and_again_when_recomputed(
+    hf, attentions, name, reentrant
+):
+    """Its mask follows from torch's default generator, as checkpointing restores it."""
+    if name != "tilewright":
+        skip_unless_usable(ATTENTION, "triton", torch.float32)
+    model = dense(hf, "llama")
+    tokens = torch.randint(1, 50, (2, 9), device=DEVICE)
+    plain = attend(model, name, input_ids=tokens)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.3
+    found = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        found.append(attend(model.train(), name, input_ids=tokens))
+    assert torch.equal(found[0][0], found[1][0])
+    assert not torch.allclose(found[0][0], found[2][0], atol=1e-3)
+    assert not torch.allclose(found[0][0], plain[0], atol=1e-3)
+    own = integration.attention
+    with mock.patch.object(own, "attention", wraps=own.attention) as calls:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        torch.manual_seed(0)
+        again = attend(model, name, input_ids=tokens)
+    seeds = [call.kwargs["seed"] for call in calls.call_args_list]
+    assert len(seeds) == 4 and len(set(seeds)) == 2, "of two layers, each recomputed"
+    same_attention(again, found[0])
+    same_attention(attend(model.eval(), name, input_ids=tokens), plain)
+
+
 def test_what_attention_cannot_be_is_refused(hf, attentions):
     model = dense(hf, "llama")
     tokens = torch.randint(1, 50, (2, 9), device=DEVICE)
-    model.set_attn_implementation("tilewright")
+    model.set_attn_implementation("tilewright:torch")
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
     with pytest.raises(
         ImplementationUnavailable,
         match=re.escape(
-            'LlamaAttention: attn_implementation="tilewright" does not compute dropout = 0.1 '
+            'LlamaAttention: attn_implementation="tilewright:torch" does not compute dropout = 0.1 '
             '(others: "sdpa"'
         ),
     ):
         model(input_ids=tokens)
+    model.set_attn_implementation("tilewright")
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.0
     with pytest.raises(ImplementationUnavailable, match=re.escape("a mask of shape [2, 1, 9, 9]")):

@@ -1,5 +1,6 @@
 """Tests specific to attention; parity with the eager twin is in test_contract.py."""
 
+import contextlib
 import importlib.metadata
 import itertools
 import re
@@ -9,7 +10,9 @@ import types
 import pytest
 import torch
 from helpers import DEVICE, skip_if_refused, skip_unless_usable
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from tilewright import ImplementationUnavailable
 from tilewright.core import platform
@@ -22,6 +25,10 @@ from tilewright.ops.attention.attention import (
     attention_part,
     attention_part_backward,
 )
+from tilewright.ops.attention.context_parallel import (
+    ContextParallel,
+    context_parallel_attention,
+)
 from tilewright.ops.attention.options import Variant
 
 EVERY = pytest.mark.parametrize("name", ATTENTION.names())
@@ -30,9 +37,9 @@ HQ, HK, D = 4, 2, 8
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # float32 sums of a few dozen terms of size one
 
 
-def heads(n, seq, *, batch=1, dtype=torch.float32):
+def heads(n, seq, *, width=D, batch=1, dtype=torch.float32):
     """[B, n, S, D] with a projection's strides: [B, S, n, D] transposed."""
-    return torch.randn(batch, seq, n, D, device=DEVICE).to(dtype).transpose(1, 2)
+    return torch.randn(batch, seq, n, width, device=DEVICE).to(dtype).transpose(1, 2)
 
 
 def qkv(seq, **options):
@@ -170,7 +177,7 @@ def options_of(
     """The definition, spelled out per query, in float64."""
     q, k, v = (t.double() for t in (q, k, v))
     B, H, S, _ = q.shape
-    Sk, out = k.shape[2], torch.zeros_like(q)
+    Sk, out = k.shape[2], q.new_zeros(B, H, S, v.shape[3])
     for b in range(B):
         for h in range(H):
             for i in range(S):
@@ -274,6 +281,69 @@ def test_triton_masks_blocks_at_the_edge_alone(monkeypatch, window):
     k.backward(out, q, *kv, out, lse, None, None, Variant(window=window), 0)
     assert masks and all(not m.handle.data.all() for m in masks)
     assert len(blocks) >= (1.3 if window else 2) * len(masks), (len(blocks), len(masks))
+
+
+@EVERY
+@pytest.mark.parametrize("variant", ["window", "softcap", "all", "full_sinks"])
+@pytest.mark.parametrize("widths", [(24, 16), (8, 20)], ids=str)
+def test_values_of_another_width(name, variant, widths):
+    """As `test_options_are_what_they_say`, with narrower and with wider values than keys."""
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    options = dict(VARIANTS[variant])
+    torch.manual_seed(3)
+    cu = options.pop("cu", ())
+    sizes = zip((HQ, HK, HK), (widths[0], *widths), strict=True)
+    leaves = [heads(n, 21, width=w).requires_grad_() for n, w in sizes]
+    if options.get("sinks"):
+        leaves.append(torch.randn(HQ, device=DEVICE, requires_grad=True))
+        options["sinks"] = leaves[3]
+    with skip_if_refused():
+        out = attention(
+            *leaves[:3], cu_seqlens=ends(*cu) if cu else None, implementation=name, **options
+        )
+    expected = options_of(*leaves[:3], cu=cu, scale=widths[0] ** -0.5, **options)
+    grad = heads(HQ, 21, width=widths[1])
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    for f, e in zip(
+        torch.autograd.grad(out, leaves, grad),
+        torch.autograd.grad(expected, leaves, grad.double()),
+        strict=True,
+    ):
+        torch.testing.assert_close(f, e, rtol=1e-4, atol=2e-5)
+
+
+@EVERY
+@pytest.mark.parametrize(
+    "widths, variant",
+    [
+        ((192, 128), {}),
+        ((160, 24), {"cu": (0, 40, 70)}),
+        ((136, 144), {"window": 20}),
+        ((24, 40), {"cu": (0, 40, 70), "causal": False}),
+    ],
+    ids=str,
+)
+def test_widths_in_parts_and_in_many_tiles(name, widths, variant):
+    """Keys of 129 to 192 columns are two parts in Triton, the second of which may end early."""
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    options = dict(variant)
+    options["cu_seqlens"] = ends(*options.pop("cu")) if "cu" in options else None
+    torch.manual_seed(4)
+    sizes = zip((2, 1, 1), (widths[0], *widths), strict=True)
+    tensors = [heads(n, 70, width=w) for n, w in sizes]
+    grad = heads(2, 70, width=widths[1])
+    with skip_if_refused():
+        found = step(tensors, grad, name, **options)
+    for f, e in zip(found, step(tensors, grad, "eager", **options), strict=True):
+        torch.testing.assert_close(f, e, rtol=1e-4, atol=2e-5)
+
+
+def test_sdpa_of_other_values_allocates_no_scores():
+    """PyTorch's kernel of a CPU takes one width, and its other path has S x S scores."""
+    S = 256
+    tensors = [torch.randn(1, n, S, w, requires_grad=True) for n, w in ((4, 24), (2, 24), (2, 16))]
+    assert largest("sdpa", tensors) <= 4 * S * 24
+    assert largest("eager", tensors) >= S * S, "the recorder sees nothing"
 
 
 @EVERY
@@ -413,8 +483,8 @@ PARTS = [n for n in ATTENTION.names() if n in ("eager", "triton")]
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"softcap": 1.1}, {"window": 6}, {"causal": False}],
-    ids=["plain", "softcap", "window", "full"],
+    [{}, {"softcap": 1.1}, {"window": 6}, {"causal": False}, {"values": 20}],
+    ids=["plain", "softcap", "window", "full", "values"],
 )
 def test_parts_make_the_whole(name, options):
     """Keys in three parts, merged by their log-sum-exps, and their gradients equal those of one
@@ -422,8 +492,10 @@ def test_parts_make_the_whole(name, options):
     """
     skip_unless_usable(ATTENTION, name, torch.float32)
     S, cuts = 22, (0, 7, 16, 22)
-    q, k, v = qkv(S)
-    grad = heads(HQ, S)
+    options = dict(options)
+    width = options.pop("values", D)
+    (q, k, _), v = qkv(S), heads(HK, S, width=width)
+    grad = heads(HQ, S, width=width)
     whole = step((q, k, v), grad, name, **options)
     pieces = [(slice(a, b), a) for a, b in itertools.pairwise(cuts)]
     found = [
@@ -477,6 +549,182 @@ def test_parts_of_documents():
         attention_part_backward(q, q, k, v, q, lse[:, :1])
 
 
+# ---- dropout
+
+SEED, OFFSET = 2**61 + 2**32 + 5, 2**28 + 7
+
+
+def random_bits(i, j, head):
+    """The 32 bits of query i and key j, by Philox4x32-10 in Python's integers."""
+    low = 2**32 - 1
+    c, key = [j // 4, i, head, 2**29 + OFFSET], [SEED & low, SEED >> 32]
+    for _ in range(10):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [b >> 32 ^ c[1] ^ key[0], b & low, a >> 32 ^ c[3] ^ key[1], a & low]
+        key = [key[0] + 0x9E3779B9 & low, key[1] + 0xBB67AE85 & low]
+    return c[j % 4]
+
+
+def mask_of(p, batch, seq, cu=()):
+    """Whether each pair is kept, [B, HQ, S, S]; of keys before a query's document, nothing."""
+    kept = torch.zeros(batch, HQ, seq, seq, dtype=torch.bool, device=DEVICE)
+    for b, h, i in itertools.product(range(batch), range(HQ), range(seq)):
+        begin = max((c for c in cu if c <= i), default=0)
+        for j in range(begin, seq):
+            kept[b, h, i, j] = random_bits(i, j - begin, b * HQ + h) >= round(p * 2**32)
+    return kept
+
+
+def probe(name, p, seq, *, batch=1, **options):
+    """Without logits and with the unit matrix for values, the output is the mask, scaled."""
+    zero = torch.zeros(batch, HQ, seq, D, device=DEVICE)
+    unit = torch.eye(seq, device=DEVICE).expand(batch, HQ, seq, seq)
+    given = {"dropout_p": p, "seed": SEED, "offset": OFFSET, **options}
+    return attention(zero, zero, unit, implementation=name, **given)
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("cu", [(), (0, 3, 3, 13, 22)], ids=["whole", "packed"])
+def test_the_mask_of_dropout_is_a_function_of_positions(name, cu):
+    """Bit for bit, and the others are divided by 1 - p."""
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    B, S = 1 if cu else 2, 22
+    packed = {"cu_seqlens": ends(*cu)} if cu else {}
+    found = probe(name, 0.3, S, batch=B, causal=False, **packed)
+    plain = probe(name, 0.0, S, batch=B, causal=False, **packed)
+    expected = torch.where(mask_of(0.3, B, S, cu), plain / (1 - 0.3), 0.0)
+    assert torch.equal(found != 0, expected != 0)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_the_share_of_dropped_pairs_is_p_and_the_mean_stays(p):
+    S = 256
+    found = probe("eager", p, S, causal=False)
+    dropped = float((found == 0).double().mean())
+    assert abs(dropped - p) < 4 * (p * (1 - p) / found.numel()) ** 0.5  # standard deviations
+    mean = float(found.double().mean()) * S
+    assert abs(mean - 1) < 4 * (p / (1 - p) / found.numel()) ** 0.5
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("variant", ["window", "all", "full_sinks"])
+def test_dropout_is_of_the_softmaxs_probabilities(name, variant):
+    """Output and gradients in float64 with a mask that the test draws."""
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    torch.manual_seed(5)
+    options = dict(VARIANTS[variant])
+    cu, S = options.pop("cu", ()), 21
+    leaves = [*qkv(S)[:2], heads(HK, S, width=12)]
+    leaves = [t.requires_grad_() for t in leaves]
+    if options.get("sinks"):
+        leaves.append(torch.randn(HQ, device=DEVICE, requires_grad=True))
+        options["sinks"] = leaves[3]
+    given = {"dropout_p": 0.4, "seed": SEED, "offset": OFFSET, "implementation": name}
+    out = attention(*leaves[:3], cu_seqlens=ends(*cu) if cu else None, **given, **options)
+    # Probabilities are the outputs for the unit matrix, so that only dropout is this test's.
+    q, k, v = (t.double() for t in leaves[:3])
+    unit = torch.eye(S, device=DEVICE, dtype=torch.float64).expand(1, HK, S, S)
+    p = options_of(q, k, unit, cu=cu, **options)
+    p = torch.where(mask_of(0.4, 1, S, cu), p / (1 - 0.4), 0.0)
+    expected = p @ v.repeat_interleave(HQ // HK, 1)
+    grad = heads(HQ, S, width=12)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    for f, e in zip(
+        torch.autograd.grad(out, leaves, grad),
+        torch.autograd.grad(expected, leaves, grad.double()),
+        strict=True,
+    ):
+        torch.testing.assert_close(f, e, rtol=1e-4, atol=5e-5)
+
+
+def test_gradients_under_dropout_are_those_of_finite_differences():
+    torch.manual_seed(6)
+    leaves = [t.requires_grad_() for t in qkv(7, dtype=torch.float64)]
+    options = {"dropout_p": 0.4, "seed": SEED, "implementation": "eager"}
+    assert torch.autograd.gradcheck(lambda *t: attention(*t, **options), leaves)
+
+
+def test_the_mask_of_dropout_does_not_depend_on_blocks():
+    skip_unless_usable(ATTENTION, "triton", torch.float32)
+    from tilewright.kernels.attention import attention_triton as k
+
+    torch.manual_seed(7)
+    S, cu = 70, (0, 9, 70)
+    tensors, grad = qkv(S), heads(HQ, S)
+    found = []
+    for m, n in ((16, 16), (32, 64)):
+        config = {"BLOCK_M": m, "BLOCK_N": n, "num_warps": 4, "num_stages": 1}
+        with contextlib.ExitStack() as blocks:
+            for tunable in k.TUNABLES:
+                for large in (True, False):
+                    key = 16, 4, large, False
+                    blocks.enter_context(tunable.override(tensors[0].device, key, config))
+            options = {"dropout_p": 0.4, "seed": SEED, "cu_seqlens": ends(*cu)}
+            found.append(step(tensors, grad, "triton", **options))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ATTENTION.names())
+def test_no_dropout_has_the_bits_of_a_call_without_it(name):
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    tensors, grad = qkv(21), heads(HQ, 21)
+    options = {"dropout_p": 0.0, "seed": SEED, "offset": OFFSET}
+    for a, b in zip(step(tensors, grad, name, **options), step(tensors, grad, name), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_recomputation_has_the_mask_of_the_first_call(name):
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    tensors, grad = qkv(13), heads(HQ, 13)
+
+    def layer(*tensors):
+        seed = int(torch.randint(2**62, ()))
+        return attention(*tensors, dropout_p=0.5, seed=seed, implementation=name)
+
+    found = []
+    for recomputed in (False, True):
+        torch.manual_seed(8)
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        out = checkpoint(layer, *leaves, use_reentrant=False) if recomputed else layer(*leaves)
+        torch.randint(9, ())  # the generator moves on
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_another_seed_and_offset_do_not_recompile(name):
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    q, k, v = (t.detach() for t in qkv(9))
+
+    def call(seed, offset):
+        options = {"dropout_p": 0.5, "seed": seed, "offset": offset, "implementation": name}
+        return attention(q, k, v, **options)
+
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
+    for seed, offset in ((5, 7), (6, 9), (2**40, 2**28), (8, 8)):
+        torch.testing.assert_close(compiled(seed, offset), call(seed, offset), **CLOSE)
+    assert counter.frame_count <= 2
+    torch._dynamo.reset()
+
+
+def test_dropout_needs_a_seed_and_whole_sequences():
+    q, k, v = qkv(6)
+    with pytest.raises(ValueError, match="seed must be given where dropout_p is not 0"):
+        attention(q, k, v, dropout_p=0.1)
+    with pytest.raises(ImplementationUnavailable, match="does not compute dropout by counters"):
+        attention(q, k, v, dropout_p=0.1, seed=1, implementation="sdpa")
+    with pytest.raises(TypeError, match="no argument dropout_p: a mask of dropout has positions"):
+        context_parallel_attention(q, k, v, ContextParallel(), dropout_p=0.1)
+    for name, value in (("dropout_p", 1.0), ("seed", -1), ("offset", 2**29)):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            attention(q, k, v, **{"dropout_p": 0.1, "seed": 1, name: value})
+
+
 # ---- what implementations declare
 
 
@@ -508,23 +756,28 @@ def test_every_implementation_declares_what_it_lacks():
         "softcap": Request(head_dim=64, softcap=True),
         "sinks": Request(head_dim=64, sinks=True),
         "shorter": Request(head_dim=64, shorter=True),
+        "dropout": Request(head_dim=64, dropout=True),
         "part": Request(head_dim=64, part=True),
         "wide": Request(head_dim=512),
         "odd": Request(head_dim=20),
         "packed": Request(head_dim=64, packed=True),
+        "values": Request(head_dim=64, value_dim=32),
+        "latent": Request(head_dim=192, value_dim=128),
+        "wide values": Request(head_dim=64, value_dim=512),
     }
     refused = {
         i.name: {ask for ask, request in asks.items() if i.refuses(request)}
         for i in ATTENTION.implementations
     }
+    others = ("values", "latent", "wide values")
     assert refused == {
         "eager": set(),
-        "triton": {"wide"},
-        "sdpa": {"window", "softcap", "sinks", "shorter", "part"},
-        "native": {"softcap", "sinks", "shorter", "part", "wide", "odd"},
-        "flash_attention_2": {"sinks", "part", "wide", "odd"},
-        "flash_attention_3": {"sinks", "part", "wide", "odd"},
-        "flash_attention_4": {"part", "wide", "odd"},
+        "triton": {"wide", "wide values"},
+        "sdpa": {"window", "softcap", "sinks", "shorter", "dropout", "part"},
+        "native": {"softcap", "sinks", "shorter", "dropout", "part", "wide", "odd", *others},
+        "flash_attention_2": {"sinks", "dropout", "part", "wide", "odd", *others},
+        "flash_attention_3": {"sinks", "dropout", "part", "wide", "odd", "values", "wide values"},
+        "flash_attention_4": {"dropout", "part", "wide", "odd", "wide values"},
     }
 
 
@@ -591,6 +844,9 @@ def test_what_auto_takes_on_cuda(installed, capability, expected, monkeypatch):
     ):
         assert ATTENTION.choose("cuda", torch.bfloat16, request) == "triton"
     assert ATTENTION.choose("cuda", torch.float32, Request(head_dim=128)) == "triton"
+    latent = Request(head_dim=192, value_dim=128, packed=True, gradient=True)
+    best = expected["plain"] if expected["plain"][-1] in "34" else "triton"
+    assert ATTENTION.choose("cuda", torch.bfloat16, latent) == best
     assert ATTENTION.choose("cuda", torch.bfloat16, Request(head_dim=512)) == "sdpa"
     assert ATTENTION.choose("cuda", torch.bfloat16, Request(head_dim=512, sinks=True)) == "eager"
 
@@ -808,7 +1064,7 @@ def packed(*values, dtype=torch.int32):
         (
             lambda n: call(n, Q, K[:, :, :5], V),
             ValueError,
-            r"v must have shape \[k\], where k = \[1, 2, 5, 8\], got \[1, 2, 6, 8\]",
+            r"v must have shape \[B, Hk, Sk, Dv\], where B = 1, Hk = 2, Sk = 5, got \[1, 2, 6, 8\]",
         ),
         (
             lambda n: call(n, Q, K[:, :, :5], V[:, :, :5]),
@@ -924,3 +1180,11 @@ def test_what_flash_attention_lacks_is_known_on_every_device(major, monkeypatch)
     for flash in vendors.FLASH.values():
         assert flash.refuses(Request(head_dim=64)) is None
         assert flash.refuses(Request(head_dim=512)) is not None
+    # Other widths of values, by package: (192, 128), (96, 64), (256, 128) and (128, 20).
+    pairs = (192, 128), (96, 64), (256, 128), (128, 20)
+    taken = {
+        name[-1]: [flash.refuses(Request(head_dim=D, value_dim=Dv)) is None for D, Dv in pairs]
+        for name, flash in vendors.FLASH.items()
+    }
+    assert taken["2"] == [False] * 4 and taken["3"] == [True, False, False, False]
+    assert taken["4"] == [True, True, major == 9, False]

@@ -40,6 +40,7 @@ CASES = {
     "window_of_all": (1, 4, 2, CROSSING, {"window": 100}),
     "softcap": (1, 4, 2, CROSSING, {"softcap": 1.5}),
     "sinks": (2, 4, 2, None, {"sinks": True}),
+    "values": (1, 4, 2, CROSSING, {"values": 12, "sinks": True}),
     "all_of_it": (1, 8, 2, CROSSING, {"sinks": True, "window": 9, "softcap": 2.0, "scale": 0.5}),
     "both_ways": (2, 4, 2, None, {"causal": False}),
     "documents_both_ways": (1, 4, 2, CROSSING, {"causal": False, "sinks": True}),
@@ -182,8 +183,10 @@ def problem(name, dtype=torch.float32):
     B, H, Hk, ends, options = CASES[name]
     options = dict(options)
     g = torch.Generator().manual_seed(len(name))
-    tensors = [torch.randn(B, h, S, D, generator=g).to(dtype) for h in (H, Hk, Hk)]
-    dout = torch.randn(B, H, S, D, generator=g).to(dtype)
+    Dv = options.pop("values", D)
+    sizes = ((H, D), (Hk, D), (Hk, Dv))
+    tensors = [torch.randn(B, h, S, width, generator=g).to(dtype) for h, width in sizes]
+    dout = torch.randn(B, H, S, Dv, generator=g).to(dtype)
     if options.pop("sinks", False):
         tensors.append(torch.randn(H, generator=g).to(dtype))
     return tensors, dout, ends, options
@@ -363,14 +366,14 @@ def _what_travels(where):
     if U == 1:
         assert forward.all_to_alls == backward.all_to_alls == []
     else:
-        scatter, gather = (U, s, 1, 4 // U + 2 * keys, D), (U, s, 1, 4 // U, D)
+        scatter, gather = (U, s, 1, (4 // U + 2 * keys) * D), (U, s, 1, 4 // U * D)
         assert forward.all_to_alls == [scatter, gather] and backward.all_to_alls == [
             gather,
             scatter,
         ]
     # A later ring rank needs only the early chunk, an earlier one both.
     rows = [chunk if r + t < R else 2 * chunk for t in range(1, R)]
-    sent = [((2, n, 1, keys, D), torch.float32) for n in rows]
+    sent = [((2 * n * keys * D,), torch.float32) for n in rows]
     assert forward.sent == sent and len(forward.received) == R - 1
     assert sorted(backward.received) == sorted([*forward.received, *sent])
     assert len(backward.sent) == 2 * (R - 1)
@@ -381,11 +384,10 @@ def _what_travels(where):
             assert found.sent == found.received == []
         # The part of document 5 .. 20 before 12, and of 21 .. 40 before 36.
         forward, _ = count("crossing")
-        assert [shape[1] for shape, _ in forward.sent] == ([12 - 5] if r == 0 else [36 - 21])
-        forward, _ = count("window")
-        assert [shape[1] for shape, _ in forward.sent] == [
-            4
-        ]  # at each boundary, as far back as the window
+        of_row = 2 * keys * D
+        assert [n for (n,), _ in forward.sent] == [of_row * (12 - 5 if r == 0 else 36 - 21)]
+        forward, _ = count("window")  # at each boundary, as far back as the window
+        assert [n for (n,), _ in forward.sent] == [of_row * 4]
 
 
 def _no_second_derivative(where):

@@ -4,6 +4,7 @@ import itertools
 import json
 import pathlib
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from tilewright import ops as tw  # noqa: E402
+from tilewright.ops.attention.attention import takes_values  # noqa: E402
 from tilewright.trainer.checkpoint import hf  # noqa: E402
 from tilewright.trainer.models.initialize import init_weights  # noqa: E402
 from tilewright.trainer.models.model import ModelConfig, Ops, Transformer  # noqa: E402
@@ -230,6 +232,30 @@ def test_packed_documents_equal_separate_ones(name, attn, tmp_path):
     )
     alone = torch.cat([model(d[None])[0] for d in documents])
     torch.testing.assert_close(packed[0], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("attn", ["eager", "sdpa"])
+def test_latent_attention_pads_values_only_for_implementations_of_one_width(attn, tmp_path):
+    """Outputs and gradients are those of padded values."""
+    theirs("deepseek-v3", tmp_path)
+    found = []
+    for padded in (False, True):
+        model = ours(tmp_path / "theirs", attn_implementation=attn)
+        for layer in model.model.layers:
+            assert layer.self_attn.takes_values
+            layer.self_attn.takes_values = not padded
+        with mock.patch.object(tw, "attention", wraps=tw.attention) as calls:
+            loss = model(IDS, labels=IDS)
+        loss.backward()
+        config = model.config
+        widths = {call.args[2].shape[3] for call in calls.call_args_list}
+        assert widths == {config.head_dim if padded else config.v_head_dim}
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert attention_request(config).value_dim == config.v_head_dim
+    assert attention_request(config, implementation="native").value_dim is None
+    assert not takes_values("flash_attention_2", config.head_dim, config.v_head_dim)
 
 
 def test_boundaries_on_the_host_spare_attention_reading_them(monkeypatch):

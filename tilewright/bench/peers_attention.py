@@ -56,6 +56,10 @@ def flash_attention(q, k, v, *, cu_seqlens=None, causal=True, scale=None, **more
         raise Unsupported(
             f"{distribution} takes bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}"
         )
+    if distribution == "flash-attn" and v.shape[-1] != q.shape[-1]:
+        raise Unsupported(
+            f"{distribution} takes values as wide as keys, not {v.shape[-1]} beside {q.shape[-1]}"
+        )
     if q.shape[-1] % 8 or q.shape[-1] > 256:
         raise Unsupported(
             f"{distribution} takes head widths that are multiples of 8 up to 256, not {q.shape[-1]}"

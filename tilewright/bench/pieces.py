@@ -151,8 +151,8 @@ def _attention(kwargs):
     B, Hq, S, _ = q.shape
     Hk, Sk = k.shape[1:3]
     group = Hq // Hk
-    if B * Hq * S * Sk <= piece.KEPT // 4:
-        return None
+    if B * Hq * S * Sk <= piece.KEPT // 4 or kwargs.get("dropout_p"):
+        return None  # the mask of dropout has positions in the whole sequence
     ends = [0, S] if cu is None else cu.tolist()
     # A pass over all heads of 32k rows takes a minute.
     heads = [Hk - 1] if S > 2**14 else sorted({0, Hk - 1})
@@ -176,7 +176,7 @@ def _attention(kwargs):
                 )
     sampled = len(heads) < Hk
     return Pieces(
-        {0: q.shape},
+        {0: torch.Size((B, Hq, S, kwargs["v"].shape[3]))},
         parts,
         f"blocks of rows, of heads {heads} of {Hk}" if sampled else "blocks of rows",
         frozenset(range(len(parts))) if sampled else None,

@@ -42,7 +42,8 @@ def choose_ops(model: Model, shape: ModelConfig, mesh: Mesh, dtype: torch.dtype)
     """Chooses implementations. dtype: of matrix products. Raises ValueError or
     ImplementationUnavailable before any weight is allocated.
     """
-    wanted = attention_request(shape, ring=mesh.context.ring_size > 1)
+    ring, name = mesh.context.ring_size > 1, model.attn_implementation
+    wanted = attention_request(shape, ring, name)
     layers = [shape.is_moe(layer) for layer in range(shape.num_hidden_layers)]
     if model.activation_native and all(layers):
         raise ValueError(
@@ -51,7 +52,7 @@ def choose_ops(model: Model, shape: ModelConfig, mesh: Mesh, dtype: torch.dtype)
         )
     numerics = Numerics(**{f.name: getattr(model, f.name) for f in dataclasses.fields(Numerics)})
     return Ops.resolve(
-        model.attn_implementation,
+        name,
         model.moe_implementation,
         device_type=mesh.device.type,
         dtype=dtype,

@@ -20,7 +20,7 @@ from tilewright.integrations.transformers.instance import own_function
 from tilewright.integrations.transformers.masks import Mask
 from tilewright.integrations.transformers.packing import is_numbered
 from tilewright.ops import attention
-from tilewright.ops.attention.attention import ATTENTION
+from tilewright.ops.attention.attention import ATTENTION, Request, takes_values
 
 # What transformers' cache of continuous batching passes: itself before 5.24, or what it reads by.
 PAGED = ("cache", "read_index", "block_table")
@@ -72,7 +72,10 @@ def attention_entry(
         packed_beside_mask = cu_seq_lens_q is not None and attention_mask is not None and S > 1
         if _attentions_are_collected(collector):
             kwargs["output_attentions"] = True
-        if refused := _refused(mask, (S, keys), dropout, packed_beside_mask, kwargs):
+        drops = 0 < dropout < 1 and _drops(implementation)
+        if refused := _refused(
+            mask, (S, keys), 0.0 if drops else dropout, packed_beside_mask, kwargs
+        ):
             raise NotComputed(
                 f'{type(module).__name__}: attn_implementation="{name}" does not compute '
                 f'{", ".join(refused)} (others: "sdpa", "eager")'
@@ -83,9 +86,9 @@ def attention_entry(
         width = value.shape[-1]
         if scaling is None:
             scaling = query.shape[-1] ** -0.5
-        # Multi-head latent attention: ops.attention takes one width.
-        widest = max(width, query.shape[-1])
-        query, key, value = (_padded(t, widest) for t in (query, key, value))
+        if not _takes_values(implementation, query.shape[-1], width):
+            widest = max(width, query.shape[-1])
+            query, key, value = (_padded(t, widest) for t in (query, key, value))
         options = {
             "causal": mask.causal,
             "window": mask.window,
@@ -94,6 +97,10 @@ def attention_entry(
             "scale": scaling,
             "implementation": implementation,
         }
+        if drops:
+            # Of the CPU's default generator, whose state checkpointing restores before it
+            # recomputes a layer. Drawing it there makes no device wait.
+            options |= {"dropout_p": dropout, "seed": int(torch.randint(2**62, (), device="cpu"))}
         with checks.no_autocast(query):
             if S > 1 and cu_seq_lens_q is not None:  # of all rows, concatenated
                 if torch.compiler.is_compiling():
@@ -148,6 +155,25 @@ def eager_attention(cls: type) -> Callable | None:
         return None
     names = (n for n in own.__code__.co_names if n.endswith("attention_forward"))
     return next((own.__globals__[n] for n in names if n in own.__globals__), None)
+
+
+def _drops(implementation: str) -> bool:
+    """Whether an implementation computes dropout. Not in compiled code, whose graph cannot have a
+    number that is drawn on the host.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    chosen = None if implementation == "auto" else ATTENTION.implementation(implementation)
+    return chosen is None or chosen.refuses(Request(head_dim=64, dropout=True)) is None
+
+
+def _takes_values(implementation: str, D: int, Dv: int) -> bool:
+    """Whether values of multi-head latent attention need no padding to the width of keys."""
+    if Dv == D or implementation == "auto":
+        return True
+    if torch.compiler.is_compiling():
+        D, Dv = len(range(D)), len(range(Dv))  # constants; int(D) is not
+    return takes_values(implementation, D, Dv)
 
 
 def _padded(t: torch.Tensor, width: int) -> torch.Tensor:
@@ -224,7 +250,7 @@ def attend_rows(q, k, v, mask, position_ids, name, options):
     if layout.holes and options["window"] is not None:
         raise hole_in_window(name)
     if layout.cu_seqlens.numel() == 1:  # only padding
-        return q * 0
+        return (q * 0).sum(-1, keepdim=True).expand(*q.shape[:3], v.shape[3])
     return attend_packed(q, k, v, layout.index, layout.cu_seqlens, layout.longest, options)
 
 
@@ -282,7 +308,7 @@ def attend_packed(q, k, v, index, cu, longest, options):
     """Attention of the tokens `index` (None: all) of the concatenated rows, in the documents of
     `cu`. Other tokens' output is 0.
     """
-    B, H, S, D = q.shape
+    B, H, S, _ = q.shape
     rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     packed = (t if index is None else t.index_select(0, index) for t in rows)
     out = attention(
@@ -293,7 +319,7 @@ def attend_packed(q, k, v, index, cu, longest, options):
     )
     out = out.squeeze(0).transpose(0, 1)
     if index is not None:
-        out = out.new_zeros(B * S, H, D).index_copy(0, index, out)
+        out = out.new_zeros(B * S, H, v.shape[3]).index_copy(0, index, out)
     return out.unflatten(0, (B, S)).transpose(1, 2)
 
 
@@ -313,9 +339,10 @@ def attend_cache(q, k, v, kept, name, options):
         )
     if options["window"] is not None and bool((kept[:, :-1] & ~kept[:, 1:]).any()):
         raise hole_in_window(name)
-    return torch.cat(
-        [
-            attention(q[b : b + 1], k[b : b + 1, :, kept[b]], v[b : b + 1, :, kept[b]], **options)
-            for b in range(q.shape[0])
-        ]
-    )
+    rows = []
+    for b in range(q.shape[0]):
+        if "dropout_p" in options:
+            options = {**options, "offset": b}  # another mask for each row
+        row = (k[b : b + 1, :, kept[b]], v[b : b + 1, :, kept[b]])
+        rows.append(attention(q[b : b + 1], *row, **options))
+    return torch.cat(rows)

@@ -44,10 +44,11 @@ def register(implementation: str = "auto", attn_implementation: str = "auto") ->
 
     A call raises ImplementationUnavailable for unsupported requests, which transformers does not
     check earlier: a layer that moe_mlp cannot compute (`why_not`) and a named implementation that
-    cannot run here; dropout, returned attention weights, four-dimensional masks, custom mask
-    functions, a model that computes with its mask, more keys than the mask has, chunks and
-    non-causal windows where keys reach beyond one, and a window where a mask has holes within a
-    document.
+    cannot run here; dropout in compiled code or by an implementation that has none (else its mask
+    follows from a number of the CPU's default generator for each call); returned attention weights,
+    four-dimensional masks, custom mask functions, a model that computes with its mask, more keys
+    than the mask has, chunks and non-causal windows where keys reach beyond one, and a window where
+    a mask has holes within a document.
 
     Args:
         implementation: The experts' implementation for "tilewright": one of moe_mlp's, or "auto".

@@ -580,7 +580,7 @@ def backward(
         *numbers,
         *dk.stride()[:3],
         *dv.stride()[:3],
-        **constants,
+        **{n: value for n, value in constants.items() if n in _backward.arg_names},
         num_warps=4,
     )
     return part

@@ -614,7 +614,7 @@ def forward(
         cu_seqlens,
         *numbers,
         *out.stride()[:3],
-        **constants,
+        **{n: value for n, value in constants.items() if n in _forward.arg_names},
         **pieces,
         num_warps=config["num_warps"],
     )

@@ -14,11 +14,16 @@ document's values, including NaN, are never read.
 
 Statistics and sums are float32; probabilities and their gradients are rounded to the operands'
 dtype for the products. No atomics: deterministic. A row's bits depend on its own document alone,
-not on what else is packed.
+not on what else is packed (with dropout also on its place in the sequence).
+
+Keys of 129 to 192 columns with values of up to 128 are two parts, of 128 and 64 columns: one block
+would be padded to 256. All other widths are one block, padded to a power of 2.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -160,31 +165,63 @@ def _load(at, row, i, d, live, D: tl.constexpr, MASKED: tl.constexpr, EVEN: tl.c
 
 
 @triton.jit
+def _kept(rows, n, head, threshold, seed, draw, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_M, BLOCK_N]: which probabilities dropout keeps, of queries at `rows` of the sequence
+    and keys from n of their document, a multiple of 4. A counter has the bits of four keys.
+    """
+    none = rows[:, None] * 0 + tl.zeros((BLOCK_M, BLOCK_N // 4), tl.int64)
+    a, b, c, d = tl.philox(
+        seed,
+        (none + (n // 4 + tl.arange(0, BLOCK_N // 4))[None, :]).to(tl.uint32),
+        (none + rows[:, None]).to(tl.uint32),
+        (none + head).to(tl.uint32),
+        (none + draw + 0x20000000).to(tl.uint32),
+    )
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK_M, BLOCK_N))
+    # threshold is at least 1 here and at most 2^32.
+    most = (tl.zeros((1, 1), tl.int64) + (threshold - 1)).to(tl.uint32)
+    return words > most
+
+
+@triton.jit
 def _attend(
     acc,
     top,
     total,
     q,
+    q_rest,
     k_at,
     v_at,
     k_row,
     v_row,
     rows,
     d,
+    d_rest,
+    e,
     low,
     high,
     keys,
     window,
     scale,
     cap,
+    line,
+    head,
+    threshold,
+    seed,
+    draw,
     D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REST: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH_V: tl.constexpr,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr,
 ):
     """The online softmax over keys `low` to `high`: top is the largest logit so far, total the sum
     of exponentials.
@@ -193,8 +230,12 @@ def _attend(
     k_at += low.to(tl.int64) * k_row
     v_at += low.to(tl.int64) * v_row
     for n in range(low, high, BLOCK_N):
-        k = _load(k_at, k_row, j, d, n + j < keys, D, MASKED, EVEN)
-        s, _ = _logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, cap, SOFTCAP)
+        k = _load(k_at, k_row, j, d, n + j < keys, D, MASKED, D >= WIDTH)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if REST:
+            more = _load(k_at, k_row, j, d_rest, n + j < keys, D, MASKED, D == WIDTH + REST)
+            s = tl.dot(q_rest, tl.trans(more), s, input_precision=PRECISION)
+        s, _ = _logits(s, scale, cap, SOFTCAP)
         if MASKED:
             s = tl.where(
                 _seen(rows[:, None], n + j[None, :], keys, window, CAUSAL, WINDOW), s, float("-inf")
@@ -204,7 +245,9 @@ def _attend(
         p = tl.exp2(s - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(p, 1)
-        v = _load(v_at, v_row, j, d, n + j < keys, D, MASKED, EVEN)
+        if DROPOUT:
+            p = tl.where(_kept(line, n, head, threshold, seed, draw, BLOCK_M, BLOCK_N), p, 0.0)
+        v = _load(v_at, v_row, j, e, n + j < keys, DV, MASKED, DV == WIDTH_V)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         top = new
         k_at += BLOCK_N * k_row
@@ -212,7 +255,9 @@ def _attend(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
+@triton.jit(
+    do_not_specialize=["capacity", "S", "Sk", "offset", "window", "threshold", "seed", "draw"]
+)
 def _forward(
     q_ptr,
     k_ptr,
@@ -229,6 +274,10 @@ def _forward(
     window,
     scale,
     cap,
+    threshold: tl.int64,
+    inverse,
+    seed: tl.int64,
+    draw,
     q_batch,
     q_head,
     q_row,
@@ -244,16 +293,20 @@ def _forward(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
+    REST: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH_V: tl.constexpr,
     PACKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
     SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    EVEN: tl.constexpr = D == WIDTH
+    EVEN: tl.constexpr = D >= WIDTH
     # The last tiles of a document have the most keys, and start first.
     t = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1)
@@ -263,13 +316,20 @@ def _forward(
     if there:
         i = tl.arange(0, BLOCK_M)
         d = tl.arange(0, WIDTH)
+        d_rest = d
+        if REST:
+            d_rest = WIDTH + tl.arange(0, REST)
+        e = tl.arange(0, WIDTH_V)
         live = m + i < queries
         b, g, start = batch.to(tl.int64), (h // GROUP).to(tl.int64), begin.to(tl.int64)
         q_at = q_ptr + b * q_batch + h.to(tl.int64) * q_head + (start + m) * q_row
         k_at = k_ptr + b * k_batch + g * k_head + start * k_row
         v_at = v_ptr + b * v_batch + g * v_head + start * v_row
         q = _load(q_at, q_row, i, d, live, D, True, EVEN)
-        acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+        q_rest = q
+        if REST:
+            q_rest = _load(q_at, q_row, i, d_rest, live, D, True, D == WIDTH + REST)
+        acc = tl.zeros((BLOCK_M, WIDTH_V), tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         if SINKS:  # a key with this logit, whose value is 0
@@ -279,91 +339,133 @@ def _forward(
             m + offset, m + offset + BLOCK_M - 1, keys, window, BLOCK_N, CAUSAL, WINDOW
         )
         rows = m + i + offset
+        line, head = begin + m + i, b * tl.num_programs(1) + h  # of the mask of dropout
         if WINDOW:
             acc, top, total = _attend(
                 acc,
                 top,
                 total,
                 q,
+                q_rest,
                 k_at,
                 v_at,
                 k_row,
                 v_row,
                 rows,
                 d,
+                d_rest,
+                e,
                 low,
                 free,
                 keys,
                 window,
                 scale,
                 cap,
+                line,
+                head,
+                threshold,
+                seed,
+                draw,
                 D,
+                WIDTH,
+                REST,
+                DV,
+                WIDTH_V,
                 True,
                 CAUSAL,
                 WINDOW,
                 SOFTCAP,
+                DROPOUT,
                 PRECISION,
+                BLOCK_M,
                 BLOCK_N,
-                EVEN,
             )
         acc, top, total = _attend(
             acc,
             top,
             total,
             q,
+            q_rest,
             k_at,
             v_at,
             k_row,
             v_row,
             rows,
             d,
+            d_rest,
+            e,
             free,
             full,
             keys,
             window,
             scale,
             cap,
+            line,
+            head,
+            threshold,
+            seed,
+            draw,
             D,
+            WIDTH,
+            REST,
+            DV,
+            WIDTH_V,
             False,
             CAUSAL,
             WINDOW,
             SOFTCAP,
+            DROPOUT,
             PRECISION,
+            BLOCK_M,
             BLOCK_N,
-            EVEN,
         )
         acc, top, total = _attend(
             acc,
             top,
             total,
             q,
+            q_rest,
             k_at,
             v_at,
             k_row,
             v_row,
             rows,
             d,
+            d_rest,
+            e,
             full,
             high,
             keys,
             window,
             scale,
             cap,
+            line,
+            head,
+            threshold,
+            seed,
+            draw,
             D,
+            WIDTH,
+            REST,
+            DV,
+            WIDTH_V,
             True,
             CAUSAL,
             WINDOW,
             SOFTCAP,
+            DROPOUT,
             PRECISION,
+            BLOCK_M,
             BLOCK_N,
-            EVEN,
         )
         out = acc / tl.where(total == 0, 1.0, total)[:, None]
+        if DROPOUT:
+            out *= inverse
         o_at = out_ptr + b * o_batch + h.to(tl.int64) * o_head + (start + m) * o_row
         tl.store(
-            o_at + i[:, None] * o_row + d[None, :],
+            o_at + i[:, None] * o_row + e[None, :],
             out.to(out_ptr.dtype.element_ty),
-            mask=live[:, None] & (d < D)[None, :],
+            mask=live[:, None] & (e < DV)[None, :],
         )
         lse_at = lse_ptr + (b * tl.num_programs(1) + h) * S + start + m
         tl.store(lse_at + i, (top + tl.log2(total)) * LN2, mask=live)
@@ -380,7 +482,9 @@ def _power(lse):
 @triton.jit
 def _walk_keys(
     dq,
+    dq_rest,
     q,
+    q_rest,
     g,
     power,
     delta,
@@ -390,42 +494,67 @@ def _walk_keys(
     v_row,
     rows,
     d,
+    d_rest,
+    e,
     low,
     high,
     keys,
     window,
     scale,
     cap,
+    line,
+    head,
+    threshold,
+    inverse,
+    seed,
+    draw,
     D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REST: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH_V: tl.constexpr,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr,
 ):
-    """dq, without the scale, over keys `low` to `high`."""
+    """dq and the rest of its columns, without the scale, over keys `low` to `high`."""
     j = tl.arange(0, BLOCK_N)
     k_at += low.to(tl.int64) * k_row
     v_at += low.to(tl.int64) * v_row
     for n in range(low, high, BLOCK_N):
-        k = _load(k_at, k_row, j, d, n + j < keys, D, MASKED, EVEN)
-        v = _load(v_at, v_row, j, d, n + j < keys, D, MASKED, EVEN)
-        s, slope = _logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, cap, SOFTCAP)
+        k = _load(k_at, k_row, j, d, n + j < keys, D, MASKED, D >= WIDTH)
+        v = _load(v_at, v_row, j, e, n + j < keys, DV, MASKED, DV == WIDTH_V)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if REST:
+            more = _load(k_at, k_row, j, d_rest, n + j < keys, D, MASKED, D == WIDTH + REST)
+            s = tl.dot(q_rest, tl.trans(more), s, input_precision=PRECISION)
+        s, slope = _logits(s, scale, cap, SOFTCAP)
         p = tl.exp2(s - power[:, None])
         if MASKED:
             p = tl.where(_seen(rows[:, None], n + j[None, :], keys, window, CAUSAL, WINDOW), p, 0.0)
-        ds = p * (tl.dot(g, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+        dp = tl.dot(g, tl.trans(v), input_precision=PRECISION)
+        if DROPOUT:
+            kept = _kept(line, n, head, threshold, seed, draw, BLOCK_M, BLOCK_N)
+            dp = tl.where(kept, dp * inverse, 0.0)
+        ds = p * (dp - delta[:, None])
         if SOFTCAP:
             ds = ds * slope
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        if REST:
+            dq_rest = tl.dot(ds.to(k.dtype), more, dq_rest, input_precision=PRECISION)
         k_at += BLOCK_N * k_row
         v_at += BLOCK_N * v_row
-    return dq
+    return dq, dq_rest
 
 
-@triton.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
+@triton.jit(
+    do_not_specialize=["capacity", "S", "Sk", "offset", "window", "threshold", "seed", "draw"]
+)
 def _backward_q(
     g_ptr,
     q_ptr,
@@ -444,6 +573,10 @@ def _backward_q(
     window,
     scale,
     cap,
+    threshold: tl.int64,
+    inverse,
+    seed: tl.int64,
+    draw,
     g_batch,
     g_head,
     g_row,
@@ -465,15 +598,20 @@ def _backward_q(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
+    REST: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH_V: tl.constexpr,
     PACKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    EVEN: tl.constexpr = D == WIDTH
+    EVEN: tl.constexpr = D >= WIDTH
+    EVEN_V: tl.constexpr = DV == WIDTH_V
     t = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1)
     there, batch, m, begin, queries, keys = _place(
@@ -482,37 +620,36 @@ def _backward_q(
     if there:
         i = tl.arange(0, BLOCK_M)
         d = tl.arange(0, WIDTH)
+        d_rest = d
+        if REST:
+            d_rest = WIDTH + tl.arange(0, REST)
+        e = tl.arange(0, WIDTH_V)
         live = m + i < queries
         b, head, start = batch.to(tl.int64), h.to(tl.int64), begin.to(tl.int64)
         g = _load(
             g_ptr + b * g_batch + head * g_head + (start + m) * g_row,
             g_row,
             i,
-            d,
+            e,
             live,
-            D,
+            DV,
             True,
-            EVEN,
+            EVEN_V,
         )
-        q = _load(
-            q_ptr + b * q_batch + head * q_head + (start + m) * q_row,
-            q_row,
-            i,
-            d,
-            live,
-            D,
-            True,
-            EVEN,
-        )
+        q_at = q_ptr + b * q_batch + head * q_head + (start + m) * q_row
+        q = _load(q_at, q_row, i, d, live, D, True, EVEN)
+        q_rest = q
+        if REST:
+            q_rest = _load(q_at, q_row, i, d_rest, live, D, True, D == WIDTH + REST)
         out = _load(
             out_ptr + b * o_batch + head * o_head + (start + m) * o_row,
             o_row,
             i,
-            d,
+            e,
             live,
-            D,
+            DV,
             True,
-            EVEN,
+            EVEN_V,
         )
         at = (b * tl.num_programs(1) + h) * S + start + m + i
         delta = tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
@@ -521,14 +658,20 @@ def _backward_q(
         k_at = k_ptr + b * k_batch + (head // GROUP) * k_head + start * k_row
         v_at = v_ptr + b * v_batch + (head // GROUP) * v_head + start * v_row
         dq = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+        dq_rest = dq
+        if REST:
+            dq_rest = tl.zeros((BLOCK_M, REST), tl.float32)
         low, free, full, high = _columns(
             m + offset, m + offset + BLOCK_M - 1, keys, window, BLOCK_N, CAUSAL, WINDOW
         )
         rows = m + i + offset
+        line, of_mask = begin + m + i, b * tl.num_programs(1) + h
         if WINDOW:
-            dq = _walk_keys(
+            dq, dq_rest = _walk_keys(
                 dq,
+                dq_rest,
                 q,
+                q_rest,
                 g,
                 power,
                 delta,
@@ -538,24 +681,39 @@ def _backward_q(
                 v_row,
                 rows,
                 d,
+                d_rest,
+                e,
                 low,
                 free,
                 keys,
                 window,
                 scale,
                 cap,
+                line,
+                of_mask,
+                threshold,
+                inverse,
+                seed,
+                draw,
                 D,
+                WIDTH,
+                REST,
+                DV,
+                WIDTH_V,
                 True,
                 CAUSAL,
                 WINDOW,
                 SOFTCAP,
+                DROPOUT,
                 PRECISION,
+                BLOCK_M,
                 BLOCK_N,
-                EVEN,
             )
-        dq = _walk_keys(
+        dq, dq_rest = _walk_keys(
             dq,
+            dq_rest,
             q,
+            q_rest,
             g,
             power,
             delta,
@@ -565,24 +723,39 @@ def _backward_q(
             v_row,
             rows,
             d,
+            d_rest,
+            e,
             free,
             full,
             keys,
             window,
             scale,
             cap,
+            line,
+            of_mask,
+            threshold,
+            inverse,
+            seed,
+            draw,
             D,
+            WIDTH,
+            REST,
+            DV,
+            WIDTH_V,
             False,
             CAUSAL,
             WINDOW,
             SOFTCAP,
+            DROPOUT,
             PRECISION,
+            BLOCK_M,
             BLOCK_N,
-            EVEN,
         )
-        dq = _walk_keys(
+        dq, dq_rest = _walk_keys(
             dq,
+            dq_rest,
             q,
+            q_rest,
             g,
             power,
             delta,
@@ -592,35 +765,51 @@ def _backward_q(
             v_row,
             rows,
             d,
+            d_rest,
+            e,
             full,
             high,
             keys,
             window,
             scale,
             cap,
+            line,
+            of_mask,
+            threshold,
+            inverse,
+            seed,
+            draw,
             D,
+            WIDTH,
+            REST,
+            DV,
+            WIDTH_V,
             True,
             CAUSAL,
             WINDOW,
             SOFTCAP,
+            DROPOUT,
             PRECISION,
+            BLOCK_M,
             BLOCK_N,
-            EVEN,
         )
-        to = (
-            dq_ptr
-            + b * dq_batch
-            + head * dq_head
-            + (start + m) * dq_row
-            + i[:, None] * dq_row
-            + d[None, :]
-        )
+        to = dq_ptr + b * dq_batch + head * dq_head + (start + m) * dq_row + i[:, None] * dq_row
         tl.store(
-            to, (dq * scale).to(dq_ptr.dtype.element_ty), mask=live[:, None] & (d < D)[None, :]
+            to + d[None, :],
+            (dq * scale).to(dq_ptr.dtype.element_ty),
+            mask=live[:, None] & (d < D)[None, :],
         )
+        if REST:
+            tl.store(
+                to + d_rest[None, :],
+                (dq_rest * scale).to(dq_ptr.dtype.element_ty),
+                mask=live[:, None] & (d_rest < D)[None, :],
+            )
 
 
-@triton.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
+@triton.jit(
+    do_not_specialize=["capacity", "S", "Sk", "offset", "window", "threshold", "seed", "draw"]
+)
 def _backward_kv(
     g_ptr,
     q_ptr,
@@ -639,6 +828,10 @@ def _backward_kv(
     window,
     scale,
     cap,
+    threshold: tl.int64,
+    inverse,
+    seed: tl.int64,
+    draw,
     g_batch,
     g_head,
     g_row,
@@ -660,15 +853,20 @@ def _backward_kv(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
+    REST: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH_V: tl.constexpr,
     PACKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    EVEN: tl.constexpr = D == WIDTH
+    EVEN: tl.constexpr = D >= WIDTH
+    EVEN_V: tl.constexpr = DV == WIDTH_V
     # The first tiles of a document are read by the most queries, and start first.
     t = tl.program_id(0)
     kv = tl.program_id(1)
@@ -679,29 +877,29 @@ def _backward_kv(
         i = tl.arange(0, BLOCK_M)
         j = tl.arange(0, BLOCK_N)
         d = tl.arange(0, WIDTH)
+        d_rest = d
+        if REST:
+            d_rest = WIDTH + tl.arange(0, REST)
+        e = tl.arange(0, WIDTH_V)
         b, head, start = batch.to(tl.int64), kv.to(tl.int64), begin.to(tl.int64)
-        k = _load(
-            k_ptr + b * k_batch + head * k_head + (start + n) * k_row,
-            k_row,
-            j,
-            d,
-            n + j < keys,
-            D,
-            True,
-            EVEN,
-        )
+        k_at = k_ptr + b * k_batch + head * k_head + (start + n) * k_row
+        k = _load(k_at, k_row, j, d, n + j < keys, D, True, EVEN)
         v = _load(
             v_ptr + b * v_batch + head * v_head + (start + n) * v_row,
             v_row,
             j,
-            d,
+            e,
             n + j < keys,
-            D,
+            DV,
             True,
-            EVEN,
+            EVEN_V,
         )
         dk = tl.zeros((BLOCK_N, WIDTH), tl.float32)
-        dv = tl.zeros((BLOCK_N, WIDTH), tl.float32)
+        dv = tl.zeros((BLOCK_N, WIDTH_V), tl.float32)
+        k_rest, dk_rest = k, dk
+        if REST:
+            k_rest = _load(k_at, k_row, j, d_rest, n + j < keys, D, True, D == WIDTH + REST)
+            dk_rest = tl.zeros((BLOCK_N, REST), tl.float32)
         low, high = _rows_of(n, n + BLOCK_N - 1, queries, offset, window, BLOCK_M, CAUSAL, WINDOW)
         # One loop over the heads of the group and their rows: several loops, or an unmasked part,
         # need more registers for addresses than the two sums leave. So h and m are incremented, and
@@ -711,19 +909,20 @@ def _backward_kv(
         for _ in range(GROUP * tl.cdiv(high - low, BLOCK_M)):
             live = m + i < queries
             at = start + m
-            q = _load(
-                q_ptr + b * q_batch + h * q_head + at * q_row, q_row, i, d, live, D, True, EVEN
-            )
+            q_at = q_ptr + b * q_batch + h * q_head + at * q_row
+            q = _load(q_at, q_row, i, d, live, D, True, EVEN)
             g = _load(
-                g_ptr + b * g_batch + h * g_head + at * g_row, g_row, i, d, live, D, True, EVEN
+                g_ptr + b * g_batch + h * g_head + at * g_row, g_row, i, e, live, DV, True, EVEN_V
             )
             of_row = (b * tl.num_programs(1) * GROUP + h) * S + at + i
             power = _power(tl.load(lse_ptr + of_row, mask=live, other=float("inf")))
             delta = tl.load(delta_ptr + of_row, mask=live, other=0.0)
             # Products are transposed: [keys, rows].
-            s, slope = _logits(
-                tl.dot(k, tl.trans(q), input_precision=PRECISION), scale, cap, SOFTCAP
-            )
+            s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            if REST:
+                more = _load(q_at, q_row, i, d_rest, live, D, True, D == WIDTH + REST)
+                s = tl.dot(k_rest, tl.trans(more), s, input_precision=PRECISION)
+            s, slope = _logits(s, scale, cap, SOFTCAP)
             p = tl.exp2(s - power[None, :])
             # rows that see all of these keys need no mask; results of keys past the end are not
             # stored
@@ -739,34 +938,45 @@ def _backward_kv(
                         p,
                         0.0,
                     )
-            dv = tl.dot(p.to(g.dtype), g, dv, input_precision=PRECISION)
-            ds = p * (tl.dot(v, tl.trans(g), input_precision=PRECISION) - delta[None, :])
+            used = p
+            if DROPOUT:
+                line = begin + m + i
+                head_of_row = b * tl.num_programs(1) * GROUP + h
+                kept = tl.trans(
+                    _kept(line, n, head_of_row, threshold, seed, draw, BLOCK_M, BLOCK_N)
+                )
+                used = tl.where(kept, p, 0.0)
+            dv = tl.dot(used.to(g.dtype), g, dv, input_precision=PRECISION)
+            dp = tl.dot(v, tl.trans(g), input_precision=PRECISION)
+            if DROPOUT:
+                dp = tl.where(kept, dp * inverse, 0.0)
+            ds = p * (dp - delta[None, :])
             if SOFTCAP:
                 ds = ds * slope
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+            if REST:
+                dk_rest = tl.dot(ds.to(q.dtype), more, dk_rest, input_precision=PRECISION)
             m += BLOCK_M
             last = m >= high
             h += last.to(tl.int64)
             m = tl.where(last, low, m)
-        mask = (n + j < keys)[:, None] & (d < D)[None, :]
-        to = (
-            dk_ptr
-            + b * dk_batch
-            + head * dk_head
-            + (start + n) * dk_row
-            + j[:, None] * dk_row
-            + d[None, :]
+        exists = (n + j < keys)[:, None]
+        to = dk_ptr + b * dk_batch + head * dk_head + (start + n) * dk_row + j[:, None] * dk_row
+        tl.store(
+            to + d[None, :],
+            (dk * scale).to(dk_ptr.dtype.element_ty),
+            mask=exists & (d < D)[None, :],
         )
-        tl.store(to, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)
-        to = (
-            dv_ptr
-            + b * dv_batch
-            + head * dv_head
-            + (start + n) * dv_row
-            + j[:, None] * dv_row
-            + d[None, :]
-        )
-        tl.store(to, dv.to(dv_ptr.dtype.element_ty), mask=mask)
+        if REST:
+            tl.store(
+                to + d_rest[None, :],
+                (dk_rest * scale).to(dk_ptr.dtype.element_ty),
+                mask=exists & (d_rest < D)[None, :],
+            )
+        to = dv_ptr + b * dv_batch + head * dv_head + (start + n) * dv_row + j[:, None] * dv_row
+        if DROPOUT:
+            dv *= inverse
+        tl.store(to + e[None, :], dv.to(dv_ptr.dtype.element_ty), mask=exists & (e < DV)[None, :])
 
 
 # ---- around the backward by specialized warps
@@ -850,42 +1060,81 @@ class _Problem(NamedTuple):
 
     q: torch.Tensor
     k: torch.Tensor
+    v: torch.Tensor
     cu_seqlens: torch.Tensor | None
     variant: Variant
     offset: int
 
 
-def _config(tunable: Tunable, problem: _Problem) -> dict:
-    q, softcap = problem.q, problem.variant.softcap
-    return tunable.config(
-        q.device, _width(q), q.element_size(), large_shared_memory(q.device), softcap > 0
-    )
+class _Widths(NamedTuple):
+    """The constants of widths: keys have D columns, in parts of WIDTH and REST, and values DV in
+    one of WIDTH_V. Parts are powers of 2, as Triton's blocks are.
+    """
+
+    D: int
+    WIDTH: int
+    REST: int
+    DV: int
+    WIDTH_V: int
+
+    @classmethod
+    def of(cls, D: int, DV: int) -> _Widths:
+        width, values = (next_power_of_2(max(16, n)) for n in (D, DV))
+        # Latent attention's 192 and 128. With values as wide as keys 256 and no rest: the sums of
+        # both would not leave registers for a second part.
+        if 128 < D <= 192 and values <= 128:
+            return cls(D, 128, 64, DV, values)
+        return cls(D, width, 0, DV, values)
+
+    @property
+    def key(self) -> int:
+        """The width by which launch configurations are chosen."""
+        return max(self.WIDTH + self.REST, self.WIDTH_V)
 
 
-def _width(t: torch.Tensor) -> int:
-    return next_power_of_2(max(16, t.shape[3]))
+def _config(tunable: Tunable, problem: _Problem, specialized: Callable[[], bool]) -> dict:
+    """specialized: whether specialized warps can compute this; else another configuration is
+    taken for theirs.
+    """
+    q, variant = problem.q, problem.variant
+    if variant.dropout.threshold > 0:
+        tunable = DROPPING[tunable]
+    width = _Widths.of(q.shape[3], problem.v.shape[3]).key
+    key = width, q.element_size(), large_shared_memory(q.device), variant.softcap > 0
+    config = tunable.config(q.device, *key)
+    if config.get("ROLES") and not specialized():
+        return tunable.heuristic(*key)
+    return config
 
 
 def _numbers(problem: _Problem, capacity: int) -> tuple:
     """A kernel's arguments from `capacity` to `cap`."""
-    q, k, _, (_, window, softcap, scale), offset = problem
+    q, k, _, _, (_, window, softcap, scale, _), offset = problem
     S, Sk = q.shape[2], k.shape[2]
     # At most the largest distance of two positions: larger ones would exceed 32 bits.
     return capacity, S, Sk, offset, min(window, S + Sk + abs(offset)), scale, softcap
 
 
 def _constants(problem: _Problem) -> dict:
-    """A kernel's constants from GROUP to SOFTCAP."""
-    q, k, cu_seqlens, (causal, window, softcap, _), _ = problem
+    """A kernel's constants from GROUP to DROPOUT."""
+    q, k, v, cu_seqlens, (causal, window, softcap, _, dropout), _ = problem
     return {
         "GROUP": q.shape[1] // k.shape[1],
-        "D": q.shape[3],
-        "WIDTH": _width(q),
+        **_Widths.of(q.shape[3], v.shape[3])._asdict(),
         "PACKED": cu_seqlens is not None,
         "CAUSAL": causal,
         "WINDOW": window > 0,
         "SOFTCAP": softcap > 0,
+        "DROPOUT": dropout.threshold > 0,
     }
+
+
+def _specialized(constants: dict, *tensors: torch.Tensor) -> bool:
+    """Whether specialized warps compute this: keys in one part, values as wide, all of them kept,
+    and operands that TMA reads.
+    """
+    even = not constants["REST"] and constants["DV"] == constants["D"]
+    return even and not constants["DROPOUT"] and by_tma(*tensors)
 
 
 def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constants) -> None:
@@ -894,11 +1143,16 @@ def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constant
     strided: those of `tensors` whose strides the kernel takes.
     """
     B, H, rows, _ = tiled.shape
-    c = dict(_config(tunable, problem))
+    constants |= _constants(problem)
+
+    def specialized() -> bool:
+        return kernel is _forward and _specialized(constants, *tensors[:3])
+
+    c = dict(_config(tunable, problem, specialized))
     roles = c.pop("ROLES", False)
     tiles, capacity, count = _tiles(problem.cu_seqlens, B, rows, c[block])
-    numbers, constants = _numbers(problem, capacity), constants | _constants(problem)
-    if roles and kernel is _forward and by_tma(*tensors[:3]):
+    numbers = _numbers(problem, capacity)
+    if roles:
         from tilewright.kernels.attention.attention_gluon import forward
 
         forward(*tensors, tiles, problem.cu_seqlens, numbers, constants, c, (count, H))
@@ -910,6 +1164,7 @@ def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constant
         tiles,
         problem.cu_seqlens,
         *numbers,
+        *problem.variant.dropout,
         *[n for t in strided for n in t.stride()[:3]],
         PRECISION=dot_precision(problem.q),
         **constants,
@@ -934,7 +1189,7 @@ def forward(q, k, v, cu_seqlens, sinks, variant, offset):
     q, k, v = map(last_contiguous, (q, k, v))
     found = attend(q, k, v, cu_seqlens, sinks, variant, offset)
     if found.lse.numel():
-        problem = _Problem(q, k, cu_seqlens, variant, offset)
+        problem = _Problem(q, k, v, cu_seqlens, variant, offset)
         logits = None if sinks is None else sinks.float().contiguous()
         tensors, strided = (q, k, v, logits, *found), (q, k, v, found.out)
         _launch(_forward, FORWARD, "BLOCK_M", problem, q, tensors, strided, SINKS=sinks is not None)
@@ -946,9 +1201,9 @@ def backward(dout, q, k, v, out, lse, cu_seqlens, sinks, variant, offset):
     found = attend_backward(dout, q, k, v, out, lse, cu_seqlens, sinks, variant, offset)
     dq, dk, dv, dsinks = found
     lse = lse.float().contiguous()
-    problem = _Problem(q, k, cu_seqlens, variant, offset)
+    problem = _Problem(q, k, v, cu_seqlens, variant, offset)
     inputs = dout, q, k, v
-    if _config(BACKWARD_KV, problem)["ROLES"] and by_tma(*inputs) and _fits(problem):
+    if _config(BACKWARD_KV, problem, lambda: _in_one(problem, inputs)).get("ROLES"):
         delta = _together(problem, inputs, out, lse, found)
     else:
         delta = torch.zeros_like(lse)
@@ -966,10 +1221,12 @@ def backward(dout, q, k, v, out, lse, cu_seqlens, sinks, variant, offset):
     return found
 
 
-def _fits(problem) -> bool:
+def _in_one(problem, inputs) -> bool:
+    """Whether one kernel with specialized warps can compute all gradients."""
     from tilewright.kernels.attention.attention_backward_gluon import fits
 
-    return fits(_constants(problem))
+    constants = _constants(problem)
+    return _specialized(constants, *inputs) and fits(constants)
 
 
 def _together(problem, inputs, out, lse, found) -> torch.Tensor:
@@ -977,13 +1234,13 @@ def _together(problem, inputs, out, lse, found) -> torch.Tensor:
     from tilewright.kernels.attention import attention_backward_gluon as gluon
 
     (dout, q, k, v), (dq, dk, dv, _) = inputs, found
-    (B, Hq, S, D), Sk = q.shape, k.shape[2]
-    rows = {"D": D, "WIDTH": _width(q), "ROWS": _FEW_ROWS, "num_warps": 4}
+    (B, Hq, S, D), Sk, constants = q.shape, k.shape[2], _constants(problem)
+    rows = {"D": D, "WIDTH": constants["WIDTH"], "ROWS": _FEW_ROWS, "num_warps": 4}
     grid = cdiv(S, _FEW_ROWS), Hq, B
     delta = torch.empty_like(lse)
     launch(_delta, grid, dout, out, delta, S, *dout.stride()[:3], *out.stride()[:3], **rows)
     tiles, capacity, count = _tiles(problem.cu_seqlens, B, Sk, gluon.KEYS)
-    numbers, constants = _numbers(problem, capacity), _constants(problem)
+    numbers = _numbers(problem, capacity)
     tensors = dout, q, k, v, lse, delta, dk, dv, tiles, problem.cu_seqlens
     total = gluon.backward(*tensors, numbers, constants, (count, Hq))
     launch(_round, grid, total, dq, S, problem.variant.scale, *dq.stride()[:3], **rows)
@@ -1007,20 +1264,22 @@ def _forward_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> 
     elif width == 256:
         tile = (128 if large else 64, 16 if large and capped else 32, 8, 2 if large else 1)
     else:
-        tile = (128, 64 if large or width <= 64 else 32, 8, 3 if large else 2)
+        # Two parts of keys need registers for their addresses.
+        stages = (3 if large else 2) - (width == 192)
+        tile = (128, 64 if large or width <= 64 else 32, 8, stages)
     return dict(zip(_FORWARD_NAMES, (*tile, False), strict=True))
 
 
 def _forward_space(width: int, itemsize: int, large: bool, capped: bool) -> list[dict]:
     configs = _space(_forward_heuristic, "BLOCK_M", "BLOCK_N")(width, itemsize, large, capped)
     found = [{**c, "ROLES": False} for c in configs]
-    return [*found, _FORWARD_ROLES] if itemsize == 2 and large else found
+    return [*found, _FORWARD_ROLES] if itemsize == 2 and large and width != 192 else found
 
 
 def _backward_q_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
     if itemsize == 4:
         return {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 8, "num_stages": 1}
-    if width == 256:
+    if width == 256 or (width == 192 and not large):
         return {
             "BLOCK_M": 32,
             "BLOCK_N": 16 if large else 32,
@@ -1029,7 +1288,7 @@ def _backward_q_heuristic(width: int, itemsize: int, large: bool, capped: bool) 
         }
     return {
         "BLOCK_M": 128 if large else 64,
-        "BLOCK_N": 64 if large else 32,
+        "BLOCK_N": 64 if large and width != 192 else 32,
         "num_warps": 8 if large else 4,
         "num_stages": 2 if large else 1,
     }
@@ -1047,12 +1306,14 @@ def _backward_kv_heuristic(width: int, itemsize: int, large: bool, capped: bool)
     """
     if itemsize == 4:
         tile = (32, 32, 4, 1) if width <= 64 else (16, 16, 4, 1)
-    elif width == 256:
+    elif width == 256 or (width == 192 and not large):
         tile = (32, 32, 8, 1)
     elif not large:
         tile = (64, 32, 8, 1)
     else:
-        tile = (64 if capped else 128, 64 if width <= 64 else 32, 8, 2)
+        # With keys in two parts, ptxas serializes the pipelined products of Hopper.
+        stages = 1 if width == 192 and not capped else 2
+        tile = (64 if capped else 128, 64 if width <= 64 else 32, 8, stages)
     return dict(zip(_BACKWARD_NAMES, (*tile, False), strict=True))
 
 
@@ -1116,7 +1377,11 @@ def _roles(kernel, label: str, types: dict, constants: dict, config: dict) -> li
     return [attention_backward_gluon.spec(label.replace("_kv", " roles"), types, constants)]
 
 
-def _specs_of(kernel, name: str, tensors: tuple[str, ...], tiled: str):
+def _dropping_variants(key: dict) -> dict[str, dict]:
+    return {"packed dropout": {"PACKED": True, "DROPOUT": True}}
+
+
+def _specs_of(kernel, name: str, tensors: tuple[str, ...], tiled: str, variants=_variants):
     """tensors: whose strides are multiples of 16.   tiled: the constant that decides on tensor
     cores of Hopper.
     """
@@ -1124,17 +1389,19 @@ def _specs_of(kernel, name: str, tensors: tuple[str, ...], tiled: str):
 
     def specs(key: dict, config: dict) -> list[KernelSpec]:
         width, data = key["width"], "bf16" if key["itemsize"] == 2 else "fp32"
+        widths = _Widths.of(width, 128 if width == 192 else width)
+        name_of_widths = f"D={width}" if widths.D == widths.DV else f"D={width} DV={widths.DV}"
         wide = data == "bf16" and config[tiled] >= 64
-        found = []
-        for label, options in _variants(key).items():
+        floats, found = dict.fromkeys(("scale", "cap", "inverse"), "fp32"), []
+        for label, options in variants(key).items():
             packed, sinks = options.get("PACKED"), options.get("SINKS")
             types = dict.fromkeys(("lse", "delta"), "fp32") | {"*": data}
             types["sinks"] = "fp32" if sinks else None
             types |= {"tiles": "i32", "cu": "i64"} if packed else {"tiles": None, "cu": None}
             chosen = {n: v for n, v in config.items() if n.startswith(("BLOCK", "num_"))}
-            flags = dict.fromkeys(("PACKED", "WINDOW", "SOFTCAP", "SINKS"), False)
-            constants = {"GROUP": 4, "D": width, "WIDTH": width, "CAUSAL": True, **flags, **options}
-            label = f"{name} {label} D={width} {data}{'' if key['large'] else ' small'}"
+            flags = dict.fromkeys(("PACKED", "WINDOW", "SOFTCAP", "DROPOUT", "SINKS"), False)
+            constants = {"GROUP": 4, **widths._asdict(), "CAUSAL": True, **flags, **options}
+            label = f"{name} {label} {name_of_widths} {data}{'' if key['large'] else ' small'}"
             if config.get("ROLES"):
                 found += _roles(kernel, label, types, constants, config)
                 continue
@@ -1148,7 +1415,7 @@ def _specs_of(kernel, name: str, tensors: tuple[str, ...], tiled: str):
                         **constants,
                         **chosen,
                     },
-                    {"scale": "fp32", "cap": "fp32"},
+                    {**floats, "threshold": "i64", "seed": "i64"},
                     divisible=strides,
                     **_arch(key),
                     undivided=kernel is not _forward and data == "bf16" and not key["capped"],
@@ -1163,7 +1430,7 @@ def _specs_of(kernel, name: str, tensors: tuple[str, ...], tiled: str):
 _FIELDS = ("width", "itemsize", "large", "capped")
 _KEYS = [
     (width, 2, large, capped)
-    for width in (128, 64, 256)
+    for width in (128, 64, 256, 192)
     for large in (True, False)
     for capped in (False, True)
 ]
@@ -1198,7 +1465,59 @@ BACKWARD_KV = Tunable(
     _KEYS,
     _specs_of(_backward_kv, "backward_kv", ("g", "q", "k", "v", "dk", "dv"), "BLOCK_N"),
 )
-TUNABLES = (FORWARD, BACKWARD_Q, BACKWARD_KV)
+
+
+def _dropping(
+    tunable: Tunable,
+    kernel,
+    tensors: tuple[str, ...],
+    tiled: str,
+    walked: str,
+    whole: int = 0,
+    stages: int = 3,
+):
+    """The launch with dropout. Random bits take registers beside logits, as a softcap does and
+    more, so that half as many pairs are computed at a time.
+
+    whole: the width up to which all fit.
+    stages: the most.
+    """
+
+    def heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
+        config = tunable.heuristic(width=width, itemsize=itemsize, large=large, capped=True)
+        step = config[walked] if width <= whole else max(16, config[walked] // 2)
+        return {**config, walked: step, "num_stages": min(stages, config["num_stages"])}
+
+    def space(width: int, itemsize: int, large: bool, capped: bool) -> list[dict]:
+        config = heuristic(width, itemsize, large, capped)
+        if itemsize == 4:
+            return [config]
+        steps = itertools.product((16, 32, 64), (1, 2, 3))
+        return [{**config, walked: step, "num_stages": stages} for step, stages in steps]
+
+    return Tunable(
+        "attention",
+        f"{tunable.launch}_dropout",
+        _FIELDS,
+        tunable.pass_name,
+        heuristic,
+        space,
+        [(width, 2, large, False) for width in (128, 64, 192) for large in (True, False)],
+        _specs_of(kernel, tunable.launch, tensors, tiled, _dropping_variants),
+    )
+
+
+# In dk and dv, ptxas serializes the products of Hopper if they are pipelined beside random bits.
+DROPPING = {
+    FORWARD: _dropping(FORWARD, _forward, ("q", "k", "v", "o"), "BLOCK_M", "BLOCK_N"),
+    BACKWARD_Q: _dropping(
+        BACKWARD_Q, _backward_q, ("g", "q", "k", "v", "o", "dq"), "BLOCK_M", "BLOCK_N", 64
+    ),
+    BACKWARD_KV: _dropping(
+        BACKWARD_KV, _backward_kv, ("g", "q", "k", "v", "dk", "dv"), "BLOCK_N", "BLOCK_M", 128, 1
+    ),
+}
+TUNABLES = (FORWARD, BACKWARD_Q, BACKWARD_KV, *DROPPING.values())
 
 
 def gate() -> list[KernelSpec]:

@@ -1,7 +1,8 @@
 """The operators of attention: what every implementation's launchers take and return.
 
-B = batch, Hq / Hk = query / key heads, S / Sk = query / key positions, D = head width. q and its
-like are [B, Hq, S, D], k and v [B, Hk, Sk, D], sinks [Hq]. cu_seqlens are the bounds of packed
+B = batch, Hq / Hk = query / key heads, S / Sk = query / key positions, D / Dv = the width of a
+query's or key's / a value's head. q is [B, Hq, S, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv], out and
+dout [B, Hq, S, Dv], sinks [Hq]. cu_seqlens are the bounds of packed
 documents, int64, with B = 1. offset is the position of the first query minus that of the first key.
 """
 
@@ -14,6 +15,20 @@ import torch
 from tilewright.core.library import declare
 
 
+class Dropout(NamedTuple):
+    """Dropout of probabilities, by counters (see `ops.attention`).
+
+    threshold: one whose 32 random bits are below it is dropped, 0 (none) to 2^32.
+    inverse: what the others are multiplied by.
+    seed: the generator's key.   draw: the number of the call, in the counter.
+    """
+
+    threshold: int = 0
+    inverse: float = 1.0
+    seed: int = 0
+    draw: int = 0
+
+
 class Variant(NamedTuple):
     """The variant of attention to compute. window: 0 for none.   softcap: 0.0 for none."""
 
@@ -21,10 +36,11 @@ class Variant(NamedTuple):
     window: int = 0
     softcap: float = 0.0
     scale: float = 1.0
+    dropout: Dropout = Dropout()
 
 
 class Attended(NamedTuple):
-    """out: like q.   lse: [B, Hq, S] float32, the natural log-sum-exp of each row of logits."""
+    """out: [B, Hq, S, Dv].   lse: [B, Hq, S] float32, the natural log-sum-exp of a row's logits."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -49,7 +65,7 @@ def attend(
     variant: Variant,
     offset: int,
 ) -> Attended:
-    return Attended(_rows_like(q), q.new_empty(q.shape[:3], dtype=torch.float32))
+    return Attended(_rows_like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32))
 
 
 @declare
@@ -69,7 +85,9 @@ def attend_backward(
     return Gradients(*map(_rows_like, (q, k, v)), dsinks)
 
 
-def _rows_like(t: torch.Tensor) -> torch.Tensor:
-    """[B, H, S, D], in memory [B, S, H, D], the layout that a projection reads."""
+def _rows_like(t: torch.Tensor, width: int | None = None) -> torch.Tensor:
+    """[B, H, S, D], in memory [B, S, H, D], the layout that a projection reads.   width: D, unless
+    it is t's.
+    """
     B, H, S, D = t.shape
-    return t.new_empty(B, S, H, D).transpose(1, 2)
+    return t.new_empty(B, S, H, D if width is None else width).transpose(1, 2)

@@ -3,7 +3,8 @@
     softmax(mask(cap(scale q k^T))) v
 
 Shapes: B = batch, Hq / Hk = query / key heads (Hq a multiple of Hk), S = query positions, Sk = key
-positions (S unless stated otherwise), D = head width.
+positions (S unless stated otherwise), D = the width of a query's and key's head, Dv = that of a
+value's (D, but in latent attention).
 
 Implementations support different subsets. A call makes a `Request`, and each implementation returns
 one sentence if the request is unsupported. A named implementation then raises
@@ -16,7 +17,7 @@ import itertools
 
 import torch
 
-from tilewright.core import checks, platform
+from tilewright.core import checks, platform, torch_names
 from tilewright.core.library import from_kernels
 from tilewright.core.registry import Case, Cost, Goal, Implementation, Judged, Op
 from tilewright.core.takes import FLOAT, takes
@@ -25,12 +26,14 @@ from tilewright.ops.attention import triton, vendors
 from tilewright.ops.attention.eager import attention_eager
 from tilewright.ops.attention.options import (
     DOCUMENTS,
+    DROPOUT,
     HEADS,
     OPTIONS,
     PACKED,
     QKV,
     Request,
     check_heads,
+    dropout_of,
     layout_hint,
     request_of,
     variant_of,
@@ -49,7 +52,6 @@ __all__ = ["ATTENTION", "Request", "attention", "attention_part", "attention_par
     window_size="window, the number of keys that a query sees, itself included",
     attn_mask="packed documents are cu_seqlens, windows are window; for other masks use "
     "torch.nn.functional.scaled_dot_product_attention",
-    dropout_p="attention has no dropout",
     enable_gqa="k and v may always have fewer heads than q",
 )
 @takes(
@@ -59,6 +61,7 @@ __all__ = ["ATTENTION", "Request", "attention", "attention_part", "attention_par
     cu_seqlens=DOCUMENTS,
     **OPTIONS,
     sinks="float [Hq]",
+    **DROPOUT,
     max_seqlen="int [0, inf)",
 )
 def attention(
@@ -72,6 +75,9 @@ def attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    offset: int = 0,
     max_seqlen: int | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
@@ -87,10 +93,23 @@ def attention(
     a sequence, they may reach positions that do not see them, since masked positions are multiplied
     by 0: with eager and sdpa all positions, with triton those that share a block of keys.
 
+    Dropout is as in torch.nn.functional.scaled_dot_product_attention: of the softmax's
+    probabilities each is dropped with probability dropout_p, and the others are divided by
+    1 - dropout_p. The mask is a function of counters: in batch b and query head h, query i of the
+    sequence and key j of its document (of the sequence, without cu_seqlens) have the 32 bits of
+    word j % 4 of Philox4x32-10 (Salmon et al., SC 2011) with key seed and counter words (j // 4, i,
+    b Hq + h, 2^29 + offset). The pair is dropped if they are below dropout_p 2^32, rounded to an
+    integer. So the mask is the same in every implementation that has dropout, on any device and
+    with any launch configuration; backward draws it again, and nothing is saved for it. A document
+    has another mask elsewhere in the sequence.
+
     Args:
         q: [B, Hq, S, D] fp32 | bf16 | fp16 (fp64 too).
-        k, v: [B, Hk, Sk, D] in q's dtype. With `causal` Sk >= S: the queries are the last S of the
+        k: [B, Hk, Sk, D] in q's dtype. With `causal` Sk >= S: the queries are the last S of the
             Sk positions, as with a key cache.
+        v: [B, Hk, Sk, Dv] in q's dtype. Where Dv is not D, as in multi-head latent attention,
+            native and flash-attn 2 refuse, and flash-attn 3 and 4 have some pairs; on a CPU sdpa
+            pads.
         cu_seqlens: int32 or int64 [n + 1], 0 .. S, non-decreasing: packed documents of a sequence
             with B = 1 and Sk = S, which never see each other. Values are checked on a CPU, and on
             CUDA by implementations that read them on the host (all but triton), which synchronizes.
@@ -103,16 +122,21 @@ def attention(
         sinks: [Hq], any floating dtype, used in float32: one more logit per head, which takes its
             share of the softmax and has no value (gpt-oss).
         scale: a finite number > 0 (in float32); default D ** -0.5.
+        dropout_p: probability in [0, 1) of a pair to be dropped. With more than 0 only triton and
+            eager compute it. 0 has the bits of a call without it.
+        seed: 0 to 2^63 - 1, required where dropout_p is not 0.
+        offset: 0 to 2^29 - 1: the call's number. Calls with another one (other layers, other
+            micro-batches) have another mask; a recomputation needs the same.
         max_seqlen: length of the longest document, or an upper bound, where it is known on the
             host; used with cu_seqlens only.
         implementation: "auto", or one of flash_attention_4, flash_attention_3, native,
             flash_attention_2, triton, sdpa, eager.
 
     Returns:
-        [B, Hq, S, D] in q's dtype.
+        [B, Hq, S, Dv] in q's dtype.
 
     Raises:
-        TypeError, ValueError: invalid arguments.
+        TypeError, ValueError: invalid arguments, or dropout without a seed.
         ImplementationUnavailable: a named implementation that cannot run here, or for which the
             request is unsupported.
 
@@ -123,7 +147,8 @@ def attention(
         ((1, 4, 3, 8), True)
 
     Source: arXiv:1706.03762; grouped queries arXiv:2305.13245; windows arXiv:2004.05150; softcap
-    arXiv:2408.00118; sinks arXiv:2309.17453, as gpt-oss trains them (arXiv:2508.10925).
+    arXiv:2408.00118; sinks arXiv:2309.17453, as gpt-oss trains them (arXiv:2508.10925);
+    dropout JMLR 15:1929, 2014.
     """
     check_heads(q, k)
     S, Sk, D = q.shape[2], k.shape[2], q.shape[3]
@@ -136,12 +161,15 @@ def attention(
     gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (q, k, v, sinks)
     )
-    # Under dynamic shapes this makes it a constant, which a Request requires.
-    shorter = False
+    # Under dynamic shapes this makes them constants, which a Request requires.
+    shorter, drops = False, False
     if Sk != S:
         shorter = True
+    dropout = dropout_of(dropout_p, seed, offset)
+    if dropout.threshold > 0:
+        drops = True
     request = request_of(
-        D,
+        (D, v.shape[3]),
         causal,
         window,
         softcap,
@@ -149,9 +177,10 @@ def attention(
         sinks=sinks is not None,
         shorter=shorter,
         gradient=gradient,
+        dropout=drops,
     )
     fn = ATTENTION.pick(implementation, q, request)
-    variant = variant_of(D, causal, window, softcap, scale)
+    variant = variant_of(D, causal, window, softcap, scale, dropout)
     return fn(q, k, v, cu_seqlens, variant, sinks, max_seqlen)
 
 
@@ -181,7 +210,7 @@ def attention_part(
             cu_seqlens. A query may see no key at all: its output is then 0.
 
     Returns:
-        out [B, Hq, S, D] in q's dtype and the natural log-sum-exp of the logits, [B, Hq, S] in
+        out [B, Hq, S, Dv] in q's dtype and the natural log-sum-exp of the logits, [B, Hq, S] in
         float32 (float64 for float64), -inf where no key is seen.
 
     Raises:
@@ -199,7 +228,7 @@ def attention_part(
         cu_seqlens = checks.cu_seqlens(cu_seqlens, q.shape[2], wait=False)
     variant = variant_of(q.shape[3], causal, window, softcap, scale)
     request = request_of(
-        q.shape[3],
+        (q.shape[3], v.shape[3]),
         causal,
         window,
         softcap,
@@ -216,8 +245,8 @@ def attention_part(
     *PACKED,
     PART,
     **QKV,
-    dout="float [q]",
-    out="float [q]",
+    dout="float [B, Hq, S, Dv]",
+    out="float [B, Hq, S, Dv]",
     lse="float [B, Hq, S]",
     cu_seqlens=DOCUMENTS,
     **OPTIONS,
@@ -242,7 +271,7 @@ def attention_part_backward(
     """The contribution of a part of the keys to the gradients of the whole attention.
 
     Args:
-        dout, out: [B, Hq, S, D], of the whole softmax, over all parts (and a sink, if there is
+        dout, out: [B, Hq, S, Dv], of the whole softmax, over all parts (and a sink, if there is
             one).
         lse: [B, Hq, S], of the whole softmax.
         q, k, v, cu_seqlens, causal, window, softcap, scale, offset: as in `attention_part`.
@@ -266,7 +295,7 @@ def attention_part_backward(
         cu_seqlens = checks.cu_seqlens(cu_seqlens, q.shape[2], wait=False)
     variant = variant_of(q.shape[3], causal, window, softcap, scale)
     request = request_of(
-        q.shape[3],
+        (q.shape[3], v.shape[3]),
         causal,
         window,
         softcap,
@@ -279,20 +308,44 @@ def attention_part_backward(
     return fn.part_backward(dout, q, k, v, out, lse, cu_seqlens, variant, offset)
 
 
+@torch_names.constant
+def takes_values(implementation: str, D: int, Dv: int) -> bool:
+    """Whether an implementation takes values of width Dv beside keys of width D as they are; else
+    a caller may pad them. `auto` finds one that does.
+    """
+    request = Request(head_dim=D, value_dim=None if Dv == D else Dv)
+    chosen = None if implementation == "auto" else ATTENTION.implementation(implementation)
+    return chosen is None or chosen.refuses(request) is None
+
+
 # ---- cases
 
 
 def _case(
-    name, B, hq, hk, S, D, *, keys=None, documents=None, sinks=False, tags=cases.CONTRACT, **options
+    name,
+    B,
+    hq,
+    hk,
+    S,
+    widths,
+    *,
+    keys=None,
+    documents=None,
+    sinks=False,
+    tags=cases.CONTRACT,
+    **options,
 ):
+    """widths: of keys and of values, or of both."""
+    D, Dv = widths if isinstance(widths, tuple) else (widths, widths)
+
     def make(device, dtype, seed):
         g = cases.generator(device, seed)
         lengths = (S, keys or S, keys or S)
         q, k, v = (
-            cases.randn(B, n, h, D, device=device, dtype=dtype, gen=g, requires_grad=False)
+            cases.randn(B, n, h, width, device=device, dtype=dtype, gen=g, requires_grad=False)
             .transpose(1, 2)
             .requires_grad_()
-            for h, n in zip((hq, hk, hk), lengths, strict=True)
+            for h, n, width in zip((hq, hk, hk), lengths, (D, D, Dv), strict=True)
         )
         kw = {"q": q, "k": k, "v": v, **options}
         if documents:
@@ -301,7 +354,9 @@ def _case(
             kw["sinks"] = cases.randn(hq, device=device, dtype=dtype, gen=g)
         return kw
 
-    def cost(itemsize):  # two products forward, five backward, over the pairs that see each other
+    def cost(itemsize):
+        # Over the pairs that see each other two products forward, and five backward, of which three
+        # are with keys or queries.
         longest = [b - a for a, b in itertools.pairwise(documents)] if documents else [S] * B
         window = options.get("window") or S
         pairs = sum(
@@ -310,12 +365,9 @@ def _case(
             else min(n, window) * (2 * n - min(n, window)) // 2
             for n in longest
         )
-        flops = 4 * hq * pairs * D
+        forward = itemsize * B * S * (D + Dv) * (hq + hk)
         return Cost(
-            itemsize * B * S * D * 2 * (hq + hk),
-            itemsize * B * S * D * 4 * (hq + hk),
-            flops,
-            5 * flops // 2,
+            forward, 2 * forward, 2 * hq * pairs * (D + Dv), 2 * hq * pairs * (3 * D + 2 * Dv)
         )
 
     return Case(name, make, cost, tags)
@@ -402,7 +454,23 @@ ATTENTION = Op(
         _case(
             "sinks", 1, 4, 2, 17, 8, documents=(0, 1, 6, 17), sinks=True, window=5, tags=cases.HOST
         ),
+        _case(
+            "dropout", 2, 4, 2, 13, 8, dropout_p=0.2, seed=2**40 + 11, offset=2**28 + 3, window=6
+        ),
+        _case(
+            "dropout_documents",
+            1,
+            4,
+            2,
+            23,
+            8,
+            documents=(0, 1, 6, 23),
+            dropout_p=0.5,
+            seed=7,
+            tags=cases.HOST,
+        ),
         _case("cache", 2, 4, 2, 3, 8, keys=11),
+        _case("latent", 1, 4, 4, 19, (24, 16), documents=(0, 7, 19), tags=cases.HOST),
         _case("qwen3-8b", 1, 32, 8, 4096, 128, tags=cases.CUDA),
         _case("qwen3-30b-a3b_8k", 1, 32, 4, 8192, 128, tags=cases.CUDA),
         _case("qwen3-30b-a3b_32k", 1, 32, 4, 32768, 128, tags=cases.CUDA),
@@ -417,6 +485,7 @@ ATTENTION = Op(
             documents=_documents(32768, 4096, 512, 1024, 8192, 2560),
         ),
         _case("gpt-oss-20b_8k", 1, 64, 8, 8192, 64, tags=cases.CUDA, sinks=True, window=128),
+        _case("deepseek-v3_8k", 1, 16, 16, 8192, (192, 128), tags=cases.CUDA),
         _case("qwen3-8b", 1, 32, 8, 512, 128, tags=cases.CPU),
         # Short rows: the twin allocates every score.
         _case("big", 2**12 + 1, 64, 8, 64, 128, tags=cases.BIG),
@@ -455,8 +524,9 @@ ATTENTION = Op(
     requests=(
         *(
             Request(head_dim=64, **{f: True})
-            for f in ("window", "softcap", "sinks", "shorter", "part")
+            for f in ("window", "softcap", "sinks", "shorter", "dropout", "part")
         ),
         Request(head_dim=512),
+        Request(head_dim=128, value_dim=64),
     ),
 )

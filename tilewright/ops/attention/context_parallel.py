@@ -234,6 +234,10 @@ def unshard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
 # Document lengths are known at run time only. Below the other: torch 2.11 takes an outermost
 # `disable` off a function that it is asked to compile.
 @checks.autocast("products", "q", "k", "v")
+@checks.torch_names(
+    dropout_p="a mask of dropout has positions of the whole sequence, which a rank's part of the "
+    "keys does not have"
+)
 @torch.compiler.disable
 @takes(
     *HEADS,
@@ -269,8 +273,8 @@ def context_parallel_attention(
 
     Args:
         q: [B, Hq, S / n, D], this rank's tokens, with n = R U ranks and Hq a multiple of U.
-        k, v: [B, Hk, S / n, D], Hk a divisor of Hq. If Hk < U, key heads are sent to every rank
-            with queries for them.
+        k, v: [B, Hk, S / n, D] and [B, Hk, S / n, Dv], Hk a divisor of Hq. If Hk < U, key heads are
+            sent to every rank with queries for them.
         cp: the layout, with its process groups.
         cu_seqlens: as in `attention`, for the whole sequence, on every rank: 0 .. S. Requires B =
             1.
@@ -281,7 +285,7 @@ def context_parallel_attention(
         implementation: of attention. A ring requires one that returns a part's log-sum-exp.
 
     Returns:
-        [B, Hq, S / n, D] in q's dtype: `attention` of the whole sequence for this rank's tokens.
+        [B, Hq, S / n, Dv] in q's dtype: `attention` of the whole sequence for this rank's tokens.
 
     Raises:
         TypeError, ValueError: invalid arguments.
@@ -305,7 +309,7 @@ def context_parallel_attention(
     )
     # Unsupported requests raise here, before other ranks wait for this one.
     request = request_of(
-        D,
+        (D, v.shape[3]),
         causal,
         window,
         softcap,

@@ -7,13 +7,18 @@ import itertools
 import torch
 
 from tilewright.core import checks
+from tilewright.ops.quant import quantize
+
+# In the counter's last word: apart from the streams of dropout_add (2^30), of aqn_noise (2^31) and
+# of stochastic rounding and random signs (0), which may have the same seed.
+STREAM = 2**29
 
 
 def _logits(q, k, cu_seqlens, variant, offset):
     """[B, Hq, S, Sk], -inf where a query does not see a key.   together: cu_seqlens of documents
     that are masked in whole rows; None: one document.
     """
-    causal, window, softcap, scale = variant
+    causal, window, softcap, scale, _ = variant
     acc = torch.promote_types(q.dtype, torch.float32)
     S, Sk = q.shape[2], k.shape[2]
     s = (
@@ -66,16 +71,37 @@ def _per_document(fn, tensors, cu_seqlens):
     return by_document(lambda *document: fn(*document, None), tensors, cu_seqlens)
 
 
+def _kept(p, rows, cu_seqlens, dropout):
+    """Which of the probabilities [B, Hq, S, Sk] dropout keeps.
+
+    rows: the positions of the queries in the sequence, [S].
+    cu_seqlens: as for `_logits`.
+    """
+    B, H, _, Sk = p.shape
+    column = torch.arange(Sk, device=p.device)
+    if cu_seqlens is not None:  # within its document
+        begins = cu_seqlens.to(torch.int64)
+        column = column - begins[torch.searchsorted(begins, column, right=True) - 1]
+    head = torch.arange(B * H, device=p.device).view(B, H, 1, 1)
+    stream = torch.full_like(head, STREAM | dropout.draw)
+    words = quantize.philox_words(dropout.seed, (column // 4, rows[:, None], head, stream))
+    return sum(w * (column % 4 == i) for i, w in enumerate(words)) >= dropout.threshold
+
+
 def attention_eager(q, k, v, cu_seqlens, variant, sinks, max_seqlen):
-    def of_document(q, k, v, together):
+    dropout, rows = variant.dropout, torch.arange(q.shape[2], device=q.device)[None, None]
+
+    def of_document(q, k, v, rows, together):
         Sk = k.shape[2]
         s = _logits(q, k, together, variant, Sk - q.shape[2])
         if sinks is not None:
             s = torch.cat((s, sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)), -1)
         p = s.softmax(-1)[..., :Sk]
+        if dropout.threshold:
+            p = torch.where(_kept(p, rows[0, 0], together, dropout), p * dropout.inverse, 0.0)
         return ((p @ v.repeat_interleave(q.shape[1] // k.shape[1], 1).to(p.dtype)).to(q.dtype),)
 
-    return _per_document(of_document, (q, k, v), cu_seqlens)[0]
+    return _per_document(of_document, (q, k, v, rows), cu_seqlens)[0]
 
 
 def _eager_part(q, k, v, cu_seqlens, variant, offset):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 
@@ -43,33 +45,43 @@ def _meet(cp, device):
         _met.add(cp.ring)
 
 
-def _room(intervals, like):
-    """Uninitialized keys and values for those rows, [2, rows, B, Hk, D] in the dtype of `like`;
-    None for none.
+def _room(intervals, k, v):
+    """An uninitialized message of keys and values of those rows, in k's dtype; None for none."""
+    B, heads, _, D = k.shape
+    return k.new_empty(_rows_in(intervals) * B * heads * (D + v.shape[3])) if intervals else None
+
+
+def _halves(message, intervals, k, v):
+    """The keys and the values of a message, [B, Hk, rows, D] and [B, Hk, rows, Dv]: views of two
+    contiguous parts, in memory [rows, B, Hk, ...].
     """
-    B, heads, _, D = like.shape
-    return like.new_empty(2, sum(b - a for a, b in intervals), B, heads, D) if intervals else None
+    rows = _rows_in(intervals)
+    shapes = [(rows, *t.shape[:2], t.shape[3]) for t in (k, v)]
+    parts = message.split([math.prod(shape) for shape in shapes])
+    return [p.view(shape).permute(1, 2, 0, 3) for p, shape in zip(parts, shapes, strict=True)]
+
+
+def _rows_in(intervals):
+    return sum(b - a for a, b in intervals)
 
 
 def _post(step, t, k, v, cp):
     """Starts the transfer of the keys and values of step t."""
-    message = _room(step.send, k)
+    message = _room(step.send, k, v)
     if message is not None:
-        for half, x in zip(message, (k, v), strict=True):
-            torch.cat([x[:, :, a:b].permute(2, 0, 1, 3) for a, b in step.send], out=half)
-    return _Transfer(cp, message, cp.ring_rank + t, _room(step.receive, k), cp.ring_rank - t, 2 * t)
-
-
-def _post_back(step, t, gradients, like, cp):
-    """Starts the transfer of the gradients of step t's keys and values, to their owner."""
+        for half, x in zip(_halves(message, step.send, k, v), (k, v), strict=True):
+            rows = [x[:, :, a:b].permute(2, 0, 1, 3) for a, b in step.send]
+            torch.cat(rows, out=half.permute(2, 0, 1, 3))
     return _Transfer(
-        cp, gradients, cp.ring_rank - t, _room(step.send, like), cp.ring_rank + t, 2 * t + 1
+        cp, message, cp.ring_rank + t, _room(step.receive, k, v), cp.ring_rank - t, 2 * t
     )
 
 
-def _as_heads(t):
-    """[2, rows, B, Hk, D] as keys and values [B, Hk, rows, D]."""
-    return t.permute(0, 2, 3, 1, 4)
+def _post_back(step, t, gradients, dk, dv, cp):
+    """Starts the transfer of the gradients of step t's keys and values, to their owner."""
+    return _Transfer(
+        cp, gradients, cp.ring_rank - t, _room(step.send, dk, dv), cp.ring_rank + t, 2 * t + 1
+    )
 
 
 def _rows(t, rows):
@@ -93,9 +105,9 @@ class Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, cu_seqlens, cp, plan, options):
-        B, H, n, D = q.shape
+        B, H, n, _ = q.shape
         acc = torch.promote_types(q.dtype, torch.float32)
-        out = torch.empty(B, n, H, D, dtype=acc, device=q.device).transpose(1, 2)
+        out = torch.empty(B, n, H, v.shape[3], dtype=acc, device=q.device).transpose(1, 2)
         lse = torch.empty(B, H, n, dtype=acc, device=q.device)
         _meet(cp, q.device)
         incoming = _post(plan.steps[1], 1, k, v, cp)
@@ -112,7 +124,9 @@ class Ring(torch.autograd.Function):
         for t, step in enumerate(plan.steps):
             if t:
                 received = incoming.wait()
-                keys, values = (None, None) if received is None else _as_heads(received)
+                keys, values = (
+                    (None, None) if received is None else _halves(received, step.receive, k, v)
+                )
                 if t + 1 < len(plan.steps):
                     incoming = _post(plan.steps[t + 1], t + 1, k, v, cp)
             for block in step.blocks:
@@ -183,7 +197,7 @@ def _ring_backward(dout, q, k, v, out, lse, cu_seqlens, cp, plan, options):
         if received is not None:
             at = 0
             for a, b in step.send:
-                for total, part in zip((dk, dv), _as_heads(received), strict=True):
+                for total, part in zip((dk, dv), _halves(received, step.send, k, v), strict=True):
                     total[:, :, a:b] += part[:, :, at : at + b - a]
                 at += b - a
 
@@ -201,9 +215,9 @@ def _ring_backward(dout, q, k, v, out, lse, cu_seqlens, cp, plan, options):
         if t:
             received = incoming.wait()
             if received is not None:
-                keys, values = _as_heads(received)
+                keys, values = _halves(received, step.receive, k, v)
                 message = torch.zeros_like(received, dtype=acc)
-                totals = _as_heads(message)
+                totals = _halves(message, step.receive, k, v)
             if t + 1 < len(plan.steps):
                 incoming = _post(plan.steps[t + 1], t + 1, k, v, cp)
         for block in step.blocks:
@@ -219,6 +233,6 @@ def _ring_backward(dout, q, k, v, out, lse, cu_seqlens, cp, plan, options):
         if t:
             if returning is not None:
                 take(*returning)
-            returning = _post_back(step, t, message, dk, cp), step
+            returning = _post_back(step, t, message, dk, dv, cp), step
     take(*returning)
     return dq, dk, dv

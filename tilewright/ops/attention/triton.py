@@ -8,7 +8,7 @@ import torch
 
 from tilewright.core.library import Operator
 from tilewright.kernels.attention.operators import attend, attend_backward
-from tilewright.ops.attention.options import Request
+from tilewright.ops.attention.options import Request, head_widths
 
 
 def _save(ctx, arguments, found):
@@ -57,6 +57,4 @@ def triton() -> _Fused:
 
 
 def triton_refuses(request: Request) -> str | None:
-    if request.head_dim > 256:
-        return f"takes head widths up to 256, not {request.head_dim}"
-    return None
+    return head_widths(request, 1, 256)

@@ -21,19 +21,28 @@ def _exchanged(message, cp):
 def _heads_for_tokens(tensors, cp):
     """[B, U h, s, D] each, of own tokens, to [B, h, U s, D] of own heads, all in one message."""
     message = torch.cat(
-        [t.unflatten(1, (cp.ulysses_size, -1)).permute(1, 3, 0, 2, 4) for t in tensors], 3
+        [t.unflatten(1, (cp.ulysses_size, -1)).permute(1, 3, 0, 2, 4).flatten(3) for t in tensors],
+        3,
     )
-    heads = [t.shape[1] // cp.ulysses_size for t in tensors]
-    return _exchanged(message, cp).flatten(0, 1).permute(1, 2, 0, 3).split(heads, 1)
+    columns = [t.shape[1] // cp.ulysses_size * t.shape[3] for t in tensors]
+    parts = _exchanged(message, cp).flatten(0, 1).split(columns, 2)
+    return [
+        part.unflatten(2, (-1, t.shape[3])).permute(1, 2, 0, 3)
+        for part, t in zip(parts, tensors, strict=True)
+    ]
 
 
 def _tokens_for_heads(tensors, cp):
     """The reverse. In memory [s, B, heads, D], the layout that a projection reads."""
     message = torch.cat(
-        [t.unflatten(2, (cp.ulysses_size, -1)).permute(2, 3, 0, 1, 4) for t in tensors], 3
+        [t.unflatten(2, (cp.ulysses_size, -1)).permute(2, 3, 0, 1, 4).flatten(3) for t in tensors],
+        3,
     )
-    parts = _exchanged(message, cp).split([t.shape[1] for t in tensors], 3)
-    return [t.permute(1, 2, 0, 3, 4).flatten(2, 3).permute(1, 2, 0, 3) for t in parts]
+    parts = _exchanged(message, cp).split([t.shape[1] * t.shape[3] for t in tensors], 3)
+    return [
+        part.unflatten(3, (-1, t.shape[3])).permute(1, 2, 0, 3, 4).flatten(2, 3).permute(1, 2, 0, 3)
+        for part, t in zip(parts, tensors, strict=True)
+    ]
 
 
 class Scatter(torch.autograd.Function):

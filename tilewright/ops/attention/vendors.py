@@ -17,12 +17,14 @@ from tilewright.core.layout import last_contiguous
 from tilewright.core.registry import Implementation
 from tilewright.ops.attention.eager import by_document, host_seqlens
 from tilewright.ops.attention.options import (
+    OWN_DROPOUT,
     PART,
     SINKS,
     SOFTCAP,
     WINDOW,
     Request,
     head_widths,
+    one_width,
     unsupported_features,
 )
 
@@ -32,6 +34,12 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def _fused(q, k, v, variant):
+    width, widest = v.shape[3], max(v.shape[3], q.shape[3])
+    if q.device.type == "cpu" and v.shape[3] != q.shape[3]:
+        # Its fused kernel takes one width, and its other path allocates S x Sk scores. Zeros change
+        # no logit, since the scale is given, and what they add to results is cut off.
+        q, k, v = (F.pad(t, (0, widest - t.shape[3])) for t in (q, k, v))
+        return _fused(q, k, v, variant)[..., :width]
     q, k, v = map(last_contiguous, (q, k, v))  # otherwise PyTorch takes its path with S x Sk scores
     grouped = False
     if q.shape[1] != k.shape[1]:  # a constant, where compiled code has symbolic heads
@@ -60,7 +68,11 @@ def _aligned_at_the_first_key(
 
 sdpa_refuses = _aligned_at_the_first_key(
     unsupported_features(
-        window=f"{WINDOW} without a mask of S x S", softcap=SOFTCAP, sinks=SINKS, part=PART
+        window=f"{WINDOW} without a mask of S x S",
+        softcap=SOFTCAP,
+        sinks=SINKS,
+        dropout=OWN_DROPOUT,
+        part=PART,
     )
 )
 
@@ -92,12 +104,13 @@ def no_native(device_type: str) -> str | None:
 
 
 _native_lacks = _aligned_at_the_first_key(
-    unsupported_features(softcap=SOFTCAP, sinks=SINKS, part=PART)
+    unsupported_features(softcap=SOFTCAP, sinks=SINKS, dropout=OWN_DROPOUT, part=PART)
 )
 
 
 def native_refuses(request: Request) -> str | None:
-    return _native_lacks(request) or head_widths(request, 8, 256)
+    # varlen_attn's kernel and cuDNN's below 9.10 have one width.
+    return _native_lacks(request) or one_width(request) or head_widths(request, 8, 256)
 
 
 def native():
@@ -111,7 +124,7 @@ def native():
     attend, grouped = varlen()
 
     def attention_native(q, k, v, cu_seqlens, variant, sinks, max_seqlen):
-        causal, window, _, scale = variant
+        causal, window, _, scale, _ = variant
         B, H, S, _ = q.shape
         if not q.numel() or (cu_seqlens is None and not window):
             with sdpa_kernel(backends, set_priority=True):
@@ -160,6 +173,9 @@ class Flash(NamedTuple):
     lacks: Callable[[Request], str | None]
     head_dims: dict[int, int]  # the widest, by major version of the compute capability
     whole: object  # its value for an unlimited window
+    # (width of keys, another one of values, the major version of the compute capability) -> the
+    # reason why it does not take them
+    values: Callable[[int, int, int], str | None]
 
     def missing(self, device_type: str) -> str | None:
         if reason := platform.no_distribution(self.distribution, self.oldest):
@@ -181,13 +197,17 @@ class Flash(NamedTuple):
         tens = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
         # On a device that it does not support `missing` says so.
         widest = self.head_dims.get(tens, self.head_dims[self.capabilities[0]])
-        return self.lacks(request) or head_widths(request, 8, widest)
+        reason, values = self.lacks(request), request.value_dim
+        if reason is None and values is not None:
+            reason = self.values(request.head_dim, values, tens)
+            widest = max(widest, *self.head_dims.values())
+        return reason or head_widths(request, 8, widest)
 
     def load(self):
         module = importlib.import_module(self.module)
 
         def attention_flash(q, k, v, cu_seqlens, variant, sinks, max_seqlen):
-            causal, window, softcap, scale = variant
+            causal, window, softcap, scale, _ = variant
             options = {
                 "softmax_scale": scale,
                 "causal": causal,
@@ -216,6 +236,29 @@ class Flash(NamedTuple):
         return attention_flash
 
 
+def _values_of_2(D: int, Dv: int, major: int) -> str | None:
+    return one_width(Request(head_dim=D, value_dim=Dv))
+
+
+def _values_of_3(D: int, Dv: int, major: int) -> str | None:
+    if 128 < D <= 192 and 96 < Dv <= 128:
+        return None
+    return (
+        "takes values as wide as keys, or of 97 to 128 columns beside keys of 129 to 192, not "
+        f"{Dv} beside {D}"
+    )
+
+
+def _values_of_4(D: int, Dv: int, major: int) -> str | None:
+    """On Hopper any two widths; on Blackwell two up to 128, or those of DeepSeek-V3."""
+    if major == 9 or max(D, Dv) <= 128 or (D, Dv) == (192, 128):
+        return None
+    return (
+        "takes values of another width than keys' up to 128, or of 128 beside keys of 192, not "
+        f"{Dv} beside {D}"
+    )
+
+
 FLASH = {
     # Older betas silently give sinks no gradient, and have no backward of softcap on packed
     # documents.
@@ -224,18 +267,20 @@ FLASH = {
         "4.0.0b36",
         "flash_attn.cute",
         (9, 10, 11),
-        unsupported_features(part=PART),
+        unsupported_features(dropout=OWN_DROPOUT, part=PART),
         {9: 256, 10: 128, 11: 128},
         None,
+        _values_of_4,
     ),
     "flash_attention_3": Flash(
         "flash-attn-3",
         None,
         "flash_attn_interface",
         (9,),
-        unsupported_features(sinks=SINKS, part=PART),
+        unsupported_features(sinks=SINKS, dropout=OWN_DROPOUT, part=PART),
         {9: 256},
         -1,
+        _values_of_3,
     ),
     # Earlier ones have no softcap.
     "flash_attention_2": Flash(
@@ -243,9 +288,10 @@ FLASH = {
         "2.6.0",
         "flash_attn",
         (8, 9, 10, 12),
-        unsupported_features(sinks=SINKS, part=PART),
+        unsupported_features(sinks=SINKS, dropout=OWN_DROPOUT, part=PART),
         {8: 256, 9: 256, 10: 256, 12: 256},
         -1,
+        _values_of_2,
     ),
 }
 

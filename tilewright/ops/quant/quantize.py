@@ -9,7 +9,7 @@ differentiable: weights are frozen, and a gradient through rounding depends on t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -282,12 +282,23 @@ def philox(
     """
     low = 0xFFFFFFFF
     block = torch.arange(-(-count // 4), device=device) + first
-    c = [
+    counter = (
         block & low,
         block >> 32 & low,
         torch.full_like(block, words[0]),
         torch.full_like(block, words[1]),
-    ]
+    )
+    blocks = torch.stack(philox_words(key, counter), -1)
+    return blocks if whole else blocks.view(-1)[:count]
+
+
+def philox_words(key: int, counter: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The four words of 32 random bits (int64) of Philox4x32-10 for a 64-bit key.
+
+    counter: its four words of 32 bits, in int64, which are broadcast together.
+    """
+    low = 0xFFFFFFFF
+    c = list(counter)
     k0, k1 = key & low, key >> 32
     for _ in range(10):
         # A product of two 32-bit numbers may wrap to a negative int64; its bits are right, and the
@@ -295,8 +306,7 @@ def philox(
         a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
         c = [(b >> 32 & low) ^ c[1] ^ k0, b & low, (a >> 32 & low) ^ c[3] ^ k1, a & low]
         k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
-    blocks = torch.stack(c, -1)
-    return blocks if whole else blocks.view(-1)[:count]
+    return c
 
 
 def pad_to(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:

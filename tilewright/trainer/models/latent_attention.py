@@ -6,8 +6,8 @@ vector per token, and one rotated key is shared by all heads.
     k', v   = kv_b_proj(norm(c))                             [heads, nope], [heads, v]
     k       = [k'; rotated r]
 
-v is padded to the width of q and k, which implementations of attention take. Tensor parallelism
-shards heads; the narrow vectors are computed on every rank.
+Where an implementation of attention takes values as wide as keys alone, v is padded. Tensor
+parallelism shards heads; the narrow vectors are computed on every rank.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from tilewright import ops as tw
 from tilewright.nn import Linear, RMSNorm
+from tilewright.ops.attention.attention import takes_values
 from tilewright.trainer.models.layers import Attention
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.positions import Sequence
@@ -32,6 +33,7 @@ class LatentAttention(Attention):
         self.kv_widths = (sizes.kv_lora_rank, sizes.qk_rope_head_dim)
         self.q_parts = (sizes.qk_nope_head_dim, sizes.qk_rope_head_dim)
         self.kv_parts = (sizes.qk_nope_head_dim, sizes.v_head_dim)
+        self.takes_values = takes_values(self.ops.attention, sum(self.q_parts), sizes.v_head_dim)
         self.interleaved = sizes.rope_interleave
         H, heads, name = config.hidden_size, self.heads, self.ops.rmsnorm
         rank, width = sizes.q_lora_rank, heads * sum(self.q_parts)
@@ -72,7 +74,11 @@ class LatentAttention(Attention):
         )
         q = torch.cat((q_nope, q_rope), -1)
         k = torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)), -1)
-        return *self.rounded(q, k), F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+        return *self.rounded(q, k), v
 
     def _attend(self, q, k, v, sequence):
-        return super()._attend(q, k, v, sequence)[..., : self.kv_parts[1]]
+        if self.takes_values:
+            return super()._attend(q, k, v, sequence)
+        width = v.shape[-1]
+        padded = F.pad(v, (0, q.shape[-1] - width))
+        return super()._attend(q, k, padded, sequence)[..., :width]

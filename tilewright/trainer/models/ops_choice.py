@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from tilewright.core.registry import ImplementationUnavailable
-from tilewright.ops.attention.attention import Request
+from tilewright.ops.attention.attention import Request, takes_values
 from tilewright.ops.loss.cross_entropy import Request as LossRequest
 from tilewright.selection import operations
 from tilewright.trainer.models.model_config import ModelConfig
@@ -133,13 +133,20 @@ class Ops:
         return {f.name: getattr(self, f.name) for f in fields(self)[:-1]}
 
 
-def attention_request(config: ModelConfig, ring: bool = False) -> Request:
-    """What all layers' attention asks of an implementation, over packed documents.   ring: whether
-    sequences are sharded over one.
+def attention_request(
+    config: ModelConfig, ring: bool = False, implementation: str = "auto"
+) -> Request:
+    """What all layers' attention asks of an implementation, over packed documents.
+
+    ring: whether sequences are sharded over one.
+    implementation: if it takes values as wide as keys alone, latent attention pads them.
     """
     window = config.sliding_window is not None
+    D = config.head_dim
+    Dv = D if config.latent is None else config.latent.v_head_dim
     return Request(
-        head_dim=config.head_dim,
+        head_dim=D,
+        value_dim=Dv if Dv != D and takes_values(implementation, D, Dv) else None,
         packed=True,
         window=window,
         sinks=config.architecture.sinks and not ring,  # a ring adds them to the sum of its parts
