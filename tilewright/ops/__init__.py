@@ -40,6 +40,7 @@ from tilewright.ops.quant.aqn import AQN, aqn_noise, aqn_schedule
 from tilewright.ops.quant.block_fp8 import BlockFP8, dequantize_block_fp8, quantize_block_fp8
 from tilewright.ops.quant.fp8_linear import fp8_linear
 from tilewright.ops.quant.hadamard import hadamard
+from tilewright.ops.quant.low_precision_linear import low_precision_linear
 from tilewright.ops.quant.mxfp8 import MXFP8, dequantize_mxfp8, quantize_mxfp8
 from tilewright.ops.quant.nf4 import dequantize_nf4, quantize_nf4
 from tilewright.ops.quant.nf4_format import NF4
@@ -134,6 +135,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_logprob",
     "logprob_entropy",
+    "low_precision_linear",
     "moe_lora",
     "moe_mlp",
     "mrope_tables",
