@@ -219,7 +219,8 @@ def scaled(
     """
     (M, width), N = a.shape, b.shape[0]
     out = torch.empty((M, N), dtype=dtype, device=a.device)
-    c = SCALED.config(a.device, a_total is not None, N, width, _rounded(M))
+    large = large_shared_memory(a.device)
+    c = SCALED.config(a.device, a_total is not None, N, width, _rounded(M), large)
     launch(
         _scaled,
         (cdiv(M, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"]),),
@@ -297,35 +298,38 @@ BY_ROWS = Tunable(
 )
 
 
-def _scaled_heuristic(e2m1: bool, N: int, width: int, rows: int) -> dict:
-    """Not measured on a GPU. 128 rows are what one tensor core instruction of compute capability 10
-    takes; steps of 128 bytes.
+def _scaled_heuristic(e2m1: bool, N: int, width: int, rows: int, large: bool) -> dict:
+    """Not measured on a GPU. 128 rows are what one tensor core instruction of compute capability
+    10.0 takes, and sums are in its own memory; on 12.0 they are in registers, 64 per thread of
+    eight warps. Steps of 128 bytes.
     """
-    return {**dict(zip(_NAMES, (128, 128, 8, 4, 3), strict=True)), "BLOCK_K": 256 if e2m1 else 128}
+    tile = (128, 128, 8, 4, 3) if large else (128, 128, 8, 8, 2)
+    return {**dict(zip(_NAMES, tile, strict=True)), "BLOCK_K": 256 if e2m1 else 128}
 
 
-def _scaled_space(e2m1: bool, N: int, width: int, rows: int) -> list[dict]:
+def _scaled_space(e2m1: bool, N: int, width: int, rows: int, large: bool) -> list[dict]:
     return [
         {**dict(zip(_NAMES, (128, n, 8, warps, stages), strict=True)), "BLOCK_K": step}
         for n in (64, 128)
         for step in ((128, 256) if e2m1 else (128,))
-        for warps in (4, 8)
-        for stages in (2, 3)
+        for warps in ((4, 8) if large else (8,))
+        for stages in ((2, 3, 4) if large else (2, 3))
     ]
 
 
 def _scaled_specs(key: dict, config: dict) -> list[KernelSpec]:
-    e2m1 = key["e2m1"]
+    e2m1, large = key["e2m1"], key["large"]
     totals = {"a_total": "fp32", "b_total": "fp32"} if e2m1 else {}
-    bytes_ = dict.fromkeys(("a", "a_scale", "b", "b_scale"), "u8")
+    codes = dict.fromkeys(("a", "a_scale", "b", "b_scale"), "u8")
     return [
         spec(
             _scaled,
-            f"{'nvfp4' if e2m1 else 'mxfp8'} {out}",
-            {**bytes_, **totals, "out": out, **({"bias": out} if out == "bf16" else {})},
+            f"{'nvfp4' if e2m1 else 'mxfp8'} {out}{' large' if large else ''}",
+            {**codes, **totals, "out": out, **({"bias": out} if out == "bf16" else {})},
             {**config, "E2M1": e2m1, "BIAS": out == "bf16", "HARDWARE": True},
             divisible=("M", "N", "width", "across"),
-            min_arch=100,
+            min_arch=100 if large else 120,
+            max_arch=119 if large else 999,
             uses={100: ("tcgen05",)},
         )
         for out in ("bf16", "fp32")
@@ -335,11 +339,15 @@ def _scaled_specs(key: dict, config: dict) -> list[KernelSpec]:
 SCALED = Tunable(
     "low_precision_linear",
     "scaled",
-    ("e2m1", "N", "width", "rows"),
+    ("e2m1", "N", "width", "rows", "large"),
     "forward_backward",
     _scaled_heuristic,
     _scaled_space,
-    [(False, 4096, 4096, 4096), (True, 4096, 2048, 4096)],
+    [
+        (e2m1, 4096, 2048 if e2m1 else 4096, 4096, large)
+        for e2m1 in (False, True)
+        for large in (False, True)
+    ],
     _scaled_specs,
 )
 

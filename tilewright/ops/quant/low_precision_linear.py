@@ -352,18 +352,17 @@ def gradients(
 
 def _save(ctx, arguments, found):
     _, w, bias, ctx.options = arguments
-    ctx.save_for_backward(w, found.data, found.scale, found.total)
-    ctx.bias = None if bias is None else bias.dtype
+    ctx.save_for_backward(w, bias, found.data, found.scale, found.total)
 
 
 def _backward(ctx, g, needs):
-    w, *turned = ctx.saved_tensors
+    w, bias, *turned = ctx.saved_tensors
     found = {}
     if needs["x"] or needs["w"]:
         needed = Needs(needs["x"], needs["w"])
         found = ctx.backward_op(g.y, w, Saved(*turned), ctx.options, needed)._asdict()
     if needs["bias"]:
-        found["bias"] = g.y.sum(0, dtype=torch.float32).to(ctx.bias)
+        found["bias"] = g.y.sum(0, dtype=torch.float32).to(bias.dtype)
     return found
 
 
