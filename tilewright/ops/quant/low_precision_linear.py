@@ -69,7 +69,8 @@ def low_precision_linear(
       w in blocks of 128 x 128, which the transpose shares. Sums of 128 are scaled and added in
       float32.
     - mxfp8: E4M3 with a power of two for every 32, as `quantize_mxfp8`. w is rounded anew for dx,
-      along N: forward and backward see weights that differ by their roundings.
+      along N: forward and backward see other weights where an element is 2^14 times smaller, or
+      more, than the largest of one of its blocks.
     - nvfp4: E2M1 with E4M3 scales and one float32 scale per tensor, as `quantize_nvfp4`: x and dy
       in blocks of 1 x 16, w in blocks of 16 x 16, so that forward and backward see the same weight.
       dy is rounded stochastically. For dw, dy^T and x^T go through a Hadamard transform of 16 with
