@@ -23,8 +23,11 @@ T, N, K = 140, 131, 150  # two blocks of 128 each, the second one incomplete
 
 def usable(name, recipe="block_fp8", dtype=torch.float32):
     skip_unless_usable(LOW_PRECISION_LINEAR, name, dtype)
-    if reason := LOW_PRECISION_LINEAR.implementation(name).refuses(Request(recipe)):
-        pytest.skip(reason)
+    if DEVICE == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        request = Request(recipe=recipe, capability=10 * major + minor)
+        if reason := LOW_PRECISION_LINEAR.implementation(name).refuses(request):
+            pytest.skip(reason)
 
 
 def randn(*shape, seed, dtype=torch.float32):
@@ -291,17 +294,17 @@ def test_errors_name_the_argument_its_value_and_what_is_accepted():
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_a_gpu_without_scaled_products_refuses_with_a_sentence(recipe, monkeypatch):
-    monkeypatch.setattr(platform, "interpreting", lambda: False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(platform, "no_cuda", lambda *_: None)
     triton = LOW_PRECISION_LINEAR.implementation("triton")
-    assert triton.why_not("cuda", torch.bfloat16, Request("block_fp8")) is None
-    assert triton.why_not("cuda", torch.bfloat16, Request(recipe)) == (
-        f"recipe {recipe!r} needs compute capability 10.0, this device has 9.0"
-    )
-    assert LOW_PRECISION_LINEAR.choose("cuda", torch.bfloat16, Request(recipe)) == "eager"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
-    assert triton.why_not("cuda", torch.bfloat16, Request(recipe)) is None
+
+    def asked(recipe, capability):
+        request = Request(recipe=recipe, capability=capability)
+        chosen = LOW_PRECISION_LINEAR.choose("cuda", torch.bfloat16, request)
+        return triton.why_not("cuda", torch.bfloat16, request), chosen
+
+    assert asked("block_fp8", 90) == asked(recipe, 100) == (None, "triton")
+    sentence = f"needs compute capability 10.0 for recipe {recipe!r}, this device has 9.0"
+    assert asked(recipe, 90) == (sentence, "eager")
 
 
 # ---- derivatives

@@ -194,6 +194,7 @@ COUNTERPARTS = {
     "moe_lora": lambda x, gate_up_proj, **_: F.linear(x, gate_up_proj[0]),
     "quantized_linear": lambda x, q, **_: F.linear(x, x.new_ones(q.shape)),
     "fp8_linear": lambda x, q, **_: F.linear(x, x.new_ones(q.shape)),
+    "low_precision_linear": lambda x, w, bias, **_: F.linear(x, w, bias),
 }
 
 

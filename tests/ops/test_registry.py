@@ -276,6 +276,7 @@ COMPOSED = {
             "moe_lora",
             "quantized_linear",
             "fp8_linear",
+            "low_precision_linear",
         )
     },
     "context_parallel_attention": in_context_parallel,

@@ -24,6 +24,7 @@ SUMS = (
     "moe_lora",
     "quantized_linear",
     "fp8_linear",
+    "low_precision_linear",
 )
 KNOWN = {
     # Fused attention computes scores again in its backward and compares them with a stored

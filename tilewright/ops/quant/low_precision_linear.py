@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilewright.core import checks, platform
+from tilewright.core import checks, platform, torch_names
 from tilewright.core.library import declare, from_kernels
 from tilewright.core.registry import Case, Cost, DispatchOn, Implementation, Op
 from tilewright.core.takes import takes
@@ -38,9 +38,19 @@ OTHER_KEY = 2**62
 
 
 class Request(NamedTuple):
-    """The option of a call that an implementation may not support."""
+    """The option of a call that an implementation may not support.
+
+    capability: of the CUDA device, as 90; None elsewhere.
+    """
 
     recipe: str
+    capability: int | None = None
+
+
+@torch_names.constant
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 @checks.autocast("products", "x", "w", "bias")
@@ -124,7 +134,8 @@ def low_precision_linear(
         raise ValueError(
             f"seed must be 0 with recipe {recipe!r}, which rounds to nearest, got {seed}"
         )
-    run = LOW_PRECISION_LINEAR.pick(implementation, x, Request(recipe))
+    request = Request(recipe=recipe, capability=_capability(x.device) if x.is_cuda else None)
+    run = LOW_PRECISION_LINEAR.pick(implementation, x, request)
     # Nothing is kept of x where no gradient of w follows.
     options = Options(recipe, seed, torch.is_grad_enabled() and w.requires_grad)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -448,10 +459,13 @@ def _no_fp8(device_type: str) -> str | None:
 
 
 def _triton_refuses(request: Request) -> str | None:
-    if request.recipe == "block_fp8" or platform.interpreting():
+    recipe, capability = request
+    if recipe == "block_fp8" or capability is None or capability >= 100:
         return None
-    reason = platform.no_cuda(100)
-    return reason and f"recipe {request.recipe!r} {reason}"
+    return (
+        f"needs compute capability 10.0 for recipe {recipe!r}, this device has "
+        f"{capability / 10:.1f}"
+    )
 
 
 # ---- cases
@@ -531,5 +545,8 @@ LOW_PRECISION_LINEAR = Op(
         *_timed(),
     ),
     _atol,
-    requests=tuple(map(Request, RECIPES)),
+    requests=(
+        Request(recipe="mxfp8", capability=90),
+        Request(recipe="nvfp4", capability=90),
+    ),
 )
