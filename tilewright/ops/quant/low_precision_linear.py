@@ -257,13 +257,15 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
         with checks.no_autocast(dy):
-            return *_gradients_eager(x, w, dy, ctx.options), None
+            dx, dw = _gradients_eager(x, w, dy, ctx.options)
+        return dx, dw, None
 
     @staticmethod
     def jvp(ctx, dx, dw, _):
-        given = zip((dx, dw), ctx.saved_tensors, strict=True)
-        dx, dw = (torch.zeros_like(t) if d is None else d for d, t in given)
-        x, w = _forward_factors(*ctx.saved_tensors, ctx.options)
+        x, w = ctx.saved_tensors
+        dx = torch.zeros_like(x) if dx is None else dx
+        dw = torch.zeros_like(w) if dw is None else dw
+        x, w = _forward_factors(x, w, ctx.options)
         return dx.to(w.dtype) @ w.mT + x @ dw.to(x.dtype).mT
 
 
@@ -407,8 +409,8 @@ class _Fused:
         if needs.dx:
             _, w_turned = Rounding(self.name, options, "w", square=True).both(w, transpose=True)
             dx = self.multiply(dy_factor, w_turned, None, options, dy.dtype)
-        if needs.dw:
-            x_turned = Factor(*turned, 1, dy_turned.columns)
+        if dy_turned is not None:
+            x_turned = Factor(turned.data, turned.scale, turned.total, 1, dy_turned.columns)
             dw = self.multiply(dy_turned, x_turned, None, options, w.dtype)
         return Gradients(dx, dw)
 
