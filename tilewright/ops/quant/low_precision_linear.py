@@ -22,7 +22,7 @@ from tilewright.core import checks, platform, torch_names
 from tilewright.core.library import declare, from_kernels
 from tilewright.core.registry import Case, Cost, DispatchOn, Implementation, Op
 from tilewright.core.takes import takes
-from tilewright.kernels.quant.operators import FP8, NVFP4Options
+from tilewright.kernels.quant.operators import FP8, Codes, NVFP4Options
 from tilewright.ops import cases
 from tilewright.ops.quant import aqn, fp8, quantize
 from tilewright.ops.quant.block_fp8 import DEQUANTIZE_BLOCK_FP8, QUANTIZE_BLOCK_FP8
@@ -48,8 +48,8 @@ class Request(NamedTuple):
 
 
 @torch_names.constant
-def _capability(device: torch.device) -> int:
-    major, minor = torch.cuda.get_device_capability(device)
+def capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_devicecapability(device)
     return 10 * major + minor
 
 
@@ -134,7 +134,7 @@ def low_precision_linear(
         raise ValueError(
             f"seed must be 0 with recipe {recipe!r}, which rounds to nearest, got {seed}"
         )
-    request = Request(recipe=recipe, capability=_capability(x.device) if x.is_cuda else None)
+    request = Request(recipe=recipe, capability=capability(x.device) if x.is_cuda else None)
     run = LOW_PRECISION_LINEAR.pick(implementation, x, request)
     # Nothing is kept of x where no gradient of w follows.
     options = Options(recipe, seed, torch.is_grad_enabled() and w.requires_grad)
@@ -182,7 +182,7 @@ class Rounding(NamedTuple):
     random: bool = False
 
     def both(self, t: torch.Tensor, *, transpose: bool) -> tuple[Factor, Factor | None]:
-        """t [R, C], and its transpose for a product that sums over rows."""
+        """t [R, C], and its transpose for a product that sums over rows; or t [B, R, C]."""
         if self.options.recipe != "nvfp4":
             return self._fp8(t, transpose)
         key = self.options.seed if self.random else None
@@ -196,42 +196,53 @@ class Rounding(NamedTuple):
         given = NVFP4Options(False, key, TRANSFORM, self.options.seed, False)
         return self._nvfp4(quantize.pad_to(t.mT, -1, TRANSFORM), given)[0]
 
-    def _nvfp4(self, t, given: NVFP4Options) -> tuple[Factor, Factor | None]:
+    def _nvfp4(self, t: torch.Tensor, given: NVFP4Options) -> tuple[Factor, Factor | None]:
         run = QUANTIZE_NVFP4.pick(self.by, t)
-        total, codes = run(t.contiguous()[None], None, given, self.what)
-        one = Factor(codes.data[0], codes.scale[0], total, 1, t.shape[1])
-        if not given.transpose:
-            return one, None
-        return one, Factor(codes.turned[0], codes.turned_scale[0], total, 1, t.shape[0])
+        total, codes = run(_matrices(t), None, given, self.what)
+        return _factors(t, codes, total, 1, given.transpose)
 
     def _fp8(self, t: torch.Tensor, transpose: bool) -> tuple[Factor, Factor | None]:
         if self.options.recipe == "mxfp8":
             op, given = QUANTIZE_MXFP8, fp8.mx(None, transpose)
         else:
-            op, given = (
-                QUANTIZE_BLOCK_FP8,
-                FP8(128 if self.square else 1, 128, False, None, transpose),
-            )
-        codes = op.pick(self.by, t)(t.contiguous()[None], given)
-        scale = quantize.finite(codes.scale, self.what)
-        one = Factor(codes.data[0], scale[0], None, given.rows, t.shape[1])
-        if not transpose:
-            return one, None
-        return one, Factor(codes.turned[0], codes.turned_scale[0], None, given.rows, t.shape[0])
+            rows = 128 if self.square else 1
+            op, given = QUANTIZE_BLOCK_FP8, FP8(rows, 128, False, None, transpose)
+        codes = op.pick(self.by, t)(_matrices(t), given)
+        codes = codes._replace(scale=quantize.finite(codes.scale, self.what))
+        return _factors(t, codes, None, given.rows, transpose)
 
 
-def _dense(factor: Factor, recipe: str, by: str, dtype: torch.dtype) -> torch.Tensor:
+def _matrices(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous() if t.dim() == 3 else t.contiguous()[None]
+
+
+def _factors(
+    t: torch.Tensor, codes: Codes, total: torch.Tensor | None, rows: int, transpose: bool
+) -> tuple[Factor, Factor | None]:
+    """Of what was rounded from `_matrices(t)`."""
+
+    def one(data, scale, columns):
+        parts = (data, scale) if t.dim() == 3 else (data[0], scale[0])
+        return Factor(*parts, total=total, rows=rows, columns=columns)
+
+    turned = one(codes.turned, codes.turned_scale, t.shape[-2]) if transpose else None
+    return one(codes.data, codes.scale, t.shape[-1]), turned
+
+
+def values(factor: Factor, recipe: str, by: str, dtype: torch.dtype) -> torch.Tensor:
     """The values of a factor."""
     data, scale, total, rows, columns = factor
-    on = DispatchOn(data.device, dtype)
+    on, shape = DispatchOn(data.device, dtype), (*data.shape[:-1], columns)
     if total is not None:
         run = DEQUANTIZE_NVFP4.pick(by, on)
-        return run(data, scale, total, columns, dtype, aqn.NONE)
+        R, wide = math.prod(shape[:-1]), (data.shape[-1], scale.shape[-1])
+        given = data.view(R, wide[0]), scale.view(R, wide[1])
+        return run(*given, total, columns, dtype, aqn.NONE).view(shape)
     if recipe == "mxfp8":
         run, wide = DEQUANTIZE_MXFP8.pick(by, on), fp8.MX_BLOCK
     else:
         run, wide = DEQUANTIZE_BLOCK_FP8.pick(by, on), 128
-    return run(data[None], scale[None], rows, wide, dtype, aqn.NONE)[0]
+    return run(_matrices(data), _matrices(scale), rows, wide, dtype, aqn.NONE).view(shape)
 
 
 # ---- the definition
@@ -274,7 +285,7 @@ def _forward_factors(x, w, options):
     acc, recipe = torch.promote_types(x.dtype, torch.float32), options.recipe
     x, _ = Rounding("eager", options, "x").both(x, transpose=False)
     w, _ = Rounding("eager", options, "w", square=True).both(w, transpose=False)
-    return _dense(x, recipe, "eager", acc), _dense(w, recipe, "eager", acc)
+    return values(x, recipe, "eager", acc), values(w, recipe, "eager", acc)
 
 
 def _gradients_eager(x, w, dy, options):
@@ -285,7 +296,7 @@ def _gradients_eager(x, w, dy, options):
     _, w_turned = Rounding("eager", options, "w", square=True).both(w, transpose=True)
 
     def straight(t, factor):
-        return Straight.apply(t.to(acc), _dense(factor, options.recipe, "eager", acc))
+        return Straight.apply(t.to(acc), values(factor, options.recipe, "eager", acc))
 
     def transformed(t):
         if options.recipe != "nvfp4":
@@ -420,7 +431,7 @@ class _Fused:
 
 def _multiply_dense(name, a, b, bias, options, dtype):
     """By PyTorch in float32."""
-    a, b = (_dense(t, options.recipe, name, torch.float32) for t in (a, b))
+    a, b = (values(t, options.recipe, name, torch.float32) for t in (a, b))
     with checks.no_autocast(a):
         y = torch.mm(a, b.mT) if bias is None else torch.addmm(bias.float(), a, b.mT)
     return y.to(dtype)
@@ -454,7 +465,7 @@ def _cpp():
     return _Fused("cpp", functools.partial(_multiply_dense, "cpp")).low_precision_linear
 
 
-def _no_fp8(device_type: str) -> str | None:
+def no_fp8(device_type: str) -> str | None:
     if reason := platform.no_triton(device_type):
         return reason
     return platform.no_cuda(90) if device_type == "cuda" else None
@@ -525,7 +536,7 @@ LOW_PRECISION_LINEAR = Op(
         Implementation(
             "triton",
             _triton,
-            _no_fp8,
+            no_fp8,
             refuses=_triton_refuses,
             tunables=from_kernels("quant.low_precision_triton", "tunables"),
         ),
