@@ -28,6 +28,7 @@ from tilewright.ops.loss.linear_cross_entropy import linear_cross_entropy
 from tilewright.ops.loss.logprob import linear_logprob, logprob_entropy
 from tilewright.ops.loss.targets import checked_targets
 from tilewright.ops.moe.grouped_gemm import grouped_gemm
+from tilewright.ops.moe.low_precision_grouped_gemm import low_precision_grouped_gemm
 from tilewright.ops.moe.moe import moe_mlp
 from tilewright.ops.moe.moe_lora import moe_lora
 from tilewright.ops.moe.permute import permute, sort_by_expert, unpermute
@@ -135,6 +136,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_logprob",
     "logprob_entropy",
+    "low_precision_grouped_gemm",
     "low_precision_linear",
     "moe_lora",
     "moe_mlp",

@@ -49,7 +49,7 @@ class Request(NamedTuple):
 
 @torch_names.constant
 def capability(device: torch.device) -> int:
-    major, minor = torch.cuda.get_devicecapability(device)
+    major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
