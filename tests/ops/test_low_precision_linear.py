@@ -341,6 +341,22 @@ def test_torch_func_and_forward_mode_of_the_definition():
     torch.testing.assert_close(tangent, x.cos() @ rounded(w).mT + rounded(x) @ w.sin().mT)
 
 
+@EVERY_RECIPE
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "triton"])
+def test_a_layer_that_learns_compiles_as_one_graph(name, recipe):
+    """The smallest case, which tests of all ops take, has a frozen weight."""
+    usable(name, recipe)
+    torch._dynamo.reset()
+    given = inputs(T=20, N=24, K=40)
+
+    def call(x, w, bias):
+        return low_precision_linear(x, w, bias, recipe=recipe, implementation=name)
+
+    y = torch.compile(call, fullgraph=True, backend="aot_eager")(*given[:3])
+    found = y, *torch.autograd.grad(y, given[:3], given[3])
+    assert all(map(torch.equal, found, products(*given, name, recipe=recipe)))
+
+
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "eager"])
 def test_a_second_derivative_is_refused(name):
     usable(name)

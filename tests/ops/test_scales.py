@@ -25,6 +25,7 @@ SUMS = (
     "quantized_linear",
     "fp8_linear",
     "low_precision_linear",
+    "low_precision_grouped_gemm",
 )
 KNOWN = {
     # Fused attention computes scores again in its backward and compares them with a stored

@@ -70,7 +70,7 @@ def multiplies(op):
 OPS = [op for op in operations().values() if "triton" in op.names() and not multiplies(op)]
 # FP8 products, which tensor cores have from sm_89 on. (Products that scale as they multiply, from
 # sm_100 on, the emulator does not have.)
-LATER = ("fp8_linear", "low_precision_linear")
+LATER = ("fp8_linear", "low_precision_linear", "low_precision_grouped_gemm")
 PRODUCTS = [
     op
     for op in operations().values()
@@ -872,6 +872,7 @@ def started():
     from tilewright.kernels.moe import grouped_gemm_triton
     from tilewright.kernels.optim import adamw_triton, newton_schulz_triton
     from tilewright.kernels.quant import (
+        low_precision_grouped_triton,
         low_precision_triton,
         quantize_triton,
         quantized_linear_triton,
@@ -898,12 +899,13 @@ def started():
     # Tensors are on the CPU, so the launchers get the device's properties here.
     grouped_gemm_triton.has_tma = lambda device: driver.arch >= 90
     grouped_gemm_triton.large_shared_memory = lambda device: driver.arch // 10 in (9, 10)
-    for module in (low_precision_triton, quantized_linear_triton):
+    for module in (low_precision_grouped_triton, low_precision_triton, quantized_linear_triton):
         module.large_shared_memory = grouped_gemm_triton.large_shared_memory
     newton_schulz_triton.hopper = lambda device: driver.arch // 10 == 9
     for module in (
         quantize_triton,
         fused_quantize_triton,
+        low_precision_grouped_triton,
         low_precision_triton,
         quantized_linear_triton,
     ):  # those that name it

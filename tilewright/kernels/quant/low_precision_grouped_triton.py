@@ -52,13 +52,13 @@ def _rows(
     BLOCK_N: tl.constexpr,
 ):
     """out: rows of N.   x [P, K] with scales [P, across], w [E, N, K] with scales
-    [E, ceil(N / 128), across].   expert [P / 128]: of each block of rows; E for none.
-    row [P]: of the result; -1 for none.
+    [E, ceil(N / 128), across].   expert [P / 128]: of each block of rows; E for the tail, which is
+    0, and more for none.   row [P]: of the result; -1 for none.
     """
     n_tiles = tl.cdiv(N, BLOCK_N)
     first, n_tile = tl.program_id(0) // n_tiles * BLOCK_M, tl.program_id(0) % n_tiles
     e = tl.load(expert_ptr + first // 128)
-    if e < E:
+    if e <= E:
         p = first.to(tl.int64) + tl.arange(0, BLOCK_M)
         n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         ks = tl.arange(0, 128)
@@ -69,7 +69,7 @@ def _rows(
         band = e.to(tl.int64) * tl.cdiv(N, 128) + n_tile * BLOCK_N // 128
         w_scale_at = w_scale_ptr + band * across
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(across):
+        for k in range(tl.where(e < E, across, 0)):
             inside = ks < K - k * 128
             x = tl.load(x_at + k * 128, mask=inside[None, :], other=0)
             w = tl.load(w_at + k * 128, mask=inside[:, None] & (n < N)[None, :], other=0)
@@ -141,9 +141,7 @@ def rows(
     row: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Writes the rows of `out` that are an expert's. e4m3 bytes, contiguous; see `_rows`. No size
-    is 0.
-    """
+    """Writes `out`. e4m3 bytes, contiguous; see `_rows`. No size is 0."""
     (P, K), (E, N, _) = x.shape, w.shape
     c = ROWS.config(x.device, N, K, _rounded(P), large_shared_memory(x.device))
     launch(

@@ -90,13 +90,13 @@ def low_precision_linear(
     T, N and K are those of any matrix: incomplete blocks are filled up with zeros. FP8 products are
     fast where T, N and K are multiples of 16, FP4 products where they are multiples of 32.
 
-    Differentiable in x, w and bias, once (eager: any number of times). Gradients ignore roundings:
-    the derivative of a rounding counts as 1. That of bias is the sum of dy in float32, unrounded.
-    Saved for backward: x^T in codes and scales, 1.03 bytes per element of x (nvfp4: 0.56) instead
-    of x's two in 16 bits, if w requires a gradient; and w itself, which is rounded again in
-    backward, rather than a copy in codes beside it (eager: x and w). Deterministic. Sums accumulate
-    in float32 and are rounded once, with bias; FP8 tensor cores of compute capability 9.0 sum 128
-    products with fewer bits.
+    Differentiable in x, w and bias, once (eager: any number of times, and in x alone by
+    torch.func). Gradients ignore roundings: the derivative of a rounding counts as 1. That of bias
+    is the sum of dy in float32, unrounded. Saved for backward: x^T in codes and scales, 1.03 bytes
+    per element of x (nvfp4: 0.56) instead of x's two in 16 bits, if w requires a gradient; and w
+    itself, which is rounded again in backward, rather than a copy in codes beside it (eager: x and
+    w). Deterministic. Sums accumulate in float32 and are rounded once, with bias; FP8 tensor cores
+    of compute capability 9.0 sum 128 products with fewer bits.
 
     Args:
         x: [..., K] fp32 | bf16 | fp16 (fp64 with eager), any strides; finite, as are w and dy (not
@@ -271,6 +271,10 @@ class _Linear(torch.autograd.Function):
             dx, dw = _gradients_eager(x, w, dy, ctx.options)
         return dx, dw, None
 
+
+class _WithTangents(_Linear):
+    """The same, with a forward-mode derivative, which Dynamo does not trace."""
+
     @staticmethod
     def jvp(ctx, dx, dw, _):
         x, w = ctx.saved_tensors
@@ -288,6 +292,13 @@ def _forward_factors(x, w, options):
     return values(x, recipe, "eager", acc), values(w, recipe, "eager", acc)
 
 
+def through(t: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+    """Rounded values of t, whose gradient is t's. Compiled code, which has no second derivative, is
+    not differentiated here.
+    """
+    return rounded if torch.compiler.is_dynamo_compiling() else Straight.apply(t, rounded)
+
+
 def _gradients_eager(x, w, dy, options):
     """dx and dw; to autograd, a rounded tensor is the tensor itself."""
     acc = dy.dtype
@@ -296,7 +307,7 @@ def _gradients_eager(x, w, dy, options):
     _, w_turned = Rounding("eager", options, "w", square=True).both(w, transpose=True)
 
     def straight(t, factor):
-        return Straight.apply(t.to(acc), values(factor, options.recipe, "eager", acc))
+        return through(t.to(acc), values(factor, options.recipe, "eager", acc))
 
     def transformed(t):
         if options.recipe != "nvfp4":
@@ -310,7 +321,8 @@ def _gradients_eager(x, w, dy, options):
 
 
 def low_precision_linear_eager(x, w, bias, options):
-    y = _Linear.apply(x, w, options)
+    function = _Linear if torch.compiler.is_dynamo_compiling() else _WithTangents
+    y = function.apply(x, w, options)
     return (y if bias is None else y + bias.to(y.dtype)).to(x.dtype)
 
 
