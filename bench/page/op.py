@@ -40,6 +40,11 @@ KINDS = {
         "triton",
     ): "Triton kernels: compute capability 9.0 or later; mxfp8 and nvfp4 from 10.0 on",
     ("low_precision_linear", "cpp"): "C++ quantizers, and PyTorch's products in float32",
+    (
+        "low_precision_grouped_gemm",
+        "triton",
+    ): "Triton kernels, for block_fp8: compute capability 9.0 or later",
+    ("low_precision_grouped_gemm", "cpp"): "C++ quantizers, and PyTorch's products in float32",
     ("newton_schulz", "cpp"): "C++ kernels: a CPU with AVX-512",
 }
 FROM_OUTSIDE = "installed from outside"

@@ -34,6 +34,7 @@ from tilewright.ops.quant.low_precision_linear import (
     Options,
     Rounding,
     Saved,
+    atol,
     no_fp8,
     through,
     values,
@@ -430,9 +431,9 @@ def _rows_triton(kernels, a, b, placed, options, dtype):
 
 
 def _sums_triton(kernels, a, b, placed, options, dtype):
-    (N, P), K, E = a.data.shape, b.data.shape[0], placed.ends.shape[0]
-    if N * P * K == 0:
-        return torch.zeros((E, N, K), dtype=dtype, device=a.data.device)
+    N, K, E = a.data.shape[0], b.data.shape[0], placed.ends.shape[0]
+    if N * K == 0:
+        return torch.empty((E, N, K), dtype=dtype, device=a.data.device)
     return kernels.weights(a.data, a.scale, b.data, b.scale, placed.ends.int(), dtype)
 
 
@@ -517,6 +518,7 @@ LOW_PRECISION_GROUPED_GEMM = Op(
             tags=cases.CUDA,
         ),
     ),
+    atol,
     requests=tuple(Request(recipe=recipe) for recipe in RECIPES),
     eager_reads_host="contract",
 )

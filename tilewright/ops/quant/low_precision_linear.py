@@ -529,7 +529,7 @@ def _timed():
             )
 
 
-def _atol(dtype: torch.dtype, kwargs: dict, name: str) -> float | None:
+def atol(dtype: torch.dtype, kwargs: dict, name: str) -> float | None:
     """FP8 tensor cores of compute capability 9.0 align what they add to the largest term, of which
     they keep about 14 bits (DeepSeek-V3, section 3.3.2), and sums are of 128. bfloat16 allows as
     much by its own roundings.
@@ -569,7 +569,7 @@ LOW_PRECISION_LINEAR = Op(
         _case("nvfp4", "no_outputs", 3, 0, 16),
         *_timed(),
     ),
-    _atol,
+    atol,
     requests=(
         Request(recipe="mxfp8", capability=90),
         Request(recipe="nvfp4", capability=90),
