@@ -211,11 +211,16 @@ def _heuristic(N: int, K: int, rows: int, large: bool) -> dict:
     return dict(zip(_NAMES, tile, strict=True))
 
 
-def _space(N: int, K: int, rows: int, large: bool) -> list[dict]:
-    tiles = (((64, 64), 4), ((64, 128), 8), ((128, 64), 8), *((((128, 128), 8),) if large else ()))
+def _rows_space(N: int, K: int, rows: int, large: bool) -> list[dict]:
+    widest = [dict(zip(_NAMES, (128, 128, 8, stages), strict=True)) for stages in (2, 3)]
+    return _weights_space(N, K, rows, large) + (widest if large else [])
+
+
+def _weights_space(N: int, K: int, rows: int, large: bool) -> list[dict]:
+    # With a scale for each row of both, 128 x 128 spill for compute capability 9.0.
     return [
         dict(zip(_NAMES, (*tile, warps, stages), strict=True))
-        for tile, warps in tiles
+        for tile, warps in (((64, 64), 4), ((64, 128), 8), ((128, 64), 8))
         for stages in (2, 3)
     ]
 
@@ -266,7 +271,7 @@ ROWS = Tunable(
     _FIELDS,
     "forward_backward",
     _heuristic,
-    _space,
+    _rows_space,
     _KEYS,
     _rows_specs,
 )
@@ -276,7 +281,7 @@ WEIGHTS = Tunable(
     _FIELDS,
     "backward",
     _heuristic,
-    _space,
+    _weights_space,
     _KEYS,
     _weights_specs,
 )
