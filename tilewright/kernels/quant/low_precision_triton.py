@@ -330,7 +330,7 @@ def _scaled_specs(key: dict, config: dict) -> list[KernelSpec]:
             divisible=("M", "N", "width", "across"),
             min_arch=100 if large else 120,
             max_arch=119 if large else 999,
-            uses={100: ("tcgen05",)},
+            uses={100: ("tcgen05", "block_scale"), 120: ("mma", "block_scale")},
         )
         for out in ("bf16", "fp32")
     ]
