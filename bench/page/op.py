@@ -35,6 +35,16 @@ KINDS = {
     "flash_attention_4": "the package flash-attn-4: `pip install --pre flash-attn-4`",
     "eager": "the reference implementation (eager twin): plain PyTorch, any device",
     ("fp8_linear", "triton"): "Triton kernels: compute capability 9.0 or later",
+    (
+        "low_precision_linear",
+        "triton",
+    ): "Triton kernels: compute capability 9.0 or later; mxfp8 and nvfp4 from 10.0 on",
+    ("low_precision_linear", "cpp"): "C++ quantizers, and PyTorch's products in float32",
+    (
+        "low_precision_grouped_gemm",
+        "triton",
+    ): "Triton kernels, for block_fp8: compute capability 9.0 or later",
+    ("low_precision_grouped_gemm", "cpp"): "C++ quantizers, and PyTorch's products in float32",
     ("newton_schulz", "cpp"): "C++ kernels: a CPU with AVX-512",
 }
 FROM_OUTSIDE = "installed from outside"

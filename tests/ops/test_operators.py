@@ -194,6 +194,8 @@ COUNTERPARTS = {
     "moe_lora": lambda x, gate_up_proj, **_: F.linear(x, gate_up_proj[0]),
     "quantized_linear": lambda x, q, **_: F.linear(x, x.new_ones(q.shape)),
     "fp8_linear": lambda x, q, **_: F.linear(x, x.new_ones(q.shape)),
+    "low_precision_linear": lambda x, w, bias, **_: F.linear(x, w, bias),
+    "low_precision_grouped_gemm": lambda x, weight, **_: F.linear(x, weight[0]),
 }
 
 
@@ -661,7 +663,7 @@ def test_derivatives_by_torch_func_are_right_or_refused(op, name):
         how: right_or_refused(lambda n, f=f: f(loss(n)), name, refusal) for how, f in of.items()
     }
     made_in_forward = op.name == "linear_cross_entropy"
-    saves_no_leaf = op.name == "permute" or (
+    saves_no_leaf = op.name in ("permute", "low_precision_grouped_gemm") or (
         op.name == "qk_norm_rope" and kwargs.get("q_weight") is None
     )
     of_torch = name in ("eager", "torch", "sdpa")  # made of PyTorch's operators

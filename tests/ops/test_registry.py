@@ -276,6 +276,8 @@ COMPOSED = {
             "moe_lora",
             "quantized_linear",
             "fp8_linear",
+            "low_precision_linear",
+            "low_precision_grouped_gemm",
         )
     },
     "context_parallel_attention": in_context_parallel,

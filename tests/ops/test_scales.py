@@ -24,6 +24,8 @@ SUMS = (
     "moe_lora",
     "quantized_linear",
     "fp8_linear",
+    "low_precision_linear",
+    "low_precision_grouped_gemm",
 )
 KNOWN = {
     # Fused attention computes scores again in its backward and compares them with a stored

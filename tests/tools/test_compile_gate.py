@@ -547,6 +547,15 @@ def test_the_width_of_a_load_is_read_from_ptx(ptx, load):
         ("@%p4 tcgen05.mma.cta_group::1.kind::f16 [ %r1 + 0 ], %rd1, %rd2, %r2, %p5;", {"tcgen05"}),
         ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r1}, {%r2}, {%r3}, {%r4};", {"mma"}),
         (
+            "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.scale_vec::4X [ %r1 ], %rd1, %rd2;",
+            {"tcgen05", "block_scale"},
+        ),
+        (
+            "mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X.f32.e4m3."
+            "e4m3.f32.ue8m0 {%r1}, {%r2}, {%r3}, {%r4}, %r5, {%rs1, %rs1}, %r6, {%rs1, %rs1};",
+            {"mma", "block_scale"},
+        ),
+        (
             "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%rd1, {%r1}], "
             "[%r2];",
             {"tma"},

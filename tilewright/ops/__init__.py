@@ -28,6 +28,7 @@ from tilewright.ops.loss.linear_cross_entropy import linear_cross_entropy
 from tilewright.ops.loss.logprob import linear_logprob, logprob_entropy
 from tilewright.ops.loss.targets import checked_targets
 from tilewright.ops.moe.grouped_gemm import grouped_gemm
+from tilewright.ops.moe.low_precision_grouped_gemm import low_precision_grouped_gemm
 from tilewright.ops.moe.moe import moe_mlp
 from tilewright.ops.moe.moe_lora import moe_lora
 from tilewright.ops.moe.permute import permute, sort_by_expert, unpermute
@@ -40,6 +41,7 @@ from tilewright.ops.quant.aqn import AQN, aqn_noise, aqn_schedule
 from tilewright.ops.quant.block_fp8 import BlockFP8, dequantize_block_fp8, quantize_block_fp8
 from tilewright.ops.quant.fp8_linear import fp8_linear
 from tilewright.ops.quant.hadamard import hadamard
+from tilewright.ops.quant.low_precision_linear import low_precision_linear
 from tilewright.ops.quant.mxfp8 import MXFP8, dequantize_mxfp8, quantize_mxfp8
 from tilewright.ops.quant.nf4 import dequantize_nf4, quantize_nf4
 from tilewright.ops.quant.nf4_format import NF4
@@ -134,6 +136,8 @@ __all__ = [
     "linear_cross_entropy",
     "linear_logprob",
     "logprob_entropy",
+    "low_precision_grouped_gemm",
+    "low_precision_linear",
     "moe_lora",
     "moe_mlp",
     "mrope_tables",

@@ -25,6 +25,12 @@ FAMILIES = {
     "wgmma": (r"wgmma\.mma_async\.", r"[HQIB]GMMA\b"),
     "tcgen05": (r"tcgen05\.mma\.", r"UTC[A-Z]*MMA\b"),
     "mma": (r"mma\.sync\.", r"[HQIOD]MMA\b"),
+    # Scales applied by tensor cores. (In machine code, tcgen05's FP8 product has the same name
+    # without.)
+    "block_scale": (
+        r"(?:tcgen05\.mma|mma\.sync)\.[\w.:]*block_scale\b",
+        r"UTC[QO]MMA\b|[QO]MMA\.SF\b",
+    ),
     "tma": (
         r"cp\.(?:reduce\.)?async\.bulk\.(?:tensor\.|shared::|global\.)",
         r"UTMA(?:LDG|STG|REDG)\b|UBLK(?:CP|RED)\b",

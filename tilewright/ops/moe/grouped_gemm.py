@@ -71,7 +71,7 @@ def grouped_gemm(
     torch.nn.functional.grouped_mm.
     """
     if not offsets.is_cuda and not offsets.is_meta:
-        offsets = _checked_offsets(offsets, x.shape[0])
+        offsets = checked_offsets(offsets, x.shape[0])
     return GROUPED_GEMM.pick(implementation, x)(x, weight, offsets)
 
 
@@ -93,7 +93,7 @@ def _empty_offsets(offsets: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 # An operator, so that compiled code checks at run time; the caller uses its result.
-_checked_offsets = define(
+checked_offsets = define(
     "checked_offsets", _look_at_offsets, _empty_offsets, plain=lambda offsets, rows: offsets
 )
 

@@ -79,7 +79,7 @@ def fp8_linear(
 # ---- the definition
 
 
-class _Straight(torch.autograd.Function):
+class Straight(torch.autograd.Function):
     """Returns the second tensor, and passes its gradient to the first (straight-through)."""
 
     generate_vmap_rule = True  # for torch.func, as is the separate setup_context
@@ -106,7 +106,7 @@ def fp8_linear_eager(x, q, bias):
     codes = quantize_block_fp8(x, block=(1, 128), implementation="eager")
     rounded = dequantize_block_fp8(codes, dtype=acc, implementation="eager")
     w = dequantize_block_fp8(q, dtype=acc, implementation="eager")
-    return product_eager(_Straight.apply(x.to(acc), rounded), w, bias).to(x.dtype)
+    return product_eager(Straight.apply(x.to(acc), rounded), w, bias).to(x.dtype)
 
 
 # ---- Triton

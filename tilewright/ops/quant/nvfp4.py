@@ -237,10 +237,10 @@ def largest_eager(x, hadamard, hadamard_seed):
 def _whole(codes_of, largest):
     """Composes the public function's two steps: the tensor's scale, then codes and block scales."""
 
-    def run(x, global_scale, options):
+    def run(x, global_scale, options, name="x"):
         hadamard = options.hadamard
         most = largest(x, hadamard, options.hadamard_seed) if hadamard else _largest(x)
-        most = quantize.finite(most)
+        most = quantize.finite(most, name)
         if global_scale is None:
             global_scale = torch.where(most > 0, (most / 2688.0).clamp_min(LEAST), 1.0)
         else:  # keeps a non-finite x visible

@@ -1,0 +1,199 @@
+"""low_precision_grouped_gemm: each expert is a low_precision_linear of its own; what is saved, the
+tail, empty experts, errors. Parity with the eager twin is in test_contract.py.
+"""
+
+import re
+
+import pytest
+import torch
+from helpers import DEVICE, skip_unless_usable
+
+from tilewright.ops import low_precision_grouped_gemm, low_precision_linear
+from tilewright.ops.moe.low_precision_grouped_gemm import (
+    LOW_PRECISION_GROUPED_GEMM,
+    RECIPES,
+    Placed,
+    Request,
+    places,
+)
+
+NAMES = LOW_PRECISION_GROUPED_GEMM.names()
+EVERY_NAME = pytest.mark.parametrize("name", NAMES)
+EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+COUNTS, N, K = (140, 0, 3, 129), 136, 150  # of several blocks, of none, and of a part of one
+TAIL = 5
+
+
+def usable(name, recipe="block_fp8"):
+    skip_unless_usable(LOW_PRECISION_GROUPED_GEMM, name, torch.float32)
+    if reason := LOW_PRECISION_GROUPED_GEMM.implementation(name).refuses(Request(recipe=recipe)):
+        pytest.skip(reason)
+
+
+def randn(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def inputs(counts=COUNTS, N=N, K=K, tail=TAIL):
+    """x, weight, offsets and dy. Experts have magnitudes of their own, so that a scale that two
+    share is another one; the tail is NaN.
+    """
+    R, E = sum(counts) + tail, len(counts)
+    x, dy = randn(R, K, seed=0), randn(R, N, seed=1)
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        x[begin:end] *= 30.0**e
+        dy[begin:end] *= 0.07**e
+    x[ends[-1] :] = dy[ends[-1] :] = float("nan")
+    weight = randn(E, N, K, seed=2) * (10.0 ** torch.arange(E, device=DEVICE))[:, None, None]
+    offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    return x.requires_grad_(), weight.requires_grad_(), offsets, dy
+
+
+def products(x, weight, offsets, dy, name, **options):
+    """y, dx and dweight."""
+    y = low_precision_grouped_gemm(x, weight, offsets, implementation=name, **options)
+    return y, *torch.autograd.grad(y, (x, weight), dy)
+
+
+def close(found, expected):
+    torch.testing.assert_close(
+        found,
+        expected,
+        rtol=1e-5,
+        atol=1e-5 * float(expected.abs().max() if expected.numel() else 0),
+    )
+
+
+@EVERY_NAME
+@pytest.mark.parametrize("recipe", ["block_fp8", "mxfp8"])
+def test_each_expert_is_a_linear_layer_of_its_own(name, recipe):
+    """No scale covers rows of two experts, in any of the three products."""
+    usable(name, recipe)
+    x, weight, offsets, dy = inputs()
+    y, dx, dw = products(x, weight, offsets, dy, name, recipe=recipe)
+    begin = 0
+    for e, end in enumerate(offsets.tolist()):
+        own = [t.detach().requires_grad_() for t in (x[begin:end], weight[e])]
+        expected = low_precision_linear(*own, recipe=recipe, implementation="eager")
+        close(y[begin:end], expected)
+        of_x, of_w = torch.autograd.grad(expected, own, dy[begin:end])
+        close(dx[begin:end], of_x)
+        close(dw[e], of_w)
+        begin = end
+    assert not y[begin:].any() and not dx[begin:].any() and len(y) - begin == TAIL
+
+
+@EVERY_NAME
+@EVERY_RECIPE
+def test_gradients_are_those_of_linear_layers_but_for_roundings(name, recipe):
+    """With nvfp4 an expert alone would have a scale of its own."""
+    usable(name, recipe)
+    x, weight, offsets, dy = inputs((20, 0, 33), 48, 32, tail=0)
+    seed = {"seed": 3} if recipe == "nvfp4" else {}
+    plain = [(t / 30.0).detach().clamp(-3, 3).requires_grad_() for t in (x, weight)]
+    found = products(*plain, offsets, dy, name, recipe=recipe, **seed)
+    parts = zip(plain[0].split((20, 0, 33)), plain[1], strict=True)
+    y = torch.cat([rows @ w.mT for rows, w in parts])
+    for f, e in zip(found, (y, *torch.autograd.grad(y, plain, dy)), strict=True):
+        assert (f - e).norm() < {"nvfp4": 0.4}.get(recipe, 0.08) * e.norm()
+
+
+@EVERY_NAME
+@EVERY_RECIPE
+def test_a_call_gives_the_same_bits_again_and_the_seed_others(name, recipe):
+    usable(name, recipe)
+    given = inputs((20, 0, 13), 24, 32)
+    first, second = (products(*given, name, recipe=recipe) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+    if recipe == "nvfp4":
+        y, dx, dw = products(*given, name, recipe=recipe, seed=7)
+        assert torch.equal(y, first[0])
+        assert not torch.equal(dx, first[1]) and not torch.equal(dw, first[2])
+
+
+@EVERY_NAME
+@EVERY_RECIPE
+@pytest.mark.parametrize(
+    "counts, N, K, tail",
+    [
+        ((0, 0), 8, 16, 0),
+        ((0, 0), 8, 16, 3),
+        ((3, 2), 0, 16, 0),
+        ((3, 2), 8, 0, 1),
+        ((1,), 1, 1, 0),
+    ],
+)
+def test_empty_matrices_and_experts(name, recipe, counts, N, K, tail):
+    usable(name, recipe)
+    x, weight, offsets, dy = inputs(counts, N, K, tail)
+    y, dx, dw = products(x, weight, offsets, dy, name, recipe=recipe)
+    assert (y.shape, dx.shape, dw.shape) == (dy.shape, x.shape, weight.shape)
+    whole = sum(counts) * N * K
+    assert all(bool(t.any()) == bool(whole) for t in (y, dx, dw))
+
+
+@pytest.mark.parametrize("offsets", [(0, 3, 3), (128, 128, 300), (1, 129, 257), (0, 0, 0)])
+def test_every_row_has_a_place_of_its_experts_own(offsets):
+    R, E = 300, len(offsets)
+    ends = torch.tensor(offsets, dtype=torch.int32)
+    placed = Placed.of(ends, R)
+    assert len(placed.row) == places(R, E) and places(R, E) % 128 == 0
+    live = placed.row[placed.row >= 0]
+    assert torch.equal(live, torch.arange(R)), "the tail's too, once each and in order"
+    x = torch.arange(1.0, R + 1)[:, None]
+    assert torch.equal(placed.collect(placed.spread(x))[: offsets[-1]], x[: offsets[-1]])
+    assert not placed.collect(placed.spread(x))[offsets[-1] :].any()
+    expert = torch.searchsorted(ends, torch.arange(R, dtype=torch.int32), right=True)
+    at = (placed.row >= 0).nonzero()[:, 0]
+    assert torch.equal(placed.expert[at // 128], expert)
+
+
+SAVED = {"block_fp8": (1 + 4 / 128, 0), "mxfp8": (1 + 1 / 32, 0), "nvfp4": (9 / 16, 4)}
+
+
+@EVERY_RECIPE
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "eager"])
+def test_saved_are_the_weight_and_the_codes_of_x(name, recipe):
+    usable(name, recipe)
+    x, weight, offsets, _ = inputs((100, 28), 16, 32, tail=0)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        low_precision_grouped_gemm(x, weight, offsets, recipe=recipe, implementation=name)
+    each, more = SAVED[recipe]
+    own = weight.nbytes + offsets.nbytes
+    assert sum(t.nbytes for t in kept) - own == places(128, 2) * 32 * each + more
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="values are checked on a CPU")
+@EVERY_NAME
+@EVERY_RECIPE
+def test_what_is_not_finite_is_named(name, recipe):
+    usable(name, recipe)
+    for i, what in ((0, "x"), (1, "weight"), (3, "the gradient of y")):
+        given = [t.detach().clone() for t in inputs((3, 2), 8, 16, tail=1)]
+        given[i][1, 2] = float("inf")
+        leaves = [t.requires_grad_() for t in given[:2]]
+        with pytest.raises(ValueError, match=rf"^{what} must be finite \(in float32\)"):
+            products(*leaves, *given[2:], name, recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"offsets": (3, 2)}, "offsets must not decrease and lie within 0 and 6"),
+        ({"weight": (2, 8, 15)}, "weight must have shape [E, N, K], where K = 16, got [2, 8, 15]"),
+        ({"recipe": "fp8"}, "recipe must be one of ['block_fp8', 'mxfp8', 'nvfp4'], got 'fp8'"),
+        ({"seed": 3}, "seed must be 0 with recipe 'block_fp8', which rounds to nearest, got 3"),
+    ],
+)
+def test_errors_name_the_argument_its_value_and_what_is_accepted(changes, message):
+    x, weight, offsets, _ = inputs((3, 2), 8, 16, tail=1)
+    given = {"x": x, "weight": weight, "offsets": offsets, **changes}
+    if "offsets" in changes:
+        given["offsets"] = torch.tensor(changes["offsets"], dtype=torch.int32, device="cpu")
+        given["x"], given["weight"] = x.cpu(), weight.cpu()
+    if "weight" in changes:
+        given["weight"] = randn(*changes["weight"], seed=0)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        low_precision_grouped_gemm(**given)

@@ -1,0 +1,291 @@
+"""Products of block-scaled FP8 with one weight per expert in Triton, for
+`low_precision_grouped_gemm`. The definition is in
+tilewright/ops/moe/low_precision_grouped_gemm.py.
+
+Rows lie where each expert's begin at a multiple of 128, so that a block of 128 rows belongs to one
+expert, and so does a scale of 128 of them:
+
+    _rows     y[r] = w[e(r)] x[r]: a tile's expert is looked up by its block of rows.
+    _weights  dw[e] = the sum over e's rows of dy[r] x[r]^T, from both transposes.
+
+HARDWARE: as in low_precision_triton.py. float32 sums; no atomics.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.kernels.device import conversions, large_shared_memory
+from tilewright.kernels.launch import launch
+from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.quant.quantize_triton import from_e4m3, spec
+from tilewright.kernels.spec import KernelSpec
+from tilewright.kernels.tuning import Tunable
+
+
+@triton.jit
+def _product(a, b, HARDWARE: tl.constexpr):
+    if HARDWARE:
+        part = tl.dot(a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True))
+    else:
+        part = tl.dot(from_e4m3(a, 0), from_e4m3(b, 0), input_precision="ieee")
+    return part
+
+
+@triton.jit
+def _rows(
+    x_ptr,
+    x_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    expert_ptr,
+    row_ptr,
+    out_ptr,
+    E,
+    N,
+    K,
+    across,
+    HARDWARE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out: rows of N.   x [P, K] with scales [P, across], w [E, N, K] with scales
+    [E, ceil(N / 128), across].   expert [P / 128]: of each block of rows; E for the tail, which is
+    0, and more for none.   row [P]: of the result; -1 for none.
+    """
+    n_tiles = tl.cdiv(N, BLOCK_N)
+    first, n_tile = tl.program_id(0) // n_tiles * BLOCK_M, tl.program_id(0) % n_tiles
+    e = tl.load(expert_ptr + first // 128)
+    if e <= E:
+        p = first.to(tl.int64) + tl.arange(0, BLOCK_M)
+        n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        ks = tl.arange(0, 128)
+        x_at = x_ptr + p[:, None] * K + ks[None, :]
+        w_at = w_ptr + (e.to(tl.int64) * N + n.to(tl.int64))[None, :] * K + ks[:, None]
+        x_scale_at = x_scale_ptr + p * across
+        # One scale for the tile: BLOCK_N <= 128.
+        band = e.to(tl.int64) * tl.cdiv(N, 128) + n_tile * BLOCK_N // 128
+        w_scale_at = w_scale_ptr + band * across
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(tl.where(e < E, across, 0)):
+            inside = ks < K - k * 128
+            x = tl.load(x_at + k * 128, mask=inside[None, :], other=0)
+            w = tl.load(w_at + k * 128, mask=inside[:, None] & (n < N)[None, :], other=0)
+            scale = tl.load(x_scale_at + k) * tl.load(w_scale_at + k)
+            acc += _product(x, w, HARDWARE) * scale[:, None]
+        row = tl.load(row_ptr + p).to(tl.int64)
+        tl.store(
+            out_ptr + row[:, None] * N + n[None, :],
+            acc.to(out_ptr.dtype.element_ty),
+            mask=(row >= 0)[:, None] & (n < N)[None, :],
+        )
+
+
+@triton.jit(do_not_specialize=["P"])
+def _weights(
+    dy_ptr,
+    dy_scale_ptr,
+    x_ptr,
+    x_scale_ptr,
+    end_ptr,
+    out_ptr,
+    N,
+    K,
+    P,
+    HARDWARE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out [E, N, K].   dy [N, P] and x [K, P], with a scale for 128 columns.   end [E]: where
+    each expert's columns end, a multiple of 128, as is P.
+    """
+    n_tiles, k_tiles = tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N)
+    e = tl.program_id(0) // (n_tiles * k_tiles)
+    tile = tl.program_id(0) % (n_tiles * k_tiles)
+    n = tile // k_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tile % k_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = tl.load(end_ptr + e - 1, mask=e > 0, other=0) // 128
+    end = tl.load(end_ptr + e) // 128
+    ps = tl.arange(0, 128)
+    blocks = P // 128
+    dy_at = dy_ptr + n.to(tl.int64)[:, None] * (blocks * 128) + ps[None, :]
+    x_at = x_ptr + k.to(tl.int64)[None, :] * (blocks * 128) + ps[:, None]
+    dy_scale_at = dy_scale_ptr + n.to(tl.int64) * blocks
+    x_scale_at = x_scale_ptr + k.to(tl.int64) * blocks
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for b in range(begin, end):
+        dy = tl.load(dy_at + b * 128, mask=(n < N)[:, None], other=0)
+        x = tl.load(x_at + b * 128, mask=(k < K)[None, :], other=0)
+        dy_scale = tl.load(dy_scale_at + b, mask=n < N, other=0.0)
+        x_scale = tl.load(x_scale_at + b, mask=k < K, other=0.0)
+        acc += _product(dy, x, HARDWARE) * dy_scale[:, None] * x_scale[None, :]
+    out_ptr += e.to(tl.int64) * N * K
+    tl.store(
+        out_ptr + n.to(tl.int64)[:, None] * K + k[None, :],
+        acc.to(out_ptr.dtype.element_ty),
+        mask=(n < N)[:, None] & (k < K)[None, :],
+    )
+
+
+# ---- launchers
+
+
+def rows(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    w: torch.Tensor,
+    w_scale: torch.Tensor,
+    expert: torch.Tensor,
+    row: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Writes `out`. e4m3 bytes, contiguous; see `_rows`. No size is 0."""
+    (P, K), (E, N, _) = x.shape, w.shape
+    c = ROWS.config(x.device, N, K, _rounded(P), large_shared_memory(x.device))
+    launch(
+        _rows,
+        (P // c["BLOCK_M"] * cdiv(N, c["BLOCK_N"]),),
+        x,
+        x_scale,
+        w,
+        w_scale,
+        expert,
+        row,
+        out,
+        E,
+        N,
+        K,
+        x_scale.shape[1],
+        HARDWARE=conversions(x.device) > 0,
+        **c,
+    )
+
+
+def weights(
+    dy: torch.Tensor,
+    dy_scale: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    ends: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """dw [E, N, K]; see `_weights`. No size is 0."""
+    (N, P), K, E = dy.shape, x.shape[0], ends.shape[0]
+    out = torch.empty((E, N, K), dtype=dtype, device=dy.device)
+    c = WEIGHTS.config(dy.device, N, K, _rounded(P), large_shared_memory(dy.device))
+    launch(
+        _weights,
+        (E * cdiv(N, c["BLOCK_M"]) * cdiv(K, c["BLOCK_N"]),),
+        dy,
+        dy_scale,
+        x,
+        x_scale,
+        ends,
+        out,
+        N,
+        K,
+        P,
+        HARDWARE=conversions(dy.device) > 0,
+        **c,
+    )
+    return out
+
+
+def _rounded(count: int) -> int:
+    """A number of rows as a key of configurations has it, so that few numbers need one."""
+    return min(4096, next_power_of_2(count))
+
+
+# ---- launch configurations
+
+_NAMES = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+
+
+def _heuristic(N: int, K: int, rows: int, large: bool) -> dict:
+    """Not measured on a GPU. As the products of low_precision_triton.py: two sums, and a scale for
+    each row of both, in registers.
+    """
+    tile = (128, 64, 8, 3) if large else (64, 64, 8, 3)
+    return dict(zip(_NAMES, tile, strict=True))
+
+
+def _rows_space(N: int, K: int, rows: int, large: bool) -> list[dict]:
+    widest = [dict(zip(_NAMES, (128, 128, 8, stages), strict=True)) for stages in (2, 3)]
+    return _weights_space(N, K, rows, large) + (widest if large else [])
+
+
+def _weights_space(N: int, K: int, rows: int, large: bool) -> list[dict]:
+    # With a scale for each row of both, 128 x 128 spill for compute capability 9.0.
+    return [
+        dict(zip(_NAMES, (*tile, warps, stages), strict=True))
+        for tile, warps in (((64, 64), 4), ((64, 128), 8), ((128, 64), 8))
+        for stages in (2, 3)
+    ]
+
+
+def _needs(key: dict) -> dict:
+    return {
+        "min_arch": 90,
+        "max_arch": 119 if key["large"] else 999,
+        "uses": {90: ("wgmma",), 100: ("tcgen05",)},
+    }
+
+
+def _rows_specs(key: dict, config: dict) -> list[KernelSpec]:
+    pointers = {
+        "x": "u8",
+        "w": "u8",
+        "x_scale": "fp32",
+        "w_scale": "fp32",
+        "expert": "i32",
+        "row": "i32",
+        "out": "bf16",
+    }
+    label = f"fp8 rows{' large' if key['large'] else ''}"
+    given = {**config, "HARDWARE": True}
+    return [spec(_rows, label, pointers, given, divisible=("N", "K"), **_needs(key))]
+
+
+def _weights_specs(key: dict, config: dict) -> list[KernelSpec]:
+    factors = {"dy": "u8", "x": "u8", "dy_scale": "fp32", "x_scale": "fp32", "end": "i32"}
+    return [
+        spec(
+            _weights,
+            f"fp8 weights {out}{' large' if key['large'] else ''}",
+            {**factors, "out": out},
+            {**config, "HARDWARE": True},
+            divisible=("N", "K"),
+            **_needs(key),
+        )
+        for out in ("bf16", "fp32")
+    ]
+
+
+_FIELDS = ("N", "K", "rows", "large")
+_KEYS = [(1536, 2048, 4096, False), (1536, 2048, 4096, True)]
+ROWS = Tunable(
+    "low_precision_grouped_gemm",
+    "rows",
+    _FIELDS,
+    "forward_backward",
+    _heuristic,
+    _rows_space,
+    _KEYS,
+    _rows_specs,
+)
+WEIGHTS = Tunable(
+    "low_precision_grouped_gemm",
+    "weights",
+    _FIELDS,
+    "backward",
+    _heuristic,
+    _weights_space,
+    _KEYS,
+    _weights_specs,
+)
+
+
+def tunables() -> tuple[Tunable, ...]:
+    return ROWS, WEIGHTS
