@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tilewright import ImplementationUnavailable
-from tilewright.core import platform
+from tilewright.core import explain, platform
 from tilewright.core.registry import FLOATS, short
 from tilewright.ops import attention
 from tilewright.ops.attention import vendors
@@ -811,6 +811,11 @@ def test_every_implementation_declares_what_it_lacks():
             {"plain": "native", "softcap": "flash_attention_2", "sinks": "triton"},
         ),
         (
+            ("flash-attn",),
+            (9, 0),
+            {"plain": "native", "packed": "native", "softcap": "flash_attention_2"},
+        ),
+        (
             (),
             (9, 0),
             {"plain": "native", "packed": "native", "softcap": "triton", "sinks": "triton"},
@@ -835,6 +840,15 @@ def test_what_auto_takes_on_cuda(installed, capability, expected, monkeypatch):
     }
     for ask, name in expected.items():
         assert ATTENTION.choose("cuda", torch.bfloat16, asks[ask]) == name, ask
+    # Who is given kernels of version 2's class where version 3's would run is told so.
+    told = {
+        row.name
+        for row in explain.rows([ATTENTION], "cuda", torch.bfloat16)
+        if row.does and "flash_attention_3, which is not installed" in row.does
+    }
+    slower = {"native", "triton", *({"flash_attention_2"} if "flash-attn" in installed else ())}
+    newest = {"flash-attn-3", "flash-attn-4"} & {*installed}
+    assert told == (slower if capability == (9, 0) and not newest else set())
     # A ring's parts, odd widths and queries with a cache; float32; and requests none of them
     # supports.
     for request in (

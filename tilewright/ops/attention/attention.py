@@ -419,6 +419,7 @@ ATTENTION = Op(
             dtypes=vendors.HALVES,
             refuses=vendors.native_refuses,
             reads_host="host",
+            does=vendors.native_does,
         ),
         # After PyTorch's, whose cuDNN kernels are newer than it on Hopper and later.
         vendors.flash("flash_attention_2"),
@@ -428,6 +429,7 @@ ATTENTION = Op(
             platform.no_triton,
             batch_invariant=cases.ANYWHERE,
             refuses=triton.triton_refuses,
+            does=vendors.beside_flash_attention_3,
             gate=from_kernels("attention.attention_triton", "gate"),
             tunables=from_kernels("attention.attention_triton", "TUNABLES"),
         ),

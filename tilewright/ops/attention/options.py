@@ -162,7 +162,8 @@ def unsupported_features(**features: str) -> Callable[[Request], str | None]:
 def head_widths(request: Request, multiple: int, most: int) -> str | None:
     for width in (request.head_dim, request.value_dim):
         if width is not None and (width % multiple or width > most):
-            return f"takes head widths that are multiples of {multiple} up to {most}, not {width}"
+            widths = f"that are multiples of {multiple} up to" if multiple > 1 else "up to"
+            return f"takes head widths {widths} {most}, not {width}"
     return None
 
 
