@@ -300,6 +300,7 @@ ATTENDED = {
     "full softcap": ((1, 1, 1, 150, 32), {"causal": False, "softcap": 2.0}),
     "last queries": ((1, 2, 1, 70, 40), {"keys": 300}),
     "wide": ((1, 1, 1, 140, 256), {}),
+    "latent": ((1, 2, 1, 150, (192, 128)), {"documents": (0, 20, 150)}),
 }
 
 
@@ -805,7 +806,7 @@ def runs():
     for launch in ("attention/forward", "attention/backward_kv"):
         for name in ATTENDED:
             run = alternative, operations()["attention"], attended(name), launch, "ROLES"
-            if launch == "attention/forward" or name not in ("wide", "window"):
+            if launch == "attention/forward" or name not in ("wide", "window", "latent"):
                 found[f"sm_90-{launch} ROLES-{name}"] = 90, *run
     found["sm_90-attention/forward ROLES-apart"] = 90, apart
     found["sm_90-cross_entropy-losses"] = 90, losses_of_rows

@@ -591,8 +591,11 @@ def fits(constants: dict) -> bool:
     few thread indices more, which packed documents at full width have no room for.
     """
     wide = constants["WIDTH"] > 64
-    return constants["WIDTH"] <= 128 and not (
-        wide and (constants["SOFTCAP"] or (constants["PACKED"] and not older_triton()))
+    one = not constants["REST"] and constants["DV"] == constants["D"]
+    return (
+        one
+        and constants["WIDTH"] <= 128
+        and not (wide and (constants["SOFTCAP"] or (constants["PACKED"] and not older_triton())))
     )
 
 

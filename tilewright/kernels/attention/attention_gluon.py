@@ -77,7 +77,9 @@ def _blocks(m, offset, keys, window, N: gl.constexpr, CAUSAL: gl.constexpr, WIND
 @gluon.jit
 def _load(
     q,
+    q_rest,
     k,
+    k_rest,
     v,
     batch,
     h,
@@ -87,7 +89,9 @@ def _load(
     last,
     steps,
     q_s,
+    q_rest_s,
     k_s,
+    k_rest_s,
     v_s,
     q_full,
     k_full,
@@ -97,22 +101,32 @@ def _load(
     cleared,
     GROUP: gl.constexpr,
     PACKED: gl.constexpr,
+    REST: gl.constexpr,
 ):
     """One warp. Rows past a tensor's last read zeros."""
     STAGES: gl.constexpr = k_s.shape[0]
     N: gl.constexpr = k_s.shape[1]
+    WIDTH: gl.constexpr = k_s.shape[2]
     if steps > 0:
-        mbarrier.expect(q_full, 2 * q.block_type.nbytes)
+        rest: gl.constexpr = q_rest.block_type.nbytes if REST else 0
+        mbarrier.expect(q_full, 2 * (q.block_type.nbytes + rest))
         for w in gl.static_range(2):
-            here = q_s.index(w).reshape(q.block_shape)
-            tma_load(q, [batch, h, row + w * _ROWS, 0], q_full, here)
+            at = row + w * _ROWS
+            tma_load(q, [batch, h, at, 0], q_full, q_s.index(w).reshape(q.block_shape))
+            if REST:
+                here = q_rest_s.index(w).reshape(q_rest.block_shape)
+                tma_load(q_rest, [batch, h, at, WIDTH], q_full, here)
     stage, phase = 0, 0
     for step in range(steps):
         n = (last - step) * N
         mbarrier.wait(k_empty.index(stage), phase ^ 1)
-        mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
+        rest: gl.constexpr = k_rest.block_type.nbytes if REST else 0
+        mbarrier.expect(k_full.index(stage), k.block_type.nbytes + rest)
         here = k_s.index(stage).reshape(k.block_shape)
         tma_load(k, [batch, h // GROUP, begin + n, 0], k_full.index(stage), here)
+        if REST:
+            here = k_rest_s.index(stage).reshape(k_rest.block_shape)
+            tma_load(k_rest, [batch, h // GROUP, begin + n, WIDTH], k_full.index(stage), here)
         mbarrier.wait(v_empty.index(stage), phase ^ 1)
         here = v_s.index(stage).reshape(v.block_shape)
         if PACKED and n + N > keys:
@@ -176,12 +190,23 @@ def operand(p, dtype: gl.constexpr):
 
 
 @gluon.jit
+def _product(q, q_rest, k, k_rest, N: gl.constexpr, REST: gl.constexpr):
+    """Begins q k^T, of keys in two parts where they have a rest."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    # Not carried from a loop's last step, which would cost its registers.
+    none = gl.zeros([_ROWS, N], gl.float32, LAYOUT)
+    s = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
+    if REST:
+        s = warpgroup_mma(q_rest, k_rest.permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
 def _steps(
     count,
     n,
     acc,
     p,
-    s,
     top,
     total,
     k_stage,
@@ -190,7 +215,9 @@ def _steps(
     v_phase,
     parity,
     q,
+    q_rest,
     k_s,
+    k_rest_s,
     v_s,
     k_full,
     k_empty,
@@ -207,6 +234,7 @@ def _steps(
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
+    REST: gl.constexpr,
 ):
     """`count` blocks of keys, down from the one before n."""
     STAGES: gl.constexpr = k_s.shape[0]
@@ -215,7 +243,8 @@ def _steps(
         n -= N
         mbarrier.wait(k_full.index(k_stage), k_phase)
         mbarrier.wait(mine, parity)
-        s = warpgroup_mma(q, k_s.index(k_stage).permute((1, 0)), s, use_acc=False, is_async=True)
+        rest = k_rest_s.index(k_stage)
+        s = _product(q, q_rest, k_s.index(k_stage), rest, N, REST)
         mbarrier.wait(v_full.index(v_stage), v_phase)
         acc = warpgroup_mma(p, v_s.index(v_stage), acc, is_async=True)
         mbarrier.arrive(other)
@@ -231,7 +260,7 @@ def _steps(
         k_stage, k_phase = advance(k_stage, k_phase, STAGES)
         v_stage, v_phase = advance(v_stage, v_phase, STAGES)
         parity ^= 1
-    return n, acc, p, s, top, total, k_stage, k_phase, v_stage, v_phase, parity
+    return n, acc, p, top, total, k_stage, k_phase, v_stage, v_phase, parity
 
 
 @gluon.jit
@@ -255,7 +284,9 @@ def _attend(
     o_row,
     lse_at,
     q_s,
+    q_rest_s,
     k_s,
+    k_rest_s,
     v_s,
     q_full,
     k_full,
@@ -264,7 +295,8 @@ def _attend(
     v_empty,
     turn,
     W: gl.constexpr,
-    D: gl.constexpr,
+    DV: gl.constexpr,
+    REST: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -285,13 +317,12 @@ def _attend(
         if SINKS:  # a key with this logit, whose value is 0
             top = gl.zeros([_ROWS], gl.float32, ROW) + gl.load(sinks_ptr + h) * LOG2E
             total = gl.where(top == float("-inf"), 0.0, 1.0)
-        q = q_s.index(W)
+        q, q_rest = q_s.index(W), q_rest_s.index(W)
         n = last * N
-        s = gl.zeros([_ROWS, N], gl.float32, LOGITS)
         acc = gl.zeros([_ROWS, WIDTH], gl.float32, SUMS)
         mbarrier.wait(q_full, 0)
         mbarrier.wait(k_full.index(0), 0)
-        s = warpgroup_mma(q, k_s.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
+        s = _product(q, q_rest, k_s.index(0), k_rest_s.index(0), N, REST)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(0))
         s, top, total, _ = _softmax(
@@ -301,12 +332,11 @@ def _attend(
         v_stage, v_phase = 0, 0
         k_stage, k_phase = advance(v_stage, v_phase, STAGES)
         parity = 1 - W  # the first warpgroup's first turn is free
-        n, acc, p, s, top, total, k_stage, k_phase, v_stage, v_phase, parity = _steps(
+        n, acc, p, top, total, k_stage, k_phase, v_stage, v_phase, parity = _steps(
             masked,
             n,
             acc,
             p,
-            s,
             top,
             total,
             k_stage,
@@ -315,7 +345,9 @@ def _attend(
             v_phase,
             parity,
             q,
+            q_rest,
             k_s,
+            k_rest_s,
             v_s,
             k_full,
             k_empty,
@@ -332,13 +364,13 @@ def _attend(
             CAUSAL,
             WINDOW,
             SOFTCAP,
+            REST,
         )
-        n, acc, p, s, top, total, k_stage, k_phase, v_stage, v_phase, parity = _steps(
+        n, acc, p, top, total, k_stage, k_phase, v_stage, v_phase, parity = _steps(
             free,
             n,
             acc,
             p,
-            s,
             top,
             total,
             k_stage,
@@ -347,7 +379,9 @@ def _attend(
             v_phase,
             parity,
             q,
+            q_rest,
             k_s,
+            k_rest_s,
             v_s,
             k_full,
             k_empty,
@@ -364,14 +398,14 @@ def _attend(
             CAUSAL,
             WINDOW,
             SOFTCAP,
+            REST,
         )
         if WINDOW:
-            n, acc, p, s, top, total, k_stage, k_phase, v_stage, v_phase, parity = _steps(
+            n, acc, p, top, total, k_stage, k_phase, v_stage, v_phase, parity = _steps(
                 ended,
                 n,
                 acc,
                 p,
-                s,
                 top,
                 total,
                 k_stage,
@@ -380,7 +414,9 @@ def _attend(
                 v_phase,
                 parity,
                 q,
+                q_rest,
                 k_s,
+                k_rest_s,
                 v_s,
                 k_full,
                 k_empty,
@@ -397,6 +433,7 @@ def _attend(
                 CAUSAL,
                 WINDOW,
                 SOFTCAP,
+                REST,
             )
         mbarrier.wait(v_full.index(v_stage), v_phase)
         acc = warpgroup_mma(p, v_s.index(v_stage), acc, is_async=True)
@@ -412,13 +449,15 @@ def _attend(
         r = W * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, WIDE))
         d = gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))
         at = out_ptr + out_at + r.to(gl.int64)[:, None] * o_row + d[None, :]
-        gl.store(at, q.load(WIDE), mask=(m + r < queries)[:, None] & (d < D)[None, :])
+        gl.store(at, q.load(WIDE), mask=(m + r < queries)[:, None] & (d < DV)[None, :])
 
 
 @gluon.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
 def _forward(
     q,
+    q_rest,
     k,
+    k_rest,
     v,
     sinks_ptr,
     out_ptr,
@@ -438,6 +477,8 @@ def _forward(
     GROUP: gl.constexpr,
     D: gl.constexpr,
     WIDTH: gl.constexpr,
+    REST: gl.constexpr,
+    DV: gl.constexpr,
     PACKED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
@@ -446,9 +487,15 @@ def _forward(
     N: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """q, k, v: descriptors [batch, heads, positions, D]."""
+    """q, k, v: descriptors [batch, heads, positions, D or DV], with boxes of WIDTH columns.
+    q_rest, k_rest: of the same q and k, with boxes of the REST columns that follow, or None.
+    """
     q_s = stages(q.dtype, 2, _ROWS, WIDTH)
     k_s = stages(k.dtype, STAGES, N, WIDTH)
+    q_rest_s, k_rest_s = q_s, k_s  # not read
+    if REST:
+        q_rest_s = stages(q.dtype, 2, _ROWS, REST)
+        k_rest_s = stages(k.dtype, STAGES, N, REST)
     v_s = stages(v.dtype, STAGES, N, WIDTH)
     k_full, k_empty = barriers(STAGES, 1), barriers(STAGES, 2)
     v_full, v_empty = barriers(STAGES, 1), barriers(STAGES, 2)
@@ -490,7 +537,9 @@ def _forward(
                     o_row,
                     lse_at,
                     q_s,
+                    q_rest_s,
                     k_s,
+                    k_rest_s,
                     v_s,
                     single.index(0),
                     k_full,
@@ -499,7 +548,8 @@ def _forward(
                     v_empty,
                     turn,
                     0,
-                    D,
+                    DV,
+                    REST,
                     CAUSAL,
                     WINDOW,
                     SOFTCAP,
@@ -528,7 +578,9 @@ def _forward(
                     o_row,
                     lse_at,
                     q_s,
+                    q_rest_s,
                     k_s,
+                    k_rest_s,
                     v_s,
                     single.index(0),
                     k_full,
@@ -537,7 +589,8 @@ def _forward(
                     v_empty,
                     turn,
                     1,
-                    D,
+                    DV,
+                    REST,
                     CAUSAL,
                     WINDOW,
                     SOFTCAP,
@@ -548,7 +601,9 @@ def _forward(
                 _load,
                 (
                     q,
+                    q_rest,
                     k,
+                    k_rest,
                     v,
                     batch,
                     h,
@@ -558,7 +613,9 @@ def _forward(
                     last,
                     steps,
                     q_s,
+                    q_rest_s,
                     k_s,
+                    k_rest_s,
                     v_s,
                     single.index(0),
                     k_full,
@@ -568,6 +625,7 @@ def _forward(
                     single.index(1),
                     GROUP,
                     PACKED,
+                    REST,
                 ),
             ),
         ],
@@ -598,15 +656,16 @@ def forward(
     numbers: from `capacity` to `cap`.   constants: from GROUP to SINKS.
     """
     assert config["BLOCK_M"] == 2 * _ROWS.value, config  # the grid's tiles
-    width = constants["WIDTH"]
-    pieces = _pieces(config, constants)
-    box = [1, 1, pieces["N"], width]
+    width, rest, pieces = constants["WIDTH"], constants["REST"], _pieces(config, constants)
+    rows, keys = _ROWS.value, pieces["N"]
     launch(
         _forward,
         grid,
-        descriptor(q, [1, 1, _ROWS.value, width]),
-        descriptor(k, box),
-        descriptor(v, box),
+        descriptor(q, [1, 1, rows, width]),
+        descriptor(q, [1, 1, rows, rest]) if rest else None,
+        descriptor(k, [1, 1, keys, width]),
+        descriptor(k, [1, 1, keys, rest]) if rest else None,
+        descriptor(v, [1, 1, keys, width]),
         sinks,
         out,
         lse,
@@ -622,20 +681,24 @@ def forward(
 
 def spec(label: str, pointers: dict, constants: dict, config: dict) -> KernelSpec:
     """pointers, constants: as attention_triton's."""
-    width, t, pieces = constants["WIDTH"], pointers["*"], _pieces(config, constants)
-    operand = descriptor_type(t, 1, 1, pieces["N"], width)
+    width, rest, t = constants["WIDTH"], constants["REST"], pointers["*"]
+    pieces = _pieces(config, constants)
+    rows, keys = _ROWS.value, pieces["N"]
+    described = {
+        "q": descriptor_type(t, 1, 1, rows, width),
+        **dict.fromkeys("kv", descriptor_type(t, 1, 1, keys, width)),
+    }
+    if rest:
+        described["q_rest"] = descriptor_type(t, 1, 1, rows, rest)
+        described["k_rest"] = descriptor_type(t, 1, 1, keys, rest)
+    else:
+        constants = {**constants, "q_rest": None, "k_rest": None}
     return KernelSpec.of(
         _forward,
         label,
         pointers,
         {**constants, **pieces, "num_warps": config["num_warps"]},
-        {
-            "q": descriptor_type(t, 1, 1, _ROWS.value, width),
-            "k": operand,
-            "v": operand,
-            "scale": "fp32",
-            "cap": "fp32",
-        },
+        {**described, "scale": "fp32", "cap": "fp32"},
         divisible=("o_batch", "o_head", "o_row"),
         # TMA reads all but one sink, and places of tiles.
         load=0,

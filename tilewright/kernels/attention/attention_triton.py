@@ -1130,11 +1130,13 @@ def _constants(problem: _Problem) -> dict:
 
 
 def _specialized(constants: dict, *tensors: torch.Tensor) -> bool:
-    """Whether specialized warps compute this: keys in one part, values as wide, all of them kept,
-    and operands that TMA reads.
+    """Whether the forward by specialized warps computes this: blocks of values as wide as those of
+    keys, no dropout, no softcap of keys in two parts, which would exceed the registers, and
+    operands that TMA reads.
     """
-    even = not constants["REST"] and constants["DV"] == constants["D"]
-    return even and not constants["DROPOUT"] and by_tma(*tensors)
+    as_wide = constants["WIDTH"] == constants["WIDTH_V"]
+    capped = constants["REST"] and constants["SOFTCAP"]
+    return as_wide and not (constants["DROPOUT"] or capped) and by_tma(*tensors)
 
 
 def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constants) -> None:
@@ -1273,7 +1275,8 @@ def _forward_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> 
 def _forward_space(width: int, itemsize: int, large: bool, capped: bool) -> list[dict]:
     configs = _space(_forward_heuristic, "BLOCK_M", "BLOCK_N")(width, itemsize, large, capped)
     found = [{**c, "ROLES": False} for c in configs]
-    return [*found, _FORWARD_ROLES] if itemsize == 2 and large and width != 192 else found
+    fits = not (width == 192 and capped)
+    return [*found, _FORWARD_ROLES] if itemsize == 2 and large and fits else found
 
 
 def _backward_q_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
@@ -1524,8 +1527,10 @@ def gate() -> list[KernelSpec]:
     """Specialized warps, which no heuristic chooses, with every kind of mask that they have; and
     the kernels around their backward.
     """
-    widths = (64, 128, 256)
-    keys = [FORWARD.named((width, 2, True, capped)) for width in widths for capped in (0, 1)]
+    kinds = [(width, capped) for width in (64, 128, 192, 256) for capped in (False, True)]
+    keys = [
+        FORWARD.named((w, 2, True, capped)) for w, capped in kinds if (w, capped) != (192, True)
+    ]
     found = [spec for key in keys for spec in FORWARD.specs(key, _FORWARD_ROLES)]
     keys = [FORWARD.named(key) for key in ((64, 2, True, 0), (64, 2, True, 1), (128, 2, True, 0))]
     found += [spec for key in keys for spec in BACKWARD_KV.specs(key, _BACKWARD_ROLES)]

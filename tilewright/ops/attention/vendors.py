@@ -311,7 +311,8 @@ def beside_flash_attention_3(device_type: str) -> str | None:
 def native_does(device_type: str) -> str | None:
     faster = beside_flash_attention_3(device_type)
     return faster and (
-        "dense attention is cuDNN's, documents and windows are FlashAttention 2's kernels: " + faster
+        "dense attention is cuDNN's, documents and windows are FlashAttention 2's kernels: "
+        + faster
     )
 
 
