@@ -311,23 +311,33 @@ def attended(name):
     return attention._case(name, *sizes, **options)
 
 
-def apart(driver):
-    """Documents share a block of keys, and one is NaN."""
+def apart(driver, launch):
+    """Documents share blocks of keys and of queries, and one is NaN."""
     from tilewright.kernels.attention import attention_triton as kernels
 
-    [roles] = [v.other for v in VARIANTS if v.launch == "attention/forward" and "ROLES" in v.other]
-    config = {**kernels.FORWARD.heuristic(64, 2, True, False), **roles}
+    [roles] = [v.other for v in VARIANTS if v.launch == launch and "ROLES" in v.other]
+    tunable = {t.name: t for t in kernels.TUNABLES}[launch]
+    config = {**tunable.heuristic(64, 2, True, False), **roles}
     g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 1, 200, 64, generator=g).to(BF16) for _ in range(3))
+    q, k, v, dout = (torch.randn(1, 1, 200, 64, generator=g).to(BF16) for _ in range(4))
     bounds, options = torch.tensor([0, 45, 70, 200]), kernels.Variant()
-    with mock.patch.object(kernels.FORWARD, "config", lambda *_: config):
-        alone = kernels.forward(q, k, v, bounds, None, options, 0)[0]
-        for t in (q, k, v):
+
+    def results():
+        found = kernels.forward(q, k, v, bounds, None, options, 0)
+        if launch == "attention/forward":
+            return found[:1]
+        return kernels.backward(dout, q, k, v, *found, bounds, None, options, 0)[:3]
+
+    with mock.patch.object(tunable, "config", lambda *_: config):
+        alone = results()
+        for t in (q, k, v, dout):
             t[:, :, 45:70] = float("nan")
-        found = kernels.forward(q, k, v, bounds, None, options, 0)[0]
-    assert found[:, :, 45:70].isnan().all()
-    for part in (slice(0, 45), slice(70, 200)):
-        assert torch.equal(found[:, :, part], alone[:, :, part])
+        found = results()
+    assert driver.launches[-1].kernel.specialized or driver.launches[-2].kernel.specialized
+    for one, other in zip(found, alone, strict=True):
+        assert one[:, :, 45:70].isnan().any()
+        for part in (slice(0, 45), slice(70, 200)):
+            assert torch.equal(one[:, :, part], other[:, :, part])
 
 
 def any_row_of_logits(driver, V, stride, offset, dtype):
@@ -808,7 +818,7 @@ def runs():
             run = alternative, operations()["attention"], attended(name), launch, "ROLES"
             if launch == "attention/forward" or name not in ("wide", "window", "latent"):
                 found[f"sm_90-{launch} ROLES-{name}"] = 90, *run
-    found["sm_90-attention/forward ROLES-apart"] = 90, apart
+        found[f"sm_90-{launch} ROLES-apart"] = 90, apart, launch
     found["sm_90-cross_entropy-losses"] = 90, losses_of_rows
     found["sm_90-cross_entropy-scale"] = 90, scales, BF16
     if COUNTS.exists():  # of this version of Triton
@@ -897,7 +907,9 @@ def runs():
     product = found["sm_90-grouped_gemm/forward ROLES-long_sums"][1:]
     summed = found["sm_90-grouped_gemm/backward_weight ROLES-long_sums"][1:]
     gathering = found["sm_90-moe_mlp/up_swiglu ROLES-long_sums"][1:]
-    blocks = found["sm_90-attention/forward ROLES-blocks"][1:]
+    blocks, in_turn = (
+        found[f"sm_90-attention/{launch} ROLES-blocks"][1:] for launch in ("forward", "backward_kv")
+    )
     waits = r"mbarrier\.try_wait\.parity\.shared::cta\.b64 complete, \[(%r\d+)\], (%r\d+);"
     for name, old, new, test in (
         ("free", r"@\S+ mbarrier\.arrive\.shared::cta\.b64[^;]*;", "", product),
@@ -915,7 +927,11 @@ def runs():
         ("attention-logits", r"(wgmma\.wait_group\S+\s+)1;", r"\g<1>2;", blocks),
         ("attention-sums", r"(wgmma\.wait_group\S+\s+)0;", r"\g<1>1;", blocks),
         ("attention-stored", r"bar\.sync\s+\d+, 128;", "", blocks),
-        ("attention-cleared", r"fence\.proxy\.async\S*;", "", (apart,)),
+        ("attention-cleared", r"fence\.proxy\.async\S*;", "", (apart, "attention/forward")),
+        ("attention-announced", r"red\.global\.gpu\.release", "red.global.gpu.relaxed", in_turn),
+        ("attention-seen", r"ld\.global\.gpu\.acquire", "ld.global.relaxed.gpu", in_turn),
+        ("attention-gradients", r"fence\.proxy\.async\S*;", "", in_turn),
+        ("attention-columns", r"(wgmma\.mma_async[^;]*1, 1, )1, 1;", r"\g<1>0, 1;", in_turn),
     ):
         found[f"planted-roles-{name}"] = 90, planted, old, new, *test
     fp8 = found["sm_90-fp8_linear-block_fp8 aligned-bfloat16"][1:]

@@ -85,10 +85,12 @@ class Atomics(Part):
         memory.written[places] |= 1
         self.note_access(places, who)
         memory.unset[places] = False
-        if not {"relaxed"} & set(op):
-            for b in np.unique(block):
-                mine = set(places[(block == b)[:, 0], 0].tolist())
-                memory.released.setdefault(int(b), set()).update(mine)
+        for does, orders in (
+            (memory.released, {"release", "acq_rel"}),
+            (memory.acquired, {"acquire", "acq_rel"}),
+        ):
+            for b in np.unique(block) if orders & set(op) else ():
+                does.setdefault(int(b), set()).update(places[(block == b)[:, 0], 0].tolist())
 
 
 def applied(what, kind, width, before, operand):

@@ -49,7 +49,9 @@ class Memory:
         self.notes: dict[object, Fault] = {}  # what did not end the launch
         self.tolerated: frozenset[str] = frozenset()  # kinds that end none
         self.passed: list[Fault] = []  # of such kinds, for which the cluster has no place yet
-        self.released: dict[int, set[int]] = {}  # by block: where its atomics release and acquire
+        # By block: where its atomics release, and where they acquire.
+        self.released: dict[int, set[int]] = {}
+        self.acquired: dict[int, set[int]] = {}
         self._spans: dict[int, tuple[int, int]] = {}  # by storage: first and last + 1 byte
         self._placed: dict[int, int] = {}  # by storage: the address of that first byte
         for t in tensors:
@@ -230,7 +232,7 @@ class Memory:
             other, own = int(owning_block(owner[i, j], threads)), int(block[i, 0])
             # An atomic of the other block released what one of this block acquired. Which blocks
             # added to an element is not kept.
-            acquired = self.released.get(own, set())
+            acquired = self.acquired.get(own, set())
             if other != own and (
                 self.released.get(other, set()) & acquired
                 or (acquired and self.atomic[places[i, j]])
