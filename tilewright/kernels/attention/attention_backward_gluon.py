@@ -31,10 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewright.kernels.attention.attention_gluon import ATTENDING, barriers
-from tilewright.kernels.attention.attention_triton import _logits as logits
-from tilewright.kernels.attention.attention_triton import _place as place
-from tilewright.kernels.attention.attention_triton import _power as power_of
-from tilewright.kernels.attention.attention_triton import _rows_of as rows_of
+from tilewright.kernels.attention.attention_triton import logits, place, power_of, rows_of
 from tilewright.kernels.device import older_triton
 from tilewright.kernels.launch import launch
 from tilewright.kernels.spec import KernelSpec

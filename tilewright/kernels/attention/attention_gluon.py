@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.attention.attention_triton import LN2, LOG2E, _columns, _place, _tanh
+from tilewright.kernels.attention.attention_triton import LN2, LOG2E, blocks_of_keys, place, tanh
 from tilewright.kernels.launch import launch
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.warp_specialized import (
@@ -63,7 +63,7 @@ def _blocks(m, offset, keys, window, N: gl.constexpr, CAUSAL: gl.constexpr, WIND
     many need none, and how many that a window ends in. One block at least, be it masked.
     """
     first = m + offset
-    low, free, full, high = _columns(first, first + 127, keys, window, N, CAUSAL, WINDOW)
+    low, free, full, high = blocks_of_keys(first, first + 127, keys, window, N, CAUSAL, WINDOW)
     low, free, full = low // N, free // N, full // N
     last = gl.maximum((high - 1) // N, low)
     return (
@@ -163,7 +163,7 @@ def _softmax(
     their sum, and the factor of earlier sums.
     """
     if SOFTCAP:
-        s = _tanh(s * (scale / cap))
+        s = tanh(s * (scale / cap))
         factor = cap * LOG2E
     else:
         factor = scale * LOG2E
@@ -503,7 +503,7 @@ def _forward(
     # The last tiles of a document have the most keys, and start first.
     t = gl.num_programs(0) - 1 - gl.program_id(0)
     h = gl.program_id(1)
-    there, batch, m, begin, queries, keys = _place(
+    there, batch, m, begin, queries, keys = place(
         tiles_ptr, cu_ptr, capacity, S, Sk, t, S, 2 * _ROWS, PACKED
     )
     last, masked, free, ended = _blocks(m, offset, keys, window, N, CAUSAL, WINDOW)

@@ -48,7 +48,7 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _place(tiles_ptr, cu_ptr, capacity, S, Sk, t, tiled, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+def place(tiles_ptr, cu_ptr, capacity, S, Sk, t, tiled, BLOCK: tl.constexpr, PACKED: tl.constexpr):
     """Locates tile t of a tensor of `tiled` rows: whether it exists, its batch, its first row in
     its document, the document's start, and its numbers of queries and keys.
     """
@@ -75,7 +75,7 @@ def _place(tiles_ptr, cu_ptr, capacity, S, Sk, t, tiled, BLOCK: tl.constexpr, PA
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
     """tanh through exp2, whose overflow is an infinity that gives 1."""
     e = tl.exp2(tl.abs(x) * 2.8853900817779268)
     y = 1.0 - 2.0 / (e + 1.0)
@@ -87,12 +87,12 @@ def _tanh(x):
 
 
 @triton.jit
-def _logits(s, scale, cap, SOFTCAP: tl.constexpr):
+def logits(s, scale, cap, SOFTCAP: tl.constexpr):
     """Logits times log2(e) from products s, and the derivative of the softcap (s itself without
     one).
     """
     if SOFTCAP:
-        y = _tanh(s * (scale / cap))
+        y = tanh(s * (scale / cap))
         return y * (cap * LOG2E), 1.0 - y * y
     return s * (scale * LOG2E), s
 
@@ -109,7 +109,7 @@ def _seen(rows, columns, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexp
 
 
 @triton.jit
-def _columns(
+def blocks_of_keys(
     first, last, keys, window, STEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
 ):
     """Blocks of STEP keys for queries at positions `first` to `last`: the start of the first, the
@@ -131,7 +131,7 @@ def _columns(
 
 
 @triton.jit
-def _rows_of(
+def rows_of(
     first,
     last,
     queries,
@@ -235,7 +235,7 @@ def _attend(
         if REST:
             more = _load(k_at, k_row, j, d_rest, n + j < keys, D, MASKED, D == WIDTH + REST)
             s = tl.dot(q_rest, tl.trans(more), s, input_precision=PRECISION)
-        s, _ = _logits(s, scale, cap, SOFTCAP)
+        s, _ = logits(s, scale, cap, SOFTCAP)
         if MASKED:
             s = tl.where(
                 _seen(rows[:, None], n + j[None, :], keys, window, CAUSAL, WINDOW), s, float("-inf")
@@ -310,7 +310,7 @@ def _forward(
     # The last tiles of a document have the most keys, and start first.
     t = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1)
-    there, batch, m, begin, queries, keys = _place(
+    there, batch, m, begin, queries, keys = place(
         tiles_ptr, cu_ptr, capacity, S, Sk, t, S, BLOCK_M, PACKED
     )
     if there:
@@ -335,7 +335,7 @@ def _forward(
         if SINKS:  # a key with this logit, whose value is 0
             top = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + h) * LOG2E
             total = tl.where(top == float("-inf"), 0.0, 1.0)
-        low, free, full, high = _columns(
+        low, free, full, high = blocks_of_keys(
             m + offset, m + offset + BLOCK_M - 1, keys, window, BLOCK_N, CAUSAL, WINDOW
         )
         rows = m + i + offset
@@ -472,7 +472,7 @@ def _forward(
 
 
 @triton.jit
-def _power(lse):
+def power_of(lse):
     """The shift of logits in base 2. Rows without keys, and rows that do not exist, get
     probabilities of 0.
     """
@@ -533,7 +533,7 @@ def _walk_keys(
         if REST:
             more = _load(k_at, k_row, j, d_rest, n + j < keys, D, MASKED, D == WIDTH + REST)
             s = tl.dot(q_rest, tl.trans(more), s, input_precision=PRECISION)
-        s, slope = _logits(s, scale, cap, SOFTCAP)
+        s, slope = logits(s, scale, cap, SOFTCAP)
         p = tl.exp2(s - power[:, None])
         if MASKED:
             p = tl.where(_seen(rows[:, None], n + j[None, :], keys, window, CAUSAL, WINDOW), p, 0.0)
@@ -614,7 +614,7 @@ def _backward_q(
     EVEN_V: tl.constexpr = DV == WIDTH_V
     t = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1)
-    there, batch, m, begin, queries, keys = _place(
+    there, batch, m, begin, queries, keys = place(
         tiles_ptr, cu_ptr, capacity, S, Sk, t, S, BLOCK_M, PACKED
     )
     if there:
@@ -654,14 +654,14 @@ def _backward_q(
         at = (b * tl.num_programs(1) + h) * S + start + m + i
         delta = tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
         tl.store(delta_ptr + at, delta, mask=live)
-        power = _power(tl.load(lse_ptr + at, mask=live, other=float("inf")))
+        power = power_of(tl.load(lse_ptr + at, mask=live, other=float("inf")))
         k_at = k_ptr + b * k_batch + (head // GROUP) * k_head + start * k_row
         v_at = v_ptr + b * v_batch + (head // GROUP) * v_head + start * v_row
         dq = tl.zeros((BLOCK_M, WIDTH), tl.float32)
         dq_rest = dq
         if REST:
             dq_rest = tl.zeros((BLOCK_M, REST), tl.float32)
-        low, free, full, high = _columns(
+        low, free, full, high = blocks_of_keys(
             m + offset, m + offset + BLOCK_M - 1, keys, window, BLOCK_N, CAUSAL, WINDOW
         )
         rows = m + i + offset
@@ -870,7 +870,7 @@ def _backward_kv(
     # The first tiles of a document are read by the most queries, and start first.
     t = tl.program_id(0)
     kv = tl.program_id(1)
-    there, batch, n, begin, queries, keys = _place(
+    there, batch, n, begin, queries, keys = place(
         tiles_ptr, cu_ptr, capacity, S, Sk, t, Sk, BLOCK_N, PACKED
     )
     if there:
@@ -900,7 +900,7 @@ def _backward_kv(
         if REST:
             k_rest = _load(k_at, k_row, j, d_rest, n + j < keys, D, True, D == WIDTH + REST)
             dk_rest = tl.zeros((BLOCK_N, REST), tl.float32)
-        low, high = _rows_of(n, n + BLOCK_N - 1, queries, offset, window, BLOCK_M, CAUSAL, WINDOW)
+        low, high = rows_of(n, n + BLOCK_N - 1, queries, offset, window, BLOCK_M, CAUSAL, WINDOW)
         # One loop over the heads of the group and their rows: several loops, or an unmasked part,
         # need more registers for addresses than the two sums leave. So h and m are incremented, and
         # a condition selects the mask.
@@ -915,14 +915,14 @@ def _backward_kv(
                 g_ptr + b * g_batch + h * g_head + at * g_row, g_row, i, e, live, DV, True, EVEN_V
             )
             of_row = (b * tl.num_programs(1) * GROUP + h) * S + at + i
-            power = _power(tl.load(lse_ptr + of_row, mask=live, other=float("inf")))
+            power = power_of(tl.load(lse_ptr + of_row, mask=live, other=float("inf")))
             delta = tl.load(delta_ptr + of_row, mask=live, other=0.0)
             # Products are transposed: [keys, rows].
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             if REST:
                 more = _load(q_at, q_row, i, d_rest, live, D, True, D == WIDTH + REST)
                 s = tl.dot(k_rest, tl.trans(more), s, input_precision=PRECISION)
-            s, slope = _logits(s, scale, cap, SOFTCAP)
+            s, slope = logits(s, scale, cap, SOFTCAP)
             p = tl.exp2(s - power[None, :])
             # rows that see all of these keys need no mask; results of keys past the end are not
             # stored
