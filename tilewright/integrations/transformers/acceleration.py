@@ -15,7 +15,7 @@ from torch import nn
 from tilewright.core import checks
 from tilewright.core.platform import newer_than_tested
 from tilewright.core.registry import PINS, ImplementationUnavailable
-from tilewright.integrations.transformers import causal_lm, layers
+from tilewright.integrations.transformers import causal_lm, layers, linear_attention
 from tilewright.integrations.transformers.attention import eager_attention
 from tilewright.integrations.transformers.errors import NAME
 from tilewright.integrations.transformers.instance import (
@@ -32,7 +32,7 @@ from tilewright.integrations.transformers.versions import require_transformers
 from tilewright.nn.experts import why_not
 from tilewright.ops import OPS
 
-PARTS = ("norm", "rope", "mlp", "attention", "experts", "loss")
+PARTS = ("norm", "rope", "mlp", "attention", "linear_attention", "experts", "loss")
 # Parts without which a CPU is not slower. Both attentions are sdpa there, and a call through
 # `ops.attention` costs more host time, which shows where one token is generated at a time.
 LEFT_ON_CPU = {"attention": "on a CPU it is PyTorch's scaled_dot_product_attention either way"}
@@ -78,8 +78,8 @@ class Report(NamedTuple):
         rows = [f"accelerate: {self.model}"]
         for part, modules, by in self.changed:
             names = ", ".join(f"{n} {name}" for name, n in modules.items())
-            rows.append(f"  changed  {part:<9}  {names}: {by}")
-        rows += [f"  left     {part:<9}  {reason}" for part, reason in self.left.items()]
+            rows.append(f"  changed  {part:<16}  {names}: {by}")
+        rows += [f"  left     {part:<16}  {reason}" for part, reason in self.left.items()]
         rows += [f"  note     {note}" for note in self.notes]
         return "\n".join(rows)
 
@@ -91,8 +91,8 @@ def accelerate(
     logits: str = "eval",
     quiet: bool = False,
 ) -> Report:
-    """Computes a transformers model's norms, rotary embedding, MLPs, attention, experts and loss by
-    this library's ops.
+    """Computes a transformers model's norms, rotary embedding, MLPs, attention, linear attention,
+    experts and loss by this library's ops.
 
     Changes this instance alone: no class and no module of transformers is patched, parameters and
     the keys of `state_dict` stay, and so do `save_pretrained`, `copy.deepcopy`, pickle, adapters
@@ -100,11 +100,15 @@ def accelerate(
     evaluating its forward on a few numbers; what no op computes is left, with the reason. A second
     call first undoes the first. Numerics are those of the ops: float32 inside, rounded once.
 
-    - norm: every RMSNorm, QK norms and Gemma's 1 + weight included, by `ops.rmsnorm`.
+    - norm: every RMSNorm, QK norms and Gemma's 1 + weight included, by `ops.rmsnorm`, and those
+      with a gate by `ops.rmsnorm_gated`.
     - rope: `apply_rotary_pos_emb` of each attention layer, by `ops.rope`.
     - mlp: the gate of SwiGLU and GeGLU MLPs, merged or not, by `ops.silu_mul` and `ops.gelu_mul`.
     - attention, experts: `attn_implementation` and `experts_implementation` "tilewright"; see
       `register`. The model gets a copy of its configuration, which may belong to other models too.
+    - linear_attention: the chunked rule and the short convolution of Qwen3-Next and its like, by
+      `ops.gated_delta_rule` and `ops.causal_conv1d`. Packed documents (`cu_seq_lens_q`) are apart
+      there; transformers' own functions carry the state of one into the next.
     - loss: where labels are given, `ops.linear_cross_entropy` of hidden states and head, honoring
       num_items_in_batch, ignore_index, shift_labels, logits_to_keep and softcaps. Logits are not
       built, and `output.logits` is None. Where all labels are ignored the loss is 0, not NaN. A
@@ -136,12 +140,13 @@ def accelerate(
         >>> model = AutoModelForCausalLM.from_config(config)
         >>> print(accelerate(model, parts=("norm",), quiet=True))
         accelerate: LlamaForCausalLM
-          changed  norm       5 LlamaRMSNorm: rmsnorm[cpp]
-          left     rope       not among the parts asked for
-          left     mlp        not among the parts asked for
-          left     attention  not among the parts asked for
-          left     experts    the model has none
-          left     loss       not among the parts asked for
+          changed  norm              5 LlamaRMSNorm: rmsnorm[cpp]
+          left     rope              not among the parts asked for
+          left     mlp               not among the parts asked for
+          left     attention         not among the parts asked for
+          left     linear_attention  the model has none
+          left     experts           the model has none
+          left     loss              not among the parts asked for
         >>> restore(model)
     """
     require_transformers()
@@ -332,6 +337,9 @@ class _Work:
 
     def norm(self) -> None:
         def options(module):
+            if layers.is_gated_norm(module):
+                found = layers.gated_norm_options(module)
+                return "rmsnorm_gated", found, layers.gated_norm_forward
             return "rmsnorm", layers.norm_options(module), layers.norm_forward
 
         self._replace("norm", layers.is_norm, options)
@@ -367,8 +375,8 @@ class _Work:
         self._replace("loss", lambda m: id(m) in tops, options)
 
     def _replace(self, part: str, is_one, options) -> None:
-        """Replaces the forward of the modules that are one, by `options(module)`: an op, the
-        arguments of what makes its forward or the reason why there is none, and that function.
+        """Replaces the forward of the modules that are one, by `options(module)`: an op or several,
+        the arguments of what makes its forward or the reason why there is none, and that function.
         """
         found = [m for m in self.modules if is_one(m)]
         if not found:
@@ -379,15 +387,17 @@ class _Work:
         reasons: Counter = Counter()
         for module in found:
             name = type(module).__name__
-            op, arguments, make = options(module)
+            ops, arguments, make = options(module)
+            ops = (ops,) if isinstance(ops, str) else ops
             if isinstance(arguments, str):
                 reasons[f"{name} {arguments}"] += 1
             elif "forward" in module.__dict__:
                 reasons[f"{name} has a forward of its own instance"] += 1
-            elif (by := self._by(op)) is None:
-                reasons[self._no_fused(op)] += 1
+            elif lacking := [op for op in ops if self._by(op) is None]:
+                reasons[self._no_fused(" and ".join(lacking))] += 1
             else:
                 replace_forward(module, make, *arguments)
+                by = " and ".join(filter(None, map(self._by, ops)))
                 changed.setdefault(by, Counter())[name] += 1
         self.changed += (Change(part, dict(names), by) for by, names in changed.items())
         if reasons:
@@ -425,6 +435,16 @@ class _Work:
                 if other == "eager" and not eager_attention(cls):
                     return f"the eager attention of {cls.__name__} is not found"
         return None if self._by("attention") else self._no_fused("attention")
+
+    def linear_attention(self) -> None:
+        def options(module):
+            names = linear_attention.ops_of(type(module))
+            if isinstance(names, str):
+                return names, names, None
+            fused = tuple(name for name in names if self._by(name))
+            return fused or names, (fused,), linear_attention.linear_attention_forward
+
+        self._replace("linear_attention", linear_attention.is_linear_attention, options)
 
     def experts(self) -> None:
         tables = [m for m in self.modules if _is_experts(m)]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -164,6 +165,29 @@ def with_globals(function: Callable, space: dict[str, Any]) -> FunctionType | No
         del copied.__wrapped__
     else:
         copied.__wrapped__ = inner
+    return copied
+
+
+def namespace(own: FunctionType, chosen: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a function's namespace with the values of `chosen`, which are hashable."""
+    space = own.__globals__
+    # Whatever another library has replaced there since: the copies hold what they were made of, so
+    # that no other object gets the same id.
+    now = tuple((key, id(value)) for key, value in space.items() if key != "__builtins__")
+    return _namespace(space["__name__"], tuple(sorted(chosen.items())), now).__dict__
+
+
+@functools.cache
+def _namespace(name: str, chosen: tuple[tuple[str, Any], ...], now: tuple) -> ModuleType:
+    """now: what the names of the namespace are.   It is a module that can be imported, where
+    torch.compile looks the names of its functions up.
+    """
+    module = sys.modules[name]
+    number = sum(key.startswith(f"{__name__}.") for key in sys.modules)
+    copied = ModuleType(f"{__name__}.{name.replace('.', '_')}_{number}")
+    copied.__dict__.update({k: v for k, v in module.__dict__.items() if k != "__name__"})
+    copied.__dict__.update(chosen)
+    sys.modules[copied.__name__] = copied
     return copied
 
 

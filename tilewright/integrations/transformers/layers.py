@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from tilewright.integrations.transformers.instance import (
     MERGED,
     SPLIT,
     generator,
+    namespace,
     own_function,
     probe,
     was_given,
@@ -30,6 +29,7 @@ from tilewright.integrations.transformers.instance import (
 from tilewright.integrations.transformers.versions import absent
 from tilewright.ops.activation.activation import GELU_ERF, GELU_TANH, SILU, act_mul_eager
 from tilewright.ops.norm.rmsnorm import rmsnorm_eager
+from tilewright.ops.norm.rmsnorm_gated import rmsnorm_gated_eager
 from tilewright.ops.rope.rope import prepare_tables, rope_eager
 
 # 1e-5: a few roundings in float32.
@@ -93,6 +93,45 @@ def norm_forward(base: type, eps: str, offset: float, cast: str, promotes: bool)
             hidden_states = hidden_states.to(dtype)
         with checks.no_autocast(hidden_states):
             return ops.rmsnorm(hidden_states, weight, getattr(self, eps), offset=offset, cast=cast)
+
+    return forward
+
+
+def is_gated_norm(module: nn.Module) -> bool:
+    return is_norm(module) and len(inspect.signature(type(module).forward).parameters) == 3
+
+
+def gated_norm_options(module: nn.Module) -> tuple | str:
+    """(the attribute of eps,) for `gated_norm_forward`, or the reason why `ops.rmsnorm_gated` does
+    not compute the same.
+    """
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 1 or len(list(module.parameters())) != 1:
+        return "has no weight [D] of its own, or further parameters"
+    g, D = generator(), weight.shape[0]
+    x = torch.randn(3, D, generator=g) * torch.tensor([[0.01], [1.0], [30.0]])
+    gate, w = torch.randn(3, D, generator=g), torch.rand(D, generator=g) + 0.5
+    name = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"
+    if not isinstance(eps := getattr(module, name, None), float):
+        return "has no eps"
+    try:
+        found = type(module).forward(probe(module, parameters={"weight": w}), x, gate)
+    except Exception as error:
+        return f"cannot be evaluated ({type(error).__name__}: {error})"
+    if torch.allclose(found, rmsnorm_gated_eager(x, gate, w, eps), **CLOSE):
+        return (name,)
+    return "does not compute x / rms(x) * weight * silu(gate)"
+
+
+def gated_norm_forward(base: type, eps: str) -> Callable:
+    own = base.forward
+
+    @functools.wraps(own)
+    def forward(self, hidden_states, gate):
+        if not isinstance(getattr(self, eps), float) or gate.dtype != hidden_states.dtype:
+            return own(self, hidden_states, gate)
+        with checks.no_autocast(hidden_states):
+            return ops.rmsnorm_gated(hidden_states, gate, self.weight, getattr(self, eps))
 
     return forward
 
@@ -188,34 +227,13 @@ def rope_forward(base: type) -> Callable:
     """
     own = own_function(base.forward)
     assert own is not None, "else `rope_reason` has refused it"
-    rotations = tuple(own.__globals__.get(name) for name in ROTATIONS)
-    space = own.__globals__
-    # Whatever another library has replaced there since: the copies hold what they were made of, so
-    # that no other object gets the same id.
-    now = tuple((key, id(value)) for key, value in space.items() if key != "__builtins__")
-    copied = with_globals(base.forward, _namespace(space["__name__"], rotations, now).__dict__)
+    chosen = {n: _rotate(f, *kind) for n, f in rotations_of(base).items() if (kind := _rotation(f))}
+    copied = with_globals(base.forward, namespace(own, chosen))
     assert copied is not None, "else `rope_reason` has refused it"
     return copied
 
 
 @functools.cache
-def _namespace(name: str, rotations: tuple[Callable | None, ...], now: tuple) -> ModuleType:
-    """A copy of a module's namespace whose rotations are this library's.
-
-    rotations: the module's own.   now: what the names of the namespace are.
-    It is a module that can be imported, where torch.compile looks the names of its functions up.
-    """
-    module = sys.modules[name]
-    number = sum(key.startswith(f"{__name__}.") for key in sys.modules)
-    copied = ModuleType(f"{__name__}.{name.replace('.', '_')}_{number}")
-    copied.__dict__.update({k: v for k, v in module.__dict__.items() if k != "__name__"})
-    for function, own in zip(ROTATIONS, rotations, strict=True):
-        if own is not None and (found := _rotation(own)):
-            copied.__dict__[function] = _rotate(own, *found)
-    sys.modules[copied.__name__] = copied
-    return copied
-
-
 def _rotate(own: Callable, interleaved: bool, apart: bool, whole: bool) -> Callable:
     """own(q, k, cos, sin) by `ops.rope`, whatever the names of its first four arguments.
 

@@ -1,0 +1,161 @@
+"""Linear attention of transformers' models (Qwen3-Next) under `accelerate`."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import tilewright
+from tilewright.integrations.transformers import accelerate, restore
+from tilewright.integrations.transformers import linear_attention as part
+from tilewright.ops import OPS
+
+transformers = pytest.importorskip("transformers")
+
+NAMES = ("causal_conv1d", "gated_delta_rule", "rmsnorm_gated")
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+
+
+@pytest.fixture(scope="module", params=["qwen3_next"])
+def built(request):
+    config = transformers.AutoConfig.for_model(request.param, **SIZES)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.fixture
+def model(built):
+    return copy.deepcopy(built)
+
+
+def tokens(*shape, seed=0):
+    return torch.randint(0, 64, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pinned():
+    """On a CPU `auto` has no fused implementation of some of these ops: the twin stands for it."""
+    return tilewright.use(**dict.fromkeys(NAMES, "eager"))
+
+
+def gradients(model, x):
+    model.zero_grad()
+    model(x, labels=x).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def layers_of(model):
+    return [m for m in model.modules() if part.is_linear_attention(m)]
+
+
+def test_linear_attention_is_computed_by_ops(model, monkeypatch):
+    x = tokens(2, 70)
+    logits, grads = model(x).logits, gradients(model, x)
+    called = []
+    for name in NAMES:
+        twin = OPS[name].eager
+        monkeypatch.setattr(
+            OPS[name], "eager", lambda *a, name=name, twin=twin: called.append(name) or twin(*a)
+        )
+    with pinned():
+        report = accelerate(model, parts=("norm", "linear_attention"), quiet=True)
+        assert "linear_attention" not in report.left and "norm" not in report.left
+        [change] = [c for c in report.changed if c.part == "linear_attention"]
+        assert change.modules == {"Qwen3NextGatedDeltaNet": 3}
+        assert change.by == "causal_conv1d[eager] and gated_delta_rule[eager]"
+        torch.testing.assert_close(model(x).logits, logits, rtol=1e-4, atol=1e-5)
+        found = gradients(model, x)
+    assert called.count("gated_delta_rule") >= 3 and {*called} == {*NAMES}
+    assert found.keys() == grads.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-3, atol=1e-6, msg=name)
+    restore(model)
+    assert torch.equal(model(x).logits, logits)
+
+
+def test_packed_documents_are_apart(model):
+    lengths = (5, 66, 1, 20)
+    x = tokens(1, sum(lengths))
+    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    apart = [model(document).logits for document in x.split(lengths, 1)]
+    with pinned():
+        accelerate(model, quiet=True, parts=("attention", "linear_attention"))
+        found = model(
+            x,
+            position_ids=positions,
+            cu_seq_lens_q=ends,
+            cu_seq_lens_k=ends,
+            max_length_q=max(lengths),
+            max_length_k=max(lengths),
+            use_cache=False,
+        ).logits
+    torch.testing.assert_close(found, torch.cat(apart, 1), rtol=1e-4, atol=1e-5)
+
+
+def test_generation_goes_on_from_the_last_state(model):
+    model.eval()
+    x = tokens(1, 9)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        wanted = model.generate(x, **options)
+        with pinned():
+            accelerate(model, quiet=True)
+            assert torch.equal(model.generate(x, **options), wanted)
+
+
+def test_copies_and_pickles_keep_it(model):
+    x = tokens(1, 12)
+    with pinned():
+        accelerate(model, quiet=True)
+        logits = model(x).logits
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(other(x).logits, logits)
+            assert all(part.is_linear_attention(m) for m in layers_of(other))
+            assert len(layers_of(other)) == 3
+
+
+def test_functions_that_compute_something_else_are_left(model, monkeypatch):
+    module = layers_of(model)[0]
+    space = part.own_function(type(module).forward).__globals__
+    rule = space["torch_chunk_gated_delta_rule"]
+
+    def twice(query, key, value, g, beta, **kwargs):
+        out, state = rule(query, key, value, g, beta, **kwargs)
+        return 2 * out, state
+
+    monkeypatch.setitem(space, "torch_chunk_gated_delta_rule", twice)
+    assert part.ops_of(type(module)) == ("causal_conv1d",)
+    monkeypatch.setitem(space, "causal_conv1d_fn", lambda x, *a, **k: x)
+    assert "does not call functions" in part.ops_of(type(module))
+    with pinned():
+        report = accelerate(model, quiet=True)
+    assert "does not call functions" in report.left["linear_attention"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"seq_idx": torch.zeros(2, 9, dtype=torch.int32)}, {"activation": "relu"}]
+)
+def test_requests_that_the_op_does_not_take_are_the_models_own(options):
+    def own(hidden_states, weight, bias=None, activation=None, **kwargs):
+        return "own"
+
+    x, w = torch.randn(2, 3, 9), torch.randn(3, 4)
+    assert part._convolution(own)(x, w, None, **options) == "own"
+    assert torch.is_tensor(part._convolution(own)(x, w, None, activation="silu"))
