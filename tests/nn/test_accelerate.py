@@ -180,7 +180,7 @@ def test_a_family_computes_as_before(kind):
     ours = copy.deepcopy(theirs)
     report = accelerate(ours, parts=PARTS, quiet=True)
     done = {change.part for change in report.changed}
-    absent = {"experts"} - ({"experts"} if kind in EXPERTS else set())
+    absent = {"linear_attention", *(() if kind in EXPERTS else ("experts",))}
     absent |= {"mlp"} if kind in NO_MLP else set()
     assert done == set(PARTS) - absent, str(report)
     assert all(report.left[part] == "the model has none" for part in absent)
@@ -221,7 +221,8 @@ def test_every_part_calls_its_op(monkeypatch):
         monkeypatch.setattr(module, name, counted(part, getattr(module, name)))
     model = tiny("qwen3_moe")
     expected = {"norm": 9, "rope": 2, "mlp": 1, "attention": 2, "experts": 1, "loss": 1}
-    for part in PARTS:
+    assert expected.keys() == {*PARTS} - {"linear_attention"}
+    for part in expected:
         calls.clear()
         accelerate(model, parts=(part,), quiet=True)
         gradients(model, *batch())
@@ -330,10 +331,11 @@ def test_the_report_is_printed_and_says_why(capsys):
         "norm": "1 x LlamaRMSNorm has no weight [D] of its own, or further parameters; "
         "1 x LlamaRMSNorm has a forward of its own instance",
         "mlp": "1 x LlamaMLP does not compute down_proj(silu(gate) * up), nor with GELU",
+        "linear_attention": "the model has none",
         "experts": "the model has none",
         "loss": "1 x LlamaForCausalLM has hooks on its lm_head",
     }
-    assert "changed  rope       2 LlamaAttention: rope[" in str(report)
+    assert "changed  rope              2 LlamaAttention: rope[" in str(report)
     assert ", or eager for what it does not compute" in str(report)
     accelerate(model, quiet=True)
     assert not capsys.readouterr().out
@@ -960,7 +962,7 @@ def test_trainer_peft_and_checkpointing(tmp_path):
         model = peft.get_peft_model(model, lora)
         if first == "peft":
             report = accelerate(model, parts=PARTS, quiet=True)
-            assert {c.part for c in report.changed} == set(PARTS) - {"experts"}
+            assert {c.part for c in report.changed} == set(PARTS) - {"experts", "linear_attention"}
         trainer = Trainer(model, arguments, train_dataset=data)
         trainer.train()
         calls.append(model.base_model.model(**{k: v[None].to(DEVICE) for k, v in data[0].items()}))
@@ -1008,7 +1010,7 @@ def test_quantized_layers():
             setattr(block, name, quantized.to(DEVICE))
     ours = copy.deepcopy(theirs)
     report = accelerate(ours, parts=PARTS, quiet=True)
-    assert {c.part for c in report.changed} == set(PARTS) - {"experts"}
+    assert {c.part for c in report.changed} == set(PARTS) - {"experts", "linear_attention"}
     lora = peft.LoraConfig(r=4, target_modules=["qkv_proj", "gate_up_proj"], init_lora_weights=False)  # fmt: skip
     found = []
     for model in (ours, theirs):
