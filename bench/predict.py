@@ -1,13 +1,14 @@
 """Predicts the times of the goals' cases from counts, without a GPU.
 
-    python -m bench predict [--device h200|h100] [--op OP,..] [--roofs FILE] [--out FILE] [--check]
+    python -m bench predict [--device h200|h100] [--op OP,..] [--roofs PATH] [--out FILE] [--check]
 
 The cases run on a simulated device (`bench.pretend`), which tells their launches and computes
 nothing; committed budgets and counts of the kernels, and the device's rates, turn launches into
-seconds. With --roofs, a roofline.json that the suite measured, its rates take the place of the
-defaults, and the times that lie beside it stand beside the predicted ones; nothing is then written.
+seconds. With --roofs, a folder of the suite's results or its roofline.json, measured rates take the
+place of the defaults, and the folder's times stand beside the predicted ones.
 
-Without options it writes docs/predicted.md, of both devices. Exit code: 0; 1 with --check if the
+Without --device, --op and --roofs it writes docs/predicted.md, of both devices; with one of them
+it prints. Exit code: 0; 1 with --check if the
 page is out of date; 2 for invalid arguments, or where nothing can be predicted.
 """
 
@@ -30,7 +31,7 @@ from bench.predicted.roofs import Roofs
 from bench.stages.goals import Aim, goals_on
 from bench.stages.questions import implementation
 from tilewright import selection
-from tilewright.bench import pretend, store
+from tilewright.bench import pretend
 from tilewright.bench.options import names
 from tilewright.core.registry import Case, Goal, ImplementationUnavailable, Op, short
 
@@ -141,6 +142,8 @@ def _row(op, goal: Goal, case: Case, dtype, question, passes, reason, on: Roofs)
     )
     if judged is not None and goal.within_mib is not None:
         verdict += "; memory not derived"
+    if judged is not None and judged.met and predicted.unknown:
+        verdict += "; in part"
     words = predicted.words
     if predicted.unknown:
         words += ". Not derived: " + ", ".join(predicted.unknown)
@@ -156,9 +159,7 @@ def _row(op, goal: Goal, case: Case, dtype, question, passes, reason, on: Roofs)
 
 def _alone(goal: Goal) -> Goal:
     """Without the cases, which a row names."""
-    return replace(
-        goal, cases=(), dtypes=(), otherwise=goal.otherwise and _alone(goal.otherwise)
-    )
+    return replace(goal, cases=(), dtypes=(), otherwise=goal.otherwise and _alone(goal.otherwise))
 
 
 def _differs(passes, which: str, question: str) -> bool:
@@ -242,9 +243,10 @@ It is no measurement and no promise: it knows no cache but L2's rate, no bank co
 under load, no order of blocks, no host, and no operator of PyTorch but its products. It shows which
 limit a kernel has, which goals its design cannot meet, and, beside a measurement, what is not
 understood. Where counts do not tell, it says so. "Launch" is the heuristic's configuration, or the
-question of the suite whose other alternative it is. In parentheses: the value by the goal's metric.
+question of the suite whose other alternative it is. In parentheses: the value by the goal's metric;
+"in part": a limit of the pass could not be derived.
 
-On a GPU, `{COMMAND} --roofs RESULTS/roofline.json` takes the measured rates and shows measured
+On a GPU, `{COMMAND} --roofs RESULTS` takes the measured rates and shows measured
 times beside.
 """
 
@@ -298,7 +300,9 @@ def main(argv: Sequence[str]) -> int:
     every = selection.operations()
     parser.add_argument("--device", choices=list(roofs.DEVICES), help="default: both")
     parser.add_argument("--op", type=names(every), help="default: those with goals")
-    parser.add_argument("--roofs", type=pathlib.Path, metavar="FILE", help="a suite's roofline.json")
+    parser.add_argument(
+        "--roofs", type=pathlib.Path, metavar="FILE", help="a suite's roofline.json"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=PAGE, metavar="FILE")
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if out of date")
     args = parser.parse_args(argv)
@@ -315,7 +319,7 @@ def main(argv: Sequence[str]) -> int:
             on = roofs.DEVICES[device]
             if args.roofs:
                 on = roofs.read(on, args.roofs)
-                measured = {name: document for name, _, document in store.read(args.roofs.parent)}
+                measured = roofs.documents(args.roofs)
             by_device[device] = list(rows(ops, on, measured))
     except ValueError as error:
         print(f"predict: {error}", file=sys.stderr)

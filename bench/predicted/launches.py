@@ -12,12 +12,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright import selection
 from tilewright.bench import contract, pretend
 from tilewright.bench.launches import requested_keys
 from tilewright.core.registry import Case, Implementation, Op
+from tilewright.core.torch_names import TorchDispatchMode
 from tilewright.kernels.spec import KernelSpec
 from tilewright_lab.gate import compilers
 
@@ -25,7 +25,17 @@ from tilewright_lab.gate import compilers
 # budget still tells the launch's registers and instructions, and the difference is named.
 DECISIVE = (
     *("num_warps", "num_stages", "STAGES", "maxnreg", "UNROLL", "ROWS", "UNIT", "WIDTH", "N"),
-    *("EPILOGUE", "GATHER", "GATHER_X", "GATHER_DY", "TRANSPOSED", "PACKED", "ADD", "BIAS"),
+    *(
+        "EPILOGUE",
+        "GATHER",
+        "GATHER_X",
+        "GATHER_DY",
+        "TRANSPOSED",
+        "PACKED",
+        "ADD",
+        "BIAS",
+        "KAHAN",
+    ),
 )
 TRITON_TYPES = {
     torch.bfloat16: "bf16",
@@ -85,16 +95,14 @@ class Launch:
         return sum(t.bytes for t in self.tensors.values())
 
     @property
-    def elements(self) -> int:
-        """Elements of all its tiles, masked ones too."""
-        covered = self.programs * self.tile
-        sizes = [t.elements for t in self.tensors.values() if not t.partial]
-        largest = max(sizes, default=0)
-        # A program has one tile if the tiles make up a tensor. It may be smaller than the largest
-        # one, as the sum over a token's experts is; sums that programs leave are smaller still.
-        if any(0.5 * covered <= n <= covered and 10 * n >= largest for n in sizes):
-            return covered
-        return max(covered, largest)
+    def covered(self) -> int:
+        """Elements of its programs' first tiles."""
+        return self.programs * self.tile
+
+    @property
+    def largest(self) -> int:
+        """Elements of its largest tensor, without sums that each program leaves."""
+        return max((t.elements for t in self.tensors.values() if not t.partial), default=0)
 
 
 @dataclass(frozen=True)
@@ -122,9 +130,7 @@ def budgets() -> dict[str, dict[str, Any]]:
 def _specs() -> dict[str, list[tuple[str, KernelSpec]]]:
     """The compile gate's launches that have a budget, by kernel."""
     found: dict[str, list[tuple[str, KernelSpec]]] = {}
-    for name, spec in compilers.collect(
-        selection.operations().values(), without=("cute",)
-    ).items():
+    for name, spec in compilers.collect(selection.operations().values(), without=("cute",)).items():
         if isinstance(spec, KernelSpec) and compilers.key_of(name, 90) in budgets():
             found.setdefault(_identity(spec.kernel), []).append((name, spec))
     return found
@@ -149,6 +155,8 @@ def differences(spec: KernelSpec, values: dict[str, Any]) -> tuple[str, ...]:
     for name, default in (("num_warps", 4), ("num_stages", 3)):
         if getattr(spec, name) != values.get(name, default):
             found.append(name)
+    if spec.options.get("maxnreg") != values.get("maxnreg"):
+        found.append("maxnreg")
     return tuple(found)
 
 
@@ -162,7 +170,7 @@ def _is_decisive(name: str) -> bool:
 
 
 def _facts(kernel: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a `Launch` by the budget of the nearest launch where nothing decisive differs."""
+    """A `Launch`'s fields by the budget of the nearest launch where nothing decisive differs."""
     ranked = sorted(
         (
             (len(off), name, spec, off)
@@ -190,9 +198,10 @@ def _tensor(value: Any, programs: int) -> Tensor | None:
 
 
 def _launch(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Launch:
-    values = {**dict(zip(kernel.arg_names, arguments, strict=False)), **options}
+    values: dict[str, Any] = {**dict(zip(kernel.arg_names, arguments, strict=False)), **options}
     grid = values.pop("grid")
-    programs = math.prod(grid(values) if callable(grid) else grid)
+    blocks: tuple[int, ...] = grid(values) if callable(grid) else grid
+    programs = math.prod(blocks)
     tensors = {
         name: found for name, v in values.items() if (found := _tensor(v, programs)) is not None
     }
@@ -270,16 +279,16 @@ def passes(
 
     contract.run(op, implementation, kwargs)  # what a first call prepares is no part of the pass
     with torch.no_grad():
-        _, launches, vendor = counted(
-            lambda: op.public(**plain, implementation=implementation)
-        )
+        _, launches, vendor = counted(lambda: op.public(**plain, implementation=implementation))
     passes_ = {"forward": Pass(launches, vendor)}
     inputs = [v for v in kwargs.values() if isinstance(v, torch.Tensor) and v.requires_grad]
     outs, launches, vendor = counted(forward)
     outs = [o for o in contract.leaves(outs) if o.requires_grad]
     if outs and inputs:
         grads = contract.upstream(outs, "contiguous")
-        _, more, vendor_more = counted(lambda: torch.autograd.grad(outs, inputs, grads, allow_unused=True))
+        _, more, vendor_more = counted(
+            lambda: torch.autograd.grad(outs, inputs, grads, allow_unused=True)
+        )
         passes_["backward"] = Pass(more, vendor_more)
         passes_["forward_backward"] = Pass((*launches, *more), vendor + vendor_more)
     return passes_
@@ -287,7 +296,12 @@ def passes(
 
 @contextlib.contextmanager
 def configured(
-    op: Op, implementation: Implementation, case: Case, dtype: torch.dtype, launch: str, config: dict
+    op: Op,
+    implementation: Implementation,
+    case: Case,
+    dtype: torch.dtype,
+    launch: str,
+    config: dict,
 ) -> Iterator[None]:
     """Inside, a launch of the case has these constants in place of the heuristic's."""
     with contextlib.ExitStack() as stack:

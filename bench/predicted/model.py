@@ -28,6 +28,24 @@ COUNTED_WIDTH = 64
 ATTENTION = {"_forward": 2, "_backward_q": 3, "_backward_kv": 4, "_backward": 5}
 
 
+# Machine instructions for one of PTX: the median over the kernels without a loop that have both a
+# budget and counts: from 0.9 (NVFP4's dequantization) to 1.6 (normalization with quantization).
+PER_PTX = 1.2
+# Counted instructions a byte above which a kernel's cost is that of its few programs, such as those
+# that sort, and does not grow with the bytes.
+FIXED = 25.0
+# The tensors whose elements are those of a launch's tiles, where these are not its largest; and the
+# copies of the loop's code, of which each element runs one: heads of queries and of keys.
+ELEMENTS: dict[tuple[str, str], tuple[tuple[str, ...], int]] = {
+    **{(op, "_collect"): (("y_ptr",), 1) for op in ("permute", "unpermute", "moe_mlp")},
+    ("permute", "_spread"): (("x_ptr",), 1),
+    ("unpermute", "_backward"): (("dy_ptr",), 1),
+    ("rope", "_rotate"): (("q_ptr", "k_ptr"), 2),
+    ("qk_norm_rope", "_forward"): (("q_ptr", "k_ptr"), 2),
+    ("qk_norm_rope", "_backward"): (("q_ptr", "k_ptr"), 2),
+}
+
+
 @dataclass(frozen=True)
 class Products:
     """The matrix products of a launch.
@@ -69,9 +87,7 @@ def _grouped(launch: Launch, cost: Cost) -> Products:
 
 def _dweight(launch: Launch, cost: Cost) -> Products:
     v, out = launch.values, _named(launch, "out")
-    tiles = (
-        out.shape[0] * math.ceil(v["N"] / v["BLOCK_N"]) * math.ceil(v["K"] / v["BLOCK_K"])
-    )
+    tiles = out.shape[0] * math.ceil(v["N"] / v["BLOCK_N"]) * math.ceil(v["K"] / v["BLOCK_K"])
     per_byte = _tile(v["BLOCK_N"], v["BLOCK_K"], out.itemsize)
     return Products(2 * v["R"] * v["N"] * v["K"], per_byte, tiles, out.bytes)
 
@@ -95,14 +111,18 @@ def _attention(launch: Launch, cost: Cost) -> Products:
         for n, t in launch.tensors.items()
         if n in ("out_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "part_ptr")
     )
-    counted = _counts().get("attention", {}).get(
-        "_backward_kv" if launch.kernel == "_backward" else launch.kernel
+    counted = (
+        _counts()
+        .get("attention", {})
+        .get("_backward_kv" if launch.kernel == "_backward" else launch.kernel)
     )
     softmax = 0.0
     if counted:
-        counted_products = ATTENTION["_backward_kv" if launch.kernel == "_backward" else launch.kernel]
+        counted_products = ATTENTION[
+            "_backward_kv" if launch.kernel == "_backward" else launch.kernel
+        ]
         counted_scores = counted["products"] / (counted_products * COUNTED_WIDTH)
-        softmax = scores * sum(counted["issued"].values()) / counted_scores
+        softmax = PER_PTX * scores * sum(counted["issued"].values()) / counted_scores
     return Products(products * one, products * kept / 2, launch.programs, written, softmax)
 
 
@@ -163,40 +183,68 @@ def blocks_per_sm(launch: Launch) -> int | None:
     return resident(facts["registers"], facts["shared"], launch.warps, SMS[90])
 
 
+def elements(op: str, launch: Launch) -> int:
+    """Of all tiles of a streaming launch, masked ones too."""
+    names, _ = ELEMENTS.get((op, launch.kernel), ((), 1))
+    found = sum(launch.tensors[n].elements for n in names if n in launch.tensors)
+    return max(launch.covered, found or launch.largest)
+
+
+def issued(op: str, launch: Launch, bytes_: int) -> tuple[float | None, bool, str]:
+    """(warp instructions of a streaming launch, whether they may be fewer, how they were found)."""
+    ways: list[tuple[float, str]] = []
+    per_element = launch.facts.get("per_element")
+    n = elements(op, launch)
+    loops = n > launch.covered
+    _, copies = ELEMENTS.get((op, launch.kernel), ((), 1))
+    if per_element and n:
+        of = per_element / copies
+        ways.append((n * of / 32, f"{of:.3g} instructions x {number(n / 1e6)} M elements"))
+    per_byte = None if launch.facts and not per_element else _issued_per_byte(op, launch.kernel)
+    if (loops or not ways) and per_byte and 32 * per_byte < FIXED:
+        words = f"{number(32 * PER_PTX * per_byte)} instructions a byte by counts"
+        ways.append((PER_PTX * per_byte * bytes_, words))
+    if not ways:
+        return None, False, ""
+    # The code around a loop counts for each of its rounds, so that the lesser is nearer.
+    least, words = min(ways)
+    return least, loops and len(ways) == 1 and bool(per_element), words
+
+
 def streamed(op: str, launch: Launch, roofs: Roofs, bytes_: int) -> Timed:
     """A launch without products. bytes_: what it reads and writes."""
     share = min(1.0, launch.programs / roofs.sms)  # of the SMs
     limits = {"bytes": bytes_ / (roofs.copy * share)}
-    words = [f"{_bytes(bytes_)} / {number(roofs.copy * share / 1e12)} TB/s = {_us(limits['bytes'])}"]
+    words = [
+        f"{_bytes(bytes_)} / {number(roofs.copy * share / 1e12)} TB/s = {_us(limits['bytes'])}"
+    ]
     unknown = []
-    per_element = launch.facts.get("per_element")
-    if per_element and launch.elements:
-        issued = launch.elements * per_element / 32
-        how = f"{per_element:g} instructions x {number(launch.elements / 1e6)} M elements"
-    elif not launch.facts and (per_byte := _issued_per_byte(op, launch.kernel)):
-        issued, how = per_byte * bytes_, f"{number(32 * per_byte)} counted instructions a byte"
-    else:
-        issued, how = None, ""
+    instructions, at_most, how = issued(op, launch, bytes_)
+    if instructions is None:
         unknown.append("issue slots")
-    if issued is not None:
-        limits["issue"] = issued / (roofs.issue * share)
-        words.append(f"{how} = {_us(limits['issue'])}")
+    else:
+        seconds = instructions / (roofs.issue * share)
+        if at_most and seconds > limits["bytes"]:
+            unknown.append(f"issue slots (at most {_us(seconds)})")
+        else:
+            limits["issue"] = seconds
+        words.append(f"{how} = {'at most ' if at_most else ''}{_us(seconds)}")
     blocks = blocks_per_sm(launch)
     if blocks is None or not launch.tile:
         unknown.append("residency")
     else:
-        limits["latency"], text = _latency(launch, roofs, blocks)
+        limits["latency"], text = _latency(op, launch, roofs, blocks)
         words.append(text)
     return Timed(limits, 0.0, "; ".join(words), tuple(unknown))
 
 
-def _latency(launch: Launch, roofs: Roofs, blocks: int) -> tuple[float, str]:
+def _latency(op: str, launch: Launch, roofs: Roofs, blocks: int) -> tuple[float, str]:
     """Seconds if each tile took the latency, and as many were in flight as fit."""
     # A loop with asynchronous copies loads its next tiles while it computes.
     ahead = max(1, int(launch.values.get("STAGES", 2)) - 1)
     depth = ahead if "cp.async" in launch.facts.get("uses", ()) else 1
     in_flight = min(blocks * roofs.sms, launch.programs) * depth
-    rounds = math.ceil(max(1.0, launch.elements / launch.tile) / in_flight)
+    rounds = math.ceil(max(1.0, elements(op, launch) / launch.tile) / in_flight)
     seconds = rounds * roofs.latency
     return seconds, f"{blocks} blocks/SM, {rounds} rounds of tiles = {_us(seconds)}"
 
@@ -288,7 +336,10 @@ def predict(op: str, which: str, of: Pass, cost: Cost, roofs: Roofs) -> Predicte
         timed.append((_name(launch), found))
     gaps = len(of.launches) * roofs.launch
     total = sum(t.seconds for _, t in timed) + gaps
-    parts = [*_merged(timed), f"{len(of.launches)} launch{'' if len(of.launches) == 1 else 'es'} = {_us(gaps)}"]
+    parts = [
+        *_merged(timed),
+        f"{len(of.launches)} launch{'' if len(of.launches) == 1 else 'es'} = {_us(gaps)}",
+    ]
     longest = max(timed, key=lambda pair: pair[1].seconds)[1]
     limit, longest_seconds = longest.limit, longest.seconds
     if of.vendor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tilewright.bench import store
 
@@ -62,18 +63,34 @@ SOURCES = {
 }
 
 
+def documents(path: pathlib.Path) -> dict[str, Any]:
+    """The suite's documents by name, of a folder of results, or of one's roofline.json.
+
+    Raises ValueError, naming the file, if one cannot be read.
+    """
+    if path.is_file() and path.name != store.FILE:
+        folder = path.parent.parent if path.parent.name == store.UNITS else None
+        try:
+            found = {"roofline": store.parse(path.read_text())}
+        except ValueError as error:
+            raise ValueError(f"{path}: not readable as JSON: {error}") from error
+        return {**({} if folder is None else documents(folder)), **found}
+    folder = path if path.is_dir() else path.parent
+    return {name: document for name, _, document in store.read(folder)}
+
+
 def read(roofs: Roofs, path: pathlib.Path) -> Roofs:
     """The rates with those that the suite's stage `roofline` measured.
 
-    Raises ValueError, naming the file, if it holds none.
+    Raises ValueError, naming the path, if it holds none.
     """
     try:
-        found = store.parse(path.read_text())["roofline"]
+        found = documents(path)["roofline"]["roofline"]
         copy, flops = found["copy_bytes_per_second"], dict(found["flops_per_second"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, KeyError, TypeError) as error:
         raise ValueError(
-            f"roofs must be a roofline.json of the suite, got {path}: "
-            f"{type(error).__name__}: {error}"
+            "roofs must be a folder of the suite's results or its roofline.json, got "
+            f"{path}: {type(error).__name__}: {error}"
         ) from error
     return replace(
         roofs, copy=copy, flops={**roofs.flops, **flops}, measured=("copy", *map(str, flops))
