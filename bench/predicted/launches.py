@@ -200,7 +200,7 @@ def _tensor(value: Any, programs: int) -> Tensor | None:
 def _launch(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Launch:
     values: dict[str, Any] = {**dict(zip(kernel.arg_names, arguments, strict=False)), **options}
     grid = values.pop("grid")
-    blocks: tuple[int, ...] = grid(values) if callable(grid) else grid
+    blocks: Any = grid(values) if callable(grid) else grid
     programs = math.prod(blocks)
     tensors = {
         name: found for name, v in values.items() if (found := _tensor(v, programs)) is not None
