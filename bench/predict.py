@@ -75,9 +75,13 @@ def rows(ops: Sequence[Op], on: Roofs, measured: dict[str, Any] | None = None) -
                     if key not in cached:
                         cached[key] = _passes(found, op, name, case, dtype, launch, config)
                     passes, reason = cached[key]
+                    usual, _ = cached[(*key[:3], HEURISTIC)]
+                    if question != HEURISTIC and passes.get(goal.which) == usual.get(goal.which):
+                        continue  # the launch is of another pass
                     row = _row(op, goal, case, dtype, question, passes, reason, on)
-                    if row is not None:
-                        yield replace(row, measured_ms=_measured(measured, op, goal, case, dtype))
+                    if question == HEURISTIC:
+                        row = replace(row, measured_ms=_measured(measured, op, goal, case, dtype))
+                    yield row
 
 
 def _alternatives(op: Op, case: Case, name: str) -> Iterator[tuple[str, str, dict]]:
@@ -103,7 +107,7 @@ def _passes(found, op: Op, name: str, case: Case, dtype: torch.dtype, launch: st
         return {}, f"{name} cannot be simulated: {str(error).splitlines()[0]}"
 
 
-def _row(op, goal: Goal, case: Case, dtype, question, passes, reason, on: Roofs) -> Row | None:
+def _row(op, goal: Goal, case: Case, dtype, question, passes, reason, on: Roofs) -> Row:
     which, cost = goal.which, case.cost(dtype.itemsize)
     base = Row(op.name, case.name, which, question, judging.goal_text(_alone(goal)), "", "")
     if reason is None and which not in passes:
@@ -115,8 +119,6 @@ def _row(op, goal: Goal, case: Case, dtype, question, passes, reason, on: Roofs)
             reason = f"{goal.by or op.choose('cuda', dtype)} {error}"
     if reason is not None:
         return replace(base, verdict="not derived", words=reason)
-    if question != HEURISTIC and not _differs(passes, which, question):
-        return None
     seconds = predicted.seconds
     _, flops = model.traffic(cost, which)
     roof = model.floor(cost, which, on) / seconds
@@ -160,14 +162,6 @@ def _row(op, goal: Goal, case: Case, dtype, question, passes, reason, on: Roofs)
 def _alone(goal: Goal) -> Goal:
     """Without the cases, which a row names."""
     return replace(goal, cases=(), dtypes=(), otherwise=goal.otherwise and _alone(goal.otherwise))
-
-
-def _differs(passes, which: str, question: str) -> bool:
-    """Whether the launch that a question is about is of this pass."""
-    [variant] = [v for v in variants.VARIANTS if v.name == question]
-    assert variant.launch is not None
-    backward = "backward" in variant.launch or "dswiglu" in variant.launch
-    return which == "forward_backward" or (which == "backward") == backward
 
 
 def _measured(documents, op: Op, goal: Goal, case: Case, dtype: torch.dtype) -> float | None:

@@ -14,6 +14,7 @@ from bench.predicted import model, roofs
 from bench.predicted.launches import Launch, Pass, Tensor
 from bench.stages.goals import Aim
 from tilewright.bench import store
+from tilewright.core import platform
 from tilewright.core.registry import Cost
 from tilewright.ops import OPS
 
@@ -171,6 +172,9 @@ def command(compiling):
 
 
 def test_the_committed_page_is_what_the_counts_make(command):
+    version = platform.describe().get("triton", "").split("+")[0]
+    if f"Budgets of Triton {version} for" not in (ROOT / predict.PAGE).read_text():
+        pytest.skip(f"the page is of another Triton than {version}")
     done = command("--check")
     assert done.returncode == 0, done.stdout + done.stderr
 
