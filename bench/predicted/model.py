@@ -42,7 +42,15 @@ ELEMENTS: dict[tuple[str, str], tuple[tuple[str, ...], int]] = {
     ("unpermute", "_backward"): (("dy_ptr",), 1),
     ("rope", "_rotate"): (("q_ptr", "k_ptr"), 2),
     ("qk_norm_rope", "_forward"): (("q_ptr", "k_ptr"), 2),
-    ("qk_norm_rope", "_backward"): (("q_ptr", "k_ptr"), 2),
+    ("qk_norm_rope", "_backward"): (("dq_ptr", "dk_ptr"), 2),
+}
+
+
+# Tensors that a launch reads in part: as many bytes as these have.
+READ_IN_PART: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
+    # Of a projection, queries and keys.
+    ("qk_norm_rope", "_forward"): {"x_ptr": ("q_ptr", "k_ptr")},
+    ("qk_norm_rope", "_backward"): {"x_ptr": ("dq_ptr", "dk_ptr")},
 }
 
 
@@ -52,7 +60,8 @@ class Products:
 
     per_byte: FLOPs for a byte that a tile's loop reads from L2.
     tiles, out: output tiles, and bytes of the results.
-    softmax: the share of the scores' exponentials, in warp instructions; no other epilogue's
+    softmax: warp instructions of PTX for the scores, all of their loop's, which the machine code of
+        products has fewer of (it moves no registers to their operands); no other epilogue's
         arithmetic is counted.
     """
 
@@ -122,7 +131,7 @@ def _attention(launch: Launch, cost: Cost) -> Products:
             "_backward_kv" if launch.kernel == "_backward" else launch.kernel
         ]
         counted_scores = counted["products"] / (counted_products * COUNTED_WIDTH)
-        softmax = PER_PTX * scores * sum(counted["issued"].values()) / counted_scores
+        softmax = scores * sum(counted["issued"].values()) / counted_scores
     return Products(products * one, products * kept / 2, launch.programs, written, softmax)
 
 
@@ -181,6 +190,15 @@ def blocks_per_sm(launch: Launch) -> int | None:
     if not facts:
         return None
     return resident(facts["registers"], facts["shared"], launch.warps, SMS[90])
+
+
+def moved(op: str, launch: Launch) -> int:
+    """Bytes of a launch's tensors, each read or written once."""
+    parts = READ_IN_PART.get((op, launch.kernel), {})
+    return sum(
+        sum(launch.tensors[n].bytes for n in parts[name]) if name in parts else t.bytes
+        for name, t in launch.tensors.items()
+    )
 
 
 def elements(op: str, launch: Launch) -> int:
@@ -256,7 +274,7 @@ def multiplied(launch: Launch, work: Products, roofs: Roofs) -> Timed:
     limits = {
         "tensor cores": work.flops / peak,
         "L2 to SM": work.flops / fed,
-        "bytes": launch.bytes / roofs.copy,
+        "bytes": sum(t.bytes for t in launch.tensors.values()) / roofs.copy,
     }
     words = [
         f"{number(work.flops / 1e12)} TFLOP / min({number(peak / 1e12)}, {work.per_byte:.0f} FLOP/B "
@@ -319,10 +337,10 @@ def predict(op: str, which: str, of: Pass, cost: Cost, roofs: Roofs) -> Predicte
     if not of.launches:
         raise ValueError("launches no kernel of this library")
     least, _ = traffic(cost, which)
-    rest = max(0, least - sum(launch.bytes for launch in of.launches))
+    rest = max(0, least - sum(moved(op, launch) for launch in of.launches))
     streaming = [i for i, one in enumerate(of.launches) if (op, one.kernel) not in PRODUCTS]
     # Bytes that no argument shows, as those behind a table of pointers: of the largest launch.
-    main = max(streaming, key=lambda i: of.launches[i].bytes, default=None)
+    main = max(streaming, key=lambda i: moved(op, of.launches[i]), default=None)
     if of.vendor:  # its operands are no launch's arguments, and are part of its FLOP/s
         rest = 0
     timed: list[tuple[str, Timed]] = []
@@ -332,7 +350,7 @@ def predict(op: str, which: str, of: Pass, cost: Cost, roofs: Roofs) -> Predicte
         elif {"wgmma", "mma"} & set(launch.facts.get("uses", ())):
             raise ValueError(f"the products of {launch.kernel} are not derived")
         else:
-            found = streamed(op, launch, roofs, launch.bytes + (rest if i == main else 0))
+            found = streamed(op, launch, roofs, moved(op, launch) + (rest if i == main else 0))
         timed.append((_name(launch), found))
     gaps = len(of.launches) * roofs.launch
     total = sum(t.seconds for _, t in timed) + gaps
