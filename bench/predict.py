@@ -235,9 +235,9 @@ that of the [goals](goals.md): a copy of the same bytes, a launch too, or a larg
 
 It is no measurement and no promise: it knows no cache but L2's rate, no bank conflicts, no barriers
 within a tile, no clock under load, no order of blocks, no host, and no operator of PyTorch but its
-products. What it leaves out takes time, so that a goal that it misses is missed, and one that it
-meets can be. It shows which
-limit a kernel has, which goals its design cannot meet, and, beside a measurement, what is not
+products. All of that takes time, so that a goal that it meets may be missed. One that it misses
+depends on its limit's rate, and four rates are estimates until they are measured. It shows which
+limit a kernel has, which goals that limit excludes, and, beside a measurement, what is not
 understood. Where counts do not tell, it says so. "Launch" is the heuristic's configuration, or the
 question of the suite whose other alternative it is. In parentheses: the value by the goal's metric;
 "in part": a limit of the pass could not be derived.

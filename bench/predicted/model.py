@@ -151,12 +151,14 @@ class Timed:
     """Seconds of a launch.
 
     limits: by name.
+    roof: seconds of a copy of its bytes, or of its products at the device's rate.
     exposed: what comes on top of the longest.
     words: the arithmetic.
     unknown: what could not be derived.
     """
 
     limits: dict[str, float]
+    roof: float
     exposed: float = 0.0
     words: str = ""
     unknown: tuple[str, ...] = ()
@@ -253,7 +255,7 @@ def streamed(op: str, launch: Launch, roofs: Roofs, bytes_: int) -> Timed:
     else:
         limits["latency"], text = _latency(op, launch, roofs, blocks)
         words.append(text)
-    return Timed(limits, 0.0, "; ".join(words), tuple(unknown))
+    return Timed(limits, bytes_ / roofs.copy, 0.0, "; ".join(words), tuple(unknown))
 
 
 def _latency(op: str, launch: Launch, roofs: Roofs, blocks: int) -> tuple[float, str]:
@@ -307,7 +309,8 @@ def multiplied(launch: Launch, work: Products, roofs: Roofs) -> Timed:
             f"1 block/SM exposes {work.tiles} tiles' first loads {_us(fill)} and "
             f"their stores {_us(store)}"
         )
-    return Timed(limits, exposed, "; ".join(words), tuple(unknown))
+    roof = max(limits["tensor cores"], limits["bytes"])
+    return Timed(limits, roof, exposed, "; ".join(words), tuple(unknown))
 
 
 # ---- a pass
@@ -393,7 +396,8 @@ def _merged(timed: Sequence[tuple[str, Timed]]) -> Iterable[str]:
     """The arithmetic of the launches; equal ones once."""
     count: dict[tuple[str, str], int] = {}
     for name, t in timed:
-        count[name, t.words] = count.get((name, t.words), 0) + 1
+        words = f"{t.words}; {100 * t.roof / t.seconds:.0f} % of its roof"
+        count[name, words] = count.get((name, words), 0) + 1
     for (name, words), n in count.items():
         yield f"{f'{n} x ' if n > 1 else ''}{name}: {words}"
 

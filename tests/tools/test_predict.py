@@ -63,7 +63,7 @@ def test_a_streaming_launch_takes_its_bytes_and_a_launch():
     assert found.limit == "bytes" and not found.unknown
     assert found.seconds == pytest.approx(16_384_000 / 4e12 + 3e-6)
     # 8 blocks of 8 warps are the 64 that an SM holds: 1,024 tiles are 2 rounds of 800.
-    assert "8 blocks/SM, 2 rounds of tiles = 2.00 us" in found.words
+    assert "8 blocks/SM, 2 rounds of tiles = 2.00 us; 100 % of its roof" in found.words
 
 
 def test_registers_that_cost_blocks_make_latency_the_limit():
@@ -100,7 +100,7 @@ FLOPS = 2 * 2**16 * 512 * 2048
 def test_a_product_is_limited_by_what_its_tile_reads_from_l2():
     found = of(PRODUCT, Cost(0, 0, FLOPS), "grouped_gemm")
     # A tile of 128 x 128 has 64 FLOPs for a byte. Two blocks of 128 registers fit an SM.
-    assert found.limit == "L2 to SM"
+    assert found.limit == "L2 to SM" and "56 % of its roof" in found.words  # 448 of 800 TFLOP/s
     assert found.seconds == pytest.approx(FLOPS / (64 * 7e12) + 3e-6)
 
 
