@@ -60,6 +60,8 @@ class Products:
 
     per_byte: FLOPs for a byte that a tile's loop reads from L2.
     tiles, out: output tiles, and bytes of the results.
+    step: bytes of shared memory that a step of a tile's loop needs in each of its stages; 0 where
+        that is not known.
     softmax: warp instructions of PTX for the scores, all of their loop's, which the machine code of
         products has fewer of (it moves no registers to their operands); no other epilogue's
         arithmetic is counted.
@@ -70,6 +72,7 @@ class Products:
     tiles: int
     out: int
     softmax: float = 0.0
+    step: int = 0
 
 
 # ---- products by kernel
@@ -91,7 +94,8 @@ def _grouped(launch: Launch, cost: Cost) -> Products:
         t.bytes for n, t in launch.tensors.items() if n in ("pre_ptr", "pre", "hw_ptr")
     )
     per_byte = _tile(v["BLOCK_M"], v["BLOCK_N"], w.itemsize)
-    return Products(2 * rows * columns * v["K"], per_byte, tiles, written)
+    step = (v["BLOCK_M"] + v["BLOCK_N"]) * v.get("BLOCK_K", 0) * w.itemsize
+    return Products(2 * rows * columns * v["K"], per_byte, tiles, written, step=step)
 
 
 def _dweight(launch: Launch, cost: Cost) -> Products:
@@ -294,7 +298,10 @@ def multiplied(launch: Launch, work: Products, roofs: Roofs) -> Timed:
             words[-1] += ", not overlapped"
     else:
         unknown.append("the epilogue's arithmetic")
-    blocks = blocks_per_sm(launch)
+    blocks, of_stages = blocks_per_sm(launch), work.step * launch.values.get("num_stages", 3)
+    # Without a budget: the stages of operands alone may leave room for one block.
+    if blocks is None and of_stages and resident(0, of_stages, launch.warps, SMS[90]) == 1:
+        blocks = 1
     if launch.specialized:
         words.append("specialized warps overlap loads and epilogue")
     elif blocks is None:

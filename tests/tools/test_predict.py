@@ -114,6 +114,10 @@ def test_one_block_an_sm_exposes_first_loads_and_stores_unless_warps_are_special
     loop, exposed = FLOPS / (256 / 3 * 7e12), 11e-6 + 2**16 * 512 * 2 / 4e12
     found = of(wide, Cost(0, 0, FLOPS), "grouped_gemm")
     assert found.seconds == pytest.approx(loop + exposed + 3e-6)
+    # Four stages of 48 KiB leave no room for a second block, whatever the registers are.
+    stages = {**wide.values, "BLOCK_K": 64, "num_stages": 4}
+    found = of(replace(wide, facts={}, values=stages), Cost(0, 0, FLOPS), "grouped_gemm")
+    assert found.seconds == pytest.approx(loop + exposed + 3e-6)
     found = of(replace(wide, specialized=True), Cost(0, 0, FLOPS), "grouped_gemm")
     assert found.limit == "L2 to SM" and found.seconds == pytest.approx(loop + 3e-6)
 
