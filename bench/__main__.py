@@ -32,6 +32,10 @@ COMMANDS = {
         "bench.rehearse",
         "run the first call on a GPU on a simulated one, and estimate its clock",
     ),
+    "predict": (
+        "bench.predict",
+        "write docs/predicted.md: times of the goals' cases by arithmetic on counts, without a GPU",
+    ),
     "end-to-end": (
         "bench.end_to_end",
         "time a training step of the trainer's model and of transformers' on a CPU",

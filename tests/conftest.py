@@ -59,6 +59,7 @@ def pytest_sessionstart(session):
 
 # The slowest files start first. If one started last, the other workers would idle for minutes.
 LONG = (
+    "test_gpu_risks",  # not slow; on a GPU, what says first whether the rest is worth its time
     "test_triton_ptx",
     "test_real_input",
     "test_operators",

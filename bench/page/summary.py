@@ -36,9 +36,9 @@ case, its numerics and its host time.
 
 `auto` is the implementation that a call uses by default. Numbers have three significant
 digits. Of several results for the same row the newest is shown. A ratio always compares two rows
-that were timed in the same interleaved rounds.
+that were timed in the same interleaved rounds. What is predicted is on [another page](predicted.md).
 """
-NO_GPU = f"""**No number here was measured on a GPU: the GPU suite has not been run, and nothing is estimated.**
+NO_GPU = f"""**No number here was measured on a GPU: the GPU suite has not been run, and nothing here is estimated.**
 On a machine with a CUDA device, run `python -m bench suite --minutes 9 --out bench/results/<device>-<date>`, and \
 repeat it while its exit code is 3. `{COMMAND}` then adds the results to this page.
 """

@@ -1,6 +1,6 @@
 """Every figure with a unit in README and docs has its source: the raw file that it is read from,
 the code that sets it, or the reason why it is no measurement. Not here: pages that a command writes
-from raw files (performance, margins), goals (`test_goals.py`), and code.
+from raw files (performance, margins) or counts (predicted), goals (`test_goals.py`), and code.
 """
 
 import json
@@ -14,7 +14,7 @@ from tilewright.ops import OPS
 ROOT = pathlib.Path(__file__).parents[2]
 UNITS = "s|ms|µs|seconds|minutes|min|MiB|GiB|MB|GB|GB/s|TFLOP/s|tokens/s|times|x|%"
 FIGURE = re.compile(rf"(?<![\w.`/-])\d[\d,]*(?:\.\d+)?\s?(?:{UNITS})(?![\w/])")
-OTHERS = ("performance.md", "performance_ops.md", "margins.md", "goals.md")
+OTHERS = ("performance.md", "performance_ops.md", "predicted.md", "margins.md", "goals.md")
 PAGES = [
     ROOT / name
     for name in ("README.md", "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))

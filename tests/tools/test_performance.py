@@ -167,7 +167,7 @@ def test_numbers_have_three_digits():
 def test_without_a_gpu_result_it_says_so(root):
     results(root, AHEAD, about=meta("cpu"))
     page = build(root).text
-    assert NO_GPU in page and "nothing is estimated" in page and "bench suite" in page
+    assert NO_GPU in page and "nothing here is estimated" in page and "bench suite" in page
     results(root, AHEAD, "gpu")
     page = build(root).text
     assert NO_GPU not in page and "## NVIDIA H200 (cuda)" in page and "## Some CPU (cpu)" in page

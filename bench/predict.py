@@ -1,0 +1,335 @@
+"""Predicts the times of the goals' cases from counts, without a GPU.
+
+    python -m bench predict [--device h200|h100] [--op OP,..] [--roofs PATH] [--out FILE] [--check]
+
+The cases run on a simulated device (`bench.pretend`), which tells their launches and computes
+nothing; committed budgets and counts of the kernels, and the device's rates, turn launches into
+seconds. With --roofs, a folder of the suite's results or its roofline.json, measured rates take the
+place of the defaults, and the folder's times stand beside the predicted ones.
+
+Without --device, --op and --roofs it writes docs/predicted.md, of both devices; with one of them
+it prints. Exit code: 0; 1 with --check if the
+page is out of date; 2 for invalid arguments, or where nothing can be predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from bench import variants
+from bench.page import goals as judging
+from bench.page.text import TITLES, cell, number
+from bench.predicted import launches, model, roofs
+from bench.predicted.roofs import Roofs
+from bench.stages.goals import Aim, goals_on
+from bench.stages.questions import implementation
+from tilewright import selection
+from tilewright.bench import pretend
+from tilewright.bench.options import names
+from tilewright.core.registry import Case, Goal, ImplementationUnavailable, Op, short
+
+COMMAND = "python -m bench predict"
+PAGE = pathlib.Path("docs/predicted.md")
+HEURISTIC = "heuristic"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A goal of a case under one launch configuration.
+
+    launch: HEURISTIC, or the question whose other alternative this is.
+    seconds: None if it cannot be predicted; `words` says why.
+    roof: the share of it, in percent.
+    verdict: "met", "missed", or why it is not judged.
+    """
+
+    op: str
+    case: str
+    which: str
+    launch: str
+    goal: str
+    verdict: str
+    words: str
+    limit: str = ""
+    seconds: float | None = None
+    roof: float | None = None
+    measured_ms: float | None = None
+
+
+def rows(ops: Sequence[Op], on: Roofs, measured: dict[str, Any] | None = None) -> Iterator[Row]:
+    """measured: documents of the suite's goals, by name."""
+    with launches.simulated(on.device) as found:
+        for op in ops:
+            cached: dict[tuple, tuple] = {}
+            for goal, case, dtype in goals_on(op, "cuda"):
+                name = goal.by or op.choose("cuda", dtype)
+                for question, launch, config in _alternatives(op, case, name):
+                    key = (case.name, dtype, name, question)
+                    if key not in cached:
+                        cached[key] = _passes(found, op, name, case, dtype, launch, config)
+                    passes, reason = cached[key]
+                    usual, _ = cached[(*key[:3], HEURISTIC)]
+                    if question != HEURISTIC and passes.get(goal.which) == usual.get(goal.which):
+                        continue  # the launch is of another pass
+                    row = _row(op, goal, case, dtype, question, passes, reason, on)
+                    if question == HEURISTIC:
+                        row = replace(row, measured_ms=_measured(measured, op, goal, case, dtype))
+                    yield row
+
+
+def _alternatives(op: Op, case: Case, name: str) -> Iterator[tuple[str, str, dict]]:
+    """(question, launch, constants): the heuristics', and those that the suite is to time."""
+    yield HEURISTIC, "", {}
+    for v in variants.VARIANTS:
+        if (v.op, v.case) == (op.name, case.name) and v.launch and not isinstance(v.other, str):
+            impl = implementation(v, op, v.other, "cuda")
+            if impl is not None and impl.name == name:
+                yield v.name, v.launch, dict(v.other)
+
+
+def _passes(found, op: Op, name: str, case: Case, dtype: torch.dtype, launch: str, config: dict):
+    """(passes, None), or ({}, why they cannot be had)."""
+    try:
+        if not launch:
+            return launches.passes(found, op, name, case, dtype), None
+        impl = op.implementation(name)
+        with launches.configured(op, impl, case, dtype, launch, config):
+            return launches.passes(found, op, name, case, dtype), None
+    except (NotImplementedError, ImplementationUnavailable) as error:
+        # Values on the host, which a simulated device has not.
+        return {}, f"{name} cannot be simulated: {str(error).splitlines()[0]}"
+
+
+def _row(op, goal: Goal, case: Case, dtype, question, passes, reason, on: Roofs) -> Row:
+    which, cost = goal.which, case.cost(dtype.itemsize)
+    base = Row(op.name, case.name, which, question, judging.goal_text(_alone(goal)), "", "")
+    if reason is None and which not in passes:
+        reason = "has no such pass"
+    if reason is None:
+        try:
+            predicted = model.predict(op.name, which, passes[which], cost, on)
+        except ValueError as error:
+            reason = f"{goal.by or op.choose('cuda', dtype)} {error}"
+    if reason is not None:
+        return replace(base, verdict="not derived", words=reason)
+    seconds = predicted.seconds
+    _, flops = model.traffic(cost, which)
+    roof = model.floor(cost, which, on) / seconds
+    timed = {
+        "median_ms": 1e3 * seconds,
+        "tflop_per_s": flops / seconds / 1e12,
+        "roofline_percent": 100 * roof,
+    }
+    judged = None
+    if not goal.other and goal.metric != "peak_mib":
+        # Memory is not predicted, so that a bound of time alone is judged.
+        judged = judging.judge(
+            replace(goal, within_mib=None, otherwise=None, by=""),
+            {"predicted": {"auto": True, which: timed}},
+            on.flops.get(short(dtype)),
+        )
+    verdict = (
+        f"not derived: {goal.other} is not predicted"
+        if goal.other
+        else f"not derived: {goal.metric}"
+        if judged is None
+        else f"{'met' if judged.met else 'missed'} ({number(judged.value)})"
+    )
+    if judged is not None and goal.within_mib is not None:
+        verdict += "; memory not derived"
+    if judged is not None and judged.met and predicted.unknown:
+        verdict += "; in part"
+    words = predicted.words
+    if predicted.unknown:
+        words += ". Not derived: " + ", ".join(predicted.unknown)
+    return replace(
+        base,
+        verdict=verdict,
+        words=words,
+        limit=predicted.limit,
+        seconds=seconds,
+        roof=100 * roof,
+    )
+
+
+def _alone(goal: Goal) -> Goal:
+    """Without the cases, which a row names."""
+    return replace(goal, cases=(), dtypes=(), otherwise=goal.otherwise and _alone(goal.otherwise))
+
+
+def _measured(documents, op: Op, goal: Goal, case: Case, dtype: torch.dtype) -> float | None:
+    document = (documents or {}).get(Aim(op, case, dtype).name) or {}
+    for row in document.get("rows") or ():
+        if row["provider"] == goal.by or (not goal.by and row.get("auto")):
+            return (row.get(goal.which) or {}).get("median_ms")
+    return None
+
+
+# ---- what is shown
+
+
+def _time(row: Row) -> str:
+    return "" if row.seconds is None else f"{number(1e3 * row.seconds)} ms"
+
+
+HEAD = ("op", "case", "pass", "launch", "limit", "predicted", "% of roof", "goal", "predicted goal")
+
+
+def table(found: Sequence[Row], measured: bool = False) -> list[str]:
+    head = [*HEAD, *(["measured"] if measured else [])]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in found:
+        cells = [
+            f"`{row.op}`",
+            row.case,
+            TITLES.get(row.which, row.which),
+            row.launch,
+            row.limit,
+            _time(row),
+            "" if row.roof is None else number(row.roof),
+            row.goal,
+            row.verdict,
+        ]
+        if measured:
+            cells.append("" if row.measured_ms is None else f"{number(row.measured_ms)} ms")
+        lines.append("| " + " | ".join(map(cell, cells)) + " |")
+    return [*lines, ""]
+
+
+def arithmetic(found: Sequence[Row]) -> list[str]:
+    """The words of each row; rows of one case and pass that differ in their goal share them."""
+    words: dict[str, str] = {}
+    for row in found:
+        launch = "" if row.launch == HEURISTIC else f", {row.launch}"
+        which = TITLES.get(row.which, row.which)
+        words[f"`{row.op}` {row.case}, {which}{launch}"] = row.words
+    return [*(f"- {name}: {cell(text)}." for name, text in words.items()), ""]
+
+
+EXPLAINED = f"""# Predicted performance
+
+Generated by `{COMMAND}`: do not edit this page. **Nothing here was measured**; what was is in
+[performance](performance.md), and no number of this page is in that one.
+
+A prediction is arithmetic on counts: the launches that a case makes on a simulated device; the
+registers, shared memory and instructions of their machine code, which the [compile gate](gate.md)
+holds; instructions and bytes that an emulator counted; and the rates below. A launch takes the
+longest of
+
+- bytes: its tensors, each once, at the rate of a copy, by as many SMs as it has programs for;
+- issue: its instructions for an element, each of a loop once, times the elements of its tiles;
+- latency: rounds of the tiles that registers, shared memory and warps allow at a time;
+- tensor cores, and L2 to SM: its products at the rate of a large product, or at that which the
+  tile's FLOPs for a byte and L2 allow.
+
+On top come what nothing overlaps (first loads and stores of tiles where one block fits an SM and
+warps are not specialized, the softmax of attention in the same case), and each launch. The roof is
+that of the [goals](goals.md): a copy of the same bytes, a launch too, or a large product.
+
+It is no measurement and no promise: it knows no cache but L2's rate, no bank conflicts, no barriers
+within a tile, no clock under load, no order of blocks, no host, and no operator of PyTorch but its
+products. All of that takes time, so that a goal that it meets may be missed. One that it misses
+depends on its limit's rate, and four rates are estimates until they are measured. It shows which
+limit a kernel has, which goals that limit excludes, and, beside a measurement, what is not
+understood. Where counts do not tell, it says so. "Launch" is the heuristic's configuration, or the
+question of the suite whose other alternative it is. In parentheses: the value by the goal's metric;
+"in part": a limit of the pass could not be derived.
+
+On a GPU, `{COMMAND} --roofs RESULTS` takes the measured rates and shows measured
+times beside.
+"""
+
+
+def rates(on: Sequence[Roofs]) -> list[str]:
+    head = ["rate", *(f"{r.device}" for r in on), "what it is, and its source"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for name, source in roofs.SOURCES.items():
+        values = [getattr(r, name) for r in on]
+        shown = [f"{v['bfloat16'] if isinstance(v, dict) else v:.3g}" for v in values]
+        lines.append(f"| {name} | {' | '.join(shown)} | {source} |")
+    return [*lines, ""]
+
+
+def page(by_device: dict[str, list[Row]]) -> str:
+    import triton
+
+    lines = [EXPLAINED, *rates([roofs.DEVICES[d] for d in by_device])]
+    lines += [
+        f"Budgets of Triton {triton.__version__.split('+')[0]} for sm_90. A difference that is "
+        "named beside a budget is one of constants or optional pointers; the tile is the same.",
+        "",
+    ]
+    for device, found in by_device.items():
+        judged = [r for r in found if r.launch == HEURISTIC]
+        met = sum(r.verdict.startswith("met") for r in judged)
+        missed = sum(r.verdict.startswith("missed") for r in judged)
+        lines += [
+            f"## {roofs.DEVICES[device].device}",
+            "",
+            f"With the heuristics' launches, {met} of {len(judged)} goals of a case are predicted to "
+            f"be met and {missed} to be missed; {len(judged) - met - missed} are not judged.",
+            "",
+            *table(found),
+        ]
+    first = next(iter(by_device))
+    lines += [
+        "## Arithmetic",
+        "",
+        f"Of the {roofs.DEVICES[first].device}; `{COMMAND} --device` prints another's.",
+        "",
+        *arithmetic(by_device[first]),
+    ]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    every = selection.operations()
+    parser.add_argument("--device", choices=list(roofs.DEVICES), help="default: both")
+    parser.add_argument("--op", type=names(every), help="default: those with goals")
+    parser.add_argument(
+        "--roofs", type=pathlib.Path, metavar="FILE", help="a suite's roofline.json"
+    )
+    parser.add_argument("--out", type=pathlib.Path, default=PAGE, metavar="FILE")
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if out of date")
+    args = parser.parse_args(argv)
+    if reason := pretend.no_compiling():
+        print(f"predict: {reason}", file=sys.stderr)
+        return 2
+    partly = args.op or args.device or args.roofs
+    if partly and args.check:
+        parser.error("--check is of the whole page: without --op, --device and --roofs")
+    ops = [every[n] for n in args.op or every]
+    measured, by_device = None, {}
+    try:
+        for device in [args.device] if args.device else list(roofs.DEVICES):
+            on = roofs.DEVICES[device]
+            if args.roofs:
+                on = roofs.read(on, args.roofs)
+                measured = roofs.documents(args.roofs)
+            by_device[device] = list(rows(ops, on, measured))
+    except ValueError as error:
+        print(f"predict: {error}", file=sys.stderr)
+        return 2
+    if partly:
+        for device, found in by_device.items():
+            lines = [*table(found, measured is not None), *arithmetic(found)]
+            print(f"## {roofs.DEVICES[device].device}\n", *lines, sep="\n")
+        return 0
+    text = page(by_device)
+    if args.check:
+        same = args.out.exists() and args.out.read_text() == text
+        print(f"{args.out}: {'up to date' if same else f'out of date; run `{COMMAND}`'}")
+        return int(not same)
+    args.out.write_text(text)
+    print(f"written to {args.out}")
+    return 0

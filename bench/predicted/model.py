@@ -1,0 +1,428 @@
+"""The arithmetic of a prediction: each launch takes the longest of its limits, and what nothing
+overlaps comes on top.
+
+A launch's limits are its traffic, its products, the instructions that it issues, and the latency of
+a tile where too few tiles are in flight. Launches follow one another. What counts do not tell is
+left out, and said.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from bench.page.files import counts_of
+from bench.page.text import number
+from bench.predicted.launches import Launch, Pass
+from bench.predicted.roofs import Roofs
+from tilewright.core.registry import Cost
+from tilewright.kernels.device import SMS, resident
+
+# The width of heads in the counted launches of attention (tests/ptx/test_triton_ptx.py).
+COUNTED_WIDTH = 64
+# Products of a score's block in each kernel of attention: q k and p v forward; in backward p and dp
+# are computed again by both kernels, and once by the one of specialized warps.
+ATTENTION = {"_forward": 2, "_backward_q": 3, "_backward_kv": 4, "_backward": 5}
+
+
+# Machine instructions for one of PTX: the median over the kernels without a loop that have both a
+# budget and counts: from 0.9 (NVFP4's dequantization) to 1.6 (normalization with quantization).
+PER_PTX = 1.2
+# Counted instructions a byte above which a kernel's cost is that of its few programs, such as those
+# that sort, and does not grow with the bytes.
+FIXED = 25.0
+# The tensors whose elements are those of a launch's tiles, where these are not its largest; and the
+# copies of the loop's code, of which each element runs one: heads of queries and of keys.
+ELEMENTS: dict[tuple[str, str], tuple[tuple[str, ...], int]] = {
+    **{(op, "_collect"): (("y_ptr",), 1) for op in ("permute", "unpermute", "moe_mlp")},
+    ("permute", "_spread"): (("x_ptr",), 1),
+    ("unpermute", "_backward"): (("dy_ptr",), 1),
+    ("rope", "_rotate"): (("q_ptr", "k_ptr"), 2),
+    ("qk_norm_rope", "_forward"): (("q_ptr", "k_ptr"), 2),
+    ("qk_norm_rope", "_backward"): (("dq_ptr", "dk_ptr"), 2),
+}
+
+
+# Tensors that a launch reads in part: as many bytes as these have.
+READ_IN_PART: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
+    # Of a projection, queries and keys.
+    ("qk_norm_rope", "_forward"): {"x_ptr": ("q_ptr", "k_ptr")},
+    ("qk_norm_rope", "_backward"): {"x_ptr": ("dq_ptr", "dk_ptr")},
+}
+
+
+@dataclass(frozen=True)
+class Products:
+    """The matrix products of a launch.
+
+    per_byte: FLOPs for a byte that a tile's loop reads from L2.
+    tiles, out: output tiles, and bytes of the results.
+    step: bytes of shared memory that a step of a tile's loop needs in each of its stages; 0 where
+        that is not known.
+    softmax: warp instructions of PTX for the scores, all of their loop's, which the machine code of
+        products has fewer of (it moves no registers to their operands); no other epilogue's
+        arithmetic is counted.
+    """
+
+    flops: int
+    per_byte: float
+    tiles: int
+    out: int
+    softmax: float = 0.0
+    step: int = 0
+
+
+# ---- products by kernel
+
+
+def _named(launch: Launch, name: str):
+    return launch.tensors.get(f"{name}_ptr") or launch.tensors[name]
+
+
+def _tile(m: int, n: int, itemsize: int) -> float:
+    return 2 * m * n / ((m + n) * itemsize)
+
+
+def _grouped(launch: Launch, cost: Cost) -> Products:
+    v, w, out = launch.values, _named(launch, "w"), _named(launch, "out")
+    rows, columns = out.shape[0], w.elements // w.shape[0] // v["K"]
+    tiles = math.ceil(rows / v["BLOCK_M"]) * math.ceil(columns / v["BLOCK_N"])
+    written = out.bytes + sum(
+        t.bytes for n, t in launch.tensors.items() if n in ("pre_ptr", "pre", "hw_ptr")
+    )
+    per_byte = _tile(v["BLOCK_M"], v["BLOCK_N"], w.itemsize)
+    step = (v["BLOCK_M"] + v["BLOCK_N"]) * v.get("BLOCK_K", 0) * w.itemsize
+    return Products(2 * rows * columns * v["K"], per_byte, tiles, written, step=step)
+
+
+def _dweight(launch: Launch, cost: Cost) -> Products:
+    v, out = launch.values, _named(launch, "out")
+    tiles = out.shape[0] * math.ceil(v["N"] / v["BLOCK_N"]) * math.ceil(v["K"] / v["BLOCK_K"])
+    per_byte = _tile(v["BLOCK_N"], v["BLOCK_K"], out.itemsize)
+    return Products(2 * v["R"] * v["N"] * v["K"], per_byte, tiles, out.bytes)
+
+
+def _symmetric(launch: Launch, cost: Cost) -> Products:
+    v, left, out = launch.values, _named(launch, "left"), _named(launch, "out")
+    rows = math.ceil(v["M"] / v["BLOCK"])
+    tiles = left.shape[0] * rows * (rows + 1) // 2
+    per_byte = _tile(v["BLOCK"], v["BLOCK"], left.itemsize)
+    return Products(tiles * 2 * v["BLOCK"] ** 2 * v["K"], per_byte, tiles, out.bytes)
+
+
+def _attention(launch: Launch, cost: Cost) -> Products:
+    v, products = launch.values, ATTENTION[launch.kernel]
+    one = cost.forward_flops // 2
+    # What a block keeps: queries (forward, dq) or keys; the loop reads two tiles of the others.
+    kept = v.get("BLOCK_N" if launch.kernel.startswith("_backward_kv") else "BLOCK_M", 128)
+    scores = one / (2 * v["D"])
+    written = sum(
+        t.bytes
+        for n, t in launch.tensors.items()
+        if n in ("out_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "part_ptr")
+    )
+    counted = (
+        _counts()
+        .get("attention", {})
+        .get("_backward_kv" if launch.kernel == "_backward" else launch.kernel)
+    )
+    softmax = 0.0
+    if counted:
+        counted_products = ATTENTION[
+            "_backward_kv" if launch.kernel == "_backward" else launch.kernel
+        ]
+        counted_scores = counted["products"] / (counted_products * COUNTED_WIDTH)
+        softmax = scores * sum(counted["issued"].values()) / counted_scores
+    return Products(products * one, products * kept / 2, launch.programs, written, softmax)
+
+
+PRODUCTS: dict[tuple[str, str], Callable[[Launch, Cost], Products]] = {
+    **{(op, "_gemm"): _grouped for op in ("grouped_gemm", "moe_mlp")},
+    **{(op, "_dweight"): _dweight for op in ("grouped_gemm", "moe_mlp")},
+    ("newton_schulz", "_symmetric"): _symmetric,
+    **{("attention", kernel): _attention for kernel in ATTENTION},
+}
+
+
+# ---- limits
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of a launch.
+
+    limits: by name.
+    roof: seconds of a copy of its bytes, or of its products at the device's rate.
+    exposed: what comes on top of the longest.
+    words: the arithmetic.
+    unknown: what could not be derived.
+    """
+
+    limits: dict[str, float]
+    roof: float
+    exposed: float = 0.0
+    words: str = ""
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def limit(self) -> str:
+        return max(self.limits, key=self.limits.__getitem__)
+
+    @property
+    def seconds(self) -> float:
+        return self.limits[self.limit] + self.exposed
+
+
+@functools.cache
+def _counts() -> dict[str, dict[str, dict]]:
+    """Counts of emulated launches; those of the newest Triton that has them."""
+    path = max(counts_of("x").parent.glob(counts_of("*").name), default=None)
+    return json.loads(path.read_text()) if path else {}
+
+
+def _issued_per_byte(op: str, kernel: str) -> float | None:
+    """Warp instructions for a byte, by the counts of an op's kernel."""
+    counted = _counts().get(op, {}).get(kernel)
+    moved = 32 * sum(counted["least"].values()) if counted else 0
+    return sum(counted["issued"].values()) / moved if counted and moved else None
+
+
+def blocks_per_sm(launch: Launch) -> int | None:
+    """None where registers are not known."""
+    facts = launch.facts
+    if not facts:
+        return None
+    return resident(facts["registers"], facts["shared"], launch.warps, SMS[90])
+
+
+def moved(op: str, launch: Launch) -> int:
+    """Bytes of a launch's tensors, each read or written once."""
+    parts = READ_IN_PART.get((op, launch.kernel), {})
+    return sum(
+        sum(launch.tensors[n].bytes for n in parts[name]) if name in parts else t.bytes
+        for name, t in launch.tensors.items()
+    )
+
+
+def elements(op: str, launch: Launch) -> int:
+    """Of all tiles of a streaming launch, masked ones too."""
+    names, _ = ELEMENTS.get((op, launch.kernel), ((), 1))
+    found = sum(launch.tensors[n].elements for n in names if n in launch.tensors)
+    return max(launch.covered, found or launch.largest)
+
+
+def issued(op: str, launch: Launch, bytes_: int) -> tuple[float | None, bool, str]:
+    """(warp instructions of a streaming launch, whether they may be fewer, how they were found)."""
+    ways: list[tuple[float, str]] = []
+    per_element = launch.facts.get("per_element")
+    n = elements(op, launch)
+    loops = n > launch.covered
+    _, copies = ELEMENTS.get((op, launch.kernel), ((), 1))
+    if per_element and n:
+        of = per_element / copies
+        ways.append((n * of / 32, f"{of:.3g} instructions x {number(n / 1e6)} M elements"))
+    per_byte = None if launch.facts and not per_element else _issued_per_byte(op, launch.kernel)
+    if (loops or not ways) and per_byte and 32 * per_byte < FIXED:
+        words = f"{number(32 * PER_PTX * per_byte)} instructions a byte by counts"
+        ways.append((PER_PTX * per_byte * bytes_, words))
+    if not ways:
+        return None, False, ""
+    # The code around a loop counts for each of its rounds, so that the lesser is nearer.
+    least, words = min(ways)
+    return least, loops and len(ways) == 1 and bool(per_element), words
+
+
+def streamed(op: str, launch: Launch, roofs: Roofs, bytes_: int) -> Timed:
+    """A launch without products. bytes_: what it reads and writes."""
+    share = min(1.0, launch.programs / roofs.sms)  # of the SMs
+    limits = {"bytes": bytes_ / (roofs.copy * share)}
+    words = [
+        f"{_bytes(bytes_)} / {number(roofs.copy * share / 1e12)} TB/s = {_us(limits['bytes'])}"
+    ]
+    unknown = []
+    instructions, at_most, how = issued(op, launch, bytes_)
+    if instructions is None:
+        unknown.append("issue slots")
+    else:
+        seconds = instructions / (roofs.issue * share)
+        if at_most and seconds > limits["bytes"]:
+            unknown.append(f"issue slots (at most {_us(seconds)})")
+        else:
+            limits["issue"] = seconds
+        words.append(f"{how} = {'at most ' if at_most else ''}{_us(seconds)}")
+    blocks = blocks_per_sm(launch)
+    if blocks is None or not launch.tile:
+        unknown.append("residency")
+    else:
+        limits["latency"], text = _latency(op, launch, roofs, blocks)
+        words.append(text)
+    return Timed(limits, bytes_ / roofs.copy, 0.0, "; ".join(words), tuple(unknown))
+
+
+def _latency(op: str, launch: Launch, roofs: Roofs, blocks: int) -> tuple[float, str]:
+    """Seconds if each tile took the latency, and as many were in flight as fit."""
+    # A loop with asynchronous copies loads its next tiles while it computes.
+    ahead = max(1, int(launch.values.get("STAGES", 2)) - 1)
+    depth = ahead if "cp.async" in launch.facts.get("uses", ()) else 1
+    in_flight = min(blocks * roofs.sms, launch.programs) * depth
+    rounds = math.ceil(max(1.0, elements(op, launch) / launch.tile) / in_flight)
+    seconds = rounds * roofs.latency
+    return seconds, f"{blocks} blocks/SM, {rounds} rounds of tiles = {_us(seconds)}"
+
+
+def multiplied(launch: Launch, work: Products, roofs: Roofs) -> Timed:
+    """A launch of matrix products."""
+    peak = roofs.flops["bfloat16"]
+    fed = roofs.l2 * work.per_byte
+    limits = {
+        "tensor cores": work.flops / peak,
+        "L2 to SM": work.flops / fed,
+        "bytes": sum(t.bytes for t in launch.tensors.values()) / roofs.copy,
+    }
+    words = [
+        f"{number(work.flops / 1e12)} TFLOP / min({number(peak / 1e12)}, {work.per_byte:.0f} FLOP/B "
+        f"x {number(roofs.l2 / 1e12)} TB/s = {number(fed / 1e12)}) TFLOP/s = "
+        f"{_us(max(limits['tensor cores'], limits['L2 to SM']))}"
+    ]
+    exposed, unknown = 0.0, []
+    if work.softmax:
+        issue = work.softmax / roofs.issue
+        words.append(f"softmax {number(work.softmax / 1e9)} G counted instructions = {_us(issue)}")
+        if launch.specialized:
+            limits["issue"] = issue
+        else:
+            exposed += issue
+            words[-1] += ", not overlapped"
+    else:
+        unknown.append("the epilogue's arithmetic")
+    blocks, of_stages = blocks_per_sm(launch), work.step * launch.values.get("num_stages", 3)
+    # Without a budget: the stages of operands alone may leave room for one block.
+    if blocks is None and of_stages and resident(0, of_stages, launch.warps, SMS[90]) == 1:
+        blocks = 1
+    if launch.specialized:
+        words.append("specialized warps overlap loads and epilogue")
+    elif blocks is None:
+        unknown.append("residency")
+    elif blocks > 1:
+        words.append(f"{blocks} blocks/SM overlap each other's epilogues")
+    else:
+        fill = math.ceil(work.tiles / roofs.sms) * roofs.latency
+        store = work.out / roofs.copy
+        exposed += fill + store
+        words.append(
+            f"1 block/SM exposes {work.tiles} tiles' first loads {_us(fill)} and "
+            f"their stores {_us(store)}"
+        )
+    roof = max(limits["tensor cores"], limits["bytes"])
+    return Timed(limits, roof, exposed, "; ".join(words), tuple(unknown))
+
+
+# ---- a pass
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A pass. limit: that of the longest launch. words: the arithmetic, launch by launch."""
+
+    seconds: float
+    limit: str
+    words: str
+    unknown: tuple[str, ...] = ()
+
+
+def traffic(cost: Cost, which: str) -> tuple[int, int]:
+    """(bytes, FLOPs) of a pass."""
+    forward, backward = which != "backward", which != "forward"
+    return (
+        forward * cost.forward_bytes + backward * cost.backward_bytes,
+        forward * cost.forward_flops + backward * cost.backward_flops,
+    )
+
+
+def predict(op: str, which: str, of: Pass, cost: Cost, roofs: Roofs) -> Predicted:
+    """Raises ValueError if the pass has no launch whose work is known."""
+    if not of.launches:
+        raise ValueError("launches no kernel of this library")
+    least, _ = traffic(cost, which)
+    rest = max(0, least - sum(moved(op, launch) for launch in of.launches))
+    streaming = [i for i, one in enumerate(of.launches) if (op, one.kernel) not in PRODUCTS]
+    # Bytes that no argument shows, as those behind a table of pointers: of the largest launch.
+    main = max(streaming, key=lambda i: moved(op, of.launches[i]), default=None)
+    if of.vendor:  # its operands are no launch's arguments, and are part of its FLOP/s
+        rest = 0
+    timed: list[tuple[str, Timed]] = []
+    for i, launch in enumerate(of.launches):
+        if work := PRODUCTS.get((op, launch.kernel)):
+            found = multiplied(launch, work(launch, cost), roofs)
+        elif {"wgmma", "mma"} & set(launch.facts.get("uses", ())):
+            raise ValueError(f"the products of {launch.kernel} are not derived")
+        else:
+            found = streamed(op, launch, roofs, moved(op, launch) + (rest if i == main else 0))
+        timed.append((_name(launch), found))
+    gaps = len(of.launches) * roofs.launch
+    total = sum(t.seconds for _, t in timed) + gaps
+    parts = [
+        *_merged(timed),
+        f"{len(of.launches)} launch{'' if len(of.launches) == 1 else 'es'} = {_us(gaps)}",
+    ]
+    longest = max(timed, key=lambda pair: pair[1].seconds)[1]
+    limit, longest_seconds = longest.limit, longest.seconds
+    if of.vendor:
+        seconds = of.vendor / roofs.flops["bfloat16"]
+        total += seconds
+        parts.insert(
+            0,
+            f"PyTorch's products: {number(of.vendor / 1e12)} TFLOP / "
+            f"{number(roofs.flops['bfloat16'] / 1e12)} TFLOP/s = {_us(seconds)}",
+        )
+        limit = "tensor cores" if seconds > longest_seconds else limit
+    if gaps > total / 2:
+        limit = "launches"
+    # Of launches that matter.
+    unknown = dict.fromkeys(
+        f"{what} of {name.partition(' ')[0]}"
+        for name, t in timed
+        for what in t.unknown
+        if t.seconds > 0.05 * total
+    )
+    return Predicted(total, limit, ". ".join(parts), tuple(unknown))
+
+
+def _name(launch: Launch) -> str:
+    return launch.kernel + (
+        f" (budget of {launch.budget}{', which differs in ' + ', '.join(launch.differs) if launch.differs else ''})"
+        if launch.budget
+        else " (no budget of this launch)"
+    )
+
+
+def _merged(timed: Sequence[tuple[str, Timed]]) -> Iterable[str]:
+    """The arithmetic of the launches; equal ones once."""
+    count: dict[tuple[str, str], int] = {}
+    for name, t in timed:
+        words = f"{t.words}; {100 * t.roof / t.seconds:.0f} % of its roof"
+        count[name, words] = count.get((name, words), 0) + 1
+    for (name, words), n in count.items():
+        yield f"{f'{n} x ' if n > 1 else ''}{name}: {words}"
+
+
+def floor(cost: Cost, which: str, roofs: Roofs) -> float:
+    """Seconds of the roof: a copy of the same bytes, which is a launch too, or the products."""
+    halves = ("forward", "backward") if which == "forward_backward" else (which,)
+    total = 0.0
+    for half in halves:
+        bytes_, flops = traffic(cost, half)
+        copy = bytes_ / roofs.copy + roofs.launch if bytes_ else 0.0
+        total += max(copy, flops / roofs.flops["bfloat16"])
+    return total
+
+
+def _bytes(n: float) -> str:
+    return f"{number(n / 1e6)} MB"
+
+
+def _us(seconds: float) -> str:
+    return f"{number(seconds * 1e6)} us" if seconds < 1e-3 else f"{number(seconds * 1e3)} ms"

@@ -1,0 +1,200 @@
+"""`python -m bench predict`: the arithmetic, by hand; and the committed page."""
+
+import json
+import os
+import pathlib
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench import predict
+from bench.predicted import model, roofs
+from bench.predicted.launches import Launch, Pass, Tensor
+from bench.stages.goals import Aim
+from tilewright.bench import store
+from tilewright.core import platform
+from tilewright.core.registry import Cost
+from tilewright.ops import OPS
+
+ROOT = pathlib.Path(__file__).parents[2]
+# Rates that divide well.
+ON = replace(
+    roofs.DEVICES["h200"],
+    copy=4e12,
+    flops={"bfloat16": 800e12},
+    l2=7e12,
+    sms=100,
+    clock=2e9,
+    ipc=2.5,
+    launch=3e-6,
+    latency=1e-6,
+)
+
+
+def tensor(*shape, itemsize=2):
+    return Tensor(shape, itemsize, False)
+
+
+# y = f(x) of 1,024 rows of 4,000 elements, a program for each: 16,384,000 bytes.
+STREAM = Launch(
+    "_forward",
+    1024,
+    8,
+    {"x_ptr": tensor(1024, 4000), "y_ptr": tensor(1024, 4000)},
+    facts={"registers": 32, "shared": 0, "uses": [], "per_element": 16.0},
+    tile=4096,
+)
+COST = Cost(2 * 1024 * 4000 * 2)
+
+
+def of(launch, cost=COST, op="rmsnorm", on=ON):
+    return model.predict(op, "forward", Pass((launch,)), cost, on)
+
+
+def test_a_streaming_launch_takes_its_bytes_and_a_launch():
+    found = of(STREAM)
+    assert found.limit == "issue"
+    # 1,024 tiles of 4,096 elements, 16 / 32 warp instructions each, at 100 x 2e9 x 2.5 a second.
+    assert found.seconds == pytest.approx(1024 * 4096 * 16 / 32 / 5e11 + 3e-6)
+    fewer = replace(STREAM, facts={**STREAM.facts, "per_element": 8.0})
+    found = of(fewer)
+    assert found.limit == "bytes" and not found.unknown
+    assert found.seconds == pytest.approx(16_384_000 / 4e12 + 3e-6)
+    # 8 blocks of 8 warps are the 64 that an SM holds: 1,024 tiles are 2 rounds of 800.
+    assert "8 blocks/SM, 2 rounds of tiles = 2.00 us; 100 % of its roof" in found.words
+
+
+def test_registers_that_cost_blocks_make_latency_the_limit():
+    # 255 registers of 256 threads: one block an SM, and 11 rounds of a microsecond.
+    found = of(replace(STREAM, facts={**STREAM.facts, "registers": 255, "per_element": 1.0}))
+    assert found.limit == "latency"
+    assert found.seconds == pytest.approx(11e-6 + 3e-6)
+
+
+def test_a_program_alone_has_an_sms_share_of_the_copy():
+    found = of(replace(STREAM, programs=1, facts={}, tile=0))
+    assert found.limit == "bytes"
+    assert found.seconds == pytest.approx(16_384_000 / (4e12 / 100) + 3e-6)
+    assert "residency of _forward" in found.unknown
+
+
+def test_bytes_that_no_argument_shows_are_the_largest_launchs():
+    found = of(replace(STREAM, facts={}, tile=0), Cost(32_768_000))
+    assert found.seconds == pytest.approx(32_768_000 / 4e12 + 3e-6)
+
+
+# 65,536 rows of 2,048 times 8 experts' 512 x 2,048.
+PRODUCT = Launch(
+    "_gemm",
+    100,
+    8,
+    {"x": tensor(2**16, 2048), "w": tensor(8, 512, 2048), "out_ptr": tensor(2**16, 512)},
+    {"K": 2048, "BLOCK_M": 128, "BLOCK_N": 128},
+    facts={"registers": 128, "shared": 98_328, "uses": ["wgmma"]},
+)
+FLOPS = 2 * 2**16 * 512 * 2048
+
+
+def test_a_product_is_limited_by_what_its_tile_reads_from_l2():
+    found = of(PRODUCT, Cost(0, 0, FLOPS), "grouped_gemm")
+    # A tile of 128 x 128 has 64 FLOPs for a byte. Two blocks of 128 registers fit an SM.
+    assert found.limit == "L2 to SM" and "56 % of its roof" in found.words  # 448 of 800 TFLOP/s
+    assert found.seconds == pytest.approx(FLOPS / (64 * 7e12) + 3e-6)
+
+
+def test_one_block_an_sm_exposes_first_loads_and_stores_unless_warps_are_specialized():
+    wide = replace(
+        PRODUCT,
+        values={**PRODUCT.values, "BLOCK_N": 256},
+        facts={**PRODUCT.facts, "registers": 200, "shared": 196_640},
+    )
+    # 128 x 256 has 85.3 FLOPs for a byte; its 512 x 2 tiles are 11 for an SM.
+    loop, exposed = FLOPS / (256 / 3 * 7e12), 11e-6 + 2**16 * 512 * 2 / 4e12
+    found = of(wide, Cost(0, 0, FLOPS), "grouped_gemm")
+    assert found.seconds == pytest.approx(loop + exposed + 3e-6)
+    # Four stages of 48 KiB leave no room for a second block, whatever the registers are.
+    stages = {**wide.values, "BLOCK_K": 64, "num_stages": 4}
+    found = of(replace(wide, facts={}, values=stages), Cost(0, 0, FLOPS), "grouped_gemm")
+    assert found.seconds == pytest.approx(loop + exposed + 3e-6)
+    found = of(replace(wide, specialized=True), Cost(0, 0, FLOPS), "grouped_gemm")
+    assert found.limit == "L2 to SM" and found.seconds == pytest.approx(loop + 3e-6)
+
+
+def test_products_that_are_not_derived_are_refused():
+    with pytest.raises(ValueError, match="products of _gemm are not derived"):
+        of(PRODUCT, op="gated_delta_rule")
+    with pytest.raises(ValueError, match="no kernel of this library"):
+        model.predict("attention", "forward", Pass(()), COST, ON)
+
+
+def test_measured_rates_take_the_place_of_the_defaults(tmp_path):
+    path = tmp_path / "roofline.json"
+    measured = {"copy_bytes_per_second": 4.1e12, "flops_per_second": {"bfloat16": 7e14}}
+    path.write_text(json.dumps({"roofline": measured}))
+    on = roofs.read(ON, path)
+    assert (on.copy, on.flops["bfloat16"], on.l2) == (4.1e12, 7e14, ON.l2)
+    assert on.measured == ("copy", "bfloat16")
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"roofs must be a folder .* got .*KeyError"):
+        roofs.read(ON, path)
+
+
+def test_every_rate_has_its_source():
+    rates = {"device", "measured"} ^ set(roofs.Roofs.__dataclass_fields__)
+    assert set(roofs.SOURCES) == rates
+
+
+def test_an_unknown_op_is_refused_by_name(capsys):
+    with pytest.raises(SystemExit):
+        predict.main(["--op", "rmsnrom"])
+    assert "unknown 'rmsnrom'; did you mean 'rmsnorm'?" in capsys.readouterr().err
+
+
+# ---- a simulated device
+
+
+@pytest.fixture(scope="module")
+def command(compiling):
+    variables = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "lab"))),
+    }
+
+    def run(*arguments):
+        return subprocess.run(
+            [compiling, "-m", "bench", "predict", *arguments],
+            env=variables,
+            cwd=ROOT,
+            text=True,
+            capture_output=True,
+        )
+
+    return run
+
+
+def test_the_committed_page_is_what_the_counts_make(command):
+    version = platform.describe().get("triton", "").split("+")[0]
+    if f"Budgets of Triton {version} for" not in (ROOT / predict.PAGE).read_text():
+        pytest.skip(f"the page is of another Triton than {version}")
+    done = command("--check")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_measured_times_stand_beside_predicted_ones(command, tmp_path):
+    measured = {"copy_bytes_per_second": 2e12, "flops_per_second": {"bfloat16": 7e14}}
+    store.write_json(tmp_path / "units/roofline.json", {"roofline": measured})
+    case = next(c for c in OPS["silu_mul"].cases if c.name == "deepseek-v3")
+    row = {"provider": "triton", "auto": True, "forward": {"median_ms": 0.123}}
+    name = Aim(OPS["silu_mul"], case, torch.bfloat16).name
+    store.write_json(
+        tmp_path / "units" / f"{name}.json",
+        {"op": "silu_mul", "case": "deepseek-v3", "dtype": "bfloat16", "rows": [row]},
+    )
+    done = command("--device", "h200", "--op", "silu_mul", "--roofs", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    line = next(x for x in done.stdout.splitlines() if "deepseek-v3 | forward | " in x)
+    # Two inputs and a result of 16,384 x 2,048: 201 MB at 2 TB/s, and a launch.
+    assert "| 0.104 ms |" in line and line.endswith("| 0.123 ms |")
