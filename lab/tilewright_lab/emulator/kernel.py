@@ -18,6 +18,20 @@ def of_one_line(assembly: re.Match) -> str:
     return re.sub(r"^\s*\.loc\s[^\n]*", "", assembly[0], flags=re.MULTILINE)
 
 
+def _instruction(s: str, local: dict[str, str]) -> tuple:
+    """(predicate, whether it is negated, the parts of the name, operands) of a statement.
+
+    local: labels of blocks, which other blocks may have too.
+    """
+    m = re.match(r"(?:@(!?)(%?\w+) )?(\S+) ?(.*)", s)
+    assert m is not None  # s is not empty and begins with no space
+    operands = [
+        o.strip() for o in re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,]+", m[4].replace(", ", ","))
+    ]
+    operands = [local.get(o, o) if m[3].startswith("bra") else o for o in operands if o]
+    return m[2], m[1] == "!", m[3].split("."), operands
+
+
 class Kernel:
     def __init__(self, ptx: str, dynamic_shared: int = 0):
         """dynamic_shared: bytes of the shared memory whose size is set by the launch, not
@@ -73,14 +87,7 @@ class Kernel:
             elif s.startswith(".branchtargets"):
                 self.targets[label] = s.split(None, 1)[1].replace(" ", "").split(",")
             elif s and not s.startswith("."):
-                m = re.match(r"(?:@(!?)(%?\w+) )?(\S+) ?(.*)", s)
-                assert m is not None  # s is not empty and begins with no space
-                operands = [
-                    o.strip()
-                    for o in re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,]+", m[4].replace(", ", ","))
-                ]
-                operands = [local.get(o, o) if m[3].startswith("bra") else o for o in operands if o]
-                self.code.append((m[2], m[1] == "!", m[3].split("."), operands))
+                self.code.append(_instruction(s, local))
                 self.texts.append(s)
                 self.lines.append(line)
         self.classes = [instruction_class(op) for _, _, op, _ in self.code]

@@ -546,14 +546,14 @@ def _backward(
     )
 
 
-def backward(
-    dout, q, k, v, lse, delta, dk, dv, tiles, cu_seqlens, numbers, constants: dict, grid
-) -> torch.Tensor:
+def backward(tensors, numbers, constants: dict, grid) -> torch.Tensor:
     """dk and dv as attention_triton's, of operands that TMA reads. Returns dq without the scale, in
     float32.
 
+    tensors: dout, q, k, v, lse, delta, dk, dv, tiles and cu_seqlens.
     numbers: from `capacity` to `cap`.   constants: from GROUP to SOFTCAP.
     """
+    dout, q, k, v, lse, delta, dk, dv, tiles, cu_seqlens = tensors
     (B, Hq, S), (Hk, Sk), width = q.shape[:3], k.shape[1:3], constants["WIDTH"]
     part = q.new_zeros(q.shape, dtype=torch.float32)
     turns = q.new_zeros(B * (Hq * S + Hk * Sk * 2), dtype=torch.int32)

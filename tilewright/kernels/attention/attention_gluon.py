@@ -648,13 +648,13 @@ def _pieces(config: dict, constants: dict) -> dict[str, int]:
     return {"N": keys, "STAGES": stages}
 
 
-def forward(
-    q, k, v, sinks, out, lse, tiles, cu_seqlens, numbers, constants: dict, config: dict, grid
-) -> None:
+def forward(tensors, numbers, constants: dict, config: dict, grid) -> None:
     """As attention_triton's, of operands that TMA reads.
 
-    numbers: from `capacity` to `cap`.   constants: from GROUP to SINKS.
+    tensors: from q to cu_seqlens.   numbers: from `capacity` to `cap`.
+    constants: from GROUP to SINKS.
     """
+    (q, k, v), (sinks, out, *others) = tensors[:3], tensors[3:]
     assert config["BLOCK_M"] == 2 * _ROWS.value, config  # the grid's tiles
     width, rest, pieces = constants["WIDTH"], constants["REST"], _pieces(config, constants)
     rows, keys = _ROWS.value, pieces["N"]
@@ -668,9 +668,7 @@ def forward(
         descriptor(v, [1, 1, keys, width]),
         sinks,
         out,
-        lse,
-        tiles,
-        cu_seqlens,
+        *others,
         *numbers,
         *out.stride()[:3],
         **{n: value for n, value in constants.items() if n in _forward.arg_names},

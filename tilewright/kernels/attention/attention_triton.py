@@ -1157,7 +1157,7 @@ def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constant
     if roles:
         from tilewright.kernels.attention.attention_gluon import forward
 
-        forward(*tensors, tiles, problem.cu_seqlens, numbers, constants, c, (count, H))
+        forward((*tensors, tiles, problem.cu_seqlens), numbers, constants, c, (count, H))
         return
     launch(
         kernel,
@@ -1244,7 +1244,7 @@ def _together(problem, inputs, out, lse, found) -> torch.Tensor:
     tiles, capacity, count = _tiles(problem.cu_seqlens, B, Sk, gluon.KEYS)
     numbers = _numbers(problem, capacity)
     tensors = dout, q, k, v, lse, delta, dk, dv, tiles, problem.cu_seqlens
-    total = gluon.backward(*tensors, numbers, constants, (count, Hq))
+    total = gluon.backward(tensors, numbers, constants, (count, Hq))
     launch(_round, grid, total, dq, S, problem.variant.scale, *dq.stride()[:3], **rows)
     return delta
 
