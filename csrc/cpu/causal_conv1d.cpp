@@ -7,6 +7,7 @@
 
 #include "cpu/column_sums.h"
 #include "cpu/like.h"
+#include "cpu/sequences.h"
 
 namespace tw {
 namespace {
@@ -29,20 +30,10 @@ struct Inputs {
 };
 
 Bounds find_bounds(const std::optional<Tensor>& cu_seqlens, int64_t B, int64_t S) {
-  Bounds found{std::vector<int64_t>(size_t(S), 0), std::vector<int64_t>(size_t(S), S)};
-  if (!cu_seqlens.has_value()) return found;
-  check_row_major("cu_seqlens", *cu_seqlens);
-  const int64_t n = cu_seqlens->numel() - 1;
-  STD_TORCH_CHECK(cu_seqlens->scalar_type() == ScalarType::Long && cu_seqlens->dim() == 1 && n >= 1 && B == 1,
-                  "tilewright: cu_seqlens must be a vector of at least two int64, for a batch of 1");
-  const int64_t* const at = in<int64_t>(*cu_seqlens);
-  STD_TORCH_CHECK(at[0] == 0 && at[n] == S, "tilewright: cu_seqlens must begin with 0 and end with ", S);
-  for (int64_t i = 0; i < n; ++i) {
-    STD_TORCH_CHECK(at[i] <= at[i + 1], "tilewright: cu_seqlens must not decrease");
-    // The last bound is S, but one before it may be larger, which the next comparison finds.
-    const int64_t last = std::min(at[i + 1], S);
-    std::fill(found.begin.begin() + at[i], found.begin.begin() + last, at[i]);
-    std::fill(found.end.begin() + at[i], found.end.begin() + last, last);
+  Bounds found{std::vector<int64_t>(size_t(S)), std::vector<int64_t>(size_t(S))};
+  for (const Sequence& one : sequences(cu_seqlens, B, S)) {
+    std::fill(found.begin.begin() + one.begin, found.begin.begin() + one.end, one.begin);
+    std::fill(found.end.begin() + one.begin, found.end.begin() + one.end, one.end);
   }
   return found;
 }
