@@ -146,27 +146,6 @@ VARIANTS = (
         {"num_stages": 6, "maxnreg": None, "ROLES": True},
     ),
     Variant(
-        "down_dswiglu: one block of 128 x 128 an SM, for two of 64 x 128",
-        "moe_mlp",
-        _MOE,
-        "moe_mlp/down_dswiglu",
-        {"BLOCK_M": 128, "num_warps": 8, "num_stages": 3, "per_sm": 1},
-    ),
-    Variant(
-        "attention: 64 queries a step of keys' gradients, for 32",
-        "attention",
-        "qwen3-30b-a3b_8k",
-        "attention/backward_kv",
-        {"BLOCK_N": 64, "BLOCK_M": 64},
-    ),
-    Variant(
-        "attention: two stages of keys and values, for three",
-        "attention",
-        "qwen3-30b-a3b_8k",
-        "attention/forward",
-        {"num_stages": 2},
-    ),
-    Variant(
         "attention: triton, for native", "attention", "qwen3-30b-a3b_8k", None, "triton", "native"
     ),
     Variant(

@@ -5,6 +5,7 @@
 // ROWS_A_SUM rows and in double beyond. A row is read twice, the second time from cache.
 #include <algorithm>
 
+#include "cpu/like.h"
 #include "cpu/rmsnorm.h"
 
 namespace tw {
@@ -58,21 +59,6 @@ void backward_rows(int64_t begin, int64_t end, const T* dy, const R* dtotal, con
       for (int64_t i = 0; i < D; ++i) db[i] += load(g[i]);
     }
   }
-}
-
-// The loops trust sizes and element types, so every operator checks all of its tensors against x first.
-void check_like_x(const char* name, const Tensor& t, const Tensor& x, bool same_type) {
-  check_row_major(name, t);
-  bool same = t.dim() == x.dim();
-  for (int64_t d = 0; same && d < x.dim(); ++d) same = t.size(d) == x.size(d);
-  STD_TORCH_CHECK(same, "tilewright: ", name, " must have x's shape");
-  STD_TORCH_CHECK(!same_type || t.scalar_type() == x.scalar_type(), "tilewright: ", name, " must have x's dtype");
-}
-
-// `wide` may be float where `narrow` is bfloat16: a residual stream is often float.
-void check_wider(const char* name, const Tensor& wide, const Tensor& narrow) {
-  STD_TORCH_CHECK(wide.scalar_type() == narrow.scalar_type() || wide.scalar_type() == ScalarType::Float,
-                  "tilewright: ", name, " must be float32 or of one dtype with what it goes with");
 }
 
 // residual: added to x first; without one, the last result is None.

@@ -54,6 +54,11 @@ def add_layernorm(x, name):
     return torch.cat(found, -1)
 
 
+def rmsnorm_gated(x, name):
+    weight = torch.linspace(0.5, 1.5, WIDTH, device=DEVICE).to(x.dtype)
+    return tw.rmsnorm_gated(x, x.flip(-1).contiguous(), weight, implementation=name)
+
+
 def rope(x, name):  # all tokens at one position, so that rows can move
     q = x.view(1, -1, 6, 16).transpose(1, 2)
     turned, _ = tw.rope(
@@ -102,6 +107,7 @@ ROW_OPS = {
     "add_rmsnorm": add_rmsnorm,
     "layernorm": layernorm,
     "add_layernorm": add_layernorm,
+    "rmsnorm_gated": rmsnorm_gated,
     "rope": rope,
     "qk_norm_rope": qk_norm_rope,
     "cross_entropy": cross_entropy,

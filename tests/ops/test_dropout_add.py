@@ -95,3 +95,26 @@ def test_another_seed_and_offset_do_not_recompile():
         expected = drop(x, 0.5, "eager", seed=seed, offset=offset)
         assert torch.equal(compiled(x, seed, offset), expected)
     assert counter.frame_count <= 2
+
+
+def test_the_cpp_operator_itself_checks_every_argument():
+    """Called below the public function's checks."""
+    skip_unless_usable(DROPOUT_ADD, "cpp", torch.float32)
+    DROPOUT_ADD.resolve("cpp", "cpu")
+    call, x = torch.ops.tilewright.dropout_add_cpp, torch.ones(3, 8)
+    right = {"x": x, "residual": x, "threshold": 2**31, "scale": 2.0, "seed": 1, "offset": 2}
+    right["dtype"] = torch.float32
+    call(**right)
+    for wrong, message in (
+        ({"x": x.t()}, "x must be a contiguous CPU tensor"),
+        ({"x": x.half()}, "float32 and bfloat16"),
+        ({"residual": x[:1]}, "residual must have x's shape"),
+        ({"residual": x.bfloat16()}, "residual must have the result's dtype"),
+        ({"residual": None, "dtype": torch.float16}, "float32 and bfloat16"),
+        ({"threshold": -1}, r"threshold must be 0 to 2\^32, got -1"),
+        ({"threshold": 2**32 + 1}, r"threshold must be 0 to 2\^32"),
+        ({"seed": -1}, "seed must be >= 0"),
+        ({"offset": 2**62}, r"offset 0 to 2\^62 - 1"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call(**{**right, **wrong})

@@ -4,8 +4,10 @@ import itertools
 
 import pytest
 import torch
+from helpers import skip_unless_usable, threads
 
 from tilewright.ops import gated_delta_rule
+from tilewright.ops.linear_attention.gated_delta_rule import GATED_DELTA_RULE
 
 
 def drawn(B, S, HK, HV, DK, DV, *, seed=0, dtype=torch.float64, N=None):
@@ -127,3 +129,72 @@ def test_bad_input_is_one_clear_error(changes, message):
     given = {"q": q, "k": q, "v": q, "g": g, "beta": g, **changes}
     with pytest.raises(ValueError, match=message):
         gated_delta_rule(**given)
+
+
+@pytest.mark.parametrize("DK, DV", [(5, 19), (33, 7), (72, 130)])
+def test_cpp_takes_any_width_on_any_number_of_threads(DK, DV):
+    """Also three value heads per key head, documents of no, one and many chunks; the same bits."""
+    skip_unless_usable(GATED_DELTA_RULE, "cpp", torch.float32)
+    bounds = (0, 70, 70, 71, 230)
+    inputs = drawn(1, 230, 2, 6, DK, DV, dtype=torch.float32, N=4)
+
+    def step(name):
+        found = gated_delta_rule(
+            *inputs[:5],
+            initial_state=inputs[5],
+            output_final_state=True,
+            use_qk_l2norm=DK == 33,
+            cu_seqlens=torch.tensor(bounds),
+            implementation=name,
+        )
+        return [*found, *gradients(found, inputs)]
+
+    expected, results = step("eager"), []
+    for n in (1, 2, 3):
+        with threads(n):
+            results.append(step("cpp"))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    for f, e in zip(results[0], expected, strict=True):
+        torch.testing.assert_close(f, e, rtol=1e-4, atol=1e-4)
+
+
+def test_cpp_operators_themselves_check_every_tensor():
+    """Called below the public function's checks."""
+    skip_unless_usable(GATED_DELTA_RULE, "cpp", torch.float32)
+    GATED_DELTA_RULE.resolve("cpp", "cpu")
+    q, v, g = torch.ones(1, 5, 2, 8) * 0.1, torch.ones(1, 5, 4, 6), torch.ones(1, 5, 4)
+    state, bounds = torch.ones(2, 4, 8, 6), torch.tensor([0, 2, 5])
+    both = {"q": q, "k": q, "v": v, "beta": g, "initial_state": state, "cu_seqlens": bounds}
+    both |= {"scale": 1.0, "normalize": True}
+    forward = {**both, "g": g}
+    backward = {**both, "do": v, "dstate": state, "decay": g, "solved": torch.ones(1, 5, 4, 16)}
+    of_both = (
+        ({"q": q[0]}, r"q must be a CPU tensor \[B, S, HK, DK\]"),
+        ({"k": q[:, :1]}, "k must have q's shape and dtype"),
+        ({"k": q.bfloat16()}, "k must have q's shape and dtype"),
+        ({"v": v[:, :, :3]}, r"v must be \[B, S, HV, DV\] of q's dtype"),
+        ({"v": v.bfloat16()}, r"v must be \[B, S, HV, DV\] of q's dtype"),
+        ({"beta": g.bfloat16()}, r"beta must be float32 \[B, S, HV\]"),
+        ({"beta": g[:, :1]}, r"beta must be float32 \[B, S, HV\]"),
+        ({"initial_state": state[:1]}, r"initial_state must be float32 \[N, HV, DK, DV\]"),
+        ({"cu_seqlens": bounds.int()}, "cu_seqlens must be a vector of at least two int64"),
+        ({"cu_seqlens": torch.tensor([0, 2, 4])}, "cu_seqlens must begin with 0 and end with 5"),
+        ({"cu_seqlens": torch.tensor([0, 9, 5])}, "cu_seqlens must not decrease"),
+    )
+    of_forward = (({"g": g[:, :1]}, r"g must be float32 \[B, S, HV\]"),)
+    of_backward = (
+        ({"do": v[:, :1]}, "do must have v's shape and dtype"),
+        ({"dstate": state[:1]}, r"dstate must be float32 \[N, HV, DK, DV\]"),
+        ({"decay": g[:, :1]}, r"decay must be float32 \[B, S, HV\]"),
+        ({"solved": torch.ones(1, 5, 4, 8)}, r"solved must be \[B, S, HV, 16\]"),
+    )
+    for name, right, more in (
+        ("cpp", forward, of_forward),
+        ("cpp_backward", backward, of_backward),
+    ):
+        call = getattr(torch.ops.tilewright, f"gated_delta_rule_{name}")
+        call(**right)
+        for wrong, message in (*of_both, *more):
+            with pytest.raises(RuntimeError, match=message):
+                call(**{**right, **wrong})

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import DEVICE, skip_unless_usable
+from helpers import DEVICE, skip_unless_usable, threads
 
 from tilewright.bench import contract
 from tilewright.ops import OPS, add_layernorm, layernorm
@@ -20,9 +20,10 @@ def test_equals_torch_in_float64():
 @pytest.mark.parametrize("D", [96, 16512], ids=["whole_rows", "column_blocks"])
 @pytest.mark.parametrize("outlier", [0.0, 1e4], ids=["", "beside_an_outlier"])
 @pytest.mark.parametrize("op", ["layernorm", "add_layernorm"])
-def test_a_large_mean_destroys_no_precision(op, outlier, D):
+@pytest.mark.parametrize("name", ["triton", "cpp"])
+def test_a_large_mean_destroys_no_precision(name, op, outlier, D):
     """By the contract, against float64; also where one element is far from the others."""
-    skip_unless_usable(LAYERNORM, "triton", torch.float32)
+    skip_unless_usable(LAYERNORM, name, torch.float32)
     case = norm_case(
         "", (9 if D < 1000 else 2, D), add=op == "add_layernorm", bias=True, mean=1000.0
     )
@@ -30,7 +31,7 @@ def test_a_large_mean_destroys_no_precision(op, outlier, D):
     with torch.no_grad():
         kwargs["x"][:, 0] += outlier
     by = contract.reference(OPS[op], kwargs, torch.float32)
-    found = contract.judge(OPS[op], "triton", kwargs, by)
+    found = contract.judge(OPS[op], name, kwargs, by)
     assert not contract.broken(found)
     if op == "layernorm" and not outlier:  # nor the digits that a rounded mean costs the twin
         assert next(f for f in found if f.name == "out 0").error < 2e-6 < by.eager["out 0"]
@@ -65,3 +66,58 @@ def test_weight_and_bias_of_any_float_dtype(name, dtype):
         assert found.dtype == expected.dtype
         rtol = 1e-2 if found.dtype == dtype != torch.float64 else 1e-5  # one rounding
         torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-4)
+
+
+def test_cpp_gives_the_same_bits_on_any_number_of_threads():
+    skip_unless_usable(LAYERNORM, "cpp", torch.bfloat16)
+    x = torch.randn(999, 300, dtype=torch.bfloat16, requires_grad=True)
+    w, b = (torch.randn(300, requires_grad=True) for _ in "wb")
+    results = []
+    for n in (1, 2, 3):
+        with threads(n):
+            y = layernorm(x, w, b, implementation="cpp")
+            results.append((y, *torch.autograd.grad(y.square().sum(), (x, w, b))))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_cpp_operators_themselves_check_every_tensor():
+    """Called below the public functions' checks."""
+    skip_unless_usable(LAYERNORM, "cpp", torch.float32)
+    LAYERNORM.resolve("cpp", "cpu")
+    x, w, one = torch.ones(4, 8), torch.ones(8), torch.ones(4)
+    forward = {"x": x, "residual": x, "weight": w, "bias": w, "eps": 1e-6}
+    backward = {"dy": x, "dtotal": x, "x": x, "mean": one, "rstd": one, "weight": w}
+    backward["has_bias"] = True
+    of_x = (
+        ({"x": torch.ones(8, 4).t()}, "x must be a contiguous CPU tensor"),
+        ({"x": torch.tensor(1.0)}, "x must have at least one dimension"),
+        ({"weight": w[:2]}, r"weight must be \[D\]"),
+        ({"weight": torch.ones(16)[::2]}, "weight must be a contiguous"),
+        ({"weight": w.half(), "bias": None}, "float32 and bfloat16"),
+    )
+    of_forward = (
+        ({"x": x.half()}, "float32 and bfloat16"),
+        ({"bias": w[:2]}, r"bias must be \[D\]"),
+        ({"bias": w.bfloat16()}, "bias must have weight's dtype"),
+        ({"residual": x[:1]}, "residual must have x's shape"),
+        ({"residual": x.bfloat16()}, "residual must be float32 or"),
+    )
+    of_backward = (
+        ({"dy": x[:1]}, "dy must have x's shape"),
+        ({"x": x.bfloat16()}, "x must be float32 or"),
+        ({"dtotal": x[:1]}, "dtotal must have x's shape"),
+        ({"dtotal": x.bfloat16()}, "dtotal must have x's dtype"),
+        ({"mean": one[:2]}, "mean must be float32 with one element"),
+        ({"rstd": one.double()}, "rstd must be float32 with one element"),
+    )
+    for name, right, more in (
+        ("layernorm_cpp", forward, of_forward),
+        ("layernorm_cpp_backward", backward, of_backward),
+    ):
+        call = getattr(torch.ops.tilewright, name)
+        call(**right)
+        for wrong, message in (*of_x, *more):
+            given = {key: value for key, value in {**right, **wrong}.items() if key in right}
+            with pytest.raises(RuntimeError, match=message):
+                call(**given)

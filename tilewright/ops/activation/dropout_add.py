@@ -63,7 +63,7 @@ def dropout_add(
         offset: 0 to 2^62 - 1: the call's number. Calls with another one have another mask; a
             recomputation needs the same.
         training: False adds x as it is.
-        implementation: "auto", or one of triton, eager.
+        implementation: "auto", or one of triton, cpp, eager.
 
     Returns:
         x's shape, in residual's dtype.
@@ -114,16 +114,23 @@ def _backward(ctx, dy):
 drop_add.differentiate(_save, _backward, twice=True)
 
 
-@functools.cache
-def _triton():
-    from tilewright.kernels.activation import dropout_add_triton
-
-    operator = drop_add.define("dropout_add_triton", dropout_add_triton.forward)
-
+def _fused(operator):
     def run(x, residual, dropout):
         return operator(x.contiguous(), residual.contiguous(), dropout, residual.dtype)
 
     return run
+
+
+@functools.cache
+def _triton():
+    from tilewright.kernels.activation import dropout_add_triton
+
+    return _fused(drop_add.define("dropout_add_triton", dropout_add_triton.forward))
+
+
+@functools.cache
+def _cpp():
+    return _fused(drop_add.adopt("dropout_add_cpp"))
 
 
 # ---- cases
@@ -160,6 +167,7 @@ DROPOUT_ADD = Op(
             platform.no_triton,
             gate=from_kernels("activation.dropout_add_triton", "gate"),
         ),
+        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
     ),
     (
         _case("ragged", 3, 7, 100),

@@ -14,7 +14,7 @@ import torch
 
 from tilewright.core import checks, platform
 from tilewright.core.library import from_kernels
-from tilewright.core.registry import Case, Cost, Implementation, Op
+from tilewright.core.registry import FLOATS, Case, Cost, Implementation, Op
 from tilewright.core.takes import takes
 from tilewright.kernels.linear_attention.operators import convolve, convolve_backward
 from tilewright.ops import cases
@@ -43,9 +43,10 @@ def causal_conv1d(
 ) -> torch.Tensor:
     """Convolves each channel with its own taps, over the tokens of its own sequence up to each.
 
-    Sums are in float32, and the result is rounded once. Differentiable in x, weight and bias: with
-    eager any number of times, else once; the sums are recomputed in backward. Under torch.autocast
-    x, weight and bias are cast to its dtype, as by F.conv1d. Deterministic.
+    Sums are in float32, those of gradients of weight and bias on a CPU over 64 tokens and in
+    float64 beyond; the result is rounded once. Differentiable in x, weight and bias: with eager any
+    number of times, else once; the sums are recomputed in backward. Under torch.autocast x, weight
+    and bias are cast to its dtype, as by F.conv1d. Deterministic.
 
     Args:
         x: [B, S, C] fp32 | bf16 | fp16 (fp64 with eager), any strides. (The transpose of what
@@ -56,7 +57,7 @@ def causal_conv1d(
         activation: "silu", or None.
         cu_seqlens: int32 or int64 [n + 1], 0 .. S, non-decreasing: packed documents of a sequence
             with B = 1, which never see each other. Values are checked on a CPU.
-        implementation: "auto", or one of triton, eager.
+        implementation: "auto", or one of triton, cpp, eager.
 
     Returns:
         [B, S, C] in x's dtype.
@@ -112,20 +113,31 @@ def _backward(ctx, dy):
 convolve.differentiate(_save, _backward)
 
 
+def _fused(operator, *dtypes):
+    """dtypes: those of weight and bias that the kernels read, which compute in float32."""
+
+    def run(x, weight, bias, cu_seqlens, silu):
+        if weight.dtype not in dtypes:
+            weight, bias = weight.float(), None if bias is None else bias.float()
+        bias = None if bias is None else bias.contiguous()
+        return operator(x, weight.contiguous(), bias, cu_seqlens, silu)
+
+    return run
+
+
 @functools.cache
 def _triton():
     from tilewright.kernels.linear_attention import causal_conv1d_triton as k
 
     backward = convolve_backward.define("causal_conv1d_triton_backward", k.backward)
-    operator = convolve.define("causal_conv1d_triton", k.forward, backward)
+    return _fused(convolve.define("causal_conv1d_triton", k.forward, backward), *FLOATS)
 
-    def fused(x, weight, bias, cu_seqlens, silu):
-        if weight.dtype == torch.float64:  # kernels compute in float32
-            weight, bias = weight.float(), None if bias is None else bias.float()
-        bias = None if bias is None else bias.contiguous()
-        return operator(x, weight.contiguous(), bias, cu_seqlens, silu)
 
-    return fused
+@functools.cache
+def _cpp():
+    backward = convolve_backward.adopt("causal_conv1d_cpp_backward")
+    operator = convolve.adopt("causal_conv1d_cpp", backward)
+    return _fused(operator, torch.float32, torch.bfloat16)
 
 
 # ---- cases
@@ -188,6 +200,7 @@ CAUSAL_CONV1D = Op(
             platform.no_triton,
             tunables=from_kernels("linear_attention.causal_conv1d_triton", "TUNABLES"),
         ),
+        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
     ),
     (
         _case("ragged", 2, 37, 20, 4, bias=True),

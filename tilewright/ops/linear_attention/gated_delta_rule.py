@@ -115,7 +115,7 @@ def gated_delta_rule(
         use_qk_l2norm: divides each row of q and k by sqrt(its sum of squares + 1e-6), in float32.
         cu_seqlens: int32 or int64 [n + 1], 0 .. S, non-decreasing: packed documents of a sequence
             with B = 1, each of which starts from its own state. Values are checked on a CPU.
-        implementation: "auto", or one of triton, eager.
+        implementation: "auto", or one of triton, cpp, eager.
 
     Returns:
         (o [B, S, HV, DV] in q's dtype; the last states [N, HV, DK, DV] in float32, or None).
@@ -138,7 +138,10 @@ def gated_delta_rule(
     if cu_seqlens is not None:
         cu_seqlens = checks.cu_seqlens(cu_seqlens, q.shape[1], wait=cu_seqlens.is_meta)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    request = Request(key_dim=q.shape[3], value_dim=v.shape[3], float32=q.dtype == torch.float32)
+    DK, DV = q.shape[3], v.shape[3]
+    if torch.compiler.is_dynamo_compiling():  # a Request requires constants; int(DK) is none
+        DK, DV = len(range(DK)), len(range(DV))
+    request = Request(key_dim=DK, value_dim=DV, float32=q.dtype == torch.float32)
     fn = GATED_DELTA_RULE.pick(implementation, q, request)
     o, state = fn(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm)
     return o, state if output_final_state else None
@@ -262,14 +265,8 @@ def _backward(ctx, given):
 delta_rule.differentiate(_save, _backward, constants=("decay", "solved"))
 
 
-@functools.cache
-def _triton():
-    from tilewright.kernels.linear_attention import gated_delta_rule_triton as kernels
-
-    backward = delta_rule_backward.define("gated_delta_rule_triton_backward", kernels.backward)
-    operator = delta_rule.define("gated_delta_rule_triton", kernels.forward, backward)
-
-    def fused(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm):
+def _fused(operator):
+    def run(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm):
         if initial_state is not None:
             initial_state = initial_state.float().contiguous()
         options = DeltaOptions(scale, use_qk_l2norm)
@@ -277,7 +274,21 @@ def _triton():
         found = operator(q, k, v, g, beta, initial_state, cu_seqlens, options)
         return found.o, found.state
 
-    return fused
+    return run
+
+
+@functools.cache
+def _triton():
+    from tilewright.kernels.linear_attention import gated_delta_rule_triton as kernels
+
+    backward = delta_rule_backward.define("gated_delta_rule_triton_backward", kernels.backward)
+    return _fused(delta_rule.define("gated_delta_rule_triton", kernels.forward, backward))
+
+
+@functools.cache
+def _cpp():
+    backward = delta_rule_backward.adopt("gated_delta_rule_cpp_backward")
+    return _fused(delta_rule.adopt("gated_delta_rule_cpp", backward))
 
 
 WIDTHS = (64, 128, 256)
@@ -402,6 +413,7 @@ GATED_DELTA_RULE = Op(
             tunables=from_kernels("linear_attention.gated_delta_rule_triton", "TUNABLES"),
             gate=from_kernels("linear_attention.gated_delta_rule_triton", "gate"),
         ),
+        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
     ),
     (
         _case("one_token", _Shape(2, 1, 2, 4, 64, 64), use_qk_l2norm=True),

@@ -40,7 +40,8 @@ def layernorm(
 
     Differentiable once in x, weight and bias (eager and torch: any number of times). Saved for
     backward: x, and each row's mean and reciprocal standard deviation in float32. Gradients of
-    weight and bias accumulate in float32 (fixed order, no atomics; torch: as PyTorch).
+    weight and bias accumulate in float32, on a CPU over 64 rows and in float64 beyond (fixed order,
+    no atomics; torch: as PyTorch).
 
     Args:
         x: [..., D], float32 | bfloat16 | float16 (float64 with eager and torch), any strides,
@@ -48,7 +49,7 @@ def layernorm(
         weight: [D], any float dtype.
         bias: [D] in weight's dtype, or None.
         eps: >= 0, added to the variance, which is divided by D.
-        implementation: "auto", or one of triton, torch, eager.
+        implementation: "auto", or one of triton, cpp, torch, eager.
 
     Returns:
         [..., D] in x's dtype; under torch.autocast in float32 (not on a CPU), as F.layer_norm does.
@@ -86,7 +87,7 @@ def add_layernorm(
         residual: shape of x, x's dtype or float32; the sum is rounded to residual's dtype. Under
             torch.autocast both are cast to float32 (not on a CPU).
         weight, bias, eps: as in `layernorm`.
-        implementation: "auto", or one of triton, eager.
+        implementation: "auto", or one of triton, cpp, eager.
 
     Returns:
         (layernorm(x + residual) in x's dtype, x + residual in residual's).
@@ -153,18 +154,21 @@ standardize.differentiate(_save, _backward)
 
 
 class _Fused(NamedTuple):
-    """The operator of one implementation, and the functions that call it."""
+    """The operator of one implementation, and the functions that call it.
+
+    dtypes: those of weight and bias that the kernels read; others are cast to float32.
+    """
 
     standardize: Operator
+    dtypes: tuple[torch.dtype, ...]
 
     def layernorm(self, x, weight, bias, eps):
-        return self.standardize(
-            x.contiguous(), None, *parameters(weight, bias, FLOATS), float(eps)
-        ).y
+        weight, bias = parameters(weight, bias, self.dtypes)
+        return self.standardize(x.contiguous(), None, weight, bias, float(eps)).y
 
     def add_layernorm(self, x, residual, weight, bias, eps):
-        given = x.contiguous(), residual.contiguous(), *parameters(weight, bias, FLOATS)
-        found = self.standardize(*given, float(eps))
+        weight, bias = parameters(weight, bias, self.dtypes)
+        found = self.standardize(x.contiguous(), residual.contiguous(), weight, bias, float(eps))
         return found.y, found.total
 
 
@@ -173,7 +177,13 @@ def _triton():
     from tilewright.kernels.norm import layernorm_triton as kernels
 
     backward = standardize_backward.define("layernorm_triton_backward", kernels.backward)
-    return _Fused(standardize.define("layernorm_triton", kernels.forward, backward))
+    return _Fused(standardize.define("layernorm_triton", kernels.forward, backward), FLOATS)
+
+
+@functools.cache
+def _cpp():
+    backward = standardize_backward.adopt("layernorm_cpp_backward")
+    return _Fused(standardize.adopt("layernorm_cpp", backward), (torch.float32, torch.bfloat16))
 
 
 LAYERNORM = Op(
@@ -187,6 +197,14 @@ LAYERNORM = Op(
             platform.no_triton,
             batch_invariant=cases.ANYWHERE,
             tunables=from_kernels("norm.layernorm_triton", "TUNABLES"),
+        ),
+        Implementation(
+            "cpp",
+            lambda: _cpp().layernorm,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
+            batch_invariant=("cpu",),
         ),
         Implementation("torch", _torch, devices=("cuda", "cpu"), dtypes=FLOAT),
     ),
@@ -207,6 +225,14 @@ ADD_LAYERNORM = Op(
             platform.no_triton,
             batch_invariant=cases.ANYWHERE,
             tunables=from_kernels("norm.layernorm_triton", "TUNABLES"),
+        ),
+        Implementation(
+            "cpp",
+            lambda: _cpp().add_layernorm,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
+            batch_invariant=("cpu",),
         ),
     ),
     layernorm_cases(add=True),

@@ -44,14 +44,15 @@ def rmsnorm_gated(
     Computed in float32, with the roundings of transformers' Qwen3NextRMSNormGated: the normalized
     row to x's dtype, and its product with the weight to the wider one of weight's and x's.
     Differentiable once in x, gate and weight (eager: any number of times); nothing but these is
-    saved for backward. The gradient of weight accumulates in float32 in fixed order (no atomics).
+    saved for backward. The gradient of weight accumulates in float32, on a CPU over 64 rows and in
+    float64 beyond (fixed order, no atomics).
 
     Args:
         x: [..., D], float32 | bfloat16 | float16 (float64 with eager), any strides, D <= 4096.
         gate: x's shape and dtype.
         weight: [D], any float dtype.
         eps: >= 0, added to the mean of squares.
-        implementation: "auto", or one of triton, eager.
+        implementation: "auto", or one of triton, cpp, eager.
 
     Returns:
         [..., D] in x's dtype; under torch.autocast in float32 (not on a CPU), as F.rms_norm does.
@@ -118,6 +119,16 @@ def _backward(ctx, dy):
 normalize_gated.differentiate(_save, _backward)
 
 
+def _fused(operator):
+    def run(x, gate, weight, eps):
+        if weight.dtype not in (x.dtype, torch.float32):
+            # The kernels round the product to float32 or to x's dtype.
+            weight = weight.float()
+        return operator(x.contiguous(), gate.contiguous(), weight.contiguous(), eps)
+
+    return run
+
+
 @functools.cache
 def _triton():
     from tilewright.kernels.norm import rmsnorm_gated_triton as k
@@ -131,13 +142,13 @@ def _triton():
         normalize_gated_backward.define("rmsnorm_gated_triton_backward", backward),
     )
 
-    def fused(x, gate, weight, eps):
-        if weight.dtype not in (x.dtype, torch.float32):
-            # The kernels round the product to float32 or to x's dtype.
-            weight = weight.float()
-        return operator(x.contiguous(), gate.contiguous(), weight.contiguous(), eps)
+    return _fused(operator)
 
-    return fused
+
+@functools.cache
+def _cpp():
+    backward = normalize_gated_backward.adopt("rmsnorm_gated_cpp_backward")
+    return _fused(normalize_gated.adopt("rmsnorm_gated_cpp", backward))
 
 
 # ---- cases
@@ -180,6 +191,14 @@ RMSNORM_GATED = Op(
             _triton,
             platform.no_triton,
             tunables=from_kernels("norm.rmsnorm_gated_triton", "TUNABLES"),
+        ),
+        Implementation(
+            "cpp",
+            _cpp,
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
+            batch_invariant=("cpu",),
         ),
     ),
     (
