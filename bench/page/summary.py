@@ -381,18 +381,18 @@ def end_to_end(device: Device, results: Raw) -> list[str]:
 
 def missing(device: Device, results: Raw) -> list[str]:
     """Cases of the registry not timed on this device, and failed ones."""
-    lines = []
+    untimed, without, lines = [], [], []
     for op in selection.operations().values():
         cases = [c.name for c in op.cases if device.kind in c.tags]
         done = {case for name, case, _ in device.timed if name == op.name}
-        if not cases:
-            lines.append(
-                f"- `{op.name}`: not measured here: it has no case that is timed on {device.kind}"
-            )
-        elif not done:
-            lines.append(f"- `{op.name}`: not measured here")
+        if not done:
+            (untimed if cases else without).append(f"`{op.name}`")
         elif missing_cases := [c for c in cases if c not in done]:
-            lines.append(f"- `{op.name}`: not measured here: {', '.join(missing_cases)}")
+            lines.append(f"- `{op.name}`: {', '.join(missing_cases)}")
+    if untimed:
+        lines.append(f"- In no case: {', '.join(untimed)}")
+    if without:
+        lines.append(f"- Without a case that is timed on {device.kind}: {', '.join(without)}")
     out = [
         "### Not measured here",
         "",
