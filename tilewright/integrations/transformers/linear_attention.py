@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ FUNCTIONS = {
     "torch_chunk_gated_delta_rule": GATED_DELTA_RULE.name,
     "chunk_gated_delta_rule": GATED_DELTA_RULE.name,
 }
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # chunks of other lengths
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}  # chunks of other lengths
 CHUNK = 64
 
 
