@@ -35,6 +35,7 @@ from tilewright.ops.moe.permute import permute, sort_by_expert, unpermute
 from tilewright.ops.moe.route import route
 from tilewright.ops.norm.layernorm import add_layernorm, layernorm
 from tilewright.ops.norm.rmsnorm import add_rmsnorm, rmsnorm
+from tilewright.ops.norm.rmsnorm_gated import rmsnorm_gated
 from tilewright.ops.optim.adamw import adamw_
 from tilewright.ops.optim.newton_schulz import newton_schulz
 from tilewright.ops.quant.aqn import AQN, aqn_noise, aqn_schedule
@@ -150,6 +151,7 @@ __all__ = [
     "quantize_nvfp4",
     "quantized_linear",
     "rmsnorm",
+    "rmsnorm_gated",
     "rmsnorm_quantize",
     "rope",
     "rope_tables",
