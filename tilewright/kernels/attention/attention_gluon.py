@@ -32,6 +32,7 @@ from tilewright.kernels.attention.attention_triton import LN2, LOG2E, blocks_of_
 from tilewright.kernels.launch import launch
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.warp_specialized import (
+    GATHERING_WIDE,
     HOPPER,
     ONE_WARP,
     advance,
@@ -45,7 +46,7 @@ from tilewright.kernels.warp_specialized import (
 
 _ROWS = gl.constexpr(64)  # queries of a warpgroup
 # Registers of a thread of a warpgroup, what one loading warp leaves.
-ATTENDING = gl.constexpr(240)
+ATTENDING, ATTENDING_NARROW = gl.constexpr(240), gl.constexpr(208)
 
 
 @gluon.jit
@@ -630,7 +631,8 @@ def _forward(
             ),
         ],
         [4, 1],
-        [ATTENDING, ONE_WARP],
+        # Narrow rows leave registers to the warp that loads.
+        [ATTENDING, ONE_WARP] if WIDTH > 64 else [ATTENDING_NARROW, GATHERING_WIDE],
     )
 
 

@@ -1538,9 +1538,16 @@ def gate() -> list[KernelSpec]:
     strides = [f"{t}_{of}" for t in ("g", "o", "dq") for of in ("batch", "head", "row")]
     types = {"*": "bf16", "delta": "fp32", "total": "fp32"}
     for kernel, label in ((_delta, "delta"), (_round, "round")):
-        needs = {"divisible": tuple(n for n in strides if n in kernel.arg_names)}
-        elements = _FEW_ROWS * 128
         found.append(
-            KernelSpec.of(kernel, label, types, rows, {"scale": "fp32"}, elements=elements, **needs)
+            KernelSpec.of(
+                kernel,
+                label,
+                types,
+                rows,
+                {"scale": "fp32"},
+                divisible=tuple(n for n in strides if n in kernel.arg_names),
+                store=32 if kernel is _delta else 128,  # a number for each row
+                elements=_FEW_ROWS * 128,
+            )
         )
     return found
