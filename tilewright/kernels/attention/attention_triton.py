@@ -1131,12 +1131,20 @@ def _constants(problem: _Problem) -> dict:
 
 def _specialized(constants: dict, *tensors: torch.Tensor) -> bool:
     """Whether the forward by specialized warps computes this: blocks of values as wide as those of
-    keys, no dropout, no softcap of keys in two parts, which would exceed the registers, and
-    operands that TMA reads.
+    keys, no dropout, and operands that TMA reads.
     """
     as_wide = constants["WIDTH"] == constants["WIDTH_V"]
-    capped = constants["REST"] and constants["SOFTCAP"]
-    return as_wide and not (constants["DROPOUT"] or capped) and by_tma(*tensors)
+    return as_wide and not constants["DROPOUT"] and _in_registers(constants) and by_tma(*tensors)
+
+
+def _in_registers(constants: dict) -> bool:
+    """Whether the forward by specialized warps fits into the registers: not a softcap of keys in
+    two parts, nor windows of packed documents with rows of 256.
+    """
+    packed_window = constants["PACKED"] and constants["WINDOW"]
+    return not (
+        (constants["REST"] and constants["SOFTCAP"]) or (constants["WIDTH"] > 128 and packed_window)
+    )
 
 
 def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constants) -> None:
@@ -1267,8 +1275,9 @@ def _forward_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> 
         tile = (128 if large else 64, 16 if large and capped else 32, 8, 2 if large else 1)
     else:
         # Two parts of keys need registers for their addresses.
-        stages = (3 if large else 2) - (width == 192)
-        tile = (128, 64 if large or width <= 64 else 32, 8, stages)
+        half, stages = width == 192, 3 if large else 2
+        keys = 64 if (large and not half) or width <= 64 else 32
+        tile = (128, keys, 8, stages - half)
     return dict(zip(_FORWARD_NAMES, (*tile, False), strict=True))
 
 
@@ -1314,9 +1323,11 @@ def _backward_kv_heuristic(width: int, itemsize: int, large: bool, capped: bool)
     elif not large:
         tile = (64, 32, 8, 1)
     else:
-        # With keys in two parts, ptxas serializes the pipelined products of Hopper.
-        stages = 1 if width == 192 and not capped else 2
-        tile = (64 if capped else 128, 64 if width <= 64 else 32, 8, stages)
+        tile = (64 if capped else 128, 64 if width <= 64 else 32, 8, 2)
+        if width == 192 and not capped:
+            # With keys in two parts, ptxas serializes the pipelined products of Hopper; and sums of
+            # two parts leave registers for 16 rows.
+            tile = (64, 16, 8, 1)
     return dict(zip(_BACKWARD_NAMES, (*tile, False), strict=True))
 
 
@@ -1374,7 +1385,8 @@ def _roles(kernel, label: str, types: dict, constants: dict, config: dict) -> li
     from tilewright.kernels.attention import attention_backward_gluon, attention_gluon
 
     if kernel is _forward:
-        return [attention_gluon.spec(f"roles {label}", types, constants, config)]
+        fits = _in_registers(constants)
+        return [attention_gluon.spec(f"roles {label}", types, constants, config)] if fits else []
     if not attention_backward_gluon.fits(constants):
         return []
     return [attention_backward_gluon.spec(label.replace("_kv", " roles"), types, constants)]
@@ -1488,8 +1500,14 @@ def _dropping(
 
     def heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
         config = tunable.heuristic(width=width, itemsize=itemsize, large=large, capped=True)
-        step = config[walked] if width <= whole else max(16, config[walked] // 2)
-        return {**config, walked: step, "num_stages": min(stages, config["num_stages"])}
+        config = {**config, "num_stages": min(stages, config["num_stages"])}
+        if width <= whole:
+            return config
+        config[walked] = max(16, config[walked] // 2)
+        if tunable is BACKWARD_Q and itemsize == 2 and width <= 192:
+            # Gradients, queries and their bits in registers of as many threads as there are.
+            config |= {tiled: 64, "num_warps": 8}
+        return config
 
     def space(width: int, itemsize: int, large: bool, capped: bool) -> list[dict]:
         config = heuristic(width, itemsize, large, capped)
