@@ -197,3 +197,15 @@ def test_errors_name_the_argument_its_value_and_what_is_accepted(changes, messag
         given["weight"] = randn(*changes["weight"], seed=0)
     with pytest.raises(ValueError, match=re.escape(message)):
         low_precision_grouped_gemm(**given)
+
+
+def test_operators_of_compiled_code_have_right_fakes():
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(256, 8, generator=g), torch.randn(3, 4, 8, generator=g)
+    ends = torch.tensor([128, 128, 256])
+    rows = torch.ops.tilewright.low_precision_rows_of_experts.default
+    sums = torch.ops.tilewright.low_precision_sums_of_experts.default
+    torch.library.opcheck(rows, (x, w, ends))
+    torch.library.opcheck(sums, (x.mT[:4], x.mT, ends))
+    wanted = torch.cat((x[:128] @ w[0].mT, x[128:] @ w[2].mT))
+    torch.testing.assert_close(rows(x, w, ends), wanted)

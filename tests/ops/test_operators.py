@@ -1067,9 +1067,11 @@ def test_no_operator_escapes_opcheck():
     """Some case calls every operator that can be in a graph (it has a fake)."""
     called = set()
     # Except those of layers (test_products.py), of shards of a vocabulary (test_cross_entropy.py),
-    # within another operator (products of few rows), and of implementations that cannot run here
-    # but may have been loaded by another test.
+    # within another operator (products of few rows), of a twin's compiled code
+    # (test_low_precision_grouped_gemm.py), and of implementations that cannot run here but may have
+    # been loaded by another test.
     elsewhere = {"product_cpp", "softmax_stats_cpp_forward", "quantized_linear_cpp_few_rows"}
+    elsewhere |= {"low_precision_rows_of_experts", "low_precision_sums_of_experts"}
     for op in OPS.values():
         for impl in op.implementations:
             if impl.why_not(DEVICE) is not None:
