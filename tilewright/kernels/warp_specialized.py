@@ -86,14 +86,18 @@ def stages(dtype: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMN
 
 
 @gluon.jit
+def barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
+    """mbarriers, each with ARRIVALS per phase."""
+    found = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(found.index(s), count=ARRIVALS)
+    return found
+
+
+@gluon.jit
 def ring(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
     """(full, empty): mbarriers of the stages. ARRIVALS: on full, per turn."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=ARRIVALS)
-        mbarrier.init(empty.index(s), count=1)
-    return full, empty
+    return barriers(STAGES, ARRIVALS), barriers(STAGES, 1)
 
 
 @gluon.jit
@@ -168,6 +172,28 @@ def clear_rows(tile, live):
     for row in range(gl.maximum(live, 0), ROWS):
         for across in range(ACROSS):
             lines.index(across * ROWS + row).store(zeros)
+
+
+@gluon.jit
+def load_rows(x, corner, to, full, live, alone, cleared, PACKED: gl.constexpr):
+    """Loads a box of rows, announced on `full`. With PACKED, rows from `live` on are another
+    document's, and set to zero: 0 times their NaN would be NaN.
+
+    alone: an mbarrier for such boxes.   cleared: how many there were; returned with this one.
+    """
+    here = to.reshape(x.block_shape)
+    if PACKED and live < to.shape[0]:
+        mbarrier.expect(alone, x.block_type.nbytes)
+        tma_load(x, corner, alone, here)
+        mbarrier.wait(alone, cleared & 1)
+        clear_rows(to, live)
+        fence_async_shared()
+        mbarrier.arrive(full)
+        cleared += 1
+    else:
+        mbarrier.expect(full, x.block_type.nbytes)
+        tma_load(x, corner, full, here)
+    return cleared
 
 
 # ---- results

@@ -30,8 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.attention.attention_gluon import ATTENDING, barriers
-from tilewright.kernels.attention.attention_triton import logits, place, power_of, rows_of
+from tilewright.kernels.attention.attention_gluon import ATTENDING
+from tilewright.kernels.attention.attention_triton import logits, place, power_of, rows_of, seen
 from tilewright.kernels.device import older_triton
 from tilewright.kernels.launch import launch
 from tilewright.kernels.spec import KernelSpec
@@ -39,12 +39,12 @@ from tilewright.kernels.warp_specialized import (
     HOPPER,
     ONE_WARP,
     advance,
-    clear_rows,
+    barriers,
     descriptor,
     descriptor_type,
+    load_rows,
     stages,
     thread_barrier,
-    tma_load,
 )
 
 _ROWS = gl.constexpr(64)  # queries of a step; keys of a warpgroup
@@ -89,31 +89,6 @@ def _turn_of(m, n, offset, keys, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _load_pair(
-    x, y, corner, to_x, to_y, x_full, y_full, live, alone, cleared, PACKED: gl.constexpr
-):
-    """Two boxes of rows, whose rows from `live` on are another document's: set to zero."""
-    here_x, here_y = to_x.reshape(x.block_shape), to_y.reshape(y.block_shape)
-    if PACKED and live < _ROWS:
-        mbarrier.expect(alone, 2 * x.block_type.nbytes)
-        tma_load(x, corner, alone, here_x)
-        tma_load(y, corner, alone, here_y)
-        mbarrier.wait(alone, cleared & 1)
-        clear_rows(to_x, live)
-        clear_rows(to_y, live)
-        fence_async_shared()
-        mbarrier.arrive(x_full)
-        mbarrier.arrive(y_full)
-        cleared += 1
-    else:
-        mbarrier.expect(x_full, x.block_type.nbytes)
-        tma_load(x, corner, x_full, here_x)
-        mbarrier.expect(y_full, y.block_type.nbytes)
-        tma_load(y, corner, y_full, here_y)
-    return cleared
-
-
-@gluon.jit
 def _load(
     q,
     k,
@@ -147,24 +122,21 @@ def _load(
 ):
     """One warp. Rows past a tensor's last read zeros."""
     r = gl.arange(0, _ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    cleared = 0  # pairs
+    cleared = 0
     for w in range(gl.where(steps > 0, 2, 0)):
         at = n + w * _ROWS
-        corner = [batch, h // GROUP, begin + at, 0]
-        to_k, to_v = k_s.index(w), v_s.index(w)
-        cleared = _load_pair(
-            k, v, corner, to_k, to_v, kv_full, kv_full, keys - at, alone, cleared, PACKED
-        )
+        corner, live = [batch, h // GROUP, begin + at, 0], keys - at
+        cleared = load_rows(k, corner, k_s.index(w), kv_full, live, alone, cleared, PACKED)
+        cleared = load_rows(v, corner, v_s.index(w), kv_full, live, alone, cleared, PACKED)
     stage, phase = 0, 0
     m = low
     for _ in range(steps):
         mbarrier.wait(empty.index(stage), phase ^ 1)
-        corner = [batch, h, begin + m, 0]
-        live = queries - m
-        to_q, to_g, full = q_s.index(stage), g_s.index(stage), q_full.index(stage)
-        cleared = _load_pair(
-            q, g, corner, to_q, to_g, full, g_full.index(stage), live, alone, cleared, PACKED
-        )
+        corner, live = [batch, h, begin + m, 0], queries - m
+        full = q_full.index(stage)
+        cleared = load_rows(q, corner, q_s.index(stage), full, live, alone, cleared, PACKED)
+        full = g_full.index(stage)
+        cleared = load_rows(g, corner, g_s.index(stage), full, live, alone, cleared, PACKED)
         lse = gl.load(lse_ptr + m + r, mask=r < live, other=float("inf"))
         lse_s.index(stage).store(power_of(lse))
         at_s.index(stage).store(m + offset + r)
@@ -202,47 +174,7 @@ def _add_head(t, sum_ptr, first, end, turn, GROUP: gl.constexpr, D: gl.constexpr
 
 @gluon.jit
 def _differentiate(
-    part_ptr,
-    row_turn_ptr,
-    dk_ptr,
-    dk_batch,
-    dk_head,
-    dk_row,
-    dv_ptr,
-    dv_batch,
-    dv_head,
-    dv_row,
-    dk_sum_ptr,
-    dv_sum_ptr,
-    key_turn_ptr,
-    S,
-    Sk,
-    batch,
-    h,
-    begin,
-    n,
-    offset,
-    queries,
-    keys,
-    window,
-    scale,
-    cap,
-    low,
-    steps,
-    there,
-    k_s,
-    v_s,
-    q_s,
-    g_s,
-    lse_s,
-    delta_s,
-    at_s,
-    p_s,
-    ds_s,
-    kv_full,
-    q_full,
-    g_full,
-    empty,
+    shared,
     W: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
@@ -253,6 +185,49 @@ def _differentiate(
     """Warpgroup W of two. Arguments of the kernel are read where they are used; what is computed
     from them would take registers, so it is computed here.
     """
+    (
+        part_ptr,
+        row_turn_ptr,
+        dk_ptr,
+        dk_batch,
+        dk_head,
+        dk_row,
+        dv_ptr,
+        dv_batch,
+        dv_head,
+        dv_row,
+        dk_sum_ptr,
+        dv_sum_ptr,
+        key_turn_ptr,
+        S,
+        Sk,
+        batch,
+        h,
+        begin,
+        n,
+        offset,
+        queries,
+        keys,
+        window,
+        scale,
+        cap,
+        low,
+        steps,
+        there,
+        k_s,
+        v_s,
+        q_s,
+        g_s,
+        lse_s,
+        delta_s,
+        at_s,
+        p_s,
+        ds_s,
+        kv_full,
+        q_full,
+        g_full,
+        empty,
+    ) = shared
     WIDTH: gl.constexpr = k_s.shape[2]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -287,12 +262,8 @@ def _differentiate(
         if edge:
             # From memory: the loop would keep positions in registers, which are short.
             at = at_s.index(stage).load(COLUMN)
-            seen = (at == at)[None, :] & (j < keys)[:, None]
-            if CAUSAL:
-                seen = seen & (j[:, None] <= at[None, :])
-            if WINDOW:
-                seen = seen & (at[None, :] - j[:, None] < window)
-            p = gl.where(seen, p, 0.0)
+            mask = seen(at[None, :], j[:, None], keys, window, CAUSAL, WINDOW)
+            p = gl.where(mask, p, 0.0)
         p_of.store(p.to(p_of.dtype))
         fence_async_shared()
         thread_barrier()
@@ -400,112 +371,53 @@ def _backward(
     low, high = rows_of(n, n + _KEYS - 1, queries, offset, window, _ROWS, CAUSAL, WINDOW)
     steps = gl.where(there, gl.cdiv(high - low, _ROWS), 0)
     row_at = (batch.to(gl.int64) * gl.num_programs(1) + h) * S + begin
+    shared = (
+        part_ptr,
+        row_turn_ptr,
+        dk_ptr,
+        dk_batch,
+        dk_head,
+        dk_row,
+        dv_ptr,
+        dv_batch,
+        dv_head,
+        dv_row,
+        dk_sum_ptr,
+        dv_sum_ptr,
+        key_turn_ptr,
+        S,
+        Sk,
+        batch,
+        h,
+        begin,
+        n,
+        offset,
+        queries,
+        keys,
+        window,
+        scale,
+        cap,
+        low,
+        steps,
+        there,
+        k_s,
+        v_s,
+        q_s,
+        g_s,
+        lse_s,
+        delta_s,
+        at_s,
+        p_s,
+        ds_s,
+        kv_full.index(0),
+        q_full,
+        g_full,
+        empty,
+    )
     gl.warp_specialize(
         [
-            (
-                _differentiate,
-                (
-                    part_ptr,
-                    row_turn_ptr,
-                    dk_ptr,
-                    dk_batch,
-                    dk_head,
-                    dk_row,
-                    dv_ptr,
-                    dv_batch,
-                    dv_head,
-                    dv_row,
-                    dk_sum_ptr,
-                    dv_sum_ptr,
-                    key_turn_ptr,
-                    S,
-                    Sk,
-                    batch,
-                    h,
-                    begin,
-                    n,
-                    offset,
-                    queries,
-                    keys,
-                    window,
-                    scale,
-                    cap,
-                    low,
-                    steps,
-                    there,
-                    k_s,
-                    v_s,
-                    q_s,
-                    g_s,
-                    lse_s,
-                    delta_s,
-                    at_s,
-                    p_s,
-                    ds_s,
-                    kv_full.index(0),
-                    q_full,
-                    g_full,
-                    empty,
-                    0,
-                    GROUP,
-                    D,
-                    CAUSAL,
-                    WINDOW,
-                    SOFTCAP,
-                ),
-            ),
-            (
-                _differentiate,
-                (
-                    part_ptr,
-                    row_turn_ptr,
-                    dk_ptr,
-                    dk_batch,
-                    dk_head,
-                    dk_row,
-                    dv_ptr,
-                    dv_batch,
-                    dv_head,
-                    dv_row,
-                    dk_sum_ptr,
-                    dv_sum_ptr,
-                    key_turn_ptr,
-                    S,
-                    Sk,
-                    batch,
-                    h,
-                    begin,
-                    n,
-                    offset,
-                    queries,
-                    keys,
-                    window,
-                    scale,
-                    cap,
-                    low,
-                    steps,
-                    there,
-                    k_s,
-                    v_s,
-                    q_s,
-                    g_s,
-                    lse_s,
-                    delta_s,
-                    at_s,
-                    p_s,
-                    ds_s,
-                    kv_full.index(0),
-                    q_full,
-                    g_full,
-                    empty,
-                    1,
-                    GROUP,
-                    D,
-                    CAUSAL,
-                    WINDOW,
-                    SOFTCAP,
-                ),
-            ),
+            (_differentiate, (shared, 0, GROUP, D, CAUSAL, WINDOW, SOFTCAP)),
+            (_differentiate, (shared, 1, GROUP, D, CAUSAL, WINDOW, SOFTCAP)),
             (
                 _load,
                 (

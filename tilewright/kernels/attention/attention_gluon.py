@@ -22,13 +22,19 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.attention.attention_triton import LN2, LOG2E, blocks_of_keys, place, tanh
+from tilewright.kernels.attention.attention_triton import (
+    LN2,
+    LOG2E,
+    blocks_of_keys,
+    place,
+    seen,
+    tanh,
+)
 from tilewright.kernels.launch import launch
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.warp_specialized import (
@@ -36,9 +42,10 @@ from tilewright.kernels.warp_specialized import (
     HOPPER,
     ONE_WARP,
     advance,
-    clear_rows,
+    barriers,
     descriptor,
     descriptor_type,
+    load_rows,
     stages,
     thread_barrier,
     tma_load,
@@ -47,15 +54,6 @@ from tilewright.kernels.warp_specialized import (
 _ROWS = gl.constexpr(64)  # queries of a warpgroup
 # Registers of a thread of a warpgroup, what one loading warp leaves.
 ATTENDING, ATTENDING_NARROW = gl.constexpr(240), gl.constexpr(208)
-
-
-@gluon.jit
-def barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
-    """mbarriers with ARRIVALS per phase."""
-    found = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(found.index(s), count=ARRIVALS)
-    return found
 
 
 @gluon.jit
@@ -99,7 +97,7 @@ def _load(
     k_empty,
     v_full,
     v_empty,
-    cleared,
+    alone,
     GROUP: gl.constexpr,
     PACKED: gl.constexpr,
     REST: gl.constexpr,
@@ -117,7 +115,7 @@ def _load(
             if REST:
                 here = q_rest_s.index(w).reshape(q_rest.block_shape)
                 tma_load(q_rest, [batch, h, at, WIDTH], q_full, here)
-    stage, phase = 0, 0
+    cleared, stage, phase = 0, 0, 0
     for step in range(steps):
         n = (last - step) * N
         mbarrier.wait(k_empty.index(stage), phase ^ 1)
@@ -129,18 +127,9 @@ def _load(
             here = k_rest_s.index(stage).reshape(k_rest.block_shape)
             tma_load(k_rest, [batch, h // GROUP, begin + n, WIDTH], k_full.index(stage), here)
         mbarrier.wait(v_empty.index(stage), phase ^ 1)
-        here = v_s.index(stage).reshape(v.block_shape)
-        if PACKED and n + N > keys:
-            # The last block of keys, the first that is loaded, and no other.
-            mbarrier.expect(cleared, v.block_type.nbytes)
-            tma_load(v, [batch, h // GROUP, begin + n, 0], cleared, here)
-            mbarrier.wait(cleared, 0)
-            clear_rows(v_s.index(stage), keys - n)
-            fence_async_shared()
-            mbarrier.arrive(v_full.index(stage))
-        else:
-            mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
-            tma_load(v, [batch, h // GROUP, begin + n, 0], v_full.index(stage), here)
+        to, full, corner = v_s.index(stage), v_full.index(stage), [batch, h // GROUP, begin + n, 0]
+        # Only the last block of keys, which is loaded first, has rows of another document.
+        cleared = load_rows(v, corner, to, full, keys - n, alone, cleared, PACKED)
         stage, phase = advance(stage, phase, STAGES)
 
 
@@ -170,12 +159,8 @@ def _softmax(
         factor = scale * LOG2E
     if MASKED:
         column = n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-        seen = (column < keys)[None, :] & (rows == rows)[:, None]
-        if CAUSAL:
-            seen = seen & (column[None, :] <= rows[:, None])
-        if WINDOW:
-            seen = seen & (rows[:, None] - column[None, :] < window)
-        s = gl.where(seen, s, float("-inf"))
+        mask = seen(rows[:, None], column[None, :], keys, window, CAUSAL, WINDOW)
+        s = gl.where(mask, s, float("-inf"))
     new = gl.maximum(top, gl.max(s, 1) * factor)
     base = gl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
     p = gl.exp2(s * factor - base[:, None])
@@ -184,7 +169,7 @@ def _softmax(
 
 
 @gluon.jit
-def operand(p, dtype: gl.constexpr):
+def _operand(p, dtype: gl.constexpr):
     """Probabilities as the left operand of a product, in registers."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, p.type.layout, 2)
     return gl.convert_layout(p.to(dtype), LAYOUT)
@@ -205,32 +190,8 @@ def _product(q, q_rest, k, k_rest, N: gl.constexpr, REST: gl.constexpr):
 @gluon.jit
 def _steps(
     count,
-    n,
-    acc,
-    p,
-    top,
-    total,
-    k_stage,
-    k_phase,
-    v_stage,
-    v_phase,
-    parity,
-    q,
-    q_rest,
-    k_s,
-    k_rest_s,
-    v_s,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
-    mine,
-    other,
-    rows,
-    keys,
-    window,
-    scale,
-    cap,
+    state,
+    given,
     MASKED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
@@ -238,6 +199,10 @@ def _steps(
     REST: gl.constexpr,
 ):
     """`count` blocks of keys, down from the one before n."""
+    n, acc, p, top, total, k_stage, k_phase, v_stage, v_phase, parity = state
+    q, q_rest, memory, signals, mine, other, rows, keys, window, scale, cap = given
+    k_s, k_rest_s, v_s = memory
+    k_full, k_empty, v_full, v_empty = signals
     STAGES: gl.constexpr = k_s.shape[0]
     N: gl.constexpr = k_s.shape[1]
     for _ in range(count):
@@ -257,7 +222,7 @@ def _steps(
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         mbarrier.arrive(v_empty.index(v_stage))
         acc *= gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
-        p = operand(s, v_s.dtype)
+        p = _operand(s, v_s.dtype)
         k_stage, k_phase = advance(k_stage, k_phase, STAGES)
         v_stage, v_phase = advance(v_stage, v_phase, STAGES)
         parity ^= 1
@@ -266,35 +231,7 @@ def _steps(
 
 @gluon.jit
 def _attend(
-    sinks_ptr,
-    out_ptr,
-    lse_ptr,
-    h,
-    m,
-    offset,
-    queries,
-    keys,
-    window,
-    last,
-    masked,
-    free,
-    ended,
-    scale,
-    cap,
-    out_at,
-    o_row,
-    lse_at,
-    q_s,
-    q_rest_s,
-    k_s,
-    k_rest_s,
-    v_s,
-    q_full,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
-    turn,
+    shared,
     W: gl.constexpr,
     DV: gl.constexpr,
     REST: gl.constexpr,
@@ -304,6 +241,34 @@ def _attend(
     SINKS: gl.constexpr,
 ):
     """Warpgroup W of two. last: -1 if there is nothing to do."""
+    (
+        sinks_ptr,
+        out_ptr,
+        lse_ptr,
+        h,
+        m,
+        offset,
+        queries,
+        keys,
+        window,
+        last,
+        masked,
+        free,
+        ended,
+        scale,
+        cap,
+        out_at,
+        o_row,
+        lse_at,
+        q_s,
+        q_rest_s,
+        q_full,
+        memory,
+        signals,
+        turn,
+    ) = shared
+    k_s, k_rest_s, v_s = memory
+    k_full, k_empty, v_full, _ = signals
     STAGES: gl.constexpr = k_s.shape[0]
     N: gl.constexpr = k_s.shape[1]
     WIDTH: gl.constexpr = v_s.shape[2]
@@ -329,113 +294,18 @@ def _attend(
         s, top, total, _ = _softmax(
             s, top, total, rows, n, keys, window, scale, cap, True, CAUSAL, WINDOW, SOFTCAP
         )
-        p = operand(s, v_s.dtype)
+        p = _operand(s, v_s.dtype)
         v_stage, v_phase = 0, 0
         k_stage, k_phase = advance(v_stage, v_phase, STAGES)
         parity = 1 - W  # the first warpgroup's first turn is free
-        n, acc, p, top, total, k_stage, k_phase, v_stage, v_phase, parity = _steps(
-            masked,
-            n,
-            acc,
-            p,
-            top,
-            total,
-            k_stage,
-            k_phase,
-            v_stage,
-            v_phase,
-            parity,
-            q,
-            q_rest,
-            k_s,
-            k_rest_s,
-            v_s,
-            k_full,
-            k_empty,
-            v_full,
-            v_empty,
-            turn.index(W),
-            turn.index(1 - W),
-            rows,
-            keys,
-            window,
-            scale,
-            cap,
-            True,
-            CAUSAL,
-            WINDOW,
-            SOFTCAP,
-            REST,
-        )
-        n, acc, p, top, total, k_stage, k_phase, v_stage, v_phase, parity = _steps(
-            free,
-            n,
-            acc,
-            p,
-            top,
-            total,
-            k_stage,
-            k_phase,
-            v_stage,
-            v_phase,
-            parity,
-            q,
-            q_rest,
-            k_s,
-            k_rest_s,
-            v_s,
-            k_full,
-            k_empty,
-            v_full,
-            v_empty,
-            turn.index(W),
-            turn.index(1 - W),
-            rows,
-            keys,
-            window,
-            scale,
-            cap,
-            False,
-            CAUSAL,
-            WINDOW,
-            SOFTCAP,
-            REST,
-        )
+        state = n, acc, p, top, total, k_stage, k_phase, v_stage, v_phase, parity
+        mine, other = turn.index(W), turn.index(1 - W)
+        given = (q, q_rest, memory, signals, mine, other, rows, keys, window, scale, cap)
+        state = _steps(masked, state, given, True, CAUSAL, WINDOW, SOFTCAP, REST)
+        state = _steps(free, state, given, False, CAUSAL, WINDOW, SOFTCAP, REST)
         if WINDOW:
-            n, acc, p, top, total, k_stage, k_phase, v_stage, v_phase, parity = _steps(
-                ended,
-                n,
-                acc,
-                p,
-                top,
-                total,
-                k_stage,
-                k_phase,
-                v_stage,
-                v_phase,
-                parity,
-                q,
-                q_rest,
-                k_s,
-                k_rest_s,
-                v_s,
-                k_full,
-                k_empty,
-                v_full,
-                v_empty,
-                turn.index(W),
-                turn.index(1 - W),
-                rows,
-                keys,
-                window,
-                scale,
-                cap,
-                True,
-                CAUSAL,
-                WINDOW,
-                SOFTCAP,
-                REST,
-            )
+            state = _steps(ended, state, given, True, CAUSAL, WINDOW, SOFTCAP, REST)
+        _, acc, p, top, total, _, _, v_stage, v_phase, _ = state
         mbarrier.wait(v_full.index(v_stage), v_phase)
         acc = warpgroup_mma(p, v_s.index(v_stage), acc, is_async=True)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
@@ -514,90 +384,37 @@ def _forward(
     b = batch.to(gl.int64)
     out_at = b * o_batch + h.to(gl.int64) * o_head + row.to(gl.int64) * o_row
     lse_at = (b * gl.num_programs(1) + h) * S + row
+    memory, signals = (k_s, k_rest_s, v_s), (k_full, k_empty, v_full, v_empty)
+    shared = (
+        sinks_ptr,
+        out_ptr,
+        lse_ptr,
+        h,
+        m,
+        offset,
+        queries,
+        keys,
+        window,
+        last,
+        masked,
+        free,
+        ended,
+        scale,
+        cap,
+        out_at,
+        o_row,
+        lse_at,
+        q_s,
+        q_rest_s,
+        single.index(0),
+        memory,
+        signals,
+        turn,
+    )
     gl.warp_specialize(
         [
-            (
-                _attend,
-                (
-                    sinks_ptr,
-                    out_ptr,
-                    lse_ptr,
-                    h,
-                    m,
-                    offset,
-                    queries,
-                    keys,
-                    window,
-                    last,
-                    masked,
-                    free,
-                    ended,
-                    scale,
-                    cap,
-                    out_at,
-                    o_row,
-                    lse_at,
-                    q_s,
-                    q_rest_s,
-                    k_s,
-                    k_rest_s,
-                    v_s,
-                    single.index(0),
-                    k_full,
-                    k_empty,
-                    v_full,
-                    v_empty,
-                    turn,
-                    0,
-                    DV,
-                    REST,
-                    CAUSAL,
-                    WINDOW,
-                    SOFTCAP,
-                    SINKS,
-                ),
-            ),
-            (
-                _attend,
-                (
-                    sinks_ptr,
-                    out_ptr,
-                    lse_ptr,
-                    h,
-                    m,
-                    offset,
-                    queries,
-                    keys,
-                    window,
-                    last,
-                    masked,
-                    free,
-                    ended,
-                    scale,
-                    cap,
-                    out_at,
-                    o_row,
-                    lse_at,
-                    q_s,
-                    q_rest_s,
-                    k_s,
-                    k_rest_s,
-                    v_s,
-                    single.index(0),
-                    k_full,
-                    k_empty,
-                    v_full,
-                    v_empty,
-                    turn,
-                    1,
-                    DV,
-                    REST,
-                    CAUSAL,
-                    WINDOW,
-                    SOFTCAP,
-                    SINKS,
-                ),
-            ),
+            (_attend, (shared, 0, DV, REST, CAUSAL, WINDOW, SOFTCAP, SINKS)),
+            (_attend, (shared, 1, DV, REST, CAUSAL, WINDOW, SOFTCAP, SINKS)),
             (
                 _load,
                 (

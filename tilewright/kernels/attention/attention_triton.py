@@ -98,7 +98,7 @@ def logits(s, scale, cap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _seen(rows, columns, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+def seen(rows, columns, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Which columns each row sees, by position."""
     mask = (columns < keys) & (rows == rows)
     if CAUSAL:
@@ -238,7 +238,7 @@ def _attend(
         s, _ = logits(s, scale, cap, SOFTCAP)
         if MASKED:
             s = tl.where(
-                _seen(rows[:, None], n + j[None, :], keys, window, CAUSAL, WINDOW), s, float("-inf")
+                seen(rows[:, None], n + j[None, :], keys, window, CAUSAL, WINDOW), s, float("-inf")
             )
         new = tl.maximum(top, tl.max(s, 1))
         base = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
@@ -536,7 +536,7 @@ def _walk_keys(
         s, slope = logits(s, scale, cap, SOFTCAP)
         p = tl.exp2(s - power[:, None])
         if MASKED:
-            p = tl.where(_seen(rows[:, None], n + j[None, :], keys, window, CAUSAL, WINDOW), p, 0.0)
+            p = tl.where(seen(rows[:, None], n + j[None, :], keys, window, CAUSAL, WINDOW), p, 0.0)
         dp = tl.dot(g, tl.trans(v), input_precision=PRECISION)
         if DROPOUT:
             kept = _kept(line, n, head, threshold, seed, draw, BLOCK_M, BLOCK_N)
@@ -932,9 +932,7 @@ def _backward_kv(
                     edge = edge | (m + offset + BLOCK_M - 1 - n >= window)
                 if edge:
                     p = tl.where(
-                        _seen(
-                            m + i[None, :] + offset, n + j[:, None], keys, window, CAUSAL, WINDOW
-                        ),
+                        seen(m + i[None, :] + offset, n + j[:, None], keys, window, CAUSAL, WINDOW),
                         p,
                         0.0,
                     )
