@@ -9,6 +9,7 @@ import torch
 import tilewright
 from tilewright.integrations.transformers import accelerate, restore
 from tilewright.integrations.transformers import linear_attention as part
+from tilewright.integrations.transformers.instance import own_function
 from tilewright.ops import OPS
 
 transformers = pytest.importorskip("transformers")
@@ -89,6 +90,39 @@ def test_linear_attention_is_computed_by_ops(model, monkeypatch):
     assert torch.equal(model(x).logits, logits)
 
 
+def test_autocast_and_checkpointing_train_as_before(model, monkeypatch):
+    """A step in mixed precision with layers recomputed: ops get autocast's dtype, and loss and
+    gradients are those of the model's own functions to within bfloat16.
+    """
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    x, dtypes = tokens(2, 40), []
+    twin = OPS["gated_delta_rule"].eager
+    monkeypatch.setattr(
+        OPS["gated_delta_rule"], "eager", lambda *a: dtypes.append(a[0].dtype) or twin(*a)
+    )
+
+    def step():
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x, labels=x).loss
+        loss.backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        return loss.detach(), grads
+
+    loss, grads = step()
+    assert not dtypes
+    with pinned():
+        accelerate(model, parts=("norm", "linear_attention"), quiet=True)
+        found, theirs = step()
+    assert len(dtypes) == 6 and {*dtypes} == {torch.bfloat16}, "three layers, each recomputed"
+    torch.testing.assert_close(found, loss, rtol=1e-2, atol=0)
+    assert theirs.keys() == grads.keys()
+    for name, grad in grads.items():
+        error, size = (theirs[name] - grad).norm(), grad.norm()
+        assert theirs[name].dtype == grad.dtype and error <= 0.1 * size + 1e-4, name
+
+
 def test_packed_documents_are_apart(model):
     lengths = (5, 66, 1, 20)
     x = tokens(1, sum(lengths))
@@ -133,7 +167,7 @@ def test_copies_and_pickles_keep_it(model):
 
 def test_functions_that_compute_something_else_are_left(model, monkeypatch):
     module = layers_of(model)[0]
-    space = part.own_function(type(module).forward).__globals__
+    space = own_function(type(module).forward).__globals__
     rule = space["torch_chunk_gated_delta_rule"]
 
     def twice(query, key, value, g, beta, **kwargs):

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CellType, FunctionType, ModuleType
 from typing import Any, cast
 
 import torch
 from torch import nn
+
+from tilewright.integrations.transformers.versions import absent
 
 BASE = "_tilewright_base"
 # Projections of an MLP, which adapters and quantizers replace, and which are called as before.
@@ -168,19 +170,39 @@ def with_globals(function: Callable, space: dict[str, Any]) -> FunctionType | No
     return copied
 
 
-def namespace(own: FunctionType, chosen: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a function's namespace with the values of `chosen`, which are hashable."""
-    space = own.__globals__
-    # Whatever another library has replaced there since: the copies hold what they were made of, so
-    # that no other object gets the same id.
-    now = tuple((key, id(value)) for key, value in space.items() if key != "__builtins__")
-    return _namespace(space["__name__"], tuple(sorted(chosen.items())), now).__dict__
+def called_by(cls: type, names: Iterable[str]) -> dict[str, Callable]:
+    """The functions of these names that a class's forward calls."""
+    own = own_function(cls.forward)
+    if own is None:
+        return {}
+    space, used = own.__globals__, own.__code__.co_names
+    return {n: space[n] for n in names if n in used and callable(space.get(n))}
+
+
+def calling(base: type, chosen: dict[str, Callable]) -> FunctionType | str:
+    """The class's own forward, in a namespace where these functions stand for those of their names;
+    or the reason why it cannot be made.
+    """
+    own = own_function(base.forward)
+    copied = None
+    if own is not None:
+        space = own.__globals__
+        # Whatever another library has replaced there since: the copies hold what they were made of,
+        # so that no other object gets the same id.
+        now = tuple((key, id(value)) for key, value in space.items() if key != "__builtins__")
+        copied = with_globals(
+            base.forward, _namespace(space["__name__"], tuple(sorted(chosen.items())), now).__dict__
+        )
+    if copied is None:
+        return absent(f"forward of {base.__name__} below a decorator that keeps it in its closure")
+    return copied
 
 
 @functools.cache
 def _namespace(name: str, chosen: tuple[tuple[str, Any], ...], now: tuple) -> ModuleType:
-    """now: what the names of the namespace are.   It is a module that can be imported, where
-    torch.compile looks the names of its functions up.
+    """A copy of a module with the values of `chosen`.   now: what the names of the module are.
+
+    It can be imported: torch.compile looks the names of its functions up there.
     """
     module = sys.modules[name]
     number = sum(key.startswith(f"{__name__}.") for key in sys.modules)

@@ -19,14 +19,12 @@ from tilewright.core import checks
 from tilewright.integrations.transformers.instance import (
     MERGED,
     SPLIT,
+    called_by,
+    calling,
     generator,
-    namespace,
-    own_function,
     probe,
     was_given,
-    with_globals,
 )
-from tilewright.integrations.transformers.versions import absent
 from tilewright.ops.activation.activation import GELU_ERF, GELU_TANH, SILU, act_mul_eager
 from tilewright.ops.norm.rmsnorm import rmsnorm_eager
 from tilewright.ops.norm.rmsnorm_gated import rmsnorm_gated_eager
@@ -43,18 +41,31 @@ def is_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.RMSNorm) or "RMSNorm" in type(module).__name__
 
 
+def _norm_parts(module: nn.Module) -> tuple[str, float, torch.Tensor, torch.Tensor] | str:
+    """(the attribute of eps, eps, rows and a weight to evaluate it on), or the reason why it is no
+    norm of rows by one weight.
+    """
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 1 or len(list(module.parameters())) != 1:
+        return "has no weight [D] of its own, or further parameters"
+    name = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"
+    if not isinstance(eps := getattr(module, name, None), float):
+        return "has no eps"
+    g, D = generator(), weight.shape[0]
+    x = torch.randn(3, D, generator=g) * torch.tensor([[0.01], [1.0], [30.0]])
+    return name, eps, x, torch.rand(D, generator=g) + 0.5
+
+
 def norm_options(module: nn.Module) -> tuple | str:
     """(the attribute of eps, offset, cast, promotes) for `norm_forward`, or the reason why
     `ops.rmsnorm` does not compute the same.
     """
     if len(inspect.signature(type(module).forward).parameters) != 2:
         return "takes more than the rows to normalize"
-    weight = module._parameters.get("weight")
-    if weight is None or weight.dim() != 1 or len(list(module.parameters())) != 1:
-        return "has no weight [D] of its own, or further parameters"
-    g, D = generator(), weight.shape[0]
-    x = torch.randn(3, D, generator=g) * torch.tensor([[0.01], [1.0], [30.0]])
-    w = torch.rand(D, generator=g) + 0.5
+    parts = _norm_parts(module)
+    if isinstance(parts, str):
+        return parts
+    name, eps, x, w = parts
 
     def own(x, w):
         return type(module).forward(probe(module, parameters={"weight": w}), x)
@@ -64,9 +75,6 @@ def norm_options(module: nn.Module) -> tuple | str:
         promotes = own(x.bfloat16(), w).dtype == torch.float32
     except Exception as error:
         return f"cannot be evaluated ({type(error).__name__}: {error})"
-    name = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"
-    if not isinstance(eps := getattr(module, name, None), float):
-        return "has no eps"
     for offset in (0.0, 1.0):
         if torch.allclose(expected, rmsnorm_eager(x, w, None, eps, offset), **CLOSE):
             casts = {
@@ -105,15 +113,11 @@ def gated_norm_options(module: nn.Module) -> tuple | str:
     """(the attribute of eps,) for `gated_norm_forward`, or the reason why `ops.rmsnorm_gated` does
     not compute the same.
     """
-    weight = module._parameters.get("weight")
-    if weight is None or weight.dim() != 1 or len(list(module.parameters())) != 1:
-        return "has no weight [D] of its own, or further parameters"
-    g, D = generator(), weight.shape[0]
-    x = torch.randn(3, D, generator=g) * torch.tensor([[0.01], [1.0], [30.0]])
-    gate, w = torch.randn(3, D, generator=g), torch.rand(D, generator=g) + 0.5
-    name = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"
-    if not isinstance(eps := getattr(module, name, None), float):
-        return "has no eps"
+    parts = _norm_parts(module)
+    if isinstance(parts, str):
+        return parts
+    name, eps, x, w = parts
+    gate = torch.randn(x.shape, generator=generator())
     try:
         found = type(module).forward(probe(module, parameters={"weight": w}), x, gate)
     except Exception as error:
@@ -203,20 +207,15 @@ ROTATIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
 
 def rotations_of(cls: type) -> dict[str, Callable]:
     """The functions of these names that the class's forward calls."""
-    own = own_function(cls.forward)
-    if own is None:
-        return {}
-    space, names = own.__globals__, own.__code__.co_names
-    return {n: space[n] for n in ROTATIONS if n in names and callable(space.get(n))}
+    return called_by(cls, ROTATIONS)
 
 
 def rope_reason(cls: type) -> str | None:
     """Why `rope_forward` cannot be made for this class of attention, or None."""
     if not any(_rotation(f) for f in rotations_of(cls).values()):
         return "does not rotate pairs of features as ops.rope does"
-    if with_globals(cls.forward, {}) is None:
-        return absent(f"forward of {cls.__name__} below a decorator that keeps it in its closure")
-    return None
+    found = _rotating(cls)
+    return found if isinstance(found, str) else None
 
 
 def rope_forward(base: type) -> Callable:
@@ -225,12 +224,14 @@ def rope_forward(base: type) -> Callable:
     transformers has a place for another rotation, its kernelized functions, only where the package
     `kernels` is installed, and only for about half of its attentions.
     """
-    own = own_function(base.forward)
-    assert own is not None, "else `rope_reason` has refused it"
-    chosen = {n: _rotate(f, *kind) for n, f in rotations_of(base).items() if (kind := _rotation(f))}
-    copied = with_globals(base.forward, namespace(own, chosen))
-    assert copied is not None, "else `rope_reason` has refused it"
-    return copied
+    found = _rotating(base)
+    assert not isinstance(found, str), "else `rope_reason` has refused it"
+    return found
+
+
+def _rotating(cls: type) -> Callable | str:
+    rotations = {n: (f, _rotation(f)) for n, f in rotations_of(cls).items()}
+    return calling(cls, {n: _rotate(f, *kind) for n, (f, kind) in rotations.items() if kind})
 
 
 @functools.cache

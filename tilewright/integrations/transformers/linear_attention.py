@@ -16,13 +16,7 @@ import torch
 from torch import nn
 
 from tilewright import ops
-from tilewright.integrations.transformers.instance import (
-    generator,
-    namespace,
-    own_function,
-    with_globals,
-)
-from tilewright.integrations.transformers.versions import absent
+from tilewright.integrations.transformers.instance import called_by, calling, generator
 from tilewright.ops.linear_attention.causal_conv1d import CAUSAL_CONV1D, causal_conv1d_eager
 from tilewright.ops.linear_attention.gated_delta_rule import GATED_DELTA_RULE
 
@@ -38,11 +32,7 @@ CHUNK = 64
 
 def called(cls: type) -> dict[str, Callable]:
     """The functions of these names that the class's forward calls."""
-    own = own_function(cls.forward)
-    if own is None:
-        return {}
-    space, names = own.__globals__, own.__code__.co_names
-    return {n: space[n] for n in FUNCTIONS if n in names and callable(space.get(n))}
+    return called_by(cls, FUNCTIONS)
 
 
 def is_linear_attention(module: nn.Module) -> bool:
@@ -55,20 +45,21 @@ def ops_of(cls: type) -> tuple[str, ...] | str:
     found = {FUNCTIONS[n] for n, own in called(cls).items() if agrees[FUNCTIONS[n]](own)}
     if not found:
         return "does not call functions that compute what ops.gated_delta_rule does"
-    if with_globals(cls.forward, {}) is None:
-        return absent(f"forward of {cls.__name__} below a decorator that keeps it in its closure")
-    return tuple(sorted(found))
+    forward = _forward(cls, found)
+    return forward if isinstance(forward, str) else tuple(sorted(found))
 
 
 def linear_attention_forward(base: type, names: Iterable[str]) -> Callable:
     """The class's own forward, in a namespace where functions that these ops compute are theirs."""
-    own = own_function(base.forward)
-    assert own is not None, "else `ops_of` has refused it"
+    forward = _forward(base, names)
+    assert not isinstance(forward, str), "else `ops_of` has refused it"
+    return forward
+
+
+def _forward(cls: type, names: Iterable[str]) -> Callable | str:
     make = {CAUSAL_CONV1D.name: _convolution, GATED_DELTA_RULE.name: _rule}
-    chosen = {n: make[FUNCTIONS[n]](f) for n, f in called(base).items() if FUNCTIONS[n] in names}
-    copied = with_globals(base.forward, namespace(own, chosen))
-    assert copied is not None, "else `ops_of` has refused it"
-    return copied
+    functions = {n: (f, FUNCTIONS[n]) for n, f in called(cls).items()}
+    return calling(cls, {n: make[op](f) for n, (f, op) in functions.items() if op in names})
 
 
 # ---- the convolution
