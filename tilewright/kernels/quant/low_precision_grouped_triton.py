@@ -19,19 +19,11 @@ import triton.language as tl
 
 from tilewright.kernels.device import conversions, large_shared_memory
 from tilewright.kernels.launch import launch
-from tilewright.kernels.launchers import cdiv, next_power_of_2
-from tilewright.kernels.quant.quantize_triton import from_e4m3, spec
+from tilewright.kernels.launchers import cdiv
+from tilewright.kernels.quant.low_precision_triton import product, rounded
+from tilewright.kernels.quant.quantize_triton import spec
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
-
-
-@triton.jit
-def _product(a, b, HARDWARE: tl.constexpr):
-    if HARDWARE:
-        part = tl.dot(a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True))
-    else:
-        part = tl.dot(from_e4m3(a, 0), from_e4m3(b, 0), input_precision="ieee")
-    return part
 
 
 @triton.jit
@@ -74,7 +66,7 @@ def _rows(
             x = tl.load(x_at + k * 128, mask=inside[None, :], other=0)
             w = tl.load(w_at + k * 128, mask=inside[:, None] & (n < N)[None, :], other=0)
             scale = tl.load(x_scale_at + k) * tl.load(w_scale_at + k)
-            acc += _product(x, w, HARDWARE) * scale[:, None]
+            acc += product(x, w, HARDWARE) * scale[:, None]
         row = tl.load(row_ptr + p).to(tl.int64)
         tl.store(
             out_ptr + row[:, None] * N + n[None, :],
@@ -120,7 +112,7 @@ def _weights(
         x = tl.load(x_at + b * 128, mask=(k < K)[None, :], other=0)
         dy_scale = tl.load(dy_scale_at + b, mask=n < N, other=0.0)
         x_scale = tl.load(x_scale_at + b, mask=k < K, other=0.0)
-        acc += _product(dy, x, HARDWARE) * dy_scale[:, None] * x_scale[None, :]
+        acc += product(dy, x, HARDWARE) * dy_scale[:, None] * x_scale[None, :]
     out_ptr += e.to(tl.int64) * N * K
     tl.store(
         out_ptr + n.to(tl.int64)[:, None] * K + k[None, :],
@@ -143,7 +135,7 @@ def rows(
 ) -> None:
     """Writes `out`. e4m3 bytes, contiguous; see `_rows`. No size is 0."""
     (P, K), (E, N, _) = x.shape, w.shape
-    c = ROWS.config(x.device, N, K, _rounded(P), large_shared_memory(x.device))
+    c = ROWS.config(x.device, N, K, rounded(P), large_shared_memory(x.device))
     launch(
         _rows,
         (P // c["BLOCK_M"] * cdiv(N, c["BLOCK_N"]),),
@@ -174,7 +166,7 @@ def weights(
     """dw [E, N, K]; see `_weights`. No size is 0."""
     (N, P), K, E = dy.shape, x.shape[0], ends.shape[0]
     out = torch.empty((E, N, K), dtype=dtype, device=dy.device)
-    c = WEIGHTS.config(dy.device, N, K, _rounded(P), large_shared_memory(dy.device))
+    c = WEIGHTS.config(dy.device, N, K, rounded(P), large_shared_memory(dy.device))
     launch(
         _weights,
         (E * cdiv(N, c["BLOCK_M"]) * cdiv(K, c["BLOCK_N"]),),
@@ -191,11 +183,6 @@ def weights(
         **c,
     )
     return out
-
-
-def _rounded(count: int) -> int:
-    """A number of rows as a key of configurations has it, so that few numbers need one."""
-    return min(4096, next_power_of_2(count))
 
 
 # ---- launch configurations

@@ -20,20 +20,11 @@ from tilewright.kernels.device import conversions, large_shared_memory
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.quant.quantize_triton import from_e2m1, from_e4m3, spec
+from tilewright.kernels.quant.quantized_linear_triton import tile_of_program
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
 SPAN = 128  # columns that share a scale in block-scaled FP8
-
-
-@triton.jit
-def _place(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """This program's first row of a and of b. Neighboring programs share them, for L2."""
-    n_tiles, m_tiles = tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M)
-    first = tl.program_id(0) // (GROUP * n_tiles) * GROUP
-    height = tl.minimum(m_tiles - first, GROUP)
-    inside = tl.program_id(0) - first * n_tiles
-    return (first + inside % height) * BLOCK_M, inside // height * BLOCK_N
 
 
 @triton.jit
@@ -43,6 +34,16 @@ def _store(acc, out_ptr, m, n, M, N):
         acc.to(out_ptr.dtype.element_ty),
         mask=(m < M)[:, None] & (n < N)[None, :],
     )
+
+
+@triton.jit
+def product(a, b, HARDWARE: tl.constexpr):
+    """a b of bytes of e4m3."""
+    if HARDWARE:
+        part = tl.dot(a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True))
+    else:
+        part = tl.dot(from_e4m3(a, 0), from_e4m3(b, 0), input_precision="ieee")
+    return part
 
 
 @triton.jit
@@ -64,8 +65,8 @@ def _by_rows(
     """out [M, N].   a [M, K] with scales [M, across], b [N, K] with scales [N, across]; one scale
     per 128 columns, within which the tensor cores sum.
     """
-    first_m, first_n = _place(M, N, BLOCK_M, BLOCK_N, GROUP)
-    m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    m_tile, n_tile = tile_of_program(M, N, BLOCK_M, BLOCK_N, GROUP)
+    m, n = m_tile * BLOCK_M + tl.arange(0, BLOCK_M), n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, 128)
     a_at = a_ptr + m.to(tl.int64)[:, None] * K + ks[None, :]
     b_at = b_ptr + n.to(tl.int64)[None, :] * K + ks[:, None]
@@ -78,11 +79,7 @@ def _by_rows(
         b = tl.load(b_at + k * 128, mask=(ks < left)[:, None] & (n < N)[None, :], other=0)
         a_scale = tl.load(a_scale_at + k, mask=m < M, other=0.0)
         b_scale = tl.load(b_scale_at + k, mask=n < N, other=0.0)
-        if HARDWARE:
-            part = tl.dot(a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True))
-        else:
-            part = tl.dot(from_e4m3(a, 0), from_e4m3(b, 0), input_precision="ieee")
-        acc += part * a_scale[:, None] * b_scale[None, :]
+        acc += product(a, b, HARDWARE) * a_scale[:, None] * b_scale[None, :]
     _store(acc, out_ptr, m, n, M, N)
 
 
@@ -137,8 +134,8 @@ def _scaled(
     BYTES: tl.constexpr = BLOCK_K // 2 if E2M1 else BLOCK_K
     SCALES: tl.constexpr = BLOCK_K // WIDE
     FORMAT: tl.constexpr = "e2m1" if E2M1 else "e4m3"
-    first_m, first_n = _place(M, N, BLOCK_M, BLOCK_N, GROUP)
-    m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    m_tile, n_tile = tile_of_program(M, N, BLOCK_M, BLOCK_N, GROUP)
+    m, n = m_tile * BLOCK_M + tl.arange(0, BLOCK_M), n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     byte, group = tl.arange(0, BYTES), tl.arange(0, SCALES)
     a_at = a_ptr + m.to(tl.int64)[:, None] * width + byte[None, :]
     b_at = b_ptr + n.to(tl.int64)[:, None] * width + byte[None, :]
@@ -185,7 +182,7 @@ def by_rows(
     """
     (M, K), N = a.shape, b.shape[0]
     out = torch.empty((M, N), dtype=dtype, device=a.device)
-    c = BY_ROWS.config(a.device, M, N, _rounded(K), large_shared_memory(a.device))
+    c = BY_ROWS.config(a.device, M, N, rounded(K), large_shared_memory(a.device))
     launch(
         _by_rows,
         (cdiv(M, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"]),),
@@ -220,7 +217,7 @@ def scaled(
     (M, width), N = a.shape, b.shape[0]
     out = torch.empty((M, N), dtype=dtype, device=a.device)
     large = large_shared_memory(a.device)
-    c = SCALED.config(a.device, a_total is not None, N, width, _rounded(M), large)
+    c = SCALED.config(a.device, a_total is not None, N, width, rounded(M), large)
     launch(
         _scaled,
         (cdiv(M, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"]),),
@@ -244,8 +241,8 @@ def scaled(
     return out
 
 
-def _rounded(tokens: int) -> int:
-    """Tokens as a key of configurations has them, so that few numbers need one."""
+def rounded(tokens: int) -> int:
+    """A number of tokens as a key of configurations has it, so that few numbers need one."""
     return min(4096, next_power_of_2(max(1, tokens)))
 
 

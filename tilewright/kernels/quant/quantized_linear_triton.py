@@ -382,6 +382,16 @@ FEW_ROWS = Tunable(
 
 
 @triton.jit
+def tile_of_program(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """This program's tile of rows and of columns. Neighboring programs share them, for L2."""
+    n_tiles, m_tiles = tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M)
+    first = tl.program_id(0) // (GROUP * n_tiles) * GROUP
+    height = tl.minimum(m_tiles - first, GROUP)
+    inside = tl.program_id(0) - first * n_tiles
+    return first + inside % height, inside // height
+
+
+@triton.jit
 def _fp8(
     x_ptr,
     x_scale_ptr,
@@ -402,13 +412,8 @@ def _fp8(
     one scale per 128 columns. The tensor cores sum only within these, since FP8 sums there keep few
     bits; the rest is accumulated in float32.
     """
-    n_tiles, m_tiles = tl.cdiv(N, BLOCK_N), tl.cdiv(T, BLOCK_M)
-    # Neighboring programs share rows and columns, for L2.
-    first = tl.program_id(0) // (GROUP * n_tiles) * GROUP
-    height = tl.minimum(m_tiles - first, GROUP)
-    inside = tl.program_id(0) - first * n_tiles
-    t = (first + inside % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n_tile = inside // height
+    t_tile, n_tile = tile_of_program(T, N, BLOCK_M, BLOCK_N, GROUP)
+    t = t_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, 128)
     x_at = x_ptr + t.to(tl.int64)[:, None] * K + ks[None, :]

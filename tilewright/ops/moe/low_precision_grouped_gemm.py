@@ -25,6 +25,7 @@ from tilewright.core.takes import takes
 from tilewright.ops import cases
 from tilewright.ops.moe.grouped_gemm import checked_offsets
 from tilewright.ops.quant import quantize
+from tilewright.ops.quant.fp8_linear import no_fp8
 from tilewright.ops.quant.hadamard import hadamard_eager
 from tilewright.ops.quant.low_precision_linear import (
     RECIPES,
@@ -32,10 +33,10 @@ from tilewright.ops.quant.low_precision_linear import (
     Factor,
     Needs,
     Options,
+    Result,
     Rounding,
     Saved,
     atol,
-    no_fp8,
     through,
     values,
 )
@@ -301,15 +302,6 @@ def low_precision_grouped_gemm_eager(x, weight, offsets, options):
 # ---- fused implementations: an operator, and one for its gradients
 
 
-class Result(NamedTuple):
-    """y, and x^T at its places as a factor, or None."""
-
-    y: torch.Tensor
-    data: torch.Tensor | None
-    scale: torch.Tensor | None
-    total: torch.Tensor | None
-
-
 class Gradients(NamedTuple):
     """Those that are needed."""
 
@@ -321,7 +313,7 @@ class Gradients(NamedTuple):
 def product(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, options: Options
 ) -> Result:
-    """x [R, K], weight [E, N, K]."""
+    """x [R, K], weight [E, N, K]. x^T is kept with its columns at their places."""
     (R, K), (E, N, _) = x.shape, weight.shape
     y, P = x.new_empty((R, N)), places(R, E)
     if not options.keep:

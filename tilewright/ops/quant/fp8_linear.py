@@ -134,7 +134,7 @@ def _triton():
     return lambda x, q, bias: by_rows(op, x, q, bias)
 
 
-def _no_fp8(device_type: str) -> str | None:
+def no_fp8(device_type: str) -> str | None:
     if reason := platform.no_triton(device_type):
         return reason
     return platform.no_cuda(90) if device_type == "cuda" else None
@@ -150,7 +150,7 @@ FP8_LINEAR = Op(
         Implementation(
             "triton",
             _triton,
-            _no_fp8,
+            no_fp8,
             gate=from_kernels("quant.quantized_linear_triton", "fp8_gate"),
             tunables=lambda: (from_kernels("quant.quantized_linear_triton", "FP8")(),),
         ),

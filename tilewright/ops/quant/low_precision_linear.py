@@ -26,7 +26,7 @@ from tilewright.kernels.quant.operators import FP8, Codes, NVFP4Options
 from tilewright.ops import cases
 from tilewright.ops.quant import aqn, fp8, quantize
 from tilewright.ops.quant.block_fp8 import DEQUANTIZE_BLOCK_FP8, QUANTIZE_BLOCK_FP8
-from tilewright.ops.quant.fp8_linear import Straight
+from tilewright.ops.quant.fp8_linear import Straight, no_fp8
 from tilewright.ops.quant.hadamard import hadamard_eager
 from tilewright.ops.quant.mxfp8 import DEQUANTIZE_MXFP8, QUANTIZE_MXFP8
 from tilewright.ops.quant.nvfp4 import DEQUANTIZE_NVFP4, QUANTIZE_NVFP4
@@ -455,12 +455,11 @@ def _multiply_triton(kernels, dense_kernels, a, b, bias, options, dtype):
         y = torch.zeros((M, N), dtype=dtype, device=a.data.device)
         return y if bias is None else y + bias.to(dtype)
     if options.recipe != "block_fp8":
-        totals = a.total, b.total
-        return kernels.scaled(a.data, a.scale, totals[0], b.data, b.scale, totals[1], bias, dtype)
+        factors = a.data, a.scale, a.total, b.data, b.scale, b.total
+        return kernels.scaled(*factors, bias, dtype)
     if b.rows == 1:
         return kernels.by_rows(a.data, a.scale, b.data, b.scale, dtype)
-    codes = (t.data.view(quantize.E4M3) for t in (a, b))
-    a_data, b_data = codes
+    a_data, b_data = (t.data.view(quantize.E4M3) for t in (a, b))
     return dense_kernels.fp8(a_data, a.scale, b_data, b.scale, bias, dtype)
 
 
@@ -475,12 +474,6 @@ def _triton():
 @functools.cache
 def _cpp():
     return _Fused("cpp", functools.partial(_multiply_dense, "cpp")).low_precision_linear
-
-
-def no_fp8(device_type: str) -> str | None:
-    if reason := platform.no_triton(device_type):
-        return reason
-    return platform.no_cuda(90) if device_type == "cuda" else None
 
 
 def _triton_refuses(request: Request) -> str | None:
