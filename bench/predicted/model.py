@@ -28,8 +28,9 @@ COUNTED_WIDTH = 64
 ATTENTION = {"_forward": 2, "_backward_q": 3, "_backward_kv": 4, "_backward": 5}
 
 
-# Machine instructions for one of PTX: the median over the kernels without a loop that have both a
-# budget and counts: from 0.9 (NVFP4's dequantization) to 1.6 (normalization with quantization).
+# Machine instructions for one of PTX: about the middle of nine kernels without a loop that have both
+# a budget and counts, read by hand, from 0.9 (NVFP4's dequantization) to 1.6 (normalization with
+# quantization).
 PER_PTX = 1.2
 # Counted instructions a byte above which a kernel's cost is that of its few programs, such as those
 # that sort, and does not grow with the bytes.
@@ -124,17 +125,11 @@ def _attention(launch: Launch, cost: Cost) -> Products:
         for n, t in launch.tensors.items()
         if n in ("out_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "part_ptr")
     )
-    counted = (
-        _counts()
-        .get("attention", {})
-        .get("_backward_kv" if launch.kernel == "_backward" else launch.kernel)
-    )
+    # The backward by specialized warps has no counts; its scores are those of dk and dv.
+    alike = "_backward_kv" if launch.kernel == "_backward" else launch.kernel
     softmax = 0.0
-    if counted:
-        counted_products = ATTENTION[
-            "_backward_kv" if launch.kernel == "_backward" else launch.kernel
-        ]
-        counted_scores = counted["products"] / (counted_products * COUNTED_WIDTH)
+    if counted := _counts().get("attention", {}).get(alike):
+        counted_scores = counted["products"] / (ATTENTION[alike] * COUNTED_WIDTH)
         softmax = scores * sum(counted["issued"].values()) / counted_scores
     return Products(products * one, products * kept / 2, launch.programs, written, softmax)
 

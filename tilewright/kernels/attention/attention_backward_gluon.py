@@ -55,8 +55,8 @@ _STAGES = gl.constexpr(2)
 
 @gluon.jit
 def _here(n):
-    """n, which the compiler takes for a value of this step: addresses made from it are computed
-    again in each, and not kept in registers, which are short.
+    """n, as a value that the compiler cannot move out of a loop: addresses are computed from it again
+    in each step, instead of held in registers.
     """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1
@@ -260,7 +260,7 @@ def _differentiate(
         if WINDOW:
             edge = edge | (m + offset + _ROWS - 1 - n >= window)
         if edge:
-            # From memory: the loop would keep positions in registers, which are short.
+            # From shared memory: the loop would hold positions in registers.
             at = at_s.index(stage).load(COLUMN)
             mask = seen(at[None, :], j[:, None], keys, window, CAUSAL, WINDOW)
             p = gl.where(mask, p, 0.0)
@@ -366,7 +366,7 @@ def _backward(
     there, batch, n, begin, queries, keys = place(
         tiles_ptr, cu_ptr, capacity, S, Sk, t, Sk, _KEYS, PACKED
     )
-    if PACKED:  # as is checked; known here, so that no register holds it
+    if PACKED:  # packed documents have no offset; a constant takes no register
         offset = 0
     low, high = rows_of(n, n + _KEYS - 1, queries, offset, window, _ROWS, CAUSAL, WINDOW)
     steps = gl.where(there, gl.cdiv(high - low, _ROWS), 0)
@@ -496,8 +496,8 @@ def backward(tensors, numbers, constants: dict, grid) -> torch.Tensor:
 
 
 def fits(constants: dict) -> bool:
-    """Whether its registers hold this. Later Tritons than that of today's PyTorch for GPUs keep a
-    few thread indices more, which packed documents at full width have no room for.
+    """Whether it computes this without spilling registers. From 3.9 on, Triton holds a few thread
+    indices more, for which packed documents with rows of 128 leave no registers.
     """
     wide = constants["WIDTH"] > 64
     one = not constants["REST"] and constants["DV"] == constants["D"]
