@@ -28,9 +28,9 @@ COUNTED_WIDTH = 64
 ATTENTION = {"_forward": 2, "_backward_q": 3, "_backward_kv": 4, "_backward": 5}
 
 
-# Machine instructions for one of PTX: about the middle of nine kernels without a loop that have both
-# a budget and counts, read by hand, from 0.9 (NVFP4's dequantization) to 1.6 (normalization with
-# quantization).
+# Machine instructions for one of PTX: about the middle of nine kernels without a loop that have
+# both a budget and counts, read by hand, from 0.9 (NVFP4's dequantization) to 1.6 (normalization
+# with quantization).
 PER_PTX = 1.2
 # Counted instructions a byte above which a kernel's cost is that of its few programs, such as those
 # that sort, and does not grow with the bytes.

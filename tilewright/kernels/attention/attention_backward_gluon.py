@@ -55,8 +55,8 @@ _STAGES = gl.constexpr(2)
 
 @gluon.jit
 def _here(n):
-    """n, as a value that the compiler cannot move out of a loop: addresses are computed from it again
-    in each step, instead of held in registers.
+    """n, as a value that the compiler cannot move out of a loop: addresses are computed from it
+    again in each step, instead of held in registers.
     """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1

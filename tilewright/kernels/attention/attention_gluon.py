@@ -268,7 +268,7 @@ def _attend(
         turn,
     ) = shared
     k_s, k_rest_s, v_s = memory
-    k_full, k_empty, v_full, _ = signals
+    k_full, k_empty, v_full, _empty = signals
     STAGES: gl.constexpr = k_s.shape[0]
     N: gl.constexpr = k_s.shape[1]
     WIDTH: gl.constexpr = v_s.shape[2]
