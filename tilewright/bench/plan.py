@@ -257,7 +257,7 @@ def parser(plan: Plan) -> argparse.ArgumentParser:
     add(
         "--commit",
         metavar="COMMIT|FILE",
-        help="the commit of these sources, or gpu-cache's commit.json, if git cannot tell",
+        help="the commit of these sources, or gpu-cache's commit.json, if git does not know it",
     )
     plan.options(p)
     return p

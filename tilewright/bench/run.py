@@ -53,7 +53,9 @@ def passes(provider: Provider, kwargs: dict[str, Any]) -> dict[str, Callable[[],
     """The timed callables: "forward" records no autograd graph; "forward_backward" is a training
     step's use of the op; "backward" is the second half of that, with its forward untimed.
 
-    The upstream gradient is drawn here. Only ops with differentiable outputs have a backward.
+    The upstream gradient is drawn here. Only ops with differentiable outputs have a backward. It
+    returns gradients and does not accumulate them: accumulation copies what two inputs share and
+    what is not laid out as its input, which the backward of the op before would take as it is.
     """
     plain = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     inputs = [v for v in kwargs.values() if isinstance(v, torch.Tensor) and v.requires_grad]
@@ -73,13 +75,11 @@ def passes(provider: Provider, kwargs: dict[str, Any]) -> dict[str, Callable[[],
     graph: list[torch.Tensor] = []
 
     def record():
-        for t in inputs:
-            t.grad = None
         outputs = contract.leaves(call(**kwargs))
         graph[:] = [outputs[i] for i in differentiable]
 
     def backward():
-        torch.autograd.backward(graph, grads)
+        torch.autograd.grad(graph, inputs, grads, allow_unused=True)
         graph.clear()  # else its memory would stay allocated in other providers' rounds
 
     def forward_backward():
@@ -306,16 +306,16 @@ def metadata(
 ) -> dict[str, Any]:
     """The metadata of a measurement: device, versions, commit, date and settings.
 
-    commit: of the sources, if git is unavailable; or a file of `record_commit`.
+    commit: of the sources, or a file of `record_commit`, for a copy of them whose git, if any, does
+        not know it.
     trainer: whether the trainer is measured too.
     """
     versions = {**platform.describe(), **peers.versions()}
-    known, dirty = _git("rev-parse", "HEAD"), None
+    known, dirty = recorded_commit(commit)
     if known is None:
-        known, dirty = recorded_commit(commit)
-    # Reports and tables written by earlier calls do not change what is measured.
-    elif (
-        changed := _git(
+        known = _git("rev-parse", "HEAD")
+        # Reports and tables written by earlier calls do not change what is measured.
+        changed = _git(
             "status",
             "--porcelain",
             "--untracked-files=no",
@@ -327,8 +327,7 @@ def metadata(
             *(() if trainer else (":(top,exclude)tilewright/trainer",)),
             ":(top,exclude)tilewright/integrations",
         )
-    ) is not None:
-        dirty = bool(changed)
+        dirty = None if changed is None else bool(changed)
     return {
         "device_type": device,
         "device": platform.device_name(device),
