@@ -47,7 +47,7 @@ def collect(ops: Iterable[Op]) -> dict[str, Any]:
                 named = tunable.named(key)
                 for way in filter(None, variant.ways.values()):
                     assert not isinstance(way, str), "alternatives of a launch are configurations"
-                    config = {**tunable.heuristic(**named), **way}
+                    config = {**tunable.choice(ARCH, **named), **way}
                     for spec in labeled(tunable, named, config, f"{variant.name}: "):
                         # Nothing counts on its blocks: it is measured.
                         specs[f"{op.name}/{spec.label}"] = replace(spec, per_sm=1)

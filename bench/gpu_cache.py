@@ -150,11 +150,12 @@ def calls(
                             )
                             if t.name == v.launch
                         )
-                        planned[_with(call, t, key, {**t.heuristic(**t.named(key)), **way})] = None
+                        usual = t.choice(tuning.arch_of_device(), **t.named(key))
+                        planned[_with(call, t, key, {**usual, **way})] = None
     for call, t, key in requested.values():
         for config in (
             t.candidates(tuning.arch_of_device(), **t.named(key))
-            if launches.kernels(t, key, t.heuristic(**t.named(key)))
+            if launches.kernels(t, key, t.choice(tuning.arch_of_device(), **t.named(key)))
             else ()
         ):
             planned[_with(call, t, key, config)] = None

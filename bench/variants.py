@@ -2,9 +2,9 @@
 present in the code.
 
 The stage `ab` of the suite times both, interleaved, on the case that decides. An alternative is a
-launch configuration that replaces the heuristic's, timed in isolation, or an implementation, timed
-in each of the op's passes. Answered questions are removed: the better alternative becomes the
-heuristic, or what `auto` takes.
+launch configuration that replaces the usual one, timed in isolation or in the op's passes, or an
+implementation, timed in the latter. Answered questions are removed: the better alternative becomes
+what a launch, or `auto`, takes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ class Variant:
     launch: "op/launch" of a Tunable; None if the alternatives are implementations.
     now: the current choice.
     other: the alternative.
+    whole: whether the op's passes are timed rather than the launch, since one alternative launches
+        what another launch does with the other.
     """
 
     name: str
@@ -31,90 +33,49 @@ class Variant:
     launch: str | None
     other: Mapping[str, Any] | str
     now: Mapping[str, Any] | str = field(default_factory=dict)
+    whole: bool = False
 
     @property
     def ways(self) -> dict[str, Mapping[str, Any] | str]:
         return {"now": self.now, "other": self.other}
 
 
-_MOE, _UP = "qwen3-30b-a3b_32768", "qwen3-30b-a3b_up_32768"
 _PACKED = "qwen3-30b-a3b_32k_packed"
-# One block an SM, with tiles that read each operand least often.
-_WIDE = {"BLOCK_M": 128, "BLOCK_N": 256, "num_warps": 8, "num_stages": 4, "per_sm": 1}
-# The same tiles by specialized warps, for sm_90.
-_ROLES = {**_WIDE, "maxnreg": None, "ROLES": True}
+# Specialized warps, for sm_90.
+_ROLES_FORWARD = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 4, "num_stages": 2, "ROLES": True}
+_ROLES_BACKWARD = {"BLOCK_N": 128, "BLOCK_M": 64, "num_warps": 4, "num_stages": 2, "ROLES": True}
 # Those that decide designs first, and matmuls, which take most of a step, before the rest. Last
 # those that need a package beside PyTorch and Triton.
 VARIANTS = (
-    Variant(
-        "up_swiglu: specialized warps, for two blocks of 128 x 128 an SM",
-        "moe_mlp",
-        _MOE,
-        "moe_mlp/up_swiglu",
-        _ROLES,
-    ),
-    Variant(
-        "down_dswiglu: a product by specialized warps and a second kernel, for one kernel of 64 x 128",
-        "moe_mlp",
-        _MOE,
-        "moe_mlp/down_dswiglu",
-        {**_ROLES, "SPLIT": 0},
-    ),
-    Variant(
-        "grouped_gemm: specialized warps, for the same tiles",
-        "grouped_gemm",
-        _UP,
-        "grouped_gemm/forward",
-        _ROLES,
-    ),
-    Variant(
-        "grouped_gemm: specialized warps in dweight, for the same tiles",
-        "grouped_gemm",
-        _UP,
-        "grouped_gemm/backward_weight",
-        {"BLOCK_N": 128, "BLOCK_K": 256, "num_stages": 4, "ROLES": True},
-    ),
-    Variant(
-        "grouped_gemm: specialized warps in dx, for the same tiles",
-        "grouped_gemm",
-        _UP,
-        "grouped_gemm/backward_x",
-        _ROLES,
-    ),
-    Variant(
-        "up_swiglu: one block of 128 x 256 an SM, for two of 128 x 128",
-        "moe_mlp",
-        _MOE,
-        "moe_mlp/up_swiglu",
-        {**_WIDE, "maxnreg": None},
-    ),
-    Variant(
-        "down_dswiglu: a product of 128 x 256 and a second kernel, for one kernel of 64 x 128",
-        "moe_mlp",
-        _MOE,
-        "moe_mlp/down_dswiglu",
-        {**_WIDE, "SPLIT": 0},
-    ),
-    Variant(
-        "fp8_linear: specialized warps and two sums in turn, for one",
-        "fp8_linear",
-        "block_fp8 llama-3-8b-down_8192",
-        "fp8_linear/fp8",
-        {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 6, "ROLES": True},
-    ),
-    Variant(
-        "attention: specialized warps, for one loop of eight",
-        "attention",
-        "qwen3-30b-a3b_8k",
-        "attention/forward",
-        {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 4, "num_stages": 2, "ROLES": True},
-    ),
     Variant(
         "attention: all gradients in one kernel by specialized warps, for two kernels",
         "attention",
         "qwen3-30b-a3b_8k",
         "attention/backward_kv",
-        {"BLOCK_N": 128, "BLOCK_M": 64, "num_warps": 4, "num_stages": 2, "ROLES": True},
+        _ROLES_BACKWARD,
+        whole=True,
+    ),
+    Variant(
+        "attention with sinks, rows of 64: specialized warps, for one loop of eight",
+        "attention",
+        "gpt-oss-20b_8k",
+        "attention/forward",
+        _ROLES_FORWARD,
+    ),
+    Variant(
+        "attention with sinks, rows of 64: all gradients in one kernel, for two kernels",
+        "attention",
+        "gpt-oss-20b_8k",
+        "attention/backward_kv",
+        _ROLES_BACKWARD,
+        whole=True,
+    ),
+    Variant(
+        "latent attention: one loop of eight warps, for specialized ones",
+        "attention",
+        "deepseek-v3_8k",
+        "attention/forward",
+        {"BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2, "ROLES": False},
     ),
     Variant(
         "attention of packed documents: triton, for native",

@@ -277,3 +277,9 @@ def keep_tables(monkeypatch):
 
     for table in (AttentionInterface, AttentionMaskInterface, ExpertsInterface):
         monkeypatch.setattr(table, "_global_mapping", dict(table._global_mapping))
+
+
+def specialized(tunable):
+    """A launch's configuration of specialized warps; None if it has none."""
+    found = (c for key in tunable.keys for c in tunable.candidates(**tunable.named(key)))
+    return next((c for c in found if c.get("ROLES")), None)

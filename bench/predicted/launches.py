@@ -18,6 +18,7 @@ from tilewright.bench import contract, pretend
 from tilewright.bench.launches import requested_keys
 from tilewright.core.registry import Case, Implementation, Op
 from tilewright.core.torch_names import TorchDispatchMode
+from tilewright.kernels import tuning
 from tilewright.kernels.spec import KernelSpec
 from tilewright_lab.gate import compilers
 
@@ -320,6 +321,7 @@ def configured(
     with contextlib.ExitStack() as stack:
         for tunable, key in requested_keys(op, implementation, case.make("cuda", dtype, 0)):
             if tunable.name == launch:
-                whole = {**tunable.heuristic(**tunable.named(key)), **config}
+                usual = tunable.choice(tuning.arch_of_device(), **tunable.named(key))
+                whole = {**usual, **config}
                 stack.enter_context(tunable.override(pretend.CUDA, key, whole))
         yield

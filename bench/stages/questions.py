@@ -18,6 +18,7 @@ from tilewright.bench.runner import Unit
 from tilewright.bench.units import clock, threads
 from tilewright.core import platform, registry
 from tilewright.core.registry import Op
+from tilewright.kernels import tuning
 
 SECONDS = 30.0  # of a question: its launches take milliseconds
 ROUNDS = 5
@@ -126,13 +127,19 @@ def _judged(
                 for t, k in launches.requested_keys(op, impl, kwargs)
                 if t.name == variant.launch
             )
-            config = {**tunable.heuristic(**tunable.named(key)), **alternative}
+            usual = tunable.choice(tuning.arch_of_device(), **tunable.named(key))
+            config = {**usual, **alternative}
             override = tunable.override(device, key, config)
-            passes = {
-                tunable.pass_name: launches.timed(
-                    tunable, key, config, device, passes, shared=shared
-                )
-            }
+            fixed = functools.partial(tunable.override, device, key, config)
+            passes = (
+                {name: _within(fixed, fn) for name, fn in passes.items()}
+                if variant.whole
+                else {
+                    tunable.pass_name: launches.timed(
+                        tunable, key, config, device, passes, shared=shared
+                    )
+                }
+            )
         with override:
             broken = contract.broken(contract.judge(op, impl.name, kwargs, reference))
     except registry.ImplementationUnavailable as error:
@@ -141,6 +148,19 @@ def _judged(
         timing.raise_if_lost(error, variant.name)
         return "error", timing.first_line(error), {}
     return ("broken", "; ".join(map(str, broken)), {}) if broken else ("holds", None, passes)
+
+
+def _within(
+    context: Callable[[], contextlib.AbstractContextManager], fn: Callable[[], object]
+) -> Callable[[], object]:
+    if isinstance(fn, timing.After):
+        return timing.After(_within(context, fn.before), _within(context, fn.fn))
+
+    def call():
+        with context():
+            return fn()
+
+    return call
 
 
 def implementation(

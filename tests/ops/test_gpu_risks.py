@@ -19,9 +19,8 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import DEVICE, skip_unless_usable
+from helpers import DEVICE, skip_unless_usable, specialized
 
-from bench.variants import VARIANTS
 from tilewright.bench import contract
 from tilewright.bench.units import smallest
 from tilewright.kernels.device import hopper
@@ -265,7 +264,14 @@ def test_documents_whose_longest_is_not_told_are_the_same(size):
 # ---- specialized warps
 
 
-SPECIALIZED = {v.launch: v for v in VARIANTS if v.launch and "ROLES" in dict(v.other)}
+# By launch: the op, and its configuration of specialized warps.
+SPECIALIZED = {
+    t.name: (op, specialized(t))
+    for op in OPS.values()
+    if "triton" in op.names()
+    for t in op.implementation("triton").tunables()
+    if t.name.startswith(f"{op.name}/") and specialized(t)
+}
 # Of products with several tiles an SM, and with rows that do not fill the last.
 CASES = {
     "moe_mlp": lambda: moe_cases.case("specialized", (4099, 8, 2, 2048, 768)),
@@ -276,12 +282,11 @@ CASES = {
 
 def _specialized(launch, large):
     """Holds the contract, twice with the same bits."""
-    v = SPECIALIZED[launch]
-    op = OPS[v.op]
-    own = CASES.get(v.op, lambda: next(c for c in op.cases if c.name == v.case))
+    op, config = SPECIALIZED[launch]
+    own = CASES.get(op.name, lambda: next(c for c in op.cases if "cuda" in c.tags))
     case = own() if large else smallest(op)
     kwargs = case.make(DEVICE, DTYPE, 0)
-    with taken(launch, v.other if large else {}) as keys:
+    with taken(launch, config if large else {}) as keys:
         assert not contract.compare(op, "triton", kwargs, DTYPE)
         first, second = (contract.run(op, "triton", kwargs)[0] for _ in range(2))
     assert keys, f"{launch} was not launched"
@@ -295,7 +300,7 @@ def _specialized(launch, large):
 def test_specialized_warps_hold_the_contract_and_end(launch, large):
     """Warps that load wait for those that multiply, and those for them."""
     # The interpreter has no warps, and runs what heuristics choose.
-    skip_unless_usable(OPS[SPECIALIZED[launch].op], "triton", DTYPE)
+    skip_unless_usable(SPECIALIZED[launch][0], "triton", DTYPE)
     if large and not hopper(torch.device(DEVICE)):
         pytest.skip("specialized warps are for compute capability 9.0")
     within(_specialized, launch, large)
@@ -308,7 +313,7 @@ def _in_turns(size):
     case = of_attention._case("turns", B, heads, kv_heads, tokens, width)
     kwargs = case.make(DEVICE, DTYPE, 0)
     apart, grads = contract.run(OPS["attention"], "triton", kwargs)
-    config = SPECIALIZED[launch].other if GPU else {}
+    config = SPECIALIZED[launch][1] if GPU else {}
     with taken(launch, config) as keys:
         runs = [contract.run(OPS["attention"], "triton", kwargs, grads=grads)[0] for _ in range(3)]
     assert keys, f"{launch} was not launched"

@@ -45,6 +45,7 @@ from tilewright.selection import operations
 
 triton = pytest.importorskip("triton")
 
+from helpers import specialized  # noqa: E402
 from ptx import passed  # noqa: E402  (imports triton)
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -315,9 +316,8 @@ def apart(driver, launch):
     """Documents share blocks of keys and of queries, and one is NaN."""
     from tilewright.kernels.attention import attention_triton as kernels
 
-    [roles] = [v.other for v in VARIANTS if v.launch == launch and "ROLES" in v.other]
     tunable = {t.name: t for t in kernels.TUNABLES}[launch]
-    config = {**tunable.heuristic(64, 2, True, False), **roles}
+    config = specialized(tunable)
     g = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 1, 200, 64, generator=g).to(BF16) for _ in range(4))
     bounds, options = torch.tensor([0, 45, 70, 200]), kernels.Variant()
@@ -516,16 +516,13 @@ def alternative(driver, op, case, launch, changes):
     """As the suite would time it, with this case's sizes."""
     tunables = op.implementation("triton").tunables()
     [tunable] = [t for t in tunables if t.name == launch]
-    [variant] = [
-        v
-        for v in VARIANTS
-        if v.launch == launch
-        and changes in v.other
-        and ("ROLES" in v.other) == (changes == "ROLES")
-    ]
+    if changes == "ROLES":
+        other = specialized(tunable)
+    else:
+        [other] = [v.other for v in VARIANTS if v.launch == launch and changes in v.other]
 
     def config(device, *key):
-        return {**tunable.heuristic(**tunable.named(key)), **variant.other}
+        return {**tunable.heuristic(**tunable.named(key)), **other}
 
     before = len(driver.launches)
     with mock.patch.object(tunable, "config", config):

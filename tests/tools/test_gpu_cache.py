@@ -87,7 +87,7 @@ def measured(folder):
                     )
                     if t.name == v.launch
                 )
-                now = t.heuristic(**t.named(k))
+                now = t.choice(COMPUTE_CAPABILITY, **t.named(k))
                 asked[v.name] = {
                     "now": now,
                     "other": {**now, **v.other},

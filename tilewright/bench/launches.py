@@ -108,7 +108,7 @@ def record_launches(
         if other is tunable and other_key == key:
             is_last.update((id(k), True) for k in own_kernels)
         elif is_last:
-            other_config = other.heuristic(**other.named(other_key))
+            other_config = other.choice(tuning.arch_of_device(), **other.named(other_key))
             is_last.update(
                 (id(k), False) for k in kernels(other, other_key, other_config) if id(k) in is_last
             )

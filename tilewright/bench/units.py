@@ -39,7 +39,9 @@ def constants(op: Op, device: str) -> list[list[Any]]:
         configs += [
             [t.name, e["key"], e["config"]]
             for e in tuning.table(folder, t.op).get(t.launch, ())
-            if set(e["key"]) == set(t.fields) and e["config"] != t.heuristic(**e["key"])
+            if set(e["key"]) == set(t.fields)
+            and e["config"]
+            != t.choice(tuning.arch_of_device() if device == "cuda" else None, **e["key"])
         ]
     return configs
 

@@ -31,7 +31,13 @@ def arch_of_device() -> int | None:
     """The compute capability of the current CUDA device, as 90; None without one."""
     if not torch.cuda.is_available():
         return None
-    major, minor = torch.cuda.get_device_capability()
+    return _arch(torch.device("cuda"))
+
+
+def _arch(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
@@ -66,6 +72,8 @@ class Tunable:
     space: (**key) -> candidate configurations; the heuristic's need not be among them.
     keys: representative keys, for which the compile gate compiles the whole space.
     specs: (key, configuration) -> what the gate compiles; [] for a launch that is not compiled.
+    hopper: (**key) -> what compute capability 9.0 takes in place of the heuristic's, unless the
+        gate rejected it there; None for a key for which it has nothing.
     """
 
     def __init__(
@@ -78,10 +86,11 @@ class Tunable:
         space: Callable[..., Iterable[Config]],
         keys: Iterable[tuple] = (),
         specs: Callable[[dict[str, Any], Config], list] = _no_specs,
+        hopper: Callable[..., Config | None] | None = None,
     ):
         self.op, self.launch, self.fields, self.pass_name = op, launch, fields, pass_name
         self.heuristic, self.specs, self.keys = heuristic, specs, tuple(keys)
-        self._space = space
+        self._space, self._hopper = space, hopper
         self._chosen: dict[tuple, Config] = {}
 
     @property
@@ -99,7 +108,7 @@ class Tunable:
 
     def _look_up(self, device: torch.device, key: tuple) -> Config:
         key_fields = self.named(key)
-        default = self.heuristic(**key_fields)
+        default = self.choice(_arch(device), **key_fields)
         for entry in table(device_folder(device), self.op).get(self.launch, ()):
             if entry["key"] == key_fields:
                 if set(entry["config"]) != set(default):
@@ -111,17 +120,22 @@ class Tunable:
                 return entry["config"]
         return default
 
+    def choice(self, arch: int | None, /, **key) -> Config:
+        """The configuration for a compute capability where none was tuned; None: any."""
+        found = self._hopper(**key) if arch == 90 and self._hopper is not None else None
+        return found if found and self._fits(arch, key, found) else self.heuristic(**key)
+
     def named(self, key: tuple) -> dict[str, Any]:
         return dict(zip(self.fields, key, strict=True))
 
     def candidates(self, arch: int | None = None, /, **key) -> list[Config]:
-        """The heuristic's configuration first, then the rest of the space, without duplicates.
+        """What a launch takes first, then the rest of the space, without duplicates.
 
         arch: leaves out what has no kernel for this compute capability, or was rejected for it by
             the compile gate; None: nothing.
         """
-        configs = [self.heuristic(**key)]
-        for config in self._space(**key):
+        configs = [self.choice(arch, **key)]
+        for config in (self.heuristic(**key), *self._space(**key)):
             if set(config) != set(configs[0]):
                 raise ValueError(
                     f"{self.name}: a candidate must name {sorted(configs[0])}, got {sorted(config)}"

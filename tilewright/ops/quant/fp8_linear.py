@@ -151,7 +151,6 @@ FP8_LINEAR = Op(
             "triton",
             _triton,
             no_fp8,
-            gate=from_kernels("quant.quantized_linear_triton", "fp8_gate"),
             tunables=lambda: (from_kernels("quant.quantized_linear_triton", "FP8")(),),
         ),
     ),
