@@ -32,6 +32,10 @@ COMMANDS = {
         "bench.rehearse",
         "run the first call on a GPU on a simulated one, and estimate its clock",
     ),
+    "profile": (
+        "bench.profile",
+        "list the kernels of each pass of a timed case, with their times, on a CUDA device",
+    ),
     "predict": (
         "bench.predict",
         "write docs/predicted.md: times of the goals' cases by arithmetic on counts, without a GPU",

@@ -3,7 +3,7 @@
     python tests/families.py bench/results/families [--only llama,bert] [--jobs 2]
 
 Every call that works before `accelerate(model, parts=PARTS)` is made after it: training with the
-dropout of the default configuration, evaluation with each optional argument of the forward's
+dropout of the default configuration, but for attention's, which draws other elements; evaluation with each optional argument of the forward's
 signature, generation, saving and loading, and restoring. A row of FOLDER/families.jsonl is one
 family: its parts, changed or left with the reason, and its calls:
 
@@ -320,6 +320,18 @@ def outcome(found, truth) -> str:
     return "same" if different is None else f"wrong: {different}"
 
 
+def without_attention_dropout(model) -> None:
+    for module in model.modules():
+        if "Attention" not in type(module).__name__:
+            continue
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+        for child in module.children():
+            if isinstance(child, torch.nn.Dropout):
+                child.p = 0.0
+
+
 def check(kind: str, head: str, only: set[str] | None = None) -> dict:
     """The row of a family. only: of the calls, these."""
     from tilewright.integrations.transformers import PARTS, accelerate, restore
@@ -327,6 +339,7 @@ def check(kind: str, head: str, only: set[str] | None = None) -> dict:
     row: dict = {"family": kind, "head": head}
     try:
         model = build(kind, head, None)
+        without_attention_dropout(model)
         evaluate(model)
     except Exception as error:
         return row | {"unbuilt": f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]}

@@ -98,7 +98,8 @@ class After:
         return self.fn()
 
 
-def _parts(fn: Callable[[], object]) -> tuple[Callable[[], object] | None, Callable[[], object]]:
+def parts(fn: Callable[[], object]) -> tuple[Callable[[], object] | None, Callable[[], object]]:
+    """A callable's untimed step, if it has one, and what is timed."""
     return (fn.before, fn.fn) if isinstance(fn, After) else (None, fn)
 
 
@@ -125,7 +126,7 @@ class CpuClock:
 
     @staticmethod
     def _loop(fn, calls) -> float:
-        before, fn = _parts(fn)
+        before, fn = parts(fn)
         if before is None:
             start = time.perf_counter()
             for _ in range(calls):
@@ -158,17 +159,17 @@ class CudaClock:
         self._sum = torch.empty((), dtype=torch.float32, device="cuda")
         self._flushes: dict[int, int] = {}
         self._host: dict[int, float] = {}
-        self._flush()
-        self._flush_seconds = quantile((self._events(self._flush) for _ in range(5)), 0.5)
+        self.flush()
+        self._flush_seconds = quantile((self._events(self.flush) for _ in range(5)), 0.5)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Replaces the contents of L2 with clean lines of the buffer; dirty lines are written
         back.
         """
         torch.sum(self._buffer, dim=0, out=self._sum)
 
     def prepare(self, fn: Callable[[], object]) -> int:
-        before, timed = _parts(fn)
+        before, timed = parts(fn)
         fn()  # compiles, fills caches
         torch.cuda.synchronize()
         hosts, calls = [], []
@@ -185,18 +186,19 @@ class CudaClock:
             torch.cuda.synchronize()
             calls.append(time.perf_counter() - start)
         self._host[id(fn)] = min(hosts)
-        # 1.5: margin for launches slower than the fastest one measured.
-        self._flushes[id(fn)] = min(50, 1 + math.ceil(1.5 * min(hosts) / self._flush_seconds))
+        # Twice the median: a margin for slower launches.
+        host = 2 * quantile(hosts, 0.5)
+        self._flushes[id(fn)] = min(50, 1 + math.ceil(host / self._flush_seconds))
         return 1 if min(calls) > SLOW_CALL else CUDA_CALLS
 
     def sample(self, fn: Callable[[], object], calls: int) -> float:
         pairs = []
-        before, timed = _parts(fn)
+        before, timed = parts(fn)
         for _ in range(calls):
             if before is not None:
                 before()
             for _ in range(self._flushes.get(id(fn), 1)):
-                self._flush()
+                self.flush()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             timed()
@@ -213,12 +215,12 @@ class CudaClock:
         """Seconds in kernels by the device profiler (None if unavailable), and of a call on an
         idle device.
         """
-        before, timed = _parts(fn)
+        before, timed = parts(fn)
 
         def prepared():
             if before is not None:
                 before()
-            self._flush()
+            self.flush()
             torch.cuda.synchronize()
 
         samples = []
