@@ -14,6 +14,8 @@ from tilewright.ops import OPS
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.packages
+
 NAMES = ("causal_conv1d", "gated_delta_rule", "rmsnorm_gated")
 SIZES = {
     "vocab_size": 64,
