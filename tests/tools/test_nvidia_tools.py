@@ -124,7 +124,9 @@ def test_what_the_tools_run_exists():
         kernels = {s.kernel.__name__ for s in tools.kernels(OPS[op])}
         assert kernel in kernels, (kernel, kernels)
     bulk = {n for n in tools.LAUNCHED if tools.copies_in_bulk(OPS[n])}
-    assert bulk == {"moe_mlp", "grouped_gemm"}, "racecheck does not know their barriers"
+    assert bulk == {"moe_mlp", "grouped_gemm", "attention"}, (
+        "racecheck does not know their barriers"
+    )
 
 
 def test_a_process_under_a_tool_says_which_op_begins(monkeypatch, capsys):
