@@ -48,6 +48,13 @@ _ROLES_BACKWARD = {"BLOCK_N": 128, "BLOCK_M": 64, "num_warps": 4, "num_stages": 
 # those that need a package beside PyTorch and Triton.
 VARIANTS = (
     Variant(
+        "moe_mlp: specialized warps in dweight of gathered rows, for the same tiles",
+        "moe_mlp",
+        "qwen3-30b-a3b_32768",
+        "grouped_gemm/backward_weight",
+        {"BLOCK_N": 128, "BLOCK_K": 256, "num_stages": 4, "ROLES": True},
+    ),
+    Variant(
         "attention: all gradients in one kernel by specialized warps, for two kernels",
         "attention",
         "qwen3-30b-a3b_8k",
