@@ -28,7 +28,7 @@ from tilewright.kernels.linear_attention.tiles_triton import (
     tiles_of,
 )
 from tilewright.kernels.math_triton import sigmoid, sigmoid_pair
-from tilewright.kernels.norm.rmsnorm_triton import sharing, summed
+from tilewright.kernels.norm.rmsnorm_triton import sharing
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -146,8 +146,7 @@ def _backward(
     w_ptr,
     b_ptr,
     dx_ptr,
-    dw_ptr,
-    db_ptr,
+    partial_ptr,
     map_ptr,
     cu_ptr,
     S,
@@ -207,11 +206,40 @@ def _backward(
                 to = dx_ptr + own * C + c
                 tl.store(to, dx.to(dx_ptr.dtype.element_ty), mask=_before(own, end, c, C))
                 x, g = x[1:], g[1:]
-    at = p.to(tl.int64) * C + c
+    to = partial_ptr + p.to(tl.int64) * (W + BIAS) * C + c
     for tap in tl.static_range(W):
-        tl.store(dw_ptr + at * W + tap, dw[tap], mask=in_c)
+        tl.store(to + tap * C, dw[tap], mask=in_c)
     if BIAS:
-        tl.store(db_ptr + at, db, mask=in_c)
+        tl.store(to + W * C, db, mask=in_c)
+
+
+@triton.jit
+def _sum_programs(
+    partial_ptr,
+    dw_ptr,
+    db_ptr,
+    P,
+    C,
+    W: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """dw [C, W] and db [C]: the sums over the P rows of partial [P, W + BIAS, C], in their order by
+    BLOCK_P, rounded once.
+    """
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    tap = tl.program_id(1)
+    total = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    for first in range(0, P, BLOCK_P):
+        p = first + tl.arange(0, BLOCK_P)
+        at = (p.to(tl.int64)[:, None] * (W + BIAS) + tap) * C + c[None, :]
+        total += tl.load(partial_ptr + at, mask=(p < P)[:, None] & (c < C)[None, :], other=0.0)
+    total = tl.sum(total, axis=0)
+    if tap < W:
+        tl.store(dw_ptr + c * W + tap, total.to(dw_ptr.dtype.element_ty), mask=c < C)
+    elif BIAS:
+        tl.store(db_ptr + c, total.to(db_ptr.dtype.element_ty), mask=c < C)
 
 
 # ---- launches
@@ -244,7 +272,7 @@ class _Walk(NamedTuple):
 
 
 def _walk(kernel, tensors, x, rows, cu_seqlens, **constants) -> _Walk:
-    """tensors: the kernel's, in order, with any float32 tensors for the partial sums."""
+    """tensors: the kernel's, in order, with any float32 tensor for the partial sums."""
     (B, S, C), each = x.shape, constants["ROWS"]
     sample = None if cu_seqlens is None else cu_seqlens.new_empty(1, dtype=torch.int32)
     P = sharing(
@@ -298,23 +326,21 @@ def backward(dy, x, weight, bias, cu_seqlens, silu):
     config = BACKWARD.config(x.device, C, x.element_size())
     constants = _constants(weight, bias, cu_seqlens, silu) | config
     tensors, new = (dy.contiguous(), rows, weight, bias, dx), {"dtype": torch.float32}
-    dw = x.new_empty(1, **new)
-    db = None if bias is None else dw
-    walk = _walk(_backward, (*tensors, dw, db), x, rows, cu_seqlens, **constants)
-    P = min(walk.programs, walk.tiles.count)
-    dw = x.new_empty((P, C, W), **new)
-    db = None if bias is None else x.new_empty((P, C), **new)
+    walk = _walk(_backward, (*tensors, x.new_empty(1, **new)), x, rows, cu_seqlens, **constants)
+    P, sums = min(walk.programs, walk.tiles.count), W + (bias is not None)
+    partial = x.new_empty((P, sums, C), **new)
     maps = walk.tiles.map, walk.tiles.cu_seqlens
     grid = cdiv(C, config["BLOCK_C"]), P
-    launch(_backward, grid, *tensors, dw, db, *maps, *walk.numbers, **constants)
-    summed(dw, dweight)
-    if db is not None:
-        summed(db, dbias)
+    launch(_backward, grid, *tensors, partial, *maps, *walk.numbers, **constants)
+    shape = {"W": W, "BIAS": bias is not None}
+    grid = cdiv(C, _SUM["BLOCK_C"]), sums
+    launch(_sum_programs, grid, partial, dweight, dbias, P, C, **shape, **_SUM)
     return found
 
 
 # ---- launch configurations
 
+_SUM = {"BLOCK_P": 32, "BLOCK_C": 32}  # a warp reads 128 bytes of each row of partial sums
 MIN_RUN = 16  # rows, so that those which two runs share are few
 
 
@@ -337,10 +363,10 @@ def _forward_heuristic(C: int, itemsize: int) -> dict:
 
 
 def _backward_heuristic(C: int, itemsize: int) -> dict:
-    """As the forward, but ROWS rows ahead of both x and dy: 48 KiB in the 12 warps that an SM holds
-    with 168 registers, without packing and bias.
+    """As the forward, but four channels per thread: 64 KiB of x and dy in 16 warps, as 16-bit
+    channels on 128 registers. With eight channels they are up to 230, and an SM holds 8 warps.
     """
-    return _config(C, 16 // itemsize, 1, 2)
+    return _config(C, 4, 1, 3)
 
 
 def _space(C: int, itemsize: int) -> list[dict]:
@@ -362,7 +388,7 @@ def _specs_of(kernel, name: str):
             (" packed bias", {"BIAS": True, "PACKED": True}),
         ):
             types = {"map": "i32", "cu": "i64"} if options["PACKED"] else {"map": None, "cu": None}
-            types |= {"dw": "fp32", "db": "fp32" if options["BIAS"] else None, "*": data}
+            types |= {"partial": "fp32", "*": data}
             types |= {} if options["BIAS"] else {"b": None}
             found.append(
                 KernelSpec.of(
@@ -371,7 +397,8 @@ def _specs_of(kernel, name: str):
                     types,
                     {"W": 4, "SILU": True, **options, **config},
                     divisible=("C", "x_row"),
-                    # A warp has fewer than 128 bits per thread of a narrow row.
+                    # Fewer than 128 bits where a thread has half as many channels, or the row is
+                    # narrow; a warp reads 256 bytes at least of a wide one.
                     load=bits,
                     store=bits,
                     elements=config["ROWS"] * config["BLOCK_C"],
@@ -405,3 +432,21 @@ BACKWARD = Tunable(
     _specs_of(_backward, "backward"),
 )
 TUNABLES = (FORWARD, BACKWARD)
+
+
+def gate() -> tuple[KernelSpec, ...]:
+    """The sum of the programs' partial sums, whose configuration is not tuned: 16 bytes per thread
+    of its input.
+    """
+    return tuple(
+        KernelSpec.of(
+            _sum_programs,
+            f"sum of dw {t}{' and db' if bias else ''}",
+            {"partial": "fp32", "db": t if bias else None, "*": t},
+            {"W": 4, "BIAS": bias, **_SUM},
+            divisible=("C",),
+            # The taps of a channel are neighbors; a program has one.
+            store=32 if t == "fp32" else 16,
+        )
+        for t, bias in (("bf16", False), ("fp32", True))
+    )
