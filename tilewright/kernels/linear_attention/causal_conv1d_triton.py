@@ -1,51 +1,90 @@
 """Causal depthwise convolution in Triton. The definition is
 tilewright/ops/linear_attention/causal_conv1d.py.
 
-A program holds BLOCK_T rows of one sequence times BLOCK_C channels, and reads them once for each
-tap, all but the first time from L1. Backward recomputes the sums before the activation, for each of
-the W rows in which a row of x takes part, in the same way, so that nothing is saved but the inputs.
-Gradients of weight and bias are accumulated per program and reduced by a second kernel in fixed
-order: no atomics.
+A program walks along a run of rows of one sequence, in BLOCK_C channels: each thread keeps the taps
+of its channels and their last W - 1 rows in registers, so that each row is read once, but for those
+that two runs share. Backward recomputes the sums before the activation, so that nothing is saved
+but the inputs, and keeps the gradients of the last W - 1 of them too; a thread accumulates the
+gradients of its channels' taps and biases. A second kernel adds those of all programs in fixed
+order: no atomics. Runs are as long as the device's number of resident programs allows.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from tilewright.core.layout import last_contiguous
-from tilewright.kernels.device import programs
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.linear_attention.operators import convolve, convolve_backward
-from tilewright.kernels.linear_attention.tiles_triton import number_of_tiles, place, tiles_of
+from tilewright.kernels.linear_attention.tiles_triton import (
+    Tiles,
+    number_of_tiles,
+    place,
+    tiles_of,
+)
 from tilewright.kernels.math_triton import sigmoid, sigmoid_pair
-from tilewright.kernels.norm.rmsnorm_triton import summed
+from tilewright.kernels.norm.rmsnorm_triton import sharing
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
 
 @triton.jit
-def _before(
-    x_ptr, w_ptr, b_ptr, x_row, row, begin, live, c, in_c, W: tl.constexpr, BIAS: tl.constexpr
-):
-    """The sums before the activation, of rows `row` [i] that are live, in channels c [j]; row
-    begin is the first of the sequence.
+def _row(ptr, row, stride, c, mask):
+    """Row `row` in channels c, as float32; 0 where masked."""
+    return tl.load(ptr + row * stride + c, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _before(row, end, c, C):
+    """The channels of a row before row `end`. The rows are compared for each channel, since
+    Triton's interpreter cannot broadcast a condition.
     """
-    total = tl.zeros((row.shape[0], c.shape[0]), tl.float32)
-    if BIAS:
-        total += tl.load(b_ptr + c, mask=in_c, other=0.0).to(tl.float32)[None, :]
+    return (c < C) & (row + tl.zeros_like(c) < end)
+
+
+@triton.jit
+def _taps(w_ptr, c, in_c, W: tl.constexpr):
+    """A tuple of the taps of channels c, the earliest row's first."""
+    taps = ()
     for tap in tl.static_range(W):
-        at = row - (W - 1 - tap)
-        w = tl.load(w_ptr + c * W + tap, mask=in_c, other=0.0).to(tl.float32)
-        mask = (live & (at >= begin))[:, None] & in_c[None, :]
-        x = tl.load(x_ptr + at[:, None] * x_row + c[None, :], mask=mask, other=0.0)
-        total += w[None, :] * x.to(tl.float32)
+        w = tl.load(w_ptr + c * W + tap, mask=in_c, other=0.0)
+        taps += (w.to(tl.float32),)
+    return taps
+
+
+@triton.jit
+def _earlier(x_ptr, x_row, first, begin, c, C, W: tl.constexpr):
+    """A tuple of the W - 1 rows before row `first` of the sequence that starts at row begin."""
+    rows = ()
+    for ago in tl.static_range(W - 1, 0, -1):
+        at = first - ago
+        rows += (_row(x_ptr, at, x_row, c, _before(begin, at + 1, c, C)),)
+    return rows
+
+
+@triton.jit
+def _convolved(rows, taps, b):
+    """The sum before the activation, of as many rows as taps."""
+    total = b
+    for tap in tl.static_range(len(taps)):
+        total += taps[tap] * rows[tap]
     return total
 
 
-@triton.jit(do_not_specialize=["S", "capacity", "count"])
+@triton.jit
+def _bias(b_ptr, c, in_c, BIAS: tl.constexpr):
+    b = tl.zeros((c.shape[0],), tl.float32)
+    if BIAS:
+        b += tl.load(b_ptr + c, mask=in_c, other=0.0).to(tl.float32)
+    return b
+
+
+@triton.jit(do_not_specialize=["S", "capacity", "count", "length"])
 def _forward(
     x_ptr,
     w_ptr,
@@ -56,122 +95,151 @@ def _forward(
     S,
     capacity,
     count,
+    length,
     C,
     x_row,
     W: tl.constexpr,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
     PACKED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    t = tl.program_id(0)
+    """A run of `length` rows, ROWS at a time."""
+    t = tl.program_id(1)
     there = t < number_of_tiles(map_ptr, capacity, count, PACKED)
     if there:
-        first, begin, end = place(map_ptr, cu_ptr, capacity, S, t, there, BLOCK_T, PACKED)
-        row = first + tl.arange(0, BLOCK_T)
-        c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-        in_c, live = c < C, row < end
-        y = _before(x_ptr, w_ptr, b_ptr, x_row, row, begin, live, c, in_c, W, BIAS)
-        if SILU:
-            y = y * sigmoid(y)
-        to = y_ptr + row[:, None] * C + c[None, :]
-        tl.store(to, y.to(y_ptr.dtype.element_ty), mask=live[:, None] & in_c[None, :])
+        first, begin, end = place(map_ptr, cu_ptr, capacity, S, t, there, length, PACKED)
+        c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+        in_c = c < C
+        taps, b = _taps(w_ptr, c, in_c, W), _bias(b_ptr, c, in_c, BIAS)
+        x = _earlier(x_ptr, x_row, first, begin, c, C, W)
+        end = tl.minimum(end, first + length)
+        for start in tl.range(first, end, ROWS, num_stages=STAGES):
+            for i in tl.static_range(ROWS):
+                row = start + i
+                mask = _before(row, end, c, C)
+                x += (_row(x_ptr, row, x_row, c, mask),)
+                y = _convolved(x, taps, b)
+                if SILU:
+                    y = y * sigmoid(y)
+                tl.store(y_ptr + row * C + c, y.to(y_ptr.dtype.element_ty), mask=mask)
+                x = x[1:]
 
 
 @triton.jit
-def _gradient(
-    dy_ptr,
-    x_ptr,
-    w_ptr,
-    b_ptr,
-    x_row,
-    C,
-    row,
-    begin,
-    live,
-    c,
-    in_c,
-    W: tl.constexpr,
-    BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-):
-    """That of the sums before the activation."""
-    mask = live[:, None] & in_c[None, :]
-    g = tl.load(dy_ptr + row[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+def _gradient(dy_ptr, row, C, c, mask, rows, taps, b, SILU: tl.constexpr):
+    """That of the sum before the activation, of row `row`; 0 where masked."""
+    g = _row(dy_ptr, row, C, c, mask)
     if SILU:
-        y = _before(x_ptr, w_ptr, b_ptr, x_row, row, begin, live, c, in_c, W, BIAS)
+        y = _convolved(rows, taps, b)
         s, rest = sigmoid_pair(y)
         g = g * (s * (1.0 + y * rest))
     return g
 
 
-@triton.jit(do_not_specialize=["S", "capacity", "count"])
+@triton.jit(do_not_specialize=["S", "capacity", "count", "length"])
 def _backward(
     dy_ptr,
     x_ptr,
     w_ptr,
     b_ptr,
     dx_ptr,
-    dw_ptr,
-    db_ptr,
+    partial_ptr,
     map_ptr,
     cu_ptr,
     S,
     capacity,
     count,
+    length,
     C,
     x_row,
     W: tl.constexpr,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
     PACKED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    TAPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """dx, and this program's partial sums of dw and db over tiles p, p + P, p + 2P, ... of its
+    """dx, and this program's partial sums of dw and db over runs p, p + P, p + 2P, ... of its
     channels.
     """
-    p = tl.program_id(0)
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    p = tl.program_id(1)
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     in_c = c < C
-    taps = tl.arange(0, TAPS)
-    dw = tl.zeros((TAPS, BLOCK_C), tl.float32)
+    taps, b = _taps(w_ptr, c, in_c, W), _bias(b_ptr, c, in_c, BIAS)
+    dw = ()
+    for _ in tl.static_range(W):
+        dw += (tl.zeros((BLOCK_C,), tl.float32),)
     db = tl.zeros((BLOCK_C,), tl.float32)
-    for t in range(p, number_of_tiles(map_ptr, capacity, count, PACKED), tl.num_programs(0)):
-        first, begin, end = place(map_ptr, cu_ptr, capacity, S, t, t >= 0, BLOCK_T, PACKED)
-        own = first + tl.arange(0, BLOCK_T)
-        live = own < end
-        g = _gradient(
-            dy_ptr, x_ptr, w_ptr, b_ptr, x_row, C, own, begin, live, c, in_c, W, BIAS, SILU
-        )
-        if BIAS:
-            db += tl.sum(g, axis=0)
-        dx = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
-        # x's row takes part in its own row and the next W - 1. No unrolled loop: it would load the
-        # rows of all taps ahead, and spill.
-        for ago in range(W):
-            at = own - ago
-            seen = (live & (at >= begin))[:, None] & in_c[None, :]
-            x = tl.load(x_ptr + at[:, None] * x_row + c[None, :], mask=seen, other=0.0)
-            share = tl.sum(g * x.to(tl.float32), axis=0)
-            dw += tl.where(taps[:, None] == W - 1 - ago, share[None, :], 0.0)
-        for later in range(W):
-            row = own + later
-            g = _gradient(
-                dy_ptr, x_ptr, w_ptr, b_ptr, x_row, C, row, begin, row < end, c, in_c, W, BIAS, SILU
-            )
-            w = tl.load(w_ptr + c * W + (W - 1 - later), mask=in_c, other=0.0).to(tl.float32)
-            dx += w[None, :] * g
-        to = dx_ptr + own[:, None] * C + c[None, :]
-        mask = (own < end)[:, None] & in_c[None, :]
-        tl.store(to, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    at = p.to(tl.int64) * C + c
-    mask = (taps < W)[:, None] & in_c[None, :]
-    tl.store(dw_ptr + at[None, :] * W + taps[:, None], dw, mask=mask)
+    for t in range(p, number_of_tiles(map_ptr, capacity, count, PACKED), tl.num_programs(1)):
+        first, begin, end = place(map_ptr, cu_ptr, capacity, S, t, t >= 0, length, PACKED)
+        x = _earlier(x_ptr, x_row, first, begin, c, C, W)
+        # x's row takes part in its own row and the next W - 1, whose gradients g are.
+        g = ()
+        for i in tl.static_range(W - 1):
+            row = first + i
+            mask = _before(row, end, c, C)
+            x += (_row(x_ptr, row, x_row, c, mask),)
+            g += (_gradient(dy_ptr, row, C, c, mask, x, taps, b, SILU),)
+            x = x[1:]
+        # Past its end, where the last ROWS may reach, a sequence is 0 and so are gradients; another
+        # run of the same sequence starts at a multiple of `length`, which is one of ROWS.
+        for start in tl.range(first, tl.minimum(end, first + length), ROWS, num_stages=STAGES):
+            for i in tl.static_range(ROWS):
+                own = start + i
+                row = own + W - 1
+                mask = _before(row, end, c, C)
+                x += (_row(x_ptr, row, x_row, c, mask),)
+                g += (_gradient(dy_ptr, row, C, c, mask, x, taps, b, SILU),)
+                dx = taps[W - 1] * g[0]
+                sums = ()
+                for tap in tl.static_range(W):
+                    if tap < W - 1:
+                        dx += taps[tap] * g[W - 1 - tap]
+                    sums += (dw[tap] + x[0] * g[W - 1 - tap],)
+                dw = sums
+                if BIAS:
+                    db += g[0]
+                to = dx_ptr + own * C + c
+                tl.store(to, dx.to(dx_ptr.dtype.element_ty), mask=_before(own, end, c, C))
+                x, g = x[1:], g[1:]
+    to = partial_ptr + p.to(tl.int64) * (W + BIAS) * C + c
+    for tap in tl.static_range(W):
+        tl.store(to + tap * C, dw[tap], mask=in_c)
     if BIAS:
-        tl.store(db_ptr + at, db, mask=in_c)
+        tl.store(to + W * C, db, mask=in_c)
+
+
+@triton.jit
+def _sum_programs(
+    partial_ptr,
+    dw_ptr,
+    db_ptr,
+    P,
+    C,
+    W: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """dw [C, W] and db [C]: the sums over the P rows of partial [P, W + BIAS, C], in their order by
+    BLOCK_P, rounded once.
+    """
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    tap = tl.program_id(1)
+    total = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    for first in range(0, P, BLOCK_P):
+        p = first + tl.arange(0, BLOCK_P)
+        at = (p.to(tl.int64)[:, None] * (W + BIAS) + tap) * C + c[None, :]
+        total += tl.load(partial_ptr + at, mask=(p < P)[:, None] & (c < C)[None, :], other=0.0)
+    total = tl.sum(total, axis=0)
+    if tap < W:
+        tl.store(dw_ptr + c * W + tap, total.to(dw_ptr.dtype.element_ty), mask=c < C)
+    elif BIAS:
+        tl.store(db_ptr + c, total.to(db_ptr.dtype.element_ty), mask=c < C)
 
 
 # ---- launches
@@ -191,29 +259,58 @@ def _constants(weight, bias, cu_seqlens, silu) -> dict:
     }
 
 
+class _Walk(NamedTuple):
+    """A launch over runs of rows.
+
+    programs: that share the rows of a block of channels.   tiles: the runs, no more than programs
+    unless there are more sequences.   numbers: the arguments after the tensors.
+    """
+
+    programs: int
+    tiles: Tiles
+    numbers: tuple[int, ...]
+
+
+def _walk(kernel, tensors, x, rows, cu_seqlens, **constants) -> _Walk:
+    """tensors: the kernel's, in order, with any float32 tensor for the partial sums."""
+    (B, S, C), each = x.shape, constants["ROWS"]
+    sample = None if cu_seqlens is None else cu_seqlens.new_empty(1, dtype=torch.int32)
+    P = sharing(
+        kernel,
+        B * S,
+        MIN_RUN,
+        cdiv(C, constants["BLOCK_C"]),
+        constants.pop("num_warps"),
+        x,
+        (
+            *(None if t is None else t.dtype for t in (*tensors, cu_seqlens)),
+            C % 16,
+            rows.stride(0) % 16,
+        ),
+        *tensors,
+        sample,
+        cu_seqlens,
+        *(0, 0, 0, 0, C, rows.stride(0)),
+        **constants,
+    )
+    length = cdiv(cdiv(S, max(1, P // B)), each) * each
+    if cu_seqlens is not None:  # each length compiles another map of the documents' runs
+        length = next_power_of_2(length)
+    tiles = tiles_of(B, S, cu_seqlens, length)
+    return _Walk(P, tiles, (S, tiles.capacity, tiles.count, length, C, rows.stride(0)))
+
+
 def forward(x, weight, bias, cu_seqlens, silu):
     y = convolve(x, weight, bias, cu_seqlens, silu)
     if y.numel():
-        (B, S, C), rows = x.shape, _rows(x)
+        C, rows = x.shape[-1], _rows(x)
         config = FORWARD.config(x.device, C, x.element_size())
-        tiles = tiles_of(B, S, cu_seqlens, config["BLOCK_T"])
-        launch(
-            _forward,
-            (tiles.count, cdiv(C, config["BLOCK_C"])),
-            rows,
-            weight,
-            bias,
-            y,
-            tiles.map,
-            tiles.cu_seqlens,
-            S,
-            tiles.capacity,
-            tiles.count,
-            C,
-            rows.stride(0),
-            **_constants(weight, bias, cu_seqlens, silu),
-            **config,
-        )
+        constants = _constants(weight, bias, cu_seqlens, silu) | config
+        tensors = rows, weight, bias, y
+        walk = _walk(_forward, tensors, x, rows, cu_seqlens, **constants)
+        maps = walk.tiles.map, walk.tiles.cu_seqlens
+        grid = cdiv(C, config["BLOCK_C"]), walk.tiles.count
+        launch(_forward, grid, *tensors, *maps, *walk.numbers, **constants)
     return y
 
 
@@ -225,93 +322,86 @@ def backward(dy, x, weight, bias, cu_seqlens, silu):
             if t is not None:
                 t.zero_()
         return found
-    (B, S, C), rows, W = x.shape, _rows(x), weight.shape[1]
+    (C, W), rows = weight.shape, _rows(x)
     config = BACKWARD.config(x.device, C, x.element_size())
-    tiles, blocks = tiles_of(B, S, cu_seqlens, config["BLOCK_T"]), cdiv(C, config["BLOCK_C"])
-    P = max(1, min(tiles.count, programs(x, PROGRAMS) // blocks))
-    dw = torch.empty((P, C, W), dtype=torch.float32, device=x.device)
-    db = None if bias is None else torch.empty((P, C), dtype=torch.float32, device=x.device)
-    launch(
-        _backward,
-        (P, blocks),
-        dy.contiguous(),
-        rows,
-        weight,
-        bias,
-        dx,
-        dw,
-        db,
-        tiles.map,
-        tiles.cu_seqlens,
-        S,
-        tiles.capacity,
-        tiles.count,
-        C,
-        rows.stride(0),
-        **_constants(weight, bias, cu_seqlens, silu),
-        TAPS=next_power_of_2(W),
-        **config,
-    )
-    summed(dw, dweight)
-    if db is not None:
-        summed(db, dbias)
+    constants = _constants(weight, bias, cu_seqlens, silu) | config
+    tensors, new = (dy.contiguous(), rows, weight, bias, dx), {"dtype": torch.float32}
+    walk = _walk(_backward, (*tensors, x.new_empty(1, **new)), x, rows, cu_seqlens, **constants)
+    P, sums = min(walk.programs, walk.tiles.count), W + (bias is not None)
+    partial = x.new_empty((P, sums, C), **new)
+    maps = walk.tiles.map, walk.tiles.cu_seqlens
+    grid = cdiv(C, config["BLOCK_C"]), P
+    launch(_backward, grid, *tensors, partial, *maps, *walk.numbers, **constants)
+    shape = {"W": W, "BIAS": bias is not None}
+    grid = cdiv(C, _SUM["BLOCK_C"]), sums
+    launch(_sum_programs, grid, partial, dweight, dbias, P, C, **shape, **_SUM)
     return found
 
 
 # ---- launch configurations
 
-PROGRAMS = 2  # of the backward, per SM: as many as registers allow
+_SUM = {"BLOCK_P": 32, "BLOCK_C": 32}  # a warp reads 128 bytes of each row of partial sums
+MIN_RUN = 16  # rows, so that those which two runs share are few
 
 
-def _config(C: int, elements: int, warps: int) -> dict:
-    """16 to 128 channels in a row of a tile: 128 16-bit channels are two sectors for each of eight
-    threads, and the loads of other taps find them in L1.
-    """
-    block = max(16, min(128, next_power_of_2(C)))
-    return {"BLOCK_T": elements // block, "BLOCK_C": block, "num_warps": warps}
+def _config(C: int, elements: int, warps: int, stages: int) -> dict:
+    """`elements` channels per thread, if there are as many."""
+    block = max(32, min(32 * elements * warps, next_power_of_2(C)))
+    return {
+        "BLOCK_C": block,
+        "ROWS": 4,
+        "STAGES": stages,
+        "num_warps": max(1, min(warps, block // (32 * elements))),
+    }
 
 
 def _forward_heuristic(C: int, itemsize: int) -> dict:
-    """16 elements per thread: two 128-bit loads of each tap in 16 bits."""
-    return _config(C, 2048, 4)
+    """One warp, 128 bits of a row per thread. Two times ROWS rows ahead are copied to shared
+    memory: 64 KiB in flight in the 16 warps that an SM holds.
+    """
+    return _config(C, 16 // itemsize, 1, 3)
 
 
 def _backward_heuristic(C: int, itemsize: int) -> dict:
-    """8 elements per thread: with 16, up to 254 registers hold addresses, gradients and sums."""
-    return _config(C, 2048, 8)
+    """As the forward, but four channels per thread: 64 KiB of x and dy in 16 warps, as 16-bit
+    channels on 128 registers. With eight channels they are up to 230, and an SM holds 8 warps.
+    """
+    return _config(C, 4, 1, 3)
 
 
-def _space(heuristic, most):
-    def space(C: int, itemsize: int) -> list[dict]:
-        base = heuristic(C, itemsize)
-        return [
-            {**base, "BLOCK_T": rows, "num_warps": warps}
-            for rows in (base["BLOCK_T"] // 2, base["BLOCK_T"], 2 * base["BLOCK_T"])
-            for warps in (2, 4, 8)
-            if 8 <= rows * base["BLOCK_C"] // (32 * warps) <= most
-        ]
-
-    return space
+def _space(C: int, itemsize: int) -> list[dict]:
+    """STAGES: loop iterations in flight; all but one of them are copies to shared memory."""
+    return [
+        _config(C, elements, warps, stages)
+        for elements in (16 // itemsize, 8 // itemsize)
+        for warps in (1, 2)
+        for stages in (1, 2, 3)
+    ]
 
 
 def _specs_of(kernel, name: str):
     def specs(key: dict, config: dict) -> list[KernelSpec]:
         data, found = "bf16" if key["itemsize"] == 2 else "fp32", []
+        bits = 8 * key["itemsize"] * config["BLOCK_C"] // (32 * config["num_warps"])
         for label, options in (
             ("", {"BIAS": False, "PACKED": False}),
             (" packed bias", {"BIAS": True, "PACKED": True}),
         ):
             types = {"map": "i32", "cu": "i64"} if options["PACKED"] else {"map": None, "cu": None}
-            types |= {"dw": "fp32", "db": "fp32" if options["BIAS"] else None, "*": data}
+            types |= {"partial": "fp32", "*": data}
             types |= {} if options["BIAS"] else {"b": None}
             found.append(
                 KernelSpec.of(
                     kernel,
                     f"{name}{label} C={key['C']} {data}",
                     types,
-                    {"W": 4, "TAPS": 4, "SILU": True, **options, **config},
+                    {"W": 4, "SILU": True, **options, **config},
                     divisible=("C", "x_row"),
-                    elements=config["BLOCK_T"] * config["BLOCK_C"],
+                    # Fewer than 128 bits where a thread has half as many channels, or the row is
+                    # narrow; a warp reads 256 bytes at least of a wide one.
+                    load=bits,
+                    store=bits,
+                    elements=config["ROWS"] * config["BLOCK_C"],
                 )
             )
         return found
@@ -327,7 +417,7 @@ FORWARD = Tunable(
     ("C", "itemsize"),
     "forward",
     _forward_heuristic,
-    _space(_forward_heuristic, 32),
+    _space,
     _KEYS,
     _specs_of(_forward, "forward"),
 )
@@ -337,8 +427,26 @@ BACKWARD = Tunable(
     ("C", "itemsize"),
     "backward",
     _backward_heuristic,
-    _space(_backward_heuristic, 8),
+    _space,
     _KEYS,
     _specs_of(_backward, "backward"),
 )
 TUNABLES = (FORWARD, BACKWARD)
+
+
+def gate() -> tuple[KernelSpec, ...]:
+    """The sum of the programs' partial sums, whose configuration is not tuned: 16 bytes per thread
+    of its input.
+    """
+    return tuple(
+        KernelSpec.of(
+            _sum_programs,
+            f"sum of dw {t}{' and db' if bias else ''}",
+            {"partial": "fp32", "db": t if bias else None, "*": t},
+            {"W": 4, "BIAS": bias, **_SUM},
+            divisible=("C",),
+            # The taps of a channel are neighbors; a program has one.
+            store=32 if t == "fp32" else 16,
+        )
+        for t, bias in (("bf16", False), ("fp32", True))
+    )

@@ -41,7 +41,7 @@ def number_of_tiles(map_ptr, capacity, count, PACKED: tl.constexpr):
 
 
 @triton.jit
-def place(map_ptr, cu_ptr, capacity, S, t, there, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+def place(map_ptr, cu_ptr, capacity, S, t, there, BLOCK, PACKED: tl.constexpr):
     """Locates tile t, if it is there: its first row, and the start and the end of its sequence, as
     rows of [B * S, ..].
     """

@@ -11,11 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewright.kernels.device import programs
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.math_triton import sigmoid_pair
-from tilewright.kernels.norm.rmsnorm_triton import summed
+from tilewright.kernels.norm.rmsnorm_triton import sharing, summed
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -73,6 +72,7 @@ def _backward(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """dx, dgate, and this program's partial sum of dw over blocks p, p + P, p + 2P, ... of rows."""
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -80,8 +80,10 @@ def _backward(
     p = tl.program_id(0)
     d = tl.arange(0, BLOCK_D)
     w = tl.load(w_ptr + d, mask=d < D, other=0.0).to(tl.float32)
-    dw = tl.zeros((BLOCK_D,), tl.float32)
-    for block in range(p, tl.cdiv(T, BLOCK_T), tl.num_programs(0)):
+    # Added over the rows of a block once, at the end: a sum between threads for each block would
+    # take as many instructions as all else.
+    dw = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    for block in tl.range(p, tl.cdiv(T, BLOCK_T), tl.num_programs(0), num_stages=STAGES):
         t = block * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
         mask = (t < T)[:, None] & (d < D)[None, :]
         at = t[:, None] * D + d[None, :]
@@ -93,15 +95,15 @@ def _backward(
         dgate = dy * scaled * (s * (1.0 + gate * rest))
         tl.store(dgate_ptr + at, dgate.to(TYPE), mask=mask)
         g = dy * (gate * s)
+        dw += g * normed
+        g = g * w[None, :]
         # Products are rounded before they are added: with an fma into the first addition of an
         # exchange between threads, two threads would differ in the last bit, and either result
         # could be stored (as in rmsnorm).
-        dw += tl.sum(tl.fma(g, normed, 0.0), axis=0)
-        g = g * w[None, :]
         c = tl.sum(tl.fma(g, xhat, 0.0), axis=1) / D
         dx = (g - xhat * c[:, None]) * rstd[:, None]
         tl.store(dx_ptr + at, dx.to(TYPE), mask=mask)
-    tl.store(dw_ptr + p.to(tl.int64) * D + d, dw, mask=d < D)
+    tl.store(dw_ptr + p.to(tl.int64) * D + d, tl.sum(dw, axis=0), mask=d < D)
 
 
 # ---- launches
@@ -126,10 +128,25 @@ def backward(dy, x, gate, weight, eps):
     if not T:
         return dx, dgate, torch.zeros_like(weight)
     config = BACKWARD.config(x.device, D, x.element_size())
-    P = max(1, min(cdiv(T, config["BLOCK_T"]), programs(x, 32 // config["num_warps"])))
-    dw = torch.empty((P, D), dtype=torch.float32, device=x.device)
-    tensors = dy, x, gate, weight, dx, dgate, dw
-    launch(_backward, (P,), *tensors, T, eps, **_constants(x, weight), **config)
+    constants = _constants(x, weight) | config
+    warps = constants.pop("num_warps")
+    tensors, sample = (dy, x, gate, weight, dx, dgate), x.new_empty(1, dtype=torch.float32)
+    P = sharing(
+        _backward,
+        T,
+        config["BLOCK_T"],
+        1,
+        warps,
+        x,
+        (dy.dtype, x.dtype, weight.dtype),
+        *tensors,
+        sample,
+        T,
+        eps,
+        **constants,
+    )
+    dw = x.new_empty((P, D), dtype=torch.float32)
+    launch(_backward, (P,), *tensors, dw, T, eps, **constants, num_warps=warps)
     return dx, dgate, summed(dw, torch.empty_like(weight))
 
 
@@ -157,17 +174,25 @@ def _forward_heuristic(D: int, itemsize: int) -> dict:
 
 
 def _backward_heuristic(D: int, itemsize: int) -> dict:
-    """8 elements per thread, which holds six operands of each."""
-    return _config(D, 1024, 8)
+    """8 elements per thread, which holds six operands of each.
+
+    STAGES: blocks of rows in flight; all but one of them are copies to shared memory: of rows of
+    128 columns about 72 KiB per SM.
+    """
+    return {**_config(D, 1024, 8), "STAGES": 3 if itemsize == 2 else 2}
 
 
-def _space(D: int, itemsize: int) -> list[dict]:
+def _forward_space(D: int, itemsize: int) -> list[dict]:
     return [
         _config(D, elements, each)
         for elements in (512, 1024, 2048)
         for each in (8, 16)
         if next_power_of_2(D) <= 512 * each
     ]
+
+
+def _backward_space(D: int, itemsize: int) -> list[dict]:
+    return [{**c, "STAGES": stages} for c in _forward_space(D, itemsize) for stages in (1, 2, 3)]
 
 
 def _specs_of(kernel, name: str):
@@ -195,7 +220,7 @@ FORWARD = Tunable(
     ("D", "itemsize"),
     "forward",
     _forward_heuristic,
-    _space,
+    _forward_space,
     _KEYS,
     _specs_of(_forward, "forward"),
 )
@@ -205,7 +230,7 @@ BACKWARD = Tunable(
     ("D", "itemsize"),
     "backward",
     _backward_heuristic,
-    _space,
+    _backward_space,
     _KEYS,
     _specs_of(_backward, "backward"),
 )

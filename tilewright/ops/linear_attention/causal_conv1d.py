@@ -199,6 +199,7 @@ CAUSAL_CONV1D = Op(
             _triton,
             platform.no_triton,
             tunables=from_kernels("linear_attention.causal_conv1d_triton", "TUNABLES"),
+            gate=from_kernels("linear_attention.causal_conv1d_triton", "gate"),
         ),
         Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
     ),
