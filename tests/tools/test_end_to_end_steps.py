@@ -8,8 +8,9 @@ from bench import end_to_end_steps as steps
 from bench.__main__ import main
 from bench.page.build import build
 
-for package in ("transformers", "pydantic", "datasets"):
-    pytest.importorskip(package)
+pytest.importorskip("transformers")
+pytest.importorskip("pydantic")
+pytest.importorskip("datasets")
 PROVIDERS = ("trainer", "transformers", "accelerate")
 
 
