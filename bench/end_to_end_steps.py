@@ -480,6 +480,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--out", type=pathlib.Path, metavar="DIR", help="write end_to_end.json there"
     )
+    parser.add_argument(
+        "--commit",
+        metavar="COMMIT|FILE",
+        help="the commit of these sources, or gpu-cache's commit.json, if git does not know it",
+    )
     args = parser.parse_args(argv)
     args.providers = chosen(parser, "--providers", args.providers, PROVIDERS)
     if args.tokens and args.tokens % 128:  # else the trainer would pad
@@ -491,8 +496,9 @@ def main(argv: Sequence[str]) -> int:
     args.shape = args.shape or ("smollm2-135m" if args.curve else "llama-3.2-1b")
     args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
     args.steps = args.steps or (200 if args.curve else 25)
-    settings: Any = SimpleNamespace(**{k: v for k, v in vars(args).items() if k != "out"})
-    meta = run.metadata(args.device, settings, ["end-to-end", *argv], trainer=True)
+    fields = {k: v for k, v in vars(args).items() if k not in ("out", "commit")}
+    settings: Any = SimpleNamespace(**fields)
+    meta = run.metadata(args.device, settings, ["end-to-end", *argv], args.commit, trainer=True)
     rows: list[dict[str, Any]] = []
     for row in _measured(args, meta):
         rows.append(row)
