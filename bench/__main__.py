@@ -42,7 +42,7 @@ COMMANDS = {
     ),
     "end-to-end": (
         "bench.end_to_end",
-        "time a training step of the trainer's model and of transformers' on a CPU",
+        "time training steps of the trainer and of transformers' model, on a CPU or a GPU",
     ),
     "layouts": (
         "bench.layouts",

@@ -8,6 +8,8 @@ Times are wall clock, in interleaved rounds of one process. Memory: each model i
 the peak during a step (the kernel's high-water mark) above the level before it, so gradients count
 and weights do not. Errors are relative to transformers' model in float64: of the loss, and
 |g - truth| / |truth| over all gradients (Frobenius), and for the parameter where that is largest.
+
+With --device, whole optimizer steps of training runs instead (`bench/end_to_end_steps.py`).
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ class Shape:
     heads: int = 9
     kv_heads: int = 3
     vocabulary: int = 49152
+    rope_theta: float = 10000.0
 
     @property
     def name(self) -> str:
@@ -77,6 +80,7 @@ def of_transformers(shape: Shape) -> PreTrainedModel:
             max_position_embeddings=max(2048, shape.tokens),
             rms_norm_eps=1e-5,
             tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
             **attention,
         )
     )
@@ -298,6 +302,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
+    if any(a.partition("=")[0] == "--device" for a in argv):
+        from bench import end_to_end_steps
+
+        return end_to_end_steps.main(argv)
     parser = argparse.ArgumentParser(
         prog="python -m bench end-to-end",
         description=__doc__,

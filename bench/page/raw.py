@@ -229,6 +229,8 @@ ERRORS = ("loss_error", "gradient_error", "worst_gradient_error")
 
 def _end_to_end(document: dict[str, Any], source: Source) -> Iterator[Entry]:
     for r in document["rows"]:
+        if "status" in r:  # whole optimizer steps, which the page does not show
+            continue
         data = {
             "dtype": r["dtype"],
             "provider": r["provider"],

@@ -21,7 +21,7 @@ from .faults import ROOT, Fault
 # source of every file, or the list of faults.
 NOT_RUN = re.compile(
     r"test_(style|docs|docstrings|readme|packaging|contributing|mutations|performance|suite|bench"
-    r"|plants|tutorials|end_to_end|real_input|triton_ptx|cute|gpu_\w+|peers|families|open_table)$"
+    r"|plants|tutorials|end_to_end\w*|real_input|triton_ptx|cute|gpu_\w+|peers|families|open_table)$"
 )
 ENDS = re.compile(r"^_|_(triton|fused|eager|operators|options|checks|format|chunks|plan)$")
 # Names of functions that say nothing.

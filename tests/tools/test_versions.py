@@ -202,6 +202,7 @@ def test_the_newest_versions_tested_are_documented():
 # the marker.
 LONG = (
     "tools/test_end_to_end",
+    "tools/test_end_to_end_steps",
     "tools/test_layouts",
     "trainer/test_certificate",
     "trainer/test_checkpoint",

@@ -42,7 +42,7 @@ def _peak() -> tuple[float | None, str]:
     return next((peak for device, peak in PEAK.items() if device in name), None), name
 
 
-def _memory_gb() -> float:
+def memory_gb() -> float:
     """The most memory so far, GB (10^9 bytes): what PyTorch allocated on a GPU, or the resident set
     of a process on a CPU.
     """
@@ -149,7 +149,7 @@ class Metrics:
         }
         if self.peak is not None:
             row["mfu"] = tokens * self.flops / seconds / (self.peak * self.devices)
-        row["memory_gb"] = _memory_gb()
+        row["memory_gb"] = memory_gb()
         # With evaluations and checkpoints, as in the steps of this run so far.
         row["seconds_left"] = (now - self.began) / (step - self.start) * (self.total - step)
         self.write(row)

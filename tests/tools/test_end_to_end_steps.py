@@ -1,0 +1,87 @@
+"""The benchmark of optimizer steps: all providers train the same, and what it reports."""
+
+import json
+
+import pytest
+
+from bench import end_to_end_steps as steps
+from bench.__main__ import main
+from bench.page.build import build
+
+pytest.importorskip("transformers")
+pytest.importorskip("pydantic")
+pytest.importorskip("datasets")
+PROVIDERS = ("trainer", "transformers", "accelerate")
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory):
+    """Of the command, on a tiny shape."""
+    out = tmp_path_factory.mktemp("results") / "steps"
+    options = ["--shape", "tiny", "--steps", "3", "--skip", "1", "--out", str(out)]
+    names = ",".join((*PROVIDERS, "liger"))
+    assert main(["end-to-end", "--device", "cpu", "--providers", names, *options]) == 0
+    build(out.parent, out.parent / "performance.md")  # can be read beside other results
+    return json.loads((out / "end_to_end.json").read_text())
+
+
+def test_all_train_the_same(document):
+    ours, *others, liger = document["rows"]
+    assert [r["provider"] for r in (ours, *others)] == list(PROVIDERS)
+    assert liger["status"] == "unavailable" and liger["reason"]
+    for r in (ours, *others):
+        assert r["status"] == "ok" and r["reason"] is None and r["mfu"] is None
+        assert len(r["losses"]) == len(set(r["losses"])) == 3 and len(r["samples_ms"]) == 2
+        assert 0 < r["p20_ms"] <= r["median_ms"] <= r["p80_ms"] and r["peak_mib"] > 50
+        assert r["tokens_per_second"] == pytest.approx(128e3 / r["median_ms"])
+        assert 0 < r["flops_per_token_documents"] < r["flops_per_token"]
+    for r in others:
+        assert r["loss_difference"] < 1e-5 and r["grad_norm_difference"] < 1e-4
+
+
+def row(**values):
+    return {"dtype": "bfloat16", "status": "ok", "reason": None, "grad_norms": [1.0]} | values
+
+
+def test_another_loss_is_told():
+    near, far = row(losses=[10.0, 9.05]), row(losses=[10.0, 9.2])
+    other = row(losses=[10.0, 9.0], grad_norms=[1.05])
+    for r in (near, far, other):
+        steps.compare(r, row(losses=[10.0, 9.0]))
+    assert near["status"] == "ok" and near["loss_difference"] == pytest.approx(0.05 / 9)
+    assert far["status"] == "differs" and far["reason"].startswith("loss_difference is 0.022;")
+    assert other["status"] == "differs" and "first_grad_norm_difference" in other["reason"]
+
+
+def test_a_failure_is_recorded_and_the_others_run(tmp_path, monkeypatch):
+    job = steps.Job(steps.SHAPES["tiny"], "cpu", "float32", 2, str(tmp_path))
+    line = {"loss": 6.0, "grad_norm": 1.0, "seconds": 0.5, "memory_gb": 1.0}
+    made = {
+        "trainer": ([], "exit code 1, 0 of 2 steps done: no", "no"),
+        "transformers": ([line, line], None, ""),
+    }
+    monkeypatch.setattr(steps, "launch", lambda job, provider, limit: made[provider])
+    monkeypatch.setattr(steps, "write_inputs", lambda job: None)
+    monkeypatch.setattr(steps, "flops", lambda job: (2e12, 1e12))
+    name = "NVIDIA H100 80GB HBM3"
+    failed, fine = steps.measure(job, "tiny", PROVIDERS[:2], 1, (60, 60), name)
+    assert failed["status"] == "error" and "exit code 1" in failed["reason"]
+    assert fine["status"] == "ok" and fine["losses"] == [6.0, 6.0]
+    assert fine["mfu"] == pytest.approx(256 * 2e12 / 989e12) == 2 * fine["mfu_documents"]
+
+
+def test_a_process_is_stopped_at_its_limit(tmp_path, monkeypatch):
+    job = steps.Job(steps.SHAPES["tiny"], "cpu", "float32", 2, str(tmp_path))
+    monkeypatch.setattr(steps, "command", lambda job, provider: ["sleep", "60"])
+    assert steps.launch(job, "liger", 0.2)[1] == (
+        "stopped after 0.2 s, 0 of 2 steps done: it printed nothing"
+    )
+
+
+def test_documents_fill_each_step():
+    shape = steps.SHAPES["llama-3.2-1b"]
+    for made in steps.documents(shape, 3):
+        assert sum(map(len, made)) == shape.tokens and min(map(len, made)) >= shape.tokens // 32
+        assert all(d.min() >= 0 and d.max() < shape.vocabulary for d in made)
+        fields = steps.packed(made, "cpu")
+        assert (fields["position_ids"] == 0).sum() == (fields["labels"] == -100).sum() == len(made)
