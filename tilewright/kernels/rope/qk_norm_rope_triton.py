@@ -426,6 +426,8 @@ def _backward(
     kb = ka
     q_rest = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     k_rest = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    # v is read with q, instead of after k. (Interleaved, it spills for sm_100.)
+    EARLY: tl.constexpr = DV and HK <= BLOCK_K and not INTERLEAVED
     d = tl.arange(0, BLOCK_V)
     few = tl.arange(0, BLOCK_K)
     for token in range(p, tokens, tl.num_programs(0)):
@@ -449,7 +451,7 @@ def _backward(
             k_x = x + HQ * D
             q_rstd += t * (HQ + HK)
             k_rstd = q_rstd + HQ
-        if DV and HK <= BLOCK_K:  # with q's, instead of after k's
+        if EARLY:
             dv = dv_ptr + b * dv_b + s * dv_s + (few.to(tl.int64) * dv_h)[:, None] + d[None, :]
             values = tl.load(dv, mask=(few < HK)[:, None] & (d < D)[None, :])
         qa, qb, q_rest = _heads_gradient(
@@ -502,7 +504,7 @@ def _backward(
             h = first + few
             mask = (h < HK)[:, None] & (d < D)[None, :]
             to = dx + ((HQ + HK + h) * D)[:, None] + d[None, :]
-            if DV and HK <= BLOCK_K:
+            if EARLY:
                 tl.store(to, values, mask=mask)
             elif DV:
                 dv = dv_ptr + b * dv_b + s * dv_s + (h.to(tl.int64) * dv_h)[:, None] + d[None, :]
