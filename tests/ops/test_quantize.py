@@ -8,11 +8,16 @@ import functools
 import importlib
 import json
 import math
+import os
+import pathlib
+import subprocess
+import sys
 import types
 
 import pytest
 import torch
 from helpers import DEVICE, skip_unless_usable
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright.bench import contract
 from tilewright.core.registry import FLOATS, short
@@ -28,6 +33,7 @@ from tilewright.ops import (
 )
 from tilewright.ops.quant import aqn, block_fp8, mxfp8, nf4, nvfp4, quantize
 
+ROOT = pathlib.Path(__file__).parents[2]
 FORMATS = {
     "nf4": (nf4.QUANTIZE_NF4, nf4.DEQUANTIZE_NF4),
     "nvfp4": (nvfp4.QUANTIZE_NVFP4, nvfp4.DEQUANTIZE_NVFP4),
@@ -117,6 +123,71 @@ def test_implementations_give_the_bytes_of_the_twin(op, name, case, dtype, poiso
     assert_same(
         op.public(**kwargs, implementation=name), op.public(**kwargs, implementation="eager")
     )
+
+
+class _Divisors(TorchDispatchMode):
+    """Keeps what tensors are divided by."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket is torch.ops.aten.div:
+            self.found.append(args[1])
+        return function(*args, **(kwargs or {}))
+
+
+@EVERY_FORMAT
+def test_a_twin_divides_by_no_number(format):
+    """On CUDA PyTorch multiplies with a number's rounded reciprocal, where kernels divide."""
+    with _Divisors() as divisors:
+        FORMATS[format][0].public(randn(4, 256), implementation="eager")
+    assert all(isinstance(by, torch.Tensor) for by in divisors.found)
+
+
+COMPILED = """
+import json, re, unittest.mock
+from tilewright.ops.quant import block_fp8, mxfp8, nf4, nvfp4
+from tilewright_lab.gate import compilers, machine_code
+
+ops = (block_fp8.QUANTIZE_BLOCK_FP8, mxfp8.QUANTIZE_MXFP8, nf4.QUANTIZE_NF4, nvfp4.QUANTIZE_NVFP4)
+specs = {}
+for spec in compilers.collect(ops, without=("cpp",)).values():
+    if spec.min_arch <= 90 and "random" not in spec.label:
+        specs.setdefault((spec.kernel, "fp8" in spec.label), spec)
+found = {}
+for spec in specs.values():
+    with unittest.mock.patch.object(
+        machine_code, "ptx_facts", side_effect=machine_code.ptx_facts
+    ) as read:
+        compilers.compile_triton(spec, 90)
+    ptx = read.call_args[0][0]
+    found[spec.label] = re.findall(r"\\b(?:div|rcp|r?sqrt)\\.[a-z.]*f32", ptx)
+print(json.dumps(found))
+"""
+
+
+def test_compiled_kernels_divide_exactly():
+    """A `/` compiles to div.full.f32, which is off by up to two units in the last place; Triton's
+    interpreter and the emulator compute it exactly.
+    """
+    pytest.importorskip("triton")
+    code = subprocess.run(
+        [sys.executable, "-c", COMPILED],
+        env={
+            **{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "lab"))),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert code.returncode == 0, code.stderr[-3000:]
+    found = json.loads(code.stdout.splitlines()[-1])
+    assert sum(map(bool, found.values())) >= 6
+    for label, instructions in found.items():
+        assert set(instructions) <= {"div.rn.f32"}, label
 
 
 @pytest.mark.parametrize("op", [pair[1] for pair in FORMATS.values()], ids=list(FORMATS))

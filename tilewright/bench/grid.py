@@ -29,7 +29,7 @@ def steps(
     allowed = (slack + ARITHMETIC) * values.abs().clamp_min(least)
     # Of the larger number: it may have been rounded across a power of two.
     size = ((values.abs() + allowed) / each).clamp_min(2.0**-6)
-    step = each * 2.0 ** (size.log2().floor() - 3)
+    step = each * 2.0 ** (torch.frexp(size).exponent - 4.0)
     beyond = ((codes.double() * each - values).abs() - allowed).clamp_min(0)
     return (beyond / step).nan_to_num(nan=float("inf"))
 
@@ -57,7 +57,7 @@ def of_scales(
             ((largest + by) / LARGEST_E4M3).log2().ceil().clamp_min(-127) for by in (-free, free)
         )
         low = low.nan_to_num(nan=-127.0)  # a largest magnitude within its own error of 0
-        exponent = scale.double().log2()
+        exponent = scale.double().log2().round()  # on CUDA log2 of a power of two may be off
         return (
             torch.maximum(low - exponent, exponent - high).clamp_min(0).nan_to_num(nan=float("inf"))
         )

@@ -27,17 +27,24 @@ from tilewright.kernels.moe import operators
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
-TILE = 128  # slots; ranks cost TILE comparisons per slot, and smaller tiles more counts
-EXPERTS = 128  # per program of `_histogram`: TILE * EXPERTS comparisons are 64 per thread
-# At most. An SM holds one program of either kernel: comparisons fill up to 255 registers per thread
-# under Triton 3.6. So the `_histogram` of more than 128 experts takes two waves there; programs of
-# four warps with 64 experts would take one, with eight times the wavefronts in shared memory. Each
-# program of `_place` reads all counts, 128 KiB for 256 experts.
+# Slots; ranks cost TILE comparisons per slot, and smaller tiles more counts. A tile has a slot for
+# each thread: of a smaller one Triton lets each thread load all slots that it compares with, at
+# three times the instructions, instead of reading them from shared memory.
+TILE, WARPS = 128, 4
+EXPERTS = 128  # per program of `_histogram`: TILE * EXPERTS comparisons are 128 per thread
+# At most. Each program of `_place` reads the counts of all, 128 KiB for 256 experts. A run's tiles
+# follow each other, about a microsecond each; the next one's slots are loaded ahead.
 RUNS = 128
 COUNTS = 64  # programs that count used rows
 
 
 # ---- sorting
+
+
+@triton.jit
+def _expert(index, E):
+    """The experts of slots; E for none. Compared before the cast, which drops high bits."""
+    return tl.where((index < 0) | (index > E), E, index).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["steps"])
@@ -46,18 +53,20 @@ def _histogram(
 ):
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
     total = tl.zeros([EXPERTS], tl.int32)
-    for step in range(steps):
-        tile = tl.program_id(0).to(tl.int64) * steps + step
-        slot = tile * TILE + tl.arange(0, TILE)
-        own = tl.load(index_ptr + slot, mask=slot < R, other=-1)
-        # Compared before the cast, which drops high bits.
-        own = tl.where((own < 0) | (own > E), E, own).to(tl.int32)
+    tile = tl.program_id(0).to(tl.int64) * steps
+    slot = tile * TILE + tl.arange(0, TILE)
+    following = tl.load(index_ptr + slot, mask=slot < R, other=-1)
+    for _ in range(steps):
+        own = _expert(following, E)
+        slot += TILE
+        following = tl.load(index_ptr + slot, mask=slot < R, other=-1)
         # Column E is not stored.
         count = tl.sum(
             (own[:, None] == expert[None, :]).to(tl.int32),
             axis=0,
         )
         tl.store(tile_ptr + tile * E + expert, count, mask=expert < E)
+        tile += 1
         total += count
     tl.store(run_ptr + tl.program_id(0) * E + expert, total, mask=expert < E)
 
@@ -98,23 +107,30 @@ def _place(
     # Slots before this run that have no expert come first.
     next_other = tl.sum(total, axis=0) + run * steps * TILE - tl.sum(before, axis=0)
     lane = tl.arange(0, TILE)
-    for step in range(steps):
-        tile = run.to(tl.int64) * steps + step
-        slot = tile * TILE + lane
-        inside = slot < R
-        own = tl.load(index_ptr + slot, mask=inside, other=-1)
-        own = tl.where((own < 0) | (own > E), E, own).to(tl.int32)
+    tile = run.to(tl.int64) * steps
+    slot = tile * TILE + lane
+    following = tl.load(index_ptr + slot, mask=slot < R, other=-1)
+    for _ in range(steps):
+        own = _expert(following, E)
+        following = tl.load(index_ptr + slot + TILE, mask=slot + TILE < R, other=-1)
+        counts = tl.load(tile_ptr + tile * E + expert, mask=expert < E, other=0)
+        # Of the same expert, and before. (Comparisons of lanes alone are moved out of the loop, and
+        # spill.)
+        least = own * TILE
+        order = least + lane
         rank = tl.sum(
-            ((own[:, None] == own[None, :]) & (lane[:, None] > lane[None, :])).to(tl.int32), axis=1
+            ((order[:, None] >= least[None, :]) & (order[:, None] < order[None, :])).to(tl.int32),
+            axis=0,
         )
         row = rank + tl.where(
             own < E, tl.gather(next_row, tl.minimum(own, WIDTH - 1), 0), next_other
         )
-        tl.store(position_ptr + slot, tl.where(own < E, row, -1), mask=inside)
-        tl.store(slots_ptr + row, slot.to(tl.int32), mask=inside)
-        counts = tl.load(tile_ptr + tile * E + expert, mask=expert < E, other=0)
+        tl.store(position_ptr + slot, tl.where(own < E, row, -1), mask=slot < R)
+        tl.store(slots_ptr + row, slot.to(tl.int32), mask=slot < R)
         next_row += counts
         next_other += TILE - tl.sum(counts, axis=0)
+        tile += 1
+        slot += TILE
 
 
 def sort(expert_index, num_experts):
@@ -136,7 +152,7 @@ def sort(expert_index, num_experts):
         steps,
         TILE=TILE,
         EXPERTS=EXPERTS,
-        num_warps=8,
+        num_warps=WARPS,
     )
     width = max(16, next_power_of_2(num_experts))
     launch(
@@ -153,7 +169,7 @@ def sort(expert_index, num_experts):
         TILE=TILE,
         WIDTH=width,
         ROWS=max(1, 4096 // width),
-        num_warps=8,
+        num_warps=WARPS,
     )
     return order
 
@@ -487,11 +503,11 @@ def _specs(kernel):
     return specs
 
 
-def _small(kernel, label: str, warps: int = 8, **constexprs) -> KernelSpec:
+def _small(kernel, label: str, **constexprs) -> KernelSpec:
     """Without wide accesses: the sort's tables are small beside the rows that are moved next, and
     its writes are scattered by nature.
     """
-    types, options = {"index": "i64", "*": "i32"}, {"TILE": TILE, "num_warps": warps}
+    types, options = {"index": "i64", "*": "i32"}, {"TILE": TILE, "num_warps": WARPS}
     return KernelSpec.of(kernel, label, types, {**options, **constexprs}, load=0, store=0)
 
 
@@ -505,7 +521,7 @@ def sort_gate() -> list[KernelSpec]:
 
 def count_gate() -> list[KernelSpec]:
     """The count of used rows reads a few hundred KiB."""
-    return [_small(_count, "count", 4, BLOCK=1024)]
+    return [_small(_count, "count", BLOCK=1024)]
 
 
 _FIELDS, _KEYS = ("columns", "itemsize"), [(2048, 2), (4096, 4), (7168, 2)]

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from tilewright.core.layout import last_contiguous
-from tilewright.kernels.device import older_triton, programs
+from tilewright.kernels.device import programs
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import next_power_of_2
 from tilewright.kernels.norm.rmsnorm_triton import summed
@@ -407,6 +407,7 @@ def _backward(
     BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
@@ -421,10 +422,14 @@ def _backward(
     p = tl.program_id(0)
     qa = tl.zeros([BLOCK_H, BLOCK_R], tl.float32)
     qb = qa
-    ka = qa
-    kb = qa
+    ka = tl.zeros([BLOCK_K, BLOCK_R], tl.float32)
+    kb = ka
     q_rest = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    k_rest = q_rest
+    k_rest = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    # v is read with q, instead of after k. (Interleaved, it spills for sm_100.)
+    EARLY: tl.constexpr = DV and HK <= BLOCK_K and not INTERLEAVED
+    d = tl.arange(0, BLOCK_V)
+    few = tl.arange(0, BLOCK_K)
     for token in range(p, tokens, tl.num_programs(0)):
         t = token + tl.full([], 0, tl.int64)  # a Python int in the interpreter
         b = t // S
@@ -446,6 +451,9 @@ def _backward(
             k_x = x + HQ * D
             q_rstd += t * (HQ + HK)
             k_rstd = q_rstd + HQ
+        if EARLY:
+            dv = dv_ptr + b * dv_b + s * dv_s + (few.to(tl.int64) * dv_h)[:, None] + d[None, :]
+            values = tl.load(dv, mask=(few < HK)[:, None] & (d < D)[None, :])
         qa, qb, q_rest = _heads_gradient(
             dq,
             dq_h,
@@ -485,23 +493,24 @@ def _backward(
             HK,
             D,
             HALF,
-            BLOCK_H,
+            BLOCK_K,
             BLOCK_R,
             BLOCK_D,
             INTERLEAVED,
             NORM,
             DK,
         )
-        d = tl.arange(0, BLOCK_V)
-        for first in range(0, HK, BLOCK_H):
-            h = first + tl.arange(0, BLOCK_H)
+        for first in range(0, HK, BLOCK_K):
+            h = first + few
             mask = (h < HK)[:, None] & (d < D)[None, :]
             to = dx + ((HQ + HK + h) * D)[:, None] + d[None, :]
-            if DV:
+            if EARLY:
+                tl.store(to, values, mask=mask)
+            elif DV:
                 dv = dv_ptr + b * dv_b + s * dv_s + (h.to(tl.int64) * dv_h)[:, None] + d[None, :]
                 tl.store(to, tl.load(dv, mask=mask), mask=mask)
             else:
-                tl.store(to, tl.zeros([BLOCK_H, BLOCK_V], dx_ptr.dtype.element_ty), mask=mask)
+                tl.store(to, tl.zeros([BLOCK_K, BLOCK_V], dx_ptr.dtype.element_ty), mask=mask)
     if NORM:
         at = dw_ptr + p.to(tl.int64) * (2 * D)
         _store_weights(at, qa, qb, q_rest, D, HALF, BLOCK_R, BLOCK_D, INTERLEAVED)
@@ -514,6 +523,11 @@ def _backward(
 def _blocks(D: int, half: int) -> dict:
     rest = D - 2 * half
     return {"BLOCK_R": next_power_of_2(half), "BLOCK_D": next_power_of_2(rest) if rest else 1}
+
+
+def _few(block_h: int, heads: int) -> int:
+    """Heads of k and of v at a time: no more than there are."""
+    return min(block_h, next_power_of_2(heads))
 
 
 def _pairs(D: int, half: int) -> int:
@@ -544,13 +558,12 @@ def _backward_heuristic(D: int, half: int, itemsize: int, HQ: int, HK: int, norm
     128, three with 168 for wider heads.
     """
     c = _heuristic(D, half, itemsize, HQ, HK, norm)
-    limit = None
+    # Explicit, since ptxas chooses more for D = 128, and for wider heads fewer, and spills.
+    limit = (128 if D <= 128 else 168) if norm else None
     if norm and 2 * half < D:
         # The sums of the unrotated rest are wide: with 64 features of 192, 255 registers.
         c["BLOCK_H"] = max(1, c["BLOCK_H"] // 2)
-        # For sm_100, ptxas limits Triton 3.6's code to 168 registers and spills 8 bytes, unless the
-        # limit is explicit.
-        limit = 168 if older_triton() else None
+        limit = 168
     return {**c, "PROGRAMS": 4 if D <= 128 else 3, "maxnreg": limit}
 
 
@@ -666,6 +679,7 @@ def _write_gradients(given, qkv, rstd, dqkv, heads, norm, rotation) -> torch.Ten
         D=D,
         HALF=half,
         **_blocks(D, half),
+        BLOCK_K=_few(c["BLOCK_H"], heads.kv),
         BLOCK_V=next_power_of_2(D),
         INTERLEAVED=interleaved,
         NORM=normalized,
@@ -724,7 +738,8 @@ def _forward_specs(key: dict, config: dict) -> list[KernelSpec]:
 
 def _backward_specs(key: dict, config: dict) -> list[KernelSpec]:
     strides = (*(f"{t}_{d}" for t in ("dq", "dk", "dv") for d in "bhs"), "x_b", "x_s")
-    more = {"BLOCK_V": next_power_of_2(key["D"]), "DQ": True, "DK": True, "DV": True}
+    blocks = {"BLOCK_K": _few(config["BLOCK_H"], key["HK"]), "BLOCK_V": next_power_of_2(key["D"])}
+    more = {**blocks, "DQ": True, "DK": True, "DV": True}
     return _specs(_backward, "backward", key, config, strides, more)
 
 

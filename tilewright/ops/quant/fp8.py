@@ -44,7 +44,7 @@ def _scales(blocks):
     most = blocks.abs().amax((2, 4))
     floor = most.clamp_min(LEAST)
     scale = torch.where(most == 0, 1.0, floor.reciprocal() * 448.0)
-    return scale, torch.where(most == 0, 1.0, floor / 448.0)
+    return scale, torch.where(most == 0, 1.0, quantize.quotient(floor, 448.0))
 
 
 def _powers(blocks):

@@ -217,7 +217,7 @@ def quantize_eager(x, global_scale, options):
         tall = quantize.pad_to(most, -2, BLOCK)
         tall = tall.view(B, tall.shape[1] // BLOCK, BLOCK, most.shape[2]).amax(2)
         most = tall.repeat_interleave(BLOCK, 1)[:, :R]
-    exact_scale = (most / 6.0 / global_scale).clamp_min(LEAST_BLOCK)
+    exact_scale = (quantize.quotient(most, 6.0) / global_scale).clamp_min(LEAST_BLOCK)
     scale = torch.where(most > 0, quantize.to_e4m3(exact_scale), 0).to(torch.uint8)
     stored = scale.view(quantize.E4M3).float()
     inverse = torch.where(stored > 0, (1.0 / global_scale) / stored, 0.0)
@@ -242,7 +242,8 @@ def _whole(codes_of, largest):
         most = largest(x, hadamard, options.hadamard_seed) if hadamard else _largest(x)
         most = quantize.finite(most, name)
         if global_scale is None:
-            global_scale = torch.where(most > 0, (most / 2688.0).clamp_min(LEAST), 1.0)
+            least = quantize.quotient(most, 2688.0).clamp_min(LEAST)
+            global_scale = torch.where(most > 0, least, 1.0)
         else:  # keeps a non-finite x visible
             global_scale = global_scale * torch.where(most.isfinite(), 1.0, most)
         return global_scale, codes_of(x, global_scale, options)

@@ -230,6 +230,13 @@ def constant(name: str, make: Callable[[], torch.Tensor], size: int) -> Callable
 # ---- rounding
 
 
+def quotient(x: torch.Tensor, by: float) -> torch.Tensor:
+    """x / by, correctly rounded. By a Python number, PyTorch multiplies on CUDA with the rounded
+    reciprocal.
+    """
+    return x / torch.full_like(x, by)
+
+
 def encode(
     v: torch.Tensor, mantissa: int, lowest: int, largest: float, random: torch.Tensor | None
 ) -> torch.Tensor:
