@@ -5,17 +5,21 @@ products for a block of queries and one of keys, where those two kernels need se
 A block has a tile of 128 keys and a query head, and walks the queries that see it, 64 at a time:
 
     loads:           keys and values; per step, queries and gradients into a ring
-    differentiates:  two warpgroups, with 64 keys each; per step, as [keys, queries],
+    differentiates:  eight warps, with 16 keys each; per step, as [keys, queries],
                          s = k q^T, dp = v g^T, p = exp(s - lse), dv += p g,
                          ds = p (dp - delta), dk += ds q
-                     and adds its part of dq, ds^T k
+                     and leaves its part of dq, ds^T k, in shared memory
+    adds:            that part to dq, by TMA
 
-Many warpgroups add to a row of dq, one after the other, from the last keys that it sees to the
-first: the order is fixed, so that results are deterministic. A counter per block of rows says whose
-turn it is. The last keys are launched first, and nobody waits for what is launched later; they
-start at the queries that no later keys see, so that nobody waits long. An addition is announced a
-step after it was made, when it has arrived. Query heads that share a key head add to its dk and dv
-in the same way.
+p and ds are left operands from registers; ds^T is read from shared memory. While the part of dq is
+written there, dk and the next step's s are in flight.
+
+Many blocks add to a row of dq, one after the other, from the last keys that it sees to the first:
+the order is fixed, so that results are deterministic. A counter per block of rows says whose turn
+it is. The last keys are launched first, and nobody waits for what is launched later: of the blocks
+that run, the one launched first waits for nobody, so that every wait ends. They start at the
+queries that no later keys see, so that nobody waits long; and the warp that waits has two parts'
+time. Query heads that share a key head add to its dk and dv in the same way.
 """
 
 from __future__ import annotations
@@ -26,13 +30,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.attention.attention_gluon import ATTENDING
 from tilewright.kernels.attention.attention_triton import logits, place, power_of, rows_of, seen
-from tilewright.kernels.device import older_triton
 from tilewright.kernels.launch import launch
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.warp_specialized import (
@@ -45,22 +48,14 @@ from tilewright.kernels.warp_specialized import (
     load_rows,
     stages,
     thread_barrier,
+    tma_add,
 )
 
-_ROWS = gl.constexpr(64)  # queries of a step; keys of a warpgroup
+_ROWS = gl.constexpr(64)  # queries of a step
 KEYS = 128  # of a tile
 _KEYS = gl.constexpr(KEYS)
 _STAGES = gl.constexpr(2)
-
-
-@gluon.jit
-def _here(n):
-    """n, as a value that the compiler cannot move out of a loop: addresses are computed from it
-    again in each step, instead of held in registers.
-    """
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1
-    )
+_WARPS = gl.constexpr(8)  # that differentiate
 
 
 @gluon.jit
@@ -75,6 +70,19 @@ def _await_turn(turn_ptr, turn):
 def _end_turn(turn_ptr):
     thread_barrier()
     gl.atomic_add(turn_ptr, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def _await_sums(n):
+    """Waits until what this warp added by TMA is in global memory."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;",
+        "=r,r",
+        [n],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -123,11 +131,10 @@ def _load(
     """One warp. Rows past a tensor's last read zeros."""
     r = gl.arange(0, _ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     cleared = 0
-    for w in range(gl.where(steps > 0, 2, 0)):
-        at = n + w * _ROWS
-        corner, live = [batch, h // GROUP, begin + at, 0], keys - at
-        cleared = load_rows(k, corner, k_s.index(w), kv_full, live, alone, cleared, PACKED)
-        cleared = load_rows(v, corner, v_s.index(w), kv_full, live, alone, cleared, PACKED)
+    if steps > 0:
+        corner, live = [batch, h // GROUP, begin + n, 0], keys - n
+        cleared = load_rows(k, corner, k_s, kv_full, live, alone, cleared, PACKED)
+        cleared = load_rows(v, corner, v_s, kv_full, live, alone, cleared, PACKED)
     stage, phase = 0, 0
     m = low
     for _ in range(steps):
@@ -148,11 +155,45 @@ def _load(
 
 
 @gluon.jit
+def _add(
+    total,
+    turn_ptr,
+    batch,
+    h,
+    begin,
+    n,
+    offset,
+    keys,
+    low,
+    steps,
+    dq_s,
+    dq_full,
+    dq_empty,
+    CAUSAL: gl.constexpr,
+):
+    """One warp. Rows of another document get zeros, and those past the tensor's last nothing."""
+    STAGES: gl.constexpr = dq_s.shape[0]
+    stage, phase = 0, 0
+    m = low
+    for _ in range(steps):
+        mbarrier.wait(dq_full.index(stage), phase)
+        _await_turn(turn_ptr + m, _turn_of(m, n, offset, keys, CAUSAL))
+        here = dq_s.index(stage).reshape(total.block_shape)
+        tma_add(total, [batch, h, begin + m, 0], here)
+        tma.store_wait(0)
+        mbarrier.arrive(dq_empty.index(stage))
+        _await_sums(m)
+        _end_turn(turn_ptr + m)
+        stage, phase = advance(stage, phase, STAGES)
+        m += _ROWS
+
+
+@gluon.jit
 def _store(t, to_ptr, stride, first, end, D: gl.constexpr):
     """Stores rows from row `first` on, without those from `end` on, as wgmma holds them: once per
     tile, and wider stores would keep more addresses.
     """
-    r = first + gl.arange(0, _ROWS, gl.SliceLayout(1, t.type.layout))
+    r = first + gl.arange(0, t.shape[0], gl.SliceLayout(1, t.type.layout))
     d = gl.arange(0, t.shape[1], gl.SliceLayout(0, t.type.layout))
     at = to_ptr + r.to(gl.int64)[:, None] * stride + d[None, :]
     gl.store(at, t.to(to_ptr.dtype.element_ty), mask=(r < end)[:, None] & (d < D)[None, :])
@@ -160,11 +201,10 @@ def _store(t, to_ptr, stride, first, end, D: gl.constexpr):
 
 @gluon.jit
 def _add_head(t, sum_ptr, first, end, turn, GROUP: gl.constexpr, D: gl.constexpr):
-    """Adds a query head's part [64, WIDTH] to earlier heads', and keeps the sum for later ones."""
-    WIDTH: gl.constexpr = t.shape[1]
+    """Adds a query head's part of a tile to earlier heads', and keeps the sum for later ones."""
     LAYOUT: gl.constexpr = t.type.layout
-    r = first + gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT))
-    d = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    r = first + gl.arange(0, t.shape[0], gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, t.shape[1], gl.SliceLayout(0, LAYOUT))
     at = sum_ptr + r.to(gl.int64)[:, None] * D + d[None, :]
     mask = (r < end)[:, None] & (d < D)[None, :]
     t += gl.load(at, mask=mask & (turn > 0), other=0.0)
@@ -173,21 +213,24 @@ def _add_head(t, sum_ptr, first, end, turn, GROUP: gl.constexpr, D: gl.constexpr
 
 
 @gluon.jit
+def _operand(t, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """As the left operand, in registers, of a product with this layout."""
+    return gl.convert_layout(t.to(dtype), gl.DotOperandLayout(0, LAYOUT, 2))
+
+
+@gluon.jit
 def _differentiate(
     shared,
-    W: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
-    """Warpgroup W of two. Arguments of the kernel are read where they are used; what is computed
-    from them would take registers, so it is computed here.
+    """Arguments of the kernel are read where they are used; what is computed from them would take
+    registers, so it is computed here.
     """
     (
-        part_ptr,
-        row_turn_ptr,
         dk_ptr,
         dk_batch,
         dk_head,
@@ -199,14 +242,12 @@ def _differentiate(
         dk_sum_ptr,
         dv_sum_ptr,
         key_turn_ptr,
-        S,
         Sk,
         batch,
         h,
         begin,
         n,
         offset,
-        queries,
         keys,
         window,
         scale,
@@ -221,36 +262,39 @@ def _differentiate(
         lse_s,
         delta_s,
         at_s,
-        p_s,
         ds_s,
+        dq_s,
         kv_full,
         q_full,
         g_full,
         empty,
+        dq_full,
+        dq_empty,
     ) = shared
-    WIDTH: gl.constexpr = k_s.shape[2]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    j = n + W * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT))
-    row = gl.arange(0, _ROWS, gl.SliceLayout(1, SUMS))
-    d = gl.arange(0, WIDTH, gl.SliceLayout(0, SUMS))
+    WIDTH: gl.constexpr = k_s.shape[1]
+    DTYPE: gl.constexpr = k_s.dtype
+    PARTS: gl.constexpr = dq_s.shape[0]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, _ROWS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, WIDTH, 16])
+    # Half of the columns by each four warps.
+    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, _WARPS // 4], [16, WIDTH // 2, 16])
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    dk = gl.zeros([_ROWS, WIDTH], gl.float32, SUMS)
-    dv = gl.zeros([_ROWS, WIDTH], gl.float32, SUMS)
+    j = n + gl.arange(0, _KEYS, gl.SliceLayout(1, LAYOUT))
+    dk = gl.zeros([_KEYS, WIDTH], gl.float32, SUMS)
+    dv = gl.zeros([_KEYS, WIDTH], gl.float32, SUMS)
     # Of products that begin anew: not carried by the loop, which would cost their registers.
-    none, none_of = gl.zeros([_ROWS, _ROWS], gl.float32, LAYOUT), gl.zeros_like(dk)
+    none = gl.zeros([_KEYS, _ROWS], gl.float32, LAYOUT)
+    none_of = gl.zeros([_ROWS, WIDTH], gl.float32, PART)
     if steps > 0:
         mbarrier.wait(kv_full, 0)
-    stage, phase = 0, 0
+    stage, phase, part, part_phase = 0, 0, 0, 0
     m = low
-    row_at = (batch.to(gl.int64) * gl.num_programs(1) + h) * S + begin
-    for step in range(steps):
-        w = _here(h * 0 + W)
-        k, v, p_of, ds_of = k_s.index(w), v_s.index(w), p_s.index(w), ds_s.index(w)
+    for _ in range(steps):
+        q, g = q_s.index(stage), g_s.index(stage)
         mbarrier.wait(q_full.index(stage), phase)
-        s = warpgroup_mma(k, q_s.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+        s = warpgroup_mma(k_s, q.permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(g_full.index(stage), phase)
-        dp = warpgroup_mma(v, g_s.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+        dp = warpgroup_mma(v_s, g.permute((1, 0)), none, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         l, slope = logits(s, scale, cap, SOFTCAP)
         p = gl.exp2(l - lse_s.index(stage).load(COLUMN)[None, :])
@@ -264,48 +308,45 @@ def _differentiate(
             at = at_s.index(stage).load(COLUMN)
             mask = seen(at[None, :], j[:, None], keys, window, CAUSAL, WINDOW)
             p = gl.where(mask, p, 0.0)
-        p_of.store(p.to(p_of.dtype))
-        fence_async_shared()
-        thread_barrier()
-        dv = warpgroup_mma(p_of, g_s.index(stage), dv, is_async=True)
+        weights = _operand(p, DTYPE, SUMS)
+        dv = warpgroup_mma(weights, g, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
-        ds = p * (dp - delta_s.index(stage).load(COLUMN)[None, :])
+        t = p * (dp - delta_s.index(stage).load(COLUMN)[None, :])
         if SOFTCAP:
-            ds *= slope
-        ds_of.store(ds.to(ds_of.dtype))
+            t *= slope
+        ds = _operand(t, DTYPE, SUMS)
+        ds_s.store(t.to(DTYPE))
         fence_async_shared()
         thread_barrier()
-        dk = warpgroup_mma(ds_of, q_s.index(stage), dk, is_async=True)
-        dq = warpgroup_mma(ds_of.permute((1, 0)), k, none_of, use_acc=False, is_async=True)
-        dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
+        dq = warpgroup_mma(ds_s.permute((1, 0)), k_s, none_of, use_acc=False, is_async=True)
+        dk = warpgroup_mma(ds, q, dk, is_async=True)
+        dq, dv, weights = warpgroup_mma_wait(1, deps=[dq, dv, weights])
+        mbarrier.wait(dq_empty.index(part), part_phase ^ 1)
+        dq_s.index(part).store(dq)
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(dq_full.index(part))
+        dk, ds = warpgroup_mma_wait(0, deps=[dk, ds])
         mbarrier.arrive(empty.index(stage))
-        if step > 0:
-            _end_turn(row_turn_ptr + row_at + m - _ROWS)
-        _await_turn(row_turn_ptr + row_at + m, 2 * _turn_of(m, n, offset, keys, CAUSAL) + W)
-        at = part_ptr + row_at * D + ((m + row) * D)[:, None] + d[None, :]
-        mask = (m + row < queries)[:, None] & (d < D)[None, :]
-        gl.atomic_add(at, dq, mask=mask, sem="relaxed", scope="gpu")
         stage, phase = advance(stage, phase, _STAGES)
+        part, part_phase = advance(part, part_phase, PARTS)
         m += _ROWS
-    if steps > 0:
-        _end_turn(row_turn_ptr + row_at + m - _ROWS)
     if there:
         dk *= scale
-        first = n + W * _ROWS
         b, kv, turn = batch.to(gl.int64), (h // GROUP).to(gl.int64), h % GROUP
         start = begin.to(gl.int64)
         if GROUP > 1:
             key_at = (b * (gl.num_programs(1) // GROUP) + kv) * Sk + begin
-            counter_ptr = key_turn_ptr + 2 * (key_at + n) + W
+            counter_ptr = key_turn_ptr + key_at + n
             _await_turn(counter_ptr, turn)
-            dk = _add_head(dk, dk_sum_ptr + key_at * D, first, keys, turn, GROUP, D)
-            dv = _add_head(dv, dv_sum_ptr + key_at * D, first, keys, turn, GROUP, D)
+            dk = _add_head(dk, dk_sum_ptr + key_at * D, n, keys, turn, GROUP, D)
+            dv = _add_head(dv, dv_sum_ptr + key_at * D, n, keys, turn, GROUP, D)
             _end_turn(counter_ptr)
         if GROUP == 1 or turn == GROUP - 1:
             dk_at = b * dk_batch + kv * dk_head + start * dk_row
-            _store(dk, dk_ptr + dk_at, dk_row, first, keys, D)
+            _store(dk, dk_ptr + dk_at, dk_row, n, keys, D)
             dv_at = b * dv_batch + kv * dv_head + start * dv_row
-            _store(dv, dv_ptr + dv_at, dv_row, first, keys, D)
+            _store(dv, dv_ptr + dv_at, dv_row, n, keys, D)
 
 
 @gluon.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
@@ -316,7 +357,7 @@ def _backward(
     g,
     lse_ptr,
     delta_ptr,
-    part_ptr,
+    part,
     row_turn_ptr,
     dk_ptr,
     dv_ptr,
@@ -346,20 +387,23 @@ def _backward(
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
-    """q, k, v, g: descriptors [batch, heads, positions, D].   part: dq without the scale, float32
-    [B, Hq, S, D], zeros.
+    """q, k, v, g: descriptors [batch, heads, positions, D].   part: one as q's, of dq without the
+    scale, float32, zeros.
     dk_sum, dv_sum: float32 [B, Hk, Sk, D].   row_turn, key_turn: int32 [B, Hq, S] and
-    [B, Hk, Sk, 2], zeros.
+    [B, Hk, Sk], zeros.
     """
-    k_s, v_s = stages(q.dtype, 2, _ROWS, WIDTH), stages(q.dtype, 2, _ROWS, WIDTH)
+    k_s = stages(q.dtype, 1, _KEYS, WIDTH).index(0)
+    v_s = stages(q.dtype, 1, _KEYS, WIDTH).index(0)
     q_s, g_s = stages(q.dtype, _STAGES, _ROWS, WIDTH), stages(q.dtype, _STAGES, _ROWS, WIDTH)
-    p_s, ds_s = stages(q.dtype, 2, _ROWS, _ROWS), stages(q.dtype, 2, _ROWS, _ROWS)
+    ds_s = stages(q.dtype, 1, _KEYS, _ROWS).index(0)
+    dq_s = stages(gl.float32, 2, _ROWS, WIDTH)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_s = gl.allocate_shared_memory(gl.float32, [_STAGES, _ROWS], LINE)
     delta_s = gl.allocate_shared_memory(gl.float32, [_STAGES, _ROWS], LINE)
     at_s = gl.allocate_shared_memory(gl.int32, [_STAGES, _ROWS], LINE)
-    q_full, g_full, empty = barriers(_STAGES, 2), barriers(_STAGES, 2), barriers(_STAGES, 2)
-    kv_full, alone = barriers(1, 4), barriers(1, 1)
+    q_full, g_full, empty = barriers(_STAGES, 2), barriers(_STAGES, 2), barriers(_STAGES, 1)
+    kv_full, alone = barriers(1, 2), barriers(1, 1)
+    dq_full, dq_empty = barriers(2, 1), barriers(2, 1)
     # The last keys of a document first; those of a head before the next head's.
     t = gl.num_programs(0) - 1 - gl.program_id(0)
     h = gl.program_id(1)
@@ -372,8 +416,6 @@ def _backward(
     steps = gl.where(there, gl.cdiv(high - low, _ROWS), 0)
     row_at = (batch.to(gl.int64) * gl.num_programs(1) + h) * S + begin
     shared = (
-        part_ptr,
-        row_turn_ptr,
         dk_ptr,
         dk_batch,
         dk_head,
@@ -385,14 +427,12 @@ def _backward(
         dk_sum_ptr,
         dv_sum_ptr,
         key_turn_ptr,
-        S,
         Sk,
         batch,
         h,
         begin,
         n,
         offset,
-        queries,
         keys,
         window,
         scale,
@@ -407,17 +447,18 @@ def _backward(
         lse_s,
         delta_s,
         at_s,
-        p_s,
         ds_s,
+        dq_s,
         kv_full.index(0),
         q_full,
         g_full,
         empty,
+        dq_full,
+        dq_empty,
     )
     gl.warp_specialize(
         [
-            (_differentiate, (shared, 0, GROUP, D, CAUSAL, WINDOW, SOFTCAP)),
-            (_differentiate, (shared, 1, GROUP, D, CAUSAL, WINDOW, SOFTCAP)),
+            (_differentiate, (shared, GROUP, D, CAUSAL, WINDOW, SOFTCAP)),
             (
                 _load,
                 (
@@ -452,9 +493,28 @@ def _backward(
                     PACKED,
                 ),
             ),
+            (
+                _add,
+                (
+                    part,
+                    row_turn_ptr + row_at,
+                    batch,
+                    h,
+                    begin,
+                    n,
+                    offset,
+                    keys,
+                    low,
+                    steps,
+                    dq_s,
+                    dq_full,
+                    dq_empty,
+                    CAUSAL,
+                ),
+            ),
         ],
-        [4, 1],
-        [ATTENDING, ONE_WARP],
+        [1, 1],
+        [ONE_WARP, ONE_WARP],
     )
 
 
@@ -468,17 +528,20 @@ def backward(tensors, numbers, constants: dict, grid) -> torch.Tensor:
     dout, q, k, v, lse, delta, dk, dv, tiles, cu_seqlens = tensors
     (B, Hq, S), (Hk, Sk), width = q.shape[:3], k.shape[1:3], constants["WIDTH"]
     part = q.new_zeros(q.shape, dtype=torch.float32)
-    turns = q.new_zeros(B * (Hq * S + Hk * Sk * 2), dtype=torch.int32)
+    turns = q.new_zeros(B * (Hq * S + Hk * Sk), dtype=torch.int32)
     shared = Hq > Hk
     sums = [lse.new_empty(k.shape) if shared else None for _ in range(2)]
-    rows = [1, 1, _ROWS.value, width]
+    rows, tile = [1, 1, _ROWS.value, width], [1, 1, KEYS, width]
     launch(
         _backward,
         grid,
-        *(descriptor(t, rows) for t in (q, k, v, dout)),
+        descriptor(q, rows),
+        descriptor(k, tile),
+        descriptor(v, tile),
+        descriptor(dout, rows),
         lse,
         delta,
-        part,
+        descriptor(part, rows),
         turns[: B * Hq * S],
         dk,
         dv,
@@ -490,42 +553,38 @@ def backward(tensors, numbers, constants: dict, grid) -> torch.Tensor:
         *dk.stride()[:3],
         *dv.stride()[:3],
         **{n: value for n, value in constants.items() if n in _backward.arg_names},
-        num_warps=4,
+        num_warps=_WARPS.value,
     )
     return part
 
 
 def fits(constants: dict) -> bool:
-    """Whether it computes this without spilling registers. From 3.9 on, Triton holds a few thread
-    indices more, for which packed documents with rows of 128 leave no registers.
-    """
-    wide = constants["WIDTH"] > 64
+    """Whether it computes this without spilling registers."""
+    width = constants["WIDTH"]
     one = not constants["REST"] and constants["DV"] == constants["D"]
-    return (
-        one
-        and constants["WIDTH"] <= 128
-        and not (wide and (constants["SOFTCAP"] or (constants["PACKED"] and not older_triton())))
-    )
+    return one and width <= 128 and not (width > 64 and constants["SOFTCAP"])
 
 
 def spec(label: str, pointers: dict, constants: dict) -> KernelSpec:
     """pointers, constants: as attention_triton's."""
     t, shared = pointers["*"], constants["GROUP"] > 1
-    operand = descriptor_type(t, 1, 1, _ROWS.value, constants["WIDTH"])
+    rows = 1, 1, _ROWS.value, constants["WIDTH"]
+    tile = descriptor_type(t, 1, 1, KEYS, constants["WIDTH"])
     return KernelSpec.of(
         _backward,
         label,
         {
             **pointers,
-            "part": "fp32",
             "row_turn": "i32",
             "dk_sum": "fp32" if shared else None,
             "dv_sum": "fp32" if shared else None,
             "key_turn": "i32" if shared else None,
         },
-        {**constants, "num_warps": 4},
+        {**constants, "num_warps": _WARPS.value},
         {
-            **dict.fromkeys("qkvg", operand),
+            **dict.fromkeys("qg", descriptor_type(t, *rows)),
+            **dict.fromkeys("kv", tile),
+            "part": descriptor_type("fp32", *rows),
             "scale": "fp32",
             "cap": "fp32",
         },
