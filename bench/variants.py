@@ -43,6 +43,8 @@ _PACKED = "qwen3-30b-a3b_32k_packed"
 _WIDE = {"BLOCK_M": 128, "BLOCK_N": 256, "num_warps": 8, "num_stages": 4, "per_sm": 1}
 # The same tiles by specialized warps, for sm_90.
 _ROLES = {**_WIDE, "maxnreg": None, "ROLES": True}
+# All gradients of attention in one kernel.
+_TOGETHER = {"BLOCK_N": 128, "BLOCK_M": 64, "num_warps": 4, "num_stages": 2, "ROLES": True}
 # Those that decide designs first, and matmuls, which take most of a step, before the rest. Last
 # those that need a package beside PyTorch and Triton.
 VARIANTS = (
@@ -114,7 +116,24 @@ VARIANTS = (
         "attention",
         "qwen3-30b-a3b_8k",
         "attention/backward_kv",
-        {"BLOCK_N": 128, "BLOCK_M": 64, "num_warps": 4, "num_stages": 2, "ROLES": True},
+        _TOGETHER,
+    ),
+    Variant(
+        "attention: all gradients in one kernel with all heads in one order, for two backwards",
+        "attention",
+        "qwen3-30b-a3b_8k",
+        "attention/backward_kv",
+        {**_TOGETHER, "ROLES": "in order"},
+        _TOGETHER,
+    ),
+    # Not repeatable, and no alternative: it shows what turns cost.
+    Variant(
+        "attention: all gradients in one kernel without turns, for turns",
+        "attention",
+        "qwen3-30b-a3b_8k",
+        "attention/backward_kv",
+        {**_TOGETHER, "ROLES": "unordered"},
+        _TOGETHER,
     ),
     Variant(
         "attention of packed documents: triton, for native",

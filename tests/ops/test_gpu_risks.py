@@ -265,7 +265,7 @@ def test_documents_whose_longest_is_not_told_are_the_same(size):
 # ---- specialized warps
 
 
-SPECIALIZED = {v.launch: v for v in VARIANTS if v.launch and "ROLES" in dict(v.other)}
+SPECIALIZED = {v.launch: v for v in VARIANTS if v.launch and dict(v.other).get("ROLES") is True}
 # Of products with several tiles an SM, and with rows that do not fill the last.
 CASES = {
     "moe_mlp": lambda: moe_cases.case("specialized", (4099, 8, 2, 2048, 768)),

@@ -315,7 +315,7 @@ def apart(driver, launch):
     """Documents share blocks of keys and of queries, and one is NaN."""
     from tilewright.kernels.attention import attention_triton as kernels
 
-    [roles] = [v.other for v in VARIANTS if v.launch == launch and "ROLES" in v.other]
+    [roles] = [v.other for v in VARIANTS if v.launch == launch and v.other.get("ROLES") is True]
     tunable = {t.name: t for t in kernels.TUNABLES}[launch]
     config = {**tunable.heuristic(64, 2, True, False), **roles}
     g = torch.Generator().manual_seed(0)
@@ -521,7 +521,7 @@ def alternative(driver, op, case, launch, changes):
         for v in VARIANTS
         if v.launch == launch
         and changes in v.other
-        and ("ROLES" in v.other) == (changes == "ROLES")
+        and v.other.get("ROLES", False) is (changes == "ROLES")
     ]
 
     def config(device, *key):

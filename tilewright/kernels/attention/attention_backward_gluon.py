@@ -20,6 +20,9 @@ it is. The last keys are launched first, and nobody waits for what is launched l
 that run, the one launched first waits for nobody, so that every wait ends. They start at the
 queries that no later keys see, so that nobody waits long; and the warp that waits has two parts'
 time. Query heads that share a key head add to its dk and dv in the same way.
+
+The first keys have the most queries, and what is launched last should be short: of the last heads
+(LATE), the first keys are launched and added first, and queries are walked from the last on.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ from tilewright.kernels.warp_specialized import (
     stages,
     thread_barrier,
     tma_add,
+    tma_store,
 )
 
 _ROWS = gl.constexpr(64)  # queries of a step
@@ -86,14 +90,18 @@ def _await_sums(n):
 
 
 @gluon.jit
-def _turn_of(m, n, offset, keys, CAUSAL: gl.constexpr):
-    """How many tiles of keys add to dq at rows from m on before that of keys from n on. A tile of
-    keys sees these rows as `rows_of` says.
+def _turn_of(m, n, step, offset, keys, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """How many tiles of keys add to dq at rows from m on before that of keys from n on: those of
+    later keys, or of earlier ones where rows are walked backwards. A tile of keys sees them as
+    `rows_of` says.
     """
     top = (keys - 1) // _KEYS
     if CAUSAL:
         top = gl.minimum(top, (m + offset + _ROWS - 1) // _KEYS)
-    return top - n // _KEYS
+    bottom = 0
+    if WINDOW:
+        bottom = gl.maximum(m + offset - window + 1, 0) // _KEYS
+    return gl.where(step > 0, top - n // _KEYS, n // _KEYS - bottom)
 
 
 @gluon.jit
@@ -111,7 +119,8 @@ def _load(
     offset,
     queries,
     keys,
-    low,
+    m,
+    step,
     steps,
     k_s,
     v_s,
@@ -136,7 +145,6 @@ def _load(
         cleared = load_rows(k, corner, k_s, kv_full, live, alone, cleared, PACKED)
         cleared = load_rows(v, corner, v_s, kv_full, live, alone, cleared, PACKED)
     stage, phase = 0, 0
-    m = low
     for _ in range(steps):
         mbarrier.wait(empty.index(stage), phase ^ 1)
         corner, live = [batch, h, begin + m, 0], queries - m
@@ -145,13 +153,14 @@ def _load(
         full = g_full.index(stage)
         cleared = load_rows(g, corner, g_s.index(stage), full, live, alone, cleared, PACKED)
         lse = gl.load(lse_ptr + m + r, mask=r < live, other=float("inf"))
+        delta = gl.load(delta_ptr + m + r, mask=r < live, other=0.0)
         lse_s.index(stage).store(power_of(lse))
         at_s.index(stage).store(m + offset + r)
         mbarrier.arrive(q_full.index(stage))
-        delta_s.index(stage).store(gl.load(delta_ptr + m + r, mask=r < live, other=0.0))
+        delta_s.index(stage).store(delta)
         mbarrier.arrive(g_full.index(stage))
         stage, phase = advance(stage, phase, _STAGES)
-        m += _ROWS
+        m += step
 
 
 @gluon.jit
@@ -164,28 +173,39 @@ def _add(
     n,
     offset,
     keys,
-    low,
+    window,
+    m,
+    step,
     steps,
     dq_s,
     dq_full,
     dq_empty,
     CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    TURNS: gl.constexpr,
+    EMPTY: gl.constexpr,
 ):
     """One warp. Rows of another document get zeros, and those past the tensor's last nothing."""
     STAGES: gl.constexpr = dq_s.shape[0]
     stage, phase = 0, 0
-    m = low
     for _ in range(steps):
         mbarrier.wait(dq_full.index(stage), phase)
-        _await_turn(turn_ptr + m, _turn_of(m, n, offset, keys, CAUSAL))
-        here = dq_s.index(stage).reshape(total.block_shape)
-        tma_add(total, [batch, h, begin + m, 0], here)
+        here, corner = dq_s.index(stage).reshape(total.block_shape), [batch, h, begin + m, 0]
+        turn = _turn_of(m, n, step, offset, keys, window, CAUSAL, WINDOW)
+        if TURNS:
+            _await_turn(turn_ptr + m, turn)
+        if EMPTY and turn == 0:
+            tma_store(total, corner, here)
+        else:
+            tma_add(total, corner, here)
         tma.store_wait(0)
         mbarrier.arrive(dq_empty.index(stage))
-        _await_sums(m)
-        _end_turn(turn_ptr + m)
+        if TURNS:
+            _await_sums(m)
+            _end_turn(turn_ptr + m)
         stage, phase = advance(stage, phase, STAGES)
-        m += _ROWS
+        m += step
+    _await_sums(m)
 
 
 @gluon.jit
@@ -229,6 +249,8 @@ def _differentiate(
 ):
     """Arguments of the kernel are read where they are used; what is computed from them would take
     registers, so it is computed here.
+
+    ahead: how many positions the first step's first query is after the first key.
     """
     (
         dk_ptr,
@@ -247,12 +269,12 @@ def _differentiate(
         h,
         begin,
         n,
-        offset,
         keys,
         window,
         scale,
         cap,
-        low,
+        ahead,
+        step,
         steps,
         there,
         k_s,
@@ -288,7 +310,6 @@ def _differentiate(
     if steps > 0:
         mbarrier.wait(kv_full, 0)
     stage, phase, part, part_phase = 0, 0, 0, 0
-    m = low
     for _ in range(steps):
         q, g = q_s.index(stage), g_s.index(stage)
         mbarrier.wait(q_full.index(stage), phase)
@@ -300,9 +321,9 @@ def _differentiate(
         p = gl.exp2(l - lse_s.index(stage).load(COLUMN)[None, :])
         edge = n + _KEYS > keys
         if CAUSAL:
-            edge = edge | (m + offset < n + _KEYS - 1)
+            edge = edge | (ahead < _KEYS - 1)
         if WINDOW:
-            edge = edge | (m + offset + _ROWS - 1 - n >= window)
+            edge = edge | (ahead + _ROWS > window)
         if edge:
             # From shared memory: the loop would hold positions in registers.
             at = at_s.index(stage).load(COLUMN)
@@ -330,7 +351,7 @@ def _differentiate(
         mbarrier.arrive(empty.index(stage))
         stage, phase = advance(stage, phase, _STAGES)
         part, part_phase = advance(part, part_phase, PARTS)
-        m += _ROWS
+        ahead += step
     if there:
         dk *= scale
         b, kv, turn = batch.to(gl.int64), (h // GROUP).to(gl.int64), h % GROUP
@@ -386,11 +407,16 @@ def _backward(
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
+    TURNS: gl.constexpr,
+    EMPTY: gl.constexpr,
+    LATE: gl.constexpr,
 ):
     """q, k, v, g: descriptors [batch, heads, positions, D].   part: one as q's, of dq without the
-    scale, float32, zeros.
+    scale, float32, zeros. EMPTY: not zeros, and tiles see all rows.
     dk_sum, dv_sum: float32 [B, Hk, Sk, D].   row_turn, key_turn: int32 [B, Hq, S] and
     [B, Hk, Sk], zeros.
+    TURNS: False, which is not deterministic, shows what turns cost.
+    LATE: so many last heads are launched together, the first keys first.
     """
     k_s = stages(q.dtype, 1, _KEYS, WIDTH).index(0)
     v_s = stages(q.dtype, 1, _KEYS, WIDTH).index(0)
@@ -404,9 +430,14 @@ def _backward(
     q_full, g_full, empty = barriers(_STAGES, 2), barriers(_STAGES, 2), barriers(_STAGES, 1)
     kv_full, alone = barriers(1, 2), barriers(1, 1)
     dq_full, dq_empty = barriers(2, 1), barriers(2, 1)
-    # The last keys of a document first; those of a head before the next head's.
-    t = gl.num_programs(0) - 1 - gl.program_id(0)
-    h = gl.program_id(1)
+    # The last keys of a document first; those of a head before the next head's. Of the last heads
+    # those with the most queries first, so that all SMs end at a time.
+    tiles, heads = gl.num_programs(0), gl.num_programs(1)
+    t, h = tiles - 1 - gl.program_id(0), gl.program_id(1)
+    late = h >= heads - LATE
+    if LATE:
+        at = gl.program_id(0) + (h - (heads - LATE)) * tiles
+        t, h = gl.where(late, at // LATE, t), gl.where(late, heads - LATE + at % LATE, h)
     there, batch, n, begin, queries, keys = place(
         tiles_ptr, cu_ptr, capacity, S, Sk, t, Sk, _KEYS, PACKED
     )
@@ -414,6 +445,8 @@ def _backward(
         offset = 0
     low, high = rows_of(n, n + _KEYS - 1, queries, offset, window, _ROWS, CAUSAL, WINDOW)
     steps = gl.where(there, gl.cdiv(high - low, _ROWS), 0)
+    m = gl.where(late, low + (steps - 1) * _ROWS, low)
+    step = gl.where(late, -_ROWS, _ROWS)
     row_at = (batch.to(gl.int64) * gl.num_programs(1) + h) * S + begin
     shared = (
         dk_ptr,
@@ -432,12 +465,12 @@ def _backward(
         h,
         begin,
         n,
-        offset,
         keys,
         window,
         scale,
         cap,
-        low,
+        m + offset - n,
+        step,
         steps,
         there,
         k_s,
@@ -475,7 +508,8 @@ def _backward(
                     offset,
                     queries,
                     keys,
-                    low,
+                    m,
+                    step,
                     steps,
                     k_s,
                     v_s,
@@ -504,12 +538,17 @@ def _backward(
                     n,
                     offset,
                     keys,
-                    low,
+                    window,
+                    m,
+                    step,
                     steps,
                     dq_s,
                     dq_full,
                     dq_empty,
                     CAUSAL,
+                    WINDOW,
+                    TURNS,
+                    EMPTY,
                 ),
             ),
         ],
@@ -518,16 +557,30 @@ def _backward(
     )
 
 
-def backward(tensors, numbers, constants: dict, grid) -> torch.Tensor:
+def _ways(roles, heads: int, seen: bool) -> dict:
+    """The kernel's last constants. roles: as a configuration has them.   seen: as `_all_seen`."""
+    turns = roles != "unordered"
+    late = heads > 1 and roles != "in order"
+    return {"TURNS": turns, "EMPTY": turns and seen, "LATE": 2 if late else 0}
+
+
+def _all_seen(constants: dict, offset: int) -> bool:
+    """Whether tiles of keys write all rows of dq, and no rows that are not theirs."""
+    return not (constants["PACKED"] or constants["WINDOW"] or (constants["CAUSAL"] and offset < 0))
+
+
+def backward(tensors, numbers, constants: dict, roles, grid) -> torch.Tensor:
     """dk and dv as attention_triton's, of operands that TMA reads. Returns dq without the scale, in
     float32.
 
     tensors: dout, q, k, v, lse, delta, dk, dv, tiles and cu_seqlens.
     numbers: from `capacity` to `cap`.   constants: from GROUP to SOFTCAP.
+    roles: "unordered", without turns; "in order", all heads in the same order; or True.
     """
     dout, q, k, v, lse, delta, dk, dv, tiles, cu_seqlens = tensors
     (B, Hq, S), (Hk, Sk), width = q.shape[:3], k.shape[1:3], constants["WIDTH"]
-    part = q.new_zeros(q.shape, dtype=torch.float32)
+    ways = _ways(roles, Hq, _all_seen(constants, numbers[3]))
+    part = (q.new_empty if ways["EMPTY"] else q.new_zeros)(q.shape, dtype=torch.float32)
     turns = q.new_zeros(B * (Hq * S + Hk * Sk), dtype=torch.int32)
     shared = Hq > Hk
     sums = [lse.new_empty(k.shape) if shared else None for _ in range(2)]
@@ -553,6 +606,7 @@ def backward(tensors, numbers, constants: dict, grid) -> torch.Tensor:
         *dk.stride()[:3],
         *dv.stride()[:3],
         **{n: value for n, value in constants.items() if n in _backward.arg_names},
+        **ways,
         num_warps=_WARPS.value,
     )
     return part
@@ -565,8 +619,8 @@ def fits(constants: dict) -> bool:
     return one and width <= 128 and not (width > 64 and constants["SOFTCAP"])
 
 
-def spec(label: str, pointers: dict, constants: dict) -> KernelSpec:
-    """pointers, constants: as attention_triton's."""
+def spec(label: str, pointers: dict, constants: dict, roles) -> KernelSpec:
+    """pointers, constants: as attention_triton's.   roles: as `backward` takes them."""
     t, shared = pointers["*"], constants["GROUP"] > 1
     rows = 1, 1, _ROWS.value, constants["WIDTH"]
     tile = descriptor_type(t, 1, 1, KEYS, constants["WIDTH"])
@@ -580,7 +634,7 @@ def spec(label: str, pointers: dict, constants: dict) -> KernelSpec:
             "dv_sum": "fp32" if shared else None,
             "key_turn": "i32" if shared else None,
         },
-        {**constants, "num_warps": _WARPS.value},
+        {**constants, **_ways(roles, 2, _all_seen(constants, 0)), "num_warps": _WARPS.value},
         {
             **dict.fromkeys("qg", descriptor_type(t, *rows)),
             **dict.fromkeys("kv", tile),
