@@ -274,7 +274,7 @@ def test_triton_masks_blocks_at_the_edge_alone(monkeypatch, window):
     from tilewright.kernels.attention import attention_triton as k
 
     masks, blocks = [], []
-    monkeypatch.setattr(k, "_seen", lambda *a, own=k._seen: masks.append(own(*a)) or masks[-1])
+    monkeypatch.setattr(k, "seen", lambda *a, own=k.seen: masks.append(own(*a)) or masks[-1])
     monkeypatch.setattr(k, "logits", lambda *a, own=k.logits: blocks.append(0) or own(*a))
     q, *kv = (t[:, :1] for t in qkv(128))
     out, lse = k.forward(q, *kv, None, None, Variant(window=window), 0)

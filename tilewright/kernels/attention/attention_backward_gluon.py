@@ -38,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewright.kernels.attention.attention_gluon import late_heads, launched
 from tilewright.kernels.attention.attention_triton import logits, place, power_of, rows_of, seen
 from tilewright.kernels.launch import launch
 from tilewright.kernels.spec import KernelSpec
@@ -57,6 +58,7 @@ from tilewright.kernels.warp_specialized import (
 
 _ROWS = gl.constexpr(64)  # queries of a step
 KEYS = 128  # of a tile
+LATE = 2  # heads that are launched together at the end
 _KEYS = gl.constexpr(KEYS)
 _STAGES = gl.constexpr(2)
 _WARPS = gl.constexpr(8)  # that differentiate
@@ -432,12 +434,8 @@ def _backward(
     dq_full, dq_empty = barriers(2, 1), barriers(2, 1)
     # The last keys of a document first; those of a head before the next head's. Of the last heads
     # those with the most queries first, so that all SMs end at a time.
-    tiles, heads = gl.num_programs(0), gl.num_programs(1)
-    t, h = tiles - 1 - gl.program_id(0), gl.program_id(1)
-    late = h >= heads - LATE
-    if LATE:
-        at = gl.program_id(0) + (h - (heads - LATE)) * tiles
-        t, h = gl.where(late, at // LATE, t), gl.where(late, heads - LATE + at % LATE, h)
+    t, h, late = launched(LATE)
+    t = gl.where(late, t, gl.num_programs(0) - 1 - t)
     there, batch, n, begin, queries, keys = place(
         tiles_ptr, cu_ptr, capacity, S, Sk, t, Sk, _KEYS, PACKED
     )
@@ -560,8 +558,8 @@ def _backward(
 def _ways(roles, heads: int, seen: bool) -> dict:
     """The kernel's last constants. roles: as a configuration has them.   seen: as `_all_seen`."""
     turns = roles != "unordered"
-    late = heads > 1 and roles != "in order"
-    return {"TURNS": turns, "EMPTY": turns and seen, "LATE": 2 if late else 0}
+    late = late_heads(roles, heads, LATE)
+    return {"TURNS": turns, "EMPTY": turns and seen, "LATE": late}
 
 
 def _all_seen(constants: dict, offset: int) -> bool:
@@ -634,7 +632,7 @@ def spec(label: str, pointers: dict, constants: dict, roles) -> KernelSpec:
             "dv_sum": "fp32" if shared else None,
             "key_turn": "i32" if shared else None,
         },
-        {**constants, **_ways(roles, 2, _all_seen(constants, 0)), "num_warps": _WARPS.value},
+        {**constants, **_ways(roles, LATE, _all_seen(constants, 0)), "num_warps": _WARPS.value},
         {
             **dict.fromkeys("qg", descriptor_type(t, *rows)),
             **dict.fromkeys("kv", tile),

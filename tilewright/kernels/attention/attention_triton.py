@@ -1163,6 +1163,7 @@ def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constant
     if roles:
         from tilewright.kernels.attention.attention_gluon import forward
 
+        c["ROLES"] = roles
         forward((*tensors, tiles, problem.cu_seqlens), numbers, constants, c, (count, H))
         return
     launch(
