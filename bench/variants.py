@@ -43,7 +43,8 @@ _PACKED = "qwen3-30b-a3b_32k_packed"
 _WIDE = {"BLOCK_M": 128, "BLOCK_N": 256, "num_warps": 8, "num_stages": 4, "per_sm": 1}
 # The same tiles by specialized warps, for sm_90.
 _ROLES = {**_WIDE, "maxnreg": None, "ROLES": True}
-# All gradients of attention in one kernel.
+# Attention by specialized warps; and all its gradients in one kernel.
+_ATTEND = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 4, "num_stages": 2, "ROLES": True}
 _TOGETHER = {"BLOCK_N": 128, "BLOCK_M": 64, "num_warps": 4, "num_stages": 2, "ROLES": True}
 # Those that decide designs first, and matmuls, which take most of a step, before the rest. Last
 # those that need a package beside PyTorch and Triton.
@@ -109,7 +110,7 @@ VARIANTS = (
         "attention",
         "qwen3-30b-a3b_8k",
         "attention/forward",
-        {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 4, "num_stages": 2, "ROLES": True},
+        _ATTEND,
     ),
     Variant(
         "attention: all gradients in one kernel by specialized warps, for two kernels",
@@ -119,7 +120,15 @@ VARIANTS = (
         _TOGETHER,
     ),
     Variant(
-        "attention: all gradients in one kernel with all heads in one order, for two backwards",
+        "attention: head after head by specialized warps, for the last eight together",
+        "attention",
+        "qwen3-30b-a3b_8k",
+        "attention/forward",
+        {**_ATTEND, "ROLES": "in order"},
+        _ATTEND,
+    ),
+    Variant(
+        "attention: all gradients in one kernel, head after head, for the last two together",
         "attention",
         "qwen3-30b-a3b_8k",
         "attention/backward_kv",
