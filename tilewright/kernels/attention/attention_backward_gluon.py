@@ -18,7 +18,7 @@ Many blocks add to a row of dq, one after the other, from the last keys that it 
 the order is fixed, so that results are deterministic. A counter per block of rows says whose turn
 it is. The last keys are launched first, and nobody waits for what is launched later: of the blocks
 that run, the one launched first waits for nobody, so that every wait ends. They start at the
-queries that no later keys see, so that nobody waits long; and the warp that waits has two parts'
+queries that no later keys see, so that nobody waits long; and a warp that adds has two steps'
 time. Query heads that share a key head add to its dk and dv in the same way.
 
 The first keys have the most queries, and what is launched last should be short: of the last heads
@@ -40,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewright.kernels.attention.attention_gluon import late_heads, launched
 from tilewright.kernels.attention.attention_triton import logits, place, power_of, rows_of, seen
+from tilewright.kernels.device import older_triton
 from tilewright.kernels.launch import launch
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.warp_specialized import (
@@ -60,8 +61,16 @@ _ROWS = gl.constexpr(64)  # queries of a step
 KEYS = 128  # of a tile
 LATE = 2  # heads that are launched together at the end
 _KEYS = gl.constexpr(KEYS)
-_STAGES = gl.constexpr(2)
+_STAGES = gl.constexpr(2)  # of queries and gradients, and of parts of dq
 _WARPS = gl.constexpr(8)  # that differentiate
+
+
+@gluon.jit
+def _here(n):
+    """n, as a value that the compiler cannot move before a loop, nor addresses computed from it."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -167,47 +176,35 @@ def _load(
 
 @gluon.jit
 def _add(
-    total,
-    turn_ptr,
-    batch,
-    h,
-    begin,
-    n,
-    offset,
-    keys,
-    window,
-    m,
-    step,
-    steps,
-    dq_s,
-    dq_full,
-    dq_empty,
+    given,
+    W: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     TURNS: gl.constexpr,
     EMPTY: gl.constexpr,
+    ADDERS: gl.constexpr,
 ):
-    """One warp. Rows of another document get zeros, and those past the tensor's last nothing."""
-    STAGES: gl.constexpr = dq_s.shape[0]
-    stage, phase = 0, 0
-    for _ in range(steps):
-        mbarrier.wait(dq_full.index(stage), phase)
-        here, corner = dq_s.index(stage).reshape(total.block_shape), [batch, h, begin + m, 0]
-        turn = _turn_of(m, n, step, offset, keys, window, CAUSAL, WINDOW)
+    """Warp W of ADDERS, each of which adds the part of one of ADDERS steps. Rows of another
+    document get zeros, and those past the tensor's last nothing.
+    """
+    total, turn_ptr, batch, h, begin, n, offset, keys, window, m, step, steps = given[:12]
+    dq_s, dq_full, dq_empty = given[12:]
+    for at in range(W, steps if W < ADDERS else W, ADDERS):
+        stage, row = at % _STAGES, m + at * step
+        mbarrier.wait(dq_full.index(stage), at // _STAGES & 1)
+        here, corner = dq_s.index(stage).reshape(total.block_shape), [batch, h, begin + row, 0]
+        turn = _turn_of(row, n, step, offset, keys, window, CAUSAL, WINDOW)
         if TURNS:
-            _await_turn(turn_ptr + m, turn)
+            _await_turn(turn_ptr + row, turn)
         if EMPTY and turn == 0:
             tma_store(total, corner, here)
         else:
             tma_add(total, corner, here)
         tma.store_wait(0)
         mbarrier.arrive(dq_empty.index(stage))
+        _await_sums(row)
         if TURNS:
-            _await_sums(m)
-            _end_turn(turn_ptr + m)
-        stage, phase = advance(stage, phase, STAGES)
-        m += step
-    _await_sums(m)
+            _end_turn(turn_ptr + row)
 
 
 @gluon.jit
@@ -245,6 +242,7 @@ def _differentiate(
     shared,
     GROUP: gl.constexpr,
     D: gl.constexpr,
+    PACKED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -271,6 +269,7 @@ def _differentiate(
         h,
         begin,
         n,
+        queries,
         keys,
         window,
         scale,
@@ -297,7 +296,6 @@ def _differentiate(
     ) = shared
     WIDTH: gl.constexpr = k_s.shape[1]
     DTYPE: gl.constexpr = k_s.dtype
-    PARTS: gl.constexpr = dq_s.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, _ROWS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, WIDTH, 16])
     # Half of the columns by each four warps.
@@ -311,7 +309,7 @@ def _differentiate(
     none_of = gl.zeros([_ROWS, WIDTH], gl.float32, PART)
     if steps > 0:
         mbarrier.wait(kv_full, 0)
-    stage, phase, part, part_phase = 0, 0, 0, 0
+    stage, phase = 0, 0
     for _ in range(steps):
         q, g = q_s.index(stage), g_s.index(stage)
         mbarrier.wait(q_full.index(stage), phase)
@@ -344,18 +342,22 @@ def _differentiate(
         dq = warpgroup_mma(ds_s.permute((1, 0)), k_s, none_of, use_acc=False, is_async=True)
         dk = warpgroup_mma(ds, q, dk, is_async=True)
         dq, dv, weights = warpgroup_mma_wait(1, deps=[dq, dv, weights])
-        mbarrier.wait(dq_empty.index(part), part_phase ^ 1)
-        dq_s.index(part).store(dq)
+        if PACKED and queries - n - ahead < _ROWS:
+            # Added to the next document's rows: 0 times a NaN of this one's would be NaN.
+            r = n + ahead + gl.arange(0, _ROWS, gl.SliceLayout(1, PART))
+            dq = gl.where((r < queries)[:, None], dq, 0.0)
+        mbarrier.wait(dq_empty.index(stage), phase ^ 1)
+        dq_s.index(stage).store(dq)
         fence_async_shared()
         thread_barrier()
-        mbarrier.arrive(dq_full.index(part))
+        mbarrier.arrive(dq_full.index(stage))
         dk, ds = warpgroup_mma_wait(0, deps=[dk, ds])
         mbarrier.arrive(empty.index(stage))
         stage, phase = advance(stage, phase, _STAGES)
-        part, part_phase = advance(part, part_phase, PARTS)
         ahead += step
     if there:
         dk *= scale
+        h = _here(h)
         b, kv, turn = batch.to(gl.int64), (h // GROUP).to(gl.int64), h % GROUP
         start = begin.to(gl.int64)
         if GROUP > 1:
@@ -412,6 +414,7 @@ def _backward(
     TURNS: gl.constexpr,
     EMPTY: gl.constexpr,
     LATE: gl.constexpr,
+    ADDERS: gl.constexpr,
 ):
     """q, k, v, g: descriptors [batch, heads, positions, D].   part: one as q's, of dq without the
     scale, float32, zeros. EMPTY: not zeros, and tiles see all rows.
@@ -424,14 +427,14 @@ def _backward(
     v_s = stages(q.dtype, 1, _KEYS, WIDTH).index(0)
     q_s, g_s = stages(q.dtype, _STAGES, _ROWS, WIDTH), stages(q.dtype, _STAGES, _ROWS, WIDTH)
     ds_s = stages(q.dtype, 1, _KEYS, _ROWS).index(0)
-    dq_s = stages(gl.float32, 2, _ROWS, WIDTH)
+    dq_s = stages(gl.float32, _STAGES, _ROWS, WIDTH)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_s = gl.allocate_shared_memory(gl.float32, [_STAGES, _ROWS], LINE)
     delta_s = gl.allocate_shared_memory(gl.float32, [_STAGES, _ROWS], LINE)
     at_s = gl.allocate_shared_memory(gl.int32, [_STAGES, _ROWS], LINE)
     q_full, g_full, empty = barriers(_STAGES, 2), barriers(_STAGES, 2), barriers(_STAGES, 1)
     kv_full, alone = barriers(1, 2), barriers(1, 1)
-    dq_full, dq_empty = barriers(2, 1), barriers(2, 1)
+    dq_full, dq_empty = barriers(_STAGES, 1), barriers(_STAGES, 1)
     # The last keys of a document first; those of a head before the next head's. Of the last heads
     # those with the most queries first, so that all SMs end at a time.
     t, h, late = launched(LATE)
@@ -463,6 +466,7 @@ def _backward(
         h,
         begin,
         n,
+        queries,
         keys,
         window,
         scale,
@@ -487,9 +491,26 @@ def _backward(
         dq_full,
         dq_empty,
     )
+    adds = (
+        part,
+        row_turn_ptr + row_at,
+        batch,
+        h,
+        begin,
+        n,
+        offset,
+        keys,
+        window,
+        m,
+        step,
+        steps,
+        dq_s,
+        dq_full,
+        dq_empty,
+    )
     gl.warp_specialize(
         [
-            (_differentiate, (shared, GROUP, D, CAUSAL, WINDOW, SOFTCAP)),
+            (_differentiate, (shared, GROUP, D, PACKED, CAUSAL, WINDOW, SOFTCAP)),
             (
                 _load,
                 (
@@ -525,33 +546,11 @@ def _backward(
                     PACKED,
                 ),
             ),
-            (
-                _add,
-                (
-                    part,
-                    row_turn_ptr + row_at,
-                    batch,
-                    h,
-                    begin,
-                    n,
-                    offset,
-                    keys,
-                    window,
-                    m,
-                    step,
-                    steps,
-                    dq_s,
-                    dq_full,
-                    dq_empty,
-                    CAUSAL,
-                    WINDOW,
-                    TURNS,
-                    EMPTY,
-                ),
-            ),
+            (_add, (adds, 0, CAUSAL, WINDOW, TURNS, EMPTY, ADDERS)),
+            (_add, (adds, 1, CAUSAL, WINDOW, TURNS, EMPTY, ADDERS)),
         ],
-        [1, 1],
-        [ONE_WARP, ONE_WARP],
+        [1, 1, 1],
+        [ONE_WARP, ONE_WARP, ONE_WARP],
     )
 
 
@@ -559,7 +558,10 @@ def _ways(roles, heads: int, seen: bool) -> dict:
     """The kernel's last constants. roles: as a configuration has them.   seen: as `_all_seen`."""
     turns = roles != "unordered"
     late = late_heads(roles, heads, LATE)
-    return {"TURNS": turns, "EMPTY": turns and seen, "LATE": late}
+    # An addition takes about as long as a step, so that two warps share them. Triton 3.9 holds a
+    # few thread indices more, which leave no registers for two.
+    adders = 2 if older_triton() else 1
+    return {"TURNS": turns, "EMPTY": turns and seen, "LATE": late, "ADDERS": adders}
 
 
 def _all_seen(constants: dict, offset: int) -> bool:
