@@ -442,8 +442,11 @@ def _backward(
     there, batch, n, begin, queries, keys = place(
         tiles_ptr, cu_ptr, capacity, S, Sk, t, Sk, _KEYS, PACKED
     )
-    if PACKED:  # packed documents have no offset; a constant takes no register
+    # Packed documents have no offset, and other tiles are all there: constants take no registers.
+    if PACKED:
         offset = 0
+    else:
+        there = t == t
     low, high = rows_of(n, n + _KEYS - 1, queries, offset, window, _ROWS, CAUSAL, WINDOW)
     steps = gl.where(there, gl.cdiv(high - low, _ROWS), 0)
     m = gl.where(late, low + (steps - 1) * _ROWS, low)
