@@ -63,6 +63,30 @@ VARIANTS = (
         whole=True,
     ),
     Variant(
+        "attention: head after head by specialized warps, for the last eight together",
+        "attention",
+        "qwen3-30b-a3b_8k",
+        "attention/forward",
+        {**_ROLES_FORWARD, "ROLES": "in order"},
+    ),
+    Variant(
+        "attention: all gradients in one kernel, head after head, for the last two together",
+        "attention",
+        "qwen3-30b-a3b_8k",
+        "attention/backward_kv",
+        {**_ROLES_BACKWARD, "ROLES": "in order"},
+        _ROLES_BACKWARD,
+    ),
+    # Not repeatable, and no alternative: it shows what turns cost.
+    Variant(
+        "attention: all gradients in one kernel without turns, for turns",
+        "attention",
+        "qwen3-30b-a3b_8k",
+        "attention/backward_kv",
+        {**_ROLES_BACKWARD, "ROLES": "unordered"},
+        _ROLES_BACKWARD,
+    ),
+    Variant(
         "attention with sinks, rows of 64: specialized warps, for one loop of eight",
         "attention",
         "gpt-oss-20b_8k",

@@ -3,9 +3,10 @@
     python tests/families.py bench/results/families [--only llama,bert] [--jobs 2]
 
 Every call that works before `accelerate(model, parts=PARTS)` is made after it: training with the
-dropout of the default configuration, but for attention's, which draws other elements; evaluation with each optional argument of the forward's
-signature, generation, saving and loading, and restoring. A row of FOLDER/families.jsonl is one
-family: its parts, changed or left with the reason, and its calls:
+dropout of the default configuration, but for attention's, which draws other elements; evaluation
+with each optional argument of the forward's signature, generation, saving and loading, and
+restoring. A row of FOLDER/families.jsonl is one family: its parts, changed or left with the reason,
+and its calls:
 
     same       the same result: each tensor within 1e-4 of its norm, or of a hundredth of that of
                the largest (some gradients, as of keys' biases, are roundings of 0)

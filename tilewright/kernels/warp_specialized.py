@@ -20,6 +20,7 @@ float32 sums. Deterministic. What Triton 3.6 and 3.9 call by different names has
 from __future__ import annotations
 
 import torch
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -40,6 +41,17 @@ thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _memory = gl.shared_memory_descriptor
 reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
+
+@gl._core.builtin
+def tma_add(to, corner, staging, _semantic=None):
+    """Adds a tile in shared memory to a tensor at a corner, as `tma_store` stores it. Only from
+    Triton 3.9 on, Gluon has a name for it.
+    """
+    corner = _semantic._convert_to_ir_values(corner, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, to.handle, corner, staging.handle)
+
+
 # Registers per thread of the loading partition. A block of twelve warps may have 168 per thread;
 # what loads do not take, the warpgroups that multiply get: 240, 224, 208.
 ONE_WARP, GATHERING, GATHERING_WIDE = gl.constexpr(24), gl.constexpr(56), gl.constexpr(88)
@@ -52,6 +64,7 @@ _DTYPES = {
     **dict.fromkeys(("bf16", "bfloat16"), gl.bfloat16),
     **dict.fromkeys(("fp16", "float16"), gl.float16),
     **dict.fromkeys(("fp8e4nv", "float8_e4m3fn"), gl.float8e4nv),
+    **dict.fromkeys(("fp32", "float32"), gl.float32),
 }
 
 
@@ -67,7 +80,7 @@ def descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def descriptor_type(dtype: str, *block: int) -> str:
-    """What a compilation takes for a `descriptor` of "bf16", "fp16" or "fp8e4nv"."""
+    """What a compilation takes for a `descriptor` of "bf16", "fp16", "fp8e4nv" or "fp32"."""
     return f"tensordesc<{dtype}{list(block)},{_layout(list(block), _DTYPES[dtype])!r}>"
 
 

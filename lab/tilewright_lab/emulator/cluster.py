@@ -370,7 +370,7 @@ class Cluster(Partitions, Transfers, Atomics, TensorCores, Uncommon, Arithmetic)
             self.atomic(atom, [*args, "0"], who, ".".join(atom), bits)
         elif name in ("ld", "st"):
             self.move(name, op, args, who, text, bits)
-        elif name == "cp" and op[1:3] == ["async", "bulk"]:
+        elif name == "cp" and "bulk" in op[:4]:
             self.bulk(op, args, who, text)
         elif name == "mbarrier":
             self.mbarrier(op, args, who, text, pc)

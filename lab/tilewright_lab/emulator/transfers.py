@@ -266,6 +266,8 @@ class Transfers(Part):
             self.repin()
         elif op[5:] == ["global", "shared::cta", "bulk_group"]:
             self.bulk_store(args, who, text)
+        elif op[1] == "reduce" and op[6:] == ["global", "shared::cta", "add", "bulk_group"]:
+            self.bulk_store(args, who, text, adds=True)
         elif op[5] in ("shared::cta", "shared::cluster") and op[6:] == [
             "global",
             "mbarrier::complete_tx::bytes",
@@ -304,8 +306,10 @@ class Transfers(Part):
             raise Fault("bounds", "outside shared memory")
         return np.full(count, self.block[thread]), at
 
-    def bulk_store(self, args, who, text):
-        """cp.async.bulk.tensor from shared memory, which it may read until its thread waited."""
+    def bulk_store(self, args, who, text, adds=False):
+        """cp.async.bulk.tensor from shared memory, which it may read until its thread waited; or
+        cp.reduce.async.bulk.tensor, of float32, each element of which is an atomic operation.
+        """
         for thread in np.flatnonzero(who).tolist():
             described, each, inside = self.box(args[0], thread, text)
             places = self.staged(args[1], thread, len(each), described.swizzle)
@@ -321,9 +325,15 @@ class Transfers(Part):
                 raise Fault("bounds", f"writes {m.nearest(int(to[~m.inside[to]][0]))}")
             if self.counts:
                 self.count("written", to, np.zeros(len(to), np.int64), 1)
-            me, block = self.everywhere[[thread]][:, None], self.blocks[[thread]][:, None]
-            m.check_write(to[None], self.shared[places][inside][None], me, block, self.k.threads)
-            self.accessed[self.block[thread]].append(to)
+            raw = self.shared[places][inside]
+            if adds:
+                assert described.itemsize == 4, text
+                self.check_atomic(to[None], np.arange(self.n) == thread, ())
+                m.data[to] = (m.data[to].view(np.float32) + raw.view(np.float32)).view(np.uint8)
+            else:
+                me, block = self.everywhere[[thread]][:, None], self.blocks[[thread]][:, None]
+                m.check_write(to[None], raw[None], me, block, self.k.threads)
+                self.accessed[self.block[thread]].append(to)
             self.stores.setdefault(thread, []).append([0, places])
         self.repin()
 

@@ -5,17 +5,24 @@ products for a block of queries and one of keys, where those two kernels need se
 A block has a tile of 128 keys and a query head, and walks the queries that see it, 64 at a time:
 
     loads:           keys and values; per step, queries and gradients into a ring
-    differentiates:  two warpgroups, with 64 keys each; per step, as [keys, queries],
+    differentiates:  eight warps, with 16 keys each; per step, as [keys, queries],
                          s = k q^T, dp = v g^T, p = exp(s - lse), dv += p g,
                          ds = p (dp - delta), dk += ds q
-                     and adds its part of dq, ds^T k
+                     and leaves its part of dq, ds^T k, in shared memory
+    adds:            that part to dq, by TMA
 
-Many warpgroups add to a row of dq, one after the other, from the last keys that it sees to the
-first: the order is fixed, so that results are deterministic. A counter per block of rows says whose
-turn it is. The last keys are launched first, and nobody waits for what is launched later; they
-start at the queries that no later keys see, so that nobody waits long. An addition is announced a
-step after it was made, when it has arrived. Query heads that share a key head add to its dk and dv
-in the same way.
+p and ds are left operands from registers; ds^T is read from shared memory. While the part of dq is
+written there, dk and the next step's s are in flight.
+
+Many blocks add to a row of dq, one after the other, from the last keys that it sees to the first:
+the order is fixed, so that results are deterministic. A counter per block of rows says whose turn
+it is. The last keys are launched first, and nobody waits for what is launched later: of the blocks
+that run, the one launched first waits for nobody, so that every wait ends. They start at the
+queries that no later keys see, so that nobody waits long; and a warp that adds has two steps'
+time. Query heads that share a key head add to its dk and dv in the same way.
+
+The first keys have the most queries, and what is launched last should be short: of the last heads
+(LATE), the first keys are launched and added first, and queries are walked from the last on.
 """
 
 from __future__ import annotations
@@ -26,11 +33,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.attention.attention_gluon import ATTENDING
+from tilewright.kernels.attention.attention_gluon import late_heads, launched
 from tilewright.kernels.attention.attention_triton import logits, place, power_of, rows_of, seen
 from tilewright.kernels.device import older_triton
 from tilewright.kernels.launch import launch
@@ -45,19 +53,21 @@ from tilewright.kernels.warp_specialized import (
     load_rows,
     stages,
     thread_barrier,
+    tma_add,
+    tma_store,
 )
 
-_ROWS = gl.constexpr(64)  # queries of a step; keys of a warpgroup
+_ROWS = gl.constexpr(64)  # queries of a step
 KEYS = 128  # of a tile
+LATE = 2  # heads that are launched together at the end
 _KEYS = gl.constexpr(KEYS)
-_STAGES = gl.constexpr(2)
+_STAGES = gl.constexpr(2)  # of queries and gradients, and of parts of dq
+_WARPS = gl.constexpr(8)  # that differentiate
 
 
 @gluon.jit
 def _here(n):
-    """n, as a value that the compiler cannot move out of a loop: addresses are computed from it
-    again in each step, instead of held in registers.
-    """
+    """n, as a value that the compiler cannot move before a loop, nor addresses computed from it."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -78,14 +88,31 @@ def _end_turn(turn_ptr):
 
 
 @gluon.jit
-def _turn_of(m, n, offset, keys, CAUSAL: gl.constexpr):
-    """How many tiles of keys add to dq at rows from m on before that of keys from n on. A tile of
-    keys sees these rows as `rows_of` says.
+def _await_sums(n):
+    """Waits until what this warp added by TMA is in global memory."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;",
+        "=r,r",
+        [n],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _turn_of(m, n, step, offset, keys, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """How many tiles of keys add to dq at rows from m on before that of keys from n on: those of
+    later keys, or of earlier ones where rows are walked backwards. A tile of keys sees them as
+    `rows_of` says.
     """
     top = (keys - 1) // _KEYS
     if CAUSAL:
         top = gl.minimum(top, (m + offset + _ROWS - 1) // _KEYS)
-    return top - n // _KEYS
+    bottom = 0
+    if WINDOW:
+        bottom = gl.maximum(m + offset - window + 1, 0) // _KEYS
+    return gl.where(step > 0, top - n // _KEYS, n // _KEYS - bottom)
 
 
 @gluon.jit
@@ -103,7 +130,8 @@ def _load(
     offset,
     queries,
     keys,
-    low,
+    m,
+    step,
     steps,
     k_s,
     v_s,
@@ -123,13 +151,11 @@ def _load(
     """One warp. Rows past a tensor's last read zeros."""
     r = gl.arange(0, _ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     cleared = 0
-    for w in range(gl.where(steps > 0, 2, 0)):
-        at = n + w * _ROWS
-        corner, live = [batch, h // GROUP, begin + at, 0], keys - at
-        cleared = load_rows(k, corner, k_s.index(w), kv_full, live, alone, cleared, PACKED)
-        cleared = load_rows(v, corner, v_s.index(w), kv_full, live, alone, cleared, PACKED)
+    if steps > 0:
+        corner, live = [batch, h // GROUP, begin + n, 0], keys - n
+        cleared = load_rows(k, corner, k_s, kv_full, live, alone, cleared, PACKED)
+        cleared = load_rows(v, corner, v_s, kv_full, live, alone, cleared, PACKED)
     stage, phase = 0, 0
-    m = low
     for _ in range(steps):
         mbarrier.wait(empty.index(stage), phase ^ 1)
         corner, live = [batch, h, begin + m, 0], queries - m
@@ -138,13 +164,47 @@ def _load(
         full = g_full.index(stage)
         cleared = load_rows(g, corner, g_s.index(stage), full, live, alone, cleared, PACKED)
         lse = gl.load(lse_ptr + m + r, mask=r < live, other=float("inf"))
+        delta = gl.load(delta_ptr + m + r, mask=r < live, other=0.0)
         lse_s.index(stage).store(power_of(lse))
         at_s.index(stage).store(m + offset + r)
         mbarrier.arrive(q_full.index(stage))
-        delta_s.index(stage).store(gl.load(delta_ptr + m + r, mask=r < live, other=0.0))
+        delta_s.index(stage).store(delta)
         mbarrier.arrive(g_full.index(stage))
         stage, phase = advance(stage, phase, _STAGES)
-        m += _ROWS
+        m += step
+
+
+@gluon.jit
+def _add(
+    given,
+    W: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    TURNS: gl.constexpr,
+    EMPTY: gl.constexpr,
+    ADDERS: gl.constexpr,
+):
+    """Warp W of ADDERS, each of which adds the part of one of ADDERS steps. Rows of another
+    document get zeros, and those past the tensor's last nothing.
+    """
+    total, turn_ptr, batch, h, begin, n, offset, keys, window, m, step, steps = given[:12]
+    dq_s, dq_full, dq_empty = given[12:]
+    for at in range(W, steps if W < ADDERS else W, ADDERS):
+        stage, row = at % _STAGES, m + at * step
+        mbarrier.wait(dq_full.index(stage), at // _STAGES & 1)
+        here, corner = dq_s.index(stage).reshape(total.block_shape), [batch, h, begin + row, 0]
+        turn = _turn_of(row, n, step, offset, keys, window, CAUSAL, WINDOW)
+        if TURNS:
+            _await_turn(turn_ptr + row, turn)
+        if EMPTY and turn == 0:
+            tma_store(total, corner, here)
+        else:
+            tma_add(total, corner, here)
+        tma.store_wait(0)
+        mbarrier.arrive(dq_empty.index(stage))
+        _await_sums(row)
+        if TURNS:
+            _end_turn(turn_ptr + row)
 
 
 @gluon.jit
@@ -152,7 +212,7 @@ def _store(t, to_ptr, stride, first, end, D: gl.constexpr):
     """Stores rows from row `first` on, without those from `end` on, as wgmma holds them: once per
     tile, and wider stores would keep more addresses.
     """
-    r = first + gl.arange(0, _ROWS, gl.SliceLayout(1, t.type.layout))
+    r = first + gl.arange(0, t.shape[0], gl.SliceLayout(1, t.type.layout))
     d = gl.arange(0, t.shape[1], gl.SliceLayout(0, t.type.layout))
     at = to_ptr + r.to(gl.int64)[:, None] * stride + d[None, :]
     gl.store(at, t.to(to_ptr.dtype.element_ty), mask=(r < end)[:, None] & (d < D)[None, :])
@@ -160,11 +220,10 @@ def _store(t, to_ptr, stride, first, end, D: gl.constexpr):
 
 @gluon.jit
 def _add_head(t, sum_ptr, first, end, turn, GROUP: gl.constexpr, D: gl.constexpr):
-    """Adds a query head's part [64, WIDTH] to earlier heads', and keeps the sum for later ones."""
-    WIDTH: gl.constexpr = t.shape[1]
+    """Adds a query head's part of a tile to earlier heads', and keeps the sum for later ones."""
     LAYOUT: gl.constexpr = t.type.layout
-    r = first + gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT))
-    d = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    r = first + gl.arange(0, t.shape[0], gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, t.shape[1], gl.SliceLayout(0, LAYOUT))
     at = sum_ptr + r.to(gl.int64)[:, None] * D + d[None, :]
     mask = (r < end)[:, None] & (d < D)[None, :]
     t += gl.load(at, mask=mask & (turn > 0), other=0.0)
@@ -173,21 +232,27 @@ def _add_head(t, sum_ptr, first, end, turn, GROUP: gl.constexpr, D: gl.constexpr
 
 
 @gluon.jit
+def _operand(t, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """As the left operand, in registers, of a product with this layout."""
+    return gl.convert_layout(t.to(dtype), gl.DotOperandLayout(0, LAYOUT, 2))
+
+
+@gluon.jit
 def _differentiate(
     shared,
-    W: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
+    PACKED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
-    """Warpgroup W of two. Arguments of the kernel are read where they are used; what is computed
-    from them would take registers, so it is computed here.
+    """Arguments of the kernel are read where they are used; what is computed from them would take
+    registers, so it is computed here.
+
+    ahead: how many positions the first step's first query is after the first key.
     """
     (
-        part_ptr,
-        row_turn_ptr,
         dk_ptr,
         dk_batch,
         dk_head,
@@ -199,19 +264,18 @@ def _differentiate(
         dk_sum_ptr,
         dv_sum_ptr,
         key_turn_ptr,
-        S,
         Sk,
         batch,
         h,
         begin,
         n,
-        offset,
         queries,
         keys,
         window,
         scale,
         cap,
-        low,
+        ahead,
+        step,
         steps,
         there,
         k_s,
@@ -221,91 +285,93 @@ def _differentiate(
         lse_s,
         delta_s,
         at_s,
-        p_s,
         ds_s,
+        dq_s,
         kv_full,
         q_full,
         g_full,
         empty,
+        dq_full,
+        dq_empty,
     ) = shared
-    WIDTH: gl.constexpr = k_s.shape[2]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    j = n + W * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT))
-    row = gl.arange(0, _ROWS, gl.SliceLayout(1, SUMS))
-    d = gl.arange(0, WIDTH, gl.SliceLayout(0, SUMS))
+    WIDTH: gl.constexpr = k_s.shape[1]
+    DTYPE: gl.constexpr = k_s.dtype
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, _ROWS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, WIDTH, 16])
+    # Half of the columns by each four warps.
+    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, _WARPS // 4], [16, WIDTH // 2, 16])
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    dk = gl.zeros([_ROWS, WIDTH], gl.float32, SUMS)
-    dv = gl.zeros([_ROWS, WIDTH], gl.float32, SUMS)
+    j = n + gl.arange(0, _KEYS, gl.SliceLayout(1, LAYOUT))
+    dk = gl.zeros([_KEYS, WIDTH], gl.float32, SUMS)
+    dv = gl.zeros([_KEYS, WIDTH], gl.float32, SUMS)
     # Of products that begin anew: not carried by the loop, which would cost their registers.
-    none, none_of = gl.zeros([_ROWS, _ROWS], gl.float32, LAYOUT), gl.zeros_like(dk)
+    none = gl.zeros([_KEYS, _ROWS], gl.float32, LAYOUT)
+    none_of = gl.zeros([_ROWS, WIDTH], gl.float32, PART)
     if steps > 0:
         mbarrier.wait(kv_full, 0)
     stage, phase = 0, 0
-    m = low
-    row_at = (batch.to(gl.int64) * gl.num_programs(1) + h) * S + begin
-    for step in range(steps):
-        w = _here(h * 0 + W)
-        k, v, p_of, ds_of = k_s.index(w), v_s.index(w), p_s.index(w), ds_s.index(w)
+    for _ in range(steps):
+        q, g = q_s.index(stage), g_s.index(stage)
         mbarrier.wait(q_full.index(stage), phase)
-        s = warpgroup_mma(k, q_s.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+        s = warpgroup_mma(k_s, q.permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(g_full.index(stage), phase)
-        dp = warpgroup_mma(v, g_s.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+        dp = warpgroup_mma(v_s, g.permute((1, 0)), none, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         l, slope = logits(s, scale, cap, SOFTCAP)
         p = gl.exp2(l - lse_s.index(stage).load(COLUMN)[None, :])
         edge = n + _KEYS > keys
         if CAUSAL:
-            edge = edge | (m + offset < n + _KEYS - 1)
+            edge = edge | (ahead < _KEYS - 1)
         if WINDOW:
-            edge = edge | (m + offset + _ROWS - 1 - n >= window)
+            edge = edge | (ahead + _ROWS > window)
         if edge:
             # From shared memory: the loop would hold positions in registers.
             at = at_s.index(stage).load(COLUMN)
             mask = seen(at[None, :], j[:, None], keys, window, CAUSAL, WINDOW)
             p = gl.where(mask, p, 0.0)
-        p_of.store(p.to(p_of.dtype))
-        fence_async_shared()
-        thread_barrier()
-        dv = warpgroup_mma(p_of, g_s.index(stage), dv, is_async=True)
+        weights = _operand(p, DTYPE, SUMS)
+        dv = warpgroup_mma(weights, g, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
-        ds = p * (dp - delta_s.index(stage).load(COLUMN)[None, :])
+        t = p * (dp - delta_s.index(stage).load(COLUMN)[None, :])
         if SOFTCAP:
-            ds *= slope
-        ds_of.store(ds.to(ds_of.dtype))
+            t *= slope
+        ds = _operand(t, DTYPE, SUMS)
+        ds_s.store(t.to(DTYPE))
         fence_async_shared()
         thread_barrier()
-        dk = warpgroup_mma(ds_of, q_s.index(stage), dk, is_async=True)
-        dq = warpgroup_mma(ds_of.permute((1, 0)), k, none_of, use_acc=False, is_async=True)
-        dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
+        dq = warpgroup_mma(ds_s.permute((1, 0)), k_s, none_of, use_acc=False, is_async=True)
+        dk = warpgroup_mma(ds, q, dk, is_async=True)
+        dq, dv, weights = warpgroup_mma_wait(1, deps=[dq, dv, weights])
+        if PACKED and queries - n - ahead < _ROWS:
+            # Added to the next document's rows: 0 times a NaN of this one's would be NaN.
+            r = n + ahead + gl.arange(0, _ROWS, gl.SliceLayout(1, PART))
+            dq = gl.where((r < queries)[:, None], dq, 0.0)
+        mbarrier.wait(dq_empty.index(stage), phase ^ 1)
+        dq_s.index(stage).store(dq)
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(dq_full.index(stage))
+        dk, ds = warpgroup_mma_wait(0, deps=[dk, ds])
         mbarrier.arrive(empty.index(stage))
-        if step > 0:
-            _end_turn(row_turn_ptr + row_at + m - _ROWS)
-        _await_turn(row_turn_ptr + row_at + m, 2 * _turn_of(m, n, offset, keys, CAUSAL) + W)
-        at = part_ptr + row_at * D + ((m + row) * D)[:, None] + d[None, :]
-        mask = (m + row < queries)[:, None] & (d < D)[None, :]
-        gl.atomic_add(at, dq, mask=mask, sem="relaxed", scope="gpu")
         stage, phase = advance(stage, phase, _STAGES)
-        m += _ROWS
-    if steps > 0:
-        _end_turn(row_turn_ptr + row_at + m - _ROWS)
+        ahead += step
     if there:
         dk *= scale
-        first = n + W * _ROWS
+        h = _here(h)
         b, kv, turn = batch.to(gl.int64), (h // GROUP).to(gl.int64), h % GROUP
         start = begin.to(gl.int64)
         if GROUP > 1:
             key_at = (b * (gl.num_programs(1) // GROUP) + kv) * Sk + begin
-            counter_ptr = key_turn_ptr + 2 * (key_at + n) + W
+            counter_ptr = key_turn_ptr + key_at + n
             _await_turn(counter_ptr, turn)
-            dk = _add_head(dk, dk_sum_ptr + key_at * D, first, keys, turn, GROUP, D)
-            dv = _add_head(dv, dv_sum_ptr + key_at * D, first, keys, turn, GROUP, D)
+            dk = _add_head(dk, dk_sum_ptr + key_at * D, n, keys, turn, GROUP, D)
+            dv = _add_head(dv, dv_sum_ptr + key_at * D, n, keys, turn, GROUP, D)
             _end_turn(counter_ptr)
         if GROUP == 1 or turn == GROUP - 1:
             dk_at = b * dk_batch + kv * dk_head + start * dk_row
-            _store(dk, dk_ptr + dk_at, dk_row, first, keys, D)
+            _store(dk, dk_ptr + dk_at, dk_row, n, keys, D)
             dv_at = b * dv_batch + kv * dv_head + start * dv_row
-            _store(dv, dv_ptr + dv_at, dv_row, first, keys, D)
+            _store(dv, dv_ptr + dv_at, dv_row, n, keys, D)
 
 
 @gluon.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
@@ -316,7 +382,7 @@ def _backward(
     g,
     lse_ptr,
     delta_ptr,
-    part_ptr,
+    part,
     row_turn_ptr,
     dk_ptr,
     dv_ptr,
@@ -345,35 +411,48 @@ def _backward(
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
+    TURNS: gl.constexpr,
+    EMPTY: gl.constexpr,
+    LATE: gl.constexpr,
+    ADDERS: gl.constexpr,
 ):
-    """q, k, v, g: descriptors [batch, heads, positions, D].   part: dq without the scale, float32
-    [B, Hq, S, D], zeros.
+    """q, k, v, g: descriptors [batch, heads, positions, D].   part: one as q's, of dq without the
+    scale, float32, zeros. EMPTY: not zeros, and tiles see all rows.
     dk_sum, dv_sum: float32 [B, Hk, Sk, D].   row_turn, key_turn: int32 [B, Hq, S] and
-    [B, Hk, Sk, 2], zeros.
+    [B, Hk, Sk], zeros.
+    TURNS: False, which is not deterministic, shows what turns cost.
+    LATE: so many last heads are launched together, the first keys first.
     """
-    k_s, v_s = stages(q.dtype, 2, _ROWS, WIDTH), stages(q.dtype, 2, _ROWS, WIDTH)
+    k_s = stages(q.dtype, 1, _KEYS, WIDTH).index(0)
+    v_s = stages(q.dtype, 1, _KEYS, WIDTH).index(0)
     q_s, g_s = stages(q.dtype, _STAGES, _ROWS, WIDTH), stages(q.dtype, _STAGES, _ROWS, WIDTH)
-    p_s, ds_s = stages(q.dtype, 2, _ROWS, _ROWS), stages(q.dtype, 2, _ROWS, _ROWS)
+    ds_s = stages(q.dtype, 1, _KEYS, _ROWS).index(0)
+    dq_s = stages(gl.float32, _STAGES, _ROWS, WIDTH)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_s = gl.allocate_shared_memory(gl.float32, [_STAGES, _ROWS], LINE)
     delta_s = gl.allocate_shared_memory(gl.float32, [_STAGES, _ROWS], LINE)
     at_s = gl.allocate_shared_memory(gl.int32, [_STAGES, _ROWS], LINE)
-    q_full, g_full, empty = barriers(_STAGES, 2), barriers(_STAGES, 2), barriers(_STAGES, 2)
-    kv_full, alone = barriers(1, 4), barriers(1, 1)
-    # The last keys of a document first; those of a head before the next head's.
-    t = gl.num_programs(0) - 1 - gl.program_id(0)
-    h = gl.program_id(1)
+    q_full, g_full, empty = barriers(_STAGES, 2), barriers(_STAGES, 2), barriers(_STAGES, 1)
+    kv_full, alone = barriers(1, 2), barriers(1, 1)
+    dq_full, dq_empty = barriers(_STAGES, 1), barriers(_STAGES, 1)
+    # The last keys of a document first; those of a head before the next head's. Of the last heads
+    # those with the most queries first, so that all SMs end at a time.
+    t, h, late = launched(LATE)
+    t = gl.where(late, t, gl.num_programs(0) - 1 - t)
     there, batch, n, begin, queries, keys = place(
         tiles_ptr, cu_ptr, capacity, S, Sk, t, Sk, _KEYS, PACKED
     )
-    if PACKED:  # packed documents have no offset; a constant takes no register
+    # Packed documents have no offset, and other tiles are all there: constants take no registers.
+    if PACKED:
         offset = 0
+    else:
+        there = t == t
     low, high = rows_of(n, n + _KEYS - 1, queries, offset, window, _ROWS, CAUSAL, WINDOW)
     steps = gl.where(there, gl.cdiv(high - low, _ROWS), 0)
+    m = gl.where(late, low + (steps - 1) * _ROWS, low)
+    step = gl.where(late, -_ROWS, _ROWS)
     row_at = (batch.to(gl.int64) * gl.num_programs(1) + h) * S + begin
     shared = (
-        part_ptr,
-        row_turn_ptr,
         dk_ptr,
         dk_batch,
         dk_head,
@@ -385,19 +464,18 @@ def _backward(
         dk_sum_ptr,
         dv_sum_ptr,
         key_turn_ptr,
-        S,
         Sk,
         batch,
         h,
         begin,
         n,
-        offset,
         queries,
         keys,
         window,
         scale,
         cap,
-        low,
+        m + offset - n,
+        step,
         steps,
         there,
         k_s,
@@ -407,17 +485,35 @@ def _backward(
         lse_s,
         delta_s,
         at_s,
-        p_s,
         ds_s,
+        dq_s,
         kv_full.index(0),
         q_full,
         g_full,
         empty,
+        dq_full,
+        dq_empty,
+    )
+    adds = (
+        part,
+        row_turn_ptr + row_at,
+        batch,
+        h,
+        begin,
+        n,
+        offset,
+        keys,
+        window,
+        m,
+        step,
+        steps,
+        dq_s,
+        dq_full,
+        dq_empty,
     )
     gl.warp_specialize(
         [
-            (_differentiate, (shared, 0, GROUP, D, CAUSAL, WINDOW, SOFTCAP)),
-            (_differentiate, (shared, 1, GROUP, D, CAUSAL, WINDOW, SOFTCAP)),
+            (_differentiate, (shared, GROUP, D, PACKED, CAUSAL, WINDOW, SOFTCAP)),
             (
                 _load,
                 (
@@ -434,7 +530,8 @@ def _backward(
                     offset,
                     queries,
                     keys,
-                    low,
+                    m,
+                    step,
                     steps,
                     k_s,
                     v_s,
@@ -452,33 +549,55 @@ def _backward(
                     PACKED,
                 ),
             ),
+            (_add, (adds, 0, CAUSAL, WINDOW, TURNS, EMPTY, ADDERS)),
+            (_add, (adds, 1, CAUSAL, WINDOW, TURNS, EMPTY, ADDERS)),
         ],
-        [4, 1],
-        [ATTENDING, ONE_WARP],
+        [1, 1, 1],
+        [ONE_WARP, ONE_WARP, ONE_WARP],
     )
 
 
-def backward(tensors, numbers, constants: dict, grid) -> torch.Tensor:
+def _ways(roles, heads: int, seen: bool) -> dict:
+    """The kernel's last constants. roles: as a configuration has them.   seen: as `_all_seen`."""
+    turns = roles != "unordered"
+    late = late_heads(roles, heads, LATE)
+    # An addition takes about as long as a step, so that two warps share them. Triton 3.9 holds a
+    # few thread indices more, which leave no registers for two.
+    adders = 2 if older_triton() else 1
+    return {"TURNS": turns, "EMPTY": turns and seen, "LATE": late, "ADDERS": adders}
+
+
+def _all_seen(constants: dict, offset: int) -> bool:
+    """Whether tiles of keys write all rows of dq, and no rows that are not theirs."""
+    return not (constants["PACKED"] or constants["WINDOW"] or (constants["CAUSAL"] and offset < 0))
+
+
+def backward(tensors, numbers, constants: dict, roles, grid) -> torch.Tensor:
     """dk and dv as attention_triton's, of operands that TMA reads. Returns dq without the scale, in
     float32.
 
     tensors: dout, q, k, v, lse, delta, dk, dv, tiles and cu_seqlens.
     numbers: from `capacity` to `cap`.   constants: from GROUP to SOFTCAP.
+    roles: "unordered", without turns; "in order", all heads in the same order; or True.
     """
     dout, q, k, v, lse, delta, dk, dv, tiles, cu_seqlens = tensors
     (B, Hq, S), (Hk, Sk), width = q.shape[:3], k.shape[1:3], constants["WIDTH"]
-    part = q.new_zeros(q.shape, dtype=torch.float32)
-    turns = q.new_zeros(B * (Hq * S + Hk * Sk * 2), dtype=torch.int32)
+    ways = _ways(roles, Hq, _all_seen(constants, numbers[3]))
+    part = (q.new_empty if ways["EMPTY"] else q.new_zeros)(q.shape, dtype=torch.float32)
+    turns = q.new_zeros(B * (Hq * S + Hk * Sk), dtype=torch.int32)
     shared = Hq > Hk
     sums = [lse.new_empty(k.shape) if shared else None for _ in range(2)]
-    rows = [1, 1, _ROWS.value, width]
+    rows, tile = [1, 1, _ROWS.value, width], [1, 1, KEYS, width]
     launch(
         _backward,
         grid,
-        *(descriptor(t, rows) for t in (q, k, v, dout)),
+        descriptor(q, rows),
+        descriptor(k, tile),
+        descriptor(v, tile),
+        descriptor(dout, rows),
         lse,
         delta,
-        part,
+        descriptor(part, rows),
         turns[: B * Hq * S],
         dk,
         dv,
@@ -490,42 +609,39 @@ def backward(tensors, numbers, constants: dict, grid) -> torch.Tensor:
         *dk.stride()[:3],
         *dv.stride()[:3],
         **{n: value for n, value in constants.items() if n in _backward.arg_names},
-        num_warps=4,
+        **ways,
+        num_warps=_WARPS.value,
     )
     return part
 
 
 def fits(constants: dict) -> bool:
-    """Whether it computes this without spilling registers. From 3.9 on, Triton holds a few thread
-    indices more, for which packed documents with rows of 128 leave no registers.
-    """
-    wide = constants["WIDTH"] > 64
+    """Whether it computes this without spilling registers."""
+    width = constants["WIDTH"]
     one = not constants["REST"] and constants["DV"] == constants["D"]
-    return (
-        one
-        and constants["WIDTH"] <= 128
-        and not (wide and (constants["SOFTCAP"] or (constants["PACKED"] and not older_triton())))
-    )
+    return one and width <= 128 and not (width > 64 and constants["SOFTCAP"])
 
 
-def spec(label: str, pointers: dict, constants: dict) -> KernelSpec:
-    """pointers, constants: as attention_triton's."""
+def spec(label: str, pointers: dict, constants: dict, roles) -> KernelSpec:
+    """pointers, constants: as attention_triton's.   roles: as `backward` takes them."""
     t, shared = pointers["*"], constants["GROUP"] > 1
-    operand = descriptor_type(t, 1, 1, _ROWS.value, constants["WIDTH"])
+    rows = 1, 1, _ROWS.value, constants["WIDTH"]
+    tile = descriptor_type(t, 1, 1, KEYS, constants["WIDTH"])
     return KernelSpec.of(
         _backward,
         label,
         {
             **pointers,
-            "part": "fp32",
             "row_turn": "i32",
             "dk_sum": "fp32" if shared else None,
             "dv_sum": "fp32" if shared else None,
             "key_turn": "i32" if shared else None,
         },
-        {**constants, "num_warps": 4},
+        {**constants, **_ways(roles, LATE, _all_seen(constants, 0)), "num_warps": _WARPS.value},
         {
-            **dict.fromkeys("qkvg", operand),
+            **dict.fromkeys("qg", descriptor_type(t, *rows)),
+            **dict.fromkeys("kv", tile),
+            "part": descriptor_type("fp32", *rows),
             "scale": "fp32",
             "cap": "fp32",
         },

@@ -52,8 +52,24 @@ from tilewright.kernels.warp_specialized import (
 )
 
 _ROWS = gl.constexpr(64)  # queries of a warpgroup
+LATE = 8  # heads that are launched together at the end
 # Registers of a thread of a warpgroup, what one loading warp leaves.
 ATTENDING, ATTENDING_NARROW = gl.constexpr(240), gl.constexpr(208)
+
+
+@gluon.jit
+def launched(LATE: gl.constexpr):
+    """A block's tile and head, counted as they are launched, and whether its head is one of the
+    last LATE: a head's tiles before the next head's, but those of the last heads in turn, so that
+    what is launched last are tiles of the same size.
+    """
+    t, h = gl.program_id(0), gl.program_id(1)
+    first = gl.num_programs(1) - LATE
+    late = h >= first
+    if LATE:
+        at = t + (h - first) * gl.num_programs(0)
+        t, h = gl.where(late, at // LATE, t), gl.where(late, first + at % LATE, h)
+    return t, h, late
 
 
 @gluon.jit
@@ -357,6 +373,7 @@ def _forward(
     SINKS: gl.constexpr,
     N: gl.constexpr,
     STAGES: gl.constexpr,
+    LATE: gl.constexpr,
 ):
     """q, k, v: descriptors [batch, heads, positions, D or DV], with boxes of WIDTH columns.
     q_rest, k_rest: of the same q and k, with boxes of the REST columns that follow, or None.
@@ -372,8 +389,8 @@ def _forward(
     v_full, v_empty = barriers(STAGES, 1), barriers(STAGES, 2)
     single, turn = barriers(2, 1), barriers(2, 1)
     # The last tiles of a document have the most keys, and start first.
-    t = gl.num_programs(0) - 1 - gl.program_id(0)
-    h = gl.program_id(1)
+    t, h, _late = launched(LATE)
+    t = gl.num_programs(0) - 1 - t
     there, batch, m, begin, queries, keys = place(
         tiles_ptr, cu_ptr, capacity, S, Sk, t, S, 2 * _ROWS, PACKED
     )
@@ -453,6 +470,11 @@ def _forward(
     )
 
 
+def late_heads(roles, heads: int, late: int = LATE) -> int:
+    """How many heads are launched together at the end. roles: "in order" for none; or True."""
+    return 0 if roles == "in order" else min(late, heads)
+
+
 def _pieces(config: dict, constants: dict) -> dict[str, int]:
     """Keys in a block, and stages: as the configuration has them for rows of up to 128; wider ones
     have fewer keys, for their registers, and packed ones fewer still.
@@ -492,6 +514,7 @@ def forward(tensors, numbers, constants: dict, config: dict, grid) -> None:
         *out.stride()[:3],
         **{n: value for n, value in constants.items() if n in _forward.arg_names},
         **pieces,
+        LATE=late_heads(config["ROLES"], grid[1]),
         num_warps=config["num_warps"],
     )
 
@@ -514,7 +537,12 @@ def spec(label: str, pointers: dict, constants: dict, config: dict) -> KernelSpe
         _forward,
         label,
         pointers,
-        {**constants, **pieces, "num_warps": config["num_warps"]},
+        {
+            **constants,
+            **pieces,
+            "LATE": late_heads(config["ROLES"], LATE),
+            "num_warps": config["num_warps"],
+        },
         {**described, "scale": "fp32", "cap": "fp32"},
         divisible=("o_batch", "o_head", "o_row"),
         # TMA reads all but one sink, and places of tiles.

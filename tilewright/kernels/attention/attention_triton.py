@@ -1163,6 +1163,7 @@ def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constant
     if roles:
         from tilewright.kernels.attention.attention_gluon import forward
 
+        c["ROLES"] = roles
         forward((*tensors, tiles, problem.cu_seqlens), numbers, constants, c, (count, H))
         return
     launch(
@@ -1211,8 +1212,9 @@ def backward(dout, q, k, v, out, lse, cu_seqlens, sinks, variant, offset):
     lse = lse.float().contiguous()
     problem = _Problem(q, k, v, cu_seqlens, variant, offset)
     inputs = dout, q, k, v
-    if _config(BACKWARD_KV, problem, lambda: _in_one(problem, inputs)).get("ROLES"):
-        delta = _together(problem, inputs, out, lse, found)
+    roles = _config(BACKWARD_KV, problem, lambda: _in_one(problem, inputs)).get("ROLES")
+    if roles:
+        delta = _together(problem, inputs, out, lse, found, roles)
     else:
         delta = torch.zeros_like(lse)
         if lse.numel():
@@ -1237,7 +1239,7 @@ def _in_one(problem, inputs) -> bool:
     return _specialized(constants, *inputs) and fits(constants)
 
 
-def _together(problem, inputs, out, lse, found) -> torch.Tensor:
+def _together(problem, inputs, out, lse, found, roles) -> torch.Tensor:
     """All gradients in one pass over the pairs, by specialized warps. Returns <dout, out>."""
     from tilewright.kernels.attention import attention_backward_gluon as gluon
 
@@ -1250,7 +1252,7 @@ def _together(problem, inputs, out, lse, found) -> torch.Tensor:
     tiles, capacity, count = _tiles(problem.cu_seqlens, B, Sk, gluon.KEYS)
     numbers = _numbers(problem, capacity)
     tensors = dout, q, k, v, lse, delta, dk, dv, tiles, problem.cu_seqlens
-    total = gluon.backward(tensors, numbers, constants, (count, Hq))
+    total = gluon.backward(tensors, numbers, constants, roles, (count, Hq))
     launch(_round, grid, total, dq, S, problem.variant.scale, *dq.stride()[:3], **rows)
     return delta
 
@@ -1393,7 +1395,8 @@ def _roles(kernel, label: str, types: dict, constants: dict, config: dict) -> li
         return [attention_gluon.spec(f"roles {label}", types, constants, config)] if fits else []
     if not attention_backward_gluon.fits(constants):
         return []
-    return [attention_backward_gluon.spec(label.replace("_kv", " roles"), types, constants)]
+    label, roles = label.replace("_kv", " roles"), config["ROLES"]
+    return [attention_backward_gluon.spec(label, types, constants, roles)]
 
 
 def _dropping_variants(key: dict) -> dict[str, dict]:
