@@ -426,7 +426,7 @@ def _backward(
     kb = ka
     q_rest = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     k_rest = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    # v is read with q, instead of after k. (Interleaved, it spills for sm_100.)
+    # v is read with q, instead of after k.
     EARLY: tl.constexpr = DV and HK <= BLOCK_K and not INTERLEAVED
     d = tl.arange(0, BLOCK_V)
     few = tl.arange(0, BLOCK_K)
@@ -525,9 +525,9 @@ def _blocks(D: int, half: int) -> dict:
     return {"BLOCK_R": next_power_of_2(half), "BLOCK_D": next_power_of_2(rest) if rest else 1}
 
 
-def _few(block_h: int, heads: int) -> int:
-    """Heads of k and of v at a time: no more than there are."""
-    return min(block_h, next_power_of_2(heads))
+def _few(block_h: int, heads: int, interleaved: bool) -> int:
+    """Heads of k and of v at a time: no more than there are. (Interleaved, that spills.)"""
+    return block_h if interleaved else min(block_h, next_power_of_2(heads))
 
 
 def _pairs(D: int, half: int) -> int:
@@ -679,7 +679,7 @@ def _write_gradients(given, qkv, rstd, dqkv, heads, norm, rotation) -> torch.Ten
         D=D,
         HALF=half,
         **_blocks(D, half),
-        BLOCK_K=_few(c["BLOCK_H"], heads.kv),
+        BLOCK_K=_few(c["BLOCK_H"], heads.kv, interleaved),
         BLOCK_V=next_power_of_2(D),
         INTERLEAVED=interleaved,
         NORM=normalized,
@@ -718,6 +718,11 @@ def _specs(
                 "NORM": norm,
                 "HAS_POS": True,
                 **more,
+                **(
+                    {"BLOCK_K": _few(config["BLOCK_H"], key["HK"], interleaved)}
+                    if kernel is _backward
+                    else {}
+                ),
             },
             {"eps": "fp32", "offset": "fp32"},
             divisible=strides,
@@ -738,8 +743,7 @@ def _forward_specs(key: dict, config: dict) -> list[KernelSpec]:
 
 def _backward_specs(key: dict, config: dict) -> list[KernelSpec]:
     strides = (*(f"{t}_{d}" for t in ("dq", "dk", "dv") for d in "bhs"), "x_b", "x_s")
-    blocks = {"BLOCK_K": _few(config["BLOCK_H"], key["HK"]), "BLOCK_V": next_power_of_2(key["D"])}
-    more = {**blocks, "DQ": True, "DK": True, "DV": True}
+    more = {"BLOCK_V": next_power_of_2(key["D"]), "DQ": True, "DK": True, "DV": True}
     return _specs(_backward, "backward", key, config, strides, more)
 
 
