@@ -40,7 +40,6 @@ class Variant:
         return {"now": self.now, "other": self.other}
 
 
-_PACKED = "qwen3-30b-a3b_32k_packed"
 # Specialized warps, for sm_90.
 _ROLES_FORWARD = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 4, "num_stages": 2, "ROLES": True}
 _ROLES_BACKWARD = {"BLOCK_N": 128, "BLOCK_M": 64, "num_warps": 4, "num_stages": 2, "ROLES": True}
@@ -48,97 +47,27 @@ _ROLES_BACKWARD = {"BLOCK_N": 128, "BLOCK_M": 64, "num_warps": 4, "num_stages": 
 # those that need a package beside PyTorch and Triton.
 VARIANTS = (
     Variant(
-        "moe_mlp: specialized warps in dweight of gathered rows, for the same tiles",
-        "moe_mlp",
-        "qwen3-30b-a3b_32768",
-        "grouped_gemm/backward_weight",
-        {"BLOCK_N": 128, "BLOCK_K": 256, "num_stages": 4, "ROLES": True},
-    ),
-    Variant(
-        "attention: all gradients in one kernel by specialized warps, for two kernels",
+        "attention, rows of 64: specialized warps, for one loop of eight",
         "attention",
-        "qwen3-30b-a3b_8k",
-        "attention/backward_kv",
-        _ROLES_BACKWARD,
-        whole=True,
-    ),
-    Variant(
-        "attention: head after head by specialized warps, for the last eight together",
-        "attention",
-        "qwen3-30b-a3b_8k",
-        "attention/forward",
-        {**_ROLES_FORWARD, "ROLES": "in order"},
-    ),
-    Variant(
-        "attention: all gradients in one kernel, head after head, for the last two together",
-        "attention",
-        "qwen3-30b-a3b_8k",
-        "attention/backward_kv",
-        {**_ROLES_BACKWARD, "ROLES": "in order"},
-        _ROLES_BACKWARD,
-    ),
-    # Not repeatable, and no alternative: it shows what turns cost.
-    Variant(
-        "attention: all gradients in one kernel without turns, for turns",
-        "attention",
-        "qwen3-30b-a3b_8k",
-        "attention/backward_kv",
-        {**_ROLES_BACKWARD, "ROLES": "unordered"},
-        _ROLES_BACKWARD,
-    ),
-    Variant(
-        "attention with sinks, rows of 64: specialized warps, for one loop of eight",
-        "attention",
-        "gpt-oss-20b_8k",
+        "llama-3.2-1b_8k",
         "attention/forward",
         _ROLES_FORWARD,
     ),
     Variant(
-        "attention with sinks, rows of 64: all gradients in one kernel, for two kernels",
+        "attention, rows of 64: all gradients in one kernel, for two kernels",
         "attention",
-        "gpt-oss-20b_8k",
+        "llama-3.2-1b_8k",
         "attention/backward_kv",
         _ROLES_BACKWARD,
         whole=True,
     ),
     Variant(
-        "latent attention: one loop of eight warps, for specialized ones",
+        "attention, rows of 64: triton, for native",
         "attention",
-        "deepseek-v3_8k",
-        "attention/forward",
-        {"BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2, "ROLES": False},
-    ),
-    Variant(
-        "attention of packed documents: triton, for native",
-        "attention",
-        _PACKED,
+        "llama-3.2-1b_8k",
         None,
         "triton",
         "native",
-    ),
-    Variant(
-        "linear_cross_entropy: two chunks, for one",
-        "linear_cross_entropy",
-        "llama-3-8b",
-        "linear_cross_entropy/chunk",
-        {"whole": False},
-    ),
-    Variant(
-        "dequantize_nf4: a code's value from shared memory, for two by a byte from global memory",
-        "dequantize_nf4",
-        "llama-3-8b-down",
-        "dequantize_nf4/dequantize",
-        {"GATHER": True},
-    ),
-    Variant(
-        "newton_schulz: specialized warps, for two blocks of 128 x 128 an SM",
-        "newton_schulz",
-        "qwen3-8b-q",
-        "newton_schulz/symmetric",
-        {"num_stages": 6, "maxnreg": None, "ROLES": True},
-    ),
-    Variant(
-        "attention: triton, for native", "attention", "qwen3-30b-a3b_8k", None, "triton", "native"
     ),
     Variant(
         "linear_cross_entropy: chunks of 128 MiB on a CPU, for 64",

@@ -62,6 +62,10 @@ def anything(request: Any) -> None:
     return None
 
 
+def nothing(device_type: str, request: Any) -> None:
+    return None
+
+
 def no_kernels() -> tuple:
     return ()
 
@@ -90,6 +94,8 @@ class Implementation:
     rounds_between: rounds to the dtype between steps that the eager twin computes in a wider one.
         It holds its own op's contract, but `auto` does not use it as a part of a composed op.
     does: usable device type -> a sentence on how it computes there, for `tilewright explain`.
+    slower_than: (device type, request) -> the name of a later implementation that computes this
+        faster, which `auto` takes instead where it is usable; None if there is none.
     """
 
     name: str
@@ -105,6 +111,7 @@ class Implementation:
     aliases: tuple[str, ...] = ()
     rounds_between: bool = False
     does: Callable[[str], str | None] = always
+    slower_than: Callable[[str, Any], str | None] = nothing
 
     def why_not(
         self, device_type: str, dtype: torch.dtype | None = None, request: Any = None
@@ -294,11 +301,16 @@ class Op:
 
     def choose(self, device_type: str, dtype: torch.dtype, request: Any = None) -> str:
         """The name that `auto` resolves to: the first usable implementation that lists this device
-        type in `devices`.
+        type in `devices`, or a faster one that it names.
         """
         for impl in self.implementations:
             if device_type in impl.devices and impl.why_not(device_type, dtype, request) is None:
-                return impl.name
+                faster = impl.slower_than(device_type, request)
+                if faster is None:
+                    return impl.name
+                other = self.implementation(faster)
+                usable = other.why_not(device_type, dtype, request) is None
+                return other.name if usable else impl.name
         return "eager"
 
     def choose_invariant(self, device_type: str, dtype: torch.dtype, request: Any = None) -> str:

@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.attention.attention_gluon import late_heads, launched
+from tilewright.kernels.attention.attention_gluon import launched
 from tilewright.kernels.attention.attention_triton import logits, place, power_of, rows_of, seen
 from tilewright.kernels.device import older_triton
 from tilewright.kernels.launch import launch
@@ -180,7 +180,6 @@ def _add(
     W: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
-    TURNS: gl.constexpr,
     EMPTY: gl.constexpr,
     ADDERS: gl.constexpr,
 ):
@@ -194,8 +193,7 @@ def _add(
         mbarrier.wait(dq_full.index(stage), at // _STAGES & 1)
         here, corner = dq_s.index(stage).reshape(total.block_shape), [batch, h, begin + row, 0]
         turn = _turn_of(row, n, step, offset, keys, window, CAUSAL, WINDOW)
-        if TURNS:
-            _await_turn(turn_ptr + row, turn)
+        _await_turn(turn_ptr + row, turn)
         if EMPTY and turn == 0:
             tma_store(total, corner, here)
         else:
@@ -203,8 +201,7 @@ def _add(
         tma.store_wait(0)
         mbarrier.arrive(dq_empty.index(stage))
         _await_sums(row)
-        if TURNS:
-            _end_turn(turn_ptr + row)
+        _end_turn(turn_ptr + row)
 
 
 @gluon.jit
@@ -411,7 +408,6 @@ def _backward(
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
-    TURNS: gl.constexpr,
     EMPTY: gl.constexpr,
     LATE: gl.constexpr,
     ADDERS: gl.constexpr,
@@ -420,7 +416,6 @@ def _backward(
     scale, float32, zeros. EMPTY: not zeros, and tiles see all rows.
     dk_sum, dv_sum: float32 [B, Hk, Sk, D].   row_turn, key_turn: int32 [B, Hq, S] and
     [B, Hk, Sk], zeros.
-    TURNS: False, which is not deterministic, shows what turns cost.
     LATE: so many last heads are launched together, the first keys first.
     """
     k_s = stages(q.dtype, 1, _KEYS, WIDTH).index(0)
@@ -549,22 +544,20 @@ def _backward(
                     PACKED,
                 ),
             ),
-            (_add, (adds, 0, CAUSAL, WINDOW, TURNS, EMPTY, ADDERS)),
-            (_add, (adds, 1, CAUSAL, WINDOW, TURNS, EMPTY, ADDERS)),
+            (_add, (adds, 0, CAUSAL, WINDOW, EMPTY, ADDERS)),
+            (_add, (adds, 1, CAUSAL, WINDOW, EMPTY, ADDERS)),
         ],
         [1, 1, 1],
         [ONE_WARP, ONE_WARP, ONE_WARP],
     )
 
 
-def _ways(roles, heads: int, seen: bool) -> dict:
-    """The kernel's last constants. roles: as a configuration has them.   seen: as `_all_seen`."""
-    turns = roles != "unordered"
-    late = late_heads(roles, heads, LATE)
+def _ways(heads: int, seen: bool) -> dict:
+    """The kernel's last constants.   seen: as `_all_seen`."""
     # An addition takes about as long as a step, so that two warps share them. Triton 3.9 holds a
     # few thread indices more, which leave no registers for two.
     adders = 2 if older_triton() else 1
-    return {"TURNS": turns, "EMPTY": turns and seen, "LATE": late, "ADDERS": adders}
+    return {"EMPTY": seen, "LATE": min(LATE, heads), "ADDERS": adders}
 
 
 def _all_seen(constants: dict, offset: int) -> bool:
@@ -572,17 +565,16 @@ def _all_seen(constants: dict, offset: int) -> bool:
     return not (constants["PACKED"] or constants["WINDOW"] or (constants["CAUSAL"] and offset < 0))
 
 
-def backward(tensors, numbers, constants: dict, roles, grid) -> torch.Tensor:
+def backward(tensors, numbers, constants: dict, grid) -> torch.Tensor:
     """dk and dv as attention_triton's, of operands that TMA reads. Returns dq without the scale, in
     float32.
 
     tensors: dout, q, k, v, lse, delta, dk, dv, tiles and cu_seqlens.
     numbers: from `capacity` to `cap`.   constants: from GROUP to SOFTCAP.
-    roles: "unordered", without turns; "in order", all heads in the same order; or True.
     """
     dout, q, k, v, lse, delta, dk, dv, tiles, cu_seqlens = tensors
     (B, Hq, S), (Hk, Sk), width = q.shape[:3], k.shape[1:3], constants["WIDTH"]
-    ways = _ways(roles, Hq, _all_seen(constants, numbers[3]))
+    ways = _ways(Hq, _all_seen(constants, numbers[3]))
     part = (q.new_empty if ways["EMPTY"] else q.new_zeros)(q.shape, dtype=torch.float32)
     turns = q.new_zeros(B * (Hq * S + Hk * Sk), dtype=torch.int32)
     shared = Hq > Hk
@@ -622,8 +614,8 @@ def fits(constants: dict) -> bool:
     return one and width <= 128 and not (width > 64 and constants["SOFTCAP"])
 
 
-def spec(label: str, pointers: dict, constants: dict, roles) -> KernelSpec:
-    """pointers, constants: as attention_triton's.   roles: as `backward` takes them."""
+def spec(label: str, pointers: dict, constants: dict) -> KernelSpec:
+    """pointers, constants: as attention_triton's."""
     t, shared = pointers["*"], constants["GROUP"] > 1
     rows = 1, 1, _ROWS.value, constants["WIDTH"]
     tile = descriptor_type(t, 1, 1, KEYS, constants["WIDTH"])
@@ -637,7 +629,7 @@ def spec(label: str, pointers: dict, constants: dict, roles) -> KernelSpec:
             "dv_sum": "fp32" if shared else None,
             "key_turn": "i32" if shared else None,
         },
-        {**constants, **_ways(roles, LATE, _all_seen(constants, 0)), "num_warps": _WARPS.value},
+        {**constants, **_ways(LATE, _all_seen(constants, 0)), "num_warps": _WARPS.value},
         {
             **dict.fromkeys("qg", descriptor_type(t, *rows)),
             **dict.fromkeys("kv", tile),

@@ -470,11 +470,6 @@ def _forward(
     )
 
 
-def late_heads(roles, heads: int, late: int = LATE) -> int:
-    """How many heads are launched together at the end. roles: "in order" for none; or True."""
-    return 0 if roles == "in order" else min(late, heads)
-
-
 def _pieces(config: dict, constants: dict) -> dict[str, int]:
     """Keys in a block, and stages: as the configuration has them for rows of up to 128; wider ones
     have fewer keys, for their registers, and packed ones fewer still.
@@ -514,7 +509,7 @@ def forward(tensors, numbers, constants: dict, config: dict, grid) -> None:
         *out.stride()[:3],
         **{n: value for n, value in constants.items() if n in _forward.arg_names},
         **pieces,
-        LATE=late_heads(config["ROLES"], grid[1]),
+        LATE=min(LATE, grid[1]),
         num_warps=config["num_warps"],
     )
 
@@ -540,7 +535,7 @@ def spec(label: str, pointers: dict, constants: dict, config: dict) -> KernelSpe
         {
             **constants,
             **pieces,
-            "LATE": late_heads(config["ROLES"], LATE),
+            "LATE": LATE,
             "num_warps": config["num_warps"],
         },
         {**described, "scale": "fp32", "cap": "fp32"},

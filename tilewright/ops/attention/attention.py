@@ -410,7 +410,7 @@ ATTENTION = Op(
     (
         vendors.flash("flash_attention_4"),
         vendors.flash("flash_attention_3"),
-        # PyTorch's before Triton's, which supports what PyTorch's and flash-attn do not, until
+        # PyTorch's before Triton's, which supports what PyTorch's and flash-attn do not, but where
         # Triton's has been measured to be faster.
         Implementation(
             "native",
@@ -420,6 +420,7 @@ ATTENTION = Op(
             refuses=vendors.native_refuses,
             reads_host="host",
             does=vendors.native_does,
+            slower_than=vendors.slower_than_triton,
         ),
         # After PyTorch's, whose cuDNN kernels are newer than it on Hopper and later.
         vendors.flash("flash_attention_2"),
@@ -429,7 +430,6 @@ ATTENTION = Op(
             platform.no_triton,
             batch_invariant=cases.ANYWHERE,
             refuses=triton.triton_refuses,
-            does=vendors.beside_flash_attention_3,
             gate=from_kernels("attention.attention_triton", "gate"),
             tunables=from_kernels("attention.attention_triton", "TUNABLES"),
         ),
@@ -486,6 +486,7 @@ ATTENTION = Op(
             tags=cases.CUDA,
             documents=_documents(32768, 4096, 512, 1024, 8192, 2560),
         ),
+        _case("llama-3.2-1b_8k", 1, 32, 8, 8192, 64, tags=cases.CUDA),
         _case("gpt-oss-20b_8k", 1, 64, 8, 8192, 64, tags=cases.CUDA, sinks=True, window=128),
         _case("deepseek-v3_8k", 1, 16, 16, 8192, (192, 128), tags=cases.CUDA),
         _case("qwen3-8b", 1, 32, 8, 512, 128, tags=cases.CPU),

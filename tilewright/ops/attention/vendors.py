@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from tilewright.core import platform
 from tilewright.core.layout import last_contiguous
-from tilewright.core.registry import Implementation, always
+from tilewright.core.registry import Implementation, always, nothing
 from tilewright.ops.attention.eager import by_document, host_seqlens
 from tilewright.ops.attention.options import (
     OWN_DROPOUT,
@@ -296,6 +296,20 @@ FLASH = {
 }
 
 
+def slower_than_triton(device_type: str, request: Request | None) -> str | None:
+    """Of PyTorch's and FlashAttention 2's kernels, on compute capability 9.0: Triton's specialized
+    warps are faster in rows of 128 (measured on an H100, docs/performance.md). request: None for
+    the usual call.
+    """
+    if device_type != "cuda" or torch.cuda.get_device_capability() != (9, 0):
+        return None
+    if request is None:
+        return "triton"
+    as_wide = request.value_dim in (None, request.head_dim)
+    whole = not (request.softcap or request.dropout or request.shorter)
+    return "triton" if 64 < request.head_dim <= 128 and as_wide and whole else None
+
+
 def beside_flash_attention_3(device_type: str) -> str | None:
     """Of kernels of FlashAttention 2's class, on Hopper: what is faster there."""
     if device_type != "cuda" or torch.cuda.get_device_capability()[0] != 9:
@@ -311,8 +325,8 @@ def beside_flash_attention_3(device_type: str) -> str | None:
 def native_does(device_type: str) -> str | None:
     faster = beside_flash_attention_3(device_type)
     return faster and (
-        "dense attention is cuDNN's, documents and windows are FlashAttention 2's kernels: "
-        + faster
+        "dense attention is cuDNN's, documents and windows are FlashAttention 2's kernels, for "
+        "rows of 65 to 128 elements `auto` takes triton, which is faster: " + faster
     )
 
 
@@ -328,4 +342,5 @@ def flash(name: str) -> Implementation:
         reads_host="host",
         aliases=(f"fa{name[-1]}",),
         does=beside_flash_attention_3 if name == "flash_attention_2" else always,
+        slower_than=slower_than_triton if name == "flash_attention_2" else nothing,
     )
