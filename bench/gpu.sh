@@ -14,6 +14,7 @@
 #     again     the goals of cases whose launch configurations changed
 #     rest      what is left of the suite, but smoke
 #     tests     the tests that need a GPU
+#     steps     optimizer steps end to end, and the curve of a loss (the trainer's packages are needed)
 #     report    the page
 #
 # RESULTS is a folder such as bench/results/nvidia-h200-2026-12-01. Each stage has a share of the minutes, and what it
@@ -29,12 +30,12 @@ PYTHON=${PYTHON:-python3}
 results=${1:?the folder of results}
 minutes=${2:?minutes for this call}
 shift 2
-all="smoke products ab goals host check search again rest tests report"
+all="smoke products ab goals host check search again rest tests steps report"
 # Only their ratios count, in the stages that a call is asked for. The suite divides its own part by its own shares.
 weight() {
     case $1 in
     smoke) echo 10 ;; products) echo 37 ;; ab) echo 15 ;; goals) echo 25 ;; host) echo 4 ;; check) echo 9 ;;
-    search) echo 60 ;; again) echo 30 ;; rest) echo 80 ;; tests) echo 50 ;; report) echo 5 ;;
+    search) echo 60 ;; again) echo 30 ;; rest) echo 80 ;; tests) echo 50 ;; steps) echo 50 ;; report) echo 5 ;;
     *) return 1 ;;
     esac
 }
@@ -105,6 +106,16 @@ tests() {
     return "$found"
 }
 
+steps() {   # two thirds of the minutes for the steps, the rest for the curve
+    local found
+    "$PYTHON" -m bench end-to-end --device cuda --out "$results" "${commit[@]}" \
+        --budget "$(awk "BEGIN { print 40 * $1 }")"
+    found=$?
+    timeout "$(awk "BEGIN { print 20 * $1 }")" "$PYTHON" -m bench end-to-end --device cuda --curve --out "$results" \
+        "${commit[@]}"
+    return $((found ? found : $?))
+}
+
 pack() {   # nothing else survives the loss of the machine
     [ -n "${OUT:-}" ] || return 0
     tar czf "$OUT/.results" --exclude='triton-cache.tar.gz*' "$results" tilewright/kernels/tuned docs/performance*.md \
@@ -134,6 +145,7 @@ while [ "${#stages[@]}" -gt 0 ]; do
     again) suite --stage roofline,products,goals --minutes "$time" ;;
     rest) suite --skip smoke --minutes "$time" ;;
     tests) tests "$time" ;;
+    steps) steps "$time" ;;
     report) "$PYTHON" -m bench report ;;
     *) suite --stage "$of" --minutes "$time" ;;
     esac

@@ -813,13 +813,22 @@ def test_every_implementation_declares_what_it_lacks():
         (
             ("flash-attn",),
             (9, 0),
-            {"plain": "native", "packed": "native", "softcap": "flash_attention_2"},
+            {"plain": "triton", "packed": "triton", "softcap": "flash_attention_2"},
         ),
         (
             (),
             (9, 0),
-            {"plain": "native", "packed": "native", "softcap": "triton", "sinks": "triton"},
+            {
+                "plain": "triton",
+                "packed": "triton",
+                "softcap": "triton",
+                "sinks": "triton",
+                "D=64": "native",
+                "D=256": "native",
+                "a cache": "triton",
+            },
         ),
+        ((), (8, 9), {"plain": "native", "packed": "native", "softcap": "triton"}),
     ],
 )
 def test_what_auto_takes_on_cuda(installed, capability, expected, monkeypatch):
@@ -836,7 +845,9 @@ def test_what_auto_takes_on_cuda(installed, capability, expected, monkeypatch):
         "packed": Request(head_dim=128, packed=True, window=True, gradient=True),
         "softcap": Request(head_dim=128, softcap=True),
         "sinks": Request(head_dim=128, sinks=True),
+        "D=64": Request(head_dim=64, packed=True),
         "D=256": Request(head_dim=256),
+        "a cache": Request(head_dim=128, shorter=True),
     }
     for ask, name in expected.items():
         assert ATTENTION.choose("cuda", torch.bfloat16, asks[ask]) == name, ask
@@ -846,7 +857,7 @@ def test_what_auto_takes_on_cuda(installed, capability, expected, monkeypatch):
         for row in explain.rows([ATTENTION], "cuda", torch.bfloat16)
         if row.does and "flash_attention_3, which is not installed" in row.does
     }
-    slower = {"native", "triton", *({"flash_attention_2"} if "flash-attn" in installed else ())}
+    slower = {"native", *({"flash_attention_2"} if "flash-attn" in installed else ())}
     newest = {"flash-attn-3", "flash-attn-4"} & {*installed}
     assert told == (slower if capability == (9, 0) and not newest else set())
     # A ring's parts, odd widths and queries with a cache; float32; and requests none of them
