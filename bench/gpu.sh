@@ -34,7 +34,7 @@ all="smoke products ab goals host check search again rest tests steps report"
 # Only their ratios count, in the stages that a call is asked for. The suite divides its own part by its own shares.
 weight() {
     case $1 in
-    smoke) echo 10 ;; products) echo 37 ;; ab) echo 15 ;; goals) echo 25 ;; host) echo 4 ;; check) echo 9 ;;
+    smoke) echo 18 ;; products) echo 33 ;; ab) echo 13 ;; goals) echo 24 ;; host) echo 4 ;; check) echo 8 ;;
     search) echo 60 ;; again) echo 30 ;; rest) echo 80 ;; tests) echo 50 ;; steps) echo 50 ;; report) echo 5 ;;
     *) return 1 ;;
     esac

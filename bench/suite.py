@@ -55,14 +55,14 @@ from tilewright.core.registry import Op
 # `counters` are percent of a first call. In eight minutes the goals of the products are to be known
 # within four of them; `bench rehearse` estimates each stage's need.
 SHARES = {
-    "smoke": 10,
-    "roofline": 4,
-    "products": 33,
-    "ab": 15,
-    "goals": 25,
+    "smoke": 18,
+    "roofline": 3,
+    "products": 30,
+    "ab": 13,
+    "goals": 24,
     "host": 4,
     "sanitize": 5,
-    "counters": 4,
+    "counters": 3,
     "parity": 40,
     "graph": 20,
     "big": 15,

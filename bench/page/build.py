@@ -42,6 +42,7 @@ def device_section(
         *summary.headline(device, plots),
         *summary.ratios(device, plots),
         *summary.not_ahead(device, reasons),
+        *summary.steps(device, results),
         *summary.end_to_end(device, results),
         *summary.roofs(device, results, plots),
         *summary.missing(device, results),

@@ -229,7 +229,8 @@ ERRORS = ("loss_error", "gradient_error", "worst_gradient_error")
 
 def _end_to_end(document: dict[str, Any], source: Source) -> Iterator[Entry]:
     for r in document["rows"]:
-        if "status" in r:  # whole optimizer steps, which the page does not show
+        if "status" in r:  # whole optimizer steps
+            yield Entry(source, "steps", "", r["case"], r)
             continue
         data = {
             "dtype": r["dtype"],
@@ -265,16 +266,17 @@ def _read_folder(raw: Raw, path: pathlib.Path) -> None:
             "suite",
         )
         folder.complete = folder.complete if documents[0][0] == store.SUMMARY else False
-    elif (file := path / END_TO_END).exists():
+    elif (path / END_TO_END).exists():
         folder.kind = "end to end"
+    elif path.name.startswith("training-"):
+        folder.kind = "training"
+    if (file := path / END_TO_END).exists():
         with _naming(file):
             document = store.parse(file.read_text())
             _check(document, "meta", "rows")
             source = _source(document["meta"], f"{path.name}/{END_TO_END}", path.name)
             raw.entries += _end_to_end(document, source)
             folder.sources.append(source)
-    elif path.name.startswith("training-"):
-        folder.kind = "training"
 
 
 @contextlib.contextmanager

@@ -208,6 +208,8 @@ def by_op(device: Device) -> list[str]:
                 ways = dict.fromkeys(p.other["provider"] for p in pairs)
                 way = f" ({', '.join(ways)})" if over == "best peer" and pairs else ""
                 cells.append(spread(pairs) + way)
+        if not used:
+            continue
         marks = dict.fromkeys(f for p in used for f in flaws(p.group.source, op))
         rows.append(([*cells, _rounds(used), ", ".join(marks)], [p.group.source for p in used]))
     return [
@@ -376,6 +378,50 @@ def end_to_end(device: Device, results: Raw) -> list[str]:
             ],
             rows,
         ),
+    ]
+
+
+def steps(device: Device, results: Raw) -> list[str]:
+    """Whole optimizer steps, beside those of the plain transformers loop from the same call."""
+    calls: dict[tuple, dict[str, Entry]] = {}
+    for e in results.of("steps", (device.kind, device.name)):
+        calls.setdefault((e.case, e.data["dtype"], e.source), {})[e.data["provider"]] = e
+    latest = newest((next(iter(c.values())) for c in calls.values()), lambda e: e.case)
+    rows = []
+    for first in latest.values():
+        found = calls[first.case, first.data["dtype"], first.source]
+        plain = found["transformers"].data if "transformers" in found else {}
+        for name, e in found.items():
+            d = e.data
+            cells: list[Any] = [first.case, d["dtype"], name]
+            if d["status"] == "ok":
+                beside = plain.get("status") == "ok" and name != "transformers"
+                apart = d.get("loss_difference")
+                cells += [
+                    f"{number(d['median_ms'])} [{number(d['p20_ms'])}, {number(d['p80_ms'])}]",
+                    number(d["tokens_per_second"]),
+                    "" if d["mfu"] is None else f"{d['mfu']:.1%}",
+                    number(d["peak_mib"]),
+                    number(plain["median_ms"] / d["median_ms"]) if beside else "",
+                    number(d["peak_mib"] / plain["peak_mib"]) if beside else "",
+                    "" if apart is None else f"{apart:.1e}",
+                ]
+            else:
+                cells += [f"{d['status']}: {d['reason']}", *[""] * 6]
+            rows.append((cells, [e.source]))
+    if not rows:
+        return []
+    head = ["model", "dtype", "loop", "ms a step", "tokens/s", "MFU", "peak MiB"]
+    return [
+        "### Optimizer steps",
+        "",
+        "Forward, backward and AdamW on packed documents, by the trainer's command, by transformers "
+        "with sdpa as it is, and by transformers after `accelerate`, each in its own process with "
+        "the same weights and tokens (`python -m bench end-to-end --device cuda`). MFU counts "
+        "attention as of one document in a bin. Losses: the largest relative difference from the "
+        "trainer's.",
+        "",
+        *table([*head, "times as fast as transformers", "of its memory", "losses differ"], rows),
     ]
 
 

@@ -31,6 +31,8 @@ PRODUCTS = {
     "adamw_": "",
     "attention": "_8k",
 }
+# In comparisons, by op: this peer tunes its kernels for each case for longer than a unit has.
+TUNES = {"moe_mlp": "liger"}
 GOAL_ROUNDS = 5
 # Peers that take seconds to a minute a case (compiling, or a loop over experts) are timed here only
 # if a goal compares with them; the stage `time` has them all.
@@ -121,7 +123,8 @@ def _goal_unit(
     if any(g.other == "best" for g in about):
         compared |= {n for n in op.usable(device, aim.dtype) if n != "eager"}
     fast = [name for name in peers.PEERS if name not in SLOW]
-    names = (op.choose(device, aim.dtype), *(g.by for g in about), *sorted(compared), *fast)
+    named = (op.choose(device, aim.dtype), *(g.by for g in about), *sorted(compared), *fast)
+    names = [name for name in named if name != TUNES.get(op.name)]
     briefly = replace(settings, rounds=min(settings.rounds, GOAL_ROUNDS), isolated=False)
     return replace(
         time_unit(

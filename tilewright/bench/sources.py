@@ -14,6 +14,7 @@ import hashlib
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from tilewright.core.registry import Op
 
@@ -155,7 +156,7 @@ def _text(path: pathlib.Path, changed: int, named: bool) -> str:
     text = path.read_text()
     if path.suffix == ".py":
         tree = ast.parse(text)
-        return ast.dump(_Placeless(tree, _plain if named else lambda path: "").visit(tree))
+        return _dump(_Placeless(tree, _plain if named else lambda path: "").visit(tree))
     # Strings are matched first, so that `//` and `/*` inside them are no comments.
     text = re.sub(
         r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')|//[^\n]*|/\*.*?\*/',
@@ -172,7 +173,22 @@ def _plain(path: pathlib.Path) -> str:
 
 def meaning(source: str) -> str:
     """The syntax tree of Python source, without positions, comments, docstrings and goals."""
-    return ast.dump(_Meaning().visit(ast.parse(source)))
+    return _dump(_Meaning().visit(ast.parse(source)))
+
+
+def _dump(node: Any) -> str:
+    """As ast.dump, but the same under every version of Python: without what is empty, fields or
+    parts of a formatted string, which a later version may have added.
+    """
+    if isinstance(node, ast.JoinedStr):
+        parts = (v for v in node.values if not (isinstance(v, ast.Constant) and v.value == ""))
+        return f"JoinedStr({', '.join(map(_dump, parts))})"
+    if isinstance(node, list):
+        return f"[{', '.join(map(_dump, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = (f"{n}={_dump(v)}" for n, v in ast.iter_fields(node) if v is not None and v != [])
+    return f"{type(node).__name__}({', '.join(fields)})"
 
 
 class _Meaning(ast.NodeTransformer):

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from tilewright.core import checks, platform
 from tilewright.core.library import Operator, declare
 from tilewright.core.registry import Case, Implementation, Judged, Op
-from tilewright.core.torch_names import ProcessGroup
+from tilewright.core.torch_names import FakeTensor, ProcessGroup
 from tilewright.kernels.loss.operators import (
     Scaling,
     Softmax,
@@ -284,15 +284,10 @@ class Sums:
         if dw.dtype == x.dtype or _multiplies_here(x):
             _gemm(dw, dlogits.t(), x, not first, self.scale)
         elif self.wide is None:
-            torch.addmm(
-                dw,
-                dlogits.t(),
-                x,
-                out_dtype=torch.float32,
-                beta=0 if first else 1,
-                alpha=self.scale,
-                out=dw,
-            )
+            # PyTorch 2.11 cannot trace it.
+            if not (dw.is_meta or isinstance(dw, FakeTensor)):
+                options = {"beta": 0 if first else 1, "alpha": self.scale}
+                torch.addmm(dw, dlogits.t(), x, out_dtype=torch.float32, **options, out=dw)
         else:
             n = x.shape[0]
             wide, x = self.wide[0][:n], self.wide[1][:n].copy_(x)
