@@ -445,7 +445,7 @@ def _measured(args: argparse.Namespace, meta: dict[str, Any]) -> Iterator[dict[s
             yield row
 
 
-def main(argv: Sequence[str]) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench end-to-end",
         description=__doc__,
@@ -485,6 +485,11 @@ def main(argv: Sequence[str]) -> int:
         metavar="COMMIT|FILE",
         help="the commit of these sources, or gpu-cache's commit.json, if git does not know it",
     )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = _parser()
     args = parser.parse_args(argv)
     args.providers = chosen(parser, "--providers", args.providers, PROVIDERS)
     if args.tokens and args.tokens % 128:  # else the trainer would pad

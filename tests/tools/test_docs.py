@@ -60,7 +60,7 @@ def test_the_table_of_ops_has_every_op():
 def test_numbers_are_those_of_the_report(pages):
     report = (ROOT / "docs/performance_ops.md").read_text()
     timed = report.split("#### `rmsnorm`\n\n")[1].split("\n#### ")[0].strip().splitlines()
-    assert len(timed) > 5 and "\n".join(timed[:-2]) in pages["rmsnorm"]
+    assert len(timed) > 4 and "\n".join(timed[:-2]) in pages["rmsnorm"]
     assert timed[-1] in pages["rmsnorm"], "commit and date"
     [checked] = [
         line for line in pages["rmsnorm"].splitlines() if line.startswith("| `rmsnorm` | cpp")
