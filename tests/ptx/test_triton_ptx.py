@@ -27,7 +27,6 @@ import pytest
 import torch
 
 from bench.page.files import counts_of
-from bench.variants import VARIANTS
 from tilewright.bench import contract
 from tilewright.core import platform
 from tilewright.core.registry import short
@@ -488,8 +487,14 @@ def narrow_rows_on_four_warps(driver):
             contract_holds(driver, op, next(c for c in op.cases if c.name == case), BF16)
 
 
-# Alternatives of open questions that are other code than the heuristic's: launch, what changes, and
-# cases of the op.
+# Candidates of a launch that are other code than the heuristic's: launch, what changes (ROLES:
+# specialized warps), and cases of the op.
+_WIDE = {"BLOCK_M": 128, "BLOCK_N": 256, "num_warps": 8, "num_stages": 4, "per_sm": 1}
+CHANGES = {
+    "BLOCK_N": {**_WIDE, "maxnreg": None},
+    "SPLIT": {**_WIDE, "SPLIT": 0},
+    "GATHER": {"GATHER": True},
+}
 ALTERNATIVES = (
     ("moe_mlp", "moe_mlp/up_swiglu", "BLOCK_N", ("aligned",)),
     ("moe_mlp", "moe_mlp/up_swiglu", "ROLES", ("aligned", "gpt_oss_aligned")),
@@ -516,10 +521,7 @@ def alternative(driver, op, case, launch, changes):
     """As the suite would time it, with this case's sizes."""
     tunables = op.implementation("triton").tunables()
     [tunable] = [t for t in tunables if t.name == launch]
-    if changes == "ROLES":
-        other = specialized(tunable)
-    else:
-        [other] = [v.other for v in VARIANTS if v.launch == launch and changes in v.other]
+    other = specialized(tunable) if changes == "ROLES" else CHANGES[changes]
 
     def config(device, *key):
         return {**tunable.heuristic(**tunable.named(key)), **other}
