@@ -1,6 +1,7 @@
 """Every figure with a unit in README and docs has its source: the raw file that it is read from,
 the code that sets it, or the reason why it is no measurement. Not here: pages that a command writes
-from raw files (performance, margins) or counts (predicted), goals (`test_goals.py`), and code.
+from raw files (performance, margins) or counts (predicted), goals (`test_goals.py`), what a page
+says of one day's raw files that it names (predicted_measured), and code.
 """
 
 import json
@@ -14,7 +15,11 @@ from tilewright.ops import OPS
 ROOT = pathlib.Path(__file__).parents[2]
 UNITS = "s|ms|µs|seconds|minutes|min|MiB|GiB|MB|GB|GB/s|TFLOP/s|tokens/s|times|x|%"
 FIGURE = re.compile(rf"(?<![\w.`/-])\d[\d,]*(?:\.\d+)?\s?(?:{UNITS})(?![\w/])")
-OTHERS = ("performance.md", "performance_ops.md", "predicted.md", "margins.md", "goals.md")
+OTHERS = (
+    "performance.md", "performance_ops.md", "predicted.md", "predicted_measured.md", "margins.md",
+    "goals.md",
+)  # fmt: skip
+H100 = "nvidia-h100-2026-11-26"
 PAGES = [
     ROOT / name
     for name in ("README.md", "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -72,6 +77,43 @@ def pair(i):
     return theirs / ours
 
 
+def timed(unit, provider):
+    """Milliseconds on an H100, forward and backward where there is one."""
+    units = raw(H100, "suite.jsonl", lambda rows: {d["unit"]: d for d in rows})
+    rows = units[f"goals/{unit}.bfloat16"]["rows"]
+    [row] = [r for r in rows if r["provider"] == provider]
+    return (row.get("forward_backward") or row["forward"])["median_ms"]
+
+
+def experts_backward():
+    units = raw(H100, "suite.jsonl", lambda rows: {d["unit"]: d for d in rows})
+    rows = units["goals/moe_mlp.qwen3-30b-a3b_32768.bfloat16"]["rows"]
+    [row] = [r for r in rows if r["provider"] == "triton"]
+    return row["backward"]["tflop_per_s"]
+
+
+def gradients_together():
+    """Milliseconds of attention, forward and backward, as a question timed it."""
+    about = "attention: all gradients in one kernel by specialized warps"
+    answers = raw(H100, "suite.jsonl", lambda rows: [t for d in rows for t in d.get("timed", ())])
+    [found] = [
+        t for t in answers if t["question"].startswith(about) and t["pass"] == "forward_backward"
+    ]
+    return found["other"]["median"] / 1e3
+
+
+def optimizer_step(provider, name):
+    rows = raw(H100, "end_to_end.json", lambda d: d["rows"])
+    return next(r[name] for r in rows if r["provider"] == provider)
+
+
+def peak(provider):
+    """MiB, of three digits."""
+    return float(f"{optimizer_step(provider, 'peak_mib'):.3g}")
+
+
+MOE, NORM = "moe_mlp.qwen3-30b-a3b_32768", "add_rmsnorm.qwen3-8b"
+ADAMW = "adamw_.qwen3-30b-a3b_6_layers-bf16-states"
 STEPS = {
     "2.83 s": lambda: step("float32", "before", "median_s"),
     "2.19 s": lambda: step("float32", "after", "median_s"),
@@ -89,6 +131,22 @@ SOURCES = {
     "README.md": {
         **STEPS,
         "1854 MiB": lambda: head("before"),
+        "80 GB": "the name of the device",
+        "321 ms": lambda: optimizer_step("transformers", "median_ms"),
+        "161 ms": lambda: optimizer_step("accelerate", "median_ms"),
+        "47,700 MiB": lambda: peak("transformers"),
+        "32,100 MiB": lambda: peak("accelerate"),
+        "30,200 MiB": lambda: peak("trainer"),
+        "46 %": lambda: 100 * optimizer_step("trainer", "mfu"),
+        "35.8 ms": lambda: timed(MOE, "native"),
+        "15.1 ms": lambda: timed(MOE, "triton"),
+        "450 TFLOP/s": experts_backward,
+        "0.453 ms": lambda: timed(NORM, "liger"),
+        "0.367 ms": lambda: timed(NORM, "triton"),
+        "0.868 ms": lambda: timed(ADAMW, "torch-fused"),
+        "0.655 ms": lambda: timed(ADAMW, "triton"),
+        "3.53 ms": lambda: timed("attention.qwen3-30b-a3b_8k", "native"),
+        "3.42 ms": gradients_together,
     },
     "docs/integrations.md": {
         **STEPS,
@@ -147,7 +205,10 @@ SOURCES = {
         "1 %": ("tests/plants/verify.py", "1.01"),
         "0.1 %": "the limit of what is seen, in words",
     },
-    "docs/tested.md": {"60 minutes": "an argument of the command"},
+    "docs/tested.md": {
+        "60 minutes": "an argument of the command",
+        "0.33 %": lambda: 100 * optimizer_step("accelerate", "loss_difference"),
+    },
     "CONTRIBUTING.md": {"2 %": ("tilewright/core/cases.py", "DETECTED = 0.02")},
     "docs/ops.md": {"16 x": CUSTOM},
     "docs/benchmarking.md": {
@@ -161,7 +222,11 @@ SOURCES = {
         "8 GiB": ("tilewright/bench/piece.py", "MEMORY = 8 * 2**30"),
         "16 GiB": "twice that",
     },
-    "docs/gpu.md": {"15 MiB": ("bench/carry.py", "BACK_MIB = 15")},
+    "docs/gpu.md": {
+        "15 MiB": ("bench/carry.py", "BACK_MIB = 15"),
+        "60 s": ("bench/end_to_end_steps.py", "default=60.0"),
+        "40 s": "from the script's start to its first result, on one machine",
+    },
     "docs/numerics.md": {
         "2 %": ("tilewright/core/cases.py", "DETECTED = 0.02"),
         "7 %": "of newton_schulz: see its `atol`",

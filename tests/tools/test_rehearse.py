@@ -49,7 +49,7 @@ def test_the_goals_of_the_products_are_known_within_four_minutes(parts):
     products = parts["products"]
     assert products["reached"] == products["units"] >= 8
     assert products["launches"] > 100, "the products' own launches were counted"
-    assert parts["smoke"]["end"] < 60.0 and products["end"] < 240.0
+    assert parts["smoke"]["end"] < 75.0 and products["end"] < 240.0
 
 
 def test_a_call_of_eight_minutes_reaches_all_of_its_plan(parts):
@@ -105,11 +105,12 @@ def test_the_order_of_the_goals(found):
     first = len(set(streaming) - {"attention", "newton_schulz"})
     assert len(set(streaming[:first])) == first, "one case of each before the second of any"
     assert streaming[-1] == "newton_schulz" and "attention" not in streaming[: 2 * first]
-    assert {limit for of in found["plan"].values() for _, limit, _ in of} == {60.0}
+    limits = {stage: {limit for _, limit, _ in of} for stage, of in found["plan"].items()}
+    assert limits == {"products": {60.0}, "goals": {60.0}, "ab": {30.0}}
     options = {name: options for name, _, options in found["plan"]["products"]}
     only = {name.split(".")[0].split("/")[1]: o["only"] for name, o in options.items()}
     assert {"native", "triton", "flash-attn"} <= set(only["attention"])
-    assert {"native", "liger", "triton"} <= set(only["moe_mlp"])
+    assert {"native", "triton"} <= set(only["moe_mlp"]) and "liger" not in only["moe_mlp"]
     assert not any({"flex", "transformers"} & set(names) for names in only.values())
     assert {o["settings"]["rounds"] for o in options.values()} == {5}
     assert not any(o["settings"]["isolated"] for o in options.values())
