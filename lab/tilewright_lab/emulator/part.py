@@ -55,6 +55,7 @@ class Part:
     put: Callable[[str, np.ndarray, np.ndarray], None]
     address: Callable[[str], np.ndarray]
     places: Callable[[str, np.ndarray, int, np.ndarray, str], Any]
+    check_atomic: Callable[[np.ndarray, np.ndarray, Any], Any]
     of_others: Callable[[np.ndarray, Any], np.ndarray]
     count: Callable[[str, np.ndarray, np.ndarray, int], None]
     note: Callable[[str, str], None]
