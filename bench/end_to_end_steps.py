@@ -231,19 +231,12 @@ def command(job: Job, provider: str) -> list[str]:
     return [*python, "bench.end_to_end_steps", asked]
 
 
-def lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Of a run's steps; the last may be incomplete."""
-    found = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return found
-
-
 def launch(job: Job, provider: str, limit: float) -> tuple[list[dict], str | None, str]:
     """Runs a process until it ends, its steps are done, or the limit in seconds has passed. Returns
     the lines of its steps, why it failed or None, and the end of what else it printed.
     """
+    from tilewright.trainer.plugins.metrics import rows
+
     metrics, log = job.path(provider, "metrics.jsonl"), job.path(f"{provider}.log")
     began = time.monotonic()
     with log.open("w") as out:
@@ -255,14 +248,14 @@ def launch(job: Job, provider: str, limit: float) -> tuple[list[dict], str | Non
         )
         try:
             while (code := process.poll()) is None and time.monotonic() - began < limit:
-                if len(lines(metrics)) >= job.steps:
+                if len(rows(metrics)) >= job.steps:
                     break
                 time.sleep(0.05)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    done, printed = lines(metrics), log.read_text(errors="replace").splitlines()
+    done, printed = rows(metrics), log.read_text(errors="replace").splitlines()
     said = "\n".join(line for line in printed if not line.startswith("step="))
     for path, name in ((job.folder, "FOLDER"), (str(ROOT), ".")):
         said = said.replace(path, name)

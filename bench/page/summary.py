@@ -386,7 +386,9 @@ def steps(device: Device, results: Raw) -> list[str]:
     calls: dict[tuple, dict[str, Entry]] = {}
     for e in results.of("steps", (device.kind, device.name)):
         calls.setdefault((e.case, e.data["dtype"], e.source), {})[e.data["provider"]] = e
-    latest = newest((next(iter(c.values())) for c in calls.values()), lambda e: e.case)
+    latest = newest(
+        (next(iter(c.values())) for c in calls.values()), lambda e: (e.case, e.data["dtype"])
+    )
     rows = []
     for first in latest.values():
         found = calls[first.case, first.data["dtype"], first.source]

@@ -116,6 +116,36 @@ def results(root, rows, folder="run", about=None, roof=ROOF):
     return jsonl(root / folder / "suite.jsonl", [*units, whole])
 
 
+def test_optimizer_steps_stand_beside_transformers_by_dtype(tmp_path):
+    def step(provider, dtype, ms, **more):
+        return {
+            "case": "llama",
+            "dtype": dtype,
+            "provider": provider,
+            "status": "ok",
+            "reason": None,
+            "tokens_per_second": 1e6 / ms,
+            "mfu": None,
+            "peak_mib": 1000.0,
+            **dict.fromkeys(("median_ms", "p20_ms", "p80_ms"), ms),
+            **more,
+        }
+
+    failed = {"provider": "liger", "status": "error", "reason": "exit code 1"}
+    rows = [
+        step("trainer", "bfloat16", 100.0, mfu=0.5),
+        step("transformers", "bfloat16", 250.0, peak_mib=4000.0, loss_difference=2e-3),
+        {"case": "llama", "dtype": "bfloat16", **failed},
+        step("trainer", "float32", 300.0),
+    ]
+    write(tmp_path / "a" / "end_to_end.json", {"meta": meta(), "rows": rows})
+    page = page_of.build(tmp_path, tmp_path / "page.md").text
+    lines = [line for line in page.splitlines() if line.startswith("| llama |")]
+    assert len(lines) == 4 and "exit code 1" in lines[2]
+    assert "| trainer | 100 [100, 100] | 10000 | 50.0% | 1000 | 2.50 | 0.250 |  |" in lines[0]
+    assert "| 2.0e-03 |" in lines[1] and "| float32 | trainer | 300 [300, 300] |" in lines[3]
+
+
 AHEAD = [row("eager", 9.0), row("compile", 4.0), row("triton", 2.0)]
 BEHIND = [row("eager", 9.0), row("compile", 1.0), row("triton", 2.0)]
 

@@ -1966,6 +1966,24 @@ def test_which_of_two_ways_is_faster(tables, monkeypatch, other, spoil, status, 
     json.dumps(document, allow_nan=False)
 
 
+def test_a_question_of_a_whole_pass_times_each_way_with_its_configuration(tables, monkeypatch):
+    t, op = waiting(monkeypatch, (), torch.bfloat16)
+    passes = run.passes
+
+    def with_a_launch(*args):  # the backward here has none, and its clock stands still
+        return {name: fn for name, fn in passes(*args).items() if name != "backward"}
+
+    monkeypatch.setattr(run, "passes", with_a_launch)
+    shorter = Variant("all of it", "rmsnorm", "tiny", "fake/step", {"WAIT": 1}, whole=True)
+    monkeypatch.setattr(variants, "VARIANTS", (shorter,))
+    (unit,) = planned(op, "ab")
+    document = unit.make()
+    assert [r["status"] for r in document["results"]] == ["holds", "holds"], document
+    verdicts = {v["pass"]: v["better"] for v in document["timed"]}
+    assert verdicts == {"forward": "other", "forward_backward": "other"}
+    assert t.config(CPU, 100, 2)["WAIT"] == 4, "as before"
+
+
 def test_luck_is_not_taken_for_speed(tables, monkeypatch):
     """A configuration that is fast among all, but not in rounds of two, is no gain."""
     measured = []

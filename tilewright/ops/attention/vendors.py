@@ -325,8 +325,8 @@ def beside_flash_attention_3(device_type: str) -> str | None:
 def native_does(device_type: str) -> str | None:
     faster = beside_flash_attention_3(device_type)
     return faster and (
-        "dense attention is cuDNN's, documents and windows are FlashAttention 2's kernels, for "
-        "rows of 65 to 128 elements `auto` takes triton, which is faster: " + faster
+        "dense attention is cuDNN's; documents and windows are FlashAttention 2's kernels. `auto` "
+        "takes triton, which is faster, for rows of 65 to 128 elements; " + faster
     )
 
 

@@ -284,7 +284,8 @@ class Sums:
         if dw.dtype == x.dtype or _multiplies_here(x):
             _gemm(dw, dlogits.t(), x, not first, self.scale)
         elif self.wide is None:
-            # PyTorch 2.11 cannot trace it.
+            # Nothing is computed on fake tensors, and PyTorch 2.11's addmm fails on them with an
+            # out_dtype.
             if not (dw.is_meta or isinstance(dw, FakeTensor)):
                 options = {"beta": 0 if first else 1, "alpha": self.scale}
                 torch.addmm(dw, dlogits.t(), x, out_dtype=torch.float32, **options, out=dw)
