@@ -271,12 +271,14 @@ def launches(monkeypatch, run):
 
 
 def keep_tables(monkeypatch):
-    """transformers' tables of attentions, masks and experts are restored after the test."""
+    """The test starts without this library's entries in transformers' tables of attentions, masks
+    and experts, whatever ran before it, and leaves the tables as they were."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.moe import ExpertsInterface
 
     for table in (AttentionInterface, AttentionMaskInterface, ExpertsInterface):
-        monkeypatch.setattr(table, "_global_mapping", dict(table._global_mapping))
+        others = {n: v for n, v in table._global_mapping.items() if not n.startswith("tilewright")}
+        monkeypatch.setattr(table, "_global_mapping", others)
 
 
 def specialized(tunable):
