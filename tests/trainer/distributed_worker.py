@@ -12,6 +12,7 @@ allocate.
 import json
 import math
 import pathlib
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from tilewright.trainer.losses.language_modeling import language_modeling
 from tilewright.trainer.optim import matrices
 from tilewright.trainer.parallel import mesh
 from tilewright.trainer.plugins import adapters
+from tilewright.trainer.tables import COLUMNS
 
 
 def build(config, ranks):
@@ -67,9 +69,12 @@ def micro_batches(config, ranks, bins):
     """
     t, step = config.train, []
     multiple = mesh.padding(config.data.pad_to_multiple_of, ranks.context, ranks.layout.tp)
+    _, _, *own = bins[0][0]
+    further = {n: replace(COLUMNS[n], width=v.shape[1]) for o in own for n, v in o.items()}
     for a in range(t.gradient_accumulation_steps):
         start = (a * ranks.layout.data + ranks.batch_rank) * t.micro_batch_size
-        step.append(collate(bins[start : start + t.micro_batch_size], multiple, ranks.context))
+        some = bins[start : start + t.micro_batch_size]
+        step.append(collate(some, multiple, ranks.context, further))
     return step
 
 

@@ -22,6 +22,7 @@ from tilewright import ops as tw
 from tilewright.nn import read_routed_experts
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.data.cache_key import cache_key
+from tilewright.trainer.data.columns import of_tokens
 from tilewright.trainer.data.prepared import prepare
 from tilewright.trainer.data.routes import Routes
 from tilewright.trainer.engine import Engine
@@ -210,7 +211,10 @@ def spread(tmp_path_factory):
         model__merge_qkv=False,
     )
     bins = [
-        [(ids, labels, random_routes(len(ids), 10 * i + j)) for j, (ids, labels) in enumerate(b)]
+        [
+            (ids, labels, {"routed_experts": random_routes(len(ids), 10 * i + j)})
+            for j, (ids, labels) in enumerate(b)
+        ]
         for i, b in enumerate(make_bins())
     ]
     plain = [[d[:2] for d in b] for b in bins]
@@ -238,6 +242,11 @@ def test_the_routes_of_the_layouts_test_are_not_the_routers(spread):
 
 
 # ---- runs
+
+
+def read(routes):
+    """The column that a model with these routes reads."""
+    return {"routed_experts": of_tokens.recorded(routes)}
 
 
 def write_rows(path, samples):
@@ -465,8 +474,8 @@ def test_a_prepared_set_without_routes_is_not_replayed(tmp_path):
     write_rows(tmp_path / "train.jsonl", [([5, 6, 7], [[[0, 1], [2, 3]]] * 2)])
     config = load(path)
     keys = {
-        cache_key(config.data.datasets, config, 97, True, routes)
-        for routes in (None, Routes(L, (0, 1), K, E), Routes(L, (1,), K, E))
+        cache_key(config.data.datasets, config, 97, True, columns)
+        for columns in ({}, read(Routes(L, (0, 1), K, E)), read(Routes(L, (1,), K, E)))
     }
     assert len(keys) == 3
     made = datasets.Dataset.from_dict({"input_ids": [[5, 6]], "labels": [[5, 6]]})
@@ -503,7 +512,7 @@ def test_routes_of_a_set_that_was_saved_are_checked(second, message, tmp_path):
         {"input_ids": [[5, 6]] * 2, "labels": [[5, 6]] * 2, "routed_experts": [first, second]}
     )
     made.save_to_disk(tmp_path)
-    options = {"shuffle": False, "routes": Routes(L, (0, 1), K, E)}
+    options = {"shuffle": False, "columns": read(Routes(L, (0, 1), K, E))}
     config = load(
         settings(tmp_path / "run"),
         ["--data.skip_prepare_dataset=true", f"--data.dataset_prepared_path={tmp_path}"],

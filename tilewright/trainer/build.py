@@ -13,12 +13,14 @@ from torch import nn
 from tilewright.nn.sharded import local
 from tilewright.nn.weights import base_weights
 from tilewright.trainer.checkpoint import hf
+from tilewright.trainer.columns import TOKENS
 from tilewright.trainer.config import Config, Model, Train
 from tilewright.trainer.config.section import Resume, kept
 from tilewright.trainer.data import packing
 from tilewright.trainer.data.batches import Batches, Bins
+from tilewright.trainer.data.columns.column import Column
+from tilewright.trainer.data.encode import Columns
 from tilewright.trainer.data.prepared import check_targets, prepare, split_validation
-from tilewright.trainer.data.routes import Routes
 from tilewright.trainer.engine import Engine
 from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.model import Transformer
@@ -30,6 +32,7 @@ from tilewright.trainer.parallel.layouts import apply_layouts
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.plugins import adapters
+from tilewright.trainer.tables import COLUMNS, LOSSES
 
 log = logging.getLogger("tilewright")
 
@@ -140,11 +143,11 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
 
 
 def build_data(
-    config: Config, mesh: Mesh, vocab: int, routes: Routes | None = None
+    config: Config, mesh: Mesh, vocab: int, columns: Columns | None = None
 ) -> tuple[Batches, Bins | None]:
     """Training batches, and the evaluation bins if evaluation is configured.
 
-    routes: those that the data have, if they are replayed.
+    columns: further ones that batches have.
     """
     d = config.data
 
@@ -156,7 +159,7 @@ def build_data(
     options: dict[str, Any] = {
         "main": mesh.main,
         "broadcast": mesh.control.broadcast,
-        "routes": routes,
+        "columns": columns,
     }
     training, held = split_validation(
         prepare(d.datasets, config, tokenizer, vocab, **options), d.val_set_size, config.train.seed
@@ -166,8 +169,8 @@ def build_data(
     check_targets(training, "the data sets to train on")
     if held is not None:
         check_targets(held, "the data sets to evaluate on")
-    width = 0 if routes is None else routes.width
-    bins = Bins(training, d, width=width)
+    columns = columns or {}
+    bins = Bins(training, d, columns=columns)
     if mesh.main:
         log.info("packing: %d bins, %.1f %% full", len(bins), 100 * bins.full)
     batches = Batches(
@@ -181,7 +184,25 @@ def build_data(
         tp=mesh.layout.tp,
     )
     packed = d.eval_sample_packing is not False
-    return batches, None if held is None else Bins(held, d, packed=packed, width=width)
+    return batches, None if held is None else Bins(held, d, packed=packed, columns=columns)
+
+
+def columns_of(config: Config, shape: ModelConfig) -> dict[str, Column]:
+    """The columns that a run reads beside tokens and labels."""
+    t = config.train
+    asked = {c: f"train.loss = {t.loss}" for c in LOSSES[t.loss].columns if c not in TOKENS}
+    if t.router_replay:
+        asked["routed_experts"] = "train.router_replay = True"
+    return {name: COLUMNS[name].of(shape, asked_by) for name, asked_by in asked.items()}
+
+
+def model_identity(config: Config, shape: ModelConfig) -> dict[str, Any]:
+    """A checkpoint's compatibility keys of kind `model`."""
+    return {
+        **dataclasses.asdict(shape),
+        **kept(config.model, Resume.OTHER_WEIGHTS),
+        "lora": adapters.identity(config.lora),
+    }
 
 
 def identity(
@@ -193,11 +214,7 @@ def identity(
     origin: `Parts.origin`; None for weights that were drawn.
     """
     return {
-        "model": {
-            **dataclasses.asdict(shape),
-            **kept(config.model, Resume.OTHER_WEIGHTS),
-            "lora": adapters.identity(config.lora),
-        },
+        "model": model_identity(config, shape),
         "optimizer": kept(config.train, Resume.OTHER_STATES, unread=False),
         "data": {
             **batches.bins.identity(),
@@ -231,8 +248,7 @@ def build(config: Config, mesh: Mesh) -> Built:
     export_as = exported(config)
     dtype = compute_dtype(config.train)
     ops = choose_ops(config.model, shape, mesh, dtype)
-    routes = Routes.of(shape) if config.train.router_replay else None
-    batches, held = build_data(config, mesh, shape.vocab_size, routes)
+    batches, held = build_data(config, mesh, shape.vocab_size, columns_of(config, shape))
     engine = build_engine(config, shape, mesh, ops)
     return Built(
         shape,

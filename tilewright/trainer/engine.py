@@ -111,12 +111,18 @@ class Engine:
         self._totals = own if self._totals is None else self._totals + own
         return sums
 
-    @torch.no_grad()
     def forward(self, batches: Iterable[Batch], loss: LossFunction) -> Sums:
         """The same without gradients and without noise."""
+        with self.evaluating():
+            return self._sums(self.parts.forward(batches, loss), loss)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Forward passes within are without gradients and without noise."""
         self.parts.wrapped.eval()
         try:
-            return self._sums(self.parts.forward(batches, loss), loss)
+            with torch.no_grad():
+                yield
         finally:
             # No backward pass does it; gathered weights would outlive a step of the optimizer.
             self.parts.reshard()

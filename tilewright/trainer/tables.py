@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
+    from tilewright.trainer.data.columns.column import Column
     from tilewright.trainer.data.types.dataset_type import DatasetType
     from tilewright.trainer.losses.loss import Loss
     from tilewright.trainer.models.families.architecture import Architecture
@@ -121,6 +122,9 @@ OPTIMIZERS: Table[Optimizer] = Table("optimizers", f"{HERE}.optim", f"{HERE}.opt
 SCHEDULES: Table[Schedule] = Table("schedules", f"{HERE}.optim", f"{HERE}.optim.schedules:Schedule")
 DATASETS: Table[DatasetType] = Table(
     "datasets", f"{HERE}.data.types", f"{HERE}.data.types.dataset_type:DatasetType"
+)
+COLUMNS: Table[Column] = Table(
+    "columns", f"{HERE}.data.columns", f"{HERE}.data.columns.column:Column"
 )
 FAMILIES: Table[Architecture] = Table(
     "families", f"{HERE}.models.families", f"{HERE}.models.families.architecture:Architecture"

@@ -8,7 +8,7 @@ from pydantic import field_validator, model_validator
 
 from tilewright.core import platform
 from tilewright.core.torch_names import no_zero_bubble
-from tilewright.trainer.columns import COLUMNS
+from tilewright.trainer.columns import TOKENS
 from tilewright.trainer.config.section import (
     Accepts,
     Only,
@@ -19,7 +19,7 @@ from tilewright.trainer.config.section import (
     field,
 )
 from tilewright.trainer.optim.optim import wrong_options
-from tilewright.trainer.tables import CALLBACKS, LOSSES, OPTIMIZERS, SCHEDULES
+from tilewright.trainer.tables import CALLBACKS, COLUMNS, LOSSES, OPTIMIZERS, SCHEDULES
 
 if TYPE_CHECKING:
     from tilewright.trainer.config import Config
@@ -75,9 +75,14 @@ def _decays(config: Config) -> bool:
 
 
 def _absent_columns(config: Config) -> str | None:
-    absent = [c for c in LOSSES[config.train.loss].columns if c not in COLUMNS]
-    has = ", ".join(COLUMNS)
-    return f"reads {', '.join(absent)} of a batch, which has {has}" if absent else None
+    wanted = [c for c in LOSSES[config.train.loss].columns if c not in TOKENS]
+    if absent := [c for c in wanted if c not in COLUMNS.names()]:
+        has = ", ".join([*TOKENS, *COLUMNS.names()])
+        return f"reads {', '.join(absent)} of a batch; columns are {has}"
+    needed = [c for c in wanted if COLUMNS[c].default is None]
+    if needed and any(e.path == "dummy" for e in _prepared(config)):
+        return f"reads {', '.join(needed)} of a batch, which dummy data do not have"
+    return None
 
 
 def _wrong_callbacks(config: Config) -> str | None:

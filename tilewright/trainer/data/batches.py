@@ -2,18 +2,18 @@
 
 A batch is one packed row:
     input_ids [1, T], labels [1, T] (shifted: labels[t] follows token t of the same document; the
-    last is -100), position_ids [1, T] (from 0 in every document), cu_seqlens int32 [documents + 1];
-    if routes are replayed, routed_experts int16 [1, T, layers with experts x top_k], -1 for a token
-    without a record.
-With context parallelism all but cu_seqlens are this rank's shard of the row, and the ranks of one
-row read the same bins.
+    last is -100), position_ids [1, T] (from 0 in every document), cu_seqlens int32 [documents + 1],
+    and further columns that are asked for: [1, T] or [1, T, width] if they are per token,
+    [documents] if they are per document. Padding is a document of its own.
+With context parallelism what is per token is this rank's shard of the row, and the ranks of one row
+read the same bins.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,17 @@ import torch
 
 from tilewright.ops.attention.context_parallel import ContextParallel, shard
 from tilewright.trainer import interrupts
-from tilewright.trainer.columns import IGNORE
+from tilewright.trainer.columns import IGNORE, TOKENS
 from tilewright.trainer.config import Data, Train
 from tilewright.trainer.data import packing
+from tilewright.trainer.data.columns.column import Column
 from tilewright.trainer.parallel.mesh import padding
 
 pc: Any = pyarrow.compute  # which makes its functions when it is imported
+# (input_ids, labels), or with a third item: further columns by name.
+Document = tuple[Any, ...]
+NONE: Mapping[str, Column] = {}
+DOCUMENT = {"document": Column("document", "int64", fill=-1)}
 
 
 def lengths_of(dataset) -> np.ndarray:
@@ -43,30 +48,52 @@ def lengths_of(dataset) -> np.ndarray:
 
 
 class Bins(torch.utils.data.Dataset):
-    """A data set packed into bins. bins[i] is a list of (input_ids, labels), or (input_ids, labels,
-    routes [tokens, width]).
+    """A data set packed into bins. bins[i] is a list of documents.
+
+    columns: further columns of documents. Batches have those with numbers.
+    numbered: batches also have `document`, the number of each in the data set.
     """
 
-    def __init__(self, dataset, data: Data, *, packed: bool = True, width: int = 0):
-        """width: experts that each token has recorded, in all layers; 0: none."""
-        self.width = width
-        self.dataset, self.data = dataset.with_format("numpy"), data
+    def __init__(
+        self,
+        dataset,
+        data: Data,
+        *,
+        packed: bool = True,
+        columns: Mapping[str, Column] = NONE,
+        numbered: bool = False,
+    ):
+        self._read = {name: c for name, c in columns.items() if c.batched}
+        self.columns = self._read | (DOCUMENT if numbered else {})
+        names = [*TOKENS, *self._read]
+        self.dataset, self.data = dataset.with_format("numpy", columns=names), data
         self.lengths = lengths = lengths_of(dataset)
         self.tokens = int(lengths.sum())
         if packed:
             method = (
                 "sequential" if data.sample_packing_sequentially else data.sample_packing_method
             )
-            self.bins = packing.pack(
-                lengths,
+            units = self._units()
+            bins = packing.pack(
+                lengths if units is None else np.add.reduceat(lengths, units[:-1]),
                 data.sample_packing_sequence_len,
                 method,
                 data.sample_packing_group_size,
                 data.sample_packing_mp_start_method,
             )
+            self.bins = bins if units is None else packing.unfolded(bins, units)
         else:
             self.bins = [np.array([i]) for i in range(len(lengths))]
         self.sizes = np.array([lengths[b].sum() for b in self.bins], dtype=np.int64)  # tokens
+
+    def _units(self) -> np.ndarray | None:
+        """Where units of packing begin, and where the last ends; None: each document is one."""
+        joined = [name for name, c in self._read.items() if c.together]
+        if not joined or not len(self.lengths):
+            return None
+        values = np.stack([self.dataset[name][:] for name in joined])
+        changes = (values[:, 1:] != values[:, :-1]).any(0).nonzero()[0] + 1
+        return np.array([0, *changes, len(self.lengths)])
 
     @property
     def full(self) -> float:
@@ -84,54 +111,68 @@ class Bins(torch.utils.data.Dataset):
         few = max(2, min(len(self.lengths), (1 << 22) * len(self.lengths) // max(1, self.tokens)))
         rows = self.dataset[np.unique(np.linspace(0, len(self.lengths) - 1, few).astype(np.int64))]
         digest = hashlib.sha256(self.lengths.tobytes())
-        for name in ("input_ids", "labels", *(["routed_experts"] if self.width else [])):
+        for name in (*TOKENS, *self._read):
             for sample in rows[name]:
-                digest.update(np.asarray(sample, dtype=np.int64).tobytes())
+                values = np.asarray(sample)
+                whole = values.dtype.kind in "iu"
+                digest.update(values.astype(np.int64 if whole else np.float64).tobytes())
         return digest.hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self.bins)
 
-    def __getitem__(self, i: int | None) -> list[tuple[np.ndarray, ...]]:
+    def __getitem__(self, i: int | None) -> list[Document]:
         if i is None:  # filler, so that every rank has a batch
-            return [_filler(2, self.width)]
-        rows = self.dataset[self.bins[i]]
-        columns = [rows["input_ids"], rows["labels"]]
-        if self.width:
-            columns.append([r.reshape(-1, self.width) for r in rows["routed_experts"]])
-        return list(zip(*columns, strict=True))
+            return [_filler(2, self.columns)]
+        numbers = self.bins[i]
+        rows = self.dataset[numbers]
+        if not self.columns:
+            return list(zip(*(rows[name] for name in TOKENS), strict=True))
+        further = {name: [c.shaped(v) for v in rows[name]] for name, c in self._read.items()}
+        if "document" in self.columns:
+            further["document"] = list(numbers)
+        each = ({name: values[j] for name, values in further.items()} for j in range(len(numbers)))
+        return list(zip(*(rows[name] for name in TOKENS), each, strict=True))
 
 
-def _filler(tokens: int, width: int) -> tuple[np.ndarray, ...]:
+def _filler(tokens: int, columns: Mapping[str, Column]) -> Document:
     """A document without a label."""
-    routes = [np.full((tokens, width), -1, np.int16)] if width else []
-    return np.zeros(tokens, np.int64), np.full(tokens, IGNORE, np.int64), *routes
+    further = {name: c.filled(tokens) for name, c in columns.items()}
+    return np.zeros(tokens, np.int64), np.full(tokens, IGNORE, np.int64), further
 
 
 def collate(
-    bins: list[list[tuple[np.ndarray, ...]]],
+    bins: list[list[Document]],
     multiple: int,
     cp: ContextParallel | None = None,
+    columns: Mapping[str, Column] = NONE,
 ) -> dict[str, torch.Tensor]:
     """Concatenates bins into one packed row, or a rank's shard of it. Padding is a document of its
     own, with every label ignored.
+
+    columns: the documents' further ones.
     """
     documents = [d for b in bins for d in b]
     lengths = [len(d[0]) for d in documents]
-    total, width = sum(lengths), documents[0][2].shape[1] if len(documents[0]) > 2 else 0
-    if pad := -total % multiple:
-        documents.append(_filler(pad, width))
+    if pad := -sum(lengths) % multiple:
+        documents.append(_filler(pad, columns))
         lengths.append(pad)
     ids = np.concatenate([d[0] for d in documents])
     shifted = np.concatenate([np.append(d[1][1:], IGNORE) for d in documents])
     positions = np.concatenate([np.arange(n) for n in lengths])
     row = {"input_ids": ids, "labels": shifted, "position_ids": positions}
     tensors = {name: torch.from_numpy(t).long() for name, t in row.items()}
-    if width:
-        routes = np.concatenate([d[2] for d in documents])
-        tensors["routed_experts"] = torch.from_numpy(routes.astype(np.int16, copy=False))
+    of_documents = {}
+    for name, column in columns.items():
+        values = [d[2][name] for d in documents]
+        if column.each == "token":
+            row = np.concatenate([column.shifted(v) for v in values])
+            tensors[name] = torch.from_numpy(row.astype(column.dtype, copy=False))
+        else:
+            of_documents[name] = torch.from_numpy(np.array(values, column.dtype))
     return {
         **{name: shard(t[None], 1, cp or ContextParallel()) for name, t in tensors.items()},
+        **of_documents,
         "cu_seqlens": torch.from_numpy(np.cumsum([0, *lengths])).int(),
     }
 
@@ -239,7 +280,10 @@ def _loader(
         bins,
         batch_sampler=indices,
         collate_fn=functools.partial(
-            collate, multiple=padding(data.pad_to_multiple_of, cp, tp), cp=cp.layout()
+            collate,
+            multiple=padding(data.pad_to_multiple_of, cp, tp),
+            cp=cp.layout(),
+            columns={n: c.plain() for n, c in bins.columns.items()},
         ),
         num_workers=data.dataloader_num_workers,
         prefetch_factor=data.dataloader_prefetch_factor,

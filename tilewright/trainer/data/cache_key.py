@@ -6,7 +6,6 @@ that are elsewhere are known by their address and by the ETag or commit that the
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import hashlib
 import json
@@ -18,8 +17,7 @@ from typing import Any
 from tilewright.trainer.checkpoint.hf_names import CHAT_TEMPLATES, local_folder
 from tilewright.trainer.config import Config, Dataset, Model
 from tilewright.trainer.data.data_files import Digests, digests
-from tilewright.trainer.data.encode import longest
-from tilewright.trainer.data.routes import Routes
+from tilewright.trainer.data.encode import Columns, longest
 from tilewright.trainer.data.sources import located
 from tilewright.trainer.tables import DATASETS
 
@@ -132,7 +130,7 @@ def cache_key(
     config: Config,
     vocab: int,
     shuffle: bool,
-    routes: Routes | None = None,
+    columns: Columns,
 ) -> str:
     """Changes whenever the prepared data would."""
     data = config.data
@@ -156,7 +154,8 @@ def cache_key(
         shuffle,
         config.train.seed,
         _tokenizer(config.model, notes) if any(k.tokenizer for k in kinds) else None,
-        *([] if routes is None else [dataclasses.asdict(routes)]),
+        *([{name: str(c.type) for name, c in columns.items()}] if columns else []),
+        *([c.depends for c in columns.values() if c.depends is not None]),
         *([versions] if any(versions) else []),
     ]
     notes.save()

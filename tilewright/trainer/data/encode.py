@@ -9,15 +9,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from tilewright.trainer.columns import IGNORE, REPLAYED, SCHEMA
+from tilewright.trainer.columns import IGNORE, SCHEMA
 from tilewright.trainer.config import Data, Dataset
-from tilewright.trainer.data.routes import Routes
+from tilewright.trainer.data.columns.column import Column
 from tilewright.trainer.data.types.dataset_type import Asked, Refused
 from tilewright.trainer.tables import DATASETS
 
@@ -27,7 +27,13 @@ ALPACA = (
     "set type to prompt_completion"
 )
 Row = Any  # names a row: its number, or a document's file and first byte
-Arrays = tuple[np.ndarray, ...]  # input_ids, labels and, if they are replayed, routes of a sample
+Sample = tuple[np.ndarray, np.ndarray, dict[str, Any]]  # input_ids, labels, further columns
+Columns = Mapping[str, Column]  # by name
+
+
+def schema(columns: Columns) -> pa.Schema:
+    """Of files of samples."""
+    return pa.schema([*SCHEMA, *(pa.field(name, c.type) for name, c in columns.items())])
 
 
 class RefusedRow(ValueError):
@@ -64,9 +70,9 @@ def lists(parts: Iterable[np.ndarray], dtype: Any = np.int32) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
-def check_columns(entry: Dataset, names: list[str], features: Any) -> None:
-    """Raises ValueError if the columns are not those of `entry.type`. Warns of a column that is
-    not read, whose name is nearly that of one that would be.
+def check_columns(entry: Dataset, names: list[str], features: Any, columns: Columns) -> None:
+    """Raises ValueError if the columns are not those of `entry.type`, and further ones that are
+    asked for. Warns of a column that is not read, whose name is nearly that of one that would be.
     """
     row = DATASETS[entry.type]
     if not row.fits(names):
@@ -79,7 +85,10 @@ def check_columns(entry: Dataset, names: list[str], features: Any) -> None:
         raise ValueError(
             f"{entry.path}: type {entry.type} needs a column {either}, has {names}{also}"
         )
-    read = set(row.columns)
+    for name, column in columns.items():
+        if column.default is None and name not in (*names, *row.yields):
+            raise ValueError(f"{column.asked_by}: {entry.path} has no column {name}, has {names}")
+    read = {*row.columns, *columns}
     for name in sorted({*names} - read):
         if near := difflib.get_close_matches(name, sorted(read - {*names}), 1, cutoff=0.8):
             log.warning("%s: the column `%s` is not read; `%s` would be", entry.path, name, near[0])
@@ -101,26 +110,24 @@ class Encoder:
         vocab: int,
         tokenizer: Any,
         features: Any,
-        routes: Routes | None = None,
+        columns: Columns | None = None,
     ):
-        """features: of the rows' columns.   routes: those that a tokenized row has, if they are
-        replayed.
-        """
-        self.most, self.vocab, self.routes = most, vocab, routes
+        """features: of the rows' columns.   columns: further ones of samples."""
+        self.most, self.vocab, self.columns = most, vocab, columns or {}
         self.kind = DATASETS[entry.type]
-        asked = Asked(entry.path, entry.type, most, tokenizer, features, routes)
+        asked = Asked(entry.path, entry.type, most, tokenizer, features)
         self.samples_of = self.kind.samples(asked)
 
     def __call__(self, rows: Iterable[tuple[Row, Any]]) -> Encoded:
         """rows: (index, row). Raises RefusedRow."""
-        out: tuple[list[np.ndarray], ...] = [], [], []
+        out: dict[str, list] = {name: [] for name in schema(self.columns).names}
         cut = unlabeled = short = 0
         for index, row in rows:
             try:
-                samples = [self._checked(sample) for sample in self.samples_of(row)]
+                samples = [self._checked(sample, row) for sample in self.samples_of(row)]
             except (Refused, TypeError, ValueError) as refused:
                 raise RefusedRow(index, str(refused)) from refused
-            for ids, labels, *routes in samples:
+            for ids, labels, further in samples:
                 if len(ids) < 2:  # a single token has no target
                     short += self.kind.counts_short
                     continue
@@ -130,22 +137,33 @@ class Encoder:
                     unlabeled += 1
                     if not self.kind.keeps_unlabeled:
                         continue
-                out[0].append(ids)
-                out[1].append(labels)
-                out[2].extend(r[: self.most].reshape(-1) for r in routes)
-        arrays, schema = [lists(out[0]), lists(out[1])], SCHEMA
-        if self.routes is not None:
-            arrays, schema = [*arrays, lists(out[2], np.int16)], REPLAYED
-        batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
+                out["input_ids"].append(ids)
+                out["labels"].append(labels)
+                for name, column in self.columns.items():
+                    out[name].append(column.cut(further[name], self.most))
+        arrays = [
+            lists(
+                (np.reshape(v, -1) for v in out[field.name]),
+                field.type.value_type.to_pandas_dtype(),
+            )
+            if pa.types.is_list(field.type)
+            else pa.array(out[field.name], field.type)
+            for field in schema(self.columns)
+        ]
+        batch = pa.RecordBatch.from_arrays(arrays, schema=schema(self.columns))
         return Encoded(batch, cut, unlabeled, short)
 
-    def _checked(self, sample: Any) -> Arrays:
+    def _checked(self, sample: Any, row: Any) -> Sample:
         """An index outside the embedding would end a GPU run with an assertion that names no
         sample.
         """
-        if len(sample) != (2 if self.routes is None else 3):
-            raise Refused(f"a sample must be input_ids and labels, got {len(sample)} columns")
-        ids, labels = (np.asarray(tokens, np.int64) for tokens in sample[:2])
+        ids, labels, *own = sample
+        if len(own) > 1 or not all(isinstance(o, Mapping) for o in own):
+            raise Refused(
+                "a sample must be input_ids, labels and, if there are further columns, a mapping of "
+                f"them, got {len(sample)} items"
+            )
+        ids, labels = (np.asarray(tokens, np.int64) for tokens in (ids, labels))
         if ids.shape != labels.shape or ids.ndim != 1:
             raise Refused(f"it has {ids.size} input_ids and {labels.size} labels")
         for tokens in (ids, labels[labels != IGNORE]):
@@ -154,4 +172,23 @@ class Encoder:
                 raise Refused(
                     f"token {outside[0]} is not in the model's vocabulary of {self.vocab}"
                 )
-        return ids, labels, *sample[2:]
+        return ids, labels, self._further(row, dict(*own), len(ids))
+
+    def _further(self, row: Any, own: dict[str, Any], tokens: int) -> dict[str, Any]:
+        """The further columns of a sample.   own: those that its type made."""
+        if unknown := own.keys() - {*self.kind.yields}:
+            raise Refused(f"a sample has {min(unknown)}, which its type does not say it yields")
+        further = {}
+        for name, column in self.columns.items():
+            given = own.get(name, row.get(name))
+            by_token = isinstance(given, list | tuple | np.ndarray | pa.Array) and name not in own
+            if column.each == "token" and by_token and not self.kind.aligned:
+                raise Refused(
+                    f"{name}: a list of numbers needs rows that are tokens (type: tokenized); "
+                    "accepted is one number, which stands for all tokens"
+                )
+            try:
+                further[name] = column.read(given, tokens)
+            except (TypeError, ValueError) as error:
+                raise Refused(column.said(name, error)) from error
+        return further

@@ -21,10 +21,16 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from tilewright.core import platform
-from tilewright.trainer.columns import ROUTES, SCHEMA
+from tilewright.trainer.columns import SCHEMA
 from tilewright.trainer.config import Config, Dataset
-from tilewright.trainer.data.encode import Encoded, Encoder, RefusedRow, check_columns, longest
-from tilewright.trainer.data.routes import Routes
+from tilewright.trainer.data.encode import (
+    Columns,
+    Encoded,
+    Encoder,
+    RefusedRow,
+    check_columns,
+    longest,
+)
 from tilewright.trainer.data.rows import Documents, Part, Rows
 from tilewright.trainer.data.types.text import PIECE
 from tilewright.trainer.data.types.tokenized import NotIntegers
@@ -184,28 +190,24 @@ def prepare_entry(
     tokenizer,
     vocab: int,
     writer: Writer,
-    routes: Routes | None = None,
+    columns: Columns,
 ) -> Counts:
-    """Writes the samples of an entry. tokenizer: None if not needed.   routes: of rows that have
-    them, if they are replayed.
+    """Writes the samples of an entry. tokenizer: None if not needed.   columns: further ones of
+    samples.
     """
     data, most, kind = config.data, longest(entry, config.data), DATASETS[entry.type]
     names, features = source.column_names, source.features
     try:
-        check_columns(entry, list(names), features)
+        check_columns(entry, list(names), features, columns)
     except NotIntegers as wrong:
         assert isinstance(source, Rows)  # documents are strings
         raise NotIntegers(_first_other(source, wrong.column), wrong.column, wrong.kind) from wrong
-    if routes is not None and ROUTES not in names:
-        raise ValueError(
-            f"train.router_replay = True: {entry.path} has no column {ROUTES}, has {list(names)}"
-        )
     if isinstance(source, Rows):
         source.arrow = kind.arrow
-        wanted = (*kind.columns, *([ROUTES] if routes is not None else []))
+        wanted = (*kind.columns, *columns)
         used = [n for n in names if n in wanted]
         source = source.select_columns(used)
-    encoder = Encoder(entry, most, vocab, tokenizer, features, routes)
+    encoder = Encoder(entry, most, vocab, tokenizer, features, columns)
     count = workers(entry, data.dataset_num_proc, source.nbytes)
     chunks = entry.preprocess_shards or 1
     before, cut, unlabeled, short = writer.samples, 0, 0, 0

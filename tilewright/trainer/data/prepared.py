@@ -21,13 +21,12 @@ import pyarrow as pa
 import pyarrow.compute
 
 from tilewright.core.files import replace_folder
-from tilewright.trainer.columns import COLUMNS, IGNORE, REPLAYED, ROUTES, SCHEMA
+from tilewright.trainer.columns import IGNORE, TOKENS
 from tilewright.trainer.config import Config, Dataset
 from tilewright.trainer.data import sealed
 from tilewright.trainer.data.cache_key import cache_key
-from tilewright.trainer.data.encode import has_target
+from tilewright.trainer.data.encode import Columns, has_target, schema
 from tilewright.trainer.data.prepare import Counts, Writer, prepare_entry, split_file
-from tilewright.trainer.data.routes import Routes
 from tilewright.trainer.data.rows import MOST_ROWS
 from tilewright.trainer.data.sources import check_sources, dummy, read_raw
 from tilewright.trainer.data.types.tokenized import NotIntegers
@@ -63,20 +62,19 @@ def _build(
     vocab: int,
     shuffle: bool,
     folder: pathlib.Path,
-    routes: Routes | None,
+    columns: Columns,
 ) -> None:
     """Writes a prepared set."""
     check_sources(entries)
     data, seed, order, begun = config.data, config.train.seed, [], time.monotonic()
     path, counts = folder / "samples.arrow", Counts()
-    schema = SCHEMA if routes is None else REPLAYED
-    with contextlib.closing(Writer(path, schema)) as writer:
+    with contextlib.closing(Writer(path, schema(columns))) as writer:
         for i, entry in enumerate(entries):
             # Training and evaluation must not share documents.
             source = _source(entry, config, vocab, (seed, i, int(shuffle)))
             loaded = tokenizer() if DATASETS[entry.type].tokenizer else None
             first = writer.samples
-            found = prepare_entry(source, entry, config, loaded, vocab, writer, routes)
+            found = prepare_entry(source, entry, config, loaded, vocab, writer, columns)
             if not found.made and not found.unlabeled:
                 log.warning("%s: holds no sample of two tokens or more", entry.path)
             counts += found
@@ -153,21 +151,21 @@ def prepare(
     vocab: int,
     *,
     shuffle: bool = True,
-    routes: Routes | None = None,
+    columns: Columns | None = None,
     main: bool = True,
     broadcast: Callable[[str | None], str | None] = lambda name: name,
 ):
-    """The merged, tokenized data set with columns input_ids and labels, and routed_experts if
-    `routes` are replayed, from the cache if present.
+    """The merged, tokenized data set with columns input_ids, labels and further ones that are asked
+    for, from the cache if present.
 
     main: this process builds and saves (rank 0), and says at `broadcast` how its folder is named;
     the others wait there and read it. Another name could be theirs: files and answers of servers
     change.
     """
-    data = config.data
+    data, columns = config.data, columns or {}
     root = pathlib.Path(data.dataset_prepared_path)
     if is_saved(config):
-        return _saved(root, entries is data.test_datasets, vocab, routes, check=main)
+        return _saved(root, entries is data.test_datasets, vocab, columns, check=main)
     for entry in entries:
         if pathlib.Path(entry.path).is_dir() and root.resolve().is_relative_to(
             pathlib.Path(entry.path).resolve()
@@ -179,7 +177,7 @@ def prepare(
     check_sources(entries, cached=True)
     if not main:
         return _load(root / str(broadcast(None)))
-    folder = root / cache_key(entries, config, vocab, shuffle, routes)
+    folder = root / cache_key(entries, config, vocab, shuffle, columns)
     if data.skip_prepare_dataset:
         if not folder.is_dir():
             raise FileNotFoundError(
@@ -201,7 +199,7 @@ def prepare(
                 aside = folder.with_name(f".{folder.name}.partial")
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir()
-                _build(entries, config, tokenizer, vocab, shuffle, aside, routes)
+                _build(entries, config, tokenizer, vocab, shuffle, aside, columns)
                 replace_folder(aside, folder)
             _push(folder, config, split="test" if entries is data.test_datasets else "train")
     broadcast(folder.name)
@@ -225,9 +223,9 @@ def is_saved(config: Config) -> bool:
     return data.skip_prepare_dataset and saved.is_file()
 
 
-def _saved(root: pathlib.Path, test: bool, vocab: int, routes: Routes | None, check: bool):
+def _saved(root: pathlib.Path, test: bool, vocab: int, columns: Columns, check: bool):
     """A set that the datasets package saved, with the columns of a prepared one.   check: read
-    all tokens and recorded routes, since a token or an expert that does not exist would end a GPU
+    all tokens and further columns, since a token or an expert that does not exist would end a GPU
     run without a sentence.
     """
     import datasets
@@ -239,26 +237,29 @@ def _saved(root: pathlib.Path, test: bool, vocab: int, routes: Routes | None, ch
         )
     try:
         prepared: Any = datasets.load_from_disk(str(root))
-        for name in {"input_ids", "labels"} & {*prepared.column_names}:
+        for name in {*TOKENS, *columns} & {*prepared.column_names}:
             # Arrow would read where a damaged file's offsets point.
             prepared.data.column(name).validate(full=True)
     except Exception as error:  # readers' exceptions have no common base
         reason = " ".join(str(error).split())
         raise ValueError(f"data.skip_prepare_dataset: {root}: cannot be read: {reason}") from error
-    needed = {"input_ids", "labels"} | ({ROUTES} if routes is not None else set())
-    if absent := needed - {*prepared.column_names}:
+    if absent := {*TOKENS, *columns} - {*prepared.column_names}:
         raise ValueError(
             f"data.skip_prepare_dataset: {root} has no column {' or '.join(sorted(absent))}"
         )
-    for name in COLUMNS:
+    for name in TOKENS:
         kind = prepared.data.column(name).type
         if not pa.types.is_integer(getattr(kind, "value_type", pa.null())):
             raise NotIntegers(f"data.skip_prepare_dataset: {root}", name, kind)
     if check:
         try:
             _check_samples(prepared, vocab)
-            if routes is not None:
-                routes.check(*(prepared.data.column(name) for name in (ROUTES, "input_ids")))
+            tokens = prepared.data.column("input_ids")
+            for name, column in columns.items():
+                try:
+                    column.check(prepared.data.column(name), tokens)
+                except ValueError as error:
+                    raise ValueError(column.said(name, error)) from error
         except ValueError as error:
             raise ValueError(f"data.skip_prepare_dataset: {root}: {error}") from error
     return prepared
@@ -266,10 +267,10 @@ def _saved(root: pathlib.Path, test: bool, vocab: int, routes: Routes | None, ch
 
 def _check_samples(prepared, vocab: int) -> None:
     """Raises ValueError, with the row, if the encoder of tokenized rows would have refused one."""
-    rows = prepared.select_columns(list(COLUMNS)).with_format("arrow")
+    rows = prepared.select_columns(list(TOKENS)).with_format("arrow")
     for first in range(0, len(rows), MOST_ROWS):
         part = rows[first : first + MOST_ROWS]
-        lists = [part.column(name).combine_chunks() for name in COLUMNS]
+        lists = [part.column(name).combine_chunks() for name in TOKENS]
         ids, labels = (
             pc.fill_null(pc.list_value_length(column), -1).to_numpy() for column in lists
         )

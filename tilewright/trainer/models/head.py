@@ -11,7 +11,10 @@ import torch.nn.functional as F
 
 from tilewright import ops as tw
 from tilewright.nn import linear_in_row_blocks
+from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.models.ops_choice import Ops
+
+SCORED = 1024  # tokens whose logits are in memory at a time: a multiple of the blocks of rows
 
 
 class TokenLosses:
@@ -42,6 +45,32 @@ class TokenLosses:
         if self.computed is None:
             self.computed = self.reduced("none")
         return self.computed
+
+    @torch.no_grad()
+    def statistics(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of each label [B, S], without gradients: its log-probability, the entropy of the
+        distribution (float32, nats), and whether it is the most probable token. 0 and False where
+        it is IGNORE.
+        """
+        numerics, labels = self._ops.numerics, self._labels
+        if numerics.batch_invariant:
+            # Whole blocks of rows, in which a row's bits do not depend on the others.
+            found = [
+                tw.logprob_entropy(logits(x, self._operands[1], self._ops), y, return_argmax=True)
+                for x, y in zip(
+                    self._operands[0].split(SCORED, 1), labels.split(SCORED, 1), strict=True
+                )
+            ]
+            logprob, entropy, best = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+        else:
+            logprob, entropy, best = tw.linear_logprob(
+                *in_autocast(*self._operands),
+                labels,
+                return_argmax=True,
+                fp32_logits=numerics.lm_head_fp32,
+                group=self._group,
+            )
+        return logprob, entropy, (best == labels) & (labels != IGNORE)
 
     def reduced(self, reduction: str) -> torch.Tensor:
         """reduction: as in `ops.cross_entropy`."""

@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.trainer.data.routes import Routes
-
 
 class Refused(ValueError):
     """A row cannot be used. The caller adds where it is."""
@@ -17,7 +15,6 @@ class Refused(ValueError):
 class Asked:
     """What samples are made for.   path: of the data set, for errors.   kind: the type's name.
     most: tokens of a sample.   features: of the rows' columns, as the datasets package has them.
-    routes: those that rows have, if they are replayed.
     """
 
     path: str
@@ -25,10 +22,10 @@ class Asked:
     most: int
     tokenizer: Any
     features: Any
-    routes: Routes | None = None
 
 
-Sample = Iterable[Any]  # (input_ids, labels), or with routes a third
+# (input_ids, labels), or with a third item: values of columns that the type `yields`, by name.
+Sample = Iterable[Any]
 
 
 def _no_check(path: str, features: Any) -> None:
@@ -48,6 +45,9 @@ class DatasetType:
     check: (path, features) -> raises ValueError for columns of another kind.
     tokenizer: whether it needs one.
     arrow: its lists are read as Arrow arrays.
+    aligned: a row's tokens are its sample's, so that columns with numbers per token can be read
+        from rows. Those with one value per document can be read from rows of every type.
+    yields: columns that samples bring.
     keeps_unlabeled: a sample without a target is kept.   counts_short: one of fewer than two tokens
         is counted in the log.
     version: to be raised when samples change: prepared sets of another version are not used.
@@ -60,6 +60,8 @@ class DatasetType:
     check: Callable[[str, Any], None] = _no_check
     tokenizer: bool = True
     arrow: bool = False
+    aligned: bool = False
+    yields: tuple[str, ...] = ()
     keeps_unlabeled: bool = False
     counts_short: bool = True
     version: int = 0

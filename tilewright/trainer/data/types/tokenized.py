@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from tilewright.trainer.columns import COLUMNS, ROUTES
+from tilewright.trainer.columns import TOKENS
 from tilewright.trainer.data.types.dataset_type import Asked, DatasetType, Refused, Sample
 from tilewright.trainer.tables import DATASETS
 
@@ -26,7 +26,7 @@ class NotIntegers(ValueError):
 
 
 def _check(path: str, features: Any) -> None:
-    for name in sorted({*COLUMNS} & {*features}):
+    for name in sorted({*TOKENS} & {*features}):
         kind = getattr(getattr(features[name], "feature", None), "dtype", "")
         if not kind.startswith(("int", "uint")):
             raise NotIntegers(path, name, features[name])
@@ -40,13 +40,7 @@ def _samples(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
         labels = ids if labels is None else labels
         if len(labels) != len(ids):
             raise Refused(f"it has {len(ids)} input_ids and {len(labels)} labels")
-        if asked.routes is None:
-            yield ids, labels
-            return
-        try:
-            yield ids, labels, asked.routes.read(row[ROUTES], len(ids))
-        except (TypeError, ValueError) as error:
-            raise Refused(str(error)) from error
+        yield ids, labels
 
     return samples
 
@@ -69,6 +63,7 @@ DATASETS.add(
         check=_check,
         tokenizer=False,
         arrow=True,
+        aligned=True,
         keeps_unlabeled=True,
     ),
 )

@@ -1,0 +1,236 @@
+"""Scores documents: torchrun -m tilewright.trainer.evaluate config.yaml [--scores FILE] [...]
+
+The configuration is the trainer's. Evaluated are the weights of model.model_path, or of the
+checkpoint that train.load_checkpoint_path names, on each of data.test_datasets, or of data.datasets
+where there are none.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from tilewright.core.platform import require
+
+    require("trainer")  # else the imports below end in a traceback
+
+import dataclasses
+import json
+import logging
+import math
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tilewright.core import platform
+from tilewright.core.files import write_text
+from tilewright.trainer import build, launch
+from tilewright.trainer.checkpoint import hf
+from tilewright.trainer.checkpoint.run_folder import earlier
+from tilewright.trainer.config import Config, Dataset, from_command_line
+from tilewright.trainer.data.batches import Bins, evaluation_batches
+from tilewright.trainer.data.prepared import check_targets, prepare
+from tilewright.trainer.engine import Engine, reproducible
+from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.scoring import Score, scores
+from tilewright.trainer.tables import COLUMNS
+
+PROGRAM = "python -m tilewright.trainer.evaluate"
+OPTIONS = {
+    "--scores FILE": "Write a line of JSON for each document: dataset, document (its number), id "
+    "(the row's, if it has one), tokens (with a label), logprob (their sum, in nats), "
+    "mean_logprob, entropy (the mean), accuracy (share of labels that are the most probable token).",
+    "--per-token": "With logprobs, the log-probability of each of these tokens.",
+}
+
+
+@dataclasses.dataclass
+class Set:
+    """A data set to evaluate on."""
+
+    name: str
+    bins: Bins
+    ids: list[str]
+
+
+@dataclasses.dataclass
+class Totals:
+    """Sums over documents. Each is exact, whatever their order."""
+
+    documents: int
+    tokens: int
+    logprob: float
+    entropy: float
+    hits: int
+
+    @classmethod
+    def of(cls, found: list[Score]) -> Totals:
+        return cls(
+            len(found),
+            sum(s.tokens for s in found),
+            math.fsum(s.logprob for s in found),
+            math.fsum(s.entropy for s in found),
+            sum(s.hits for s in found),
+        )
+
+    def line(self, name: str) -> str:
+        n, loss = self.tokens, -self.logprob / self.tokens
+        try:
+            perplexity = math.exp(loss)
+        except OverflowError:
+            perplexity = math.inf
+        return (
+            f"{name}: documents={self.documents} tokens={n} loss={loss:.6g} "
+            f"perplexity={perplexity:.6g} accuracy={self.hits / n:.6g} "
+            f"entropy={self.entropy / n:.6g}"
+        )
+
+
+def titles(entries: list[Dataset]) -> list[str]:
+    """Names of data sets: the last part of the path, with a number where it is another's too."""
+    names: list[str] = []
+    for entry in entries:
+        stem = pathlib.PurePath(entry.path.rstrip("/")).stem or entry.path
+        name = ":".join(filter(None, (stem, entry.name, entry.split)))
+        same = sum(n == name or n.rpartition("#")[0] == name for n in names)
+        names.append(f"{name}#{same + 1}" if same else name)
+    return names
+
+
+def sets(config: Config, mesh: Mesh, vocab: int) -> Iterator[Set]:
+    data = config.data
+    entries = data.test_datasets or data.datasets
+    columns = {"id": dataclasses.replace(COLUMNS["id"], asked_by="--scores")}
+    for name, entry in zip(titles(entries), entries, strict=True):
+        dataset = prepare(
+            [entry],
+            config,
+            lambda: build.load_tokenizer(str(config.model.tokenizer_path), config.model.revision),
+            vocab,
+            shuffle=False,
+            columns=columns,
+            main=mesh.main,
+            broadcast=mesh.control.broadcast,
+        )
+        check_targets(dataset, name)
+        bins = Bins(dataset, data, packed=data.eval_sample_packing is not False, numbered=True)
+        yield Set(name, bins, dataset["id"])
+
+
+def evaluate(
+    config: Config, mesh: Mesh, file: pathlib.Path | None = None, *, each_token: bool = False
+) -> dict[str, Totals]:
+    """Scores every document, and returns the sums of each data set. Every rank must call it.
+
+    file: where scores are written, at the end, in the order of the data.
+    """
+    t = config.train
+    if config.model.model_path is None and t.load_checkpoint_path is None:
+        raise ValueError(
+            "model.model_path = null, train.load_checkpoint_path = null: give one of them; there "
+            "are no weights to evaluate"
+        )
+    with reproducible(t.seed, t.enable_full_determinism):
+        shape = hf.shape_of(config.model)
+        chosen = list(sets(config, mesh, shape.vocab_size))
+        engine = filled_engine(config, shape, mesh)
+        found, lines = {}, []
+        for one in chosen:
+            of_set = sorted(_scores(engine, one, config, each_token))
+            found[one.name] = Totals.of(of_set)
+            lines += [_line(one, s) for s in of_set] if file is not None else []
+    if mesh.main:
+        for name, totals in found.items():
+            print(totals.line(name))
+        if file is not None:
+            write_text(file, "".join(lines))
+            print(f"{file}: {len(lines)} documents")
+    return found
+
+
+def filled_engine(config: Config, shape: ModelConfig, mesh: Mesh) -> Engine:
+    """With the weights of the model's folder, or of a checkpoint."""
+    ops = build.choose_ops(config.model, shape, mesh, build.compute_dtype(config.train))
+    engine = build.build_engine(config, shape, mesh, ops)
+    path = config.train.load_checkpoint_path
+    if path is not None:
+        folders = earlier(config.train.output_dir, path)
+        if not folders:
+            raise ValueError(f"train.load_checkpoint_path = {path}: there is no checkpoint")
+        model = build.model_identity(config, shape)
+        engine.load(folders, {"model": model}, {}, config.train.verify_checkpoint)
+    return engine
+
+
+def _scores(engine: Engine, one: Set, config: Config, each_token: bool) -> Iterator[Score]:
+    mesh = engine.mesh
+    batches = evaluation_batches(
+        one.bins,
+        config.train.micro_batch_size,
+        mesh.batch_rank,
+        mesh.layout.data,
+        pin=mesh.device.type == "cuda",
+        cp=mesh.context,
+        tp=mesh.layout.tp,
+    )
+    for some in scores(engine, batches, each_token=each_token):
+        yield from some
+
+
+def _line(one: Set, s: Score) -> str:
+    n = s.tokens
+    row: dict[str, Any] = {
+        "dataset": one.name,
+        "document": s.document,
+        "id": one.ids[s.document] or str(s.document),
+        "tokens": n,
+        "logprob": s.logprob,
+        "mean_logprob": s.logprob / n if n else None,
+        "entropy": s.entropy / n if n else None,
+        "accuracy": s.hits / n if n else None,
+    }
+    if s.logprobs is not None:
+        row["logprobs"] = s.logprobs
+    return json.dumps(row) + "\n"
+
+
+def asked(argv: list[str]) -> tuple[pathlib.Path | None, bool, list[str]]:
+    """The file of `--scores`, whether `--per-token` is given, and the other arguments. Exits with 2
+    if they are not whole.
+    """
+    rest = [a for a in argv if a != "--per-token"]
+    each, file = len(rest) < len(argv), None
+    if "--scores" in rest:
+        at = rest.index("--scores")
+        if at + 1 == len(rest) or rest[at + 1].startswith("--"):
+            print("--scores needs a FILE", file=sys.stderr)
+            sys.exit(2)
+        file = pathlib.Path(rest[at + 1])
+        del rest[at : at + 2]
+    if each and file is None:
+        print("--per-token needs --scores FILE", file=sys.stderr)
+        sys.exit(2)
+    return file, each, rest
+
+
+@platform.command
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code, as `launch.run` has it."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    file, each, argv = asked(sys.argv[1:] if argv is None else argv)
+    config = from_command_line(argv, PROGRAM, OPTIONS)
+
+    def first(rank: int, size: int, device: torch.device) -> None:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ValueError(f"--scores {file}: there is no folder {file.absolute().parent}")
+
+    def work(mesh: Mesh) -> None:
+        evaluate(config, mesh, file, each_token=each)
+
+    return launch.run(config.train, work, first=first)
+
+
+if __name__ == "__main__":
+    launch.end(main)

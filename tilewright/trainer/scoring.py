@@ -1,0 +1,92 @@
+"""Scores of documents: log-probabilities of their labels, entropies and hits, whatever the packing
+and the layout.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewright.ops.attention.context_parallel import unshard
+from tilewright.trainer.columns import IGNORE
+from tilewright.trainer.engine import Batch, Engine
+from tilewright.trainer.losses.loss import count_labels
+from tilewright.trainer.models.head import TokenLosses
+
+
+class Score(NamedTuple):
+    """Of one document.
+
+    document: its number in the data set.   tokens: labels that are not ignored, over which the
+    rest are sums, in nats.   hits: labels that are the most probable token.   logprobs: of each of
+    these labels, if asked for.
+    """
+
+    document: int
+    tokens: int
+    logprob: float
+    entropy: float
+    hits: int
+    logprobs: list[float] | None = None
+
+
+def statistics(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """The loss of language modeling, and `TokenLosses.statistics`, as a loss for `Engine`."""
+    logprob, entropy, hits = per_token.statistics()
+    return -logprob.double().sum(), count_labels(batch), logprob, entropy, hits
+
+
+def scores(
+    engine: Engine, batches: Iterable[Batch], *, each_token: bool = False
+) -> Iterator[list[Score]]:
+    """The scores of one micro-batch of every rank at a time, on every rank.
+
+    A document's sums are exact sums of its tokens' float32 numbers, rounded to float64 once: they
+    do not depend on which rank, micro-batch or bin it is in, as far as its tokens' numbers do not
+    (`model.batch_invariant`).
+
+    Args:
+        batches: with the column `document` (`Bins(numbered=True)`). Ranks have the same number.
+        each_token: with the log-probability of each label.
+    """
+    mesh = engine.mesh
+    place = mesh.layout.coordinates(mesh.rank)
+    tells = not any(place[axis] for axis in ("ring", "ulysses", "tp"))
+    with engine.evaluating():
+        for batch in batches:
+            [outcome] = engine.parts.forward([batch], statistics)
+            own: list[Score] = []
+            if outcome.more:  # of a pipeline's stages the last has them
+                labels = batch["labels"].to(mesh.device)
+                whole = [unshard(t, 1, mesh.context)[0] for t in (labels, *outcome.more)]
+                own = list(_of_documents(batch, *whole, each_token=each_token)) if tells else []
+            found = [s for rank in mesh.control.gather(own) for s in rank]
+            yield [Score(*s) for s in found]
+
+
+def _of_documents(
+    batch: Batch,
+    labels: torch.Tensor,
+    *tokens: torch.Tensor,
+    each_token: bool,
+) -> Iterator[Score]:
+    """The scores of a packed row's documents.   labels, tokens: [T], of the whole row."""
+    counted = labels != IGNORE
+    ends = batch["cu_seqlens"].tolist()
+    each = zip(batch["document"].tolist(), itertools.pairwise(ends), strict=True)
+    for number, (first, end) in each:
+        if number < 0:  # padding
+            continue
+        logprobs, entropies, hits = (t[first:end][counted[first:end]].tolist() for t in tokens)
+        yield Score(
+            number,
+            len(logprobs),
+            math.fsum(logprobs),
+            math.fsum(entropies),
+            sum(hits),
+            logprobs if each_token else None,
+        )
