@@ -75,7 +75,7 @@ class Bins(torch.utils.data.Dataset):
             )
             units = self._units()
             bins = packing.pack(
-                lengths if units is None else np.add.reduceat(lengths, units[:-1]),
+                lengths if units is None else self._joined(units),
                 data.sample_packing_sequence_len,
                 method,
                 data.sample_packing_group_size,
@@ -94,6 +94,18 @@ class Bins(torch.utils.data.Dataset):
         values = np.stack([self.dataset[name][:] for name in joined])
         changes = (values[:, 1:] != values[:, :-1]).any(0).nonzero()[0] + 1
         return np.array([0, *changes, len(self.lengths)])
+
+    def _joined(self, units: np.ndarray) -> np.ndarray:
+        """The number of tokens of each unit."""
+        tokens, most = (
+            np.add.reduceat(self.lengths, units[:-1]),
+            self.data.sample_packing_sequence_len,
+        )
+        if tokens.max() > most:
+            i = int(tokens.argmax())
+            of_unit = f"documents {units[i]} to {units[i + 1] - 1} of one pair have"
+            raise ValueError(f"{of_unit} {tokens[i]} tokens, a bin holds {most}")
+        return tokens
 
     @property
     def full(self) -> float:

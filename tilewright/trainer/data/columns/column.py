@@ -116,7 +116,7 @@ class Column:
                 kind = "an integer" if accepted is int else "a number"
                 raise TypeError(f"{self._at(i)} must be {kind}, got {value!r:.80}")
             if not (math.isfinite(value) and self.least <= value <= self.most):
-                raise ValueError(f"{self._at(i)} = {value}: {self._range()}")
+                raise ValueError(f"{self._at(i)} is {value}: {self._range()}")
         return np.array(given, wanted)
 
     def _at(self, i: int) -> str:

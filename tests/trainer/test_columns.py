@@ -1,0 +1,376 @@
+"""Columns of documents: from rows to batches, in any packing, on any ranks, from any position."""
+
+import dataclasses
+import itertools
+import json
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilewright.ops.attention.context_parallel import ContextParallel
+from tilewright.trainer.build import columns_of
+from tilewright.trainer.columns import IGNORE
+from tilewright.trainer.config import Config
+from tilewright.trainer.data.batches import Batches, Bins, collate
+from tilewright.trainer.data.prepared import prepare
+from tilewright.trainer.losses.loss import Loss
+from tilewright.trainer.losses.weighted import weighted_language_modeling
+from tilewright.trainer.tables import COLUMNS, DATASETS, LOSSES
+
+pytestmark = pytest.mark.packages
+
+ROUTES = dataclasses.replace(COLUMNS["routed_experts"], width=3, reader=None)
+ALL = {n: c for n, c in COLUMNS.items() if c.batched} | {"routed_experts": ROUTES}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+
+
+def config(folder="unused", *entries, train=None, **fields):
+    given = {
+        "dataset_prepared_path": str(folder),
+        "sample_packing_sequence_len": 16,
+        "pad_to_multiple_of": 4,
+        "datasets": list(entries) or [{"path": "dummy"}],
+    }
+    return Config(
+        model={"config_path": "unused"},
+        data=given | fields,
+        train={"output_dir": "out"} | (train or {}),
+    )
+
+
+# ---- properties
+
+
+def set_of(lengths, pairs):
+    """A set whose every number tells its document, token and column. Document i has the tokens
+    100 i + 1 and on.
+    """
+    rows = {name: [] for name in ("input_ids", "labels", *ALL)}
+    for i, n in enumerate(lengths):
+        ids = np.arange(100 * i + 1, 100 * i + 1 + n)
+        rows["input_ids"].append(ids)
+        rows["labels"].append(ids)
+        for k, (name, column) in enumerate(ALL.items()):
+            if name == "pair":
+                value = pairs[i]
+            elif column.each == "document":
+                value = 7 * i + k
+            else:
+                value = ids + 1000 * k
+                if column.width is not None:
+                    value = (value[:, None] + np.arange(column.width)).reshape(-1)
+            rows[name].append(value)
+    return datasets.Dataset.from_dict(rows)
+
+
+def check(batch, lengths, pairs):
+    """Every column of every document is where its tokens are. Returns the documents, in order."""
+    found, ends = [], batch["cu_seqlens"].tolist()
+    for j, (a, b) in enumerate(itertools.pairwise(ends)):
+        ids = batch["input_ids"][0, a:b]
+        if not ids[0]:  # padding, or a filler
+            for name, column in ALL.items():
+                at = batch[name][j] if column.each == "document" else batch[name][0, a:b]
+                assert (at == column.fill).all(), name
+            continue
+        i, n = int(ids[0]) // 100, b - a
+        assert n == lengths[i] and ids.tolist() == list(range(100 * i + 1, 100 * i + 1 + n))
+        assert batch["document"][j] == i
+        found.append(i)
+        for k, (name, column) in enumerate(ALL.items()):
+            if name == "pair":
+                assert batch[name][j] == pairs[i]
+            elif column.each == "document":
+                assert batch[name][j] == 7 * i + k, name
+            else:
+                own, want = batch[name][0, a:b], ids + 1000 * k
+                own = own if column.width is None else own[:, 0]
+                if column.target:  # of the token that follows
+                    assert own[-1] == column.fill
+                    own, want = own[:-1], want[1:]
+                assert own.tolist() == want.tolist(), name
+    return found
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_any_documents_on_any_ranks_from_any_position(data):
+    """The same documents in the same order, each once an epoch, with all their columns; members of
+    a pair in one bin.
+    """
+    lengths = data.draw(st.lists(st.integers(2, 8), min_size=4, max_size=24))
+    pairs = list(np.cumsum([data.draw(st.integers(0, 1)) for _ in lengths]))
+    while max(sum(n for n, q in zip(lengths, pairs, strict=True) if q == p) for p in pairs) > 16:
+        pairs = list(range(len(lengths)))
+    per_step = 4
+    fields = {
+        "sample_packing_method": data.draw(st.sampled_from(["sequential", "multipack"])),
+        "dataloader_drop_last": False,
+    }
+    bins = Bins(set_of(lengths, pairs), config(**fields).data, columns=ALL, numbered=True)
+    assert sorted(i for b in bins.bins for i in b) == list(range(len(lengths)))
+    for p in set(pairs):
+        own = {k for k, b in enumerate(bins.bins) for i in b if pairs[i] == p}
+        assert len(own) == 1, "a pair is in one bin"
+    steps = -(-len(bins) // per_step)
+    cuts = [data.draw(st.integers(0, steps)) for _ in range(2)]
+    want = None
+    for world in (1, 2, 4):
+        ranks = []
+        for rank in range(world):
+            train = {
+                "gradient_accumulation_steps": 1,
+                "micro_batch_size": per_step // world,
+                "seed": 3,
+            }
+            own = config(train=train, **fields)
+            ranks.append((own, rank))
+        order, state = [], {"epoch": 0, "used": 0}
+        edges = sorted({0, *cuts, steps})
+        for first, stop in itertools.pairwise(edges):  # resumed at each cut
+            loaders = [
+                Batches(bins, own.data, own.train, rank=rank, world_size=world)
+                for own, rank in ranks
+            ]
+            for loader in loaders:
+                loader.load_state_dict(state)
+            for step in itertools.islice(
+                zip(*(b.steps() for b in loaders), strict=True), stop - first
+            ):
+                for [batch] in step:
+                    order += check(batch, lengths, pairs)
+                state = loaders[0].state_dict()
+        assert sorted(order) == list(range(len(lengths)))
+        want = order if want is None else want
+        assert order == want
+
+
+@pytest.mark.parametrize("ulysses, ring", [(2, 1), (1, 2), (2, 2)])
+def test_a_column_is_sharded_as_its_tokens_are(ulysses, ring):
+    lengths, pairs = [5, 7, 3], [0, 1, 2]
+    bins = Bins(set_of(lengths, pairs), config().data, columns=ALL)
+    whole = collate([bins[0]], 8, columns=bins.columns)
+    size = ulysses * ring
+    for rank in range(size):
+        cp = ContextParallel(ulysses, ring, rank % ulysses, rank // ulysses)
+        own = collate([bins[0]], 8, cp, bins.columns)
+        places = [t for a, b in cp.intervals(16) for t in range(a, b)]
+        for name, column in ALL.items():
+            want = whole[name] if column.each == "document" else whole[name][:, places]
+            assert torch.equal(own[name], want), name
+
+
+# ---- from rows
+
+
+def written(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"path": str(path)}
+
+
+class Letters:
+    """A tokenizer of one token per character."""
+
+    eos_token_id = 0
+
+    def __call__(self, text, **_):
+        return {"input_ids": [ord(c) - 90 for c in text]}
+
+
+def samples(folder, rows, *names, kind="tokenized", **entry):
+    own = config(folder / "prepared", written(folder / "rows.jsonl", rows) | {"type": kind} | entry)
+    columns = {n: dataclasses.replace(COLUMNS[n], asked_by="train.loss = mine") for n in names}
+    return prepare(own.data.datasets, own, lambda: None, 97, shuffle=False, columns=columns)
+
+
+def test_columns_are_read_from_rows(tmp_path):
+    rows = [
+        {"input_ids": [5, 6, 7], "weight": [1, 0.5, 2], "reward": 1, "id": "a"},
+        {"input_ids": [8, 9], "weight": [3, 3], "reward": -0.25, "id": "b"},
+        {"input_ids": [8, 9, 10, 11, 12], "reward": 0, "weight": [1, 2, 3, 4, 5]},
+    ]
+    found = samples(tmp_path, rows, "weight", "reward", "id", max_seq_len=4)
+    assert found["weight"] == [[1, 0.5, 2], [3, 3], [1, 2, 3, 4]], "cut where the tokens are"
+    assert found["reward"] == [1, -0.25, 0] and found["id"] == ["a", "b", ""]
+
+
+def test_one_number_stands_for_every_token(tmp_path):
+    rows = [{"input_ids": [5, 6, 7], "advantage": -2}, {"input_ids": [8, 9], "advantage": 0.5}]
+    found = samples(tmp_path, rows, "advantage", "weight")
+    assert found["advantage"] == [[-2] * 3, [0.5] * 2]
+    assert found["weight"] == [[1] * 3, [1] * 2], "the default, where there is no such column"
+
+
+def test_texts_have_columns_too(tmp_path):
+    """Of a row that makes several samples, each has what the row has."""
+    rows = [
+        {"text": "abcdef", "reward": 2, "weight": 0.5},
+        {"text": "ab", "reward": 3, "weight": 1},
+    ]
+
+    entry = written(tmp_path / "rows.jsonl", rows) | {"type": "text", "max_seq_len": 4}
+    own = config(tmp_path / "prepared", entry)
+    columns = {n: COLUMNS[n] for n in ("reward", "weight")}
+    found = prepare(own.data.datasets, own, Letters, 97, shuffle=False, columns=columns)
+    assert found["reward"] == [2, 2, 3] and found["weight"] == [[0.5] * 4, [0.5] * 3, [1] * 3]
+
+
+@pytest.mark.parametrize(
+    "row, name, said",
+    [
+        ({"weight": [1, 2]}, "weight", "weight: it has 2 values, and the row 3 tokens"),
+        ({"weight": [1, -1, 0]}, "weight", "value of token 2 is -1: accepted are 0 and more"),
+        ({"old_logprob": [0, 0.5, 0]}, "old_logprob", "token 2 is 0.5: accepted are 0 and less"),
+        (
+            {"advantage": [0, None, 0]},
+            "advantage",
+            "the value of token 2 must be a number, got None",
+        ),
+        ({"reward": None}, "reward", "reward: it is missing"),
+        ({"reward": [1, 2]}, "reward", "reward: it must be one number, got a list"),
+        ({"reward": "good"}, "reward", "reward: it must be a number, got 'good'"),
+        ({"role": 0.5}, "role", "role: it must be an integer, got 0.5"),
+        ({"role": True}, "role", "role: it must be an integer, got True"),
+        ({"pair": -1}, "pair", "pair: it is -1: accepted are 0 and more"),
+        ({"id": 0.5}, "id", "id: it must be a string or an integer, got 0.5"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_row_and_column(row, name, said, tmp_path):
+    with pytest.raises(ValueError) as caught:
+        samples(tmp_path, [{"input_ids": [5, 6, 7], **row}], name)
+    assert f"{tmp_path / 'rows.jsonl'}: line 1: " in str(caught.value)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_column_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"train\.loss = mine: .* has no column reward, has \['inp"
+    ):
+        samples(tmp_path, [{"input_ids": [5, 6]}], "reward")
+
+
+def test_a_list_per_token_needs_rows_that_are_tokens(tmp_path):
+    rows = [{"text": "abcd", "weight": [1.0, 2.0]}]
+    entry = written(tmp_path / "rows.jsonl", rows) | {"type": "text"}
+    own = config(tmp_path / "prepared", entry)
+    with pytest.raises(
+        ValueError, match="line 1: weight: a list of numbers needs rows that are to"
+    ):
+        prepare(own.data.datasets, own, Letters, 97, columns={"weight": COLUMNS["weight"]})
+
+
+def test_other_columns_are_other_prepared_data(tmp_path):
+    rows = [{"input_ids": [5, 6, 7], "reward": 1, "weight": [1, 1, 1]}]
+    assert "reward" not in samples(tmp_path, rows).column_names
+    assert "weight" not in samples(tmp_path, rows, "reward").column_names
+    assert {"reward", "weight"} <= {*samples(tmp_path, rows, "reward", "weight").column_names}
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ([[1.0, 2.0], [1.0]], "weight: sample 1 has 1 values; accepted are 2, one per token"),
+        ([[1.0, 2.0], [1.0, -1.0]], "weight: sample 1: -1.0: accepted are 0 and more"),
+        ([[1.0, 2.0], [None, 1.0]], "weight: sample 1: nan: accepted are 0 and more"),
+        ([1.0, 2.0], "weight: it holds float; accepted is list<item: float>"),
+        ([[1.0, 2.0], [3.0, 4.0]], None),
+    ],
+)
+def test_columns_of_a_set_that_was_saved_are_checked(given, said, tmp_path):
+    kind = datasets.Value("float32")
+    features = datasets.Features(
+        input_ids=datasets.List(datasets.Value("int64")),
+        labels=datasets.List(datasets.Value("int64")),
+        weight=datasets.List(kind) if isinstance(given[0], list) else kind,
+    )
+    rows = {"input_ids": [[5, 6]] * 2, "labels": [[5, 6]] * 2, "weight": given}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path)
+    own = config(tmp_path, skip_prepare_dataset=True)
+    columns = {"weight": COLUMNS["weight"]}
+    if said is None:
+        assert prepare(own.data.datasets, own, None, 97, columns=columns)["weight"] == given
+        return
+    with pytest.raises(ValueError) as caught:
+        prepare(own.data.datasets, own, None, 97, columns=columns)
+    assert str(caught.value) == f"data.skip_prepare_dataset: {tmp_path}: {said}"
+
+
+def test_a_pair_longer_than_a_bin_is_refused(tmp_path):
+    bins = datasets.Dataset.from_dict(
+        {"input_ids": [[1] * 9] * 3, "labels": [[1] * 9] * 3, "pair": [0, 1, 1]}
+    )
+    with pytest.raises(
+        ValueError, match="documents 1 to 2 of one pair have 18 tokens, a bin holds"
+    ):
+        Bins(bins, config().data, columns={"pair": COLUMNS["pair"]})
+
+
+# ---- losses that read them
+
+
+class Values:
+    """A head's values, given."""
+
+    def __init__(self, values):
+        self.given = values
+
+    def values(self):
+        return self.given
+
+
+def test_tokens_weigh_what_their_column_says():
+    labels = torch.tensor([[3, IGNORE, 5]])
+    nll = torch.tensor([[1.0, 0.0, 4.0]], requires_grad=True)
+    batch = {"labels": labels, "weight": torch.tensor([[0.5, 9.0, 2.0]])}
+    total, denominator = weighted_language_modeling(Values(nll), batch)
+    assert total.item() == 8.5 and float(denominator) == 2.5, "not that of an ignored label"
+    total.backward()
+    assert nll.grad.tolist() == [[0.5, 0.0, 2.0]]
+
+
+def test_a_run_reads_the_columns_of_its_loss(monkeypatch):
+    mine = Loss(lambda *_: (), columns=("labels", "weight", "reward"))
+    monkeypatch.setattr(LOSSES, "_rows", LOSSES._rows | {"mine": mine})
+    found = columns_of(config("x", {"path": "p"}, train={"loss": "mine"}), shape=None)
+    assert [*found] == ["weight", "reward"]
+    assert found["reward"].asked_by == "train.loss = mine"
+
+
+def test_a_column_that_no_data_can_have_is_refused(monkeypatch, tmp_path):
+    losses = {
+        "unknown": Loss(lambda *_: (), columns=("labels", "weights")),
+        "rewarded": Loss(lambda *_: (), columns=("labels", "reward")),
+        "weighted": LOSSES["weighted_language_modeling"],
+    }
+    monkeypatch.setattr(LOSSES, "_rows", LOSSES._rows | losses)
+    config(train={"loss": "weighted"})  # by the column's default
+    with pytest.raises(
+        ValueError, match="reads weights of a batch; columns are input_ids, labels, a"
+    ):
+        config(train={"loss": "unknown"})
+    with pytest.raises(ValueError, match="reads reward of a batch, which dummy data do not have"):
+        config(train={"loss": "rewarded"})
+
+
+def test_a_type_may_yield_columns_of_its_own(monkeypatch, tmp_path):
+    kind = dataclasses.replace(
+        DATASETS["tokenized"],
+        samples=lambda asked: lambda row: [([5, 6], [5, 6], {"weight": [0.5, 2]})],
+        yields=("weight",),
+    )
+    monkeypatch.setattr(DATASETS, "_rows", DATASETS._rows | {"own": kind})
+    found = samples(tmp_path, [{"input_ids": [1, 2]}], "weight", kind="own")
+    assert found["weight"] == [[0.5, 2]]
+    silent = dataclasses.replace(kind, yields=())
+    monkeypatch.setattr(DATASETS, "_rows", DATASETS._rows | {"own": silent})
+    with pytest.raises(ValueError, match="a sample has weight, which its type does not say it yie"):
+        samples(tmp_path / "..", [{"input_ids": [1, 2, 3]}], "weight", kind="own")
