@@ -21,6 +21,9 @@ from tilewright.trainer.tables import DATASETS
 if TYPE_CHECKING:
     from tilewright.trainer.config import Config
 
+OURS = ("none", "ours")
+REPEAT = ("random", "interleave_over")
+WEIGHED = ("random", "interleave_under", "interleave_over")
 READ = Only("path", but="dummy").because("dummy data is not read from anywhere")
 ON_HUB = "only a dataset on the Hub has one"
 SHARDS, INDICES = "give both, or neither", "indices run from 0 to one below the number"
@@ -122,6 +125,16 @@ class Dataset(Section):
         ge=0,
     )
     """Which part, from 0."""
+    max_samples: int | None = field(None, Resume.OTHER_CONTENTS, READ, differs=OURS, ge=1)
+    """Rows that are taken, from the beginning; null: all."""
+    weight: float | None = field(
+        None,
+        Resume.OTHER_CONTENTS,
+        Only("data.mixing", *WEIGHED).because("concat takes every sample once"),
+        differs=OURS,
+        gt=0,
+    )
+    """Its share of the samples is this over the sum of the weights; null: see data.mixing."""
     preprocess_shards: int | None = field(
         None, Resume.COST, Only("shards", None).because("give one of them"), ge=1
     )
@@ -135,6 +148,11 @@ def _packs_no_groups(config: Config) -> bool:
     )
 
 
+def _weighs_some(config: Config) -> bool:
+    given = [e.weight is not None for e in config.data.datasets]
+    return any(given) and not all(given)
+
+
 def _no_size(size: float | None) -> bool:
     return size is not None and not (0 < size < 1 if isinstance(size, float) else size >= 1)
 
@@ -146,6 +164,31 @@ class Data(Section):
     """What to train on."""
     test_datasets: list[Dataset] = field([], Resume.EVALUATION, names="validation_file")
     """What to evaluate on."""
+    mixing: Literal["concat", "random", "interleave_under", "interleave_over"] = field(
+        "concat",
+        Resume.OTHER_CONTENTS,
+        Refuse("give every data set a weight, or none of them", "datasets").when(_weighs_some),
+        Refuse("what is evaluated on is not mixed", "test_datasets").when(
+            lambda c: any(e.weight is not None for e in c.data.test_datasets)
+        ),
+        Refuse(
+            "a sample that is taken twice would be trained on and held out", "val_set_size"
+        ).when(lambda c: c.data.mixing in REPEAT and c.data.val_set_size is not None),
+        differs=("concat", "the others are ours"),
+    )
+    """How datasets are merged. concat: every sample once; random: samples_per_epoch samples, each
+    of a dataset drawn by its weight (null: its number of samples), in the dataset's order and from
+    its beginning again; interleave_under, interleave_over: datasets in turns, or drawn by their
+    weights, until the first one or the last one has ended. The same samples in every epoch.
+    """
+    samples_per_epoch: int | None = field(
+        None,
+        Resume.OTHER_CONTENTS,
+        Only("mixing", "random").because("the other ways take what there is"),
+        differs=OURS,
+        ge=1,
+    )
+    """Samples that random draws; null: as many as there are."""
     dataset_prepared_path: str = field("last_prepared_dataset", Resume.PLACE)
     """Folder for prepared datasets."""
     select_columns: list[str] | None = field(None, Resume.OTHER_CONTENTS)

@@ -26,6 +26,7 @@ log = logging.getLogger("tilewright")
 PREPARATION = 5
 # Fields that say where data are, or how they are prepared, and not which samples come out.
 WITHOUT = {"path", "preprocess_shards", "trust_remote_code", "max_seq_len"}
+NEWER = {"max_samples", "weight"}
 SETTINGS = (
     "select_columns",
     "shuffle_merged_datasets",
@@ -148,7 +149,7 @@ def cache_key(
     versions = [k.version for k in kinds]
     what = [
         PREPARATION,
-        [[e.model_dump(exclude=WITHOUT), longest(e, data), contents(e)] for e in entries],
+        [[_settings(e), longest(e, data), contents(e)] for e in entries],
         {k: getattr(data, k) for k in SETTINGS},
         vocab,
         shuffle,
@@ -157,9 +158,18 @@ def cache_key(
         *([{name: str(c.type) for name, c in columns.items()}] if columns else []),
         *([c.depends for c in columns.values() if c.depends is not None]),
         *([versions] if any(versions) else []),
+        *([data.mixing, data.samples_per_epoch] if shuffle and data.mixing != "concat" else []),
     ]
     notes.save()
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _settings(entry: Dataset) -> dict[str, Any]:
+    """An entry's fields that decide on its samples. Those that are newer only where they are set:
+    what was prepared before is found.
+    """
+    found = entry.model_dump(exclude=WITHOUT)
+    return {k: v for k, v in found.items() if v is not None or k not in NEWER}
 
 
 def _tokenizer(model: Model, notes: Notes) -> Any:

@@ -26,6 +26,7 @@ from tilewright.trainer.config import Config, Dataset
 from tilewright.trainer.data import sealed
 from tilewright.trainer.data.cache_key import cache_key
 from tilewright.trainer.data.encode import Columns, has_target, schema
+from tilewright.trainer.data.mixing import mixed
 from tilewright.trainer.data.prepare import Counts, Writer, prepare_entry, split_file
 from tilewright.trainer.data.rows import MOST_ROWS
 from tilewright.trainer.data.sources import check_sources, dummy, read_raw
@@ -48,6 +49,8 @@ def _source(entry: Dataset, config: Config, vocab: int, seed: tuple[int, ...]):
                 f"data.select_columns: {absent} not in {entry.path}, which has {names}"
             )
         source = source.select_columns(data.select_columns)
+    if entry.max_samples is not None:
+        source = source.head(entry.max_samples)
     if entry.shards is not None:
         source = source.shard(entry.shards, entry.shards_idx or 0)
     if data.dataset_shard_num is not None:
@@ -84,7 +87,9 @@ def _build(
             order.append(part)
     if not counts.targets:
         raise ValueError(f"{_listed(entries)}: nothing can be learned: {counts.nothing()}")
-    merged = np.concatenate(order)
+    weights = [entry.weight for entry in entries if entry.weight is not None] or None
+    how = data.mixing if shuffle else "concat"  # what is evaluated on is not mixed
+    merged = mixed(order, how, weights, data.samples_per_epoch, seed)
     if shuffle and data.shuffle_merged_datasets:
         merged = np.random.default_rng(seed).permutation(merged)
     if shuffle:

@@ -66,6 +66,10 @@ class Rows:
         first, stop = share(self.first, self.stop, count, index)
         return dataclasses.replace(self, first=first, stop=stop)
 
+    def head(self, count: int) -> Rows:
+        """The first rows."""
+        return dataclasses.replace(self, stop=min(self.stop, self.first + count))
+
     def parts(self) -> Iterator[Part]:
         mean = max(1, self.nbytes // max(1, len(self)))
         step = max(1, min(MOST_ROWS, PIECE // mean))
@@ -133,6 +137,10 @@ class Documents:
     def shard(self, count: int, index: int) -> Documents:
         first, stop = share(self.first, self.stop, count, index)
         return dataclasses.replace(self, first=first, stop=stop)
+
+    def head(self, count: int) -> Documents:
+        """The first files."""
+        return dataclasses.replace(self, stop=min(self.stop, self.first + count))
 
     def place(self, row: tuple[int, int]) -> str:
         index, start = row
