@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tilewright.kernels import tuning
 from tilewright.nn import sharded
-from tilewright.trainer import memory_plan, train
+from tilewright.trainer import evaluate, memory_plan, train
 from tilewright.trainer.build import build_engine, build_model, choose_ops, compute_dtype
 from tilewright.trainer.checkpoint import checkpoint, hf
 from tilewright.trainer.config import load
@@ -328,7 +328,7 @@ def main(folder):
     root, ranks, groups = pathlib.Path(folder), None, Groups()
     for path, arguments in json.loads((root / "modes.json").read_text()).items():
         folder, name = (root / path).parent, pathlib.PurePath(path).name
-        whole = name.startswith(("run", "memory"))
+        whole = name.startswith(("run", "memory", "evaluate"))
         file, *arguments = arguments if whole else (folder / "config.yaml", *arguments)
         config = load(str(file), arguments)
         bins = None if whole else torch.load(folder / "bins.pt", weights_only=False)
@@ -339,6 +339,9 @@ def main(folder):
             ranks = mesh.build(config.train, ranks.rank, ranks.size, ranks.device)
         if name.startswith("memory"):
             (folder / f"{name}_{ranks.rank}").write_text(str(most_allocated(config, ranks)))
+            continue
+        if name.startswith("evaluate"):
+            evaluate.evaluate(config, ranks, folder / f"{name}.jsonl", each_token=True)
             continue
         if name in REFUSED:
             kind = name.removeprefix("run_")

@@ -55,6 +55,8 @@ def test_interleaved_by_weights():
     assert any({*of_set(found, i)} == {*map(int, PARTS[i])} for i in range(3)), (
         "until one has ended"
     )
+    assert found.tolist() == mixed(PARTS, "interleave_under", [1, 1, 8], seed=1).tolist()
+    assert found.tolist() != mixed(PARTS, "interleave_under", [1, 1, 8], seed=2).tolist()
     over = mixed(PARTS, "interleave_over", [1, 1, 8], seed=1)
     assert all({*of_set(over, i)} == {*map(int, PARTS[i])} for i in range(3)), "until all have"
 

@@ -1,0 +1,267 @@
+"""Scores of documents: those of transformers, and the same bits however documents are packed and
+spread over ranks.
+"""
+
+import json
+import math
+import random
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("pydantic")
+transformers = pytest.importorskip("transformers")
+
+from ranks import run_modes  # noqa: E402
+
+from tilewright.trainer import evaluate, train  # noqa: E402
+from tilewright.trainer.columns import IGNORE  # noqa: E402
+from tilewright.trainer.config import load  # noqa: E402
+from tilewright.trainer.models import head  # noqa: E402
+from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
+
+pytestmark = pytest.mark.packages
+
+VOCAB, BIN = 62, 48
+
+
+def rows(count, seed):
+    rng = random.Random(seed)
+    found = []
+    for i in range(count):
+        ids = [rng.randrange(VOCAB) for _ in range(rng.randint(2, 40))]
+        labels = [t if rng.random() < 0.8 else IGNORE for t in ids[:-1]] + [ids[-1]]
+        found.append({"input_ids": ids, "labels": labels, "id": f"{seed}-{i}"})
+    return found
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    """(folder, path of a configuration of two data sets and a Llama with weights)."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
+    for name, count, seed in (("first", 17, 1), ("second", 6, 2)):
+        text = "".join(json.dumps(row) + "\n" for row in rows(count, seed))
+        (folder / f"{name}.jsonl").write_text(text)
+    tree = {
+        "model": {"model_path": str(folder / "model"), "batch_invariant": True},
+        "data": {
+            "datasets": [{"path": str(folder / "first.jsonl")}],
+            "test_datasets": [
+                {"path": str(folder / f"{name}.jsonl")} for name in ("first", "second")
+            ],
+            "dataset_prepared_path": str(folder / "prepared"),
+            "sample_packing_sequence_len": BIN,
+            "pad_to_multiple_of": 8,
+        },
+        "train": {
+            "output_dir": str(folder / "out"),
+            "data_parallel_mode": "none",
+            "enable_mixed_precision": False,
+            "enable_gradient_checkpointing": False,
+        },
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    return folder, str(folder / "config.yaml")
+
+
+def scored(path, file, *options):
+    evaluate.evaluate(load(path, list(options)), Mesh(), file, each_token=True)
+    return file.read_text()
+
+
+@pytest.fixture(scope="module")
+def alone(settings):
+    folder, path = settings
+    return scored(path, folder / "alone.jsonl")
+
+
+def test_scores_are_transformers_own(settings, alone):
+    folder, _ = settings
+    model = transformers.LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
+    lines = [json.loads(line) for line in alone.splitlines()]
+    documents = [("first", i, row) for i, row in enumerate(rows(17, 1))]
+    documents += [("second", i, row) for i, row in enumerate(rows(6, 2))]
+    for line, (name, i, row) in zip(lines, documents, strict=True):
+        assert (line["dataset"], line["document"], line["id"]) == (name, i, row["id"])
+        with torch.no_grad():
+            logits = model(torch.tensor([row["input_ids"]])).logits[0, :-1]
+        logp, y = logits.log_softmax(-1), torch.tensor(row["labels"][1:])
+        seen = y != IGNORE
+        want = logp[seen, y[seen]]
+        assert line["tokens"] == len(want) == len(line["logprobs"])
+        torch.testing.assert_close(torch.tensor(line["logprobs"]).double(), want, rtol=0, atol=1e-5)
+        assert line["logprob"] == math.fsum(line["logprobs"])
+        if not len(want):
+            assert line["mean_logprob"] is line["entropy"] is line["accuracy"] is None
+            continue
+        assert line["mean_logprob"] == pytest.approx(want.mean().item(), abs=1e-5)
+        entropy = -(logp.exp() * logp).sum(-1)[seen].mean().item()
+        assert line["entropy"] == pytest.approx(entropy, abs=1e-5)
+        hits = (logits.argmax(-1) == y)[seen].double().mean().item()
+        assert line["accuracy"] == pytest.approx(hits, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--train.micro_batch_size=3"],
+        ["--data.eval_sample_packing=false"],
+        ["--data.sample_packing_sequence_len=200", "--data.sample_packing_method=multipack"],
+        ["--data.pad_to_multiple_of=1"],
+    ],
+    ids=lambda options: options[0].partition(".")[2],
+)
+def test_bits_do_not_depend_on_batches(options, settings, alone, tmp_path):
+    assert scored(settings[1], tmp_path / "scores.jsonl", *options) == alone
+
+
+def test_bits_do_not_depend_on_the_chunk_of_the_head(settings, alone, tmp_path, monkeypatch):
+    monkeypatch.setattr(head, "SCORED", 128)
+    long = ["--data.eval_sample_packing=true", "--train.micro_batch_size=20"]
+    assert scored(settings[1], tmp_path / "scores.jsonl", *long) == alone
+
+
+LAYOUTS = {
+    "evaluate_ddp": ["--train.data_parallel_mode=ddp"],
+    "evaluate_fsdp2": ["--train.data_parallel_mode=fsdp2", "--train.micro_batch_size=2"],
+    "evaluate_ulysses": ["--train.data_parallel_mode=fsdp2", "--train.ulysses_parallel_size=2"],
+    # Where a ring cuts a document depends on the batch, so its bits do too.
+    "evaluate_ring": [
+        "--train.data_parallel_mode=fsdp2",
+        "--train.ringattn_parallel_size=2",
+        "--train.ulysses_parallel_size=2",
+        "--model.batch_invariant=false",
+    ],
+    "evaluate_pp": [
+        "--train.data_parallel_mode=fsdp2",
+        "--train.pipeline_parallel_size=2",
+        "--train.pipeline_parallel_schedule=GPipe",
+    ],
+    "evaluate_tp": [
+        "--train.data_parallel_mode=fsdp2",
+        "--train.tensor_parallel_size=2",
+        "--model.batch_invariant=false",
+        "--model.merge_qkv=false",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def spread(settings):
+    folder, path = settings
+    run_modes(4, folder, {name: [path, *options] for name, options in LAYOUTS.items()})
+    return {name: (folder / f"{name}.jsonl").read_text() for name in LAYOUTS}
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "pp", "ulysses"])
+def test_bits_do_not_depend_on_ranks(layout, spread, alone):
+    assert spread[f"evaluate_{layout}"] == alone
+
+
+@pytest.mark.parametrize("layout", ["ring", "tp"])
+def test_ranks_that_share_a_token_agree_within_rounding(layout, spread, alone):
+    found, want = (
+        [json.loads(line) for line in text.splitlines()]
+        for text in (spread[f"evaluate_{layout}"], alone)
+    )
+    assert len(found) == len(want)
+    for a, b in zip(found, want, strict=True):
+        assert {k: a[k] for k in ("dataset", "document", "id", "tokens")} == {
+            k: b[k] for k in ("dataset", "document", "id", "tokens")
+        }
+        assert a["logprobs"] == pytest.approx(b["logprobs"], abs=1e-5)
+        assert a["entropy"] == pytest.approx(b["entropy"], abs=1e-5)
+        assert a["accuracy"] == b["accuracy"]
+
+
+# ---- the command
+
+
+def test_the_command_prints_the_sums_of_each_set(settings, alone, tmp_path, capsys):
+    file = tmp_path / "scores.jsonl"
+    assert evaluate.main([settings[1], "--scores", str(file)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    lines = [json.loads(line) for line in alone.splitlines()]
+    for name in ("first", "second"):
+        of_set = [line for line in lines if line["dataset"] == name]
+        tokens = sum(line["tokens"] for line in of_set)
+        loss = -math.fsum(line["logprob"] for line in of_set) / tokens
+        [own] = [line for line in said if line.startswith(f"{name}: ")]
+        assert own.startswith(
+            f"{name}: documents={len(of_set)} tokens={tokens} loss={loss:.6g} "
+            f"perplexity={math.exp(loss):.6g} accuracy="
+        )
+    for line in lines:
+        del line["logprobs"]
+    assert [json.loads(line) for line in file.read_text().splitlines()] == lines
+    assert said[-1] == f"{file}: 23 documents"
+
+
+def test_a_checkpoint_is_scored_as_its_export(settings, tmp_path):
+    more = [f"--train.output_dir={tmp_path}", "--train.max_steps=2", "--train.lr=0.01"]
+    more += ["--train.save_epochs=0", "--train.seed=3"]
+    assert train.main([settings[1], *more]) == 0
+    folder = tmp_path / "checkpoints/global_step_2"
+    own = [*more[:1], f"--train.load_checkpoint_path={folder}"]
+    found = scored(settings[1], tmp_path / "own.jsonl", *own)
+    assert found == scored(
+        settings[1], tmp_path / "hf.jsonl", f"--model.model_path={folder / 'hf'}"
+    )
+    assert found != scored(settings[1], tmp_path / "before.jsonl")
+
+
+@pytest.mark.parametrize(
+    "options, code, said",
+    [
+        (["--per-token"], 2, "--per-token needs --scores FILE"),
+        (["--scores"], 2, "--scores needs a FILE"),
+        (["--scores", "--per-token"], 2, "--scores needs a FILE"),
+        (
+            ["--scores", "nowhere/scores.jsonl"],
+            1,
+            "--scores nowhere/scores.jsonl: there is no fold",
+        ),
+        (["--train.load_checkpoint_path=nowhere"], 1, "nowhere"),
+        (["--train.load_checkpoint_path=auto"], 1, "auto: there is no checkpoint"),
+        (
+            ["--model.model_path=null", "--model.config_path=MODEL"],
+            1,
+            "model.model_path = null, train.load_checkpoint_path = null: give one of them",
+        ),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_sentence(options, code, said, settings, capsys):
+    folder, path = settings
+    options = [o.replace("MODEL", str(folder / "model")) for o in options]
+    try:
+        found = evaluate.main([path, *options])
+    except SystemExit as ended:
+        found = ended.code
+    printed = capsys.readouterr().err
+    assert found == code and said in printed and "Traceback" not in printed
+
+
+def test_sets_of_one_name_are_told_apart(tmp_path):
+    config = load(
+        None,
+        [
+            '--data.datasets=[{"path": "a/x.jsonl"}, {"path": "b/x.jsonl"}, {"path": "org/y", '
+            '"split": "test"}, {"path": "c/x.jsonl"}]',
+            "--model.config_path=m",
+            f"--train.output_dir={tmp_path}",
+        ],
+    )
+    assert evaluate.titles(config.data.datasets) == ["x", "x#2", "y:test", "x#3"]
