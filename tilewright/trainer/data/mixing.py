@@ -9,7 +9,10 @@ import numpy as np
 
 Mixing = Literal["concat", "random", "interleave_under", "interleave_over"]
 # As the datasets package calls them.
-UNTIL = {"interleave_under": "first_exhausted", "interleave_over": "all_exhausted"}
+UNTIL: dict[str, Literal["first_exhausted", "all_exhausted"]] = {
+    "interleave_under": "first_exhausted",
+    "interleave_over": "all_exhausted",
+}
 
 
 def mixed(

@@ -1,0 +1,151 @@
+"""The trainer's models for EleutherAI's lm-evaluation-harness (the extra `harness`).
+
+from lm_eval import simple_evaluate
+from tilewright.trainer.harness import LanguageModel
+
+model = LanguageModel.of("config.yaml", ["--train.load_checkpoint_path", "auto"])
+print(simple_evaluate(model, tasks=["lambada_openai"])["results"])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import datasets
+import numpy as np
+from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
+    get_rolling_token_windows,
+    make_disjoint_window,
+)
+
+from tilewright.core.registry import ImplementationUnavailable
+from tilewright.trainer import build
+from tilewright.trainer.checkpoint import hf
+from tilewright.trainer.columns import IGNORE
+from tilewright.trainer.config import Config, load
+from tilewright.trainer.data.batches import Bins, evaluation_batches
+from tilewright.trainer.engine import Engine
+from tilewright.trainer.evaluate import filled_engine
+from tilewright.trainer.parallel.mesh import Mesh, join
+from tilewright.trainer.scoring import Score, scores
+
+
+class LanguageModel(TemplateLM):
+    """A model whose log-probabilities the harness asks for, computed as by `evaluate`: packed, and
+    spread over ranks as configured. Every rank must make the same requests.
+
+    Contexts are cut at their beginning to the model's positions, and to what a bin holds. Requests
+    to generate text raise ImplementationUnavailable.
+
+    Args:
+        engine: with the weights.
+        config: whose sections data and train say how requests are packed and batched.
+        tokenizer: transformers'.
+    """
+
+    def __init__(self, engine: Engine, config: Config, tokenizer: Any):
+        super().__init__()
+        self.engine, self.config, self.tokenizer = engine, config, tokenizer
+        held = config.data.sample_packing_sequence_len - 1  # a bin also has the last label's token
+        self.max_length = min(engine.model.config.max_position_embeddings, held)
+
+    @classmethod
+    def of(cls, path: str, overrides: list[str] | None = None) -> LanguageModel:
+        """Of a configuration, in the processes of this launch. The weights are those of
+        model.model_path, or of the checkpoint that train.load_checkpoint_path names.
+
+        Raises ConfigError for the configuration, and what `evaluate` raises.
+        """
+        config = load(path, overrides)
+        mesh: Mesh = join(config.train)
+        engine = filled_engine(config, hf.shape_of(config.model), mesh)
+        model = config.model
+        return cls(engine, config, build.load_tokenizer(str(model.tokenizer_path), model.revision))
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        first = self.tokenizer.bos_token_id
+        return self.eot_token_id if first is None else first
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        return self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens))
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        found = self._scores((context, answer) for _, context, answer in requests)
+        return [(s.logprob, s.hits == s.tokens) for s in found]
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        windows = [
+            [
+                make_disjoint_window(window)
+                for window in get_rolling_token_windows(
+                    token_list=self.tok_encode(request.args[0]),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=self.max_length,
+                    context_len=1,
+                )
+            ]
+            for request in requests
+        ]
+        found = iter(self._scores(window for own in windows for window in own))
+        return [sum(next(found).logprob for _ in own) for own in windows]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        raise ImplementationUnavailable(
+            "the trainer's models do not generate text: choose tasks that score given answers, or "
+            "export the model, and load it with the harness's own hf model"
+        )
+
+    def _scores(self, pairs: Iterable[tuple[list[int], list[int]]]) -> list[Score]:
+        """Of each answer, after its context, in order."""
+        rows: dict[str, list[np.ndarray]] = {"input_ids": [], "labels": []}
+        for context, answer in pairs:
+            if len(answer) > self.max_length:
+                raise ValueError(
+                    f"an answer has {len(answer)} tokens, and at most {self.max_length} fit: raise "
+                    "data.sample_packing_sequence_len"
+                )
+            ids = np.array([*context, *answer][-self.max_length - 1 :], np.int64)
+            labels = ids.copy()
+            labels[: len(ids) - len(answer)] = IGNORE
+            rows["input_ids"].append(ids)
+            rows["labels"].append(labels)
+        if not rows["input_ids"]:
+            return []
+        mesh, data, train = self.engine.mesh, self.config.data, self.config.train
+        bins = Bins(datasets.Dataset.from_dict(rows), data, numbered=True)
+        batches = evaluation_batches(
+            bins,
+            train.micro_batch_size,
+            mesh.batch_rank,
+            mesh.layout.data,
+            cp=mesh.context,
+            tp=mesh.layout.tp,
+        )
+        return sorted(s for some in scores(self.engine, batches) for s in some)
