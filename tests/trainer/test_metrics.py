@@ -95,6 +95,15 @@ def test_the_bar_shows_them(reports, monkeypatch):
     assert "expert_load" not in last
 
 
+def test_all_that_an_evaluation_reports_is_written(reports, tmp_path, capsys):
+    made, _ = reports
+    held = made()
+    held.evaluation(10, {"eval_loss": 2.5, "eval_accuracy": 1 / 3})
+    held.close()
+    assert rows(tmp_path) == [{"step": 10, "eval_loss": 2.5, "eval_accuracy": 1 / 3}]
+    assert capsys.readouterr().out == "step=10 eval_loss=2.5 eval_accuracy=0.33333\n"
+
+
 def test_the_picture_has_both_losses(reports, tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure").Figure
     made, step = reports
@@ -106,7 +115,7 @@ def test_the_picture_has_both_losses(reports, tmp_path, monkeypatch):
 
     monkeypatch.setattr(figure, "savefig", keep)
     held = made(plot_loss=True)
-    held.evaluation(10, 2.5)
+    held.evaluation(10, {"eval_loss": 2.5})
     step(held, 11, 1.0)
     step(held, 12, 1.0)
     held.close()
@@ -122,7 +131,7 @@ def test_tensorboard_reads_what_is_logged(reports, tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     made, step = reports
     held = made(use_tensorboard=True)
-    held.evaluation(10, 2.5)
+    held.evaluation(10, {"eval_loss": 2.5})
     step(held, 11, 2.0)
     step(held, 12, 2.0)
     held.close()

@@ -97,9 +97,10 @@ class Run:
     done: int
     callbacks: list[Callback] = dataclasses.field(default_factory=list)
 
-    def evaluate(self) -> None:
+    def evaluate(self) -> dict[str, float] | None:
+        """What an evaluation reports, by name; None if there is nothing to evaluate on."""
         if self.held is None:
-            return
+            return None
         batches = evaluation_batches(
             self.held,
             self.config.train.micro_batch_size,
@@ -109,11 +110,12 @@ class Run:
             cp=self.mesh.context,
             tp=self.mesh.layout.tp,
         )
-        loss = self.engine.evaluate(batches, self.loss)
-        if not math.isfinite(loss):
+        values = {"eval_loss": self.engine.evaluate(batches, self.loss)}
+        if not math.isfinite(loss := values["eval_loss"]):
             self.give_up(f"step {self.done}: the loss of evaluation is {loss}, so it is not saved")
         for callback in self.callbacks:
-            callback.evaluated(self.done, loss)
+            callback.evaluated(self.done, values)
+        return values
 
     def save(self) -> None:
         state = {

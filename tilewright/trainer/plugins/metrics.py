@@ -12,6 +12,7 @@ import pathlib
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -171,11 +172,13 @@ class Metrics:
         """Excludes the time since the last step (evaluation, a checkpoint) from the next one."""
         self.last = time.perf_counter()
 
-    def evaluation(self, step: int, loss: float) -> None:
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Reports an evaluation after a step.   values: with "eval_loss"."""
         self.restart_clock()
         if self.main:
-            self.write({"step": step, "eval_loss": loss})
-            self.say(f"step={step} eval_loss={loss:.5g}")
+            row = {"step": step, **values}
+            self.write(row)
+            self.say(" ".join(f"{k}={_show(v)}" for k, v in row.items()))
 
     def write(self, row: dict[str, Any]) -> None:
         self.file.write(json.dumps(row) + "\n")
@@ -241,8 +244,8 @@ class Report(Callback):
             )
         run.metrics.step(step.number, step.tokens, **step.values)
 
-    def evaluated(self, done: int, loss: float) -> None:
-        self.run.metrics.evaluation(done, loss)
+    def evaluated(self, done: int, values: Mapping[str, float]) -> None:
+        self.run.metrics.evaluation(done, values)
 
 
 CALLBACKS.add("report", Plugin(Report, 50, lambda run: True))
