@@ -976,8 +976,57 @@ PP, STEPS = "--train.pipeline_parallel_size=2", "--train.gradient_accumulation_s
 SCHEDULE, STAGES = "--train.pipeline_parallel_schedule", "--train.virtual_pipeline_size"
 TP = "--train.tensor_parallel_size=2 --model.merge_qkv=false"
 REENTRANT = "--train.enable_gradient_checkpointing=true --train.enable_reentrant=true"
+HELD = "--data.val_set_size=4"
 # A violation of the rule, the error, and a similar value that is accepted.
 RULES = [
+    *(
+        (f"--train.{given}", "there is nothing to evaluate on", f"{HELD} --train.{given}")
+        for given in (
+            "eval_strategy=epoch",
+            "eval_strategy=steps --train.eval_steps=2",
+            "eval_on_start=true",
+            "eval_sanity_batches=1",
+            "eval_max_batches=1",
+            "eval_micro_batch_size=1",
+        )
+    ),
+    *(
+        (
+            f"{HELD} --train.eval_strategy=no --train.{given}",
+            "nothing is evaluated",
+            f"{HELD} --train.{given}",
+        )
+        for given in (
+            "eval_on_start=true",
+            "eval_sanity_batches=1",
+            "eval_max_batches=1",
+            "eval_micro_batch_size=1",
+        )
+    ),
+    (
+        f"{HELD} --train.eval_strategy=steps",
+        "say every how many",
+        f"{HELD} --train.eval_strategy=steps --train.eval_steps=1",
+    ),
+    (
+        f"{HELD} --train.eval_steps=2",
+        "only eval_strategy: steps counts steps",
+        f"{HELD} --train.eval_strategy=steps --train.eval_steps=2",
+    ),
+    (
+        f"{HELD} --train.eval_epochs=2",
+        "only eval_strategy: epoch counts epochs",
+        f"{HELD} --train.eval_strategy=epoch --train.eval_epochs=2",
+    ),
+    *(
+        (
+            f"{HELD} --train.eval_max_batches={given}",
+            "must be a number of batches (1 or more) or a fraction between 0 and 1",
+            f"{HELD} --train.eval_max_batches=0.5",
+        )
+        for given in ("0", "1.5", "-0.5")
+    ),
+    ("--train.eval_on_start=true", "nothing to evaluate on", "--train.eval_on_start=false"),
     ("--train.ckpt_manager=torch", "torch.save writes pickles", "--train.ckpt_manager=dcp"),
     (
         "--model.revision=v1 --model.tokenizer_path=some/tokenizer",
@@ -1451,6 +1500,15 @@ def test_rule(least, broken, sentence, neighbor, monkeypatch):
         sentence in line and any(re.search(rf"{f}\b.* = ", line) for f in fields) for line in found
     ), found
     least(*neighbor.split())
+
+
+def test_no_is_a_word_without_quotes(write):
+    text = LEAST.replace("out}", "out, eval_strategy: no}")
+    assert load(write(text)).train.eval_strategy == "no"
+    wrong = errors(load, write(text.replace(": no}", ": yes}")))
+    assert wrong == [
+        "train.eval_strategy = true: a boolean does not fit here; expected auto | no | steps | epoch"
+    ]
 
 
 def test_rules_of_the_machine(least, monkeypatch):

@@ -95,6 +95,7 @@ QLORA = {**LORA, "lora__enable_qlora": True, "lora__quant_format": "nf4"} | {
 RECOMPUTE = {"train__enable_gradient_checkpointing": True}
 TEXT = {"data__datasets": "@text", "model__tokenizer_path": "@tokenizer"}
 EVAL = {"data__val_set_size": 4}
+EVAL_STEPS = {**EVAL, "train__eval_strategy": "steps", "train__eval_steps": 2}
 DECAY = {"train__lr_decay_style": "linear"}
 WARM = {"train__lr_warmup_ratio": 0.6}
 MUON = {"train__optimizer": "muon"}
@@ -235,6 +236,22 @@ ROWS = [
     row("train.gradient_accumulation_steps", 2, "tokens"),
     row("train.num_train_epochs", 2, "steps", train__max_steps=None, train__micro_batch_size=4),
     row("train.max_steps", 2, "steps"),
+    row("train.eval_strategy", "no", "evaluations", **EVAL),
+    row("train.eval_steps", 3, "evaluations", **EVAL_STEPS),
+    row(
+        "train.eval_epochs",
+        2,
+        "evaluations",
+        **EVAL,
+        train__eval_strategy="epoch",
+        train__max_steps=None,
+        train__num_train_epochs=3,
+        train__micro_batch_size=4,
+    ),
+    row("train.eval_on_start", False, "evaluations", **EVAL),
+    row("train.eval_sanity_batches", 1, "loaders", **EVAL),
+    row("train.eval_max_batches", 1, "loaders", **EVAL),
+    row("train.eval_micro_batch_size", 2, "loaders", **EVAL),
     row("train.enable_mixed_precision", True, "losses"),
     row("train.enable_gradient_checkpointing", True, "attentions"),
     row("train.enable_reentrant", True, "recomputed", **RECOMPUTE),
@@ -579,7 +596,7 @@ def spies(seen):
 
 
 def loader_options(bins, *, batch_sampler, num_workers, prefetch_factor, pin_memory, **_):
-    return num_workers, prefetch_factor, pin_memory, len(bins)
+    return num_workers, prefetch_factor, pin_memory, len(bins), len(batch_sampler)
 
 
 def recompute_options(function, *args, use_reentrant):

@@ -11,6 +11,8 @@ import signal
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+import torch
+
 from tilewright.ops import checked_targets
 from tilewright.trainer import build
 from tilewright.trainer.checkpoint import checkpoint, writable
@@ -48,8 +50,7 @@ def train(config: Config, mesh: Mesh) -> None:
 
 def loop(run: Run, interrupts: Interrupts) -> None:
     t, engine, plan, steps = run.config.train, run.engine, run.plan, run.batches.steps()
-    if run.done == 0:
-        run.evaluate()
+    run.begin()
     with interrupts.watched(), contextlib.ExitStack() as stack:
         for callback in run.callbacks:
             stack.enter_context(callback.running())
@@ -70,7 +71,7 @@ def loop(run: Run, interrupts: Interrupts) -> None:
                 callback.after_step(step)
             if (signum := interrupts.asked()) and run.done < plan.total:
                 run.stop(signum)
-            if plan.saves(run.done) or plan.ends_epoch(run.done):
+            if plan.evaluates(run.done):
                 run.evaluate()
             if plan.saves(run.done):
                 run.save()
@@ -97,20 +98,38 @@ class Run:
     done: int
     callbacks: list[Callback] = dataclasses.field(default_factory=list)
 
-    def evaluate(self) -> dict[str, float] | None:
-        """What an evaluation reports, by name; None if there is nothing to evaluate on."""
+    def begin(self) -> None:
+        """Evaluates before the first step."""
+        if number := self.config.train.eval_sanity_batches:
+            self._evaluated(number)
+            self.metrics.restart_clock()
+        if self.done == 0 and self.plan.evaluates(0):
+            self.evaluate()
+
+    def _evaluated(self, most: float | None) -> dict[str, float]:
+        """What an evaluation reports of so many batches, by name; nothing without data for it."""
         if self.held is None:
-            return None
+            return {}
+        t = self.config.train
         batches = evaluation_batches(
             self.held,
-            self.config.train.micro_batch_size,
+            t.eval_micro_batch_size or t.micro_batch_size,
             self.mesh.batch_rank,
             self.mesh.layout.data,
             pin=self.mesh.device.type == "cuda",
             cp=self.mesh.context,
             tp=self.mesh.layout.tp,
+            most=most,
         )
-        values = {"eval_loss": self.engine.evaluate(batches, self.loss)}
+        # The next steps draw what they would have drawn.
+        with torch.random.fork_rng([self.mesh.device] if self.mesh.device.type == "cuda" else []):
+            return {"eval_loss": self.engine.evaluate(batches, self.loss)}
+
+    def evaluate(self) -> dict[str, float] | None:
+        """What an evaluation reports, by name; None if there is nothing to evaluate on."""
+        values = self._evaluated(self.config.train.eval_max_batches)
+        if not values:
+            return None
         if not math.isfinite(loss := values["eval_loss"]):
             self.give_up(f"step {self.done}: the loss of evaluation is {loss}, so it is not saved")
         for callback in self.callbacks:

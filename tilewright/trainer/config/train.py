@@ -9,6 +9,7 @@ from pydantic import field_validator, model_validator
 from tilewright.core import platform
 from tilewright.core.torch_names import no_zero_bubble
 from tilewright.trainer.columns import COLUMNS
+from tilewright.trainer.config.data import no_size
 from tilewright.trainer.config.section import (
     Accepts,
     Only,
@@ -119,6 +120,16 @@ def _bf16(name: str, *optimizers: str) -> Refuse:
             and getattr(c.train, name) > 1 - 2**-8
         )
     )
+
+
+def _nothing_held_out(config: Config) -> str | None:
+    data = config.data
+    held = data.test_datasets or data.val_set_size is not None
+    return None if held else "there is nothing to evaluate on"
+
+
+HELD_OUT = Refuse(_nothing_held_out, "data.test_datasets", "data.val_set_size")
+EVALUATED = Only("eval_strategy", but="no").because("nothing is evaluated")
 
 
 class Train(Section):
@@ -429,6 +440,75 @@ class Train(Section):
     """Passes over the data."""
     max_steps: int | None = field(None, Resume.NEXT_STEP, names="steps", ge=1)
     """Optimizer steps in all; overrides epochs."""
+    # evaluation
+    eval_strategy: Literal["auto", "no", "steps", "epoch"] = field(
+        "auto",
+        Resume.EVALUATION,
+        HELD_OUT.when(lambda c: c.train.eval_strategy in ("steps", "epoch")),
+        Refuse("say every how many", "eval_steps").when(
+            lambda c: c.train.eval_strategy == "steps" and c.train.eval_steps is None
+        ),
+        differs=OURS,
+        names="do_eval",
+    )
+    """When there is something to evaluate on. auto: before the first step, with each checkpoint of
+    save_steps and save_epochs, at the end of each epoch and of the run; steps: every eval_steps;
+    epoch: every eval_epochs; no: never.
+    """
+    eval_steps: int | None = field(
+        None,
+        Resume.EVALUATION,
+        Only("eval_strategy", "steps").because("only eval_strategy: steps counts steps"),
+        differs=OURS,
+        ge=1,
+    )
+    """Evaluate every so many optimizer steps."""
+    eval_epochs: int = field(
+        1,
+        Resume.EVALUATION,
+        Only("eval_strategy", "epoch").because("only eval_strategy: epoch counts epochs"),
+        differs=OURS,
+        ge=1,
+    )
+    """Evaluate at the end of every so many epochs."""
+    eval_on_start: bool | None = field(
+        None,
+        Resume.EVALUATION,
+        Only("eval_strategy", but="no", neutral=(False,)).because("nothing is evaluated"),
+        HELD_OUT.when(lambda c: c.train.eval_on_start),
+        differs=OURS,
+    )
+    """Evaluate before the first step of a run; null: where eval_strategy is auto."""
+    eval_sanity_batches: int = field(
+        0, Resume.EVALUATION, EVALUATED, HELD_OUT, differs=OURS, names="num_sanity_val_steps", ge=0
+    )
+    """Whenever the command starts, evaluate so many batches before its first step, and discard the
+    result: what cannot be evaluated ends it early.
+    """
+    eval_max_batches: int | float | None = field(
+        None,
+        Resume.EVALUATION,
+        EVALUATED,
+        HELD_OUT,
+        Refuse("must be a number of batches (1 or more) or a fraction between 0 and 1").when(
+            lambda c: no_size(c.train.eval_max_batches)
+        ),
+        differs=OURS,
+        names="max_evaluate_steps limit_val_batches",
+    )
+    """Evaluate so many batches, the first ones, or a fraction of all of them; null: all. A batch is
+    a forward pass of all processes: eval_micro_batch_size bins on each that reads its own.
+    """
+    eval_micro_batch_size: int | None = field(
+        None,
+        Resume.EVALUATION,
+        EVALUATED,
+        HELD_OUT,
+        differs=OURS,
+        names="per_device_eval_batch_size",
+        ge=1,
+    )
+    """Bins in a forward pass of an evaluation; null: micro_batch_size."""
     # memory and speed
     enable_mixed_precision: bool = field(
         True,
@@ -696,6 +776,12 @@ class Train(Section):
     @classmethod
     def _empty_is_none(cls, value: str | None) -> str | None:
         return value or None
+
+    @field_validator("eval_strategy", mode="before")
+    @classmethod
+    def _no_is_a_word(cls, value: Any) -> Any:
+        """YAML's no is false."""
+        return "no" if value is False else value
 
     @model_validator(mode="after")
     def _device(self) -> Train:
