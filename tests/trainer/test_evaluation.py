@@ -27,12 +27,12 @@ pytestmark = pytest.mark.packages
 HELD = {"data__val_set_size": 7}
 # Two epochs of three steps.
 EPOCHS = {
-    **HELD,
     "train__max_steps": None,
     "train__num_train_epochs": 2,
     "data__dataloader_drop_last": False,
 }
 STEPS = {"train__eval_strategy": "steps"}
+ONES = {"train__eval_micro_batch_size": 1}
 EPOCH = {"train__eval_strategy": "epoch"}
 
 
@@ -40,11 +40,10 @@ def evaluated(folder):
     return [row["step"] for row in rows(folder) if "eval_loss" in row]
 
 
-def per_epoch(folder):
-    """Settings with three steps in an epoch."""
-    config = load(write_config(folder, **HELD))
-    bins = len(build_data(config, Mesh(), 97)[0].bins)
-    return {**EPOCHS, "train__gradient_accumulation_steps": math.ceil(bins / 3)}
+def three_steps(folder, **data):
+    """Settings with three steps in an epoch, each of one forward pass."""
+    bins = len(build_data(load(write_config(folder, **data)), Mesh(), 97)[0].bins)
+    return {**EPOCHS, **data, "train__micro_batch_size": math.ceil(bins / 3)}
 
 
 @pytest.mark.parametrize(
@@ -62,10 +61,8 @@ def per_epoch(folder):
     ids=str,
 )
 def test_a_run_evaluates_when_its_strategy_says(settings, steps, tmp_path):
-    path = write_config(
-        tmp_path, **{**per_epoch(tmp_path), "train__save_hf_weights": False, **settings}
-    )
-    run(path)
+    options = {**three_steps(tmp_path, **HELD), "train__save_hf_weights": False}
+    run(write_config(tmp_path, **{**options, **settings}))
     assert max(row["step"] for row in rows(tmp_path)) == 6
     assert evaluated(tmp_path) == steps
 
@@ -90,13 +87,14 @@ def test_training_has_the_bits_that_it_has_without_evaluation(tmp_path, monkeypa
             {"train__eval_strategy": "no"},
             {},
             {**STEPS, "train__eval_steps": 1, "train__eval_micro_batch_size": 3},
-            {**EPOCH, "train__eval_on_start": True, "train__eval_max_batches": 0.5},
-            {"train__eval_sanity_batches": 2, "train__eval_max_batches": 1},
+            {**EPOCH, "train__eval_on_start": True, **ONES, "train__eval_max_batches": 0.5},
+            {**ONES, "train__eval_sanity_batches": 2, "train__eval_max_batches": 1},
         )
     ):
         folder = tmp_path / str(i)
         drawn.append([])
-        run(write_config(folder, **{**per_epoch(folder), **settings}, train__save_steps=4))
+        options = {**three_steps(folder, **HELD), "train__save_steps": 4}
+        run(write_config(folder, **{**options, **settings}))
         steps = [(r["loss"], r["grad_norm"], r["tokens"]) for r in rows(folder) if "loss" in r]
         found.append((steps, drawn[-1], tensors(folder, 6), evaluated(folder)))
     assert not found[0][3] and all(given[3] for given in found[1:])

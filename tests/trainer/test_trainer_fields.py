@@ -96,6 +96,7 @@ RECOMPUTE = {"train__enable_gradient_checkpointing": True}
 TEXT = {"data__datasets": "@text", "model__tokenizer_path": "@tokenizer"}
 EVAL = {"data__val_set_size": 4}
 EVAL_STEPS = {**EVAL, "train__eval_strategy": "steps", "train__eval_steps": 2}
+EVAL_BEST = {**EVAL_STEPS, "train__best_metric": "eval_loss"}
 DECAY = {"train__lr_decay_style": "linear"}
 WARM = {"train__lr_warmup_ratio": 0.6}
 MUON = {"train__optimizer": "muon"}
@@ -278,9 +279,13 @@ ROWS = [
     row("train.empty_cache_steps", 1, "emptied"),
     row("train.gc_steps", 1, "collected"),
     row("train.output_dir", "@elsewhere", "folders"),
+    row("train.save_strategy", "best", "checkpoints", **EVAL_BEST),
     row("train.save_steps", 2, "checkpoints"),
     row("train.save_epochs", 0.125, "checkpoints"),
     row("train.save_total_limit", 1, "checkpoints", train__save_steps=1),
+    row("train.best_metric", "eval_loss", "best", **EVAL_STEPS),
+    row("train.best_mode", "max", "best", **EVAL_BEST),
+    row("train.save_best", True, "checkpoints", **EVAL_BEST),
     row("train.save_async", True, "asynchronous"),
     row("train.save_hf_weights", True, "exported"),
     row("train.load_checkpoint_path", "@checkpoint", "logged_steps"),
@@ -681,6 +686,7 @@ def outcome(run, config, out, said, world):
         "stored": [
             checkpoint_files.read_state(p)["weights"] for p in checkpoints.glob("global_step_*")
         ],
+        "best": [checkpoint_files.read_state(p).get("best") for p in checkpoints.glob("*")],
         "pictures": sorted(p.name for p in out.glob("*.png")),
         "exported": sorted(p.name for p in checkpoints.glob("*/hf/*")),
         "folders": [

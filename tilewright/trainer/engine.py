@@ -222,9 +222,15 @@ class Engine:
 
     # ---- files
 
-    def save(self, saver: checkpoint.Saver, step: int, state: dict[str, Any]) -> pathlib.Path:
+    def save(
+        self,
+        saver: checkpoint.Saver,
+        step: int,
+        state: dict[str, Any],
+        values: Mapping[str, float] | None = None,
+    ) -> pathlib.Path:
         """See `Saver.save`."""
-        return saver.save(step, self.parts, self.optimizer, state)
+        return saver.save(step, self.parts, self.optimizer, state, values)
 
     def load(
         self,

@@ -8,7 +8,7 @@ import logging
 import math
 import pathlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from tilewright.ops import checked_targets
 from tilewright.trainer import build
 from tilewright.trainer.checkpoint import checkpoint, writable
+from tilewright.trainer.checkpoint.best import Best
 from tilewright.trainer.config import Config, resolved
 from tilewright.trainer.data.batches import Batches, Bins, evaluation_batches
 from tilewright.trainer.engine import Engine, NotFinite, reproducible
@@ -71,10 +72,9 @@ def loop(run: Run, interrupts: Interrupts) -> None:
                 callback.after_step(step)
             if (signum := interrupts.asked()) and run.done < plan.total:
                 run.stop(signum)
-            if plan.evaluates(run.done):
-                run.evaluate()
-            if plan.saves(run.done):
-                run.save()
+            values = run.evaluate() if plan.evaluates(run.done) else None
+            if plan.saves(run.done) or run.saves_best(values):
+                run.save(values)
 
 
 @dataclasses.dataclass
@@ -99,12 +99,22 @@ class Run:
     callbacks: list[Callback] = dataclasses.field(default_factory=list)
 
     def begin(self) -> None:
-        """Evaluates before the first step."""
-        if number := self.config.train.eval_sanity_batches:
-            self._evaluated(number)
+        """Evaluates before the first step. Raises ValueError if train.best_metric is a name that
+        evaluations do not report.
+        """
+        t = self.config.train
+        whole = self.done == 0 and self.plan.evaluates(0)
+        # One batch has the names.
+        if number := t.eval_sanity_batches or int(t.best_metric is not None and not whole):
+            self._check_best(self._evaluated(number))
             self.metrics.restart_clock()
-        if self.done == 0 and self.plan.evaluates(0):
-            self.evaluate()
+        if whole:
+            self._check_best(self.evaluate() or {})
+
+    def _check_best(self, values: Mapping[str, float]) -> None:
+        name = self.config.train.best_metric
+        if name is not None and name not in values:
+            raise ValueError(f"train.best_metric = {name}: evaluations report {', '.join(values)}")
 
     def _evaluated(self, most: float | None) -> dict[str, float]:
         """What an evaluation reports of so many batches, by name; nothing without data for it."""
@@ -136,14 +146,19 @@ class Run:
             callback.evaluated(self.done, values)
         return values
 
-    def save(self) -> None:
+    def saves_best(self, values: Mapping[str, float] | None) -> bool:
+        """Whether an evaluation is one after which the best checkpoint is saved."""
+        return self.config.train.save_best and self.saver.improves(values or {})
+
+    def save(self, values: Mapping[str, float] | None = None) -> None:
+        """values: of an evaluation of these weights."""
         state = {
             "data": self.batches.state_dict(),
             "tokens": self.batches.tokens,
             "run": self.identity,
             "ops": self.ops,
         }
-        self.engine.save(self.saver, self.done, state)
+        self.engine.save(self.saver, self.done, state, values)
         self.metrics.restart_clock()
 
     def stop(self, signum: int) -> NoReturn:
@@ -169,6 +184,9 @@ class Run:
         if empty := self.engine.empty_steps:
             steps = self.done - self.start
             self.metrics.say(f"{empty} of {steps} steps had no label, and no effect")
+        if (best := self.saver.best) and best.step is not None:
+            name = self.saver.folder(best.step).name
+            self.metrics.say(f"the best checkpoint is {name}: {best.metric}={best.value:.5g}")
         for callback in self.callbacks:
             callback.close()
         self.metrics.close()
@@ -223,13 +241,13 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     witness = Witness(t, mesh)
     made = build.build(config, mesh)
     engine, batches, held = made.engine, made.batches, made.held
-    start, resumed = 0, None
+    start, resumed, best = 0, None, None
     if folders:
         wanted = {k: v for k, v in made.identity.items() if k != "base" or not t.allow_other_base}
         resumed, state = engine.load(folders, wanted, made.ops, t.verify_checkpoint)
         start = state["step"]
         batches.load_state_dict(state["data"])
-        batches.tokens = state.get("tokens", 0)
+        batches.tokens, best = state.get("tokens", 0), state.get("best")
     elif t.load_checkpoint_path and mesh.main:
         log.info("%s holds no checkpoint to resume from: the run starts anew", t.output_dir)
     plan = Plan(t, batches.steps_per_epoch, start - batches.position)
@@ -279,6 +297,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
             resumed,
             keep=t.save_total_limit or 0,
             base=config.lora.save_base,
+            best=Best.of(t, best),
         ),
         identity=made.identity,
         ops=made.ops,

@@ -12,6 +12,7 @@ holds them still (`adapters_suffice`). Tied weights are stored once.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import logging
@@ -19,7 +20,7 @@ import pathlib
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -39,6 +40,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from tilewright.nn.sharded import shard
 from tilewright.nn.weights import adapted, is_adapter
+from tilewright.trainer.checkpoint.best import Best
 from tilewright.trainer.checkpoint.checkpoint_files import (
     Damaged,
     Planner,
@@ -134,7 +136,8 @@ class Saver:
     """Writes checkpoints; with save_async, one may be in progress while training continues.
 
     Every rank must create one, and call its methods at the same steps.   last: the newest complete
-    checkpoint.   keep: `run_folder.publish`'s.   base: store frozen weights in any case.
+    checkpoint; at first the one resumed from.   keep: `run_folder.publish`'s.   base: store frozen
+    weights in any case.   best: the best so far, one that is being written included.
     """
 
     def __init__(
@@ -145,9 +148,13 @@ class Saver:
         last: pathlib.Path | None = None,
         keep: int = 0,
         base: bool = False,
+        best: Best | None = None,
     ):
         self.root, self.mesh = pathlib.Path(output_dir, "checkpoints"), mesh
         self.last, self.keep, self.base = last, keep, base
+        self.best = self._best_before = best
+        here = last is not None and last.resolve().parent == self.root.resolve()
+        self.resumed = last if here else None
         self.pending: tuple[Future[None], pathlib.Path] | None = (
             None  # published, and under what name
         )
@@ -161,10 +168,20 @@ class Saver:
     def folder(self, step: int) -> pathlib.Path:
         return self.root / f"global_step_{step}"
 
+    def improves(self, values: Mapping[str, float]) -> bool:
+        """Whether an evaluation is better than that of the best checkpoint."""
+        return self.best is not None and self.best.improved_by(values)
+
     def save(
-        self, step: int, parts: Parts, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+        self,
+        step: int,
+        parts: Parts,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        values: Mapping[str, float] | None = None,
     ) -> pathlib.Path:
-        """state: JSON. The folder gets its final name only when it is complete.
+        """state: JSON. The folder gets its final name only when it is complete.   values: what an
+        evaluation of these weights reports, if there was one.
 
         Raises ValueError, and writes nothing, if a weight or a moment is not finite. If the one
         before could not be written, this one is waited for.
@@ -186,6 +203,7 @@ class Saver:
             "step": step,
             "weights": "adapters" if adapters_alone else "all",
             "merged": parts.merged,
+            **self._with_best(step, values or {}),
             **state,
         }
         if self.group is not None:
@@ -207,11 +225,25 @@ class Saver:
             self.last = target
         return target
 
+    def _with_best(self, step: int, values: Mapping[str, float]) -> dict[str, Any]:
+        """What a checkpoint of this step says of the best one: itself, if it is better."""
+        if self.best is None:
+            return {}
+        self._best_before, self.best = self.best, self.best.at(step, values)
+        return {"best": dataclasses.asdict(self.best)}
+
+    def _spared(self, state: dict[str, Any]) -> list[str]:
+        """The names of checkpoints that stay whatever their age."""
+        best = state.get("best", {}).get("step")
+        names = [] if self.resumed is None else [self.resumed.name]
+        return names if best is None else [*names, self.folder(best).name]
+
     def _failed(self) -> bool:
         """Waits for a checkpoint in progress; whether it could not be written."""
         try:
             self.finish()
         except OSError as error:
+            self.best = self._best_before
             if self.mesh.main:
                 log.warning("%s; another one is written now", error)
             return True
@@ -234,7 +266,7 @@ class Saver:
             try:
                 written = time_after(target.parent, time.time())
                 write_state(aside, {"written": written, **state, "files": files})
-                publish(aside, target, self.keep)
+                publish(aside, target, self.keep, self._spared(state))
             except OSError as error:
                 problem = OSError(f"{aside}: cannot be written ({error})")
         group.agree(problem)

@@ -9,7 +9,7 @@ import fcntl
 import logging
 import pathlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from tilewright.core.files import replace_folder
 from tilewright.trainer.checkpoint.checkpoint_files import Damaged, read_metadata, read_state
@@ -158,16 +158,20 @@ def recover(output_dir: str, mesh: Mesh, *, alone: bool = True) -> None:
             publish(aside, aside.with_name(aside.name[1 : -len(".partial")]))
 
 
-def publish(aside: pathlib.Path, target: pathlib.Path, keep: int = 0) -> None:
+def publish(
+    aside: pathlib.Path, target: pathlib.Path, keep: int = 0, spared: Collection[str] = ()
+) -> None:
     """Gives a complete checkpoint its name.
 
-    keep: how many of the folder's checkpoints stay, the last ones written; 0: all. Removed ones
-    lose their name first, so that none is found half removed.
+    keep: how many of the folder's checkpoints stay, of which the oldest go first; 0: all. Removed
+    ones lose their name first, so that none is found half removed.   spared: names of folders that
+    stay in any case, as this one does.
     """
     replace_folder(aside, target)
     log.info("checkpoint %s", target)
     if keep:
         written = sorted(complete(str(target.parent.parent)), key=_written)
-        for old in written[:-keep]:
+        may_go = [old for old in written if old.name not in {target.name, *spared}]
+        for old in may_go[: max(0, len(written) - keep)]:
             old.rename(gone := old.with_name(f".{old.name}.deleted"))
             shutil.rmtree(gone)

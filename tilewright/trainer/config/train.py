@@ -128,6 +128,10 @@ def _nothing_held_out(config: Config) -> str | None:
     return None if held else "there is nothing to evaluate on"
 
 
+def _wants(config: Config, *strategies: str) -> bool:
+    return config.train.save_strategy in strategies
+
+
 HELD_OUT = Refuse(_nothing_held_out, "data.test_datasets", "data.val_set_size")
 EVALUATED = Only("eval_strategy", but="no").because("nothing is evaluated")
 
@@ -654,6 +658,36 @@ class Train(Section):
         Accepts("dcp").because("torch.save writes pickles, which run code when they are read"),
     )
     """The format of checkpoints: dcp (torch.distributed.checkpoint)."""
+    save_strategy: Literal["auto", "no", "steps", "epoch", "best"] = field(
+        "auto",
+        Resume.OUTPUT,
+        Refuse("it would save by epochs; leave that field out, or set it to 0", "save_epochs").when(
+            lambda c: _wants(c, "no", "steps", "best") and c.train.save_epochs
+        ),
+        Refuse("it would save by steps; leave that field out, or set it to 0", "save_steps").when(
+            lambda c: _wants(c, "no", "epoch", "best") and c.train.save_steps
+        ),
+        Refuse("it would save the best; leave that field out", "save_best").when(
+            lambda c: _wants(c, "no") and c.train.save_best
+        ),
+        Refuse("say every how many", "save_steps").when(
+            lambda c: _wants(c, "steps") and not c.train.save_steps
+        ),
+        Refuse("say every how many", "save_epochs").when(
+            lambda c: _wants(c, "epoch") and not c.train.save_epochs
+        ),
+        Refuse("it would not save the best; leave that field out", "save_best").when(
+            lambda c: _wants(c, "best") and c.train.best_metric and not c.train.save_best
+        ),
+        Refuse("no checkpoint is the best", "best_metric").when(
+            lambda c: _wants(c, "best") and c.train.best_metric is None
+        ),
+        differs=OURS,
+    )
+    """A name for values of save_steps, save_epochs and save_best. auto: as they are; steps: by
+    steps alone; epoch: by epochs alone; best: the best alone; no: none of them. The last step is
+    saved in any case.
+    """
     save_steps: int = field(0, Resume.OUTPUT, ge=0)
     """Save every so many optimizer steps; 0: not by steps."""
     save_epochs: float = field(
@@ -668,7 +702,42 @@ class Train(Section):
     save_total_limit: int | None = field(
         None, Resume.OUTPUT, differs=("none", "ours, named as in transformers"), ge=0
     )
-    """Checkpoints that stay in output_dir, the last ones written; null or 0: all."""
+    """Checkpoints that stay in output_dir; null or 0: all. The oldest go first, but never the
+    newest, the best by best_metric, nor the one that the run resumed from: these count, and may be
+    more.
+    """
+    best_metric: str | None = field(
+        None,
+        Resume.OUTPUT,
+        EVALUATED,
+        HELD_OUT,
+        Refuse(
+            "whether less or more of it is better does not follow from its name", "best_mode"
+        ).when(lambda c: c.train.best_metric is not None and c.train.mode_of_best is None),
+        differs=OURS,
+        names="metric_for_best_model",
+        min_length=1,
+    )
+    """A number that evaluations report, such as eval_loss, by which a checkpoint is the best: of
+    those that are written right after an evaluation. null: none is.
+    """
+    best_mode: Literal["min", "max"] | None = field(
+        None,
+        Resume.OUTPUT,
+        Only("best_metric", but=None).because("no checkpoint is the best"),
+        differs=OURS,
+        names="greater_is_better",
+    )
+    """Whether the least or the most of best_metric is best; null: the least of a loss or a
+    perplexity, the most of an accuracy.
+    """
+    save_best: bool = field(
+        False,
+        Resume.OUTPUT,
+        Only("best_metric", but=None).because("no checkpoint is the best"),
+        differs=OURS,
+    )
+    """Save after each evaluation that is the best so far, too."""
     save_hf_weights: bool = field(True, Resume.OUTPUT)
     """Write Hugging Face safetensors with the last checkpoint."""
     load_checkpoint_path: str | None = field(
@@ -777,7 +846,7 @@ class Train(Section):
     def _empty_is_none(cls, value: str | None) -> str | None:
         return value or None
 
-    @field_validator("eval_strategy", mode="before")
+    @field_validator("eval_strategy", "save_strategy", mode="before")
     @classmethod
     def _no_is_a_word(cls, value: Any) -> Any:
         """YAML's no is false."""
@@ -789,6 +858,22 @@ class Train(Section):
             here = "cpu" if platform.no_cuda() else "cuda"
             self._fill(init_device="meta" if self.data_parallel_mode == "fsdp2" else here)
         return self
+
+    @model_validator(mode="after")
+    def _strategy(self) -> Train:
+        given, strategy = self.model_fields_set, self.save_strategy
+        if strategy in ("no", "steps", "best") and "save_epochs" not in given:
+            self._fill(save_epochs=0.0)
+        if strategy == "best" and self.best_metric and "save_best" not in given:
+            self._fill(save_best=True)
+        return self
+
+    @property
+    def mode_of_best(self) -> str | None:
+        """min or max; None if best_metric's name does not tell."""
+        name = (self.best_metric or "").partition("/")[0]
+        known = {"loss": "min", "perplexity": "min", "accuracy": "max"}
+        return self.best_mode or next((m for part, m in known.items() if part in name), None)
 
     @property
     def reshard(self) -> bool:
