@@ -1062,6 +1062,16 @@ RULES = [
         for given in ("0", "1.5", "-0.5")
     ),
     ("--train.eval_on_start=true", "nothing to evaluate on", "--train.eval_on_start=false"),
+    (
+        "--train.load_optimizer=false",
+        "nothing is loaded",
+        "--train.load_optimizer=false --train.load_checkpoint_path=x/global_step_2",
+    ),
+    (
+        "--train.load_optimizer=false --train.load_checkpoint_path=auto",
+        "name the folder whose weights to begin from",
+        "--train.load_optimizer=true --train.load_checkpoint_path=auto",
+    ),
     ("--train.ckpt_manager=torch", "torch.save writes pickles", "--train.ckpt_manager=dcp"),
     (
         "--model.revision=v1 --model.tokenizer_path=some/tokenizer",

@@ -1,4 +1,4 @@
-"""Which checkpoints are written and which stay: strategies, the best, and kills in between."""
+"""Which checkpoints are written, with which parts, and which stay: strategies, the best, kills."""
 
 import math
 import os
@@ -6,16 +6,17 @@ import pathlib
 import shutil
 
 import pytest
+import torch
 
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 from test_evaluation import three_steps
-from test_trainer import Engine, Mesh, rows, run, write_config
+from test_trainer import QWEN3, Engine, Mesh, rows, run, tensors, write_config
 
 from tilewright.trainer.checkpoint import run_folder
 from tilewright.trainer.checkpoint.best import Best
-from tilewright.trainer.checkpoint.checkpoint_files import read_state, verify
+from tilewright.trainer.checkpoint.checkpoint_files import read_metadata, read_state, verify
 
 pytestmark = pytest.mark.packages
 
@@ -141,6 +142,56 @@ def test_one_that_could_not_be_written_is_not_the_best(losses, tmp_path, monkeyp
     run(write_config(tmp_path, **HELD, **BEST, **options))
     assert "global_step_3" in caplog.text
     assert best_of(tmp_path, 6)["step"] == 5 and there(tmp_path) == [5, 6]
+
+
+# ---- parts
+
+
+@pytest.mark.parametrize("states", ["true", "false"])
+@pytest.mark.parametrize("mode", ["none", "fsdp2"])
+def test_a_run_begins_with_the_weights_of_a_checkpoint(mode, states, tmp_path):
+    """As from the same weights in Hugging Face's format: its steps, schedule and data from 0."""
+    options = {
+        "train__lr_decay_style": "cosine",
+        "train__max_steps": 3,
+        "train__data_parallel_mode": mode,
+    }
+    run(write_config(tmp_path / "a", **options, train__seed=5), f"--train.save_optimizer={states}")
+    folder = tmp_path / "a/out/checkpoints/global_step_3"
+    begun = write_config(tmp_path / "b", **options)
+    given = f"--train.load_checkpoint_path={folder}", "--train.load_optimizer=false"
+    run(begun, *given)
+    run(write_config(tmp_path / "c", **options), f"--model.model_path={folder / 'hf'}")
+    keys = "step", "loss", "lr", "grad_norm", "tokens"
+    found = [[{k: r[k] for k in keys} for r in rows(tmp_path / name)] for name in "bc"]
+    assert found[0] == found[1] and [r["step"] for r in found[0]] == [1, 2, 3]
+    b, c = (tensors(tmp_path / name, 3) for name in "bc")
+    assert all(torch.equal(t, c[name]) for name, t in b.items())
+    with pytest.raises(ValueError, match=r"to auto and train\.load_optimizer to true to go on"):
+        run(begun, *given)
+    run(begun, AUTO, "--train.max_steps=4")  # as any other run
+    assert rows(tmp_path / "b")[-1]["step"] == 4
+
+
+def test_a_checkpoint_without_states_holds_none_and_is_not_gone_on_with(tmp_path):
+    path = write_config(tmp_path, train__save_optimizer=False, train__max_steps=2)
+    run(path)
+    folder = tmp_path / "out/checkpoints/global_step_2"
+    names = read_metadata(folder / "dcp").state_dict_metadata
+    assert names and all(name.startswith("model.") for name in names)
+    assert read_state(folder)["data"]["used"] > 0
+    before = (tmp_path / "out/metrics.jsonl").read_text()
+    with pytest.raises(ValueError, match=r"no states of the optimizer .*load_optimizer = false"):
+        run(path, AUTO, "--train.max_steps=4")
+    assert (tmp_path / "out/metrics.jsonl").read_text() == before
+
+
+def test_weights_of_another_model_are_not_begun_with(tmp_path):
+    run(write_config(tmp_path / "a", train__max_steps=1))
+    other = write_config(tmp_path / "b", {**QWEN3, "hidden_size": 48})
+    folder = tmp_path / "a/out/checkpoints/global_step_1"
+    with pytest.raises(ValueError, match="another model"):
+        run(other, f"--train.load_checkpoint_path={folder}", "--train.load_optimizer=false")
 
 
 # ---- kills

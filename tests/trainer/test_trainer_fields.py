@@ -287,8 +287,15 @@ ROWS = [
     row("train.best_mode", "max", "best", **EVAL_BEST),
     row("train.save_best", True, "checkpoints", **EVAL_BEST),
     row("train.save_async", True, "asynchronous"),
+    row("train.save_optimizer", False, "stored"),
     row("train.save_hf_weights", True, "exported"),
     row("train.load_checkpoint_path", "@checkpoint", "logged_steps"),
+    row(
+        "train.load_optimizer",
+        False,
+        "logged_steps",
+        train__load_checkpoint_path="@checkpoint",
+    ),
     row(
         "train.verify_checkpoint",
         False,
@@ -684,7 +691,8 @@ def outcome(run, config, out, said, world):
         "prefetched": [len(m._get_fsdp_state()._states_to_forward_prefetch) for _, m in units],
         "checkpoints": sorted(p.name for p in checkpoints.glob("global_step_*")),
         "stored": [
-            checkpoint_files.read_state(p)["weights"] for p in checkpoints.glob("global_step_*")
+            [checkpoint_files.read_state(p)[part] for part in ("weights", "optimizer")]
+            for p in checkpoints.glob("global_step_*")
         ],
         "best": [checkpoint_files.read_state(p).get("best") for p in checkpoints.glob("*")],
         "pictures": sorted(p.name for p in out.glob("*.png")),
@@ -841,6 +849,7 @@ NOT_RESUMED = {
     "model.deepep_buffer_size_gb",
     "model.deepep_num_sms",
     "train.load_checkpoint_path",
+    "train.load_optimizer",
     "train.assert_deterministic",
     "train.verify_checkpoint",
     "train.allow_other_base",

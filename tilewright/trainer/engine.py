@@ -238,9 +238,10 @@ class Engine:
         identity: dict[str, dict[str, Any]],
         ops: dict[str, str],
         checked: bool = True,
+        states: bool = True,
     ) -> tuple[pathlib.Path, dict[str, Any]]:
         """See `checkpoint.resume`."""
-        options = {"run": identity, "ops": ops, "checked": checked}
+        options = {"run": identity, "ops": ops, "checked": checked, "states": states}
         return checkpoint.resume(folders, self.parts, self.optimizer, self.mesh, **options)
 
     def export(

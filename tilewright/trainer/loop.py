@@ -231,24 +231,41 @@ class Run:
             ) from None
 
 
+def _load(
+    config: Config, made: build.Built, folders: list[pathlib.Path]
+) -> tuple[pathlib.Path | None, dict[str, Any]]:
+    """Fills the engine from the first folder that is not damaged, and sets the position in the
+    data. Returns the folder that the run goes on from, and its state: None and {} without folders,
+    or if the run takes the weights alone.
+    """
+    if not folders:
+        return None, {}
+    t, batches = config.train, made.batches
+    free = {"base"} if t.allow_other_base else set()
+    free |= set() if t.load_optimizer else {"optimizer", "data"}
+    wanted = {k: v for k, v in made.identity.items() if k not in free}
+    options = made.ops, t.verify_checkpoint, t.load_optimizer
+    resumed, state = made.engine.load(folders, wanted, *options)
+    if not t.load_optimizer:
+        return None, {}
+    batches.load_state_dict(state["data"])
+    batches.tokens = state.get("tokens", 0)
+    return resumed, state
+
+
 def prepare(config: Config, mesh: Mesh) -> Run:
     """Builds everything, and resumes if configured. Steps that can fail by a user's mistake come
     first.
     """
     t = config.train
-    folders = checkpoint.earlier(t.output_dir, t.load_checkpoint_path)
+    folders = checkpoint.earlier(t.output_dir, t.load_checkpoint_path, not t.load_optimizer)
     writable.check(t, mesh)
     witness = Witness(t, mesh)
     made = build.build(config, mesh)
     engine, batches, held = made.engine, made.batches, made.held
-    start, resumed, best = 0, None, None
-    if folders:
-        wanted = {k: v for k, v in made.identity.items() if k != "base" or not t.allow_other_base}
-        resumed, state = engine.load(folders, wanted, made.ops, t.verify_checkpoint)
-        start = state["step"]
-        batches.load_state_dict(state["data"])
-        batches.tokens, best = state.get("tokens", 0), state.get("best")
-    elif t.load_checkpoint_path and mesh.main:
+    resumed, state = _load(config, made, folders)
+    start = state.get("step", 0)
+    if not folders and t.load_checkpoint_path and mesh.main:
         log.info("%s holds no checkpoint to resume from: the run starts anew", t.output_dir)
     plan = Plan(t, batches.steps_per_epoch, start - batches.position)
     if start > plan.total:
@@ -297,7 +314,8 @@ def prepare(config: Config, mesh: Mesh) -> Run:
             resumed,
             keep=t.save_total_limit or 0,
             base=config.lora.save_base,
-            best=Best.of(t, best),
+            best=Best.of(t, state.get("best")),
+            states=t.save_optimizer,
         ),
         identity=made.identity,
         ops=made.ops,

@@ -23,13 +23,17 @@ def find(output_dir: str, wanted: str | None) -> pathlib.Path | None:
     return next(iter(candidates(output_dir, wanted)), None)
 
 
-def earlier(output_dir: str, wanted: str | None) -> list[pathlib.Path]:
-    """`candidates` for a new run, which does not start over what an earlier one has written."""
+def earlier(output_dir: str, wanted: str | None, anew: bool = False) -> list[pathlib.Path]:
+    """`candidates` for a new run, which does not start over what an earlier one has written.
+
+    anew: the run takes the weights alone.
+    """
     folders = candidates(output_dir, wanted)
-    if wanted is None and (there := complete(output_dir)):
+    if (anew or wanted is None) and (there := complete(output_dir)):
+        also = " and train.load_optimizer to true" if anew else ""
         raise ValueError(
             f"train.output_dir = {output_dir}: holds {there[-1].name} of an earlier run; set "
-            "train.load_checkpoint_path to auto to go on with it, or choose another folder"
+            f"train.load_checkpoint_path to auto{also} to go on with it, or choose another folder"
         )
     return folders
 

@@ -738,12 +738,32 @@ class Train(Section):
         differs=OURS,
     )
     """Save after each evaluation that is the best so far, too."""
+    save_optimizer: bool = field(
+        True, Resume.OUTPUT, differs=OURS, names="save_only_model ignore_save_lr_and_optim"
+    )
+    """Write the optimizer's states with checkpoints; false: weights and position alone, and no run
+    resumes from them, but with load_optimizer: false.
+    """
     save_hf_weights: bool = field(True, Resume.OUTPUT)
     """Write Hugging Face safetensors with the last checkpoint."""
     load_checkpoint_path: str | None = field(
         None, Resume.THIS_START, names="resume_from_checkpoint"
     )
     """Folder to resume from; auto: the last complete in output_dir, if any; "" or null: none."""
+    load_optimizer: bool = field(
+        True,
+        Resume.THIS_START,
+        Only("load_checkpoint_path", but=None).because("nothing is loaded"),
+        Refuse(
+            "auto goes on with a run; name the folder whose weights to begin from",
+            "load_checkpoint_path",
+        ).when(lambda c: not c.train.load_optimizer and c.train.load_checkpoint_path == "auto"),
+        differs=OURS,
+        names="weight_init_only ignore_load_lr_and_optim",
+    )
+    """Resume with the optimizer's states; false: begin a new run with the weights of
+    load_checkpoint_path, at step 0 of the schedule and the data.
+    """
     verify_checkpoint: bool = field(
         True, Resume.THIS_START, differs=("none", "ours: a flipped bit would be trained with")
     )
