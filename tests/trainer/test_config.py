@@ -520,7 +520,7 @@ def test_what_stands_in_for_a_wrong_value_is_not_judged(write):
         ("maxsteps", "train.max_steps"),
         ("steps", "train.max_steps"),
         ("sead", "train.seed"),
-        ("logging_steps", None),
+        ("logging_steps", "train.log_steps"),
         ("adam_betas", "train.adam_beta1 or train.adam_beta2"),
         ("adam_eps", "train.adam_epsilon"),
         ("beta2", "train.adam_beta2"),

@@ -312,6 +312,7 @@ ROWS = [
     row("train.checksum_steps", 2, "checksums"),
     row("train.assert_deterministic", "@earlier", "asserted"),
     row("train.log_format", "structured", "said", train__max_steps=60, train__micro_batch_size=1),
+    row("train.log_steps", 3, "said"),
     row("train.use_wandb", True, "wandb"),
     row("train.wandb_project", "p", "wandb", **WANDB),
     row("train.wandb_name", "n", "wandb", **WANDB),

@@ -779,6 +779,10 @@ class Train(Section):
     # logging
     log_format: Literal["progress_bar", "structured"] = field("progress_bar", Resume.OUTPUT)
     """progress_bar, or structured: key=value lines."""
+    log_steps: int | None = field(None, Resume.OUTPUT, differs=OURS, ge=1)
+    """Report the first step and every so many in the terminal or on standard output; null: each,
+    or, of a progress bar without a terminal, some twenty in all. metrics.jsonl has every step.
+    """
     use_wandb: bool = field(
         False,
         Resume.OUTPUT,
