@@ -103,6 +103,30 @@ def test_training_has_the_bits_that_it_has_without_evaluation(tmp_path, monkeypa
         assert all(torch.equal(t, weights[name]) for name, t in found[0][2].items())
 
 
+def test_runs_that_evaluate_and_save_otherwise_are_one_computation(tmp_path, capsys):
+    """So one is certified by the other; what both evaluate is compared."""
+    first = write_config(tmp_path / "a", **HELD, train__save_hf_weights=False)
+    run(first)
+    others = {
+        "eval_steps": 3,
+        "eval_on_start": True,
+        "eval_sanity_batches": 1,
+        "save_strategy": "best",
+        "best_metric": "eval_loss",
+        "best_mode": "max",
+        "save_optimizer": False,
+        "log_steps": 2,
+    }
+    options = {**HELD, **STEPS, **{f"train__{name}": value for name, value in others.items()}}
+    text = write_config(tmp_path / "b", **options, train__save_hf_weights=False)
+    run(text, f"--train.assert_deterministic={tmp_path / 'a/out'}")
+    assert "deterministic: 6 steps are bit-identical" in capsys.readouterr().out
+    assert evaluated(tmp_path / "b") == [0, 3, 6]
+    part = f"--train.output_dir={tmp_path / 'c'}", "--train.eval_max_batches=1"
+    with pytest.raises(ValueError, match=r"field train\.eval_max_batches is 1 in this run"):
+        run(first, *part, f"--train.assert_deterministic={tmp_path / 'a/out'}")
+
+
 def test_what_cannot_be_evaluated_ends_a_run_before_its_first_step(tmp_path, monkeypatch):
     """A resumed one too; what the few batches give is not reported."""
     asked, real = [], Engine.evaluate
