@@ -4,8 +4,9 @@ a run that nothing disturbed.
     python scripts/kill_test.py --kills 50 [--seed 0] [--ranks 2] [--folder DIR]
 
 Two ranks train a tiny model with FSDP2 on gloo and write asynchronous checkpoints, of which three
-stay. One of them, at random, gets SIGKILL at a random moment, then the other: in a step, in a copy,
-while a file is written or a folder renamed. The next attempt resumes with
+stay, among them the best by an evaluation after each step. One rank, at random, gets SIGKILL at a
+random moment, then the other: in a step, in a copy, while a file is written or a folder renamed.
+The next attempt resumes with
 `train.load_checkpoint_path: auto`. When the run has ended, its losses, weights, moments and random
 states must have the bits of the undisturbed run; with kills left, it starts over in a new folder.
 
@@ -64,6 +65,7 @@ def configuration(root: pathlib.Path, name: str, steps: int) -> str:
             "sample_packing_sequence_len": 32,
             "dataset_prepared_path": str(root / "prepared"),
             "pad_to_multiple_of": 8,
+            "val_set_size": 4,
         },
         "train": {
             "output_dir": str(root / name),
@@ -75,6 +77,10 @@ def configuration(root: pathlib.Path, name: str, steps: int) -> str:
             "save_steps": 2,
             "save_async": True,
             "save_total_limit": 3,
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "best_metric": "eval_loss",
+            "save_best": True,
             "save_hf_weights": False,
             "load_checkpoint_path": "auto",
         },
@@ -155,15 +161,21 @@ def ended(ranks: list[int], at: float | None, draw: random.Random) -> tuple[bool
 
 
 def end_of(folder: pathlib.Path) -> dict[str, object]:
-    """All that must be equal: losses and norms of each step, and the last checkpoint's contents."""
+    """All that must be equal: losses and norms of each step, evaluations, which checkpoint is the
+    best, and the last one's contents.
+    """
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
+    steps = [r for r in rows if "loss" in r]
     found: dict[str, object] = {
-        f"step {r['step']}": (r["loss"], r["lr"], r["grad_norm"], r["tokens"]) for r in rows
+        f"step {r['step']}": (r["loss"], r["lr"], r["grad_norm"], r["tokens"]) for r in steps
     }
-    found["steps"] = [r["step"] for r in rows]
+    found["steps"] = [r["step"] for r in steps]
+    found["evaluations"] = [(r["step"], r["eval_loss"]) for r in rows if "eval_loss" in r]
     last = max(folder.glob("checkpoints/global_step_*"), key=lambda p: int(p.name.split("_")[-1]))
     state = json.loads((last / "state.json").read_text())
+    best = folder / f"checkpoints/global_step_{state['best']['step']}"
+    found["best"] = (best / "state.json").is_file() or f"{best} is gone"
     # Files have times and places in them; what they hold is compared below.
     found["state"] = {k: v for k, v in state.items() if k not in ("written", "files", "checksum")}
     for file in sorted(last.glob("random_*")):

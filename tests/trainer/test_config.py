@@ -213,11 +213,14 @@ def test_readers_are_found_by_what_an_attribute_is_of():
 
 
 def test_every_field_is_read():
-    """But those of which there is one value, and one that only rules need."""
+    """But those of which there is one value, one that only rules need, and one that stands for
+    values of others.
+    """
     single = {path for path, rule in REFUSED.items() if len(rule.values) < 2}
     entries = {path for path in LEAVES if path.startswith("data.test_datasets.")}
     assert LEAVES.keys() - entries - readers(Config).keys() == single | {
-        "train.allow_cuda_launch_blocking"
+        "train.allow_cuda_launch_blocking",
+        "train.save_strategy",
     }
 
 
@@ -517,7 +520,7 @@ def test_what_stands_in_for_a_wrong_value_is_not_judged(write):
         ("maxsteps", "train.max_steps"),
         ("steps", "train.max_steps"),
         ("sead", "train.seed"),
-        ("logging_steps", None),
+        ("logging_steps", "train.log_steps"),
         ("adam_betas", "train.adam_beta1 or train.adam_beta2"),
         ("adam_eps", "train.adam_epsilon"),
         ("beta2", "train.adam_beta2"),
@@ -976,8 +979,99 @@ PP, STEPS = "--train.pipeline_parallel_size=2", "--train.gradient_accumulation_s
 SCHEDULE, STAGES = "--train.pipeline_parallel_schedule", "--train.virtual_pipeline_size"
 TP = "--train.tensor_parallel_size=2 --model.merge_qkv=false"
 REENTRANT = "--train.enable_gradient_checkpointing=true --train.enable_reentrant=true"
+HELD = "--data.val_set_size=4"
+BEST = f"{HELD} --train.best_metric=eval_loss"
 # A violation of the rule, the error, and a similar value that is accepted.
 RULES = [
+    *(
+        (f"--train.{given}", "there is nothing to evaluate on", f"{HELD} --train.{given}")
+        for given in (
+            "eval_strategy=epoch",
+            "eval_strategy=steps --train.eval_steps=2",
+            "eval_on_start=true",
+            "eval_sanity_batches=1",
+            "eval_max_batches=1",
+            "eval_micro_batch_size=1",
+            "best_metric=eval_loss",
+        )
+    ),
+    *(
+        (
+            f"{HELD} --train.eval_strategy=no --train.{given}",
+            "nothing is evaluated",
+            f"{HELD} --train.{given}",
+        )
+        for given in (
+            "eval_on_start=true",
+            "eval_sanity_batches=1",
+            "eval_max_batches=1",
+            "eval_micro_batch_size=1",
+            "best_metric=eval_loss",
+        )
+    ),
+    *(
+        (f"{HELD} {given}", "no checkpoint is the best", f"{BEST} {given}")
+        for given in ("--train.best_mode=max", "--train.save_best=true")
+    ),
+    (
+        f"{HELD} --train.best_metric=eval_reward",
+        "does not follow from its name",
+        f"{HELD} --train.best_metric=eval_reward --train.best_mode=max",
+    ),
+    *(
+        (f"{BEST} --train.save_strategy={given}", sentence, f"{BEST} --train.save_strategy={right}")
+        for given, sentence, right in (
+            ("no --train.save_epochs=1", "it would save by epochs", "epoch --train.save_epochs=1"),
+            ("steps --train.save_steps=2 --train.save_epochs=1", "it would save by epochs", "no"),
+            ("best --train.save_epochs=1", "it would save by epochs", "best"),
+            ("no --train.save_steps=2", "it would save by steps", "steps --train.save_steps=2"),
+            ("epoch --train.save_steps=2", "it would save by steps", "epoch"),
+            ("best --train.save_steps=2", "it would save by steps", "auto --train.save_steps=2"),
+            ("no --train.save_best=true", "it would save the best", "best --train.save_best=true"),
+            ("steps", "say every how many", "steps --train.save_steps=1"),
+            ("epoch --train.save_epochs=0", "say every how many", "epoch"),
+            ("best --train.save_best=false", "it would not save the best", "best"),
+        )
+    ),
+    (
+        "--train.save_strategy=best",
+        "no checkpoint is the best",
+        f"{BEST} --train.save_strategy=best",
+    ),
+    (
+        f"{HELD} --train.eval_strategy=steps",
+        "say every how many",
+        f"{HELD} --train.eval_strategy=steps --train.eval_steps=1",
+    ),
+    (
+        f"{HELD} --train.eval_steps=2",
+        "only eval_strategy: steps counts steps",
+        f"{HELD} --train.eval_strategy=steps --train.eval_steps=2",
+    ),
+    (
+        f"{HELD} --train.eval_epochs=2",
+        "only eval_strategy: epoch counts epochs",
+        f"{HELD} --train.eval_strategy=epoch --train.eval_epochs=2",
+    ),
+    *(
+        (
+            f"{HELD} --train.eval_max_batches={given}",
+            "must be a number of batches (1 or more) or a fraction between 0 and 1",
+            f"{HELD} --train.eval_max_batches=0.5",
+        )
+        for given in ("0", "1.5", "-0.5")
+    ),
+    ("--train.eval_on_start=true", "nothing to evaluate on", "--train.eval_on_start=false"),
+    (
+        "--train.load_optimizer=false",
+        "nothing is loaded",
+        "--train.load_optimizer=false --train.load_checkpoint_path=x/global_step_2",
+    ),
+    (
+        "--train.load_optimizer=false --train.load_checkpoint_path=auto",
+        "name the folder whose weights to begin from",
+        "--train.load_optimizer=true --train.load_checkpoint_path=auto",
+    ),
     ("--train.ckpt_manager=torch", "torch.save writes pickles", "--train.ckpt_manager=dcp"),
     (
         "--model.revision=v1 --model.tokenizer_path=some/tokenizer",
@@ -1451,6 +1545,41 @@ def test_rule(least, broken, sentence, neighbor, monkeypatch):
         sentence in line and any(re.search(rf"{f}\b.* = ", line) for f in fields) for line in found
     ), found
     least(*neighbor.split())
+
+
+def test_the_best_is_the_least_or_the_most_as_its_name_says(least):
+    for name, mode in (
+        ("eval_loss", "min"),
+        ("eval_perplexity/accuracy", "min"),
+        ("eval_accuracy/loss", "max"),
+    ):
+        assert least(HELD, f"--train.best_metric={name}").train.mode_of_best == mode
+        other = least(HELD, f"--train.best_metric={name}", "--train.best_mode=max")
+        assert other.train.mode_of_best == "max"
+    assert least().train.mode_of_best is None
+
+
+def test_a_strategy_of_saving_stands_for_other_fields(least):
+    for given, want in (
+        ("no", (0, 0, False)),
+        ("steps --train.save_steps=3", (3, 0, False)),
+        ("epoch", (0, 1, False)),
+        ("epoch --train.save_epochs=0.5", (0, 0.5, False)),
+        ("best", (0, 0, True)),
+        ("auto", (0, 1, False)),
+    ):
+        t = least(*BEST.split(), *f"--train.save_strategy={given}".split()).train
+        assert (t.save_steps, t.save_epochs, t.save_best) == want
+
+
+def test_no_is_a_word_without_quotes(write):
+    text = LEAST.replace("out}", "out, save_strategy: no, eval_strategy: no}")
+    found = load(write(text)).train
+    assert (found.eval_strategy, found.save_strategy) == ("no", "no")
+    wrong = errors(load, write(text.replace("eval_strategy: no", "eval_strategy: yes")))
+    assert wrong == [
+        "train.eval_strategy = true: a boolean does not fit here; expected auto | no | steps | epoch"
+    ]
 
 
 def test_rules_of_the_machine(least, monkeypatch):

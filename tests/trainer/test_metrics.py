@@ -95,6 +95,41 @@ def test_the_bar_shows_them(reports, monkeypatch):
     assert "expert_load" not in last
 
 
+def test_all_that_an_evaluation_reports_is_written(reports, tmp_path, capsys):
+    made, _ = reports
+    held = made()
+    held.evaluation(10, {"eval_loss": 2.5, "eval_accuracy": 1 / 3})
+    held.close()
+    assert rows(tmp_path) == [{"step": 10, "eval_loss": 2.5, "eval_accuracy": 1 / 3}]
+    assert capsys.readouterr().out == "step=10 eval_loss=2.5 eval_accuracy=0.33333\n"
+
+
+@pytest.mark.parametrize("form", ["structured", "progress_bar"])
+def test_some_steps_are_shown_and_all_are_written(form, reports, tmp_path, capsys):
+    made, step = reports
+    held = made(log_format=form, log_steps=3)
+    for number in range(11, 17):
+        step(held, number, 1.0)
+    held.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" ")[0] for line in lines] == ["step=12", "step=15"]
+    assert [row["step"] for row in rows(tmp_path)] == [*range(11, 17)]
+
+
+def test_the_bar_shows_the_numbers_of_some_steps(reports, monkeypatch):
+    made, step = reports
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", terminal)
+    held = made(log_steps=3)
+    for number in (11, 12, 13):
+        step(held, number, float(number))
+    held.bar.refresh()
+    held.close()
+    last = terminal.getvalue().split("\r")[-1]
+    assert "13/100" in last and "tok/s=83.333" in last
+
+
 def test_the_picture_has_both_losses(reports, tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure").Figure
     made, step = reports
@@ -106,7 +141,7 @@ def test_the_picture_has_both_losses(reports, tmp_path, monkeypatch):
 
     monkeypatch.setattr(figure, "savefig", keep)
     held = made(plot_loss=True)
-    held.evaluation(10, 2.5)
+    held.evaluation(10, {"eval_loss": 2.5})
     step(held, 11, 1.0)
     step(held, 12, 1.0)
     held.close()
@@ -122,7 +157,7 @@ def test_tensorboard_reads_what_is_logged(reports, tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     made, step = reports
     held = made(use_tensorboard=True)
-    held.evaluation(10, 2.5)
+    held.evaluation(10, {"eval_loss": 2.5})
     step(held, 11, 2.0)
     step(held, 12, 2.0)
     held.close()

@@ -95,6 +95,8 @@ QLORA = {**LORA, "lora__enable_qlora": True, "lora__quant_format": "nf4"} | {
 RECOMPUTE = {"train__enable_gradient_checkpointing": True}
 TEXT = {"data__datasets": "@text", "model__tokenizer_path": "@tokenizer"}
 EVAL = {"data__val_set_size": 4}
+EVAL_STEPS = {**EVAL, "train__eval_strategy": "steps", "train__eval_steps": 2}
+EVAL_BEST = {**EVAL_STEPS, "train__best_metric": "eval_loss"}
 DECAY = {"train__lr_decay_style": "linear"}
 WARM = {"train__lr_warmup_ratio": 0.6}
 MUON = {"train__optimizer": "muon"}
@@ -235,6 +237,22 @@ ROWS = [
     row("train.gradient_accumulation_steps", 2, "tokens"),
     row("train.num_train_epochs", 2, "steps", train__max_steps=None, train__micro_batch_size=4),
     row("train.max_steps", 2, "steps"),
+    row("train.eval_strategy", "no", "evaluations", **EVAL),
+    row("train.eval_steps", 3, "evaluations", **EVAL_STEPS),
+    row(
+        "train.eval_epochs",
+        2,
+        "evaluations",
+        **EVAL,
+        train__eval_strategy="epoch",
+        train__max_steps=None,
+        train__num_train_epochs=3,
+        train__micro_batch_size=4,
+    ),
+    row("train.eval_on_start", False, "evaluations", **EVAL),
+    row("train.eval_sanity_batches", 1, "loaders", **EVAL),
+    row("train.eval_max_batches", 1, "loaders", **EVAL),
+    row("train.eval_micro_batch_size", 2, "loaders", **EVAL),
     row("train.enable_mixed_precision", True, "losses"),
     row("train.enable_gradient_checkpointing", True, "attentions"),
     row("train.enable_reentrant", True, "recomputed", **RECOMPUTE),
@@ -261,12 +279,23 @@ ROWS = [
     row("train.empty_cache_steps", 1, "emptied"),
     row("train.gc_steps", 1, "collected"),
     row("train.output_dir", "@elsewhere", "folders"),
+    row("train.save_strategy", "best", "checkpoints", **EVAL_BEST),
     row("train.save_steps", 2, "checkpoints"),
     row("train.save_epochs", 0.125, "checkpoints"),
     row("train.save_total_limit", 1, "checkpoints", train__save_steps=1),
+    row("train.best_metric", "eval_loss", "best", **EVAL_STEPS),
+    row("train.best_mode", "max", "best", **EVAL_BEST),
+    row("train.save_best", True, "checkpoints", **EVAL_BEST),
     row("train.save_async", True, "asynchronous"),
+    row("train.save_optimizer", False, "stored"),
     row("train.save_hf_weights", True, "exported"),
     row("train.load_checkpoint_path", "@checkpoint", "logged_steps"),
+    row(
+        "train.load_optimizer",
+        False,
+        "logged_steps",
+        train__load_checkpoint_path="@checkpoint",
+    ),
     row(
         "train.verify_checkpoint",
         False,
@@ -283,6 +312,7 @@ ROWS = [
     row("train.checksum_steps", 2, "checksums"),
     row("train.assert_deterministic", "@earlier", "asserted"),
     row("train.log_format", "structured", "said", train__max_steps=60, train__micro_batch_size=1),
+    row("train.log_steps", 3, "said"),
     row("train.use_wandb", True, "wandb"),
     row("train.wandb_project", "p", "wandb", **WANDB),
     row("train.wandb_name", "n", "wandb", **WANDB),
@@ -579,7 +609,7 @@ def spies(seen):
 
 
 def loader_options(bins, *, batch_sampler, num_workers, prefetch_factor, pin_memory, **_):
-    return num_workers, prefetch_factor, pin_memory, len(bins)
+    return num_workers, prefetch_factor, pin_memory, len(bins), len(batch_sampler)
 
 
 def recompute_options(function, *args, use_reentrant):
@@ -662,8 +692,10 @@ def outcome(run, config, out, said, world):
         "prefetched": [len(m._get_fsdp_state()._states_to_forward_prefetch) for _, m in units],
         "checkpoints": sorted(p.name for p in checkpoints.glob("global_step_*")),
         "stored": [
-            checkpoint_files.read_state(p)["weights"] for p in checkpoints.glob("global_step_*")
+            [checkpoint_files.read_state(p)[part] for part in ("weights", "optimizer")]
+            for p in checkpoints.glob("global_step_*")
         ],
+        "best": [checkpoint_files.read_state(p).get("best") for p in checkpoints.glob("*")],
         "pictures": sorted(p.name for p in out.glob("*.png")),
         "exported": sorted(p.name for p in checkpoints.glob("*/hf/*")),
         "folders": [
@@ -818,6 +850,7 @@ NOT_RESUMED = {
     "model.deepep_buffer_size_gb",
     "model.deepep_num_sms",
     "train.load_checkpoint_path",
+    "train.load_optimizer",
     "train.assert_deterministic",
     "train.verify_checkpoint",
     "train.allow_other_base",

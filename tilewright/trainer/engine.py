@@ -228,9 +228,15 @@ class Engine:
 
     # ---- files
 
-    def save(self, saver: checkpoint.Saver, step: int, state: dict[str, Any]) -> pathlib.Path:
+    def save(
+        self,
+        saver: checkpoint.Saver,
+        step: int,
+        state: dict[str, Any],
+        values: Mapping[str, float] | None = None,
+    ) -> pathlib.Path:
         """See `Saver.save`."""
-        return saver.save(step, self.parts, self.optimizer, state)
+        return saver.save(step, self.parts, self.optimizer, state, values)
 
     def load(
         self,
@@ -238,9 +244,10 @@ class Engine:
         identity: dict[str, dict[str, Any]],
         ops: dict[str, str],
         checked: bool = True,
+        states: bool = True,
     ) -> tuple[pathlib.Path, dict[str, Any]]:
         """See `checkpoint.resume`."""
-        options = {"run": identity, "ops": ops, "checked": checked}
+        options = {"run": identity, "ops": ops, "checked": checked, "states": states}
         return checkpoint.resume(folders, self.parts, self.optimizer, self.mesh, **options)
 
     def export(

@@ -8,12 +8,15 @@ import logging
 import math
 import pathlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
+
+import torch
 
 from tilewright.ops import checked_targets
 from tilewright.trainer import build
 from tilewright.trainer.checkpoint import checkpoint, writable
+from tilewright.trainer.checkpoint.best import Best
 from tilewright.trainer.config import Config, resolved
 from tilewright.trainer.data.batches import Batches, Bins, evaluation_batches
 from tilewright.trainer.engine import Engine, NotFinite, reproducible
@@ -48,8 +51,7 @@ def train(config: Config, mesh: Mesh) -> None:
 
 def loop(run: Run, interrupts: Interrupts) -> None:
     t, engine, plan, steps = run.config.train, run.engine, run.plan, run.batches.steps()
-    if run.done == 0:
-        run.evaluate()
+    run.begin()
     with interrupts.watched(), contextlib.ExitStack() as stack:
         for callback in run.callbacks:
             stack.enter_context(callback.running())
@@ -70,10 +72,9 @@ def loop(run: Run, interrupts: Interrupts) -> None:
                 callback.after_step(step)
             if (signum := interrupts.asked()) and run.done < plan.total:
                 run.stop(signum)
-            if plan.saves(run.done) or plan.ends_epoch(run.done):
-                run.evaluate()
-            if plan.saves(run.done):
-                run.save()
+            values = run.evaluate() if plan.evaluates(run.done) else None
+            if plan.saves(run.done) or run.saves_best(values):
+                run.save(values)
 
 
 @dataclasses.dataclass
@@ -97,32 +98,67 @@ class Run:
     done: int
     callbacks: list[Callback] = dataclasses.field(default_factory=list)
 
-    def evaluate(self) -> None:
+    def begin(self) -> None:
+        """Evaluates before the first step. Raises ValueError if train.best_metric is a name that
+        evaluations do not report.
+        """
+        t = self.config.train
+        whole = self.done == 0 and self.plan.evaluates(0)
+        # One batch has the names.
+        if number := t.eval_sanity_batches or int(t.best_metric is not None and not whole):
+            self._check_best(self._evaluated(number))
+            self.metrics.restart_clock()
+        if whole:
+            self._check_best(self.evaluate() or {})
+
+    def _check_best(self, values: Mapping[str, float]) -> None:
+        name = self.config.train.best_metric
+        if name is not None and name not in values:
+            raise ValueError(f"train.best_metric = {name}: evaluations report {', '.join(values)}")
+
+    def _evaluated(self, most: float | None) -> dict[str, float]:
+        """What an evaluation reports of so many batches, by name; nothing without data for it."""
         if self.held is None:
-            return
+            return {}
+        t = self.config.train
         batches = evaluation_batches(
             self.held,
-            self.config.train.micro_batch_size,
+            t.eval_micro_batch_size or t.micro_batch_size,
             self.mesh.batch_rank,
             self.mesh.layout.data,
             pin=self.mesh.device.type == "cuda",
             cp=self.mesh.context,
             tp=self.mesh.layout.tp,
+            most=most,
         )
-        loss = self.engine.evaluate(batches, self.loss)
-        if not math.isfinite(loss):
+        # The next steps draw what they would have drawn.
+        with torch.random.fork_rng([self.mesh.device] if self.mesh.device.type == "cuda" else []):
+            return {"eval_loss": self.engine.evaluate(batches, self.loss)}
+
+    def evaluate(self) -> dict[str, float] | None:
+        """What an evaluation reports, by name; None if there is nothing to evaluate on."""
+        values = self._evaluated(self.config.train.eval_max_batches)
+        if not values:
+            return None
+        if not math.isfinite(loss := values["eval_loss"]):
             self.give_up(f"step {self.done}: the loss of evaluation is {loss}, so it is not saved")
         for callback in self.callbacks:
-            callback.evaluated(self.done, loss)
+            callback.evaluated(self.done, values)
+        return values
 
-    def save(self) -> None:
+    def saves_best(self, values: Mapping[str, float] | None) -> bool:
+        """Whether an evaluation is one after which the best checkpoint is saved."""
+        return self.config.train.save_best and self.saver.improves(values or {})
+
+    def save(self, values: Mapping[str, float] | None = None) -> None:
+        """values: of an evaluation of these weights."""
         state = {
             "data": self.batches.state_dict(),
             "tokens": self.batches.tokens,
             "run": self.identity,
             "ops": self.ops,
         }
-        self.engine.save(self.saver, self.done, state)
+        self.engine.save(self.saver, self.done, state, values)
         self.metrics.restart_clock()
 
     def stop(self, signum: int) -> NoReturn:
@@ -148,6 +184,9 @@ class Run:
         if empty := self.engine.empty_steps:
             steps = self.done - self.start
             self.metrics.say(f"{empty} of {steps} steps had no label, and no effect")
+        if (best := self.saver.best) and best.step is not None:
+            name = self.saver.folder(best.step).name
+            self.metrics.say(f"the best checkpoint is {name}: {best.metric}={best.value:.5g}")
         for callback in self.callbacks:
             callback.close()
         self.metrics.close()
@@ -192,24 +231,41 @@ class Run:
             ) from None
 
 
+def _load(
+    config: Config, made: build.Built, folders: list[pathlib.Path]
+) -> tuple[pathlib.Path | None, dict[str, Any]]:
+    """Fills the engine from the first folder that is not damaged, and sets the position in the
+    data. Returns the folder that the run goes on from, and its state: None and {} without folders,
+    or if the run takes the weights alone.
+    """
+    if not folders:
+        return None, {}
+    t, batches = config.train, made.batches
+    free = {"base"} if t.allow_other_base else set()
+    free |= set() if t.load_optimizer else {"optimizer", "data"}
+    wanted = {k: v for k, v in made.identity.items() if k not in free}
+    options = made.ops, t.verify_checkpoint, t.load_optimizer
+    resumed, state = made.engine.load(folders, wanted, *options)
+    if not t.load_optimizer:
+        return None, {}
+    batches.load_state_dict(state["data"])
+    batches.tokens = state.get("tokens", 0)
+    return resumed, state
+
+
 def prepare(config: Config, mesh: Mesh) -> Run:
     """Builds everything, and resumes if configured. Steps that can fail by a user's mistake come
     first.
     """
     t = config.train
-    folders = checkpoint.earlier(t.output_dir, t.load_checkpoint_path)
+    folders = checkpoint.earlier(t.output_dir, t.load_checkpoint_path, not t.load_optimizer)
     writable.check(t, mesh)
     witness = Witness(t, mesh)
     made = build.build(config, mesh)
     engine, batches, held = made.engine, made.batches, made.held
-    start, resumed = 0, None
-    if folders:
-        wanted = {k: v for k, v in made.identity.items() if k != "base" or not t.allow_other_base}
-        resumed, state = engine.load(folders, wanted, made.ops, t.verify_checkpoint)
-        start = state["step"]
-        batches.load_state_dict(state["data"])
-        batches.tokens = state.get("tokens", 0)
-    elif t.load_checkpoint_path and mesh.main:
+    resumed, state = _load(config, made, folders)
+    start = state.get("step", 0)
+    if not folders and t.load_checkpoint_path and mesh.main:
         log.info("%s holds no checkpoint to resume from: the run starts anew", t.output_dir)
     plan = Plan(t, batches.steps_per_epoch, start - batches.position)
     if start > plan.total:
@@ -258,6 +314,8 @@ def prepare(config: Config, mesh: Mesh) -> Run:
             resumed,
             keep=t.save_total_limit or 0,
             base=config.lora.save_base,
+            best=Best.of(t, state.get("best")),
+            states=t.save_optimizer,
         ),
         identity=made.identity,
         ops=made.ops,

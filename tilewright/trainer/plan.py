@@ -43,5 +43,16 @@ class Plan:
             or (every and (done - self.shift) % every == 0)
         )
 
+    def evaluates(self, done: int) -> bool:
+        """done: 0: before the first step."""
+        t = self.train
+        if done == 0:
+            return t.eval_strategy == "auto" if t.eval_on_start is None else t.eval_on_start
+        if t.eval_strategy == "steps":
+            return t.eval_steps is not None and done % t.eval_steps == 0
+        if t.eval_strategy == "epoch":
+            return (done - self.shift) % (t.eval_epochs * self.steps_per_epoch) == 0
+        return t.eval_strategy == "auto" and (self.saves(done) or self.ends_epoch(done))
+
     def ends_epoch(self, done: int) -> bool:
         return (done - self.shift) % self.steps_per_epoch == 0

@@ -12,6 +12,7 @@ holds them still (`adapters_suffice`). Tied weights are stored once.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import logging
@@ -19,7 +20,7 @@ import pathlib
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -33,12 +34,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 
 from tilewright.nn.sharded import shard
 from tilewright.nn.weights import adapted, is_adapter
+from tilewright.trainer.checkpoint.best import Best
 from tilewright.trainer.checkpoint.checkpoint_files import (
     Damaged,
     Planner,
@@ -114,10 +118,16 @@ def adapters_suffice(parts: Parts) -> bool:
 
 
 def _contents(
-    model: nn.Module, optimizer: torch.optim.Optimizer, adapters_alone: bool
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, adapters_alone: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a checkpoint stores, or is to fill; and the optimizer's whole state dictionary."""
-    weights, moments = get_state_dict(model, optimizer)
+    """What a checkpoint stores, or is to fill; and the optimizer's whole state dictionary.
+
+    optimizer: None: weights alone.
+    """
+    if optimizer is None:  # of one without states, DCP's function would make some, of a step
+        weights, moments = get_model_state_dict(model), None
+    else:
+        weights, moments = get_state_dict(model, optimizer)
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     again = every.difference(name for name, _ in model.named_parameters())  # of tied weights
     stored = {
@@ -125,6 +135,8 @@ def _contents(
         for name, t in weights.items()
         if name not in again and (is_adapter(name) or not adapters_alone)
     }
+    if moments is None:
+        return {"model": stored}, {}
     # Without the groups: their settings are the configuration's, and a pipeline's stages have
     # different parameters in them.
     return {"model": stored, "optimizer": {"state": moments["state"]}}, moments
@@ -134,7 +146,9 @@ class Saver:
     """Writes checkpoints; with save_async, one may be in progress while training continues.
 
     Every rank must create one, and call its methods at the same steps.   last: the newest complete
-    checkpoint.   keep: `run_folder.publish`'s.   base: store frozen weights in any case.
+    checkpoint; at first the one resumed from.   keep: `run_folder.publish`'s.   base: store frozen
+    weights in any case.   best: the best so far, one that is being written included.   states: of
+    the optimizer, store them too.
     """
 
     def __init__(
@@ -145,9 +159,15 @@ class Saver:
         last: pathlib.Path | None = None,
         keep: int = 0,
         base: bool = False,
+        best: Best | None = None,
+        states: bool = True,
     ):
         self.root, self.mesh = pathlib.Path(output_dir, "checkpoints"), mesh
         self.last, self.keep, self.base = last, keep, base
+        self.best = self._best_before = best
+        self.states = states
+        here = last is not None and last.resolve().parent == self.root.resolve()
+        self.resumed = last if here else None
         self.pending: tuple[Future[None], pathlib.Path] | None = (
             None  # published, and under what name
         )
@@ -161,10 +181,20 @@ class Saver:
     def folder(self, step: int) -> pathlib.Path:
         return self.root / f"global_step_{step}"
 
+    def improves(self, values: Mapping[str, float]) -> bool:
+        """Whether an evaluation is better than that of the best checkpoint."""
+        return self.best is not None and self.best.improved_by(values)
+
     def save(
-        self, step: int, parts: Parts, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+        self,
+        step: int,
+        parts: Parts,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        values: Mapping[str, float] | None = None,
     ) -> pathlib.Path:
-        """state: JSON. The folder gets its final name only when it is complete.
+        """state: JSON. The folder gets its final name only when it is complete.   values: what an
+        evaluation of these weights reports, if there was one.
 
         Raises ValueError, and writes nothing, if a weight or a moment is not finite. If the one
         before could not be written, this one is waited for.
@@ -177,7 +207,7 @@ class Saver:
             aside.mkdir(parents=True)
         self.mesh.control.barrier()
         adapters_alone = adapters_suffice(parts) and not self.base
-        tensors, _ = _contents(parts.model, optimizer, adapters_alone)
+        tensors, _ = _contents(parts.model, optimizer if self.states else None, adapters_alone)
         random = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             random["cuda"] = torch.cuda.get_rng_state()
@@ -186,6 +216,8 @@ class Saver:
             "step": step,
             "weights": "adapters" if adapters_alone else "all",
             "merged": parts.merged,
+            "optimizer": self.states,
+            **self._with_best(step, values or {}),
             **state,
         }
         if self.group is not None:
@@ -207,11 +239,25 @@ class Saver:
             self.last = target
         return target
 
+    def _with_best(self, step: int, values: Mapping[str, float]) -> dict[str, Any]:
+        """What a checkpoint of this step says of the best one: itself, if it is better."""
+        if self.best is None:
+            return {}
+        self._best_before, self.best = self.best, self.best.at(step, values)
+        return {"best": dataclasses.asdict(self.best)}
+
+    def _spared(self, state: dict[str, Any]) -> list[str]:
+        """The names of checkpoints that stay whatever their age."""
+        best = state.get("best", {}).get("step")
+        names = [] if self.resumed is None else [self.resumed.name]
+        return names if best is None else [*names, self.folder(best).name]
+
     def _failed(self) -> bool:
         """Waits for a checkpoint in progress; whether it could not be written."""
         try:
             self.finish()
         except OSError as error:
+            self.best = self._best_before
             if self.mesh.main:
                 log.warning("%s; another one is written now", error)
             return True
@@ -234,7 +280,7 @@ class Saver:
             try:
                 written = time_after(target.parent, time.time())
                 write_state(aside, {"written": written, **state, "files": files})
-                publish(aside, target, self.keep)
+                publish(aside, target, self.keep, self._spared(state))
             except OSError as error:
                 problem = OSError(f"{aside}: cannot be written ({error})")
         group.agree(problem)
@@ -343,7 +389,8 @@ def resume(
                 log.warning("%s; going on from the one before it, %s", error, following)
         else:
             if mesh.main:
-                log.info("; ".join([f"resumed from {folder}, step {state['step']}", *passed]))
+                how = "resumed" if options.get("states", True) else "begun with the weights"
+                log.info("; ".join([f"{how} from {folder}, step {state['step']}", *passed]))
             return folder, state
     raise ValueError("there is no checkpoint to resume from")
 
@@ -357,8 +404,11 @@ def restore(
     run: dict[str, dict[str, Any]],
     ops: dict[str, str],
     checked: bool = True,
+    states: bool = True,
 ) -> dict[str, Any]:
     """Fills the parts and the optimizer, and returns the saved state. Every rank must call it.
+
+    states: false: fills the parts alone, and restores no random state.
 
     run: compatibility keys that must equal the checkpoint's, by kind (model, optimizer, data,
     base).   checked: compare the checksums of all files.
@@ -371,11 +421,16 @@ def restore(
     try:
         state = read_state(folder)
         _check(folder, state, run)
+        if states and not state.get("optimizer", True):
+            raise ValueError(
+                f"{folder} holds no states of the optimizer (train.save_optimizer was false), so no "
+                "run can go on from it; train.load_optimizer = false begins one with its weights"
+            )
         small, large = share(folder, state, mesh.rank, mesh.size) if checked else ({}, {})
         verify(folder, small)
         metadata = read_metadata(folder / "dcp")
         file = folder / f"random_{mesh.rank}.safetensors"
-        if file.is_file():  # a new rank starts from its seed
+        if states and file.is_file():  # a new rank starts from its seed
             random = load_file(file)
         adapters_alone = _without_base(folder, state, parts)
     except SafetensorError as error:
@@ -390,16 +445,20 @@ def restore(
         log.warning(
             "ops are computed differently from when %s was written: %s (then, now)", folder, changed
         )
-    tensors, moments = _contents(parts.model, optimizer, adapters_alone)
+    tensors, moments = _contents(parts.model, optimizer if states else None, adapters_alone)
     _load(folder, tensors, metadata, mesh, large)
-    set_state_dict(
-        parts.model,
-        optimizer,
-        model_state_dict=tensors["model"],
-        optim_state_dict={**moments, **tensors["optimizer"]},
-        # Names that are left out: of tied weights, and of those that are not the checkpoint's.
-        options=StateDictOptions(strict=False),
-    )
+    # Names that are left out: of tied weights, and of those that are not the checkpoint's.
+    some = StateDictOptions(strict=False)
+    if states:
+        set_state_dict(
+            parts.model,
+            optimizer,
+            model_state_dict=tensors["model"],
+            optim_state_dict={**moments, **tensors["optimizer"]},
+            options=some,
+        )
+    else:
+        set_model_state_dict(parts.model, tensors["model"], options=some)
     parts.merged = state.get("merged", False)
     if random:
         torch.set_rng_state(random["cpu"])

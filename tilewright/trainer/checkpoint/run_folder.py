@@ -9,7 +9,7 @@ import fcntl
 import logging
 import pathlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from tilewright.core.files import replace_folder
 from tilewright.trainer.checkpoint.checkpoint_files import Damaged, read_metadata, read_state
@@ -23,13 +23,17 @@ def find(output_dir: str, wanted: str | None) -> pathlib.Path | None:
     return next(iter(candidates(output_dir, wanted)), None)
 
 
-def earlier(output_dir: str, wanted: str | None) -> list[pathlib.Path]:
-    """`candidates` for a new run, which does not start over what an earlier one has written."""
+def earlier(output_dir: str, wanted: str | None, anew: bool = False) -> list[pathlib.Path]:
+    """`candidates` for a new run, which does not start over what an earlier one has written.
+
+    anew: the run takes the weights alone.
+    """
     folders = candidates(output_dir, wanted)
-    if wanted is None and (there := complete(output_dir)):
+    if (anew or wanted is None) and (there := complete(output_dir)):
+        also = " and train.load_optimizer to true" if anew else ""
         raise ValueError(
             f"train.output_dir = {output_dir}: holds {there[-1].name} of an earlier run; set "
-            "train.load_checkpoint_path to auto to go on with it, or choose another folder"
+            f"train.load_checkpoint_path to auto{also} to go on with it, or choose another folder"
         )
     return folders
 
@@ -158,16 +162,20 @@ def recover(output_dir: str, mesh: Mesh, *, alone: bool = True) -> None:
             publish(aside, aside.with_name(aside.name[1 : -len(".partial")]))
 
 
-def publish(aside: pathlib.Path, target: pathlib.Path, keep: int = 0) -> None:
+def publish(
+    aside: pathlib.Path, target: pathlib.Path, keep: int = 0, spared: Collection[str] = ()
+) -> None:
     """Gives a complete checkpoint its name.
 
-    keep: how many of the folder's checkpoints stay, the last ones written; 0: all. Removed ones
-    lose their name first, so that none is found half removed.
+    keep: how many of the folder's checkpoints stay, of which the oldest go first; 0: all. Removed
+    ones lose their name first, so that none is found half removed.   spared: names of folders that
+    stay in any case, as this one does.
     """
     replace_folder(aside, target)
     log.info("checkpoint %s", target)
     if keep:
         written = sorted(complete(str(target.parent.parent)), key=_written)
-        for old in written[:-keep]:
+        may_go = [old for old in written if old.name not in {target.name, *spared}]
+        for old in may_go[: max(0, len(written) - keep)]:
             old.rename(gone := old.with_name(f".{old.name}.deleted"))
             shutil.rmtree(gone)

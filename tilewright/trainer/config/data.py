@@ -153,7 +153,8 @@ def _weighs_some(config: Config) -> bool:
     return any(given) and not all(given)
 
 
-def _no_size(size: float | None) -> bool:
+def no_size(size: float | None) -> bool:
+    """Whether it is neither a number of 1 or more nor a fraction between 0 and 1."""
     return size is not None and not (0 < size < 1 if isinstance(size, float) else size >= 1)
 
 
@@ -255,7 +256,7 @@ class Data(Section):
         None,
         Resume.OTHER_CONTENTS,
         Refuse("must be a number of samples (1 or more) or a fraction between 0 and 1").when(
-            lambda c: _no_size(c.data.val_set_size)
+            lambda c: no_size(c.data.val_set_size)
         ),
         Only("test_datasets", []).because("give one of them"),
     )

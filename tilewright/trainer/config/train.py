@@ -9,6 +9,7 @@ from pydantic import field_validator, model_validator
 from tilewright.core import platform
 from tilewright.core.torch_names import no_zero_bubble
 from tilewright.trainer.columns import TOKENS
+from tilewright.trainer.config.data import no_size
 from tilewright.trainer.config.section import (
     Accepts,
     Only,
@@ -124,6 +125,20 @@ def _bf16(name: str, *optimizers: str) -> Refuse:
             and getattr(c.train, name) > 1 - 2**-8
         )
     )
+
+
+def _nothing_held_out(config: Config) -> str | None:
+    data = config.data
+    held = data.test_datasets or data.val_set_size is not None
+    return None if held else "there is nothing to evaluate on"
+
+
+def _wants(config: Config, *strategies: str) -> bool:
+    return config.train.save_strategy in strategies
+
+
+HELD_OUT = Refuse(_nothing_held_out, "data.test_datasets", "data.val_set_size")
+EVALUATED = Only("eval_strategy", but="no").because("nothing is evaluated")
 
 
 class Train(Section):
@@ -434,6 +449,75 @@ class Train(Section):
     """Passes over the data."""
     max_steps: int | None = field(None, Resume.NEXT_STEP, names="steps", ge=1)
     """Optimizer steps in all; overrides epochs."""
+    # evaluation
+    eval_strategy: Literal["auto", "no", "steps", "epoch"] = field(
+        "auto",
+        Resume.EVALUATION,
+        HELD_OUT.when(lambda c: c.train.eval_strategy in ("steps", "epoch")),
+        Refuse("say every how many", "eval_steps").when(
+            lambda c: c.train.eval_strategy == "steps" and c.train.eval_steps is None
+        ),
+        differs=OURS,
+        names="do_eval",
+    )
+    """When there is something to evaluate on. auto: before the first step, with each checkpoint of
+    save_steps and save_epochs, at the end of each epoch and of the run; steps: every eval_steps;
+    epoch: every eval_epochs; no: never.
+    """
+    eval_steps: int | None = field(
+        None,
+        Resume.EVALUATION,
+        Only("eval_strategy", "steps").because("only eval_strategy: steps counts steps"),
+        differs=OURS,
+        ge=1,
+    )
+    """Evaluate every so many optimizer steps."""
+    eval_epochs: int = field(
+        1,
+        Resume.EVALUATION,
+        Only("eval_strategy", "epoch").because("only eval_strategy: epoch counts epochs"),
+        differs=OURS,
+        ge=1,
+    )
+    """Evaluate at the end of every so many epochs."""
+    eval_on_start: bool | None = field(
+        None,
+        Resume.EVALUATION,
+        Only("eval_strategy", but="no", neutral=(False,)).because("nothing is evaluated"),
+        HELD_OUT.when(lambda c: c.train.eval_on_start),
+        differs=OURS,
+    )
+    """Evaluate before the first step of a run; null: where eval_strategy is auto."""
+    eval_sanity_batches: int = field(
+        0, Resume.EVALUATION, EVALUATED, HELD_OUT, differs=OURS, names="num_sanity_val_steps", ge=0
+    )
+    """Whenever the command starts, evaluate so many batches before its first step, and discard the
+    result: what cannot be evaluated ends it early.
+    """
+    eval_max_batches: int | float | None = field(
+        None,
+        Resume.EVALUATION,
+        EVALUATED,
+        HELD_OUT,
+        Refuse("must be a number of batches (1 or more) or a fraction between 0 and 1").when(
+            lambda c: no_size(c.train.eval_max_batches)
+        ),
+        differs=OURS,
+        names="max_evaluate_steps limit_val_batches",
+    )
+    """Evaluate so many batches, the first ones, or a fraction of all of them; null: all. A batch is
+    a forward pass of all processes: eval_micro_batch_size bins on each that reads its own.
+    """
+    eval_micro_batch_size: int | None = field(
+        None,
+        Resume.EVALUATION,
+        EVALUATED,
+        HELD_OUT,
+        differs=OURS,
+        names="per_device_eval_batch_size",
+        ge=1,
+    )
+    """Bins in a forward pass of an evaluation; null: micro_batch_size."""
     # memory and speed
     enable_mixed_precision: bool = field(
         True,
@@ -579,6 +663,36 @@ class Train(Section):
         Accepts("dcp").because("torch.save writes pickles, which run code when they are read"),
     )
     """The format of checkpoints: dcp (torch.distributed.checkpoint)."""
+    save_strategy: Literal["auto", "no", "steps", "epoch", "best"] = field(
+        "auto",
+        Resume.OUTPUT,
+        Refuse("it would save by epochs; leave that field out, or set it to 0", "save_epochs").when(
+            lambda c: _wants(c, "no", "steps", "best") and c.train.save_epochs
+        ),
+        Refuse("it would save by steps; leave that field out, or set it to 0", "save_steps").when(
+            lambda c: _wants(c, "no", "epoch", "best") and c.train.save_steps
+        ),
+        Refuse("it would save the best; leave that field out", "save_best").when(
+            lambda c: _wants(c, "no") and c.train.save_best
+        ),
+        Refuse("say every how many", "save_steps").when(
+            lambda c: _wants(c, "steps") and not c.train.save_steps
+        ),
+        Refuse("say every how many", "save_epochs").when(
+            lambda c: _wants(c, "epoch") and not c.train.save_epochs
+        ),
+        Refuse("it would not save the best; leave that field out", "save_best").when(
+            lambda c: _wants(c, "best") and c.train.best_metric and not c.train.save_best
+        ),
+        Refuse("no checkpoint is the best", "best_metric").when(
+            lambda c: _wants(c, "best") and c.train.best_metric is None
+        ),
+        differs=OURS,
+    )
+    """A name for values of save_steps, save_epochs and save_best. auto: as they are; steps: by
+    steps alone; epoch: by epochs alone; best: the best alone; no: none of them. The last step is
+    saved in any case.
+    """
     save_steps: int = field(0, Resume.OUTPUT, ge=0)
     """Save every so many optimizer steps; 0: not by steps."""
     save_epochs: float = field(
@@ -593,13 +707,68 @@ class Train(Section):
     save_total_limit: int | None = field(
         None, Resume.OUTPUT, differs=("none", "ours, named as in transformers"), ge=0
     )
-    """Checkpoints that stay in output_dir, the last ones written; null or 0: all."""
+    """Checkpoints that stay in output_dir; null or 0: all. The oldest go first, but never the
+    newest, the best by best_metric, nor the one that the run resumed from: these count, and may be
+    more.
+    """
+    best_metric: str | None = field(
+        None,
+        Resume.OUTPUT,
+        EVALUATED,
+        HELD_OUT,
+        Refuse(
+            "whether less or more of it is better does not follow from its name", "best_mode"
+        ).when(lambda c: c.train.best_metric is not None and c.train.mode_of_best is None),
+        differs=OURS,
+        names="metric_for_best_model",
+        min_length=1,
+    )
+    """A number that evaluations report, such as eval_loss, by which a checkpoint is the best: of
+    those that are written right after an evaluation. null: none is.
+    """
+    best_mode: Literal["min", "max"] | None = field(
+        None,
+        Resume.OUTPUT,
+        Only("best_metric", but=None).because("no checkpoint is the best"),
+        differs=OURS,
+        names="greater_is_better",
+    )
+    """Whether the least or the most of best_metric is best; null: the least of a loss or a
+    perplexity, the most of an accuracy.
+    """
+    save_best: bool = field(
+        False,
+        Resume.OUTPUT,
+        Only("best_metric", but=None).because("no checkpoint is the best"),
+        differs=OURS,
+    )
+    """Save after each evaluation that is the best so far, too."""
+    save_optimizer: bool = field(
+        True, Resume.OUTPUT, differs=OURS, names="save_only_model ignore_save_lr_and_optim"
+    )
+    """Write the optimizer's states with checkpoints; false: weights and position alone, and no run
+    resumes from them, but with load_optimizer: false.
+    """
     save_hf_weights: bool = field(True, Resume.OUTPUT)
     """Write Hugging Face safetensors with the last checkpoint."""
     load_checkpoint_path: str | None = field(
         None, Resume.THIS_START, names="resume_from_checkpoint"
     )
     """Folder to resume from; auto: the last complete in output_dir, if any; "" or null: none."""
+    load_optimizer: bool = field(
+        True,
+        Resume.THIS_START,
+        Only("load_checkpoint_path", but=None).because("nothing is loaded"),
+        Refuse(
+            "auto goes on with a run; name the folder whose weights to begin from",
+            "load_checkpoint_path",
+        ).when(lambda c: not c.train.load_optimizer and c.train.load_checkpoint_path == "auto"),
+        differs=OURS,
+        names="weight_init_only ignore_load_lr_and_optim",
+    )
+    """Resume with the optimizer's states; false: begin a new run with the weights of
+    load_checkpoint_path, at step 0 of the schedule and the data.
+    """
     verify_checkpoint: bool = field(
         True, Resume.THIS_START, differs=("none", "ours: a flipped bit would be trained with")
     )
@@ -615,6 +784,10 @@ class Train(Section):
     # logging
     log_format: Literal["progress_bar", "structured"] = field("progress_bar", Resume.OUTPUT)
     """progress_bar, or structured: key=value lines."""
+    log_steps: int | None = field(None, Resume.OUTPUT, differs=OURS, ge=1)
+    """Report the first step and every so many in the terminal or on standard output; null: each,
+    or, of a progress bar without a terminal, some twenty in all. metrics.jsonl has every step.
+    """
     use_wandb: bool = field(
         False,
         Resume.OUTPUT,
@@ -702,12 +875,34 @@ class Train(Section):
     def _empty_is_none(cls, value: str | None) -> str | None:
         return value or None
 
+    @field_validator("eval_strategy", "save_strategy", mode="before")
+    @classmethod
+    def _no_is_a_word(cls, value: Any) -> Any:
+        """YAML's no is false."""
+        return "no" if value is False else value
+
     @model_validator(mode="after")
     def _device(self) -> Train:
         if self.init_device == "auto":
             here = "cpu" if platform.no_cuda() else "cuda"
             self._fill(init_device="meta" if self.data_parallel_mode == "fsdp2" else here)
         return self
+
+    @model_validator(mode="after")
+    def _strategy(self) -> Train:
+        given, strategy = self.model_fields_set, self.save_strategy
+        if strategy in ("no", "steps", "best") and "save_epochs" not in given:
+            self._fill(save_epochs=0.0)
+        if strategy == "best" and self.best_metric and "save_best" not in given:
+            self._fill(save_best=True)
+        return self
+
+    @property
+    def mode_of_best(self) -> str | None:
+        """min or max; None if best_metric's name does not tell."""
+        name = (self.best_metric or "").partition("/")[0]
+        known = {"loss": "min", "perplexity": "min", "accuracy": "max"}
+        return self.best_mode or next((m for part, m in known.items() if part in name), None)
 
     @property
     def reshard(self) -> bool:

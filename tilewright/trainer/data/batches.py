@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -314,13 +315,18 @@ def evaluation_batches(
     pin: bool = False,
     cp: ContextParallel | None = None,
     tp: int = 1,
+    most: float | None = None,
 ) -> torch.utils.data.DataLoader:
     """Every bin once over all ranks, `size` per micro-batch; ranks get the same number of batches,
     filled up with empty ones. Bins are read and padded by their own settings.
+
+    most: batches of each rank, the first ones: a number, or a fraction of them below 1, rounded up.
     """
     groups: list[list[int | None]] = [
         list(range(i, min(i + size, len(bins)))) for i in range(0, len(bins), size)
     ]
     groups.extend([None] for _ in range(-len(groups) % world_size))
     own = groups[rank::world_size]
+    if most is not None:
+        own = own[: int(most) if most >= 1 else math.ceil(most * len(own))]
     return _loader(bins, own, bins.data, pin, cp or ContextParallel(), tp)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class Earlier:
             raise ValueError(f"{FIELD} = {path}: {error}") from error
         self.files: str | None = None  # in what the data's files are not this run's
         self.steps = {row["step"]: row for row in metrics if "grad_norm" in row}
-        self.evaluations = {row["step"]: row["eval_loss"] for row in metrics if "eval_loss" in row}
+        self.evaluations = {row["step"]: row for row in metrics if "eval_loss" in row}
 
     def _rows(self, file: pathlib.Path) -> list[dict[str, Any]]:
         """Raises ValueError for a row that no run writes."""
@@ -203,18 +204,17 @@ class Witness:
         self.compared.add(step)
         return self._said(step, values, self.earlier.steps[step], found)
 
-    def evaluation(self, step: int, loss: float) -> str | None:
-        """The same for a loss of evaluation."""
+    def evaluation(self, step: int, values: Mapping[str, float]) -> str | None:
+        """The same for what an evaluation reports."""
         if not self.asserts:
             return None
         said = None
         if self.earlier is not None and step in self.earlier.evaluations:
-            there = {"eval_loss": self.earlier.evaluations[step]}
-            said = self._said(step, {"eval_loss": loss}, there, {})
+            said = self._said(step, values, self.earlier.evaluations[step], {})
         return self.mesh.control.broadcast(said)
 
     def _said(
-        self, step: int, ours: dict[str, Any], theirs: dict[str, Any], found: dict[str, Any]
+        self, step: int, ours: Mapping[str, Any], theirs: dict[str, Any], found: dict[str, Any]
     ) -> str | None:
         assert self.earlier is not None
         moved = [
@@ -282,8 +282,8 @@ class Comparison(Callback):
     def after_step(self, step: Step) -> None:
         self.run.end_if(self.run.witness.problem(step.number, step.values))
 
-    def evaluated(self, done: int, loss: float) -> None:
-        self.run.end_if(self.run.witness.evaluation(done, loss))
+    def evaluated(self, done: int, values: Mapping[str, float]) -> None:
+        self.run.end_if(self.run.witness.evaluation(done, values))
 
     def close(self) -> None:
         for line in self.run.witness.summary():

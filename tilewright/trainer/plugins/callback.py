@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -48,9 +48,9 @@ class Callback:
     def after_step(self, step: Step) -> None:
         """After the weights have changed, and before a checkpoint is saved."""
 
-    def evaluated(self, done: int, loss: float) -> None:
-        """After an evaluation; done: optimizer steps. The one before the first step is outside
-        `running`.
+    def evaluated(self, done: int, values: Mapping[str, float]) -> None:
+        """After an evaluation; done: optimizer steps.   values: what it reports, by its names in
+        metrics.jsonl: "eval_loss". The one before the first step is outside `running`.
         """
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import pathlib
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -103,7 +104,8 @@ class Metrics:
             total=total, initial=start, unit="step", disable=not (bar and sys.stderr.isatty())
         )
         # Without a terminal a bar becomes some twenty lines.
-        self.every = 1 if not bar else max(1, total // 20)
+        few = max(1, total // 20) if bar and self.bar.disable else 1
+        self.every = self.train.log_steps or few
         self.wandb = None
         if self.train.use_wandb:
             wandb = importlib.import_module("wandb")  # an optional package
@@ -153,7 +155,8 @@ class Metrics:
         # With evaluations and checkpoints, as in the steps of this run so far.
         row["seconds_left"] = (now - self.began) / (step - self.start) * (self.total - step)
         self.write(row)
-        if not self.bar.disable:
+        due = step % self.every == 0 or step == 1
+        if due and not self.bar.disable:
             shown = {
                 "loss": "loss",
                 "lr": "lr",
@@ -163,19 +166,21 @@ class Metrics:
                 "GB": "memory_gb",
             }
             self.bar.set_postfix({k: _show(row[of]) for k, of in shown.items() if of in row})
-            self.bar.update()
-        elif self.train.log_format == "structured" or step % self.every == 0 or step == 1:
+        elif due:
             self.say(" ".join(f"{k}={_show(v)}" for k, v in row.items()))
+        self.bar.update()
 
     def restart_clock(self) -> None:
         """Excludes the time since the last step (evaluation, a checkpoint) from the next one."""
         self.last = time.perf_counter()
 
-    def evaluation(self, step: int, loss: float) -> None:
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Reports an evaluation after a step.   values: with "eval_loss"."""
         self.restart_clock()
         if self.main:
-            self.write({"step": step, "eval_loss": loss})
-            self.say(f"step={step} eval_loss={loss:.5g}")
+            row = {"step": step, **values}
+            self.write(row)
+            self.say(" ".join(f"{k}={_show(v)}" for k, v in row.items()))
 
     def write(self, row: dict[str, Any]) -> None:
         self.file.write(json.dumps(row) + "\n")
@@ -241,8 +246,8 @@ class Report(Callback):
             )
         run.metrics.step(step.number, step.tokens, **step.values)
 
-    def evaluated(self, done: int, loss: float) -> None:
-        self.run.metrics.evaluation(done, loss)
+    def evaluated(self, done: int, values: Mapping[str, float]) -> None:
+        self.run.metrics.evaluation(done, values)
 
 
 CALLBACKS.add("report", Plugin(Report, 50, lambda run: True))

@@ -1,0 +1,197 @@
+"""When a run evaluates, on how much, and that training goes on as if it had not."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("pydantic")
+pytest.importorskip("transformers")
+
+from test_trainer import (
+    Engine,
+    Mesh,
+    build_data,
+    engine_of,
+    evaluation_batches,
+    language_modeling,
+    load,
+    rows,
+    run,
+    tensors,
+    write_config,
+)
+
+pytestmark = pytest.mark.packages
+
+HELD = {"data__val_set_size": 7}
+# Two epochs of three steps.
+EPOCHS = {
+    "train__max_steps": None,
+    "train__num_train_epochs": 2,
+    "data__dataloader_drop_last": False,
+}
+STEPS = {"train__eval_strategy": "steps"}
+ONES = {"train__eval_micro_batch_size": 1}
+EPOCH = {"train__eval_strategy": "epoch"}
+
+
+def evaluated(folder):
+    return [row["step"] for row in rows(folder) if "eval_loss" in row]
+
+
+def three_steps(folder, **data):
+    """Settings with three steps in an epoch, each of one forward pass."""
+    bins = len(build_data(load(write_config(folder, **data)), Mesh(), 97)[0].bins)
+    return {**EPOCHS, **data, "train__micro_batch_size": math.ceil(bins / 3)}
+
+
+@pytest.mark.parametrize(
+    "settings, steps",
+    [
+        ({}, [0, 3, 6]),
+        ({"train__save_steps": 4}, [0, 3, 4, 6]),
+        ({"train__eval_on_start": False}, [3, 6]),
+        ({**STEPS, "train__eval_steps": 2}, [2, 4, 6]),
+        ({**STEPS, "train__eval_steps": 4, "train__eval_on_start": True}, [0, 4]),
+        (EPOCH, [3, 6]),
+        ({**EPOCH, "train__eval_epochs": 2, "train__save_steps": 1}, [6]),
+        ({"train__eval_strategy": "no", "train__save_steps": 1}, []),
+    ],
+    ids=str,
+)
+def test_a_run_evaluates_when_its_strategy_says(settings, steps, tmp_path):
+    options = {**three_steps(tmp_path, **HELD), "train__save_hf_weights": False}
+    run(write_config(tmp_path, **{**options, **settings}))
+    assert max(row["step"] for row in rows(tmp_path)) == 6
+    assert evaluated(tmp_path) == steps
+
+
+def test_training_has_the_bits_that_it_has_without_evaluation(tmp_path, monkeypatch):
+    """Evaluation draws random numbers here, as do steps."""
+    drawn, step, evaluate = [], Engine.optim_step, Engine.evaluate
+
+    def drawing(self, *arguments):
+        drawn[-1].append(torch.rand(()).item())
+        return step(self, *arguments)
+
+    def careless(self, *arguments):
+        torch.rand(5)
+        return evaluate(self, *arguments)
+
+    monkeypatch.setattr(Engine, "optim_step", drawing)
+    monkeypatch.setattr(Engine, "evaluate", careless)
+    found = []
+    for i, settings in enumerate(
+        (
+            {"train__eval_strategy": "no"},
+            {},
+            {**STEPS, "train__eval_steps": 1, "train__eval_micro_batch_size": 3},
+            {**EPOCH, "train__eval_on_start": True, **ONES, "train__eval_max_batches": 0.5},
+            {**ONES, "train__eval_sanity_batches": 2, "train__eval_max_batches": 1},
+        )
+    ):
+        folder = tmp_path / str(i)
+        drawn.append([])
+        options = {**three_steps(folder, **HELD), "train__save_steps": 4}
+        run(write_config(folder, **{**options, **settings}))
+        steps = [(r["loss"], r["grad_norm"], r["tokens"]) for r in rows(folder) if "loss" in r]
+        found.append((steps, drawn[-1], tensors(folder, 6), evaluated(folder)))
+    assert not found[0][3] and all(given[3] for given in found[1:])
+    for steps, numbers, weights, _ in found[1:]:
+        assert (steps, numbers) == found[0][:2] and len(numbers) == 6
+        assert all(torch.equal(t, weights[name]) for name, t in found[0][2].items())
+
+
+def test_runs_that_evaluate_and_save_otherwise_are_one_computation(tmp_path, capsys):
+    """So one is certified by the other; what both evaluate is compared."""
+    first = write_config(tmp_path / "a", **HELD, train__save_hf_weights=False)
+    run(first)
+    others = {
+        "eval_steps": 3,
+        "eval_on_start": True,
+        "eval_sanity_batches": 1,
+        "save_strategy": "best",
+        "best_metric": "eval_loss",
+        "best_mode": "max",
+        "save_optimizer": False,
+        "log_steps": 2,
+    }
+    options = {**HELD, **STEPS, **{f"train__{name}": value for name, value in others.items()}}
+    text = write_config(tmp_path / "b", **options, train__save_hf_weights=False)
+    run(text, f"--train.assert_deterministic={tmp_path / 'a/out'}")
+    assert "deterministic: 6 steps are bit-identical" in capsys.readouterr().out
+    assert evaluated(tmp_path / "b") == [0, 3, 6]
+    part = f"--train.output_dir={tmp_path / 'c'}", "--train.eval_max_batches=1"
+    with pytest.raises(ValueError, match=r"field train\.eval_max_batches is 1 in this run"):
+        run(first, *part, f"--train.assert_deterministic={tmp_path / 'a/out'}")
+
+
+def test_what_cannot_be_evaluated_ends_a_run_before_its_first_step(tmp_path, monkeypatch):
+    """A resumed one too; what the few batches give is not reported."""
+    asked, real = [], Engine.evaluate
+
+    def evaluate(self, batches, loss):
+        asked.append(len(batches))
+        if len(asked) == 4:
+            raise ValueError("planted")
+        return real(self, batches, loss)
+
+    monkeypatch.setattr(Engine, "evaluate", evaluate)
+    settings = {**STEPS, "train__eval_steps": 2, "train__eval_sanity_batches": 3}
+    path = write_config(tmp_path, **HELD, **settings, train__save_hf_weights=False)
+    run(path, "--train.max_steps=4")
+    assert asked[0] == 3 and min(asked[1:]) > 3 and evaluated(tmp_path) == [2, 4]
+    with pytest.raises(ValueError, match="planted"):
+        run(path, "--train.load_checkpoint_path=auto")
+    assert asked[3] == 3 and rows(tmp_path)[-1]["step"] == 4
+
+
+def bins_of(held, *arguments, **options):
+    """Indices of the bins of each batch."""
+    return list(evaluation_batches(held, *arguments, **options).batch_sampler)
+
+
+def test_every_rank_evaluates_so_many_of_the_first_batches(tmp_path):
+    config = load(write_config(tmp_path, **HELD, data__eval_sample_packing=False))
+    held = build_data(config, Mesh(), 97)[1]
+    assert len(held) == 7
+    ranks = [bins_of(held, 2, rank, 2, most=1) for rank in (0, 1)]
+    assert ranks == [[[0, 1]], [[2, 3]]]
+    assert bins_of(held, 2, 0, 1, most=3) == [[0, 1], [2, 3], [4, 5]]
+    assert bins_of(held, 2, 0, 1, most=9) == bins_of(held, 2, 0, 1)
+    # Four batches on one rank, two on each of two, the last of them empty.
+    for share, alone, of_two in ((0.01, 1, 1), (0.5, 2, 1), (0.51, 3, 2), (0.99, 4, 2)):
+        assert len(bins_of(held, 2, 0, 1, most=share)) == alone
+        assert [len(bins_of(held, 2, rank, 2, most=share)) for rank in (0, 1)] == [of_two] * 2
+
+
+def test_the_size_of_a_batch_in_evaluation_changes_its_number_and_no_loss(tmp_path, monkeypatch):
+    asked, real = [], Engine.evaluate
+
+    def evaluate(self, batches, loss):
+        asked.append(len(batches))
+        return real(self, batches, loss)
+
+    monkeypatch.setattr(Engine, "evaluate", evaluate)
+    losses = []
+    for size in (1, 2, 7):
+        folder = tmp_path / str(size)
+        run(
+            write_config(folder, **HELD, data__eval_sample_packing=False, train__max_steps=1),
+            f"--train.eval_micro_batch_size={size}",
+        )
+        losses.append([row["eval_loss"] for row in rows(folder) if "eval_loss" in row])
+    assert asked == [7, 7, 4, 4, 1, 1]
+    for found in losses[1:]:
+        assert found == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_a_part_of_the_batches_has_the_loss_of_their_tokens(tmp_path):
+    options = {**HELD, "data__eval_sample_packing": False, "train__max_steps": 1}
+    path = write_config(tmp_path, **options)
+    run(path, "--train.eval_max_batches=3")
+    config = load(path)
+    engine, held = engine_of(config), build_data(config, Mesh(), 97)[1]
+    few = [batch for batch, _ in zip(evaluation_batches(held, 1, 0, 1), range(3), strict=False)]
+    assert rows(tmp_path)[0]["eval_loss"] == engine.evaluate(few, language_modeling)
