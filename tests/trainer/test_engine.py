@@ -64,7 +64,8 @@ def test_an_engine_by_hand_gives_the_bits_of_the_loop(tmp_path, caplog):
     run(path)
     config, t = load(path), load(path).train
     with caplog.at_level(logging.INFO, "tilewright"):
-        data, held = build_data(config, Mesh(), 97)
+        data, sets = build_data(config, Mesh(), 97)
+        [held] = sets.values()
     full = 100 * sum(data.bins.lengths) / (32 * len(data.bins))
     assert f"packing: {len(data.bins)} bins, {full:.1f} % full" in caplog.messages
     plan, steps, found = Plan(t, data.steps_per_epoch), data.steps(), []
@@ -329,7 +330,7 @@ def test_a_part_of_the_data_without_a_target_starts_no_run(tmp_path):
         with pytest.raises(ValueError, match="none of the 1 samples has a label") as raised:
             run(write_config(folder, **options))
         said.add(str(raised.value).partition(":")[0])
-    assert said == {"the data sets to train on", "the data sets to evaluate on"}
+    assert said == {"the data sets to train on", "the data set to evaluate on, held_out"}
 
 
 @pytest.mark.parametrize(

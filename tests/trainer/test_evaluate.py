@@ -18,6 +18,7 @@ from ranks import run_modes  # noqa: E402
 from tilewright.trainer import evaluate, train  # noqa: E402
 from tilewright.trainer.columns import IGNORE  # noqa: E402
 from tilewright.trainer.config import load  # noqa: E402
+from tilewright.trainer.data.sources import titles  # noqa: E402
 from tilewright.trainer.models import head  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
 
@@ -264,4 +265,4 @@ def test_sets_of_one_name_are_told_apart(tmp_path):
             f"--train.output_dir={tmp_path}",
         ],
     )
-    assert evaluate.titles(config.data.datasets) == ["x", "x#2", "y:test", "x#3"]
+    assert titles(config.data.datasets) == ["x", "x#2", "y:test", "x#3"]

@@ -1,6 +1,8 @@
 """When a run evaluates, on how much, and that training goes on as if it had not."""
 
+import json
 import math
+import random
 
 import pytest
 import torch
@@ -21,6 +23,9 @@ from test_trainer import (
     tensors,
     write_config,
 )
+
+from tilewright.trainer.losses.loss import Loss, count_labels
+from tilewright.trainer.tables import LOSSES
 
 pytestmark = pytest.mark.packages
 
@@ -69,7 +74,7 @@ def test_a_run_evaluates_when_its_strategy_says(settings, steps, tmp_path):
 
 def test_training_has_the_bits_that_it_has_without_evaluation(tmp_path, monkeypatch):
     """Evaluation draws random numbers here, as do steps."""
-    drawn, step, evaluate = [], Engine.optim_step, Engine.evaluate
+    drawn, step, evaluate = [], Engine.optim_step, Engine.forward
 
     def drawing(self, *arguments):
         drawn[-1].append(torch.rand(()).item())
@@ -80,7 +85,7 @@ def test_training_has_the_bits_that_it_has_without_evaluation(tmp_path, monkeypa
         return evaluate(self, *arguments)
 
     monkeypatch.setattr(Engine, "optim_step", drawing)
-    monkeypatch.setattr(Engine, "evaluate", careless)
+    monkeypatch.setattr(Engine, "forward", careless)
     found = []
     for i, settings in enumerate(
         (
@@ -129,7 +134,7 @@ def test_runs_that_evaluate_and_save_otherwise_are_one_computation(tmp_path, cap
 
 def test_what_cannot_be_evaluated_ends_a_run_before_its_first_step(tmp_path, monkeypatch):
     """A resumed one too; what the few batches give is not reported."""
-    asked, real = [], Engine.evaluate
+    asked, real = [], Engine.forward
 
     def evaluate(self, batches, loss):
         asked.append(len(batches))
@@ -137,7 +142,7 @@ def test_what_cannot_be_evaluated_ends_a_run_before_its_first_step(tmp_path, mon
             raise ValueError("planted")
         return real(self, batches, loss)
 
-    monkeypatch.setattr(Engine, "evaluate", evaluate)
+    monkeypatch.setattr(Engine, "forward", evaluate)
     settings = {**STEPS, "train__eval_steps": 2, "train__eval_sanity_batches": 3}
     path = write_config(tmp_path, **HELD, **settings, train__save_hf_weights=False)
     run(path, "--train.max_steps=4")
@@ -154,7 +159,7 @@ def bins_of(held, *arguments, **options):
 
 def test_every_rank_evaluates_so_many_of_the_first_batches(tmp_path):
     config = load(write_config(tmp_path, **HELD, data__eval_sample_packing=False))
-    held = build_data(config, Mesh(), 97)[1]
+    [held] = build_data(config, Mesh(), 97)[1].values()
     assert len(held) == 7
     ranks = [bins_of(held, 2, rank, 2, most=1) for rank in (0, 1)]
     assert ranks == [[[0, 1]], [[2, 3]]]
@@ -167,13 +172,13 @@ def test_every_rank_evaluates_so_many_of_the_first_batches(tmp_path):
 
 
 def test_the_size_of_a_batch_in_evaluation_changes_its_number_and_no_loss(tmp_path, monkeypatch):
-    asked, real = [], Engine.evaluate
+    asked, real = [], Engine.forward
 
     def evaluate(self, batches, loss):
         asked.append(len(batches))
         return real(self, batches, loss)
 
-    monkeypatch.setattr(Engine, "evaluate", evaluate)
+    monkeypatch.setattr(Engine, "forward", evaluate)
     losses = []
     for size in (1, 2, 7):
         folder = tmp_path / str(size)
@@ -192,6 +197,89 @@ def test_a_part_of_the_batches_has_the_loss_of_their_tokens(tmp_path):
     path = write_config(tmp_path, **options)
     run(path, "--train.eval_max_batches=3")
     config = load(path)
-    engine, held = engine_of(config), build_data(config, Mesh(), 97)[1]
+    engine, [held] = engine_of(config), build_data(config, Mesh(), 97)[1].values()
     few = [batch for batch, _ in zip(evaluation_batches(held, 1, 0, 1), range(3), strict=False)]
     assert rows(tmp_path)[0]["eval_loss"] == engine.evaluate(few, language_modeling)
+
+
+# ---- what is reported
+
+
+def two_sets(folder, **changes):
+    """A configuration with two sets to evaluate on, and one that has the rows of both."""
+    rng = random.Random(0)
+    made = {}
+    for name, count in (("plays", 20), ("letters", 30)):
+        made[name] = [
+            {"input_ids": [rng.randrange(97) for _ in range(rng.randint(2, 20))]}
+            for _ in range(count)
+        ]
+    made["both"] = made["plays"] + made["letters"]
+    for name, documents in made.items():
+        text = "".join(json.dumps(row) + "\n" for row in documents)
+        (folder / f"{name}.jsonl").write_text(text)
+    entries = {name: {"path": str(folder / f"{name}.jsonl")} for name in made}
+    options = {"train__max_steps": 2, "train__save_hf_weights": False, **changes}
+    several = write_config(
+        folder / "several", data__test_datasets=[entries["plays"], entries["letters"]], **options
+    )
+    return several, write_config(folder / "one", data__test_datasets=[entries["both"]], **options)
+
+
+def test_each_set_is_reported_and_all_together(tmp_path):
+    several, one = two_sets(tmp_path, train__eval_accuracy=True)
+    run(several)
+    run(one)
+    found = [row for row in rows(tmp_path / "several") if "eval_loss" in row]
+    whole = [row for row in rows(tmp_path / "one") if "eval_loss" in row]
+    assert len(found) == len(whole) == 2
+    names = ("eval_loss", "eval_perplexity", "eval_accuracy")
+    for row, all_rows in zip(found, whole, strict=True):
+        assert row.keys() == {
+            "step",
+            *names,
+            *(f"{name}/{part}" for name in names for part in ("plays", "letters")),
+        }
+        assert all_rows.keys() == {"step", *names}, "one set has no name"
+        for name in names:
+            assert row[name] == pytest.approx(all_rows[name], rel=1e-6), name
+        assert row["eval_perplexity"] == math.exp(row["eval_loss"])
+        assert row["eval_perplexity/plays"] == math.exp(row["eval_loss/plays"])
+        low, high = sorted(row[f"eval_loss/{part}"] for part in ("plays", "letters"))
+        assert low < row["eval_loss"] < high
+
+
+def test_accuracy_is_the_share_of_most_probable_labels(tmp_path):
+    path = two_sets(tmp_path, train__eval_accuracy=True)[1]
+    run(path)
+    config = load(path)
+    engine, [held] = engine_of(config), build_data(config, Mesh(), 97)[1].values()
+    hits = labels = 0
+    for batch in evaluation_batches(held, 2, 0, 1):
+        ends = tuple(batch["cu_seqlens"].tolist())
+        with torch.no_grad():
+            logits = engine.model(
+                batch["input_ids"],
+                position_ids=batch["position_ids"],
+                cu_seqlens=batch["cu_seqlens"],
+                ends=ends,
+            )
+        counted = batch["labels"] != -100
+        hits += int((logits.argmax(-1) == batch["labels"])[counted].sum())
+        labels += int(counted.sum())
+    assert rows(tmp_path / "one")[0]["eval_accuracy"] == hits / labels
+    assert 0 < hits < labels
+
+
+def test_what_a_loss_reports_is_reported_of_evaluations(tmp_path, monkeypatch):
+    def reporting(per_token, batch):
+        total = per_token.sum()
+        return total, count_labels(batch), 3 * total.detach()
+
+    made = Loss(reporting, reports=("thrice",))
+    monkeypatch.setattr(LOSSES, "_rows", LOSSES._rows | {"reporting": made})
+    run(two_sets(tmp_path, train__loss="reporting")[0])
+    row = rows(tmp_path / "several")[0]
+    assert "eval_perplexity" not in row, "of a loss in nats alone"
+    assert row["eval_thrice"] == pytest.approx(3 * row["eval_loss"])
+    assert row["eval_thrice/plays"] == pytest.approx(3 * row["eval_loss/plays"])

@@ -145,7 +145,7 @@ def own_loss(path, folder):
     there = [f"--model.model_path={path}", "--train.data_parallel_mode=none"]
     config, ranks = load(str(CONFIG), [*options(folder), *there]), Mesh()
     engine = engine_of(config, ranks)
-    _, held = build_data(config, ranks, engine.model.config.vocab_size)
+    [held] = build_data(config, ranks, engine.model.config.vocab_size)[1].values()
     return engine.evaluate(evaluation_batches(held, 1, 0, 1), language_modeling)
 
 

@@ -947,7 +947,7 @@ def test_evaluation_is_the_mean_over_tokens_whatever_the_batches(tmp_path):
     found = []
     for size in (1, 3, 7):
         config = load(path, [f"--train.micro_batch_size={size}"])
-        _, held = build_data(config, Mesh(), 97)
+        [held] = build_data(config, Mesh(), 97)[1].values()
         built = engine_of(config)
         model = built.model
         found.append(built.evaluate(evaluation_batches(held, size, 0, 1), language_modeling))
@@ -2418,7 +2418,7 @@ def test_noise_is_trained_with_and_not_evaluated_with(kind, tmp_path):
     losses = [[row[1] for row in found[name] if row[1]] for name in ("plain", "some", "more")]
     assert all(len(set(step)) == 3 for step in zip(*losses, strict=True))
     config = load(write_config(tmp_path / "eval", **options))
-    _, held = build_data(config, Mesh(), 97)
+    [held] = build_data(config, Mesh(), 97)[1].values()
     built = engine_of(config)
     model, few = built.model, list(evaluation_batches(held, 1, 0, 1))
     want = built.evaluate(few, language_modeling)

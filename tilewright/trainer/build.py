@@ -21,6 +21,7 @@ from tilewright.trainer.data.batches import Batches, Bins
 from tilewright.trainer.data.columns.column import Column
 from tilewright.trainer.data.encode import Columns
 from tilewright.trainer.data.prepared import check_targets, prepare, split_validation
+from tilewright.trainer.data.sources import titles
 from tilewright.trainer.engine import Engine
 from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.model import Transformer
@@ -144,8 +145,8 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
 
 def build_data(
     config: Config, mesh: Mesh, vocab: int, columns: Columns | None = None
-) -> tuple[Batches, Bins | None]:
-    """Training batches, and the evaluation bins if evaluation is configured.
+) -> tuple[Batches, dict[str, Bins]]:
+    """Training batches, and the bins of each data set to evaluate on, by its name.
 
     columns: further ones that batches have.
     """
@@ -164,11 +165,12 @@ def build_data(
     training, held = split_validation(
         prepare(d.datasets, config, tokenizer, vocab, **options), d.val_set_size, config.train.seed
     )
-    if d.test_datasets:
-        held = prepare(d.test_datasets, config, tokenizer, vocab, shuffle=False, **options)
     check_targets(training, "the data sets to train on")
-    if held is not None:
-        check_targets(held, "the data sets to evaluate on")
+    sets = {} if held is None else {"held_out": held}
+    for name, entry in zip(titles(d.test_datasets), d.test_datasets, strict=True):
+        sets[name] = prepare([entry], config, tokenizer, vocab, shuffle=False, **options)
+    for name, one in sets.items():
+        check_targets(one, f"the data set to evaluate on, {name}")
     columns = columns or {}
     bins = Bins(training, d, columns=columns)
     if mesh.main:
@@ -184,7 +186,7 @@ def build_data(
         tp=mesh.layout.tp,
     )
     packed = d.eval_sample_packing is not False
-    return batches, None if held is None else Bins(held, d, packed=packed, columns=columns)
+    return batches, {n: Bins(s, d, packed=packed, columns=columns) for n, s in sets.items()}
 
 
 def columns_of(config: Config, shape: ModelConfig) -> dict[str, Column]:
@@ -228,14 +230,18 @@ def identity(
 
 @dataclasses.dataclass
 class Built:
-    """What a run is made of. held: what it is evaluated on.   identity: see `identity`.   ops: the
-    implementation of each op.   export_as: the arguments of `Engine.export`.
+    """What a run is made of.
+
+    held: the data sets that it is evaluated on, by name.
+    identity: see `identity`.
+    ops: the implementation of each op.
+    export_as: the arguments of `Engine.export`.
     """
 
     shape: ModelConfig
     engine: Engine
     batches: Batches
-    held: Bins | None
+    held: dict[str, Bins]
     identity: dict[str, dict[str, Any]]
     ops: dict[str, str]
     export_as: dict[str, Any]

@@ -51,6 +51,11 @@ class Sums:
     passes: int = 1
     names: tuple[str, ...] = ()
 
+    @classmethod
+    def joined(cls, sums: list[Sums]) -> Sums:
+        """Of several calls with one loss, without what is per token or of routers."""
+        return cls(torch.stack([s.totals for s in sums]).sum(0), [], names=sums[0].names)
+
     @property
     def denominator(self) -> float:
         return float(self.totals[1])

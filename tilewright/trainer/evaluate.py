@@ -28,9 +28,10 @@ from tilewright.core.files import write_text
 from tilewright.trainer import build, launch
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.checkpoint.run_folder import earlier
-from tilewright.trainer.config import Config, Dataset, from_command_line
+from tilewright.trainer.config import Config, from_command_line
 from tilewright.trainer.data.batches import Bins, evaluation_batches
 from tilewright.trainer.data.prepared import check_targets, prepare
+from tilewright.trainer.data.sources import titles
 from tilewright.trainer.engine import Engine, reproducible
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.parallel.mesh import Mesh
@@ -86,17 +87,6 @@ class Totals:
             f"perplexity={perplexity:.6g} accuracy={self.hits / n:.6g} "
             f"entropy={self.entropy / n:.6g}"
         )
-
-
-def titles(entries: list[Dataset]) -> list[str]:
-    """Names of data sets: the last part of the path, with a number where it is another's too."""
-    names: list[str] = []
-    for entry in entries:
-        stem = pathlib.PurePath(entry.path.rstrip("/")).stem or entry.path
-        name = ":".join(filter(None, (stem, entry.name, entry.split)))
-        same = sum(n == name or n.rpartition("#")[0] == name for n in names)
-        names.append(f"{name}#{same + 1}" if same else name)
-    return names
 
 
 def sets(config: Config, mesh: Mesh, vocab: int) -> Iterator[Set]:

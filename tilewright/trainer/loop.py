@@ -30,6 +30,7 @@ from tilewright.trainer.plugins.callback import Callback, Step, callbacks
 from tilewright.trainer.plugins.certificate import facts, files_of_data
 from tilewright.trainer.plugins.metrics import Metrics
 from tilewright.trainer.plugins.summary import choices, summary, too_long
+from tilewright.trainer.scoring import evaluation
 from tilewright.trainer.tables import LOSSES
 
 log = logging.getLogger("tilewright")
@@ -85,7 +86,7 @@ class Run:
     mesh: Mesh
     engine: Engine
     batches: Batches
-    held: Bins | None
+    held: dict[str, Bins]
     loss: Loss
     plan: Plan
     metrics: Metrics
@@ -117,23 +118,28 @@ class Run:
             raise ValueError(f"train.best_metric = {name}: evaluations report {', '.join(values)}")
 
     def _evaluated(self, most: float | None) -> dict[str, float]:
-        """What an evaluation reports of so many batches, by name; nothing without data for it."""
-        if self.held is None:
+        """What an evaluation reports of so many batches of each data set, by name; nothing without
+        data for it.
+        """
+        if not self.held:
             return {}
         t = self.config.train
-        batches = evaluation_batches(
-            self.held,
-            t.eval_micro_batch_size or t.micro_batch_size,
-            self.mesh.batch_rank,
-            self.mesh.layout.data,
-            pin=self.mesh.device.type == "cuda",
-            cp=self.mesh.context,
-            tp=self.mesh.layout.tp,
-            most=most,
-        )
+        sets = {
+            name: evaluation_batches(
+                bins,
+                t.eval_micro_batch_size or t.micro_batch_size,
+                self.mesh.batch_rank,
+                self.mesh.layout.data,
+                pin=self.mesh.device.type == "cuda",
+                cp=self.mesh.context,
+                tp=self.mesh.layout.tp,
+                most=most,
+            )
+            for name, bins in self.held.items()
+        }
         # The next steps draw what they would have drawn.
         with torch.random.fork_rng([self.mesh.device] if self.mesh.device.type == "cuda" else []):
-            return {"eval_loss": self.engine.evaluate(batches, self.loss)}
+            return evaluation(self.engine, sets, self.loss, accuracy=t.eval_accuracy)
 
     def evaluate(self) -> dict[str, float] | None:
         """What an evaluation reports, by name; None if there is nothing to evaluate on."""
@@ -291,7 +297,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     longest = made.shape.max_position_embeddings
     for line in (
         *summary(config, mesh, engine, batches, plan),
-        *too_long(longest, {"training": batches.bins, "evaluation": held}),
+        *too_long(longest, {"training": batches.bins} | held),
         metrics.basis(),
         *choices(made.ops, engine.model.ops.numerics),
         *certified,

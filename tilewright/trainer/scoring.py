@@ -13,9 +13,9 @@ import torch
 
 from tilewright.ops.attention.context_parallel import unshard
 from tilewright.trainer.columns import IGNORE
-from tilewright.trainer.engine import Batch, Engine
+from tilewright.trainer.engine import Batch, Engine, Sums
 from tilewright.trainer.losses.loss import count_labels
-from tilewright.trainer.models.head import TokenLosses
+from tilewright.trainer.models.head import LossFunction, TokenLosses
 
 
 class Score(NamedTuple):
@@ -38,6 +38,48 @@ def statistics(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.
     """The loss of language modeling, and `TokenLosses.statistics`, as a loss for `Engine`."""
     logprob, entropy, hits = per_token.statistics()
     return -logprob.double().sum(), count_labels(batch), logprob, entropy, hits
+
+
+class WithHits:
+    """A loss that also reports how many of the labels are the most probable token, and how many
+    labels there are. The head's products are computed once.
+    """
+
+    def __init__(self, loss: LossFunction):
+        self.loss = loss
+        self.reports = (*getattr(loss, "reports", ()), "hits", "labels")
+
+    def __call__(self, per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+        *_, hits = per_token.statistics()
+        return *self.loss(per_token, batch), hits.sum(), count_labels(batch)
+
+
+def evaluation(
+    engine: Engine, sets: Mapping[str, Iterable[Batch]], loss: LossFunction, *, accuracy: bool
+) -> dict[str, float]:
+    """What an evaluation reports, of all sets together: eval_loss, eval_NAME for each further sum
+    of the loss, eval_perplexity of a loss in nats, and with `accuracy` eval_accuracy; and the same
+    of each of several sets, as eval_loss/SET. Every rank must call it.
+    """
+    own = WithHits(loss) if accuracy else loss
+    found = {name: engine.forward(batches, own) for name, batches in sets.items()}
+    values = _reported(Sums.joined(list(found.values())), loss)
+    if len(found) > 1:
+        for name, sums in found.items():
+            values |= {f"{k}/{name}": v for k, v in _reported(sums, loss).items()}
+    return values
+
+
+def _reported(sums: Sums, loss: LossFunction) -> dict[str, float]:
+    more = sums.reported()
+    hits, labels = more.pop("hits", 0.0), more.pop("labels", 0.0)
+    values = {"eval_loss": sums.mean} | {f"eval_{name}": v for name, v in more.items()}
+    if getattr(loss, "nats", False):
+        # Above 709 a float64 does not hold it.
+        values["eval_perplexity"] = math.exp(min(sums.mean, 709.0))
+    if labels:
+        values["eval_accuracy"] = hits / labels
+    return values
 
 
 def scores(

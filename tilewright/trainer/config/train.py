@@ -505,8 +505,9 @@ class Train(Section):
         differs=OURS,
         names="max_evaluate_steps limit_val_batches",
     )
-    """Evaluate so many batches, the first ones, or a fraction of all of them; null: all. A batch is
-    a forward pass of all processes: eval_micro_batch_size bins on each that reads its own.
+    """Evaluate so many batches of each data set, the first ones, or a fraction of all of them;
+    null: all. A batch is a forward pass of all processes: eval_micro_batch_size bins on each that
+    reads its own.
     """
     eval_micro_batch_size: int | None = field(
         None,
@@ -518,6 +519,8 @@ class Train(Section):
         ge=1,
     )
     """Bins in a forward pass of an evaluation; null: micro_batch_size."""
+    eval_accuracy: bool = field(False, Resume.EVALUATION, EVALUATED, HELD_OUT, differs=OURS)
+    """Also report eval_accuracy, the share of labels that are the most probable token."""
     # memory and speed
     enable_mixed_precision: bool = field(
         True,

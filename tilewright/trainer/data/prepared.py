@@ -22,7 +22,7 @@ import pyarrow.compute
 
 from tilewright.core.files import replace_folder
 from tilewright.trainer.columns import IGNORE, TOKENS
-from tilewright.trainer.config import Config, Dataset
+from tilewright.trainer.config import Config, Data, Dataset
 from tilewright.trainer.data import sealed
 from tilewright.trainer.data.cache_key import cache_key
 from tilewright.trainer.data.encode import Columns, has_target, schema
@@ -169,8 +169,9 @@ def prepare(
     """
     data, columns = config.data, columns or {}
     root = pathlib.Path(data.dataset_prepared_path)
+    split = _split(entries, data)
     if is_saved(config):
-        return _saved(root, entries is data.test_datasets, vocab, columns, check=main)
+        return _saved(root, split != "train", vocab, columns, check=main)
     for entry in entries:
         if pathlib.Path(entry.path).is_dir() and root.resolve().is_relative_to(
             pathlib.Path(entry.path).resolve()
@@ -206,9 +207,17 @@ def prepare(
                 aside.mkdir()
                 _build(entries, config, tokenizer, vocab, shuffle, aside, columns)
                 replace_folder(aside, folder)
-            _push(folder, config, split="test" if entries is data.test_datasets else "train")
+            _push(folder, config, split)
     broadcast(folder.name)
     return _load(folder)
+
+
+def _split(entries: list[Dataset], data: Data) -> str:
+    """What the Hub calls a prepared set: train, test, or test_N of several."""
+    of_test = [i for i, e in enumerate(data.test_datasets, 1) if e is entries[0]]
+    if not of_test:
+        return "train"
+    return "test" if len(data.test_datasets) == len(entries) else f"test_{of_test[0]}"
 
 
 def _push(folder: pathlib.Path, config: Config, split: str) -> None:

@@ -73,6 +73,17 @@ def _only(loaded, entry: Dataset):
     return loaded[split]
 
 
+def titles(entries: list[Dataset]) -> list[str]:
+    """Names of data sets: the last part of the path, with a number where it is another's too."""
+    names: list[str] = []
+    for entry in entries:
+        stem = pathlib.PurePath(entry.path.rstrip("/")).stem or entry.path
+        name = ":".join(filter(None, (stem, entry.name, entry.split)))
+        same = sum(n == name or n.rpartition("#")[0] == name for n in names)
+        names.append(f"{name}#{same + 1}" if same else name)
+    return names
+
+
 def check_sources(entries: list[Dataset], *, cached: bool = False) -> None:
     """Raises FileNotFoundError for a path that does not exist and cannot be a Hub id (a data file's
     name cannot), and ImplementationUnavailable for a URL whose scheme needs a package that is not

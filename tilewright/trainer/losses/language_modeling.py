@@ -18,4 +18,4 @@ def language_modeling(
     return per_token.sum(), count_labels(batch)
 
 
-LOSSES.add("language_modeling", Loss(language_modeling))
+LOSSES.add("language_modeling", Loss(language_modeling, nats=True))

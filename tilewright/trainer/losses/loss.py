@@ -22,6 +22,8 @@ RESERVED = {
     "step",
     "loss",
     "eval_loss",
+    "hits",
+    "labels",
     "lr",
     "grad_norm",
     "empty_steps",
@@ -41,11 +43,13 @@ class Loss:
     function: (per_token, batch) -> (sum, denominator, *reported sums), one for each of `reports`.
     columns: of a batch that it reads. A run whose batches have not all of them is refused.
     reports: names of further sums, which are reported over the denominator.
+    nats: whether the mean is a cross-entropy in nats, of which evaluations report the perplexity.
     """
 
     function: LossFunction
     columns: tuple[str, ...] = ("labels",)
     reports: tuple[str, ...] = ()
+    nats: bool = False
 
     def __post_init__(self) -> None:
         if taken := sorted(RESERVED & {*self.reports}):

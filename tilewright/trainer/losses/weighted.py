@@ -21,4 +21,6 @@ def weighted_language_modeling(
     return (weight * per_token.values()).sum(), weight.double().sum()
 
 
-LOSSES.add("weighted_language_modeling", Loss(weighted_language_modeling, ("labels", "weight")))
+LOSSES.add(
+    "weighted_language_modeling", Loss(weighted_language_modeling, ("labels", "weight"), nats=True)
+)

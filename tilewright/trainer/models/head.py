@@ -36,6 +36,7 @@ class TokenLosses:
         self._operands, self._labels, self._ops = (hidden, weight), labels, ops
         self._group = group
         self.computed: torch.Tensor | None = None
+        self._scored: torch.Tensor | None = None  # negative log-probabilities of `statistics`
 
     def sum(self) -> torch.Tensor:
         return self.reduced("sum")
@@ -50,7 +51,7 @@ class TokenLosses:
     def statistics(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of each label [B, S], without gradients: its log-probability, the entropy of the
         distribution (float32, nats), and whether it is the most probable token. 0 and False where
-        it is IGNORE.
+        it is IGNORE. Losses that are asked for afterwards, without gradients, are made of these.
         """
         numerics, labels = self._ops.numerics, self._labels
         if numerics.batch_invariant:
@@ -70,10 +71,13 @@ class TokenLosses:
                 fp32_logits=numerics.lm_head_fp32,
                 group=self._group,
             )
+        self._scored = -logprob
         return logprob, entropy, (best == labels) & (labels != IGNORE)
 
     def reduced(self, reduction: str) -> torch.Tensor:
-        """reduction: as in `ops.cross_entropy`."""
+        """reduction: as in `ops.cross_entropy`; "mean" is not made of `statistics`."""
+        if self._scored is not None and not torch.is_grad_enabled() and reduction != "mean":
+            return self._scored.sum() if reduction == "sum" else self._scored
         numerics = self._ops.numerics
         if numerics.batch_invariant:
             name = self._ops.cross_entropy

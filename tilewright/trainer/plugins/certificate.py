@@ -170,7 +170,7 @@ class Difference(NamedTuple):
 def facts(
     config: Config,
     mesh: Mesh,
-    data: tuple[Batches, Bins | None],
+    data: tuple[Batches, dict[str, Bins]],
     belongs: Facts,
     chosen: dict[str, str],
 ) -> Facts:
@@ -204,7 +204,7 @@ def facts(
         "tuned table": {f"{op} for {device}": h for op, h in tuning.hashes(mesh.device).items()},
         "data": {
             **belongs["data"],
-            "evaluation": None if held is None else held.fingerprint(),
+            "evaluation": " ".join(bins.fingerprint() for bins in held.values()) or None,
             "order": order(batches),
         },
     }

@@ -44,13 +44,13 @@ def summary(
         yield "compiled: " + ", ".join(f"{n} x {part}" for part, n in parts)
 
 
-def too_long(most: int, data: Mapping[str, Bins | None]) -> Iterator[str]:
+def too_long(most: int, data: Mapping[str, Bins]) -> Iterator[str]:
     """A warning for each set with samples beyond the positions that a model was made for.
 
     most: its max_position_embeddings.
     """
     for name, bins in data.items():
-        if bins is not None and (count := int((bins.lengths > most).sum())):
+        if count := int((bins.lengths > most).sum()):
             yield (
                 f"warning: {count} of {len(bins.lengths)} samples of {name} are longer than the "
                 f"model's max_position_embeddings = {most} (up to {bins.lengths.max()} tokens): it "
