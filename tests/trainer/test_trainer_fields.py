@@ -289,7 +289,9 @@ ROWS = [
     row("train.wandb_tags", ["t"], "wandb", **WANDB),
     row("train.wandb_log_interval", 2, "wandb", **WANDB),
     row("train.use_tensorboard", True, "board"),
+    row("train.log_dir", "@elsewhere", "board", train__use_tensorboard=True),
     row("train.plot_loss", True, "pictures"),
+    row("train.log_norms", ["gradients"], "reported"),
     row(
         "train.enable_profiling",
         True,
@@ -648,6 +650,7 @@ def outcome(run, config, out, said, world):
         "logged_steps": [r["step"] for r in logged],
         "compared_steps": [r["step"] for r in logged if "logprob_difference" in r],
         "checksums": [r["step"] for r in metrics.rows(out / "checksums.jsonl")],
+        "reported": sorted({key for r in logged for key in r}),
         "asserted": [line for line in said.splitlines() if line.startswith("deterministic:")],
         "evaluations": [r["step"] for r in rows if "eval_loss" in r],
         "weights": fingerprint(state),

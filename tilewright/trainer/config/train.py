@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import field_validator, model_validator
@@ -634,7 +635,15 @@ class Train(Section):
         Refuse(lambda _: platform.no_module("tensorboard")),
         differs=("none", "ours, as use_wandb, without an account"),
     )
-    """Log to TensorBoard: event files in output_dir/tensorboard."""
+    """Log to TensorBoard: event files in log_dir."""
+    log_dir: str | None = field(
+        None,
+        Resume.PLACE,
+        Only("use_tensorboard", True).because("no event file is written"),
+        differs=("none", "ours: runs side by side in one folder of TensorBoard's"),
+        min_length=1,
+    )
+    """Folder for TensorBoard's event files; null: output_dir/tensorboard."""
     plot_loss: bool = field(
         False,
         Resume.OUTPUT,
@@ -642,6 +651,14 @@ class Train(Section):
         differs=("none", "ours: a picture that needs no other program"),
     )
     """Draw output_dir/loss.png at the end: the loss of training and evaluation."""
+    log_norms: list[Literal["gradients", "parameters"]] = field(
+        [],
+        Resume.OUTPUT,
+        differs=("none", "ours: which part of a model a spike comes from"),
+    )
+    """Report norms by kind of module, of gradients before clipping (grad_norm/attention) and of
+    trained parameters after the step (param_norm/attention).
+    """
     callbacks: list[Annotated[str, RowOf(CALLBACKS)]] = field(
         [],
         Resume.NEXT_STEP,
@@ -711,6 +728,11 @@ class Train(Section):
             return self.reshard_after_forward
         # The schedule keeps parameters gathered from micro-batch to micro-batch.
         return self.enable_full_shard and self.pipeline_parallel_size == 1
+
+    @property
+    def board_dir(self) -> str:
+        """The folder of TensorBoard's event files."""
+        return self.log_dir or os.path.join(self.output_dir, "tensorboard")
 
     @property
     def context_parallel_size(self) -> int:
