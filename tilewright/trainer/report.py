@@ -118,7 +118,11 @@ def draw(chart: Chart, runs: list[Run]) -> str:
     from matplotlib.figure import Figure
 
     # Text stays text, a dollar sign too, and the same numbers give the same file.
-    look = {"svg.fonttype": "none", "svg.hashsalt": chart.title, "text.parse_math": False}
+    look: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": chart.title,
+        "text.parse_math": False,
+    }
     with matplotlib.rc_context({**look, "font.family": "sans-serif", "font.size": 9}):
         figure = Figure(figsize=(7.6, 3.6), layout="tight")
         axes, lines, labels = figure.subplots(), [], []

@@ -4,7 +4,8 @@ A batch is one packed row:
     input_ids [1, T], labels [1, T] (shifted: labels[t] follows token t of the same document; the
     last is -100), position_ids [1, T] (from 0 in every document), cu_seqlens int32 [documents + 1];
     if routes are replayed, routed_experts int16 [1, T, layers with experts x top_k], -1 for a token
-    without a record.
+    without a record;
+    with dropout, bin_ends int32 [bins]: the first token after each bin.
 With context parallelism all but cu_seqlens are this rank's shard of the row, and the ranks of one
 row read the same bins.
 """
@@ -27,6 +28,7 @@ from tilewright.trainer.config import Data, Train
 from tilewright.trainer.data import packing
 from tilewright.trainer.parallel.mesh import padding
 
+BIN_ENDS = "bin_ends"
 pc: Any = pyarrow.compute  # which makes its functions when it is imported
 
 
@@ -112,10 +114,15 @@ def collate(
     bins: list[list[tuple[np.ndarray, ...]]],
     multiple: int,
     cp: ContextParallel | None = None,
+    *,
+    ends: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Concatenates bins into one packed row, or a rank's shard of it. Padding is a document of its
     own, with every label ignored.
+
+    ends: with those of the bins, of which the last may be before padding.
     """
+    of_bins = np.cumsum([sum(len(d[0]) for d in b) for b in bins])
     documents = [d for b in bins for d in b]
     lengths = [len(d[0]) for d in documents]
     total, width = sum(lengths), documents[0][2].shape[1] if len(documents[0]) > 2 else 0
@@ -133,6 +140,7 @@ def collate(
     return {
         **{name: shard(t[None], 1, cp or ContextParallel()) for name, t in tensors.items()},
         "cu_seqlens": torch.from_numpy(np.cumsum([0, *lengths])).int(),
+        **({BIN_ENDS: torch.from_numpy(of_bins).int()} if ends else {}),
     }
 
 
@@ -163,6 +171,7 @@ class Batches:
             train.gradient_accumulation_steps,
             train.seed,
         )
+        self.ends = train.drops
         self.per_step = world_size * self.micro * self.accumulation
         self.steps_per_epoch = self._steps_in(len(bins))
         if self.steps_per_epoch == 0:
@@ -213,7 +222,8 @@ class Batches:
     def steps(self) -> Iterator[list[dict[str, torch.Tensor]]]:
         """Yields the micro-batches of each following step, epoch after epoch, without end."""
         while True:
-            loader = _loader(self.bins, list(self._mine()), self.data, self.pin, self.cp, self.tp)
+            layout = self.cp, self.tp, self.ends
+            loader = _loader(self.bins, list(self._mine()), self.data, self.pin, *layout)
             step, sizes = [], self.bins.sizes[self.order(self.epoch)]
             for batch in loader:
                 step.append(batch)
@@ -234,12 +244,13 @@ def _loader(
     pin: bool,
     cp: ContextParallel,
     tp: int,
+    ends: bool = False,
 ) -> torch.utils.data.DataLoader:
     return torch.utils.data.DataLoader(
         bins,
         batch_sampler=indices,
         collate_fn=functools.partial(
-            collate, multiple=padding(data.pad_to_multiple_of, cp, tp), cp=cp.layout()
+            collate, multiple=padding(data.pad_to_multiple_of, cp, tp), cp=cp.layout(), ends=ends
         ),
         num_workers=data.dataloader_num_workers,
         prefetch_factor=data.dataloader_prefetch_factor,
