@@ -1,4 +1,4 @@
-"""Dropout: the same masks however a step is recomputed and divided, its rates, and where it is off."""
+"""Dropout: masks that are the same however a step is recomputed and divided, and their rates."""
 
 import json
 
@@ -111,6 +111,22 @@ def test_experts_on_two_ranks_drop_the_same(tmp_path):
     assert losses(tmp_path / "two") == [pytest.approx(one, rel=1e-4) for one in want]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"train__data_parallel_mode": "fsdp2", "train__enable_gradient_checkpointing": True},
+        {"lora__enable_lora": True, "lora__lora_rank": 2},
+    ],
+    ids=["autocast", "fsdp2", "adapters"],
+)
+def test_in_bfloat16_and_with_adapters_the_losses_are_near(changes, alone, tmp_path):
+    changes = {"train__enable_mixed_precision": True, "train__micro_batch_size": 2, **changes}
+    found = trained(tmp_path, **changes)
+    # Later steps follow from what is trained.
+    assert found[0][0] == pytest.approx(alone[0][0], rel=2e-3)
+
+
 def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(alone, tmp_path):
     changes = {**RATES, "train__save_hf_weights": False, "train__micro_batch_size": 2}
     run(write_config(tmp_path, **changes, train__max_steps=1))
@@ -151,6 +167,21 @@ def test_masks_of_other_steps_layers_sites_and_bins_are_others():
     ):
         both = float((first & other).double().mean())
         assert abs(both - p * p) < 5 * (p * p * (1 - p * p) / n) ** 0.5
+
+
+def test_attention_of_other_layers_and_bins_has_other_masks():
+    masks, drawn = Masks(0.0, 0.5, 0.0, key_of(7, 1), ((0, 0, 4), (9, 4, 6))), []
+
+    def attention(a, b, options):
+        drawn.append((a, b, options))
+        return torch.zeros(1, 2, b - a, 8)
+
+    for layer in (0, of_masks.MOST_LAYERS - 1):
+        assert masks.attend(attention, layer).shape == (1, 2, 6, 8)
+    assert [(a, b) for a, b, _ in drawn] == [(0, 4), (4, 6)] * 2
+    assert len({options["offset"] for *_, options in drawn}) == 4
+    assert all(0 <= options["offset"] < 2**29 for *_, options in drawn)
+    assert all(o["dropout_p"] == 0.5 and o["seed"] == key_of(7, 1) for *_, o in drawn)
 
 
 def test_probabilities_rise_linearly_from_no_dropout(tmp_path, monkeypatch):
@@ -263,3 +294,11 @@ def test_more_bins_than_masks_can_tell_apart_are_refused():
     dropout.check(train, shape, of_masks.MOST_BINS)
     with pytest.raises(ValueError, match="1048576 bins of a step apart, and there are 1048577"):
         dropout.check(train, shape, of_masks.MOST_BINS + 1)
+
+
+def test_a_comparison_of_layouts_refuses_it(tmp_path):
+    from tilewright_lab.check_layout.trainer_step import trainer_step
+
+    step = trainer_step(write_config(tmp_path, train__hidden_dropout=0.1), {})
+    with pytest.raises(ConfigError, match=r"^train.hidden_dropout, .* must be 0 here"):
+        step("alone", 0, 1)
