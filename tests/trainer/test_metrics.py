@@ -2,7 +2,6 @@
 
 import io
 import json
-import pathlib
 import resource
 
 import pytest
@@ -153,15 +152,17 @@ def test_the_picture_has_both_losses(reports, tmp_path, monkeypatch):
     assert not drawn
 
 
-def test_tensorboard_reads_what_is_logged(reports, tmp_path):
+@pytest.mark.parametrize("log_dir", [None, "boards/first"])
+def test_tensorboard_reads_what_is_logged(log_dir, reports, tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     made, step = reports
-    held = made(use_tensorboard=True)
+    folder = tmp_path / (log_dir or "tensorboard")
+    held = made(use_tensorboard=True, log_dir=log_dir and str(folder))
     held.evaluation(10, {"eval_loss": 2.5})
     step(held, 11, 2.0)
     step(held, 12, 2.0)
     held.close()
-    read = accumulator.EventAccumulator(str(pathlib.Path(tmp_path, "tensorboard")))
+    read = accumulator.EventAccumulator(str(folder))
     read.Reload()
     found = {
         name: [(e.step, e.value) for e in read.Scalars(name)] for name in read.Tags()["scalars"]

@@ -1251,7 +1251,7 @@ def test_samples_beyond_the_models_positions_are_warned_of(tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("field", ["checkpoints", "tensorboard", "profile_trace_dir"])
+@pytest.mark.parametrize("field", ["checkpoints", "tensorboard", "log_dir", "profile_trace_dir"])
 def test_folders_are_tried_before_the_first_step(field, tmp_path, monkeypatch):
     """/proc takes no files, not even root's."""
     place = tmp_path / "out" / field
@@ -1259,13 +1259,14 @@ def test_folders_are_tried_before_the_first_step(field, tmp_path, monkeypatch):
     place.symlink_to("/proc", target_is_directory=True)
     changes = {
         "tensorboard": {"train__use_tensorboard": True},
+        "log_dir": {"train__use_tensorboard": True, "train__log_dir": str(place)},
         "profile_trace_dir": {
             "train__enable_profiling": True,
             "train__profile_trace_dir": str(place),
         },
     }.get(field, {})
     monkeypatch.setattr(build_module, "build_data", lambda *_: pytest.fail("data were built"))
-    name = "profile_trace_dir" if field == "profile_trace_dir" else "output_dir"
+    name = field if field.endswith("_dir") else "output_dir"
     with pytest.raises(OSError, match=rf"^train.{name}: {place} cannot be written: \w+"):
         run(write_config(tmp_path, **changes))
 

@@ -32,7 +32,7 @@ from tilewright.trainer.optim.optim import build_optimizer
 from tilewright.trainer.parallel.layouts import apply_layouts
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
-from tilewright.trainer.plugins import adapters
+from tilewright.trainer.plugins import adapters, dropout
 from tilewright.trainer.tables import COLUMNS, LOSSES
 
 log = logging.getLogger("tilewright")
@@ -42,12 +42,14 @@ def compute_dtype(train: Train) -> torch.dtype:
     return torch.bfloat16 if train.enable_mixed_precision else torch.float32
 
 
-def choose_ops(model: Model, shape: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> Ops:
-    """Chooses implementations. dtype: of matrix products. Raises ValueError or
-    ImplementationUnavailable before any weight is allocated.
+def choose_ops(
+    model: Model, shape: ModelConfig, mesh: Mesh, dtype: torch.dtype, dropout: bool = False
+) -> Ops:
+    """Chooses implementations. dtype: of matrix products. dropout: whether attention has it. Raises
+    ValueError or ImplementationUnavailable before any weight is allocated.
     """
     ring, name = mesh.context.ring_size > 1, model.attn_implementation
-    wanted = attention_request(shape, ring, name)
+    wanted = attention_request(shape, ring, name, dropout)
     layers = [shape.is_moe(layer) for layer in range(shape.num_hidden_layers)]
     if model.activation_native and all(layers):
         raise ValueError(
@@ -253,8 +255,9 @@ def build(config: Config, mesh: Mesh) -> Built:
     # Checked now, not after the last step: a missing tokenizer or an unsupported dtype.
     export_as = exported(config)
     dtype = compute_dtype(config.train)
-    ops = choose_ops(config.model, shape, mesh, dtype)
+    ops = choose_ops(config.model, shape, mesh, dtype, config.train.attention_dropout > 0)
     batches, held = build_data(config, mesh, shape.vocab_size, columns_of(config, shape))
+    dropout.check(config.train, shape, batches.per_step)
     engine = build_engine(config, shape, mesh, ops)
     return Built(
         shape,
@@ -262,7 +265,9 @@ def build(config: Config, mesh: Mesh) -> Built:
         batches,
         held,
         identity(config, shape, batches, engine.parts.origin),
-        ops.names() | adapters.operations(engine.parts.whole, mesh.device, dtype),
+        ops.names()
+        | adapters.operations(engine.parts.whole, mesh.device, dtype)
+        | dropout.operations(config.train, mesh.device.type, dtype),
         export_as,
     )
 

@@ -65,7 +65,7 @@ def loop(run: Run, interrupts: Interrupts) -> None:
             # a target out of range makes the loss NaN.
             first = number == run.start + 1
             with checked_targets() if first else contextlib.nullcontext():
-                step.sums = engine.forward_backward(batches, run.loss)
+                step.sums = engine.forward_backward(step.batches, run.loss)
             with run.refusing(number):
                 step.norm = engine.optim_step(plan.factor(number - 1), t.max_grad_norm)
             run.done, step.tokens = number, run.batches.tokens - before

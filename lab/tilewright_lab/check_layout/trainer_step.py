@@ -11,7 +11,7 @@ import torch
 from tilewright.trainer.build import build_engine, choose_ops, compute_dtype
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.columns import IGNORE
-from tilewright.trainer.config import load
+from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.data.batches import collate
 from tilewright.trainer.parallel import mesh
 from tilewright.trainer.parallel.mesh import padding
@@ -54,7 +54,8 @@ def trainer_step(
         or bfloat16.
 
     Raises:
-        ConfigError: On a rank: an argument is not accepted.
+        ConfigError: On a rank: an argument is not accepted, or the configuration has dropout, whose
+            masks are those of a run's data.
 
     Example:
         >>> from tilewright_lab.check_layout.trainer_step import trainer_step
@@ -73,6 +74,8 @@ def trainer_step(
 
 
 def _step(config: Any, rank: int, world_size: int) -> Step:
+    if config.train.drops:
+        raise ConfigError(["train.hidden_dropout, attention_dropout, ffn_dropout: must be 0 here"])
     ranks = mesh.build(config.train, rank, world_size, torch.device("cpu"))
     shape = hf.load_config(config.model.config_path, config.model.foundation)
     ops = choose_ops(config.model, shape, ranks, compute_dtype(config.train))

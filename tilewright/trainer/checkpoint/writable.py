@@ -16,7 +16,8 @@ def folders(train: Train) -> Iterator[tuple[str, pathlib.Path]]:
     yield "output_dir", output
     yield "output_dir", output / "checkpoints"
     if train.use_tensorboard:
-        yield "output_dir", output / "tensorboard"
+        named = "output_dir" if train.log_dir is None else "log_dir"
+        yield named, pathlib.Path(train.board_dir)
     if train.enable_profiling:
         yield "profile_trace_dir", pathlib.Path(train.profile_trace_dir)
 

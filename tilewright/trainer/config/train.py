@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import field_validator, model_validator
@@ -29,6 +30,18 @@ FSDP2 = Only("data_parallel_mode", "fsdp2")
 SIZES = Only("data_parallel_mode", "fsdp2", neutral=(1,))
 STAGES = Only("pipeline_parallel_size", but=1).because("there is one stage")
 RECOMPUTED = Only("enable_gradient_checkpointing", True).because("nothing is recomputed")
+# What dropout's counters cannot say, or code that is compiled once cannot hold.
+DROPPED = (
+    Only("tensor_parallel_size", 1).because(
+        "a mask counts the elements of whole matrices and sequences, of which each rank would have a "
+        "part"
+    ),
+    Only("ulysses_parallel_size", 1).because("a mask counts the tokens of whole sequences"),
+    Only("ringattn_parallel_size", 1).because("a mask counts the tokens of whole sequences"),
+    Only("enable_compile", False).because(
+        "the number of the step is a part of each mask, and compiled code would have it as a constant"
+    ),
+)
 WHOLE = ("GPipe", "Interleaved1F1B")  # one backward for inputs and weights, as 1F1B
 MANY = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 OURS = ("none", "ours; the default is what it has without one")
@@ -433,6 +446,31 @@ class Train(Section):
     """Muon: scaling of lr for an A x B matrix. original, or null: sqrt(max(1, A / B));
     match_rms_adamw: 0.2 sqrt(max(A, B)), for lr and weight decay as AdamW's.
     """
+    # dropout
+    hidden_dropout: float = field(
+        0.0, Resume.NEXT_STEP, *DROPPED, differs=OURS, names="resid_pdrop", ge=0, lt=1
+    )
+    """Probability of an element of attention's or an MLP's output to be dropped before it is added
+    to the residual stream; the others are divided by 1 - p. Off in evaluation.
+    """
+    attention_dropout: float = field(
+        0.0, Resume.NEXT_STEP, *DROPPED, differs=OURS, names="attn_pdrop", ge=0, lt=1
+    )
+    """The same for attention's weights after the softmax."""
+    ffn_dropout: float = field(
+        0.0, Resume.NEXT_STEP, *DROPPED, differs=OURS, names="activation_dropout", ge=0, lt=1
+    )
+    """The same for the inner activations of MLPs that are no experts."""
+    dropout_warmup_steps: int = field(
+        0,
+        Resume.NEXT_STEP,
+        Refuse("nothing is dropped", "hidden_dropout", "attention_dropout", "ffn_dropout").when(
+            lambda c: c.train.dropout_warmup_steps and not c.train.drops
+        ),
+        differs=OURS,
+        ge=0,
+    )
+    """Optimizer steps over which dropout's probabilities rise linearly from 0."""
     # batches
     micro_batch_size: int = field(1, Resume.NEXT_STEP, names="per_device_train_batch_size", ge=1)
     """Bins in a forward pass of a process, or of those that share a sequence."""
@@ -815,7 +853,15 @@ class Train(Section):
         Refuse(lambda _: platform.no_module("tensorboard")),
         differs=("none", "ours, as use_wandb, without an account"),
     )
-    """Log to TensorBoard: event files in output_dir/tensorboard."""
+    """Log to TensorBoard: event files in log_dir."""
+    log_dir: str | None = field(
+        None,
+        Resume.PLACE,
+        Only("use_tensorboard", True).because("no event file is written"),
+        differs=("none", "ours: runs side by side in one folder of TensorBoard's"),
+        min_length=1,
+    )
+    """Folder for TensorBoard's event files; null: output_dir/tensorboard."""
     plot_loss: bool = field(
         False,
         Resume.OUTPUT,
@@ -823,6 +869,14 @@ class Train(Section):
         differs=("none", "ours: a picture that needs no other program"),
     )
     """Draw output_dir/loss.png at the end: the loss of training and evaluation."""
+    log_norms: list[Literal["gradients", "parameters"]] = field(
+        [],
+        Resume.OUTPUT,
+        differs=("none", "ours: which part of a model a spike comes from"),
+    )
+    """Report norms by kind of module, of gradients before clipping (grad_norm/attention) and of
+    trained parameters after the step (param_norm/attention).
+    """
     callbacks: list[Annotated[str, RowOf(CALLBACKS)]] = field(
         [],
         Resume.NEXT_STEP,
@@ -914,6 +968,16 @@ class Train(Section):
             return self.reshard_after_forward
         # The schedule keeps parameters gathered from micro-batch to micro-batch.
         return self.enable_full_shard and self.pipeline_parallel_size == 1
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything is dropped."""
+        return max(self.hidden_dropout, self.attention_dropout, self.ffn_dropout) > 0
+
+    @property
+    def board_dir(self) -> str:
+        """The folder of TensorBoard's event files."""
+        return self.log_dir or os.path.join(self.output_dir, "tensorboard")
 
     @property
     def context_parallel_size(self) -> int:

@@ -4,7 +4,8 @@ A batch is one packed row:
     input_ids [1, T], labels [1, T] (shifted: labels[t] follows token t of the same document; the
     last is -100), position_ids [1, T] (from 0 in every document), cu_seqlens int32 [documents + 1],
     and further columns that are asked for: [1, T] or [1, T, width] if they are per token,
-    [documents] if they are per document. Padding is a document of its own.
+    [documents] if they are per document; with dropout, bin_ends int32 [bins]: the first token after
+    each bin. Padding is a document of its own.
 With context parallelism what is per token is this rank's shard of the row, and the ranks of one row
 read the same bins.
 """
@@ -29,6 +30,7 @@ from tilewright.trainer.data import packing
 from tilewright.trainer.data.columns.column import Column
 from tilewright.trainer.parallel.mesh import padding
 
+BIN_ENDS = "bin_ends"
 pc: Any = pyarrow.compute  # which makes its functions when it is imported
 # (input_ids, labels), or with a third item: further columns by name.
 Document = tuple[Any, ...]
@@ -159,12 +161,16 @@ def collate(
     multiple: int,
     cp: ContextParallel | None = None,
     columns: Mapping[str, Column] = NONE,
+    *,
+    ends: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Concatenates bins into one packed row, or a rank's shard of it. Padding is a document of its
     own, with every label ignored.
 
     columns: the documents' further ones.
+    ends: with those of the bins, of which the last may be before padding.
     """
+    of_bins = np.cumsum([sum(len(d[0]) for d in b) for b in bins])
     documents = [d for b in bins for d in b]
     lengths = [len(d[0]) for d in documents]
     if pad := -sum(lengths) % multiple:
@@ -187,6 +193,7 @@ def collate(
         **{name: shard(t[None], 1, cp or ContextParallel()) for name, t in tensors.items()},
         **of_documents,
         "cu_seqlens": torch.from_numpy(np.cumsum([0, *lengths])).int(),
+        **({BIN_ENDS: torch.from_numpy(of_bins).int()} if ends else {}),
     }
 
 
@@ -217,6 +224,7 @@ class Batches:
             train.gradient_accumulation_steps,
             train.seed,
         )
+        self.ends = train.drops
         self.per_step = world_size * self.micro * self.accumulation
         self.steps_per_epoch = self._steps_in(len(bins))
         if self.steps_per_epoch == 0:
@@ -267,7 +275,8 @@ class Batches:
     def steps(self) -> Iterator[list[dict[str, torch.Tensor]]]:
         """Yields the micro-batches of each following step, epoch after epoch, without end."""
         while True:
-            loader = _loader(self.bins, list(self._mine()), self.data, self.pin, self.cp, self.tp)
+            layout = self.cp, self.tp, self.ends
+            loader = _loader(self.bins, list(self._mine()), self.data, self.pin, *layout)
             step, sizes = [], self.bins.sizes[self.order(self.epoch)]
             for batch in loader:
                 step.append(batch)
@@ -288,6 +297,7 @@ def _loader(
     pin: bool,
     cp: ContextParallel,
     tp: int,
+    ends: bool = False,
 ) -> torch.utils.data.DataLoader:
     return torch.utils.data.DataLoader(
         bins,
@@ -297,6 +307,7 @@ def _loader(
             multiple=padding(data.pad_to_multiple_of, cp, tp),
             cp=cp.layout(),
             columns={n: c.plain() for n, c in bins.columns.items()},
+            ends=ends,
         ),
         num_workers=data.dataloader_num_workers,
         prefetch_factor=data.dataloader_prefetch_factor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class Attention(nn.Module):
             ops,
         )
         self.sinks = nn.Parameter(torch.empty(self.heads)) if family.sinks else None
-        self.local = config.is_local(layer)
+        self.layer, self.local = layer, config.is_local(layer)
         self.window = config.sliding_window if self.local else None
         self.scale = family.scale(config)
         self.cp, self.tp = ContextParallel(), TensorParallel()
@@ -159,7 +160,16 @@ class Attention(nn.Module):
         }
         if self.cp.size > 1:
             return context_parallel_attention(q, k, v, self.cp, ends=sequence.ends, **options)
-        return tw.attention(q, k, v, max_seqlen=sequence.longest, **options)
+        options["max_seqlen"], masks = sequence.longest, sequence.masks
+        if masks is None or not masks.attention:
+            return tw.attention(q, k, v, **options)
+
+        def of_bin(a: int, b: int, dropout: dict[str, Any]) -> torch.Tensor:
+            bounds = {"cu_seqlens": sequence.documents(a, b)}
+            own = (t[:, :, a:b] for t in (q, k, v))
+            return tw.attention(*own, **options | bounds | dropout)
+
+        return masks.attend(of_bin, self.layer)
 
     @torch.compiler.disable
     def _attend_uncompiled(self, *args):
@@ -216,9 +226,16 @@ class MLP(SwiGLU):
         self.gelu = ops.gelu_mul if config.architecture.activation == "gelu" else None
         self.tp = TensorParallel()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, drop: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """drop: of the inner activations."""
         x = self.tp.gather(x)
-        if self.gelu is None:
+        if self.gelu is None and drop is None:
             return self.tp.reduce_scatter(super().forward(x))
-        gated = tw.gelu_mul(self.gate_up_proj(x), approximate="tanh", implementation=self.gelu)
-        return self.tp.reduce_scatter(self.down_proj(gated))
+        gate_up = self.gate_up_proj(x)
+        if self.gelu is None:
+            gated = tw.silu_mul(gate_up, implementation=self.implementation)
+        else:
+            gated = tw.gelu_mul(gate_up, approximate="tanh", implementation=self.gelu)
+        return self.tp.reduce_scatter(self.down_proj(gated if drop is None else drop(gated)))

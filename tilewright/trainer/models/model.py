@@ -8,6 +8,7 @@ per token, I inner width.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -20,6 +21,7 @@ from tilewright.ops.attention.context_parallel import ContextParallel
 from tilewright.trainer.models.head import LossFunction, TokenLosses, logits
 from tilewright.trainer.models.latent_attention import LatentAttention
 from tilewright.trainer.models.layers import MLP, Attention, norm, residual_norm
+from tilewright.trainer.models.masks import AFTER_ATTENTION, AFTER_MLP, Masks
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.moe import MoE
 from tilewright.trainer.models.ops_choice import Ops
@@ -32,6 +34,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, ops: Ops, layer: int, merge_qkv: bool):
         super().__init__()
+        self.layer = layer
         self.input_layernorm = residual_norm(config, ops)
         attention = Attention if config.latent is None else LatentAttention
         self.self_attn = attention(config, ops, merge_qkv, layer)
@@ -50,18 +53,30 @@ class Block(nn.Module):
     def before_mlp(self, x, residual, sequence):
         x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, sequence)
+        before = self.post_attention_layernorm
         if self.norms_after:
-            return self.pre_feedforward_layernorm(self.post_attention_layernorm(x), residual)
-        return self.post_attention_layernorm(x, residual)
+            x, before = self.post_attention_layernorm(x), self.pre_feedforward_layernorm
+        return before(*self.added(x, residual, sequence.masks, AFTER_ATTENTION))
+
+    def added(self, x, residual, masks, site):
+        """x and the residual stream that it is added to; with dropout their sum, and None."""
+        if masks is None or not masks.hidden:
+            return x, residual
+        return masks.add(x, residual, self.layer, site), None
 
     def forward(self, x, residual, sequence, routes=None, kept=None):
         """routes, kept: as in `MoE.forward`."""
         x, residual = self.before_mlp(x, residual, sequence)
+        masks = sequence.masks
         if not isinstance(self.mlp, MoE):
-            x = self.mlp(x)
-            return (self.post_feedforward_layernorm(x) if self.norms_after else x), residual
+            if masks is None or not masks.ffn:
+                x = self.mlp(x)
+            else:
+                x = self.mlp(x, functools.partial(masks.inner, layer=self.layer))
+            x = self.post_feedforward_layernorm(x) if self.norms_after else x
+            return self.added(x, residual, masks, AFTER_MLP)
         x, report = self.mlp(x, routes) if kept is None else self.mlp(x, routes, kept)
-        return x, residual, report
+        return *self.added(x, residual, masks, AFTER_MLP), report
 
 
 class Decoder(nn.Module):
@@ -100,8 +115,8 @@ class Decoder(nn.Module):
     def through(
         self, layers: Iterable[nn.Module], x: torch.Tensor, sequence: Sequence
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """The last layer's output and residual stream, whose sum is the input of a further layer;
-        and the routers' reports.
+        """The last layer's output and residual stream, whose sum is the input of a further layer
+        (with dropout the sum, and None); and the routers' reports.
         """
         residual, reports = None, []
         for layer in layers:
@@ -161,6 +176,7 @@ class Transformer(nn.Module):
         cu_seqlens: torch.Tensor | None = None,
         ends: tuple[int, ...] | None = None,
         routed_experts: torch.Tensor | None = None,
+        masks: Masks | None = None,
         loss: LossFunction | None = None,
         **more: Any,
     ) -> torch.Tensor | Outcome:
@@ -175,6 +191,8 @@ class Transformer(nn.Module):
                 sequence, and all other tensors are this rank's shard.
             routed_experts: [1, S, layers with experts x K]: recorded routes, which are replayed; -1
                 for a token that is routed as usual.
+            masks: of dropout, which is off outside of training; with ends, and on one rank's whole
+                sequences and matrices alone.
             loss: see `losses.loss`; called with the head's values, input_ids, labels and `more`.
             more: further tensors of the batch, for the loss.
         """
@@ -187,6 +205,7 @@ class Transformer(nn.Module):
             ends=ends,
         )
         sequence.routes = self.routes(routed_experts)
+        sequence.masks = masks if self.training else None
         hidden, reports = self.model(input_ids, sequence)
         if labels is None:
             own = logits(self.tp.gather(hidden), local(self.lm_head.weight), self.ops)

@@ -134,7 +134,10 @@ class Ops:
 
 
 def attention_request(
-    config: ModelConfig, ring: bool = False, implementation: str = "auto"
+    config: ModelConfig,
+    ring: bool = False,
+    implementation: str = "auto",
+    dropout: bool = False,
 ) -> Request:
     """What all layers' attention asks of an implementation, over packed documents.
 
@@ -152,6 +155,7 @@ def attention_request(
         sinks=config.architecture.sinks and not ring,  # a ring adds them to the sum of its parts
         shorter=ring and window,
         gradient=True,
+        dropout=dropout,
         part=ring,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 
 import torch
@@ -14,6 +15,7 @@ from tilewright.ops.attention.context_parallel import (
 )
 from tilewright.ops.rope import tables
 from tilewright.ops.rope.rope import document_positions
+from tilewright.trainer.models.masks import Masks
 from tilewright.trainer.models.model_config import ModelConfig
 
 
@@ -46,6 +48,7 @@ class Sequence:
     documents' lengths, so that few values of it are compiled; None without ends.
     routes: recorded experts [layers with experts, K, tokens of this rank's hidden states], or None;
     a layer is called with its own.
+    masks: of dropout, or None.
 
     A plain class, not a frozen dataclass: Dynamo guards every field of those, and would recompile
     for each tuple of ends.
@@ -64,6 +67,7 @@ class Sequence:
         self.local_cos, self.local_sin = local or (None, None)
         self.position_ids, self.cu_seqlens, self.ends = position_ids, cu_seqlens, ends
         self.routes: torch.Tensor | None = None
+        self.masks: Masks | None = None
         self.longest: int | None = None
         if ends is not None:
             longest = max(b - a for a, b in itertools.pairwise(ends))
@@ -110,6 +114,13 @@ class Sequence:
         if local and self.local_cos is not None and self.local_sin is not None:
             return self.local_cos, self.local_sin
         return self.cos, self.sin
+
+    def documents(self, first: int, end: int) -> torch.Tensor:
+        """cu_seqlens of the documents between two tokens, which are bounds of documents."""
+        assert self.ends is not None and self.cu_seqlens is not None  # of packed documents
+        bounds = (bisect.bisect_left(self.ends, at) for at in (first, end))
+        a, b = bounds
+        return self.cu_seqlens[a : b + 1] - first
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         angles = self.cos, self.sin, self.local_cos, self.local_sin

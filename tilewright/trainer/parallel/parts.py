@@ -59,9 +59,12 @@ class Parts:
     def forward(self, batches: Iterable[Mapping[str, Any]], loss: LossFunction) -> list[Outcome]:
         return [self._outcome(self.moved(batch), loss) for batch in batches]
 
-    def moved(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def moved(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """A micro-batch on the device."""
-        moved = {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
+        moved = {
+            k: v.to(self.device, non_blocking=True) if torch.is_tensor(v) else v
+            for k, v in batch.items()
+        }
         # Read here, on the host: otherwise each layer would synchronize.
         return {**moved, "ends": tuple(batch["cu_seqlens"].tolist())}
 

@@ -18,7 +18,7 @@ from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.models.positions import Sequence
 
 # Of a batch, what positions are made of, and no loss reads.
-_OF_SEQUENCE = ("position_ids", "cu_seqlens", "ends", "routed_experts")
+_OF_SEQUENCE = ("position_ids", "cu_seqlens", "ends", "routed_experts", "masks")
 
 
 def ranks_of_stages(train: Train) -> list[int]:
@@ -142,6 +142,7 @@ class Stage(nn.Module):
             **{name: batch.get(name) for name in ("position_ids", "cu_seqlens", "ends")},
         )
         sequence.routes = model.routes(batch.get("routed_experts"))
+        sequence.masks = batch.get("masks") if model.training else None
         T = ids.shape[1] // self.parts
         x = decoder.embed(ids) if hidden is None else hidden
         if x.shape[1] > T:
@@ -153,10 +154,10 @@ class Stage(nn.Module):
             outcome = model.outcome(decoder.norm(x, residual)[0], self.loss, seen)
             self.outcomes.append(outcome._replace(total=outcome.total.detach(), reports=reports))
             return outcome.total
-        assert residual is not None  # a stage has a layer
         zero = torch.zeros((), device=x.device)
         self.outcomes.append(Outcome(zero, zero, reports=reports))
-        x, rest = x + residual, 0 if self.length is None else self.length - T
+        x = x if residual is None else x + residual
+        rest = 0 if self.length is None else self.length - T
         return F.pad(x, (0, 0, 0, rest)) if rest else x
 
 

@@ -112,6 +112,8 @@ LEFT_OUT = {
         "wandb_tags",
         "wandb_log_interval",
         "use_tensorboard",
+        "log_dir",
+        "log_norms",
         "plot_loss",
         "enable_profiling",
         "profile_start_step",

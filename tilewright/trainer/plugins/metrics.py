@@ -121,7 +121,7 @@ class Metrics:
 
             # A run that resumes hides what an earlier one logged of the same steps.
             purge = start + 1 if start else None
-            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=purge, flush_secs=10)
+            self.board = SummaryWriter(train.board_dir, purge_step=purge, flush_secs=10)
 
     def basis(self) -> str:
         """The formula of MFU with its numbers, or why it is not reported."""

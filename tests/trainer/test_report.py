@@ -1,0 +1,136 @@
+"""The page of a run: what is on it, that it loads nothing, and that a browser shows it."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+pytest.importorskip("pydantic")
+pytest.importorskip("matplotlib")
+
+from tilewright.trainer import report
+
+pytestmark = pytest.mark.packages
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+def made(folder, *, lr=0.1, more=()):
+    """The folder of a run of three steps, with evaluations of two sets."""
+    folder.mkdir()
+    rows = [{"step": 0, "eval_loss": 5.0, "eval_loss/code": 6.0}]
+    for step in (1, 2, 3):
+        rows.append({"step": step, "loss": 5.0 - step, "lr": lr, "grad_norm": 1.0 + step})
+        rows[-1] |= {"tokens": 8 * step, "tokens_per_second": 100.0 * step, "memory_gb": 2.0}
+        rows[-1] |= {"grad_norm/mlp": 0.5, "grad_norm/norm": 0.25}
+    rows += more
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metrics.jsonl").write_text(text)
+    (folder / "resolved_config.yaml").write_text(f"train:\n  lr: {lr}\n  seed: <42>\n")
+    return folder
+
+
+def test_a_page_shows_every_number_of_a_run_and_loads_nothing(tmp_path, capsys):
+    run = made(tmp_path / "run")
+    assert report.main([str(run)]) == 0
+    assert capsys.readouterr().out == f"{run / 'report.html'}\n"
+    page = (run / "report.html").read_text()
+    titles = re.findall("<h2>(.*)</h2>", page)
+    first = ["Loss", "Learning rate", "Gradient norm", "Throughput", "Memory"]
+    assert titles == [*first, "grad_norm"] and page.count("<svg") == 6
+    assert all(f">{name}<" in page for name in ("loss", "eval_loss/code", "grad_norm/mlp"))
+    assert "<td>200</td>" in page and "seed: &lt;42&gt;" in page  # the median; the configuration
+    # Nothing that a browser would fetch or run: links of charts are to their own parts.
+    assert not re.search(r"<script|<link|<img|@import|url\((?!#)", page)
+    assert {*re.findall(r"(?:src|href)=.(.)", page)} == {"#"}
+
+
+def test_the_lines_are_the_numbers(tmp_path, monkeypatch):
+    axes = pytest.importorskip("matplotlib.axes").Axes
+    real, drawn = axes.plot, []
+
+    def keep(self, steps, values, **style):
+        drawn.append([*zip(steps, values, strict=True)])
+        return real(self, steps, values, **style)
+
+    monkeypatch.setattr(axes, "plot", keep)
+    infinite = {"step": 4, "loss": float("inf")}
+    report.main([str(made(tmp_path / "run", more=[infinite]))])
+    assert drawn[:3] == [[(1, 4.0), (2, 3.0), (3, 2.0)], [(0, 5.0)], [(0, 6.0)]]
+
+
+def test_several_runs_stand_in_the_same_charts(tmp_path):
+    runs = [made(tmp_path / "a"), made(tmp_path / "_$b$", lr=0.2)]
+    target = tmp_path / "pages/both.html"
+    assert report.main([*map(str, runs), "--out", str(target)]) == 0
+    page = target.read_text()
+    assert page.count("<svg") == 6 and ">a eval_loss/code<" in page and ">$b$ loss<" in page
+    assert "<td>train.lr</td><td>0.1</td><td>0.2</td>" in page
+    assert "<td>train.seed</td>" not in page
+    assert not (runs[0] / "report.html").exists()
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path):
+    (tmp_path / "x").mkdir(), (tmp_path / "y").mkdir()
+    runs = [str(made(tmp_path / name / "out")) for name in "xy"]
+    assert report.main(runs) == 0
+    assert f">{runs[1]} loss<" in (tmp_path / "x/out/report.html").read_text()
+
+
+def test_the_same_rows_give_the_same_page(tmp_path):
+    run = made(tmp_path / "run")
+    pages = []
+    for _ in range(2):
+        report.main([str(run)])
+        pages.append((run / "report.html").read_bytes())
+    assert pages[0] == pages[1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        (None, "holds no metrics.jsonl; give the output_dir of a run"),
+        ("", "has no step yet"),
+        ('{"loss": 1.0}\n', "is damaged: {'loss': 1.0} is no row of it"),
+        ('{"step": 1, "loss": "low"}\n', "is damaged: loss is low, not a number"),
+    ],
+)
+def test_what_is_no_run_is_refused_in_a_sentence(rows, sentence, tmp_path, capsys):
+    if rows is not None:
+        (tmp_path / "metrics.jsonl").write_text(rows)
+    assert report.main([str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path}") and said.count("\n") == 1 and sentence in said
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium on the path")
+def test_a_browser_without_a_network_shows_the_charts(tmp_path):
+    """In its picture are the colors of both runs' lines."""
+    image = pytest.importorskip("matplotlib.image")
+    runs = [str(made(tmp_path / name, lr=lr)) for name, lr in (("a", 0.1), ("b", 0.2))]
+    report.main(runs)
+    picture = tmp_path / "page.png"
+    subprocess.run(
+        [
+            BROWSER,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--host-resolver-rules=MAP * ~NOTFOUND",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--window-size=1240,1250",
+            f"--screenshot={picture}",
+            (tmp_path / "a/report.html").as_uri(),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    pixels = (image.imread(picture)[..., :3] * 255).round().astype(int)
+    for color in ((0x1F, 0x77, 0xB4), (0xFF, 0x7F, 0x0E)):  # matplotlib's C0 and C1
+        # The learning rates are two level lines in the upper half of the page, on the right.
+        near = abs(pixels - color).max(-1) < 64  # edges are blended with the page's white
+        found = near[: len(pixels) // 2, pixels.shape[1] // 2 :]
+        assert found.sum() > 100, color
