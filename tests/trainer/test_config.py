@@ -117,7 +117,7 @@ def test_every_field_of_the_reference_exists_and_others_say_that_it_has_none():
     expected = {f"{section}.{name}" for section, names in XORL.items() for name in names.split()}
     entries = {path for path in LEAVES if path.startswith("data.test_datasets.")}
     assert entries == {
-        p.replace("datasets", "test_datasets") for p in expected if p.startswith("data.datasets.")
+        p.replace("datasets", "test_datasets") for p in LEAVES if p.startswith("data.datasets.")
     }
     others = {*LEAVES} - entries - expected
     assert len(others) == len(LEAVES) - len(entries) - len(expected)
@@ -1745,6 +1745,6 @@ def test_a_loss_that_reads_what_no_batch_has_is_refused(monkeypatch):
     rows = {**LOSSES._rows, "weighted": Loss(lambda *_: (), columns=("labels", "weights"))}
     monkeypatch.setattr(LOSSES, "_rows", rows)
     parts = {"model": {"config_path": "x"}, "data": {"datasets": [{"path": "dummy"}]}}
-    said = "train.loss = weighted: reads weights of a batch, which has input_ids, labels"
+    said = "train.loss = weighted: reads weights of a batch; columns are input_ids, labels, adv"
     with pytest.raises(ValueError, match=said):
         Config(**parts, train={"output_dir": "o", "loss": "weighted"})

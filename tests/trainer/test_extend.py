@@ -69,6 +69,23 @@ print("bias", float(ours.model.layers[0].self_attn.qkv_proj.bias.abs().max()) > 
 """
 
 
+READER = """
+from tilewright.trainer import train
+from tilewright.trainer.losses.loss import Loss, count_labels
+from tilewright.trainer.tables import LOSSES
+
+seen = []
+
+def harder(per_token, batch):
+    seen.extend(batch["difficulty"].tolist())
+    return per_token.sum(), count_labels(batch)
+
+LOSSES.add("harder", Loss(harder, columns=("labels", "difficulty")))
+assert train.main(["config.yaml"]) == 0
+print(sorted({d for d in seen if d > 0}))
+"""
+
+
 def write_tokenizer(folder):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -100,7 +117,12 @@ def prepared(folder, **train):
     (folder / "model/config.json").write_text(json.dumps(SHAPE))
     write_tokenizer(folder / "model")
     rows = [
-        {"instruction": f"What is {n}?", "input": "" if n % 2 else "Think.", "output": f"{n}."}
+        {
+            "instruction": f"What is {n}?",
+            "input": "" if n % 2 else "Think.",
+            "output": f"{n}.",
+            "difficulty": n / 4,
+        }
         for n in range(24)
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -134,7 +156,7 @@ def tree(tmp_path_factory):
     shutil.copytree(
         ROOT / "tilewright", tree / "tilewright", ignore=shutil.ignore_patterns("__pyc*")
     )
-    assert len(FILES) == 6
+    assert len(FILES) == 7
     for name, code in FILES.items():
         assert not (tree / name).exists()
         (tree / name).write_text(code)
@@ -192,6 +214,13 @@ def test_a_pipeline_reports_what_one_process_does(tmp_path, tree):
     assert found["two"] == pytest.approx(found["one"], rel=1e-5) and found["one"] > 4
 
 
+def test_a_loss_reads_the_column_of_the_page(tmp_path, tree):
+    prepared(tmp_path, loss="harder", max_steps=None, num_train_epochs=1)
+    done = run(tmp_path, tree, "-c", READER)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == str([n / 4 for n in range(1, 24)])
+
+
 def test_a_type_of_another_version_is_prepared_anew(tmp_path, monkeypatch):
     """Rows of version 0 have the names that prepared sets had before there were versions."""
     (tmp_path / "a.txt").write_text("text")
@@ -203,7 +232,7 @@ def test_a_type_of_another_version_is_prepared_anew(tmp_path, monkeypatch):
     for version in (0, 1, 2):
         changed = dataclasses.replace(row, version=version)
         monkeypatch.setitem(DATASETS._rows, "text", changed)
-        names.append(cache_key.cache_key(config.data.datasets, config, 97, True, None))
+        names.append(cache_key.cache_key(config.data.datasets, config, 97, True, {}))
     assert len({*names}) == 3
 
 
@@ -252,7 +281,7 @@ def test_an_entry_point_is_a_row(tmp_path):
     done = run(tmp_path, f"{package}:{ROOT}", "-c", script)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
-    names = "['broken', 'focal', 'language_modeling', 'other']"
+    names = "['broken', 'focal', 'language_modeling', 'other', 'weighted_language_modeling']"
     assert said[0] == f"{names} ('cross_entropy',)"
     assert re.match(
         "the entry point my_losses:NO of my-losses gives no row of losses: Attr", said[1]

@@ -175,7 +175,7 @@ class Data(Section):
         Refuse(
             "a sample that is taken twice would be trained on and held out", "val_set_size"
         ).when(lambda c: c.data.mixing in REPEAT and c.data.val_set_size is not None),
-        differs=("concat", "the others are ours"),
+        differs=OURS,
     )
     """How datasets are merged. concat: every sample once; random: samples_per_epoch samples, each
     of a dataset drawn by its weight (null: its number of samples), in the dataset's order and from
