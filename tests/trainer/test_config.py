@@ -669,9 +669,11 @@ TOO_SMALL = {
         train.pipeline_parallel_size train.virtual_pipeline_size train.expert_parallel_size
         train.ulysses_parallel_size train.ringattn_parallel_size train.adam_epsilon train.lr
         train.muon_lr train.muon_ns_steps train.micro_batch_size train.gradient_accumulation_steps
+        train.lr_decay_steps train.lr_cycles train.lr_power train.lr_step_size train.lr_gamma
         train.num_train_epochs train.max_steps train.wandb_log_interval train.profile_end_step
         lora.lora_rank lora.lora_alpha lora.quant_group_size""",
-    -1: """data.dataloader_num_workers data.dataset_shard_idx train.router_replay_compare_steps
+    -1: """train.lr_warmup_steps train.lr_constant_steps
+        data.dataloader_num_workers data.dataset_shard_idx train.router_replay_compare_steps
         train.empty_cache_steps train.gc_steps train.save_steps train.save_total_limit
         train.checksum_steps train.profile_start_step train.seed lora.merge_lora_interval""",
     -1e-9: """train.adam_beta1 train.adam_beta2 train.lr_min train.lr_start train.lr_warmup_ratio
@@ -680,7 +682,7 @@ TOO_SMALL = {
 }
 TOO_LARGE = {
     1: "train.adam_beta1 train.adam_beta2 train.muon_momentum",
-    1.001: "train.lr_warmup_ratio train.lr_decay_ratio",
+    1.001: "train.lr_warmup_ratio train.lr_decay_ratio train.lr_gamma",
     2**32: "train.seed",
 }
 BEYOND = [
@@ -1298,6 +1300,46 @@ RULES = [
         "--train.lr_decay_style=linear --train.lr_warmup_ratio=0.5 --train.lr_decay_ratio=0.4",
         "the decay would end",
         "--train.lr_decay_style=linear --train.lr_warmup_ratio=0.4 --train.lr_decay_ratio=0.5",
+    ),
+    (
+        "--train.lr_warmup_steps=3 --train.lr_warmup_ratio=0.1",
+        "the warmup has two lengths",
+        "--train.lr_warmup_steps=3",
+    ),
+    (
+        "--train.lr_warmup_steps=3 --train.lr_start=1",
+        "the warmup would fall",
+        "--train.lr_warmup_steps=3 --train.lr_start=1e-6",
+    ),
+    (
+        "--train.lr_decay_style=linear --train.lr_decay_steps=9 --train.lr_decay_ratio=0.4",
+        "the decay has two ends",
+        "--train.lr_decay_style=linear --train.lr_decay_steps=9",
+    ),
+    (
+        "--train.lr_decay_style=linear --train.lr_decay_steps=9 --train.lr_warmup_steps=10",
+        "the decay would end before the warmup: after 9 steps, and 10",
+        "--train.lr_decay_style=linear --train.lr_decay_steps=9 --train.lr_warmup_steps=9",
+    ),
+    (
+        "--train.lr_decay_style=wsd --train.max_steps=9 --train.lr_constant_steps=9",
+        "leave no decay of 9",
+        "--train.lr_decay_style=wsd --train.max_steps=9 --train.lr_constant_steps=8",
+    ),
+    (
+        "--train.lr_decay_style=noam --train.lr_decay_ratio=0.4",
+        "noam has no end",
+        "--train.lr_decay_ratio=0.4",
+    ),
+    (
+        "--train.lr_decay_style=cosine_with_restarts --train.lr_cycles=1.5",
+        "a whole number of cycles",
+        "--train.lr_decay_style=cosine --train.lr_cycles=1.5",
+    ),
+    (
+        "--train.lr_decay_style=step --train.lr_step_size=3",
+        "step needs it",
+        "--train.lr_decay_style=step --train.lr_step_size=3 --train.lr_gamma=0.5",
     ),
     (
         "--train.enable_gradient_checkpointing=false --train.enable_reentrant=true",

@@ -96,6 +96,7 @@ RECOMPUTE = {"train__enable_gradient_checkpointing": True}
 TEXT = {"data__datasets": "@text", "model__tokenizer_path": "@tokenizer"}
 EVAL = {"data__val_set_size": 4}
 DECAY = {"train__lr_decay_style": "linear"}
+STAIRS = {"train__lr_decay_style": "step", "train__lr_gamma": 0.5}
 WARM = {"train__lr_warmup_ratio": 0.6}
 MUON = {"train__optimizer": "muon"}
 WANDB = {"train__use_wandb": True}
@@ -227,6 +228,13 @@ ROWS = [
     row("train.lr_warmup_ratio", 0.6, "weights"),
     row("train.lr_decay_style", "cosine", "weights"),
     row("train.lr_decay_ratio", 0.5, "weights", **DECAY),
+    row("train.lr_warmup_steps", 2, "weights"),
+    row("train.lr_decay_steps", 2, "weights", **DECAY),
+    row("train.lr_constant_steps", 2, "weights", train__lr_decay_style="cosine_annealing"),
+    row("train.lr_cycles", 1.5, "weights", train__lr_decay_style="cosine"),
+    row("train.lr_power", 2.0, "weights", train__lr_decay_style="polynomial"),
+    row("train.lr_step_size", 1, "weights", **STAIRS, train__lr_step_size=2),
+    row("train.lr_gamma", 0.1, "weights", **STAIRS, train__lr_step_size=2),
     row("train.weight_decay", 0.5, "weights"),
     row("train.no_decay_modules", ["norm"], "weights", train__weight_decay=0.5),
     row("train.no_decay_params", ["layernorm"], "weights", train__weight_decay=0.5),

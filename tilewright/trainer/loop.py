@@ -214,6 +214,8 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     plan = Plan(t, batches.steps_per_epoch, start - batches.position)
     if start > plan.total:
         raise ValueError(f"{resumed} is at step {start}, and the run ends at step {plan.total}")
+    if problem := plan.problem():
+        raise ValueError(problem)
     if t.enable_profiling and t.profile_start_step >= plan.total:
         raise ValueError(
             f"train.profile_start_step = {t.profile_start_step}: the run has {plan.total} steps"

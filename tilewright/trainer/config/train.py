@@ -19,6 +19,7 @@ from tilewright.trainer.config.section import (
     field,
 )
 from tilewright.trainer.optim.optim import wrong_options
+from tilewright.trainer.optim.schedules import too_short
 from tilewright.trainer.tables import CALLBACKS, LOSSES, OPTIMIZERS, SCHEDULES
 
 if TYPE_CHECKING:
@@ -72,6 +73,37 @@ def _prepared(config: Config) -> list:
 
 def _decays(config: Config) -> bool:
     return SCHEDULES[config.train.lr_decay_style].decays
+
+
+def _ending() -> list[str]:
+    """The schedules that end where lr_decay_steps says."""
+    return [name for name, row in SCHEDULES.items() if row.ends]
+
+
+def _endless(config: Config) -> bool:
+    """Of a schedule without an end; `constant` has always taken the fields of the others."""
+    style = config.train.lr_decay_style
+    return style != "constant" and not SCHEDULES[style].ends
+
+
+def _shaped(field: str) -> Only:
+    """Fields of a schedule's shape."""
+    return Only(
+        "lr_decay_style", table=lambda: [n for n, row in SCHEDULES.items() if field in row.fields]
+    )
+
+
+def _needed(field: str) -> Refuse:
+    return Refuse(lambda c: f"{c.train.lr_decay_style} needs it", "lr_decay_style").when(
+        lambda c: field in SCHEDULES[c.train.lr_decay_style].needs and not getattr(c.train, field)
+    )
+
+
+def _too_short(config: Config) -> str | None:
+    """Where the number of steps is known; `Plan` checks it where it is not."""
+    t = config.train
+    known = t.max_steps or (1 if t.lr_decay_steps is not None and not t.lr_warmup_ratio else 0)
+    return too_short(known, t) if known else None
 
 
 def _absent_columns(config: Config) -> str | None:
@@ -359,20 +391,42 @@ class Train(Section):
         ),
         ge=0,
     )
-    """Learning rate at the end of the decay."""
+    """Learning rate at the end of the decay; the least one, for square_annealing and schedules
+    without an end.
+    """
     lr_start: float = field(
         0.0,
         Resume.NEXT_STEP,
         Refuse("the warmup would fall", "lr").when(
-            lambda c: c.train.lr_warmup_ratio > 0 and c.train.lr_start > c.train.lr
+            lambda c: (
+                (c.train.lr_warmup_ratio > 0 or c.train.lr_warmup_steps > 0)
+                and c.train.lr_start > c.train.lr
+            )
         ),
         ge=0,
     )
     """Learning rate at the start of the warmup."""
-    lr_warmup_ratio: float = field(0.0, Resume.NEXT_STEP, names="warmup_steps", ge=0, le=1)
+    lr_warmup_ratio: float = field(0.0, Resume.NEXT_STEP, ge=0, le=1)
     """Fraction of all steps for the linear warmup."""
+    lr_warmup_steps: int = field(
+        0,
+        Resume.NEXT_STEP,
+        Refuse("the warmup has two lengths; give one", "lr_warmup_ratio").when(
+            lambda c: c.train.lr_warmup_steps > 0 and c.train.lr_warmup_ratio > 0
+        ),
+        differs=OURS,
+        ge=0,
+    )
+    """Steps of the linear warmup; 0: as lr_warmup_ratio says."""
     lr_decay_style: Annotated[str, RowOf(SCHEDULES)] = field(
-        "constant", Resume.NEXT_STEP, names="lr_scheduler_type"
+        "constant",
+        Resume.NEXT_STEP,
+        Refuse(
+            _too_short, "lr_warmup_steps", "lr_decay_steps", "lr_constant_steps", "max_steps"
+        ).when(
+            lambda c: c.train.lr_warmup_steps or c.train.lr_constant_steps or c.train.lr_decay_steps
+        ),
+        names="lr_scheduler_type",
     )
     """After the warmup."""
     lr_decay_ratio: float = field(
@@ -381,10 +435,69 @@ class Train(Section):
         Refuse("the decay would end before the warmup", "lr_warmup_ratio").when(
             lambda c: _decays(c) and c.train.lr_decay_ratio < c.train.lr_warmup_ratio
         ),
+        Refuse(lambda c: f"{c.train.lr_decay_style} has no end", "lr_decay_style").when(
+            lambda c: _endless(c) and c.train.lr_decay_ratio != 1
+        ),
         ge=0,
         le=1,
     )
     """Fraction of all steps after which the decay has ended."""
+    lr_decay_steps: int | None = field(
+        None,
+        Resume.NEXT_STEP,
+        Only("lr_decay_style", table=_ending),
+        Refuse("the decay has two ends; give one", "lr_decay_ratio").when(
+            lambda c: c.train.lr_decay_steps is not None and c.train.lr_decay_ratio != 1
+        ),
+        differs=OURS,
+        ge=1,
+    )
+    """Steps after which the decay has ended, with the warmup; null: as lr_decay_ratio says."""
+    lr_constant_steps: int = field(
+        0,
+        Resume.NEXT_STEP,
+        _shaped("lr_constant_steps"),
+        _needed("lr_constant_steps"),
+        differs=OURS,
+        ge=0,
+    )
+    """Steps at a constant rate: wsd, warmup_hold: at the peak, after the warmup; cosine_annealing:
+    at lr_min, before the end.
+    """
+    lr_cycles: float | None = field(
+        None,
+        Resume.NEXT_STEP,
+        _shaped("lr_cycles"),
+        Refuse("hard restarts need a whole number of cycles", "lr_decay_style").when(
+            lambda c: (
+                c.train.lr_decay_style == "cosine_with_restarts" and (c.train.lr_cycles or 1) % 1
+            )
+        ),
+        differs=OURS,
+        gt=0,
+    )
+    """Waves of the cosine in the decay, null: 0.5; cosine_with_restarts: descents, null: 1."""
+    lr_power: float = field(1.0, Resume.NEXT_STEP, _shaped("lr_power"), differs=OURS, gt=0)
+    """polynomial, warmup_hold: the decay's power."""
+    lr_step_size: int | None = field(
+        None,
+        Resume.NEXT_STEP,
+        _shaped("lr_step_size"),
+        _needed("lr_step_size"),
+        differs=OURS,
+        ge=1,
+    )
+    """step: steps after which the rate is multiplied by lr_gamma."""
+    lr_gamma: float | None = field(
+        None,
+        Resume.NEXT_STEP,
+        _shaped("lr_gamma"),
+        _needed("lr_gamma"),
+        differs=OURS,
+        gt=0,
+        le=1,
+    )
+    """step: what the rate is multiplied by every lr_step_size steps; exponential: in each step."""
     weight_decay: float = field(0.0, Resume.NEXT_STEP, ge=0)
     """Decoupled weight decay (adamw), L2 term (sgd)."""
     no_decay_modules: list[str] = field([], Resume.OTHER_STATES)
