@@ -146,7 +146,7 @@ def test_one_field_is_explained(capsys):
         "  in xorl: place it outside the EP-FSDP mesh; here: the same: the outer dimension of a shard "
         "group",
     ]
-    assert said[9:11] == ["train.weight_decay", "  type:    number, at least 0"]
+    assert said[9:11] == ["train.weight_decay", "  type:    number | mapping, at least 0"]
     assert module.main(["--explain", "lora.aqn_alpha", "model.encoders", "train.optimizer"]) == 0
     said = capsys.readouterr().out
     assert "  rule:    any value but 1.0 needs lora.enable_aqn = true\n" in said

@@ -23,7 +23,7 @@ from tilewright.nn.peft import save_adapter
 from tilewright.trainer.checkpoint import checkpoint, hf
 from tilewright.trainer.models.head import LossFunction
 from tilewright.trainer.models.model import Outcome, Transformer
-from tilewright.trainer.optim.optim import peaks, set_lr
+from tilewright.trainer.optim.optim import decays, peaks, set_lr, set_values
 from tilewright.trainer.parallel.gradients import global_norm, scale
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
@@ -94,6 +94,7 @@ class Engine:
         self.parts, self.optimizer, self.mesh = parts, optimizer, mesh
         parts.device = mesh.device
         self.parameters, self.peaks = list(parts.model.parameters()), peaks(optimizer)
+        self.decays = decays(optimizer)
         self.empty_steps = 0
         self._totals: torch.Tensor | None = None  # of all calls since the last step
 
@@ -178,6 +179,7 @@ class Engine:
         factor: float = 1.0,
         max_norm: float = 0.0,
         denominator: float | torch.Tensor | None = None,
+        values: Mapping[str, float] | None = None,
     ) -> float:
         """Divides gradients, clips them, and steps. Returns their norm before clipping.
 
@@ -188,6 +190,7 @@ class Engine:
             factor: of each group's peak learning rate.
             max_norm: gradients are clipped to this global norm; 0: no clipping.
             denominator: default: the sum of those of all calls since the last step.
+            values: of fields that change from step to step, by name; see `set_values`.
 
         Raises:
             NotFinite: the loss, the denominator or the norm is infinite or NaN, on every rank; no
@@ -209,6 +212,7 @@ class Engine:
             raise NotFinite(f"norm of the gradients is {norm}")
         if divisor:
             set_lr(self.optimizer, self.peaks, factor)
+            set_values(self.optimizer, self.decays, values or {})
             self.optimizer.step()
         else:
             self.empty_steps += 1

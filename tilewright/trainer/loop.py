@@ -47,7 +47,7 @@ def train(config: Config, mesh: Mesh) -> None:
 
 
 def loop(run: Run, interrupts: Interrupts) -> None:
-    t, engine, plan, steps = run.config.train, run.engine, run.plan, run.batches.steps()
+    engine, plan, steps = run.engine, run.plan, run.batches.steps()
     if run.done == 0:
         run.evaluate()
     with interrupts.watched(), contextlib.ExitStack() as stack:
@@ -64,7 +64,11 @@ def loop(run: Run, interrupts: Interrupts) -> None:
             with checked_targets() if first else contextlib.nullcontext():
                 step.sums = engine.forward_backward(batches, run.loss)
             with run.refusing(number):
-                step.norm = engine.optim_step(plan.factor(number - 1), t.max_grad_norm)
+                step.norm = engine.optim_step(
+                    plan.factor(number - 1),
+                    plan.max_norm(number - 1),
+                    values=plan.values(number - 1),
+                )
             run.done, step.tokens = number, run.batches.tokens - before
             for callback in run.callbacks:
                 callback.after_step(step)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from tilewright.trainer.config import Train
+from tilewright.trainer.optim.optim import IN_GROUPS
+from tilewright.trainer.optim.per_step import PerStep, at_step
 from tilewright.trainer.optim.schedules import schedule, too_short
 
 
@@ -38,6 +40,16 @@ class Plan:
         """The factor of the peak learning rate; step: from 0."""
         shift = self._scheduled
         return schedule(step - shift, self.total - shift, self.train)
+
+    def values(self, step: int) -> dict[str, float]:
+        """Of the optimizer's fields that change from step to step; step: from 0."""
+        found = {name: getattr(self.train, name) for name in IN_GROUPS}
+        at = step - self._scheduled
+        return {n: v.at(at) for n, v in found.items() if isinstance(v, PerStep)}
+
+    def max_norm(self, step: int) -> float:
+        """To which gradients are clipped; step: from 0."""
+        return at_step(self.train.max_grad_norm, step - self._scheduled)
 
     def problem(self) -> str | None:
         """Why the schedule's steps do not fit into the run's, or None."""

@@ -19,6 +19,7 @@ from tilewright.trainer.config.section import (
     field,
 )
 from tilewright.trainer.optim.optim import wrong_options
+from tilewright.trainer.optim.per_step import Number, PerStep
 from tilewright.trainer.optim.schedules import too_short
 from tilewright.trainer.tables import CALLBACKS, LOSSES, OPTIMIZERS, SCHEDULES
 
@@ -148,7 +149,7 @@ def _bf16(name: str, *optimizers: str) -> Refuse:
         lambda c: (
             c.train.optimizer in (optimizers or _optimizers("optimizer_dtype"))
             and c.train.optimizer_dtype == "bf16"
-            and getattr(c.train, name) > 1 - 2**-8
+            and not getattr(c.train, name) <= 1 - 2**-8
         )
     )
 
@@ -357,7 +358,7 @@ class Train(Section):
         "bf16", Resume.OTHER_STATES, _read("optimizer_dtype")
     )
     """Dtype of the states of anyprecision_adamw and muon; adamw's are of the parameters' dtype."""
-    adam_beta1: float = field(
+    adam_beta1: Number = field(
         0.9,
         Resume.NEXT_STEP,
         _read("adam_beta1"),
@@ -367,8 +368,8 @@ class Train(Section):
         ge=0,
         lt=1,
     )
-    """AdamW: decay of the first moment."""
-    adam_beta2: float = field(
+    """AdamW: decay of the first moment; or a mapping, as weight_decay."""
+    adam_beta2: Number = field(
         0.95,
         Resume.NEXT_STEP,
         _read("adam_beta2"),
@@ -378,7 +379,7 @@ class Train(Section):
         ge=0,
         lt=1,
     )
-    """AdamW: decay of the second moment."""
+    """AdamW: decay of the second moment; or a mapping, as weight_decay."""
     adam_epsilon: float = field(1e-8, Resume.NEXT_STEP, _read("adam_epsilon"), differs=OURS, gt=0)
     """AdamW: added to the root of the second moment."""
     lr: float = field(5e-5, Resume.NEXT_STEP, names="learning_rate", gt=0)
@@ -498,20 +499,29 @@ class Train(Section):
         le=1,
     )
     """step: what the rate is multiplied by every lr_step_size steps; exponential: in each step."""
-    weight_decay: float = field(0.0, Resume.NEXT_STEP, ge=0)
-    """Decoupled weight decay (adamw), L2 term (sgd)."""
+    weight_decay: Number = field(0.0, Resume.NEXT_STEP, ge=0)
+    """Decoupled weight decay (adamw), L2 term (sgd). Or a mapping with schedule, from, to, steps
+    and start: it changes from step to step.
+    """
     no_decay_modules: list[str] = field([], Resume.OTHER_STATES)
     """No weight decay where the path of a parameter's module contains one of these."""
     no_decay_params: list[str] = field([], Resume.OTHER_STATES, names="do_layer_norm_weight_decay")
     """No weight decay where a parameter's full name (model.norm.weight) contains one of these."""
-    max_grad_norm: float = field(1.0, Resume.NEXT_STEP, ge=0)
-    """Gradients are clipped to this global norm; 0: not clipped."""
+    max_grad_norm: Number = field(
+        1.0,
+        Resume.NEXT_STEP,
+        Refuse("on the way to 0 clipping would become total, and at 0 end; end it above").when(
+            lambda c: isinstance(c.train.max_grad_norm, PerStep) and not c.train.max_grad_norm > 0
+        ),
+        ge=0,
+    )
+    """Gradients are clipped to this global norm, 0: not clipped; or a mapping, as weight_decay."""
     muon_lr: float = field(0.02, Resume.NEXT_STEP, _read("muon_lr"), gt=0)
     """Muon: peak learning rate of hidden matrices; all else is trained by AdamW."""
-    muon_momentum: float = field(
+    muon_momentum: Number = field(
         0.95, Resume.NEXT_STEP, _read("muon_momentum"), _bf16("muon_momentum", "muon"), ge=0, lt=1
     )
-    """Muon: momentum."""
+    """Muon: momentum; or a mapping, as weight_decay."""
     muon_nesterov: bool = field(True, Resume.NEXT_STEP, _read("muon_nesterov"))
     """Muon: Nesterov momentum."""
     muon_ns_steps: int = field(5, Resume.NEXT_STEP, _read("muon_ns_steps"), ge=1)

@@ -11,6 +11,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import nn
 
+from tilewright.trainer.optim.per_step import at_step, largest, reasons
 from tilewright.trainer.tables import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -105,8 +106,9 @@ def build_optimizer(
         "no_decay_modules": train.no_decay_modules,
         "no_decay_params": train.no_decay_params,
     }
-    groups = parameter_groups(model, rates, train.weight_decay, no_decay, set(apart), whole)
-    values = {name: getattr(train, name) for name in row.fields}
+    decay = largest(train.weight_decay)  # `set_values` sets that of each step
+    groups = parameter_groups(model, rates, decay, no_decay, set(apart), whole)
+    values = {name: at_step(getattr(train, name), 0) for name in row.fields}
     if row.options is not None:
         values |= row.options.model_validate(train.optimizer_args).model_dump()
     return row.build([g for g in groups if g["params"]], apart, **values)
@@ -122,8 +124,7 @@ def wrong_options(row: Optimizer, given: Mapping[str, Any]) -> str | None:
     try:
         row.options.model_validate(dict(given))
     except ValidationError as error:
-        found = error.errors()
-        return "; ".join(": ".join([*map(str, e["loc"]), e["msg"]]) for e in found)
+        return reasons(error)
     return None
 
 
@@ -132,6 +133,41 @@ def peaks(optimizer: torch.optim.Optimizer) -> list[float]:
     instead.
     """
     return [group["lr"] for group in optimizer.param_groups]
+
+
+def decays(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The weight decay of a new optimizer's groups: those without any stay without."""
+    return [group["weight_decay"] for group in optimizer.param_groups]
+
+
+# Where a group has the value of a field: its key, and the place in a tuple there.
+IN_GROUPS = {
+    "weight_decay": ("weight_decay", None),
+    "adam_beta1": ("betas", 0),
+    "adam_beta2": ("betas", 1),
+    "muon_momentum": ("momentum", None),
+}
+
+
+def set_values(
+    optimizer: torch.optim.Optimizer, decays: list[float], values: Mapping[str, float]
+) -> None:
+    """Sets the values of fields that change from step to step.
+
+    Raises ValueError for a field that the groups have no place for.
+    """
+    for name, value in values.items():
+        key, at = IN_GROUPS[name]
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            if key not in group:
+                raise ValueError(
+                    f"train.{name}: the optimizer's groups have no {key}, so it cannot change from "
+                    "step to step"
+                )
+            if at is not None:
+                group[key] = tuple(value if i == at else v for i, v in enumerate(group[key]))
+            elif key != "weight_decay" or decay:
+                group[key] = value
 
 
 def set_lr(optimizer: torch.optim.Optimizer, peaks: list[float], factor: float) -> None:

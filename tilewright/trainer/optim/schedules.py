@@ -3,12 +3,13 @@
 Steps count from 0, as in `transformers.optimization`, in NeMo and in torch's schedulers. Where a
 decay has an end, this trainer's last step of it has the last rate, theirs the step after it: a
 decay over N steps is their `num_training_steps` or `max_steps` N - 1. Schedules without an end have
-no such offset. The warmup is transformers' from lr_start = 0, and NeMo's, whose first step is above 0,
-from lr_start = lr / (warmup + 1).
+no such offset. The warmup is transformers' from lr_start = 0, and NeMo's, whose first step is above
+0, from lr_start = lr / (warmup + 1).
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,17 +60,17 @@ class Schedule:
     floor: bool = False
 
 
-def _wave(done: float, lr_cycles: float | None) -> float:
+def _wave(done: float, lr_cycles: float | None = None) -> float:
     cycles = 0.5 if lr_cycles is None else lr_cycles
     return 0.5 * (1 + math.cos(math.pi * (2 * cycles) * done))
 
 
-def _restarts(done: float, lr_cycles: float | None) -> float:
+def _restarts(done: float, lr_cycles: float | None = None) -> float:
     cycles = 1.0 if lr_cycles is None else lr_cycles
     return 0.5 * (1 + math.cos(math.pi * (cycles * done % 1))) if done < 1 else 0.0
 
 
-def _power(done: float, lr_power: float) -> float:
+def _power(done: float, lr_power: float = 1.0) -> float:
     return (1 - done) ** lr_power
 
 
@@ -119,7 +120,7 @@ SCHEDULES.add("warmup_annealing", LINEAR)
 SCHEDULES.add(
     "cosine_annealing",
     Schedule(
-        lambda at, lr_constant_steps: _wave(at.done(after=lr_constant_steps), None),
+        lambda at, lr_constant_steps: _wave(at.done(after=lr_constant_steps)),
         fields=("lr_constant_steps",),
         by_step=True,
     ),
@@ -157,6 +158,19 @@ SCHEDULES.add(
         floor=True,
     ),
 )
+
+
+def by_share() -> list[str]:
+    """The schedules that need the share alone; what else they read has a default in them."""
+
+    def suffices(row: Schedule) -> bool:
+        try:
+            inspect.signature(row.share).bind(0.0)
+        except TypeError:
+            return False
+        return row.decays and not row.by_step
+
+    return [name for name, row in SCHEDULES.items() if suffices(row)]
 
 
 def bounds(total: int, train: Train) -> tuple[int, int]:
