@@ -235,7 +235,11 @@ def test_what_reads_a_field_may_come_from_a_table():
 
 def test_the_identity_of_a_run_has_the_names_and_the_order_of_earlier_checkpoints():
     states = ["optimizer", "no_decay_modules", "no_decay_params", "freeze_router"]
-    for optimizer, more in (("adamw", []), ("sgd", []), ("muon", ["optimizer_dtype"])):
+    for optimizer, more in (
+        ("adamw", []),
+        ("sgd", ["optimizer_args"]),
+        ("muon", ["optimizer_dtype"]),
+    ):
         train = Train(output_dir="o", optimizer=optimizer)
         assert [*kept(train, Resume.OTHER_STATES, unread=False)] == states + more
     assert " ".join(kept(Lora(), Resume.OTHER_WEIGHTS)) == (
@@ -276,7 +280,7 @@ def test_editors_check_a_file_with_the_schema(capsys):
         {"train": {"output_dir": "o", "lrr": 1}},
         {"train": {"output_dir": "o", "lr": 0}},
         {"train": {}},
-        {"train": {"output_dir": "o", "optimizer": "adam"}},
+        {"train": {"output_dir": "o", "optimizer": "adan"}},
         {"lora": {"lora_rank": "many"}},
     ):
         assert [*check(schema).iter_errors({**good, **wrong})], wrong
@@ -643,7 +647,7 @@ def test_merge_keys_of_yaml_work(write):
         ("model.model_path", ["true", "[a]"]),
         ("data.val_set_size", ["true", ".nan"]),
         ("train.save_async", ["3", "[]"]),
-        ("train.optimizer", ["adam"]),
+        ("train.optimizer", ["adan"]),
         ("train.adam_beta2", ["1", "-0.1", "true"]),
         ("train.adam_epsilon", ["0", "none"]),
         ("train.muon_ns_coefficients", ["cubic"]),
@@ -1146,7 +1150,7 @@ RULES = [
             (
                 MUON,
                 "--train.optimizer=sgd",
-                "only adamw and anyprecision_adamw and muon read this",
+                "only adam and adamax and adamw and anyprecision_adamw and muon and nadam and novograd",
                 "adam_beta1=0.5 adam_beta2=0.9 adam_epsilon=1",
             ),
         )

@@ -135,6 +135,16 @@ def _optimizers(field: str) -> list[str]:
     return [name for name, row in OPTIMIZERS.items() if field in row.fields]
 
 
+def _ignored(field: str) -> Refuse:
+    """Where the optimizer does not read what every other one does."""
+    return Refuse(lambda c: OPTIMIZERS[c.train.optimizer].ignores.get(field), "optimizer").when(
+        lambda c: (
+            field in OPTIMIZERS[c.train.optimizer].ignores
+            and getattr(c.train, field) != Train.model_fields[field].default
+        )
+    )
+
+
 def _read(field: str) -> Only:
     return Only("optimizer", table=lambda: _optimizers(field))
 
@@ -343,6 +353,9 @@ class Train(Section):
             "only adapters are trained, and those by AdamW: muon would have no matrix",
             "lora.enable_lora",
         ).when(lambda c: c.lora.enable_lora and OPTIMIZERS[c.train.optimizer].apart_lr is not None),
+        Refuse(lambda c: OPTIMIZERS[c.train.optimizer].needs_whole, "data_parallel_mode").when(
+            lambda c: c.train.data_parallel_mode == "fsdp2"
+        ),
         names="optim",
     )
     """Optimizer."""
@@ -351,9 +364,9 @@ class Train(Section):
         Resume.OTHER_STATES,
         Only("optimizer", table=_with_options),
         Refuse(_wrong_options, "optimizer").when(_wrong_options),
-        differs=("none", "ours: options of an optimizer that is added"),
+        differs=("none", "ours: options that have no field of their own"),
     )
-    """Options of an optimizer that has no fields here."""
+    """Options of the optimizer that have no field here, under PyTorch's names."""
     optimizer_dtype: Literal["fp32", "bf16"] = field(
         "bf16", Resume.OTHER_STATES, _read("optimizer_dtype")
     )
@@ -368,7 +381,7 @@ class Train(Section):
         ge=0,
         lt=1,
     )
-    """AdamW: decay of the first moment; or a mapping, as weight_decay."""
+    """Adam and its kin: decay of the first moment; or a mapping, as weight_decay."""
     adam_beta2: Number = field(
         0.95,
         Resume.NEXT_STEP,
@@ -379,9 +392,9 @@ class Train(Section):
         ge=0,
         lt=1,
     )
-    """AdamW: decay of the second moment; or a mapping, as weight_decay."""
+    """Adam and its kin: decay of the second moment; or a mapping, as weight_decay."""
     adam_epsilon: float = field(1e-8, Resume.NEXT_STEP, _read("adam_epsilon"), differs=OURS, gt=0)
-    """AdamW: added to the root of the second moment."""
+    """Adam and its kin: added to the root of the second moment."""
     lr: float = field(5e-5, Resume.NEXT_STEP, names="learning_rate", gt=0)
     """Peak learning rate."""
     lr_min: float = field(
@@ -407,11 +420,12 @@ class Train(Section):
         ge=0,
     )
     """Learning rate at the start of the warmup."""
-    lr_warmup_ratio: float = field(0.0, Resume.NEXT_STEP, ge=0, le=1)
+    lr_warmup_ratio: float = field(0.0, Resume.NEXT_STEP, _ignored("lr_warmup_ratio"), ge=0, le=1)
     """Fraction of all steps for the linear warmup."""
     lr_warmup_steps: int = field(
         0,
         Resume.NEXT_STEP,
+        _ignored("lr_warmup_steps"),
         Refuse("the warmup has two lengths; give one", "lr_warmup_ratio").when(
             lambda c: c.train.lr_warmup_steps > 0 and c.train.lr_warmup_ratio > 0
         ),
@@ -422,6 +436,7 @@ class Train(Section):
     lr_decay_style: Annotated[str, RowOf(SCHEDULES)] = field(
         "constant",
         Resume.NEXT_STEP,
+        _ignored("lr_decay_style"),
         Refuse(
             _too_short, "lr_warmup_steps", "lr_decay_steps", "lr_constant_steps", "max_steps"
         ).when(
@@ -499,9 +514,9 @@ class Train(Section):
         le=1,
     )
     """step: what the rate is multiplied by every lr_step_size steps; exponential: in each step."""
-    weight_decay: Number = field(0.0, Resume.NEXT_STEP, ge=0)
-    """Decoupled weight decay (adamw), L2 term (sgd). Or a mapping with schedule, from, to, steps
-    and start: it changes from step to step.
+    weight_decay: Number = field(0.0, Resume.NEXT_STEP, _ignored("weight_decay"), ge=0)
+    """Weight decay, decoupled or an L2 term as the optimizer has it. Or a mapping with schedule,
+    from, to, steps and start: it changes from step to step.
     """
     no_decay_modules: list[str] = field([], Resume.OTHER_STATES)
     """No weight decay where the path of a parameter's module contains one of these."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,11 +30,12 @@ class Optimizer:
     build: (parameter groups, `apart` of the model, and by keyword the values of `fields` and of
         `options`) -> the optimizer. A group has params, lr and weight_decay.
     fields: of the section `train` that it reads, beside those of the groups.
-    options: of an optimizer without fields of its own: the pydantic model of
-        `train.optimizer_args`, or None.
+    options: the pydantic model of `train.optimizer_args`, or None where there are none.
     apart: model -> trainable parameters in groups of their own, with what the optimizer must know
         of each.
     apart_lr: the field with their peak learning rate.
+    needs_whole: why it cannot train parameters that are sharded, or None.
+    ignores: fields of the section `train` that every other optimizer reads, with the reason.
     """
 
     build: Callable[..., torch.optim.Optimizer]
@@ -41,6 +43,20 @@ class Optimizer:
     options: type[BaseModel] | None = None
     apart: Callable[[nn.Module], Mapping[nn.Parameter, Any]] = _none
     apart_lr: str | None = None
+    needs_whole: str | None = None
+    ignores: Mapping[str, str] = dataclass_field(default_factory=dict)
+
+
+ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+
+
+def betas_and_eps(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields ADAM, if they are there, under the names of PyTorch's arguments."""
+    rest = {name: value for name, value in values.items() if name not in ADAM}
+    if rest.keys() == values.keys():
+        return rest
+    beta1, beta2, eps = (values[name] for name in ADAM)
+    return {"betas": (beta1, beta2), "eps": eps, **rest}
 
 
 NUMBER = re.compile(r"\.\d+\.")  # of a layer, or of an expert
