@@ -234,7 +234,8 @@ def test_what_reads_a_field_may_come_from_a_table():
 
 
 def test_the_identity_of_a_run_has_the_names_and_the_order_of_earlier_checkpoints():
-    states = ["optimizer", "no_decay_modules", "no_decay_params", "freeze_router"]
+    states = ["optimizer", "no_decay_modules", "no_decay_params", "layerwise_lr_bound"]
+    states.append("freeze_router")
     for optimizer, more in (
         ("adamw", []),
         ("sgd", ["optimizer_args"]),
@@ -673,7 +674,8 @@ TOO_SMALL = {
         train.pipeline_parallel_size train.virtual_pipeline_size train.expert_parallel_size
         train.ulysses_parallel_size train.ringattn_parallel_size train.adam_epsilon train.lr
         train.muon_lr train.muon_ns_steps train.micro_batch_size train.gradient_accumulation_steps
-        train.lr_decay_steps train.lr_cycles train.lr_power train.lr_step_size train.lr_gamma
+        train.layerwise_lr_bound lora.lora_plus_scale train.lr_decay_steps
+        train.lr_cycles train.lr_power train.lr_step_size train.lr_gamma
         train.num_train_epochs train.max_steps train.wandb_log_interval train.profile_end_step
         lora.lora_rank lora.lora_alpha lora.quant_group_size""",
     -1: """train.lr_warmup_steps train.lr_constant_steps
@@ -686,7 +688,7 @@ TOO_SMALL = {
 }
 TOO_LARGE = {
     1: "train.adam_beta1 train.adam_beta2 train.muon_momentum",
-    1.001: "train.lr_warmup_ratio train.lr_decay_ratio train.lr_gamma",
+    1.001: "train.lr_warmup_ratio train.lr_decay_ratio train.lr_gamma train.layerwise_lr_bound",
     2**32: "train.seed",
 }
 BEYOND = [
@@ -1422,6 +1424,7 @@ RULES = [
         for field in (
             "lora_rank=2",
             "lora_alpha=2",
+            "lora_plus_scale=2",
             'lora_target_modules=["q_proj"]',
             "save_lora_only=true",
             "merge_lora_interval=3",

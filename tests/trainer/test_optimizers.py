@@ -2,6 +2,7 @@
 runs.
 """
 
+import re
 import shutil
 
 import numpy as np
@@ -12,13 +13,19 @@ pytest.importorskip("pydantic")
 pytest.importorskip("datasets")
 
 import distributed_worker
-from ranks import run_modes
-from test_trainer import make_bins, run, tensors, write_config
+from ranks import run_modes, same_training
+from test_architectures import SHAPES
+from test_trainer import MOE, QWEN3, make_bins, run, tensors, write_config
 
+from tilewright.nn.adapt import add_lora
 from tilewright.trainer import memory_plan
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Config, ConfigError, load
+from tilewright.trainer.models.model import Transformer
+from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.optim.novograd import NovoGrad
+from tilewright.trainer.optim.of_torch import Rprop
 from tilewright.trainer.optim.optim import build_optimizer
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.tables import OPTIMIZERS
@@ -140,6 +147,88 @@ def test_novograd_follows_the_paper():
         np.testing.assert_allclose(p.detach().numpy(), w, rtol=1e-5)  # norms are in float32
 
 
+@pytest.mark.parametrize("etas", [(0.5, 1.2), (0.3, 2.0)])
+def test_rprop_has_the_bits_of_torchs(etas):
+    """Which cannot be computed on shards, and so has steps of its own here."""
+    draw = torch.Generator().manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(5, 3, generator=draw)) for _ in range(2)]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    options = {"lr": 0.1, "etas": etas, "step_sizes": (1e-3, 0.15)}
+    one, other = Rprop(ours, **options), torch.optim.Rprop(theirs, **options)
+    for _ in range(6):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn(5, 3, generator=draw)
+            q.grad = p.grad.clone()
+        one.step()
+        other.step()
+        assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+# ---- groups
+
+
+@pytest.mark.parametrize("family", [*SHAPES, "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_each_parameter_is_in_one_group_at_the_rate_of_its_depth(family, optimizer):
+    shape = {**SHAPES, "qwen3": QWEN3, "qwen3_moe": MOE}[family]
+    changes = [f"--train.optimizer={optimizer}", "--train.lr=0.5", "--train.weight_decay=0.1"]
+    changes += ['--train.no_decay_modules=["norm"]']
+    changes += ["--train.muon_lr=0.25"] * (optimizer == "muon")
+    plain = load(None, [*LEAST, *changes]).train
+    train = load(None, [*LEAST, *changes, "--train.layerwise_lr_bound=0.25"]).train
+    model = Transformer(ModelConfig.from_hf(shape), Ops.resolve())
+    made = build_optimizer(model, train)
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    depths = shape["num_hidden_layers"] + 2
+    of = {}
+    for group in made.param_groups:
+        for p in group["params"]:
+            assert p not in of
+            of[p] = group
+    assert of.keys() == {*named.values()}
+    matrices = getattr(made, "matrices", {})
+    for name, p in named.items():
+        layer = re.search(r"layers\.(\d+)\.", name)
+        depth = int(layer[1]) + 1 if layer else {"model.embed_tokens.weight": 0}.get(name, depths)
+        peak = 0.25 if p in matrices else 0.5
+        assert of[p]["lr"] == pytest.approx(peak * (0.25 + 0.75 * depth / depths)), name
+        assert of[p]["weight_decay"] == (0.0 if "norm" in name else 0.1), name
+    # Without a bound one group for each rate and decay, as ever.
+    kinds = [(g["lr"], g["weight_decay"]) for g in build_optimizer(model, plain).param_groups]
+    assert len(kinds) == len({*kinds}) == (3 if optimizer == "muon" else 2)
+
+
+@pytest.mark.parametrize("shape", [QWEN3, MOE], ids=["dense", "experts"])
+def test_b_of_an_adapter_has_its_own_rate(shape):
+    """One step of Adam, whose size is the rate: LoRA+ by hand."""
+    model = Transformer(ModelConfig.from_hf(shape), Ops.resolve())
+    add_lora(model, None, rank=2, alpha=2)
+    arguments = ["--train.lr=0.125", "--train.adam_epsilon=1e-30", "--lora.enable_lora=true"]
+    config = load(None, [*LEAST, *arguments, "--lora.lora_plus_scale=8"])
+    optimizer = build_optimizer(model, config.train, plus=config.lora.lora_plus_scale)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert sum(len(g["params"]) for g in optimizer.param_groups) == len(trained)
+    before = {n: p.detach().clone() for n, p in trained.items()}
+    for p in trained.values():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    for name, p in trained.items():
+        moved = before[name] - p.detach()
+        want = torch.full_like(moved, 1.0 if name.endswith("_B") else 0.125)
+        torch.testing.assert_close(moved, want, rtol=1e-4, atol=1e-6, msg=name)
+    assert {name[-2:] for name in trained} == {"_A", "_B"}
+
+
+def test_other_groups_are_refused_where_a_run_resumes(tmp_path):
+    lora = {"lora__enable_lora": True, "lora__lora_rank": 2}
+    path = write_config(tmp_path, train__max_steps=2, **lora)
+    run(path)
+    for name in ("train.layerwise_lr_bound", "lora.lora_plus_scale"):
+        said = rf"another optimizer: {{'{name.partition('.')[2]}': \(1\.0, 0\.5\)}}"
+        with pytest.raises(ValueError, match=said):
+            run(path, f"--{name}=0.5", "--train.load_checkpoint_path=auto", "--train.max_steps=3")
+
+
 # ---- two ranks
 
 MODES = {
@@ -148,6 +237,11 @@ MODES = {
     for mode in ("ddp", "fsdp2")
     if (name, mode) != ("adafactor", "fsdp2")
 }
+# Of a tied weight each stage has a copy.
+DEPTHS = ["--train.optimizer=sgd", "--train.lr=0.5", "--train.layerwise_lr_bound=0.1"]
+SHARDS = [*DEPTHS, "--train.data_parallel_mode=fsdp2"]
+STAGES = [*SHARDS, "--train.pipeline_parallel_size=2", "--train.gradient_accumulation_steps=2"]
+MODES |= {"train_depths": SHARDS, "train_stages": STAGES}
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +275,12 @@ def test_two_ranks_train_as_one_process(name, ranks):
             # Small gradients differ in their last bits, which most of these divide by their size.
             away = (found["weights"][key] - weight).norm()
             assert away <= 1e-2 * moved + 1e-7 * weight.norm(), (mode, key, away / moved)
+
+
+@pytest.mark.parametrize("mode", ["train_stages", "train_depths"])
+def test_rates_by_depth_are_those_of_the_whole_model(mode, ranks):
+    folder, path = ranks
+    same_training(torch.load(folder / f"{mode}.pt"), trained(path, DEPTHS, 4))
 
 
 # ---- checkpoints and plans

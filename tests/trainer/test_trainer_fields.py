@@ -238,6 +238,7 @@ ROWS = [
     row("train.weight_decay", 0.5, "weights"),
     row("train.no_decay_modules", ["norm"], "weights", train__weight_decay=0.5),
     row("train.no_decay_params", ["layernorm"], "weights", train__weight_decay=0.5),
+    row("train.layerwise_lr_bound", 0.5, "weights"),
     row("train.max_grad_norm", 1e-3, "weights", train__optimizer="sgd"),
     row("train.micro_batch_size", 2, "tokens"),
     row("train.gradient_accumulation_steps", 2, "tokens"),
@@ -316,6 +317,7 @@ ROWS = [
     row("lora.lora_rank", 3, "parameters", **LORA),
     row("lora.lora_alpha", 4.0, "weights", **LORA),
     row("lora.lora_target_modules", ["o_proj"], "names", **LORA),
+    row("lora.lora_plus_scale", 4.0, "weights", **LORA),
     row(
         "lora.save_lora_only",
         True,

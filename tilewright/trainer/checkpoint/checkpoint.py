@@ -453,7 +453,9 @@ _ANEW = "To start anew from its weights, set model.model_path to its hf folder"
 
 # What checkpoints of earlier versions have not recorded, since there was no such field, by kind: a
 # run had what is the default now.
-ADDED: dict[str, dict[str, Any]] = {"optimizer": {"optimizer_args": {}}}
+ADDED: dict[str, dict[str, Any]] = {
+    "optimizer": {"optimizer_args": {}, "layerwise_lr_bound": 1.0, "lora_plus_scale": 1.0}
+}
 
 
 def _check(folder: pathlib.Path, state: dict[str, Any], run: dict[str, dict[str, Any]]) -> None:

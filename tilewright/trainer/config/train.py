@@ -522,6 +522,10 @@ class Train(Section):
     """No weight decay where the path of a parameter's module contains one of these."""
     no_decay_params: list[str] = field([], Resume.OTHER_STATES, names="do_layer_norm_weight_decay")
     """No weight decay where a parameter's full name (model.norm.weight) contains one of these."""
+    layerwise_lr_bound: float = field(1.0, Resume.OTHER_STATES, differs=OURS, gt=0, le=1)
+    """b: the rate of a layer is lr (b + (1 - b) depth / (layers + 2)): the embedding is at depth 0,
+    layers at 1, 2, ..., the final norm and the head at layers + 2.
+    """
     max_grad_norm: Number = field(
         1.0,
         Resume.NEXT_STEP,

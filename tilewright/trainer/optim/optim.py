@@ -12,6 +12,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import nn
 
+from tilewright.nn.weights import is_adapter
 from tilewright.trainer.optim.per_step import at_step, largest, reasons
 from tilewright.trainer.tables import OPTIMIZERS
 
@@ -60,6 +61,28 @@ def betas_and_eps(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 NUMBER = re.compile(r"\.\d+\.")  # of a layer, or of an expert
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def rate_factors(model: nn.Module, bound: float, plus: float) -> Callable[[str], float]:
+    """What the peak learning rate of a parameter is multiplied by, from its name.
+
+    model: with the names of all layers, of which there are L.
+    bound: of the embedding, at depth 0. At a depth d it is bound + (1 - bound) d / (L + 2): the
+        layers are at 1 to L, the final norm and the head at L + 2. A head that is tied to the
+        embedding is at 0.
+    plus: LoRA+ (arXiv:2402.12354): the further factor of adapters' matrices B.
+    """
+    layers = [int(at[1]) for name, _ in model.named_parameters() if (at := LAYER.search(name))]
+    deepest = max(layers, default=-1) + 3
+
+    def factor(name: str) -> float:
+        at = LAYER.search(name)
+        depth = int(at[1]) + 1 if at else 0 if "embed_tokens" in name else deepest
+        is_b = is_adapter(name) and name.endswith("_B")
+        return (bound + (1 - bound) * depth / deepest) * (plus if is_b else 1.0)
+
+    return factor
 
 
 def parameter_groups(
@@ -69,14 +92,17 @@ def parameter_groups(
     no_decay: Mapping[str, Collection[str]],
     apart: Collection[nn.Parameter] = (),
     whole: nn.Module | None = None,
+    factor: Callable[[str], float] = lambda name: 1.0,
 ) -> list[dict[str, Any]]:
-    """For each rate two groups, with weight decay and without. Every trainable parameter is in one:
-    those of `apart` at the second rate, all others at the first.
+    """For each rate two groups, with weight decay and without, and two more for each other factor.
+    Every trainable parameter is in one: those of `apart` at the second rate, all others at the
+    first.
 
     no_decay: no_decay_modules, substrings of the path of a parameter's module, and no_decay_params,
         of its full name.
     whole: the model with the names of all ranks' parameters: a name that is another's is no mistake
         here.
+    factor: see `rate_factors`.
 
     Raises ValueError for a substring that no name contains.
     """
@@ -91,27 +117,31 @@ def parameter_groups(
                     f"train.{field}: no name in the model contains {text!r}; names are "
                     f"{', '.join(dict.fromkeys(NUMBER.sub('.N.', name) for name in what))}"
                 )
-    groups = [
-        {"params": [], "lr": lr, "weight_decay": decay}
-        for lr in rates
-        for decay in (weight_decay, 0.0)
-    ]
+    kinds = [(lr, decay) for lr in rates for decay in (weight_decay, 0.0)]
+    groups: dict[tuple[int, float], dict[str, Any]] = {
+        (i, 1.0): {"params": [], "lr": lr, "weight_decay": decay}
+        for i, (lr, decay) in enumerate(kinds)
+    }
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
         path = name.rpartition(".")[0]
         exempt = any(text in path for text in no_decay["no_decay_modules"])
         exempt |= any(text in name for text in no_decay["no_decay_params"])
-        groups[2 * (p in apart) + exempt]["params"].append(p)
-    return groups
+        key = 2 * (p in apart) + exempt, factor(name)
+        if key not in groups:
+            lr, decay = kinds[key[0]]
+            groups[key] = {"params": [], "lr": lr * key[1], "weight_decay": decay}
+        groups[key]["params"].append(p)
+    return [*groups.values()]
 
 
 def build_optimizer(
-    model: nn.Module, train: Train, whole: nn.Module | None = None
+    model: nn.Module, train: Train, whole: nn.Module | None = None, plus: float = 1.0
 ) -> torch.optim.Optimizer:
     """Each group starts at its peak learning rate.
 
-    whole: see `parameter_groups`.
+    whole: see `parameter_groups`.   plus: see `rate_factors`.
     """
     row = OPTIMIZERS[train.optimizer]
     apart = row.apart(model)
@@ -123,7 +153,8 @@ def build_optimizer(
         "no_decay_params": train.no_decay_params,
     }
     decay = largest(train.weight_decay)  # `set_values` sets that of each step
-    groups = parameter_groups(model, rates, decay, no_decay, set(apart), whole)
+    factor = rate_factors(whole or model, train.layerwise_lr_bound, plus)
+    groups = parameter_groups(model, rates, decay, no_decay, set(apart), whole, factor)
     values = {name: at_step(getattr(train, name), 0) for name in row.fields}
     if row.options is not None:
         values |= row.options.model_validate(train.optimizer_args).model_dump()
