@@ -174,12 +174,18 @@ class Engine:
             denominator = self._totals[1]
         return torch.as_tensor(denominator, dtype=torch.float64, device=self.mesh.device)
 
+    def set_values(self, values: Mapping[str, float]) -> None:
+        """Sets what has another value in the next step, by the names of the fields.
+
+        Raises ValueError for a field that the optimizer's groups have no place for.
+        """
+        set_values(self.optimizer, self.decays, values)
+
     def optim_step(
         self,
         factor: float = 1.0,
         max_norm: float = 0.0,
         denominator: float | torch.Tensor | None = None,
-        values: Mapping[str, float] | None = None,
     ) -> float:
         """Divides gradients, clips them, and steps. Returns their norm before clipping.
 
@@ -190,7 +196,6 @@ class Engine:
             factor: of each group's peak learning rate.
             max_norm: gradients are clipped to this global norm; 0: no clipping.
             denominator: default: the sum of those of all calls since the last step.
-            values: of fields that change from step to step, by name; see `set_values`.
 
         Raises:
             NotFinite: the loss, the denominator or the norm is infinite or NaN, on every rank; no
@@ -212,7 +217,6 @@ class Engine:
             raise NotFinite(f"norm of the gradients is {norm}")
         if divisor:
             set_lr(self.optimizer, self.peaks, factor)
-            set_values(self.optimizer, self.decays, values or {})
             self.optimizer.step()
         else:
             self.empty_steps += 1

@@ -64,11 +64,8 @@ def loop(run: Run, interrupts: Interrupts) -> None:
             with checked_targets() if first else contextlib.nullcontext():
                 step.sums = engine.forward_backward(batches, run.loss)
             with run.refusing(number):
-                step.norm = engine.optim_step(
-                    plan.factor(number - 1),
-                    plan.max_norm(number - 1),
-                    values=plan.values(number - 1),
-                )
+                engine.set_values(plan.values(number - 1))
+                step.norm = engine.optim_step(plan.factor(number - 1), plan.max_norm(number - 1))
             run.done, step.tokens = number, run.batches.tokens - before
             for callback in run.callbacks:
                 callback.after_step(step)
