@@ -146,7 +146,7 @@ def test_one_field_is_explained(capsys):
         "  in xorl: place it outside the EP-FSDP mesh; here: the same: the outer dimension of a shard "
         "group",
     ]
-    assert said[9:11] == ["train.weight_decay", "  type:    number, at least 0"]
+    assert said[9:11] == ["train.weight_decay", "  type:    number | mapping, at least 0"]
     assert module.main(["--explain", "lora.aqn_alpha", "model.encoders", "train.optimizer"]) == 0
     said = capsys.readouterr().out
     assert "  rule:    any value but 1.0 needs lora.enable_aqn = true\n" in said
@@ -237,8 +237,13 @@ def test_what_reads_a_field_may_come_from_a_table():
 
 
 def test_the_identity_of_a_run_has_the_names_and_the_order_of_earlier_checkpoints():
-    states = ["optimizer", "no_decay_modules", "no_decay_params", "freeze_router"]
-    for optimizer, more in (("adamw", []), ("sgd", []), ("muon", ["optimizer_dtype"])):
+    states = ["optimizer", "no_decay_modules", "no_decay_params", "layerwise_lr_bound"]
+    states.append("freeze_router")
+    for optimizer, more in (
+        ("adamw", []),
+        ("sgd", ["optimizer_args"]),
+        ("muon", ["optimizer_dtype"]),
+    ):
         train = Train(output_dir="o", optimizer=optimizer)
         assert [*kept(train, Resume.OTHER_STATES, unread=False)] == states + more
     assert " ".join(kept(Lora(), Resume.OTHER_WEIGHTS)) == (
@@ -279,7 +284,7 @@ def test_editors_check_a_file_with_the_schema(capsys):
         {"train": {"output_dir": "o", "lrr": 1}},
         {"train": {"output_dir": "o", "lr": 0}},
         {"train": {}},
-        {"train": {"output_dir": "o", "optimizer": "adam"}},
+        {"train": {"output_dir": "o", "optimizer": "adan"}},
         {"lora": {"lora_rank": "many"}},
     ):
         assert [*check(schema).iter_errors({**good, **wrong})], wrong
@@ -646,7 +651,7 @@ def test_merge_keys_of_yaml_work(write):
         ("model.model_path", ["true", "[a]"]),
         ("data.val_set_size", ["true", ".nan"]),
         ("train.save_async", ["3", "[]"]),
-        ("train.optimizer", ["adam"]),
+        ("train.optimizer", ["adan"]),
         ("train.adam_beta2", ["1", "-0.1", "true"]),
         ("train.adam_epsilon", ["0", "none"]),
         ("train.muon_ns_coefficients", ["cubic"]),
@@ -672,9 +677,12 @@ TOO_SMALL = {
         train.pipeline_parallel_size train.virtual_pipeline_size train.expert_parallel_size
         train.ulysses_parallel_size train.ringattn_parallel_size train.adam_epsilon train.lr
         train.muon_lr train.muon_ns_steps train.micro_batch_size train.gradient_accumulation_steps
+        train.layerwise_lr_bound lora.lora_plus_scale train.lr_decay_steps
+        train.lr_cycles train.lr_power train.lr_step_size train.lr_gamma
         train.num_train_epochs train.max_steps train.wandb_log_interval train.profile_end_step
         lora.lora_rank lora.lora_alpha lora.quant_group_size""",
-    -1: """data.dataloader_num_workers data.dataset_shard_idx train.router_replay_compare_steps
+    -1: """train.lr_warmup_steps train.lr_constant_steps
+        data.dataloader_num_workers data.dataset_shard_idx train.router_replay_compare_steps
         train.empty_cache_steps train.gc_steps train.save_steps train.save_total_limit
         train.checksum_steps train.profile_start_step train.seed lora.merge_lora_interval""",
     -1e-9: """train.adam_beta1 train.adam_beta2 train.lr_min train.lr_start train.lr_warmup_ratio
@@ -683,7 +691,7 @@ TOO_SMALL = {
 }
 TOO_LARGE = {
     1: "train.adam_beta1 train.adam_beta2 train.muon_momentum",
-    1.001: "train.lr_warmup_ratio train.lr_decay_ratio",
+    1.001: "train.lr_warmup_ratio train.lr_decay_ratio train.lr_gamma train.layerwise_lr_bound",
     2**32: "train.seed",
 }
 BEYOND = [
@@ -1238,7 +1246,7 @@ RULES = [
             (
                 MUON,
                 "--train.optimizer=sgd",
-                "only adamw and anyprecision_adamw and muon read this",
+                "only adam and adamax and adamw and anyprecision_adamw and muon and nadam and novograd",
                 "adam_beta1=0.5 adam_beta2=0.9 adam_epsilon=1",
             ),
         )
@@ -1394,6 +1402,46 @@ RULES = [
         "--train.lr_decay_style=linear --train.lr_warmup_ratio=0.4 --train.lr_decay_ratio=0.5",
     ),
     (
+        "--train.lr_warmup_steps=3 --train.lr_warmup_ratio=0.1",
+        "the warmup has two lengths",
+        "--train.lr_warmup_steps=3",
+    ),
+    (
+        "--train.lr_warmup_steps=3 --train.lr_start=1",
+        "the warmup would fall",
+        "--train.lr_warmup_steps=3 --train.lr_start=1e-6",
+    ),
+    (
+        "--train.lr_decay_style=linear --train.lr_decay_steps=9 --train.lr_decay_ratio=0.4",
+        "the decay has two ends",
+        "--train.lr_decay_style=linear --train.lr_decay_steps=9",
+    ),
+    (
+        "--train.lr_decay_style=linear --train.lr_decay_steps=9 --train.lr_warmup_steps=10",
+        "the decay would end before the warmup: after 9 steps, and 10",
+        "--train.lr_decay_style=linear --train.lr_decay_steps=9 --train.lr_warmup_steps=9",
+    ),
+    (
+        "--train.lr_decay_style=wsd --train.max_steps=9 --train.lr_constant_steps=9",
+        "leave no decay of 9",
+        "--train.lr_decay_style=wsd --train.max_steps=9 --train.lr_constant_steps=8",
+    ),
+    (
+        "--train.lr_decay_style=noam --train.lr_decay_ratio=0.4",
+        "noam has no end",
+        "--train.lr_decay_ratio=0.4",
+    ),
+    (
+        "--train.lr_decay_style=cosine_with_restarts --train.lr_cycles=1.5",
+        "a whole number of cycles",
+        "--train.lr_decay_style=cosine --train.lr_cycles=1.5",
+    ),
+    (
+        "--train.lr_decay_style=step --train.lr_step_size=3",
+        "step needs it",
+        "--train.lr_decay_style=step --train.lr_step_size=3 --train.lr_gamma=0.5",
+    ),
+    (
         "--train.enable_gradient_checkpointing=false --train.enable_reentrant=true",
         "nothing is recomputed",
         "--train.enable_reentrant=true",
@@ -1470,6 +1518,7 @@ RULES = [
         for field in (
             "lora_rank=2",
             "lora_alpha=2",
+            "lora_plus_scale=2",
             'lora_target_modules=["q_proj"]',
             "save_lora_only=true",
             "merge_lora_interval=3",

@@ -246,7 +246,7 @@ def test_options_and_names_that_do_not_fit_are_refused(tmp_path, tree):
     )
     assert re.search(said, done.stderr)
     done = run(tmp_path, tree, *trainer, "--train.optimizer", "adamw")
-    assert done.returncode == 2 and "only lion read" in done.stderr
+    assert done.returncode == 2 and re.search("only .* lion .* read this", done.stderr)
     done = run(
         tmp_path, tree, *trainer, "--train.callbacks", "[report]", "--train.optimizer_args", "{}"
     )
@@ -353,9 +353,8 @@ def test_callbacks_are_called_in_their_order(monkeypatch):
 
 def test_a_schedule_that_leaves_its_interval_ends_the_run(monkeypatch):
     monkeypatch.setitem(SCHEDULES._rows, "wild", Schedule(lambda done: 2.0))
-    train = types.SimpleNamespace(
-        lr=1.0, lr_min=0.0, lr_start=0.0, lr_warmup_ratio=0.0, lr_decay_ratio=1.0
-    )
-    train.lr_decay_style = "wild"
+    train = types.SimpleNamespace(lr=1.0, lr_min=0.0, lr_start=0.0, lr_decay_style="wild")
+    vars(train).update(lr_warmup_ratio=0.0, lr_decay_ratio=1.0, lr_warmup_steps=0)
+    train.lr_decay_steps = None
     with pytest.raises(ValueError, match="wild: its share must be 0 to 1"):
         schedule(0, 4, train)

@@ -98,6 +98,7 @@ EVAL = {"data__val_set_size": 4}
 EVAL_STEPS = {**EVAL, "train__eval_strategy": "steps", "train__eval_steps": 2}
 EVAL_BEST = {**EVAL_STEPS, "train__best_metric": "eval_loss"}
 DECAY = {"train__lr_decay_style": "linear"}
+STAIRS = {"train__lr_decay_style": "step", "train__lr_gamma": 0.5}
 WARM = {"train__lr_warmup_ratio": 0.6}
 MUON = {"train__optimizer": "muon"}
 WANDB = {"train__use_wandb": True}
@@ -229,9 +230,17 @@ ROWS = [
     row("train.lr_warmup_ratio", 0.6, "weights"),
     row("train.lr_decay_style", "cosine", "weights"),
     row("train.lr_decay_ratio", 0.5, "weights", **DECAY),
+    row("train.lr_warmup_steps", 2, "weights"),
+    row("train.lr_decay_steps", 2, "weights", **DECAY),
+    row("train.lr_constant_steps", 2, "weights", train__lr_decay_style="cosine_annealing"),
+    row("train.lr_cycles", 1.5, "weights", train__lr_decay_style="cosine"),
+    row("train.lr_power", 2.0, "weights", train__lr_decay_style="polynomial"),
+    row("train.lr_step_size", 1, "weights", **STAIRS, train__lr_step_size=2),
+    row("train.lr_gamma", 0.1, "weights", **STAIRS, train__lr_step_size=2),
     row("train.weight_decay", 0.5, "weights"),
     row("train.no_decay_modules", ["norm"], "weights", train__weight_decay=0.5),
     row("train.no_decay_params", ["layernorm"], "weights", train__weight_decay=0.5),
+    row("train.layerwise_lr_bound", 0.5, "weights"),
     row("train.max_grad_norm", 1e-3, "weights", train__optimizer="sgd"),
     row("train.hidden_dropout", 0.3, "losses"),
     row("train.attention_dropout", 0.3, "losses"),
@@ -344,6 +353,7 @@ ROWS = [
     row("lora.lora_rank", 3, "parameters", **LORA),
     row("lora.lora_alpha", 4.0, "weights", **LORA),
     row("lora.lora_target_modules", ["o_proj"], "names", **LORA),
+    row("lora.lora_plus_scale", 4.0, "weights", **LORA),
     row(
         "lora.save_lora_only",
         True,

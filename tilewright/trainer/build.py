@@ -129,7 +129,11 @@ def engine_around(parts: Parts, config: Config, mesh: Mesh) -> Engine:
     # bfloat16.
     half = config.train.enable_mixed_precision and config.train.data_parallel_mode != "fsdp2"
     parts.autocast = torch.bfloat16 if half else None
-    return Engine(parts, build_optimizer(parts.model, config.train, parts.whole), mesh)
+    return Engine(parts, _optimizer(parts, config), mesh)
+
+
+def _optimizer(parts: Parts, config: Config) -> torch.optim.Optimizer:
+    return build_optimizer(parts.model, config.train, parts.whole, config.lora.lora_plus_scale)
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> Any:
@@ -219,7 +223,10 @@ def identity(
     """
     return {
         "model": model_identity(config, shape),
-        "optimizer": kept(config.train, Resume.OTHER_STATES, unread=False),
+        "optimizer": {
+            **kept(config.train, Resume.OTHER_STATES, unread=False),
+            **kept(config.lora, Resume.OTHER_STATES, unread=False),
+        },
         "data": {
             **batches.bins.identity(),
             "packing": packing.fingerprint(batches.bins.bins),

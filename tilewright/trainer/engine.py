@@ -23,7 +23,7 @@ from tilewright.nn.peft import save_adapter
 from tilewright.trainer.checkpoint import checkpoint, hf
 from tilewright.trainer.models.head import LossFunction
 from tilewright.trainer.models.model import Outcome, Transformer
-from tilewright.trainer.optim.optim import peaks, set_lr
+from tilewright.trainer.optim.optim import decays, peaks, set_lr, set_values
 from tilewright.trainer.parallel.gradients import global_norm, scale
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
@@ -99,6 +99,7 @@ class Engine:
         self.parts, self.optimizer, self.mesh = parts, optimizer, mesh
         parts.device = mesh.device
         self.parameters, self.peaks = list(parts.model.parameters()), peaks(optimizer)
+        self.decays = decays(optimizer)
         self.empty_steps = 0
         self._totals: torch.Tensor | None = None  # of all calls since the last step
 
@@ -183,6 +184,13 @@ class Engine:
                 raise ValueError("there is no gradient: call forward_backward first")
             denominator = self._totals[1]
         return torch.as_tensor(denominator, dtype=torch.float64, device=self.mesh.device)
+
+    def set_values(self, values: Mapping[str, float]) -> None:
+        """Sets what has another value in the next step, by the names of the fields.
+
+        Raises ValueError for a field that the optimizer's groups have no place for.
+        """
+        set_values(self.optimizer, self.decays, values)
 
     def optim_step(
         self,

@@ -51,7 +51,7 @@ def train(config: Config, mesh: Mesh) -> None:
 
 
 def loop(run: Run, interrupts: Interrupts) -> None:
-    t, engine, plan, steps = run.config.train, run.engine, run.plan, run.batches.steps()
+    engine, plan, steps = run.engine, run.plan, run.batches.steps()
     run.begin()
     with interrupts.watched(), contextlib.ExitStack() as stack:
         for callback in run.callbacks:
@@ -67,7 +67,8 @@ def loop(run: Run, interrupts: Interrupts) -> None:
             with checked_targets() if first else contextlib.nullcontext():
                 step.sums = engine.forward_backward(step.batches, run.loss)
             with run.refusing(number):
-                step.norm = engine.optim_step(plan.factor(number - 1), t.max_grad_norm)
+                engine.set_values(plan.values(number - 1))
+                step.norm = engine.optim_step(plan.factor(number - 1), plan.max_norm(number - 1))
             run.done, step.tokens = number, run.batches.tokens - before
             for callback in run.callbacks:
                 callback.after_step(step)
@@ -276,6 +277,8 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     plan = Plan(t, batches.steps_per_epoch, start - batches.position)
     if start > plan.total:
         raise ValueError(f"{resumed} is at step {start}, and the run ends at step {plan.total}")
+    if problem := plan.problem():
+        raise ValueError(problem)
     if t.enable_profiling and t.profile_start_step >= plan.total:
         raise ValueError(
             f"train.profile_start_step = {t.profile_start_step}: the run has {plan.total} steps"

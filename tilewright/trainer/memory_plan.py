@@ -33,6 +33,7 @@ from tilewright.trainer.data.batches import collate
 from tilewright.trainer.memory_tracker import Tracker
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.optim.per_step import at_step
 from tilewright.trainer.parallel.mesh import AXES, Layout, Mesh, build, layout_of, padding
 from tilewright.trainer.parallel.offload import offload_activations
 from tilewright.trainer.parallel.parts import Parts
@@ -129,7 +130,7 @@ def _measured(
             )
             if step < steps:
                 with tracker.owned_by("temporary"):
-                    engine.optim_step(max_norm=t.max_grad_norm)
+                    engine.optim_step(max_norm=at_step(t.max_grad_norm, 0))
                 states = [s for state in engine.optimizer.state.values() for s in state.values()]
                 owners |= tracker.own("optimizer", [s for s in states if torch.is_tensor(s)])
     peak, whole = tracker.peak(owners)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from tilewright.trainer.config import Train
-from tilewright.trainer.optim.schedules import schedule
+from tilewright.trainer.optim.optim import IN_GROUPS
+from tilewright.trainer.optim.per_step import PerStep, at_step
+from tilewright.trainer.optim.schedules import schedule, too_short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +31,30 @@ class Plan:
             self.train.max_steps or self.train.num_train_epochs * self.steps_per_epoch + self.shift
         )
 
+    @property
+    def _scheduled(self) -> int:
+        """The steps taken before the first one of the schedule."""
+        return 0 if self.train.max_steps else self.shift
+
     def factor(self, step: int) -> float:
         """The factor of the peak learning rate; step: from 0."""
-        shift = 0 if self.train.max_steps else self.shift
+        shift = self._scheduled
         return schedule(step - shift, self.total - shift, self.train)
+
+    def values(self, step: int) -> dict[str, float]:
+        """Of the optimizer's fields that change from step to step; step: from 0."""
+        found = {name: getattr(self.train, name) for name in IN_GROUPS}
+        at = step - self._scheduled
+        return {n: v.at(at) for n, v in found.items() if isinstance(v, PerStep)}
+
+    def max_norm(self, step: int) -> float:
+        """To which gradients are clipped; step: from 0."""
+        return at_step(self.train.max_grad_norm, step - self._scheduled)
+
+    def problem(self) -> str | None:
+        """Why the schedule's steps do not fit into the run's, or None."""
+        why = too_short(self.total - self._scheduled, self.train)
+        return why and f"train.lr_decay_style = {self.train.lr_decay_style}: {why}"
 
     def saves(self, done: int) -> bool:
         t = self.train

@@ -510,11 +510,19 @@ def _without_base(folder: pathlib.Path, state: dict[str, Any], parts: Parts) -> 
 _ANEW = "To start anew from its weights, set model.model_path to its hf folder"
 
 
+# What checkpoints of earlier versions have not recorded, since there was no such field, by kind: a
+# run had what is the default now.
+ADDED: dict[str, dict[str, Any]] = {
+    "optimizer": {"optimizer_args": {}, "layerwise_lr_bound": 1.0, "lora_plus_scale": 1.0}
+}
+
+
 def _check(folder: pathlib.Path, state: dict[str, Any], run: dict[str, dict[str, Any]]) -> None:
-    then, now = state["run"], json.loads(json.dumps(run))  # tuples as lists
+    now = json.loads(json.dumps(run))  # tuples as lists
+    then = {kind: {**ADDED.get(kind, {}), **state["run"].get(kind, {})} for kind in now}
     # Differences first: another optimizer may have keys that this checkpoint's has not.
     for kind, keys in now.items():
-        had = then.get(kind, {})
+        had = then[kind]
         differ = {k: (had[k], v) for k, v in keys.items() if k in had and had[k] != v}
         if differ and kind == "base":
             raise ValueError(
@@ -528,7 +536,7 @@ def _check(folder: pathlib.Path, state: dict[str, Any], run: dict[str, dict[str,
                 f"{_ANEW}"
             )
     for kind, keys in now.items():
-        if absent := keys.keys() - then.get(kind, {}).keys():
+        if absent := keys.keys() - then[kind].keys():
             raise ValueError(
                 f"{folder} was written by a version that did not record {kind}: "
                 f"{', '.join(sorted(absent))}. It cannot be compared with this run's. {_ANEW}"

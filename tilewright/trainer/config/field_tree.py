@@ -58,8 +58,12 @@ def get(config: Any, path: str) -> Any:
     return config
 
 
+def _plain(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, BaseModel) else str(value)
+
+
 def show(value: Any) -> str:
-    text = value if isinstance(value, str) and value else json.dumps(value, default=str)
+    text = value if isinstance(value, str) and value else json.dumps(value, default=_plain)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
@@ -83,6 +87,8 @@ def kind(annotation: Any) -> str:
         list: "list",
         type(None): "null",
     }
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "mapping"  # that stands for a value
     return names.get(origin or annotation, str(annotation))
 
 

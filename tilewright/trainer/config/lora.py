@@ -33,6 +33,14 @@ class Lora(Section):
     """Scale; the adapters are scaled by alpha / rank."""
     lora_target_modules: list[str] | None = field(None, Resume.OTHER_WEIGHTS, LORA, min_length=1)
     """Projections with adapters: names in their paths, or with * patterns of them; null: all."""
+    lora_plus_scale: float = field(
+        1.0,
+        Resume.OTHER_STATES,
+        LORA,
+        differs=("none", "ours; the default is what it has without one"),
+        gt=0,
+    )
+    """LoRA+: the learning rate of the adapters' B, over that of their A."""
     save_lora_only: bool = field(
         False,
         Resume.OTHER_WEIGHTS,

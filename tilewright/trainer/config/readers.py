@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pydantic import BaseModel
 
 from tilewright.trainer.config.field_tree import submodel
-from tilewright.trainer.tables import OPTIMIZERS
+from tilewright.trainer.tables import OPTIMIZERS, SCHEDULES
 
 HERE = pathlib.Path(__file__).parent
 Kinds = dict[str, type[BaseModel]]
@@ -44,9 +44,11 @@ def readers(model: type[BaseModel]) -> Mapping[str, list[str]]:
             for path in (at + n for at in sections[section] for n in behind.get(name, [name])):
                 if module not in found.setdefault(path, []):
                     found[path].append(module)
-    for _, row in OPTIMIZERS.items():  # by name, as their rows say
-        module = row.build.__module__.removeprefix("tilewright.trainer.")
-        for name in row.fields:
+    named = [(row.build, row.fields) for _, row in OPTIMIZERS.items()]
+    named += [(row.share, row.fields) for _, row in SCHEDULES.items()]
+    for function, fields in named:  # by name, as their rows say
+        module = function.__module__.removeprefix("tilewright.trainer.")
+        for name in fields:
             if module not in found.setdefault(f"train.{name}", []):
                 found[f"train.{name}"].append(module)
     return found

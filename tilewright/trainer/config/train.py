@@ -21,6 +21,8 @@ from tilewright.trainer.config.section import (
     field,
 )
 from tilewright.trainer.optim.optim import wrong_options
+from tilewright.trainer.optim.per_step import Number, PerStep
+from tilewright.trainer.optim.schedules import too_short
 from tilewright.trainer.tables import CALLBACKS, COLUMNS, LOSSES, OPTIMIZERS, SCHEDULES
 
 if TYPE_CHECKING:
@@ -88,6 +90,37 @@ def _decays(config: Config) -> bool:
     return SCHEDULES[config.train.lr_decay_style].decays
 
 
+def _ending() -> list[str]:
+    """The schedules that end where lr_decay_steps says."""
+    return [name for name, row in SCHEDULES.items() if row.ends]
+
+
+def _endless(config: Config) -> bool:
+    """Of a schedule without an end; `constant` has always taken the fields of the others."""
+    style = config.train.lr_decay_style
+    return style != "constant" and not SCHEDULES[style].ends
+
+
+def _shaped(field: str) -> Only:
+    """Fields of a schedule's shape."""
+    return Only(
+        "lr_decay_style", table=lambda: [n for n, row in SCHEDULES.items() if field in row.fields]
+    )
+
+
+def _needed(field: str) -> Refuse:
+    return Refuse(lambda c: f"{c.train.lr_decay_style} needs it", "lr_decay_style").when(
+        lambda c: field in SCHEDULES[c.train.lr_decay_style].needs and not getattr(c.train, field)
+    )
+
+
+def _too_short(config: Config) -> str | None:
+    """Where the number of steps is known; `Plan` checks it where it is not."""
+    t = config.train
+    known = t.max_steps or (1 if t.lr_decay_steps is not None and not t.lr_warmup_ratio else 0)
+    return too_short(known, t) if known else None
+
+
 def _absent_columns(config: Config) -> str | None:
     wanted = [c for c in LOSSES[config.train.loss].columns if c not in TOKENS]
     if absent := [c for c in wanted if c not in COLUMNS.names()]:
@@ -121,6 +154,16 @@ def _optimizers(field: str) -> list[str]:
     return [name for name, row in OPTIMIZERS.items() if field in row.fields]
 
 
+def _ignored(field: str) -> Refuse:
+    """Where the optimizer does not read what every other one does."""
+    return Refuse(lambda c: OPTIMIZERS[c.train.optimizer].ignores.get(field), "optimizer").when(
+        lambda c: (
+            field in OPTIMIZERS[c.train.optimizer].ignores
+            and getattr(c.train, field) != Train.model_fields[field].default
+        )
+    )
+
+
 def _read(field: str) -> Only:
     return Only("optimizer", table=lambda: _optimizers(field))
 
@@ -135,7 +178,7 @@ def _bf16(name: str, *optimizers: str) -> Refuse:
         lambda c: (
             c.train.optimizer in (optimizers or _optimizers("optimizer_dtype"))
             and c.train.optimizer_dtype == "bf16"
-            and getattr(c.train, name) > 1 - 2**-8
+            and not getattr(c.train, name) <= 1 - 2**-8
         )
     )
 
@@ -343,6 +386,9 @@ class Train(Section):
             "only adapters are trained, and those by AdamW: muon would have no matrix",
             "lora.enable_lora",
         ).when(lambda c: c.lora.enable_lora and OPTIMIZERS[c.train.optimizer].apart_lr is not None),
+        Refuse(lambda c: OPTIMIZERS[c.train.optimizer].needs_whole, "data_parallel_mode").when(
+            lambda c: c.train.data_parallel_mode == "fsdp2"
+        ),
         names="optim",
     )
     """Optimizer."""
@@ -351,14 +397,14 @@ class Train(Section):
         Resume.OTHER_STATES,
         Only("optimizer", table=_with_options),
         Refuse(_wrong_options, "optimizer").when(_wrong_options),
-        differs=("none", "ours: options of an optimizer that is added"),
+        differs=("none", "ours: options that have no field of their own"),
     )
-    """Options of an optimizer that has no fields here."""
+    """Options of the optimizer that have no field here, under PyTorch's names."""
     optimizer_dtype: Literal["fp32", "bf16"] = field(
         "bf16", Resume.OTHER_STATES, _read("optimizer_dtype")
     )
     """Dtype of the states of anyprecision_adamw and muon; adamw's are of the parameters' dtype."""
-    adam_beta1: float = field(
+    adam_beta1: Number = field(
         0.9,
         Resume.NEXT_STEP,
         _read("adam_beta1"),
@@ -368,8 +414,8 @@ class Train(Section):
         ge=0,
         lt=1,
     )
-    """AdamW: decay of the first moment."""
-    adam_beta2: float = field(
+    """Adam and its kin: decay of the first moment; or a mapping, as weight_decay."""
+    adam_beta2: Number = field(
         0.95,
         Resume.NEXT_STEP,
         _read("adam_beta2"),
@@ -379,9 +425,9 @@ class Train(Section):
         ge=0,
         lt=1,
     )
-    """AdamW: decay of the second moment."""
+    """Adam and its kin: decay of the second moment; or a mapping, as weight_decay."""
     adam_epsilon: float = field(1e-8, Resume.NEXT_STEP, _read("adam_epsilon"), differs=OURS, gt=0)
-    """AdamW: added to the root of the second moment."""
+    """Adam and its kin: added to the root of the second moment."""
     lr: float = field(5e-5, Resume.NEXT_STEP, names="learning_rate", gt=0)
     """Peak learning rate."""
     lr_min: float = field(
@@ -392,20 +438,44 @@ class Train(Section):
         ),
         ge=0,
     )
-    """Learning rate at the end of the decay."""
+    """Learning rate at the end of the decay; the least one, for square_annealing and schedules
+    without an end.
+    """
     lr_start: float = field(
         0.0,
         Resume.NEXT_STEP,
         Refuse("the warmup would fall", "lr").when(
-            lambda c: c.train.lr_warmup_ratio > 0 and c.train.lr_start > c.train.lr
+            lambda c: (
+                (c.train.lr_warmup_ratio > 0 or c.train.lr_warmup_steps > 0)
+                and c.train.lr_start > c.train.lr
+            )
         ),
         ge=0,
     )
     """Learning rate at the start of the warmup."""
-    lr_warmup_ratio: float = field(0.0, Resume.NEXT_STEP, names="warmup_steps", ge=0, le=1)
+    lr_warmup_ratio: float = field(0.0, Resume.NEXT_STEP, _ignored("lr_warmup_ratio"), ge=0, le=1)
     """Fraction of all steps for the linear warmup."""
+    lr_warmup_steps: int = field(
+        0,
+        Resume.NEXT_STEP,
+        _ignored("lr_warmup_steps"),
+        Refuse("the warmup has two lengths; give one", "lr_warmup_ratio").when(
+            lambda c: c.train.lr_warmup_steps > 0 and c.train.lr_warmup_ratio > 0
+        ),
+        differs=OURS,
+        ge=0,
+    )
+    """Steps of the linear warmup; 0: as lr_warmup_ratio says."""
     lr_decay_style: Annotated[str, RowOf(SCHEDULES)] = field(
-        "constant", Resume.NEXT_STEP, names="lr_scheduler_type"
+        "constant",
+        Resume.NEXT_STEP,
+        _ignored("lr_decay_style"),
+        Refuse(
+            _too_short, "lr_warmup_steps", "lr_decay_steps", "lr_constant_steps", "max_steps"
+        ).when(
+            lambda c: c.train.lr_warmup_steps or c.train.lr_constant_steps or c.train.lr_decay_steps
+        ),
+        names="lr_scheduler_type",
     )
     """After the warmup."""
     lr_decay_ratio: float = field(
@@ -414,24 +484,96 @@ class Train(Section):
         Refuse("the decay would end before the warmup", "lr_warmup_ratio").when(
             lambda c: _decays(c) and c.train.lr_decay_ratio < c.train.lr_warmup_ratio
         ),
+        Refuse(lambda c: f"{c.train.lr_decay_style} has no end", "lr_decay_style").when(
+            lambda c: _endless(c) and c.train.lr_decay_ratio != 1
+        ),
         ge=0,
         le=1,
     )
     """Fraction of all steps after which the decay has ended."""
-    weight_decay: float = field(0.0, Resume.NEXT_STEP, ge=0)
-    """Decoupled weight decay (adamw), L2 term (sgd)."""
+    lr_decay_steps: int | None = field(
+        None,
+        Resume.NEXT_STEP,
+        Only("lr_decay_style", table=_ending),
+        Refuse("the decay has two ends; give one", "lr_decay_ratio").when(
+            lambda c: c.train.lr_decay_steps is not None and c.train.lr_decay_ratio != 1
+        ),
+        differs=OURS,
+        ge=1,
+    )
+    """Steps after which the decay has ended, with the warmup; null: as lr_decay_ratio says."""
+    lr_constant_steps: int = field(
+        0,
+        Resume.NEXT_STEP,
+        _shaped("lr_constant_steps"),
+        _needed("lr_constant_steps"),
+        differs=OURS,
+        ge=0,
+    )
+    """Steps at a constant rate: wsd, warmup_hold: at the peak, after the warmup; cosine_annealing:
+    at lr_min, before the end.
+    """
+    lr_cycles: float | None = field(
+        None,
+        Resume.NEXT_STEP,
+        _shaped("lr_cycles"),
+        Refuse("hard restarts need a whole number of cycles", "lr_decay_style").when(
+            lambda c: (
+                c.train.lr_decay_style == "cosine_with_restarts" and (c.train.lr_cycles or 1) % 1
+            )
+        ),
+        differs=OURS,
+        gt=0,
+    )
+    """Waves of the cosine in the decay, null: 0.5; cosine_with_restarts: descents, null: 1."""
+    lr_power: float = field(1.0, Resume.NEXT_STEP, _shaped("lr_power"), differs=OURS, gt=0)
+    """polynomial, warmup_hold: the decay's power."""
+    lr_step_size: int | None = field(
+        None,
+        Resume.NEXT_STEP,
+        _shaped("lr_step_size"),
+        _needed("lr_step_size"),
+        differs=OURS,
+        ge=1,
+    )
+    """step: steps after which the rate is multiplied by lr_gamma."""
+    lr_gamma: float | None = field(
+        None,
+        Resume.NEXT_STEP,
+        _shaped("lr_gamma"),
+        _needed("lr_gamma"),
+        differs=OURS,
+        gt=0,
+        le=1,
+    )
+    """step: what the rate is multiplied by every lr_step_size steps; exponential: in each step."""
+    weight_decay: Number = field(0.0, Resume.NEXT_STEP, _ignored("weight_decay"), ge=0)
+    """Weight decay, decoupled or an L2 term as the optimizer has it. Or a mapping with schedule,
+    from, to, steps and start: it changes from step to step.
+    """
     no_decay_modules: list[str] = field([], Resume.OTHER_STATES)
     """No weight decay where the path of a parameter's module contains one of these."""
     no_decay_params: list[str] = field([], Resume.OTHER_STATES, names="do_layer_norm_weight_decay")
     """No weight decay where a parameter's full name (model.norm.weight) contains one of these."""
-    max_grad_norm: float = field(1.0, Resume.NEXT_STEP, ge=0)
-    """Gradients are clipped to this global norm; 0: not clipped."""
+    layerwise_lr_bound: float = field(1.0, Resume.OTHER_STATES, differs=OURS, gt=0, le=1)
+    """b: the rate of a layer is lr (b + (1 - b) depth / (layers + 2)): the embedding is at depth 0,
+    layers at 1, 2, ..., the final norm and the head at layers + 2.
+    """
+    max_grad_norm: Number = field(
+        1.0,
+        Resume.NEXT_STEP,
+        Refuse("on the way to 0 clipping would become total, and at 0 end; end it above").when(
+            lambda c: isinstance(c.train.max_grad_norm, PerStep) and not c.train.max_grad_norm > 0
+        ),
+        ge=0,
+    )
+    """Gradients are clipped to this global norm, 0: not clipped; or a mapping, as weight_decay."""
     muon_lr: float = field(0.02, Resume.NEXT_STEP, _read("muon_lr"), gt=0)
     """Muon: peak learning rate of hidden matrices; all else is trained by AdamW."""
-    muon_momentum: float = field(
+    muon_momentum: Number = field(
         0.95, Resume.NEXT_STEP, _read("muon_momentum"), _bf16("muon_momentum", "muon"), ge=0, lt=1
     )
-    """Muon: momentum."""
+    """Muon: momentum; or a mapping, as weight_decay."""
     muon_nesterov: bool = field(True, Resume.NEXT_STEP, _read("muon_nesterov"))
     """Muon: Nesterov momentum."""
     muon_ns_steps: int = field(5, Resume.NEXT_STEP, _read("muon_ns_steps"), ge=1)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tilewright.trainer.optim.muon import DTYPES, Muon, Settings
-from tilewright.trainer.optim.optim import Optimizer
+from tilewright.trainer.optim.optim import ADAM, Optimizer
 from tilewright.trainer.tables import OPTIMIZERS
 
 
@@ -38,6 +38,5 @@ def anyprecision_adamw(
     return Muon(groups, Settings((adam_beta1, adam_beta2), adam_epsilon, states))
 
 
-ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 OPTIMIZERS.add("adamw", Optimizer(adamw, ADAM))
 OPTIMIZERS.add("anyprecision_adamw", Optimizer(anyprecision_adamw, (*ADAM, "optimizer_dtype")))

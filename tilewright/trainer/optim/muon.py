@@ -23,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Settings that no parameter group has of its own.
+    """Settings of all parameter groups; betas and momentum of those that have none of their own.
 
     states: dtype of moments and momentum.   products: dtype of the products of orthogonalization.
     adjust: "original" scales the learning rate of an A x B matrix by sqrt(max(1, A / B)),
@@ -59,7 +59,8 @@ class Muon(torch.optim.Optimizer):
         matrices: Mapping[nn.Parameter, Parts] | None = None,
     ):
         self.settings, self.matrices = settings, dict(matrices or {})
-        super().__init__(groups, {"lr": 1e-3, "weight_decay": 0.0})
+        defaults = {"betas": settings.betas, "momentum": settings.momentum}
+        super().__init__(groups, {"lr": 1e-3, "weight_decay": 0.0, **defaults})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -90,14 +91,15 @@ class Muon(torch.optim.Optimizer):
                     state["compensation"] = torch.zeros_like(p)
             state["step"] += 1
             tensors = [p, p.grad, *(v for name, v in state.items() if name != "step")]
-            key = int(state["step"]), group["lr"], group["weight_decay"], p.dtype, p.grad.dtype
+            numbers = int(state["step"]), group["lr"], group["weight_decay"], group["betas"]
+            key = *numbers, p.dtype, p.grad.dtype
             together.setdefault(key, []).append([shard(t) for t in tensors])
-        for (step, lr, weight_decay, *_), rows in together.items():
+        for (step, lr, weight_decay, betas, *_), rows in together.items():
             tw.adamw_(
                 *map(list, zip(*rows, strict=True)),
                 step=step,
                 lr=lr,
-                betas=self.settings.betas,
+                betas=betas,
                 eps=self.settings.eps,
                 weight_decay=weight_decay,
             )
@@ -105,7 +107,7 @@ class Muon(torch.optim.Optimizer):
     def _muon(self, trained: list[tuple[nn.Parameter, dict[str, Any]]]) -> None:
         if not trained:
             return
-        updates = {p: self._with_momentum(p) for p, _ in trained}
+        updates = {p: self._with_momentum(p, group["momentum"]) for p, group in trained}
         kinds = alike({p: self.matrices[p] for p in updates})
         parts = [self.matrices[same[0]] for same in kinds]
         compute_whole(kinds, updates, lambda stacks: self._orthogonalized(stacks, parts))
@@ -114,16 +116,16 @@ class Muon(torch.optim.Optimizer):
             own.mul_(1 - group["lr"] * group["weight_decay"])
             own.sub_(updates[p].to(own.dtype), alpha=group["lr"])
 
-    def _with_momentum(self, p: nn.Parameter) -> torch.Tensor:
+    def _with_momentum(self, p: nn.Parameter, momentum: float) -> torch.Tensor:
         """Updates the momentum; returns this rank's shard of what is orthogonalized."""
         assert p.grad is not None
         s, state = self.settings, self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p, dtype=s.states)
         kept, g = shard(state["momentum_buffer"]), shard(p.grad).float()
-        m = kept.float().lerp(g, 1 - s.momentum)
+        m = kept.float().lerp(g, 1 - momentum)
         kept.copy_(m)
-        return (g.lerp(m, s.momentum) if s.nesterov else m).to(s.products).contiguous()
+        return (g.lerp(m, momentum) if s.nesterov else m).to(s.products).contiguous()
 
     def _orthogonalized(self, stacks: list[torch.Tensor], parts: list[Parts]) -> list[torch.Tensor]:
         """Each matrix of each stack, by its parts, times its adjustment. Matrices of equal shape

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel, ValidationError
 from torch import nn
 
+from tilewright.nn.weights import is_adapter
+from tilewright.trainer.optim.per_step import at_step, largest, reasons
 from tilewright.trainer.tables import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -28,11 +31,12 @@ class Optimizer:
     build: (parameter groups, `apart` of the model, and by keyword the values of `fields` and of
         `options`) -> the optimizer. A group has params, lr and weight_decay.
     fields: of the section `train` that it reads, beside those of the groups.
-    options: of an optimizer without fields of its own: the pydantic model of
-        `train.optimizer_args`, or None.
+    options: the pydantic model of `train.optimizer_args`, or None where there are none.
     apart: model -> trainable parameters in groups of their own, with what the optimizer must know
         of each.
     apart_lr: the field with their peak learning rate.
+    needs_whole: why it cannot train parameters that are sharded, or None.
+    ignores: fields of the section `train` that every other optimizer reads, with the reason.
     """
 
     build: Callable[..., torch.optim.Optimizer]
@@ -40,9 +44,45 @@ class Optimizer:
     options: type[BaseModel] | None = None
     apart: Callable[[nn.Module], Mapping[nn.Parameter, Any]] = _none
     apart_lr: str | None = None
+    needs_whole: str | None = None
+    ignores: Mapping[str, str] = dataclass_field(default_factory=dict)
+
+
+ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+
+
+def betas_and_eps(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields ADAM, if they are there, under the names of PyTorch's arguments."""
+    rest = {name: value for name, value in values.items() if name not in ADAM}
+    if rest.keys() == values.keys():
+        return rest
+    beta1, beta2, eps = (values[name] for name in ADAM)
+    return {"betas": (beta1, beta2), "eps": eps, **rest}
 
 
 NUMBER = re.compile(r"\.\d+\.")  # of a layer, or of an expert
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def rate_factors(model: nn.Module, bound: float, plus: float) -> Callable[[str], float]:
+    """What the peak learning rate of a parameter is multiplied by, from its name.
+
+    model: with the names of all layers, of which there are L.
+    bound: of the embedding, at depth 0. At a depth d it is bound + (1 - bound) d / (L + 2): the
+        layers are at 1 to L, the final norm and the head at L + 2. A head that is tied to the
+        embedding is at 0.
+    plus: LoRA+ (arXiv:2402.12354): the further factor of adapters' matrices B.
+    """
+    layers = [int(at[1]) for name, _ in model.named_parameters() if (at := LAYER.search(name))]
+    deepest = max(layers, default=-1) + 3
+
+    def factor(name: str) -> float:
+        at = LAYER.search(name)
+        depth = int(at[1]) + 1 if at else 0 if "embed_tokens" in name else deepest
+        is_b = is_adapter(name) and name.endswith("_B")
+        return (bound + (1 - bound) * depth / deepest) * (plus if is_b else 1.0)
+
+    return factor
 
 
 def parameter_groups(
@@ -52,14 +92,17 @@ def parameter_groups(
     no_decay: Mapping[str, Collection[str]],
     apart: Collection[nn.Parameter] = (),
     whole: nn.Module | None = None,
+    factor: Callable[[str], float] = lambda name: 1.0,
 ) -> list[dict[str, Any]]:
-    """For each rate two groups, with weight decay and without. Every trainable parameter is in one:
-    those of `apart` at the second rate, all others at the first.
+    """For each rate two groups, with weight decay and without, and two more for each other factor.
+    Every trainable parameter is in one: those of `apart` at the second rate, all others at the
+    first.
 
     no_decay: no_decay_modules, substrings of the path of a parameter's module, and no_decay_params,
         of its full name.
     whole: the model with the names of all ranks' parameters: a name that is another's is no mistake
         here.
+    factor: see `rate_factors`.
 
     Raises ValueError for a substring that no name contains.
     """
@@ -74,27 +117,31 @@ def parameter_groups(
                     f"train.{field}: no name in the model contains {text!r}; names are "
                     f"{', '.join(dict.fromkeys(NUMBER.sub('.N.', name) for name in what))}"
                 )
-    groups = [
-        {"params": [], "lr": lr, "weight_decay": decay}
-        for lr in rates
-        for decay in (weight_decay, 0.0)
-    ]
+    kinds = [(lr, decay) for lr in rates for decay in (weight_decay, 0.0)]
+    groups: dict[tuple[int, float], dict[str, Any]] = {
+        (i, 1.0): {"params": [], "lr": lr, "weight_decay": decay}
+        for i, (lr, decay) in enumerate(kinds)
+    }
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
         path = name.rpartition(".")[0]
         exempt = any(text in path for text in no_decay["no_decay_modules"])
         exempt |= any(text in name for text in no_decay["no_decay_params"])
-        groups[2 * (p in apart) + exempt]["params"].append(p)
-    return groups
+        key = 2 * (p in apart) + exempt, factor(name)
+        if key not in groups:
+            lr, decay = kinds[key[0]]
+            groups[key] = {"params": [], "lr": lr * key[1], "weight_decay": decay}
+        groups[key]["params"].append(p)
+    return [*groups.values()]
 
 
 def build_optimizer(
-    model: nn.Module, train: Train, whole: nn.Module | None = None
+    model: nn.Module, train: Train, whole: nn.Module | None = None, plus: float = 1.0
 ) -> torch.optim.Optimizer:
     """Each group starts at its peak learning rate.
 
-    whole: see `parameter_groups`.
+    whole: see `parameter_groups`.   plus: see `rate_factors`.
     """
     row = OPTIMIZERS[train.optimizer]
     apart = row.apart(model)
@@ -105,8 +152,10 @@ def build_optimizer(
         "no_decay_modules": train.no_decay_modules,
         "no_decay_params": train.no_decay_params,
     }
-    groups = parameter_groups(model, rates, train.weight_decay, no_decay, set(apart), whole)
-    values = {name: getattr(train, name) for name in row.fields}
+    decay = largest(train.weight_decay)  # `set_values` sets that of each step
+    factor = rate_factors(whole or model, train.layerwise_lr_bound, plus)
+    groups = parameter_groups(model, rates, decay, no_decay, set(apart), whole, factor)
+    values = {name: at_step(getattr(train, name), 0) for name in row.fields}
     if row.options is not None:
         values |= row.options.model_validate(train.optimizer_args).model_dump()
     return row.build([g for g in groups if g["params"]], apart, **values)
@@ -122,8 +171,7 @@ def wrong_options(row: Optimizer, given: Mapping[str, Any]) -> str | None:
     try:
         row.options.model_validate(dict(given))
     except ValidationError as error:
-        found = error.errors()
-        return "; ".join(": ".join([*map(str, e["loc"]), e["msg"]]) for e in found)
+        return reasons(error)
     return None
 
 
@@ -132,6 +180,41 @@ def peaks(optimizer: torch.optim.Optimizer) -> list[float]:
     instead.
     """
     return [group["lr"] for group in optimizer.param_groups]
+
+
+def decays(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The weight decay of a new optimizer's groups: those without any stay without."""
+    return [group["weight_decay"] for group in optimizer.param_groups]
+
+
+# Where a group has the value of a field: its key, and the place in a tuple there.
+IN_GROUPS = {
+    "weight_decay": ("weight_decay", None),
+    "adam_beta1": ("betas", 0),
+    "adam_beta2": ("betas", 1),
+    "muon_momentum": ("momentum", None),
+}
+
+
+def set_values(
+    optimizer: torch.optim.Optimizer, decays: list[float], values: Mapping[str, float]
+) -> None:
+    """Sets the values of fields that change from step to step.
+
+    Raises ValueError for a field that the groups have no place for.
+    """
+    for name, value in values.items():
+        key, at = IN_GROUPS[name]
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            if key not in group:
+                raise ValueError(
+                    f"train.{name}: the optimizer's groups have no {key}, so it cannot change from "
+                    "step to step"
+                )
+            if at is not None:
+                group[key] = tuple(value if i == at else v for i, v in enumerate(group[key]))
+            elif key != "weight_decay" or decay:
+                group[key] = value
 
 
 def set_lr(optimizer: torch.optim.Optimizer, peaks: list[float], factor: float) -> None:

@@ -86,7 +86,7 @@ class Norms(Callback):
         if is_split(every, ranks):
             squares = ranks.params.total(squares)
         # The optimizer sees clipped gradients; those of the other reports are not.
-        most = self.run.config.train.max_grad_norm
+        most = self.run.plan.max_norm(step.number - 1)
         clipped = min(1.0, most / (step.norm + 1e-6)) if most > 0 else 1.0
         for name, of_kinds in zip(names, squares.tolist(), strict=True):
             factor = clipped if name == "grad_norm" else 1.0

@@ -1,0 +1,170 @@
+"""Numbers that change from step to step: their values, what is refused, and runs with them."""
+
+import math
+import shutil
+
+import pytest
+import torch
+
+pytest.importorskip("pydantic")
+pytest.importorskip("datasets")
+
+import yaml
+from test_trainer import run, tensors, write_config
+
+from tilewright.trainer import engine
+from tilewright.trainer.config import ConfigError, load, resolved
+from tilewright.trainer.optim.matrices import Parts
+from tilewright.trainer.optim.muon import Muon, Settings
+from tilewright.trainer.optim.optim import set_values
+
+pytestmark = pytest.mark.packages
+
+LEAST = ["--train.output_dir=-", '--data.datasets=[{"path": "dummy"}]', "--model.config_path=-"]
+
+
+def settings(**fields):
+    return load(None, [*LEAST, *(f"--train.{k}={v}" for k, v in fields.items())])
+
+
+def test_values_follow_their_schedule_from_end_to_end():
+    given = "{schedule: linear, from: 0.1, to: 0.02, steps: 5, start: 2}"
+    decay = settings(weight_decay=given).train.weight_decay
+    want = [0.1, 0.1, 0.1, 0.08, 0.06, 0.04, 0.02, 0.02]
+    assert [decay.at(step) for step in range(8)] == pytest.approx(want)
+    assert (decay.at(2), decay.at(6)) == (0.1, 0.02)  # exactly
+    rising = settings(adam_beta2="{schedule: cosine, from: 0.9, to: 0.99, steps: 4}").train
+    want = [0.99 - 0.09 * 0.5 * (1 + math.cos(math.pi * k / 3)) for k in range(4)]
+    assert [rising.adam_beta2.at(step) for step in range(4)] == pytest.approx(want)
+    once = settings(max_grad_norm="{schedule: linear, from: 2, to: 1, steps: 1}").train
+    assert [once.max_grad_norm.at(step) for step in range(3)] == [2, 1, 1]
+    assert settings(weight_decay="0.25").train.weight_decay == 0.25
+
+
+def test_a_resolved_mapping_is_what_was_given():
+    config = settings(weight_decay="{schedule: linear, from: 0.1, to: 0, steps: 5}")
+    tree = yaml.safe_load(resolved(config))
+    again = {"schedule": "linear", "from": 0.1, "to": 0.0, "steps": 5, "start": 0}
+    assert tree["train"]["weight_decay"] == again
+    assert type(config).model_validate(tree) == config
+
+
+@pytest.mark.parametrize(
+    "field, given, said",
+    [
+        ("weight_decay", "{schedule: linear, from: 1, to: -1, steps: 5}", "greater than or equal"),
+        ("weight_decay", "{schedule: linear, from: 1, to: 0, steps: 0}", "steps: Input should be"),
+        ("weight_decay", "{schedule: linear, from: 1, to: 0}", "steps: Field required"),
+        ("weight_decay", "{schedule: linear, from: 1, to: .inf, steps: 2}", "to: Input should be"),
+        ("weight_decay", "{schedule: linear, from: true, to: 0, steps: 2}", "a boolean"),
+        ("weight_decay", "{schedule: linear, from: 1, to: 0, steps: 2, end: 3}", "end: Extra"),
+        ("weight_decay", "{schedule: liner, from: 1, to: 0, steps: 2}", "must be one of cosine, "),
+        ("weight_decay", "{schedule: noam, from: 1, to: 0, steps: 2}", "linear_ann.*, got noam"),
+        ("weight_decay", "{schedule: constant, from: 1, to: 0, steps: 2}", "got constant"),
+        ("weight_decay", "0.1 * step", "input should be a valid number"),
+        ("max_grad_norm", "{schedule: linear, from: 1, to: 0, steps: 5}", "at 0 end; end it above"),
+        ("adam_beta1", "{schedule: linear, from: 0.9, to: 1, steps: 5}", "less than 1"),
+        ("muon_momentum", "{schedule: linear, from: 0.9, to: 0.8, steps: 5}", "only muon reads"),
+    ],
+)
+def test_what_is_no_such_number_is_refused(field, given, said):
+    with pytest.raises(ConfigError, match=rf"^train\.{field} = .*{said}"):
+        settings(**{field: given})
+
+
+def test_moments_in_bfloat16_limit_both_ends():
+    given = "{schedule: linear, from: 0.9, to: 0.999, steps: 5}"
+    with pytest.raises(ConfigError, match="must be at most 0"):
+        settings(adam_beta2=given, optimizer="anyprecision_adamw")
+    settings(adam_beta2=given, optimizer="anyprecision_adamw", optimizer_dtype="fp32")
+
+
+def test_set_values_leaves_groups_without_decay_and_names_what_has_no_place():
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": w} for w in (0.5, 0)]
+    adamw = torch.optim.AdamW(groups, lr=1.0)
+    set_values(adamw, [0.5, 0], {"weight_decay": 0.25, "adam_beta2": 0.5})
+    found = [(g["weight_decay"], g["betas"]) for g in adamw.param_groups]
+    assert found == [(0.25, (0.9, 0.5)), (0, (0.9, 0.5))]
+    set_values(adamw, [0.5, 0], {"weight_decay": 0.0})
+    set_values(adamw, [0.5, 0], {"weight_decay": 0.75})  # from 0 up again
+    assert [g["weight_decay"] for g in adamw.param_groups] == [0.75, 0]
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    with pytest.raises(
+        ValueError, match=r"train\.adam_beta1: the optimizer's groups have no betas"
+    ):
+        set_values(sgd, [0.5], {"adam_beta1": 0.5})
+
+
+def test_muon_takes_the_values_of_its_groups():
+    """As one that was built with them, in both of its parts."""
+
+    def trained(settings, values):
+        draw = torch.Generator().manual_seed(0)
+        ps = [torch.nn.Parameter(torch.randn(6, 4, generator=draw)) for _ in range(2)]
+        made = Muon([{"params": ps, "lr": 0.1}], settings, {ps[0]: Parts()})
+        for _ in range(3):
+            for p in ps:
+                p.grad = torch.randn(6, 4, generator=draw)
+            set_values(made, [0.0], values)
+            made.step()
+        return ps
+
+    values = {"adam_beta1": 0.5, "adam_beta2": 0.75, "muon_momentum": 0.25}
+    want = trained(Settings(betas=(0.5, 0.75), momentum=0.25), {})
+    plain, found = trained(Settings(), {}), trained(Settings(), values)
+    for p, q, other in zip(found, want, plain, strict=True):
+        assert torch.equal(p, q) and not torch.equal(p, other)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_sets_them_before_each_step_and_a_resumed_run_has_the_same_bits(
+    optimizer, tmp_path, monkeypatch
+):
+    seen, norms = [], []
+    real, divide = engine.set_values, engine.Engine.divide
+
+    def spy(made, *arguments):
+        real(made, *arguments)
+        groups = made.param_groups
+        decays = [g["weight_decay"] for g in groups if g["weight_decay"]]
+        exempt = [g for g in groups if not g["weight_decay"]]
+        assert decays and exempt and len({*decays}) == 1
+        seen.append((decays[0], groups[0]["betas"], groups[0].get("momentum")))
+
+    def clipped(self, denominator=None, max_norm=0.0):
+        norms.append(max_norm)
+        return divide(self, denominator, max_norm)
+
+    monkeypatch.setattr(engine, "set_values", spy)
+    monkeypatch.setattr(engine.Engine, "divide", clipped)
+
+    def line(first, last, start=0):
+        return {"schedule": "linear", "from": first, "to": last, "steps": 4, "start": start}
+
+    muon = optimizer == "muon"
+    path = write_config(
+        tmp_path,
+        train__optimizer=optimizer,
+        train__no_decay_modules=["norm"],
+        train__weight_decay=line(0.4, 0.1),
+        train__adam_beta1=line(0.5, 0.8, start=1),
+        train__max_grad_norm=line(0.1, 0.4),
+        train__max_steps=6,
+        train__save_steps=3,
+        **{"train__muon_momentum": line(0.6, 0.9)} if muon else {},
+    )
+    run(path)
+    decay, norm = [0.4, 0.3, 0.2, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4, 0.4, 0.4]
+    beta, momentum = [0.5, 0.5, 0.6, 0.7, 0.8, 0.8], [0.6, 0.7, 0.8, 0.9, 0.9, 0.9]
+    assert [d for d, _, _ in seen] == pytest.approx(decay) and norms == pytest.approx(norm)
+    assert [b for _, (b, _), _ in seen] == pytest.approx(beta)
+    assert {b for _, (_, b), _ in seen} == {0.95}
+    if muon:
+        assert [m for _, _, m in seen] == pytest.approx(momentum)
+    whole = tensors(tmp_path, 6)
+    shutil.rmtree(tmp_path / "out/checkpoints/global_step_6")
+    before, seen[:], norms[:] = seen[3:], [], []
+    run(path, "--train.load_checkpoint_path=auto")
+    assert seen == before and norms == pytest.approx(norm[3:])
+    for name, tensor in tensors(tmp_path, 6).items():
+        assert torch.equal(tensor, whole[name]), name

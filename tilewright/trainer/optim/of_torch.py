@@ -1,0 +1,118 @@
+"""PyTorch's optimizers by name, with the options of their signatures."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_validator,
+)
+from torch.optim.rprop import rprop
+
+from tilewright.nn.sharded import shard
+from tilewright.trainer.optim.optim import ADAM, Optimizer, betas_and_eps
+from tilewright.trainer.tables import OPTIMIZERS
+
+# The groups have these, or the trainer decides them.
+OWNED = {"params", "lr", "weight_decay", "betas", "maximize"}
+OWNED |= {"foreach", "fused", "capturable", "differentiable"}
+
+
+def options_of(kind: type[torch.optim.Optimizer], *owned: str) -> type[BaseModel] | None:
+    """A model of the arguments of an optimizer that are not OWNED, nor in `owned`; None if there
+    are none. Values that the class refuses are refused with its sentence.
+    """
+    found = {
+        name: (p.annotation, p.default)
+        for name, p in inspect.signature(kind, eval_str=True).parameters.items()
+        if name not in OWNED.union(owned)
+    }
+
+    class Options(BaseModel):
+        model_config = ConfigDict(extra="forbid", allow_inf_nan=False, validate_default=True)
+
+        @field_validator("*", mode="before")
+        @classmethod
+        def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+            if isinstance(value, bool) and found[info.field_name or ""][0] is not bool:
+                raise ValueError("a boolean does not fit here")
+            return value
+
+        @model_validator(mode="after")
+        def _accepted(self) -> Any:
+            kind([torch.zeros(1)], **self.model_dump())
+            return self
+
+    fields: dict[str, Any] = found
+    return create_model(f"{kind.__name__}Options", __base__=Options, **fields) if found else None
+
+
+def row(
+    kind: type[torch.optim.Optimizer],
+    fields: tuple[str, ...] = (),
+    *,
+    needs_whole: str | None = None,
+    ignores: Mapping[str, str] | None = None,
+) -> Optimizer:
+    """fields: ADAM, or none."""
+
+    def build(groups: list[dict[str, Any]], apart: Any, **values: Any) -> torch.optim.Optimizer:
+        return kind(groups, **betas_and_eps(values))
+
+    options = options_of(kind, *(["eps"] if fields else []))
+    return Optimizer(build, fields, options, needs_whole=needs_whole, ignores=ignores or {})
+
+
+class Rprop(torch.optim.Rprop):
+    """On shards: the rule is elementwise, and PyTorch's cannot be computed on DTensors."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            raise ValueError("closure must be None: a step reads the gradients that are there")
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            for p in trained:
+                if not (state := self.state[p]):
+                    state["step"] = torch.zeros(())  # as PyTorch's, on the CPU
+                    state["prev"] = torch.zeros_like(p)
+                    state["step_size"] = torch.full_like(p, group["lr"])
+            if trained:
+                states = [self.state[p] for p in trained]
+                rprop(
+                    [shard(p) for p in trained],
+                    [shard(p.grad) for p in trained],
+                    [shard(s["prev"]) for s in states],
+                    [shard(s["step_size"]) for s in states],
+                    [s["step"] for s in states],
+                    step_size_min=group["step_sizes"][0],
+                    step_size_max=group["step_sizes"][1],
+                    etaminus=group["etas"][0],
+                    etaplus=group["etas"][1],
+                )
+
+
+FACTORED = (
+    "it keeps sums of the squares of whole rows and columns, which no process has of a shard; "
+    "ddp and none leave parameters whole"
+)
+FIRST = "rprop reads the learning rate of its first step alone"
+OPTIMIZERS.add("sgd", row(torch.optim.SGD))
+OPTIMIZERS.add("adam", row(torch.optim.Adam, ADAM))
+OPTIMIZERS.add("adamax", row(torch.optim.Adamax, ADAM))
+OPTIMIZERS.add("nadam", row(torch.optim.NAdam, ADAM))
+OPTIMIZERS.add("radam", row(torch.optim.RAdam, ADAM))
+OPTIMIZERS.add("adagrad", row(torch.optim.Adagrad))
+OPTIMIZERS.add("adadelta", row(torch.optim.Adadelta))
+OPTIMIZERS.add("rmsprop", row(torch.optim.RMSprop))
+OPTIMIZERS.add("adafactor", row(torch.optim.Adafactor, needs_whole=FACTORED))
+RATES = dict.fromkeys(("lr_decay_style", "lr_warmup_ratio", "lr_warmup_steps"), FIRST)
+OPTIMIZERS.add("rprop", row(Rprop, ignores={"weight_decay": "rprop has no weight decay", **RATES}))
